@@ -1,0 +1,61 @@
+"""Non-IID federated optimisation for Flower: each method a Strategy with a matching NumPyClient.
+
+=========  ======================  =========================================================
+name       file                    paper
+=========  ======================  =========================================================
+FedAvg     methods/fedavg.py       McMahan et al. 2017; Wang et al. 2021 (A field guide), Alg. 1
+FedProx    methods/fedprox.py      Li et al. 2020, Alg. 2
+FedFOR     methods/fedfor.py       Tian, Smith, Kira 2022, Alg. 1
+=========  ======================  =========================================================
+
+Names are loaded when first used, so that importing one file of the package loads no more than it needs.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from flwr_regs.flower.app import client_app as client_app
+    from flwr_regs.flower.client import RegClient as RegClient
+    from flwr_regs.flower.grid import InProcessGrid as InProcessGrid
+    from flwr_regs.flower.strategy import RegStrategy as RegStrategy
+    from flwr_regs.flower.strategy import RoundFailed as RoundFailed
+    from flwr_regs.methods.fedavg import FedAvg as FedAvg
+    from flwr_regs.methods.fedavg import FedAvgClient as FedAvgClient
+    from flwr_regs.methods.fedfor import FedFOR as FedFOR
+    from flwr_regs.methods.fedfor import FedFORClient as FedFORClient
+    from flwr_regs.methods.fedfor import FirstOrder as FirstOrder
+    from flwr_regs.methods.fedprox import FedProx as FedProx
+    from flwr_regs.methods.fedprox import FedProxClient as FedProxClient
+    from flwr_regs.methods.fedprox import Proximal as Proximal
+
+_HOME = {
+    "client_app": "flower.app",
+    "RegClient": "flower.client",
+    "InProcessGrid": "flower.grid",
+    "RegStrategy": "flower.strategy",
+    "RoundFailed": "flower.strategy",
+    "FedAvg": "methods.fedavg",
+    "FedAvgClient": "methods.fedavg",
+    "FedFOR": "methods.fedfor",
+    "FedFORClient": "methods.fedfor",
+    "FirstOrder": "methods.fedfor",
+    "FedProx": "methods.fedprox",
+    "FedProxClient": "methods.fedprox",
+    "Proximal": "methods.fedprox",
+}
+
+__all__ = sorted(_HOME)
+__version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'flwr_regs' has no attribute '{name}'")
+    return getattr(import_module(f"flwr_regs.{_HOME[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *_HOME]

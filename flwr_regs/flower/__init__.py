@@ -1,0 +1,1 @@
+"""The only place in the package that talks to Flower."""

@@ -1,0 +1,200 @@
+"""`client_app`: a Flower ClientApp around a NumPyClient, for Message-API strategies.
+
+Flower's ``ClientApp(client_fn)`` understands only the older message layout. Two mods bridge that:
+the outer one answers the strategy's identity query, the inner one translates train and evaluate
+messages, keeps client state in ``Context.state`` and applies the ``"delta"`` downlink. Nothing heavy
+is imported here: on a SuperNode every message starts a new process.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from io import BytesIO
+from typing import Any
+
+import numpy as np
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.client import Client, NumPyClient
+from flwr.clientapp import ClientApp
+from flwr.clientapp.typing import ClientAppCallable, Mod
+
+from flwr_regs.flower import wire
+from flwr_regs.flower.downlink import rebuild
+
+_LEGACY = {"train": ("fitins", "fitres"), "evaluate": ("evaluateins", "evaluateres")}
+
+
+def client_app(
+    client_fn: Callable[[Context], NumPyClient | Client], mods: Sequence[Mod] = ()
+) -> ClientApp:
+    """Return a ClientApp that runs `client_fn`'s client under a Message-API strategy.
+
+    Parameters
+    ----------
+    client_fn : callable
+        ``client_fn(context) -> NumPyClient`` (or Client), called for each train or evaluate message;
+        ``context.node_config["partition-id"]`` says whose data to load. Import heavy packages
+        inside it.
+    mods : sequence of Flower mods
+        Run outside the translation: they see Message-API records.
+
+    Raises
+    ------
+    TypeError
+        `client_fn` is not callable, or returned something else than a client (when called).
+    """
+    if not callable(client_fn):
+        raise TypeError(
+            f"client_app needs a function context -> NumPyClient, not {type(client_fn).__name__}"
+        )
+
+    def checked(context: Context) -> Client:
+        client = client_fn(context)
+        if isinstance(client, NumPyClient):
+            return client.to_client()
+        if not isinstance(client, Client):
+            raise TypeError(
+                f"client_fn must return a NumPyClient or Client, not {type(client).__name__}"
+            )
+        return client
+
+    return ClientApp(checked, mods=[identify_mod, *mods, numpyclient_mod])
+
+
+def identify_mod(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
+    """Answer the identity query from ``context.node_config``; pass anything else on."""
+    if message.metadata.message_type != wire.IDENTIFY:
+        return call_next(message, context)
+    return Message(wire.identity_reply(context.node_config), reply_to=message)
+
+
+def numpyclient_mod(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
+    """Translate a Message-API train or evaluate message for a NumPyClient, and its reply back."""
+    message_type = message.metadata.message_type
+    kind = message_type.split(".")[0]
+    if kind not in _LEGACY:
+        raise wire.ProtocolError(f"a NumPyClient answers train and evaluate, not '{message_type}'")
+    ins, res = _LEGACY[kind]
+    if wire.ARRAYS not in message.content.array_records:
+        raise wire.ProtocolError(
+            f"the {kind} message holds no ArrayRecord '{wire.ARRAYS}', only {sorted(message.content)}"
+        )
+    arrays = message.content.array_records[wire.ARRAYS]
+    config: dict[str, Any] = dict(message.content.config_records.get(wire.CONFIG, {}))
+    state = _State(context, config)
+
+    extras: dict[str, bytes] = {}
+    if kind == "train":
+        for name, record in message.content.array_records.items():
+            if name != wire.ARRAYS:
+                extras[name] = wire.pack(wire.from_record(record))
+        for name, record in state.slots().items():
+            extras[name] = wire.pack(wire.from_record(record))
+        if config.get(wire.DOWNLINK_KEY) == "delta":
+            step = wire.from_record(arrays)
+            base = state.model(config[wire.BASE_ROUND_KEY])
+            model = rebuild(base, step, config[wire.DIGEST_KEY])
+            if model is None:  # lost or stale: the server sends the full pair instead
+                out_of_sync = ConfigRecord({wire.OUT_OF_SYNC_KEY: True})
+                return Message(RecordDict({wire.CONFIG: out_of_sync}), reply_to=message)
+            arrays = wire.to_record(model)
+            extras[wire.STEP_KEY] = wire.pack(step)
+
+    names = list(arrays)
+    config[wire.NAMES_KEY] = json.dumps(names)
+    message.content = RecordDict(
+        {f"{ins}.parameters": arrays, f"{ins}.config": ConfigRecord({**config, **extras})}
+    )
+    message.metadata.message_type = kind
+    reply = call_next(message, context)
+    reply.metadata.message_type = message_type
+    content = reply.content
+    status = content.config_records[f"{res}.status"]
+    if status["code"] != 0:
+        raise RuntimeError(f"the client's {kind} answered: {status['message']!r}")
+
+    metrics: dict[str, Any] = dict(content.metric_records[f"{res}.num_examples"])
+    metrics["num-examples"] = metrics.pop("num_examples")
+    texts: dict[str, Any] = {}
+    records: dict[str, ArrayRecord] = {}
+    slots: dict[str, ArrayRecord] = {}
+    for key, value in content.config_records[f"{res}.metrics"].items():
+        if isinstance(value, bytes) and key.endswith(".upload"):
+            records[key] = wire.to_record(wire.unpack(value))
+        elif isinstance(value, bytes) and key.endswith(".client"):
+            slots[key] = wire.to_record(wire.unpack(value))
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            metrics[key] = value
+        else:
+            texts[key] = value
+    if kind == "train":
+        fitted = content.array_records[f"{res}.parameters"]
+        if len(fitted) != len(names):
+            raise wire.ProtocolError(
+                f"fit returned {len(fitted)} arrays for a model of {len(names)}: {names}"
+            )
+        records[wire.ARRAYS] = ArrayRecord(
+            {name: _relabel(a) for name, a in zip(names, fitted.values(), strict=True)}
+        )
+        state.keep(slots, arrays if config.get(wire.KEEP_KEY) else None)
+    else:
+        metrics["loss"] = content.metric_records[f"{res}.loss"]["loss"]
+    out: dict[str, Any] = {**records, wire.METRICS: MetricRecord(metrics)}
+    if texts:
+        out[wire.CONFIG] = ConfigRecord(texts)
+    reply.content = RecordDict(out)
+    return reply
+
+
+class _State:
+    """A client's memory between rounds, in ``Context.state``.
+
+    Keys are ``flwr_regs.<method>.<run id>.<start>.<slot>``: `start` is one call of the strategy's
+    ``start``, so a second training in the same run never meets the first one's state.
+    """
+
+    def __init__(self, context: Context, config: Mapping[str, Any]) -> None:
+        self._records = context.state
+        self._round = config.get(wire.ROUND_KEY, 0)
+        method, start = config.get(wire.METHOD_KEY), config.get(wire.START_KEY)
+        self._prefix = f"flwr_regs.{method}.{context.run_id}.{start}."
+
+    def slots(self) -> dict[str, ArrayRecord]:
+        """Return the terms' client slots by ``"<term>.client"``."""
+        n = len(self._prefix)
+        return {
+            key[n:]: record
+            for key, record in self._records.array_records.items()
+            if key.startswith(self._prefix) and key.endswith(".client")
+        }
+
+    def model(self, server_round: Any) -> wire.NDArrays | None:
+        """Return the global model this client trained from in `server_round`, if it kept it."""
+        kept = self._records.config_records.get(self._prefix + "round")
+        if kept is None or kept["round"] != server_round:
+            return None
+        return wire.from_record(self._records.array_records[self._prefix + "model"])
+
+    def keep(self, slots: Mapping[str, ArrayRecord], model: ArrayRecord | None) -> None:
+        """Replace the state by that of this round; earlier trainings' state is dropped."""
+        for key in [k for k in self._records if k.startswith("flwr_regs.")]:
+            del self._records[key]
+        for name, record in slots.items():
+            self._records[self._prefix + name] = record
+        if model is not None:
+            self._records[self._prefix + "model"] = model
+            self._records[self._prefix + "round"] = ConfigRecord({"round": self._round})
+
+
+def _relabel(array: Array) -> Array:
+    """Give a legacy Array (dtype "", shape ()) its dtype and shape back, without copying the data."""
+    head = BytesIO(array.data[:1024])
+    read = {
+        (1, 0): np.lib.format.read_array_header_1_0,
+        (2, 0): np.lib.format.read_array_header_2_0,
+    }
+    shape, fortran, dtype = read[np.lib.format.read_magic(head)](head)
+    if fortran:
+        return Array(array.numpy())
+    return Array(str(dtype), tuple(shape), "numpy.ndarray", array.data)

@@ -1,0 +1,226 @@
+"""The client base: one round of :func:`flwr_regs.local_round.local_round` behind a NumPyClient."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from flwr.client import NumPyClient
+from torch import nn
+
+from flwr_regs.flower import wire
+from flwr_regs.local_round import (
+    Batches,
+    LossFn,
+    OptimizerFn,
+    local_round,
+    resolve_device,
+    to_device,
+)
+from flwr_regs.method import Chain, Slot, Term, chain
+
+NDArrayList = list[Any]
+
+
+class RegClient(NumPyClient):
+    """A client for any list of terms; the named clients are this with their terms filled in.
+
+    Every hyper-parameter of the method arrives with the round's config; none is given here.
+
+    Parameters
+    ----------
+    model : nn.Module
+        The architecture; its weights are replaced by the global model's, by name, each round.
+    train_data, eval_data : iterable of (inputs, targets)
+        Batches, such as a DataLoader; both can be iterated again and again. `eval_data` may be left
+        out where the strategy does not evaluate on clients (``fraction_evaluate=0``).
+    loss_fn : callable
+        ``loss_fn(output, targets) -> scalar``, a mean over the batch.
+    optimizer : callable
+        ``optimizer(params, lr=lr)``; use ``functools.partial`` for more, e.g. weight decay.
+    device : str or torch.device
+        ``"auto"``: the accelerator if there is one, else the CPU.
+    classifier : str, optional
+        Name of the output layer, for methods that look at features (default: the last ``nn.Linear``).
+    terms : sequence of Term classes
+        Only for a composition of your own, in the strategy's order; the named clients fix it.
+    """
+
+    method: ClassVar[str | None] = None
+    terms: Sequence[type[Term]] = ()
+
+    def __init__(
+        self,
+        model: nn.Module,
+        train_data: Batches,
+        eval_data: Batches | None = None,
+        *,
+        loss_fn: LossFn = nn.functional.cross_entropy,
+        optimizer: OptimizerFn = torch.optim.SGD,
+        device: str | torch.device = "auto",
+        classifier: str | None = None,
+        terms: Sequence[type[Term]] | None = None,
+    ) -> None:
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
+        if half := [n for n, v in model.state_dict().items() if v.dtype == torch.bfloat16]:
+            raise TypeError(f"bfloat16 cannot travel (numpy has no such type), but {half} are")
+        if classifier is not None and classifier not in dict(model.named_modules()):
+            raise ValueError(
+                f"classifier '{classifier}' is not a layer of {type(model).__name__}; "
+                f"it has {[n for n, _ in model.named_modules() if n]}"
+            )
+        if terms is not None:
+            if self.method is not None:
+                raise TypeError(
+                    f"{type(self).__name__} has its own terms; use RegClient for a list"
+                )
+            self.terms = tuple(terms)
+        self.model = model
+        self.train_data = train_data
+        self.eval_data = eval_data
+        self.loss_fn = loss_fn
+        self.optimizer = optimizer
+        self.device = device
+        self.classifier = classifier
+
+    def get_parameters(self, config: Mapping[str, Any]) -> NDArrayList:
+        """Return the model's ``state_dict`` values as numpy arrays."""
+        return [v.detach().cpu().numpy() for v in self.model.state_dict().values()]
+
+    def fit(
+        self, parameters: NDArrayList, config: Mapping[str, Any]
+    ) -> tuple[NDArrayList, int, dict[str, Any]]:
+        """Train for one round from the global model.
+
+        Returns the local model in the order of `parameters`, ``n_k``, and metrics (mean training
+        loss, steps, examples processed) beside the terms' packed uploads and client slots.
+
+        Raises
+        ------
+        ProtocolError
+            The strategy is for another method or protocol version, or arrays do not fit the model.
+        ValueError
+            The config lacks a key, holds an unknown one, or there is no training data.
+        """
+        term = self._receive_method(config)
+        names = self._load(parameters, config)
+        step = config.get(wire.STEP_KEY)
+        if step is not None:
+            mine = {n for n, p in self.model.named_parameters() if p.requires_grad}
+            steps = {k: torch.from_numpy(a) for k, a in wire.unpack(step).items() if k in mine}
+            broadcast = term.recover(steps, config[wire.PREVIOUS_LR_KEY]) or {}
+        else:
+            broadcast = self._slots(config, "broadcast")
+        # Shuffling, dropout and augmentation depend on (seed, round, partition) alone, and the
+        # process's own random state is left as it was.
+        device = resolve_device(self.device)
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            torch.manual_seed(config[wire.SEED_KEY])
+            result = local_round(
+                self.model,
+                term,
+                self.train_data,
+                lr=config["lr"],
+                epochs=config.get("local-epochs"),
+                steps=config.get("local-steps"),
+                loss_fn=self.loss_fn,
+                optimizer=self.optimizer,
+                device=device,
+                broadcast=broadcast,
+                client=self._slots(config, "client"),
+            )
+        trainable = {
+            n for n, p in self.model.named_parameters(remove_duplicate=False) if p.requires_grad
+        }
+        metrics: dict[str, Any] = {
+            wire.METHOD_KEY: self._method_name(),
+            wire.BUFFERS_KEY: json.dumps([n for n in names if n not in trainable]),
+            "train-loss": result.loss,
+            "local-steps": result.num_steps,
+            "examples-processed": result.examples_processed,
+        }
+        for slot, values in (("upload", result.upload), ("client", result.client)):
+            for name, arrays in values.items():
+                if arrays:
+                    metrics[f"{name}.{slot}"] = wire.pack(arrays)
+        return [result.state[n].numpy() for n in names], result.num_examples, metrics
+
+    @torch.no_grad()
+    def evaluate(
+        self, parameters: NDArrayList, config: Mapping[str, Any]
+    ) -> tuple[float, int, dict[str, Any]]:
+        """Return (mean loss, examples, ``{"accuracy": share of correct arg-max}``) on `eval_data`."""
+        if self.eval_data is None:
+            raise ValueError(
+                f"{type(self).__name__} was built without eval_data; "
+                "pass it, or set fraction_evaluate=0 on the strategy"
+            )
+        self._load(parameters, config)
+        device = resolve_device(self.device)
+        self.model.to(device).eval()
+        loss, correct, count = 0.0, 0, 0
+        for inputs, targets in self.eval_data:
+            targets = to_device(targets, device)
+            output = self.model(to_device(inputs, device))
+            loss += float(self.loss_fn(output, targets)) * len(targets)
+            correct += int((output.argmax(dim=1) == targets).sum())
+            count += len(targets)
+        if count == 0:
+            raise ValueError("the client has no evaluation data: eval_data holds no batch")
+        return loss / count, count, {"accuracy": correct / count}
+
+    def _method_name(self) -> str:
+        return self.method or "+".join(t.name for t in self.terms)
+
+    def _receive_method(self, config: Mapping[str, Any]) -> Chain:
+        """Check that the config speaks of this client's method; return it with its parameters."""
+        me = f"this client is {type(self).__name__} ({self._method_name()})"
+        if wire.METHOD_KEY not in config:
+            raise wire.ProtocolError(
+                f"{me}, but the strategy named no method; use flwr_regs.{self.method or 'RegStrategy'}"
+            )
+        if config[wire.METHOD_KEY] != self._method_name():
+            raise wire.ProtocolError(
+                f"{me}, but the strategy runs '{config[wire.METHOD_KEY]}'; "
+                "the strategy and the client must be of the same method"
+            )
+        if config.get(wire.PROTOCOL_KEY) != wire.PROTOCOL:
+            raise wire.ProtocolError(
+                f"{me} and speaks protocol {wire.PROTOCOL}, but the strategy speaks "
+                f"{config.get(wire.PROTOCOL_KEY)}; install the same flwr-regs version on both sides"
+            )
+        term = chain([t.from_config(config) for t in self.terms])
+        known = [*wire.TRAIN_KEYS, wire.ROUND_KEY, *term.config()]
+        known += [f"{t.name}.{slot}" for t in term.terms for slot in ("broadcast", "client")]
+        own = [k for k in config if not k.startswith("regs.")]
+        wire.check_config_keys(own, known, "train_config")
+        wire.check_train_config(config, "train_config")
+        return term
+
+    def _slots(self, config: Mapping[str, Any], slot: str) -> Slot:
+        return {
+            t.name: {
+                k: torch.from_numpy(a) for k, a in wire.unpack(config[f"{t.name}.{slot}"]).items()
+            }
+            for t in self.terms
+            if f"{t.name}.{slot}" in config
+        }
+
+    def _load(self, parameters: NDArrayList, config: Mapping[str, Any]) -> list[str]:
+        """Load the global model by name; return the names in the order of `parameters`."""
+        if wire.NAMES_KEY not in config:
+            raise wire.ProtocolError(
+                "the config does not name the arrays: build the ClientApp with "
+                "flwr_regs.client_app(client_fn), not with flwr's ClientApp(client_fn)"
+            )
+        names: list[str] = json.loads(config[wire.NAMES_KEY])
+        arrays = {
+            n: torch.from_numpy(np.asarray(a)) for n, a in zip(names, parameters, strict=True)
+        }
+        wire.check_arrays(arrays, self.model.state_dict(), "the global model")
+        self.model.load_state_dict(arrays)
+        return names

@@ -1,0 +1,113 @@
+"""A Grid in one process: the ClientApp is called directly. No Ray, no servers.
+
+For tests, notebooks and debugging. flwr's private names are used here and nowhere else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+from uuid import uuid4
+
+from flwr.app import Context, Error, Message, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.serverapp import Grid
+from flwr.supercore.run import Run
+from flwr.supercore.task_identity import TaskIdentity
+
+
+class InProcessGrid(Grid):
+    """Serve `num_clients` clients from one ClientApp in this process, one message after another.
+
+    Parameters
+    ----------
+    client_app : ClientApp
+        For example ``flwr_regs.client_app(client_fn)``.
+    num_clients : int
+        Clients get ``node_config`` ``partition-id`` 0 … num_clients − 1 and ``num-partitions``.
+    run_config : mapping, optional
+        ``context.run_config`` of every client.
+
+    As on a real node, a message is copied before the client sees it, and a client that raises
+    answers with an error and leaves its ``Context.state`` as it was.
+
+    Examples
+    --------
+    ``FedAvg(seed=7).start(grid=InProcessGrid(app, 10), initial_arrays=arrays, ...)``
+    """
+
+    def __init__(
+        self, client_app: ClientApp, num_clients: int, run_config: Mapping[str, Any] | None = None
+    ) -> None:
+        if num_clients < 1:
+            raise ValueError(f"num_clients must be at least 1, not {num_clients}")
+        # Message() insists on an identity, which flwr sets only in its own processes.
+        TaskIdentity.run_id = TaskIdentity.node_id = TaskIdentity.task_id = 1
+        self._run = Run.create_empty(1)
+        self._app = client_app
+        self._replies: dict[str, Message] = {}
+        self._contexts = {
+            1000 + i: Context(
+                run_id=1,
+                node_id=1000 + i,
+                node_config={"partition-id": i, "num-partitions": num_clients},
+                state=RecordDict(),
+                run_config=dict(run_config or {}),
+            )
+            for i in range(num_clients)
+        }
+
+    def set_run(self, run: Run) -> None:
+        """Set the run; Grid's interface."""
+        self._run = run
+
+    @property
+    def run(self) -> Run:
+        """The run; Grid's interface."""
+        return self._run
+
+    def create_message(
+        self,
+        content: RecordDict,
+        message_type: str,
+        dst_node_id: int,
+        group_id: str,
+        ttl: float | None = None,
+    ) -> Message:
+        """Build a message; Grid's interface."""
+        return Message(content, dst_node_id, message_type, ttl=ttl, group_id=group_id)
+
+    def get_node_ids(self) -> Iterable[int]:
+        """Return the clients' node ids."""
+        return list(self._contexts)
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        """Run the clients; their replies wait for `pull_messages`."""
+        ids = []
+        for message in messages:
+            message_id = str(uuid4())
+            message.metadata.__dict__["_message_id"] = message_id
+            ids.append(message_id)
+            context = self._contexts[message.metadata.dst_node_id]
+            before = RecordDict({k: r.copy() for k, r in context.state.items()})
+            message_type = message.metadata.message_type
+            message.content = RecordDict({k: r.copy() for k, r in message.content.items()})
+            try:
+                self._replies[message_id] = self._app(message, context)
+            except Exception as error:  # whatever the user's client raises
+                context.state = before
+                message.metadata.message_type = message_type
+                self._replies[message_id] = Message(
+                    Error(2, f"{type(error).__name__}: {error}"), reply_to=message
+                )
+        return ids
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        """Return the replies to these messages."""
+        return [self._replies.pop(i) for i in list(message_ids) if i in self._replies]
+
+    def send_and_receive(
+        self, messages: Iterable[Message], *, timeout: float | None = None
+    ) -> Iterable[Message]:
+        """Run the clients and return their replies, in the order of `messages`."""
+        return self.pull_messages(self.push_messages(messages))

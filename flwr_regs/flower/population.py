@@ -1,0 +1,132 @@
+"""Who is there: partition ids and node ids, and cohorts drawn from them by seed."""
+
+from __future__ import annotations
+
+import time
+from logging import INFO, WARNING
+
+import numpy as np
+from flwr.app import Message, RecordDict
+from flwr.common.logger import log
+from flwr.serverapp import Grid
+
+from flwr_regs.flower import wire
+
+
+class PopulationError(RuntimeError):
+    """The clients that came are not the population that training needs."""
+
+
+class Population:
+    """The clients of a run, by partition id.
+
+    Flower's node ids are drawn at random for each run and come in no order, so cohorts are drawn
+    over partition ids, which each node is asked for once. A node without one is known by its node
+    id, which makes cohorts repeatable only while the node keeps that id.
+
+    Parameters
+    ----------
+    minimum : int
+        Fewest nodes to wait for (Flower's ``min_available_nodes``).
+    expected : int or None
+        Nodes to wait for; None: as many as the nodes' own ``num-partitions`` says.
+    timeout : float
+        Seconds to wait before round 1.
+    """
+
+    def __init__(self, minimum: int, expected: int | None, timeout: float) -> None:
+        if expected is not None and expected < 1:
+            raise ValueError(f"population must be at least 1, not {expected}")
+        self._minimum = minimum
+        self._given = expected
+        self._timeout = timeout
+        self.forget()
+
+    def forget(self) -> None:
+        """Ask everyone again, and wait for all of them again."""
+        self._node_of: dict[int, int] = {}
+        self._asked: set[int] = set()
+        self._here: list[int] = []
+        self._expected: int | None = self._given
+        self._complete = False
+
+    def node_id(self, pid: int) -> int:
+        """Return the node that serves a partition id."""
+        return self._node_of[pid]
+
+    def refresh(self, grid: Grid) -> list[int]:
+        """Return the partition ids of the nodes that are there now, sorted.
+
+        Waits for the whole population the first time; later a node that left is left out, and a new
+        one is asked who it is.
+
+        Raises
+        ------
+        PopulationError
+            Too few nodes came in time, a node does not answer, or two serve one partition.
+        """
+        deadline = time.monotonic() + self._timeout
+        told = time.monotonic()
+        while True:
+            present = set(grid.get_node_ids())
+            self._identify(grid, sorted(present - self._asked))
+            self._here = sorted(p for p, n in self._node_of.items() if n in present)
+            need = max(self._minimum, 1 if self._complete else self._expected or 1)
+            if len(self._here) >= need:
+                self._complete = True
+                return self._here
+            if time.monotonic() > deadline:
+                raise PopulationError(
+                    f"{len(self._here)} of {need} clients came within {self._timeout:.0f} s"
+                    f" (partitions {self._here}); start the others, or lower min_available_nodes "
+                    "or population"
+                )
+            if time.monotonic() - told > 10:
+                log(INFO, "waiting for clients: %d of %d are here", len(self._here), need)
+                told = time.monotonic()
+            time.sleep(0.1)
+
+    def draw(self, key: tuple[int, ...], size: int) -> list[int]:
+        """Return `size` of the clients that are here, sorted, by `key` alone.
+
+        Each client's rank depends on (key, its own id) only: a client that is missing is replaced
+        by one other, and the rest of the cohort stays. All of them where `size` is too large.
+        """
+        rank = {p: np.random.default_rng((*key, p)).random() for p in self._here}
+        return sorted(sorted(self._here, key=lambda p: rank[p])[:size])
+
+    def _identify(self, grid: Grid, nodes: list[int]) -> None:
+        if not nodes:
+            return
+        replies = grid.send_and_receive(
+            [Message(RecordDict(), dst_node_id=n, message_type=wire.IDENTIFY) for n in nodes],
+            timeout=self._timeout,
+        )
+        answers = {}
+        for reply in replies:
+            if reply.has_error():
+                if reply.metadata.src_node_id not in nodes:
+                    continue  # the node went away; it is asked again if it comes back
+                raise PopulationError(
+                    f"node {reply.metadata.src_node_id} does not answer who it is "
+                    f"({reply.error.reason}); build its ClientApp with flwr_regs.client_app"
+                )
+            answers[reply.metadata.src_node_id] = reply.content.config_records[wire.CONFIG]
+        fresh: dict[int, int] = {}
+        for node in sorted(answers):
+            answer = answers[node]
+            pid = int(answer.get("partition-id", node))  # type: ignore[arg-type]
+            if "partition-id" not in answer:
+                log(WARNING, "node %d has no partition-id; its node id stands in for it", node)
+            if pid in fresh:
+                raise PopulationError(
+                    f"nodes {fresh[pid]} and {node} both serve partition-id {pid}; "
+                    "give each SuperNode a --node-config partition-id of its own"
+                )
+            if pid in self._node_of:
+                log(INFO, "partition %d is now served by node %d (restarted)", pid, node)
+            fresh[pid] = node
+            if self._given is None and "num-partitions" in answer:
+                self._expected = int(answer["num-partitions"])  # type: ignore[arg-type]
+        self._node_of |= fresh
+        self._asked |= set(answers)

@@ -1,0 +1,431 @@
+"""The strategy base: seeded cohorts, the server's half of a round, and a history of costs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from logging import INFO, WARNING
+from typing import Any, ClassVar
+from uuid import uuid4
+
+import numpy as np
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.common.logger import log
+from flwr.serverapp import Grid
+from flwr.serverapp.strategy import FedAvg as FlowerFedAvg
+from flwr.serverapp.strategy import Result
+
+from flwr_regs.aggregation import Reply, aggregation_weights, mean_delta
+from flwr_regs.flower import wire
+from flwr_regs.flower.downlink import Downlink
+from flwr_regs.flower.population import Population
+from flwr_regs.flower.replies import receive, receive_metrics, sort_replies
+from flwr_regs.method import ServerContext, Slot, Term, chain
+
+
+class RoundFailed(RuntimeError):
+    """A round ended with fewer usable replies than it needs; the global model is as before it."""
+
+
+class RegStrategy(FlowerFedAvg):
+    """A strategy for any list of terms; the named methods are this with their terms filled in.
+
+    Parameters
+    ----------
+    terms : sequence of Term
+        The method, left to right.
+    weighting : {"num-examples", "uniform"}
+        Aggregation weights ``p_k``: ``n_k / Σ n`` or ``1/|S_t|``, over the replies that are used.
+    seed : int, optional
+        Cohorts depend on (seed, round), a client's shuffling on (seed, round, partition id).
+        Default: drawn at random and logged.
+    downlink : {"model", "delta"}
+        ``"model"`` sends ``w_t`` and the terms' broadcasts to everyone. ``"delta"`` sends only
+        ``w_t − w_{t−1}`` to a client that took part in the last round and kept its model, the full
+        pair to any other; only for terms that can recover their broadcast from the step.
+    lr_schedule : callable, optional
+        ``lr_schedule(round) -> factor`` on train_config's ``"lr"``; rounds count from 1.
+    min_replies : int
+        A round with fewer usable replies raises :class:`RoundFailed`.
+    population : int, optional
+        How many clients to wait for before round 1. Default: the clients' own ``num-partitions``
+        where they have one, else `min_available_nodes`.
+    wait_timeout : float
+        Seconds to wait for the population, then an error says how many came.
+    **kwargs
+        Flower's FedAvg arguments: ``fraction_train``, ``fraction_evaluate``, ``min_train_nodes``, …
+
+    Attributes
+    ----------
+    history : list of dict
+        One entry a round: cohort, failures, bytes down and up per client, seconds per phase,
+        examples processed, losses and metrics. Plain numbers and lists, ready for ``json``.
+
+    Raises
+    ------
+    ValueError
+        A parameter out of range, or terms that do not go together.
+    """
+
+    method: ClassVar[str | None] = None
+    history: list[dict[str, Any]]
+
+    # One training's state; _reset and configure_train set it.
+    _model: wire.NDArrays
+    _step: wire.NDArrays | None
+    _previous_lr: float | None
+    _server: Slot
+    _buffers: set[str] | None  # names that the clients do not train; None until one has answered
+    _held: dict[int, int]  # partition id -> round whose model that client last kept
+    _entry: dict[str, Any]
+    _start_id: str
+
+    def __init__(
+        self,
+        terms: Sequence[Term],
+        *,
+        weighting: str = "num-examples",
+        seed: int | None = None,
+        downlink: str = "model",
+        lr_schedule: Callable[[int], float] | None = None,
+        min_replies: int = 1,
+        population: int | None = None,
+        wait_timeout: float = 300.0,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(**kwargs)
+        if weighting not in ("num-examples", "uniform"):
+            raise ValueError(f"weighting must be 'num-examples' or 'uniform', not {weighting!r}")
+        if downlink not in ("model", "delta"):
+            raise ValueError(f"downlink must be 'model' or 'delta', not {downlink!r}")
+        if min_replies < 1:
+            raise ValueError(f"min_replies must be at least 1, not {min_replies}")
+        for name in ("fraction_train", "fraction_evaluate"):
+            if not 0.0 <= getattr(self, name) <= 1.0:
+                raise ValueError(f"{name} must lie in [0, 1], not {getattr(self, name)}")
+        if seed is not None and seed < 0:
+            raise ValueError(f"seed must not be negative, but is {seed}")
+        self.term = chain(terms)
+        self.weighting = weighting
+        self.seed = int(np.random.SeedSequence().generate_state(1)[0]) if seed is None else seed
+        self.downlink = downlink
+        self.lr_schedule = lr_schedule or (lambda _: 1.0)
+        self.min_replies = min_replies
+        self.population = Population(self.min_available_nodes, population, wait_timeout)
+        self._timeout = 3600.0
+        self._reset({})
+
+    @property
+    def method_name(self) -> str:
+        """The name clients must know: the class's own, or the terms' joined by ``+``."""
+        if type(self) is RegStrategy:
+            return "+".join(t.name for t in self.term.terms)
+        return type(self).method or type(self).__name__
+
+    def summary(self) -> None:
+        """Log the method, its hyper-parameters and the seed, then Flower's own summary."""
+        settings = {**self.term.config(), "weighting": self.weighting, "downlink": self.downlink}
+        log(INFO, "\t├──> Method: %s %s (seed %d)", self.method_name, settings, self.seed)
+        super().summary()
+
+    def start(
+        self,
+        grid: Grid,
+        initial_arrays: ArrayRecord,
+        num_rounds: int = 3,
+        timeout: float = 3600,
+        train_config: ConfigRecord | None = None,
+        evaluate_config: ConfigRecord | None = None,
+        evaluate_fn: Callable[[int, ArrayRecord], MetricRecord | None] | None = None,
+    ) -> Result:
+        """Run `num_rounds` rounds; see Flower's ``Strategy.start`` for the parameters.
+
+        `train_config` takes ``"lr"`` and one of ``"local-epochs"`` and ``"local-steps"``.
+
+        Raises
+        ------
+        ValueError
+            An unknown, missing or wrong config key, before any client is contacted.
+        RoundFailed
+            A round had fewer than `min_replies` usable replies.
+        """
+        self._check_config(train_config or {})
+        self._timeout = timeout
+        return super().start(
+            grid,
+            initial_arrays,
+            num_rounds,
+            timeout,
+            ConfigRecord({**(train_config or {})}),  # Flower writes into it
+            ConfigRecord({**(evaluate_config or {})}),
+            evaluate_fn,
+        )
+
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """Draw the cohort and build its messages. Round 1 also asks the clients who they are."""
+        if server_round == 1:
+            self._begin(arrays, config)
+        if self.fraction_train == 0.0:
+            return []
+        began = time.monotonic()
+        self._grid = grid
+        members = self.population.refresh(grid)
+        cohort = self.population.draw(
+            (self.seed, server_round),
+            max(int(len(members) * self.fraction_train), self.min_train_nodes),
+        )
+        settings: dict[str, Any] = dict(config)
+        lr = settings["lr"] * float(self.lr_schedule(server_round))
+        if not 0 < lr < float("inf"):
+            raise ValueError(f"lr_schedule({server_round}) makes the learning rate {lr}")
+        step = None if self._step is None else self._trainable(self._step)
+        self._ctx = ServerContext(server_round, lr, step, self._previous_lr)
+        self._downlink = Downlink(
+            self.downlink,
+            server_round,
+            self._model,
+            self._step,
+            self._previous_lr,
+            lambda: self.term.broadcast(self._server, self._ctx),
+        )
+        self._settings = {
+            **settings,
+            **self.term.config(),
+            "lr": lr,
+            wire.ROUND_KEY: server_round,
+            wire.METHOD_KEY: self.method_name,
+            wire.PROTOCOL_KEY: wire.PROTOCOL,
+            wire.START_KEY: self._start_id,
+        }
+        self._sent = {pid: self._train_content(pid, self._held.get(pid)) for pid in cohort}
+        self._entry = {
+            "round": server_round,
+            "cohort": cohort,
+            "population": len(members),
+            "lr": lr,
+            "bytes_down": {p: wire.content_bytes(c) for p, c in self._sent.items()},
+            "seconds": {"configure": time.monotonic() - began},
+        }
+        log(INFO, "configure_train: cohort of %d (out of %d)", len(cohort), len(members))
+        self._clock = time.monotonic()
+        return [self._message(pid, "train") for pid in cohort]
+
+    def aggregate_train(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        """Check the replies, average what is usable and move the global model.
+
+        Raises
+        ------
+        RoundFailed
+            Fewer than `min_replies` usable replies. Model and server state stay as they were.
+        """
+        if self.fraction_train == 0.0:
+            return None, None
+        entry = self._entry
+        answered, failures = sort_replies(replies, self._nodes())
+        # A client that lost its model (a restarted SuperNode) gets the full pair in the same round.
+        lost = [p for p, m in answered.items() if _is_out_of_sync(m)]
+        if lost:
+            log(WARNING, "clients %s have lost their model; sending the full pair", lost)
+            for pid in lost:
+                self._sent[pid] = self._train_content(pid, held_round=None)
+                entry["bytes_down"][pid] += wire.content_bytes(self._sent[pid])
+            again = self._grid.send_and_receive(
+                [self._message(pid, "train") for pid in lost], timeout=self._timeout
+            )
+            late, late_failures = sort_replies(
+                again, {n: p for n, p in self._nodes().items() if p in lost}
+            )
+            failures |= late_failures
+            answered = {p: m for p, m in answered.items() if p not in lost} | late
+        entry["seconds"]["clients"] = time.monotonic() - self._clock
+        began = time.monotonic()
+
+        # Summed in the order of partition ids: the same bits whatever the order of arrival.
+        usable: dict[int, Reply] = {}
+        entry["bytes_up"] = {p: wire.content_bytes(m.content) for p, m in answered.items()}
+        for pid in sorted(answered):
+            try:
+                reply, buffers = receive(
+                    pid, answered[pid].content, self._model, self.method_name, self.weighted_by_key
+                )
+                if self._buffers is None:
+                    self._buffers = buffers
+                if buffers != self._buffers:
+                    raise wire.ProtocolError(
+                        f"client {pid} trains other parameters than the clients before it; they "
+                        f"differ in {sorted(buffers ^ self._buffers)}"
+                    )
+                usable[pid] = reply
+            except wire.ProtocolError as error:
+                failures[pid] = str(error)
+        if failures:
+            log(WARNING, "\t> %s", _told(failures))
+        entry["failures"] = failures
+        entry["replies"] = sorted(usable)
+        self.history.append(entry)
+        if len(usable) < self.min_replies:
+            raise RoundFailed(
+                f"round {server_round} of {self.method_name}: {len(usable)} usable replies from a "
+                f"cohort of {len(self._sent)}, needed {self.min_replies}; {_told(failures)}"
+            )
+
+        weights = aggregation_weights(usable, self.weighting)
+        delta = mean_delta(self._model, usable, weights)
+        uploads = {pid: r.uploads for pid, r in usable.items()}
+        server, step = self.term.update(self._server, self._trainable(delta), uploads, self._ctx)
+        # The step is rounded to the model's dtype first and the model moves by that: a client that
+        # adds the same step to the same model then holds the same bits.
+        self._step = {n: _as_step(w, {**delta, **step}[n]) for n, w in self._model.items()}
+        self._model = {n: wire.add(w, self._step[n]) for n, w in self._model.items()}
+        wire.check_finite(self._model, f"the global model after round {server_round}")
+        self._server = server
+        self._previous_lr = self._ctx.lr
+        self._held |= dict.fromkeys(answered, server_round)
+
+        metrics = self.train_metrics_aggr_fn(
+            _with_common_keys([r.metrics for r in usable.values()]), self.weighted_by_key
+        )
+        entry["train_metrics"] = dict(metrics)
+        entry["examples_processed"] = sum(
+            r.metrics.get("examples-processed", 0) for r in usable.values()
+        )
+        entry["seconds"]["aggregate"] = time.monotonic() - began
+        return wire.to_record(self._model), metrics
+
+    def configure_evaluate(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """Draw the clients that evaluate the global model and build their messages."""
+        if self.fraction_evaluate == 0.0:
+            return []
+        members = self.population.refresh(grid)
+        cohort = self.population.draw(
+            (self.seed, server_round, 1),
+            max(int(len(members) * self.fraction_evaluate), self.min_evaluate_nodes),
+        )
+        settings = ConfigRecord({**config, wire.ROUND_KEY: server_round})
+        self._sent = {
+            pid: RecordDict({wire.ARRAYS: arrays, wire.CONFIG: settings}) for pid in cohort
+        }
+        self._clock = time.monotonic()
+        return [self._message(pid, "evaluate") for pid in cohort]
+
+    def aggregate_evaluate(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> MetricRecord | None:
+        """Average the clients' metrics and note each client's own in the history.
+
+        Raises
+        ------
+        RoundFailed
+            No usable reply.
+        """
+        if self.fraction_evaluate == 0.0:
+            return None
+        answered, failures = sort_replies(replies, self._nodes())
+        per_client: dict[int, dict[str, Any]] = {}
+        for pid in sorted(answered):
+            try:
+                metrics, _ = receive_metrics(pid, answered[pid].content, self.weighted_by_key)
+                per_client[pid] = dict(metrics)
+            except wire.ProtocolError as error:
+                failures[pid] = str(error)
+        if failures:
+            log(WARNING, "\t> evaluation: %s", _told(failures))
+        if not per_client:
+            raise RoundFailed(
+                f"round {server_round} of {self.method_name}: no client of {len(self._sent)} could "
+                f"evaluate; {_told(failures)}"
+            )
+        result = self.evaluate_metrics_aggr_fn(
+            _with_common_keys([MetricRecord(m) for m in per_client.values()]), self.weighted_by_key
+        )
+        if self.history and self.history[-1]["round"] == server_round:
+            self.history[-1]["seconds"]["evaluate"] = time.monotonic() - self._clock
+            self.history[-1]["evaluate"] = {
+                "bytes_down": {p: wire.content_bytes(c) for p, c in self._sent.items()},
+                "failures": failures,
+                "clients": per_client,
+            }
+        return result
+
+    def _check_config(self, config: Any) -> None:
+        wire.check_config_keys(
+            [k for k in config if k != wire.ROUND_KEY], wire.TRAIN_KEYS, "train_config"
+        )
+        wire.check_train_config(config, "train_config")
+
+    def _begin(self, arrays: ArrayRecord, config: ConfigRecord) -> None:
+        """Start afresh: also where a wrapper (Flower's DP strategies) calls round 1 directly."""
+        self._check_config(config)
+        if not arrays:
+            raise ValueError("initial_arrays is empty: pass ArrayRecord(model.state_dict())")
+        model = wire.from_record(arrays)
+        wire.check_finite(model, "initial_arrays")
+        self._reset(model)
+        self.population.forget()
+
+    def _reset(self, model: wire.NDArrays) -> None:
+        self.history = []
+        self._model = model
+        self._step = None
+        self._previous_lr = None
+        self._server = self.term.init(model)
+        self._buffers = None
+        self._held = {}
+        self._entry = {}
+        self._start_id = uuid4().hex[:8]
+
+    def _trainable(self, arrays: wire.NDArrays) -> wire.NDArrays:
+        return {n: a for n, a in arrays.items() if n not in (self._buffers or ())}
+
+    def _train_content(self, pid: int, held_round: int | None) -> RecordDict:
+        """Return what one client of this round receives."""
+        records, scalars = self._downlink.content(held_round)
+        seed = np.random.SeedSequence((self.seed, self._ctx.round, pid)).generate_state(1)[0]
+        config = ConfigRecord({**self._settings, **scalars, wire.SEED_KEY: int(seed)})
+        return RecordDict({**records, wire.CONFIG: config})
+
+    def _nodes(self) -> dict[int, int]:
+        return {self.population.node_id(pid): pid for pid in self._sent}
+
+    def _message(self, pid: int, message_type: str) -> Message:
+        return Message(
+            content=self._sent[pid],
+            message_type=message_type,
+            dst_node_id=self.population.node_id(pid),
+        )
+
+
+def _is_out_of_sync(message: Message) -> bool:
+    config = message.content.config_records.get(wire.CONFIG)
+    return config is not None and bool(config.get(wire.OUT_OF_SYNC_KEY, False))
+
+
+def _told(failures: dict[int, str]) -> str:
+    """Name the failed clients with their errors, those with the same one together."""
+    by_reason: dict[str, list[int]] = {}
+    for pid, why in sorted(failures.items()):
+        by_reason.setdefault(why, []).append(pid)
+    return "; ".join(f"clients {pids} failed: {why}" for why, pids in by_reason.items())
+
+
+def _with_common_keys(metrics: list[MetricRecord]) -> list[RecordDict]:
+    """Keep the metrics that every client reports: Flower's mean refuses the others."""
+    common = set.intersection(*(set(m) for m in metrics))
+    return [
+        RecordDict({wire.METRICS: MetricRecord({k: m[k] for k in sorted(common)})}) for m in metrics
+    ]
+
+
+def _as_step(base: np.ndarray, delta: Any) -> np.ndarray:
+    """Round a step to what can be added to `base`: its dtype; whole numbers for integers."""
+    if base.dtype == np.bool_:  # the mean's majority, as a flip
+        return np.asarray(base ^ (base + np.asarray(delta) > 0.5))
+    if np.issubdtype(base.dtype, np.integer):
+        return np.asarray(np.rint(delta)).astype(base.dtype)
+    return np.asarray(delta).astype(base.dtype)

@@ -1,0 +1,175 @@
+"""What travels between a strategy and its clients, and the checks on arrival.
+
+A train message holds the ArrayRecord ``"arrays"`` (the global model, or the last global step where
+the config says ``regs.downlink = "delta"``), one ArrayRecord ``"<term>.broadcast"`` for each term
+that has one, and the ConfigRecord ``"config"``. A reply holds ``"arrays"``, ``"<term>.upload"``,
+``"metrics"`` (numbers) and ``"config"`` (``regs.method``, ``regs.protocol`` and other text).
+
+A ``NumPyClient`` sees the same values in its `config` and returns them in fit's metrics, arrays
+packed as safetensors bytes. Nothing is pickled. This file imports no torch: it is loaded in every
+ClientApp process, before the user's `client_fn` runs.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import safetensors.numpy
+from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
+
+NDArrays = dict[str, np.ndarray]
+
+PROTOCOL = 1
+"""Version of the layout above; a client refuses any other."""
+
+ARRAYS = "arrays"
+CONFIG = "config"
+METRICS = "metrics"
+IDENTIFY = "query.flwr_regs"
+
+METHOD_KEY = "regs.method"
+PROTOCOL_KEY = "regs.protocol"
+START_KEY = "regs.start"
+SEED_KEY = "regs.seed"
+NAMES_KEY = "regs.names"
+BUFFERS_KEY = "regs.not-trainable"
+DOWNLINK_KEY = "regs.downlink"
+KEEP_KEY = "regs.keep-model"
+BASE_ROUND_KEY = "regs.base-round"
+DIGEST_KEY = "regs.digest"
+PREVIOUS_LR_KEY = "regs.previous-lr"
+OUT_OF_SYNC_KEY = "regs.out-of-sync"
+STEP_KEY = "regs.step"
+ROUND_KEY = "server-round"
+TRAIN_KEYS = ("lr", "local-epochs", "local-steps")
+
+
+class ProtocolError(ValueError):
+    """A message that the receiver cannot act on: wrong method, version, names, shapes or values."""
+
+
+def pack(arrays: Mapping[str, Any]) -> bytes:
+    """Return the arrays (numpy, or torch on the CPU) as safetensors bytes."""
+    # order="C": safetensors stores a strided array's buffer as it lies
+    return safetensors.numpy.save({k: np.asarray(a, order="C") for k, a in arrays.items()})
+
+
+def unpack(data: bytes) -> NDArrays:
+    """Return what :func:`pack` packed, as writable arrays."""
+    return {k: a.copy() for k, a in safetensors.numpy.load(data).items()}
+
+
+def to_record(arrays: Mapping[str, Any]) -> ArrayRecord:
+    """Return an ArrayRecord under the same names; numpy scalars become 0-d arrays."""
+    return ArrayRecord({k: Array(np.asarray(a)) for k, a in arrays.items()})
+
+
+def from_record(record: ArrayRecord) -> NDArrays:
+    """Return the arrays of a record by name."""
+    return {k: a.numpy() for k, a in record.items()}
+
+
+def add(base: np.ndarray, step: np.ndarray) -> np.ndarray:
+    """Return ``base + step`` in base's dtype; both ends use it, so both get the same bits."""
+    return np.asarray(base ^ step if base.dtype == np.bool_ else base + step).astype(base.dtype)
+
+
+def digest(model: Mapping[str, np.ndarray]) -> str:
+    """Return a fingerprint of names, shapes, dtypes and values."""
+    h = hashlib.blake2b(digest_size=8)
+    for name in sorted(model):
+        a = np.asarray(model[name], order="C")
+        h.update(f"{name}{a.dtype}{a.shape}".encode())
+        h.update(a.tobytes())
+    return h.hexdigest()
+
+
+def content_bytes(content: RecordDict) -> int:
+    """Return the payload of a message in bytes: arrays as serialised, names, and config scalars.
+
+    Framing is left out (Flower's own adds some 10 bytes an entry).
+    """
+    total = 0
+    for record in content.values():
+        for key, value in record.items():
+            total += len(key)
+            if isinstance(value, Array):
+                total += len(value.data)
+            else:
+                for item in value if isinstance(value, list) else [value]:
+                    total += len(item) if isinstance(item, str | bytes) else 8
+    return total
+
+
+def check_names(names: Iterable[str], expected: Iterable[str], what: str) -> None:
+    """Raise ProtocolError naming the arrays that are missing from `what` or unknown to it."""
+    names, expected = set(names), set(expected)
+    if names != expected:
+        raise ProtocolError(
+            f"{what}: arrays do not match the model by name: missing "
+            f"{sorted(expected - names)}, unexpected {sorted(names - expected)}"
+        )
+
+
+def check_arrays(arrays: Mapping[str, Any], expected: Mapping[str, Any], what: str) -> None:
+    """Raise ProtocolError naming the first array whose name, shape or dtype is not as expected.
+
+    Arrays are numpy or torch; both sides of a comparison must be of the same kind.
+    """
+    check_names(arrays, expected, what)
+    for name, want in expected.items():
+        got = arrays[name]
+        if tuple(got.shape) != tuple(want.shape):
+            raise ProtocolError(
+                f"{what}: array '{name}' has shape {tuple(got.shape)}, expected {tuple(want.shape)}"
+            )
+        if got.dtype != want.dtype:
+            raise ProtocolError(
+                f"{what}: array '{name}' has dtype {got.dtype}, expected {want.dtype}"
+            )
+
+
+def check_finite(arrays: Mapping[str, np.ndarray], what: str) -> None:
+    """Raise ProtocolError naming the first array that holds NaN or infinity."""
+    for name, a in arrays.items():
+        if not np.all(np.isfinite(a)):
+            raise ProtocolError(f"{what}: array '{name}' holds NaN or infinity")
+
+
+def check_config_keys(config: Iterable[str], known: Iterable[str], where: str) -> None:
+    """Raise ValueError naming each key of `config` that is not `known`, with the nearest known one."""
+    known = sorted(known)
+    for key in config:
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1)
+            hint = f"; did you mean '{near[0]}'?" if near else ""
+            raise ValueError(f"unknown {where} key '{key}' (known: {', '.join(known)}){hint}")
+
+
+def check_train_config(config: Mapping[str, Any], where: str) -> None:
+    """Raise ValueError unless lr is positive and exactly one of the two durations is set."""
+    lr = config.get("lr")
+    if isinstance(lr, bool) or not isinstance(lr, int | float) or not 0 < lr < float("inf"):
+        raise ValueError(f"{where} key 'lr' must be a positive number, not {lr!r}")
+    given = [k for k in ("local-epochs", "local-steps") if k in config]
+    if len(given) != 1:
+        raise ValueError(
+            f"{where} needs exactly one of the keys 'local-epochs' and 'local-steps', "
+            f"not {given or 'neither'}"
+        )
+    value = config[given[0]]
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{where} key '{given[0]}' must be a positive integer, not {value!r}")
+
+
+def identity_reply(node_config: Mapping[str, Any]) -> RecordDict:
+    """Return the answer to the IDENTIFY query: who a node is, for the seeded cohorts."""
+    answer: dict[str, int | float | str | bytes | bool] = {PROTOCOL_KEY: PROTOCOL}
+    for key in ("partition-id", "num-partitions"):
+        if key in node_config:
+            answer[key] = int(node_config[key])
+    return RecordDict({CONFIG: ConfigRecord({**answer})})

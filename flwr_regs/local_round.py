@@ -1,0 +1,202 @@
+"""A client's round: the only training loop in the package. Plain torch, without flwr."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sized
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from flwr_regs.method import ClientContext, Slot, Term
+
+Batches = Iterable[tuple[Any, Any]]
+LossFn = Callable[[Any, Any], Tensor]
+OptimizerFn = Callable[..., torch.optim.Optimizer]
+
+
+@dataclass(frozen=True)
+class LocalResult:
+    """What a client's round gives.
+
+    Attributes
+    ----------
+    state : dict[str, Tensor]
+        The model's ``state_dict`` at the end, parameters and buffers, on the CPU.
+    upload, client : Slot
+        The term's slots after the round (tensors on the CPU).
+    num_examples : int
+        ``n_k``, the size of the local data set.
+    num_steps : int
+        ``K_k``, the local steps taken.
+    examples_processed : int
+        Examples seen in these steps, repeats counted.
+    loss : float
+        Mean training loss per example over the round, without the term's share.
+    """
+
+    state: dict[str, Tensor]
+    upload: Slot
+    client: Slot
+    num_examples: int
+    num_steps: int
+    examples_processed: int
+    loss: float
+
+
+def local_round(
+    model: nn.Module,
+    term: Term,
+    train_data: Batches,
+    *,
+    lr: float,
+    epochs: int | None = None,
+    steps: int | None = None,
+    loss_fn: LossFn = nn.functional.cross_entropy,
+    optimizer: OptimizerFn = torch.optim.SGD,
+    device: str | torch.device = "auto",
+    broadcast: Slot | None = None,
+    client: Slot | None = None,
+) -> LocalResult:
+    """Train `model` in place from its present weights ``w_t`` for one round.
+
+    Parameters
+    ----------
+    model : nn.Module
+        Holds the global model. Parameters with ``requires_grad=False`` are left alone.
+    term : Term
+        The method; ``chain(...)`` of several.
+    train_data : iterable of (inputs, targets)
+        Can be iterated more than once, such as a DataLoader or a list.
+    lr : float
+        Client learning rate η, handed to `optimizer`.
+    epochs, steps : int
+        How long to train: exactly one of the two, at least 1. Steps run through the data in a cycle.
+    optimizer : callable
+        ``optimizer(params, lr=lr) -> torch.optim.Optimizer``, e.g. ``partial(SGD, momentum=0.9)``.
+    broadcast, client : Slot
+        What the server sent beside the model, and what this client kept from its last round.
+
+    Raises
+    ------
+    ValueError
+        No training data, or not exactly one of `epochs` and `steps`.
+    TypeError
+        `train_data` can be iterated only once.
+    """
+    if (epochs is None) == (steps is None) or (epochs or steps or 0) < 1:
+        raise ValueError(
+            f"exactly one of epochs and steps must be a positive integer, "
+            f"but epochs={epochs} and steps={steps}"
+        )
+    device = resolve_device(device)
+    model.to(device).train()
+    params = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    if not params:
+        raise ValueError(
+            f"{type(model).__name__} has no parameter with requires_grad=True to train"
+        )
+    values = {name: p.detach() for name, p in params.items()}  # views: they follow the optimiser
+    start = {name: v.clone() for name, v in values.items()}
+    num_steps = steps or (epochs or 0) * count_batches(train_data)
+    ctx = ClientContext(
+        start=start,
+        lr=lr,
+        num_steps=num_steps,
+        broadcast=to_device(broadcast or {}, device),
+        client=to_device(client or {}, device),
+        forward=lambda p, inputs: functional_call(model, p, (inputs,)),
+    )
+    opt = optimizer(list(params.values()), lr=lr)
+    total_loss = torch.zeros((), device=device)
+    processed = 0
+    for _, (inputs, targets) in zip(range(num_steps), cycle(train_data), strict=False):
+        inputs, targets = to_device(inputs, device), to_device(targets, device)
+        output = model(inputs)
+        base = loss_fn(output, targets)
+        step_ctx = replace(ctx, inputs=inputs, targets=targets, output=output)
+        opt.zero_grad(set_to_none=True)
+        term.loss(base, params, step_ctx).backward()
+        # A parameter the batch did not reach has gradient zero here, as under torch.func.grad.
+        grads = {
+            name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in params.items()
+        }
+        grads = term.correct(grads, values, step_ctx)
+        for name, p in params.items():
+            p.grad = grads[name]
+        opt.step()
+        total_loss += base.detach() * len(targets)
+        processed += len(targets)
+
+    delta = {name: v - start[name] for name, v in values.items()}
+    sent, upload, kept = term.finish(delta, ctx)
+    with torch.no_grad():
+        for name, v in values.items():
+            if sent[name] is not delta[name]:  # else v is already w_t + delta, without rounding
+                v.copy_(start[name] + sent[name])
+    opt.zero_grad(set_to_none=True)
+    return LocalResult(
+        state={k: v.detach().cpu() for k, v in model.state_dict().items()},
+        upload=to_device(upload, "cpu"),
+        client=to_device(kept, "cpu"),
+        num_examples=count_examples(train_data),
+        num_steps=num_steps,
+        examples_processed=processed,
+        loss=float(total_loss) / processed,
+    )
+
+
+def cycle(data: Batches) -> Iterator[tuple[Any, Any]]:
+    """Yield the batches over and over; a shuffling loader shuffles anew on each pass."""
+    while True:
+        yield from data
+
+
+def count_batches(data: Batches) -> int:
+    """Return the batches in one pass over `data`.
+
+    Raises ValueError if there are none, TypeError if `data` can be iterated only once.
+    """
+    if isinstance(data, Iterator):
+        raise TypeError(
+            f"train_data is a {type(data).__name__}, which can be iterated only once; "
+            "pass something that can be iterated again, such as a DataLoader or a list of batches"
+        )
+    batches = len(data) if isinstance(data, Sized) else sum(1 for _ in data)
+    if batches == 0:
+        raise ValueError(
+            "the client has no training data: train_data holds no batch of (inputs, targets) "
+            "(an empty partition, or drop_last=True with fewer examples than one batch)"
+        )
+    return batches
+
+
+def count_examples(data: Batches) -> int:
+    """Return ``n_k``, the examples in one pass over `data`."""
+    if (
+        isinstance(data, torch.utils.data.DataLoader)
+        and data.batch_size is not None
+        and not data.drop_last
+        and isinstance(data.sampler, Sized)
+    ):
+        return len(data.sampler)
+    return sum(len(targets) for _, targets in data)
+
+
+def resolve_device(device: str | torch.device) -> torch.device:
+    """Return `device`, where ``"auto"`` is the accelerator if there is one, else the CPU."""
+    if device != "auto":
+        return torch.device(device)
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return found or torch.device("cpu")
+
+
+def to_device(value: Any, device: str | torch.device) -> Any:
+    """Move the tensors in nested dicts, lists and tuples; leave anything else as it is."""
+    if isinstance(value, dict):
+        return {k: to_device(v, device) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(to_device(v, device) for v in value)
+    return value.to(device) if isinstance(value, Tensor) else value

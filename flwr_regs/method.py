@@ -1,0 +1,233 @@
+"""The seam: what a federated optimisation method is here, and how methods are composed.
+
+A method is two gradient transformations, one for a client's step and one for the server's step, and
+what they tell each other. This file is plain Python over arrays: torch tensors on a client, numpy
+arrays on the server, batched tensors under ``torch.func.vmap``. It imports neither flwr nor torch.
+
+State and messages live in four slots, each a plain ``dict`` of arrays keyed by parameter name (or by
+whatever else the term needs):
+
+========== ===================================================================
+server     kept by the server between rounds
+broadcast  server to clients, beside the global model
+upload     client to server, beside the client's model
+client     kept by a client between rounds; absent (``{}``) is always legal
+========== ===================================================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, ClassVar, TypeVar
+
+Arrays = dict[str, Any]
+"""Parameter name -> array; trainable parameters only, never buffers."""
+
+Slot = dict[str, Any]
+"""One of the four slots of one term: key -> array."""
+
+
+@dataclass(frozen=True)
+class ClientContext:
+    """What a term may read during a client's round. Read-only.
+
+    Attributes
+    ----------
+    start : Arrays
+        The parameters at the start of the round, ``w_t``.
+    lr : float
+        The client's learning rate η of this round.
+    num_steps : int
+        The number of local steps ``K_k`` of this round.
+    broadcast, client : Slot
+        The term's own slots; ``{}`` where there is none (first round, lost state).
+    forward : callable
+        ``forward(params, inputs) -> output`` at any parameters, buffers as they are now.
+    inputs, targets, output : Any
+        The batch and the model's output on it; None outside a step.
+    """
+
+    start: Arrays
+    lr: Any
+    num_steps: Any
+    broadcast: Slot = field(default_factory=dict)
+    client: Slot = field(default_factory=dict)
+    forward: Callable[[Arrays, Any], Any] | None = None
+    inputs: Any = None
+    targets: Any = None
+    output: Any = None
+
+
+@dataclass(frozen=True)
+class ServerContext:
+    """What a term may read on the server. Read-only.
+
+    Attributes
+    ----------
+    round : int
+        The round t, from 1.
+    lr : float
+        The client learning rate η of round t.
+    previous_step : Arrays or None
+        ``w_t − w_{t−1}``, the last step of the global model; None in round 1.
+    previous_lr : float or None
+        The client learning rate of the round that made ``previous_step``.
+    """
+
+    round: int
+    lr: float
+    previous_step: Arrays | None = None
+    previous_lr: float | None = None
+
+
+SelfTerm = TypeVar("SelfTerm", bound="Term")
+
+
+@dataclass(frozen=True)
+class Term:
+    """One ingredient of a method. Every hook is the identity by default.
+
+    Subclasses are frozen dataclasses whose fields are the hyper-parameters (int, float, bool or str:
+    they travel to the clients in each round's config as ``"<name>.<field>"``).
+
+    Hooks are pure. They neither change nor return their inputs' storage, call no ``.item()`` and take
+    no Python branch on an array's value; that is what lets one file serve a Flower client, a user's
+    own loop and a cohort stacked under ``torch.func.vmap``. Server hooks use operators only.
+    """
+
+    name: ClassVar[str] = "identity"
+    owns_step: ClassVar[bool] = False
+    """True if `update` replaces the averaged delta by a server optimiser's step."""
+    compresses: ClassVar[bool] = False
+    """True if `finish` makes the update lossy; such a term comes last."""
+
+    def init(self, params: Arrays) -> Slot:
+        """Return the server slot before round 1."""
+        return {}
+
+    def broadcast(self, server: Slot, ctx: ServerContext) -> Slot:
+        """Return what every client of the round receives beside the global model."""
+        return {}
+
+    def recover(self, step: Arrays, lr: float) -> Slot | None:
+        """Return the broadcast computed from the last global step, or None if that is impossible.
+
+        A term that can do this may use the ``"delta"`` downlink: a client that was there last round
+        receives the step ``w_t − w_{t−1}`` (and the η that made it) and recovers both the model and
+        the broadcast from it.
+        """
+        return None
+
+    def loss(self, base: Any, params: Arrays, ctx: ClientContext) -> Any:
+        """Return the local objective on a batch, given the plain loss `base` (a scalar)."""
+        return base
+
+    def correct(self, grads: Arrays, params: Arrays, ctx: ClientContext) -> Arrays:
+        """Return the corrected gradients, after backward and before the client's optimiser."""
+        return grads
+
+    def finish(self, delta: Arrays, ctx: ClientContext) -> tuple[Arrays, Slot, Slot]:
+        """Return (``v_k − w_t`` to be sent, upload slot, client slot) after the last local step."""
+        return delta, {}, {}
+
+    def update(
+        self, server: Slot, delta: Arrays, uploads: Mapping[int, Slot], ctx: ServerContext
+    ) -> tuple[Slot, Arrays]:
+        """Return (server slot, step): the global model moves by `step`.
+
+        `delta` is ``Σ p_k (v_k − w_t)``; `uploads` maps a partition id to that client's upload slot.
+        """
+        return server, delta
+
+    def config(self) -> dict[str, Any]:
+        """Return the hyper-parameters as they travel: ``"<name>.<field>" -> scalar``."""
+        return {f"{self.name}.{f.name}": getattr(self, f.name) for f in fields(self)}
+
+    @classmethod
+    def from_config(cls: type[SelfTerm], config: Mapping[str, Any]) -> SelfTerm:
+        """Build the term from a round's config; raise KeyError naming a missing key."""
+        keys = {f.name: f"{cls.name}.{f.name}" for f in fields(cls)}
+        if missing := [key for key in keys.values() if key not in config]:
+            raise KeyError(f"the round's config lacks {missing}, which term '{cls.name}' needs")
+        return cls(**{f: config[key] for f, key in keys.items()})
+
+
+@dataclass(frozen=True)
+class Chain(Term):
+    """Several terms as one; each slot holds the terms' own slots under their names.
+
+    Losses, corrections and `finish` run left to right, server updates right to left.
+    """
+
+    name: ClassVar[str] = "chain"
+    terms: tuple[Term, ...] = ()
+
+    def config(self) -> dict[str, Any]:
+        return {key: value for t in self.terms for key, value in t.config().items()}
+
+    def init(self, params: Arrays) -> Slot:
+        return {t.name: t.init(params) for t in self.terms}
+
+    def broadcast(self, server: Slot, ctx: ServerContext) -> Slot:
+        return {t.name: t.broadcast(server[t.name], ctx) for t in self.terms}
+
+    def recover(self, step: Arrays, lr: float) -> Slot | None:
+        return {t.name: t.recover(step, lr) or {} for t in self.terms}
+
+    def loss(self, base: Any, params: Arrays, ctx: ClientContext) -> Any:
+        for t in self.terms:
+            base = t.loss(base, params, _own(ctx, t))
+        return base
+
+    def correct(self, grads: Arrays, params: Arrays, ctx: ClientContext) -> Arrays:
+        for t in self.terms:
+            grads = t.correct(grads, params, _own(ctx, t))
+        return grads
+
+    def finish(self, delta: Arrays, ctx: ClientContext) -> tuple[Arrays, Slot, Slot]:
+        upload: Slot = {}
+        client: Slot = {}
+        for t in self.terms:
+            delta, upload[t.name], client[t.name] = t.finish(delta, _own(ctx, t))
+        return delta, upload, client
+
+    def update(
+        self, server: Slot, delta: Arrays, uploads: Mapping[int, Slot], ctx: ServerContext
+    ) -> tuple[Slot, Arrays]:
+        new: Slot = {}
+        for t in reversed(self.terms):
+            own = {k: upload.get(t.name, {}) for k, upload in uploads.items()}
+            new[t.name], delta = t.update(server[t.name], delta, own, ctx)
+        return new, delta
+
+
+def _own(ctx: ClientContext, term: Term) -> ClientContext:
+    return replace(
+        ctx,
+        broadcast=ctx.broadcast.get(term.name, {}),
+        client=ctx.client.get(term.name, {}),
+    )
+
+
+def chain(terms: Sequence[Term]) -> Chain:
+    """Compose `terms`, left to right.
+
+    Raises
+    ------
+    ValueError
+        Two terms of one name, two that own the server step, or a compressing term that is not last.
+
+    Examples
+    --------
+    >>> chain([]).terms
+    ()
+    """
+    names = [t.name for t in terms]
+    if twice := sorted({n for n in names if names.count(n) > 1}):
+        raise ValueError(f"each term may appear once, but {twice} appear more often in {names}")
+    if len(owners := [t.name for t in terms if t.owns_step]) > 1:
+        raise ValueError(f"only one term can own the server's step, but {owners} all do")
+    if early := [t.name for t in terms[:-1] if t.compresses]:
+        raise ValueError(f"a term that compresses the update comes last, but {early} do not")
+    return Chain(tuple(terms))

@@ -1,0 +1,1 @@
+"""One file per method: its terms, its Strategy and its Client, top to bottom."""

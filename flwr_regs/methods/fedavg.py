@@ -1,0 +1,41 @@
+"""FedAvg, the baseline every other method reduces to.
+
+| *Init*       nothing
+| *Broadcast*  the global model ``w_t``
+| *Step*       ``v ← ClientOpt(v, ∇f_k(v))``, from ``v = w_t``, ``K_k`` times
+| *Upload*     ``v_k`` and the number of examples ``n_k``
+| *Update*     ``w_{t+1} = w_t + Σ p_k (v_k − w_t)``,  ``p_k = n_k / Σ n`` or ``1/|S_t|``
+
+Source: McMahan et al., "Communication-efficient learning of deep networks from decentralized data"
+(2017), Alg. 1; Wang et al., "A field guide to federated optimization" (2021), Alg. 1 with ClientOpt
+and ServerOpt both SGD and a server learning rate of 1.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from flwr_regs.flower.client import RegClient
+from flwr_regs.flower.strategy import RegStrategy
+
+
+class FedAvg(RegStrategy):
+    """Federated averaging.
+
+    Parameters
+    ----------
+    weighting : {"num-examples", "uniform"}
+        Aggregation weights ``p_k``: by examples (the paper's) or one vote a client.
+    **kwargs
+        What every strategy of the package takes: see :class:`flwr_regs.RegStrategy`.
+    """
+
+    def __init__(self, weighting: str = "num-examples", **kwargs: Any) -> None:
+        super().__init__([], weighting=weighting, **kwargs)
+
+
+class FedAvgClient(RegClient):
+    """The client of :class:`FedAvg`: plain local training."""
+
+    method = "FedAvg"
+    terms = ()

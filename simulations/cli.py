@@ -1,0 +1,154 @@
+"""``flwr-regs run``: one simulation from start to end, with an exit status that can be trusted.
+
+``flwr run`` exits 0 when a run failed, leaves a server behind whose folder and environment are those
+of its first start, and installs the app's dependencies anew for every run. This command starts a
+SuperLink of its own in the folder where it is called, asks for the clients the job needs, follows
+the run, checks what came out and stops the SuperLink.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import tomllib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+from urllib.error import URLError
+from urllib.request import urlopen
+
+from simulations.job import Job
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; return its exit status (0 done, 1 the run failed, 2 wrong usage)."""
+    parser = argparse.ArgumentParser(prog="flwr-regs", description=__doc__.splitlines()[0])
+    command = parser.add_subparsers(dest="command", required=True).add_parser(
+        "run",
+        help="compare methods in a Ray simulation",
+        epilog="Settings and their defaults are in pyproject.toml under [tool.flwr.app.config].",
+    )
+    command.add_argument("settings", nargs="*", metavar="key=value", help="e.g. methods=FedFOR lr=0.1")
+    command.add_argument("--app", type=Path, default=Path(), help="the project's folder (default: .)")
+    command.add_argument("--gpus-per-client", type=float, default=0.0, help="e.g. 0.1 (default: 0)")
+    args = parser.parse_args(argv)
+    try:
+        config, job = read_settings(args.app.resolve(), args.settings)
+    except (ValueError, OSError) as error:
+        print(f"flwr-regs: {error}", file=sys.stderr)
+        return 2
+    out = Path(job.out or Path.cwd() / "results" / time.strftime("%Y%m%d-%H%M%S"))
+    out.mkdir(parents=True, exist_ok=True)
+    config["out"] = str(out)
+    with tempfile.TemporaryDirectory(prefix="flwr-regs-") as home:
+        status = simulate(args.app.resolve(), config, job.num_clients, args.gpus_per_client, Path(home))
+    history = out / "history.json"
+    done = list(json.loads(history.read_text())["methods"]) if history.is_file() else []
+    if status != "finished:completed" or done != job.method_names:
+        print(f"flwr-regs: the run failed ({status}); methods finished: {done or 'none'}", file=sys.stderr)
+        return 1
+    print(f"\n{(out / 'table.txt').read_text()}\nresults: {out}")
+    return 0
+
+
+def read_settings(app: Path, settings: Sequence[str]) -> tuple[dict[str, Any], Job]:
+    """Return (the settings that differ from the defaults, the checked job).
+
+    Raises ValueError or OSError with a sentence.
+    """
+    pyproject = app / "pyproject.toml"
+    if not pyproject.is_file():
+        raise ValueError(f"{app} is no checkout of flwr-regs: it has no pyproject.toml (see --app)")
+    defaults = tomllib.loads(pyproject.read_text()).get("tool", {}).get("flwr", {}).get("app", {})
+    defaults = defaults.get("config", {})
+    given: dict[str, Any] = {}
+    for text in settings:
+        key, equals, value = text.partition("=")
+        if not equals:
+            raise ValueError(f"'{text}' is not of the form key=value")
+        try:
+            given[key] = value if isinstance(defaults.get(key), str) else tomllib.loads(f"v={value}")["v"]
+        except tomllib.TOMLDecodeError:
+            given[key] = value
+    return given, Job.from_run_config({**defaults, **given})
+
+
+def simulate(app: Path, config: dict[str, Any], clients: int, gpus: float, home: Path) -> str:
+    """Run the app on a SuperLink of our own; return the run's final status."""
+    env = {
+        **os.environ,
+        "FLWR_HOME": str(home),
+        "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
+        "FLWR_DISABLE_UPDATE_CHECK": "1",
+        "RAY_DISABLE_MEMORY_MONITOR": os.environ.get("RAY_DISABLE_MEMORY_MONITOR", "0"),
+    }
+    tools = Path(sys.executable).parent  # this environment's commands, also when it is not activated
+    env["PATH"] = f"{tools}{os.pathsep}{env.get('PATH', '')}"
+    with superlink(home, env) as port:
+        (home / "config.toml").write_text(
+            f'[superlink]\ndefault = "job"\n[superlink.job]\n'
+            f'address = "127.0.0.1:{port}"\ninsecure = true\n'
+        )
+        run = ["flwr", "run", str(app), "job", "--stream", "--federation-config"]
+        run += [
+            f"num-supernodes={clients} client-resources-num-cpus=1 client-resources-num-gpus={gpus}"
+        ]
+        run += ["--run-config", " ".join(f"{k}={json.dumps(v)}" for k, v in config.items())]
+        code = subprocess.run(run, env=env, check=False).returncode
+        if code != 0:
+            return f"flwr run exited with status {code}"
+        listed = subprocess.run(
+            ["flwr", "ls", "job", "--format", "json"], env=env, check=True, capture_output=True
+        )
+        runs = json.loads(listed.stdout)["runs"]
+        if not runs:
+            return "no run was started"
+        return " ".join(str(runs[0].get(k, "")) for k in ("status", "status-details")).strip()
+
+
+@contextlib.contextmanager
+def superlink(home: Path, env: dict[str, str]) -> Iterator[int]:
+    """Start a SuperLink for simulations on a free port of 127.0.0.1; stop it at the end."""
+    ports = []
+    with contextlib.ExitStack() as held:  # held together, so that they differ
+        for _ in range(2):
+            s = held.enter_context(socket.socket())
+            s.bind(("127.0.0.1", 0))
+            ports.append(s.getsockname()[1])
+    command = ["flower-superlink", "--insecure", "--simulation", "--host", "127.0.0.1"]
+    command += ["--port", str(ports[0]), "--control-api-address", f"127.0.0.1:{ports[1]}"]
+    log = home / "superlink.log"
+    with log.open("w") as sink:
+        process = subprocess.Popen(
+            command, env=env, stdout=sink, stderr=subprocess.STDOUT, start_new_session=True
+        )
+    try:
+        deadline = time.monotonic() + 60
+        while True:
+            if process.poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError(f"the SuperLink did not start:\n{log.read_text()[-2000:]}")
+            with contextlib.suppress(URLError, OSError):
+                urlopen(f"http://127.0.0.1:{ports[0]}/health", timeout=2).close()
+                break
+            time.sleep(0.2)
+        yield ports[0]
+    finally:
+        process.terminate()
+        try:
+            process.wait(15)
+        except subprocess.TimeoutExpired:
+            process.kill()
+        with contextlib.suppress(ProcessLookupError):  # what it started and did not stop
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,62 @@
+"""The client side: one partition's data, and the client class of whichever method the server runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from flwr.app import Context, Message
+from flwr.client import NumPyClient
+
+from flwr_regs import client_app
+
+
+def method_mod(message: Message, context: Context, call_next: Any) -> Message:
+    """Tell `client_fn` which method this message is of: a comparison runs several in one app."""
+    config: dict[str, Any] = dict(message.content.config_records.get("config") or {})
+    method = str(config.get("regs.method", "FedAvg"))
+    told = Context(  # a copy: Flower refuses a changed run_config; the state is the node's own
+        context.run_id,
+        context.node_id,
+        context.node_config,
+        context.state,
+        {**context.run_config, "method": method},
+    )
+    return call_next(message, told)  # type: ignore[no-any-return]
+
+
+def client_fn(context: Context) -> NumPyClient:
+    """Build the client of ``node_config["partition-id"]``."""
+    # Imported here: on a SuperNode every message starts a process that loads this file.
+    import torch
+    from torch.utils.data import DataLoader, TensorDataset
+
+    import flwr_regs
+    from simulations import data, models
+    from simulations.job import Job
+
+    settings = dict(context.run_config)
+    method = settings.pop("method")
+    job = Job.from_run_config(settings)
+    dataset = data.load(job.dataset, job.data_dir)
+    parts = data.partition(
+        dataset.train_y,
+        job.partition,
+        int(context.node_config["num-partitions"]),
+        job.seed,
+        shards_per_client=job.shards_per_client,
+        dirichlet_alpha=job.dirichlet_alpha,
+        similarity=job.similarity,
+    )
+    mine = parts[int(context.node_config["partition-id"])]
+    train = TensorDataset(
+        torch.from_numpy(dataset.train_x[mine]), torch.from_numpy(dataset.train_y[mine])
+    )
+    client_class = getattr(flwr_regs, f"{method}Client")
+    client: NumPyClient = client_class(
+        models.build(job.dataset, job.seed),
+        DataLoader(train, batch_size=job.batch_size, shuffle=True),
+    )
+    return client
+
+
+app = client_app(client_fn, mods=[method_mod])

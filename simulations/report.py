@@ -1,0 +1,111 @@
+"""The comparison as a table, a plot and a JSON file."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from simulations.data import missing_extra
+
+
+def summary(history: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return a row for each method: accuracies, rounds to the target, MB a client and round, seconds.
+
+    MB are 10^6 bytes of payload, the mean over all clients and rounds.
+    """
+    target = history["job"]["target-accuracy"]
+    rows = []
+    for name, result in history["methods"].items():
+        trained = [p for p in result["test"] if p["round"] > 0]
+        down = [b for r in result["rounds"] for b in r["bytes_down"].values()]
+        up = [b for r in result["rounds"] for b in r["bytes_up"].values()]
+        rows.append(
+            {
+                "method": name,
+                "final": trained[-1]["accuracy"],
+                "best": max(p["accuracy"] for p in trained),
+                "rounds_to_target": next(
+                    (int(p["round"]) for p in trained if p["accuracy"] >= target), None
+                ),
+                "mb_down": float(np.mean(down)) / 1e6,
+                "mb_up": float(np.mean(up)) / 1e6,
+                "failures": sum(len(r["failures"]) for r in result["rounds"]),
+                "seconds": result["seconds"],
+            }
+        )
+    return rows
+
+
+def table(history: dict[str, Any]) -> str:
+    """Return the summary as a table for a terminal."""
+    try:
+        from rich import box
+        from rich.console import Console
+        from rich.table import Table
+    except ImportError as error:
+        raise missing_extra("rich", "the table") from error
+    job = history["job"]
+    grid = Table(
+        title=f"{job['dataset']}, partition {job['partition']} over {history['clients']} clients, "
+        f"{job['rounds']} rounds, seed {job['seed']}",
+        box=box.SIMPLE_HEAD,
+    )
+    target = f"rounds to {job['target-accuracy']:.0%}"
+    for column in ("method", "final", "best", target, "MB down", "MB up", "failures", "seconds"):
+        grid.add_column(column, justify="left" if column == "method" else "right")
+    for row in summary(history):
+        grid.add_row(
+            row["method"],
+            f"{row['final']:.2%}",
+            f"{row['best']:.2%}",
+            str(row["rounds_to_target"] or "not reached"),
+            f"{row['mb_down']:.4f}",
+            f"{row['mb_up']:.4f}",
+            str(row["failures"]),
+            f"{row['seconds']:.1f}",
+        )
+    out = io.StringIO()
+    console = Console(file=out, width=100)
+    console.print(grid)
+    console.print("Accuracy on the server's test set; MB per client and round.", highlight=False)
+    return out.getvalue()
+
+
+def write(history: dict[str, Any], folder: Path) -> None:
+    """Write ``history.json``, ``table.txt`` and ``accuracy.png``."""
+    text = json.dumps({**history, "summary": summary(history)}, indent=1)
+    (folder / "history.json").write_text(text)
+    (folder / "table.txt").write_text(table(history))
+    plot(history, folder / "accuracy.png")
+
+
+def plot(history: dict[str, Any], path: Path) -> None:
+    """Draw test accuracy against rounds, one line a method."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise missing_extra("matplotlib", "the plot") from error
+    job = history["job"]
+    figure = Figure(figsize=(7, 4.2), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    for name, result in history["methods"].items():
+        axes.plot(
+            [p["round"] for p in result["test"]],
+            [100 * p["accuracy"] for p in result["test"]],
+            label=name,
+        )
+    axes.axhline(100 * job["target-accuracy"], color="grey", linestyle=":", label="target")
+    axes.set(
+        xlabel="round",
+        ylabel="test accuracy (%)",
+        title=f"{job['dataset']}, partition {job['partition']}, {history['clients']} clients",
+    )
+    axes.legend()
+    axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=120)

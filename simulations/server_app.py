@@ -1,0 +1,129 @@
+"""The server side: run each method on the same cohorts and seed, then report."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from flwr.app import ArrayRecord, ConfigRecord, Context, MetricRecord
+from flwr.serverapp import Grid, ServerApp
+
+from simulations.job import Job
+
+app = ServerApp()
+
+
+@app.main()
+def main(grid: Grid, context: Context) -> None:
+    """Run the comparison that the run config describes."""
+    job = Job.from_run_config(context.run_config)
+    logging.getLogger("flwr").setLevel(logging.WARNING)  # our own lines tell the progress
+    run(job, grid, results_folder(job))
+
+
+def results_folder(job: Job) -> Path:
+    """Return (and make) the folder for the results.
+
+    ``out`` if set. Else ``results/<time>`` where the server runs, if that is a checkout of this
+    project that can be written to; else under the home folder: Flower's local server keeps the
+    folder in which it was first started, whatever the folder of a later ``flwr run``.
+    """
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    folder = Path(job.out) if job.out else Path.home() / "flwr-regs-results" / stamp
+    if not job.out:
+        try:
+            here = Path.cwd()
+            if (here / "simulations" / "server_app.py").is_file() and os.access(here, os.W_OK):
+                folder = here / "results" / stamp
+        except FileNotFoundError:  # that first folder is gone
+            pass
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def run(job: Job, grid: Grid, folder: Path) -> dict[str, Any]:
+    """Train every method of `job` on `grid`, report into `folder`, and return the history.
+
+    The history is written after every method, so that an error in a later one loses nothing.
+    """
+    import torch
+
+    from flwr_regs.flower.population import Population
+    from flwr_regs.local_round import resolve_device
+    from simulations import data, models, report
+
+    dataset = data.load(job.dataset, job.data_dir)
+    model = models.build(job.dataset, job.seed)
+    device = resolve_device("auto")
+    test_x = torch.from_numpy(dataset.test_x).to(device)
+    test_y = torch.from_numpy(dataset.test_y).to(device)
+    clients = len(Population(1, None, 120.0).refresh(grid))
+    history: dict[str, Any] = {
+        "job": {k.replace("_", "-"): v for k, v in vars(job).items()},
+        "clients": clients,
+        "notes": [],
+        "methods": {},
+    }
+    if clients != job.num_clients:
+        note = (
+            f"this run has {clients} SuperNodes, but num-clients asks for {job.num_clients}: the data "
+            f"is split over {clients} clients. Flower starts 2 unless told otherwise; use "
+            f"`flwr-regs run`, or: flwr run . --stream --federation-config "
+            f'"num-supernodes={job.num_clients} client-resources-num-cpus=1"'
+        )
+        history["notes"].append(note)
+        say(f"NOTE: {note}")
+
+    @torch.no_grad()
+    def accuracy(arrays: ArrayRecord) -> tuple[float, float]:
+        model.load_state_dict(arrays.to_torch_state_dict())
+        model.to(device).eval()
+        loss, correct = 0.0, 0
+        for x, y in zip(test_x.split(1000), test_y.split(1000), strict=True):
+            output = model(x)
+            loss += float(torch.nn.functional.cross_entropy(output, y, reduction="sum"))
+            correct += int((output.argmax(1) == y).sum())
+        return loss / len(test_y), correct / len(test_y)
+
+    start = ArrayRecord(model.state_dict())
+    for method in job.method_names:
+        curve: list[dict[str, float]] = []
+
+        def test(
+            server_round: int,
+            arrays: ArrayRecord,
+            method: str = method,
+            curve: list[dict[str, float]] = curve,
+        ) -> MetricRecord:
+            loss, share = accuracy(arrays)
+            curve.append({"round": server_round, "loss": loss, "accuracy": share})
+            say(f"{method:<10} round {server_round:>4}/{job.rounds}   test accuracy {share:7.2%}")
+            return MetricRecord({"loss": loss, "accuracy": share})
+
+        strategy = job.strategy(method)
+        began = time.monotonic()
+        strategy.start(
+            grid=grid,
+            initial_arrays=start,
+            num_rounds=job.rounds,
+            train_config=ConfigRecord(job.train_config),
+            evaluate_fn=test,
+        )
+        history["methods"][method] = {
+            "settings": strategy.term.config(),
+            "seconds": time.monotonic() - began,
+            "test": curve,
+            "rounds": strategy.history,
+        }
+        report.write(history, folder)
+    say(report.table(history))
+    say(f"results: {folder}")
+    return history
+
+
+def say(text: str) -> None:
+    """Print at once: Flower forwards the server's output to ``flwr run --stream``."""
+    print(text, flush=True)
