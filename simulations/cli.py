@@ -30,33 +30,58 @@ from simulations.job import Job
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; return its exit status (0 done, 1 the run failed, 2 wrong usage)."""
-    parser = argparse.ArgumentParser(prog="flwr-regs", description=__doc__.splitlines()[0])
-    command = parser.add_subparsers(dest="command", required=True).add_parser(
-        "run",
-        help="compare methods in a Ray simulation",
-        epilog="Settings and their defaults are in pyproject.toml under [tool.flwr.app.config].",
-    )
-    command.add_argument("settings", nargs="*", metavar="key=value", help="e.g. methods=FedFOR lr=0.1")
-    command.add_argument("--app", type=Path, default=Path(), help="the project's folder (default: .)")
-    command.add_argument("--gpus-per-client", type=float, default=0.0, help="e.g. 0.1 (default: 0)")
+    parser = argparse.ArgumentParser(prog="flwr-regs", description="Compare methods by simulation.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    epilog = "Settings and their defaults are in pyproject.toml under [tool.flwr.app.config]."
+    run = commands.add_parser("run", help="compare methods in a Ray simulation", epilog=epilog)
+    run.add_argument("--gpus-per-client", type=float, default=0.0, help="e.g. 0.1 (default: 0)")
+    tune = commands.add_parser("sweep", help="try values of one setting, in process", epilog=epilog)
+    tune.add_argument("key", help="the setting to sweep, e.g. fedfor-alpha")
+    tune.add_argument("--values", nargs="+", required=True)
+    tune.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
+    for command in (run, tune):
+        command.add_argument("settings", nargs="*", metavar="key=value", help="e.g. lr=0.1")
+        command.add_argument("--app", type=Path, default=Path(), help="the project's folder")
     args = parser.parse_args(argv)
     try:
-        config, job = read_settings(args.app.resolve(), args.settings)
+        config, job = read_settings(args.app, args.settings)
+        if args.command == "sweep":
+            from simulations.sweep import sweep
+
+            jobs = {
+                v: [
+                    read_settings(args.app, [*args.settings, f"{args.key}={v}", f"seed={s}"])[1]
+                    for s in args.seeds
+                ]
+                for v in args.values
+            }
+            sweep(args.key, jobs, out_folder(job))
+            return 0
     except (ValueError, OSError) as error:
         print(f"flwr-regs: {error}", file=sys.stderr)
         return 2
-    out = Path(job.out or Path.cwd() / "results" / time.strftime("%Y%m%d-%H%M%S"))
-    out.mkdir(parents=True, exist_ok=True)
+    out = out_folder(job)
     config["out"] = str(out)
     with tempfile.TemporaryDirectory(prefix="flwr-regs-") as home:
-        status = simulate(args.app.resolve(), config, job.num_clients, args.gpus_per_client, Path(home))
+        status = simulate(
+            args.app.resolve(), config, job.num_clients, args.gpus_per_client, Path(home)
+        )
     history = out / "history.json"
     done = list(json.loads(history.read_text())["methods"]) if history.is_file() else []
-    if status != "finished:completed" or done != job.method_names:
-        print(f"flwr-regs: the run failed ({status}); methods finished: {done or 'none'}", file=sys.stderr)
+    if not status.startswith("finished:completed") or done != job.method_names:
+        print(
+            f"flwr-regs: the run failed ({status}); methods finished: {done or 'none'}",
+            file=sys.stderr,
+        )
         return 1
-    print(f"\n{(out / 'table.txt').read_text()}\nresults: {out}")
     return 0
+
+
+def out_folder(job: Job) -> Path:
+    """Return (and make) the job's ``out``, by default ``results/<time>`` in the folder of the call."""
+    out = Path(job.out or Path.cwd() / "results" / time.strftime("%Y%m%d-%H%M%S"))
+    out.mkdir(parents=True, exist_ok=True)
+    return out
 
 
 def read_settings(app: Path, settings: Sequence[str]) -> tuple[dict[str, Any], Job]:
@@ -64,9 +89,11 @@ def read_settings(app: Path, settings: Sequence[str]) -> tuple[dict[str, Any], J
 
     Raises ValueError or OSError with a sentence.
     """
-    pyproject = app / "pyproject.toml"
+    pyproject = app.resolve() / "pyproject.toml"
     if not pyproject.is_file():
-        raise ValueError(f"{app} is no checkout of flwr-regs: it has no pyproject.toml (see --app)")
+        raise ValueError(
+            f"{app.resolve()} holds no pyproject.toml: call this in a checkout (see --app)"
+        )
     defaults = tomllib.loads(pyproject.read_text()).get("tool", {}).get("flwr", {}).get("app", {})
     defaults = defaults.get("config", {})
     given: dict[str, Any] = {}
@@ -75,7 +102,9 @@ def read_settings(app: Path, settings: Sequence[str]) -> tuple[dict[str, Any], J
         if not equals:
             raise ValueError(f"'{text}' is not of the form key=value")
         try:
-            given[key] = value if isinstance(defaults.get(key), str) else tomllib.loads(f"v={value}")["v"]
+            given[key] = (
+                value if isinstance(defaults.get(key), str) else tomllib.loads(f"v={value}")["v"]
+            )
         except tomllib.TOMLDecodeError:
             given[key] = value
     return given, Job.from_run_config({**defaults, **given})
@@ -90,7 +119,9 @@ def simulate(app: Path, config: dict[str, Any], clients: int, gpus: float, home:
         "FLWR_DISABLE_UPDATE_CHECK": "1",
         "RAY_DISABLE_MEMORY_MONITOR": os.environ.get("RAY_DISABLE_MEMORY_MONITOR", "0"),
     }
-    tools = Path(sys.executable).parent  # this environment's commands, also when it is not activated
+    tools = Path(
+        sys.executable
+    ).parent  # this environment's commands, also when it is not activated
     env["PATH"] = f"{tools}{os.pathsep}{env.get('PATH', '')}"
     with superlink(home, env) as port:
         (home / "config.toml").write_text(

@@ -38,15 +38,7 @@ def client_fn(context: Context) -> NumPyClient:
     method = settings.pop("method")
     job = Job.from_run_config(settings)
     dataset = data.load(job.dataset, job.data_dir)
-    parts = data.partition(
-        dataset.train_y,
-        job.partition,
-        int(context.node_config["num-partitions"]),
-        job.seed,
-        shards_per_client=job.shards_per_client,
-        dirichlet_alpha=job.dirichlet_alpha,
-        similarity=job.similarity,
-    )
+    parts = job.parts(dataset.train_y, int(context.node_config["num-partitions"]))
     mine = parts[int(context.node_config["partition-id"])]
     train = TensorDataset(
         torch.from_numpy(dataset.train_x[mine]), torch.from_numpy(dataset.train_y[mine])

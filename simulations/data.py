@@ -12,6 +12,9 @@ import numpy as np
 
 Array = np.ndarray
 
+DATASETS = ("digits", "mnist")
+PARTITIONS = ("shards", "dirichlet", "similarity", "iid")
+
 
 @dataclass(frozen=True)
 class Data:

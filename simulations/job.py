@@ -8,7 +8,10 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from flwr_regs.flower.strategy import RegStrategy
+from simulations.data import DATASETS, PARTITIONS, partition
 
 
 def _fedavg(job: Job, **common: Any) -> RegStrategy:
@@ -36,9 +39,6 @@ METHODS: dict[str, Callable[..., RegStrategy]] = {
 }
 """Method name -> ``build(job, **what every strategy takes)``."""
 
-DATASETS = ("digits", "mnist")
-PARTITIONS = ("shards", "dirichlet", "similarity", "iid")
-
 
 def setting(
     low: float | None = None,
@@ -62,6 +62,7 @@ class Job:
     dirichlet_alpha: float = setting(above=0)
     similarity: float = setting(low=0, high=100)
     num_clients: int = setting(low=2)
+    held_out_clients: int = setting(low=0)
     rounds: int = setting(low=1)
     fraction_train: float = setting(above=0, high=1)
     lr: float = setting(above=0)
@@ -123,6 +124,18 @@ class Job:
         if self.local_steps:
             return {"lr": self.lr, "local-steps": self.local_steps}
         return {"lr": self.lr, "local-epochs": self.local_epochs}
+
+    def parts(self, labels: np.ndarray, num_clients: int) -> list[np.ndarray]:
+        """Return the examples of each training client, then of each held-out one."""
+        return partition(
+            labels,
+            self.partition,
+            num_clients + self.held_out_clients,
+            self.seed,
+            shards_per_client=self.shards_per_client,
+            dirichlet_alpha=self.dirichlet_alpha,
+            similarity=self.similarity,
+        )
 
     def strategy(self, method: str, **extra: Any) -> RegStrategy:
         """Build the strategy of a method with the job's settings."""

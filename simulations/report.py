@@ -71,7 +71,10 @@ def table(history: dict[str, Any]) -> str:
     out = io.StringIO()
     console = Console(file=out, width=100)
     console.print(grid)
-    console.print("Accuracy on the server's test set; MB per client and round.", highlight=False)
+    data = "the held-out clients' data" if job["held-out-clients"] else "the server's test set"
+    console.print(f"Accuracy on {data}; MB per client and round.", highlight=False)
+    for note in history["notes"]:
+        console.print(f"NOTE: {note}", highlight=False)
     return out.getvalue()
 
 
@@ -84,28 +87,33 @@ def write(history: dict[str, Any], folder: Path) -> None:
 
 
 def plot(history: dict[str, Any], path: Path) -> None:
-    """Draw test accuracy against rounds, one line a method."""
+    """Draw accuracy against rounds, one line a method."""
+    job = history["job"]
+    plot_curves(
+        {
+            name: [p["accuracy"] for p in result["test"] if p["round"] > 0]
+            for name, result in history["methods"].items()
+        },
+        f"{job['dataset']}, partition {job['partition']}, {history['clients']} clients",
+        path,
+        job["target-accuracy"],
+    )
+
+
+def plot_curves(curves: dict[str, list[float]], title: str, path: Path, target: float) -> None:
+    """Draw accuracies (shares, one a round from round 1) as lines in per cent, and the target."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
         raise missing_extra("matplotlib", "the plot") from error
-    job = history["job"]
     figure = Figure(figsize=(7, 4.2), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    for name, result in history["methods"].items():
-        axes.plot(
-            [p["round"] for p in result["test"]],
-            [100 * p["accuracy"] for p in result["test"]],
-            label=name,
-        )
-    axes.axhline(100 * job["target-accuracy"], color="grey", linestyle=":", label="target")
-    axes.set(
-        xlabel="round",
-        ylabel="test accuracy (%)",
-        title=f"{job['dataset']}, partition {job['partition']}, {history['clients']} clients",
-    )
-    axes.legend()
+    for name, accuracies in curves.items():
+        axes.plot(range(1, len(accuracies) + 1), [100 * a for a in accuracies], label=name)
+    axes.axhline(100 * target, color="grey", linestyle=":", label="target")
+    axes.set(xlabel="round", ylabel="accuracy (%)", title=title)
+    axes.legend(fontsize="small")
     axes.grid(alpha=0.3)
     figure.savefig(path, dpi=120)

@@ -44,11 +44,13 @@ def results_folder(job: Job) -> Path:
     return folder
 
 
-def run(job: Job, grid: Grid, folder: Path) -> dict[str, Any]:
+def run(job: Job, grid: Grid, folder: Path | None) -> dict[str, Any]:
     """Train every method of `job` on `grid`, report into `folder`, and return the history.
 
-    The history is written after every method, so that an error in a later one loses nothing.
+    The history is written after every method, so that an error in a later one loses nothing. With no
+    folder, nothing is written or printed.
     """
+    import numpy as np
     import torch
 
     from flwr_regs.flower.population import Population
@@ -58,9 +60,13 @@ def run(job: Job, grid: Grid, folder: Path) -> dict[str, Any]:
     dataset = data.load(job.dataset, job.data_dir)
     model = models.build(job.dataset, job.seed)
     device = resolve_device("auto")
-    test_x = torch.from_numpy(dataset.test_x).to(device)
-    test_y = torch.from_numpy(dataset.test_y).to(device)
     clients = len(Population(1, None, 120.0).refresh(grid))
+    parts = job.parts(dataset.train_y, clients)  # an impossible partition is refused here
+    x, y = dataset.test_x, dataset.test_y
+    if job.held_out_clients:
+        held_out = np.concatenate(parts[clients:])
+        x, y = dataset.train_x[held_out], dataset.train_y[held_out]
+    test_x, test_y = torch.from_numpy(x).to(device), torch.from_numpy(y).to(device)
     history: dict[str, Any] = {
         "job": {k.replace("_", "-"): v for k, v in vars(job).items()},
         "clients": clients,
@@ -100,7 +106,8 @@ def run(job: Job, grid: Grid, folder: Path) -> dict[str, Any]:
         ) -> MetricRecord:
             loss, share = accuracy(arrays)
             curve.append({"round": server_round, "loss": loss, "accuracy": share})
-            say(f"{method:<10} round {server_round:>4}/{job.rounds}   test accuracy {share:7.2%}")
+            if folder:
+                say(f"{method:<10} round {server_round:>4}/{job.rounds}   accuracy {share:7.2%}")
             return MetricRecord({"loss": loss, "accuracy": share})
 
         strategy = job.strategy(method)
@@ -118,9 +125,11 @@ def run(job: Job, grid: Grid, folder: Path) -> dict[str, Any]:
             "test": curve,
             "rounds": strategy.history,
         }
-        report.write(history, folder)
-    say(report.table(history))
-    say(f"results: {folder}")
+        if folder:
+            report.write(history, folder)
+    if folder:
+        say(report.table(history))
+        say(f"results: {folder}")
     return history
 
 

@@ -1,0 +1,322 @@
+"""The laws of every method, run for each case of tests/laws.py, and the method's oracle."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import ArrayRecord, ConfigRecord, Message
+from flwr.common.serde import recorddict_from_proto, recorddict_to_proto
+from torch import nn
+
+from flwr_regs import FedAvg, FedAvgClient, InProcessGrid, RegClient, RegStrategy, client_app
+from flwr_regs.local_round import local_round
+from flwr_regs.method import Arrays, ClientContext, ServerContext, Slot, Term, chain
+from tests.cohort import cohort_round
+from tests.conftest import close, make_clients, make_model, run, to_numpy
+from tests.laws import CASES, Case
+
+each = pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+
+
+def start_weights() -> dict[str, np.ndarray]:
+    return {k: v.numpy().copy() for k, v in make_model().state_dict().items()}
+
+
+@each
+def test_1_neutral_hyper_parameters_give_fedavg_to_the_bit(case: Case) -> None:
+    weighting = case.strategy(**case.neutral).weighting
+    got = run(case.strategy(**case.neutral, seed=3), case.client)
+    want = run(FedAvg(seed=3, weighting=weighting), FedAvgClient)
+    close(got, want, 0.0 if case.neutral_is_exact else 1e-6)
+
+
+@pytest.mark.parametrize("case", CASES[1:], ids=lambda c: c.name)
+def test_2_other_hyper_parameters_do_not(case: Case) -> None:
+    got = run(case.strategy(**case.settings, seed=3), case.client)
+    want = run(FedAvg(seed=3), FedAvgClient)
+    assert max(np.abs(got[n] - want[n]).max() for n in got) > 1e-3
+
+
+@each
+@pytest.mark.parametrize("weighting", ["num-examples", "uniform"])
+@pytest.mark.parametrize("length", [{"local-epochs": 2}, {"local-steps": 7}], ids=str)
+def test_3_the_run_equals_the_oracle(case: Case, weighting: str, length: dict[str, int]) -> None:
+    """Four clients of unequal size, a learning rate that falls, five rounds, float64."""
+    clients = make_clients()
+    strategy = case.strategy(
+        **case.settings, weighting=weighting, seed=3, lr_schedule=lambda t: 0.8 ** (t - 1)
+    )
+    got = run(strategy, case.client, rounds=5, clients=clients, lr=0.2, train=length)
+    want = case.oracle(
+        start_weights(),
+        to_numpy(clients),
+        5,
+        lambda t: 0.2 * 0.8 ** (t - 1),
+        epochs=length.get("local-epochs", 1),
+        local_steps=length.get("local-steps"),
+        weighting=weighting,
+        **case.oracle_settings,
+    )
+    close(got, want[-1], 1e-10)
+
+
+@each
+def test_3_the_run_equals_the_oracle_under_partial_participation(case: Case) -> None:
+    clients = make_clients(5)
+    strategy = case.strategy(**case.settings, seed=11, fraction_train=0.6, min_train_nodes=1)
+    got = run(strategy, case.client, rounds=6, clients=clients)
+    cohorts = [entry["cohort"] for entry in strategy.history]
+    assert all(len(c) == 3 for c in cohorts)
+    assert len({tuple(c) for c in cohorts}) > 1
+    want = case.oracle(
+        start_weights(),
+        to_numpy(clients),
+        6,
+        lambda t: 0.2,
+        epochs=2,
+        weighting=strategy.weighting,
+        cohorts=cohorts,
+        **case.oracle_settings,
+    )
+    close(got, want[-1], 1e-10)
+
+
+def example_context(case: Case) -> tuple[Term, Arrays, Arrays, ClientContext, ServerContext]:
+    """Parameters, gradients, a step and slots with entries of both signs."""
+    term = chain(case.terms)
+    g = torch.Generator().manual_seed(5)
+    model = make_model()
+    start = {n: p.detach().clone() for n, p in model.named_parameters()}
+
+    def noise(scale: float) -> Arrays:
+        return {
+            n: scale * torch.randn(p.shape, generator=g, dtype=p.dtype) for n, p in start.items()
+        }
+
+    params = {n: p + d for (n, p), d in zip(start.items(), noise(0.1).values(), strict=True)}
+    server_ctx = ServerContext(
+        2, 0.1, {n: s.numpy() for n, s in noise(0.3).items()}, previous_lr=0.2
+    )
+    slots = term.broadcast(term.init(start), server_ctx)
+    broadcast = {t: {k: torch.as_tensor(a) for k, a in s.items()} for t, s in slots.items()}
+    ctx = ClientContext(start=start, lr=0.1, num_steps=5, broadcast=broadcast)
+    return term, params, noise(1.0), ctx, server_ctx
+
+
+@each
+def test_4_hooks_neither_mutate_nor_alias(case: Case) -> None:
+    term, params, grads, ctx, server_ctx = example_context(case)
+    before = [
+        {n: v.clone() for n, v in d.items()} for d in (params, grads, ctx.start)
+    ]
+    corrected = term.correct(grads, params, ctx)
+    delta = {n: params[n] - ctx.start[n] for n in params}
+    sent, upload, kept = term.finish(delta, ctx)
+    server = term.init(ctx.start)
+    step_in = {n: d.numpy().copy() for n, d in delta.items()}
+    copies = {n: d.copy() for n, d in step_in.items()}
+    term.update(server, step_in, {0: upload, 1: upload}, server_ctx)
+    for was, now in zip(before, (params, grads, ctx.start), strict=True):
+        close(now, was, 0.0)
+    close(step_in, copies, 0.0)
+    mine = {t.data_ptr() for d in (params, ctx.start) for t in d.values()}
+    for out in (corrected, sent):
+        assert not mine & {t.data_ptr() for t in out.values()}
+
+
+@dataclass(frozen=True)
+class Remember(Term):
+    """A term with client state and an upload, to show that a cohort carries both."""
+
+    name: ClassVar[str] = "remember"
+    rate: float
+
+    def loss(self, base: Any, params: Arrays, ctx: ClientContext) -> Any:
+        return base + self.rate * sum((p**2).sum() for p in params.values())
+
+    def finish(self, delta: Arrays, ctx: ClientContext) -> tuple[Arrays, Slot, Slot]:
+        memory = {
+            n: (ctx.client[n] if n in ctx.client else torch.zeros_like(d)) + d / ctx.num_steps
+            for n, d in delta.items()
+        }
+        sent = {n: d + self.rate * memory[n] for n, d in delta.items()}
+        return sent, {n: 2 * m for n, m in memory.items()}, memory
+
+
+@pytest.mark.parametrize("extra", [[], [Remember(0.1)]], ids=["alone", "with client state"])
+@each
+def test_5_a_stacked_cohort_equals_the_loop(case: Case, extra: list[Term]) -> None:
+    """Under vmap, with ragged step counts and per-client state."""
+    _, _, _, ctx, server_ctx = example_context(case)
+    term = chain([*case.terms, *extra])
+    broadcast = {**ctx.broadcast, "remember": {}}
+    clients = make_clients(3)
+    steps = [2, 5, 9]
+    x = torch.stack([torch.stack([c[s % len(c)][0] for s in range(9)]) for c in clients])
+    y = torch.stack([torch.stack([c[s % len(c)][1] for s in range(9)]) for c in clients])
+    g = torch.Generator().manual_seed(8)
+    memories: Slot = {}
+    if extra:
+        memories = {
+            "remember": {
+                n: torch.randn(3, *p.shape, generator=g, dtype=p.dtype)
+                for n, p in ctx.start.items()
+            }
+        }
+    delta, upload, kept = cohort_round(
+        make_model(), term, ctx.start, x, y, torch.tensor(steps), 0.1, broadcast, memories
+    )
+    for k, data in enumerate(clients):
+        model = make_model()
+        mine = {t: {n: a[k] for n, a in slot.items()} for t, slot in memories.items()}
+        result = local_round(
+            model, term, data, lr=0.1, steps=steps[k], broadcast=broadcast, client=mine, device="cpu"
+        )
+        close(result.state, {n: ctx.start[n] + d[k] for n, d in delta.items()}, 1e-12)
+        for got, want in ((result.upload, upload), (result.client, kept)):
+            for t, slot in want.items():
+                close(got[t], {n: a[k] for n, a in slot.items()}, 1e-12)
+
+
+class SerialisingGrid(InProcessGrid):
+    """Sends messages and client state through Flower's own serialisation, as a real node does."""
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        messages = list(messages)
+        for m in messages:
+            m.content = recorddict_from_proto(recorddict_to_proto(m.content))
+        ids = super().push_messages(messages)
+        for i in ids:
+            if not (reply := self._replies[i]).has_error():
+                reply.content = recorddict_from_proto(recorddict_to_proto(reply.content))
+        for context in self._contexts.values():
+            context.state = recorddict_from_proto(recorddict_to_proto(context.state))
+        return ids
+
+
+class ReversedGrid(InProcessGrid):
+    """Returns replies last first."""
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        return list(super().pull_messages(message_ids))[::-1]
+
+
+def grid_of(kind: type[InProcessGrid], case: Case) -> InProcessGrid:
+    data = make_clients()
+
+    def client_fn(context: Any) -> Any:
+        return case.client(make_model(), data[context.node_config["partition-id"]], device="cpu")
+
+    return kind(client_app(client_fn), len(data))
+
+
+@each
+@pytest.mark.parametrize("kind", [SerialisingGrid, ReversedGrid])
+def test_6_7_serialisation_and_order_of_replies_change_no_bit(case: Case, kind: Any) -> None:
+    settings = {**case.settings, "seed": 3, "fraction_evaluate": 0.0}
+    want = run(case.strategy(**settings), case.client)
+    got = run(case.strategy(**settings), case.client, grid=grid_of(kind, case))
+    close(got, want, 0.0)
+
+
+@each
+def test_7_which_client_is_which_does_not_matter(case: Case) -> None:
+    clients = make_clients()
+    want = run(case.strategy(**case.settings, seed=3), case.client, clients=clients)
+    got = run(case.strategy(**case.settings, seed=3), case.client, clients=clients[::-1])
+    close(got, want, 1e-12)
+
+
+@each
+@pytest.mark.parametrize("left", [True, False], ids=["identity first", "identity last"])
+def test_8_chaining_an_identity_changes_no_bit(case: Case, left: bool) -> None:
+    want = run(case.strategy(**case.settings, seed=3), case.client)
+    terms = [Term(), *case.terms] if left else [*case.terms, Term()]
+    named = case.strategy(**case.settings)
+    strategy = RegStrategy(
+        terms, seed=3, weighting=named.weighting, downlink=named.downlink
+    )
+    got = run(strategy, RegClient, terms=[type(t) for t in terms])
+    close(got, want, 0.0)
+
+
+class Point(nn.Module):
+    """One scalar v; with targets √a·c and the loss below, f(v) = a/2 (v − c)²."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.v = nn.Parameter(torch.zeros(1, dtype=torch.float64))
+
+    def forward(self, root_a: torch.Tensor) -> torch.Tensor:
+        return root_a * self.v
+
+
+def half_squared_error(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return 0.5 * ((output - target) ** 2).mean()
+
+
+@each
+def test_9_two_quadratic_clients_reach_the_fixed_point(case: Case) -> None:
+    """At a fixed point Σ p_k D_k = 0, with D_k the closed form of K steps of gradient descent.
+
+    D_{i+1} = (1 − η(a + μ)) D_i + η a (c − w)  gives  D_K = a (c − w) (1 − (1 − η(a + μ))^K)/(a + μ),
+    for FedFOR with the last global step gone (g = 0), so that its fixed point is FedAvg's.
+    """
+    curvature, centre, p, lr, steps = (1.0, 4.0), (-1.0, 2.0), (1 / 3, 2 / 3), 0.1, 5
+    mu = case.settings.get("mu", 0.0)
+    pull = [a * (1 - (1 - lr * (a + mu)) ** steps) / (a + mu) for a in curvature]
+    want = sum(q * s * c for q, s, c in zip(p, pull, centre, strict=True)) / sum(
+        q * s for q, s in zip(p, pull, strict=True)
+    )
+    clients = []
+    for a, c, n in zip(curvature, centre, (1, 2), strict=True):
+        root = torch.full((n, 1), a**0.5, dtype=torch.float64)
+        clients.append([(root, root * c)])
+    got = run(
+        case.strategy(**case.settings, seed=3, fraction_evaluate=0.0),
+        case.client,
+        rounds=120,
+        clients=clients,
+        model=Point,
+        lr=lr,
+        train={"local-steps": steps},
+        loss_fn=half_squared_error,
+    )
+    assert got["v"][0] == pytest.approx(want, abs=1e-6)
+
+
+def test_two_runs_give_equal_bits() -> None:
+    """In float32, with a shuffling loader and dropout, and whatever the process's random state."""
+
+    def once(noise: int) -> dict[str, np.ndarray]:
+        torch.manual_seed(noise)
+        data = torch.utils.data.TensorDataset(
+            torch.arange(80, dtype=torch.float32).reshape(20, 4) / 80, torch.arange(20) % 3
+        )
+
+        def client_fn(context: Any) -> Any:
+            torch.manual_seed(1)
+            model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 3))
+            loader = torch.utils.data.DataLoader(data, batch_size=4, shuffle=True)
+            torch.rand(noise)
+            return FedAvgClient(model, loader, device="cpu")
+
+        app = client_app(client_fn)
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 3))
+        strategy = FedAvg(seed=5, fraction_train=0.5, fraction_evaluate=0.0)
+        result = strategy.start(
+            grid=InProcessGrid(app, 4),
+            initial_arrays=ArrayRecord(model.state_dict()),
+            num_rounds=3,
+            train_config=ConfigRecord({"lr": 0.1, "local-epochs": 1}),
+        )
+        return {k: a.numpy() for k, a in result.arrays.items()}
+
+    first = once(1)
+    close(first, once(2), 0.0)
