@@ -111,9 +111,7 @@ def example_context(case: Case) -> tuple[Term, Arrays, Arrays, ClientContext, Se
 @each
 def test_4_hooks_neither_mutate_nor_alias(case: Case) -> None:
     term, params, grads, ctx, server_ctx = example_context(case)
-    before = [
-        {n: v.clone() for n, v in d.items()} for d in (params, grads, ctx.start)
-    ]
+    before = [{n: v.clone() for n, v in d.items()} for d in (params, grads, ctx.start)]
     corrected = term.correct(grads, params, ctx)
     delta = {n: params[n] - ctx.start[n] for n in params}
     sent, upload, kept = term.finish(delta, ctx)
@@ -175,7 +173,14 @@ def test_5_a_stacked_cohort_equals_the_loop(case: Case, extra: list[Term]) -> No
         model = make_model()
         mine = {t: {n: a[k] for n, a in slot.items()} for t, slot in memories.items()}
         result = local_round(
-            model, term, data, lr=0.1, steps=steps[k], broadcast=broadcast, client=mine, device="cpu"
+            model,
+            term,
+            data,
+            lr=0.1,
+            steps=steps[k],
+            broadcast=broadcast,
+            client=mine,
+            device="cpu",
         )
         close(result.state, {n: ctx.start[n] + d[k] for n, d in delta.items()}, 1e-12)
         for got, want in ((result.upload, upload), (result.client, kept)):
@@ -238,9 +243,7 @@ def test_8_chaining_an_identity_changes_no_bit(case: Case, left: bool) -> None:
     want = run(case.strategy(**case.settings, seed=3), case.client)
     terms = [Term(), *case.terms] if left else [*case.terms, Term()]
     named = case.strategy(**case.settings)
-    strategy = RegStrategy(
-        terms, seed=3, weighting=named.weighting, downlink=named.downlink
-    )
+    strategy = RegStrategy(terms, seed=3, weighting=named.weighting, downlink=named.downlink)
     got = run(strategy, RegClient, terms=[type(t) for t in terms])
     close(got, want, 0.0)
 

@@ -1,0 +1,115 @@
+"""The training loop: what it does with data, optimisers, odd models, and bad input."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, SubsetRandomSampler, TensorDataset
+
+from flwr_regs.local_round import count_examples, local_round, to_device
+from flwr_regs.method import chain
+from tests.conftest import make_clients, make_model
+
+FEDAVG = chain([])
+
+
+def go(model: nn.Module, data: Any, **kwargs: Any) -> Any:
+    kwargs = {"lr": 0.1, "epochs": 1, "device": "cpu", **kwargs}
+    return local_round(model, FEDAVG, data, **kwargs)
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        torch.optim.SGD,
+        partial(torch.optim.SGD, momentum=0.9, nesterov=True, weight_decay=0.01),
+        torch.optim.AdamW,
+    ],
+)
+def test_it_is_plain_pytorch_training_with_any_optimiser(optimizer: Any) -> None:
+    data = make_clients()[1]
+    model, reference = make_model(batch_norm=True), make_model(batch_norm=True)
+    result = go(model, data, epochs=2, optimizer=optimizer)
+    opt = optimizer(reference.parameters(), lr=0.1)
+    for _ in range(2):
+        for x, y in data:
+            opt.zero_grad()
+            nn.functional.cross_entropy(reference(x), y).backward()
+            opt.step()
+    for name, value in reference.state_dict().items():
+        assert torch.equal(result.state[name], value), name
+    assert result.num_steps == 6
+    assert result.num_examples == 15
+    assert result.examples_processed == 30
+
+
+def test_steps_run_through_the_data_in_a_cycle() -> None:
+    data = make_clients()[0]
+    two, four = go(make_model(), data, epochs=2), go(make_model(), data, epochs=None, steps=4)
+    assert torch.equal(two.state["0.weight"], four.state["0.weight"])
+    assert go(make_model(), data, epochs=None, steps=3).examples_processed == 15
+
+
+def test_a_shuffling_loader_shuffles_anew_on_each_pass() -> None:
+    seen = []
+
+    class Probe(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            seen.append(tuple(x[:, 0].tolist()))
+            return super().forward(x)
+
+    data = TensorDataset(torch.arange(12.0).reshape(12, 1), torch.zeros(12, dtype=torch.long))
+    go(Probe(1, 2), DataLoader(data, batch_size=12, shuffle=True), epochs=3)
+    assert len(set(seen)) == 3
+
+
+def test_frozen_and_unused_parameters_stay() -> None:
+    model = make_model()
+    model[0].weight.requires_grad_(False)
+    model.register_parameter("spare", nn.Parameter(torch.ones(2, dtype=torch.float64)))
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    state = go(model, make_clients()[0]).state
+    assert torch.equal(state["0.weight"], before["0.weight"])
+    assert torch.equal(state["spare"], before["spare"])
+    assert not torch.equal(state["2.weight"], before["2.weight"])
+
+
+def test_nested_batches_move_as_a_whole() -> None:
+    batch = {"a": [torch.ones(1), (torch.zeros(1), "text")]}
+    assert to_device(batch, "cpu")["a"][1][1] == "text"
+
+
+def test_examples_are_counted_as_the_loader_yields_them() -> None:
+    data = TensorDataset(torch.zeros(10, 4), torch.zeros(10, dtype=torch.long))
+    assert count_examples(DataLoader(data, batch_size=4)) == 10
+    assert count_examples(DataLoader(data, batch_size=4, drop_last=True)) == 8
+    assert count_examples(DataLoader(data, batch_size=4, sampler=SubsetRandomSampler([1, 2]))) == 2
+    assert count_examples([(torch.zeros(3, 4), torch.zeros(3))]) == 3
+
+
+@pytest.mark.parametrize("length", [{"epochs": 1, "steps": 1}, {"epochs": None}, {"epochs": 0}])
+def test_exactly_one_duration(length: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="exactly one of epochs and steps"):
+        go(make_model(), make_clients()[0], **length)
+
+
+def test_no_data_is_named() -> None:
+    with pytest.raises(ValueError, match="no training data"):
+        go(make_model(), [])
+    data = TensorDataset(torch.zeros(3, 4), torch.zeros(3, dtype=torch.long))
+    with pytest.raises(ValueError, match="drop_last"):
+        go(make_model(), DataLoader(data, batch_size=4, drop_last=True))
+
+
+def test_data_that_can_be_read_only_once_is_refused() -> None:
+    with pytest.raises(TypeError, match="iterated only once"):
+        go(make_model(), iter(make_clients()[0]))
+
+
+def test_a_model_with_nothing_to_train_is_refused() -> None:
+    with pytest.raises(ValueError, match="requires_grad"):
+        go(make_model().requires_grad_(False), make_clients()[0])

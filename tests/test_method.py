@@ -1,0 +1,140 @@
+"""Terms and chains: derivatives against the penalties, composition rules, configs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import pytest
+import torch
+
+from flwr_regs import FedFOR, FedProx, FirstOrder, Proximal, RegStrategy
+from flwr_regs.method import ClientContext, ServerContext, Term, chain
+
+
+def context(v: torch.Tensor, start: torch.Tensor, **slots: torch.Tensor) -> ClientContext:
+    return ClientContext(start={"w": start}, lr=0.1, num_steps=3, broadcast=dict(slots))
+
+
+def test_proximal_is_the_derivative_of_its_penalty() -> None:
+    v = torch.tensor([1.5, -0.5, 2.0], requires_grad=True)
+    start = torch.tensor([1.0, 0.5, 2.0])
+    (0.7 / 2 * ((v - start) ** 2).sum()).backward()
+    zero = {"w": torch.zeros(3)}
+    got = Proximal(0.7).correct(zero, {"w": v.detach()}, context(v, start))["w"]
+    torch.testing.assert_close(got, v.grad)
+    torch.testing.assert_close(got, 0.7 * torch.tensor([0.5, -1.0, 0.0]))
+
+
+def test_first_order_is_the_derivative_of_its_penalty() -> None:
+    """Eq. 7 with displacements and g of both signs, and a coordinate that has not moved."""
+    v = torch.tensor([1.5, 1.5, -0.5, -0.5, 2.0], requires_grad=True)
+    start = torch.tensor([1.0, 1.0, 0.0, 0.0, 2.0])
+    g = torch.tensor([2.0, -2.0, 2.0, -2.0, 3.0])
+    (0.6 * torch.relu(g * (v - start)).sum()).backward()
+    zero = {"w": torch.zeros(5)}
+    got = FirstOrder(0.6).correct(zero, {"w": v.detach()}, context(v, start, w=g))["w"]
+    torch.testing.assert_close(got, v.grad)
+    torch.testing.assert_close(got, 0.6 * torch.tensor([2.0, 0.0, 0.0, -2.0, 0.0]))
+
+
+def test_a_step_moves_an_opposing_coordinate_by_alpha_times_the_last_global_step() -> None:
+    before, now, eta, alpha = torch.tensor([1.0]), torch.tensor([1.4]), 0.1, 0.5
+    ctx = ServerContext(2, eta, {"w": now - before}, eta)
+    g = FirstOrder(alpha).broadcast({}, ctx)["w"]
+    torch.testing.assert_close(g, (before - now) / eta)
+    v = now - 0.05  # moved back, against the last step
+    grad = FirstOrder(alpha).correct({"w": torch.zeros(1)}, {"w": v}, context(v, now, w=g))["w"]
+    torch.testing.assert_close(-eta * grad, alpha * (now - before))
+
+
+def test_first_order_uses_the_learning_rate_of_the_round_that_made_the_step() -> None:
+    ctx = ServerContext(3, 0.1, {"w": torch.tensor([0.4])}, previous_lr=0.2)
+    torch.testing.assert_close(FirstOrder(1.0).broadcast({}, ctx)["w"], torch.tensor([-2.0]))
+
+
+@pytest.mark.parametrize("build", [lambda: FedProx(mu=-0.1), lambda: FedFOR(alpha=-1.0)])
+def test_negative_strengths_are_refused(build) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(ValueError, match=">= 0, not"):
+        build()
+
+
+@dataclass(frozen=True)
+class Owner(Term):
+    name: ClassVar[str] = "owner"
+    owns_step: ClassVar[bool] = True
+
+
+@dataclass(frozen=True)
+class OtherOwner(Owner):
+    name: ClassVar[str] = "other-owner"
+
+
+@dataclass(frozen=True)
+class Squeeze(Term):
+    name: ClassVar[str] = "squeeze"
+    compresses: ClassVar[bool] = True
+
+
+@pytest.mark.parametrize(
+    ("terms", "message"),
+    [
+        ([Proximal(1.0), Proximal(2.0)], "each term may appear once.*proximal"),
+        ([Owner(), Proximal(1.0), OtherOwner()], "only one term can own.*owner.*other-owner"),
+        ([Squeeze(), Proximal(1.0)], "comes last.*squeeze"),
+    ],
+)
+def test_terms_that_do_not_go_together_are_refused(terms: list[Term], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        RegStrategy(terms)
+
+
+@dataclass(frozen=True)
+class Times(Term):
+    """Multiplies at every hook, after adding one: the order shows in the result."""
+
+    name: ClassVar[str] = "a"
+    factor: float
+
+    def loss(self, base, params, ctx):  # type: ignore[no-untyped-def]
+        return (base + 1) * self.factor
+
+    def correct(self, grads, params, ctx):  # type: ignore[no-untyped-def]
+        return {n: (g + 1) * self.factor for n, g in grads.items()}
+
+    def finish(self, delta, ctx):  # type: ignore[no-untyped-def]
+        return {n: (d + 1) * self.factor for n, d in delta.items()}, {}, {}
+
+    def update(self, server, delta, uploads, ctx):  # type: ignore[no-untyped-def]
+        return server, {n: (d + 1) * self.factor for n, d in delta.items()}
+
+
+@dataclass(frozen=True)
+class TimesB(Times):
+    name: ClassVar[str] = "b"
+
+
+def test_client_hooks_run_left_to_right_and_server_updates_right_to_left() -> None:
+    term = chain([Times(2.0), TimesB(10.0)])
+    ctx = ClientContext(start={}, lr=0.1, num_steps=1)
+    assert term.loss(1.0, {}, ctx) == 50.0
+    assert term.correct({"w": 1.0}, {}, ctx) == {"w": 50.0}
+    assert term.finish({"w": 1.0}, ctx)[0] == {"w": 50.0}
+    server = term.init({})
+    assert term.update(server, {"w": 1.0}, {}, ServerContext(1, 0.1))[1] == {"w": 42.0}
+
+
+def test_hyper_parameters_travel_by_name_and_a_missing_one_is_named() -> None:
+    assert FirstOrder(0.3).config() == {"first-order.alpha": 0.3}
+    assert FirstOrder.from_config({"first-order.alpha": 0.3, "x": 1}) == FirstOrder(0.3)
+    with pytest.raises(KeyError, match="first-order.alpha"):
+        FirstOrder.from_config({"lr": 0.1})
+
+
+def test_the_seam_needs_no_flwr() -> None:
+    """method.py and local_round.py are plain torch."""
+    import subprocess
+    import sys
+
+    code = "import sys, flwr_regs.local_round; sys.exit('flwr' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,626 @@
+"""The strategy base: cohorts, downlinks, aggregation, history, and everything that can go wrong."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.client import NumPyClient
+from flwr.clientapp import ClientApp
+from flwr.serverapp.strategy import FedAvg as FlowerFedAvg
+from torch import nn
+
+from flwr_regs import (
+    FedAvg,
+    FedAvgClient,
+    FedFOR,
+    FedFORClient,
+    FedProx,
+    FedProxClient,
+    InProcessGrid,
+    RoundFailed,
+    client_app,
+)
+from flwr_regs.flower import wire
+from flwr_regs.flower.population import PopulationError
+from tests.conftest import close, make_clients, make_model, run
+
+CONFIG = ConfigRecord({"lr": 0.2, "local-epochs": 1})
+
+
+def app_of(
+    client_class: Callable[..., Any] = FedAvgClient,
+    model: Callable[[], nn.Module] = make_model,
+    sabotage: Callable[[int, Any], Any] | None = None,
+) -> ClientApp:
+    """An app of unequal clients; `sabotage(partition_id, client)` may replace or change one."""
+
+    def client_fn(context: Context) -> Any:
+        pid = context.node_config["partition-id"]
+        data = make_clients(6)[pid]
+        client = client_class(model(), data, data, device="cpu")
+        return sabotage(pid, client) if sabotage else client
+
+    return client_app(client_fn)
+
+
+def start(strategy: Any, grid: Any, rounds: int = 2, config: Any = CONFIG) -> Any:
+    arrays = ArrayRecord(make_model().state_dict())
+    return strategy.start(grid=grid, initial_arrays=arrays, num_rounds=rounds, train_config=config)
+
+
+# Cohorts
+
+
+def cohorts(strategy: Any, n: int = 6, rounds: int = 5, **kwargs: Any) -> list[list[int]]:
+    client = {"FedAvg": FedAvgClient, "FedProx": FedProxClient, "FedFOR": FedFORClient}
+    run(
+        strategy,
+        client[strategy.method_name],
+        rounds=rounds,
+        clients=make_clients(n),
+        **kwargs,
+    )
+    return [entry["cohort"] for entry in strategy.history]
+
+
+def test_every_method_sees_the_same_cohorts_and_another_seed_others() -> None:
+    half = {"fraction_train": 0.5, "fraction_evaluate": 0.0, "min_train_nodes": 1}
+    want = cohorts(FedAvg(seed=4, **half))
+    assert all(len(c) == 3 for c in want)
+    assert cohorts(FedProx(mu=0.1, seed=4, **half)) == want
+    assert cohorts(FedFOR(alpha=0.1, seed=4, **half)) == want
+    assert cohorts(FedAvg(seed=5, **half)) != want
+
+
+class RenumberedGrid(InProcessGrid):
+    """Other node ids, in another order: as in every new Flower run."""
+
+    def __init__(self, app: ClientApp, n: int) -> None:
+        super().__init__(app, n)
+        ids = np.random.default_rng(n).permutation(10**6)[:n].tolist()
+        self._contexts = dict(zip(ids, reversed(self._contexts.values()), strict=True))
+
+
+def test_node_ids_do_not_matter() -> None:
+    strategies = [FedAvg(seed=4, fraction_train=0.5, min_train_nodes=1) for _ in range(2)]
+    a = start(strategies[0], InProcessGrid(app_of(), 6), 4)
+    b = start(strategies[1], RenumberedGrid(app_of(), 6), 4)
+    close(*({k: v.numpy() for k, v in r.arrays.items()} for r in (a, b)), 0.0)
+
+
+class LateGrid(InProcessGrid):
+    """Nodes register one by one, as Ray's do; each is seen only after three looks."""
+
+    looks = 0
+
+    def get_node_ids(self) -> Iterable[int]:
+        self.looks += 1
+        return list(self._contexts)[: self.looks // 3]
+
+
+def test_it_waits_for_the_whole_population() -> None:
+    strategy = FedAvg(seed=4)
+    start(strategy, LateGrid(app_of(), 6))
+    assert strategy.history[0]["cohort"] == list(range(6))
+
+
+def test_too_few_clients_is_an_error_that_counts_them() -> None:
+    strategy = FedAvg(seed=4, population=8, wait_timeout=0.3)
+    with pytest.raises(PopulationError, match="6 of 8 clients came"):
+        start(strategy, InProcessGrid(app_of(), 6))
+
+
+class LeavingGrid(InProcessGrid):
+    """The node of partition `gone` leaves after round 2."""
+
+    gone = 2
+    trained = 0
+
+    def get_node_ids(self) -> Iterable[int]:
+        return [n for n in self._contexts if self.trained < 2 or n != 1000 + self.gone]
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        messages = list(messages)
+        self.trained += any(m.metadata.message_type == "train" for m in messages)
+        return super().push_messages(messages)
+
+
+def test_a_client_that_leaves_replaces_only_itself() -> None:
+    settings = {"fraction_train": 0.5, "min_train_nodes": 3, "fraction_evaluate": 0.0}
+    whole, less = FedAvg(seed=4, **settings), FedAvg(seed=4, **settings)
+    start(whole, InProcessGrid(app_of(), 6), 8)
+    start(less, LeavingGrid(app_of(), 6), 8)
+    for a, b in zip(whole.history[2:], less.history[2:], strict=True):
+        assert 2 not in b["cohort"]
+        assert set(a["cohort"]) - {2} <= set(b["cohort"])
+        assert len(b["cohort"]) == 3
+
+
+def test_two_nodes_of_one_partition_are_refused() -> None:
+    grid = InProcessGrid(app_of(), 3)
+    grid._contexts[1001].node_config["partition-id"] = 0
+    with pytest.raises(PopulationError, match="both serve partition-id 0"):
+        start(FedAvg(), grid)
+
+
+def test_an_app_without_client_app_is_told_so() -> None:
+    plain = ClientApp(lambda c: FedAvgClient(make_model(), make_clients()[0]).to_client())
+    with pytest.raises(PopulationError, match=r"flwr_regs\.client_app"):
+        start(FedAvg(), InProcessGrid(plain, 3))
+
+
+# Aggregation
+
+
+def test_fedavg_equals_flowers_own_fedavg() -> None:
+    """Flower's strategy and aggregation on the same clients, in float32."""
+    model = partial(make_model, torch.float32)
+    clients = make_clients(4, torch.float32)
+
+    def plain_fit(context: Context) -> Any:
+        return Plain(model(), clients[context.node_config["partition-id"]])
+
+    grid = InProcessGrid(client_app(plain_fit), 4)
+    arrays = ArrayRecord(model().state_dict())
+    kwargs = {"grid": grid, "initial_arrays": arrays, "num_rounds": 3, "train_config": CONFIG}
+    theirs = FlowerFedAvg(fraction_evaluate=0.0).start(**kwargs)
+    ours = run(
+        FedAvg(fraction_evaluate=0.0),
+        FedAvgClient,
+        rounds=3,
+        clients=clients,
+        model=model,
+        train={"local-epochs": 1},
+    )
+    close(ours, {k: a.numpy() for k, a in theirs.arrays.items()}, 1e-6)
+
+
+class Plain(NumPyClient):
+    """A user's own NumPyClient: positional weights, its own loop, nothing of ours."""
+
+    def __init__(self, model: nn.Module, data: Any) -> None:
+        self.model, self.data = model, data
+
+    def fit(self, parameters: Any, config: Any) -> Any:
+        names = self.model.state_dict().keys()
+        state = {n: torch.tensor(a) for n, a in zip(names, parameters, strict=True)}
+        self.model.load_state_dict(state)
+        opt = torch.optim.SGD(self.model.parameters(), lr=config["lr"])
+        for x, y in self.data:
+            opt.zero_grad()
+            nn.functional.cross_entropy(self.model(x), y).backward()
+            opt.step()
+        count = sum(len(y) for _, y in self.data)
+        return [v.numpy() for v in self.model.state_dict().values()], count, {"note": "mine"}
+
+    def evaluate(self, parameters: Any, config: Any) -> Any:
+        return 0.5, 3, {"accuracy": 0.25}
+
+
+def test_a_users_own_numpy_client_runs_under_our_fedavg_and_flowers() -> None:
+    clients = make_clients()
+
+    def client_fn(context: Context) -> Any:
+        return Plain(make_model(), clients[context.node_config["partition-id"]])
+
+    grid = InProcessGrid(client_app(client_fn), 4)
+    strategy = FedAvg(seed=1)
+    result = start(strategy, grid)
+    want = run(FedAvg(seed=1), FedAvgClient, rounds=2, train={"local-epochs": 1})
+    close({k: a.numpy() for k, a in result.arrays.items()}, want, 1e-12)
+    assert result.evaluate_metrics_clientapp[2]["accuracy"] == 0.25
+
+
+def test_a_plain_client_cannot_pass_for_another_method() -> None:
+    def client_fn(context: Context) -> Any:
+        return Plain(make_model(), make_clients()[0])
+
+    with pytest.raises(RoundFailed, match="names no method.*FedFORClient"):
+        start(FedFOR(alpha=0.1), InProcessGrid(client_app(client_fn), 3))
+
+
+def test_integer_and_boolean_buffers_keep_their_dtype() -> None:
+    def model() -> nn.Module:
+        m = make_model(torch.float32, batch_norm=True)
+        m.register_buffer("flag", torch.tensor([True, False]))
+        return m
+
+    got = run(FedAvg(seed=1), FedAvgClient, clients=make_clients(4, torch.float32), model=model)
+    assert got["1.num_batches_tracked"].dtype == np.int64
+    # 4 rounds of 2 epochs over 2, 3, 4, 5 batches; means rounded each round: 2·(4+9+16+25)/14 ≈ 8
+    assert got["1.num_batches_tracked"] == 32
+    assert got["flag"].tolist() == [True, False]
+    assert got["0.weight"].dtype == np.float32
+
+
+# Downlinks
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_delta_downlink_trains_to_the_same_bits_for_half_the_bytes(dtype: torch.dtype) -> None:
+    def model() -> nn.Module:
+        m = make_model(dtype, batch_norm=True)
+        m.register_buffer("flag", torch.tensor([True, False]))
+        wide = nn.Linear(100, 100, dtype=dtype)  # so that arrays, not names, weigh
+        nn.init.constant_(wide.weight, 0.25)
+        nn.init.zeros_(wide.bias)
+        m.add_module("wide", wide)
+        return m
+
+    kwargs: dict[str, Any] = {"clients": make_clients(4, dtype), "rounds": 5}
+    by_name = {}
+    for downlink in ("model", "delta"):
+        strategy = FedFOR(alpha=0.5, downlink=downlink, seed=2, fraction_evaluate=0.0)
+        by_name[downlink] = (
+            run(strategy, FedFORClient, model=partial(_skipping_wide, model), **kwargs),
+            strategy.history,
+        )
+    close(by_name["model"][0], by_name["delta"][0], 0.0)
+    one_model = by_name["model"][1][0]["bytes_down"][0]  # round 1 sends w_1 alone
+    assert by_name["delta"][1][-1]["bytes_down"][0] < 1.02 * one_model
+    assert by_name["model"][1][-1]["bytes_down"][0] > 1.9 * one_model
+
+
+def _skipping_wide(build: Callable[[], nn.Module]) -> nn.Module:
+    model = build()
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = model
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for name, layer in self.body.named_children():
+                x = x if name == "wide" else layer(x)
+            return x
+
+    return Net()
+
+
+def test_a_client_that_missed_a_round_gets_the_full_pair() -> None:
+    settings = {"alpha": 0.5, "seed": 2, "fraction_train": 0.5, "fraction_evaluate": 0.0}
+    both = {}
+    for downlink in ("model", "delta"):
+        strategy = FedFOR(downlink=downlink, min_train_nodes=1, **settings)
+        both[downlink] = run(strategy, FedFORClient, rounds=8, clients=make_clients(6))
+    close(both["model"], both["delta"], 0.0)
+    full_pair: dict[bool, set[bool]] = {}
+    one_model = max(strategy.history[0]["bytes_down"].values())
+    for before, entry in zip(strategy.history[1:], strategy.history[2:], strict=False):
+        for pid in entry["cohort"]:
+            twice = entry["bytes_down"][pid] > 1.4 * one_model
+            full_pair.setdefault(pid in before["cohort"], set()).add(twice)
+    assert full_pair == {True: {False}, False: {True}}
+
+
+class ForgetfulGrid(InProcessGrid):
+    """A SuperNode restart: partition 1 loses its state before every message; 2's goes stale."""
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        self._contexts[1001].state = RecordDict()
+        for key, record in self._contexts[1002].state.array_records.items():
+            if key.endswith(".model"):
+                name = next(iter(record))
+                record[name] = Array(record[name].numpy() + 1e-9)
+        return super().push_messages(messages)
+
+
+def test_a_client_that_lost_or_changed_its_model_is_found_and_served_in_the_round() -> None:
+    settings = {"alpha": 0.5, "seed": 2, "fraction_evaluate": 0.0}
+    want = FedFOR(downlink="model", **settings)
+    got = FedFOR(downlink="delta", **settings)
+    a = start(want, InProcessGrid(app_of(FedFORClient), 4), 5)
+    b = start(got, ForgetfulGrid(app_of(FedFORClient), 4), 5)
+    close(*({k: v.numpy() for k, v in r.arrays.items()} for r in (a, b)), 0.0)
+    last = got.history[-1]
+    assert last["replies"] == [0, 1, 2, 3]
+    assert last["failures"] == {}
+    assert last["bytes_down"][1] > 2.5 * last["bytes_down"][0]  # the step in vain, then the pair
+
+
+def test_a_second_start_meets_nothing_of_the_first() -> None:
+    grid = InProcessGrid(app_of(FedFORClient), 4)
+    strategy = FedFOR(alpha=0.5, downlink="delta", seed=2)
+    results = [start(strategy, grid, 3) for _ in range(2)]
+    close(*({k: v.numpy() for k, v in r.arrays.items()} for r in results), 0.0)
+    assert len(strategy.history) == 3
+
+
+# History
+
+
+def test_the_history_is_plain_numbers_and_complete() -> None:
+    strategy = FedFOR(alpha=0.1, seed=2)
+    start(strategy, InProcessGrid(app_of(FedFORClient), 4), 3)
+    json.dumps(strategy.history, allow_nan=False)
+    entry = strategy.history[-1]
+    model = sum(v.nbytes for v in (a.numpy() for a in _arrays().values()))
+    assert entry["bytes_down"][0] > 2 * model
+    assert model < entry["bytes_up"][0] < 2 * model + 1200
+    assert entry["examples_processed"] == 5 * (2 + 3 + 4 + 5)
+    assert set(entry["seconds"]) == {"configure", "clients", "aggregate", "evaluate"}
+    assert set(entry["evaluate"]["clients"][0]) == {"num-examples", "accuracy", "loss"}
+    assert strategy.history[0]["lr"] == 0.2
+
+
+def _arrays() -> ArrayRecord:
+    return ArrayRecord(make_model().state_dict())
+
+
+def test_payload_bytes_are_those_of_the_serialised_message() -> None:
+    from flwr.common.serde import recorddict_to_proto
+
+    content = RecordDict({"arrays": _arrays(), "config": ConfigRecord({"a": 1.0, "b": ["x", "y"]})})
+    size = recorddict_to_proto(content).ByteSize()
+    assert 0.75 * size < wire.content_bytes(content) < size
+
+
+# What can go wrong
+
+
+def test_a_learning_rate_schedule_runs_over_rounds() -> None:
+    strategy = FedAvg(seed=1, lr_schedule=lambda t: 1 / t)
+    start(strategy, InProcessGrid(app_of(), 3), 3)
+    assert [e["lr"] for e in strategy.history] == pytest.approx([0.2, 0.1, 0.2 / 3])
+    with pytest.raises(ValueError, match=r"lr_schedule\(1\) makes the learning rate 0"):
+        start(FedAvg(lr_schedule=lambda t: 0.0), InProcessGrid(app_of(), 3))
+
+
+class Untouchable(InProcessGrid):
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        raise AssertionError("a client was contacted")
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"lr": 0.1, "local-epoch": 1}, "unknown train_config key 'local-epoch'.*'local-epochs'"),
+        ({"local-epochs": 1}, "'lr' must be a positive number, not None"),
+        ({"lr": -1.0, "local-epochs": 1}, "'lr' must be a positive number, not -1.0"),
+        ({"lr": 0.1}, "exactly one of the keys"),
+        ({"lr": 0.1, "local-epochs": 1, "local-steps": 1}, "exactly one of the keys"),
+        ({"lr": 0.1, "local-steps": 2.5}, "'local-steps' must be a positive integer"),
+    ],
+)
+def test_a_wrong_config_is_refused_before_a_client_is_contacted(config: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        start(FedAvg(), Untouchable(app_of(), 3), config=ConfigRecord(config))
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"weighting": "examples"}, "weighting must be"),
+        ({"fraction_train": 1.5}, r"fraction_train must lie in \[0, 1\]"),
+        ({"min_replies": 0}, "min_replies must be at least 1"),
+        ({"downlink": "both"}, "downlink must be"),
+        ({"seed": -1}, "seed must not be negative"),
+        ({"population": 0}, "population must be at least 1"),
+    ],
+)
+def test_wrong_arguments_are_refused_when_built(kwargs: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        FedAvg(**kwargs)
+
+
+def broken(pid: int, client: Any, what: str) -> Any:
+    """Make client 1 misbehave in one way."""
+    if pid != 1:
+        return client
+    fit = client.fit
+
+    def bad(parameters: Any, config: Any) -> Any:
+        arrays, count, metrics = fit(parameters, config)
+        if what == "raises":
+            raise OSError("disk on fire")
+        if what == "nan":
+            arrays[0] = arrays[0] * np.nan
+        if what == "inf":
+            arrays[1] = arrays[1] + np.inf
+        if what == "shape":
+            arrays[0] = arrays[0][:1]
+        if what == "dtype":
+            arrays[0] = arrays[0].astype(np.float32)
+        if what == "fewer":
+            arrays = arrays[:-1]
+        if what == "count":
+            count = 0
+        return arrays, count, metrics
+
+    client.fit = bad
+    return client
+
+
+@pytest.mark.parametrize(
+    ("what", "reason"),
+    [
+        ("raises", "disk on fire"),
+        ("nan", "array '0.weight' holds NaN or infinity"),
+        ("inf", "array '0.bias' holds NaN or infinity"),
+        ("shape", r"'0.weight' has shape \(1, 4\), expected \(6, 4\)"),
+        ("dtype", "'0.weight' has dtype float32, expected float64"),
+        ("fewer", "fit returned 3 arrays for a model of 4"),
+        ("count", "'num-examples' must be a positive number, not 0"),
+    ],
+)
+def test_one_bad_client_is_named_and_costs_only_itself(what: str, reason: str) -> None:
+    import re
+
+    strategy = FedFOR(alpha=0.5, seed=1, fraction_evaluate=0.0)
+    app = app_of(FedFORClient, sabotage=partial(broken, what=what))
+    got = start(strategy, InProcessGrid(app, 3), 3)
+    for entry in strategy.history:
+        assert list(entry["failures"]) == [1]
+        assert re.search(reason, entry["failures"][1]), entry["failures"][1]
+        assert entry["replies"] == [0, 2]
+    # as if client 1 were not there
+    data = make_clients(6)
+    want = run(
+        FedFOR(alpha=0.5, seed=1, fraction_evaluate=0.0),
+        FedFORClient,
+        rounds=3,
+        clients=[data[0], data[2]],
+        train={"local-epochs": 1},
+    )
+    close({k: a.numpy() for k, a in got.arrays.items()}, want, 1e-12)
+
+
+def test_too_few_usable_replies_end_the_run_and_lose_nothing() -> None:
+    strategy = FedAvg(seed=1, min_replies=3)
+    app = app_of(sabotage=partial(broken, what="raises"))
+    with pytest.raises(RoundFailed, match=r"round 1 of FedAvg: 2 usable.*of 3, needed 3.*on fire"):
+        start(strategy, InProcessGrid(app, 3))
+    assert strategy.history[-1]["failures"][1].endswith("disk on fire")
+    close(strategy._model, {k: a.numpy() for k, a in _arrays().items()}, 0.0)
+
+
+def test_no_usable_reply_ends_the_run() -> None:
+    def always(pid: int, client: Any) -> Any:
+        raise RuntimeError("no disk")
+
+    with pytest.raises(RoundFailed, match=r"0 usable.*clients \[0, 1, 2\] failed.*no disk"):
+        start(FedAvg(), InProcessGrid(app_of(sabotage=always), 3))
+
+
+class DeafGrid(InProcessGrid):
+    """Partition 1 never answers; Flower reports 2's death as an error from node 1."""
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        from flwr.app import Error
+
+        kept = []
+        for reply in super().pull_messages(message_ids):
+            node = reply.metadata.src_node_id
+            if node == 1002 and reply.metadata.message_type == "train":
+                reply = Message(Error(5, "node unavailable"), reply_to=reply)
+                reply.metadata.__dict__["_src_node_id"] = 1
+            if node != 1001 or reply.metadata.message_type != "train":
+                kept.append(reply)
+        return kept
+
+
+def test_silent_and_dead_nodes_are_found_as_cohort_minus_answered() -> None:
+    strategy = FedAvg(seed=1, fraction_evaluate=0.0)
+    start(strategy, DeafGrid(app_of(), 4), 1)
+    assert strategy.history[0]["replies"] == [0, 3]
+    assert set(strategy.history[0]["failures"]) == {1, 2}
+    assert "node unavailable" in strategy.history[0]["failures"][2]
+
+
+def test_the_wrong_client_class_names_both() -> None:
+    with pytest.raises(RoundFailed, match=r"FedProxClient \(FedProx\).*strategy runs 'FedFOR'"):
+        start(FedFOR(alpha=0.1), InProcessGrid(app_of(FedProxClient), 3))
+
+
+def test_another_protocol_version_names_both(monkeypatch: pytest.MonkeyPatch) -> None:
+    strategy = FedAvg()
+    built = strategy.configure_train
+
+    def older(*args: Any) -> Any:
+        messages = built(*args)
+        for m in messages:
+            m.content.config_records["config"][wire.PROTOCOL_KEY] = 0
+        return messages
+
+    monkeypatch.setattr(strategy, "configure_train", older)
+    with pytest.raises(RoundFailed, match="speaks protocol 1, but the strategy speaks 0"):
+        start(strategy, InProcessGrid(app_of(), 3))
+
+
+def test_a_model_that_differs_from_the_servers_is_named() -> None:
+    other = partial(make_model, batch_norm=True)
+    with pytest.raises(RoundFailed, match=r"arrays do not match the model.*missing \['1.bias'"):
+        start(FedAvg(), InProcessGrid(app_of(model=other), 3))
+
+
+def test_clients_that_train_other_parameters_are_named() -> None:
+    def freeze(pid: int, client: Any) -> Any:
+        if pid == 2:
+            client.model[0].weight.requires_grad_(False)
+        return client
+
+    strategy = FedAvg(seed=1, fraction_evaluate=0.0)
+    start(strategy, InProcessGrid(app_of(sabotage=freeze), 3), 1)
+    assert "differ in ['0.weight']" in strategy.history[0]["failures"][2]
+
+
+def test_a_client_without_data_is_named_and_costs_only_itself() -> None:
+    def empty(pid: int, client: Any) -> Any:
+        client.train_data = [] if pid == 1 else client.train_data
+        return client
+
+    strategy = FedAvg(seed=1, fraction_evaluate=0.0)
+    start(strategy, InProcessGrid(app_of(sabotage=empty), 3), 1)
+    assert "no training data" in strategy.history[0]["failures"][1]
+
+
+def test_a_client_cannot_evaluate_without_data() -> None:
+    def no_eval(pid: int, client: Any) -> Any:
+        client.eval_data = None
+        return client
+
+    with pytest.raises(RoundFailed, match="could evaluate.*without eval_data"):
+        start(FedAvg(), InProcessGrid(app_of(sabotage=no_eval), 3))
+
+
+def test_a_strategy_that_names_no_method_is_refused() -> None:
+    strategy = FlowerFedAvg(fraction_evaluate=0.0)
+    grid = InProcessGrid(app_of(), 3)
+    ids = list(grid.get_node_ids())
+    content = RecordDict({"arrays": _arrays(), "config": CONFIG})
+    (reply,) = grid.send_and_receive([Message(content, ids[0], "train")])
+    assert "the strategy named no method; use flwr_regs.FedAvg" in reply.error.reason
+    assert strategy is not None
+
+
+def test_client_fn_must_return_a_client() -> None:
+    with pytest.raises(RoundFailed, match="client_fn must return a NumPyClient or Client, not int"):
+        start(FedAvg(), InProcessGrid(client_app(lambda context: 3), 3))  # type: ignore[arg-type,return-value]
+    with pytest.raises(TypeError, match="needs a function"):
+        client_app(3)  # type: ignore[arg-type]
+
+
+def test_a_reply_without_arrays_is_named() -> None:
+    app = ClientApp(mods=[__import__("flwr_regs.flower.app", fromlist=["x"]).identify_mod])
+
+    @app.query("flwr_regs")
+    def who(message: Message, context: Context) -> Message:
+        return Message(wire.identity_reply(context.node_config), reply_to=message)
+
+    @app.train()
+    def train(message: Message, context: Context) -> Message:
+        return Message(RecordDict({"metrics": MetricRecord({"num-examples": 1})}), reply_to=message)
+
+    with pytest.raises(RoundFailed, match="must hold an ArrayRecord 'arrays'"):
+        start(FedAvg(), InProcessGrid(app, 3))
+
+
+def test_bad_constructor_arguments_of_a_client() -> None:
+    with pytest.raises(TypeError, match="must be a torch.nn.Module"):
+        FedAvgClient("model", [])  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="classifier 'head' is not a layer"):
+        FedAvgClient(make_model(), [], classifier="head")
+    with pytest.raises(TypeError, match="bfloat16 cannot travel"):
+        FedAvgClient(make_model(torch.bfloat16), [])
+
+
+def test_the_seed_is_drawn_and_logged_if_not_given(caplog: pytest.LogCaptureFixture) -> None:
+    a, b = FedAvg(), FedAvg()
+    assert a.seed != b.seed
+    logger = logging.getLogger("flwr")
+    logger.addHandler(caplog.handler)
+    logger.setLevel(logging.INFO)
+    try:
+        a.summary()
+    finally:
+        logger.removeHandler(caplog.handler)
+        logger.setLevel(logging.ERROR)
+    assert f"seed {a.seed}" in caplog.text
