@@ -114,6 +114,6 @@ def plot_curves(curves: dict[str, list[float]], title: str, path: Path, target: 
         axes.plot(range(1, len(accuracies) + 1), [100 * a for a in accuracies], label=name)
     axes.axhline(100 * target, color="grey", linestyle=":", label="target")
     axes.set(xlabel="round", ylabel="accuracy (%)", title=title)
-    axes.legend(fontsize="small")
+    axes.legend(fontsize="small", loc="lower right")
     axes.grid(alpha=0.3)
     figure.savefig(path, dpi=120)

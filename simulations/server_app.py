@@ -47,11 +47,12 @@ def results_folder(job: Job) -> Path:
 def run(job: Job, grid: Grid, folder: Path | None) -> dict[str, Any]:
     """Train every method of `job` on `grid`, report into `folder`, and return the history.
 
-    The history is written after every method, so that an error in a later one loses nothing. With no
-    folder, nothing is written or printed.
+    History and final model are written after every method, so that an error in a later one loses
+    nothing. With no folder, nothing is written or printed.
     """
     import numpy as np
     import torch
+    from safetensors.torch import save_file
 
     from flwr_regs.flower.population import Population
     from flwr_regs.local_round import resolve_device
@@ -112,7 +113,7 @@ def run(job: Job, grid: Grid, folder: Path | None) -> dict[str, Any]:
 
         strategy = job.strategy(method)
         began = time.monotonic()
-        strategy.start(
+        result = strategy.start(
             grid=grid,
             initial_arrays=start,
             num_rounds=job.rounds,
@@ -126,6 +127,7 @@ def run(job: Job, grid: Grid, folder: Path | None) -> dict[str, Any]:
             "rounds": strategy.history,
         }
         if folder:
+            save_file(result.arrays.to_torch_state_dict(), folder / f"{method}.safetensors")
             report.write(history, folder)
     if folder:
         say(report.table(history))

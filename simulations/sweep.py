@@ -21,7 +21,7 @@ def sweep(key: str, jobs: Mapping[str, Sequence[Job]], folder: Path) -> None:
     Every job must compare exactly one method. Accuracies are means over seeds, with their standard
     deviation; "last 5" is the mean over the last five rounds, which a single lucky round moves less.
     """
-    logging.getLogger("flwr").setLevel(logging.WARNING)
+    logging.getLogger("flwr").setLevel(logging.ERROR)
     first = next(iter(jobs.values()))[0]
     if len(first.method_names) != 1:
         raise ValueError(f"a sweep is over one method, not {first.method_names}; set methods=NAME")

@@ -114,7 +114,7 @@ def test_4_hooks_neither_mutate_nor_alias(case: Case) -> None:
     before = [{n: v.clone() for n, v in d.items()} for d in (params, grads, ctx.start)]
     corrected = term.correct(grads, params, ctx)
     delta = {n: params[n] - ctx.start[n] for n in params}
-    sent, upload, kept = term.finish(delta, ctx)
+    sent, upload, _ = term.finish(delta, ctx)
     server = term.init(ctx.start)
     step_in = {n: d.numpy().copy() for n, d in delta.items()}
     copies = {n: d.copy() for n, d in step_in.items()}
@@ -150,7 +150,7 @@ class Remember(Term):
 @each
 def test_5_a_stacked_cohort_equals_the_loop(case: Case, extra: list[Term]) -> None:
     """Under vmap, with ragged step counts and per-client state."""
-    _, _, _, ctx, server_ctx = example_context(case)
+    _, _, _, ctx, _ = example_context(case)
     term = chain([*case.terms, *extra])
     broadcast = {**ctx.broadcast, "remember": {}}
     clients = make_clients(3)

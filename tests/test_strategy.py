@@ -223,7 +223,7 @@ def test_a_plain_client_cannot_pass_for_another_method() -> None:
     def client_fn(context: Context) -> Any:
         return Plain(make_model(), make_clients()[0])
 
-    with pytest.raises(RoundFailed, match="names no method.*FedFORClient"):
+    with pytest.raises(RoundFailed, match=r"names no method.*FedFORClient"):
         start(FedFOR(alpha=0.1), InProcessGrid(client_app(client_fn), 3))
 
 
@@ -567,7 +567,7 @@ def test_a_client_cannot_evaluate_without_data() -> None:
         client.eval_data = None
         return client
 
-    with pytest.raises(RoundFailed, match="could evaluate.*without eval_data"):
+    with pytest.raises(RoundFailed, match=r"could evaluate.*without eval_data"):
         start(FedAvg(), InProcessGrid(app_of(sabotage=no_eval), 3))
 
 
@@ -604,7 +604,7 @@ def test_a_reply_without_arrays_is_named() -> None:
 
 
 def test_bad_constructor_arguments_of_a_client() -> None:
-    with pytest.raises(TypeError, match="must be a torch.nn.Module"):
+    with pytest.raises(TypeError, match=r"must be a torch\.nn\.Module"):
         FedAvgClient("model", [])  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="classifier 'head' is not a layer"):
         FedAvgClient(make_model(), [], classifier="head")

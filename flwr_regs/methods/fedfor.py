@@ -80,7 +80,7 @@ class FedFOR(RegStrategy):
         What every strategy of the package takes: see :class:`flwr_regs.RegStrategy`.
     """
 
-    def __init__(self, alpha: float = 0.5, downlink: str = "model", **kwargs: Any) -> None:
+    def __init__(self, alpha: float = 1.0, downlink: str = "model", **kwargs: Any) -> None:
         super().__init__([FirstOrder(alpha)], downlink=downlink, **kwargs)
 
 

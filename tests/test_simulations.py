@@ -1,0 +1,240 @@
+"""The comparison job: settings, data, partitions, report and commands, without a Flower process."""
+
+from __future__ import annotations
+
+import json
+import struct
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from flwr_regs import InProcessGrid
+from simulations import cli, data, models, report, server_app
+from simulations.client_app import app
+from simulations.job import METHODS, Job
+
+ROOT = Path(__file__).parent.parent
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+DEFAULTS = PYPROJECT["tool"]["flwr"]["app"]["config"]
+
+
+def job(**settings: Any) -> Job:
+    return Job.from_run_config(
+        {**DEFAULTS, **{k.replace("_", "-"): v for k, v in settings.items()}}
+    )
+
+
+def test_the_defaults_are_a_job_of_at_least_ten_clients_and_twenty_rounds() -> None:
+    default = job()
+    assert default.num_clients >= 10
+    assert default.rounds >= 20
+    assert default.method_names == ["FedAvg", "FedFOR"]
+
+
+def test_the_default_alpha_is_the_same_everywhere() -> None:
+    from flwr_regs import FedFOR
+
+    assert FedFOR().term.config()["first-order.alpha"] == job().fedfor_alpha
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"loacl_epochs": 1}, "unknown setting 'loacl-epochs'.*did you mean 'local-epochs'"),
+        ({"methods": "FedAvg,FedFoo"}, "'methods' must be a comma-separated list of FedAvg"),
+        ({"methods": ""}, "'methods' must be"),
+        ({"dataset": "cifar"}, "'dataset' must be one of digits, mnist, not 'cifar'"),
+        ({"lr": 0}, "'lr' must be a number above 0, not 0"),
+        ({"lr": "0.1"}, "'lr' must be a number above 0, not '0.1'"),
+        ({"lr": True}, "'lr' must be a number"),
+        ({"rounds": 2.5}, "'rounds' must be a whole number of at least 1, not 2.5"),
+        ({"fraction_train": 1.5}, "'fraction-train' must be a number above 0 up to 1"),
+        ({"data_dir": "/does/not/exist"}, "'data-dir': there is no folder"),
+        ({"out": "results"}, "'out' must be an absolute path"),
+        ({"fedfor_downlink": "both"}, "'fedfor-downlink' must be one of model, delta"),
+    ],
+)
+def test_a_wrong_setting_is_refused_with_a_sentence(settings: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        job(**settings)
+
+
+def test_a_whole_number_is_good_where_a_number_is_due() -> None:
+    assert job(lr=1).lr == 1.0  # flwr hands lr=1 over as an int
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_builds_and_has_its_client(method: str) -> None:
+    import flwr_regs
+
+    strategy = job().strategy(method)
+    assert strategy.method_name == method
+    assert getattr(flwr_regs, f"{method}Client").method == method
+
+
+LABELS = np.random.default_rng(0).integers(0, 10, 1000)
+
+
+@pytest.mark.parametrize("kind", data.PARTITIONS)
+def test_a_partition_is_a_partition_and_depends_on_its_seed(kind: str) -> None:
+    parts = data.partition(LABELS, kind, 20, 3)
+    assert sorted(np.concatenate(parts).tolist()) == list(range(1000))
+    again, other = (data.partition(LABELS, kind, 20, s) for s in (3, 4))
+    assert all(np.array_equal(a, b) for a, b in zip(parts, again, strict=True))
+    assert not all(np.array_equal(a, b) for a, b in zip(parts, other, strict=True))
+
+
+def test_partitions_are_as_skewed_as_they_say() -> None:
+    def classes(kind: str, **kwargs: Any) -> list[int]:
+        return [len(set(LABELS[p])) for p in data.partition(LABELS, kind, 20, 3, **kwargs)]
+
+    assert max(classes("shards", shards_per_client=2)) <= 4  # a shard may straddle two labels
+    assert max(classes("similarity", similarity=0)) <= 2
+    assert min(classes("iid")) >= 8
+    assert np.mean(classes("dirichlet", dirichlet_alpha=0.1)) < 5
+    assert min(classes("dirichlet", dirichlet_alpha=100.0)) >= 8
+    half = data.partition(LABELS, "similarity", 20, 3, similarity=50.0)
+    assert min(len(set(LABELS[p])) for p in half) > 4
+
+
+def test_an_impossible_partition_is_refused() -> None:
+    with pytest.raises(ValueError, match="leaves clients"):
+        data.partition(LABELS[:5], "iid", 6, 0)
+
+
+def test_mnist_is_read_from_a_folder(tmp_path: Path) -> None:
+    """The original idx format, with torchvision's reader."""
+    raw = tmp_path / "MNIST" / "raw"
+    raw.mkdir(parents=True)
+    rng = np.random.default_rng(0)
+    for name, count in (("train", 30), ("t10k", 10)):
+        images = rng.integers(0, 256, (count, 28, 28), dtype=np.uint8)
+        head = struct.pack(">HBB3I", 0, 8, 3, count, 28, 28)
+        (raw / f"{name}-images-idx3-ubyte").write_bytes(head + images.tobytes())
+        labels = np.arange(count, dtype=np.uint8) % 10
+        head = struct.pack(">HBBI", 0, 8, 1, count)
+        (raw / f"{name}-labels-idx1-ubyte").write_bytes(head + labels.tobytes())
+    got = data.load("mnist", str(tmp_path))
+    assert got.train_x.shape == (30, 1, 28, 28)
+    assert got.train_x.dtype == np.float32
+    assert got.test_y.tolist() == list(range(10))
+    # the last image written is the test set's
+    np.testing.assert_allclose(got.test_x[:, 0], (images / 255 - 0.1307) / 0.3081, rtol=1e-5)
+    assert models.build("mnist", 0)(__import__("torch").from_numpy(got.test_x)).shape == (10, 10)
+
+
+def test_a_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "sklearn.datasets", None)
+    data.load.cache_clear()
+    with pytest.raises(ImportError, match=r"scikit-learn: pip install 'flwr-regs\[simulation\]'"):
+        data.load("digits", "")
+
+
+def in_process(settings: Job, folder: Path | None) -> dict[str, Any]:
+    config = {k.replace("_", "-"): v for k, v in vars(settings).items()}
+    return server_app.run(settings, InProcessGrid(app, settings.num_clients, config), folder)
+
+
+def test_the_job_runs_in_one_process_and_reports(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    history = in_process(job(rounds=3, methods="FedAvg,FedProx,FedFOR", local_epochs=1), tmp_path)
+    out = capsys.readouterr().out
+    assert "FedProx    round    3/3" in out
+    assert "rounds to 85%" in out
+    assert f"results: {tmp_path}" in out
+    saved = json.loads((tmp_path / "history.json").read_text())
+    assert list(saved["methods"]) == ["FedAvg", "FedProx", "FedFOR"]
+    assert [len(m["rounds"]) for m in saved["methods"].values()] == [3, 3, 3]
+    rows = {r["method"]: r for r in saved["summary"]}
+    assert rows["FedAvg"]["final"] == saved["methods"]["FedAvg"]["test"][-1]["accuracy"]
+    assert rows["FedAvg"]["mb_up"] > 0.0193  # (64·64 + 64 + 64·10 + 10) float32
+    assert (tmp_path / "accuracy.png").read_bytes().startswith(b"\x89PNG")
+    cohorts = [[r["cohort"] for r in m["rounds"]] for m in saved["methods"].values()]
+    assert cohorts[0] == cohorts[1] == cohorts[2]
+    assert history["notes"] == []
+
+
+def test_two_runs_of_the_job_give_equal_bits() -> None:
+    settings = job(rounds=2, methods="FedFOR", partition="dirichlet", fraction_train=0.5)
+    a, b = (in_process(settings, None)["methods"]["FedFOR"]["test"] for _ in range(2))
+    assert a == b
+
+
+def test_fewer_clients_than_asked_for_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = job(rounds=1, methods="FedAvg", local_epochs=1)
+    config = {k.replace("_", "-"): v for k, v in vars(settings).items()}
+    server_app.run(settings, InProcessGrid(app, 2, config), tmp_path)
+    out = capsys.readouterr().out
+    assert "this run has 2 SuperNodes, but num-clients asks for 10" in out
+    assert "num-supernodes=10" in (tmp_path / "table.txt").read_text()
+
+
+def test_rounds_to_target_is_the_first_round_at_or_above_it() -> None:
+    curve = [0.0, 0.5, 0.85, 0.7, 0.9]
+    rounds = [{"bytes_down": {0: 2e6, 1: 4e6}, "bytes_up": {0: 1e6}, "failures": {}}]
+    method = {
+        "test": [{"round": i, "accuracy": a} for i, a in enumerate(curve)],
+        "rounds": rounds,
+        "seconds": 1.0,
+    }
+    (row,) = report.summary({"job": {"target-accuracy": 0.85}, "methods": {"X": method}})
+    assert (row["rounds_to_target"], row["best"], row["final"]) == (2, 0.9, 0.9)
+    assert (row["mb_down"], row["mb_up"]) == (3.0, 1.0)
+
+
+def test_a_sweep_writes_its_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    args = ["sweep", "fedfor-alpha", "--values", "0", "0.5", "--seeds", "1", "--app", str(ROOT)]
+    args[2:2] = ["methods=FedFOR", "rounds=2", "held-out-clients=4", f"out={tmp_path}"]
+    assert cli.main(args) == 0
+    assert "| fedfor-alpha | last 5 rounds |" in (tmp_path / "sweep.md").read_text()
+    curves = json.loads((tmp_path / "sweep.json").read_text())["curves"]
+    assert {v: [len(c) for c in runs] for v, runs in curves.items()} == {"0": [2], "0.5": [2]}
+    assert (tmp_path / "sweep.png").is_file()
+
+
+def test_held_out_clients_do_not_train() -> None:
+    settings = job(held_out_clients=4, partition="iid")
+    labels = data.load("digits", "").train_y
+    parts = settings.parts(labels, 10)
+    assert len(parts) == 14
+    assert not set(np.concatenate(parts[:10])) & set(np.concatenate(parts[10:]))
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["run", "lr=-1"], "setting 'lr' must be a number above 0, not -1"),
+        (["run", "learning-rate=1"], "unknown setting 'learning-rate'"),
+        (["run", "lr"], "'lr' is not of the form key=value"),
+        (["run", "dataset=cifar"], "one of digits, mnist"),
+        (["sweep", "lr", "--values", "1", "--seeds", "1"], "a sweep is over one method"),
+    ],
+)
+def test_the_command_refuses_wrong_settings(
+    args: list[str], message: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    args = [args[0], *args[1:2], f"out={tmp_path}", *args[2:]] if args[0] == "sweep" else args
+    assert cli.main([*args, "--app", str(ROOT)]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_the_command_wants_a_checkout(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert cli.main(["run", "--app", str(tmp_path)]) == 2
+    assert "holds no pyproject.toml" in capsys.readouterr().err
+
+
+def test_results_land_where_they_can(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the checkout if the server runs there, else at home; ``out`` decides if set."""
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    assert server_app.results_folder(job()).parent == tmp_path / "home" / "flwr-regs-results"
+    assert server_app.results_folder(job(out=str(tmp_path / "mine"))) == tmp_path / "mine"
+    (tmp_path / "simulations").mkdir()
+    (tmp_path / "simulations" / "server_app.py").touch()
+    assert server_app.results_folder(job()).parent == tmp_path / "results"
