@@ -54,8 +54,8 @@ def run(job: Job, grid: Grid, folder: Path | None) -> dict[str, Any]:
     import torch
     from safetensors.torch import save_file
 
+    from flwr_regs.batches import resolve_device
     from flwr_regs.flower.population import Population
-    from flwr_regs.local_round import resolve_device
     from simulations import data, models, report
 
     dataset = data.load(job.dataset, job.data_dir)

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, SubsetRandomSampler, TensorDataset
 
-from flwr_regs.local_round import count_examples, local_round, to_device
+from flwr_regs.batches import count_examples, to_device
+from flwr_regs.local_round import local_round
 from flwr_regs.method import chain
 from tests.conftest import make_clients, make_model
 

@@ -11,15 +11,9 @@ import torch
 from flwr.client import NumPyClient
 from torch import nn
 
+from flwr_regs.batches import Batches, resolve_device, to_device
 from flwr_regs.flower import wire
-from flwr_regs.local_round import (
-    Batches,
-    LossFn,
-    OptimizerFn,
-    local_round,
-    resolve_device,
-    to_device,
-)
+from flwr_regs.local_round import LossFn, OptimizerFn, local_round
 from flwr_regs.method import Chain, Slot, Term, chain
 
 NDArrayList = list[Any]
