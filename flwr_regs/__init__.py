@@ -1,12 +1,16 @@
 """Non-IID federated optimisation for Flower: each method a Strategy with a matching NumPyClient.
 
-=========  ======================  =========================================================
-name       file                    paper
-=========  ======================  =========================================================
-FedAvg     methods/fedavg.py       McMahan et al. 2017; Wang et al. 2021 (A field guide), Alg. 1
-FedProx    methods/fedprox.py      Li et al. 2020, Alg. 2
-FedFOR     methods/fedfor.py       Tian, Smith, Kira 2022, Alg. 1
-=========  ======================  =========================================================
+===========================  ====================  ============================================
+name                         file                  paper
+===========================  ====================  ============================================
+FedAvg                       methods/fedavg.py     McMahan et al. 2017; Wang et al. 2021, Alg. 1
+FedProx                      methods/fedprox.py    Li et al. 2020, Alg. 2
+FedFOR                       methods/fedfor.py     Tian, Smith, Kira 2022, Alg. 1
+FedADC, FedADCPlus           methods/fedadc.py     Ozfatura et al. 2021, Alg. 3, 4, Eq. 7
+SlowMo                       methods/fedadc.py     Wang et al. 2019; Ozfatura et al. 2021, Alg. 2
+FedOpt, FedAvgM              methods/fedopt.py     Wang et al. 2021, Alg. 1; Hsu et al. 2019
+FedAdagrad, FedAdam, FedYogi methods/fedopt.py     Reddi et al. 2021, Alg. 2
+===========================  ====================  ============================================
 
 Names are loaded when first used, so that importing one file of the package loads no more than it needs.
 """
@@ -22,11 +26,32 @@ if TYPE_CHECKING:
     from flwr_regs.flower.grid import InProcessGrid as InProcessGrid
     from flwr_regs.flower.strategy import RegStrategy as RegStrategy
     from flwr_regs.flower.strategy import RoundFailed as RoundFailed
+    from flwr_regs.methods.fedadc import EmbeddedMomentum as EmbeddedMomentum
+    from flwr_regs.methods.fedadc import FedADC as FedADC
+    from flwr_regs.methods.fedadc import FedADCClient as FedADCClient
+    from flwr_regs.methods.fedadc import FedADCPlus as FedADCPlus
+    from flwr_regs.methods.fedadc import FedADCPlusClient as FedADCPlusClient
+    from flwr_regs.methods.fedadc import SelfDistillation as SelfDistillation
+    from flwr_regs.methods.fedadc import SlowMo as SlowMo
+    from flwr_regs.methods.fedadc import SlowMoClient as SlowMoClient
+    from flwr_regs.methods.fedadc import SlowMomentum as SlowMomentum
     from flwr_regs.methods.fedavg import FedAvg as FedAvg
     from flwr_regs.methods.fedavg import FedAvgClient as FedAvgClient
     from flwr_regs.methods.fedfor import FedFOR as FedFOR
     from flwr_regs.methods.fedfor import FedFORClient as FedFORClient
     from flwr_regs.methods.fedfor import FirstOrder as FirstOrder
+    from flwr_regs.methods.fedopt import AdaptiveServer as AdaptiveServer
+    from flwr_regs.methods.fedopt import FedAdagrad as FedAdagrad
+    from flwr_regs.methods.fedopt import FedAdagradClient as FedAdagradClient
+    from flwr_regs.methods.fedopt import FedAdam as FedAdam
+    from flwr_regs.methods.fedopt import FedAdamClient as FedAdamClient
+    from flwr_regs.methods.fedopt import FedAvgM as FedAvgM
+    from flwr_regs.methods.fedopt import FedAvgMClient as FedAvgMClient
+    from flwr_regs.methods.fedopt import FedOpt as FedOpt
+    from flwr_regs.methods.fedopt import FedOptClient as FedOptClient
+    from flwr_regs.methods.fedopt import FedYogi as FedYogi
+    from flwr_regs.methods.fedopt import FedYogiClient as FedYogiClient
+    from flwr_regs.methods.fedopt import TorchServerOptimizer as TorchServerOptimizer
     from flwr_regs.methods.fedprox import FedProx as FedProx
     from flwr_regs.methods.fedprox import FedProxClient as FedProxClient
     from flwr_regs.methods.fedprox import Proximal as Proximal
@@ -37,11 +62,32 @@ _HOME = {
     "InProcessGrid": "flower.grid",
     "RegStrategy": "flower.strategy",
     "RoundFailed": "flower.strategy",
+    "EmbeddedMomentum": "methods.fedadc",
+    "FedADC": "methods.fedadc",
+    "FedADCClient": "methods.fedadc",
+    "FedADCPlus": "methods.fedadc",
+    "FedADCPlusClient": "methods.fedadc",
+    "SelfDistillation": "methods.fedadc",
+    "SlowMo": "methods.fedadc",
+    "SlowMoClient": "methods.fedadc",
+    "SlowMomentum": "methods.fedadc",
     "FedAvg": "methods.fedavg",
     "FedAvgClient": "methods.fedavg",
     "FedFOR": "methods.fedfor",
     "FedFORClient": "methods.fedfor",
     "FirstOrder": "methods.fedfor",
+    "AdaptiveServer": "methods.fedopt",
+    "FedAdagrad": "methods.fedopt",
+    "FedAdagradClient": "methods.fedopt",
+    "FedAdam": "methods.fedopt",
+    "FedAdamClient": "methods.fedopt",
+    "FedAvgM": "methods.fedopt",
+    "FedAvgMClient": "methods.fedopt",
+    "FedOpt": "methods.fedopt",
+    "FedOptClient": "methods.fedopt",
+    "FedYogi": "methods.fedopt",
+    "FedYogiClient": "methods.fedopt",
+    "TorchServerOptimizer": "methods.fedopt",
     "FedProx": "methods.fedprox",
     "FedProxClient": "methods.fedprox",
     "Proximal": "methods.fedprox",

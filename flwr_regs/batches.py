@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+import hashlib
 from collections.abc import Iterable, Iterator, Sized
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 Batches = Iterable[tuple[Any, Any]]
 """Pairs of (inputs, targets), such as a DataLoader."""
@@ -64,3 +66,59 @@ def to_device(value: Any, device: str | torch.device) -> Any:
     if isinstance(value, list | tuple):
         return type(value)(to_device(v, device) for v in value)
     return value.to(device) if isinstance(value, Tensor) else value
+
+
+def label_counts(data: Batches) -> Tensor:
+    """Return the examples of each class in one pass over `data`: int64, ``(largest label + 1,)``.
+
+    The process's random state is left as it was, whatever the loader draws from it.
+    """
+    with torch.random.fork_rng(devices=[]):
+        labels = torch.cat([torch.as_tensor(targets).reshape(-1).cpu() for _, targets in data])
+    if labels.is_floating_point() or labels.is_complex():
+        raise TypeError(f"label counts need integer class labels, not {labels.dtype}")
+    return torch.bincount(labels)
+
+
+class StartOutputs:
+    """The outputs of a model as it is now, computed once for each example, in eval mode.
+
+    An example is known by its content, so that shuffling loaders of any kind work; one that a loader
+    augments anew on each pass is another example each time.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = copy.deepcopy(model).eval().requires_grad_(False)
+        self._known: dict[bytes, Tensor] = {}
+
+    @torch.no_grad()
+    def __call__(self, inputs: Any, device: torch.device) -> Tensor:
+        """Return the outputs on a batch."""
+        leaves = [t.detach().cpu().contiguous().numpy() for t in _tensors(inputs)]
+        keys = [
+            hashlib.blake2b(b"".join(a[i].tobytes() for a in leaves), digest_size=16).digest()
+            for i in range(len(leaves[0]))
+        ]
+        new = {k: i for i, k in enumerate(keys) if k not in self._known}
+        if new:
+            rows = list(new.values())
+            outputs = self._model(to_device(_rows(inputs, rows), device))
+            self._known.update(zip(new, outputs, strict=True))
+        return torch.stack([self._known[k] for k in keys])
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, dict | list | tuple):
+        parts = value.values() if isinstance(value, dict) else value
+        return [t for part in parts for t in _tensors(part)]
+    return []
+
+
+def _rows(value: Any, rows: list[int]) -> Any:
+    if isinstance(value, dict):
+        return {k: _rows(v, rows) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_rows(v, rows) for v in value)
+    return value[rows] if isinstance(value, Tensor) else value

@@ -12,13 +12,15 @@ from torch.func import functional_call
 
 from flwr_regs.batches import (
     Batches,
+    StartOutputs,
     count_batches,
     count_examples,
     cycle,
+    label_counts,
     resolve_device,
     to_device,
 )
-from flwr_regs.method import ClientContext, Slot, Term
+from flwr_regs.method import Arrays, ClientContext, Slot, Term
 
 LossFn = Callable[[Any, Any], Tensor]
 OptimizerFn = Callable[..., torch.optim.Optimizer]
@@ -66,6 +68,7 @@ def local_round(
     device: str | torch.device = "auto",
     broadcast: Slot | None = None,
     client: Slot | None = None,
+    train_mode: bool = True,
 ) -> LocalResult:
     """Train `model` in place from its present weights ``w_t`` for one round.
 
@@ -85,6 +88,8 @@ def local_round(
         ``optimizer(params, lr=lr) -> torch.optim.Optimizer``, e.g. ``partial(SGD, momentum=0.9)``.
     broadcast, client : Slot
         What the server sent beside the model, and what this client kept from its last round.
+    train_mode : bool
+        False leaves the model in eval mode: batch norm and dropout as when the model is used.
 
     Raises
     ------
@@ -99,7 +104,7 @@ def local_round(
             f"but epochs={epochs} and steps={steps}"
         )
     device = resolve_device(device)
-    model.to(device).train()
+    model.to(device).train(train_mode)
     params = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if not params:
         raise ValueError(
@@ -108,6 +113,9 @@ def local_round(
     values = {name: p.detach() for name, p in params.items()}  # views: they follow the optimiser
     start = {name: v.clone() for name, v in values.items()}
     num_steps = steps or (epochs or 0) * count_batches(train_data)
+    terms = (term, *getattr(term, "terms", ()))
+    teacher = StartOutputs(model) if any(t.needs_start_output for t in terms) else None
+    counts = label_counts(train_data) if any(t.needs_label_counts for t in terms) else None
     ctx = ClientContext(
         start=start,
         lr=lr,
@@ -115,15 +123,19 @@ def local_round(
         broadcast=to_device(broadcast or {}, device),
         client=to_device(client or {}, device),
         forward=lambda p, inputs: functional_call(model, p, (inputs,)),
+        label_counts=to_device(counts, device),
     )
-    opt = optimizer(list(params.values()), lr=lr)
+    if (first := term.start(start, ctx)) is not start:
+        _write(values, first)
+    opt = term.client_optimizer(optimizer)(list(params.values()), lr=lr)
     total_loss = torch.zeros((), device=device)
     processed = 0
     for _, (inputs, targets) in zip(range(num_steps), cycle(train_data), strict=False):
+        taught = teacher(inputs, device) if teacher else None
         inputs, targets = to_device(inputs, device), to_device(targets, device)
         output = model(inputs)
         base = loss_fn(output, targets)
-        step_ctx = replace(ctx, inputs=inputs, targets=targets, output=output)
+        step_ctx = replace(ctx, inputs=inputs, targets=targets, output=output, start_output=taught)
         opt.zero_grad(set_to_none=True)
         term.loss(base, params, step_ctx).backward()
         # A parameter the batch did not reach has gradient zero here, as under torch.func.grad.
@@ -139,10 +151,8 @@ def local_round(
 
     delta = {name: v - start[name] for name, v in values.items()}
     sent, upload, kept = term.finish(delta, ctx)
-    with torch.no_grad():
-        for name, v in values.items():
-            if sent[name] is not delta[name]:  # else v is already w_t + delta, without rounding
-                v.copy_(start[name] + sent[name])
+    if sent is not delta:  # else the model is already at w_t + delta, without rounding
+        _write(values, {name: start[name] + sent[name] for name in start})
     opt.zero_grad(set_to_none=True)
     return LocalResult(
         state={k: v.detach().cpu() for k, v in model.state_dict().items()},
@@ -153,3 +163,10 @@ def local_round(
         examples_processed=processed,
         loss=float(total_loss) / processed,
     )
+
+
+@torch.no_grad()
+def _write(values: dict[str, Tensor], new: Arrays) -> None:
+    """Copy `new` into the model's parameters."""
+    for name, v in values.items():
+        v.copy_(new[name])

@@ -44,8 +44,11 @@ class ClientContext:
         The term's own slots; ``{}`` where there is none (first round, lost state).
     forward : callable
         ``forward(params, inputs) -> output`` at any parameters, buffers as they are now.
-    inputs, targets, output : Any
-        The batch and the model's output on it; None outside a step.
+    inputs, targets, output, start_output : Any
+        The batch, and the model's and (if a term `needs_start_output`) the global model's output on
+        it, the latter in eval mode; None outside a step.
+    label_counts : Any
+        Examples of each class in the client's data, ``(classes,)``, if a term `needs_label_counts`.
     """
 
     start: Arrays
@@ -57,6 +60,8 @@ class ClientContext:
     inputs: Any = None
     targets: Any = None
     output: Any = None
+    start_output: Any = None
+    label_counts: Any = None
 
 
 @dataclass(frozen=True)
@@ -69,6 +74,8 @@ class ServerContext:
         The round t, from 1.
     lr : float
         The client learning rate η of round t.
+    params : Arrays
+        ``w_t``, trainable parameters only.
     previous_step : Arrays or None
         ``w_t − w_{t−1}``, the last step of the global model; None in round 1.
     previous_lr : float or None
@@ -77,6 +84,7 @@ class ServerContext:
 
     round: int
     lr: float
+    params: Arrays = field(default_factory=dict)
     previous_step: Arrays | None = None
     previous_lr: float | None = None
 
@@ -91,9 +99,9 @@ class Term:
     Subclasses are frozen dataclasses whose fields are the hyper-parameters (int, float, bool or str:
     they travel to the clients in each round's config as ``"<name>.<field>"``).
 
-    Hooks are pure. They neither change nor return their inputs' storage, call no ``.item()`` and take
-    no Python branch on an array's value; that is what lets one file serve a Flower client, a user's
-    own loop and a cohort stacked under ``torch.func.vmap``. Server hooks use operators only.
+    Hooks are pure: they change no input, return no view of one, call no ``.item()`` and take no
+    Python branch on an array's value. That lets one file serve a Flower client, a user's own loop and
+    a cohort stacked under ``torch.func.vmap``. Server hooks use operators only.
     """
 
     name: ClassVar[str] = "identity"
@@ -101,6 +109,10 @@ class Term:
     """True if `update` replaces the averaged delta by a server optimiser's step."""
     compresses: ClassVar[bool] = False
     """True if `finish` makes the update lossy; such a term comes last."""
+    server_only: ClassVar[bool] = False
+    """True if clients need not know of it: it has no client hook and nothing of it travels."""
+    needs_start_output: ClassVar[bool] = False
+    needs_label_counts: ClassVar[bool] = False
 
     def init(self, params: Arrays) -> Slot:
         """Return the server slot before round 1."""
@@ -113,11 +125,14 @@ class Term:
     def recover(self, step: Arrays, lr: float) -> Slot | None:
         """Return the broadcast computed from the last global step, or None if that is impossible.
 
-        A term that can do this may use the ``"delta"`` downlink: a client that was there last round
-        receives the step ``w_t − w_{t−1}`` (and the η that made it) and recovers both the model and
-        the broadcast from it.
+        A term that can may use the ``"delta"`` downlink: a client that was there last round receives
+        ``w_t − w_{t−1}`` and the η that made it, and recovers model and broadcast from them.
         """
         return None
+
+    def start(self, params: Arrays, ctx: ClientContext) -> Arrays:
+        """Return where the local steps start from, given ``w_t``."""
+        return params
 
     def loss(self, base: Any, params: Arrays, ctx: ClientContext) -> Any:
         """Return the local objective on a batch, given the plain loss `base` (a scalar)."""
@@ -140,17 +155,23 @@ class Term:
         """
         return server, delta
 
+    def client_optimizer(self, optimizer: Any) -> Any:
+        """Return the optimiser factory for the local steps, given the client's own."""
+        return optimizer
+
     def config(self) -> dict[str, Any]:
-        """Return the hyper-parameters as they travel: ``"<name>.<field>" -> scalar``."""
-        return {f"{self.name}.{f.name}": getattr(self, f.name) for f in fields(self)}
+        """Return the hyper-parameters as they travel; one that is None stays at home."""
+        pairs = {f"{self.name}.{f.name}": getattr(self, f.name) for f in fields(self)}
+        return {} if self.server_only else {k: v for k, v in pairs.items() if v is not None}
 
     @classmethod
     def from_config(cls: type[SelfTerm], config: Mapping[str, Any]) -> SelfTerm:
         """Build the term from a round's config; raise KeyError naming a missing key."""
         keys = {f.name: f"{cls.name}.{f.name}" for f in fields(cls)}
-        if missing := [key for key in keys.values() if key not in config]:
+        optional = {f.name for f in fields(cls) if f.default is None}
+        if missing := [key for f, key in keys.items() if key not in config and f not in optional]:
             raise KeyError(f"the round's config lacks {missing}, which term '{cls.name}' needs")
-        return cls(**{f: config[key] for f, key in keys.items()})
+        return cls(**{f: config[key] for f, key in keys.items() if key in config})
 
 
 @dataclass(frozen=True)
@@ -174,6 +195,16 @@ class Chain(Term):
 
     def recover(self, step: Arrays, lr: float) -> Slot | None:
         return {t.name: t.recover(step, lr) or {} for t in self.terms}
+
+    def client_optimizer(self, optimizer: Any) -> Any:
+        for t in self.terms:
+            optimizer = t.client_optimizer(optimizer)
+        return optimizer
+
+    def start(self, params: Arrays, ctx: ClientContext) -> Arrays:
+        for t in self.terms:
+            params = t.start(params, _own(ctx, t))
+        return params
 
     def loss(self, base: Any, params: Arrays, ctx: ClientContext) -> Any:
         for t in self.terms:
@@ -218,10 +249,6 @@ def chain(terms: Sequence[Term]) -> Chain:
     ValueError
         Two terms of one name, two that own the server step, or a compressing term that is not last.
 
-    Examples
-    --------
-    >>> chain([]).terms
-    ()
     """
     names = [t.name for t in terms]
     if twice := sorted({n for n in names if names.count(n) > 1}):

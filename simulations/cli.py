@@ -35,10 +35,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     epilog = "Settings and their defaults are in pyproject.toml under [tool.flwr.app.config]."
     run = commands.add_parser("run", help="compare methods in a Ray simulation", epilog=epilog)
     run.add_argument("--gpus-per-client", type=float, default=0.0, help="e.g. 0.1 (default: 0)")
-    tune = commands.add_parser("sweep", help="try values of one setting, in process", epilog=epilog)
+    tune = commands.add_parser(
+        "sweep", help="try values of one setting, without Ray", epilog=epilog
+    )
     tune.add_argument("key", help="the setting to sweep, e.g. fedfor-alpha")
     tune.add_argument("--values", nargs="+", required=True)
     tune.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
+    tune.add_argument("--workers", type=int, default=1, help="runs at a time (default: 1)")
     for command in (run, tune):
         command.add_argument("settings", nargs="*", metavar="key=value", help="e.g. lr=0.1")
         command.add_argument("--app", type=Path, default=Path(), help="the project's folder")
@@ -55,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 ]
                 for v in args.values
             }
-            sweep(args.key, jobs, out_folder(job))
+            sweep(args.key, jobs, out_folder(job), args.workers)
             return 0
     except (ValueError, OSError) as error:
         print(f"flwr-regs: {error}", file=sys.stderr)

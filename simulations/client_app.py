@@ -45,7 +45,7 @@ def client_fn(context: Context) -> NumPyClient:
     )
     client_class = getattr(flwr_regs, f"{method}Client")
     client: NumPyClient = client_class(
-        models.build(job.dataset, job.seed),
+        models.build(job.dataset, job.model, job.seed),
         DataLoader(train, batch_size=job.batch_size, shuffle=True),
     )
     return client

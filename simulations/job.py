@@ -5,39 +5,111 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+import flwr_regs
 from flwr_regs.flower.strategy import RegStrategy
 from simulations.data import DATASETS, PARTITIONS, partition
 
 
-def _fedavg(job: Job, **common: Any) -> RegStrategy:
-    from flwr_regs import FedAvg
-
-    return FedAvg(**common)
+def _fedavg(job: Job) -> tuple[type[RegStrategy], dict[str, Any]]:
+    return flwr_regs.FedAvg, {}
 
 
-def _fedprox(job: Job, **common: Any) -> RegStrategy:
-    from flwr_regs import FedProx
-
-    return FedProx(mu=job.fedprox_mu, **common)
+def _fedprox(job: Job) -> tuple[type[RegStrategy], dict[str, Any]]:
+    return flwr_regs.FedProx, {"mu": job.fedprox_mu}
 
 
-def _fedfor(job: Job, **common: Any) -> RegStrategy:
-    from flwr_regs import FedFOR
-
-    return FedFOR(alpha=job.fedfor_alpha, downlink=job.fedfor_downlink, **common)
+def _fedfor(job: Job) -> tuple[type[RegStrategy], dict[str, Any]]:
+    return flwr_regs.FedFOR, {"alpha": job.fedfor_alpha, "downlink": job.fedfor_downlink}
 
 
-METHODS: dict[str, Callable[..., RegStrategy]] = {
+def _fedadc(job: Job) -> tuple[type[RegStrategy], dict[str, Any]]:
+    return flwr_regs.FedADC, {
+        "beta": job.fedadc_beta,
+        "beta_local": _unless_negative(job.fedadc_beta_local),
+        "beta_global": _unless_negative(job.fedadc_beta_global),
+        "alpha": job.fedadc_alpha,
+        "variant": job.fedadc_variant,
+        "local_momentum": _unless_negative(job.fedadc_local_momentum),
+        "downlink": job.fedadc_downlink,
+    }
+
+
+def _fedadc_heavy_ball(job: Job) -> tuple[type[RegStrategy], dict[str, Any]]:
+    return flwr_regs.FedADC, {**_fedadc(job)[1], "variant": "heavy-ball"}
+
+
+def _fedadc_plus(job: Job) -> tuple[type[RegStrategy], dict[str, Any]]:
+    distillation = {"lam": job.fedadcplus_lam, "temperature": job.fedadcplus_temperature}
+    return flwr_regs.FedADCPlus, {**_fedadc(job)[1], **distillation}
+
+
+def _slowmo(job: Job) -> tuple[type[RegStrategy], dict[str, Any]]:
+    return flwr_regs.SlowMo, {"beta": job.slowmo_beta, "alpha": job.slowmo_alpha}
+
+
+def _fedopt(job: Job) -> tuple[type[RegStrategy], dict[str, Any]]:
+    import torch
+
+    kind = getattr(torch.optim, job.server_optimizer, None)
+    if not isinstance(kind, type) or not issubclass(kind, torch.optim.Optimizer):
+        raise ValueError(
+            f"setting 'server-optimizer' must name a class of torch.optim, not "
+            f"'{job.server_optimizer}'"
+        )
+    make = partial(kind, lr=job.server_lr)
+    return flwr_regs.FedOpt, {"server_optimizer": make, "server_lr_schedule": job.server_schedule}
+
+
+def _fedavgm(job: Job) -> tuple[type[RegStrategy], dict[str, Any]]:
+    return flwr_regs.FedAvgM, {
+        "server_lr": job.server_lr,
+        "momentum": job.server_momentum,
+        "server_lr_schedule": job.server_schedule,
+    }
+
+
+def _fedadagrad(job: Job) -> tuple[type[RegStrategy], dict[str, Any]]:
+    return flwr_regs.FedAdagrad, {
+        "server_lr": job.adaptive_lr,
+        "tau": job.adaptive_tau,
+        "server_lr_schedule": job.server_schedule,
+    }
+
+
+def _fedadam(job: Job) -> tuple[type[RegStrategy], dict[str, Any]]:
+    betas = {"beta_1": job.adaptive_beta_1, "beta_2": job.adaptive_beta_2}
+    return flwr_regs.FedAdam, {**_fedadagrad(job)[1], **betas}
+
+
+def _fedyogi(job: Job) -> tuple[type[RegStrategy], dict[str, Any]]:
+    return flwr_regs.FedYogi, _fedadam(job)[1]
+
+
+def _unless_negative(value: float) -> float | None:
+    return None if value < 0 else value  # run-config has no None
+
+
+METHODS: dict[str, Callable[[Job], tuple[type[RegStrategy], dict[str, Any]]]] = {
     "FedAvg": _fedavg,
     "FedProx": _fedprox,
     "FedFOR": _fedfor,
+    "FedADC": _fedadc,
+    "FedADC-heavy-ball": _fedadc_heavy_ball,
+    "FedADCPlus": _fedadc_plus,
+    "SlowMo": _slowmo,
+    "FedOpt": _fedopt,
+    "FedAvgM": _fedavgm,
+    "FedAdagrad": _fedadagrad,
+    "FedAdam": _fedadam,
+    "FedYogi": _fedyogi,
 }
-"""Method name -> ``build(job, **what every strategy takes)``."""
+"""Label -> function from a job to the strategy class and its own arguments."""
 
 
 def setting(
@@ -45,9 +117,11 @@ def setting(
     high: float | None = None,
     choices: tuple[str, ...] | None = None,
     above: float | None = None,
+    below: float | None = None,
 ) -> Any:
-    """Declare a setting with its legal values."""
-    return field(metadata={"low": low, "high": high, "choices": choices, "above": above})
+    """Declare a setting with its legal values: `low` ≤ or `above` < value ≤ `high` or < `below`."""
+    rule = {"low": low, "high": high, "choices": choices, "above": above, "below": below}
+    return field(metadata=rule)
 
 
 @dataclass(frozen=True)
@@ -57,6 +131,7 @@ class Job:
     methods: str = setting()
     dataset: str = setting(choices=DATASETS)
     data_dir: str = setting()
+    model: str = setting(choices=("auto", "mlp", "cnn"))
     partition: str = setting(choices=PARTITIONS)
     shards_per_client: int = setting(low=1)
     dirichlet_alpha: float = setting(above=0)
@@ -70,12 +145,31 @@ class Job:
     local_epochs: int = setting(low=1)
     local_steps: int = setting(low=0)
     batch_size: int = setting(low=1)
-    weighting: str = setting(choices=("num-examples", "uniform"))
+    weighting: str = setting(choices=("paper", "num-examples", "uniform"))
     seed: int = setting(low=0)
     target_accuracy: float = setting(above=0, high=1)
     fedprox_mu: float = setting(low=0)
     fedfor_alpha: float = setting(low=0)
     fedfor_downlink: str = setting(choices=("model", "delta"))
+    fedadc_beta: float = setting(low=0, below=1)
+    fedadc_beta_local: float = setting(below=1)
+    fedadc_beta_global: float = setting(below=1)
+    fedadc_alpha: float = setting(above=0)
+    fedadc_variant: str = setting(choices=("nesterov", "heavy-ball"))
+    fedadc_local_momentum: float = setting(below=1)
+    fedadc_downlink: str = setting(choices=("model", "delta"))
+    fedadcplus_lam: float = setting(low=0, high=1)
+    fedadcplus_temperature: float = setting(above=0)
+    slowmo_beta: float = setting(low=0, below=1)
+    slowmo_alpha: float = setting(above=0)
+    server_optimizer: str = setting()
+    server_lr: float = setting(above=0)
+    server_lr_decay: float = setting(above=0, high=1)
+    server_momentum: float = setting(low=0, below=1)
+    adaptive_lr: float = setting(above=0)
+    adaptive_beta_1: float = setting(low=0, below=1)
+    adaptive_beta_2: float = setting(low=0, below=1)
+    adaptive_tau: float = setting(above=0)
     out: str = setting()
 
     @classmethod
@@ -104,6 +198,8 @@ class Job:
                 f"setting 'methods' must be a comma-separated list of {', '.join(METHODS)}, "
                 f"not '{job.methods}'"
             )
+        for method in job.method_names:
+            job.strategy(method)  # refuses what only the method itself can judge
         if job.data_dir and not Path(job.data_dir).expanduser().is_dir():
             raise ValueError(f"setting 'data-dir': there is no folder '{job.data_dir}'")
         if job.out and not Path(job.out).is_absolute():
@@ -125,6 +221,10 @@ class Job:
             return {"lr": self.lr, "local-steps": self.local_steps}
         return {"lr": self.lr, "local-epochs": self.local_epochs}
 
+    def server_schedule(self, server_round: int) -> float:
+        """Return the factor on a server optimiser's learning rate."""
+        return self.server_lr_decay ** (server_round - 1)
+
     def parts(self, labels: np.ndarray, num_clients: int) -> list[np.ndarray]:
         """Return the examples of each training client, then of each held-out one."""
         return partition(
@@ -139,9 +239,11 @@ class Job:
 
     def strategy(self, method: str, **extra: Any) -> RegStrategy:
         """Build the strategy of a method with the job's settings."""
-        return METHODS[method](
-            self,
-            weighting=self.weighting,
+        kind, settings = METHODS[method](self)
+        if self.weighting != "paper":
+            settings["weighting"] = self.weighting
+        return kind(
+            **settings,
             seed=self.seed,
             lr_schedule=lambda t: self.lr_decay ** (t - 1),
             fraction_train=self.fraction_train,
@@ -163,6 +265,8 @@ def _checked(key: str, value: Any, f: Any) -> Any:
         expected += f" above {rule['above']}"
     if rule["low"] is not None:
         expected += f" of at least {rule['low']}"
+    if rule["below"] is not None:
+        expected += f" below {rule['below']}"
     if rule["high"] is not None:
         expected += f" up to {rule['high']}"
     if (
@@ -170,6 +274,7 @@ def _checked(key: str, value: Any, f: Any) -> Any:
         or not isinstance(value, legal)
         or (rule["choices"] and value not in rule["choices"])
         or (rule["above"] is not None and not value > rule["above"])
+        or (rule["below"] is not None and not value < rule["below"])
         or (rule["low"] is not None and not value >= rule["low"])
         or (rule["high"] is not None and not value <= rule["high"])
     ):

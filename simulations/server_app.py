@@ -59,7 +59,7 @@ def run(job: Job, grid: Grid, folder: Path | None) -> dict[str, Any]:
     from simulations import data, models, report
 
     dataset = data.load(job.dataset, job.data_dir)
-    model = models.build(job.dataset, job.seed)
+    model = models.build(job.dataset, job.model, job.seed)
     device = resolve_device("auto")
     clients = len(Population(1, None, 120.0).refresh(grid))
     parts = job.parts(dataset.train_y, clients)  # an impossible partition is refused here

@@ -1,10 +1,13 @@
-"""Try several values of one setting over several seeds, in one process, and report."""
+"""Try several values of one setting over several seeds, each run in one process, and report."""
 
 from __future__ import annotations
 
 import json
 import logging
+import multiprocessing
+import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -15,46 +18,67 @@ from simulations.client_app import app as client_app
 from simulations.job import Job
 
 
-def sweep(key: str, jobs: Mapping[str, Sequence[Job]], folder: Path) -> None:
+def sweep(key: str, jobs: Mapping[str, Sequence[Job]], folder: Path, workers: int = 1) -> None:
     """Run `jobs` (value of `key` -> one job a seed) and write ``sweep.md``, ``.json`` and ``.png``.
 
-    Every job must compare exactly one method. Accuracies are means over seeds, with their standard
-    deviation; "last 5" is the mean over the last five rounds, which a single lucky round moves less.
+    Every job must run exactly one method; ``methods`` itself may be the key. Accuracies are means over
+    seeds, with their standard deviation; "last 5" is the mean over the last five rounds, which a
+    single lucky round moves less.
     """
-    logging.getLogger("flwr").setLevel(logging.ERROR)
     first = next(iter(jobs.values()))[0]
-    if len(first.method_names) != 1:
-        raise ValueError(f"a sweep is over one method, not {first.method_names}; set methods=NAME")
-    curves: dict[str, list[list[float]]] = {}
-    for value, seeds in jobs.items():
-        for job in seeds:
-            settings = {k.replace("_", "-"): v for k, v in vars(job).items()}
-            grid = InProcessGrid(client_app, job.num_clients, settings)
-            (result,) = server_app.run(job, grid, None)["methods"].values()
-            curves.setdefault(value, []).append([p["accuracy"] for p in result["test"][1:]])
-        server_app.say(f"{key} = {value}: last 5 rounds {_mean(_last(curves[value]))}")
+    for job in (job for seeds in jobs.values() for job in seeds):
+        if len(job.method_names) != 1:
+            raise ValueError(
+                f"a sweep is over one method, not {job.method_names}; set methods=NAME"
+            )
+    began = time.monotonic()
+    every = [(value, job) for value, seeds in jobs.items() for job in seeds]
+    curves: dict[str, list[list[float]]] = {value: [] for value in jobs}
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(workers, mp_context=context) as pool:
+        results = pool.map(_curve, [job for _, job in every])
+        for done, ((value, job), curve) in enumerate(zip(every, results, strict=True), start=1):
+            curves[value].append(curve)
+            server_app.say(
+                f"[{done}/{len(every)}, {time.monotonic() - began:.0f} s] {key} = {value}, seed "
+                f"{job.seed}: last 5 rounds {np.mean(curve[-5:]):.2%}"
+            )
     target = first.target_accuracy
     lines = [
-        f"| {key} | last 5 rounds | best | rounds to {target:.0%} |",
-        "|---|---|---|---|",
+        f"| {key} | last 5 rounds | final | best | rounds to {target:.0%} |",
+        "|---|---|---|---|---|",
     ]
     for value, runs in curves.items():
         reached = [next((str(t + 1) for t, a in enumerate(r) if a >= target), "–") for r in runs]
         lines.append(
-            f"| {value} | {_mean(_last(runs))} | {_mean([max(r) for r in runs])} "
-            f"| {', '.join(reached)} |"
+            f"| {value} | {_mean(_last(runs))} | {_mean([r[-1] for r in runs])} "
+            f"| {_mean([max(r) for r in runs])} | {', '.join(reached)} |"
         )
     best = max(curves, key=lambda v: float(np.mean(_last(curves[v]))))
     lines += ["", f"Best by the last five rounds: **{best}**."]
     (folder / "sweep.md").write_text("\n".join(lines) + "\n")
     (folder / "sweep.json").write_text(json.dumps({"key": key, "curves": curves}))
+    label = "{}" if key == "methods" else key + " = {}"
+    title = f"{first.dataset}, partition {first.partition}, {first.num_clients} clients"
     report.plot_curves(
-        {f"{key} = {v}": np.mean(r, axis=0).tolist() for v, r in curves.items()},
-        f"{first.method_names[0]} on {first.dataset}, partition {first.partition}",
+        {label.format(v): np.mean(r, axis=0).tolist() for v, r in curves.items()},
+        title if key == "methods" else f"{first.method_names[0]} on {title}",
         folder / "sweep.png",
         target,
     )
     server_app.say("\n".join(lines) + f"\n\nresults: {folder}")
+
+
+def _curve(job: Job) -> list[float]:
+    """Run one job of one method; return its accuracy after each round."""
+    import torch
+
+    torch.set_num_threads(1)  # small models; the workers share the machine
+    logging.getLogger("flwr").setLevel(logging.ERROR)
+    settings = {k.replace("_", "-"): v for k, v in vars(job).items()}
+    grid = InProcessGrid(client_app, job.num_clients, settings)
+    (result,) = server_app.run(job, grid, None)["methods"].values()
+    return [p["accuracy"] for p in result["test"][1:]]
 
 
 def _last(runs: Sequence[Sequence[float]]) -> list[float]:

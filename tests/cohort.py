@@ -22,14 +22,18 @@ def cohort_round(
     lr: float,
     broadcast: Slot,
     client: Slot,
+    counts: torch.Tensor,
 ) -> tuple[Arrays, Slot, Slot]:
     """Run every client's round at once with plain SGD.
 
     `xs` is (clients, steps, batch, features), `ys` (clients, steps, batch); a client with fewer
-    `num_steps` stands still for the rest. `client` is stacked, `params` and `broadcast` are shared.
+    `num_steps` stands still for the rest. `client` and `counts` (examples of each class) are stacked,
+    `params` and `broadcast` are shared.
     """
 
-    def one(x: torch.Tensor, y: torch.Tensor, steps: torch.Tensor, state: Slot) -> Any:
+    def one(
+        x: torch.Tensor, y: torch.Tensor, steps: torch.Tensor, state: Slot, labels: torch.Tensor
+    ) -> Any:
         ctx = ClientContext(
             start=params,
             lr=lr,
@@ -37,17 +41,20 @@ def cohort_round(
             broadcast=broadcast,
             client=state,
             forward=lambda p, inputs: functional_call(model, p, (inputs,)),
+            label_counts=labels,
         )
-        v = params
+        v = term.start(params, ctx)
         for s in range(xs.shape[1]):
 
             def objective(p: Arrays, s: int = s) -> torch.Tensor:
                 output = functional_call(model, p, (x[s],))
                 base = nn.functional.cross_entropy(output, y[s])
-                return term.loss(base, p, replace(ctx, inputs=x[s], targets=y[s], output=output))
+                batch = {"inputs": x[s], "targets": y[s], "output": output}
+                taught = functional_call(model, params, (x[s],))
+                return term.loss(base, p, replace(ctx, **batch, start_output=taught))
 
             grads = term.correct(grad(objective)(v), v, ctx)
             v = {n: torch.where(s < steps, v[n] - lr * grads[n], v[n]) for n in v}
         return term.finish({n: v[n] - params[n] for n in v}, ctx)
 
-    return vmap(one)(xs, ys, num_steps, client)
+    return vmap(one)(xs, ys, num_steps, client, counts)

@@ -3,71 +3,175 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from flwr_regs import (
-    FedAvg,
-    FedAvgClient,
-    FedFOR,
-    FedFORClient,
-    FedProx,
-    FedProxClient,
-    FirstOrder,
-    Proximal,
-)
+import torch
+
+import flwr_regs as fr
 from flwr_regs.method import Term
+from tests.oracles.distillation import fedadc_plus
+from tests.oracles.fedadc import fedadc
 from tests.oracles.fedavg import fedavg
 from tests.oracles.fedfor import fedfor
+from tests.oracles.fedopt import fedopt
 from tests.oracles.fedprox import fedprox
+from tests.oracles.slowmo import slowmo
 
 
 @dataclass(frozen=True)
 class Case:
-    """One method with non-neutral hyper-parameters, its neutral ones, terms and oracle."""
+    """One method with non-neutral hyper-parameters, its neutral ones, terms and oracle.
+
+    `stacks`: runs under vmap. `converges`: two quadratic clients settle at FedAvg's fixed point.
+    """
 
     name: str
     strategy: Callable[..., Any]
     client: Callable[..., Any]
     settings: dict[str, Any]
-    neutral: dict[str, Any]
+    neutral: dict[str, Any] | None
     terms: Sequence[Term]
     oracle: Callable[..., list[dict[str, Any]]]
     oracle_settings: dict[str, Any]
     neutral_is_exact: bool = True
-    common: dict[str, Any] = field(default_factory=dict)
+    stacks: bool = True
+    converges: bool = True
 
 
+def adc(name: str, **settings: Any) -> Case:
+    """A FedADC case."""
+    full = {"beta_local": 0.7, "beta_global": 0.7, "variant": "nesterov", "alpha": 1.0, **settings}
+    betas = {k: full.pop(k) for k in ("beta_local", "beta_global")}
+    downlink = full.pop("downlink", "model")
+    return Case(
+        name,
+        fr.FedADC,
+        fr.FedADCClient,
+        {**betas, **full, "downlink": downlink},
+        {"beta": 0.0, "downlink": downlink},
+        [fr.EmbeddedMomentum(**betas, **full)],
+        fedadc,
+        {**betas, **full},
+        neutral_is_exact=False,
+        stacks="local_momentum" not in settings,
+        converges="local_momentum" not in settings,  # its K steps pull otherwise than K of SGD
+    )
+
+
+def adaptive(name: str, strategy: Any, client: Any, **settings: Any) -> Case:
+    """A case of Reddi et al.'s Alg. 2."""
+    rule = name.removeprefix("Fed").lower()
+    full = {"server_lr": 0.02, "beta_1": 0.8, "beta_2": 0.95, "tau": 0.01, **settings}
+    if rule == "adagrad":
+        del full["beta_2"]
+    term = fr.AdaptiveServer(
+        rule, full["server_lr"], full["beta_1"], full.get("beta_2", 0.0), full["tau"]
+    )
+    oracle = {k.replace("_1", "1").replace("_2", "2"): v for k, v in full.items()}
+    return Case(
+        name,
+        strategy,
+        client,
+        full,
+        None,
+        [term],
+        fedopt,
+        {**oracle, "server": rule, "second_moment": "mean"},
+        converges=False,
+    )
+
+
+def server_sgd(params: list[torch.Tensor]) -> torch.optim.Optimizer:
+    """Heavy-ball SGD as ServerOpt."""
+    return torch.optim.SGD(params, lr=0.7, momentum=0.6)
+
+
+PLUS = {"lam": 0.4, "temperature": 2.0}
 CASES = [
-    Case("FedAvg", FedAvg, FedAvgClient, {}, {}, [], fedavg, {}),
+    Case("FedAvg", fr.FedAvg, fr.FedAvgClient, {}, {}, [], fedavg, {}),
     Case(
         "FedProx",
-        FedProx,
-        FedProxClient,
+        fr.FedProx,
+        fr.FedProxClient,
         {"mu": 0.7},
         {"mu": 0.0},
-        [Proximal(0.7)],
+        [fr.Proximal(0.7)],
         fedprox,
         {"mu": 0.7},
     ),
     Case(
         "FedFOR-model",
-        FedFOR,
-        FedFORClient,
+        fr.FedFOR,
+        fr.FedFORClient,
         {"alpha": 0.6},
         {"alpha": 0.0},
-        [FirstOrder(0.6)],
+        [fr.FirstOrder(0.6)],
         fedfor,
         {"alpha": 0.6},
     ),
     Case(
         "FedFOR-delta",
-        FedFOR,
-        FedFORClient,
+        fr.FedFOR,
+        fr.FedFORClient,
         {"alpha": 0.6, "downlink": "delta"},
         {"alpha": 0.0, "downlink": "delta"},
-        [FirstOrder(0.6)],
+        [fr.FirstOrder(0.6)],
         fedfor,
         {"alpha": 0.6},
     ),
+    adc("FedADC-nesterov"),
+    adc("FedADC-heavy-ball", variant="heavy-ball", alpha=0.8),
+    adc("FedADC-unequal-betas", beta_local=0.4, beta_global=0.8),
+    adc("FedADC-unequal-heavy-ball", beta_local=0.8, beta_global=0.5, variant="heavy-ball"),
+    adc("FedADC-delta", downlink="delta", beta_local=0.4),
+    adc("FedADC-double-momentum", local_momentum=0.6),
+    Case(
+        "FedADCPlus",
+        fr.FedADCPlus,
+        fr.FedADCPlusClient,
+        {"beta": 0.7, **PLUS},
+        {"beta": 0.0, "lam": 0.0},
+        [fr.SelfDistillation(**PLUS), fr.EmbeddedMomentum(0.7, 0.7)],
+        fedadc_plus,
+        {"beta_local": 0.7, "beta_global": 0.7, **PLUS},
+        neutral_is_exact=False,
+        converges=False,
+    ),
+    Case(
+        "SlowMo",
+        fr.SlowMo,
+        fr.SlowMoClient,
+        {"beta": 0.6, "alpha": 0.9},
+        {"beta": 0.0},
+        [fr.SlowMomentum(0.6, 0.9)],
+        slowmo,
+        {"beta": 0.6, "alpha": 0.9},
+        neutral_is_exact=False,
+    ),
+    Case(
+        "FedOpt",
+        fr.FedOpt,
+        fr.FedOptClient,
+        {"server_optimizer": server_sgd},
+        {"server_optimizer": lambda p: torch.optim.SGD(p, lr=1.0)},
+        [fr.TorchServerOptimizer(server_sgd)],
+        fedopt,
+        {"server": "momentum", "server_lr": 0.7, "momentum": 0.6},
+        neutral_is_exact=False,
+    ),
+    Case(
+        "FedAvgM",
+        fr.FedAvgM,
+        fr.FedAvgMClient,
+        {"server_lr": 0.7, "momentum": 0.6},
+        {"momentum": 0.0},
+        [fr.TorchServerOptimizer(server_sgd)],
+        fedopt,
+        {"server": "momentum", "server_lr": 0.7, "momentum": 0.6},
+        neutral_is_exact=False,
+    ),
+    adaptive("FedAdagrad", fr.FedAdagrad, fr.FedAdagradClient),
+    adaptive("FedAdam", fr.FedAdam, fr.FedAdamClient),
+    adaptive("FedYogi", fr.FedYogi, fr.FedYogiClient),
 ]

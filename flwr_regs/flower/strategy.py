@@ -106,6 +106,13 @@ class RegStrategy(FlowerFedAvg):
         if seed is not None and seed < 0:
             raise ValueError(f"seed must not be negative, but is {seed}")
         self.term = chain(terms)
+        if downlink == "delta":
+            for t in terms:
+                if type(t).broadcast is not Term.broadcast and type(t).recover is Term.recover:
+                    raise ValueError(
+                        f"downlink='delta' does not go with the term '{t.name}': what it broadcasts "
+                        "does not follow from the last global step"
+                    )
         self.weighting = weighting
         self.seed = int(np.random.SeedSequence().generate_state(1)[0]) if seed is None else seed
         self.downlink = downlink
@@ -119,7 +126,7 @@ class RegStrategy(FlowerFedAvg):
     def method_name(self) -> str:
         """The name clients must know: the class's own, or the terms' joined by ``+``."""
         if type(self) is RegStrategy:
-            return "+".join(t.name for t in self.term.terms)
+            return "+".join(t.name for t in self.term.terms if not t.server_only)
         return type(self).method or type(self).__name__
 
     def summary(self) -> None:
@@ -181,7 +188,9 @@ class RegStrategy(FlowerFedAvg):
         if not 0 < lr < float("inf"):
             raise ValueError(f"lr_schedule({server_round}) makes the learning rate {lr}")
         step = None if self._step is None else self._trainable(self._step)
-        self._ctx = ServerContext(server_round, lr, step, self._previous_lr)
+        self._ctx = ServerContext(
+            server_round, lr, self._trainable(self._model), step, self._previous_lr
+        )
         self._downlink = Downlink(
             self.downlink,
             server_round,

@@ -1,0 +1,341 @@
+"""FedADC: the server's momentum embedded in the clients' steps, so that it also controls drift.
+
+| *Init*       ``m_1 = 0``
+| *Broadcast*  ``w_t`` and ``m_t``, which equals ``(w_{t−1} − w_t)/(α η)``: the last step says it all
+| *Step*       with ``m̄ = β_l m_t / K_k``, Alg. 3:
+|              Nesterov (red): ``v ← v − η m̄``, then ``v ← v − η ∇f_k(v)``
+|              heavy ball (blue): ``v ← v − η (∇f_k(v) + m̄)``
+|              double momentum (Alg. 4): ``u_1 = g_1``, ``u_τ = φ u_{τ−1} + (1−φ) g_τ``,
+|              ``v ← v − η (m̄ + u_τ)``
+| *Upload*     ``v_k``
+| *Update*     ``Δ̄ = (1/η) Σ p_k (w_t − v_k)``, ``m_{t+1} = Δ̄ + (β_g − β_l) m_t``,
+|              ``w_{t+1} = w_t − α η m_{t+1}``
+
+The Nesterov loop is run as: shift once by ``−η m̄``, heavy-ball steps, shift back by ``+η m̄``. With
+plain SGD that is the same sequence of points; with another optimiser the heavy-ball form is what its
+gradients see. Momentum is kept in gradient units, so η may change over rounds; the paper divides by
+the η of the round. Each client divides by its own number of steps K_k (the paper's H is one for all).
+Alg. 4's second momentum is torch's ``SGD(momentum=φ, dampening=φ)``: a constant m̄ added to every
+gradient passes through its average unchanged.
+
+**FedADC+** (Sec. III) adds self-confidence distillation to the local loss, Eq. 7:
+``(1−λ) CE + λ T² KL(p̂ ‖ p)``, ``p = softmax(logits/T)``, teacher ``p̃ = softmax(w_t's logits/T)``,
+``ρ_i = γ_i / max γ`` from the client's class shares γ, ``p̂_i = (1 − ρ_i) p̃_i`` for i ≠ y and
+``p̂_y = 1 − Σ_{i≠y} p̂_i``. T² and the default T = 4 are those of the implementation that the paper
+names (CS-KD); the paper states neither.
+
+**SlowMo** (Alg. 2) is the server's momentum alone: ``m ← β m + Δ̄``, ``w ← w − α η m``.
+
+Source: Ozfatura, Ozfatura, Gündüz, "FedADC: Accelerated federated learning with drift control"
+(2021), Alg. 2-4, Eq. 7; Wang et al., "SlowMo" (2019).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+from torch.nn import functional as F
+
+from flwr_regs.flower.client import RegClient
+from flwr_regs.flower.strategy import RegStrategy
+from flwr_regs.method import Arrays, ClientContext, ServerContext, Slot, Term
+
+
+def _check_beta(**betas: float | None) -> None:
+    for name, beta in betas.items():
+        if beta is not None and not 0 <= beta < 1:
+            raise ValueError(f"{name} must lie in [0, 1), not {beta}")
+
+
+def _check_alpha(alpha: float) -> None:
+    if not alpha > 0:
+        raise ValueError(f"alpha must be positive, not {alpha}")
+
+
+@dataclass(frozen=True)
+class EmbeddedMomentum(Term):
+    """FedADC's momentum, on the clients and on the server.
+
+    Parameters
+    ----------
+    beta_local, beta_global : float
+        β_l and β_g, in [0, 1): the share of the momentum embedded in the clients' steps, and the
+        momentum's decay as a whole.
+    alpha : float
+        Server step size α > 0.
+    variant : {"nesterov", "heavy-ball"}
+        The red or the blue lines of Alg. 3.
+    local_momentum : float, optional
+        φ of Alg. 4 in [0, 1); its step is the heavy-ball one, whatever `variant` says.
+    """
+
+    name: ClassVar[str] = "fedadc"
+    owns_step: ClassVar[bool] = True
+    beta_local: float
+    beta_global: float
+    alpha: float = 1.0
+    variant: str = "nesterov"
+    local_momentum: float | None = None
+
+    def __post_init__(self) -> None:
+        _check_beta(
+            beta_local=self.beta_local,
+            beta_global=self.beta_global,
+            local_momentum=self.local_momentum,
+        )
+        _check_alpha(self.alpha)
+        if self.variant not in ("nesterov", "heavy-ball"):
+            raise ValueError(f"variant must be 'nesterov' or 'heavy-ball', not {self.variant!r}")
+        if self.local_momentum is not None and self.beta_local != self.beta_global:
+            raise ValueError("Alg. 4 (local_momentum) has one beta for clients and server")
+
+    @property
+    def _shifted(self) -> bool:
+        return self.variant == "nesterov" and self.local_momentum is None
+
+    def broadcast(self, server: Slot, ctx: ServerContext) -> Slot:
+        if ctx.previous_step is None or ctx.previous_lr is None:
+            return {}  # m_1 = 0
+        return self.recover(ctx.previous_step, ctx.previous_lr)
+
+    def recover(self, step: Arrays, lr: float) -> Slot:
+        return {n: -s / (self.alpha * lr) for n, s in step.items()}  # line 19 solved for m_{t+1}
+
+    def _per_step(self, ctx: ClientContext) -> Arrays:
+        return {n: self.beta_local * m / ctx.num_steps for n, m in ctx.broadcast.items()}  # line 5
+
+    def client_optimizer(self, optimizer: Any) -> Any:
+        if self.local_momentum is None:
+            return optimizer
+        if optimizer is not torch.optim.SGD:
+            raise ValueError(
+                "local_momentum is Alg. 4's own client optimiser; the client's must be the default, "
+                f"torch.optim.SGD, not {optimizer}"
+            )
+        return partial(optimizer, momentum=self.local_momentum, dampening=self.local_momentum)
+
+    def start(self, params: Arrays, ctx: ClientContext) -> Arrays:
+        m = self._per_step(ctx)
+        if not self._shifted or not m:
+            return params
+        return {n: p - ctx.lr * m[n] for n, p in params.items()}  # line 7, once
+
+    def correct(self, grads: Arrays, params: Arrays, ctx: ClientContext) -> Arrays:
+        m = self._per_step(ctx)
+        return {n: g + m[n] for n, g in grads.items()} if m else grads  # line 11
+
+    def finish(self, delta: Arrays, ctx: ClientContext) -> tuple[Arrays, Slot, Slot]:
+        m = self._per_step(ctx)
+        if self._shifted and m:
+            delta = {n: d + ctx.lr * m[n] for n, d in delta.items()}  # the shift undone
+        return delta, {}, {}
+
+    def update(
+        self, server: Slot, delta: Arrays, uploads: Mapping[int, Slot], ctx: ServerContext
+    ) -> tuple[Slot, Arrays]:
+        m = {n: -d / ctx.lr for n, d in delta.items()}  # Δ̄, line 16
+        if server:
+            m = {n: b + (self.beta_global - self.beta_local) * server[n] for n, b in m.items()}
+        return m, {n: -self.alpha * ctx.lr * b for n, b in m.items()}  # lines 17, 19
+
+
+@dataclass(frozen=True)
+class SelfDistillation(Term):
+    """FedADC+'s self-confidence distillation from the round's global model (Eq. 7).
+
+    Needs a model whose output is class logits ``(batch, classes)`` and integer labels. Composes with
+    any method.
+
+    Parameters
+    ----------
+    lam : float
+        λ in [0, 1]; 0 is the plain loss.
+    temperature : float
+        T > 0 of both softmaxes.
+    """
+
+    name: ClassVar[str] = "self-distillation"
+    needs_start_output: ClassVar[bool] = True
+    needs_label_counts: ClassVar[bool] = True
+    lam: float = 0.35
+    temperature: float = 4.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.lam <= 1:
+            raise ValueError(f"lam must lie in [0, 1], not {self.lam}")
+        if not self.temperature > 0:
+            raise ValueError(f"temperature must be positive, not {self.temperature}")
+
+    def loss(self, base: Any, params: Arrays, ctx: ClientContext) -> Any:
+        t = self.temperature
+        log_p = F.log_softmax(ctx.output / t, dim=-1)
+        teacher = F.softmax(ctx.start_output / t, dim=-1)
+        counts = ctx.label_counts.to(log_p.dtype)
+        counts = F.pad(counts, (0, log_p.shape[-1] - counts.shape[-1]))
+        confidence = counts / counts.max()  # ρ; 0 for a class that is absent
+        # not F.one_hot, whose check of the values cannot run under vmap
+        true = ctx.targets.unsqueeze(-1) == torch.arange(log_p.shape[-1], device=log_p.device)
+        others = torch.where(true, 0.0, (1 - confidence) * teacher)  # Eq. 8
+        target = torch.where(true, 1 - others.sum(-1, keepdim=True), others)  # Eq. 9
+        divergence = F.kl_div(log_p, target, reduction="batchmean")
+        return (1 - self.lam) * base + self.lam * t**2 * divergence
+
+
+@dataclass(frozen=True)
+class SlowMomentum(Term):
+    """SlowMo's server momentum (Alg. 2); clients are plain.
+
+    Parameters
+    ----------
+    beta : float
+        Momentum β in [0, 1).
+    alpha : float
+        Server step size α > 0.
+    """
+
+    name: ClassVar[str] = "slowmo"
+    owns_step: ClassVar[bool] = True
+    server_only: ClassVar[bool] = True
+    beta: float
+    alpha: float = 1.0
+
+    def __post_init__(self) -> None:
+        _check_beta(beta=self.beta)
+        _check_alpha(self.alpha)
+
+    def update(
+        self, server: Slot, delta: Arrays, uploads: Mapping[int, Slot], ctx: ServerContext
+    ) -> tuple[Slot, Arrays]:
+        m = {n: -d / ctx.lr for n, d in delta.items()}  # Alg. 2, line 12
+        if server:
+            m = {n: self.beta * server[n] + g for n, g in m.items()}  # line 14
+        return m, {n: -self.alpha * ctx.lr * b for n, b in m.items()}  # line 16
+
+
+def _momentum(
+    beta: float,
+    beta_local: float | None,
+    beta_global: float | None,
+    alpha: float,
+    variant: str,
+    local_momentum: float | None,
+) -> EmbeddedMomentum:
+    return EmbeddedMomentum(
+        beta if beta_local is None else beta_local,
+        beta if beta_global is None else beta_global,
+        alpha,
+        variant,
+        local_momentum,
+    )
+
+
+class FedADC(RegStrategy):
+    """Accelerated federated learning with drift control (Alg. 3 and 4).
+
+    Parameters
+    ----------
+    beta : float
+        β_l = β_g, as in the paper's experiments.
+    beta_local, beta_global : float, optional
+        Either one on its own.
+    alpha : float
+        Server step size α.
+    variant : {"nesterov", "heavy-ball"}
+        How a client applies the momentum.
+    local_momentum : float, optional
+        φ of the double momentum of Alg. 4.
+    downlink : {"model", "delta"}
+        As for :class:`flwr_regs.FedFOR`; the momentum always follows from the last step.
+    weighting : {"uniform", "num-examples"}
+        The paper's is uniform.
+    **kwargs
+        What every strategy of the package takes: see :class:`flwr_regs.RegStrategy`.
+    """
+
+    def __init__(
+        self,
+        beta: float = 0.9,
+        beta_local: float | None = None,
+        beta_global: float | None = None,
+        alpha: float = 1.0,
+        variant: str = "nesterov",
+        local_momentum: float | None = None,
+        *,
+        downlink: str = "model",
+        weighting: str = "uniform",
+        **kwargs: Any,
+    ) -> None:
+        term = _momentum(beta, beta_local, beta_global, alpha, variant, local_momentum)
+        super().__init__([term], downlink=downlink, weighting=weighting, **kwargs)
+
+
+class FedADCClient(RegClient):
+    """The client of :class:`FedADC`."""
+
+    method = "FedADC"
+    terms = (EmbeddedMomentum,)
+
+
+class FedADCPlus(RegStrategy):
+    """FedADC with self-confidence distillation on the clients (Sec. III).
+
+    Takes FedADC's parameters and `lam`, `temperature` of :class:`SelfDistillation`.
+    """
+
+    def __init__(
+        self,
+        beta: float = 0.9,
+        beta_local: float | None = None,
+        beta_global: float | None = None,
+        alpha: float = 1.0,
+        variant: str = "nesterov",
+        local_momentum: float | None = None,
+        lam: float = 0.35,
+        temperature: float = 4.0,
+        *,
+        downlink: str = "model",
+        weighting: str = "uniform",
+        **kwargs: Any,
+    ) -> None:
+        term = _momentum(beta, beta_local, beta_global, alpha, variant, local_momentum)
+        terms = [SelfDistillation(lam, temperature), term]
+        super().__init__(terms, downlink=downlink, weighting=weighting, **kwargs)
+
+
+class FedADCPlusClient(RegClient):
+    """The client of :class:`FedADCPlus`."""
+
+    method = "FedADCPlus"
+    terms = (SelfDistillation, EmbeddedMomentum)
+
+
+class SlowMo(RegStrategy):
+    """FedAvg with a slow momentum on the server (Alg. 2).
+
+    Parameters
+    ----------
+    beta : float
+        Momentum β in [0, 1); 0 with α = 1 is FedAvg.
+    alpha : float
+        Server step size α.
+    weighting : {"uniform", "num-examples"}
+        The paper's is uniform.
+    **kwargs
+        What every strategy of the package takes: see :class:`flwr_regs.RegStrategy`.
+    """
+
+    def __init__(
+        self, beta: float, alpha: float = 1.0, *, weighting: str = "uniform", **kwargs: Any
+    ) -> None:
+        super().__init__([SlowMomentum(beta, alpha)], weighting=weighting, **kwargs)
+
+
+class SlowMoClient(RegClient):
+    """The client of :class:`SlowMo`: plain local training."""
+
+    method = "SlowMo"
+    terms = ()

@@ -1,0 +1,263 @@
+"""FedOpt: generalised FedAvg, with an optimiser of any kind on either side.
+
+| *Init*       the server optimiser's state
+| *Broadcast*  the global model ``w_t``
+| *Step*       ``v ← ClientOpt(v, ∇f_k(v), η, t)``, from ``v = w_t``, ``K_k`` times
+| *Upload*     ``v_k``, ``n_k``
+| *Update*     ``Δ = Σ p_k (v_k − w_t)``,  ``w_{t+1} = ServerOpt(w_t, −Δ, η_s, t)``
+
+ServerOpt may be any ``torch.optim.Optimizer`` (``server_optimizer=lambda params: Adam(params)``),
+ClientOpt any given to the client; both learning rates may follow a schedule over rounds.
+
+Presets: **FedAvgM** is torch's SGD with momentum. **FedAdagrad**, **FedAdam** and **FedYogi** are
+Reddi et al.'s Alg. 2, in three ways unlike torch's classes of those names: no bias correction, τ
+(1e-3) is added outside the root and is large, and the second moment starts at τ² (the paper asks for
+``v_{−1} ≥ τ²``). torch's own are to be had as ``FedOpt(server_optimizer=...)``.
+
+Source: Wang et al., "A field guide to federated optimization" (2021), Alg. 1; Reddi et al.,
+"Adaptive federated optimization" (2021), Alg. 2; Hsu et al. (2019) for FedAvgM.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+
+from flwr_regs.flower.client import RegClient
+from flwr_regs.flower.strategy import RegStrategy
+from flwr_regs.method import Arrays, ServerContext, Slot, Term
+
+Schedule = Callable[[int], float]
+
+
+@dataclass(frozen=True)
+class TorchServerOptimizer(Term):
+    """``w_{t+1} = ServerOpt(w_t, −Δ)`` with a torch optimiser (Alg. 1).
+
+    Parameters
+    ----------
+    make : callable
+        ``make(params) -> torch.optim.Optimizer`` over a list of tensors.
+    schedule : callable, optional
+        ``schedule(round) -> factor`` on the optimiser's learning rates; rounds count from 1.
+    """
+
+    name: ClassVar[str] = "server-optimizer"
+    owns_step: ClassVar[bool] = True
+    server_only: ClassVar[bool] = True
+    make: Callable[[list[torch.Tensor]], torch.optim.Optimizer]
+    schedule: Schedule | None = None
+
+    def __post_init__(self) -> None:
+        made = self.make([torch.zeros(1, requires_grad=True)])
+        if not isinstance(made, torch.optim.Optimizer):
+            raise TypeError(
+                "server_optimizer must be a function of a list of parameters that returns a "
+                f"torch.optim.Optimizer, but it returned {type(made).__name__}"
+            )
+
+    def update(
+        self, server: Slot, delta: Arrays, uploads: Mapping[int, Slot], ctx: ServerContext
+    ) -> tuple[Slot, Arrays]:
+        names = list(delta)
+        params = [torch.tensor(ctx.params[n], requires_grad=True) for n in names]
+        for p, n in zip(params, names, strict=True):
+            p.grad = -torch.as_tensor(delta[n])  # the pseudo-gradient
+        optimizer = self.make(params)
+        # The state lives in the slot as arrays "<parameter>|<key>" and is put back each round.
+        for key, value in server.items():
+            n, _, what = key.rpartition("|")
+            optimizer.state[params[names.index(n)]][what] = torch.tensor(value)
+        if self.schedule:
+            for group in optimizer.param_groups:
+                group["lr"] = group["lr"] * self.schedule(ctx.round)
+        optimizer.step()
+        state = {
+            f"{n}|{what}": torch.as_tensor(value).detach().numpy().copy()
+            for p, n in zip(params, names, strict=True)
+            for what, value in optimizer.state[p].items()
+            if value is not None
+        }
+        step = {n: p.detach().numpy() - ctx.params[n] for p, n in zip(params, names, strict=True)}
+        return state, step
+
+
+@dataclass(frozen=True)
+class AdaptiveServer(Term):
+    """FedAdagrad, FedAdam and FedYogi as in Reddi et al., Alg. 2.
+
+    Parameters
+    ----------
+    rule : {"adagrad", "adam", "yogi"}
+        How the second moment is kept.
+    lr : float
+        Server learning rate η > 0.
+    beta_1, beta_2 : float
+        Decay of the first and (not for Adagrad) second moment, in [0, 1).
+    tau : float
+        τ > 0, the degree of adaptivity; added outside the root.
+    initial_v : float, optional
+        The second moment before round 1; default τ².
+    schedule : callable, optional
+        ``schedule(round) -> factor`` on `lr`.
+    """
+
+    name: ClassVar[str] = "adaptive-server"
+    owns_step: ClassVar[bool] = True
+    server_only: ClassVar[bool] = True
+    rule: str
+    lr: float
+    beta_1: float
+    beta_2: float
+    tau: float
+    initial_v: float | None = None
+    schedule: Schedule | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("lr", "tau"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} must be positive, not {getattr(self, name)}")
+        for name in ("beta_1", "beta_2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"{name} must lie in [0, 1), not {getattr(self, name)}")
+
+    def update(
+        self, server: Slot, delta: Arrays, uploads: Mapping[int, Slot], ctx: ServerContext
+    ) -> tuple[Slot, Arrays]:
+        b1, b2 = self.beta_1, self.beta_2
+        v0 = self.tau**2 if self.initial_v is None else self.initial_v
+        lr = self.lr * (self.schedule(ctx.round) if self.schedule else 1.0)
+        new: Slot = {}
+        step = {}
+        for n, d in delta.items():
+            m = b1 * server.get(f"{n}|m", 0 * d) + (1 - b1) * d  # line 11
+            v, square = server.get(f"{n}|v", 0 * d + v0), d * d
+            if self.rule == "adagrad":
+                v = v + square  # line 12
+            elif self.rule == "adam":
+                v = b2 * v + (1 - b2) * square  # line 14
+            else:
+                above, below = 1.0 * (v > square), 1.0 * (v < square)
+                v = v - (1 - b2) * square * (above - below)  # line 13: sign(v − Δ²)
+            new[f"{n}|m"], new[f"{n}|v"] = m, v
+            step[n] = lr * m / (v**0.5 + self.tau)  # line 15
+        return new, step
+
+
+class FedOpt(RegStrategy):
+    """Generalised FedAvg with any torch optimiser on the server.
+
+    Parameters
+    ----------
+    server_optimizer : callable
+        ``server_optimizer(params) -> torch.optim.Optimizer``, e.g.
+        ``lambda p: torch.optim.SGD(p, lr=1.0)``, which is FedAvg.
+    server_lr_schedule : callable, optional
+        ``server_lr_schedule(round) -> factor`` on the server's learning rate.
+    **kwargs
+        What every strategy of the package takes: see :class:`flwr_regs.RegStrategy`.
+    """
+
+    def __init__(
+        self,
+        server_optimizer: Callable[[list[torch.Tensor]], torch.optim.Optimizer],
+        server_lr_schedule: Schedule | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__([TorchServerOptimizer(server_optimizer, server_lr_schedule)], **kwargs)
+
+
+class FedOptClient(RegClient):
+    """The client of :class:`FedOpt`: local training with the optimiser given to it."""
+
+    method = "FedOpt"
+    terms = ()
+
+
+class FedAvgM(RegStrategy):
+    """FedAvg with server momentum (Hsu et al. 2019): torch's SGD on the server."""
+
+    def __init__(
+        self,
+        server_lr: float = 1.0,
+        momentum: float = 0.9,
+        server_lr_schedule: Schedule | None = None,
+        **kwargs: Any,
+    ) -> None:
+        make = partial(torch.optim.SGD, lr=server_lr, momentum=momentum)
+        super().__init__([TorchServerOptimizer(make, server_lr_schedule)], **kwargs)
+
+
+class FedAvgMClient(RegClient):
+    """The client of :class:`FedAvgM`."""
+
+    method = "FedAvgM"
+    terms = ()
+
+
+class FedAdagrad(RegStrategy):
+    """Adagrad on the server (Reddi et al. 2021); parameters as in :class:`AdaptiveServer`."""
+
+    def __init__(
+        self,
+        server_lr: float = 0.1,
+        beta_1: float = 0.0,
+        tau: float = 1e-3,
+        initial_v: float | None = None,
+        server_lr_schedule: Schedule | None = None,
+        **kwargs: Any,
+    ) -> None:
+        term = AdaptiveServer("adagrad", server_lr, beta_1, 0.0, tau, initial_v, server_lr_schedule)
+        super().__init__([term], **kwargs)
+
+
+class FedAdagradClient(RegClient):
+    """The client of :class:`FedAdagrad`."""
+
+    method = "FedAdagrad"
+    terms = ()
+
+
+class FedAdam(RegStrategy):
+    """Adam on the server (Reddi et al. 2021); parameters as in :class:`AdaptiveServer`."""
+
+    rule: ClassVar[str] = "adam"
+
+    def __init__(
+        self,
+        server_lr: float = 0.1,
+        beta_1: float = 0.9,
+        beta_2: float = 0.99,
+        tau: float = 1e-3,
+        initial_v: float | None = None,
+        server_lr_schedule: Schedule | None = None,
+        **kwargs: Any,
+    ) -> None:
+        term = AdaptiveServer(
+            self.rule, server_lr, beta_1, beta_2, tau, initial_v, server_lr_schedule
+        )
+        super().__init__([term], **kwargs)
+
+
+class FedAdamClient(RegClient):
+    """The client of :class:`FedAdam`."""
+
+    method = "FedAdam"
+    terms = ()
+
+
+class FedYogi(FedAdam):
+    """Yogi on the server (Reddi et al. 2021); parameters as in :class:`AdaptiveServer`."""
+
+    rule = "yogi"
+
+
+class FedYogiClient(RegClient):
+    """The client of :class:`FedYogi`."""
+
+    method = "FedYogi"
+    terms = ()
