@@ -110,7 +110,10 @@ def read_settings(app: Path, settings: Sequence[str]) -> tuple[dict[str, Any], J
             )
         except tomllib.TOMLDecodeError:
             given[key] = value
-    return given, Job.from_run_config({**defaults, **given})
+    job = Job.from_run_config({**defaults, **given})
+    for method in job.method_names:
+        job.strategy(method)  # refuses what only the method itself can judge
+    return given, job
 
 
 def simulate(app: Path, config: dict[str, Any], clients: int, gpus: float, home: Path) -> str:

@@ -28,7 +28,7 @@ def client_fn(context: Context) -> NumPyClient:
     """Build the client of ``node_config["partition-id"]``."""
     # Imported here: on a SuperNode every message starts a process that loads this file.
     import torch
-    from torch.utils.data import DataLoader, TensorDataset
+    from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
 
     import flwr_regs
     from simulations import data, models
@@ -46,7 +46,12 @@ def client_fn(context: Context) -> NumPyClient:
     client_class = getattr(flwr_regs, f"{method}Client")
     client: NumPyClient = client_class(
         models.build(job.dataset, job.model, job.seed),
-        DataLoader(train, batch_size=job.batch_size, shuffle=True),
+        # Shuffled batches, each cut from the tensors in one go.
+        DataLoader(
+            train,
+            batch_size=None,
+            sampler=BatchSampler(RandomSampler(train), job.batch_size, drop_last=False),
+        ),
     )
     return client
 

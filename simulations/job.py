@@ -198,8 +198,6 @@ class Job:
                 f"setting 'methods' must be a comma-separated list of {', '.join(METHODS)}, "
                 f"not '{job.methods}'"
             )
-        for method in job.method_names:
-            job.strategy(method)  # refuses what only the method itself can judge
         if job.data_dir and not Path(job.data_dir).expanduser().is_dir():
             raise ValueError(f"setting 'data-dir': there is no folder '{job.data_dir}'")
         if job.out and not Path(job.out).is_absolute():
@@ -227,15 +225,19 @@ class Job:
 
     def parts(self, labels: np.ndarray, num_clients: int) -> list[np.ndarray]:
         """Return the examples of each training client, then of each held-out one."""
-        return partition(
-            labels,
-            self.partition,
-            num_clients + self.held_out_clients,
-            self.seed,
-            shards_per_client=self.shards_per_client,
-            dirichlet_alpha=self.dirichlet_alpha,
-            similarity=self.similarity,
-        )
+        key = (self, num_clients)
+        if key not in _PARTS:  # one process serves many clients of one job
+            _PARTS.clear()
+            _PARTS[key] = partition(
+                labels,
+                self.partition,
+                num_clients + self.held_out_clients,
+                self.seed,
+                shards_per_client=self.shards_per_client,
+                dirichlet_alpha=self.dirichlet_alpha,
+                similarity=self.similarity,
+            )
+        return _PARTS[key]
 
     def strategy(self, method: str, **extra: Any) -> RegStrategy:
         """Build the strategy of a method with the job's settings."""
@@ -280,3 +282,6 @@ def _checked(key: str, value: Any, f: Any) -> Any:
     ):
         raise ValueError(f"setting '{key}' must be {expected}, not {value!r}")
     return kind(value)
+
+
+_PARTS: dict[tuple[Job, int], list[np.ndarray]] = {}

@@ -589,7 +589,7 @@ def test_client_fn_must_return_a_client() -> None:
 
 
 def test_a_reply_without_arrays_is_named() -> None:
-    app = ClientApp(mods=[__import__("flwr_regs.flower.app", fromlist=["x"]).identify_mod])
+    app = ClientApp(mods=[__import__("flwr_regs.flower.app", fromlist=["x"]).node_mod])
 
     @app.query("flwr_regs")
     def who(message: Message, context: Context) -> Message:

@@ -18,6 +18,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricR
 from flwr.client import Client, NumPyClient
 from flwr.clientapp import ClientApp
 from flwr.clientapp.typing import ClientAppCallable, Mod
+from flwr.common.constant import MessageTypeLegacy
 
 from flwr_regs.flower import wire
 from flwr_regs.flower.downlink import rebuild
@@ -59,19 +60,26 @@ def client_app(
             )
         return client
 
-    return ClientApp(checked, mods=[identify_mod, *mods, numpyclient_mod])
+    return ClientApp(checked, mods=[node_mod, *mods, numpyclient_mod])
 
 
-def identify_mod(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
-    """Answer the identity query from ``context.node_config``; pass anything else on."""
-    if message.metadata.message_type != wire.IDENTIFY:
-        return call_next(message, context)
-    return Message(wire.identity_reply(context.node_config), reply_to=message)
+def node_mod(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
+    """Answer what needs no client: who the node is, and a model sent ahead; pass the rest on."""
+    message_type = message.metadata.message_type
+    if message_type == wire.IDENTIFY:
+        return Message(wire.identity_reply(context.node_config), reply_to=message)
+    if message_type == wire.PREFETCH:
+        state = _State(context, message.content.config_records[wire.CONFIG])
+        state.keep_model(message.content.array_records[wire.ARRAYS])
+        return Message(RecordDict(), reply_to=message)
+    return call_next(message, context)
 
 
 def numpyclient_mod(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
     """Translate a Message-API train or evaluate message for a NumPyClient, and its reply back."""
     message_type = message.metadata.message_type
+    if message_type == wire.LABELS:
+        return _label_counts(message, context, call_next)
     kind = message_type.split(".")[0]
     if kind not in _LEGACY:
         raise wire.ProtocolError(f"a NumPyClient answers train and evaluate, not '{message_type}'")
@@ -137,13 +145,27 @@ def numpyclient_mod(message: Message, context: Context, call_next: ClientAppCall
         records[wire.ARRAYS] = ArrayRecord(
             {name: _relabel(a) for name, a in zip(names, fitted.values(), strict=True)}
         )
-        state.keep(slots, arrays if config.get(wire.KEEP_KEY) else None)
+        state.keep_slots(slots)
+        if config.get(wire.KEEP_KEY):
+            state.keep_model(arrays)
     else:
         metrics["loss"] = content.metric_records[f"{res}.loss"]["loss"]
     out: dict[str, Any] = {**records, wire.METRICS: MetricRecord(metrics)}
     if texts:
         out[wire.CONFIG] = ConfigRecord(texts)
     reply.content = RecordDict(out)
+    return reply
+
+
+def _label_counts(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
+    """Ask the client's ``get_properties`` for its label counts."""
+    asked = ConfigRecord({wire.LABELS_KEY: True})
+    message.content = RecordDict({"getpropertiesins.config": asked})
+    message.metadata.message_type = MessageTypeLegacy.GET_PROPERTIES
+    reply = call_next(message, context)
+    reply.metadata.message_type = wire.LABELS
+    answer = reply.content.config_records["getpropertiesres.properties"]
+    reply.content = RecordDict({wire.CONFIG: answer})
     return reply
 
 
@@ -176,15 +198,22 @@ class _State:
             return None
         return wire.from_record(self._records.array_records[self._prefix + "model"])
 
-    def keep(self, slots: Mapping[str, ArrayRecord], model: ArrayRecord | None) -> None:
-        """Replace the state by that of this round; earlier trainings' state is dropped."""
-        for key in [k for k in self._records if k.startswith("flwr_regs.")]:
-            del self._records[key]
+    def keep_slots(self, slots: Mapping[str, ArrayRecord]) -> None:
+        """Replace the terms' client slots by those of this round."""
+        self._forget(lambda key: not key.startswith(self._prefix) or key.endswith(".client"))
         for name, record in slots.items():
             self._records[self._prefix + name] = record
-        if model is not None:
-            self._records[self._prefix + "model"] = model
-            self._records[self._prefix + "round"] = ConfigRecord({"round": self._round})
+
+    def keep_model(self, model: ArrayRecord) -> None:
+        """Keep the global model of this round."""
+        self._forget(lambda key: not key.startswith(self._prefix))
+        self._records[self._prefix + "model"] = model
+        self._records[self._prefix + "round"] = ConfigRecord({"round": self._round})
+
+    def _forget(self, condition: Callable[[str], bool]) -> None:
+        """Drop what `condition` names: among our own keys only, never the user's."""
+        for key in [k for k in self._records if k.startswith("flwr_regs.") and condition(k)]:
+            del self._records[key]
 
 
 def _relabel(array: Array) -> Array:

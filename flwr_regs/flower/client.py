@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -11,7 +12,8 @@ import torch
 from flwr.client import NumPyClient
 from torch import nn
 
-from flwr_regs.batches import Batches, resolve_device, to_device
+from flwr_regs.batches import Batches, label_counts, resolve_device, to_device
+from flwr_regs.classifier import find_classifier
 from flwr_regs.flower import wire
 from flwr_regs.local_round import LossFn, OptimizerFn, local_round
 from flwr_regs.method import Chain, Slot, Term, chain
@@ -39,6 +41,9 @@ class RegClient(NumPyClient):
         ``"auto"``: the accelerator if there is one, else the CPU.
     classifier : str, optional
         Name of the output layer, for methods that look at features (default: the last ``nn.Linear``).
+    share_label_counts : bool
+        Tell a strategy with class-covering cohorts, when it asks, how many examples of each class the
+        training data holds. That is information about the data: off by default.
     terms : sequence of Term classes
         Only for a composition of your own, in the strategy's order; the named clients fix it.
     """
@@ -56,17 +61,15 @@ class RegClient(NumPyClient):
         optimizer: OptimizerFn = torch.optim.SGD,
         device: str | torch.device = "auto",
         classifier: str | None = None,
+        share_label_counts: bool = False,
         terms: Sequence[type[Term]] | None = None,
     ) -> None:
         if not isinstance(model, nn.Module):
             raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
         if half := [n for n, v in model.state_dict().items() if v.dtype == torch.bfloat16]:
             raise TypeError(f"bfloat16 cannot travel (numpy has no such type), but {half} are")
-        if classifier is not None and classifier not in dict(model.named_modules()):
-            raise ValueError(
-                f"classifier '{classifier}' is not a layer of {type(model).__name__}; "
-                f"it has {[n for n, _ in model.named_modules() if n]}"
-            )
+        if classifier is not None:
+            find_classifier(model, classifier)
         if terms is not None:
             if self.method is not None:
                 raise TypeError(
@@ -80,6 +83,7 @@ class RegClient(NumPyClient):
         self.optimizer = optimizer
         self.device = device
         self.classifier = classifier
+        self.share_label_counts = share_label_counts
 
     def get_parameters(self, config: Mapping[str, Any]) -> NDArrayList:
         """Return the model's ``state_dict`` values as numpy arrays."""
@@ -109,11 +113,8 @@ class RegClient(NumPyClient):
             broadcast = term.recover(steps, config[wire.PREVIOUS_LR_KEY]) or {}
         else:
             broadcast = self._slots(config, "broadcast")
-        # Shuffling, dropout and augmentation depend on (seed, round, partition) alone, and the
-        # process's own random state is left as it was.
         device = resolve_device(self.device)
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-            torch.manual_seed(config[wire.SEED_KEY])
+        with self._seeded(config, device):
             result = local_round(
                 self.model,
                 term,
@@ -143,29 +144,79 @@ class RegClient(NumPyClient):
                     metrics[f"{name}.{slot}"] = wire.pack(arrays)
         return [result.state[n].numpy() for n in names], result.num_examples, metrics
 
-    @torch.no_grad()
     def evaluate(
         self, parameters: NDArrayList, config: Mapping[str, Any]
     ) -> tuple[float, int, dict[str, Any]]:
-        """Return (mean loss, examples, ``{"accuracy": share of correct arg-max}``) on `eval_data`."""
+        """Return (mean loss, examples, ``{"accuracy": share of correct arg-max}``) on `eval_data`.
+
+        Where the config says ``"personalise"``, also the loss and accuracy of a personalised model:
+        see :mod:`flwr_regs.methods.calibration`.
+        """
         if self.eval_data is None:
             raise ValueError(
                 f"{type(self).__name__} was built without eval_data; "
                 "pass it, or set fraction_evaluate=0 on the strategy"
             )
+        own = [k for k in config if not k.startswith("regs.")]
+        wire.check_config_keys(own, [*wire.EVALUATE_KEYS, wire.ROUND_KEY], "evaluate_config")
+        wire.check_evaluate_config(config, "evaluate_config")
         self._load(parameters, config)
         device = resolve_device(self.device)
-        self.model.to(device).eval()
+        loss, accuracy, count = self._score(self.model, device)
+        metrics = {"accuracy": accuracy}
+        if "personalise" in config:
+            from flwr_regs.methods.calibration import calibrate  # it needs this file
+
+            with self._seeded(config, device):
+                personal = calibrate(
+                    self.model,
+                    self.train_data,
+                    config,
+                    classifier=self.classifier,
+                    loss_fn=self.loss_fn,
+                    optimizer=self.optimizer,
+                    device=device,
+                )
+            metrics["personal-loss"], metrics["personal-accuracy"], _ = self._score(
+                personal, device
+            )
+        return loss, count, metrics
+
+    @torch.no_grad()
+    def _score(self, model: nn.Module, device: torch.device) -> tuple[float, float, int]:
+        """Return (mean loss, accuracy, examples) of a model on `eval_data`."""
+        model.to(device).eval()
         loss, correct, count = 0.0, 0, 0
-        for inputs, targets in self.eval_data:
+        for inputs, targets in self.eval_data or ():
             targets = to_device(targets, device)
-            output = self.model(to_device(inputs, device))
+            output = model(to_device(inputs, device))
             loss += float(self.loss_fn(output, targets)) * len(targets)
             correct += int((output.argmax(dim=1) == targets).sum())
             count += len(targets)
         if count == 0:
             raise ValueError("the client has no evaluation data: eval_data holds no batch")
-        return loss / count, count, {"accuracy": correct / count}
+        return loss / count, correct / count, count
+
+    def get_properties(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the label counts, if asked for them and built with ``share_label_counts=True``."""
+        if not config.get(wire.LABELS_KEY):
+            return {}
+        if not self.share_label_counts:
+            raise PermissionError(
+                f"{type(self).__name__} does not share its label counts; build it with "
+                "share_label_counts=True, or the strategy with cohorts='uniform'"
+            )
+        return {wire.LABELS_KEY: json.dumps(label_counts(self.train_data).tolist())}
+
+    @contextlib.contextmanager
+    def _seeded(self, config: Mapping[str, Any], device: torch.device) -> Iterator[None]:
+        """Seed torch for this client and round; leave the process's own random state as it was.
+
+        Shuffling, dropout and augmentation then depend on (seed, round, partition) alone.
+        """
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            torch.manual_seed(config[wire.SEED_KEY])
+            yield
 
     def _method_name(self) -> str:
         return self.method or "+".join(t.name for t in self.terms)

@@ -1,16 +1,18 @@
-"""Who is there: partition ids and node ids, and cohorts drawn from them by seed."""
+"""Who is there: partition ids, node ids, and (if asked) label counts."""
 
 from __future__ import annotations
 
+import json
 import time
 from logging import INFO, WARNING
+from typing import cast
 
-import numpy as np
 from flwr.app import Message, RecordDict
 from flwr.common.logger import log
 from flwr.serverapp import Grid
 
 from flwr_regs.flower import wire
+from flwr_regs.flower.replies import sort_replies, told
 
 
 class PopulationError(RuntimeError):
@@ -49,6 +51,7 @@ class Population:
         self._here: list[int] = []
         self._expected: int | None = self._given
         self._complete = False
+        self._labels: dict[int, list[int]] = {}
 
     def node_id(self, pid: int) -> int:
         """Return the node that serves a partition id."""
@@ -86,14 +89,23 @@ class Population:
                 told = time.monotonic()
             time.sleep(0.1)
 
-    def draw(self, key: tuple[int, ...], size: int) -> list[int]:
-        """Return `size` of the clients that are here, sorted, by `key` alone.
+    def label_counts(self, grid: Grid) -> dict[int, list[int]]:
+        """Return each present client's examples of each class; every client is asked once.
 
-        Each client's rank depends on (key, its own id) only: a client that is missing is replaced
-        by one other, and the rest of the cohort stays. All of them where `size` is too large.
+        Raises PopulationError if a client does not answer: it must have agreed to share them.
         """
-        rank = {p: np.random.default_rng((*key, p)).random() for p in self._here}
-        return sorted(sorted(self._here, key=lambda p: rank[p])[:size])
+        new = [p for p in self._here if p not in self._labels]
+        replies = grid.send_and_receive(
+            [Message(RecordDict(), self._node_of[p], wire.LABELS) for p in new],
+            timeout=self._timeout,
+        )
+        answered, failures = sort_replies(replies, {self._node_of[p]: p for p in new})
+        if failures:
+            raise PopulationError(f"class-covering cohorts need label counts: {told(failures)}")
+        for pid, reply in answered.items():
+            counts = reply.content.config_records[wire.CONFIG][wire.LABELS_KEY]
+            self._labels[pid] = json.loads(cast(str, counts))
+        return {p: self._labels[p] for p in self._here}
 
     def _identify(self, grid: Grid, nodes: list[int]) -> None:
         if not nodes:

@@ -40,6 +40,14 @@ def sort_replies(
     return answered, failures
 
 
+def told(failures: Mapping[int, str]) -> str:
+    """Name the failed clients with their errors, those with the same one together."""
+    by_reason: dict[str, list[int]] = {}
+    for pid, why in sorted(failures.items()):
+        by_reason.setdefault(why, []).append(pid)
+    return "; ".join(f"clients {pids} failed: {why}" for why, pids in by_reason.items())
+
+
 def receive_metrics(
     pid: int, content: RecordDict, weighted_by_key: str
 ) -> tuple[MetricRecord, float]:

@@ -19,8 +19,9 @@ from flwr_regs.aggregation import Reply, aggregation_weights, mean_delta
 from flwr_regs.flower import wire
 from flwr_regs.flower.downlink import Downlink
 from flwr_regs.flower.population import Population
-from flwr_regs.flower.replies import receive, receive_metrics, sort_replies
+from flwr_regs.flower.replies import receive, receive_metrics, sort_replies, told
 from flwr_regs.method import ServerContext, Slot, Term, chain
+from flwr_regs.sampling import class_covering_cohort, uniform_cohort
 
 
 class RoundFailed(RuntimeError):
@@ -45,6 +46,14 @@ class RegStrategy(FlowerFedAvg):
         pair to any other; only for terms that can recover their broadcast from the step.
     lr_schedule : callable, optional
         ``lr_schedule(round) -> factor`` on train_config's ``"lr"``; rounds count from 1.
+    cohorts : {"uniform", "class-covering"}
+        ``"class-covering"`` draws cohorts whose clients together hold every class (FedADC, Sec. IV-E).
+        **Privacy cost**: each client tells the server, once, how many examples of each class it holds;
+        it does so only if its own operator built it with ``share_label_counts=True``.
+    overlap : bool
+        With ``downlink="delta"``: while round t trains, the clients of round t + 1 are already sent
+        ``w_t``, so that round t + 1 only sends the step (FedADC, Sec. II-A). Same weights; the history
+        shows the bytes sent ahead as ``bytes_ahead``, those on the critical path as ``bytes_down``.
     min_replies : int
         A round with fewer usable replies raises :class:`RoundFailed`.
     population : int, optional
@@ -79,6 +88,7 @@ class RegStrategy(FlowerFedAvg):
     _held: dict[int, int]  # partition id -> round whose model that client last kept
     _entry: dict[str, Any]
     _start_id: str
+    _ahead_of: dict[int, int]  # node id -> partition id of clients that were sent w_t ahead
 
     def __init__(
         self,
@@ -88,6 +98,8 @@ class RegStrategy(FlowerFedAvg):
         seed: int | None = None,
         downlink: str = "model",
         lr_schedule: Callable[[int], float] | None = None,
+        cohorts: str = "uniform",
+        overlap: bool = False,
         min_replies: int = 1,
         population: int | None = None,
         wait_timeout: float = 300.0,
@@ -98,6 +110,10 @@ class RegStrategy(FlowerFedAvg):
             raise ValueError(f"weighting must be 'num-examples' or 'uniform', not {weighting!r}")
         if downlink not in ("model", "delta"):
             raise ValueError(f"downlink must be 'model' or 'delta', not {downlink!r}")
+        if cohorts not in ("uniform", "class-covering"):
+            raise ValueError(f"cohorts must be 'uniform' or 'class-covering', not {cohorts!r}")
+        if overlap and downlink != "delta":
+            raise ValueError("overlap=True needs downlink='delta'")
         if min_replies < 1:
             raise ValueError(f"min_replies must be at least 1, not {min_replies}")
         for name in ("fraction_train", "fraction_evaluate"):
@@ -117,9 +133,12 @@ class RegStrategy(FlowerFedAvg):
         self.seed = int(np.random.SeedSequence().generate_state(1)[0]) if seed is None else seed
         self.downlink = downlink
         self.lr_schedule = lr_schedule or (lambda _: 1.0)
+        self.cohorts = cohorts
+        self.overlap = overlap
         self.min_replies = min_replies
         self.population = Population(self.min_available_nodes, population, wait_timeout)
         self._timeout = 3600.0
+        self._num_rounds = 2**31  # unknown where a wrapper drives the rounds
         self._reset({})
 
     @property
@@ -157,7 +176,9 @@ class RegStrategy(FlowerFedAvg):
             A round had fewer than `min_replies` usable replies.
         """
         self._check_config(train_config or {})
+        self._check_evaluate_config(evaluate_config or {})
         self._timeout = timeout
+        self._num_rounds = num_rounds
         return super().start(
             grid,
             initial_arrays,
@@ -179,10 +200,7 @@ class RegStrategy(FlowerFedAvg):
         began = time.monotonic()
         self._grid = grid
         members = self.population.refresh(grid)
-        cohort = self.population.draw(
-            (self.seed, server_round),
-            max(int(len(members) * self.fraction_train), self.min_train_nodes),
-        )
+        cohort = self._cohort(server_round, members, grid)
         settings: dict[str, Any] = dict(config)
         lr = settings["lr"] * float(self.lr_schedule(server_round))
         if not 0 < lr < float("inf"):
@@ -218,8 +236,9 @@ class RegStrategy(FlowerFedAvg):
             "seconds": {"configure": time.monotonic() - began},
         }
         log(INFO, "configure_train: cohort of %d (out of %d)", len(cohort), len(members))
+        ahead = self._ahead(server_round, members, cohort, grid)
         self._clock = time.monotonic()
-        return [self._message(pid, "train") for pid in cohort]
+        return [*(self._message(pid, "train") for pid in cohort), *ahead]
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
@@ -234,7 +253,9 @@ class RegStrategy(FlowerFedAvg):
         if self.fraction_train == 0.0:
             return None, None
         entry = self._entry
-        answered, failures = sort_replies(replies, self._nodes())
+        replies = list(replies)
+        trained = [r for r in replies if r.metadata.message_type != wire.PREFETCH]
+        answered, failures = sort_replies(trained, self._nodes())
         # A client that lost its model (a restarted SuperNode) gets the full pair in the same round.
         lost = [p for p, m in answered.items() if _is_out_of_sync(m)]
         if lost:
@@ -272,14 +293,14 @@ class RegStrategy(FlowerFedAvg):
             except wire.ProtocolError as error:
                 failures[pid] = str(error)
         if failures:
-            log(WARNING, "\t> %s", _told(failures))
+            log(WARNING, "\t> %s", told(failures))
         entry["failures"] = failures
         entry["replies"] = sorted(usable)
         self.history.append(entry)
         if len(usable) < self.min_replies:
             raise RoundFailed(
                 f"round {server_round} of {self.method_name}: {len(usable)} usable replies from a "
-                f"cohort of {len(self._sent)}, needed {self.min_replies}; {_told(failures)}"
+                f"cohort of {len(self._sent)}, needed {self.min_replies}; {told(failures)}"
             )
 
         weights = aggregation_weights(usable, self.weighting)
@@ -294,6 +315,9 @@ class RegStrategy(FlowerFedAvg):
         self._server = server
         self._previous_lr = self._ctx.lr
         self._held |= dict.fromkeys(answered, server_round)
+        for ack in replies:
+            if ack.metadata.message_type == wire.PREFETCH and not ack.has_error():
+                self._held[self._ahead_of[ack.metadata.src_node_id]] = server_round
 
         metrics = self.train_metrics_aggr_fn(
             _with_common_keys([r.metrics for r in usable.values()]), self.weighted_by_key
@@ -312,14 +336,16 @@ class RegStrategy(FlowerFedAvg):
         if self.fraction_evaluate == 0.0:
             return []
         members = self.population.refresh(grid)
-        cohort = self.population.draw(
-            (self.seed, server_round, 1),
-            max(int(len(members) * self.fraction_evaluate), self.min_evaluate_nodes),
-        )
-        settings = ConfigRecord({**config, wire.ROUND_KEY: server_round})
-        self._sent = {
-            pid: RecordDict({wire.ARRAYS: arrays, wire.CONFIG: settings}) for pid in cohort
-        }
+        size = max(int(len(members) * self.fraction_evaluate), self.min_evaluate_nodes)
+        cohort = uniform_cohort(members, (self.seed, server_round, 1), size)
+        self._sent = {}
+        for pid in cohort:
+            own = {
+                wire.ROUND_KEY: server_round,
+                wire.SEED_KEY: self._client_seed(server_round, pid),
+            }
+            settings = ConfigRecord({**config, **own})
+            self._sent[pid] = RecordDict({wire.ARRAYS: arrays, wire.CONFIG: settings})
         self._clock = time.monotonic()
         return [self._message(pid, "evaluate") for pid in cohort]
 
@@ -344,11 +370,11 @@ class RegStrategy(FlowerFedAvg):
             except wire.ProtocolError as error:
                 failures[pid] = str(error)
         if failures:
-            log(WARNING, "\t> evaluation: %s", _told(failures))
+            log(WARNING, "\t> evaluation: %s", told(failures))
         if not per_client:
             raise RoundFailed(
                 f"round {server_round} of {self.method_name}: no client of {len(self._sent)} could "
-                f"evaluate; {_told(failures)}"
+                f"evaluate; {told(failures)}"
             )
         result = self.evaluate_metrics_aggr_fn(
             _with_common_keys([MetricRecord(m) for m in per_client.values()]), self.weighted_by_key
@@ -367,6 +393,12 @@ class RegStrategy(FlowerFedAvg):
             [k for k in config if k != wire.ROUND_KEY], wire.TRAIN_KEYS, "train_config"
         )
         wire.check_train_config(config, "train_config")
+
+    def _check_evaluate_config(self, config: Any) -> None:
+        wire.check_config_keys(
+            [k for k in config if k != wire.ROUND_KEY], wire.EVALUATE_KEYS, "evaluate_config"
+        )
+        wire.check_evaluate_config(config, "evaluate_config")
 
     def _begin(self, arrays: ArrayRecord, config: ConfigRecord) -> None:
         """Start afresh: also where a wrapper (Flower's DP strategies) calls round 1 directly."""
@@ -395,9 +427,39 @@ class RegStrategy(FlowerFedAvg):
     def _train_content(self, pid: int, held_round: int | None) -> RecordDict:
         """Return what one client of this round receives."""
         records, scalars = self._downlink.content(held_round)
-        seed = np.random.SeedSequence((self.seed, self._ctx.round, pid)).generate_state(1)[0]
-        config = ConfigRecord({**self._settings, **scalars, wire.SEED_KEY: int(seed)})
+        own = {wire.SEED_KEY: self._client_seed(self._ctx.round, pid)}
+        config = ConfigRecord({**self._settings, **scalars, **own})
         return RecordDict({**records, wire.CONFIG: config})
+
+    def _client_seed(self, server_round: int, pid: int) -> int:
+        return int(np.random.SeedSequence((self.seed, server_round, pid)).generate_state(1)[0])
+
+    def _cohort(self, server_round: int, members: list[int], grid: Grid) -> list[int]:
+        size = max(int(len(members) * self.fraction_train), self.min_train_nodes)
+        key = (self.seed, server_round)
+        if self.cohorts == "class-covering":
+            return class_covering_cohort(self.population.label_counts(grid), key, size)
+        return uniform_cohort(members, key, size)
+
+    def _ahead(
+        self, server_round: int, members: list[int], cohort: list[int], grid: Grid
+    ) -> list[Message]:
+        """Return ``w_t`` for those of the next cohort who do not get it in this round anyway."""
+        self._ahead_of = {}
+        if not self.overlap or server_round >= self._num_rounds:
+            return []
+        later = self._cohort(server_round + 1, members, grid)
+        config = {k: self._settings[k] for k in (wire.METHOD_KEY, wire.START_KEY, wire.ROUND_KEY)}
+        record = wire.to_record(self._model)
+        messages = []
+        self._entry["bytes_ahead"] = {}
+        for pid in sorted(set(later) - set(cohort)):
+            content = RecordDict({wire.ARRAYS: record, wire.CONFIG: ConfigRecord(config)})
+            node = self.population.node_id(pid)
+            self._ahead_of[node] = pid
+            self._entry["bytes_ahead"][pid] = wire.content_bytes(content)
+            messages.append(Message(content, node, wire.PREFETCH))
+        return messages
 
     def _nodes(self) -> dict[int, int]:
         return {self.population.node_id(pid): pid for pid in self._sent}
@@ -413,14 +475,6 @@ class RegStrategy(FlowerFedAvg):
 def _is_out_of_sync(message: Message) -> bool:
     config = message.content.config_records.get(wire.CONFIG)
     return config is not None and bool(config.get(wire.OUT_OF_SYNC_KEY, False))
-
-
-def _told(failures: dict[int, str]) -> str:
-    """Name the failed clients with their errors, those with the same one together."""
-    by_reason: dict[str, list[int]] = {}
-    for pid, why in sorted(failures.items()):
-        by_reason.setdefault(why, []).append(pid)
-    return "; ".join(f"clients {pids} failed: {why}" for why, pids in by_reason.items())
 
 
 def _with_common_keys(metrics: list[MetricRecord]) -> list[RecordDict]:

@@ -30,6 +30,8 @@ ARRAYS = "arrays"
 CONFIG = "config"
 METRICS = "metrics"
 IDENTIFY = "query.flwr_regs"
+LABELS = "query.flwr_regs_labels"
+PREFETCH = "query.flwr_regs_prefetch"
 
 METHOD_KEY = "regs.method"
 PROTOCOL_KEY = "regs.protocol"
@@ -45,7 +47,17 @@ PREVIOUS_LR_KEY = "regs.previous-lr"
 OUT_OF_SYNC_KEY = "regs.out-of-sync"
 STEP_KEY = "regs.step"
 ROUND_KEY = "server-round"
+LABELS_KEY = "regs.label-counts"
 TRAIN_KEYS = ("lr", "local-epochs", "local-steps")
+EVALUATE_KEYS = (
+    "personalise",
+    "personal-lr",
+    "personal-epochs",
+    "personal-mu",
+    "personal-lam",
+    "personal-temperature",
+)
+PERSONALISE = ("plain", "proximal", "distil", "both")
 
 
 class ProtocolError(ValueError):
@@ -164,6 +176,20 @@ def check_train_config(config: Mapping[str, Any], where: str) -> None:
     value = config[given[0]]
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ValueError(f"{where} key '{given[0]}' must be a positive integer, not {value!r}")
+
+
+def check_evaluate_config(config: Mapping[str, Any], where: str) -> None:
+    """Raise ValueError if the keys for personalisation are there in part or have wrong values."""
+    kind = config.get("personalise")
+    if kind is None:
+        if given := [k for k in EVALUATE_KEYS if k in config]:
+            raise ValueError(f"{where} has {given}, but not 'personalise' (one of {PERSONALISE})")
+        return
+    if kind not in PERSONALISE:
+        raise ValueError(f"{where} key 'personalise' must be one of {PERSONALISE}, not {kind!r}")
+    lr = config.get("personal-lr")
+    if isinstance(lr, bool) or not isinstance(lr, int | float) or not 0 < lr < float("inf"):
+        raise ValueError(f"{where} key 'personal-lr' must be a positive number, not {lr!r}")
 
 
 def identity_reply(node_config: Mapping[str, Any]) -> RecordDict:

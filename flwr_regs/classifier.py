@@ -1,0 +1,27 @@
+"""The output layer of a model: found, or named by the user."""
+
+from __future__ import annotations
+
+from torch import nn
+
+
+def find_classifier(model: nn.Module, name: str | None = None) -> str:
+    """Return the name of the output layer: `name`, or the last ``nn.Linear`` of the model.
+
+    Raises ValueError, saying how to name one, if there is no such layer.
+    """
+    layers: dict[str, nn.Module] = dict(model.named_modules())
+    if name is not None:
+        if name not in layers or name == "":
+            raise ValueError(
+                f"classifier '{name}' is not a layer of {type(model).__name__}; "
+                f"it has {[n for n in layers if n]}"
+            )
+        return name
+    linear = [n for n, layer in layers.items() if isinstance(layer, nn.Linear)]
+    if not linear:
+        raise ValueError(
+            f"{type(model).__name__} has no nn.Linear to take for its output layer; name one with "
+            f"classifier=..., out of {[n for n in layers if n]}"
+        )
+    return linear[-1]

@@ -1,0 +1,77 @@
+"""Personalisation by classifier calibration: an evaluation mode of every client.
+
+From the global model, a client trains its classifier alone for E local epochs, with the plain loss, a
+proximal term, self-confidence distillation, or both, and reports the accuracy of both models on its own
+test data. The global model is unchanged and nothing but metrics is sent.
+
+Any strategy does this when its `evaluate_config` says so:
+``{"personalise": "plain" | "proximal" | "distil" | "both", "personal-lr": 0.05}``.
+
+The rest of the model runs in eval mode while the classifier trains: batch norm keeps its statistics.
+
+Source: Ozfatura, Ozfatura, Gündüz, "FedADC" (2021), Sec. IV-D (E = 2).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from flwr_regs.batches import Batches
+from flwr_regs.classifier import find_classifier
+from flwr_regs.local_round import LossFn, OptimizerFn, local_round
+from flwr_regs.method import Term, chain
+from flwr_regs.methods.fedadc import SelfDistillation
+from flwr_regs.methods.fedprox import Proximal
+
+
+def calibrate(
+    model: nn.Module,
+    train_data: Batches,
+    config: Mapping[str, Any],
+    *,
+    classifier: str | None,
+    loss_fn: LossFn,
+    optimizer: OptimizerFn,
+    device: torch.device,
+) -> nn.Module:
+    """Return a copy of `model` whose classifier has been trained on `train_data`.
+
+    Parameters
+    ----------
+    config : mapping
+        ``"personalise"`` and ``"personal-lr"``; optionally ``"personal-epochs"`` (2),
+        ``"personal-mu"`` (0.1), ``"personal-lam"`` (0.35) and ``"personal-temperature"`` (4).
+    classifier : str, optional
+        Name of the output layer; default: the last ``nn.Linear``.
+    """
+    name = find_classifier(model, classifier)
+    mine = copy.deepcopy(model)
+    for key, p in mine.named_parameters():
+        p.requires_grad_(key.startswith(f"{name}."))
+    kind = config["personalise"]
+    terms: list[Term] = []
+    if kind in ("distil", "both"):
+        terms.append(
+            SelfDistillation(
+                config.get("personal-lam", 0.35), config.get("personal-temperature", 4.0)
+            )
+        )
+    if kind in ("proximal", "both"):
+        terms.append(Proximal(config.get("personal-mu", 0.1)))
+    local_round(
+        mine,
+        chain(terms),
+        train_data,
+        lr=config["personal-lr"],
+        epochs=config.get("personal-epochs", 2),
+        loss_fn=loss_fn,
+        optimizer=optimizer,
+        device=device,
+        train_mode=False,
+    )
+    return mine
