@@ -1,0 +1,399 @@
+"""FedADC's own promises: bytes, K_k, optimisers, distillation, personalisation, overlap."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import ArrayRecord, ConfigRecord
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from flwr_regs import (
+    EmbeddedMomentum,
+    FedADC,
+    FedADCClient,
+    FedADCPlus,
+    FedADCPlusClient,
+    FedAvg,
+    FedAvgClient,
+    FedFOR,
+    FedFORClient,
+    InProcessGrid,
+    RegClient,
+    RegStrategy,
+    RoundFailed,
+    SelfDistillation,
+    SlowMo,
+    SlowMoClient,
+)
+from flwr_regs.batches import StartOutputs, label_counts
+from flwr_regs.classifier import find_classifier
+from flwr_regs.flower.population import PopulationError
+from flwr_regs.local_round import local_round
+from flwr_regs.method import ClientContext, chain
+from flwr_regs.sampling import CoverageError, class_covering_cohort, uniform_cohort
+from tests.conftest import close, make_clients, make_model, run
+from tests.oracles import distillation
+from tests.test_strategy import ForgetfulGrid, app_of, start
+
+
+def heavy(n: int = 4) -> tuple[Any, Any]:
+    """A model whose arrays weigh more than their names."""
+
+    def model() -> nn.Module:
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            return nn.Sequential(nn.Linear(4, 400), nn.Tanh(), nn.Linear(400, 3))
+
+    return model, make_clients(n, torch.float32)
+
+
+def test_in_sync_the_momentum_costs_nothing_down() -> None:
+    """Measured from the messages: w_1 alone; then w_t and m_t, or the step alone."""
+    model, clients = heavy()
+    bytes_down = {}
+    for downlink in ("model", "delta"):
+        strategy = FedADC(beta=0.9, downlink=downlink, seed=1, fraction_evaluate=0.0)
+        run(strategy, FedADCClient, clients=clients, model=model)
+        bytes_down[downlink] = [e["bytes_down"][0] for e in strategy.history]
+    one_model = bytes_down["model"][0]
+    assert all(1.8 < b / one_model < 2.0 for b in bytes_down["model"][1:])
+    assert all(b / one_model < 1.02 for b in bytes_down["delta"])
+
+
+def test_a_lost_momentum_is_noticed_and_sent_again() -> None:
+    settings: dict[str, Any] = {"beta": 0.6, "seed": 2, "fraction_evaluate": 0.0}
+    a = start(FedADC(**settings), InProcessGrid(app_of(FedADCClient), 4), 5)
+    b = start(FedADC(**settings, downlink="delta"), ForgetfulGrid(app_of(FedADCClient), 4), 5)
+    close(*({k: v.numpy() for k, v in r.arrays.items()} for r in (a, b)), 0.0)
+
+
+def test_double_momentum_wants_the_default_optimiser() -> None:
+    strategy = FedADC(local_momentum=0.5, fraction_evaluate=0.0)
+    with pytest.raises(RoundFailed, match=r"the client's must be the default, torch\.optim\.SGD"):
+        run(strategy, FedADCClient, optimizer=torch.optim.Adam)
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: FedADC(beta=1.0), r"beta_local must lie in \[0, 1\), not 1.0"),
+        (lambda: FedADC(alpha=0.0), "alpha must be positive, not 0"),
+        (lambda: FedADC(variant="red"), "variant must be 'nesterov' or 'heavy-ball', not 'red'"),
+        (lambda: FedADC(local_momentum=0.5, beta_local=0.1), "has one beta"),
+        (lambda: FedADCPlus(lam=1.5), r"lam must lie in \[0, 1\], not 1.5"),
+        (lambda: FedADCPlus(temperature=0.0), "temperature must be positive"),
+        (lambda: SlowMo(beta=-0.1), r"beta must lie in \[0, 1\), not -0.1"),
+        (lambda: FedADC(overlap=True), "overlap=True needs downlink='delta'"),
+        (lambda: FedADC(cohorts="all"), "cohorts must be 'uniform' or 'class-covering'"),
+    ],
+)
+def test_wrong_settings_are_refused(build: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        build()
+
+
+def test_slowmo_is_fedadc_with_all_the_momentum_on_the_server() -> None:
+    a = run(FedADC(beta_local=0.0, beta_global=0.7, seed=1), FedADCClient)
+    b = run(SlowMo(beta=0.7, seed=1), SlowMoClient)
+    close(a, b, 1e-12)
+
+
+# Distillation
+
+
+def batch_context(counts: list[int]) -> tuple[ClientContext, nn.Module, nn.Module, Any, Any]:
+    x, y = make_clients()[1][0]
+    model, teacher = make_model(), make_model()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.3 * torch.sin(torch.arange(p.numel(), dtype=p.dtype)).reshape(p.shape))
+    params = dict(model.named_parameters())
+    ctx = ClientContext(
+        start={},
+        lr=0.1,
+        num_steps=1,
+        inputs=x,
+        targets=y,
+        output=model(x),
+        start_output=teacher(x).detach(),
+        label_counts=torch.tensor(counts),
+    )
+    assert params
+    return ctx, model, teacher, x, y
+
+
+@pytest.mark.parametrize("counts", [[7, 3, 5], [7, 3], [0, 9, 0], [4, 4, 4]], ids=str)
+def test_the_loss_and_its_gradient_are_the_oracles(counts: list[int]) -> None:
+    """Absent classes included: a list that ends early ends in zeros."""
+    ctx, model, teacher, x, y = batch_context(counts)
+    base = nn.functional.cross_entropy(ctx.output, y)
+    loss = SelfDistillation(0.35, 3.0).loss(base, {}, ctx)
+    loss.backward()
+    arrays = [{n: p.detach().numpy() for n, p in m.named_parameters()} for m in (model, teacher)]
+    full = np.array(counts + [0] * (3 - len(counts)))
+    want, grads = distillation.loss_and_gradient(
+        *arrays, x.numpy(), y.numpy(), full, lam=0.35, temperature=3.0
+    )
+    assert loss.item() == pytest.approx(want, abs=1e-12)
+    close(
+        {n: p.grad.numpy() for n, p in model.named_parameters() if p.grad is not None}, grads, 1e-12
+    )
+
+
+def test_the_teacher_runs_once_for_each_example_and_round() -> None:
+    """Through a shuffling loader, three epochs; and again in the next round."""
+    x = torch.randn(23, 4, dtype=torch.float64)
+    data = TensorDataset(x, torch.arange(23) % 3)
+    seen = []
+
+    class Counting(nn.Linear):
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            if not self.weight.requires_grad:  # only the teacher is frozen
+                seen.append(len(inputs))
+            return super().forward(inputs)
+
+    model = Counting(4, 3, dtype=torch.float64)
+    for _ in range(2):
+        seen.clear()
+        loader = DataLoader(data, batch_size=5, shuffle=True)
+        local_round(model, chain([SelfDistillation()]), loader, lr=0.1, epochs=3, device="cpu")
+        assert sum(seen) == 23
+
+
+def test_the_teacher_is_the_model_as_it_was_in_eval_mode() -> None:
+    model = make_model(batch_norm=True)
+    x = make_clients()[1][0][0]
+    taught = StartOutputs(model)
+    want = make_model(batch_norm=True).eval()(x).detach()
+    model.train()(x)  # moves the running statistics
+    with torch.no_grad():
+        model[0].weight.zero_()
+    torch.testing.assert_close(taught(x, torch.device("cpu")), want)
+    flipped = taught(x.flip(0), torch.device("cpu"))
+    torch.testing.assert_close(flipped, want.flip(0), rtol=0, atol=0)
+
+
+def test_the_teacher_takes_nested_inputs() -> None:
+    class Two(nn.Module):
+        def forward(self, inputs: dict[str, Any]) -> torch.Tensor:
+            return inputs["a"] + inputs["b"][0]
+
+    batch = {"a": torch.arange(6.0).reshape(3, 2), "b": (torch.ones(3, 2), "text")}
+    got = StartOutputs(Two())(batch, torch.device("cpu"))
+    torch.testing.assert_close(got, batch["a"] + 1)
+
+
+def test_counting_labels_leaves_the_random_state_alone() -> None:
+    data = TensorDataset(torch.zeros(9, 1), torch.tensor([0, 2, 2, 0, 0, 2, 2, 2, 2]))
+    torch.manual_seed(3)
+    before = torch.random.get_rng_state()
+    assert label_counts(DataLoader(data, batch_size=2, shuffle=True)).tolist() == [3, 0, 6]
+    assert torch.equal(before, torch.random.get_rng_state())
+    with pytest.raises(TypeError, match="integer class labels"):
+        label_counts([(torch.zeros(1, 1), torch.zeros(1))])
+
+
+def test_distillation_composes_with_another_method() -> None:
+    from flwr_regs import FirstOrder
+
+    strategy = RegStrategy([SelfDistillation(0.0), FirstOrder(0.5)], seed=1)
+    got = run(strategy, RegClient, terms=[SelfDistillation, FirstOrder])
+    close(got, run(FedFOR(alpha=0.5, seed=1), FedFORClient), 1e-12)
+    other = RegStrategy([SelfDistillation(0.5), FirstOrder(0.5)], seed=1)
+    moved = run(other, RegClient, terms=[SelfDistillation, FirstOrder])
+    assert max(np.abs(moved[n] - got[n]).max() for n in got) > 1e-3
+
+
+def test_fedadcplus_runs_with_float32_and_unequal_betas() -> None:
+    model, clients = heavy()
+    strategy = FedADCPlus(beta_local=0.4, beta_global=0.8, seed=1)
+    got = run(strategy, FedADCPlusClient, clients=clients, model=model)
+    assert all(np.isfinite(a).all() for a in got.values())
+
+
+# Personalisation
+
+
+PERSONAL = {"personalise": "plain", "personal-lr": 0.5, "personal-epochs": 4}
+
+
+def evaluated(config: dict[str, Any], **kwargs: Any) -> tuple[Any, Any]:
+    strategy = FedAvg(seed=1)
+    result = strategy.start(
+        grid=InProcessGrid(app_of(partial(FedAvgClient, **kwargs)), 4),
+        initial_arrays=ArrayRecord(make_model().state_dict()),
+        num_rounds=2,
+        train_config=ConfigRecord({"lr": 0.1, "local-epochs": 1}),
+        evaluate_config=ConfigRecord(config),
+    )
+    return result, strategy.history[-1]["evaluate"]["clients"]
+
+
+@pytest.mark.parametrize("kind", ["plain", "proximal", "distil", "both"])
+def test_clients_report_a_personalised_accuracy_and_the_global_model_stays(kind: str) -> None:
+    plain, _ = evaluated({})
+    result, clients = evaluated({**PERSONAL, "personalise": kind})
+    close(*({n: a.numpy() for n, a in r.arrays.items()} for r in (plain, result)), 0.0)
+    for metrics in clients.values():
+        assert metrics["personal-loss"] < metrics["loss"]  # own training data is the test data here
+        assert 0 <= metrics["personal-accuracy"] <= 1
+    averaged = result.evaluate_metrics_clientapp[2]
+    assert averaged["personal-accuracy"] > averaged["accuracy"]
+
+
+def test_the_kinds_differ_and_the_penalties_hold_back() -> None:
+    losses = {
+        kind: evaluated({**PERSONAL, "personalise": kind, "personal-mu": 1.0})[1][0][
+            "personal-loss"
+        ]
+        for kind in ("plain", "proximal", "distil", "both")
+    }
+    assert len(set(losses.values())) == 4
+    assert losses["plain"] < losses["proximal"]
+
+
+def test_only_the_classifier_is_trained() -> None:
+    from flwr_regs.methods.calibration import calibrate
+
+    model = make_model(batch_norm=True)
+    before = {n: v.clone() for n, v in model.state_dict().items()}
+    mine = calibrate(
+        model,
+        make_clients()[0],
+        PERSONAL,
+        classifier=None,
+        loss_fn=nn.functional.cross_entropy,
+        optimizer=torch.optim.SGD,
+        device=torch.device("cpu"),
+    )
+    assert all(torch.equal(before[n], v) for n, v in model.state_dict().items())
+    changed = {n for n, v in mine.state_dict().items() if not torch.equal(before[n], v)}
+    assert changed == {"3.weight", "3.bias"}
+
+
+def test_the_classifier_is_the_last_linear_layer_or_named() -> None:
+    assert find_classifier(make_model()) == "2"
+    assert find_classifier(make_model(), "0") == "0"
+    with pytest.raises(ValueError, match=r"name one with classifier=\.\.\."):
+        find_classifier(nn.Sequential(nn.Conv2d(1, 1, 1)))
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"personalize": "plain"}, "unknown evaluate_config key 'personalize'.*'personalise'"),
+        ({"personalise": "full", "personal-lr": 0.1}, "must be one of .*'plain'.*not 'full'"),
+        ({"personalise": "plain"}, "'personal-lr' must be a positive number, not None"),
+        ({"personal-lr": 0.1}, "but not 'personalise'"),
+    ],
+)
+def test_a_wrong_evaluate_config_is_refused_at_once(config: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        evaluated(config)
+
+
+# Class-covering cohorts
+
+
+def test_cohorts_cover_every_class_and_are_seeded() -> None:
+    counts = {c: [int(i in (c % 10, (c + 1) % 10)) for i in range(10)] for c in range(50)}
+    drawn = [class_covering_cohort(counts, (3, t), 12) for t in range(40)]
+    for cohort in drawn:
+        assert len(set(cohort)) == 12
+        assert {i for c in cohort for i in (c % 10, (c + 1) % 10)} == set(range(10))
+    assert drawn == [class_covering_cohort(counts, (3, t), 12) for t in range(40)]
+    assert len({tuple(c) for c in drawn}) == 40
+    plain = [uniform_cohort(counts, (3, t), 12) for t in range(40)]
+    assert any({i for c in p for i in (c % 10, (c + 1) % 10)} != set(range(10)) for p in plain)
+
+
+def test_a_rare_cover_is_found() -> None:
+    """Five clients of 200 hold a class each that no other does."""
+    counts = {c: [1] + [int(c == 40 * i) for i in range(1, 5)] for c in range(1, 201)}
+    cohort = class_covering_cohort({**counts, 40: [1, 1, 0, 0, 0]}, (0, 1), 6)
+    assert {40, 80, 120, 160} <= set(cohort)
+    assert len(cohort) == 6
+
+
+def test_impossible_coverage_names_the_classes() -> None:
+    with pytest.raises(CoverageError, match=r"no client holds any example of the classes \[1\]"):
+        class_covering_cohort({0: [3, 0, 0], 1: [0, 0, 2]}, (0, 1), 2)
+    with pytest.raises(CoverageError, match=r"no cohort of 2 clients.*lacks \[\d\]"):
+        class_covering_cohort({c: [int(c == i) for i in range(3)] for c in range(3)}, (0, 1), 2)
+
+
+def test_label_counts_are_asked_once_and_only_of_those_who_agreed() -> None:
+    settings: dict[str, Any] = {"seed": 1, "fraction_train": 0.5, "cohorts": "class-covering"}
+    asked = []
+
+    class Watching(InProcessGrid):
+        def push_messages(self, messages: Any) -> Any:
+            messages = list(messages)
+            asked.extend(m for m in messages if m.metadata.message_type.endswith("_labels"))
+            return super().push_messages(messages)
+
+    agreed = partial(FedAvgClient, share_label_counts=True)
+    strategy = FedAvg(**settings)
+    start(strategy, Watching(app_of(agreed), 6), 4)
+    assert len(asked) == 6
+    data = make_clients(6)
+    for entry in strategy.history:
+        held = {int(i) for c in entry["cohort"] for _, y in data[c] for i in y}
+        assert held == {0, 1, 2}
+    with pytest.raises(PopulationError, match="does not share its label counts"):
+        start(FedAvg(**settings), InProcessGrid(app_of(), 6))
+
+
+# Overlap
+
+
+@pytest.mark.parametrize("fraction", [0.34, 0.5])
+def test_overlap_gives_the_same_weights_with_only_the_step_on_the_critical_path(
+    fraction: float,
+) -> None:
+    model, clients = heavy(6)
+    results, histories = {}, {}
+    for overlap in (False, True):
+        strategy = FedADC(
+            beta=0.7,
+            downlink="delta",
+            overlap=overlap,
+            seed=5,
+            fraction_train=fraction,
+            fraction_evaluate=0.0,
+            min_train_nodes=1,
+        )
+        results[overlap] = run(strategy, FedADCClient, rounds=6, clients=clients, model=model)
+        histories[overlap] = strategy.history
+    close(results[True], results[False], 1e-6)
+    one_model = histories[True][0]["bytes_down"]
+    size = max(one_model.values())
+    for entry in histories[True][1:]:
+        assert all(b < 1.02 * size for b in entry["bytes_down"].values())
+    assert any(b > 1.8 * size for e in histories[False][1:] for b in e["bytes_down"].values())
+    for now, later in zip(histories[True], histories[True][1:], strict=False):
+        assert set(now["bytes_ahead"]) == set(later["cohort"]) - set(now["cohort"])
+    assert "bytes_ahead" not in histories[True][-1]  # nobody comes after the last round
+
+
+def test_overlap_leaves_client_state_alone_and_survives_a_forgetful_node() -> None:
+    strategy = FedADC(
+        beta=0.6, downlink="delta", overlap=True, seed=2, fraction_train=0.5, min_train_nodes=2
+    )
+    plain = FedADC(beta=0.6, seed=2, fraction_train=0.5, min_train_nodes=2)
+    a = start(plain, InProcessGrid(app_of(FedADCClient), 4), 6)
+    b = start(strategy, ForgetfulGrid(app_of(FedADCClient), 4), 6)
+    close(*({k: v.numpy() for k, v in r.arrays.items()} for r in (a, b)), 0.0)
+
+
+def test_the_terms_are_importable_and_named() -> None:
+    assert EmbeddedMomentum(0.9, 0.9).config()["fedadc.beta_local"] == 0.9
+    assert "fedadc.local_momentum" not in EmbeddedMomentum(0.9, 0.9).config()
+    assert EmbeddedMomentum.from_config(EmbeddedMomentum(0.9, 0.8, 0.5).config()) == (
+        EmbeddedMomentum(0.9, 0.8, 0.5)
+    )
