@@ -27,6 +27,7 @@ def method_mod(message: Message, context: Context, call_next: Any) -> Message:
 def client_fn(context: Context) -> NumPyClient:
     """Build the client of ``node_config["partition-id"]``."""
     # Imported here: on a SuperNode every message starts a process that loads this file.
+    import numpy as np
     import torch
     from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
 
@@ -40,9 +41,16 @@ def client_fn(context: Context) -> NumPyClient:
     dataset = data.load(job.dataset, job.data_dir)
     parts = job.parts(dataset.train_y, int(context.node_config["num-partitions"]))
     mine = parts[int(context.node_config["partition-id"])]
-    train = TensorDataset(
-        torch.from_numpy(dataset.train_x[mine]), torch.from_numpy(dataset.train_y[mine])
-    )
+    own_test = 0
+    if job.personalise:
+        mine = np.random.default_rng(job.seed).permutation(mine)
+        own_test = len(mine) // 5
+
+    def tensors(rows: np.ndarray) -> TensorDataset:
+        x, y = dataset.train_x[rows], dataset.train_y[rows]
+        return TensorDataset(torch.from_numpy(x), torch.from_numpy(y))
+
+    train = tensors(mine[own_test:])
     client_class = getattr(flwr_regs, f"{method}Client")
     client: NumPyClient = client_class(
         models.build(job.dataset, job.model, job.seed),
@@ -52,6 +60,8 @@ def client_fn(context: Context) -> NumPyClient:
             batch_size=None,
             sampler=BatchSampler(RandomSampler(train), job.batch_size, drop_last=False),
         ),
+        DataLoader(tensors(mine[:own_test]), batch_size=1000) if own_test else None,
+        share_label_counts=True,  # simulated data has no secrets
     )
     return client
 

@@ -140,6 +140,10 @@ class Job:
     held_out_clients: int = setting(low=0)
     rounds: int = setting(low=1)
     fraction_train: float = setting(above=0, high=1)
+    cohorts: str = setting(choices=("uniform", "class-covering"))
+    overlap: bool = setting()
+    personalise: str = setting(choices=("", "plain", "proximal", "distil", "both"))
+    personal_lr: float = setting(above=0)
     lr: float = setting(above=0)
     lr_decay: float = setting(above=0, high=1)
     local_epochs: int = setting(low=1)
@@ -239,7 +243,14 @@ class Job:
             )
         return _PARTS[key]
 
-    def strategy(self, method: str, **extra: Any) -> RegStrategy:
+    @property
+    def evaluate_config(self) -> dict[str, Any]:
+        """What every client is told when it evaluates."""
+        if not self.personalise:
+            return {}
+        return {"personalise": self.personalise, "personal-lr": self.personal_lr}
+
+    def strategy(self, method: str) -> RegStrategy:
         """Build the strategy of a method with the job's settings."""
         kind, settings = METHODS[method](self)
         if self.weighting != "paper":
@@ -251,16 +262,19 @@ class Job:
             fraction_train=self.fraction_train,
             min_train_nodes=1,
             min_available_nodes=1,
-            fraction_evaluate=0.0,  # the server tests the global model itself
-            **extra,
+            min_evaluate_nodes=1,
+            fraction_evaluate=1.0 if self.personalise else 0.0,  # the server tests by itself
+            cohorts=self.cohorts,
+            overlap=self.overlap,
         )
 
 
 def _checked(key: str, value: Any, f: Any) -> Any:
-    kind = {"int": int, "float": float, "str": str}[f.type]
+    kind = {"int": int, "float": float, "str": str, "bool": bool}[f.type]
     legal: tuple[type, ...] = (int, float) if kind is float else (kind,)
     rule = f.metadata
-    expected = {int: "a whole number", float: "a number", str: "text in quotes"}[kind]
+    names = {int: "a whole number", float: "a number", str: "text in quotes", bool: "true or false"}
+    expected = names[kind]
     if rule["choices"]:
         expected = f"one of {', '.join(rule['choices'])}"
     if rule["above"] is not None:
@@ -272,7 +286,7 @@ def _checked(key: str, value: Any, f: Any) -> Any:
     if rule["high"] is not None:
         expected += f" up to {rule['high']}"
     if (
-        isinstance(value, bool)
+        isinstance(value, bool) != (kind is bool)
         or not isinstance(value, legal)
         or (rule["choices"] and value not in rule["choices"])
         or (rule["above"] is not None and not value > rule["above"])

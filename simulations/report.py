@@ -37,6 +37,10 @@ def summary(history: dict[str, Any]) -> list[dict[str, Any]]:
                 "seconds": result["seconds"],
             }
         )
+        clients = result["rounds"][-1].get("evaluate", {}).get("clients", {})
+        if clients:
+            for key, metric in (("own", "accuracy"), ("personal", "personal-accuracy")):
+                rows[-1][key] = float(np.mean([m[metric] for m in clients.values()]))
     return rows
 
 
@@ -73,6 +77,13 @@ def table(history: dict[str, Any]) -> str:
     console.print(grid)
     data = "the held-out clients' data" if job["held-out-clients"] else "the server's test set"
     console.print(f"Accuracy on {data}; MB per client and round.", highlight=False)
+    for row in summary(history):
+        if "personal" in row:
+            console.print(
+                f"{row['method']}, mean over the clients' own test data: global model "
+                f"{row['own']:.2%}, personalised {row['personal']:.2%}",
+                highlight=False,
+            )
     for note in history["notes"]:
         console.print(f"NOTE: {note}", highlight=False)
     return out.getvalue()

@@ -122,6 +122,7 @@ def run(job: Job, grid: Grid, folder: Path | None) -> dict[str, Any]:
             initial_arrays=start,
             num_rounds=job.rounds,
             train_config=ConfigRecord(job.train_config),
+            evaluate_config=ConfigRecord(job.evaluate_config),
             evaluate_fn=test,
         )
         history["methods"][method] = {

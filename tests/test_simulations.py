@@ -50,6 +50,7 @@ def test_the_default_alpha_is_the_same_everywhere() -> None:
         ({"lr": 0}, "'lr' must be a number above 0, not 0"),
         ({"lr": "0.1"}, "'lr' must be a number above 0, not '0.1'"),
         ({"lr": True}, "'lr' must be a number"),
+        ({"overlap": 1}, "'overlap' must be true or false, not 1"),
         ({"rounds": 2.5}, "'rounds' must be a whole number of at least 1, not 2.5"),
         ({"fraction_train": 1.5}, "'fraction-train' must be a number above 0 up to 1"),
         ({"data_dir": "/does/not/exist"}, "'data-dir': there is no folder"),
@@ -176,6 +177,25 @@ def test_fewer_clients_than_asked_for_is_said(
     out = capsys.readouterr().out
     assert "this run has 2 SuperNodes, but num-clients asks for 10" in out
     assert "num-supernodes=10" in (tmp_path / "table.txt").read_text()
+
+
+def test_personalisation_and_covering_cohorts_run_from_settings(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = job(
+        rounds=2,
+        methods="FedADC",
+        personalise="both",
+        cohorts="class-covering",
+        fraction_train=0.8,
+        fedadc_downlink="delta",
+        overlap=True,
+    )
+    history = in_process(settings, tmp_path)
+    assert "personalised" in capsys.readouterr().out
+    (row,) = report.summary(history)
+    assert row["personal"] > row["own"]
+    assert "bytes_ahead" in history["methods"]["FedADC"]["rounds"][0]
 
 
 def test_rounds_to_target_is_the_first_round_at_or_above_it() -> None:
