@@ -43,8 +43,11 @@ def mean_delta(
     out = {}
     for name, w in base.items():
         w64 = w.astype(np.float64)
+        w64[~np.isfinite(w64)] = 0.0  # an infinite constant (a mask) is the same everywhere
         total = np.zeros_like(w64)
         for k, reply in replies.items():
-            total += weights[k] * (reply.arrays[name].astype(np.float64) - w64)
+            v = reply.arrays[name].astype(np.float64)
+            v[~np.isfinite(v)] = 0.0
+            total += weights[k] * (v - w64)
         out[name] = total.astype(w.dtype) if np.issubdtype(w.dtype, np.floating) else total
     return out

@@ -13,11 +13,24 @@ from torch import Tensor, nn
 Batches = Iterable[tuple[Any, Any]]
 """Pairs of (inputs, targets), such as a DataLoader."""
 
+NO_DATA = (
+    "the client has no training data: train_data holds no batch of (inputs, targets) "
+    "(an empty partition, or drop_last=True with fewer examples than one batch)"
+)
+
 
 def cycle(data: Batches) -> Iterator[tuple[Any, Any]]:
-    """Yield the batches over and over; a shuffling loader shuffles anew on each pass."""
+    """Yield the batches over and over; a shuffling loader shuffles anew on each pass.
+
+    Raises ValueError if a pass yields nothing.
+    """
     while True:
-        yield from data
+        empty = True
+        for batch in data:
+            empty = False
+            yield batch
+        if empty:
+            raise ValueError(NO_DATA)
 
 
 def count_batches(data: Batches) -> int:
@@ -30,12 +43,12 @@ def count_batches(data: Batches) -> int:
             f"train_data is a {type(data).__name__}, which can be iterated only once; "
             "pass something that can be iterated again, such as a DataLoader or a list of batches"
         )
-    batches = len(data) if isinstance(data, Sized) else sum(1 for _ in data)
+    try:
+        batches = len(data)  # type: ignore[arg-type]
+    except TypeError:  # also a DataLoader over an IterableDataset, which only looks sized
+        batches = sum(1 for _ in data)
     if batches == 0:
-        raise ValueError(
-            "the client has no training data: train_data holds no batch of (inputs, targets) "
-            "(an empty partition, or drop_last=True with fewer examples than one batch)"
-        )
+        raise ValueError(NO_DATA)
     return batches
 
 
@@ -48,7 +61,13 @@ def count_examples(data: Batches) -> int:
         and isinstance(data.sampler, Sized)
     ):
         return len(data.sampler)
-    return sum(len(targets) for _, targets in data)
+    return sum(batch_size(targets) for _, targets in data)
+
+
+def batch_size(targets: Any) -> int:
+    """Return the examples of a batch: the length of its first tensor, however deep."""
+    leaves = _tensors(targets)
+    return len(leaves[0]) if leaves else len(targets)
 
 
 def resolve_device(device: str | torch.device) -> torch.device:
@@ -64,7 +83,7 @@ def to_device(value: Any, device: str | torch.device) -> Any:
     if isinstance(value, dict):
         return {k: to_device(v, device) for k, v in value.items()}
     if isinstance(value, list | tuple):
-        return type(value)(to_device(v, device) for v in value)
+        return _like(value, [to_device(v, device) for v in value])
     return value.to(device) if isinstance(value, Tensor) else value
 
 
@@ -120,5 +139,10 @@ def _rows(value: Any, rows: list[int]) -> Any:
     if isinstance(value, dict):
         return {k: _rows(v, rows) for k, v in value.items()}
     if isinstance(value, list | tuple):
-        return type(value)(_rows(v, rows) for v in value)
+        return _like(value, [_rows(v, rows) for v in value])
     return value[rows] if isinstance(value, Tensor) else value
+
+
+def _like(value: Any, items: list[Any]) -> Any:
+    """Return `items` as the kind of sequence that `value` is."""
+    return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)

@@ -13,6 +13,7 @@ from torch.func import functional_call
 from flwr_regs.batches import (
     Batches,
     StartOutputs,
+    batch_size,
     count_batches,
     count_examples,
     cycle,
@@ -112,7 +113,8 @@ def local_round(
         )
     values = {name: p.detach() for name, p in params.items()}  # views: they follow the optimiser
     start = {name: v.clone() for name, v in values.items()}
-    num_steps = steps or (epochs or 0) * count_batches(train_data)
+    num_batches = count_batches(train_data)
+    num_steps = steps or (epochs or 0) * num_batches
     terms = (term, *getattr(term, "terms", ()))
     teacher = StartOutputs(model) if any(t.needs_start_output for t in terms) else None
     counts = label_counts(train_data) if any(t.needs_label_counts for t in terms) else None
@@ -133,21 +135,33 @@ def local_round(
     for _, (inputs, targets) in zip(range(num_steps), cycle(train_data), strict=False):
         taught = teacher(inputs, device) if teacher else None
         inputs, targets = to_device(inputs, device), to_device(targets, device)
-        output = model(inputs)
-        base = loss_fn(output, targets)
-        step_ctx = replace(ctx, inputs=inputs, targets=targets, output=output, start_output=taught)
-        opt.zero_grad(set_to_none=True)
-        term.loss(base, params, step_ctx).backward()
-        # A parameter the batch did not reach has gradient zero here, as under torch.func.grad.
-        grads = {
-            name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in params.items()
-        }
-        grads = term.correct(grads, values, step_ctx)
-        for name, p in params.items():
-            p.grad = grads[name]
-        opt.step()
-        total_loss += base.detach() * len(targets)
-        processed += len(targets)
+        losses: list[Tensor] = []
+
+        def closure(
+            inputs: Any = inputs, targets: Any = targets, taught: Any = taught, losses: Any = losses
+        ) -> Tensor:
+            opt.zero_grad(set_to_none=True)
+            output = model(inputs)
+            base = loss_fn(output, targets)
+            losses.append(base.detach())
+            step_ctx = replace(
+                ctx, inputs=inputs, targets=targets, output=output, start_output=taught
+            )
+            loss: Tensor = term.loss(base, params, step_ctx)
+            torch.autograd.backward(loss)
+            # A parameter the batch did not reach has gradient zero, as under torch.func.grad.
+            grads = {
+                name: torch.zeros_like(p) if p.grad is None else p.grad
+                for name, p in params.items()
+            }
+            grads = term.correct(grads, values, step_ctx)
+            for name, p in params.items():
+                p.grad = grads[name]
+            return loss
+
+        opt.step(closure)  # an optimiser such as LBFGS calls it more than once
+        total_loss += losses[0] * batch_size(targets)
+        processed += batch_size(targets)
 
     delta = {name: v - start[name] for name, v in values.items()}
     sent, upload, kept = term.finish(delta, ctx)
@@ -155,7 +169,7 @@ def local_round(
         _write(values, {name: start[name] + sent[name] for name in start})
     opt.zero_grad(set_to_none=True)
     return LocalResult(
-        state={k: v.detach().cpu() for k, v in model.state_dict().items()},
+        state={k: v.detach().cpu().clone() for k, v in model.state_dict().items()},
         upload=to_device(upload, "cpu"),
         client=to_device(kept, "cpu"),
         num_examples=count_examples(train_data),

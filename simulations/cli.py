@@ -20,10 +20,9 @@ import tempfile
 import time
 import tomllib
 from collections.abc import Iterator, Sequence
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
-from urllib.error import URLError
-from urllib.request import urlopen
 
 from simulations.job import Job
 
@@ -38,25 +37,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     tune = commands.add_parser(
         "sweep", help="try values of one setting, without Ray", epilog=epilog
     )
-    tune.add_argument("key", help="the setting to sweep, e.g. fedfor-alpha")
-    tune.add_argument("--values", nargs="+", required=True)
-    tune.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
+    tune.add_argument("key", help="the setting to sweep, e.g. fedfor-alpha; or methods")
+    tune.add_argument("--values", required=True, help="with commas between them")
+    tune.add_argument("--seeds", default="1,2,3", help="with commas between them (default: 1,2,3)")
     tune.add_argument("--workers", type=int, default=1, help="runs at a time (default: 1)")
     for command in (run, tune):
         command.add_argument("settings", nargs="*", metavar="key=value", help="e.g. lr=0.1")
         command.add_argument("--app", type=Path, default=Path(), help="the project's folder")
-    args = parser.parse_args(argv)
+    args, rest = parser.parse_known_args(argv)  # settings may stand on either side of an option
+    if wrong := [r for r in rest if "=" not in r or r.startswith("-")]:
+        parser.error(f"unrecognized arguments: {' '.join(wrong)}")
+    settings = [*args.settings, *rest]
     try:
-        config, job = read_settings(args.app, args.settings)
+        config, job = read_settings(args.app, settings)
         if args.command == "sweep":
             from simulations.sweep import sweep
 
             jobs = {
                 v: [
-                    read_settings(args.app, [*args.settings, f"{args.key}={v}", f"seed={s}"])[1]
-                    for s in args.seeds
+                    read_settings(args.app, [*settings, f"{args.key}={v}", f"seed={s}"])[1]
+                    for s in args.seeds.split(",")
                 ]
-                for v in args.values
+                for v in args.values.split(",")
             }
             sweep(args.key, jobs, out_folder(job), args.workers)
             return 0
@@ -65,12 +67,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     out = out_folder(job)
     config["out"] = str(out)
-    with tempfile.TemporaryDirectory(prefix="flwr-regs-") as home:
-        status = simulate(
-            args.app.resolve(), config, job.num_clients, args.gpus_per_client, Path(home)
-        )
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was started is stopped
+    try:
+        with tempfile.TemporaryDirectory(prefix="flwr-regs-") as home:
+            app = args.app.resolve()
+            status = simulate(app, config, job.num_clients, args.gpus_per_client, Path(home))
+    except RuntimeError as error:
+        status = str(error)
+    except KeyboardInterrupt:
+        print(f"flwr-regs: interrupted; what there is of the results is in {out}", file=sys.stderr)
+        return 130
     history = out / "history.json"
-    done = list(json.loads(history.read_text())["methods"]) if history.is_file() else []
+    saved = json.loads(history.read_text())["methods"] if history.is_file() else {}
+    done = [name for name, method in saved.items() if "error" not in method]
     if not status.startswith("finished:completed") or done != job.method_names:
         print(
             f"flwr-regs: the run failed ({status}); methods finished: {done or 'none'}",
@@ -123,7 +132,8 @@ def simulate(app: Path, config: dict[str, Any], clients: int, gpus: float, home:
         "FLWR_HOME": str(home),
         "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
         "FLWR_DISABLE_UPDATE_CHECK": "1",
-        "RAY_DISABLE_MEMORY_MONITOR": os.environ.get("RAY_DISABLE_MEMORY_MONITOR", "0"),
+        "NO_PROXY": "127.0.0.1",
+        "no_proxy": "127.0.0.1",
     }
     tools = Path(
         sys.executable
@@ -134,11 +144,14 @@ def simulate(app: Path, config: dict[str, Any], clients: int, gpus: float, home:
             f'[superlink]\ndefault = "job"\n[superlink.job]\n'
             f'address = "127.0.0.1:{port}"\ninsecure = true\n'
         )
-        run = ["flwr", "run", str(app), "job", "--stream", "--federation-config"]
-        run += [
-            f"num-supernodes={clients} client-resources-num-cpus=1 client-resources-num-gpus={gpus}"
+        lines = [
+            f"{key} = {json.dumps(value, ensure_ascii=False)}" for key, value in config.items()
         ]
-        run += ["--run-config", " ".join(f"{k}={json.dumps(v)}" for k, v in config.items())]
+        (home / "run.toml").write_text("\n".join(lines))
+        run = ["flwr", "run", str(app), "job", "--stream", "--run-config", str(home / "run.toml")]
+        run += ["--federation-config", f"num-supernodes={clients} client-resources-num-cpus=1"]
+        if gpus:
+            run[-1] += f" client-resources-num-gpus={gpus}"
         code = subprocess.run(run, env=env, check=False).returncode
         if code != 0:
             return f"flwr run exited with status {code}"
@@ -169,22 +182,46 @@ def superlink(home: Path, env: dict[str, str]) -> Iterator[int]:
         )
     try:
         deadline = time.monotonic() + 60
-        while True:
+        while not _answers(ports[0]):
             if process.poll() is not None or time.monotonic() > deadline:
                 raise RuntimeError(f"the SuperLink did not start:\n{log.read_text()[-2000:]}")
-            with contextlib.suppress(URLError, OSError):
-                urlopen(f"http://127.0.0.1:{ports[0]}/health", timeout=2).close()
-                break
             time.sleep(0.2)
         yield ports[0]
     finally:
+        ours = _descendants(process.pid)  # Ray's processes are in sessions of their own
         process.terminate()
         try:
             process.wait(15)
         except subprocess.TimeoutExpired:
             process.kill()
-        with contextlib.suppress(ProcessLookupError):  # what it started and did not stop
-            os.killpg(process.pid, signal.SIGKILL)
+        for pid in ours:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def _answers(port: int) -> bool:
+    """Return whether a server says that it is healthy; never through a proxy."""
+    connection = HTTPConnection("127.0.0.1", port, timeout=2)
+    try:
+        connection.request("GET", "/health")
+        return connection.getresponse().status == 200
+    except OSError:
+        return False
+    finally:
+        connection.close()
+
+
+def _descendants(pid: int) -> list[int]:
+    """Return the processes that `pid` started, and those that they started (Linux; else none)."""
+    parents: dict[int, int] = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError, ValueError):
+            # "pid (name) state ppid …", and the name may hold spaces and brackets
+            parents[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
+    found = [pid]
+    for one in found:
+        found += [child for child, parent in parents.items() if parent == one]
+    return found[1:]
 
 
 if __name__ == "__main__":

@@ -288,6 +288,7 @@ def _checked(key: str, value: Any, f: Any) -> Any:
     if (
         isinstance(value, bool) != (kind is bool)
         or not isinstance(value, legal)
+        or (isinstance(value, int | float) and not abs(value) < 2**63)  # what run-config can carry
         or (rule["choices"] and value not in rule["choices"])
         or (rule["above"] is not None and not value > rule["above"])
         or (rule["below"] is not None and not value < rule["below"])

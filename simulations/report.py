@@ -21,8 +21,10 @@ def summary(history: dict[str, Any]) -> list[dict[str, Any]]:
     rows = []
     for name, result in history["methods"].items():
         trained = [p for p in result["test"] if p["round"] > 0]
+        if not trained:  # it failed before the end of round 1
+            continue
         down = [b for r in result["rounds"] for b in r["bytes_down"].values()]
-        up = [b for r in result["rounds"] for b in r["bytes_up"].values()]
+        up = [b for r in result["rounds"] for b in r.get("bytes_up", {}).values()]
         rows.append(
             {
                 "method": name,
@@ -84,6 +86,9 @@ def table(history: dict[str, Any]) -> str:
                 f"{row['own']:.2%}, personalised {row['personal']:.2%}",
                 highlight=False,
             )
+    for name, result in history["methods"].items():
+        if "error" in result:
+            console.print(f"{name} stopped: {result['error'][:300]}", highlight=False)
     for note in history["notes"]:
         console.print(f"NOTE: {note}", highlight=False)
     return out.getvalue()

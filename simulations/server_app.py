@@ -47,8 +47,8 @@ def results_folder(job: Job) -> Path:
 def run(job: Job, grid: Grid, folder: Path | None) -> dict[str, Any]:
     """Train every method of `job` on `grid`, report into `folder`, and return the history.
 
-    History and final model are written after every method, so that an error in a later one loses
-    nothing. With no folder, nothing is written or printed.
+    History and model are written after every method, and as far as they got if one fails. With no
+    folder, nothing is written or printed.
     """
     import numpy as np
     import torch
@@ -117,23 +117,27 @@ def run(job: Job, grid: Grid, folder: Path | None) -> dict[str, Any]:
 
         strategy = job.strategy(method)
         began = time.monotonic()
-        result = strategy.start(
-            grid=grid,
-            initial_arrays=start,
-            num_rounds=job.rounds,
-            train_config=ConfigRecord(job.train_config),
-            evaluate_config=ConfigRecord(job.evaluate_config),
-            evaluate_fn=test,
-        )
-        history["methods"][method] = {
-            "settings": strategy.term.config(),
-            "seconds": time.monotonic() - began,
-            "test": curve,
-            "rounds": strategy.history,
-        }
-        if folder:
-            save_file(result.arrays.to_torch_state_dict(), folder / f"{method}.safetensors")
-            report.write(history, folder)
+        entry: dict[str, Any] = {"settings": strategy.term.config(), "test": curve}
+        history["methods"][method] = entry
+        try:
+            strategy.start(
+                grid=grid,
+                initial_arrays=start,
+                num_rounds=job.rounds,
+                train_config=ConfigRecord(job.train_config),
+                evaluate_config=ConfigRecord(job.evaluate_config),
+                evaluate_fn=test,
+            )
+        except BaseException as error:
+            entry["error"] = f"{type(error).__name__}: {error}"
+            raise
+        finally:
+            entry |= {"seconds": time.monotonic() - began, "rounds": strategy.history}
+            if folder:
+                if strategy.history:
+                    state = strategy.arrays.to_torch_state_dict()
+                    save_file(state, folder / f"{method}.safetensors")
+                report.write(history, folder)
     if folder:
         say(report.table(history))
         say(f"results: {folder}")

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from flwr_regs import InProcessGrid
+from flwr_regs import InProcessGrid, RoundFailed
 from simulations import report, server_app
 from simulations.client_app import app as client_app
 from simulations.job import Job
@@ -54,10 +54,13 @@ def sweep(key: str, jobs: Mapping[str, Sequence[Job]], folder: Path, workers: in
             f"| {value} | {_mean(_last(runs))} | {_mean([r[-1] for r in runs])} "
             f"| {_mean([max(r) for r in runs])} | {', '.join(reached)} |"
         )
-    best = max(curves, key=lambda v: float(np.mean(_last(curves[v]))))
+    best = max(curves, key=lambda v: float(np.nan_to_num(np.mean(_last(curves[v])), nan=-1)))
     lines += ["", f"Best by the last five rounds: **{best}**."]
     (folder / "sweep.md").write_text("\n".join(lines) + "\n")
-    (folder / "sweep.json").write_text(json.dumps({"key": key, "curves": curves}))
+    curves_or_none = {
+        v: [r if np.all(np.isfinite(r)) else None for r in c] for v, c in curves.items()
+    }
+    (folder / "sweep.json").write_text(json.dumps({"key": key, "curves": curves_or_none}))
     label = "{}" if key == "methods" else key + " = {}"
     title = f"{first.dataset}, partition {first.partition}, {first.num_clients} clients"
     report.plot_curves(
@@ -77,7 +80,11 @@ def _curve(job: Job) -> list[float]:
     logging.getLogger("flwr").setLevel(logging.ERROR)
     settings = {k.replace("_", "-"): v for k, v in vars(job).items()}
     grid = InProcessGrid(client_app, job.num_clients, settings)
-    (result,) = server_app.run(job, grid, None)["methods"].values()
+    try:
+        (result,) = server_app.run(job, grid, None)["methods"].values()
+    except RoundFailed as error:
+        server_app.say(f"{job.methods}, seed {job.seed}: {str(error)[:200]}")
+        return [float("nan")] * job.rounds
     return [p["accuracy"] for p in result["test"][1:]]
 
 
@@ -86,4 +93,6 @@ def _last(runs: Sequence[Sequence[float]]) -> list[float]:
 
 
 def _mean(values: Sequence[float]) -> str:
+    if not np.all(np.isfinite(values)):
+        return "diverged"
     return f"{100 * np.mean(values):.2f} ± {100 * np.std(values):.2f}"

@@ -341,3 +341,41 @@ def test_two_runs_give_equal_bits() -> None:
 
     first = once(1)
     close(first, once(2), 0.0)
+
+
+@dataclass(frozen=True)
+class Tally(Term):
+    """Keeps a count on each client and uploads it; the server adds the uploads up."""
+
+    name: ClassVar[str] = "tally"
+
+    def finish(self, delta: Arrays, ctx: ClientContext) -> tuple[Arrays, Slot, Slot]:
+        count = ctx.client.get("count", torch.zeros(())) + 1
+        return delta, {"count": count}, {"count": count}
+
+    def update(self, server: Any, delta: Any, uploads: Any, ctx: Any) -> Any:
+        return {pid: u["count"] for pid, u in uploads.items()}, delta
+
+
+@pytest.mark.parametrize("kind", [InProcessGrid, SerialisingGrid])
+def test_client_state_and_uploads_go_all_the_way(kind: Any) -> None:
+    """Through client_app and Context.state: each client counts the rounds it was in."""
+    data = make_clients(5)
+
+    def client_fn(context: Any) -> Any:
+        mine = data[context.node_config["partition-id"]]
+        return RegClient(make_model(), mine, device="cpu", terms=[Tally])
+
+    grid = kind(client_app(client_fn), 5)
+    settings = {"seed": 4, "fraction_train": 0.6, "min_train_nodes": 1, "fraction_evaluate": 0.0}
+    strategy = RegStrategy([Tally()], **settings)
+    run(strategy, RegClient, rounds=6, clients=data, grid=grid)
+    cohorts = [e["cohort"] for e in strategy.history]
+    want = {pid: sum(pid in c for c in cohorts) for pid in cohorts[-1]}
+    got = {pid: float(c) for pid, c in strategy._state.server["tally"].items()}
+    assert got == want
+    assert max(want.values()) > 1
+    # another start in the same run begins at nothing
+    again = RegStrategy([Tally()], **settings)
+    run(again, RegClient, rounds=1, clients=data, grid=grid)
+    assert {float(c) for c in again._state.server["tally"].values()} == {1.0}

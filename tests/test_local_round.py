@@ -114,3 +114,50 @@ def test_data_that_can_be_read_only_once_is_refused() -> None:
 def test_a_model_with_nothing_to_train_is_refused() -> None:
     with pytest.raises(ValueError, match="requires_grad"):
         go(make_model().requires_grad_(False), make_clients()[0])
+
+
+@pytest.mark.parametrize("data", [[], "dropped"], ids=["no batch", "all dropped"])
+def test_no_data_does_not_hang_with_local_steps(data: Any) -> None:
+    if data == "dropped":
+        short = TensorDataset(torch.zeros(3, 4), torch.zeros(3, dtype=torch.long))
+        data = DataLoader(short, batch_size=4, drop_last=True)
+    with pytest.raises(ValueError, match="no training data"):
+        go(make_model(), data, epochs=None, steps=5)
+
+
+def test_lbfgs_gets_its_closure() -> None:
+    data = make_clients()[1][:1]
+    sgd = go(make_model(), data, epochs=3)
+    lbfgs = go(make_model(), data, epochs=3, optimizer=torch.optim.LBFGS)
+    assert lbfgs.loss < sgd.loss
+    assert lbfgs.examples_processed == 15
+
+
+def test_the_result_does_not_change_with_the_model() -> None:
+    model = make_model()
+    result = go(model, make_clients()[0])
+    before = result.state["0.weight"].clone()
+    go(model, make_clients()[0])
+    assert torch.equal(result.state["0.weight"], before)
+
+
+def test_an_iterable_dataset_is_counted_by_reading_it() -> None:
+    class Stream(torch.utils.data.IterableDataset):  # type: ignore[type-arg]
+        def __iter__(self) -> Any:
+            for _ in range(7):
+                yield torch.ones(4, dtype=torch.float64), torch.tensor(1)
+
+    result = go(make_model(), DataLoader(Stream(), batch_size=3))
+    assert (result.num_steps, result.num_examples) == (3, 7)
+
+
+def test_nested_targets_are_counted_by_their_first_tensor() -> None:
+    from collections import namedtuple
+
+    Pair = namedtuple("Pair", ["label", "weight"])
+    batch = (torch.ones(7, 4, dtype=torch.float64), Pair(torch.zeros(7, dtype=torch.long), "w"))
+
+    def loss(output: torch.Tensor, targets: Any) -> torch.Tensor:
+        return nn.functional.cross_entropy(output, targets.label)
+
+    assert go(make_model(), [batch], loss_fn=loss).num_examples == 7

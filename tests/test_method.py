@@ -40,7 +40,7 @@ def test_first_order_is_the_derivative_of_its_penalty() -> None:
 
 def test_a_step_moves_an_opposing_coordinate_by_alpha_times_the_last_global_step() -> None:
     before, now, eta, alpha = torch.tensor([1.0]), torch.tensor([1.4]), 0.1, 0.5
-    ctx = ServerContext(2, eta, {"w": now - before}, eta)
+    ctx = ServerContext(2, eta, {"w": now}, {"w": now - before}, eta)
     g = FirstOrder(alpha).broadcast({}, ctx)["w"]
     torch.testing.assert_close(g, (before - now) / eta)
     v = now - 0.05  # moved back, against the last step
@@ -49,7 +49,7 @@ def test_a_step_moves_an_opposing_coordinate_by_alpha_times_the_last_global_step
 
 
 def test_first_order_uses_the_learning_rate_of_the_round_that_made_the_step() -> None:
-    ctx = ServerContext(3, 0.1, {"w": torch.tensor([0.4])}, previous_lr=0.2)
+    ctx = ServerContext(3, 0.1, previous_step={"w": torch.tensor([0.4])}, previous_lr=0.2)
     torch.testing.assert_close(FirstOrder(1.0).broadcast({}, ctx)["w"], torch.tensor([-2.0]))
 
 

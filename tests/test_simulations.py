@@ -50,6 +50,8 @@ def test_the_default_alpha_is_the_same_everywhere() -> None:
         ({"lr": 0}, "'lr' must be a number above 0, not 0"),
         ({"lr": "0.1"}, "'lr' must be a number above 0, not '0.1'"),
         ({"lr": True}, "'lr' must be a number"),
+        ({"lr": float("inf")}, "'lr' must be a number above 0, not inf"),
+        ({"seed": 10**20}, "'seed' must be a whole number of at least 0, not 1000"),
         ({"overlap": 1}, "'overlap' must be true or false, not 1"),
         ({"rounds": 2.5}, "'rounds' must be a whole number of at least 1, not 2.5"),
         ({"fraction_train": 1.5}, "'fraction-train' must be a number above 0 up to 1"),
@@ -212,13 +214,35 @@ def test_rounds_to_target_is_the_first_round_at_or_above_it() -> None:
 
 
 def test_a_sweep_writes_its_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    args = ["sweep", "fedfor-alpha", "--values", "0", "0.5", "--seeds", "1", "--app", str(ROOT)]
+    args = ["sweep", "fedfor-alpha", "--values", "0,0.5", "--seeds", "1", "--app", str(ROOT)]
     args[2:2] = ["methods=FedFOR", "rounds=2", "held-out-clients=4", f"out={tmp_path}"]
     assert cli.main(args) == 0
     assert "| fedfor-alpha | last 5 rounds |" in (tmp_path / "sweep.md").read_text()
     curves = json.loads((tmp_path / "sweep.json").read_text())["curves"]
     assert {v: [len(c) for c in runs] for v, runs in curves.items()} == {"0": [2], "0.5": [2]}
     assert (tmp_path / "sweep.png").is_file()
+
+
+def test_a_sweep_survives_a_value_that_diverges(tmp_path: Path) -> None:
+    args = ["sweep", "lr", "methods=FedAvg", "rounds=2", "--values", "0.05,1e30", "--seeds", "1"]
+    assert cli.main([*args, "--app", str(ROOT), f"out={tmp_path}"]) == 0
+    table = (tmp_path / "sweep.md").read_text()
+    assert "| 1e30 | diverged |" in table
+    assert "Best by the last five rounds: **0.05**" in table
+
+
+def test_a_method_that_fails_leaves_its_history_and_the_model_before(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from flwr_regs import RoundFailed
+
+    settings = job(rounds=4, methods="FedAvg", lr=1e30)
+    with pytest.raises(RoundFailed):
+        in_process(settings, tmp_path)
+    saved = json.loads((tmp_path / "history.json").read_text())["methods"]["FedAvg"]
+    assert "RoundFailed" in saved["error"]
+    assert saved["rounds"][-1]["failures"]
+    assert (tmp_path / "FedAvg.safetensors").is_file()
 
 
 def test_held_out_clients_do_not_train() -> None:

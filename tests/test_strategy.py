@@ -25,11 +25,14 @@ from flwr_regs import (
     FedProx,
     FedProxClient,
     InProcessGrid,
+    RegClient,
+    RegStrategy,
     RoundFailed,
     client_app,
 )
 from flwr_regs.flower import wire
 from flwr_regs.flower.population import PopulationError
+from flwr_regs.method import Term
 from tests.conftest import close, make_clients, make_model, run
 
 CONFIG = ConfigRecord({"lr": 0.2, "local-epochs": 1})
@@ -479,7 +482,11 @@ def test_too_few_usable_replies_end_the_run_and_lose_nothing() -> None:
     with pytest.raises(RoundFailed, match=r"round 1 of FedAvg: 2 usable.*of 3, needed 3.*on fire"):
         start(strategy, InProcessGrid(app, 3))
     assert strategy.history[-1]["failures"][1].endswith("disk on fire")
-    close(strategy._model, {k: a.numpy() for k, a in _arrays().items()}, 0.0)
+    close(
+        {k: a.numpy() for k, a in strategy.arrays.items()},
+        {k: a.numpy() for k, a in _arrays().items()},
+        0.0,
+    )
 
 
 def test_no_usable_reply_ends_the_run() -> None:
@@ -572,13 +579,11 @@ def test_a_client_cannot_evaluate_without_data() -> None:
 
 
 def test_a_strategy_that_names_no_method_is_refused() -> None:
-    strategy = FlowerFedAvg(fraction_evaluate=0.0)
     grid = InProcessGrid(app_of(), 3)
     ids = list(grid.get_node_ids())
     content = RecordDict({"arrays": _arrays(), "config": CONFIG})
     (reply,) = grid.send_and_receive([Message(content, ids[0], "train")])
     assert "the strategy named no method; use flwr_regs.FedAvg" in reply.error.reason
-    assert strategy is not None
 
 
 def test_client_fn_must_return_a_client() -> None:
@@ -624,3 +629,382 @@ def test_the_seed_is_drawn_and_logged_if_not_given(caplog: pytest.LogCaptureFixt
         logger.removeHandler(caplog.handler)
         logger.setLevel(logging.ERROR)
     assert f"seed {a.seed}" in caplog.text
+
+
+# What a review found: each of these was once a silent or a fatal fault
+
+
+def noisy(sensitivity: float = 1.0) -> Any:
+    from flwr.serverapp.strategy import DifferentialPrivacyServerSideFixedClipping
+
+    return partial(
+        DifferentialPrivacyServerSideFixedClipping,
+        noise_multiplier=sensitivity,
+        clipping_norm=0.05,
+        num_sampled_clients=3,
+    )
+
+
+def test_under_flowers_dp_wrapper_clients_train_on_the_noisy_model() -> None:
+    released, received = [], []
+
+    class Watching(InProcessGrid):
+        def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+            messages = list(messages)
+            for m in messages[:1]:
+                if m.metadata.message_type == "train":
+                    received.append(wire.from_record(m.content.array_records["arrays"]))
+            return super().push_messages(messages)
+
+    inner = FedFOR(alpha=0.5, seed=1, fraction_evaluate=0.0)
+    wrapper = noisy()(inner)
+
+    def keep(server_round: int, arrays: ArrayRecord) -> None:
+        released.append(wire.from_record(arrays))
+
+    wrapper.start(
+        grid=Watching(app_of(FedFORClient), 3),
+        initial_arrays=_arrays(),
+        num_rounds=3,
+        train_config=CONFIG,
+        evaluate_fn=keep,
+    )
+    assert len(inner.history) == 3
+    for sent, shown in zip(received, released, strict=False):
+        close(sent, shown, 0.0)
+    assert np.abs(released[1]["0.weight"] - inner._state.model["0.weight"]).max() > 0
+
+
+def test_delta_under_a_wrapper_is_refused() -> None:
+    wrapper = noisy()(FedFOR(alpha=0.5, downlink="delta", fraction_evaluate=0.0))
+    with pytest.raises(ValueError, match="needs the strategy's own start"):
+        wrapper.start(
+            grid=InProcessGrid(app_of(FedFORClient), 3),
+            initial_arrays=_arrays(),
+            num_rounds=1,
+            train_config=CONFIG,
+        )
+
+
+def test_mods_see_the_model_and_not_the_step() -> None:
+    seen = []
+
+    def spy(message: Message, context: Context, call_next: Any) -> Message:
+        if message.metadata.message_type == "train":
+            seen.append(wire.from_record(message.content.array_records["arrays"]))
+        return call_next(message, context)
+
+    def client_fn(context: Context) -> Any:
+        return FedFORClient(make_model(), make_clients(6)[context.node_config["partition-id"]])
+
+    strategy = FedFOR(alpha=0.5, downlink="delta", seed=1, fraction_evaluate=0.0)
+    start(strategy, InProcessGrid(client_app(client_fn, mods=[spy]), 2), 3)
+    assert np.abs(seen[-1]["0.weight"] - seen[0]["0.weight"]).max() < 0.5  # a model, not a step
+    assert np.abs(seen[-1]["0.weight"]).max() > 0.2
+
+
+def test_flowers_client_side_clipping_key_is_let_through() -> None:
+    config = ConfigRecord({"lr": 0.1, "local-epochs": 1, "clipping_norm": 1.0})
+    strategy = FedAvg(seed=1, fraction_evaluate=0.0)
+    start(strategy, InProcessGrid(app_of(), 3), 1, config)
+    assert strategy.history[0]["failures"] == {}
+
+
+@pytest.mark.parametrize("pid", [0, 1, 2])
+def test_the_majority_says_what_is_trained(pid: int) -> None:
+    def freeze(this: int, client: Any) -> Any:
+        if this == pid:
+            client.model[0].weight.requires_grad_(False)
+        return client
+
+    strategy = FedAvg(seed=1, fraction_evaluate=0.0)
+    start(strategy, InProcessGrid(app_of(sabotage=freeze), 3), 2)
+    for entry in strategy.history:
+        assert list(entry["failures"]) == [pid]
+        assert "differ in ['0.weight']" in entry["failures"][pid]
+
+
+def test_half_against_half_is_everybodys_failure() -> None:
+    def freeze(pid: int, client: Any) -> Any:
+        client.model[0].weight.requires_grad_(pid > 1)
+        return client
+
+    with pytest.raises(RoundFailed, match="half against half"):
+        start(FedAvg(seed=1), InProcessGrid(app_of(sabotage=freeze), 4))
+
+
+class GarbledGrid(InProcessGrid):
+    """Partition 1's reply is damaged on its way."""
+
+    how: Callable[[RecordDict], None]
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        replies = list(super().pull_messages(message_ids))
+        for r in replies:
+            if r.metadata.src_node_id == 1001 and r.metadata.message_type == "train":
+                type(self).how(r.content)
+        return replies
+
+
+def _truncate(content: RecordDict) -> None:
+    record = content.array_records["arrays"]
+    a = record["0.weight"]
+    record["0.weight"] = Array(a.dtype, a.shape, a.stype, a.data[:-7])
+
+
+def _no_json(content: RecordDict) -> None:
+    content.config_records["config"][wire.BUFFERS_KEY] = "not json"
+
+
+def _unknown(content: RecordDict) -> None:
+    content.config_records["config"][wire.BUFFERS_KEY] = '["nothing"]'
+
+
+def _text(content: RecordDict) -> None:
+    content["x.upload"] = ArrayRecord({"a": Array(np.array(["text"]))})
+
+
+@pytest.mark.parametrize("how", [_truncate, _no_json, _unknown, _text])
+def test_a_garbled_reply_costs_only_its_client(how: Any) -> None:
+    class Grid(GarbledGrid):
+        pass
+
+    Grid.how = how
+    strategy = FedAvg(seed=1, fraction_evaluate=0.0)
+    start(strategy, Grid(app_of(), 3), 2)
+    assert [list(e["failures"]) for e in strategy.history] == [[1], [1]]
+
+
+def test_metrics_that_are_lists_are_left_out_of_the_mean() -> None:
+    def listing(content: RecordDict) -> None:
+        content.metric_records["metrics"]["train-loss"] = [1.0, 2.0]
+
+    class Grid(GarbledGrid):
+        how = listing
+
+    strategy = FedAvg(seed=1, fraction_evaluate=0.0)
+    start(strategy, Grid(app_of(), 3), 1)
+    assert strategy.history[0]["replies"] == [0, 1, 2]
+    assert "train-loss" not in strategy.history[0]["train_metrics"]
+
+
+def test_min_replies_may_be_met_exactly() -> None:
+    strategy = FedAvg(seed=1, min_replies=2, fraction_evaluate=0.0)
+    start(strategy, InProcessGrid(app_of(sabotage=partial(broken, what="raises")), 3), 2)
+    assert strategy.history[-1]["replies"] == [0, 2]
+
+
+class LateBadGrid(InProcessGrid):
+    """A node of partition 0's id appears after round 1, beside the one that has it."""
+
+    def get_node_ids(self) -> Iterable[int]:
+        nodes = list(self._contexts)
+        return nodes if getattr(self, "trained", False) else nodes[:3]
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        messages = list(messages)
+        self.trained = getattr(self, "trained", False) or any(
+            m.metadata.message_type == "train" for m in messages
+        )
+        return super().push_messages(messages)
+
+
+def test_a_late_double_is_left_out_while_the_first_is_there() -> None:
+    grid = LateBadGrid(app_of(), 4)
+    grid._contexts[1003].node_config["partition-id"] = 0
+    strategy = FedAvg(seed=1, population=3, fraction_evaluate=0.0)
+    start(strategy, grid, 3)
+    assert [e["cohort"] for e in strategy.history] == [[0, 1, 2]] * 3
+    assert strategy.population.node_id(0) == 1000
+
+
+def test_a_late_node_that_cannot_say_who_it_is_is_left_out() -> None:
+    class Grid(LateBadGrid):
+        def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+            messages = list(messages)
+            if any(m.metadata.dst_node_id == 1003 for m in messages):
+                self._app = ClientApp()
+            try:
+                return super().push_messages(messages)
+            finally:
+                self._app = app_of()
+
+    strategy = FedAvg(seed=1, population=3, fraction_evaluate=0.0)
+    start(strategy, Grid(app_of(), 4), 3)
+    assert [e["cohort"] for e in strategy.history] == [[0, 1, 2]] * 3
+
+
+def test_a_numpy_learning_rate_does_not_change_the_dtype() -> None:
+    model = partial(make_model, torch.float32)
+    strategy = FedFOR(alpha=0.5, seed=1, lr_schedule=lambda t: np.float64(1.0))
+    run(
+        strategy,
+        FedFORClient,
+        clients=make_clients(3, torch.float32),
+        model=model,
+        lr=np.float64(0.1),
+    )
+    assert all(e["failures"] == {} for e in strategy.history)
+
+
+def test_a_step_that_overflows_ends_the_run_before_it_is_taken() -> None:
+    class Overflow(Term):
+        def update(self, server: Any, delta: Any, uploads: Any, ctx: Any) -> Any:
+            return {"moved": True}, {n: d * np.inf for n, d in delta.items()}
+
+    strategy = RegStrategy([Overflow()], seed=1)
+    with pytest.raises(RoundFailed, match="round 1 of identity diverged.*strategy.arrays"):
+        run(strategy, RegClient, terms=[Term])
+    close(*({k: a.numpy() for k, a in r.items()} for r in (strategy.arrays, _arrays())), 0.0)
+    assert strategy._state.server == {"identity": {}}
+    assert strategy._state.step is None
+
+
+def test_one_failed_evaluation_does_not_end_training_but_the_first_does() -> None:
+    def flaky(pid: int, client: Any) -> Any:
+        evaluate = client.evaluate
+
+        def sometimes(parameters: Any, config: Any) -> Any:
+            if config["server-round"] == 2:
+                raise OSError("no disk")
+            return evaluate(parameters, config)
+
+        client.evaluate = sometimes
+        return client
+
+    strategy = FedAvg(seed=1)
+    result = start(strategy, InProcessGrid(app_of(sabotage=flaky), 3), 3)
+    assert set(result.evaluate_metrics_clientapp) == {1, 3}
+    assert set(strategy.history[1]["evaluate"]["failures"]) == {0, 1, 2}
+
+
+def test_a_subclass_keeps_its_methods_name() -> None:
+    class Mine(FedFOR):
+        """A user's own variation."""
+
+    strategy = Mine(alpha=0.1, seed=1)
+    run(strategy, FedFORClient)
+    assert strategy.history[-1]["failures"] == {}
+
+
+def test_complex_and_nan_models_are_refused() -> None:
+    for bad, message in ((1j, "complex arrays"), (np.nan, "hold NaN")):
+        with pytest.raises(ValueError, match=message):
+            FedAvg().start(
+                grid=InProcessGrid(app_of(), 3),
+                initial_arrays=ArrayRecord({"w": Array(np.array([bad]))}),
+                train_config=CONFIG,
+            )
+
+
+def test_an_infinite_constant_is_no_divergence() -> None:
+    def masked() -> nn.Module:
+        m = make_model()
+        m.register_buffer("mask", torch.tensor([0.0, -float("inf")]))
+        return m
+
+    got = run(FedFOR(alpha=0.5, seed=1, downlink="delta"), FedFORClient, model=masked)
+    assert got["mask"].tolist() == [0.0, -float("inf")]
+    plain = run(FedFOR(alpha=0.5, seed=1), FedFORClient)
+    close({n: got[n] for n in plain}, plain, 0.0)
+
+
+def test_a_metric_cannot_pass_for_the_number_of_examples() -> None:
+    class Sly(Plain):
+        def fit(self, parameters: Any, config: Any) -> Any:
+            arrays, count, _ = super().fit(parameters, config)
+            return arrays, count, {"num-examples": 10**6}
+
+    clients = make_clients()
+    app = client_app(lambda c: Sly(make_model(), clients[c.node_config["partition-id"]]))
+    result = start(FedAvg(seed=1, fraction_evaluate=0.0), InProcessGrid(app, 4))
+    want = run(FedAvg(seed=1), FedAvgClient, rounds=2, train={"local-epochs": 1})
+    close({k: a.numpy() for k, a in result.arrays.items()}, want, 1e-12)
+
+
+def test_clients_and_rounds_shuffle_differently() -> None:
+    """Two clients with the same data, and one client in two rounds."""
+    seen: dict[tuple[int, int], tuple[float, ...]] = {}
+    data = torch.utils.data.TensorDataset(torch.arange(48.0).reshape(12, 4), torch.arange(12) % 3)
+
+    class Spy(FedAvgClient):
+        def fit(self, parameters: Any, config: Any) -> Any:
+            order: list[float] = []
+            self.model[0].register_forward_pre_hook(lambda m, x: order.extend(x[0][:, 0].tolist()))
+            answer = super().fit(parameters, config)
+            seen[(self.pid, config["server-round"])] = tuple(order)
+            return answer
+
+    def client_fn(context: Context) -> Any:
+        loader = torch.utils.data.DataLoader(data, batch_size=4, shuffle=True)
+        client = Spy(make_model(torch.float32), loader, device="cpu")
+        client.pid = context.node_config["partition-id"]
+        return client
+
+    strategy = FedAvg(seed=1, fraction_evaluate=0.0)
+    strategy.start(
+        grid=InProcessGrid(client_app(client_fn), 2),
+        initial_arrays=ArrayRecord(make_model(torch.float32).state_dict()),
+        num_rounds=2,
+        train_config=CONFIG,
+    )
+    assert len(seen) == 4
+    assert len(set(seen.values())) == 4
+
+
+def test_evaluation_is_in_eval_mode_and_weighted_by_examples() -> None:
+    model = make_model(batch_norm=True)
+    batches = [make_clients()[0][0], tuple(t[:2] for t in make_clients()[1][0])]
+    client = FedAvgClient(model, batches, batches, device="cpu")
+    reference = make_model(batch_norm=True).eval()
+    x, y = (torch.cat(parts) for parts in zip(*batches, strict=True))
+    names = json.dumps(list(model.state_dict()))
+    loss, count, metrics = client.evaluate(client.get_parameters({}), {wire.NAMES_KEY: names})
+    assert count == 7
+    want = nn.functional.cross_entropy(reference(x), y)
+    assert loss == pytest.approx(want.item(), abs=1e-12)
+    assert metrics["accuracy"] == (reference(x).argmax(1) == y).double().mean().item()
+
+
+def test_what_is_no_classification_has_no_accuracy() -> None:
+    data = [(torch.ones(3, 4), torch.ones(3, 1))]
+    net = nn.Linear(4, 1)
+    client = FedAvgClient(net, data, data, loss_fn=nn.functional.mse_loss, device="cpu")
+    names = json.dumps(list(net.state_dict()))
+    _, count, metrics = client.evaluate(client.get_parameters({}), {wire.NAMES_KEY: names})
+    assert (count, metrics) == (3, {})
+
+
+def test_the_grid_leaves_a_real_identity_alone() -> None:
+    from flwr.supercore.task_identity import TaskIdentity
+
+    before = TaskIdentity._run_id
+    try:
+        TaskIdentity.run_id = 12345
+        InProcessGrid(app_of(), 1)
+        assert TaskIdentity.run_id == 12345
+    finally:
+        TaskIdentity._run_id = before
+
+
+def test_a_client_that_raises_keeps_its_state_as_it_was() -> None:
+    """Its model of round 1 is still there in round 3, and stale: it gets the full pair."""
+
+    def in_round_2(pid: int, client: Any) -> Any:
+        fit = client.fit
+
+        def bad(parameters: Any, config: Any) -> Any:
+            answer = fit(parameters, config)
+            if pid == 1 and config["server-round"] == 2:
+                raise OSError("after training")
+            return answer
+
+        client.fit = bad
+        return client
+
+    strategy = FedFOR(alpha=0.5, downlink="delta", seed=1, fraction_evaluate=0.0)
+    grid = InProcessGrid(app_of(FedFORClient, sabotage=in_round_2), 3)
+    start(strategy, grid, 3)
+    down = strategy.history[2]["bytes_down"]
+    assert down[1] > 1.3 * down[0]
+    assert strategy.history[2]["failures"] == {}

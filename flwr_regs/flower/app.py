@@ -64,7 +64,7 @@ def client_app(
 
 
 def node_mod(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
-    """Answer what needs no client: who the node is, and a model sent ahead; pass the rest on."""
+    """Do what needs no client: tell who the node is, keep a model sent ahead, apply a step."""
     message_type = message.metadata.message_type
     if message_type == wire.IDENTIFY:
         return Message(wire.identity_reply(context.node_config), reply_to=message)
@@ -72,6 +72,17 @@ def node_mod(message: Message, context: Context, call_next: ClientAppCallable) -
         state = _State(context, message.content.config_records[wire.CONFIG])
         state.keep_model(message.content.array_records[wire.ARRAYS])
         return Message(RecordDict(), reply_to=message)
+    config = message.content.config_records.get(wire.CONFIG, ConfigRecord())
+    if config.get(wire.DOWNLINK_KEY) == "delta":
+        # Here, outside the user's mods, so that they see the model and never take a step for one.
+        step = wire.from_record(message.content.array_records[wire.ARRAYS])
+        base = _State(context, config).model(config[wire.BASE_ROUND_KEY])
+        model = rebuild(base, step, str(config[wire.DIGEST_KEY]))
+        if model is None:  # lost or stale: the server sends the full pair instead
+            out_of_sync = ConfigRecord({wire.OUT_OF_SYNC_KEY: True})
+            return Message(RecordDict({wire.CONFIG: out_of_sync}), reply_to=message)
+        message.content[wire.STEP_KEY] = message.content[wire.ARRAYS]
+        message.content[wire.ARRAYS] = wire.to_record(model)
     return call_next(message, context)
 
 
@@ -99,15 +110,6 @@ def numpyclient_mod(message: Message, context: Context, call_next: ClientAppCall
                 extras[name] = wire.pack(wire.from_record(record))
         for name, record in state.slots().items():
             extras[name] = wire.pack(wire.from_record(record))
-        if config.get(wire.DOWNLINK_KEY) == "delta":
-            step = wire.from_record(arrays)
-            base = state.model(config[wire.BASE_ROUND_KEY])
-            model = rebuild(base, step, config[wire.DIGEST_KEY])
-            if model is None:  # lost or stale: the server sends the full pair instead
-                out_of_sync = ConfigRecord({wire.OUT_OF_SYNC_KEY: True})
-                return Message(RecordDict({wire.CONFIG: out_of_sync}), reply_to=message)
-            arrays = wire.to_record(model)
-            extras[wire.STEP_KEY] = wire.pack(step)
 
     names = list(arrays)
     config[wire.NAMES_KEY] = json.dumps(names)
@@ -133,7 +135,7 @@ def numpyclient_mod(message: Message, context: Context, call_next: ClientAppCall
         elif isinstance(value, bytes) and key.endswith(".client"):
             slots[key] = wire.to_record(wire.unpack(value))
         elif isinstance(value, int | float) and not isinstance(value, bool):
-            metrics[key] = value
+            metrics.setdefault(key, value)  # n_k is fit's second value, whatever the metrics say
         else:
             texts[key] = value
     if kind == "train":

@@ -12,7 +12,7 @@ import torch
 from flwr.client import NumPyClient
 from torch import nn
 
-from flwr_regs.batches import Batches, label_counts, resolve_device, to_device
+from flwr_regs.batches import Batches, batch_size, label_counts, resolve_device, to_device
 from flwr_regs.classifier import find_classifier
 from flwr_regs.flower import wire
 from flwr_regs.local_round import LossFn, OptimizerFn, local_round
@@ -87,7 +87,7 @@ class RegClient(NumPyClient):
 
     def get_parameters(self, config: Mapping[str, Any]) -> NDArrayList:
         """Return the model's ``state_dict`` values as numpy arrays."""
-        return [v.detach().cpu().numpy() for v in self.model.state_dict().values()]
+        return [v.detach().cpu().numpy().copy() for v in self.model.state_dict().values()]
 
     def fit(
         self, parameters: NDArrayList, config: Mapping[str, Any]
@@ -147,8 +147,9 @@ class RegClient(NumPyClient):
     def evaluate(
         self, parameters: NDArrayList, config: Mapping[str, Any]
     ) -> tuple[float, int, dict[str, Any]]:
-        """Return (mean loss, examples, ``{"accuracy": share of correct arg-max}``) on `eval_data`.
+        """Return (mean loss, examples, metrics) on `eval_data`.
 
+        The metrics hold ``"accuracy"``, the share of correct arg-max, where the task is classification.
         Where the config says ``"personalise"``, also the loss and accuracy of a personalised model:
         see :mod:`flwr_regs.methods.calibration`.
         """
@@ -158,12 +159,11 @@ class RegClient(NumPyClient):
                 "pass it, or set fraction_evaluate=0 on the strategy"
             )
         own = [k for k in config if not k.startswith("regs.")]
-        wire.check_config_keys(own, [*wire.EVALUATE_KEYS, wire.ROUND_KEY], "evaluate_config")
+        wire.check_config_keys(own, [*wire.EVALUATE_KEYS, *wire.FLOWER_KEYS], "evaluate_config")
         wire.check_evaluate_config(config, "evaluate_config")
         self._load(parameters, config)
         device = resolve_device(self.device)
-        loss, accuracy, count = self._score(self.model, device)
-        metrics = {"accuracy": accuracy}
+        loss, count, metrics = self._score(self.model, device)
         if "personalise" in config:
             from flwr_regs.methods.calibration import calibrate  # it needs this file
 
@@ -177,25 +177,38 @@ class RegClient(NumPyClient):
                     optimizer=self.optimizer,
                     device=device,
                 )
-            metrics["personal-loss"], metrics["personal-accuracy"], _ = self._score(
-                personal, device
-            )
+            personal_loss, _, personal_metrics = self._score(personal, device)
+            metrics["personal-loss"] = personal_loss
+            metrics |= {f"personal-{k}": v for k, v in personal_metrics.items()}
         return loss, count, metrics
 
     @torch.no_grad()
-    def _score(self, model: nn.Module, device: torch.device) -> tuple[float, float, int]:
-        """Return (mean loss, accuracy, examples) of a model on `eval_data`."""
+    def _score(self, model: nn.Module, device: torch.device) -> tuple[float, int, dict[str, float]]:
+        """Return (mean loss, examples, accuracy) of a model on `eval_data`.
+
+        Accuracy is there only for classification: outputs ``(n, classes)``, integer targets ``(n,)``.
+        """
         model.to(device).eval()
-        loss, correct, count = 0.0, 0, 0
+        loss, correct, count, classifies = 0.0, 0, 0, True
         for inputs, targets in self.eval_data or ():
             targets = to_device(targets, device)
             output = model(to_device(inputs, device))
-            loss += float(self.loss_fn(output, targets)) * len(targets)
-            correct += int((output.argmax(dim=1) == targets).sum())
-            count += len(targets)
+            size = batch_size(targets)
+            loss += float(self.loss_fn(output, targets)) * size
+            count += size
+            classifies &= (
+                isinstance(output, torch.Tensor)
+                and isinstance(targets, torch.Tensor)
+                and output.ndim == 2
+                and output.shape[1] > 1
+                and targets.ndim == 1
+                and not targets.is_floating_point()
+            )
+            if classifies:
+                correct += int((output.argmax(dim=1) == targets).sum())
         if count == 0:
             raise ValueError("the client has no evaluation data: eval_data holds no batch")
-        return loss / count, correct / count, count
+        return loss / count, count, {"accuracy": correct / count} if classifies else {}
 
     def get_properties(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """Return the label counts, if asked for them and built with ``share_label_counts=True``."""
@@ -212,7 +225,8 @@ class RegClient(NumPyClient):
     def _seeded(self, config: Mapping[str, Any], device: torch.device) -> Iterator[None]:
         """Seed torch for this client and round; leave the process's own random state as it was.
 
-        Shuffling, dropout and augmentation then depend on (seed, round, partition) alone.
+        Shuffling, dropout and whatever else draws from torch then depend on (seed, round, partition)
+        alone; data that draws from numpy or `random` must seed these itself.
         """
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             torch.manual_seed(config[wire.SEED_KEY])
@@ -239,7 +253,7 @@ class RegClient(NumPyClient):
                 f"{config.get(wire.PROTOCOL_KEY)}; install the same flwr-regs version on both sides"
             )
         term = chain([t.from_config(config) for t in self.terms])
-        known = [*wire.TRAIN_KEYS, wire.ROUND_KEY, *term.config()]
+        known = [*wire.TRAIN_KEYS, *wire.FLOWER_KEYS, *term.config()]
         known += [f"{t.name}.{slot}" for t in term.terms for slot in ("broadcast", "client")]
         own = [k for k in config if not k.startswith("regs.")]
         wire.check_config_keys(own, known, "train_config")

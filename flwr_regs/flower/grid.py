@@ -42,7 +42,8 @@ class InProcessGrid(Grid):
         if num_clients < 1:
             raise ValueError(f"num_clients must be at least 1, not {num_clients}")
         # Message() insists on an identity, which flwr sets only in its own processes.
-        TaskIdentity.run_id = TaskIdentity.node_id = TaskIdentity.task_id = 1
+        if TaskIdentity._run_id is None:
+            TaskIdentity.run_id = TaskIdentity.node_id = TaskIdentity.task_id = 1
         self._run = Run.create_empty(1)
         self._app = client_app
         self._replies: dict[str, Message] = {}

@@ -72,7 +72,8 @@ class Population:
         told = time.monotonic()
         while True:
             present = set(grid.get_node_ids())
-            self._identify(grid, sorted(present - self._asked))
+            self._asked &= present  # a node that comes back is asked again
+            self._identify(grid, sorted(present - self._asked), present)
             self._here = sorted(p for p, n in self._node_of.items() if n in present)
             need = max(self._minimum, 1 if self._complete else self._expected or 1)
             if len(self._here) >= need:
@@ -107,38 +108,50 @@ class Population:
             self._labels[pid] = json.loads(cast(str, counts))
         return {p: self._labels[p] for p in self._here}
 
-    def _identify(self, grid: Grid, nodes: list[int]) -> None:
+    def _identify(self, grid: Grid, nodes: list[int], present: set[int]) -> None:
+        """Ask `nodes` who they are. Once training has begun, a node that cannot say is left out."""
         if not nodes:
             return
         replies = grid.send_and_receive(
-            [Message(RecordDict(), dst_node_id=n, message_type=wire.IDENTIFY) for n in nodes],
-            timeout=self._timeout,
+            [Message(RecordDict(), n, wire.IDENTIFY) for n in nodes],
+            timeout=min(self._timeout, 60.0),
         )
         answers = {}
         for reply in replies:
-            if reply.has_error():
-                if reply.metadata.src_node_id not in nodes:
-                    continue  # the node went away; it is asked again if it comes back
-                raise PopulationError(
-                    f"node {reply.metadata.src_node_id} does not answer who it is "
-                    f"({reply.error.reason}); build its ClientApp with flwr_regs.client_app"
+            node = reply.metadata.src_node_id
+            if not reply.has_error():
+                answers[node] = reply.content.config_records[wire.CONFIG]
+            elif node in nodes:
+                self._object(
+                    f"node {node} does not answer who it is ({reply.error.reason}); build its "
+                    "ClientApp with flwr_regs.client_app"
                 )
-            answers[reply.metadata.src_node_id] = reply.content.config_records[wire.CONFIG]
+        if self._complete:
+            self._asked |= set(nodes)  # a mute one would cost its timeout again every round
         fresh: dict[int, int] = {}
         for node in sorted(answers):
             answer = answers[node]
             pid = int(answer.get("partition-id", node))  # type: ignore[arg-type]
             if "partition-id" not in answer:
                 log(WARNING, "node %d has no partition-id; its node id stands in for it", node)
-            if pid in fresh:
-                raise PopulationError(
-                    f"nodes {fresh[pid]} and {node} both serve partition-id {pid}; "
+            other = fresh.get(pid, self._node_of.get(pid))
+            if other is not None and other in present:
+                self._asked.discard(node)  # a restarted node's former self may still be listed
+                self._object(
+                    f"nodes {other} and {node} both serve partition-id {pid}; "
                     "give each SuperNode a --node-config partition-id of its own"
                 )
+                continue
             if pid in self._node_of:
                 log(INFO, "partition %d is now served by node %d (restarted)", pid, node)
             fresh[pid] = node
+            self._asked.add(node)
             if self._given is None and "num-partitions" in answer:
                 self._expected = int(answer["num-partitions"])  # type: ignore[arg-type]
         self._node_of |= fresh
-        self._asked |= set(answers)
+
+    def _object(self, why: str) -> None:
+        """Refuse to begin; once training has begun, log it and go on without the node."""
+        if not self._complete:
+            raise PopulationError(why)
+        log(WARNING, "%s; going on without it", why)

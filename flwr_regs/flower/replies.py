@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -69,7 +70,7 @@ def receive_metrics(
 
 def receive(
     pid: int, content: RecordDict, model: wire.NDArrays, method: str, weighted_by_key: str
-) -> tuple[Reply, set[str]]:
+) -> tuple[Reply, frozenset[str]]:
     """Check a train reply; return it with the names that the client does not train.
 
     A client that names no method is a plain one; only FedAvg can use its answer.
@@ -92,13 +93,53 @@ def receive(
             f"{what} must hold an ArrayRecord '{wire.ARRAYS}', but holds {sorted(content)}"
         )
     metrics, count = receive_metrics(pid, content, weighted_by_key)
-    arrays = wire.from_record(content.array_records[wire.ARRAYS])
+    try:
+        arrays = wire.from_record(content.array_records[wire.ARRAYS])
+        uploads = {
+            key.removesuffix(".upload"): wire.from_record(record)
+            for key, record in content.array_records.items()
+            if key.endswith(".upload")
+        }
+        buffers = frozenset(json.loads(told.get(wire.BUFFERS_KEY, "[]")))
+    except (ValueError, TypeError, EOFError) as error:
+        raise wire.ProtocolError(f"{what} cannot be read: {error}") from error
     wire.check_arrays(arrays, model, what)
-    wire.check_finite(arrays, what)
-    uploads = {}
-    for key, record in content.array_records.items():
-        if key.endswith(".upload"):
-            uploads[key.removesuffix(".upload")] = wire.from_record(record)
-            wire.check_finite(uploads[key.removesuffix(".upload")], f"{what}, {key}")
-    buffers = set(json.loads(told.get(wire.BUFFERS_KEY, "[]")))
+    wire.check_finite(arrays, what, model)
+    for name, upload in uploads.items():
+        if wrong := [k for k, a in upload.items() if a.dtype.kind not in "fiub"]:
+            raise wire.ProtocolError(f"{what}: upload '{name}' holds no numbers in {wrong}")
+        wire.check_finite(upload, f"{what}, {name}.upload")
+    if unknown := sorted(str(n) for n in buffers - set(model)):
+        raise wire.ProtocolError(f"{what} names arrays that the model does not have: {unknown}")
     return Reply(arrays=arrays, uploads=uploads, metrics=metrics, num_examples=count), buffers
+
+
+def agree_on_buffers(
+    buffers: Mapping[int, frozenset[str]], known: frozenset[str] | None
+) -> tuple[frozenset[str] | None, dict[int, str]]:
+    """Return (the arrays that are not trained, reasons against the clients that say otherwise).
+
+    `known` is what earlier rounds agreed on. Without it the majority decides; a tie is everybody's
+    failure, since averaging models that train different parameters would hide a mistake.
+    """
+    if known is None:
+        ranking = Counter(buffers.values()).most_common(2)
+        if len(ranking) == 1 or (len(ranking) == 2 and ranking[0][1] > ranking[1][1]):
+            known = ranking[0][0]
+    wrong = {}
+    for pid, mine in buffers.items():
+        if known is None:
+            wrong[pid] = "the clients disagree, half against half, on which parameters they train"
+        elif mine != known:
+            wrong[pid] = (
+                f"client {pid} trains other parameters than the others; they differ in "
+                f"{sorted(mine ^ known)}"
+            )
+    return known, wrong
+
+
+def with_common_metrics(metrics: Iterable[MetricRecord]) -> list[RecordDict]:
+    """Keep the single numbers that every client reports: Flower's mean refuses anything else."""
+    single = [{k: v for k, v in m.items() if isinstance(v, int | float)} for m in metrics]
+    common = sorted(set.intersection(*(set(m) for m in single)))
+    return [RecordDict({wire.METRICS: MetricRecord({k: m[k] for k in common})}) for m in single]

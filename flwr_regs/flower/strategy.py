@@ -15,12 +15,20 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import FedAvg as FlowerFedAvg
 from flwr.serverapp.strategy import Result
 
-from flwr_regs.aggregation import Reply, aggregation_weights, mean_delta
+from flwr_regs.aggregation import Reply, aggregation_weights
 from flwr_regs.flower import wire
 from flwr_regs.flower.downlink import Downlink
 from flwr_regs.flower.population import Population
-from flwr_regs.flower.replies import receive, receive_metrics, sort_replies, told
-from flwr_regs.method import ServerContext, Slot, Term, chain
+from flwr_regs.flower.replies import (
+    agree_on_buffers,
+    receive,
+    receive_metrics,
+    sort_replies,
+    told,
+    with_common_metrics,
+)
+from flwr_regs.flower.state import GlobalState
+from flwr_regs.method import Term, chain
 from flwr_regs.sampling import class_covering_cohort, uniform_cohort
 
 
@@ -79,12 +87,9 @@ class RegStrategy(FlowerFedAvg):
     method: ClassVar[str | None] = None
     history: list[dict[str, Any]]
 
-    # One training's state; _reset and configure_train set it.
-    _model: wire.NDArrays
-    _step: wire.NDArrays | None
-    _previous_lr: float | None
-    _server: Slot
-    _buffers: set[str] | None  # names that the clients do not train; None until one has answered
+    # One training's state; _begin and configure_train set it.
+    _state: GlobalState
+    _released: ArrayRecord | None  # what the last aggregate_train returned
     _held: dict[int, int]  # partition id -> round whose model that client last kept
     _entry: dict[str, Any]
     _start_id: str
@@ -106,6 +111,10 @@ class RegStrategy(FlowerFedAvg):
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
+        if (self.arrayrecord_key, self.configrecord_key) != (wire.ARRAYS, wire.CONFIG):
+            raise ValueError(
+                "the record keys are part of the protocol: leave them 'arrays', 'config'"
+            )
         if weighting not in ("num-examples", "uniform"):
             raise ValueError(f"weighting must be 'num-examples' or 'uniform', not {weighting!r}")
         if downlink not in ("model", "delta"):
@@ -138,15 +147,18 @@ class RegStrategy(FlowerFedAvg):
         self.min_replies = min_replies
         self.population = Population(self.min_available_nodes, population, wait_timeout)
         self._timeout = 3600.0
-        self._num_rounds = 2**31  # unknown where a wrapper drives the rounds
-        self._reset({})
+        self._num_rounds = 0  # 0 while a wrapper, not our own start, drives the rounds
+        self.history = []
 
     @property
     def method_name(self) -> str:
         """The name clients must know: the class's own, or the terms' joined by ``+``."""
-        if type(self) is RegStrategy:
-            return "+".join(t.name for t in self.term.terms if not t.server_only)
-        return type(self).method or type(self).__name__
+        return self.method or "+".join(t.name for t in self.term.terms if not t.server_only)
+
+    @property
+    def arrays(self) -> ArrayRecord:
+        """The global model as it is now: after an error, that of the last good round."""
+        return wire.to_record(self._state.model)
 
     def summary(self) -> None:
         """Log the method, its hyper-parameters and the seed, then Flower's own summary."""
@@ -176,46 +188,56 @@ class RegStrategy(FlowerFedAvg):
             A round had fewer than `min_replies` usable replies.
         """
         self._check_config(train_config or {})
-        self._check_evaluate_config(evaluate_config or {})
-        self._timeout = timeout
-        self._num_rounds = num_rounds
-        return super().start(
-            grid,
-            initial_arrays,
-            num_rounds,
-            timeout,
-            ConfigRecord({**(train_config or {})}),  # Flower writes into it
-            ConfigRecord({**(evaluate_config or {})}),
-            evaluate_fn,
+        evaluate = {**(evaluate_config or {})}
+        wire.check_config_keys(
+            evaluate, [*wire.EVALUATE_KEYS, *wire.FLOWER_KEYS], "evaluate_config"
         )
+        wire.check_evaluate_config(evaluate, "evaluate_config")
+        self._timeout, self._num_rounds = timeout, num_rounds
+        try:
+            return super().start(
+                grid,
+                initial_arrays,
+                num_rounds,
+                timeout,
+                ConfigRecord({**(train_config or {})}),  # Flower writes into it
+                ConfigRecord(evaluate),
+                evaluate_fn,
+            )
+        finally:
+            self._num_rounds = 0
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         """Draw the cohort and build its messages. Round 1 also asks the clients who they are."""
-        if server_round == 1:
+        if server_round == 1 or not hasattr(self, "_state"):
             self._begin(arrays, config)
+        elif arrays is not self._released and self._state.adopt(wire.from_record(arrays)):
+            self._held = {}
         if self.fraction_train == 0.0:
             return []
+        if self._entry and (not self.history or self.history[-1] is not self._entry):
+            # Flower's privacy wrappers skip a round with a failed client.
+            if not self.history:
+                raise RoundFailed(f"round {self._entry['round']} was never aggregated")
+            log(WARNING, "round %d was skipped by whoever drives us", self._entry["round"])
         began = time.monotonic()
         self._grid = grid
         members = self.population.refresh(grid)
         cohort = self._cohort(server_round, members, grid)
         settings: dict[str, Any] = dict(config)
-        lr = settings["lr"] * float(self.lr_schedule(server_round))
+        lr = float(settings["lr"]) * float(self.lr_schedule(server_round))
         if not 0 < lr < float("inf"):
             raise ValueError(f"lr_schedule({server_round}) makes the learning rate {lr}")
-        step = None if self._step is None else self._trainable(self._step)
-        self._ctx = ServerContext(
-            server_round, lr, self._trainable(self._model), step, self._previous_lr
-        )
+        self._ctx = self._state.context(server_round, lr)
         self._downlink = Downlink(
             self.downlink,
             server_round,
-            self._model,
-            self._step,
-            self._previous_lr,
-            lambda: self.term.broadcast(self._server, self._ctx),
+            self._state.model,
+            self._state.step,
+            self._state.previous_lr,
+            lambda: self.term.broadcast(self._state.server, self._ctx),
         )
         self._settings = {
             **settings,
@@ -266,32 +288,31 @@ class RegStrategy(FlowerFedAvg):
             again = self._grid.send_and_receive(
                 [self._message(pid, "train") for pid in lost], timeout=self._timeout
             )
-            late, late_failures = sort_replies(
-                again, {n: p for n, p in self._nodes().items() if p in lost}
-            )
+            nodes = {n: p for n, p in self._nodes().items() if p in lost}
+            late, late_failures = sort_replies(again, nodes)
             failures |= late_failures
             answered = {p: m for p, m in answered.items() if p not in lost} | late
         entry["seconds"]["clients"] = time.monotonic() - self._clock
         began = time.monotonic()
 
-        # Summed in the order of partition ids: the same bits whatever the order of arrival.
+        # In the order of partition ids: the same bits whatever the order of arrival.
         usable: dict[int, Reply] = {}
+        buffers: dict[int, frozenset[str]] = {}
         entry["bytes_up"] = {p: wire.content_bytes(m.content) for p, m in answered.items()}
         for pid in sorted(answered):
             try:
-                reply, buffers = receive(
-                    pid, answered[pid].content, self._model, self.method_name, self.weighted_by_key
+                usable[pid], buffers[pid] = receive(
+                    pid,
+                    answered[pid].content,
+                    self._state.model,
+                    self.method_name,
+                    self.weighted_by_key,
                 )
-                if self._buffers is None:
-                    self._buffers = buffers
-                if buffers != self._buffers:
-                    raise wire.ProtocolError(
-                        f"client {pid} trains other parameters than the clients before it; they "
-                        f"differ in {sorted(buffers ^ self._buffers)}"
-                    )
-                usable[pid] = reply
             except wire.ProtocolError as error:
                 failures[pid] = str(error)
+        agreed, wrong = agree_on_buffers(buffers, self._state.buffers)
+        failures |= wrong
+        usable = {pid: reply for pid, reply in usable.items() if pid not in wrong}
         if failures:
             log(WARNING, "\t> %s", told(failures))
         entry["failures"] = failures
@@ -303,31 +324,28 @@ class RegStrategy(FlowerFedAvg):
                 f"cohort of {len(self._sent)}, needed {self.min_replies}; {told(failures)}"
             )
 
-        weights = aggregation_weights(usable, self.weighting)
-        delta = mean_delta(self._model, usable, weights)
-        uploads = {pid: r.uploads for pid, r in usable.items()}
-        server, step = self.term.update(self._server, self._trainable(delta), uploads, self._ctx)
-        # The step is rounded to the model's dtype first and the model moves by that: a client that
-        # adds the same step to the same model then holds the same bits.
-        self._step = {n: _as_step(w, {**delta, **step}[n]) for n, w in self._model.items()}
-        self._model = {n: wire.add(w, self._step[n]) for n, w in self._model.items()}
-        wire.check_finite(self._model, f"the global model after round {server_round}")
-        self._server = server
-        self._previous_lr = self._ctx.lr
+        self._state.buffers = agreed
+        try:
+            self._state.advance(usable, aggregation_weights(usable, self.weighting), self._ctx)
+        except wire.ProtocolError as error:
+            raise RoundFailed(
+                f"round {server_round} of {self.method_name} diverged: {error}; `strategy.arrays` is "
+                "the model before it; try a smaller learning rate"
+            ) from error
         self._held |= dict.fromkeys(answered, server_round)
         for ack in replies:
             if ack.metadata.message_type == wire.PREFETCH and not ack.has_error():
                 self._held[self._ahead_of[ack.metadata.src_node_id]] = server_round
 
         metrics = self.train_metrics_aggr_fn(
-            _with_common_keys([r.metrics for r in usable.values()]), self.weighted_by_key
+            with_common_metrics(r.metrics for r in usable.values()), self.weighted_by_key
         )
         entry["train_metrics"] = dict(metrics)
-        entry["examples_processed"] = sum(
-            r.metrics.get("examples-processed", 0) for r in usable.values()
-        )
+        processed = [r.metrics.get("examples-processed", 0) for r in usable.values()]
+        entry["examples_processed"] = sum(n for n in processed if isinstance(n, int))
         entry["seconds"]["aggregate"] = time.monotonic() - began
-        return wire.to_record(self._model), metrics
+        self._released = self.arrays
+        return self._released, metrics
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -357,7 +375,8 @@ class RegStrategy(FlowerFedAvg):
         Raises
         ------
         RoundFailed
-            No usable reply.
+            No usable reply, and none in any round before: an evaluation that never works is a mistake.
+            A later failure is logged and kept in the history, and training goes on.
         """
         if self.fraction_evaluate == 0.0:
             return None
@@ -371,14 +390,6 @@ class RegStrategy(FlowerFedAvg):
                 failures[pid] = str(error)
         if failures:
             log(WARNING, "\t> evaluation: %s", told(failures))
-        if not per_client:
-            raise RoundFailed(
-                f"round {server_round} of {self.method_name}: no client of {len(self._sent)} could "
-                f"evaluate; {told(failures)}"
-            )
-        result = self.evaluate_metrics_aggr_fn(
-            _with_common_keys([MetricRecord(m) for m in per_client.values()]), self.weighted_by_key
-        )
         if self.history and self.history[-1]["round"] == server_round:
             self.history[-1]["seconds"]["evaluate"] = time.monotonic() - self._clock
             self.history[-1]["evaluate"] = {
@@ -386,43 +397,37 @@ class RegStrategy(FlowerFedAvg):
                 "failures": failures,
                 "clients": per_client,
             }
-        return result
+        if not per_client:
+            if any(e.get("evaluate", {}).get("clients") for e in self.history):
+                return None
+            raise RoundFailed(
+                f"round {server_round} of {self.method_name}: no client of {len(self._sent)} could "
+                f"evaluate; {told(failures)}"
+            )
+        return self.evaluate_metrics_aggr_fn(
+            with_common_metrics(MetricRecord(m) for m in per_client.values()), self.weighted_by_key
+        )
 
     def _check_config(self, config: Any) -> None:
-        wire.check_config_keys(
-            [k for k in config if k != wire.ROUND_KEY], wire.TRAIN_KEYS, "train_config"
-        )
+        known = [*wire.TRAIN_KEYS, *wire.FLOWER_KEYS]
+        wire.check_config_keys(config, known, "train_config")
         wire.check_train_config(config, "train_config")
-
-    def _check_evaluate_config(self, config: Any) -> None:
-        wire.check_config_keys(
-            [k for k in config if k != wire.ROUND_KEY], wire.EVALUATE_KEYS, "evaluate_config"
-        )
-        wire.check_evaluate_config(config, "evaluate_config")
 
     def _begin(self, arrays: ArrayRecord, config: ConfigRecord) -> None:
         """Start afresh: also where a wrapper (Flower's DP strategies) calls round 1 directly."""
         self._check_config(config)
-        if not arrays:
-            raise ValueError("initial_arrays is empty: pass ArrayRecord(model.state_dict())")
-        model = wire.from_record(arrays)
-        wire.check_finite(model, "initial_arrays")
-        self._reset(model)
-        self.population.forget()
-
-    def _reset(self, model: wire.NDArrays) -> None:
-        self.history = []
-        self._model = model
-        self._step = None
-        self._previous_lr = None
-        self._server = self.term.init(model)
-        self._buffers = None
+        if self.downlink == "delta" and not self._num_rounds:
+            raise ValueError(
+                "downlink='delta' needs the strategy's own start; under a wrapper that drives the "
+                "rounds (Flower's privacy strategies) use downlink='model'"
+            )
+        self._state = GlobalState(self.term, wire.from_record(arrays))
         self._held = {}
         self._entry = {}
+        self._released = None
         self._start_id = uuid4().hex[:8]
-
-    def _trainable(self, arrays: wire.NDArrays) -> wire.NDArrays:
-        return {n: a for n, a in arrays.items() if n not in (self._buffers or ())}
+        self.history = []
+        self.population.forget()
 
     def _train_content(self, pid: int, held_round: int | None) -> RecordDict:
         """Return what one client of this round receives."""
@@ -450,7 +455,7 @@ class RegStrategy(FlowerFedAvg):
             return []
         later = self._cohort(server_round + 1, members, grid)
         config = {k: self._settings[k] for k in (wire.METHOD_KEY, wire.START_KEY, wire.ROUND_KEY)}
-        record = wire.to_record(self._model)
+        record = self.arrays
         messages = []
         self._entry["bytes_ahead"] = {}
         for pid in sorted(set(later) - set(cohort)):
@@ -475,20 +480,3 @@ class RegStrategy(FlowerFedAvg):
 def _is_out_of_sync(message: Message) -> bool:
     config = message.content.config_records.get(wire.CONFIG)
     return config is not None and bool(config.get(wire.OUT_OF_SYNC_KEY, False))
-
-
-def _with_common_keys(metrics: list[MetricRecord]) -> list[RecordDict]:
-    """Keep the metrics that every client reports: Flower's mean refuses the others."""
-    common = set.intersection(*(set(m) for m in metrics))
-    return [
-        RecordDict({wire.METRICS: MetricRecord({k: m[k] for k in sorted(common)})}) for m in metrics
-    ]
-
-
-def _as_step(base: np.ndarray, delta: Any) -> np.ndarray:
-    """Round a step to what can be added to `base`: its dtype; whole numbers for integers."""
-    if base.dtype == np.bool_:  # the mean's majority, as a flip
-        return np.asarray(base ^ (base + np.asarray(delta) > 0.5))
-    if np.issubdtype(base.dtype, np.integer):
-        return np.asarray(np.rint(delta)).astype(base.dtype)
-    return np.asarray(delta).astype(base.dtype)

@@ -48,6 +48,8 @@ OUT_OF_SYNC_KEY = "regs.out-of-sync"
 STEP_KEY = "regs.step"
 ROUND_KEY = "server-round"
 LABELS_KEY = "regs.label-counts"
+FLOWER_KEYS = (ROUND_KEY, "clipping_norm")
+"""Keys that Flower itself, or its privacy wrappers, put into a config."""
 TRAIN_KEYS = ("lr", "local-epochs", "local-steps")
 EVALUATE_KEYS = (
     "personalise",
@@ -145,10 +147,18 @@ def check_arrays(arrays: Mapping[str, Any], expected: Mapping[str, Any], what: s
             )
 
 
-def check_finite(arrays: Mapping[str, np.ndarray], what: str) -> None:
-    """Raise ProtocolError naming the first array that holds NaN or infinity."""
+def check_finite(
+    arrays: Mapping[str, np.ndarray], what: str, base: Mapping[str, np.ndarray] | None = None
+) -> None:
+    """Raise ProtocolError naming the first array that holds NaN, or infinity where `base` does not.
+
+    An infinite constant in `base`, such as an attention mask kept as a buffer, may stay what it is.
+    """
     for name, a in arrays.items():
-        if not np.all(np.isfinite(a)):
+        good = np.isfinite(a)
+        if base is not None and name in base:
+            good |= a == base[name]
+        if not np.all(good):
             raise ProtocolError(f"{what}: array '{name}' holds NaN or infinity")
 
 

@@ -256,6 +256,8 @@ class FedADC(RegStrategy):
         What every strategy of the package takes: see :class:`flwr_regs.RegStrategy`.
     """
 
+    method = "FedADC"
+
     def __init__(
         self,
         beta: float = 0.9,
@@ -285,6 +287,8 @@ class FedADCPlus(RegStrategy):
 
     Takes FedADC's parameters and `lam`, `temperature` of :class:`SelfDistillation`.
     """
+
+    method = "FedADCPlus"
 
     def __init__(
         self,
@@ -327,6 +331,8 @@ class SlowMo(RegStrategy):
     **kwargs
         What every strategy of the package takes: see :class:`flwr_regs.RegStrategy`.
     """
+
+    method = "SlowMo"
 
     def __init__(
         self, beta: float, alpha: float = 1.0, *, weighting: str = "uniform", **kwargs: Any

@@ -30,6 +30,8 @@ class FedAvg(RegStrategy):
         What every strategy of the package takes: see :class:`flwr_regs.RegStrategy`.
     """
 
+    method = "FedAvg"
+
     def __init__(self, weighting: str = "num-examples", **kwargs: Any) -> None:
         super().__init__([], weighting=weighting, **kwargs)
 

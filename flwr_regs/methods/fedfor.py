@@ -80,6 +80,8 @@ class FedFOR(RegStrategy):
         What every strategy of the package takes: see :class:`flwr_regs.RegStrategy`.
     """
 
+    method = "FedFOR"
+
     def __init__(self, alpha: float = 1.0, downlink: str = "model", **kwargs: Any) -> None:
         super().__init__([FirstOrder(alpha)], downlink=downlink, **kwargs)
 

@@ -162,6 +162,8 @@ class FedOpt(RegStrategy):
         What every strategy of the package takes: see :class:`flwr_regs.RegStrategy`.
     """
 
+    method = "FedOpt"
+
     def __init__(
         self,
         server_optimizer: Callable[[list[torch.Tensor]], torch.optim.Optimizer],
@@ -180,6 +182,8 @@ class FedOptClient(RegClient):
 
 class FedAvgM(RegStrategy):
     """FedAvg with server momentum (Hsu et al. 2019): torch's SGD on the server."""
+
+    method = "FedAvgM"
 
     def __init__(
         self,
@@ -201,6 +205,8 @@ class FedAvgMClient(RegClient):
 
 class FedAdagrad(RegStrategy):
     """Adagrad on the server (Reddi et al. 2021); parameters as in :class:`AdaptiveServer`."""
+
+    method = "FedAdagrad"
 
     def __init__(
         self,
@@ -224,6 +230,8 @@ class FedAdagradClient(RegClient):
 
 class FedAdam(RegStrategy):
     """Adam on the server (Reddi et al. 2021); parameters as in :class:`AdaptiveServer`."""
+
+    method = "FedAdam"
 
     rule: ClassVar[str] = "adam"
 
@@ -252,6 +260,8 @@ class FedAdamClient(RegClient):
 
 class FedYogi(FedAdam):
     """Yogi on the server (Reddi et al. 2021); parameters as in :class:`AdaptiveServer`."""
+
+    method = "FedYogi"
 
     rule = "yogi"
 

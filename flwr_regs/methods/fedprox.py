@@ -55,6 +55,8 @@ class FedProx(RegStrategy):
         What every strategy of the package takes: see :class:`flwr_regs.RegStrategy`.
     """
 
+    method = "FedProx"
+
     def __init__(self, mu: float, **kwargs: Any) -> None:
         super().__init__([Proximal(mu)], **kwargs)
 
