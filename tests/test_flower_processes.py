@@ -23,6 +23,7 @@ from safetensors.numpy import load_file
 from flwr_regs import InProcessGrid
 from simulations import server_app
 from simulations.client_app import app
+from simulations.job import METHODS
 from tests.test_simulations import ROOT, job
 
 pytestmark = [pytest.mark.flower, pytest.mark.timeout(280)]
@@ -87,7 +88,7 @@ def assert_same(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> None:
 
 def test_flwr_regs_run_ends_with_a_table_a_plot_and_a_history(tmp_path: Path) -> None:
     """Ray; from another folder; and the weights are those of one process."""
-    settings = {**SMALL, "fraction_train": 0.5, "methods": "FedAvg,FedFOR"}
+    settings = {**SMALL, "fraction_train": 0.5, "methods": ",".join(METHODS)}
     args = [f"{k.replace('_', '-')}={v}" for k, v in settings.items()]
     run = command(
         BIN / "flwr-regs", "run", *args, "--app", ROOT, env=environment(tmp_path), cwd=tmp_path
@@ -98,7 +99,8 @@ def test_flwr_regs_run_ends_with_a_table_a_plot_and_a_history(tmp_path: Path) ->
     assert re.search(r"FedFOR +\d+\.\d\d% +\d+\.\d\d%", run.stdout)
     assert re.search(r"FedFOR +round +3/3 +accuracy", run.stdout)
     history = json.loads((folder / "history.json").read_text())
-    assert list(history["methods"]) == ["FedAvg", "FedFOR"]
+    assert list(history["methods"]) == list(METHODS)
+    assert not any(r["failures"] for m in history["methods"].values() for r in m["rounds"])
     assert history["clients"] == 10
     assert [r["replies"] for r in history["methods"]["FedFOR"]["rounds"]] == [
         r["cohort"] for r in history["methods"]["FedAvg"]["rounds"]
@@ -123,6 +125,48 @@ def test_flwr_regs_run_fails_when_the_run_failed(tmp_path: Path) -> None:
     assert re.search(r"leaves clients \[.*\]\s+without data", run.stdout)
     assert "round" not in re.sub("rounds?-?", "", run.stdout.split("Traceback")[0].split("NOTE")[0])
     assert "the run failed (finished:failed" in run.stderr
+
+
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT])
+def test_flwr_regs_run_leaves_nothing_behind_when_stopped(tmp_path: Path, how: int) -> None:
+    """Found by a mark in the environment that every process it starts inherits."""
+    env = {**environment(tmp_path), "FLWR_REGS_TEST_MARK": str(tmp_path)}
+    log = tmp_path / "log"
+    with log.open("w") as sink:
+        process = subprocess.Popen(
+            [BIN / "flwr-regs", "run", "rounds=2000", f"out={tmp_path / 'out'}"],
+            env=env,
+            cwd=ROOT,
+            stdout=sink,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    try:
+        for _ in range(600):
+            if re.search(r"round +3/2000", log.read_text()) or process.poll() is not None:
+                break
+            time.sleep(0.2)
+        if how == signal.SIGINT:
+            os.killpg(process.pid, how)  # a terminal's Ctrl-C reaches the whole foreground group
+        else:
+            os.kill(process.pid, how)
+        assert process.wait(60) == (143 if how == signal.SIGTERM else 130), log.read_text()[-2000:]
+        mark = f"FLWR_REGS_TEST_MARK={tmp_path}"
+        for _ in range(50):
+            left = [p for p in Path("/proc").glob("[0-9]*") if mark in environ_of(p)]
+            if not left:
+                break
+            time.sleep(0.2)
+        assert not left, [(p / "cmdline").read_text() for p in left]
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def environ_of(proc: Path) -> str:
+    with contextlib.suppress(OSError):
+        return (proc / "environ").read_text(errors="replace")
+    return ""
 
 
 def test_plain_flwr_run_works_and_says_that_two_supernodes_are_few(tmp_path: Path) -> None:
