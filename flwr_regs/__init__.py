@@ -10,6 +10,7 @@ FedADC, FedADCPlus           methods/fedadc.py     Ozfatura et al. 2021, Alg. 3,
 SlowMo                       methods/fedadc.py     Wang et al. 2019; Ozfatura et al. 2021, Alg. 2
 FedOpt, FedAvgM              methods/fedopt.py     Wang et al. 2021, Alg. 1; Hsu et al. 2019
 FedAdagrad, FedAdam, FedYogi methods/fedopt.py     Reddi et al. 2021, Alg. 2
+RFedAvg, RFedAvgPlus         methods/rfedavg.py    Wang, Tong et al. 2023, Alg. 1-2
 ===========================  ====================  ============================================
 
 Names are loaded when first used, so that importing one file of the package loads no more than it needs.
@@ -55,6 +56,12 @@ if TYPE_CHECKING:
     from flwr_regs.methods.fedprox import FedProx as FedProx
     from flwr_regs.methods.fedprox import FedProxClient as FedProxClient
     from flwr_regs.methods.fedprox import Proximal as Proximal
+    from flwr_regs.methods.rfedavg import FeatureTable as FeatureTable
+    from flwr_regs.methods.rfedavg import LeaveOneOutMean as LeaveOneOutMean
+    from flwr_regs.methods.rfedavg import RFedAvg as RFedAvg
+    from flwr_regs.methods.rfedavg import RFedAvgClient as RFedAvgClient
+    from flwr_regs.methods.rfedavg import RFedAvgPlus as RFedAvgPlus
+    from flwr_regs.methods.rfedavg import RFedAvgPlusClient as RFedAvgPlusClient
 
 _HOME = {
     "client_app": "flower.app",
@@ -91,6 +98,12 @@ _HOME = {
     "FedProx": "methods.fedprox",
     "FedProxClient": "methods.fedprox",
     "Proximal": "methods.fedprox",
+    "FeatureTable": "methods.rfedavg",
+    "LeaveOneOutMean": "methods.rfedavg",
+    "RFedAvg": "methods.rfedavg",
+    "RFedAvgClient": "methods.rfedavg",
+    "RFedAvgPlus": "methods.rfedavg",
+    "RFedAvgPlusClient": "methods.rfedavg",
 }
 
 __all__ = sorted(_HOME)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from flwr_regs.batches import (
     resolve_device,
     to_device,
 )
+from flwr_regs.features import FeatureTap
 from flwr_regs.method import Arrays, ClientContext, Slot, Term
 
 LossFn = Callable[[Any, Any], Tensor]
@@ -70,6 +72,8 @@ def local_round(
     broadcast: Slot | None = None,
     client: Slot | None = None,
     train_mode: bool = True,
+    classifier: str | None = None,
+    client_id: int = -1,
 ) -> LocalResult:
     """Train `model` in place from its present weights ``w_t`` for one round.
 
@@ -91,6 +95,10 @@ def local_round(
         What the server sent beside the model, and what this client kept from its last round.
     train_mode : bool
         False leaves the model in eval mode: batch norm and dropout as when the model is used.
+    classifier : str, optional
+        The output layer, for a term that needs features; default: the last ``nn.Linear``.
+    client_id : int
+        The client's partition id, for a term that must know its own share of what it gets.
 
     Raises
     ------
@@ -117,6 +125,7 @@ def local_round(
     num_steps = steps or (epochs or 0) * num_batches
     terms = (term, *getattr(term, "terms", ()))
     teacher = StartOutputs(model) if any(t.needs_start_output for t in terms) else None
+    tap = FeatureTap(model, classifier) if any(t.needs_features for t in terms) else None
     counts = label_counts(train_data) if any(t.needs_label_counts for t in terms) else None
     ctx = ClientContext(
         start=start,
@@ -126,6 +135,8 @@ def local_round(
         client=to_device(client or {}, device),
         forward=lambda p, inputs: functional_call(model, p, (inputs,)),
         label_counts=to_device(counts, device),
+        feature_mean=None if tap is None else partial(tap.mean, train_data, device),
+        client_id=client_id,
     )
     if (first := term.start(start, ctx)) is not start:
         _write(values, first)
@@ -145,7 +156,12 @@ def local_round(
             base = loss_fn(output, targets)
             losses.append(base.detach())
             step_ctx = replace(
-                ctx, inputs=inputs, targets=targets, output=output, start_output=taught
+                ctx,
+                inputs=inputs,
+                targets=targets,
+                output=output,
+                start_output=taught,
+                features=None if tap is None else tap.value,
             )
             loss: Tensor = term.loss(base, params, step_ctx)
             torch.autograd.backward(loss)
@@ -168,6 +184,8 @@ def local_round(
     if sent is not delta:  # else the model is already at w_t + delta, without rounding
         _write(values, {name: start[name] + sent[name] for name in start})
     opt.zero_grad(set_to_none=True)
+    if tap:
+        tap.close()
     return LocalResult(
         state={k: v.detach().cpu().clone() for k, v in model.state_dict().items()},
         upload=to_device(upload, "cpu"),

@@ -1,4 +1,4 @@
-"""The seam: what a federated optimisation method is here, and how methods are composed.
+"""The seam: what a federated optimisation method is here. (chain.py composes several.)
 
 A method is two gradient transformations, one for a client's step and one for the server's step, and
 what they tell each other. This file is plain Python over arrays: torch tensors on a client, numpy
@@ -17,8 +17,8 @@ client     kept by a client between rounds; absent (``{}``) is always legal
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, TypeVar
 
 Arrays = dict[str, Any]
@@ -49,6 +49,14 @@ class ClientContext:
         it, the latter in eval mode; None outside a step.
     label_counts : Any
         Examples of each class in the client's data, ``(classes,)``, if a term `needs_label_counts`.
+    features, feature_mean : Any
+        If a term `needs_features`: what enters the output layer, ``(batch, d)``, and a function
+        ``feature_mean(batches or None) -> (d,)``, its mean over the client's data with the model as
+        it is now.
+    client_id : int
+        The client's partition id; -1 where nobody gave one.
+    batch_size : int
+        Examples in the client's first batch, if a term `needs_features`.
     """
 
     start: Arrays
@@ -62,6 +70,10 @@ class ClientContext:
     output: Any = None
     start_output: Any = None
     label_counts: Any = None
+    features: Any = None
+    feature_mean: Callable[[int | None], Any] | None = None
+    client_id: Any = -1
+    batch_size: int = 0
 
 
 @dataclass(frozen=True)
@@ -113,6 +125,9 @@ class Term:
     """True if clients need not know of it: it has no client hook and nothing of it travels."""
     needs_start_output: ClassVar[bool] = False
     needs_label_counts: ClassVar[bool] = False
+    needs_features: ClassVar[bool] = False
+    probes: ClassVar[bool] = False
+    """True if clients answer a question at ``w_t`` (`probe`) before anyone trains."""
 
     def init(self, params: Arrays) -> Slot:
         """Return the server slot before round 1."""
@@ -155,6 +170,14 @@ class Term:
         """
         return server, delta
 
+    def probe(self, ctx: ClientContext) -> tuple[Slot, Slot]:
+        """Return (upload, client slot) at ``w_t``, before training: the round's first exchange."""
+        return {}, {}
+
+    def answer(self, probes: Mapping[int, Slot]) -> dict[int, Slot]:
+        """Return each client's own broadcast, given the uploads of `probe` by partition id."""
+        return {}
+
     def client_optimizer(self, optimizer: Any) -> Any:
         """Return the optimiser factory for the local steps, given the client's own."""
         return optimizer
@@ -172,89 +195,3 @@ class Term:
         if missing := [key for f, key in keys.items() if key not in config and f not in optional]:
             raise KeyError(f"the round's config lacks {missing}, which term '{cls.name}' needs")
         return cls(**{f: config[key] for f, key in keys.items() if key in config})
-
-
-@dataclass(frozen=True)
-class Chain(Term):
-    """Several terms as one; each slot holds the terms' own slots under their names.
-
-    Losses, corrections and `finish` run left to right, server updates right to left.
-    """
-
-    name: ClassVar[str] = "chain"
-    terms: tuple[Term, ...] = ()
-
-    def config(self) -> dict[str, Any]:
-        return {key: value for t in self.terms for key, value in t.config().items()}
-
-    def init(self, params: Arrays) -> Slot:
-        return {t.name: t.init(params) for t in self.terms}
-
-    def broadcast(self, server: Slot, ctx: ServerContext) -> Slot:
-        return {t.name: t.broadcast(server[t.name], ctx) for t in self.terms}
-
-    def recover(self, step: Arrays, lr: float) -> Slot | None:
-        return {t.name: t.recover(step, lr) or {} for t in self.terms}
-
-    def client_optimizer(self, optimizer: Any) -> Any:
-        for t in self.terms:
-            optimizer = t.client_optimizer(optimizer)
-        return optimizer
-
-    def start(self, params: Arrays, ctx: ClientContext) -> Arrays:
-        for t in self.terms:
-            params = t.start(params, _own(ctx, t))
-        return params
-
-    def loss(self, base: Any, params: Arrays, ctx: ClientContext) -> Any:
-        for t in self.terms:
-            base = t.loss(base, params, _own(ctx, t))
-        return base
-
-    def correct(self, grads: Arrays, params: Arrays, ctx: ClientContext) -> Arrays:
-        for t in self.terms:
-            grads = t.correct(grads, params, _own(ctx, t))
-        return grads
-
-    def finish(self, delta: Arrays, ctx: ClientContext) -> tuple[Arrays, Slot, Slot]:
-        upload: Slot = {}
-        client: Slot = {}
-        for t in self.terms:
-            delta, upload[t.name], client[t.name] = t.finish(delta, _own(ctx, t))
-        return delta, upload, client
-
-    def update(
-        self, server: Slot, delta: Arrays, uploads: Mapping[int, Slot], ctx: ServerContext
-    ) -> tuple[Slot, Arrays]:
-        new: Slot = {}
-        for t in reversed(self.terms):
-            own = {k: upload.get(t.name, {}) for k, upload in uploads.items()}
-            new[t.name], delta = t.update(server[t.name], delta, own, ctx)
-        return new, delta
-
-
-def _own(ctx: ClientContext, term: Term) -> ClientContext:
-    return replace(
-        ctx,
-        broadcast=ctx.broadcast.get(term.name, {}),
-        client=ctx.client.get(term.name, {}),
-    )
-
-
-def chain(terms: Sequence[Term]) -> Chain:
-    """Compose `terms`, left to right.
-
-    Raises
-    ------
-    ValueError
-        Two terms of one name, two that own the server step, or a compressing term that is not last.
-
-    """
-    names = [t.name for t in terms]
-    if twice := sorted({n for n in names if names.count(n) > 1}):
-        raise ValueError(f"each term may appear once, but {twice} appear more often in {names}")
-    if len(owners := [t.name for t in terms if t.owns_step]) > 1:
-        raise ValueError(f"only one term can own the server's step, but {owners} all do")
-    if early := [t.name for t in terms[:-1] if t.compresses]:
-        raise ValueError(f"a term that compresses the update comes last, but {early} do not")
-    return Chain(tuple(terms))

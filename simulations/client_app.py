@@ -27,7 +27,6 @@ def method_mod(message: Message, context: Context, call_next: Any) -> Message:
 def client_fn(context: Context) -> NumPyClient:
     """Build the client of ``node_config["partition-id"]``."""
     # Imported here: on a SuperNode every message starts a process that loads this file.
-    import numpy as np
     import torch
     from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
 
@@ -40,17 +39,13 @@ def client_fn(context: Context) -> NumPyClient:
     job = Job.from_run_config(settings)
     dataset = data.load(job.dataset, job.data_dir)
     parts = job.parts(dataset.train_y, int(context.node_config["num-partitions"]))
-    mine = parts[int(context.node_config["partition-id"])]
-    own_test = 0
-    if job.personalise:
-        mine = np.random.default_rng(job.seed).permutation(mine)
-        own_test = len(mine) // 5
+    held_out, trained = job.split(parts[int(context.node_config["partition-id"])])
 
-    def tensors(rows: np.ndarray) -> TensorDataset:
+    def tensors(rows: Any) -> TensorDataset:
         x, y = dataset.train_x[rows], dataset.train_y[rows]
         return TensorDataset(torch.from_numpy(x), torch.from_numpy(y))
 
-    train = tensors(mine[own_test:])
+    train = tensors(trained)
     client_class = getattr(flwr_regs, f"{method}Client")
     client: NumPyClient = client_class(
         models.build(job.dataset, job.model, job.seed),
@@ -60,7 +55,7 @@ def client_fn(context: Context) -> NumPyClient:
             batch_size=None,
             sampler=BatchSampler(RandomSampler(train), job.batch_size, drop_last=False),
         ),
-        DataLoader(tensors(mine[:own_test]), batch_size=1000) if own_test else None,
+        DataLoader(tensors(held_out), batch_size=1000) if len(held_out) else None,
         share_label_counts=True,  # simulated data has no secrets
     )
     return client

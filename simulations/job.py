@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from functools import partial
@@ -91,6 +92,20 @@ def _fedyogi(job: Job) -> tuple[type[RegStrategy], dict[str, Any]]:
     return flwr_regs.FedYogi, _fedadam(job)[1]
 
 
+def _rfedavg(job: Job) -> tuple[type[RegStrategy], dict[str, Any]]:
+    batches = job.rfedavg_delta_batches or None
+    return flwr_regs.RFedAvg, {"lam": job.rfedavg_lam, "delta_batches": batches}
+
+
+def _rfedavg_plus(job: Job) -> tuple[type[RegStrategy], dict[str, Any]]:
+    return flwr_regs.RFedAvgPlus, {
+        **_rfedavg(job)[1],
+        "noise_std": job.rfedavg_noise_std,
+        "clip_norm": job.rfedavg_clip_norm or None,
+        "sum_only": job.rfedavg_sum_only,
+    }
+
+
 def _unless_negative(value: float) -> float | None:
     return None if value < 0 else value  # run-config has no None
 
@@ -108,6 +123,8 @@ METHODS: dict[str, Callable[[Job], tuple[type[RegStrategy], dict[str, Any]]]] = 
     "FedAdagrad": _fedadagrad,
     "FedAdam": _fedadam,
     "FedYogi": _fedyogi,
+    "RFedAvg": _rfedavg,
+    "RFedAvgPlus": _rfedavg_plus,
 }
 """Label -> function from a job to the strategy class and its own arguments."""
 
@@ -138,6 +155,7 @@ class Job:
     similarity: float = setting(low=0, high=100)
     num_clients: int = setting(low=2)
     held_out_clients: int = setting(low=0)
+    held_out_share: float = setting(low=0, below=1)
     rounds: int = setting(low=1)
     fraction_train: float = setting(above=0, high=1)
     cohorts: str = setting(choices=("uniform", "class-covering"))
@@ -174,6 +192,11 @@ class Job:
     adaptive_beta_1: float = setting(low=0, below=1)
     adaptive_beta_2: float = setting(low=0, below=1)
     adaptive_tau: float = setting(above=0)
+    rfedavg_lam: float = setting(low=0)
+    rfedavg_delta_batches: int = setting(low=0)
+    rfedavg_noise_std: float = setting(low=0)
+    rfedavg_clip_norm: float = setting(low=0)
+    rfedavg_sum_only: bool = setting()
     out: str = setting()
 
     @classmethod
@@ -250,6 +273,15 @@ class Job:
             return {}
         return {"personalise": self.personalise, "personal-lr": self.personal_lr}
 
+    def split(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return a client's examples as (held out, trained on)."""
+        share = 0.2 if self.personalise else self.held_out_share
+        if share == 0:
+            return rows[:0], rows
+        shuffled = np.random.default_rng(self.seed).permutation(rows)
+        count = int(len(rows) * share)
+        return shuffled[:count], shuffled[count:]
+
     def strategy(self, method: str) -> RegStrategy:
         """Build the strategy of a method with the job's settings."""
         kind, settings = METHODS[method](self)
@@ -288,7 +320,8 @@ def _checked(key: str, value: Any, f: Any) -> Any:
     if (
         isinstance(value, bool) != (kind is bool)
         or not isinstance(value, legal)
-        or (isinstance(value, int | float) and not abs(value) < 2**63)  # what run-config can carry
+        or (isinstance(value, float) and not math.isfinite(value))
+        or (isinstance(value, int) and not abs(value) < 2**63)  # what run-config can carry
         or (rule["choices"] and value not in rule["choices"])
         or (rule["above"] is not None and not value > rule["above"])
         or (rule["below"] is not None and not value < rule["below"])

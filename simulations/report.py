@@ -35,6 +35,7 @@ def summary(history: dict[str, Any]) -> list[dict[str, Any]]:
                 ),
                 "mb_down": float(np.mean(down)) / 1e6,
                 "mb_up": float(np.mean(up)) / 1e6,
+                "worst_client": result.get("per_client", {}).get("worst"),
                 "failures": sum(len(r["failures"]) for r in result["rounds"]),
                 "seconds": result["seconds"],
             }
@@ -61,7 +62,18 @@ def table(history: dict[str, Any]) -> str:
         box=box.SIMPLE_HEAD,
     )
     target = f"rounds to {job['target-accuracy']:.0%}"
-    for column in ("method", "final", "best", target, "MB down", "MB up", "failures", "seconds"):
+    columns = (
+        "method",
+        "final",
+        "best",
+        target,
+        "worst client",
+        "MB down",
+        "MB up",
+        "failed",
+        "seconds",
+    )
+    for column in columns:
         grid.add_column(column, justify="left" if column == "method" else "right")
     for row in summary(history):
         grid.add_row(
@@ -69,16 +81,25 @@ def table(history: dict[str, Any]) -> str:
             f"{row['final']:.2%}",
             f"{row['best']:.2%}",
             str(row["rounds_to_target"] or "not reached"),
+            "–" if row["worst_client"] is None else f"{row['worst_client']:.2%}",
             f"{row['mb_down']:.4f}",
             f"{row['mb_up']:.4f}",
             str(row["failures"]),
             f"{row['seconds']:.1f}",
         )
     out = io.StringIO()
-    console = Console(file=out, width=100)
+    console = Console(file=out, width=108)
     console.print(grid)
-    data = "the held-out clients' data" if job["held-out-clients"] else "the server's test set"
+    data = "the server's test set"
+    if job["held-out-clients"]:
+        data = "the held-out clients' data"
+    elif job["held-out-share"]:
+        data = "what the clients hold out"
     console.print(f"Accuracy on {data}; MB per client and round.", highlight=False)
+    console.print(
+        "Worst client: expected accuracy of the final model on data of its label distribution.",
+        highlight=False,
+    )
     for row in summary(history):
         if "personal" in row:
             console.print(

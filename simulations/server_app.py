@@ -71,6 +71,9 @@ def run(job: Job, grid: Grid, folder: Path | None) -> dict[str, Any]:
     if job.held_out_clients:
         held_out = np.concatenate(parts[clients:])
         x, y = dataset.train_x[held_out], dataset.train_y[held_out]
+    elif job.held_out_share:
+        held_out = np.concatenate([job.split(p)[0] for p in parts[:clients]])
+        x, y = dataset.train_x[held_out], dataset.train_y[held_out]
     test_x, test_y = torch.from_numpy(x).to(device), torch.from_numpy(y).to(device)
     history: dict[str, Any] = {
         "job": {k.replace("_", "-"): v for k, v in vars(job).items()},
@@ -88,16 +91,33 @@ def run(job: Job, grid: Grid, folder: Path | None) -> dict[str, Any]:
         history["notes"].append(note)
         say(f"NOTE: {note}")
 
+    shares = np.stack(  # each client's class shares
+        [np.bincount(dataset.train_y[p], minlength=10) / len(p) for p in parts[:clients]]
+    )
+
     @torch.no_grad()
-    def accuracy(arrays: ArrayRecord) -> tuple[float, float]:
+    def outputs(arrays: ArrayRecord) -> torch.Tensor:
         model.load_state_dict(arrays.to_torch_state_dict())
         model.to(device).eval()
-        loss, correct = 0.0, 0
-        for x, y in zip(test_x.split(1000), test_y.split(1000), strict=True):
-            output = model(x)
-            loss += float(torch.nn.functional.cross_entropy(output, y, reduction="sum"))
-            correct += int((output.argmax(1) == y).sum())
-        return loss / len(test_y), correct / len(test_y)
+        return torch.cat([model(batch) for batch in torch.split(test_x, 1000)])
+
+    def accuracy(arrays: ArrayRecord) -> tuple[float, float]:
+        output = outputs(arrays)
+        loss = torch.nn.functional.cross_entropy(output, test_y)
+        return float(loss), float((output.argmax(1) == test_y).double().mean())
+
+    def per_client(arrays: ArrayRecord) -> dict[str, Any]:
+        """Each client's expected accuracy on fresh data of its own label distribution."""
+        right = (outputs(arrays).argmax(1) == test_y).double()
+        by_class = np.array(
+            [
+                float(right[test_y == c].mean()) if bool((test_y == c).any()) else 0.0
+                for c in range(10)
+            ]
+        )
+        each = shares @ by_class
+        spread = {"mean": each.mean(), "std": each.std(), "worst": each.min()}
+        return {"clients": each.tolist(), **{k: float(v) for k, v in spread.items()}}
 
     start = ArrayRecord(model.state_dict())
     for method in job.method_names:
@@ -133,6 +153,8 @@ def run(job: Job, grid: Grid, folder: Path | None) -> dict[str, Any]:
             raise
         finally:
             entry |= {"seconds": time.monotonic() - began, "rounds": strategy.history}
+            if strategy.history:
+                entry["per_client"] = per_client(strategy.arrays)
             if folder:
                 if strategy.history:
                     state = strategy.arrays.to_torch_state_dict()

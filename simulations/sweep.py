@@ -23,7 +23,8 @@ def sweep(key: str, jobs: Mapping[str, Sequence[Job]], folder: Path, workers: in
 
     Every job must run exactly one method; ``methods`` itself may be the key. Accuracies are means over
     seeds, with their standard deviation; "last 5" is the mean over the last five rounds, which a
-    single lucky round moves less.
+    single lucky round moves less; "worst client" and "spread" (standard deviation) are over the
+    clients' expected accuracies with the final model.
     """
     first = next(iter(jobs.values()))[0]
     for job in (job for seeds in jobs.values() for job in seeds):
@@ -34,25 +35,29 @@ def sweep(key: str, jobs: Mapping[str, Sequence[Job]], folder: Path, workers: in
     began = time.monotonic()
     every = [(value, job) for value, seeds in jobs.items() for job in seeds]
     curves: dict[str, list[list[float]]] = {value: [] for value in jobs}
+    spread: dict[str, list[dict[str, float]]] = {value: [] for value in jobs}
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(workers, mp_context=context) as pool:
         results = pool.map(_curve, [job for _, job in every])
-        for done, ((value, job), curve) in enumerate(zip(every, results, strict=True), start=1):
+        for done, ((value, job), found) in enumerate(zip(every, results, strict=True), start=1):
+            curve, clients = found
             curves[value].append(curve)
+            spread[value].append(clients)
             server_app.say(
                 f"[{done}/{len(every)}, {time.monotonic() - began:.0f} s] {key} = {value}, seed "
                 f"{job.seed}: last 5 rounds {np.mean(curve[-5:]):.2%}"
             )
     target = first.target_accuracy
     lines = [
-        f"| {key} | last 5 rounds | final | best | rounds to {target:.0%} |",
-        "|---|---|---|---|---|",
+        f"| {key} | last 5 rounds | final | best | rounds to {target:.0%} | worst client | spread |",
+        "|---|---|---|---|---|---|---|",
     ]
     for value, runs in curves.items():
         reached = [next((str(t + 1) for t, a in enumerate(r) if a >= target), "–") for r in runs]
         lines.append(
             f"| {value} | {_mean(_last(runs))} | {_mean([r[-1] for r in runs])} "
-            f"| {_mean([max(r) for r in runs])} | {', '.join(reached)} |"
+            f"| {_mean([max(r) for r in runs])} | {', '.join(reached)} "
+            f"| {_mean([s['worst'] for s in spread[value]])} | {_mean([s['std'] for s in spread[value]])} |"
         )
     best = max(curves, key=lambda v: float(np.nan_to_num(np.mean(_last(curves[v])), nan=-1)))
     lines += ["", f"Best by the last five rounds: **{best}**."]
@@ -72,8 +77,8 @@ def sweep(key: str, jobs: Mapping[str, Sequence[Job]], folder: Path, workers: in
     server_app.say("\n".join(lines) + f"\n\nresults: {folder}")
 
 
-def _curve(job: Job) -> list[float]:
-    """Run one job of one method; return its accuracy after each round."""
+def _curve(job: Job) -> tuple[list[float], dict[str, float]]:
+    """Run one job of one method; return (its accuracy after each round, the clients' spread)."""
     import torch
 
     torch.set_num_threads(1)  # small models; the workers share the machine
@@ -84,8 +89,8 @@ def _curve(job: Job) -> list[float]:
         (result,) = server_app.run(job, grid, None)["methods"].values()
     except RoundFailed as error:
         server_app.say(f"{job.methods}, seed {job.seed}: {str(error)[:200]}")
-        return [float("nan")] * job.rounds
-    return [p["accuracy"] for p in result["test"][1:]]
+        return [float("nan")] * job.rounds, {"worst": float("nan"), "std": float("nan")}
+    return [p["accuracy"] for p in result["test"][1:]], result["per_client"]
 
 
 def _last(runs: Sequence[Sequence[float]]) -> list[float]:

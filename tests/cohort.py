@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.func import functional_call, grad, vmap
 
+from flwr_regs.features import FeatureTap
 from flwr_regs.method import Arrays, ClientContext, Slot, Term
 
 
@@ -23,17 +24,33 @@ def cohort_round(
     broadcast: Slot,
     client: Slot,
     counts: torch.Tensor,
+    data: torch.Tensor,
+    classifier: str,
 ) -> tuple[Arrays, Slot, Slot]:
     """Run every client's round at once with plain SGD.
 
     `xs` is (clients, steps, batch, features), `ys` (clients, steps, batch); a client with fewer
     `num_steps` stands still for the rest. `client` and `counts` (examples of each class) are stacked,
-    `params` and `broadcast` are shared.
+    `params` and `broadcast` are shared. `data`, (clients, examples, features), is NaN where a client
+    has fewer examples; `classifier` names the output layer.
     """
+    tap = FeatureTap(model, classifier)
 
     def one(
-        x: torch.Tensor, y: torch.Tensor, steps: torch.Tensor, state: Slot, labels: torch.Tensor
+        x: torch.Tensor,
+        y: torch.Tensor,
+        steps: torch.Tensor,
+        state: Slot,
+        labels: torch.Tensor,
+        mine: torch.Tensor,
+        me: torch.Tensor,
     ) -> Any:
+        there = ~mine.isnan().any(-1, keepdim=True)
+
+        def feature_mean(batches: int | None) -> torch.Tensor:
+            functional_call(model, v, (mine.nan_to_num(),))
+            return (tap.value * there).sum(0) / there.sum()
+
         ctx = ClientContext(
             start=params,
             lr=lr,
@@ -42,6 +59,8 @@ def cohort_round(
             client=state,
             forward=lambda p, inputs: functional_call(model, p, (inputs,)),
             label_counts=labels,
+            feature_mean=feature_mean,
+            client_id=me,
         )
         v = term.start(params, ctx)
         for s in range(xs.shape[1]):
@@ -50,6 +69,7 @@ def cohort_round(
                 output = functional_call(model, p, (x[s],))
                 base = nn.functional.cross_entropy(output, y[s])
                 batch = {"inputs": x[s], "targets": y[s], "output": output}
+                batch["features"] = tap.value
                 taught = functional_call(model, params, (x[s],))
                 return term.loss(base, p, replace(ctx, **batch, start_output=taught))
 
@@ -57,4 +77,4 @@ def cohort_round(
             v = {n: torch.where(s < steps, v[n] - lr * grads[n], v[n]) for n in v}
         return term.finish({n: v[n] - params[n] for n in v}, ctx)
 
-    return vmap(one)(xs, ys, num_steps, client, counts)
+    return vmap(one)(xs, ys, num_steps, client, counts, data, torch.arange(len(xs)))

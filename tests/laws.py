@@ -16,6 +16,7 @@ from tests.oracles.fedavg import fedavg
 from tests.oracles.fedfor import fedfor
 from tests.oracles.fedopt import fedopt
 from tests.oracles.fedprox import fedprox
+from tests.oracles.rfedavg import rfedavg, rfedavg_plus
 from tests.oracles.slowmo import slowmo
 
 
@@ -170,6 +171,39 @@ CASES = [
         fedopt,
         {"server": "momentum", "server_lr": 0.7, "momentum": 0.6},
         neutral_is_exact=False,
+    ),
+    Case(
+        "RFedAvg",
+        fr.RFedAvg,
+        fr.RFedAvgClient,
+        {"lam": 0.5},
+        {"lam": 0.0},
+        [fr.FeatureTable(0.5)],
+        rfedavg,
+        {"lam": 0.5},
+        converges=False,
+    ),
+    Case(
+        "RFedAvgPlus",
+        fr.RFedAvgPlus,
+        fr.RFedAvgPlusClient,
+        {"lam": 0.5},
+        {"lam": 0.0},
+        [fr.LeaveOneOutMean(0.5)],
+        rfedavg_plus,
+        {"lam": 0.5},
+        converges=False,
+    ),
+    Case(
+        "RFedAvgPlus-sum",
+        fr.RFedAvgPlus,
+        fr.RFedAvgPlusClient,
+        {"lam": 0.5, "sum_only": True},
+        {"lam": 0.0, "sum_only": True},
+        [fr.LeaveOneOutMean(0.5, sum_only=True)],
+        rfedavg_plus,
+        {"lam": 0.5},
+        converges=False,
     ),
     adaptive("FedAdagrad", fr.FedAdagrad, fr.FedAdagradClient),
     adaptive("FedAdam", fr.FedAdam, fr.FedAdamClient),

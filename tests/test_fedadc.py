@@ -31,10 +31,11 @@ from flwr_regs import (
     SlowMoClient,
 )
 from flwr_regs.batches import StartOutputs, label_counts
+from flwr_regs.chain import chain
 from flwr_regs.classifier import find_classifier
 from flwr_regs.flower.population import PopulationError
 from flwr_regs.local_round import local_round
-from flwr_regs.method import ClientContext, chain
+from flwr_regs.method import ClientContext
 from flwr_regs.sampling import CoverageError, class_covering_cohort, uniform_cohort
 from tests.conftest import close, make_clients, make_model, run
 from tests.oracles import distillation

@@ -14,8 +14,9 @@ from flwr.common.serde import recorddict_from_proto, recorddict_to_proto
 from torch import nn
 
 from flwr_regs import FedAvg, FedAvgClient, InProcessGrid, RegClient, RegStrategy, client_app
+from flwr_regs.chain import chain
 from flwr_regs.local_round import local_round
-from flwr_regs.method import Arrays, ClientContext, ServerContext, Slot, Term, chain
+from flwr_regs.method import Arrays, ClientContext, ServerContext, Slot, Term
 from tests.cohort import cohort_round
 from tests.conftest import close, make_clients, make_model, run, to_numpy
 from tests.laws import CASES, Case
@@ -110,7 +111,21 @@ def example_context(case: Case) -> tuple[Term, Arrays, Arrays, ClientContext, Se
     )
     slots = term.broadcast(term.init(start), server_ctx)
     broadcast = {t: {k: torch.as_tensor(a) for k, a in s.items()} for t, s in slots.items()}
-    ctx = ClientContext(start=start, lr=0.1, num_steps=5, broadcast=broadcast)
+    # what other clients' features would have put there
+    features = torch.randn(3, 6, generator=g, dtype=torch.float64)
+    broadcast |= {
+        "rfedavg": {"ids": torch.tensor([0, 1, 7]), "table": features},
+        "rfedavg-plus": {"sum": features.sum(0), "others": torch.tensor(2)}
+        if any(getattr(t, "sum_only", False) for t in case.terms)
+        else {"mean": features[0]},
+    }
+    ctx = ClientContext(
+        start=start,
+        lr=0.1,
+        num_steps=5,
+        broadcast=broadcast,
+        feature_mean=lambda batches: features.mean(0),
+    )
     return term, params, noise(1.0), ctx, server_ctx
 
 
@@ -164,13 +179,10 @@ def test_5_a_stacked_cohort_equals_the_loop(case: Case, extra: list[Term]) -> No
     x = torch.stack([torch.stack([c[s % len(c)][0] for s in range(9)]) for c in clients])
     y = torch.stack([torch.stack([c[s % len(c)][1] for s in range(9)]) for c in clients])
     g = torch.Generator().manual_seed(8)
-    memories: Slot = {}
+    memories: Slot = {"rfedavg-plus": {"delta": torch.randn(3, 6, generator=g).double()}}
     if extra:
-        memories = {
-            "remember": {
-                n: torch.randn(3, *p.shape, generator=g, dtype=p.dtype)
-                for n, p in ctx.start.items()
-            }
+        memories["remember"] = {
+            n: torch.randn(3, *p.shape, generator=g, dtype=p.dtype) for n, p in ctx.start.items()
         }
     delta, upload, kept = cohort_round(
         make_model(),
@@ -183,6 +195,12 @@ def test_5_a_stacked_cohort_equals_the_loop(case: Case, extra: list[Term]) -> No
         broadcast,
         memories,
         torch.stack([torch.bincount(torch.cat([t for _, t in c]), minlength=3) for c in clients]),
+        torch.nn.utils.rnn.pad_sequence(
+            [torch.cat([t for t, _ in c]) for c in clients],
+            batch_first=True,
+            padding_value=float("nan"),
+        ),
+        "2",
     )
     for k, data in enumerate(clients):
         model = make_model()
@@ -196,6 +214,7 @@ def test_5_a_stacked_cohort_equals_the_loop(case: Case, extra: list[Term]) -> No
             broadcast=broadcast,
             client=mine,
             device="cpu",
+            client_id=k,
         )
         close(result.state, {n: ctx.start[n] + d[k] for n, d in delta.items()}, 1e-12)
         for got, want in ((result.upload, upload), (result.client, kept)):

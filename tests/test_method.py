@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from flwr_regs import FedFOR, FedProx, FirstOrder, Proximal, RegStrategy
-from flwr_regs.method import ClientContext, ServerContext, Term, chain
+from flwr_regs.chain import chain
+from flwr_regs.method import ClientContext, ServerContext, Term
 
 
 def context(v: torch.Tensor, start: torch.Tensor, **slots: torch.Tensor) -> ClientContext:

@@ -253,6 +253,18 @@ def test_held_out_clients_do_not_train() -> None:
     assert not set(np.concatenate(parts[:10])) & set(np.concatenate(parts[10:]))
 
 
+def test_a_held_out_share_is_not_trained_on() -> None:
+    settings = job(held_out_share=0.25)
+    held_out, trained = settings.split(np.arange(40))
+    assert (len(held_out), len(trained)) == (10, 30)
+    assert not set(held_out) & set(trained)
+    whole = in_process(job(rounds=1, methods="FedAvg"), None)["methods"]["FedAvg"]
+    less = in_process(job(rounds=1, methods="FedAvg", held_out_share=0.25), None)["methods"][
+        "FedAvg"
+    ]
+    assert less["rounds"][0]["examples_processed"] < 0.8 * whole["rounds"][0]["examples_processed"]
+
+
 @pytest.mark.parametrize(
     ("args", "message"),
     [

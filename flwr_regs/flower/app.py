@@ -73,15 +73,16 @@ def node_mod(message: Message, context: Context, call_next: ClientAppCallable) -
         state.keep_model(message.content.array_records[wire.ARRAYS])
         return Message(RecordDict(), reply_to=message)
     config = message.content.config_records.get(wire.CONFIG, ConfigRecord())
-    if config.get(wire.DOWNLINK_KEY) == "delta":
+    if config.get(wire.DOWNLINK_KEY) in ("delta", "kept"):
         # Here, outside the user's mods, so that they see the model and never take a step for one.
+        model = _State(context, config).model(config[wire.BASE_ROUND_KEY])
         step = wire.from_record(message.content.array_records[wire.ARRAYS])
-        base = _State(context, config).model(config[wire.BASE_ROUND_KEY])
-        model = rebuild(base, step, str(config[wire.DIGEST_KEY]))
+        if config[wire.DOWNLINK_KEY] == "delta":
+            model = rebuild(model, step, str(config[wire.DIGEST_KEY]))
+            message.content[wire.STEP_KEY] = message.content[wire.ARRAYS]
         if model is None:  # lost or stale: the server sends the full pair instead
             out_of_sync = ConfigRecord({wire.OUT_OF_SYNC_KEY: True})
             return Message(RecordDict({wire.CONFIG: out_of_sync}), reply_to=message)
-        message.content[wire.STEP_KEY] = message.content[wire.ARRAYS]
         message.content[wire.ARRAYS] = wire.to_record(model)
     return call_next(message, context)
 
@@ -91,7 +92,8 @@ def numpyclient_mod(message: Message, context: Context, call_next: ClientAppCall
     message_type = message.metadata.message_type
     if message_type == wire.LABELS:
         return _label_counts(message, context, call_next)
-    kind = message_type.split(".")[0]
+    probing = message_type == wire.PROBE
+    kind = "train" if probing else message_type.split(".")[0]
     if kind not in _LEGACY:
         raise wire.ProtocolError(f"a NumPyClient answers train and evaluate, not '{message_type}'")
     ins, res = _LEGACY[kind]
@@ -138,7 +140,10 @@ def numpyclient_mod(message: Message, context: Context, call_next: ClientAppCall
             metrics.setdefault(key, value)  # n_k is fit's second value, whatever the metrics say
         else:
             texts[key] = value
-    if kind == "train":
+    if probing:
+        state.keep_slots(slots, instead=False)
+        state.keep_model(arrays)
+    elif kind == "train":
         fitted = content.array_records[f"{res}.parameters"]
         if len(fitted) != len(names):
             raise wire.ProtocolError(
@@ -200,9 +205,11 @@ class _State:
             return None
         return wire.from_record(self._records.array_records[self._prefix + "model"])
 
-    def keep_slots(self, slots: Mapping[str, ArrayRecord]) -> None:
-        """Replace the terms' client slots by those of this round."""
-        self._forget(lambda key: not key.startswith(self._prefix) or key.endswith(".client"))
+    def keep_slots(self, slots: Mapping[str, ArrayRecord], instead: bool = True) -> None:
+        """Keep the terms' client slots of this round, `instead` of all earlier ones or beside them."""
+        self._forget(
+            lambda key: not key.startswith(self._prefix) or (instead and key.endswith(".client"))
+        )
         for name, record in slots.items():
             self._records[self._prefix + name] = record
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
@@ -12,11 +13,21 @@ import torch
 from flwr.client import NumPyClient
 from torch import nn
 
-from flwr_regs.batches import Batches, batch_size, label_counts, resolve_device, to_device
+from flwr_regs.batches import (
+    Batches,
+    batch_size,
+    count_batches,
+    count_examples,
+    label_counts,
+    resolve_device,
+    to_device,
+)
+from flwr_regs.chain import Chain, chain
 from flwr_regs.classifier import find_classifier
+from flwr_regs.features import FeatureTap
 from flwr_regs.flower import wire
 from flwr_regs.local_round import LossFn, OptimizerFn, local_round
-from flwr_regs.method import Chain, Slot, Term, chain
+from flwr_regs.method import ClientContext, Slot, Term
 
 NDArrayList = list[Any]
 
@@ -68,8 +79,10 @@ class RegClient(NumPyClient):
             raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
         if half := [n for n, v in model.state_dict().items() if v.dtype == torch.bfloat16]:
             raise TypeError(f"bfloat16 cannot travel (numpy has no such type), but {half} are")
-        if classifier is not None:
-            find_classifier(model, classifier)
+        if classifier is not None or any(t.needs_features for t in self.terms):
+            find_classifier(
+                model, classifier
+            )  # refuses here, before any round, what it cannot find
         if terms is not None:
             if self.method is not None:
                 raise TypeError(
@@ -114,6 +127,8 @@ class RegClient(NumPyClient):
         else:
             broadcast = self._slots(config, "broadcast")
         device = resolve_device(self.device)
+        if config.get(wire.PROBE_KEY):
+            return self._probe(term, config, device)
         with self._seeded(config, device):
             result = local_round(
                 self.model,
@@ -127,6 +142,8 @@ class RegClient(NumPyClient):
                 device=device,
                 broadcast=broadcast,
                 client=self._slots(config, "client"),
+                classifier=self.classifier,
+                client_id=config.get(wire.CLIENT_KEY, -1),
             )
         trainable = {
             n for n, p in self.model.named_parameters(remove_duplicate=False) if p.requires_grad
@@ -138,11 +155,35 @@ class RegClient(NumPyClient):
             "local-steps": result.num_steps,
             "examples-processed": result.examples_processed,
         }
-        for slot, values in (("upload", result.upload), ("client", result.client)):
-            for name, arrays in values.items():
-                if arrays:
-                    metrics[f"{name}.{slot}"] = wire.pack(arrays)
+        metrics |= _packed(result.upload, "upload") | _packed(result.client, "client")
         return [result.state[n].numpy() for n in names], result.num_examples, metrics
+
+    def _probe(
+        self, term: Chain, config: Mapping[str, Any], device: torch.device
+    ) -> tuple[NDArrayList, int, dict[str, Any]]:
+        """Answer the round's first exchange: the terms' probes at ``w_t``, and no model."""
+        count_batches(self.train_data)  # refuses a client without data
+        self.model.to(device)
+        params = {n: p.detach() for n, p in self.model.named_parameters() if p.requires_grad}
+        tap = FeatureTap(self.model, self.classifier)
+        with torch.random.fork_rng(devices=[]):
+            _, targets = next(iter(self.train_data))
+        upload, kept = term.probe(
+            ClientContext(
+                start=params,
+                lr=config["lr"],
+                num_steps=0,
+                client=to_device(self._slots(config, "client"), device),
+                feature_mean=partial(tap.mean, self.train_data, device),
+                client_id=config.get(wire.CLIENT_KEY, -1),
+                batch_size=batch_size(targets),
+            )
+        )
+        tap.close()
+        metrics: dict[str, Any] = {wire.METHOD_KEY: self._method_name()}
+        metrics |= _packed(to_device(upload, "cpu"), "upload")
+        metrics |= _packed(to_device(kept, "cpu"), "client")
+        return [], count_examples(self.train_data), metrics
 
     def evaluate(
         self, parameters: NDArrayList, config: Mapping[str, Any]
@@ -283,3 +324,8 @@ class RegClient(NumPyClient):
         wire.check_arrays(arrays, self.model.state_dict(), "the global model")
         self.model.load_state_dict(arrays)
         return names
+
+
+def _packed(slots: Slot, slot: str) -> dict[str, bytes]:
+    """Pack the terms' slots as they travel: ``"<term>.<slot>" -> bytes``; empty ones do not."""
+    return {f"{name}.{slot}": wire.pack(arrays) for name, arrays in slots.items() if arrays}

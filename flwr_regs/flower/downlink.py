@@ -51,6 +51,14 @@ class Downlink:
         self._previous_lr = previous_lr
         self._broadcast = broadcast
 
+    def kept(self) -> tuple[dict[str, ArrayRecord], dict[str, Any]]:
+        """Return (records, config entries) for a client that got ``w_t`` earlier in this round."""
+        return {wire.ARRAYS: ArrayRecord()}, {
+            wire.KEEP_KEY: self._mode == "delta",
+            wire.DOWNLINK_KEY: "kept",
+            wire.BASE_ROUND_KEY: self._round,
+        }
+
     def content(self, held_round: int | None) -> tuple[dict[str, ArrayRecord], dict[str, Any]]:
         """Return (records, config entries) for a client that last kept the model of `held_round`."""
         if self._mode == "delta" and self._step is not None and held_round == self._round - 1:

@@ -95,23 +95,31 @@ def receive(
     metrics, count = receive_metrics(pid, content, weighted_by_key)
     try:
         arrays = wire.from_record(content.array_records[wire.ARRAYS])
-        uploads = {
-            key.removesuffix(".upload"): wire.from_record(record)
-            for key, record in content.array_records.items()
-            if key.endswith(".upload")
-        }
+        uploads = receive_uploads(what, content)
         buffers = frozenset(json.loads(told.get(wire.BUFFERS_KEY, "[]")))
     except (ValueError, TypeError, EOFError) as error:
         raise wire.ProtocolError(f"{what} cannot be read: {error}") from error
     wire.check_arrays(arrays, model, what)
     wire.check_finite(arrays, what, model)
-    for name, upload in uploads.items():
-        if wrong := [k for k, a in upload.items() if a.dtype.kind not in "fiub"]:
-            raise wire.ProtocolError(f"{what}: upload '{name}' holds no numbers in {wrong}")
-        wire.check_finite(upload, f"{what}, {name}.upload")
     if unknown := sorted(str(n) for n in buffers - set(model)):
         raise wire.ProtocolError(f"{what} names arrays that the model does not have: {unknown}")
     return Reply(arrays=arrays, uploads=uploads, metrics=metrics, num_examples=count), buffers
+
+
+def receive_uploads(what: str, content: RecordDict) -> dict[str, wire.NDArrays]:
+    """Return the terms' uploads by term name; raise ProtocolError unless all are finite numbers."""
+    uploads = {}
+    for key, record in content.array_records.items():
+        if key.endswith(".upload"):
+            name = key.removesuffix(".upload")
+            try:
+                uploads[name] = wire.from_record(record)
+            except (ValueError, TypeError, EOFError) as error:
+                raise wire.ProtocolError(f"{what}, {key} cannot be read: {error}") from error
+            if wrong := [k for k, a in uploads[name].items() if a.dtype.kind not in "fiub"]:
+                raise wire.ProtocolError(f"{what}: upload '{name}' holds no numbers in {wrong}")
+            wire.check_finite(uploads[name], f"{what}, {key}")
+    return uploads
 
 
 def agree_on_buffers(

@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 
 from flwr_regs.aggregation import Reply, mean_delta
+from flwr_regs.chain import Chain
 from flwr_regs.flower import wire
-from flwr_regs.method import Chain, ServerContext, Slot
+from flwr_regs.method import ServerContext, Slot
 
 
 class GlobalState:

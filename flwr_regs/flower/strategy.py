@@ -16,6 +16,7 @@ from flwr.serverapp.strategy import FedAvg as FlowerFedAvg
 from flwr.serverapp.strategy import Result
 
 from flwr_regs.aggregation import Reply, aggregation_weights
+from flwr_regs.chain import chain
 from flwr_regs.flower import wire
 from flwr_regs.flower.downlink import Downlink
 from flwr_regs.flower.population import Population
@@ -23,12 +24,13 @@ from flwr_regs.flower.replies import (
     agree_on_buffers,
     receive,
     receive_metrics,
+    receive_uploads,
     sort_replies,
     told,
     with_common_metrics,
 )
 from flwr_regs.flower.state import GlobalState
-from flwr_regs.method import Term, chain
+from flwr_regs.method import Slot, Term
 from flwr_regs.sampling import class_covering_cohort, uniform_cohort
 
 
@@ -248,19 +250,27 @@ class RegStrategy(FlowerFedAvg):
             wire.PROTOCOL_KEY: wire.PROTOCOL,
             wire.START_KEY: self._start_id,
         }
-        self._sent = {pid: self._train_content(pid, self._held.get(pid)) for pid in cohort}
         self._entry = {
             "round": server_round,
             "cohort": cohort,
             "population": len(members),
             "lr": lr,
-            "bytes_down": {p: wire.content_bytes(c) for p, c in self._sent.items()},
+            "failures": {},
             "seconds": {"configure": time.monotonic() - began},
+        }
+        self._answers: dict[int, Slot] | None = None
+        if any(t.probes for t in self.term.terms):
+            self._probe(cohort, grid)
+        ready = cohort if self._answers is None else sorted(self._answers)
+        self._sent = {pid: self._train_content(pid, self._held.get(pid)) for pid in ready}
+        self._entry["bytes_down"] = {
+            p: wire.content_bytes(c) + self._entry.get("bytes_probe_down", {}).get(p, 0)
+            for p, c in self._sent.items()
         }
         log(INFO, "configure_train: cohort of %d (out of %d)", len(cohort), len(members))
         ahead = self._ahead(server_round, members, cohort, grid)
         self._clock = time.monotonic()
-        return [*(self._message(pid, "train") for pid in cohort), *ahead]
+        return [*(self._message(pid, "train") for pid in ready), *ahead]
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
@@ -298,7 +308,10 @@ class RegStrategy(FlowerFedAvg):
         # In the order of partition ids: the same bits whatever the order of arrival.
         usable: dict[int, Reply] = {}
         buffers: dict[int, frozenset[str]] = {}
-        entry["bytes_up"] = {p: wire.content_bytes(m.content) for p, m in answered.items()}
+        entry["bytes_up"] = {
+            p: wire.content_bytes(m.content) + entry.get("bytes_probe_up", {}).get(p, 0)
+            for p, m in answered.items()
+        }
         for pid in sorted(answered):
             try:
                 usable[pid], buffers[pid] = receive(
@@ -315,13 +328,14 @@ class RegStrategy(FlowerFedAvg):
         usable = {pid: reply for pid, reply in usable.items() if pid not in wrong}
         if failures:
             log(WARNING, "\t> %s", told(failures))
+        failures |= entry["failures"]  # those of the first exchange, already told
         entry["failures"] = failures
         entry["replies"] = sorted(usable)
         self.history.append(entry)
         if len(usable) < self.min_replies:
             raise RoundFailed(
                 f"round {server_round} of {self.method_name}: {len(usable)} usable replies from a "
-                f"cohort of {len(self._sent)}, needed {self.min_replies}; {told(failures)}"
+                f"cohort of {len(entry['cohort'])}, needed {self.min_replies}; {told(failures)}"
             )
 
         self._state.buffers = agreed
@@ -429,12 +443,62 @@ class RegStrategy(FlowerFedAvg):
         self.history = []
         self.population.forget()
 
-    def _train_content(self, pid: int, held_round: int | None) -> RecordDict:
-        """Return what one client of this round receives."""
-        records, scalars = self._downlink.content(held_round)
-        own = {wire.SEED_KEY: self._client_seed(self._ctx.round, pid)}
+    def _train_content(self, pid: int, held_round: int | None, probe: bool = False) -> RecordDict:
+        """Return what one client of this round receives; after a probe it holds ``w_t`` already."""
+        after = self._answers is not None and held_round == self._ctx.round
+        records, scalars = self._downlink.kept() if after else self._downlink.content(held_round)
+        for name, slot in (self._answers or {}).get(pid, {}).items():
+            if slot:
+                records = {**records, f"{name}.broadcast": wire.to_record(slot)}
+        own: dict[str, Any] = {
+            wire.SEED_KEY: self._client_seed(self._ctx.round, pid),
+            wire.CLIENT_KEY: pid,
+        }
+        if probe:
+            own |= {wire.PROBE_KEY: True, wire.KEEP_KEY: True}
         config = ConfigRecord({**self._settings, **scalars, **own})
         return RecordDict({**records, wire.CONFIG: config})
+
+    def _probe(self, cohort: list[int], grid: Grid) -> None:
+        """The round's first exchange: ``w_t`` down, the terms' probes up.
+
+        A client that does not answer is left out of the round and named among its failures.
+        """
+        contents = {
+            pid: self._train_content(pid, self._held.get(pid), probe=True) for pid in cohort
+        }
+        uploads: dict[int, Slot] = {}
+        down: dict[int, int] = {}
+        up: dict[int, int] = {}
+        failures = self._entry["failures"]
+        for again in (False, True):  # a second time for those who had lost their model
+            if again:
+                lost = [p for p in contents if p not in uploads and p not in failures]
+                contents = {p: self._train_content(p, None, probe=True) for p in lost}
+            nodes = {self.population.node_id(pid): pid for pid in contents}
+            replies = grid.send_and_receive(
+                [Message(c, self.population.node_id(p), wire.PROBE) for p, c in contents.items()],
+                timeout=self._timeout,
+            )
+            answered, failed = sort_replies(replies, nodes)
+            failures |= failed
+            for pid, content in contents.items():
+                down[pid] = down.get(pid, 0) + wire.content_bytes(content)
+            for pid, message in answered.items():
+                if _is_out_of_sync(message) and not again:
+                    continue
+                try:
+                    uploads[pid] = receive_uploads(f"the probe of client {pid}", message.content)
+                    up[pid] = wire.content_bytes(message.content)
+                except wire.ProtocolError as error:
+                    failures[pid] = str(error)
+            if len(uploads) + len(failures) == len(cohort):
+                break
+        if failures:
+            log(WARNING, "\t> in the first exchange: %s", told(failures))
+        self._answers = self.term.answer({pid: uploads[pid] for pid in sorted(uploads)})
+        self._held |= dict.fromkeys(uploads, self._ctx.round)
+        self._entry |= {"bytes_probe_down": down, "bytes_probe_up": up}
 
     def _client_seed(self, server_round: int, pid: int) -> int:
         return int(np.random.SeedSequence((self.seed, server_round, pid)).generate_state(1)[0])

@@ -22,9 +22,10 @@ import torch
 from torch import nn
 
 from flwr_regs.batches import Batches
+from flwr_regs.chain import chain
 from flwr_regs.classifier import find_classifier
 from flwr_regs.local_round import LossFn, OptimizerFn, local_round
-from flwr_regs.method import Term, chain
+from flwr_regs.method import Term
 from flwr_regs.methods.fedadc import SelfDistillation
 from flwr_regs.methods.fedprox import Proximal
 

@@ -59,3 +59,25 @@ def gradient(w: Params, x: np.ndarray, y: np.ndarray) -> Params:
         g[b, y[b]] -= 1.0
     g = g / len(y)  # mean over the batch
     return dlogits_backprop(w, x, g)
+
+
+def features(w: Params, x: np.ndarray) -> np.ndarray:
+    """Return phi (B, h), the input of the output layer, of the inputs ``x`` (B, d)."""
+    phi: np.ndarray = np.tanh(x @ w["0.weight"].T + w["0.bias"])
+    return phi
+
+
+def dfeatures_backprop(w: Params, x: np.ndarray, g: np.ndarray) -> Params:
+    """Return d loss/d parameters, given ``g`` = d loss/d phi (B, h) of a loss on phi alone.
+
+    The output layer has no part in phi: its gradient is zero.
+    """
+    phi = features(w, x)
+    d_a = g * (1.0 - phi**2)  # phi = tanh(a), d tanh(a)/da = 1 - tanh(a)^2
+    # a = x W1' + b1
+    return {
+        "0.weight": d_a.T @ x,
+        "0.bias": d_a.sum(axis=0),
+        "2.weight": np.zeros_like(w["2.weight"]),
+        "2.bias": np.zeros_like(w["2.bias"]),
+    }

@@ -1,0 +1,54 @@
+"""Features: what enters the output layer, tapped without changing the user's model."""
+
+from __future__ import annotations
+
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flwr_regs.batches import Batches, batch_size, to_device
+from flwr_regs.classifier import find_classifier
+
+
+class FeatureTap:
+    """A hook on the output layer; `value` is what entered it in the model's last forward pass.
+
+    Parameters
+    ----------
+    model : nn.Module
+    classifier : str, optional
+        Name of the output layer; default: the last ``nn.Linear``. ValueError if there is none.
+    """
+
+    def __init__(self, model: nn.Module, classifier: str | None = None) -> None:
+        self._model = model
+        self.value: Any = None
+        layer = model.get_submodule(find_classifier(model, classifier))
+        self._handle = layer.register_forward_pre_hook(self._keep)
+
+    def _keep(self, layer: nn.Module, inputs: tuple[Any, ...]) -> None:
+        self.value = inputs[0].flatten(1)
+
+    def close(self) -> None:
+        """Take the hook off again."""
+        self._handle.remove()
+        self.value = None
+
+    @torch.no_grad()
+    def mean(self, data: Batches, device: torch.device, batches: int | None = None) -> Tensor:
+        """Return the mean feature ``(d,)`` over `data` (or its first `batches`), in eval mode.
+
+        The process's random state and the model's mode are left as they were.
+        """
+        mode = self._model.training
+        self._model.eval()
+        total, count = torch.zeros((), device=device), 0
+        with torch.random.fork_rng(devices=[]):
+            for inputs, targets in islice(data, batches):
+                self._model(to_device(inputs, device))
+                total = total + self.value.sum(0)
+                count += batch_size(targets)
+        self._model.train(mode)
+        return total / count
