@@ -90,12 +90,15 @@ def to_device(value: Any, device: str | torch.device) -> Any:
 def label_counts(data: Batches) -> Tensor:
     """Return the examples of each class in one pass over `data`: int64, ``(largest label + 1,)``.
 
-    The process's random state is left as it was, whatever the loader draws from it.
+    torch's random state is left as it was; a generator of the loader's own moves on.
     """
     with torch.random.fork_rng(devices=[]):
         labels = torch.cat([torch.as_tensor(targets).reshape(-1).cpu() for _, targets in data])
     if labels.is_floating_point() or labels.is_complex():
         raise TypeError(f"label counts need integer class labels, not {labels.dtype}")
+    labels = labels.to(torch.int64)
+    if bool((labels < 0).any()):
+        raise ValueError(f"label counts need labels from 0 on, but there is {int(labels.min())}")
     return torch.bincount(labels)
 
 
@@ -113,7 +116,11 @@ class StartOutputs:
     @torch.no_grad()
     def __call__(self, inputs: Any, device: torch.device) -> Tensor:
         """Return the outputs on a batch."""
-        leaves = [t.detach().cpu().contiguous().numpy() for t in _tensors(inputs)]
+        tensors = [t.detach().cpu().contiguous() for t in _tensors(inputs)]
+        if not tensors:
+            raise TypeError(f"inputs must be tensors, or hold some, not {type(inputs).__name__}")
+        # as bytes: numpy has no bfloat16
+        leaves = [t.reshape(len(t), -1).view(torch.uint8).numpy() for t in tensors]
         keys = [
             hashlib.blake2b(b"".join(a[i].tobytes() for a in leaves), digest_size=16).digest()
             for i in range(len(leaves[0]))

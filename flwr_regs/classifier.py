@@ -6,7 +6,7 @@ from torch import nn
 
 
 def find_classifier(model: nn.Module, name: str | None = None) -> str:
-    """Return the name of the output layer: `name`, or the last ``nn.Linear`` of the model.
+    """Return the name of the output layer: `name`, or the ``nn.Linear`` that was registered last.
 
     Raises ValueError, saying how to name one, if there is no such layer.
     """

@@ -8,7 +8,7 @@ import numpy as np
 
 
 class CoverageError(ValueError):
-    """No cohort of the asked size can hold every class."""
+    """No cohort of the asked size was found whose clients hold every class."""
 
 
 def uniform_cohort(clients: Iterable[int], key: tuple[int, ...], size: int) -> list[int]:
@@ -22,44 +22,63 @@ def uniform_cohort(clients: Iterable[int], key: tuple[int, ...], size: int) -> l
 
 
 def class_covering_cohort(
-    label_counts: Mapping[int, Sequence[int]], key: tuple[int, ...], size: int
+    label_counts: Mapping[int, Sequence[int]],
+    key: tuple[int, ...],
+    size: int,
+    classes: Iterable[int] | None = None,
 ) -> list[int]:
     """Return a random cohort of `size` whose clients together hold every class (FedADC, Sec. IV-E).
 
     Uniform over the covering cohorts: draws that do not cover are drawn again (1,000 times). Where
-    covering cohorts are rarer than that, clients are taken in random order, first those that add a
-    class.
+    covering cohorts are rarer than that, one is searched for, branching on the class that the fewest
+    clients hold, over clients in random order; the rest of the cohort is then drawn at random.
 
     Parameters
     ----------
     label_counts : mapping
-        Client -> examples of each class; shorter lists end in zeros. Every class from 0 to the largest
-        one seen must be covered.
+        Client -> examples of each class; shorter lists end in zeros.
+    classes : iterable of int, optional
+        What must be covered; default: every class from 0 to the largest one that anybody holds.
 
     Raises
     ------
     CoverageError
-        Naming the classes that no client holds, or that the last attempt lacked.
+        Naming the classes that no client holds, or saying that the search found nothing.
     """
     holds = {c: {i for i, n in enumerate(counts) if n > 0} for c, counts in label_counts.items()}
-    classes = set(range(max((len(counts) for counts in label_counts.values()), default=0)))
-    if missing := classes - set().union(*holds.values()):
+    held = set().union(*holds.values())
+    must = set(range(max(held, default=-1) + 1)) if classes is None else set(classes)
+    if missing := must - held:
         raise CoverageError(f"no client holds any example of the classes {sorted(missing)}")
     clients = sorted(holds)
     for attempt in range(1000):
         cohort = uniform_cohort(clients, (*key, attempt), size)
-        if set().union(*(holds[c] for c in cohort)) == classes:
+        if must <= set().union(*(holds[c] for c in cohort)):
             return cohort
     order = [clients[i] for i in np.random.default_rng(key).permutation(len(clients))]
-    chosen: list[int] = []
-    left = set(classes)
-    while left and len(chosen) < size:
-        best = max((c for c in order if c not in chosen), key=lambda c: len(holds[c] & left))
-        chosen.append(best)
-        left -= holds[best]
-    if left:
+    found = _search(frozenset(must), size, {c: holds[c] & must for c in order}, [100_000])
+    if found is None:
         raise CoverageError(
-            f"found no cohort of {size} clients that holds all {len(classes)} classes: the best "
-            f"attempt lacks {sorted(left)}; draw larger cohorts"
+            f"found no cohort of {size} clients that holds all of the {len(must)} classes; "
+            "draw larger cohorts"
         )
-    return sorted(chosen + [c for c in order if c not in chosen][: size - len(chosen)])
+    return sorted(found + [c for c in order if c not in found][: size - len(found)])
+
+
+def _search(
+    left: frozenset[int], size: int, holds: Mapping[int, set[int]], budget: list[int]
+) -> list[int] | None:
+    """Return at most `size` clients that hold `left` together, or None; `budget` bounds the steps."""
+    if not left:
+        return []
+    budget[0] -= 1
+    most = max(len(h & left) for h in holds.values())
+    if budget[0] < 0 or size * most < len(left):
+        return None
+    rarest = min(left, key=lambda i: sum(i in h for h in holds.values()))
+    holders = [c for c, h in holds.items() if rarest in h]
+    for client in sorted(holders, key=lambda c: -len(holds[c] & left)):
+        rest = _search(left - holds[client], size - 1, holds, budget)
+        if rest is not None:
+            return [client, *rest]
+    return None

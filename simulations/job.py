@@ -100,6 +100,7 @@ def _rfedavg(job: Job) -> tuple[type[RegStrategy], dict[str, Any]]:
 def _rfedavg_plus(job: Job) -> tuple[type[RegStrategy], dict[str, Any]]:
     return flwr_regs.RFedAvgPlus, {
         **_rfedavg(job)[1],
+        "lam": job.rfedavgplus_lam,
         "noise_std": job.rfedavg_noise_std,
         "clip_norm": job.rfedavg_clip_norm or None,
         "sum_only": job.rfedavg_sum_only,
@@ -193,6 +194,7 @@ class Job:
     adaptive_beta_2: float = setting(low=0, below=1)
     adaptive_tau: float = setting(above=0)
     rfedavg_lam: float = setting(low=0)
+    rfedavgplus_lam: float = setting(low=0)
     rfedavg_delta_batches: int = setting(low=0)
     rfedavg_noise_std: float = setting(low=0)
     rfedavg_clip_norm: float = setting(low=0)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from flwr.app import ArrayRecord, ConfigRecord
+from flwr.app import ArrayRecord, ConfigRecord, Context
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -29,6 +29,7 @@ from flwr_regs import (
     SelfDistillation,
     SlowMo,
     SlowMoClient,
+    client_app,
 )
 from flwr_regs.batches import StartOutputs, label_counts
 from flwr_regs.chain import chain
@@ -73,10 +74,22 @@ def test_a_lost_momentum_is_noticed_and_sent_again() -> None:
     close(*({k: v.numpy() for k, v in r.arrays.items()} for r in (a, b)), 0.0)
 
 
-def test_double_momentum_wants_the_default_optimiser() -> None:
-    strategy = FedADC(local_momentum=0.5, fraction_evaluate=0.0)
-    with pytest.raises(RoundFailed, match=r"the client's must be the default, torch\.optim\.SGD"):
-        run(strategy, FedADCClient, optimizer=torch.optim.Adam)
+@pytest.mark.parametrize(
+    "optimizer",
+    [torch.optim.Adam, partial(torch.optim.SGD, momentum=0.9)],
+    ids=["Adam", "momentum"],
+)
+@pytest.mark.parametrize("local_momentum", [None, 0.5])
+def test_a_client_optimiser_that_would_add_the_momentum_up_is_refused(
+    optimizer: Any, local_momentum: float | None
+) -> None:
+    strategy = FedADC(local_momentum=local_momentum, fraction_evaluate=0.0)
+    with pytest.raises(RoundFailed, match="SGD without momentum of their own"):
+        run(strategy, FedADCClient, optimizer=optimizer)
+
+
+def test_weight_decay_is_fine() -> None:
+    run(FedADC(beta=0.5), FedADCClient, optimizer=partial(torch.optim.SGD, weight_decay=0.01))
 
 
 @pytest.mark.parametrize(
@@ -248,12 +261,11 @@ def test_clients_report_a_personalised_accuracy_and_the_global_model_stays(kind:
 
 
 def test_the_kinds_differ_and_the_penalties_hold_back() -> None:
-    losses = {
-        kind: evaluated({**PERSONAL, "personalise": kind, "personal-mu": 1.0})[1][0][
-            "personal-loss"
-        ]
-        for kind in ("plain", "proximal", "distil", "both")
-    }
+    losses = {}
+    for kind in ("plain", "proximal", "distil", "both"):
+        extra = {"personal-mu": 1.0} if kind in ("proximal", "both") else {}
+        _, clients = evaluated({**PERSONAL, "personalise": kind, **extra})
+        losses[kind] = clients[0]["personal-loss"]
     assert len(set(losses.values())) == 4
     assert losses["plain"] < losses["proximal"]
 
@@ -291,6 +303,15 @@ def test_the_classifier_is_the_last_linear_layer_or_named() -> None:
         ({"personalise": "full", "personal-lr": 0.1}, "must be one of .*'plain'.*not 'full'"),
         ({"personalise": "plain"}, "'personal-lr' must be a positive number, not None"),
         ({"personal-lr": 0.1}, "but not 'personalise'"),
+        ({**PERSONAL, "personal-epochs": 2.5}, "'personal-epochs' must be a positive integer"),
+        (
+            {**PERSONAL, "personal-mu": 1.0},
+            "'personal-mu' has no meaning for personalise = 'plain'",
+        ),
+        (
+            {"personalise": "distil", "personal-lr": 0.1, "personal-lam": 2.0},
+            "'personal-lam' must be a number from 0 to 1, not 2.0",
+        ),
     ],
 )
 def test_a_wrong_evaluate_config_is_refused_at_once(config: Any, message: str) -> None:
@@ -324,7 +345,7 @@ def test_a_rare_cover_is_found() -> None:
 def test_impossible_coverage_names_the_classes() -> None:
     with pytest.raises(CoverageError, match=r"no client holds any example of the classes \[1\]"):
         class_covering_cohort({0: [3, 0, 0], 1: [0, 0, 2]}, (0, 1), 2)
-    with pytest.raises(CoverageError, match=r"no cohort of 2 clients.*lacks \[\d\]"):
+    with pytest.raises(CoverageError, match="found no cohort of 2 clients"):
         class_covering_cohort({c: [int(c == i) for i in range(3)] for c in range(3)}, (0, 1), 2)
 
 
@@ -398,3 +419,145 @@ def test_the_terms_are_importable_and_named() -> None:
     assert EmbeddedMomentum.from_config(EmbeddedMomentum(0.9, 0.8, 0.5).config()) == (
         EmbeddedMomentum(0.9, 0.8, 0.5)
     )
+
+
+def test_a_cover_is_found_where_greed_alone_fails() -> None:
+    """Two clients hold everything between them; 201 others hold more new classes at first sight."""
+    counts = {c: [1, 1, 0, 1, 1, 0] for c in range(201)}
+    counts |= {201: [1, 1, 1, 0, 0, 0], 202: [0, 0, 0, 1, 1, 1]}
+    assert class_covering_cohort(counts, (0, 1), 2) == [201, 202]
+
+
+def test_a_late_client_that_does_not_tell_is_left_out() -> None:
+    def telling(pid: int, client: Any) -> Any:
+        client.share_label_counts = pid != 3
+        return client
+
+    class Late(InProcessGrid):
+        trained = False
+
+        def get_node_ids(self) -> Any:
+            return list(self._contexts)[: 4 if self.trained else 3]
+
+        def push_messages(self, messages: Any) -> Any:
+            messages = list(messages)
+            self.trained |= any(m.metadata.message_type == "train" for m in messages)
+            return super().push_messages(messages)
+
+    strategy = FedAvg(
+        seed=1, cohorts="class-covering", population=3, fraction_evaluate=0.0, min_train_nodes=2
+    )
+    start(strategy, Late(app_of(sabotage=telling), 4), 3)
+    assert [e["cohort"] for e in strategy.history] == [[0, 1, 2]] * 3
+
+
+def test_a_class_that_left_with_its_client_is_covered_no_more() -> None:
+    """Partition 2 alone holds the middle class 1, then the highest class 2."""
+    for only in (1, 2):
+        rest = [c for c in range(3) if c != only]
+
+        def client_fn(context: Context, only: int = only, rest: list[int] = rest) -> Any:
+            pid = context.node_config["partition-id"]
+            y = torch.tensor([only] * 4 if pid == 2 else rest * 2)
+            data = [(torch.ones(4, 4, dtype=torch.float64), y)]
+            return FedAvgClient(make_model(), data, device="cpu", share_label_counts=True)
+
+        class Leaving(InProcessGrid):
+            rounds = 0
+
+            def get_node_ids(self) -> Any:
+                return [n for n in self._contexts if n != 1002 or self.rounds < 1]
+
+            def push_messages(self, messages: Any) -> Any:
+                messages = list(messages)
+                self.rounds += any(m.metadata.message_type == "train" for m in messages)
+                return super().push_messages(messages)
+
+        strategy = FedAvg(
+            seed=1, cohorts="class-covering", fraction_evaluate=0.0, fraction_train=0.5
+        )
+        start(strategy, Leaving(client_app(client_fn), 4), 3)
+        assert 2 in strategy.history[0]["cohort"]
+        assert all(2 not in e["cohort"] for e in strategy.history[1:])
+
+
+@pytest.mark.parametrize(
+    ("output", "targets", "message"),
+    [
+        (torch.zeros(3), torch.zeros(3, dtype=torch.long), "needs logits"),
+        (torch.zeros(3, 1), torch.zeros(3, dtype=torch.long), "needs logits"),
+        (torch.zeros(3, 3, 3), torch.zeros(3, 3, dtype=torch.long), "needs logits"),
+        (
+            torch.zeros(3, 2),
+            torch.zeros(3, dtype=torch.long),
+            "labels up to 2, the model 2 outputs",
+        ),
+    ],
+)
+def test_distillation_wants_class_logits(output: Any, targets: Any, message: str) -> None:
+    ctx = ClientContext(
+        start={},
+        lr=0.1,
+        num_steps=1,
+        output=output,
+        start_output=output,
+        targets=targets,
+        label_counts=torch.tensor([1, 1, 1]),
+    )
+    with pytest.raises(ValueError, match=message):
+        SelfDistillation().loss(0.0, {}, ctx)
+
+
+def test_distillation_stays_finite_in_half_precision_and_with_a_sure_teacher() -> None:
+    sure = torch.tensor([[40.0, 0.0, 0.0], [0.0, 40.0, 0.0]], dtype=torch.float16)
+    ctx = ClientContext(
+        start={},
+        lr=0.1,
+        num_steps=1,
+        output=torch.zeros(2, 3, dtype=torch.float16, requires_grad=True),
+        start_output=sure,
+        targets=torch.tensor([2, 2]),
+        label_counts=torch.tensor([0, 0, 70_000]),
+    )
+    loss = SelfDistillation(0.5, 1.0).loss(torch.zeros((), dtype=torch.float16), {}, ctx)
+    assert torch.isfinite(loss)
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(4, 3, bias=False, dtype=torch.float64)
+        self.head = nn.Linear(4, 3, bias=False, dtype=torch.float64)
+        self.head.weight = self.embed.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(x) + self.embed(x)
+
+
+def test_personalisation_of_odd_classifiers() -> None:
+    from flwr_regs.methods.calibration import calibrate
+
+    def mine(model: nn.Module) -> nn.Module:
+        return calibrate(
+            model,
+            make_clients()[0],
+            PERSONAL,
+            classifier=None,
+            loss_fn=nn.functional.cross_entropy,
+            optimizer=torch.optim.SGD,
+            device=torch.device("cpu"),
+        )
+
+    bare = nn.Linear(4, 3, dtype=torch.float64)  # the whole model is its classifier
+    assert not torch.equal(mine(bare).weight, bare.weight)
+    with pytest.raises(ValueError, match="'head' shares parameters with the layer 'embed'"):
+        mine(Tied())
+    frozen = make_model()
+    frozen[2].bias.requires_grad_(False)
+    assert torch.equal(mine(frozen)[2].bias, frozen[2].bias)
+
+
+def test_evaluation_alone_is_in_the_history() -> None:
+    strategy = FedAvg(seed=1, fraction_train=0.0)
+    start(strategy, InProcessGrid(app_of(), 3), 2)
+    assert [len(e["evaluate"]["clients"]) for e in strategy.history] == [3, 3]

@@ -163,3 +163,53 @@ def test_something_that_is_no_optimiser_is_refused_when_built() -> None:
 def test_wrong_settings_are_refused(build: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         build()
+
+
+def test_an_optimiser_that_needs_a_closure_is_refused_before_round_1() -> None:
+    with pytest.raises(ValueError, match=r"cannot run on the server.*closure"):
+        ours(FedOpt(torch.optim.LBFGS))
+
+
+def test_numbers_kept_in_a_group_and_nones_in_the_state_survive() -> None:
+    class Counting(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            super().step(closure)
+            self.param_groups[0]["k"] = self.param_groups[0].get("k", 0) + 1
+            for p in self.param_groups[0]["params"]:
+                self.state[p].setdefault("nothing", None)
+
+    seen = []
+
+    def make(params: Any) -> Any:
+        made = Counting(params, lr=1.0)
+        made.param_groups[0]["k"] = 0
+        seen.append(made)
+        return made
+
+    ours(FedOpt(make))
+    assert seen[-1].param_groups[0]["k"] == 4
+    assert all("nothing" in s for s in seen[-1].state.values())
+
+
+@pytest.mark.parametrize(
+    "build", [lambda: FedOpt(torch.optim.Adam), lambda: FedAdam(server_lr=0.001)]
+)
+def test_half_precision_models_are_stepped_in_single(build: Any) -> None:
+    half, single = (
+        run(
+            build(),
+            getattr(flwr_regs, f"{type(build()).__name__}Client"),
+            clients=make_clients(3, dtype),
+            model=partial(make_model, dtype),
+            rounds=3,
+            train={"local-epochs": 1},
+        )
+        for dtype in (torch.float16, torch.float32)
+    )
+    assert half["0.weight"].dtype == np.float16
+    close({n: a.astype(np.float32) for n, a in half.items()}, single, 5e-3)
+
+
+def test_a_wrong_rule_is_refused() -> None:
+    with pytest.raises(ValueError, match="rule must be"):
+        flwr_regs.AdaptiveServer("Adam", 0.1, 0.9, 0.99, 0.001)

@@ -51,27 +51,33 @@ class Downlink:
         self._previous_lr = previous_lr
         self._broadcast = broadcast
 
-    def kept(self) -> tuple[dict[str, ArrayRecord], dict[str, Any]]:
-        """Return (records, config entries) for a client that got ``w_t`` earlier in this round."""
-        return {wire.ARRAYS: ArrayRecord()}, {
-            wire.KEEP_KEY: self._mode == "delta",
-            wire.DOWNLINK_KEY: "kept",
-            wire.BASE_ROUND_KEY: self._round,
-        }
+    def content(
+        self, held_round: int | None, probe: bool = False
+    ) -> tuple[dict[str, ArrayRecord], dict[str, Any]]:
+        """Return (records, config entries) for a client that last kept the model of `held_round`.
 
-    def content(self, held_round: int | None) -> tuple[dict[str, ArrayRecord], dict[str, Any]]:
-        """Return (records, config entries) for a client that last kept the model of `held_round`."""
+        A `probe`, the first exchange of a round with two, leaves the broadcasts to the second; a
+        client that got ``w_t`` itself in the first gets the broadcasts alone.
+        """
+        if held_round == self._round:
+            return {wire.ARRAYS: ArrayRecord(), **self._broadcasts}, {
+                wire.KEEP_KEY: self._mode == "delta",
+                wire.DOWNLINK_KEY: "kept",
+                wire.BASE_ROUND_KEY: self._round,
+            }
         if self._mode == "delta" and self._step is not None and held_round == self._round - 1:
             return self._delta
-        return self._full, {wire.KEEP_KEY: self._mode == "delta"}
+        whole = {wire.ARRAYS: self._whole} | ({} if probe else self._broadcasts)
+        return whole, {wire.KEEP_KEY: self._mode == "delta"}
 
     @cached_property
-    def _full(self) -> dict[str, ArrayRecord]:
-        records = {wire.ARRAYS: wire.to_record(self._model)}
-        for name, slot in self._broadcast().items():
-            if slot:
-                records[f"{name}.broadcast"] = wire.to_record(slot)
-        return records
+    def _whole(self) -> ArrayRecord:
+        return wire.to_record(self._model)
+
+    @cached_property
+    def _broadcasts(self) -> dict[str, ArrayRecord]:
+        slots = self._broadcast()
+        return {f"{name}.broadcast": wire.to_record(slot) for name, slot in slots.items() if slot}
 
     @cached_property
     def _delta(self) -> tuple[dict[str, ArrayRecord], dict[str, Any]]:

@@ -7,7 +7,7 @@ import time
 from logging import INFO, WARNING
 from typing import cast
 
-from flwr.app import Message, RecordDict
+from flwr.app import ConfigRecord, Message, RecordDict
 from flwr.common.logger import log
 from flwr.serverapp import Grid
 
@@ -93,20 +93,29 @@ class Population:
     def label_counts(self, grid: Grid) -> dict[int, list[int]]:
         """Return each present client's examples of each class; every client is asked once.
 
-        Raises PopulationError if a client does not answer: it must have agreed to share them.
+        Raises PopulationError before training if a client does not tell: it must have agreed to. One
+        that joins later and does not tell is left out, with a warning.
         """
         new = [p for p in self._here if p not in self._labels]
         replies = grid.send_and_receive(
             [Message(RecordDict(), self._node_of[p], wire.LABELS) for p in new],
-            timeout=self._timeout,
+            timeout=min(self._timeout, 60.0),
         )
         answered, failures = sort_replies(replies, {self._node_of[p]: p for p in new})
-        if failures:
-            raise PopulationError(f"class-covering cohorts need label counts: {told(failures)}")
+        first = not self._labels
         for pid, reply in answered.items():
-            counts = reply.content.config_records[wire.CONFIG][wire.LABELS_KEY]
-            self._labels[pid] = json.loads(cast(str, counts))
-        return {p: self._labels[p] for p in self._here}
+            config = reply.content.config_records.get(wire.CONFIG, ConfigRecord())
+            if wire.LABELS_KEY in config:
+                self._labels[pid] = json.loads(cast(str, config[wire.LABELS_KEY]))
+            else:
+                failures[pid] = "it does not tell its label counts (a client of another library?)"
+        if failures:
+            why = f"class-covering cohorts need label counts: {told(failures)}"
+            if first:
+                raise PopulationError(why)
+            log(WARNING, "%s; going on without them", why)
+            self._labels |= {pid: [] for pid in failures}
+        return {p: self._labels[p] for p in self._here if self._labels[p]}
 
     def _identify(self, grid: Grid, nodes: list[int], present: set[int]) -> None:
         """Ask `nodes` who they are. Once training has begun, a node that cannot say is left out."""

@@ -63,7 +63,8 @@ class RegStrategy(FlowerFedAvg):
     overlap : bool
         With ``downlink="delta"``: while round t trains, the clients of round t + 1 are already sent
         ``w_t``, so that round t + 1 only sends the step (FedADC, Sec. II-A). Same weights; the history
-        shows the bytes sent ahead as ``bytes_ahead``, those on the critical path as ``bytes_down``.
+        shows the bytes sent ahead as ``bytes_ahead``, those on the critical path as ``bytes_down``. A
+        node that hangs on a model sent ahead holds the round up as one that trains would.
     min_replies : int
         A round with fewer usable replies raises :class:`RoundFailed`.
     population : int, optional
@@ -95,6 +96,8 @@ class RegStrategy(FlowerFedAvg):
     _held: dict[int, int]  # partition id -> round whose model that client last kept
     _entry: dict[str, Any]
     _start_id: str
+    _classes: set[int]  # what class-covering cohorts must hold
+    _evaluated: bool  # some evaluation has worked
     _ahead_of: dict[int, int]  # node id -> partition id of clients that were sent w_t ahead
 
     def __init__(
@@ -404,20 +407,22 @@ class RegStrategy(FlowerFedAvg):
                 failures[pid] = str(error)
         if failures:
             log(WARNING, "\t> evaluation: %s", told(failures))
-        if self.history and self.history[-1]["round"] == server_round:
-            self.history[-1]["seconds"]["evaluate"] = time.monotonic() - self._clock
-            self.history[-1]["evaluate"] = {
-                "bytes_down": {p: wire.content_bytes(c) for p, c in self._sent.items()},
-                "failures": failures,
-                "clients": per_client,
-            }
+        if not self.history or self.history[-1]["round"] != server_round:
+            self.history.append({"round": server_round, "seconds": {}})  # evaluation alone
+        self.history[-1]["seconds"]["evaluate"] = time.monotonic() - self._clock
+        self.history[-1]["evaluate"] = {
+            "bytes_down": {p: wire.content_bytes(c) for p, c in self._sent.items()},
+            "failures": failures,
+            "clients": per_client,
+        }
         if not per_client:
-            if any(e.get("evaluate", {}).get("clients") for e in self.history):
+            if self._evaluated:
                 return None
             raise RoundFailed(
                 f"round {server_round} of {self.method_name}: no client of {len(self._sent)} could "
                 f"evaluate; {told(failures)}"
             )
+        self._evaluated = True
         return self.evaluate_metrics_aggr_fn(
             with_common_metrics(MetricRecord(m) for m in per_client.values()), self.weighted_by_key
         )
@@ -437,6 +442,8 @@ class RegStrategy(FlowerFedAvg):
             )
         self._state = GlobalState(self.term, wire.from_record(arrays))
         self._held = {}
+        self._classes = set()
+        self._evaluated = False
         self._entry = {}
         self._released = None
         self._start_id = uuid4().hex[:8]
@@ -445,8 +452,7 @@ class RegStrategy(FlowerFedAvg):
 
     def _train_content(self, pid: int, held_round: int | None, probe: bool = False) -> RecordDict:
         """Return what one client of this round receives; after a probe it holds ``w_t`` already."""
-        after = self._answers is not None and held_round == self._ctx.round
-        records, scalars = self._downlink.kept() if after else self._downlink.content(held_round)
+        records, scalars = self._downlink.content(held_round, probe)
         for name, slot in (self._answers or {}).get(pid, {}).items():
             if slot:
                 records = {**records, f"{name}.broadcast": wire.to_record(slot)}
@@ -507,7 +513,16 @@ class RegStrategy(FlowerFedAvg):
         size = max(int(len(members) * self.fraction_train), self.min_train_nodes)
         key = (self.seed, server_round)
         if self.cohorts == "class-covering":
-            return class_covering_cohort(self.population.label_counts(grid), key, size)
+            counts = self.population.label_counts(grid)
+            held = {i for c in counts.values() for i, n in enumerate(c) if n > 0}
+            if (
+                not self._classes
+            ):  # of the whole population: clients that leave take none of them away
+                self._classes = set(range(max(held, default=-1) + 1))
+            elif gone := self._classes - held:
+                log(WARNING, "no client that is left holds the classes %s", sorted(gone))
+                return class_covering_cohort(counts, key, size, self._classes & held)
+            return class_covering_cohort(counts, key, size, self._classes)
         return uniform_cohort(members, key, size)
 
     def _ahead(

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import difflib
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -200,9 +200,28 @@ def check_evaluate_config(config: Mapping[str, Any], where: str) -> None:
         return
     if kind not in PERSONALISE:
         raise ValueError(f"{where} key 'personalise' must be one of {PERSONALISE}, not {kind!r}")
-    lr = config.get("personal-lr")
-    if isinstance(lr, bool) or not isinstance(lr, int | float) or not 0 < lr < float("inf"):
-        raise ValueError(f"{where} key 'personal-lr' must be a positive number, not {lr!r}")
+    rules: dict[str, tuple[str, Callable[[Any], bool]]] = {
+        "personal-lr": ("a positive number", lambda v: 0 < v < float("inf")),
+        "personal-epochs": ("a positive integer", lambda v: isinstance(v, int) and v >= 1),
+        "personal-mu": ("a number of at least 0", lambda v: 0 <= v < float("inf")),
+        "personal-lam": ("a number from 0 to 1", lambda v: 0 <= v <= 1),
+        "personal-temperature": ("a positive number", lambda v: 0 < v < float("inf")),
+    }
+    used: dict[str, tuple[str, ...]] = {
+        "plain": (),
+        "proximal": ("mu",),
+        "distil": ("lam", "temperature"),
+    }
+    used["both"] = (*used["proximal"], *used["distil"])
+    mine = {"personal-lr", "personal-epochs", *(f"personal-{k}" for k in used[kind])}
+    for key, (expected, good) in rules.items():
+        value = config.get(key)
+        if value is None and key != "personal-lr":
+            continue
+        if isinstance(value, bool) or not isinstance(value, int | float) or not good(value):
+            raise ValueError(f"{where} key '{key}' must be {expected}, not {value!r}")
+        if key not in mine:
+            raise ValueError(f"{where} key '{key}' has no meaning for personalise = '{kind}'")
 
 
 def identity_reply(node_config: Mapping[str, Any]) -> RecordDict:

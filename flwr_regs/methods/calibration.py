@@ -52,8 +52,17 @@ def calibrate(
     """
     name = find_classifier(model, classifier)
     mine = copy.deepcopy(model)
-    for key, p in mine.named_parameters():
-        p.requires_grad_(key.startswith(f"{name}."))
+    layer = mine.get_submodule(name)
+    wanted = {id(p) for p in layer.parameters() if p.requires_grad}
+    inside = set(layer.modules())
+    for key, module in mine.named_modules():
+        if module not in inside and any(id(p) in wanted for p in module._parameters.values()):
+            raise ValueError(
+                f"the classifier '{name}' shares parameters with the layer '{key}': training it alone "
+                "would change both"
+            )
+    for p in mine.parameters():
+        p.requires_grad_(id(p) in wanted)
     kind = config["personalise"]
     terms: list[Term] = []
     if kind in ("distil", "both"):

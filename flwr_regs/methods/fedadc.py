@@ -11,9 +11,9 @@
 | *Update*     ``Δ̄ = (1/η) Σ p_k (w_t − v_k)``, ``m_{t+1} = Δ̄ + (β_g − β_l) m_t``,
 |              ``w_{t+1} = w_t − α η m_{t+1}``
 
-The Nesterov loop is run as: shift once by ``−η m̄``, heavy-ball steps, shift back by ``+η m̄``. With
-plain SGD that is the same sequence of points; with another optimiser the heavy-ball form is what its
-gradients see. Momentum is kept in gradient units, so η may change over rounds; the paper divides by
+The Nesterov loop is run as: shift once by ``−η m̄``, heavy-ball steps, shift back by ``+η m̄``: with SGD
+the same sequence of points. Another client optimiser is refused, since m̄ reaches it with the gradients.
+Momentum is kept in gradient units, so η may change over rounds; the paper divides by
 the η of the round. Each client divides by its own number of steps K_k (the paper's H is one for all).
 Alg. 4's second momentum is torch's ``SGD(momentum=φ, dampening=φ)``: a constant m̄ added to every
 gradient passes through its average unchanged.
@@ -109,13 +109,15 @@ class EmbeddedMomentum(Term):
         return {n: self.beta_local * m / ctx.num_steps for n, m in ctx.broadcast.items()}  # line 5
 
     def client_optimizer(self, optimizer: Any) -> Any:
+        made = optimizer([torch.zeros(1, requires_grad=True)], lr=1.0)
+        if not isinstance(made, torch.optim.SGD) or made.defaults["momentum"]:
+            raise ValueError(
+                "FedADC's clients run SGD without momentum of their own: m̄ is added to the gradients, and "
+                f"{type(made).__name__} with momentum would add it up; local_momentum=... on the "
+                "strategy is the paper's way (Alg. 4)"
+            )
         if self.local_momentum is None:
             return optimizer
-        if optimizer is not torch.optim.SGD:
-            raise ValueError(
-                "local_momentum is Alg. 4's own client optimiser; the client's must be the default, "
-                f"torch.optim.SGD, not {optimizer}"
-            )
         return partial(optimizer, momentum=self.local_momentum, dampening=self.local_momentum)
 
     def start(self, params: Arrays, ctx: ClientContext) -> Arrays:
@@ -172,15 +174,26 @@ class SelfDistillation(Term):
 
     def loss(self, base: Any, params: Arrays, ctx: ClientContext) -> Any:
         t = self.temperature
+        if ctx.output.ndim != 2 or ctx.output.shape[-1] < 2 or ctx.targets.ndim != 1:
+            raise ValueError(
+                "self-distillation needs logits (batch, classes) and labels (batch,), not "
+                f"{tuple(ctx.output.shape)} and {tuple(ctx.targets.shape)}"
+            )
+        if ctx.label_counts.shape[-1] > ctx.output.shape[-1]:
+            raise ValueError(
+                f"the data has labels up to {ctx.label_counts.shape[-1] - 1}, the model "
+                f"{ctx.output.shape[-1]} outputs"
+            )
         log_p = F.log_softmax(ctx.output / t, dim=-1)
         teacher = F.softmax(ctx.start_output / t, dim=-1)
-        counts = ctx.label_counts.to(log_p.dtype)
+        counts = ctx.label_counts.to(torch.float64)
         counts = F.pad(counts, (0, log_p.shape[-1] - counts.shape[-1]))
-        confidence = counts / counts.max()  # ρ; 0 for a class that is absent
+        confidence = (counts / counts.max()).to(log_p.dtype)  # ρ; 0 for a class that is absent
         # not F.one_hot, whose check of the values cannot run under vmap
         true = ctx.targets.unsqueeze(-1) == torch.arange(log_p.shape[-1], device=log_p.device)
         others = torch.where(true, 0.0, (1 - confidence) * teacher)  # Eq. 8
-        target = torch.where(true, 1 - others.sum(-1, keepdim=True), others)  # Eq. 9
+        own = (1 - others.sum(-1, keepdim=True)).clamp(min=0)  # Eq. 9; rounding may pass 0
+        target = torch.where(true, own, others)
         divergence = F.kl_div(log_p, target, reduction="batchmean")
         return (1 - self.lam) * base + self.lam * t**2 * divergence
 

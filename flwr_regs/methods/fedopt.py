@@ -6,7 +6,8 @@
 | *Upload*     ``v_k``, ``n_k``
 | *Update*     ``Δ = Σ p_k (v_k − w_t)``,  ``w_{t+1} = ServerOpt(w_t, −Δ, η_s, t)``
 
-ServerOpt may be any ``torch.optim.Optimizer`` (``server_optimizer=lambda params: Adam(params)``),
+ServerOpt may be any ``torch.optim.Optimizer`` whose ``step()`` needs no closure (LBFGS's does), e.g.
+``server_optimizer=lambda params: Adam(params)``,
 ClientOpt any given to the client; both learning rates may follow a schedule over rounds.
 
 Presets: **FedAvgM** is torch's SGD with momentum. **FedAdagrad**, **FedAdam** and **FedYogi** are
@@ -25,6 +26,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 
 from flwr_regs.flower.client import RegClient
@@ -53,37 +55,71 @@ class TorchServerOptimizer(Term):
     schedule: Schedule | None = None
 
     def __post_init__(self) -> None:
-        made = self.make([torch.zeros(1, requires_grad=True)])
-        if not isinstance(made, torch.optim.Optimizer):
-            raise TypeError(
-                "server_optimizer must be a function of a list of parameters that returns a "
-                f"torch.optim.Optimizer, but it returned {type(made).__name__}"
-            )
+        try:
+            made = self.make([torch.zeros(2, 2, requires_grad=True)])
+        except Exception:  # it may want the real parameters; `init` tries those
+            return
+        _check_optimizer(made)
+
+    def init(self, params: Arrays) -> Slot:
+        """Take one step of nothing, so that an optimiser that cannot serve is refused at once."""
+        trial = {n: np.asarray(p) for n, p in params.items() if np.asarray(p).dtype.kind == "f"}
+        ctx = ServerContext(1, 1.0, trial)
+        try:
+            self.update({}, {n: 0 * p for n, p in trial.items()}, {}, ctx)
+        except TypeError as error:
+            raise ValueError(f"this optimiser cannot run on the server: {error}") from error
+        return {}
 
     def update(
         self, server: Slot, delta: Arrays, uploads: Mapping[int, Slot], ctx: ServerContext
     ) -> tuple[Slot, Arrays]:
         names = list(delta)
-        params = [torch.tensor(ctx.params[n], requires_grad=True) for n in names]
+        start = {n: _wide(ctx.params[n]) for n in names}
+        params = [torch.tensor(start[n], requires_grad=True) for n in names]
         for p, n in zip(params, names, strict=True):
-            p.grad = -torch.as_tensor(delta[n])  # the pseudo-gradient
+            p.grad = -torch.as_tensor(_wide(delta[n]))  # the pseudo-gradient
         optimizer = self.make(params)
-        # The state lives in the slot as arrays "<parameter>|<key>" and is put back each round.
+        _check_optimizer(optimizer)
+        # The state lives in the slot as arrays and is put back each round: "<parameter>|<key>", and
+        # "<parameter>|<key>?" for a None; numbers that a group keeps are "#<group>|<key>".
         for key, value in server.items():
-            n, _, what = key.rpartition("|")
-            optimizer.state[params[names.index(n)]][what] = torch.tensor(value)
-        if self.schedule:
-            for group in optimizer.param_groups:
-                group["lr"] = group["lr"] * self.schedule(ctx.round)
+            owner, _, what = key.rpartition("|")
+            if owner.startswith("#"):
+                group = optimizer.param_groups[int(owner[1:])]
+                group[what] = type(group[what])(value)
+            else:
+                state = optimizer.state[params[names.index(owner)]]
+                state[what.removesuffix("?")] = None if what.endswith("?") else torch.tensor(value)
+        factor = self.schedule(ctx.round) if self.schedule else 1.0
+        for group in optimizer.param_groups:
+            group["lr"] = group["lr"] * factor
         optimizer.step()
-        state = {
-            f"{n}|{what}": torch.as_tensor(value).detach().numpy().copy()
-            for p, n in zip(params, names, strict=True)
-            for what, value in optimizer.state[p].items()
-            if value is not None
-        }
-        step = {n: p.detach().numpy() - ctx.params[n] for p, n in zip(params, names, strict=True)}
-        return state, step
+        new: Slot = {}
+        for p, n in zip(params, names, strict=True):
+            for what, value in optimizer.state[p].items():
+                empty = value is None
+                array = np.zeros(0) if empty else torch.as_tensor(value).detach().numpy().copy()
+                new[f"{n}|{what}{'?' if empty else ''}"] = array
+        for i, group in enumerate(optimizer.param_groups):
+            for what, value in group.items():
+                if type(value) in (int, float) and what != "lr":
+                    new[f"#{i}|{what}"] = np.asarray(value)
+        step = {n: p.detach().numpy() - start[n] for p, n in zip(params, names, strict=True)}
+        return new, step
+
+
+def _check_optimizer(made: Any) -> None:
+    if not isinstance(made, torch.optim.Optimizer):
+        raise TypeError(
+            "server_optimizer must be a function of a list of parameters that returns a "
+            f"torch.optim.Optimizer, but it returned {type(made).__name__}"
+        )
+
+
+def _wide(array: Any) -> Any:
+    """Return an array in float32 at least: a half has no room for squares and small steps."""
+    return np.asarray(array, dtype=np.result_type(array, np.float32))
 
 
 @dataclass(frozen=True)
@@ -121,6 +157,10 @@ class AdaptiveServer(Term):
         for name in ("lr", "tau"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be positive, not {getattr(self, name)}")
+        if self.rule not in ("adagrad", "adam", "yogi"):
+            raise ValueError(f"rule must be 'adagrad', 'adam' or 'yogi', not {self.rule!r}")
+        if self.initial_v is not None and not self.initial_v >= 0:
+            raise ValueError(f"initial_v must not be negative, but is {self.initial_v}")
         for name in ("beta_1", "beta_2"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name} must lie in [0, 1), not {getattr(self, name)}")
@@ -133,7 +173,7 @@ class AdaptiveServer(Term):
         lr = self.lr * (self.schedule(ctx.round) if self.schedule else 1.0)
         new: Slot = {}
         step = {}
-        for n, d in delta.items():
+        for n, d in ((n, _wide(d)) for n, d in delta.items()):
             m = b1 * server.get(f"{n}|m", 0 * d) + (1 - b1) * d  # line 11
             v, square = server.get(f"{n}|v", 0 * d + v0), d * d
             if self.rule == "adagrad":
