@@ -59,7 +59,9 @@ def main() -> None:
         base = bytes_of("FedAvg", clients, args.features)
         for name in ("RFedAvg", "RFedAvgPlus"):
             down, up = bytes_of(name, clients, args.features)
-            print(f"| {name} | {clients} | {down - base[0]:,.0f} | {up - base[1]:,.0f} |", flush=True)
+            print(
+                f"| {name} | {clients} | {down - base[0]:,.0f} | {up - base[1]:,.0f} |", flush=True
+            )
 
 
 if __name__ == "__main__":
