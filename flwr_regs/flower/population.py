@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Iterable
 from logging import INFO, WARNING
 from typing import cast
 
@@ -52,6 +53,7 @@ class Population:
         self._expected: int | None = self._given
         self._complete = False
         self._labels: dict[int, list[int]] = {}
+        self._classes: set[int] = set()
 
     def node_id(self, pid: int) -> int:
         """Return the node that serves a partition id."""
@@ -90,8 +92,15 @@ class Population:
                 told = time.monotonic()
             time.sleep(0.1)
 
-    def label_counts(self, grid: Grid) -> dict[int, list[int]]:
-        """Return each present client's examples of each class; every client is asked once.
+    def nodes(self, pids: Iterable[int]) -> dict[int, int]:
+        """Return node id -> partition id for some of the clients."""
+        return {self._node_of[pid]: pid for pid in pids}
+
+    def label_counts(self, grid: Grid) -> tuple[dict[int, list[int]], set[int]]:
+        """Return (each present client's examples of each class, the classes that can be covered).
+
+        Every client is asked once. The classes are those from 0 to the largest one that the first
+        population held; one that left with the clients who held it is left out, with a warning.
 
         Raises PopulationError before training if a client does not tell: it must have agreed to. One
         that joins later and does not tell is left out, with a warning.
@@ -115,7 +124,14 @@ class Population:
                 raise PopulationError(why)
             log(WARNING, "%s; going on without them", why)
             self._labels |= {pid: [] for pid in failures}
-        return {p: self._labels[p] for p in self._here if self._labels[p]}
+        counts = {p: self._labels[p] for p in self._here if self._labels[p]}
+        held = {i for c in counts.values() for i, n in enumerate(c) if n > 0}
+        if first:
+            self._classes = set(range(max(held, default=-1) + 1))
+            return counts, self._classes
+        if gone := self._classes - held:
+            log(WARNING, "no client that is left holds the classes %s", sorted(gone))
+        return counts, self._classes & held
 
     def _identify(self, grid: Grid, nodes: list[int], present: set[int]) -> None:
         """Ask `nodes` who they are. Once training has begun, a node that cannot say is left out."""

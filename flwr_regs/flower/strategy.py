@@ -19,18 +19,18 @@ from flwr_regs.aggregation import Reply, aggregation_weights
 from flwr_regs.chain import chain
 from flwr_regs.flower import wire
 from flwr_regs.flower.downlink import Downlink
+from flwr_regs.flower.exchange import Exchange, client_seed, is_out_of_sync
 from flwr_regs.flower.population import Population
 from flwr_regs.flower.replies import (
     agree_on_buffers,
     receive,
     receive_metrics,
-    receive_uploads,
     sort_replies,
     told,
     with_common_metrics,
 )
 from flwr_regs.flower.state import GlobalState
-from flwr_regs.method import Slot, Term
+from flwr_regs.method import Term
 from flwr_regs.sampling import class_covering_cohort, uniform_cohort
 
 
@@ -96,9 +96,10 @@ class RegStrategy(FlowerFedAvg):
     _held: dict[int, int]  # partition id -> round whose model that client last kept
     _entry: dict[str, Any]
     _start_id: str
-    _classes: set[int]  # what class-covering cohorts must hold
     _evaluated: bool  # some evaluation has worked
-    _ahead_of: dict[int, int]  # node id -> partition id of clients that were sent w_t ahead
+    _exchange: Exchange
+    _asked: list[int]  # who was sent the last messages
+    _evaluate_bytes: dict[int, int]
 
     def __init__(
         self,
@@ -236,23 +237,6 @@ class RegStrategy(FlowerFedAvg):
         if not 0 < lr < float("inf"):
             raise ValueError(f"lr_schedule({server_round}) makes the learning rate {lr}")
         self._ctx = self._state.context(server_round, lr)
-        self._downlink = Downlink(
-            self.downlink,
-            server_round,
-            self._state.model,
-            self._state.step,
-            self._state.previous_lr,
-            lambda: self.term.broadcast(self._state.server, self._ctx),
-        )
-        self._settings = {
-            **settings,
-            **self.term.config(),
-            "lr": lr,
-            wire.ROUND_KEY: server_round,
-            wire.METHOD_KEY: self.method_name,
-            wire.PROTOCOL_KEY: wire.PROTOCOL,
-            wire.START_KEY: self._start_id,
-        }
         self._entry = {
             "round": server_round,
             "cohort": cohort,
@@ -261,19 +245,36 @@ class RegStrategy(FlowerFedAvg):
             "failures": {},
             "seconds": {"configure": time.monotonic() - began},
         }
-        self._answers: dict[int, Slot] | None = None
-        if any(t.probes for t in self.term.terms):
-            self._probe(cohort, grid)
-        ready = cohort if self._answers is None else sorted(self._answers)
-        self._sent = {pid: self._train_content(pid, self._held.get(pid)) for pid in ready}
-        self._entry["bytes_down"] = {
-            p: wire.content_bytes(c) + self._entry.get("bytes_probe_down", {}).get(p, 0)
-            for p, c in self._sent.items()
+        downlink = Downlink(
+            self.downlink,
+            server_round,
+            self._state.model,
+            self._state.step,
+            self._state.previous_lr,
+            lambda: self.term.broadcast(self._state.server, self._ctx),
+        )
+        settings |= {
+            **self.term.config(),
+            "lr": lr,
+            wire.ROUND_KEY: server_round,
+            wire.METHOD_KEY: self.method_name,
+            wire.PROTOCOL_KEY: wire.PROTOCOL,
+            wire.START_KEY: self._start_id,
         }
+        self._exchange = Exchange(
+            server_round, self.seed, settings, downlink, self.population, self._held, self._entry
+        )
+        ready = cohort
+        if any(t.probes for t in self.term.terms):
+            ready = self._exchange.probe(cohort, self.term, grid, self._timeout)
+        messages = self._exchange.train(ready)
         log(INFO, "configure_train: cohort of %d (out of %d)", len(cohort), len(members))
-        ahead = self._ahead(server_round, members, cohort, grid)
+        if self.overlap and server_round < self._num_rounds:
+            later = self._cohort(server_round + 1, members, grid)
+            messages += self._exchange.ahead(sorted(set(later) - set(cohort)), self.arrays)
+        self._asked = ready
         self._clock = time.monotonic()
-        return [*(self._message(pid, "train") for pid in ready), *ahead]
+        return messages
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
@@ -290,19 +291,13 @@ class RegStrategy(FlowerFedAvg):
         entry = self._entry
         replies = list(replies)
         trained = [r for r in replies if r.metadata.message_type != wire.PREFETCH]
-        answered, failures = sort_replies(trained, self._nodes())
+        answered, failures = sort_replies(trained, self.population.nodes(self._asked))
         # A client that lost its model (a restarted SuperNode) gets the full pair in the same round.
-        lost = [p for p, m in answered.items() if _is_out_of_sync(m)]
-        if lost:
+        if lost := [p for p, m in answered.items() if is_out_of_sync(m)]:
             log(WARNING, "clients %s have lost their model; sending the full pair", lost)
-            for pid in lost:
-                self._sent[pid] = self._train_content(pid, held_round=None)
-                entry["bytes_down"][pid] += wire.content_bytes(self._sent[pid])
-            again = self._grid.send_and_receive(
-                [self._message(pid, "train") for pid in lost], timeout=self._timeout
-            )
-            nodes = {n: p for n, p in self._nodes().items() if p in lost}
-            late, late_failures = sort_replies(again, nodes)
+            messages = self._exchange.train(lost, lost=True)
+            again = self._grid.send_and_receive(messages, timeout=self._timeout)
+            late, late_failures = sort_replies(again, self.population.nodes(lost))
             failures |= late_failures
             answered = {p: m for p, m in answered.items() if p not in lost} | late
         entry["seconds"]["clients"] = time.monotonic() - self._clock
@@ -350,9 +345,7 @@ class RegStrategy(FlowerFedAvg):
                 "the model before it; try a smaller learning rate"
             ) from error
         self._held |= dict.fromkeys(answered, server_round)
-        for ack in replies:
-            if ack.metadata.message_type == wire.PREFETCH and not ack.has_error():
-                self._held[self._ahead_of[ack.metadata.src_node_id]] = server_round
+        self._exchange.got_ahead(replies)
 
         metrics = self.train_metrics_aggr_fn(
             with_common_metrics(r.metrics for r in usable.values()), self.weighted_by_key
@@ -373,16 +366,22 @@ class RegStrategy(FlowerFedAvg):
         members = self.population.refresh(grid)
         size = max(int(len(members) * self.fraction_evaluate), self.min_evaluate_nodes)
         cohort = uniform_cohort(members, (self.seed, server_round, 1), size)
-        self._sent = {}
+        messages = []
         for pid in cohort:
             own = {
                 wire.ROUND_KEY: server_round,
-                wire.SEED_KEY: self._client_seed(server_round, pid),
+                wire.SEED_KEY: client_seed(self.seed, server_round, pid),
             }
-            settings = ConfigRecord({**config, **own})
-            self._sent[pid] = RecordDict({wire.ARRAYS: arrays, wire.CONFIG: settings})
+            content = RecordDict(
+                {wire.ARRAYS: arrays, wire.CONFIG: ConfigRecord({**config, **own})}
+            )
+            messages.append(Message(content, self.population.node_id(pid), "evaluate"))
+        self._asked = cohort
+        self._evaluate_bytes = {
+            pid: wire.content_bytes(m.content) for pid, m in zip(cohort, messages, strict=True)
+        }
         self._clock = time.monotonic()
-        return [self._message(pid, "evaluate") for pid in cohort]
+        return messages
 
     def aggregate_evaluate(
         self, server_round: int, replies: Iterable[Message]
@@ -397,7 +396,7 @@ class RegStrategy(FlowerFedAvg):
         """
         if self.fraction_evaluate == 0.0:
             return None
-        answered, failures = sort_replies(replies, self._nodes())
+        answered, failures = sort_replies(replies, self.population.nodes(self._asked))
         per_client: dict[int, dict[str, Any]] = {}
         for pid in sorted(answered):
             try:
@@ -411,7 +410,7 @@ class RegStrategy(FlowerFedAvg):
             self.history.append({"round": server_round, "seconds": {}})  # evaluation alone
         self.history[-1]["seconds"]["evaluate"] = time.monotonic() - self._clock
         self.history[-1]["evaluate"] = {
-            "bytes_down": {p: wire.content_bytes(c) for p, c in self._sent.items()},
+            "bytes_down": self._evaluate_bytes,
             "failures": failures,
             "clients": per_client,
         }
@@ -419,7 +418,7 @@ class RegStrategy(FlowerFedAvg):
             if self._evaluated:
                 return None
             raise RoundFailed(
-                f"round {server_round} of {self.method_name}: no client of {len(self._sent)} could "
+                f"round {server_round} of {self.method_name}: no client of {len(self._asked)} could "
                 f"evaluate; {told(failures)}"
             )
         self._evaluated = True
@@ -442,7 +441,6 @@ class RegStrategy(FlowerFedAvg):
             )
         self._state = GlobalState(self.term, wire.from_record(arrays))
         self._held = {}
-        self._classes = set()
         self._evaluated = False
         self._entry = {}
         self._released = None
@@ -450,112 +448,10 @@ class RegStrategy(FlowerFedAvg):
         self.history = []
         self.population.forget()
 
-    def _train_content(self, pid: int, held_round: int | None, probe: bool = False) -> RecordDict:
-        """Return what one client of this round receives; after a probe it holds ``w_t`` already."""
-        records, scalars = self._downlink.content(held_round, probe)
-        for name, slot in (self._answers or {}).get(pid, {}).items():
-            if slot:
-                records = {**records, f"{name}.broadcast": wire.to_record(slot)}
-        own: dict[str, Any] = {
-            wire.SEED_KEY: self._client_seed(self._ctx.round, pid),
-            wire.CLIENT_KEY: pid,
-        }
-        if probe:
-            own |= {wire.PROBE_KEY: True, wire.KEEP_KEY: True}
-        config = ConfigRecord({**self._settings, **scalars, **own})
-        return RecordDict({**records, wire.CONFIG: config})
-
-    def _probe(self, cohort: list[int], grid: Grid) -> None:
-        """The round's first exchange: ``w_t`` down, the terms' probes up.
-
-        A client that does not answer is left out of the round and named among its failures.
-        """
-        contents = {
-            pid: self._train_content(pid, self._held.get(pid), probe=True) for pid in cohort
-        }
-        uploads: dict[int, Slot] = {}
-        down: dict[int, int] = {}
-        up: dict[int, int] = {}
-        failures = self._entry["failures"]
-        for again in (False, True):  # a second time for those who had lost their model
-            if again:
-                lost = [p for p in contents if p not in uploads and p not in failures]
-                contents = {p: self._train_content(p, None, probe=True) for p in lost}
-            nodes = {self.population.node_id(pid): pid for pid in contents}
-            replies = grid.send_and_receive(
-                [Message(c, self.population.node_id(p), wire.PROBE) for p, c in contents.items()],
-                timeout=self._timeout,
-            )
-            answered, failed = sort_replies(replies, nodes)
-            failures |= failed
-            for pid, content in contents.items():
-                down[pid] = down.get(pid, 0) + wire.content_bytes(content)
-            for pid, message in answered.items():
-                if _is_out_of_sync(message) and not again:
-                    continue
-                try:
-                    uploads[pid] = receive_uploads(f"the probe of client {pid}", message.content)
-                    up[pid] = wire.content_bytes(message.content)
-                except wire.ProtocolError as error:
-                    failures[pid] = str(error)
-            if len(uploads) + len(failures) == len(cohort):
-                break
-        if failures:
-            log(WARNING, "\t> in the first exchange: %s", told(failures))
-        self._answers = self.term.answer({pid: uploads[pid] for pid in sorted(uploads)})
-        self._held |= dict.fromkeys(uploads, self._ctx.round)
-        self._entry |= {"bytes_probe_down": down, "bytes_probe_up": up}
-
-    def _client_seed(self, server_round: int, pid: int) -> int:
-        return int(np.random.SeedSequence((self.seed, server_round, pid)).generate_state(1)[0])
-
     def _cohort(self, server_round: int, members: list[int], grid: Grid) -> list[int]:
         size = max(int(len(members) * self.fraction_train), self.min_train_nodes)
         key = (self.seed, server_round)
-        if self.cohorts == "class-covering":
-            counts = self.population.label_counts(grid)
-            held = {i for c in counts.values() for i, n in enumerate(c) if n > 0}
-            if (
-                not self._classes
-            ):  # of the whole population: clients that leave take none of them away
-                self._classes = set(range(max(held, default=-1) + 1))
-            elif gone := self._classes - held:
-                log(WARNING, "no client that is left holds the classes %s", sorted(gone))
-                return class_covering_cohort(counts, key, size, self._classes & held)
-            return class_covering_cohort(counts, key, size, self._classes)
-        return uniform_cohort(members, key, size)
-
-    def _ahead(
-        self, server_round: int, members: list[int], cohort: list[int], grid: Grid
-    ) -> list[Message]:
-        """Return ``w_t`` for those of the next cohort who do not get it in this round anyway."""
-        self._ahead_of = {}
-        if not self.overlap or server_round >= self._num_rounds:
-            return []
-        later = self._cohort(server_round + 1, members, grid)
-        config = {k: self._settings[k] for k in (wire.METHOD_KEY, wire.START_KEY, wire.ROUND_KEY)}
-        record = self.arrays
-        messages = []
-        self._entry["bytes_ahead"] = {}
-        for pid in sorted(set(later) - set(cohort)):
-            content = RecordDict({wire.ARRAYS: record, wire.CONFIG: ConfigRecord(config)})
-            node = self.population.node_id(pid)
-            self._ahead_of[node] = pid
-            self._entry["bytes_ahead"][pid] = wire.content_bytes(content)
-            messages.append(Message(content, node, wire.PREFETCH))
-        return messages
-
-    def _nodes(self) -> dict[int, int]:
-        return {self.population.node_id(pid): pid for pid in self._sent}
-
-    def _message(self, pid: int, message_type: str) -> Message:
-        return Message(
-            content=self._sent[pid],
-            message_type=message_type,
-            dst_node_id=self.population.node_id(pid),
-        )
-
-
-def _is_out_of_sync(message: Message) -> bool:
-    config = message.content.config_records.get(wire.CONFIG)
-    return config is not None and bool(config.get(wire.OUT_OF_SYNC_KEY, False))
+        if self.cohorts == "uniform":
+            return uniform_cohort(members, key, size)
+        counts, classes = self.population.label_counts(grid)
+        return class_covering_cohort(counts, key, size, classes)
