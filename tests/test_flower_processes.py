@@ -205,14 +205,17 @@ def pids_of(name: str, argument: str) -> list[int]:
 
 
 @contextlib.contextmanager
-def deployment(tmp_path: Path, nodes: int) -> Iterator[dict[str, str]]:
-    """A SuperLink and `nodes` SuperNodes on loopback; the connection is called ``dep``."""
+def deployment(tmp_path: Path, nodes: int) -> Iterator[tuple[dict[str, str], Any]]:
+    """A SuperLink and `nodes` SuperNodes on loopback; the connection is called ``dep``.
+
+    Yields (environment, function from a partition id to a new SuperNode's process).
+    """
     env = environment(tmp_path / "home")
     (tmp_path / "home").mkdir()
     port = free_port()
     processes = []
 
-    def launch(name: str, *args: Any, **extra: str) -> None:
+    def launch(name: str, *args: Any, **extra: str) -> subprocess.Popen[bytes]:
         log = (tmp_path / f"{len(processes)}.log").open("w")
         processes.append(
             subprocess.Popen(
@@ -222,6 +225,16 @@ def deployment(tmp_path: Path, nodes: int) -> Iterator[dict[str, str]]:
                 stderr=subprocess.STDOUT,
                 cwd=tmp_path,
             )
+        )
+        return processes[-1]
+
+    def supernode(partition: int) -> subprocess.Popen[bytes]:
+        return launch(
+            "flower-supernode",
+            *("--superlink", f"127.0.0.1:{port}", "--host", "127.0.0.1"),
+            *("--port", free_port()),
+            *("--node-config", f"partition-id={partition} num-partitions={nodes}"),
+            FLWR_HOME=str(tmp_path / f"node{len(processes)}"),
         )
 
     try:
@@ -235,15 +248,7 @@ def deployment(tmp_path: Path, nodes: int) -> Iterator[dict[str, str]]:
                 urlopen(f"http://127.0.0.1:{port}/health", timeout=2).close()
                 break
             time.sleep(0.2)
-        for i in range(nodes):
-            launch(
-                "flower-supernode",
-                *("--superlink", f"127.0.0.1:{port}", "--host", "127.0.0.1"),
-                *("--port", free_port()),
-                *("--node-config", f"partition-id={i} num-partitions={nodes}"),
-                FLWR_HOME=str(tmp_path / f"node{i}"),
-            )
-        yield env
+        yield env, supernode
     finally:
         for process in reversed(processes):
             stop(process.pid)
@@ -254,7 +259,9 @@ def test_a_real_superlink_with_two_supernodes_gives_the_same_weights(tmp_path: P
     settings = {**SMALL, "methods": "FedFOR", "num_clients": 2, "fedfor_downlink": "delta"}
     out = tmp_path / "out"
     config = " ".join(f"{k.replace('_', '-')}={json.dumps(v)}" for k, v in settings.items())
-    with deployment(tmp_path, 2) as env:
+    with deployment(tmp_path, 2) as (env, supernode):
+        for partition in range(2):
+            supernode(partition)
         run = command(
             BIN / "flwr", "run", ".", "dep", "--stream", "-c", f"{config} out='{out}'", env=env
         )
@@ -265,6 +272,39 @@ def test_a_real_superlink_with_two_supernodes_gives_the_same_weights(tmp_path: P
     one_model = rounds[0]["bytes_down"]["0"]
     assert rounds[-1]["bytes_down"]["0"] < 1.05 * one_model  # the step alone: nothing was lost
     assert_same(dict(load_file(out / "FedFOR.safetensors")), in_process(tmp_path / "x", **settings))
+
+
+def test_a_supernode_that_is_killed_and_started_anew_joins_again(tmp_path: Path) -> None:
+    """Its state is gone: it is known again by its partition id, and gets the full pair."""
+    out, log = tmp_path / "out", tmp_path / "run.log"
+    settings = {"rounds": 8, "local_epochs": 1, "methods": "FedFOR", "num_clients": 2}
+    settings |= {"fedfor_downlink": "delta", "out": str(out)}
+    config = " ".join(f"{k.replace('_', '-')}={json.dumps(v)}" for k, v in settings.items())
+    with deployment(tmp_path, 2) as (env, supernode):
+        supernode(0)
+        victim = supernode(1)
+        with log.open("w") as sink:
+            run = subprocess.Popen(
+                [BIN / "flwr", "run", ".", "dep", "--stream", "-c", config],
+                env=env,
+                cwd=ROOT,
+                stdout=sink,
+                stderr=subprocess.STDOUT,
+            )
+        for _ in range(600):
+            if re.search("round +2/8", log.read_text()) or run.poll() is not None:
+                break
+            time.sleep(0.2)
+        victim.kill()
+        victim.wait(30)
+        supernode(1)
+        run.wait(250)
+    assert (out / "history.json").is_file(), log.read_text()[-3000:]
+    rounds = json.loads((out / "history.json").read_text())["methods"]["FedFOR"]["rounds"]
+    assert len(rounds) == 8, log.read_text()[-3000:]
+    assert all(0 in r["replies"] for r in rounds)
+    assert rounds[-1]["replies"] == [0, 1]  # back again
+    assert any("1" in r["failures"] or 1 not in r["cohort"] for r in rounds)
 
 
 LEGACY = """

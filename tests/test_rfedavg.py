@@ -68,6 +68,8 @@ def test_a_model_without_a_linear_layer_is_refused_with_a_way_out(client: Any) -
     with pytest.raises(ValueError, match=r"no nn.Linear.*name one with classifier=\.\.\., out of"):
         client(conv, [])
     client(conv, [], classifier="0")
+    with pytest.raises(ValueError, match=r"no nn.Linear"):
+        RegClient(conv, [], terms=client.terms)
 
 
 def test_the_losses_are_the_papers() -> None:

@@ -79,16 +79,16 @@ class RegClient(NumPyClient):
             raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
         if half := [n for n, v in model.state_dict().items() if v.dtype == torch.bfloat16]:
             raise TypeError(f"bfloat16 cannot travel (numpy has no such type), but {half} are")
-        if classifier is not None or any(t.needs_features for t in self.terms):
-            find_classifier(
-                model, classifier
-            )  # refuses here, before any round, what it cannot find
         if terms is not None:
             if self.method is not None:
                 raise TypeError(
                     f"{type(self).__name__} has its own terms; use RegClient for a list"
                 )
             self.terms = tuple(terms)
+        if classifier is not None or any(t.needs_features for t in self.terms):
+            find_classifier(
+                model, classifier
+            )  # refuses here, before any round, what it cannot find
         self.model = model
         self.train_data = train_data
         self.eval_data = eval_data
