@@ -1008,3 +1008,56 @@ def test_a_client_that_raises_keeps_its_state_as_it_was() -> None:
     down = strategy.history[2]["bytes_down"]
     assert down[1] > 1.3 * down[0]
     assert strategy.history[2]["failures"] == {}
+
+
+def test_a_boolean_buffer_follows_the_majority() -> None:
+    """Clients 0 and 1 (5 examples a batch: 10 and 15 of 45) say yes, client 2 (20) no."""
+
+    def model() -> nn.Module:
+        m = make_model()
+        m.register_buffer("flag", torch.tensor([False, True]))
+        return m
+
+    class Flagging(FedAvgClient):
+        def fit(self, parameters: Any, config: Any) -> Any:
+            arrays, count, metrics = super().fit(parameters, config)
+            names = list(self.model.state_dict())
+            arrays[names.index("flag")] = np.array([count < 20, count >= 20])
+            return arrays, count, metrics
+
+    strategy = FedAvg(seed=1, fraction_evaluate=0.0)
+    got = run(strategy, Flagging, clients=make_clients(3), model=model, rounds=1)
+    assert got["flag"].tolist() == [True, False]  # 25 of 45 against 20
+
+
+def test_a_client_that_fails_when_the_full_pair_is_sent_again_is_named() -> None:
+    def weak(pid: int, client: Any) -> Any:
+        if pid != 1:
+            return client
+        fit = client.fit
+
+        def bad(parameters: Any, config: Any) -> Any:
+            if config["server-round"] == 3:
+                raise OSError("gave up")
+            return fit(parameters, config)
+
+        client.fit = bad
+        return client
+
+    strategy = FedFOR(alpha=0.5, downlink="delta", seed=2, fraction_evaluate=0.0)
+    start(strategy, ForgetfulGrid(app_of(FedFORClient, sabotage=weak), 4), 3)
+    assert list(strategy.history[2]["failures"]) == [1]
+    assert "gave up" in strategy.history[2]["failures"][1]
+    assert strategy.history[2]["replies"] == [0, 2, 3]
+
+
+def test_the_grid_gives_a_raising_client_its_state_back() -> None:
+    def client_fn(context: Context) -> Any:
+        context.state["mine"] = ConfigRecord({"n": 1})
+        raise OSError("after writing")
+
+    grid = InProcessGrid(client_app(client_fn), 1)
+    content = RecordDict({"arrays": _arrays(), "config": CONFIG})
+    (reply,) = grid.send_and_receive([Message(content, 1000, "train")])
+    assert "after writing" in reply.error.reason
+    assert "mine" not in grid._contexts[1000].state
