@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.util
 import json
 import os
 import signal
@@ -24,6 +25,7 @@ from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
+from simulations.data import missing_extra
 from simulations.job import Job
 
 
@@ -64,6 +66,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
     except (ValueError, OSError) as error:
         print(f"flwr-regs: {error}", file=sys.stderr)
+        return 2
+    if importlib.util.find_spec("ray") is None:
+        print(f"flwr-regs: {missing_extra('ray', 'the simulation')}", file=sys.stderr)
         return 2
     out = out_folder(job)
     config["out"] = str(out)

@@ -297,3 +297,25 @@ def test_results_land_where_they_can(tmp_path: Path, monkeypatch: pytest.MonkeyP
     (tmp_path / "simulations").mkdir()
     (tmp_path / "simulations" / "server_app.py").touch()
     assert server_app.results_folder(job()).parent == tmp_path / "results"
+
+
+def test_without_ray_the_command_names_the_extra(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert cli.main(["run", "--app", str(ROOT)]) == 2
+    assert "needs ray: pip install 'flwr-regs[simulation]'" in capsys.readouterr().err
+
+
+def test_the_package_itself_needs_nothing_of_the_extra() -> None:
+    import subprocess
+    import sys
+
+    code = (
+        "import sys\n"
+        "for name in ('ray', 'torchvision', 'sklearn', 'matplotlib'): sys.modules[name] = None\n"
+        "import flwr_regs\n"
+        "for name in flwr_regs.__all__: getattr(flwr_regs, name)"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
