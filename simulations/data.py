@@ -25,11 +25,6 @@ class Data:
     test_x: Array
     test_y: Array
 
-    @property
-    def num_classes(self) -> int:
-        """Labels run from 0 to this, exclusive."""
-        return int(self.train_y.max()) + 1
-
 
 @lru_cache(maxsize=2)  # a Ray actor keeps it for all the clients it runs
 def load(dataset: str, data_dir: str) -> Data:

@@ -58,10 +58,8 @@ def run(job: Job, grid: Grid, folder: Path | None) -> dict[str, Any]:
     from flwr_regs.flower.population import Population
     from simulations import data, models, report
 
-    for method in job.method_names:
-        job.strategy(
-            method
-        )  # refuses what only the method itself can judge, before any client starts
+    for method in job.method_names:  # before any client starts
+        job.strategy(method)  # refuses what only the method itself can judge
     dataset = data.load(job.dataset, job.data_dir)
     model = models.build(job.dataset, job.model, job.seed)
     device = resolve_device("auto")

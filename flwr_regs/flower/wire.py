@@ -1,9 +1,10 @@
 """What travels between a strategy and its clients, and the checks on arrival.
 
-A train message holds the ArrayRecord ``"arrays"`` (the global model, or the last global step where
-the config says ``regs.downlink = "delta"``), one ArrayRecord ``"<term>.broadcast"`` for each term
-that has one, and the ConfigRecord ``"config"``. A reply holds ``"arrays"``, ``"<term>.upload"``,
-``"metrics"`` (numbers) and ``"config"`` (``regs.method``, ``regs.protocol`` and other text).
+A train message holds the ArrayRecord ``"arrays"``, one ArrayRecord ``"<term>.broadcast"`` for each term
+that has one, and the ConfigRecord ``"config"``. ``"arrays"`` is the global model; where the config says
+``regs.downlink = "delta"`` it is the last global step, and where it says ``"kept"`` it is empty, the model
+having come with the round's probe. A reply holds ``"arrays"``, ``"<term>.upload"``, ``"metrics"``
+(numbers) and ``"config"`` (``regs.method`` and other text).
 
 A ``NumPyClient`` sees the same values in its `config` and returns them in fit's metrics, arrays
 packed as safetensors bytes. Nothing is pickled. This file imports no torch: it is loaded in every

@@ -272,7 +272,6 @@ class FedAdam(RegStrategy):
     """Adam on the server (Reddi et al. 2021); parameters as in :class:`AdaptiveServer`."""
 
     method = "FedAdam"
-
     rule: ClassVar[str] = "adam"
 
     def __init__(
@@ -302,7 +301,6 @@ class FedYogi(FedAdam):
     """Yogi on the server (Reddi et al. 2021); parameters as in :class:`AdaptiveServer`."""
 
     method = "FedYogi"
-
     rule = "yogi"
 
 
