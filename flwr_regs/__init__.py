@@ -11,6 +11,8 @@ SlowMo                       methods/fedadc.py     Wang et al. 2019; Ozfatura et
 FedOpt, FedAvgM              methods/fedopt.py     Wang et al. 2021, Alg. 1; Hsu et al. 2019
 FedAdagrad, FedAdam, FedYogi methods/fedopt.py     Reddi et al. 2021, Alg. 2
 RFedAvg, RFedAvgPlus         methods/rfedavg.py    Wang, Tong et al. 2023, Alg. 1-2
+EFL                          methods/efl.py        Ma et al. 2021, Alg. 1-2, Eqs. 2-6, Sec. 4
+FedCurv                      methods/efl.py        Shoham et al. 2019
 ===========================  ====================  ============================================
 
 Names are loaded when first used, so that importing one file of the package loads no more than it needs.
@@ -27,6 +29,12 @@ if TYPE_CHECKING:
     from flwr_regs.flower.grid import InProcessGrid as InProcessGrid
     from flwr_regs.flower.strategy import RegStrategy as RegStrategy
     from flwr_regs.flower.strategy import RoundFailed as RoundFailed
+    from flwr_regs.methods.efl import EFL as EFL
+    from flwr_regs.methods.efl import EFLClient as EFLClient
+    from flwr_regs.methods.efl import Elastic as Elastic
+    from flwr_regs.methods.efl import FedCurv as FedCurv
+    from flwr_regs.methods.efl import FedCurvClient as FedCurvClient
+    from flwr_regs.methods.efl import SparseTernary as SparseTernary
     from flwr_regs.methods.fedadc import EmbeddedMomentum as EmbeddedMomentum
     from flwr_regs.methods.fedadc import FedADC as FedADC
     from flwr_regs.methods.fedadc import FedADCClient as FedADCClient
@@ -69,6 +77,12 @@ _HOME = {
     "InProcessGrid": "flower.grid",
     "RegStrategy": "flower.strategy",
     "RoundFailed": "flower.strategy",
+    "EFL": "methods.efl",
+    "EFLClient": "methods.efl",
+    "Elastic": "methods.efl",
+    "FedCurv": "methods.efl",
+    "FedCurvClient": "methods.efl",
+    "SparseTernary": "methods.efl",
     "EmbeddedMomentum": "methods.fedadc",
     "FedADC": "methods.fedadc",
     "FedADCClient": "methods.fedadc",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -13,22 +13,48 @@ from flwr_regs.method import Slot
 
 @dataclass(frozen=True)
 class Reply:
-    """One client's usable answer: its arrays by name, the terms' uploads, metrics and ``n_k``."""
+    """One client's usable answer.
+
+    Attributes
+    ----------
+    arrays : mapping
+        ``v_k`` by name; what is neither here nor in `delta` is as in ``w_t``.
+    uploads : Slot
+        The terms' uploads by term name.
+    metrics : mapping
+    num_examples : float
+        ``n_k``.
+    delta : mapping
+        ``v_k − w_t`` of the arrays that came so.
+    """
 
     arrays: Mapping[str, np.ndarray]
     uploads: Slot
     metrics: Any
     num_examples: float
+    delta: Mapping[str, np.ndarray] = field(default_factory=dict)
+
+    @property
+    def steps(self) -> tuple[int, int]:
+        """``s_k`` and E, the local steps taken and planned; (1, 1) where the client did not say."""
+        taken = self.metrics.get("local-steps", 1)
+        return taken, self.metrics.get("planned-steps", max(taken, 1))
 
 
-def aggregation_weights(replies: Mapping[int, Reply], weighting: str) -> dict[int, float]:
+def aggregation_weights(
+    replies: Mapping[int, Reply], weighting: str, incomplete: str = "average"
+) -> dict[int, float]:
     """Return ``p_k`` by partition id, summing to one over the replies that are used.
 
-    ``n_k / Σ n`` for ``"num-examples"``, ``1/|S_t|`` for ``"uniform"``.
+    ``n_k / Σ n`` for ``"num-examples"``, ``1/|S_t|`` for ``"uniform"``. With `incomplete` ``"scale"``,
+    ``(E / s_k) p_k`` for a client that took ``s_k`` of its E steps (EFL, Sec. 4.2): more than one in all.
     """
     raw = {k: r.num_examples if weighting == "num-examples" else 1.0 for k, r in replies.items()}
     total = sum(raw.values())
-    return {k: v / total for k, v in raw.items()}
+    share = {k: v / total for k, v in raw.items()}
+    if incomplete == "scale":
+        return {k: p * replies[k].steps[1] / replies[k].steps[0] for k, p in share.items()}
+    return share
 
 
 def mean_delta(
@@ -46,8 +72,11 @@ def mean_delta(
         w64[~np.isfinite(w64)] = 0.0  # an infinite constant (a mask) is the same everywhere
         total = np.zeros_like(w64)
         for k, reply in replies.items():
-            v = reply.arrays[name].astype(np.float64)
-            v[~np.isfinite(v)] = 0.0
-            total += weights[k] * (v - w64)
+            if name in reply.delta:
+                total += weights[k] * reply.delta[name].astype(np.float64)
+            elif name in reply.arrays:
+                v = reply.arrays[name].astype(np.float64)
+                v[~np.isfinite(v)] = 0.0
+                total += weights[k] * (v - w64)
         out[name] = total.astype(w.dtype) if np.issubdtype(w.dtype, np.floating) else total
     return out

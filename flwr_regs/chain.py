@@ -13,11 +13,15 @@ from flwr_regs.method import Arrays, ClientContext, ServerContext, Slot, Term
 class Chain(Term):
     """Several terms as one; each slot holds the terms' own slots under their names.
 
-    Losses, corrections and `finish` run left to right, server updates right to left.
+    Losses, corrections, `finish` and `release` run left to right, server updates right to left.
     """
 
     name: ClassVar[str] = "chain"
     terms: tuple[Term, ...] = ()
+
+    @property
+    def ternary(self) -> tuple[bool, bool]:
+        return any(t.ternary[0] for t in self.terms), any(t.ternary[1] for t in self.terms)
 
     def config(self) -> dict[str, Any]:
         return {key: value for t in self.terms for key, value in t.config().items()}
@@ -79,6 +83,12 @@ class Chain(Term):
             own = {k: upload.get(t.name, {}) for k, upload in uploads.items()}
             new[t.name], delta = t.update(server[t.name], delta, own, ctx)
         return new, delta
+
+    def release(self, server: Slot, step: Arrays, ctx: ServerContext) -> tuple[Slot, Arrays]:
+        new: Slot = {}
+        for t in self.terms:
+            new[t.name], step = t.release(server[t.name], step, ctx)
+        return new, step
 
 
 def _own(ctx: ClientContext, term: Term) -> ClientContext:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
@@ -23,6 +26,7 @@ from flwr_regs.batches import (
     to_device,
 )
 from flwr_regs.features import FeatureTap
+from flwr_regs.fisher import fisher_diagonal
 from flwr_regs.method import Arrays, ClientContext, Slot, Term
 
 LossFn = Callable[[Any, Any], Tensor]
@@ -37,12 +41,14 @@ class LocalResult:
     ----------
     state : dict[str, Tensor]
         The model's ``state_dict`` at the end, parameters and buffers, on the CPU.
+    delta : dict[str, Tensor]
+        What the term sends for ``v_k − w_t``, trainable parameters only, on the CPU.
     upload, client : Slot
         The term's slots after the round (tensors on the CPU).
     num_examples : int
         ``n_k``, the size of the local data set.
-    num_steps : int
-        ``K_k``, the local steps taken.
+    num_steps, planned_steps : int
+        The local steps taken, ``s_k``, and asked for, ``E``; without a budget they are equal.
     examples_processed : int
         Examples seen in these steps, repeats counted.
     loss : float
@@ -50,10 +56,12 @@ class LocalResult:
     """
 
     state: dict[str, Tensor]
+    delta: dict[str, Tensor]
     upload: Slot
     client: Slot
     num_examples: int
     num_steps: int
+    planned_steps: int
     examples_processed: int
     loss: float
 
@@ -74,6 +82,8 @@ def local_round(
     train_mode: bool = True,
     classifier: str | None = None,
     client_id: int = -1,
+    max_steps: int | None = None,
+    max_seconds: float | None = None,
 ) -> LocalResult:
     """Train `model` in place from its present weights ``w_t`` for one round.
 
@@ -99,6 +109,8 @@ def local_round(
         The output layer, for a term that needs features; default: the last ``nn.Linear``.
     client_id : int
         The client's partition id, for a term that must know its own share of what it gets.
+    max_steps, max_seconds : int, float
+        The client's own budget; it stops early, maybe before the first step, and says so.
 
     Raises
     ------
@@ -116,13 +128,13 @@ def local_round(
     model.to(device).train(train_mode)
     params = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if not params:
-        raise ValueError(
-            f"{type(model).__name__} has no parameter with requires_grad=True to train"
-        )
+        raise ValueError(f"{type(model).__name__} has no parameter with requires_grad=True")
     values = {name: p.detach() for name, p in params.items()}  # views: they follow the optimiser
     start = {name: v.clone() for name, v in values.items()}
     num_batches = count_batches(train_data)
-    num_steps = steps or (epochs or 0) * num_batches
+    planned = steps or (epochs or 0) * num_batches
+    num_steps = planned if max_steps is None else min(planned, max_steps)
+    deadline = time.monotonic() + (math.inf if max_seconds is None else max_seconds)
     terms = (term, *getattr(term, "terms", ()))
     teacher = StartOutputs(model) if any(t.needs_start_output for t in terms) else None
     tap = FeatureTap(model, classifier) if any(t.needs_features for t in terms) else None
@@ -130,20 +142,23 @@ def local_round(
     ctx = ClientContext(
         start=start,
         lr=lr,
-        num_steps=num_steps,
+        num_steps=max(num_steps, 1),
         broadcast=to_device(broadcast or {}, device),
         client=to_device(client or {}, device),
         forward=lambda p, inputs: functional_call(model, p, (inputs,)),
         label_counts=to_device(counts, device),
         feature_mean=None if tap is None else partial(tap.mean, train_data, device),
+        fisher=partial(fisher_diagonal, model, train_data, loss_fn, device),
         client_id=client_id,
     )
     if (first := term.start(start, ctx)) is not start:
         _write(values, first)
     opt = term.client_optimizer(optimizer)(list(params.values()), lr=lr)
     total_loss = torch.zeros((), device=device)
-    processed = 0
-    for _, (inputs, targets) in zip(range(num_steps), cycle(train_data), strict=False):
+    taken = processed = 0
+    for inputs, targets in islice(cycle(train_data), num_steps):
+        if time.monotonic() >= deadline:
+            break
         taught = teacher(inputs, device) if teacher else None
         inputs, targets = to_device(inputs, device), to_device(targets, device)
         losses: list[Tensor] = []
@@ -166,10 +181,8 @@ def local_round(
             loss: Tensor = term.loss(base, params, step_ctx)
             torch.autograd.backward(loss)
             # A parameter the batch did not reach has gradient zero, as under torch.func.grad.
-            grads = {
-                name: torch.zeros_like(p) if p.grad is None else p.grad
-                for name, p in params.items()
-            }
+            found = {n: p.grad for n, p in params.items()}
+            grads = {n: torch.zeros_like(params[n]) if g is None else g for n, g in found.items()}
             grads = term.correct(grads, values, step_ctx)
             for name, p in params.items():
                 p.grad = grads[name]
@@ -177,10 +190,13 @@ def local_round(
 
         opt.step(closure)  # an optimiser such as LBFGS calls it more than once
         total_loss += losses[0] * batch_size(targets)
+        taken += 1
         processed += batch_size(targets)
 
+    if not taken:  # an inactive client: everything stays as it was
+        _write(values, start)
     delta = {name: v - start[name] for name, v in values.items()}
-    sent, upload, kept = term.finish(delta, ctx)
+    sent, upload, kept = term.finish(delta, ctx) if taken else (delta, {}, client or {})
     if sent is not delta:  # else the model is already at w_t + delta, without rounding
         _write(values, {name: start[name] + sent[name] for name in start})
     opt.zero_grad(set_to_none=True)
@@ -188,12 +204,14 @@ def local_round(
         tap.close()
     return LocalResult(
         state={k: v.detach().cpu().clone() for k, v in model.state_dict().items()},
+        delta=to_device(sent, "cpu"),
         upload=to_device(upload, "cpu"),
         client=to_device(kept, "cpu"),
         num_examples=count_examples(train_data),
-        num_steps=num_steps,
+        num_steps=taken,
+        planned_steps=planned,
         examples_processed=processed,
-        loss=float(total_loss) / processed,
+        loss=float(total_loss) / max(processed, 1),
     )
 
 

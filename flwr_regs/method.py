@@ -21,11 +21,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, TypeVar
 
-Arrays = dict[str, Any]
-"""Parameter name -> array; trainable parameters only, never buffers."""
-
-Slot = dict[str, Any]
-"""One of the four slots of one term: key -> array."""
+Arrays = dict[str, Any]  # parameter name -> array; trainable parameters only, never buffers
+Slot = dict[str, Any]  # one of the four slots of one term: key -> array
 
 
 @dataclass(frozen=True)
@@ -53,6 +50,9 @@ class ClientContext:
         If a term `needs_features`: what enters the output layer, ``(batch, d)``, and a function
         ``feature_mean(batches or None) -> (d,)``, its mean over the client's data with the model as
         it is now.
+    fisher : callable
+        If a term `needs_fisher`: ``fisher(params, max_samples or None) -> Arrays``, the diagonal of the
+        empirical Fisher information over the client's data at these parameters.
     client_id : int
         The client's partition id; -1 where nobody gave one.
     batch_size : int
@@ -72,6 +72,7 @@ class ClientContext:
     label_counts: Any = None
     features: Any = None
     feature_mean: Callable[[int | None], Any] | None = None
+    fisher: Callable[[Arrays, int | None], Arrays] | None = None
     client_id: Any = -1
     batch_size: int = 0
 
@@ -87,7 +88,7 @@ class ServerContext:
     lr : float
         The client learning rate η of round t.
     params : Arrays
-        ``w_t``, trainable parameters only.
+        ``w_t``; trainable parameters only.
     previous_step : Arrays or None
         ``w_t − w_{t−1}``, the last step of the global model; None in round 1.
     previous_lr : float or None
@@ -120,14 +121,20 @@ class Term:
     owns_step: ClassVar[bool] = False
     """True if `update` replaces the averaged delta by a server optimiser's step."""
     compresses: ClassVar[bool] = False
-    """True if `finish` makes the update lossy; such a term comes last."""
+    """True if `finish` or `release` makes the update lossy; such a term comes last."""
     server_only: ClassVar[bool] = False
     """True if clients need not know of it: it has no client hook and nothing of it travels."""
     needs_start_output: ClassVar[bool] = False
     needs_label_counts: ClassVar[bool] = False
     needs_features: ClassVar[bool] = False
+    needs_fisher: ClassVar[bool] = False
     probes: ClassVar[bool] = False
     """True if clients answer a question at ``w_t`` (`probe`) before anyone trains."""
+
+    @property
+    def ternary(self) -> tuple[bool, bool]:
+        """Whether (what `finish` sends, what `release` returns) is ternary: then it travels coded."""
+        return False, False
 
     def init(self, params: Arrays) -> Slot:
         """Return the server slot before round 1."""
@@ -169,6 +176,10 @@ class Term:
         `delta` is ``Σ p_k (v_k − w_t)``; `uploads` maps a partition id to that client's upload slot.
         """
         return server, delta
+
+    def release(self, server: Slot, step: Arrays, ctx: ServerContext) -> tuple[Slot, Arrays]:
+        """Return (server slot, step as it is made and sent), once every term has had its `update`."""
+        return server, step
 
     def probe(self, ctx: ClientContext) -> tuple[Slot, Slot]:
         """Return (upload, client slot) at ``w_t``, before training: the round's first exchange."""

@@ -13,6 +13,7 @@ import contextlib
 import importlib.util
 import json
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -41,9 +42,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     tune.add_argument("key", help="the setting to sweep, e.g. fedfor-alpha; or methods")
     tune.add_argument("--values", required=True, help="with commas between them")
-    tune.add_argument("--seeds", default="1,2,3", help="with commas between them (default: 1,2,3)")
-    tune.add_argument("--workers", type=int, default=1, help="runs at a time (default: 1)")
-    for command in (run, tune):
+    several = commands.add_parser(
+        "compare", help="compare settings of any kind over seeds, without Ray", epilog=epilog
+    )
+    several.add_argument(
+        "--case",
+        action="append",
+        required=True,
+        metavar="LABEL: key=value ...",
+        help="a line of the table: its name, and the settings that make it",
+    )
+    for command in (tune, several):
+        command.add_argument("--seeds", default="1,2,3", help="with commas between them")
+        command.add_argument("--workers", type=int, default=1, help="runs at a time (default: 1)")
+    for command in (run, tune, several):
         command.add_argument("settings", nargs="*", metavar="key=value", help="e.g. lr=0.1")
         command.add_argument("--app", type=Path, default=Path(), help="the project's folder")
     args, rest = parser.parse_known_args(argv)  # settings may stand on either side of an option
@@ -52,17 +64,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     settings = [*args.settings, *rest]
     try:
         config, job = read_settings(args.app, settings)
-        if args.command == "sweep":
+        if args.command != "run":
             from simulations.sweep import sweep
 
+            if args.command == "sweep":
+                key, cases = args.key, {v: [f"{args.key}={v}"] for v in args.values.split(",")}
+            else:
+                key, cases = "case", dict(map(read_case, args.case))
             jobs = {
-                v: [
-                    read_settings(args.app, [*settings, f"{args.key}={v}", f"seed={s}"])[1]
+                label: [
+                    read_settings(args.app, [*settings, *own, f"seed={s}"])[1]
                     for s in args.seeds.split(",")
                 ]
-                for v in args.values.split(",")
+                for label, own in cases.items()
             }
-            sweep(args.key, jobs, out_folder(job), args.workers)
+            sweep(key, jobs, out_folder(job), args.workers)
             return 0
     except (ValueError, OSError) as error:
         print(f"flwr-regs: {error}", file=sys.stderr)
@@ -92,6 +108,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         return 1
     return 0
+
+
+def read_case(text: str) -> tuple[str, list[str]]:
+    """Return (label, settings) of ``"LABEL: key=value key=value"``; raise ValueError if it is not that."""
+    label, colon, settings = text.partition(":")
+    if not colon or not label.strip():
+        raise ValueError(f"--case must look like 'LABEL: key=value ...', not '{text}'")
+    return label.strip(), shlex.split(settings)
 
 
 def out_folder(job: Job) -> Path:

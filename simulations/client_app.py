@@ -11,17 +11,20 @@ from flwr_regs import client_app
 
 
 def method_mod(message: Message, context: Context, call_next: Any) -> Message:
-    """Tell `client_fn` which method this message is of: a comparison runs several in one app."""
+    """Tell `client_fn` the method and round of this message: a comparison runs several in one app."""
     config: dict[str, Any] = dict(message.content.config_records.get("config") or {})
-    method = str(config.get("regs.method", "FedAvg"))
-    told = Context(  # a copy: Flower refuses a changed run_config; the state is the node's own
+    told = {
+        "method": str(config.get("regs.method", "FedAvg")),
+        "round": int(config.get("server-round", 0)),
+    }
+    copy = Context(  # Flower refuses a changed run_config; the state is the node's own
         context.run_id,
         context.node_id,
         context.node_config,
         context.state,
-        {**context.run_config, "method": method},
+        {**context.run_config, **told},
     )
-    return call_next(message, told)  # type: ignore[no-any-return]
+    return call_next(message, copy)  # type: ignore[no-any-return]
 
 
 def client_fn(context: Context) -> NumPyClient:
@@ -35,30 +38,42 @@ def client_fn(context: Context) -> NumPyClient:
     from simulations.job import Job
 
     settings = dict(context.run_config)
-    method = settings.pop("method")
+    method, server_round = str(settings.pop("method")), int(settings.pop("round"))
     job = Job.from_run_config(settings)
     dataset = data.load(job.dataset, job.data_dir)
     parts = job.parts(dataset.train_y, int(context.node_config["num-partitions"]))
-    held_out, trained = job.split(parts[int(context.node_config["partition-id"])])
+    pid = int(context.node_config["partition-id"])
+    held_out, trained = job.split(parts[pid])
 
     def tensors(rows: Any) -> TensorDataset:
         x, y = dataset.train_x[rows], dataset.train_y[rows]
         return TensorDataset(torch.from_numpy(x), torch.from_numpy(y))
 
     train = tensors(trained)
-    client_class = getattr(flwr_regs, f"{method}Client")
-    client: NumPyClient = client_class(
-        models.build(job.dataset, job.model, job.seed),
-        # Shuffled batches, each cut from the tensors in one go.
-        DataLoader(
-            train,
-            batch_size=None,
-            sampler=BatchSampler(RandomSampler(train), job.batch_size, drop_last=False),
-        ),
-        DataLoader(tensors(held_out), batch_size=1000) if len(held_out) else None,
-        share_label_counts=True,  # simulated data has no secrets
-    )
-    return client
+    # Shuffled batches, each cut from the tensors in one go.
+    sampler = BatchSampler(RandomSampler(train), job.batch_size, drop_last=False)
+    planned = job.local_steps or job.local_epochs * len(sampler)
+    settings = {
+        "model": models.build(job.dataset, job.model, job.seed),
+        "train_data": DataLoader(train, batch_size=None, sampler=sampler),
+        "eval_data": DataLoader(tensors(held_out), batch_size=1000) if len(held_out) else None,
+        "share_label_counts": True,  # simulated data has no secrets
+        "step_budget": job.step_budget(server_round, pid, planned),
+    }
+    named = getattr(flwr_regs, f"{method}Client", None)
+    if named is not None:
+        return named(**settings)  # type: ignore[no-any-return]
+    return flwr_regs.RegClient(**settings, terms=terms_of(method))
+
+
+def terms_of(method: str) -> list[Any]:
+    """Return the Term classes of a composition, which is known by their names joined by ``+``."""
+    import flwr_regs
+    from flwr_regs.method import Term
+
+    public = [getattr(flwr_regs, name) for name in flwr_regs.__all__]
+    by_name = {t.name: t for t in public if isinstance(t, type) and issubclass(t, Term)}
+    return [by_name[name] for name in method.split("+") if name]
 
 
 app = client_app(client_fn, mods=[method_mod])

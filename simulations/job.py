@@ -14,6 +14,7 @@ import numpy as np
 
 import flwr_regs
 from flwr_regs.flower.strategy import RegStrategy
+from flwr_regs.method import Term
 from simulations.data import DATASETS, PARTITIONS, partition
 
 
@@ -107,6 +108,22 @@ def _rfedavg_plus(job: Job) -> tuple[type[RegStrategy], dict[str, Any]]:
     }
 
 
+def _efl(job: Job) -> tuple[type[RegStrategy], dict[str, Any]]:
+    return flwr_regs.EFL, {
+        "lam": job.efl_lam,
+        "density_up": job.density_up or None,
+        "density_down": job.density_down or None,
+        "fisher_samples": job.fisher_samples or None,
+    }
+
+
+def _fedcurv(job: Job) -> tuple[type[RegStrategy], dict[str, Any]]:
+    return flwr_regs.FedCurv, {
+        "lam": job.fedcurv_lam,
+        "fisher_samples": job.fisher_samples or None,
+    }
+
+
 def _unless_negative(value: float) -> float | None:
     return None if value < 0 else value  # run-config has no None
 
@@ -126,8 +143,20 @@ METHODS: dict[str, Callable[[Job], tuple[type[RegStrategy], dict[str, Any]]]] = 
     "FedYogi": _fedyogi,
     "RFedAvg": _rfedavg,
     "RFedAvgPlus": _rfedavg_plus,
+    "EFL": _efl,
+    "FedCurv": _fedcurv,
 }
 """Label -> function from a job to the strategy class and its own arguments."""
+
+ADD_ONS: dict[str, Callable[[Job], Term]] = {
+    "SelfDistillation": lambda job: flwr_regs.SelfDistillation(
+        job.fedadcplus_lam, job.fedadcplus_temperature
+    ),
+    "Ternary": lambda job: flwr_regs.SparseTernary(
+        job.density_up or None, job.density_down or None
+    ),
+}
+"""Label -> a term that goes on top of methods: ``FedADC+Ternary``."""
 
 
 def setting(
@@ -199,6 +228,17 @@ class Job:
     rfedavg_noise_std: float = setting(low=0)
     rfedavg_clip_norm: float = setting(low=0)
     rfedavg_sum_only: bool = setting()
+    efl_lam: float = setting(low=0)
+    fedcurv_lam: float = setting(low=0)
+    fisher_samples: int = setting(low=0)
+    density_up: float = setting(low=0, high=1)
+    density_down: float = setting(low=0, high=1)
+    incomplete: str = setting(choices=("paper", "average", "scale", "drop"))
+    drop_inactive: float = setting(low=0)
+    restart_lr: bool = setting()
+    straggler_share: float = setting(low=0, high=1)
+    straggler_speed: float = setting(low=0, high=1)
+    drop_out: float = setting(low=0, below=1)
     out: str = setting()
 
     @classmethod
@@ -221,11 +261,11 @@ class Job:
             raise ValueError(f"the run config lacks {missing}")
         values = {f.name: _checked(key, config[key], f) for key, f in by_key.items()}
         job = cls(**values)
-        unknown = [m for m in job.method_names if m not in METHODS]
-        if unknown or not job.method_names:
+        parts = [part for m in job.method_names for part in m.split("+")]
+        if not parts or any(part not in METHODS and part not in ADD_ONS for part in parts):
             raise ValueError(
-                f"setting 'methods' must be a comma-separated list of {', '.join(METHODS)}, "
-                f"not '{job.methods}'"
+                f"setting 'methods' must be a comma-separated list of {', '.join(METHODS)}, or of several "
+                f"of these and of {', '.join(ADD_ONS)} joined by '+', not '{job.methods}'"
             )
         if job.data_dir and not Path(job.data_dir).expanduser().is_dir():
             raise ValueError(f"setting 'data-dir': there is no folder '{job.data_dir}'")
@@ -285,22 +325,63 @@ class Job:
         return shuffled[:count], shuffled[count:]
 
     def strategy(self, method: str) -> RegStrategy:
-        """Build the strategy of a method with the job's settings."""
-        kind, settings = METHODS[method](self)
+        """Build the strategy of a method, or of several joined by ``+``, with the job's settings.
+
+        Several become one list of terms, those that compress last; weighting and what becomes of
+        incomplete clients are the first method's.
+        """
+        common: dict[str, Any] = {
+            "seed": self.seed,
+            "lr_schedule": lambda t: self.lr_decay ** (t - 1),
+            "fraction_train": self.fraction_train,
+            "min_train_nodes": 1,
+            "min_available_nodes": 1,
+            "min_evaluate_nodes": 1,
+            "fraction_evaluate": 1.0 if self.personalise else 0.0,  # the server tests by itself
+            "cohorts": self.cohorts,
+            "overlap": self.overlap,
+            "drop_inactive": self.drop_inactive or None,
+            "restart_lr": self.restart_lr,
+        }
         if self.weighting != "paper":
-            settings["weighting"] = self.weighting
-        return kind(
-            **settings,
-            seed=self.seed,
-            lr_schedule=lambda t: self.lr_decay ** (t - 1),
-            fraction_train=self.fraction_train,
-            min_train_nodes=1,
-            min_available_nodes=1,
-            min_evaluate_nodes=1,
-            fraction_evaluate=1.0 if self.personalise else 0.0,  # the server tests by itself
-            cohorts=self.cohorts,
-            overlap=self.overlap,
-        )
+            common["weighting"] = self.weighting
+        if self.incomplete != "paper":
+            common["incomplete"] = self.incomplete
+        if method in METHODS:
+            kind, settings = METHODS[method](self)
+            return kind(**{**settings, **common})
+        first: RegStrategy | None = None
+        terms: list[Term] = []
+        for part in method.split("+"):
+            if part in ADD_ONS:
+                terms.append(ADD_ONS[part](self))
+                continue
+            kind, settings = METHODS[part](self)
+            named = kind(**{**settings, **common, "overlap": False})
+            first = first or named
+            terms += named.term.terms
+        if first is not None:
+            common = {
+                "weighting": first.weighting,
+                "incomplete": first.participation.incomplete,
+                "downlink": first.downlink,
+                **common,
+            }
+        return RegStrategy(sorted(terms, key=lambda t: t.compresses), **common)
+
+    def step_budget(self, server_round: int, pid: int, planned: int) -> int | None:
+        """Return the local steps that a client manages in a round; None: all of them.
+
+        The straggler model: a share of the clients, drawn once, is slow, and manages a fraction of its
+        steps, drawn anew each round between ``straggler-speed`` and 1; every client may drop out of
+        a round and manage none. All from (seed, partition, round) alone.
+        """
+        if self.straggler_share == 0 and self.drop_out == 0:
+            return None
+        slow = np.random.default_rng((self.seed, pid)).random() < self.straggler_share
+        dice = np.random.default_rng((self.seed, pid, server_round))
+        fraction, gone = dice.uniform(self.straggler_speed, 1), dice.random() < self.drop_out
+        return 0 if gone else int(planned * fraction) if slow else planned
 
 
 def _checked(key: str, value: Any, f: Any) -> Any:

@@ -137,8 +137,17 @@ def plot(history: dict[str, Any], path: Path) -> None:
     )
 
 
-def plot_curves(curves: dict[str, list[float]], title: str, path: Path, target: float) -> None:
-    """Draw accuracies (shares, one a round from round 1) as lines in per cent, and the target."""
+def plot_curves(
+    curves: dict[str, list[float]],
+    title: str,
+    path: Path,
+    target: float,
+    megabytes: dict[str, list[float]] | None = None,
+) -> None:
+    """Draw accuracies (shares, one a round from round 1) as lines in per cent, and the target.
+
+    Against rounds, or against each line's cumulated `megabytes` a client.
+    """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -148,9 +157,13 @@ def plot_curves(curves: dict[str, list[float]], title: str, path: Path, target: 
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     for name, accuracies in curves.items():
-        axes.plot(range(1, len(accuracies) + 1), [100 * a for a in accuracies], label=name)
+        x = megabytes[name] if megabytes else range(1, len(accuracies) + 1)
+        axes.plot(x, [100 * a for a in accuracies], label=name)
     axes.axhline(100 * target, color="grey", linestyle=":", label="target")
-    axes.set(xlabel="round", ylabel="accuracy (%)", title=title)
+    xlabel = "megabytes a client, down and up" if megabytes else "round"
+    axes.set(xlabel=xlabel, ylabel="accuracy (%)", title=title)
+    if megabytes:
+        axes.set_xscale("log")
     axes.legend(fontsize="small", loc="lower right")
     axes.grid(alpha=0.3)
     figure.savefig(path, dpi=120)

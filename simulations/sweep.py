@@ -21,7 +21,9 @@ from simulations.job import Job
 def sweep(key: str, jobs: Mapping[str, Sequence[Job]], folder: Path, workers: int = 1) -> None:
     """Run `jobs` (value of `key` -> one job a seed) and write ``sweep.md``, ``.json`` and ``.png``.
 
-    Every job must run exactly one method; ``methods`` itself may be the key. Accuracies are means over
+    Every job must run exactly one method; ``methods`` itself may be the key. With the key ``case`` the
+    values are names of whole sets of settings, and the table and ``megabytes.png`` also show traffic:
+    down and up together, per client of the population. Accuracies are means over
     seeds, with their standard deviation; "last 5" is the mean over the last five rounds, which a
     single lucky round moves less; "worst client" and "spread" (standard deviation) are over the
     clients' expected accuracies with the final model.
@@ -36,11 +38,13 @@ def sweep(key: str, jobs: Mapping[str, Sequence[Job]], folder: Path, workers: in
     every = [(value, job) for value, seeds in jobs.items() for job in seeds]
     curves: dict[str, list[list[float]]] = {value: [] for value in jobs}
     spread: dict[str, list[dict[str, float]]] = {value: [] for value in jobs}
+    traffic: dict[str, list[list[float]]] = {value: [] for value in jobs}
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(workers, mp_context=context) as pool:
         results = pool.map(_curve, [job for _, job in every])
         for done, ((value, job), found) in enumerate(zip(every, results, strict=True), start=1):
-            curve, clients = found
+            curve, clients, megabytes = found
+            traffic[value].append(megabytes)
             curves[value].append(curve)
             spread[value].append(clients)
             server_app.say(
@@ -52,6 +56,8 @@ def sweep(key: str, jobs: Mapping[str, Sequence[Job]], folder: Path, workers: in
         f"| {key} | last 5 rounds | final | best | rounds to {target:.0%} | worst client | spread |",
         "|---|---|---|---|---|---|---|",
     ]
+    if key == "case":
+        lines = [f"{lines[0]} MB in all | MB to {target:.0%} |", f"{lines[1]}---|---|"]
     for value, runs in curves.items():
         reached = [next((str(t + 1) for t, a in enumerate(r) if a >= target), "–") for r in runs]
         lines.append(
@@ -59,6 +65,13 @@ def sweep(key: str, jobs: Mapping[str, Sequence[Job]], folder: Path, workers: in
             f"| {_mean([max(r) for r in runs])} | {', '.join(reached)} "
             f"| {_mean([s['worst'] for s in spread[value]])} | {_mean([s['std'] for s in spread[value]])} |"
         )
+        if key == "case":
+            needed = [
+                next((f"{mb:.3g}" for a, mb in zip(*pair, strict=True) if a >= target), "–")
+                for pair in zip(runs, traffic[value], strict=True)
+            ]
+            total = float(np.mean([mb[-1] for mb in traffic[value]]))
+            lines[-1] += f" {total:.3g} | {', '.join(needed)} |"
     best = max(curves, key=lambda v: float(np.nan_to_num(np.mean(_last(curves[v])), nan=-1)))
     lines += ["", f"Best by the last five rounds: **{best}**."]
     (folder / "sweep.md").write_text("\n".join(lines) + "\n")
@@ -66,19 +79,20 @@ def sweep(key: str, jobs: Mapping[str, Sequence[Job]], folder: Path, workers: in
         v: [r if np.all(np.isfinite(r)) else None for r in c] for v, c in curves.items()
     }
     (folder / "sweep.json").write_text(json.dumps({"key": key, "curves": curves_or_none}))
-    label = "{}" if key == "methods" else key + " = {}"
+    named = key in ("methods", "case")
+    label = "{}" if named else key + " = {}"
     title = f"{first.dataset}, partition {first.partition}, {first.num_clients} clients"
-    report.plot_curves(
-        {label.format(v): np.mean(r, axis=0).tolist() for v, r in curves.items()},
-        title if key == "methods" else f"{first.method_names[0]} on {title}",
-        folder / "sweep.png",
-        target,
-    )
+    means = {label.format(v): np.mean(r, axis=0).tolist() for v, r in curves.items()}
+    title = title if named else f"{first.method_names[0]} on {title}"
+    report.plot_curves(means, title, folder / "sweep.png", target)
+    if key == "case":
+        spent = {v: np.mean(mb, axis=0).tolist() for v, mb in traffic.items()}
+        report.plot_curves(means, title, folder / "megabytes.png", target, megabytes=spent)
     server_app.say("\n".join(lines) + f"\n\nresults: {folder}")
 
 
-def _curve(job: Job) -> tuple[list[float], dict[str, float]]:
-    """Run one job of one method; return (its accuracy after each round, the clients' spread)."""
+def _curve(job: Job) -> tuple[list[float], dict[str, float], list[float]]:
+    """Run one job of one method; return (accuracy after each round, the clients' spread, megabytes)."""
     import torch
 
     torch.set_num_threads(1)  # small models; the workers share the machine
@@ -89,8 +103,14 @@ def _curve(job: Job) -> tuple[list[float], dict[str, float]]:
         (result,) = server_app.run(job, grid, None)["methods"].values()
     except RoundFailed as error:
         server_app.say(f"{job.methods}, seed {job.seed}: {str(error)[:200]}")
-        return [float("nan")] * job.rounds, {"worst": float("nan"), "std": float("nan")}
-    return [p["accuracy"] for p in result["test"][1:]], result["per_client"]
+        nothing = [float("nan")] * job.rounds
+        return nothing, {"worst": float("nan"), "std": float("nan")}, nothing
+    spent = [
+        sum(bytes_of for way in ("bytes_down", "bytes_up") for bytes_of in r[way].values())
+        for r in result["rounds"]
+    ]
+    megabytes = (np.cumsum(spent) / job.num_clients / 1e6).tolist()
+    return [p["accuracy"] for p in result["test"][1:]], result["per_client"], megabytes
 
 
 def _last(runs: Sequence[Sequence[float]]) -> list[float]:

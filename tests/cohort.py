@@ -25,6 +25,7 @@ def cohort_round(
     client: Slot,
     counts: torch.Tensor,
     data: torch.Tensor,
+    targets: torch.Tensor,
     classifier: str,
 ) -> tuple[Arrays, Slot, Slot]:
     """Run every client's round at once with plain SGD.
@@ -32,7 +33,7 @@ def cohort_round(
     `xs` is (clients, steps, batch, features), `ys` (clients, steps, batch); a client with fewer
     `num_steps` stands still for the rest. `client` and `counts` (examples of each class) are stacked,
     `params` and `broadcast` are shared. `data`, (clients, examples, features), is NaN where a client
-    has fewer examples; `classifier` names the output layer.
+    has fewer examples, and so are their `targets` without meaning; `classifier` names the output layer.
     """
     tap = FeatureTap(model, classifier)
 
@@ -43,6 +44,7 @@ def cohort_round(
         state: Slot,
         labels: torch.Tensor,
         mine: torch.Tensor,
+        mine_y: torch.Tensor,
         me: torch.Tensor,
     ) -> Any:
         there = ~mine.isnan().any(-1, keepdim=True)
@@ -50,6 +52,17 @@ def cohort_round(
         def feature_mean(batches: int | None) -> torch.Tensor:
             functional_call(model, v, (mine.nan_to_num(),))
             return (tap.value * there).sum(0) / there.sum()
+
+        def fisher(p: Arrays, max_samples: int | None) -> Arrays:
+            def one_loss(q: Arrays, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+                return nn.functional.cross_entropy(functional_call(model, q, (a[None],)), b[None])
+
+            each = vmap(grad(one_loss), (None, 0, 0))(p, mine.nan_to_num(), mine_y)
+            count = there.sum()
+            return {
+                n: (g**2 * there.reshape(-1, *[1] * (g.ndim - 1))).sum(0) / count
+                for n, g in each.items()
+            }
 
         ctx = ClientContext(
             start=params,
@@ -60,6 +73,7 @@ def cohort_round(
             forward=lambda p, inputs: functional_call(model, p, (inputs,)),
             label_counts=labels,
             feature_mean=feature_mean,
+            fisher=fisher,
             client_id=me,
         )
         v = term.start(params, ctx)
@@ -77,4 +91,5 @@ def cohort_round(
             v = {n: torch.where(s < steps, v[n] - lr * grads[n], v[n]) for n in v}
         return term.finish({n: v[n] - params[n] for n in v}, ctx)
 
-    return vmap(one)(xs, ys, num_steps, client, counts, data, torch.arange(len(xs)))
+    ids = torch.arange(len(xs))
+    return vmap(one)(xs, ys, num_steps, client, counts, data, targets, ids)

@@ -11,6 +11,7 @@ import torch
 import flwr_regs as fr
 from flwr_regs.method import Term
 from tests.oracles.distillation import fedadc_plus
+from tests.oracles.efl import efl
 from tests.oracles.fedadc import fedadc
 from tests.oracles.fedavg import fedavg
 from tests.oracles.fedfor import fedfor
@@ -79,6 +80,24 @@ def adaptive(name: str, strategy: Any, client: Any, **settings: Any) -> Case:
         [term],
         fedopt,
         {**oracle, "server": rule, "second_moment": "mean"},
+        converges=False,
+    )
+
+
+def elastic(name: str, strategy: Any, client: Any, lam: float, **densities: float) -> Case:
+    """A case of the elastic term, with or without compression."""
+    terms: list[Term] = [fr.Elastic(lam)]
+    if strategy is fr.EFL:
+        terms.append(fr.SparseTernary(**densities))
+    return Case(
+        name,
+        strategy,
+        client,
+        {"lam": lam, **densities},
+        {"lam": 0.0},
+        terms,
+        efl,
+        {"lam": lam, **densities, "float32_fisher": True},
         converges=False,
     )
 
@@ -205,6 +224,11 @@ CASES = [
         {"lam": 0.5},
         converges=False,
     ),
+    elastic("FedCurv", fr.FedCurv, fr.FedCurvClient, lam=0.5),
+    elastic("EFL", fr.EFL, fr.EFLClient, lam=0.5, density_up=0.3, density_down=0.4),
+    elastic("EFL-up", fr.EFL, fr.EFLClient, lam=0.0, density_up=0.2),
+    elastic("EFL-down", fr.EFL, fr.EFLClient, lam=0.3, density_down=0.2),
+    elastic("EFL-signs", fr.EFL, fr.EFLClient, lam=0.0, density_up=1.0, density_down=1.0),
     adaptive("FedAdagrad", fr.FedAdagrad, fr.FedAdagradClient),
     adaptive("FedAdam", fr.FedAdam, fr.FedAdamClient),
     adaptive("FedYogi", fr.FedYogi, fr.FedYogiClient),

@@ -71,13 +71,13 @@ def stop(pid: int) -> None:
 SMALL: dict[str, Any] = {"rounds": 3, "local_epochs": 1}
 
 
-def in_process(folder: Path, **settings: Any) -> dict[str, np.ndarray]:
-    """The final FedFOR model of the job in this process."""
+def in_process(folder: Path, method: str = "FedFOR", **settings: Any) -> dict[str, np.ndarray]:
+    """The final model of a method of the job, in this process."""
     folder.mkdir()
-    one = job(**settings)
+    one = job(**{**settings, "methods": method})
     config = {k.replace("_", "-"): v for k, v in vars(one).items()}
     server_app.run(one, InProcessGrid(app, one.num_clients, config), folder)
-    return dict(load_file(folder / "FedFOR.safetensors"))
+    return dict(load_file(folder / f"{method}.safetensors"))
 
 
 def assert_same(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> None:
@@ -88,7 +88,8 @@ def assert_same(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> None:
 
 def test_flwr_regs_run_ends_with_a_table_a_plot_and_a_history(tmp_path: Path) -> None:
     """Ray; from another folder; and the weights are those of one process."""
-    settings = {**SMALL, "fraction_train": 0.5, "methods": ",".join(METHODS)}
+    methods = [*METHODS, "FedADC+SelfDistillation+Ternary"]
+    settings = {**SMALL, "fraction_train": 0.5, "methods": ",".join(methods)}
     args = [f"{k.replace('_', '-')}={v}" for k, v in settings.items()]
     run = command(
         BIN / "flwr-regs", "run", *args, "--app", ROOT, env=environment(tmp_path), cwd=tmp_path
@@ -99,7 +100,7 @@ def test_flwr_regs_run_ends_with_a_table_a_plot_and_a_history(tmp_path: Path) ->
     assert re.search(r"FedFOR +\d+\.\d\d% +\d+\.\d\d%", run.stdout)
     assert re.search(r"FedFOR +round +3/3 +accuracy", run.stdout)
     history = json.loads((folder / "history.json").read_text())
-    assert list(history["methods"]) == list(METHODS)
+    assert list(history["methods"]) == methods
     assert not any(r["failures"] for m in history["methods"].values() for r in m["rounds"])
     assert history["clients"] == 10
     assert [r["replies"] for r in history["methods"]["FedFOR"]["rounds"]] == [
@@ -256,7 +257,8 @@ def deployment(tmp_path: Path, nodes: int) -> Iterator[tuple[dict[str, str], Any
 
 def test_a_real_superlink_with_two_supernodes_gives_the_same_weights(tmp_path: Path) -> None:
     """Also with state kept on the nodes: every message is a new process there."""
-    settings = {**SMALL, "methods": "FedFOR", "num_clients": 2, "fedfor_downlink": "delta"}
+    settings = {**SMALL, "num_clients": 2, "fedfor_downlink": "delta", "efl_lam": 0.0}
+    settings |= {"density_up": 0.05, "density_down": 0.05, "methods": "FedFOR,EFL"}
     out = tmp_path / "out"
     config = " ".join(f"{k.replace('_', '-')}={json.dumps(v)}" for k, v in settings.items())
     with deployment(tmp_path, 2) as (env, supernode):
@@ -271,7 +273,13 @@ def test_a_real_superlink_with_two_supernodes_gives_the_same_weights(tmp_path: P
     assert [r["failures"] for r in rounds] == [{}, {}, {}]
     one_model = rounds[0]["bytes_down"]["0"]
     assert rounds[-1]["bytes_down"]["0"] < 1.05 * one_model  # the step alone: nothing was lost
-    assert_same(dict(load_file(out / "FedFOR.safetensors")), in_process(tmp_path / "x", **settings))
+    coded = history["methods"]["EFL"]["rounds"][-1]
+    assert coded["failures"] == {}
+    for way in ("bytes_down", "bytes_up"):  # the residuals and the model were kept
+        assert coded[way]["0"] < 0.1 * one_model
+    for method in ("FedFOR", "EFL"):
+        got = dict(load_file(out / f"{method}.safetensors"))
+        assert_same(got, in_process(tmp_path / method, method, **settings))
 
 
 def test_a_supernode_that_is_killed_and_started_anew_joins_again(tmp_path: Path) -> None:

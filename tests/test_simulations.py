@@ -319,3 +319,74 @@ def test_the_package_itself_needs_nothing_of_the_extra() -> None:
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
+
+
+def test_methods_compose_from_settings_alone(tmp_path: Path) -> None:
+    settings = job(
+        methods="FedADC+Ternary,FedADC+SelfDistillation+Ternary,Ternary+FedProx,FedAvg+FedAdam,EFL",
+        rounds=2,
+        density_up=0.05,
+        density_down=0.05,
+        fisher_samples=20,
+    )
+    result = in_process(settings, tmp_path)
+    methods = result["methods"]
+    assert list(methods) == settings.method_names
+    for name, entry in methods.items():
+        assert not any(r["failures"] for r in entry["rounds"])
+        small = entry["rounds"][-1]["bytes_up"][0] < 5000  # dense: 19,000
+        assert small == (name.endswith("Ternary") or name.startswith("Ternary")), name
+    assert settings.strategy("FedADC+Ternary").weighting == "uniform"
+    assert settings.strategy("Ternary+FedProx").method_name == "proximal+ternary"
+    assert settings.strategy("EFL").participation.incomplete == "scale"
+
+
+def test_what_does_not_compose_is_refused() -> None:
+    with pytest.raises(ValueError, match="only one term can own the server's step"):
+        job().strategy("FedADC+FedAdam")
+    with pytest.raises(ValueError, match="'methods' must be a comma-separated list"):
+        job(methods="FedADC+")
+
+
+def test_stragglers_are_a_function_of_seed_partition_and_round() -> None:
+    settings = job(straggler_share=0.5, straggler_speed=0.2, drop_out=0.1)
+    done = np.array([[settings.step_budget(t, p, 100) for p in range(40)] for t in range(1, 41)])
+    again = [[settings.step_budget(t, p, 100) for p in range(40)] for t in range(1, 41)]
+    assert (done == again).all()
+    slow = [p for p in range(40) if ((done[:, p] > 0) & (done[:, p] < 100)).any()]
+    assert 10 <= len(slow) <= 30
+    assert 0.05 < (done == 0).mean() < 0.15
+    managed = done[:, slow][done[:, slow] > 0]
+    assert managed.min() >= 20
+    assert 50 < managed.mean() < 70
+    quick = [p for p in range(40) if p not in slow]
+    assert set(np.unique(done[:, quick])) == {0, 100}
+    assert job().step_budget(1, 0, 100) is None
+    assert (np.array([job(drop_out=0.5).step_budget(1, p, 9) for p in range(9)]) % 9 == 0).all()
+
+
+def test_any_method_can_be_compared_under_stragglers() -> None:
+    settings = job(methods="FedFOR", rounds=2, straggler_share=0.5, incomplete="drop")
+    rounds = in_process(settings, None)["methods"]["FedFOR"]["rounds"]
+    assert rounds[0]["incomplete"]
+    assert not set(rounds[0]["incomplete"]) & set(rounds[0]["replies"])
+
+
+def test_cases_are_compared_with_their_traffic(tmp_path: Path) -> None:
+    args = ["compare", "rounds=6", "--seeds", "1", "--app", str(ROOT), f"out={tmp_path}"]
+    cases = ["dense: methods=FedAvg", "small: methods=EFL efl-lam=0 density-up=0.01"]
+    args += [word for case in cases for word in ("--case", case)]
+    assert cli.main(args) == 0
+    table = (tmp_path / "sweep.md").read_text().splitlines()
+    assert table[0].endswith("| MB in all | MB to 85% |")
+    dense, small = (float(line.split("|")[-3]) for line in table[2:4])
+    assert dense > 5 * small
+    assert (tmp_path / "megabytes.png").stat().st_size > 5000
+
+
+def test_a_case_without_a_label_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    args = ["compare", "--case", "methods=FedAvg", "--app", str(ROOT), f"out={tmp_path}"]
+    assert cli.main(args) == 2
+    assert "--case must look like 'LABEL: key=value ...'" in capsys.readouterr().err

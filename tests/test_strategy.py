@@ -450,7 +450,7 @@ def broken(pid: int, client: Any, what: str) -> Any:
         ("inf", "array '0.bias' holds NaN or infinity"),
         ("shape", r"'0.weight' has shape \(1, 4\), expected \(6, 4\)"),
         ("dtype", "'0.weight' has dtype float32, expected float64"),
-        ("fewer", "fit returned 3 arrays for a model of 4"),
+        ("fewer", "fit returned 3 arrays, but 4 names for them"),
         ("count", "'num-examples' must be a positive number, not 0"),
     ],
 )
@@ -538,7 +538,9 @@ def test_another_protocol_version_names_both(monkeypatch: pytest.MonkeyPatch) ->
         return messages
 
     monkeypatch.setattr(strategy, "configure_train", older)
-    with pytest.raises(RoundFailed, match="speaks protocol 1, but the strategy speaks 0"):
+    with pytest.raises(
+        RoundFailed, match=f"speaks protocol {wire.PROTOCOL}, but the strategy speaks 0"
+    ):
         start(strategy, InProcessGrid(app_of(), 3))
 
 
@@ -752,19 +754,34 @@ def _truncate(content: RecordDict) -> None:
     record["0.weight"] = Array(a.dtype, a.shape, a.stype, a.data[:-7])
 
 
-def _no_json(content: RecordDict) -> None:
-    content.config_records["config"][wire.BUFFERS_KEY] = "not json"
+def _no_mask(content: RecordDict) -> None:
+    content.config_records["config"][wire.BUFFERS_KEY] = "not bytes"
+
+
+def _long_mask(content: RecordDict) -> None:
+    content.config_records["config"][wire.BUFFERS_KEY] = b"\0\0"
 
 
 def _unknown(content: RecordDict) -> None:
-    content.config_records["config"][wire.BUFFERS_KEY] = '["nothing"]'
+    content.config_records["config"][wire.BUFFERS_KEY] = b"\x01"  # the last of 8 bits, of 4 names
+
+
+def _more_than_all(content: RecordDict) -> None:
+    content.metric_records["metrics"]["local-steps"] = 10**6
+
+
+def _nan_steps(content: RecordDict) -> None:
+    content.metric_records["metrics"]["planned-steps"] = float("nan")
 
 
 def _text(content: RecordDict) -> None:
     content["x.upload"] = ArrayRecord({"a": Array(np.array(["text"]))})
 
 
-@pytest.mark.parametrize("how", [_truncate, _no_json, _unknown, _text])
+@pytest.mark.parametrize(
+    "how",
+    [_truncate, _no_mask, _long_mask, _unknown, _text, _more_than_all, _nan_steps],
+)
 def test_a_garbled_reply_costs_only_its_client(how: Any) -> None:
     class Grid(GarbledGrid):
         pass

@@ -21,7 +21,7 @@ from flwr.clientapp.typing import ClientAppCallable, Mod
 from flwr.common.constant import MessageTypeLegacy
 
 from flwr_regs.flower import wire
-from flwr_regs.flower.downlink import rebuild
+from flwr_regs.flower.downlink import rebuild, rebuild_coded
 
 _LEGACY = {"train": ("fitins", "fitres"), "evaluate": ("evaluateins", "evaluateres")}
 
@@ -73,13 +73,18 @@ def node_mod(message: Message, context: Context, call_next: ClientAppCallable) -
         state.keep_model(message.content.array_records[wire.ARRAYS])
         return Message(RecordDict(), reply_to=message)
     config = message.content.config_records.get(wire.CONFIG, ConfigRecord())
-    if config.get(wire.DOWNLINK_KEY) in ("delta", "kept"):
+    if (kind := config.get(wire.DOWNLINK_KEY)) in ("delta", "ternary", "kept"):
         # Here, outside the user's mods, so that they see the model and never take a step for one.
         model = _State(context, config).model(config[wire.BASE_ROUND_KEY])
         step = wire.from_record(message.content.array_records[wire.ARRAYS])
-        if config[wire.DOWNLINK_KEY] == "delta":
+        if kind == "delta":
             model = rebuild(model, step, str(config[wire.DIGEST_KEY]))
-            message.content[wire.STEP_KEY] = message.content[wire.ARRAYS]
+        if kind == "ternary":
+            coded: Any = config.pop(wire.STEPS_KEY)
+            buffers: Any = config.pop(wire.BUFFERS_KEY)
+            model, step = rebuild_coded(model, coded, step, buffers, str(config[wire.DIGEST_KEY]))
+        if kind != "kept":
+            message.content[wire.STEP_KEY] = wire.to_record(step)
         if model is None:  # lost or stale: the server sends the full pair instead
             out_of_sync = ConfigRecord({wire.OUT_OF_SYNC_KEY: True})
             return Message(RecordDict({wire.CONFIG: out_of_sync}), reply_to=message)
@@ -145,12 +150,13 @@ def numpyclient_mod(message: Message, context: Context, call_next: ClientAppCall
         state.keep_model(arrays)
     elif kind == "train":
         fitted = content.array_records[f"{res}.parameters"]
-        if len(fitted) != len(names):
+        sent = json.loads(texts.pop(wire.SENT_KEY)) if wire.SENT_KEY in texts else names
+        if sent and len(fitted) != len(sent):  # Flower puts a placeholder for none
             raise wire.ProtocolError(
-                f"fit returned {len(fitted)} arrays for a model of {len(names)}: {names}"
+                f"fit returned {len(fitted)} arrays, but {len(sent)} names for them: {sent}"
             )
         records[wire.ARRAYS] = ArrayRecord(
-            {name: _relabel(a) for name, a in zip(names, fitted.values(), strict=True)}
+            {name: _relabel(a) for name, a in zip(sent, fitted.values(), strict=False)}
         )
         state.keep_slots(slots)
         if config.get(wire.KEEP_KEY):

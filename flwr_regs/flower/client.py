@@ -24,6 +24,7 @@ from flwr_regs.batches import (
 )
 from flwr_regs.chain import Chain, chain
 from flwr_regs.classifier import find_classifier
+from flwr_regs.codec import encode
 from flwr_regs.features import FeatureTap
 from flwr_regs.flower import wire
 from flwr_regs.local_round import LossFn, OptimizerFn, local_round
@@ -55,6 +56,9 @@ class RegClient(NumPyClient):
     share_label_counts : bool
         Tell a strategy with class-covering cohorts, when it asks, how many examples of each class the
         training data holds. That is information about the data: off by default.
+    step_budget, time_budget : int, float, optional
+        The most local steps, and seconds of training, that this client spends on a round. It stops early
+        and says so; with 0 steps it is inactive. What the strategy makes of that is its `incomplete`.
     terms : sequence of Term classes
         Only for a composition of your own, in the strategy's order; the named clients fix it.
     """
@@ -73,6 +77,8 @@ class RegClient(NumPyClient):
         device: str | torch.device = "auto",
         classifier: str | None = None,
         share_label_counts: bool = False,
+        step_budget: int | None = None,
+        time_budget: float | None = None,
         terms: Sequence[type[Term]] | None = None,
     ) -> None:
         if not isinstance(model, nn.Module):
@@ -85,6 +91,9 @@ class RegClient(NumPyClient):
                     f"{type(self).__name__} has its own terms; use RegClient for a list"
                 )
             self.terms = tuple(terms)
+        for name, budget in (("step_budget", step_budget), ("time_budget", time_budget)):
+            if budget is not None and not budget >= 0:
+                raise ValueError(f"{name} must be at least 0 or None, not {budget}")
         if classifier is not None or any(t.needs_features for t in self.terms):
             find_classifier(
                 model, classifier
@@ -97,6 +106,8 @@ class RegClient(NumPyClient):
         self.device = device
         self.classifier = classifier
         self.share_label_counts = share_label_counts
+        self.step_budget = step_budget
+        self.time_budget = time_budget
 
     def get_parameters(self, config: Mapping[str, Any]) -> NDArrayList:
         """Return the model's ``state_dict`` values as numpy arrays."""
@@ -108,7 +119,9 @@ class RegClient(NumPyClient):
         """Train for one round from the global model.
 
         Returns the local model in the order of `parameters`, ``n_k``, and metrics (mean training
-        loss, steps, examples processed) beside the terms' packed uploads and client slots.
+        loss, steps taken and planned, examples processed) beside the terms' packed uploads and client
+        slots. Where the update is ternary, it is in the metrics, coded, and only buffers that have
+        changed are returned.
 
         Raises
         ------
@@ -123,7 +136,8 @@ class RegClient(NumPyClient):
         if step is not None:
             mine = {n for n, p in self.model.named_parameters() if p.requires_grad}
             steps = {k: torch.from_numpy(a) for k, a in wire.unpack(step).items() if k in mine}
-            broadcast = term.recover(steps, config[wire.PREVIOUS_LR_KEY]) or {}
+            recovered = term.recover(steps, config[wire.PREVIOUS_LR_KEY]) or {}
+            broadcast = {**recovered, **self._slots(config, "broadcast")}
         else:
             broadcast = self._slots(config, "broadcast")
         device = resolve_device(self.device)
@@ -144,19 +158,29 @@ class RegClient(NumPyClient):
                 client=self._slots(config, "client"),
                 classifier=self.classifier,
                 client_id=config.get(wire.CLIENT_KEY, -1),
+                max_steps=self.step_budget,
+                max_seconds=self.time_budget,
             )
         trainable = {
             n for n, p in self.model.named_parameters(remove_duplicate=False) if p.requires_grad
         }
+        buffers = [n for n in names if n not in trainable]
         metrics: dict[str, Any] = {
             wire.METHOD_KEY: self._method_name(),
-            wire.BUFFERS_KEY: json.dumps([n for n in names if n not in trainable]),
+            wire.BUFFERS_KEY: wire.mask(buffers, names),
             "train-loss": result.loss,
             "local-steps": result.num_steps,
+            "planned-steps": result.planned_steps,
             "examples-processed": result.examples_processed,
         }
         metrics |= _packed(result.upload, "upload") | _packed(result.client, "client")
-        return [result.state[n].numpy() for n in names], result.num_examples, metrics
+        sent = names
+        if term.ternary[0]:
+            given = dict(zip(names, parameters, strict=True))
+            sent = [n for n in buffers if not np.array_equal(result.state[n].numpy(), given[n])]
+            coded = encode({n: result.delta[n].numpy() for n in sorted(result.delta)})
+            metrics |= {wire.SENT_KEY: json.dumps(sent), wire.UPDATE_KEY: coded}
+        return [result.state[n].numpy() for n in sent], result.num_examples, metrics
 
     def _probe(
         self, term: Chain, config: Mapping[str, Any], device: torch.device

@@ -1,21 +1,29 @@
-"""The two ways down: the whole model with the terms' broadcasts, or the last global step alone.
+"""The ways down: the whole model with the terms' broadcasts, or what changed since a client last had it.
 
 ``"model"`` sends ``w_t`` and the broadcasts to everyone. ``"delta"`` sends ``w_t − w_{t−1}`` to a
 client that took part in round t − 1 and kept ``w_{t−1}``; such a client rebuilds ``w_t`` to the bit
-(checked by a digest) and recovers the broadcasts from the step. Any other client gets the full pair,
-in the same round if it finds only then that it has lost its model.
+(checked by a digest) and recovers the broadcasts from the step, as far as terms can; others are sent.
+Where steps are ternary, it sends coded steps, and a client that missed rounds gets the missed ones too.
+Any other client gets the full pair, in the same round if it finds only then that it has lost its model;
+so does one for which that is smaller.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from flwr.app import ArrayRecord
+from flwr.app import ArrayRecord, ConfigRecord, RecordDict
 
+from flwr_regs.codec import decode
 from flwr_regs.flower import wire
 from flwr_regs.method import Slot
+
+if TYPE_CHECKING:
+    from flwr_regs.flower.state import GlobalState
+
+Content = tuple[dict[str, ArrayRecord], dict[str, Any]]
 
 
 class Downlink:
@@ -25,35 +33,34 @@ class Downlink:
     ----------
     mode : {"model", "delta"}
     server_round : int
-    model : NDArrays
-        ``w_t``, parameters and buffers.
-    step : NDArrays or None
-        ``w_t − w_{t−1}`` in the model's dtypes, as it was added; None in round 1.
-    previous_lr : float or None
-        The learning rate of the round that made `step`.
+    state : GlobalState
+        Holds ``w_t`` and the last steps.
+    coded : bool
+        Whether steps are ternary.
     broadcast : callable
         Returns the terms' broadcasts by term name; called only if some client needs them.
+    recovered : set of str
+        The terms whose broadcast follows from the last step.
     """
 
     def __init__(
         self,
         mode: str,
         server_round: int,
-        model: wire.NDArrays,
-        step: wire.NDArrays | None,
-        previous_lr: float | None,
+        state: GlobalState,
+        coded: bool,
         broadcast: Callable[[], Slot],
+        recovered: set[str],
     ) -> None:
         self._mode = mode
         self._round = server_round
-        self._model = model
-        self._step = step
-        self._previous_lr = previous_lr
+        self._state = state
+        self._coded = coded
         self._broadcast = broadcast
+        self._recovered = recovered
+        self._since: dict[int, Content] = {}
 
-    def content(
-        self, held_round: int | None, probe: bool = False
-    ) -> tuple[dict[str, ArrayRecord], dict[str, Any]]:
+    def content(self, held_round: int | None, probe: bool = False) -> Content:
         """Return (records, config entries) for a client that last kept the model of `held_round`.
 
         A `probe`, the first exchange of a round with two, leaves the broadcasts to the second; a
@@ -65,14 +72,25 @@ class Downlink:
                 wire.DOWNLINK_KEY: "kept",
                 wire.BASE_ROUND_KEY: self._round,
             }
-        if self._mode == "delta" and self._step is not None and held_round == self._round - 1:
-            return self._delta
-        whole = {wire.ARRAYS: self._whole} | ({} if probe else self._broadcasts)
-        return whole, {wire.KEEP_KEY: self._mode == "delta"}
+        whole: Content = (
+            {wire.ARRAYS: self._whole} | ({} if probe else self._broadcasts),
+            {wire.KEEP_KEY: self._mode == "delta"},
+        )
+        if self._mode == "model" or held_round is None or self._state.step is None:
+            return whole
+        if self._coded:
+            steps = self._state.coded_steps
+            if any(r not in steps for r in range(held_round, self._round)):
+                return whole
+            if held_round not in self._since:
+                update = self._coded_since(held_round)
+                self._since[held_round] = update if _bytes(update) < _bytes(whole) else whole
+            return self._since[held_round]
+        return self._delta if held_round == self._round - 1 else whole
 
     @cached_property
     def _whole(self) -> ArrayRecord:
-        return wire.to_record(self._model)
+        return wire.to_record(self._state.model)
 
     @cached_property
     def _broadcasts(self) -> dict[str, ArrayRecord]:
@@ -80,14 +98,43 @@ class Downlink:
         return {f"{name}.broadcast": wire.to_record(slot) for name, slot in slots.items() if slot}
 
     @cached_property
-    def _delta(self) -> tuple[dict[str, ArrayRecord], dict[str, Any]]:
-        return {wire.ARRAYS: wire.to_record(self._step or {})}, {
+    def _explicit(self) -> dict[str, ArrayRecord]:
+        """The broadcasts that do not follow from the last step."""
+        known = {f"{name}.broadcast" for name in self._recovered}
+        return {key: record for key, record in self._broadcasts.items() if key not in known}
+
+    def _base(self, held_round: int, kind: str) -> dict[str, Any]:
+        return {
             wire.KEEP_KEY: True,
-            wire.DOWNLINK_KEY: "delta",
-            wire.BASE_ROUND_KEY: self._round - 1,
-            wire.PREVIOUS_LR_KEY: self._previous_lr,
-            wire.DIGEST_KEY: wire.digest(self._model),
+            wire.DOWNLINK_KEY: kind,
+            wire.BASE_ROUND_KEY: held_round,
+            wire.PREVIOUS_LR_KEY: self._state.previous_lr,
+            wire.DIGEST_KEY: self._digest,
         }
+
+    @cached_property
+    def _digest(self) -> str:
+        return wire.digest(self._state.model)
+
+    @cached_property
+    def _delta(self) -> Content:
+        step = wire.to_record(self._state.step or {})
+        return {wire.ARRAYS: step, **self._explicit}, self._base(self._round - 1, "delta")
+
+    def _coded_since(self, held_round: int) -> Content:
+        state = self._state
+        buffers = state.buffers or frozenset()
+        moved = {n: state.model[n] for n in buffers if state.changed[n] >= held_round}
+        return {wire.ARRAYS: wire.to_record(moved), **self._explicit}, {
+            **self._base(held_round, "ternary"),
+            wire.STEPS_KEY: [state.coded_steps[r] for r in range(held_round, self._round)],
+            wire.BUFFERS_KEY: wire.mask(buffers, state.model),
+        }
+
+
+def _bytes(content: Content) -> int:
+    records, config = content
+    return wire.content_bytes(RecordDict({**records, wire.CONFIG: ConfigRecord(config)}))
 
 
 def rebuild(
@@ -98,3 +145,25 @@ def rebuild(
         return None
     model = {name: wire.add(base[name], step[name]) for name in step}
     return model if wire.digest(model) == expected_digest else None
+
+
+def rebuild_coded(
+    base: wire.NDArrays | None,
+    steps: list[bytes],
+    moved: wire.NDArrays,
+    buffers: bytes,
+    expected_digest: str,
+) -> tuple[wire.NDArrays | None, wire.NDArrays]:
+    """Return (the server's model, or None as :func:`rebuild`; its last step), from coded steps.
+
+    `moved` are the arrays that are not trained and have changed, `buffers` masks all of these.
+    """
+    if base is None:
+        return None, {}
+    model = {**base, **moved}
+    trained = {n: model[n] for n in sorted(set(model) - wire.unmask(buffers, model))}
+    step: wire.NDArrays = {}
+    for coded in steps:
+        step = decode(coded, trained)
+        model |= {n: wire.add(model[n], s) for n, s in step.items()}
+    return (model if wire.digest(model) == expected_digest else None), step

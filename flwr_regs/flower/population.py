@@ -55,6 +55,11 @@ class Population:
         self._labels: dict[int, list[int]] = {}
         self._classes: set[int] = set()
 
+    @property
+    def here(self) -> list[int]:
+        """The partition ids that were there at the last :meth:`refresh`, sorted."""
+        return self._here
+
     def node_id(self, pid: int) -> int:
         """Return the node that serves a partition id."""
         return self._node_of[pid]

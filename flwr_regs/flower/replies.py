@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 from flwr.app import ConfigRecord, Message, MetricRecord, RecordDict
 
 from flwr_regs.aggregation import Reply
+from flwr_regs.codec import decode
 from flwr_regs.flower import wire
 
 
@@ -65,6 +65,16 @@ def receive_metrics(
             f"the reply of client {pid}: metric '{weighted_by_key}' must be a positive number, "
             f"not {count!r}"
         )
+    taken = metrics.get("local-steps", 1)
+    planned = metrics.get("planned-steps", taken)
+    if (
+        not isinstance(taken, int | float)
+        or not isinstance(planned, int | float)
+        or not 0 <= taken <= planned < float("inf")
+    ):
+        raise wire.ProtocolError(
+            f"the reply of client {pid}: it took {taken!r} local steps of {planned!r}"
+        )
     return metrics, float(count)
 
 
@@ -97,14 +107,19 @@ def receive(
     try:
         arrays = wire.from_record(content.array_records[wire.ARRAYS])
         uploads = receive_uploads(what, content)
-        buffers = frozenset(json.loads(told.get(wire.BUFFERS_KEY, "[]")))
+        buffers = frozenset[str]()
+        if wire.BUFFERS_KEY in told:
+            buffers = wire.unmask(told[wire.BUFFERS_KEY], model)
+        delta, expected = {}, model
+        if wire.UPDATE_KEY in told:
+            mine = {n: model[n] for n in sorted(set(model) - buffers)}
+            delta = decode(told[wire.UPDATE_KEY], mine)
+            expected = {n: model[n] for n in arrays if n in buffers}
     except (ValueError, TypeError, EOFError) as error:
         raise wire.ProtocolError(f"{what} cannot be read: {error}") from error
-    wire.check_arrays(arrays, model, what)
+    wire.check_arrays(arrays, expected, what)
     wire.check_finite(arrays, what, model)
-    if unknown := sorted(str(n) for n in buffers - set(model)):
-        raise wire.ProtocolError(f"{what} names arrays that the model does not have: {unknown}")
-    return Reply(arrays=arrays, uploads=uploads, metrics=metrics, num_examples=count), buffers
+    return Reply(arrays, uploads, metrics, count, delta), buffers
 
 
 def receive_uploads(what: str, content: RecordDict) -> dict[str, wire.NDArrays]:

@@ -9,6 +9,7 @@ import numpy as np
 
 from flwr_regs.aggregation import Reply, mean_delta
 from flwr_regs.chain import Chain
+from flwr_regs.codec import encode
 from flwr_regs.flower import wire
 from flwr_regs.method import ServerContext, Slot
 
@@ -35,6 +36,11 @@ class GlobalState:
         The terms' server slots.
     buffers : frozenset of str, or None
         Arrays that the clients do not train: buffers and frozen parameters; None until they said so.
+    coded_steps : dict of int to bytes
+        If the method's steps are ternary: round -> the step made at its end, as it travels. As many of
+        the last ones as are together smaller than the model.
+    changed : dict of str to int
+        Array -> the last round that changed it.
 
     Raises
     ------
@@ -55,6 +61,8 @@ class GlobalState:
         self.previous_lr: float | None = None
         self.server: Slot = term.init(model)
         self.buffers: frozenset[str] | None = None
+        self.coded_steps: dict[int, bytes] = {}
+        self.changed = dict.fromkeys(model, 0)
 
     def context(self, server_round: int, lr: float) -> ServerContext:
         """Return what the terms' server hooks may read in a round."""
@@ -92,11 +100,19 @@ class GlobalState:
         delta = mean_delta(self.model, replies, weights)
         uploads = {pid: r.uploads for pid, r in replies.items()}
         server, step = self._term.update(self.server, self._trainable(delta), uploads, ctx)
+        server, step = self._term.release(server, step, ctx)
         rounded = {n: as_step(w, {**delta, **step}[n]) for n, w in self.model.items()}
         model = {n: wire.add(w, rounded[n]) for n, w in self.model.items()}
         wire.check_finite(model, "the new global model", self.model)
+        if self._term.ternary[1]:
+            mine = self._trainable(rounded)
+            self.coded_steps[ctx.round] = encode({n: mine[n] for n in sorted(mine)})
+            size = sum(w.nbytes for w in model.values())
+            while sum(map(len, self.coded_steps.values())) > size:
+                del self.coded_steps[min(self.coded_steps)]
         self.server, self.step, self.model = server, rounded, model
         self.previous_lr = ctx.lr
+        self.changed |= {n: ctx.round for n, s in rounded.items() if np.any(s)}
 
     def _trainable(self, arrays: wire.NDArrays) -> wire.NDArrays:
         return {n: a for n, a in arrays.items() if n not in (self.buffers or ())}

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from uuid import uuid4
 
 import numpy as np
-from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.common.logger import log
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import FedAvg as FlowerFedAvg
@@ -19,12 +19,13 @@ from flwr_regs.aggregation import Reply, aggregation_weights
 from flwr_regs.chain import chain
 from flwr_regs.flower import wire
 from flwr_regs.flower.downlink import Downlink
-from flwr_regs.flower.exchange import Exchange, client_seed, is_out_of_sync
+from flwr_regs.flower.evaluation import Evaluation, NobodyEvaluated
+from flwr_regs.flower.exchange import Exchange, is_out_of_sync
+from flwr_regs.flower.participation import Participation
 from flwr_regs.flower.population import Population
 from flwr_regs.flower.replies import (
     agree_on_buffers,
     receive,
-    receive_metrics,
     sort_replies,
     told,
     with_common_metrics,
@@ -53,7 +54,8 @@ class RegStrategy(FlowerFedAvg):
     downlink : {"model", "delta"}
         ``"model"`` sends ``w_t`` and the terms' broadcasts to everyone. ``"delta"`` sends only
         ``w_t − w_{t−1}`` to a client that took part in the last round and kept its model, the full
-        pair to any other; only for terms that can recover their broadcast from the step.
+        pair to any other; broadcasts that do not follow from the step travel beside it. Always
+        ``"delta"`` for a method that compresses the global step.
     lr_schedule : callable, optional
         ``lr_schedule(round) -> factor`` on train_config's ``"lr"``; rounds count from 1.
     cohorts : {"uniform", "class-covering"}
@@ -65,6 +67,15 @@ class RegStrategy(FlowerFedAvg):
         ``w_t``, so that round t + 1 only sends the step (FedADC, Sec. II-A). Same weights; the history
         shows the bytes sent ahead as ``bytes_ahead``, those on the critical path as ``bytes_down``. A
         node that hangs on a model sent ahead holds the round up as one that trains would.
+    incomplete : {"average", "scale", "drop"}
+        What becomes of a client that took ``s_k`` of its E local steps, its own budget being spent:
+        ``"average"`` takes it as any other, ``"scale"`` weighs it ``E / s_k`` times as much (EFL,
+        Sec. 4.2), ``"drop"`` leaves it out. One with ``s_k = 0`` is inactive and always left out.
+    drop_inactive : float, optional
+        Drop a client for good once it was inactive in more than ``drop_inactive / (T E)`` of its turns
+        (T rounds, E local steps; EFL, Eq. 9, whose constant C/J this is).
+    restart_lr : bool
+        When clients arrive, depart or are dropped, `lr_schedule` counts from 1 again (EFL, Sec. 4.4).
     min_replies : int
         A round with fewer usable replies raises :class:`RoundFailed`.
     population : int, optional
@@ -96,10 +107,9 @@ class RegStrategy(FlowerFedAvg):
     _held: dict[int, int]  # partition id -> round whose model that client last kept
     _entry: dict[str, Any]
     _start_id: str
-    _evaluated: bool  # some evaluation has worked
+    _evaluation: Evaluation
     _exchange: Exchange
     _asked: list[int]  # who was sent the last messages
-    _evaluate_bytes: dict[int, int]
 
     def __init__(
         self,
@@ -111,6 +121,9 @@ class RegStrategy(FlowerFedAvg):
         lr_schedule: Callable[[int], float] | None = None,
         cohorts: str = "uniform",
         overlap: bool = False,
+        incomplete: str = "average",
+        drop_inactive: float | None = None,
+        restart_lr: bool = False,
         min_replies: int = 1,
         population: int | None = None,
         wait_timeout: float = 300.0,
@@ -127,6 +140,9 @@ class RegStrategy(FlowerFedAvg):
             raise ValueError(f"downlink must be 'model' or 'delta', not {downlink!r}")
         if cohorts not in ("uniform", "class-covering"):
             raise ValueError(f"cohorts must be 'uniform' or 'class-covering', not {cohorts!r}")
+        self.term = chain(terms)
+        if self.term.ternary[1]:
+            downlink = "delta"
         if overlap and downlink != "delta":
             raise ValueError("overlap=True needs downlink='delta'")
         if min_replies < 1:
@@ -136,14 +152,6 @@ class RegStrategy(FlowerFedAvg):
                 raise ValueError(f"{name} must lie in [0, 1], not {getattr(self, name)}")
         if seed is not None and seed < 0:
             raise ValueError(f"seed must not be negative, but is {seed}")
-        self.term = chain(terms)
-        if downlink == "delta":
-            for t in terms:
-                if type(t).broadcast is not Term.broadcast and type(t).recover is Term.recover:
-                    raise ValueError(
-                        f"downlink='delta' does not go with the term '{t.name}': what it broadcasts "
-                        "does not follow from the last global step"
-                    )
         self.weighting = weighting
         self.seed = int(np.random.SeedSequence().generate_state(1)[0]) if seed is None else seed
         self.downlink = downlink
@@ -151,6 +159,7 @@ class RegStrategy(FlowerFedAvg):
         self.cohorts = cohorts
         self.overlap = overlap
         self.min_replies = min_replies
+        self.participation = Participation(incomplete, drop_inactive, restart_lr)
         self.population = Population(self.min_available_nodes, population, wait_timeout)
         self._timeout = 3600.0
         self._num_rounds = 0  # 0 while a wrapper, not our own start, drives the rounds
@@ -231,27 +240,28 @@ class RegStrategy(FlowerFedAvg):
         began = time.monotonic()
         self._grid = grid
         members = self.population.refresh(grid)
+        entry: dict[str, Any] = {"round": server_round, "population": len(members), "failures": {}}
+        members = self.participation.remaining(members, server_round, self._num_rounds, entry)
         cohort = self._cohort(server_round, members, grid)
         settings: dict[str, Any] = dict(config)
-        lr = float(settings["lr"]) * float(self.lr_schedule(server_round))
+        on_schedule = self.participation.schedule_round(server_round)
+        lr = float(settings["lr"]) * float(self.lr_schedule(on_schedule))
         if not 0 < lr < float("inf"):
-            raise ValueError(f"lr_schedule({server_round}) makes the learning rate {lr}")
+            raise ValueError(f"lr_schedule({on_schedule}) makes the learning rate {lr}")
         self._ctx = self._state.context(server_round, lr)
-        self._entry = {
-            "round": server_round,
+        entry |= {
             "cohort": cohort,
-            "population": len(members),
             "lr": lr,
-            "failures": {},
             "seconds": {"configure": time.monotonic() - began},
         }
+        self._entry = entry
         downlink = Downlink(
             self.downlink,
             server_round,
-            self._state.model,
-            self._state.step,
-            self._state.previous_lr,
+            self._state,
+            self.term.ternary[1],
             lambda: self.term.broadcast(self._state.server, self._ctx),
+            {t.name for t in self.term.terms if type(t).recover is not Term.recover},
         )
         settings |= {
             **self.term.config(),
@@ -328,17 +338,21 @@ class RegStrategy(FlowerFedAvg):
             log(WARNING, "\t> %s", told(failures))
         failures |= entry["failures"]  # those of the first exchange, already told
         entry["failures"] = failures
+        usable = self.participation.usable(entry["cohort"], usable, entry)
         entry["replies"] = sorted(usable)
         self.history.append(entry)
         if len(usable) < self.min_replies:
             raise RoundFailed(
                 f"round {server_round} of {self.method_name}: {len(usable)} usable replies from a "
                 f"cohort of {len(entry['cohort'])}, needed {self.min_replies}; {told(failures)}"
+                + (f"; inactive: {entry['inactive']}" if entry["inactive"] else "")
+                + (f"; incomplete: {entry['incomplete']}" if entry["incomplete"] else "")
             )
 
         self._state.buffers = agreed
         try:
-            self._state.advance(usable, aggregation_weights(usable, self.weighting), self._ctx)
+            weights = aggregation_weights(usable, self.weighting, self.participation.incomplete)
+            self._state.advance(usable, weights, self._ctx)
         except wire.ProtocolError as error:
             raise RoundFailed(
                 f"round {server_round} of {self.method_name} diverged: {error}; `strategy.arrays` is "
@@ -365,23 +379,7 @@ class RegStrategy(FlowerFedAvg):
             return []
         members = self.population.refresh(grid)
         size = max(int(len(members) * self.fraction_evaluate), self.min_evaluate_nodes)
-        cohort = uniform_cohort(members, (self.seed, server_round, 1), size)
-        messages = []
-        for pid in cohort:
-            own = {
-                wire.ROUND_KEY: server_round,
-                wire.SEED_KEY: client_seed(self.seed, server_round, pid),
-            }
-            content = RecordDict(
-                {wire.ARRAYS: arrays, wire.CONFIG: ConfigRecord({**config, **own})}
-            )
-            messages.append(Message(content, self.population.node_id(pid), "evaluate"))
-        self._asked = cohort
-        self._evaluate_bytes = {
-            pid: wire.content_bytes(m.content) for pid, m in zip(cohort, messages, strict=True)
-        }
-        self._clock = time.monotonic()
-        return messages
+        return self._evaluation.messages(server_round, size, arrays, config)
 
     def aggregate_evaluate(
         self, server_round: int, replies: Iterable[Message]
@@ -396,35 +394,14 @@ class RegStrategy(FlowerFedAvg):
         """
         if self.fraction_evaluate == 0.0:
             return None
-        answered, failures = sort_replies(replies, self.population.nodes(self._asked))
-        per_client: dict[int, dict[str, Any]] = {}
-        for pid in sorted(answered):
-            try:
-                metrics, _ = receive_metrics(pid, answered[pid].content, self.weighted_by_key)
-                per_client[pid] = dict(metrics)
-            except wire.ProtocolError as error:
-                failures[pid] = str(error)
-        if failures:
-            log(WARNING, "\t> evaluation: %s", told(failures))
         if not self.history or self.history[-1]["round"] != server_round:
             self.history.append({"round": server_round, "seconds": {}})  # evaluation alone
-        self.history[-1]["seconds"]["evaluate"] = time.monotonic() - self._clock
-        self.history[-1]["evaluate"] = {
-            "bytes_down": self._evaluate_bytes,
-            "failures": failures,
-            "clients": per_client,
-        }
-        if not per_client:
-            if self._evaluated:
-                return None
-            raise RoundFailed(
-                f"round {server_round} of {self.method_name}: no client of {len(self._asked)} could "
-                f"evaluate; {told(failures)}"
+        try:
+            return self._evaluation.result(
+                replies, self.history[-1], self.evaluate_metrics_aggr_fn, self.weighted_by_key
             )
-        self._evaluated = True
-        return self.evaluate_metrics_aggr_fn(
-            with_common_metrics(MetricRecord(m) for m in per_client.values()), self.weighted_by_key
-        )
+        except NobodyEvaluated as error:
+            raise RoundFailed(f"round {server_round} of {self.method_name}: {error}") from error
 
     def _check_config(self, config: Any) -> None:
         known = [*wire.TRAIN_KEYS, *wire.FLOWER_KEYS]
@@ -441,7 +418,8 @@ class RegStrategy(FlowerFedAvg):
             )
         self._state = GlobalState(self.term, wire.from_record(arrays))
         self._held = {}
-        self._evaluated = False
+        self._evaluation = Evaluation(self.population, self.seed)
+        self.participation.forget()
         self._entry = {}
         self._released = None
         self._start_id = uuid4().hex[:8]
@@ -454,4 +432,7 @@ class RegStrategy(FlowerFedAvg):
         if self.cohorts == "uniform":
             return uniform_cohort(members, key, size)
         counts, classes = self.population.label_counts(grid)
-        return class_covering_cohort(counts, key, size, classes)
+        left = {p: c for p, c in counts.items() if p in members}
+        if len(left) < len(counts):  # clients were dropped
+            classes &= {i for c in left.values() for i, n in enumerate(c) if n > 0}
+        return class_covering_cohort(left, key, size, classes)

@@ -2,9 +2,11 @@
 
 A train message holds the ArrayRecord ``"arrays"``, one ArrayRecord ``"<term>.broadcast"`` for each term
 that has one, and the ConfigRecord ``"config"``. ``"arrays"`` is the global model; where the config says
-``regs.downlink = "delta"`` it is the last global step, and where it says ``"kept"`` it is empty, the model
-having come with the round's probe. A reply holds ``"arrays"``, ``"<term>.upload"``, ``"metrics"``
-(numbers) and ``"config"`` (``regs.method`` and other text).
+``regs.downlink = "delta"`` it is the last global step, where it says ``"ternary"`` the changed buffers,
+beside coded steps in ``regs.steps``, and where it says ``"kept"`` it is empty, the model having come with
+the round's probe. A reply holds ``"arrays"``, ``"<term>.upload"``, ``"metrics"``
+(numbers) and ``"config"`` (``regs.method`` and other text); a coded update is in ``regs.update``, beside
+only the buffers that changed in ``"arrays"``.
 
 A ``NumPyClient`` sees the same values in its `config` and returns them in fit's metrics, arrays
 packed as safetensors bytes. Nothing is pickled. This file imports no torch: it is loaded in every
@@ -24,7 +26,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 
 NDArrays = dict[str, np.ndarray]
 
-PROTOCOL = 1
+PROTOCOL = 2
 """Version of the layout above; a client refuses any other."""
 
 ARRAYS = "arrays"
@@ -41,6 +43,9 @@ START_KEY = "regs.start"
 SEED_KEY = "regs.seed"
 NAMES_KEY = "regs.names"
 BUFFERS_KEY = "regs.not-trainable"
+SENT_KEY = "regs.sent"
+UPDATE_KEY = "regs.update"
+STEPS_KEY = "regs.steps"
 DOWNLINK_KEY = "regs.downlink"
 KEEP_KEY = "regs.keep-model"
 BASE_ROUND_KEY = "regs.base-round"
@@ -104,6 +109,23 @@ def digest(model: Mapping[str, np.ndarray]) -> str:
         h.update(f"{name}{a.dtype}{a.shape}".encode())
         h.update(a.tobytes())
     return h.hexdigest()
+
+
+def mask(chosen: Iterable[str], names: Iterable[str]) -> bytes:
+    """Return which of `names` are chosen, one bit a name in sorted order."""
+    chosen = set(chosen)
+    return np.packbits([name in chosen for name in sorted(names)]).tobytes()
+
+
+def unmask(data: bytes, names: Iterable[str]) -> frozenset[str]:
+    """Return the names that :func:`mask` chose; raise ProtocolError if there are more or fewer bits."""
+    names = sorted(names)
+    if not isinstance(data, bytes) or len(data) != (len(names) + 7) // 8:
+        raise ProtocolError(f"expected a mask of {len(names)} bits, not {data!r:.40}")
+    bits = np.unpackbits(np.frombuffer(data, np.uint8))
+    if bits[len(names) :].any():
+        raise ProtocolError(f"a mask of {len(names)} bits has more of them set")
+    return frozenset(name for name, bit in zip(names, bits, strict=False) if bit)
 
 
 def content_bytes(content: RecordDict) -> int:

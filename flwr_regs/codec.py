@@ -1,0 +1,232 @@
+"""Sparse ternary updates as bytes: a vector in {−μ, 0, +μ}ⁿ, entropy coded.
+
+Such vectors are what sparse ternary compression ST makes of an update: Ma et al., "Towards heterogeneous
+clients with elastic federated learning", Alg. 2. A message of a million entries takes at most 64 bytes more
+than the entropy of its counts, which for random signs and density q is ``n (H(q) + q)`` bits, H being the
+binary entropy.
+
+Wire format, little-endian, version 1; names, shapes and dtypes do not travel, both ends know them:
+
+| bytes  | type   | what                                                                     |
+|--------|--------|--------------------------------------------------------------------------|
+| 0-2    | 3 s    | the magic ``b"STC"``                                                     |
+| 3      | u8     | version                                                                  |
+| 4-11   | u64    | n, the number of entries                                                 |
+| 12-19  | u64    | n₊, how many are +μ                                                      |
+| 20-27  | u64    | n₋, how many are −μ                                                      |
+| 28-35  | f64    | μ: finite and positive, or 0 where n₊ = n₋ = 0                           |
+| 36-43  | u64    | w, the number of words in the body                                       |
+| 44-47  | u32    | CRC-32 of bytes 0-43 and the body                                        |
+| 48-    | u32[w] | body: the entries in order, empty where n₊ = n₋ = 0                      |
+
+The body is what constriction's ``AnsCoder`` makes of the symbols 0 (−μ), 1 (zero) and 2 (+μ) under
+``Categorical([n₋, n − n₊ − n₋, n₊], perfect=False)``, the counts as float64. To each vector there is one
+message, and what decodes is the message of some vector. This file imports neither torch nor flwr.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+NDArrays = dict[str, np.ndarray]
+
+MAGIC = b"STC"
+VERSION = 1
+HEADER = struct.Struct("<3sBQQQdQ")
+CRC = struct.Struct("<I")
+CHUNK = 1 << 18
+"""Entries coded at a time: bounds the memory beyond vector and message, and has no effect on bytes."""
+
+
+class CodecError(ValueError):
+    """Arrays that are not a ternary vector, or bytes that are not the message of one."""
+
+
+def encode(arrays: Mapping[str, np.ndarray]) -> bytes:
+    """Return a ternary vector, the arrays one after another in their order, as a message.
+
+    Arrays are float16, float32 or float64; −0.0 counts as 0. Where dtypes are mixed, μ is that of the
+    widest with a non-zero entry, and in narrower ones it is rounded. Raises CodecError naming the first
+    array that does not fit.
+    """
+    flats: NDArrays = {}
+    sizes: dict[str, np.floating[Any]] = {}
+    plus = minus = 0
+    for name, array in arrays.items():
+        a = np.asarray(array)
+        _check_dtype(name, a.dtype)
+        flats[name] = a.reshape(-1)
+        size, p, m = _survey(name, flats[name])
+        plus, minus = plus + p, minus + m
+        if p + m:
+            sizes[name] = size
+    widest = max(sizes, key=lambda name: sizes[name].itemsize, default=None)
+    mu = 0.0 if widest is None else float(sizes[widest])
+    for name, size in sizes.items():
+        if size != _cast(mu, size.dtype):
+            raise CodecError(
+                f"array '{name}' is not ternary with the others: its entries have magnitude "
+                f"{size!s} ({size.dtype}), those of '{widest}' {mu!r}"
+            )
+    n = sum(flat.size for flat in flats.values())
+    body = b""
+    if plus + minus:
+        coder, model = _library().stack.AnsCoder(), _model(n, plus, minus)
+        for flat in reversed(flats.values()):  # the coder is a stack: last in, first out
+            for part in reversed(list(_slices(flat.size))):
+                sign = (flat[part] > 0).view(np.int8) - (flat[part] < 0).view(np.int8)
+                coder.encode_reverse(sign.astype(np.int32) + 1, model)
+        body = coder.get_compressed().astype("<u4").tobytes()
+    header = HEADER.pack(MAGIC, VERSION, n, plus, minus, mu, len(body) // 4)
+    return header + CRC.pack(_crc(header, body)) + body
+
+
+def decode(payload: bytes, like: Mapping[str, np.ndarray]) -> NDArrays:
+    """Return the arrays that :func:`encode` took; names, order, shapes and dtypes are those of `like`.
+
+    Raises CodecError where the message is damaged, is of another number of entries, or has a μ that is
+    no number of `like`'s dtypes.
+    """
+    if not isinstance(payload, bytes):
+        raise CodecError(f"a message must be bytes, not {type(payload).__name__}")
+    specs = {name: (np.shape(a), np.asarray(a).dtype) for name, a in like.items()}
+    for name, (_, dtype) in specs.items():
+        _check_dtype(name, dtype)
+    plus, minus, mu, body = _parse(payload, sum(np.asarray(a).size for a in like.values()))
+
+    out: NDArrays = {name: np.zeros(shape, dtype) for name, (shape, dtype) in specs.items()}
+    if plus + minus == 0:
+        return out
+    words = np.frombuffer(body, dtype="<u4").astype(np.uint32)
+    if words.size and words[-1] == 0:
+        raise CodecError("the body ends in a zero word, which the coder never writes")
+    n = sum(a.size for a in out.values())
+    coder, model = _library().stack.AnsCoder(words), _model(n, plus, minus)
+    seen_plus = seen_minus = 0
+    holders = []
+    for name, a in out.items():
+        flat, values = a.reshape(-1), _cast(np.array([-mu, 0.0, mu]), a.dtype)
+        before = seen_plus + seen_minus
+        for part in _slices(flat.size):
+            symbols = coder.decode(model, part.stop - part.start)
+            values.take(symbols, out=flat[part], mode="clip")
+            seen_plus += int(np.count_nonzero(symbols == 2))
+            seen_minus += int(np.count_nonzero(symbols == 0))
+        if seen_plus + seen_minus > before:
+            holders.append(name)
+            if not 0 < values[2] < np.inf:
+                raise CodecError(f"mu {mu!r} becomes {values[2]!s} in {a.dtype} of array '{name}'")
+    if (seen_plus, seen_minus) != (plus, minus):
+        raise CodecError(
+            f"the body holds {seen_plus} positive and {seen_minus} negative entries, "
+            f"but the header says {plus} and {minus}"
+        )
+    if not coder.is_empty():  # with the counts right, this leaves only what encode would write
+        raise CodecError("the body holds more than the header's number of entries")
+    widest = max(holders, key=lambda name: out[name].itemsize)
+    if float(_cast(mu, out[widest].dtype)) != mu:
+        raise CodecError(
+            f"mu {mu!r} is not a number of {out[widest].dtype}, the dtype of array '{widest}': "
+            "the sender's arrays had a wider one"
+        )
+    return out
+
+
+def _parse(payload: bytes, n: int) -> tuple[int, int, float, bytes]:
+    """Return (n₊, n₋, μ, body) of a message of `n` entries, all checked but the body's content."""
+    start = HEADER.size + CRC.size
+    if len(payload) < start:
+        raise CodecError(
+            f"truncated: a message has at least {start} bytes, but this has {len(payload)}"
+        )
+    magic, version, count, plus, minus, mu, words = HEADER.unpack_from(payload)
+    if magic != MAGIC:
+        raise CodecError(f"not a sparse ternary message: it starts with {magic!r}, not {MAGIC!r}")
+    if version != VERSION:
+        raise CodecError(f"version {version} of the format, expected {VERSION}")
+    expected = start + 4 * words
+    if len(payload) != expected:
+        what = "truncated" if len(payload) < expected else "trailing bytes"
+        raise CodecError(f"{what}: the message has {len(payload)} bytes, expected {expected}")
+    body = payload[start:]
+    (crc,) = CRC.unpack_from(payload, HEADER.size)
+    if crc != (actual := _crc(payload[: HEADER.size], body)):
+        raise CodecError(f"damaged: the CRC-32 is {actual:08x}, expected {crc:08x}")
+    if count != n:
+        raise CodecError(f"the message has {count} entries, expected {n}")
+    if plus + minus > n:
+        raise CodecError(f"{plus} positive and {minus} negative entries are more than all {n}")
+    if plus + minus == 0:
+        if repr(mu) != "0.0" or words:
+            raise CodecError(
+                f"without non-zero entries mu is 0 and the body empty, not {mu!r} and {words} words"
+            )
+    elif not 0 < mu < float("inf"):
+        raise CodecError(f"mu must be finite and positive, but is {mu!r}")
+    return plus, minus, mu, body
+
+
+def _survey(name: str, flat: np.ndarray) -> tuple[np.floating[Any], int, int]:
+    """Return (μ, n₊, n₋) of one array, μ in its dtype and 0 if it has no non-zero entry."""
+    mu = flat.dtype.type(0)
+    plus = minus = 0
+    for part in _slices(flat.size):
+        a = flat[part]
+        if mu == 0:
+            mu = abs(a[(a != 0).argmax()])
+            if mu == 0:
+                continue
+        p, m = int(np.count_nonzero(a == mu)), int(np.count_nonzero(a == -mu))
+        plus, minus = plus + p, minus + m
+        if np.isfinite(mu) and p + m + np.count_nonzero(a == 0) == a.size:
+            continue
+        if not np.isfinite(a).all():
+            raise CodecError(f"array '{name}' holds NaN or infinity")
+        other = abs(a[(a != 0) & (abs(a) != mu)][0])
+        raise CodecError(f"array '{name}' is not ternary: it has magnitudes {mu!s} and {other!s}")
+    return mu, plus, minus
+
+
+def _slices(size: int) -> Iterator[slice]:
+    for start in range(0, size, CHUNK):
+        yield slice(start, min(start + CHUNK, size))
+
+
+def _check_dtype(name: str, dtype: np.dtype[Any]) -> None:
+    if dtype.kind != "f" or dtype.itemsize > 8:
+        raise CodecError(
+            f"array '{name}' has dtype {dtype}, expected one of float16, float32 and float64"
+        )
+
+
+def _cast(value: Any, dtype: np.dtype[Any]) -> Any:
+    """Return `value` rounded to a dtype, infinity and 0 being for the caller to see."""
+    with np.errstate(over="ignore", under="ignore"):
+        return np.asarray(value, dtype=np.float64).astype(dtype)
+
+
+def _model(n: int, plus: int, minus: int) -> Any:
+    # perfect=False: plain float64 arithmetic, the same on every machine; perfect=True uses logarithms
+    counts = np.array([minus, n - plus - minus, plus], dtype=np.float64)
+    return _library().model.Categorical(counts, perfect=False)
+
+
+def _crc(header: bytes, body: bytes) -> int:
+    return zlib.crc32(body, zlib.crc32(header))
+
+
+def _library() -> Any:
+    # imported on first use: all but ternary updates works where there is no wheel of it
+    try:
+        import constriction  # type: ignore[import-untyped]
+    except ImportError as error:
+        raise ImportError(
+            "coding ternary updates needs the package 'constriction', which is not installed; "
+            "it has no wheels for Linux on ARM"
+        ) from error
+    return constriction.stream

@@ -1,0 +1,230 @@
+"""EFL: an elastic term, ternary compression both ways, incomplete clients; and FedCurv.
+
+The **elastic term** holds each parameter back by how much the clients' data determine it:
+
+| *Init*       nothing: the first round is FedAvg's
+| *Broadcast*  ``U = Σ_k u_k`` and ``V = Σ_k v̂_k`` over the last round's replies, as float32
+| *Step*       ``v ← v − η (∇f_k(v) + λ (U ⊙ v − V))``
+| *Upload*     ``u_k = diag F_k(v_k)`` and ``v̂_k = u_k ⊙ v_k``, as float32
+| *Update*     the sums
+
+**Sparse ternary compression** ``ST`` keeps the fraction q of largest magnitudes of the whole update as one
+vector and replaces each by its sign times their mean magnitude; what is lost stays in a residual and is
+sent later:
+
+| *Upload*     ``Δ_k = R_k + v_k − w_t``; sends ``ST(Δ_k)``, keeps ``R_k = Δ_k − ST(Δ_k)``
+| *Update*     ``Δ = R + Σ p_k ST(Δ_k)``; moves by ``ST(Δ)`` and sends that, keeps ``R = Δ − ST(Δ)``
+
+**Incomplete clients** weigh more: client k, who did ``s_k`` of its E steps, has ``p_k^τ = (E / s_k) p_k``
+(Sec. 4.2; not renormalised), and one with ``s_k = 0`` is left out.
+
+Departures from the text: the box of Alg. 2 thresholds T itself, which would lose the negative entries; here
+it is ``|T|``. The box of Alg. 1 moves the server's model by Δ and keeps R too, which would apply the
+residual twice and let server and clients drift apart; here it moves by what it sends. F is the empirical
+Fisher information: the mean over the client's samples of the squared gradient of each one's
+log-likelihood, in eval mode.
+
+Sources: Ma, Lu, Lu, Li, Yi, Cui, "Towards heterogeneous clients with elastic federated learning" (2021),
+Alg. 1-2, Eqs. 2-6, Sec. 4. FedCurv: Shoham et al., "Overcoming forgetting in federated learning on non-IID
+data" (2019), the elastic term with plain averaging around it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+
+from flwr_regs.flower.client import RegClient
+from flwr_regs.flower.strategy import RegStrategy
+from flwr_regs.method import Arrays, ClientContext, ServerContext, Slot, Term
+
+
+@dataclass(frozen=True)
+class Elastic(Term):
+    """The gradient of ``λ/2 Σ_i (v − v_i)ᵀ diag(F_i) (v − v_i)``, the v_i of the last round (Eq. 2).
+
+    Parameters
+    ----------
+    lam : float
+        Strength λ ≥ 0; 0 is FedAvg, and nothing more is computed or sent.
+    fisher_samples : int, optional
+        Compute the Fisher information over at most so many of a client's samples.
+    """
+
+    name: ClassVar[str] = "elastic"
+    needs_fisher: ClassVar[bool] = True
+    lam: float
+    fisher_samples: int | None = None
+
+    def __post_init__(self) -> None:
+        if not self.lam >= 0:
+            raise ValueError(f"lam must not be negative, but is {self.lam}")
+        if self.fisher_samples is not None and self.fisher_samples < 1:
+            raise ValueError(
+                f"fisher_samples must be at least 1 or None, not {self.fisher_samples}"
+            )
+
+    def broadcast(self, server: Slot, ctx: ServerContext) -> Slot:
+        return server
+
+    def correct(self, grads: Arrays, params: Arrays, ctx: ClientContext) -> Arrays:
+        if not ctx.broadcast:
+            return grads
+        u = {n: ctx.broadcast[f"U.{n}"] for n in grads}
+        v = {n: ctx.broadcast[f"V.{n}"] for n in grads}
+        pull = {n: self.lam * (u[n] * params[n] - v[n]) for n in grads}  # the derivative of Eq. 3
+        return {n: g + pull[n].to(g.dtype) for n, g in grads.items()}
+
+    def finish(self, delta: Arrays, ctx: ClientContext) -> tuple[Arrays, Slot, Slot]:
+        if self.lam == 0:
+            return delta, {}, {}
+        assert ctx.fisher is not None
+        end = {n: ctx.start[n] + d for n, d in delta.items()}  # v_k
+        u = ctx.fisher(end, self.fisher_samples)
+        upload = {f"U.{n}": u[n].to(torch.float32) for n in u}
+        return delta, upload | {f"V.{n}": (u[n] * end[n]).to(torch.float32) for n in u}, {}
+
+    def update(
+        self, server: Slot, delta: Arrays, uploads: Mapping[int, Slot], ctx: ServerContext
+    ) -> tuple[Slot, Arrays]:
+        sums: Slot = {}
+        for upload in uploads.values():
+            for key, a in upload.items():
+                sums[key] = sums.get(key, 0.0) + np.asarray(a, dtype=np.float64)
+        return {key: total.astype(np.float32) for key, total in sums.items()}, delta
+
+
+@dataclass(frozen=True)
+class SparseTernary(Term):
+    """Sparse ternary compression ST with residuals (Alg. 2); composes with any method, as its last term.
+
+    With `density_down` clients must know the model that the step moves: the strategy then uses the
+    ``"delta"`` downlink. A client that missed rounds gets the missed steps, or the model where that is
+    smaller.
+
+    Parameters
+    ----------
+    density_up, density_down : float, optional
+        Fraction of entries kept, in (0, 1], of a client's update and of the global step. None: dense and
+        uncompressed. 1 keeps all entries but still only their signs.
+    """
+
+    name: ClassVar[str] = "ternary"
+    compresses: ClassVar[bool] = True
+    density_up: float | None = None
+    density_down: float | None = None
+
+    def __post_init__(self) -> None:
+        for name, q in (("density_up", self.density_up), ("density_down", self.density_down)):
+            if q is not None and not 0 < q <= 1:
+                raise ValueError(f"{name} must be a fraction in (0, 1] or None, not {q}")
+
+    @property
+    def ternary(self) -> tuple[bool, bool]:
+        return self.density_up is not None, self.density_down is not None
+
+    def finish(self, delta: Arrays, ctx: ClientContext) -> tuple[Arrays, Slot, Slot]:
+        if self.density_up is None:
+            return delta, {}, {}
+        r = ctx.client
+        total = {n: r[n] + d if n in r else d for n, d in delta.items()}
+        sent = sparse_ternary(total, self.density_up)
+        return sent, {}, {n: total[n] - sent[n] for n in total}
+
+    def release(self, server: Slot, step: Arrays, ctx: ServerContext) -> tuple[Slot, Arrays]:
+        if self.density_down is None:
+            return server, step
+        total = {n: torch.as_tensor(server[n] + s if server else s) for n, s in step.items()}
+        sent = sparse_ternary(total, self.density_down)
+        return {n: (total[n] - sent[n]).numpy() for n in total}, {
+            n: s.numpy() for n, s in sent.items()
+        }
+
+
+def sparse_ternary(update: Arrays, density: float) -> Arrays:
+    """Return ST of `update`, torch tensors by name, taken as one vector in their order (Alg. 2).
+
+    Exactly ``k = max(⌊n q⌋, 1)`` entries of largest magnitude are kept; of equal ones the first.
+    """
+    flat = torch.cat([t.reshape(-1) for t in update.values()])
+    k = max(int(flat.numel() * density + 1e-9), 1)  # 1e-9: 0.29 * 100 is 28.999999999999996
+    size = flat.abs()
+    least = size.topk(k, sorted=False).values.min()
+    tied = size == least
+    keep = (size > least) | (tied & (tied.cumsum(0) <= k - (size > least).sum()))
+    mu = (size * keep).sum(dtype=torch.float64) / k
+    # + 0.0 turns a negative zero, which no code carries, into a positive one
+    sent = torch.where(keep, mu.to(flat.dtype) * flat.sign(), 0.0) + 0.0
+    parts = torch.split(sent, [t.numel() for t in update.values()])
+    shaped = zip(update.items(), parts, strict=True)
+    return {n: part.reshape(t.shape).to(t.dtype) for (n, t), part in shaped}
+
+
+class EFL(RegStrategy):
+    """Elastic federated learning: the elastic term, compression both ways, scaled incomplete clients.
+
+    Parameters
+    ----------
+    lam : float
+        Strength λ of the elastic term.
+    density_up, density_down : float, optional
+        See :class:`SparseTernary`. The elastic term's sums travel uncompressed beside it, twice the
+        model's size each way; with ``lam=0`` they do not.
+    fisher_samples : int, optional
+        See :class:`Elastic`.
+    incomplete : {"scale", "average", "drop"}
+        See :class:`flwr_regs.RegStrategy`; the paper's is ``"scale"``.
+    **kwargs
+        What every strategy of the package takes: see :class:`flwr_regs.RegStrategy`.
+    """
+
+    method = "EFL"
+
+    def __init__(
+        self,
+        lam: float,
+        density_up: float | None = None,
+        density_down: float | None = None,
+        fisher_samples: int | None = None,
+        incomplete: str = "scale",
+        **kwargs: Any,
+    ) -> None:
+        terms = [Elastic(lam, fisher_samples), SparseTernary(density_up, density_down)]
+        super().__init__(terms, incomplete=incomplete, **kwargs)
+
+
+class EFLClient(RegClient):
+    """The client of :class:`EFL`."""
+
+    method = "EFL"
+    terms = (Elastic, SparseTernary)
+
+
+class FedCurv(RegStrategy):
+    """FedAvg with the elastic term.
+
+    Parameters
+    ----------
+    lam : float
+        Strength λ of the elastic term.
+    fisher_samples : int, optional
+        See :class:`Elastic`.
+    **kwargs
+        What every strategy of the package takes: see :class:`flwr_regs.RegStrategy`.
+    """
+
+    method = "FedCurv"
+
+    def __init__(self, lam: float, fisher_samples: int | None = None, **kwargs: Any) -> None:
+        super().__init__([Elastic(lam, fisher_samples)], **kwargs)
+
+
+class FedCurvClient(RegClient):
+    """The client of :class:`FedCurv`."""
+
+    method = "FedCurv"
+    terms = (Elastic,)
