@@ -13,6 +13,7 @@ FedAdagrad, FedAdam, FedYogi methods/fedopt.py     Reddi et al. 2021, Alg. 2
 RFedAvg, RFedAvgPlus         methods/rfedavg.py    Wang, Tong et al. 2023, Alg. 1-2
 EFL                          methods/efl.py        Ma et al. 2021, Alg. 1-2, Eqs. 2-6, Sec. 4
 FedCurv                      methods/efl.py        Shoham et al. 2019
+FedBN, FedPer                methods/fedbn.py      Li, Jiang et al. 2021; Arivazhagan et al. 2019
 ===========================  ====================  ============================================
 
 Names are loaded when first used, so that importing one file of the package loads no more than it needs.
@@ -46,6 +47,12 @@ if TYPE_CHECKING:
     from flwr_regs.methods.fedadc import SlowMomentum as SlowMomentum
     from flwr_regs.methods.fedavg import FedAvg as FedAvg
     from flwr_regs.methods.fedavg import FedAvgClient as FedAvgClient
+    from flwr_regs.methods.fedbn import FedBN as FedBN
+    from flwr_regs.methods.fedbn import FedBNClient as FedBNClient
+    from flwr_regs.methods.fedbn import FedPer as FedPer
+    from flwr_regs.methods.fedbn import FedPerClient as FedPerClient
+    from flwr_regs.methods.fedbn import LocalBatchNorm as LocalBatchNorm
+    from flwr_regs.methods.fedbn import Private as Private
     from flwr_regs.methods.fedfor import FedFOR as FedFOR
     from flwr_regs.methods.fedfor import FedFORClient as FedFORClient
     from flwr_regs.methods.fedfor import FirstOrder as FirstOrder
@@ -94,6 +101,12 @@ _HOME = {
     "SlowMomentum": "methods.fedadc",
     "FedAvg": "methods.fedavg",
     "FedAvgClient": "methods.fedavg",
+    "FedBN": "methods.fedbn",
+    "FedBNClient": "methods.fedbn",
+    "FedPer": "methods.fedbn",
+    "FedPerClient": "methods.fedbn",
+    "LocalBatchNorm": "methods.fedbn",
+    "Private": "methods.fedbn",
     "FedFOR": "methods.fedfor",
     "FedFORClient": "methods.fedfor",
     "FirstOrder": "methods.fedfor",

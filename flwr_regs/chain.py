@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -18,6 +18,9 @@ class Chain(Term):
 
     name: ClassVar[str] = "chain"
     terms: tuple[Term, ...] = ()
+
+    def private(self, names: Collection[str]) -> set[str]:
+        return {name for t in self.terms for name in t.private(names)}
 
     @property
     def ternary(self) -> tuple[bool, bool]:

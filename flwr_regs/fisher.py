@@ -40,7 +40,7 @@ def fisher_diagonal(
     data : iterable of (inputs, targets)
         Passed over once: tensors or nested dicts, lists and tuples of them, all of a batch equally long.
     params : dict[str, Tensor], optional
-        Where to take the gradients; default: at the model's own parameters.
+        Where to take the gradients; what it lacks is the model's own.
     max_samples : int, optional
         Stop after so many samples; with a shuffling loader they are a random subset.
     memory : int
@@ -56,7 +56,7 @@ def fisher_diagonal(
     own = {n: p for n, p in model.named_parameters() if p.requires_grad}
     if not own:
         raise ValueError(f"{type(model).__name__} has no parameter with requires_grad=True")
-    params = {n: (p if params is None else params[n]).detach() for n, p in own.items()}
+    params = {n: (params or own).get(n, p).detach() for n, p in own.items()}
     buffers = {n: b.clone() for n, b in model.named_buffers()}  # for a forward that writes to them
     wide = {n: torch.promote_types(p.dtype, torch.float32) for n, p in own.items()}  # not half
     total = {n: torch.zeros_like(p, dtype=wide[n]) for n, p in own.items()}

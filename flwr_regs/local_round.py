@@ -126,9 +126,11 @@ def local_round(
         )
     device = resolve_device(device)
     model.to(device).train(train_mode)
-    params = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    private = term.private(list(model.state_dict()))
+    params = {name: p for name, p in trained.items() if name not in private}
     if not params:
-        raise ValueError(f"{type(model).__name__} has no parameter with requires_grad=True")
+        raise ValueError(f"{type(model).__name__} shares no parameter with requires_grad=True")
     values = {name: p.detach() for name, p in params.items()}  # views: they follow the optimiser
     start = {name: v.clone() for name, v in values.items()}
     num_batches = count_batches(train_data)
@@ -153,7 +155,7 @@ def local_round(
     )
     if (first := term.start(start, ctx)) is not start:
         _write(values, first)
-    opt = term.client_optimizer(optimizer)(list(params.values()), lr=lr)
+    opt = term.client_optimizer(optimizer)(list(trained.values()), lr=lr)
     total_loss = torch.zeros((), device=device)
     taken = processed = 0
     for inputs, targets in islice(cycle(train_data), num_steps):

@@ -17,7 +17,7 @@ client     kept by a client between rounds; absent (``{}``) is always legal
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, TypeVar
 
@@ -130,6 +130,13 @@ class Term:
     needs_fisher: ClassVar[bool] = False
     probes: ClassVar[bool] = False
     """True if clients answer a question at ``w_t`` (`probe`) before anyone trains."""
+
+    def private(self, names: Collection[str]) -> set[str]:
+        """Return which entries of the model, by ``state_dict`` name, stay with each client for good.
+
+        They never travel, and no hook sees them: a client trains them as its optimiser does.
+        """
+        return set()
 
     @property
     def ternary(self) -> tuple[bool, bool]:

@@ -30,11 +30,12 @@ def method_mod(message: Message, context: Context, call_next: Any) -> Message:
 def client_fn(context: Context) -> NumPyClient:
     """Build the client of ``node_config["partition-id"]``."""
     # Imported here: on a SuperNode every message starts a process that loads this file.
+    import numpy as np
     import torch
     from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
 
     import flwr_regs
-    from simulations import data, models
+    from simulations import data, domains, models
     from simulations.job import Job
 
     settings = dict(context.run_config)
@@ -45,18 +46,25 @@ def client_fn(context: Context) -> NumPyClient:
     pid = int(context.node_config["partition-id"])
     held_out, trained = job.split(parts[pid])
 
-    def tensors(rows: Any) -> TensorDataset:
-        x, y = dataset.train_x[rows], dataset.train_y[rows]
+    def tensors(x: Any, y: Any) -> TensorDataset:
+        if job.dataset.endswith("-domains"):
+            x = domains.shifted(x, pid % len(domains.DOMAINS), job.seed + len(y))
         return TensorDataset(torch.from_numpy(x), torch.from_numpy(y))
 
-    train = tensors(trained)
+    train = tensors(dataset.train_x[trained], dataset.train_y[trained])
+    test = None
+    if len(held_out):
+        test = tensors(dataset.train_x[held_out], dataset.train_y[held_out])
+    elif job.tested_on_clients:  # on test data of the classes that this client has
+        mine = np.isin(dataset.test_y, dataset.train_y[trained])
+        test = tensors(dataset.test_x[mine], dataset.test_y[mine])
     # Shuffled batches, each cut from the tensors in one go.
     sampler = BatchSampler(RandomSampler(train), job.batch_size, drop_last=False)
     planned = job.local_steps or job.local_epochs * len(sampler)
     settings = {
         "model": models.build(job.dataset, job.model, job.seed),
         "train_data": DataLoader(train, batch_size=None, sampler=sampler),
-        "eval_data": DataLoader(tensors(held_out), batch_size=1000) if len(held_out) else None,
+        "eval_data": None if test is None else DataLoader(test, batch_size=1000),
         "share_label_counts": True,  # simulated data has no secrets
         "step_budget": job.step_budget(server_round, pid, planned),
     }

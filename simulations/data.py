@@ -12,7 +12,7 @@ import numpy as np
 
 Array = np.ndarray
 
-DATASETS = ("digits", "mnist")
+DATASETS = ("digits", "mnist", "digits-domains", "mnist-domains")
 PARTITIONS = ("shards", "dirichlet", "similarity", "iid")
 
 
@@ -32,11 +32,16 @@ def load(dataset: str, data_dir: str) -> Data:
 
     ``digits``: scikit-learn's 1,797 images of 8 x 8, one fifth of them for testing.
     ``mnist``: torchvision's, from `data_dir`, downloaded into it (default ``~/.cache/flwr_regs``) if
-    it is not there.
+    it is not there. ``digits-domains``, ``mnist-domains``: the same images in [0, 1], for
+    :func:`simulations.domains.shifted`.
 
     Raises ImportError naming the extra to install if a package is missing.
     """
-    return {"digits": _digits, "mnist": _mnist}[dataset](data_dir)
+    name, _, domains = dataset.partition("-")
+    found = {"digits": _digits, "mnist": _mnist}[name](data_dir)
+    if name == "digits" or domains:
+        return found
+    return Data(_centred(found.train_x), found.train_y, _centred(found.test_x), found.test_y)
 
 
 def _digits(data_dir: str) -> Data:
@@ -59,8 +64,12 @@ def _mnist(data_dir: str) -> Data:
     root = Path(data_dir or "~/.cache/flwr_regs").expanduser()
     download = not (root / "MNIST" / "raw").is_dir()
     parts: list[Any] = [MNIST(root, train=t, download=download) for t in (True, False)]
-    x = [((p.data.numpy() / 255 - 0.1307) / 0.3081).astype(np.float32)[:, None] for p in parts]
+    x = [(p.data.numpy() / 255).astype(np.float32)[:, None] for p in parts]
     return Data(x[0], parts[0].targets.numpy(), x[1], parts[1].targets.numpy())
+
+
+def _centred(x: Array) -> Array:
+    return ((x - 0.1307) / 0.3081).astype(np.float32)
 
 
 def missing_extra(package: str, purpose: str) -> ImportError:

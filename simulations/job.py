@@ -124,6 +124,14 @@ def _fedcurv(job: Job) -> tuple[type[RegStrategy], dict[str, Any]]:
     }
 
 
+def _fedbn(job: Job) -> tuple[type[RegStrategy], dict[str, Any]]:
+    return flwr_regs.FedBN, {}
+
+
+def _fedper(job: Job) -> tuple[type[RegStrategy], dict[str, Any]]:
+    return flwr_regs.FedPer, {"patterns": job.fedper_private}
+
+
 def _unless_negative(value: float) -> float | None:
     return None if value < 0 else value  # run-config has no None
 
@@ -145,6 +153,8 @@ METHODS: dict[str, Callable[[Job], tuple[type[RegStrategy], dict[str, Any]]]] = 
     "RFedAvgPlus": _rfedavg_plus,
     "EFL": _efl,
     "FedCurv": _fedcurv,
+    "FedBN": _fedbn,
+    "FedPer": _fedper,
 }
 """Label -> function from a job to the strategy class and its own arguments."""
 
@@ -178,12 +188,13 @@ class Job:
     methods: str = setting()
     dataset: str = setting(choices=DATASETS)
     data_dir: str = setting()
-    model: str = setting(choices=("auto", "mlp", "cnn"))
+    model: str = setting(choices=("auto", "mlp", "cnn", "cnn-bn"))
     partition: str = setting(choices=PARTITIONS)
     shards_per_client: int = setting(low=1)
     dirichlet_alpha: float = setting(above=0)
     similarity: float = setting(low=0, high=100)
     num_clients: int = setting(low=2)
+    examples_per_client: int = setting(low=0)
     held_out_clients: int = setting(low=0)
     held_out_share: float = setting(low=0, below=1)
     rounds: int = setting(low=1)
@@ -228,6 +239,7 @@ class Job:
     rfedavg_noise_std: float = setting(low=0)
     rfedavg_clip_norm: float = setting(low=0)
     rfedavg_sum_only: bool = setting()
+    fedper_private: str = setting()
     efl_lam: float = setting(low=0)
     fedcurv_lam: float = setting(low=0)
     fisher_samples: int = setting(low=0)
@@ -261,6 +273,11 @@ class Job:
             raise ValueError(f"the run config lacks {missing}")
         values = {f.name: _checked(key, config[key], f) for key, f in by_key.items()}
         job = cls(**values)
+        if (job.held_out_clients or job.personalise) and job.tested_on_clients:
+            raise ValueError(
+                "held-out-clients and personalise do not go with domains or private entries: there the "
+                "clients test the model themselves"
+            )
         parts = [part for m in job.method_names for part in m.split("+")]
         if not parts or any(part not in METHODS and part not in ADD_ONS for part in parts):
             raise ValueError(
@@ -280,6 +297,15 @@ class Job:
     def method_names(self) -> list[str]:
         """The methods to compare, in order, without repeats."""
         return list(dict.fromkeys(m.strip() for m in self.methods.split(",") if m.strip()))
+
+    @property
+    def tested_on_clients(self) -> bool:
+        """Whether the clients test the model, each with its private entries or in its own domain.
+
+        Otherwise the server does, which has neither.
+        """
+        private = {"FedBN", "FedPer"} & {part for m in self.method_names for part in m.split("+")}
+        return bool(private) or self.dataset.endswith("-domains")
 
     @property
     def train_config(self) -> dict[str, Any]:
@@ -306,6 +332,9 @@ class Job:
                 dirichlet_alpha=self.dirichlet_alpha,
                 similarity=self.similarity,
             )
+            if self.examples_per_client:
+                rng = np.random.default_rng(self.seed)
+                _PARTS[key] = [rng.permutation(p)[: self.examples_per_client] for p in _PARTS[key]]
         return _PARTS[key]
 
     @property
@@ -337,7 +366,7 @@ class Job:
             "min_train_nodes": 1,
             "min_available_nodes": 1,
             "min_evaluate_nodes": 1,
-            "fraction_evaluate": 1.0 if self.personalise else 0.0,  # the server tests by itself
+            "fraction_evaluate": 1.0 if self.personalise or self.tested_on_clients else 0.0,
             "cohorts": self.cohorts,
             "overlap": self.overlap,
             "drop_inactive": self.drop_inactive or None,

@@ -41,7 +41,7 @@ def summary(history: dict[str, Any]) -> list[dict[str, Any]]:
             }
         )
         clients = result["rounds"][-1].get("evaluate", {}).get("clients", {})
-        if clients:
+        if clients and history["job"]["personalise"]:
             for key, metric in (("own", "accuracy"), ("personal", "personal-accuracy")):
                 rows[-1][key] = float(np.mean([m[metric] for m in clients.values()]))
     return rows
@@ -95,11 +95,12 @@ def table(history: dict[str, Any]) -> str:
         data = "the held-out clients' data"
     elif job["held-out-share"]:
         data = "what the clients hold out"
+    worst = "expected accuracy of the final model on data of its label distribution"
+    asked = any("evaluate" in r for m in history["methods"].values() for r in m["rounds"])
+    if asked and not job["personalise"]:
+        data, worst = "what the clients test, a mean over clients", "on its own test data"
     console.print(f"Accuracy on {data}; MB per client and round.", highlight=False)
-    console.print(
-        "Worst client: expected accuracy of the final model on data of its label distribution.",
-        highlight=False,
-    )
+    console.print(f"Worst client: {worst}.", highlight=False)
     for row in summary(history):
         if "personal" in row:
             console.print(

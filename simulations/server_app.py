@@ -56,6 +56,7 @@ def run(job: Job, grid: Grid, folder: Path | None) -> dict[str, Any]:
 
     from flwr_regs.batches import resolve_device
     from flwr_regs.flower.population import Population
+    from flwr_regs.flower.strategy import RegStrategy
     from simulations import data, models, report
 
     for method in job.method_names:  # before any client starts
@@ -104,36 +105,53 @@ def run(job: Job, grid: Grid, folder: Path | None) -> dict[str, Any]:
         loss = torch.nn.functional.cross_entropy(output, test_y)
         return float(loss), float((output.argmax(1) == test_y).double().mean())
 
-    def per_client(arrays: ArrayRecord) -> dict[str, Any]:
-        """Each client's expected accuracy on fresh data of its own label distribution."""
-        right = (outputs(arrays).argmax(1) == test_y).double()
+    def on_clients(entry: dict[str, Any], metric: str = "accuracy") -> np.ndarray:
+        """Each client's accuracy on its own test data; where the clients test the model."""
+        told = entry["evaluate"]["clients"]
+        return np.array([told[pid][metric] for pid in sorted(told)])
+
+    def per_client(strategy: RegStrategy) -> dict[str, Any]:
+        """Each client's accuracy, or its expected one on fresh data of its own label distribution."""
+        if job.tested_on_clients:
+            tested = [e for e in strategy.history if "evaluate" in e]
+            return spread(on_clients(tested[-1])) if tested else {}
+        right = (outputs(strategy.arrays).argmax(1) == test_y).double()
         by_class = np.array(
             [
                 float(right[test_y == c].mean()) if bool((test_y == c).any()) else 0.0
                 for c in range(10)
             ]
         )
-        each = shares @ by_class
-        spread = {"mean": each.mean(), "std": each.std(), "worst": each.min()}
-        return {"clients": each.tolist(), **{k: float(v) for k, v in spread.items()}}
+        return spread(shares @ by_class)
+
+    def spread(each: np.ndarray) -> dict[str, Any]:
+        numbers = {"mean": each.mean(), "std": each.std(), "worst": each.min()}
+        return {"clients": each.tolist(), **{k: float(v) for k, v in numbers.items()}}
 
     start = ArrayRecord(model.state_dict())
     for method in job.method_names:
         curve: list[dict[str, float]] = []
+        strategy = job.strategy(method)
 
         def test(
             server_round: int,
             arrays: ArrayRecord,
             method: str = method,
             curve: list[dict[str, float]] = curve,
-        ) -> MetricRecord:
-            loss, share = accuracy(arrays)
+            strategy: RegStrategy = strategy,
+        ) -> MetricRecord | None:
+            if not job.tested_on_clients:
+                loss, share = accuracy(arrays)
+            elif server_round == 0:
+                return None
+            else:  # Flower has just asked them
+                last = strategy.history[-1]
+                loss, share = (float(on_clients(last, m).mean()) for m in ("loss", "accuracy"))
             curve.append({"round": server_round, "loss": loss, "accuracy": share})
             if folder:
                 say(f"{method:<10} round {server_round:>4}/{job.rounds}   accuracy {share:7.2%}")
             return MetricRecord({"loss": loss, "accuracy": share})
 
-        strategy = job.strategy(method)
         began = time.monotonic()
         entry: dict[str, Any] = {"settings": strategy.term.config(), "test": curve}
         history["methods"][method] = entry
@@ -152,7 +170,7 @@ def run(job: Job, grid: Grid, folder: Path | None) -> dict[str, Any]:
         finally:
             entry |= {"seconds": time.monotonic() - began, "rounds": strategy.history}
             if strategy.history:
-                entry["per_client"] = per_client(strategy.arrays)
+                entry["per_client"] = per_client(strategy)
             if folder:
                 if strategy.history:
                     state = strategy.arrays.to_torch_state_dict()

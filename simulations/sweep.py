@@ -110,7 +110,11 @@ def _curve(job: Job) -> tuple[list[float], dict[str, float], list[float]]:
         for r in result["rounds"]
     ]
     megabytes = (np.cumsum(spent) / job.num_clients / 1e6).tolist()
-    return [p["accuracy"] for p in result["test"][1:]], result["per_client"], megabytes
+    return (
+        [p["accuracy"] for p in result["test"] if p["round"] > 0],
+        result["per_client"],
+        megabytes,
+    )
 
 
 def _last(runs: Sequence[Sequence[float]]) -> list[float]:

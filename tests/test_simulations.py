@@ -390,3 +390,56 @@ def test_a_case_without_a_label_is_refused(
     args = ["compare", "--case", "methods=FedAvg", "--app", str(ROOT), f"out={tmp_path}"]
     assert cli.main(args) == 2
     assert "--case must look like 'LABEL: key=value ...'" in capsys.readouterr().err
+
+
+def test_each_domain_shows_the_same_images_otherwise() -> None:
+    from simulations.domains import DOMAINS, shifted
+
+    x = data.load("digits-domains", "").train_x[:50]
+    seen = [shifted(x, d, 3) for d in range(len(DOMAINS))]
+    for image in seen:
+        assert image.shape == x.shape
+        assert image.dtype == np.float32
+        assert image.min() >= 0
+        assert image.max() <= 1
+    assert (seen[0] == x).all()
+    np.testing.assert_allclose(seen[1], 1 - x)
+    np.testing.assert_array_equal(seen[3][0, 0, :, 0], x[0, 0, 0, ::-1])  # the top row, at the left
+    assert (seen[4][:, :, ::2, ::2] == seen[4][:, :, 1::2, 1::2]).all()  # half the resolution
+    assert abs(seen[2] - x).mean() > 0.1
+    assert (seen[2] == shifted(x, 2, 3)).all()
+    assert (seen[2] != shifted(x, 2, 4)).any()
+    photo = abs(seen[2] - x)  # where the image is black, the photograph shows
+    assert len(np.unique(photo[x == 0])) > 100
+
+
+@pytest.mark.parametrize("methods", ["FedBN+FedFOR", "FedBN+FedADC", "EFL+FedBN", "FedPer"])
+def test_clients_test_what_is_private_or_in_their_own_domain(methods: str, tmp_path: Path) -> None:
+    settings = job(
+        dataset="digits-domains",
+        partition="iid",
+        num_clients=5,
+        rounds=2,
+        local_epochs=1,
+        methods=methods,
+        fedper_private="12.*",
+        examples_per_client=100,
+        density_up=0.1,
+        density_down=0.1,
+        fisher_samples=20,
+    )
+    (result,) = in_process(settings, tmp_path)["methods"].values()
+    assert [p["round"] for p in result["test"]] == [1, 2]
+    assert not any(r["failures"] or r["evaluate"]["failures"] for r in result["rounds"])
+    told = result["rounds"][-1]["evaluate"]["clients"].values()
+    assert result["per_client"]["worst"] == min(c["accuracy"] for c in told)
+    assert result["test"][-1]["accuracy"] == pytest.approx(np.mean([c["accuracy"] for c in told]))
+    assert result["rounds"][0]["examples_processed"] == 500
+    assert "what the clients test" in (tmp_path / "table.txt").read_text()
+    held_out = job(dataset="digits-domains", methods=methods, held_out_share=0.2)
+    assert held_out.tested_on_clients
+
+
+def test_held_out_clients_do_not_go_with_private_entries() -> None:
+    with pytest.raises(ValueError, match="do not go with domains or private entries"):
+        job(methods="FedBN", held_out_clients=2)

@@ -115,7 +115,8 @@ def numpyclient_mod(message: Message, context: Context, call_next: ClientAppCall
         for name, record in message.content.array_records.items():
             if name != wire.ARRAYS:
                 extras[name] = wire.pack(wire.from_record(record))
-        for name, record in state.slots().items():
+    for name, record in state.slots().items():
+        if kind == "train" or name == wire.PRIVATE_KEY:
             extras[name] = wire.pack(wire.from_record(record))
 
     names = list(arrays)

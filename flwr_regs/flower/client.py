@@ -131,7 +131,8 @@ class RegClient(NumPyClient):
             The config lacks a key, holds an unknown one, or there is no training data.
         """
         term = self._receive_method(config)
-        names = self._load(parameters, config)
+        private = self._private(term)
+        names = self._load(parameters, config, private)
         step = config.get(wire.STEP_KEY)
         if step is not None:
             mine = {n for n, p in self.model.named_parameters() if p.requires_grad}
@@ -174,6 +175,8 @@ class RegClient(NumPyClient):
             "examples-processed": result.examples_processed,
         }
         metrics |= _packed(result.upload, "upload") | _packed(result.client, "client")
+        if private:
+            metrics[wire.PRIVATE_KEY] = wire.pack({n: result.state[n] for n in private})
         sent = names
         if term.ternary[0]:
             given = dict(zip(names, parameters, strict=True))
@@ -224,9 +227,12 @@ class RegClient(NumPyClient):
                 "pass it, or set fraction_evaluate=0 on the strategy"
             )
         own = [k for k in config if not k.startswith("regs.")]
-        wire.check_config_keys(own, [*wire.EVALUATE_KEYS, *wire.FLOWER_KEYS], "evaluate_config")
+        ours = config.get(wire.METHOD_KEY) == self._method_name()
+        term = chain([t.from_config(config) for t in self.terms] if ours else [])
+        known = [*wire.EVALUATE_KEYS, *wire.FLOWER_KEYS, *term.config()]
+        wire.check_config_keys(own, known, "evaluate_config")
         wire.check_evaluate_config(config, "evaluate_config")
-        self._load(parameters, config)
+        self._load(parameters, config, self._private(term))
         device = resolve_device(self.device)
         loss, count, metrics = self._score(self.model, device)
         if "personalise" in config:
@@ -334,8 +340,18 @@ class RegClient(NumPyClient):
             if f"{t.name}.{slot}" in config
         }
 
-    def _load(self, parameters: NDArrayList, config: Mapping[str, Any]) -> list[str]:
-        """Load the global model by name; return the names in the order of `parameters`."""
+    def _private(self, term: Chain) -> list[str]:
+        """Return the entries of the model that stay here, in its order."""
+        private = term.private(list(self.model.state_dict()))
+        return [n for n in self.model.state_dict() if n in private]
+
+    def _load(
+        self, parameters: NDArrayList, config: Mapping[str, Any], private: Sequence[str]
+    ) -> list[str]:
+        """Load the global model by name, and what is private as this client left it.
+
+        Returns the names in the order of `parameters`.
+        """
         if wire.NAMES_KEY not in config:
             raise wire.ProtocolError(
                 "the config does not name the arrays: build the ClientApp with "
@@ -345,8 +361,15 @@ class RegClient(NumPyClient):
         arrays = {
             n: torch.from_numpy(np.asarray(a)) for n, a in zip(names, parameters, strict=True)
         }
-        wire.check_arrays(arrays, self.model.state_dict(), "the global model")
-        self.model.load_state_dict(arrays)
+        state = self.model.state_dict()
+        shared = {n: v for n, v in state.items() if n not in private}
+        wire.check_arrays(arrays, shared, "the global model")
+        mine = {n: state[n] for n in private}
+        if wire.PRIVATE_KEY in config:
+            kept = wire.unpack(config[wire.PRIVATE_KEY])
+            mine = {n: torch.from_numpy(a) for n, a in kept.items()}
+            wire.check_arrays(mine, {n: state[n] for n in private}, "this client's private entries")
+        self.model.load_state_dict({**arrays, **mine})
         return names
 
 

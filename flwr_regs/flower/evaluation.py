@@ -30,11 +30,14 @@ class Evaluation:
     ----------
     population : Population
     seed : int
+    settings : mapping
+        What every client is told beside the evaluate config.
     """
 
-    def __init__(self, population: Population, seed: int) -> None:
+    def __init__(self, population: Population, seed: int, settings: Mapping[str, Any]) -> None:
         self._population = population
         self._seed = seed
+        self._settings = settings
         self._worked = False
 
     def messages(
@@ -51,7 +54,10 @@ class Evaluation:
                 wire.SEED_KEY: client_seed(self._seed, server_round, pid),
             }
             content = RecordDict(
-                {wire.ARRAYS: arrays, wire.CONFIG: ConfigRecord({**config, **own})}
+                {
+                    wire.ARRAYS: arrays,
+                    wire.CONFIG: ConfigRecord({**config, **self._settings, **own}),
+                }
             )
             self._bytes[pid] = wire.content_bytes(content)
             messages.append(Message(content, self._population.node_id(pid), "evaluate"))

@@ -416,13 +416,20 @@ class RegStrategy(FlowerFedAvg):
                 "downlink='delta' needs the strategy's own start; under a wrapper that drives the "
                 "rounds (Flower's privacy strategies) use downlink='model'"
             )
-        self._state = GlobalState(self.term, wire.from_record(arrays))
+        model = wire.from_record(arrays)
+        private = self.term.private(model)
+        if private:
+            log(INFO, "%d of %d arrays stay with the clients", len(private), len(model))
+        shared = {name: a for name, a in model.items() if name not in private}
+        self._state = GlobalState(self.term, shared)
         self._held = {}
-        self._evaluation = Evaluation(self.population, self.seed)
         self.participation.forget()
         self._entry = {}
         self._released = None
         self._start_id = uuid4().hex[:8]
+        settings: dict[str, Any] = {wire.METHOD_KEY: self.method_name}
+        settings |= {wire.START_KEY: self._start_id, **self.term.config()}  # for what is private
+        self._evaluation = Evaluation(self.population, self.seed, settings)
         self.history = []
         self.population.forget()
 

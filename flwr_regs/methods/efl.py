@@ -85,8 +85,8 @@ class Elastic(Term):
         assert ctx.fisher is not None
         end = {n: ctx.start[n] + d for n, d in delta.items()}  # v_k
         u = ctx.fisher(end, self.fisher_samples)
-        upload = {f"U.{n}": u[n].to(torch.float32) for n in u}
-        return delta, upload | {f"V.{n}": (u[n] * end[n]).to(torch.float32) for n in u}, {}
+        upload = {f"U.{n}": u[n].to(torch.float32) for n in end}
+        return delta, upload | {f"V.{n}": (u[n] * end[n]).to(torch.float32) for n in end}, {}
 
     def update(
         self, server: Slot, delta: Arrays, uploads: Mapping[int, Slot], ctx: ServerContext

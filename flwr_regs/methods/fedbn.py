@@ -1,0 +1,131 @@
+"""FedBN and FedPer: entries of the model that never leave the client.
+
+| *Init*       the shared entries alone; each client's private ones are those of its own model
+| *Broadcast*  the shared entries of ``w_t``
+| *Step*       any method's, on the shared parameters; the plain step on the private ones
+| *Upload*     the shared entries of ``v_k``; the private ones stay in the client's ``Context.state``
+| *Update*     any method's
+
+**FedBN** keeps BatchNorm's parameters and statistics, **FedPer** what is named, above all the classifier.
+Both are terms that compose: ``[FirstOrder(1.0), LocalBatchNorm()]`` is what the FedFOR paper runs under
+covariate shift.
+
+The server never holds the private entries, so the model it returns lacks them, and a client that was never
+trained, or lost its state, uses those it was built with. Evaluate on clients.
+
+Sources: Li, Jiang, Zhang, Kamp, Dou, "FedBN: Federated learning on non-IID features via local batch
+normalization" (2021), Alg. 1; Arivazhagan et al., "Federated learning with personalization layers" (2019).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any, ClassVar
+
+from flwr_regs.flower.client import RegClient
+from flwr_regs.flower.strategy import RegStrategy
+from flwr_regs.method import Term
+
+STATISTIC = "running_mean"
+
+
+@dataclass(frozen=True)
+class LocalBatchNorm(Term):
+    """BatchNorm's parameters and statistics are private.
+
+    A BatchNorm layer is known by its ``running_mean``, on the server too, which sees no modules; one with
+    ``track_running_stats=False`` is not found: name it with :class:`Private`. ValueError if there is none.
+    """
+
+    name: ClassVar[str] = "local-bn"
+
+    def private(self, names: Collection[str]) -> set[str]:
+        layers = {n.removesuffix(STATISTIC) for n in names if n.rpartition(".")[2] == STATISTIC}
+        if not layers:
+            raise ValueError(
+                "FedBN found no BatchNorm layer (no array named running_mean); for other layers use "
+                "Private(patterns)"
+            )
+        return {n for n in names if n.rpartition(".")[0] + "." * ("." in n) in layers}
+
+
+@dataclass(frozen=True)
+class Private(Term):
+    """Named entries of the model are private.
+
+    Parameters
+    ----------
+    patterns : str
+        Shell patterns on ``state_dict`` names with commas between them, e.g. ``"head.*,*.norm?.*"``.
+        ValueError if one of them matches nothing.
+    """
+
+    name: ClassVar[str] = "private"
+    patterns: str
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.patterns, str) or not all(
+            p.strip() for p in self.patterns.split(",")
+        ):
+            raise ValueError(
+                f"patterns must be names with commas between them, not {self.patterns!r}"
+            )
+
+    def private(self, names: Collection[str]) -> set[str]:
+        found: set[str] = set()
+        for pattern in self.patterns.split(","):
+            matched = {n for n in names if fnmatchcase(n, pattern.strip())}
+            if not matched:
+                raise ValueError(
+                    f"the pattern '{pattern.strip()}' matches none of the model's arrays {sorted(names)}"
+                )
+            found |= matched
+        return found
+
+
+class FedBN(RegStrategy):
+    """FedAvg with BatchNorm kept on the clients.
+
+    Parameters
+    ----------
+    **kwargs
+        What every strategy of the package takes: see :class:`flwr_regs.RegStrategy`.
+    """
+
+    method = "FedBN"
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__([LocalBatchNorm()], **kwargs)
+
+
+class FedBNClient(RegClient):
+    """The client of :class:`FedBN`."""
+
+    method = "FedBN"
+    terms = (LocalBatchNorm,)
+
+
+class FedPer(RegStrategy):
+    """FedAvg with named layers, such as the classifier, kept on the clients.
+
+    Parameters
+    ----------
+    patterns : str
+        See :class:`Private`.
+    **kwargs
+        What every strategy of the package takes: see :class:`flwr_regs.RegStrategy`.
+    """
+
+    method = "FedPer"
+
+    def __init__(self, patterns: str, **kwargs: Any) -> None:
+        super().__init__([Private(patterns)], **kwargs)
+
+
+class FedPerClient(RegClient):
+    """The client of :class:`FedPer`."""
+
+    method = "FedPer"
+    terms = (Private,)

@@ -1,0 +1,245 @@
+"""FedBN and private entries: what stays, what never travels, and that it survives across rounds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import Message, RecordDict
+from torch import nn
+
+from flwr_regs import (
+    EFL,
+    Elastic,
+    EmbeddedMomentum,
+    FedAvg,
+    FedAvgClient,
+    FedBN,
+    FedBNClient,
+    FedPer,
+    FedPerClient,
+    FirstOrder,
+    InProcessGrid,
+    LeaveOneOutMean,
+    LocalBatchNorm,
+    Private,
+    Proximal,
+    RegClient,
+    RegStrategy,
+    SelfDistillation,
+    SparseTernary,
+    client_app,
+)
+from flwr_regs.flower import wire
+from tests.conftest import close, make_clients, make_model, run
+from tests.test_laws import SerialisingGrid
+
+BN = {f"1.{n}" for n in ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")}
+
+
+def model() -> nn.Module:
+    return make_model(torch.float64, batch_norm=True)
+
+
+class Tapped(SerialisingGrid):
+    """Keeps the names of every array that is sent or answered, and the clients' states."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.names: set[str] = set()
+        self.blobs: list[RecordDict] = []
+
+    def _note(self, content: RecordDict) -> None:
+        self.blobs.append(content)
+        for record in content.array_records.values():
+            self.names |= set(record)
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        messages = list(messages)
+        for m in messages:
+            self._note(m.content)
+        ids = list(super().push_messages(messages))
+        for i in ids:
+            if not self._replies[i].has_error():
+                self._note(self._replies[i].content)
+        return ids
+
+
+def grid_of(client: Any, kind: Any = Tapped, n: int = 3, **kwargs: Any) -> Any:
+    data = make_clients(n)
+
+    def client_fn(context: Any) -> Any:
+        mine = data[context.node_config["partition-id"]]
+        return client(model(), mine, mine, device="cpu", **kwargs)
+
+    return kind(client_app(client_fn), n)
+
+
+def private_of(grid: Any, pid: int) -> dict[str, np.ndarray]:
+    records = grid._contexts[1000 + pid].state.array_records
+    (key,) = (k for k in records if k.endswith(wire.PRIVATE_KEY))
+    return wire.from_record(records[key])
+
+
+def by_hand(rounds: int, n: int = 3) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """FedBN in plain loops (Alg. 1): two epochs a round, weights n_k / n, BatchNorm local."""
+    data = make_clients(n)
+    models = [model() for _ in data]
+    shares = np.array([sum(len(y) for _, y in d) for d in data], dtype=np.float64)
+    shares /= shares.sum()
+    shared = {k: v.clone() for k, v in model().state_dict().items() if k not in BN}
+    for _ in range(rounds):
+        for m, batches in zip(models, data, strict=True):
+            m.load_state_dict(shared, strict=False)
+            m.train()
+            opt = torch.optim.SGD(m.parameters(), lr=0.2)
+            for _ in range(2):
+                for x, y in batches:
+                    opt.zero_grad()
+                    nn.functional.cross_entropy(m(x), y).backward()
+                    opt.step()
+        ends = [m.state_dict() for m in models]
+        shared = {k: sum(p * e[k] for p, e in zip(shares, ends, strict=True)) for k in shared}
+    return shared, [{k: v for k, v in m.state_dict().items() if k in BN} for m in models]
+
+
+def test_fedbn_equals_the_plain_loops_and_batch_norm_never_travels() -> None:
+    grid = grid_of(FedBNClient)
+    got = run(FedBN(seed=1), FedBNClient, rounds=4, model=model, grid=grid)
+    shared, local = by_hand(4)
+    close(got, {k: v.numpy() for k, v in shared.items()}, 1e-12)
+    for pid in range(3):
+        mine = private_of(grid, pid)
+        assert mine.keys() == BN
+        close(mine, {k: v.numpy() for k, v in local[pid].items()}, 1e-12)
+    assert max(abs(local[0]["1.weight"] - local[1]["1.weight"])) > 1e-3
+    assert grid.names == set(shared)  # in train and evaluate messages and replies alike
+
+
+def test_batch_norm_that_is_averaged_is_another_method() -> None:
+    a = run(FedBN(seed=1), FedBNClient, rounds=3, model=model)
+    b = run(FedAvg(seed=1), FedAvgClient, rounds=3, model=model)
+    assert max(abs(a[k] - b[k]).max() for k in a) > 1e-3
+
+
+def test_clients_evaluate_with_their_own_batch_norm() -> None:
+    strategy = FedBN(seed=1)
+    grid = grid_of(FedBNClient)
+    run(strategy, FedBNClient, rounds=3, model=model, grid=grid)
+    shared, local = by_hand(3)
+    for pid, batches in enumerate(make_clients(3)):
+        m = model()
+        m.load_state_dict({**shared, **local[pid]})
+        m.eval()
+        with torch.no_grad():
+            losses = [float(nn.functional.cross_entropy(m(x), y)) for x, y in batches]
+        told = strategy.history[-1]["evaluate"]["clients"][pid]["loss"]
+        assert told == pytest.approx(np.mean(losses), abs=1e-12)
+
+
+def test_a_client_that_sits_out_keeps_its_entries() -> None:
+    grid = grid_of(FedBNClient, n=5)
+    strategy = FedBN(seed=1, fraction_train=0.4, min_train_nodes=1, fraction_evaluate=0.0)
+    run(strategy, FedBNClient, rounds=6, model=model, grid=grid)
+    turns = {p: sum(p in e["cohort"] for e in strategy.history) for p in range(5)}
+    batches = {p: 2 + p for p in range(5)}
+    assert max(turns.values()) > 1
+    for pid, n in turns.items():
+        if n:  # two epochs a turn, all of them counted
+            assert private_of(grid, pid)["1.num_batches_tracked"] == 2 * batches[pid] * n
+
+
+def test_a_client_that_lost_its_state_goes_on_with_its_own_model() -> None:
+    class Forgetful(InProcessGrid):
+        def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+            self._contexts[1001].state = RecordDict()
+            return super().push_messages(messages)
+
+    strategy = FedBN(seed=1)
+    run(strategy, FedBNClient, model=model, grid=grid_of(FedBNClient, Forgetful))
+    assert not any(e["failures"] for e in strategy.history)
+
+
+def test_personal_layers_are_the_same_mechanism() -> None:
+    grid = grid_of(FedPerClient)
+    got = run(FedPer("3.*", seed=1), FedPerClient, rounds=3, model=model, grid=grid)
+    assert not any(k.startswith("3.") for k in got)
+    assert not any(k.startswith("3.") for k in grid.names)
+    assert private_of(grid, 0).keys() == {"3.weight", "3.bias"}
+    assert abs(private_of(grid, 0)["3.weight"] - private_of(grid, 1)["3.weight"]).max() > 1e-3
+
+
+COMPOSITIONS = [
+    [FirstOrder(0.5)],
+    [EmbeddedMomentum(0.5, 0.5)],
+    [Proximal(0.3)],
+    [Elastic(0.2)],
+    [Elastic(0.2), SparseTernary(0.3, 0.3)],
+    [SelfDistillation(0.3), EmbeddedMomentum(0.5, 0.5), SparseTernary(0.3, 0.3)],
+    [LeaveOneOutMean(0.1)],
+]
+
+
+@pytest.mark.parametrize("terms", COMPOSITIONS, ids=lambda t: "+".join(x.name for x in t))
+@pytest.mark.parametrize("downlink", ["model", "delta"])
+def test_fedbn_goes_on_top_of_any_method(terms: list[Any], downlink: str) -> None:
+    both = [*[t for t in terms if not t.compresses], LocalBatchNorm()]
+    both += [t for t in terms if t.compresses]
+    settings: dict[str, Any] = {"seed": 1, "downlink": downlink}
+    kinds = [type(t) for t in both]
+    grid = grid_of(RegClient, terms=kinds)
+    strategy = RegStrategy(both, **settings)
+    got = run(strategy, RegClient, model=model, grid=grid)
+    assert not any(e["failures"] for e in strategy.history)
+    assert not BN & grid.names
+    plain = run(FedBN(seed=1), FedBNClient, model=model, clients=make_clients(3))
+    assert got.keys() == plain.keys()
+    assert max(abs(got[k] - plain[k]).max() for k in got) > 1e-4
+
+
+@pytest.mark.parametrize(
+    ("strategy", "client", "build", "match"),
+    [
+        (FedBN(), FedBNClient, make_model, "found no BatchNorm layer"),
+        (
+            FedPer("head.*"),
+            FedPerClient,
+            make_model,
+            r"'head.\*' matches none of the model's arrays",
+        ),
+        (FedPer("*"), FedPerClient, make_model, "initial_arrays is empty"),
+    ],
+)
+def test_nothing_to_keep_and_nothing_to_share_are_refused(
+    strategy: Any, client: Any, build: Any, match: str
+) -> None:
+    with pytest.raises(ValueError, match=match):
+        run(strategy, client, model=build)
+
+
+def test_wrong_patterns_are_refused() -> None:
+    with pytest.raises(ValueError, match="patterns must be names"):
+        Private("a,,b")
+    assert Private("0.*, 3.bias").private(["0.weight", "3.bias", "3.weight"]) == {
+        "0.weight",
+        "3.bias",
+    }
+
+
+def test_batch_norm_inside_blocks_is_found() -> None:
+    names = [
+        "conv.weight",
+        "block.bn.weight",
+        "block.bn.running_mean",
+        "block.bn2.weight",
+        "running_mean",
+    ]
+    assert LocalBatchNorm().private(names[:4]) == {"block.bn.weight", "block.bn.running_mean"}
+    assert "running_mean" in LocalBatchNorm().private(names)
+
+
+def test_efl_accepts_it_as_a_name() -> None:
+    assert EFL(0.1).term.private(["a"]) == set()
