@@ -26,6 +26,8 @@ class Reply:
         ``n_k``.
     delta : mapping
         ``v_k − w_t`` of the arrays that came so.
+    steps : tuple
+        ``s_k`` and E, the local steps taken and planned; (1, 1) where the client did not say.
     """
 
     arrays: Mapping[str, np.ndarray]
@@ -33,28 +35,22 @@ class Reply:
     metrics: Any
     num_examples: float
     delta: Mapping[str, np.ndarray] = field(default_factory=dict)
-
-    @property
-    def steps(self) -> tuple[int, int]:
-        """``s_k`` and E, the local steps taken and planned; (1, 1) where the client did not say."""
-        taken = self.metrics.get("local-steps", 1)
-        return taken, self.metrics.get("planned-steps", max(taken, 1))
+    steps: tuple[int, int] = (1, 1)
 
 
-def aggregation_weights(
-    replies: Mapping[int, Reply], weighting: str, incomplete: str = "average"
-) -> dict[int, float]:
+def aggregation_weights(replies: Mapping[int, Reply], weighting: str) -> dict[int, float]:
     """Return ``p_k`` by partition id, summing to one over the replies that are used.
 
-    ``n_k / Σ n`` for ``"num-examples"``, ``1/|S_t|`` for ``"uniform"``. With `incomplete` ``"scale"``,
-    ``(E / s_k) p_k`` for a client that took ``s_k`` of its E steps (EFL, Sec. 4.2): more than one in all.
+    ``n_k / Σ n`` for ``"num-examples"``, ``1/|S_t|`` for ``"uniform"``.
     """
     raw = {k: r.num_examples if weighting == "num-examples" else 1.0 for k, r in replies.items()}
     total = sum(raw.values())
-    share = {k: v / total for k, v in raw.items()}
-    if incomplete == "scale":
-        return {k: p * replies[k].steps[1] / replies[k].steps[0] for k, p in share.items()}
-    return share
+    return {k: v / total for k, v in raw.items()}
+
+
+def scaled(weights: Mapping[int, float], replies: Mapping[int, Reply]) -> dict[int, float]:
+    """Return ``p_k^τ = (E / s_k) p_k`` for clients that took ``s_k`` of their E steps (EFL, Sec. 4.2)."""
+    return {k: p * replies[k].steps[1] / replies[k].steps[0] for k, p in weights.items()}
 
 
 def mean_delta(

@@ -78,6 +78,17 @@ class Chain(Term):
             delta, upload[t.name], client[t.name] = t.finish(delta, _own(ctx, t))
         return delta, upload, client
 
+    def check(self, upload: Slot, params: Arrays, probing: bool = False) -> None:
+        """Check each term's own upload, naming it: those of probing terms in a probe, else the others."""
+        mine = {t.name: t for t in self.terms if t.probes == probing}
+        if unknown := sorted(set(upload) - set(mine)):
+            raise ValueError(f"uploads of {unknown}, expected {sorted(mine)} at most")
+        for name, t in mine.items():
+            try:
+                t.check(upload.get(name, {}), params)
+            except ValueError as error:
+                raise ValueError(f"upload of '{name}': {error}") from error
+
     def update(
         self, server: Slot, delta: Arrays, uploads: Mapping[int, Slot], ctx: ServerContext
     ) -> tuple[Slot, Arrays]:
@@ -108,8 +119,8 @@ def chain(terms: Sequence[Term]) -> Chain:
     Raises
     ------
     ValueError
-        Two terms of one name, two that own the server step, or a compressing term that is not last.
-
+        Two terms of one name, two that own the server step, a compressing term that is not last, or one
+        that needs the Fisher information ahead of one that shifts the start.
     """
     names = [t.name for t in terms]
     if twice := sorted({n for n in names if names.count(n) > 1}):
@@ -118,4 +129,10 @@ def chain(terms: Sequence[Term]) -> Chain:
         raise ValueError(f"only one term can own the server's step, but {owners} all do")
     if early := [t.name for t in terms[:-1] if t.compresses]:
         raise ValueError(f"a term that compresses the update comes last, but {early} do not")
+    shifts = [i for i, t in enumerate(terms) if type(t).start is not Term.start]
+    if early := [t.name for t in terms[: max(shifts, default=0)] if t.needs_fisher]:
+        raise ValueError(
+            f"{early} measure where local training ended: put them behind "
+            f"'{terms[max(shifts)].name}', which shifts where it starts"
+        )
     return Chain(tuple(terms))

@@ -32,8 +32,8 @@ def fisher_diagonal(
 
     That of a sample is ``−loss_fn(model(x), y)`` on it as a batch of one, with the model in eval mode. The
     model, already on `device`, and torch's random state are left as they were; a loader's own generator
-    moves on. There is an entry, in its dtype, for each parameter with ``requires_grad=True``: zeros where
-    no loss reaches it.
+    moves on. There is an entry, in its dtype or a wider one, for each parameter with
+    ``requires_grad=True``: zeros where no loss reaches it.
 
     Parameters
     ----------
@@ -86,7 +86,7 @@ def fisher_diagonal(
                 break
     if not seen:
         raise ValueError(NO_DATA)
-    return {n: (t / seen).to(own[n].dtype) for n, t in total.items()}
+    return {n: t / seen for n, t in total.items()}
 
 
 def _add_squares(total: Tensors, nll: NLL, params: Tensors, rows: Tensor, together: bool) -> bool:

@@ -114,10 +114,8 @@ def local_round(
 
     Raises
     ------
-    ValueError
-        No training data, or not exactly one of `epochs` and `steps`.
-    TypeError
-        `train_data` can be iterated only once.
+    ValueError, TypeError
+        No training data, not exactly one of `epochs` and `steps`; data that can be iterated only once.
     """
     if (epochs is None) == (steps is None) or (epochs or steps or 0) < 1:
         raise ValueError(

@@ -33,10 +33,8 @@ class ClientContext:
     ----------
     start : Arrays
         The parameters at the start of the round, ``w_t``.
-    lr : float
-        The client's learning rate η of this round.
-    num_steps : int
-        The number of local steps ``K_k`` of this round.
+    lr, num_steps : float, int
+        The client's learning rate η and number of local steps ``K_k`` of this round.
     broadcast, client : Slot
         The term's own slots; ``{}`` where there is none (first round, lost state).
     forward : callable
@@ -53,10 +51,8 @@ class ClientContext:
     fisher : callable
         If a term `needs_fisher`: ``fisher(params, max_samples or None) -> Arrays``, the diagonal of the
         empirical Fisher information over the client's data at these parameters.
-    client_id : int
-        The client's partition id; -1 where nobody gave one.
-    batch_size : int
-        Examples in the client's first batch, if a term `needs_features`.
+    client_id, batch_size : int
+        The client's partition id (-1 where nobody gave one), and the examples in its first batch.
     """
 
     start: Arrays
@@ -83,10 +79,8 @@ class ServerContext:
 
     Attributes
     ----------
-    round : int
-        The round t, from 1.
-    lr : float
-        The client learning rate η of round t.
+    round, lr : int, float
+        The round t, from 1, and the client learning rate η in it.
     params : Arrays
         ``w_t``; trainable parameters only.
     previous_step : Arrays or None
@@ -132,10 +126,7 @@ class Term:
     """True if clients answer a question at ``w_t`` (`probe`) before anyone trains."""
 
     def private(self, names: Collection[str]) -> set[str]:
-        """Return which entries of the model, by ``state_dict`` name, stay with each client for good.
-
-        They never travel, and no hook sees them: a client trains them as its optimiser does.
-        """
+        """Return the ``state_dict`` names that stay with each client: they never travel, no hook sees them."""
         return set()
 
     @property
@@ -174,6 +165,9 @@ class Term:
     def finish(self, delta: Arrays, ctx: ClientContext) -> tuple[Arrays, Slot, Slot]:
         """Return (``v_k − w_t`` to be sent, upload slot, client slot) after the last local step."""
         return delta, {}, {}
+
+    def check(self, upload: Slot, params: Arrays) -> None:
+        """Raise ValueError if one client's upload (of `probe`, if the term `probes`) is unusable."""
 
     def update(
         self, server: Slot, delta: Arrays, uploads: Mapping[int, Slot], ctx: ServerContext

@@ -70,7 +70,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             if args.command == "sweep":
                 key, cases = args.key, {v: [f"{args.key}={v}"] for v in args.values.split(",")}
             else:
-                key, cases = "case", dict(map(read_case, args.case))
+                pairs = [read_case(text) for text in args.case]
+                key, cases = "case", dict(pairs)
+                if len(cases) < len(pairs):
+                    raise ValueError(f"each --case needs a label of its own, not {args.case}")
             jobs = {
                 label: [
                     read_settings(args.app, [*settings, *own, f"seed={s}"])[1]

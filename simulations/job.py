@@ -396,7 +396,8 @@ class Job:
                 "downlink": first.downlink,
                 **common,
             }
-        return RegStrategy(sorted(terms, key=lambda t: t.compresses), **common)
+        in_order = sorted(terms, key=lambda t: (t.compresses, t.needs_fisher))
+        return RegStrategy(in_order, **common)
 
     def step_budget(self, server_round: int, pid: int, planned: int) -> int | None:
         """Return the local steps that a client manages in a round; None: all of them.
@@ -407,8 +408,9 @@ class Job:
         """
         if self.straggler_share == 0 and self.drop_out == 0:
             return None
-        slow = np.random.default_rng((self.seed, pid)).random() < self.straggler_share
-        dice = np.random.default_rng((self.seed, pid, server_round))
+        # tagged: cohorts are drawn from (seed, round, client)
+        slow = np.random.default_rng((self.seed, pid, 0, 2)).random() < self.straggler_share
+        dice = np.random.default_rng((self.seed, pid, server_round, 2))
         fraction, gone = dice.uniform(self.straggler_speed, 1), dice.random() < self.drop_out
         return 0 if gone else int(planned * fraction) if slow else planned
 

@@ -24,6 +24,7 @@ def summary(history: dict[str, Any]) -> list[dict[str, Any]]:
         if not trained:  # it failed before the end of round 1
             continue
         down = [b for r in result["rounds"] for b in r["bytes_down"].values()]
+        ahead = sum(b for r in result["rounds"] for b in r.get("bytes_ahead", {}).values())
         up = [b for r in result["rounds"] for b in r.get("bytes_up", {}).values()]
         rows.append(
             {
@@ -33,7 +34,7 @@ def summary(history: dict[str, Any]) -> list[dict[str, Any]]:
                 "rounds_to_target": next(
                     (int(p["round"]) for p in trained if p["accuracy"] >= target), None
                 ),
-                "mb_down": float(np.mean(down)) / 1e6,
+                "mb_down": (sum(down) + ahead) / len(down) / 1e6,
                 "mb_up": float(np.mean(up)) / 1e6,
                 "worst_client": result.get("per_client", {}).get("worst"),
                 "failures": sum(len(r["failures"]) for r in result["rounds"]),

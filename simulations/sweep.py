@@ -106,7 +106,7 @@ def _curve(job: Job) -> tuple[list[float], dict[str, float], list[float]]:
         nothing = [float("nan")] * job.rounds
         return nothing, {"worst": float("nan"), "std": float("nan")}, nothing
     spent = [
-        sum(bytes_of for way in ("bytes_down", "bytes_up") for bytes_of in r[way].values())
+        sum(n for way in ("bytes_down", "bytes_up", "bytes_ahead") for n in r.get(way, {}).values())
         for r in result["rounds"]
     ]
     megabytes = (np.cumsum(spent) / job.num_clients / 1e6).tolist()
@@ -123,5 +123,5 @@ def _last(runs: Sequence[Sequence[float]]) -> list[float]:
 
 def _mean(values: Sequence[float]) -> str:
     if not np.all(np.isfinite(values)):
-        return "diverged"
+        return "stopped"
     return f"{100 * np.mean(values):.2f} ± {100 * np.std(values):.2f}"

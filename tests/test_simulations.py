@@ -227,7 +227,7 @@ def test_a_sweep_survives_a_value_that_diverges(tmp_path: Path) -> None:
     args = ["sweep", "lr", "methods=FedAvg", "rounds=2", "--values", "0.05,1e30", "--seeds", "1"]
     assert cli.main([*args, "--app", str(ROOT), f"out={tmp_path}"]) == 0
     table = (tmp_path / "sweep.md").read_text()
-    assert "| 1e30 | diverged |" in table
+    assert "| 1e30 | stopped |" in table
     assert "Best by the last five rounds: **0.05**" in table
 
 
@@ -390,6 +390,9 @@ def test_a_case_without_a_label_is_refused(
     args = ["compare", "--case", "methods=FedAvg", "--app", str(ROOT), f"out={tmp_path}"]
     assert cli.main(args) == 2
     assert "--case must look like 'LABEL: key=value ...'" in capsys.readouterr().err
+    args[1:3] = ["--case", "a: lr=0.1", "--case", "a: lr=0.2"]
+    assert cli.main(args) == 2
+    assert "each --case needs a label of its own" in capsys.readouterr().err
 
 
 def test_each_domain_shows_the_same_images_otherwise() -> None:

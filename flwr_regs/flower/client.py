@@ -24,7 +24,7 @@ from flwr_regs.batches import (
 )
 from flwr_regs.chain import Chain, chain
 from flwr_regs.classifier import find_classifier
-from flwr_regs.codec import encode
+from flwr_regs.codec import decode, encode
 from flwr_regs.features import FeatureTap
 from flwr_regs.flower import wire
 from flwr_regs.local_round import LossFn, OptimizerFn, local_round
@@ -94,6 +94,8 @@ class RegClient(NumPyClient):
         for name, budget in (("step_budget", step_budget), ("time_budget", time_budget)):
             if budget is not None and not budget >= 0:
                 raise ValueError(f"{name} must be at least 0 or None, not {budget}")
+        if step_budget is not None and not isinstance(step_budget, int):
+            raise TypeError(f"step_budget must be a whole number, not {step_budget}")
         if classifier is not None or any(t.needs_features for t in self.terms):
             find_classifier(
                 model, classifier
@@ -144,6 +146,10 @@ class RegClient(NumPyClient):
         device = resolve_device(self.device)
         if config.get(wire.PROBE_KEY):
             return self._probe(term, config, device)
+        kept = self._slots(config, "client")
+        if any(term.ternary):
+            self._refuse_tied()
+            self._take_back(term, config, kept)
         with self._seeded(config, device):
             result = local_round(
                 self.model,
@@ -156,7 +162,7 @@ class RegClient(NumPyClient):
                 optimizer=self.optimizer,
                 device=device,
                 broadcast=broadcast,
-                client=self._slots(config, "client"),
+                client=kept,
                 classifier=self.classifier,
                 client_id=config.get(wire.CLIENT_KEY, -1),
                 max_steps=self.step_budget,
@@ -181,9 +187,34 @@ class RegClient(NumPyClient):
         if term.ternary[0]:
             given = dict(zip(names, parameters, strict=True))
             sent = [n for n in buffers if not np.array_equal(result.state[n].numpy(), given[n])]
-            coded = encode({n: result.delta[n].numpy() for n in sorted(result.delta)})
+            delta = {n: d.numpy() for n, d in result.delta.items()}
+            coded = encode(wire.in_code_order(delta, delta))
             metrics |= {wire.SENT_KEY: json.dumps(sent), wire.UPDATE_KEY: coded}
+            if result.num_steps:
+                pending = {"update": np.frombuffer(coded, np.uint8)}
+                pending["round"] = np.asarray(config[wire.ROUND_KEY])
+                metrics[wire.PENDING_KEY] = wire.pack(pending)
         return [result.state[n].numpy() for n in sent], result.num_examples, metrics
+
+    def _refuse_tied(self) -> None:
+        found = dict(self.model.named_parameters(remove_duplicate=False))
+        if tied := sorted(set(found) - set(dict(self.model.named_parameters()))):
+            raise ValueError(
+                f"compression does not go with tied weights, but {tied} are other names of parameters"
+            )
+
+    def _take_back(self, term: Chain, config: Mapping[str, Any], kept: Slot) -> None:
+        """Put the last update back into the residual in `kept` if the server did not use it."""
+        if wire.PENDING_KEY not in config or not term.ternary[0]:
+            return
+        pending = wire.unpack(config[wire.PENDING_KEY])
+        if int(pending["round"]) == config.get(wire.USED_KEY):
+            return
+        (name,) = (t.name for t in term.terms if t.ternary[0])
+        residual = kept[name]
+        like = {n: r.numpy() for n, r in residual.items()}
+        update = decode(pending["update"].tobytes(), wire.in_code_order(like, like))
+        kept[name] = {n: r + torch.from_numpy(update[n]) for n, r in residual.items()}
 
     def _probe(
         self, term: Chain, config: Mapping[str, Any], device: torch.device

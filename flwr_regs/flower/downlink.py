@@ -58,7 +58,7 @@ class Downlink:
         self._coded = coded
         self._broadcast = broadcast
         self._recovered = recovered
-        self._since: dict[int, Content] = {}
+        self._since: dict[tuple[int, bool], Content] = {}
 
     def content(self, held_round: int | None, probe: bool = False) -> Content:
         """Return (records, config entries) for a client that last kept the model of `held_round`.
@@ -82,11 +82,15 @@ class Downlink:
             steps = self._state.coded_steps
             if any(r not in steps for r in range(held_round, self._round)):
                 return whole
-            if held_round not in self._since:
-                update = self._coded_since(held_round)
-                self._since[held_round] = update if _bytes(update) < _bytes(whole) else whole
-            return self._since[held_round]
-        return self._delta if held_round == self._round - 1 else whole
+            key = (held_round, probe)
+            if key not in self._since:
+                update = self._coded_since(held_round, probe)
+                self._since[key] = update if _bytes(update) < _bytes(whole) else whole
+            return self._since[key]
+        if held_round != self._round - 1:
+            return whole
+        step, config = self._delta
+        return {wire.ARRAYS: step} | ({} if probe else self._explicit), config
 
     @cached_property
     def _whole(self) -> ArrayRecord:
@@ -117,15 +121,15 @@ class Downlink:
         return wire.digest(self._state.model)
 
     @cached_property
-    def _delta(self) -> Content:
+    def _delta(self) -> tuple[ArrayRecord, dict[str, Any]]:
         step = wire.to_record(self._state.step or {})
-        return {wire.ARRAYS: step, **self._explicit}, self._base(self._round - 1, "delta")
+        return step, self._base(self._round - 1, "delta")
 
-    def _coded_since(self, held_round: int) -> Content:
+    def _coded_since(self, held_round: int, probe: bool) -> Content:
         state = self._state
         buffers = state.buffers or frozenset()
         moved = {n: state.model[n] for n in buffers if state.changed[n] >= held_round}
-        return {wire.ARRAYS: wire.to_record(moved), **self._explicit}, {
+        return {wire.ARRAYS: wire.to_record(moved)} | ({} if probe else self._explicit), {
             **self._base(held_round, "ternary"),
             wire.STEPS_KEY: [state.coded_steps[r] for r in range(held_round, self._round)],
             wire.BUFFERS_KEY: wire.mask(buffers, state.model),
@@ -161,7 +165,7 @@ def rebuild_coded(
     if base is None:
         return None, {}
     model = {**base, **moved}
-    trained = {n: model[n] for n in sorted(set(model) - wire.unmask(buffers, model))}
+    trained = wire.in_code_order(model, set(model) - wire.unmask(buffers, model))
     step: wire.NDArrays = {}
     for coded in steps:
         step = decode(coded, trained)

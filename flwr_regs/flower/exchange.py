@@ -11,11 +11,12 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 from flwr.common.logger import log
 from flwr.serverapp import Grid
 
+from flwr_regs.chain import Chain
 from flwr_regs.flower import wire
 from flwr_regs.flower.downlink import Downlink
 from flwr_regs.flower.population import Population
 from flwr_regs.flower.replies import receive_uploads, sort_replies, told
-from flwr_regs.method import Slot, Term
+from flwr_regs.method import Slot
 
 
 def client_seed(seed: int, server_round: int, pid: int) -> int:
@@ -35,6 +36,8 @@ class Exchange:
     population : Population
     held : dict
         Partition id -> round whose model that client last kept; kept up to date here.
+    used : mapping or None
+        Partition id -> round whose reply of that client was last averaged; None if clients need not know.
     entry : dict
         The round's history entry: the bytes and the failures of a probe are noted in it.
     """
@@ -47,6 +50,7 @@ class Exchange:
         downlink: Downlink,
         population: Population,
         held: dict[int, int],
+        used: Mapping[int, int] | None,
         entry: dict[str, Any],
     ) -> None:
         self._round = server_round
@@ -55,6 +59,7 @@ class Exchange:
         self._downlink = downlink
         self._population = population
         self._held = held
+        self._used = used
         self._entry = entry
         self._answers: dict[int, Slot] = {}
         self._ahead_of: dict[int, int] = {}
@@ -70,7 +75,7 @@ class Exchange:
             messages.append(Message(content, self._population.node_id(pid), "train"))
         return messages
 
-    def probe(self, cohort: list[int], term: Term, grid: Grid, timeout: float) -> list[int]:
+    def probe(self, cohort: list[int], term: Chain, grid: Grid, timeout: float) -> list[int]:
         """Hold the round's first exchange, ``w_t`` down and the terms' probes up; return who answered.
 
         A client that does not answer is left out of the round and named among its failures.
@@ -80,7 +85,10 @@ class Exchange:
         down: dict[int, int] = dict.fromkeys(cohort, 0)
         up: dict[int, int] = {}
         asked = {pid: self._content(pid, self._held.get(pid), probe=True) for pid in cohort}
-        while asked:
+        for last in (
+            False,
+            True,
+        ):  # a client that has lost its model is asked once more, with the model
             messages = [
                 Message(content, self._population.node_id(pid), wire.PROBE)
                 for pid, content in asked.items()
@@ -91,13 +99,19 @@ class Exchange:
             for pid, content in asked.items():
                 down[pid] += wire.content_bytes(content)
             lost = [pid for pid, reply in answered.items() if is_out_of_sync(reply)]
+            if last:
+                failures |= dict.fromkeys(lost, "it says that it lacks the model it was just sent")
             for pid in sorted(set(answered) - set(lost)):
                 try:
                     content = answered[pid].content
-                    uploads[pid] = receive_uploads(f"the probe of client {pid}", content)
+                    found = receive_uploads(f"the probe of client {pid}", content)
+                    term.check(found, {}, probing=True)
+                    uploads[pid] = found
                     up[pid] = wire.content_bytes(content)
-                except wire.ProtocolError as error:
+                except ValueError as error:
                     failures[pid] = str(error)
+            if not lost:
+                break
             asked = {pid: self._content(pid, None, probe=True) for pid in lost}
         if failures:
             log(WARNING, "\t> in the first exchange: %s", told(failures))
@@ -134,6 +148,8 @@ class Exchange:
             wire.SEED_KEY: client_seed(self._seed, self._round, pid),
             wire.CLIENT_KEY: pid,
         }
+        if self._used is not None:
+            own[wire.USED_KEY] = self._used.get(pid, 0)
         if probe:
             own |= {wire.PROBE_KEY: True, wire.KEEP_KEY: True}
         config = ConfigRecord({**self._settings, **scalars, **own})

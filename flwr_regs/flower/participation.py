@@ -41,16 +41,25 @@ class Participation:
         self._steps = 1  # E, the most that any client was asked for
         self._left: set[int] = set()
         self._members: list[int] | None = None
+        self._seen: set[int] = set()  # who has been here
+        self._gone: set[int] = set()  # who has been missing since
         self._origin = 1
+
+    @property
+    def drops(self) -> bool:
+        """Whether often inactive clients are dropped."""
+        return self._bound is not None
 
     def remaining(
         self, members: list[int], server_round: int, num_rounds: int, entry: dict[str, Any]
     ) -> list[int]:
         """Return the clients that cohorts are drawn from; note drops and shifts in the history.
 
-        A client is dropped for good, and never before its second turn or as the last one.
+        A client is dropped for good, never before its second turn, and taken back only if nobody else is
+        there. The schedule restarts for what is new: a client's first arrival, its first departure or
+        its drop, not for one that comes and goes.
         """
-        if self._bound is not None and num_rounds:
+        if self._bound is not None:
             limit = self._bound / (num_rounds * self._steps)
             for pid, turns in self._turns.items():
                 share = self._inactive.get(pid, 0) / turns
@@ -67,13 +76,17 @@ class Participation:
                         limit,
                     )
         mine = [p for p in members if p not in self._left]
+        if not mine:
+            log(WARNING, "only dropped clients are here: taking %s back", members)
+            mine, self._left = members, set()
         if self._members is not None and mine != self._members:
-            entry["shift"] = {
-                "arrived": sorted(set(mine) - set(self._members)),
-                "departed": sorted(set(self._members) - set(mine)),
-            }
-            if self._restart:
+            arrived = sorted(set(mine) - set(self._members))
+            departed = sorted(set(self._members) - set(mine))
+            entry["shift"] = {"arrived": arrived, "departed": departed}
+            if self._restart and (set(arrived) - self._seen or set(departed) - self._gone):
                 self._origin = server_round
+            self._gone |= set(departed)
+        self._seen |= set(mine)
         self._members = mine
         return mine
 

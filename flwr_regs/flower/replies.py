@@ -9,6 +9,7 @@ from typing import Any
 from flwr.app import ConfigRecord, Message, MetricRecord, RecordDict
 
 from flwr_regs.aggregation import Reply
+from flwr_regs.chain import Chain
 from flwr_regs.codec import decode
 from flwr_regs.flower import wire
 
@@ -65,31 +66,28 @@ def receive_metrics(
             f"the reply of client {pid}: metric '{weighted_by_key}' must be a positive number, "
             f"not {count!r}"
         )
-    taken = metrics.get("local-steps", 1)
-    planned = metrics.get("planned-steps", taken)
-    if (
-        not isinstance(taken, int | float)
-        or not isinstance(planned, int | float)
-        or not 0 <= taken <= planned < float("inf")
-    ):
-        raise wire.ProtocolError(
-            f"the reply of client {pid}: it took {taken!r} local steps of {planned!r}"
-        )
     return metrics, float(count)
 
 
 def receive(
-    pid: int, content: RecordDict, model: wire.NDArrays, method: str, weighted_by_key: str
+    pid: int,
+    content: RecordDict,
+    model: wire.NDArrays,
+    method: str,
+    term: Chain,
+    config: Mapping[str, Any],
+    weighted_by_key: str,
 ) -> tuple[Reply, frozenset[str]]:
     """Check a train reply; return it with the names that the client does not train.
 
-    A client that names no method is a plain one; only FedAvg can use its answer.
+    A client that names no method is a plain one; only FedAvg can use its answer. `config` is the round's.
 
     Raises
     ------
     ProtocolError
         Another method's client, records missing, arrays that do not match the global model by name,
-        shape or dtype, NaN or infinity, or no positive number of examples.
+        shape or dtype, NaN or infinity, no positive number of examples, an upload that a term cannot
+        use, or steps that the round did not ask for.
     """
     what = f"the reply of client {pid}"
     told: dict[str, Any] = dict(content.config_records.get(wire.CONFIG, ConfigRecord()))
@@ -112,14 +110,37 @@ def receive(
             buffers = wire.unmask(told[wire.BUFFERS_KEY], model)
         delta, expected = {}, model
         if wire.UPDATE_KEY in told:
-            mine = {n: model[n] for n in sorted(set(model) - buffers)}
-            delta = decode(told[wire.UPDATE_KEY], mine)
+            delta = decode(told[wire.UPDATE_KEY], wire.in_code_order(model, set(model) - buffers))
             expected = {n: model[n] for n in arrays if n in buffers}
+        steps = (1, 1)
+        if wire.METHOD_KEY in told:
+            steps = _steps(metrics, config, count)
+        if steps[0]:
+            term.check(uploads, {n: a for n, a in model.items() if n not in buffers})
     except (ValueError, TypeError, EOFError) as error:
-        raise wire.ProtocolError(f"{what} cannot be read: {error}") from error
+        raise wire.ProtocolError(f"{what} cannot be used: {error}") from error
     wire.check_arrays(arrays, expected, what)
     wire.check_finite(arrays, what, model)
-    return Reply(arrays, uploads, metrics, count, delta), buffers
+    return Reply(arrays, uploads, metrics, count, delta, steps), buffers
+
+
+def _steps(metrics: MetricRecord, config: Mapping[str, Any], count: float) -> tuple[int, int]:
+    """Return ``s_k`` and E as the client told them; raise ValueError unless the round allows them."""
+    taken, planned = metrics.get("local-steps"), metrics.get("planned-steps")
+    asked = config.get("local-steps")
+    most = asked or config["local-epochs"] * count  # a step is at least one example
+    if (
+        not isinstance(taken, int)
+        or not isinstance(planned, int)
+        or not 0 <= taken <= planned <= most
+        or (asked and planned != asked)
+        or planned == 0
+    ):
+        raise ValueError(
+            f"{taken!r} local steps of {planned!r}, where the round asked for "
+            + (f"{asked}" if asked else f"at most {most:.0f}")
+        )
+    return taken, planned
 
 
 def receive_uploads(what: str, content: RecordDict) -> dict[str, wire.NDArrays]:

@@ -7,11 +7,14 @@ from typing import Any
 
 import numpy as np
 
-from flwr_regs.aggregation import Reply, mean_delta
+from flwr_regs.aggregation import Reply, mean_delta, scaled
 from flwr_regs.chain import Chain
 from flwr_regs.codec import encode
 from flwr_regs.flower import wire
 from flwr_regs.method import ServerContext, Slot
+
+MOST_STEPS = 50
+"""Coded steps to keep: each one missed costs a client a pass over the whole model."""
 
 
 class GlobalState:
@@ -38,7 +41,7 @@ class GlobalState:
         Arrays that the clients do not train: buffers and frozen parameters; None until they said so.
     coded_steps : dict of int to bytes
         If the method's steps are ternary: round -> the step made at its end, as it travels. As many of
-        the last ones as are together smaller than the model.
+        the last ones as are together smaller than the model, and no more than a client decodes quickly.
     changed : dict of str to int
         Array -> the last round that changed it.
 
@@ -88,9 +91,15 @@ class GlobalState:
         return True
 
     def advance(
-        self, replies: Mapping[int, Reply], weights: Mapping[int, float], ctx: ServerContext
+        self,
+        replies: Mapping[int, Reply],
+        weights: Mapping[int, float],
+        ctx: ServerContext,
+        scale: bool = False,
     ) -> None:
         """Average the replies, let the terms make the step, and move by it.
+
+        With `scale`, incomplete clients weigh more; not their buffers, whose mean must be a mean.
 
         The step is rounded to the model's dtype first and the model moves by exactly that: a client
         that adds the same step to the same model then holds the same bits.
@@ -98,6 +107,9 @@ class GlobalState:
         Raises ProtocolError, and changes nothing, if the new model would not be finite.
         """
         delta = mean_delta(self.model, replies, weights)
+        if scale:
+            parameters = self._trainable(self.model)
+            delta |= mean_delta(parameters, replies, scaled(weights, replies))
         uploads = {pid: r.uploads for pid, r in replies.items()}
         server, step = self._term.update(self.server, self._trainable(delta), uploads, ctx)
         server, step = self._term.release(server, step, ctx)
@@ -106,9 +118,10 @@ class GlobalState:
         wire.check_finite(model, "the new global model", self.model)
         if self._term.ternary[1]:
             mine = self._trainable(rounded)
-            self.coded_steps[ctx.round] = encode({n: mine[n] for n in sorted(mine)})
+            self.coded_steps[ctx.round] = encode(wire.in_code_order(mine, mine))
             size = sum(w.nbytes for w in model.values())
-            while sum(map(len, self.coded_steps.values())) > size:
+            logged = self.coded_steps
+            while len(logged) > MOST_STEPS or sum(map(len, logged.values())) > size:
                 del self.coded_steps[min(self.coded_steps)]
         self.server, self.step, self.model = server, rounded, model
         self.previous_lr = ctx.lr

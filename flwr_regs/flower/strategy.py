@@ -105,6 +105,8 @@ class RegStrategy(FlowerFedAvg):
     _state: GlobalState
     _released: ArrayRecord | None  # what the last aggregate_train returned
     _held: dict[int, int]  # partition id -> round whose model that client last kept
+    _used: dict[int, int]  # partition id -> round whose reply of that client was last averaged
+    _settings: dict[str, Any]  # the round's config
     _entry: dict[str, Any]
     _start_id: str
     _evaluation: Evaluation
@@ -145,6 +147,10 @@ class RegStrategy(FlowerFedAvg):
             downlink = "delta"
         if overlap and downlink != "delta":
             raise ValueError("overlap=True needs downlink='delta'")
+        if overlap and self.term.ternary[1]:
+            raise ValueError(
+                "overlap=True sends whole models ahead, which a compressed downlink is there to avoid"
+            )
         if min_replies < 1:
             raise ValueError(f"min_replies must be at least 1, not {min_replies}")
         for name in ("fraction_train", "fraction_evaluate"):
@@ -271,8 +277,16 @@ class RegStrategy(FlowerFedAvg):
             wire.PROTOCOL_KEY: wire.PROTOCOL,
             wire.START_KEY: self._start_id,
         }
+        self._settings = settings
         self._exchange = Exchange(
-            server_round, self.seed, settings, downlink, self.population, self._held, self._entry
+            server_round,
+            self.seed,
+            settings,
+            downlink,
+            self.population,
+            self._held,
+            self._used if self.term.ternary[0] else None,
+            self._entry,
         )
         ready = cohort
         if any(t.probes for t in self.term.terms):
@@ -327,6 +341,8 @@ class RegStrategy(FlowerFedAvg):
                     answered[pid].content,
                     self._state.model,
                     self.method_name,
+                    self.term,
+                    self._settings,
                     self.weighted_by_key,
                 )
             except wire.ProtocolError as error:
@@ -344,21 +360,25 @@ class RegStrategy(FlowerFedAvg):
         if len(usable) < self.min_replies:
             raise RoundFailed(
                 f"round {server_round} of {self.method_name}: {len(usable)} usable replies from a "
-                f"cohort of {len(entry['cohort'])}, needed {self.min_replies}; {told(failures)}"
-                + (f"; inactive: {entry['inactive']}" if entry["inactive"] else "")
-                + (f"; incomplete: {entry['incomplete']}" if entry["incomplete"] else "")
+                f"cohort of {len(entry['cohort'])}, needed {self.min_replies}; "
+                + "; ".join(
+                    [told(failures)] * bool(failures)
+                    + [f"{k}: {entry[k]}" for k in ("inactive", "incomplete") if entry[k]]
+                )
             )
 
         self._state.buffers = agreed
         try:
-            weights = aggregation_weights(usable, self.weighting, self.participation.incomplete)
-            self._state.advance(usable, weights, self._ctx)
+            weights = aggregation_weights(usable, self.weighting)
+            scale = self.participation.incomplete == "scale"
+            self._state.advance(usable, weights, self._ctx, scale)
         except wire.ProtocolError as error:
             raise RoundFailed(
                 f"round {server_round} of {self.method_name} diverged: {error}; `strategy.arrays` is "
                 "the model before it; try a smaller learning rate"
             ) from error
         self._held |= dict.fromkeys(answered, server_round)
+        self._used |= dict.fromkeys(usable, server_round)
         self._exchange.got_ahead(replies)
 
         metrics = self.train_metrics_aggr_fn(
@@ -411,10 +431,15 @@ class RegStrategy(FlowerFedAvg):
     def _begin(self, arrays: ArrayRecord, config: ConfigRecord) -> None:
         """Start afresh: also where a wrapper (Flower's DP strategies) calls round 1 directly."""
         self._check_config(config)
-        if self.downlink == "delta" and not self._num_rounds:
+        if self.downlink == "delta" and not any(self.term.ternary) and not self._num_rounds:
             raise ValueError(
                 "downlink='delta' needs the strategy's own start; under a wrapper that drives the "
                 "rounds (Flower's privacy strategies) use downlink='model'"
+            )
+        if not self._num_rounds and (any(self.term.ternary) or self.participation.drops):
+            raise ValueError(
+                "compression and drop_inactive need the strategy's own start: a wrapper that drives the "
+                "rounds (Flower's privacy strategies) reads dense updates and has no number of rounds"
             )
         model = wire.from_record(arrays)
         private = self.term.private(model)
@@ -424,6 +449,7 @@ class RegStrategy(FlowerFedAvg):
         self._state = GlobalState(self.term, shared)
         self._held = {}
         self.participation.forget()
+        self._used = {}
         self._entry = {}
         self._released = None
         self._start_id = uuid4().hex[:8]
@@ -441,5 +467,8 @@ class RegStrategy(FlowerFedAvg):
         counts, classes = self.population.label_counts(grid)
         left = {p: c for p, c in counts.items() if p in members}
         if len(left) < len(counts):  # clients were dropped
-            classes &= {i for c in left.values() for i, n in enumerate(c) if n > 0}
+            held = {i for c in left.values() for i, n in enumerate(c) if n > 0}
+            if classes - held:
+                log(WARNING, "only dropped clients hold the classes %s", sorted(classes - held))
+            classes = classes & held
         return class_covering_cohort(left, key, size, classes)

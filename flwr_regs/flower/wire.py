@@ -45,6 +45,8 @@ NAMES_KEY = "regs.names"
 BUFFERS_KEY = "regs.not-trainable"
 SENT_KEY = "regs.sent"
 PRIVATE_KEY = "regs.private.client"
+PENDING_KEY = "regs.pending.client"
+USED_KEY = "regs.used-round"
 UPDATE_KEY = "regs.update"
 STEPS_KEY = "regs.steps"
 DOWNLINK_KEY = "regs.downlink"
@@ -110,6 +112,11 @@ def digest(model: Mapping[str, np.ndarray]) -> str:
         h.update(f"{name}{a.dtype}{a.shape}".encode())
         h.update(a.tobytes())
     return h.hexdigest()
+
+
+def in_code_order(arrays: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    """Return the named arrays in the order in which both ends code them as one vector."""
+    return {name: arrays[name] for name in sorted(names)}
 
 
 def mask(chosen: Iterable[str], names: Iterable[str]) -> bytes:

@@ -88,6 +88,19 @@ class Elastic(Term):
         upload = {f"U.{n}": u[n].to(torch.float32) for n in end}
         return delta, upload | {f"V.{n}": (u[n] * end[n]).to(torch.float32) for n in end}, {}
 
+    def check(self, upload: Slot, params: Arrays) -> None:
+        expected = (
+            {f"{s}.{n}": p.shape for n, p in params.items() for s in "UV"} if self.lam else {}
+        )
+        if upload.keys() != expected.keys():
+            raise ValueError(f"arrays {sorted(upload)}, expected {sorted(expected)}")
+        for key, shape in expected.items():
+            a = upload[key]
+            if a.shape != shape or a.dtype != np.float32:
+                raise ValueError(f"'{key}' is {a.dtype} {a.shape}, expected float32 {shape}")
+            if key.startswith("U.") and (a < 0).any():
+                raise ValueError(f"'{key}' holds negative squares")
+
     def update(
         self, server: Slot, delta: Arrays, uploads: Mapping[int, Slot], ctx: ServerContext
     ) -> tuple[Slot, Arrays]:
@@ -140,9 +153,8 @@ class SparseTernary(Term):
             return server, step
         total = {n: torch.as_tensor(server[n] + s if server else s) for n, s in step.items()}
         sent = sparse_ternary(total, self.density_down)
-        return {n: (total[n] - sent[n]).numpy() for n in total}, {
-            n: s.numpy() for n, s in sent.items()
-        }
+        rounded = {n: s.numpy().astype(ctx.params[n].dtype) for n, s in sent.items()}
+        return {n: total[n].numpy() - rounded[n] for n in total}, rounded
 
 
 def sparse_ternary(update: Arrays, density: float) -> Arrays:
@@ -157,8 +169,9 @@ def sparse_ternary(update: Arrays, density: float) -> Arrays:
     tied = size == least
     keep = (size > least) | (tied & (tied.cumsum(0) <= k - (size > least).sum()))
     mu = (size * keep).sum(dtype=torch.float64) / k
-    # + 0.0 turns a negative zero, which no code carries, into a positive one
-    sent = torch.where(keep, mu.to(flat.dtype) * flat.sign(), 0.0) + 0.0
+    mu = mu.to(flat.dtype)
+    # + 0 turns a negative zero, which no code carries, into a positive one; NaN, if any, goes everywhere
+    sent = torch.where(keep, mu * flat.sign(), 0.0) + 0.0 * mu
     parts = torch.split(sent, [t.numel() for t in update.values()])
     shaped = zip(update.items(), parts, strict=True)
     return {n: part.reshape(t.shape).to(t.dtype) for (n, t), part in shaped}

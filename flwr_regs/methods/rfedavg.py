@@ -54,8 +54,17 @@ def _check(lam: float, delta_batches: int | None) -> None:
         raise ValueError(f"delta_batches must be at least 1 or None, not {delta_batches}")
 
 
+class _Means(Term):
+    """What both have in common: the upload is one δ."""
+
+    def check(self, upload: Slot, params: Arrays) -> None:
+        if upload.keys() != {"delta"} or upload["delta"].ndim != 1:
+            shapes = {key: a.shape for key, a in upload.items()}
+            raise ValueError(f"arrays {shapes}, expected one vector 'delta'")
+
+
 @dataclass(frozen=True)
-class FeatureTable(Term):
+class FeatureTable(_Means):
     """rFedAvg's regulariser against the table of everyone's δ (Alg. 1).
 
     Parameters
@@ -99,7 +108,7 @@ class FeatureTable(Term):
 
 
 @dataclass(frozen=True)
-class LeaveOneOutMean(Term):
+class LeaveOneOutMean(_Means):
     """rFedAvg+'s regulariser against the mean of the other clients' δ (Alg. 2).
 
     Parameters
