@@ -126,7 +126,7 @@ class Term:
     """True if clients answer a question at ``w_t`` (`probe`) before anyone trains."""
 
     def private(self, names: Collection[str]) -> set[str]:
-        """Return the ``state_dict`` names that stay with each client: they never travel, no hook sees them."""
+        """Return the ``state_dict`` names that never leave a client; no hook sees these."""
         return set()
 
     @property
