@@ -280,12 +280,22 @@ def test_the_noise_does_not_follow_from_the_runs_seed() -> None:
         (lambda: RFedAvg(lam=1.0, delta_batches=0), "delta_batches must be at least 1"),
         (lambda: RFedAvgPlus(lam=1.0, noise_std=1.0), "give both"),
         (lambda: RFedAvgPlus(lam=1.0, clip_norm=0.0), "clip_norm must be positive"),
-        (lambda: RFedAvg(lam=1.0, downlink="delta"), "does not follow from the last global step"),
     ],
 )
 def test_wrong_settings_are_refused(build: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         build()
+
+
+def test_the_table_travels_beside_the_step_on_a_delta_downlink() -> None:
+    """It does not follow from the step, so it is sent; the weights are the same to the bit."""
+    got = {
+        way: run(RFedAvg(lam=0.5, downlink=way, seed=1), RFedAvgClient, clients=make_clients(3))
+        for way in ("model", "delta")
+    }
+    close(got["model"], got["delta"], 0.0)
+    plain = run(RFedAvg(lam=0.0, seed=1), RFedAvgClient, clients=make_clients(3))
+    assert max(abs(got["delta"][n] - plain[n]).max() for n in plain) > 1e-3
 
 
 def test_delta_is_over_the_whole_local_data_and_of_the_local_model() -> None:
