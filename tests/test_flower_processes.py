@@ -68,6 +68,7 @@ def stop(pid: int) -> None:
         os.kill(pid, signal.SIGKILL)
 
 
+PRIVATE = ("FedBN", "FedPer")  # they need a model with BatchNorm, or with the named layers
 SMALL: dict[str, Any] = {"rounds": 3, "local_epochs": 1}
 
 
@@ -88,7 +89,7 @@ def assert_same(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> None:
 
 def test_flwr_regs_run_ends_with_a_table_a_plot_and_a_history(tmp_path: Path) -> None:
     """Ray; from another folder; and the weights are those of one process."""
-    methods = [*METHODS, "FedADC+SelfDistillation+Ternary"]
+    methods = [m for m in METHODS if m not in PRIVATE] + ["FedADC+SelfDistillation+Ternary"]
     settings = {**SMALL, "fraction_train": 0.5, "methods": ",".join(methods)}
     args = [f"{k.replace('_', '-')}={v}" for k, v in settings.items()]
     run = command(
@@ -110,6 +111,26 @@ def test_flwr_regs_run_ends_with_a_table_a_plot_and_a_history(tmp_path: Path) ->
     assert_same(
         dict(load_file(folder / "FedFOR.safetensors")), in_process(tmp_path / "x", **settings)
     )
+
+
+def test_private_entries_survive_in_ray(tmp_path: Path) -> None:
+    """Clients test with what they kept: as many batches counted as they trained on."""
+    settings = {"rounds": 2, "local_epochs": 1, "num_clients": 5, "dataset": "digits-domains"}
+    settings |= {"partition": "iid", "methods": "FedBN+FedFOR,FedBN+FedADC,EFL+FedBN,FedPer"}
+    args = [f"{k.replace('_', '-')}={v}" for k, v in settings.items()]
+    run = command(
+        BIN / "flwr-regs", "run", *args, "--app", ROOT, env=environment(tmp_path), cwd=tmp_path
+    )
+    assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-3000:]
+    (folder,) = (tmp_path / "results").iterdir()
+    history = json.loads((folder / "history.json").read_text())["methods"]
+    for method, entry in history.items():
+        assert not any(r["failures"] or r["evaluate"]["failures"] for r in entry["rounds"])
+        assert entry["test"][-1]["accuracy"] > entry["test"][0]["accuracy"] - 0.05, method
+    method = "FedBN+FedFOR"
+    got = dict(load_file(folder / f"{method}.safetensors"))
+    assert not any(name.endswith("running_mean") for name in got)
+    assert_same(got, in_process(tmp_path / "x", method, **settings))
 
 
 def test_flwr_regs_run_fails_when_the_run_failed(tmp_path: Path) -> None:
