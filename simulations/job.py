@@ -402,17 +402,20 @@ class Job:
     def step_budget(self, server_round: int, pid: int, planned: int) -> int | None:
         """Return the local steps that a client manages in a round; None: all of them.
 
-        The straggler model: a share of the clients, drawn once, is slow, and manages a fraction of its
-        steps, drawn anew each round between ``straggler-speed`` and 1; every client may drop out of
-        a round and manage none. All from (seed, partition, round) alone.
+        The straggler model: a share of the clients is slow, each with a speed of its own between
+        ``straggler-speed`` and 1, the fraction of its steps that it manages; every client may drop out
+        of a round and manage none. All from (seed, partition, round) alone.
         """
         if self.straggler_share == 0 and self.drop_out == 0:
             return None
         # tagged: cohorts are drawn from (seed, round, client)
-        slow = np.random.default_rng((self.seed, pid, 0, 2)).random() < self.straggler_share
-        dice = np.random.default_rng((self.seed, pid, server_round, 2))
-        fraction, gone = dice.uniform(self.straggler_speed, 1), dice.random() < self.drop_out
-        return 0 if gone else int(planned * fraction) if slow else planned
+        client = np.random.default_rng((self.seed, pid, 0, 2))
+        slow, speed = (
+            client.random() < self.straggler_share,
+            client.uniform(self.straggler_speed, 1),
+        )
+        luck = np.random.default_rng((self.seed, pid, server_round, 2)).random()
+        return 0 if luck < self.drop_out else int(planned * speed) if slow else planned
 
 
 def _checked(key: str, value: Any, f: Any) -> Any:
