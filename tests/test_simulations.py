@@ -358,6 +358,8 @@ def test_stragglers_are_a_function_of_seed_partition_and_round() -> None:
     assert 0.05 < (done == 0).mean() < 0.15
     managed = done[:, slow][done[:, slow] > 0]
     assert managed.min() >= 20
+    assert all(len(set(done[:, p]) - {0}) == 1 for p in slow)  # its own speed
+    assert len({done[:, p].max() for p in slow}) > 5
     assert 50 < managed.mean() < 70
     quick = [p for p in range(40) if p not in slow]
     assert set(np.unique(done[:, quick])) == {0, 100}
