@@ -1,8 +1,8 @@
 """`client_app`: a Flower ClientApp around a NumPyClient, for Message-API strategies.
 
 Flower's ``ClientApp(client_fn)`` understands only the older message layout. Two mods bridge that:
-the outer one answers the strategy's identity query, the inner one translates train and evaluate
-messages, keeps client state in ``Context.state`` and applies the ``"delta"`` downlink. Nothing heavy
+the outer one answers the strategy's identity query, applies the ``"delta"`` downlink and keeps client
+state in ``Context.state``; the inner one translates train and evaluate messages. Nothing heavy
 is imported here: on a SuperNode every message starts a new process.
 """
 
@@ -64,32 +64,73 @@ def client_app(
 
 
 def node_mod(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
-    """Do what needs no client: tell who the node is, keep a model sent ahead, apply a step."""
+    """Do what needs no model, as the outermost mod: identity, the downlink, client state.
+
+    What lies inside, a NumPyClient or a training loop of your own, gets the global model in
+    ``"arrays"`` and all the rest in ``"config"``: terms' broadcasts and this client's slots as bytes
+    under ``"<term>.broadcast"`` and ``"<term>.client"``. It answers with new slots in the same way; they
+    are kept in ``Context.state`` and do not travel.
+    """
     message_type = message.metadata.message_type
     if message_type == wire.IDENTIFY:
         return Message(wire.identity_reply(context.node_config), reply_to=message)
+    content = message.content
+    config = content.config_records.get(wire.CONFIG, ConfigRecord())
+    state = _State(context, config)
     if message_type == wire.PREFETCH:
-        state = _State(context, message.content.config_records[wire.CONFIG])
-        state.keep_model(message.content.array_records[wire.ARRAYS])
+        state.keep_model(content.array_records[wire.ARRAYS])
         return Message(RecordDict(), reply_to=message)
-    config = message.content.config_records.get(wire.CONFIG, ConfigRecord())
-    if (kind := config.get(wire.DOWNLINK_KEY)) in ("delta", "ternary", "kept"):
-        # Here, outside the user's mods, so that they see the model and never take a step for one.
-        model = _State(context, config).model(config[wire.BASE_ROUND_KEY])
-        step = wire.from_record(message.content.array_records[wire.ARRAYS])
-        if kind == "delta":
-            model = rebuild(model, step, str(config[wire.DIGEST_KEY]))
-        if kind == "ternary":
-            coded: Any = config.pop(wire.STEPS_KEY)
-            buffers: Any = config.pop(wire.BUFFERS_KEY)
-            model, step = rebuild_coded(model, coded, step, buffers, str(config[wire.DIGEST_KEY]))
-        if kind != "kept":
-            message.content[wire.STEP_KEY] = wire.to_record(step)
-        if model is None:  # lost or stale: the server sends the full pair instead
-            out_of_sync = ConfigRecord({wire.OUT_OF_SYNC_KEY: True})
-            return Message(RecordDict({wire.CONFIG: out_of_sync}), reply_to=message)
-        message.content[wire.ARRAYS] = wire.to_record(model)
-    return call_next(message, context)
+    kind = message_type.split(".")[0]
+    if message_type != wire.PROBE and kind not in _LEGACY:
+        return call_next(message, context)
+    if not _apply_step(content, config, state):
+        out_of_sync = ConfigRecord({wire.OUT_OF_SYNC_KEY: True})
+        return Message(RecordDict({wire.CONFIG: out_of_sync}), reply_to=message)
+    slots = state.slots()
+    if kind == "evaluate":
+        slots = {name: record for name, record in slots.items() if name == wire.PRIVATE_KEY}
+    for name in [
+        n for n in content.array_records if n.endswith(".broadcast") or n == wire.STEP_KEY
+    ]:
+        slots[name] = content.array_records.pop(name)
+    packed = {name: wire.pack(wire.from_record(record)) for name, record in slots.items()}
+    content[wire.CONFIG] = ConfigRecord({**config, **packed})
+    model = content.array_records.get(wire.ARRAYS)
+
+    reply = call_next(message, context)
+    if reply.has_error() or kind == "evaluate":
+        return reply
+    answer = reply.content.config_records.get(wire.CONFIG, ConfigRecord())
+    kept = [k for k, v in answer.items() if k.endswith(".client") and isinstance(v, bytes)]
+    unpacked = {k: wire.to_record(wire.unpack(answer.pop(k))) for k in kept}  # type: ignore[arg-type]
+    state.keep_slots(unpacked, instead=message_type != wire.PROBE)
+    if config.get(wire.KEEP_KEY) and model is not None:
+        state.keep_model(model)
+    return reply
+
+
+def _apply_step(content: RecordDict, config: ConfigRecord, state: _State) -> bool:
+    """Turn what came on a ``"delta"`` downlink into the model; False if that is not possible.
+
+    Here, outside the user's mods, so that they see the model and never take a step for one.
+    """
+    kind = config.get(wire.DOWNLINK_KEY)
+    if kind not in ("delta", "ternary", "kept"):
+        return True
+    model = state.model(config[wire.BASE_ROUND_KEY])
+    step = wire.from_record(content.array_records[wire.ARRAYS])
+    if kind == "delta":
+        model = rebuild(model, step, str(config[wire.DIGEST_KEY]))
+    if kind == "ternary":
+        coded: Any = config.pop(wire.STEPS_KEY)
+        buffers: Any = config.pop(wire.BUFFERS_KEY)
+        model, step = rebuild_coded(model, coded, step, buffers, str(config[wire.DIGEST_KEY]))
+    if model is None:  # lost or stale: the server sends the full pair instead
+        return False
+    if kind != "kept":
+        content[wire.STEP_KEY] = wire.to_record(step)
+    content[wire.ARRAYS] = wire.to_record(model)
+    return True
 
 
 def numpyclient_mod(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
@@ -97,8 +138,7 @@ def numpyclient_mod(message: Message, context: Context, call_next: ClientAppCall
     message_type = message.metadata.message_type
     if message_type == wire.LABELS:
         return _label_counts(message, context, call_next)
-    probing = message_type == wire.PROBE
-    kind = "train" if probing else message_type.split(".")[0]
+    kind = "train" if message_type == wire.PROBE else message_type.split(".")[0]
     if kind not in _LEGACY:
         raise wire.ProtocolError(f"a NumPyClient answers train and evaluate, not '{message_type}'")
     ins, res = _LEGACY[kind]
@@ -107,23 +147,10 @@ def numpyclient_mod(message: Message, context: Context, call_next: ClientAppCall
             f"the {kind} message holds no ArrayRecord '{wire.ARRAYS}', only {sorted(message.content)}"
         )
     arrays = message.content.array_records[wire.ARRAYS]
-    config: dict[str, Any] = dict(message.content.config_records.get(wire.CONFIG, {}))
-    state = _State(context, config)
-
-    extras: dict[str, bytes] = {}
-    if kind == "train":
-        for name, record in message.content.array_records.items():
-            if name != wire.ARRAYS:
-                extras[name] = wire.pack(wire.from_record(record))
-    for name, record in state.slots().items():
-        if kind == "train" or name == wire.PRIVATE_KEY:
-            extras[name] = wire.pack(wire.from_record(record))
-
     names = list(arrays)
+    config = ConfigRecord({**message.content.config_records.get(wire.CONFIG, {})})
     config[wire.NAMES_KEY] = json.dumps(names)
-    message.content = RecordDict(
-        {f"{ins}.parameters": arrays, f"{ins}.config": ConfigRecord({**config, **extras})}
-    )
+    message.content = RecordDict({f"{ins}.parameters": arrays, f"{ins}.config": config})
     message.metadata.message_type = kind
     reply = call_next(message, context)
     reply.metadata.message_type = message_type
@@ -135,20 +162,16 @@ def numpyclient_mod(message: Message, context: Context, call_next: ClientAppCall
     metrics: dict[str, Any] = dict(content.metric_records[f"{res}.num_examples"])
     metrics["num-examples"] = metrics.pop("num_examples")
     texts: dict[str, Any] = {}
-    records: dict[str, ArrayRecord] = {}
-    slots: dict[str, ArrayRecord] = {}
+    records: dict[str, Any] = {}
     for key, value in content.config_records[f"{res}.metrics"].items():
         if isinstance(value, bytes) and key.endswith(".upload"):
             records[key] = wire.to_record(wire.unpack(value))
-        elif isinstance(value, bytes) and key.endswith(".client"):
-            slots[key] = wire.to_record(wire.unpack(value))
         elif isinstance(value, int | float) and not isinstance(value, bool):
             metrics.setdefault(key, value)  # n_k is fit's second value, whatever the metrics say
         else:
             texts[key] = value
-    if probing:
-        state.keep_slots(slots, instead=False)
-        state.keep_model(arrays)
+    if message_type == wire.PROBE:
+        pass  # no model goes back
     elif kind == "train":
         fitted = content.array_records[f"{res}.parameters"]
         sent = json.loads(texts.pop(wire.SENT_KEY)) if wire.SENT_KEY in texts else names
@@ -159,15 +182,12 @@ def numpyclient_mod(message: Message, context: Context, call_next: ClientAppCall
         records[wire.ARRAYS] = ArrayRecord(
             {name: _relabel(a) for name, a in zip(sent, fitted.values(), strict=False)}
         )
-        state.keep_slots(slots)
-        if config.get(wire.KEEP_KEY):
-            state.keep_model(arrays)
     else:
         metrics["loss"] = content.metric_records[f"{res}.loss"]["loss"]
-    out: dict[str, Any] = {**records, wire.METRICS: MetricRecord(metrics)}
+    records[wire.METRICS] = MetricRecord(metrics)
     if texts:
-        out[wire.CONFIG] = ConfigRecord(texts)
-    reply.content = RecordDict(out)
+        records[wire.CONFIG] = ConfigRecord(texts)
+    reply.content = RecordDict(records)
     return reply
 
 
