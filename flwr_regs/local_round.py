@@ -1,30 +1,23 @@
-"""A client's round: the only training loop in the package. Plain torch, without flwr."""
+"""A client's round: the only training loop in the package. Plain torch, without flwr.
+
+:class:`LocalTraining` is what a method asks of a loop, whoever wrote it; :func:`local_round` is ours.
+"""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from flwr_regs.batches import (
-    Batches,
-    StartOutputs,
-    batch_size,
-    count_batches,
-    count_examples,
-    cycle,
-    label_counts,
-    resolve_device,
-    to_device,
-)
+import flwr_regs.batches as data
 from flwr_regs.features import FeatureTap
 from flwr_regs.fisher import fisher_diagonal
 from flwr_regs.method import Arrays, ClientContext, Slot, Term
@@ -35,22 +28,18 @@ OptimizerFn = Callable[..., torch.optim.Optimizer]
 
 @dataclass(frozen=True)
 class LocalResult:
-    """What a client's round gives.
+    """What a client's round gives; tensors are on the CPU.
 
     Attributes
     ----------
     state : dict[str, Tensor]
-        The model's ``state_dict`` at the end, parameters and buffers, on the CPU.
-    delta : dict[str, Tensor]
-        What the term sends for ``v_k − w_t``, trainable parameters only, on the CPU.
-    upload, client : Slot
-        The term's slots after the round (tensors on the CPU).
-    num_examples : int
-        ``n_k``, the size of the local data set.
+        The model's ``state_dict`` at the end, parameters and buffers.
+    delta, upload, client : dict
+        What the term sends for ``v_k − w_t``, its upload, and what it keeps.
+    num_examples, examples_processed : int
+        ``n_k``, the size of the local data set; examples seen, repeats counted.
     num_steps, planned_steps : int
-        The local steps taken, ``s_k``, and asked for, ``E``; without a budget they are equal.
-    examples_processed : int
-        Examples seen in these steps, repeats counted.
+        Local steps taken, ``s_k``, and asked for, ``E``; without a budget they are equal.
     loss : float
         Mean training loss per example over the round, without the term's share.
     """
@@ -66,153 +55,207 @@ class LocalResult:
     loss: float
 
 
-def local_round(
-    model: nn.Module,
-    term: Term,
-    train_data: Batches,
-    *,
-    lr: float,
-    epochs: int | None = None,
-    steps: int | None = None,
-    loss_fn: LossFn = nn.functional.cross_entropy,
-    optimizer: OptimizerFn = torch.optim.SGD,
-    device: str | torch.device = "auto",
-    broadcast: Slot | None = None,
-    client: Slot | None = None,
-    train_mode: bool = True,
-    classifier: str | None = None,
-    client_id: int = -1,
-    max_steps: int | None = None,
-    max_seconds: float | None = None,
-) -> LocalResult:
-    """Train `model` in place from its present weights ``w_t`` for one round.
+class LocalTraining:
+    """A method's part in a client's local steps, for a training loop of any kind.
+
+    The model holds the global model ``w_t`` when this is built. For each step of the client's optimiser
+    the loop calls `loss` after its forward pass, backward on what that returns, and then `correct`:
+    after unscaling (AMP), before clipping. In the end it calls `finish`.
 
     Parameters
     ----------
     model : nn.Module
-        Holds the global model. Parameters with ``requires_grad=False`` are left alone.
+        Trained in place. Parameters with ``requires_grad=False`` are left alone.
     term : Term
         The method; ``chain(...)`` of several.
     train_data : iterable of (inputs, targets)
         Can be iterated more than once, such as a DataLoader or a list.
-    lr : float
-        Client learning rate η, handed to `optimizer`.
-    epochs, steps : int
-        How long to train: exactly one of the two, at least 1. Steps run through the data in a cycle.
-    optimizer : callable
-        ``optimizer(params, lr=lr) -> torch.optim.Optimizer``, e.g. ``partial(SGD, momentum=0.9)``.
+    lr, epochs, steps : float, int, int
+        Client learning rate η; exactly one of `epochs` and `steps`, which run through the data in a cycle.
+    loss_fn : callable
+        ``loss_fn(output, targets) -> scalar``, for what is measured over the data (Fisher information).
     broadcast, client : Slot
         What the server sent beside the model, and what this client kept from its last round.
     train_mode : bool
         False leaves the model in eval mode: batch norm and dropout as when the model is used.
-    classifier : str, optional
-        The output layer, for a term that needs features; default: the last ``nn.Linear``.
-    client_id : int
-        The client's partition id, for a term that must know its own share of what it gets.
+    classifier, client_id : str, int
+        The output layer (default: the last ``nn.Linear``) and the partition id, for terms that need them.
     max_steps, max_seconds : int, float
-        The client's own budget; it stops early, maybe before the first step, and says so.
+        The client's own budget: `batches` stops early, maybe before the first step.
 
     Raises
     ------
     ValueError, TypeError
         No training data, not exactly one of `epochs` and `steps`; data that can be iterated only once.
     """
-    if (epochs is None) == (steps is None) or (epochs or steps or 0) < 1:
-        raise ValueError(
-            f"exactly one of epochs and steps must be a positive integer, "
-            f"but epochs={epochs} and steps={steps}"
-        )
-    device = resolve_device(device)
-    model.to(device).train(train_mode)
-    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    private = term.private(list(model.state_dict()))
-    params = {name: p for name, p in trained.items() if name not in private}
-    if not params:
-        raise ValueError(f"{type(model).__name__} shares no parameter with requires_grad=True")
-    values = {name: p.detach() for name, p in params.items()}  # views: they follow the optimiser
-    start = {name: v.clone() for name, v in values.items()}
-    num_batches = count_batches(train_data)
-    planned = steps or (epochs or 0) * num_batches
-    num_steps = planned if max_steps is None else min(planned, max_steps)
-    deadline = time.monotonic() + (math.inf if max_seconds is None else max_seconds)
-    terms = (term, *getattr(term, "terms", ()))
-    teacher = StartOutputs(model) if any(t.needs_start_output for t in terms) else None
-    tap = FeatureTap(model, classifier) if any(t.needs_features for t in terms) else None
-    counts = label_counts(train_data) if any(t.needs_label_counts for t in terms) else None
-    ctx = ClientContext(
-        start=start,
-        lr=lr,
-        num_steps=max(num_steps, 1),
-        broadcast=to_device(broadcast or {}, device),
-        client=to_device(client or {}, device),
-        forward=lambda p, inputs: functional_call(model, p, (inputs,)),
-        label_counts=to_device(counts, device),
-        feature_mean=None if tap is None else partial(tap.mean, train_data, device),
-        fisher=partial(fisher_diagonal, model, train_data, loss_fn, device),
-        client_id=client_id,
-    )
-    if (first := term.start(start, ctx)) is not start:
-        _write(values, first)
-    opt = term.client_optimizer(optimizer)(list(trained.values()), lr=lr)
-    total_loss = torch.zeros((), device=device)
-    taken = processed = 0
-    for inputs, targets in islice(cycle(train_data), num_steps):
-        if time.monotonic() >= deadline:
-            break
-        taught = teacher(inputs, device) if teacher else None
-        inputs, targets = to_device(inputs, device), to_device(targets, device)
-        losses: list[Tensor] = []
 
-        def closure(
-            inputs: Any = inputs, targets: Any = targets, taught: Any = taught, losses: Any = losses
-        ) -> Tensor:
+    def __init__(
+        self,
+        model: nn.Module,
+        term: Term,
+        train_data: data.Batches,
+        *,
+        lr: float,
+        epochs: int | None = None,
+        steps: int | None = None,
+        loss_fn: LossFn = nn.functional.cross_entropy,
+        device: str | torch.device = "auto",
+        broadcast: Slot | None = None,
+        client: Slot | None = None,
+        train_mode: bool = True,
+        classifier: str | None = None,
+        client_id: int = -1,
+        max_steps: int | None = None,
+        max_seconds: float | None = None,
+    ) -> None:
+        if (epochs is None) == (steps is None) or (epochs or steps or 0) < 1:
+            both = f"epochs={epochs} and steps={steps}"
+            raise ValueError(f"exactly one of the two must be a positive integer, but {both}")
+        self.model, self.lr, self.device = model, lr, data.resolve_device(device)
+        self._term, self._data, self._kept = term, train_data, client or {}
+        model.to(self.device).train(train_mode)
+        self._trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        private = term.private(list(model.state_dict()))
+        self._params = {name: p for name, p in self._trained.items() if name not in private}
+        if not self._params:
+            raise ValueError(f"{type(model).__name__} shares no parameter with requires_grad=True")
+        self._values = {n: p.detach() for n, p in self._params.items()}  # views: they follow steps
+        planned = steps or (epochs or 0) * data.count_batches(train_data)
+        self.planned_steps = planned
+        self.num_steps = planned if max_steps is None else min(planned, max_steps)
+        self._deadline = time.monotonic() + (math.inf if max_seconds is None else max_seconds)
+        terms = (term, *getattr(term, "terms", ()))
+        self._teacher = (
+            data.StartOutputs(model) if any(t.needs_start_output for t in terms) else None
+        )
+        self._tap = FeatureTap(model, classifier) if any(t.needs_features for t in terms) else None
+        counts = data.label_counts(train_data) if any(t.needs_label_counts for t in terms) else None
+        self._ctx = ClientContext(
+            start={name: v.clone() for name, v in self._values.items()},
+            lr=lr,
+            num_steps=max(self.num_steps, 1),
+            broadcast=data.to_device(broadcast or {}, self.device),
+            client=data.to_device(self._kept, self.device),
+            forward=lambda p, inputs: functional_call(model, p, (inputs,)),
+            label_counts=data.to_device(counts, self.device),
+            feature_mean=partial(self._tap.mean, train_data, self.device) if self._tap else None,
+            fisher=partial(fisher_diagonal, model, train_data, loss_fn, self.device),
+            client_id=client_id,
+        )
+        self._step_ctx, self._total_loss = self._ctx, torch.zeros((), device=self.device)
+        self._taken = self._processed = 0
+        own = [type(t).client_optimizer is not Term.client_optimizer for t in terms[1:] or terms]
+        self._makes_optimizer = any(own)
+        if (first := term.start(self._ctx.start, self._ctx)) is not self._ctx.start:
+            _write(self._values, first)
+
+    def optimizer(self, make: OptimizerFn) -> torch.optim.Optimizer:
+        """Return the client's optimiser, ``make(params, lr=lr)``, as the method wants it."""
+        self._makes_optimizer = False
+        made = self._term.client_optimizer(make)(list(self._trained.values()), lr=self.lr)
+        return cast(torch.optim.Optimizer, made)
+
+    def batches(self) -> Iterator[tuple[Any, Any]]:
+        """Yield a batch on the device for each local step, until a budget is spent."""
+        for inputs, targets in islice(data.cycle(self._data), self.num_steps):
+            if time.monotonic() >= self._deadline:
+                return
+            yield data.to_device(inputs, self.device), data.to_device(targets, self.device)
+
+    def loss(self, base: Tensor, inputs: Any, targets: Any, output: Any) -> Tensor:
+        """Return the local objective on a batch, given the plain loss, right after the forward pass."""
+        self._total_loss += base.detach() * data.batch_size(targets)
+        self._processed += data.batch_size(targets)
+        self._step_ctx = replace(
+            self._ctx,
+            inputs=inputs,
+            targets=targets,
+            output=output,
+            start_output=self._teacher(inputs, self.device) if self._teacher else None,
+            features=None if self._tap is None else self._tap.value,
+        )
+        return cast(Tensor, self._term.loss(base, self._params, self._step_ctx))
+
+    def correct(self) -> None:
+        """Correct the gradients in place, once for each step of the optimiser.
+
+        Raises RuntimeError if the step did not go through `loss`, or the optimiser not through
+        `optimizer` though the method has a say in it.
+        """
+        if self._step_ctx is self._ctx:
+            raise RuntimeError("correct() without loss(): the method never saw this step's loss")
+        if self._makes_optimizer:
+            raise RuntimeError("the method has a say in the client's optimiser: use optimizer()")
+        # A parameter the batch did not reach has gradient zero, as under torch.func.grad.
+        found = {n: p.grad for n, p in self._params.items()}
+        grads = {n: torch.zeros_like(self._params[n]) if g is None else g for n, g in found.items()}
+        grads = self._term.correct(grads, self._values, self._step_ctx)
+        for name, p in self._params.items():
+            p.grad = grads[name]
+        self._step_ctx = self._ctx
+        self._taken += 1
+
+    def finish(self, steps: int | None = None) -> LocalResult:
+        """Return what is sent and kept. `steps`: the optimiser's own count, if not that of `correct`."""
+        taken = self._taken if steps is None else steps
+        if taken > self.num_steps:
+            raise ValueError(f"{taken} local steps, but the round asked for {self.num_steps}")
+        start = self._ctx.start
+        if not taken:  # an inactive client: everything stays as it was
+            _write(self._values, start)
+        delta = {name: v - start[name] for name, v in self._values.items()}
+        sent, upload, kept = (
+            self._term.finish(delta, self._ctx) if taken else (delta, {}, self._kept)
+        )
+        if sent is not delta:  # else the model is already at w_t + delta, without rounding
+            _write(self._values, {name: start[name] + sent[name] for name in start})
+        for p in self._trained.values():
+            p.grad = None
+        if self._tap:
+            self._tap.close()
+        return LocalResult(
+            state={k: v.detach().cpu().clone() for k, v in self.model.state_dict().items()},
+            delta=data.to_device(sent, "cpu"),
+            upload=data.to_device(upload, "cpu"),
+            client=data.to_device(kept, "cpu"),
+            num_examples=data.count_examples(self._data),
+            num_steps=taken,
+            planned_steps=self.planned_steps,
+            examples_processed=self._processed,
+            loss=float(self._total_loss) / max(self._processed, 1),
+        )
+
+
+def local_round(
+    model: nn.Module,
+    term: Term,
+    train_data: data.Batches,
+    *,
+    loss_fn: LossFn = nn.functional.cross_entropy,
+    optimizer: OptimizerFn = torch.optim.SGD,
+    **kwargs: Any,
+) -> LocalResult:
+    """Train `model` in place from its present weights ``w_t`` for one round.
+
+    `optimizer` is called as ``optimizer(params, lr=lr)``, e.g. ``partial(SGD, momentum=0.9)``; the
+    other parameters are those of :class:`LocalTraining`, with its errors.
+    """
+    training = LocalTraining(model, term, train_data, loss_fn=loss_fn, **kwargs)
+    opt = training.optimizer(optimizer)
+    taken = 0
+    for inputs, targets in training.batches():
+
+        def closure(inputs: Any = inputs, targets: Any = targets) -> Any:
             opt.zero_grad(set_to_none=True)
             output = model(inputs)
-            base = loss_fn(output, targets)
-            losses.append(base.detach())
-            step_ctx = replace(
-                ctx,
-                inputs=inputs,
-                targets=targets,
-                output=output,
-                start_output=taught,
-                features=None if tap is None else tap.value,
-            )
-            loss: Tensor = term.loss(base, params, step_ctx)
+            loss = training.loss(loss_fn(output, targets), inputs, targets, output)
             torch.autograd.backward(loss)
-            # A parameter the batch did not reach has gradient zero, as under torch.func.grad.
-            found = {n: p.grad for n, p in params.items()}
-            grads = {n: torch.zeros_like(params[n]) if g is None else g for n, g in found.items()}
-            grads = term.correct(grads, values, step_ctx)
-            for name, p in params.items():
-                p.grad = grads[name]
+            training.correct()
             return loss
 
         opt.step(closure)  # an optimiser such as LBFGS calls it more than once
-        total_loss += losses[0] * batch_size(targets)
         taken += 1
-        processed += batch_size(targets)
-
-    if not taken:  # an inactive client: everything stays as it was
-        _write(values, start)
-    delta = {name: v - start[name] for name, v in values.items()}
-    sent, upload, kept = term.finish(delta, ctx) if taken else (delta, {}, client or {})
-    if sent is not delta:  # else the model is already at w_t + delta, without rounding
-        _write(values, {name: start[name] + sent[name] for name in start})
-    opt.zero_grad(set_to_none=True)
-    if tap:
-        tap.close()
-    return LocalResult(
-        state={k: v.detach().cpu().clone() for k, v in model.state_dict().items()},
-        delta=to_device(sent, "cpu"),
-        upload=to_device(upload, "cpu"),
-        client=to_device(kept, "cpu"),
-        num_examples=count_examples(train_data),
-        num_steps=taken,
-        planned_steps=planned,
-        examples_processed=processed,
-        loss=float(total_loss) / max(processed, 1),
-    )
+    return training.finish(taken)
 
 
 @torch.no_grad()

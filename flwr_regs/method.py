@@ -5,21 +5,18 @@ what they tell each other. This file is plain Python over arrays: torch tensors 
 arrays on the server, batched tensors under ``torch.func.vmap``. It imports neither flwr nor torch.
 
 State and messages live in four slots, each a plain ``dict`` of arrays keyed by parameter name (or by
-whatever else the term needs):
-
-========== ===================================================================
-server     kept by the server between rounds
-broadcast  server to clients, beside the global model
-upload     client to server, beside the client's model
-client     kept by a client between rounds; absent (``{}``) is always legal
-========== ===================================================================
+whatever else the term needs): **server**, kept by the server between rounds; **broadcast**, server to
+clients beside the global model; **upload**, client to server beside the client's model; **client**,
+kept by a client between rounds, whose absence (``{}``) is always legal.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar, TypeVar
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from flwr_regs.hyperparameters import HyperParameters
 
 Arrays = dict[str, Any]  # parameter name -> array; trainable parameters only, never buffers
 Slot = dict[str, Any]  # one of the four slots of one term: key -> array
@@ -31,10 +28,8 @@ class ClientContext:
 
     Attributes
     ----------
-    start : Arrays
-        The parameters at the start of the round, ``w_t``.
-    lr, num_steps : float, int
-        The client's learning rate η and number of local steps ``K_k`` of this round.
+    start, lr, num_steps : Arrays, float, int
+        ``w_t``, the client's learning rate η and its number of local steps ``K_k`` of this round.
     broadcast, client : Slot
         The term's own slots; ``{}`` where there is none (first round, lost state).
     forward : callable
@@ -46,8 +41,7 @@ class ClientContext:
         Examples of each class in the client's data, ``(classes,)``, if a term `needs_label_counts`.
     features, feature_mean : Any
         If a term `needs_features`: what enters the output layer, ``(batch, d)``, and a function
-        ``feature_mean(batches or None) -> (d,)``, its mean over the client's data with the model as
-        it is now.
+        ``feature_mean(batches or None) -> (d,)``, its mean over the client's data with the model as is.
     fisher : callable
         If a term `needs_fisher`: ``fisher(params, max_samples or None) -> Arrays``, the diagonal of the
         empirical Fisher information over the client's data at these parameters.
@@ -77,16 +71,8 @@ class ClientContext:
 class ServerContext:
     """What a term may read on the server. Read-only.
 
-    Attributes
-    ----------
-    round, lr : int, float
-        The round t, from 1, and the client learning rate η in it.
-    params : Arrays
-        ``w_t``; trainable parameters only.
-    previous_step : Arrays or None
-        ``w_t − w_{t−1}``, the last step of the global model; None in round 1.
-    previous_lr : float or None
-        The client learning rate of the round that made ``previous_step``.
+    The round t, from 1, and the clients' learning rate η in it; ``w_t``, trainable parameters only; the
+    last step of the global model, ``w_t − w_{t−1}``, and the η of the round that made it (None in round 1).
     """
 
     round: int
@@ -96,15 +82,9 @@ class ServerContext:
     previous_lr: float | None = None
 
 
-SelfTerm = TypeVar("SelfTerm", bound="Term")
-
-
 @dataclass(frozen=True)
-class Term:
+class Term(HyperParameters):
     """One ingredient of a method. Every hook is the identity by default.
-
-    Subclasses are frozen dataclasses whose fields are the hyper-parameters (int, float, bool or str:
-    they travel to the clients in each round's config as ``"<name>.<field>"``).
 
     Hooks are pure: they change no input, return no view of one, call no ``.item()`` and take no
     Python branch on an array's value. That lets one file serve a Flower client, a user's own loop and
@@ -116,8 +96,6 @@ class Term:
     """True if `update` replaces the averaged delta by a server optimiser's step."""
     compresses: ClassVar[bool] = False
     """True if `finish` or `release` makes the update lossy; such a term comes last."""
-    server_only: ClassVar[bool] = False
-    """True if clients need not know of it: it has no client hook and nothing of it travels."""
     needs_start_output: ClassVar[bool] = False
     needs_label_counts: ClassVar[bool] = False
     needs_features: ClassVar[bool] = False
@@ -193,17 +171,3 @@ class Term:
     def client_optimizer(self, optimizer: Any) -> Any:
         """Return the optimiser factory for the local steps, given the client's own."""
         return optimizer
-
-    def config(self) -> dict[str, Any]:
-        """Return the hyper-parameters as they travel; one that is None stays at home."""
-        pairs = {f"{self.name}.{f.name}": getattr(self, f.name) for f in fields(self)}
-        return {} if self.server_only else {k: v for k, v in pairs.items() if v is not None}
-
-    @classmethod
-    def from_config(cls: type[SelfTerm], config: Mapping[str, Any]) -> SelfTerm:
-        """Build the term from a round's config; raise KeyError naming a missing key."""
-        keys = {f.name: f"{cls.name}.{f.name}" for f in fields(cls)}
-        optional = {f.name for f in fields(cls) if f.default is None}
-        if missing := [key for f, key in keys.items() if key not in config and f not in optional]:
-            raise KeyError(f"the round's config lacks {missing}, which term '{cls.name}' needs")
-        return cls(**{f: config[key] for f, key in keys.items() if key in config})

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
 
 from flwr.app import Context, Message
 from flwr.client import NumPyClient
 
 from flwr_regs import client_app
+
+if TYPE_CHECKING:
+    from torch.utils.data import TensorDataset
+
+    from simulations.job import Job
 
 
 def method_mod(message: Message, context: Context, call_next: Any) -> Message:
@@ -27,24 +33,17 @@ def method_mod(message: Message, context: Context, call_next: Any) -> Message:
     return call_next(message, copy)  # type: ignore[no-any-return]
 
 
-def client_fn(context: Context) -> NumPyClient:
-    """Build the client of ``node_config["partition-id"]``."""
-    # Imported here: on a SuperNode every message starts a process that loads this file.
+@lru_cache(maxsize=8)  # five domains; a client's images are not made anew for every message
+def _data(job: Job, num_partitions: int, pid: int) -> tuple[TensorDataset, TensorDataset | None]:
+    """Return what a client trains and tests on."""
     import numpy as np
     import torch
-    from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
+    from torch.utils.data import TensorDataset
 
-    import flwr_regs
-    from simulations import data, domains, models
-    from simulations.job import Job
+    from simulations import data, domains
 
-    settings = dict(context.run_config)
-    method, server_round = str(settings.pop("method")), int(settings.pop("round"))
-    job = Job.from_run_config(settings)
     dataset = data.load(job.dataset, job.data_dir)
-    parts = job.parts(dataset.train_y, int(context.node_config["num-partitions"]))
-    pid = int(context.node_config["partition-id"])
-    held_out, trained = job.split(parts[pid])
+    held_out, trained = job.split(job.parts(dataset.train_y, num_partitions)[pid])
 
     def tensors(x: Any, y: Any) -> TensorDataset:
         if job.dataset.endswith("-domains"):
@@ -52,12 +51,31 @@ def client_fn(context: Context) -> NumPyClient:
         return TensorDataset(torch.from_numpy(x), torch.from_numpy(y))
 
     train = tensors(dataset.train_x[trained], dataset.train_y[trained])
-    test = None
     if len(held_out):
-        test = tensors(dataset.train_x[held_out], dataset.train_y[held_out])
-    elif job.tested_on_clients:  # on test data of the classes that this client has
-        mine = np.isin(dataset.test_y, dataset.train_y[trained])
-        test = tensors(dataset.test_x[mine], dataset.test_y[mine])
+        return train, tensors(dataset.train_x[held_out], dataset.train_y[held_out])
+    if not job.tested_on_clients:
+        return train, None
+    # on test data of the classes that this client has
+    mine = np.flatnonzero(np.isin(dataset.test_y, dataset.train_y[trained]))
+    if job.test_examples:
+        mine = np.random.default_rng((job.seed, pid)).permutation(mine)[: job.test_examples]
+    return train, tensors(dataset.test_x[mine], dataset.test_y[mine])
+
+
+def client_fn(context: Context) -> NumPyClient:
+    """Build the client of ``node_config["partition-id"]``."""
+    # Imported here: on a SuperNode every message starts a process that loads this file.
+    from torch.utils.data import BatchSampler, DataLoader, RandomSampler
+
+    import flwr_regs
+    from simulations import models
+    from simulations.job import Job
+
+    settings = dict(context.run_config)
+    method, server_round = str(settings.pop("method")), int(settings.pop("round"))
+    job = Job.from_run_config(settings)
+    pid = int(context.node_config["partition-id"])
+    train, test = _data(job, int(context.node_config["num-partitions"]), pid)
     # Shuffled batches, each cut from the tensors in one go.
     sampler = BatchSampler(RandomSampler(train), job.batch_size, drop_last=False)
     planned = job.local_steps or job.local_epochs * len(sampler)

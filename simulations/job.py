@@ -195,6 +195,7 @@ class Job:
     similarity: float = setting(low=0, high=100)
     num_clients: int = setting(low=2)
     examples_per_client: int = setting(low=0)
+    test_examples: int = setting(low=0)
     held_out_clients: int = setting(low=0)
     held_out_share: float = setting(low=0, below=1)
     rounds: int = setting(low=1)

@@ -6,8 +6,7 @@
 | *Upload*     ``v_k``, ``n_k``
 | *Update*     as FedAvg
 
-The gradient is added as such rather than through a penalty in the loss: same step, and no second
-graph to differentiate.
+The gradient is added as such, not through a penalty in the loss: same step, no second graph.
 
 Source: Li et al., "Federated optimization in heterogeneous networks" (2020), Alg. 2: the local
 objective ``h_k(v; w_t) = F_k(v) + μ/2 ‖v − w_t‖²``.
