@@ -110,7 +110,7 @@ class LocalTraining:
     ) -> None:
         if (epochs is None) == (steps is None) or (epochs or steps or 0) < 1:
             both = f"epochs={epochs} and steps={steps}"
-            raise ValueError(f"exactly one of the two must be a positive integer, but {both}")
+            raise ValueError(f"exactly one of epochs and steps must be positive, but {both}")
         self.model, self.lr, self.device = model, lr, data.resolve_device(device)
         self._term, self._data, self._kept = term, train_data, client or {}
         model.to(self.device).train(train_mode)
@@ -177,11 +177,7 @@ class LocalTraining:
         return cast(Tensor, self._term.loss(base, self._params, self._step_ctx))
 
     def correct(self) -> None:
-        """Correct the gradients in place, once for each step of the optimiser.
-
-        Raises RuntimeError if the step did not go through `loss`, or the optimiser not through
-        `optimizer` though the method has a say in it.
-        """
+        """Correct the gradients in place; RuntimeError if `loss` or a needed `optimizer` was left out."""
         if self._step_ctx is self._ctx:
             raise RuntimeError("correct() without loss(): the method never saw this step's loss")
         if self._makes_optimizer:
@@ -237,8 +233,7 @@ def local_round(
 ) -> LocalResult:
     """Train `model` in place from its present weights ``w_t`` for one round.
 
-    `optimizer` is called as ``optimizer(params, lr=lr)``, e.g. ``partial(SGD, momentum=0.9)``; the
-    other parameters are those of :class:`LocalTraining`, with its errors.
+    `optimizer` is called as ``optimizer(params, lr=lr)``; the rest as for :class:`LocalTraining`.
     """
     training = LocalTraining(model, term, train_data, loss_fn=loss_fn, **kwargs)
     opt = training.optimizer(optimizer)
