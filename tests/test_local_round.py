@@ -130,7 +130,7 @@ def test_lbfgs_gets_its_closure() -> None:
     sgd = go(make_model(), data, epochs=3)
     lbfgs = go(make_model(), data, epochs=3, optimizer=torch.optim.LBFGS)
     assert lbfgs.loss < sgd.loss
-    assert lbfgs.examples_processed == 15
+    assert lbfgs.examples_processed == 3 * 20 * 5  # every evaluation of the closure
 
 
 def test_the_result_does_not_change_with_the_model() -> None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -13,22 +11,12 @@ import torch
 from flwr.client import NumPyClient
 from torch import nn
 
-from flwr_regs.batches import (
-    Batches,
-    batch_size,
-    count_batches,
-    count_examples,
-    label_counts,
-    resolve_device,
-    to_device,
-)
-from flwr_regs.chain import Chain, chain
+from flwr_regs.batches import Batches, batch_size, label_counts, resolve_device, to_device
 from flwr_regs.classifier import find_classifier
-from flwr_regs.codec import decode, encode
-from flwr_regs.features import FeatureTap
 from flwr_regs.flower import wire
+from flwr_regs.flower.received import Received, evaluated_term, load, seeded
 from flwr_regs.local_round import LossFn, OptimizerFn, local_round
-from flwr_regs.method import ClientContext, Slot, Term
+from flwr_regs.method import Term
 
 NDArrayList = list[Any]
 
@@ -132,116 +120,28 @@ class RegClient(NumPyClient):
         ValueError
             The config lacks a key, holds an unknown one, or there is no training data.
         """
-        term = self._receive_method(config)
-        private = self._private(term)
-        names = self._load(parameters, config, private)
-        step = config.get(wire.STEP_KEY)
-        if step is not None:
-            mine = {n for n, p in self.model.named_parameters() if p.requires_grad}
-            steps = {k: torch.from_numpy(a) for k, a in wire.unpack(step).items() if k in mine}
-            recovered = term.recover(steps, config[wire.PREVIOUS_LR_KEY]) or {}
-            broadcast = {**recovered, **self._slots(config, "broadcast")}
-        else:
-            broadcast = self._slots(config, "broadcast")
+        received = self._receive(parameters, config)
         device = resolve_device(self.device)
         if config.get(wire.PROBE_KEY):
-            return self._probe(term, config, device)
-        kept = self._slots(config, "client")
-        if any(term.ternary):
-            self._refuse_tied()
-            self._take_back(term, config, kept)
-        with self._seeded(config, device):
+            count, metrics = received.probe(self.train_data, device, self.classifier)
+            return [], count, metrics
+        with seeded(config[wire.SEED_KEY], device):
             result = local_round(
                 self.model,
-                term,
+                received.term,
                 self.train_data,
-                lr=config["lr"],
-                epochs=config.get("local-epochs"),
-                steps=config.get("local-steps"),
                 loss_fn=self.loss_fn,
                 optimizer=self.optimizer,
                 device=device,
-                broadcast=broadcast,
-                client=kept,
                 classifier=self.classifier,
-                client_id=config.get(wire.CLIENT_KEY, -1),
                 max_steps=self.step_budget,
                 max_seconds=self.time_budget,
+                **received.duration,
             )
-        trainable = {
-            n for n, p in self.model.named_parameters(remove_duplicate=False) if p.requires_grad
-        }
-        buffers = [n for n in names if n not in trainable]
-        metrics: dict[str, Any] = {
-            wire.METHOD_KEY: self._method_name(),
-            wire.BUFFERS_KEY: wire.mask(buffers, names),
-            "train-loss": result.loss,
-            "local-steps": result.num_steps,
-            "planned-steps": result.planned_steps,
-            "examples-processed": result.examples_processed,
-        }
-        metrics |= _packed(result.upload, "upload") | _packed(result.client, "client")
-        if private:
-            metrics[wire.PRIVATE_KEY] = wire.pack({n: result.state[n] for n in private})
-        sent = names
-        if term.ternary[0]:
-            given = dict(zip(names, parameters, strict=True))
-            sent = [n for n in buffers if not np.array_equal(result.state[n].numpy(), given[n])]
-            delta = {n: d.numpy() for n, d in result.delta.items()}
-            coded = encode(wire.in_code_order(delta, delta))
-            metrics |= {wire.SENT_KEY: json.dumps(sent), wire.UPDATE_KEY: coded}
-            if result.num_steps:
-                pending = {"update": np.frombuffer(coded, np.uint8)}
-                pending["round"] = np.asarray(config[wire.ROUND_KEY])
-                metrics[wire.PENDING_KEY] = wire.pack(pending)
-        return [result.state[n].numpy() for n in sent], result.num_examples, metrics
-
-    def _refuse_tied(self) -> None:
-        found = dict(self.model.named_parameters(remove_duplicate=False))
-        if tied := sorted(set(found) - set(dict(self.model.named_parameters()))):
-            raise ValueError(
-                f"compression does not go with tied weights, but {tied} are other names of parameters"
-            )
-
-    def _take_back(self, term: Chain, config: Mapping[str, Any], kept: Slot) -> None:
-        """Put the last update back into the residual in `kept` if the server did not use it."""
-        if wire.PENDING_KEY not in config or not term.ternary[0]:
-            return
-        pending = wire.unpack(config[wire.PENDING_KEY])
-        if int(pending["round"]) == config.get(wire.USED_KEY):
-            return
-        (name,) = (t.name for t in term.terms if t.ternary[0])
-        residual = kept[name]
-        like = {n: r.numpy() for n, r in residual.items()}
-        update = decode(pending["update"].tobytes(), wire.in_code_order(like, like))
-        kept[name] = {n: r + torch.from_numpy(update[n]) for n, r in residual.items()}
-
-    def _probe(
-        self, term: Chain, config: Mapping[str, Any], device: torch.device
-    ) -> tuple[NDArrayList, int, dict[str, Any]]:
-        """Answer the round's first exchange: the terms' probes at ``w_t``, and no model."""
-        count_batches(self.train_data)  # refuses a client without data
-        self.model.to(device)
-        params = {n: p.detach() for n, p in self.model.named_parameters() if p.requires_grad}
-        tap = FeatureTap(self.model, self.classifier)
-        with torch.random.fork_rng(devices=[]):
-            _, targets = next(iter(self.train_data))
-        upload, kept = term.probe(
-            ClientContext(
-                start=params,
-                lr=config["lr"],
-                num_steps=0,
-                client=to_device(self._slots(config, "client"), device),
-                feature_mean=partial(tap.mean, self.train_data, device),
-                client_id=config.get(wire.CLIENT_KEY, -1),
-                batch_size=batch_size(targets),
-            )
-        )
-        tap.close()
-        metrics: dict[str, Any] = {wire.METHOD_KEY: self._method_name()}
-        metrics |= _packed(to_device(upload, "cpu"), "upload")
-        metrics |= _packed(to_device(kept, "cpu"), "client")
-        return [], count_examples(self.train_data), metrics
+        sent, metrics = received.answer(result)
+        if received.term.ternary[0]:
+            metrics[wire.SENT_KEY] = json.dumps(list(sent))
+        return list(sent.values()), result.num_examples, metrics
 
     def evaluate(
         self, parameters: NDArrayList, config: Mapping[str, Any]
@@ -257,19 +157,14 @@ class RegClient(NumPyClient):
                 f"{type(self).__name__} was built without eval_data; "
                 "pass it, or set fraction_evaluate=0 on the strategy"
             )
-        own = [k for k in config if not k.startswith("regs.")]
-        ours = config.get(wire.METHOD_KEY) == self._method_name()
-        term = chain([t.from_config(config) for t in self.terms] if ours else [])
-        known = [*wire.EVALUATE_KEYS, *wire.FLOWER_KEYS, *term.config()]
-        wire.check_config_keys(own, known, "evaluate_config")
-        wire.check_evaluate_config(config, "evaluate_config")
-        self._load(parameters, config, self._private(term))
+        term = evaluated_term(self._method_name(), self.terms, config)
+        load(self.model, term, self._named(parameters, config), config)
         device = resolve_device(self.device)
         loss, count, metrics = self._score(self.model, device)
         if "personalise" in config:
             from flwr_regs.methods.calibration import calibrate  # it needs this file
 
-            with self._seeded(config, device):
+            with seeded(config[wire.SEED_KEY], device):
                 personal = calibrate(
                     self.model,
                     self.train_data,
@@ -323,87 +218,19 @@ class RegClient(NumPyClient):
             )
         return {wire.LABELS_KEY: json.dumps(label_counts(self.train_data).tolist())}
 
-    @contextlib.contextmanager
-    def _seeded(self, config: Mapping[str, Any], device: torch.device) -> Iterator[None]:
-        """Seed torch for this client and round; leave the process's own random state as it was.
-
-        Shuffling, dropout and whatever else draws from torch then depend on (seed, round, partition)
-        alone; data that draws from numpy or `random` must seed these itself.
-        """
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-            torch.manual_seed(config[wire.SEED_KEY])
-            yield
-
     def _method_name(self) -> str:
         return self.method or "+".join(t.name for t in self.terms)
 
-    def _receive_method(self, config: Mapping[str, Any]) -> Chain:
-        """Check that the config speaks of this client's method; return it with its parameters."""
-        me = f"this client is {type(self).__name__} ({self._method_name()})"
-        if wire.METHOD_KEY not in config:
-            raise wire.ProtocolError(
-                f"{me}, but the strategy named no method; use flwr_regs.{self.method or 'RegStrategy'}"
-            )
-        if config[wire.METHOD_KEY] != self._method_name():
-            raise wire.ProtocolError(
-                f"{me}, but the strategy runs '{config[wire.METHOD_KEY]}'; "
-                "the strategy and the client must be of the same method"
-            )
-        if config.get(wire.PROTOCOL_KEY) != wire.PROTOCOL:
-            raise wire.ProtocolError(
-                f"{me} and speaks protocol {wire.PROTOCOL}, but the strategy speaks "
-                f"{config.get(wire.PROTOCOL_KEY)}; install the same flwr-regs version on both sides"
-            )
-        term = chain([t.from_config(config) for t in self.terms])
-        known = [*wire.TRAIN_KEYS, *wire.FLOWER_KEYS, *term.config()]
-        known += [f"{t.name}.{slot}" for t in term.terms for slot in ("broadcast", "client")]
-        own = [k for k in config if not k.startswith("regs.")]
-        wire.check_config_keys(own, known, "train_config")
-        wire.check_train_config(config, "train_config")
-        return term
+    def _receive(self, parameters: NDArrayList, config: Mapping[str, Any]) -> Received:
+        """Check the round's config, and load its arrays into the model."""
+        arrays = self._named(parameters, config) if wire.METHOD_KEY in config else {}
+        name = type(self).__name__
+        return Received(self.model, self._method_name(), self.terms, name, arrays, config)
 
-    def _slots(self, config: Mapping[str, Any], slot: str) -> Slot:
-        return {
-            t.name: {
-                k: torch.from_numpy(a) for k, a in wire.unpack(config[f"{t.name}.{slot}"]).items()
-            }
-            for t in self.terms
-            if f"{t.name}.{slot}" in config
-        }
-
-    def _private(self, term: Chain) -> list[str]:
-        """Return the entries of the model that stay here, in its order."""
-        private = term.private(list(self.model.state_dict()))
-        return [n for n in self.model.state_dict() if n in private]
-
-    def _load(
-        self, parameters: NDArrayList, config: Mapping[str, Any], private: Sequence[str]
-    ) -> list[str]:
-        """Load the global model by name, and what is private as this client left it.
-
-        Returns the names in the order of `parameters`.
-        """
+    def _named(self, parameters: NDArrayList, config: Mapping[str, Any]) -> dict[str, np.ndarray]:
         if wire.NAMES_KEY not in config:
             raise wire.ProtocolError(
                 "the config does not name the arrays: build the ClientApp with "
                 "flwr_regs.client_app(client_fn), not with flwr's ClientApp(client_fn)"
             )
-        names: list[str] = json.loads(config[wire.NAMES_KEY])
-        arrays = {
-            n: torch.from_numpy(np.asarray(a)) for n, a in zip(names, parameters, strict=True)
-        }
-        state = self.model.state_dict()
-        shared = {n: v for n, v in state.items() if n not in private}
-        wire.check_arrays(arrays, shared, "the global model")
-        mine = {n: state[n] for n in private}
-        if wire.PRIVATE_KEY in config:
-            kept = wire.unpack(config[wire.PRIVATE_KEY])
-            mine = {n: torch.from_numpy(a) for n, a in kept.items()}
-            wire.check_arrays(mine, {n: state[n] for n in private}, "this client's private entries")
-        self.model.load_state_dict({**arrays, **mine})
-        return names
-
-
-def _packed(slots: Slot, slot: str) -> dict[str, bytes]:
-    """Pack the terms' slots as they travel: ``"<term>.<slot>" -> bytes``; empty ones do not."""
-    return {f"{name}.{slot}": wire.pack(arrays) for name, arrays in slots.items() if arrays}
+        return dict(zip(json.loads(config[wire.NAMES_KEY]), parameters, strict=True))

@@ -1,0 +1,265 @@
+"""A client's half of the wire: a round's config and arrays made into terms, slots and a loaded model.
+
+Shared by the NumPyClient (client.py) and by a training loop of one's own (client_round.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from flwr_regs.batches import Batches, batch_size, count_batches, count_examples, to_device
+from flwr_regs.chain import Chain, chain
+from flwr_regs.codec import decode, encode
+from flwr_regs.features import FeatureTap
+from flwr_regs.flower import wire
+from flwr_regs.local_round import LocalResult
+from flwr_regs.method import ClientContext, Slot, Term
+
+Terms = Sequence[type[Term]]
+
+
+class Received:
+    """What the strategy sent to a client for one round, checked; the model holds ``w_t`` afterwards.
+
+    Parameters
+    ----------
+    model : nn.Module
+        Receives the global model by name, and what is private as this client left it.
+    method, terms : str, sequence of Term classes
+        What this client is.
+    who : str
+        Its class, for errors.
+    arrays : mapping
+        The global model, numpy by name.
+    config : mapping
+        The round's config, with slots packed as bytes.
+
+    Attributes
+    ----------
+    term : Chain
+        The method with this round's hyper-parameters.
+    broadcast, client : Slot
+        The terms' slots.
+
+    Raises
+    ------
+    ProtocolError
+        The strategy is for another method or protocol version, or arrays do not fit the model.
+    ValueError
+        The config lacks a key, or holds an unknown one.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        method: str,
+        terms: Terms,
+        who: str,
+        arrays: Mapping[str, np.ndarray],
+        config: Mapping[str, Any],
+    ) -> None:
+        self._model, self._method, self._arrays, self._config = model, method, arrays, config
+        self.term = _method(method, terms, f"this client is {who} ({method})", config)
+        self.private = load(model, self.term, arrays, config)
+        self.broadcast = _slots(terms, config, "broadcast")
+        if wire.STEP_KEY in config:
+            mine = {n for n, p in model.named_parameters() if p.requires_grad}
+            step = wire.unpack(config[wire.STEP_KEY])
+            steps = {n: torch.from_numpy(a) for n, a in step.items() if n in mine}
+            recovered = self.term.recover(steps, config[wire.PREVIOUS_LR_KEY]) or {}
+            self.broadcast = {**recovered, **self.broadcast}
+        self.client = _slots(terms, config, "client")
+        if any(self.term.ternary):
+            self._refuse_tied()
+            self._take_back()
+
+    @property
+    def duration(self) -> dict[str, Any]:
+        """The round's parameters for :class:`flwr_regs.local_round.LocalTraining`."""
+        return {
+            "lr": self._config["lr"],
+            "epochs": self._config.get("local-epochs"),
+            "steps": self._config.get("local-steps"),
+            "broadcast": self.broadcast,
+            "client": self.client,
+            "client_id": self._config.get(wire.CLIENT_KEY, -1),
+        }
+
+    def answer(self, result: LocalResult) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+        """Return (arrays, metrics) to be sent: numbers, texts, and slots as packed bytes.
+
+        Where the update is ternary, it is in the metrics, coded, and only buffers that have changed are
+        among the arrays.
+        """
+        names = list(self._arrays)
+        trainable = {
+            n for n, p in self._model.named_parameters(remove_duplicate=False) if p.requires_grad
+        }
+        buffers = [n for n in names if n not in trainable]
+        metrics: dict[str, Any] = {
+            wire.METHOD_KEY: self._method,
+            wire.BUFFERS_KEY: wire.mask(buffers, names),
+            "train-loss": result.loss,
+            "local-steps": result.num_steps,
+            "planned-steps": result.planned_steps,
+            "examples-processed": result.examples_processed,
+        }
+        metrics |= _packed(result.upload, "upload") | _packed(result.client, "client")
+        if self.private:
+            metrics[wire.PRIVATE_KEY] = wire.pack({n: result.state[n] for n in self.private})
+        state = {n: result.state[n].numpy() for n in names}
+        if not self.term.ternary[0]:
+            return state, metrics
+        delta = {n: d.numpy() for n, d in result.delta.items()}
+        coded = encode(wire.in_code_order(delta, delta))
+        metrics[wire.UPDATE_KEY] = coded
+        if result.num_steps:
+            pending = {"update": np.frombuffer(coded, np.uint8)}
+            pending["round"] = np.asarray(self._config[wire.ROUND_KEY])
+            metrics[wire.PENDING_KEY] = wire.pack(pending)
+        moved = {n: state[n] for n in buffers if not np.array_equal(state[n], self._arrays[n])}
+        return moved, metrics
+
+    def probe(
+        self, data: Batches, device: torch.device, classifier: str | None
+    ) -> tuple[int, dict[str, Any]]:
+        """Answer the round's first exchange: (``n_k``, the terms' probes at ``w_t``); no model."""
+        count_batches(data)  # refuses a client without data
+        self._model.to(device)
+        params = {n: p.detach() for n, p in self._model.named_parameters() if p.requires_grad}
+        tap = FeatureTap(self._model, classifier)
+        with torch.random.fork_rng(devices=[]):
+            _, targets = next(iter(data))
+        upload, kept = self.term.probe(
+            ClientContext(
+                start=params,
+                lr=self._config["lr"],
+                num_steps=0,
+                client=to_device(self.client, device),
+                feature_mean=partial(tap.mean, data, device),
+                client_id=self._config.get(wire.CLIENT_KEY, -1),
+                batch_size=batch_size(targets),
+            )
+        )
+        tap.close()
+        metrics: dict[str, Any] = {wire.METHOD_KEY: self._method}
+        metrics |= _packed(to_device(upload, "cpu"), "upload")
+        metrics |= _packed(to_device(kept, "cpu"), "client")
+        return count_examples(data), metrics
+
+    def _refuse_tied(self) -> None:
+        found = dict(self._model.named_parameters(remove_duplicate=False))
+        if tied := sorted(set(found) - set(dict(self._model.named_parameters()))):
+            raise ValueError(
+                f"compression does not go with tied weights, but {tied} are other names of parameters"
+            )
+
+    def _take_back(self) -> None:
+        """Put the last update back into the residual if the server did not use it."""
+        config = self._config
+        if wire.PENDING_KEY not in config or not self.term.ternary[0]:
+            return
+        pending = wire.unpack(config[wire.PENDING_KEY])
+        if int(pending["round"]) == config.get(wire.USED_KEY):
+            return
+        (name,) = (t.name for t in self.term.terms if t.ternary[0])
+        residual = self.client[name]
+        like = {n: r.numpy() for n, r in residual.items()}
+        update = decode(pending["update"].tobytes(), wire.in_code_order(like, like))
+        self.client[name] = {n: r + torch.from_numpy(update[n]) for n, r in residual.items()}
+
+
+def load(
+    model: nn.Module, term: Chain, arrays: Mapping[str, np.ndarray], config: Mapping[str, Any]
+) -> list[str]:
+    """Load the global model by name, and what is private as this client left it; return its names.
+
+    Raises ProtocolError naming an array that does not fit.
+    """
+    state = model.state_dict()
+    chosen = term.private(list(state))
+    private = [n for n in state if n in chosen]
+    given = {n: torch.from_numpy(np.asarray(a)) for n, a in arrays.items()}
+    wire.check_arrays(
+        given, {n: v for n, v in state.items() if n not in chosen}, "the global model"
+    )
+    mine = {n: state[n] for n in private}
+    if wire.PRIVATE_KEY in config:
+        kept = wire.unpack(config[wire.PRIVATE_KEY])
+        mine = {n: torch.from_numpy(a) for n, a in kept.items()}
+        wire.check_arrays(mine, {n: state[n] for n in private}, "this client's private entries")
+    model.load_state_dict({**given, **mine})
+    return private
+
+
+def evaluated_term(method: str, terms: Terms, config: Mapping[str, Any]) -> Chain:
+    """Return the method that an evaluate config speaks of; no terms if it is not this client's.
+
+    Raises ValueError naming an unknown or wrong key.
+    """
+    own = [k for k in config if not k.startswith("regs.")]
+    ours = config.get(wire.METHOD_KEY) == method
+    term = chain([t.from_config(config) for t in terms] if ours else [])
+    known = [*wire.EVALUATE_KEYS, *wire.FLOWER_KEYS, *term.config()]
+    wire.check_config_keys(own, known, "evaluate_config")
+    wire.check_evaluate_config(config, "evaluate_config")
+    return term
+
+
+@contextlib.contextmanager
+def seeded(seed: Any, device: torch.device) -> Iterator[None]:
+    """Seed torch for one client and round; leave the process's own random state as it was.
+
+    Shuffling, dropout and whatever else draws from torch then depend on (seed, round, partition)
+    alone; data that draws from numpy or `random` must seed these itself.
+    """
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(seed)
+        yield
+
+
+def _method(method: str, terms: Terms, me: str, config: Mapping[str, Any]) -> Chain:
+    """Check that the config speaks of this client's method; return it with its parameters."""
+    if wire.METHOD_KEY not in config:
+        raise wire.ProtocolError(
+            f"{me}, but the strategy named no method; use flwr_regs.{method.partition('+')[0]} or "
+            "RegStrategy"
+        )
+    if config[wire.METHOD_KEY] != method:
+        raise wire.ProtocolError(
+            f"{me}, but the strategy runs '{config[wire.METHOD_KEY]}'; "
+            "the strategy and the client must be of the same method"
+        )
+    if config.get(wire.PROTOCOL_KEY) != wire.PROTOCOL:
+        raise wire.ProtocolError(
+            f"{me} and speaks protocol {wire.PROTOCOL}, but the strategy speaks "
+            f"{config.get(wire.PROTOCOL_KEY)}; install the same flwr-regs version on both sides"
+        )
+    term = chain([t.from_config(config) for t in terms])
+    known = [*wire.TRAIN_KEYS, *wire.FLOWER_KEYS, *term.config()]
+    known += [f"{t.name}.{slot}" for t in term.terms for slot in ("broadcast", "client")]
+    own = [k for k in config if not k.startswith("regs.")]
+    wire.check_config_keys(own, known, "train_config")
+    wire.check_train_config(config, "train_config")
+    return term
+
+
+def _slots(terms: Terms, config: Mapping[str, Any], slot: str) -> Slot:
+    return {
+        t.name: {k: torch.from_numpy(a) for k, a in wire.unpack(config[f"{t.name}.{slot}"]).items()}
+        for t in terms
+        if f"{t.name}.{slot}" in config
+    }
+
+
+def _packed(slots: Slot, slot: str) -> dict[str, bytes]:
+    """Pack the terms' slots as they travel: ``"<term>.<slot>" -> bytes``; empty ones do not."""
+    return {f"{name}.{slot}": wire.pack(arrays) for name, arrays in slots.items() if arrays}
