@@ -6,7 +6,6 @@ Shared by the NumPyClient (client.py) and by a training loop of one's own (clien
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
