@@ -25,8 +25,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from flwr_regs.flower.app import RegClientApp as RegClientApp
     from flwr_regs.flower.app import client_app as client_app
     from flwr_regs.flower.client import RegClient as RegClient
+    from flwr_regs.flower.client_round import ClientRound as ClientRound
+    from flwr_regs.flower.client_round import load_model as load_model
     from flwr_regs.flower.grid import InProcessGrid as InProcessGrid
     from flwr_regs.flower.strategy import RegStrategy as RegStrategy
     from flwr_regs.flower.strategy import RoundFailed as RoundFailed
@@ -79,8 +82,11 @@ if TYPE_CHECKING:
     from flwr_regs.methods.rfedavg import RFedAvgPlusClient as RFedAvgPlusClient
 
 _HOME = {
+    "RegClientApp": "flower.app",
     "client_app": "flower.app",
     "RegClient": "flower.client",
+    "ClientRound": "flower.client_round",
+    "load_model": "flower.client_round",
     "InProcessGrid": "flower.grid",
     "RegStrategy": "flower.strategy",
     "RoundFailed": "flower.strategy",

@@ -78,10 +78,9 @@ class LocalTraining:
         What the server sent beside the model, and what this client kept from its last round.
     train_mode : bool
         False leaves the model in eval mode: batch norm and dropout as when the model is used.
-    classifier, client_id : str, int
-        The output layer (default: the last ``nn.Linear``) and the partition id, for terms that need them.
-    max_steps, max_seconds : int, float
-        The client's own budget: `batches` stops early, maybe before the first step.
+    classifier, client_id, max_steps, max_seconds : str, int, int, float
+        The output layer (default: the last ``nn.Linear``) and the partition id, for terms that need them;
+        the client's own budget, at which `batches` stops early, maybe before the first step.
 
     Raises
     ------
@@ -119,7 +118,6 @@ class LocalTraining:
         self._params = {name: p for name, p in self._trained.items() if name not in private}
         if not self._params:
             raise ValueError(f"{type(model).__name__} shares no parameter with requires_grad=True")
-        self._values = {n: p.detach() for n, p in self._params.items()}  # views: they follow steps
         planned = steps or (epochs or 0) * data.count_batches(train_data)
         self.planned_steps = planned
         self.num_steps = planned if max_steps is None else min(planned, max_steps)
@@ -146,8 +144,14 @@ class LocalTraining:
         self._taken = self._processed = 0
         own = [type(t).client_optimizer is not Term.client_optimizer for t in terms[1:] or terms]
         self._makes_optimizer = any(own)
-        if (first := term.start(self._ctx.start, self._ctx)) is not self._ctx.start:
-            _write(self._values, first)
+        self._first = term.start(self._ctx.start, self._ctx)
+        _write(self._values, self._first)
+
+    @property
+    def _values(self) -> Arrays:
+        return {
+            n: p.detach() for n, p in self._params.items()
+        }  # views: writing to them moves the model
 
     def optimizer(self, make: OptimizerFn) -> torch.optim.Optimizer:
         """Return the client's optimiser, ``make(params, lr=lr)``, as the method wants it."""
@@ -196,8 +200,11 @@ class LocalTraining:
         taken = self._taken if steps is None else steps
         if taken > self.num_steps:
             raise ValueError(f"{taken} local steps, but the round asked for {self.num_steps}")
+        self.model.to(self.device)  # a trainer may have moved it
         start = self._ctx.start
         if not taken:  # an inactive client: everything stays as it was
+            if any(not torch.equal(v, self._first[n]) for n, v in self._values.items()):
+                raise RuntimeError("the model has moved, but correct() was never called")
             _write(self._values, start)
         delta = {name: v - start[name] for name, v in self._values.items()}
         sent, upload, kept = (

@@ -43,8 +43,8 @@ class ClientContext:
         If a term `needs_features`: what enters the output layer, ``(batch, d)``, and a function
         ``feature_mean(batches or None) -> (d,)``, its mean over the client's data with the model as is.
     fisher : callable
-        If a term `needs_fisher`: ``fisher(params, max_samples or None) -> Arrays``, the diagonal of the
-        empirical Fisher information over the client's data at these parameters.
+        ``fisher(params, max_samples or None) -> Arrays``, the diagonal of the empirical Fisher information
+        over the client's data at these parameters.
     client_id, batch_size : int
         The client's partition id (-1 where nobody gave one), and the examples in its first batch.
     """
@@ -86,9 +86,9 @@ class ServerContext:
 class Term(HyperParameters):
     """One ingredient of a method. Every hook is the identity by default.
 
-    Hooks are pure: they change no input, return no view of one, call no ``.item()`` and take no
-    Python branch on an array's value. That lets one file serve a Flower client, a user's own loop and
-    a cohort stacked under ``torch.func.vmap``. Server hooks use operators only.
+    Hooks are pure: they change no input, return no view of one, call no ``.item()`` and take no Python
+    branch on an array's value, so that one file serves a Flower client, a user's own loop and a cohort
+    stacked under ``torch.func.vmap``. Server hooks use operators only.
     """
 
     name: ClassVar[str] = "identity"
@@ -101,7 +101,7 @@ class Term(HyperParameters):
     needs_features: ClassVar[bool] = False
     needs_fisher: ClassVar[bool] = False
     probes: ClassVar[bool] = False
-    """True if clients answer a question at ``w_t`` (`probe`) before anyone trains."""
+    """True if clients answer a question at ``w_t`` before anyone trains."""
 
     def private(self, names: Collection[str]) -> set[str]:
         """Return the ``state_dict`` names that never leave a client; no hook sees these."""
@@ -121,10 +121,9 @@ class Term(HyperParameters):
         return {}
 
     def recover(self, step: Arrays, lr: float) -> Slot | None:
-        """Return the broadcast computed from the last global step, or None if that is impossible.
+        """Return the broadcast as it follows from ``w_t − w_{t−1}`` and the η that made it, or None.
 
-        A term that can may use the ``"delta"`` downlink: a client that was there last round receives
-        ``w_t − w_{t−1}`` and the η that made it, and recovers model and broadcast from them.
+        On a ``"delta"`` downlink a client that was there last round receives no more than these.
         """
         return None
 
@@ -150,10 +149,7 @@ class Term(HyperParameters):
     def update(
         self, server: Slot, delta: Arrays, uploads: Mapping[int, Slot], ctx: ServerContext
     ) -> tuple[Slot, Arrays]:
-        """Return (server slot, step): the global model moves by `step`.
-
-        `delta` is ``Σ p_k (v_k − w_t)``; `uploads` maps a partition id to that client's upload slot.
-        """
+        """Return (server slot, step), given ``Σ p_k (v_k − w_t)`` and the uploads by partition id."""
         return server, delta
 
     def release(self, server: Slot, step: Arrays, ctx: ServerContext) -> tuple[Slot, Arrays]:

@@ -63,6 +63,47 @@ def client_app(
     return ClientApp(checked, mods=[node_mod, *mods, numpyclient_mod])
 
 
+class RegClientApp(ClientApp):
+    """A ClientApp for ``@app.train()`` functions of your own around :class:`flwr_regs.ClientRound`.
+
+    Flower's, except that it does for every message what needs no model: see :func:`node_mod`.
+
+    Parameters
+    ----------
+    mods : sequence of Flower mods
+    label_counts : callable, optional
+        ``label_counts(context)`` returns the examples of each class in this client's data, for a strategy
+        with class-covering cohorts. That is information about the data: not told by default.
+    """
+
+    def __init__(
+        self,
+        mods: Sequence[Mod] = (),
+        label_counts: Callable[[Context], Sequence[int]] | None = None,
+    ) -> None:
+        super().__init__(mods=list(mods))
+        if label_counts is None:
+            return
+
+        @self.query(wire.LABELS.partition(".")[2])
+        def tell(message: Message, context: Context) -> Message:
+            counts = json.dumps([int(n) for n in label_counts(context)])
+            answer = ConfigRecord({wire.LABELS_KEY: counts})
+            return Message(RecordDict({wire.CONFIG: answer}), reply_to=message)
+
+    def __call__(self, message: Message, context: Context) -> Message:
+        """Answer a message."""
+        return node_mod(message, context, self._inside)
+
+    def _inside(self, message: Message, context: Context) -> Message:
+        message_type = message.metadata.message_type
+        if message_type == wire.PROBE:  # a train message that asks for no training
+            message.metadata.message_type = "train"
+        reply = super().__call__(message, context)
+        reply.metadata.message_type = message_type
+        return reply
+
+
 def node_mod(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
     """Do what needs no model, as the outermost mod: identity, the downlink, client state.
 

@@ -154,7 +154,7 @@ class Population:
             elif node in nodes:
                 self._object(
                     f"node {node} does not answer who it is ({reply.error.reason}); build its "
-                    "ClientApp with flwr_regs.client_app"
+                    "ClientApp with flwr_regs.client_app, or RegClientApp for a loop of your own"
                 )
         if self._complete:
             self._asked |= set(nodes)  # a mute one would cost its timeout again every round

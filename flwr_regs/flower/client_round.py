@@ -1,0 +1,179 @@
+"""A method in a training loop of your own: plain PyTorch, AMP, Lightning, inside a Message-API app."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from flwr.app import ConfigRecord, Message, MetricRecord, RecordDict
+from torch import nn
+
+from flwr_regs.batches import Batches
+from flwr_regs.flower import wire
+from flwr_regs.flower.client import RegClient
+from flwr_regs.flower.received import Received, evaluated_term, load, seeded
+from flwr_regs.local_round import LocalTraining, LossFn
+from flwr_regs.method import Term
+
+Method = type[RegClient] | Sequence[type[Term]]
+"""A named client such as ``FedFORClient``, or the term classes of a composition."""
+
+
+class ClientRound(LocalTraining):
+    """One round of a method on a client, for the ``@app.train()`` function of a RegClientApp.
+
+    ::
+
+        app = RegClientApp()
+
+        @app.train()
+        def train(message, context):
+            model = Net()
+            loop = ClientRound(message, FedFORClient, model, loader)  # loads the global model
+            optimizer = loop.optimizer(torch.optim.SGD)
+            for inputs, targets in loop.batches():
+                optimizer.zero_grad()
+                output = model(inputs)
+                loop.loss(cross_entropy(output, targets), inputs, targets, output).backward()
+                loop.correct()  # after unscaling (AMP), before clipping
+                optimizer.step()
+            return loop.reply()
+
+    A loop that draws its batches elsewhere takes ``num_steps`` steps of its optimiser; 0 means that there
+    is nothing to train now (the first exchange of a method with two): go straight to `reply`.
+
+    Parameters
+    ----------
+    message : Message
+        The train message, inside a :class:`flwr_regs.RegClientApp`.
+    method : RegClient class or sequence of Term classes
+        ``FedFORClient``, or the terms of a composition in the strategy's order.
+    model : nn.Module
+        The module that the global model's names belong to; it is loaded here and trained in place.
+    train_data, loss_fn, device, classifier, train_mode, max_steps, max_seconds
+        As for :class:`flwr_regs.local_round.LocalTraining`; the data also says ``n_k``.
+
+    Raises
+    ------
+    ProtocolError
+        The strategy is for another method or protocol version, or arrays do not fit the model.
+    ValueError
+        The config lacks a key, holds an unknown one, or there is no training data.
+    """
+
+    def __init__(
+        self,
+        message: Message,
+        method: Method,
+        model: nn.Module,
+        train_data: Batches,
+        *,
+        loss_fn: LossFn = nn.functional.cross_entropy,
+        device: str | torch.device = "auto",
+        classifier: str | None = None,
+        train_mode: bool = True,
+        max_steps: int | None = None,
+        max_seconds: float | None = None,
+    ) -> None:
+        name, terms, who = _described(method)
+        arrays, self._config = _content(message)
+        self._message, self._classifier = message, classifier
+        self._received = Received(model, name, terms, who, arrays, self._config)
+        self._probing = bool(self._config.get(wire.PROBE_KEY))
+        super().__init__(
+            model,
+            self._received.term,
+            train_data,
+            loss_fn=loss_fn,
+            device=device,
+            train_mode=train_mode,
+            classifier=classifier,
+            max_steps=0 if self._probing else max_steps,
+            max_seconds=max_seconds,
+            **self._received.duration,
+        )
+
+    def seeded(self) -> contextlib.AbstractContextManager[None]:
+        """Seed torch for this client and round within a ``with`` block, as the package's clients do."""
+        return seeded(self._config[wire.SEED_KEY], self.device)
+
+    def reply(
+        self, metrics: Mapping[str, int | float] | None = None, steps: int | None = None
+    ) -> Message:
+        """Return the answer to the strategy.
+
+        Parameters
+        ----------
+        metrics : mapping, optional
+            More numbers of yours; the strategy averages what all clients report.
+        steps : int, optional
+            The steps that the optimiser took, if not one for each `correct`.
+        """
+        result = self.finish(0 if self._probing else steps)
+        if self._probing:  # finish has put the model back to w_t
+            count, told = self._received.probe(self._data, self.device, self._classifier)
+            records: dict[str, Any] = {}
+        else:
+            arrays, told = self._received.answer(result)
+            records, count = {wire.ARRAYS: wire.to_record(arrays)}, result.num_examples
+        numbers: dict[str, Any] = {"num-examples": count}
+        texts: dict[str, Any] = {}
+        for key, value in {**(metrics or {}), **told}.items():
+            if isinstance(value, bytes) and key.endswith(".upload"):
+                records[key] = wire.to_record(wire.unpack(value))
+            elif isinstance(value, str | bytes):
+                texts[key] = value
+            else:
+                numbers[key] = value
+        records |= {wire.METRICS: MetricRecord(numbers), wire.CONFIG: ConfigRecord(texts)}
+        return Message(RecordDict(records), reply_to=self._message)
+
+
+def load_model(message: Message, method: Method, model: nn.Module) -> None:
+    """Load the global model of an evaluate message, and what is private to this client, into `model`.
+
+    Parameters
+    ----------
+    message : Message
+        The evaluate message, inside a :class:`flwr_regs.RegClientApp`.
+    method, model
+        As for :class:`ClientRound`.
+
+    Raises
+    ------
+    ProtocolError
+        Arrays do not fit the model.
+    """
+    name, terms, _ = _described(method)
+    arrays, config = _content(message)
+    load(model, evaluated_term(name, terms, config), arrays, config)
+
+
+def _described(method: Method) -> tuple[str, Sequence[type[Term]], str]:
+    """Return (method name, terms, the name for errors)."""
+    if isinstance(method, type) and issubclass(method, RegClient) and method.method:
+        return method.method, method.terms, f"a loop of {method.__name__}"
+    if isinstance(method, type) or not all(
+        isinstance(t, type) and issubclass(t, Term) for t in method
+    ):
+        raise TypeError(
+            "method must be a named client such as FedFORClient, or a list of Term classes, "
+            f"not {method!r}"
+        )
+    return "+".join(t.name for t in method), method, "a loop of terms"
+
+
+def _content(message: Message) -> tuple[dict[str, Any], dict[str, Any]]:
+    content = message.content
+    if wire.ARRAYS not in content.array_records or wire.CONFIG not in content.config_records:
+        raise wire.ProtocolError(
+            f"the message holds {sorted(content)}, expected '{wire.ARRAYS}' and '{wire.CONFIG}' of a "
+            "strategy of flwr_regs"
+        )
+    if left := [n for n in content.array_records if n.endswith(".broadcast")]:
+        raise wire.ProtocolError(f"{left} were not unpacked: build the app with RegClientApp")
+    return wire.from_record(content.array_records[wire.ARRAYS]), dict(
+        content.config_records[wire.CONFIG]
+    )
