@@ -46,8 +46,8 @@ class ClientContext:
         Examples of each class in the client's data, ``(classes,)``, if a term `needs_label_counts`.
     features, feature_mean : Any
         If a term `needs_features`: what enters the output layer, ``(batch, d)``, and a function
-        ``feature_mean(batches or None) -> (d,)``, its mean over the client's data with the model as
-        it is now.
+        ``feature_mean(params, batches or None) -> (d,)``, its mean over the client's data at these
+        parameters.
     fisher : callable
         If a term `needs_fisher`: ``fisher(params, max_samples or None) -> Arrays``, the diagonal of the
         empirical Fisher information over the client's data at these parameters.
@@ -67,7 +67,7 @@ class ClientContext:
     start_output: Any = None
     label_counts: Any = None
     features: Any = None
-    feature_mean: Callable[[int | None], Any] | None = None
+    feature_mean: Callable[[Arrays, int | None], Any] | None = None
     fisher: Callable[[Arrays, int | None], Arrays] | None = None
     client_id: Any = -1
     batch_size: int = 0
