@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Self
 
 Arrays = dict[str, Any]  # parameter name -> array; trainable parameters only, never buffers
 Slot = dict[str, Any]  # one of the four slots of one term: key -> array
@@ -96,9 +96,6 @@ class ServerContext:
     previous_lr: float | None = None
 
 
-SelfTerm = TypeVar("SelfTerm", bound="Term")
-
-
 @dataclass(frozen=True)
 class Term:
     """One ingredient of a method. Every hook is the identity by default.
@@ -114,6 +111,8 @@ class Term:
     name: ClassVar[str] = "identity"
     owns_step: ClassVar[bool] = False
     """True if `update` replaces the averaged delta by a server optimiser's step."""
+    keeps_delta: ClassVar[bool] = False
+    """True if `update` returns `delta` as it came; if not, it stands right of a step owner."""
     compresses: ClassVar[bool] = False
     """True if `finish` or `release` makes the update lossy; such a term comes last."""
     server_only: ClassVar[bool] = False
@@ -122,6 +121,8 @@ class Term:
     needs_label_counts: ClassVar[bool] = False
     needs_features: ClassVar[bool] = False
     needs_fisher: ClassVar[bool] = False
+    excludes: ClassVar[tuple[str, ...]] = ()
+    """Names of terms that are another version of this one."""
     probes: ClassVar[bool] = False
     """True if clients answer a question at ``w_t`` (`probe`) before anyone trains."""
 
@@ -145,8 +146,7 @@ class Term:
     def recover(self, step: Arrays, lr: float) -> Slot | None:
         """Return the broadcast computed from the last global step, or None if that is impossible.
 
-        A term that can may use the ``"delta"`` downlink: a client that was there last round receives
-        ``w_t − w_{t−1}`` and the η that made it, and recovers model and broadcast from them.
+        On the ``"delta"`` downlink a client may receive no more than that step and its η.
         """
         return None
 
@@ -200,7 +200,7 @@ class Term:
         return {} if self.server_only else {k: v for k, v in pairs.items() if v is not None}
 
     @classmethod
-    def from_config(cls: type[SelfTerm], config: Mapping[str, Any]) -> SelfTerm:
+    def from_config(cls, config: Mapping[str, Any]) -> Self:
         """Build the term from a round's config; raise KeyError naming a missing key."""
         keys = {f.name: f"{cls.name}.{f.name}" for f in fields(cls)}
         optional = {f.name for f in fields(cls) if f.default is None}

@@ -49,8 +49,8 @@ def cohort_round(
     ) -> Any:
         there = ~mine.isnan().any(-1, keepdim=True)
 
-        def feature_mean(p: Arrays, batches: int | None) -> torch.Tensor:
-            functional_call(model, p, (mine.nan_to_num(),))
+        def feature_mean(batches: int | None) -> torch.Tensor:
+            functional_call(model, v, (mine.nan_to_num(),))
             return (tap.value * there).sum(0) / there.sum()
 
         def fisher(p: Arrays, max_samples: int | None) -> Arrays:

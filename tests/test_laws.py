@@ -126,7 +126,7 @@ def example_context(case: Case) -> tuple[Term, Arrays, Arrays, ClientContext, Se
         lr=0.1,
         num_steps=5,
         broadcast=broadcast,
-        feature_mean=lambda p, batches: features.mean(0),
+        feature_mean=lambda batches: features.mean(0),
         fisher=lambda p, samples: {n: a**2 for n, a in p.items()},
     )
     return term, params, noise(1.0), ctx, server_ctx

@@ -76,6 +76,8 @@ class FeatureTable(_Means):
     """
 
     name: ClassVar[str] = "rfedavg"
+    keeps_delta: ClassVar[bool] = True
+    excludes: ClassVar[tuple[str, ...]] = ("rfedavg-plus",)
     needs_features: ClassVar[bool] = True
     lam: float
     delta_batches: int | None = None
