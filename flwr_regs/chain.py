@@ -114,25 +114,44 @@ def _own(ctx: ClientContext, term: Term) -> ClientContext:
 
 
 def chain(terms: Sequence[Term]) -> Chain:
-    """Compose `terms`, left to right.
+    """Compose `terms`, left to right; a chain among them counts as its own terms.
 
     Raises
     ------
     ValueError
-        Two terms of one name, two that own the server step, a compressing term that is not last, or one
-        that needs the Fisher information ahead of one that shifts the start.
+        Terms that do not go together, or not in this order: docs/architecture.md lists which.
     """
+    terms = [u for t in terms for u in (t.terms if isinstance(t, Chain) else (t,))]
     names = [t.name for t in terms]
     if twice := sorted({n for n in names if names.count(n) > 1}):
         raise ValueError(f"each term may appear once, but {twice} appear more often in {names}")
+    for t in terms:
+        if others := sorted(set(t.excludes) & set(names)):
+            raise ValueError(
+                f"'{t.name}' and {others} are versions of one thing, which together would count twice: "
+                "keep one"
+            )
     if len(owners := [t.name for t in terms if t.owns_step]) > 1:
-        raise ValueError(f"only one term can own the server's step, but {owners} all do")
-    if early := [t.name for t in terms[:-1] if t.compresses]:
-        raise ValueError(f"a term that compresses the update comes last, but {early} do not")
-    shifts = [i for i, t in enumerate(terms) if type(t).start is not Term.start]
-    if early := [t.name for t in terms[: max(shifts, default=0)] if t.needs_fisher]:
+        raise ValueError(f"only one term can own the server's step, but {owners} all do: keep one")
+    ahead = terms[: names.index(owners[0])] if owners else []
+    if late := [t.name for t in ahead if _overrides(t, "update") and not t.keeps_delta]:
         raise ValueError(
-            f"{early} measure where local training ended: put them behind "
-            f"'{terms[max(shifts)].name}', which shifts where it starts"
+            f"updates run right to left, so {late} would alter the step after '{owners[0]}' has made "
+            f"it: put them behind '{owners[0]}', or set keeps_delta if they return delta as it came"
+        )
+    if early := [t.name for t in terms[:-1] if t.compresses]:
+        raise ValueError(
+            f"a term that compresses the update comes last, but {early} do not: move them to the end"
+        )
+    shifts = [i for i, t in enumerate(terms) if _overrides(t, "start")]
+    ahead = [t for t in terms[: max(shifts, default=0)] if not _overrides(t, "start")]
+    if early := [t.name for t in ahead if _overrides(t, "finish")]:
+        raise ValueError(
+            f"{early} finish with a client's update before '{terms[max(shifts)].name}', which shifts "
+            f"where it starts, has taken that back: put them behind '{terms[max(shifts)].name}'"
         )
     return Chain(tuple(terms))
+
+
+def _overrides(term: Term, hook: str) -> bool:
+    return getattr(type(term), hook) is not getattr(Term, hook)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from flwr_regs.batches import Batches, batch_size, to_device
 from flwr_regs.classifier import find_classifier
@@ -37,17 +38,24 @@ class FeatureTap:
         self.value = None
 
     @torch.no_grad()
-    def mean(self, data: Batches, device: torch.device, batches: int | None = None) -> Tensor:
+    def mean(
+        self,
+        data: Batches,
+        device: torch.device,
+        params: dict[str, Tensor] | None = None,
+        batches: int | None = None,
+    ) -> Tensor:
         """Return the mean feature ``(d,)`` over `data` (or its first `batches`), in eval mode.
 
-        The process's random state and the model's mode are left as they were.
+        At `params`; what they lack is the model's own. The process's random state and the model's
+        mode are left as they were.
         """
         mode = self._model.training
         self._model.eval()
         total, count = torch.zeros((), device=device), 0
         with torch.random.fork_rng(devices=[]):
             for inputs, targets in islice(data, batches):
-                self._model(to_device(inputs, device))
+                functional_call(self._model, params or {}, (to_device(inputs, device),))
                 total = total + self.value.sum(0)
                 count += batch_size(targets)
         self._model.train(mode)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from flwr_regs.hyperparameters import HyperParameters
+from flwr_regs.declared import Declared
 
 Arrays = dict[str, Any]  # parameter name -> array; trainable parameters only, never buffers
 Slot = dict[str, Any]  # one of the four slots of one term: key -> array
@@ -41,7 +41,8 @@ class ClientContext:
         Examples of each class in the client's data, ``(classes,)``, if a term `needs_label_counts`.
     features, feature_mean : Any
         If a term `needs_features`: what enters the output layer, ``(batch, d)``, and a function
-        ``feature_mean(batches or None) -> (d,)``, its mean over the client's data with the model as is.
+        ``feature_mean(params, batches or None) -> (d,)``, its mean over the client's data at these
+        parameters.
     fisher : callable
         ``fisher(params, max_samples or None) -> Arrays``, the diagonal of the empirical Fisher information
         over the client's data at these parameters.
@@ -61,7 +62,7 @@ class ClientContext:
     start_output: Any = None
     label_counts: Any = None
     features: Any = None
-    feature_mean: Callable[[int | None], Any] | None = None
+    feature_mean: Callable[[Arrays, int | None], Any] | None = None
     fisher: Callable[[Arrays, int | None], Arrays] | None = None
     client_id: Any = -1
     batch_size: int = 0
@@ -83,7 +84,7 @@ class ServerContext:
 
 
 @dataclass(frozen=True)
-class Term(HyperParameters):
+class Term(Declared):
     """One ingredient of a method. Every hook is the identity by default.
 
     Hooks are pure: they change no input, return no view of one, call no ``.item()`` and take no Python
@@ -92,16 +93,6 @@ class Term(HyperParameters):
     """
 
     name: ClassVar[str] = "identity"
-    owns_step: ClassVar[bool] = False
-    """True if `update` replaces the averaged delta by a server optimiser's step."""
-    compresses: ClassVar[bool] = False
-    """True if `finish` or `release` makes the update lossy; such a term comes last."""
-    needs_start_output: ClassVar[bool] = False
-    needs_label_counts: ClassVar[bool] = False
-    needs_features: ClassVar[bool] = False
-    needs_fisher: ClassVar[bool] = False
-    probes: ClassVar[bool] = False
-    """True if clients answer a question at ``w_t`` before anyone trains."""
 
     def private(self, names: Collection[str]) -> set[str]:
         """Return the ``state_dict`` names that never leave a client; no hook sees these."""

@@ -397,7 +397,11 @@ class Job:
                 "downlink": first.downlink,
                 **common,
             }
-        in_order = sorted(terms, key=lambda t: (t.compresses, t.needs_fisher))
+
+        def looks_at_the_end(t: Term) -> bool:  # then it stands behind one that shifts the start
+            return type(t).finish is not Term.finish and type(t).start is Term.start
+
+        in_order = sorted(terms, key=lambda t: (t.compresses, looks_at_the_end(t)))
         return RegStrategy(in_order, **common)
 
     def step_budget(self, server_round: int, pid: int, planned: int) -> int | None:

@@ -14,10 +14,8 @@ from flwr.common.serde import recorddict_from_proto, recorddict_to_proto
 from torch import nn
 
 from flwr_regs import FedAvg, FedAvgClient, InProcessGrid, RegClient, RegStrategy, client_app
-from flwr_regs.chain import chain
-from flwr_regs.local_round import local_round
-from flwr_regs.method import Arrays, ClientContext, ServerContext, Slot, Term
-from tests.cohort import cohort_round
+from flwr_regs.method import Arrays, ClientContext, Slot, Term
+from tests.cohort import assert_stacked_is_the_loop, example_context
 from tests.conftest import close, make_clients, make_model, run, to_numpy
 from tests.laws import CASES, Case
 
@@ -89,52 +87,9 @@ def test_3_the_run_equals_the_oracle_under_partial_participation(case: Case) -> 
     close(got, want[-1], 1e-10)
 
 
-def example_context(case: Case) -> tuple[Term, Arrays, Arrays, ClientContext, ServerContext]:
-    """Parameters, gradients, a step and slots with entries of both signs."""
-    term = chain(case.terms)
-    g = torch.Generator().manual_seed(5)
-    model = make_model()
-    start = {n: p.detach().clone() for n, p in model.named_parameters()}
-
-    def noise(scale: float) -> Arrays:
-        return {
-            n: scale * torch.randn(p.shape, generator=g, dtype=p.dtype) for n, p in start.items()
-        }
-
-    params = {n: p + d for (n, p), d in zip(start.items(), noise(0.1).values(), strict=True)}
-    server_ctx = ServerContext(
-        2,
-        0.1,
-        {n: p.numpy() for n, p in start.items()},
-        {n: s.numpy() for n, s in noise(0.3).items()},
-        previous_lr=0.2,
-    )
-    slots = term.broadcast(term.init(start), server_ctx)
-    broadcast = {t: {k: torch.as_tensor(a) for k, a in s.items()} for t, s in slots.items()}
-    # what other clients' features would have put there
-    features = torch.randn(3, 6, generator=g, dtype=torch.float64)
-    broadcast |= {
-        "rfedavg": {"ids": torch.tensor([0, 1, 7]), "table": features},
-        "rfedavg-plus": {"sum": features.sum(0), "others": torch.tensor(2)}
-        if any(getattr(t, "sum_only", False) for t in case.terms)
-        else {"mean": features[0]},
-        "elastic": {f"U.{n}": abs(a).float() for n, a in noise(1.0).items()}
-        | {f"V.{n}": a.float() for n, a in noise(1.0).items()},
-    }
-    ctx = ClientContext(
-        start=start,
-        lr=0.1,
-        num_steps=5,
-        broadcast=broadcast,
-        feature_mean=lambda batches: features.mean(0),
-        fisher=lambda p, samples: {n: a**2 for n, a in p.items()},
-    )
-    return term, params, noise(1.0), ctx, server_ctx
-
-
 @each
 def test_4_hooks_neither_mutate_nor_alias(case: Case) -> None:
-    term, params, grads, ctx, server_ctx = example_context(case)
+    term, params, grads, ctx, server_ctx = example_context(case.terms)
     before = [{n: v.clone() for n, v in d.items()} for d in (params, grads, ctx.start)]
     corrected = term.correct(grads, params, ctx)
     delta = {n: params[n] - ctx.start[n] for n in params}
@@ -174,60 +129,9 @@ class Remember(Term):
 @pytest.mark.parametrize("case", [c for c in CASES if c.stacks], ids=lambda c: c.name)
 def test_5_a_stacked_cohort_equals_the_loop(case: Case, extra: list[Term]) -> None:
     """Under vmap, with ragged step counts and per-client state."""
-    _, _, _, ctx, _ = example_context(case)
     last = [t for t in case.terms if t.compresses]
-    term = chain([*[t for t in case.terms if not t.compresses], *extra, *last])
-    broadcast = {**ctx.broadcast, "remember": {}}
-    clients = make_clients(3)
-    steps = [2, 5, 9]
-    x = torch.stack([torch.stack([c[s % len(c)][0] for s in range(9)]) for c in clients])
-    y = torch.stack([torch.stack([c[s % len(c)][1] for s in range(9)]) for c in clients])
-    g = torch.Generator().manual_seed(8)
-    memories: Slot = {"rfedavg-plus": {"delta": torch.randn(3, 6, generator=g).double()}}
-    for name in ("ternary", *(t.name for t in extra)):
-        memories[name] = {
-            n: torch.randn(3, *p.shape, generator=g, dtype=p.dtype) for n, p in ctx.start.items()
-        }
-    delta, upload, kept = cohort_round(
-        make_model(),
-        term,
-        ctx.start,
-        x,
-        y,
-        torch.tensor(steps),
-        0.1,
-        broadcast,
-        memories,
-        torch.stack([torch.bincount(torch.cat([t for _, t in c]), minlength=3) for c in clients]),
-        torch.nn.utils.rnn.pad_sequence(
-            [torch.cat([t for t, _ in c]) for c in clients],
-            batch_first=True,
-            padding_value=float("nan"),
-        ),
-        torch.nn.utils.rnn.pad_sequence(
-            [torch.cat([t for _, t in c]) for c in clients], batch_first=True
-        ),
-        "2",
-    )
-    for k, data in enumerate(clients):
-        model = make_model()
-        mine = {t: {n: a[k] for n, a in slot.items()} for t, slot in memories.items()}
-        result = local_round(
-            model,
-            term,
-            data,
-            lr=0.1,
-            steps=steps[k],
-            broadcast=broadcast,
-            client=mine,
-            device="cpu",
-            client_id=k,
-        )
-        close(result.state, {n: ctx.start[n] + d[k] for n, d in delta.items()}, 1e-12)
-        for got, want in ((result.upload, upload), (result.client, kept)):
-            for t, slot in want.items():
-                tol = 1e-6 if t == "elastic" else 1e-12  # float32
-                close(got[t], {n: a[k] for n, a in slot.items()}, tol)
+    terms = [*[t for t in case.terms if not t.compresses], *extra, *last]
+    assert_stacked_is_the_loop(terms, remembering=[t.name for t in extra])
 
 
 class SerialisingGrid(InProcessGrid):

@@ -47,6 +47,9 @@ def test_features_are_what_enters_the_output_layer() -> None:
     got = tap.mean(data, torch.device("cpu"))
     want = model[:3].eval()(torch.cat([x for x, _ in data])).mean(0)
     torch.testing.assert_close(got, want)
+    other = {"0.bias": before["0.bias"] + 1}
+    shifted = tap.mean(data, torch.device("cpu"), other)
+    assert abs(shifted - got).max() > 1e-2  # at these parameters, not at the model's own
     first = tap.mean(data, torch.device("cpu"), batches=1)
     torch.testing.assert_close(first, model[:3].eval()(data[0][0]).mean(0))
     tap.close()
@@ -252,7 +255,7 @@ def test_the_servers_sum_is_enough() -> None:
 def probe(term: LeaveOneOutMean, times: int = 1) -> np.ndarray:
     feature = torch.full((400,), 0.5, dtype=torch.float64)
     ctx = ClientContext(
-        start={}, lr=0.1, num_steps=0, feature_mean=lambda batches: feature, batch_size=5
+        start={}, lr=0.1, num_steps=0, feature_mean=lambda p, batches: feature, batch_size=5
     )
     return np.stack([term.probe(ctx)[0]["delta"].numpy() for _ in range(times)])
 

@@ -56,6 +56,7 @@ class Elastic(Term):
     """
 
     name: ClassVar[str] = "elastic"
+    keeps_delta: ClassVar[bool] = True
     needs_fisher: ClassVar[bool] = True
     lam: float
     fisher_samples: int | None = None

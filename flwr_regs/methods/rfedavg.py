@@ -76,6 +76,8 @@ class FeatureTable(_Means):
     """
 
     name: ClassVar[str] = "rfedavg"
+    keeps_delta: ClassVar[bool] = True
+    excludes: ClassVar[tuple[str, ...]] = ("rfedavg-plus",)
     needs_features: ClassVar[bool] = True
     lam: float
     delta_batches: int | None = None
@@ -99,7 +101,8 @@ class FeatureTable(_Means):
 
     def finish(self, delta: Arrays, ctx: ClientContext) -> tuple[Arrays, Slot, Slot]:
         assert ctx.feature_mean is not None
-        return delta, {"delta": ctx.feature_mean(self.delta_batches)}, {}
+        end = {n: ctx.start[n] + d for n, d in delta.items()}  # v_k: the model may still be shifted
+        return delta, {"delta": ctx.feature_mean(end, self.delta_batches)}, {}
 
     def update(
         self, server: Slot, delta: Arrays, uploads: Mapping[int, Slot], ctx: ServerContext
@@ -146,7 +149,7 @@ class LeaveOneOutMean(_Means):
 
     def probe(self, ctx: ClientContext) -> tuple[Slot, Slot]:
         assert ctx.feature_mean is not None
-        d = ctx.feature_mean(self.delta_batches)  # δ^k with w_t
+        d = ctx.feature_mean(ctx.start, self.delta_batches)  # δ^k with w_t
         if self.clip_norm is not None:
             d = d * torch.clamp(self.clip_norm / d.norm().clamp(min=1e-12), max=1.0)
         if self.noise_std > 0 and self.clip_norm is not None:

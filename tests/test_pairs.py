@@ -1,0 +1,347 @@
+"""Every ordered pair of the package's terms: it composes, alone and stacked, or is refused.
+
+A pair that composes runs through Flower's messages and must give the model of plain loops written from
+the papers' formulas (oracles/pairs.py).
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+
+import flwr_regs as fr
+from flwr_regs import RegClient, RegStrategy
+from flwr_regs.chain import chain
+from flwr_regs.method import ServerContext, Term
+from tests.cohort import assert_stacked_is_the_loop, example_context
+from tests.conftest import close, make_clients, make_model, run, to_numpy
+from tests.laws import server_sgd
+from tests.oracles.pairs import composed
+
+TERMS: list[Term] = [  # none at a neutral point: each changes the model within three rounds
+    fr.SelfDistillation(0.4, 2.0),
+    fr.FeatureTable(0.5),
+    fr.LeaveOneOutMean(0.5),
+    fr.Proximal(0.7),
+    fr.FirstOrder(0.6),
+    fr.EmbeddedMomentum(0.5, 0.7, 0.9),
+    fr.SlowMomentum(0.6, 0.9),
+    fr.TorchServerOptimizer(server_sgd),
+    fr.AdaptiveServer("adam", 0.02, 0.8, 0.95, 0.01),
+    fr.Elastic(0.5),
+    fr.LocalBatchNorm(),
+    fr.Private("0.weight"),
+    fr.SparseTernary(0.3, 0.4),
+]
+KINDS = [type(t) for t in TERMS]
+Pair = tuple[Term, Term]
+PAIRS: list[Pair] = list(itertools.permutations(TERMS, 2))
+
+# What is refused: any of these on the left, any of those on the right, the sentence. The rest composes.
+OWNERS = {fr.EmbeddedMomentum, fr.SlowMomentum, fr.TorchServerOptimizer, fr.AdaptiveServer}
+FEATURES = {fr.FeatureTable, fr.LeaveOneOutMean}
+REFUSED: list[tuple[set[Any], set[Any], str]] = [
+    (OWNERS, OWNERS, r"only one term can own the server's step, but \['.*', '.*'\] all do: keep"),
+    (FEATURES, FEATURES, "'rfedavg' and .*'rfedavg-plus'.* would count twice: keep one"),
+    ({fr.SparseTernary}, set(KINDS), r"compresses the update comes last, but \['ternary'\]"),
+    # they look at v_k, and only FedADC's `finish` makes v_k of where its shifted steps ended
+    (
+        {fr.Elastic, fr.FeatureTable},
+        {fr.EmbeddedMomentum},
+        "finish with a client's update before 'fedadc'.*put them behind 'fedadc'",
+    ),
+]
+
+
+def refusal(pair: Pair) -> str | None:
+    a, b = (type(t) for t in pair)
+    return next((why for left, right, why in REFUSED if a in left and b in right), None)
+
+
+# Which pairs commute follows from the hooks that both have: two that add to the same thing do, to rounding,
+# and so do two that only look at it. One that hands it on unseen always does.
+ADDS = {
+    "loss": FEATURES,  # not SelfDistillation, which weighs all the loss before it by 1 − λ
+    "correct": {fr.Proximal, fr.FirstOrder, fr.EmbeddedMomentum, fr.Elastic},
+    "private": {fr.LocalBatchNorm, fr.Private},  # a union
+}
+LOOKS = {"finish": {fr.Elastic, fr.FeatureTable}}
+PASSES = {"update": {fr.Elastic, fr.FeatureTable}}  # they collect uploads
+THREADED = [
+    "loss",
+    "correct",
+    "private",
+    "finish",
+    "update",
+    "start",
+    "client_optimizer",
+    "release",
+]
+
+
+def has(kind: type[Term], hook: str) -> bool:
+    return getattr(kind, hook) is not getattr(Term, hook)
+
+
+def commute(pair: Pair) -> bool:
+    both = {type(t) for t in pair}
+    return all(
+        both <= ADDS.get(hook, set())
+        or both <= LOOKS.get(hook, set())
+        or both & PASSES.get(hook, set())
+        for hook in THREADED
+        if all(has(kind, hook) for kind in both)
+    )
+
+
+def name_of(value: Any) -> str | None:
+    return "+".join(t.name for t in value) if isinstance(value, tuple) else None
+
+
+COMPOSING = [p for p in PAIRS if not refusal(p)]
+BOTH_WAYS = [
+    p
+    for p in COMPOSING
+    if p[::-1] in COMPOSING and KINDS.index(type(p[0])) < KINDS.index(type(p[1]))
+]
+composing = pytest.mark.parametrize("pair", COMPOSING, ids=name_of)
+
+
+@cache
+def trained(terms: tuple[Term, ...], batch_norm: bool = False) -> dict[str, np.ndarray]:
+    """Three rounds of three unequal clients, a learning rate that falls; the model at the end."""
+    strategy = RegStrategy(
+        terms, seed=3, fraction_evaluate=0.0, lr_schedule=lambda t: 0.8 ** (t - 1)
+    )
+    got = run(
+        strategy,
+        RegClient,
+        rounds=3,
+        clients=make_clients(3),
+        model=lambda: make_model(batch_norm=batch_norm),
+        train={"local-epochs": 1},
+        terms=[type(t) for t in terms if not t.server_only],
+    )
+    assert [e["failures"] for e in strategy.history] == [{}, {}, {}]
+    assert all(np.isfinite(a).all() for a in got.values())
+    return got
+
+
+def by_formula(terms: Sequence[Term]) -> dict[str, np.ndarray]:
+    """The same by plain loops."""
+    settings = {t.name: dict(vars(t)) for t in terms if not isinstance(t, fr.Private)}
+    if "server-optimizer" in settings:
+        settings["server-optimizer"] = {"lr": 0.7, "momentum": 0.6}  # server_sgd's
+    return composed(
+        {k: v.numpy().copy() for k, v in make_model().state_dict().items()},
+        to_numpy(make_clients(3)),
+        3,
+        lambda t: 0.2 * 0.8 ** (t - 1),
+        settings,
+        private=tuple(t.patterns for t in terms if isinstance(t, fr.Private)),
+    )
+
+
+def difference(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> float:
+    return max(np.abs(a[n] - b[n]).max() for n in a.keys() & b.keys())
+
+
+def test_every_exported_term_is_here() -> None:
+    exported = {getattr(fr, name) for name in fr.__all__}
+    terms = {x for x in exported if isinstance(x, type) and issubclass(x, Term)}
+    assert set(KINDS) == terms
+    assert len(KINDS) == len(terms)
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids=name_of)
+def test_a_pair_composes_or_is_refused_with_a_sentence(pair: Pair) -> None:
+    if why := refusal(pair):
+        with pytest.raises(ValueError, match=why):
+            RegStrategy(pair)
+    else:
+        assert RegStrategy(pair).term.terms == pair
+
+
+@composing
+def test_a_pair_is_neither_of_its_terms_alone(pair: Pair) -> None:
+    batch_norm = any(isinstance(t, fr.LocalBatchNorm) for t in pair)
+    got = trained(pair, batch_norm)
+    for term in pair:
+        assert difference(got, trained((term,), batch_norm)) > 1e-4, term.name
+
+
+@pytest.mark.parametrize("pair", BOTH_WAYS, ids=name_of)
+def test_pairs_commute_where_their_hooks_do(pair: Pair) -> None:
+    batch_norm = any(isinstance(t, fr.LocalBatchNorm) for t in pair)
+    a, b = trained(pair, batch_norm), trained(pair[::-1], batch_norm)
+    if commute(pair):
+        close(a, b, 1e-10)
+    else:
+        assert difference(a, b) > 1e-4
+
+
+def test_a_pair_of_one_order_does_not_commute() -> None:
+    for pair in COMPOSING:
+        if pair[::-1] not in COMPOSING and not isinstance(pair[1], fr.SparseTernary):
+            assert not commute(pair)  # else one order is refused without need
+
+
+@pytest.mark.parametrize(
+    "pair",
+    [p for p in COMPOSING if not any(isinstance(t, fr.LocalBatchNorm) for t in p)],
+    ids=name_of,
+)
+def test_a_pair_is_what_the_formulas_say(pair: Pair) -> None:
+    close(trained(pair), by_formula(pair), 1e-10)
+
+
+@pytest.mark.parametrize(
+    "momentum",
+    [
+        fr.EmbeddedMomentum(0.5, 0.7, 0.9, "heavy-ball"),
+        fr.EmbeddedMomentum(0.6, 0.6, 0.9, local_momentum=0.5),
+    ],
+    ids=["heavy ball", "double momentum"],
+)
+@pytest.mark.parametrize(
+    "other",
+    [t for t in TERMS if not t.owns_step and not has(type(t), "private")],
+    ids=lambda t: t.name,
+)
+def test_the_other_momenta_compose_as_the_formulas_say(momentum: Term, other: Term) -> None:
+    close(trained((momentum, other)), by_formula((momentum, other)), 1e-10)
+
+
+@pytest.mark.parametrize(
+    "pair",
+    [p for p in COMPOSING if any(isinstance(t, fr.LocalBatchNorm) for t in p)],
+    ids=name_of,
+)
+def test_local_batch_norm_is_private_entries_by_another_name(pair: Pair) -> None:
+    """So that what the formulas say of these holds for it; they know no BatchNorm."""
+    if any(isinstance(t, fr.Private) for t in pair):
+        named = (fr.Private("0.weight,1.*"),)
+    else:
+        named = tuple(fr.Private("1.*") if isinstance(t, fr.LocalBatchNorm) else t for t in pair)
+    close(trained(pair, True), trained(named, True), 0.0)
+
+
+# Not stacked: terms without a client hook, and private entries, which are the training loop's own business
+# (no hook sees them). Nor are BatchNorm's running statistics, written in place, and double momentum, which
+# is torch's optimiser: neither can run under vmap.
+STACKED = [p for p in COMPOSING if not any(t.server_only or has(type(t), "private") for t in p)]
+
+
+@pytest.mark.parametrize("pair", STACKED, ids=name_of)
+def test_a_stacked_pair_equals_the_loop(pair: Pair) -> None:
+    assert_stacked_is_the_loop(pair)
+
+
+# What chain() goes by
+
+
+@pytest.mark.parametrize("term", TERMS, ids=lambda t: t.name)
+def test_a_term_keeps_delta_if_it_says_so(term: Term) -> None:
+    """And says so if it does, unless it owns the step: else it would be refused without need."""
+    if isinstance(term, fr.LocalBatchNorm | fr.Private):
+        assert not has(type(term), "update")
+        return
+    _, params, _, ctx, server_ctx = example_context([term])
+    delta = {n: (params[n] - ctx.start[n]).numpy() for n in params}
+    uploads: dict[int, Any] = {0: {"delta": np.ones(6)}} if term.name == "rfedavg" else {}
+    _, step = term.update(term.init(ctx.start), delta, uploads, server_ctx)
+    kept = all(np.array_equal(step[n], delta[n]) for n in delta)
+    assert kept == (term.keeps_delta or not has(type(term), "update"))
+    assert kept != term.owns_step
+
+
+@dataclass(frozen=True)
+class Halve(Term):
+    """Halves the step: of no paper, but a term that someone may write."""
+
+    name: ClassVar[str] = "halve"
+
+    def update(self, server: Any, delta: Any, uploads: Any, ctx: Any) -> Any:
+        return server, {n: d / 2 for n, d in delta.items()}
+
+
+@pytest.mark.parametrize("owner", [t for t in TERMS if t.owns_step], ids=lambda t: t.name)
+def test_no_one_alters_the_step_after_its_owner_made_it(owner: Term) -> None:
+    with pytest.raises(ValueError, match=rf"alter the step after '{owner.name}'.*put them behind"):
+        chain([fr.Proximal(1.0), Halve(), owner])
+    term = chain([owner, Halve()])
+    _, params, _, _, ctx = example_context([owner])
+    ctx = ServerContext(1, 0.1, ctx.params)
+    delta = {n: p.numpy() for n, p in params.items()}
+    _, got = term.update(term.init(ctx.params), delta, {}, ctx)
+    halves = {n: d / 2 for n, d in delta.items()}
+    close(got, owner.update(owner.init(ctx.params), halves, {}, ctx)[1], 0.0)
+
+
+def test_an_update_behind_no_owner_may_stand_anywhere() -> None:
+    chain([Halve(), fr.Proximal(1.0)])
+    chain([fr.Proximal(1.0), Halve()])
+
+
+@dataclass(frozen=True)
+class Measure(Term):
+    """Looks at the update."""
+
+    name: ClassVar[str] = "measure"
+
+    def finish(self, delta: Any, ctx: Any) -> Any:
+        return delta, {}, dict(delta)
+
+
+def test_no_one_takes_the_shift_for_the_clients_update() -> None:
+    momentum = fr.EmbeddedMomentum(0.5, 0.5)
+    with pytest.raises(ValueError, match=r"\['measure'\] finish .* put them behind 'fedadc'"):
+        chain([Measure(), momentum])
+    assert [t.name for t in chain([momentum, Measure()]).terms] == ["fedadc", "measure"]
+
+
+def test_a_chain_among_terms_counts_as_its_own_terms() -> None:
+    """Its flags would else be those of no term: no owner, no features."""
+    inner = chain([fr.Proximal(1.0), fr.SlowMomentum(0.5)])
+    assert chain([fr.FirstOrder(1.0), inner]) == chain([fr.FirstOrder(1.0), *inner.terms])
+    with pytest.raises(ValueError, match="only one term can own"):
+        chain([inner, fr.EmbeddedMomentum(0.5, 0.5)])
+
+
+# The document
+
+
+def test_the_document_shows_what_composes() -> None:
+    text = (Path(__file__).parents[1] / "docs/architecture.md").read_text()
+    rows = re.findall(r"^\| (\d+) `(\w+)` \|(.+)\|$", text, flags=re.MULTILINE)
+    assert [name for _, name, _ in rows] == [k.__name__ for k in KINDS]
+    assert [int(i) for i, _, _ in rows] == list(range(1, len(KINDS) + 1))
+    for a, (_, _, cells) in zip(TERMS, rows, strict=True):
+        shown = [c.strip() for c in cells.split("|")]
+        assert shown == [symbol(a, b) for b in TERMS], a.name
+
+
+def symbol(a: Term, b: Term) -> str:
+    """How the document shows a pair, by what chain() says of both its orders."""
+    if a is b:
+        return ""
+    here, there = accepted((a, b)), accepted((b, a))
+    if here and there:
+        return "+" if commute((a, b)) else "±"
+    return {(True, False): "L", (False, True): "R", (False, False): "–"}[here, there]
+
+
+def accepted(pair: Pair) -> bool:
+    try:
+        chain(pair)
+    except ValueError:
+        return False
+    return True
