@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -317,3 +319,23 @@ def test_the_model_may_be_moved_by_a_trainer() -> None:
     want = run(FedADC(**settings), FedADCClient)
     app = own_app(FedADCClient, moving)
     close(run(FedADC(**settings), FedADCClient, grid=InProcessGrid(app, 4)), want, 0.0)
+
+
+def test_the_page_runs_as_written() -> None:
+    """docs/own-loop.md, on the client of a run, with what it takes for granted filled in."""
+    page = (Path(__file__).parents[1] / "docs" / "own-loop.md").read_text()
+    (code,) = re.findall(r"```python\n(.*?)```", page, flags=re.S)
+    data = make_clients()
+    names: dict[str, Any] = {
+        "Net": make_model,
+        "my_loader": lambda context: data[int(context.node_config["partition-id"])],
+        "torch": torch,
+        "cross_entropy": cross_entropy,
+    }
+    exec(code, names)
+    strategy = FedFOR(0.5, seed=3, fraction_evaluate=0.0)
+    got = run(strategy, FedFORClient, lr=0.01, grid=InProcessGrid(names["app"], 4))
+    assert not any(e["failures"] for e in strategy.history)
+    assert strategy.history[-1]["train_metrics"]["my-metric"] == 1.0
+    start = make_model().state_dict()
+    assert max(abs(got[n] - start[n].numpy()).max() for n in got) > 0.01
