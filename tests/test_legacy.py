@@ -326,6 +326,24 @@ def test_a_result_that_a_subclass_leaves_out_is_not_averaged() -> None:
         assert "left out of the results that aggregate_fit was given" in entry["failures"][3]
 
 
+class Choosy(SimpleClientManager):
+    """A client manager of somebody's own, which knows better than to take client 1."""
+
+    def all(self) -> Any:
+        return {cid: proxy for cid, proxy in super().all().items() if cid != "1001"}
+
+
+def test_the_clients_are_those_of_the_client_manager() -> None:
+    strategy = fr.FedAvg(seed=2, population=4)
+    start_grid(
+        grid=InProcessGrid(app_of(), 5),
+        config=ServerConfig(num_rounds=3),
+        strategy=adapt(strategy),
+        client_manager=Choosy(),
+    )
+    assert [entry["replies"] for entry in strategy.history] == [[0, 2, 3, 4]] * 3
+
+
 # What goes wrong
 
 

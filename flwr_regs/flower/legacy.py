@@ -311,7 +311,7 @@ class _Exchange:
         if self._error is not None:
             raise RuntimeError("the round's messages could not be sent") from self._error
         for reply in self._replies or ():
-            if reply.metadata.src_node_id == node_id and not _sent_ahead(reply):
+            if reply.metadata.src_node_id == node_id:
                 if reply.has_error():
                     why = f"error code {reply.error.code}: {reply.error.reason}"
                     raise RuntimeError(f"node {node_id}: {why}")
@@ -346,17 +346,12 @@ class _Exchange:
                     "by. Flower's privacy wrappers for the Message API work, see docs/migration.md"
                 )
             kept.add(proxy.node_id)
-        for node_id in self._results.keys() - kept:
-            (asked,) = (
-                m
-                for m in self._messages
-                if m.metadata.dst_node_id == node_id and not _sent_ahead(m)
-            )
-            self._replies = [
-                r for r in self._replies if r.metadata.src_node_id != node_id or _sent_ahead(r)
-            ]
-            left_out = Error(0, f"left out of the results that {where} was given")
-            self._replies.append(Message(left_out, reply_to=asked))
+        for asked in self._messages:
+            node_id = asked.metadata.dst_node_id
+            if node_id in self._results and node_id not in kept:
+                left_out = Error(0, f"left out of the results that {where} was given")
+                others = [r for r in self._replies if r.metadata.src_node_id != node_id]
+                self._replies = [*others, Message(left_out, reply_to=asked)]
         return self._replies
 
     def _send(self, timeout: float) -> None:
@@ -478,10 +473,6 @@ class _ManagedGrid(Grid):
     ) -> Iterable[Message]:
         """Send messages and wait for the replies; Grid's interface."""
         return self._grid.send_and_receive(messages, timeout=timeout)
-
-
-def _sent_ahead(message: Message) -> bool:
-    return message.metadata.message_type == wire.PREFETCH
 
 
 def _plain(metrics: MetricRecord | None) -> dict[str, Any]:
