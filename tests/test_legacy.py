@@ -209,6 +209,7 @@ def test_personalisation_and_metrics_reach_flowers_history() -> None:
         assert set(fit) == {"train-loss", "local-steps", "planned-steps", "examples-processed"}
         for key, value in fit.items():
             assert dict(history.metrics_distributed_fit[key])[server_round] == value
+    assert set(history.metrics_distributed) == {"accuracy", "personal-accuracy", "personal-loss"}
     for server_round, evaluation in result.evaluate_metrics_clientapp.items():
         mine = dict(evaluation)
         assert dict(history.losses_distributed)[server_round] == mine.pop("loss")
@@ -308,6 +309,14 @@ def test_a_subclass_reads_results_and_keeps_the_model() -> None:
     for saved, now in zip(ran.saved[-1], strategy.arrays.values(), strict=True):
         np.testing.assert_array_equal(saved, now.numpy())
     assert not np.array_equal(ran.saved[0][0], ran.saved[1][0])
+
+
+def test_a_subclass_is_shown_the_cohort_and_nothing_sent_ahead() -> None:
+    strategy = fr.FedFOR(alpha=0.6, downlink="delta", overlap=True, fraction_evaluate=0.0, **SOME)
+    ran = adapt(strategy, kind=Reading)
+    serve(ran, InProcessGrid(app_of(fr.FedFORClient), 5))
+    assert [len(counts) for counts in ran.counts] == [3, 3, 3]
+    assert strategy.history[0]["bytes_ahead"]
 
 
 class Dropping(LegacyStrategy):
