@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from logging import INFO, WARNING
 from typing import Any, ClassVar
 from uuid import uuid4
@@ -208,6 +208,22 @@ class RegStrategy(FlowerFedAvg):
         RoundFailed
             A round had fewer than `min_replies` usable replies.
         """
+        train, evaluate = self._prepare(num_rounds, timeout, train_config, evaluate_config)
+        try:
+            return super().start(
+                grid, initial_arrays, num_rounds, timeout, train, evaluate, evaluate_fn
+            )
+        finally:
+            self._num_rounds = 0
+
+    def _prepare(
+        self,
+        num_rounds: int,
+        timeout: float,
+        train_config: Mapping[str, Any] | None,
+        evaluate_config: Mapping[str, Any] | None,
+    ) -> tuple[ConfigRecord, ConfigRecord]:
+        """Check what a training is told and note how long it is; return configs Flower may write into."""
         self._check_config(train_config or {})
         evaluate = {**(evaluate_config or {})}
         wire.check_config_keys(
@@ -215,18 +231,7 @@ class RegStrategy(FlowerFedAvg):
         )
         wire.check_evaluate_config(evaluate, "evaluate_config")
         self._timeout, self._num_rounds = timeout, num_rounds
-        try:
-            return super().start(
-                grid,
-                initial_arrays,
-                num_rounds,
-                timeout,
-                ConfigRecord({**(train_config or {})}),  # Flower writes into it
-                ConfigRecord(evaluate),
-                evaluate_fn,
-            )
-        finally:
-            self._num_rounds = 0
+        return ConfigRecord({**(train_config or {})}), ConfigRecord(evaluate)
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
