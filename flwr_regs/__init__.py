@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from flwr_regs.flower.app import client_app as client_app
     from flwr_regs.flower.client import RegClient as RegClient
     from flwr_regs.flower.grid import InProcessGrid as InProcessGrid
+    from flwr_regs.flower.half import float32_arrays as float32_arrays
     from flwr_regs.flower.strategy import RegStrategy as RegStrategy
     from flwr_regs.flower.strategy import RoundFailed as RoundFailed
     from flwr_regs.methods.efl import EFL as EFL
@@ -82,6 +83,7 @@ _HOME = {
     "client_app": "flower.app",
     "RegClient": "flower.client",
     "InProcessGrid": "flower.grid",
+    "float32_arrays": "flower.half",
     "RegStrategy": "flower.strategy",
     "RoundFailed": "flower.strategy",
     "EFL": "methods.efl",

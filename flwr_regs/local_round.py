@@ -185,7 +185,7 @@ def local_round(
             grads = {n: torch.zeros_like(params[n]) if g is None else g for n, g in found.items()}
             grads = term.correct(grads, values, step_ctx)
             for name, p in params.items():
-                p.grad = grads[name]
+                p.grad = grads[name].to(p.dtype)  # a term's float32 promotes a half
             return loss
 
         opt.step(closure)  # an optimiser such as LBFGS calls it more than once

@@ -83,8 +83,6 @@ class RegClient(NumPyClient):
     ) -> None:
         if not isinstance(model, nn.Module):
             raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
-        if half := [n for n, v in model.state_dict().items() if v.dtype == torch.bfloat16]:
-            raise TypeError(f"bfloat16 cannot travel (numpy has no such type), but {half} are")
         if terms is not None:
             if self.method is not None:
                 raise TypeError(
@@ -113,7 +111,7 @@ class RegClient(NumPyClient):
 
     def get_parameters(self, config: Mapping[str, Any]) -> NDArrayList:
         """Return the model's ``state_dict`` values as numpy arrays."""
-        return [v.detach().cpu().numpy().copy() for v in self.model.state_dict().values()]
+        return [_numpy(v).copy() for v in self.model.state_dict().values()]
 
     def fit(
         self, parameters: NDArrayList, config: Mapping[str, Any]
@@ -148,7 +146,6 @@ class RegClient(NumPyClient):
             return self._probe(term, config, device)
         kept = self._slots(config, "client")
         if any(term.ternary):
-            self._refuse_tied()
             self._take_back(term, config, kept)
         with self._seeded(config, device):
             result = local_round(
@@ -168,9 +165,8 @@ class RegClient(NumPyClient):
                 max_steps=self.step_budget,
                 max_seconds=self.time_budget,
             )
-        trainable = {
-            n for n, p in self.model.named_parameters(remove_duplicate=False) if p.requires_grad
-        }
+        trainable = {n for n, p in self.model.named_parameters() if p.requires_grad}
+        tied = {n: first for n, first in self._tied(private).items() if first in trainable}
         buffers = [n for n in names if n not in trainable]
         metrics: dict[str, Any] = {
             wire.METHOD_KEY: self._method_name(),
@@ -181,12 +177,15 @@ class RegClient(NumPyClient):
             "examples-processed": result.examples_processed,
         }
         metrics |= _packed(result.upload, "upload") | _packed(result.client, "client")
+        if tied:
+            metrics[wire.TIED_KEY] = json.dumps(tied)
         if private:
-            metrics[wire.PRIVATE_KEY] = wire.pack({n: result.state[n] for n in private})
+            metrics[wire.PRIVATE_KEY] = wire.pack({n: _numpy(result.state[n]) for n in private})
         sent = names
+        given = dict(zip(names, parameters, strict=True))
         if term.ternary[0]:
-            given = dict(zip(names, parameters, strict=True))
-            sent = [n for n in buffers if not np.array_equal(result.state[n].numpy(), given[n])]
+            own = [n for n in buffers if n not in tied]
+            sent = [n for n in own if not np.array_equal(result.state[n].numpy(), given[n])]
             delta = {n: d.numpy() for n, d in result.delta.items()}
             coded = encode(wire.in_code_order(delta, delta))
             metrics |= {wire.SENT_KEY: json.dumps(sent), wire.UPDATE_KEY: coded}
@@ -194,14 +193,23 @@ class RegClient(NumPyClient):
                 pending = {"update": np.frombuffer(coded, np.uint8)}
                 pending["round"] = np.asarray(config[wire.ROUND_KEY])
                 metrics[wire.PENDING_KEY] = wire.pack(pending)
-        return [result.state[n].numpy() for n in sent], result.num_examples, metrics
+        arrays = [_numpy(result.state[n]).astype(given[n].dtype, copy=False) for n in sent]
+        return arrays, result.num_examples, metrics
 
-    def _refuse_tied(self) -> None:
-        found = dict(self.model.named_parameters(remove_duplicate=False))
-        if tied := sorted(set(found) - set(dict(self.model.named_parameters()))):
+    def _tied(self, private: Sequence[str]) -> dict[str, str]:
+        """Return the shared parameters that go by several names, other name -> first name.
+
+        Raises ValueError if one name is private and another is not.
+        """
+        first: dict[int, str] = {}
+        named = self.model.named_parameters(remove_duplicate=False)
+        pairs = {n: first.setdefault(id(p), n) for n, p in named}
+        if split := [(n, f) for n, f in pairs.items() if (n in private) != (f in private)]:
             raise ValueError(
-                f"compression does not go with tied weights, but {tied} are other names of parameters"
+                f"the tied weights {split[0]} are one parameter, but only one of the two names is "
+                "private; name both, or neither"
             )
+        return {n: f for n, f in pairs.items() if n != f and n not in private}
 
     def _take_back(self, term: Chain, config: Mapping[str, Any], kept: Slot) -> None:
         """Put the last update back into the residual in `kept` if the server did not use it."""
@@ -394,11 +402,17 @@ class RegClient(NumPyClient):
         }
         state = self.model.state_dict()
         shared = {n: v for n, v in state.items() if n not in private}
+        arrays = _as_held(arrays, shared, config.get(wire.HALF_KEY))
         wire.check_arrays(arrays, shared, "the global model")
+        for name, first in self._tied(private).items():
+            if not torch.equal(arrays[name], arrays[first]):
+                raise wire.ProtocolError(
+                    f"the global model: '{name}' and '{first}' are one parameter here, but differ"
+                )
         mine = {n: state[n] for n in private}
         if wire.PRIVATE_KEY in config:
             kept = wire.unpack(config[wire.PRIVATE_KEY])
-            mine = {n: torch.from_numpy(a) for n, a in kept.items()}
+            mine = _as_held({n: torch.from_numpy(a) for n, a in kept.items()}, mine, "bfloat16")
             wire.check_arrays(mine, {n: state[n] for n in private}, "this client's private entries")
         self.model.load_state_dict({**arrays, **mine})
         return names
@@ -406,4 +420,33 @@ class RegClient(NumPyClient):
 
 def _packed(slots: Slot, slot: str) -> dict[str, bytes]:
     """Pack the terms' slots as they travel: ``"<term>.<slot>" -> bytes``; empty ones do not."""
-    return {f"{name}.{slot}": wire.pack(arrays) for name, arrays in slots.items() if arrays}
+    return {
+        f"{name}.{slot}": wire.pack({k: _numpy(a) for k, a in arrays.items()})
+        for name, arrays in slots.items()
+        if arrays
+    }
+
+
+def _numpy(value: Any) -> np.ndarray:
+    """Return a tensor as an array; bfloat16, which numpy lacks, as float32, which holds its values."""
+    tensor = torch.as_tensor(value).detach().cpu()
+    return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy()
+
+
+def _as_held(
+    arrays: dict[str, torch.Tensor], held: Mapping[str, torch.Tensor], half: str | None
+) -> dict[str, torch.Tensor]:
+    """Return float32 arrays that came in the half precision in which the model holds them, in that.
+
+    Their values are the same. Raises ProtocolError for a bfloat16 model where nothing comes so.
+    """
+    if half != "bfloat16" and (found := [n for n, v in held.items() if v.dtype == torch.bfloat16]):
+        raise wire.ProtocolError(
+            f"this client's model holds bfloat16 in {found}, which travels only if the strategy has "
+            f"wire_dtype='bfloat16', not {half!r} (and then initial_arrays in float32)"
+        )
+    own = getattr(torch, half) if half else None
+    return {
+        n: a.to(own) if a.dtype == torch.float32 and n in held and held[n].dtype == own else a
+        for n, a in arrays.items()
+    }
