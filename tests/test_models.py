@@ -19,9 +19,11 @@ import flwr_regs as fr
 from flwr_regs import InProcessGrid, RoundFailed, client_app
 from flwr_regs.aggregation import Reply
 from flwr_regs.chain import chain
+from flwr_regs.features import FeatureTap
 from flwr_regs.flower import half, wire
 from flwr_regs.flower.replies import agree_on_ties
 from flwr_regs.flower.state import GlobalState
+from flwr_regs.method import ClientContext
 from tests.conftest import Batch, close
 from tests.laws import CASES
 from tests.test_laws import SerialisingGrid
@@ -903,3 +905,71 @@ def test_mods_see_float32() -> None:
 def test_the_mods_import_no_torch() -> None:
     code = "import sys, flwr_regs.flower.app; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_features_are_summed_in_float32() -> None:
+    """A bfloat16 sum of ones stops at 256."""
+    model = nn.Sequential(nn.Linear(1, 2)).to(torch.bfloat16)
+    ones = [(torch.ones(1, 1, dtype=torch.bfloat16), torch.zeros(1))] * 400
+    assert FeatureTap(model).mean(ones, torch.device("cpu")).tolist() == [1.0]
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_distillation_is_computed_in_float32(dtype: str) -> None:
+    g = torch.Generator().manual_seed(1)
+    term = fr.SelfDistillation(1.0, 2.0)
+    outputs = [(4 * torch.randn(6, 3, generator=g)).to(getattr(torch, dtype)) for _ in range(2)]
+
+    def loss(wide: bool) -> torch.Tensor:
+        a, b = (o.float() if wide else o for o in outputs)
+        ctx = ClientContext(
+            start={},
+            lr=0.1,
+            num_steps=1,
+            targets=torch.arange(6) % 3,
+            output=a,
+            start_output=b,
+            label_counts=torch.tensor([1, 2, 3]),
+        )
+        return term.loss(torch.zeros(()), {}, ctx)  # type: ignore[no-any-return]
+
+    assert float(loss(False)) == float(loss(True))
+
+
+@pytest.mark.parametrize("kind", [k for k in KINDS if "16" in k.name], ids=lambda k: k.name)
+def test_half_precision_can_be_personalised(kind: Kind) -> None:
+    if "tied" in kind.name:
+        return  # its classifier is its embedding: refused
+    strategy = fr.FedAvg(seed=2, wire_dtype=kind.wire)
+    strategy.start(
+        InProcessGrid(app_of(kind, METHODS[0]), 2),
+        kind.arrays(),
+        num_rounds=1,
+        train_config=ConfigRecord({"lr": 0.1, "local-epochs": 1}),
+        evaluate_config=ConfigRecord({"personalise": "both", "personal-lr": 0.05}),
+    )
+    assert not failures(strategy)
+    assert "personal-accuracy" in strategy.history[0]["evaluate"]["clients"][1]
+
+
+def test_private_bfloat16_needs_no_half_precision_on_the_wire() -> None:
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.head = nn.Linear(4, 4), nn.Linear(4, 3, dtype=torch.bfloat16)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.head(self.body(x).to(torch.bfloat16)).float()  # type: ignore[no-any-return]
+
+    strategy = fr.FedPer("head.*", seed=2)
+
+    def client_fn(context: Any) -> Any:
+        return fr.FedPerClient(Mixed(), vectors(0), vectors(0), device="cpu")
+
+    strategy.start(
+        InProcessGrid(client_app(client_fn), 2),
+        fr.float32_arrays(Mixed()),
+        num_rounds=2,
+        train_config=ConfigRecord({"lr": 0.1, "local-epochs": 1}),
+    )
+    assert not failures(strategy)

@@ -41,7 +41,8 @@ class RegClient(NumPyClient):
     Parameters
     ----------
     model : nn.Module
-        The architecture; its weights are replaced by the global model's, by name, each round.
+        The architecture; its weights are replaced by the global model's, by name, each round. It may hold
+        bfloat16 if the strategy has ``wire_dtype="bfloat16"``.
     train_data, eval_data : iterable of (inputs, targets)
         Batches, such as a DataLoader; both can be iterated again and again. `eval_data` may be left
         out where the strategy does not evaluate on clients (``fraction_evaluate=0``).
