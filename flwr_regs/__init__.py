@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from flwr_regs.flower.client_round import ClientRound as ClientRound
     from flwr_regs.flower.client_round import load_model as load_model
     from flwr_regs.flower.grid import InProcessGrid as InProcessGrid
+    from flwr_regs.flower.half import float32_arrays as float32_arrays
     from flwr_regs.flower.legacy import LegacyStrategy as LegacyStrategy
     from flwr_regs.flower.strategy import RegStrategy as RegStrategy
     from flwr_regs.flower.strategy import RoundFailed as RoundFailed
@@ -89,6 +90,7 @@ _HOME = {
     "ClientRound": "flower.client_round",
     "load_model": "flower.client_round",
     "InProcessGrid": "flower.grid",
+    "float32_arrays": "flower.half",
     "LegacyStrategy": "flower.legacy",
     "RegStrategy": "flower.strategy",
     "RoundFailed": "flower.strategy",

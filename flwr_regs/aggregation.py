@@ -28,6 +28,8 @@ class Reply:
         ``v_k − w_t`` of the arrays that came so.
     steps : tuple
         ``s_k`` and E, the local steps taken and planned; (1, 1) where the client did not say.
+    tied : mapping
+        Other name -> name that is trained, of weights that go by several.
     """
 
     arrays: Mapping[str, np.ndarray]
@@ -36,6 +38,7 @@ class Reply:
     num_examples: float
     delta: Mapping[str, np.ndarray] = field(default_factory=dict)
     steps: tuple[int, int] = (1, 1)
+    tied: Mapping[str, str] = field(default_factory=dict)
 
 
 def aggregation_weights(replies: Mapping[int, Reply], weighting: str) -> dict[int, float]:

@@ -56,7 +56,8 @@ class FeatureTap:
         with torch.random.fork_rng(devices=[]):
             for inputs, targets in islice(data, batches):
                 functional_call(self._model, params or {}, (to_device(inputs, device),))
-                total = total + self.value.sum(0)
+                wide = torch.promote_types(self.value.dtype, torch.float32)  # a half is too short
+                total = total + self.value.sum(0, dtype=wide)
                 count += batch_size(targets)
         self._model.train(mode)
         return total / count

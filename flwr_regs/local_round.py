@@ -144,14 +144,12 @@ class LocalTraining:
         self._taken = self._processed = 0
         own = [type(t).client_optimizer is not Term.client_optimizer for t in terms[1:] or terms]
         self._makes_optimizer = any(own)
-        self._first = term.start(self._ctx.start, self._ctx)
-        _write(self._values, self._first)
+        _write(self._values, term.start(self._ctx.start, self._ctx))
+        self._first = {n: v.clone() for n, v in self._values.items()}
 
     @property
     def _values(self) -> Arrays:
-        return {
-            n: p.detach() for n, p in self._params.items()
-        }  # views: writing to them moves the model
+        return {n: p.detach() for n, p in self._params.items()}  # views: they move the model
 
     def optimizer(self, make: OptimizerFn) -> torch.optim.Optimizer:
         """Return the client's optimiser, ``make(params, lr=lr)``, as the method wants it."""
@@ -191,7 +189,7 @@ class LocalTraining:
         grads = {n: torch.zeros_like(self._params[n]) if g is None else g for n, g in found.items()}
         grads = self._term.correct(grads, self._values, self._step_ctx)
         for name, p in self._params.items():
-            p.grad = grads[name]
+            p.grad = grads[name].to(p.dtype)  # a term's float32 promotes a half
         self._step_ctx = self._ctx
         self._taken += 1
 
@@ -203,7 +201,7 @@ class LocalTraining:
         self.model.to(self.device)  # a trainer may have moved it
         start = self._ctx.start
         if not taken:  # an inactive client: everything stays as it was
-            if any(not torch.equal(v, self._first[n]) for n, v in self._values.items()):
+            if any((v != self._first[n]).any() for n, v in self._values.items()):
                 raise RuntimeError("the model has moved, but correct() was never called")
             _write(self._values, start)
         delta = {name: v - start[name] for name, v in self._values.items()}

@@ -202,6 +202,7 @@ class Job:
     fraction_train: float = setting(above=0, high=1)
     cohorts: str = setting(choices=("uniform", "class-covering"))
     overlap: bool = setting()
+    wire_dtype: str = setting(choices=("", "bfloat16", "float16"))
     personalise: str = setting(choices=("", "plain", "proximal", "distil", "both"))
     personal_lr: float = setting(above=0)
     lr: float = setting(above=0)
@@ -370,6 +371,7 @@ class Job:
             "fraction_evaluate": 1.0 if self.personalise or self.tested_on_clients else 0.0,
             "cohorts": self.cohorts,
             "overlap": self.overlap,
+            "wire_dtype": self.wire_dtype or None,
             "drop_inactive": self.drop_inactive or None,
             "restart_lr": self.restart_lr,
         }

@@ -786,22 +786,6 @@ def test_a_plain_clients_own_metrics_are_its_own() -> None:
     assert not strategy.history[-1]["evaluate"]["failures"]
 
 
-def test_tied_weights_are_refused_with_a_sentence() -> None:
-    class Tied(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b, self.head = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 3)
-            self.b.weight = self.a.weight
-            self.double()
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.head(self.b(self.a(x).tanh()).tanh())  # type: ignore[no-any-return]
-
-    for up, down in ((0.1, None), (None, 0.1)):
-        with pytest.raises(RoundFailed, match="does not go with tied weights"):
-            run(EFL(0.0, up, down, seed=1), EFLClient, model=Tied)
-
-
 def test_a_probing_method_compresses_the_model_of_its_probe() -> None:
     terms = [LeaveOneOutMean(0.1), Elastic(0.1), SparseTernary(0.05, 0.05)]
     strategy = RegStrategy(terms, seed=1, fraction_evaluate=0.0)

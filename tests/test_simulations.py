@@ -57,6 +57,7 @@ def test_the_default_alpha_is_the_same_everywhere() -> None:
         ({"fraction_train": 1.5}, "'fraction-train' must be a number above 0 up to 1"),
         ({"data_dir": "/does/not/exist"}, "'data-dir': there is no folder"),
         ({"out": "results"}, "'out' must be an absolute path"),
+        ({"wire_dtype": "half"}, "'wire-dtype' must be one of , bfloat16, float16, not 'half'"),
         ({"fedfor_downlink": "both"}, "'fedfor-downlink' must be one of model, delta"),
     ],
 )
@@ -162,6 +163,19 @@ def test_the_job_runs_in_one_process_and_reports(
     cohorts = [[r["cohort"] for r in m["rounds"]] for m in saved["methods"].values()]
     assert cohorts[0] == cohorts[1] == cohorts[2]
     assert history["notes"] == []
+
+
+def test_half_precision_on_the_wire_is_a_setting() -> None:
+    assert job().strategy("FedAvg").wire_dtype is None
+    assert job(wire_dtype="float16").strategy("FedProx+FedFOR").wire_dtype == "float16"
+    with pytest.raises(ValueError, match="does not go with compression"):
+        job(wire_dtype="float16").strategy("FedFOR+Ternary")
+    down = [
+        in_process(job(rounds=1, methods="FedAvg", wire_dtype=w), None)["methods"]["FedAvg"]
+        for w in ("", "bfloat16")
+    ]
+    full, less = (m["rounds"][0]["bytes_down"][0] for m in down)
+    assert 0.5 < less / full < 0.53
 
 
 def test_two_runs_of_the_job_give_equal_bits() -> None:

@@ -615,8 +615,6 @@ def test_bad_constructor_arguments_of_a_client() -> None:
         FedAvgClient("model", [])  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="classifier 'head' is not a layer"):
         FedAvgClient(make_model(), [], classifier="head")
-    with pytest.raises(TypeError, match="bfloat16 cannot travel"):
-        FedAvgClient(make_model(torch.bfloat16), [])
 
 
 def test_the_seed_is_drawn_and_logged_if_not_given(caplog: pytest.LogCaptureFixture) -> None:

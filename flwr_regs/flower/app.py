@@ -22,6 +22,7 @@ from flwr.common.constant import MessageTypeLegacy
 
 from flwr_regs.flower import wire
 from flwr_regs.flower.downlink import rebuild, rebuild_coded
+from flwr_regs.flower.half import pack_record, unpack_record
 
 _LEGACY = {"train": ("fitins", "fitres"), "evaluate": ("evaluateins", "evaluateres")}
 
@@ -105,12 +106,12 @@ class RegClientApp(ClientApp):
 
 
 def node_mod(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
-    """Do what needs no model, as the outermost mod: identity, the downlink, client state.
+    """Do what needs no model, as the outermost mod: identity, precision, the downlink, client state.
 
     What lies inside, a NumPyClient or a training loop of your own, gets the global model in
-    ``"arrays"`` and all the rest in ``"config"``: terms' broadcasts and this client's slots as bytes
-    under ``"<term>.broadcast"`` and ``"<term>.client"``. It answers with new slots in the same way; they
-    are kept in ``Context.state`` and do not travel.
+    ``"arrays"``, in float32 where it travels in half precision, and all the rest in ``"config"``: terms'
+    broadcasts and this client's slots as bytes under ``"<term>.broadcast"`` and ``"<term>.client"``. It
+    answers with new slots in the same way; they are kept in ``Context.state`` and do not travel.
     """
     message_type = message.metadata.message_type
     if message_type == wire.IDENTIFY:
@@ -124,6 +125,10 @@ def node_mod(message: Message, context: Context, call_next: ClientAppCallable) -
     kind = message_type.split(".")[0]
     if message_type != wire.PROBE and kind not in _LEGACY:
         return call_next(message, context)
+    if wire.HALVES_KEY in config:
+        in_full = unpack_record(content.array_records[wire.ARRAYS], config)
+        content[wire.ARRAYS] = wire.to_record(in_full)
+        del config[wire.HALVES_KEY]
     if not _apply_step(content, config, state):
         out_of_sync = ConfigRecord({wire.OUT_OF_SYNC_KEY: True})
         return Message(RecordDict({wire.CONFIG: out_of_sync}), reply_to=message)
@@ -142,6 +147,11 @@ def node_mod(message: Message, context: Context, call_next: ClientAppCallable) -
     if reply.has_error() or kind == "evaluate":
         return reply
     answer = reply.content.config_records.get(wire.CONFIG, ConfigRecord())
+    if wire.HALF_KEY in config and wire.ARRAYS in reply.content.array_records:
+        fitted = wire.from_record(reply.content.array_records[wire.ARRAYS])
+        reply.content[wire.ARRAYS], told = pack_record(fitted, str(config[wire.HALF_KEY]))
+        answer[wire.HALVES_KEY] = told[wire.HALVES_KEY]
+        reply.content[wire.CONFIG] = answer
     kept = [k for k, v in answer.items() if k.endswith(".client") and isinstance(v, bytes)]
     unpacked = {k: wire.to_record(wire.unpack(answer.pop(k))) for k in kept}  # type: ignore[arg-type]
     state.keep_slots(unpacked, instead=message_type != wire.PROBE)
@@ -165,7 +175,8 @@ def _apply_step(content: RecordDict, config: ConfigRecord, state: _State) -> boo
     if kind == "ternary":
         coded: Any = config.pop(wire.STEPS_KEY)
         buffers: Any = config.pop(wire.BUFFERS_KEY)
-        model, step = rebuild_coded(model, coded, step, buffers, str(config[wire.DIGEST_KEY]))
+        tied = str(config.pop(wire.TIED_KEY, "{}"))
+        model, step = rebuild_coded(model, coded, step, buffers, str(config[wire.DIGEST_KEY]), tied)
     if model is None:  # lost or stale: the server sends the full pair instead
         return False
     if kind != "kept":

@@ -14,7 +14,7 @@ from torch import nn
 from flwr_regs.batches import Batches, batch_size, label_counts, resolve_device, to_device
 from flwr_regs.classifier import find_classifier
 from flwr_regs.flower import wire
-from flwr_regs.flower.received import Received, evaluated_term, load, seeded
+from flwr_regs.flower.received import Received, evaluated_term, load, seeded, to_numpy
 from flwr_regs.local_round import LossFn, OptimizerFn, local_round
 from flwr_regs.method import Term
 
@@ -29,7 +29,8 @@ class RegClient(NumPyClient):
     Parameters
     ----------
     model : nn.Module
-        The architecture; its weights are replaced by the global model's, by name, each round.
+        The architecture; its weights are replaced by the global model's, by name, each round. It may hold
+        bfloat16 if the strategy has ``wire_dtype="bfloat16"``.
     train_data, eval_data : iterable of (inputs, targets)
         Batches, such as a DataLoader; both can be iterated again and again. `eval_data` may be left
         out where the strategy does not evaluate on clients (``fraction_evaluate=0``).
@@ -71,8 +72,6 @@ class RegClient(NumPyClient):
     ) -> None:
         if not isinstance(model, nn.Module):
             raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
-        if half := [n for n, v in model.state_dict().items() if v.dtype == torch.bfloat16]:
-            raise TypeError(f"bfloat16 cannot travel (numpy has no such type), but {half} are")
         if terms is not None:
             if self.method is not None:
                 raise TypeError(
@@ -101,7 +100,7 @@ class RegClient(NumPyClient):
 
     def get_parameters(self, config: Mapping[str, Any]) -> NDArrayList:
         """Return the model's ``state_dict`` values as numpy arrays."""
-        return [v.detach().cpu().numpy().copy() for v in self.model.state_dict().values()]
+        return [to_numpy(v).copy() for v in self.model.state_dict().values()]
 
     def fit(
         self, parameters: NDArrayList, config: Mapping[str, Any]

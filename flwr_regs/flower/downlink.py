@@ -10,6 +10,7 @@ so does one for which that is smaller.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,7 @@ from flwr.app import ArrayRecord, ConfigRecord, RecordDict
 
 from flwr_regs.codec import decode
 from flwr_regs.flower import wire
+from flwr_regs.flower.half import pack_record
 from flwr_regs.method import Slot
 
 if TYPE_CHECKING:
@@ -41,6 +43,8 @@ class Downlink:
         Returns the terms' broadcasts by term name; called only if some client needs them.
     recovered : set of str
         The terms whose broadcast follows from the last step.
+    half : {"bfloat16", "float16"}, optional
+        What whole models are rounded to.
     """
 
     def __init__(
@@ -51,6 +55,7 @@ class Downlink:
         coded: bool,
         broadcast: Callable[[], Slot],
         recovered: set[str],
+        half: str | None = None,
     ) -> None:
         self._mode = mode
         self._round = server_round
@@ -58,6 +63,7 @@ class Downlink:
         self._coded = coded
         self._broadcast = broadcast
         self._recovered = recovered
+        self._half = half
         self._since: dict[tuple[int, bool], Content] = {}
 
     def content(self, held_round: int | None, probe: bool = False) -> Content:
@@ -73,8 +79,8 @@ class Downlink:
                 wire.BASE_ROUND_KEY: self._round,
             }
         whole: Content = (
-            {wire.ARRAYS: self._whole} | ({} if probe else self._broadcasts),
-            {wire.KEEP_KEY: self._mode == "delta"},
+            {wire.ARRAYS: self._whole[0]} | ({} if probe else self._broadcasts),
+            {wire.KEEP_KEY: self._mode == "delta", **self._whole[1]},
         )
         if self._mode == "model" or held_round is None or self._state.step is None:
             return whole
@@ -93,8 +99,8 @@ class Downlink:
         return {wire.ARRAYS: step} | ({} if probe else self._explicit), config
 
     @cached_property
-    def _whole(self) -> ArrayRecord:
-        return wire.to_record(self._state.model)
+    def _whole(self) -> tuple[ArrayRecord, dict[str, Any]]:
+        return pack_record(self._state.model, self._half)
 
     @cached_property
     def _broadcasts(self) -> dict[str, ArrayRecord]:
@@ -128,11 +134,15 @@ class Downlink:
     def _coded_since(self, held_round: int, probe: bool) -> Content:
         state = self._state
         buffers = state.buffers or frozenset()
-        moved = {n: state.model[n] for n in buffers if state.changed[n] >= held_round}
+        tied = state.tied or {}
+        moved = {
+            n: state.model[n] for n in buffers if state.changed[n] >= held_round and n not in tied
+        }
         return {wire.ARRAYS: wire.to_record(moved)} | ({} if probe else self._explicit), {
             **self._base(held_round, "ternary"),
             wire.STEPS_KEY: [state.coded_steps[r] for r in range(held_round, self._round)],
             wire.BUFFERS_KEY: wire.mask(buffers, state.model),
+            **({wire.TIED_KEY: json.dumps(dict(tied))} if tied else {}),
         }
 
 
@@ -157,10 +167,12 @@ def rebuild_coded(
     moved: wire.NDArrays,
     buffers: bytes,
     expected_digest: str,
+    tied: str = "{}",
 ) -> tuple[wire.NDArrays | None, wire.NDArrays]:
     """Return (the server's model, or None as :func:`rebuild`; its last step), from coded steps.
 
-    `moved` are the arrays that are not trained and have changed, `buffers` masks all of these.
+    `moved` are the arrays that are not trained and have changed, `buffers` masks all of these; `tied`
+    is JSON, other name of a weight -> name under which it is coded.
     """
     if base is None:
         return None, {}
@@ -170,4 +182,5 @@ def rebuild_coded(
     for coded in steps:
         step = decode(coded, trained)
         model |= {n: wire.add(model[n], s) for n, s in step.items()}
+    model = wire.tie(model, json.loads(tied))
     return (model if wire.digest(model) == expected_digest else None), step

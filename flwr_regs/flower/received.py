@@ -6,7 +6,8 @@ Shared by the NumPyClient (client.py) and by a training loop of one's own (clien
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+import json
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -77,7 +78,6 @@ class Received:
             self.broadcast = {**recovered, **self.broadcast}
         self.client = _slots(terms, config, "client")
         if any(self.term.ternary):
-            self._refuse_tied()
             self._take_back()
 
     @property
@@ -99,9 +99,8 @@ class Received:
         among the arrays.
         """
         names = list(self._arrays)
-        trainable = {
-            n for n, p in self._model.named_parameters(remove_duplicate=False) if p.requires_grad
-        }
+        trainable = {n for n, p in self._model.named_parameters() if p.requires_grad}
+        tied = {n: f for n, f in _tied(self._model, self.private).items() if f in trainable}
         buffers = [n for n in names if n not in trainable]
         metrics: dict[str, Any] = {
             wire.METHOD_KEY: self._method,
@@ -112,9 +111,13 @@ class Received:
             "examples-processed": result.examples_processed,
         }
         metrics |= _packed(result.upload, "upload") | _packed(result.client, "client")
+        if tied:
+            metrics[wire.TIED_KEY] = json.dumps(tied)
         if self.private:
-            metrics[wire.PRIVATE_KEY] = wire.pack({n: result.state[n] for n in self.private})
-        state = {n: result.state[n].numpy() for n in names}
+            private = {n: to_numpy(result.state[n]) for n in self.private}
+            metrics[wire.PRIVATE_KEY] = wire.pack(private)
+        given = self._arrays
+        state = {n: to_numpy(result.state[n]).astype(a.dtype, copy=False) for n, a in given.items()}
         if not self.term.ternary[0]:
             return state, metrics
         delta = {n: d.numpy() for n, d in result.delta.items()}
@@ -124,8 +127,8 @@ class Received:
             pending = {"update": np.frombuffer(coded, np.uint8)}
             pending["round"] = np.asarray(self._config[wire.ROUND_KEY])
             metrics[wire.PENDING_KEY] = wire.pack(pending)
-        moved = {n: state[n] for n in buffers if not np.array_equal(state[n], self._arrays[n])}
-        return moved, metrics
+        own = [n for n in buffers if n not in tied]
+        return {n: state[n] for n in own if not np.array_equal(state[n], given[n])}, metrics
 
     def probe(
         self, data: Batches, device: torch.device, classifier: str | None
@@ -154,13 +157,6 @@ class Received:
         metrics |= _packed(to_device(kept, "cpu"), "client")
         return count_examples(data), metrics
 
-    def _refuse_tied(self) -> None:
-        found = dict(self._model.named_parameters(remove_duplicate=False))
-        if tied := sorted(set(found) - set(dict(self._model.named_parameters()))):
-            raise ValueError(
-                f"compression does not go with tied weights, but {tied} are other names of parameters"
-            )
-
     def _take_back(self) -> None:
         """Put the last update back into the residual if the server did not use it."""
         config = self._config
@@ -186,14 +182,19 @@ def load(
     state = model.state_dict()
     chosen = term.private(list(state))
     private = [n for n in state if n in chosen]
-    given = {n: torch.from_numpy(np.asarray(a)) for n, a in arrays.items()}
-    wire.check_arrays(
-        given, {n: v for n, v in state.items() if n not in chosen}, "the global model"
-    )
+    shared = {n: v for n, v in state.items() if n not in chosen}
+    tensors = {n: torch.from_numpy(np.asarray(a)) for n, a in arrays.items()}
+    given = _as_held(tensors, shared, config.get(wire.HALF_KEY))
+    wire.check_arrays(given, shared, "the global model")
+    for name, first in _tied(model, private).items():
+        if not torch.equal(given[name], given[first]):
+            raise wire.ProtocolError(
+                f"the global model: '{name}' and '{first}' are one parameter here, but differ"
+            )
     mine = {n: state[n] for n in private}
     if wire.PRIVATE_KEY in config:
         kept = wire.unpack(config[wire.PRIVATE_KEY])
-        mine = {n: torch.from_numpy(a) for n, a in kept.items()}
+        mine = _as_held({n: torch.from_numpy(a) for n, a in kept.items()}, mine, "bfloat16")
         wire.check_arrays(mine, {n: state[n] for n in private}, "this client's private entries")
     model.load_state_dict({**given, **mine})
     return private
@@ -261,4 +262,49 @@ def _slots(terms: Terms, config: Mapping[str, Any], slot: str) -> Slot:
 
 def _packed(slots: Slot, slot: str) -> dict[str, bytes]:
     """Pack the terms' slots as they travel: ``"<term>.<slot>" -> bytes``; empty ones do not."""
-    return {f"{name}.{slot}": wire.pack(arrays) for name, arrays in slots.items() if arrays}
+    return {
+        f"{name}.{slot}": wire.pack({k: to_numpy(a) for k, a in arrays.items()})
+        for name, arrays in slots.items()
+        if arrays
+    }
+
+
+def _tied(model: nn.Module, private: Collection[str]) -> dict[str, str]:
+    """Return the shared parameters that go by several names, other name -> first name.
+
+    Raises ValueError if one name is private and another is not.
+    """
+    first: dict[int, str] = {}
+    named = model.named_parameters(remove_duplicate=False)
+    pairs = {n: first.setdefault(id(p), n) for n, p in named}
+    if split := [(n, f) for n, f in pairs.items() if (n in private) != (f in private)]:
+        raise ValueError(
+            f"the tied weights {split[0]} are one parameter, but only one of the two names is "
+            "private; name both, or neither"
+        )
+    return {n: f for n, f in pairs.items() if n != f and n not in private}
+
+
+def to_numpy(value: Any) -> np.ndarray:
+    """Return a tensor as an array; bfloat16, which numpy lacks, as float32, which holds its values."""
+    tensor = torch.as_tensor(value).detach().cpu()
+    return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy()
+
+
+def _as_held(
+    arrays: dict[str, torch.Tensor], held: Mapping[str, torch.Tensor], half: str | None
+) -> dict[str, torch.Tensor]:
+    """Return float32 arrays that came in the half precision in which the model holds them, in that.
+
+    Their values are the same. Raises ProtocolError for a bfloat16 model where nothing comes so.
+    """
+    if half != "bfloat16" and (found := [n for n, v in held.items() if v.dtype == torch.bfloat16]):
+        raise wire.ProtocolError(
+            f"this client's model holds bfloat16 in {found}, which travels only if the strategy has "
+            f"wire_dtype='bfloat16', not {half!r} (and then initial_arrays in float32)"
+        )
+    own = getattr(torch, half) if half else None
+    return {
+        n: a.to(own) if a.dtype == torch.float32 and n in held and held[n].dtype == own else a
+        for n, a in arrays.items()
+    }

@@ -12,6 +12,7 @@ from flwr_regs.aggregation import Reply
 from flwr_regs.chain import Chain
 from flwr_regs.codec import decode
 from flwr_regs.flower import wire
+from flwr_regs.flower.half import unpack_record
 
 
 def sort_replies(
@@ -78,7 +79,7 @@ def receive(
     config: Mapping[str, Any],
     weighted_by_key: str,
 ) -> tuple[Reply, frozenset[str]]:
-    """Check a train reply; return it with the names that the client does not train.
+    """Check a train reply; return it with the names under which the client trains nothing.
 
     A client that names no method is a plain one; only FedAvg can use its answer. `config` is the round's.
 
@@ -103,11 +104,16 @@ def receive(
         )
     metrics, count = receive_metrics(pid, content, weighted_by_key)
     try:
-        arrays = wire.from_record(content.array_records[wire.ARRAYS])
+        record, half = content.array_records[wire.ARRAYS], config.get(wire.HALF_KEY)
+        in_half = {**told, wire.HALF_KEY: half}
+        arrays = unpack_record(record, in_half) if half else wire.from_record(record)
         uploads = receive_uploads(what, content)
         buffers = frozenset[str]()
         if wire.BUFFERS_KEY in told:
             buffers = wire.unmask(told[wire.BUFFERS_KEY], model)
+        tied: dict[str, str] = {}
+        if wire.TIED_KEY in told:
+            tied = wire.check_tied(told[wire.TIED_KEY], model, buffers)
         delta, expected = {}, model
         if wire.UPDATE_KEY in told:
             delta = decode(told[wire.UPDATE_KEY], wire.in_code_order(model, set(model) - buffers))
@@ -121,7 +127,7 @@ def receive(
         raise wire.ProtocolError(f"{what} cannot be used: {error}") from error
     wire.check_arrays(arrays, expected, what)
     wire.check_finite(arrays, what, model)
-    return Reply(arrays, uploads, metrics, count, delta, steps), buffers
+    return Reply(arrays, uploads, metrics, count, delta, steps, tied), buffers
 
 
 def _steps(metrics: MetricRecord, config: Mapping[str, Any], count: float) -> tuple[int, int]:
@@ -181,6 +187,23 @@ def agree_on_buffers(
                 f"{sorted(mine ^ known)}"
             )
     return known, wrong
+
+
+def agree_on_ties(
+    replies: Mapping[int, Reply], known: Mapping[str, str] | None
+) -> tuple[Mapping[str, str] | None, dict[int, str]]:
+    """Return (which weights are tied, reasons against the clients that say otherwise).
+
+    `known` is what earlier rounds agreed on; without it the lowest partition id decides: clients that
+    differ here, but not in what they train, have built one model in two orders.
+    """
+    for pid in sorted(replies):
+        known = replies[pid].tied if known is None else known
+    return known, {
+        pid: f"client {pid} ties other weights than the others: {dict(r.tied)}, not {dict(known or {})}"
+        for pid, r in replies.items()
+        if r.tied != known
+    }
 
 
 def with_common_metrics(metrics: Iterable[MetricRecord]) -> list[RecordDict]:

@@ -11,6 +11,7 @@ from flwr_regs.aggregation import Reply, mean_delta, scaled
 from flwr_regs.chain import Chain
 from flwr_regs.codec import encode
 from flwr_regs.flower import wire
+from flwr_regs.flower.half import narrow, widen
 from flwr_regs.method import ServerContext, Slot
 
 MOST_STEPS = 50
@@ -26,6 +27,8 @@ class GlobalState:
         The method.
     model : NDArrays
         ``w_1``, parameters and buffers.
+    half : {"bfloat16", "float16"}, optional
+        What float32 arrays are rounded to when they travel.
 
     Attributes
     ----------
@@ -38,7 +41,10 @@ class GlobalState:
     server : Slot
         The terms' server slots.
     buffers : frozenset of str, or None
-        Arrays that the clients do not train: buffers and frozen parameters; None until they said so.
+        Arrays that the clients do not train: buffers, frozen parameters and the other names of tied
+        weights; None until they said so.
+    tied : mapping of str to str, or None
+        Those other names -> the one that is trained.
     coded_steps : dict of int to bytes
         If the method's steps are ternary: round -> the step made at its end, as it travels. As many of
         the last ones as are together smaller than the model, and no more than a client decodes quickly.
@@ -48,24 +54,46 @@ class GlobalState:
     Raises
     ------
     ValueError
-        No arrays, complex ones, or NaN.
+        No arrays, complex ones, or NaN; with `half`, no float32 array, or values beyond its range.
     """
 
-    def __init__(self, term: Chain, model: wire.NDArrays) -> None:
+    def __init__(self, term: Chain, model: wire.NDArrays, half: str | None = None) -> None:
         if not model:
             raise ValueError("initial_arrays is empty: pass ArrayRecord(model.state_dict())")
         if found := [n for n, a in model.items() if np.iscomplexobj(a)]:
             raise ValueError(f"complex arrays cannot be averaged here, but {found} are")
         if found := [n for n, a in model.items() if np.isnan(a).any()]:
             raise ValueError(f"initial_arrays: {found} hold NaN")
+        if half and not any(a.dtype == np.float32 for a in model.values()):
+            raise ValueError(
+                f"wire_dtype='{half}' rounds float32 arrays, but initial_arrays holds only "
+                f"{sorted({str(a.dtype) for a in model.values()})}; pass "
+                "ArrayRecord(model.float().state_dict()) or flwr_regs.float32_arrays(model)"
+            )
         self._term = term
+        self._half = half
+        self._rounded = (model, self._as_given(model))
         self.model = model
         self.step: wire.NDArrays | None = None
         self.previous_lr: float | None = None
         self.server: Slot = term.init(model)
         self.buffers: frozenset[str] | None = None
+        self.tied: Mapping[str, str] | None = None
         self.coded_steps: dict[int, bytes] = {}
         self.changed = dict.fromkeys(model, 0)
+
+    @property
+    def given(self) -> wire.NDArrays:
+        """``w_t`` as the clients get it: in the precision of the wire, in the model's dtypes."""
+        if self._rounded[0] is not self.model:
+            self._rounded = (self.model, self._as_given(self.model))
+        return self._rounded[1]
+
+    def _as_given(self, model: wire.NDArrays) -> wire.NDArrays:
+        if self._half is None:
+            return model
+        coded = [n for n, a in model.items() if a.dtype == np.float32]
+        return widen(narrow(model, self._half), coded, self._half)
 
     def context(self, server_round: int, lr: float) -> ServerContext:
         """Return what the terms' server hooks may read in a round."""
@@ -78,6 +106,7 @@ class GlobalState:
         Returns whether it is another. The last step then ends at the new model.
         """
         wire.check_arrays(model, self.model, "the arrays handed to configure_train")
+        model = wire.tie(model, self.tied or {})  # noise on each name would make two weights of one
         if wire.digest(model) == wire.digest(self.model):
             return False
         wire.check_finite(model, "the arrays handed to configure_train", self.model)
@@ -104,18 +133,26 @@ class GlobalState:
         The step is rounded to the model's dtype first and the model moves by exactly that: a client
         that adds the same step to the same model then holds the same bits.
 
-        Raises ProtocolError, and changes nothing, if the new model would not be finite.
+        Where the clients were given ``w_t`` in half precision, their updates are counted from that, and
+        added to the float32 ``w_t``, in which small steps add up.
+
+        Raises ProtocolError, and changes nothing, if the new model would not be finite, or not in the
+        precision of the wire.
         """
-        delta = mean_delta(self.model, replies, weights)
+        given = self.given
+        delta = mean_delta(given, replies, weights)
         if scale:
-            parameters = self._trainable(self.model)
-            delta |= mean_delta(parameters, replies, scaled(weights, replies))
+            delta |= mean_delta(self._trainable(given), replies, scaled(weights, replies))
+        if self._half:
+            delta |= self._means(delta, given)
         uploads = {pid: r.uploads for pid, r in replies.items()}
         server, step = self._term.update(self.server, self._trainable(delta), uploads, ctx)
         server, step = self._term.release(server, step, ctx)
-        rounded = {n: as_step(w, {**delta, **step}[n]) for n, w in self.model.items()}
+        step = {**delta, **wire.tie(step, self.tied or {})}
+        rounded = {n: as_step(w, step[n]) for n, w in self.model.items()}
         model = {n: wire.add(w, rounded[n]) for n, w in self.model.items()}
         wire.check_finite(model, "the new global model", self.model)
+        as_given = self._as_given(model)
         if self._term.ternary[1]:
             mine = self._trainable(rounded)
             self.coded_steps[ctx.round] = encode(wire.in_code_order(mine, mine))
@@ -124,8 +161,21 @@ class GlobalState:
             while len(logged) > MOST_STEPS or sum(map(len, logged.values())) > size:
                 del self.coded_steps[min(self.coded_steps)]
         self.server, self.step, self.model = server, rounded, model
+        self._rounded = (model, as_given)
         self.previous_lr = ctx.lr
         self.changed |= {n: ctx.round for n, s in rounded.items() if np.any(s)}
+
+    def _means(self, delta: wire.NDArrays, given: wire.NDArrays) -> wire.NDArrays:
+        """Return the steps of the float32 arrays that are not trained: to the clients' mean itself.
+
+        Counted from the rounded ``w_t``, a variance near zero would inherit its rounding and could fall
+        below zero. What no client changed, such as a frozen parameter, stays as the server has it.
+        """
+        mine = [n for n in self.buffers or () if self.model[n].dtype == np.float32]
+        with np.errstate(invalid="ignore"):  # an infinite constant
+            return {
+                n: np.where(delta[n] == 0, 0, delta[n] + (given[n] - self.model[n])) for n in mine
+            }
 
     def _trainable(self, arrays: wire.NDArrays) -> wire.NDArrays:
         return {n: a for n, a in arrays.items() if n not in (self.buffers or ())}

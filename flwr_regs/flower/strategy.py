@@ -21,10 +21,12 @@ from flwr_regs.flower import wire
 from flwr_regs.flower.downlink import Downlink
 from flwr_regs.flower.evaluation import Evaluation, NobodyEvaluated
 from flwr_regs.flower.exchange import Exchange, is_out_of_sync
+from flwr_regs.flower.half import DTYPES, pack_record
 from flwr_regs.flower.participation import Participation
 from flwr_regs.flower.population import Population
 from flwr_regs.flower.replies import (
     agree_on_buffers,
+    agree_on_ties,
     receive,
     sort_replies,
     told,
@@ -56,6 +58,9 @@ class RegStrategy(FlowerFedAvg):
         ``w_t − w_{t−1}`` to a client that took part in the last round and kept its model, the full
         pair to any other; broadcasts that do not follow from the step travel beside it. Always
         ``"delta"`` for a method that compresses the global step.
+    wire_dtype : {"bfloat16", "float16"}, optional
+        Send every float32 array of the model rounded to 16 bits, and take the clients' so; the server
+        keeps float32. The terms' own records, and arrays of other dtypes, travel as they are.
     lr_schedule : callable, optional
         ``lr_schedule(round) -> factor`` on train_config's ``"lr"``; rounds count from 1.
     cohorts : {"uniform", "class-covering"}
@@ -120,6 +125,7 @@ class RegStrategy(FlowerFedAvg):
         weighting: str = "num-examples",
         seed: int | None = None,
         downlink: str = "model",
+        wire_dtype: str | None = None,
         lr_schedule: Callable[[int], float] | None = None,
         cohorts: str = "uniform",
         overlap: bool = False,
@@ -145,6 +151,18 @@ class RegStrategy(FlowerFedAvg):
         self.term = chain(terms)
         if self.term.ternary[1]:
             downlink = "delta"
+        if wire_dtype not in (None, *DTYPES):
+            raise ValueError(f"wire_dtype must be one of {DTYPES} or None, not {wire_dtype!r}")
+        if wire_dtype and any(self.term.ternary):
+            raise ValueError(
+                f"wire_dtype='{wire_dtype}' does not go with compression, whose updates have a code of "
+                "their own; leave one of the two out"
+            )
+        if wire_dtype and downlink == "delta":
+            raise ValueError(
+                f"wire_dtype='{wire_dtype}' needs downlink='model': a client's rounded model does not "
+                "follow from the rounded step"
+            )
         if overlap and downlink != "delta":
             raise ValueError("overlap=True needs downlink='delta'")
         if overlap and self.term.ternary[1]:
@@ -161,6 +179,7 @@ class RegStrategy(FlowerFedAvg):
         self.weighting = weighting
         self.seed = int(np.random.SeedSequence().generate_state(1)[0]) if seed is None else seed
         self.downlink = downlink
+        self.wire_dtype = wire_dtype
         self.lr_schedule = lr_schedule or (lambda _: 1.0)
         self.cohorts = cohorts
         self.overlap = overlap
@@ -184,6 +203,7 @@ class RegStrategy(FlowerFedAvg):
     def summary(self) -> None:
         """Log the method, its hyper-parameters and the seed, then Flower's own summary."""
         settings = {**self.term.config(), "weighting": self.weighting, "downlink": self.downlink}
+        settings |= {"wire_dtype": self.wire_dtype} if self.wire_dtype else {}
         log(INFO, "\t├──> Method: %s %s (seed %d)", self.method_name, settings, self.seed)
         super().summary()
 
@@ -273,6 +293,7 @@ class RegStrategy(FlowerFedAvg):
             self.term.ternary[1],
             lambda: self.term.broadcast(self._state.server, self._ctx),
             {t.name for t in self.term.terms if type(t).recover is not Term.recover},
+            self.wire_dtype,
         )
         settings |= {
             **self.term.config(),
@@ -281,6 +302,7 @@ class RegStrategy(FlowerFedAvg):
             wire.METHOD_KEY: self.method_name,
             wire.PROTOCOL_KEY: wire.PROTOCOL,
             wire.START_KEY: self._start_id,
+            **({wire.HALF_KEY: self.wire_dtype} if self.wire_dtype else {}),
         }
         self._settings = settings
         self._exchange = Exchange(
@@ -355,6 +377,9 @@ class RegStrategy(FlowerFedAvg):
         agreed, wrong = agree_on_buffers(buffers, self._state.buffers)
         failures |= wrong
         usable = {pid: reply for pid, reply in usable.items() if pid not in wrong}
+        tied, wrong = agree_on_ties(usable, self._state.tied)
+        failures |= wrong
+        usable = {pid: reply for pid, reply in usable.items() if pid not in wrong}
         if failures:
             log(WARNING, "\t> %s", told(failures))
         failures |= entry["failures"]  # those of the first exchange, already told
@@ -372,7 +397,7 @@ class RegStrategy(FlowerFedAvg):
                 )
             )
 
-        self._state.buffers = agreed
+        self._state.buffers, self._state.tied = agreed, tied
         try:
             weights = aggregation_weights(usable, self.weighting)
             scale = self.participation.incomplete == "scale"
@@ -404,6 +429,10 @@ class RegStrategy(FlowerFedAvg):
             return []
         members = self.population.refresh(grid)
         size = max(int(len(members) * self.fraction_evaluate), self.min_evaluate_nodes)
+        if self.wire_dtype or self._state.tied:
+            model = wire.tie(wire.from_record(arrays), self._state.tied or {})
+            arrays, told = pack_record(model, self.wire_dtype)
+            config = ConfigRecord({**config, **told})
         return self._evaluation.messages(server_round, size, arrays, config)
 
     def aggregate_evaluate(
@@ -446,12 +475,17 @@ class RegStrategy(FlowerFedAvg):
                 "compression and drop_inactive need the strategy's own start: a wrapper that drives the "
                 "rounds (Flower's privacy strategies) reads dense updates and has no number of rounds"
             )
+        if not self._num_rounds and self.wire_dtype:
+            raise ValueError(
+                f"wire_dtype='{self.wire_dtype}' needs the strategy's own start: a wrapper that drives the "
+                "rounds (Flower's privacy strategies) clips and averages the arrays as they travel"
+            )
         model = wire.from_record(arrays)
         private = self.term.private(model)
         if private:
             log(INFO, "%d of %d arrays stay with the clients", len(private), len(model))
         shared = {name: a for name, a in model.items() if name not in private}
-        self._state = GlobalState(self.term, shared)
+        self._state = GlobalState(self.term, shared, self.wire_dtype)
         self._held = {}
         self.participation.forget()
         self._used = {}

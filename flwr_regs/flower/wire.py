@@ -4,7 +4,8 @@ A train message holds the ArrayRecord ``"arrays"``, one ArrayRecord ``"<term>.br
 that has one, and the ConfigRecord ``"config"``. ``"arrays"`` is the global model; where the config says
 ``regs.downlink = "delta"`` it is the last global step, where it says ``"ternary"`` the changed buffers,
 beside coded steps in ``regs.steps``, and where it says ``"kept"`` it is empty, the model having come with
-the round's probe. A reply holds ``"arrays"``, ``"<term>.upload"``, ``"metrics"``
+the round's probe. Where it says ``regs.wire-dtype``, the float32 arrays that ``regs.halves`` masks, in
+either direction, are in 16 bits (half.py). A reply holds ``"arrays"``, ``"<term>.upload"``, ``"metrics"``
 (numbers) and ``"config"`` (``regs.method`` and other text); a coded update is in ``regs.update``, beside
 only the buffers that changed in ``"arrays"``.
 
@@ -17,7 +18,8 @@ from __future__ import annotations
 
 import difflib
 import hashlib
-from collections.abc import Callable, Iterable, Mapping
+import json
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -26,7 +28,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 
 NDArrays = dict[str, np.ndarray]
 
-PROTOCOL = 2
+PROTOCOL = 3
 """Version of the layout above; a client refuses any other."""
 
 ARRAYS = "arrays"
@@ -43,6 +45,9 @@ START_KEY = "regs.start"
 SEED_KEY = "regs.seed"
 NAMES_KEY = "regs.names"
 BUFFERS_KEY = "regs.not-trainable"
+TIED_KEY = "regs.tied"
+HALF_KEY = "regs.wire-dtype"
+HALVES_KEY = "regs.halves"
 SENT_KEY = "regs.sent"
 PRIVATE_KEY = "regs.private.client"
 PENDING_KEY = "regs.pending.client"
@@ -134,6 +139,41 @@ def unmask(data: bytes, names: Iterable[str]) -> frozenset[str]:
     if bits[len(names) :].any():
         raise ProtocolError(f"a mask of {len(names)} bits has more of them set")
     return frozenset(name for name, bit in zip(names, bits, strict=False) if bit)
+
+
+def tie(arrays: NDArrays, tied: Mapping[str, str]) -> NDArrays:
+    """Return `arrays` with what is there of tied weights under their other names too.
+
+    `tied` maps such a name to the one under which the weight is trained and coded.
+    """
+    return {**arrays, **{n: arrays[first] for n, first in tied.items() if first in arrays}}
+
+
+def check_tied(
+    value: Any, model: Mapping[str, np.ndarray], buffers: Collection[str]
+) -> dict[str, str]:
+    """Return what a message says of tied weights (JSON) as other name -> name that is trained.
+
+    Raises ProtocolError unless the former are in `buffers`, the latter not, and their shapes and dtypes
+    equal.
+    """
+    try:
+        tied: dict[str, str] = dict(json.loads(value))
+        good = all(
+            other in buffers
+            and first in model
+            and first not in buffers
+            and (model[other].shape, model[other].dtype) == (model[first].shape, model[first].dtype)
+            for other, first in tied.items()
+        )
+    except (TypeError, ValueError, KeyError):
+        good = False
+    if not good:
+        raise ProtocolError(
+            f"'{TIED_KEY}' must map names of the model's arrays to others of the same shape that are "
+            f"trained, but is {value!r:.200}"
+        )
+    return tied
 
 
 def content_bytes(content: RecordDict) -> int:

@@ -184,8 +184,9 @@ class SelfDistillation(Term):
                 f"the data has labels up to {ctx.label_counts.shape[-1] - 1}, the model "
                 f"{ctx.output.shape[-1]} outputs"
             )
-        log_p = F.log_softmax(ctx.output / t, dim=-1)
-        teacher = F.softmax(ctx.start_output / t, dim=-1)
+        wide = torch.promote_types(ctx.output.dtype, torch.float32)  # a half has no room for tails
+        log_p = F.log_softmax(ctx.output.to(wide) / t, dim=-1)
+        teacher = F.softmax(ctx.start_output.to(wide) / t, dim=-1)
         counts = ctx.label_counts.to(torch.float64)
         counts = F.pad(counts, (0, log_p.shape[-1] - counts.shape[-1]))
         confidence = (counts / counts.max()).to(log_p.dtype)  # ρ; 0 for a class that is absent

@@ -1,0 +1,975 @@
+"""Kinds of models against methods: each cell trains, or is refused with a sentence."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
+from torch import nn
+
+import flwr_regs as fr
+from flwr_regs import InProcessGrid, RoundFailed, client_app
+from flwr_regs.aggregation import Reply
+from flwr_regs.chain import chain
+from flwr_regs.features import FeatureTap
+from flwr_regs.flower import half, wire
+from flwr_regs.flower.replies import agree_on_ties
+from flwr_regs.flower.state import GlobalState
+from flwr_regs.method import ClientContext
+from tests.conftest import Batch, close
+from tests.laws import CASES
+from tests.test_laws import SerialisingGrid
+
+
+def images(pid: int, dtype: torch.dtype = torch.float32) -> list[Batch]:
+    """Two batches of six 1 x 6 x 6 images; the clients' labels differ."""
+    g = torch.Generator().manual_seed(40 + pid)
+    return [
+        (torch.randn(6, 1, 6, 6, generator=g).to(dtype), (torch.arange(6) + pid) % (2 + pid))
+        for _ in range(2)
+    ]
+
+
+def vectors(pid: int, dtype: torch.dtype = torch.float32) -> list[Batch]:
+    """Two or three batches of five vectors of length 4."""
+    g = torch.Generator().manual_seed(60 + pid)
+    return [
+        (torch.randn(5, 4, generator=g).to(dtype), (torch.arange(5) + pid) % 3)
+        for _ in range(2 + pid)
+    ]
+
+
+def tokens(pid: int, dtype: torch.dtype = torch.float32) -> list[Batch]:
+    """Two batches of six tokens and the tokens that follow them."""
+    g = torch.Generator().manual_seed(80 + pid)
+    return [
+        (t, (t + 1 + pid) % 5) for t in (torch.randint(0, 5, (6,), generator=g) for _ in range(2))
+    ]
+
+
+class ResNet(nn.Module):
+    """One of torchvision's basic blocks between a convolution and a classifier."""
+
+    def __init__(self, norm: Callable[[int], nn.Module]) -> None:
+        super().__init__()
+        from torchvision.models.resnet import BasicBlock
+
+        self.conv = nn.Conv2d(1, 4, 3, padding=1, bias=False)
+        self.bn1 = norm(4)
+        self.block = BasicBlock(4, 4, norm_layer=norm)
+        self.fc = nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.block(self.bn1(self.conv(x)).relu())
+        return self.fc(x.mean((2, 3)))  # type: ignore[no-any-return]
+
+
+def batch_norm() -> nn.Module:
+    return ResNet(nn.BatchNorm2d)
+
+
+def group_norm() -> nn.Module:
+    return ResNet(lambda channels: nn.GroupNorm(2, channels))
+
+
+def perceptron() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
+
+
+class Counting(nn.Module):
+    """Counts its training steps, and remembers whether it has ever trained."""
+
+    steps: torch.Tensor
+    trained: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = perceptron()
+        self.register_buffer("steps", torch.tensor(0))
+        self.register_buffer("trained", torch.tensor([False, True]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.steps += 1
+            self.trained[0] = True
+        return self.body(x)  # type: ignore[no-any-return]
+
+
+class TiedLinear(nn.Module):
+    """Two layers share a weight, not their biases."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.head = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 3)
+        self.b.weight = self.a.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.b(self.a(x).tanh()).tanh())  # type: ignore[no-any-return]
+
+
+class TiedEmbedding(nn.Module):
+    """An embedding whose table is the decoder's weight too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.mix = nn.Embedding(5, 4), nn.Linear(4, 4)
+        self.decoder = nn.Linear(4, 5, bias=False)
+        self.decoder.weight = self.table.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.decoder(self.mix(self.table(x)).tanh())  # type: ignore[no-any-return]
+
+
+def frozen() -> nn.Module:
+    model = perceptron()
+    model[0].requires_grad_(False)  # type: ignore[index]
+    return model
+
+
+class Odd(nn.Module):
+    """A learned temperature and a counter without dimensions, and arrays without entries."""
+
+    seen: torch.Tensor
+
+    def __init__(self, scalars: bool = False, empty: bool = False) -> None:
+        super().__init__()
+        self.body = perceptron()
+        self.temperature = nn.Parameter(torch.tensor(1.5)) if scalars else None
+        self.nothing = nn.Parameter(torch.zeros(0, 3)) if empty else None
+        if scalars:
+            self.register_buffer("seen", torch.tensor(0.25))
+        if empty:
+            self.register_buffer("none", torch.zeros(0, 3))
+            self.register_buffer("whole", torch.zeros(0, dtype=torch.int64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.temperature is not None and self.training:
+            self.seen += 1
+        out = self.body(x)
+        if self.nothing is not None:
+            out = out + self.nothing.sum()
+        return out if self.temperature is None else out / self.temperature  # type: ignore[no-any-return]
+
+
+def seeded(build: Callable[[], nn.Module], dtype: torch.dtype) -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        return build().to(dtype)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of model: how it is built, its data, and what it asks of the strategy."""
+
+    name: str
+    build: Callable[[], nn.Module]
+    data: Callable[..., list[Batch]] = vectors
+    dtype: torch.dtype = torch.float32
+    wire: str | None = None
+    still: tuple[str, ...] = ()
+    private: str = "2.*"
+
+    def model(self) -> nn.Module:
+        return seeded(self.build, self.dtype)
+
+    def arrays(self) -> ArrayRecord:
+        model = self.model()
+        return fr.float32_arrays(model) if self.wire else ArrayRecord(model.state_dict())
+
+
+KINDS = [
+    Kind("resnet-bn", batch_norm, images, private="fc.*"),
+    Kind("resnet-gn", group_norm, images, private="fc.*"),
+    Kind("counting", Counting, private="body.2.*"),
+    Kind("tied-linear", TiedLinear, private="head.*"),
+    Kind("tied-embedding", TiedEmbedding, tokens, private="mix.*"),
+    Kind("frozen", frozen, still=("0.weight", "0.bias"), private="0.bias"),
+    Kind("scalars", lambda: Odd(scalars=True), private="body.2.*"),
+    Kind("empty", lambda: Odd(empty=True), private="body.2.*"),
+    Kind("float16", perceptron, dtype=torch.float16),
+    Kind("float64", perceptron, dtype=torch.float64),
+    Kind("float32-as-bfloat16", perceptron, wire="bfloat16"),
+    Kind("resnet-bn-as-bfloat16", batch_norm, images, wire="bfloat16", private="fc.*"),
+    Kind("tied-embedding-as-float16", TiedEmbedding, tokens, wire="float16", private="mix.*"),
+    Kind("bfloat16", perceptron, dtype=torch.bfloat16, wire="bfloat16"),
+    Kind("resnet-bn-bfloat16", batch_norm, images, torch.bfloat16, "bfloat16", private="fc.*"),
+    Kind("float16-in-float32", perceptron, dtype=torch.float16, wire="float16"),
+]
+
+
+@dataclass(frozen=True)
+class Method:
+    """A strategy with settings of its own, and its client."""
+
+    name: str
+    strategy: Callable[..., Any]
+    client: Callable[..., Any]
+
+
+def composed(*terms: Any) -> Method:
+    kinds = [type(t) for t in terms if not t.server_only]
+    return Method(
+        "+".join(t.name for t in terms),
+        lambda **kw: fr.RegStrategy(terms, **kw),
+        lambda *a, **kw: fr.RegClient(*a, terms=kinds, **kw),
+    )
+
+
+def named(case: Any) -> Method:
+    return Method(case.name, lambda **kw: case.strategy(**{**case.settings, **kw}), case.client)
+
+
+METHODS = [
+    *(named(c) for c in CASES if "unequal" not in c.name),
+    Method("FedBN", fr.FedBN, fr.FedBNClient),
+    Method("FedPer", fr.FedPer, fr.FedPerClient),
+    composed(fr.FirstOrder(0.6), fr.SparseTernary(0.3, 0.3)),
+    composed(fr.EmbeddedMomentum(0.6, 0.6), fr.SparseTernary(0.3)),
+    composed(fr.LeaveOneOutMean(0.2), fr.SparseTernary(None, 0.3)),
+    composed(fr.FirstOrder(0.6), fr.LocalBatchNorm()),
+    composed(fr.SelfDistillation(), fr.LocalBatchNorm(), fr.SparseTernary(0.3, 0.3)),
+]
+REFUSED = [  # method, kind, why: all that does not train
+    (r".*ternary|EFL.*", r".*-as-.*|.*bfloat16|float16-in.*", "does not go with compression"),
+    (r"FedFOR-delta|FedADC-delta", r".*-as-.*|.*bfloat16|float16-in.*", "needs downlink='model'"),
+    (r"FedBN|.*local-bn.*", r"(?!resnet-bn).*", "FedBN found no BatchNorm layer"),
+]
+
+
+def app_of(kind: Kind, method: Method, **kwargs: Any) -> Any:
+    def client_fn(context: Any) -> Any:
+        mine = kind.data(context.node_config["partition-id"], kind.dtype)
+        return method.client(kind.model(), mine, mine, device="cpu", **kwargs)
+
+    return client_app(client_fn)
+
+
+def train(
+    kind: Kind, method: Method, rounds: int = 3, grid: Any = InProcessGrid, **kwargs: Any
+) -> tuple[Any, dict[str, np.ndarray]]:
+    """Return (the strategy, the global model by name)."""
+    extra = {"patterns": kind.private} if method.name == "FedPer" else {}
+    extra |= {"wire_dtype": kind.wire} if kind.wire else {}
+    strategy = method.strategy(**{"seed": 2, **extra, **kwargs})
+    result = strategy.start(
+        grid=grid(app_of(kind, method), 2),
+        initial_arrays=kind.arrays(),
+        num_rounds=rounds,
+        train_config=ConfigRecord({"lr": 0.1, "local-epochs": 2}),
+    )
+    return strategy, {n: a.numpy() for n, a in result.arrays.items()}
+
+
+def failures(strategy: Any) -> list[Any]:
+    found = [e["failures"] for e in strategy.history]
+    return [f for f in found + [e["evaluate"]["failures"] for e in strategy.history] if f]
+
+
+@pytest.mark.parametrize("method", METHODS, ids=lambda m: m.name)
+@pytest.mark.parametrize("kind", KINDS, ids=lambda k: k.name)
+def test_every_kind_of_model_trains_under_every_method(kind: Kind, method: Method) -> None:
+    for refused, of, why in REFUSED:
+        if re.fullmatch(refused, method.name) and re.fullmatch(of, kind.name):
+            with pytest.raises((ValueError, RoundFailed), match=why):
+                train(kind, method)
+            return
+    strategy, got = train(kind, method, rounds=2)
+    assert not failures(strategy)
+    model = kind.model()
+    trained = {n for n, p in model.named_parameters(remove_duplicate=False) if p.requires_grad}
+    start = {n: a.numpy() for n, a in kind.arrays().items()}
+    private = strategy.term.private(start)
+    assert list(got) == [n for n in start if n not in private]
+    for n, a in got.items():
+        assert (a.shape, a.dtype) == (start[n].shape, start[n].dtype), n
+        assert np.isfinite(a).all()
+        if n in kind.still:
+            assert (a == start[n]).all(), n
+    mine = {n for n in trained & set(got) if got[n].size}
+    moved = {n for n in mine if (got[n] != start[n]).any()}
+    if "EFL" in method.name or "ternary" in method.name:  # sparse steps
+        assert moved
+    elif kind.dtype == torch.bfloat16:  # a client's small steps beside a weight of 1 round to none
+        assert len(moved) > len(mine) / 2
+    else:
+        assert moved == mine
+    # 4 and 6 steps of clients with 10 and 15 examples
+    a_step = 5.2 if strategy.weighting == "num-examples" else 5
+    if kind.name == "counting":
+        assert got["steps"] == 10
+        assert got["trained"].all()
+    if kind.name == "scalars":
+        assert got["seen"] == pytest.approx(0.25 + 2 * a_step, rel=1e-6)
+    for one, other in (("a.weight", "b.weight"), ("table.weight", "decoder.weight")):
+        if one in got and other in got:
+            assert (got[one] == got[other]).all()
+
+
+# Equal to what is plain
+
+
+class OneName(TiedLinear):
+    """TiedLinear's twin: the same computation, where the shared weight has one name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.b = nn.Module()  # type: ignore[assignment]
+        self.b.bias = TiedLinear().b.bias
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = nn.functional.linear(self.a(x).tanh(), self.a.weight, self.b.bias)
+        return self.head(hidden.tanh())  # type: ignore[no-any-return]
+
+
+TIED = Kind("tied", TiedLinear, dtype=torch.float64, private="head.*")
+
+
+def one_name() -> nn.Module:
+    model = OneName().double()
+    state = TIED.model().state_dict()
+    model.load_state_dict({n: state[n] for n in model.state_dict()})
+    return model
+
+
+ONE_NAME = Kind("one name", one_name, dtype=torch.float64, private="head.*")
+
+
+@pytest.mark.parametrize(
+    "method",
+    [m for m in METHODS if "BN" not in m.name and "bn" not in m.name],
+    ids=lambda m: m.name,
+)
+def test_tied_weights_are_one_weight(method: Method) -> None:
+    """To the bit, and coded once: compressed, the second name costs its name alone."""
+    a, got = train(TIED, method)
+    b, want = train(ONE_NAME, method)
+    assert (got["a.weight"] == got["b.weight"]).all()
+    close({n: got[n] for n in want}, want, 0.0)
+    assert got.keys() - want.keys() == {"b.weight"}
+    up, down = (
+        [e[k][0] - f[k][0] for e, f in zip(a.history, b.history, strict=True)]
+        for k in ("bytes_up", "bytes_down")
+    )
+    if b.term.ternary[0]:
+        assert max(up) < 60
+    if b.term.ternary[1]:
+        assert down[2] < 60
+
+
+def by_hand(
+    kind: Kind, rounds: int, rounded: Callable[[torch.Tensor], torch.Tensor] = lambda t: t
+) -> dict[str, np.ndarray]:
+    """FedAvg in plain loops over two clients; floats are `rounded` when they travel."""
+    state = {n: torch.from_numpy(a.numpy()) for n, a in kind.arrays().items()}
+    data = [kind.data(k, kind.dtype) for k in range(2)]
+    shares = [sum(len(y) for _, y in d) for d in data]
+    for _ in range(rounds):
+        given = {n: rounded(w) for n, w in state.items()}
+        ends = []
+        for batches in data:
+            model = kind.model()
+            model.load_state_dict(given)
+            model.train()
+            opt = torch.optim.SGD(model.parameters(), lr=0.1)
+            for _ in range(2):
+                for x, y in batches:
+                    opt.zero_grad()
+                    nn.functional.cross_entropy(model(x), y).backward()
+                    opt.step()
+            ends.append({n: rounded(v) for n, v in model.state_dict().items()})
+        for n, w in state.items():
+            deltas = [
+                share / sum(shares) * (end[n].double() - given[n].double())
+                for share, end in zip(shares, ends, strict=True)
+            ]
+            state[n] = w + sum(deltas).to(w.dtype)  # type: ignore[union-attr]
+    return {n: w.numpy() for n, w in state.items()}
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        TIED,
+        Kind("groups", group_norm, images, torch.float64),
+        Kind("embedding", TiedEmbedding, tokens, torch.float64),
+    ],
+    ids=lambda k: k.name,
+)
+def test_fedavg_equals_plain_loops(kind: Kind) -> None:
+    _, got = train(kind, METHODS[0])
+    close(got, by_hand(kind, 3), 1e-12)
+
+
+class Constant(nn.Module):
+    """What `frozen` computes, its first layer a constant that no state_dict knows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = seeded(frozen, torch.float64)
+        self.first = [layers[0]]  # type: ignore[index]  # a list hides a module
+        self.add_module("2", layers[2])  # type: ignore[index]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.get_submodule("2")(self.first[0](x).tanh())  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    "method",
+    [m for m in METHODS if "bn" not in m.name.lower() and m.name != "FedPer"],
+    ids=lambda m: m.name,
+)
+def test_frozen_parameters_are_constants(method: Method) -> None:
+    _, got = train(Kind("frozen", frozen, dtype=torch.float64), method)
+    _, want = train(Kind("constant", Constant, dtype=torch.float64), method)
+    close({n: got[n] for n in want}, want, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "client"), [(fr.FedFOR, fr.FedFORClient), (fr.FedBN, fr.FedBNClient)]
+)
+def test_a_real_resnet18_trains(strategy: Any, client: Any) -> None:
+    from torchvision.models import resnet18
+
+    def small(pid: int, dtype: torch.dtype) -> list[Batch]:
+        g = torch.Generator().manual_seed(pid)
+        return [(torch.randn(3, 3, 32, 32, generator=g), torch.arange(3) + pid)]
+
+    kind = Kind("resnet18", lambda: resnet18(num_classes=4), small)
+    made, got = train(kind, Method("resnet18", strategy, client), rounds=2)
+    assert not failures(made)
+    start = {n: a.numpy() for n, a in kind.arrays().items()}
+    bn = {n for n in start if "bn" in n or "downsample.1" in n}
+    assert got.keys() == (start.keys() - bn if strategy is fr.FedBN else start.keys())
+    for n, a in got.items():
+        assert a.dtype == start[n].dtype
+        assert np.isfinite(a).all()
+        assert (a != start[n]).any(), n
+    if strategy is fr.FedFOR:
+        assert got["bn1.num_batches_tracked"] == 4
+
+
+# Tied weights: what clients say of them is checked
+
+
+def test_noise_on_each_name_leaves_one_weight() -> None:
+    from flwr.serverapp.strategy import DifferentialPrivacyServerSideFixedClipping as Noisy
+
+    inner = fr.FedFOR(0.5, seed=1)
+    Noisy(inner, noise_multiplier=0.1, clipping_norm=1.0, num_sampled_clients=2).start(
+        grid=InProcessGrid(app_of(TIED, Method("", fr.FedFOR, fr.FedFORClient)), 2),
+        initial_arrays=TIED.arrays(),
+        num_rounds=3,
+        train_config=ConfigRecord({"lr": 0.1, "local-epochs": 2}),
+    )
+    assert len(inner.history) == 3
+    assert not failures(inner)
+
+
+def test_tied_weights_that_came_apart_are_refused() -> None:
+    arrays = TIED.arrays()
+    arrays["b.weight"] = Array(arrays["b.weight"].numpy() + 1)
+    strategy = fr.FedAvg()
+    with pytest.raises(RoundFailed, match=r"'b\.weight' and 'a\.weight' are one parameter here"):
+        strategy.start(
+            InProcessGrid(app_of(TIED, METHODS[0]), 2),
+            arrays,
+            train_config=ConfigRecord({"lr": 0.1, "local-epochs": 2}),
+        )
+
+
+def test_tied_weights_are_private_as_a_whole() -> None:
+    with pytest.raises(RoundFailed, match="only one of the two names is private"):
+        train(replace(TIED, private="b.*"), Method("FedPer", fr.FedPer, fr.FedPerClient))
+    _, got = train(replace(TIED, private="a.*,b.*"), Method("FedPer", fr.FedPer, fr.FedPerClient))
+    assert got.keys() == {"head.weight", "head.bias"}
+
+
+@pytest.mark.parametrize(
+    "told",
+    ["[1]", "{", '{"a.bias": "a.weight"}', '{"b.weight": "x"}', '{"b.weight": "b.bias"}', b"", 3],
+)
+def test_a_wrong_word_on_ties_is_refused(told: Any) -> None:
+    model = wire.from_record(TIED.arrays())
+    assert wire.check_tied('{"b.weight": "a.weight"}', model, {"b.weight"}) == {
+        "b.weight": "a.weight"
+    }
+    with pytest.raises(wire.ProtocolError, match=r"'regs\.tied' must map"):
+        wire.check_tied(told, model, {"b.weight"})
+
+
+def test_clients_that_tie_otherwise_are_named() -> None:
+    def reply(**tied: str) -> Reply:
+        return Reply({}, {}, {}, 1.0, tied=tied)
+
+    known, wrong = agree_on_ties({3: reply(b="a"), 1: reply(b="c"), 2: reply(b="c")}, None)
+    assert known == {"b": "c"}
+    assert wrong == {3: "client 3 ties other weights than the others: {'b': 'a'}, not {'b': 'c'}"}
+    assert agree_on_ties({1: reply()}, {"b": "c"})[1].keys() == {1}
+
+
+# Half precision on the wire
+
+
+def in_torch(a: np.ndarray, half: str) -> torch.Tensor:
+    return torch.tensor(a).to(getattr(torch, half))
+
+
+HALVES = ["bfloat16", "float16"]
+PLAIN = Kind("plain", perceptron)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_rounding_is_torchs_to_the_bit(dtype: str) -> None:
+    rng = np.random.default_rng(0)
+    bits = rng.integers(0, 2**32, 200_000, dtype=np.uint32)
+    ties = np.arange(0, 2**16, dtype=np.uint32) << 16 | 0x8000  # halfway between two bfloat16
+    every = np.concatenate([bits, ties]).view(np.float32)
+    # what rounds to infinity is refused; these become infinite in torch as well
+    every = every[
+        ~(torch.tensor(every).to(getattr(torch, dtype)).isinf().numpy() & np.isfinite(every))
+    ]
+    halfway = (np.arange(2048, 4096) * 2 + 1).astype(np.float32) / 4096  # between two float16
+    for a in (every, halfway, np.zeros((0, 3), np.float32), np.asarray(1.1, np.float32)):
+        coded = half.narrow({"a": a}, dtype)["a"]
+        assert coded.shape == a.shape
+        assert coded.itemsize == 2
+        back = half.widen({"a": coded}, {"a"}, dtype)["a"]
+        assert (back.shape, back.dtype) == (a.shape, np.float32)
+        np.testing.assert_array_equal(back, in_torch(a, dtype).float().numpy())
+    same = {"i": np.array([2**24 + 1]), "d": np.array([1 / 3]), "b": np.array([True])}
+    assert all(half.narrow(same, dtype)[n] is a for n, a in same.items())
+
+
+def test_what_a_half_cannot_hold_is_refused() -> None:
+    big = {"x": np.array([1e5, 1.0], np.float32)}
+    with pytest.raises(wire.ProtocolError, match="'x' holds values beyond ±65504"):
+        half.narrow(big, "float16")
+    half.narrow(big, "bfloat16")
+    with pytest.raises(wire.ProtocolError, match=r"'x' holds values beyond ±3.39e38"):
+        half.narrow({"x": np.finfo(np.float32).min.reshape(1)}, "bfloat16")
+    constants = {"x": np.array([np.inf, -np.inf, np.nan], np.float32)}
+    assert np.array_equal(
+        half.widen(half.narrow(constants, "bfloat16"), {"x"}, "bfloat16")["x"],
+        constants["x"],
+        equal_nan=True,
+    )
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_the_master_equals_plain_loops_that_round_where_we_do(dtype: str) -> None:
+    def rounded(t: torch.Tensor) -> torch.Tensor:
+        return t.to(getattr(torch, dtype)).float()
+
+    kind = replace(PLAIN, wire=dtype)
+    _, got = train(kind, METHODS[0], rounds=4)
+    close(got, by_hand(kind, 4, rounded), 0.0)
+    _, whole = train(PLAIN, METHODS[0], rounds=4)
+    apart = max(np.abs(got[n] - whole[n]).max() for n in got)
+    assert 1e-6 < apart < 2e-2
+    assert any((in_torch(a, dtype).float().numpy() != a).any() for a in got.values())
+
+
+class Watching(SerialisingGrid):
+    """Keeps every train message as it travels, and its reply, in Flower's own bytes."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.down: list[Any] = []
+        self.up: list[Any] = []
+
+    def push_messages(self, messages: Any) -> Any:
+        messages = list(messages)
+        self.down += [(m.metadata.message_type, m.content) for m in messages]
+        ids = list(super().push_messages(messages))
+        self.up += [self._replies[i].content for i in ids if not self._replies[i].has_error()]
+        return ids
+
+
+class OneWeight(nn.Module):
+    """A weight of 1 with gradient 1 whatever the data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.v = nn.Parameter(torch.ones(2, 2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.v.sum() + 0 * x.sum()
+
+
+def test_steps_below_the_wires_resolution_add_up_on_the_server() -> None:
+    """Each round's step is 1/32 of what bfloat16 can tell from 1; clients see it once it counts."""
+    step, rounds = 2.0**-13, 24
+    clients = [[(torch.zeros(1, 1), torch.zeros(1))]] * 2
+
+    def client_fn(context: Any) -> Any:
+        mean = lambda output, target: output  # noqa: E731
+        return fr.FedOptClient(OneWeight(), clients[0], device="cpu", loss_fn=mean)
+
+    strategy = fr.FedOpt(
+        lambda p: torch.optim.SGD(p, lr=2.0**-9), wire_dtype="bfloat16", fraction_evaluate=0.0
+    )
+    grid = Watching(client_app(client_fn), 2)
+    result = strategy.start(
+        grid,
+        fr.float32_arrays(OneWeight()),
+        num_rounds=rounds,
+        train_config=ConfigRecord({"lr": 2.0**-4, "local-steps": 1}),
+    )
+    assert (result.arrays["v"].numpy() == 1 - rounds * step).all()
+    sent = [c["arrays"]["v"].numpy()[:1] for kind, c in grid.down if kind == "train"][::2]
+    values = [float(half.widen({"v": v}, {"v"}, "bfloat16")["v"][0, 0]) for v in sent]
+    assert values[:16] == [1.0] * 16
+    assert values[-1] == 1 - 2.0**-8  # the next below 1
+
+
+def wide() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 400), nn.Linear(400, 40), nn.Tanh(), nn.Linear(40, 3))
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize(
+    "method", [METHODS[0], composed(fr.LeaveOneOutMean(0.1))], ids=lambda m: m.name
+)
+def test_the_history_counts_half_the_bytes(method: Method, dtype: str) -> None:
+    full, _ = train(Kind("wide", wide), method, grid=Watching)
+    less, _ = train(Kind("wide", wide, wire=dtype), method, grid=Watching)
+    assert not failures(less)
+
+    def bytes_of(strategy: Any) -> np.ndarray:
+        e = strategy.history[-1]
+        own = [e["bytes_down"][0], e["bytes_up"][0], e["evaluate"]["bytes_down"][0]]
+        return np.array([*own, *([e["bytes_probe_down"][0]] if "bytes_probe_down" in e else [])])
+
+    share = bytes_of(less) / bytes_of(full)
+    assert (share > 0.49).all()
+    assert (share < 0.56).all()  # names and numpy's headers are as long
+
+
+def test_bytes_are_those_of_the_messages() -> None:
+    grids = []
+
+    def grid(*args: Any) -> Watching:
+        grids.append(Watching(*args))
+        return grids[0]
+
+    strategy, _ = train(Kind("wide", wide, wire="bfloat16"), METHODS[0], rounds=1, grid=grid)
+    down = [c for kind, c in grids[0].down if kind == "train"]
+    assert strategy.history[0]["bytes_down"][0] == wire.content_bytes(down[0])
+    raw = sum(len(a.data) for a in down[0]["arrays"].values())
+    entries = sum(p.numel() for p in wide().parameters())
+    assert raw == 2 * entries + 6 * 128  # numpy's header is 128 bytes an array
+    assert {a.dtype for a in down[0]["arrays"].values()} == {"uint16"}
+    up = next(c for c in grids[0].up if "arrays" in c)
+    assert {a.dtype for a in up["arrays"].values()} == {"uint16"}
+    assert strategy.history[0]["bytes_up"][0] < 1.05 * raw + 800
+
+
+def test_large_integers_and_doubles_travel_as_they_are() -> None:
+    def build() -> nn.Module:
+        model = Counting()
+        model.steps += 2**40 + 1
+        model.register_buffer("third", torch.tensor(1 / 3, dtype=torch.float64))
+        return model
+
+    _, got = train(Kind("large", build, wire="bfloat16"), METHODS[0])
+    assert got["steps"] == 2**40 + 1 + 15
+    assert got["third"] == 1 / 3
+    assert got["trained"].all()
+
+
+class Forgetful(SerialisingGrid):
+    """Partition 1 loses its state between the two exchanges of every round."""
+
+    def push_messages(self, messages: Any) -> Any:
+        messages = list(messages)
+        if messages[0].metadata.message_type == "train":
+            self._contexts[1001].state = RecordDict()
+        return super().push_messages(messages)
+
+
+def test_a_client_that_lost_the_model_of_its_probe_is_sent_it_again() -> None:
+    kind = replace(PLAIN, wire="bfloat16")
+    method = composed(fr.LeaveOneOutMean(0.1))
+    plain, want = train(kind, method, grid=SerialisingGrid)
+    strategy, got = train(kind, method, grid=Forgetful)
+    assert not failures(strategy)
+    close(got, want, 0.0)
+    assert strategy.history[1]["bytes_down"][1] > plain.history[1]["bytes_down"][1] + 60
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_private_entries_are_not_rounded_on_the_client(dtype: torch.dtype) -> None:
+    kind = Kind("bn", batch_norm, images, dtype, "bfloat16")
+    grids = []
+
+    def grid(*args: Any) -> Watching:
+        grids.append(Watching(*args))
+        return grids[0]
+
+    train(kind, Method("FedBN", fr.FedBN, fr.FedBNClient), grid=grid)
+    records = grids[0]._contexts[1000].state.array_records
+    (key,) = (k for k in records if k.endswith(wire.PRIVATE_KEY))
+    kept = wire.from_record(records[key])
+    assert {a.dtype for n, a in kept.items() if "num_batches" not in n} == {np.dtype(np.float32)}
+    short = all(
+        (in_torch(a, "bfloat16").float().numpy() == a).all()
+        for n, a in kept.items()
+        if "num_batches" not in n
+    )
+    assert short == (dtype == torch.bfloat16)
+
+
+def test_a_variance_becomes_the_clients_mean_and_stays_positive() -> None:
+    model = {"w": np.float32([0.7]), "var": np.float32([0.35]), "frozen": np.float32([0.7])}
+    state = GlobalState(chain([]), model, "bfloat16")
+    state.buffers = frozenset({"var", "frozen"})
+    given = state.given
+    assert given["var"] != model["var"]
+    end = {**given, "w": given["w"] + np.float32(0.125), "var": np.float32([2.0**-20])}
+    replies = {0: Reply(end, {}, {}, 1.0)}
+    state.advance(replies, {0: 1.0}, state.context(1, 0.1))
+    assert 0 <= state.model["var"] < 1e-6
+    assert state.model["frozen"] == np.float32(0.7)
+    assert state.model["w"] == np.float32(0.7) + np.float32(0.125)
+
+
+def with_data(kind: Kind, spoil: Callable[[torch.Tensor], torch.Tensor]) -> Kind:
+    """Spoil the data of client 1."""
+
+    def data(pid: int, dtype: torch.dtype) -> list[Batch]:
+        return [(spoil(x) if pid else x, y) for x, y in kind.data(pid, dtype)]
+
+    return replace(kind, data=data)
+
+
+def test_nan_does_not_pass_for_a_number() -> None:
+    kind = with_data(replace(PLAIN, wire="bfloat16"), lambda x: x * float("nan"))
+    strategy, got = train(kind, METHODS[0])
+    assert all("holds NaN or infinity" in e["failures"][1] for e in strategy.history)
+    assert all(np.isfinite(a).all() for a in got.values())
+
+
+def test_an_update_beyond_the_range_costs_only_its_client() -> None:
+    def build() -> nn.Module:
+        model = perceptron()
+        model.register_buffer("sum", torch.zeros(()))
+        model.register_forward_pre_hook(lambda m, x: setattr(m, "sum", x[0].abs().max()))
+        return model
+
+    kind = with_data(Kind("sum", build, wire="float16"), lambda x: x * 1e6)
+    strategy, _ = train(kind, METHODS[0])
+    assert all("'sum' holds values beyond ±65504" in e["failures"][1] for e in strategy.history)
+    assert all(e["replies"] == [0] for e in strategy.history)
+
+
+def test_a_model_that_leaves_the_range_ends_the_run_before_it_is_taken() -> None:
+    method = Method(
+        "", lambda **kw: fr.FedOpt(lambda p: torch.optim.SGD(p, lr=1e7), **kw), fr.FedOptClient
+    )
+    with pytest.raises(RoundFailed, match=r"diverged: array '.*' holds values beyond ±65504"):
+        train(replace(PLAIN, wire="float16"), method)
+
+
+@pytest.mark.parametrize(
+    ("build", "match"),
+    [
+        (
+            lambda: fr.FedAvg(wire_dtype="int8"),
+            r"wire_dtype must be one of \('bfloat16', 'float16'\)",
+        ),
+        (lambda: fr.FedFOR(wire_dtype="float16", downlink="delta"), "needs downlink='model'"),
+        (lambda: fr.EFL(0.1, 0.1, None, wire_dtype="bfloat16"), "does not go with compression"),
+        (lambda: fr.EFL(0.1, None, 0.1, wire_dtype="bfloat16"), "does not go with compression"),
+    ],
+)
+def test_what_half_precision_does_not_go_with_is_refused(build: Any, match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        build()
+
+
+def test_half_precision_under_a_wrapper_is_refused() -> None:
+    from flwr.serverapp.strategy import DifferentialPrivacyServerSideFixedClipping as Noisy
+
+    inner = fr.FedAvg(wire_dtype="bfloat16")
+    with pytest.raises(ValueError, match="wire_dtype='bfloat16' needs the strategy's own start"):
+        Noisy(inner, noise_multiplier=0.1, clipping_norm=1.0, num_sampled_clients=2).start(
+            grid=InProcessGrid(app_of(PLAIN, METHODS[0]), 2),
+            initial_arrays=PLAIN.arrays(),
+            train_config=ConfigRecord({"lr": 0.1, "local-epochs": 2}),
+        )
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "match"),
+    [
+        (
+            Kind("", perceptron, dtype=torch.float64),
+            {"wire_dtype": "bfloat16"},
+            r"only \['float64'\]",
+        ),
+        (
+            Kind("", perceptron, dtype=torch.bfloat16, wire="bfloat16"),
+            {"wire_dtype": None},
+            "holds bfloat16 in .*only if the strategy has wire_dtype='bfloat16', not None",
+        ),
+        (
+            Kind("", perceptron, dtype=torch.bfloat16, wire="bfloat16"),
+            {"wire_dtype": "float16"},
+            "holds bfloat16 in .*wire_dtype='bfloat16', not 'float16'",
+        ),
+        (
+            Kind("", perceptron, dtype=torch.float16, wire="float16"),
+            {"wire_dtype": "bfloat16"},
+            "dtype torch.float32, expected torch.float16",
+        ),
+    ],
+)
+def test_models_of_another_precision_are_refused(kind: Kind, settings: Any, match: str) -> None:
+    with pytest.raises((RoundFailed, ValueError), match=match):
+        train(kind, METHODS[0], **settings)
+
+
+def test_a_start_beyond_the_range_is_refused() -> None:
+    def build() -> nn.Module:
+        model = perceptron()
+        model.register_buffer("mask", torch.full((2,), torch.finfo(torch.float32).min))
+        return model
+
+    with pytest.raises(ValueError, match="'mask' holds values beyond"):
+        train(Kind("", build, wire="bfloat16"), METHODS[0])
+
+
+def test_a_reply_that_is_not_in_the_rounds_precision_is_named() -> None:
+    class Bare(InProcessGrid):
+        def push_messages(self, messages: Any) -> Any:
+            ids = list(super().push_messages(messages))
+            for i in ids:
+                content = self._replies[i].content
+                if "arrays" in content and self._replies[i].metadata.src_node_id == 1001:
+                    del content["config"]["regs.halves"]
+            return ids
+
+    strategy, _ = train(replace(PLAIN, wire="bfloat16"), METHODS[0], grid=Bare)
+    assert all("expected a mask of 4 bits" in e["failures"][1] for e in strategy.history)
+    with pytest.raises(wire.ProtocolError, match="'x' has dtype float32, expected uint16"):
+        half.widen({"x": np.zeros(2, np.float32)}, {"x"}, "bfloat16")
+
+
+def test_float32_arrays_leaves_the_model_as_it_is() -> None:
+    model = Counting().to(torch.bfloat16)
+    arrays = fr.float32_arrays(model)
+    assert model.body.get_submodule("0").weight.dtype == torch.bfloat16
+    assert arrays["body.0.weight"].dtype == "float32"
+    assert arrays["steps"].dtype == "int64"
+    again = Counting().to(torch.bfloat16)
+    again.load_state_dict(arrays.to_torch_state_dict())
+    for n, v in model.state_dict().items():
+        assert torch.equal(again.state_dict()[n], v)
+
+
+def test_a_client_gives_a_bfloat16_model_as_float32() -> None:
+    client = fr.FedAvgClient(perceptron().to(torch.bfloat16), [])
+    assert {a.dtype for a in client.get_parameters({})} == {np.dtype(np.float32)}
+
+
+def test_mods_see_float32() -> None:
+    seen = []
+
+    def mod(message: Any, context: Any, call_next: Any) -> Any:
+        seen.append({a.dtype for a in message.content["arrays"].values()})
+        reply = call_next(message, context)
+        if "arrays" in reply.content:
+            seen.append({a.dtype for a in reply.content["arrays"].values()})
+        return reply
+
+    def client_fn(context: Any) -> Any:
+        return fr.FedAvgClient(PLAIN.model(), vectors(0), vectors(0), device="cpu")
+
+    fr.FedAvg(wire_dtype="bfloat16").start(
+        InProcessGrid(client_app(client_fn, mods=[mod]), 2),
+        PLAIN.arrays(),
+        num_rounds=1,
+        train_config=ConfigRecord({"lr": 0.1, "local-epochs": 2}),
+    )
+    assert seen == [{"float32"}] * 6
+
+
+def test_the_mods_import_no_torch() -> None:
+    code = "import sys, flwr_regs.flower.app; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_features_are_summed_in_float32() -> None:
+    """A bfloat16 sum of ones stops at 256."""
+    model = nn.Sequential(nn.Linear(1, 2)).to(torch.bfloat16)
+    ones = [(torch.ones(1, 1, dtype=torch.bfloat16), torch.zeros(1))] * 400
+    assert FeatureTap(model).mean(ones, torch.device("cpu")).tolist() == [1.0]
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_distillation_is_computed_in_float32(dtype: str) -> None:
+    g = torch.Generator().manual_seed(1)
+    term = fr.SelfDistillation(1.0, 2.0)
+    outputs = [(4 * torch.randn(6, 3, generator=g)).to(getattr(torch, dtype)) for _ in range(2)]
+
+    def loss(wide: bool) -> torch.Tensor:
+        a, b = (o.float() if wide else o for o in outputs)
+        ctx = ClientContext(
+            start={},
+            lr=0.1,
+            num_steps=1,
+            targets=torch.arange(6) % 3,
+            output=a,
+            start_output=b,
+            label_counts=torch.tensor([1, 2, 3]),
+        )
+        return term.loss(torch.zeros(()), {}, ctx)  # type: ignore[no-any-return]
+
+    assert float(loss(False)) == float(loss(True))
+
+
+@pytest.mark.parametrize("kind", [k for k in KINDS if "16" in k.name], ids=lambda k: k.name)
+def test_half_precision_can_be_personalised(kind: Kind) -> None:
+    if "tied" in kind.name:
+        return  # its classifier is its embedding: refused
+    strategy = fr.FedAvg(seed=2, wire_dtype=kind.wire)
+    strategy.start(
+        InProcessGrid(app_of(kind, METHODS[0]), 2),
+        kind.arrays(),
+        num_rounds=1,
+        train_config=ConfigRecord({"lr": 0.1, "local-epochs": 1}),
+        evaluate_config=ConfigRecord({"personalise": "both", "personal-lr": 0.05}),
+    )
+    assert not failures(strategy)
+    assert "personal-accuracy" in strategy.history[0]["evaluate"]["clients"][1]
+
+
+def test_private_bfloat16_needs_no_half_precision_on_the_wire() -> None:
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.head = nn.Linear(4, 4), nn.Linear(4, 3, dtype=torch.bfloat16)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.head(self.body(x).to(torch.bfloat16)).float()  # type: ignore[no-any-return]
+
+    strategy = fr.FedPer("head.*", seed=2)
+
+    def client_fn(context: Any) -> Any:
+        return fr.FedPerClient(Mixed(), vectors(0), vectors(0), device="cpu")
+
+    strategy.start(
+        InProcessGrid(client_app(client_fn), 2),
+        fr.float32_arrays(Mixed()),
+        num_rounds=2,
+        train_config=ConfigRecord({"lr": 0.1, "local-epochs": 1}),
+    )
+    assert not failures(strategy)
