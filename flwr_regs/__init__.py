@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from flwr_regs.flower.app import client_app as client_app
     from flwr_regs.flower.client import RegClient as RegClient
     from flwr_regs.flower.grid import InProcessGrid as InProcessGrid
+    from flwr_regs.flower.privacy import wrap as wrap
     from flwr_regs.flower.strategy import RegStrategy as RegStrategy
     from flwr_regs.flower.strategy import RoundFailed as RoundFailed
     from flwr_regs.methods.efl import EFL as EFL
@@ -77,11 +78,13 @@ if TYPE_CHECKING:
     from flwr_regs.methods.rfedavg import RFedAvgClient as RFedAvgClient
     from flwr_regs.methods.rfedavg import RFedAvgPlus as RFedAvgPlus
     from flwr_regs.methods.rfedavg import RFedAvgPlusClient as RFedAvgPlusClient
+    from flwr_regs.privacy import CentralDP as CentralDP
 
 _HOME = {
     "client_app": "flower.app",
     "RegClient": "flower.client",
     "InProcessGrid": "flower.grid",
+    "wrap": "flower.privacy",
     "RegStrategy": "flower.strategy",
     "RoundFailed": "flower.strategy",
     "EFL": "methods.efl",
@@ -131,6 +134,7 @@ _HOME = {
     "RFedAvgClient": "methods.rfedavg",
     "RFedAvgPlus": "methods.rfedavg",
     "RFedAvgPlusClient": "methods.rfedavg",
+    "CentralDP": "privacy",
 }
 
 __all__ = sorted(_HOME)

@@ -4,8 +4,7 @@ A method is two gradient transformations, one for a client's step and one for th
 what they tell each other. This file is plain Python over arrays: torch tensors on a client, numpy
 arrays on the server, batched tensors under ``torch.func.vmap``. It imports neither flwr nor torch.
 
-State and messages live in four slots, each a plain ``dict`` of arrays keyed by parameter name (or by
-whatever else the term needs):
+State and messages live in four slots, plain dicts of arrays keyed by parameter name (or what a term needs):
 
 ========== ===================================================================
 server     kept by the server between rounds
@@ -19,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Self
 
 Arrays = dict[str, Any]  # parameter name -> array; trainable parameters only, never buffers
 Slot = dict[str, Any]  # one of the four slots of one term: key -> array
@@ -46,8 +45,7 @@ class ClientContext:
         Examples of each class in the client's data, ``(classes,)``, if a term `needs_label_counts`.
     features, feature_mean : Any
         If a term `needs_features`: what enters the output layer, ``(batch, d)``, and a function
-        ``feature_mean(batches or None) -> (d,)``, its mean over the client's data with the model as
-        it is now.
+        ``feature_mean(batches or None) -> (d,)``, its mean over the client's data with this model.
     fisher : callable
         If a term `needs_fisher`: ``fisher(params, max_samples or None) -> Arrays``, the diagonal of the
         empirical Fisher information over the client's data at these parameters.
@@ -79,14 +77,10 @@ class ServerContext:
 
     Attributes
     ----------
-    round, lr : int, float
-        The round t, from 1, and the client learning rate η in it.
-    params : Arrays
-        ``w_t``; trainable parameters only.
-    previous_step : Arrays or None
-        ``w_t − w_{t−1}``, the last step of the global model; None in round 1.
-    previous_lr : float or None
-        The client learning rate of the round that made ``previous_step``.
+    round, lr, params : int, float, Arrays
+        The round t, from 1, the client learning rate η in it, and ``w_t``; trainable parameters only.
+    previous_step, previous_lr : Arrays, float or None
+        The model's last step ``w_t − w_{t−1}`` and the η of the round that made it; None in round 1.
     """
 
     round: int
@@ -94,9 +88,6 @@ class ServerContext:
     params: Arrays = field(default_factory=dict)
     previous_step: Arrays | None = None
     previous_lr: float | None = None
-
-
-SelfTerm = TypeVar("SelfTerm", bound="Term")
 
 
 @dataclass(frozen=True)
@@ -128,6 +119,16 @@ class Term:
     def private(self, names: Collection[str]) -> set[str]:
         """Return the ``state_dict`` names that never leave a client; no hook sees these."""
         return set()
+
+    @property
+    def uploads(self) -> bool:
+        """Whether clients send anything beside their update: what clipping and noise do not cover."""
+        return self.probes
+
+    @property
+    def averages(self) -> bool:
+        """Whether the model moves by the very mean of the updates (noise added later then fits it)."""
+        return (type(self).update, type(self).release) == (Term.update, Term.release)
 
     @property
     def ternary(self) -> tuple[bool, bool]:
@@ -172,10 +173,7 @@ class Term:
     def update(
         self, server: Slot, delta: Arrays, uploads: Mapping[int, Slot], ctx: ServerContext
     ) -> tuple[Slot, Arrays]:
-        """Return (server slot, step): the global model moves by `step`.
-
-        `delta` is ``Σ p_k (v_k − w_t)``; `uploads` maps a partition id to that client's upload slot.
-        """
+        """Return (server slot, the model's step) from ``Σ p_k (v_k − w_t)`` and uploads by partition id."""
         return server, delta
 
     def release(self, server: Slot, step: Arrays, ctx: ServerContext) -> tuple[Slot, Arrays]:
@@ -200,7 +198,7 @@ class Term:
         return {} if self.server_only else {k: v for k, v in pairs.items() if v is not None}
 
     @classmethod
-    def from_config(cls: type[SelfTerm], config: Mapping[str, Any]) -> SelfTerm:
+    def from_config(cls, config: Mapping[str, Any]) -> Self:
         """Build the term from a round's config; raise KeyError naming a missing key."""
         keys = {f.name: f"{cls.name}.{f.name}" for f in fields(cls)}
         optional = {f.name for f in fields(cls) if f.default is None}

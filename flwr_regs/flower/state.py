@@ -11,6 +11,7 @@ from flwr_regs.aggregation import Reply, mean_delta, scaled
 from flwr_regs.chain import Chain
 from flwr_regs.codec import encode
 from flwr_regs.flower import wire
+from flwr_regs.flower.privacy import Mean
 from flwr_regs.method import ServerContext, Slot
 
 MOST_STEPS = 50
@@ -96,9 +97,11 @@ class GlobalState:
         weights: Mapping[int, float],
         ctx: ServerContext,
         scale: bool = False,
+        mean: Mean = mean_delta,
     ) -> None:
         """Average the replies, let the terms make the step, and move by it.
 
+        `mean` averages them; a private one clips and adds noise, before any term sees the mean.
         With `scale`, incomplete clients weigh more; not their buffers, whose mean must be a mean.
 
         The step is rounded to the model's dtype first and the model moves by exactly that: a client
@@ -106,7 +109,7 @@ class GlobalState:
 
         Raises ProtocolError, and changes nothing, if the new model would not be finite.
         """
-        delta = mean_delta(self.model, replies, weights)
+        delta = mean(self.model, replies, weights)
         if scale:
             parameters = self._trainable(self.model)
             delta |= mean_delta(parameters, replies, scaled(weights, replies))
