@@ -117,7 +117,8 @@ def private_mean(
     clipped = 0
     for reply in replies.values():
         update = _update(base, reply, names)
-        norm = float(np.linalg.norm(update))
+        with np.errstate(over="ignore"):
+            norm = float(np.linalg.norm(update))
         clipped += norm > dp.clip_norm
         if math.isfinite(norm):  # one that overflows counts as zero
             total += update * min(1.0, dp.clip_norm / max(norm, 1e-300))
