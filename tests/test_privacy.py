@@ -807,6 +807,26 @@ def test_a_mod_sends_on_no_upload_that_nobody_declared(mod: Any) -> None:
         start(strategy, InProcessGrid(app_of(client, mods=[mod]), 3), 1)
 
 
+@dataclass(frozen=True)
+class Disguised(Term):
+    """The same, in the layout of the model, which a server-side wrapper would clip as a model."""
+
+    name = "disguised"
+
+    def finish(self, delta: Any, ctx: Any) -> Any:
+        return delta, {n: 2 * d for n, d in delta.items()}, {}
+
+
+def test_a_wrapper_is_handed_no_upload_that_nobody_declared() -> None:
+    def single() -> nn.Module:
+        return nn.Linear(4, 3, bias=False).to(torch.float64)
+
+    strategy = wrap(SERVER, fr.RegStrategy([Disguised()], **UNIFORM), 1.0, 0.3, 3)
+    client = partial(fr.RegClient, terms=[Disguised])
+    with pytest.raises(RoundFailed, match=r"sends uploads of \['disguised'\] beside its update"):
+        start(strategy, InProcessGrid(app_of(client, single), 3), 1, single)
+
+
 def test_mods_of_the_older_layout_are_refused_at_once() -> None:
     from flwr.client import mod as legacy
 

@@ -202,10 +202,8 @@ class Privacy:
         self._wrapper = _calling_wrapper(self._strategy)
         if self._wrapper is not None:
             check_wrapped(self._strategy)
-            if hasattr(
-                self._wrapper, "current_arrays"
-            ):  # what it clips against: no private entries
-                self._wrapper.current_arrays = wire.to_record(model)
+            if hasattr(self._wrapper, "current_arrays"):
+                self._wrapper.current_arrays = wire.to_record(model)  # clips against what is shared
         if self._wrapper is not None or self._dp is not None:
             refuse_statistics(model)
 
@@ -280,21 +278,18 @@ class Privacy:
 
         `buffers` are the arrays that are not trained, `config` is the round's.
         """
-        found = {}
-        norm = config.get("clipping_norm") if self._wrapper is not None else None
+        found: dict[int, str] = {}
+        if self._dp is None and self._wrapper is None:
+            return found
+        norm = None if self._wrapper is None else config.get("clipping_norm")
         for pid, reply in replies.items():
-            if self._dp is not None:
-                changed = [
-                    n for n in buffers if n in reply.arrays and np.any(reply.arrays[n] != model[n])
-                ]
-                if sent := sorted(name for name, arrays in reply.uploads.items() if arrays):
-                    found[pid] = (
-                        f"it sends uploads of {sent} beside its update, which privacy= does not cover"
-                    )
-                elif changed:
-                    found[pid] = (
-                        f"it changed {changed}, which are not trained and would travel without noise"
-                    )
+            changed = [
+                n for n in buffers if n in reply.arrays and np.any(reply.arrays[n] != model[n])
+            ]
+            if sent := sorted(name for name, arrays in reply.uploads.items() if arrays):
+                found[pid] = f"it sends uploads of {sent} beside its update, which get no noise"
+            elif changed and self._dp is not None:
+                found[pid] = f"it changed {changed}, which are not trained and would get no noise"
             elif norm is not None and not _is_clipped(reply, model, float(norm)):
                 found[pid] = (
                     f"its update is larger than clipping_norm={norm:g}: build its app with "
