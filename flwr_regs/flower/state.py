@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -11,8 +11,10 @@ from flwr_regs.aggregation import Reply, mean_delta, scaled
 from flwr_regs.chain import Chain
 from flwr_regs.codec import encode
 from flwr_regs.flower import wire
-from flwr_regs.flower.privacy import Mean
 from flwr_regs.method import ServerContext, Slot
+
+if TYPE_CHECKING:  # a client's process loads this file, and has no use for flwr.serverapp
+    from flwr_regs.flower.privacy import Mean
 
 MOST_STEPS = 50
 """Coded steps to keep: each one missed costs a client a pass over the whole model."""
