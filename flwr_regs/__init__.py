@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from flwr_regs.flower.grid import InProcessGrid as InProcessGrid
     from flwr_regs.flower.half import float32_arrays as float32_arrays
     from flwr_regs.flower.legacy import LegacyStrategy as LegacyStrategy
+    from flwr_regs.flower.privacy import wrap as wrap
     from flwr_regs.flower.strategy import RegStrategy as RegStrategy
     from flwr_regs.flower.strategy import RoundFailed as RoundFailed
     from flwr_regs.methods.efl import EFL as EFL
@@ -82,6 +83,7 @@ if TYPE_CHECKING:
     from flwr_regs.methods.rfedavg import RFedAvgClient as RFedAvgClient
     from flwr_regs.methods.rfedavg import RFedAvgPlus as RFedAvgPlus
     from flwr_regs.methods.rfedavg import RFedAvgPlusClient as RFedAvgPlusClient
+    from flwr_regs.privacy import CentralDP as CentralDP
 
 _HOME = {
     "RegClientApp": "flower.app",
@@ -92,6 +94,7 @@ _HOME = {
     "InProcessGrid": "flower.grid",
     "float32_arrays": "flower.half",
     "LegacyStrategy": "flower.legacy",
+    "wrap": "flower.privacy",
     "RegStrategy": "flower.strategy",
     "RoundFailed": "flower.strategy",
     "EFL": "methods.efl",
@@ -141,6 +144,7 @@ _HOME = {
     "RFedAvgClient": "methods.rfedavg",
     "RFedAvgPlus": "methods.rfedavg",
     "RFedAvgPlusClient": "methods.rfedavg",
+    "CentralDP": "privacy",
 }
 
 __all__ = sorted(_HOME)

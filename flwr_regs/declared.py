@@ -29,6 +29,11 @@ class Declared:
     server_only: ClassVar[bool] = False
     """True if clients need not know of it: it has no client hook and nothing of it travels."""
 
+    @property
+    def uploads(self) -> bool:
+        """Whether clients send anything beside their update: what clipping and noise do not cover."""
+        return self.probes
+
     def config(self) -> dict[str, Any]:
         """Return ``"<name>.<field>" -> value``; one that is None stays at home."""
         pairs = {f"{self.name}.{f.name}": getattr(self, f.name) for f in fields(self)}

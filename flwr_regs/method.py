@@ -99,6 +99,12 @@ class Term(Declared):
         return set()
 
     @property
+    def averages(self) -> bool:
+        """Whether the model moves by the very mean of the updates (noise added later then fits it)."""
+        plain = self.keeps_delta or type(self).update is Term.update
+        return plain and type(self).release is Term.release
+
+    @property
     def ternary(self) -> tuple[bool, bool]:
         """Whether (what `finish` sends, what `release` returns) is ternary: then it travels coded."""
         return False, False

@@ -253,6 +253,9 @@ class Job:
     straggler_share: float = setting(low=0, high=1)
     straggler_speed: float = setting(low=0, high=1)
     drop_out: float = setting(low=0, below=1)
+    dp_clip_norm: float = setting(low=0)
+    dp_noise: float = setting(low=0)
+    dp_delta: float = setting(above=0, below=1)
     out: str = setting()
 
     @classmethod
@@ -375,6 +378,8 @@ class Job:
             "drop_inactive": self.drop_inactive or None,
             "restart_lr": self.restart_lr,
         }
+        if self.dp_clip_norm:
+            common["privacy"] = self.privacy()
         if self.weighting != "paper":
             common["weighting"] = self.weighting
         if self.incomplete != "paper":
@@ -405,6 +410,29 @@ class Job:
 
         in_order = sorted(terms, key=lambda t: (t.compresses, looks_at_the_end(t)))
         return RegStrategy(in_order, **common)
+
+    def privacy(self) -> flwr_regs.CentralDP:
+        """Return central differential privacy with an accountant of its own; one client is replaced."""
+        if self.dp_noise == 0:
+            return flwr_regs.CentralDP(self.dp_clip_norm, 0.0)
+        from flwr.serverapp import NeighboringRelation, PrivacyConfig, RdpAccountant, SamplingMethod
+
+        config = PrivacyConfig(
+            target_delta=self.dp_delta,
+            population_size=self.num_clients,
+            neighboring_relation=NeighboringRelation.REPLACE_ONE,
+            sampling_method=SamplingMethod.WITHOUT_REPLACEMENT,
+        )
+        # Every order is a bound, and the least counts; the default's large ones take half a second each.
+        orders = (*(1 + x / 10 for x in range(1, 20)), *range(3, 33), 40, 48, 64, 128)
+        try:
+            accountant = RdpAccountant(config, tuple(map(float, orders)))
+        except ImportError as error:
+            raise ValueError(
+                "setting 'dp-clip-norm' needs dp-accounting: pip install 'flwr-regs[privacy]', or "
+                "dp-noise=0, which protects nobody"
+            ) from error
+        return flwr_regs.CentralDP(self.dp_clip_norm, self.dp_noise, accountant)
 
     def step_budget(self, server_round: int, pid: int, planned: int) -> int | None:
         """Return the local steps that a client manages in a round; None: all of them.

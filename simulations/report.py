@@ -110,6 +110,12 @@ def table(history: dict[str, Any]) -> str:
                 highlight=False,
             )
     for name, result in history["methods"].items():
+        if result["rounds"] and "epsilon" in (last := result["rounds"][-1]):
+            console.print(
+                f"{name}: epsilon {last['epsilon']:.3g} at delta {last['delta']:g}, one client replaced; "
+                f"{np.mean([r['clipped'] for r in result['rounds']]):.0%} of the updates were clipped",
+                highlight=False,
+            )
         if "error" in result:
             console.print(f"{name} stopped: {result['error'][:300]}", highlight=False)
     for note in history["notes"]:

@@ -56,8 +56,11 @@ def sweep(key: str, jobs: Mapping[str, Sequence[Job]], folder: Path, workers: in
         f"| {key} | last 5 rounds | final | best | rounds to {target:.0%} | worst client | spread |",
         "|---|---|---|---|---|---|---|",
     ]
+    private = any("epsilon" in s for runs in spread.values() for s in runs)
     if key == "case":
         lines = [f"{lines[0]} MB in all | MB to {target:.0%} |", f"{lines[1]}---|---|"]
+    if private:  # epsilon of the whole run, and the share of the updates that were clipped
+        lines = [f"{lines[0]} epsilon | clipped |", f"{lines[1]}---|---|"]
     for value, runs in curves.items():
         reached = [next((str(t + 1) for t, a in enumerate(r) if a >= target), "–") for r in runs]
         lines.append(
@@ -72,6 +75,11 @@ def sweep(key: str, jobs: Mapping[str, Sequence[Job]], folder: Path, workers: in
             ]
             total = float(np.mean([mb[-1] for mb in traffic[value]]))
             lines[-1] += f" {total:.3g} | {', '.join(needed)} |"
+        if private:
+            told = [s.get("epsilon", np.inf) for s in spread[value]]
+            lines[-1] += (
+                f" {np.mean(told):.3g} | {np.mean([s.get('clipped', 0) for s in spread[value]]):.0%} |"
+            )
     best = max(curves, key=lambda v: float(np.nan_to_num(np.mean(_last(curves[v])), nan=-1)))
     lines += ["", f"Best by the last five rounds: **{best}**."]
     (folder / "sweep.md").write_text("\n".join(lines) + "\n")
@@ -109,6 +117,10 @@ def _curve(job: Job) -> tuple[list[float], dict[str, float], list[float]]:
         sum(n for way in ("bytes_down", "bytes_up", "bytes_ahead") for n in r.get(way, {}).values())
         for r in result["rounds"]
     ]
+    last = result["rounds"][-1]
+    if "clipped" in last:
+        clipped = float(np.mean([r["clipped"] for r in result["rounds"]]))
+        result["per_client"] |= {"clipped": clipped, "epsilon": last.get("epsilon", np.inf)}
     megabytes = (np.cumsum(spent) / job.num_clients / 1e6).tolist()
     return (
         [p["accuracy"] for p in result["test"] if p["round"] > 0],

@@ -178,6 +178,34 @@ def test_half_precision_on_the_wire_is_a_setting() -> None:
     assert 0.5 < less / full < 0.53
 
 
+def test_central_privacy_runs_from_settings_and_tells_epsilon(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    private = {"dp_clip_norm": 0.5, "dp_noise": 4.0, "dp_delta": 1e-4, "local_epochs": 1}
+    settings = job(
+        rounds=2, methods="FedAvg,FedADC", weighting="uniform", fraction_train=0.5, **private
+    )
+    history = in_process(settings, tmp_path)
+    out = capsys.readouterr().out
+    for method in ("FedAvg", "FedADC"):
+        last = history["methods"][method]["rounds"][-1]
+        assert last["delta"] == 1e-4
+        assert (
+            f"{method}: epsilon {last['epsilon']:.3g} at delta 0.0001, one client replaced" in out
+        )
+    with pytest.raises(ValueError, match="use weighting='uniform'"):
+        job(methods="FedAvg", **private).strategy("FedAvg")
+    with pytest.raises(ValueError, match=r"\['elastic'\] send more than their update"):
+        job(weighting="uniform", **private).strategy("FedCurv")
+
+
+def test_privacy_without_its_extra_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "dp_accounting", None)
+    settings = job(weighting="uniform", dp_clip_norm=0.5)
+    with pytest.raises(ValueError, match=r"dp-accounting: pip install 'flwr-regs\[privacy\]'"):
+        settings.strategy("FedAvg")
+
+
 def test_two_runs_of_the_job_give_equal_bits() -> None:
     settings = job(rounds=2, methods="FedFOR", partition="dirichlet", fraction_train=0.5)
     a, b = (in_process(settings, None)["methods"]["FedFOR"]["test"] for _ in range(2))

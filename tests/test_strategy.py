@@ -656,7 +656,7 @@ def test_under_flowers_dp_wrapper_clients_train_on_the_noisy_model() -> None:
                     received.append(wire.from_record(m.content.array_records["arrays"]))
             return super().push_messages(messages)
 
-    inner = FedFOR(alpha=0.5, seed=1, fraction_evaluate=0.0)
+    inner = FedFOR(alpha=0.5, weighting="uniform", seed=1, fraction_evaluate=0.0)
     wrapper = noisy()(inner)
 
     def keep(server_round: int, arrays: ArrayRecord) -> None:

@@ -23,6 +23,7 @@ from flwr.common.constant import MessageTypeLegacy
 from flwr_regs.flower import wire
 from flwr_regs.flower.downlink import rebuild, rebuild_coded
 from flwr_regs.flower.half import pack_record, unpack_record
+from flwr_regs.flower.mods import guarded
 
 _LEGACY = {"train": ("fitins", "fitres"), "evaluate": ("evaluateins", "evaluateres")}
 
@@ -39,12 +40,14 @@ def client_app(
         ``context.node_config["partition-id"]`` says whose data to load. Import heavy packages
         inside it.
     mods : sequence of Flower mods
-        Run outside the translation: they see Message-API records.
+        Run outside the translation: they see Message-API records. Flower's privacy mods
+        (``flwr.clientapp.mod``) see train messages only, and refuse what they could not protect.
 
     Raises
     ------
     TypeError
-        `client_fn` is not callable, or returned something else than a client (when called).
+        `client_fn` is not callable, or returned something else than a client (when called); a privacy mod
+        for the older message layout.
     """
     if not callable(client_fn):
         raise TypeError(
@@ -61,7 +64,7 @@ def client_app(
             )
         return client
 
-    return ClientApp(checked, mods=[node_mod, *mods, numpyclient_mod])
+    return ClientApp(checked, mods=[node_mod, *guarded(mods), numpyclient_mod])
 
 
 class RegClientApp(ClientApp):
@@ -82,7 +85,7 @@ class RegClientApp(ClientApp):
         mods: Sequence[Mod] = (),
         label_counts: Callable[[Context], Sequence[int]] | None = None,
     ) -> None:
-        super().__init__(mods=list(mods))
+        super().__init__(mods=guarded(mods))
         if label_counts is None:
             return
 

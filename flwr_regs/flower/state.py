@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -13,6 +13,9 @@ from flwr_regs.codec import encode
 from flwr_regs.flower import wire
 from flwr_regs.flower.half import narrow, widen
 from flwr_regs.method import ServerContext, Slot
+
+if TYPE_CHECKING:  # a client's process loads this file, and has no use for flwr.serverapp
+    from flwr_regs.flower.privacy import Mean
 
 MOST_STEPS = 50
 """Coded steps to keep: each one missed costs a client a pass over the whole model."""
@@ -125,9 +128,11 @@ class GlobalState:
         weights: Mapping[int, float],
         ctx: ServerContext,
         scale: bool = False,
+        mean: Mean = mean_delta,
     ) -> None:
         """Average the replies, let the terms make the step, and move by it.
 
+        `mean` averages them; a private one clips and adds noise, before any term sees the mean.
         With `scale`, incomplete clients weigh more; not their buffers, whose mean must be a mean.
 
         The step is rounded to the model's dtype first and the model moves by exactly that: a client
@@ -140,7 +145,7 @@ class GlobalState:
         precision of the wire.
         """
         given = self.given
-        delta = mean_delta(given, replies, weights)
+        delta = mean(given, replies, weights)
         if scale:
             delta |= mean_delta(self._trainable(given), replies, scaled(weights, replies))
         if self._half:

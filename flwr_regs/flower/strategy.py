@@ -24,6 +24,7 @@ from flwr_regs.flower.exchange import Exchange, is_out_of_sync
 from flwr_regs.flower.half import DTYPES, pack_record
 from flwr_regs.flower.participation import Participation
 from flwr_regs.flower.population import Population
+from flwr_regs.flower.privacy import Privacy, beside
 from flwr_regs.flower.replies import (
     agree_on_buffers,
     agree_on_ties,
@@ -34,6 +35,7 @@ from flwr_regs.flower.replies import (
 )
 from flwr_regs.flower.state import GlobalState
 from flwr_regs.method import Term
+from flwr_regs.privacy import CentralDP
 from flwr_regs.sampling import class_covering_cohort, uniform_cohort
 
 
@@ -81,6 +83,8 @@ class RegStrategy(FlowerFedAvg):
         (T rounds, E local steps; EFL, Eq. 9, whose constant C/J this is).
     restart_lr : bool
         When clients arrive, depart or are dropped, `lr_schedule` counts from 1 again (EFL, Sec. 4.4).
+    privacy : CentralDP, optional
+        Clip each client's update and noise their mean: see :class:`flwr_regs.CentralDP`.
     min_replies : int
         A round with fewer usable replies raises :class:`RoundFailed`.
     population : int, optional
@@ -132,6 +136,7 @@ class RegStrategy(FlowerFedAvg):
         incomplete: str = "average",
         drop_inactive: float | None = None,
         restart_lr: bool = False,
+        privacy: CentralDP | None = None,
         min_replies: int = 1,
         population: int | None = None,
         wait_timeout: float = 300.0,
@@ -186,6 +191,8 @@ class RegStrategy(FlowerFedAvg):
         self.min_replies = min_replies
         self.participation = Participation(incomplete, drop_inactive, restart_lr)
         self.population = Population(self.min_available_nodes, population, wait_timeout)
+        self.privacy = privacy
+        self._privacy = Privacy(self, privacy)
         self._timeout = 3600.0
         self._num_rounds = 0  # 0 while a wrapper, not our own start, drives the rounds
         self.history = []
@@ -263,17 +270,17 @@ class RegStrategy(FlowerFedAvg):
             self._held = {}
         if self.fraction_train == 0.0:
             return []
-        if self._entry and (not self.history or self.history[-1] is not self._entry):
+        if self._entry and self.history and self.history[-1] is not self._entry:
             # Flower's privacy wrappers skip a round with a failed client.
-            if not self.history:
-                raise RoundFailed(f"round {self._entry['round']} was never aggregated")
             log(WARNING, "round %d was skipped by whoever drives us", self._entry["round"])
         began = time.monotonic()
         self._grid = grid
-        members = self.population.refresh(grid)
+        here = self.population.refresh(grid)
+        members = self._privacy.members(here)
         entry: dict[str, Any] = {"round": server_round, "population": len(members), "failures": {}}
         members = self.participation.remaining(members, server_round, self._num_rounds, entry)
         cohort = self._cohort(server_round, members, grid)
+        self._privacy.before(server_round, cohort)
         settings: dict[str, Any] = dict(config)
         on_schedule = self.participation.schedule_round(server_round)
         lr = float(settings["lr"]) * float(self.lr_schedule(on_schedule))
@@ -297,6 +304,7 @@ class RegStrategy(FlowerFedAvg):
         )
         settings |= {
             **self.term.config(),
+            **beside(self.term),
             "lr": lr,
             wire.ROUND_KEY: server_round,
             wire.METHOD_KEY: self.method_name,
@@ -315,14 +323,17 @@ class RegStrategy(FlowerFedAvg):
             self._used if self.term.ternary[0] else None,
             self._entry,
         )
-        ready = cohort
+        ready = [p for p in cohort if p in here]
+        entry["failures"] |= dict.fromkeys(set(cohort) - set(ready), "it has left")
         if any(t.probes for t in self.term.terms):
-            ready = self._exchange.probe(cohort, self.term, grid, self._timeout)
+            ready = self._exchange.probe(ready, self.term, grid, self._timeout)
         messages = self._exchange.train(ready)
         log(INFO, "configure_train: cohort of %d (out of %d)", len(cohort), len(members))
         if self.overlap and server_round < self._num_rounds:
             later = self._cohort(server_round + 1, members, grid)
-            messages += self._exchange.ahead(sorted(set(later) - set(cohort)), self.arrays)
+            messages += self._exchange.ahead(
+                sorted(set(later) & set(here) - set(cohort)), self.arrays
+            )
         self._asked = ready
         self._clock = time.monotonic()
         return messages
@@ -378,6 +389,8 @@ class RegStrategy(FlowerFedAvg):
         failures |= wrong
         usable = {pid: reply for pid, reply in usable.items() if pid not in wrong}
         tied, wrong = agree_on_ties(usable, self._state.tied)
+        fixed = (agreed or frozenset()) - set(tied or ())
+        wrong |= self._privacy.wrong(usable, self._state.given, fixed, self._settings)
         failures |= wrong
         usable = {pid: reply for pid, reply in usable.items() if pid not in wrong}
         if failures:
@@ -387,10 +400,16 @@ class RegStrategy(FlowerFedAvg):
         usable = self.participation.usable(entry["cohort"], usable, entry)
         entry["replies"] = sorted(usable)
         self.history.append(entry)
-        if len(usable) < self.min_replies:
+        needed = self._privacy.needed(self.min_replies, len(entry["cohort"]))
+        if self.min_replies <= len(usable) < needed and self._released is not None:
+            log(
+                WARNING, "round %d is skipped: the wrapper's noise is for all replies", server_round
+            )
+            return None, None
+        if len(usable) < needed:
             raise RoundFailed(
                 f"round {server_round} of {self.method_name}: {len(usable)} usable replies from a "
-                f"cohort of {len(entry['cohort'])}, needed {self.min_replies}; "
+                f"cohort of {len(entry['cohort'])}, needed {needed}; "
                 + "; ".join(
                     [told(failures)] * bool(failures)
                     + [f"{k}: {entry[k]}" for k in ("inactive", "incomplete") if entry[k]]
@@ -398,10 +417,11 @@ class RegStrategy(FlowerFedAvg):
             )
 
         self._state.buffers, self._state.tied = agreed, tied
+        mean = self._privacy.mean(agreed or (), len(entry["cohort"]), entry)
         try:
             weights = aggregation_weights(usable, self.weighting)
             scale = self.participation.incomplete == "scale"
-            self._state.advance(usable, weights, self._ctx, scale)
+            self._state.advance(usable, weights, self._ctx, scale, mean)
         except wire.ProtocolError as error:
             raise RoundFailed(
                 f"round {server_round} of {self.method_name} diverged: {error}; `strategy.arrays` is "
@@ -425,6 +445,11 @@ class RegStrategy(FlowerFedAvg):
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         """Draw the clients that evaluate the global model and build their messages."""
+        if self._entry and not self.history:
+            raise RoundFailed(
+                f"round {self._entry['round']} was never aggregated: Flower's privacy wrappers skip a "
+                "round in which a client failed, and log its error"
+            )
         if self.fraction_evaluate == 0.0:
             return []
         members = self.population.refresh(grid)
@@ -485,6 +510,7 @@ class RegStrategy(FlowerFedAvg):
         if private:
             log(INFO, "%d of %d arrays stay with the clients", len(private), len(model))
         shared = {name: a for name, a in model.items() if name not in private}
+        self._privacy.begin(shared)
         self._state = GlobalState(self.term, shared, self.wire_dtype)
         self._held = {}
         self.participation.forget()
@@ -500,7 +526,7 @@ class RegStrategy(FlowerFedAvg):
 
     def _cohort(self, server_round: int, members: list[int], grid: Grid) -> list[int]:
         size = max(int(len(members) * self.fraction_train), self.min_train_nodes)
-        key = (self.seed, server_round)
+        key = (self._privacy.cohort_seed, server_round)
         if self.cohorts == "uniform":
             return uniform_cohort(members, key, size)
         counts, classes = self.population.label_counts(grid)

@@ -52,6 +52,7 @@ SENT_KEY = "regs.sent"
 PRIVATE_KEY = "regs.private.client"
 PENDING_KEY = "regs.pending.client"
 USED_KEY = "regs.used-round"
+BESIDE_KEY = "regs.beside"
 UPDATE_KEY = "regs.update"
 STEPS_KEY = "regs.steps"
 DOWNLINK_KEY = "regs.downlink"
@@ -122,6 +123,11 @@ def digest(model: Mapping[str, np.ndarray]) -> str:
 def in_code_order(arrays: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
     """Return the named arrays in the order in which both ends code them as one vector."""
     return {name: arrays[name] for name in sorted(names)}
+
+
+def statistics(names: Iterable[str]) -> list[str]:
+    """Return the names of BatchNorm's statistics among `names`."""
+    return sorted(n for n in names if n.rpartition(".")[2] in ("running_mean", "running_var"))
 
 
 def mask(chosen: Iterable[str], names: Iterable[str]) -> bytes:

@@ -69,6 +69,10 @@ class Elastic(Term):
                 f"fisher_samples must be at least 1 or None, not {self.fisher_samples}"
             )
 
+    @property
+    def uploads(self) -> bool:
+        return self.lam != 0
+
     def broadcast(self, server: Slot, ctx: ServerContext) -> Slot:
         return server
 

@@ -85,6 +85,10 @@ class FeatureTable(_Means):
     def __post_init__(self) -> None:
         _check(self.lam, self.delta_batches)
 
+    @property
+    def uploads(self) -> bool:
+        return True
+
     def broadcast(self, server: Slot, ctx: ServerContext) -> Slot:
         if not server:
             return {}

@@ -1,0 +1,82 @@
+"""Flower's privacy mods in a `client_app`: kept to training, and to what they can protect.
+
+The mods do not look at a message's type, so evaluation would fail; and what travels beside the model (a
+term's upload, a probe, a coded update) they would refuse once the client has trained or, in a config, not
+see at all. Loaded in every ClientApp process: no torch here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from flwr.app import ConfigRecord, Context, Error, Message
+from flwr.clientapp.mod import LocalDpMod, adaptiveclipping_mod, fixedclipping_mod
+from flwr.clientapp.typing import ClientAppCallable, Mod
+from flwr.common.constant import ErrorCode
+
+from flwr_regs.flower import wire
+
+
+def guarded(mods: Sequence[Mod]) -> list[Mod]:
+    """Return `mods`, Flower's three privacy mods among them kept to what they can protect.
+
+    Raises
+    ------
+    TypeError
+        A privacy mod of ``flwr.client.mod``, which reads an older message layout.
+    """
+    for mod in mods:
+        home = getattr(mod, "__module__", None) or type(mod).__module__
+        if home.startswith("flwr.client.mod"):
+            raise TypeError(
+                f"{_name(mod)} of flwr.client.mod reads an older message layout; use the one of "
+                "flwr.clientapp.mod"
+            )
+    private = (fixedclipping_mod, adaptiveclipping_mod)
+    return [_guard(m) if m in private or isinstance(m, LocalDpMod) else m for m in mods]
+
+
+def _guard(mod: Mod) -> Mod:
+    def guard(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
+        def refuse(why: str) -> Message:
+            error = Error(ErrorCode.MOD_FAILED_PRECONDITION, f"{_name(mod)} does not go with {why}")
+            return Message(error, reply_to=message)
+
+        message_type = message.metadata.message_type
+        if message_type == wire.PROBE:
+            return refuse("a method that asks clients a question before they train (RFedAvgPlus)")
+        if message_type.split(".")[0] != "train":
+            return call_next(message, context)
+        content = message.content
+        config: Any = content.config_records.get(wire.CONFIG, ConfigRecord())
+        if beside := config.get(wire.BESIDE_KEY):
+            return refuse(
+                f"'{beside}', whose clients send more than their model: that stays unprotected"
+            )
+        if found := wire.statistics(content.array_records.get(wire.ARRAYS) or ()):
+            return refuse(
+                f"BatchNorm's statistics {found}, which do not bear noise: use GroupNorm, or FedBN, which "
+                "keeps them here"
+            )
+
+        def checked(message: Message, context: Context) -> Message:
+            reply = call_next(message, context)
+            if reply.has_error():
+                return reply
+            told: Any = reply.content.config_records.get(wire.CONFIG, ConfigRecord())
+            more = sorted(set(reply.content.array_records) - {wire.ARRAYS})
+            more += [wire.UPDATE_KEY] * (wire.UPDATE_KEY in told)
+            if more:
+                return refuse(
+                    f"a client that sends {more} beside its model: that stays unprotected"
+                )
+            return reply
+
+        return mod(message, context, checked)
+
+    return guard
+
+
+def _name(mod: Any) -> str:
+    return str(getattr(mod, "__name__", type(mod).__name__))
