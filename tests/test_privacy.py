@@ -430,12 +430,13 @@ class Sneaky(Term):
         ),
         (lambda p: fr.FedADC(incomplete="scale", privacy=p), "incomplete='scale' weighs"),
         (lambda p: fr.EFL(0.0, weighting="uniform", privacy=p), "incomplete='scale' weighs"),
-        (lambda p: fr.FedADC(drop_inactive=1.0, privacy=p), "one population, which drop_inactive"),
+        (lambda p: fr.FedADC(drop_inactive=1.0, privacy=p), "drop_inactive draws .* who failed"),
     ],
 )
 def test_what_noise_does_not_cover_is_refused_when_built(make: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        make(CentralDP(1.0, 1.0, accountant(4)))
+    for counted in (accountant(4), accountant(4, PLAIN), None):
+        with pytest.raises(ValueError, match=message):
+            make(CentralDP(1.0, 1.0, counted))
 
 
 def test_numbers_out_of_range_are_refused() -> None:

@@ -121,7 +121,7 @@ def check_wrapped(strategy: RegStrategy) -> None:
         )
 
 
-def check_central(strategy: RegStrategy, dp: CentralDP) -> None:
+def check_central(strategy: RegStrategy) -> None:
     """Raise ValueError unless clipping and noise cover all that `strategy` learns of its clients."""
     mine = "privacy=CentralDP(...)"
     _check_uploads(strategy.term, "leave it out (an Elastic with lam=0 sends nothing)", mine)
@@ -132,10 +132,11 @@ def check_central(strategy: RegStrategy, dp: CentralDP) -> None:
             "use incomplete='average' or 'drop'",
             mine,
         )
-    if dp.amplified and strategy.participation.drops:
+    if strategy.participation.drops:
         _refuse(
-            "its accountant counts on cohorts drawn from one population, which drop_inactive changes",
-            "leave that out, or account with SamplingMethod.NO_AMPLIFICATION",
+            "drop_inactive draws the cohorts, and changes their size, by who failed or took no step, "
+            "which gets no noise",
+            "leave it out",
             mine,
         )
 
@@ -190,7 +191,7 @@ class Privacy:
 
     def __init__(self, strategy: RegStrategy, dp: CentralDP | None) -> None:
         if dp is not None:
-            check_central(strategy, dp)
+            check_central(strategy)
         self._strategy = strategy
         self._dp = dp
         self._wrapper: Any = None
