@@ -404,6 +404,17 @@ def test_cohorts_that_count_for_privacy_do_not_follow_from_the_seed() -> None:
     assert cohorts(AMPLIFIED) != cohorts(AMPLIFIED)  # alike once in 70⁴ times
 
 
+def test_a_second_training_of_one_accountant_draws_cohorts_of_its_own() -> None:
+    """Epsilon adds up over rounds whose draws are independent, not over one draw used twice."""
+    strategy, grid = private_run(8, AMPLIFIED, 0.5, 1.0)
+    cohorts = []
+    for rounds in (4, 8):
+        start(strategy, grid, 4)
+        assert strategy.privacy.accountant.num_releases == rounds
+        cohorts.append([e["cohort"] for e in strategy.history])
+    assert cohorts[0] != cohorts[1]  # alike once in 70⁴ times
+
+
 # Central DP: what is refused
 
 

@@ -197,8 +197,7 @@ class Privacy:
         self._wrapper: Any = None
         self._ahead: RdpAccountant | None = None  # the accountant, one round ahead
         self._population: list[int] = []
-        # Who knows the seed knows the cohorts, and then their being drawn hides nobody.
-        self.cohort_seed = secrets.randbits(128) if dp and dp.amplified else strategy.seed
+        self.cohort_seed = strategy.seed
 
     def begin(self, model: wire.NDArrays) -> None:
         """Find out whether a wrapper of Flower's drives the strategy; refuse what is not safe.
@@ -206,6 +205,10 @@ class Privacy:
         `model` is what the clients share of the initial arrays.
         """
         self._population = []
+        if self._dp is not None and self._dp.amplified:
+            # Who knows the seed knows the cohorts, and then their being drawn hides nobody. Each training
+            # draws anew: the accountant counts on independent draws.
+            self.cohort_seed = secrets.randbits(128)
         self._wrapper = _calling_wrapper(self._strategy)
         if self._wrapper is not None:
             check_wrapped(self._strategy)
