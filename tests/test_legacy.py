@@ -463,6 +463,27 @@ def test_no_answer_to_the_first_exchange_ends_the_run() -> None:
         legacy(fr.RFedAvgPlus(lam=0.5, seed=5), grid)
 
 
+def test_models_sent_ahead_do_not_hide_that_nobody_trains() -> None:
+    def mute(pid: int, client: Any) -> Any:
+        """It is silent in the first exchange of round 2, whose next cohort is sent the model ahead."""
+        fit = client.fit
+
+        def second(parameters: Any, config: Any) -> Any:
+            if config.get("regs.probe") and config["server-round"] == 2:
+                raise RuntimeError("no answer")
+            return fit(parameters, config)
+
+        client.fit = second
+        return client
+
+    strategy = fr.RFedAvgPlus(
+        0.1, downlink="delta", overlap=True, **{**SOME, "seed": 2, "fraction_train": 0.4}
+    )
+    with pytest.raises(RoundFailed, match=r"round 2 .* 0 usable replies from a cohort of 2"):
+        legacy(strategy, InProcessGrid(app_of(fr.RFedAvgPlusClient, sabotage=mute), 5))
+    assert strategy.history[1]["bytes_ahead"]
+
+
 def test_an_evaluation_that_never_works_ends_the_run() -> None:
     grid = InProcessGrid(app_of(sabotage=raising(range(5), "evaluate")), 5)
     with pytest.raises(RoundFailed, match=r"no client of 5 could evaluate.*disk 0 is full"):

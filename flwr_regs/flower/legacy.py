@@ -159,7 +159,7 @@ class LegacyStrategy(Strategy):
         messages = list(
             self.strategy.configure_train(server_round, self._arrays, self._train, grid)
         )
-        if not messages:
+        if all(m.metadata.message_type == wire.PREFETCH for m in messages):
             # The server would skip the round without a word; the strategy knows whether that is right.
             self.strategy.aggregate_train(server_round, [])
             return []
