@@ -184,6 +184,38 @@ def test_seeded_shuffles_as_the_client_does() -> None:
     close(got, want, 0.0)
 
 
+def test_a_metric_of_ones_own_does_not_change_the_weights() -> None:
+    app = RegClientApp()
+    data = make_clients()
+
+    @app.train()
+    def train(message: Message, context: Context) -> Message:
+        net = make_model()
+        mine = data[int(context.node_config["partition-id"])]
+        loop = ClientRound(message, FedAvgClient, net, mine, device="cpu")
+        plain_loop(loop, net, torch.optim.SGD)
+        return loop.reply({"num-examples": 100})
+
+    settings: dict[str, Any] = {"seed": 5, "fraction_evaluate": 0.0}
+    want = run(FedAvg(**settings), FedAvgClient)
+    close(run(FedAvg(**settings), FedAvgClient, grid=InProcessGrid(app, 4)), want, 0.0)
+
+
+def test_a_loop_that_trains_where_nothing_is_asked_is_told_so() -> None:
+    def eager(loop: ClientRound, model: nn.Module, make: Any) -> None:
+        optimizer = loop.optimizer(make)
+        for inputs, targets in make_clients(1)[0]:
+            optimizer.zero_grad()
+            output = model(inputs)
+            loop.loss(cross_entropy(output, targets), inputs, targets, output).backward()
+            loop.correct()
+            optimizer.step()
+
+    strategy = RegStrategy([LeaveOneOutMean(0.1)], seed=1)
+    with pytest.raises(RoundFailed, match="2 local steps, but the round asked for 0"):
+        run(strategy, RegClient, grid=InProcessGrid(own_app([LeaveOneOutMean], eager), 4))
+
+
 def test_an_own_optimizer_and_clipping_take_part() -> None:
     def clipping(loop: ClientRound, model: nn.Module, make: Any, norm: float) -> None:
         optimizer = loop.optimizer(make)

@@ -111,14 +111,14 @@ class ClientRound(LocalTraining):
         steps : int, optional
             The steps that the optimiser took, if not one for each `correct`.
         """
-        result = self.finish(0 if self._probing else steps)
+        result = self.finish(steps)
         if self._probing:  # finish has put the model back to w_t
             count, told = self._received.probe(self._data, self.device, self._classifier)
             records: dict[str, Any] = {}
         else:
             arrays, told = self._received.answer(result)
             records, count = {wire.ARRAYS: wire.to_record(arrays)}, result.num_examples
-        numbers: dict[str, Any] = {"num-examples": count}
+        numbers: dict[str, Any] = {}
         texts: dict[str, Any] = {}
         for key, value in {**(metrics or {}), **told}.items():
             if isinstance(value, bytes) and key.endswith(".upload"):
@@ -127,6 +127,7 @@ class ClientRound(LocalTraining):
                 texts[key] = value
             else:
                 numbers[key] = value
+        numbers["num-examples"] = count  # n_k is the data's, whatever the metrics say
         records |= {wire.METRICS: MetricRecord(numbers), wire.CONFIG: ConfigRecord(texts)}
         return Message(RecordDict(records), reply_to=self._message)
 
