@@ -513,6 +513,10 @@ def test_clients_that_tie_otherwise_are_named() -> None:
     assert known == {"b": "c"}
     assert wrong == {3: "client 3 ties other weights than the others: {'b': 'a'}, not {'b': 'c'}"}
     assert agree_on_ties({1: reply()}, {"b": "c"})[1].keys() == {1}
+    odd = {1: reply(b="a"), 2: reply(b="c"), 3: reply(b="c")}  # one cannot overrule the others
+    assert agree_on_ties(odd, None)[1].keys() == {1}
+    assert agree_on_ties({2: reply(b="c"), 1: reply(b="a")}, None)[1].keys() == {2}
+    assert agree_on_ties({}, None) == (None, {})
 
 
 # Half precision on the wire

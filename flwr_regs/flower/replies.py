@@ -194,11 +194,12 @@ def agree_on_ties(
 ) -> tuple[Mapping[str, str] | None, dict[int, str]]:
     """Return (which weights are tied, reasons against the clients that say otherwise).
 
-    `known` is what earlier rounds agreed on; without it the lowest partition id decides: clients that
-    differ here, but not in what they train, have built one model in two orders.
+    `known` is what earlier rounds agreed on; without it the majority decides, or the lowest partition id:
+    clients that differ here, but not in what they train, have built one model in two orders.
     """
-    for pid in sorted(replies):
-        known = replies[pid].tied if known is None else known
+    if known is None and replies:
+        said = Counter(tuple(sorted(replies[pid].tied.items())) for pid in sorted(replies))
+        known = dict(said.most_common(1)[0][0])
     return known, {
         pid: f"client {pid} ties other weights than the others: {dict(r.tied)}, not {dict(known or {})}"
         for pid, r in replies.items()
