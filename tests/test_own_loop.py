@@ -12,6 +12,7 @@ import pytest
 import torch
 from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
+from flwr.clientapp.mod import LocalDpMod
 from torch import nn
 from torch.nn.functional import cross_entropy
 
@@ -214,6 +215,24 @@ def test_a_loop_that_trains_where_nothing_is_asked_is_told_so() -> None:
     strategy = RegStrategy([LeaveOneOutMean(0.1)], seed=1)
     with pytest.raises(RoundFailed, match="2 local steps, but the round asked for 0"):
         run(strategy, RegClient, grid=InProcessGrid(own_app([LeaveOneOutMean], eager), 4))
+
+
+def test_mods_of_one_function_are_guarded_as_those_of_the_app_are() -> None:
+    app = RegClientApp()
+    data = make_clients()
+
+    @app.train(mods=[LocalDpMod(0.5, 0.01, 1.0, 0.1)])
+    def train(message: Message, context: Context) -> Message:
+        net = make_model(batch_norm=True)
+        mine = data[int(context.node_config["partition-id"])]
+        loop = ClientRound(message, FedAvgClient, net, mine, device="cpu")
+        plain_loop(loop, net, torch.optim.SGD)
+        return loop.reply()
+
+    strategy = FedAvg(seed=1, fraction_evaluate=0.0)
+    model = partial(make_model, batch_norm=True)
+    with pytest.raises(RoundFailed, match="LocalDpMod does not go with BatchNorm's statistics"):
+        run(strategy, FedAvgClient, model=model, grid=InProcessGrid(app, 4))
 
 
 def test_an_own_optimizer_and_clipping_take_part() -> None:
