@@ -290,6 +290,19 @@ def test_wrong_settings_are_refused(build: Any, message: str) -> None:
         build()
 
 
+def test_the_batches_of_a_shuffling_loader_that_make_delta_follow_from_the_seed() -> None:
+    g = torch.Generator().manual_seed(2)
+    inputs = torch.randn(20, 4, generator=g, dtype=torch.float64)
+    data = torch.utils.data.TensorDataset(inputs, torch.arange(20) % 3)
+    models = []
+    for process in (1, 2):
+        torch.manual_seed(process)
+        loaders = [torch.utils.data.DataLoader(data, batch_size=4, shuffle=True)] * 2
+        strategy = RFedAvgPlus(lam=0.5, delta_batches=1, seed=5, fraction_evaluate=0.0)
+        models.append(run(strategy, RFedAvgPlusClient, clients=loaders))
+    close(*models, 0.0)
+
+
 def test_the_table_travels_beside_the_step_on_a_delta_downlink() -> None:
     """It does not follow from the step, so it is sent; the weights are the same to the bit."""
     got = {

@@ -122,7 +122,8 @@ class RegClient(NumPyClient):
         received = self._receive(parameters, config)
         device = resolve_device(self.device)
         if config.get(wire.PROBE_KEY):
-            count, metrics = received.probe(self.train_data, device, self.classifier)
+            with seeded(config[wire.SEED_KEY], device):
+                count, metrics = received.probe(self.train_data, device, self.classifier)
             return [], count, metrics
         with seeded(config[wire.SEED_KEY], device):
             result = local_round(
