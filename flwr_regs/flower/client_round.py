@@ -96,7 +96,10 @@ class ClientRound(LocalTraining):
         )
 
     def seeded(self) -> contextlib.AbstractContextManager[None]:
-        """Seed torch for this client and round within a ``with`` block, as the package's clients do."""
+        """Seed torch for this client and round within a ``with`` block, as the package's clients do.
+
+        Around the loop and `reply`, which draws too where a method looks at a part of shuffled data.
+        """
         return seeded(self._config[wire.SEED_KEY], self.device)
 
     def reply(
