@@ -366,6 +366,23 @@ def test_the_budget_ends_training_before_a_client_hears_of_it(model: Any) -> Non
     assert len(grid.sent) == 2 * 4
 
 
+def test_two_strategies_with_one_accountant_stay_within_its_budget() -> None:
+    """What the second one spent counts for the first, whose last round failed."""
+    alone, grid = private_run(4, PLAIN, 1.0, 1.0)
+    start(alone, grid, 1)
+    shared = accountant(4, PLAIN, limit=alone.history[0]["epsilon"] * 1.001)
+    first, second = (
+        fr.FedAvg("uniform", fraction_evaluate=0.0, privacy=CentralDP(0.5, z, shared))
+        for z in (50.0, 1.0)
+    )
+    with pytest.raises(RoundFailed):
+        start(first, Watching(app_of(fr.FedAvgClient), 4, lose=lambda _, pid: True), 1)
+    start(second, grid, 1)
+    with pytest.raises(PrivacyBudgetExhausted):
+        start(first, grid, 40)
+    assert shared.get_epsilon(1e-5) <= alone.history[0]["epsilon"] * 1.001
+
+
 def test_the_population_must_be_what_the_accountant_was_told() -> None:
     strategy, _ = private_run(5, PLAIN, 1.0, 1.0)
     grid = Watching(app_of(fr.FedAvgClient), 4)

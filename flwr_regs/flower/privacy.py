@@ -205,6 +205,7 @@ class Privacy:
         `model` is what the clients share of the initial arrays.
         """
         self._population = []
+        self._ahead = None  # another strategy may have spent of the same budget since
         if self._dp is not None and self._dp.amplified:
             # Who knows the seed knows the cohorts, and then their being drawn hides nobody. Each training
             # draws anew: the accountant counts on independent draws.
