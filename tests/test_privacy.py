@@ -672,6 +672,7 @@ CLIENT = DifferentialPrivacyClientSideFixedClipping
         ({"incomplete": "drop"}, "use incomplete='average'"),
         ({"cohorts": "class-covering"}, "label counts without noise"),
         ({"drop_inactive": 1.0}, "drop_inactive needs the strategy's own start"),
+        ({"wire_dtype": "bfloat16"}, "they clip and average arrays as they travel"),
         ({"downlink": "delta"}, "downlink='delta' needs the strategy's own start"),
         ({"privacy": CentralDP(1.0, 1.0)}, "noise is needed once; use one of them"),
         ({"alpha": 2.0}, r"\['fedadc'\] move the model by more than the plain mean"),
