@@ -741,7 +741,7 @@ PACKAGE_TERMS: list[Term] = [
 ]
 
 
-@pytest.mark.parametrize("term", PACKAGE_TERMS, ids=lambda t: repr(t)[:60])
+@pytest.mark.parametrize("term", PACKAGE_TERMS, ids=lambda t: type(t).__name__)
 def test_averages_means_that_the_step_is_the_mean(term: Term) -> None:
     """Whatever the server kept: two rounds, the second with the first one's slot."""
     rng = np.random.default_rng(0)
