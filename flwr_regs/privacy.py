@@ -15,8 +15,8 @@ noise multiplier is the noise's standard deviation over the sensitivity: z/2 und
 add-or-remove-one. dp-accounting does not make that difference itself: it takes the number as it is under
 either relation.
 
-The noise is drawn from the operating system's entropy, never from the run's seed, which others may know:
-such runs do not repeat to the bit.
+The noise comes from a generator seeded anew each round from the operating system's entropy, never from the
+run's seed, which others may know: such runs do not repeat to the bit.
 
 Source: McMahan, Ramage, Talwar, Zhang, "Learning differentially private recurrent language models"
 (2018), Alg. 1 (DP-FedAvg) with flat clipping and the fixed-denominator estimator.
@@ -25,7 +25,6 @@ Source: McMahan, Ramage, Talwar, Zhang, "Learning differentially private recurre
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -124,24 +123,13 @@ def private_mean(
             total += update * min(1.0, dp.clip_norm / max(norm, 1e-300))
     mean = total / cohort_size
     if dp.noise_multiplier > 0:
-        mean += dp.noise_multiplier * dp.clip_norm / cohort_size * gaussian(mean.size)
+        std = dp.noise_multiplier * dp.clip_norm / cohort_size
+        mean += np.random.default_rng().normal(0.0, std, mean.size)  # from the system's entropy
     out = {n: np.zeros_like(w, dtype=np.float64) for n, w in base.items() if n not in trained}
     for n in names:
         w, part, mean = base[n], mean[: base[n].size], mean[base[n].size :]
         out[n] = part.reshape(w.shape).astype(w.dtype if w.dtype.kind == "f" else np.float64)
     return out, clipped / max(len(replies), 1)
-
-
-def gaussian(size: int) -> np.ndarray:
-    """Return so many standard normal numbers, every one from the operating system's entropy.
-
-    Box and Muller's transform of uniform numbers of 53 bits; its tails end at 8.6 standard deviations.
-    """
-    half = (size + 1) // 2
-    bits = np.frombuffer(os.urandom(16 * half), np.uint64) >> np.uint64(11)
-    uniform = (bits + 0.5) * 2.0**-53  # in (0, 1]
-    radius, angle = np.sqrt(-2 * np.log(uniform[:half])), 2 * np.pi * uniform[half:]
-    return np.concatenate([radius * np.cos(angle), radius * np.sin(angle)])[:size]
 
 
 def _update(base: Mapping[str, np.ndarray], reply: Reply, names: Collection[str]) -> np.ndarray:

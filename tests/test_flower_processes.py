@@ -320,6 +320,31 @@ def test_a_real_superlink_with_two_supernodes_gives_the_same_weights(tmp_path: P
         assert_same(got, in_process(tmp_path / method, method, **settings))
 
 
+def test_private_entries_survive_on_supernodes(tmp_path: Path) -> None:
+    """Every message is a new process there: what is private lives in the node's state alone."""
+    settings = {**SMALL, "num_clients": 2, "dataset": "digits-domains", "partition": "iid"}
+    method = "FedBN+FedFOR"
+    out = tmp_path / "out"
+    config = " ".join(f"{k.replace('_', '-')}={json.dumps(v)}" for k, v in settings.items())
+    with deployment(tmp_path, 2) as (env, supernode):
+        for partition in range(2):
+            supernode(partition)
+        args = ["run", ".", "dep", "--stream", "-c", f"{config} methods='{method}' out='{out}'"]
+        run = command(BIN / "flwr", *args, env=env)
+    assert (out / "history.json").is_file(), run.stdout[-3000:] + run.stderr[-3000:]
+    mine = in_process(tmp_path / "x", method, **settings)
+    assert_same(dict(load_file(out / f"{method}.safetensors")), mine)
+    told, want = (
+        [
+            {pid: m["accuracy"] for pid, m in r["evaluate"]["clients"].items()}
+            for r in json.loads((folder / "history.json").read_text())["methods"][method]["rounds"]
+        ]
+        for folder in (out, tmp_path / "x")
+    )
+    assert told == want  # tested with BatchNorm of their own
+    assert all(len(set(clients.values())) == 2 for clients in told[1:])
+
+
 def test_a_supernode_that_is_killed_and_started_anew_joins_again(tmp_path: Path) -> None:
     """Its state is gone: it is known again by its partition id, and gets the full pair."""
     out, log = tmp_path / "out", tmp_path / "run.log"

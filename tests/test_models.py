@@ -462,7 +462,7 @@ def test_a_real_resnet18_trains(strategy: Any, client: Any) -> None:
 def test_noise_on_each_name_leaves_one_weight() -> None:
     from flwr.serverapp.strategy import DifferentialPrivacyServerSideFixedClipping as Noisy
 
-    inner = fr.FedFOR(0.5, seed=1)
+    inner = fr.FedFOR(0.5, seed=1, weighting="uniform")
     Noisy(inner, noise_multiplier=0.1, clipping_norm=1.0, num_sampled_clients=2).start(
         grid=InProcessGrid(app_of(TIED, Method("", fr.FedFOR, fr.FedFORClient)), 2),
         initial_arrays=TIED.arrays(),

@@ -102,12 +102,8 @@ def check_wrapped(strategy: RegStrategy) -> None:
         )
     if strategy.downlink == "delta":
         _refuse("downlink='delta' needs the strategy's own start", "use downlink='model'")
-    if strategy.wire_dtype:
-        _refuse(
-            f"wire_dtype='{strategy.wire_dtype}' needs the strategy's own start: they clip and average the "
-            "arrays as they travel",
-            f"leave it out, or use {ours}",
-        )
+    if strategy.wire_dtype is not None:
+        _refuse("they clip and average arrays as they travel", "leave out wire_dtype")
     if strategy.participation.drops:
         _refuse(
             "drop_inactive needs the strategy's own start, and changes the cohorts", "leave it out"
