@@ -166,7 +166,7 @@ class LocalTraining:
 
     def loss(self, base: Tensor, inputs: Any, targets: Any, output: Any) -> Tensor:
         """Return the local objective on a batch, given the plain loss, right after the forward pass."""
-        self._total_loss += base.detach() * data.batch_size(targets)
+        self._total_loss += base.detach().float() * data.batch_size(targets)
         self._processed += data.batch_size(targets)
         self._step_ctx = replace(
             self._ctx,

@@ -161,3 +161,11 @@ def test_nested_targets_are_counted_by_their_first_tensor() -> None:
         return nn.functional.cross_entropy(output, targets.label)
 
     assert go(make_model(), [batch], loss_fn=loss).num_examples == 7
+
+
+def test_the_mean_loss_of_a_model_in_half_precision_does_not_overflow() -> None:
+    def large(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(output, target) * 0 + 60000
+
+    data = [(x.half(), y) for x, y in make_clients()[0]]
+    assert go(make_model(torch.float16), data, loss_fn=large).loss == pytest.approx(60000, rel=1e-3)

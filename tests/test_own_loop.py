@@ -380,6 +380,14 @@ def test_a_message_of_another_strategy_is_refused() -> None:
         ClientRound(message, FedFORClient, make_model(), make_clients()[0], device="cpu")
 
 
+def test_a_message_that_is_not_for_training_is_refused() -> None:
+    message = Message(RecordDict({"config": ConfigRecord()}), 1, "evaluate")
+    with pytest.raises(
+        ValueError, match="for train messages, not 'evaluate'; to evaluate, use load"
+    ):
+        ClientRound(message, FedFORClient, make_model(), make_clients()[0], device="cpu")
+
+
 def test_the_model_may_be_moved_by_a_trainer() -> None:
     """As Lightning does in the end: parameters get new storage."""
 

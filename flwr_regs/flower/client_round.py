@@ -78,6 +78,10 @@ class ClientRound(LocalTraining):
         max_seconds: float | None = None,
     ) -> None:
         name, terms, who = _described(method)
+        if (kind := message.metadata.message_type).split(".")[0] != "train":
+            raise wire.ProtocolError(
+                f"ClientRound is for train messages, not '{kind}'; to evaluate, use load_model"
+            )
         arrays, self._config = _content(message)
         self._message, self._classifier = message, classifier
         self._received = Received(model, name, terms, who, arrays, self._config)

@@ -115,6 +115,11 @@ class LegacyStrategy(Strategy):
                 "initial_arrays must have names: pass model.state_dict() or an ArrayRecord, not "
                 f"{type(initial_arrays).__name__}"
             )
+        if half := [k for k, a in initial_arrays.items() if str(a.dtype) == "torch.bfloat16"]:
+            raise ValueError(
+                f"initial_arrays hold bfloat16 in {half}, which Flower's arrays cannot; pass "
+                "flwr_regs.float32_arrays(model), and wire_dtype='bfloat16' to the strategy"
+            )
         if num_rounds < 1:
             raise ValueError(f"num_rounds must be at least 1, not {num_rounds}")
         self.strategy = strategy

@@ -14,6 +14,7 @@ from flwr.serverapp import Grid
 
 from flwr_regs.flower import wire
 from flwr_regs.flower.replies import sort_replies, told
+from flwr_regs.sampling import class_covering_cohort, uniform_cohort
 
 
 class PopulationError(RuntimeError):
@@ -137,6 +138,21 @@ class Population:
         if gone := self._classes - held:
             log(WARNING, "no client that is left holds the classes %s", sorted(gone))
         return counts, self._classes & held
+
+    def cohort(
+        self, members: list[int], key: tuple[int, int], size: int, kind: str, grid: Grid
+    ) -> list[int]:
+        """Return `size` of the `members` by `key` alone; `kind` is "uniform" or "class-covering"."""
+        if kind == "uniform":
+            return uniform_cohort(members, key, size)
+        counts, classes = self.label_counts(grid)
+        left = {p: c for p, c in counts.items() if p in members}
+        if len(left) < len(counts):  # clients were dropped
+            held = {i for c in left.values() for i, n in enumerate(c) if n > 0}
+            if classes - held:
+                log(WARNING, "only dropped clients hold the classes %s", sorted(classes - held))
+            classes = classes & held
+        return class_covering_cohort(left, key, size, classes)
 
     def _identify(self, grid: Grid, nodes: list[int], present: set[int]) -> None:
         """Ask `nodes` who they are. Once training has begun, a node that cannot say is left out."""

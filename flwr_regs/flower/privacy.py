@@ -80,6 +80,25 @@ def wrap(wrapper: type[Wrapper], strategy: RegStrategy, *args: Any, **kwargs: An
     return make(strategy, *args, **kwargs)
 
 
+def check_driven(strategy: RegStrategy) -> None:
+    """Raise ValueError for what needs the strategy's own start, where something else drives the rounds."""
+    who = "a wrapper that drives the rounds (Flower's privacy strategies)"
+    if strategy.downlink == "delta" and not any(strategy.term.ternary):
+        raise ValueError(
+            f"downlink='delta' needs the strategy's own start; under {who} use downlink='model'"
+        )
+    if any(strategy.term.ternary) or strategy.participation.drops:
+        raise ValueError(
+            f"compression and drop_inactive need the strategy's own start: {who} reads dense updates and "
+            "has no number of rounds"
+        )
+    if strategy.wire_dtype:
+        raise ValueError(
+            f"wire_dtype='{strategy.wire_dtype}' needs the strategy's own start: {who} clips and averages "
+            "the arrays as they travel"
+        )
+
+
 def check_wrapped(strategy: RegStrategy) -> None:
     """Raise ValueError unless a wrapper's clipping and noise cover what `strategy` learns of clients."""
     terms = strategy.term.terms
@@ -295,6 +314,11 @@ class Privacy:
             ]
             if sent := sorted(name for name, arrays in reply.uploads.items() if arrays):
                 found[pid] = f"it sends uploads of {sent} beside its update, which get no noise"
+            elif reply.tied and self._wrapper is not None:
+                found[pid] = (
+                    f"its model ties the weights {sorted(reply.tied)}, which {WHO} would noise anew under "
+                    "each name; use privacy=CentralDP(...) on the strategy"
+                )
             elif changed and self._dp is not None:
                 found[pid] = f"it changed {changed}, which are not trained and would get no noise"
             elif norm is not None and not _is_clipped(reply, model, float(norm)):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from flwr.app import ConfigRecord, Message, MetricRecord, RecordDict
 
@@ -12,6 +13,9 @@ from flwr_regs.aggregation import Reply
 from flwr_regs.chain import Chain
 from flwr_regs.codec import decode
 from flwr_regs.flower import wire
+
+if TYPE_CHECKING:
+    from flwr_regs.flower.state import GlobalState
 from flwr_regs.flower.half import unpack_record
 
 
@@ -163,6 +167,50 @@ def receive_uploads(what: str, content: RecordDict) -> dict[str, wire.NDArrays]:
                 raise wire.ProtocolError(f"{what}: upload '{name}' holds no numbers in {wrong}")
             wire.check_finite(uploads[name], f"{what}, {key}")
     return uploads
+
+
+@dataclass(frozen=True)
+class Usable:
+    """The answers of a round that can be used, by partition id, and why the others cannot.
+
+    `buffers` are the arrays that the clients do not train and `tied` the weights that go by several
+    names (other name -> name that is trained), as the clients agree; None if none can be used.
+    """
+
+    replies: dict[int, Reply]
+    failures: dict[int, str]
+    buffers: frozenset[str] | None
+    tied: Mapping[str, str] | None
+
+
+def usable_replies(
+    answered: Mapping[int, Message],
+    state: GlobalState,
+    method: str,
+    term: Chain,
+    config: Mapping[str, Any],
+    weighted_by_key: str,
+) -> Usable:
+    """Check the answers to a round's train messages, one by one (:func:`receive`) and against each other.
+
+    In the order of partition ids: the same bits whatever the order of arrival.
+    """
+    replies: dict[int, Reply] = {}
+    failures: dict[int, str] = {}
+    buffers: dict[int, frozenset[str]] = {}
+    for pid in sorted(answered):
+        content = answered[pid].content
+        try:
+            replies[pid], buffers[pid] = receive(
+                pid, content, state.model, method, term, config, weighted_by_key
+            )
+        except wire.ProtocolError as error:
+            failures[pid] = str(error)
+    agreed, wrong = agree_on_buffers(buffers, state.buffers)
+    replies = {pid: reply for pid, reply in replies.items() if pid not in wrong}
+    tied, other = agree_on_ties(replies, state.tied)
+    replies = {pid: reply for pid, reply in replies.items() if pid not in other}
+    return Usable(replies, {**failures, **wrong, **other}, agreed, tied)
 
 
 def agree_on_buffers(

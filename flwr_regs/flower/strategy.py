@@ -15,7 +15,7 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import FedAvg as FlowerFedAvg
 from flwr.serverapp.strategy import Result
 
-from flwr_regs.aggregation import Reply, aggregation_weights
+from flwr_regs.aggregation import aggregation_weights
 from flwr_regs.chain import chain
 from flwr_regs.flower import wire
 from flwr_regs.flower.downlink import Downlink
@@ -24,19 +24,11 @@ from flwr_regs.flower.exchange import Exchange, is_out_of_sync
 from flwr_regs.flower.half import DTYPES, pack_record
 from flwr_regs.flower.participation import Participation
 from flwr_regs.flower.population import Population
-from flwr_regs.flower.privacy import Privacy, beside
-from flwr_regs.flower.replies import (
-    agree_on_buffers,
-    agree_on_ties,
-    receive,
-    sort_replies,
-    told,
-    with_common_metrics,
-)
+from flwr_regs.flower.privacy import Privacy, beside, check_driven
+from flwr_regs.flower.replies import sort_replies, told, usable_replies, with_common_metrics
 from flwr_regs.flower.state import GlobalState
 from flwr_regs.method import Term
 from flwr_regs.privacy import CentralDP
-from flwr_regs.sampling import class_covering_cohort, uniform_cohort
 
 
 class RoundFailed(RuntimeError):
@@ -365,34 +357,22 @@ class RegStrategy(FlowerFedAvg):
         entry["seconds"]["clients"] = time.monotonic() - self._clock
         began = time.monotonic()
 
-        # In the order of partition ids: the same bits whatever the order of arrival.
-        usable: dict[int, Reply] = {}
-        buffers: dict[int, frozenset[str]] = {}
         entry["bytes_up"] = {
             p: wire.content_bytes(m.content) + entry.get("bytes_probe_up", {}).get(p, 0)
             for p, m in answered.items()
         }
-        for pid in sorted(answered):
-            try:
-                usable[pid], buffers[pid] = receive(
-                    pid,
-                    answered[pid].content,
-                    self._state.model,
-                    self.method_name,
-                    self.term,
-                    self._settings,
-                    self.weighted_by_key,
-                )
-            except wire.ProtocolError as error:
-                failures[pid] = str(error)
-        agreed, wrong = agree_on_buffers(buffers, self._state.buffers)
-        failures |= wrong
-        usable = {pid: reply for pid, reply in usable.items() if pid not in wrong}
-        tied, wrong = agree_on_ties(usable, self._state.tied)
-        fixed = (agreed or frozenset()) - set(tied or ())
-        wrong |= self._privacy.wrong(usable, self._state.given, fixed, self._settings)
-        failures |= wrong
-        usable = {pid: reply for pid, reply in usable.items() if pid not in wrong}
+        received = usable_replies(
+            answered,
+            self._state,
+            self.method_name,
+            self.term,
+            self._settings,
+            self.weighted_by_key,
+        )
+        fixed = (received.buffers or frozenset()) - set(received.tied or ())
+        wrong = self._privacy.wrong(received.replies, self._state.given, fixed, self._settings)
+        failures |= received.failures | wrong
+        usable = {pid: reply for pid, reply in received.replies.items() if pid not in wrong}
         if failures:
             log(WARNING, "\t> %s", told(failures))
         failures |= entry["failures"]  # those of the first exchange, already told
@@ -416,8 +396,8 @@ class RegStrategy(FlowerFedAvg):
                 )
             )
 
-        self._state.buffers, self._state.tied = agreed, tied
-        mean = self._privacy.mean(agreed or (), len(entry["cohort"]), entry)
+        self._state.buffers, self._state.tied = received.buffers, received.tied
+        mean = self._privacy.mean(received.buffers or (), len(entry["cohort"]), entry)
         try:
             weights = aggregation_weights(usable, self.weighting)
             scale = self.participation.incomplete == "scale"
@@ -490,21 +470,8 @@ class RegStrategy(FlowerFedAvg):
     def _begin(self, arrays: ArrayRecord, config: ConfigRecord) -> None:
         """Start afresh: also where a wrapper (Flower's DP strategies) calls round 1 directly."""
         self._check_config(config)
-        if self.downlink == "delta" and not any(self.term.ternary) and not self._num_rounds:
-            raise ValueError(
-                "downlink='delta' needs the strategy's own start; under a wrapper that drives the "
-                "rounds (Flower's privacy strategies) use downlink='model'"
-            )
-        if not self._num_rounds and (any(self.term.ternary) or self.participation.drops):
-            raise ValueError(
-                "compression and drop_inactive need the strategy's own start: a wrapper that drives the "
-                "rounds (Flower's privacy strategies) reads dense updates and has no number of rounds"
-            )
-        if not self._num_rounds and self.wire_dtype:
-            raise ValueError(
-                f"wire_dtype='{self.wire_dtype}' needs the strategy's own start: a wrapper that drives the "
-                "rounds (Flower's privacy strategies) clips and averages the arrays as they travel"
-            )
+        if not self._num_rounds:
+            check_driven(self)
         model = wire.from_record(arrays)
         private = self.term.private(model)
         if private:
@@ -527,13 +494,4 @@ class RegStrategy(FlowerFedAvg):
     def _cohort(self, server_round: int, members: list[int], grid: Grid) -> list[int]:
         size = max(int(len(members) * self.fraction_train), self.min_train_nodes)
         key = (self._privacy.cohort_seed, server_round)
-        if self.cohorts == "uniform":
-            return uniform_cohort(members, key, size)
-        counts, classes = self.population.label_counts(grid)
-        left = {p: c for p, c in counts.items() if p in members}
-        if len(left) < len(counts):  # clients were dropped
-            held = {i for c in left.values() for i, n in enumerate(c) if n > 0}
-            if classes - held:
-                log(WARNING, "only dropped clients hold the classes %s", sorted(classes - held))
-            classes = classes & held
-        return class_covering_cohort(left, key, size, classes)
+        return self.population.cohort(members, key, size, self.cohorts, grid)
