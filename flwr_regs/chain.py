@@ -122,6 +122,11 @@ def chain(terms: Sequence[Term]) -> Chain:
         Terms that do not go together, or not in this order: docs/architecture.md lists which.
     """
     terms = [u for t in terms for u in (t.terms if isinstance(t, Chain) else (t,))]
+    if wrong := [t for t in terms if not isinstance(t, Term)]:
+        raise TypeError(
+            "a strategy's terms are instances, such as [Proximal(0.1), LocalBatchNorm()], but "
+            f"{wrong[0]!r} is none (a client's are classes)"
+        )
     names = [t.name for t in terms]
     if twice := sorted({n for n in names if names.count(n) > 1}):
         raise ValueError(f"each term may appear once, but {twice} appear more often in {names}")

@@ -122,10 +122,9 @@ class LocalTraining:
         self.planned_steps = planned
         self.num_steps = planned if max_steps is None else min(planned, max_steps)
         self._deadline = time.monotonic() + (math.inf if max_seconds is None else max_seconds)
-        terms = (term, *getattr(term, "terms", ()))
-        self._teacher = (
-            data.StartOutputs(model) if any(t.needs_start_output for t in terms) else None
-        )
+        terms = getattr(term, "terms", (term,))
+        teach = any(t.needs_start_output for t in terms)
+        self._teacher = data.StartOutputs(model) if teach else None
         self._tap = FeatureTap(model, classifier) if any(t.needs_features for t in terms) else None
         counts = data.label_counts(train_data) if any(t.needs_label_counts for t in terms) else None
         self._ctx = ClientContext(
@@ -142,8 +141,8 @@ class LocalTraining:
         )
         self._step_ctx, self._total_loss = self._ctx, torch.zeros((), device=self.device)
         self._taken = self._processed = 0
-        own = [type(t).client_optimizer is not Term.client_optimizer for t in terms[1:] or terms]
-        self._makes_optimizer = any(own)
+        own = [type(t).client_optimizer is not Term.client_optimizer for t in terms]
+        self._makes_optimizer, self._went_back = any(own), False
         _write(self._values, term.start(self._ctx.start, self._ctx))
         self._first = {n: v.clone() for n, v in self._values.items()}
 
@@ -176,12 +175,17 @@ class LocalTraining:
             start_output=self._teacher(inputs, self.device) if self._teacher else None,
             features=None if self._tap is None else self._tap.value,
         )
-        return cast(Tensor, self._term.loss(base, self._params, self._step_ctx))
+        loss = cast(Tensor, self._term.loss(base, self._params, self._step_ctx))
+        self._went_back = False
+        loss.register_hook(lambda _: setattr(self, "_went_back", True))  # type: ignore[no-untyped-call]
+        return loss
 
     def correct(self) -> None:
-        """Correct the gradients in place; RuntimeError if `loss` or a needed `optimizer` was left out."""
+        """Correct the gradients in place; RuntimeError for a step that left out a call it needs."""
         if self._step_ctx is self._ctx:
-            raise RuntimeError("correct() without loss(): the method never saw this step's loss")
+            raise RuntimeError("correct() once for each step, after loss(): it saw no loss since")
+        if not self._went_back:
+            raise RuntimeError("backward() did not go through what loss() returned")
         if self._makes_optimizer:
             raise RuntimeError("the method has a say in the client's optimiser: use optimizer()")
         # A parameter the batch did not reach has gradient zero, as under torch.func.grad.
@@ -236,10 +240,7 @@ def local_round(
     optimizer: OptimizerFn = torch.optim.SGD,
     **kwargs: Any,
 ) -> LocalResult:
-    """Train `model` in place from its present weights ``w_t`` for one round.
-
-    `optimizer` is called as ``optimizer(params, lr=lr)``; the rest as for :class:`LocalTraining`.
-    """
+    """Train `model` in place from ``w_t`` for one round; parameters as for :class:`LocalTraining`."""
     training = LocalTraining(model, term, train_data, loss_fn=loss_fn, **kwargs)
     opt = training.optimizer(optimizer)
     taken = 0

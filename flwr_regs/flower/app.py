@@ -109,7 +109,12 @@ class RegClientApp(ClientApp):
         message_type = message.metadata.message_type
         if message_type == wire.PROBE:  # a train message that asks for no training
             message.metadata.message_type = "train"
-        reply = super().__call__(message, context)
+        reply: Any = super().__call__(message, context)
+        if not isinstance(reply, Message):
+            raise TypeError(
+                f"the app's {message_type} function returned {reply!r}, expected a Message such as "
+                "ClientRound.reply()"
+            )
         reply.metadata.message_type = message_type
         return reply
 
@@ -204,8 +209,11 @@ def numpyclient_mod(message: Message, context: Context, call_next: ClientAppCall
         raise wire.ProtocolError(f"a NumPyClient answers train and evaluate, not '{message_type}'")
     ins, res = _LEGACY[kind]
     if wire.ARRAYS not in message.content.array_records:
+        older = any(key.startswith(f"{ins}.") for key in message.content)
         raise wire.ProtocolError(
             f"the {kind} message holds no ArrayRecord '{wire.ARRAYS}', only {sorted(message.content)}"
+            + older
+            * "; it comes from an older server: wrap its strategy in flwr_regs.LegacyStrategy"
         )
     arrays = message.content.array_records[wire.ARRAYS]
     names = list(arrays)

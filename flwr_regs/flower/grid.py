@@ -5,6 +5,7 @@ For tests, notebooks and debugging. flwr's private names are used here and nowhe
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Iterable, Mapping
 from typing import Any
 from uuid import uuid4
@@ -98,9 +99,9 @@ class InProcessGrid(Grid):
             except Exception as error:  # whatever the user's client raises
                 context.state = before
                 message.metadata.message_type = message_type
-                self._replies[message_id] = Message(
-                    Error(2, f"{type(error).__name__}: {error}"), reply_to=message
-                )
+                frame = traceback.extract_tb(error.__traceback__)[-1]
+                why = f"{type(error).__name__}: {error} ({frame.filename}, line {frame.lineno})"
+                self._replies[message_id] = Message(Error(2, why), reply_to=message)
         return ids
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:

@@ -99,8 +99,9 @@ def receive(
     if told.get(wire.METHOD_KEY, "FedAvg") != method:
         raise wire.ProtocolError(
             f"{what} does not come from a {method} client but from "
-            f"{told.get(wire.METHOD_KEY, 'one that names no method')}; use flwr_regs.{method}Client, or "
-            "RegClient with the strategy's terms"
+            f"{told.get(wire.METHOD_KEY, 'one that names no method')}; use "
+            + ("" if "+" in method or "-" in method else f"flwr_regs.{method}Client, or ")
+            + "RegClient or ClientRound with the strategy's terms"
         )
     if wire.ARRAYS not in content.array_records:
         raise wire.ProtocolError(

@@ -18,6 +18,7 @@ from flwr.serverapp.strategy import Result
 from flwr_regs.aggregation import aggregation_weights
 from flwr_regs.chain import chain
 from flwr_regs.flower import wire
+from flwr_regs.flower.arguments import check_arguments
 from flwr_regs.flower.downlink import Downlink
 from flwr_regs.flower.evaluation import Evaluation, NobodyEvaluated
 from flwr_regs.flower.exchange import Exchange, is_out_of_sync
@@ -134,6 +135,7 @@ class RegStrategy(FlowerFedAvg):
         wait_timeout: float = 300.0,
         **kwargs: Any,
     ) -> None:
+        check_arguments(type(self), kwargs)
         super().__init__(**kwargs)
         if (self.arrayrecord_key, self.configrecord_key) != (wire.ARRAYS, wire.CONFIG):
             raise ValueError(
@@ -244,6 +246,13 @@ class RegStrategy(FlowerFedAvg):
     ) -> tuple[ConfigRecord, ConfigRecord]:
         """Check what a training is told and note how long it is; return configs Flower may write into."""
         self._check_config(train_config or {})
+        if "clipping_norm" in (
+            train_config or {}
+        ):  # a wrapper leaves it in the config it was given
+            raise ValueError(
+                "train_config key 'clipping_norm' is for Flower's privacy wrappers, which noise what their "
+                "mods clip; here nobody would: leave it out, or use privacy=CentralDP(...)"
+            )
         evaluate = {**(evaluate_config or {})}
         wire.check_config_keys(
             evaluate, [*wire.EVALUATE_KEYS, *wire.FLOWER_KEYS], "evaluate_config"
@@ -251,6 +260,13 @@ class RegStrategy(FlowerFedAvg):
         wire.check_evaluate_config(evaluate, "evaluate_config")
         self._timeout, self._num_rounds = timeout, num_rounds
         return ConfigRecord({**(train_config or {})}), ConfigRecord(evaluate)
+
+    def initialize_parameters(self, client_manager: Any) -> None:
+        """Refuse Flower's older server, which asks its strategy for this first."""
+        raise TypeError(
+            f"{type(self).__name__} is a strategy of the Message API: for ServerAppComponents wrap it in "
+            "flwr_regs.LegacyStrategy (docs/migration.md)"
+        )
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid

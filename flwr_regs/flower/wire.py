@@ -254,7 +254,9 @@ def check_config_keys(config: Iterable[str], known: Iterable[str], where: str) -
 
 def check_train_config(config: Mapping[str, Any], where: str) -> None:
     """Raise ValueError unless lr is positive and exactly one of the two durations is set."""
-    lr = config.get("lr")
+    if "lr" not in config:
+        raise ValueError(f"{where} lacks the key 'lr', the clients' learning rate")
+    lr = config["lr"]
     if isinstance(lr, bool) or not isinstance(lr, int | float) or not 0 < lr < float("inf"):
         raise ValueError(f"{where} key 'lr' must be a positive number, not {lr!r}")
     given = [k for k in ("local-epochs", "local-steps") if k in config]

@@ -70,7 +70,7 @@ class Private(Term):
             p.strip() for p in self.patterns.split(",")
         ):
             raise ValueError(
-                f"patterns must be names with commas between them, not {self.patterns!r}"
+                f"patterns must be a string of names with commas between them, not {self.patterns!r}"
             )
 
     def private(self, names: Collection[str]) -> set[str]:

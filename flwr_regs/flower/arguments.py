@@ -1,0 +1,33 @@
+"""Arguments of a strategy that do not exist, refused with the name that was probably meant."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Iterable
+
+MOVED = {
+    "fraction_fit": "fraction_train",
+    "min_fit_clients": "min_train_nodes",
+    "min_evaluate_clients": "min_evaluate_nodes",
+    "min_available_clients": "min_available_nodes",
+    "fit_metrics_aggregation_fn": "train_metrics_aggr_fn",
+    "evaluate_metrics_aggregation_fn": "evaluate_metrics_aggr_fn",
+    "on_fit_config_fn": "start(train_config=...)",
+    "on_evaluate_config_fn": "start(evaluate_config=...)",
+    "evaluate_fn": "start(evaluate_fn=...)",
+    "initial_parameters": "start(initial_arrays=...)",
+}
+"""Names of Flower's older strategies -> where the same is said now."""
+
+
+def check_arguments(strategy: type, given: Iterable[str]) -> None:
+    """Raise TypeError naming an argument that neither `strategy` nor a class above it takes."""
+    makers = [vars(c)["__init__"] for c in strategy.__mro__[:-1] if "__init__" in vars(c)]
+    known = {name for make in makers for name in inspect.signature(make).parameters}
+    for name in set(given) - known:
+        near = difflib.get_close_matches(name, known, n=1)
+        hint = f"; did you mean '{near[0]}'?" if near else ""
+        if name in MOVED:
+            hint = f", an older name: now it is {MOVED[name]}"
+        raise TypeError(f"{strategy.__name__} takes no argument '{name}'{hint}")
