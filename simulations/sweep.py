@@ -136,4 +136,6 @@ def _last(runs: Sequence[Sequence[float]]) -> list[float]:
 def _mean(values: Sequence[float]) -> str:
     if not np.all(np.isfinite(values)):
         return "stopped"
+    if len(values) == 1:
+        return f"{100 * values[0]:.2f}"
     return f"{100 * np.mean(values):.2f} ± {100 * np.std(values):.2f}"
