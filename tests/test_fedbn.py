@@ -221,7 +221,7 @@ def test_nothing_to_keep_and_nothing_to_share_are_refused(
 
 
 def test_wrong_patterns_are_refused() -> None:
-    with pytest.raises(ValueError, match="patterns must be names"):
+    with pytest.raises(ValueError, match="patterns must be a string of names"):
         Private("a,,b")
     assert Private("0.*, 3.bias").private(["0.weight", "3.bias", "3.weight"]) == {
         "0.weight",
