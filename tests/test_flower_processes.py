@@ -162,6 +162,8 @@ def test_flwr_regs_run_leaves_nothing_behind_when_stopped(tmp_path: Path, how: i
             stdout=sink,
             stderr=subprocess.STDOUT,
             start_new_session=True,
+            # a script in the background ignores Ctrl-C, and its children inherit that
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
     try:
         for _ in range(600):
