@@ -120,6 +120,8 @@ def chain(terms: Sequence[Term]) -> Chain:
     ------
     ValueError
         Terms that do not go together, or not in this order: docs/architecture.md lists which.
+    TypeError
+        Something that is no term, such as a term's class.
     """
     terms = [u for t in terms for u in (t.terms if isinstance(t, Chain) else (t,))]
     if wrong := [t for t in terms if not isinstance(t, Term)]:

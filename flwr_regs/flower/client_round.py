@@ -153,6 +153,8 @@ def load_model(message: Message, method: Method, model: nn.Module) -> None:
     ------
     ProtocolError
         Arrays do not fit the model.
+    ValueError
+        The config holds an unknown key.
     """
     name, terms, _ = _described(method)
     arrays, config = _content(message)

@@ -13,10 +13,10 @@ from flwr_regs.aggregation import Reply
 from flwr_regs.chain import Chain
 from flwr_regs.codec import decode
 from flwr_regs.flower import wire
+from flwr_regs.flower.half import unpack_record
 
 if TYPE_CHECKING:
     from flwr_regs.flower.state import GlobalState
-from flwr_regs.flower.half import unpack_record
 
 
 def sort_replies(

@@ -2,7 +2,7 @@
 
 | *Init*       the shared entries alone; each client's private ones are those of its own model
 | *Broadcast*  the shared entries of ``w_t``
-| *Step*       any method's, on the shared parameters; the plain step on the private ones
+| *Step*       any method's, on the shared parameters; the client's optimiser alone on the private ones
 | *Upload*     the shared entries of ``v_k``; the private ones stay in the client's ``Context.state``
 | *Update*     any method's
 
