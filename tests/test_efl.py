@@ -833,5 +833,5 @@ def test_what_compression_does_not_go_with_is_refused() -> None:
         ConfigRecord({"lr": 0.1, "local-epochs": 1}),
     )
     for strategy in (EFL(0.1, density_up=0.1), EFL(0.1, None, 0.1), FedAvg(drop_inactive=1.0)):
-        with pytest.raises(ValueError, match="need the strategy's own start"):
+        with pytest.raises(ValueError, match="needs the strategy's own start"):
             strategy.configure_train(1, arrays, config, grid_of(EFLClient, 3))

@@ -603,7 +603,7 @@ ROWS: dict[str, tuple[Any, Any]] = {
 WHY = {
     "a": r"\['[a-z-]+'\] send more than their update|does not go with '[a-z, -]+', whose clients send more",
     "b": r"move the model by more than the plain mean, from means without noise.*CentralDP",
-    "c": r"compressed updates, which they would read as dense.*CentralDP",
+    "c": r"coded updates would be read as dense ones.*CentralDP",
     "d": r"does not go with a method that asks clients a question before they train",
 }
 
@@ -684,7 +684,7 @@ def test_the_table_of_docs_privacy(row: str, column: str) -> None:
     assert grids == []
     strategy = way.build(strategy_of(row), 0.5, 0.5, direct)
     grid = Watching(app_of(ROWS[row][1], mods=way.mods(0.5, 0.5)), 3)
-    with pytest.raises(ValueError, match=WHY[says] + "|need the strategy's own start"):
+    with pytest.raises(ValueError, match=WHY[says] + "|needs the strategy's own start"):
         start(strategy, grid, 2)
     assert grid.sent == []
 
@@ -701,7 +701,7 @@ CLIENT = DifferentialPrivacyClientSideFixedClipping
         ({"incomplete": "drop"}, "use incomplete='average'"),
         ({"cohorts": "class-covering"}, "label counts without noise"),
         ({"drop_inactive": 1.0}, "drop_inactive needs the strategy's own start"),
-        ({"wire_dtype": "bfloat16"}, "they clip and average arrays as they travel"),
+        ({"wire_dtype": "bfloat16"}, "arrays are clipped and averaged as they travel"),
         ({"downlink": "delta"}, "downlink='delta' needs the strategy's own start"),
         ({"privacy": CentralDP(1.0, 1.0)}, "noise is needed once; use one of them"),
         ({"alpha": 2.0}, r"\['fedadc'\] move the model by more than the plain mean"),

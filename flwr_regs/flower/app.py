@@ -230,15 +230,8 @@ def numpyclient_mod(message: Message, context: Context, call_next: ClientAppCall
 
     metrics: dict[str, Any] = dict(content.metric_records[f"{res}.num_examples"])
     metrics["num-examples"] = metrics.pop("num_examples")
-    texts: dict[str, Any] = {}
-    records: dict[str, Any] = {}
-    for key, value in content.config_records[f"{res}.metrics"].items():
-        if isinstance(value, bytes) and key.endswith(".upload"):
-            records[key] = wire.to_record(wire.unpack(value))
-        elif isinstance(value, int | float) and not isinstance(value, bool):
-            metrics.setdefault(key, value)  # n_k is fit's second value, whatever the metrics say
-        else:
-            texts[key] = value
+    records, numbers, texts = wire.sorted_answer(content.config_records[f"{res}.metrics"])
+    metrics = {**numbers, **metrics}  # n_k is fit's second value, whatever the metrics say
     if message_type == wire.PROBE:
         pass  # no model goes back
     elif kind == "train":

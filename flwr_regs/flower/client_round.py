@@ -121,20 +121,13 @@ class ClientRound(LocalTraining):
         result = self.finish(steps)
         if self._probing:  # finish has put the model back to w_t
             count, told = self._received.probe(self._data, self.device, self._classifier)
-            records: dict[str, Any] = {}
+            arrays = {}
         else:
-            arrays, told = self._received.answer(result)
-            records, count = {wire.ARRAYS: wire.to_record(arrays)}, result.num_examples
-        numbers: dict[str, Any] = {}
-        texts: dict[str, Any] = {}
-        for key, value in {**(metrics or {}), **told}.items():
-            if isinstance(value, bytes) and key.endswith(".upload"):
-                records[key] = wire.to_record(wire.unpack(value))
-            elif isinstance(value, str | bytes):
-                texts[key] = value
-            else:
-                numbers[key] = value
+            sent, told = self._received.answer(result)
+            arrays, count = {wire.ARRAYS: wire.to_record(sent)}, result.num_examples
+        records, numbers, texts = wire.sorted_answer({**(metrics or {}), **told})
         numbers["num-examples"] = count  # n_k is the data's, whatever the metrics say
+        records |= arrays
         records |= {wire.METRICS: MetricRecord(numbers), wire.CONFIG: ConfigRecord(texts)}
         return Message(RecordDict(records), reply_to=self._message)
 

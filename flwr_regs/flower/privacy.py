@@ -80,52 +80,45 @@ def wrap(wrapper: type[Wrapper], strategy: RegStrategy, *args: Any, **kwargs: An
     return make(strategy, *args, **kwargs)
 
 
-def check_driven(strategy: RegStrategy) -> None:
+def check_driven(strategy: RegStrategy, who: str = "") -> None:
     """Raise ValueError for what needs the strategy's own start, where something else drives the rounds."""
-    who = "a wrapper that drives the rounds (Flower's privacy strategies)"
-    if strategy.downlink == "delta" and not any(strategy.term.ternary):
-        raise ValueError(
-            f"downlink='delta' needs the strategy's own start; under {who} use downlink='model'"
+    who = who or "a wrapper that drives the rounds (Flower's privacy strategies)"
+    if any(strategy.term.ternary):
+        _refuse(
+            "compression needs the strategy's own start: coded updates would be read as dense ones",
+            "leave it out, or use privacy=CentralDP(...) on the strategy, which goes with it",
+            who,
         )
-    if any(strategy.term.ternary) or strategy.participation.drops:
-        raise ValueError(
-            f"compression and drop_inactive need the strategy's own start: {who} reads dense updates and "
-            "has no number of rounds"
+    if strategy.downlink == "delta":
+        _refuse("downlink='delta' needs the strategy's own start", "use downlink='model'", who)
+    if strategy.wire_dtype is not None:
+        _refuse(
+            f"wire_dtype='{strategy.wire_dtype}' needs the strategy's own start: arrays are clipped and "
+            "averaged as they travel",
+            "leave it out",
+            who,
         )
-    if strategy.wire_dtype:
-        raise ValueError(
-            f"wire_dtype='{strategy.wire_dtype}' needs the strategy's own start: {who} clips and averages "
-            "the arrays as they travel"
+    if strategy.participation.drops:
+        _refuse(
+            "drop_inactive needs the strategy's own start, and changes the cohorts",
+            "leave it out",
+            who,
         )
 
 
 def check_wrapped(strategy: RegStrategy) -> None:
     """Raise ValueError unless a wrapper's clipping and noise cover what `strategy` learns of clients."""
-    terms = strategy.term.terms
-    ours = "privacy=CentralDP(...) on the strategy"
     if strategy.privacy is not None:
         _refuse(
             "the strategy has a privacy= of its own, and noise is needed once", "use one of them"
         )
     _check_uploads(strategy.term, "leave it out")
-    if any(strategy.term.ternary):
-        _refuse(
-            "they need the strategy's own start for compressed updates, which they would read as dense",
-            f"use {ours}, which goes with compression",
-        )
-    if kept := [t.name for t in terms if not t.averages]:
+    check_driven(strategy, WHO)
+    if kept := [t.name for t in strategy.term.terms if not t.averages]:
         _refuse(
             f"{kept} move the model by more than the plain mean, from means without noise: the noise is "
             "added after that step, and what the server keeps for the next one is never noised",
-            f"use {ours}, which noises the mean itself",
-        )
-    if strategy.downlink == "delta":
-        _refuse("downlink='delta' needs the strategy's own start", "use downlink='model'")
-    if strategy.wire_dtype is not None:
-        _refuse("they clip and average arrays as they travel", "leave out wire_dtype")
-    if strategy.participation.drops:
-        _refuse(
-            "drop_inactive needs the strategy's own start, and changes the cohorts", "leave it out"
+            "use privacy=CentralDP(...) on the strategy, which noises the mean itself",
         )
     _check_cohorts(strategy)
     if strategy.participation.incomplete != "average":

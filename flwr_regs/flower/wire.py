@@ -105,6 +105,23 @@ def from_record(record: ArrayRecord) -> NDArrays:
     return {k: a.numpy() for k, a in record.items()}
 
 
+def sorted_answer(
+    answer: Mapping[str, Any],
+) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """Part what a client answers into (its uploads as records, numbers, all that a config carries)."""
+    records: dict[str, Any] = {}
+    numbers: dict[str, Any] = {}
+    texts: dict[str, Any] = {}
+    for key, value in answer.items():
+        if isinstance(value, bytes) and key.endswith(".upload"):
+            records[key] = to_record(unpack(value))
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            numbers[key] = value
+        else:
+            texts[key] = value
+    return records, numbers, texts
+
+
 def add(base: np.ndarray, step: np.ndarray) -> np.ndarray:
     """Return ``base + step`` in base's dtype; both ends use it, so both get the same bits."""
     return np.asarray(base ^ step if base.dtype == np.bool_ else base + step).astype(base.dtype)
