@@ -222,6 +222,33 @@ def test_a_users_own_numpy_client_runs_under_our_fedavg_and_flowers() -> None:
     assert result.evaluate_metrics_clientapp[2]["accuracy"] == 0.25
 
 
+def test_a_plain_client_and_ours_agree_on_what_is_not_trained() -> None:
+    clients = make_clients(4, torch.float32)
+    model = partial(make_model, torch.float32, batch_norm=True)
+
+    def app(kinds: list[Any]) -> Any:
+        def client_fn(context: Context) -> Any:
+            pid = context.node_config["partition-id"]
+            return kinds[int(pid)](model(), clients[pid])
+
+        return client_app(client_fn)
+
+    def trained(kinds: list[Any]) -> Any:
+        strategy = FedAvg(seed=1, fraction_evaluate=0.0, wire_dtype="bfloat16")
+        arrays = strategy.start(
+            grid=InProcessGrid(app(kinds), 4),
+            initial_arrays=ArrayRecord(model().state_dict()),
+            num_rounds=2,
+            train_config=CONFIG,
+        ).arrays
+        assert not any(r["failures"] for r in strategy.history)
+        return {n: a.numpy() for n, a in arrays.items()}
+
+    want = trained([FedAvgClient] * 4)
+    close(trained([Plain, FedAvgClient, Plain, FedAvgClient]), want, 1e-12)
+    close(trained([Plain] * 4), want, 1e-12)
+
+
 def test_a_plain_client_cannot_pass_for_another_method() -> None:
     def client_fn(context: Context) -> Any:
         return Plain(make_model(), make_clients()[0])

@@ -113,9 +113,11 @@ def receive(
         in_half = {**told, wire.HALF_KEY: half}
         arrays = unpack_record(record, in_half) if half else wire.from_record(record)
         uploads = receive_uploads(what, content)
-        buffers = frozenset[str]()
         if wire.BUFFERS_KEY in told:
             buffers = wire.unmask(told[wire.BUFFERS_KEY], model)
+        else:  # a plain client: what cannot be trained, and BatchNorm's statistics by their names
+            whole = [n for n, a in model.items() if a.dtype.kind != "f"]
+            buffers = frozenset([*whole, *wire.statistics(model)])
         tied: dict[str, str] = {}
         if wire.TIED_KEY in told:
             tied = wire.check_tied(told[wire.TIED_KEY], model, buffers)
