@@ -26,7 +26,7 @@ from simulations.client_app import app
 from simulations.job import METHODS
 from tests.test_simulations import ROOT, job
 
-pytestmark = [pytest.mark.flower, pytest.mark.timeout(280)]
+pytestmark = [pytest.mark.flower, pytest.mark.timeout(600)]
 BIN = Path(sys.executable).parent
 
 
@@ -377,7 +377,7 @@ def test_a_supernode_that_is_killed_and_started_anew_joins_again(tmp_path: Path)
         victim.kill()
         victim.wait(30)
         supernode(1)
-        run.wait(250)
+        run.wait(500)
     assert (out / "history.json").is_file(), log.read_text()[-3000:]
     rounds = json.loads((out / "history.json").read_text())["methods"]["FedFOR"]["rounds"]
     assert len(rounds) == 8, log.read_text()[-3000:]
