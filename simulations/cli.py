@@ -152,8 +152,7 @@ def read_settings(app: Path, settings: Sequence[str]) -> tuple[dict[str, Any], J
         except tomllib.TOMLDecodeError:
             given[key] = value
     job = Job.from_run_config({**defaults, **given})
-    for method in job.method_names:
-        job.strategy(method)  # refuses what only the method itself can judge
+    job.check()
     return given, job
 
 

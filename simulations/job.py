@@ -358,6 +358,16 @@ class Job:
         count = int(len(rows) * share)
         return shuffled[:count], shuffled[count:]
 
+    def check(self) -> None:
+        """Raise ValueError for what only the methods can judge, all of them: settings and the model."""
+        from flwr.app import ArrayRecord
+
+        from simulations import models
+
+        arrays = ArrayRecord(models.build(self.dataset, self.model, self.seed).state_dict())
+        for method in self.method_names:
+            self.strategy(method).check_model(arrays)
+
     def strategy(self, method: str) -> RegStrategy:
         """Build the strategy of a method, or of several joined by ``+``, with the job's settings.
 

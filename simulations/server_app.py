@@ -59,8 +59,7 @@ def run(job: Job, grid: Grid, folder: Path | None) -> dict[str, Any]:
     from flwr_regs.flower.strategy import RegStrategy
     from simulations import data, models, report
 
-    for method in job.method_names:  # before any client starts
-        job.strategy(method)  # refuses what only the method itself can judge
+    job.check()  # before any client starts
     dataset = data.load(job.dataset, job.data_dir)
     model = models.build(job.dataset, job.model, job.seed)
     device = resolve_device("auto")

@@ -683,6 +683,7 @@ def test_aggregation_without_configuration_is_refused() -> None:
     ("changed", "error", "message"),
     [
         ({"strategy": object()}, TypeError, "needs a strategy of flwr_regs, not object"),
+        ({"strategy": fr.FedBN()}, ValueError, "FedBN found no BatchNorm layer"),
         ({"initial_arrays": Parameters([], "")}, TypeError, "names.*state_dict.*not Parameters"),
         ({"num_rounds": 0}, ValueError, "num_rounds must be at least 1"),
         ({"train_config": {"lr": 0.1}}, ValueError, "local-epochs"),

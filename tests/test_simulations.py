@@ -490,3 +490,21 @@ def test_clients_test_what_is_private_or_in_their_own_domain(methods: str, tmp_p
 def test_held_out_clients_do_not_go_with_private_entries() -> None:
     with pytest.raises(ValueError, match="do not go with domains or private entries"):
         job(methods="FedBN", held_out_clients=2)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"methods": "FedAvg,FedBN", "model": "mlp"}, "FedBN found no BatchNorm layer"),
+        ({"methods": "FedAvg,FedPer", "fedper_private": "head.*"}, "head"),
+        ({"methods": "FedAvg,FedADC+FedAdam"}, "only one term can own the server's step"),
+    ],
+)
+def test_a_method_that_cannot_train_the_model_is_refused_before_any_method_runs(
+    settings: Any, message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        in_process(job(**settings), tmp_path)
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(ValueError, match=message):
+        cli.read_settings(ROOT, [f"{k.replace('_', '-')}={v}" for k, v in settings.items()])

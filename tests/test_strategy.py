@@ -18,8 +18,10 @@ from flwr.serverapp.strategy import FedAvg as FlowerFedAvg
 from torch import nn
 
 from flwr_regs import (
+    CentralDP,
     FedAvg,
     FedAvgClient,
+    FedBN,
     FedFOR,
     FedFORClient,
     FedProx,
@@ -255,6 +257,29 @@ def test_a_plain_client_cannot_pass_for_another_method() -> None:
 
     with pytest.raises(RoundFailed, match=r"names no method.*FedFORClient"):
         start(FedFOR(alpha=0.1), InProcessGrid(client_app(client_fn), 3))
+
+
+def test_a_model_that_cannot_be_trained_is_refused_before_it_is_evaluated() -> None:
+    asked: list[int] = []
+    cases: list[tuple[Any, dict[str, np.ndarray], str]] = [
+        (FedBN(), {"w": np.zeros(2)}, "FedBN found no BatchNorm layer"),
+        (FedAvg(), {}, "initial_arrays is empty"),
+        (FedAvg(wire_dtype="float16"), {"w": np.zeros(2)}, "rounds float32 arrays"),
+        (
+            FedAvg(weighting="uniform", privacy=CentralDP(1.0, 1.0)),
+            {"a.running_var": np.ones(2)},
+            "use GroupNorm",
+        ),
+    ]
+    for strategy, arrays, message in cases:
+        with pytest.raises(ValueError, match=message):
+            strategy.start(
+                grid=InProcessGrid(ClientApp(), 3),
+                initial_arrays=ArrayRecord({n: Array(a) for n, a in arrays.items()}),
+                train_config=CONFIG,
+                evaluate_fn=lambda server_round, arrays: asked.append(server_round),
+            )
+    assert asked == []
 
 
 def test_integer_and_boolean_buffers_keep_their_dtype() -> None:

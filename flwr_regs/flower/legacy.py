@@ -83,7 +83,8 @@ class LegacyStrategy(Strategy):
     TypeError
         `strategy` is not one of this package, or `initial_arrays` has no names.
     ValueError
-        A config key is unknown, missing or wrong; `num_rounds` is not that of the server.
+        A config key is unknown, missing or wrong; the strategy cannot train the model; `num_rounds` is
+        not that of the server.
     RoundFailed
         From ``aggregate_fit`` and ``aggregate_evaluate``: see :class:`RegStrategy`.
 
@@ -127,6 +128,7 @@ class LegacyStrategy(Strategy):
         self._initial = ArrayRecord(
             {k: a if isinstance(a, Array) else Array(a) for k, a in initial_arrays.items()}
         )
+        strategy.check_model(self._initial)
         self._given = num_rounds, timeout, train_config, evaluate_config
         self._evaluate_fn = evaluate_fn
         self._timeout = timeout

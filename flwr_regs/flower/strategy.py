@@ -25,7 +25,7 @@ from flwr_regs.flower.exchange import Exchange, is_out_of_sync
 from flwr_regs.flower.half import DTYPES, pack_record
 from flwr_regs.flower.participation import Participation
 from flwr_regs.flower.population import Population
-from flwr_regs.flower.privacy import Privacy, beside, check_driven
+from flwr_regs.flower.privacy import Privacy, beside, check_driven, refuse_statistics
 from flwr_regs.flower.replies import sort_replies, told, usable_replies, with_common_metrics
 from flwr_regs.flower.state import GlobalState
 from flwr_regs.method import Term
@@ -225,10 +225,12 @@ class RegStrategy(FlowerFedAvg):
         Raises
         ------
         ValueError
-            An unknown, missing or wrong config key, before any client is contacted.
+            An unknown, missing or wrong config key, or a model that the method cannot train, before any
+            client is contacted.
         RoundFailed
             A round had fewer than `min_replies` usable replies.
         """
+        self.check_model(initial_arrays)
         train, evaluate = self._prepare(num_rounds, timeout, train_config, evaluate_config)
         try:
             return super().start(
@@ -236,6 +238,16 @@ class RegStrategy(FlowerFedAvg):
             )
         finally:
             self._num_rounds = 0
+
+    def check_model(self, initial_arrays: ArrayRecord) -> None:
+        """Raise ValueError for initial arrays that this strategy cannot train, and say why.
+
+        `start` does so first; call it yourself where other work comes before.
+        """
+        shared = self._shared(initial_arrays)
+        if self.privacy is not None:
+            refuse_statistics(shared)
+        GlobalState(self.term, shared, self.wire_dtype)
 
     def _prepare(
         self,
@@ -488,11 +500,9 @@ class RegStrategy(FlowerFedAvg):
         self._check_config(config)
         if not self._num_rounds:
             check_driven(self)
-        model = wire.from_record(arrays)
-        private = self.term.private(model)
-        if private:
-            log(INFO, "%d of %d arrays stay with the clients", len(private), len(model))
-        shared = {name: a for name, a in model.items() if name not in private}
+        shared = self._shared(arrays)
+        if private := len(arrays) - len(shared):
+            log(INFO, "%d of %d arrays stay with the clients", private, len(arrays))
         self._privacy.begin(shared)
         self._state = GlobalState(self.term, shared, self.wire_dtype)
         self._held = {}
@@ -506,6 +516,11 @@ class RegStrategy(FlowerFedAvg):
         self._evaluation = Evaluation(self.population, self.seed, settings)
         self.history = []
         self.population.forget()
+
+    def _shared(self, arrays: ArrayRecord) -> wire.NDArrays:
+        model = wire.from_record(arrays)
+        private = self.term.private(model)
+        return {name: a for name, a in model.items() if name not in private}
 
     def _cohort(self, server_round: int, members: list[int], grid: Grid) -> list[int]:
         size = max(int(len(members) * self.fraction_train), self.min_train_nodes)
