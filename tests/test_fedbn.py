@@ -152,7 +152,13 @@ def test_a_client_that_sits_out_keeps_its_entries() -> None:
             assert private_of(grid, pid)["1.num_batches_tracked"] == 2 * batches[pid] * n
 
 
-def test_a_client_that_lost_its_state_goes_on_with_its_own_model() -> None:
+def test_a_client_that_lost_its_state_goes_on_with_its_own_model_and_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    said: list[str] = []
+    log = "flwr_regs.flower.strategy.log"
+    monkeypatch.setattr(log, lambda level, text, *a: said.append(text % a))
+
     class Forgetful(InProcessGrid):
         def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
             self._contexts[1001].state = RecordDict()
@@ -161,6 +167,10 @@ def test_a_client_that_lost_its_state_goes_on_with_its_own_model() -> None:
     strategy = FedBN(seed=1)
     run(strategy, FedBNClient, model=model, grid=grid_of(FedBNClient, Forgetful))
     assert not any(e["failures"] for e in strategy.history)
+    assert [e["lost_private"] for e in strategy.history] == [[], [1], [1], [1]]
+    assert sum("clients [1] have lost their private entries" in text for text in said) == 3
+    run(strategy, FedBNClient, model=model, grid=grid_of(FedBNClient))
+    assert [e["lost_private"] for e in strategy.history] == [[]] * 4
 
 
 def test_personal_layers_are_the_same_mechanism() -> None:

@@ -339,6 +339,8 @@ def test_private_entries_survive_on_supernodes(tmp_path: Path) -> None:
         args = ["run", ".", "dep", "--stream", "-c", f"{config} methods='{method}' out='{out}'"]
         run = command(BIN / "flwr", *args, env=env)
     assert (out / "history.json").is_file(), run.stdout[-3000:] + run.stderr[-3000:]
+    rounds = json.loads((out / "history.json").read_text())["methods"][method]["rounds"]
+    assert [r["lost_private"] for r in rounds] == [[], [], []]
     mine = in_process(tmp_path / "x", method, **settings)
     assert_same(dict(load_file(out / f"{method}.safetensors")), mine)
     told, want = (

@@ -168,6 +168,8 @@ def node_mod(message: Message, context: Context, call_next: ClientAppCallable) -
         reply.content[wire.CONFIG] = answer
     kept = [k for k, v in answer.items() if k.endswith(".client") and isinstance(v, bytes)]
     unpacked = {k: wire.to_record(wire.unpack(answer.pop(k))) for k in kept}  # type: ignore[arg-type]
+    if wire.PRIVATE_KEY in unpacked and wire.PRIVATE_KEY not in slots:
+        answer[wire.FRESH_KEY] = True  # a server that knows better says that they were lost
     state.keep_slots(unpacked, instead=message_type != wire.PROBE)
     if config.get(wire.KEEP_KEY) and model is not None:
         state.keep_model(model)

@@ -98,7 +98,7 @@ class Exchange:
             failures |= failed
             for pid, content in asked.items():
                 down[pid] += wire.content_bytes(content)
-            lost = [pid for pid, reply in answered.items() if is_out_of_sync(reply)]
+            lost = [pid for pid, reply in answered.items() if says(reply, wire.OUT_OF_SYNC_KEY)]
             if last:
                 failures |= dict.fromkeys(lost, "it says that it lacks the model it was just sent")
             for pid in sorted(set(answered) - set(lost)):
@@ -156,7 +156,7 @@ class Exchange:
         return RecordDict({**records, wire.CONFIG: config})
 
 
-def is_out_of_sync(message: Message) -> bool:
-    """Return whether a client says that it cannot apply a step, having lost its model."""
+def says(message: Message, key: str) -> bool:
+    """Return whether a client's answer says, by `key`, that it has lost what it should hold."""
     config = message.content.config_records.get(wire.CONFIG)
-    return config is not None and bool(config.get(wire.OUT_OF_SYNC_KEY, False))
+    return config is not None and bool(config.get(key, False))

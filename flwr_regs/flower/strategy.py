@@ -21,7 +21,7 @@ from flwr_regs.flower import wire
 from flwr_regs.flower.arguments import check_arguments
 from flwr_regs.flower.downlink import Downlink
 from flwr_regs.flower.evaluation import Evaluation, NobodyEvaluated
-from flwr_regs.flower.exchange import Exchange, is_out_of_sync
+from flwr_regs.flower.exchange import Exchange, says
 from flwr_regs.flower.half import DTYPES, pack_record
 from flwr_regs.flower.participation import Participation
 from flwr_regs.flower.population import Population
@@ -375,7 +375,7 @@ class RegStrategy(FlowerFedAvg):
         trained = [r for r in replies if r.metadata.message_type != wire.PREFETCH]
         answered, failures = sort_replies(trained, self.population.nodes(self._asked))
         # A client that lost its model (a restarted SuperNode) gets the full pair in the same round.
-        if lost := [p for p, m in answered.items() if is_out_of_sync(m)]:
+        if lost := [p for p, m in answered.items() if says(m, wire.OUT_OF_SYNC_KEY)]:
             log(WARNING, "clients %s have lost their model; sending the full pair", lost)
             messages = self._exchange.train(lost, lost=True)
             again = self._grid.send_and_receive(messages, timeout=self._timeout)
@@ -407,6 +407,15 @@ class RegStrategy(FlowerFedAvg):
         entry["failures"] = failures
         usable = self.participation.usable(entry["cohort"], usable, entry)
         entry["replies"] = sorted(usable)
+        entry["lost_private"] = [
+            p for p in entry["replies"] if p in self._used and says(answered[p], wire.FRESH_KEY)
+        ]
+        if entry["lost_private"]:
+            log(
+                WARNING,
+                "clients %s have lost their private entries and began anew with their model's own",
+                entry["lost_private"],
+            )
         self.history.append(entry)
         needed = self._privacy.needed(self.min_replies, len(entry["cohort"]))
         if self.min_replies <= len(usable) < needed and self._released is not None:
