@@ -76,8 +76,8 @@ class LocalTraining:
         ``loss_fn(output, targets) -> scalar``, for what is measured over the data (Fisher information).
     broadcast, client : Slot
         What the server sent beside the model, and what this client kept from its last round.
-    train_mode : bool
-        False leaves the model in eval mode: batch norm and dropout as when the model is used.
+    device, train_mode : str or torch.device, bool
+        ``"auto"``: the accelerator, if any. False leaves batch norm and dropout as when the model is used.
     classifier, client_id, max_steps, max_seconds : str, int, int, float
         The output layer (default: the last ``nn.Linear``) and the partition id, for terms that need them;
         the client's own budget, at which `batches` stops early, maybe before the first step.
@@ -144,7 +144,6 @@ class LocalTraining:
         own = [type(t).client_optimizer is not Term.client_optimizer for t in terms]
         self._makes_optimizer, self._went_back = any(own), False
         _write(self._values, term.start(self._ctx.start, self._ctx))
-        self._first = {n: v.clone() for n, v in self._values.items()}
 
     @property
     def _values(self) -> Arrays:
@@ -205,7 +204,8 @@ class LocalTraining:
         self.model.to(self.device)  # a trainer may have moved it
         start = self._ctx.start
         if not taken:  # an inactive client: everything stays as it was
-            if any((v != self._first[n]).any() for n, v in self._values.items()):
+            first = self._term.start(start, self._ctx)
+            if any((v != first[n].to(v.dtype)).any() for n, v in self._values.items()):
                 raise RuntimeError("the model has moved, but correct() was never called")
             _write(self._values, start)
         delta = {name: v - start[name] for name, v in self._values.items()}

@@ -163,32 +163,12 @@ def test_private_entries_in_a_loop_of_ones_own() -> None:
     assert not any(n.startswith("1.") for n in got)
 
 
-def test_seeded_shuffles_as_the_client_does() -> None:
-    def shuffled(loop: ClientRound, model: nn.Module, make: Any) -> None:
-        with loop.seeded():
-            plain_loop(loop, model, make)
-
-    data = torch.utils.data.TensorDataset(
-        torch.arange(80, dtype=torch.float64).reshape(20, 4) / 80, torch.arange(20) % 3
-    )
-    loader = partial(torch.utils.data.DataLoader, data, batch_size=4, shuffle=True)
-    app = RegClientApp()
-
-    @app.train()
-    def train(message: Message, context: Context) -> Message:
-        net = make_model()
-        loop = ClientRound(message, FedFORClient, net, loader(), device="cpu")
-        shuffled(loop, net, torch.optim.SGD)
-        return loop.reply()
-
-    settings: dict[str, Any] = {"seed": 5, "fraction_evaluate": 0.0}
-    want = run(FedFOR(**settings), FedFORClient, clients=[loader(), loader()])
-    got = run(FedFOR(**settings), FedFORClient, clients=[0, 0], grid=InProcessGrid(app, 2))
-    close(got, want, 0.0)
-
-
-def test_what_a_reply_draws_is_seeded_with_the_loop() -> None:
-    """FedCurv's random share of the data is drawn in reply."""
+@pytest.mark.parametrize(
+    ("strategy", "client"),
+    [(FedFOR, FedFORClient), (partial(FedCurv, 0.5, fisher_samples=3), FedCurvClient)],
+)
+def test_seeded_draws_as_the_client_does(strategy: Any, client: Any) -> None:
+    """Shuffles, and FedCurv's random share of the data, which is drawn in reply."""
     g = torch.Generator().manual_seed(2)
     data = torch.utils.data.TensorDataset(
         torch.randn(20, 4, generator=g, dtype=torch.float64), torch.arange(20) % 3
@@ -199,14 +179,14 @@ def test_what_a_reply_draws_is_seeded_with_the_loop() -> None:
     @app.train()
     def train(message: Message, context: Context) -> Message:
         net = make_model()
-        loop = ClientRound(message, FedCurvClient, net, loader(), device="cpu")
+        loop = ClientRound(message, client, net, loader(), device="cpu")
         with loop.seeded():
             plain_loop(loop, net, torch.optim.SGD)
             return loop.reply()
 
-    settings: dict[str, Any] = {"fisher_samples": 3, "seed": 5, "fraction_evaluate": 0.0}
-    want = run(FedCurv(0.5, **settings), FedCurvClient, clients=[loader(), loader()])
-    got = run(FedCurv(0.5, **settings), FedCurvClient, clients=[0, 0], grid=InProcessGrid(app, 2))
+    settings: dict[str, Any] = {"seed": 5, "fraction_evaluate": 0.0}
+    want = run(strategy(**settings), client, clients=[loader(), loader()])
+    got = run(strategy(**settings), client, clients=[0, 0], grid=InProcessGrid(app, 2))
     close(got, want, 0.0)
 
 

@@ -258,9 +258,8 @@ class RegStrategy(FlowerFedAvg):
     ) -> tuple[ConfigRecord, ConfigRecord]:
         """Check what a training is told and note how long it is; return configs Flower may write into."""
         self._check_config(train_config or {})
-        if "clipping_norm" in (
-            train_config or {}
-        ):  # a wrapper leaves it in the config it was given
+        # A wrapper leaves it in the config that it was given.
+        if "clipping_norm" in (train_config or {}):
             raise ValueError(
                 "train_config key 'clipping_norm' is for Flower's privacy wrappers, which noise what their "
                 "mods clip; here nobody would: leave it out, or use privacy=CentralDP(...)"
