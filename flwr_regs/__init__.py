@@ -31,8 +31,7 @@ if TYPE_CHECKING:
     from flwr_regs.flower.client_round import ClientRound as ClientRound
     from flwr_regs.flower.client_round import load_model as load_model
     from flwr_regs.flower.grid import InProcessGrid as InProcessGrid
-    from flwr_regs.flower.half import float32_arrays as float32_arrays
-    from flwr_regs.flower.legacy import LegacyStrategy as LegacyStrategy
+    from flwr_regs.flower.legacy.strategy import LegacyStrategy as LegacyStrategy
     from flwr_regs.flower.privacy import wrap as wrap
     from flwr_regs.flower.strategy import RegStrategy as RegStrategy
     from flwr_regs.flower.strategy import RoundFailed as RoundFailed
@@ -83,7 +82,8 @@ if TYPE_CHECKING:
     from flwr_regs.methods.rfedavg import RFedAvgClient as RFedAvgClient
     from flwr_regs.methods.rfedavg import RFedAvgPlus as RFedAvgPlus
     from flwr_regs.methods.rfedavg import RFedAvgPlusClient as RFedAvgPlusClient
-    from flwr_regs.privacy import CentralDP as CentralDP
+    from flwr_regs.server.privacy import CentralDP as CentralDP
+    from flwr_regs.wire.records import float32_arrays as float32_arrays
 
 _HOME = {
     "RegClientApp": "flower.app",
@@ -92,8 +92,8 @@ _HOME = {
     "ClientRound": "flower.client_round",
     "load_model": "flower.client_round",
     "InProcessGrid": "flower.grid",
-    "float32_arrays": "flower.half",
-    "LegacyStrategy": "flower.legacy",
+    "float32_arrays": "wire.records",
+    "LegacyStrategy": "flower.legacy.strategy",
     "wrap": "flower.privacy",
     "RegStrategy": "flower.strategy",
     "RoundFailed": "flower.strategy",
@@ -144,7 +144,7 @@ _HOME = {
     "RFedAvgClient": "methods.rfedavg",
     "RFedAvgPlus": "methods.rfedavg",
     "RFedAvgPlusClient": "methods.rfedavg",
-    "CentralDP": "privacy",
+    "CentralDP": "server.privacy",
 }
 
 __all__ = sorted(_HOME)

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from flwr_regs.method import Arrays, ClientContext, ServerContext, Slot, Term
+from flwr_regs.term import Arrays, ClientContext, ServerContext, Slot, Term
 
 
 @dataclass(frozen=True)

@@ -1,1 +1,1 @@
-"""The Flower app that ``flwr run .`` runs: data, partitions, models, the comparison and its report."""
+"""The Flower app that ``flwr run .`` runs; all that it does is in `flwr_regs.experiments`."""

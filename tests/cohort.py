@@ -11,9 +11,9 @@ from torch import nn
 from torch.func import functional_call, grad, vmap
 
 from flwr_regs.chain import chain
-from flwr_regs.features import FeatureTap
-from flwr_regs.local_round import local_round
-from flwr_regs.method import Arrays, ClientContext, ServerContext, Slot, Term
+from flwr_regs.client.features import FeatureTap
+from flwr_regs.client.training import local_round
+from flwr_regs.term import Arrays, ClientContext, ServerContext, Slot, Term
 from tests.conftest import close, make_clients, make_model
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 import flwr_regs as fr
-from flwr_regs.method import Term
+from flwr_regs.term import Term
 from tests.oracles.distillation import fedadc_plus
 from tests.oracles.efl import efl
 from tests.oracles.fedadc import fedadc

@@ -10,8 +10,8 @@ import zlib
 import numpy as np
 import pytest
 
-from flwr_regs import codec
-from flwr_regs.codec import CodecError, decode, encode
+from flwr_regs.wire import codec
+from flwr_regs.wire.codec import CodecError, decode, encode
 
 FLOATS = (np.float16, np.float32, np.float64)
 
@@ -362,6 +362,6 @@ def test_a_missing_library_is_named(monkeypatch):
 
 
 def test_imports_neither_torch_nor_flwr():
-    code = "import sys, flwr_regs.codec; print({'torch', 'flwr'} & set(sys.modules))"
+    code = "import sys, flwr_regs.wire.codec; print({'torch', 'flwr'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"

@@ -31,14 +31,15 @@ from flwr_regs import (
     SparseTernary,
     client_app,
 )
-from flwr_regs.aggregation import Reply
 from flwr_regs.chain import chain
-from flwr_regs.codec import decode, encode
-from flwr_regs.flower import wire
-from flwr_regs.flower.participation import Participation
-from flwr_regs.local_round import local_round
-from flwr_regs.method import ClientContext
+from flwr_regs.client.training import local_round
 from flwr_regs.methods.efl import sparse_ternary
+from flwr_regs.server.aggregation import Reply
+from flwr_regs.server.participation import Participation
+from flwr_regs.term import ClientContext
+from flwr_regs.wire import keys
+from flwr_regs.wire.codec import decode, encode
+from flwr_regs.wire.records import from_record
 from tests.conftest import close, make_clients, make_model, run, to_numpy
 from tests.oracles.efl import efl
 from tests.test_laws import Point, SerialisingGrid, half_squared_error, start_weights
@@ -200,7 +201,7 @@ class Recording(SerialisingGrid):
                 state = self._contexts[m.metadata.dst_node_id].state
                 for key, record in state.array_records.items():
                     if key.endswith(".model"):
-                        models[m.metadata.dst_node_id - 1000] = wire.from_record(record)
+                        models[m.metadata.dst_node_id - 1000] = from_record(record)
             self.kept.append(models)
         return ids
 
@@ -234,7 +235,7 @@ def test_server_and_in_sync_clients_hold_equal_bits(fraction: float) -> None:
         fraction_evaluate=0.0,
     )
     seen: list[dict[str, np.ndarray]] = []
-    advance = wire.from_record
+    advance = from_record
 
     class Watching(EFL):
         def configure_train(self, server_round: int, arrays: Any, *args: Any) -> Any:
@@ -333,9 +334,9 @@ def test_a_corrupt_update_costs_only_its_client(spoil: Any) -> None:
         def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
             ids = list(super().push_messages(messages))
             for reply in (self._replies[i] for i in ids):
-                config = reply.content.config_records.get(wire.CONFIG, ConfigRecord())
-                if wire.UPDATE_KEY in config and reply.metadata.src_node_id == 1002:
-                    config[wire.UPDATE_KEY] = spoil(config[wire.UPDATE_KEY])
+                config = reply.content.config_records.get(keys.CONFIG, ConfigRecord())
+                if keys.UPDATE_KEY in config and reply.metadata.src_node_id == 1002:
+                    config[keys.UPDATE_KEY] = spoil(config[keys.UPDATE_KEY])
             return ids
 
     data = make_clients()
@@ -418,7 +419,7 @@ def budgeted(base: Any, done: list[dict[int, int]] = DONE) -> Any:
     class Budgeted(base):  # type: ignore[misc]
         def fit(self, parameters: Any, config: Any) -> Any:
             budgets = done[(config["server-round"] - 1) % len(done)]
-            self.step_budget = budgets.get(config[wire.CLIENT_KEY])
+            self.step_budget = budgets.get(config[keys.CLIENT_KEY])
             return super().fit(parameters, config)
 
     return Budgeted
@@ -647,7 +648,7 @@ def test_an_update_that_was_not_used_goes_back_into_the_residual() -> None:
         def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
             messages = list(messages)
             if messages and messages[0].metadata.message_type == "train":
-                models.append(wire.from_record(messages[0].content.array_records["arrays"]))
+                models.append(from_record(messages[0].content.array_records["arrays"]))
             return super().push_messages(messages)
 
     grid = Watching(client_app(client_fn), 4)
@@ -660,7 +661,7 @@ def test_an_update_that_was_not_used_goes_back_into_the_residual() -> None:
         end = local_round(model, SparseTernary(), data[1], lr=0.2, steps=steps).delta
         learnt = {n: learnt.get(n, 0) + d for n, d in end.items()}
     state = grid._contexts[1001].state.array_records
-    slots = {k.rsplit(".", 2)[1]: wire.from_record(r) for k, r in state.items()}
+    slots = {k.rsplit(".", 2)[1]: from_record(r) for k, r in state.items()}
     like = {n: learnt[n].numpy() for n in sorted(learnt)}
     sent = decode(slots["pending"]["update"].tobytes(), like)
     close({n: slots["ternary"][n] + sent[n] for n in like}, like, 1e-12)
@@ -760,7 +761,7 @@ def test_steps_that_the_round_did_not_ask_for_cost_only_their_client(told: Any, 
     class Boasting(FedAvgClient):
         def fit(self, parameters: Any, config: Any) -> Any:
             arrays, n, metrics = super().fit(parameters, config)
-            if config[wire.CLIENT_KEY] == 0:
+            if config[keys.CLIENT_KEY] == 0:
                 metrics |= dict(zip(("local-steps", "planned-steps"), told, strict=True))
                 n = 4
             return arrays, n, metrics
@@ -798,8 +799,8 @@ def test_a_probing_method_compresses_the_model_of_its_probe() -> None:
 
 def test_a_client_that_never_finds_its_model_is_given_up() -> None:
     def how(reply: Message) -> None:
-        if reply.metadata.message_type == wire.PROBE and reply.metadata.src_node_id == 1001:
-            reply.content = RecordDict({wire.CONFIG: ConfigRecord({wire.OUT_OF_SYNC_KEY: True})})
+        if reply.metadata.message_type == keys.PROBE and reply.metadata.src_node_id == 1001:
+            reply.content = RecordDict({keys.CONFIG: ConfigRecord({keys.OUT_OF_SYNC_KEY: True})})
 
     strategy = RFedAvgPlus(0.1, seed=1, fraction_evaluate=0.0)
     run(strategy, RFedAvgPlusClient, rounds=2, grid=spoiling(RFedAvgPlusClient, 3, how))
@@ -810,7 +811,7 @@ def test_a_client_that_never_finds_its_model_is_given_up() -> None:
 
 def test_a_probe_without_its_vector_costs_only_its_client() -> None:
     def how(reply: Message) -> None:
-        if reply.metadata.message_type == wire.PROBE and reply.metadata.src_node_id == 1001:
+        if reply.metadata.message_type == keys.PROBE and reply.metadata.src_node_id == 1001:
             del reply.content["rfedavg-plus.upload"]
 
     strategy = RFedAvgPlus(0.1, seed=1, fraction_evaluate=0.0)
@@ -819,7 +820,7 @@ def test_a_probe_without_its_vector_costs_only_its_client() -> None:
 
 
 def test_the_log_of_steps_is_bounded_in_steps_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flwr_regs.flower.state.MOST_STEPS", 3)
+    monkeypatch.setattr("flwr_regs.server.model.MOST_STEPS", 3)
     strategy = EFL(0.0, 0.01, 0.01, seed=1, fraction_evaluate=0.0)
     run(strategy, EFLClient, rounds=6, model=wide_model, clients=make_clients(4, torch.float32))
     assert list(strategy._state.coded_steps) == [4, 5, 6]

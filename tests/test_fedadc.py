@@ -31,13 +31,13 @@ from flwr_regs import (
     SlowMoClient,
     client_app,
 )
-from flwr_regs.batches import StartOutputs, label_counts
 from flwr_regs.chain import chain
-from flwr_regs.classifier import find_classifier
-from flwr_regs.flower.population import PopulationError
-from flwr_regs.local_round import local_round
-from flwr_regs.method import ClientContext
-from flwr_regs.sampling import CoverageError, class_covering_cohort, uniform_cohort
+from flwr_regs.client.batches import StartOutputs, label_counts
+from flwr_regs.client.classifier import find_classifier
+from flwr_regs.client.training import local_round
+from flwr_regs.server.cohorts import CoverageError, class_covering_cohort, uniform_cohort
+from flwr_regs.server.population import PopulationError
+from flwr_regs.term import ClientContext
 from tests.conftest import close, make_clients, make_model, run
 from tests.oracles import distillation
 from tests.test_strategy import ForgetfulGrid, app_of, start
@@ -271,7 +271,7 @@ def test_the_kinds_differ_and_the_penalties_hold_back() -> None:
 
 
 def test_only_the_classifier_is_trained() -> None:
-    from flwr_regs.methods.calibration import calibrate
+    from flwr_regs.client.calibration import calibrate
 
     model = make_model(batch_norm=True)
     before = {n: v.clone() for n, v in model.state_dict().items()}
@@ -535,7 +535,7 @@ class Tied(nn.Module):
 
 
 def test_personalisation_of_odd_classifiers() -> None:
-    from flwr_regs.methods.calibration import calibrate
+    from flwr_regs.client.calibration import calibrate
 
     def mine(model: nn.Module) -> nn.Module:
         return calibrate(

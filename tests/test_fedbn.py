@@ -33,7 +33,8 @@ from flwr_regs import (
     SparseTernary,
     client_app,
 )
-from flwr_regs.flower import wire
+from flwr_regs.wire import keys
+from flwr_regs.wire.records import from_record
 from tests.conftest import close, make_clients, make_model, run
 from tests.test_laws import SerialisingGrid
 
@@ -80,8 +81,8 @@ def grid_of(client: Any, kind: Any = Tapped, n: int = 3, **kwargs: Any) -> Any:
 
 def private_of(grid: Any, pid: int) -> dict[str, np.ndarray]:
     records = grid._contexts[1000 + pid].state.array_records
-    (key,) = (k for k in records if k.endswith(wire.PRIVATE_KEY))
-    return wire.from_record(records[key])
+    (key,) = (k for k in records if k.endswith(keys.PRIVATE_KEY))
+    return from_record(records[key])
 
 
 def by_hand(rounds: int, n: int = 3) -> tuple[dict[str, Any], list[dict[str, Any]]]:

@@ -21,9 +21,9 @@ import pytest
 from safetensors.numpy import load_file
 
 from flwr_regs import InProcessGrid
-from simulations import server_app
+from flwr_regs.experiments import comparison
+from flwr_regs.experiments.job import METHODS
 from simulations.client_app import app
-from simulations.job import METHODS
 from tests.test_simulations import ROOT, job
 
 pytestmark = [pytest.mark.flower, pytest.mark.timeout(600)]
@@ -82,7 +82,7 @@ def in_process(folder: Path, method: str = "FedFOR", **settings: Any) -> dict[st
     folder.mkdir()
     one = job(**{**settings, "methods": method})
     config = {k.replace("_", "-"): v for k, v in vars(one).items()}
-    server_app.run(one, InProcessGrid(app, one.num_clients, config), folder)
+    comparison.run(one, InProcessGrid(app, one.num_clients, config), folder)
     return dict(load_file(folder / f"{method}.safetensors"))
 
 

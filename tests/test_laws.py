@@ -14,7 +14,7 @@ from flwr.common.serde import recorddict_from_proto, recorddict_to_proto
 from torch import nn
 
 from flwr_regs import FedAvg, FedAvgClient, InProcessGrid, RegClient, RegStrategy, client_app
-from flwr_regs.method import Arrays, ClientContext, Slot, Term
+from flwr_regs.term import Arrays, ClientContext, Slot, Term
 from tests.cohort import assert_stacked_is_the_loop, example_context
 from tests.conftest import close, make_clients, make_model, run, to_numpy
 from tests.laws import CASES, Case

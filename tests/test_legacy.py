@@ -38,7 +38,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import flwr_regs as fr
 from flwr_regs import InProcessGrid, LegacyStrategy, RoundFailed, client_app
-from flwr_regs.flower.population import PopulationError
+from flwr_regs.server.population import PopulationError
 from tests.conftest import make_clients, make_model
 from tests.laws import CASES, Case
 

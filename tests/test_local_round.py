@@ -10,9 +10,9 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, SubsetRandomSampler, TensorDataset
 
-from flwr_regs.batches import count_examples, to_device
 from flwr_regs.chain import chain
-from flwr_regs.local_round import local_round
+from flwr_regs.client.batches import count_examples, to_device
+from flwr_regs.client.training import local_round
 from tests.conftest import make_clients, make_model
 
 FEDAVG = chain([])

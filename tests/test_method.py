@@ -10,7 +10,7 @@ import torch
 
 from flwr_regs import FedFOR, FedProx, FirstOrder, Proximal, RegStrategy
 from flwr_regs.chain import chain
-from flwr_regs.method import ClientContext, ServerContext, Term
+from flwr_regs.term import ClientContext, ServerContext, Term
 
 
 def context(v: torch.Tensor, start: torch.Tensor, **slots: torch.Tensor) -> ClientContext:
@@ -133,9 +133,9 @@ def test_hyper_parameters_travel_by_name_and_a_missing_one_is_named() -> None:
 
 
 def test_the_seam_needs_no_flwr() -> None:
-    """method.py and local_round.py are plain torch."""
+    """term.py and client/ are plain torch."""
     import subprocess
     import sys
 
-    code = "import sys, flwr_regs.local_round; sys.exit('flwr' in sys.modules)"
+    code = "import sys, flwr_regs.client.training; sys.exit('flwr' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

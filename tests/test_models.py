@@ -17,13 +17,16 @@ from torch import nn
 
 import flwr_regs as fr
 from flwr_regs import InProcessGrid, RoundFailed, client_app
-from flwr_regs.aggregation import Reply
 from flwr_regs.chain import chain
-from flwr_regs.features import FeatureTap
-from flwr_regs.flower import half, wire
-from flwr_regs.flower.replies import agree_on_ties
-from flwr_regs.flower.state import GlobalState
-from flwr_regs.method import ClientContext
+from flwr_regs.client.features import FeatureTap
+from flwr_regs.server.aggregation import Reply
+from flwr_regs.server.model import GlobalState
+from flwr_regs.server.replies import agree_on_ties
+from flwr_regs.term import ClientContext
+from flwr_regs.wire import keys
+from flwr_regs.wire import precision as half
+from flwr_regs.wire.arrays import ProtocolError, check_tied
+from flwr_regs.wire.records import content_bytes, from_record
 from tests.conftest import Batch, close
 from tests.laws import CASES
 from tests.test_laws import SerialisingGrid
@@ -498,12 +501,10 @@ def test_tied_weights_are_private_as_a_whole() -> None:
     ["[1]", "{", '{"a.bias": "a.weight"}', '{"b.weight": "x"}', '{"b.weight": "b.bias"}', b"", 3],
 )
 def test_a_wrong_word_on_ties_is_refused(told: Any) -> None:
-    model = wire.from_record(TIED.arrays())
-    assert wire.check_tied('{"b.weight": "a.weight"}', model, {"b.weight"}) == {
-        "b.weight": "a.weight"
-    }
-    with pytest.raises(wire.ProtocolError, match=r"'regs\.tied' must map"):
-        wire.check_tied(told, model, {"b.weight"})
+    model = from_record(TIED.arrays())
+    assert check_tied('{"b.weight": "a.weight"}', model, {"b.weight"}) == {"b.weight": "a.weight"}
+    with pytest.raises(ProtocolError, match=r"'regs\.tied' must map"):
+        check_tied(told, model, {"b.weight"})
 
 
 def test_clients_that_tie_otherwise_are_named() -> None:
@@ -555,10 +556,10 @@ def test_rounding_is_torchs_to_the_bit(dtype: str) -> None:
 
 def test_what_a_half_cannot_hold_is_refused() -> None:
     big = {"x": np.array([1e5, 1.0], np.float32)}
-    with pytest.raises(wire.ProtocolError, match="'x' holds values beyond ±65504"):
+    with pytest.raises(ProtocolError, match="'x' holds values beyond ±65504"):
         half.narrow(big, "float16")
     half.narrow(big, "bfloat16")
-    with pytest.raises(wire.ProtocolError, match=r"'x' holds values beyond ±3.39e38"):
+    with pytest.raises(ProtocolError, match=r"'x' holds values beyond ±3.39e38"):
         half.narrow({"x": np.finfo(np.float32).min.reshape(1)}, "bfloat16")
     constants = {"x": np.array([np.inf, -np.inf, np.nan], np.float32)}
     assert np.array_equal(
@@ -667,7 +668,7 @@ def test_bytes_are_those_of_the_messages() -> None:
 
     strategy, _ = train(Kind("wide", wide, wire="bfloat16"), METHODS[0], rounds=1, grid=grid)
     down = [c for kind, c in grids[0].down if kind == "train"]
-    assert strategy.history[0]["bytes_down"][0] == wire.content_bytes(down[0])
+    assert strategy.history[0]["bytes_down"][0] == content_bytes(down[0])
     raw = sum(len(a.data) for a in down[0]["arrays"].values())
     entries = sum(p.numel() for p in wide().parameters())
     assert raw == 2 * entries + 6 * 128  # numpy's header is 128 bytes an array
@@ -721,8 +722,8 @@ def test_private_entries_are_not_rounded_on_the_client(dtype: torch.dtype) -> No
 
     train(kind, Method("FedBN", fr.FedBN, fr.FedBNClient), grid=grid)
     records = grids[0]._contexts[1000].state.array_records
-    (key,) = (k for k in records if k.endswith(wire.PRIVATE_KEY))
-    kept = wire.from_record(records[key])
+    (key,) = (k for k in records if k.endswith(keys.PRIVATE_KEY))
+    kept = from_record(records[key])
     assert {a.dtype for n, a in kept.items() if "num_batches" not in n} == {np.dtype(np.float32)}
     short = all(
         (in_torch(a, "bfloat16").float().numpy() == a).all()
@@ -864,7 +865,7 @@ def test_a_reply_that_is_not_in_the_rounds_precision_is_named() -> None:
 
     strategy, _ = train(replace(PLAIN, wire="bfloat16"), METHODS[0], grid=Bare)
     assert all("expected a mask of 4 bits" in e["failures"][1] for e in strategy.history)
-    with pytest.raises(wire.ProtocolError, match="'x' has dtype float32, expected uint16"):
+    with pytest.raises(ProtocolError, match="'x' has dtype float32, expected uint16"):
         half.widen({"x": np.zeros(2, np.float32)}, {"x"}, "bfloat16")
 
 

@@ -42,7 +42,7 @@ from flwr_regs import (
     SparseTernary,
     load_model,
 )
-from flwr_regs.flower.population import PopulationError
+from flwr_regs.server.population import PopulationError
 from tests.conftest import close, make_clients, make_model, run
 from tests.laws import CASES, Case
 

@@ -20,7 +20,7 @@ import pytest
 import flwr_regs as fr
 from flwr_regs import RegClient, RegStrategy
 from flwr_regs.chain import chain
-from flwr_regs.method import ServerContext, Term
+from flwr_regs.term import ServerContext, Term
 from tests.cohort import assert_stacked_is_the_loop, example_context
 from tests.conftest import close, make_clients, make_model, run, to_numpy
 from tests.laws import server_sgd

@@ -29,10 +29,11 @@ from torch import nn
 
 import flwr_regs as fr
 from flwr_regs import CentralDP, InProcessGrid, RoundFailed, client_app, wrap
-from flwr_regs.aggregation import Reply
-from flwr_regs.flower import wire
-from flwr_regs.method import ServerContext, Term
-from flwr_regs.privacy import private_mean
+from flwr_regs.server.aggregation import Reply
+from flwr_regs.server.privacy import private_mean
+from flwr_regs.term import ServerContext, Term
+from flwr_regs.wire.arrays import NDArrays
+from flwr_regs.wire.records import from_record
 from tests.conftest import close, make_clients, make_model, run, to_numpy
 from tests.oracles.central_dp import central_dp
 
@@ -53,14 +54,14 @@ class Watching(InProcessGrid):
 
     def __init__(self, *args: Any, lose: Callable[[int, int], bool] | None = None) -> None:
         super().__init__(*args)
-        self.sent: list[dict[str, wire.NDArrays]] = []
+        self.sent: list[dict[str, NDArrays]] = []
         self._lose = lose
 
     def send_and_receive(self, messages: Iterable[Message], **kwargs: Any) -> Iterable[Message]:
         messages = list(messages)
         trained = [m for m in messages if m.metadata.message_type == "train"]
         self.sent += [
-            {k: wire.from_record(r) for k, r in m.content.array_records.items()} for m in trained
+            {k: from_record(r) for k, r in m.content.array_records.items()} for m in trained
         ]
         rounds = [int(m.content["config"]["server-round"]) for m in trained]  # type: ignore[call-overload,arg-type]
         replies = list(super().send_and_receive(messages, **kwargs))

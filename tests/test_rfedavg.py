@@ -27,9 +27,9 @@ from flwr_regs import (
     RFedAvgPlusClient,
     client_app,
 )
-from flwr_regs.features import FeatureTap
-from flwr_regs.flower import wire
-from flwr_regs.method import ClientContext
+from flwr_regs.client.features import FeatureTap
+from flwr_regs.term import ClientContext
+from flwr_regs.wire import keys
 from tests.conftest import close, make_clients, make_model, run
 from tests.oracles.rfedavg import delta
 from tests.test_strategy import app_of, start
@@ -115,7 +115,7 @@ def test_the_model_travels_down_once_a_round() -> None:
     grid = Watching(app_of(RFedAvgPlusClient), 3)
     strategy = RFedAvgPlus(lam=0.5, **QUIET)
     start(strategy, grid, 2)
-    model = [s for t, p, s in grid.log if t == wire.PROBE and p == 0]
+    model = [s for t, p, s in grid.log if t == keys.PROBE and p == 0]
     train = [s for t, p, s in grid.log if t == "train" and p == 0]
     assert len(model) == len(train) == 2
     assert min(model) > 0
@@ -141,7 +141,7 @@ class Failing(InProcessGrid):
         return out
 
 
-@pytest.mark.parametrize("where", [wire.PROBE, "train"])
+@pytest.mark.parametrize("where", [keys.PROBE, "train"])
 def test_a_client_that_fails_one_exchange_costs_only_itself(where: str) -> None:
     class Grid(Failing):
         pass
@@ -152,7 +152,7 @@ def test_a_client_that_fails_one_exchange_costs_only_itself(where: str) -> None:
     for entry in strategy.history:
         assert entry["replies"] == [0, 2, 3]
         assert "gone" in entry["failures"][1]
-    if where == wire.PROBE:  # as if it were not there
+    if where == keys.PROBE:  # as if it were not there
         data = make_clients(6)
         want = run(
             RFedAvgPlus(lam=0.5, **QUIET),
@@ -324,7 +324,7 @@ def test_delta_is_over_the_whole_local_data_and_of_the_local_model() -> None:
         def fit(self, parameters: Any, config: Any) -> Any:
             answer = super().fit(parameters, config)
             names = list(self.model.state_dict())
-            local[config[wire.CLIENT_KEY]] = dict(zip(names, answer[0], strict=True))
+            local[config[keys.CLIENT_KEY]] = dict(zip(names, answer[0], strict=True))
             return answer
 
     def client_fn(context: Any) -> Any:

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from flwr_regs import InProcessGrid
-from simulations import cli, data, models, report, server_app
+from flwr_regs.experiments import cli, comparison, data, models, report
+from flwr_regs.experiments.job import METHODS, Job
 from simulations.client_app import app
-from simulations.job import METHODS, Job
 
 ROOT = Path(__file__).parent.parent
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -142,7 +142,7 @@ def test_a_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> N
 
 def in_process(settings: Job, folder: Path | None) -> dict[str, Any]:
     config = {k.replace("_", "-"): v for k, v in vars(settings).items()}
-    return server_app.run(settings, InProcessGrid(app, settings.num_clients, config), folder)
+    return comparison.run(settings, InProcessGrid(app, settings.num_clients, config), folder)
 
 
 def test_the_job_runs_in_one_process_and_reports(
@@ -217,7 +217,7 @@ def test_fewer_clients_than_asked_for_is_said(
 ) -> None:
     settings = job(rounds=1, methods="FedAvg", local_epochs=1)
     config = {k.replace("_", "-"): v for k, v in vars(settings).items()}
-    server_app.run(settings, InProcessGrid(app, 2, config), tmp_path)
+    comparison.run(settings, InProcessGrid(app, 2, config), tmp_path)
     out = capsys.readouterr().out
     assert "this run has 2 SuperNodes, but num-clients asks for 10" in out
     assert "num-supernodes=10" in (tmp_path / "table.txt").read_text()
@@ -334,11 +334,11 @@ def test_results_land_where_they_can(tmp_path: Path, monkeypatch: pytest.MonkeyP
     """In the checkout if the server runs there, else at home; ``out`` decides if set."""
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.chdir(tmp_path)
-    assert server_app.results_folder(job()).parent == tmp_path / "home" / "flwr-regs-results"
-    assert server_app.results_folder(job(out=str(tmp_path / "mine"))) == tmp_path / "mine"
+    assert comparison.results_folder(job()).parent == tmp_path / "home" / "flwr-regs-results"
+    assert comparison.results_folder(job(out=str(tmp_path / "mine"))) == tmp_path / "mine"
     (tmp_path / "simulations").mkdir()
     (tmp_path / "simulations" / "server_app.py").touch()
-    assert server_app.results_folder(job()).parent == tmp_path / "results"
+    assert comparison.results_folder(job()).parent == tmp_path / "results"
 
 
 def test_without_ray_the_command_names_the_extra(
@@ -440,7 +440,7 @@ def test_a_case_without_a_label_is_refused(
 
 
 def test_each_domain_shows_the_same_images_otherwise() -> None:
-    from simulations.domains import DOMAINS, shifted
+    from flwr_regs.experiments.domains import DOMAINS, shifted
 
     x = data.load("digits-domains", "").train_x[:50]
     seen = [shifted(x, d, 3) for d in range(len(DOMAINS))]

@@ -32,9 +32,10 @@ from flwr_regs import (
     RoundFailed,
     client_app,
 )
-from flwr_regs.flower import wire
-from flwr_regs.flower.population import PopulationError
-from flwr_regs.method import Term
+from flwr_regs.server.population import PopulationError
+from flwr_regs.term import Term
+from flwr_regs.wire import keys
+from flwr_regs.wire.records import content_bytes, from_record, identity_reply
 from tests.conftest import close, make_clients, make_model, run
 
 CONFIG = ConfigRecord({"lr": 0.2, "local-epochs": 1})
@@ -415,7 +416,7 @@ def test_payload_bytes_are_those_of_the_serialised_message() -> None:
 
     content = RecordDict({"arrays": _arrays(), "config": ConfigRecord({"a": 1.0, "b": ["x", "y"]})})
     size = recorddict_to_proto(content).ByteSize()
-    assert 0.75 * size < wire.content_bytes(content) < size
+    assert 0.75 * size < content_bytes(content) < size
 
 
 # What can go wrong
@@ -587,12 +588,12 @@ def test_another_protocol_version_names_both(monkeypatch: pytest.MonkeyPatch) ->
     def older(*args: Any) -> Any:
         messages = built(*args)
         for m in messages:
-            m.content.config_records["config"][wire.PROTOCOL_KEY] = 0
+            m.content.config_records["config"][keys.PROTOCOL_KEY] = 0
         return messages
 
     monkeypatch.setattr(strategy, "configure_train", older)
     with pytest.raises(
-        RoundFailed, match=f"speaks protocol {wire.PROTOCOL}, but the strategy speaks 0"
+        RoundFailed, match=f"speaks protocol {keys.PROTOCOL}, but the strategy speaks 0"
     ):
         start(strategy, InProcessGrid(app_of(), 3))
 
@@ -653,7 +654,7 @@ def test_a_reply_without_arrays_is_named() -> None:
 
     @app.query("flwr_regs")
     def who(message: Message, context: Context) -> Message:
-        return Message(wire.identity_reply(context.node_config), reply_to=message)
+        return Message(identity_reply(context.node_config), reply_to=message)
 
     @app.train()
     def train(message: Message, context: Context) -> Message:
@@ -706,14 +707,14 @@ def test_under_flowers_dp_wrapper_clients_train_on_the_noisy_model() -> None:
             messages = list(messages)
             for m in messages[:1]:
                 if m.metadata.message_type == "train":
-                    received.append(wire.from_record(m.content.array_records["arrays"]))
+                    received.append(from_record(m.content.array_records["arrays"]))
             return super().push_messages(messages)
 
     inner = FedFOR(alpha=0.5, weighting="uniform", seed=1, fraction_evaluate=0.0)
     wrapper = noisy()(inner)
 
     def keep(server_round: int, arrays: ArrayRecord) -> None:
-        released.append(wire.from_record(arrays))
+        released.append(from_record(arrays))
 
     wrapper.start(
         grid=Watching(app_of(FedFORClient), 3),
@@ -744,7 +745,7 @@ def test_mods_see_the_model_and_not_the_step() -> None:
 
     def spy(message: Message, context: Context, call_next: Any) -> Message:
         if message.metadata.message_type == "train":
-            seen.append(wire.from_record(message.content.array_records["arrays"]))
+            seen.append(from_record(message.content.array_records["arrays"]))
         return call_next(message, context)
 
     def client_fn(context: Context) -> Any:
@@ -799,15 +800,15 @@ def _truncate(content: RecordDict) -> None:
 
 
 def _no_mask(content: RecordDict) -> None:
-    content.config_records["config"][wire.BUFFERS_KEY] = "not bytes"
+    content.config_records["config"][keys.BUFFERS_KEY] = "not bytes"
 
 
 def _long_mask(content: RecordDict) -> None:
-    content.config_records["config"][wire.BUFFERS_KEY] = b"\0\0"
+    content.config_records["config"][keys.BUFFERS_KEY] = b"\0\0"
 
 
 def _unknown(content: RecordDict) -> None:
-    content.config_records["config"][wire.BUFFERS_KEY] = b"\x01"  # the last of 8 bits, of 4 names
+    content.config_records["config"][keys.BUFFERS_KEY] = b"\x01"  # the last of 8 bits, of 4 names
 
 
 def _more_than_all(content: RecordDict) -> None:
@@ -1020,7 +1021,7 @@ def test_evaluation_is_in_eval_mode_and_weighted_by_examples() -> None:
     reference = make_model(batch_norm=True).eval()
     x, y = (torch.cat(parts) for parts in zip(*batches, strict=True))
     names = json.dumps(list(model.state_dict()))
-    loss, count, metrics = client.evaluate(client.get_parameters({}), {wire.NAMES_KEY: names})
+    loss, count, metrics = client.evaluate(client.get_parameters({}), {keys.NAMES_KEY: names})
     assert count == 7
     want = nn.functional.cross_entropy(reference(x), y)
     assert loss == pytest.approx(want.item(), abs=1e-12)
@@ -1032,7 +1033,7 @@ def test_what_is_no_classification_has_no_accuracy() -> None:
     net = nn.Linear(4, 1)
     client = FedAvgClient(net, data, data, loss_fn=nn.functional.mse_loss, device="cpu")
     names = json.dumps(list(net.state_dict()))
-    _, count, metrics = client.evaluate(client.get_parameters({}), {wire.NAMES_KEY: names})
+    _, count, metrics = client.evaluate(client.get_parameters({}), {keys.NAMES_KEY: names})
     assert (count, metrics) == (3, {})
 
 

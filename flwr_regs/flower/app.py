@@ -20,10 +20,12 @@ from flwr.clientapp import ClientApp
 from flwr.clientapp.typing import ClientAppCallable, Mod
 from flwr.common.constant import MessageTypeLegacy
 
-from flwr_regs.flower import wire
-from flwr_regs.flower.downlink import rebuild, rebuild_coded
-from flwr_regs.flower.half import pack_record, unpack_record
 from flwr_regs.flower.mods import guarded
+from flwr_regs.server.downlink import rebuild, rebuild_coded
+from flwr_regs.wire import keys
+from flwr_regs.wire.arrays import NDArrays, ProtocolError, pack, unpack
+from flwr_regs.wire.precision import from_half, to_half
+from flwr_regs.wire.records import from_record, identity_reply, sorted_answer, to_record
 
 _LEGACY = {"train": ("fitins", "fitres"), "evaluate": ("evaluateins", "evaluateres")}
 
@@ -89,11 +91,11 @@ class RegClientApp(ClientApp):
         if label_counts is None:
             return
 
-        @self.query(wire.LABELS.partition(".")[2])
+        @self.query(keys.LABELS.partition(".")[2])
         def tell(message: Message, context: Context) -> Message:
             counts = json.dumps([int(n) for n in label_counts(context)])
-            answer = ConfigRecord({wire.LABELS_KEY: counts})
-            return Message(RecordDict({wire.CONFIG: answer}), reply_to=message)
+            answer = ConfigRecord({keys.LABELS_KEY: counts})
+            return Message(RecordDict({keys.CONFIG: answer}), reply_to=message)
 
     def train(
         self, action: str = "default", *, mods: list[Mod] | None = None
@@ -107,7 +109,7 @@ class RegClientApp(ClientApp):
 
     def _inside(self, message: Message, context: Context) -> Message:
         message_type = message.metadata.message_type
-        if message_type == wire.PROBE:  # a train message that asks for no training
+        if message_type == keys.PROBE:  # a train message that asks for no training
             message.metadata.message_type = "train"
         reply: Any = super().__call__(message, context)
         if not isinstance(reply, Message):
@@ -128,50 +130,51 @@ def node_mod(message: Message, context: Context, call_next: ClientAppCallable) -
     answers with new slots in the same way; they are kept in ``Context.state`` and do not travel.
     """
     message_type = message.metadata.message_type
-    if message_type == wire.IDENTIFY:
-        return Message(wire.identity_reply(context.node_config), reply_to=message)
+    if message_type == keys.IDENTIFY:
+        return Message(identity_reply(context.node_config), reply_to=message)
     content = message.content
-    config = content.config_records.get(wire.CONFIG, ConfigRecord())
+    config = content.config_records.get(keys.CONFIG, ConfigRecord())
     state = _State(context, config)
-    if message_type == wire.PREFETCH:
-        state.keep_model(content.array_records[wire.ARRAYS])
+    if message_type == keys.PREFETCH:
+        state.keep_model(content.array_records[keys.ARRAYS])
         return Message(RecordDict(), reply_to=message)
     kind = message_type.split(".")[0]
-    if message_type != wire.PROBE and kind not in _LEGACY:
+    if message_type != keys.PROBE and kind not in _LEGACY:
         return call_next(message, context)
-    if wire.HALVES_KEY in config:
-        in_full = unpack_record(content.array_records[wire.ARRAYS], config)
-        content[wire.ARRAYS] = wire.to_record(in_full)
-        del config[wire.HALVES_KEY]
+    if keys.HALVES_KEY in config:
+        in_full = from_half(from_record(content.array_records[keys.ARRAYS]), config)
+        content[keys.ARRAYS] = to_record(in_full)
+        del config[keys.HALVES_KEY]
     if not _apply_step(content, config, state):
-        out_of_sync = ConfigRecord({wire.OUT_OF_SYNC_KEY: True})
-        return Message(RecordDict({wire.CONFIG: out_of_sync}), reply_to=message)
+        out_of_sync = ConfigRecord({keys.OUT_OF_SYNC_KEY: True})
+        return Message(RecordDict({keys.CONFIG: out_of_sync}), reply_to=message)
     slots = state.slots()
     if kind == "evaluate":
-        slots = {name: record for name, record in slots.items() if name == wire.PRIVATE_KEY}
+        slots = {name: record for name, record in slots.items() if name == keys.PRIVATE_KEY}
     for name in [
-        n for n in content.array_records if n.endswith(".broadcast") or n == wire.STEP_KEY
+        n for n in content.array_records if n.endswith(".broadcast") or n == keys.STEP_KEY
     ]:
         slots[name] = content.array_records.pop(name)
-    packed = {name: wire.pack(wire.from_record(record)) for name, record in slots.items()}
-    content[wire.CONFIG] = ConfigRecord({**config, **packed})
-    model = content.array_records.get(wire.ARRAYS)
+    packed = {name: pack(from_record(record)) for name, record in slots.items()}
+    content[keys.CONFIG] = ConfigRecord({**config, **packed})
+    model = content.array_records.get(keys.ARRAYS)
 
     reply = call_next(message, context)
     if reply.has_error() or kind == "evaluate":
         return reply
-    answer = reply.content.config_records.get(wire.CONFIG, ConfigRecord())
-    if wire.HALF_KEY in config and wire.ARRAYS in reply.content.array_records:
-        fitted = wire.from_record(reply.content.array_records[wire.ARRAYS])
-        reply.content[wire.ARRAYS], told = pack_record(fitted, str(config[wire.HALF_KEY]))
-        answer[wire.HALVES_KEY] = told[wire.HALVES_KEY]
-        reply.content[wire.CONFIG] = answer
+    answer = reply.content.config_records.get(keys.CONFIG, ConfigRecord())
+    if keys.HALF_KEY in config and keys.ARRAYS in reply.content.array_records:
+        fitted = from_record(reply.content.array_records[keys.ARRAYS])
+        halved, told = to_half(fitted, str(config[keys.HALF_KEY]))
+        reply.content[keys.ARRAYS] = to_record(halved)
+        answer[keys.HALVES_KEY] = told[keys.HALVES_KEY]
+        reply.content[keys.CONFIG] = answer
     kept = [k for k, v in answer.items() if k.endswith(".client") and isinstance(v, bytes)]
-    unpacked = {k: wire.to_record(wire.unpack(answer.pop(k))) for k in kept}  # type: ignore[arg-type]
-    if wire.PRIVATE_KEY in unpacked and wire.PRIVATE_KEY not in slots:
-        answer[wire.FRESH_KEY] = True  # a server that knows better says that they were lost
-    state.keep_slots(unpacked, instead=message_type != wire.PROBE)
-    if config.get(wire.KEEP_KEY) and model is not None:
+    unpacked = {k: to_record(unpack(answer.pop(k))) for k in kept}  # type: ignore[arg-type]
+    if keys.PRIVATE_KEY in unpacked and keys.PRIVATE_KEY not in slots:
+        answer[keys.FRESH_KEY] = True  # a server that knows better says that they were lost
+    state.keep_slots(unpacked, instead=message_type != keys.PROBE)
+    if config.get(keys.KEEP_KEY) and model is not None:
         state.keep_model(model)
     return reply
 
@@ -181,46 +184,46 @@ def _apply_step(content: RecordDict, config: ConfigRecord, state: _State) -> boo
 
     Here, outside the user's mods, so that they see the model and never take a step for one.
     """
-    kind = config.get(wire.DOWNLINK_KEY)
+    kind = config.get(keys.DOWNLINK_KEY)
     if kind not in ("delta", "ternary", "kept"):
         return True
-    model = state.model(config[wire.BASE_ROUND_KEY])
-    step = wire.from_record(content.array_records[wire.ARRAYS])
+    model = state.model(config[keys.BASE_ROUND_KEY])
+    step = from_record(content.array_records[keys.ARRAYS])
     if kind == "delta":
-        model = rebuild(model, step, str(config[wire.DIGEST_KEY]))
+        model = rebuild(model, step, str(config[keys.DIGEST_KEY]))
     if kind == "ternary":
-        coded: Any = config.pop(wire.STEPS_KEY)
-        buffers: Any = config.pop(wire.BUFFERS_KEY)
-        tied = str(config.pop(wire.TIED_KEY, "{}"))
-        model, step = rebuild_coded(model, coded, step, buffers, str(config[wire.DIGEST_KEY]), tied)
+        coded: Any = config.pop(keys.STEPS_KEY)
+        buffers: Any = config.pop(keys.BUFFERS_KEY)
+        tied = str(config.pop(keys.TIED_KEY, "{}"))
+        model, step = rebuild_coded(model, coded, step, buffers, str(config[keys.DIGEST_KEY]), tied)
     if model is None:  # lost or stale: the server sends the full pair instead
         return False
     if kind != "kept":
-        content[wire.STEP_KEY] = wire.to_record(step)
-    content[wire.ARRAYS] = wire.to_record(model)
+        content[keys.STEP_KEY] = to_record(step)
+    content[keys.ARRAYS] = to_record(model)
     return True
 
 
 def numpyclient_mod(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
     """Translate a Message-API train or evaluate message for a NumPyClient, and its reply back."""
     message_type = message.metadata.message_type
-    if message_type == wire.LABELS:
+    if message_type == keys.LABELS:
         return _label_counts(message, context, call_next)
-    kind = "train" if message_type == wire.PROBE else message_type.split(".")[0]
+    kind = "train" if message_type == keys.PROBE else message_type.split(".")[0]
     if kind not in _LEGACY:
-        raise wire.ProtocolError(f"a NumPyClient answers train and evaluate, not '{message_type}'")
+        raise ProtocolError(f"a NumPyClient answers train and evaluate, not '{message_type}'")
     ins, res = _LEGACY[kind]
-    if wire.ARRAYS not in message.content.array_records:
+    if keys.ARRAYS not in message.content.array_records:
         older = any(key.startswith(f"{ins}.") for key in message.content)
-        raise wire.ProtocolError(
-            f"the {kind} message holds no ArrayRecord '{wire.ARRAYS}', only {sorted(message.content)}"
+        raise ProtocolError(
+            f"the {kind} message holds no ArrayRecord '{keys.ARRAYS}', only {sorted(message.content)}"
             + older
             * "; it comes from an older server: wrap its strategy in flwr_regs.LegacyStrategy"
         )
-    arrays = message.content.array_records[wire.ARRAYS]
+    arrays = message.content.array_records[keys.ARRAYS]
     names = list(arrays)
-    config = ConfigRecord({**message.content.config_records.get(wire.CONFIG, {})})
-    config[wire.NAMES_KEY] = json.dumps(names)
+    config = ConfigRecord({**message.content.config_records.get(keys.CONFIG, {})})
+    config[keys.NAMES_KEY] = json.dumps(names)
     message.content = RecordDict({f"{ins}.parameters": arrays, f"{ins}.config": config})
     message.metadata.message_type = kind
     reply = call_next(message, context)
@@ -232,38 +235,38 @@ def numpyclient_mod(message: Message, context: Context, call_next: ClientAppCall
 
     metrics: dict[str, Any] = dict(content.metric_records[f"{res}.num_examples"])
     metrics["num-examples"] = metrics.pop("num_examples")
-    records, numbers, texts = wire.sorted_answer(content.config_records[f"{res}.metrics"])
+    records, numbers, texts = sorted_answer(content.config_records[f"{res}.metrics"])
     metrics = {**numbers, **metrics}  # n_k is fit's second value, whatever the metrics say
-    if message_type == wire.PROBE:
+    if message_type == keys.PROBE:
         pass  # no model goes back
     elif kind == "train":
         fitted = content.array_records[f"{res}.parameters"]
-        sent = json.loads(texts.pop(wire.SENT_KEY)) if wire.SENT_KEY in texts else names
+        sent = json.loads(texts.pop(keys.SENT_KEY)) if keys.SENT_KEY in texts else names
         if sent and len(fitted) != len(sent):  # Flower puts a placeholder for none
-            raise wire.ProtocolError(
+            raise ProtocolError(
                 f"fit returned {len(fitted)} arrays, but {len(sent)} names for them: {sent}"
             )
-        records[wire.ARRAYS] = ArrayRecord(
+        records[keys.ARRAYS] = ArrayRecord(
             {name: _relabel(a) for name, a in zip(sent, fitted.values(), strict=False)}
         )
     else:
         metrics["loss"] = content.metric_records[f"{res}.loss"]["loss"]
-    records[wire.METRICS] = MetricRecord(metrics)
+    records[keys.METRICS] = MetricRecord(metrics)
     if texts:
-        records[wire.CONFIG] = ConfigRecord(texts)
+        records[keys.CONFIG] = ConfigRecord(texts)
     reply.content = RecordDict(records)
     return reply
 
 
 def _label_counts(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
     """Ask the client's ``get_properties`` for its label counts."""
-    asked = ConfigRecord({wire.LABELS_KEY: True})
+    asked = ConfigRecord({keys.LABELS_KEY: True})
     message.content = RecordDict({"getpropertiesins.config": asked})
     message.metadata.message_type = MessageTypeLegacy.GET_PROPERTIES
     reply = call_next(message, context)
-    reply.metadata.message_type = wire.LABELS
+    reply.metadata.message_type = keys.LABELS
     answer = reply.content.config_records["getpropertiesres.properties"]
-    reply.content = RecordDict({wire.CONFIG: answer})
+    reply.content = RecordDict({keys.CONFIG: answer})
     return reply
 
 
@@ -276,8 +279,8 @@ class _State:
 
     def __init__(self, context: Context, config: Mapping[str, Any]) -> None:
         self._records = context.state
-        self._round = config.get(wire.ROUND_KEY, 0)
-        method, start = config.get(wire.METHOD_KEY), config.get(wire.START_KEY)
+        self._round = config.get(keys.ROUND_KEY, 0)
+        method, start = config.get(keys.METHOD_KEY), config.get(keys.START_KEY)
         self._prefix = f"flwr_regs.{method}.{context.run_id}.{start}."
 
     def slots(self) -> dict[str, ArrayRecord]:
@@ -289,12 +292,12 @@ class _State:
             if key.startswith(self._prefix) and key.endswith(".client")
         }
 
-    def model(self, server_round: Any) -> wire.NDArrays | None:
+    def model(self, server_round: Any) -> NDArrays | None:
         """Return the global model this client trained from in `server_round`, if it kept it."""
         kept = self._records.config_records.get(self._prefix + "round")
         if kept is None or kept["round"] != server_round:
             return None
-        return wire.from_record(self._records.array_records[self._prefix + "model"])
+        return from_record(self._records.array_records[self._prefix + "model"])
 
     def keep_slots(self, slots: Mapping[str, ArrayRecord], instead: bool = True) -> None:
         """Keep the terms' client slots of this round, `instead` of all earlier ones or beside them."""

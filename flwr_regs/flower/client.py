@@ -1,4 +1,4 @@
-"""The client base: one round of :func:`flwr_regs.local_round.local_round` behind a NumPyClient."""
+"""The client base: one round of :func:`flwr_regs.client.local_round` behind a NumPyClient."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ import torch
 from flwr.client import NumPyClient
 from torch import nn
 
-from flwr_regs.batches import Batches, batch_size, label_counts, resolve_device, to_device
-from flwr_regs.classifier import find_classifier
-from flwr_regs.flower import wire
-from flwr_regs.flower.received import Received, evaluated_term, load, seeded, to_numpy
-from flwr_regs.local_round import LossFn, OptimizerFn, local_round
-from flwr_regs.method import Term
+from flwr_regs.client.batches import Batches, batch_size, label_counts, resolve_device, to_device
+from flwr_regs.client.calibration import calibrate
+from flwr_regs.client.classifier import find_classifier
+from flwr_regs.client.received import Received, evaluated_term, load, seeded, to_numpy
+from flwr_regs.client.training import LossFn, OptimizerFn, local_round
+from flwr_regs.term import Term
+from flwr_regs.wire import keys
+from flwr_regs.wire.arrays import ProtocolError
 
 NDArrayList = list[Any]
 
@@ -121,11 +123,11 @@ class RegClient(NumPyClient):
         """
         received = self._receive(parameters, config)
         device = resolve_device(self.device)
-        if config.get(wire.PROBE_KEY):
-            with seeded(config[wire.SEED_KEY], device):
+        if config.get(keys.PROBE_KEY):
+            with seeded(config[keys.SEED_KEY], device):
                 count, metrics = received.probe(self.train_data, device, self.classifier)
             return [], count, metrics
-        with seeded(config[wire.SEED_KEY], device):
+        with seeded(config[keys.SEED_KEY], device):
             result = local_round(
                 self.model,
                 received.term,
@@ -140,7 +142,7 @@ class RegClient(NumPyClient):
             )
         sent, metrics = received.answer(result)
         if received.term.ternary[0]:
-            metrics[wire.SENT_KEY] = json.dumps(list(sent))
+            metrics[keys.SENT_KEY] = json.dumps(list(sent))
         return list(sent.values()), result.num_examples, metrics
 
     def evaluate(
@@ -150,7 +152,7 @@ class RegClient(NumPyClient):
 
         The metrics hold ``"accuracy"``, the share of correct arg-max, where the task is classification.
         Where the config says ``"personalise"``, also the loss and accuracy of a personalised model:
-        see :mod:`flwr_regs.methods.calibration`.
+        see :mod:`flwr_regs.client.calibration`.
         """
         if self.eval_data is None:
             raise ValueError(
@@ -162,9 +164,7 @@ class RegClient(NumPyClient):
         device = resolve_device(self.device)
         loss, count, metrics = self._score(self.model, device)
         if "personalise" in config:
-            from flwr_regs.methods.calibration import calibrate  # it needs this file
-
-            with seeded(config[wire.SEED_KEY], device):
+            with seeded(config[keys.SEED_KEY], device):
                 personal = calibrate(
                     self.model,
                     self.train_data,
@@ -209,28 +209,28 @@ class RegClient(NumPyClient):
 
     def get_properties(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """Return the label counts, if asked for them and built with ``share_label_counts=True``."""
-        if not config.get(wire.LABELS_KEY):
+        if not config.get(keys.LABELS_KEY):
             return {}
         if not self.share_label_counts:
             raise PermissionError(
                 f"{type(self).__name__} does not share its label counts; build it with "
                 "share_label_counts=True, or the strategy with cohorts='uniform'"
             )
-        return {wire.LABELS_KEY: json.dumps(label_counts(self.train_data).tolist())}
+        return {keys.LABELS_KEY: json.dumps(label_counts(self.train_data).tolist())}
 
     def _method_name(self) -> str:
         return self.method or "+".join(t.name for t in self.terms)
 
     def _receive(self, parameters: NDArrayList, config: Mapping[str, Any]) -> Received:
         """Check the round's config, and load its arrays into the model."""
-        arrays = self._named(parameters, config) if wire.METHOD_KEY in config else {}
+        arrays = self._named(parameters, config) if keys.METHOD_KEY in config else {}
         name = type(self).__name__
         return Received(self.model, self._method_name(), self.terms, name, arrays, config)
 
     def _named(self, parameters: NDArrayList, config: Mapping[str, Any]) -> dict[str, np.ndarray]:
-        if wire.NAMES_KEY not in config:
-            raise wire.ProtocolError(
+        if keys.NAMES_KEY not in config:
+            raise ProtocolError(
                 "the config does not name the arrays: build the ClientApp with "
                 "flwr_regs.client_app(client_fn), not with flwr's ClientApp(client_fn)"
             )
-        return dict(zip(json.loads(config[wire.NAMES_KEY]), parameters, strict=True))
+        return dict(zip(json.loads(config[keys.NAMES_KEY]), parameters, strict=True))

@@ -10,12 +10,14 @@ import torch
 from flwr.app import ConfigRecord, Message, MetricRecord, RecordDict
 from torch import nn
 
-from flwr_regs.batches import Batches
-from flwr_regs.flower import wire
+from flwr_regs.client.batches import Batches
+from flwr_regs.client.received import Received, evaluated_term, load, seeded
+from flwr_regs.client.training import LocalTraining, LossFn
 from flwr_regs.flower.client import RegClient
-from flwr_regs.flower.received import Received, evaluated_term, load, seeded
-from flwr_regs.local_round import LocalTraining, LossFn
-from flwr_regs.method import Term
+from flwr_regs.term import Term
+from flwr_regs.wire import keys
+from flwr_regs.wire.arrays import ProtocolError
+from flwr_regs.wire.records import from_record, sorted_answer, to_record
 
 Method = type[RegClient] | Sequence[type[Term]]
 """A named client such as ``FedFORClient``, or the term classes of a composition."""
@@ -53,7 +55,7 @@ class ClientRound(LocalTraining):
     model : nn.Module
         The module that the global model's names belong to; it is loaded here and trained in place.
     train_data, loss_fn, device, classifier, train_mode, max_steps, max_seconds
-        As for :class:`flwr_regs.local_round.LocalTraining`; the data also says ``n_k``.
+        As for :class:`flwr_regs.client.training.LocalTraining`; the data also says ``n_k``.
 
     Raises
     ------
@@ -79,13 +81,13 @@ class ClientRound(LocalTraining):
     ) -> None:
         name, terms, who = _described(method)
         if (kind := message.metadata.message_type).split(".")[0] != "train":
-            raise wire.ProtocolError(
+            raise ProtocolError(
                 f"ClientRound is for train messages, not '{kind}'; to evaluate, use load_model"
             )
         arrays, self._config = _content(message)
         self._message, self._classifier = message, classifier
         self._received = Received(model, name, terms, who, arrays, self._config)
-        self._probing = bool(self._config.get(wire.PROBE_KEY))
+        self._probing = bool(self._config.get(keys.PROBE_KEY))
         super().__init__(
             model,
             self._received.term,
@@ -104,7 +106,7 @@ class ClientRound(LocalTraining):
 
         Around the loop and `reply`, which draws too where a method looks at a part of shuffled data.
         """
-        return seeded(self._config[wire.SEED_KEY], self.device)
+        return seeded(self._config[keys.SEED_KEY], self.device)
 
     def reply(
         self, metrics: Mapping[str, int | float] | None = None, steps: int | None = None
@@ -124,11 +126,11 @@ class ClientRound(LocalTraining):
             arrays = {}
         else:
             sent, told = self._received.answer(result)
-            arrays, count = {wire.ARRAYS: wire.to_record(sent)}, result.num_examples
-        records, numbers, texts = wire.sorted_answer({**(metrics or {}), **told})
+            arrays, count = {keys.ARRAYS: to_record(sent)}, result.num_examples
+        records, numbers, texts = sorted_answer({**(metrics or {}), **told})
         numbers["num-examples"] = count  # n_k is the data's, whatever the metrics say
         records |= arrays
-        records |= {wire.METRICS: MetricRecord(numbers), wire.CONFIG: ConfigRecord(texts)}
+        records |= {keys.METRICS: MetricRecord(numbers), keys.CONFIG: ConfigRecord(texts)}
         return Message(RecordDict(records), reply_to=self._message)
 
 
@@ -170,13 +172,13 @@ def _described(method: Method) -> tuple[str, Sequence[type[Term]], str]:
 
 def _content(message: Message) -> tuple[dict[str, Any], dict[str, Any]]:
     content = message.content
-    if wire.ARRAYS not in content.array_records or wire.CONFIG not in content.config_records:
-        raise wire.ProtocolError(
-            f"the message holds {sorted(content)}, expected '{wire.ARRAYS}' and '{wire.CONFIG}' of a "
+    if keys.ARRAYS not in content.array_records or keys.CONFIG not in content.config_records:
+        raise ProtocolError(
+            f"the message holds {sorted(content)}, expected '{keys.ARRAYS}' and '{keys.CONFIG}' of a "
             "strategy of flwr_regs"
         )
     if left := [n for n in content.array_records if n.endswith(".broadcast")]:
-        raise wire.ProtocolError(f"{left} were not unpacked: build the app with RegClientApp")
-    return wire.from_record(content.array_records[wire.ARRAYS]), dict(
-        content.config_records[wire.CONFIG]
+        raise ProtocolError(f"{left} were not unpacked: build the app with RegClientApp")
+    return from_record(content.array_records[keys.ARRAYS]), dict(
+        content.config_records[keys.CONFIG]
     )

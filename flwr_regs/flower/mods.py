@@ -15,7 +15,8 @@ from flwr.clientapp.mod import LocalDpMod, adaptiveclipping_mod, fixedclipping_m
 from flwr.clientapp.typing import ClientAppCallable, Mod
 from flwr.common.constant import ErrorCode
 
-from flwr_regs.flower import wire
+from flwr_regs.wire import keys
+from flwr_regs.wire.arrays import statistics
 
 
 def guarded(mods: Sequence[Mod]) -> list[Mod]:
@@ -44,17 +45,17 @@ def _guard(mod: Mod) -> Mod:
             return Message(error, reply_to=message)
 
         message_type = message.metadata.message_type
-        if message_type == wire.PROBE:
+        if message_type == keys.PROBE:
             return refuse("a method that asks clients a question before they train (RFedAvgPlus)")
         if message_type.split(".")[0] != "train":
             return call_next(message, context)
         content = message.content
-        config: Any = content.config_records.get(wire.CONFIG, ConfigRecord())
-        if beside := config.get(wire.BESIDE_KEY):
+        config: Any = content.config_records.get(keys.CONFIG, ConfigRecord())
+        if beside := config.get(keys.BESIDE_KEY):
             return refuse(
                 f"'{beside}', whose clients send more than their model: that stays unprotected"
             )
-        if found := wire.statistics(content.array_records.get(wire.ARRAYS) or ()):
+        if found := statistics(content.array_records.get(keys.ARRAYS) or ()):
             return refuse(
                 f"BatchNorm's statistics {found}, which do not bear noise: use GroupNorm, or FedBN, which "
                 "keeps them here"
@@ -64,9 +65,9 @@ def _guard(mod: Mod) -> Mod:
             reply = call_next(message, context)
             if reply.has_error():
                 return reply
-            told: Any = reply.content.config_records.get(wire.CONFIG, ConfigRecord())
-            more = sorted(set(reply.content.array_records) - {wire.ARRAYS})
-            more += [wire.UPDATE_KEY] * (wire.UPDATE_KEY in told)
+            told: Any = reply.content.config_records.get(keys.CONFIG, ConfigRecord())
+            more = sorted(set(reply.content.array_records) - {keys.ARRAYS})
+            more += [keys.UPDATE_KEY] * (keys.UPDATE_KEY in told)
             if more:
                 return refuse(
                     f"a client that sends {more} beside its model: that stays unprotected"

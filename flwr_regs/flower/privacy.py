@@ -24,10 +24,12 @@ from flwr.serverapp.strategy import (
     Strategy,
 )
 
-from flwr_regs.aggregation import Reply, mean_delta
 from flwr_regs.chain import Chain
-from flwr_regs.flower import wire
-from flwr_regs.privacy import CentralDP, private_mean
+from flwr_regs.server.aggregation import Reply, mean_delta
+from flwr_regs.server.privacy import CentralDP, private_mean
+from flwr_regs.wire import keys
+from flwr_regs.wire.arrays import NDArrays, statistics
+from flwr_regs.wire.records import to_record
 
 if TYPE_CHECKING:
     from flwr_regs.flower.strategy import RegStrategy
@@ -180,7 +182,7 @@ def beside(term: Chain) -> dict[str, str]:
     A privacy mod on a client then refuses before the client trains.
     """
     names = [t.name for t in term.terms if t.uploads or t.ternary[0]]
-    return {wire.BESIDE_KEY: ", ".join(names)} if names else {}
+    return {keys.BESIDE_KEY: ", ".join(names)} if names else {}
 
 
 class Privacy:
@@ -207,7 +209,7 @@ class Privacy:
         self._population: list[int] = []
         self.cohort_seed = strategy.seed
 
-    def begin(self, model: wire.NDArrays) -> None:
+    def begin(self, model: NDArrays) -> None:
         """Find out whether a wrapper of Flower's drives the strategy; refuse what is not safe.
 
         `model` is what the clients share of the initial arrays.
@@ -222,7 +224,7 @@ class Privacy:
         if self._wrapper is not None:
             check_wrapped(self._strategy)
             if hasattr(self._wrapper, "current_arrays"):
-                self._wrapper.current_arrays = wire.to_record(model)  # clips against what is shared
+                self._wrapper.current_arrays = to_record(model)  # clips against what is shared
         if self._wrapper is not None or self._dp is not None:
             refuse_statistics(model)
 
@@ -289,7 +291,7 @@ class Privacy:
     def wrong(
         self,
         replies: Mapping[int, Reply],
-        model: wire.NDArrays,
+        model: NDArrays,
         buffers: Iterable[str],
         config: Mapping[str, Any],
     ) -> dict[int, str]:
@@ -357,14 +359,14 @@ def refuse_statistics(names: Iterable[str]) -> None:
     A central mean would release them without noise, a wrapper or mod would noise them, and a variance
     may then be negative.
     """
-    if found := wire.statistics(names):
+    if found := statistics(names):
         raise ValueError(
             f"BatchNorm's statistics {found} are data of the clients that neither go without noise nor "
             "bear it: use GroupNorm, or keep them on the clients with LocalBatchNorm() (FedBN)"
         )
 
 
-def _is_clipped(reply: Reply, model: wire.NDArrays, norm: float) -> bool:
+def _is_clipped(reply: Reply, model: NDArrays, norm: float) -> bool:
     """Whether an update is as short as it should be, up to the rounding of ``w + Δ`` in its dtype."""
     update = size = 0.0
     for n, v in reply.arrays.items():

@@ -15,21 +15,31 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import FedAvg as FlowerFedAvg
 from flwr.serverapp.strategy import Result
 
-from flwr_regs.aggregation import aggregation_weights
 from flwr_regs.chain import chain
-from flwr_regs.flower import wire
 from flwr_regs.flower.arguments import check_arguments
-from flwr_regs.flower.downlink import Downlink
-from flwr_regs.flower.evaluation import Evaluation, NobodyEvaluated
-from flwr_regs.flower.exchange import Exchange, says
-from flwr_regs.flower.half import DTYPES, pack_record
-from flwr_regs.flower.participation import Participation
-from flwr_regs.flower.population import Population
 from flwr_regs.flower.privacy import Privacy, beside, check_driven, refuse_statistics
-from flwr_regs.flower.replies import sort_replies, told, usable_replies, with_common_metrics
-from flwr_regs.flower.state import GlobalState
-from flwr_regs.method import Term
-from flwr_regs.privacy import CentralDP
+from flwr_regs.server.aggregation import aggregation_weights
+from flwr_regs.server.downlink import Downlink
+from flwr_regs.server.evaluation import Evaluation, NobodyEvaluated
+from flwr_regs.server.model import GlobalState
+from flwr_regs.server.outbox import Exchange, says
+from flwr_regs.server.participation import Participation
+from flwr_regs.server.population import Population
+from flwr_regs.server.privacy import CentralDP
+from flwr_regs.server.replies import sort_replies, told, usable_replies, with_common_metrics
+from flwr_regs.term import Term
+from flwr_regs.wire import keys
+from flwr_regs.wire.arrays import NDArrays, ProtocolError, tie
+from flwr_regs.wire.config import (
+    EVALUATE_KEYS,
+    FLOWER_KEYS,
+    TRAIN_KEYS,
+    check_config_keys,
+    check_evaluate_config,
+    check_train_config,
+)
+from flwr_regs.wire.precision import DTYPES, to_half
+from flwr_regs.wire.records import content_bytes, from_record, to_record
 
 
 class RoundFailed(RuntimeError):
@@ -137,7 +147,7 @@ class RegStrategy(FlowerFedAvg):
     ) -> None:
         check_arguments(type(self), kwargs)
         super().__init__(**kwargs)
-        if (self.arrayrecord_key, self.configrecord_key) != (wire.ARRAYS, wire.CONFIG):
+        if (self.arrayrecord_key, self.configrecord_key) != (keys.ARRAYS, keys.CONFIG):
             raise ValueError(
                 "the record keys are part of the protocol: leave them 'arrays', 'config'"
             )
@@ -199,7 +209,7 @@ class RegStrategy(FlowerFedAvg):
     @property
     def arrays(self) -> ArrayRecord:
         """The global model as it is now: after an error, that of the last good round."""
-        return wire.to_record(self._state.model)
+        return to_record(self._state.model)
 
     def summary(self) -> None:
         """Log the method, its hyper-parameters and the seed, then Flower's own summary."""
@@ -265,10 +275,8 @@ class RegStrategy(FlowerFedAvg):
                 "mods clip; here nobody would: leave it out, or use privacy=CentralDP(...)"
             )
         evaluate = {**(evaluate_config or {})}
-        wire.check_config_keys(
-            evaluate, [*wire.EVALUATE_KEYS, *wire.FLOWER_KEYS], "evaluate_config"
-        )
-        wire.check_evaluate_config(evaluate, "evaluate_config")
+        check_config_keys(evaluate, [*EVALUATE_KEYS, *FLOWER_KEYS], "evaluate_config")
+        check_evaluate_config(evaluate, "evaluate_config")
         self._timeout, self._num_rounds = timeout, num_rounds
         return ConfigRecord({**(train_config or {})}), ConfigRecord(evaluate)
 
@@ -285,7 +293,7 @@ class RegStrategy(FlowerFedAvg):
         """Draw the cohort and build its messages. Round 1 also asks the clients who they are."""
         if server_round == 1 or not hasattr(self, "_state"):
             self._begin(arrays, config)
-        elif arrays is not self._released and self._state.adopt(wire.from_record(arrays)):
+        elif arrays is not self._released and self._state.adopt(from_record(arrays)):
             self._held = {}
         if self.fraction_train == 0.0:
             return []
@@ -325,11 +333,11 @@ class RegStrategy(FlowerFedAvg):
             **self.term.config(),
             **beside(self.term),
             "lr": lr,
-            wire.ROUND_KEY: server_round,
-            wire.METHOD_KEY: self.method_name,
-            wire.PROTOCOL_KEY: wire.PROTOCOL,
-            wire.START_KEY: self._start_id,
-            **({wire.HALF_KEY: self.wire_dtype} if self.wire_dtype else {}),
+            keys.ROUND_KEY: server_round,
+            keys.METHOD_KEY: self.method_name,
+            keys.PROTOCOL_KEY: keys.PROTOCOL,
+            keys.START_KEY: self._start_id,
+            **({keys.HALF_KEY: self.wire_dtype} if self.wire_dtype else {}),
         }
         self._settings = settings
         self._exchange = Exchange(
@@ -371,10 +379,10 @@ class RegStrategy(FlowerFedAvg):
             return None, None
         entry = self._entry
         replies = list(replies)
-        trained = [r for r in replies if r.metadata.message_type != wire.PREFETCH]
+        trained = [r for r in replies if r.metadata.message_type != keys.PREFETCH]
         answered, failures = sort_replies(trained, self.population.nodes(self._asked))
         # A client that lost its model (a restarted SuperNode) gets the full pair in the same round.
-        if lost := [p for p, m in answered.items() if says(m, wire.OUT_OF_SYNC_KEY)]:
+        if lost := [p for p, m in answered.items() if says(m, keys.OUT_OF_SYNC_KEY)]:
             log(WARNING, "clients %s have lost their model; sending the full pair", lost)
             messages = self._exchange.train(lost, lost=True)
             again = self._grid.send_and_receive(messages, timeout=self._timeout)
@@ -385,7 +393,7 @@ class RegStrategy(FlowerFedAvg):
         began = time.monotonic()
 
         entry["bytes_up"] = {
-            p: wire.content_bytes(m.content) + entry.get("bytes_probe_up", {}).get(p, 0)
+            p: content_bytes(m.content) + entry.get("bytes_probe_up", {}).get(p, 0)
             for p, m in answered.items()
         }
         received = usable_replies(
@@ -407,7 +415,7 @@ class RegStrategy(FlowerFedAvg):
         usable = self.participation.usable(entry["cohort"], usable, entry)
         entry["replies"] = sorted(usable)
         entry["lost_private"] = [
-            p for p in entry["replies"] if p in self._used and says(answered[p], wire.FRESH_KEY)
+            p for p in entry["replies"] if p in self._used and says(answered[p], keys.FRESH_KEY)
         ]
         if entry["lost_private"]:
             log(
@@ -438,7 +446,7 @@ class RegStrategy(FlowerFedAvg):
             weights = aggregation_weights(usable, self.weighting)
             scale = self.participation.incomplete == "scale"
             self._state.advance(usable, weights, self._ctx, scale, mean)
-        except wire.ProtocolError as error:
+        except ProtocolError as error:
             raise RoundFailed(
                 f"round {server_round} of {self.method_name} diverged: {error}; `strategy.arrays` is "
                 "the model before it; try a smaller learning rate"
@@ -471,8 +479,9 @@ class RegStrategy(FlowerFedAvg):
         members = self.population.refresh(grid)
         size = max(int(len(members) * self.fraction_evaluate), self.min_evaluate_nodes)
         if self.wire_dtype or self._state.tied:
-            model = wire.tie(wire.from_record(arrays), self._state.tied or {})
-            arrays, told = pack_record(model, self.wire_dtype)
+            model = tie(from_record(arrays), self._state.tied or {})
+            halved, told = to_half(model, self.wire_dtype)
+            arrays = to_record(halved)
             config = ConfigRecord({**config, **told})
         return self._evaluation.messages(server_round, size, arrays, config)
 
@@ -499,9 +508,9 @@ class RegStrategy(FlowerFedAvg):
             raise RoundFailed(f"round {server_round} of {self.method_name}: {error}") from error
 
     def _check_config(self, config: Any) -> None:
-        known = [*wire.TRAIN_KEYS, *wire.FLOWER_KEYS]
-        wire.check_config_keys(config, known, "train_config")
-        wire.check_train_config(config, "train_config")
+        known = [*TRAIN_KEYS, *FLOWER_KEYS]
+        check_config_keys(config, known, "train_config")
+        check_train_config(config, "train_config")
 
     def _begin(self, arrays: ArrayRecord, config: ConfigRecord) -> None:
         """Start afresh: also where a wrapper (Flower's DP strategies) calls round 1 directly."""
@@ -519,14 +528,14 @@ class RegStrategy(FlowerFedAvg):
         self._entry = {}
         self._released = None
         self._start_id = uuid4().hex[:8]
-        settings: dict[str, Any] = {wire.METHOD_KEY: self.method_name}
-        settings |= {wire.START_KEY: self._start_id, **self.term.config()}  # for what is private
+        settings: dict[str, Any] = {keys.METHOD_KEY: self.method_name}
+        settings |= {keys.START_KEY: self._start_id, **self.term.config()}  # for what is private
         self._evaluation = Evaluation(self.population, self.seed, settings)
         self.history = []
         self.population.forget()
 
-    def _shared(self, arrays: ArrayRecord) -> wire.NDArrays:
-        model = wire.from_record(arrays)
+    def _shared(self, arrays: ArrayRecord) -> NDArrays:
+        model = from_record(arrays)
         private = self.term.private(model)
         return {name: a for name, a in model.items() if name not in private}
 

@@ -22,7 +22,8 @@ gradient passes through its average unchanged.
 ``(1−λ) CE + λ T² KL(p̂ ‖ p)``, ``p = softmax(logits/T)``, teacher ``p̃ = softmax(w_t's logits/T)``,
 ``ρ_i = γ_i / max γ`` from the client's class shares γ, ``p̂_i = (1 − ρ_i) p̃_i`` for i ≠ y and
 ``p̂_y = 1 − Σ_{i≠y} p̂_i``. T² and the default T = 4 are those of the implementation that the paper
-names (CS-KD); the paper states neither.
+names (CS-KD); the paper states neither. The formula is in client/distillation.py: every client's
+personalisation (Sec. IV-D, client/calibration.py) uses it too.
 
 **SlowMo** (Alg. 2) is the server's momentum alone: ``m ← β m + Δ̄``, ``w ← w − α η m``.
 
@@ -38,11 +39,11 @@ from functools import partial
 from typing import Any, ClassVar
 
 import torch
-from torch.nn import functional as F
 
+from flwr_regs.client.distillation import self_confidence_loss
 from flwr_regs.flower.client import RegClient
 from flwr_regs.flower.strategy import RegStrategy
-from flwr_regs.method import Arrays, ClientContext, ServerContext, Slot, Term
+from flwr_regs.term import Arrays, ClientContext, ServerContext, Slot, Term
 
 
 def _check_beta(**betas: float | None) -> None:
@@ -177,30 +178,7 @@ class SelfDistillation(Term):
             raise ValueError(f"temperature must be positive, not {self.temperature}")
 
     def loss(self, base: Any, params: Arrays, ctx: ClientContext) -> Any:
-        t = self.temperature
-        if ctx.output.ndim != 2 or ctx.output.shape[-1] < 2 or ctx.targets.ndim != 1:
-            raise ValueError(
-                "self-distillation needs logits (batch, classes) and labels (batch,), not "
-                f"{tuple(ctx.output.shape)} and {tuple(ctx.targets.shape)}"
-            )
-        if ctx.label_counts.shape[-1] > ctx.output.shape[-1]:
-            raise ValueError(
-                f"the data has labels up to {ctx.label_counts.shape[-1] - 1}, the model "
-                f"{ctx.output.shape[-1]} outputs"
-            )
-        wide = torch.promote_types(ctx.output.dtype, torch.float32)  # a half has no room for tails
-        log_p = F.log_softmax(ctx.output.to(wide) / t, dim=-1)
-        teacher = F.softmax(ctx.start_output.to(wide) / t, dim=-1)
-        counts = ctx.label_counts.to(torch.float64)
-        counts = F.pad(counts, (0, log_p.shape[-1] - counts.shape[-1]))
-        confidence = (counts / counts.max()).to(log_p.dtype)  # ρ; 0 for a class that is absent
-        # not F.one_hot, whose check of the values cannot run under vmap
-        true = ctx.targets.unsqueeze(-1) == torch.arange(log_p.shape[-1], device=log_p.device)
-        others = torch.where(true, 0.0, (1 - confidence) * teacher)  # Eq. 8
-        own = (1 - others.sum(-1, keepdim=True)).clamp(min=0)  # Eq. 9; rounding may pass 0
-        target = torch.where(true, own, others)
-        divergence = F.kl_div(log_p, target, reduction="batchmean")
-        return (1 - self.lam) * base + self.lam * t**2 * divergence
+        return self_confidence_loss(base, ctx, self.lam, self.temperature)
 
 
 @dataclass(frozen=True)

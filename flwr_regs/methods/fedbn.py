@@ -26,7 +26,7 @@ from typing import Any, ClassVar
 
 from flwr_regs.flower.client import RegClient
 from flwr_regs.flower.strategy import RegStrategy
-from flwr_regs.method import Term
+from flwr_regs.term import Term
 
 STATISTIC = "running_mean"
 

@@ -25,7 +25,7 @@ from typing import Any, ClassVar
 
 from flwr_regs.flower.client import RegClient
 from flwr_regs.flower.strategy import RegStrategy
-from flwr_regs.method import Arrays, ClientContext, ServerContext, Slot, Term
+from flwr_regs.term import Arrays, ClientContext, ServerContext, Slot, Term
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ import torch
 
 from flwr_regs.flower.client import RegClient
 from flwr_regs.flower.strategy import RegStrategy
-from flwr_regs.method import Arrays, ServerContext, Slot, Term
+from flwr_regs.term import Arrays, ServerContext, Slot, Term
 
 Schedule = Callable[[int], float]
 

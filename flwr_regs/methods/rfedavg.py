@@ -44,7 +44,7 @@ import torch
 
 from flwr_regs.flower.client import RegClient
 from flwr_regs.flower.strategy import RegStrategy
-from flwr_regs.method import Arrays, ClientContext, ServerContext, Slot, Term
+from flwr_regs.term import Arrays, ClientContext, ServerContext, Slot, Term
 
 
 def _check(lam: float, delta_batches: int | None) -> None:

@@ -13,9 +13,9 @@ from pathlib import Path
 import numpy as np
 
 from flwr_regs import InProcessGrid, RoundFailed
-from simulations import report, server_app
-from simulations.client_app import app as client_app
-from simulations.job import Job
+from flwr_regs.experiments import comparison, report
+from flwr_regs.experiments.clients import app as client_app
+from flwr_regs.experiments.job import Job
 
 
 def sweep(key: str, jobs: Mapping[str, Sequence[Job]], folder: Path, workers: int = 1) -> None:
@@ -47,7 +47,7 @@ def sweep(key: str, jobs: Mapping[str, Sequence[Job]], folder: Path, workers: in
             traffic[value].append(megabytes)
             curves[value].append(curve)
             spread[value].append(clients)
-            server_app.say(
+            comparison.say(
                 f"[{done}/{len(every)}, {time.monotonic() - began:.0f} s] {key} = {value}, seed "
                 f"{job.seed}: last 5 rounds {np.mean(curve[-5:]):.2%}"
             )
@@ -96,7 +96,7 @@ def sweep(key: str, jobs: Mapping[str, Sequence[Job]], folder: Path, workers: in
     if key == "case":
         spent = {v: np.mean(mb, axis=0).tolist() for v, mb in traffic.items()}
         report.plot_curves(means, title, folder / "megabytes.png", target, megabytes=spent)
-    server_app.say("\n".join(lines) + f"\n\nresults: {folder}")
+    comparison.say("\n".join(lines) + f"\n\nresults: {folder}")
 
 
 def _curve(job: Job) -> tuple[list[float], dict[str, float], list[float]]:
@@ -108,9 +108,9 @@ def _curve(job: Job) -> tuple[list[float], dict[str, float], list[float]]:
     settings = {k.replace("_", "-"): v for k, v in vars(job).items()}
     grid = InProcessGrid(client_app, job.num_clients, settings)
     try:
-        (result,) = server_app.run(job, grid, None)["methods"].values()
+        (result,) = comparison.run(job, grid, None)["methods"].values()
     except RoundFailed as error:
-        server_app.say(f"{job.methods}, seed {job.seed}: {str(error)[:200]}")
+        comparison.say(f"{job.methods}, seed {job.seed}: {str(error)[:200]}")
         nothing = [float("nan")] * job.rounds
         return nothing, {"worst": float("nan"), "std": float("nan")}, nothing
     spent = [

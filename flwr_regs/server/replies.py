@@ -9,14 +9,25 @@ from typing import TYPE_CHECKING, Any
 
 from flwr.app import ConfigRecord, Message, MetricRecord, RecordDict
 
-from flwr_regs.aggregation import Reply
 from flwr_regs.chain import Chain
-from flwr_regs.codec import decode
-from flwr_regs.flower import wire
-from flwr_regs.flower.half import unpack_record
+from flwr_regs.server.aggregation import Reply
+from flwr_regs.wire import keys
+from flwr_regs.wire.arrays import (
+    NDArrays,
+    ProtocolError,
+    check_arrays,
+    check_finite,
+    check_tied,
+    in_code_order,
+    statistics,
+    unmask,
+)
+from flwr_regs.wire.codec import decode
+from flwr_regs.wire.precision import from_half
+from flwr_regs.wire.records import from_record
 
 if TYPE_CHECKING:
-    from flwr_regs.flower.state import GlobalState
+    from flwr_regs.server.model import GlobalState
 
 
 def sort_replies(
@@ -59,15 +70,15 @@ def receive_metrics(
     pid: int, content: RecordDict, weighted_by_key: str
 ) -> tuple[MetricRecord, float]:
     """Return a reply's metrics and the client's examples; raise ProtocolError if there are none."""
-    metrics = content.metric_records.get(wire.METRICS)
+    metrics = content.metric_records.get(keys.METRICS)
     if metrics is None:
-        raise wire.ProtocolError(
-            f"the reply of client {pid} must hold a MetricRecord '{wire.METRICS}', "
+        raise ProtocolError(
+            f"the reply of client {pid} must hold a MetricRecord '{keys.METRICS}', "
             f"but holds {sorted(content)}"
         )
     count = metrics.get(weighted_by_key)
     if not isinstance(count, int | float) or not 0 < count < float("inf"):
-        raise wire.ProtocolError(
+        raise ProtocolError(
             f"the reply of client {pid}: metric '{weighted_by_key}' must be a positive number, "
             f"not {count!r}"
         )
@@ -77,7 +88,7 @@ def receive_metrics(
 def receive(
     pid: int,
     content: RecordDict,
-    model: wire.NDArrays,
+    model: NDArrays,
     method: str,
     term: Chain,
     config: Mapping[str, Any],
@@ -95,45 +106,45 @@ def receive(
         use, or steps that the round did not ask for.
     """
     what = f"the reply of client {pid}"
-    told: dict[str, Any] = dict(content.config_records.get(wire.CONFIG, ConfigRecord()))
-    if told.get(wire.METHOD_KEY, "FedAvg") != method:
-        raise wire.ProtocolError(
+    told: dict[str, Any] = dict(content.config_records.get(keys.CONFIG, ConfigRecord()))
+    if told.get(keys.METHOD_KEY, "FedAvg") != method:
+        raise ProtocolError(
             f"{what} does not come from a {method} client but from "
-            f"{told.get(wire.METHOD_KEY, 'one that names no method')}; use "
+            f"{told.get(keys.METHOD_KEY, 'one that names no method')}; use "
             + ("" if "+" in method or "-" in method else f"flwr_regs.{method}Client, or ")
             + "RegClient or ClientRound with the strategy's terms"
         )
-    if wire.ARRAYS not in content.array_records:
-        raise wire.ProtocolError(
-            f"{what} must hold an ArrayRecord '{wire.ARRAYS}', but holds {sorted(content)}"
+    if keys.ARRAYS not in content.array_records:
+        raise ProtocolError(
+            f"{what} must hold an ArrayRecord '{keys.ARRAYS}', but holds {sorted(content)}"
         )
     metrics, count = receive_metrics(pid, content, weighted_by_key)
     try:
-        record, half = content.array_records[wire.ARRAYS], config.get(wire.HALF_KEY)
-        in_half = {**told, wire.HALF_KEY: half}
-        arrays = unpack_record(record, in_half) if half else wire.from_record(record)
+        record, half = content.array_records[keys.ARRAYS], config.get(keys.HALF_KEY)
+        in_half = {**told, keys.HALF_KEY: half}
+        arrays = from_half(from_record(record), in_half) if half else from_record(record)
         uploads = receive_uploads(what, content)
-        if wire.BUFFERS_KEY in told:
-            buffers = wire.unmask(told[wire.BUFFERS_KEY], model)
+        if keys.BUFFERS_KEY in told:
+            buffers = unmask(told[keys.BUFFERS_KEY], model)
         else:  # a plain client: what cannot be trained, and BatchNorm's statistics by their names
             whole = [n for n, a in model.items() if a.dtype.kind != "f"]
-            buffers = frozenset([*whole, *wire.statistics(model)])
+            buffers = frozenset([*whole, *statistics(model)])
         tied: dict[str, str] = {}
-        if wire.TIED_KEY in told:
-            tied = wire.check_tied(told[wire.TIED_KEY], model, buffers)
+        if keys.TIED_KEY in told:
+            tied = check_tied(told[keys.TIED_KEY], model, buffers)
         delta, expected = {}, model
-        if wire.UPDATE_KEY in told:
-            delta = decode(told[wire.UPDATE_KEY], wire.in_code_order(model, set(model) - buffers))
+        if keys.UPDATE_KEY in told:
+            delta = decode(told[keys.UPDATE_KEY], in_code_order(model, set(model) - buffers))
             expected = {n: model[n] for n in arrays if n in buffers}
         steps = (1, 1)
-        if wire.METHOD_KEY in told:
+        if keys.METHOD_KEY in told:
             steps = _steps(metrics, config, count)
         if steps[0]:
             term.check(uploads, {n: a for n, a in model.items() if n not in buffers})
     except (ValueError, TypeError, EOFError) as error:
-        raise wire.ProtocolError(f"{what} cannot be used: {error}") from error
-    wire.check_arrays(arrays, expected, what)
-    wire.check_finite(arrays, what, model)
+        raise ProtocolError(f"{what} cannot be used: {error}") from error
+    check_arrays(arrays, expected, what)
+    check_finite(arrays, what, model)
     return Reply(arrays, uploads, metrics, count, delta, steps, tied), buffers
 
 
@@ -156,19 +167,19 @@ def _steps(metrics: MetricRecord, config: Mapping[str, Any], count: float) -> tu
     return taken, planned
 
 
-def receive_uploads(what: str, content: RecordDict) -> dict[str, wire.NDArrays]:
+def receive_uploads(what: str, content: RecordDict) -> dict[str, NDArrays]:
     """Return the terms' uploads by term name; raise ProtocolError unless all are finite numbers."""
     uploads = {}
     for key, record in content.array_records.items():
         if key.endswith(".upload"):
             name = key.removesuffix(".upload")
             try:
-                uploads[name] = wire.from_record(record)
+                uploads[name] = from_record(record)
             except (ValueError, TypeError, EOFError) as error:
-                raise wire.ProtocolError(f"{what}, {key} cannot be read: {error}") from error
+                raise ProtocolError(f"{what}, {key} cannot be read: {error}") from error
             if wrong := [k for k, a in uploads[name].items() if a.dtype.kind not in "fiub"]:
-                raise wire.ProtocolError(f"{what}: upload '{name}' holds no numbers in {wrong}")
-            wire.check_finite(uploads[name], f"{what}, {key}")
+                raise ProtocolError(f"{what}: upload '{name}' holds no numbers in {wrong}")
+            check_finite(uploads[name], f"{what}, {key}")
     return uploads
 
 
@@ -207,7 +218,7 @@ def usable_replies(
             replies[pid], buffers[pid] = receive(
                 pid, content, state.model, method, term, config, weighted_by_key
             )
-        except wire.ProtocolError as error:
+        except ProtocolError as error:
             failures[pid] = str(error)
     agreed, wrong = agree_on_buffers(buffers, state.buffers)
     replies = {pid: reply for pid, reply in replies.items() if pid not in wrong}
@@ -262,4 +273,4 @@ def with_common_metrics(metrics: Iterable[MetricRecord]) -> list[RecordDict]:
     """Keep the single numbers that every client reports: Flower's mean refuses anything else."""
     single = [{k: v for k, v in m.items() if isinstance(v, int | float)} for m in metrics]
     common = sorted(set.intersection(*(set(m) for m in single)))
-    return [RecordDict({wire.METRICS: MetricRecord({k: m[k] for k in common})}) for m in single]
+    return [RecordDict({keys.METRICS: MetricRecord({k: m[k] for k in common})}) for m in single]

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from simulations.data import missing_extra
+from flwr_regs.experiments.data import missing_extra
 
 
 def summary(history: dict[str, Any]) -> list[dict[str, Any]]:

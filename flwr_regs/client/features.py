@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from flwr_regs.batches import Batches, batch_size, to_device
-from flwr_regs.classifier import find_classifier
+from flwr_regs.client.batches import Batches, batch_size, to_device
+from flwr_regs.client.classifier import find_classifier
 
 
 class FeatureTap:

@@ -7,12 +7,20 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from flwr_regs.aggregation import Reply, mean_delta, scaled
 from flwr_regs.chain import Chain
-from flwr_regs.codec import encode
-from flwr_regs.flower import wire
-from flwr_regs.flower.half import narrow, widen
-from flwr_regs.method import ServerContext, Slot
+from flwr_regs.server.aggregation import Reply, mean_delta, scaled
+from flwr_regs.term import ServerContext, Slot
+from flwr_regs.wire.arrays import (
+    NDArrays,
+    add,
+    check_arrays,
+    check_finite,
+    digest,
+    in_code_order,
+    tie,
+)
+from flwr_regs.wire.codec import encode
+from flwr_regs.wire.precision import narrow, widen
 
 if TYPE_CHECKING:  # a client's process loads this file, and has no use for flwr.serverapp
     from flwr_regs.flower.privacy import Mean
@@ -60,7 +68,7 @@ class GlobalState:
         No arrays, complex ones, or NaN; with `half`, no float32 array, or values beyond its range.
     """
 
-    def __init__(self, term: Chain, model: wire.NDArrays, half: str | None = None) -> None:
+    def __init__(self, term: Chain, model: NDArrays, half: str | None = None) -> None:
         if not model:
             raise ValueError("initial_arrays is empty: pass ArrayRecord(model.state_dict())")
         if found := [n for n, a in model.items() if np.iscomplexobj(a)]:
@@ -77,7 +85,7 @@ class GlobalState:
         self._half = half
         self._rounded = (model, self._as_given(model))
         self.model = model
-        self.step: wire.NDArrays | None = None
+        self.step: NDArrays | None = None
         self.previous_lr: float | None = None
         self.server: Slot = term.init(model)
         self.buffers: frozenset[str] | None = None
@@ -86,13 +94,13 @@ class GlobalState:
         self.changed = dict.fromkeys(model, 0)
 
     @property
-    def given(self) -> wire.NDArrays:
+    def given(self) -> NDArrays:
         """``w_t`` as the clients get it: in the precision of the wire, in the model's dtypes."""
         if self._rounded[0] is not self.model:
             self._rounded = (self.model, self._as_given(self.model))
         return self._rounded[1]
 
-    def _as_given(self, model: wire.NDArrays) -> wire.NDArrays:
+    def _as_given(self, model: NDArrays) -> NDArrays:
         if self._half is None:
             return model
         coded = [n for n, a in model.items() if a.dtype == np.float32]
@@ -103,16 +111,16 @@ class GlobalState:
         step = None if self.step is None else self._trainable(self.step)
         return ServerContext(server_round, lr, self._trainable(self.model), step, self.previous_lr)
 
-    def adopt(self, model: wire.NDArrays) -> bool:
+    def adopt(self, model: NDArrays) -> bool:
         """Go on from another model than the last one: a wrapper has added noise, say.
 
         Returns whether it is another. The last step then ends at the new model.
         """
-        wire.check_arrays(model, self.model, "the arrays handed to configure_train")
-        model = wire.tie(model, self.tied or {})  # noise on each name would make two weights of one
-        if wire.digest(model) == wire.digest(self.model):
+        check_arrays(model, self.model, "the arrays handed to configure_train")
+        model = tie(model, self.tied or {})  # noise on each name would make two weights of one
+        if digest(model) == digest(self.model):
             return False
-        wire.check_finite(model, "the arrays handed to configure_train", self.model)
+        check_finite(model, "the arrays handed to configure_train", self.model)
         if self.step is not None:
             moved = {n: model[n] - w for n, w in self.model.items() if w.dtype.kind == "f"}
             self.step = {
@@ -153,14 +161,14 @@ class GlobalState:
         uploads = {pid: r.uploads for pid, r in replies.items()}
         server, step = self._term.update(self.server, self._trainable(delta), uploads, ctx)
         server, step = self._term.release(server, step, ctx)
-        step = {**delta, **wire.tie(step, self.tied or {})}
+        step = {**delta, **tie(step, self.tied or {})}
         rounded = {n: as_step(w, step[n]) for n, w in self.model.items()}
-        model = {n: wire.add(w, rounded[n]) for n, w in self.model.items()}
-        wire.check_finite(model, "the new global model", self.model)
+        model = {n: add(w, rounded[n]) for n, w in self.model.items()}
+        check_finite(model, "the new global model", self.model)
         as_given = self._as_given(model)
         if self._term.ternary[1]:
             mine = self._trainable(rounded)
-            self.coded_steps[ctx.round] = encode(wire.in_code_order(mine, mine))
+            self.coded_steps[ctx.round] = encode(in_code_order(mine, mine))
             size = sum(w.nbytes for w in model.values())
             logged = self.coded_steps
             while len(logged) > MOST_STEPS or sum(map(len, logged.values())) > size:
@@ -170,7 +178,7 @@ class GlobalState:
         self.previous_lr = ctx.lr
         self.changed |= {n: ctx.round for n, s in rounded.items() if np.any(s)}
 
-    def _means(self, delta: wire.NDArrays, given: wire.NDArrays) -> wire.NDArrays:
+    def _means(self, delta: NDArrays, given: NDArrays) -> NDArrays:
         """Return the steps of the float32 arrays that are not trained: to the clients' mean itself.
 
         Counted from the rounded ``w_t``, a variance near zero would inherit its rounding and could fall
@@ -182,7 +190,7 @@ class GlobalState:
                 n: np.where(delta[n] == 0, 0, delta[n] + (given[n] - self.model[n])) for n in mine
             }
 
-    def _trainable(self, arrays: wire.NDArrays) -> wire.NDArrays:
+    def _trainable(self, arrays: NDArrays) -> NDArrays:
         return {n: a for n, a in arrays.items() if n not in (self.buffers or ())}
 
 

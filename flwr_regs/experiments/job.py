@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 
 import flwr_regs
+from flwr_regs.experiments.data import DATASETS, PARTITIONS, partition
 from flwr_regs.flower.strategy import RegStrategy
-from flwr_regs.method import Term
-from simulations.data import DATASETS, PARTITIONS, partition
+from flwr_regs.term import Term
 
 
 def _fedavg(job: Job) -> tuple[type[RegStrategy], dict[str, Any]]:
@@ -64,7 +64,7 @@ def _fedopt(job: Job) -> tuple[type[RegStrategy], dict[str, Any]]:
             f"setting 'server-optimizer' must name a class of torch.optim, not "
             f"'{job.server_optimizer}'"
         )
-    make = partial(kind, lr=job.server_lr)
+    make = partial(kind, lr=job.server_lr)  # type: ignore[call-arg]  # every subclass takes it
     return flwr_regs.FedOpt, {"server_optimizer": make, "server_lr_schedule": job.server_schedule}
 
 
@@ -362,7 +362,7 @@ class Job:
         """Raise ValueError for what only the methods can judge, all of them: settings and the model."""
         from flwr.app import ArrayRecord
 
-        from simulations import models
+        from flwr_regs.experiments import models
 
         arrays = ArrayRecord(models.build(self.dataset, self.model, self.seed).state_dict())
         for method in self.method_names:

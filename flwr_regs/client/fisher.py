@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
-from flwr_regs.batches import NO_DATA, Batches, _rows, _tensors, to_device
+from flwr_regs.client.batches import NO_DATA, Batches, _rows, _tensors, to_device
 
 Tensors = dict[str, Tensor]
 NLL = Callable[[Tensors, Tensor], Tensor]

@@ -10,11 +10,13 @@ from typing import Any
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.common.logger import log
 
-from flwr_regs.flower import wire
-from flwr_regs.flower.exchange import client_seed
-from flwr_regs.flower.population import Population
-from flwr_regs.flower.replies import receive_metrics, sort_replies, told, with_common_metrics
-from flwr_regs.sampling import uniform_cohort
+from flwr_regs.server.cohorts import uniform_cohort
+from flwr_regs.server.outbox import client_seed
+from flwr_regs.server.population import Population
+from flwr_regs.server.replies import receive_metrics, sort_replies, told, with_common_metrics
+from flwr_regs.wire import keys
+from flwr_regs.wire.arrays import ProtocolError
+from flwr_regs.wire.records import content_bytes
 
 Aggregate = Callable[[list[RecordDict], str], MetricRecord]
 
@@ -50,16 +52,16 @@ class Evaluation:
         self._bytes = {}
         for pid in self._asked:
             own = {
-                wire.ROUND_KEY: server_round,
-                wire.SEED_KEY: client_seed(self._seed, server_round, pid),
+                keys.ROUND_KEY: server_round,
+                keys.SEED_KEY: client_seed(self._seed, server_round, pid),
             }
             content = RecordDict(
                 {
-                    wire.ARRAYS: arrays,
-                    wire.CONFIG: ConfigRecord({**config, **self._settings, **own}),
+                    keys.ARRAYS: arrays,
+                    keys.CONFIG: ConfigRecord({**config, **self._settings, **own}),
                 }
             )
-            self._bytes[pid] = wire.content_bytes(content)
+            self._bytes[pid] = content_bytes(content)
             messages.append(Message(content, self._population.node_id(pid), "evaluate"))
         self._clock = time.monotonic()
         return messages
@@ -81,7 +83,7 @@ class Evaluation:
             try:
                 metrics, _ = receive_metrics(pid, answered[pid].content, weighted_by_key)
                 per_client[pid] = dict(metrics)
-            except wire.ProtocolError as error:
+            except ProtocolError as error:
                 failures[pid] = str(error)
         if failures:
             log(WARNING, "\t> evaluation: %s", told(failures))

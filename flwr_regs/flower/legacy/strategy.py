@@ -41,8 +41,8 @@ from flwr.server.strategy import Strategy
 from flwr.serverapp import Grid
 from flwr.supercore.run import Run
 
-from flwr_regs.flower import wire
 from flwr_regs.flower.strategy import RegStrategy
+from flwr_regs.wire import keys
 
 EvaluateFn = Callable[[int, NDArrays, dict[str, Scalar]], tuple[float, Mapping[str, Scalar]] | None]
 _INSTEAD = (
@@ -166,7 +166,7 @@ class LegacyStrategy(Strategy):
         messages = list(
             self.strategy.configure_train(server_round, self._arrays, self._train, grid)
         )
-        if all(m.metadata.message_type == wire.PREFETCH for m in messages):
+        if all(m.metadata.message_type == keys.PREFETCH for m in messages):
             # The server would skip the round without a word; the strategy knows whether that is right.
             self.strategy.aggregate_train(server_round, [])
             return []
@@ -296,8 +296,8 @@ class _Exchange:
         """
         pairs = []
         for message in self._messages:
-            if message.metadata.message_type != wire.PREFETCH:
-                told = message.content.config_records[wire.CONFIG]
+            if message.metadata.message_type != keys.PREFETCH:
+                told = message.content.config_records[keys.CONFIG]
                 config: Any = {k: v for k, v in told.items() if not k.startswith("regs.")}
                 shown = kind(Parameters([], "numpy.ndarray"), config)
                 self._shown.append((shown, dict(config)))
@@ -382,7 +382,7 @@ class _Courier(ClientProxy):
     def fit(self, ins: FitIns, timeout: float | None, group_id: int | None) -> FitRes:
         """Return the client's reply to the strategy's message, as far as a FitRes can show it."""
         content = self._exchange.answer(self.node_id, timeout).content
-        arrays = content.array_records.get(wire.ARRAYS, ArrayRecord())
+        arrays = content.array_records.get(keys.ARRAYS, ArrayRecord())
         parameters = Parameters([a.data for a in arrays.values()], "numpy.ndarray")
         self._exchange.keep(self.node_id, parameters)
         return FitRes(Status(Code.OK, ""), parameters, *_counted(content))
@@ -488,7 +488,7 @@ def _plain(metrics: MetricRecord | None) -> dict[str, Any]:
 
 def _counted(content: RecordDict) -> tuple[int, dict[str, Any]]:
     """Return (examples, metrics) as a legacy result has them; the strategy checks the reply itself."""
-    found = _plain(content.metric_records.get(wire.METRICS))
+    found = _plain(content.metric_records.get(keys.METRICS))
     count = found.pop("num-examples", 0)
     scalars = {k: v for k, v in found.items() if not isinstance(v, list)}
     return count if isinstance(count, int) else 0, scalars

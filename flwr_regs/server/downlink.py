@@ -17,13 +17,15 @@ from typing import TYPE_CHECKING, Any
 
 from flwr.app import ArrayRecord, ConfigRecord, RecordDict
 
-from flwr_regs.codec import decode
-from flwr_regs.flower import wire
-from flwr_regs.flower.half import pack_record
-from flwr_regs.method import Slot
+from flwr_regs.term import Slot
+from flwr_regs.wire import keys
+from flwr_regs.wire.arrays import NDArrays, add, digest, in_code_order, mask, tie, unmask
+from flwr_regs.wire.codec import decode
+from flwr_regs.wire.precision import to_half
+from flwr_regs.wire.records import content_bytes, to_record
 
 if TYPE_CHECKING:
-    from flwr_regs.flower.state import GlobalState
+    from flwr_regs.server.model import GlobalState
 
 Content = tuple[dict[str, ArrayRecord], dict[str, Any]]
 
@@ -73,14 +75,14 @@ class Downlink:
         client that got ``w_t`` itself in the first gets the broadcasts alone.
         """
         if held_round == self._round:
-            return {wire.ARRAYS: ArrayRecord(), **self._broadcasts}, {
-                wire.KEEP_KEY: self._mode == "delta",
-                wire.DOWNLINK_KEY: "kept",
-                wire.BASE_ROUND_KEY: self._round,
+            return {keys.ARRAYS: ArrayRecord(), **self._broadcasts}, {
+                keys.KEEP_KEY: self._mode == "delta",
+                keys.DOWNLINK_KEY: "kept",
+                keys.BASE_ROUND_KEY: self._round,
             }
         whole: Content = (
-            {wire.ARRAYS: self._whole[0]} | ({} if probe else self._broadcasts),
-            {wire.KEEP_KEY: self._mode == "delta", **self._whole[1]},
+            {keys.ARRAYS: self._whole[0]} | ({} if probe else self._broadcasts),
+            {keys.KEEP_KEY: self._mode == "delta", **self._whole[1]},
         )
         if self._mode == "model" or held_round is None or self._state.step is None:
             return whole
@@ -96,16 +98,17 @@ class Downlink:
         if held_round != self._round - 1:
             return whole
         step, config = self._delta
-        return {wire.ARRAYS: step} | ({} if probe else self._explicit), config
+        return {keys.ARRAYS: step} | ({} if probe else self._explicit), config
 
     @cached_property
     def _whole(self) -> tuple[ArrayRecord, dict[str, Any]]:
-        return pack_record(self._state.model, self._half)
+        arrays, told = to_half(self._state.model, self._half)
+        return to_record(arrays), told
 
     @cached_property
     def _broadcasts(self) -> dict[str, ArrayRecord]:
         slots = self._broadcast()
-        return {f"{name}.broadcast": wire.to_record(slot) for name, slot in slots.items() if slot}
+        return {f"{name}.broadcast": to_record(slot) for name, slot in slots.items() if slot}
 
     @cached_property
     def _explicit(self) -> dict[str, ArrayRecord]:
@@ -115,20 +118,20 @@ class Downlink:
 
     def _base(self, held_round: int, kind: str) -> dict[str, Any]:
         return {
-            wire.KEEP_KEY: True,
-            wire.DOWNLINK_KEY: kind,
-            wire.BASE_ROUND_KEY: held_round,
-            wire.PREVIOUS_LR_KEY: self._state.previous_lr,
-            wire.DIGEST_KEY: self._digest,
+            keys.KEEP_KEY: True,
+            keys.DOWNLINK_KEY: kind,
+            keys.BASE_ROUND_KEY: held_round,
+            keys.PREVIOUS_LR_KEY: self._state.previous_lr,
+            keys.DIGEST_KEY: self._digest,
         }
 
     @cached_property
     def _digest(self) -> str:
-        return wire.digest(self._state.model)
+        return digest(self._state.model)
 
     @cached_property
     def _delta(self) -> tuple[ArrayRecord, dict[str, Any]]:
-        step = wire.to_record(self._state.step or {})
+        step = to_record(self._state.step or {})
         return step, self._base(self._round - 1, "delta")
 
     def _coded_since(self, held_round: int, probe: bool) -> Content:
@@ -138,37 +141,35 @@ class Downlink:
         moved = {
             n: state.model[n] for n in buffers if state.changed[n] >= held_round and n not in tied
         }
-        return {wire.ARRAYS: wire.to_record(moved)} | ({} if probe else self._explicit), {
+        return {keys.ARRAYS: to_record(moved)} | ({} if probe else self._explicit), {
             **self._base(held_round, "ternary"),
-            wire.STEPS_KEY: [state.coded_steps[r] for r in range(held_round, self._round)],
-            wire.BUFFERS_KEY: wire.mask(buffers, state.model),
-            **({wire.TIED_KEY: json.dumps(dict(tied))} if tied else {}),
+            keys.STEPS_KEY: [state.coded_steps[r] for r in range(held_round, self._round)],
+            keys.BUFFERS_KEY: mask(buffers, state.model),
+            **({keys.TIED_KEY: json.dumps(dict(tied))} if tied else {}),
         }
 
 
 def _bytes(content: Content) -> int:
     records, config = content
-    return wire.content_bytes(RecordDict({**records, wire.CONFIG: ConfigRecord(config)}))
+    return content_bytes(RecordDict({**records, keys.CONFIG: ConfigRecord(config)}))
 
 
-def rebuild(
-    base: wire.NDArrays | None, step: wire.NDArrays, expected_digest: str
-) -> wire.NDArrays | None:
+def rebuild(base: NDArrays | None, step: NDArrays, expected_digest: str) -> NDArrays | None:
     """Return ``base + step`` if that is the server's model to the bit, else None (on a client)."""
     if base is None or base.keys() != step.keys():
         return None
-    model = {name: wire.add(base[name], step[name]) for name in step}
-    return model if wire.digest(model) == expected_digest else None
+    model = {name: add(base[name], step[name]) for name in step}
+    return model if digest(model) == expected_digest else None
 
 
 def rebuild_coded(
-    base: wire.NDArrays | None,
+    base: NDArrays | None,
     steps: list[bytes],
-    moved: wire.NDArrays,
+    moved: NDArrays,
     buffers: bytes,
     expected_digest: str,
     tied: str = "{}",
-) -> tuple[wire.NDArrays | None, wire.NDArrays]:
+) -> tuple[NDArrays | None, NDArrays]:
     """Return (the server's model, or None as :func:`rebuild`; its last step), from coded steps.
 
     `moved` are the arrays that are not trained and have changed, `buffers` masks all of these; `tied`
@@ -177,10 +178,10 @@ def rebuild_coded(
     if base is None:
         return None, {}
     model = {**base, **moved}
-    trained = wire.in_code_order(model, set(model) - wire.unmask(buffers, model))
-    step: wire.NDArrays = {}
+    trained = in_code_order(model, set(model) - unmask(buffers, model))
+    step: NDArrays = {}
     for coded in steps:
         step = decode(coded, trained)
-        model |= {n: wire.add(model[n], s) for n, s in step.items()}
-    model = wire.tie(model, json.loads(tied))
-    return (model if wire.digest(model) == expected_digest else None), step
+        model |= {n: add(model[n], s) for n, s in step.items()}
+    model = tie(model, json.loads(tied))
+    return (model if digest(model) == expected_digest else None), step

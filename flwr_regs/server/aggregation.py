@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from flwr_regs.method import Slot
+from flwr_regs.term import Slot
 
 
 @dataclass(frozen=True)

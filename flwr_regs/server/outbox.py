@@ -12,11 +12,12 @@ from flwr.common.logger import log
 from flwr.serverapp import Grid
 
 from flwr_regs.chain import Chain
-from flwr_regs.flower import wire
-from flwr_regs.flower.downlink import Downlink
-from flwr_regs.flower.population import Population
-from flwr_regs.flower.replies import receive_uploads, sort_replies, told
-from flwr_regs.method import Slot
+from flwr_regs.server.downlink import Downlink
+from flwr_regs.server.population import Population
+from flwr_regs.server.replies import receive_uploads, sort_replies, told
+from flwr_regs.term import Slot
+from flwr_regs.wire import keys
+from flwr_regs.wire.records import content_bytes, to_record
 
 
 def client_seed(seed: int, server_round: int, pid: int) -> int:
@@ -71,7 +72,7 @@ class Exchange:
         for pid in clients:
             content = self._content(pid, None if lost else self._held.get(pid))
             sent_before = bytes_down.get(pid, self._entry.get("bytes_probe_down", {}).get(pid, 0))
-            bytes_down[pid] = sent_before + wire.content_bytes(content)
+            bytes_down[pid] = sent_before + content_bytes(content)
             messages.append(Message(content, self._population.node_id(pid), "train"))
         return messages
 
@@ -90,15 +91,15 @@ class Exchange:
             True,
         ):  # a client that has lost its model is asked once more, with the model
             messages = [
-                Message(content, self._population.node_id(pid), wire.PROBE)
+                Message(content, self._population.node_id(pid), keys.PROBE)
                 for pid, content in asked.items()
             ]
             replies = grid.send_and_receive(messages, timeout=timeout)
             answered, failed = sort_replies(replies, self._population.nodes(asked))
             failures |= failed
             for pid, content in asked.items():
-                down[pid] += wire.content_bytes(content)
-            lost = [pid for pid, reply in answered.items() if says(reply, wire.OUT_OF_SYNC_KEY)]
+                down[pid] += content_bytes(content)
+            lost = [pid for pid, reply in answered.items() if says(reply, keys.OUT_OF_SYNC_KEY)]
             if last:
                 failures |= dict.fromkeys(lost, "it says that it lacks the model it was just sent")
             for pid in sorted(set(answered) - set(lost)):
@@ -107,7 +108,7 @@ class Exchange:
                     found = receive_uploads(f"the probe of client {pid}", content)
                     term.check(found, {}, probing=True)
                     uploads[pid] = found
-                    up[pid] = wire.content_bytes(content)
+                    up[pid] = content_bytes(content)
                 except ValueError as error:
                     failures[pid] = str(error)
             if not lost:
@@ -122,41 +123,41 @@ class Exchange:
 
     def ahead(self, clients: Iterable[int], model: ArrayRecord) -> list[Message]:
         """Return ``w_t`` for clients of the next cohort who do not get it in this round anyway."""
-        config = {k: self._settings[k] for k in (wire.METHOD_KEY, wire.START_KEY, wire.ROUND_KEY)}
+        config = {k: self._settings[k] for k in (keys.METHOD_KEY, keys.START_KEY, keys.ROUND_KEY)}
         bytes_ahead = self._entry.setdefault("bytes_ahead", {})
         messages = []
         for pid in clients:
-            content = RecordDict({wire.ARRAYS: model, wire.CONFIG: ConfigRecord(config)})
+            content = RecordDict({keys.ARRAYS: model, keys.CONFIG: ConfigRecord(config)})
             node = self._population.node_id(pid)
             self._ahead_of[node] = pid
-            bytes_ahead[pid] = wire.content_bytes(content)
-            messages.append(Message(content, node, wire.PREFETCH))
+            bytes_ahead[pid] = content_bytes(content)
+            messages.append(Message(content, node, keys.PREFETCH))
         return messages
 
     def got_ahead(self, replies: Iterable[Message]) -> None:
         """Note who now keeps the model that was sent ahead."""
         for ack in replies:
-            if ack.metadata.message_type == wire.PREFETCH and not ack.has_error():
+            if ack.metadata.message_type == keys.PREFETCH and not ack.has_error():
                 self._held[self._ahead_of[ack.metadata.src_node_id]] = self._round
 
     def _content(self, pid: int, held_round: int | None, probe: bool = False) -> RecordDict:
         records, scalars = self._downlink.content(held_round, probe)
         for name, slot in self._answers.get(pid, {}).items():
             if slot:
-                records = {**records, f"{name}.broadcast": wire.to_record(slot)}
+                records = {**records, f"{name}.broadcast": to_record(slot)}
         own: dict[str, Any] = {
-            wire.SEED_KEY: client_seed(self._seed, self._round, pid),
-            wire.CLIENT_KEY: pid,
+            keys.SEED_KEY: client_seed(self._seed, self._round, pid),
+            keys.CLIENT_KEY: pid,
         }
         if self._used is not None:
-            own[wire.USED_KEY] = self._used.get(pid, 0)
+            own[keys.USED_KEY] = self._used.get(pid, 0)
         if probe:
-            own |= {wire.PROBE_KEY: True, wire.KEEP_KEY: True}
+            own |= {keys.PROBE_KEY: True, keys.KEEP_KEY: True}
         config = ConfigRecord({**self._settings, **scalars, **own})
-        return RecordDict({**records, wire.CONFIG: config})
+        return RecordDict({**records, keys.CONFIG: config})
 
 
 def says(message: Message, key: str) -> bool:
     """Return whether a client's answer says, by `key`, that it has lost what it should hold."""
-    config = message.content.config_records.get(wire.CONFIG)
+    config = message.content.config_records.get(keys.CONFIG)
     return config is not None and bool(config.get(key, False))

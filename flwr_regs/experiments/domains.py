@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from simulations.data import Array, missing_extra
+from flwr_regs.experiments.data import Array, missing_extra
 
 DOMAINS = ("as is", "inverted", "over natural patches", "rotated", "blurred and downsampled")
 

@@ -16,18 +16,39 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
-from flwr_regs.batches import Batches
 from flwr_regs.chain import chain
-from flwr_regs.classifier import find_classifier
-from flwr_regs.local_round import LossFn, OptimizerFn, local_round
-from flwr_regs.method import Term
-from flwr_regs.methods.fedadc import SelfDistillation
-from flwr_regs.methods.fedprox import Proximal
+from flwr_regs.client.batches import Batches
+from flwr_regs.client.classifier import find_classifier
+from flwr_regs.client.distillation import self_confidence_loss
+from flwr_regs.client.training import LossFn, OptimizerFn, local_round
+from flwr_regs.term import Arrays, ClientContext, Term
+
+
+@dataclass(frozen=True)
+class _Distil(Term):
+    name: ClassVar[str] = "distil"
+    needs_start_output: ClassVar[bool] = True
+    needs_label_counts: ClassVar[bool] = True
+    lam: float
+    temperature: float
+
+    def loss(self, base: Any, params: Arrays, ctx: ClientContext) -> Any:
+        return self_confidence_loss(base, ctx, self.lam, self.temperature)
+
+
+@dataclass(frozen=True)
+class _Pull(Term):
+    name: ClassVar[str] = "pull"
+    mu: float
+
+    def correct(self, grads: Arrays, params: Arrays, ctx: ClientContext) -> Arrays:
+        return {n: g + self.mu * (params[n] - ctx.start[n]) for n, g in grads.items()}
 
 
 def calibrate(
@@ -66,13 +87,10 @@ def calibrate(
     kind = config["personalise"]
     terms: list[Term] = []
     if kind in ("distil", "both"):
-        terms.append(
-            SelfDistillation(
-                config.get("personal-lam", 0.35), config.get("personal-temperature", 4.0)
-            )
-        )
+        lam, temperature = config.get("personal-lam", 0.35), config.get("personal-temperature", 4.0)
+        terms.append(_Distil(lam, temperature))
     if kind in ("proximal", "both"):
-        terms.append(Proximal(config.get("personal-mu", 0.1)))
+        terms.append(_Pull(config.get("personal-mu", 0.1)))
     local_round(
         mine,
         chain(terms),

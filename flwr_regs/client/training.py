@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-import flwr_regs.batches as data
-from flwr_regs.features import FeatureTap
-from flwr_regs.fisher import fisher_diagonal
-from flwr_regs.method import Arrays, ClientContext, Slot, Term
+import flwr_regs.client.batches as data
+from flwr_regs.client.features import FeatureTap
+from flwr_regs.client.fisher import fisher_diagonal
+from flwr_regs.term import Arrays, ClientContext, Slot, Term
 
 LossFn = Callable[[Any, Any], Tensor]
 OptimizerFn = Callable[..., torch.optim.Optimizer]

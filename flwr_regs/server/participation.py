@@ -8,7 +8,7 @@ from typing import Any
 
 from flwr.common.logger import log
 
-from flwr_regs.aggregation import Reply
+from flwr_regs.server.aggregation import Reply
 
 
 class Participation:

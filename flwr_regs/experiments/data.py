@@ -33,7 +33,7 @@ def load(dataset: str, data_dir: str) -> Data:
     ``digits``: scikit-learn's 1,797 images of 8 x 8, one fifth of them for testing.
     ``mnist``: torchvision's, from `data_dir`, downloaded into it (default ``~/.cache/flwr_regs``) if
     it is not there. ``digits-domains``, ``mnist-domains``: the same images in [0, 1], for
-    :func:`simulations.domains.shifted`.
+    :func:`flwr_regs.experiments.domains.shifted`.
 
     Raises ImportError naming the extra to install if a package is missing.
     """

@@ -15,13 +15,22 @@ import numpy as np
 import torch
 from torch import nn
 
-from flwr_regs.batches import Batches, batch_size, count_batches, count_examples, to_device
 from flwr_regs.chain import Chain, chain
-from flwr_regs.codec import decode, encode
-from flwr_regs.features import FeatureTap
-from flwr_regs.flower import wire
-from flwr_regs.local_round import LocalResult
-from flwr_regs.method import ClientContext, Slot, Term
+from flwr_regs.client.batches import Batches, batch_size, count_batches, count_examples, to_device
+from flwr_regs.client.features import FeatureTap
+from flwr_regs.client.training import LocalResult
+from flwr_regs.term import ClientContext, Slot, Term
+from flwr_regs.wire import keys
+from flwr_regs.wire.arrays import ProtocolError, check_arrays, in_code_order, mask, pack, unpack
+from flwr_regs.wire.codec import decode, encode
+from flwr_regs.wire.config import (
+    EVALUATE_KEYS,
+    FLOWER_KEYS,
+    TRAIN_KEYS,
+    check_config_keys,
+    check_evaluate_config,
+    check_train_config,
+)
 
 Terms = Sequence[type[Term]]
 
@@ -70,11 +79,11 @@ class Received:
         self.term = _method(method, terms, f"this client is {who} ({method})", config)
         self.private = load(model, self.term, arrays, config)
         self.broadcast = _slots(terms, config, "broadcast")
-        if wire.STEP_KEY in config:
+        if keys.STEP_KEY in config:
             mine = {n for n, p in model.named_parameters() if p.requires_grad}
-            step = wire.unpack(config[wire.STEP_KEY])
+            step = unpack(config[keys.STEP_KEY])
             steps = {n: torch.from_numpy(a) for n, a in step.items() if n in mine}
-            recovered = self.term.recover(steps, config[wire.PREVIOUS_LR_KEY]) or {}
+            recovered = self.term.recover(steps, config[keys.PREVIOUS_LR_KEY]) or {}
             self.broadcast = {**recovered, **self.broadcast}
         self.client = _slots(terms, config, "client")
         if any(self.term.ternary):
@@ -82,14 +91,14 @@ class Received:
 
     @property
     def duration(self) -> dict[str, Any]:
-        """The round's parameters for :class:`flwr_regs.local_round.LocalTraining`."""
+        """The round's parameters for :class:`flwr_regs.client.training.LocalTraining`."""
         return {
             "lr": self._config["lr"],
             "epochs": self._config.get("local-epochs"),
             "steps": self._config.get("local-steps"),
             "broadcast": self.broadcast,
             "client": self.client,
-            "client_id": self._config.get(wire.CLIENT_KEY, -1),
+            "client_id": self._config.get(keys.CLIENT_KEY, -1),
         }
 
     def answer(self, result: LocalResult) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
@@ -103,8 +112,8 @@ class Received:
         tied = {n: f for n, f in _tied(self._model, self.private).items() if f in trainable}
         buffers = [n for n in names if n not in trainable]
         metrics: dict[str, Any] = {
-            wire.METHOD_KEY: self._method,
-            wire.BUFFERS_KEY: wire.mask(buffers, names),
+            keys.METHOD_KEY: self._method,
+            keys.BUFFERS_KEY: mask(buffers, names),
             "train-loss": result.loss,
             "local-steps": result.num_steps,
             "planned-steps": result.planned_steps,
@@ -112,21 +121,21 @@ class Received:
         }
         metrics |= _packed(result.upload, "upload") | _packed(result.client, "client")
         if tied:
-            metrics[wire.TIED_KEY] = json.dumps(tied)
+            metrics[keys.TIED_KEY] = json.dumps(tied)
         if self.private:
             private = {n: to_numpy(result.state[n]) for n in self.private}
-            metrics[wire.PRIVATE_KEY] = wire.pack(private)
+            metrics[keys.PRIVATE_KEY] = pack(private)
         given = self._arrays
         state = {n: to_numpy(result.state[n]).astype(a.dtype, copy=False) for n, a in given.items()}
         if not self.term.ternary[0]:
             return state, metrics
         delta = {n: d.numpy() for n, d in result.delta.items()}
-        coded = encode(wire.in_code_order(delta, delta))
-        metrics[wire.UPDATE_KEY] = coded
+        coded = encode(in_code_order(delta, delta))
+        metrics[keys.UPDATE_KEY] = coded
         if result.num_steps:
             pending = {"update": np.frombuffer(coded, np.uint8)}
-            pending["round"] = np.asarray(self._config[wire.ROUND_KEY])
-            metrics[wire.PENDING_KEY] = wire.pack(pending)
+            pending["round"] = np.asarray(self._config[keys.ROUND_KEY])
+            metrics[keys.PENDING_KEY] = pack(pending)
         own = [n for n in buffers if n not in tied]
         return {n: state[n] for n in own if not np.array_equal(state[n], given[n])}, metrics
 
@@ -147,12 +156,12 @@ class Received:
                 num_steps=0,
                 client=to_device(self.client, device),
                 feature_mean=partial(tap.mean, data, device),
-                client_id=self._config.get(wire.CLIENT_KEY, -1),
+                client_id=self._config.get(keys.CLIENT_KEY, -1),
                 batch_size=batch_size(targets),
             )
         )
         tap.close()
-        metrics: dict[str, Any] = {wire.METHOD_KEY: self._method}
+        metrics: dict[str, Any] = {keys.METHOD_KEY: self._method}
         metrics |= _packed(to_device(upload, "cpu"), "upload")
         metrics |= _packed(to_device(kept, "cpu"), "client")
         return count_examples(data), metrics
@@ -160,15 +169,15 @@ class Received:
     def _take_back(self) -> None:
         """Put the last update back into the residual if the server did not use it."""
         config = self._config
-        if wire.PENDING_KEY not in config or not self.term.ternary[0]:
+        if keys.PENDING_KEY not in config or not self.term.ternary[0]:
             return
-        pending = wire.unpack(config[wire.PENDING_KEY])
-        if int(pending["round"]) == config.get(wire.USED_KEY):
+        pending = unpack(config[keys.PENDING_KEY])
+        if int(pending["round"]) == config.get(keys.USED_KEY):
             return
         (name,) = (t.name for t in self.term.terms if t.ternary[0])
         residual = self.client[name]
         like = {n: r.numpy() for n, r in residual.items()}
-        update = decode(pending["update"].tobytes(), wire.in_code_order(like, like))
+        update = decode(pending["update"].tobytes(), in_code_order(like, like))
         self.client[name] = {n: r + torch.from_numpy(update[n]) for n, r in residual.items()}
 
 
@@ -184,18 +193,18 @@ def load(
     private = [n for n in state if n in chosen]
     shared = {n: v for n, v in state.items() if n not in chosen}
     tensors = {n: torch.from_numpy(np.asarray(a)) for n, a in arrays.items()}
-    given = _as_held(tensors, shared, config.get(wire.HALF_KEY))
-    wire.check_arrays(given, shared, "the global model")
+    given = _as_held(tensors, shared, config.get(keys.HALF_KEY))
+    check_arrays(given, shared, "the global model")
     for name, first in _tied(model, private).items():
         if not torch.equal(given[name], given[first]):
-            raise wire.ProtocolError(
+            raise ProtocolError(
                 f"the global model: '{name}' and '{first}' are one parameter here, but differ"
             )
     mine = {n: state[n] for n in private}
-    if wire.PRIVATE_KEY in config:
-        kept = wire.unpack(config[wire.PRIVATE_KEY])
+    if keys.PRIVATE_KEY in config:
+        kept = unpack(config[keys.PRIVATE_KEY])
         mine = _as_held({n: torch.from_numpy(a) for n, a in kept.items()}, mine, "bfloat16")
-        wire.check_arrays(mine, {n: state[n] for n in private}, "this client's private entries")
+        check_arrays(mine, {n: state[n] for n in private}, "this client's private entries")
     model.load_state_dict({**given, **mine})
     return private
 
@@ -206,11 +215,11 @@ def evaluated_term(method: str, terms: Terms, config: Mapping[str, Any]) -> Chai
     Raises ValueError naming an unknown or wrong key.
     """
     own = [k for k in config if not k.startswith("regs.")]
-    ours = config.get(wire.METHOD_KEY) == method
+    ours = config.get(keys.METHOD_KEY) == method
     term = chain([t.from_config(config) for t in terms] if ours else [])
-    known = [*wire.EVALUATE_KEYS, *wire.FLOWER_KEYS, *term.config()]
-    wire.check_config_keys(own, known, "evaluate_config")
-    wire.check_evaluate_config(config, "evaluate_config")
+    known = [*EVALUATE_KEYS, *FLOWER_KEYS, *term.config()]
+    check_config_keys(own, known, "evaluate_config")
+    check_evaluate_config(config, "evaluate_config")
     return term
 
 
@@ -228,33 +237,33 @@ def seeded(seed: Any, device: torch.device) -> Iterator[None]:
 
 def _method(method: str, terms: Terms, me: str, config: Mapping[str, Any]) -> Chain:
     """Check that the config speaks of this client's method; return it with its parameters."""
-    if wire.METHOD_KEY not in config:
-        raise wire.ProtocolError(
+    if keys.METHOD_KEY not in config:
+        raise ProtocolError(
             f"{me}, but the strategy named no method; use flwr_regs.{method.partition('+')[0]} or "
             "RegStrategy"
         )
-    if config[wire.METHOD_KEY] != method:
-        raise wire.ProtocolError(
-            f"{me}, but the strategy runs '{config[wire.METHOD_KEY]}'; "
+    if config[keys.METHOD_KEY] != method:
+        raise ProtocolError(
+            f"{me}, but the strategy runs '{config[keys.METHOD_KEY]}'; "
             "the strategy and the client must be of the same method"
         )
-    if config.get(wire.PROTOCOL_KEY) != wire.PROTOCOL:
-        raise wire.ProtocolError(
-            f"{me} and speaks protocol {wire.PROTOCOL}, but the strategy speaks "
-            f"{config.get(wire.PROTOCOL_KEY)}; install the same flwr-regs version on both sides"
+    if config.get(keys.PROTOCOL_KEY) != keys.PROTOCOL:
+        raise ProtocolError(
+            f"{me} and speaks protocol {keys.PROTOCOL}, but the strategy speaks "
+            f"{config.get(keys.PROTOCOL_KEY)}; install the same flwr-regs version on both sides"
         )
     term = chain([t.from_config(config) for t in terms])
-    known = [*wire.TRAIN_KEYS, *wire.FLOWER_KEYS, *term.config()]
+    known = [*TRAIN_KEYS, *FLOWER_KEYS, *term.config()]
     known += [f"{t.name}.{slot}" for t in term.terms for slot in ("broadcast", "client")]
     own = [k for k in config if not k.startswith("regs.")]
-    wire.check_config_keys(own, known, "train_config")
-    wire.check_train_config(config, "train_config")
+    check_config_keys(own, known, "train_config")
+    check_train_config(config, "train_config")
     return term
 
 
 def _slots(terms: Terms, config: Mapping[str, Any], slot: str) -> Slot:
     return {
-        t.name: {k: torch.from_numpy(a) for k, a in wire.unpack(config[f"{t.name}.{slot}"]).items()}
+        t.name: {k: torch.from_numpy(a) for k, a in unpack(config[f"{t.name}.{slot}"]).items()}
         for t in terms
         if f"{t.name}.{slot}" in config
     }
@@ -263,7 +272,7 @@ def _slots(terms: Terms, config: Mapping[str, Any], slot: str) -> Slot:
 def _packed(slots: Slot, slot: str) -> dict[str, bytes]:
     """Pack the terms' slots as they travel: ``"<term>.<slot>" -> bytes``; empty ones do not."""
     return {
-        f"{name}.{slot}": wire.pack({k: to_numpy(a) for k, a in arrays.items()})
+        f"{name}.{slot}": pack({k: to_numpy(a) for k, a in arrays.items()})
         for name, arrays in slots.items()
         if arrays
     }
@@ -299,7 +308,7 @@ def _as_held(
     Their values are the same. Raises ProtocolError for a bfloat16 model where nothing comes so.
     """
     if half != "bfloat16" and (found := [n for n, v in held.items() if v.dtype == torch.bfloat16]):
-        raise wire.ProtocolError(
+        raise ProtocolError(
             f"this client's model holds bfloat16 in {found}, which travels only if the strategy has "
             f"wire_dtype='bfloat16', not {half!r} (and then initial_arrays in float32)"
         )

@@ -12,9 +12,9 @@ from flwr.app import ConfigRecord, Message, RecordDict
 from flwr.common.logger import log
 from flwr.serverapp import Grid
 
-from flwr_regs.flower import wire
-from flwr_regs.flower.replies import sort_replies, told
-from flwr_regs.sampling import class_covering_cohort, uniform_cohort
+from flwr_regs.server.cohorts import class_covering_cohort, uniform_cohort
+from flwr_regs.server.replies import sort_replies, told
+from flwr_regs.wire import keys
 
 
 class PopulationError(RuntimeError):
@@ -113,15 +113,15 @@ class Population:
         """
         new = [p for p in self._here if p not in self._labels]
         replies = grid.send_and_receive(
-            [Message(RecordDict(), self._node_of[p], wire.LABELS) for p in new],
+            [Message(RecordDict(), self._node_of[p], keys.LABELS) for p in new],
             timeout=min(self._timeout, 60.0),
         )
         answered, failures = sort_replies(replies, {self._node_of[p]: p for p in new})
         first = not self._labels
         for pid, reply in answered.items():
-            config = reply.content.config_records.get(wire.CONFIG, ConfigRecord())
-            if wire.LABELS_KEY in config:
-                self._labels[pid] = json.loads(cast(str, config[wire.LABELS_KEY]))
+            config = reply.content.config_records.get(keys.CONFIG, ConfigRecord())
+            if keys.LABELS_KEY in config:
+                self._labels[pid] = json.loads(cast(str, config[keys.LABELS_KEY]))
             else:
                 failures[pid] = "it does not tell its label counts (a client of another library?)"
         if failures:
@@ -159,14 +159,14 @@ class Population:
         if not nodes:
             return
         replies = grid.send_and_receive(
-            [Message(RecordDict(), n, wire.IDENTIFY) for n in nodes],
+            [Message(RecordDict(), n, keys.IDENTIFY) for n in nodes],
             timeout=min(self._timeout, 60.0),
         )
         answers = {}
         for reply in replies:
             node = reply.metadata.src_node_id
             if not reply.has_error():
-                answers[node] = reply.content.config_records[wire.CONFIG]
+                answers[node] = reply.content.config_records[keys.CONFIG]
             elif node in nodes:
                 self._object(
                     f"node {node} does not answer who it is ({reply.error.reason}); build its "

@@ -26,8 +26,8 @@ from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
-from simulations.data import missing_extra
-from simulations.job import Job
+from flwr_regs.experiments.data import missing_extra
+from flwr_regs.experiments.job import Job
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         config, job = read_settings(args.app, settings)
         if args.command != "run":
-            from simulations.sweep import sweep
+            from flwr_regs.experiments.sweep import sweep
 
             if args.command == "sweep":
                 key, cases = args.key, {v: [f"{args.key}={v}"] for v in args.values.split(",")}

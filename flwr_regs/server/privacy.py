@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from flwr_regs.aggregation import Reply
+from flwr_regs.server.aggregation import Reply
 
 if TYPE_CHECKING:
     from flwr.serverapp import PrivacyAccountant

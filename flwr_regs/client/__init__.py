@@ -1,0 +1,11 @@
+"""A client's round: local training, its data, and what is measured over them. Plain torch.
+
+Knows terms (the seam) and how arrays travel (`wire`, without its records). Must not know Flower, the
+server, or any method by name: it runs in a training loop of anybody's own.
+
+Offers ``local_round``, the package's training loop, and ``LocalTraining``, a method's part in any loop.
+"""
+
+from flwr_regs.client.training import LocalTraining, local_round
+
+__all__ = ["LocalTraining", "local_round"]

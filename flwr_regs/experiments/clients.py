@@ -1,0 +1,105 @@
+"""The client side: one partition's data, and the client class of whichever method the server runs."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+from flwr.app import Context, Message
+from flwr.client import NumPyClient
+
+from flwr_regs import client_app
+
+if TYPE_CHECKING:
+    from torch.utils.data import TensorDataset
+
+    from flwr_regs.experiments.job import Job
+
+
+def method_mod(message: Message, context: Context, call_next: Any) -> Message:
+    """Tell `client_fn` the method and round of this message: a comparison runs several in one app."""
+    config: dict[str, Any] = dict(message.content.config_records.get("config") or {})
+    told: dict[str, str | int] = {
+        "method": str(config.get("regs.method", "FedAvg")),
+        "round": int(config.get("server-round", 0)),
+    }
+    copy = Context(  # Flower refuses a changed run_config; the state is the node's own
+        context.run_id,
+        context.node_id,
+        context.node_config,
+        context.state,
+        {**context.run_config, **told},
+    )
+    return call_next(message, copy)  # type: ignore[no-any-return]
+
+
+@lru_cache(maxsize=8)  # five domains; a client's images are not made anew for every message
+def _data(job: Job, num_partitions: int, pid: int) -> tuple[TensorDataset, TensorDataset | None]:
+    """Return what a client trains and tests on."""
+    import numpy as np
+    import torch
+    from torch.utils.data import TensorDataset
+
+    from flwr_regs.experiments import data, domains
+
+    dataset = data.load(job.dataset, job.data_dir)
+    held_out, trained = job.split(job.parts(dataset.train_y, num_partitions)[pid])
+
+    def tensors(x: Any, y: Any) -> TensorDataset:
+        if job.dataset.endswith("-domains"):
+            x = domains.shifted(x, pid % len(domains.DOMAINS), job.seed + len(y))
+        return TensorDataset(torch.from_numpy(x), torch.from_numpy(y))
+
+    train = tensors(dataset.train_x[trained], dataset.train_y[trained])
+    if len(held_out):
+        return train, tensors(dataset.train_x[held_out], dataset.train_y[held_out])
+    if not job.tested_on_clients:
+        return train, None
+    # on test data of the classes that this client has
+    mine = np.flatnonzero(np.isin(dataset.test_y, dataset.train_y[trained]))
+    if job.test_examples:
+        mine = np.random.default_rng((job.seed, pid)).permutation(mine)[: job.test_examples]
+    return train, tensors(dataset.test_x[mine], dataset.test_y[mine])
+
+
+def client_fn(context: Context) -> NumPyClient:
+    """Build the client of ``node_config["partition-id"]``."""
+    # Imported here: on a SuperNode every message starts a process that loads this file.
+    from torch.utils.data import BatchSampler, DataLoader, RandomSampler
+
+    import flwr_regs
+    from flwr_regs.experiments import models
+    from flwr_regs.experiments.job import Job
+
+    settings = dict(context.run_config)
+    method, server_round = str(settings.pop("method")), int(settings.pop("round"))
+    job = Job.from_run_config(settings)
+    pid = int(context.node_config["partition-id"])
+    train, test = _data(job, int(context.node_config["num-partitions"]), pid)
+    # Shuffled batches, each cut from the tensors in one go.
+    sampler = BatchSampler(RandomSampler(train), job.batch_size, drop_last=False)
+    planned = job.local_steps or job.local_epochs * len(sampler)
+    parts: dict[str, Any] = {
+        "model": models.build(job.dataset, job.model, job.seed),
+        "train_data": DataLoader(train, batch_size=None, sampler=sampler),
+        "eval_data": None if test is None else DataLoader(test, batch_size=1000),
+        "share_label_counts": True,  # simulated data has no secrets
+        "step_budget": job.step_budget(server_round, pid, planned),
+    }
+    named = getattr(flwr_regs, f"{method}Client", None)
+    if named is not None:
+        return named(**parts)  # type: ignore[no-any-return]
+    return flwr_regs.RegClient(**parts, terms=terms_of(method))
+
+
+def terms_of(method: str) -> list[Any]:
+    """Return the Term classes of a composition, which is known by their names joined by ``+``."""
+    import flwr_regs
+    from flwr_regs.term import Term
+
+    public = [getattr(flwr_regs, name) for name in flwr_regs.__all__]
+    by_name = {t.name: t for t in public if isinstance(t, type) and issubclass(t, Term)}
+    return [by_name[name] for name in method.split("+") if name]
+
+
+app = client_app(client_fn, mods=[method_mod])

@@ -1,0 +1,150 @@
+"""Arrays by name as they travel: bytes, masks, digests, and the checks on arrival. No flwr, no torch."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import safetensors.numpy
+
+from flwr_regs.wire.keys import TIED_KEY
+
+NDArrays = dict[str, np.ndarray]
+
+
+class ProtocolError(ValueError):
+    """A message that the receiver cannot act on: wrong method, version, names, shapes or values."""
+
+
+def pack(arrays: Mapping[str, Any]) -> bytes:
+    """Return the arrays (numpy, or torch on the CPU) as safetensors bytes."""
+    # order="C": safetensors stores a strided array's buffer as it lies
+    return safetensors.numpy.save({k: np.asarray(a, order="C") for k, a in arrays.items()})
+
+
+def unpack(data: bytes) -> NDArrays:
+    """Return what :func:`pack` packed, as writable arrays."""
+    return {k: a.copy() for k, a in safetensors.numpy.load(data).items()}
+
+
+def add(base: np.ndarray, step: np.ndarray) -> np.ndarray:
+    """Return ``base + step`` in base's dtype; both ends use it, so both get the same bits."""
+    return np.asarray(base ^ step if base.dtype == np.bool_ else base + step).astype(base.dtype)
+
+
+def digest(model: Mapping[str, np.ndarray]) -> str:
+    """Return a fingerprint of names, shapes, dtypes and values."""
+    h = hashlib.blake2b(digest_size=8)
+    for name in sorted(model):
+        a = np.asarray(model[name], order="C")
+        h.update(f"{name}{a.dtype}{a.shape}".encode())
+        h.update(a.tobytes())
+    return h.hexdigest()
+
+
+def in_code_order(arrays: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    """Return the named arrays in the order in which both ends code them as one vector."""
+    return {name: arrays[name] for name in sorted(names)}
+
+
+def statistics(names: Iterable[str]) -> list[str]:
+    """Return the names of BatchNorm's statistics among `names`."""
+    return sorted(n for n in names if n.rpartition(".")[2] in ("running_mean", "running_var"))
+
+
+def mask(chosen: Iterable[str], names: Iterable[str]) -> bytes:
+    """Return which of `names` are chosen, one bit a name in sorted order."""
+    chosen = set(chosen)
+    return np.packbits([name in chosen for name in sorted(names)]).tobytes()
+
+
+def unmask(data: Any, names: Iterable[str]) -> frozenset[str]:
+    """Return the names that :func:`mask` chose; raise ProtocolError if there are more or fewer bits."""
+    names = sorted(names)
+    if not isinstance(data, bytes) or len(data) != (len(names) + 7) // 8:
+        raise ProtocolError(f"expected a mask of {len(names)} bits, not {data!r:.40}")
+    bits = np.unpackbits(np.frombuffer(data, np.uint8))
+    if bits[len(names) :].any():
+        raise ProtocolError(f"a mask of {len(names)} bits has more of them set")
+    return frozenset(name for name, bit in zip(names, bits, strict=False) if bit)
+
+
+def tie(arrays: NDArrays, tied: Mapping[str, str]) -> NDArrays:
+    """Return `arrays` with what is there of tied weights under their other names too.
+
+    `tied` maps such a name to the one under which the weight is trained and coded.
+    """
+    return {**arrays, **{n: arrays[first] for n, first in tied.items() if first in arrays}}
+
+
+def check_tied(
+    value: Any, model: Mapping[str, np.ndarray], buffers: Collection[str]
+) -> dict[str, str]:
+    """Return what a message says of tied weights (JSON) as other name -> name that is trained.
+
+    Raises ProtocolError unless the former are in `buffers`, the latter not, and their shapes and dtypes
+    equal.
+    """
+    try:
+        tied: dict[str, str] = dict(json.loads(value))
+        good = all(
+            other in buffers
+            and first in model
+            and first not in buffers
+            and (model[other].shape, model[other].dtype) == (model[first].shape, model[first].dtype)
+            for other, first in tied.items()
+        )
+    except (TypeError, ValueError, KeyError):
+        good = False
+    if not good:
+        raise ProtocolError(
+            f"'{TIED_KEY}' must map names of the model's arrays to others of the same shape that are "
+            f"trained, but is {value!r:.200}"
+        )
+    return tied
+
+
+def check_names(names: Iterable[str], expected: Iterable[str], what: str) -> None:
+    """Raise ProtocolError naming the arrays that are missing from `what` or unknown to it."""
+    names, expected = set(names), set(expected)
+    if names != expected:
+        raise ProtocolError(
+            f"{what}: arrays do not match the model by name: missing "
+            f"{sorted(expected - names)}, unexpected {sorted(names - expected)}"
+        )
+
+
+def check_arrays(arrays: Mapping[str, Any], expected: Mapping[str, Any], what: str) -> None:
+    """Raise ProtocolError naming the first array whose name, shape or dtype is not as expected.
+
+    Arrays are numpy or torch; both sides of a comparison must be of the same kind.
+    """
+    check_names(arrays, expected, what)
+    for name, want in expected.items():
+        got = arrays[name]
+        if tuple(got.shape) != tuple(want.shape):
+            raise ProtocolError(
+                f"{what}: array '{name}' has shape {tuple(got.shape)}, expected {tuple(want.shape)}"
+            )
+        if got.dtype != want.dtype:
+            raise ProtocolError(
+                f"{what}: array '{name}' has dtype {got.dtype}, expected {want.dtype}"
+            )
+
+
+def check_finite(
+    arrays: Mapping[str, np.ndarray], what: str, base: Mapping[str, np.ndarray] | None = None
+) -> None:
+    """Raise ProtocolError naming the first array that holds NaN, or infinity where `base` does not.
+
+    An infinite constant in `base`, such as an attention mask kept as a buffer, may stay what it is.
+    """
+    for name, a in arrays.items():
+        good = np.isfinite(a)
+        if base is not None and name in base:
+            good |= a == base[name]
+        if not np.all(good):
+            raise ProtocolError(f"{what}: array '{name}' holds NaN or infinity")
