@@ -32,9 +32,7 @@ if TYPE_CHECKING:
     from flwr_regs.flower.client_round import load_model as load_model
     from flwr_regs.flower.grid import InProcessGrid as InProcessGrid
     from flwr_regs.flower.legacy.strategy import LegacyStrategy as LegacyStrategy
-    from flwr_regs.flower.privacy import wrap as wrap
     from flwr_regs.flower.strategy import RegStrategy as RegStrategy
-    from flwr_regs.flower.strategy import RoundFailed as RoundFailed
     from flwr_regs.methods.efl import EFL as EFL
     from flwr_regs.methods.efl import EFLClient as EFLClient
     from flwr_regs.methods.efl import Elastic as Elastic
@@ -83,6 +81,7 @@ if TYPE_CHECKING:
     from flwr_regs.methods.rfedavg import RFedAvgPlus as RFedAvgPlus
     from flwr_regs.methods.rfedavg import RFedAvgPlusClient as RFedAvgPlusClient
     from flwr_regs.server.privacy import CentralDP as CentralDP
+    from flwr_regs.server.round import RoundFailed as RoundFailed
     from flwr_regs.wire.records import float32_arrays as float32_arrays
 
 _HOME = {
@@ -94,9 +93,8 @@ _HOME = {
     "InProcessGrid": "flower.grid",
     "float32_arrays": "wire.records",
     "LegacyStrategy": "flower.legacy.strategy",
-    "wrap": "flower.privacy",
     "RegStrategy": "flower.strategy",
-    "RoundFailed": "flower.strategy",
+    "RoundFailed": "server.round",
     "EFL": "methods.efl",
     "EFLClient": "methods.efl",
     "Elastic": "methods.efl",

@@ -287,7 +287,7 @@ def test_a_client_that_missed_too_much_gets_the_model() -> None:
     assert strategy.history[40]["bytes_down"][0] >= whole
     assert strategy.history[41]["bytes_down"][0] < 0.6 * whole
     # the log of steps is never longer than the model
-    steps = strategy._state.coded_steps
+    steps = strategy.training.model.coded_steps
     assert sum(map(len, steps.values())) <= whole
     assert len(steps) < 41
 
@@ -823,7 +823,7 @@ def test_the_log_of_steps_is_bounded_in_steps_too(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("flwr_regs.server.model.MOST_STEPS", 3)
     strategy = EFL(0.0, 0.01, 0.01, seed=1, fraction_evaluate=0.0)
     run(strategy, EFLClient, rounds=6, model=wide_model, clients=make_clients(4, torch.float32))
-    assert list(strategy._state.coded_steps) == [4, 5, 6]
+    assert list(strategy.training.model.coded_steps) == [4, 5, 6]
 
 
 def test_what_compression_does_not_go_with_is_refused() -> None:

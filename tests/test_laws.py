@@ -305,10 +305,10 @@ def test_client_state_and_uploads_go_all_the_way(kind: Any) -> None:
     run(strategy, RegClient, rounds=6, clients=data, grid=grid)
     cohorts = [e["cohort"] for e in strategy.history]
     want = {pid: sum(pid in c for c in cohorts) for pid in cohorts[-1]}
-    got = {pid: float(c) for pid, c in strategy._state.server["tally"].items()}
+    got = {pid: float(c) for pid, c in strategy.training.model.server["tally"].items()}
     assert got == want
     assert max(want.values()) > 1
     # another start in the same run begins at nothing
     again = RegStrategy([Tally()], **settings)
     run(again, RegClient, rounds=1, clients=data, grid=grid)
-    assert {float(c) for c in again._state.server["tally"].values()} == {1.0}
+    assert {float(c) for c in again.training.model.server["tally"].values()} == {1.0}

@@ -20,7 +20,7 @@ from flwr_regs import InProcessGrid, RoundFailed, client_app
 from flwr_regs.chain import chain
 from flwr_regs.client.features import FeatureTap
 from flwr_regs.server.aggregation import Reply
-from flwr_regs.server.model import GlobalState
+from flwr_regs.server.model import GlobalModel
 from flwr_regs.server.replies import agree_on_ties
 from flwr_regs.term import ClientContext
 from flwr_regs.wire import keys
@@ -735,7 +735,7 @@ def test_private_entries_are_not_rounded_on_the_client(dtype: torch.dtype) -> No
 
 def test_a_variance_becomes_the_clients_mean_and_stays_positive() -> None:
     model = {"w": np.float32([0.7]), "var": np.float32([0.35]), "frozen": np.float32([0.7])}
-    state = GlobalState(chain([]), model, "bfloat16")
+    state = GlobalModel(chain([]), model, "bfloat16")
     state.buffers = frozenset({"var", "frozen"})
     given = state.given
     assert given["var"] != model["var"]

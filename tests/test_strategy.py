@@ -35,7 +35,7 @@ from flwr_regs import (
 from flwr_regs.server.population import PopulationError
 from flwr_regs.term import Term
 from flwr_regs.wire import keys
-from flwr_regs.wire.records import content_bytes, from_record, identity_reply
+from flwr_regs.wire.records import from_record, identity_reply
 from tests.conftest import close, make_clients, make_model, run
 
 CONFIG = ConfigRecord({"lr": 0.2, "local-epochs": 1})
@@ -726,7 +726,7 @@ def test_under_flowers_dp_wrapper_clients_train_on_the_noisy_model() -> None:
     assert len(inner.history) == 3
     for sent, shown in zip(received, released, strict=False):
         close(sent, shown, 0.0)
-    assert np.abs(released[1]["0.weight"] - inner._state.model["0.weight"]).max() > 0
+    assert np.abs(released[1]["0.weight"] - inner.training.model.model["0.weight"]).max() > 0
 
 
 def test_delta_under_a_wrapper_is_refused() -> None:
@@ -918,8 +918,8 @@ def test_a_step_that_overflows_ends_the_run_before_it_is_taken() -> None:
     with pytest.raises(RoundFailed, match=r"round 1 of identity diverged.*strategy\.arrays"):
         run(strategy, RegClient, terms=[Term])
     close(*({k: a.numpy() for k, a in r.items()} for r in (strategy.arrays, _arrays())), 0.0)
-    assert strategy._state.server == {"identity": {}}
-    assert strategy._state.step is None
+    assert strategy.training.model.server == {"identity": {}}
+    assert strategy.training.model.step is None
 
 
 def test_one_failed_evaluation_does_not_end_training_but_the_first_does() -> None:

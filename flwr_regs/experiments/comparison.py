@@ -45,6 +45,7 @@ def run(job: Job, grid: Grid, folder: Path | None) -> dict[str, Any]:
 
     from flwr_regs.client.batches import resolve_device
     from flwr_regs.experiments import data, models, report
+    from flwr_regs.flower.network import GridNetwork
     from flwr_regs.flower.strategy import RegStrategy
     from flwr_regs.server.population import Population
 
@@ -52,7 +53,7 @@ def run(job: Job, grid: Grid, folder: Path | None) -> dict[str, Any]:
     dataset = data.load(job.dataset, job.data_dir)
     model = models.build(job.dataset, job.model, job.seed)
     device = resolve_device("auto")
-    clients = len(Population(1, None, 120.0).refresh(grid))
+    clients = len(Population(1, None, 120.0).refresh(GridNetwork(grid)))
     parts = job.parts(dataset.train_y, clients)  # an impossible partition is refused here
     x, y = dataset.test_x, dataset.test_y
     if job.held_out_clients:

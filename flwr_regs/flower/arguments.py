@@ -21,11 +21,11 @@ MOVED = {
 """Names of Flower's older strategies -> where the same is said now."""
 
 
-def check_arguments(strategy: type, given: Iterable[str]) -> None:
-    """Raise TypeError naming an argument that neither `strategy` nor a class above it takes."""
+def check_arguments(strategy: type, settings: set[str], given: Iterable[str]) -> None:
+    """Raise TypeError naming an argument that is neither one of `settings` nor a class's own."""
     makers = [vars(c)["__init__"] for c in strategy.__mro__[:-1] if "__init__" in vars(c)]
-    known = {name for make in makers for name in inspect.signature(make).parameters}
-    for name in set(given) - known:
+    known = settings | {name for make in makers for name in inspect.signature(make).parameters}
+    for name in set(given) - settings:
         near = difflib.get_close_matches(name, known, n=1)
         hint = f"; did you mean '{near[0]}'?" if near else ""
         if name in MOVED:

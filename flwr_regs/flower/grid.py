@@ -37,6 +37,8 @@ class InProcessGrid(Grid):
     ``FedAvg(seed=7).start(grid=InProcessGrid(app, 10), initial_arrays=arrays, ...)``
     """
 
+    replies_at_once = True  # what is not there after a push will never come
+
     def __init__(
         self, client_app: ClientApp, num_clients: int, run_config: Mapping[str, Any] | None = None
     ) -> None:

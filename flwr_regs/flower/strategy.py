@@ -1,4 +1,4 @@
-"""The strategy base: seeded cohorts, the server's half of a round, and a history of costs."""
+"""The strategy base: Flower's Strategy around a training, which holds all that a round is."""
 
 from __future__ import annotations
 
@@ -6,30 +6,23 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from logging import INFO, WARNING
 from typing import Any, ClassVar
-from uuid import uuid4
 
-import numpy as np
-from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.common.logger import log
 from flwr.serverapp import Grid
-from flwr.serverapp.strategy import FedAvg as FlowerFedAvg
-from flwr.serverapp.strategy import Result
+from flwr.serverapp.strategy import Result, Strategy
+from flwr.serverapp.strategy.strategy_utils import aggregate_metricrecords
 
 from flwr_regs.chain import chain
+from flwr_regs.flower.accounting import AccountedBudget
 from flwr_regs.flower.arguments import check_arguments
-from flwr_regs.flower.privacy import Privacy, beside, check_driven, refuse_statistics
-from flwr_regs.server.aggregation import aggregation_weights
-from flwr_regs.server.downlink import Downlink
-from flwr_regs.server.evaluation import Evaluation, NobodyEvaluated
-from flwr_regs.server.model import GlobalState
-from flwr_regs.server.outbox import Exchange, says
-from flwr_regs.server.participation import Participation
-from flwr_regs.server.population import Population
-from flwr_regs.server.privacy import CentralDP
-from flwr_regs.server.replies import sort_replies, told, usable_replies, with_common_metrics
+from flwr_regs.flower.network import GridNetwork, Paused
+from flwr_regs.server.evaluation import evaluation
+from flwr_regs.server.options import Options
+from flwr_regs.server.round import Round
+from flwr_regs.server.training import Training
 from flwr_regs.term import Term
 from flwr_regs.wire import keys
-from flwr_regs.wire.arrays import NDArrays, ProtocolError, tie
 from flwr_regs.wire.config import (
     EVALUATE_KEYS,
     FLOWER_KEYS,
@@ -38,15 +31,17 @@ from flwr_regs.wire.config import (
     check_evaluate_config,
     check_train_config,
 )
-from flwr_regs.wire.precision import DTYPES, to_half
-from flwr_regs.wire.records import content_bytes, from_record, to_record
+from flwr_regs.wire.records import from_record, to_record
+
+EvaluateFn = Callable[[int, ArrayRecord], MetricRecord | None]
+DRIVEN = (
+    "another strategy is wrapped around this one: Flower's DifferentialPrivacy... wrappers are not "
+    "supported, since they clip and noise without knowing what a method sends (uploads, momentum, coded "
+    "steps); use privacy=CentralDP(...) on the strategy itself, and its own start"
+)
 
 
-class RoundFailed(RuntimeError):
-    """A round ended with fewer usable replies than it needs; the global model is as before it."""
-
-
-class RegStrategy(FlowerFedAvg):
+class RegStrategy(Strategy):
     """A strategy for any list of terms; the named methods are this with their terms filled in.
 
     Parameters
@@ -70,17 +65,17 @@ class RegStrategy(FlowerFedAvg):
         ``lr_schedule(round) -> factor`` on train_config's ``"lr"``; rounds count from 1.
     cohorts : {"uniform", "class-covering"}
         ``"class-covering"`` draws cohorts whose clients together hold every class (FedADC, Sec. IV-E).
-        **Privacy cost**: each client tells the server, once, how many examples of each class it holds;
-        it does so only if its own operator built it with ``share_label_counts=True``.
+        **Privacy cost**: each client sends the server, once, how many examples of each class it holds,
+        if its own operator built it with ``share_label_counts=True``.
     overlap : bool
         With ``downlink="delta"``: while round t trains, the clients of round t + 1 are already sent
-        ``w_t``, so that round t + 1 only sends the step (FedADC, Sec. II-A). Same weights; the history
-        shows the bytes sent ahead as ``bytes_ahead``, those on the critical path as ``bytes_down``. A
-        node that hangs on a model sent ahead holds the round up as one that trains would.
+        ``w_t``, so that round t + 1 only sends the step (FedADC, Sec. II-A). The weights are the same. The
+        history shows the bytes sent ahead as ``bytes_ahead``, those of the round itself as ``bytes_down``.
+        A round waits for a node that hangs on a model sent ahead as it waits for one that trains.
     incomplete : {"average", "scale", "drop"}
-        What becomes of a client that took ``s_k`` of its E local steps, its own budget being spent:
-        ``"average"`` takes it as any other, ``"scale"`` weighs it ``E / s_k`` times as much (EFL,
-        Sec. 4.2), ``"drop"`` leaves it out. One with ``s_k = 0`` is inactive and always left out.
+        How a client counts that took only ``s_k`` of its E local steps because its own budget was spent.
+        ``"average"``: as any other. ``"scale"``: with ``E / s_k`` times its weight (EFL, Sec. 4.2).
+        ``"drop"``: not at all. A client with ``s_k = 0`` is inactive and never counts.
     drop_inactive : float, optional
         Drop a client for good once it was inactive in more than ``drop_inactive / (T E)`` of its turns
         (T rounds, E local steps; EFL, Eq. 9, whose constant C/J this is).
@@ -94,12 +89,16 @@ class RegStrategy(FlowerFedAvg):
         How many clients to wait for before round 1. Default: the clients' own ``num-partitions``
         where they have one, else `min_available_nodes`.
     wait_timeout : float
-        Seconds to wait for the population, then an error says how many came.
-    **kwargs
-        Flower's FedAvg arguments: ``fraction_train``, ``fraction_evaluate``, ``min_train_nodes``, …
+        Seconds to wait for the population. Then training starts without those who are missing, and names
+        them, if `min_available_nodes` clients are there; else an error says how many came.
+    fraction_train, fraction_evaluate, min_train_nodes, min_evaluate_nodes, min_available_nodes
+        As for Flower's FedAvg, and so are ``weighted_by_key``, ``train_metrics_aggr_fn`` and
+        ``evaluate_metrics_aggr_fn``.
 
     Attributes
     ----------
+    options : Options
+        The settings above, checked and frozen; each can be read off the strategy by its name.
     history : list of dict
         One entry a round: cohort, failures, bytes down and up per client, seconds per phase,
         examples processed, losses and metrics. Plain numbers and lists, ready for ``json``.
@@ -107,99 +106,33 @@ class RegStrategy(FlowerFedAvg):
     Raises
     ------
     ValueError
-        A parameter out of range, or terms that do not go together.
+        A setting out of range; settings or terms that exclude each other.
+    TypeError
+        A setting that does not exist, or something among the terms that is none.
     """
 
     method: ClassVar[str | None] = None
-    history: list[dict[str, Any]]
 
-    # One training's state; _begin and configure_train set it.
-    _state: GlobalState
-    _released: ArrayRecord | None  # what the last aggregate_train returned
-    _held: dict[int, int]  # partition id -> round whose model that client last kept
-    _used: dict[int, int]  # partition id -> round whose reply of that client was last averaged
-    _settings: dict[str, Any]  # the round's config
-    _entry: dict[str, Any]
-    _start_id: str
-    _evaluation: Evaluation
-    _exchange: Exchange
-    _asked: list[int]  # who was sent the last messages
-
-    def __init__(
-        self,
-        terms: Sequence[Term],
-        *,
-        weighting: str = "num-examples",
-        seed: int | None = None,
-        downlink: str = "model",
-        wire_dtype: str | None = None,
-        lr_schedule: Callable[[int], float] | None = None,
-        cohorts: str = "uniform",
-        overlap: bool = False,
-        incomplete: str = "average",
-        drop_inactive: float | None = None,
-        restart_lr: bool = False,
-        privacy: CentralDP | None = None,
-        min_replies: int = 1,
-        population: int | None = None,
-        wait_timeout: float = 300.0,
-        **kwargs: Any,
-    ) -> None:
-        check_arguments(type(self), kwargs)
-        super().__init__(**kwargs)
-        if (self.arrayrecord_key, self.configrecord_key) != (keys.ARRAYS, keys.CONFIG):
-            raise ValueError(
-                "the record keys are part of the protocol: leave them 'arrays', 'config'"
-            )
-        if weighting not in ("num-examples", "uniform"):
-            raise ValueError(f"weighting must be 'num-examples' or 'uniform', not {weighting!r}")
-        if downlink not in ("model", "delta"):
-            raise ValueError(f"downlink must be 'model' or 'delta', not {downlink!r}")
-        if cohorts not in ("uniform", "class-covering"):
-            raise ValueError(f"cohorts must be 'uniform' or 'class-covering', not {cohorts!r}")
+    def __init__(self, terms: Sequence[Term], **settings: Any) -> None:
+        check_arguments(type(self), Options.names(), settings)
         self.term = chain(terms)
-        if self.term.ternary[1]:
-            downlink = "delta"
-        if wire_dtype not in (None, *DTYPES):
-            raise ValueError(f"wire_dtype must be one of {DTYPES} or None, not {wire_dtype!r}")
-        if wire_dtype and any(self.term.ternary):
-            raise ValueError(
-                f"wire_dtype='{wire_dtype}' does not go with compression, whose updates have a code of "
-                "their own; leave one of the two out"
-            )
-        if wire_dtype and downlink == "delta":
-            raise ValueError(
-                f"wire_dtype='{wire_dtype}' needs downlink='model': a client's rounded model does not "
-                "follow from the rounded step"
-            )
-        if overlap and downlink != "delta":
-            raise ValueError("overlap=True needs downlink='delta'")
-        if overlap and self.term.ternary[1]:
-            raise ValueError(
-                "overlap=True sends whole models ahead, which a compressed downlink is there to avoid"
-            )
-        if min_replies < 1:
-            raise ValueError(f"min_replies must be at least 1, not {min_replies}")
-        for name in ("fraction_train", "fraction_evaluate"):
-            if not 0.0 <= getattr(self, name) <= 1.0:
-                raise ValueError(f"{name} must lie in [0, 1], not {getattr(self, name)}")
-        if seed is not None and seed < 0:
-            raise ValueError(f"seed must not be negative, but is {seed}")
-        self.weighting = weighting
-        self.seed = int(np.random.SeedSequence().generate_state(1)[0]) if seed is None else seed
-        self.downlink = downlink
-        self.wire_dtype = wire_dtype
-        self.lr_schedule = lr_schedule or (lambda _: 1.0)
-        self.cohorts = cohorts
-        self.overlap = overlap
-        self.min_replies = min_replies
-        self.participation = Participation(incomplete, drop_inactive, restart_lr)
-        self.population = Population(self.min_available_nodes, population, wait_timeout)
-        self.privacy = privacy
-        self._privacy = Privacy(self, privacy)
+        self.options = Options.of(self.term, **settings)
+        self.history: list[dict[str, Any]] = []
+        self._training: Training | None = None
+        self._num_rounds: int | None = None  # unless our own start, or `prepare`, said how many
         self._timeout = 3600.0
-        self._num_rounds = 0  # 0 while a wrapper, not our own start, drives the rounds
-        self.history = []
+        self._prepared = False
+        self._wrapped = False
+        self._trained: Paused[Round] | None = (
+            None  # what configure_train began and aggregate_train ends
+        )
+        self._evaluated: Paused[Mapping[str, Any] | None] | None = None
+        self._released: ArrayRecord | None = None  # what the last aggregate_train returned
+
+    def __getattr__(self, name: str) -> Any:
+        if name in Options.names():
+            return getattr(self.options, name)
+        raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'")
 
     @property
     def method_name(self) -> str:
@@ -209,14 +142,26 @@ class RegStrategy(FlowerFedAvg):
     @property
     def arrays(self) -> ArrayRecord:
         """The global model as it is now: after an error, that of the last good round."""
-        return to_record(self._state.model)
+        return to_record(self.training.model.model)
+
+    @property
+    def training(self) -> Training:
+        """The training that runs, or ran last; RuntimeError before the first."""
+        if self._training is None:
+            raise RuntimeError("nothing has been trained yet: call start")
+        return self._training
 
     def summary(self) -> None:
-        """Log the method, its hyper-parameters and the seed, then Flower's own summary."""
-        settings = {**self.term.config(), "weighting": self.weighting, "downlink": self.downlink}
-        settings |= {"wire_dtype": self.wire_dtype} if self.wire_dtype else {}
-        log(INFO, "\t├──> Method: %s %s (seed %d)", self.method_name, settings, self.seed)
-        super().summary()
+        """Log the method, its hyper-parameters, the seed, and how many clients take part."""
+        self._wrapped = not self._prepared  # another strategy's start asks its inner one for this
+        o = self.options
+        settings = {**self.term.config(), "weighting": o.weighting, "downlink": o.downlink}
+        settings |= {"wire_dtype": o.wire_dtype} if o.wire_dtype else {}
+        log(INFO, "\t├──> Method: %s %s (seed %d)", self.method_name, settings, o.seed)
+        for what in ("train", "evaluate"):
+            share, least = getattr(o, f"fraction_{what}"), getattr(o, f"min_{what}_nodes")
+            log(INFO, "\t├──> Clients that %s: a share of %.2f, at least %d", what, share, least)
+        log(INFO, "\t└──> Clients to wait for: at least %d", o.min_available_nodes)
 
     def start(
         self,
@@ -226,7 +171,7 @@ class RegStrategy(FlowerFedAvg):
         timeout: float = 3600,
         train_config: ConfigRecord | None = None,
         evaluate_config: ConfigRecord | None = None,
-        evaluate_fn: Callable[[int, ArrayRecord], MetricRecord | None] | None = None,
+        evaluate_fn: EvaluateFn | None = None,
     ) -> Result:
         """Run `num_rounds` rounds; see Flower's ``Strategy.start`` for the parameters.
 
@@ -241,43 +186,71 @@ class RegStrategy(FlowerFedAvg):
             A round had fewer than `min_replies` usable replies.
         """
         self.check_model(initial_arrays)
-        train, evaluate = self._prepare(num_rounds, timeout, train_config, evaluate_config)
+        train, evaluate = self.prepare(num_rounds, timeout, train_config, evaluate_config)
+        log(INFO, "Starting %s strategy: %d rounds", type(self).__name__, num_rounds)
+        self.summary()
+        result, arrays, network = Result(), initial_arrays, GridNetwork(grid, timeout)
+
+        def test(number: int) -> None:
+            metrics = evaluate_fn(number, arrays) if evaluate_fn else None
+            if metrics is not None:
+                log(INFO, "\t└──> evaluate_fn: %s", metrics)
+                result.evaluate_metrics_serverapp[number] = metrics
+
+        began = time.monotonic()
         try:
-            return super().start(
-                grid, initial_arrays, num_rounds, timeout, train, evaluate, evaluate_fn
-            )
+            test(0)
+            for t in range(1, num_rounds + 1):
+                log(INFO, "")
+                log(INFO, "[ROUND %d/%d]", t, num_rounds)
+                replies = network.exchange(list(self.configure_train(t, arrays, train, grid)))
+                new, metrics = self.aggregate_train(t, replies)
+                if new is not None:
+                    result.arrays = arrays = new
+                if metrics is not None:
+                    log(INFO, "\t└──> train metrics: %s", metrics)
+                    result.train_metrics_clientapp[t] = metrics
+                replies = network.exchange(list(self.configure_evaluate(t, arrays, evaluate, grid)))
+                if (metrics := self.aggregate_evaluate(t, replies)) is not None:
+                    log(INFO, "\t└──> evaluate metrics: %s", metrics)
+                    result.evaluate_metrics_clientapp[t] = metrics
+                test(t)
         finally:
-            self._num_rounds = 0
+            self._prepared = False
+        log(INFO, "")
+        log(INFO, "Finished in %.2f s", time.monotonic() - began)
+        return result
 
     def check_model(self, initial_arrays: ArrayRecord) -> None:
         """Raise ValueError for initial arrays that this strategy cannot train, and say why.
 
         `start` does so first; call it yourself where other work comes before.
         """
-        shared = self._shared(initial_arrays)
-        if self.privacy is not None:
-            refuse_statistics(shared)
-        GlobalState(self.term, shared, self.wire_dtype)
+        Training.check_model(self.options, from_record(initial_arrays))
 
-    def _prepare(
+    def prepare(
         self,
         num_rounds: int,
-        timeout: float,
-        train_config: Mapping[str, Any] | None,
-        evaluate_config: Mapping[str, Any] | None,
+        timeout: float = 3600.0,
+        train_config: Mapping[str, Any] | None = None,
+        evaluate_config: Mapping[str, Any] | None = None,
     ) -> tuple[ConfigRecord, ConfigRecord]:
-        """Check what a training is told and note how long it is; return configs Flower may write into."""
-        self._check_config(train_config or {})
-        # A wrapper leaves it in the config that it was given.
-        if "clipping_norm" in (train_config or {}):
+        """Announce a training: `start` does so, and who calls ``configure_train`` and the others may.
+
+        Returns the (train config, evaluate config) to call these with. Raises ValueError for an unknown,
+        missing or wrong key.
+        """
+        self._check_train_config(train_config or {})
+        if "clipping_norm" in (train_config or {}) and self.options.privacy is None:
             raise ValueError(
-                "train_config key 'clipping_norm' is for Flower's privacy wrappers, which noise what their "
-                "mods clip; here nobody would: leave it out, or use privacy=CentralDP(...)"
+                "train_config key 'clipping_norm' is for Flower's clipping mods on the clients, but nobody "
+                "would add the noise: use privacy=CentralDP(...) on the strategy, or leave it out"
             )
         evaluate = {**(evaluate_config or {})}
         check_config_keys(evaluate, [*EVALUATE_KEYS, *FLOWER_KEYS], "evaluate_config")
         check_evaluate_config(evaluate, "evaluate_config")
-        self._timeout, self._num_rounds = timeout, num_rounds
+        self._num_rounds, self._timeout = num_rounds, timeout
+        self._prepared, self._wrapped = True, False
         return ConfigRecord({**(train_config or {})}), ConfigRecord(evaluate)
 
     def initialize_parameters(self, client_manager: Any) -> None:
@@ -290,205 +263,53 @@ class RegStrategy(FlowerFedAvg):
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """Draw the cohort and build its messages. Round 1 also asks the clients who they are."""
-        if server_round == 1 or not hasattr(self, "_state"):
+        """Begin a round: draw its cohort and return the messages. The first also begins the training.
+
+        `arrays` is the model that the last round returned, or one to go on from instead.
+        """
+        if server_round == 1 or self._training is None:
             self._begin(arrays, config)
-        elif arrays is not self._released and self._state.adopt(from_record(arrays)):
-            self._held = {}
-        if self.fraction_train == 0.0:
+        elif arrays is not self._released:
+            self.training.adopt(from_record(arrays))
+        if self.options.fraction_train == 0.0:
             return []
-        if self._entry and self.history and self.history[-1] is not self._entry:
-            # Flower's privacy wrappers skip a round with a failed client.
-            log(WARNING, "round %d was skipped by whoever drives us", self._entry["round"])
-        began = time.monotonic()
-        self._grid = grid
-        here = self.population.refresh(grid)
-        members = self._privacy.members(here)
-        entry: dict[str, Any] = {"round": server_round, "population": len(members), "failures": {}}
-        members = self.participation.remaining(members, server_round, self._num_rounds, entry)
-        cohort = self._cohort(server_round, members, grid)
-        self._privacy.before(server_round, cohort)
-        settings: dict[str, Any] = dict(config)
-        on_schedule = self.participation.schedule_round(server_round)
-        lr = float(settings["lr"]) * float(self.lr_schedule(on_schedule))
-        if not 0 < lr < float("inf"):
-            raise ValueError(f"lr_schedule({on_schedule}) makes the learning rate {lr}")
-        self._ctx = self._state.context(server_round, lr)
-        entry |= {
-            "cohort": cohort,
-            "lr": lr,
-            "seconds": {"configure": time.monotonic() - began},
-        }
-        self._entry = entry
-        downlink = Downlink(
-            self.downlink,
-            server_round,
-            self._state,
-            self.term.ternary[1],
-            lambda: self.term.broadcast(self._state.server, self._ctx),
-            {t.name for t in self.term.terms if type(t).recover is not Term.recover},
-            self.wire_dtype,
-        )
-        settings |= {
-            **self.term.config(),
-            **beside(self.term),
-            "lr": lr,
-            keys.ROUND_KEY: server_round,
-            keys.METHOD_KEY: self.method_name,
-            keys.PROTOCOL_KEY: keys.PROTOCOL,
-            keys.START_KEY: self._start_id,
-            **({keys.HALF_KEY: self.wire_dtype} if self.wire_dtype else {}),
-        }
-        self._settings = settings
-        self._exchange = Exchange(
-            server_round,
-            self.seed,
-            settings,
-            downlink,
-            self.population,
-            self._held,
-            self._used if self.term.ternary[0] else None,
-            self._entry,
-        )
-        ready = [p for p in cohort if p in here]
-        entry["failures"] |= dict.fromkeys(set(cohort) - set(ready), "it has left")
-        if any(t.probes for t in self.term.terms):
-            ready = self._exchange.probe(ready, self.term, grid, self._timeout)
-        messages = self._exchange.train(ready)
-        log(INFO, "configure_train: cohort of %d (out of %d)", len(cohort), len(members))
-        if self.overlap and server_round < self._num_rounds:
-            later = self._cohort(server_round + 1, members, grid)
-            messages += self._exchange.ahead(
-                sorted(set(later) & set(here) - set(cohort)), self.arrays
-            )
-        self._asked = ready
-        self._clock = time.monotonic()
-        return messages
+        if self._trained is not None:
+            log(WARNING, "the round before round %d was never aggregated", server_round)
+        network = GridNetwork(grid, self._timeout)
+        self._trained = Paused(self.training.round(server_round, config, network))
+        return self._trained.messages
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Check the replies, average what is usable and move the global model.
+        """End the round: use the replies and return (the new global model, the clients' mean metrics).
 
         Raises
         ------
         RoundFailed
             Fewer than `min_replies` usable replies. Model and server state stay as they were.
         """
-        if self.fraction_train == 0.0:
+        paused, self._trained = self._trained, None
+        if paused is None:
             return None, None
-        entry = self._entry
-        replies = list(replies)
-        trained = [r for r in replies if r.metadata.message_type != keys.PREFETCH]
-        answered, failures = sort_replies(trained, self.population.nodes(self._asked))
-        # A client that lost its model (a restarted SuperNode) gets the full pair in the same round.
-        if lost := [p for p, m in answered.items() if says(m, keys.OUT_OF_SYNC_KEY)]:
-            log(WARNING, "clients %s have lost their model; sending the full pair", lost)
-            messages = self._exchange.train(lost, lost=True)
-            again = self._grid.send_and_receive(messages, timeout=self._timeout)
-            late, late_failures = sort_replies(again, self.population.nodes(lost))
-            failures |= late_failures
-            answered = {p: m for p, m in answered.items() if p not in lost} | late
-        entry["seconds"]["clients"] = time.monotonic() - self._clock
-        began = time.monotonic()
-
-        entry["bytes_up"] = {
-            p: content_bytes(m.content) + entry.get("bytes_probe_up", {}).get(p, 0)
-            for p, m in answered.items()
-        }
-        received = usable_replies(
-            answered,
-            self._state,
-            self.method_name,
-            self.term,
-            self._settings,
-            self.weighted_by_key,
-        )
-        fixed = (received.buffers or frozenset()) - set(received.tied or ())
-        wrong = self._privacy.wrong(received.replies, self._state.given, fixed, self._settings)
-        failures |= received.failures | wrong
-        usable = {pid: reply for pid, reply in received.replies.items() if pid not in wrong}
-        if failures:
-            log(WARNING, "\t> %s", told(failures))
-        failures |= entry["failures"]  # those of the first exchange, already told
-        entry["failures"] = failures
-        usable = self.participation.usable(entry["cohort"], usable, entry)
-        entry["replies"] = sorted(usable)
-        entry["lost_private"] = [
-            p for p in entry["replies"] if p in self._used and says(answered[p], keys.FRESH_KEY)
-        ]
-        if entry["lost_private"]:
-            log(
-                WARNING,
-                "clients %s have lost their private entries and began anew with their model's own",
-                entry["lost_private"],
-            )
-        self.history.append(entry)
-        needed = self._privacy.needed(self.min_replies, len(entry["cohort"]))
-        if self.min_replies <= len(usable) < needed and self._released is not None:
-            log(
-                WARNING, "round %d is skipped: the wrapper's noise is for all replies", server_round
-            )
-            return None, None
-        if len(usable) < needed:
-            raise RoundFailed(
-                f"round {server_round} of {self.method_name}: {len(usable)} usable replies from a "
-                f"cohort of {len(entry['cohort'])}, needed {needed}; "
-                + "; ".join(
-                    [told(failures)] * bool(failures)
-                    + [f"{k}: {entry[k]}" for k in ("inactive", "incomplete") if entry[k]]
-                )
-            )
-
-        self._state.buffers, self._state.tied = received.buffers, received.tied
-        mean = self._privacy.mean(received.buffers or (), len(entry["cohort"]), entry)
-        try:
-            weights = aggregation_weights(usable, self.weighting)
-            scale = self.participation.incomplete == "scale"
-            self._state.advance(usable, weights, self._ctx, scale, mean)
-        except ProtocolError as error:
-            raise RoundFailed(
-                f"round {server_round} of {self.method_name} diverged: {error}; `strategy.arrays` is "
-                "the model before it; try a smaller learning rate"
-            ) from error
-        self._held |= dict.fromkeys(answered, server_round)
-        self._used |= dict.fromkeys(usable, server_round)
-        self._exchange.got_ahead(replies)
-
-        metrics = self.train_metrics_aggr_fn(
-            with_common_metrics(r.metrics for r in usable.values()), self.weighted_by_key
-        )
-        entry["train_metrics"] = dict(metrics)
-        processed = [r.metrics.get("examples-processed", 0) for r in usable.values()]
-        entry["examples_processed"] = sum(n for n in processed if isinstance(n, int))
-        entry["seconds"]["aggregate"] = time.monotonic() - began
+        metrics = paused.resume(replies).metrics
         self._released = self.arrays
-        return self._released, metrics
+        return self._released, MetricRecord({**(metrics or {})})
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """Draw the clients that evaluate the global model and build their messages."""
-        if self._entry and not self.history:
-            raise RoundFailed(
-                f"round {self._entry['round']} was never aggregated: Flower's privacy wrappers skip a "
-                "round in which a client failed, and log its error"
-            )
-        if self.fraction_evaluate == 0.0:
+        """Draw the clients that evaluate `arrays` and return their messages."""
+        if self.options.fraction_evaluate == 0.0:
             return []
-        members = self.population.refresh(grid)
-        size = max(int(len(members) * self.fraction_evaluate), self.min_evaluate_nodes)
-        if self.wire_dtype or self._state.tied:
-            model = tie(from_record(arrays), self._state.tied or {})
-            halved, told = to_half(model, self.wire_dtype)
-            arrays = to_record(halved)
-            config = ConfigRecord({**config, **told})
-        return self._evaluation.messages(server_round, size, arrays, config)
+        network, model = GridNetwork(grid, self._timeout), from_record(arrays)
+        self._evaluated = Paused(evaluation(self.training, server_round, model, config, network))
+        return self._evaluated.messages
 
     def aggregate_evaluate(
         self, server_round: int, replies: Iterable[Message]
     ) -> MetricRecord | None:
-        """Average the clients' metrics and note each client's own in the history.
+        """Return the clients' mean metrics; each client's own are in the history.
 
         Raises
         ------
@@ -496,50 +317,36 @@ class RegStrategy(FlowerFedAvg):
             No usable reply, and none in any round before: an evaluation that never works is a mistake.
             A later failure is logged and kept in the history, and training goes on.
         """
-        if self.fraction_evaluate == 0.0:
-            return None
-        if not self.history or self.history[-1]["round"] != server_round:
-            self.history.append({"round": server_round, "seconds": {}})  # evaluation alone
-        try:
-            return self._evaluation.result(
-                replies, self.history[-1], self.evaluate_metrics_aggr_fn, self.weighted_by_key
-            )
-        except NobodyEvaluated as error:
-            raise RoundFailed(f"round {server_round} of {self.method_name}: {error}") from error
-
-    def _check_config(self, config: Any) -> None:
-        known = [*TRAIN_KEYS, *FLOWER_KEYS]
-        check_config_keys(config, known, "train_config")
-        check_train_config(config, "train_config")
+        paused, self._evaluated = self._evaluated, None
+        metrics = None if paused is None else paused.resume(replies)
+        return None if metrics is None else MetricRecord({**metrics})
 
     def _begin(self, arrays: ArrayRecord, config: ConfigRecord) -> None:
-        """Start afresh: also where a wrapper (Flower's DP strategies) calls round 1 directly."""
-        self._check_config(config)
-        if not self._num_rounds:
-            check_driven(self)
-        shared = self._shared(arrays)
-        if private := len(arrays) - len(shared):
+        """Begin a training; refuse another strategy's start, which knows nothing of ours."""
+        dp = self.options.privacy
+        if self._wrapped or ("clipping_norm" in config and dp is None):
+            raise ValueError(DRIVEN)
+        self._check_train_config(config)
+        self._training = Training(
+            self.options,
+            self.method_name,
+            from_record(arrays),
+            self._num_rounds if self._prepared else None,
+            self._mean_of_metrics,
+            AccountedBudget(dp) if dp is not None and dp.accountant is not None else None,
+        )
+        self.history = self._training.history
+        self._trained = self._evaluated = self._released = None
+        if private := len(arrays) - len(self._training.model.model):
             log(INFO, "%d of %d arrays stay with the clients", private, len(arrays))
-        self._privacy.begin(shared)
-        self._state = GlobalState(self.term, shared, self.wire_dtype)
-        self._held = {}
-        self.participation.forget()
-        self._used = {}
-        self._entry = {}
-        self._released = None
-        self._start_id = uuid4().hex[:8]
-        settings: dict[str, Any] = {keys.METHOD_KEY: self.method_name}
-        settings |= {keys.START_KEY: self._start_id, **self.term.config()}  # for what is private
-        self._evaluation = Evaluation(self.population, self.seed, settings)
-        self.history = []
-        self.population.forget()
 
-    def _shared(self, arrays: ArrayRecord) -> NDArrays:
-        model = from_record(arrays)
-        private = self.term.private(model)
-        return {name: a for name, a in model.items() if name not in private}
+    def _check_train_config(self, config: Mapping[str, Any]) -> None:
+        check_config_keys(config, [*TRAIN_KEYS, *FLOWER_KEYS], "train_config")
+        check_train_config(config, "train_config")
 
-    def _cohort(self, server_round: int, members: list[int], grid: Grid) -> list[int]:
-        size = max(int(len(members) * self.fraction_train), self.min_train_nodes)
-        key = (self._privacy.cohort_seed, server_round)
-        return self.population.cohort(members, key, size, self.cohorts, grid)
+    def _mean_of_metrics(
+        self, kind: str, metrics: Sequence[Mapping[str, Any]]
+    ) -> Mapping[str, Any]:
+        given = getattr(self.options, f"{kind}_metrics_aggr_fn")
+        records = [RecordDict({keys.METRICS: MetricRecord({**m})}) for m in metrics]
+        return (given or aggregate_metricrecords)(records, self.options.weighted_by_key)

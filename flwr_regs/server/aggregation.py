@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,6 +39,10 @@ class Reply:
     delta: Mapping[str, np.ndarray] = field(default_factory=dict)
     steps: tuple[int, int] = (1, 1)
     tied: Mapping[str, str] = field(default_factory=dict)
+
+
+Mean = Callable[[Mapping[str, Any], Mapping[int, Reply], Mapping[int, float]], dict[str, Any]]
+"""A mean of the replies: (model, replies, weights) -> ``Δ`` for every array of the model."""
 
 
 def aggregation_weights(replies: Mapping[int, Reply], weighting: str) -> dict[int, float]:

@@ -6,19 +6,30 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
+TRAINING: tuple[int, ...] = ()
+EVALUATION = (1,)
+"""What a draw is for. The draws of one purpose tell nothing of another's, whatever their keys."""
+
 
 class CoverageError(ValueError):
     """No cohort of the asked size was found whose clients hold every class."""
 
 
-def uniform_cohort(clients: Iterable[int], key: tuple[int, ...], size: int) -> list[int]:
-    """Return `size` clients, sorted, by `key` alone; all of them where `size` is too large.
+def uniform_cohort(
+    clients: Iterable[int], key: tuple[int, ...], size: int, purpose: tuple[int, ...] = TRAINING
+) -> list[int]:
+    """Return `size` clients, sorted, by (key, purpose) alone; all of them where `size` is too large.
 
-    Each client's rank depends on (key, its own id) only: a client that is missing is replaced by one
-    other, and the rest of the cohort stays.
+    Each client's rank depends on (key, purpose, its own id) only: a client that is missing is replaced by
+    one other, and the rest of the cohort stays.
     """
-    rank = {c: np.random.default_rng((*key, c)).random() for c in clients}
-    return sorted(sorted(rank, key=lambda c: rank[c])[:size])
+
+    def rank(client: int) -> float:
+        # spawn_key, not one more number in the key: SeedSequence takes (s, t, 1) and (s, t, 1, 0) as equal
+        seed = np.random.SeedSequence((*key, client), spawn_key=purpose)
+        return float(np.random.default_rng(seed).random())
+
+    return sorted(sorted(clients, key=rank)[:size])
 
 
 def class_covering_cohort(

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from flwr_regs.chain import Chain
-from flwr_regs.server.aggregation import Reply, mean_delta, scaled
+from flwr_regs.server.aggregation import Mean, Reply, mean_delta, scaled
 from flwr_regs.term import ServerContext, Slot
 from flwr_regs.wire.arrays import (
     NDArrays,
@@ -18,18 +18,16 @@ from flwr_regs.wire.arrays import (
     digest,
     in_code_order,
     tie,
+    untrainable,
 )
 from flwr_regs.wire.codec import encode
 from flwr_regs.wire.precision import narrow, widen
-
-if TYPE_CHECKING:  # a client's process loads this file, and has no use for flwr.serverapp
-    from flwr_regs.flower.privacy import Mean
 
 MOST_STEPS = 50
 """Coded steps to keep: each one missed costs a client a pass over the whole model."""
 
 
-class GlobalState:
+class GlobalModel:
     """The global model and what the terms keep beside it.
 
     Parameters
@@ -53,7 +51,8 @@ class GlobalState:
         The terms' server slots.
     buffers : frozenset of str, or None
         Arrays that the clients do not train: buffers, frozen parameters and the other names of tied
-        weights; None until they said so.
+        weights; None until their first replies say so. Until then those that cannot be trained, and
+        BatchNorm's statistics, are taken for such.
     tied : mapping of str to str, or None
         Those other names -> the one that is trained.
     coded_steps : dict of int to bytes
@@ -87,9 +86,9 @@ class GlobalState:
         self.model = model
         self.step: NDArrays | None = None
         self.previous_lr: float | None = None
-        self.server: Slot = term.init(model)
         self.buffers: frozenset[str] | None = None
         self.tied: Mapping[str, str] | None = None
+        self.server: Slot = term.init(self._trainable(model))
         self.coded_steps: dict[int, bytes] = {}
         self.changed = dict.fromkeys(model, 0)
 
@@ -106,18 +105,24 @@ class GlobalState:
         coded = [n for n, a in model.items() if a.dtype == np.float32]
         return widen(narrow(model, self._half), coded, self._half)
 
+    def agree(self, buffers: frozenset[str] | None, tied: Mapping[str, str] | None) -> None:
+        """Note what the clients agree on; the first time, the terms begin anew if they began with more."""
+        if self.buffers is None and buffers is not None and buffers != untrainable(self.model):
+            self.server = self._term.init({n: a for n, a in self.model.items() if n not in buffers})
+        self.buffers, self.tied = buffers, tied
+
     def context(self, server_round: int, lr: float) -> ServerContext:
         """Return what the terms' server hooks may read in a round."""
         step = None if self.step is None else self._trainable(self.step)
         return ServerContext(server_round, lr, self._trainable(self.model), step, self.previous_lr)
 
     def adopt(self, model: NDArrays) -> bool:
-        """Go on from another model than the last one: a wrapper has added noise, say.
+        """Go on from `model`, which somebody who drives the rounds from outside has changed.
 
-        Returns whether it is another. The last step then ends at the new model.
+        Returns whether it is another. The last step then ends at it.
         """
         check_arrays(model, self.model, "the arrays handed to configure_train")
-        model = tie(model, self.tied or {})  # noise on each name would make two weights of one
+        model = tie(model, self.tied or {})  # changed under each name, one weight would be two
         if digest(model) == digest(self.model):
             return False
         check_finite(model, "the arrays handed to configure_train", self.model)
@@ -191,7 +196,8 @@ class GlobalState:
             }
 
     def _trainable(self, arrays: NDArrays) -> NDArrays:
-        return {n: a for n, a in arrays.items() if n not in (self.buffers or ())}
+        fixed = untrainable(self.model) if self.buffers is None else self.buffers
+        return {n: a for n, a in arrays.items() if n not in fixed}
 
 
 def as_step(base: np.ndarray, delta: Any) -> np.ndarray:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from logging import WARNING
-from typing import Any
+import logging
 
-from flwr.common.logger import log
+from flwr_regs.server.round import Round
 
-from flwr_regs.server.aggregation import Reply
+LOG = logging.getLogger("flwr")
 
 
 class Participation:
-    """Who is left in the objective, and since when it is what it is.
+    """The clients that a training is about, and how much each took part in it so far.
 
     Parameters
     ----------
@@ -21,95 +19,81 @@ class Participation:
         The constant C/J of Eq. 9: a client is dropped once the share of its turns in which it was
         inactive exceeds ``drop_inactive / (T E)``, T rounds of E steps.
     restart_lr : bool
-        Count the learning rate's schedule anew from each shift of the objective (Sec. 4.4).
+        Restart the learning rate's schedule when the clients change (Sec. 4.4).
+    num_rounds : int
+        T.
     """
 
-    def __init__(self, incomplete: str, drop_inactive: float | None, restart_lr: bool) -> None:
-        if incomplete not in ("average", "scale", "drop"):
-            raise ValueError(f"incomplete must be 'average', 'scale' or 'drop', not {incomplete!r}")
-        if drop_inactive is not None and not drop_inactive > 0:
-            raise ValueError(f"drop_inactive must be positive or None, not {drop_inactive}")
-        self.incomplete = incomplete
+    def __init__(
+        self, incomplete: str, drop_inactive: float | None, restart_lr: bool, num_rounds: int
+    ) -> None:
+        self._incomplete = incomplete
         self._bound = drop_inactive
         self._restart = restart_lr
-        self.forget()
-
-    def forget(self) -> None:
-        """Begin anew."""
+        self._num_rounds = num_rounds
         self._turns: dict[int, int] = {}
         self._inactive: dict[int, int] = {}
         self._steps = 1  # E, the most that any client was asked for
-        self._left: set[int] = set()
+        self._dropped: set[int] = set()
         self._members: list[int] | None = None
-        self._seen: set[int] = set()  # who has been here
-        self._gone: set[int] = set()  # who has been missing since
+        self._seen: set[int] = set()  # clients that took part in a draw
+        self._departed: set[int] = set()  # clients that have been missing since
         self._origin = 1
 
-    @property
-    def drops(self) -> bool:
-        """Whether often inactive clients are dropped."""
-        return self._bound is not None
-
-    def remaining(
-        self, members: list[int], server_round: int, num_rounds: int, entry: dict[str, Any]
-    ) -> list[int]:
-        """Return the clients that cohorts are drawn from; note drops and shifts in the history.
+    def remaining(self, members: list[int], now: Round) -> list[int]:
+        """Return the clients that the cohort is drawn from; note drops and shifts in the round.
 
         A client is dropped for good, never before its second turn, and taken back only if nobody else is
-        there. The schedule restarts for what is new: a client's first arrival, its first departure or
-        its drop, not for one that comes and goes.
+        there. The schedule restarts at a client's first arrival, first departure or drop, not for one
+        that comes and goes.
         """
         if self._bound is not None:
-            limit = self._bound / (num_rounds * self._steps)
-            for pid, turns in self._turns.items():
-                share = self._inactive.get(pid, 0) / turns
-                stay = [p for p in members if p not in self._left and p != pid]
-                if pid not in self._left and turns >= 2 and share > limit and stay:
-                    self._left.add(pid)
-                    entry.setdefault("dropped_for_good", []).append(pid)
-                    log(
-                        WARNING,
-                        "client %d was inactive in %d of %d turns, more than %.3g: dropped (Eq. 9)",
-                        pid,
-                        self._inactive[pid],
-                        turns,
-                        limit,
-                    )
-        mine = [p for p in members if p not in self._left]
-        if not mine:
-            log(WARNING, "only dropped clients are here: taking %s back", members)
-            mine, self._left = members, set()
-        if self._members is not None and mine != self._members:
-            arrived = sorted(set(mine) - set(self._members))
-            departed = sorted(set(self._members) - set(mine))
-            entry["shift"] = {"arrived": arrived, "departed": departed}
-            if self._restart and (set(arrived) - self._seen or set(departed) - self._gone):
-                self._origin = server_round
-            self._gone |= set(departed)
-        self._seen |= set(mine)
-        self._members = mine
-        return mine
+            self._drop(members, self._bound / (self._num_rounds * self._steps), now)
+        left = [p for p in members if p not in self._dropped]
+        if not left:
+            LOG.warning("only dropped clients are here: taking %s back", members)
+            left, self._dropped = members, set()
+        if self._members is not None and left != self._members:
+            arrived = sorted(set(left) - set(self._members))
+            departed = sorted(set(self._members) - set(left))
+            now.events["shift"] = {"arrived": arrived, "departed": departed}
+            if self._restart and (set(arrived) - self._seen or set(departed) - self._departed):
+                self._origin = now.number
+            self._departed |= set(departed)
+        self._seen |= set(left)
+        self._members = left
+        return left
 
-    def schedule_round(self, server_round: int) -> int:
+    def _drop(self, members: list[int], limit: float, now: Round) -> None:
+        """Drop the clients that were inactive in more than the share `limit` of their turns (Eq. 9)."""
+        for pid, turns in self._turns.items():
+            inactive = self._inactive.get(pid, 0)
+            others = [p for p in members if p not in self._dropped and p != pid]
+            if pid not in self._dropped and turns >= 2 and inactive / turns > limit and others:
+                self._dropped.add(pid)
+                now.events.setdefault("dropped_for_good", []).append(pid)
+                LOG.warning(
+                    "client %d was inactive in %d of %d turns, more than %.3g: dropped (Eq. 9)",
+                    *(pid, inactive, turns, limit),
+                )
+
+    def schedule_round(self, number: int) -> int:
         """Return the round that the learning rate's schedule is asked for."""
-        return server_round - self._origin + 1
+        return number - self._origin + 1
 
-    def usable(
-        self, cohort: list[int], replies: Mapping[int, Reply], entry: dict[str, Any]
-    ) -> dict[int, Reply]:
-        """Return the replies that are averaged; note in the history what became of the others.
+    def select(self, now: Round) -> None:
+        """Choose which of the round's received replies are used, and note who was incomplete or inactive.
 
-        A client that took no step is inactive; one that did not answer is so too, for Eq. 9.
+        A client that took no step is inactive. So is one that did not reply, for Eq. 9.
         """
-        steps = {pid: reply.steps for pid, reply in replies.items()}
+        steps = {pid: reply.steps for pid, reply in now.received.items()}
         active = {pid for pid, (taken, _) in steps.items() if taken > 0}
-        for pid in cohort:
+        for pid in now.cohort:
             self._turns[pid] = self._turns.get(pid, 0) + 1
             self._inactive[pid] = self._inactive.get(pid, 0) + (pid not in active)
         self._steps = max([self._steps, *(planned for _, planned in steps.values())])
-        entry["steps"] = {pid: taken for pid, (taken, _) in steps.items()}
-        entry["inactive"] = sorted(set(replies) - active)
-        late = {p for p in active if steps[p][0] < steps[p][1]}
-        entry["incomplete"] = sorted(late)
-        kept = active - late if self.incomplete == "drop" else active
-        return {pid: reply for pid, reply in replies.items() if pid in kept}
+        now.steps = {pid: taken for pid, (taken, _) in steps.items()}
+        now.inactive = sorted(set(steps) - active)
+        now.incomplete = sorted(p for p in active if steps[p][0] < steps[p][1])
+        unused = set(now.incomplete) if self._incomplete == "drop" else set()
+        now.used = {pid: r for pid, r in now.received.items() if pid in active - unused}

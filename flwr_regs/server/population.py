@@ -1,20 +1,20 @@
-"""Who is there: partition ids, node ids, and (if asked) label counts."""
+"""The clients that are connected: partition ids, node ids, and label counts where they are needed."""
 
 from __future__ import annotations
 
 import json
+import logging
 import time
 from collections.abc import Iterable
-from logging import INFO, WARNING
-from typing import cast
-
-from flwr.app import ConfigRecord, Message, RecordDict
-from flwr.common.logger import log
-from flwr.serverapp import Grid
 
 from flwr_regs.server.cohorts import class_covering_cohort, uniform_cohort
-from flwr_regs.server.replies import sort_replies, told
+from flwr_regs.server.network import Network, Replies, Request, name_failures
 from flwr_regs.wire import keys
+from flwr_regs.wire.parcel import Parcel
+
+LOG = logging.getLogger("flwr")
+LONGEST = 60.0
+"""Seconds that one query may take."""
 
 
 class PopulationError(RuntimeError):
@@ -24,34 +24,31 @@ class PopulationError(RuntimeError):
 class Population:
     """The clients of a run, by partition id.
 
-    Flower's node ids are drawn at random for each run and come in no order, so cohorts are drawn
-    over partition ids, which each node is asked for once. A node without one is known by its node
-    id, which makes cohorts repeatable only while the node keeps that id.
+    Flower's node ids are drawn at random for each run and come in no order, so cohorts are drawn over
+    partition ids: each node is asked for its own. A node without one is known by its node id, which
+    makes cohorts repeatable only while the node keeps that id.
 
     Parameters
     ----------
     minimum : int
-        Fewest nodes to wait for (Flower's ``min_available_nodes``).
+        Fewest clients to train with (Flower's ``min_available_nodes``).
     expected : int or None
-        Nodes to wait for; None: as many as the nodes' own ``num-partitions`` says.
+        Clients to wait for; None: as many as the nodes' own ``num-partitions`` says.
     timeout : float
-        Seconds to wait before round 1.
+        Seconds to wait for them before round 1.
     """
 
     def __init__(self, minimum: int, expected: int | None, timeout: float) -> None:
-        if expected is not None and expected < 1:
-            raise ValueError(f"population must be at least 1, not {expected}")
         self._minimum = minimum
         self._given = expected
         self._timeout = timeout
-        self.forget()
-
-    def forget(self) -> None:
-        """Ask everyone again, and wait for all of them again."""
         self._node_of: dict[int, int] = {}
-        self._asked: set[int] = set()
+        self._known: set[int] = set()  # nodes that said which partition is theirs
+        self._mute: dict[
+            int, tuple[float, float]
+        ] = {}  # node -> when to ask it again, after what pause
         self._here: list[int] = []
-        self._expected: int | None = self._given
+        self._expected = expected
         self._complete = False
         self._labels: dict[int, list[int]] = {}
         self._classes: set[int] = set()
@@ -61,143 +58,159 @@ class Population:
         """The partition ids that were there at the last :meth:`refresh`, sorted."""
         return self._here
 
-    def node_id(self, pid: int) -> int:
-        """Return the node that serves a partition id."""
-        return self._node_of[pid]
-
-    def refresh(self, grid: Grid) -> list[int]:
+    def refresh(self, network: Network) -> list[int]:
         """Return the partition ids of the nodes that are there now, sorted.
 
-        Waits for the whole population the first time; later a node that left is left out, and a new
-        one is asked who it is.
+        The first call waits for the whole population. When the time is over it goes on with those that
+        came, if they are `minimum` at least, and names who is missing. Later calls leave out a node that
+        left, ask a new one for its partition, and one that did not reply again after a pause.
 
         Raises
         ------
         PopulationError
-            Too few nodes came in time, a node does not answer, or two serve one partition.
+            Fewer than `minimum` clients came in time; before round 1 also a node that cannot say which
+            partition is its own, or two that serve one.
         """
         deadline = time.monotonic() + self._timeout
-        told = time.monotonic()
+        logged = time.monotonic()
         while True:
-            present = set(grid.get_node_ids())
-            self._asked &= present  # a node that comes back is asked again
-            self._identify(grid, sorted(present - self._asked), present)
+            present = set(network.nodes())
+            self._known &= present  # a node that comes back is asked again
+            self._identify(network, sorted(present - self._known), present)
             self._here = sorted(p for p, n in self._node_of.items() if n in present)
-            need = max(self._minimum, 1 if self._complete else self._expected or 1)
-            if len(self._here) >= need:
+            wanted = max(self._minimum, 1 if self._complete else self._expected or 1)
+            late = time.monotonic() > deadline
+            if len(self._here) >= wanted or (late and len(self._here) >= max(self._minimum, 1)):
+                if not self._complete and len(self._here) < wanted:
+                    LOG.warning(
+                        "training starts without %s after %.0f s", self.missing, self._timeout
+                    )
                 self._complete = True
                 return self._here
-            if time.monotonic() > deadline:
+            if late:
                 raise PopulationError(
-                    f"{len(self._here)} of {need} clients came within {self._timeout:.0f} s"
+                    f"{len(self._here)} of {wanted} clients came within {self._timeout:.0f} s"
                     f" (partitions {self._here}); start the others, or lower min_available_nodes "
                     "or population"
                 )
-            if time.monotonic() - told > 10:
-                log(INFO, "waiting for clients: %d of %d are here", len(self._here), need)
-                told = time.monotonic()
+            if time.monotonic() - logged > 10:
+                LOG.info("waiting for clients: %d of %d are here", len(self._here), wanted)
+                logged = time.monotonic()
             time.sleep(0.1)
 
-    def nodes(self, pids: Iterable[int]) -> dict[int, int]:
-        """Return node id -> partition id for some of the clients."""
-        return {self._node_of[pid]: pid for pid in pids}
+    @property
+    def missing(self) -> str:
+        """Who is expected and not here: partitions by number where these run from 0, else a count."""
+        expected = self._expected or 0
+        absent = sorted(set(range(expected)) - set(self._here))
+        short = max(expected - len(self._here), 0)
+        return f"partitions {absent}" if len(absent) == short else f"{short} of {expected} clients"
 
-    def label_counts(self, grid: Grid) -> tuple[dict[int, list[int]], set[int]]:
-        """Return (each present client's examples of each class, the classes that can be covered).
-
-        Every client is asked once. The classes are those from 0 to the largest one that the first
-        population held; one that left with the clients who held it is left out, with a warning.
-
-        Raises PopulationError before training if a client does not tell: it must have agreed to. One
-        that joins later and does not tell is left out, with a warning.
-        """
-        new = [p for p in self._here if p not in self._labels]
-        replies = grid.send_and_receive(
-            [Message(RecordDict(), self._node_of[p], keys.LABELS) for p in new],
-            timeout=min(self._timeout, 60.0),
-        )
-        answered, failures = sort_replies(replies, {self._node_of[p]: p for p in new})
-        first = not self._labels
-        for pid, reply in answered.items():
-            config = reply.content.config_records.get(keys.CONFIG, ConfigRecord())
-            if keys.LABELS_KEY in config:
-                self._labels[pid] = json.loads(cast(str, config[keys.LABELS_KEY]))
-            else:
-                failures[pid] = "it does not tell its label counts (a client of another library?)"
-        if failures:
-            why = f"class-covering cohorts need label counts: {told(failures)}"
-            if first:
-                raise PopulationError(why)
-            log(WARNING, "%s; going on without them", why)
-            self._labels |= {pid: [] for pid in failures}
-        counts = {p: self._labels[p] for p in self._here if self._labels[p]}
-        held = {i for c in counts.values() for i, n in enumerate(c) if n > 0}
-        if first:
-            self._classes = set(range(max(held, default=-1) + 1))
-            return counts, self._classes
-        if gone := self._classes - held:
-            log(WARNING, "no client that is left holds the classes %s", sorted(gone))
-        return counts, self._classes & held
+    def request(self, kind: str, parcels: dict[int, Parcel]) -> Request:
+        """Return a request to some of the clients, by partition id."""
+        return Request(kind, parcels, {pid: self._node_of[pid] for pid in parcels})
 
     def cohort(
-        self, members: list[int], key: tuple[int, int], size: int, kind: str, grid: Grid
+        self, members: list[int], key: tuple[int, int], size: int, kind: str, network: Network
     ) -> list[int]:
         """Return `size` of the `members` by `key` alone; `kind` is "uniform" or "class-covering"."""
         if kind == "uniform":
             return uniform_cohort(members, key, size)
-        counts, classes = self.label_counts(grid)
+        counts, classes = self._label_counts(network)
         left = {p: c for p, c in counts.items() if p in members}
         if len(left) < len(counts):  # clients were dropped
-            held = {i for c in left.values() for i, n in enumerate(c) if n > 0}
+            held = _held(left)
             if classes - held:
-                log(WARNING, "only dropped clients hold the classes %s", sorted(classes - held))
+                LOG.warning("only dropped clients hold the classes %s", sorted(classes - held))
             classes = classes & held
         return class_covering_cohort(left, key, size, classes)
 
-    def _identify(self, grid: Grid, nodes: list[int], present: set[int]) -> None:
-        """Ask `nodes` who they are. Once training has begun, a node that cannot say is left out."""
-        if not nodes:
+    def _label_counts(self, network: Network) -> tuple[dict[int, list[int]], set[int]]:
+        """Return (each present client's examples of each class, the classes that can be covered).
+
+        Every client is asked once. The classes are those from 0 to the largest one that the first
+        population held; a class whose holders have all left is left out, with a warning.
+
+        Raises PopulationError before training if a client does not share its counts: its operator must
+        have agreed. One that joins later and does not share them is left out, with a warning.
+        """
+        new = [p for p in self._here if p not in self._labels]
+        request = self.request(keys.LABELS, {p: Parcel() for p in new})
+        replies = network.ask(request, min(self._timeout, LONGEST)) if new else Replies({})
+        failures = dict(replies.failures)
+        first = not self._labels
+        for pid, reply in replies.came.items():
+            if keys.LABELS_KEY in reply.config:
+                self._labels[pid] = json.loads(reply.config[keys.LABELS_KEY])
+            else:
+                failures[pid] = "it does not tell its label counts (a client of another library?)"
+        if failures:
+            why = f"class-covering cohorts need label counts: {name_failures(failures)}"
+            if first:
+                raise PopulationError(why)
+            LOG.warning("%s; going on without them", why)
+            self._labels |= {pid: [] for pid in failures}
+        counts = {p: self._labels[p] for p in self._here if self._labels[p]}
+        held = _held(counts)
+        if first:
+            self._classes = set(range(max(held, default=-1) + 1))
+            return counts, self._classes
+        if gone := self._classes - held:
+            LOG.warning("no client that is left holds the classes %s", sorted(gone))
+        return counts, self._classes & held
+
+    def _identify(self, network: Network, nodes: Iterable[int], present: set[int]) -> None:
+        """Ask `nodes` for their partitions. Once training has begun, one that cannot say is left out."""
+        began = time.monotonic()
+        self._mute = {n: again for n, again in self._mute.items() if n in present}
+        due = [n for n in nodes if n not in self._mute or self._mute[n][0] <= began]
+        if not due:
             return
-        replies = grid.send_and_receive(
-            [Message(RecordDict(), n, keys.IDENTIFY) for n in nodes],
-            timeout=min(self._timeout, 60.0),
-        )
-        answers = {}
-        for reply in replies:
-            node = reply.metadata.src_node_id
-            if not reply.has_error():
-                answers[node] = reply.content.config_records[keys.CONFIG]
-            elif node in nodes:
+        request = Request(keys.IDENTIFY, {n: Parcel() for n in due}, {n: n for n in due})
+        replies = network.ask(request, min(self._timeout, LONGEST))
+        for node in set(due) - set(replies.came):
+            # A mute node would cost its time again every round: the pause doubles.
+            pause = 2 * max(self._mute.get(node, (0, 0.5))[1], time.monotonic() - began)
+            self._mute[node] = (time.monotonic() + pause, pause)
+            if node not in replies.silent:
                 self._object(
-                    f"node {node} does not answer who it is ({reply.error.reason}); build its "
+                    f"node {node} does not answer who it is ({replies.failures[node]}); build its "
                     "ClientApp with flwr_regs.client_app, or RegClientApp for a loop of your own"
                 )
-        if self._complete:
-            self._asked |= set(nodes)  # a mute one would cost its timeout again every round
-        fresh: dict[int, int] = {}
-        for node in sorted(answers):
-            answer = answers[node]
-            pid = int(answer.get("partition-id", node))  # type: ignore[arg-type]
-            if "partition-id" not in answer:
-                log(WARNING, "node %d has no partition-id; its node id stands in for it", node)
-            other = fresh.get(pid, self._node_of.get(pid))
-            if other is not None and other in present:
-                self._asked.discard(node)  # a restarted node's former self may still be listed
+        self._place(replies, present)
+
+    def _place(self, replies: Replies, present: set[int]) -> None:
+        """Note which partition each of the nodes serves that said so."""
+        placed: dict[int, int] = {}
+        for node in sorted(replies.came):
+            self._mute.pop(node, None)
+            config = replies.came[node].config
+            pid = int(config.get("partition-id", node))
+            if "partition-id" not in config:
+                LOG.warning("node %d has no partition-id; its node id stands in for it", node)
+            other = placed.get(pid, self._node_of.get(pid, node))
+            if other != node and other in present:
+                # not known yet, so asked again: a restarted node's former self may still be listed
                 self._object(
                     f"nodes {other} and {node} both serve partition-id {pid}; "
                     "give each SuperNode a --node-config partition-id of its own"
                 )
                 continue
             if pid in self._node_of:
-                log(INFO, "partition %d is now served by node %d (restarted)", pid, node)
-            fresh[pid] = node
-            self._asked.add(node)
-            if self._given is None and "num-partitions" in answer:
-                self._expected = int(answer["num-partitions"])  # type: ignore[arg-type]
-        self._node_of |= fresh
+                LOG.info("partition %d is now served by node %d (restarted)", pid, node)
+            placed[pid] = node
+            self._known.add(node)
+            if self._given is None and "num-partitions" in config:
+                self._expected = int(config["num-partitions"])
+        self._node_of |= placed
 
     def _object(self, why: str) -> None:
         """Refuse to begin; once training has begun, log it and go on without the node."""
         if not self._complete:
             raise PopulationError(why)
-        log(WARNING, "%s; going on without it", why)
+        LOG.warning("%s; going on without it", why)
+
+
+def _held(counts: dict[int, list[int]]) -> set[int]:
+    """Return the classes of which somebody has an example."""
+    return {i for c in counts.values() for i, n in enumerate(c) if n > 0}

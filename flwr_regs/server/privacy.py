@@ -25,16 +25,16 @@ Source: McMahan, Ramage, Talwar, Zhang, "Learning differentially private recurre
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+import secrets
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 import numpy as np
 
-from flwr_regs.server.aggregation import Reply
-
-if TYPE_CHECKING:
-    from flwr.serverapp import PrivacyAccountant
+from flwr_regs.server.aggregation import Mean, Reply, mean_delta
+from flwr_regs.server.round import Round
+from flwr_regs.wire.arrays import NDArrays, statistics
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class CentralDP:
 
     clip_norm: float
     noise_multiplier: float
-    accountant: PrivacyAccountant | None = None
+    accountant: Any = None
 
     def __post_init__(self) -> None:
         if not 0 < self.clip_norm < math.inf:
@@ -146,3 +146,106 @@ def _update(base: Mapping[str, np.ndarray], reply: Reply, names: Collection[str]
         else:
             parts.append(np.zeros(w.size))
     return np.concatenate(parts)
+
+
+class Budget(Protocol):
+    """What an accountant allows; the flower folder has it, on Flower's accountants."""
+
+    def check(self, number: int, cohort: int) -> None:
+        """Raise unless a round with a cohort of this size may be trained."""
+        ...
+
+    def spend(self, cohort: int) -> tuple[float, float]:
+        """Count a round; return (epsilon, delta) spent so far."""
+        ...
+
+
+class PrivateRounds:
+    """What `CentralDP`, if there is one, changes in the rounds of a training.
+
+    Parameters
+    ----------
+    dp : CentralDP or None
+    seed : int
+        The run's seed, for cohorts that may be known.
+    budget : Budget or None
+        For a `dp` with an accountant.
+    """
+
+    def __init__(self, dp: CentralDP | None, seed: int, budget: Budget | None) -> None:
+        self._dp = dp
+        self._budget = budget
+        self._population: list[int] = []
+        self.cohort_seed = seed
+        if dp is not None and dp.amplified:
+            # Who knows the seed knows the cohorts, and then their being drawn hides nobody. Each training
+            # draws anew: the accountant counts on independent draws.
+            self.cohort_seed = secrets.randbits(128)
+
+    def members(self, here: list[int]) -> list[int]:
+        """Return the clients that a cohort is drawn from, given those that are there.
+
+        An accountant that counts the draw needs one population: a client that has left since round 1 is
+        still drawn, and counts as zero. Raises ValueError if it was told of a population of another size.
+        """
+        if self._dp is None or self._dp.accountant is None:
+            return here
+        if not self._population:
+            expected = self._dp.accountant.config.population_size
+            if len(here) != expected:
+                raise ValueError(
+                    f"the privacy accountant was told of a population of {expected} clients, but "
+                    f"{len(here)} are there: set PrivacyConfig(population_size={len(here)})"
+                )
+            self._population = here
+        return self._population if self._dp.amplified else here
+
+    def check_budget(self, now: Round) -> None:
+        """Raise the accountant's error for a round that it does not allow, before clients hear of it."""
+        if self._budget is not None:
+            self._budget.check(now.number, len(now.cohort))
+
+    def uncovered(
+        self, replies: Mapping[int, Reply], model: NDArrays, buffers: Iterable[str]
+    ) -> dict[int, str]:
+        """Return the reasons against replies that clipping and noise would not cover, by client.
+
+        `buffers` are the arrays that are not trained.
+        """
+        found: dict[int, str] = {}
+        for pid, reply in replies.items() if self._dp is not None else ():
+            changed = [
+                n for n in buffers if n in reply.arrays and np.any(reply.arrays[n] != model[n])
+            ]
+            if sent := sorted(name for name, arrays in reply.uploads.items() if arrays):
+                found[pid] = f"it sends uploads of {sent} beside its update, which get no noise"
+            elif changed:
+                found[pid] = f"it changed {changed}, which are not trained and would get no noise"
+        return found
+
+    def mean(self, now: Round, buffers: Collection[str]) -> Mean:
+        """Return the round's mean of the replies; a private one notes in the round what it cost."""
+        dp, cohort = self._dp, len(now.cohort)
+        if dp is None:
+            return mean_delta
+
+        def noisy(base: Any, replies: Any, weights: Any) -> dict[str, Any]:
+            trained = [n for n in base if n not in buffers]
+            delta, now.events["clipped"] = private_mean(base, replies, trained, dp, cohort)
+            if self._budget is not None:
+                now.events["epsilon"], now.events["delta"] = self._budget.spend(cohort)
+            return delta
+
+        return noisy
+
+
+def refuse_statistics(names: Iterable[str]) -> None:
+    """Raise ValueError if a model holds BatchNorm's statistics.
+
+    A central mean would release them without noise; with noise a variance may become negative.
+    """
+    if found := statistics(names):
+        raise ValueError(
+            f"BatchNorm's statistics {found} are data of the clients that neither go without noise nor "
+            "bear it: use GroupNorm, or keep them on the clients with LocalBatchNorm() (FedBN)"
+        )

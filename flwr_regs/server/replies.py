@@ -1,16 +1,15 @@
-"""What comes back: which clients answered, and whether what they sent can be used."""
+"""Replies: each is turned into a checked value, or into a named failure of its client."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
-
-from flwr.app import ConfigRecord, Message, MetricRecord, RecordDict
+from typing import Any
 
 from flwr_regs.chain import Chain
 from flwr_regs.server.aggregation import Reply
+from flwr_regs.server.model import GlobalModel
 from flwr_regs.wire import keys
 from flwr_regs.wire.arrays import (
     NDArrays,
@@ -19,137 +18,161 @@ from flwr_regs.wire.arrays import (
     check_finite,
     check_tied,
     in_code_order,
-    statistics,
     unmask,
+    untrainable,
 )
 from flwr_regs.wire.codec import decode
+from flwr_regs.wire.parcel import Parcel
 from flwr_regs.wire.precision import from_half
-from flwr_regs.wire.records import from_record
-
-if TYPE_CHECKING:
-    from flwr_regs.server.model import GlobalState
 
 
-def sort_replies(
-    replies: Iterable[Message], partition_of: Mapping[int, int]
-) -> tuple[dict[int, Message], dict[int, str]]:
-    """Split replies into (answers, reasons of failure), each by partition id.
+@dataclass(frozen=True)
+class Usable:
+    """The replies of a round that can be used, by partition id, and why the others cannot.
 
-    `partition_of` maps the cohort's node ids to partition ids. Flower reports a node that went away
-    as an error from node 1, and one that missed the timeout not at all, so failures are also found
-    as cohort minus answered.
+    `buffers` are the arrays that the clients do not train and `tied` the weights that go by several
+    names (other name -> name that is trained), as the clients agree; None if none can be used.
     """
-    answered: dict[int, Message] = {}
-    failures: dict[int, str] = {}
-    stray: list[str] = []
-    for reply in replies:
-        pid = partition_of.get(reply.metadata.src_node_id)
-        if reply.has_error():
-            why = f"error code {reply.error.code}: {reply.error.reason}"
-            if pid is None:
-                stray.append(why)
-            else:
-                failures[pid] = why
-        elif pid is not None:
-            answered[pid] = reply
-    for pid in partition_of.values():
-        if pid not in answered and pid not in failures:
-            failures[pid] = "no reply" + (f" ({'; '.join(stray)})" if stray else " in time")
-    return answered, failures
+
+    replies: dict[int, Reply]
+    failures: dict[int, str]
+    buffers: frozenset[str] | None
+    tied: Mapping[str, str] | None
 
 
-def told(failures: Mapping[int, str]) -> str:
-    """Name the failed clients with their errors, those with the same one together."""
-    by_reason: dict[str, list[int]] = {}
-    for pid, why in sorted(failures.items()):
-        by_reason.setdefault(why, []).append(pid)
-    return "; ".join(f"clients {pids} failed: {why}" for why, pids in by_reason.items())
+@dataclass(frozen=True)
+class Reader:
+    """Reads the replies to a round's train messages.
+
+    Attributes
+    ----------
+    method : str
+        The name that the clients must know; "FedAvg" takes clients that name none, too.
+    term : Chain
+        Checks the uploads.
+    model : GlobalModel
+    weighted_by_key : str
+        The metric that counts a client's examples.
+    """
+
+    method: str
+    term: Chain
+    model: GlobalModel
+    weighted_by_key: str
+
+    def read_all(self, came: Mapping[int, Parcel], config: Mapping[str, Any]) -> Usable:
+        """Check replies one by one and against each other; `config` is the round's.
+
+        In the order of partition ids: the same bits whatever the order of arrival.
+        """
+        replies: dict[int, Reply] = {}
+        failures: dict[int, str] = {}
+        buffers: dict[int, frozenset[str]] = {}
+        for pid in sorted(came):
+            try:
+                replies[pid], buffers[pid] = self.read(pid, came[pid], config)
+            except ProtocolError as error:
+                failures[pid] = str(error)
+        agreed, wrong = agree_on_buffers(buffers, self.model.buffers)
+        replies = {pid: reply for pid, reply in replies.items() if pid not in wrong}
+        tied, other = agree_on_ties(replies, self.model.tied)
+        replies = {pid: reply for pid, reply in replies.items() if pid not in other}
+        return Usable(replies, {**failures, **wrong, **other}, agreed, tied)
+
+    def read(
+        self, pid: int, parcel: Parcel, config: Mapping[str, Any]
+    ) -> tuple[Reply, frozenset[str]]:
+        """Return a client's reply, checked, and the names under which the client trains nothing.
+
+        Raises
+        ------
+        ProtocolError
+            Another method's client, records missing, arrays that do not match the global model by name,
+            shape or dtype, NaN or infinity, no positive number of examples, an upload that a term cannot
+            use, or steps that the round did not ask for.
+        """
+        what = f"the reply of client {pid}"
+        self._check_sender(what, parcel)
+        metrics, count = read_metrics(pid, parcel, self.weighted_by_key)
+        model, said = self.model.model, parcel.config
+        try:
+            arrays = dict(parcel.records[keys.ARRAYS])
+            if half := config.get(keys.HALF_KEY):
+                arrays = from_half(arrays, {**said, keys.HALF_KEY: half})
+            uploads = read_uploads(what, parcel)
+            ours = keys.METHOD_KEY in said
+            buffers = untrainable(model)
+            if keys.BUFFERS_KEY in said:
+                buffers = unmask(said[keys.BUFFERS_KEY], model)
+            tied: dict[str, str] = {}
+            if keys.TIED_KEY in said:
+                tied = check_tied(said[keys.TIED_KEY], model, buffers)
+            delta, expected = {}, model
+            if keys.UPDATE_KEY in said:
+                delta = decode(said[keys.UPDATE_KEY], in_code_order(model, set(model) - buffers))
+                expected = {n: model[n] for n in arrays if n in buffers}
+            steps = _steps(metrics, config, count) if ours else (1, 1)
+            if steps[0]:
+                self.term.check(uploads, {n: a for n, a in model.items() if n not in buffers})
+        except (ValueError, TypeError, EOFError) as error:
+            raise ProtocolError(f"{what} cannot be used: {error}") from error
+        check_arrays(arrays, expected, what)
+        check_finite(arrays, what, model)
+        return Reply(arrays, uploads, metrics, count, delta, steps, tied), buffers
+
+    def _check_sender(self, what: str, parcel: Parcel) -> None:
+        """Raise ProtocolError for another method's client, or a reply without arrays."""
+        if parcel.config.get(keys.METHOD_KEY, "FedAvg") != self.method:
+            named = (
+                ""
+                if "+" in self.method or "-" in self.method
+                else f"flwr_regs.{self.method}Client, or "
+            )
+            raise ProtocolError(
+                f"{what} does not come from a {self.method} client but from "
+                f"{parcel.config.get(keys.METHOD_KEY, 'one that names no method')}; use {named}"
+                "RegClient or ClientRound with the strategy's terms"
+            )
+        if keys.ARRAYS not in parcel.records:
+            raise ProtocolError(
+                f"{what} must hold an ArrayRecord '{keys.ARRAYS}', but holds {parcel.names}"
+            )
 
 
-def receive_metrics(
-    pid: int, content: RecordDict, weighted_by_key: str
-) -> tuple[MetricRecord, float]:
+def read_metrics(pid: int, parcel: Parcel, weighted_by_key: str) -> tuple[Mapping[str, Any], float]:
     """Return a reply's metrics and the client's examples; raise ProtocolError if there are none."""
-    metrics = content.metric_records.get(keys.METRICS)
-    if metrics is None:
+    if parcel.metrics is None:
         raise ProtocolError(
             f"the reply of client {pid} must hold a MetricRecord '{keys.METRICS}', "
-            f"but holds {sorted(content)}"
+            f"but holds {parcel.names}"
         )
-    count = metrics.get(weighted_by_key)
+    count = parcel.metrics.get(weighted_by_key)
     if not isinstance(count, int | float) or not 0 < count < float("inf"):
         raise ProtocolError(
             f"the reply of client {pid}: metric '{weighted_by_key}' must be a positive number, "
             f"not {count!r}"
         )
-    return metrics, float(count)
+    return parcel.metrics, float(count)
 
 
-def receive(
-    pid: int,
-    content: RecordDict,
-    model: NDArrays,
-    method: str,
-    term: Chain,
-    config: Mapping[str, Any],
-    weighted_by_key: str,
-) -> tuple[Reply, frozenset[str]]:
-    """Check a train reply; return it with the names under which the client trains nothing.
-
-    A client that names no method is a plain one; only FedAvg can use its answer. `config` is the round's.
-
-    Raises
-    ------
-    ProtocolError
-        Another method's client, records missing, arrays that do not match the global model by name,
-        shape or dtype, NaN or infinity, no positive number of examples, an upload that a term cannot
-        use, or steps that the round did not ask for.
-    """
-    what = f"the reply of client {pid}"
-    told: dict[str, Any] = dict(content.config_records.get(keys.CONFIG, ConfigRecord()))
-    if told.get(keys.METHOD_KEY, "FedAvg") != method:
-        raise ProtocolError(
-            f"{what} does not come from a {method} client but from "
-            f"{told.get(keys.METHOD_KEY, 'one that names no method')}; use "
-            + ("" if "+" in method or "-" in method else f"flwr_regs.{method}Client, or ")
-            + "RegClient or ClientRound with the strategy's terms"
-        )
-    if keys.ARRAYS not in content.array_records:
-        raise ProtocolError(
-            f"{what} must hold an ArrayRecord '{keys.ARRAYS}', but holds {sorted(content)}"
-        )
-    metrics, count = receive_metrics(pid, content, weighted_by_key)
-    try:
-        record, half = content.array_records[keys.ARRAYS], config.get(keys.HALF_KEY)
-        in_half = {**told, keys.HALF_KEY: half}
-        arrays = from_half(from_record(record), in_half) if half else from_record(record)
-        uploads = receive_uploads(what, content)
-        if keys.BUFFERS_KEY in told:
-            buffers = unmask(told[keys.BUFFERS_KEY], model)
-        else:  # a plain client: what cannot be trained, and BatchNorm's statistics by their names
-            whole = [n for n, a in model.items() if a.dtype.kind != "f"]
-            buffers = frozenset([*whole, *statistics(model)])
-        tied: dict[str, str] = {}
-        if keys.TIED_KEY in told:
-            tied = check_tied(told[keys.TIED_KEY], model, buffers)
-        delta, expected = {}, model
-        if keys.UPDATE_KEY in told:
-            delta = decode(told[keys.UPDATE_KEY], in_code_order(model, set(model) - buffers))
-            expected = {n: model[n] for n in arrays if n in buffers}
-        steps = (1, 1)
-        if keys.METHOD_KEY in told:
-            steps = _steps(metrics, config, count)
-        if steps[0]:
-            term.check(uploads, {n: a for n, a in model.items() if n not in buffers})
-    except (ValueError, TypeError, EOFError) as error:
-        raise ProtocolError(f"{what} cannot be used: {error}") from error
-    check_arrays(arrays, expected, what)
-    check_finite(arrays, what, model)
-    return Reply(arrays, uploads, metrics, count, delta, steps, tied), buffers
+def read_uploads(what: str, parcel: Parcel) -> dict[str, NDArrays]:
+    """Return the terms' uploads by term name; raise ProtocolError unless all are finite numbers."""
+    uploads: dict[str, NDArrays] = {}
+    for key, record in parcel.records.items():
+        if key.endswith(".upload"):
+            name = key.removesuffix(".upload")
+            try:
+                uploads[name] = dict(record)
+            except (ValueError, TypeError, EOFError) as error:
+                raise ProtocolError(f"{what}, {key} cannot be read: {error}") from error
+            if wrong := [k for k, a in uploads[name].items() if a.dtype.kind not in "fiub"]:
+                raise ProtocolError(f"{what}: upload '{name}' holds no numbers in {wrong}")
+            check_finite(uploads[name], f"{what}, {key}")
+    return uploads
 
 
-def _steps(metrics: MetricRecord, config: Mapping[str, Any], count: float) -> tuple[int, int]:
-    """Return ``s_k`` and E as the client told them; raise ValueError unless the round allows them."""
+def _steps(metrics: Mapping[str, Any], config: Mapping[str, Any], count: float) -> tuple[int, int]:
+    """Return ``s_k`` and E as the client reports them; raise ValueError unless the round allows them."""
     taken, planned = metrics.get("local-steps"), metrics.get("planned-steps")
     asked = config.get("local-steps")
     most = asked or config["local-epochs"] * count  # a step is at least one example
@@ -165,66 +188,6 @@ def _steps(metrics: MetricRecord, config: Mapping[str, Any], count: float) -> tu
             + (f"{asked}" if asked else f"at most {most:.0f}")
         )
     return taken, planned
-
-
-def receive_uploads(what: str, content: RecordDict) -> dict[str, NDArrays]:
-    """Return the terms' uploads by term name; raise ProtocolError unless all are finite numbers."""
-    uploads = {}
-    for key, record in content.array_records.items():
-        if key.endswith(".upload"):
-            name = key.removesuffix(".upload")
-            try:
-                uploads[name] = from_record(record)
-            except (ValueError, TypeError, EOFError) as error:
-                raise ProtocolError(f"{what}, {key} cannot be read: {error}") from error
-            if wrong := [k for k, a in uploads[name].items() if a.dtype.kind not in "fiub"]:
-                raise ProtocolError(f"{what}: upload '{name}' holds no numbers in {wrong}")
-            check_finite(uploads[name], f"{what}, {key}")
-    return uploads
-
-
-@dataclass(frozen=True)
-class Usable:
-    """The answers of a round that can be used, by partition id, and why the others cannot.
-
-    `buffers` are the arrays that the clients do not train and `tied` the weights that go by several
-    names (other name -> name that is trained), as the clients agree; None if none can be used.
-    """
-
-    replies: dict[int, Reply]
-    failures: dict[int, str]
-    buffers: frozenset[str] | None
-    tied: Mapping[str, str] | None
-
-
-def usable_replies(
-    answered: Mapping[int, Message],
-    state: GlobalState,
-    method: str,
-    term: Chain,
-    config: Mapping[str, Any],
-    weighted_by_key: str,
-) -> Usable:
-    """Check the answers to a round's train messages, one by one (:func:`receive`) and against each other.
-
-    In the order of partition ids: the same bits whatever the order of arrival.
-    """
-    replies: dict[int, Reply] = {}
-    failures: dict[int, str] = {}
-    buffers: dict[int, frozenset[str]] = {}
-    for pid in sorted(answered):
-        content = answered[pid].content
-        try:
-            replies[pid], buffers[pid] = receive(
-                pid, content, state.model, method, term, config, weighted_by_key
-            )
-        except ProtocolError as error:
-            failures[pid] = str(error)
-    agreed, wrong = agree_on_buffers(buffers, state.buffers)
-    replies = {pid: reply for pid, reply in replies.items() if pid not in wrong}
-    tied, other = agree_on_ties(replies, state.tied)
-    replies = {pid: reply for pid, reply in replies.items() if pid not in other}
-    return Usable(replies, {**failures, **wrong, **other}, agreed, tied)
 
 
 def agree_on_buffers(
@@ -269,8 +232,8 @@ def agree_on_ties(
     }
 
 
-def with_common_metrics(metrics: Iterable[MetricRecord]) -> list[RecordDict]:
+def common_metrics(metrics: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Keep the single numbers that every client reports: Flower's mean refuses anything else."""
     single = [{k: v for k, v in m.items() if isinstance(v, int | float)} for m in metrics]
     common = sorted(set.intersection(*(set(m) for m in single)))
-    return [RecordDict({keys.METRICS: MetricRecord({k: m[k] for k in common})}) for m in single]
+    return [{k: m[k] for k in common} for m in single]

@@ -55,6 +55,11 @@ def statistics(names: Iterable[str]) -> list[str]:
     return sorted(n for n in names if n.rpartition(".")[2] in ("running_mean", "running_var"))
 
 
+def untrainable(model: Mapping[str, np.ndarray]) -> frozenset[str]:
+    """Return the arrays that no client trains, as far as names and dtypes tell."""
+    return frozenset([*(n for n, a in model.items() if a.dtype.kind != "f"), *statistics(model)])
+
+
 def mask(chosen: Iterable[str], names: Iterable[str]) -> bytes:
     """Return which of `names` are chosen, one bit a name in sorted order."""
     chosen = set(chosen)

@@ -42,23 +42,6 @@ def sorted_answer(
     return records, numbers, texts
 
 
-def content_bytes(content: RecordDict) -> int:
-    """Return the payload of a message in bytes: arrays as serialised, names, and config scalars.
-
-    Framing is left out (Flower's own adds some 10 bytes an entry).
-    """
-    total = 0
-    for record in content.values():
-        for key, value in record.items():
-            total += len(key)
-            if isinstance(value, Array):
-                total += len(value.data)
-            else:
-                for item in value if isinstance(value, list) else [value]:
-                    total += len(item) if isinstance(item, str | bytes) else 8
-    return total
-
-
 def identity_reply(node_config: Mapping[str, Any]) -> RecordDict:
     """Return the answer to the IDENTIFY query: who a node is, for the seeded cohorts."""
     answer: dict[str, int | float | str | bytes | bool] = {PROTOCOL_KEY: PROTOCOL}

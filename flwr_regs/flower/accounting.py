@@ -1,0 +1,63 @@
+"""A privacy budget on one of Flower's accountants."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from flwr.serverapp import GaussianPrivacyEvent, RdpAccountant
+from flwr.serverapp.exception import PrivacyBudgetExhausted
+
+from flwr_regs.server.privacy import CentralDP
+
+
+class AccountedBudget:
+    """What the accountant of a `CentralDP` allows.
+
+    Parameters
+    ----------
+    dp : CentralDP
+        With an accountant.
+    """
+
+    def __init__(self, dp: CentralDP) -> None:
+        self._dp = dp
+        self._accountant: Any = dp.accountant
+        self._ahead: RdpAccountant | None = None  # the accountant, one round ahead
+
+    def check(self, number: int, cohort: int) -> None:
+        """Raise PrivacyBudgetExhausted if a round would pass the accountant's `max_epsilon`."""
+        accountant = self._accountant
+        limit = accountant.config.max_epsilon
+        if limit is None:
+            return
+        event = self._event(cohort)
+        if not isinstance(accountant, RdpAccountant):
+            over = accountant.would_exceed(event)
+        else:  # its own would_exceed counts all rounds anew each time, half a second each
+            done = accountant.num_releases
+            if self._ahead is None or self._ahead.num_releases not in (done, done + 1):
+                state: Any = accountant.state_dict()
+                self._ahead = RdpAccountant(accountant.config, tuple(state["orders"]))
+                self._ahead.load_state_dict(state)
+            if self._ahead.num_releases == done:
+                self._ahead.compose(event)
+            over = self._ahead.get_epsilon(accountant.config.target_delta) > limit
+        if over:
+            spent = accountant.get_privacy_spent()
+            raise PrivacyBudgetExhausted(
+                f"round {number} would pass max_epsilon={limit:g}: {spent.num_releases} rounds have "
+                f"spent epsilon={spent.epsilon:.4g} at delta={spent.delta:g}; `strategy.arrays` is the "
+                "model after the last of them"
+            )
+
+    def spend(self, cohort: int) -> tuple[float, float]:
+        """Count a round; return (epsilon, delta) spent so far."""
+        self._accountant.compose(self._event(cohort))
+        spent = self._accountant.get_privacy_spent()
+        return spent.epsilon, spent.delta
+
+    def _event(self, cohort: int) -> GaussianPrivacyEvent:
+        population = self._accountant.config.population_size
+        return GaussianPrivacyEvent(
+            self._dp.accounted_multiplier, min(cohort, population), population
+        )

@@ -1,0 +1,158 @@
+"""The server's network on a Flower grid: parcels become messages, and replies parcels again."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
+from flwr.serverapp import Grid
+
+from flwr_regs.server.network import Course, Replies, Request
+from flwr_regs.wire import keys
+from flwr_regs.wire.parcel import Parcel, scalar_bytes
+from flwr_regs.wire.records import to_record
+
+T = TypeVar("T")
+
+
+class GridNetwork:
+    """A :class:`flwr_regs.server.network.Network` over a grid.
+
+    Parameters
+    ----------
+    grid : Grid
+    timeout : float
+        Seconds to wait for the replies of a request that sets no limit of its own.
+    """
+
+    def __init__(self, grid: Grid, timeout: float = 3600.0) -> None:
+        self._grid = grid
+        self._timeout = timeout
+
+    def nodes(self) -> list[int]:
+        """Return the ids of the nodes that are connected now."""
+        return list(self._grid.get_node_ids())
+
+    def ask(self, request: Request, timeout: float | None = None) -> Replies:
+        """Send a request and wait for its replies, at most `timeout` seconds."""
+        return replies_to(request, self.exchange(messages_of([request]), timeout))
+
+    def exchange(self, messages: Sequence[Message], timeout: float | None = None) -> list[Message]:
+        """Push messages and pull their replies until all are there, or the time is over."""
+        if not messages:
+            return []
+        deadline = time.monotonic() + (self._timeout if timeout is None else timeout)
+        waiting = set(self._grid.push_messages(messages))
+        replies: list[Message] = []
+        pause = 0.01
+        while True:
+            for reply in self._grid.pull_messages(list(waiting)):
+                waiting.discard(reply.metadata.reply_to_message_id)
+                replies.append(reply)
+                pause = 0.01
+            left = deadline - time.monotonic()
+            if not waiting or left <= 0 or getattr(self._grid, "replies_at_once", False):
+                return replies
+            time.sleep(min(pause, left))
+            pause = min(2 * pause, 1.0)
+
+
+class Paused(Generic[T]):
+    """A course that has made its messages and waits for their replies."""
+
+    def __init__(self, course: Course[T]) -> None:
+        self._course = course
+        self._requests = next(course)
+        self.messages = messages_of(self._requests)
+
+    def resume(self, replies: Iterable[Message]) -> T:
+        """Run the course to its end with these replies to its messages."""
+        replies = list(replies)
+        try:
+            self._course.send([replies_to(request, replies) for request in self._requests])
+        except StopIteration as done:
+            return done.value  # type: ignore[no-any-return]
+        raise RuntimeError("a course asks once")
+
+
+def messages_of(requests: Iterable[Request]) -> list[Message]:
+    """Return the messages of requests; a record that goes to many clients is serialised once."""
+    written: dict[int, ArrayRecord] = {}
+    messages = []
+    for request in requests:
+        for pid, parcel in request.parcels.items():
+            content = RecordDict()
+            for name, record in parcel.records.items():
+                if id(record) not in written:
+                    written[id(record)] = to_record(record)
+                content[name] = written[id(record)]
+            if parcel.config:
+                content[keys.CONFIG] = ConfigRecord({**parcel.config})
+            messages.append(Message(content, request.nodes[pid], request.kind))
+    return messages
+
+
+def replies_to(request: Request, replies: Iterable[Message]) -> Replies:
+    """Return the replies to a request, among those to several, by partition id.
+
+    Flower reports a node that went away as an error from node 1, and one that missed the timeout not at
+    all: a client of whom nothing came has failed, too.
+    """
+    client_of = {node: pid for pid, node in request.nodes.items()}
+    came: dict[int, Parcel] = {}
+    failures: dict[int, str] = {}
+    stray: list[str] = []
+    for reply in replies:
+        if (reply.metadata.message_type == keys.PREFETCH) != (request.kind == keys.PREFETCH):
+            continue
+        pid = client_of.get(reply.metadata.src_node_id)
+        if reply.has_error():
+            why = f"error code {reply.error.code}: {reply.error.reason}"
+            if pid is None:
+                stray.append(why)
+            else:
+                failures[pid] = why
+        elif pid is not None:
+            came[pid] = parcel_of(reply.content)
+    silent = [pid for pid in request.parcels if pid not in came and pid not in failures]
+    why = "no reply" + (f" ({'; '.join(stray)})" if stray else " in time")
+    return Replies(came, failures | dict.fromkeys(silent, why), silent)
+
+
+def parcel_of(content: RecordDict) -> Parcel:
+    """Return what a message holds; its arrays are decoded when they are read."""
+    config = content.config_records.get(keys.CONFIG)
+    metrics = content.metric_records.get(keys.METRICS)
+    records = {name: _Unread(record) for name, record in content.array_records.items()}
+    scalars: list[Any] = [*content.config_records.values(), *content.metric_records.values()]
+    size = sum([r.nbytes for r in records.values()] + [scalar_bytes(s) for s in scalars])
+    return Parcel(
+        records,
+        {} if config is None else dict(config),
+        None if metrics is None else dict(metrics),
+        size,
+    )
+
+
+class _Unread(Mapping[str, np.ndarray]):
+    """The arrays of a record, each decoded when it is looked at."""
+
+    def __init__(self, record: Mapping[str, Array]) -> None:
+        self._record = record
+
+    @property
+    def nbytes(self) -> int:
+        """Names and arrays in bytes, as they came."""
+        return sum(len(name) + len(array.data) for name, array in self._record.items())
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        return self._record[name].numpy()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._record)
+
+    def __len__(self) -> int:
+        return len(self._record)

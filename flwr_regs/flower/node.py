@@ -1,0 +1,150 @@
+"""What a client's app does for every message without its model: identity, precision, downlink, memory.
+
+Loaded in every ClientApp process, before the user's `client_fn` runs: no torch here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
+from flwr.clientapp.typing import ClientAppCallable
+
+from flwr_regs.wire import keys
+from flwr_regs.wire.arrays import NDArrays, pack, unpack
+from flwr_regs.wire.delta import rebuild, rebuild_coded
+from flwr_regs.wire.precision import from_half, to_half
+from flwr_regs.wire.records import from_record, identity_reply, to_record
+
+
+def node_mod(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
+    """Do what needs no model, as the outermost mod: identity, precision, the downlink, client state.
+
+    What lies inside, a NumPyClient or a training loop of your own, gets the global model in
+    ``"arrays"``, in float32 where it travels in half precision, and all the rest in ``"config"``: terms'
+    broadcasts and this client's slots as bytes under ``"<term>.broadcast"`` and ``"<term>.client"``. It
+    answers with new slots in the same way; they are kept in ``Context.state`` and do not travel.
+    """
+    message_type = message.metadata.message_type
+    if message_type == keys.IDENTIFY:
+        return Message(identity_reply(context.node_config), reply_to=message)
+    content = message.content
+    config = content.config_records.get(keys.CONFIG, ConfigRecord())
+    state = NodeState(context, config)
+    if message_type == keys.PREFETCH:
+        state.keep_model(content.array_records[keys.ARRAYS])
+        return Message(RecordDict(), reply_to=message)
+    kind = message_type.split(".")[0]
+    if message_type != keys.PROBE and kind not in ("train", "evaluate"):
+        return call_next(message, context)
+    if keys.HALVES_KEY in config:
+        in_full = from_half(from_record(content.array_records[keys.ARRAYS]), config)
+        content[keys.ARRAYS] = to_record(in_full)
+        del config[keys.HALVES_KEY]
+    if not _apply_step(content, config, state):
+        out_of_sync = ConfigRecord({keys.OUT_OF_SYNC_KEY: True})
+        return Message(RecordDict({keys.CONFIG: out_of_sync}), reply_to=message)
+    slots = state.slots()
+    if kind == "evaluate":
+        slots = {name: record for name, record in slots.items() if name == keys.PRIVATE_KEY}
+    for name in [
+        n for n in content.array_records if n.endswith(".broadcast") or n == keys.STEP_KEY
+    ]:
+        slots[name] = content.array_records.pop(name)
+    packed = {name: pack(from_record(record)) for name, record in slots.items()}
+    content[keys.CONFIG] = ConfigRecord({**config, **packed})
+    model = content.array_records.get(keys.ARRAYS)
+
+    reply = call_next(message, context)
+    if reply.has_error() or kind == "evaluate":
+        return reply
+    answer = reply.content.config_records.get(keys.CONFIG, ConfigRecord())
+    if keys.HALF_KEY in config and keys.ARRAYS in reply.content.array_records:
+        fitted = from_record(reply.content.array_records[keys.ARRAYS])
+        halved, told = to_half(fitted, str(config[keys.HALF_KEY]))
+        reply.content[keys.ARRAYS] = to_record(halved)
+        answer[keys.HALVES_KEY] = told[keys.HALVES_KEY]
+        reply.content[keys.CONFIG] = answer
+    kept = [k for k, v in answer.items() if k.endswith(".client") and isinstance(v, bytes)]
+    unpacked = {k: to_record(unpack(answer.pop(k))) for k in kept}  # type: ignore[arg-type]
+    if keys.PRIVATE_KEY in unpacked and keys.PRIVATE_KEY not in slots:
+        answer[keys.FRESH_KEY] = True  # a server that knows better says that they were lost
+    state.keep_slots(unpacked, instead=message_type != keys.PROBE)
+    if config.get(keys.KEEP_KEY) and model is not None:
+        state.keep_model(model)
+    return reply
+
+
+def _apply_step(content: RecordDict, config: ConfigRecord, state: NodeState) -> bool:
+    """Turn what came on a ``"delta"`` downlink into the model; False if that is not possible.
+
+    Here, outside the user's mods, so that they see the model and never take a step for one.
+    """
+    kind = config.get(keys.DOWNLINK_KEY)
+    if kind not in ("delta", "ternary", "kept"):
+        return True
+    model = state.model(config[keys.BASE_ROUND_KEY])
+    step = from_record(content.array_records[keys.ARRAYS])
+    if kind == "delta":
+        model = rebuild(model, step, str(config[keys.DIGEST_KEY]))
+    if kind == "ternary":
+        coded: Any = config.pop(keys.STEPS_KEY)
+        buffers: Any = config.pop(keys.BUFFERS_KEY)
+        tied = str(config.pop(keys.TIED_KEY, "{}"))
+        model, step = rebuild_coded(model, coded, step, buffers, str(config[keys.DIGEST_KEY]), tied)
+    if model is None:  # lost or stale: the server sends the full pair instead
+        return False
+    if kind != "kept":
+        content[keys.STEP_KEY] = to_record(step)
+    content[keys.ARRAYS] = to_record(model)
+    return True
+
+
+class NodeState:
+    """A client's memory between rounds, in ``Context.state``.
+
+    Keys are ``flwr_regs.<method>.<run id>.<start>.<slot>``: `start` is one call of the strategy's
+    ``start``, so a second training in the same run never meets the first one's state.
+    """
+
+    def __init__(self, context: Context, config: Mapping[str, Any]) -> None:
+        self._records = context.state
+        self._round = config.get(keys.ROUND_KEY, 0)
+        method, start = config.get(keys.METHOD_KEY), config.get(keys.START_KEY)
+        self._prefix = f"flwr_regs.{method}.{context.run_id}.{start}."
+
+    def slots(self) -> dict[str, ArrayRecord]:
+        """Return the terms' client slots by ``"<term>.client"``."""
+        n = len(self._prefix)
+        return {
+            key[n:]: record
+            for key, record in self._records.array_records.items()
+            if key.startswith(self._prefix) and key.endswith(".client")
+        }
+
+    def model(self, server_round: Any) -> NDArrays | None:
+        """Return the global model this client trained from in `server_round`, if it kept it."""
+        kept = self._records.config_records.get(self._prefix + "round")
+        if kept is None or kept["round"] != server_round:
+            return None
+        return from_record(self._records.array_records[self._prefix + "model"])
+
+    def keep_slots(self, slots: Mapping[str, ArrayRecord], instead: bool = True) -> None:
+        """Keep the terms' client slots of this round, `instead` of all earlier ones or beside them."""
+        self._forget(
+            lambda key: not key.startswith(self._prefix) or (instead and key.endswith(".client"))
+        )
+        for name, record in slots.items():
+            self._records[self._prefix + name] = record
+
+    def keep_model(self, model: ArrayRecord) -> None:
+        """Keep the global model of this round."""
+        self._forget(lambda key: not key.startswith(self._prefix))
+        self._records[self._prefix + "model"] = model
+        self._records[self._prefix + "round"] = ConfigRecord({"round": self._round})
+
+    def _forget(self, condition: Callable[[str], bool]) -> None:
+        """Drop what `condition` names: among our own keys only, never the user's."""
+        for key in [k for k in self._records if k.startswith("flwr_regs.") and condition(k)]:
+            del self._records[key]

@@ -1,0 +1,100 @@
+"""Messages for a NumPyClient: Flower's older record layout in, the Message API's out.
+
+Loaded in every ClientApp process, before the user's `client_fn` runs: no torch here.
+"""
+
+from __future__ import annotations
+
+import json
+from io import BytesIO
+from typing import Any
+
+import numpy as np
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.clientapp.typing import ClientAppCallable
+from flwr.common.constant import MessageTypeLegacy
+
+from flwr_regs.wire import keys
+from flwr_regs.wire.arrays import ProtocolError
+from flwr_regs.wire.records import sorted_answer
+
+_LEGACY = {"train": ("fitins", "fitres"), "evaluate": ("evaluateins", "evaluateres")}
+
+
+def numpyclient_mod(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
+    """Translate a Message-API train or evaluate message for a NumPyClient, and its reply back."""
+    message_type = message.metadata.message_type
+    if message_type == keys.LABELS:
+        return _label_counts(message, context, call_next)
+    kind = "train" if message_type == keys.PROBE else message_type.split(".")[0]
+    if kind not in _LEGACY:
+        raise ProtocolError(f"a NumPyClient answers train and evaluate, not '{message_type}'")
+    ins, res = _LEGACY[kind]
+    if keys.ARRAYS not in message.content.array_records:
+        older = any(key.startswith(f"{ins}.") for key in message.content)
+        raise ProtocolError(
+            f"the {kind} message holds no ArrayRecord '{keys.ARRAYS}', only {sorted(message.content)}"
+            + older
+            * "; it comes from an older server: wrap its strategy in flwr_regs.LegacyStrategy"
+        )
+    arrays = message.content.array_records[keys.ARRAYS]
+    names = list(arrays)
+    config = ConfigRecord({**message.content.config_records.get(keys.CONFIG, {})})
+    config[keys.NAMES_KEY] = json.dumps(names)
+    message.content = RecordDict({f"{ins}.parameters": arrays, f"{ins}.config": config})
+    message.metadata.message_type = kind
+    reply = call_next(message, context)
+    reply.metadata.message_type = message_type
+    content = reply.content
+    status = content.config_records[f"{res}.status"]
+    if status["code"] != 0:
+        raise RuntimeError(f"the client's {kind} answered: {status['message']!r}")
+
+    metrics: dict[str, Any] = dict(content.metric_records[f"{res}.num_examples"])
+    metrics["num-examples"] = metrics.pop("num_examples")
+    records, numbers, texts = sorted_answer(content.config_records[f"{res}.metrics"])
+    metrics = {**numbers, **metrics}  # n_k is fit's second value, whatever the metrics say
+    if message_type == keys.PROBE:
+        pass  # no model goes back
+    elif kind == "train":
+        fitted = content.array_records[f"{res}.parameters"]
+        sent = json.loads(texts.pop(keys.SENT_KEY)) if keys.SENT_KEY in texts else names
+        if sent and len(fitted) != len(sent):  # Flower puts a placeholder for none
+            raise ProtocolError(
+                f"fit returned {len(fitted)} arrays, but {len(sent)} names for them: {sent}"
+            )
+        records[keys.ARRAYS] = ArrayRecord(
+            {name: _relabel(a) for name, a in zip(sent, fitted.values(), strict=False)}
+        )
+    else:
+        metrics["loss"] = content.metric_records[f"{res}.loss"]["loss"]
+    records[keys.METRICS] = MetricRecord(metrics)
+    if texts:
+        records[keys.CONFIG] = ConfigRecord(texts)
+    reply.content = RecordDict(records)
+    return reply
+
+
+def _label_counts(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
+    """Ask the client's ``get_properties`` for its label counts."""
+    asked = ConfigRecord({keys.LABELS_KEY: True})
+    message.content = RecordDict({"getpropertiesins.config": asked})
+    message.metadata.message_type = MessageTypeLegacy.GET_PROPERTIES
+    reply = call_next(message, context)
+    reply.metadata.message_type = keys.LABELS
+    answer = reply.content.config_records["getpropertiesres.properties"]
+    reply.content = RecordDict({keys.CONFIG: answer})
+    return reply
+
+
+def _relabel(array: Array) -> Array:
+    """Give a legacy Array (dtype "", shape ()) its dtype and shape back, without copying the data."""
+    head = BytesIO(array.data[:1024])
+    read = {
+        (1, 0): np.lib.format.read_array_header_1_0,
+        (2, 0): np.lib.format.read_array_header_2_0,
+    }
+    shape, fortran, dtype = read[np.lib.format.read_magic(head)](head)
+    if fortran:
+        return Array(array.numpy())
+    return Array(str(dtype), tuple(shape), "numpy.ndarray", array.data)

@@ -1,0 +1,169 @@
+"""A strategy's settings, and which of them exclude each other, in two tables."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any, Self
+
+import numpy as np
+
+from flwr_regs.chain import Chain
+from flwr_regs.server.privacy import CentralDP
+from flwr_regs.wire import keys
+from flwr_regs.wire.precision import DTYPES
+
+
+def _constant(_: int) -> float:
+    return 1.0
+
+
+@dataclass(frozen=True)
+class Options:
+    """The settings of a strategy; :class:`flwr_regs.RegStrategy` says what each does.
+
+    Raises ValueError, with the first row of `RANGES` or `PAIRS` that is broken.
+    """
+
+    term: Chain
+    weighting: str = "num-examples"
+    seed: int = 0
+    downlink: str = "model"
+    wire_dtype: str | None = None
+    lr_schedule: Callable[[int], float] = _constant
+    cohorts: str = "uniform"
+    overlap: bool = False
+    incomplete: str = "average"
+    drop_inactive: float | None = None
+    restart_lr: bool = False
+    privacy: CentralDP | None = None
+    min_replies: int = 1
+    population: int | None = None
+    wait_timeout: float = 300.0
+    # Flower's own
+    fraction_train: float = 1.0
+    fraction_evaluate: float = 1.0
+    min_train_nodes: int = 2
+    min_evaluate_nodes: int = 2
+    min_available_nodes: int = 2
+    weighted_by_key: str = "num-examples"
+    arrayrecord_key: str = keys.ARRAYS
+    configrecord_key: str = keys.CONFIG
+    train_metrics_aggr_fn: Callable[..., Any] | None = None
+    evaluate_metrics_aggr_fn: Callable[..., Any] | None = None
+
+    @classmethod
+    def of(cls, term: Chain, **settings: Any) -> Self:
+        """Return the options of a strategy of `term`, with what follows from others filled in."""
+        if settings.get("seed") is None:
+            settings["seed"] = int(np.random.SeedSequence().generate_state(1)[0])
+        if settings.get("lr_schedule") is None:
+            settings["lr_schedule"] = _constant
+        compressed = term.ternary[1] and settings.get("downlink") in (None, "model")
+        return cls(term, **settings | ({"downlink": "delta"} if compressed else {}))
+
+    @classmethod
+    def names(cls) -> set[str]:
+        """Return the names of the settings."""
+        return {f.name for f in fields(cls)} - {"term"}
+
+    def __post_init__(self) -> None:
+        for name, good, sentence in RANGES:
+            if not good(value := getattr(self, name)):
+                raise ValueError(f"{name} must {sentence.format(value)}")
+        for broken, sentence in PAIRS:
+            if broken(self):
+                beside = [t.name for t in self.term.terms if t.uploads]
+                raise ValueError(sentence.format(beside=beside, **vars(self)))
+
+
+def _one_of(*values: Any) -> Callable[[Any], bool]:
+    return lambda value: value in values
+
+
+def _share(value: Any) -> bool:
+    return bool(0.0 <= value <= 1.0)
+
+
+def _count(value: Any) -> bool:
+    return bool(int(value) == value >= 0)
+
+
+RANGES: list[tuple[str, Callable[[Any], bool], str]] = [
+    # setting, what it must satisfy, and the sentence if it does not
+    ("weighting", _one_of("num-examples", "uniform"), "be 'num-examples' or 'uniform', not {!r}"),
+    ("seed", lambda v: v >= 0, "not be negative, but is {!r}"),
+    ("downlink", _one_of("model", "delta"), "be 'model' or 'delta', not {!r}"),
+    ("wire_dtype", _one_of(None, *DTYPES), f"be one of {DTYPES} or None, not {{!r}}"),
+    ("cohorts", _one_of("uniform", "class-covering"), "be 'uniform' or 'class-covering', not {!r}"),
+    (
+        "incomplete",
+        _one_of("average", "scale", "drop"),
+        "be 'average', 'scale' or 'drop', not {!r}",
+    ),
+    ("drop_inactive", lambda v: v is None or v > 0, "be positive or None, not {!r}"),
+    ("min_replies", lambda v: v >= 1, "be at least 1, not {!r}"),
+    ("population", lambda v: v is None or v >= 1, "be at least 1, not {!r}"),
+    ("wait_timeout", lambda v: v >= 0, "not be negative, but is {!r}"),
+    ("fraction_train", _share, "lie in [0, 1], not {!r}"),
+    ("fraction_evaluate", _share, "lie in [0, 1], not {!r}"),
+    ("min_train_nodes", _count, "be a whole number of at least 0, not {!r}"),
+    ("min_evaluate_nodes", _count, "be a whole number of at least 0, not {!r}"),
+    ("min_available_nodes", _count, "be a whole number of at least 0, not {!r}"),
+]
+
+_DP = "privacy=CentralDP(...): "
+
+PAIRS: list[tuple[Callable[[Options], Any], str]] = [
+    # what does not go together, and the sentence that says so; the settings' values can be named in it
+    (
+        lambda o: (o.arrayrecord_key, o.configrecord_key) != (keys.ARRAYS, keys.CONFIG),
+        "the record keys are part of the protocol: leave them 'arrays', 'config'",
+    ),
+    (
+        lambda o: o.wire_dtype and any(o.term.ternary),
+        "wire_dtype='{wire_dtype}' does not go with compression, whose updates have a code of their own; "
+        "leave one of the two out",
+    ),
+    (
+        lambda o: o.wire_dtype and o.downlink == "delta",
+        "wire_dtype='{wire_dtype}' needs downlink='model': a client's rounded model does not follow from "
+        "the rounded step",
+    ),
+    (
+        lambda o: o.overlap and o.downlink != "delta",
+        "overlap=True needs downlink='delta'",
+    ),
+    (
+        lambda o: o.overlap and o.term.ternary[1],
+        "overlap=True sends whole models ahead, which a compressed downlink is there to avoid",
+    ),
+    (
+        lambda o: o.privacy and any(t.uploads for t in o.term.terms),
+        _DP
+        + "the clients of {beside} send more than their update, without noise; leave it out (an "
+        "Elastic with lam=0 sends nothing)",
+    ),
+    (
+        lambda o: o.privacy and o.cohorts == "class-covering",
+        _DP
+        + "for class-covering cohorts the clients tell their label counts without noise, and such "
+        "cohorts are no uniform sample; use cohorts='uniform'",
+    ),
+    (
+        lambda o: o.privacy and o.weighting != "uniform",
+        _DP
+        + "weighting='{weighting}' weighs clients unequally; the noise is for equal weights; use "
+        "weighting='uniform'",
+    ),
+    (
+        lambda o: o.privacy and o.incomplete == "scale",
+        _DP + "incomplete='scale' weighs clients unequally; use incomplete='average' or 'drop'",
+    ),
+    (
+        lambda o: o.privacy and o.drop_inactive is not None,
+        _DP
+        + "drop_inactive draws the cohorts, and changes their size, by who failed or took no step, "
+        "which gets no noise; leave it out",
+    ),
+]

@@ -1,0 +1,102 @@
+"""A round as a value: what was asked, of whom, what came, what was used, and why not the rest."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from flwr_regs.server.aggregation import Reply
+from flwr_regs.term import ServerContext
+from flwr_regs.wire.parcel import Parcel
+
+
+class RoundFailed(RuntimeError):
+    """A round ended with fewer usable replies than it needs; the global model is as before it."""
+
+
+@dataclass
+class Round:
+    """One round, filled in as it runs.
+
+    Attributes
+    ----------
+    number, population : int
+        The round t, from 1; the clients that its cohort was drawn from.
+    cohort : list of int
+        The clients that were drawn, by partition id.
+    lr, context, config : float, ServerContext, dict
+        The clients' learning rate η, what the terms' server hooks read, and what every client is told.
+    bytes_down, bytes_up, probe_down, probe_up, bytes_ahead : dict of int to int
+        Client -> bytes, of the whole round, of its first exchange, and of a model sent ahead; None
+        where the round has no such exchange.
+    came : dict of int to Parcel
+        Client -> its reply as it arrived.
+    received, used : dict of int to Reply
+        Client -> its checked reply; those of them that the new model is made of.
+    failures : dict of int to str
+        Client -> why it has no usable reply.
+    steps, inactive, incomplete : dict of int to int, list of int, list of int
+        Client -> local steps taken; who took none; who took some but not all.
+    lost_private : list of int
+        Clients that trained before but began anew with their private entries.
+    seconds, events, metrics, examples_processed : dict, dict, dict, int
+        Seconds by phase; what happened beside (a shift of the population, epsilon, …); the mean of the
+        clients' metrics, None until the round has succeeded; their examples, repeats counted.
+    """
+
+    number: int
+    population: int = 0
+    cohort: list[int] = field(default_factory=list)
+    lr: float = 0.0
+    context: ServerContext | None = None
+    config: dict[str, Any] = field(default_factory=dict)
+    bytes_down: dict[int, int] = field(default_factory=dict)
+    bytes_up: dict[int, int] = field(default_factory=dict)
+    probe_down: dict[int, int] | None = None
+    probe_up: dict[int, int] | None = None
+    bytes_ahead: dict[int, int] | None = None
+    came: Mapping[int, Parcel] = field(default_factory=dict)
+    received: dict[int, Reply] = field(default_factory=dict)
+    used: dict[int, Reply] = field(default_factory=dict)
+    failures: dict[int, str] = field(default_factory=dict)
+    steps: dict[int, int] = field(default_factory=dict)
+    inactive: list[int] = field(default_factory=list)
+    incomplete: list[int] = field(default_factory=list)
+    lost_private: list[int] = field(default_factory=list)
+    seconds: dict[str, float] = field(default_factory=dict)
+    events: dict[str, Any] = field(default_factory=dict)
+    metrics: dict[str, Any] | None = None
+    examples_processed: int = 0
+    _clock: float = field(default_factory=time.monotonic)
+
+    def lap(self, phase: str) -> None:
+        """Note the seconds since the last lap, or the round's begin, as those of `phase`."""
+        now = time.monotonic()
+        self.seconds[phase], self._clock = now - self._clock, now
+
+    def entry(self) -> dict[str, Any]:
+        """Return the round's entry of the history: plain numbers, texts and lists."""
+        entry: dict[str, Any] = {
+            "round": self.number,
+            "population": self.population,
+            "cohort": self.cohort,
+            "lr": self.lr,
+            **self.events,
+            "bytes_down": self.bytes_down,
+            "bytes_up": self.bytes_up,
+            "bytes_probe_down": self.probe_down,
+            "bytes_probe_up": self.probe_up,
+            "bytes_ahead": self.bytes_ahead,
+            "failures": self.failures,
+            "replies": sorted(self.used),
+            "steps": self.steps,
+            "inactive": self.inactive,
+            "incomplete": self.incomplete,
+            "lost_private": self.lost_private,
+            "seconds": self.seconds,
+            "train_metrics": self.metrics,
+            "examples_processed": None if self.metrics is None else self.examples_processed,
+        }
+        return {key: value for key, value in entry.items() if value is not None}

@@ -1,0 +1,308 @@
+"""One training: what the server keeps between rounds, and the course of a round from top to bottom."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+from uuid import uuid4
+
+from flwr_regs.server.aggregation import aggregation_weights
+from flwr_regs.server.downlink import Downlink
+from flwr_regs.server.model import GlobalModel
+from flwr_regs.server.network import Course, Network, Replies, Request, name_failures
+from flwr_regs.server.options import Options
+from flwr_regs.server.outbox import Outbox
+from flwr_regs.server.participation import Participation
+from flwr_regs.server.population import Population
+from flwr_regs.server.privacy import Budget, PrivateRounds, refuse_statistics
+from flwr_regs.server.replies import Reader, Usable, common_metrics, read_uploads
+from flwr_regs.server.round import Round, RoundFailed
+from flwr_regs.wire import keys
+from flwr_regs.wire.arrays import NDArrays, ProtocolError
+from flwr_regs.wire.parcel import Record
+
+LOG = logging.getLogger("flwr")
+MeanOfMetrics = Callable[[str, Sequence[Mapping[str, Any]]], Mapping[str, Any]]
+"""What averages the clients' metrics: ("train" or "evaluate", what all of them report) -> their mean."""
+
+
+class Training:
+    """One training of one global model.
+
+    Parameters
+    ----------
+    options : Options
+    method : str
+        The name that clients must know.
+    model : NDArrays
+        ``w_1`` by name; what the method keeps on the clients is left out.
+    num_rounds : int or None
+        Rounds of the training; None where whoever drives them did not say.
+    mean_of_metrics : callable
+    budget : Budget, optional
+        Of a privacy accountant.
+
+    Attributes
+    ----------
+    model : GlobalModel
+    population : Population
+    history : list of dict
+        One entry a round.
+    identity : dict
+        What every message's config says: method, training and hyper-parameters.
+
+    Raises
+    ------
+    ValueError
+        A model that the method or the options cannot train; options that need `num_rounds`.
+    """
+
+    def __init__(
+        self,
+        options: Options,
+        method: str,
+        model: NDArrays,
+        num_rounds: int | None,
+        mean_of_metrics: MeanOfMetrics,
+        budget: Budget | None = None,
+    ) -> None:
+        if num_rounds is None and options.drop_inactive is not None:
+            raise ValueError(
+                "drop_inactive counts with the number of rounds: drive them by the strategy's own start"
+            )
+        self.options = options
+        self.method = method
+        self.model = self.check_model(options, model)
+        self.population = Population(
+            options.min_available_nodes, options.population, options.wait_timeout
+        )
+        self.history: list[dict[str, Any]] = []
+        self.identity: dict[str, Any] = {
+            keys.METHOD_KEY: method,
+            keys.START_KEY: uuid4().hex[:8],
+            **options.term.config(),
+        }
+        self._num_rounds = num_rounds
+        self.mean_of_metrics = mean_of_metrics
+        self._privacy = PrivateRounds(options.privacy, options.seed, budget)
+        self._participation = Participation(
+            options.incomplete, options.drop_inactive, options.restart_lr, num_rounds or 1
+        )
+        self._held: dict[int, int] = {}  # client -> round whose model it last kept
+        self._used: dict[int, int] = {}  # client -> round whose reply of it was last averaged
+
+    @staticmethod
+    def check_model(options: Options, model: NDArrays) -> GlobalModel:
+        """Return what the shared part of the initial arrays begins as; raise ValueError if it cannot."""
+        private = options.term.private(model)
+        shared = {name: a for name, a in model.items() if name not in private}
+        if options.privacy is not None:
+            refuse_statistics(shared)
+        return GlobalModel(options.term, shared, options.wire_dtype)
+
+    def adopt(self, model: NDArrays) -> None:
+        """Go on from `model`, which somebody who drives the rounds from outside has changed."""
+        if self.model.adopt(model):
+            self._held = {}
+
+    def round(self, number: int, config: Mapping[str, Any], network: Network) -> Course[Round]:
+        """Run one round, from its cohort to the new global model.
+
+        `config` is the train config. The course pauses for the clients' training. Its entry is in the
+        history when it ends, also where it fails.
+
+        Raises
+        ------
+        RoundFailed
+            Fewer than `min_replies` usable replies, or a diverged model. The model stays as it was.
+        """
+        term, options = self.options.term, self.options
+        now = Round(number)
+        here = self.population.refresh(network)
+        clients = self._privacy.members(here)
+        now.population = len(clients)
+        members = self._participation.remaining(clients, now)
+        now.cohort = self._draw(number, members, network)
+        self._privacy.check_budget(now)
+        now.lr = self._learning_rate(number, float(config["lr"]))
+        now.context = self.model.context(number, now.lr)
+        now.config = self._config(now, config)
+        downlink = Downlink(options.downlink, term, self.model, now.context, options.wire_dtype)
+        used = self._used if term.ternary[0] else None
+        outbox = Outbox(number, options.seed, now.config, downlink, self._held, used)
+        now.lap("configure")
+
+        ready = [p for p in now.cohort if p in here]
+        now.failures = dict.fromkeys(set(now.cohort) - set(ready), "it has left")
+        if any(t.probes for t in term.terms):
+            ready = self._probe(now, ready, outbox, network)
+            now.lap("probe")
+        requests = [self._train(now, ready, outbox)]
+        if options.overlap and number != self._num_rounds:
+            requests.append(self._ahead(now, members, here, outbox, network))
+        LOG.info("configure_train: cohort of %d (out of %d)", len(now.cohort), len(members))
+
+        came, *acknowledged = yield requests
+        self._collect(now, came, outbox, network)
+        now.lap("clients")
+
+        try:
+            usable = self._read(now)
+            self._participation.select(now)
+            self._name_losses(now)
+            self._advance(now, usable)
+        finally:
+            self.history.append(now.entry())
+        self._held |= dict.fromkeys(now.came, number)
+        self._held |= {p: number for replies in acknowledged for p in replies.came}
+        self._used |= dict.fromkeys(now.used, number)
+        return now
+
+    def _draw(self, number: int, members: list[int], network: Network) -> list[int]:
+        """Return the cohort of a round."""
+        options = self.options
+        size = max(int(len(members) * options.fraction_train), options.min_train_nodes)
+        key = (self._privacy.cohort_seed, number)
+        return self.population.cohort(members, key, size, options.cohorts, network)
+
+    def _learning_rate(self, number: int, lr: float) -> float:
+        on_schedule = self._participation.schedule_round(number)
+        lr *= float(self.options.lr_schedule(on_schedule))
+        if not 0 < lr < float("inf"):
+            raise ValueError(f"lr_schedule({on_schedule}) makes the learning rate {lr}")
+        return lr
+
+    def _config(self, now: Round, config: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what every client of the round is told."""
+        options = self.options
+        beside = [t.name for t in options.term.terms if t.uploads or t.ternary[0]]
+        return {
+            **config,
+            **self.identity,
+            **({keys.BESIDE_KEY: ", ".join(beside)} if beside else {}),
+            "lr": now.lr,
+            keys.ROUND_KEY: now.number,
+            keys.PROTOCOL_KEY: keys.PROTOCOL,
+            **({keys.HALF_KEY: options.wire_dtype} if options.wire_dtype else {}),
+        }
+
+    def _train(
+        self, now: Round, clients: Iterable[int], outbox: Outbox, lost: bool = False
+    ) -> Request:
+        """Return the train messages, and count their bytes; `lost` clients get everything."""
+        parcels = {pid: outbox.train(pid, lost) for pid in clients}
+        for pid, parcel in parcels.items():
+            before = now.bytes_down.get(pid, (now.probe_down or {}).get(pid, 0))
+            now.bytes_down[pid] = before + parcel.nbytes
+        return self.population.request("train", parcels)
+
+    def _ahead(
+        self, now: Round, members: list[int], here: list[int], outbox: Outbox, network: Network
+    ) -> Request:
+        """Return ``w_t`` for the clients of the next cohort that do not get it in this round anyway."""
+        later = set(self._draw(now.number + 1, members, network))
+        model = Record(self.model.model)
+        parcels = {p: outbox.ahead(model) for p in sorted(later & set(here) - set(now.cohort))}
+        now.bytes_ahead = {pid: parcel.nbytes for pid, parcel in parcels.items()}
+        return self.population.request(keys.PREFETCH, parcels)
+
+    def _probe(self, now: Round, cohort: list[int], outbox: Outbox, network: Network) -> list[int]:
+        """Hold the round's first exchange, ``w_t`` down and the terms' probes up; return who replied.
+
+        A client that does not reply is left out of the round and named among its failures. One that has
+        lost its model is asked once more, with the model.
+        """
+        term, uploads = self.options.term, dict[int, dict[str, NDArrays]]()
+        now.probe_down, now.probe_up = dict.fromkeys(cohort, 0), {}
+        asked, lost = cohort, False
+        while asked:
+            parcels = {pid: outbox.probe(pid, lost) for pid in asked}
+            replies = network.ask(self.population.request(keys.PROBE, parcels))
+            now.failures |= replies.failures
+            for pid, parcel in parcels.items():
+                now.probe_down[pid] += parcel.nbytes
+            again = [p for p, reply in replies.came.items() if reply.says(keys.OUT_OF_SYNC_KEY)]
+            if lost:
+                why = "it says that it lacks the model it was just sent"
+                now.failures |= dict.fromkeys(again, why)
+            for pid in sorted(set(replies.came) - set(again)):
+                reply = replies.came[pid]
+                try:
+                    found = read_uploads(f"the probe of client {pid}", reply)
+                    term.check(found, {}, probing=True)
+                except ValueError as error:
+                    now.failures[pid] = str(error)
+                    continue
+                uploads[pid], now.probe_up[pid] = found, reply.nbytes
+            asked, lost = ([] if lost else again), True
+        if now.failures:
+            LOG.warning("\t> in the first exchange: %s", name_failures(now.failures))
+        outbox.broadcasts = term.answer({pid: uploads[pid] for pid in sorted(uploads)})
+        self._held |= dict.fromkeys(uploads, now.number)
+        return sorted(uploads)
+
+    def _collect(self, now: Round, replies: Replies, outbox: Outbox, network: Network) -> None:
+        """Note the replies; a client that has lost its model (a restarted node) is served once more."""
+        came, failures = dict(replies.came), dict(replies.failures)
+        if lost := [p for p, reply in came.items() if reply.says(keys.OUT_OF_SYNC_KEY)]:
+            LOG.warning("clients %s have lost their model; sending the full pair", lost)
+            late = network.ask(self._train(now, lost, outbox, lost=True))
+            failures |= late.failures
+            came = {p: reply for p, reply in came.items() if p not in lost} | dict(late.came)
+        now.came = came
+        before = now.probe_up or {}
+        now.bytes_up = {p: reply.nbytes + before.get(p, 0) for p, reply in came.items()}
+        now.failures = {**failures, **now.failures}
+
+    def _read(self, now: Round) -> Usable:
+        """Check what came; note what can be used, and why the rest cannot."""
+        reader = Reader(self.method, self.options.term, self.model, self.options.weighted_by_key)
+        usable = reader.read_all(now.came, now.config)
+        fixed = (usable.buffers or frozenset()) - set(usable.tied or ())
+        uncovered = self._privacy.uncovered(usable.replies, self.model.given, fixed)
+        now.failures = {**now.failures, **usable.failures, **uncovered}
+        now.received = {p: reply for p, reply in usable.replies.items() if p not in uncovered}
+        if failed := {p: why for p, why in now.failures.items() if p in now.bytes_down}:
+            LOG.warning("\t> %s", name_failures(failed))  # the others were named before
+        return usable
+
+    def _name_losses(self, now: Round) -> None:
+        """Name the clients that have trained before and began anew with their private entries."""
+        anew = [p for p in sorted(now.used) if now.came[p].says(keys.FRESH_KEY)]
+        now.lost_private = [p for p in anew if p in self._used]
+        if now.lost_private:
+            LOG.warning(
+                "clients %s have lost their private entries and began anew with their model's own",
+                now.lost_private,
+            )
+
+    def _advance(self, now: Round, usable: Usable) -> None:
+        """Average what is used and move the model by it; RoundFailed if that is too little, or diverges."""
+        options, used = self.options, now.used
+        if len(used) < options.min_replies:
+            named = {"inactive": now.inactive, "incomplete": now.incomplete}
+            why = [name_failures(now.failures)] if now.failures else []
+            raise RoundFailed(
+                f"round {now.number} of {self.method}: {len(used)} usable replies from a cohort of "
+                f"{len(now.cohort)}, needed {options.min_replies}; "
+                + "; ".join(why + [f"{name}: {pids}" for name, pids in named.items() if pids])
+            )
+        self.model.agree(usable.buffers, usable.tied)
+        now.context = self.model.context(
+            now.number, now.lr
+        )  # what is trained may be known only now
+        weights = aggregation_weights(used, options.weighting)
+        mean = self._privacy.mean(now, usable.buffers or frozenset())
+        try:
+            self.model.advance(used, weights, now.context, options.incomplete == "scale", mean)
+        except ProtocolError as error:
+            raise RoundFailed(
+                f"round {now.number} of {self.method} diverged: {error}; `strategy.arrays` is "
+                "the model before it; try a smaller learning rate"
+            ) from error
+        processed = [reply.metrics.get("examples-processed", 0) for reply in used.values()]
+        now.examples_processed = sum(n for n in processed if isinstance(n, int))
+        reported = common_metrics(reply.metrics for reply in used.values())
+        now.metrics = dict(self.mean_of_metrics("train", reported))
+        now.lap("aggregate")

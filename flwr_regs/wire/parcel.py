@@ -1,0 +1,84 @@
+"""What one message holds, as plain values: arrays by record, a config and metrics; and how large it is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from io import BytesIO
+from typing import Any
+
+import numpy as np
+
+from flwr_regs.wire import keys
+
+
+class Record(dict[str, np.ndarray]):
+    """Arrays by name, to be sent; one record may go to many clients."""
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Names and arrays in bytes, as they travel: ``.npy`` headers count."""
+        return sum(len(name) + _npy_bytes(a) for name, a in self.items())
+
+
+@dataclass(frozen=True)
+class Parcel:
+    """The content of a message.
+
+    Attributes
+    ----------
+    records : mapping of str to mapping of str to array
+        Record name -> arrays by name. Those of a reply are decoded, and may fail, when they are read.
+    config : mapping
+        Numbers, texts, bytes, and lists of these.
+    metrics : mapping or None
+        Numbers.
+    size : int or None
+        Bytes, where the parcel was received; else they are counted.
+    """
+
+    records: Mapping[str, Mapping[str, np.ndarray]] = field(default_factory=dict)
+    config: Mapping[str, Any] = field(default_factory=dict)
+    metrics: Mapping[str, Any] | None = None
+    size: int | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """The payload in bytes: arrays as serialised, names and scalars.
+
+        Framing does not count (Flower's own adds some 10 bytes an entry).
+        """
+        if self.size is not None:
+            return self.size
+        arrays = sum(
+            r.nbytes if isinstance(r, Record) else Record(r).nbytes for r in self.records.values()
+        )
+        return arrays + scalar_bytes(self.config) + scalar_bytes(self.metrics or {})
+
+    @property
+    def names(self) -> list[str]:
+        """What it holds, for errors."""
+        scalars = {keys.CONFIG: self.config, keys.METRICS: self.metrics}
+        return sorted([*self.records, *(name for name, values in scalars.items() if values)])
+
+    def says(self, key: str) -> bool:
+        """Return whether the config holds `key`, and something true under it."""
+        return bool(self.config.get(key, False))
+
+
+def scalar_bytes(scalars: Mapping[str, Any]) -> int:
+    """Return the bytes of names and values: 8 for a number, its length for a text."""
+    total = 0
+    for key, value in scalars.items():
+        items = value if isinstance(value, list) else [value]
+        total += len(key) + sum(len(v) if isinstance(v, str | bytes) else 8 for v in items)
+    return total
+
+
+def _npy_bytes(array: Any) -> int:
+    """Return the length of the ``.npy`` file of an array, without making it."""
+    array = np.asarray(array)
+    head = BytesIO()
+    np.lib.format.write_array_header_1_0(head, np.lib.format.header_data_from_array_1_0(array))
+    return head.tell() + int(array.nbytes)
