@@ -410,7 +410,7 @@ class Job:
         if first is not None:
             common = {
                 "weighting": first.weighting,
-                "incomplete": first.participation.incomplete,
+                "incomplete": first.incomplete,
                 "downlink": first.downlink,
                 **common,
             }

@@ -11,9 +11,10 @@ import torch
 from flwr.client import NumPyClient
 from torch import nn
 
-from flwr_regs.client.batches import Batches, batch_size, label_counts, resolve_device, to_device
+from flwr_regs.client.batches import Batches, label_counts, resolve_device
 from flwr_regs.client.calibration import calibrate
 from flwr_regs.client.classifier import find_classifier
+from flwr_regs.client.evaluation import score
 from flwr_regs.client.received import Received, evaluated_term, load, seeded, to_numpy
 from flwr_regs.client.training import LossFn, OptimizerFn, local_round
 from flwr_regs.term import Term
@@ -162,7 +163,7 @@ class RegClient(NumPyClient):
         term = evaluated_term(self._method_name(), self.terms, config)
         load(self.model, term, self._named(parameters, config), config)
         device = resolve_device(self.device)
-        loss, count, metrics = self._score(self.model, device)
+        loss, count, metrics = score(self.model, self.eval_data, self.loss_fn, device)
         if "personalise" in config:
             with seeded(config[keys.SEED_KEY], device):
                 personal = calibrate(
@@ -174,38 +175,12 @@ class RegClient(NumPyClient):
                     optimizer=self.optimizer,
                     device=device,
                 )
-            personal_loss, _, personal_metrics = self._score(personal, device)
+            personal_loss, _, personal_metrics = score(
+                personal, self.eval_data, self.loss_fn, device
+            )
             metrics["personal-loss"] = personal_loss
             metrics |= {f"personal-{k}": v for k, v in personal_metrics.items()}
         return loss, count, metrics
-
-    @torch.no_grad()
-    def _score(self, model: nn.Module, device: torch.device) -> tuple[float, int, dict[str, float]]:
-        """Return (mean loss, examples, accuracy) of a model on `eval_data`.
-
-        Accuracy is there only for classification: outputs ``(n, classes)``, integer targets ``(n,)``.
-        """
-        model.to(device).eval()
-        loss, correct, count, classifies = 0.0, 0, 0, True
-        for inputs, targets in self.eval_data or ():
-            targets = to_device(targets, device)
-            output = model(to_device(inputs, device))
-            size = batch_size(targets)
-            loss += float(self.loss_fn(output, targets)) * size
-            count += size
-            classifies &= (
-                isinstance(output, torch.Tensor)
-                and isinstance(targets, torch.Tensor)
-                and output.ndim == 2
-                and output.shape[1] > 1
-                and targets.ndim == 1
-                and not targets.is_floating_point()
-            )
-            if classifies:
-                correct += int((output.argmax(dim=1) == targets).sum())
-        if count == 0:
-            raise ValueError("the client has no evaluation data: eval_data holds no batch")
-        return loss / count, count, {"accuracy": correct / count} if classifies else {}
 
     def get_properties(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """Return the label counts, if asked for them and built with ``share_label_counts=True``."""

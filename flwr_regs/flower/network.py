@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Generic, TypeVar
+from collections.abc import Iterable, Sequence
+from typing import Generic, TypeVar
 
-import numpy as np
-from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
+from flwr.app import ArrayRecord, Message
 from flwr.serverapp import Grid
 
 from flwr_regs.server.network import Course, Replies, Request
 from flwr_regs.wire import keys
-from flwr_regs.wire.parcel import Parcel, scalar_bytes
-from flwr_regs.wire.records import to_record
+from flwr_regs.wire.parcel import Parcel
+from flwr_regs.wire.records import content_of, parcel_of
 
 T = TypeVar("T")
 
@@ -84,13 +83,7 @@ def messages_of(requests: Iterable[Request]) -> list[Message]:
     messages = []
     for request in requests:
         for pid, parcel in request.parcels.items():
-            content = RecordDict()
-            for name, record in parcel.records.items():
-                if id(record) not in written:
-                    written[id(record)] = to_record(record)
-                content[name] = written[id(record)]
-            if parcel.config:
-                content[keys.CONFIG] = ConfigRecord({**parcel.config})
+            content = content_of(parcel, written)
             messages.append(Message(content, request.nodes[pid], request.kind))
     return messages
 
@@ -120,39 +113,3 @@ def replies_to(request: Request, replies: Iterable[Message]) -> Replies:
     silent = [pid for pid in request.parcels if pid not in came and pid not in failures]
     why = "no reply" + (f" ({'; '.join(stray)})" if stray else " in time")
     return Replies(came, failures | dict.fromkeys(silent, why), silent)
-
-
-def parcel_of(content: RecordDict) -> Parcel:
-    """Return what a message holds; its arrays are decoded when they are read."""
-    config = content.config_records.get(keys.CONFIG)
-    metrics = content.metric_records.get(keys.METRICS)
-    records = {name: _Unread(record) for name, record in content.array_records.items()}
-    scalars: list[Any] = [*content.config_records.values(), *content.metric_records.values()]
-    size = sum([r.nbytes for r in records.values()] + [scalar_bytes(s) for s in scalars])
-    return Parcel(
-        records,
-        {} if config is None else dict(config),
-        None if metrics is None else dict(metrics),
-        size,
-    )
-
-
-class _Unread(Mapping[str, np.ndarray]):
-    """The arrays of a record, each decoded when it is looked at."""
-
-    def __init__(self, record: Mapping[str, Array]) -> None:
-        self._record = record
-
-    @property
-    def nbytes(self) -> int:
-        """Names and arrays in bytes, as they came."""
-        return sum(len(name) + len(array.data) for name, array in self._record.items())
-
-    def __getitem__(self, name: str) -> np.ndarray:
-        return self._record[name].numpy()
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._record)
-
-    def __len__(self) -> int:
-        return len(self._record)

@@ -48,52 +48,9 @@ class RegStrategy(Strategy):
     ----------
     terms : sequence of Term
         The method, left to right.
-    weighting : {"num-examples", "uniform"}
-        Aggregation weights ``p_k``: ``n_k / Σ n`` or ``1/|S_t|``, over the replies that are used.
-    seed : int, optional
-        Cohorts depend on (seed, round), a client's shuffling on (seed, round, partition id).
-        Default: drawn at random and logged.
-    downlink : {"model", "delta"}
-        ``"model"`` sends ``w_t`` and the terms' broadcasts to everyone. ``"delta"`` sends only
-        ``w_t − w_{t−1}`` to a client that took part in the last round and kept its model, the full
-        pair to any other; broadcasts that do not follow from the step travel beside it. Always
-        ``"delta"`` for a method that compresses the global step.
-    wire_dtype : {"bfloat16", "float16"}, optional
-        Send every float32 array of the model rounded to 16 bits, and take the clients' so; the server
-        keeps float32. The terms' own records, and arrays of other dtypes, travel as they are.
-    lr_schedule : callable, optional
-        ``lr_schedule(round) -> factor`` on train_config's ``"lr"``; rounds count from 1.
-    cohorts : {"uniform", "class-covering"}
-        ``"class-covering"`` draws cohorts whose clients together hold every class (FedADC, Sec. IV-E).
-        **Privacy cost**: each client sends the server, once, how many examples of each class it holds,
-        if its own operator built it with ``share_label_counts=True``.
-    overlap : bool
-        With ``downlink="delta"``: while round t trains, the clients of round t + 1 are already sent
-        ``w_t``, so that round t + 1 only sends the step (FedADC, Sec. II-A). The weights are the same. The
-        history shows the bytes sent ahead as ``bytes_ahead``, those of the round itself as ``bytes_down``.
-        A round waits for a node that hangs on a model sent ahead as it waits for one that trains.
-    incomplete : {"average", "scale", "drop"}
-        How a client counts that took only ``s_k`` of its E local steps because its own budget was spent.
-        ``"average"``: as any other. ``"scale"``: with ``E / s_k`` times its weight (EFL, Sec. 4.2).
-        ``"drop"``: not at all. A client with ``s_k = 0`` is inactive and never counts.
-    drop_inactive : float, optional
-        Drop a client for good once it was inactive in more than ``drop_inactive / (T E)`` of its turns
-        (T rounds, E local steps; EFL, Eq. 9, whose constant C/J this is).
-    restart_lr : bool
-        When clients arrive, depart or are dropped, `lr_schedule` counts from 1 again (EFL, Sec. 4.4).
-    privacy : CentralDP, optional
-        Clip each client's update and noise their mean: see :class:`flwr_regs.CentralDP`.
-    min_replies : int
-        A round with fewer usable replies raises :class:`RoundFailed`.
-    population : int, optional
-        How many clients to wait for before round 1. Default: the clients' own ``num-partitions``
-        where they have one, else `min_available_nodes`.
-    wait_timeout : float
-        Seconds to wait for the population. Then training starts without those who are missing, and names
-        them, if `min_available_nodes` clients are there; else an error says how many came.
-    fraction_train, fraction_evaluate, min_train_nodes, min_evaluate_nodes, min_available_nodes
-        As for Flower's FedAvg, and so are ``weighted_by_key``, ``train_metrics_aggr_fn`` and
-        ``evaluate_metrics_aggr_fn``.
+    **settings
+        Weighting, cohorts, downlink, incomplete clients, privacy, …: the fields of
+        :class:`flwr_regs.server.options.Options`, which says what each does.
 
     Attributes
     ----------

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 
 from flwr_regs.wire.arrays import NDArrays, unpack
-from flwr_regs.wire.keys import CONFIG, PROTOCOL, PROTOCOL_KEY
+from flwr_regs.wire.keys import CONFIG, METRICS, PROTOCOL, PROTOCOL_KEY
+from flwr_regs.wire.parcel import Parcel, scalar_bytes
 
 if TYPE_CHECKING:
     from torch import nn
@@ -23,6 +24,58 @@ def to_record(arrays: Mapping[str, Any]) -> ArrayRecord:
 def from_record(record: ArrayRecord) -> NDArrays:
     """Return the arrays of a record by name."""
     return {k: a.numpy() for k, a in record.items()}
+
+
+def content_of(parcel: Parcel, written: dict[int, ArrayRecord]) -> RecordDict:
+    """Return a parcel as a message's content.
+
+    `written` keeps the records that were serialised, by identity: one that goes to many clients is
+    serialised once.
+    """
+    content = RecordDict()
+    for name, record in parcel.records.items():
+        if id(record) not in written:
+            written[id(record)] = to_record(record)
+        content[name] = written[id(record)]
+    if parcel.config:
+        content[CONFIG] = ConfigRecord({**parcel.config})
+    return content
+
+
+def parcel_of(content: RecordDict) -> Parcel:
+    """Return what a message holds; its arrays are decoded when they are read."""
+    config = content.config_records.get(CONFIG)
+    metrics = content.metric_records.get(METRICS)
+    records = {name: _Unread(record) for name, record in content.array_records.items()}
+    scalars: list[Any] = [*content.config_records.values(), *content.metric_records.values()]
+    size = sum([r.nbytes for r in records.values()] + [scalar_bytes(s) for s in scalars])
+    return Parcel(
+        records,
+        {} if config is None else dict(config),
+        None if metrics is None else dict(metrics),
+        size,
+    )
+
+
+class _Unread(Mapping[str, np.ndarray]):
+    """The arrays of a record, each decoded when it is looked at."""
+
+    def __init__(self, record: Mapping[str, Array]) -> None:
+        self._record = record
+
+    @property
+    def nbytes(self) -> int:
+        """Names and arrays in bytes, as they came."""
+        return sum(len(name) + len(array.data) for name, array in self._record.items())
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        return self._record[name].numpy()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._record)
+
+    def __len__(self) -> int:
+        return len(self._record)
 
 
 def sorted_answer(

@@ -1,0 +1,185 @@
+"""A round's messages under Flower's older server: they go out together when it asks its first client."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from threading import Lock
+from typing import Any, NoReturn
+
+from flwr.app import ArrayRecord, Error, Message, RecordDict
+from flwr.common import Code, DisconnectRes, EvaluateRes, FitRes, Parameters, Status
+from flwr.server.client_manager import ClientManager
+from flwr.server.client_proxy import ClientProxy
+from flwr.serverapp import Grid
+
+from flwr_regs.flower.network import GridNetwork
+from flwr_regs.wire import keys
+
+INSTEAD = (
+    "return ServerAppComponents(strategy=...) from a ServerApp(server_fn=...), or, where you have the "
+    "grid, call the strategy's own start(grid=grid, ...)"
+)
+UNSEEN = (
+    "a wrapper or a subclass did so, and the strategy would not see it. Flower's privacy wrappers are not "
+    "supported: use privacy=CentralDP(...) on the strategy"
+)
+
+
+class Exchange:
+    """One exchange of messages with the clients, which the server asks for one by one.
+
+    The messages go out together: the server's pool of threads would serve few clients at a time. So
+    their order is the strategy's own, and models sent ahead, of which the server knows nothing, go too.
+    """
+
+    def __init__(
+        self, server_round: int, messages: list[Message], grid: Grid, timeout: float
+    ) -> None:
+        self.server_round = server_round
+        self._messages = messages
+        self._grid = grid
+        self._timeout = timeout
+        self._lock = Lock()
+        self._replies: list[Message] | None = None
+        self._error: Exception | None = None
+        self._shown: list[tuple[Any, dict[str, Any]]] = []  # instructions, and their config
+        self._results: dict[int, tuple[Parameters, list[bytes]]] = {}  # as the server got them
+
+    def instructions(self, kind: Callable[..., Any]) -> list[Any]:
+        """Return (proxy, FitIns or EvaluateIns) for each client that is asked.
+
+        The instruction shows the round's config to whoever looks; what travels is the message.
+        """
+        asked = [m for m in self._messages if m.metadata.message_type != keys.PREFETCH]
+        for message in asked:
+            config = message.content.config_records[keys.CONFIG].items()
+            shown = {k: v for k, v in config if not k.startswith("regs.")}
+            self._shown.append((kind(Parameters([], "numpy.ndarray"), shown), dict(shown)))
+        couriers = [Courier(m.metadata.dst_node_id, self) for m in asked]
+        return [(courier, ins) for courier, (ins, _) in zip(couriers, self._shown, strict=True)]
+
+    def reply_of(self, node_id: int, timeout: float | None) -> Message:
+        """Return a client's reply; the first call sends everyone's message.
+
+        Raises RuntimeError if there is none: that is how the server counts a failure.
+        """
+        with self._lock:
+            if self._replies is None and self._error is None:
+                try:
+                    self._send(self._timeout if timeout is None else timeout)
+                except Exception as error:  # shown to the server now, raised by `close`
+                    self._error = error
+        if self._error is not None:
+            raise RuntimeError("the round's messages could not be sent") from self._error
+        for reply in self._replies or ():
+            if reply.metadata.src_node_id == node_id:
+                if reply.has_error():
+                    why = f"error code {reply.error.code}: {reply.error.reason}"
+                    raise RuntimeError(f"node {node_id}: {why}")
+                return reply
+        raise RuntimeError(f"node {node_id}: no reply")
+
+    def hand_over(self, node_id: int, parameters: Parameters) -> Parameters:
+        """Note, and return, what the server gets as a client's result."""
+        self._results[node_id] = (parameters, list(parameters.tensors))
+        return parameters
+
+    def close(self, where: str, results: Iterable[tuple[ClientProxy, Any]]) -> list[Message]:
+        """Return the replies; one that is not among the server's `results` any more becomes an error."""
+        if self._error is not None:
+            raise self._error
+        if self._replies is None:
+            raise RuntimeError(
+                f"{where}: whoever drives the rounds sent the instructions itself (as "
+                f"flwr.server.workflow.DefaultWorkflow does), not by their proxies; {INSTEAD}"
+            )
+        kept = {proxy.node_id: result for proxy, result in results}
+        if strangers := sorted(set(kept) - set(self._results)):
+            raise ValueError(f"{where}: results of nodes {strangers}, which gave none")
+        for node_id, result in kept.items():
+            given, tensors = self._results[node_id]
+            now = getattr(result, "parameters", given)
+            if now is not given or now.tensors != tensors:
+                raise ValueError(
+                    f"{where}: the parameters of node {node_id} were changed after it answered; {UNSEEN}"
+                )
+        left_out = set(self._results) - set(kept)
+        error = Error(0, f"left out of the results that {where} was given")
+        refused = [m for m in self._messages if m.metadata.dst_node_id in left_out]
+        replies = [r for r in self._replies if r.metadata.src_node_id not in left_out]
+        return replies + [Message(error, reply_to=m) for m in refused]
+
+    def _send(self, timeout: float) -> None:
+        if any(ins.config != config or ins.parameters.tensors for ins, config in self._shown):
+            raise ValueError(
+                f"an instruction was changed after LegacyStrategy made it; {UNSEEN}. Clients get "
+                "train_config, evaluate_config and the strategy's own"
+            )
+        self._replies = GridNetwork(self._grid, timeout).exchange(self._messages)
+
+
+class Courier(ClientProxy):
+    """A client in one exchange: its message goes out, not the server's instruction."""
+
+    def __init__(self, node_id: int, exchange: Exchange) -> None:
+        super().__init__(str(node_id))
+        self.node_id = node_id
+        self._exchange = exchange
+
+    def fit(self, ins: Any, timeout: float | None, group_id: int | None) -> FitRes:
+        """Return the client's reply to the strategy's message, as far as a FitRes can show it."""
+        content = self._exchange.reply_of(self.node_id, timeout).content
+        arrays = content.array_records.get(keys.ARRAYS, ArrayRecord())
+        parameters = Parameters([a.data for a in arrays.values()], "numpy.ndarray")
+        parameters = self._exchange.hand_over(self.node_id, parameters)
+        return FitRes(Status(Code.OK, ""), parameters, *_counted(content))
+
+    def evaluate(self, ins: Any, timeout: float | None, group_id: int | None) -> EvaluateRes:
+        """Return the client's reply to the strategy's message, as far as an EvaluateRes can show it."""
+        content = self._exchange.reply_of(self.node_id, timeout).content
+        self._exchange.hand_over(self.node_id, Parameters([], ""))
+        count, metrics = _counted(content)
+        loss = metrics.pop("loss", float("nan"))
+        return EvaluateRes(Status(Code.OK, ""), loss, count, metrics)
+
+    def get_properties(self, ins: Any, timeout: float | None, group_id: int | None) -> NoReturn:
+        """Refuse: a client of ``client_app`` knows train and evaluate."""
+        raise NotImplementedError("a client of flwr_regs.client_app knows train and evaluate only")
+
+    get_parameters = get_properties
+
+    def reconnect(self, ins: Any, timeout: float | None, group_id: int | None) -> DisconnectRes:
+        """Do nothing, like Flower's own proxy."""
+        return DisconnectRes(reason="")
+
+
+def grid_of(manager: ClientManager) -> Grid:
+    """Return the grid that a client manager's proxies hold, with the clients that the manager knows."""
+    return _ManagedGrid(manager)  # type: ignore[return-value]  # as much of a grid as is used
+
+
+class _ManagedGrid:
+    def __init__(self, manager: ClientManager) -> None:
+        self._manager = manager
+
+    def get_node_ids(self) -> list[int]:
+        return [proxy.node_id for proxy in self._manager.all().values()]
+
+    def __getattr__(self, name: str) -> Any:
+        for proxy in self._manager.all().values():
+            grid = getattr(proxy, "grid", None)
+            if not isinstance(grid, Grid):
+                raise TypeError(
+                    f"LegacyStrategy needs clients that are reached by Flower's grid, not by "
+                    f"{type(proxy).__name__} (start_server, start_simulation); {INSTEAD}"
+                )
+            return getattr(grid, name)
+        raise RuntimeError("no client is connected")
+
+
+def _counted(content: RecordDict) -> tuple[int, dict[str, Any]]:
+    """Return (examples, metrics) as an older result has them; the strategy checks the reply itself."""
+    found: dict[str, Any] = dict(content.metric_records.get(keys.METRICS) or {})
+    count = found.pop("num-examples", 0)
+    scalars = {k: v for k, v in found.items() if not isinstance(v, list)}
+    return count if isinstance(count, int) else 0, scalars
