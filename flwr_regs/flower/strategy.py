@@ -15,8 +15,8 @@ from flwr.serverapp.strategy.strategy_utils import aggregate_metricrecords
 
 from flwr_regs.chain import chain
 from flwr_regs.flower.accounting import AccountedBudget
-from flwr_regs.flower.arguments import check_arguments
 from flwr_regs.flower.network import GridNetwork, Paused
+from flwr_regs.server.arguments import check_arguments
 from flwr_regs.server.evaluation import evaluation
 from flwr_regs.server.options import Options
 from flwr_regs.server.round import Round
