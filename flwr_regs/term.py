@@ -29,7 +29,7 @@ class ClientContext:
     start, lr, num_steps : Arrays, float, int
         ``w_t``, the client's learning rate η and its number of local steps ``K_k`` of this round.
     broadcast, client : Slot
-        The term's own slots; ``{}`` where there is none (first round, lost state).
+        The term's own slots; ``{}`` if there is none (first round, lost state).
     forward : callable
         ``forward(params, inputs) -> output`` at any parameters, with the model's current buffers.
     inputs, targets, output, start_output : Any

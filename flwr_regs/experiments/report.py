@@ -97,8 +97,8 @@ def table(history: dict[str, Any]) -> str:
     elif job["held-out-share"]:
         data = "what the clients hold out"
     worst = "expected accuracy of the final model on data of its label distribution"
-    asked = any("evaluate" in r for m in history["methods"].values() for r in m["rounds"])
-    if asked and not job["personalise"]:
+    tested = any("evaluate" in r for m in history["methods"].values() for r in m["rounds"])
+    if tested and not job["personalise"]:
         data, worst = "what the clients test, a mean over clients", "on its own test data"
     console.print(f"Accuracy on {data}; MB per client and round.", highlight=False)
     console.print(f"Worst client: {worst}.", highlight=False)

@@ -55,10 +55,10 @@ def sweep(key: str, jobs: Mapping[str, Sequence[Job]], folder: Path, workers: in
         f"| {key} | last 5 rounds | final | best | rounds to {target:.0%} | worst client | spread |",
         "|---|---|---|---|---|---|---|",
     ]
-    private = any("epsilon" in s for runs in spread.values() for s in runs)
+    noised = any("epsilon" in s for runs in spread.values() for s in runs)
     if key == "case":
         lines = [f"{lines[0]} MB in all | MB to {target:.0%} |", f"{lines[1]}---|---|"]
-    if private:  # epsilon of the whole run, and the share of the updates that were clipped
+    if noised:  # epsilon of the whole run, and the share of the updates that were clipped
         lines = [f"{lines[0]} epsilon | clipped |", f"{lines[1]}---|---|"]
     for value, runs in curves.items():
         reached = [next((str(t + 1) for t, a in enumerate(r) if a >= target), "–") for r in runs]
@@ -74,7 +74,7 @@ def sweep(key: str, jobs: Mapping[str, Sequence[Job]], folder: Path, workers: in
             ]
             total = float(np.mean([mb[-1] for mb in traffic[value]]))
             lines[-1] += f" {total:.3g} | {', '.join(needed)} |"
-        if private:
+        if noised:
             epsilons = [s.get("epsilon", np.inf) for s in spread[value]]
             lines[-1] += (
                 f" {np.mean(epsilons):.3g} | {np.mean([s.get('clipped', 0) for s in spread[value]]):.0%} |"

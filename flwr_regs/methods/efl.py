@@ -7,7 +7,7 @@ their data determine it:
 | *Broadcast*  ``U = Σ_k u_k`` and ``V = Σ_k v̂_k`` over the last round's replies, as float32
 | *Step*       ``v ← v − η (∇f_k(v) + λ (U ⊙ v − V))``
 | *Upload*     ``u_k = diag F_k(v_k)`` and ``v̂_k = u_k ⊙ v_k``, as float32
-| *Update*     the step as it is; keeps the sums U and V
+| *Update*     as FedAvg; keeps the sums ``U`` and ``V``
 
 **Sparse ternary compression** ``ST`` takes the whole update as one vector. It keeps the fraction q of
 largest magnitude and replaces each kept entry by its sign times their mean magnitude. A residual holds
