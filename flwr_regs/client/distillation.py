@@ -29,7 +29,7 @@ def self_confidence_loss(base: Any, ctx: ClientContext, lam: float, temperature:
         )
     if ctx.label_counts.shape[-1] > ctx.output.shape[-1]:
         raise ValueError(
-            f"the data has labels up to {ctx.label_counts.shape[-1] - 1}, but the model has "
+            f"the data has labels up to {ctx.label_counts.shape[-1] - 1}, the model "
             f"{ctx.output.shape[-1]} outputs"
         )
     wide = torch.promote_types(ctx.output.dtype, torch.float32)  # half loses small values
