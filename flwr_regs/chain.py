@@ -11,7 +11,7 @@ from flwr_regs.term import Arrays, ClientContext, ServerContext, Slot, Term
 
 @dataclass(frozen=True)
 class Chain(Term):
-    """Several terms as one; each slot holds the terms' own slots under their names.
+    """Several terms as one; each slot maps a term's name to that term's slot.
 
     Losses, corrections, `finish` and `release` run left to right, server updates right to left.
     """
@@ -79,7 +79,7 @@ class Chain(Term):
         return delta, upload, client
 
     def check(self, upload: Slot, params: Arrays, probing: bool = False) -> None:
-        """Check each term's own upload, naming it: those of probing terms in a probe, else the others."""
+        """Check the uploads of the terms that probe (`probing`) or of the others; errors name the term."""
         mine = {t.name: t for t in self.terms if t.probes == probing}
         if unknown := sorted(set(upload) - set(mine)):
             raise ValueError(f"uploads of {unknown}, expected {sorted(mine)} at most")
@@ -114,14 +114,14 @@ def _own(ctx: ClientContext, term: Term) -> ClientContext:
 
 
 def chain(terms: Sequence[Term]) -> Chain:
-    """Compose `terms`, left to right; a chain among them counts as its own terms.
+    """Compose `terms`, left to right; a chain among them is replaced by its terms.
 
     Raises
     ------
     ValueError
-        Terms that do not go together, or not in this order: docs/architecture.md lists which.
+        The terms cannot be combined, or not in this order; docs/architecture.md lists the rules.
     TypeError
-        Something that is no term, such as a term's class.
+        One of them is not a term, for example a term's class.
     """
     terms = [u for t in terms for u in (t.terms if isinstance(t, Chain) else (t,))]
     if wrong := [t for t in terms if not isinstance(t, Term)]:
@@ -135,7 +135,7 @@ def chain(terms: Sequence[Term]) -> Chain:
     for t in terms:
         if others := sorted(set(t.excludes) & set(names)):
             raise ValueError(
-                f"'{t.name}' and {others} are versions of one thing, which together would count twice: "
+                f"'{t.name}' and {others} are versions of one term and together would count twice: "
                 "keep one"
             )
     if len(owners := [t.name for t in terms if t.owns_step]) > 1:
@@ -144,7 +144,7 @@ def chain(terms: Sequence[Term]) -> Chain:
     if late := [t.name for t in ahead if _overrides(t, "update") and not t.keeps_delta]:
         raise ValueError(
             f"updates run right to left, so {late} would alter the step after '{owners[0]}' has made "
-            f"it: put them behind '{owners[0]}', or set keeps_delta if they return delta as it came"
+            f"it: put them behind '{owners[0]}', or set keeps_delta if they return delta unchanged"
         )
     if early := [t.name for t in terms[:-1] if t.compresses]:
         raise ValueError(
@@ -154,8 +154,8 @@ def chain(terms: Sequence[Term]) -> Chain:
     ahead = [t for t in terms[: max(shifts, default=0)] if not _overrides(t, "start")]
     if early := [t.name for t in ahead if _overrides(t, "finish")]:
         raise ValueError(
-            f"{early} finish with a client's update before '{terms[max(shifts)].name}', which shifts "
-            f"where it starts, has taken that back: put them behind '{terms[max(shifts)].name}'"
+            f"{early} finish with a client's update before '{terms[max(shifts)].name}' has undone its "
+            f"shift of the starting point: put them behind '{terms[max(shifts)].name}'"
         )
     return Chain(tuple(terms))
 

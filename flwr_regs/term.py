@@ -1,13 +1,13 @@
-"""The seam: what a federated optimisation method is here. (chain.py composes several.)
+"""The seam: a `Term` is one part of a federated optimisation method. chain.py composes several.
 
-A method is two gradient transformations, one for a client's step and one for the server's step, and
-what they tell each other. This file is plain Python over arrays: torch tensors on a client, numpy
-arrays on the server, batched tensors under ``torch.func.vmap``. It imports neither flwr nor torch.
+A method transforms gradients in two places, a client's step and the server's step, and defines what the
+two sides send each other. This file is plain Python over arrays: torch tensors on a client, numpy arrays
+on the server, batched tensors under ``torch.func.vmap``. It imports neither flwr nor torch.
 
-State and messages live in four slots, each a plain ``dict`` of arrays keyed by parameter name (or by
-whatever else the term needs): **server**, kept by the server between rounds; **broadcast**, server to
-clients beside the global model; **upload**, client to server beside the client's model; **client**,
-kept by a client between rounds, whose absence (``{}``) is always legal.
+State and messages live in four slots. Each is a plain ``dict`` of arrays, keyed by parameter name or by
+any key that the term needs: the server keeps **server** between rounds; the server sends **broadcast** to
+the clients beside the global model; a client sends **upload** beside its own model; a client keeps
+**client** between rounds, and it may be missing (``{}``) at any time.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ class ClientContext:
     start, lr, num_steps : Arrays, float, int
         ``w_t``, the client's learning rate η and its number of local steps ``K_k`` of this round.
     broadcast, client : Slot
-        The term's own slots; ``{}`` where there is none (first round, lost state).
+        The term's own slots; ``{}`` if there is none (first round, lost state).
     forward : callable
-        ``forward(params, inputs) -> output`` at any parameters, buffers as they are now.
+        ``forward(params, inputs) -> output`` at any parameters, with the model's current buffers.
     inputs, targets, output, start_output : Any
-        The batch, and the model's and (if a term `needs_start_output`) the global model's output on
-        it, the latter in eval mode; None outside a step.
+        The batch and the model's output on it. If a term `needs_start_output`: the global model's
+        output on it, in eval mode. None outside a step.
     label_counts : Any
-        Examples of each class in the client's data, ``(classes,)``, if a term `needs_label_counts`.
+        If a term `needs_label_counts`: examples of each class in the client's data, ``(classes,)``.
     features, feature_mean : Any
-        If a term `needs_features`: what enters the output layer, ``(batch, d)``, and a function
+        If a term `needs_features`: the input of the output layer, ``(batch, d)``, and a function
         ``feature_mean(params, batches or None) -> (d,)``, its mean over the client's data at these
         parameters.
     fisher : callable
         ``fisher(params, max_samples or None) -> Arrays``, the diagonal of the empirical Fisher information
         over the client's data at these parameters.
     client_id, batch_size : int
-        The client's partition id (-1 where nobody gave one), and the examples in its first batch.
+        The client's partition id (-1 if it has none), and the number of examples in its first batch.
     """
 
     start: Arrays
@@ -70,8 +70,8 @@ class ClientContext:
 class ServerContext:
     """What a term may read on the server. Read-only.
 
-    The round t, from 1, and the clients' learning rate η in it; ``w_t``, trainable parameters only; the
-    last step of the global model, ``w_t − w_{t−1}``, and the η of the round that made it (None in round 1).
+    The round t, counted from 1, and the clients' learning rate η in it; ``w_t``, trainable parameters only;
+    the last global step ``w_t − w_{t−1}`` and the η of the round that made it (both None in round 1).
     """
 
     round: int
@@ -83,33 +83,33 @@ class ServerContext:
 
 @dataclass(frozen=True)
 class Declared:
-    """A frozen dataclass whose fields, int, float, bool or str, go into each round's config."""
+    """A frozen dataclass whose fields (int, float, bool or str) go into each round's config."""
 
     name: ClassVar[str]
     owns_step: ClassVar[bool] = False
     """True if `update` replaces the averaged delta by a server optimiser's step."""
     keeps_delta: ClassVar[bool] = False
-    """True if `update` returns `delta` as it came; if not, it stands right of a step owner."""
+    """True if `update` returns `delta` unchanged; an `update` that changes it stands right of the owner."""
     compresses: ClassVar[bool] = False
-    """True if `finish` or `release` makes the update lossy; such a term comes last."""
+    """True if `finish` or `release` makes the update lossy; such a term must be last."""
     needs_start_output: ClassVar[bool] = False
     needs_label_counts: ClassVar[bool] = False
     needs_features: ClassVar[bool] = False
     needs_fisher: ClassVar[bool] = False
     excludes: ClassVar[tuple[str, ...]] = ()
-    """Names of terms that are another version of this one."""
+    """Names of terms that are other versions of this one; a chain holds only one version."""
     probes: ClassVar[bool] = False
-    """True if clients answer a question at ``w_t`` before anyone trains."""
+    """True if the round has a first exchange: clients upload `probe` at ``w_t`` before they train."""
     server_only: ClassVar[bool] = False
-    """True if clients need not know of it: it has no client hook and nothing of it travels."""
+    """True if only the server runs it: it has no client hook, and its fields do not travel."""
 
     @property
     def uploads(self) -> bool:
-        """Whether clients send anything beside their update: what clipping and noise do not cover."""
+        """Whether clients send anything beside their update; clipping and noise do not cover that."""
         return self.probes
 
     def config(self) -> dict[str, Any]:
-        """Return ``"<name>.<field>" -> value``; one that is None stays at home."""
+        """Return ``"<name>.<field>" -> value``, without the fields that are None."""
         pairs = {f"{self.name}.{f.name}": getattr(self, f.name) for f in fields(self)}
         return {} if self.server_only else {k: v for k, v in pairs.items() if v is not None}
 
@@ -127,9 +127,9 @@ class Declared:
 class Term(Declared):
     """One ingredient of a method. Every hook is the identity by default.
 
-    Hooks are pure: they change no input, return no view of one, call no ``.item()`` and take no Python
-    branch on an array's value, so that one file serves a Flower client, a user's own loop and a cohort
-    stacked under ``torch.func.vmap``. Server hooks use operators only.
+    Hooks are pure: they change no input and return no view of one. They call no ``.item()`` and do not
+    branch on an array's value. So one file serves a Flower client, a user's own loop and a cohort stacked
+    under ``torch.func.vmap``. Server hooks use only operators on arrays.
     """
 
     name: ClassVar[str] = "identity"
@@ -140,13 +140,13 @@ class Term(Declared):
 
     @property
     def averages(self) -> bool:
-        """Whether the model moves by the very mean of the updates (noise added later then fits it)."""
+        """Whether the model moves by exactly the mean of the updates, as privacy wrappers assume."""
         plain = self.keeps_delta or type(self).update is Term.update
         return plain and type(self).release is Term.release
 
     @property
     def ternary(self) -> tuple[bool, bool]:
-        """Whether (what `finish` sends, what `release` returns) is ternary: then it travels coded."""
+        """Whether (the update of `finish`, the step of `release`) is ternary, and so travels coded."""
         return False, False
 
     def init(self, params: Arrays) -> Slot:
@@ -158,14 +158,14 @@ class Term(Declared):
         return {}
 
     def recover(self, step: Arrays, lr: float) -> Slot | None:
-        """Return the broadcast as it follows from ``w_t − w_{t−1}`` and the η that made it, or None.
+        """Return the broadcast, computed from ``w_t − w_{t−1}`` and the η of that round, or None.
 
-        On a ``"delta"`` downlink a client that was there last round receives no more than these.
+        On a ``"delta"`` downlink, a client that took part in the last round receives only these two.
         """
         return None
 
     def start(self, params: Arrays, ctx: ClientContext) -> Arrays:
-        """Return where the local steps start from, given ``w_t``."""
+        """Return the parameters from which the local steps start, given ``w_t``."""
         return params
 
     def loss(self, base: Any, params: Arrays, ctx: ClientContext) -> Any:
@@ -190,11 +190,11 @@ class Term(Declared):
         return server, delta
 
     def release(self, server: Slot, step: Arrays, ctx: ServerContext) -> tuple[Slot, Arrays]:
-        """Return (server slot, step as it is made and sent), once every term has had its `update`."""
+        """Return (server slot, the step that is made and sent); runs after every term's `update`."""
         return server, step
 
     def probe(self, ctx: ClientContext) -> tuple[Slot, Slot]:
-        """Return (upload, client slot) at ``w_t``, before training: the round's first exchange."""
+        """Return (upload, client slot) of the round's first exchange: at ``w_t``, before training."""
         return {}, {}
 
     def answer(self, probes: Mapping[int, Slot]) -> dict[int, Slot]:

@@ -1,4 +1,4 @@
-"""A client's data: batches, how many, and on which device. Plain torch."""
+"""A client's data: its batches, their number and size, and the device. Plain torch."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ NO_DATA = (
 
 
 def cycle(data: Batches) -> Iterator[tuple[Any, Any]]:
-    """Yield the batches over and over; a shuffling loader shuffles anew on each pass.
+    """Yield the batches again and again; a shuffling loader reshuffles on each pass.
 
-    Raises ValueError if a pass yields nothing.
+    Raises ValueError if a pass yields no batch.
     """
     while True:
         empty = True
@@ -34,7 +34,7 @@ def cycle(data: Batches) -> Iterator[tuple[Any, Any]]:
 
 
 def count_batches(data: Batches) -> int:
-    """Return the batches in one pass over `data`.
+    """Return the number of batches in one pass over `data`.
 
     Raises ValueError if there are none, TypeError if `data` can be iterated only once.
     """
@@ -45,7 +45,7 @@ def count_batches(data: Batches) -> int:
         )
     try:
         batches = len(data)  # type: ignore[arg-type]
-    except TypeError:  # also a DataLoader over an IterableDataset, which only looks sized
+    except TypeError:  # also from a DataLoader over an IterableDataset without a length
         batches = sum(1 for _ in data)
     if batches == 0:
         raise ValueError(NO_DATA)
@@ -53,7 +53,7 @@ def count_batches(data: Batches) -> int:
 
 
 def count_examples(data: Batches) -> int:
-    """Return ``n_k``, the examples in one pass over `data`."""
+    """Return ``n_k``, the number of examples in one pass over `data`."""
     if (
         isinstance(data, torch.utils.data.DataLoader)
         and data.batch_size is not None
@@ -65,13 +65,13 @@ def count_examples(data: Batches) -> int:
 
 
 def batch_size(targets: Any) -> int:
-    """Return the examples of a batch: the length of its first tensor, however deep."""
+    """Return the number of examples in a batch: the length of its first tensor, at any depth."""
     leaves = _tensors(targets)
     return len(leaves[0]) if leaves else len(targets)
 
 
 def resolve_device(device: str | torch.device) -> torch.device:
-    """Return `device`, where ``"auto"`` is the accelerator if there is one, else the CPU."""
+    """Return `device`; ``"auto"`` means the accelerator if there is one, else the CPU."""
     if device != "auto":
         return torch.device(device)
     found = torch.accelerator.current_accelerator(check_available=True)
@@ -79,7 +79,7 @@ def resolve_device(device: str | torch.device) -> torch.device:
 
 
 def to_device(value: Any, device: str | torch.device) -> Any:
-    """Move the tensors in nested dicts, lists and tuples; leave anything else as it is."""
+    """Move the tensors in nested dicts, lists and tuples; leave anything else unchanged."""
     if isinstance(value, dict):
         return {k: to_device(v, device) for k, v in value.items()}
     if isinstance(value, list | tuple):
@@ -88,9 +88,9 @@ def to_device(value: Any, device: str | torch.device) -> Any:
 
 
 def label_counts(data: Batches) -> Tensor:
-    """Return the examples of each class in one pass over `data`: int64, ``(largest label + 1,)``.
+    """Return the number of examples of each class in one pass over `data`: int64, ``(largest label + 1,)``.
 
-    torch's random state is left as it was; a generator of the loader's own moves on.
+    torch's random state does not change; a generator that belongs to the loader advances.
     """
     with torch.random.fork_rng(devices=[]):
         labels = torch.cat([torch.as_tensor(targets).reshape(-1).cpu() for _, targets in data])
@@ -103,10 +103,10 @@ def label_counts(data: Batches) -> Tensor:
 
 
 class StartOutputs:
-    """The outputs of a model as it is now, computed once for each example, in eval mode.
+    """The outputs of a model in its current state and eval mode, computed once for each example.
 
-    An example is known by its content, so that shuffling loaders of any kind work; one that a loader
-    augments anew on each pass is another example each time.
+    An example is identified by its content, so any shuffling loader works. If a loader augments an example
+    anew on each pass, each result counts as another example.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -118,7 +118,7 @@ class StartOutputs:
         """Return the outputs on a batch."""
         tensors = [t.detach().cpu().contiguous() for t in _tensors(inputs)]
         if not tensors:
-            raise TypeError(f"inputs must be tensors, or hold some, not {type(inputs).__name__}")
+            raise TypeError(f"inputs must be or contain tensors, not {type(inputs).__name__}")
         # as bytes: numpy has no bfloat16
         leaves = [t.reshape(len(t), -1).view(torch.uint8).numpy() for t in tensors]
         keys = [
@@ -151,5 +151,5 @@ def _rows(value: Any, rows: list[int]) -> Any:
 
 
 def _like(value: Any, items: list[Any]) -> Any:
-    """Return `items` as the kind of sequence that `value` is."""
+    """Return `items` as a sequence of the same type as `value`."""
     return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)

@@ -1,13 +1,13 @@
 """Personalisation by classifier calibration: an evaluation mode of every client.
 
-From the global model, a client trains its classifier alone for E local epochs, with the plain loss, a
-proximal term, self-confidence distillation, or both, and reports the accuracy of both models on its own
-test data. The global model is unchanged and nothing but metrics is sent.
+A client starts from the global model and trains only its classifier for E local epochs: with the plain
+loss, a proximal term, self-confidence distillation, or both. It reports the accuracy of both models on
+its own test data. The global model does not change, and the client sends only metrics.
 
-Any strategy does this when its `evaluate_config` says so:
+Any strategy runs this with an `evaluate_config` of
 ``{"personalise": "plain" | "proximal" | "distil" | "both", "personal-lr": 0.05}``.
 
-The rest of the model runs in eval mode while the classifier trains: batch norm keeps its statistics.
+The rest of the model runs in eval mode while the classifier trains, so batch norm keeps its statistics.
 
 Source: Ozfatura, Ozfatura, Gündüz, "FedADC" (2021), Sec. IV-D (E = 2).
 """

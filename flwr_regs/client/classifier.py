@@ -1,4 +1,4 @@
-"""The output layer of a model: found, or named by the user."""
+"""Find the output layer of a model, or take the one that the user names."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from torch import nn
 
 
 def find_classifier(model: nn.Module, name: str | None = None) -> str:
-    """Return the name of the output layer: `name`, or the ``nn.Linear`` that was registered last.
+    """Return the name of the output layer: `name`, or else the ``nn.Linear`` that was registered last.
 
-    Raises ValueError, saying how to name one, if there is no such layer.
+    Raises ValueError if there is no such layer; the message says how to name one.
     """
     layers: dict[str, nn.Module] = dict(model.named_modules())
     if name is not None:
@@ -21,7 +21,7 @@ def find_classifier(model: nn.Module, name: str | None = None) -> str:
     linear = [n for n, layer in layers.items() if isinstance(layer, nn.Linear)]
     if not linear:
         raise ValueError(
-            f"{type(model).__name__} has no nn.Linear to take for its output layer; name one with "
+            f"{type(model).__name__} has no nn.Linear to use as its output layer; name one with "
             f"classifier=..., out of {[n for n in layers if n]}"
         )
     return linear[-1]

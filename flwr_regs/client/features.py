@@ -1,4 +1,4 @@
-"""Features: what enters the output layer, tapped without changing the user's model."""
+"""Features: the input of the output layer, read by a hook that leaves the user's model unchanged."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from flwr_regs.client.classifier import find_classifier
 
 
 class FeatureTap:
-    """A hook on the output layer; `value` is what entered it in the model's last forward pass.
+    """A hook on the output layer; `value` is the layer's input in the model's last forward pass.
 
     Parameters
     ----------
@@ -33,7 +33,7 @@ class FeatureTap:
         self.value = inputs[0].flatten(1)
 
     def close(self) -> None:
-        """Take the hook off again."""
+        """Remove the hook."""
         self._handle.remove()
         self.value = None
 
@@ -47,8 +47,8 @@ class FeatureTap:
     ) -> Tensor:
         """Return the mean feature ``(d,)`` over `data` (or its first `batches`), in eval mode.
 
-        At `params`; what they lack is the model's own. The process's random state and the model's
-        mode are left as they were.
+        `params` replace the model's parameters of the same names. The process's random state and the
+        model's mode do not change.
         """
         mode = self._model.training
         self._model.eval()
@@ -56,7 +56,7 @@ class FeatureTap:
         with torch.random.fork_rng(devices=[]):
             for inputs, targets in islice(data, batches):
                 functional_call(self._model, params or {}, (to_device(inputs, device),))
-                wide = torch.promote_types(self.value.dtype, torch.float32)  # a half is too short
+                wide = torch.promote_types(self.value.dtype, torch.float32)  # half is too coarse
                 total = total + self.value.sum(0, dtype=wide)
                 count += batch_size(targets)
         self._model.train(mode)

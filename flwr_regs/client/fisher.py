@@ -28,26 +28,26 @@ def fisher_diagonal(
     *,
     memory: int = 32 * 2**20,  # glibc maps larger blocks anew each time: slower on a CPU
 ) -> Tensors:
-    """Return the mean over the samples of the squared gradient of each one's log-likelihood.
+    """Return the mean over the samples of the squared gradient of a sample's log-likelihood.
 
-    That of a sample is ``−loss_fn(model(x), y)`` on it as a batch of one, with the model in eval mode. The
-    model, already on `device`, and torch's random state are left as they were; a loader's own generator
-    moves on. There is an entry, in its dtype or a wider one, for each parameter with
-    ``requires_grad=True``: zeros where no loss reaches it.
+    A sample's log-likelihood is ``−loss_fn(model(x), y)`` on a batch of this sample alone, in eval mode.
+    The model must be on `device`. The model and torch's random state do not change; a generator that
+    belongs to the loader advances. The result has an entry for each parameter with ``requires_grad=True``,
+    in the parameter's dtype or a wider one: zeros if no loss depends on it.
 
     Parameters
     ----------
     data : iterable of (inputs, targets)
-        Passed over once: tensors or nested dicts, lists and tuples of them, all of a batch equally long.
+        Iterated once. Tensors, or nested dicts, lists and tuples of them; those of a batch equally long.
     params : dict[str, Tensor], optional
-        Where to take the gradients; what it lacks is the model's own.
+        Where to take the gradients; they replace the model's parameters of the same names.
     max_samples : int, optional
-        Stop after so many samples; with a shuffling loader they are a random subset.
+        Stop after this many samples; with a shuffling loader they are a random subset.
     memory : int
-        Bytes for the gradients of samples computed together; those of one may take more.
+        Bytes for the gradients that are computed together; one sample's gradient may take more.
 
-    Raises ValueError without data or trainable parameters, for a `max_samples` below 1, for unequal
-    lengths, and for a loss that is not a scalar.
+    Raises ValueError if there are no data or no trainable parameters, `max_samples` is below 1, lengths
+    differ, or the loss is not a scalar.
 
     Source: Ma et al., "Towards heterogeneous clients with elastic federated learning" (2021), Eq. 2.
     """
@@ -57,7 +57,7 @@ def fisher_diagonal(
     if not own:
         raise ValueError(f"{type(model).__name__} has no parameter with requires_grad=True")
     params = {n: (params or own).get(n, p).detach() for n, p in own.items()}
-    buffers = {n: b.clone() for n, b in model.named_buffers()}  # for a forward that writes to them
+    buffers = {n: b.clone() for n, b in model.named_buffers()}  # a forward may write to them
     wide = {n: torch.promote_types(p.dtype, torch.float32) for n, p in own.items()}  # not half
     total = {n: torch.zeros_like(p, dtype=wide[n]) for n, p in own.items()}
     chunk = max(1, memory // sum(p.nbytes for p in own.values()))
@@ -78,7 +78,7 @@ def fisher_diagonal(
                 return loss
 
             n = min(lengths.pop()[0], limit - seen)
-            for i in range(0, n, chunk):  # not vmap's own chunk_size: that keeps all the chunks
+            for i in range(0, n, chunk):  # vmap's own chunk_size would keep all the chunks
                 rows = torch.arange(i, min(i + chunk, n), device=device)
                 together = _add_squares(total, nll, params, rows, together)
             seen += n
@@ -90,27 +90,27 @@ def fisher_diagonal(
 
 
 def _add_squares(total: Tensors, nll: NLL, params: Tensors, rows: Tensor, together: bool) -> bool:
-    """Add the samples' squared gradients to `total`; return whether that went `together`."""
+    """Add the samples' squared gradients to `total`; return whether vmap took them `together`."""
     why = ""
     if together:
         try:
             grads = vmap(grad(nll), in_dims=(None, 0))(params, rows)
-        except Exception as e:  # if it is the model's own, it comes again below
+        except Exception as e:  # an error of the model itself is raised again below
             why = f"{type(e).__name__}: {e}".partition("\n")[0]
         else:
             for n, g in grads.items():
-                for one in g:  # g.square().sum(0) is slower and takes as much memory again
+                for one in g:  # g.square().sum(0) is slower and doubles the memory
                     total[n].addcmul_(one, one)
             return True
-    with torch.backends.cudnn.flags(enabled=False):  # its RNNs have no backward in eval mode
+    with torch.backends.cudnn.flags(enabled=False):  # cuDNN's RNNs have no backward in eval mode
         for row in rows:
             leaves = {n: p.detach().requires_grad_() for n, p in params.items()}
             if not (loss := nll(leaves, row)).requires_grad:
-                continue  # it reaches no parameter
+                continue  # it depends on no parameter
             found = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
             for n, g in zip(leaves, found, strict=True):
                 if g is not None:
-                    one = g.to_dense()  # an embedding's may be sparse
+                    one = g.to_dense()  # an embedding's gradient may be sparse
                     total[n].addcmul_(one, one)
     if why:  # a warning, not a log: Python shows it once, not for each client and round
         warnings.warn(f"Fisher information one sample at a time: vmap failed ({why})", stacklevel=3)
@@ -119,7 +119,7 @@ def _add_squares(total: Tensors, nll: NLL, params: Tensors, rows: Tensor, togeth
 
 @contextmanager
 def _kept(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Eval mode with gradients; then the modules' attributes and torch's random state come back."""
+    """Run in eval mode with gradients; then restore the modules' attributes and torch's random state."""
     before = [(vars(m), dict(vars(m))) for m in model.modules()]  # flags, and what a forward stores
     try:
         gpus = [device] if device.type == "cuda" else []

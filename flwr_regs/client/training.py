@@ -1,6 +1,6 @@
 """A client's round: the only training loop in the package. Plain torch, without flwr.
 
-:class:`LocalTraining` is what a method asks of a loop, whoever wrote it; :func:`local_round` is ours.
+:class:`LocalTraining` is a method's part in any training loop; :func:`local_round` is the package's loop.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ OptimizerFn = Callable[..., torch.optim.Optimizer]
 
 @dataclass(frozen=True)
 class LocalResult:
-    """What a client's round gives; tensors are on the CPU.
+    """The result of a client's round; tensors are on the CPU.
 
     Attributes
     ----------
     state : dict[str, Tensor]
         The model's ``state_dict`` at the end, parameters and buffers.
     delta, upload, client : dict
-        What the term sends for ``v_k − w_t``, its upload, and what it keeps.
+        ``v_k − w_t`` as the term sends it, the term's upload slot and its client slot.
     num_examples, examples_processed : int
-        ``n_k``, the size of the local data set; examples seen, repeats counted.
+        ``n_k``, the size of the local data set; the examples processed, with repeats.
     num_steps, planned_steps : int
-        Local steps taken, ``s_k``, and asked for, ``E``; without a budget they are equal.
+        Local steps taken, ``s_k``, and planned, ``E``; without a budget they are equal.
     loss : float
         Mean training loss per example over the round, without the term's share.
     """
@@ -58,34 +58,34 @@ class LocalResult:
 class LocalTraining:
     """A method's part in a client's local steps, for a training loop of any kind.
 
-    The model holds the global model ``w_t`` when this is built. For each step of the client's optimiser
-    the loop calls `loss` after its forward pass, backward on what that returns, and then `correct`:
-    after unscaling (AMP), before clipping. In the end it calls `finish`.
+    Build it when the model holds ``w_t``. For each step of the client's optimiser, the loop calls `loss`
+    after the forward pass, runs backward on the result, and calls `correct`, after AMP's unscaling and
+    before clipping. At the end it calls `finish`.
 
     Parameters
     ----------
     model : nn.Module
-        Trained in place. Parameters with ``requires_grad=False`` are left alone.
+        Trained in place. Parameters with ``requires_grad=False`` do not change.
     term : Term
         The method; ``chain(...)`` of several.
     train_data : iterable of (inputs, targets)
-        Can be iterated more than once, such as a DataLoader or a list.
+        Must allow several iterations, as a DataLoader or a list does.
     lr, epochs, steps : float, int, int
-        Client learning rate η; exactly one of `epochs` and `steps`, which run through the data in a cycle.
+        Client learning rate η; exactly one of `epochs` and `steps`. Steps cycle through the data.
     loss_fn : callable
-        ``loss_fn(output, targets) -> scalar``, for what is measured over the data (Fisher information).
+        ``loss_fn(output, targets) -> scalar``; measures the Fisher information over the data.
     broadcast, client : Slot
-        What the server sent beside the model, and what this client kept from its last round.
+        The term's broadcast, and the client slot that this client kept from its last round.
     device, train_mode : str or torch.device, bool
-        ``"auto"``: the accelerator, if any. False leaves batch norm and dropout as when the model is used.
+        ``"auto"``: the accelerator, if there is one. False trains with the model in eval mode.
     classifier, client_id, max_steps, max_seconds : str, int, int, float
-        The output layer (default: the last ``nn.Linear``) and the partition id, for terms that need them;
-        the client's own budget, at which `batches` stops early, maybe before the first step.
+        The output layer (default: the last ``nn.Linear``) and the partition id, for terms that need them.
+        The client's budget: `batches` stops when it is spent, possibly before the first step.
 
     Raises
     ------
     ValueError, TypeError
-        No training data, not exactly one of `epochs` and `steps`; data that can be iterated only once.
+        No training data; not exactly one of `epochs` and `steps`; data that can be iterated only once.
     """
 
     def __init__(
@@ -147,10 +147,10 @@ class LocalTraining:
 
     @property
     def _values(self) -> Arrays:
-        return {n: p.detach() for n, p in self._params.items()}  # views: they move the model
+        return {n: p.detach() for n, p in self._params.items()}  # views of the model
 
     def optimizer(self, make: OptimizerFn) -> torch.optim.Optimizer:
-        """Return the client's optimiser, ``make(params, lr=lr)``, as the method wants it."""
+        """Return the client's optimiser ``make(params, lr=lr)``, adapted by the method."""
         self._makes_optimizer = False
         made = self._term.client_optimizer(make)(list(self._trained.values()), lr=self.lr)
         return cast(torch.optim.Optimizer, made)
@@ -163,7 +163,7 @@ class LocalTraining:
             yield data.to_device(inputs, self.device), data.to_device(targets, self.device)
 
     def loss(self, base: Tensor, inputs: Any, targets: Any, output: Any) -> Tensor:
-        """Return the local objective on a batch, given the plain loss, right after the forward pass."""
+        """Return the local objective from a batch's plain loss; call it right after the forward pass."""
         self._total_loss += base.detach().float() * data.batch_size(targets)
         self._processed += data.batch_size(targets)
         self._step_ctx = replace(
@@ -180,30 +180,32 @@ class LocalTraining:
         return loss
 
     def correct(self) -> None:
-        """Correct the gradients in place; RuntimeError for a step that left out a call it needs."""
+        """Correct the gradients in place. Raises RuntimeError if the step skipped `loss` or backward."""
         if self._step_ctx is self._ctx:
-            raise RuntimeError("correct() once for each step, after loss(): it saw no loss since")
+            raise RuntimeError(
+                "call correct() once per step, after loss(): it saw no loss since the last step"
+            )
         if not self._went_back:
             raise RuntimeError("backward() did not go through what loss() returned")
         if self._makes_optimizer:
             raise RuntimeError("the method has a say in the client's optimiser: use optimizer()")
-        # A parameter the batch did not reach has gradient zero, as under torch.func.grad.
+        # A parameter that the loss does not depend on has gradient zero, as under torch.func.grad.
         found = {n: p.grad for n, p in self._params.items()}
         grads = {n: torch.zeros_like(self._params[n]) if g is None else g for n, g in found.items()}
         grads = self._term.correct(grads, self._values, self._step_ctx)
         for name, p in self._params.items():
-            p.grad = grads[name].to(p.dtype)  # a term's float32 promotes a half
+            p.grad = grads[name].to(p.dtype)  # a float32 term widens a half-precision gradient
         self._step_ctx = self._ctx
         self._taken += 1
 
     def finish(self, steps: int | None = None) -> LocalResult:
-        """Return what is sent and kept. `steps`: the optimiser's own count, if not that of `correct`."""
+        """Return the round's result. Give `steps` if `correct` was not called once per step."""
         taken = self._taken if steps is None else steps
         if taken > self.num_steps:
             raise ValueError(f"{taken} local steps, but the round asked for {self.num_steps}")
         self.model.to(self.device)  # a trainer may have moved it
         start = self._ctx.start
-        if not taken:  # an inactive client: everything stays as it was
+        if not taken:  # an inactive client: its model and state do not change
             first = self._term.start(start, self._ctx)
             if any((v != first[n].to(v.dtype)).any() for n, v in self._values.items()):
                 raise RuntimeError("the model has moved, but correct() was never called")
@@ -212,7 +214,7 @@ class LocalTraining:
         sent, upload, kept = (
             self._term.finish(delta, self._ctx) if taken else (delta, {}, self._kept)
         )
-        if sent is not delta:  # else the model is already at w_t + delta, without rounding
+        if sent is not delta:  # else the model already is w_t + delta, unrounded
             _write(self._values, {name: start[name] + sent[name] for name in start})
         for p in self._trained.values():
             p.grad = None

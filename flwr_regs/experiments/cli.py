@@ -1,9 +1,9 @@
-"""``flwr-regs run``: one simulation from start to end, with an exit status that can be trusted.
+"""``flwr-regs``: the command line. Its `run` is one simulation with a reliable exit status.
 
-``flwr run`` exits 0 when a run failed, leaves a server behind whose folder and environment are those
-of its first start, and installs the app's dependencies anew for every run. This command starts a
-SuperLink of its own in the folder where it is called, asks for the clients the job needs, follows
-the run, checks what came out and stops the SuperLink.
+``flwr run`` exits 0 when a run failed. It leaves a server behind that keeps the folder and environment of
+its first start, and it installs the app's dependencies again for every run. ``flwr-regs run`` starts its
+own SuperLink in the current folder, asks for as many clients as the job needs, follows the run, checks
+the results and stops the SuperLink.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "sweep", help="try values of one setting, without Ray", epilog=epilog
     )
     tune.add_argument("key", help="the setting to sweep, e.g. fedfor-alpha; or methods")
-    tune.add_argument("--values", required=True, help="with commas between them")
+    tune.add_argument("--values", required=True, help="separated by commas")
     several = commands.add_parser(
         "compare", help="compare settings of any kind over seeds, without Ray", epilog=epilog
     )
@@ -50,10 +50,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         action="append",
         required=True,
         metavar="LABEL: key=value ...",
-        help="a line of the table: its name, and the settings that make it",
+        help="a row of the table: its label and its settings",
     )
     for command in (tune, several):
-        command.add_argument("--seeds", default="1,2,3", help="with commas between them")
+        command.add_argument("--seeds", default="1,2,3", help="separated by commas")
         command.add_argument("--workers", type=int, default=1, help="runs at a time (default: 1)")
     for command in (run, tune, several):
         command.add_argument("settings", nargs="*", metavar="key=value", help="e.g. lr=0.1")
@@ -91,7 +91,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     out = out_folder(job)
     config["out"] = str(out)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was started is stopped
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the SuperLink is stopped
     try:
         with tempfile.TemporaryDirectory(prefix="flwr-regs-") as home:
             app = args.app.resolve()
@@ -99,7 +99,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except RuntimeError as error:
         status = str(error)
     except KeyboardInterrupt:
-        print(f"flwr-regs: interrupted; what there is of the results is in {out}", file=sys.stderr)
+        print(f"flwr-regs: interrupted; the results so far are in {out}", file=sys.stderr)
         return 130
     history = out / "history.json"
     saved = json.loads(history.read_text())["methods"] if history.is_file() else {}
@@ -114,7 +114,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def read_case(text: str) -> tuple[str, list[str]]:
-    """Return (label, settings) of ``"LABEL: key=value key=value"``; raise ValueError if it is not that."""
+    """Return (label, settings) of ``"LABEL: key=value key=value"``; raise ValueError for any other text."""
     label, colon, settings = text.partition(":")
     if not colon or not label.strip():
         raise ValueError(f"--case must look like 'LABEL: key=value ...', not '{text}'")
@@ -122,7 +122,7 @@ def read_case(text: str) -> tuple[str, list[str]]:
 
 
 def out_folder(job: Job) -> Path:
-    """Return (and make) the job's ``out``, by default ``results/<time>`` in the folder of the call."""
+    """Return (and make) the job's ``out``, by default ``results/<time>`` in the current folder."""
     out = Path(job.out or Path.cwd() / "results" / time.strftime("%Y%m%d-%H%M%S"))
     out.mkdir(parents=True, exist_ok=True)
     return out
@@ -131,7 +131,7 @@ def out_folder(job: Job) -> Path:
 def read_settings(app: Path, settings: Sequence[str]) -> tuple[dict[str, Any], Job]:
     """Return (the settings that differ from the defaults, the checked job).
 
-    Raises ValueError or OSError with a sentence.
+    Raises ValueError or OSError that says what is wrong.
     """
     pyproject = app.resolve() / "pyproject.toml"
     if not pyproject.is_file():
@@ -157,7 +157,7 @@ def read_settings(app: Path, settings: Sequence[str]) -> tuple[dict[str, Any], J
 
 
 def simulate(app: Path, config: dict[str, Any], clients: int, gpus: float, home: Path) -> str:
-    """Run the app on a SuperLink of our own; return the run's final status."""
+    """Run the app on its own SuperLink; return the run's final status."""
     env = {
         **os.environ,
         "FLWR_HOME": str(home),
@@ -166,9 +166,7 @@ def simulate(app: Path, config: dict[str, Any], clients: int, gpus: float, home:
         "NO_PROXY": "127.0.0.1",
         "no_proxy": "127.0.0.1",
     }
-    tools = Path(
-        sys.executable
-    ).parent  # this environment's commands, also when it is not activated
+    tools = Path(sys.executable).parent  # this environment's commands, even if it is not activated
     env["PATH"] = f"{tools}{os.pathsep}{env.get('PATH', '')}"
     with superlink(home, env) as port:
         (home / "config.toml").write_text(
@@ -199,7 +197,7 @@ def simulate(app: Path, config: dict[str, Any], clients: int, gpus: float, home:
 def superlink(home: Path, env: dict[str, str]) -> Iterator[int]:
     """Start a SuperLink for simulations on a free port of 127.0.0.1; stop it at the end."""
     ports = []
-    with contextlib.ExitStack() as held:  # held together, so that they differ
+    with contextlib.ExitStack() as held:  # both held open, so that they differ
         for _ in range(2):
             s = held.enter_context(socket.socket())
             s.bind(("127.0.0.1", 0))
@@ -213,7 +211,7 @@ def superlink(home: Path, env: dict[str, str]) -> Iterator[int]:
         )
     try:
         deadline = time.monotonic() + 60
-        while not _answers(ports[0]):
+        while not _healthy(ports[0]):
             if process.poll() is not None or time.monotonic() > deadline:
                 raise RuntimeError(f"the SuperLink did not start:\n{log.read_text()[-2000:]}")
             time.sleep(0.2)
@@ -230,8 +228,8 @@ def superlink(home: Path, env: dict[str, str]) -> Iterator[int]:
                 os.kill(pid, signal.SIGKILL)
 
 
-def _answers(port: int) -> bool:
-    """Return whether a server says that it is healthy; never through a proxy."""
+def _healthy(port: int) -> bool:
+    """Return whether a server reports that it is healthy; never through a proxy."""
     connection = HTTPConnection("127.0.0.1", port, timeout=2)
     try:
         connection.request("GET", "/health")

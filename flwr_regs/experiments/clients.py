@@ -1,4 +1,4 @@
-"""The client side: one partition's data, and the client class of whichever method the server runs."""
+"""The client side: one partition's data, and a client of the method that the server runs."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 
 def method_mod(message: Message, context: Context, call_next: Any) -> Message:
-    """Tell `client_fn` the method and round of this message: a comparison runs several in one app."""
+    """Pass the message's method and round to `client_fn`: a comparison runs several methods in one app."""
     config: dict[str, Any] = dict(message.content.config_records.get("config") or {})
-    told: dict[str, str | int] = {
+    current: dict[str, str | int] = {
         "method": str(config.get("regs.method", "FedAvg")),
         "round": int(config.get("server-round", 0)),
     }
@@ -28,14 +28,14 @@ def method_mod(message: Message, context: Context, call_next: Any) -> Message:
         context.node_id,
         context.node_config,
         context.state,
-        {**context.run_config, **told},
+        {**context.run_config, **current},
     )
     return call_next(message, copy)  # type: ignore[no-any-return]
 
 
-@lru_cache(maxsize=8)  # five domains; a client's images are not made anew for every message
+@lru_cache(maxsize=8)  # five domains; keeps a client's images from message to message
 def _data(job: Job, num_partitions: int, pid: int) -> tuple[TensorDataset, TensorDataset | None]:
-    """Return what a client trains and tests on."""
+    """Return a client's training data, and its test data if it tests."""
     import numpy as np
     import torch
     from torch.utils.data import TensorDataset
@@ -55,7 +55,7 @@ def _data(job: Job, num_partitions: int, pid: int) -> tuple[TensorDataset, Tenso
         return train, tensors(dataset.train_x[held_out], dataset.train_y[held_out])
     if not job.tested_on_clients:
         return train, None
-    # on test data of the classes that this client has
+    # test data of the classes that this client has
     mine = np.flatnonzero(np.isin(dataset.test_y, dataset.train_y[trained]))
     if job.test_examples:
         mine = np.random.default_rng((job.seed, pid)).permutation(mine)[: job.test_examples]
@@ -76,7 +76,7 @@ def client_fn(context: Context) -> NumPyClient:
     job = Job.from_run_config(settings)
     pid = int(context.node_config["partition-id"])
     train, test = _data(job, int(context.node_config["num-partitions"]), pid)
-    # Shuffled batches, each cut from the tensors in one go.
+    # Shuffled batches; each is one indexing of the tensors.
     sampler = BatchSampler(RandomSampler(train), job.batch_size, drop_last=False)
     planned = job.local_steps or job.local_epochs * len(sampler)
     parts: dict[str, Any] = {
@@ -93,7 +93,7 @@ def client_fn(context: Context) -> NumPyClient:
 
 
 def terms_of(method: str) -> list[Any]:
-    """Return the Term classes of a composition, which is known by their names joined by ``+``."""
+    """Return the Term classes of a composition; `method` is their names joined by ``+``."""
     import flwr_regs
     from flwr_regs.term import Term
 

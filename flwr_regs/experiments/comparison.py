@@ -16,9 +16,9 @@ from flwr_regs.experiments.job import Job
 def results_folder(job: Job) -> Path:
     """Return (and make) the folder for the results.
 
-    ``out`` if set. Else ``results/<time>`` where the server runs, if that is a checkout of this
-    project that can be written to; else under the home folder: Flower's local server keeps the
-    folder in which it was first started, whatever the folder of a later ``flwr run``.
+    It is ``out`` if that is set. Else it is ``results/<time>`` in the server's folder, if that is a
+    writable checkout of this project, and a folder under the home folder if not: Flower's local server
+    keeps the folder of its first start, whatever the folder of a later ``flwr run``.
     """
     stamp = time.strftime("%Y%m%d-%H%M%S")
     folder = Path(job.out) if job.out else Path.home() / "flwr-regs-results" / stamp
@@ -36,8 +36,8 @@ def results_folder(job: Job) -> Path:
 def run(job: Job, grid: Grid, folder: Path | None) -> dict[str, Any]:
     """Train every method of `job` on `grid`, report into `folder`, and return the history.
 
-    History and model are written after every method, and as far as they got if one fails. With no
-    folder, nothing is written or printed.
+    History and model are written after every method, and also when one fails. Without a folder, nothing
+    is written or printed.
     """
     import numpy as np
     import torch
@@ -72,7 +72,7 @@ def run(job: Job, grid: Grid, folder: Path | None) -> dict[str, Any]:
     if clients != job.num_clients:
         note = (
             f"this run has {clients} SuperNodes, but num-clients asks for {job.num_clients}: the data "
-            f"is split over {clients} clients. Flower starts 2 unless told otherwise; use "
+            f"is split over {clients} clients. Flower starts 2 by default; use "
             f"`flwr-regs run`, or: flwr run . --stream --federation-config "
             f'"num-supernodes={job.num_clients} client-resources-num-cpus=1"'
         )
@@ -95,12 +95,12 @@ def run(job: Job, grid: Grid, folder: Path | None) -> dict[str, Any]:
         return float(loss), float((output.argmax(1) == test_y).double().mean())
 
     def on_clients(entry: dict[str, Any], metric: str = "accuracy") -> np.ndarray:
-        """Each client's accuracy on its own test data; where the clients test the model."""
-        told = entry["evaluate"]["clients"]
-        return np.array([told[pid][metric] for pid in sorted(told)])
+        """Return the clients' `metric` in one round's evaluation, each on its own test data."""
+        by_client = entry["evaluate"]["clients"]
+        return np.array([by_client[pid][metric] for pid in sorted(by_client)])
 
     def per_client(strategy: RegStrategy) -> dict[str, Any]:
-        """Each client's accuracy, or its expected one on fresh data of its own label distribution."""
+        """Return the clients' accuracies, measured or expected from their label distributions."""
         if job.tested_on_clients:
             tested = [e for e in strategy.history if "evaluate" in e]
             return spread(on_clients(tested[-1])) if tested else {}
@@ -133,7 +133,7 @@ def run(job: Job, grid: Grid, folder: Path | None) -> dict[str, Any]:
                 loss, share = accuracy(arrays)
             elif server_round == 0:
                 return None
-            else:  # Flower has just asked them
+            else:  # Flower has just evaluated on them
                 last = strategy.history[-1]
                 loss, share = (float(on_clients(last, m).mean()) for m in ("loss", "accuracy"))
             curve.append({"round": server_round, "loss": loss, "accuracy": share})
@@ -172,5 +172,5 @@ def run(job: Job, grid: Grid, folder: Path | None) -> dict[str, Any]:
 
 
 def say(text: str) -> None:
-    """Print at once: Flower forwards the server's output to ``flwr run --stream``."""
+    """Print without delay: Flower forwards the server's output to ``flwr run --stream``."""
     print(text, flush=True)

@@ -26,7 +26,7 @@ class Data:
     test_y: Array
 
 
-@lru_cache(maxsize=2)  # a Ray actor keeps it for all the clients it runs
+@lru_cache(maxsize=2)  # a Ray actor keeps it for all its clients
 def load(dataset: str, data_dir: str) -> Data:
     """Return a data set.
 
@@ -35,7 +35,7 @@ def load(dataset: str, data_dir: str) -> Data:
     it is not there. ``digits-domains``, ``mnist-domains``: the same images in [0, 1], for
     :func:`flwr_regs.experiments.domains.shifted`.
 
-    Raises ImportError naming the extra to install if a package is missing.
+    Raises ImportError if a package is missing; the message names the extra to install.
     """
     name, _, domains = dataset.partition("-")
     found = {"digits": _digits, "mnist": _mnist}[name](data_dir)
@@ -87,14 +87,14 @@ def partition(
     dirichlet_alpha: float = 0.1,
     similarity: float = 0.0,
 ) -> list[Array]:
-    """Split ``range(len(labels))`` into `num_clients` index arrays, by `seed` alone.
+    """Split ``range(len(labels))`` into `num_clients` index arrays, drawn from `seed` alone.
 
     ``iid``: at random. ``shards``: sort by label, cut into ``num_clients * shards_per_client`` shards,
     deal them at random (McMahan et al. 2017; FedADC's sort-and-partition). ``dirichlet``: each class
-    is spread by Dirichlet(α) proportions (Hsu et al. 2019). ``similarity``: that per cent of the data
-    IID, the rest sorted by label and cut in order (rFedAvg, Sec. VI).
+    is spread by Dirichlet(α) proportions (Hsu et al. 2019). ``similarity``: this per cent of the
+    data is IID, the rest is sorted by label and cut in order (rFedAvg, Sec. VI).
 
-    Raises ValueError if a client would get nothing.
+    Raises ValueError if a client would get no data.
     """
     rng = np.random.default_rng(seed)
     split: dict[str, Callable[[], list[Array]]] = {
@@ -119,7 +119,7 @@ def _shards(labels: Array, n: int, s: int, rng: np.random.Generator) -> list[Arr
 
 
 def _dirichlet(labels: Array, n: int, alpha: float, rng: np.random.Generator) -> list[Array]:
-    for _ in range(100):  # a draw may leave a client empty; the next one of the same stream may not
+    for _ in range(100):  # a draw may leave a client empty: then draw again
         parts: list[list[Array]] = [[] for _ in range(n)]
         for c in np.unique(labels):
             mine = rng.permutation(np.flatnonzero(labels == c))

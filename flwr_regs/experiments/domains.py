@@ -1,4 +1,4 @@
-"""Five domains of one data set: covariate shift with the labels as they are."""
+"""Five domains of one data set: covariate shift with unchanged labels."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ DOMAINS = ("as is", "inverted", "over natural patches", "rotated", "blurred and 
 
 
 def shifted(x: Array, domain: int, seed: int) -> Array:
-    """Return grey images, float32 in [0, 1], ``(n, 1, side, side)``, as one of the `DOMAINS` shows them.
+    """Return grey images, float32 in [0, 1], ``(n, 1, side, side)``, transformed to one of the `DOMAINS`.
 
     *over natural patches*: the absolute difference to a random crop of scikit-learn's two photographs
-    (MNIST-M's way, Ganin et al. 2016); *rotated*: by a quarter turn; *blurred and downsampled*: by a
+    (as in MNIST-M, Ganin et al. 2016); *rotated*: by a quarter turn; *blurred and downsampled*: by a
     Gaussian of one pixel, then to half the resolution and back. `seed` draws the crops.
     """
     if domain == 1:

@@ -166,7 +166,7 @@ ADD_ONS: dict[str, Callable[[Job], Term]] = {
         job.density_up or None, job.density_down or None
     ),
 }
-"""Label -> a term that goes on top of methods: ``FedADC+Ternary``."""
+"""Label -> a term that is added to a method: ``FedADC+Ternary``."""
 
 
 def setting(
@@ -280,8 +280,8 @@ class Job:
         job = cls(**values)
         if (job.held_out_clients or job.personalise) and job.tested_on_clients:
             raise ValueError(
-                "held-out-clients and personalise do not go with domains or private entries: there the "
-                "clients test the model themselves"
+                "held-out-clients and personalise do not go with domains or private entries: with "
+                "these, the clients test the model"
             )
         parts = [part for m in job.method_names for part in m.split("+")]
         if not parts or any(part not in METHODS and part not in ADD_ONS for part in parts):
@@ -294,7 +294,7 @@ class Job:
         if job.out and not Path(job.out).is_absolute():
             raise ValueError(
                 f"setting 'out' must be an absolute path, not '{job.out}': Flower runs the server "
-                "in a folder of its own"
+                "in another folder"
             )
         return job
 
@@ -305,16 +305,16 @@ class Job:
 
     @property
     def tested_on_clients(self) -> bool:
-        """Whether the clients test the model, each with its private entries or in its own domain.
+        """Whether the clients test the model: each has private entries or its own domain.
 
-        Otherwise the server does, which has neither.
+        Otherwise the server tests it, without private entries or domains.
         """
         private = {"FedBN", "FedPer"} & {part for m in self.method_names for part in m.split("+")}
         return bool(private) or self.dataset.endswith("-domains")
 
     @property
     def train_config(self) -> dict[str, Any]:
-        """What every client is told each round."""
+        """The ``train_config`` of every round."""
         if self.local_steps:
             return {"lr": self.lr, "local-steps": self.local_steps}
         return {"lr": self.lr, "local-epochs": self.local_epochs}
@@ -344,7 +344,7 @@ class Job:
 
     @property
     def evaluate_config(self) -> dict[str, Any]:
-        """What every client is told when it evaluates."""
+        """The ``evaluate_config`` of every round."""
         if not self.personalise:
             return {}
         return {"personalise": self.personalise, "personal-lr": self.personal_lr}
@@ -359,7 +359,7 @@ class Job:
         return shuffled[:count], shuffled[count:]
 
     def check(self) -> None:
-        """Raise ValueError for what only the methods can judge, all of them: settings and the model."""
+        """Raise ValueError if any of the methods refuses its settings or the model."""
         from flwr.app import ArrayRecord
 
         from flwr_regs.experiments import models
@@ -371,8 +371,8 @@ class Job:
     def strategy(self, method: str) -> RegStrategy:
         """Build the strategy of a method, or of several joined by ``+``, with the job's settings.
 
-        Several become one list of terms, those that compress last; weighting and what becomes of
-        incomplete clients are the first method's.
+        Several become one list of terms, those that compress last. Weighting, downlink and the treatment
+        of incomplete clients are the first method's.
         """
         common: dict[str, Any] = {
             "seed": self.seed,
@@ -415,14 +415,14 @@ class Job:
                 **common,
             }
 
-        def looks_at_the_end(t: Term) -> bool:  # then it stands behind one that shifts the start
+        def reads_the_update(t: Term) -> bool:  # must stand behind a term that shifts the start
             return type(t).finish is not Term.finish and type(t).start is Term.start
 
-        in_order = sorted(terms, key=lambda t: (t.compresses, looks_at_the_end(t)))
+        in_order = sorted(terms, key=lambda t: (t.compresses, reads_the_update(t)))
         return RegStrategy(in_order, **common)
 
     def privacy(self) -> flwr_regs.CentralDP:
-        """Return central differential privacy with an accountant of its own; one client is replaced."""
+        """Return central differential privacy with a new accountant, for one client replaced."""
         if self.dp_noise == 0:
             return flwr_regs.CentralDP(self.dp_clip_norm, 0.0)
         from flwr.serverapp import NeighboringRelation, PrivacyConfig, RdpAccountant, SamplingMethod
@@ -433,7 +433,7 @@ class Job:
             neighboring_relation=NeighboringRelation.REPLACE_ONE,
             sampling_method=SamplingMethod.WITHOUT_REPLACEMENT,
         )
-        # Every order is a bound, and the least counts; the default's large ones take half a second each.
+        # Every order gives a bound; the smallest counts. The default's large ones take half a second each.
         orders = (*(1 + x / 10 for x in range(1, 20)), *range(3, 33), 40, 48, 64, 128)
         try:
             accountant = RdpAccountant(config, tuple(map(float, orders)))
@@ -445,15 +445,15 @@ class Job:
         return flwr_regs.CentralDP(self.dp_clip_norm, self.dp_noise, accountant)
 
     def step_budget(self, server_round: int, pid: int, planned: int) -> int | None:
-        """Return the local steps that a client manages in a round; None: all of them.
+        """Return how many local steps a client can take in a round; None means all.
 
-        The straggler model: a share of the clients is slow, each with a speed of its own between
-        ``straggler-speed`` and 1, the fraction of its steps that it manages; every client may drop out
-        of a round and manage none. All from (seed, partition, round) alone.
+        The straggler model: a share of the clients is slow. Each slow client has its own speed between
+        ``straggler-speed`` and 1, the fraction of its steps that it takes. Any client may drop out of a
+        round and take no step. All draws depend on (seed, partition, round) alone.
         """
         if self.straggler_share == 0 and self.drop_out == 0:
             return None
-        # tagged: cohorts are drawn from (seed, round, client)
+        # the tag 2 separates these draws from the cohorts', from (seed, round, client)
         client = np.random.default_rng((self.seed, pid, 0, 2))
         slow, speed = (
             client.random() < self.straggler_share,

@@ -7,7 +7,7 @@ from torch import nn
 
 
 def build(dataset: str, kind: str, seed: int) -> nn.Module:
-    """Return a model for a data set, its weights drawn from `seed`; other random state is kept.
+    """Return a model for a data set, its weights drawn from `seed`; torch's random state does not change.
 
     ``mlp``: one hidden layer of 64 for digits, two of 200 for mnist (McMahan et al. 2017's 2NN).
     ``cnn``: McMahan et al.'s, two 5 x 5 convolutions (32, 64) with pooling and a hidden layer of 512;
@@ -37,7 +37,7 @@ def build(dataset: str, kind: str, seed: int) -> nn.Module:
 
 
 def _cnn_bn(side: int) -> nn.Module:
-    """Two convolutions, each halving the image to `side` x `side` in the end, all with BatchNorm."""
+    """Two convolutions with pooling down to `side` x `side` and a hidden layer, all with BatchNorm."""
     layers: list[nn.Module] = []
     for before, after in ((1, 16), (16, 32)):
         layers += [
@@ -52,7 +52,7 @@ def _cnn_bn(side: int) -> nn.Module:
 
 
 def _cnn(first: int, second: int, kernel: int, side: int, hidden: int) -> nn.Module:
-    """Two convolutions, each halving the image to `side` x `side` in the end, and a hidden layer."""
+    """Two convolutions with pooling down to `side` x `side`, and a hidden layer."""
     return nn.Sequential(
         nn.Conv2d(1, first, kernel, padding=kernel // 2),
         nn.ReLU(),

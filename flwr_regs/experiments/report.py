@@ -13,9 +13,9 @@ from flwr_regs.experiments.data import missing_extra
 
 
 def summary(history: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return a row for each method: accuracies, rounds to the target, MB a client and round, seconds.
+    """Return a row for each method: accuracies, rounds to the target, MB per client and round, seconds.
 
-    MB are 10^6 bytes of payload, the mean over all clients and rounds.
+    MB are 10^6 bytes of payload, averaged over all clients and rounds.
     """
     target = history["job"]["target-accuracy"]
     rows = []
@@ -97,8 +97,8 @@ def table(history: dict[str, Any]) -> str:
     elif job["held-out-share"]:
         data = "what the clients hold out"
     worst = "expected accuracy of the final model on data of its label distribution"
-    asked = any("evaluate" in r for m in history["methods"].values() for r in m["rounds"])
-    if asked and not job["personalise"]:
+    tested = any("evaluate" in r for m in history["methods"].values() for r in m["rounds"])
+    if tested and not job["personalise"]:
         data, worst = "what the clients test, a mean over clients", "on its own test data"
     console.print(f"Accuracy on {data}; MB per client and round.", highlight=False)
     console.print(f"Worst client: {worst}.", highlight=False)
@@ -132,7 +132,7 @@ def write(history: dict[str, Any], folder: Path) -> None:
 
 
 def plot(history: dict[str, Any], path: Path) -> None:
-    """Draw accuracy against rounds, one line a method."""
+    """Draw accuracy against rounds, one line per method."""
     job = history["job"]
     plot_curves(
         {
@@ -152,9 +152,9 @@ def plot_curves(
     target: float,
     megabytes: dict[str, list[float]] | None = None,
 ) -> None:
-    """Draw accuracies (shares, one a round from round 1) as lines in per cent, and the target.
+    """Draw accuracies (fractions, one per round from round 1) as lines in per cent, and the target.
 
-    Against rounds, or against each line's cumulated `megabytes` a client.
+    The x axis is the round, or each line's cumulative `megabytes` per client.
     """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg

@@ -19,14 +19,13 @@ from flwr_regs.experiments.job import Job
 
 
 def sweep(key: str, jobs: Mapping[str, Sequence[Job]], folder: Path, workers: int = 1) -> None:
-    """Run `jobs` (value of `key` -> one job a seed) and write ``sweep.md``, ``.json`` and ``.png``.
+    """Run `jobs` (value of `key` -> one job per seed) and write ``sweep.md``, ``.json`` and ``.png``.
 
-    Every job must run exactly one method; ``methods`` itself may be the key. With the key ``case`` the
-    values are names of whole sets of settings, and the table and ``megabytes.png`` also show traffic:
-    down and up together, per client of the population. Accuracies are means over
-    seeds, with their standard deviation; "last 5" is the mean over the last five rounds, which a
-    single lucky round moves less; "worst client" and "spread" (standard deviation) are over the
-    clients' expected accuracies with the final model.
+    Every job must run exactly one method; the key may be ``methods``. With the key ``case``, each value
+    labels a set of settings, and the table and ``megabytes.png`` also show the traffic: down and up
+    together, per client of the population. Accuracies are means over seeds, with their standard deviation.
+    "last 5 rounds" is the mean over these rounds, so that one lucky round counts less. "worst client" and
+    "spread" (standard deviation) are over the clients' accuracies with the final model.
     """
     first = next(iter(jobs.values()))[0]
     for job in (job for seeds in jobs.values() for job in seeds):
@@ -56,10 +55,10 @@ def sweep(key: str, jobs: Mapping[str, Sequence[Job]], folder: Path, workers: in
         f"| {key} | last 5 rounds | final | best | rounds to {target:.0%} | worst client | spread |",
         "|---|---|---|---|---|---|---|",
     ]
-    private = any("epsilon" in s for runs in spread.values() for s in runs)
+    noised = any("epsilon" in s for runs in spread.values() for s in runs)
     if key == "case":
         lines = [f"{lines[0]} MB in all | MB to {target:.0%} |", f"{lines[1]}---|---|"]
-    if private:  # epsilon of the whole run, and the share of the updates that were clipped
+    if noised:  # epsilon of the whole run, and the share of the updates that were clipped
         lines = [f"{lines[0]} epsilon | clipped |", f"{lines[1]}---|---|"]
     for value, runs in curves.items():
         reached = [next((str(t + 1) for t, a in enumerate(r) if a >= target), "–") for r in runs]
@@ -75,10 +74,10 @@ def sweep(key: str, jobs: Mapping[str, Sequence[Job]], folder: Path, workers: in
             ]
             total = float(np.mean([mb[-1] for mb in traffic[value]]))
             lines[-1] += f" {total:.3g} | {', '.join(needed)} |"
-        if private:
-            told = [s.get("epsilon", np.inf) for s in spread[value]]
+        if noised:
+            epsilons = [s.get("epsilon", np.inf) for s in spread[value]]
             lines[-1] += (
-                f" {np.mean(told):.3g} | {np.mean([s.get('clipped', 0) for s in spread[value]]):.0%} |"
+                f" {np.mean(epsilons):.3g} | {np.mean([s.get('clipped', 0) for s in spread[value]]):.0%} |"
             )
     best = max(curves, key=lambda v: float(np.nan_to_num(np.mean(_last(curves[v])), nan=-1)))
     lines += ["", f"Best by the last five rounds: **{best}**."]

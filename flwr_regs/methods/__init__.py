@@ -1,5 +1,6 @@
-"""The methods: one file a paper, with its terms, its Strategy and its Client, top to bottom.
+"""The methods: one file per paper, with its terms, its Strategy and its Client.
 
-Knows the seam, and the strategy and client that it fills in. Must not know another method, the records
-that travel, or an experiment. Adding a method changes no other folder.
+Knows terms, what `client` computes for them, and the strategy and client classes that a method fills in.
+Must not know another method, the records that travel, or an experiment. A new method needs no change in
+`client`, `server`, `wire` or `flower`.
 """

@@ -1,28 +1,30 @@
 """EFL: an elastic term, ternary compression both ways, incomplete clients; and FedCurv.
 
-The **elastic term** holds each parameter back by how much the clients' data determine it:
+The **elastic term** pulls each parameter towards the clients' last values, in proportion to how well
+their data determine it:
 
-| *Init*       nothing: the first round is FedAvg's
+| *Init*       nothing: round 1 is FedAvg's
 | *Broadcast*  ``U = Σ_k u_k`` and ``V = Σ_k v̂_k`` over the last round's replies, as float32
 | *Step*       ``v ← v − η (∇f_k(v) + λ (U ⊙ v − V))``
 | *Upload*     ``u_k = diag F_k(v_k)`` and ``v̂_k = u_k ⊙ v_k``, as float32
-| *Update*     the sums
+| *Update*     as FedAvg; keeps the sums ``U`` and ``V``
 
-**Sparse ternary compression** ``ST`` keeps the fraction q of largest magnitudes of the whole update as one
-vector and replaces each by its sign times their mean magnitude; what is lost stays in a residual and is
-sent later:
+**Sparse ternary compression** ``ST`` takes the whole update as one vector. It keeps the fraction q of
+largest magnitude and replaces each kept entry by its sign times their mean magnitude. A residual holds
+the rest, which is sent later:
 
 | *Upload*     ``Δ_k = R_k + v_k − w_t``; sends ``ST(Δ_k)``, keeps ``R_k = Δ_k − ST(Δ_k)``
-| *Update*     ``Δ = R + Σ p_k ST(Δ_k)``; moves by ``ST(Δ)`` and sends that, keeps ``R = Δ − ST(Δ)``
+| *Update*     ``Δ = R + Σ p_k ST(Δ_k)``; moves by ``ST(Δ)``, sends it, and keeps ``R = Δ − ST(Δ)``
 
-**Incomplete clients** weigh more: client k, who did ``s_k`` of its E steps, has ``p_k^τ = (E / s_k) p_k``
-(Sec. 4.2; not renormalised), and one with ``s_k = 0`` is left out.
+**Incomplete clients** weigh more: a client that took ``s_k`` of its E steps gets ``p_k^τ = (E / s_k) p_k``
+(Sec. 4.2; not renormalised). A client with ``s_k = 0`` is left out.
 
-Departures from the text: the box of Alg. 2 thresholds T itself, which would lose the negative entries; here
-it is ``|T|``. The box of Alg. 1 moves the server's model by Δ and keeps R too, which would apply the
-residual twice and let server and clients drift apart; here it moves by what it sends. F is the empirical
-Fisher information: the mean over the client's samples of the squared gradient of each one's
-log-likelihood, in eval mode.
+Departures from the paper: the box of Alg. 2 thresholds T, which would lose the negative entries; we
+threshold ``|T|``. The box of Alg. 1 moves the server's model by Δ and also keeps R, which would apply the
+residual twice and let server and clients drift apart; our server moves by what it sends.
+
+F is the empirical Fisher information: for each sample the squared gradient of its log-likelihood, averaged
+over the client's samples, in eval mode.
 
 Sources: Ma, Lu, Lu, Li, Yi, Cui, "Towards heterogeneous clients with elastic federated learning" (2021),
 Alg. 1-2, Eqs. 2-6, Sec. 4. FedCurv: Shoham et al., "Overcoming forgetting in federated learning on non-IID
@@ -50,9 +52,9 @@ class Elastic(Term):
     Parameters
     ----------
     lam : float
-        Strength λ ≥ 0; 0 is FedAvg, and nothing more is computed or sent.
+        Strength λ ≥ 0. With 0 it is FedAvg, and no Fisher information is computed or sent.
     fisher_samples : int, optional
-        Compute the Fisher information over at most so many of a client's samples.
+        Compute the Fisher information over at most this many of a client's samples.
     """
 
     name: ClassVar[str] = "elastic"
@@ -118,17 +120,17 @@ class Elastic(Term):
 
 @dataclass(frozen=True)
 class SparseTernary(Term):
-    """Sparse ternary compression ST with residuals (Alg. 2); composes with any method, as its last term.
+    """Sparse ternary compression ST with residuals (Alg. 2); composes with any method, as the last term.
 
-    With `density_down` clients must know the model that the step moves: the strategy then uses the
-    ``"delta"`` downlink. A client that missed rounds gets the missed steps, or the model where that is
+    With `density_down`, clients must hold the model that the step changes: the strategy then uses the
+    ``"delta"`` downlink. A client that missed rounds gets the missed steps, or the model if that is
     smaller.
 
     Parameters
     ----------
     density_up, density_down : float, optional
-        Fraction of entries kept, in (0, 1], of a client's update and of the global step. None: dense and
-        uncompressed. 1 keeps all entries but still only their signs.
+        Fraction of entries kept, in (0, 1], of a client's update and of the global step. None: dense,
+        uncompressed. 1 keeps all entries, but still only their signs.
     """
 
     name: ClassVar[str] = "ternary"
@@ -165,7 +167,7 @@ class SparseTernary(Term):
 def sparse_ternary(update: Arrays, density: float) -> Arrays:
     """Return ST of `update`, torch tensors by name, taken as one vector in their order (Alg. 2).
 
-    Exactly ``k = max(⌊n q⌋, 1)`` entries of largest magnitude are kept; of equal ones the first.
+    Exactly ``k = max(⌊n q⌋, 1)`` entries of largest magnitude are kept; among equal ones, the first.
     """
     flat = torch.cat([t.reshape(-1) for t in update.values()])
     k = max(int(flat.numel() * density + 1e-9), 1)  # 1e-9: 0.29 * 100 is 28.999999999999996
@@ -175,7 +177,7 @@ def sparse_ternary(update: Arrays, density: float) -> Arrays:
     keep = (size > least) | (tied & (tied.cumsum(0) <= k - (size > least).sum()))
     mu = (size * keep).sum(dtype=torch.float64) / k
     mu = mu.to(flat.dtype)
-    # + 0 turns a negative zero, which no code carries, into a positive one; NaN, if any, goes everywhere
+    # + 0 turns negative zero, which the codec cannot carry, into positive zero; one NaN makes all NaN
     sent = torch.where(keep, mu * flat.sign(), 0.0) + 0.0 * mu
     parts = torch.split(sent, [t.numel() for t in update.values()])
     shaped = zip(update.items(), parts, strict=True)
@@ -190,14 +192,14 @@ class EFL(RegStrategy):
     lam : float
         Strength λ of the elastic term.
     density_up, density_down : float, optional
-        See :class:`SparseTernary`. The elastic term's sums travel uncompressed beside it, twice the
-        model's size each way; with ``lam=0`` they do not.
+        See :class:`SparseTernary`. The elastic term's sums are not compressed: they add twice the
+        model's size each way, unless ``lam=0``.
     fisher_samples : int, optional
         See :class:`Elastic`.
     incomplete : {"scale", "average", "drop"}
-        See :class:`flwr_regs.RegStrategy`; the paper's is ``"scale"``.
+        See :class:`flwr_regs.RegStrategy`; the paper uses ``"scale"``.
     **kwargs
-        What every strategy of the package takes: see :class:`flwr_regs.RegStrategy`.
+        The arguments of every strategy: see :class:`flwr_regs.RegStrategy`.
     """
 
     method = "EFL"
@@ -232,7 +234,7 @@ class FedCurv(RegStrategy):
     fisher_samples : int, optional
         See :class:`Elastic`.
     **kwargs
-        What every strategy of the package takes: see :class:`flwr_regs.RegStrategy`.
+        The arguments of every strategy: see :class:`flwr_regs.RegStrategy`.
     """
 
     method = "FedCurv"

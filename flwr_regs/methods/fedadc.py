@@ -1,7 +1,7 @@
 """FedADC: the server's momentum embedded in the clients' steps, so that it also controls drift.
 
 | *Init*       ``m_1 = 0``
-| *Broadcast*  ``w_t`` and ``m_t``, which equals ``(w_{t−1} − w_t)/(α η)``: the last step says it all
+| *Broadcast*  ``w_t`` and ``m_t = (w_{t−1} − w_t)/(α η)``, which follows from the last global step
 | *Step*       with ``m̄ = β_l m_t / K_k``, Alg. 3:
 |              Nesterov (red): ``v ← v − η m̄``, then ``v ← v − η ∇f_k(v)``
 |              heavy ball (blue): ``v ← v − η (∇f_k(v) + m̄)``
@@ -11,21 +11,22 @@
 | *Update*     ``Δ̄ = (1/η) Σ p_k (w_t − v_k)``, ``m_{t+1} = Δ̄ + (β_g − β_l) m_t``,
 |              ``w_{t+1} = w_t − α η m_{t+1}``
 
-The Nesterov loop is run as: shift once by ``−η m̄``, heavy-ball steps, shift back by ``+η m̄``: with SGD
-the same sequence of points. Another client optimiser is refused, since m̄ reaches it with the gradients.
-Momentum is kept in gradient units, so η may change over rounds; the paper divides by
-the η of the round. Each client divides by its own number of steps K_k (the paper's H is one for all).
-Alg. 4's second momentum is torch's ``SGD(momentum=φ, dampening=φ)``: a constant m̄ added to every
-gradient passes through its average unchanged.
+The Nesterov loop runs as one shift by ``−η m̄``, then heavy-ball steps, then one shift back by ``+η m̄``.
+With SGD this visits the same points. The client's optimiser must be SGD without momentum, because any
+other would transform m̄ together with the gradients. The momentum has gradient units, so η may change
+over rounds (the paper divides by the η of the round). Each client divides by its own number of steps K_k:
+the planned number, or its step budget if that is smaller; a time budget does not change it. The paper
+has one H for all clients. Alg. 4's second momentum is torch's ``SGD(momentum=φ, dampening=φ)``: its
+average leaves a constant m̄ in every gradient unchanged.
 
 **FedADC+** (Sec. III) adds self-confidence distillation to the local loss, Eq. 7:
 ``(1−λ) CE + λ T² KL(p̂ ‖ p)``, ``p = softmax(logits/T)``, teacher ``p̃ = softmax(w_t's logits/T)``,
 ``ρ_i = γ_i / max γ`` from the client's class shares γ, ``p̂_i = (1 − ρ_i) p̃_i`` for i ≠ y and
-``p̂_y = 1 − Σ_{i≠y} p̂_i``. T² and the default T = 4 are those of the implementation that the paper
-names (CS-KD); the paper states neither. The formula is in client/distillation.py: every client's
-personalisation (Sec. IV-D, client/calibration.py) uses it too.
+``p̂_y = 1 − Σ_{i≠y} p̂_i``. The paper states neither T² nor T. T² and the default T = 4 come from the
+implementation that it names (CS-KD). The formula is in client/distillation.py, because personalisation
+(Sec. IV-D, client/calibration.py) uses it too.
 
-**SlowMo** (Alg. 2) is the server's momentum alone: ``m ← β m + Δ̄``, ``w ← w − α η m``.
+**SlowMo** (Alg. 2) has momentum on the server only: ``m ← β m + Δ̄``, ``w ← w − α η m``.
 
 Source: Ozfatura, Ozfatura, Gündüz, "FedADC: Accelerated federated learning with drift control"
 (2021), Alg. 2-4, Eq. 7; Wang et al., "SlowMo" (2019).
@@ -64,14 +65,14 @@ class EmbeddedMomentum(Term):
     Parameters
     ----------
     beta_local, beta_global : float
-        β_l and β_g, in [0, 1): the share of the momentum embedded in the clients' steps, and the
-        momentum's decay as a whole.
+        β_l and β_g, in [0, 1): the share of the momentum that the clients' steps embed, and the total
+        decay of the momentum.
     alpha : float
         Server step size α > 0.
     variant : {"nesterov", "heavy-ball"}
         The red or the blue lines of Alg. 3.
     local_momentum : float, optional
-        φ of Alg. 4 in [0, 1); its step is the heavy-ball one, whatever `variant` says.
+        φ of Alg. 4, in [0, 1). Its step is the heavy-ball one; `variant` has no effect then.
     """
 
     name: ClassVar[str] = "fedadc"
@@ -96,7 +97,7 @@ class EmbeddedMomentum(Term):
 
     @property
     def averages(self) -> bool:
-        return self.beta_local == self.beta_global and self.alpha == 1  # then line 17 forgets m_t
+        return self.beta_local == self.beta_global and self.alpha == 1  # then line 17 drops m_t
 
     @property
     def _shifted(self) -> bool:
@@ -117,9 +118,9 @@ class EmbeddedMomentum(Term):
         made = optimizer([torch.zeros(1, requires_grad=True)], lr=1.0)
         if not isinstance(made, torch.optim.SGD) or made.defaults["momentum"]:
             raise ValueError(
-                "FedADC's clients run SGD without momentum of their own: m̄ is added to the gradients, and "
-                f"{type(made).__name__} with momentum would add it up; local_momentum=... on the "
-                "strategy is the paper's way (Alg. 4)"
+                "FedADC's clients run SGD without momentum of their own: FedADC adds m̄ to the gradients, "
+                f"which {type(made).__name__} with momentum would accumulate or rescale; for the paper's "
+                "local momentum (Alg. 4) give the strategy local_momentum=..."
             )
         if self.local_momentum is None:
             return optimizer
@@ -138,7 +139,7 @@ class EmbeddedMomentum(Term):
     def finish(self, delta: Arrays, ctx: ClientContext) -> tuple[Arrays, Slot, Slot]:
         m = self._per_step(ctx)
         if self._shifted and m:
-            delta = {n: d + ctx.lr * m[n] for n, d in delta.items()}  # the shift undone
+            delta = {n: d + ctx.lr * m[n] for n, d in delta.items()}  # undo the shift
         return delta, {}, {}
 
     def update(
@@ -154,13 +155,13 @@ class EmbeddedMomentum(Term):
 class SelfDistillation(Term):
     """FedADC+'s self-confidence distillation from the round's global model (Eq. 7).
 
-    Needs a model whose output is class logits ``(batch, classes)`` and integer labels. Composes with
-    any method.
+    Needs integer labels and a model whose output is class logits ``(batch, classes)``. Composes with any
+    method.
 
     Parameters
     ----------
     lam : float
-        λ in [0, 1]; 0 is the plain loss.
+        λ in [0, 1]; 0 gives the plain loss.
     temperature : float
         T > 0 of both softmaxes.
     """
@@ -183,7 +184,7 @@ class SelfDistillation(Term):
 
 @dataclass(frozen=True)
 class SlowMomentum(Term):
-    """SlowMo's server momentum (Alg. 2); clients are plain.
+    """SlowMo's server momentum (Alg. 2); clients train as in FedAvg.
 
     Parameters
     ----------
@@ -241,7 +242,7 @@ class FedADC(RegStrategy):
     beta : float
         β_l = β_g, as in the paper's experiments.
     beta_local, beta_global : float, optional
-        Either one on its own.
+        Override `beta` on the clients or on the server.
     alpha : float
         Server step size α.
     variant : {"nesterov", "heavy-ball"}
@@ -249,11 +250,11 @@ class FedADC(RegStrategy):
     local_momentum : float, optional
         φ of the double momentum of Alg. 4.
     downlink : {"model", "delta"}
-        As for :class:`flwr_regs.FedFOR`; the momentum always follows from the last step.
+        As for :class:`flwr_regs.FedFOR`; clients compute ``m_t`` from the last step.
     weighting : {"uniform", "num-examples"}
-        The paper's is uniform.
+        The paper uses uniform weights.
     **kwargs
-        What every strategy of the package takes: see :class:`flwr_regs.RegStrategy`.
+        The arguments of every strategy: see :class:`flwr_regs.RegStrategy`.
     """
 
     method = "FedADC"
@@ -327,9 +328,9 @@ class SlowMo(RegStrategy):
     alpha : float
         Server step size α.
     weighting : {"uniform", "num-examples"}
-        The paper's is uniform.
+        The paper uses uniform weights.
     **kwargs
-        What every strategy of the package takes: see :class:`flwr_regs.RegStrategy`.
+        The arguments of every strategy: see :class:`flwr_regs.RegStrategy`.
     """
 
     method = "SlowMo"

@@ -1,4 +1,4 @@
-"""FedAvg, the baseline every other method reduces to.
+"""FedAvg: the baseline that every other method reduces to.
 
 | *Init*       nothing
 | *Broadcast*  the global model ``w_t``
@@ -25,9 +25,9 @@ class FedAvg(RegStrategy):
     Parameters
     ----------
     weighting : {"num-examples", "uniform"}
-        Aggregation weights ``p_k``: by examples (the paper's) or one vote a client.
+        Aggregation weights ``p_k``: by number of examples (the paper's), or equal for every client.
     **kwargs
-        What every strategy of the package takes: see :class:`flwr_regs.RegStrategy`.
+        The arguments of every strategy: see :class:`flwr_regs.RegStrategy`.
     """
 
     method = "FedAvg"

@@ -1,17 +1,18 @@
 """FedBN and FedPer: entries of the model that never leave the client.
 
-| *Init*       the shared entries alone; each client's private ones are those of its own model
+| *Init*       the shared entries only; each client starts from its own model's private entries
 | *Broadcast*  the shared entries of ``w_t``
-| *Step*       any method's, on the shared parameters; the client's optimiser alone on the private ones
-| *Upload*     the shared entries of ``v_k``; the private ones stay in the client's ``Context.state``
-| *Update*     any method's
+| *Step*       the method's step on shared parameters; the client's optimiser alone on private parameters
+| *Upload*     the shared entries of ``v_k``; private entries stay in the client's ``Context.state``
+| *Update*     the method's
 
-**FedBN** keeps BatchNorm's parameters and statistics, **FedPer** what is named, above all the classifier.
-Both are terms that compose: ``[FirstOrder(1.0), LocalBatchNorm()]`` is what the FedFOR paper runs under
-covariate shift.
+**FedBN** keeps BatchNorm's parameters and statistics on the client. **FedPer** keeps named entries there,
+usually the classifier's. Both are terms that compose:
+``[FirstOrder(1.0), LocalBatchNorm()]`` is the FedFOR paper's composition under covariate shift.
 
-The server never holds the private entries, so the model it returns lacks them, and a client that was never
-trained, or lost its state, uses those it was built with. Evaluate on clients.
+The server never holds private entries, so the model that it returns lacks them. A client that has never
+trained, or that lost its state, uses the private entries that its model was built with. So evaluate on
+clients.
 
 Sources: Li, Jiang, Zhang, Kamp, Dou, "FedBN: Federated learning on non-IID features via local batch
 normalization" (2021), Alg. 1; Arivazhagan et al., "Federated learning with personalization layers" (2019).
@@ -35,8 +36,9 @@ STATISTIC = "running_mean"
 class LocalBatchNorm(Term):
     """BatchNorm's parameters and statistics are private.
 
-    A BatchNorm layer is known by its ``running_mean``, on the server too, which sees no modules; one with
-    ``track_running_stats=False`` is not found: name it with :class:`Private`. ValueError if there is none.
+    The term finds a BatchNorm layer by its ``running_mean``, because the server sees names and no modules.
+    It misses a layer with ``track_running_stats=False``: name that one with :class:`Private`. Raises
+    ValueError if it finds none.
     """
 
     name: ClassVar[str] = "local-bn"
@@ -58,8 +60,8 @@ class Private(Term):
     Parameters
     ----------
     patterns : str
-        Shell patterns on ``state_dict`` names with commas between them, e.g. ``"head.*,*.norm?.*"``.
-        ValueError if one of them matches nothing.
+        Shell patterns on ``state_dict`` names, separated by commas, e.g. ``"head.*,*.norm?.*"``.
+        Raises ValueError if one of them matches nothing.
     """
 
     name: ClassVar[str] = "private"
@@ -70,7 +72,7 @@ class Private(Term):
             p.strip() for p in self.patterns.split(",")
         ):
             raise ValueError(
-                f"patterns must be a string of names with commas between them, not {self.patterns!r}"
+                f"patterns must be a string of names separated by commas, not {self.patterns!r}"
             )
 
     def private(self, names: Collection[str]) -> set[str]:
@@ -91,7 +93,7 @@ class FedBN(RegStrategy):
     Parameters
     ----------
     **kwargs
-        What every strategy of the package takes: see :class:`flwr_regs.RegStrategy`.
+        The arguments of every strategy: see :class:`flwr_regs.RegStrategy`.
     """
 
     method = "FedBN"
@@ -115,7 +117,7 @@ class FedPer(RegStrategy):
     patterns : str
         See :class:`Private`.
     **kwargs
-        What every strategy of the package takes: see :class:`flwr_regs.RegStrategy`.
+        The arguments of every strategy: see :class:`flwr_regs.RegStrategy`.
     """
 
     method = "FedPer"

@@ -6,13 +6,13 @@
 | *Upload*     ``v_k``, ``n_k``
 | *Update*     as FedAvg
 
-The local objective is ``f_k(v) + α Σ_j h_j g_j (v_j − w_{t,j})`` (Eq. 7): linear, and switched off
-element by element where the client moves the way the last global step went, since rewarding that
-"leads to exploding negative gradient" (Sec. 3.2). With SGD of learning rate η an opposing
-coordinate is moved by ``α (w_t − w_{t−1})`` a step. Round 1 has no last step: it is FedAvg.
+The local objective is ``f_k(v) + α Σ_j h_j g_j (v_j − w_{t,j})`` (Eq. 7). The term is linear. It is
+zero in each coordinate where the client moves in the direction of the last global step: a reward
+there "leads to exploding negative gradient" (Sec. 3.2). With SGD of learning rate η, each local step
+moves an opposing coordinate by ``α (w_t − w_{t−1})``. Round 1 has no last step: it is FedAvg.
 
-The paper's clients run plain SGD, "no SGD momentum and weight decay" (App. D). The value of α is
-lost from the text at hand (App. C shows a sweep without figures); docs/fedfor-alpha.md has ours.
+The paper's clients run plain SGD, "no SGD momentum and weight decay" (App. D). Our copy of the paper
+does not give α (its App. C shows a sweep without figures); docs/fedfor-alpha.md has our own sweep.
 
 Source: Tian, Smith, Kira, "FedFOR: Stateless heterogeneous federated learning with first-order
 regularization" (2022), Eqs. 4-7, Alg. 1, Tab. 1 (the two downlinks).
@@ -35,7 +35,7 @@ class FirstOrder(Term):
     Parameters
     ----------
     alpha : float
-        Strength α ≥ 0, without unit; 0 is FedAvg.
+        Strength α ≥ 0, dimensionless; 0 is FedAvg.
     """
 
     name: ClassVar[str] = "first-order"
@@ -73,11 +73,11 @@ class FedFOR(RegStrategy):
         Strength α of the term; 0 is FedAvg. The default is the best of the sweep in
         docs/fedfor-alpha.md.
     downlink : {"model", "delta"}
-        What travels down. ``"model"``: ``w_t`` and ``g`` to everyone (2 d; cross-device, where a
-        client may come once). ``"delta"``: only ``w_t − w_{t−1}`` (d) to a client that took part in
-        the last round and kept its model; the full pair to any other (cross-silo).
+        What the server sends. ``"model"``: ``w_t`` and ``g`` to every client (2 d; cross-device, where
+        a client may take part only once). ``"delta"``: only ``w_t − w_{t−1}`` (d) to a client that took
+        part in the last round and kept its model, the full pair to any other (cross-silo).
     **kwargs
-        What every strategy of the package takes: see :class:`flwr_regs.RegStrategy`.
+        The arguments of every strategy: see :class:`flwr_regs.RegStrategy`.
     """
 
     method = "FedFOR"

@@ -6,14 +6,14 @@
 | *Upload*     ``v_k``, ``n_k``
 | *Update*     ``Δ = Σ p_k (v_k − w_t)``,  ``w_{t+1} = ServerOpt(w_t, −Δ, η_s, t)``
 
-ServerOpt may be any ``torch.optim.Optimizer`` whose ``step()`` needs no closure (LBFGS's does), e.g.
-``server_optimizer=lambda params: Adam(params)``,
-ClientOpt any given to the client; both learning rates may follow a schedule over rounds.
+ServerOpt may be any ``torch.optim.Optimizer`` whose ``step()`` needs no closure (LBFGS needs one), e.g.
+``server_optimizer=lambda params: Adam(params)``. ClientOpt is the optimiser given to the client. Both
+learning rates may follow a schedule over rounds.
 
 Presets: **FedAvgM** is torch's SGD with momentum. **FedAdagrad**, **FedAdam** and **FedYogi** are
-Reddi et al.'s Alg. 2, in three ways unlike torch's classes of those names: no bias correction, τ
-(1e-3) is added outside the root and is large, and the second moment starts at τ² (the paper asks for
-``v_{−1} ≥ τ²``). torch's own are to be had as ``FedOpt(server_optimizer=...)``.
+Reddi et al.'s Alg. 2. They differ from torch's classes of those names in three ways: there is no bias
+correction; τ is large (1e-3) and is added outside the root; the second moment starts at τ² (the paper
+asks for ``v_{−1} ≥ τ²``). ``FedOpt(server_optimizer=...)`` runs torch's classes.
 
 Source: Wang et al., "A field guide to federated optimization" (2021), Alg. 1; Reddi et al.,
 "Adaptive federated optimization" (2021), Alg. 2; Hsu et al. (2019) for FedAvgM.
@@ -45,7 +45,7 @@ class TorchServerOptimizer(Term):
     make : callable
         ``make(params) -> torch.optim.Optimizer`` over a list of tensors.
     schedule : callable, optional
-        ``schedule(round) -> factor`` on the optimiser's learning rates; rounds count from 1.
+        ``schedule(round) -> factor`` multiplies the optimiser's learning rates; rounds count from 1.
     """
 
     name: ClassVar[str] = "server-optimizer"
@@ -57,12 +57,12 @@ class TorchServerOptimizer(Term):
     def __post_init__(self) -> None:
         try:
             made = self.make([torch.zeros(2, 2, requires_grad=True)])
-        except Exception:  # it may want the real parameters; `init` tries those
+        except Exception:  # it may need the real parameters; `init` tries those
             return
         _check_optimizer(made)
 
     def init(self, params: Arrays) -> Slot:
-        """Take one step of nothing, so that an optimiser that cannot serve is refused at once."""
+        """Take one step with zero gradients: an optimiser that cannot run here fails before round 1."""
         trial = {n: np.asarray(p) for n, p in params.items() if np.asarray(p).dtype.kind == "f"}
         ctx = ServerContext(1, 1.0, trial)
         try:
@@ -81,8 +81,8 @@ class TorchServerOptimizer(Term):
             p.grad = -torch.as_tensor(_wide(delta[n]))  # the pseudo-gradient
         optimizer = self.make(params)
         _check_optimizer(optimizer)
-        # The state lives in the slot as arrays and is put back each round: "<parameter>|<key>", and
-        # "<parameter>|<key>?" for a None; numbers that a group keeps are "#<group>|<key>".
+        # The slot holds the optimiser's state as arrays, and each round restores it from there. The keys:
+        # "<parameter>|<key>", "<parameter>|<key>?" for None, "#<group>|<key>" for a group's numbers.
         for key, value in server.items():
             owner, _, what = key.rpartition("|")
             if owner.startswith("#"):
@@ -118,7 +118,7 @@ def _check_optimizer(made: Any) -> None:
 
 
 def _wide(array: Any) -> Any:
-    """Return an array in float32 at least: a half has no room for squares and small steps."""
+    """Return an array in float32 or wider: half precision loses squares and small steps."""
     return np.asarray(array, dtype=np.result_type(array, np.float32))
 
 
@@ -129,17 +129,17 @@ class AdaptiveServer(Term):
     Parameters
     ----------
     rule : {"adagrad", "adam", "yogi"}
-        How the second moment is kept.
+        How the second moment is updated.
     lr : float
         Server learning rate η > 0.
     beta_1, beta_2 : float
-        Decay of the first and (not for Adagrad) second moment, in [0, 1).
+        Decay of the first and the second moment, in [0, 1); Adagrad ignores `beta_2`.
     tau : float
         τ > 0, the degree of adaptivity; added outside the root.
     initial_v : float, optional
         The second moment before round 1; default τ².
     schedule : callable, optional
-        ``schedule(round) -> factor`` on `lr`.
+        ``schedule(round) -> factor`` multiplies `lr`.
     """
 
     name: ClassVar[str] = "adaptive-server"
@@ -197,9 +197,9 @@ class FedOpt(RegStrategy):
         ``server_optimizer(params) -> torch.optim.Optimizer``, e.g.
         ``lambda p: torch.optim.SGD(p, lr=1.0)``, which is FedAvg.
     server_lr_schedule : callable, optional
-        ``server_lr_schedule(round) -> factor`` on the server's learning rate.
+        ``server_lr_schedule(round) -> factor`` multiplies the server's learning rate.
     **kwargs
-        What every strategy of the package takes: see :class:`flwr_regs.RegStrategy`.
+        The arguments of every strategy: see :class:`flwr_regs.RegStrategy`.
     """
 
     method = "FedOpt"
@@ -214,7 +214,7 @@ class FedOpt(RegStrategy):
 
 
 class FedOptClient(RegClient):
-    """The client of :class:`FedOpt`: local training with the optimiser given to it."""
+    """The client of :class:`FedOpt`: local training with the optimiser that it is given."""
 
     method = "FedOpt"
     terms = ()

@@ -6,7 +6,8 @@
 | *Upload*     ``v_k``, ``n_k``
 | *Update*     as FedAvg
 
-The gradient is added as such, not through a penalty in the loss: same step, no second graph.
+`correct` adds the penalty's gradient directly. The step is the same as with the penalty in the loss,
+and autograd builds no second graph.
 
 Source: Li et al., "Federated optimization in heterogeneous networks" (2020), Alg. 2: the local
 objective ``h_k(v; w_t) = F_k(v) + μ/2 ‖v − w_t‖²``.
@@ -51,7 +52,7 @@ class FedProx(RegStrategy):
     mu : float
         Strength μ of the proximal term; 0 is FedAvg.
     **kwargs
-        What every strategy of the package takes: see :class:`flwr_regs.RegStrategy`.
+        The arguments of every strategy: see :class:`flwr_regs.RegStrategy`.
     """
 
     method = "FedProx"

@@ -1,35 +1,35 @@
 """rFedAvg and rFedAvg+: a regulariser that pulls the clients' feature distributions together.
 
-φ is what enters the output layer, ``δ^k`` the mean of φ over client k's data, ``φ̄`` the mean over the
+φ is the input of the output layer, ``δ^k`` the mean of φ over client k's data, ``φ̄`` its mean over the
 batch. Local loss: ``CE + λ r_k``.
 
 **rFedAvg** (Alg. 1)
 
 | *Init*       an empty table
 | *Broadcast*  ``w_t`` and the table of the δ seen so far (N × d)
-| *Step*       ``r_k = 1/(N−1) Σ_{j≠k} ‖φ̄ − δ^j‖²``, over the others in the table; none while it is empty
+| *Step*       ``r_k = 1/(N−1) Σ_{j≠k} ‖φ̄ − δ^j‖²``, over the others in the table; no term while it is empty
 | *Upload*     ``v_k`` and ``δ^k``, computed with ``v_k``
-| *Update*     as FedAvg; the uploads replace the clients' rows
+| *Update*     as FedAvg; each upload replaces its client's row
 
-**rFedAvg+** (Alg. 2), two exchanges a round
+**rFedAvg+** (Alg. 2), two exchanges per round
 
 | *Probe*      down: ``w_t``; up: ``δ^k``, computed with ``w_t``
-| *Broadcast*  ``δ̄^{−k}``, the mean over the other clients of the cohort; not the model again
+| *Broadcast*  ``δ̄^{−k}``, the mean over the other clients of the cohort; the model is not sent again
 | *Step*       ``r_k = ‖φ̄ − δ̄^{−k}‖²``
 | *Upload*     ``v_k``
 | *Update*     as FedAvg
 
-Where the text is silent or partial participation needs a word: N counts the cohort (rFedAvg+) or the
-clients seen so far (rFedAvg); a client alone in its cohort has no term; δ is computed in eval mode, over
-the whole local data or, as an option, its first batches.
+The paper leaves three points open. N is the size of the cohort (rFedAvg+), or the number of clients seen
+so far (rFedAvg). A client alone in its cohort has no term. δ is computed in eval mode over all the local
+data or, as an option, over its first batches.
 
-Privacy (Sec. VI-B8): δ is clipped to norm C and ``N(0, σ² C² / L²)`` is added, L the batch size. The noise
-comes from the operating system's entropy, never from the run's seed, which the server knows: such runs do
-not repeat to the bit.
+Privacy (Sec. VI-B8): δ is clipped to norm C, and noise ``N(0, σ² C² / L²)`` is added, L the batch size. The
+noise is drawn from the operating system's entropy, never from the run's seed, which the server knows. So
+runs with noise do not repeat to the bit.
 
 Source: Wang, Tong, Zhou, Zhang, Pan, Fan, Yang, "Distribution-regularized federated learning on
-non-IID data" (2023), Alg. 1-2, Sec. IV-C, VI-B8. Alg. 1 prints ``w_{cE}`` for the model of δ; its text
-says the client's own model after its local steps, and so do we.
+non-IID data" (2023), Alg. 1-2, Sec. IV-C, VI-B8. Alg. 1 prints ``w_{cE}`` as the model for δ. The text says
+the client's own model after its local steps, and we follow the text.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def _check(lam: float, delta_batches: int | None) -> None:
 
 
 class _Means(Term):
-    """What both have in common: the upload is one δ."""
+    """The part that both terms share: the upload is one δ."""
 
     def check(self, upload: Slot, params: Arrays) -> None:
         if upload.keys() != {"delta"} or upload["delta"].ndim != 1:
@@ -65,7 +65,7 @@ class _Means(Term):
 
 @dataclass(frozen=True)
 class FeatureTable(_Means):
-    """rFedAvg's regulariser against the table of everyone's δ (Alg. 1).
+    """rFedAvg's regulariser: distance to the table of all clients' δ (Alg. 1).
 
     Parameters
     ----------
@@ -116,7 +116,7 @@ class FeatureTable(_Means):
 
 @dataclass(frozen=True)
 class LeaveOneOutMean(_Means):
-    """rFedAvg+'s regulariser against the mean of the other clients' δ (Alg. 2).
+    """rFedAvg+'s regulariser: distance to the mean of the other clients' δ (Alg. 2).
 
     Parameters
     ----------
@@ -125,10 +125,10 @@ class LeaveOneOutMean(_Means):
     noise_std : float
         σ of the Gaussian noise on δ; needs `clip_norm`.
     clip_norm : float, optional
-        C, the norm that δ is clipped to.
+        The norm C to which δ is clipped.
     sum_only : bool
-        The server uses only the sum of the δ, and each client removes its own share: what secure
-        aggregation allows. The same weights up to rounding.
+        The server uses only the sum of the δ, and each client subtracts its own. A secure
+        aggregation protocol would reveal only this sum. The trained weights are the same up to rounding.
     delta_batches : int, optional
         Compute δ over this many batches instead of the whole local data.
     """
@@ -190,11 +190,11 @@ class RFedAvg(RegStrategy):
     Parameters
     ----------
     lam : float
-        Strength λ; the paper's 1e-4 on MNIST moves little.
+        Strength λ; the paper's 1e-4 has little effect on MNIST.
     delta_batches : int, optional
         Compute δ over this many batches instead of the whole local data.
     **kwargs
-        What every strategy of the package takes: see :class:`flwr_regs.RegStrategy`.
+        The arguments of every strategy: see :class:`flwr_regs.RegStrategy`.
     """
 
     method = "RFedAvg"
@@ -211,7 +211,7 @@ class RFedAvgClient(RegClient):
 
 
 class RFedAvgPlus(RegStrategy):
-    """FedAvg with rFedAvg+'s regulariser: a second, small exchange a round, constant in N.
+    """FedAvg with rFedAvg+'s regulariser: a second, small exchange per round, constant in N.
 
     Parameters are those of :class:`LeaveOneOutMean`; `**kwargs` as for
     :class:`flwr_regs.RegStrategy`.

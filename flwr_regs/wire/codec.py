@@ -1,11 +1,11 @@
 """Sparse ternary updates as bytes: a vector in {−μ, 0, +μ}ⁿ, entropy coded.
 
-Such vectors are what sparse ternary compression ST makes of an update: Ma et al., "Towards heterogeneous
+Sparse ternary compression ST turns an update into such a vector: Ma et al., "Towards heterogeneous
 clients with elastic federated learning", Alg. 2. A message of a million entries takes at most 64 bytes more
-than the entropy of its counts, which for random signs and density q is ``n (H(q) + q)`` bits, H being the
-binary entropy.
+than the entropy of its counts. For random signs and density q this entropy is ``n (H(q) + q)`` bits, where
+H is the binary entropy.
 
-Wire format, little-endian, version 1; names, shapes and dtypes do not travel, both ends know them:
+Wire format, little-endian, version 1. Names, shapes and dtypes do not travel, because both ends know them:
 
 | bytes  | type   | what                                                                     |
 |--------|--------|--------------------------------------------------------------------------|
@@ -19,9 +19,9 @@ Wire format, little-endian, version 1; names, shapes and dtypes do not travel, b
 | 44-47  | u32    | CRC-32 of bytes 0-43 and the body                                        |
 | 48-    | u32[w] | body: the entries in order, empty where n₊ = n₋ = 0                      |
 
-The body is what constriction's ``AnsCoder`` makes of the symbols 0 (−μ), 1 (zero) and 2 (+μ) under
-``Categorical([n₋, n − n₊ − n₋, n₊], perfect=False)``, the counts as float64. To each vector there is one
-message, and what decodes is the message of some vector. This file imports neither torch nor flwr.
+constriction's ``AnsCoder`` makes the body from the symbols 0 (−μ), 1 (zero) and 2 (+μ) under
+``Categorical([n₋, n − n₊ − n₋, n₊], perfect=False)``, the counts as float64. Each vector has exactly one
+message, and bytes that decode are the message of a vector. This file imports neither torch nor flwr.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ VERSION = 1
 HEADER = struct.Struct("<3sBQQQdQ")
 CRC = struct.Struct("<I")
 CHUNK = 1 << 18
-"""Entries coded at a time: bounds the memory beyond vector and message, and has no effect on bytes."""
+"""Entries coded at a time. It bounds the working memory and does not change the message."""
 
 
 class CodecError(ValueError):
@@ -48,11 +48,11 @@ class CodecError(ValueError):
 
 
 def encode(arrays: Mapping[str, np.ndarray]) -> bytes:
-    """Return a ternary vector, the arrays one after another in their order, as a message.
+    """Return the message of a ternary vector: the arrays, concatenated in their order.
 
-    Arrays are float16, float32 or float64; −0.0 counts as 0. Where dtypes are mixed, μ is that of the
-    widest with a non-zero entry, and in narrower ones it is rounded. Raises CodecError naming the first
-    array that does not fit.
+    Arrays are float16, float32 or float64; −0.0 counts as 0. With mixed dtypes, μ is taken from the widest
+    array that has a non-zero entry; narrower arrays must hold it rounded to their dtype. Raises CodecError
+    that names the first array that cannot be coded.
     """
     flats: NDArrays = {}
     sizes: dict[str, np.floating[Any]] = {}
@@ -89,8 +89,8 @@ def encode(arrays: Mapping[str, np.ndarray]) -> bytes:
 def decode(payload: bytes, like: Mapping[str, np.ndarray]) -> NDArrays:
     """Return the arrays that :func:`encode` took; names, order, shapes and dtypes are those of `like`.
 
-    Raises CodecError where the message is damaged, is of another number of entries, or has a μ that is
-    no number of `like`'s dtypes.
+    Raises CodecError if the message is damaged, has another number of entries, or has a μ that `like`'s
+    dtypes cannot represent.
     """
     if not isinstance(payload, bytes):
         raise CodecError(f"a message must be bytes, not {type(payload).__name__}")
@@ -126,7 +126,7 @@ def decode(payload: bytes, like: Mapping[str, np.ndarray]) -> NDArrays:
             f"the body holds {seen_plus} positive and {seen_minus} negative entries, "
             f"but the header says {plus} and {minus}"
         )
-    if not coder.is_empty():  # with the counts right, this leaves only what encode would write
+    if not coder.is_empty():  # with correct counts, only encode's own output passes this check
         raise CodecError("the body holds more than the header's number of entries")
     widest = max(holders, key=lambda name: out[name].itemsize)
     if float(_cast(mu, out[widest].dtype)) != mu:
@@ -138,7 +138,7 @@ def decode(payload: bytes, like: Mapping[str, np.ndarray]) -> NDArrays:
 
 
 def _parse(payload: bytes, n: int) -> tuple[int, int, float, bytes]:
-    """Return (n₊, n₋, μ, body) of a message of `n` entries, all checked but the body's content."""
+    """Return (n₊, n₋, μ, body) of a message of `n` entries; checks all but the body's content."""
     start = HEADER.size + CRC.size
     if len(payload) < start:
         raise CodecError(
@@ -172,7 +172,7 @@ def _parse(payload: bytes, n: int) -> tuple[int, int, float, bytes]:
 
 
 def _survey(name: str, flat: np.ndarray) -> tuple[np.floating[Any], int, int]:
-    """Return (μ, n₊, n₋) of one array, μ in its dtype and 0 if it has no non-zero entry."""
+    """Return (μ, n₊, n₋) of one array; μ has its dtype, and is 0 if all entries are zero."""
     mu = flat.dtype.type(0)
     plus = minus = 0
     for part in _slices(flat.size):
@@ -205,7 +205,7 @@ def _check_dtype(name: str, dtype: np.dtype[Any]) -> None:
 
 
 def _cast(value: Any, dtype: np.dtype[Any]) -> Any:
-    """Return `value` rounded to a dtype, infinity and 0 being for the caller to see."""
+    """Return `value` rounded to a dtype; the caller checks for infinity and 0."""
     with np.errstate(over="ignore", under="ignore"):
         return np.asarray(value, dtype=np.float64).astype(dtype)
 
@@ -221,7 +221,7 @@ def _crc(header: bytes, body: bytes) -> int:
 
 
 def _library() -> Any:
-    # imported on first use: all but ternary updates works where there is no wheel of it
+    # imported on first use: without this package, everything but ternary updates works
     try:
         import constriction  # type: ignore[import-untyped]
     except ImportError as error:
