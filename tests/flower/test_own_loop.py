@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -43,7 +42,7 @@ from flwr_regs import (
     load_model,
 )
 from flwr_regs.server.population import PopulationError
-from tests.conftest import close, make_clients, make_model, run
+from tests.conftest import ROOT, close, make_clients, make_model, run
 from tests.laws import CASES, Case
 
 Loop = Callable[[ClientRound, nn.Module, Any], None]
@@ -419,7 +418,7 @@ def test_the_model_may_be_moved_by_a_trainer() -> None:
 
 def test_the_page_runs_as_written() -> None:
     """docs/own-loop.md, on the client of a run, with what it takes for granted filled in."""
-    page = (Path(__file__).parents[1] / "docs" / "own-loop.md").read_text()
+    page = (ROOT / "docs" / "own-loop.md").read_text()
     client, server = re.findall(r"```python\n(.*?)```", page, flags=re.S)
     data = make_clients()
     names: dict[str, Any] = {

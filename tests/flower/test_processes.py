@@ -24,7 +24,8 @@ from flwr_regs import InProcessGrid
 from flwr_regs.experiments import comparison
 from flwr_regs.experiments.job import METHODS
 from simulations.client_app import app
-from tests.test_simulations import ROOT, job
+from tests.conftest import ROOT
+from tests.experiments.test_experiments import job
 
 pytestmark = [pytest.mark.flower, pytest.mark.timeout(600)]
 BIN = Path(sys.executable).parent

@@ -29,7 +29,7 @@ from flwr_regs.wire.arrays import ProtocolError, check_tied
 from flwr_regs.wire.records import content_bytes, from_record
 from tests.conftest import Batch, close
 from tests.laws import CASES
-from tests.test_laws import SerialisingGrid
+from tests.methods.test_laws import SerialisingGrid
 
 
 def images(pid: int, dtype: torch.dtype = torch.float32) -> list[Batch]:

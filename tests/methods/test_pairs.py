@@ -11,7 +11,6 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -22,7 +21,7 @@ from flwr_regs import RegClient, RegStrategy
 from flwr_regs.chain import chain
 from flwr_regs.term import ServerContext, Term
 from tests.cohort import assert_stacked_is_the_loop, example_context
-from tests.conftest import close, make_clients, make_model, run, to_numpy
+from tests.conftest import ROOT, close, make_clients, make_model, run, to_numpy
 from tests.laws import server_sgd
 from tests.oracles.pairs import composed
 
@@ -320,7 +319,7 @@ def test_a_chain_among_terms_counts_as_its_own_terms() -> None:
 
 
 def test_the_document_shows_what_composes() -> None:
-    text = (Path(__file__).parents[1] / "docs/architecture.md").read_text()
+    text = (ROOT / "docs/architecture.md").read_text()
     rows = re.findall(r"^\| (\d+) `(\w+)` \|(.+)\|$", text, flags=re.MULTILINE)
     assert [name for _, name, _ in rows] == [k.__name__ for k in KINDS]
     assert [int(i) for i, _, _ in rows] == list(range(1, len(KINDS) + 1))

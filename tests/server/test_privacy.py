@@ -8,7 +8,6 @@ import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache, partial
-from pathlib import Path
 from typing import Any
 
 import dp_accounting
@@ -34,7 +33,7 @@ from flwr_regs.server.privacy import private_mean
 from flwr_regs.term import ServerContext, Term
 from flwr_regs.wire.arrays import NDArrays
 from flwr_regs.wire.records import from_record
-from tests.conftest import close, make_clients, make_model, run, to_numpy
+from tests.conftest import ROOT, close, make_clients, make_model, run, to_numpy
 from tests.oracles.central_dp import central_dp
 
 ORDERS = (2.0, 3.0, 4.0, 8.0, 16.0, 32.0)
@@ -528,7 +527,7 @@ def test_the_package_works_without_dp_accounting() -> None:
         "import sys; sys.modules['dp_accounting'] = None; import flwr_regs as fr\n"
         "fr.FedAvg('uniform', privacy=fr.CentralDP(1.0, 1.0)); fr.wrap, fr.client_app"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parent.parent)
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 
 
 # Flower's wrappers and mods
@@ -611,7 +610,7 @@ WHY = {
 
 def table() -> dict[tuple[str, str], str]:
     """Read docs/privacy.md's table: (strategy, column) -> "yes" or a letter."""
-    text = (Path(__file__).parent.parent / "docs" / "privacy.md").read_text()
+    text = (ROOT / "docs" / "privacy.md").read_text()
     rows = [
         [cell.strip() for cell in line.strip("|").split("|")]
         for line in text.split("## Flower's wrappers and mods")[1].splitlines()
