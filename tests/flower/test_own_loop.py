@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -44,6 +45,7 @@ from flwr_regs import (
 from flwr_regs.server.population import PopulationError
 from tests.conftest import ROOT, close, make_clients, make_model, run
 from tests.laws import CASES, Case
+from tests.sampling import sampled
 
 Loop = Callable[[ClientRound, nn.Module, Any], None]
 
@@ -109,8 +111,15 @@ def own_app(
     return app
 
 
-@pytest.mark.parametrize("loop", [plain_loop, scaled_loop])
-@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+LOOPS: list[Loop] = [plain_loop, scaled_loop]
+
+
+@sampled(
+    "case,loop",
+    list(product(CASES, LOOPS)),
+    5,
+    lambda v: v.name if isinstance(v, Case) else v.__name__,
+)
 def test_a_loop_of_ones_own_equals_the_client(case: Case, loop: Loop) -> None:
     settings = {**case.settings, "seed": 3, "fraction_train": 0.75}
     mine, theirs = case.strategy(**settings), case.strategy(**settings)
