@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from torch import nn
 from flwr_regs import InProcessGrid, client_app
 
 Batch = tuple[torch.Tensor, torch.Tensor]
+ROOT = Path(__file__).parents[1]
 logging.getLogger("flwr").setLevel(logging.ERROR)
 
 

@@ -39,7 +39,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import flwr_regs as fr
 from flwr_regs import InProcessGrid, LegacyStrategy, RoundFailed, client_app
 from flwr_regs.server.population import PopulationError
-from tests.conftest import make_clients, make_model
+from tests.conftest import ROOT, make_clients, make_model
 from tests.laws import CASES, Case
 
 CONFIG = {"lr": 0.2, "local-epochs": 1}
@@ -709,7 +709,7 @@ def test_wrong_arguments_are_refused_when_built(changed: Any, error: Any, messag
 BLOCKS = dict(
     re.findall(
         r"```python\n# (\w+\.py, [\w ]+)\n(.*?)```",
-        (Path(__file__).parents[1] / "docs/migration.md").read_text(),
+        (ROOT / "docs/migration.md").read_text(),
         re.DOTALL,
     )
 )
@@ -766,7 +766,7 @@ def test_the_pages_blocks_are_all_there() -> None:
         "server_app.py, first stage",
         "server_app.py, second stage",
     ]
-    page = (Path(__file__).parents[1] / "docs/migration.md").read_text()
+    page = (ROOT / "docs/migration.md").read_text()
     assert page.count("```python") == len(BLOCKS)
 
 
@@ -812,7 +812,7 @@ def test_half_a_move_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 PROJECT = {
     "task.py": """
 from flwr_regs import Elastic, LocalBatchNorm, RegStrategy, SparseTernary
-from tests.test_legacy import batch_norm, make_clients, torch
+from tests.flower.legacy.test_legacy import batch_norm, make_clients, torch
 
 KINDS = (Elastic, LocalBatchNorm, SparseTernary)
 
@@ -877,8 +877,7 @@ def test_an_older_project_in_ray(tmp_path: Path) -> None:
     """EFL with FedBN, so with client state and coded steps; the weights are those of one process."""
     for name, text in PROJECT.items():
         (tmp_path / name).write_text(text)
-    root = Path(__file__).parents[1]
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(root)])}
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
     env |= {"FLWR_HOME": str(tmp_path / "home"), "FLWR_TELEMETRY_ENABLED": "0"}
     run = subprocess.run(
         [sys.executable, "go.py"],

@@ -39,8 +39,8 @@ from flwr_regs.server.cohorts import CoverageError, class_covering_cohort, unifo
 from flwr_regs.server.population import PopulationError
 from flwr_regs.term import ClientContext
 from tests.conftest import close, make_clients, make_model, run
+from tests.flower.test_strategy import ForgetfulGrid, app_of, start
 from tests.oracles import distillation
-from tests.test_strategy import ForgetfulGrid, app_of, start
 
 
 def heavy(n: int = 4) -> tuple[Any, Any]:

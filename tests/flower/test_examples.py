@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import logging
 import tomllib
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -16,8 +15,9 @@ from flwr.app import ArrayRecord, ConfigRecord, Context, RecordDict
 from torch.utils.data import DataLoader
 
 from flwr_regs import FedADC, FedADCClient, FedFOR, FedFORClient, InProcessGrid, client_app
+from tests.conftest import ROOT
 
-EXAMPLES = Path(__file__).parents[1] / "docs" / "examples"
+EXAMPLES = ROOT / "docs" / "examples"
 
 
 def load(name: str) -> ModuleType:

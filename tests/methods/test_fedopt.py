@@ -25,7 +25,7 @@ from flwr_regs import (
     client_app,
 )
 from tests.conftest import close, make_clients, make_model, run
-from tests.test_strategy import Plain
+from tests.flower.test_strategy import Plain
 
 CONFIG = {"lr": 0.2, "local-epochs": 1}
 

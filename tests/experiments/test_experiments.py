@@ -15,8 +15,8 @@ from flwr_regs import InProcessGrid
 from flwr_regs.experiments import cli, comparison, data, models, report
 from flwr_regs.experiments.job import METHODS, Job
 from simulations.client_app import app
+from tests.conftest import ROOT
 
-ROOT = Path(__file__).parent.parent
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 DEFAULTS = PYPROJECT["tool"]["flwr"]["app"]["config"]
 

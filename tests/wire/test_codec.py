@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import struct
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from flwr_regs.wire import codec
 from flwr_regs.wire.codec import CodecError, decode, encode
 
 FLOATS = (np.float16, np.float32, np.float64)
+FUZZ = int(os.environ.get("FUZZ", "1"))  # random messages, in multiples of what a usual run tries
 
 
 def ternary(n, density, rng, dtype=np.float32, mu=0.0371, positive=0.5):
@@ -65,7 +67,7 @@ def test_round_trip(dtype, density):
 
 def test_round_trip_of_many_arrays():
     rng = np.random.default_rng(2)
-    for _ in range(200):
+    for _ in range(200 * FUZZ):
         density, mu = rng.random() ** 3, 10.0 ** rng.integers(-4, 4)
         shapes = [tuple(rng.integers(0, 6, rng.integers(0, 4))) for _ in range(rng.integers(0, 6))]
         arrays = {
@@ -107,7 +109,7 @@ def test_negative_zero_counts_as_zero():
 
 def test_mixed_dtypes():
     rng = np.random.default_rng(4)
-    for _ in range(100):
+    for _ in range(100 * FUZZ):
         mu, arrays = rng.random() + 0.1, {}
         # at random some are all zero, so that which is the widest varies
         filled = [d for d in FLOATS if rng.random() < 0.7]
@@ -321,7 +323,7 @@ def test_a_like_that_does_not_fit():
 def test_random_bytes():
     rng = np.random.default_rng(9)
     for like in (LIKE, {}):
-        for _ in range(3000):
+        for _ in range(3000 * FUZZ):
             with pytest.raises(CodecError):
                 decode(rng.bytes(int(rng.integers(0, 200))), like)
 
@@ -330,7 +332,7 @@ def test_what_decodes_is_what_encode_writes():
     """Random counts and bodies under a right CRC: refused, or the one message of what comes out."""
     rng = np.random.default_rng(10)
     accepted = 0
-    for _ in range(20000):
+    for _ in range(20000 * FUZZ):
         n = int(rng.integers(0, 7))
         like = {"a": np.zeros(n, rng.choice(np.array(FLOATS, object)))}
         plus, minus = (int(x) for x in rng.integers(0, 4, 2))

@@ -41,8 +41,8 @@ from flwr_regs.wire import keys
 from flwr_regs.wire.codec import decode, encode
 from flwr_regs.wire.records import from_record
 from tests.conftest import close, make_clients, make_model, run, to_numpy
+from tests.methods.test_laws import Point, SerialisingGrid, half_squared_error, start_weights
 from tests.oracles.efl import efl
-from tests.test_laws import Point, SerialisingGrid, half_squared_error, start_weights
 
 # The elastic term
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
+from itertools import product
 from typing import Any
 
 import pytest
@@ -43,8 +43,9 @@ from flwr_regs import (
     load_model,
 )
 from flwr_regs.server.population import PopulationError
-from tests.conftest import close, make_clients, make_model, run
+from tests.conftest import ROOT, close, make_clients, make_model, run
 from tests.laws import CASES, Case
+from tests.sampling import sampled
 
 Loop = Callable[[ClientRound, nn.Module, Any], None]
 
@@ -110,8 +111,15 @@ def own_app(
     return app
 
 
-@pytest.mark.parametrize("loop", [plain_loop, scaled_loop])
-@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+LOOPS: list[Loop] = [plain_loop, scaled_loop]
+
+
+@sampled(
+    "case,loop",
+    list(product(CASES, LOOPS)),
+    5,
+    lambda v: v.name if isinstance(v, Case) else v.__name__,
+)
 def test_a_loop_of_ones_own_equals_the_client(case: Case, loop: Loop) -> None:
     settings = {**case.settings, "seed": 3, "fraction_train": 0.75}
     mine, theirs = case.strategy(**settings), case.strategy(**settings)
@@ -419,7 +427,7 @@ def test_the_model_may_be_moved_by_a_trainer() -> None:
 
 def test_the_page_runs_as_written() -> None:
     """docs/own-loop.md, on the client of a run, with what it takes for granted filled in."""
-    page = (Path(__file__).parents[1] / "docs" / "own-loop.md").read_text()
+    page = (ROOT / "docs" / "own-loop.md").read_text()
     client, server = re.findall(r"```python\n(.*?)```", page, flags=re.S)
     data = make_clients()
     names: dict[str, Any] = {

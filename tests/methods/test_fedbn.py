@@ -36,7 +36,7 @@ from flwr_regs import (
 from flwr_regs.wire import keys
 from flwr_regs.wire.records import from_record
 from tests.conftest import close, make_clients, make_model, run
-from tests.test_laws import SerialisingGrid
+from tests.methods.test_laws import SerialisingGrid
 
 BN = {f"1.{n}" for n in ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")}
 

@@ -1,0 +1,128 @@
+"""``flwr-regs run``: Flower's runtime and Ray under the command, and what is left when it ends."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+from safetensors.numpy import load_file
+
+from flwr_regs.experiments.job import METHODS
+from tests.conftest import ROOT
+from tests.processes import BIN, SMALL, assert_same, command, environment, in_process
+
+pytestmark = [pytest.mark.flower, pytest.mark.timeout(600)]
+PRIVATE = ("FedBN", "FedPer")  # they need a model with BatchNorm, or with the named layers
+
+
+def test_flwr_regs_run_ends_with_a_table_a_plot_and_a_history(tmp_path: Path) -> None:
+    """Ray; from another folder; and the weights are those of one process."""
+    methods = [m for m in METHODS if m not in PRIVATE] + ["FedADC+SelfDistillation+Ternary"]
+    settings = {**SMALL, "fraction_train": 0.5, "methods": ",".join(methods)}
+    args = [f"{k.replace('_', '-')}={v}" for k, v in settings.items()]
+    run = command(
+        BIN / "flwr-regs", "run", *args, "--app", ROOT, env=environment(tmp_path), cwd=tmp_path
+    )
+    assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-3000:]
+    (folder,) = (tmp_path / "results").iterdir()
+    assert str(folder) in run.stdout
+    assert re.search(r"FedFOR +\d+\.\d\d% +\d+\.\d\d%", run.stdout)
+    assert re.search(r"FedFOR +round +3/3 +accuracy", run.stdout)
+    history = json.loads((folder / "history.json").read_text())
+    assert list(history["methods"]) == methods
+    assert not any(r["failures"] for m in history["methods"].values() for r in m["rounds"])
+    assert history["clients"] == 10
+    assert [r["replies"] for r in history["methods"]["FedFOR"]["rounds"]] == [
+        r["cohort"] for r in history["methods"]["FedAvg"]["rounds"]
+    ]
+    assert (folder / "accuracy.png").stat().st_size > 5000
+    assert_same(
+        dict(load_file(folder / "FedFOR.safetensors")), in_process(tmp_path / "x", **settings)
+    )
+
+
+def test_private_entries_survive_in_ray(tmp_path: Path) -> None:
+    """Clients test with what they kept: as many batches counted as they trained on."""
+    settings = {"rounds": 2, "local_epochs": 1, "num_clients": 5, "dataset": "digits-domains"}
+    settings |= {"partition": "iid", "methods": "FedBN+FedFOR,FedBN+FedADC,EFL+FedBN,FedPer"}
+    args = [f"{k.replace('_', '-')}={v}" for k, v in settings.items()]
+    run = command(
+        BIN / "flwr-regs", "run", *args, "--app", ROOT, env=environment(tmp_path), cwd=tmp_path
+    )
+    assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-3000:]
+    (folder,) = (tmp_path / "results").iterdir()
+    history = json.loads((folder / "history.json").read_text())["methods"]
+    for method, entry in history.items():
+        assert not any(r["failures"] or r["evaluate"]["failures"] for r in entry["rounds"])
+        assert entry["test"][-1]["accuracy"] > entry["test"][0]["accuracy"] - 0.05, method
+    method = "FedBN+FedFOR"
+    got = dict(load_file(folder / f"{method}.safetensors"))
+    assert not any(name.endswith("running_mean") for name in got)
+    assert_same(got, in_process(tmp_path / "x", method, **settings))
+
+
+def test_flwr_regs_run_fails_when_the_run_failed(tmp_path: Path) -> None:
+    """``flwr run`` itself exits 0 here; and the reason is said before any client starts."""
+    run = command(
+        BIN / "flwr-regs",
+        "run",
+        "partition=dirichlet",
+        "dirichlet-alpha=0.000001",
+        "num-clients=12",
+        env=environment(tmp_path),
+    )
+    assert run.returncode == 1, run.stdout[-3000:]
+    assert re.search(r"leaves clients \[.*\]\s+without data", run.stdout)
+    assert "round" not in re.sub("rounds?-?", "", run.stdout.split("Traceback")[0].split("NOTE")[0])
+    assert "the run failed (finished:failed" in run.stderr
+
+
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT])
+def test_flwr_regs_run_leaves_nothing_behind_when_stopped(tmp_path: Path, how: int) -> None:
+    """Found by a mark in the environment that every process it starts inherits."""
+    env = {**environment(tmp_path), "FLWR_REGS_TEST_MARK": str(tmp_path)}
+    log = tmp_path / "log"
+    with log.open("w") as sink:
+        process = subprocess.Popen(
+            [BIN / "flwr-regs", "run", "rounds=2000", f"out={tmp_path / 'out'}"],
+            env=env,
+            cwd=ROOT,
+            stdout=sink,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            # a script in the background ignores Ctrl-C, and its children inherit that
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        )
+    try:
+        for _ in range(600):
+            if re.search(r"round +3/2000", log.read_text()) or process.poll() is not None:
+                break
+            time.sleep(0.2)
+        if how == signal.SIGINT:
+            os.killpg(process.pid, how)  # a terminal's Ctrl-C reaches the whole foreground group
+        else:
+            os.kill(process.pid, how)
+        assert process.wait(60) == (143 if how == signal.SIGTERM else 130), log.read_text()[-2000:]
+        mark = f"FLWR_REGS_TEST_MARK={tmp_path}"
+        for _ in range(50):
+            left = [p for p in Path("/proc").glob("[0-9]*") if mark in environ_of(p)]
+            if not left:
+                break
+            time.sleep(0.2)
+        assert not left, [(p / "cmdline").read_text() for p in left]
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def environ_of(proc: Path) -> str:
+    with contextlib.suppress(OSError):
+        return (proc / "environ").read_text(errors="replace")
+    return ""
