@@ -139,12 +139,6 @@ class Term(Declared):
         return set()
 
     @property
-    def averages(self) -> bool:
-        """Whether the model moves by exactly the mean of the updates, as privacy wrappers assume."""
-        plain = self.keeps_delta or type(self).update is Term.update
-        return plain and type(self).release is Term.release
-
-    @property
     def ternary(self) -> tuple[bool, bool]:
         """Whether (the update of `finish`, the step of `release`) is ternary, and so travels coded."""
         return False, False

@@ -96,10 +96,6 @@ class EmbeddedMomentum(Term):
             raise ValueError("Alg. 4 (local_momentum) has one beta for clients and server")
 
     @property
-    def averages(self) -> bool:
-        return self.beta_local == self.beta_global and self.alpha == 1  # then line 17 drops m_t
-
-    @property
     def _shifted(self) -> bool:
         return self.variant == "nesterov" and self.local_momentum is None
 
@@ -203,10 +199,6 @@ class SlowMomentum(Term):
     def __post_init__(self) -> None:
         _check_beta(beta=self.beta)
         _check_alpha(self.alpha)
-
-    @property
-    def averages(self) -> bool:
-        return self.beta == 0 and self.alpha == 1
 
     def update(
         self, server: Slot, delta: Arrays, uploads: Mapping[int, Slot], ctx: ServerContext

@@ -29,13 +29,16 @@ from flwr_regs import (
     InProcessGrid,
     RegClient,
     RegStrategy,
+    RFedAvgPlus,
+    RFedAvgPlusClient,
     RoundFailed,
     client_app,
 )
 from flwr_regs.server.population import PopulationError
 from flwr_regs.term import Term
 from flwr_regs.wire import keys
-from flwr_regs.wire.records import from_record, identity_reply
+from flwr_regs.wire.parcel import Parcel, Record
+from flwr_regs.wire.records import content_of, from_record, identity_reply, parcel_of, to_record
 from tests.conftest import close, make_clients, make_model, run
 
 CONFIG = ConfigRecord({"lr": 0.2, "local-epochs": 1})
@@ -119,9 +122,23 @@ def test_it_waits_for_the_whole_population() -> None:
 
 
 def test_too_few_clients_is_an_error_that_counts_them() -> None:
-    strategy = FedAvg(seed=4, population=8, wait_timeout=0.3)
+    strategy = FedAvg(seed=4, min_available_nodes=8, wait_timeout=0.3)
     with pytest.raises(PopulationError, match="6 of 8 clients came"):
         start(strategy, InProcessGrid(app_of(), 6))
+
+
+@pytest.mark.parametrize("expected", [8, None], ids=["population=8", "num-partitions=8"])
+def test_after_the_wait_training_starts_and_names_who_is_missing(
+    expected: int | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    grid = InProcessGrid(app_of(), 6)
+    for context in grid._contexts.values():
+        context.node_config["num-partitions"] = 8
+    strategy = FedAvg(seed=4, population=expected, wait_timeout=0.3)
+    with caplog.at_level(logging.WARNING, logger="flwr"):
+        start(strategy, grid)
+    assert strategy.history[0]["cohort"] == list(range(6))
+    assert "training starts without partitions [6, 7]" in caplog.text
 
 
 class LeavingGrid(InProcessGrid):
@@ -414,9 +431,18 @@ def _arrays() -> ArrayRecord:
 def test_payload_bytes_are_those_of_the_serialised_message() -> None:
     from flwr.common.serde import recorddict_to_proto
 
-    content = RecordDict({"arrays": _arrays(), "config": ConfigRecord({"a": 1.0, "b": ["x", "y"]})})
+    config = {"a": 1.0, "b": ["x", "y"], "c": b"123"}
+    arrays = {
+        "w": np.ones((3, 4), np.float32),
+        "n": np.asarray(7),
+        "e": np.zeros((0, 2)),
+        "b": np.eye(2).T,
+    }
+    parcel = Parcel({"arrays": Record(arrays)}, config)
+    content = content_of(parcel, {})
     size = recorddict_to_proto(content).ByteSize()
-    assert 0.75 * size < content_bytes(content) < size
+    assert 0.75 * size < parcel.nbytes < size
+    assert parcel_of(content).nbytes == parcel.nbytes  # counted beforehand, and as it came
 
 
 # What can go wrong
@@ -688,56 +714,50 @@ def test_the_seed_is_drawn_and_logged_if_not_given(caplog: pytest.LogCaptureFixt
 # What a review found: each of these was once a silent or a fatal fault
 
 
-def noisy(sensitivity: float = 1.0) -> Any:
-    from flwr.serverapp.strategy import DifferentialPrivacyServerSideFixedClipping
-
-    return partial(
-        DifferentialPrivacyServerSideFixedClipping,
-        noise_multiplier=sensitivity,
-        clipping_norm=0.05,
-        num_sampled_clients=3,
-    )
-
-
-def test_under_flowers_dp_wrapper_clients_train_on_the_noisy_model() -> None:
-    released, received = [], []
-
-    class Watching(InProcessGrid):
-        def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-            messages = list(messages)
-            for m in messages[:1]:
-                if m.metadata.message_type == "train":
-                    received.append(from_record(m.content.array_records["arrays"]))
-            return super().push_messages(messages)
-
-    inner = FedFOR(alpha=0.5, weighting="uniform", seed=1, fraction_evaluate=0.0)
-    wrapper = noisy()(inner)
-
-    def keep(server_round: int, arrays: ArrayRecord) -> None:
-        released.append(from_record(arrays))
-
-    wrapper.start(
-        grid=Watching(app_of(FedFORClient), 3),
-        initial_arrays=_arrays(),
-        num_rounds=3,
-        train_config=CONFIG,
-        evaluate_fn=keep,
-    )
-    assert len(inner.history) == 3
-    for sent, shown in zip(received, released, strict=False):
-        close(sent, shown, 0.0)
-    assert np.abs(released[1]["0.weight"] - inner.training.model.model["0.weight"]).max() > 0
+def test_another_model_is_taken_up_where_the_rounds_are_driven_from_outside() -> None:
+    """What clients get is what configure_train was handed, and the last step ends there."""
+    strategy = FedFOR(alpha=0.5, weighting="uniform", seed=1, fraction_evaluate=0.0)
+    grid = InProcessGrid(app_of(FedFORClient), 3)
+    arrays = _arrays()
+    for t in (1, 2):
+        messages = list(strategy.configure_train(t, arrays, CONFIG, grid))
+        records = messages[0].content.array_records
+        sent = {name: from_record(record) for name, record in records.items()}
+        close(sent["arrays"], from_record(arrays), 0.0)
+        new, _ = strategy.aggregate_train(t, grid.pull_messages(grid.push_messages(messages)))
+        assert new is not None
+        arrays = to_record({n: a + 0.125 for n, a in from_record(new).items()})
+    first = from_record(_arrays())
+    want = {n: (first[n] - sent["arrays"][n]) / 0.2 for n in first}
+    close(sent["first-order.broadcast"], want, 1e-12)
 
 
-def test_delta_under_a_wrapper_is_refused() -> None:
-    wrapper = noisy()(FedFOR(alpha=0.5, downlink="delta", fraction_evaluate=0.0))
-    with pytest.raises(ValueError, match="needs the strategy's own start"):
-        wrapper.start(
-            grid=InProcessGrid(app_of(FedFORClient), 3),
-            initial_arrays=_arrays(),
-            num_rounds=1,
-            train_config=CONFIG,
-        )
+def test_driven_from_outside_is_the_same_to_the_bit() -> None:
+    """With an exchange before the training and models sent ahead, too."""
+    for make, client in (
+        (lambda: FedFOR(0.5, "delta", overlap=True, fraction_train=0.5, seed=2), FedFORClient),
+        (lambda: RFedAvgPlus(lam=0.5, seed=2), RFedAvgPlusClient),
+    ):
+        ours, driven = make(), make()
+        start(ours, InProcessGrid(app_of(client), 6), 3)
+        grid, arrays = InProcessGrid(app_of(client), 6), _arrays()
+        train, evaluate = driven.prepare(3, train_config=CONFIG)
+        for t in (1, 2, 3):
+            messages = list(driven.configure_train(t, arrays, train, grid))
+            arrays, metrics = driven.aggregate_train(t, grid.send_and_receive(messages))
+            assert metrics is not None
+            messages = list(driven.configure_evaluate(t, arrays, evaluate, grid))
+            driven.aggregate_evaluate(t, grid.send_and_receive(messages))
+        close(from_record(ours.arrays), from_record(driven.arrays), 0.0)
+        for a, b in zip(ours.history, driven.history, strict=True):
+            same = set(a) - {"seconds"}
+            assert {k: a[k] for k in same} == {k: b[k] for k in same}
+
+
+def test_a_training_that_drops_clients_must_say_how_long_it_is() -> None:
+    strategy = FedAvg(seed=1, drop_inactive=1.0)
+    with pytest.raises(ValueError, match="drop_inactive counts with the number of rounds"):
+        strategy.configure_train(1, _arrays(), CONFIG, InProcessGrid(app_of(), 3))
 
 
 def test_mods_see_the_model_and_not_the_step() -> None:
@@ -877,7 +897,7 @@ def test_a_late_double_is_left_out_while_the_first_is_there() -> None:
     strategy = FedAvg(seed=1, population=3, fraction_evaluate=0.0)
     start(strategy, grid, 3)
     assert [e["cohort"] for e in strategy.history] == [[0, 1, 2]] * 3
-    assert strategy.population.node_id(0) == 1000
+    assert strategy.training.population.request("train", {0: Parcel()}).nodes == {0: 1000}
 
 
 def test_a_late_node_that_cannot_say_who_it_is_is_left_out() -> None:
@@ -1144,12 +1164,6 @@ def test_an_unknown_argument_is_named_with_what_was_meant(wrong: Any, match: str
 def test_terms_must_be_instances() -> None:
     with pytest.raises(TypeError, match=r"instances, such as .*FedAvg'> is none"):
         RegStrategy([FedAvg])  # type: ignore[list-item]
-
-
-def test_a_clipping_norm_that_a_wrapper_left_behind_is_refused() -> None:
-    config = {"local-epochs": 1, "clipping_norm": 1.0}
-    with pytest.raises(ValueError, match="'clipping_norm' is for Flower's privacy wrappers"):
-        run(FedAvg(seed=1), FedAvgClient, train=config)
 
 
 def test_an_older_server_is_told_of_the_adapter() -> None:

@@ -154,11 +154,9 @@ def test_a_client_that_sits_out_keeps_its_entries() -> None:
 
 
 def test_a_client_that_lost_its_state_goes_on_with_its_own_model_and_is_named(
-    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    said: list[str] = []
-    log = "flwr_regs.flower.strategy.log"
-    monkeypatch.setattr(log, lambda level, text, *a: said.append(text % a))
+    caplog.set_level("WARNING", logger="flwr")
 
     class Forgetful(InProcessGrid):
         def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
@@ -169,7 +167,7 @@ def test_a_client_that_lost_its_state_goes_on_with_its_own_model_and_is_named(
     run(strategy, FedBNClient, model=model, grid=grid_of(FedBNClient, Forgetful))
     assert not any(e["failures"] for e in strategy.history)
     assert [e["lost_private"] for e in strategy.history] == [[], [1], [1], [1]]
-    assert sum("clients [1] have lost their private entries" in text for text in said) == 3
+    assert caplog.text.count("clients [1] have lost their private entries") == 3
     run(strategy, FedBNClient, model=model, grid=grid_of(FedBNClient))
     assert [e["lost_private"] for e in strategy.history] == [[]] * 4
 

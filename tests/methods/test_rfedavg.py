@@ -333,4 +333,6 @@ def test_delta_is_over_the_whole_local_data_and_of_the_local_model() -> None:
     start(strategy, InProcessGrid(client_app(client_fn), 3), 1)
     for pid, model in local.items():
         want = delta(model, [(x.numpy(), y.numpy()) for x, y in clients[pid]])
-        np.testing.assert_allclose(strategy.training.model.server["rfedavg"][str(pid)], want, atol=1e-12)
+        np.testing.assert_allclose(
+            strategy.training.model.server["rfedavg"][str(pid)], want, atol=1e-12
+        )
