@@ -61,7 +61,7 @@ class Case:
 
 NO_CLASSES = Exempt("It distils class probabilities.", "label counts need integer class labels")
 NO_FEATURES = Exempt(
-    "It compares what enters the output layer.", "no nn.Linear to take for its output"
+    "It compares what enters the output layer.", "no nn.Linear to use as its output"
 )
 OTHER_CLIENTS = Exempt(
     "The pull towards the other clients stays; methods/test_efl.py has the point."

@@ -380,7 +380,7 @@ def test_methods_compose_from_settings_alone(tmp_path: Path) -> None:
         assert small == (name.endswith("Ternary") or name.startswith("Ternary")), name
     assert settings.strategy("FedADC+Ternary").weighting == "uniform"
     assert settings.strategy("Ternary+FedProx").method_name == "proximal+ternary"
-    assert settings.strategy("EFL").participation.incomplete == "scale"
+    assert settings.strategy("EFL").incomplete == "scale"
 
 
 def test_what_does_not_compose_is_refused() -> None:

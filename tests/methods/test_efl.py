@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
+from flwr.app import Array, ConfigRecord, Message, RecordDict
 from flwr.client import NumPyClient
 from torch import nn
 
@@ -829,10 +829,3 @@ def test_the_log_of_steps_is_bounded_in_steps_too(monkeypatch: pytest.MonkeyPatc
 def test_what_compression_does_not_go_with_is_refused() -> None:
     with pytest.raises(ValueError, match="overlap=True sends whole models ahead"):
         EFL(0.1, 0.1, 0.1, overlap=True)
-    arrays, config = (
-        ArrayRecord(make_model().state_dict()),
-        ConfigRecord({"lr": 0.1, "local-epochs": 1}),
-    )
-    for strategy in (EFL(0.1, density_up=0.1), EFL(0.1, None, 0.1), FedAvg(drop_inactive=1.0)):
-        with pytest.raises(ValueError, match="needs the strategy's own start"):
-            strategy.configure_train(1, arrays, config, grid_of(EFLClient, 3))
