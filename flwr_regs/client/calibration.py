@@ -26,8 +26,11 @@ from flwr_regs.chain import chain
 from flwr_regs.client.batches import Batches
 from flwr_regs.client.classifier import find_classifier
 from flwr_regs.client.distillation import self_confidence_loss
+from flwr_regs.client.evaluation import score
+from flwr_regs.client.received import seeded
 from flwr_regs.client.training import LossFn, OptimizerFn, local_round
 from flwr_regs.term import Arrays, ClientContext, Term
+from flwr_regs.wire import keys
 
 
 @dataclass(frozen=True)
@@ -103,3 +106,28 @@ def calibrate(
         train_mode=False,
     )
     return mine
+
+
+def evaluate(
+    model: nn.Module,
+    eval_data: Batches,
+    train_data: Batches,
+    config: Mapping[str, Any],
+    *,
+    loss_fn: LossFn,
+    device: torch.device,
+    **kwargs: Any,
+) -> tuple[float, int, dict[str, float]]:
+    """Return (mean loss, examples, metrics) of `model` on `eval_data`: see :func:`.evaluation.score`.
+
+    Where `config` says ``"personalise"``, the metrics also hold the loss and accuracy of the calibrated
+    model, as ``"personal-loss"`` and ``"personal-accuracy"``. `kwargs` are those of :func:`calibrate`.
+    """
+    loss, count, metrics = score(model, eval_data, loss_fn, device)
+    if "personalise" in config:
+        with seeded(config[keys.SEED_KEY], device):
+            mine = calibrate(model, train_data, config, loss_fn=loss_fn, device=device, **kwargs)
+        personal_loss, _, personal = score(mine, eval_data, loss_fn, device)
+        metrics["personal-loss"] = personal_loss
+        metrics |= {f"personal-{k}": v for k, v in personal.items()}
+    return loss, count, metrics

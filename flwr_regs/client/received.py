@@ -23,14 +23,7 @@ from flwr_regs.term import ClientContext, Slot, Term
 from flwr_regs.wire import keys
 from flwr_regs.wire.arrays import ProtocolError, check_arrays, in_code_order, mask, pack, unpack
 from flwr_regs.wire.codec import decode, encode
-from flwr_regs.wire.config import (
-    EVALUATE_KEYS,
-    FLOWER_KEYS,
-    TRAIN_KEYS,
-    check_config_keys,
-    check_evaluate_config,
-    check_train_config,
-)
+from flwr_regs.wire.config import check_evaluate_config, check_train_config
 
 Terms = Sequence[type[Term]]
 
@@ -101,7 +94,7 @@ class Received:
             "client_id": self._config.get(keys.CLIENT_KEY, -1),
         }
 
-    def answer(self, result: LocalResult) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+    def reply(self, result: LocalResult) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
         """Return (arrays, metrics) to be sent: numbers, texts, and slots as packed bytes.
 
         Where the update is ternary, it is in the metrics, coded, and only buffers that have changed are
@@ -214,12 +207,10 @@ def evaluated_term(method: str, terms: Terms, config: Mapping[str, Any]) -> Chai
 
     Raises ValueError naming an unknown or wrong key.
     """
-    own = [k for k in config if not k.startswith("regs.")]
+    own = {k: v for k, v in config.items() if not k.startswith("regs.")}
     ours = config.get(keys.METHOD_KEY) == method
     term = chain([t.from_config(config) for t in terms] if ours else [])
-    known = [*EVALUATE_KEYS, *FLOWER_KEYS, *term.config()]
-    check_config_keys(own, known, "evaluate_config")
-    check_evaluate_config(config, "evaluate_config")
+    check_evaluate_config(own, also=term.config())
     return term
 
 
@@ -253,11 +244,9 @@ def _method(method: str, terms: Terms, me: str, config: Mapping[str, Any]) -> Ch
             f"{config.get(keys.PROTOCOL_KEY)}; install the same flwr-regs version on both sides"
         )
     term = chain([t.from_config(config) for t in terms])
-    known = [*TRAIN_KEYS, *FLOWER_KEYS, *term.config()]
-    known += [f"{t.name}.{slot}" for t in term.terms for slot in ("broadcast", "client")]
-    own = [k for k in config if not k.startswith("regs.")]
-    check_config_keys(own, known, "train_config")
-    check_train_config(config, "train_config")
+    slots = [f"{t.name}.{slot}" for t in term.terms for slot in ("broadcast", "client")]
+    own = {k: v for k, v in config.items() if not k.startswith("regs.")}
+    check_train_config(own, also=[*term.config(), *slots])
     return term
 
 

@@ -11,13 +11,7 @@ from flwr_regs.server.privacy import CentralDP
 
 
 class AccountedBudget:
-    """What the accountant of a `CentralDP` allows.
-
-    Parameters
-    ----------
-    dp : CentralDP
-        With an accountant.
-    """
+    """What the accountant of a `CentralDP` allows."""
 
     def __init__(self, dp: CentralDP) -> None:
         self._dp = dp

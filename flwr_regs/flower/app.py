@@ -1,9 +1,8 @@
 """`client_app`: a Flower ClientApp around a NumPyClient, for Message-API strategies.
 
-Flower's ``ClientApp(client_fn)`` understands only the older message layout. Two mods bridge that:
-the outer one answers the strategy's identity query, applies the ``"delta"`` downlink and keeps client
-state in ``Context.state``; the inner one translates train and evaluate messages. Nothing heavy
-is imported here: on a SuperNode every message starts a new process.
+Flower's ``ClientApp(client_fn)`` understands only the older message layout. Two mods bridge that: the
+outer one (node.py) does what needs no model, the inner one (translation.py) translates messages. Nothing
+heavy is imported here: on a SuperNode every message starts a new process.
 """
 
 from __future__ import annotations
@@ -72,7 +71,7 @@ class RegClientApp(ClientApp):
     mods : sequence of Flower mods
     label_counts : callable, optional
         ``label_counts(context)`` returns the examples of each class in this client's data, for a strategy
-        with class-covering cohorts. That is information about the data: not told by default.
+        with class-covering cohorts. That is information about the data: off by default.
     """
 
     def __init__(
@@ -85,10 +84,11 @@ class RegClientApp(ClientApp):
             return
 
         @self.query(keys.LABELS.partition(".")[2])
-        def tell(message: Message, context: Context) -> Message:
-            counts = json.dumps([int(n) for n in label_counts(context)])
-            answer = ConfigRecord({keys.LABELS_KEY: counts})
-            return Message(RecordDict({keys.CONFIG: answer}), reply_to=message)
+        def share(message: Message, context: Context) -> Message:
+            counts = ConfigRecord(
+                {keys.LABELS_KEY: json.dumps([int(n) for n in label_counts(context)])}
+            )
+            return Message(RecordDict({keys.CONFIG: counts}), reply_to=message)
 
     def train(
         self, action: str = "default", *, mods: list[Mod] | None = None

@@ -12,9 +12,8 @@ from flwr.client import NumPyClient
 from torch import nn
 
 from flwr_regs.client.batches import Batches, label_counts, resolve_device
-from flwr_regs.client.calibration import calibrate
+from flwr_regs.client.calibration import evaluate
 from flwr_regs.client.classifier import find_classifier
-from flwr_regs.client.evaluation import score
 from flwr_regs.client.received import Received, evaluated_term, load, seeded, to_numpy
 from flwr_regs.client.training import LossFn, OptimizerFn, local_round
 from flwr_regs.term import Term
@@ -141,7 +140,7 @@ class RegClient(NumPyClient):
                 max_seconds=self.time_budget,
                 **received.duration,
             )
-        sent, metrics = received.answer(result)
+        sent, metrics = received.reply(result)
         if received.term.ternary[0]:
             metrics[keys.SENT_KEY] = json.dumps(list(sent))
         return list(sent.values()), result.num_examples, metrics
@@ -162,25 +161,16 @@ class RegClient(NumPyClient):
             )
         term = evaluated_term(self._method_name(), self.terms, config)
         load(self.model, term, self._named(parameters, config), config)
-        device = resolve_device(self.device)
-        loss, count, metrics = score(self.model, self.eval_data, self.loss_fn, device)
-        if "personalise" in config:
-            with seeded(config[keys.SEED_KEY], device):
-                personal = calibrate(
-                    self.model,
-                    self.train_data,
-                    config,
-                    classifier=self.classifier,
-                    loss_fn=self.loss_fn,
-                    optimizer=self.optimizer,
-                    device=device,
-                )
-            personal_loss, _, personal_metrics = score(
-                personal, self.eval_data, self.loss_fn, device
-            )
-            metrics["personal-loss"] = personal_loss
-            metrics |= {f"personal-{k}": v for k, v in personal_metrics.items()}
-        return loss, count, metrics
+        return evaluate(
+            self.model,
+            self.eval_data,
+            self.train_data,
+            config,
+            classifier=self.classifier,
+            loss_fn=self.loss_fn,
+            optimizer=self.optimizer,
+            device=resolve_device(self.device),
+        )
 
     def get_properties(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """Return the label counts, if asked for them and built with ``share_label_counts=True``."""

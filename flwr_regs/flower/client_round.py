@@ -17,7 +17,7 @@ from flwr_regs.flower.client import RegClient
 from flwr_regs.term import Term
 from flwr_regs.wire import keys
 from flwr_regs.wire.arrays import ProtocolError
-from flwr_regs.wire.records import from_record, sorted_answer, to_record
+from flwr_regs.wire.records import from_record, sorted_entries, to_record
 
 Method = type[RegClient] | Sequence[type[Term]]
 """A named client such as ``FedFORClient``, or the term classes of a composition."""
@@ -111,7 +111,7 @@ class ClientRound(LocalTraining):
     def reply(
         self, metrics: Mapping[str, int | float] | None = None, steps: int | None = None
     ) -> Message:
-        """Return the answer to the strategy.
+        """Return the reply to the strategy.
 
         Parameters
         ----------
@@ -122,15 +122,14 @@ class ClientRound(LocalTraining):
         """
         result = self.finish(steps)
         if self._probing:  # finish has put the model back to w_t
-            count, told = self._received.probe(self._data, self.device, self._classifier)
+            count, entries = self._received.probe(self._data, self.device, self._classifier)
             arrays = {}
         else:
-            sent, told = self._received.answer(result)
+            sent, entries = self._received.reply(result)
             arrays, count = {keys.ARRAYS: to_record(sent)}, result.num_examples
-        records, numbers, texts = sorted_answer({**(metrics or {}), **told})
+        records, numbers, texts = sorted_entries({**(metrics or {}), **entries})
         numbers["num-examples"] = count  # n_k is the data's, whatever the metrics say
-        records |= arrays
-        records |= {keys.METRICS: MetricRecord(numbers), keys.CONFIG: ConfigRecord(texts)}
+        records |= {**arrays, keys.METRICS: MetricRecord(numbers), keys.CONFIG: ConfigRecord(texts)}
         return Message(RecordDict(records), reply_to=self._message)
 
 

@@ -30,10 +30,8 @@ def guarded(mods: Sequence[Mod]) -> list[Mod]:
     for mod in mods:
         home = getattr(mod, "__module__", None) or type(mod).__module__
         if home.startswith("flwr.client.mod"):
-            raise TypeError(
-                f"{_name(mod)} of flwr.client.mod reads an older message layout; use the one of "
-                "flwr.clientapp.mod"
-            )
+            older = f"{_name(mod)} of flwr.client.mod reads an older message layout"
+            raise TypeError(f"{older}; use the one of flwr.clientapp.mod")
     private = (fixedclipping_mod, adaptiveclipping_mod)
     return [_guard(m) if m in private or isinstance(m, LocalDpMod) else m for m in mods]
 
@@ -65,9 +63,9 @@ def _guard(mod: Mod) -> Mod:
             reply = call_next(message, context)
             if reply.has_error():
                 return reply
-            told: Any = reply.content.config_records.get(keys.CONFIG, ConfigRecord())
+            said: Any = reply.content.config_records.get(keys.CONFIG, ConfigRecord())
             more = sorted(set(reply.content.array_records) - {keys.ARRAYS})
-            more += [keys.UPDATE_KEY] * (keys.UPDATE_KEY in told)
+            more += [keys.UPDATE_KEY] * (keys.UPDATE_KEY in said)
             if more:
                 return refuse(
                     f"a client that sends {more} beside its model: that stays unprotected"

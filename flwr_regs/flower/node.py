@@ -13,7 +13,7 @@ from flwr.clientapp.typing import ClientAppCallable
 
 from flwr_regs.wire import keys
 from flwr_regs.wire.arrays import NDArrays, pack, unpack
-from flwr_regs.wire.delta import rebuild, rebuild_coded
+from flwr_regs.wire.delta import KINDS, model_from
 from flwr_regs.wire.precision import from_half, to_half
 from flwr_regs.wire.records import from_record, identity_reply, to_record
 
@@ -42,9 +42,18 @@ def node_mod(message: Message, context: Context, call_next: ClientAppCallable) -
         in_full = from_half(from_record(content.array_records[keys.ARRAYS]), config)
         content[keys.ARRAYS] = to_record(in_full)
         del config[keys.HALVES_KEY]
-    if not _apply_step(content, config, state):
-        out_of_sync = ConfigRecord({keys.OUT_OF_SYNC_KEY: True})
-        return Message(RecordDict({keys.CONFIG: out_of_sync}), reply_to=message)
+    if config.get(keys.DOWNLINK_KEY) in KINDS:
+        # Outside the user's mods, so that they see the model and never take a step for one.
+        base = state.model(config[keys.BASE_ROUND_KEY])
+        rebuilt, step = model_from(config, from_record(content.array_records[keys.ARRAYS]), base)
+        if rebuilt is None:  # lost or stale: the server sends the full pair instead
+            out_of_sync = ConfigRecord({keys.OUT_OF_SYNC_KEY: True})
+            return Message(RecordDict({keys.CONFIG: out_of_sync}), reply_to=message)
+        content[keys.ARRAYS] = to_record(rebuilt)
+        if step is not None:
+            content[keys.STEP_KEY] = to_record(step)
+        for key in (keys.STEPS_KEY, keys.BUFFERS_KEY, keys.TIED_KEY):
+            config.pop(key, None)
     slots = state.slots()
     if kind == "evaluate":
         slots = {name: record for name, record in slots.items() if name == keys.PRIVATE_KEY}
@@ -74,31 +83,6 @@ def node_mod(message: Message, context: Context, call_next: ClientAppCallable) -
     if config.get(keys.KEEP_KEY) and model is not None:
         state.keep_model(model)
     return reply
-
-
-def _apply_step(content: RecordDict, config: ConfigRecord, state: NodeState) -> bool:
-    """Turn what came on a ``"delta"`` downlink into the model; False if that is not possible.
-
-    Here, outside the user's mods, so that they see the model and never take a step for one.
-    """
-    kind = config.get(keys.DOWNLINK_KEY)
-    if kind not in ("delta", "ternary", "kept"):
-        return True
-    model = state.model(config[keys.BASE_ROUND_KEY])
-    step = from_record(content.array_records[keys.ARRAYS])
-    if kind == "delta":
-        model = rebuild(model, step, str(config[keys.DIGEST_KEY]))
-    if kind == "ternary":
-        coded: Any = config.pop(keys.STEPS_KEY)
-        buffers: Any = config.pop(keys.BUFFERS_KEY)
-        tied = str(config.pop(keys.TIED_KEY, "{}"))
-        model, step = rebuild_coded(model, coded, step, buffers, str(config[keys.DIGEST_KEY]), tied)
-    if model is None:  # lost or stale: the server sends the full pair instead
-        return False
-    if kind != "kept":
-        content[keys.STEP_KEY] = to_record(step)
-    content[keys.ARRAYS] = to_record(model)
-    return True
 
 
 class NodeState:

@@ -23,14 +23,7 @@ from flwr_regs.server.round import Round
 from flwr_regs.server.training import Training
 from flwr_regs.term import Term
 from flwr_regs.wire import keys
-from flwr_regs.wire.config import (
-    EVALUATE_KEYS,
-    FLOWER_KEYS,
-    TRAIN_KEYS,
-    check_config_keys,
-    check_evaluate_config,
-    check_train_config,
-)
+from flwr_regs.wire.config import check_evaluate_config, check_train_config
 from flwr_regs.wire.records import from_record, to_record
 
 EvaluateFn = Callable[[int, ArrayRecord], MetricRecord | None]
@@ -197,15 +190,14 @@ class RegStrategy(Strategy):
         Returns the (train config, evaluate config) to call these with. Raises ValueError for an unknown,
         missing or wrong key.
         """
-        self._check_train_config(train_config or {})
+        check_train_config(train_config or {})
         if "clipping_norm" in (train_config or {}) and self.options.privacy is None:
             raise ValueError(
                 "train_config key 'clipping_norm' is for Flower's clipping mods on the clients, but nobody "
                 "would add the noise: use privacy=CentralDP(...) on the strategy, or leave it out"
             )
         evaluate = {**(evaluate_config or {})}
-        check_config_keys(evaluate, [*EVALUATE_KEYS, *FLOWER_KEYS], "evaluate_config")
-        check_evaluate_config(evaluate, "evaluate_config")
+        check_evaluate_config(evaluate)
         self._num_rounds, self._timeout = num_rounds, timeout
         self._prepared, self._wrapped = True, False
         return ConfigRecord({**(train_config or {})}), ConfigRecord(evaluate)
@@ -283,7 +275,7 @@ class RegStrategy(Strategy):
         dp = self.options.privacy
         if self._wrapped or ("clipping_norm" in config and dp is None):
             raise ValueError(DRIVEN)
-        self._check_train_config(config)
+        check_train_config(config)
         self._training = Training(
             self.options,
             self.method_name,
@@ -296,10 +288,6 @@ class RegStrategy(Strategy):
         self._trained = self._evaluated = self._released = None
         if private := len(arrays) - len(self._training.model.model):
             log(INFO, "%d of %d arrays stay with the clients", private, len(arrays))
-
-    def _check_train_config(self, config: Mapping[str, Any]) -> None:
-        check_config_keys(config, [*TRAIN_KEYS, *FLOWER_KEYS], "train_config")
-        check_train_config(config, "train_config")
 
     def _mean_of_metrics(
         self, kind: str, metrics: Sequence[Mapping[str, Any]]

@@ -16,7 +16,7 @@ from flwr.common.constant import MessageTypeLegacy
 
 from flwr_regs.wire import keys
 from flwr_regs.wire.arrays import ProtocolError
-from flwr_regs.wire.records import sorted_answer
+from flwr_regs.wire.records import sorted_entries
 
 _LEGACY = {"train": ("fitins", "fitres"), "evaluate": ("evaluateins", "evaluateres")}
 
@@ -52,7 +52,7 @@ def numpyclient_mod(message: Message, context: Context, call_next: ClientAppCall
 
     metrics: dict[str, Any] = dict(content.metric_records[f"{res}.num_examples"])
     metrics["num-examples"] = metrics.pop("num_examples")
-    records, numbers, texts = sorted_answer(content.config_records[f"{res}.metrics"])
+    records, numbers, texts = sorted_entries(content.config_records[f"{res}.metrics"])
     metrics = {**numbers, **metrics}  # n_k is fit's second value, whatever the metrics say
     if message_type == keys.PROBE:
         pass  # no model goes back

@@ -32,8 +32,14 @@ def check_config_keys(config: Iterable[str], known: Iterable[str], where: str) -
             raise ValueError(f"unknown {where} key '{key}' (known: {', '.join(known)}){hint}")
 
 
-def check_train_config(config: Mapping[str, Any], where: str) -> None:
-    """Raise ValueError unless lr is positive and exactly one of the two durations is set."""
+def check_train_config(
+    config: Mapping[str, Any], where: str = "train_config", also: Iterable[str] = ()
+) -> None:
+    """Raise ValueError for an unknown key, or unless lr is positive and one of two durations is set.
+
+    `also` are keys that are known beside the package's and Flower's own.
+    """
+    check_config_keys(config, [*TRAIN_KEYS, *FLOWER_KEYS, *also], where)
     if "lr" not in config:
         raise ValueError(f"{where} lacks the key 'lr', the clients' learning rate")
     lr = config["lr"]
@@ -50,8 +56,14 @@ def check_train_config(config: Mapping[str, Any], where: str) -> None:
         raise ValueError(f"{where} key '{given[0]}' must be a positive integer, not {value!r}")
 
 
-def check_evaluate_config(config: Mapping[str, Any], where: str) -> None:
-    """Raise ValueError if the keys for personalisation are there in part or have wrong values."""
+def check_evaluate_config(
+    config: Mapping[str, Any], where: str = "evaluate_config", also: Iterable[str] = ()
+) -> None:
+    """Raise ValueError for an unknown key, or keys for personalisation in part or with wrong values.
+
+    `also` are keys that are known beside the package's and Flower's own.
+    """
+    check_config_keys(config, [*EVALUATE_KEYS, *FLOWER_KEYS, *also], where)
     kind = config.get("personalise")
     if kind is None:
         if given := [k for k in EVALUATE_KEYS if k in config]:

@@ -3,9 +3,38 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from typing import Any
 
+from flwr_regs.wire import keys
 from flwr_regs.wire.arrays import NDArrays, add, digest, in_code_order, tie, unmask
 from flwr_regs.wire.codec import decode
+
+KINDS = ("delta", "ternary", "kept")
+"""What a message may hold instead of the model."""
+
+
+def model_from(
+    config: Mapping[str, Any], arrays: NDArrays, base: NDArrays | None
+) -> tuple[NDArrays | None, NDArrays | None]:
+    """Return (the server's model, the last step) from a message of one of the `KINDS`.
+
+    `base` is the model that this client kept; None if it has none. The model is None if it cannot be
+    rebuilt, the step if the message has none.
+    """
+    kind = config[keys.DOWNLINK_KEY]
+    if kind == "kept":
+        return base, None
+    if kind == "delta":
+        return rebuild(base, arrays, str(config[keys.DIGEST_KEY])), arrays
+    return rebuild_coded(
+        base,
+        config[keys.STEPS_KEY],
+        arrays,
+        config[keys.BUFFERS_KEY],
+        str(config[keys.DIGEST_KEY]),
+        str(config.get(keys.TIED_KEY, "{}")),
+    )
 
 
 def rebuild(base: NDArrays | None, step: NDArrays, expected_digest: str) -> NDArrays | None:

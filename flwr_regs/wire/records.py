@@ -78,14 +78,14 @@ class _Unread(Mapping[str, np.ndarray]):
         return len(self._record)
 
 
-def sorted_answer(
-    answer: Mapping[str, Any],
+def sorted_entries(
+    reply: Mapping[str, Any],
 ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """Part what a client answers into (its uploads as records, numbers, all that a config carries)."""
+    """Part what a client replies into (its uploads as records, numbers, all that a config carries)."""
     records: dict[str, Any] = {}
     numbers: dict[str, Any] = {}
     texts: dict[str, Any] = {}
-    for key, value in answer.items():
+    for key, value in reply.items():
         if isinstance(value, bytes) and key.endswith(".upload"):
             records[key] = to_record(unpack(value))
         elif isinstance(value, int | float) and not isinstance(value, bool):

@@ -33,10 +33,10 @@ class Exchange:
     """
 
     def __init__(
-        self, server_round: int, messages: list[Message], grid: Grid, timeout: float
+        self, server_round: int, messages: Iterable[Message], grid: Grid, timeout: float
     ) -> None:
         self.server_round = server_round
-        self._messages = messages
+        self._messages = list(messages)
         self._grid = grid
         self._timeout = timeout
         self._lock = Lock()
@@ -45,17 +45,21 @@ class Exchange:
         self._shown: list[tuple[Any, dict[str, Any]]] = []  # instructions, and their config
         self._results: dict[int, tuple[Parameters, list[bytes]]] = {}  # as the server got them
 
+    @property
+    def asks(self) -> list[Message]:
+        """The messages that somebody must reply to, for the server to see a round."""
+        return [m for m in self._messages if m.metadata.message_type != keys.PREFETCH]
+
     def instructions(self, kind: Callable[..., Any]) -> list[Any]:
         """Return (proxy, FitIns or EvaluateIns) for each client that is asked.
 
         The instruction shows the round's config to whoever looks; what travels is the message.
         """
-        asked = [m for m in self._messages if m.metadata.message_type != keys.PREFETCH]
-        for message in asked:
+        for message in self.asks:
             config = message.content.config_records[keys.CONFIG].items()
             shown = {k: v for k, v in config if not k.startswith("regs.")}
             self._shown.append((kind(Parameters([], "numpy.ndarray"), shown), dict(shown)))
-        couriers = [Courier(m.metadata.dst_node_id, self) for m in asked]
+        couriers = [Courier(m.metadata.dst_node_id, self) for m in self.asks]
         return [(courier, ins) for courier, (ins, _) in zip(couriers, self._shown, strict=True)]
 
     def reply_of(self, node_id: int, timeout: float | None) -> Message:

@@ -1,10 +1,8 @@
 """`LegacyStrategy`: the package's strategies in an older project, one of ``ServerAppComponents``.
 
-Flower's older server sends each client arrays without names and a dict of scalars, and has no queries: a
-term's arrays, coded steps or a second exchange do not fit. So what `configure_fit` returns only stands
-for the strategy's own messages. It is addressed to proxies of ours. When the server calls the first of
-them, they send all of the round's messages through the grid that the server's own proxies hold. Clients
-thus get exactly what ``strategy.start`` would send them, and one ``client_app`` serves both.
+Flower's older server sends arrays without names and scalars, and has no queries: what a term sends does
+not fit. So what `configure_fit` returns only stands for the strategy's own messages. Proxies of ours send
+these through the server's own grid, and clients get exactly what ``strategy.start`` would send them.
 """
 
 from __future__ import annotations
@@ -16,9 +14,7 @@ from typing import Any
 from flwr.app import Array, ArrayRecord, Message
 from flwr.common import (
     EvaluateIns,
-    EvaluateRes,
     FitIns,
-    FitRes,
     NDArrays,
     Parameters,
     Scalar,
@@ -28,10 +24,10 @@ from flwr.common.logger import log
 from flwr.server.client_manager import ClientManager
 from flwr.server.client_proxy import ClientProxy
 from flwr.server.strategy import Strategy
+from flwr.serverapp import Grid
 
 from flwr_regs.flower.legacy.exchange import UNSEEN, Exchange, grid_of
 from flwr_regs.flower.strategy import RegStrategy
-from flwr_regs.wire import keys
 
 EvaluateFn = Callable[[int, NDArrays, dict[str, Scalar]], tuple[float, Mapping[str, Scalar]] | None]
 
@@ -39,9 +35,9 @@ EvaluateFn = Callable[[int, NDArrays, dict[str, Scalar]], tuple[float, Mapping[s
 class LegacyStrategy(Strategy):
     """Any strategy of this package as a ``flwr.server.strategy.Strategy``.
 
-    For ``ServerAppComponents(strategy=LegacyStrategy(...), config=ServerConfig(num_rounds=...))``. Weights,
-    cohorts, bytes and history are those of ``strategy.start``, and so are its errors: they end the run.
-    The clients' app must be ``flwr_regs.client_app(client_fn)``; see docs/migration.md.
+    For ``ServerAppComponents(strategy=LegacyStrategy(...), config=ServerConfig(num_rounds=...))``; the
+    clients' app must be ``flwr_regs.client_app(client_fn)``. Weights, history and errors are those of
+    ``strategy.start``. See docs/migration.md.
 
     Parameters
     ----------
@@ -131,41 +127,28 @@ class LegacyStrategy(Strategy):
 
     def configure_fit(
         self, server_round: int, parameters: Parameters, client_manager: ClientManager
-    ) -> list[tuple[ClientProxy, FitIns]]:
+    ) -> list[Any]:
         """Draw the cohort; return who is in it. Their messages go out when the server calls them."""
         if server_round > self.num_rounds:
             raise ValueError(
                 f"the server goes on to round {server_round}, but LegacyStrategy was told "
                 f"num_rounds={self.num_rounds}; give ServerConfig the same number"
             )
-        self._check_unchanged(parameters, f"configure_fit in round {server_round}")
-        grid = grid_of(client_manager)
-        messages = list(
-            self.strategy.configure_train(server_round, self._arrays, self._train, grid)
-        )
-        if all(m.metadata.message_type == keys.PREFETCH for m in messages):
+        grid = self._grid(parameters, client_manager, f"configure_fit in round {server_round}")
+        messages = self.strategy.configure_train(server_round, self._arrays, self._train, grid)
+        self._exchange = Exchange(server_round, messages, grid, self._timeout)
+        if not self._exchange.asks:
             # The server would skip the round without a word; the strategy knows whether that is right.
             self.strategy.aggregate_train(server_round, [])
-            return []
-        self._exchange = Exchange(server_round, messages, grid, self._timeout)
         return self._exchange.instructions(FitIns)
 
     def aggregate_fit(
-        self,
-        server_round: int,
-        results: list[tuple[ClientProxy, FitRes]],
-        failures: list[tuple[ClientProxy, FitRes] | BaseException],
+        self, server_round: int, results: list[Any], failures: list[Any]
     ) -> tuple[Parameters | None, dict[str, Scalar]]:
-        """Average the replies and move the global model; return it with the clients' mean metrics.
+        """Use the replies to move the global model; return it with the clients' mean metrics.
 
-        Raises
-        ------
-        RoundFailed
-            Too few usable replies. Flower's server would go on with the old model.
-        RuntimeError
-            The server sent the instructions by itself, so that the strategy's messages never left.
-        ValueError
-            Something changed the results on their way here.
+        Raises RoundFailed for too few usable replies, RuntimeError if the server sent the instructions
+        itself, and ValueError if something changed the results on their way here.
         """
         replies = self._replies(server_round, "aggregate_fit", results)
         arrays, metrics = self.strategy.aggregate_train(server_round, replies)
@@ -175,29 +158,23 @@ class LegacyStrategy(Strategy):
 
     def configure_evaluate(
         self, server_round: int, parameters: Parameters, client_manager: ClientManager
-    ) -> list[tuple[ClientProxy, EvaluateIns]]:
+    ) -> list[Any]:
         """Draw the clients that evaluate; their messages go out when the server calls them."""
-        self._check_unchanged(parameters, f"configure_evaluate in round {server_round}")
-        grid = grid_of(client_manager)
-        messages = list(
-            self.strategy.configure_evaluate(server_round, self._arrays, self._evaluate, grid)
+        grid = self._grid(parameters, client_manager, f"configure_evaluate in round {server_round}")
+        messages = self.strategy.configure_evaluate(
+            server_round, self._arrays, self._evaluate, grid
         )
-        if not messages:
-            self.strategy.aggregate_evaluate(server_round, [])
-            return []
         self._exchange = Exchange(server_round, messages, grid, self._timeout)
+        if not self._exchange.asks:
+            self.strategy.aggregate_evaluate(server_round, [])
         return self._exchange.instructions(EvaluateIns)
 
     def aggregate_evaluate(
-        self,
-        server_round: int,
-        results: list[tuple[ClientProxy, EvaluateRes]],
-        failures: list[tuple[ClientProxy, EvaluateRes] | BaseException],
+        self, server_round: int, results: list[Any], failures: list[Any]
     ) -> tuple[float | None, dict[str, Scalar]]:
         """Return (mean loss, mean metrics) of the clients; (None, {}) if none could evaluate this time.
 
-        The loss is NaN where the clients, or an `evaluate_metrics_aggr_fn`, report none. Raises what
-        :meth:`aggregate_fit` raises; RoundFailed if no client ever could evaluate.
+        The loss is NaN where nobody reports one. Raises what :meth:`aggregate_fit` raises.
         """
         replies = self._replies(server_round, "aggregate_evaluate", results)
         record = self.strategy.aggregate_evaluate(server_round, replies)
@@ -228,11 +205,13 @@ class LegacyStrategy(Strategy):
         self._tensors = [now[name].data for name in self._initial]
         return Parameters(list(self._tensors), "numpy.ndarray")
 
-    def _check_unchanged(self, parameters: Parameters, where: str) -> None:
+    def _grid(self, parameters: Parameters, manager: ClientManager, where: str) -> Grid:
+        """Return the grid; ValueError if the model was changed on its way back here."""
         if parameters.tensors != self._tensors:
             raise ValueError(
                 f"{where}: these are not the parameters that LegacyStrategy last returned; {UNSEEN}"
             )
+        return grid_of(manager)
 
     def _replies(
         self, server_round: int, where: str, results: Iterable[tuple[ClientProxy, Any]]
