@@ -34,8 +34,6 @@ from flwr_regs import (
 from flwr_regs.chain import chain
 from flwr_regs.client.training import local_round
 from flwr_regs.methods.efl import sparse_ternary
-from flwr_regs.server.aggregation import Reply
-from flwr_regs.server.participation import Participation
 from flwr_regs.term import ClientContext
 from flwr_regs.wire import keys
 from flwr_regs.wire.codec import decode, encode
@@ -563,13 +561,6 @@ def test_a_bound_above_the_share_drops_nobody() -> None:
     assert all(e["cohort"] == [0, 1, 2, 3] for e in strategy.history)
 
 
-def test_the_last_client_is_never_dropped() -> None:
-    who = Participation("average", 1e-9, False)
-    for _ in range(3):
-        who.usable([0, 1], {}, {})
-    assert who.remaining([0, 1], 4, 10, {}) == [1]
-
-
 def test_the_schedule_restarts_when_a_client_arrives() -> None:
     class Late(InProcessGrid):
         rounds = 0
@@ -612,22 +603,6 @@ def test_the_schedule_restarts_when_a_client_arrives() -> None:
 def test_wrong_settings_are_refused(settings: Any, match: str) -> None:
     with pytest.raises(ValueError, match=match):
         FedAvg(**settings)
-
-
-def test_a_client_that_comes_and_goes_restarts_the_schedule_only_twice() -> None:
-    who = Participation("average", None, True)
-    there = [[0, 1], [0], [0, 1], [0], [0, 1], [0], [0, 1]]
-    at = [who.remaining(m, t, 7, {}) and who.schedule_round(t) for t, m in enumerate(there, 1)]
-    assert at == [1, 1, 2, 3, 4, 5, 6]
-
-
-def test_dropped_clients_are_taken_back_when_nobody_else_is_left() -> None:
-    who = Participation("average", 1e-9, False)
-    reply = Reply({}, {}, {}, 1.0)
-    for _ in range(3):
-        who.usable([0, 1], {1: reply}, {})
-    assert who.remaining([0, 1], 4, 10, {}) == [1]
-    assert who.remaining([0], 5, 10, {}) == [0]
 
 
 # What is malformed, unused or does not go together
