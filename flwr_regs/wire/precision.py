@@ -85,4 +85,4 @@ def _to_float16(a: np.ndarray) -> np.ndarray:
 def _widened(coded: np.ndarray, dtype: str) -> np.ndarray:
     if dtype == "float16":
         return coded.astype(np.float32)
-    return np.asarray(coded.astype(np.uint32) << 16).view(np.float32)  # its upper half
+    return np.asarray(coded.astype(np.uint32) << np.uint32(16)).view(np.float32)  # its upper half

@@ -4,26 +4,52 @@ from __future__ import annotations
 
 from flwr_regs.server.aggregation import Reply
 from flwr_regs.server.participation import Participation
+from flwr_regs.server.round import Round
+
+REPLY = Reply({}, {}, {}, 1.0)
+
+
+def ended(who: Participation, cohort: list[int], replies: dict[int, Reply]) -> Round:
+    now = Round(1, cohort=cohort, received=replies)
+    who.select(now)
+    return now
 
 
 def test_the_last_client_is_never_dropped() -> None:
-    who = Participation("average", 1e-9, False)
+    who = Participation("average", 1e-9, False, 10)
     for _ in range(3):
-        who.usable([0, 1], {}, {})
-    assert who.remaining([0, 1], 4, 10, {}) == [1]
+        ended(who, [0, 1], {})
+    assert who.remaining([0, 1], Round(4)) == [1]
 
 
 def test_a_client_that_comes_and_goes_restarts_the_schedule_only_twice() -> None:
-    who = Participation("average", None, True)
+    who = Participation("average", None, True, 7)
     there = [[0, 1], [0], [0, 1], [0], [0, 1], [0], [0, 1]]
-    at = [who.remaining(m, t, 7, {}) and who.schedule_round(t) for t, m in enumerate(there, 1)]
+    at = [who.remaining(m, Round(t)) and who.schedule_round(t) for t, m in enumerate(there, 1)]
     assert at == [1, 1, 2, 3, 4, 5, 6]
 
 
 def test_dropped_clients_are_taken_back_when_nobody_else_is_left() -> None:
-    who = Participation("average", 1e-9, False)
-    reply = Reply({}, {}, {}, 1.0)
+    who = Participation("average", 1e-9, False, 10)
     for _ in range(3):
-        who.usable([0, 1], {1: reply}, {})
-    assert who.remaining([0, 1], 4, 10, {}) == [1]
-    assert who.remaining([0], 5, 10, {}) == [0]
+        ended(who, [0, 1], {1: REPLY})
+    now = Round(4)
+    assert who.remaining([0, 1], now) == [1]
+    assert now.events["dropped_for_good"] == [0]
+    assert who.remaining([0], Round(5)) == [0]
+
+
+def test_a_round_says_what_came_what_was_used_and_why_not_the_rest() -> None:
+    replies = {
+        0: REPLY,
+        1: Reply({}, {}, {}, 1.0, steps=(2, 5)),
+        2: Reply({}, {}, {}, 1.0, steps=(0, 5)),
+    }
+    for incomplete, used in (("average", [0, 1]), ("scale", [0, 1]), ("drop", [0])):
+        now = ended(Participation(incomplete, None, False, 3), [0, 1, 2, 3], replies)
+        assert sorted(now.used) == used
+        assert (now.inactive, now.incomplete) == ([2], [1])
+        assert now.steps == {0: 1, 1: 2, 2: 0}
+        entry = now.entry()
+        assert entry["replies"] == used
+        assert {"bytes_ahead", "train_metrics"} & set(entry) == set()  # there was none
