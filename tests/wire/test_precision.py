@@ -1,0 +1,492 @@
+"""Half precision on the wire: what is rounded, where, and what it does not go with."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import ConfigRecord, RecordDict
+from torch import nn
+
+import flwr_regs as fr
+from flwr_regs import InProcessGrid, RoundFailed, client_app
+from flwr_regs.chain import chain
+from flwr_regs.client.features import FeatureTap
+from flwr_regs.server.aggregation import Reply
+from flwr_regs.server.model import GlobalModel
+from flwr_regs.term import ClientContext
+from flwr_regs.wire import keys
+from flwr_regs.wire import precision as half
+from flwr_regs.wire.arrays import ProtocolError
+from flwr_regs.wire.records import from_record, parcel_of
+from tests.conftest import Batch, close
+from tests.methods.test_laws import SerialisingGrid
+from tests.methods.test_models import (
+    KINDS,
+    METHODS,
+    Counting,
+    Kind,
+    Method,
+    app_of,
+    batch_norm,
+    by_hand,
+    composed,
+    failures,
+    images,
+    perceptron,
+    train,
+    vectors,
+)
+
+
+def in_torch(a: np.ndarray, half: str) -> torch.Tensor:
+    return torch.tensor(a).to(getattr(torch, half))
+
+
+HALVES = ["bfloat16", "float16"]
+PLAIN = Kind("plain", perceptron)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_rounding_is_torchs_to_the_bit(dtype: str) -> None:
+    rng = np.random.default_rng(0)
+    bits = rng.integers(0, 2**32, 200_000, dtype=np.uint32)
+    ties = np.arange(0, 2**16, dtype=np.uint32) << 16 | 0x8000  # halfway between two bfloat16
+    every = np.concatenate([bits, ties]).view(np.float32)
+    # what rounds to infinity is refused; these become infinite in torch as well
+    every = every[
+        ~(torch.tensor(every).to(getattr(torch, dtype)).isinf().numpy() & np.isfinite(every))
+    ]
+    halfway = (np.arange(2048, 4096) * 2 + 1).astype(np.float32) / 4096  # between two float16
+    for a in (every, halfway, np.zeros((0, 3), np.float32), np.asarray(1.1, np.float32)):
+        coded = half.narrow({"a": a}, dtype)["a"]
+        assert coded.shape == a.shape
+        assert coded.itemsize == 2
+        back = half.widen({"a": coded}, {"a"}, dtype)["a"]
+        assert (back.shape, back.dtype) == (a.shape, np.float32)
+        np.testing.assert_array_equal(back, in_torch(a, dtype).float().numpy())
+    same = {"i": np.array([2**24 + 1]), "d": np.array([1 / 3]), "b": np.array([True])}
+    assert all(half.narrow(same, dtype)[n] is a for n, a in same.items())
+
+
+def test_what_a_half_cannot_hold_is_refused() -> None:
+    big = {"x": np.array([1e5, 1.0], np.float32)}
+    with pytest.raises(ProtocolError, match="'x' holds values beyond ±65504"):
+        half.narrow(big, "float16")
+    half.narrow(big, "bfloat16")
+    with pytest.raises(ProtocolError, match=r"'x' holds values beyond ±3.39e38"):
+        half.narrow({"x": np.finfo(np.float32).min.reshape(1)}, "bfloat16")
+    constants = {"x": np.array([np.inf, -np.inf, np.nan], np.float32)}
+    assert np.array_equal(
+        half.widen(half.narrow(constants, "bfloat16"), {"x"}, "bfloat16")["x"],
+        constants["x"],
+        equal_nan=True,
+    )
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_the_master_equals_plain_loops_that_round_where_we_do(dtype: str) -> None:
+    def rounded(t: torch.Tensor) -> torch.Tensor:
+        return t.to(getattr(torch, dtype)).float()
+
+    kind = replace(PLAIN, wire=dtype)
+    _, got = train(kind, METHODS[0], rounds=4)
+    close(got, by_hand(kind, 4, rounded), 0.0)
+    _, whole = train(PLAIN, METHODS[0], rounds=4)
+    apart = max(np.abs(got[n] - whole[n]).max() for n in got)
+    assert 1e-6 < apart < 2e-2
+    assert any((in_torch(a, dtype).float().numpy() != a).any() for a in got.values())
+
+
+class Watching(SerialisingGrid):
+    """Keeps every train message as it travels, and its reply, in Flower's own bytes."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.down: list[Any] = []
+        self.up: list[Any] = []
+
+    def push_messages(self, messages: Any) -> Any:
+        messages = list(messages)
+        self.down += [(m.metadata.message_type, m.content) for m in messages]
+        ids = list(super().push_messages(messages))
+        self.up += [self._replies[i].content for i in ids if not self._replies[i].has_error()]
+        return ids
+
+
+class OneWeight(nn.Module):
+    """A weight of 1 with gradient 1 whatever the data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.v = nn.Parameter(torch.ones(2, 2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.v.sum() + 0 * x.sum()
+
+
+def test_steps_below_the_wires_resolution_add_up_on_the_server() -> None:
+    """Each round's step is 1/32 of what bfloat16 can tell from 1; clients see it once it counts."""
+    step, rounds = 2.0**-13, 24
+    clients = [[(torch.zeros(1, 1), torch.zeros(1))]] * 2
+
+    def client_fn(context: Any) -> Any:
+        mean = lambda output, target: output  # noqa: E731
+        return fr.FedOptClient(OneWeight(), clients[0], device="cpu", loss_fn=mean)
+
+    strategy = fr.FedOpt(
+        lambda p: torch.optim.SGD(p, lr=2.0**-9), wire_dtype="bfloat16", fraction_evaluate=0.0
+    )
+    grid = Watching(client_app(client_fn), 2)
+    result = strategy.start(
+        grid,
+        fr.float32_arrays(OneWeight()),
+        num_rounds=rounds,
+        train_config=ConfigRecord({"lr": 2.0**-4, "local-steps": 1}),
+    )
+    assert (result.arrays["v"].numpy() == 1 - rounds * step).all()
+    sent = [c["arrays"]["v"].numpy()[:1] for kind, c in grid.down if kind == "train"][::2]
+    values = [float(half.widen({"v": v}, {"v"}, "bfloat16")["v"][0, 0]) for v in sent]
+    assert values[:16] == [1.0] * 16
+    assert values[-1] == 1 - 2.0**-8  # the next below 1
+
+
+def wide() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 400), nn.Linear(400, 40), nn.Tanh(), nn.Linear(40, 3))
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize(
+    "method", [METHODS[0], composed(fr.LeaveOneOutMean(0.1))], ids=lambda m: m.name
+)
+def test_the_history_counts_half_the_bytes(method: Method, dtype: str) -> None:
+    full, _ = train(Kind("wide", wide), method, grid=Watching)
+    less, _ = train(Kind("wide", wide, wire=dtype), method, grid=Watching)
+    assert not failures(less)
+
+    def bytes_of(strategy: Any) -> np.ndarray:
+        e = strategy.history[-1]
+        own = [e["bytes_down"][0], e["bytes_up"][0], e["evaluate"]["bytes_down"][0]]
+        return np.array([*own, *([e["bytes_probe_down"][0]] if "bytes_probe_down" in e else [])])
+
+    share = bytes_of(less) / bytes_of(full)
+    assert (share > 0.49).all()
+    assert (share < 0.56).all()  # names and numpy's headers are as long
+
+
+def test_bytes_are_those_of_the_messages() -> None:
+    grids = []
+
+    def grid(*args: Any) -> Watching:
+        grids.append(Watching(*args))
+        return grids[0]
+
+    strategy, _ = train(Kind("wide", wide, wire="bfloat16"), METHODS[0], rounds=1, grid=grid)
+    down = [c for kind, c in grids[0].down if kind == "train"]
+    assert strategy.history[0]["bytes_down"][0] == parcel_of(down[0]).nbytes
+    raw = sum(len(a.data) for a in down[0]["arrays"].values())
+    entries = sum(p.numel() for p in wide().parameters())
+    assert raw == 2 * entries + 6 * 128  # numpy's header is 128 bytes an array
+    assert {a.dtype for a in down[0]["arrays"].values()} == {"uint16"}
+    up = next(c for c in grids[0].up if "arrays" in c)
+    assert {a.dtype for a in up["arrays"].values()} == {"uint16"}
+    assert strategy.history[0]["bytes_up"][0] < 1.05 * raw + 800
+
+
+def test_large_integers_and_doubles_travel_as_they_are() -> None:
+    def build() -> nn.Module:
+        model = Counting()
+        model.steps += 2**40 + 1
+        model.register_buffer("third", torch.tensor(1 / 3, dtype=torch.float64))
+        return model
+
+    _, got = train(Kind("large", build, wire="bfloat16"), METHODS[0])
+    assert got["steps"] == 2**40 + 1 + 3 * 16
+    assert got["third"] == 1 / 3
+    assert got["trained"].all()
+
+
+class Forgetful(SerialisingGrid):
+    """Partition 1 loses its state between the two exchanges of every round."""
+
+    def push_messages(self, messages: Any) -> Any:
+        messages = list(messages)
+        if messages[0].metadata.message_type == "train":
+            self._contexts[1001].state = RecordDict()
+        return super().push_messages(messages)
+
+
+def test_a_client_that_lost_the_model_of_its_probe_is_sent_it_again() -> None:
+    kind = replace(PLAIN, wire="bfloat16")
+    method = composed(fr.LeaveOneOutMean(0.1))
+    plain, want = train(kind, method, grid=SerialisingGrid)
+    strategy, got = train(kind, method, grid=Forgetful)
+    assert not failures(strategy)
+    close(got, want, 0.0)
+    assert strategy.history[1]["bytes_down"][1] > plain.history[1]["bytes_down"][1] + 60
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_private_entries_are_not_rounded_on_the_client(dtype: torch.dtype) -> None:
+    kind = Kind("bn", batch_norm, images, dtype, "bfloat16")
+    grids = []
+
+    def grid(*args: Any) -> Watching:
+        grids.append(Watching(*args))
+        return grids[0]
+
+    train(kind, Method("FedBN", fr.FedBN, fr.FedBNClient), grid=grid)
+    records = grids[0]._contexts[1000].state.array_records
+    (key,) = (k for k in records if k.endswith(keys.PRIVATE_KEY))
+    kept = from_record(records[key])
+    assert {a.dtype for n, a in kept.items() if "num_batches" not in n} == {np.dtype(np.float32)}
+    short = all(
+        (in_torch(a, "bfloat16").float().numpy() == a).all()
+        for n, a in kept.items()
+        if "num_batches" not in n
+    )
+    assert short == (dtype == torch.bfloat16)
+
+
+def test_a_variance_becomes_the_clients_mean_and_stays_positive() -> None:
+    model = {"w": np.float32([0.7]), "var": np.float32([0.35]), "frozen": np.float32([0.7])}
+    state = GlobalModel(chain([]), model, "bfloat16")
+    state.buffers = frozenset({"var", "frozen"})
+    given = state.given
+    assert given["var"] != model["var"]
+    end = {**given, "w": given["w"] + np.float32(0.125), "var": np.float32([2.0**-20])}
+    replies = {0: Reply(end, {}, {}, 1.0)}
+    state.advance(replies, {0: 1.0}, state.context(1, 0.1))
+    assert 0 <= state.model["var"] < 1e-6
+    assert state.model["frozen"] == np.float32(0.7)
+    assert state.model["w"] == np.float32(0.7) + np.float32(0.125)
+
+
+def with_data(kind: Kind, spoil: Callable[[torch.Tensor], torch.Tensor]) -> Kind:
+    """Spoil the data of client 1."""
+
+    def data(pid: int, dtype: torch.dtype) -> list[Batch]:
+        return [(spoil(x) if pid else x, y) for x, y in kind.data(pid, dtype)]
+
+    return replace(kind, data=data)
+
+
+def test_nan_does_not_pass_for_a_number() -> None:
+    kind = with_data(replace(PLAIN, wire="bfloat16"), lambda x: x * float("nan"))
+    strategy, got = train(kind, METHODS[0])
+    assert all("holds NaN or infinity" in e["failures"][1] for e in strategy.history)
+    assert all(np.isfinite(a).all() for a in got.values())
+
+
+def test_an_update_beyond_the_range_costs_only_its_client() -> None:
+    def build() -> nn.Module:
+        model = perceptron()
+        model.register_buffer("sum", torch.zeros(()))
+        model.register_forward_pre_hook(lambda m, x: setattr(m, "sum", x[0].abs().max()))
+        return model
+
+    kind = with_data(Kind("sum", build, wire="float16"), lambda x: x * 1e6)
+    strategy, _ = train(kind, METHODS[0])
+    assert all("'sum' holds values beyond ±65504" in e["failures"][1] for e in strategy.history)
+    assert all(e["replies"] == [0] for e in strategy.history)
+
+
+def test_a_model_that_leaves_the_range_ends_the_run_before_it_is_taken() -> None:
+    method = Method(
+        "", lambda **kw: fr.FedOpt(lambda p: torch.optim.SGD(p, lr=1e7), **kw), fr.FedOptClient
+    )
+    with pytest.raises(RoundFailed, match=r"diverged: array '.*' holds values beyond ±65504"):
+        train(replace(PLAIN, wire="float16"), method)
+
+
+@pytest.mark.parametrize(
+    ("build", "match"),
+    [
+        (
+            lambda: fr.FedAvg(wire_dtype="int8"),
+            r"wire_dtype must be one of \('bfloat16', 'float16'\)",
+        ),
+        (lambda: fr.FedFOR(wire_dtype="float16", downlink="delta"), "needs downlink='model'"),
+        (lambda: fr.EFL(0.1, 0.1, None, wire_dtype="bfloat16"), "does not go with compression"),
+        (lambda: fr.EFL(0.1, None, 0.1, wire_dtype="bfloat16"), "does not go with compression"),
+    ],
+)
+def test_what_half_precision_does_not_go_with_is_refused(build: Any, match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        build()
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "match"),
+    [
+        (
+            Kind("", perceptron, dtype=torch.float64),
+            {"wire_dtype": "bfloat16"},
+            r"only \['float64'\]",
+        ),
+        (
+            Kind("", perceptron, dtype=torch.bfloat16, wire="bfloat16"),
+            {"wire_dtype": None},
+            "holds bfloat16 in .*only if the strategy has wire_dtype='bfloat16', not None",
+        ),
+        (
+            Kind("", perceptron, dtype=torch.bfloat16, wire="bfloat16"),
+            {"wire_dtype": "float16"},
+            "holds bfloat16 in .*wire_dtype='bfloat16', not 'float16'",
+        ),
+        (
+            Kind("", perceptron, dtype=torch.float16, wire="float16"),
+            {"wire_dtype": "bfloat16"},
+            "dtype torch.float32, expected torch.float16",
+        ),
+    ],
+)
+def test_models_of_another_precision_are_refused(kind: Kind, settings: Any, match: str) -> None:
+    with pytest.raises((RoundFailed, ValueError), match=match):
+        train(kind, METHODS[0], **settings)
+
+
+def test_a_start_beyond_the_range_is_refused() -> None:
+    def build() -> nn.Module:
+        model = perceptron()
+        model.register_buffer("mask", torch.full((2,), torch.finfo(torch.float32).min))
+        return model
+
+    with pytest.raises(ValueError, match="'mask' holds values beyond"):
+        train(Kind("", build, wire="bfloat16"), METHODS[0])
+
+
+def test_a_reply_that_is_not_in_the_rounds_precision_is_named() -> None:
+    class Bare(InProcessGrid):
+        def push_messages(self, messages: Any) -> Any:
+            ids = list(super().push_messages(messages))
+            for i in ids:
+                content = self._replies[i].content
+                if "arrays" in content and self._replies[i].metadata.src_node_id == 1001:
+                    del content["config"]["regs.halves"]
+            return ids
+
+    strategy, _ = train(replace(PLAIN, wire="bfloat16"), METHODS[0], grid=Bare)
+    assert all("expected a mask of 4 bits" in e["failures"][1] for e in strategy.history)
+    with pytest.raises(ProtocolError, match="'x' has dtype float32, expected uint16"):
+        half.widen({"x": np.zeros(2, np.float32)}, {"x"}, "bfloat16")
+
+
+def test_float32_arrays_leaves_the_model_as_it_is() -> None:
+    model = Counting().to(torch.bfloat16)
+    arrays = fr.float32_arrays(model)
+    assert model.body.get_submodule("0").weight.dtype == torch.bfloat16
+    assert arrays["body.0.weight"].dtype == "float32"
+    assert arrays["steps"].dtype == "int64"
+    again = Counting().to(torch.bfloat16)
+    again.load_state_dict(arrays.to_torch_state_dict())
+    for n, v in model.state_dict().items():
+        assert torch.equal(again.state_dict()[n], v)
+
+
+def test_a_client_gives_a_bfloat16_model_as_float32() -> None:
+    client = fr.FedAvgClient(perceptron().to(torch.bfloat16), [])
+    assert {a.dtype for a in client.get_parameters({})} == {np.dtype(np.float32)}
+
+
+def test_mods_see_float32() -> None:
+    seen = []
+
+    def mod(message: Any, context: Any, call_next: Any) -> Any:
+        seen.append({a.dtype for a in message.content["arrays"].values()})
+        reply = call_next(message, context)
+        if "arrays" in reply.content:
+            seen.append({a.dtype for a in reply.content["arrays"].values()})
+        return reply
+
+    def client_fn(context: Any) -> Any:
+        return fr.FedAvgClient(PLAIN.model(), vectors(0), vectors(0), device="cpu")
+
+    fr.FedAvg(wire_dtype="bfloat16").start(
+        InProcessGrid(client_app(client_fn, mods=[mod]), 2),
+        PLAIN.arrays(),
+        num_rounds=1,
+        train_config=ConfigRecord({"lr": 0.1, "local-epochs": 2}),
+    )
+    assert seen == [{"float32"}] * 6
+
+
+def test_the_mods_import_no_torch() -> None:
+    code = "import sys, flwr_regs.flower.app; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_features_are_summed_in_float32() -> None:
+    """A bfloat16 sum of ones stops at 256."""
+    model = nn.Sequential(nn.Linear(1, 2)).to(torch.bfloat16)
+    ones = [(torch.ones(1, 1, dtype=torch.bfloat16), torch.zeros(1))] * 400
+    assert FeatureTap(model).mean(ones, torch.device("cpu")).tolist() == [1.0]
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_distillation_is_computed_in_float32(dtype: str) -> None:
+    g = torch.Generator().manual_seed(1)
+    term = fr.SelfDistillation(1.0, 2.0)
+    outputs = [(4 * torch.randn(6, 3, generator=g)).to(getattr(torch, dtype)) for _ in range(2)]
+
+    def loss(wide: bool) -> torch.Tensor:
+        a, b = (o.float() if wide else o for o in outputs)
+        ctx = ClientContext(
+            start={},
+            lr=0.1,
+            num_steps=1,
+            targets=torch.arange(6) % 3,
+            output=a,
+            start_output=b,
+            label_counts=torch.tensor([1, 2, 3]),
+        )
+        return term.loss(torch.zeros(()), {}, ctx)  # type: ignore[no-any-return]
+
+    assert float(loss(False)) == float(loss(True))
+
+
+@pytest.mark.parametrize(
+    "kind",  # a tied embedding is refused, being its own classifier
+    [k for k in KINDS if "16" in k.name and "tied" not in k.name],
+    ids=lambda k: k.name,
+)
+def test_half_precision_can_be_personalised(kind: Kind) -> None:
+    strategy = fr.FedAvg(seed=2, wire_dtype=kind.wire)
+    strategy.start(
+        InProcessGrid(app_of(kind, METHODS[0]), 2),
+        kind.arrays(),
+        num_rounds=1,
+        train_config=ConfigRecord({"lr": 0.1, "local-epochs": 1}),
+        evaluate_config=ConfigRecord({"personalise": "both", "personal-lr": 0.05}),
+    )
+    assert not failures(strategy)
+    assert "personal-accuracy" in strategy.history[0]["evaluate"]["clients"][1]
+
+
+def test_private_bfloat16_needs_no_half_precision_on_the_wire() -> None:
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.head = nn.Linear(4, 4), nn.Linear(4, 3, dtype=torch.bfloat16)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.head(self.body(x).to(torch.bfloat16)).float()  # type: ignore[no-any-return]
+
+    strategy = fr.FedPer("head.*", seed=2)
+
+    def client_fn(context: Any) -> Any:
+        return fr.FedPerClient(Mixed(), vectors(0), vectors(0), device="cpu")
+
+    strategy.start(
+        InProcessGrid(client_app(client_fn), 2),
+        fr.float32_arrays(Mixed()),
+        num_rounds=2,
+        train_config=ConfigRecord({"lr": 0.1, "local-epochs": 1}),
+    )
+    assert not failures(strategy)
