@@ -1,0 +1,70 @@
+"""Clients in plain numpy behind the server's network: no Flower, no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import Any
+
+import numpy as np
+
+from flwr_regs.server.network import Replies, Request
+from flwr_regs.wire import keys
+from flwr_regs.wire.arrays import NDArrays, mask
+from flwr_regs.wire.parcel import Parcel, Record
+
+Client = Callable[[int, Request, Parcel], Parcel | str | None]
+
+
+class NumpyNetwork:
+    """Serves partitions 0 … n − 1 at nodes 100 … 100 + n − 1, each by `client`.
+
+    A client returns its reply, a text for an error, or None for silence. `here` are the nodes that are
+    connected, `asked` is every (kind, partition id) in order.
+    """
+
+    def __init__(self, n: int, client: Client) -> None:
+        self.here = set(range(100, 100 + n))
+        self.size = n
+        self.asked: list[tuple[str, int]] = []
+        self._client = client
+
+    def nodes(self) -> Collection[int]:
+        return list(self.here)
+
+    def ask(self, request: Request, timeout: float | None = None) -> Replies:
+        came: dict[int, Parcel] = {}
+        failures: dict[int, str] = {}
+        silent = []
+        for pid, parcel in request.parcels.items():
+            self.asked.append((request.kind, pid))
+            reply = self._client(request.nodes[pid] - 100, request, parcel)
+            if isinstance(reply, Parcel):
+                came[pid] = reply
+            else:
+                failures[pid] = reply or "no reply in time"
+                silent += [pid] * (reply is None)
+        return Replies(came, failures, silent)
+
+
+def quadratic(curvature: Any, centre: Any, fixed: Collection[str] = ()) -> Client:
+    """Clients of ``f_k(v) = a_k/2 ‖v − c_k‖²`` with ``k + 1`` examples; `fixed` names are not trained."""
+
+    def client(k: int, request: Request, parcel: Parcel) -> Parcel:
+        if request.kind == keys.IDENTIFY:
+            return Parcel(config={"partition-id": k, "num-partitions": len(curvature)})
+        v: NDArrays = {n: np.array(a) for n, a in parcel.records[keys.ARRAYS].items()}
+        config = parcel.config
+        if request.kind == "evaluate":
+            loss = sum(float(((a - centre[k]) ** 2).sum()) for a in v.values())
+            return Parcel(metrics={"num-examples": k + 1, "loss": loss})
+        for _ in range(config["local-steps"]):
+            for name in set(v) - set(fixed):
+                v[name] = v[name] - config["lr"] * curvature[k] * (v[name] - centre[k])
+        steps = {"local-steps": config["local-steps"], "planned-steps": config["local-steps"]}
+        return Parcel(
+            {keys.ARRAYS: Record(v)},
+            {keys.METHOD_KEY: config[keys.METHOD_KEY], keys.BUFFERS_KEY: mask(fixed, v)},
+            {"num-examples": k + 1, **steps},
+        )
+
+    return client

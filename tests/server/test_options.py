@@ -1,0 +1,82 @@
+"""A strategy's settings: each row of the two tables refuses what it says, with its own sentence."""
+
+from __future__ import annotations
+
+from dataclasses import FrozenInstanceError
+from typing import Any
+
+import pytest
+
+import flwr_regs as fr
+from flwr_regs.server.options import PAIRS, RANGES, Options
+
+WRONG: dict[str, tuple[Any, str]] = {
+    "weighting": ("equal", "weighting must be 'num-examples' or 'uniform', not 'equal'"),
+    "seed": (-1, "seed must not be negative, but is -1"),
+    "downlink": ("full", "downlink must be 'model' or 'delta', not 'full'"),
+    "wire_dtype": (
+        "int8",
+        r"wire_dtype must be one of \('bfloat16', 'float16'\) or None, not 'int8'",
+    ),
+    "cohorts": ("all", "cohorts must be 'uniform' or 'class-covering', not 'all'"),
+    "incomplete": ("wait", "incomplete must be 'average', 'scale' or 'drop', not 'wait'"),
+    "drop_inactive": (0.0, "drop_inactive must be positive or None, not 0.0"),
+    "min_replies": (0, "min_replies must be at least 1, not 0"),
+    "population": (0, "population must be at least 1, not 0"),
+    "wait_timeout": (-1.0, "wait_timeout must not be negative, but is -1.0"),
+    "fraction_train": (1.5, r"fraction_train must lie in \[0, 1\], not 1.5"),
+    "fraction_evaluate": (-0.5, r"fraction_evaluate must lie in \[0, 1\], not -0.5"),
+    "min_train_nodes": (-1, "min_train_nodes must be a whole number of at least 0, not -1"),
+    "min_evaluate_nodes": (1.5, "min_evaluate_nodes must be a whole number of at least 0, not 1.5"),
+    "min_available_nodes": (-2, "min_available_nodes must be a whole number of at least 0"),
+}
+
+
+@pytest.mark.parametrize("name", [name for name, _, _ in RANGES])
+def test_a_setting_out_of_range_is_refused(name: str) -> None:
+    value, sentence = WRONG[name]
+    with pytest.raises(ValueError, match=sentence):
+        fr.FedAvg(**{name: value})
+
+
+DP = {"privacy": fr.CentralDP(1.0, 1.0), "weighting": "uniform"}
+TOGETHER: list[tuple[Any, dict[str, Any], str]] = [
+    # in the order of PAIRS: a method, its settings, the sentence
+    (fr.FedAvg, {"arrayrecord_key": "weights"}, "record keys are part of the protocol"),
+    (fr.EFL, {"lam": 0.0, "density_up": 0.1, "wire_dtype": "float16"}, "not go with compression"),
+    (fr.FedFOR, {"downlink": "delta", "wire_dtype": "float16"}, "needs downlink='model'"),
+    (fr.FedFOR, {"overlap": True}, "overlap=True needs downlink='delta'"),
+    (fr.EFL, {"lam": 0.0, "density_down": 0.1, "overlap": True}, "sends whole models ahead"),
+    (fr.EFL, {"lam": 0.1, **DP}, r"CentralDP.*\['elastic'\] send more than their update"),
+    (fr.FedAvg, {"cohorts": "class-covering", **DP}, "label counts without noise"),
+    (fr.FedAvg, {**DP, "weighting": "num-examples"}, "use weighting='uniform'"),
+    (fr.FedAvg, {"incomplete": "scale", **DP}, "use incomplete='average' or 'drop'"),
+    (fr.FedAvg, {"drop_inactive": 1.0, **DP}, "drop_inactive draws the cohorts"),
+]
+
+
+@pytest.mark.parametrize("row", range(len(PAIRS)))
+def test_settings_that_exclude_each_other_are_refused(row: int) -> None:
+    method, settings, sentence = TOGETHER[row]
+    with pytest.raises(ValueError, match=sentence) as refused:
+        method(**settings)
+    text = PAIRS[row][1]
+    start = text[: text.index("{")] if "{" in text else text
+    assert str(refused.value).startswith(start)  # by this very row
+
+
+def test_settings_are_frozen_and_can_be_read_off_the_strategy() -> None:
+    strategy = fr.FedFOR(0.5, seed=4, fraction_train=0.25, min_replies=2)
+    assert isinstance(strategy.options, Options)
+    for name in Options.names():
+        assert getattr(strategy, name) == getattr(strategy.options, name)
+    assert (strategy.seed, strategy.fraction_train, strategy.weighting) == (4, 0.25, "num-examples")
+    with pytest.raises(FrozenInstanceError):
+        strategy.options.seed = 5  # type: ignore[misc]
+    with pytest.raises(AttributeError, match="'FedFOR' object has no attribute 'fraction_fit'"):
+        strategy.fraction_fit  # noqa: B018
+
+
+def test_a_compressed_downlink_is_a_delta_downlink() -> None:
+    assert fr.EFL(0.0, density_down=0.1).downlink == "delta"
+    assert fr.EFL(0.0, density_up=0.1).downlink == "model"

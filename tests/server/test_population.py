@@ -1,0 +1,110 @@
+"""Who is there: waiting, leaving, coming back, and nodes that do not reply."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+import pytest
+
+from flwr_regs.server.network import Request
+from flwr_regs.server.population import Population, PopulationError
+from flwr_regs.wire.parcel import Parcel
+from tests.server.network import NumpyNetwork
+
+
+def network_of(
+    n: int, claims: dict[int, int] | None = None, total: int | None = None
+) -> NumpyNetwork:
+    """`n` nodes; node k serves partition `claims[k]`, by default k; `mute` ones fail or keep silent."""
+
+    def client(k: int, request: Request, parcel: Parcel) -> Parcel | str | None:
+        if k in mute:
+            return mute[k]
+        config = {"partition-id": (claims or {}).get(k, k)}
+        return Parcel(config=config | ({"num-partitions": total} if total else {}))
+
+    mute: dict[int, str | None] = {}
+    network = NumpyNetwork(n, client)
+    network.mute = mute  # type: ignore[attr-defined]
+    return network
+
+
+def test_a_node_that_comes_back_is_here_again() -> None:
+    network = network_of(3)
+    who = Population(2, 3, 1.0)
+    assert who.refresh(network) == [0, 1, 2]
+    network.here.remove(101)
+    assert who.refresh(network) == [0, 2]
+    network.here.add(101)
+    assert who.refresh(network) == [0, 1, 2]
+
+
+@pytest.mark.parametrize("silence", ["it is starting", None], ids=["error", "silence"])
+def test_a_node_that_returns_and_does_not_reply_at_first_is_asked_again(
+    silence: str | None,
+) -> None:
+    """With a new node id, as a restarted SuperNode; the run went on without it, or ended for want of it."""
+    network = network_of(4, {3: 1})
+    network.here = {100, 101, 102}
+    who = Population(3, 3, 10.0)
+    assert who.refresh(network) == [0, 1, 2]
+    network.here = {100, 102, 103}
+    network.mute[3] = silence  # type: ignore[attr-defined]
+    asks = len(network.asked)
+
+    def wake(kind: str, pid: int) -> None:
+        if len(network.asked) > asks + 1:
+            network.mute.clear()  # type: ignore[attr-defined]
+
+    client, network._client = network._client, lambda k, r, p: (wake(r.kind, k), client(k, r, p))[1]
+    began = time.monotonic()
+    assert who.refresh(network) == [0, 1, 2]
+    assert time.monotonic() - began < 5
+    assert who.request("train", {1: Parcel()}).nodes == {1: 103}
+
+
+def test_a_mute_node_is_not_asked_in_every_round() -> None:
+    network = network_of(3)
+    who = Population(2, 2, 1.0)
+    network.here = {100, 101}
+    who.refresh(network)
+    network.here.add(102)
+    network.mute[2] = None  # type: ignore[attr-defined]
+    for _ in range(50):
+        assert who.refresh(network) == [0, 1]
+    assert network.asked.count(("query.flwr_regs", 102)) == 1
+
+
+def test_the_wait_ends_with_those_who_came_and_the_others_are_named(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.WARNING, logger="flwr")
+    for who, network in (
+        (Population(2, 5, 0.2), network_of(3)),
+        (Population(2, None, 0.2), network_of(3, total=5)),
+    ):
+        caplog.clear()
+        assert who.refresh(network) == [0, 1, 2]
+        assert "training starts without partitions [3, 4] after 0 s" in caplog.text
+        assert who.refresh(network) == [0, 1, 2]  # and does not wait again
+    caplog.clear()
+    odd = Population(2, 5, 0.2)
+    assert odd.refresh(network_of(3, {0: 70, 1: 80, 2: 90})) == [70, 80, 90]
+    assert "training starts without 2 of 5 clients" in caplog.text
+
+
+def test_fewer_than_the_minimum_is_an_error_that_counts_them() -> None:
+    with pytest.raises(
+        PopulationError, match=r"3 of 5 clients came within 0 s \(partitions \[0, 1, 2\]\)"
+    ):
+        Population(4, 5, 0.2).refresh(network_of(3))
+
+
+def test_a_node_that_cannot_say_who_it_is_is_refused_before_training() -> None:
+    network = network_of(3)
+    network.mute[1] = "unknown message type"  # type: ignore[attr-defined]
+    with pytest.raises(PopulationError, match=r"node 101 does not .*unknown message type"):
+        Population(2, 3, 1.0).refresh(network)
+    with pytest.raises(PopulationError, match="nodes 100 and 101 both serve partition-id 0"):
+        Population(2, 3, 1.0).refresh(network_of(3, {1: 0}))

@@ -1,0 +1,221 @@
+"""A training on the server's own values: whole rounds over a network of numpy clients."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+
+from flwr_regs.chain import chain
+from flwr_regs.server.evaluation import evaluation
+from flwr_regs.server.network import Request, run
+from flwr_regs.server.options import Options
+from flwr_regs.server.round import RoundFailed
+from flwr_regs.server.training import Training
+from flwr_regs.term import Arrays, ServerContext, Slot, Term
+from flwr_regs.wire import keys
+from flwr_regs.wire.arrays import NDArrays
+from flwr_regs.wire.parcel import Parcel, Record
+from tests.conftest import ROOT
+from tests.server.network import NumpyNetwork, quadratic
+
+CONFIG = {"lr": 0.1, "local-steps": 3}
+CURVATURE, CENTRE = (1.0, 4.0, 2.0), (-1.0, 2.0, 0.5)
+
+
+def mean_of(kind: str, metrics: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    return {"loss": float(np.mean([m.get("loss", 0.0) for m in metrics]))}
+
+
+def training(
+    terms: Sequence[Term] = (), model: NDArrays | None = None, num_rounds: int = 5, **settings: Any
+) -> Training:
+    options = Options.of(chain(terms), seed=3, min_train_nodes=1, **settings)
+    w = {"w": np.zeros(2)} if model is None else model
+    return Training(options, "FedAvg", w, num_rounds, mean_of)
+
+
+def test_client_server_and_wire_load_without_flower_and_the_server_without_torch() -> None:
+    code = f"""
+import importlib, pathlib, sys
+sys.modules["flwr"] = None
+for folder in ("server", "wire", "client"):
+    if folder == "client":
+        assert "torch" not in sys.modules
+    for path in sorted(pathlib.Path({str(ROOT)!r}, "flwr_regs", folder).glob("*.py")):
+        if path.stem not in ("__init__", "records"):
+            importlib.import_module(f"flwr_regs.{{folder}}.{{path.stem}}")
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
+def test_whole_rounds_without_flower_are_the_closed_form() -> None:
+    """FedAvg on quadratics: w ← Σ p_k (c_k + (1 − η a_k)^K (w − c_k))."""
+    train = training()
+    network = NumpyNetwork(3, quadratic(CURVATURE, CENTRE))
+    w, p = 0.0, np.array([1, 2, 3]) / 6
+    for t in range(1, 6):
+        now = run(train.round(t, CONFIG, network), network)
+        left = (1 - 0.1 * np.array(CURVATURE)) ** 3
+        w = float((p * (CENTRE + left * (w - np.array(CENTRE)))).sum())
+        np.testing.assert_allclose(train.model.model["w"], w, rtol=1e-12)
+        assert (now.number, now.cohort, sorted(now.used), now.failures) == (
+            t,
+            [0, 1, 2],
+            [0, 1, 2],
+            {},
+        )
+        assert now.bytes_down == {0: now.bytes_down[0], 1: now.bytes_down[0], 2: now.bytes_down[0]}
+    assert [e["round"] for e in train.history] == [1, 2, 3, 4, 5]
+    got = run(evaluation(train, 5, train.model.model, {}, network), network)
+    assert got == {"loss": pytest.approx(np.mean([2 * (w - c) ** 2 for c in CENTRE]))}
+    assert set(train.history[-1]["evaluate"]["clients"]) == {0, 1, 2}
+
+
+def test_a_failed_client_is_named_and_a_failed_round_changes_nothing() -> None:
+    good = quadratic(CURVATURE, CENTRE)
+    broken: dict[int, str | None] = {1: "the disk is full", 2: None}
+
+    def client(k: int, request: Request, parcel: Parcel) -> Parcel | str | None:
+        return broken[k] if request.kind == "train" and k in broken else good(k, request, parcel)
+
+    network = NumpyNetwork(3, client)
+    train = training(min_replies=1)
+    now = run(train.round(1, CONFIG, network), network)
+    assert now.failures == {1: "the disk is full", 2: "no reply in time"}
+    assert train.history[0]["replies"] == [0]
+    before = dict(train.model.model)
+    strict = training(min_replies=2)
+    with pytest.raises(RoundFailed, match=r"1 usable replies from a cohort of 3, needed 2"):
+        run(strict.round(1, CONFIG, network), network)
+    assert strict.history[0]["failures"] == now.failures
+    assert (strict.model.model["w"] == 0).all()
+    broken[0] = "gone too"
+    with pytest.raises(RoundFailed, match=r"clients \[0\] failed: gone too"):
+        run(train.round(2, CONFIG, network), network)
+    np.testing.assert_array_equal(train.model.model["w"], before["w"])
+
+
+def test_a_course_that_is_left_in_the_middle_changes_nothing() -> None:
+    network = NumpyNetwork(3, quadratic(CURVATURE, CENTRE))
+    train = training()
+    course = train.round(1, CONFIG, network)
+    (request,) = next(course)
+    assert (request.kind, sorted(request.parcels)) == ("train", [0, 1, 2])
+    course.close()
+    assert (train.model.model["w"] == 0).all()
+    run(train.round(1, CONFIG, network), network)
+    assert [e["round"] for e in train.history] == [1]
+
+
+# What terms see
+
+
+@dataclass(frozen=True)
+class Witness(Term):
+    """Notes the names that it is shown."""
+
+    name: ClassVar[str] = "witness"
+    server_only: ClassVar[bool] = True
+    seen: dict[str, list[set[str]]] = field(default_factory=dict)
+
+    def _note(self, hook: str, names: Mapping[str, Any]) -> None:
+        self.seen.setdefault(hook, []).append(set(names))
+
+    def init(self, params: Arrays) -> Slot:
+        self._note("init", params)
+        return {n: 0 * p for n, p in params.items()}
+
+    def broadcast(self, server: Slot, ctx: ServerContext) -> Slot:
+        self._note("broadcast", ctx.params)
+        return {}
+
+    def update(self, server: Slot, delta: Arrays, uploads: Any, ctx: ServerContext) -> Any:
+        self._note("update", ctx.params)
+        self._note("delta", delta)
+        return {n: s + delta[n] for n, s in server.items()}, delta
+
+
+BATCH_NORM: NDArrays = {
+    "0.weight": np.ones((2, 2)),
+    "1.weight": np.ones(2),
+    "1.running_mean": np.zeros(2),
+    "1.running_var": np.ones(2),
+    "1.num_batches_tracked": np.asarray(0),
+}
+TRAINED = {"0.weight", "1.weight"}
+STATISTICS = set(BATCH_NORM) - TRAINED
+
+
+def test_terms_see_trainable_parameters_only_from_init_on() -> None:
+    witness = Witness()
+    train = training([witness], BATCH_NORM)
+    network = NumpyNetwork(3, quadratic(CURVATURE, CENTRE, STATISTICS))
+    for t in (1, 2):
+        run(train.round(t, CONFIG, network), network)
+    assert {hook: set(map(frozenset, seen)) for hook, seen in witness.seen.items()} == {
+        hook: {frozenset(TRAINED)} for hook in ("init", "broadcast", "update", "delta")
+    }
+    assert len(witness.seen["init"]) == 1
+
+
+def test_what_only_clients_know_is_learnt_from_their_first_replies() -> None:
+    """A frozen parameter looks like any other to the server: the slots are made anew without it."""
+    witness = Witness()
+    train = training([witness], BATCH_NORM)
+    network = NumpyNetwork(3, quadratic(CURVATURE, CENTRE, {*STATISTICS, "0.weight"}))
+    for t in (1, 2):
+        run(train.round(t, CONFIG, network), network)
+    assert witness.seen["init"] == [TRAINED, {"1.weight"}]
+    assert witness.seen["update"] == [{"1.weight"}] * 2
+    assert witness.seen["broadcast"] == [TRAINED, {"1.weight"}]
+    assert set(train.model.server["witness"]) == {"1.weight"}
+    assert (train.model.model["0.weight"] == 1).all()
+
+
+# Cohorts of evaluation
+
+
+def test_evaluation_cohorts_are_drawn_with_a_key_of_their_own() -> None:
+    """Neither training's cohorts, nor those that class-covering cohorts try."""
+    from flwr_regs.server.cohorts import uniform_cohort
+
+    n = 12
+    train = training(fraction_train=0.5, fraction_evaluate=0.5, min_evaluate_nodes=1)
+    network = NumpyNetwork(n, quadratic([1.0] * n, [0.0] * n))
+    cohorts, shared = [], 0
+    for t in range(1, 31):
+        run(train.round(t, CONFIG, network), network)
+        network.asked.clear()
+        run(evaluation(train, t, train.model.model, {}, network), network)
+        cohorts.append([pid for kind, pid in network.asked if kind == "evaluate"])
+        assert cohorts[-1] != uniform_cohort(range(n), (3, t, 1), 6)
+        shared += len(set(cohorts[-1]) & set(train.history[-1]["cohort"]))
+    assert len({tuple(c) for c in cohorts}) > 25
+    assert abs(shared / 30 - 3) < 0.6  # as two independent halves of twelve share three
+    again = training(fraction_train=0.5, fraction_evaluate=0.5, min_evaluate_nodes=1)
+    run(again.round(1, CONFIG, network), network)
+    network.asked.clear()
+    run(evaluation(again, 1, again.model.model, {}, network), network)
+    assert [pid for kind, pid in network.asked if kind == "evaluate"] == cohorts[0]
+
+
+# Bytes
+
+
+@pytest.mark.parametrize(
+    "array", [np.asarray(1.5), np.zeros((0, 3)), np.ones((3, 2), np.float32).T]
+)
+def test_bytes_are_counted_as_the_arrays_travel(array: np.ndarray) -> None:
+    from io import BytesIO
+
+    file = BytesIO()
+    np.save(file, array)
+    assert Record({"name": array}).nbytes == len("name") + len(file.getvalue())
+    parcel = Parcel({keys.ARRAYS: Record({"name": array})}, {"lr": 0.1, "text": "abc", "l": [1, 2]})
+    assert parcel.nbytes == Record({"name": array}).nbytes + 2 + 8 + 4 + 3 + 1 + 16
