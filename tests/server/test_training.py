@@ -209,7 +209,7 @@ def test_evaluation_cohorts_are_drawn_with_a_key_of_their_own() -> None:
 
 
 @pytest.mark.parametrize(
-    "array", [np.asarray(1.5), np.zeros((0, 3)), np.ones((3, 2), np.float32).T]
+    "array", [np.asarray(1.5), np.zeros((0, 3)), np.ones((3, 2), np.float32).T, np.ones((1,) * 31)]
 )
 def test_bytes_are_counted_as_the_arrays_travel(array: np.ndarray) -> None:
     from io import BytesIO
