@@ -1,4 +1,4 @@
-"""Draw the folders of the package and who imports whom: ``python docs/figures/house.py`` (docs/img/house.png).
+"""Draw the folders of the package and their imports: ``python docs/figures/house.py`` (docs/img/house.png).
 
 The layers are those that import-linter checks (pyproject.toml); each box says the first line of its folder.
 """

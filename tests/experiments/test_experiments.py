@@ -13,7 +13,8 @@ import pytest
 
 from flwr_regs import InProcessGrid
 from flwr_regs.experiments import cli, comparison, data, models, report
-from flwr_regs.experiments.job import METHODS, Job
+from flwr_regs.experiments.catalogue import METHODS
+from flwr_regs.experiments.job import Job
 from simulations.client_app import app
 from tests.conftest import ROOT
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from safetensors.numpy import load_file
 
-from flwr_regs.experiments.job import METHODS
+from flwr_regs.experiments.catalogue import METHODS
 from tests.conftest import ROOT
 from tests.processes import BIN, SMALL, assert_same, command, environment, in_process
 
