@@ -170,7 +170,7 @@ class Population:
         replies = network.ask(request, min(self._timeout, LONGEST))
         for node in set(due) - set(replies.came):
             # A mute node would cost its time again every round: the pause doubles.
-            pause = 2 * max(self._mute.get(node, (0, 0.5))[1], time.monotonic() - began)
+            pause = 2 * max(self._mute.get(node, (0, 0.05))[1], time.monotonic() - began)
             self._mute[node] = (time.monotonic() + pause, pause)
             if node not in replies.silent:
                 self._object(

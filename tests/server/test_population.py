@@ -73,7 +73,7 @@ def test_a_mute_node_is_not_asked_in_every_round() -> None:
     network.mute[2] = None  # type: ignore[attr-defined]
     for _ in range(50):
         assert who.refresh(network) == [0, 1]
-    assert network.asked.count(("query.flwr_regs", 102)) == 1
+    assert network.asked.count(("query.flwr_regs", 102)) <= 2
 
 
 def test_the_wait_ends_with_those_who_came_and_the_others_are_named(
