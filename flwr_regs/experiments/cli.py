@@ -32,6 +32,33 @@ from flwr_regs.experiments.job import Job
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; return its exit status (0 done, 1 the run failed, 2 wrong usage)."""
+    parser = _parser()
+    args, rest = parser.parse_known_args(argv)  # settings may stand on either side of an option
+    if wrong := [r for r in rest if "=" not in r or r.startswith("-")]:
+        parser.error(f"unrecognized arguments: {' '.join(wrong)}")
+    settings = [*args.settings, *rest]
+    try:
+        config, job = read_settings(args.app, settings)
+        if args.command != "run":
+            from flwr_regs.experiments.sweep import sweep
+
+            key, cases = _cases(args)
+            jobs = {
+                label: [
+                    read_settings(args.app, [*settings, *own, f"seed={s}"])[1]
+                    for s in args.seeds.split(",")
+                ]
+                for label, own in cases.items()
+            }
+            sweep(key, jobs, out_folder(job), args.workers)
+            return 0
+    except (ValueError, OSError) as error:
+        print(f"flwr-regs: {error}", file=sys.stderr)
+        return 2
+    return _run(args.app, config, job, args.gpus_per_client)
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="flwr-regs", description="Compare methods by simulation.")
     commands = parser.add_subparsers(dest="command", required=True)
     epilog = "Settings and their defaults are in pyproject.toml under [tool.flwr.app.config]."
@@ -58,34 +85,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     for command in (run, tune, several):
         command.add_argument("settings", nargs="*", metavar="key=value", help="e.g. lr=0.1")
         command.add_argument("--app", type=Path, default=Path(), help="the project's folder")
-    args, rest = parser.parse_known_args(argv)  # settings may stand on either side of an option
-    if wrong := [r for r in rest if "=" not in r or r.startswith("-")]:
-        parser.error(f"unrecognized arguments: {' '.join(wrong)}")
-    settings = [*args.settings, *rest]
-    try:
-        config, job = read_settings(args.app, settings)
-        if args.command != "run":
-            from flwr_regs.experiments.sweep import sweep
+    return parser
 
-            if args.command == "sweep":
-                key, cases = args.key, {v: [f"{args.key}={v}"] for v in args.values.split(",")}
-            else:
-                pairs = [read_case(text) for text in args.case]
-                key, cases = "case", dict(pairs)
-                if len(cases) < len(pairs):
-                    raise ValueError(f"each --case needs a label of its own, not {args.case}")
-            jobs = {
-                label: [
-                    read_settings(args.app, [*settings, *own, f"seed={s}"])[1]
-                    for s in args.seeds.split(",")
-                ]
-                for label, own in cases.items()
-            }
-            sweep(key, jobs, out_folder(job), args.workers)
-            return 0
-    except (ValueError, OSError) as error:
-        print(f"flwr-regs: {error}", file=sys.stderr)
-        return 2
+
+def _cases(args: argparse.Namespace) -> tuple[str, dict[str, list[str]]]:
+    """Return (the table's first heading, label -> settings) of a sweep or a comparison."""
+    if args.command == "sweep":
+        return args.key, {v: [f"{args.key}={v}"] for v in args.values.split(",")}
+    pairs = [read_case(text) for text in args.case]
+    if len(cases := dict(pairs)) < len(pairs):
+        raise ValueError(f"each --case needs a label of its own, not {args.case}")
+    return "case", cases
+
+
+def _run(app: Path, config: dict[str, Any], job: Job, gpus: float) -> int:
+    """Compare the job's methods in a simulation of its own; return the exit status."""
     if importlib.util.find_spec("ray") is None:
         print(f"flwr-regs: {missing_extra('ray', 'the simulation')}", file=sys.stderr)
         return 2
@@ -94,8 +108,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the SuperLink is stopped
     try:
         with tempfile.TemporaryDirectory(prefix="flwr-regs-") as home:
-            app = args.app.resolve()
-            status = simulate(app, config, job.num_clients, args.gpus_per_client, Path(home))
+            status = simulate(app.resolve(), config, job.num_clients, gpus, Path(home))
     except RuntimeError as error:
         status = str(error)
     except KeyboardInterrupt:
