@@ -53,7 +53,7 @@ def _guard(mod: Mod) -> Mod:
             return refuse(f"'{beside}', whose clients send more than their model")
         if found := statistics(content.array_records.get(keys.ARRAYS) or ()):
             return refuse(
-                f"BatchNorm's statistics {found}, since noise makes them useless: use GroupNorm, or FedBN, "
+                f"BatchNorm's statistics {found}, since noise spoils them: use GroupNorm, or FedBN, "
                 "which keeps them on the client"
             )
 
