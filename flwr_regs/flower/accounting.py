@@ -1,4 +1,4 @@
-"""A privacy budget on one of Flower's accountants."""
+"""A privacy budget, counted by one of Flower's accountants."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from flwr_regs.server.privacy import CentralDP
 
 
 class AccountedBudget:
-    """What the accountant of a `CentralDP` allows."""
+    """The budget of a `CentralDP` with an accountant."""
 
     def __init__(self, dp: CentralDP) -> None:
         self._dp = dp
         self._accountant: Any = dp.accountant
-        self._ahead: RdpAccountant | None = None  # the accountant, one round ahead
+        self._ahead: RdpAccountant | None = None  # a copy, one round ahead
 
     def check(self, number: int, cohort: int) -> None:
         """Raise PrivacyBudgetExhausted if a round would pass the accountant's `max_epsilon`."""
@@ -27,7 +27,7 @@ class AccountedBudget:
         event = self._event(cohort)
         if not isinstance(accountant, RdpAccountant):
             over = accountant.would_exceed(event)
-        else:  # its own would_exceed counts all rounds anew each time, half a second each
+        else:  # RdpAccountant.would_exceed recounts all rounds: half a second a call
             done = accountant.num_releases
             if self._ahead is None or self._ahead.num_releases not in (done, done + 1):
                 state: Any = accountant.state_dict()
@@ -51,7 +51,6 @@ class AccountedBudget:
         return spent.epsilon, spent.delta
 
     def _event(self, cohort: int) -> GaussianPrivacyEvent:
+        multiplier = self._dp.accounted_multiplier
         population = self._accountant.config.population_size
-        return GaussianPrivacyEvent(
-            self._dp.accounted_multiplier, min(cohort, population), population
-        )
+        return GaussianPrivacyEvent(multiplier, min(cohort, population), population)

@@ -1,7 +1,7 @@
 """`client_app`: a Flower ClientApp around a NumPyClient, for Message-API strategies.
 
-Flower's ``ClientApp(client_fn)`` understands only the older message layout. Two mods bridge that: the
-outer one (node.py) does what needs no model, the inner one (translation.py) translates messages. Nothing
+Flower's ``ClientApp(client_fn)`` understands only the older message layout, so two mods run around it:
+node.py does the work that needs no model, and inside it translation.py translates messages. Nothing
 heavy is imported here: on a SuperNode every message starts a new process.
 """
 
@@ -31,17 +31,16 @@ def client_app(
     ----------
     client_fn : callable
         ``client_fn(context) -> NumPyClient`` (or Client), called for each train or evaluate message;
-        ``context.node_config["partition-id"]`` says whose data to load. Import heavy packages
-        inside it.
+        ``context.node_config["partition-id"]`` names the data to load. Import heavy packages inside it.
     mods : sequence of Flower mods
-        Run outside the translation: they see Message-API records. Flower's privacy mods
-        (``flwr.clientapp.mod``) see train messages only, and refuse what they could not protect.
+        They see Message-API records. Flower's privacy mods (``flwr.clientapp.mod``) see only train
+        messages, and refuse methods that they cannot protect.
 
     Raises
     ------
     TypeError
-        `client_fn` is not callable, or returned something else than a client (when called); a privacy mod
-        for the older message layout.
+        `client_fn` is not callable, or does not return a client; a privacy mod is for the older message
+        layout.
     """
     if not callable(client_fn):
         raise TypeError(
@@ -62,16 +61,16 @@ def client_app(
 
 
 class RegClientApp(ClientApp):
-    """A ClientApp for ``@app.train()`` functions of your own around :class:`flwr_regs.ClientRound`.
+    """A ClientApp for your own ``@app.train()`` functions around :class:`flwr_regs.ClientRound`.
 
-    Flower's, except that it does for every message what needs no model: see :func:`node_mod`.
+    For every message it also does the work that needs no model: see :func:`node_mod`.
 
     Parameters
     ----------
     mods : sequence of Flower mods
     label_counts : callable, optional
-        ``label_counts(context)`` returns the examples of each class in this client's data, for a strategy
-        with class-covering cohorts. That is information about the data: off by default.
+        ``label_counts(context)`` returns the number of examples of each class in this client's data, for a
+        strategy with class-covering cohorts. That is information about the data: off by default.
     """
 
     def __init__(
@@ -85,19 +84,18 @@ class RegClientApp(ClientApp):
 
         @self.query(keys.LABELS.partition(".")[2])
         def share(message: Message, context: Context) -> Message:
-            counts = ConfigRecord(
-                {keys.LABELS_KEY: json.dumps([int(n) for n in label_counts(context)])}
-            )
-            return Message(RecordDict({keys.CONFIG: counts}), reply_to=message)
+            counts = json.dumps([int(n) for n in label_counts(context)])
+            entries = ConfigRecord({keys.LABELS_KEY: counts})
+            return Message(RecordDict({keys.CONFIG: entries}), reply_to=message)
 
     def train(
         self, action: str = "default", *, mods: list[Mod] | None = None
     ) -> Callable[[ClientAppCallable], ClientAppCallable]:
-        """Register a train function, as Flower's; Flower's privacy mods are kept to what they protect."""
+        """Register a train function, as Flower does, with guards around Flower's privacy mods."""
         return super().train(action, mods=guarded(mods or ()))
 
     def __call__(self, message: Message, context: Context) -> Message:
-        """Answer a message."""
+        """Return the reply to a message."""
         return node_mod(message, context, self._inside)
 
     def _inside(self, message: Message, context: Context) -> Message:

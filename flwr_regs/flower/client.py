@@ -24,9 +24,9 @@ NDArrayList = list[Any]
 
 
 class RegClient(NumPyClient):
-    """A client for any list of terms; the named clients are this with their terms filled in.
+    """A client for any list of terms; the named clients fix their terms.
 
-    Every hyper-parameter of the method arrives with the round's config; none is given here.
+    The method's hyper-parameters arrive with each round's config.
 
     Parameters
     ----------
@@ -34,8 +34,8 @@ class RegClient(NumPyClient):
         The architecture; its weights are replaced by the global model's, by name, each round. It may hold
         bfloat16 if the strategy has ``wire_dtype="bfloat16"``.
     train_data, eval_data : iterable of (inputs, targets)
-        Batches, such as a DataLoader; both can be iterated again and again. `eval_data` may be left
-        out where the strategy does not evaluate on clients (``fraction_evaluate=0``).
+        Batches, such as a DataLoader; each can be iterated again and again. `eval_data` may be missing if
+        the strategy does not evaluate on clients (``fraction_evaluate=0``).
     loss_fn : callable
         ``loss_fn(output, targets) -> scalar``, a mean over the batch.
     optimizer : callable
@@ -43,15 +43,15 @@ class RegClient(NumPyClient):
     device : str or torch.device
         ``"auto"``: the accelerator if there is one, else the CPU.
     classifier : str, optional
-        Name of the output layer, for methods that look at features (default: the last ``nn.Linear``).
+        Name of the output layer, for methods that read features (default: the last ``nn.Linear``).
     share_label_counts : bool
-        Tell a strategy with class-covering cohorts, when it asks, how many examples of each class the
-        training data holds. That is information about the data: off by default.
+        Send a strategy with class-covering cohorts the number of training examples of each class. That is
+        information about the data: off by default.
     step_budget, time_budget : int, float, optional
-        The most local steps, and seconds of training, that this client spends on a round. It stops early
-        and says so; with 0 steps it is inactive. What the strategy makes of that is its `incomplete`.
+        The most local steps, and seconds of training, for one round. The client then stops and reports
+        its steps; with 0 steps it is inactive. The strategy's `incomplete` says how such a client counts.
     terms : sequence of Term classes
-        Only for a composition of your own, in the strategy's order; the named clients fix it.
+        Only for your own composition, in the strategy's order.
     """
 
     method: ClassVar[str | None] = None
@@ -76,9 +76,7 @@ class RegClient(NumPyClient):
             raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
         if terms is not None:
             if self.method is not None:
-                raise TypeError(
-                    f"{type(self).__name__} has its own terms; use RegClient for a list"
-                )
+                raise TypeError(f"{type(self).__name__} fixes its terms; use RegClient for others")
             self.terms = tuple(terms)
         for name, budget in (("step_budget", step_budget), ("time_budget", time_budget)):
             if budget is not None and not budget >= 0:
@@ -86,9 +84,7 @@ class RegClient(NumPyClient):
         if step_budget is not None and not isinstance(step_budget, int):
             raise TypeError(f"step_budget must be a whole number, not {step_budget}")
         if classifier is not None or any(t.needs_features for t in self.terms):
-            find_classifier(
-                model, classifier
-            )  # refuses here, before any round, what it cannot find
+            find_classifier(model, classifier)  # raises here, before any round
         self.model = model
         self.train_data = train_data
         self.eval_data = eval_data
@@ -109,9 +105,9 @@ class RegClient(NumPyClient):
     ) -> tuple[NDArrayList, int, dict[str, Any]]:
         """Train for one round from the global model.
 
-        Returns the local model in the order of `parameters`, ``n_k``, and metrics (mean training
-        loss, steps taken and planned, examples processed) beside the terms' packed uploads and client
-        slots. Where the update is ternary, it is in the metrics, coded, and only buffers that have
+        Returns (the local model in the order of `parameters`, ``n_k``, metrics). The metrics are the mean
+        training loss, steps taken and planned, examples processed, and the terms' packed uploads and
+        client slots. A ternary update travels as a code in the metrics, and beside it only buffers that
         changed are returned.
 
         Raises
@@ -150,9 +146,9 @@ class RegClient(NumPyClient):
     ) -> tuple[float, int, dict[str, Any]]:
         """Return (mean loss, examples, metrics) on `eval_data`.
 
-        The metrics hold ``"accuracy"``, the share of correct arg-max, where the task is classification.
-        Where the config says ``"personalise"``, also the loss and accuracy of a personalised model:
-        see :mod:`flwr_regs.client.calibration`.
+        For classification the metrics hold ``"accuracy"``, the share of correct arg-max. If the config has
+        ``"personalise"``, they also hold the loss and accuracy of a personalised model: see
+        :mod:`flwr_regs.client.calibration`.
         """
         if self.eval_data is None:
             raise ValueError(
@@ -173,7 +169,7 @@ class RegClient(NumPyClient):
         )
 
     def get_properties(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the label counts, if asked for them and built with ``share_label_counts=True``."""
+        """Return the label counts if `config` requests them; PermissionError if they are not shared."""
         if not config.get(keys.LABELS_KEY):
             return {}
         if not self.share_label_counts:

@@ -1,4 +1,4 @@
-"""A method in a training loop of your own: plain PyTorch, AMP, Lightning, inside a Message-API app."""
+"""A method in your own training loop (plain PyTorch, AMP, Lightning) inside a Message-API app."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ class ClientRound(LocalTraining):
                 optimizer.step()
             return loop.reply()
 
-    A loop that draws its batches elsewhere takes ``num_steps`` steps of its optimiser; 0 means that there
-    is nothing to train now (the first exchange of a method with two): go straight to `reply`.
+    A loop with other batches takes ``num_steps`` optimiser steps. 0 means: do not train, only call `reply`
+    (the first exchange of a method with two).
 
     Parameters
     ----------
@@ -53,9 +53,9 @@ class ClientRound(LocalTraining):
     method : RegClient class or sequence of Term classes
         ``FedFORClient``, or the terms of a composition in the strategy's order.
     model : nn.Module
-        The module that the global model's names belong to; it is loaded here and trained in place.
+        The global model is loaded into it by name; it is trained in place.
     train_data, loss_fn, device, classifier, train_mode, max_steps, max_seconds
-        As for :class:`flwr_regs.client.training.LocalTraining`; the data also says ``n_k``.
+        As for :class:`flwr_regs.client.training.LocalTraining`; ``n_k`` counts the data's examples.
 
     Raises
     ------
@@ -104,7 +104,7 @@ class ClientRound(LocalTraining):
     def seeded(self) -> contextlib.AbstractContextManager[None]:
         """Seed torch for this client and round within a ``with`` block, as the package's clients do.
 
-        Around the loop and `reply`, which draws too where a method looks at a part of shuffled data.
+        Put the loop and `reply` inside: `reply` also draws if a method reads part of the shuffled data.
         """
         return seeded(self._config[keys.SEED_KEY], self.device)
 
@@ -116,9 +116,9 @@ class ClientRound(LocalTraining):
         Parameters
         ----------
         metrics : mapping, optional
-            More numbers of yours; the strategy averages what all clients report.
+            Your own numbers; the strategy averages those that all clients report.
         steps : int, optional
-            The steps that the optimiser took, if not one for each `correct`.
+            The optimiser's steps, if it did not take one for each `correct`.
         """
         result = self.finish(steps)
         if self._probing:  # finish has put the model back to w_t
@@ -128,13 +128,13 @@ class ClientRound(LocalTraining):
             sent, entries = self._received.reply(result)
             arrays, count = {keys.ARRAYS: to_record(sent)}, result.num_examples
         records, numbers, texts = sorted_entries({**(metrics or {}), **entries})
-        numbers["num-examples"] = count  # n_k is the data's, whatever the metrics say
+        numbers["num-examples"] = count  # n_k, even if `metrics` holds another
         records |= {**arrays, keys.METRICS: MetricRecord(numbers), keys.CONFIG: ConfigRecord(texts)}
         return Message(RecordDict(records), reply_to=self._message)
 
 
 def load_model(message: Message, method: Method, model: nn.Module) -> None:
-    """Load the global model of an evaluate message, and what is private to this client, into `model`.
+    """Load an evaluate message's global model, and this client's private entries, into `model`.
 
     Parameters
     ----------
@@ -178,6 +178,5 @@ def _content(message: Message) -> tuple[dict[str, Any], dict[str, Any]]:
         )
     if left := [n for n in content.array_records if n.endswith(".broadcast")]:
         raise ProtocolError(f"{left} were not unpacked: build the app with RegClientApp")
-    return from_record(content.array_records[keys.ARRAYS]), dict(
-        content.config_records[keys.CONFIG]
-    )
+    config = dict(content.config_records[keys.CONFIG])
+    return from_record(content.array_records[keys.ARRAYS]), config

@@ -1,6 +1,6 @@
 """A Grid in one process: the ClientApp is called directly. No Ray, no servers.
 
-For tests, notebooks and debugging. flwr's private names are used here and nowhere else.
+For tests, notebooks and debugging. Only this file uses flwr's private names.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ class InProcessGrid(Grid):
     run_config : mapping, optional
         ``context.run_config`` of every client.
 
-    As on a real node, a message is copied before the client sees it, and a client that raises
-    answers with an error and leaves its ``Context.state`` as it was.
+    As on a real node, a client gets a copy of its message. If it raises, its reply is an error and its
+    ``Context.state`` stays as it was.
 
     Examples
     --------
     ``FedAvg(seed=7).start(grid=InProcessGrid(app, 10), initial_arrays=arrays, ...)``
     """
 
-    replies_at_once = True  # what is not there after a push will never come
+    replies_at_once = True  # no reply comes after the push
 
     def __init__(
         self, client_app: ClientApp, num_clients: int, run_config: Mapping[str, Any] | None = None
     ) -> None:
         if num_clients < 1:
             raise ValueError(f"num_clients must be at least 1, not {num_clients}")
-        # Message() insists on an identity, which flwr sets only in its own processes.
+        # Message() needs an identity, which flwr sets only in its own processes.
         if TaskIdentity._run_id is None:
             TaskIdentity.run_id = TaskIdentity.node_id = TaskIdentity.task_id = 1
         self._run = Run.create_empty(1)

@@ -1,8 +1,8 @@
-"""Flower's privacy mods in a `client_app`: kept to training, and to what they can protect.
+"""Guards around Flower's privacy mods: only train messages, and only methods that a mod can protect.
 
-The mods do not look at a message's type, so evaluation would fail; and what travels beside the model (a
-term's upload, a probe, a coded update) they would refuse once the client has trained or, in a config, not
-see at all. Loaded in every ClientApp process: no torch here.
+The mods do not check a message's type, so evaluation would fail. They protect only the model. Other
+arrays (a term's upload, a probe) would fail after the client has trained; a coded update, in a config,
+would pass unseen. Loaded in every ClientApp process: no torch here.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from flwr_regs.wire.arrays import statistics
 
 
 def guarded(mods: Sequence[Mod]) -> list[Mod]:
-    """Return `mods`, Flower's three privacy mods among them kept to what they can protect.
+    """Return `mods`, with a guard around each of Flower's three privacy mods.
 
     Raises
     ------
@@ -39,38 +39,32 @@ def guarded(mods: Sequence[Mod]) -> list[Mod]:
 def _guard(mod: Mod) -> Mod:
     def guard(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
         def refuse(why: str) -> Message:
-            error = Error(ErrorCode.MOD_FAILED_PRECONDITION, f"{_name(mod)} does not go with {why}")
-            return Message(error, reply_to=message)
+            why = f"{_name(mod)} cannot protect {why}"
+            return Message(Error(ErrorCode.MOD_FAILED_PRECONDITION, why), reply_to=message)
 
         message_type = message.metadata.message_type
         if message_type == keys.PROBE:
-            return refuse("a method that asks clients a question before they train (RFedAvgPlus)")
+            return refuse("a method whose clients upload before they train (RFedAvgPlus)")
         if message_type.split(".")[0] != "train":
             return call_next(message, context)
         content = message.content
         config: Any = content.config_records.get(keys.CONFIG, ConfigRecord())
         if beside := config.get(keys.BESIDE_KEY):
-            return refuse(
-                f"'{beside}', whose clients send more than their model: that stays unprotected"
-            )
+            return refuse(f"'{beside}', whose clients send more than their model")
         if found := statistics(content.array_records.get(keys.ARRAYS) or ()):
             return refuse(
-                f"BatchNorm's statistics {found}, which do not bear noise: use GroupNorm, or FedBN, which "
-                "keeps them here"
+                f"BatchNorm's statistics {found}, since noise spoils them: use GroupNorm, or FedBN, "
+                "which keeps them on the client"
             )
 
         def checked(message: Message, context: Context) -> Message:
             reply = call_next(message, context)
             if reply.has_error():
                 return reply
-            said: Any = reply.content.config_records.get(keys.CONFIG, ConfigRecord())
+            entries: Any = reply.content.config_records.get(keys.CONFIG, ConfigRecord())
             more = sorted(set(reply.content.array_records) - {keys.ARRAYS})
-            more += [keys.UPDATE_KEY] * (keys.UPDATE_KEY in said)
-            if more:
-                return refuse(
-                    f"a client that sends {more} beside its model: that stays unprotected"
-                )
-            return reply
+            more += [keys.UPDATE_KEY] * (keys.UPDATE_KEY in entries)
+            return refuse(f"{more}, which the client sends beside its model") if more else reply
 
         return mod(message, context, checked)
 

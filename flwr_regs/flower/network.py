@@ -1,4 +1,4 @@
-"""The server's network on a Flower grid: parcels become messages, and replies parcels again."""
+"""The server's network over a Flower grid: sends parcels as messages, and returns replies as parcels."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class GridNetwork:
     ----------
     grid : Grid
     timeout : float
-        Seconds to wait for the replies of a request that sets no limit of its own.
+        Seconds to wait for replies, unless a call sets another limit.
     """
 
     def __init__(self, grid: Grid, timeout: float = 3600.0) -> None:
@@ -40,7 +40,7 @@ class GridNetwork:
         return replies_to(request, self.exchange(messages_of([request]), timeout))
 
     def exchange(self, messages: Sequence[Message], timeout: float | None = None) -> list[Message]:
-        """Push messages and pull their replies until all are there, or the time is over."""
+        """Push messages; pull their replies until all have come, or the time is over."""
         if not messages:
             return []
         deadline = time.monotonic() + (self._timeout if timeout is None else timeout)
@@ -60,7 +60,7 @@ class GridNetwork:
 
 
 class Paused(Generic[T]):
-    """A course that has made its messages and waits for their replies."""
+    """A course that waits for the replies to its messages."""
 
     def __init__(self, course: Course[T]) -> None:
         self._course = course
@@ -74,7 +74,7 @@ class Paused(Generic[T]):
             self._course.send([replies_to(request, replies) for request in self._requests])
         except StopIteration as done:
             return done.value  # type: ignore[no-any-return]
-        raise RuntimeError("a course asks once")
+        raise RuntimeError("a course pauses only once")
 
 
 def messages_of(requests: Iterable[Request]) -> list[Message]:
@@ -89,10 +89,10 @@ def messages_of(requests: Iterable[Request]) -> list[Message]:
 
 
 def replies_to(request: Request, replies: Iterable[Message]) -> Replies:
-    """Return the replies to a request, among those to several, by partition id.
+    """Return, by partition id, those of the `replies` that belong to one request.
 
-    Flower reports a node that went away as an error from node 1, and one that missed the timeout not at
-    all: a client of whom nothing came has failed, too.
+    Flower reports a lost node as an error from node 1, and says nothing of a node that missed the timeout.
+    So a client without a reply counts as failed.
     """
     client_of = {node: pid for pid, node in request.nodes.items()}
     came: dict[int, Parcel] = {}

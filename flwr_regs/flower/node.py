@@ -1,4 +1,4 @@
-"""What a client's app does for every message without its model: identity, precision, downlink, memory.
+"""The work of a client's app that needs no model: identity, precision, downlink, client state.
 
 Loaded in every ClientApp process, before the user's `client_fn` runs: no torch here.
 """
@@ -19,12 +19,12 @@ from flwr_regs.wire.records import from_record, identity_reply, to_record
 
 
 def node_mod(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
-    """Do what needs no model, as the outermost mod: identity, precision, the downlink, client state.
+    """Do the work that needs no model, as the outermost mod.
 
-    What lies inside, a NumPyClient or a training loop of your own, gets the global model in
-    ``"arrays"``, in float32 where it travels in half precision, and all the rest in ``"config"``: terms'
-    broadcasts and this client's slots as bytes under ``"<term>.broadcast"`` and ``"<term>.client"``. It
-    answers with new slots in the same way; they are kept in ``Context.state`` and do not travel.
+    The code inside (a NumPyClient, or your own loop) gets the global model in ``"arrays"``, in float32
+    where it travels in half precision. ``"config"`` holds the rest, with the terms' broadcasts and this
+    client's slots as bytes under ``"<term>.broadcast"`` and ``"<term>.client"``. The reply holds new slots
+    in the same way; they are kept in ``Context.state`` and do not travel.
     """
     message_type = message.metadata.message_type
     if message_type == keys.IDENTIFY:
@@ -43,7 +43,7 @@ def node_mod(message: Message, context: Context, call_next: ClientAppCallable) -
         content[keys.ARRAYS] = to_record(in_full)
         del config[keys.HALVES_KEY]
     if config.get(keys.DOWNLINK_KEY) in KINDS:
-        # Outside the user's mods, so that they see the model and never take a step for one.
+        # Before the user's mods run, which must see the model and not a step.
         base = state.model(config[keys.BASE_ROUND_KEY])
         rebuilt, step = model_from(config, from_record(content.array_records[keys.ARRAYS]), base)
         if rebuilt is None:  # lost or stale: the server sends the full pair instead
@@ -57,10 +57,9 @@ def node_mod(message: Message, context: Context, call_next: ClientAppCallable) -
     slots = state.slots()
     if kind == "evaluate":
         slots = {name: record for name, record in slots.items() if name == keys.PRIVATE_KEY}
-    for name in [
-        n for n in content.array_records if n.endswith(".broadcast") or n == keys.STEP_KEY
-    ]:
-        slots[name] = content.array_records.pop(name)
+    for name in list(content.array_records):
+        if name.endswith(".broadcast") or name == keys.STEP_KEY:
+            slots[name] = content.array_records.pop(name)
     packed = {name: pack(from_record(record)) for name, record in slots.items()}
     content[keys.CONFIG] = ConfigRecord({**config, **packed})
     model = content.array_records.get(keys.ARRAYS)
@@ -68,17 +67,17 @@ def node_mod(message: Message, context: Context, call_next: ClientAppCallable) -
     reply = call_next(message, context)
     if reply.has_error() or kind == "evaluate":
         return reply
-    answer = reply.content.config_records.get(keys.CONFIG, ConfigRecord())
+    entries = reply.content.config_records.get(keys.CONFIG, ConfigRecord())
     if keys.HALF_KEY in config and keys.ARRAYS in reply.content.array_records:
         fitted = from_record(reply.content.array_records[keys.ARRAYS])
-        halved, told = to_half(fitted, str(config[keys.HALF_KEY]))
+        halved, marks = to_half(fitted, str(config[keys.HALF_KEY]))
         reply.content[keys.ARRAYS] = to_record(halved)
-        answer[keys.HALVES_KEY] = told[keys.HALVES_KEY]
-        reply.content[keys.CONFIG] = answer
-    kept = [k for k, v in answer.items() if k.endswith(".client") and isinstance(v, bytes)]
-    unpacked = {k: to_record(unpack(answer.pop(k))) for k in kept}  # type: ignore[arg-type]
+        entries[keys.HALVES_KEY] = marks[keys.HALVES_KEY]
+        reply.content[keys.CONFIG] = entries
+    kept = [k for k, v in entries.items() if k.endswith(".client") and isinstance(v, bytes)]
+    unpacked = {k: to_record(unpack(entries.pop(k))) for k in kept}  # type: ignore[arg-type]
     if keys.PRIVATE_KEY in unpacked and keys.PRIVATE_KEY not in slots:
-        answer[keys.FRESH_KEY] = True  # a server that knows better says that they were lost
+        entries[keys.FRESH_KEY] = True  # new or lost: the server knows which
     state.keep_slots(unpacked, instead=message_type != keys.PROBE)
     if config.get(keys.KEEP_KEY) and model is not None:
         state.keep_model(model)
@@ -88,8 +87,8 @@ def node_mod(message: Message, context: Context, call_next: ClientAppCallable) -
 class NodeState:
     """A client's memory between rounds, in ``Context.state``.
 
-    Keys are ``flwr_regs.<method>.<run id>.<start>.<slot>``: `start` is one call of the strategy's
-    ``start``, so a second training in the same run never meets the first one's state.
+    Keys are ``flwr_regs.<method>.<run id>.<start>.<slot>``. `start` identifies one training, so that a
+    second one in the same run does not read the first one's state.
     """
 
     def __init__(self, context: Context, config: Mapping[str, Any]) -> None:
@@ -108,14 +107,14 @@ class NodeState:
         }
 
     def model(self, server_round: Any) -> NDArrays | None:
-        """Return the global model this client trained from in `server_round`, if it kept it."""
+        """Return the global model of `server_round`, if this client kept it."""
         kept = self._records.config_records.get(self._prefix + "round")
         if kept is None or kept["round"] != server_round:
             return None
         return from_record(self._records.array_records[self._prefix + "model"])
 
     def keep_slots(self, slots: Mapping[str, ArrayRecord], instead: bool = True) -> None:
-        """Keep the terms' client slots of this round, `instead` of all earlier ones or beside them."""
+        """Keep this round's client slots, `instead` of all earlier ones or beside them."""
         self._forget(
             lambda key: not key.startswith(self._prefix) or (instead and key.endswith(".client"))
         )
@@ -129,6 +128,6 @@ class NodeState:
         self._records[self._prefix + "round"] = ConfigRecord({"round": self._round})
 
     def _forget(self, condition: Callable[[str], bool]) -> None:
-        """Drop what `condition` names: among our own keys only, never the user's."""
+        """Drop our own keys that meet `condition`; never the user's."""
         for key in [k for k in self._records if k.startswith("flwr_regs.") and condition(k)]:
             del self._records[key]

@@ -1,4 +1,4 @@
-"""The strategy base: Flower's Strategy around a training, which holds all that a round is."""
+"""The strategy base: Flower's Strategy around a `Training`, which runs the rounds."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ from flwr_regs.wire.config import check_evaluate_config, check_train_config
 from flwr_regs.wire.records import from_record, to_record
 
 EvaluateFn = Callable[[int, ArrayRecord], MetricRecord | None]
-DRIVEN = (
-    "another strategy is wrapped around this one: Flower's DifferentialPrivacy... wrappers are not "
-    "supported, since they clip and noise without knowing what a method sends (uploads, momentum, coded "
+WRAPPED = (
+    "another strategy is wrapped around this one. Flower's DifferentialPrivacy... wrappers are not "
+    "supported: they clip and add noise without knowing what a method sends (uploads, momentum, coded "
     "steps); use privacy=CentralDP(...) on the strategy itself, and its own start"
 )
 
 
 class RegStrategy(Strategy):
-    """A strategy for any list of terms; the named methods are this with their terms filled in.
+    """A strategy for any list of terms; the named strategies fix their terms.
 
     Parameters
     ----------
@@ -48,17 +48,17 @@ class RegStrategy(Strategy):
     Attributes
     ----------
     options : Options
-        The settings above, checked and frozen; each can be read off the strategy by its name.
+        The settings above, checked and frozen; each is also an attribute of the strategy.
     history : list of dict
-        One entry a round: cohort, failures, bytes down and up per client, seconds per phase,
-        examples processed, losses and metrics. Plain numbers and lists, ready for ``json``.
+        One entry a round: cohort, failures, bytes down and up per client, seconds per phase, examples
+        processed, losses and metrics. Plain numbers and lists, ready for ``json``.
 
     Raises
     ------
     ValueError
         A setting out of range; settings or terms that exclude each other.
     TypeError
-        A setting that does not exist, or something among the terms that is none.
+        A setting that does not exist, or a term that is not a Term.
     """
 
     method: ClassVar[str | None] = None
@@ -69,15 +69,14 @@ class RegStrategy(Strategy):
         self.options = Options.of(self.term, **settings)
         self.history: list[dict[str, Any]] = []
         self._training: Training | None = None
-        self._num_rounds: int | None = None  # unless our own start, or `prepare`, said how many
+        self._num_rounds: int | None = None  # set by `prepare`
         self._timeout = 3600.0
         self._prepared = False
         self._wrapped = False
-        self._trained: Paused[Round] | None = (
-            None  # what configure_train began and aggregate_train ends
-        )
+        # begun by configure_*, ended by aggregate_*
+        self._trained: Paused[Round] | None = None
         self._evaluated: Paused[Mapping[str, Any] | None] | None = None
-        self._released: ArrayRecord | None = None  # what the last aggregate_train returned
+        self._released: ArrayRecord | None = None  # the last aggregate_train's result
 
     def __getattr__(self, name: str) -> Any:
         if name in Options.names():
@@ -86,24 +85,24 @@ class RegStrategy(Strategy):
 
     @property
     def method_name(self) -> str:
-        """The name clients must know: the class's own, or the terms' joined by ``+``."""
+        """The name that clients check: the class's own, or the terms' names joined by ``+``."""
         return self.method or "+".join(t.name for t in self.term.terms if not t.server_only)
 
     @property
     def arrays(self) -> ArrayRecord:
-        """The global model as it is now: after an error, that of the last good round."""
+        """The current global model; after an error, that of the last good round."""
         return to_record(self.training.model.model)
 
     @property
     def training(self) -> Training:
-        """The training that runs, or ran last; RuntimeError before the first."""
+        """The current or last training; RuntimeError before the first."""
         if self._training is None:
             raise RuntimeError("nothing has been trained yet: call start")
         return self._training
 
     def summary(self) -> None:
         """Log the method, its hyper-parameters, the seed, and how many clients take part."""
-        self._wrapped = not self._prepared  # another strategy's start asks its inner one for this
+        self._wrapped = not self._prepared  # only a wrapper calls this without `prepare`
         o = self.options
         settings = {**self.term.config(), "weighting": o.weighting, "downlink": o.downlink}
         settings |= {"wire_dtype": o.wire_dtype} if o.wire_dtype else {}
@@ -174,7 +173,7 @@ class RegStrategy(Strategy):
     def check_model(self, initial_arrays: ArrayRecord) -> None:
         """Raise ValueError for initial arrays that this strategy cannot train, and say why.
 
-        `start` does so first; call it yourself where other work comes before.
+        `start` calls this first. Call it yourself if other work comes before.
         """
         Training.check_model(self.options, from_record(initial_arrays))
 
@@ -185,10 +184,10 @@ class RegStrategy(Strategy):
         train_config: Mapping[str, Any] | None = None,
         evaluate_config: Mapping[str, Any] | None = None,
     ) -> tuple[ConfigRecord, ConfigRecord]:
-        """Announce a training: `start` does so, and who calls ``configure_train`` and the others may.
+        """Check the configs of a training; return (train config, evaluate config) for its rounds.
 
-        Returns the (train config, evaluate config) to call these with. Raises ValueError for an unknown,
-        missing or wrong key.
+        `start` calls this. If you call ``configure_train`` and the others yourself, you may call it first.
+        Raises ValueError for an unknown, missing or wrong key.
         """
         check_train_config(train_config or {})
         if "clipping_norm" in (train_config or {}) and self.options.privacy is None:
@@ -203,7 +202,7 @@ class RegStrategy(Strategy):
         return ConfigRecord({**(train_config or {})}), ConfigRecord(evaluate)
 
     def initialize_parameters(self, client_manager: Any) -> None:
-        """Refuse Flower's older server, which asks its strategy for this first."""
+        """Refuse Flower's older server, which calls this first."""
         raise TypeError(
             f"{type(self).__name__} is a strategy of the Message API: for ServerAppComponents wrap it in "
             "flwr_regs.LegacyStrategy (docs/migration.md)"
@@ -214,7 +213,7 @@ class RegStrategy(Strategy):
     ) -> Iterable[Message]:
         """Begin a round: draw its cohort and return the messages. The first also begins the training.
 
-        `arrays` is the model that the last round returned, or one to go on from instead.
+        `arrays` is the last round's model, or another one to continue from.
         """
         if server_round == 1 or self._training is None:
             self._begin(arrays, config)
@@ -231,7 +230,7 @@ class RegStrategy(Strategy):
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """End the round: use the replies and return (the new global model, the clients' mean metrics).
+        """End the round; return (the new global model, the clients' mean metrics).
 
         Raises
         ------
@@ -271,10 +270,10 @@ class RegStrategy(Strategy):
         return None if metrics is None else MetricRecord({**metrics})
 
     def _begin(self, arrays: ArrayRecord, config: ConfigRecord) -> None:
-        """Begin a training; refuse another strategy's start, which knows nothing of ours."""
+        """Begin a training; raise ValueError if a wrapper runs this strategy."""
         dp = self.options.privacy
         if self._wrapped or ("clipping_norm" in config and dp is None):
-            raise ValueError(DRIVEN)
+            raise ValueError(WRAPPED)
         check_train_config(config)
         self._training = Training(
             self.options,

@@ -1,4 +1,4 @@
-"""Messages for a NumPyClient: Flower's older record layout in, the Message API's out.
+"""Translates messages for a NumPyClient: from the Message API to Flower's older layout, and back.
 
 Loaded in every ClientApp process, before the user's `client_fn` runs: no torch here.
 """
@@ -22,21 +22,19 @@ _LEGACY = {"train": ("fitins", "fitres"), "evaluate": ("evaluateins", "evaluater
 
 
 def numpyclient_mod(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
-    """Translate a Message-API train or evaluate message for a NumPyClient, and its reply back."""
+    """Translate a train or evaluate message for a NumPyClient, and its reply back."""
     message_type = message.metadata.message_type
     if message_type == keys.LABELS:
         return _label_counts(message, context, call_next)
     kind = "train" if message_type == keys.PROBE else message_type.split(".")[0]
     if kind not in _LEGACY:
-        raise ProtocolError(f"a NumPyClient answers train and evaluate, not '{message_type}'")
+        raise ProtocolError(f"a NumPyClient can train and evaluate, not '{message_type}'")
     ins, res = _LEGACY[kind]
     if keys.ARRAYS not in message.content.array_records:
-        older = any(key.startswith(f"{ins}.") for key in message.content)
-        raise ProtocolError(
-            f"the {kind} message holds no ArrayRecord '{keys.ARRAYS}', only {sorted(message.content)}"
-            + older
-            * "; it comes from an older server: wrap its strategy in flwr_regs.LegacyStrategy"
-        )
+        why = f"the {kind} message holds no ArrayRecord '{keys.ARRAYS}', only {sorted(message.content)}"
+        if any(key.startswith(f"{ins}.") for key in message.content):
+            why += "; it comes from an older server: wrap its strategy in flwr_regs.LegacyStrategy"
+        raise ProtocolError(why)
     arrays = message.content.array_records[keys.ARRAYS]
     names = list(arrays)
     config = ConfigRecord({**message.content.config_records.get(keys.CONFIG, {})})
@@ -48,18 +46,18 @@ def numpyclient_mod(message: Message, context: Context, call_next: ClientAppCall
     content = reply.content
     status = content.config_records[f"{res}.status"]
     if status["code"] != 0:
-        raise RuntimeError(f"the client's {kind} answered: {status['message']!r}")
+        raise RuntimeError(f"the client's {kind} failed: {status['message']!r}")
 
     metrics: dict[str, Any] = dict(content.metric_records[f"{res}.num_examples"])
     metrics["num-examples"] = metrics.pop("num_examples")
     records, numbers, texts = sorted_entries(content.config_records[f"{res}.metrics"])
-    metrics = {**numbers, **metrics}  # n_k is fit's second value, whatever the metrics say
+    metrics = {**numbers, **metrics}  # n_k is fit's second value, even if its metrics hold another
     if message_type == keys.PROBE:
         pass  # no model goes back
     elif kind == "train":
         fitted = content.array_records[f"{res}.parameters"]
         sent = json.loads(texts.pop(keys.SENT_KEY)) if keys.SENT_KEY in texts else names
-        if sent and len(fitted) != len(sent):  # Flower puts a placeholder for none
+        if sent and len(fitted) != len(sent):  # without arrays Flower adds a placeholder
             raise ProtocolError(
                 f"fit returned {len(fitted)} arrays, but {len(sent)} names for them: {sent}"
             )
@@ -76,25 +74,23 @@ def numpyclient_mod(message: Message, context: Context, call_next: ClientAppCall
 
 
 def _label_counts(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
-    """Ask the client's ``get_properties`` for its label counts."""
-    asked = ConfigRecord({keys.LABELS_KEY: True})
-    message.content = RecordDict({"getpropertiesins.config": asked})
+    """Request the label counts from the client's ``get_properties``."""
+    request = ConfigRecord({keys.LABELS_KEY: True})
+    message.content = RecordDict({"getpropertiesins.config": request})
     message.metadata.message_type = MessageTypeLegacy.GET_PROPERTIES
     reply = call_next(message, context)
     reply.metadata.message_type = keys.LABELS
-    answer = reply.content.config_records["getpropertiesres.properties"]
-    reply.content = RecordDict({keys.CONFIG: answer})
+    counts = reply.content.config_records["getpropertiesres.properties"]
+    reply.content = RecordDict({keys.CONFIG: counts})
     return reply
 
 
 def _relabel(array: Array) -> Array:
-    """Give a legacy Array (dtype "", shape ()) its dtype and shape back, without copying the data."""
+    """Return a legacy Array (dtype "", shape ()) with its dtype and shape; the data is not copied."""
     head = BytesIO(array.data[:1024])
-    read = {
-        (1, 0): np.lib.format.read_array_header_1_0,
-        (2, 0): np.lib.format.read_array_header_2_0,
-    }
-    shape, fortran, dtype = read[np.lib.format.read_magic(head)](head)
+    npy = np.lib.format
+    read = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}
+    shape, fortran, dtype = read[npy.read_magic(head)](head)
     if fortran:
         return Array(array.numpy())
     return Array(str(dtype), tuple(shape), "numpy.ndarray", array.data)

@@ -13,23 +13,23 @@ from flwr_regs.term import Slot
 
 @dataclass(frozen=True)
 class Reply:
-    """One client's usable answer.
+    """One client's usable reply.
 
     Attributes
     ----------
     arrays : mapping
-        ``v_k`` by name; what is neither here nor in `delta` is as in ``w_t``.
+        ``v_k`` by name; an array that is neither here nor in `delta` equals that of ``w_t``.
     uploads : Slot
         The terms' uploads by term name.
     metrics : mapping
     num_examples : float
         ``n_k``.
     delta : mapping
-        ``v_k − w_t`` of the arrays that came so.
+        ``v_k − w_t`` of the arrays that were sent as differences.
     steps : tuple
-        ``s_k`` and E, the local steps taken and planned; (1, 1) where the client did not say.
+        ``s_k`` and E, the local steps taken and planned; (1, 1) if the client did not report them.
     tied : mapping
-        Other name -> name that is trained, of weights that go by several.
+        Tied weights, other name -> trained name.
     """
 
     arrays: Mapping[str, np.ndarray]
@@ -46,7 +46,7 @@ Mean = Callable[[Mapping[str, Any], Mapping[int, Reply], Mapping[int, float]], d
 
 
 def aggregation_weights(replies: Mapping[int, Reply], weighting: str) -> dict[int, float]:
-    """Return ``p_k`` by partition id, summing to one over the replies that are used.
+    """Return ``p_k`` by partition id; they sum to one over the used replies.
 
     ``n_k / Σ n`` for ``"num-examples"``, ``1/|S_t|`` for ``"uniform"``.
     """
@@ -65,9 +65,9 @@ def mean_delta(
 ) -> dict[str, np.ndarray]:
     """Return ``Σ p_k (v_k − w_t)`` for every array of the model, buffers too.
 
-    Summed in the order of `replies` and in float64, so that the result does not depend on the order
-    of arrival and a small update is not lost beside a large weight; floats come back in their own
-    dtype, integers and booleans in float64 (their mean need not be whole).
+    Sums in the order of `replies` and in float64: the result does not depend on the order of arrival, and
+    a small update is not lost beside a large weight. Floats come back in their own dtype, integers and
+    booleans in float64 (their mean need not be whole).
     """
     out = {}
     for name, w in base.items():

@@ -1,4 +1,4 @@
-"""Arguments of a strategy that do not exist, refused with the name that was probably meant."""
+"""Refuses unknown arguments of a strategy, and suggests the name that was probably meant."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MOVED = {
     "evaluate_fn": "start(evaluate_fn=...)",
     "initial_parameters": "start(initial_arrays=...)",
 }
-"""Names of Flower's older strategies -> where the same is said now."""
+"""Names in Flower's older strategies -> their names now."""
 
 
 def check_arguments(strategy: type, settings: set[str], given: Iterable[str]) -> None:

@@ -1,4 +1,4 @@
-"""Cohorts: which of the clients that are there take part in a round. Functions of a key alone."""
+"""Cohorts: the clients that take part in a round. Each draw depends on a key alone."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ import numpy as np
 
 TRAINING: tuple[int, ...] = ()
 EVALUATION = (1,)
-"""What a draw is for. The draws of one purpose tell nothing of another's, whatever their keys."""
+"""Purposes of a draw. Draws for different purposes are independent, whatever their keys."""
 
 
 class CoverageError(ValueError):
-    """No cohort of the asked size was found whose clients hold every class."""
+    """No cohort of the requested size was found whose clients together hold every class."""
 
 
 def uniform_cohort(
     clients: Iterable[int], key: tuple[int, ...], size: int, purpose: tuple[int, ...] = TRAINING
 ) -> list[int]:
-    """Return `size` clients, sorted, by (key, purpose) alone; all of them where `size` is too large.
+    """Return `size` clients, sorted, by (key, purpose) alone; all of them if `size` is too large.
 
-    Each client's rank depends on (key, purpose, its own id) only: a client that is missing is replaced by
-    one other, and the rest of the cohort stays.
+    A client's rank depends only on (key, purpose, its id). If a client is missing, another one replaces it
+    and the rest of the cohort stays.
     """
 
     def rank(client: int) -> float:
-        # spawn_key, not one more number in the key: SeedSequence takes (s, t, 1) and (s, t, 1, 0) as equal
+        # spawn_key, not a longer key: SeedSequence treats (s, t, 1) and (s, t, 1, 0) as equal
         seed = np.random.SeedSequence((*key, client), spawn_key=purpose)
         return float(np.random.default_rng(seed).random())
 
@@ -40,21 +40,21 @@ def class_covering_cohort(
 ) -> list[int]:
     """Return a random cohort of `size` whose clients together hold every class (FedADC, Sec. IV-E).
 
-    Uniform over the covering cohorts: draws that do not cover are drawn again (1,000 times). Where
-    covering cohorts are rarer than that, one is searched for, branching on the class that the fewest
-    clients hold, over clients in random order; the rest of the cohort is then drawn at random.
+    Uniform over the covering cohorts: a draw that does not cover is repeated, up to 1,000 times. If
+    covering cohorts are rarer, a search finds one: it branches on the class that the fewest clients hold,
+    over clients in random order. The rest of the cohort is then drawn at random.
 
     Parameters
     ----------
     label_counts : mapping
         Client -> examples of each class; shorter lists end in zeros.
     classes : iterable of int, optional
-        What must be covered; default: every class from 0 to the largest one that anybody holds.
+        The classes to cover; default: every class from 0 to the largest one that a client holds.
 
     Raises
     ------
     CoverageError
-        Naming the classes that no client holds, or saying that the search found nothing.
+        No client holds some of the classes (they are named), or the search found no cohort.
     """
     holds = {c: {i for i, n in enumerate(counts) if n > 0} for c, counts in label_counts.items()}
     held = set().union(*holds.values())
@@ -79,7 +79,7 @@ def class_covering_cohort(
 def _search(
     left: frozenset[int], size: int, holds: Mapping[int, set[int]], budget: list[int]
 ) -> list[int] | None:
-    """Return at most `size` clients that hold `left` together, or None; `budget` bounds the steps."""
+    """Return at most `size` clients that together hold `left`, or None; `budget` bounds the steps."""
     if not left:
         return []
     budget[0] -= 1

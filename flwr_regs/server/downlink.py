@@ -1,11 +1,11 @@
-"""The ways down: the whole model with the terms' broadcasts, or what changed since a client last had it.
+"""The downlink: the model with the terms' broadcasts, or the changes since a client's last model.
 
-``"model"`` sends ``w_t`` and the broadcasts to everyone. ``"delta"`` sends ``w_t − w_{t−1}`` to a client
-that took part in round t − 1 and kept ``w_{t−1}``. Such a client rebuilds ``w_t`` to the bit (checked by
-a digest) and recovers the broadcasts from the step, as far as the terms can; other broadcasts are sent.
-Where steps are ternary, coded steps are sent, and a client that missed rounds gets the missed ones too.
-Any other client gets the full pair, in the same round if it finds only then that it has lost its model;
-so does one for which the full pair is smaller.
+``"model"`` sends ``w_t`` and the broadcasts (the full pair) to everyone. ``"delta"`` sends
+``w_t − w_{t−1}`` to a client that took part in round t − 1 and kept ``w_{t−1}``. The client rebuilds
+``w_t`` to the bit, which a digest checks. It recovers broadcasts from the step where a term can; the
+others are sent. Ternary steps are sent coded, and a client that missed rounds also gets their steps.
+Any other client gets the full pair, and so does a client for which the full pair is smaller. A client
+that finds that it lost its model gets the full pair in the same round.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Content = tuple[dict[str, Record], dict[str, Any]]
 
 
 class Downlink:
-    """What one round sends down; each record is made once for the whole cohort.
+    """The records that one round sends down; each is made once for the whole cohort.
 
     Parameters
     ----------
@@ -55,8 +55,8 @@ class Downlink:
     def content(self, held_round: int | None, probe: bool = False) -> Content:
         """Return (records, config entries) for a client that last kept the model of `held_round`.
 
-        A `probe`, the first exchange of a round with two, leaves the broadcasts to the second; a
-        client that got ``w_t`` itself in the first gets the broadcasts alone.
+        A `probe` is the first exchange of a round with two: it sends no broadcasts. The second sends only
+        the broadcasts to a client that got ``w_t`` in the first.
         """
         if held_round == self._round:
             return {keys.ARRAYS: Record(), **self._broadcasts}, {

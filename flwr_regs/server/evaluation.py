@@ -28,15 +28,15 @@ def evaluation(
     config: Mapping[str, Any],
     network: Network,
 ) -> Course[Mapping[str, Any] | None]:
-    """Have `model` evaluated after round `number`: pauses for the clients, returns their mean metrics.
+    """Let clients evaluate `model` after round `number`; return their mean metrics.
 
-    Each client's own metrics, failures and bytes are in the history. Returns None if nobody could
+    Each client's own metrics, failures and bytes are in the history. Returns None if no client could
     evaluate this time.
 
     Raises
     ------
     RoundFailed
-        No usable reply, and none in any evaluation before: one that never works is a mistake.
+        No usable reply, and none in any evaluation before: an evaluation that never works is a mistake.
     """
     options = training.options
     here = training.population.refresh(network)

@@ -1,4 +1,4 @@
-"""The server's half of a method: the global model, the terms' server slots, and how both move."""
+"""The server's half of a method: the global model, the terms' server slots, and their updates."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from flwr_regs.wire.codec import encode
 from flwr_regs.wire.precision import narrow, widen
 
 MOST_STEPS = 50
-"""Coded steps to keep: each one missed costs a client a pass over the whole model."""
+"""Coded steps to keep. Each step that a client missed costs it a pass over the whole model."""
 
 
 class GlobalModel:
-    """The global model and what the terms keep beside it.
+    """The global model and the terms' server slots.
 
     Parameters
     ----------
@@ -37,27 +37,27 @@ class GlobalModel:
     model : NDArrays
         ``w_1``, parameters and buffers.
     half : {"bfloat16", "float16"}, optional
-        What float32 arrays are rounded to when they travel.
+        The precision of float32 arrays when they travel.
 
     Attributes
     ----------
     model : NDArrays
         ``w_t``.
     step : NDArrays or None
-        ``w_t − w_{t−1}`` in the model's dtypes, exactly as it was added; None before it moved.
+        ``w_t − w_{t−1}`` in the model's dtypes, exactly as it was added; None before the first step.
     previous_lr : float or None
         The learning rate of the round that made `step`.
     server : Slot
         The terms' server slots.
     buffers : frozenset of str, or None
         Arrays that the clients do not train: buffers, frozen parameters and the other names of tied
-        weights; None until their first replies say so. Until then those that cannot be trained, and
-        BatchNorm's statistics, are taken for such.
+        weights. None before the first replies; until then, arrays that cannot be trained and BatchNorm's
+        statistics count as buffers.
     tied : mapping of str to str, or None
-        Those other names -> the one that is trained.
+        Tied weights, other name -> trained name.
     coded_steps : dict of int to bytes
-        If the method's steps are ternary: round -> the step made at its end, as it travels. As many of
-        the last ones as are together smaller than the model, and no more than a client decodes quickly.
+        If the method's steps are ternary: round -> its coded step. The last steps, at most `MOST_STEPS`
+        and together at most as large as the model.
     changed : dict of str to int
         Array -> the last round that changed it.
 
@@ -94,7 +94,7 @@ class GlobalModel:
 
     @property
     def given(self) -> NDArrays:
-        """``w_t`` as the clients get it: in the precision of the wire, in the model's dtypes."""
+        """``w_t`` as the clients get it: rounded to the wire's precision, in the model's dtypes."""
         if self._rounded[0] is not self.model:
             self._rounded = (self.model, self._as_given(self.model))
         return self._rounded[1]
@@ -106,23 +106,23 @@ class GlobalModel:
         return widen(narrow(model, self._half), coded, self._half)
 
     def agree(self, buffers: frozenset[str] | None, tied: Mapping[str, str] | None) -> None:
-        """Note what the clients agree on; the first time, the terms begin anew if they began with more."""
+        """Note what the clients agree on; if they train other arrays than assumed, `init` runs again."""
         if self.buffers is None and buffers is not None and buffers != untrainable(self.model):
             self.server = self._term.init({n: a for n, a in self.model.items() if n not in buffers})
         self.buffers, self.tied = buffers, tied
 
     def context(self, server_round: int, lr: float) -> ServerContext:
-        """Return what the terms' server hooks may read in a round."""
+        """Return the context of the terms' server hooks in a round."""
         step = None if self.step is None else self._trainable(self.step)
         return ServerContext(server_round, lr, self._trainable(self.model), step, self.previous_lr)
 
     def adopt(self, model: NDArrays) -> bool:
-        """Go on from `model`, which somebody who drives the rounds from outside has changed.
+        """Continue from `model`; return whether it differs from the current one.
 
-        Returns whether it is another. The last step then ends at it.
+        The caller may have changed it between rounds. The last step then ends at the new model.
         """
         check_arrays(model, self.model, "the arrays handed to configure_train")
-        model = tie(model, self.tied or {})  # changed under each name, one weight would be two
+        model = tie(model, self.tied or {})  # a tied weight has one value under all its names
         if digest(model) == digest(self.model):
             return False
         check_finite(model, "the arrays handed to configure_train", self.model)
@@ -145,17 +145,17 @@ class GlobalModel:
     ) -> None:
         """Average the replies, let the terms make the step, and move by it.
 
-        `mean` averages them; a private one clips and adds noise, before any term sees the mean.
-        With `scale`, incomplete clients weigh more; not their buffers, whose mean must be a mean.
+        `mean` averages the replies; a private one clips and adds noise before any term sees the mean.
+        With `scale`, incomplete clients weigh more, except in the mean of buffers.
 
-        The step is rounded to the model's dtype first and the model moves by exactly that: a client
-        that adds the same step to the same model then holds the same bits.
+        The step is rounded to the model's dtype, and the model moves by exactly this step. So a client
+        that adds the same step to the same model gets the same bits.
 
-        Where the clients were given ``w_t`` in half precision, their updates are counted from that, and
-        added to the float32 ``w_t``, in which small steps add up.
+        With half precision, an update is counted from the rounded ``w_t`` that the client got. It is added
+        to the float32 ``w_t``, so that small steps add up.
 
-        Raises ProtocolError, and changes nothing, if the new model would not be finite, or not in the
-        precision of the wire.
+        Raises ProtocolError, and changes nothing, if the new model is not finite or beyond the range of
+        the wire's precision.
         """
         given = self.given
         delta = mean(given, replies, weights)
@@ -184,10 +184,10 @@ class GlobalModel:
         self.changed |= {n: ctx.round for n, s in rounded.items() if np.any(s)}
 
     def _means(self, delta: NDArrays, given: NDArrays) -> NDArrays:
-        """Return the steps of the float32 arrays that are not trained: to the clients' mean itself.
+        """Return the steps of the float32 arrays that are not trained: directly to the clients' mean.
 
-        Counted from the rounded ``w_t``, a variance near zero would inherit its rounding and could fall
-        below zero. What no client changed, such as a frozen parameter, stays as the server has it.
+        A step counted from the rounded ``w_t`` would add its rounding error: a variance near zero could
+        become negative. Arrays that no client changed, such as frozen parameters, keep the server's values.
         """
         mine = [n for n in self.buffers or () if self.model[n].dtype == np.float32]
         with np.errstate(invalid="ignore"):  # an infinite constant
@@ -201,7 +201,7 @@ class GlobalModel:
 
 
 def as_step(base: np.ndarray, delta: Any) -> np.ndarray:
-    """Round a step to what can be added to `base`: its dtype; whole numbers for integers."""
+    """Return a step in the dtype of `base`, so that it can be added; rounded for integers."""
     if base.dtype == np.bool_:  # the mean's majority, as a flip
         return np.asarray(base ^ (base + np.asarray(delta) > 0.5))
     if np.issubdtype(base.dtype, np.integer):

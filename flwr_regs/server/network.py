@@ -32,10 +32,9 @@ class Request:
 
 @dataclass(frozen=True)
 class Replies:
-    """What came back for one request, by partition id.
+    """The replies to one request, by partition id.
 
-    `failures` says why each of the others has no reply; `silent` are those among them that sent not even
-    an error.
+    `failures` says why each other client has no reply; `silent` are those that did not even send an error.
     """
 
     came: Mapping[int, Parcel]
@@ -56,7 +55,7 @@ class Network(Protocol):
 
 
 Course = Generator[Sequence[Request], Sequence[Replies], T]
-"""Work that pauses once, for the clients: it yields requests, is sent their replies, and returns a T."""
+"""Work that pauses once for the clients: it yields requests, receives the replies, and returns a T."""
 
 
 def run(course: Course[T], network: Network) -> T:
@@ -66,11 +65,11 @@ def run(course: Course[T], network: Network) -> T:
         course.send([network.ask(r) for r in requests])
     except StopIteration as done:
         return done.value  # type: ignore[no-any-return]
-    raise RuntimeError("a course asks once")
+    raise RuntimeError("a course pauses only once")
 
 
 def name_failures(failures: Mapping[int, str]) -> str:
-    """Name the failed clients with their errors, those with the same error together."""
+    """Name the failed clients with their errors; clients with the same error are grouped."""
     by_reason: dict[str, list[int]] = {}
     for pid, why in sorted(failures.items()):
         by_reason.setdefault(why, []).append(pid)

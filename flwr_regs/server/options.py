@@ -1,4 +1,4 @@
-"""A strategy's settings, and which of them exclude each other, in two tables."""
+"""A strategy's settings, a table of their ranges, and a table of pairs that exclude each other."""
 
 from __future__ import annotations
 
@@ -33,50 +33,50 @@ class Options:
         Default: drawn at random and logged.
     downlink : {"model", "delta"}
         ``"model"`` sends ``w_t`` and the terms' broadcasts to everyone. ``"delta"`` sends only
-        ``w_t − w_{t−1}`` to a client that took part in the last round and kept its model, the full
-        pair to any other; broadcasts that do not follow from the step travel beside it. Always
+        ``w_t − w_{t−1}`` to a client that took part in the last round and kept its model, with the
+        broadcasts that do not follow from this step; other clients get the full pair. Always
         ``"delta"`` for a method that compresses the global step.
     wire_dtype : {"bfloat16", "float16"}, optional
-        Send every float32 array of the model rounded to 16 bits, and take the clients' so; the server
-        keeps float32. The terms' own records, and arrays of other dtypes, travel as they are.
+        Every float32 array of the model travels rounded to 16 bits, down and up; the server keeps
+        float32. The terms' own records, and arrays of other dtypes, travel unchanged.
     lr_schedule : callable, optional
         ``lr_schedule(round) -> factor`` on train_config's ``"lr"``; rounds count from 1.
     cohorts : {"uniform", "class-covering"}
         ``"class-covering"`` draws cohorts whose clients together hold every class (FedADC, Sec. IV-E).
-        **Privacy cost**: each client sends the server, once, how many examples of each class it holds,
-        if its own operator built it with ``share_label_counts=True``.
+        **Privacy cost**: each client sends the server, once, how many examples of each class it holds.
+        Its operator must allow that with ``share_label_counts=True``.
     overlap : bool
-        With ``downlink="delta"``: while round t trains, the clients of round t + 1 are already sent
-        ``w_t``, so that round t + 1 only sends the step (FedADC, Sec. II-A). The weights are the same. The
-        history shows the bytes sent ahead as ``bytes_ahead``, those of the round itself as ``bytes_down``.
-        A round waits for a node that hangs on a model sent ahead as it waits for one that trains.
+        With ``downlink="delta"``: while round t trains, the clients of round t + 1 already get ``w_t``, so
+        that round t + 1 sends only the step (FedADC, Sec. II-A). The weights are the same. The history has
+        the bytes sent ahead as ``bytes_ahead``, those of the round itself as ``bytes_down``. A round also
+        waits for the clients that get a model ahead.
     incomplete : {"average", "scale", "drop"}
-        How a client counts that took only ``s_k`` of its E local steps because its own budget was spent.
-        ``"average"``: as any other. ``"scale"``: with ``E / s_k`` times its weight (EFL, Sec. 4.2).
+        How a client counts if it took only ``s_k`` of its E local steps, because its budget was spent.
+        ``"average"``: like any other. ``"scale"``: with ``E / s_k`` times its weight (EFL, Sec. 4.2).
         ``"drop"``: not at all. A client with ``s_k = 0`` is inactive and never counts.
     drop_inactive : float, optional
         Drop a client for good once it was inactive in more than ``drop_inactive / (T E)`` of its turns
-        (T rounds, E local steps; EFL, Eq. 9, whose constant C/J this is).
+        (T rounds, E local steps). This is the constant C/J of EFL, Eq. 9.
     restart_lr : bool
         When clients arrive, depart or are dropped, `lr_schedule` counts from 1 again (EFL, Sec. 4.4).
     privacy : CentralDP, optional
-        Clip each client's update and noise their mean: see :class:`flwr_regs.CentralDP`.
+        Clip each client's update and add noise to the mean: see :class:`flwr_regs.CentralDP`.
     min_replies : int
         A round with fewer usable replies raises :class:`RoundFailed`.
     population : int, optional
-        How many clients to wait for before round 1. Default: the clients' own ``num-partitions``
-        where they have one, else `min_available_nodes`.
+        How many clients to wait for before round 1. Default: the nodes' own ``num-partitions`` if they
+        have one, else `min_available_nodes`.
     wait_timeout : float
-        Seconds to wait for the population. Then training starts without those who are missing, and names
-        them, if `min_available_nodes` clients are there; else an error says how many came.
+        Seconds to wait for the population. After that, training starts without the missing clients, and
+        names them, if `min_available_nodes` clients are there. Else an error says how many came.
     fraction_train, fraction_evaluate, min_train_nodes, min_evaluate_nodes, min_available_nodes
-        As for Flower's FedAvg, and so are ``weighted_by_key``, ``train_metrics_aggr_fn`` and
+        As for Flower's FedAvg. So are ``weighted_by_key``, ``train_metrics_aggr_fn`` and
         ``evaluate_metrics_aggr_fn``.
 
     Raises
     ------
     ValueError
-        With the sentence of the first row of `RANGES` or `PAIRS` that is broken.
+        The settings break a row of `RANGES` or `PAIRS`; the message is its sentence.
     """
 
     term: Chain
@@ -108,7 +108,7 @@ class Options:
 
     @classmethod
     def of(cls, term: Chain, **settings: Any) -> Self:
-        """Return the options of a strategy of `term`, with what follows from others filled in."""
+        """Return the options of a strategy of `term`; fill in defaults that depend on others."""
         if settings.get("seed") is None:
             settings["seed"] = int(np.random.SeedSequence().generate_state(1)[0])
         if settings.get("lr_schedule") is None:
@@ -169,15 +169,15 @@ RANGES: list[tuple[str, Callable[[Any], bool], str]] = [
 _DP = "privacy=CentralDP(...): "
 
 PAIRS: list[tuple[Callable[[Options], Any], str]] = [
-    # what does not go together, and the sentence that says so; the settings' values can be named in it
+    # whether the settings exclude each other, and the sentence for it, which can name their values
     (
         lambda o: (o.arrayrecord_key, o.configrecord_key) != (keys.ARRAYS, keys.CONFIG),
         "the record keys are part of the protocol: leave them 'arrays', 'config'",
     ),
     (
         lambda o: o.wire_dtype and any(o.term.ternary),
-        "wire_dtype='{wire_dtype}' does not go with compression, whose updates have a code of their own; "
-        "leave one of the two out",
+        "wire_dtype='{wire_dtype}' cannot be combined with compression, which has its own code; leave out "
+        "one of the two",
     ),
     (
         lambda o: o.wire_dtype and o.downlink == "delta",
@@ -190,7 +190,7 @@ PAIRS: list[tuple[Callable[[Options], Any], str]] = [
     ),
     (
         lambda o: o.overlap and o.term.ternary[1],
-        "overlap=True sends whole models ahead, which a compressed downlink is there to avoid",
+        "overlap=True sends whole models ahead, but a compressed downlink avoids exactly that",
     ),
     (
         lambda o: o.privacy and any(t.uploads for t in o.term.terms),
@@ -201,8 +201,8 @@ PAIRS: list[tuple[Callable[[Options], Any], str]] = [
     (
         lambda o: o.privacy and o.cohorts == "class-covering",
         _DP
-        + "for class-covering cohorts the clients tell their label counts without noise, and such "
-        "cohorts are no uniform sample; use cohorts='uniform'",
+        + "for class-covering cohorts the clients send their label counts without noise, and such "
+        "cohorts are not a uniform sample; use cohorts='uniform'",
     ),
     (
         lambda o: o.privacy and o.weighting != "uniform",
@@ -217,7 +217,7 @@ PAIRS: list[tuple[Callable[[Options], Any], str]] = [
     (
         lambda o: o.privacy and o.drop_inactive is not None,
         _DP
-        + "drop_inactive draws the cohorts, and changes their size, by who failed or took no step, "
-        "which gets no noise; leave it out",
+        + "drop_inactive draws the cohorts, and sets their size, by who failed or took no step, and that "
+        "gets no noise; leave it out",
     ),
 ]

@@ -1,4 +1,4 @@
-"""What a round's messages hold, client by client."""
+"""The content of a round's messages, client by client."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class Outbox:
         The round's config, the same for every client.
     downlink : Downlink
     held : mapping
-        Partition id -> round whose model that client last kept.
+        Partition id -> the round whose model that client last kept.
     used : mapping or None
-        Partition id -> round whose reply of that client was last averaged; None if clients need not know.
+        Partition id -> the last round in which its reply was used; None if clients need not know.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Outbox:
         self._held = held
         self._used = used
         self.broadcasts: Mapping[int, Slot] = {}
-        """Client -> the broadcasts that are its own, after a first exchange."""
+        """Client -> its own broadcasts, after a first exchange."""
 
     def train(self, pid: int, lost: bool = False) -> Parcel:
         """Return a client's train message; one that `lost` its model gets everything."""
@@ -61,7 +61,7 @@ class Outbox:
         return self._parcel(pid, None if lost else self._held.get(pid), probe=True)
 
     def ahead(self, model: Record) -> Parcel:
-        """Return the message that takes ``w_t`` to a client of the next cohort."""
+        """Return the message that sends ``w_t`` ahead to a client of the next cohort."""
         names = (keys.METHOD_KEY, keys.START_KEY, keys.ROUND_KEY)
         return Parcel({keys.ARRAYS: model}, {k: self._config[k] for k in names})
 

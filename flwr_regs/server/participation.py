@@ -10,14 +10,14 @@ LOG = logging.getLogger("flwr")
 
 
 class Participation:
-    """The clients that a training is about, and how much each took part in it so far.
+    """The clients of a training, and how often each was inactive so far.
 
     Parameters
     ----------
     incomplete : {"average", "scale", "drop"}
     drop_inactive : float or None
-        The constant C/J of Eq. 9: a client is dropped once the share of its turns in which it was
-        inactive exceeds ``drop_inactive / (T E)``, T rounds of E steps.
+        The constant C/J of Eq. 9: a client is dropped once it was inactive in more than the share
+        ``drop_inactive / (T E)`` of its turns, for T rounds of E steps.
     restart_lr : bool
         Restart the learning rate's schedule when the clients change (Sec. 4.4).
     num_rounds : int
@@ -33,19 +33,19 @@ class Participation:
         self._num_rounds = num_rounds
         self._turns: dict[int, int] = {}
         self._inactive: dict[int, int] = {}
-        self._steps = 1  # E, the most that any client was asked for
+        self._steps = 1  # E, the most steps that any client planned
         self._dropped: set[int] = set()
         self._members: list[int] | None = None
         self._seen: set[int] = set()  # clients that took part in a draw
-        self._departed: set[int] = set()  # clients that have been missing since
+        self._departed: set[int] = set()  # clients that departed at least once
         self._origin = 1
 
     def remaining(self, members: list[int], now: Round) -> list[int]:
         """Return the clients that the cohort is drawn from; note drops and shifts in the round.
 
-        A client is dropped for good, never before its second turn, and taken back only if nobody else is
-        there. The schedule restarts at a client's first arrival, first departure or drop, not for one
-        that comes and goes.
+        A client is not dropped before its second turn. It comes back only if no other client is there. The
+        schedule restarts at a client's first arrival, first departure or drop, not each time that it comes
+        and goes.
         """
         if self._bound is not None:
             self._drop(members, self._bound / (self._num_rounds * self._steps), now)
@@ -78,13 +78,13 @@ class Participation:
                 )
 
     def schedule_round(self, number: int) -> int:
-        """Return the round that the learning rate's schedule is asked for."""
+        """Return the round that the learning rate's schedule is called with."""
         return number - self._origin + 1
 
     def select(self, now: Round) -> None:
-        """Choose which of the round's received replies are used, and note who was incomplete or inactive.
+        """Choose the replies that are used; note the clients that were incomplete or inactive.
 
-        A client that took no step is inactive. So is one that did not reply, for Eq. 9.
+        A client that took no step is inactive. For Eq. 9, so is one that did not reply.
         """
         steps = {pid: reply.steps for pid, reply in now.received.items()}
         active = {pid for pid, (taken, _) in steps.items() if taken > 0}

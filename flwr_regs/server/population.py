@@ -24,16 +24,15 @@ class PopulationError(RuntimeError):
 class Population:
     """The clients of a run, by partition id.
 
-    Flower's node ids are drawn at random for each run and come in no order, so cohorts are drawn over
-    partition ids: each node is asked for its own. A node without one is known by its node id, which
-    makes cohorts repeatable only while the node keeps that id.
+    Flower draws new node ids for each run, so cohorts are drawn over partition ids, which nodes report. A
+    node without a partition id is known by its node id: cohorts then repeat only while it keeps that id.
 
     Parameters
     ----------
     minimum : int
         Fewest clients to train with (Flower's ``min_available_nodes``).
     expected : int or None
-        Clients to wait for; None: as many as the nodes' own ``num-partitions`` says.
+        Clients to wait for; None: the nodes' own ``num-partitions``.
     timeout : float
         Seconds to wait for them before round 1.
     """
@@ -43,10 +42,8 @@ class Population:
         self._given = expected
         self._timeout = timeout
         self._node_of: dict[int, int] = {}
-        self._known: set[int] = set()  # nodes that said which partition is theirs
-        self._mute: dict[
-            int, tuple[float, float]
-        ] = {}  # node -> when to ask it again, after what pause
+        self._known: set[int] = set()  # nodes that reported their partition
+        self._retry: dict[int, tuple[float, float]] = {}  # node -> (time to ask again, pause)
         self._here: list[int] = []
         self._expected = expected
         self._complete = False
@@ -55,21 +52,21 @@ class Population:
 
     @property
     def here(self) -> list[int]:
-        """The partition ids that were there at the last :meth:`refresh`, sorted."""
+        """The partition ids that were connected at the last :meth:`refresh`, sorted."""
         return self._here
 
     def refresh(self, network: Network) -> list[int]:
-        """Return the partition ids of the nodes that are there now, sorted.
+        """Return the partition ids of the nodes that are connected now, sorted.
 
-        The first call waits for the whole population. When the time is over it goes on with those that
-        came, if they are `minimum` at least, and names who is missing. Later calls leave out a node that
-        left, ask a new one for its partition, and one that did not reply again after a pause.
+        The first call waits for the whole population. When the time is over, it goes on with the clients
+        that came, if they are at least `minimum`, and names the missing ones. Later calls leave out nodes
+        that left, and ask new nodes for their partitions. Nodes without a reply are asked again later.
 
         Raises
         ------
         PopulationError
-            Fewer than `minimum` clients came in time; before round 1 also a node that cannot say which
-            partition is its own, or two that serve one.
+            Fewer than `minimum` clients came in time. Before round 1 also: a node does not report its
+            partition, or two nodes serve the same one.
         """
         deadline = time.monotonic() + self._timeout
         logged = time.monotonic()
@@ -100,7 +97,7 @@ class Population:
 
     @property
     def missing(self) -> str:
-        """Who is expected and not here: partitions by number where these run from 0, else a count."""
+        """The missing clients: partitions by number if these run from 0, else a count."""
         expected = self._expected or 0
         absent = sorted(set(range(expected)) - set(self._here))
         short = max(expected - len(self._here), 0)
@@ -126,13 +123,13 @@ class Population:
         return class_covering_cohort(left, key, size, classes)
 
     def _label_counts(self, network: Network) -> tuple[dict[int, list[int]], set[int]]:
-        """Return (each present client's examples of each class, the classes that can be covered).
+        """Return (each connected client's examples of each class, the classes that can be covered).
 
-        Every client is asked once. The classes are those from 0 to the largest one that the first
-        population held; a class whose holders have all left is left out, with a warning.
+        Each client is asked once. The classes run from 0 to the largest one that the first population
+        held. A class that no connected client holds is left out, with a warning.
 
-        Raises PopulationError before training if a client does not share its counts: its operator must
-        have agreed. One that joins later and does not share them is left out, with a warning.
+        Raises PopulationError before training if a client does not share its counts, which its operator
+        must allow. A client that joins later and does not share them is left out, with a warning.
         """
         new = [p for p in self._here if p not in self._labels]
         request = self.request(keys.LABELS, {p: Parcel() for p in new})
@@ -143,7 +140,7 @@ class Population:
             if keys.LABELS_KEY in reply.config:
                 self._labels[pid] = json.loads(reply.config[keys.LABELS_KEY])
             else:
-                failures[pid] = "it does not tell its label counts (a client of another library?)"
+                failures[pid] = "it does not send its label counts (a client of another library?)"
         if failures:
             why = f"class-covering cohorts need label counts: {name_failures(failures)}"
             if first:
@@ -160,38 +157,38 @@ class Population:
         return counts, self._classes & held
 
     def _identify(self, network: Network, nodes: Iterable[int], present: set[int]) -> None:
-        """Ask `nodes` for their partitions. Once training has begun, one that cannot say is left out."""
+        """Ask `nodes` for their partitions; during training, leave out a node without a reply."""
         began = time.monotonic()
-        self._mute = {n: again for n, again in self._mute.items() if n in present}
-        due = [n for n in nodes if n not in self._mute or self._mute[n][0] <= began]
+        self._retry = {n: again for n, again in self._retry.items() if n in present}
+        due = [n for n in nodes if n not in self._retry or self._retry[n][0] <= began]
         if not due:
             return
         request = Request(keys.IDENTIFY, {n: Parcel() for n in due}, {n: n for n in due})
         replies = network.ask(request, min(self._timeout, LONGEST))
         for node in set(due) - set(replies.came):
-            # A mute node would cost its time again every round: the pause doubles.
-            pause = 2 * max(self._mute.get(node, (0, 0.05))[1], time.monotonic() - began)
-            self._mute[node] = (time.monotonic() + pause, pause)
+            # The pause doubles: otherwise a silent node would cost time in every round.
+            pause = 2 * max(self._retry.get(node, (0, 0.05))[1], time.monotonic() - began)
+            self._retry[node] = (time.monotonic() + pause, pause)
             if node not in replies.silent:
-                self._object(
-                    f"node {node} does not answer who it is ({replies.failures[node]}); build its "
+                self._refuse(
+                    f"node {node} does not report its partition ({replies.failures[node]}); build its "
                     "ClientApp with flwr_regs.client_app, or RegClientApp for a loop of your own"
                 )
         self._place(replies, present)
 
     def _place(self, replies: Replies, present: set[int]) -> None:
-        """Note which partition each of the nodes serves that said so."""
+        """Note the partitions that nodes report."""
         placed: dict[int, int] = {}
         for node in sorted(replies.came):
-            self._mute.pop(node, None)
+            self._retry.pop(node, None)
             config = replies.came[node].config
             pid = int(config.get("partition-id", node))
             if "partition-id" not in config:
                 LOG.warning("node %d has no partition-id; its node id stands in for it", node)
             other = placed.get(pid, self._node_of.get(pid, node))
             if other != node and other in present:
-                # not known yet, so asked again: a restarted node's former self may still be listed
-                self._object(
+                # asked again later: after a restart, the old node may still be listed for a while
+                self._refuse(
                     f"nodes {other} and {node} both serve partition-id {pid}; "
                     "give each SuperNode a --node-config partition-id of its own"
                 )
@@ -204,13 +201,13 @@ class Population:
                 self._expected = int(config["num-partitions"])
         self._node_of |= placed
 
-    def _object(self, why: str) -> None:
-        """Refuse to begin; once training has begun, log it and go on without the node."""
+    def _refuse(self, why: str) -> None:
+        """Raise PopulationError; during training, only log `why` and go on without the node."""
         if not self._complete:
             raise PopulationError(why)
         LOG.warning("%s; going on without it", why)
 
 
 def _held(counts: dict[int, list[int]]) -> set[int]:
-    """Return the classes of which somebody has an example."""
+    """Return the classes that at least one client holds."""
     return {i for c in counts.values() for i, n in enumerate(c) if n > 0}

@@ -1,22 +1,22 @@
-"""Central differential privacy: every client's update clipped, their mean noised, on the server.
+"""Central differential privacy: the server clips each client's update and adds noise to the mean.
 
 | *Clip*       ``Δ_k = v_k − w_t`` of all trained parameters as one vector;
 |              ``Δ̂_k = Δ_k · min(1, C / ‖Δ_k‖₂)`` (flat clipping)
-| *Mean*       ``Δ = (1/m) Σ_k Δ̂_k``, m the size of the cohort that was drawn: a client that failed, or
-|              whose reply cannot be used, counts as zero, so who failed does not change the sensitivity
+| *Mean*       ``Δ = (1/m) Σ_k Δ̂_k``, m the size of the cohort that was drawn; a client without a usable
+|              reply counts as zero, so that failures do not change the sensitivity
 | *Noise*      ``Δ + N(0, (z C / m)² I)``
 
-Whatever the method makes of Δ then (momentum, adaptive steps, compression) is post-processing. That is
-what Flower's wrappers cannot give, which add their noise once the strategy has made its step.
+The method then uses Δ (momentum, adaptive steps, compression); that is post-processing and costs no
+privacy. Flower's wrappers cannot do that: they add noise after the strategy has made its step.
 
-**Sensitivity.** A client that is replaced by another moves the sum of the clipped updates by up to 2 C; one
-that drops out of it (its place in the cohort stays empty and counts as zero) by up to C. An accountant's
-noise multiplier is the noise's standard deviation over the sensitivity: z/2 under replace-one, z under
-add-or-remove-one. dp-accounting does not make that difference itself: it takes the number as it is under
-either relation.
+**Sensitivity.** Replacing a client changes the sum of the clipped updates by up to 2 C. Removing one (its
+place in the cohort stays empty and counts as zero) changes the sum by up to C. An accountant's noise
+multiplier is the noise's standard deviation over the sensitivity: z/2 under replace-one, z under
+add-or-remove-one. dp-accounting does not divide by the sensitivity itself: it uses the number as given,
+under either relation.
 
-The noise comes from a generator seeded anew each round from the operating system's entropy, never from the
-run's seed, which others may know: such runs do not repeat to the bit.
+Each round's noise generator is seeded from the operating system's entropy, never from the run's seed, which
+others may know. So runs with noise do not repeat to the bit.
 
 Source: McMahan, Ramage, Talwar, Zhang, "Learning differentially private recurrent language models"
 (2018), Alg. 1 (DP-FedAvg) with flat clipping and the fixed-denominator estimator.
@@ -51,9 +51,9 @@ class CentralDP:
     accountant : PrivacyAccountant, optional
         ``flwr.serverapp.RdpAccountant(PrivacyConfig(...))``, from ``pip install 'flwr-regs[privacy]'``:
         counts the epsilon spent, and stops the training before a round that would pass its
-        `max_epsilon`. With ``WITHOUT_REPLACEMENT`` and ``REPLACE_ONE`` the random draw of the cohorts
-        counts too; they are then drawn from the operating system's entropy, not from the seed. With
-        ``NO_AMPLIFICATION`` and ``ADD_OR_REMOVE_ONE`` who was drawn may be known.
+        `max_epsilon`. With ``WITHOUT_REPLACEMENT`` and ``REPLACE_ONE``, the random draw of the cohorts
+        counts too; cohorts then come from the operating system's entropy, not from the seed. With
+        ``NO_AMPLIFICATION`` and ``ADD_OR_REMOVE_ONE``, others may know the cohorts.
 
     Raises
     ------
@@ -84,7 +84,7 @@ class CentralDP:
 
     @property
     def amplified(self) -> bool:
-        """Whether the accountant counts on nobody's knowing who was drawn."""
+        """Whether the accountant assumes that the cohorts are secret."""
         return (
             self.accountant is not None
             and self.accountant.config.sampling_method.value == "without-replacement"
@@ -92,9 +92,9 @@ class CentralDP:
 
     @property
     def accounted_multiplier(self) -> float:
-        """The noise's standard deviation over the sensitivity, which is what an accountant counts in."""
+        """The accountant's noise multiplier: the noise's standard deviation over the sensitivity."""
         if self.accountant is None:
-            raise ValueError("there is no accountant to count for")
+            raise ValueError("there is no accountant")
         replaced = self.accountant.config.neighboring_relation.value == "replace-one"
         return self.noise_multiplier / (2 if replaced else 1)
 
@@ -108,8 +108,8 @@ def private_mean(
 ) -> tuple[dict[str, np.ndarray], float]:
     """Return (the noisy mean of the clipped updates, the share of the replies that were clipped).
 
-    Computed in float64, in the order of `replies`; each array comes back in the dtype it has in `base`,
-    the global model. Arrays that are not `trained` do not move.
+    Sums in float64, in the order of `replies`. Each result has its dtype in `base`, the global model.
+    Arrays that are not `trained` do not move.
     """
     names = sorted(trained)
     total = np.zeros(sum(base[n].size for n in names))
@@ -119,7 +119,7 @@ def private_mean(
         with np.errstate(over="ignore"):
             norm = float(np.linalg.norm(update))
         clipped += norm > dp.clip_norm
-        if math.isfinite(norm):  # one that overflows counts as zero
+        if math.isfinite(norm):  # an update that overflows counts as zero
             total += update * min(1.0, dp.clip_norm / max(norm, 1e-300))
     mean = total / cohort_size
     if dp.noise_multiplier > 0:
@@ -133,7 +133,7 @@ def private_mean(
 
 
 def _update(base: Mapping[str, np.ndarray], reply: Reply, names: Collection[str]) -> np.ndarray:
-    """Return ``v_k − w_t`` of the named arrays as one vector, in float64; zero where nothing came."""
+    """Return ``v_k − w_t`` of the named arrays as one float64 vector; zero for arrays not sent."""
     parts = [np.zeros(0)]
     for n in names:
         w = base[n].astype(np.float64).ravel()
@@ -141,7 +141,7 @@ def _update(base: Mapping[str, np.ndarray], reply: Reply, names: Collection[str]
             parts.append(reply.delta[n].astype(np.float64).ravel())
         elif n in reply.arrays:
             v = reply.arrays[n].astype(np.float64).ravel()
-            same = v == w  # an infinite constant too, whose difference would be NaN
+            same = v == w  # also infinite constants: their difference would be NaN
             parts.append(np.where(same, 0.0, v - np.where(same, 0.0, w)))
         else:
             parts.append(np.zeros(w.size))
@@ -149,10 +149,10 @@ def _update(base: Mapping[str, np.ndarray], reply: Reply, names: Collection[str]
 
 
 class Budget(Protocol):
-    """What an accountant allows; the flower folder has it, on Flower's accountants."""
+    """A privacy budget; the flower folder implements it with Flower's accountants."""
 
     def check(self, number: int, cohort: int) -> None:
-        """Raise unless a round with a cohort of this size may be trained."""
+        """Raise if the budget is too small for a round with a cohort of this size."""
         ...
 
     def spend(self, cohort: int) -> tuple[float, float]:
@@ -161,13 +161,13 @@ class Budget(Protocol):
 
 
 class PrivateRounds:
-    """What `CentralDP`, if there is one, changes in the rounds of a training.
+    """The parts of a round that `CentralDP` changes; without one, the plain parts.
 
     Parameters
     ----------
     dp : CentralDP or None
     seed : int
-        The run's seed, for cohorts that may be known.
+        The run's seed; cohorts depend on it unless they are secret.
     budget : Budget or None
         For a `dp` with an accountant.
     """
@@ -178,15 +178,15 @@ class PrivateRounds:
         self._population: list[int] = []
         self.cohort_seed = seed
         if dp is not None and dp.amplified:
-            # Who knows the seed knows the cohorts, and then their being drawn hides nobody. Each training
-            # draws anew: the accountant counts on independent draws.
+            # The run's seed would reveal the cohorts. Each training draws a new one: the accountant
+            # assumes independent draws.
             self.cohort_seed = secrets.randbits(128)
 
     def members(self, here: list[int]) -> list[int]:
-        """Return the clients that a cohort is drawn from, given those that are there.
+        """Return the clients that a cohort is drawn from, given the connected ones.
 
-        An accountant that counts the draw needs one population: a client that has left since round 1 is
-        still drawn, and counts as zero. Raises ValueError if it was told of a population of another size.
+        An accountant that counts the draw needs a fixed population: a client that leaves after round 1 is
+        still drawn, and counts as zero. Raises ValueError if the accountant's population has another size.
         """
         if self._dp is None or self._dp.accountant is None:
             return here
@@ -194,21 +194,21 @@ class PrivateRounds:
             expected = self._dp.accountant.config.population_size
             if len(here) != expected:
                 raise ValueError(
-                    f"the privacy accountant was told of a population of {expected} clients, but "
+                    f"the privacy accountant is set to a population of {expected} clients, but "
                     f"{len(here)} are there: set PrivacyConfig(population_size={len(here)})"
                 )
             self._population = here
         return self._population if self._dp.amplified else here
 
     def check_budget(self, now: Round) -> None:
-        """Raise the accountant's error for a round that it does not allow, before clients hear of it."""
+        """Raise the accountant's error for a round that it does not allow, before messages are sent."""
         if self._budget is not None:
             self._budget.check(now.number, len(now.cohort))
 
     def uncovered(
         self, replies: Mapping[int, Reply], model: NDArrays, buffers: Iterable[str]
     ) -> dict[int, str]:
-        """Return the reasons against replies that clipping and noise would not cover, by client.
+        """Return client -> why, for replies that clipping and noise would not cover.
 
         `buffers` are the arrays that are not trained.
         """
@@ -224,7 +224,7 @@ class PrivateRounds:
         return found
 
     def mean(self, now: Round, buffers: Collection[str]) -> Mean:
-        """Return the round's mean of the replies; a private one notes in the round what it cost."""
+        """Return the function that averages replies; a private one notes its cost in the round."""
         dp, cohort = self._dp, len(now.cohort)
         if dp is None:
             return mean_delta
@@ -246,6 +246,6 @@ def refuse_statistics(names: Iterable[str]) -> None:
     """
     if found := statistics(names):
         raise ValueError(
-            f"BatchNorm's statistics {found} are data of the clients that neither go without noise nor "
-            "bear it: use GroupNorm, or keep them on the clients with LocalBatchNorm() (FedBN)"
+            f"BatchNorm's statistics {found} are clients' data: they need noise, and noise spoils them; "
+            "use GroupNorm, or keep them on the clients with LocalBatchNorm() (FedBN)"
         )

@@ -1,4 +1,4 @@
-"""Replies: each is turned into a checked value, or into a named failure of its client."""
+"""Replies: each becomes a checked value, or a named failure of its client."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from flwr_regs.wire.precision import from_half
 
 @dataclass(frozen=True)
 class Usable:
-    """The replies of a round that can be used, by partition id, and why the others cannot.
+    """The usable replies of a round, by partition id, and why the others are not usable.
 
-    `buffers` are the arrays that the clients do not train and `tied` the weights that go by several
-    names (other name -> name that is trained), as the clients agree; None if none can be used.
+    The clients agree on `buffers`, the arrays that they do not train, and on `tied`, the other names of
+    tied weights (other name -> trained name). Both are None if no reply is usable.
     """
 
     replies: dict[int, Reply]
@@ -47,7 +47,7 @@ class Reader:
     Attributes
     ----------
     method : str
-        The name that the clients must know; "FedAvg" takes clients that name none, too.
+        The name that clients must report; "FedAvg" also takes clients that report none.
     term : Chain
         Checks the uploads.
     model : GlobalModel
@@ -63,7 +63,7 @@ class Reader:
     def read_all(self, came: Mapping[int, Parcel], config: Mapping[str, Any]) -> Usable:
         """Check replies one by one and against each other; `config` is the round's.
 
-        In the order of partition ids: the same bits whatever the order of arrival.
+        Replies are read in the order of partition ids, so the order of arrival does not change the result.
         """
         replies: dict[int, Reply] = {}
         failures: dict[int, str] = {}
@@ -82,7 +82,7 @@ class Reader:
     def read(
         self, pid: int, parcel: Parcel, config: Mapping[str, Any]
     ) -> tuple[Reply, frozenset[str]]:
-        """Return a client's reply, checked, and the names under which the client trains nothing.
+        """Return a client's checked reply, and the names of the arrays that it does not train.
 
         Raises
         ------
@@ -94,22 +94,23 @@ class Reader:
         what = f"the reply of client {pid}"
         self._check_sender(what, parcel)
         metrics, count = read_metrics(pid, parcel, self.weighted_by_key)
-        model, said = self.model.model, parcel.config
+        model, entries = self.model.model, parcel.config
         try:
             arrays = dict(parcel.records[keys.ARRAYS])
             if half := config.get(keys.HALF_KEY):
-                arrays = from_half(arrays, {**said, keys.HALF_KEY: half})
+                arrays = from_half(arrays, {**entries, keys.HALF_KEY: half})
             uploads = read_uploads(what, parcel)
-            ours = keys.METHOD_KEY in said
+            ours = keys.METHOD_KEY in entries
             buffers = untrainable(model)
-            if keys.BUFFERS_KEY in said:
-                buffers = unmask(said[keys.BUFFERS_KEY], model)
+            if keys.BUFFERS_KEY in entries:
+                buffers = unmask(entries[keys.BUFFERS_KEY], model)
             tied: dict[str, str] = {}
-            if keys.TIED_KEY in said:
-                tied = check_tied(said[keys.TIED_KEY], model, buffers)
+            if keys.TIED_KEY in entries:
+                tied = check_tied(entries[keys.TIED_KEY], model, buffers)
             delta, expected = {}, model
-            if keys.UPDATE_KEY in said:
-                delta = decode(said[keys.UPDATE_KEY], in_code_order(model, set(model) - buffers))
+            if keys.UPDATE_KEY in entries:
+                like = in_code_order(model, set(model) - buffers)
+                delta = decode(entries[keys.UPDATE_KEY], like)
                 expected = {n: model[n] for n in arrays if n in buffers}
             steps = _steps(metrics, config, count) if ours else (1, 1)
             if steps[0]:
@@ -140,7 +141,7 @@ class Reader:
 
 
 def read_metrics(pid: int, parcel: Parcel, weighted_by_key: str) -> tuple[Mapping[str, Any], float]:
-    """Return a reply's metrics and the client's examples; raise ProtocolError if there are none."""
+    """Return (a reply's metrics, the client's examples); raise ProtocolError without these."""
     if parcel.metrics is None:
         raise ProtocolError(
             f"the reply of client {pid} must hold a MetricRecord '{keys.METRICS}', "
@@ -184,7 +185,7 @@ def _steps(metrics: Mapping[str, Any], config: Mapping[str, Any], count: float) 
         or planned == 0
     ):
         raise ValueError(
-            f"{taken!r} local steps of {planned!r}, where the round asked for "
+            f"{taken!r} local steps of {planned!r}, but the round asked for "
             + (f"{asked}" if asked else f"at most {most:.0f}")
         )
     return taken, planned
@@ -193,10 +194,10 @@ def _steps(metrics: Mapping[str, Any], config: Mapping[str, Any], count: float) 
 def agree_on_buffers(
     buffers: Mapping[int, frozenset[str]], known: frozenset[str] | None
 ) -> tuple[frozenset[str] | None, dict[int, str]]:
-    """Return (the arrays that are not trained, reasons against the clients that say otherwise).
+    """Return (the arrays that are not trained, client -> why for clients that disagree).
 
-    `known` is what earlier rounds agreed on. Without it the majority decides; a tie is everybody's
-    failure, since averaging models that train different parameters would hide a mistake.
+    `known` is the result of earlier rounds. Without it the majority decides. Without a majority all
+    clients fail, since averaging models that train different parameters would hide a mistake.
     """
     if known is None:
         ranking = Counter(buffers.values()).most_common(2)
@@ -217,10 +218,10 @@ def agree_on_buffers(
 def agree_on_ties(
     replies: Mapping[int, Reply], known: Mapping[str, str] | None
 ) -> tuple[Mapping[str, str] | None, dict[int, str]]:
-    """Return (which weights are tied, reasons against the clients that say otherwise).
+    """Return (other name -> trained name of tied weights, client -> why for clients that disagree).
 
-    `known` is what earlier rounds agreed on; without it the majority decides, or the lowest partition id:
-    clients that differ here, but not in what they train, have built one model in two orders.
+    `known` is the result of earlier rounds. Without it the majority decides, or the lowest partition id:
+    clients that train the same parameters, but tie others, have built one model in two orders.
     """
     if known is None and replies:
         said = Counter(tuple(sorted(replies[pid].tied.items())) for pid in sorted(replies))
@@ -233,7 +234,7 @@ def agree_on_ties(
 
 
 def common_metrics(metrics: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Keep the single numbers that every client reports: Flower's mean refuses anything else."""
+    """Keep the single numbers that every client reports; Flower's mean refuses other metrics."""
     single = [{k: v for k, v in m.items() if isinstance(v, int | float)} for m in metrics]
     common = sorted(set.intersection(*(set(m) for m in single)))
     return [{k: m[k] for k in common} for m in single]

@@ -1,4 +1,4 @@
-"""A round as a value: what was asked, of whom, what came, what was used, and why not the rest."""
+"""A round as a value: its cohort, messages and replies, which replies were used, and why others not."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from flwr_regs.wire.parcel import Parcel
 
 
 class RoundFailed(RuntimeError):
-    """A round ended with fewer usable replies than it needs; the global model is as before it."""
+    """A round had too few usable replies, or diverged; the global model stays as it was before."""
 
 
 @dataclass
@@ -23,27 +23,27 @@ class Round:
     Attributes
     ----------
     number, population : int
-        The round t, from 1; the clients that its cohort was drawn from.
+        The round t, from 1; how many clients its cohort was drawn from.
     cohort : list of int
         The clients that were drawn, by partition id.
     lr, context, config : float, ServerContext, dict
-        The clients' learning rate η, what the terms' server hooks read, and what every client is told.
+        The clients' learning rate η, the context of the terms' server hooks, and every client's config.
     bytes_down, bytes_up, probe_down, probe_up, bytes_ahead : dict of int to int
-        Client -> bytes, of the whole round, of its first exchange, and of a model sent ahead; None
-        where the round has no such exchange.
+        Client -> bytes of the whole round, of its first exchange, and of a model sent ahead; None if the
+        round has no such exchange.
     came : dict of int to Parcel
         Client -> its reply as it arrived.
     received, used : dict of int to Reply
-        Client -> its checked reply; those of them that the new model is made of.
+        Client -> its checked reply; those replies that moved the model.
     failures : dict of int to str
         Client -> why it has no usable reply.
     steps, inactive, incomplete : dict of int to int, list of int, list of int
-        Client -> local steps taken; who took none; who took some but not all.
+        Client -> local steps taken; clients that took none; clients that took some but not all.
     lost_private : list of int
-        Clients that trained before but began anew with their private entries.
+        Clients that trained before, but began anew with their private entries.
     seconds, events, metrics, examples_processed : dict, dict, dict, int
-        Seconds by phase; what happened beside (a shift of the population, epsilon, …); the mean of the
-        clients' metrics, None until the round has succeeded; their examples, repeats counted.
+        Seconds by phase; entries that few rounds have (a shift of the population, epsilon, …); the clients'
+        mean metrics, None until the round has succeeded; their examples, repeats counted.
     """
 
     number: int
@@ -72,7 +72,7 @@ class Round:
     _clock: float = field(default_factory=time.monotonic)
 
     def lap(self, phase: str) -> None:
-        """Note the seconds since the last lap, or the round's begin, as those of `phase`."""
+        """Note the seconds since the last lap, or the round's start, as those of `phase`."""
         now = time.monotonic()
         self.seconds[phase], self._clock = now - self._clock, now
 

@@ -24,7 +24,7 @@ from flwr_regs.wire.parcel import Record
 
 LOG = logging.getLogger("flwr")
 MeanOfMetrics = Callable[[str, Sequence[Mapping[str, Any]]], Mapping[str, Any]]
-"""What averages the clients' metrics: ("train" or "evaluate", what all of them report) -> their mean."""
+"""Averages the clients' metrics: ("train" or "evaluate", the metrics that all report) -> their mean."""
 
 
 class Training:
@@ -34,14 +34,14 @@ class Training:
     ----------
     options : Options
     method : str
-        The name that clients must know.
+        The name that clients check.
     model : NDArrays
         ``w_1`` by name; what the method keeps on the clients is left out.
     num_rounds : int or None
-        Rounds of the training; None where whoever drives them did not say.
+        Rounds of the training; None if unknown.
     mean_of_metrics : callable
     budget : Budget, optional
-        Of a privacy accountant.
+        For a `privacy` with an accountant.
 
     Attributes
     ----------
@@ -50,7 +50,7 @@ class Training:
     history : list of dict
         One entry a round.
     identity : dict
-        What every message's config says: method, training and hyper-parameters.
+        Entries of every message's config: method, training and hyper-parameters.
 
     Raises
     ------
@@ -69,7 +69,7 @@ class Training:
     ) -> None:
         if num_rounds is None and options.drop_inactive is not None:
             raise ValueError(
-                "drop_inactive counts with the number of rounds: drive them by the strategy's own start"
+                "drop_inactive needs the number of rounds: use the strategy's own start"
             )
         self.options = options
         self.method = method
@@ -90,11 +90,11 @@ class Training:
             options.incomplete, options.drop_inactive, options.restart_lr, num_rounds or 1
         )
         self._held: dict[int, int] = {}  # client -> round whose model it last kept
-        self._used: dict[int, int] = {}  # client -> round whose reply of it was last averaged
+        self._used: dict[int, int] = {}  # client -> last round in which its reply was used
 
     @staticmethod
     def check_model(options: Options, model: NDArrays) -> GlobalModel:
-        """Return what the shared part of the initial arrays begins as; raise ValueError if it cannot."""
+        """Return the global model of the arrays that are shared; raise ValueError if it cannot train."""
         private = options.term.private(model)
         shared = {name: a for name, a in model.items() if name not in private}
         if options.privacy is not None:
@@ -102,15 +102,15 @@ class Training:
         return GlobalModel(options.term, shared, options.wire_dtype)
 
     def adopt(self, model: NDArrays) -> None:
-        """Go on from `model`, which somebody who drives the rounds from outside has changed."""
+        """Continue from `model`, which the caller may have changed between rounds."""
         if self.model.adopt(model):
             self._held = {}
 
     def round(self, number: int, config: Mapping[str, Any], network: Network) -> Course[Round]:
         """Run one round, from its cohort to the new global model.
 
-        `config` is the train config. The course pauses for the clients' training. Its entry is in the
-        history when it ends, also where it fails.
+        `config` is the train config. The course pauses while the clients train. At its end, also after a
+        failure, the round's entry is in the history.
 
         Raises
         ------
@@ -174,7 +174,7 @@ class Training:
         return lr
 
     def _config(self, now: Round, config: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what every client of the round is told."""
+        """Return the round's config, the same for every client."""
         options = self.options
         beside = [t.name for t in options.term.terms if t.uploads or t.ternary[0]]
         return {
@@ -200,7 +200,7 @@ class Training:
     def _ahead(
         self, now: Round, members: list[int], here: list[int], outbox: Outbox, network: Network
     ) -> Request:
-        """Return ``w_t`` for the clients of the next cohort that do not get it in this round anyway."""
+        """Return the messages that send ``w_t`` to the next cohort, except to clients of this one."""
         later = set(self._draw(now.number + 1, members, network))
         model = Record(self.model.model)
         parcels = {p: outbox.ahead(model) for p in sorted(later & set(here) - set(now.cohort))}
@@ -208,10 +208,10 @@ class Training:
         return self.population.request(keys.PREFETCH, parcels)
 
     def _probe(self, now: Round, cohort: list[int], outbox: Outbox, network: Network) -> list[int]:
-        """Hold the round's first exchange, ``w_t`` down and the terms' probes up; return who replied.
+        """Run the first exchange, ``w_t`` down and the terms' probes up; return the clients that replied.
 
-        A client that does not reply is left out of the round and named among its failures. One that has
-        lost its model is asked once more, with the model.
+        A client without a reply is left out of the round and named among its failures. A client that lost
+        its model is asked once more, with the model.
         """
         term, uploads = self.options.term, dict[int, dict[str, NDArrays]]()
         now.probe_down, now.probe_up = dict.fromkeys(cohort, 0), {}
@@ -224,7 +224,7 @@ class Training:
                 now.probe_down[pid] += parcel.nbytes
             again = [p for p, reply in replies.came.items() if reply.says(keys.OUT_OF_SYNC_KEY)]
             if lost:
-                why = "it says that it lacks the model it was just sent"
+                why = "it says that it lacks the model that it was just sent"
                 now.failures |= dict.fromkeys(again, why)
             for pid in sorted(set(replies.came) - set(again)):
                 reply = replies.came[pid]
@@ -243,7 +243,7 @@ class Training:
         return sorted(uploads)
 
     def _collect(self, now: Round, replies: Replies, outbox: Outbox, network: Network) -> None:
-        """Note the replies; a client that has lost its model (a restarted node) is served once more."""
+        """Note the replies; send the model to a client that lost it (a restarted node), and wait."""
         came, failures = dict(replies.came), dict(replies.failures)
         if lost := [p for p, reply in came.items() if reply.says(keys.OUT_OF_SYNC_KEY)]:
             LOG.warning("clients %s have lost their model; sending the full pair", lost)
@@ -256,7 +256,7 @@ class Training:
         now.failures = {**failures, **now.failures}
 
     def _read(self, now: Round) -> Usable:
-        """Check what came; note what can be used, and why the rest cannot."""
+        """Check the replies; note the usable ones, and why the others are not."""
         reader = Reader(self.method, self.options.term, self.model, self.options.weighted_by_key)
         usable = reader.read_all(now.came, now.config)
         fixed = (usable.buffers or frozenset()) - set(usable.tied or ())
@@ -268,7 +268,7 @@ class Training:
         return usable
 
     def _name_losses(self, now: Round) -> None:
-        """Name the clients that have trained before and began anew with their private entries."""
+        """Name the clients that trained before, but began anew with their private entries."""
         anew = [p for p in sorted(now.used) if now.came[p].says(keys.FRESH_KEY)]
         now.lost_private = [p for p in anew if p in self._used]
         if now.lost_private:
@@ -278,7 +278,7 @@ class Training:
             )
 
     def _advance(self, now: Round, usable: Usable) -> None:
-        """Average what is used and move the model by it; RoundFailed if that is too little, or diverges."""
+        """Average the used replies and move the model; RoundFailed if they are too few or it diverges."""
         options, used = self.options, now.used
         if len(used) < options.min_replies:
             named = {"inactive": now.inactive, "incomplete": now.incomplete}
@@ -289,9 +289,7 @@ class Training:
                 + "; ".join(why + [f"{name}: {pids}" for name, pids in named.items() if pids])
             )
         self.model.agree(usable.buffers, usable.tied)
-        now.context = self.model.context(
-            now.number, now.lr
-        )  # what is trained may be known only now
+        now.context = self.model.context(now.number, now.lr)  # the trained arrays are known now
         weights = aggregation_weights(used, options.weighting)
         mean = self._privacy.mean(now, usable.buffers or frozenset())
         try:

@@ -756,7 +756,7 @@ def test_driven_from_outside_is_the_same_to_the_bit() -> None:
 
 def test_a_training_that_drops_clients_must_say_how_long_it_is() -> None:
     strategy = FedAvg(seed=1, drop_inactive=1.0)
-    with pytest.raises(ValueError, match="drop_inactive counts with the number of rounds"):
+    with pytest.raises(ValueError, match="drop_inactive needs the number of rounds"):
         strategy.configure_train(1, _arrays(), CONFIG, InProcessGrid(app_of(), 3))
 
 

@@ -599,8 +599,8 @@ ROWS: dict[str, tuple[Any, Any]] = {
     "FedPer": (partial(fr.FedPer, "2.*"), fr.FedPerClient),
 }
 WHY = {
-    "a": r"\['[a-z-]+'\] send more than their update|does not go with '[a-z, -]+', whose clients send more",
-    "d": r"does not go with a method that asks clients a question before they train",
+    "a": r"\['[a-z-]+'\] send more than their update|cannot protect '[a-z, -]+', whose clients send more",
+    "d": r"cannot protect a method whose clients upload before they train",
 }
 
 
@@ -740,7 +740,7 @@ def test_a_mod_sends_on_no_upload_that_nobody_declared() -> None:
     strategy = fr.RegStrategy([Sneaky()], **UNIFORM, seed=1)
     client = partial(fr.RegClient, terms=[Sneaky])
     app = app_of(client, mods=[LocalDpMod(1.0, 0.1, 1.0, 1e-5)])
-    with pytest.raises(RoundFailed, match=r"sneaky\.upload.*stays unprotected"):
+    with pytest.raises(RoundFailed, match=r"cannot protect .*sneaky\.upload"):
         start(strategy, InProcessGrid(app, 3), 1)
 
 

@@ -1,4 +1,4 @@
-"""A round's messages under Flower's older server: they go out together when it asks its first client."""
+"""A round's messages under Flower's older server: its first call of a client sends all of them."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ INSTEAD = (
     "grid, call the strategy's own start(grid=grid, ...)"
 )
 UNSEEN = (
-    "a wrapper or a subclass did so, and the strategy would not see it. Flower's privacy wrappers are not "
+    "the strategy does not see what a wrapper or a subclass changes. Flower's privacy wrappers are not "
     "supported: use privacy=CentralDP(...) on the strategy"
 )
 
 
 class Exchange:
-    """One exchange of messages with the clients, which the server asks for one by one.
+    """One exchange of messages with the clients.
 
-    The messages go out together: the server's pool of threads would serve few clients at a time. So
-    their order is the strategy's own, and models sent ahead, of which the server knows nothing, go too.
+    The server calls its clients one by one, a few at a time. The first call sends everything, in the
+    strategy's order, also models sent ahead, which the server does not know of.
     """
 
     def __init__(
@@ -45,33 +45,30 @@ class Exchange:
         self._shown: list[tuple[Any, dict[str, Any]]] = []  # instructions, and their config
         self._results: dict[int, tuple[Parameters, list[bytes]]] = {}  # as the server got them
 
-    @property
-    def asks(self) -> list[Message]:
-        """The messages that somebody must reply to, for the server to see a round."""
-        return [m for m in self._messages if m.metadata.message_type != keys.PREFETCH]
-
     def instructions(self, kind: Callable[..., Any]) -> list[Any]:
-        """Return (proxy, FitIns or EvaluateIns) for each client that is asked.
+        """Return (proxy, FitIns or EvaluateIns) for each client that the server calls.
 
-        The instruction shows the round's config to whoever looks; what travels is the message.
+        The instruction only shows the round's config; the client gets the strategy's message.
         """
-        for message in self.asks:
-            config = message.content.config_records[keys.CONFIG].items()
-            shown = {k: v for k, v in config if not k.startswith("regs.")}
-            self._shown.append((kind(Parameters([], "numpy.ndarray"), shown), dict(shown)))
-        couriers = [Courier(m.metadata.dst_node_id, self) for m in self.asks]
+        couriers = []
+        for message in self._messages:
+            if message.metadata.message_type != keys.PREFETCH:
+                config = message.content.config_records[keys.CONFIG].items()
+                shown = {k: v for k, v in config if not k.startswith("regs.")}
+                self._shown.append((kind(Parameters([], "numpy.ndarray"), shown), dict(shown)))
+                couriers.append(Courier(message.metadata.dst_node_id, self))
         return [(courier, ins) for courier, (ins, _) in zip(couriers, self._shown, strict=True)]
 
     def reply_of(self, node_id: int, timeout: float | None) -> Message:
-        """Return a client's reply; the first call sends everyone's message.
+        """Return a client's reply; the first call sends all messages.
 
-        Raises RuntimeError if there is none: that is how the server counts a failure.
+        Raises RuntimeError if there is none, which the server counts as a failure.
         """
         with self._lock:
             if self._replies is None and self._error is None:
                 try:
                     self._send(self._timeout if timeout is None else timeout)
-                except Exception as error:  # shown to the server now, raised by `close`
+                except Exception as error:  # raised by `close`; the server only counts failures
                     self._error = error
         if self._error is not None:
             raise RuntimeError("the round's messages could not be sent") from self._error
@@ -84,28 +81,28 @@ class Exchange:
         raise RuntimeError(f"node {node_id}: no reply")
 
     def hand_over(self, node_id: int, parameters: Parameters) -> Parameters:
-        """Note, and return, what the server gets as a client's result."""
+        """Return the parameters that the server gets from a client, and note them."""
         self._results[node_id] = (parameters, list(parameters.tensors))
         return parameters
 
     def close(self, where: str, results: Iterable[tuple[ClientProxy, Any]]) -> list[Message]:
-        """Return the replies; one that is not among the server's `results` any more becomes an error."""
+        """Return the replies; one that is missing from the server's `results` becomes an error."""
         if self._error is not None:
             raise self._error
         if self._replies is None:
             raise RuntimeError(
-                f"{where}: whoever drives the rounds sent the instructions itself (as "
-                f"flwr.server.workflow.DefaultWorkflow does), not by their proxies; {INSTEAD}"
+                f"{where}: the instructions were not sent by their proxies, but by other code (as "
+                f"flwr.server.workflow.DefaultWorkflow does); {INSTEAD}"
             )
         kept = {proxy.node_id: result for proxy, result in results}
         if strangers := sorted(set(kept) - set(self._results)):
-            raise ValueError(f"{where}: results of nodes {strangers}, which gave none")
+            raise ValueError(f"{where}: results of nodes {strangers}, which returned none")
         for node_id, result in kept.items():
             given, tensors = self._results[node_id]
             now = getattr(result, "parameters", given)
             if now is not given or now.tensors != tensors:
                 raise ValueError(
-                    f"{where}: the parameters of node {node_id} were changed after it answered; {UNSEEN}"
+                    f"{where}: the parameters of node {node_id} were changed after its reply; {UNSEEN}"
                 )
         left_out = set(self._results) - set(kept)
         error = Error(0, f"left out of the results that {where} was given")
@@ -123,7 +120,7 @@ class Exchange:
 
 
 class Courier(ClientProxy):
-    """A client in one exchange: its message goes out, not the server's instruction."""
+    """A client in one exchange: it gets the strategy's message, not the server's instruction."""
 
     def __init__(self, node_id: int, exchange: Exchange) -> None:
         super().__init__(str(node_id))
@@ -131,7 +128,7 @@ class Courier(ClientProxy):
         self._exchange = exchange
 
     def fit(self, ins: Any, timeout: float | None, group_id: int | None) -> FitRes:
-        """Return the client's reply to the strategy's message, as far as a FitRes can show it."""
+        """Return the client's reply, as far as a FitRes can hold it."""
         content = self._exchange.reply_of(self.node_id, timeout).content
         arrays = content.array_records.get(keys.ARRAYS, ArrayRecord())
         parameters = Parameters([a.data for a in arrays.values()], "numpy.ndarray")
@@ -139,7 +136,7 @@ class Courier(ClientProxy):
         return FitRes(Status(Code.OK, ""), parameters, *_counted(content))
 
     def evaluate(self, ins: Any, timeout: float | None, group_id: int | None) -> EvaluateRes:
-        """Return the client's reply to the strategy's message, as far as an EvaluateRes can show it."""
+        """Return the client's reply, as far as an EvaluateRes can hold it."""
         content = self._exchange.reply_of(self.node_id, timeout).content
         self._exchange.hand_over(self.node_id, Parameters([], ""))
         count, metrics = _counted(content)
@@ -147,8 +144,8 @@ class Courier(ClientProxy):
         return EvaluateRes(Status(Code.OK, ""), loss, count, metrics)
 
     def get_properties(self, ins: Any, timeout: float | None, group_id: int | None) -> NoReturn:
-        """Refuse: a client of ``client_app`` knows train and evaluate."""
-        raise NotImplementedError("a client of flwr_regs.client_app knows train and evaluate only")
+        """Refuse: a client of ``client_app`` can only train and evaluate."""
+        raise NotImplementedError("a client of flwr_regs.client_app can only train and evaluate")
 
     get_parameters = get_properties
 
@@ -158,8 +155,8 @@ class Courier(ClientProxy):
 
 
 def grid_of(manager: ClientManager) -> Grid:
-    """Return the grid that a client manager's proxies hold, with the clients that the manager knows."""
-    return _ManagedGrid(manager)  # type: ignore[return-value]  # as much of a grid as is used
+    """Return the grid of a client manager's proxies, with the clients that the manager knows."""
+    return _ManagedGrid(manager)  # type: ignore[return-value]  # only the methods in use
 
 
 class _ManagedGrid:
@@ -174,7 +171,7 @@ class _ManagedGrid:
             grid = getattr(proxy, "grid", None)
             if not isinstance(grid, Grid):
                 raise TypeError(
-                    f"LegacyStrategy needs clients that are reached by Flower's grid, not by "
+                    f"LegacyStrategy needs clients on Flower's grid, not by "
                     f"{type(proxy).__name__} (start_server, start_simulation); {INSTEAD}"
                 )
             return getattr(grid, name)
@@ -182,7 +179,7 @@ class _ManagedGrid:
 
 
 def _counted(content: RecordDict) -> tuple[int, dict[str, Any]]:
-    """Return (examples, metrics) as an older result has them; the strategy checks the reply itself."""
+    """Return (examples, metrics) of an older result; the strategy checks the reply itself."""
     found: dict[str, Any] = dict(content.metric_records.get(keys.METRICS) or {})
     count = found.pop("num-examples", 0)
     scalars = {k: v for k, v in found.items() if not isinstance(v, list)}

@@ -1,8 +1,8 @@
-"""`LegacyStrategy`: the package's strategies in an older project, one of ``ServerAppComponents``.
+"""`LegacyStrategy`: the package's strategies in an older project with ``ServerAppComponents``.
 
-Flower's older server sends arrays without names and scalars, and has no queries: what a term sends does
-not fit. So what `configure_fit` returns only stands for the strategy's own messages. Proxies of ours send
-these through the server's own grid, and clients get exactly what ``strategy.start`` would send them.
+Flower's older server has no queries, and sends only scalars and arrays without names, which cannot hold
+a term's records. So `configure_fit` returns placeholders. Our own proxies send the strategy's messages
+through the server's grid: clients get exactly what ``strategy.start`` sends.
 """
 
 from __future__ import annotations
@@ -12,14 +12,7 @@ from logging import INFO
 from typing import Any
 
 from flwr.app import Array, ArrayRecord, Message
-from flwr.common import (
-    EvaluateIns,
-    FitIns,
-    NDArrays,
-    Parameters,
-    Scalar,
-    parameters_to_ndarrays,
-)
+from flwr.common import EvaluateIns, FitIns, NDArrays, Parameters, Scalar, parameters_to_ndarrays
 from flwr.common.logger import log
 from flwr.server.client_manager import ClientManager
 from flwr.server.client_proxy import ClientProxy
@@ -46,17 +39,16 @@ class LegacyStrategy(Strategy):
     initial_arrays : ArrayRecord or mapping
         The initial model by name: an ArrayRecord, or a ``state_dict`` (tensors or numpy arrays).
     num_rounds : int
-        The same as ServerConfig's, which the server does not tell: `overlap` and `drop_inactive` count
-        with it. A server that goes on for longer is refused.
+        The same as ServerConfig's, which a strategy cannot read. `overlap` and `drop_inactive` use it. A
+        server that goes on for longer is refused.
     train_config, evaluate_config : mapping, optional
         As for ``strategy.start``.
     evaluate_fn : callable, optional
-        Central evaluation as older projects have it: ``evaluate_fn(server_round, ndarrays, config) ->
-        (loss, metrics) or None``, `ndarrays` in the order of `initial_arrays`, `config` empty. Round 0 is
-        the initial model.
+        Central evaluation: ``evaluate_fn(server_round, ndarrays, config) -> (loss, metrics) or None``.
+        `ndarrays` are in the order of `initial_arrays`, `config` is empty, round 0 is the initial model.
     timeout : float
-        Seconds to wait for the replies of an exchange. ServerConfig's ``round_timeout``, where one is
-        given, counts instead for training and evaluation themselves.
+        Seconds to wait for the replies of an exchange. ServerConfig's ``round_timeout``, if set, replaces
+        it for training and evaluation.
 
     Raises
     ------
@@ -70,9 +62,9 @@ class LegacyStrategy(Strategy):
 
     Notes
     -----
-    ``Parameters`` that leave here hold every array of `initial_arrays` in its order; what a method keeps on
-    the clients (FedBN) is there as it was given. A subclass may read results, failures and parameters, or
-    leave results out. Changing what travels is refused, since the strategy would not see it.
+    Returned ``Parameters`` hold every array of `initial_arrays` in its order; private ones (FedBN) keep
+    their initial values. A subclass may read results, failures and parameters, or leave results out. It may
+    not change them, since the strategy would not see the change.
     """
 
     def __init__(
@@ -97,7 +89,7 @@ class LegacyStrategy(Strategy):
             )
         if half := [k for k, a in initial_arrays.items() if str(a.dtype) == "torch.bfloat16"]:
             raise ValueError(
-                f"initial_arrays hold bfloat16 in {half}, which Flower's arrays cannot; pass "
+                f"Flower's arrays cannot hold bfloat16, but initial_arrays has it in {half}; pass "
                 "flwr_regs.float32_arrays(model), and wire_dtype='bfloat16' to the strategy"
             )
         if num_rounds < 1:
@@ -128,27 +120,27 @@ class LegacyStrategy(Strategy):
     def configure_fit(
         self, server_round: int, parameters: Parameters, client_manager: ClientManager
     ) -> list[Any]:
-        """Draw the cohort; return who is in it. Their messages go out when the server calls them."""
+        """Draw the cohort; its messages go out when the server calls the first client."""
         if server_round > self.num_rounds:
             raise ValueError(
-                f"the server goes on to round {server_round}, but LegacyStrategy was told "
+                f"the server goes on to round {server_round}, but LegacyStrategy was built with "
                 f"num_rounds={self.num_rounds}; give ServerConfig the same number"
             )
         grid = self._grid(parameters, client_manager, f"configure_fit in round {server_round}")
         messages = self.strategy.configure_train(server_round, self._arrays, self._train, grid)
         self._exchange = Exchange(server_round, messages, grid, self._timeout)
-        if not self._exchange.asks:
-            # The server would skip the round without a word; the strategy knows whether that is right.
+        if not (instructions := self._exchange.instructions(FitIns)):
+            # The server would skip the round silently; the strategy raises if that is wrong.
             self.strategy.aggregate_train(server_round, [])
-        return self._exchange.instructions(FitIns)
+        return instructions
 
     def aggregate_fit(
         self, server_round: int, results: list[Any], failures: list[Any]
     ) -> tuple[Parameters | None, dict[str, Scalar]]:
         """Use the replies to move the global model; return it with the clients' mean metrics.
 
-        Raises RoundFailed for too few usable replies, RuntimeError if the server sent the instructions
-        itself, and ValueError if something changed the results on their way here.
+        Raises RoundFailed for too few usable replies, RuntimeError if the proxies were not called, and
+        ValueError if the results were changed.
         """
         replies = self._replies(server_round, "aggregate_fit", results)
         arrays, metrics = self.strategy.aggregate_train(server_round, replies)
@@ -159,22 +151,21 @@ class LegacyStrategy(Strategy):
     def configure_evaluate(
         self, server_round: int, parameters: Parameters, client_manager: ClientManager
     ) -> list[Any]:
-        """Draw the clients that evaluate; their messages go out when the server calls them."""
+        """Draw the clients that evaluate; their messages go out when the server calls the first."""
         grid = self._grid(parameters, client_manager, f"configure_evaluate in round {server_round}")
-        messages = self.strategy.configure_evaluate(
-            server_round, self._arrays, self._evaluate, grid
-        )
+        config = self._evaluate
+        messages = self.strategy.configure_evaluate(server_round, self._arrays, config, grid)
         self._exchange = Exchange(server_round, messages, grid, self._timeout)
-        if not self._exchange.asks:
+        if not (instructions := self._exchange.instructions(EvaluateIns)):
             self.strategy.aggregate_evaluate(server_round, [])
-        return self._exchange.instructions(EvaluateIns)
+        return instructions
 
     def aggregate_evaluate(
         self, server_round: int, results: list[Any], failures: list[Any]
     ) -> tuple[float | None, dict[str, Scalar]]:
         """Return (mean loss, mean metrics) of the clients; (None, {}) if none could evaluate this time.
 
-        The loss is NaN where nobody reports one. Raises what :meth:`aggregate_fit` raises.
+        The loss is NaN if no client reports one. Raises what :meth:`aggregate_fit` raises.
         """
         replies = self._replies(server_round, "aggregate_evaluate", results)
         record = self.strategy.aggregate_evaluate(server_round, replies)
@@ -186,7 +177,7 @@ class LegacyStrategy(Strategy):
     def evaluate(
         self, server_round: int, parameters: Parameters
     ) -> tuple[float, dict[str, Scalar]] | None:
-        """Return what `evaluate_fn` says of the model, or None without one."""
+        """Return the result of `evaluate_fn`, or None without one."""
         if self._evaluate_fn is None:
             return None
         result = self._evaluate_fn(server_round, parameters_to_ndarrays(parameters), {})
@@ -200,13 +191,13 @@ class LegacyStrategy(Strategy):
         return float(loss), dict(metrics)
 
     def _parameters(self) -> Parameters:
-        """Return the global model without its names, always as many arrays as there were at first."""
+        """Return the global model without names, with all arrays of `initial_arrays`."""
         now = {**self._initial, **self._arrays}
         self._tensors = [now[name].data for name in self._initial]
         return Parameters(list(self._tensors), "numpy.ndarray")
 
     def _grid(self, parameters: Parameters, manager: ClientManager, where: str) -> Grid:
-        """Return the grid; ValueError if the model was changed on its way back here."""
+        """Return the grid; ValueError if `parameters` were changed."""
         if parameters.tensors != self._tensors:
             raise ValueError(
                 f"{where}: these are not the parameters that LegacyStrategy last returned; {UNSEEN}"

@@ -638,7 +638,7 @@ class ChangesResults(LegacyStrategy):
     [
         (ChangesModel, "configure_evaluate in round 1: these are not the parameters"),
         (ChangesConfig, "an instruction was changed"),
-        (ChangesResults, "the parameters of node .* were changed after it answered"),
+        (ChangesResults, "the parameters of node .* were changed after its reply"),
     ],
 )
 def test_changes_that_would_pass_the_strategy_by_are_refused(kind: Any, message: str) -> None:
@@ -650,7 +650,7 @@ def test_flowers_older_privacy_wrapper_is_refused() -> None:
     """Its clipping would not reach the strategy, and its accountant would not know."""
     adapter = adapt(fr.FedAvg(seed=5), 2)
     private = DifferentialPrivacyServerSideFixedClipping(adapter, 0.1, 1.0, 5)
-    with pytest.raises(ValueError, match="were changed after it answered"):
+    with pytest.raises(ValueError, match="were changed after its reply"):
         serve(private, InProcessGrid(app_of(), 5), 2)
 
 
