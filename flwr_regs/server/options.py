@@ -176,8 +176,8 @@ PAIRS: list[tuple[Callable[[Options], Any], str]] = [
     ),
     (
         lambda o: o.wire_dtype and any(o.term.ternary),
-        "wire_dtype='{wire_dtype}' cannot be combined with compression, which has its own code; leave out "
-        "one of the two",
+        "wire_dtype='{wire_dtype}' does not go with compression, whose updates have a code of their own; "
+        "leave one of the two out",
     ),
     (
         lambda o: o.wire_dtype and o.downlink == "delta",
@@ -190,7 +190,7 @@ PAIRS: list[tuple[Callable[[Options], Any], str]] = [
     ),
     (
         lambda o: o.overlap and o.term.ternary[1],
-        "overlap=True sends whole models ahead, but a compressed downlink avoids exactly that",
+        "overlap=True sends whole models ahead, which a compressed downlink is there to avoid",
     ),
     (
         lambda o: o.privacy and any(t.uploads for t in o.term.terms),
@@ -201,8 +201,8 @@ PAIRS: list[tuple[Callable[[Options], Any], str]] = [
     (
         lambda o: o.privacy and o.cohorts == "class-covering",
         _DP
-        + "for class-covering cohorts the clients send their label counts without noise, and such "
-        "cohorts are not a uniform sample; use cohorts='uniform'",
+        + "for class-covering cohorts the clients tell their label counts without noise, and such "
+        "cohorts are no uniform sample; use cohorts='uniform'",
     ),
     (
         lambda o: o.privacy and o.weighting != "uniform",
@@ -217,7 +217,7 @@ PAIRS: list[tuple[Callable[[Options], Any], str]] = [
     (
         lambda o: o.privacy and o.drop_inactive is not None,
         _DP
-        + "drop_inactive draws the cohorts, and sets their size, by who failed or took no step, and that "
-        "gets no noise; leave it out",
+        + "drop_inactive draws the cohorts, and changes their size, by who failed or took no step, "
+        "which gets no noise; leave it out",
     ),
 ]

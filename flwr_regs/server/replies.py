@@ -185,7 +185,7 @@ def _steps(metrics: Mapping[str, Any], config: Mapping[str, Any], count: float) 
         or planned == 0
     ):
         raise ValueError(
-            f"{taken!r} local steps of {planned!r}, but the round asked for "
+            f"{taken!r} local steps of {planned!r}, where the round asked for "
             + (f"{asked}" if asked else f"at most {most:.0f}")
         )
     return taken, planned

@@ -102,7 +102,7 @@ class Exchange:
             now = getattr(result, "parameters", given)
             if now is not given or now.tensors != tensors:
                 raise ValueError(
-                    f"{where}: the parameters of node {node_id} were changed after its reply; {UNSEEN}"
+                    f"{where}: the parameters of node {node_id} were changed after it answered; {UNSEEN}"
                 )
         left_out = set(self._results) - set(kept)
         error = Error(0, f"left out of the results that {where} was given")
