@@ -1,7 +1,7 @@
 """A client's round: local training, its data, and what is measured over them. Plain torch.
 
 Knows terms (the seam) and how arrays travel (`wire`, without its records). Must not know Flower, the
-server, or any method by name: it runs in a training loop of anybody's own.
+server, or any method by name: it also runs in a user's own training loop.
 
 Offers ``local_round``, the package's training loop, and ``LocalTraining``, a method's part in any loop.
 """

@@ -1,6 +1,6 @@
-"""A client's half of the wire: a round's config and arrays made into terms, slots and a loaded model.
+"""A client's half of the wire: turns a round's config and arrays into terms, slots and a loaded model.
 
-Shared by the NumPyClient (client.py) and by a training loop of one's own (client_round.py).
+The NumPyClient (flower/client.py) and a user's own training loop (flower/client_round.py) share it.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ Terms = Sequence[type[Term]]
 
 
 class Received:
-    """What the strategy sent to a client for one round, checked; the model holds ``w_t`` afterwards.
+    """A round's message to a client, checked; the model then holds ``w_t``.
 
     Parameters
     ----------
     model : nn.Module
-        Receives the global model by name, and what is private as this client left it.
+        Loads the global model by name, and this client's private entries.
     method, terms : str, sequence of Term classes
-        What this client is.
+        This client's method.
     who : str
-        Its class, for errors.
+        The name of this client's class, for errors.
     arrays : mapping
         The global model, numpy by name.
     config : mapping
@@ -95,10 +95,9 @@ class Received:
         }
 
     def reply(self, result: LocalResult) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-        """Return (arrays, metrics) to be sent: numbers, texts, and slots as packed bytes.
+        """Return (arrays, metrics) to be sent. Metrics are numbers, texts, and slots as packed bytes.
 
-        Where the update is ternary, it is in the metrics, coded, and only buffers that have changed are
-        among the arrays.
+        A ternary update travels as a code in the metrics; then the arrays are only buffers that changed.
         """
         names = list(self._arrays)
         trainable = {n for n, p in self._model.named_parameters() if p.requires_grad}
@@ -135,8 +134,8 @@ class Received:
     def probe(
         self, data: Batches, device: torch.device, classifier: str | None
     ) -> tuple[int, dict[str, Any]]:
-        """Answer the round's first exchange: (``n_k``, the terms' probes at ``w_t``); no model."""
-        count_batches(data)  # refuses a client without data
+        """Return the reply to the first exchange: (``n_k``, the terms' probes at ``w_t``)."""
+        count_batches(data)  # raises if there is no data
         self._model.to(device)
         params = {n: p.detach() for n, p in self._model.named_parameters() if p.requires_grad}
         tap = FeatureTap(self._model, classifier)
@@ -177,7 +176,7 @@ class Received:
 def load(
     model: nn.Module, term: Chain, arrays: Mapping[str, np.ndarray], config: Mapping[str, Any]
 ) -> list[str]:
-    """Load the global model by name, and what is private as this client left it; return its names.
+    """Load the global model by name, and this client's private entries; return the private names.
 
     Raises ProtocolError naming an array that does not fit.
     """
@@ -203,7 +202,7 @@ def load(
 
 
 def evaluated_term(method: str, terms: Terms, config: Mapping[str, Any]) -> Chain:
-    """Return the method that an evaluate config speaks of; no terms if it is not this client's.
+    """Return the method of an evaluate config; a chain without terms if it is not this client's method.
 
     Raises ValueError naming an unknown or wrong key.
     """
@@ -218,8 +217,8 @@ def evaluated_term(method: str, terms: Terms, config: Mapping[str, Any]) -> Chai
 def seeded(seed: Any, device: torch.device) -> Iterator[None]:
     """Seed torch for one client and round; leave the process's own random state as it was.
 
-    Shuffling, dropout and whatever else draws from torch then depend on (seed, round, partition)
-    alone; data that draws from numpy or `random` must seed these itself.
+    All that draws from torch, such as shuffling and dropout, then depends on (seed, round, partition)
+    alone. Data that draws from numpy or `random` must seed these itself.
     """
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(seed)
@@ -227,7 +226,7 @@ def seeded(seed: Any, device: torch.device) -> Iterator[None]:
 
 
 def _method(method: str, terms: Terms, me: str, config: Mapping[str, Any]) -> Chain:
-    """Check that the config speaks of this client's method; return it with its parameters."""
+    """Check that the config is for this client's method; return the method with its parameters."""
     if keys.METHOD_KEY not in config:
         raise ProtocolError(
             f"{me}, but the strategy named no method; use flwr_regs.{method.partition('+')[0]} or "
@@ -259,7 +258,7 @@ def _slots(terms: Terms, config: Mapping[str, Any], slot: str) -> Slot:
 
 
 def _packed(slots: Slot, slot: str) -> dict[str, bytes]:
-    """Pack the terms' slots as they travel: ``"<term>.<slot>" -> bytes``; empty ones do not."""
+    """Return the terms' slots as they travel: ``"<term>.<slot>" -> bytes``, without empty ones."""
     return {
         f"{name}.{slot}": pack({k: to_numpy(a) for k, a in arrays.items()})
         for name, arrays in slots.items()
@@ -268,9 +267,9 @@ def _packed(slots: Slot, slot: str) -> dict[str, bytes]:
 
 
 def _tied(model: nn.Module, private: Collection[str]) -> dict[str, str]:
-    """Return the shared parameters that go by several names, other name -> first name.
+    """Return the tied parameters of a model that are shared, other name -> first name.
 
-    Raises ValueError if one name is private and another is not.
+    Raises ValueError if one name of a parameter is private and another is not.
     """
     first: dict[int, str] = {}
     named = model.named_parameters(remove_duplicate=False)
@@ -284,7 +283,7 @@ def _tied(model: nn.Module, private: Collection[str]) -> dict[str, str]:
 
 
 def to_numpy(value: Any) -> np.ndarray:
-    """Return a tensor as an array; bfloat16, which numpy lacks, as float32, which holds its values."""
+    """Return a tensor as an array; bfloat16, which numpy lacks, becomes float32 without loss."""
     tensor = torch.as_tensor(value).detach().cpu()
     return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy()
 
@@ -292,9 +291,9 @@ def to_numpy(value: Any) -> np.ndarray:
 def _as_held(
     arrays: dict[str, torch.Tensor], held: Mapping[str, torch.Tensor], half: str | None
 ) -> dict[str, torch.Tensor]:
-    """Return float32 arrays that came in the half precision in which the model holds them, in that.
+    """Return float32 arrays in the model's half precision if they travelled in it; others unchanged.
 
-    Their values are the same. Raises ProtocolError for a bfloat16 model where nothing comes so.
+    No value changes. Raises ProtocolError for a bfloat16 model if the arrays did not travel in bfloat16.
     """
     if half != "bfloat16" and (found := [n for n, v in held.items() if v.dtype == torch.bfloat16]):
         raise ProtocolError(

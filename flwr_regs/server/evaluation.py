@@ -39,9 +39,9 @@ def evaluation(
         No usable reply, and none in any evaluation before: an evaluation that never works is a mistake.
     """
     options = training.options
-    here = training.population.refresh(network)
-    size = max(int(len(here) * options.fraction_evaluate), options.min_evaluate_nodes)
-    cohort = uniform_cohort(here, (options.seed, number), size, EVALUATION)
+    connected = training.population.refresh(network)
+    size = max(int(len(connected) * options.fraction_evaluate), options.min_evaluate_nodes)
+    cohort = uniform_cohort(connected, (options.seed, number), size, EVALUATION)
     halved, entries = to_half(tie(model, training.model.tied or {}), options.wire_dtype)
     arrays = {keys.ARRAYS: Record(halved)}
     shared = {**config, **entries, **training.identity, keys.ROUND_KEY: number}

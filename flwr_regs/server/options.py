@@ -68,7 +68,7 @@ class Options:
         have one, else `min_available_nodes`.
     wait_timeout : float
         Seconds to wait for the population. After that, training starts without the missing clients, and
-        names them, if `min_available_nodes` clients are there. Else an error says how many came.
+        names them, if `min_available_nodes` clients are connected. Else an error says how many came.
     fraction_train, fraction_evaluate, min_train_nodes, min_evaluate_nodes, min_available_nodes
         As for Flower's FedAvg. So are ``weighted_by_key``, ``train_metrics_aggr_fn`` and
         ``evaluate_metrics_aggr_fn``.

@@ -43,15 +43,15 @@ class Participation:
     def remaining(self, members: list[int], now: Round) -> list[int]:
         """Return the clients that the cohort is drawn from; note drops and shifts in the round.
 
-        A client is not dropped before its second turn. It comes back only if no other client is there. The
-        schedule restarts at a client's first arrival, first departure or drop, not each time that it comes
-        and goes.
+        A client is not dropped before its second turn, and comes back only if no other client is
+        connected. The schedule restarts at a client's first arrival, first departure or drop, not each
+        time that it comes and goes.
         """
         if self._bound is not None:
             self._drop(members, self._bound / (self._num_rounds * self._steps), now)
         left = [p for p in members if p not in self._dropped]
         if not left:
-            LOG.warning("only dropped clients are here: taking %s back", members)
+            LOG.warning("only dropped clients are connected: taking %s back", members)
             left, self._dropped = members, set()
         if self._members is not None and left != self._members:
             arrived = sorted(set(left) - set(self._members))

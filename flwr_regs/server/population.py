@@ -44,16 +44,16 @@ class Population:
         self._node_of: dict[int, int] = {}
         self._known: set[int] = set()  # nodes that reported their partition
         self._retry: dict[int, tuple[float, float]] = {}  # node -> (time to ask again, pause)
-        self._here: list[int] = []
+        self._connected: list[int] = []
         self._expected = expected
         self._complete = False
         self._labels: dict[int, list[int]] = {}
         self._classes: set[int] = set()
 
     @property
-    def here(self) -> list[int]:
+    def connected(self) -> list[int]:
         """The partition ids that were connected at the last :meth:`refresh`, sorted."""
-        return self._here
+        return self._connected
 
     def refresh(self, network: Network) -> list[int]:
         """Return the partition ids of the nodes that are connected now, sorted.
@@ -74,24 +74,24 @@ class Population:
             present = set(network.nodes())
             self._known &= present  # a node that comes back is asked again
             self._identify(network, sorted(present - self._known), present)
-            self._here = sorted(p for p, n in self._node_of.items() if n in present)
+            self._connected = came = sorted(p for p, n in self._node_of.items() if n in present)
             wanted = max(self._minimum, 1 if self._complete else self._expected or 1)
             late = time.monotonic() > deadline
-            if len(self._here) >= wanted or (late and len(self._here) >= max(self._minimum, 1)):
-                if not self._complete and len(self._here) < wanted:
+            if len(came) >= wanted or (late and len(came) >= max(self._minimum, 1)):
+                if not self._complete and len(came) < wanted:
                     LOG.warning(
                         "training starts without %s after %.0f s", self.missing, self._timeout
                     )
                 self._complete = True
-                return self._here
+                return came
             if late:
                 raise PopulationError(
-                    f"{len(self._here)} of {wanted} clients came within {self._timeout:.0f} s"
-                    f" (partitions {self._here}); start the others, or lower min_available_nodes "
+                    f"{len(came)} of {wanted} clients came within {self._timeout:.0f} s"
+                    f" (partitions {came}); start the others, or lower min_available_nodes "
                     "or population"
                 )
             if time.monotonic() - logged > 10:
-                LOG.info("waiting for clients: %d of %d are here", len(self._here), wanted)
+                LOG.info("waiting for clients: %d of %d are connected", len(came), wanted)
                 logged = time.monotonic()
             time.sleep(0.1)
 
@@ -99,8 +99,8 @@ class Population:
     def missing(self) -> str:
         """The missing clients: partitions by number if these run from 0, else a count."""
         expected = self._expected or 0
-        absent = sorted(set(range(expected)) - set(self._here))
-        short = max(expected - len(self._here), 0)
+        absent = sorted(set(range(expected)) - set(self._connected))
+        short = max(expected - len(self._connected), 0)
         return f"partitions {absent}" if len(absent) == short else f"{short} of {expected} clients"
 
     def request(self, kind: str, parcels: dict[int, Parcel]) -> Request:
@@ -131,7 +131,7 @@ class Population:
         Raises PopulationError before training if a client does not share its counts, which its operator
         must allow. A client that joins later and does not share them is left out, with a warning.
         """
-        new = [p for p in self._here if p not in self._labels]
+        new = [p for p in self._connected if p not in self._labels]
         request = self.request(keys.LABELS, {p: Parcel() for p in new})
         replies = network.ask(request, min(self._timeout, LONGEST)) if new else Replies({})
         failures = dict(replies.failures)
@@ -147,7 +147,7 @@ class Population:
                 raise PopulationError(why)
             LOG.warning("%s; going on without them", why)
             self._labels |= {pid: [] for pid in failures}
-        counts = {p: self._labels[p] for p in self._here if self._labels[p]}
+        counts = {p: self._labels[p] for p in self._connected if self._labels[p]}
         held = _held(counts)
         if first:
             self._classes = set(range(max(held, default=-1) + 1))

@@ -182,23 +182,23 @@ class PrivateRounds:
             # assumes independent draws.
             self.cohort_seed = secrets.randbits(128)
 
-    def members(self, here: list[int]) -> list[int]:
+    def members(self, connected: list[int]) -> list[int]:
         """Return the clients that a cohort is drawn from, given the connected ones.
 
         An accountant that counts the draw needs a fixed population: a client that leaves after round 1 is
         still drawn, and counts as zero. Raises ValueError if the accountant's population has another size.
         """
         if self._dp is None or self._dp.accountant is None:
-            return here
+            return connected
         if not self._population:
             expected = self._dp.accountant.config.population_size
-            if len(here) != expected:
+            if len(connected) != expected:
                 raise ValueError(
                     f"the privacy accountant is set to a population of {expected} clients, but "
-                    f"{len(here)} are there: set PrivacyConfig(population_size={len(here)})"
+                    f"{len(connected)} are connected: set PrivacyConfig(population_size={len(connected)})"
                 )
-            self._population = here
-        return self._population if self._dp.amplified else here
+            self._population = connected
+        return self._population if self._dp.amplified else connected
 
     def check_budget(self, now: Round) -> None:
         """Raise the accountant's error for a round that it does not allow, before messages are sent."""

@@ -119,8 +119,8 @@ class Training:
         """
         term, options = self.options.term, self.options
         now = Round(number)
-        here = self.population.refresh(network)
-        clients = self._privacy.members(here)
+        connected = self.population.refresh(network)
+        clients = self._privacy.members(connected)
         now.population = len(clients)
         members = self._participation.remaining(clients, now)
         now.cohort = self._draw(number, members, network)
@@ -133,14 +133,14 @@ class Training:
         outbox = Outbox(number, options.seed, now.config, downlink, self._held, used)
         now.lap("configure")
 
-        ready = [p for p in now.cohort if p in here]
+        ready = [p for p in now.cohort if p in connected]
         now.failures = dict.fromkeys(set(now.cohort) - set(ready), "it has left")
         if any(t.probes for t in term.terms):
             ready = self._probe(now, ready, outbox, network)
             now.lap("probe")
         requests = [self._train(now, ready, outbox)]
         if options.overlap and number != self._num_rounds:
-            requests.append(self._ahead(now, members, here, outbox, network))
+            requests.append(self._ahead(now, members, connected, outbox, network))
         LOG.info("configure_train: cohort of %d (out of %d)", len(now.cohort), len(members))
 
         came, *acknowledged = yield requests
@@ -198,12 +198,12 @@ class Training:
         return self.population.request("train", parcels)
 
     def _ahead(
-        self, now: Round, members: list[int], here: list[int], outbox: Outbox, network: Network
+        self, now: Round, members: list[int], connected: list[int], outbox: Outbox, network: Network
     ) -> Request:
         """Return the messages that send ``w_t`` to the next cohort, except to clients of this one."""
         later = set(self._draw(now.number + 1, members, network))
         model = Record(self.model.model)
-        parcels = {p: outbox.ahead(model) for p in sorted(later & set(here) - set(now.cohort))}
+        parcels = {p: outbox.ahead(model) for p in sorted(later & set(connected) - set(now.cohort))}
         now.bytes_ahead = {pid: parcel.nbytes for pid, parcel in parcels.items()}
         return self.population.request(keys.PREFETCH, parcels)
 

@@ -21,7 +21,7 @@ class ProtocolError(ValueError):
 
 def pack(arrays: Mapping[str, Any]) -> bytes:
     """Return the arrays (numpy, or torch on the CPU) as safetensors bytes."""
-    # order="C": safetensors stores a strided array's buffer as it lies
+    # order="C": safetensors ignores strides and stores the buffer
     return safetensors.numpy.save({k: np.asarray(a, order="C") for k, a in arrays.items()})
 
 
@@ -31,7 +31,7 @@ def unpack(data: bytes) -> NDArrays:
 
 
 def add(base: np.ndarray, step: np.ndarray) -> np.ndarray:
-    """Return ``base + step`` in base's dtype; both ends use it, so both get the same bits."""
+    """Return ``base + step`` in base's dtype. Both ends use it, so both get the same bits."""
     return np.asarray(base ^ step if base.dtype == np.bool_ else base + step).astype(base.dtype)
 
 
@@ -46,7 +46,7 @@ def digest(model: Mapping[str, np.ndarray]) -> str:
 
 
 def in_code_order(arrays: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
-    """Return the named arrays in the order in which both ends code them as one vector."""
+    """Return the named arrays in the order in which both ends code them."""
     return {name: arrays[name] for name in sorted(names)}
 
 
@@ -56,18 +56,18 @@ def statistics(names: Iterable[str]) -> list[str]:
 
 
 def untrainable(model: Mapping[str, np.ndarray]) -> frozenset[str]:
-    """Return the arrays that no client trains, as far as names and dtypes tell."""
+    """Return the names that no client trains, as far as names and dtypes show."""
     return frozenset([*(n for n, a in model.items() if a.dtype.kind != "f"), *statistics(model)])
 
 
 def mask(chosen: Iterable[str], names: Iterable[str]) -> bytes:
-    """Return which of `names` are chosen, one bit a name in sorted order."""
+    """Return a mask of the `chosen` names: one bit for each of `names`, in sorted order."""
     chosen = set(chosen)
     return np.packbits([name in chosen for name in sorted(names)]).tobytes()
 
 
 def unmask(data: Any, names: Iterable[str]) -> frozenset[str]:
-    """Return the names that :func:`mask` chose; raise ProtocolError if there are more or fewer bits."""
+    """Return the chosen names of a :func:`mask`; raise ProtocolError for more or fewer bits."""
     names = sorted(names)
     if not isinstance(data, bytes) or len(data) != (len(names) + 7) // 8:
         raise ProtocolError(f"expected a mask of {len(names)} bits, not {data!r:.40}")
@@ -78,7 +78,7 @@ def unmask(data: Any, names: Iterable[str]) -> frozenset[str]:
 
 
 def tie(arrays: NDArrays, tied: Mapping[str, str]) -> NDArrays:
-    """Return `arrays` with what is there of tied weights under their other names too.
+    """Return `arrays`, with tied weights also under their other names.
 
     `tied` maps such a name to the one under which the weight is trained and coded.
     """
@@ -88,10 +88,10 @@ def tie(arrays: NDArrays, tied: Mapping[str, str]) -> NDArrays:
 def check_tied(
     value: Any, model: Mapping[str, np.ndarray], buffers: Collection[str]
 ) -> dict[str, str]:
-    """Return what a message says of tied weights (JSON) as other name -> name that is trained.
+    """Return a message's tied weights (JSON) as other name -> trained name.
 
-    Raises ProtocolError unless the former are in `buffers`, the latter not, and their shapes and dtypes
-    equal.
+    Raises ProtocolError unless each other name is in `buffers`, its trained name is not, and both have the
+    same shape and dtype.
     """
     try:
         tied: dict[str, str] = dict(json.loads(value))
@@ -106,8 +106,8 @@ def check_tied(
         good = False
     if not good:
         raise ProtocolError(
-            f"'{TIED_KEY}' must map names of the model's arrays to others of the same shape that are "
-            f"trained, but is {value!r:.200}"
+            f"'{TIED_KEY}' must map names of the model's arrays to trained ones of the same shape, but is "
+            f"{value!r:.200}"
         )
     return tied
 
@@ -125,7 +125,7 @@ def check_names(names: Iterable[str], expected: Iterable[str], what: str) -> Non
 def check_arrays(arrays: Mapping[str, Any], expected: Mapping[str, Any], what: str) -> None:
     """Raise ProtocolError naming the first array whose name, shape or dtype is not as expected.
 
-    Arrays are numpy or torch; both sides of a comparison must be of the same kind.
+    Arrays are numpy or torch; `arrays` and `expected` must be of the same kind.
     """
     check_names(arrays, expected, what)
     for name, want in expected.items():
@@ -145,7 +145,7 @@ def check_finite(
 ) -> None:
     """Raise ProtocolError naming the first array that holds NaN, or infinity where `base` does not.
 
-    An infinite constant in `base`, such as an attention mask kept as a buffer, may stay what it is.
+    An infinite constant in `base`, such as an attention mask in a buffer, may stay.
     """
     for name, a in arrays.items():
         good = np.isfinite(a)

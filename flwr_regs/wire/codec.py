@@ -51,8 +51,8 @@ def encode(arrays: Mapping[str, np.ndarray]) -> bytes:
     """Return the message of a ternary vector: the arrays, concatenated in their order.
 
     Arrays are float16, float32 or float64; −0.0 counts as 0. With mixed dtypes, μ is taken from the widest
-    array that has a non-zero entry; narrower arrays must hold it rounded to their dtype. Raises CodecError
-    that names the first array that cannot be coded.
+    array that has a non-zero entry; narrower arrays must hold it rounded to their dtype. Raises a
+    CodecError that names the first array that cannot be coded.
     """
     flats: NDArrays = {}
     sizes: dict[str, np.floating[Any]] = {}
@@ -221,7 +221,7 @@ def _crc(header: bytes, body: bytes) -> int:
 
 
 def _library() -> Any:
-    # imported on first use: without this package, everything but ternary updates works
+    # imported on first use: only ternary updates need this package
     try:
         import constriction  # type: ignore[import-untyped]
     except ImportError as error:

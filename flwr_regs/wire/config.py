@@ -9,7 +9,7 @@ from typing import Any
 from flwr_regs.wire.keys import ROUND_KEY
 
 FLOWER_KEYS = (ROUND_KEY, "clipping_norm")
-"""Keys that Flower itself, or its privacy wrappers, put into a config."""
+"""Keys of Flower's own: its round number, and the norm for its clipping mods."""
 TRAIN_KEYS = ("lr", "local-epochs", "local-steps")
 EVALUATE_KEYS = (
     "personalise",
@@ -23,7 +23,7 @@ PERSONALISE = ("plain", "proximal", "distil", "both")
 
 
 def check_config_keys(config: Iterable[str], known: Iterable[str], where: str) -> None:
-    """Raise ValueError naming each key of `config` that is not `known`, with the nearest known one."""
+    """Raise ValueError for a key of `config` that is not `known`, and suggest the nearest known one."""
     known = sorted(known)
     for key in config:
         if key not in known:
@@ -35,9 +35,9 @@ def check_config_keys(config: Iterable[str], known: Iterable[str], where: str) -
 def check_train_config(
     config: Mapping[str, Any], where: str = "train_config", also: Iterable[str] = ()
 ) -> None:
-    """Raise ValueError for an unknown key, or unless lr is positive and one of two durations is set.
+    """Raise ValueError for an unknown key, or unless lr is positive and exactly one duration is set.
 
-    `also` are keys that are known beside the package's and Flower's own.
+    `also` holds known keys in addition to the package's and Flower's own.
     """
     check_config_keys(config, [*TRAIN_KEYS, *FLOWER_KEYS, *also], where)
     if "lr" not in config:
@@ -59,9 +59,9 @@ def check_train_config(
 def check_evaluate_config(
     config: Mapping[str, Any], where: str = "evaluate_config", also: Iterable[str] = ()
 ) -> None:
-    """Raise ValueError for an unknown key, or keys for personalisation in part or with wrong values.
+    """Raise ValueError for an unknown key, or for missing or wrong keys of personalisation.
 
-    `also` are keys that are known beside the package's and Flower's own.
+    `also` holds known keys in addition to the package's and Flower's own.
     """
     check_config_keys(config, [*EVALUATE_KEYS, *FLOWER_KEYS, *also], where)
     kind = config.get("personalise")

@@ -1,4 +1,4 @@
-"""A client's end of the ``"delta"`` downlink: the model rebuilt from the last one and what has changed."""
+"""A client's end of the ``"delta"`` downlink: rebuilds the model from its last one and the changes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from flwr_regs.wire.arrays import NDArrays, add, digest, in_code_order, tie, unm
 from flwr_regs.wire.codec import decode
 
 KINDS = ("delta", "ternary", "kept")
-"""What a message may hold instead of the model."""
+"""Values of ``regs.downlink``: what a message holds instead of the model."""
 
 
 def model_from(
@@ -19,8 +19,8 @@ def model_from(
 ) -> tuple[NDArrays | None, NDArrays | None]:
     """Return (the server's model, the last step) from a message of one of the `KINDS`.
 
-    `base` is the model that this client kept; None if it has none. The model is None if it cannot be
-    rebuilt, the step if the message has none.
+    `base` is the model that this client kept, or None. The returned model is None if it cannot be rebuilt;
+    the step is None if the message has none.
     """
     kind = config[keys.DOWNLINK_KEY]
     if kind == "kept":
@@ -38,7 +38,7 @@ def model_from(
 
 
 def rebuild(base: NDArrays | None, step: NDArrays, expected_digest: str) -> NDArrays | None:
-    """Return ``base + step`` if that is the server's model to the bit, else None."""
+    """Return ``base + step`` if it equals the server's model to the bit, else None."""
     if base is None or base.keys() != step.keys():
         return None
     model = {name: add(base[name], step[name]) for name in step}
@@ -53,10 +53,10 @@ def rebuild_coded(
     expected_digest: str,
     tied: str = "{}",
 ) -> tuple[NDArrays | None, NDArrays]:
-    """Return (the server's model, or None as :func:`rebuild`; its last step), from coded steps.
+    """Return (the server's model, or None as in :func:`rebuild`; its last step), from coded steps.
 
-    `moved` are the arrays that are not trained and have changed, `buffers` masks all of these; `tied`
-    is JSON, other name of a weight -> name under which it is coded.
+    `buffers` is the mask of the arrays that are not trained, `moved` are those of them that changed.
+    `tied` is JSON: other name of a tied weight -> the name under which it is coded.
     """
     if base is None:
         return None, {}

@@ -1,15 +1,19 @@
 """The protocol: names of records, message types and config keys.
 
 A train message holds the ArrayRecord ``"arrays"``, one ArrayRecord ``"<term>.broadcast"`` for each term
-that has one, and the ConfigRecord ``"config"``. ``"arrays"`` is the global model; where the config says
-``regs.downlink = "delta"`` it is the last global step, where it says ``"ternary"`` the changed buffers,
-beside coded steps in ``regs.steps``, and where it says ``"kept"`` it is empty, the model having come with
-the round's probe. Where it says ``regs.wire-dtype``, the float32 arrays that ``regs.halves`` masks, in
-either direction, are in 16 bits (half.py). A reply holds ``"arrays"``, ``"<term>.upload"``, ``"metrics"``
-(numbers) and ``"config"`` (``regs.method`` and other text); a coded update is in ``regs.update``, beside
-only the buffers that changed in ``"arrays"``.
+that has one, and the ConfigRecord ``"config"``. What ``"arrays"`` holds depends on ``regs.downlink``:
 
-A ``NumPyClient`` sees the same values in its `config` and returns them in fit's metrics, arrays
+- no entry: the global model;
+- ``"delta"``: the last global step;
+- ``"ternary"``: the buffers that changed; ``regs.steps`` holds the coded steps;
+- ``"kept"``: nothing, because the client got the model with the round's probe.
+
+With ``regs.wire-dtype``, the float32 arrays that ``regs.halves`` marks have 16 bits, in both directions
+(precision.py). A reply holds ``"arrays"``, ``"<term>.upload"``, ``"metrics"`` (numbers) and ``"config"``
+(``regs.method`` and other text). With a coded update in ``regs.update``, its ``"arrays"`` are only the
+buffers that changed.
+
+A ``NumPyClient`` gets the same values in its `config` and returns them in fit's metrics, with arrays
 packed as safetensors bytes. Nothing is pickled. This file imports no torch: it is loaded in every
 ClientApp process, before the user's `client_fn` runs.
 """

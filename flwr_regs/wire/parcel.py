@@ -1,4 +1,4 @@
-"""What one message holds, as plain values: arrays by record, a config and metrics; and how large it is."""
+"""The content of a message as plain values (arrays by record, a config, metrics), and its size."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from flwr_regs.wire import keys
 
 
 class Record(dict[str, np.ndarray]):
-    """Arrays by name, to be sent; one record may go to many clients."""
+    """Arrays by name, to be sent; the same record may go to many clients."""
 
     @cached_property
     def nbytes(self) -> int:
@@ -29,13 +29,13 @@ class Parcel:
     Attributes
     ----------
     records : mapping of str to mapping of str to array
-        Record name -> arrays by name. Those of a reply are decoded, and may fail, when they are read.
+        Record name -> arrays by name. A reply's arrays are decoded when they are read, which may raise.
     config : mapping
         Numbers, texts, bytes, and lists of these.
     metrics : mapping or None
         Numbers.
     size : int or None
-        Bytes, where the parcel was received; else they are counted.
+        Bytes of a received parcel; None for a parcel to be sent, whose bytes are counted.
     """
 
     records: Mapping[str, Mapping[str, np.ndarray]] = field(default_factory=dict)
@@ -45,9 +45,9 @@ class Parcel:
 
     @property
     def nbytes(self) -> int:
-        """The payload in bytes: arrays as serialised, names and scalars.
+        """The payload in bytes: serialised arrays, names and scalars.
 
-        Framing does not count (Flower's own adds some 10 bytes an entry).
+        Framing does not count (Flower adds some 10 bytes an entry).
         """
         if self.size is not None:
             return self.size
@@ -58,12 +58,12 @@ class Parcel:
 
     @property
     def names(self) -> list[str]:
-        """What it holds, for errors."""
+        """The names of its records, for errors."""
         scalars = {keys.CONFIG: self.config, keys.METRICS: self.metrics}
         return sorted([*self.records, *(name for name, values in scalars.items() if values)])
 
     def says(self, key: str) -> bool:
-        """Return whether the config holds `key`, and something true under it."""
+        """Return whether the config holds a true value under `key`."""
         return bool(self.config.get(key, False))
 
 
@@ -77,7 +77,7 @@ def scalar_bytes(scalars: Mapping[str, Any]) -> int:
 
 
 def _npy_bytes(array: Any) -> int:
-    """Return the length of the ``.npy`` file of an array, without making it."""
+    """Return the length of an array's ``.npy`` file, without writing the file."""
     array = np.asarray(array)
     head = BytesIO()
     np.lib.format.write_array_header_1_0(head, np.lib.format.header_data_from_array_1_0(array))

@@ -1,11 +1,11 @@
 """Half precision on the wire: float32 arrays in 16 bits, for both ends.
 
-With a strategy's `wire_dtype` every float32 array of the record ``"arrays"`` travels rounded to nearest,
-ties to even. numpy has no bfloat16: such an array travels as its bits, in uint16; a float16 one as itself.
-Which arrays are so coded a mask in the config says (``regs.halves``; :func:`flwr_regs.wire.arrays.mask`).
-All others, integers and float64 among them, and the terms' own records travel as they are.
+With a strategy's `wire_dtype`, every float32 array of the record ``"arrays"`` travels rounded to nearest,
+ties to even. numpy has no bfloat16, so a bfloat16 array travels as its bits, in uint16. The config's entry
+``regs.halves`` marks the rounded arrays (:func:`flwr_regs.wire.arrays.mask`). Other arrays, such as
+integers and float64, and the terms' own records travel unchanged.
 
-torch is imported only to round to bfloat16: a client's mod may not load it before `client_fn` does.
+torch is imported only to round to bfloat16: a client's mod must not load it before `client_fn` does.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ LARGEST = {"bfloat16": "3.39e38", "float16": "65504"}
 
 
 def narrow(arrays: NDArrays, dtype: str) -> NDArrays:
-    """Return the arrays as they travel: float32 ones rounded to `dtype`, in 16 bits each; others as is.
+    """Return the arrays as they travel: float32 ones rounded to `dtype`, in 16 bits; others unchanged.
 
     Raises ProtocolError naming an array with a finite value that `dtype` would make infinite.
     """
@@ -33,8 +33,8 @@ def narrow(arrays: NDArrays, dtype: str) -> NDArrays:
             coded = _to_bfloat16(a) if dtype == "bfloat16" else _to_float16(a)
             if not np.array_equal(np.isinf(_widened(coded, dtype)), np.isinf(a)):
                 raise ProtocolError(
-                    f"array '{name}' holds values beyond ±{LARGEST[dtype]}, the largest of {dtype}, in "
-                    "which it should travel (wire_dtype)"
+                    f"array '{name}' holds values beyond ±{LARGEST[dtype]}, the largest number of {dtype} "
+                    "(wire_dtype)"
                 )
             a = coded
         out[name] = a
@@ -42,7 +42,7 @@ def narrow(arrays: NDArrays, dtype: str) -> NDArrays:
 
 
 def widen(arrays: NDArrays, coded: Collection[str], dtype: str) -> NDArrays:
-    """Return the float32 arrays whose 16 bits :func:`narrow` made, and the others as they are.
+    """Return the `coded` arrays in float32, from the 16 bits of :func:`narrow`; others unchanged.
 
     Raises ProtocolError naming a `coded` array that does not have 16 bits.
     """
@@ -50,14 +50,14 @@ def widen(arrays: NDArrays, coded: Collection[str], dtype: str) -> NDArrays:
     for name in coded:
         if arrays[name].dtype != bits:
             raise ProtocolError(
-                f"array '{name}' has dtype {arrays[name].dtype}, expected {np.dtype(bits)}, as which "
-                f"{dtype} travels"
+                f"array '{name}' has dtype {arrays[name].dtype}, expected {np.dtype(bits)}, which "
+                f"{dtype} travels in"
             )
     return {n: _widened(a, dtype) if n in coded else a for n, a in arrays.items()}
 
 
 def to_half(model: NDArrays, dtype: str | None) -> tuple[NDArrays, dict[str, Any]]:
-    """Return a model as it travels, and what the message's config must say of it."""
+    """Return a model as it travels, and the entries that describe it in the message's config."""
     if dtype is None:
         return model, {}
     coded = [n for n, a in model.items() if a.dtype == np.float32]
@@ -65,7 +65,7 @@ def to_half(model: NDArrays, dtype: str | None) -> tuple[NDArrays, dict[str, Any
 
 
 def from_half(arrays: NDArrays, config: Mapping[str, Any]) -> NDArrays:
-    """Return the arrays that :func:`to_half` rounded; raise ProtocolError without a proper mask."""
+    """Return the arrays of :func:`to_half` in float32; raise ProtocolError without a valid mask."""
     coded = unmask(config.get(keys.HALVES_KEY), arrays)
     return widen(arrays, coded, str(config[keys.HALF_KEY]))
 

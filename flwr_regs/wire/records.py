@@ -1,4 +1,4 @@
-"""Flower's records: arrays and numbers into and out of them."""
+"""Flower's records: converts arrays and numbers to records and back."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def from_record(record: ArrayRecord) -> NDArrays:
 def content_of(parcel: Parcel, written: dict[int, ArrayRecord]) -> RecordDict:
     """Return a parcel as a message's content.
 
-    `written` keeps the records that were serialised, by identity: one that goes to many clients is
-    serialised once.
+    `written` keeps the serialised records by identity: a record that goes to many clients is serialised
+    once.
     """
     content = RecordDict()
     for name, record in parcel.records.items():
@@ -43,7 +43,7 @@ def content_of(parcel: Parcel, written: dict[int, ArrayRecord]) -> RecordDict:
 
 
 def parcel_of(content: RecordDict) -> Parcel:
-    """Return what a message holds; its arrays are decoded when they are read."""
+    """Return a message's content; its arrays are decoded when they are read."""
     config = content.config_records.get(CONFIG)
     metrics = content.metric_records.get(METRICS)
     records = {name: _Unread(record) for name, record in content.array_records.items()}
@@ -58,14 +58,14 @@ def parcel_of(content: RecordDict) -> Parcel:
 
 
 class _Unread(Mapping[str, np.ndarray]):
-    """The arrays of a record, each decoded when it is looked at."""
+    """The arrays of a record, each decoded when it is read."""
 
     def __init__(self, record: Mapping[str, Array]) -> None:
         self._record = record
 
     @property
     def nbytes(self) -> int:
-        """Names and arrays in bytes, as they came."""
+        """Names and arrays in bytes, as received."""
         return sum(len(name) + len(array.data) for name, array in self._record.items())
 
     def __getitem__(self, name: str) -> np.ndarray:
@@ -81,7 +81,7 @@ class _Unread(Mapping[str, np.ndarray]):
 def sorted_entries(
     reply: Mapping[str, Any],
 ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """Part what a client replies into (its uploads as records, numbers, all that a config carries)."""
+    """Split a client's reply into (uploads as records, numbers, entries of a config)."""
     records: dict[str, Any] = {}
     numbers: dict[str, Any] = {}
     texts: dict[str, Any] = {}
@@ -96,19 +96,19 @@ def sorted_entries(
 
 
 def identity_reply(node_config: Mapping[str, Any]) -> RecordDict:
-    """Return the answer to the IDENTIFY query: who a node is, for the seeded cohorts."""
-    answer: dict[str, int | float | str | bytes | bool] = {PROTOCOL_KEY: PROTOCOL}
+    """Return the reply to the IDENTIFY query: a node's partition, for the seeded cohorts."""
+    entries: dict[str, int | float | str | bytes | bool] = {PROTOCOL_KEY: PROTOCOL}
     for key in ("partition-id", "num-partitions"):
         if key in node_config:
-            answer[key] = int(node_config[key])
-    return RecordDict({CONFIG: ConfigRecord({**answer})})
+            entries[key] = int(node_config[key])
+    return RecordDict({CONFIG: ConfigRecord({**entries})})
 
 
 def float32_arrays(model: nn.Module) -> ArrayRecord:
     """Return a model's ``state_dict`` for `initial_arrays`, with bfloat16 and float16 entries in float32.
 
-    The values are the same and the model stays as it is, where ``model.float()`` would change it. For
-    strategies with a `wire_dtype`, whose server keeps the model in float32.
+    The values are the same, and the model does not change (``model.float()`` would change it). For
+    strategies with a `wire_dtype`, because their server keeps the model in float32.
     """
     halves = ("torch.bfloat16", "torch.float16")
     state = {n: v.detach().cpu() for n, v in model.state_dict().items()}
