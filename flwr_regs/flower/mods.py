@@ -39,22 +39,24 @@ def guarded(mods: Sequence[Mod]) -> list[Mod]:
 def _guard(mod: Mod) -> Mod:
     def guard(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
         def refuse(why: str) -> Message:
-            why = f"{_name(mod)} cannot protect {why}"
+            why = f"{_name(mod)} does not go with {why}"
             return Message(Error(ErrorCode.MOD_FAILED_PRECONDITION, why), reply_to=message)
 
         message_type = message.metadata.message_type
         if message_type == keys.PROBE:
-            return refuse("a method whose clients upload before they train (RFedAvgPlus)")
+            return refuse("a method that asks clients a question before they train (RFedAvgPlus)")
         if message_type.split(".")[0] != "train":
             return call_next(message, context)
         content = message.content
         config: Any = content.config_records.get(keys.CONFIG, ConfigRecord())
         if beside := config.get(keys.BESIDE_KEY):
-            return refuse(f"'{beside}', whose clients send more than their model")
+            return refuse(
+                f"'{beside}', whose clients send more than their model: that stays unprotected"
+            )
         if found := statistics(content.array_records.get(keys.ARRAYS) or ()):
             return refuse(
-                f"BatchNorm's statistics {found}, since noise spoils them: use GroupNorm, or FedBN, "
-                "which keeps them on the client"
+                f"BatchNorm's statistics {found}, which do not bear noise: use GroupNorm, or FedBN, which "
+                "keeps them here"
             )
 
         def checked(message: Message, context: Context) -> Message:
@@ -64,7 +66,8 @@ def _guard(mod: Mod) -> Mod:
             entries: Any = reply.content.config_records.get(keys.CONFIG, ConfigRecord())
             more = sorted(set(reply.content.array_records) - {keys.ARRAYS})
             more += [keys.UPDATE_KEY] * (keys.UPDATE_KEY in entries)
-            return refuse(f"{more}, which the client sends beside its model") if more else reply
+            sends = f"a client that sends {more} beside its model: that stays unprotected"
+            return refuse(sends) if more else reply
 
         return mod(message, context, checked)
 

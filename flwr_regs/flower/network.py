@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterable, Sequence
 from typing import Generic, TypeVar
@@ -23,11 +24,11 @@ class GridNetwork:
     Parameters
     ----------
     grid : Grid
-    timeout : float
-        Seconds to wait for replies, unless a call sets another limit.
+    timeout : float or None
+        Seconds to wait for replies, unless a call sets another limit. None: without end.
     """
 
-    def __init__(self, grid: Grid, timeout: float = 3600.0) -> None:
+    def __init__(self, grid: Grid, timeout: float | None = 3600.0) -> None:
         self._grid = grid
         self._timeout = timeout
 
@@ -40,23 +41,28 @@ class GridNetwork:
         return replies_to(request, self.exchange(messages_of([request]), timeout))
 
     def exchange(self, messages: Sequence[Message], timeout: float | None = None) -> list[Message]:
-        """Push messages; pull their replies until all have come, or the time is over."""
+        """Push messages; pull their replies until all have come, or the time is over.
+
+        Only the grid's ``push_messages`` and ``pull_messages`` are used. A grid that has all replies
+        when a push returns says so with an attribute ``replies_at_once = True``.
+        """
         if not messages:
             return []
-        deadline = time.monotonic() + (self._timeout if timeout is None else timeout)
-        waiting = set(self._grid.push_messages(messages))
-        replies: list[Message] = []
-        pause = 0.01
+        limit = self._timeout if timeout is None else timeout
+        began = time.monotonic()
+        # Flower's grid gives None for a message that it could not send: nobody will reply to it.
+        waiting = dict.fromkeys(i for i in self._grid.push_messages(messages) if i)
+        expected, replies = len(waiting), list[Message]()
         while True:
             for reply in self._grid.pull_messages(list(waiting)):
-                waiting.discard(reply.metadata.reply_to_message_id)
+                waiting.pop(reply.metadata.reply_to_message_id, None)
                 replies.append(reply)
-                pause = 0.01
-            left = deadline - time.monotonic()
-            if not waiting or left <= 0 or getattr(self._grid, "replies_at_once", False):
+            spent = time.monotonic() - began
+            left = math.inf if limit is None else limit - spent
+            at_once = getattr(self._grid, "replies_at_once", False)
+            if len(replies) >= expected or left <= 0 or at_once:
                 return replies
-            time.sleep(min(pause, left))
-            pause = min(2 * pause, 1.0)
+            time.sleep(min(max(0.01, 0.1 * spent), 1.0, left))
 
 
 class Paused(Generic[T]):
@@ -112,4 +118,10 @@ def replies_to(request: Request, replies: Iterable[Message]) -> Replies:
             came[pid] = parcel_of(reply.content)
     silent = [pid for pid in request.parcels if pid not in came and pid not in failures]
     why = "no reply" + (f" ({'; '.join(stray)})" if stray else " in time")
-    return Replies(came, failures | dict.fromkeys(silent, why), silent)
+    failures |= dict.fromkeys(silent, why)
+    asked = list(request.parcels)  # the order of arrival differs from run to run
+    return Replies(
+        {pid: came[pid] for pid in asked if pid in came},
+        {pid: failures[pid] for pid in asked if pid in failures},
+        silent,
+    )

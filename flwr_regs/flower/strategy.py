@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from logging import INFO, WARNING
 from typing import Any, ClassVar
 
@@ -30,7 +31,8 @@ EvaluateFn = Callable[[int, ArrayRecord], MetricRecord | None]
 WRAPPED = (
     "another strategy is wrapped around this one. Flower's DifferentialPrivacy... wrappers are not "
     "supported: they clip and add noise without knowing what a method sends (uploads, momentum, coded "
-    "steps); use privacy=CentralDP(...) on the strategy itself, and its own start"
+    "steps); use privacy=CentralDP(...) on the strategy itself, and its own start. A loop or wrapper of "
+    "your own calls the strategy's prepare(...) first"
 )
 
 
@@ -69,9 +71,8 @@ class RegStrategy(Strategy):
         self.options = Options.of(self.term, **settings)
         self.history: list[dict[str, Any]] = []
         self._training: Training | None = None
-        self._num_rounds: int | None = None  # set by `prepare`
-        self._timeout = 3600.0
-        self._prepared = False
+        self._num_rounds: int | None = None  # set by `prepare`, used once
+        self._timeout: float | None = 3600.0
         self._wrapped = False
         # begun by configure_*, ended by aggregate_*
         self._trained: Paused[Round] | None = None
@@ -82,6 +83,13 @@ class RegStrategy(Strategy):
         if name in Options.names():
             return getattr(self.options, name)
         raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in Options.names() and "options" in vars(self):  # checked like the constructor's
+            name, value = "options", replace(self.options, **{name: value})
+            if self._training is not None:
+                self._training.options = value
+        super().__setattr__(name, value)
 
     @property
     def method_name(self) -> str:
@@ -102,7 +110,7 @@ class RegStrategy(Strategy):
 
     def summary(self) -> None:
         """Log the method, its hyper-parameters, the seed, and how many clients take part."""
-        self._wrapped = not self._prepared  # only a wrapper calls this without `prepare`
+        self._wrapped = True  # `prepare` denies it; another strategy's start calls this alone
         o = self.options
         settings = {**self.term.config(), "weighting": o.weighting, "downlink": o.downlink}
         settings |= {"wire_dtype": o.wire_dtype} if o.wire_dtype else {}
@@ -117,7 +125,7 @@ class RegStrategy(Strategy):
         grid: Grid,
         initial_arrays: ArrayRecord,
         num_rounds: int = 3,
-        timeout: float = 3600,
+        timeout: float | None = 3600,
         train_config: ConfigRecord | None = None,
         evaluate_config: ConfigRecord | None = None,
         evaluate_fn: EvaluateFn | None = None,
@@ -135,9 +143,9 @@ class RegStrategy(Strategy):
             A round had fewer than `min_replies` usable replies.
         """
         self.check_model(initial_arrays)
-        train, evaluate = self.prepare(num_rounds, timeout, train_config, evaluate_config)
         log(INFO, "Starting %s strategy: %d rounds", type(self).__name__, num_rounds)
         self.summary()
+        train, evaluate = self.prepare(num_rounds, timeout, train_config, evaluate_config)
         result, arrays, network = Result(), initial_arrays, GridNetwork(grid, timeout)
 
         def test(number: int) -> None:
@@ -147,25 +155,22 @@ class RegStrategy(Strategy):
                 result.evaluate_metrics_serverapp[number] = metrics
 
         began = time.monotonic()
-        try:
-            test(0)
-            for t in range(1, num_rounds + 1):
-                log(INFO, "")
-                log(INFO, "[ROUND %d/%d]", t, num_rounds)
-                replies = network.exchange(list(self.configure_train(t, arrays, train, grid)))
-                new, metrics = self.aggregate_train(t, replies)
-                if new is not None:
-                    result.arrays = arrays = new
-                if metrics is not None:
-                    log(INFO, "\t└──> train metrics: %s", metrics)
-                    result.train_metrics_clientapp[t] = metrics
-                replies = network.exchange(list(self.configure_evaluate(t, arrays, evaluate, grid)))
-                if (metrics := self.aggregate_evaluate(t, replies)) is not None:
-                    log(INFO, "\t└──> evaluate metrics: %s", metrics)
-                    result.evaluate_metrics_clientapp[t] = metrics
-                test(t)
-        finally:
-            self._prepared = False
+        test(0)
+        for t in range(1, num_rounds + 1):
+            log(INFO, "")
+            log(INFO, "[ROUND %d/%d]", t, num_rounds)
+            replies = network.exchange(list(self.configure_train(t, arrays, train, grid)))
+            new, metrics = self.aggregate_train(t, replies)
+            if new is not None:
+                result.arrays = arrays = new
+            if metrics is not None:
+                log(INFO, "\t└──> train metrics: %s", metrics)
+                result.train_metrics_clientapp[t] = metrics
+            replies = network.exchange(list(self.configure_evaluate(t, arrays, evaluate, grid)))
+            if (metrics := self.aggregate_evaluate(t, replies)) is not None:
+                log(INFO, "\t└──> evaluate metrics: %s", metrics)
+                result.evaluate_metrics_clientapp[t] = metrics
+            test(t)
         log(INFO, "")
         log(INFO, "Finished in %.2f s", time.monotonic() - began)
         return result
@@ -175,18 +180,19 @@ class RegStrategy(Strategy):
 
         `start` calls this first. Call it yourself if other work comes before.
         """
-        Training.check_model(self.options, from_record(initial_arrays))
+        Training.begin(self.options, from_record(initial_arrays))
 
     def prepare(
         self,
         num_rounds: int,
-        timeout: float = 3600.0,
+        timeout: float | None = 3600.0,
         train_config: Mapping[str, Any] | None = None,
         evaluate_config: Mapping[str, Any] | None = None,
     ) -> tuple[ConfigRecord, ConfigRecord]:
         """Check the configs of a training; return (train config, evaluate config) for its rounds.
 
-        `start` calls this. If you call ``configure_train`` and the others yourself, you may call it first.
+        `start` calls this. If you call ``configure_train`` and the others yourself, you may call it first:
+        then the rounds are known, and you may hand back another model than you were given.
         Raises ValueError for an unknown, missing or wrong key.
         """
         check_train_config(train_config or {})
@@ -197,8 +203,7 @@ class RegStrategy(Strategy):
             )
         evaluate = {**(evaluate_config or {})}
         check_evaluate_config(evaluate)
-        self._num_rounds, self._timeout = num_rounds, timeout
-        self._prepared, self._wrapped = True, False
+        self._num_rounds, self._timeout, self._wrapped = num_rounds, timeout, False
         return ConfigRecord({**(train_config or {})}), ConfigRecord(evaluate)
 
     def initialize_parameters(self, client_manager: Any) -> None:
@@ -218,7 +223,9 @@ class RegStrategy(Strategy):
         if server_round == 1 or self._training is None:
             self._begin(arrays, config)
         elif arrays is not self._released:
-            self.training.adopt(from_record(arrays))
+            changed = self.training.adopt(from_record(arrays))
+            if changed and self.training.num_rounds is None:  # nobody called `prepare`
+                raise ValueError(WRAPPED)
         if self.options.fraction_train == 0.0:
             return []
         if self._trained is not None:
@@ -239,6 +246,7 @@ class RegStrategy(Strategy):
         """
         paused, self._trained = self._trained, None
         if paused is None:
+            _refuse(replies, "aggregate_train")
             return None, None
         metrics = paused.resume(replies).metrics
         self._released = self.arrays
@@ -250,7 +258,8 @@ class RegStrategy(Strategy):
         """Draw the clients that evaluate `arrays` and return their messages."""
         if self.options.fraction_evaluate == 0.0:
             return []
-        network, model = GridNetwork(grid, self._timeout), from_record(arrays)
+        network, ours = GridNetwork(grid, self._timeout), arrays is self._released
+        model = self.training.model.model if ours else from_record(arrays)
         self._evaluated = Paused(evaluation(self.training, server_round, model, config, network))
         return self._evaluated.messages
 
@@ -266,7 +275,10 @@ class RegStrategy(Strategy):
             A later failure is logged and kept in the history, and training goes on.
         """
         paused, self._evaluated = self._evaluated, None
-        metrics = None if paused is None else paused.resume(replies)
+        if paused is None:
+            _refuse(replies, "aggregate_evaluate")
+            return None
+        metrics = paused.resume(replies)
         return None if metrics is None else MetricRecord({**metrics})
 
     def _begin(self, arrays: ArrayRecord, config: ConfigRecord) -> None:
@@ -279,10 +291,11 @@ class RegStrategy(Strategy):
             self.options,
             self.method_name,
             from_record(arrays),
-            self._num_rounds if self._prepared else None,
+            self._num_rounds,
             self._mean_of_metrics,
             AccountedBudget(dp) if dp is not None and dp.accountant is not None else None,
         )
+        self._num_rounds = None
         self.history = self._training.history
         self._trained = self._evaluated = self._released = None
         if private := len(arrays) - len(self._training.model.model):
@@ -294,3 +307,9 @@ class RegStrategy(Strategy):
         given = getattr(self.options, f"{kind}_metrics_aggr_fn")
         records = [RecordDict({keys.METRICS: MetricRecord({**m})}) for m in metrics]
         return (given or aggregate_metricrecords)(records, self.options.weighted_by_key)
+
+
+def _refuse(replies: Iterable[Message], where: str) -> None:
+    """Raise RuntimeError for replies to a round that was never configured."""
+    if list(replies):
+        raise RuntimeError(f"{where} was given replies, but there was no configure_* before it")

@@ -42,11 +42,12 @@ def evaluation(
     connected = training.population.refresh(network)
     size = max(int(len(connected) * options.fraction_evaluate), options.min_evaluate_nodes)
     cohort = uniform_cohort(connected, (options.seed, number), size, EVALUATION)
-    halved, entries = to_half(tie(model, training.model.tied or {}), options.wire_dtype)
+    shared = {name: a for name, a in model.items() if name in training.model.model}
+    halved, entries = to_half(tie(shared, training.model.tied or {}), options.wire_dtype)
     arrays = {keys.ARRAYS: Record(halved)}
-    shared = {**config, **entries, **training.identity, keys.ROUND_KEY: number}
+    every = {**config, **entries, **training.identity, keys.ROUND_KEY: number}
     parcels = {
-        pid: Parcel(arrays, {**shared, keys.SEED_KEY: client_seed(options.seed, number, pid)})
+        pid: Parcel(arrays, {**every, keys.SEED_KEY: client_seed(options.seed, number, pid)})
         for pid in cohort
     }
     clock = time.monotonic()
@@ -63,7 +64,6 @@ def evaluation(
     if failures:
         LOG.warning("\t> evaluation: %s", name_failures(failures))
     history = training.history
-    worked = any(e["evaluate"]["clients"] for e in history if "evaluate" in e)
     if not history or history[-1]["round"] != number:
         history.append({"round": number, "seconds": {}})  # evaluation alone
     history[-1]["seconds"]["evaluate"] = time.monotonic() - clock
@@ -73,8 +73,9 @@ def evaluation(
         "clients": metrics,
     }
     if metrics:
+        training.evaluated = True
         return training.mean_of_metrics("evaluate", common_metrics(metrics.values()))
-    if worked:
+    if training.evaluated:
         return None
     raise RoundFailed(
         f"round {number} of {training.method}: no client of {len(cohort)} could evaluate; "

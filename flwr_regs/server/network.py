@@ -58,16 +58,6 @@ Course = Generator[Sequence[Request], Sequence[Replies], T]
 """Work that pauses once for the clients: it yields requests, receives the replies, and returns a T."""
 
 
-def run(course: Course[T], network: Network) -> T:
-    """Run a course to its end on a network."""
-    requests = next(course)
-    try:
-        course.send([network.ask(r) for r in requests])
-    except StopIteration as done:
-        return done.value  # type: ignore[no-any-return]
-    raise RuntimeError("a course pauses only once")
-
-
 def name_failures(failures: Mapping[int, str]) -> str:
     """Name the failed clients with their errors; clients with the same error are grouped."""
     by_reason: dict[str, list[int]] = {}

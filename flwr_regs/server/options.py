@@ -123,7 +123,7 @@ class Options:
 
     def __post_init__(self) -> None:
         for name, good, sentence in RANGES:
-            if not good(value := getattr(self, name)):
+            if not _fits(good, value := getattr(self, name)):
                 raise ValueError(f"{name} must {sentence.format(value)}")
         for broken, sentence in PAIRS:
             if broken(self):
@@ -139,16 +139,29 @@ def _share(value: Any) -> bool:
     return bool(0.0 <= value <= 1.0)
 
 
+def _whole(value: Any) -> bool:
+    return bool(int(value) == value)
+
+
 def _count(value: Any) -> bool:
-    return bool(int(value) == value >= 0)
+    return _whole(value) and value >= 0
+
+
+def _fits(good: Callable[[Any], bool], value: Any) -> bool:
+    try:
+        return good(value)
+    except (TypeError, ValueError, OverflowError):  # a value of a wrong type
+        return False
 
 
 RANGES: list[tuple[str, Callable[[Any], bool], str]] = [
     # setting, what it must satisfy, and the sentence if it does not
     ("weighting", _one_of("num-examples", "uniform"), "be 'num-examples' or 'uniform', not {!r}"),
+    ("seed", _whole, "be a whole number, not {!r}"),
     ("seed", lambda v: v >= 0, "not be negative, but is {!r}"),
     ("downlink", _one_of("model", "delta"), "be 'model' or 'delta', not {!r}"),
     ("wire_dtype", _one_of(None, *DTYPES), f"be one of {DTYPES} or None, not {{!r}}"),
+    ("lr_schedule", callable, "be a function of the round, not {!r}"),
     ("cohorts", _one_of("uniform", "class-covering"), "be 'uniform' or 'class-covering', not {!r}"),
     (
         "incomplete",
@@ -156,8 +169,9 @@ RANGES: list[tuple[str, Callable[[Any], bool], str]] = [
         "be 'average', 'scale' or 'drop', not {!r}",
     ),
     ("drop_inactive", lambda v: v is None or v > 0, "be positive or None, not {!r}"),
-    ("min_replies", lambda v: v >= 1, "be at least 1, not {!r}"),
-    ("population", lambda v: v is None or v >= 1, "be at least 1, not {!r}"),
+    ("privacy", lambda v: v is None or isinstance(v, CentralDP), "be a CentralDP, not {!r}"),
+    ("min_replies", lambda v: _whole(v) and v >= 1, "be at least 1, not {!r}"),
+    ("population", lambda v: v is None or (_whole(v) and v >= 1), "be at least 1, not {!r}"),
     ("wait_timeout", lambda v: v >= 0, "not be negative, but is {!r}"),
     ("fraction_train", _share, "lie in [0, 1], not {!r}"),
     ("fraction_evaluate", _share, "lie in [0, 1], not {!r}"),

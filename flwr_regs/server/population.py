@@ -166,8 +166,9 @@ class Population:
         request = Request(keys.IDENTIFY, {n: Parcel() for n in due}, {n: n for n in due})
         replies = network.ask(request, min(self._timeout, LONGEST))
         for node in set(due) - set(replies.came):
-            # The pause doubles: otherwise a silent node would cost time in every round.
+            # In training the pause doubles: otherwise a silent node would cost time in every round.
             pause = 2 * max(self._retry.get(node, (0, 0.05))[1], time.monotonic() - began)
+            pause = pause if self._complete else min(pause, 1.0)
             self._retry[node] = (time.monotonic() + pause, pause)
             if node not in replies.silent:
                 self._refuse(

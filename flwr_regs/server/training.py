@@ -73,7 +73,7 @@ class Training:
             )
         self.options = options
         self.method = method
-        self.model = self.check_model(options, model)
+        self.model = self.begin(options, model)
         self.population = Population(
             options.min_available_nodes, options.population, options.wait_timeout
         )
@@ -83,28 +83,30 @@ class Training:
             keys.START_KEY: uuid4().hex[:8],
             **options.term.config(),
         }
-        self._num_rounds = num_rounds
+        self.num_rounds = num_rounds
         self.mean_of_metrics = mean_of_metrics
         self._privacy = PrivateRounds(options.privacy, options.seed, budget)
         self._participation = Participation(
             options.incomplete, options.drop_inactive, options.restart_lr, num_rounds or 1
         )
         self._held: dict[int, int] = {}  # client -> round whose model it last kept
+        self.evaluated = False  # whether any client ever could
         self._used: dict[int, int] = {}  # client -> last round in which its reply was used
 
     @staticmethod
-    def check_model(options: Options, model: NDArrays) -> GlobalModel:
-        """Return the global model of the arrays that are shared; raise ValueError if it cannot train."""
-        private = options.term.private(model)
-        shared = {name: a for name, a in model.items() if name not in private}
+    def begin(options: Options, model: NDArrays) -> GlobalModel:
+        """Return the global model of the initial arrays; raise ValueError if it cannot train."""
+        shared = _shared(options, model)
         if options.privacy is not None:
             refuse_statistics(shared)
         return GlobalModel(options.term, shared, options.wire_dtype)
 
-    def adopt(self, model: NDArrays) -> None:
-        """Continue from `model`, which the caller may have changed between rounds."""
-        if self.model.adopt(model):
+    def adopt(self, model: NDArrays) -> bool:
+        """Continue from `model`, which the caller may have changed between rounds; return if it has."""
+        changed = self.model.adopt(_shared(self.options, model))
+        if changed:
             self._held = {}
+        return changed
 
     def round(self, number: int, config: Mapping[str, Any], network: Network) -> Course[Round]:
         """Run one round, from its cohort to the new global model.
@@ -139,7 +141,7 @@ class Training:
             ready = self._probe(now, ready, outbox, network)
             now.lap("probe")
         requests = [self._train(now, ready, outbox)]
-        if options.overlap and number != self._num_rounds:
+        if options.overlap and number < (self.num_rounds or number + 1):
             requests.append(self._ahead(now, members, connected, outbox, network))
         LOG.info("configure_train: cohort of %d (out of %d)", len(now.cohort), len(members))
 
@@ -147,16 +149,18 @@ class Training:
         self._collect(now, came, outbox, network)
         now.lap("clients")
 
+        usable = self._read(now)
+        self._participation.select(now)
+        self._name_losses(now)
+        self.history.append(entry := now.entry())
         try:
-            usable = self._read(now)
-            self._participation.select(now)
-            self._name_losses(now)
             self._advance(now, usable)
+            self._held |= dict.fromkeys(now.came, number)
+            self._held |= {p: number for replies in acknowledged for p in replies.came}
+            self._used |= dict.fromkeys(now.used, number)
+            self._measure(now)
         finally:
-            self.history.append(now.entry())
-        self._held |= dict.fromkeys(now.came, number)
-        self._held |= {p: number for replies in acknowledged for p in replies.came}
-        self._used |= dict.fromkeys(now.used, number)
+            entry |= now.entry()  # also what a failed round has cost
         return now
 
     def _draw(self, number: int, members: list[int], network: Network) -> list[int]:
@@ -222,7 +226,7 @@ class Training:
             now.failures |= replies.failures
             for pid, parcel in parcels.items():
                 now.probe_down[pid] += parcel.nbytes
-            again = [p for p, reply in replies.came.items() if reply.says(keys.OUT_OF_SYNC_KEY)]
+            again = _out_of_sync(replies)
             if lost:
                 why = "it says that it lacks the model that it was just sent"
                 now.failures |= dict.fromkeys(again, why)
@@ -245,7 +249,7 @@ class Training:
     def _collect(self, now: Round, replies: Replies, outbox: Outbox, network: Network) -> None:
         """Note the replies; send the model to a client that lost it (a restarted node), and wait."""
         came, failures = dict(replies.came), dict(replies.failures)
-        if lost := [p for p, reply in came.items() if reply.says(keys.OUT_OF_SYNC_KEY)]:
+        if lost := _out_of_sync(replies):
             LOG.warning("clients %s have lost their model; sending the full pair", lost)
             late = network.ask(self._train(now, lost, outbox, lost=True))
             failures |= late.failures
@@ -299,8 +303,23 @@ class Training:
                 f"round {now.number} of {self.method} diverged: {error}; `strategy.arrays` is "
                 "the model before it; try a smaller learning rate"
             ) from error
+
+    def _measure(self, now: Round) -> None:
+        """Note the mean of the clients' metrics, and what the round took."""
+        used = now.used
         processed = [reply.metrics.get("examples-processed", 0) for reply in used.values()]
         now.examples_processed = sum(n for n in processed if isinstance(n, int))
         reported = common_metrics(reply.metrics for reply in used.values())
         now.metrics = dict(self.mean_of_metrics("train", reported))
         now.lap("aggregate")
+
+
+def _shared(options: Options, model: NDArrays) -> NDArrays:
+    """Return the arrays that do not stay with the clients."""
+    private = options.term.private(model)
+    return {name: a for name, a in model.items() if name not in private}
+
+
+def _out_of_sync(replies: Replies) -> list[int]:
+    """Return the clients that lack the model that they should hold."""
+    return [p for p, reply in replies.came.items() if reply.says(keys.OUT_OF_SYNC_KEY)]

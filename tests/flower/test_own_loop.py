@@ -244,7 +244,7 @@ def test_mods_of_one_function_are_guarded_as_those_of_the_app_are() -> None:
 
     strategy = FedAvg(seed=1, fraction_evaluate=0.0)
     model = partial(make_model, batch_norm=True)
-    with pytest.raises(RoundFailed, match="LocalDpMod cannot protect BatchNorm's statistics"):
+    with pytest.raises(RoundFailed, match="LocalDpMod does not go with BatchNorm's statistics"):
         run(strategy, FedAvgClient, model=model, grid=InProcessGrid(app, 4))
 
 

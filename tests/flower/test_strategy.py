@@ -22,6 +22,7 @@ from flwr_regs import (
     FedAvg,
     FedAvgClient,
     FedBN,
+    FedBNClient,
     FedFOR,
     FedFORClient,
     FedProx,
@@ -719,6 +720,7 @@ def test_another_model_is_taken_up_where_the_rounds_are_driven_from_outside() ->
     strategy = FedFOR(alpha=0.5, weighting="uniform", seed=1, fraction_evaluate=0.0)
     grid = InProcessGrid(app_of(FedFORClient), 3)
     arrays = _arrays()
+    strategy.prepare(2, train_config=CONFIG)
     for t in (1, 2):
         messages = list(strategy.configure_train(t, arrays, CONFIG, grid))
         records = messages[0].content.array_records
@@ -752,6 +754,102 @@ def test_driven_from_outside_is_the_same_to_the_bit() -> None:
         for a, b in zip(ours.history, driven.history, strict=True):
             same = set(a) - {"seconds"}
             assert {k: a[k] for k in same} == {k: b[k] for k in same}
+
+
+def test_another_model_without_a_word_is_refused() -> None:
+    """So does a wrapper that adds noise, when nothing else gives it away."""
+    strategy, grid = FedAvg(seed=1), InProcessGrid(app_of(), 3)
+    messages = list(strategy.configure_train(1, _arrays(), CONFIG, grid))
+    new, _ = strategy.aggregate_train(1, grid.send_and_receive(messages))
+    assert new is not None
+    list(
+        strategy.configure_train(2, ArrayRecord({**new}), CONFIG, grid)
+    )  # the same, in other hands
+    noisy = to_record({n: a + 0.125 for n, a in from_record(new).items()})
+    with pytest.raises(ValueError, match=r"wrapped around this one.*prepare"):
+        strategy.configure_train(2, noisy, CONFIG, grid)
+
+
+def test_replies_without_a_round_are_refused_and_a_skipped_phase_is_not() -> None:
+    strategy, grid = FedAvg(seed=1), InProcessGrid(app_of(), 3)
+    messages = list(strategy.configure_train(1, _arrays(), CONFIG, grid))
+    replies = list(grid.send_and_receive(messages))
+    strategy.aggregate_train(1, replies)
+    for again in (strategy.aggregate_train, strategy.aggregate_evaluate):
+        with pytest.raises(RuntimeError, match="there was no configure_"):
+            again(1, replies)
+    assert strategy.aggregate_evaluate(1, []) is None
+
+    class TrainsOnly(FedAvg):
+        def configure_evaluate(self, *args: Any) -> Any:
+            return []
+
+    alone = TrainsOnly(seed=1)
+    start(alone, InProcessGrid(app_of(), 3))
+    assert ["evaluate" in e for e in alone.history] == [False, False]
+
+
+def test_a_users_mean_of_the_metrics_sees_the_round_it_is_for() -> None:
+    seen: list[int] = []
+
+    def mean(records: Any, key: str) -> MetricRecord:
+        seen.append(strategy.history[-1]["round"])
+        if len(seen) == 2:
+            raise KeyError("mine")
+        return MetricRecord({"n": len(records)})
+
+    strategy = FedFOR(0.5, "delta", seed=1, train_metrics_aggr_fn=mean, fraction_evaluate=0.0)
+    with pytest.raises(KeyError, match="mine"):
+        start(strategy, InProcessGrid(app_of(FedFORClient), 3), 3)
+    assert seen == [1, 2]
+    assert strategy.history[0]["train_metrics"] == {"n": 3}
+    assert strategy.history[1]["replies"] == [0, 1, 2]
+
+
+def test_no_time_limit_and_replies_that_take_their_time() -> None:
+    class Slow(InProcessGrid):
+        replies_at_once = False
+        pulls = 0
+
+        def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+            self.pulls += 1
+            return super().pull_messages(list(message_ids)[::-1][: self.pulls % 3])
+
+    strategies = [FedAvg(seed=1, fraction_evaluate=0.0) for _ in range(2)]
+    for strategy, grid in zip(strategies, (Slow, InProcessGrid), strict=True):
+        strategy.start(
+            grid(app_of(), 5), _arrays(), num_rounds=2, timeout=None, train_config=CONFIG
+        )
+    slow, quick = ({**s.history[0], "seconds": None} for s in strategies)
+    assert json.dumps(slow) == json.dumps(quick)  # the order of replies leaves no trace
+
+
+def test_a_message_that_could_not_be_sent_is_a_client_without_a_reply() -> None:
+    """Flower's grid gives None for its id."""
+
+    class Losing(InProcessGrid):
+        def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+            messages = list(messages)
+            ids = list(super().push_messages(messages))
+            if messages[0].metadata.message_type == "train":
+                ids[1] = None  # type: ignore[call-overload]
+            return ids
+
+        def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+            assert None not in message_ids
+            return super().pull_messages(message_ids)
+
+    strategy = FedAvg(seed=1, fraction_evaluate=0.0)
+    start(strategy, Losing(app_of(), 3))
+    assert [e["failures"] for e in strategy.history] == [{1: "no reply in time"}] * 2
+
+
+def test_evaluation_alone_leaves_private_entries_with_the_clients() -> None:
+    model = partial(make_model, batch_norm=True)
+    strategy = FedBN(seed=1, fraction_train=0.0)
+    grid = InProcessGrid(app_of(FedBNClient, model), 3)
+    strategy.start(grid, ArrayRecord(model().state_dict()), num_rounds=2, train_config=CONFIG)
+    assert [len(e["evaluate"]["clients"]) for e in strategy.history] == [3, 3]
 
 
 def test_a_training_that_drops_clients_must_say_how_long_it_is() -> None:

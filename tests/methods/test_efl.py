@@ -743,7 +743,7 @@ def test_steps_that_the_round_did_not_ask_for_cost_only_their_client(told: Any, 
 
     strategy = FedAvg(seed=1, incomplete="scale", fraction_evaluate=0.0)
     run(strategy, Boasting, rounds=1, train=train)
-    assert "but the round asked for" in strategy.history[0]["failures"][0]
+    assert "where the round asked for" in strategy.history[0]["failures"][0]
 
 
 def test_a_plain_clients_own_metrics_are_its_own() -> None:

@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
-from flwr_regs.server.network import Replies, Request
+from flwr_regs.server.network import Course, Network, Replies, Request
 from flwr_regs.wire import keys
 from flwr_regs.wire.arrays import NDArrays, mask
 from flwr_regs.wire.parcel import Parcel, Record
 
+T = TypeVar("T")
 Client = Callable[[int, Request, Parcel], Parcel | str | None]
+
+
+def run(course: Course[T], network: Network) -> T:
+    """Run a course to its end on a network."""
+    requests = next(course)
+    try:
+        course.send([network.ask(r) for r in requests])
+    except StopIteration as done:
+        return done.value  # type: ignore[no-any-return]
+    raise AssertionError("a course pauses once")
 
 
 class NumpyNetwork:

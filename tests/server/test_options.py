@@ -18,6 +18,8 @@ WRONG: dict[str, tuple[Any, str]] = {
         "int8",
         r"wire_dtype must be one of \('bfloat16', 'float16'\) or None, not 'int8'",
     ),
+    "lr_schedule": (3, "lr_schedule must be a function of the round, not 3"),
+    "privacy": (1, "privacy must be a CentralDP, not 1"),
     "cohorts": ("all", "cohorts must be 'uniform' or 'class-covering', not 'all'"),
     "incomplete": ("wait", "incomplete must be 'average', 'scale' or 'drop', not 'wait'"),
     "drop_inactive": (0.0, "drop_inactive must be positive or None, not 0.0"),
@@ -32,11 +34,32 @@ WRONG: dict[str, tuple[Any, str]] = {
 }
 
 
-@pytest.mark.parametrize("name", [name for name, _, _ in RANGES])
+@pytest.mark.parametrize("name", sorted({name for name, _, _ in RANGES}))
 def test_a_setting_out_of_range_is_refused(name: str) -> None:
     value, sentence = WRONG[name]
     with pytest.raises(ValueError, match=sentence):
         fr.FedAvg(**{name: value})
+
+
+@pytest.mark.parametrize("wrong", ["7", [1, 2], float("nan"), 1.5], ids=str)
+@pytest.mark.parametrize("name", sorted({name for name, _, _ in RANGES}))
+def test_a_setting_of_a_wrong_type_is_refused_with_a_sentence(name: str, wrong: Any) -> None:
+    if wrong == 1.5 and name in ("drop_inactive", "wait_timeout"):
+        fr.FedAvg(**{name: wrong})  # is right
+        return
+    with pytest.raises(ValueError, match=f"^{name} must "):
+        fr.FedAvg(**{name: wrong})
+
+
+def test_a_setting_that_is_assigned_later_is_checked_and_used() -> None:
+    strategy = fr.FedFOR(0.5, seed=4)
+    strategy.fraction_train = 0.5
+    assert strategy.options.fraction_train == 0.5
+    with pytest.raises(ValueError, match="overlap=True needs downlink='delta'"):
+        strategy.overlap = True
+    with pytest.raises(ValueError, match=r"fraction_train must lie in \[0, 1\], not 2"):
+        strategy.fraction_train = 2
+    assert strategy.fraction_train == 0.5
 
 
 DP = {"privacy": fr.CentralDP(1.0, 1.0), "weighting": "uniform"}

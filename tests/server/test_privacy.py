@@ -599,8 +599,8 @@ ROWS: dict[str, tuple[Any, Any]] = {
     "FedPer": (partial(fr.FedPer, "2.*"), fr.FedPerClient),
 }
 WHY = {
-    "a": r"\['[a-z-]+'\] send more than their update|cannot protect '[a-z, -]+', whose clients send more",
-    "d": r"cannot protect a method whose clients upload before they train",
+    "a": r"\['[a-z-]+'\] send more than their update|does not go with '[a-z, -]+', whose clients send more",
+    "d": r"does not go with a method that asks clients a question before they train",
 }
 
 
@@ -695,6 +695,21 @@ def test_flowers_wrappers_are_refused_before_a_client_hears_of_it(wrapper: Any) 
     assert len(inner.history) == 1
 
 
+def test_a_wrapper_is_found_out_after_prepare_and_without_a_summary() -> None:
+    class Quiet(fr.FedAvg):
+        def summary(self) -> None:
+            pass
+
+    grid = Watching(app_of(fr.FedAvgClient), 3)
+    inner = strategy_of("FedAvg")
+    inner.prepare(2, train_config={"lr": 0.1, "local-epochs": 1})
+    for strategy in (inner, Quiet("uniform", seed=2)):
+        wrapper = DifferentialPrivacyServerSideFixedClipping(strategy, 1.0, 1.0, 3)
+        with pytest.raises(ValueError, match="another strategy is wrapped"):
+            start(wrapper, grid, 3)
+    assert len(grid.sent) == 3  # the quiet one's first round; its noise gave the wrapper away
+
+
 def test_a_clipping_norm_without_noise_is_refused() -> None:
     grid = Watching(app_of(fr.FedAvgClient), 3)
     with pytest.raises(ValueError, match=r"'clipping_norm' is for .* nobody would add the noise"):
@@ -740,7 +755,7 @@ def test_a_mod_sends_on_no_upload_that_nobody_declared() -> None:
     strategy = fr.RegStrategy([Sneaky()], **UNIFORM, seed=1)
     client = partial(fr.RegClient, terms=[Sneaky])
     app = app_of(client, mods=[LocalDpMod(1.0, 0.1, 1.0, 1e-5)])
-    with pytest.raises(RoundFailed, match=r"cannot protect .*sneaky\.upload"):
+    with pytest.raises(RoundFailed, match=r"sneaky\.upload.*stays unprotected"):
         start(strategy, InProcessGrid(app, 3), 1)
 
 

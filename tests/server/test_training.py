@@ -13,7 +13,7 @@ import pytest
 
 from flwr_regs.chain import chain
 from flwr_regs.server.evaluation import evaluation
-from flwr_regs.server.network import Request, run
+from flwr_regs.server.network import Request
 from flwr_regs.server.options import Options
 from flwr_regs.server.round import RoundFailed
 from flwr_regs.server.training import Training
@@ -22,7 +22,7 @@ from flwr_regs.wire import keys
 from flwr_regs.wire.arrays import NDArrays
 from flwr_regs.wire.parcel import Parcel, Record
 from tests.conftest import ROOT
-from tests.server.network import NumpyNetwork, quadratic
+from tests.server.network import NumpyNetwork, quadratic, run
 
 CONFIG = {"lr": 0.1, "local-steps": 3}
 CURVATURE, CENTRE = (1.0, 4.0, 2.0), (-1.0, 2.0, 0.5)

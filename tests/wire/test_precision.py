@@ -313,8 +313,8 @@ def test_a_model_that_leaves_the_range_ends_the_run_before_it_is_taken() -> None
             r"wire_dtype must be one of \('bfloat16', 'float16'\)",
         ),
         (lambda: fr.FedFOR(wire_dtype="float16", downlink="delta"), "needs downlink='model'"),
-        (lambda: fr.EFL(0.1, 0.1, None, wire_dtype="bfloat16"), "be combined with compression"),
-        (lambda: fr.EFL(0.1, None, 0.1, wire_dtype="bfloat16"), "be combined with compression"),
+        (lambda: fr.EFL(0.1, 0.1, None, wire_dtype="bfloat16"), "does not go with compression"),
+        (lambda: fr.EFL(0.1, None, 0.1, wire_dtype="bfloat16"), "does not go with compression"),
     ],
 )
 def test_what_half_precision_does_not_go_with_is_refused(build: Any, match: str) -> None:

@@ -162,20 +162,23 @@ def grid_of(manager: ClientManager) -> Grid:
 class _ManagedGrid:
     def __init__(self, manager: ClientManager) -> None:
         self._manager = manager
+        self._grid: Grid | None = None
 
     def get_node_ids(self) -> list[int]:
-        return [proxy.node_id for proxy in self._manager.all().values()]
+        proxies = list(self._manager.all().values())  # Flower adds and removes them meanwhile
+        for proxy in proxies:
+            self._grid = getattr(proxy, "grid", None)
+            if not isinstance(self._grid, Grid):
+                raise TypeError(
+                    f"LegacyStrategy needs clients on Flower's grid, not by {type(proxy).__name__} "
+                    f"(start_server, start_simulation); {INSTEAD}"
+                )
+        return [proxy.node_id for proxy in proxies]
 
     def __getattr__(self, name: str) -> Any:
-        for proxy in self._manager.all().values():
-            grid = getattr(proxy, "grid", None)
-            if not isinstance(grid, Grid):
-                raise TypeError(
-                    f"LegacyStrategy needs clients on Flower's grid, not by "
-                    f"{type(proxy).__name__} (start_server, start_simulation); {INSTEAD}"
-                )
-            return getattr(grid, name)
-        raise RuntimeError("no client is connected")
+        if self._grid is None and not self.get_node_ids():
+            raise RuntimeError("no client is connected")
+        return getattr(self._grid, name)
 
 
 def _counted(content: RecordDict) -> tuple[int, dict[str, Any]]:

@@ -112,9 +112,9 @@ class LegacyStrategy(Strategy):
 
     def initialize_parameters(self, client_manager: ClientManager) -> Parameters:
         """Return the initial model; a training begins."""
-        self._begin()
         log(INFO, "Starting %s strategy:", type(self.strategy).__name__)
         self.strategy.summary()
+        self._begin()
         return self._parameters()
 
     def configure_fit(

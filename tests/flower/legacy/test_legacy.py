@@ -638,7 +638,7 @@ class ChangesResults(LegacyStrategy):
     [
         (ChangesModel, "configure_evaluate in round 1: these are not the parameters"),
         (ChangesConfig, "an instruction was changed"),
-        (ChangesResults, "the parameters of node .* were changed after its reply"),
+        (ChangesResults, "the parameters of node .* were changed after it answered"),
     ],
 )
 def test_changes_that_would_pass_the_strategy_by_are_refused(kind: Any, message: str) -> None:
@@ -650,7 +650,7 @@ def test_flowers_older_privacy_wrapper_is_refused() -> None:
     """Its clipping would not reach the strategy, and its accountant would not know."""
     adapter = adapt(fr.FedAvg(seed=5), 2)
     private = DifferentialPrivacyServerSideFixedClipping(adapter, 0.1, 1.0, 5)
-    with pytest.raises(ValueError, match="were changed after its reply"):
+    with pytest.raises(ValueError, match="were changed after it answered"):
         serve(private, InProcessGrid(app_of(), 5), 2)
 
 
@@ -664,6 +664,30 @@ def test_proxies_without_a_grid_are_refused() -> None:
     parameters = adapter.initialize_parameters(manager)
     with pytest.raises(TypeError, match=r"Flower's grid, not by Proxy .*ServerAppComponents"):
         adapter.configure_fit(1, parameters, manager)
+
+
+def test_a_moment_without_clients_does_not_end_the_run() -> None:
+    """Flower's client manager forgets nodes that are away, while their replies are awaited."""
+
+    class Away(InProcessGrid):
+        replies_at_once = False
+        away = 0
+
+        def get_node_ids(self) -> Iterable[int]:
+            return [] if self.away > 0 else super().get_node_ids()
+
+        def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+            messages = list(messages)
+            self.away = 3 if messages[0].metadata.message_type == "train" else 0
+            return super().push_messages(messages)
+
+        def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+            self.away -= 1
+            return [] if self.away > 0 else super().pull_messages(message_ids)
+
+    strategy = fr.FedAvg(seed=5)
+    legacy(strategy, Away(app_of(), 5))
+    assert [e["failures"] for e in strategy.history] == [{}] * 3
 
 
 def test_aggregation_without_configuration_is_refused() -> None:
