@@ -106,7 +106,7 @@ class GlobalModel:
         return widen(narrow(model, self._half), coded, self._half)
 
     def agree(self, buffers: frozenset[str] | None, tied: Mapping[str, str] | None) -> None:
-        """Note what the clients agree on; if they train other arrays than assumed, `init` runs again."""
+        """Note what the clients agree on; `init` runs again if it first got arrays that are not trained."""
         if self.buffers is None and buffers is not None and buffers != untrainable(self.model):
             self.server = self._term.init({n: a for n, a in self.model.items() if n not in buffers})
         self.buffers, self.tied = buffers, tied
