@@ -117,12 +117,12 @@ class RegClient(NumPyClient):
         ValueError
             The config lacks a key, holds an unknown one, or there is no training data.
         """
-        received = self._receive(parameters, config)
-        device = resolve_device(self.device)
+        arrays = self._named(parameters, config) if keys.METHOD_KEY in config else {}
+        method, name, device = self._method_name(), type(self).__name__, resolve_device(self.device)
+        received = Received(self.model, method, self.terms, name, arrays, config)
         if config.get(keys.PROBE_KEY):
             with seeded(config[keys.SEED_KEY], device):
-                count, metrics = received.probe(self.train_data, device, self.classifier)
-            return [], count, metrics
+                return [], *received.probe(self.train_data, device, self.classifier)
         with seeded(config[keys.SEED_KEY], device):
             result = local_round(
                 self.model,
@@ -181,12 +181,6 @@ class RegClient(NumPyClient):
 
     def _method_name(self) -> str:
         return self.method or "+".join(t.name for t in self.terms)
-
-    def _receive(self, parameters: NDArrayList, config: Mapping[str, Any]) -> Received:
-        """Check the round's config, and load its arrays into the model."""
-        arrays = self._named(parameters, config) if keys.METHOD_KEY in config else {}
-        name = type(self).__name__
-        return Received(self.model, self._method_name(), self.terms, name, arrays, config)
 
     def _named(self, parameters: NDArrayList, config: Mapping[str, Any]) -> dict[str, np.ndarray]:
         if keys.NAMES_KEY not in config:

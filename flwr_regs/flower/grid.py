@@ -71,12 +71,7 @@ class InProcessGrid(Grid):
         return self._run
 
     def create_message(
-        self,
-        content: RecordDict,
-        message_type: str,
-        dst_node_id: int,
-        group_id: str,
-        ttl: float | None = None,
+        self, content: Any, message_type: str, dst_node_id: int, group_id: str, ttl: Any = None
     ) -> Message:
         """Build a message; Grid's interface."""
         return Message(content, dst_node_id, message_type, ttl=ttl, group_id=group_id)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Generic, TypeVar
 
 from flwr.app import ArrayRecord, Message
@@ -49,6 +50,7 @@ class GridNetwork:
         if not messages:
             return []
         limit = self._timeout if timeout is None else timeout
+        at_once = partial(getattr, self._grid, "replies_at_once", False)
         began = time.monotonic()
         # Flower's grid gives None for a message that it could not send: nobody will reply to it.
         waiting = dict.fromkeys(i for i in self._grid.push_messages(messages) if i)
@@ -59,8 +61,7 @@ class GridNetwork:
                 replies.append(reply)
             spent = time.monotonic() - began
             left = math.inf if limit is None else limit - spent
-            at_once = getattr(self._grid, "replies_at_once", False)
-            if len(replies) >= expected or left <= 0 or at_once:
+            if len(replies) >= expected or left <= 0 or at_once():
                 return replies
             time.sleep(min(max(0.01, 0.1 * spent), 1.0, left))
 
@@ -119,9 +120,7 @@ def replies_to(request: Request, replies: Iterable[Message]) -> Replies:
     silent = [pid for pid in request.parcels if pid not in came and pid not in failures]
     why = "no reply" + (f" ({'; '.join(stray)})" if stray else " in time")
     failures |= dict.fromkeys(silent, why)
-    asked = list(request.parcels)  # the order of arrival differs from run to run
-    return Replies(
-        {pid: came[pid] for pid in asked if pid in came},
-        {pid: failures[pid] for pid in asked if pid in failures},
-        silent,
-    )
+    # in the order of the request: that of arrival differs from run to run
+    came = {p: came[p] for p in request.parcels if p in came}
+    failures = {p: failures[p] for p in request.parcels if p in failures}
+    return Replies(came, failures, silent)

@@ -27,6 +27,7 @@ from flwr_regs.wire import keys
 from flwr_regs.wire.config import check_evaluate_config, check_train_config
 from flwr_regs.wire.records import from_record, to_record
 
+UNASKED = "replies came, but there was no configure_train or configure_evaluate before them"
 EvaluateFn = Callable[[int, ArrayRecord], MetricRecord | None]
 WRAPPED = (
     "another strategy is wrapped around this one. Flower's DifferentialPrivacy... wrappers are not "
@@ -195,12 +196,7 @@ class RegStrategy(Strategy):
         then the rounds are known, and you may hand back another model than you were given.
         Raises ValueError for an unknown, missing or wrong key.
         """
-        check_train_config(train_config or {})
-        if "clipping_norm" in (train_config or {}) and self.options.privacy is None:
-            raise ValueError(
-                "train_config key 'clipping_norm' is for Flower's clipping mods on the clients, but nobody "
-                "would add the noise: use privacy=CentralDP(...) on the strategy, or leave it out"
-            )
+        check_train_config(train_config or {}, noise=self.options.privacy is not None)
         evaluate = {**(evaluate_config or {})}
         check_evaluate_config(evaluate)
         self._num_rounds, self._timeout, self._wrapped = num_rounds, timeout, False
@@ -245,8 +241,9 @@ class RegStrategy(Strategy):
             Fewer than `min_replies` usable replies. Model and server state stay as they were.
         """
         paused, self._trained = self._trained, None
+        if paused is None and list(replies):
+            raise RuntimeError(UNASKED)
         if paused is None:
-            _refuse(replies, "aggregate_train")
             return None, None
         metrics = paused.resume(replies).metrics
         self._released = self.arrays
@@ -275,18 +272,17 @@ class RegStrategy(Strategy):
             A later failure is logged and kept in the history, and training goes on.
         """
         paused, self._evaluated = self._evaluated, None
-        if paused is None:
-            _refuse(replies, "aggregate_evaluate")
-            return None
-        metrics = paused.resume(replies)
+        if paused is None and list(replies):
+            raise RuntimeError(UNASKED)
+        metrics = None if paused is None else paused.resume(replies)
         return None if metrics is None else MetricRecord({**metrics})
 
     def _begin(self, arrays: ArrayRecord, config: ConfigRecord) -> None:
         """Begin a training; raise ValueError if a wrapper runs this strategy."""
         dp = self.options.privacy
-        if self._wrapped or ("clipping_norm" in config and dp is None):
+        if self._wrapped:
             raise ValueError(WRAPPED)
-        check_train_config(config)
+        check_train_config(config, noise=dp is not None)
         self._training = Training(
             self.options,
             self.method_name,
@@ -307,9 +303,3 @@ class RegStrategy(Strategy):
         given = getattr(self.options, f"{kind}_metrics_aggr_fn")
         records = [RecordDict({keys.METRICS: MetricRecord({**m})}) for m in metrics]
         return (given or aggregate_metricrecords)(records, self.options.weighted_by_key)
-
-
-def _refuse(replies: Iterable[Message], where: str) -> None:
-    """Raise RuntimeError for replies to a round that was never configured."""
-    if list(replies):
-        raise RuntimeError(f"{where} was given replies, but there was no configure_* before it")

@@ -6,17 +6,15 @@ Loaded in every ClientApp process, before the user's `client_fn` runs: no torch 
 from __future__ import annotations
 
 import json
-from io import BytesIO
 from typing import Any
 
-import numpy as np
-from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp.typing import ClientAppCallable
 from flwr.common.constant import MessageTypeLegacy
 
 from flwr_regs.wire import keys
 from flwr_regs.wire.arrays import ProtocolError
-from flwr_regs.wire.records import sorted_entries
+from flwr_regs.wire.records import relabelled, sorted_entries
 
 _LEGACY = {"train": ("fitins", "fitres"), "evaluate": ("evaluateins", "evaluateres")}
 
@@ -62,7 +60,7 @@ def numpyclient_mod(message: Message, context: Context, call_next: ClientAppCall
                 f"fit returned {len(fitted)} arrays, but {len(sent)} names for them: {sent}"
             )
         records[keys.ARRAYS] = ArrayRecord(
-            {name: _relabel(a) for name, a in zip(sent, fitted.values(), strict=False)}
+            {name: relabelled(a) for name, a in zip(sent, fitted.values(), strict=False)}
         )
     else:
         metrics["loss"] = content.metric_records[f"{res}.loss"]["loss"]
@@ -83,14 +81,3 @@ def _label_counts(message: Message, context: Context, call_next: ClientAppCallab
     counts = reply.content.config_records["getpropertiesres.properties"]
     reply.content = RecordDict({keys.CONFIG: counts})
     return reply
-
-
-def _relabel(array: Array) -> Array:
-    """Return a legacy Array (dtype "", shape ()) with its dtype and shape; the data is not copied."""
-    head = BytesIO(array.data[:1024])
-    npy = np.lib.format
-    read = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}
-    shape, fortran, dtype = read[npy.read_magic(head)](head)
-    if fortran:
-        return Array(array.numpy())
-    return Array(str(dtype), tuple(shape), "numpy.ndarray", array.data)

@@ -33,13 +33,22 @@ def check_config_keys(config: Iterable[str], known: Iterable[str], where: str) -
 
 
 def check_train_config(
-    config: Mapping[str, Any], where: str = "train_config", also: Iterable[str] = ()
+    config: Mapping[str, Any],
+    where: str = "train_config",
+    also: Iterable[str] = (),
+    noise: bool = True,
 ) -> None:
     """Raise ValueError for an unknown key, or unless lr is positive and exactly one duration is set.
 
-    `also` holds known keys in addition to the package's and Flower's own.
+    `also` holds known keys in addition to the package's and Flower's own. Without `noise` on the server,
+    a norm to clip to is refused.
     """
     check_config_keys(config, [*TRAIN_KEYS, *FLOWER_KEYS, *also], where)
+    if "clipping_norm" in config and not noise:
+        raise ValueError(
+            f"{where} key 'clipping_norm' is for Flower's clipping mods on the clients, but nobody would "
+            "add the noise: use privacy=CentralDP(...) on the strategy, or leave it out"
+        )
     if "lr" not in config:
         raise ValueError(f"{where} lacks the key 'lr', the clients' learning rate")
     lr = config["lr"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from io import BytesIO
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -115,3 +116,14 @@ def float32_arrays(model: nn.Module) -> ArrayRecord:
     return ArrayRecord(
         {n: Array((v.float() if str(v.dtype) in halves else v).numpy()) for n, v in state.items()}
     )
+
+
+def relabelled(array: Array) -> Array:
+    """Return a legacy Array (dtype "", shape ()) with its dtype and shape; the data is not copied."""
+    head = BytesIO(array.data[:1024])
+    npy = np.lib.format
+    read = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}
+    shape, fortran, dtype = read[npy.read_magic(head)](head)
+    if fortran:
+        return Array(array.numpy())
+    return Array(str(dtype), tuple(shape), "numpy.ndarray", array.data)

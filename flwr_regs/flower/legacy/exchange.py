@@ -183,7 +183,7 @@ class _ManagedGrid:
 
 def _counted(content: RecordDict) -> tuple[int, dict[str, Any]]:
     """Return (examples, metrics) of an older result; the strategy checks the reply itself."""
-    found: dict[str, Any] = dict(content.metric_records.get(keys.METRICS) or {})
-    count = found.pop("num-examples", 0)
-    scalars = {k: v for k, v in found.items() if not isinstance(v, list)}
+    found: Any = content.metric_records.get(keys.METRICS) or {}
+    scalars: dict[str, Any] = {k: v for k, v in found.items() if not isinstance(v, list)}
+    count = scalars.pop("num-examples", 0)
     return count if isinstance(count, int) else 0, scalars
