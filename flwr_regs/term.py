@@ -144,7 +144,7 @@ class Term(Declared):
         return False, False
 
     def init(self, params: Arrays) -> Slot:
-        """Return the server slot before round 1."""
+        """Return the server slot before round 1; again if the first replies show that less is trained."""
         return {}
 
     def broadcast(self, server: Slot, ctx: ServerContext) -> Slot:

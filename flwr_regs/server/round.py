@@ -24,8 +24,8 @@ class Round:
     ----------
     number, population : int
         The round t, from 1; how many clients its cohort was drawn from.
-    cohort : list of int
-        The clients that were drawn, by partition id.
+    cohort, asked : list of int
+        The clients that were drawn, by partition id; those of them that were asked to train.
     lr, context, config : float, ServerContext, dict
         The clients' learning rate η, the context of the terms' server hooks, and every client's config.
     bytes_down, bytes_up, probe_down, probe_up, bytes_ahead : dict of int to int
@@ -49,6 +49,7 @@ class Round:
     number: int
     population: int = 0
     cohort: list[int] = field(default_factory=list)
+    asked: list[int] = field(default_factory=list)
     lr: float = 0.0
     context: ServerContext | None = None
     config: dict[str, Any] = field(default_factory=dict)

@@ -135,12 +135,12 @@ class Training:
         outbox = Outbox(number, options.seed, now.config, downlink, self._held, used)
         now.lap("configure")
 
-        ready = [p for p in now.cohort if p in connected]
-        now.failures = dict.fromkeys(set(now.cohort) - set(ready), "it has left")
+        now.asked = [p for p in now.cohort if p in connected]
+        now.failures = dict.fromkeys(set(now.cohort) - set(now.asked), "it has left")
         if any(t.probes for t in term.terms):
-            ready = self._probe(now, ready, outbox, network)
+            now.asked = self._probe(now, outbox, network)
             now.lap("probe")
-        requests = [self._train(now, ready, outbox)]
+        requests = [self._train(now, now.asked, outbox)]
         if options.overlap and number < (self.num_rounds or number + 1):
             requests.append(self._ahead(now, members, connected, outbox, network))
         LOG.info("configure_train: cohort of %d (out of %d)", len(now.cohort), len(members))
@@ -211,15 +211,15 @@ class Training:
         now.bytes_ahead = {pid: parcel.nbytes for pid, parcel in parcels.items()}
         return self.population.request(keys.PREFETCH, parcels)
 
-    def _probe(self, now: Round, cohort: list[int], outbox: Outbox, network: Network) -> list[int]:
+    def _probe(self, now: Round, outbox: Outbox, network: Network) -> list[int]:
         """Run the first exchange, ``w_t`` down and the terms' probes up; return the clients that replied.
 
         A client without a reply is left out of the round and named among its failures. A client that lost
         its model is asked once more, with the model.
         """
         term, uploads = self.options.term, dict[int, dict[str, NDArrays]]()
-        now.probe_down, now.probe_up = dict.fromkeys(cohort, 0), {}
-        asked, lost = cohort, False
+        now.probe_down, now.probe_up = dict.fromkeys(now.asked, 0), {}
+        asked, lost = now.asked, False
         while asked:
             parcels = {pid: outbox.probe(pid, lost) for pid in asked}
             replies = network.ask(self.population.request(keys.PROBE, parcels))
@@ -267,7 +267,7 @@ class Training:
         uncovered = self._privacy.uncovered(usable.replies, self.model.given, fixed)
         now.failures = {**now.failures, **usable.failures, **uncovered}
         now.received = {p: reply for p, reply in usable.replies.items() if p not in uncovered}
-        if failed := {p: why for p, why in now.failures.items() if p in now.bytes_down}:
+        if failed := {p: why for p, why in now.failures.items() if p in now.asked}:
             LOG.warning("\t> %s", name_failures(failed))  # the others were named before
         return usable
 

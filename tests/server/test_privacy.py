@@ -695,6 +695,13 @@ def test_flowers_wrappers_are_refused_before_a_client_hears_of_it(wrapper: Any) 
     assert len(inner.history) == 1
 
 
+def test_who_looks_for_wrap_is_told_what_to_use() -> None:
+    with pytest.raises(AttributeError, match=r"no attribute 'wrap'; .* use privacy=CentralDP"):
+        fr.wrap  # noqa: B018
+    with pytest.raises(AttributeError, match=r"no attribute 'warp'$"):
+        fr.warp  # noqa: B018
+
+
 def test_a_wrapper_is_found_out_after_prepare_and_without_a_summary() -> None:
     class Quiet(fr.FedAvg):
         def summary(self) -> None:
