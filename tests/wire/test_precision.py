@@ -199,16 +199,24 @@ def test_bytes_are_those_of_the_messages() -> None:
     assert strategy.history[0]["bytes_up"][0] < 1.05 * raw + 800
 
 
-def test_large_integers_and_doubles_travel_as_they_are() -> None:
-    def build() -> nn.Module:
-        model = Counting()
-        model.steps += 2**40 + 1
-        model.register_buffer("third", torch.tensor(1 / 3, dtype=torch.float64))
-        return model
+class Precise(Counting):
+    """Holds a large integer, and a double that no cast of the model reaches."""
 
-    _, got = train(Kind("large", build, wire="bfloat16"), METHODS[0])
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps += 2**40 + 1
+        self.register_buffer("third", torch.tensor(1 / 3, dtype=torch.float64))
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        super()._apply(fn, recurse)
+        self.third = torch.tensor(1 / 3, dtype=torch.float64)
+        return self
+
+
+def test_large_integers_and_doubles_travel_as_they_are() -> None:
+    _, got = train(Kind("large", Precise, wire="bfloat16"), METHODS[0])
     assert got["steps"] == 2**40 + 1 + 3 * 16
-    assert got["third"] == 1 / 3
+    assert (got["third"].dtype, float(got["third"])) == (np.float64, 1 / 3)
     assert got["trained"].all()
 
 
