@@ -97,10 +97,12 @@ class Population:
 
     @property
     def missing(self) -> str:
-        """The missing clients: partitions by number if these run from 0, else a count."""
+        """The missing clients: partitions by number if these run from 0, else a count; "" if none is."""
         expected = self._expected or 0
         absent = sorted(set(range(expected)) - set(self._connected))
-        short = max(expected - len(self._connected), 0)
+        short = expected - len(self._connected)
+        if short <= 0:
+            return ""
         return f"partitions {absent}" if len(absent) == short else f"{short} of {expected} clients"
 
     def request(self, kind: str, parcels: dict[int, Parcel]) -> Request:

@@ -122,6 +122,8 @@ class Training:
         term, options = self.options.term, self.options
         now = Round(number)
         connected = self.population.refresh(network)
+        if self.population.missing:
+            now.events["missing"] = self.population.missing
         clients = self._privacy.members(connected)
         now.population = len(clients)
         members = self._participation.remaining(clients, now)

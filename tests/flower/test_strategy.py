@@ -140,6 +140,7 @@ def test_after_the_wait_training_starts_and_names_who_is_missing(
         start(strategy, grid)
     assert strategy.history[0]["cohort"] == list(range(6))
     assert "training starts without partitions [6, 7]" in caplog.text
+    assert [e["missing"] for e in strategy.history] == ["partitions [6, 7]"] * 2
 
 
 class LeavingGrid(InProcessGrid):
