@@ -151,8 +151,9 @@ __version__ = "0.1.0"
 
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
-        gone = "; Flower's privacy wrappers are not supported, use privacy=CentralDP(...)"
-        why = f"module 'flwr_regs' has no attribute '{name}'{gone * (name == 'wrap')}"
+        why = f"module 'flwr_regs' has no attribute '{name}'"
+        if name == "wrap":
+            why += "; Flower's privacy wrappers are not supported, use privacy=CentralDP(...)"
         raise AttributeError(why)
     return getattr(import_module(f"flwr_regs.{_HOME[name]}"), name)
 

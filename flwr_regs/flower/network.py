@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable, Sequence
-from functools import partial
 from typing import Generic, TypeVar
 
 from flwr.app import ArrayRecord, Message
@@ -50,18 +49,18 @@ class GridNetwork:
         if not messages:
             return []
         limit = self._timeout if timeout is None else timeout
-        at_once = partial(getattr, self._grid, "replies_at_once", False)
         began = time.monotonic()
         # Flower's grid gives None for a message that it could not send: nobody will reply to it.
         waiting = dict.fromkeys(i for i in self._grid.push_messages(messages) if i)
         expected, replies = len(waiting), list[Message]()
+        at_once = getattr(self._grid, "replies_at_once", False)
         while True:
             for reply in self._grid.pull_messages(list(waiting)):
                 waiting.pop(reply.metadata.reply_to_message_id, None)
                 replies.append(reply)
             spent = time.monotonic() - began
             left = math.inf if limit is None else limit - spent
-            if len(replies) >= expected or left <= 0 or at_once():
+            if len(replies) >= expected or left <= 0 or at_once:
                 return replies
             time.sleep(min(max(0.01, 0.1 * spent), 1.0, left))
 

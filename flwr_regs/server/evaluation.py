@@ -45,9 +45,9 @@ def evaluation(
     shared = {name: a for name, a in model.items() if name in training.model.model}
     halved, entries = to_half(tie(shared, training.model.tied or {}), options.wire_dtype)
     arrays = {keys.ARRAYS: Record(halved)}
-    every = {**config, **entries, **training.identity, keys.ROUND_KEY: number}
+    common = {**config, **entries, **training.identity, keys.ROUND_KEY: number}
     parcels = {
-        pid: Parcel(arrays, {**every, keys.SEED_KEY: client_seed(options.seed, number, pid)})
+        pid: Parcel(arrays, {**common, keys.SEED_KEY: client_seed(options.seed, number, pid)})
         for pid in cohort
     }
     clock = time.monotonic()

@@ -51,6 +51,10 @@ class Training:
         One entry a round.
     identity : dict
         Entries of every message's config: method, training and hyper-parameters.
+    evaluated : bool
+        Whether any client could ever evaluate.
+    options, method, num_rounds, mean_of_metrics
+        As given.
 
     Raises
     ------
@@ -90,7 +94,7 @@ class Training:
             options.incomplete, options.drop_inactive, options.restart_lr, num_rounds or 1
         )
         self._held: dict[int, int] = {}  # client -> round whose model it last kept
-        self.evaluated = False  # whether any client ever could
+        self.evaluated = False
         self._used: dict[int, int] = {}  # client -> last round in which its reply was used
 
     @staticmethod
