@@ -175,6 +175,11 @@ class Chain(Term):
         return isinstance(term, Probes) if probing else term.acts("finish")
 
     @property
+    def plain(self) -> bool:
+        """Whether only the server runs terms: clients train as in FedAvg, and need not be of this package."""
+        return all(t.server_only for t in self.terms)
+
+    @property
     def weigher(self) -> Weighs | None:
         """The term that sets the weights, if any."""
         return next((t for t in self.terms if isinstance(t, Weighs)), None)

@@ -27,6 +27,7 @@ from flwr_regs.client.training import trained_parameters
 from flwr_regs.term import Term
 from flwr_regs.wire import keys
 from flwr_regs.wire.arrays import (
+    ForeignStrategy,
     NDArrays,
     ProtocolError,
     check_arrays,
@@ -67,6 +68,8 @@ class Received:
 
     Raises
     ------
+    ForeignStrategy
+        The strategy is not of this package.
     ProtocolError
         The strategy is for another method or protocol version, or arrays do not fit the model.
     ValueError
@@ -296,7 +299,7 @@ def seeded(seed: Any, device: torch.device) -> Iterator[None]:
 def _method(method: str, terms: Terms, me: str, config: Mapping[str, Any]) -> Chain:
     """Check that the config is for this client's method; return the method with its parameters."""
     if keys.METHOD_KEY not in config:
-        raise ProtocolError(
+        raise ForeignStrategy(
             f"{me}, but the strategy named no method; use flwr_regs.{method.partition('+')[0]} or "
             "RegStrategy"
         )

@@ -8,7 +8,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from flwr.client import NumPyClient
+from flwr.client import Client, NumPyClient
+from flwr.common import Code, FitIns, FitRes, Parameters, Status
 from torch import nn
 
 from flwr_regs.chain import name_of
@@ -19,9 +20,10 @@ from flwr_regs.client.received import Received, evaluated_term, load, seeded
 from flwr_regs.client.state import to_numpy
 from flwr_regs.client.task import LossFn, OutputFn, Task, uncompiled
 from flwr_regs.client.training import OptimizerFn, local_round
+from flwr_regs.flower.refusal import unreadable
 from flwr_regs.term import Term
 from flwr_regs.wire import keys
-from flwr_regs.wire.arrays import ProtocolError
+from flwr_regs.wire.arrays import ForeignStrategy, ProtocolError
 
 NDArrayList = list[Any]
 
@@ -106,6 +108,21 @@ class RegClient(NumPyClient):
         self.share_label_counts = share_label_counts
         self.step_budget = step_budget
         self.time_budget = time_budget
+
+    def to_client(self) -> Client:
+        """Return the client as Flower calls it; on another strategy's message its reply ends the run."""
+        client = super().to_client()
+        fit = client.fit
+
+        def refusing(ins: FitIns) -> FitRes:
+            try:
+                return fit(ins)
+            except ForeignStrategy as error:
+                unread = Parameters([unreadable(str(error))], "numpy.ndarray")
+                return FitRes(Status(Code.OK, ""), unread, 1, {keys.REFUSED_KEY: str(error)})
+
+        client.fit = refusing  # type: ignore[method-assign]
+        return client
 
     def get_parameters(self, config: Mapping[str, Any]) -> NDArrayList:
         """Return the model's ``state_dict`` values as numpy arrays."""

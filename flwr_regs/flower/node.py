@@ -11,8 +11,9 @@ from typing import Any
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp.typing import ClientAppCallable
 
+from flwr_regs.flower.refusal import refusal
 from flwr_regs.wire import keys
-from flwr_regs.wire.arrays import NDArrays, pack, unpack
+from flwr_regs.wire.arrays import ForeignStrategy, NDArrays, pack, unpack
 from flwr_regs.wire.delta import KINDS, OutOfSync, model_from, packed_steps
 from flwr_regs.wire.precision import from_half, to_half
 from flwr_regs.wire.records import from_record, identity_reply, to_record
@@ -25,7 +26,8 @@ def node_mod(message: Message, context: Context, call_next: ClientAppCallable) -
     where it travels in half precision. Beside coded steps, which only the method can decode, it gets the
     model that this client kept. ``"config"`` holds the rest, with the terms' broadcasts and this
     client's slots as bytes under ``"<term>.broadcast"`` and ``"<term>.client"``. The reply holds new slots
-    in the same way; they are kept in ``Context.state`` and do not travel.
+    in the same way; they are kept in ``Context.state`` and do not travel. If the code inside refuses the
+    message because it needs a strategy of this package, the reply ends the server's run.
     """
     message_type = message.metadata.message_type
     if message_type == keys.IDENTIFY:
@@ -43,8 +45,12 @@ def node_mod(message: Message, context: Context, call_next: ClientAppCallable) -
         in_full = from_half(from_record(content.array_records[keys.ARRAYS]), config)
         content[keys.ARRAYS] = to_record(in_full)
         del config[keys.HALVES_KEY]
+    older = any(key.startswith(("fitins.", "evaluateins.")) for key in content)
     try:
         return _served(message, context, call_next, state, config)
+    except ForeignStrategy as error:
+        message.metadata.message_type = message_type
+        return refusal(message, str(error), older)
     except OutOfSync:  # the kept model is lost or stale: the server sends the full pair instead
         message.metadata.message_type = message_type
         out_of_sync = ConfigRecord({keys.OUT_OF_SYNC_KEY: True})

@@ -25,7 +25,7 @@ from flwr_regs.server.round import Round
 from flwr_regs.server.training import Training
 from flwr_regs.term import Term
 from flwr_regs.wire import keys
-from flwr_regs.wire.config import check_evaluate_config, check_train_config
+from flwr_regs.wire.config import check_evaluate_config
 from flwr_regs.wire.records import from_record, plainly_named, to_record
 
 UNASKED = "replies came, but there was no configure_train or configure_evaluate before them"
@@ -134,7 +134,8 @@ class RegStrategy(Strategy):
     ) -> Result:
         """Run `num_rounds` rounds; see Flower's ``Strategy.start`` for the parameters.
 
-        `train_config` takes ``"lr"`` and one of ``"local-epochs"`` and ``"local-steps"``.
+        `train_config` takes ``"lr"`` and one of ``"local-epochs"`` and ``"local-steps"``. A method of the
+        server alone needs neither if the clients are not this package's.
 
         Raises
         ------
@@ -198,7 +199,7 @@ class RegStrategy(Strategy):
         then the rounds are known, and you may hand back another model than you were given.
         Raises ValueError for an unknown, missing or wrong key.
         """
-        check_train_config(train_config or {}, noise=self.options.privacy is not None)
+        self.options.check_train_config(train_config or {})
         evaluate = {**(evaluate_config or {})}
         check_evaluate_config(evaluate)
         own = [t.name for t in self.term.terms if isinstance(t, Personalises)]
@@ -290,7 +291,7 @@ class RegStrategy(Strategy):
         dp = self.options.privacy
         if self._wrapped:
             raise ValueError(WRAPPED)
-        check_train_config(config, noise=dp is not None)
+        self.options.check_train_config(config)
         self._training = Training(
             self.options,
             self.method_name,

@@ -68,6 +68,7 @@ class TorchServerOptimizer(Term):
 
     name: ClassVar[str] = "server-optimizer"
     owns_step: ClassVar[bool] = True
+    reads_lr: ClassVar[bool] = False
     make: Callable[[list[torch.Tensor]], torch.optim.Optimizer]
     schedule: Schedule | None = None
 
@@ -161,6 +162,7 @@ class AdaptiveServer(Term):
 
     name: ClassVar[str] = "adaptive-server"
     owns_step: ClassVar[bool] = True
+    reads_lr: ClassVar[bool] = False
     rule: str
     lr: float
     beta_1: float

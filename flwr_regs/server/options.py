@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Self
 
@@ -11,6 +11,7 @@ import numpy as np
 from flwr_regs.chain import Chain
 from flwr_regs.server.privacy import CentralDP
 from flwr_regs.wire import keys
+from flwr_regs.wire.config import check_train_config
 from flwr_regs.wire.precision import DTYPES
 
 
@@ -123,6 +124,31 @@ class Options:
     def names(cls) -> set[str]:
         """Return the names of the settings."""
         return {f.name for f in fields(cls)} - {"term"}
+
+    @property
+    def counts_steps(self) -> str:
+        """The setting that needs the steps of each client; "" if none does."""
+        if self.incomplete != "average":
+            return f"incomplete='{self.incomplete}'"
+        return "" if self.drop_inactive is None else f"drop_inactive={self.drop_inactive}"
+
+    def check_train_config(self, config: Mapping[str, Any]) -> None:
+        """Raise ValueError for an unknown, missing or wrong key of a train config.
+
+        Clients that only train as in FedAvg may have their learning rate and duration from elsewhere; then
+        the keys may be missing, unless the server needs them.
+        """
+        lr, duration = "", ""
+        if not self.term.plain:
+            lr, duration = "the clients' learning rate", "for how long the clients train"
+        elif readers := [t.name for t in self.term.terms if t.reads_lr]:
+            lr = f"the clients' learning rate, which {readers} may read on the server (reads_lr)"
+        elif self.lr_schedule is not _constant:
+            lr = "the clients' learning rate, which lr_schedule multiplies"
+        if self.counts_steps:
+            duration = f"because {self.counts_steps} compares the clients' steps with it"
+        noise = self.privacy is not None
+        check_train_config(config, noise=noise, needs={"lr": lr, "duration": duration})
 
     def __post_init__(self) -> None:
         for name, good, sentence in RANGES:

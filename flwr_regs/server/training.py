@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -146,7 +147,7 @@ class Training:
         members = self._participation.remaining(clients, now)
         now.cohort = self._draw(number, members, network)
         self._privacy.check_budget(now)
-        now.lr = self._learning_rate(number, float(config["lr"]))
+        now.lr = self._learning_rate(number, config.get("lr"))
         now.context = self._context(now)
         now.config = self._config(now, config)
         downlink = Downlink(options.downlink, term, self.model, now.context, options.wire_dtype)
@@ -191,7 +192,10 @@ class Training:
         key = (self._privacy.cohort_seed, number)
         return self.population.cohort(members, key, size, options.cohorts, network)
 
-    def _learning_rate(self, number: int, lr: float) -> float:
+    def _learning_rate(self, number: int, given: Any) -> float | None:
+        if given is None:  # plain clients have their own
+            return None
+        lr = float(given)
         on_schedule = self._participation.schedule_round(number)
         lr *= float(self.options.lr_schedule(on_schedule))
         if not 0 < lr < float("inf"):
@@ -209,7 +213,7 @@ class Training:
             **self.identity,
             **({keys.BESIDE_KEY: ", ".join(beside)} if beside else {}),
             **({keys.INCOMPLETE_KEY: "scale"} if options.incomplete == "scale" else {}),
-            "lr": now.lr,
+            **({} if now.lr is None else {"lr": now.lr}),
             keys.ROUND_KEY: now.number,
             keys.PROTOCOL_KEY: keys.PROTOCOL,
             **({keys.HALF_KEY: options.wire_dtype} if options.wire_dtype else {}),
@@ -292,7 +296,9 @@ class Training:
 
     def _read(self, now: Round) -> Usable:
         """Check the replies; note the usable ones, and why the others are not."""
-        reader = Reader(self.method, self.options.term, self.model, self.options.weighted_by_key)
+        options = self.options
+        by, counts_steps = options.weighted_by_key, options.counts_steps
+        reader = Reader(self.method, options.term, self.model, by, counts_steps)
         usable = reader.read_all(now.came, now.config)
         fixed = (usable.buffers or frozenset()) - set(usable.tied or ())
         uncovered = self._privacy.uncovered(usable.replies, self.model.given, fixed)
@@ -340,7 +346,8 @@ class Training:
 
     def _context(self, now: Round) -> ServerContext:
         """Return the context of the terms' server hooks; with weights and replies, once there are any."""
-        context = self.model.context(now.number, now.lr, self.population.size)
+        lr = math.nan if now.lr is None else now.lr
+        context = self.model.context(now.number, lr, self.population.size)
         if not now.used:
             return context
         given, fixed = self.model.given, self.model.fixed

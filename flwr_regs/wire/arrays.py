@@ -22,6 +22,10 @@ class ProtocolError(ValueError):
     """A message that the receiver cannot act on: wrong method, version, names, shapes or values."""
 
 
+class ForeignStrategy(ProtocolError):
+    """A message of a strategy that is not of this package, to a client that needs one."""
+
+
 def plain_name(name: str) -> str:
     """Return a ``state_dict`` name without what ``torch.compile`` adds: no such names travel."""
     return name.replace("_orig_mod.", "")

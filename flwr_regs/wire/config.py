@@ -22,6 +22,10 @@ EVALUATE_KEYS = (
 PERSONALISE = ("plain", "proximal", "distil", "both")
 
 
+NEEDS = {"lr": "the clients' learning rate", "duration": "for how long the clients train"}
+"""What a client needs of a train config, with what it is."""
+
+
 def check_config_keys(config: Iterable[str], known: Iterable[str], where: str) -> None:
     """Raise ValueError for a key of `config` that is not `known`, and suggest the nearest known one.
 
@@ -32,7 +36,8 @@ def check_config_keys(config: Iterable[str], known: Iterable[str], where: str) -
         if key not in known and not key.startswith("user."):
             near = difflib.get_close_matches(key, known, n=1)
             hint = f"; did you mean '{near[0]}'?" if near else ""
-            raise ValueError(f"unknown {where} key '{key}' (known: {', '.join(known)}){hint}")
+            own = f"; for a key of your own, write 'user.{key}'" if not hint else ""
+            raise ValueError(f"unknown {where} key '{key}' (known: {', '.join(known)}){hint}{own}")
 
 
 def check_train_config(
@@ -40,11 +45,13 @@ def check_train_config(
     where: str = "train_config",
     also: Iterable[str] = (),
     noise: bool = True,
+    needs: Mapping[str, str] = NEEDS,
 ) -> None:
     """Raise ValueError for an unknown key, or unless lr is positive and exactly one duration is set.
 
     `also` holds known keys in addition to the package's and Flower's own. Without `noise` on the server,
-    a norm to clip to is refused.
+    a norm to clip to is refused. `needs` says why "lr" and "duration" must be there; with "" instead, each
+    may be missing.
     """
     check_config_keys(config, [*TRAIN_KEYS, *FLOWER_KEYS, *also], where)
     if "clipping_norm" in config and not noise:
@@ -52,18 +59,18 @@ def check_train_config(
             f"{where} key 'clipping_norm' is for Flower's clipping mods on the clients, but nobody would "
             "add the noise: use privacy=CentralDP(...) on the strategy, or leave it out"
         )
-    if "lr" not in config:
-        raise ValueError(f"{where} lacks the key 'lr', the clients' learning rate")
-    lr = config["lr"]
+    if "lr" not in config and needs["lr"]:
+        raise ValueError(f"{where} lacks the key 'lr', {needs['lr']}")
+    lr = config.get("lr", 1.0)
     if isinstance(lr, bool) or not isinstance(lr, int | float) or not 0 < lr < float("inf"):
         raise ValueError(f"{where} key 'lr' must be a positive number, not {lr!r}")
     given = [k for k in ("local-epochs", "local-steps") if k in config]
-    if len(given) != 1:
+    if len(given) > 1 or (not given and needs["duration"]):
         raise ValueError(
             f"{where} needs exactly one of the keys 'local-epochs' and 'local-steps', "
-            f"not {given or 'neither'}"
+            f"not {given or 'neither'}" + (f"; {needs['duration']}" if not given else "")
         )
-    value = config[given[0]]
+    value = config[given[0]] if given else 1
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ValueError(f"{where} key '{given[0]}' must be a positive integer, not {value!r}")
 
