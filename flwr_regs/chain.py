@@ -176,7 +176,7 @@ class Chain(Term):
 
     @property
     def plain(self) -> bool:
-        """Whether only the server runs terms: clients train as in FedAvg, and need not be of this package."""
+        """Whether only the server runs terms: clients train as in FedAvg, and may be any of Flower's."""
         return all(t.server_only for t in self.terms)
 
     @property

@@ -233,7 +233,7 @@ def test_steps_count_where_a_plain_client_reports_them(setting: dict[str, Any]) 
         [1, 2, 3] if "drop" in setting.values() else [*range(4)]
     )
     with pytest.raises(
-        RoundFailed, match="reports no steps, which incomplete='.*' needs; a client"
+        RoundFailed, match=r"reports no steps, which incomplete='.*' needs; a client"
     ):
         start(fr.FedAvg(seed=1, **setting), plain_app(), config)
 

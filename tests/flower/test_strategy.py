@@ -667,7 +667,7 @@ def test_a_strategy_that_names_no_method_is_refused() -> None:
     ids = list(grid.get_node_ids())
     content = RecordDict({"arrays": _arrays(), "config": CONFIG})
     (reply,) = grid.send_and_receive([Message(content, ids[0], "train")])
-    with pytest.raises(ValueError, match="strategy named no method; use flwr_regs.FedAvg"):
+    with pytest.raises(ValueError, match=r"strategy named no method; use flwr_regs\.FedAvg"):
         reply.content["arrays"].to_numpy_ndarrays()
 
 
