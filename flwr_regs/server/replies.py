@@ -206,7 +206,7 @@ def _steps(
     None if the round asks for no duration, or for a client that is not `ours` and reports none.
     """
     taken, planned = metrics.get("local-steps"), metrics.get("planned-steps")
-    asked, epochs = config.get("local-steps"), config.get("local-epochs")
+    asked, epochs = config.get("local-steps"), config.get("local-epochs", 0)
     if not (asked or epochs) or (not ours and (taken is None or planned is None)):
         return None
     most = asked or epochs * count  # a step is at least one example
