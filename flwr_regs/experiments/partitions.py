@@ -193,9 +193,10 @@ def _cuts(sizes: Array, total: int, most: Array) -> Array:
 
     def squares(k: Array) -> Array:
         small, larger = np.divmod(sizes, k)
-        return k * small**2 + larger * (2 * small + 1)
+        total: Array = k * small**2 + larger * (2 * small + 1)
+        return total
 
-    cuts: Array = np.ones_like(sizes)
+    cuts = np.ones_like(sizes)
     for _ in range(total - len(sizes)):
         gain = np.where(cuts < most, squares(cuts) - squares(cuts + 1), -1)
         cuts[len(gain) - 1 - np.argmax(gain[::-1])] += 1

@@ -250,20 +250,23 @@ def test_class_wise_shares_are_dirichlet(alpha: float) -> None:
 
 def test_each_client_of_a_class_wise_split_gets_ten_examples() -> None:
     """It is the first draw that gives them, of NIID-Bench's loop; `dirichlet` is its other name."""
+    tries = 0
     for seed in range(20):
         rng, fewest = np.random.default_rng(seed), 0
         while fewest < 10:
-            want: list[list[int]] = [[] for _ in range(8)]
+            tries += 1
+            want: list[list[int]] = [[] for _ in range(16)]
             for c in range(10):
                 mine = rng.permutation(np.flatnonzero(c == LABELS))
-                at = [0, *(np.cumsum(rng.dirichlet([0.2] * 8)) * len(mine)).astype(int)]
+                at = [0, *(np.cumsum(rng.dirichlet([0.2] * 16)) * len(mine)).astype(int)]
                 at[-1] = len(mine)
-                for k in range(8):
+                for k in range(16):
                     want[k] += mine[at[k] : at[k + 1]].tolist()
             fewest = min(map(len, want))
         for kind in ("dirichlet-niid-bench", "dirichlet"):
-            got = partition(LABELS, kind, 8, seed, dirichlet_alpha=0.2)
+            got = partition(LABELS, kind, 16, seed, dirichlet_alpha=0.2)
             assert [p.tolist() for p in got] == want
+    assert tries > 30
 
 
 def test_similarity_and_iid() -> None:

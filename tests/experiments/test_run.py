@@ -95,7 +95,7 @@ def test_a_users_own_method_runs_in_ray(tmp_path: Path) -> None:
 def test_flwr_regs_run_fails_when_the_run_failed(tmp_path: Path) -> None:
     """``flwr run`` itself exits 0 here."""
     (tmp_path / "own_method.py").write_text(
-        OWN.replace("def correct", "def init(self, params):\n        1 / 0\n\n    def correct")
+        OWN.replace("def correct", "def update(self, *_):\n        1 / 0\n\n    def correct")
     )
     run = command(
         BIN / "flwr-regs",
