@@ -13,6 +13,8 @@ A client subtracts its own u_k and v̂_k only if the server used its reply in th
 not in U, and ``U − u_k`` could be negative: the pull would push. If a client has lost what it kept, its own
 share stays in the sums.
 
+For v̂_k the server needs each client's own update, which secure aggregation would hide.
+
 EFL's elastic term (methods/efl.py) has half this strength, and its sums include the client's own share.
 ``implicit=True`` is our addition, as there: it divides by ``1 + 2 η λ (U − u_k)``.
 
