@@ -37,7 +37,8 @@ def partition(
         FedADC's sort-and-partition (Ozfatura et al. 2021, Sec. IV-B2): at most s = `shards_per_client`
         labels for each client. The examples are sorted by label and cut into n·s shards of one label each,
         as equal in size as can be; each client gets s of them at random. McMahan et al. (2017) cut equal
-        shards, some of which hold two labels. Where none would, the two cuts are the same.
+        shards, some of which hold two labels. Where none would, the two cuts are the same, and where there
+        are fewer shards than labels, so that some must, this is his cut.
     ``classes``
         EFL's (Ma et al. 2021, Sec. 5.2): exactly m = `classes_per_client` classes for each client. Classes
         are cut into n·m blocks as for ``shards``, and no client gets two of one class.
@@ -83,14 +84,12 @@ def partition(
 
 def _shards(labels: Array, n: int, s: int, rng: np.random.Generator) -> list[Array]:
     classes = _by_label(labels)
-    if len(classes) > n * s:
-        raise ValueError(
-            f"{len(classes)} labels need more than {n} x {s} shards of one label each: use more "
-            "clients or shards-per-client"
-        )
     sizes = np.array([len(rows) for rows in classes])
-    cuts = _cuts(sizes, min(n * s, len(labels)), sizes)
-    shards = [shard for c, k in zip(classes, cuts, strict=True) for shard in np.array_split(c, k)]
+    if len(classes) > n * s:
+        shards = np.array_split(np.concatenate(classes), n * s)
+    else:
+        cuts = _cuts(sizes, min(n * s, len(labels)), sizes)
+        shards = [part for c, k in zip(classes, cuts, strict=True) for part in np.array_split(c, k)]
     hands = np.array_split(rng.permutation(len(shards)), n)
     return [np.concatenate([shards[j] for j in hand]) for hand in hands]
 

@@ -101,6 +101,12 @@ def test_shards_are_as_equal_in_size_as_shards_of_one_label_can_be() -> None:
 
 
 @pytest.mark.parametrize("sizes", [[60, 60, 60], [24, 36, 60], [9, 9, 6, 8], [6, 6], [4, 3, 2]])
+def test_fewer_shards_than_labels_are_mcmahans_too() -> None:
+    labels = labels_of([7, 3, 5, 6])
+    parts = partition(labels, "shards", 2, 4, shards_per_client=1)
+    assert sorted(map(tuple, map(sorted, parts))) == [tuple(range(11)), tuple(range(11, 21))]
+
+
 def test_shards_are_mcmahans_where_none_of_his_holds_two_labels(sizes: list[int]) -> None:
     labels = labels_of(sizes)
     found = 0
@@ -282,7 +288,6 @@ def test_similarity_and_iid() -> None:
 
 IMPOSSIBLE = [
     ("partition=iid num-clients=2000", "1437 examples over 2000 clients: each client needs an ex"),
-    ("num-clients=4", "10 labels need more than 4 x 2 shards of one label each"),
     ("partition=classes num-clients=4", "2 of 10 classes would be left out: use more clients"),
     ("partition=classes classes-per-client=11", "no client can hold 11 classes of 10"),
     ("partition=classes num-clients=150 classes-per-client=10", "too small to serve 150 clients"),

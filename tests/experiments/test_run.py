@@ -76,7 +76,7 @@ def test_private_entries_survive_in_ray(tmp_path: Path) -> None:
 def test_a_users_own_method_runs_in_ray(tmp_path: Path) -> None:
     """From the user's folder: the server's and the clients' processes find the module there."""
     (tmp_path / "own_method.py").write_text(OWN)
-    settings = {"rounds": 2, "local_epochs": 1, "num_clients": 5}
+    settings = {"rounds": 2, "local_epochs": 1, "num_clients": 3}
     settings |= {"methods": "own_method:Decayed(rate=0.3), FedFOR+own_method:TERM, FedAvg"}
     args = [f"{k.replace('_', '-')}={v}" for k, v in settings.items()]
     run = command(

@@ -28,7 +28,7 @@ from tests.processes import (
 
 pytestmark = [pytest.mark.flower, pytest.mark.timeout(600)]
 # Round 2 is the first with state from another round. Each message starts a process: no round more.
-TWO: dict[str, Any] = {"rounds": 2, "local_epochs": 1, "num_clients": 2, "shards_per_client": 5}
+TWO: dict[str, Any] = {"rounds": 2, "local_epochs": 1, "num_clients": 2}
 
 
 def test_plain_flwr_run_works_and_says_that_two_supernodes_are_few(tmp_path: Path) -> None:
@@ -42,7 +42,7 @@ def test_plain_flwr_run_works_and_says_that_two_supernodes_are_few(tmp_path: Pat
             ".",
             "--stream",
             "--run-config",
-            f"rounds=2 methods='FedAvg' local-epochs=1 shards-per-client=5 out='{out}'",
+            f"rounds=2 methods='FedAvg' local-epochs=1 out='{out}'",
             env=env,
         )
         daemon = pids_of("flower-superlink", env["FLWR_LOCAL_SUPERLINK_HTTP_API_PORT"])
@@ -136,7 +136,6 @@ def test_a_supernode_that_is_killed_and_started_anew_joins_again(tmp_path: Path)
         "local_epochs": 1,
         "methods": method,
         "num_clients": 2,
-        "shards_per_client": 5,
         "out": str(out),
     }
     config = " ".join(f"{k.replace('_', '-')}={json.dumps(v)}" for k, v in settings.items())
