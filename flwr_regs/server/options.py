@@ -11,7 +11,7 @@ import numpy as np
 from flwr_regs.chain import Chain
 from flwr_regs.server.privacy import CentralDP
 from flwr_regs.wire import keys
-from flwr_regs.wire.config import check_train_config
+from flwr_regs.wire.config import NEEDS, TRAIN_KEYS, check_train_config
 from flwr_regs.wire.precision import DTYPES
 
 
@@ -136,19 +136,26 @@ class Options:
         """Raise ValueError for an unknown, missing or wrong key of a train config.
 
         Clients that only train as in FedAvg may have their learning rate and duration from elsewhere; then
-        the keys may be missing, unless the server needs them.
+        all these keys may be missing, unless the server needs them.
         """
-        lr, duration = "", ""
-        if not self.term.plain:
-            lr, duration = "the clients' learning rate", "for how long the clients train"
-        elif readers := [t.name for t in self.term.terms if t.reads_lr]:
-            lr = f"the clients' learning rate, which {readers} may read on the server (reads_lr)"
+        needs = {"lr": "", "duration": ""}
+        if readers := [t.name for t in self.term.terms if t.reads_lr]:
+            needs["lr"] = (
+                f"the clients' learning rate, which {readers} may read on the server (reads_lr)"
+            )
         elif self.lr_schedule is not _constant:
-            lr = "the clients' learning rate, which lr_schedule multiplies"
+            needs["lr"] = "the clients' learning rate, which lr_schedule multiplies"
         if self.counts_steps:
-            duration = f"because {self.counts_steps} compares the clients' steps with it"
+            needs["duration"] = f"because {self.counts_steps} compares the clients' steps with it"
+        own = [
+            k for k in TRAIN_KEYS if k in config and not needs["lr" if k == "lr" else "duration"]
+        ]
+        if not self.term.plain:
+            needs = {**NEEDS}
+        elif own:
+            needs = {key: why or NEEDS[key] for key, why in needs.items()}
         noise = self.privacy is not None
-        check_train_config(config, noise=noise, needs={"lr": lr, "duration": duration})
+        check_train_config(config, noise=noise, needs=needs)
 
     def __post_init__(self) -> None:
         for name, good, sentence in RANGES:

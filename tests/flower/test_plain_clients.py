@@ -157,8 +157,6 @@ def test_a_plain_client_and_ours_go_together_and_ours_names_what_it_lacks() -> N
     with pytest.raises(RoundFailed, match="lacks the key 'lr', the clients' learning rate"):
         start(strategy, app)
     assert sorted(strategy.history[0]["failures"]) == [0, 2]  # the plain ones trained
-    with pytest.raises(RoundFailed, match="exactly one of the keys 'local-epochs' and"):
-        start(fr.FedAdam(seed=1, min_replies=3), app, {"lr": RATE})
 
 
 @dataclass(frozen=True)
@@ -192,7 +190,9 @@ class ShrinksWithoutLr(Shrinks):
         (fr.FedFOR(), {}, "lacks the key 'lr', the clients' learning rate$"),
         (fr.FedFOR(), {"lr": 0.1}, "neither; for how long the clients train"),
         (fr.FedAdam(), {"lr": -1.0}, "'lr' must be a positive number"),
-        (fr.FedAdam(), {"local-epochs": 1, "local-steps": 1}, "exactly one"),
+        (fr.FedAdam(), {"lr": 1, "local-epochs": 1, "local-steps": 1}, "exactly one"),
+        (fr.FedAdam(), {"lr": 0.1}, "exactly one of the keys"),
+        (fr.FedAdam(), {"local-epochs": 1}, "lacks the key 'lr'"),
         (fr.FedAdam(), {"penalty": "l2"}, r"unknown.*for a key of your own, write 'user\.penalty'"),
     ],
 )
@@ -248,7 +248,7 @@ class PerStep(Term):
 
 
 def test_a_method_that_reads_steps_refuses_a_client_that_reports_none() -> None:
-    start(fr.RegStrategy([PerStep()], seed=1), plain_app(Stops), {"local-steps": 2})
+    start(fr.RegStrategy([PerStep()], seed=1), plain_app(Stops), {"lr": 0.1, "local-steps": 2})
     with pytest.raises(RoundFailed, match="it reports no steps, which the method reads"):
         start(fr.RegStrategy([PerStep()], seed=1), plain_app())
 

@@ -476,7 +476,7 @@ class Untouchable(InProcessGrid):
 )
 def test_a_wrong_config_is_refused_before_a_client_is_contacted(config: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        start(FedProx(0.1), Untouchable(app_of(), 3), config=ConfigRecord(config))
+        start(FedAvg(), Untouchable(app_of(), 3), config=ConfigRecord(config))
 
 
 @pytest.mark.parametrize(
