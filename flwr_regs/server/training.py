@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from uuid import uuid4
 
@@ -17,6 +18,7 @@ from flwr_regs.server.aggregation import (
     aggregation_weights,
     update_weights,
 )
+from flwr_regs.server.divergence import DivergenceGuard
 from flwr_regs.server.downlink import Downlink
 from flwr_regs.server.model import GlobalModel
 from flwr_regs.server.network import Course, Network, Replies, Request, name_failures
@@ -103,6 +105,7 @@ class Training:
         self._participation = Participation(
             options.incomplete, options.drop_inactive, options.restart_lr, num_rounds or 1
         )
+        self._guard = DivergenceGuard()
         self._held: dict[int, int] = {}  # client -> round whose model it last kept
         self.evaluated = False
         self._trained: set[int] = set()  # clients of which a reply was used
@@ -134,7 +137,8 @@ class Training:
         Raises
         ------
         RoundFailed
-            Fewer than `min_replies` usable replies, or a diverged model. The model stays as it was.
+            Fewer than `min_replies` usable replies, or a diverged model; at signs of divergence too if the
+            strategy says so. The model stays as it was.
         """
         term, options = self.options.term, self.options
         now = Round(number)
@@ -320,12 +324,13 @@ class Training:
         """Average the used replies and move the model; RoundFailed if they are too few or it diverges."""
         self.model.agree(usable.buffers, usable.tied)
         mean = self._privacy.mean(now)
+        watch = partial(self._guard.watch, now, self.options, self.method)
         while True:
             now.check_enough(self.options.min_replies, self.method)
             now.context = self._context(now)  # the trained arrays are known now
             try:
                 scaled = update_weights(*self._weigher, now.used, now.context)
-                self.model.advance(now.used, now.context, scaled, mean)
+                self.model.advance(now.used, now.context, scaled, mean, watch)
                 return
             except UnusableReplies as error:  # go on without these clients
                 why = {p: f"the reply of client {p}: {y}" for p, y in error.why.items()}
