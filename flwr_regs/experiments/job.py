@@ -104,7 +104,7 @@ class Job:
             raise ValueError(f"the run config lacks {missing}")
         values = {f.name: _checked(key, config[key], f) for key, f in by_key.items()}
         job = cls(**values)
-        check_train_config(job.train_config, "the settings'")
+        check_train_config(job.train_config, "the run config")
         bare(job.methods, job.code_dir)  # raises for a method that cannot be built
         if (job.held_out_clients or job.personalise) and job.tested_on_clients:
             raise ValueError(

@@ -24,9 +24,6 @@ from tests.server.network import NumpyNetwork, quadratic, run
 from tests.server.test_training import CENTRE, CURVATURE, training
 
 UNSTABLE = {"lr": 0.8, "local-steps": 3}  # client 1: (1 - 0.8 * 4)^3 = -10.6, a third of the mean
-    "lr": 0.6,
-    "local-steps": 3,
-}  # 1 - 0.6 * 4 = -1.4: client 1's distance grows 2.7 times a round
 
 
 def rounds_with_a_sign(steps: Any, losses: Any = None, lr: Any = None) -> list[int]:
