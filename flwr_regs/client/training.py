@@ -147,7 +147,11 @@ class LocalTraining:
         asked = [key for key in OPTIMIZER_KEYS if key in self._ctx.config]
         steered = any(isinstance(t, Steers) for t in terms)
         self._makes_optimizer = steered or bool(asked)
-        self._why_optimizer = f"the config sets {asked}" if asked else "the method adapts it"
+        self._why_optimizer = (
+            f"the config sets {asked}"
+            if asked
+            else "the method has a say in the client's optimiser"
+        )
         self._went_back = False
         _write(self._values, term.start(self._ctx.start, self._ctx))
 
@@ -243,7 +247,7 @@ class LocalTraining:
         if not self._went_back:
             raise RuntimeError("backward() did not go through what loss() returned")
         if self._makes_optimizer:
-            raise RuntimeError(f"make the client's optimiser by optimizer(): {self._why_optimizer}")
+            raise RuntimeError(f"{self._why_optimizer}: use optimizer()")
         # A parameter that the loss does not depend on has gradient zero, as under torch.func.grad.
         found = {n: p.grad for n, p in self._params.items()}
         grads = {n: torch.zeros_like(self._params[n]) if g is None else g for n, g in found.items()}

@@ -138,7 +138,7 @@ def test_a_client_has_one_optimiser() -> None:
         with pytest.raises(RoundFailed, match=both):
             run(fedprox(), FedProxClient, train={**LENGTH, **SETTINGS}, **how)
         run(fedprox(), FedProxClient, train={**LENGTH, "clip-norm": 0.3}, rounds=1, **how)
-    unasked = r"by optimizer\(\): the config sets \['momentum', 'weight-decay'\]"
+    unasked = r"the config sets \['momentum', 'weight-decay'\]: use optimizer\(\)"
     with pytest.raises(RoundFailed, match=unasked):
         run(fedprox(), FedProxClient, train={**LENGTH, **SETTINGS}, grid=own_loop(itself=True))
     with pytest.raises(ValueError, match="config key 'clip-norm' must be a positive number"):
