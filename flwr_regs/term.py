@@ -80,6 +80,8 @@ class ClientContext:
         `start`, which runs before).
     config : Mapping
         The message's config, plain values; the user's own keys begin with ``"user."``.
+    delta_is_sent : bool
+        In `finish`: no term on the right acts there, so the delta that this one returns is what is sent.
     """
 
     start: Arrays
@@ -108,6 +110,7 @@ class ClientContext:
     client_id: Any = -1
     batch_size: int = 0
     config: Mapping[str, Any] = field(default_factory=dict)
+    delta_is_sent: bool = False
 
     def __post_init__(self) -> None:
         for name in ("budget_steps", "planned_steps"):  # a round without a budget

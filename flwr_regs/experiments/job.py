@@ -14,7 +14,8 @@ import flwr_regs
 from flwr_regs.abilities import Personalises, Withholds
 from flwr_regs.experiments.build import bare, build, named
 from flwr_regs.experiments.calls import parse_methods
-from flwr_regs.experiments.data import DATASETS, PARTITIONS, partition
+from flwr_regs.experiments.data import DATASETS, load
+from flwr_regs.experiments.partitions import PARTITIONS, partition
 from flwr_regs.flower.strategy import RegStrategy
 from flwr_regs.wire.config import OPTIMIZERS, check_train_config, nearest
 
@@ -42,6 +43,7 @@ class Job:
     model: str = setting(choices=("auto", "mlp", "cnn", "cnn-bn"))
     partition: str = setting(choices=PARTITIONS)
     shards_per_client: int = setting(low=1)
+    classes_per_client: int = setting(low=1)
     dirichlet_alpha: float = setting(above=0)
     similarity: float = setting(low=0, high=100)
     num_clients: int = setting(low=2)
@@ -162,6 +164,7 @@ class Job:
                 num_clients + self.held_out_clients,
                 self.seed,
                 shards_per_client=self.shards_per_client,
+                classes_per_client=self.classes_per_client,
                 dirichlet_alpha=self.dirichlet_alpha,
                 similarity=self.similarity,
             )
@@ -198,6 +201,13 @@ class Job:
             with named(method):
                 strategy.check_model(arrays)
                 strategy.prepare(self.rounds, None, self.train_config, self.evaluate_config)
+
+    def check_data(self) -> None:
+        """Load the data set; raise ValueError if it cannot be split over `num_clients` as asked.
+
+        Raises ImportError or OSError as :func:`flwr_regs.experiments.data.load` does.
+        """
+        self.parts(load(self.dataset, self.data_dir).train_y, self.num_clients)
 
     def strategy(self, method: str) -> RegStrategy:
         """Return a new strategy of the method with this label, with the job's settings.

@@ -15,6 +15,7 @@ import numpy as np
 from flwr_regs import InProcessGrid, RoundFailed
 from flwr_regs.experiments import comparison, report
 from flwr_regs.experiments.clients import app as client_app
+from flwr_regs.experiments.data import load
 from flwr_regs.experiments.job import Job
 
 
@@ -34,6 +35,8 @@ def sweep(key: str, jobs: Mapping[str, Sequence[Job]], folder: Path, workers: in
             raise ValueError(
                 f"a sweep is over one method, not {job.method_names}; set methods=NAME"
             )
+        job.check_data()
+    load.cache_clear()  # the images: each worker loads its own
     began = time.monotonic()
     every = [(value, job) for value, seeds in jobs.items() for job in seeds]
     curves: dict[str, list[list[float]]] = {value: [] for value in jobs}

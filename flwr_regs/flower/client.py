@@ -15,8 +15,9 @@ from flwr_regs.chain import name_of
 from flwr_regs.client.batches import Batches, label_counts, resolve_device
 from flwr_regs.client.calibration import evaluate
 from flwr_regs.client.classifier import find_classifier
+from flwr_regs.client.loading import load
 from flwr_regs.client.optimizer import OptimizerFn
-from flwr_regs.client.received import Received, evaluated_term, load, seeded
+from flwr_regs.client.received import Received, evaluated_term, seeded
 from flwr_regs.client.state import to_numpy
 from flwr_regs.client.task import LossFn, OutputFn, Task, uncompiled
 from flwr_regs.client.training import local_round

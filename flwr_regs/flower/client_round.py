@@ -13,7 +13,8 @@ from torch import nn
 from flwr_regs.abilities import Personalises
 from flwr_regs.chain import name_of
 from flwr_regs.client.batches import Batches, resolve_device
-from flwr_regs.client.received import Received, evaluated_term, load, personalise, seeded
+from flwr_regs.client.loading import load
+from flwr_regs.client.received import Received, evaluated_term, personalise, seeded
 from flwr_regs.client.task import LossFn, OutputFn, Task, uncompiled
 from flwr_regs.client.training import LocalTraining
 from flwr_regs.flower.client import RegClient

@@ -14,6 +14,7 @@ from flwr.clientapp.typing import ClientAppCallable
 from flwr_regs.wire import keys
 from flwr_regs.wire.arrays import NDArrays, pack, unpack
 from flwr_regs.wire.delta import KINDS, OutOfSync, model_from, packed_steps
+from flwr_regs.wire.frozen import read_said, said
 from flwr_regs.wire.precision import from_half, to_half
 from flwr_regs.wire.records import from_record, identity_reply, to_record
 
@@ -39,16 +40,26 @@ def node_mod(message: Message, context: Context, call_next: ClientAppCallable) -
     kind = message_type.split(".")[0]
     if message_type != keys.PROBE and kind not in ("train", "evaluate"):
         return call_next(message, context)
+    asked = bool(config.get(keys.ASK_KEY))
     if keys.HALVES_KEY in config:
         in_full = from_half(from_record(content.array_records[keys.ARRAYS]), config)
         content[keys.ARRAYS] = to_record(in_full)
         del config[keys.HALVES_KEY]
+    entries: Mapping[str, Any] = {}
     try:
-        return _served(message, context, call_next, state, config)
-    except OutOfSync:  # the kept model is lost or stale: the server sends the full pair instead
-        message.metadata.message_type = message_type
-        out_of_sync = ConfigRecord({keys.OUT_OF_SYNC_KEY: True})
-        return Message(RecordDict({keys.CONFIG: out_of_sync}), reply_to=message)
+        reply = _served(message, context, call_next, state, config)
+        if not asked:
+            return reply
+    except OutOfSync as error:  # the server then sends what this client lacks
+        entries = error.entries
+    except Exception:
+        if not asked:
+            raise
+    if asked:
+        entries = {**said({}), **entries}  # code that is not ours holds nothing frozen
+    message.metadata.message_type = message_type
+    out_of_sync = ConfigRecord({keys.OUT_OF_SYNC_KEY: True, **entries})
+    return Message(RecordDict({keys.CONFIG: out_of_sync}), reply_to=message)
 
 
 def _served(
@@ -82,7 +93,11 @@ def _served(
     for name in list(content.array_records):
         if name.endswith(".broadcast") or name == keys.STEP_KEY:
             slots[name] = content.array_records.pop(name)
+    if keys.FROZEN in content.array_records:
+        state.keep_frozen(content.array_records.pop(keys.FROZEN))
     packed = {name: pack(from_record(record)) for name, record in slots.items()}
+    if (frozen := state.frozen) is not None:
+        packed[keys.FROZEN_KEPT_KEY] = pack(from_record(frozen))
     content[keys.CONFIG] = ConfigRecord({**config, **packed})
     model = content.array_records.get(keys.ARRAYS)
 
@@ -102,6 +117,11 @@ def _served(
         entries[keys.FRESH_KEY] = True  # new or lost: the server knows which
     if keys.MODEL_KEY in unpacked:
         model = unpacked.pop(keys.MODEL_KEY)
+    if keys.FROZEN_KEPT_KEY in unpacked:
+        state.keep_frozen(unpacked.pop(keys.FROZEN_KEPT_KEY))
+    held, _ = read_said(entries)
+    if model is not None and held:  # these do not come again
+        model = ArrayRecord({n: a for n, a in model.items() if n not in held})
     state.keep_slots(unpacked)
     if config.get(keys.KEEP_KEY) and model is not None:
         state.keep_model(model)
@@ -136,6 +156,16 @@ class NodeState:
         if kept is None or kept["round"] != server_round:
             return None
         return from_record(self._records.array_records[self._prefix + "model"])
+
+    @property
+    def frozen(self) -> ArrayRecord | None:
+        """The frozen parameters that the server sent, because this client's own differ."""
+        return self._records.array_records.get(self._prefix + "frozen")
+
+    def keep_frozen(self, frozen: ArrayRecord) -> None:
+        """Keep the server's frozen parameters."""
+        self._forget(lambda key: not key.startswith(self._prefix))
+        self._records[self._prefix + "frozen"] = frozen
 
     def keep_slots(self, slots: Mapping[str, ArrayRecord]) -> None:
         """Keep this round's client slots instead of all earlier ones."""

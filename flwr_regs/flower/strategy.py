@@ -101,7 +101,7 @@ class RegStrategy(Strategy):
     @property
     def arrays(self) -> ArrayRecord:
         """The current global model; after an error, that of the last good round."""
-        return to_record(self.training.model.model)
+        return to_record(self.training.model.whole)
 
     @property
     def training(self) -> Training:

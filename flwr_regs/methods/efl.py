@@ -6,7 +6,7 @@ their data determine it:
 | *Init*       nothing: round 1 is FedAvg's
 | *Broadcast*  ``U = Σ_k u_k`` and ``V = Σ_k v̂_k`` over the last round's replies, as float32
 | *Step*       ``v ← v − η (∇f_k(v) + λ (U ⊙ v − V))``
-| *Upload*     ``u_k = diag F_k(v_k)`` and ``v̂_k = u_k ⊙ v_k``, as float32
+| *Upload*     ``u_k = diag F_k(v_k)`` and, if the update is compressed, ``v̂_k = u_k ⊙ v_k``, as float32
 | *Update*     as FedAvg; keeps the sums ``U`` and ``V``
 
 **Sparse ternary compression** both ways, with residuals, is a term of its own: methods/ternary.py.
@@ -38,6 +38,8 @@ from flwr_regs.flower.client import RegClient
 from flwr_regs.flower.strategy import RegStrategy
 from flwr_regs.methods.ternary import SparseTernary
 from flwr_regs.term import Arrays, ClientContext, ServerContext, Slot, Term
+from flwr_regs.wire import keys
+from flwr_regs.wire.arrays import LARGEST
 
 __all__ = ["EFL", "EFLClient", "Elastic"]
 
@@ -48,7 +50,9 @@ LOG = logging.getLogger("flwr")
 class FisherSums(Term):
     """A pull to the clients' last models, weighted by their Fisher information: EFL's and FedCurv's.
 
-    Clients upload ``u_k`` and ``v̂_k``, and the server sums them.
+    Clients upload ``u_k``, and the server sums ``u_k`` and ``v̂_k = u_k ⊙ v_k``. It computes v̂_k from the
+    update, ``u_k ⊙ (w_t + Δ_k)``, equal up to float32's rounding. Where it does not get v_k (a later term
+    changes the update, or it travels in half precision), the clients upload v̂_k too.
     """
 
     keeps_delta: ClassVar[bool] = True
@@ -91,17 +95,26 @@ class FisherSums(Term):
         return out
 
     def finish(self, delta: Arrays, ctx: ClientContext) -> tuple[Arrays, Slot, Slot]:
+        return delta, self.uploaded(self.measured(delta, ctx), ctx), {}
+
+    def uploaded(self, own: Slot, ctx: ClientContext) -> Slot:
+        """Return what of `measured` the server cannot compute."""
+        plain = ctx.delta_is_sent and keys.HALF_KEY not in ctx.config
+        return {k: a for k, a in own.items() if k.startswith("U.") or not plain}
+
+    def measured(self, delta: Arrays, ctx: ClientContext) -> Slot:
+        """Return this client's ``u_k`` and ``v̂_k``, in float32; nothing if λ is 0."""
         if self.lam == 0:
-            return delta, {}, {}
+            return {}
         end = {n: ctx.start[n] + d for n, d in delta.items()}  # v_k
         u = ctx.fisher(end, self.fisher_samples)
-        upload = {f"U.{n}": u[n].to(torch.float32) for n in end}
-        return delta, upload | {f"V.{n}": (u[n] * end[n]).to(torch.float32) for n in end}, {}
+        own = {f"U.{n}": u[n].to(torch.float32) for n in end}
+        return own | {f"V.{n}": (own[f"U.{n}"] * end[n]).to(torch.float32) for n in end}
 
     def check(self, upload: Slot, params: Arrays, server: Slot) -> None:
-        expected = (
-            {f"{s}.{n}": p.shape for n, p in params.items() for s in "UV"} if self.lam else {}
-        )
+        both = any(key.startswith("V.") for key in upload)  # all of them, or none
+        kinds = ("UV" if both else "U") if self.lam else ""
+        expected = {f"{s}.{n}": p.shape for n, p in params.items() for s in kinds}
         if upload.keys() != expected.keys():
             raise ValueError(f"arrays {sorted(upload)}, expected {sorted(expected)}")
         for key, shape in expected.items():
@@ -120,8 +133,14 @@ class FisherSums(Term):
         weight: float,
         ctx: ServerContext,
     ) -> Slot:
-        for key, a in upload.items():
-            acc[key] = acc.get(key, 0.0) + np.asarray(a, dtype=np.float64)
+        for n in delta if upload else ():
+            u = np.asarray(upload[f"U.{n}"], dtype=np.float64)
+            if (v := upload.get(f"V.{n}")) is None:
+                v = (u * (ctx.params[n] + delta[n])).astype(np.float32)  # as the client rounds it
+                if not (abs(v) <= LARGEST).all():
+                    raise ValueError(f"its Fisher information times '{n}' is beyond {LARGEST:g}")
+            acc[f"U.{n}"] = acc.get(f"U.{n}", 0.0) + u
+            acc[f"V.{n}"] = acc.get(f"V.{n}", 0.0) + np.asarray(v, dtype=np.float64)
         return acc
 
     def update(
@@ -171,7 +190,7 @@ class EFL(RegStrategy):
         Strength λ of the elastic term.
     density_up, density_down : float, optional
         See :class:`SparseTernary`. The elastic term's sums are not compressed: they add twice the
-        model's size each way, unless ``lam=0``.
+        model's size each way (up only once without `density_up`), unless ``lam=0``.
     fisher_samples : int, optional
         See :class:`Elastic`.
     incomplete : {"scale", "average", "drop"}

@@ -12,6 +12,7 @@ import numpy as np
 from flwr_regs.abilities import Folds
 from flwr_regs.chain import Chain
 from flwr_regs.server.aggregation import Reply
+from flwr_regs.server.frozen import Frozen, agree_on_frozen
 from flwr_regs.server.model import GlobalModel
 from flwr_regs.wire import keys
 from flwr_regs.wire.arrays import (
@@ -26,6 +27,7 @@ from flwr_regs.wire.arrays import (
     untrainable,
 )
 from flwr_regs.wire.delta import decoded
+from flwr_regs.wire.frozen import read_said
 from flwr_regs.wire.parcel import Parcel
 from flwr_regs.wire.precision import from_half
 
@@ -35,13 +37,15 @@ class Usable:
     """The usable replies of a round, by partition id, and why the others are not usable.
 
     The clients agree on `buffers`, the arrays that they do not train, and on `tied`, the other names of
-    tied weights (other name -> trained name). Both are None if no reply is usable.
+    tied weights (other name -> trained name), and on what is `frozen`. All are None if no reply is usable;
+    `frozen` also if it was known before.
     """
 
     replies: dict[int, Reply]
     failures: dict[int, str]
     buffers: frozenset[str] | None
     tied: Mapping[str, str] | None
+    frozen: Frozen | None = None
 
 
 @dataclass(frozen=True)
@@ -81,10 +85,16 @@ class Reader:
         replies = {pid: reply for pid, reply in replies.items() if pid not in wrong}
         tied, other = agree_on_ties(replies, self.model.tied)
         replies = {pid: reply for pid, reply in replies.items() if pid not in other}
+        frozen: Frozen | None = None
+        if self.model.frozen is None and replies:
+            said = {pid: read_said(came[pid].config) for pid in replies}
+            frozen, unlike = agree_on_frozen(said, self.model.model)
+            other |= unlike
+            replies = {pid: reply for pid, reply in replies.items() if pid not in other}
         active = {pid: reply.uploads for pid, reply in replies.items() if reply.steps[0]}
         unlike = self.term.agree(active)
         replies = {pid: reply for pid, reply in replies.items() if pid not in unlike}
-        return Usable(replies, {**failures, **wrong, **other, **unlike}, agreed, tied)
+        return Usable(replies, {**failures, **wrong, **other, **unlike}, agreed, tied, frozen)
 
     def read(
         self, pid: int, parcel: Parcel, config: Mapping[str, Any]
@@ -111,6 +121,7 @@ class Reader:
             buffers = untrainable(model)
             if keys.BUFFERS_KEY in entries:
                 buffers = unmask(entries[keys.BUFFERS_KEY], model)
+            read_said(entries, set(model) - buffers)
             tied: dict[str, str] = {}
             if keys.TIED_KEY in entries:
                 tied = check_tied(entries[keys.TIED_KEY], model, buffers)

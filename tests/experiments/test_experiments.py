@@ -91,36 +91,6 @@ def test_a_whole_number_is_good_where_a_number_is_due() -> None:
     assert job(lr=1).lr == 1.0  # flwr hands lr=1 over as an int
 
 
-LABELS = np.random.default_rng(0).integers(0, 10, 1000)
-
-
-@pytest.mark.parametrize("kind", data.PARTITIONS)
-def test_a_partition_is_a_partition_and_depends_on_its_seed(kind: str) -> None:
-    parts = data.partition(LABELS, kind, 20, 3)
-    assert sorted(np.concatenate(parts).tolist()) == list(range(1000))
-    again, other = (data.partition(LABELS, kind, 20, s) for s in (3, 4))
-    assert all(np.array_equal(a, b) for a, b in zip(parts, again, strict=True))
-    assert not all(np.array_equal(a, b) for a, b in zip(parts, other, strict=True))
-
-
-def test_partitions_are_as_skewed_as_they_say() -> None:
-    def classes(kind: str, **kwargs: Any) -> list[int]:
-        return [len(set(LABELS[p])) for p in data.partition(LABELS, kind, 20, 3, **kwargs)]
-
-    assert max(classes("shards", shards_per_client=2)) <= 4  # a shard may straddle two labels
-    assert max(classes("similarity", similarity=0)) <= 2
-    assert min(classes("iid")) >= 8
-    assert np.mean(classes("dirichlet", dirichlet_alpha=0.1)) < 5
-    assert min(classes("dirichlet", dirichlet_alpha=100.0)) >= 8
-    half = data.partition(LABELS, "similarity", 20, 3, similarity=50.0)
-    assert min(len(set(LABELS[p])) for p in half) > 4
-
-
-def test_an_impossible_partition_is_refused() -> None:
-    with pytest.raises(ValueError, match="leaves clients"):
-        data.partition(LABELS[:5], "iid", 6, 0)
-
-
 def test_mnist_is_read_from_a_folder(tmp_path: Path) -> None:
     """The original idx format, with torchvision's reader."""
     raw = tmp_path / "MNIST" / "raw"
@@ -231,10 +201,12 @@ def test_fewer_clients_than_asked_for_is_said(
 ) -> None:
     settings = job(rounds=1, methods="FedAvg", local_epochs=1)
     config = {k.replace("_", "-"): v for k, v in vars(settings).items()}
-    comparison.run(settings, InProcessGrid(app, 2, config), tmp_path)
+    comparison.run(settings, InProcessGrid(app, 5, config), tmp_path)
     out = capsys.readouterr().out
-    assert "this run has 2 SuperNodes, but num-clients asks for 10" in out
+    assert "this run has 5 SuperNodes, but num-clients asks for 10" in out
     assert "num-supernodes=10" in (tmp_path / "table.txt").read_text()
+    with pytest.raises(ValueError, match=r"10 labels need more than 2 x 2 .*num-supernodes=10"):
+        comparison.run(settings, InProcessGrid(app, 2, config), None)
 
 
 def test_personalisation_and_covering_cohorts_run_from_settings(

@@ -112,3 +112,17 @@ def test_mixed_precision_equals_the_client_where_it_is_switched_off(
     for name in want:
         np.testing.assert_allclose(plain[name], want[name], rtol=0, atol=1e-6)
     assert max(abs(mixed[n] - plain[n]).max() for n in plain) > 1e-4
+
+
+def test_with_lora_only_the_trained_part_travels(capsys: pytest.CaptureFixture[str]) -> None:
+    module = load("lora")
+    context = Context(1, 1, {}, RecordDict(), {"rounds": 6})
+    module.server(InProcessGrid(module.app, 4), context)
+    lines = capsys.readouterr().out.splitlines()
+    assert float(lines[-1].split()[-1].rstrip("%")) > 60
+    size = sum(p.numel() * 4 for p in module.build().parameters())
+    down, up = (part.split()[-3] for part in lines[-1].split(", ")[:2])
+    told = (ROOT / "docs" / "models.md").read_text()
+    assert (
+        f"The model has {size / 1000:.1f} kB. A round moves {down} kB down and {up} kB up" in told
+    )

@@ -274,7 +274,7 @@ ALL = {"stateless", "streams", "stacks", "secure_aggregation", "central_dp", "ro
         (fr.EmbeddedMomentum(0.5, 0.5, local_momentum=0.5), {"stacks"}),
         (fr.SparseTernary(0.1), {"stateless", "secure_aggregation"}),
         (fr.SparseTernary(None, 0.1), {"stateless"}),
-        (fr.Elastic(1.0), {"central_dp", "robust"}),
+        (fr.Elastic(1.0), {"central_dp", "robust", "secure_aggregation"}),
         (fr.Elastic(0.0), set()),
         (fr.FeatureTable(0.1), {"streams", "secure_aggregation", "central_dp", "robust"}),
         (fr.LeaveOneOutMean(0.1), {"streams", "secure_aggregation", "central_dp", "robust"}),

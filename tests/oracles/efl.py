@@ -81,7 +81,7 @@ def efl(
     ``density_down`` are q of ST at the clients and at the server; None sends as
     it is and keeps no residual. ``steps_done[t - 1]`` maps a client to s_k, the number of its E
     steps that it finished in round t: all of them where it is not named, and with 0 it is left out
-    of the round. ``float32_fisher`` rounds u_k and u_k * v_k, and then their sums, to float32.
+    of the round. ``float32_fisher`` rounds u_k, then u_k * v_k, and then their sums, to float32.
     """
     if weighting not in ("num-examples", "uniform"):
         raise ValueError(weighting)
@@ -149,8 +149,9 @@ def efl(
 
             # u_k = diag(I_k), v^_k = diag(I_k) v_k, at v_k itself, before any compression
             u_k = fisher(v, batches)
+            u_k = float32(u_k) if float32_fisher else u_k
             v_k = {name: u_k[name] * v[name] for name in v}
-            u_replies.append(float32(u_k) if float32_fisher else u_k)
+            u_replies.append(u_k)
             v_replies.append(float32(v_k) if float32_fisher else v_k)
 
         # Alg. 1, server: D = R^G + sum_k p_k^tau ST(D_k)
