@@ -120,6 +120,8 @@ def _curve(job: Job) -> tuple[list[float], dict[str, float], list[float]]:
         sum(n for way in ("bytes_down", "bytes_up", "bytes_ahead") for n in r.get(way, {}).values())
         for r in result["rounds"]
     ]
+    for sign in (r["divergence"] for r in result["rounds"] if "divergence" in r):
+        comparison.say(f"{job.methods}, seed {job.seed}: {sign}")
     last = result["rounds"][-1]
     if "clipped" in last:
         clipped = float(np.mean([r["clipped"] for r in result["rounds"]]))

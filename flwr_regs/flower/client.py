@@ -17,10 +17,11 @@ from flwr_regs.client.batches import Batches, label_counts, resolve_device
 from flwr_regs.client.calibration import evaluate
 from flwr_regs.client.classifier import find_classifier
 from flwr_regs.client.loading import load
+from flwr_regs.client.optimizer import OptimizerFn
 from flwr_regs.client.received import Received, evaluated_term, seeded
 from flwr_regs.client.state import to_numpy
 from flwr_regs.client.task import LossFn, OutputFn, Task, uncompiled
-from flwr_regs.client.training import OptimizerFn, local_round
+from flwr_regs.client.training import local_round
 from flwr_regs.flower.refusal import unreadable
 from flwr_regs.term import Term
 from flwr_regs.wire import keys
@@ -48,8 +49,10 @@ class RegClient(NumPyClient):
     target_key, output_fn : str, callable, optional
         The key of the targets in batches that are mappings, and ``output_fn(output) -> logits``; both are
         found if they have usual names: see :class:`flwr_regs.client.task.Task`.
-    optimizer : callable
-        ``optimizer(params, lr=lr)``; use ``functools.partial`` for more, e.g. weight decay.
+    optimizer : callable, optional
+        ``optimizer(params, lr=lr)``, this client's own; use ``functools.partial`` for more. None: what the
+        strategy's `train_config` describes by ``"optimizer"``, ``"momentum"`` and ``"weight-decay"``, by
+        default SGD. A client with its own refuses these keys. Personalisation uses it too (None: SGD).
     device : str or torch.device
         ``"auto"``: the accelerator if there is one, else the CPU.
     classifier : str, optional
@@ -76,7 +79,7 @@ class RegClient(NumPyClient):
         loss_fn: LossFn | None = nn.functional.cross_entropy,
         target_key: str | None = None,
         output_fn: OutputFn | None = None,
-        optimizer: OptimizerFn = torch.optim.SGD,
+        optimizer: OptimizerFn | None = None,
         device: str | torch.device = "auto",
         classifier: str | None = None,
         share_label_counts: bool = False,

@@ -32,9 +32,9 @@ import torch
 
 from flwr_regs.flower.client import RegClient
 from flwr_regs.flower.strategy import RegStrategy
-from flwr_regs.server.arguments import nearest
 from flwr_regs.server.options import Options
 from flwr_regs.term import Arrays, ServerContext, Slot, Term
+from flwr_regs.wire.config import nearest
 
 __all__ = [
     "AdaptiveServer",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -181,11 +181,13 @@ class GlobalModel:
         ctx: ServerContext,
         scaled: Mapping[int, float],
         mean: Mean = mean_delta,
+        watch: Callable[[NDArrays], None] | None = None,
     ) -> None:
         """Average the replies, let the terms make the step, and move by it.
 
         `ctx` has the weights ``p_k``, `scaled` are ``ω_k``. `mean` averages the replies; a private one
-        clips and adds noise before any term sees the mean.
+        clips and adds noise before any term sees the mean. `watch` gets the step of the trained arrays
+        before the model moves.
 
         The step is rounded to the model's dtype, and the model moves by exactly this step. So a client
         that adds the same step to the same model gets the same bits.
@@ -194,7 +196,8 @@ class GlobalModel:
         to the float32 ``w_t``, so that small steps add up.
 
         Raises UnusableReplies for those that a term cannot fold, and ProtocolError if the new model is not
-        finite or beyond the range of the wire's precision. Nothing has changed then.
+        finite or beyond the range of the wire's precision; also what `watch` raises. Nothing has changed
+        then.
         """
         given, fixed = self.given, self.fixed
         folded = self._fold(replies, ctx, given)
@@ -216,6 +219,8 @@ class GlobalModel:
         model = {n: add(w, rounded[n]) for n, w in self.model.items()}
         check_finite(model, "the new global model", self.model)
         as_given = self._as_given(model)
+        if watch is not None:
+            watch(self._trainable(rounded))
         if code is not None:
             self._log(ctx.round, code, sum(w.nbytes for w in model.values()))
         self.server, self.step, self.model = server, rounded, model

@@ -62,6 +62,10 @@ class Options:
         When clients arrive, depart or are dropped, `lr_schedule` counts from 1 again (EFL, Sec. 4.4).
     privacy : CentralDP, optional
         Clip each client's update and add noise to the mean: see :class:`flwr_regs.CentralDP`.
+    on_divergence : {"warn", "stop"}
+        What happens when a global step is over 10 times the median of the last five, twice, or the mean
+        training loss over 3 times the first round's. ``"warn"``: one warning, which is also the history's
+        ``"divergence"`` of that round. ``"stop"``: :class:`RoundFailed` too, before the model moves.
     min_replies : int
         A round with fewer usable replies raises :class:`RoundFailed`.
     population : int, optional
@@ -92,6 +96,7 @@ class Options:
     drop_inactive: float | None = None
     restart_lr: bool = False
     privacy: CentralDP | None = None
+    on_divergence: str = "warn"
     min_replies: int = 1
     population: int | None = None
     wait_timeout: float = 300.0
@@ -206,6 +211,7 @@ RANGES: list[tuple[str, Callable[[Any], bool], str]] = [
     ),
     ("drop_inactive", lambda v: v is None or v > 0, "be positive or None, not {!r}"),
     ("privacy", lambda v: v is None or isinstance(v, CentralDP), "be a CentralDP, not {!r}"),
+    ("on_divergence", _one_of("warn", "stop"), "be 'warn' or 'stop', not {!r}"),
     ("min_replies", lambda v: _whole(v) and v >= 1, "be at least 1, not {!r}"),
     ("population", lambda v: v is None or (_whole(v) and v >= 1), "be at least 1, not {!r}"),
     ("wait_timeout", lambda v: v >= 0, "not be negative, but is {!r}"),

@@ -6,6 +6,7 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from uuid import uuid4
 
@@ -18,6 +19,7 @@ from flwr_regs.server.aggregation import (
     aggregation_weights,
     update_weights,
 )
+from flwr_regs.server.divergence import DivergenceGuard
 from flwr_regs.server.downlink import Downlink
 from flwr_regs.server.frozen import asked, out_of_sync
 from flwr_regs.server.model import GlobalModel
@@ -105,6 +107,7 @@ class Training:
         self._participation = Participation(
             options.incomplete, options.drop_inactive, options.restart_lr, num_rounds or 1
         )
+        self._guard = DivergenceGuard()
         self._held: dict[int, int] = {}  # client -> round whose model it last kept
         self.evaluated = False
         self._trained: set[int] = set()  # clients of which a reply was used
@@ -136,7 +139,8 @@ class Training:
         Raises
         ------
         RoundFailed
-            Fewer than `min_replies` usable replies, or a diverged model. The model stays as it was.
+            Fewer than `min_replies` usable replies, or a diverged model; at signs of divergence too if the
+            strategy says so. The model stays as it was.
         """
         term, options = self.options.term, self.options
         now = Round(number)
@@ -349,12 +353,13 @@ class Training:
         if usable.frozen is not None:
             self.model.hold(usable.frozen)
         mean = self._privacy.mean(now)
+        watch = partial(self._guard.watch, now, self.options, self.method)
         while True:
             now.check_enough(self.options.min_replies, self.method)
             now.context = self._context(now)  # the trained arrays are known now
             try:
                 scaled = update_weights(*self._weigher, now.used, now.context)
-                self.model.advance(now.used, now.context, scaled, mean)
+                self.model.advance(now.used, now.context, scaled, mean, watch)
                 return
             except UnusableReplies as error:  # go on without these clients
                 why = {p: f"the reply of client {p}: {y}" for p, y in error.why.items()}

@@ -34,6 +34,22 @@ def test_the_defaults_are_a_job_of_at_least_ten_clients_and_twenty_rounds() -> N
     assert default.method_names == ["FedAvg", "FedFOR"]
 
 
+def test_the_clients_optimiser_is_a_matter_of_settings() -> None:
+    assert job().train_config == {"lr": 0.05, "local-epochs": 5}
+    given = {"optimizer": "RMSprop", "momentum": 0.9, "weight_decay": 1e-4, "clip_norm": 1}
+    assert job(local_steps=7, **given).train_config == {
+        "lr": 0.05,
+        "local-steps": 7,
+        "optimizer": "RMSprop",
+        "momentum": 0.9,
+        "weight-decay": 1e-4,
+        "clip-norm": 1.0,
+    }
+    assert job(on_divergence="stop").strategy("FedAvg").on_divergence == "stop"
+    with pytest.raises(ValueError, match="'FedADC': FedADC's clients run SGD without momentum"):
+        job(methods="FedAvg, FedADC", momentum=0.9).check()
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -44,6 +60,13 @@ def test_the_defaults_are_a_job_of_at_least_ten_clients_and_twenty_rounds() -> N
         ),
         ({"methods": "FedAvg,FedFoo"}, "'FedFoo': the package has no strategy or term 'FedFoo'"),
         ({"methods": ""}, "there is no method in ''"),
+        ({"optimizer": "adamw"}, "'optimizer' must be one of SGD, Adam, .*not 'adamw'"),
+        ({"momentum": 1.0}, "'momentum' must be a number of at least 0 below 1, not 1.0"),
+        (
+            {"optimizer": "Adam", "momentum": 0.9},
+            "the run config has the key 'momentum'.*Adam takes none",
+        ),
+        ({"on_divergence": "ignore"}, "'on-divergence' must be one of warn, stop"),
         ({"dataset": "cifar"}, "'dataset' must be one of digits, mnist, .*not 'cifar'"),
         ({"lr": 0}, "'lr' must be a number above 0, not 0"),
         ({"lr": "0.1"}, "'lr' must be a number above 0, not '0.1'"),
@@ -182,8 +205,6 @@ def test_fewer_clients_than_asked_for_is_said(
     out = capsys.readouterr().out
     assert "this run has 5 SuperNodes, but num-clients asks for 10" in out
     assert "num-supernodes=10" in (tmp_path / "table.txt").read_text()
-    with pytest.raises(ValueError, match=r"10 labels need more than 2 x 2 .*num-supernodes=10"):
-        comparison.run(settings, InProcessGrid(app, 2, config), None)
 
 
 def test_personalisation_and_covering_cohorts_run_from_settings(
