@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,22 +15,6 @@ from flwr_regs.wire import keys
 from flwr_regs.wire.arrays import NDArrays, ProtocolError, check_names, unpack
 from flwr_regs.wire.delta import OutOfSync
 from flwr_regs.wire.frozen import frozen_digest, said
-
-
-@dataclass(frozen=True)
-class HeldStill:
-    """The parameters that a client does not train.
-
-    Attributes
-    ----------
-    arrays : NDArrays
-        Their values, also under tied names; without private ones.
-    anew : bool
-        They came with the model and differ from this client's own: they will not come again.
-    """
-
-    arrays: NDArrays
-    anew: bool
 
 
 def held_still(model: nn.Module, term: Chain, private: Collection[str]) -> NDArrays:

@@ -10,17 +10,18 @@ import torch
 from torch import nn
 
 from flwr_regs.chain import Chain
-from flwr_regs.client.frozen import HeldStill, frozen_part, held_still
+from flwr_regs.client.frozen import frozen_part, held_still
 from flwr_regs.wire import keys
 from flwr_regs.wire.arrays import ProtocolError, check_arrays, unpack
 
 
 def load(
     model: nn.Module, term: Chain, arrays: Mapping[str, np.ndarray], config: Mapping[str, Any]
-) -> tuple[list[str], HeldStill]:
+) -> tuple[list[str], bool]:
     """Load the global model by name, and this client's private entries.
 
-    Returns the private names, and the parameters that this client does not train.
+    Returns the private names, and whether frozen parameters came that differ from this client's own: they
+    will not come again.
     Raises ProtocolError naming an array that does not fit, and OutOfSync if the frozen parameters are not
     the server's.
     """
@@ -31,7 +32,11 @@ def load(
     frozen = frozen_part(own, arrays, config)
     shared = {n: v for n, v in entries.items() if n not in chosen and (n in arrays or n not in own)}
     tensors = {n: torch.from_numpy(np.asarray(a)) for n, a in arrays.items()}
-    given = _as_held(tensors, shared, config.get(keys.HALF_KEY))
+    for n in own.keys() & tensors.keys():  # no update is lost in a frozen array's own precision
+        if tensors[n].is_floating_point() and entries[n].is_floating_point():
+            tensors[n] = tensors[n].to(entries[n].dtype)
+    moving = {n: v for n, v in shared.items() if n not in own}
+    given = _as_held(tensors, moving, config.get(keys.HALF_KEY))
     check_arrays(given, shared, "the global model")
     for name, first in tied_names(model, private).items():
         if name in given and not torch.equal(given[name], given[first]):
@@ -47,7 +52,7 @@ def load(
     anew = any(exact and n in arrays and not np.array_equal(a, arrays[n]) for n, a in own.items())
     held = {n: torch.from_numpy(a) for n, a in frozen.items()}
     model.load_state_dict({**entries, **held, **given, **mine})
-    return private, HeldStill(own, anew)
+    return private, anew
 
 
 def tied_names(model: nn.Module, private: Collection[str]) -> dict[str, str]:

@@ -19,6 +19,7 @@ from flwr_regs.chain import Chain, chain
 from flwr_regs.client import state
 from flwr_regs.client.batches import Batches, batch_size, count_batches, count_examples, to_device
 from flwr_regs.client.batches import label_counts as count_labels
+from flwr_regs.client.frozen import held_still
 from flwr_regs.client.loading import load, tied_names
 from flwr_regs.client.measures import Measures
 from flwr_regs.client.result import LocalResult
@@ -94,7 +95,7 @@ class Received:
             self._arrays, step = self._decoded()
         elif keys.STEP_KEY in config:
             step = unpack(config[keys.STEP_KEY])
-        self.private, self._frozen = load(model, self.term, self._arrays, config)
+        self.private, self._anew = load(model, self.term, self._arrays, config)
         self._trainable = set(trained_parameters(model, self.term))
         self.broadcast = state.slots(self.term, config, "broadcast")
         if step is not None:
@@ -159,8 +160,8 @@ class Received:
             "examples-processed": result.examples_processed,
         }
         metrics |= state.packed(result.upload, "upload")
-        if self._frozen.arrays and keys.FROZEN_DIGEST_KEY not in self._config:
-            metrics |= said(self._frozen.arrays)  # the server has yet to know
+        if keys.FROZEN_DIGEST_KEY not in self._config and (still := self._still()):
+            metrics |= said(still)  # the server has yet to know
         if result.output_layer is not None:
             metrics[keys.LAYER_KEY] = result.output_layer
         if tied:
@@ -214,13 +215,17 @@ class Received:
         own = unpack(self._config[keys.PRIVATE_KEY]) if keys.PRIVATE_KEY in self._config else {}
         return count_examples(pairs), metrics | self._kept(own)
 
+    def _still(self) -> NDArrays:
+        """Return the frozen parameters as loaded. A copy of a large part does not stay through training."""
+        return held_still(self._model, self.term, self.private)
+
     def _kept(self, private: Mapping[str, np.ndarray]) -> dict[str, Any]:
         """Return what the node keeps beside the slots: private entries, and a model that came coded."""
         kept: dict[str, Any] = {keys.PRIVATE_KEY: pack(private)} if private else {}
         if self._coded:
             kept[keys.MODEL_KEY] = pack(self._arrays)
-        if self._frozen.anew:
-            kept[keys.FROZEN_KEPT_KEY] = pack(self._frozen.arrays)
+        if self._anew:
+            kept[keys.FROZEN_KEPT_KEY] = pack(self._still())
         return kept | ({keys.LOST_KEY: True} if self._lost else {})
 
 

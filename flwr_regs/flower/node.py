@@ -15,7 +15,7 @@ from flwr_regs.flower.refusal import refusal
 from flwr_regs.wire import keys
 from flwr_regs.wire.arrays import ForeignStrategy, NDArrays, pack, unpack
 from flwr_regs.wire.delta import KINDS, OutOfSync, model_from, packed_steps
-from flwr_regs.wire.frozen import read_said, said
+from flwr_regs.wire.frozen import read_said
 from flwr_regs.wire.precision import from_half, to_half
 from flwr_regs.wire.records import from_record, identity_reply, to_record
 
@@ -59,10 +59,8 @@ def node_mod(message: Message, context: Context, call_next: ClientAppCallable) -
         message.metadata.message_type = message_type
         return refusal(message, str(error), older)
     except Exception:
-        if not asked:
+        if not asked:  # code that is not ours, or that fails, says nothing when asked
             raise
-    if asked:
-        entries = {**said({}), **entries}  # code that is not ours holds nothing frozen
     message.metadata.message_type = message_type
     out_of_sync = ConfigRecord({keys.OUT_OF_SYNC_KEY: True, **entries})
     return Message(RecordDict({keys.CONFIG: out_of_sync}), reply_to=message)

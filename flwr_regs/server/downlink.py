@@ -56,6 +56,9 @@ class Downlink:
         self._ctx = ctx
         self._half = half
         self._since: dict[tuple[int, bool], Content] = {}
+        size = sum(a.nbytes for a in model.model.values())
+        self.asks = model.frozen is None and size > ASK_ABOVE
+        """Whether the messages ask first which parameters the clients hold frozen."""
 
     def content(self, held_round: int | None, probe: bool = False) -> Content:
         """Return (records, config entries) for a client that last kept the model of `held_round`.
@@ -70,12 +73,6 @@ class Downlink:
         if frozen is None or not frozen.digest:
             return records, entries
         return records, {**entries, keys.FROZEN_DIGEST_KEY: frozen.digest}
-
-    @cached_property
-    def asks(self) -> bool:
-        """Whether the messages ask first which parameters the clients hold frozen."""
-        m = self._model
-        return m.frozen is None and sum(a.nbytes for a in m.model.values()) > ASK_ABOVE
 
     def _content(self, held_round: int | None, probe: bool) -> Content:
         if held_round == self._round:

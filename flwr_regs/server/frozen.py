@@ -47,6 +47,8 @@ class Frozen:
 
     def refusal(self) -> str | None:
         """Return why a client that holds other values cannot be sent these; None if it can."""
+        if not self.names:
+            return "it holds parameters frozen that the others train"
         what = "it holds other frozen parameters than the others"
         cure = "build its model from the same pretrained weights"
         if not self.arrays:
@@ -65,12 +67,10 @@ def agree_on_frozen(
 ) -> tuple[Frozen, dict[int, str]]:
     """Return (what the clients hold frozen, client -> why for clients that hold something else).
 
-    The majority decides, or the lowest partition id. Clients compare values with `model`; where it lacks
-    the frozen parameters, they must agree among themselves.
+    `said` is what at least one client says. The majority decides, or the lowest partition id. Clients
+    compare values with `model`; where it lacks the frozen parameters, they must agree among themselves.
     """
     known = {p: (names, "" if names <= set(model) else d) for p, (names, d) in sorted(said.items())}
-    if not known:
-        return Frozen(), {}
     ((names, digest), _), *_ = Counter(known.values()).most_common(1)
     frozen = Frozen(names, {n: model[n] for n in sorted(names & set(model))}, digest)
     why = frozen.refusal() or "it holds other parameters frozen than the others"
@@ -82,15 +82,19 @@ def out_of_sync(came: Mapping[int, Parcel]) -> dict[int, Parcel]:
     return {p: reply for p, reply in came.items() if reply.says(keys.OUT_OF_SYNC_KEY)}
 
 
-def asked(came: Mapping[int, Parcel], model: NDArrays) -> Frozen:
-    """Return what the clients hold frozen, from the replies of those that were asked for it."""
+def asked(came: Mapping[int, Parcel], model: NDArrays) -> Frozen | None:
+    """Return what the clients hold frozen, from the replies of those that were asked; None if none says.
+
+    A client whose code fails when it is asked says nothing, and so does a client of other code.
+    """
     said = {}
     for pid, reply in came.items():
         try:
-            said[pid] = read_said(reply.config)
+            if keys.FROZEN_KEY in reply.config:
+                said[pid] = read_said(reply.config)
         except ProtocolError:
             continue  # its own part then differs from the others'
-    return agree_on_frozen(said, model)[0]
+    return agree_on_frozen(said, model)[0] if said else None
 
 
 def differing(came: Mapping[int, Parcel], frozen: Frozen | None) -> list[int]:

@@ -87,8 +87,8 @@ class Outbox:
         elif frozen is not None and differ:
             LOG.info("clients %s hold other frozen parameters; they get these once", differ)
             self.frozen = dict.fromkeys(differ, frozen.record)
-        gone = [p for p, reply in lost.items() if keys.FROZEN_DIGEST_KEY not in reply.config]
-        if gone := [p for p in gone if p not in refused]:
+        gone = [p for p in lost if p in self._held and p not in refused and p not in differ]
+        if gone:
             LOG.warning("clients %s have lost their model; sending the full pair", gone)
         return refused
 

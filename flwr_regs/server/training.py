@@ -310,9 +310,11 @@ class Training:
         lost = out_of_sync(came)
         others = {p: reply for p, reply in came.items() if p not in lost}
         if lost and outbox.downlink.asks:
-            self.model.hold(asked(lost, self.model.model))
+            if (frozen := asked(lost, self.model.model)) is not None:
+                self.model.hold(frozen)
             now.context = self._context(now)
             outbox.downlink = self._downlink(now.context)
+            outbox.downlink.asks = False  # without an answer, the replies to the whole model tell
         refused = outbox.catch_up(lost, self.model.frozen, tries)
         now.failures |= refused
         if outbox.frozen:

@@ -75,7 +75,7 @@ def untrainable(model: Mapping[str, np.ndarray]) -> frozenset[str]:
 def mask(chosen: Iterable[str], names: Iterable[str]) -> bytes:
     """Return a mask of the `chosen` names: one bit for each of `names`, in sorted order."""
     chosen = set(chosen)
-    return np.packbits([name in chosen for name in sorted(names)]).tobytes()
+    return np.packbits(np.array([name in chosen for name in sorted(names)], bool)).tobytes()
 
 
 def unmask(data: Any, names: Iterable[str]) -> frozenset[str]:

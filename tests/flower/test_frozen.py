@@ -336,6 +336,82 @@ def test_other_code_that_is_asked_gets_the_whole_model() -> None:
     assert (got["w"] == 2).all()
 
 
+@pytest.mark.parametrize("failing", [{0, 1}, {0, 1, 2}], ids=["most", "all"])
+def test_a_client_whose_code_fails_when_it_is_asked_decides_nothing(failing: set[int]) -> None:
+    class Fails(fr.FedAvgClient):
+        def fit(self, parameters: Any, config: Any) -> Any:
+            if config.get(keys.ASK_KEY) and len(self.train_data[0][0]) - 5 in failing:  # type: ignore[index]
+                raise MemoryError("while it built its data")
+            return super().fit(parameters, config)
+
+    strategy = fr.FedAvg(seed=1)
+    got = start(strategy, grid_of(Fails, LARGE, {1: 5}), state(LARGE))
+    close(got, start(fr.FedAvg(seed=1), grid_of(fr.FedAvgClient, LARGE), state(LARGE)), 0.0)
+    assert not any(e["failures"] or e["evaluate"]["failures"] for e in strategy.history)
+    sent = [{p for p, b in e["bytes_down"].items() if b > ASK_ABOVE} for e in strategy.history]
+    whole = len(failing) == 3  # nobody answered: the whole model went, and the replies told
+    assert sent == [{0, 1, 2} if whole else {1}, set(), set()]
+
+
+def test_a_client_that_freezes_what_the_others_train_is_told_so() -> None:
+    def thawed(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        model.requires_grad_(args[0][0][0].shape[0] != 6)  # but partition 1
+        model[4].requires_grad_(True)
+        return fr.FedAvgClient(model, *args, **kwargs)
+
+    strategy = fr.FedAvg(seed=1, fraction_evaluate=0.0)
+    start(strategy, grid_of(thawed, LARGE), state(LARGE), 1)
+    failures = strategy.history[0]["failures"]
+    assert failures == {1: "it holds parameters frozen that the others train"}
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("width", [SMALL, LARGE])
+def test_a_backbone_in_half_precision_takes_float32_arrays(dtype: torch.dtype, width: int) -> None:
+    class Half(nn.Module):
+        def __init__(self, seed: int) -> None:
+            super().__init__()
+            torch.manual_seed(seed)
+            self.body = nn.Sequential(nn.Linear(4, width), nn.Linear(width, width)).to(dtype)
+            self.body.requires_grad_(False)
+            torch.manual_seed(9)
+            self.head = nn.Linear(width, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.head(self.body(x.to(dtype)).float())
+
+    def run(seeds: Mapping[int, int]) -> tuple[Arrays, Any]:
+        def client_fn(context: Context) -> Any:
+            pid = int(context.node_config["partition-id"])
+            return fr.FedAvgClient(
+                Half(seeds.get(pid, 0)), batches(pid), batches(pid), device="cpu"
+            )
+
+        strategy, arrays = (
+            fr.FedAvg(seed=1),
+            {n: v.float() for n, v in Half(0).state_dict().items()},
+        )
+        return start(strategy, fr.InProcessGrid(fr.client_app(client_fn), 3), arrays), strategy
+
+    (want, _), (got, strategy) = run({}), run({1: 5})
+    close(got, want, 0.0)
+    sent = [e["round"] for e in strategy.history if "frozen_sent" in e]
+    assert sent == ([1] if width == LARGE else [])  # the client keeps what came, not what it had
+
+
+def test_where_nothing_is_left_to_train_the_client_says_so() -> None:
+    def client_fn(context: Context) -> Any:
+        model = nn.Sequential(nn.Linear(4, ASK_ABOVE // 16), nn.Linear(ASK_ABOVE // 16, 3))
+        model[0].requires_grad_(False)
+        return fr.FedPerClient(model, batches(0), device="cpu")
+
+    arrays = {"0.weight": torch.zeros(ASK_ABOVE // 16, 4), "0.bias": torch.zeros(ASK_ABOVE // 16)}
+    arrays |= {"1.weight": torch.zeros(3, ASK_ABOVE // 16), "1.bias": torch.zeros(3)}
+    strategy = fr.FedPer(patterns="1.*", wire_dtype="bfloat16")
+    with pytest.raises(fr.RoundFailed, match="shares no parameter"):
+        start(strategy, fr.InProcessGrid(fr.client_app(client_fn), 2), arrays, 1)
+
+
 def test_the_caller_may_change_the_backbone_between_rounds() -> None:
     def changed(strategy: Any, grid: Any) -> Arrays:
         train, _ = strategy.prepare(3, None, CONFIG, {})
