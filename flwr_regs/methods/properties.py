@@ -166,8 +166,10 @@ class _Trial:
 
     def needs_only_sums(self) -> bool:
         """Whether the server's hooks give the same when each client's upload and update are the mean."""
-        if self.reads_replies():
-            return False
+        sent = [*self.uploads.values(), *([*p.values()] for p in self.probes.values())]
+        coded = any(a.dtype.kind != "f" for slots in sent for s in slots for a in s.values())
+        if coded or self.reads_replies():
+            return False  # no mean of whole numbers says anything
         deltas = _unequal(self.deltas)
         for t in self.chain.terms:
             own = _unequal(dict(enumerate(self.uploads[t.name])))
