@@ -30,7 +30,6 @@ import torch
 
 from flwr_regs.methods.ternary import entries_kept
 from flwr_regs.term import Arrays, Slot
-from flwr_regs.wire.arrays import LARGEST
 
 BLOCK = 256
 HALF_MAX = 65504.0
@@ -109,15 +108,8 @@ class SumsCode:
             a = slot[key]
             if a.dtype != dtype or a.shape != shape:
                 raise ValueError(f"'{key}' is {a.dtype} {a.shape}, expected {dtype} {shape}")
-        if (
-            self.half
-            and not (
-                (slot["scale"] > 0) & (slot["scale"].astype(float) <= LARGEST / HALF_MAX)
-            ).all()
-        ):
-            raise ValueError(
-                f"'scale' is {slot['scale']}, expected positive numbers with values up to {LARGEST:g}"
-            )
+        if self.half and not (slot["scale"] > 0).all():
+            raise ValueError(f"'scale' is {slot['scale']}, expected positive numbers")
         if self.density is not None:
             _check_positions(slot["low"], slot["counts"], n)
         tensors = {key: torch.tensor(a) for key, a in slot.items()}  # copies: it may be read-only
