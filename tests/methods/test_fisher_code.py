@@ -14,7 +14,7 @@ from torch import nn
 import flwr_regs.client.fisher
 from flwr_regs import EFL, EFLClient, Elastic, InProcessGrid
 from flwr_regs.methods.fisher_code import SumsCode
-from flwr_regs.term import ServerContext
+from flwr_regs.term import ClientContext, ServerContext
 from flwr_regs.testing.problem import app_of, start_weights
 from flwr_regs.wire.records import from_record, to_record
 from tests.conftest import budgeted, close, make_clients, run, to_numpy
@@ -57,10 +57,10 @@ def test_the_largest_entries_arrive_and_of_equal_ones_the_first() -> None:
 @pytest.mark.parametrize("n", [1, 255, 256, 257, 1000, 70_000])
 @pytest.mark.parametrize("density", [0.001, 0.1, 1.0])
 def test_positions_take_little_more_than_a_byte(n: int, density: float) -> None:
-    """Wherever they lie: spread, or all in one block."""
+    """Wherever they lie: spread, in the last blocks, or, all being equal, in the first."""
     code, k = SumsCode(half=True, density=density), max(int(n * density + 1e-9), 1)
     g = torch.Generator().manual_seed(n)
-    for u in (torch.rand(n, generator=g), torch.arange(n).float() + 1):
+    for u in (torch.rand(n, generator=g), torch.arange(n).float() + 1, torch.ones(n)):
         sums = {"U.w": u, "V.w": 2 * u}
         coded = code.encode(sums)
         assert sum(a.numel() * a.element_size() for a in coded.values()) == (
@@ -234,6 +234,16 @@ def test_the_fisher_information_is_computed_only_when_it_is_sent(
     strategy = EFL(0.4, sums_every=3, seed=1, fraction_evaluate=0.0)
     run(strategy, EFLClient, rounds=7)
     assert len(calls) == 3 * 4  # rounds 1, 4 and 7
+
+
+@pytest.mark.parametrize(("made", "pulls"), [(4, True), (1, False)])
+def test_an_older_message_that_a_client_kept_does_not_pull(made: int, pulls: bool) -> None:
+    """A node that was set back to an earlier state, behind the server's back."""
+    kept = {"U.w": torch.ones(3), "V.w": torch.zeros(3), "made": torch.tensor(made)}
+    w = {"w": torch.ones(3)}
+    ctx = ClientContext(w, 0.1, 1, broadcast={"made": torch.tensor(4)}, client=kept)
+    got = Elastic(0.5, sums_every=3).correct({"w": torch.zeros(3)}, w, ctx)["w"]
+    assert (got == (0.5 if pulls else 0.0)).all()
 
 
 class Wide(nn.Sequential):
