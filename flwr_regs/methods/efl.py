@@ -21,6 +21,9 @@ over the client's samples, in eval mode.
 element by element. This is the implicit Euler step of the pull, ``v' = v − η (∇f_k(v) + λ (U ⊙ v' − V))``,
 stable for every λ. The explicit step is stable while ``η λ max U < 2``; a λ beyond that gives one warning.
 
+**How the sums travel** is by option, ours too: in 16 bits, every n rounds, the entries of largest Fisher
+information alone (``sums_bits``, ``sums_every``, ``sums_density``; methods/fisher_code.py has the code).
+
 Sources: Ma, Lu, Lu, Li, Yi, Cui, "Towards heterogeneous clients with elastic federated learning" (2021),
 Alg. 1-2, Eqs. 2-6, Sec. 4. methods/fedcurv.py has Shoham et al.'s term, which leaves out the client's own.
 """
@@ -307,14 +310,14 @@ class EFL(RegStrategy):
     lam : float
         Strength λ of the elastic term.
     density_up, density_down : float, optional
-        See :class:`SparseTernary`. The elastic term's sums are not compressed: they add twice the
-        model's size each way, unless ``lam=0``.
-    fisher_samples : int, optional
+        See :class:`SparseTernary`.
+    sums_bits, sums_every, sums_density : int, int, float, optional
+        See :class:`Elastic`. Without them, the elastic term's sums add twice the model's size each way,
+        unless ``lam=0``, and undo what SparseTernary saves.
+    fisher_samples, implicit : int, bool
         See :class:`Elastic`.
     incomplete : {"scale", "average", "drop"}
         See :class:`flwr_regs.RegStrategy`; the paper uses ``"scale"``.
-    implicit, sums_bits, sums_every, sums_density : bool, int, int, float
-        See :class:`Elastic`.
     **kwargs
         The arguments of every strategy: see :class:`flwr_regs.RegStrategy`.
     """
