@@ -15,7 +15,7 @@ So a position takes little more than a byte, and the size of a message depends o
 entries are 0.
 
 In 32 bits, the values are float32. In 16 bits they are float16, beside ``scale``: float32, two numbers by
-which U and V are multiplied, so that float16's range is no limit. Values below 2⁻⁴⁰ of the largest become
+which U and V are multiplied, so that float16's range is no limit. Values below 2⁻⁴¹ of the largest become
 0. An entry is rounded to 11 binary digits if it is above 2⁻³⁰ of the largest, and less finely below.
 """
 
