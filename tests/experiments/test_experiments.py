@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import struct
 import tomllib
 from pathlib import Path
@@ -242,7 +243,9 @@ def test_a_sweep_writes_its_table(tmp_path: Path, capsys: pytest.CaptureFixture[
     args = ["sweep", "FedFOR.alpha", "--values", "0,0.5", "--seeds", "1", "--app", str(ROOT)]
     args[2:2] = ["rounds=2", "held-out-clients=4", f"out={tmp_path}"]
     assert cli.main(args) == 0
-    assert "| FedFOR.alpha | last 5 rounds |" in (tmp_path / "sweep.md").read_text()
+    text = (tmp_path / "sweep.md").read_text()
+    assert "| FedFOR.alpha | last 5 rounds |" in text
+    assert re.search(r"^Processor seconds a run: 0: [\d.]+, 0\.5: [\d.]+\.$", text, re.M)
     curves = json.loads((tmp_path / "sweep.json").read_text())["curves"]
     assert {v: [len(c) for c in runs] for v, runs in curves.items()} == {"0": [2], "0.5": [2]}
     assert (tmp_path / "sweep.png").is_file()

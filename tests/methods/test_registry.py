@@ -276,6 +276,11 @@ ALL = {"stateless", "streams", "stacks", "secure_aggregation", "central_dp", "ro
         (fr.SparseTernary(None, 0.1), {"stateless"}),
         (fr.Elastic(1.0), {"central_dp", "robust", "secure_aggregation"}),
         (fr.Elastic(0.0), set()),
+        (fr.Elastic(1.0, sums_bits=16), {"central_dp", "robust", "secure_aggregation"}),
+        (
+            fr.Elastic(1.0, sums_every=2, sums_density=0.1),
+            {"stateless", "central_dp", "robust", "secure_aggregation"},
+        ),
         (fr.FeatureTable(0.1), {"streams", "secure_aggregation", "central_dp", "robust"}),
         (fr.LeaveOneOutMean(0.1), {"streams", "secure_aggregation", "central_dp", "robust"}),
         (fr.LeaveOneOutMean(0.1, sum_only=True), {"streams", "central_dp", "robust"}),
