@@ -151,10 +151,9 @@ def count_examples(data: Pairs) -> int:
         examples = getattr(batches, "sampler", None)
         if isinstance(examples, Sized):
             return len(examples)
-        if isinstance(loader.dataset, torch.utils.data.IterableDataset) and isinstance(
-            loader.dataset, Sized
-        ):
-            return len(loader.dataset)
+        streamed = isinstance(loader.dataset, torch.utils.data.IterableDataset)
+        if streamed and loader.batch_sampler is not None and isinstance(loader.dataset, Sized):
+            return len(loader.dataset)  # without a batch sampler, it counts batches
     with torch.random.fork_rng(devices=[]):
         return sum(batch_size(targets) for _, targets in data)
 

@@ -314,5 +314,5 @@ def _slot_keys(term: Chain) -> list[str]:
 
 
 def _plain(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a config without packed slots."""
-    return {k: v for k, v in config.items() if not isinstance(v, bytes)}
+    """Return a config without packed slots; the user's own bytes stay."""
+    return {k: v for k, v in config.items() if not isinstance(v, bytes) or k.startswith("user.")}

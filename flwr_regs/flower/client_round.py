@@ -109,6 +109,11 @@ class ClientRound(LocalTraining):
             **self._received.duration,
         )
 
+    @property
+    def config(self) -> dict[str, Any]:
+        """The round's config, such as ``config["user.x"]`` of your own; without what the terms packed."""
+        return dict(self._ctx.config)
+
     def seeded(self) -> contextlib.AbstractContextManager[None]:
         """Seed torch for this client and round within a ``with`` block, as the package's clients do.
 

@@ -39,6 +39,11 @@ def numpyclient_mod(message: Message, context: Context, call_next: ClientAppCall
     arrays = message.content.array_records[keys.ARRAYS]
     names = list(arrays)
     config = ConfigRecord({**message.content.config_records.get(keys.CONFIG, {})})
+    if lists := sorted(key for key, value in config.items() if isinstance(value, list)):
+        raise ProtocolError(
+            f"the config holds lists in {lists}, which Flower gives no NumPyClient: send text, such as "
+            "json.dumps(...)"
+        )
     config[keys.NAMES_KEY] = json.dumps(names)
     message.content = RecordDict({f"{ins}.parameters": arrays, f"{ins}.config": config})
     message.metadata.message_type = kind

@@ -132,9 +132,12 @@ class EmbeddedMomentum(Term):
     def client_optimizer(self, optimizer: Any) -> Any:
         made = optimizer([torch.zeros(1, requires_grad=True)], lr=1.0)
         if not isinstance(made, torch.optim.SGD) or made.defaults["momentum"]:
+            what = (
+                f"{type(made).__name__}{' with momentum' if made.defaults.get('momentum') else ''}"
+            )
             raise ValueError(
                 "FedADC's clients run SGD without momentum of their own: FedADC adds m̄ to the gradients, "
-                f"which {type(made).__name__} with momentum would accumulate or rescale; for the paper's "
+                f"which {what} would accumulate or rescale; for the paper's "
                 "local momentum (Alg. 4) give the strategy local_momentum=..."
             )
         if self.local_momentum is None:

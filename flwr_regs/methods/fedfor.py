@@ -28,13 +28,10 @@ from typing import Any, ClassVar
 
 from flwr_regs.flower.client import RegClient
 from flwr_regs.flower.strategy import RegStrategy
+from flwr_regs.methods.once import log_once
 from flwr_regs.term import Arrays, ClientContext, ServerContext, Slot, Term
-from flwr_regs.wire import keys
 
 __all__ = ["FedFOR", "FedFORClient", "FirstOrder"]
-
-LOG = logging.getLogger("flwr")
-_logged: set[tuple[Any, int]] = set()
 
 
 @dataclass(frozen=True)
@@ -71,18 +68,20 @@ class FirstOrder(Term):
         steps, m = ctx.budget_steps, ctx.momentum or 0.0
         if self.alpha is None:
             if ctx.momentum is None:
-                _log_once(
+                log_once(
                     logging.INFO,
                     "FedFOR's default alpha takes a client's momentum for 0: its optimiser has no such "
                     "setting, or was not made by loop.optimizer(...)",
+                    self.name,
                     ctx,
                 )
             return 2 * (1 - m) / steps
         if isinstance(steps, int) and self.alpha * steps > 6 * (1 - m):  # no int: a stacked cohort
-            _log_once(
+            log_once(
                 logging.WARNING,
                 f"FedFOR's alpha={self.alpha:g} is strong for {steps} local steps and momentum {m:g}: "
                 f"above {6 * (1 - m) / steps:.3g} training can collapse; alpha=None is a third of that",
+                self.name,
                 ctx,
             )
         return self.alpha
@@ -98,14 +97,6 @@ class FirstOrder(Term):
                 grad = grad + alpha * g * opposing
             out[n] = grad
         return out
-
-
-def _log_once(level: int, text: str, ctx: ClientContext) -> None:
-    """Log once in a process and training, which has many clients and steps."""
-    key = ctx.config.get(keys.START_KEY), level
-    if key not in _logged:
-        _logged.add(key)
-        LOG.log(level, text)
 
 
 class FedFOR(RegStrategy):

@@ -11,7 +11,7 @@ and autograd builds no second graph.
 
 ``implicit=True`` is our addition, not the paper's: ``v ← v − η (∇f_k(v) + μ (v − w_t)) / (1 + η μ)``.
 This is the implicit Euler step of the pull, ``v' = v − η (∇f_k(v) + μ (v' − w_t))``, stable for every μ.
-The explicit step is stable while ``η μ < 2``.
+The explicit step is stable while ``η μ < 2``; a μ beyond that gives one warning.
 
 Source: Li et al., "Federated optimization in heterogeneous networks" (2020), Alg. 2: the local
 objective ``h_k(v; w_t) = F_k(v) + μ/2 ‖v − w_t‖²``.
@@ -19,11 +19,13 @@ objective ``h_k(v; w_t) = F_k(v) + μ/2 ‖v − w_t‖²``.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from flwr_regs.flower.client import RegClient
 from flwr_regs.flower.strategy import RegStrategy
+from flwr_regs.methods.once import log_once
 from flwr_regs.term import Arrays, ClientContext, Term
 
 __all__ = ["FedProx", "FedProxClient", "Proximal"]
@@ -54,6 +56,15 @@ class Proximal(Term):
             raise ValueError(f"FedProx needs mu >= 0, not mu={self.mu}")
 
     def correct(self, grads: Arrays, params: Arrays, ctx: ClientContext) -> Arrays:
+        if not self.implicit and ctx.lr * self.mu > 2:
+            log_once(
+                logging.WARNING,
+                f"'{self.name}' has mu={self.mu:g}, but its explicit steps are stable only up to "
+                f"mu={2 / ctx.lr:.3g} (as η is now): the model may diverge. Use a smaller mu, or "
+                "implicit=True",
+                self.name,
+                ctx,
+            )
         out = {n: g + self.mu * (params[n] - ctx.start[n]) for n, g in grads.items()}  # ∇h_k
         return {n: g / (1 + ctx.lr * self.mu) for n, g in out.items()} if self.implicit else out
 

@@ -30,6 +30,7 @@ import torch
 
 from flwr_regs.methods.ternary import entries_kept
 from flwr_regs.term import Arrays, Slot
+from flwr_regs.wire.arrays import LARGEST, check_finite
 
 BLOCK = 256
 HALF_MAX = 65504.0
@@ -114,7 +115,9 @@ class SumsCode:
             _check_positions(slot["low"], slot["counts"], n)
         tensors = {key: torch.tensor(a) for key, a in slot.items()}  # copies: it may be read-only
         like = {name: torch.empty(p.shape, device="meta") for name, p in params.items()}
-        return {key: a.numpy() for key, a in self.decode(tensors, like).items()}
+        sums = {key: a.numpy() for key, a in self.decode(tensors, like).items()}
+        check_finite(sums, "the decoded sums", largest=LARGEST)  # the scale can make them larger
+        return sums
 
 
 def _largest(sums: Arrays, density: float) -> Arrays:

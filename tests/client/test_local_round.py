@@ -193,6 +193,21 @@ def test_an_iterable_dataset_is_counted_by_reading_it() -> None:
     assert (result.num_steps, result.num_examples) == (3, 7)
 
 
+def test_a_stream_of_whole_batches_is_counted_by_reading_it_too() -> None:
+    """Its length counts batches."""
+
+    class Stream(torch.utils.data.IterableDataset):  # type: ignore[type-arg]
+        def __iter__(self) -> Any:
+            for n in (3, 5):
+                yield torch.ones(n, 4, dtype=torch.float64), torch.ones(n, dtype=torch.int64)
+
+        def __len__(self) -> int:
+            return 2
+
+    result = go(make_model(), DataLoader(Stream(), batch_size=None))
+    assert (result.num_steps, result.num_examples) == (2, 8)
+
+
 def test_nested_targets_are_counted_by_their_first_tensor() -> None:
     from collections import namedtuple
 

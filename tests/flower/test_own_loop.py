@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import product
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from flwr_regs import (
+    ClientContext,
     ClientRound,
     EmbeddedMomentum,
     FedADC,
@@ -40,6 +42,7 @@ from flwr_regs import (
     RoundFailed,
     SelfDistillation,
     SparseTernary,
+    Term,
     load_model,
 )
 from flwr_regs.server.population import PopulationError
@@ -214,6 +217,48 @@ def test_a_metric_of_ones_own_does_not_change_the_weights() -> None:
     settings: dict[str, Any] = {"seed": 5, "fraction_evaluate": 0.0}
     want = run(FedAvg(**settings), FedAvgClient)
     close(run(FedAvg(**settings), FedAvgClient, grid=InProcessGrid(app, 4)), want, 0.0)
+
+
+OWN = {"user.number": 3, "user.text": "a", "user.bytes": b"b"}
+
+
+def own_keys(config: Any) -> dict[str, Any]:
+    return {key: value for key, value in config.items() if key.startswith("user.")}
+
+
+@dataclass(frozen=True)
+class Reading(Term):
+    name: ClassVar[str] = "reading"
+    seen: ClassVar[list[Any]] = []
+
+    def correct(self, grads: Any, params: Any, ctx: ClientContext) -> Any:
+        self.seen.append(own_keys(ctx.config))
+        return grads
+
+
+def test_keys_of_ones_own_reach_every_place_untouched() -> None:
+    class Client(RegClient):
+        def fit(self, parameters: Any, config: Any) -> Any:
+            Reading.seen.append(own_keys(config))
+            return super().fit(parameters, config)
+
+    def loop(round_: ClientRound, model: nn.Module, make: Any) -> None:
+        Reading.seen.append(own_keys(round_.config))
+        assert round_.config["lr"] == 0.2
+        plain_loop(round_, model, make)
+
+    lists = {**OWN, "user.list": [1, 2]}
+    settings: dict[str, Any] = {"seed": 5, "fraction_evaluate": 0.0}
+    grid = InProcessGrid(own_app([Reading], loop), 4)
+    for train, where in ((OWN, None), (lists, grid)):
+        Reading.seen.clear()
+        length = {"local-steps": 1, **train}
+        clients = {"terms": [Reading]} if where is None else {"grid": where}
+        run(RegStrategy([Reading()], **settings), Client, rounds=1, train=length, **clients)
+        assert Reading.seen == [train] * 8
+    length = {"local-steps": 1, **lists}
+    with pytest.raises(RoundFailed, match=r"lists in \['user.list'\].*json.dumps"):
+        run(RegStrategy([Reading()], **settings), Client, rounds=1, train=length, terms=[Reading])
 
 
 def test_a_loop_that_trains_where_nothing_is_asked_is_told_so() -> None:

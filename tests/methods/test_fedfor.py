@@ -14,7 +14,7 @@ from flwr_regs import FedADC, FedFOR, FedFORClient, FirstOrder
 from flwr_regs.chain import chain
 from flwr_regs.client.optimizer import momentum_of
 from flwr_regs.client.training import LocalTraining, local_round
-from flwr_regs.methods import fedfor as module
+from flwr_regs.methods import once
 from flwr_regs.testing.problem import start_weights
 from tests.conftest import budgeted, close, make_clients, make_model, run, to_numpy
 from tests.oracles.fedfor import fedfor
@@ -120,7 +120,7 @@ def test_double_momentum_beside_it_is_none() -> None:
 
 @pytest.fixture
 def logged(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(module, "_logged", set())
+    monkeypatch.setattr(once, "_logged", set())
     caplog.set_level(logging.INFO, logger="flwr")
     return lambda level: [
         r.getMessage()

@@ -155,6 +155,7 @@ LIES: list[tuple[str, Callable[[Slot], Slot]]] = [
     ("negative squares", lambda s: {**s, "U": -s["U"]}),
     ("'scale' is", replaced(scale=np.array([0.0, 1.0], np.float32))),
     ("'scale' is", replaced(scale=np.array([1.0, -1.0], np.float32))),
+    ("'U.w' holds values beyond", replaced(scale=np.array([1e13, 1.0], np.float32))),
     ("'holds' is", without("holds")),
     ("'holds' is", replaced(holds=np.zeros(3, np.int64))),
     ("'holds' is", replaced(holds=np.array(0.5))),

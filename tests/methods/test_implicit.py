@@ -159,3 +159,13 @@ def test_a_strength_beyond_stability_is_named_once_in_a_training(
     assert warnings_of(caplog, strategy(60.0, implicit=True, **options), client) == []
     quiet = 0.1 * 2 / float(0.2 * times * largest)
     assert warnings_of(caplog, strategy(quiet, **options), client) == []
+
+
+def test_fedprox_names_a_strength_beyond_stability_too(caplog: pytest.LogCaptureFixture) -> None:
+    """η = 0.2: stable below μ = 10."""
+    options = {"seed": 3, "fraction_evaluate": 0.0}
+    for _ in range(2):
+        (said,) = warnings_of(caplog, FedProx(10.1, **options), FedProxClient)
+        assert "has mu=10.1, but its explicit steps are stable only up to mu=10 " in said
+    assert warnings_of(caplog, FedProx(10.1, implicit=True, **options), FedProxClient) == []
+    assert warnings_of(caplog, FedProx(9.9, **options), FedProxClient) == []
