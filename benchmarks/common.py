@@ -53,7 +53,7 @@ class Setting:
     lr: float
     clients: int = 20
     cohort: int = 20
-    dirichlet: float = 0.1  # 0: two label-sorted shards for each client
+    dirichlet: float = 0.1  # 0: a fifth of the data IID, the rest sorted by label and cut in order
     momentum: float = 0.0
     weight_decay: float = 0.0
     adam: bool = False
@@ -141,9 +141,9 @@ def clients_data(
 ) -> tuple[list[DataLoader[Any]], torch.Tensor, torch.Tensor]:
     """Return each client's batches, and the images and labels that accuracy is measured on."""
     found = load(setting.data, data_dir)
-    kind = "dirichlet" if setting.dirichlet else "shards"
+    kind, alpha = "dirichlet" if setting.dirichlet else "similarity", setting.dirichlet
     parts = data.partition(
-        found.train_y, kind, setting.clients, seed, dirichlet_alpha=setting.dirichlet
+        *(found.train_y, kind, setting.clients, seed), dirichlet_alpha=alpha, similarity=20
     )
     test_x, test_y = found.test_x, found.test_y
     if tuning:
@@ -321,9 +321,9 @@ def bounds(differences: Sequence[float]) -> tuple[float, float, float]:
     return mean, mean - half, mean + half
 
 
-def figure(width: float, height: float) -> Figure:
-    """Return an empty figure that is laid out by itself."""
-    made = Figure(figsize=(width, height), layout="constrained", dpi=130)
+def figure(width: float, height: float, layout: Any = "constrained") -> Figure:
+    """Return an empty figure, its size in inches."""
+    made = Figure(figsize=(width, height), layout=layout, dpi=130)
     FigureCanvasAgg(made)
     return made
 

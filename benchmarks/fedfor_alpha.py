@@ -22,6 +22,8 @@ MULTIPLES = (0.0, 0.5, 1.0, 2.0, 4.0, 8.0)
 DEFAULT = 2.0
 SEEDS = {"digits": (5, 2), "mnist": (5, 2), "cifar10": (3, 2)}
 """How many seeds FedAvg and the default have, and how many the other strengths."""
+ADAM = (0.003, 0.01, 0.03, 0.1, 0.3)
+"""Further values of αK with Adam, tried after the others had been seen."""
 NAMES = {"digits": "digits", "mnist": "MNIST", "cifar10": "CIFAR-10"}
 CHANCE = 0.1
 """What a run that diverged counts as in a difference: ten classes."""
@@ -43,8 +45,8 @@ SETTINGS = (
     Setting("MNIST, K 20, m 0.9", "mnist", 20, 0.01, **FEW, rounds=30, momentum=0.9),
     Setting("MNIST, K 20, decay", "mnist", 20, 0.1, **FEW, rounds=30, weight_decay=1e-3),
     Setting("MNIST, K 20, Adam", "mnist", 20, 0.001, **FEW, rounds=30, adam=True),
-    Setting("CIFAR-10, K 20", "cifar10", 20, 0.03, **FEW, rounds=30),
-    Setting("CIFAR-10, K 20, m 0.9", "cifar10", 20, 0.01, **FEW, rounds=30, momentum=0.9),
+    Setting("CIFAR-10, K 20", "cifar10", 20, 0.09, **FEW, dirichlet=0.3),
+    Setting("CIFAR-10, K 20, m 0.9", "cifar10", 20, 0.01, **FEW, dirichlet=0.3, momentum=0.9),
 )
 
 
@@ -81,7 +83,7 @@ def rows(results: Results) -> list[Row]:
     for s in SETTINGS:
         lr = results.tuned(s)[0]
         found = {}
-        for multiple in MULTIPLES:
+        for multiple in (*MULTIPLES, *(ADAM if s.adam else ())):
             seeds = range(1, 1 + SEEDS[s.data][multiple not in (0, DEFAULT)])
             found[multiple] = {
                 seed: results[r]["accuracy"] for seed in seeds for r in [run(s, multiple, seed, lr)]
@@ -119,9 +121,7 @@ def tables(results: Results) -> dict[str, str]:
         verdicts.append(
             [
                 *(percent(list(row.found[m].values())) for m in (0.0, DEFAULT)),
-                f"{mean:+.2f}",
-                f"{low:+.2f}",
-                f"{min(gains):+.2f}",
+                *(f"{x:+.2f}".replace("-", "−") for x in (mean, low, min(gains))),
                 f"{sum(g > 0 for g in gains)} of {len(gains)}",
                 "yes" if low >= -1 else "**no**",
             ]
@@ -147,11 +147,20 @@ def tables(results: Results) -> dict[str, str]:
                 for w, row in zip(where, found, strict=True)
             ),
         ),
+        "adam": table(
+            ["αK", "FedAvg", *(f"{m:g}" for m in (*ADAM, *MULTIPLES[1:]))],
+            (
+                ["accuracy"]
+                + [percent([row.found[m][s] for s in row.found[1.0]]) for m in sorted(row.found)]
+                for row in found
+                if row.setting.adam
+            ),
+        ),
         "settings": table(
             ["setting", "rounds", "batch size", "learning rates tried: held-out accuracy"],
             (
                 [
-                    row.setting.name,
+                    f"{NAMES[row.setting.data]}, {label(row.setting)}",
                     str(row.setting.rounds),
                     str(row.setting.batch_size),
                     ", ".join(
@@ -166,44 +175,60 @@ def tables(results: Results) -> dict[str, str]:
 
 
 def draw_strengths(found: Sequence[Row], path: Path) -> None:
-    """Draw the gain on FedAvg against αK/(1−m), a panel for each data set, a line for each setting."""
-    made = figure(11, 5.6)
+    """Draw the gain on FedAvg against αK/(1−m), a panel for each data set, a line for each setting.
+
+    The colour is K's, lighter for more steps. A triangle at the bottom stands for a mean below the panel.
+    """
+    made = figure(11.5, 5.2, layout=None)  # laid out by itself, the legends would narrow the panels
+    made.subplots_adjust(left=0.055, right=0.99, top=0.94, bottom=0.31, wspace=0.13)
     steps = sorted({row.setting.steps for row in found})
-    shade = colormaps["viridis"].resampled(256)
-    axes = made.subplots(1, len(NAMES), sharex=True)
-    lowest = -6.0
-    for panel, (data, name) in zip(axes, NAMES.items(), strict=True):
-        panel.axvspan(DEFAULT / 1.12, DEFAULT * 1.12, color="0.9", zorder=0)
+    x, bottom = MULTIPLES[1:], -5.0
+    panels = made.subplots(1, 3, sharex=True, sharey=True, width_ratios=(1, 1.4, 1))
+    for panel, (data, name) in zip(panels, NAMES.items(), strict=True):
+        panel.axvspan(DEFAULT / 1.12, DEFAULT * 1.12, color="0.9", lw=0)
         panel.axhline(0, color="0.4", lw=1)
+        markers = iter("osD^vP*Xph")
         for row in (r for r in found if r.setting.data == data):
-            s = row.setting
-            x = MULTIPLES[1:]
-            gains = [row.gains(m)[: len(row.found[1.0])] for m in x]
-            mean = np.array([np.mean(g) for g in gains])
-            style = ":" if s.adam or s.weight_decay else "--" if s.momentum else "-"
-            marker = "s" if s.cohort == s.clients else "^" if s.clients > 20 else "o"
-            colour = shade(int(220 * steps.index(s.steps) / (len(steps) - 1)))
-            panel.plot(x, mean, style, marker=marker, ms=4.5, lw=1.6, color=colour, label=label(s))
-            low, high = ([f(g) for g in gains] for f in (min, max))
-            panel.fill_between(x, low, high, color=colour, alpha=0.12, lw=0)
+            s, shared = row.setting, len(row.found[1.0])
+            gains = [row.gains(m)[:shared] for m in x]
+            mean, low, high = ([f(g) for g in gains] for f in (np.mean, min, max))
+            colour = colormaps["viridis"](0.88 * steps.index(s.steps) / (len(steps) - 1))
+            dashes = ":" if s.adam or s.weight_decay else "--" if s.momentum else "-"
+            line = {"color": colour, "lw": 1.6, "ls": dashes, "marker": next(markers), "ms": 5}
+            panel.plot(x, mean, label=label(s), **line)
+            panel.fill_between(x, low, high, color=colour, alpha=0.1, lw=0)
+            below = [m for m, g in zip(x, mean, strict=True) if g < bottom]
+            panel.plot(below, [bottom + 0.2] * len(below), "v", color=colour, ms=8, clip_on=False)
         panel.set(xscale="log", title=name, xlabel="αK/(1−m)")
-        panel.set_xticks(MULTIPLES[1:], [f"{m:g}" for m in MULTIPLES[1:]], minor=False)
+        panel.set_xticks(x, [f"{m:g}" for m in x])
         panel.minorticks_off()
         panel.grid(alpha=0.25)
-        panel.set_ylim(bottom=max(lowest, panel.get_ylim()[0]))
-        panel.legend(fontsize=7.5, loc="upper center", bbox_to_anchor=(0.5, -0.16), frameon=False)
-    axes[0].set_ylabel("test accuracy, points above FedAvg")
+        panel.set_ylim(bottom=bottom)
+        columns = 1 + (len(panel.lines) > 12)
+        panel.legend(
+            fontsize=7.5,
+            frameon=False,
+            ncols=columns,
+            columnspacing=1,
+            loc="upper center",
+            bbox_to_anchor=(0.5, -0.15),
+        )
+    made.axes[0].set_ylabel("test accuracy, points above FedAvg")
     made.savefig(path)
 
 
 def draw_default(found: Sequence[Row], path: Path) -> None:
     """Draw the default's gain on FedAvg in each setting: the seeds, their mean and the interval."""
-    made = figure(8.4, 0.34 * len(found) + 1.2)
-    axes = made.subplots()
+    made = figure(8.4, 0.29 * len(found) + 0.9)
+    axes, left = made.subplots(), -4.0
     for y, row in enumerate(reversed(found)):
         gains = row.gains(DEFAULT)
         mean, low, high = bounds(gains)
         colour = "#0072B2" if low >= -1 else "#D55E00"
+        if mean < left:
+            text = f"◄ {mean:+.1f} ({low:+.1f} to {high:+.1f})".replace("-", "−")
+            axes.text(left + 0.1, y, text, color=colour, va="center", fontsize=9)
+            continue
         axes.plot(gains, [y] * len(gains), "|", color=colour, ms=9, alpha=0.6)
         axes.plot([low, high], [y, y], color=colour, lw=1.6)
         axes.plot(mean, y, "o", color=colour, ms=6)
@@ -211,6 +236,8 @@ def draw_default(found: Sequence[Row], path: Path) -> None:
     axes.set_yticks(range(len(found)), labels, fontsize=9)
     axes.axvline(0, color="0.3", lw=1)
     axes.axvline(-1, color="0.3", lw=1, ls=":")
+    axes.set_xlim(left=left)
+    axes.set_ylim(-0.6, len(found) - 0.4)
     axes.set_xlabel("FedFOR's default minus FedAvg, points of test accuracy")
     axes.grid(axis="x", alpha=0.25)
     made.savefig(path)
@@ -218,7 +245,9 @@ def draw_default(found: Sequence[Row], path: Path) -> None:
 
 def main() -> None:
     """Train what is missing, or report."""
-    options = parser(__doc__ or "", OUT).parse_args()
+    arguments = parser(__doc__ or "", OUT)
+    arguments.add_argument("--only-default", action="store_true", help="no other strengths")
+    options = arguments.parse_args()
     results = Results(options.out, options.data_dir, 0 if options.report else options.processes)
     settings = chosen(SETTINGS, options.settings)
     if options.report:
@@ -238,7 +267,9 @@ def main() -> None:
 
     main_question = (0.0, DEFAULT)
     results.finish(runs(main_question, 0))
-    results.finish(runs([m for m in MULTIPLES if m not in main_question], 1))
+    if not options.only_default:
+        results.finish(runs([m for m in MULTIPLES if m not in main_question], 1))
+        results.finish(r for r in runs(ADAM, 1) if r.setting.adam)
 
 
 if __name__ == "__main__":
