@@ -73,8 +73,10 @@ class Chain(Term):
     def finish(self, delta: Arrays, ctx: ClientContext) -> tuple[Arrays, Slot, Slot]:
         upload: Slot = {}
         client: Slot = {}
-        for t in self.terms:
-            delta, upload[t.name], client[t.name] = t.finish(delta, _own(ctx, t))
+        for i, t in enumerate(self.terms):
+            last = not any(right.acts("finish") for right in self.terms[i + 1 :])
+            own = _own(ctx, t, delta_is_sent=last)
+            delta, upload[t.name], client[t.name] = t.finish(delta, own)
         return delta, upload, client
 
     def probe(self, ctx: ClientContext) -> tuple[Slot, Slot]:
@@ -173,6 +175,11 @@ class Chain(Term):
     def _sends(term: Term, probing: bool) -> bool:
         """Whether a term has uploads in this exchange: its probe's, or else those of `finish`."""
         return isinstance(term, Probes) if probing else term.acts("finish")
+
+    @property
+    def plain(self) -> bool:
+        """Whether only the server runs terms: clients train as in FedAvg, and may be any of Flower's."""
+        return all(t.server_only for t in self.terms)
 
     @property
     def weigher(self) -> Weighs | None:

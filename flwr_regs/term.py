@@ -80,6 +80,8 @@ class ClientContext:
         `start`, which runs before).
     config : Mapping
         The message's config, plain values; the user's own keys begin with ``"user."``.
+    delta_is_sent : bool
+        In `finish`: no term on the right acts there, so the delta that this one returns is what is sent.
     """
 
     start: Arrays
@@ -108,6 +110,7 @@ class ClientContext:
     client_id: Any = -1
     batch_size: int = 0
     config: Mapping[str, Any] = field(default_factory=dict)
+    delta_is_sent: bool = False
 
     def __post_init__(self) -> None:
         for name in ("budget_steps", "planned_steps"):  # a round without a budget
@@ -119,8 +122,8 @@ class ReplyStats(Protocol):
     """What the server measured of one client's reply.
 
     ``n_k``; ``s_k`` and E, the local steps taken and planned; the mean training loss that the client
-    reports; ``‖v_k − w_t‖``, over all trained parameters as one vector. Reading the loss of a client that
-    reports no usable number makes its reply unusable. Under ``privacy=`` these are withheld.
+    reports; ``‖v_k − w_t‖``, over all trained parameters as one vector. Reading the steps or the loss of a
+    client that does not report them makes its reply unusable. Under ``privacy=`` these are withheld.
     """
 
     @property
@@ -142,7 +145,8 @@ class ServerContext:
     Attributes
     ----------
     round, lr : int, float
-        The round t, counted from 1, and the clients' learning rate η in it.
+        The round t, counted from 1, and the clients' learning rate η in it. η is NaN if the train config
+        has none, which it may leave out only if no term runs on clients and none `reads_lr`.
     params : Arrays
         ``w_t``, trainable parameters only.
     previous_step, previous_lr : Arrays, float
@@ -187,6 +191,8 @@ class Declared:
     """True if `update` replaces the averaged delta by a server optimiser's step."""
     keeps_delta: ClassVar[bool] = False
     """True if `update` returns `delta` unchanged; an `update` that changes it stands right of the owner."""
+    reads_lr: ClassVar[bool] = True
+    """False if no server hook reads ``ctx.lr``: then a term of the server alone needs no learning rate."""
     excludes: ClassVar[tuple[str, ...]] = ()
     """Names of terms that are other versions of this one; a chain holds only one version."""
     server_only: ClassVar[bool] = True

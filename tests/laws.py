@@ -137,18 +137,18 @@ def adaptive(name: str, strategy: Any, client: Any, **settings: Any) -> Method:
     )
 
 
-def elastic(name: str, lam: float, implicit: bool = False, **densities: float) -> Method:
+def elastic(name: str, lam: float, densities: Sequence[float | None], **more: Any) -> Method:
     """A case of EFL, with or without the elastic term and compression."""
-    terms = [fr.Elastic(lam, implicit=implicit), fr.SparseTernary(**densities)]
+    densities = dict(zip(("density_up", "density_down"), densities, strict=True))
     return case(
         name,
         fr.EFL,
         fr.EFLClient,
-        {"lam": lam, "implicit": implicit, **densities},
+        {"lam": lam, **densities, **more},
         {"lam": 0.0},
-        terms,
+        [fr.Elastic(lam, **more), fr.SparseTernary(**densities)],
         efl,
-        {"lam": lam, "implicit": implicit, **densities, "float32_fisher": True},
+        {"lam": lam, **densities, **more, "float32_fisher": True},
         exempt={"fixed-point": OTHER_CLIENTS} if lam else {},
     )
 
@@ -323,11 +323,13 @@ CASES = [
     ),
     curvature("FedCurv", lam=0.5),
     curvature("FedCurv-implicit", lam=3.0, implicit=True),
-    elastic("EFL", lam=0.5, density_up=0.3, density_down=0.4),
-    elastic("EFL-implicit", lam=5.0, implicit=True, density_up=0.4),
-    elastic("EFL-up", lam=0.0, density_up=0.2),
-    elastic("EFL-down", lam=0.3, density_down=0.2),
-    elastic("EFL-signs", lam=0.0, density_up=1.0, density_down=1.0),
+    elastic("EFL", 0.5, (0.3, 0.4)),
+    elastic("EFL-implicit", 5.0, (0.4, None), implicit=True),
+    elastic("EFL-up", 0.0, (0.2, None)),
+    elastic("EFL-down", 0.3, (None, 0.2)),
+    elastic("EFL-signs", 0.0, (1.0, 1.0)),
+    elastic("EFL-sums", 0.5, (0.3, 0.4), sums_bits=16, sums_every=2, sums_density=0.3),
+    elastic("EFL-sums-16", 0.5, (None, None), sums_bits=16),
     adaptive("FedAdagrad", fr.FedAdagrad, fr.FedAdagradClient),
     adaptive("FedAdam", fr.FedAdam, fr.FedAdamClient),
     adaptive("FedYogi", fr.FedYogi, fr.FedYogiClient),

@@ -71,3 +71,23 @@ def test_each_command_of_the_documents_is_accepted(
 
 def test_there_are_commands() -> None:
     assert len(COMMANDS) > 15
+
+
+def test_the_quickstarts_are_what_the_page_shows() -> None:
+    """Each diff of the page gives consecutive lines of its example, and takes out none of them."""
+    page = (ROOT / "docs/quickstarts.md").read_text()
+    intro, *sections = re.split(r"^## ", page, flags=re.M)
+    named = re.findall(r"flwr run docs/examples/(\S+) ", intro)
+    assert len(named) == len(sections) == 4
+    for name, section in zip(named, sections, strict=True):
+        assert f"](examples/{name}/app.py)" in section
+        app = (ROOT / f"docs/examples/{name}/app.py").read_text()
+        diffs = re.findall(r"^```diff\n(.*?)^```", section, re.M | re.S)
+        assert len(diffs) >= 3
+        for diff in diffs:
+            lines = diff.splitlines()
+            assert "\n".join(x[1:] for x in lines if x[:1] != "-") in app, diff
+            assert not [x for x in lines if x[:1] == "-" and x[1:] in app.splitlines()]
+        imports = re.findall(r"^from flwr_regs import .*", app, re.M)
+        assert len(imports) == 1
+        assert name == "lightning" or f"+{imports[0]}" in section

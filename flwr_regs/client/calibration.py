@@ -29,10 +29,11 @@ from flwr_regs.client.classifier import find_classifier
 from flwr_regs.client.distillation import self_confidence_loss
 from flwr_regs.client.evaluation import score
 from flwr_regs.client.features import FeatureTap
+from flwr_regs.client.optimizer import OptimizerFn
 from flwr_regs.client.received import personalise, seeded
 from flwr_regs.client.replay import Replay
 from flwr_regs.client.task import Task
-from flwr_regs.client.training import OptimizerFn, local_round
+from flwr_regs.client.training import local_round
 from flwr_regs.term import Arrays, ClientContext, Term
 from flwr_regs.wire import keys
 
@@ -64,7 +65,7 @@ def calibrate(
     *,
     classifier: str | None,
     task: Task,
-    optimizer: OptimizerFn,
+    optimizer: OptimizerFn | None,
     device: torch.device,
 ) -> nn.Module:
     """Return a copy of `model` whose classifier has been trained on `train_data`.

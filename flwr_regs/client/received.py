@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,8 @@ from flwr_regs.chain import Chain, chain
 from flwr_regs.client import state
 from flwr_regs.client.batches import Batches, batch_size, count_batches, count_examples, to_device
 from flwr_regs.client.batches import label_counts as count_labels
+from flwr_regs.client.frozen import held_still
+from flwr_regs.client.loading import load, tied_names
 from flwr_regs.client.measures import Measures
 from flwr_regs.client.result import LocalResult
 from flwr_regs.client.state import ClientState, to_numpy
@@ -27,9 +29,9 @@ from flwr_regs.client.training import trained_parameters
 from flwr_regs.term import Term
 from flwr_regs.wire import keys
 from flwr_regs.wire.arrays import (
+    ForeignStrategy,
     NDArrays,
     ProtocolError,
-    check_arrays,
     in_code_order,
     mask,
     pack,
@@ -37,6 +39,7 @@ from flwr_regs.wire.arrays import (
 )
 from flwr_regs.wire.config import check_evaluate_config, check_train_config
 from flwr_regs.wire.delta import decoded_model
+from flwr_regs.wire.frozen import said
 
 LOG = logging.getLogger("flwr")
 Terms = Sequence[type[Term]]
@@ -67,6 +70,8 @@ class Received:
 
     Raises
     ------
+    ForeignStrategy
+        The strategy is not of this package.
     ProtocolError
         The strategy is for another method or protocol version, or arrays do not fit the model.
     ValueError
@@ -90,7 +95,7 @@ class Received:
             self._arrays, step = self._decoded()
         elif keys.STEP_KEY in config:
             step = unpack(config[keys.STEP_KEY])
-        self.private = load(model, self.term, self._arrays, config)
+        self.private, self._anew = load(model, self.term, self._arrays, config)
         self._trainable = set(trained_parameters(model, self.term))
         self.broadcast = state.slots(self.term, config, "broadcast")
         if step is not None:
@@ -142,7 +147,9 @@ class Received:
         A coded update travels in the metrics; then the arrays are only buffers that changed.
         """
         names = list(self._arrays)
-        tied = {n: f for n, f in _tied(self._model, self.private).items() if f in self._trainable}
+        tied = {
+            n: f for n, f in tied_names(self._model, self.private).items() if f in self._trainable
+        }
         buffers = [n for n in names if n not in self._trainable]
         metrics: dict[str, Any] = {
             keys.METHOD_KEY: self._method,
@@ -153,6 +160,8 @@ class Received:
             "examples-processed": result.examples_processed,
         }
         metrics |= state.packed(result.upload, "upload")
+        if keys.FROZEN_DIGEST_KEY not in self._config and (still := self._still()):
+            metrics |= said(still)  # the server has yet to know
         if result.output_layer is not None:
             metrics[keys.LAYER_KEY] = result.output_layer
         if tied:
@@ -206,40 +215,18 @@ class Received:
         own = unpack(self._config[keys.PRIVATE_KEY]) if keys.PRIVATE_KEY in self._config else {}
         return count_examples(pairs), metrics | self._kept(own)
 
+    def _still(self) -> NDArrays:
+        """Return the frozen parameters as loaded. A copy of a large part does not stay through training."""
+        return held_still(self._model, self.term, self.private)
+
     def _kept(self, private: Mapping[str, np.ndarray]) -> dict[str, Any]:
         """Return what the node keeps beside the slots: private entries, and a model that came coded."""
         kept: dict[str, Any] = {keys.PRIVATE_KEY: pack(private)} if private else {}
         if self._coded:
             kept[keys.MODEL_KEY] = pack(self._arrays)
+        if self._anew:
+            kept[keys.FROZEN_KEPT_KEY] = pack(self._still())
         return kept | ({keys.LOST_KEY: True} if self._lost else {})
-
-
-def load(
-    model: nn.Module, term: Chain, arrays: Mapping[str, np.ndarray], config: Mapping[str, Any]
-) -> list[str]:
-    """Load the global model by name, and this client's private entries; return the private names.
-
-    Raises ProtocolError naming an array that does not fit.
-    """
-    entries = model.state_dict()
-    chosen = term.private(list(entries))
-    private = [n for n in entries if n in chosen]
-    shared = {n: v for n, v in entries.items() if n not in chosen}
-    tensors = {n: torch.from_numpy(np.asarray(a)) for n, a in arrays.items()}
-    given = _as_held(tensors, shared, config.get(keys.HALF_KEY))
-    check_arrays(given, shared, "the global model")
-    for name, first in _tied(model, private).items():
-        if not torch.equal(given[name], given[first]):
-            raise ProtocolError(
-                f"the global model: '{name}' and '{first}' are one parameter here, but differ"
-            )
-    mine = {n: entries[n] for n in private}
-    if keys.PRIVATE_KEY in config:
-        kept = unpack(config[keys.PRIVATE_KEY])
-        mine = _as_held({n: torch.from_numpy(a) for n, a in kept.items()}, mine, "bfloat16")
-        check_arrays(mine, {n: entries[n] for n in private}, "this client's private entries")
-    model.load_state_dict({**given, **mine})
-    return private
 
 
 def evaluated_term(method: str, terms: Terms, config: Mapping[str, Any]) -> Chain:
@@ -296,7 +283,7 @@ def seeded(seed: Any, device: torch.device) -> Iterator[None]:
 def _method(method: str, terms: Terms, me: str, config: Mapping[str, Any]) -> Chain:
     """Check that the config is for this client's method; return the method with its parameters."""
     if keys.METHOD_KEY not in config:
-        raise ProtocolError(
+        raise ForeignStrategy(
             f"{me}, but the strategy named no method; use flwr_regs.{method.partition('+')[0]} or "
             "RegStrategy"
         )
@@ -329,38 +316,3 @@ def _slot_keys(term: Chain) -> list[str]:
 def _plain(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return a config without packed slots."""
     return {k: v for k, v in config.items() if not isinstance(v, bytes)}
-
-
-def _tied(model: nn.Module, private: Collection[str]) -> dict[str, str]:
-    """Return the tied parameters of a model that are shared, other name -> first name.
-
-    Raises ValueError if one name of a parameter is private and another is not.
-    """
-    first: dict[int, str] = {}
-    named = model.named_parameters(remove_duplicate=False)
-    pairs = {n: first.setdefault(id(p), n) for n, p in named}
-    if split := [(n, f) for n, f in pairs.items() if (n in private) != (f in private)]:
-        raise ValueError(
-            f"the tied weights {split[0]} are one parameter, but only one of the two names is "
-            "private; name both, or neither"
-        )
-    return {n: f for n, f in pairs.items() if n != f and n not in private}
-
-
-def _as_held(
-    arrays: dict[str, torch.Tensor], held: Mapping[str, torch.Tensor], half: str | None
-) -> dict[str, torch.Tensor]:
-    """Return float32 arrays in the model's half precision if they travelled in it; others unchanged.
-
-    No value changes. Raises ProtocolError for a bfloat16 model if the arrays did not travel in bfloat16.
-    """
-    if half != "bfloat16" and (found := [n for n, v in held.items() if v.dtype == torch.bfloat16]):
-        raise ProtocolError(
-            f"this client's model holds bfloat16 in {found}, which travels only if the strategy has "
-            f"wire_dtype='bfloat16', not {half!r} (and then initial_arrays in float32)"
-        )
-    own = getattr(torch, half) if half else None
-    return {
-        n: a.to(own) if a.dtype == torch.float32 and n in held and held[n].dtype == own else a
-        for n, a in arrays.items()
-    }

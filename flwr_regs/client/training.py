@@ -21,12 +21,12 @@ from flwr_regs.chain import Chain
 from flwr_regs.client.distillation import StartOutputs
 from flwr_regs.client.features import FeatureTap
 from flwr_regs.client.measures import Measures, gradients
+from flwr_regs.client.optimizer import OptimizerFn, clip, momentum_of, optimizer_of
 from flwr_regs.client.replay import Replay
 from flwr_regs.client.result import LocalResult
 from flwr_regs.client.task import LossFn, OutputFn, Task, uncompiled
 from flwr_regs.term import Arrays, ClientContext, Slot, Term
-
-OptimizerFn = Callable[..., torch.optim.Optimizer]
+from flwr_regs.wire.config import OPTIMIZER_KEYS, check_optimizer
 
 
 class LocalTraining:
@@ -58,13 +58,16 @@ class LocalTraining:
         The output layer (default: the last ``nn.Linear``) and the partition id, for terms that need them.
         The client's budget: `batches` stops when it is spent, possibly before the first step.
     config : mapping, optional
-        The round's config, for terms that read it.
+        The round's config. Terms read it; ``"optimizer"``, ``"momentum"`` and ``"weight-decay"`` describe
+        the client's optimiser, and ``"clip-norm"`` is the largest norm of a step's gradient, over all that
+        is trained as one vector. `correct` clips, after the terms.
 
     Raises
     ------
     ValueError, TypeError
         No training data; not exactly one of `epochs` and `steps`; data that can be iterated only once;
-        batches without clear targets; an output without logits; an output layer that does not make them.
+        batches without clear targets; an output without logits; an output layer that does not make them;
+        a wrong optimiser, momentum, weight decay or norm in `config`.
     """
 
     def __init__(
@@ -92,6 +95,7 @@ class LocalTraining:
         if (epochs is None) == (steps is None) or (epochs or steps or 0) < 1:
             both = f"epochs={epochs} and steps={steps}"
             raise ValueError(f"exactly one of epochs and steps must be positive, but {both}")
+        check_optimizer(config or {}, "config")
         self._called = model
         self.model = model = uncompiled(model)
         self.lr, self.device = lr, data.resolve_device(device)
@@ -139,7 +143,15 @@ class LocalTraining:
         self._in_loss = False
         self._step_ctx, self._total_loss = self._ctx, torch.zeros((), device=self.device)
         self._taken = self._processed = 0
-        self._makes_optimizer = any(isinstance(t, Steers) for t in terms)
+        self._clip_norm: float | None = self._ctx.config.get("clip-norm")
+        asked = [key for key in OPTIMIZER_KEYS if key in self._ctx.config]
+        steered = any(isinstance(t, Steers) for t in terms)
+        self._makes_optimizer = steered or bool(asked)
+        self._why_optimizer = (
+            f"the config sets {asked}"
+            if asked
+            else "the method has a say in the client's optimiser"
+        )
         self._went_back = False
         _write(self._values, term.start(self._ctx.start, self._ctx))
 
@@ -147,10 +159,16 @@ class LocalTraining:
     def _values(self) -> Arrays:
         return {n: p.detach() for n, p in self._params.items()}  # views of the model
 
-    def optimizer(self, make: OptimizerFn) -> torch.optim.Optimizer:
-        """Return the client's optimiser ``make(params, lr=lr)``, adapted by the method."""
+    def optimizer(self, make: OptimizerFn | None = None) -> torch.optim.Optimizer:
+        """Return the client's optimiser ``make(params, lr=lr)``, adapted by the method.
+
+        Without `make` it is the one that the round's config describes, or SGD. It holds what is trained and
+        nothing else: weight decay and momentum move no parameter that is held still. Raises ValueError if
+        there is `make`, and the config sets an optimiser, momentum or weight decay.
+        """
         self._makes_optimizer = False
-        made = self._whole.client_optimizer(make)(list(self._trained.values()), lr=self.lr)
+        make = self._whole.client_optimizer(optimizer_of(self._ctx.config, make))
+        made = make(list(self._trained.values()), lr=self.lr)
         between_steps = self._step_ctx is self._ctx
         self._ctx = replace(self._ctx, momentum=momentum_of(made))
         if between_steps:
@@ -217,7 +235,11 @@ class LocalTraining:
         return loss
 
     def correct(self) -> None:
-        """Correct the gradients in place. Raises RuntimeError if the step skipped `loss` or backward."""
+        """Correct the gradients in place, then clip them if the config says so.
+
+        Raises RuntimeError if the step skipped `loss` or backward, or if the loop has made its optimiser
+        itself where the method adapts it or the config describes it.
+        """
         if self._step_ctx is self._ctx:
             raise RuntimeError(
                 "call correct() once per step, after loss(): it saw no loss since the last step"
@@ -225,7 +247,7 @@ class LocalTraining:
         if not self._went_back:
             raise RuntimeError("backward() did not go through what loss() returned")
         if self._makes_optimizer:
-            raise RuntimeError("the method has a say in the client's optimiser: use optimizer()")
+            raise RuntimeError(f"{self._why_optimizer}: use optimizer()")
         # A parameter that the loss does not depend on has gradient zero, as under torch.func.grad.
         found = {n: p.grad for n, p in self._params.items()}
         grads = {n: torch.zeros_like(self._params[n]) if g is None else g for n, g in found.items()}
@@ -234,6 +256,8 @@ class LocalTraining:
             p.grad = None  # then an optimiser passes it over, weight decay and momentum too
         for name, p in self._params.items():
             p.grad = grads[name].to(p.dtype)  # a float32 term widens a half-precision gradient
+        if self._clip_norm is not None:
+            clip(self._trained.values(), self._clip_norm)
         self._step_ctx = self._ctx
         self._taken += 1
 
@@ -309,10 +333,13 @@ def local_round(
     term: Term,
     train_data: data.Batches,
     *,
-    optimizer: OptimizerFn = torch.optim.SGD,
+    optimizer: OptimizerFn | None = None,
     **kwargs: Any,
 ) -> LocalResult:
-    """Train `model` in place from ``w_t`` for one round; parameters as for :class:`LocalTraining`."""
+    """Train `model` in place from ``w_t`` for one round; parameters as for :class:`LocalTraining`.
+
+    `optimizer` is the client's own ``optimizer(params, lr=lr)``. None: what `config` describes, or SGD.
+    """
     training = LocalTraining(model, term, train_data, **kwargs)
     opt = training.optimizer(optimizer)
     taken = 0
@@ -331,17 +358,6 @@ def local_round(
         return training.finish(taken)
     finally:
         training.close()
-
-
-def momentum_of(optimizer: torch.optim.Optimizer) -> float | None:
-    """Return m such that a constant gradient moves ``η/(1−m)`` a step in the long run; None if unknown.
-
-    SGD's `dampening` counts: with the same value as its momentum, a step is η, so m is 0.
-    """
-    group = optimizer.param_groups[0]
-    if "momentum" not in group or not (damped := 1 - group.get("dampening", 0)) > 0:
-        return None
-    return float(1 - (1 - group["momentum"]) / damped)
 
 
 def trained_parameters(model: nn.Module, term: Chain) -> dict[str, nn.Parameter]:

@@ -20,9 +20,9 @@ from flwr_regs.experiments.calls import Call, parse_methods
 from flwr_regs.experiments.user_code import load
 from flwr_regs.flower.client import RegClient
 from flwr_regs.flower.strategy import RegStrategy
-from flwr_regs.server.arguments import nearest
 from flwr_regs.server.options import Options
 from flwr_regs.term import Term
+from flwr_regs.wire.config import nearest
 
 FIRSTS = ("weighting", "incomplete", "downlink")
 """The settings that a composition takes from its first strategy, if nobody gives them."""

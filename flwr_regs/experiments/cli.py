@@ -27,7 +27,7 @@ from typing import Any
 
 from flwr_regs.experiments import calls
 from flwr_regs.experiments.build import with_argument
-from flwr_regs.experiments.data import missing_extra
+from flwr_regs.experiments.data import load, missing_extra
 from flwr_regs.experiments.job import Job
 
 
@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             sweep(key, jobs, out_folder(next(iter(jobs.values()))[0]), args.workers)
             return 0
         config, job = read_settings(args.app, settings)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, ImportError) as error:
         print(f"flwr-regs: {error}", file=sys.stderr)
         return 2
     return _run(args.app, config, job, args.gpus_per_client)
@@ -124,6 +124,12 @@ def _run(app: Path, config: dict[str, Any], job: Job, gpus: float) -> int:
     if importlib.util.find_spec("ray") is None:
         print(f"flwr-regs: {missing_extra('ray', 'the simulation')}", file=sys.stderr)
         return 2
+    try:
+        job.check_data()
+    except (ValueError, OSError, ImportError) as error:
+        print(f"flwr-regs: {error}", file=sys.stderr)
+        return 2
+    load.cache_clear()  # the images: the clients load their own
     out = out_folder(job)
     config["out"] = str(out)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the SuperLink is stopped

@@ -93,7 +93,18 @@ class Comparison:
         self.model = models.build(job.dataset, job.model, job.seed)
         self.start = ArrayRecord(self.model.state_dict())
         clients = len(Population(1, None, 120.0).refresh(GridNetwork(grid)))
-        parts = job.parts(dataset.train_y, clients)
+        notes = []
+        if clients != job.num_clients:
+            notes.append(
+                f"this run has {clients} SuperNodes, but num-clients asks for {job.num_clients}: the data "
+                f"is split over {clients} clients. Flower starts 2 unless told otherwise; use "
+                f"`flwr-regs run`, or: flwr run . --stream --federation-config "
+                f'"num-supernodes={job.num_clients} client-resources-num-cpus=1"'
+            )
+        try:
+            parts = job.parts(dataset.train_y, clients)
+        except ValueError as error:
+            raise ValueError(". NOTE: ".join([str(error), *notes])) from error
         x, y = dataset.test_x, dataset.test_y
         held_out = None
         if job.held_out_clients:
@@ -111,16 +122,9 @@ class Comparison:
         self.history: dict[str, Any] = {
             "job": {k.replace("_", "-"): v for k, v in vars(job).items()},
             "clients": clients,
-            "notes": [],
+            "notes": notes,
             "methods": {},
         }
-        if clients != job.num_clients:
-            self.history["notes"].append(
-                f"this run has {clients} SuperNodes, but num-clients asks for {job.num_clients}: the data "
-                f"is split over {clients} clients. Flower starts 2 unless told otherwise; use "
-                f"`flwr-regs run`, or: flwr run . --stream --federation-config "
-                f'"num-supernodes={job.num_clients} client-resources-num-cpus=1"'
-            )
 
     def train(self, method: str, strategy: RegStrategy, verbose: bool) -> None:
         """Train one method; its entry in the history is as complete as it got, also after an error."""

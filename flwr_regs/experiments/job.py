@@ -14,9 +14,10 @@ import flwr_regs
 from flwr_regs.abilities import Personalises, Withholds
 from flwr_regs.experiments.build import bare, build, named
 from flwr_regs.experiments.calls import parse_methods
-from flwr_regs.experiments.data import DATASETS, PARTITIONS, partition
+from flwr_regs.experiments.data import DATASETS, load
+from flwr_regs.experiments.partitions import PARTITIONS, partition
 from flwr_regs.flower.strategy import RegStrategy
-from flwr_regs.server.arguments import nearest
+from flwr_regs.wire.config import OPTIMIZERS, check_train_config, nearest
 
 
 def setting(
@@ -42,6 +43,7 @@ class Job:
     model: str = setting(choices=("auto", "mlp", "cnn", "cnn-bn"))
     partition: str = setting(choices=PARTITIONS)
     shards_per_client: int = setting(low=1)
+    classes_per_client: int = setting(low=1)
     dirichlet_alpha: float = setting(above=0)
     similarity: float = setting(low=0, high=100)
     num_clients: int = setting(low=2)
@@ -57,6 +59,10 @@ class Job:
     personalise: str = setting(choices=("", "plain", "proximal", "distil", "both"))
     personal_lr: float = setting(above=0)
     lr: float = setting(above=0)
+    optimizer: str = setting(choices=tuple(OPTIMIZERS))
+    momentum: float = setting(low=0, below=1)
+    weight_decay: float = setting(low=0)
+    clip_norm: float = setting(low=0)
     lr_decay: float = setting(above=0, high=1)
     local_epochs: int = setting(low=1)
     local_steps: int = setting(low=0)
@@ -68,6 +74,7 @@ class Job:
     incomplete: str = setting(choices=("paper", "average", "scale", "drop"))
     drop_inactive: float = setting(low=0)
     restart_lr: bool = setting()
+    on_divergence: str = setting(choices=("warn", "stop"))
     straggler_share: float = setting(low=0, high=1)
     straggler_speed: float = setting(low=0, high=1)
     drop_out: float = setting(low=0, below=1)
@@ -99,6 +106,7 @@ class Job:
             raise ValueError(f"the run config lacks {missing}")
         values = {f.name: _checked(key, config[key], f) for key, f in by_key.items()}
         job = cls(**values)
+        check_train_config(job.train_config, "the run config")
         bare(job.methods, job.code_dir)  # raises for a method that cannot be built
         if (job.held_out_clients or job.personalise) and job.tested_on_clients:
             raise ValueError(
@@ -132,9 +140,18 @@ class Job:
     @property
     def train_config(self) -> dict[str, Any]:
         """The ``train_config`` of every round."""
-        if self.local_steps:
-            return {"lr": self.lr, "local-steps": self.local_steps}
-        return {"lr": self.lr, "local-epochs": self.local_epochs}
+        steps, epochs = self.local_steps, self.local_epochs
+        zero_is_off = {
+            "momentum": self.momentum,
+            "weight-decay": self.weight_decay,
+            "clip-norm": self.clip_norm,
+        }
+        return {
+            "lr": self.lr,
+            **({"local-steps": steps} if steps else {"local-epochs": epochs}),
+            **({} if self.optimizer == "SGD" else {"optimizer": self.optimizer}),
+            **{key: value for key, value in zero_is_off.items() if value},
+        }
 
     def parts(self, labels: np.ndarray, num_clients: int) -> list[np.ndarray]:
         """Return the examples of each training client, then of each held-out one."""
@@ -147,6 +164,7 @@ class Job:
                 num_clients + self.held_out_clients,
                 self.seed,
                 shards_per_client=self.shards_per_client,
+                classes_per_client=self.classes_per_client,
                 dirichlet_alpha=self.dirichlet_alpha,
                 similarity=self.similarity,
             )
@@ -172,7 +190,7 @@ class Job:
         return shuffled[:count], shuffled[count:]
 
     def check(self) -> None:
-        """Raise ValueError if any of the methods refuses its settings or the model."""
+        """Raise ValueError if any of the methods refuses its settings, the model or the optimiser."""
         from flwr.app import ArrayRecord
 
         from flwr_regs.experiments import models
@@ -182,6 +200,14 @@ class Job:
             strategy = self.strategy(method)
             with named(method):
                 strategy.check_model(arrays)
+                strategy.prepare(self.rounds, None, self.train_config, self.evaluate_config)
+
+    def check_data(self) -> None:
+        """Load the data set; raise ValueError if it cannot be split over `num_clients` as asked.
+
+        Raises ImportError or OSError as :func:`flwr_regs.experiments.data.load` does.
+        """
+        self.parts(load(self.dataset, self.data_dir).train_y, self.num_clients)
 
     def strategy(self, method: str) -> RegStrategy:
         """Return a new strategy of the method with this label, with the job's settings.
@@ -202,6 +228,7 @@ class Job:
             "wire_dtype": self.wire_dtype or None,
             "drop_inactive": self.drop_inactive or None,
             "restart_lr": self.restart_lr,
+            "on_divergence": self.on_divergence,
         }
         if self.dp_clip_norm:
             common["privacy"] = self.privacy()

@@ -15,6 +15,7 @@ import numpy as np
 from flwr_regs import InProcessGrid, RoundFailed
 from flwr_regs.experiments import comparison, report
 from flwr_regs.experiments.clients import app as client_app
+from flwr_regs.experiments.data import load
 from flwr_regs.experiments.job import Job
 
 
@@ -26,7 +27,8 @@ def sweep(key: str, jobs: Mapping[str, Sequence[Job]], folder: Path, workers: in
     ``megabytes.png`` also show the traffic: down and up together, per client of the population. Accuracies
     are means over seeds, with their standard deviation. "last 5 rounds" is the mean over these rounds, so
     that one lucky round counts less. "worst client" and
-    "spread" (standard deviation) are over the clients' accuracies with the final model.
+    "spread" (standard deviation) are over the clients' accuracies with the final model. A last line has
+    the processor's seconds, the mean over seeds: other work on the machine changes them little.
     """
     first = next(iter(jobs.values()))[0]
     for job in (job for seeds in jobs.values() for job in seeds):
@@ -34,16 +36,20 @@ def sweep(key: str, jobs: Mapping[str, Sequence[Job]], folder: Path, workers: in
             raise ValueError(
                 f"a sweep is over one method, not {job.method_names}; set methods=NAME"
             )
+        job.check_data()
+    load.cache_clear()  # the images: each worker loads its own
     began = time.monotonic()
     every = [(value, job) for value, seeds in jobs.items() for job in seeds]
     curves: dict[str, list[list[float]]] = {value: [] for value in jobs}
     spread: dict[str, list[dict[str, float]]] = {value: [] for value in jobs}
     traffic: dict[str, list[list[float]]] = {value: [] for value in jobs}
+    seconds: dict[str, list[float]] = {value: [] for value in jobs}
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(workers, mp_context=context) as pool:
         results = pool.map(_curve, [job for _, job in every])
         for done, ((value, job), found) in enumerate(zip(every, results, strict=True), start=1):
-            curve, clients, megabytes = found
+            curve, clients, megabytes, took = found
+            seconds[value].append(took)
             traffic[value].append(megabytes)
             curves[value].append(curve)
             spread[value].append(clients)
@@ -82,6 +88,8 @@ def sweep(key: str, jobs: Mapping[str, Sequence[Job]], folder: Path, workers: in
             )
     best = max(curves, key=lambda v: float(np.nan_to_num(np.mean(_last(curves[v])), nan=-1)))
     lines += ["", f"Best by the last five rounds: **{best}**."]
+    costs = ", ".join(f"{value}: {np.mean(each):.3g}" for value, each in seconds.items())
+    lines += ["", f"Processor seconds a run: {costs}."]
     (folder / "sweep.md").write_text("\n".join(lines) + "\n")
     curves_or_none = {
         v: [r if np.all(np.isfinite(r)) else None for r in c] for v, c in curves.items()
@@ -99,24 +107,35 @@ def sweep(key: str, jobs: Mapping[str, Sequence[Job]], folder: Path, workers: in
     comparison.say("\n".join(lines) + f"\n\nresults: {folder}")
 
 
-def _curve(job: Job) -> tuple[list[float], dict[str, float], list[float]]:
-    """Run one job of one method; return (accuracy after each round, the clients' spread, megabytes)."""
+def _curve(job: Job) -> tuple[list[float], dict[str, float], list[float], float]:
+    """Run one job of one method.
+
+    Returns (accuracy after each round, the clients' spread, megabytes, the processor's seconds).
+    """
     import torch
 
     torch.set_num_threads(1)  # small models; the workers share the machine
     logging.getLogger("flwr").setLevel(logging.ERROR)
     settings = {k.replace("_", "-"): v for k, v in vars(job).items()}
     grid = InProcessGrid(client_app, job.num_clients, settings)
+    began = time.process_time()
     try:
         (result,) = comparison.run(job, grid, None)["methods"].values()
     except RoundFailed as error:
         comparison.say(f"{job.methods}, seed {job.seed}: {str(error)[:200]}")
         nothing = [float("nan")] * job.rounds
-        return nothing, {"worst": float("nan"), "std": float("nan")}, nothing
+        return (
+            nothing,
+            {"worst": float("nan"), "std": float("nan")},
+            nothing,
+            time.process_time() - began,
+        )
     spent = [
         sum(n for way in ("bytes_down", "bytes_up", "bytes_ahead") for n in r.get(way, {}).values())
         for r in result["rounds"]
     ]
+    for sign in (r["divergence"] for r in result["rounds"] if "divergence" in r):
+        comparison.say(f"{job.methods}, seed {job.seed}: {sign}")
     last = result["rounds"][-1]
     if "clipped" in last:
         clipped = float(np.mean([r["clipped"] for r in result["rounds"]]))
@@ -126,6 +145,7 @@ def _curve(job: Job) -> tuple[list[float], dict[str, float], list[float]]:
         [p["accuracy"] for p in result["test"] if p["round"] > 0],
         result["per_client"],
         megabytes,
+        time.process_time() - began,
     )
 
 

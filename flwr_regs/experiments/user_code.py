@@ -8,7 +8,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from flwr_regs.server.arguments import nearest
+from flwr_regs.wire.config import nearest
 
 
 def load(reference: str, folder: str = "") -> Any:

@@ -8,20 +8,24 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from flwr.client import NumPyClient
+from flwr.client import Client, NumPyClient
+from flwr.common import Code, FitIns, FitRes, Parameters, Status
 from torch import nn
 
 from flwr_regs.chain import name_of
 from flwr_regs.client.batches import Batches, label_counts, resolve_device
 from flwr_regs.client.calibration import evaluate
 from flwr_regs.client.classifier import find_classifier
-from flwr_regs.client.received import Received, evaluated_term, load, seeded
+from flwr_regs.client.loading import load
+from flwr_regs.client.optimizer import OptimizerFn
+from flwr_regs.client.received import Received, evaluated_term, seeded
 from flwr_regs.client.state import to_numpy
 from flwr_regs.client.task import LossFn, OutputFn, Task, uncompiled
-from flwr_regs.client.training import OptimizerFn, local_round
+from flwr_regs.client.training import local_round
+from flwr_regs.flower.refusal import unreadable
 from flwr_regs.term import Term
 from flwr_regs.wire import keys
-from flwr_regs.wire.arrays import ProtocolError
+from flwr_regs.wire.arrays import ForeignStrategy, ProtocolError
 
 NDArrayList = list[Any]
 
@@ -45,8 +49,10 @@ class RegClient(NumPyClient):
     target_key, output_fn : str, callable, optional
         The key of the targets in batches that are mappings, and ``output_fn(output) -> logits``; both are
         found if they have usual names: see :class:`flwr_regs.client.task.Task`.
-    optimizer : callable
-        ``optimizer(params, lr=lr)``; use ``functools.partial`` for more, e.g. weight decay.
+    optimizer : callable, optional
+        ``optimizer(params, lr=lr)``, this client's own; use ``functools.partial`` for more. None: what the
+        strategy's `train_config` describes by ``"optimizer"``, ``"momentum"`` and ``"weight-decay"``, by
+        default SGD. A client with its own refuses these keys. Personalisation uses it too (None: SGD).
     device : str or torch.device
         ``"auto"``: the accelerator if there is one, else the CPU.
     classifier : str, optional
@@ -73,7 +79,7 @@ class RegClient(NumPyClient):
         loss_fn: LossFn | None = nn.functional.cross_entropy,
         target_key: str | None = None,
         output_fn: OutputFn | None = None,
-        optimizer: OptimizerFn = torch.optim.SGD,
+        optimizer: OptimizerFn | None = None,
         device: str | torch.device = "auto",
         classifier: str | None = None,
         share_label_counts: bool = False,
@@ -106,6 +112,21 @@ class RegClient(NumPyClient):
         self.share_label_counts = share_label_counts
         self.step_budget = step_budget
         self.time_budget = time_budget
+
+    def to_client(self) -> Client:
+        """Return the client as Flower calls it; on another strategy's message its reply ends the run."""
+        client = super().to_client()
+        fit = client.fit
+
+        def refusing(ins: FitIns) -> FitRes:
+            try:
+                return fit(ins)
+            except ForeignStrategy as error:
+                unread = Parameters([unreadable(str(error))], "numpy.ndarray")
+                return FitRes(Status(Code.OK, ""), unread, 1, {keys.REFUSED_KEY: str(error)})
+
+        client.fit = refusing  # type: ignore[method-assign]
+        return client
 
     def get_parameters(self, config: Mapping[str, Any]) -> NDArrayList:
         """Return the model's ``state_dict`` values as numpy arrays."""

@@ -13,13 +13,14 @@ from torch import nn
 from flwr_regs.abilities import Personalises
 from flwr_regs.chain import name_of
 from flwr_regs.client.batches import Batches, resolve_device
-from flwr_regs.client.received import Received, evaluated_term, load, personalise, seeded
+from flwr_regs.client.loading import load
+from flwr_regs.client.received import Received, evaluated_term, personalise, seeded
 from flwr_regs.client.task import LossFn, OutputFn, Task, uncompiled
 from flwr_regs.client.training import LocalTraining
 from flwr_regs.flower.client import RegClient
 from flwr_regs.term import Term
 from flwr_regs.wire import keys
-from flwr_regs.wire.arrays import ProtocolError
+from flwr_regs.wire.arrays import ForeignStrategy, ProtocolError
 from flwr_regs.wire.records import from_record, sorted_entries, to_record
 
 Method = type[RegClient] | Sequence[type[Term]]
@@ -206,7 +207,7 @@ def _described(method: Method) -> tuple[str, Sequence[type[Term]], str]:
 def _content(message: Message) -> tuple[dict[str, Any], dict[str, Any]]:
     content = message.content
     if keys.ARRAYS not in content.array_records or keys.CONFIG not in content.config_records:
-        raise ProtocolError(
+        raise ForeignStrategy(
             f"the message holds {sorted(content)}, expected '{keys.ARRAYS}' and '{keys.CONFIG}' of a "
             "strategy of flwr_regs"
         )

@@ -11,9 +11,11 @@ from typing import Any
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp.typing import ClientAppCallable
 
+from flwr_regs.flower.refusal import refusal
 from flwr_regs.wire import keys
-from flwr_regs.wire.arrays import NDArrays, pack, unpack
+from flwr_regs.wire.arrays import ForeignStrategy, NDArrays, pack, unpack
 from flwr_regs.wire.delta import KINDS, OutOfSync, model_from, packed_steps
+from flwr_regs.wire.frozen import read_said
 from flwr_regs.wire.precision import from_half, to_half
 from flwr_regs.wire.records import from_record, identity_reply, to_record
 
@@ -25,7 +27,8 @@ def node_mod(message: Message, context: Context, call_next: ClientAppCallable) -
     where it travels in half precision. Beside coded steps, which only the method can decode, it gets the
     model that this client kept. ``"config"`` holds the rest, with the terms' broadcasts and this
     client's slots as bytes under ``"<term>.broadcast"`` and ``"<term>.client"``. The reply holds new slots
-    in the same way; they are kept in ``Context.state`` and do not travel.
+    in the same way; they are kept in ``Context.state`` and do not travel. If the code inside refuses the
+    message because it needs a strategy of this package, the reply ends the server's run.
     """
     message_type = message.metadata.message_type
     if message_type == keys.IDENTIFY:
@@ -39,16 +42,28 @@ def node_mod(message: Message, context: Context, call_next: ClientAppCallable) -
     kind = message_type.split(".")[0]
     if message_type != keys.PROBE and kind not in ("train", "evaluate"):
         return call_next(message, context)
+    asked = bool(config.get(keys.ASK_KEY))
     if keys.HALVES_KEY in config:
         in_full = from_half(from_record(content.array_records[keys.ARRAYS]), config)
         content[keys.ARRAYS] = to_record(in_full)
         del config[keys.HALVES_KEY]
+    older = any(key.startswith(("fitins.", "evaluateins.")) for key in content)
+    entries: Mapping[str, Any] = {}
     try:
-        return _served(message, context, call_next, state, config)
-    except OutOfSync:  # the kept model is lost or stale: the server sends the full pair instead
+        reply = _served(message, context, call_next, state, config)
+        if not asked:
+            return reply
+    except OutOfSync as error:  # the server then sends what this client lacks
+        entries = error.entries
+    except ForeignStrategy as error:
         message.metadata.message_type = message_type
-        out_of_sync = ConfigRecord({keys.OUT_OF_SYNC_KEY: True})
-        return Message(RecordDict({keys.CONFIG: out_of_sync}), reply_to=message)
+        return refusal(message, str(error), older)
+    except Exception:
+        if not asked:  # code that is not ours, or that fails, says nothing when asked
+            raise
+    message.metadata.message_type = message_type
+    out_of_sync = ConfigRecord({keys.OUT_OF_SYNC_KEY: True, **entries})
+    return Message(RecordDict({keys.CONFIG: out_of_sync}), reply_to=message)
 
 
 def _served(
@@ -82,7 +97,11 @@ def _served(
     for name in list(content.array_records):
         if name.endswith(".broadcast") or name == keys.STEP_KEY:
             slots[name] = content.array_records.pop(name)
+    if keys.FROZEN in content.array_records:
+        state.keep_frozen(content.array_records.pop(keys.FROZEN))
     packed = {name: pack(from_record(record)) for name, record in slots.items()}
+    if (frozen := state.frozen) is not None:
+        packed[keys.FROZEN_KEPT_KEY] = pack(from_record(frozen))
     content[keys.CONFIG] = ConfigRecord({**config, **packed})
     model = content.array_records.get(keys.ARRAYS)
 
@@ -102,6 +121,11 @@ def _served(
         entries[keys.FRESH_KEY] = True  # new or lost: the server knows which
     if keys.MODEL_KEY in unpacked:
         model = unpacked.pop(keys.MODEL_KEY)
+    if keys.FROZEN_KEPT_KEY in unpacked:
+        state.keep_frozen(unpacked.pop(keys.FROZEN_KEPT_KEY))
+    held, _ = read_said(entries)
+    if model is not None and held:  # these do not come again
+        model = ArrayRecord({n: a for n, a in model.items() if n not in held})
     state.keep_slots(unpacked)
     if config.get(keys.KEEP_KEY) and model is not None:
         state.keep_model(model)
@@ -136,6 +160,16 @@ class NodeState:
         if kept is None or kept["round"] != server_round:
             return None
         return from_record(self._records.array_records[self._prefix + "model"])
+
+    @property
+    def frozen(self) -> ArrayRecord | None:
+        """The frozen parameters that the server sent, because this client's own differ."""
+        return self._records.array_records.get(self._prefix + "frozen")
+
+    def keep_frozen(self, frozen: ArrayRecord) -> None:
+        """Keep the server's frozen parameters."""
+        self._forget(lambda key: not key.startswith(self._prefix))
+        self._records[self._prefix + "frozen"] = frozen
 
     def keep_slots(self, slots: Mapping[str, ArrayRecord]) -> None:
         """Keep this round's client slots instead of all earlier ones."""

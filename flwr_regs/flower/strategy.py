@@ -14,7 +14,7 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 from flwr.serverapp.strategy.strategy_utils import aggregate_metricrecords
 
-from flwr_regs.abilities import Personalises
+from flwr_regs.abilities import Personalises, Steers
 from flwr_regs.chain import chain, name_of
 from flwr_regs.flower.accounting import AccountedBudget
 from flwr_regs.flower.network import GridNetwork, Paused
@@ -25,7 +25,7 @@ from flwr_regs.server.round import Round
 from flwr_regs.server.training import Training
 from flwr_regs.term import Term
 from flwr_regs.wire import keys
-from flwr_regs.wire.config import check_evaluate_config, check_train_config
+from flwr_regs.wire.config import OPTIMIZER_KEYS, check_evaluate_config
 from flwr_regs.wire.records import from_record, plainly_named, to_record
 
 UNASKED = "replies came, but there was no configure_train or configure_evaluate before them"
@@ -101,7 +101,7 @@ class RegStrategy(Strategy):
     @property
     def arrays(self) -> ArrayRecord:
         """The current global model; after an error, that of the last good round."""
-        return to_record(self.training.model.model)
+        return to_record(self.training.model.whole)
 
     @property
     def training(self) -> Training:
@@ -134,7 +134,10 @@ class RegStrategy(Strategy):
     ) -> Result:
         """Run `num_rounds` rounds; see Flower's ``Strategy.start`` for the parameters.
 
-        `train_config` takes ``"lr"`` and one of ``"local-epochs"`` and ``"local-steps"``.
+        `train_config` takes ``"lr"`` and one of ``"local-epochs"`` and ``"local-steps"``; and, for the
+        package's clients, ``"optimizer"`` (a class of torch.optim, default ``"SGD"``), ``"momentum"``,
+        ``"weight-decay"`` and ``"clip-norm"``. A method of the server alone needs none of these if the
+        clients are not this package's.
 
         Raises
         ------
@@ -198,7 +201,7 @@ class RegStrategy(Strategy):
         then the rounds are known, and you may hand back another model than you were given.
         Raises ValueError for an unknown, missing or wrong key.
         """
-        check_train_config(train_config or {}, noise=self.options.privacy is not None)
+        self._check_train(train_config or {})
         evaluate = {**(evaluate_config or {})}
         check_evaluate_config(evaluate)
         own = [t.name for t in self.term.terms if isinstance(t, Personalises)]
@@ -285,12 +288,20 @@ class RegStrategy(Strategy):
         metrics = None if paused is None else paused.resume(replies)
         return None if metrics is None else MetricRecord({**metrics})
 
+    def _check_train(self, config: Mapping[str, Any]) -> None:
+        """Raise ValueError for a train config that is wrong, or whose optimiser the method cannot adapt."""
+        self.options.check_train_config(config)
+        if any(isinstance(t, Steers) for t in self.term.terms) and {*config} & {*OPTIMIZER_KEYS}:
+            from flwr_regs.client.optimizer import optimizer_of  # loads torch
+
+            self.term.client_optimizer(optimizer_of(config))
+
     def _begin(self, arrays: ArrayRecord, config: ConfigRecord) -> None:
         """Begin a training; raise ValueError if a wrapper runs this strategy."""
         dp = self.options.privacy
         if self._wrapped:
             raise ValueError(WRAPPED)
-        check_train_config(config, noise=dp is not None)
+        self._check_train(config)
         self._training = Training(
             self.options,
             self.method_name,

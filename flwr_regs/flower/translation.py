@@ -13,9 +13,10 @@ from flwr.clientapp.typing import ClientAppCallable
 from flwr.common.constant import MessageTypeLegacy
 
 from flwr_regs.wire import keys
-from flwr_regs.wire.arrays import ProtocolError
+from flwr_regs.wire.arrays import ForeignStrategy, ProtocolError
 from flwr_regs.wire.records import relabelled, sorted_entries
 
+_OLDER = "it comes from an older server: wrap its strategy in flwr_regs.LegacyStrategy"
 _LEGACY = {"train": ("fitins", "fitres"), "evaluate": ("evaluateins", "evaluateres")}
 
 
@@ -26,13 +27,15 @@ def numpyclient_mod(message: Message, context: Context, call_next: ClientAppCall
         return _label_counts(message, context, call_next)
     kind = "train" if message_type == keys.PROBE else message_type.split(".")[0]
     if kind not in _LEGACY:
-        raise ProtocolError(f"a NumPyClient can train and evaluate, not '{message_type}'")
+        older = message_type in (MessageTypeLegacy.GET_PARAMETERS, MessageTypeLegacy.GET_PROPERTIES)
+        hint = f"; {_OLDER}" if older else ""
+        raise ProtocolError(f"a NumPyClient can train and evaluate, not '{message_type}'{hint}")
     ins, res = _LEGACY[kind]
     if keys.ARRAYS not in message.content.array_records:
         why = f"the {kind} message holds no ArrayRecord '{keys.ARRAYS}', only {sorted(message.content)}"
         if any(key.startswith(f"{ins}.") for key in message.content):
-            why += "; it comes from an older server: wrap its strategy in flwr_regs.LegacyStrategy"
-        raise ProtocolError(why)
+            why += f"; {_OLDER}"
+        raise ForeignStrategy(why)
     arrays = message.content.array_records[keys.ARRAYS]
     names = list(arrays)
     config = ConfigRecord({**message.content.config_records.get(keys.CONFIG, {})})
@@ -46,9 +49,12 @@ def numpyclient_mod(message: Message, context: Context, call_next: ClientAppCall
     if status["code"] != 0:
         raise RuntimeError(f"the client's {kind} failed: {status['message']!r}")
 
+    given = content.config_records[f"{res}.metrics"]
+    if keys.REFUSED_KEY in given:
+        raise ForeignStrategy(str(given[keys.REFUSED_KEY]))
     metrics: dict[str, Any] = dict(content.metric_records[f"{res}.num_examples"])
     metrics["num-examples"] = metrics.pop("num_examples")
-    records, numbers, texts = sorted_entries(content.config_records[f"{res}.metrics"])
+    records, numbers, texts = sorted_entries(given)
     metrics = {**numbers, **metrics}  # n_k is fit's second value, even if its metrics hold another
     if message_type == keys.PROBE:
         pass  # no model goes back

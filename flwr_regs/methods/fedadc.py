@@ -15,9 +15,10 @@ The Nesterov loop runs as one shift by ``−η m̄``, then heavy-ball steps, the
 With SGD this visits the same points. The client's optimiser must be SGD without momentum, because any
 other would transform m̄ together with the gradients. The momentum has gradient units, so η may change
 over rounds (the paper divides by the η of the round). Each client divides by its own number of steps K_k:
-the planned number E, or its step budget if that is smaller. A time budget does not change it: the steps
-are not known beforehand. With ``incomplete="scale"`` every client divides by E, because the server scales
-its whole update by ``E / s_k``, the momentum's part included. The paper has one H for all clients. Alg. 4's
+the planned number E, or its step budget if that is smaller. Under a time budget it is E: the steps are
+not known beforehand. With ``incomplete="scale"`` every client divides by E, whatever its budget, because
+the server scales its whole update by ``E / s_k``, the momentum's part included. The paper has one H for all
+clients. Alg. 4's
 second momentum is torch's ``SGD(momentum=φ, dampening=φ)``: its average leaves a constant m̄ in every
 gradient unchanged.
 

@@ -4,12 +4,16 @@
 | *Broadcast*  ``U = Σ_k u_k`` and ``V = Σ_k v̂_k`` over the last round's replies, as float32; to each
 |              client, whether its own are in these sums
 | *Step*       ``v ← v − η (∇f_k(v) + 2 λ ((U − u_k) ⊙ v − (V − v̂_k)))`` (Eq. 6)
-| *Upload*     ``u_k = diag F_k(v_k)`` and ``v̂_k = u_k ⊙ v_k``, as float32; the client keeps both
-| *Update*     as FedAvg; keeps the sums ``U`` and ``V``, and whose they are
+| *Upload*     ``u_k = diag F_k(v_k)``, as float32; the client keeps it and ``v̂_k = u_k ⊙ v_k``. It uploads
+|              v̂_k too if the update is compressed or travels in half precision
+| *Update*     as FedAvg; computes ``v̂_k = u_k ⊙ (w_t + Δ_k)`` if it did not come; keeps the sums ``U``
+|              and ``V``, and whose they are
 
 A client subtracts its own u_k and v̂_k only if the server used its reply in the last round. An older u_k is
 not in U, and ``U − u_k`` could be negative: the pull would push. If a client has lost what it kept, its own
 share stays in the sums.
+
+For v̂_k the server needs each client's own update, which secure aggregation would hide.
 
 EFL's elastic term (methods/efl.py) has half this strength, and its sums include the client's own share.
 ``implicit=True`` is our addition, as there: it divides by ``1 + 2 η λ (U − u_k)``.
@@ -65,8 +69,8 @@ class Curvature(FisherSums):
         ]  # rounding can make it negative
 
     def finish(self, delta: Arrays, ctx: ClientContext) -> tuple[Arrays, Slot, Slot]:
-        delta, upload, _ = super().finish(delta, ctx)
-        return delta, upload, {key: a.clone() for key, a in upload.items()}
+        own = self.measured(delta, ctx)
+        return delta, self.uploaded({k: a.clone() for k, a in own.items()}, ctx), own
 
     def update(
         self, server: Slot, delta: Arrays, uploads: Slot, ctx: ServerContext

@@ -32,9 +32,9 @@ import torch
 
 from flwr_regs.flower.client import RegClient
 from flwr_regs.flower.strategy import RegStrategy
-from flwr_regs.server.arguments import nearest
 from flwr_regs.server.options import Options
 from flwr_regs.term import Arrays, ServerContext, Slot, Term
+from flwr_regs.wire.config import nearest
 
 __all__ = [
     "AdaptiveServer",
@@ -68,6 +68,7 @@ class TorchServerOptimizer(Term):
 
     name: ClassVar[str] = "server-optimizer"
     owns_step: ClassVar[bool] = True
+    reads_lr: ClassVar[bool] = False
     make: Callable[[list[torch.Tensor]], torch.optim.Optimizer]
     schedule: Schedule | None = None
 
@@ -161,6 +162,7 @@ class AdaptiveServer(Term):
 
     name: ClassVar[str] = "adaptive-server"
     owns_step: ClassVar[bool] = True
+    reads_lr: ClassVar[bool] = False
     rule: str
     lr: float
     beta_1: float

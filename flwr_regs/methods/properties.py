@@ -166,8 +166,11 @@ class _Trial:
 
     def needs_only_sums(self) -> bool:
         """Whether the server's hooks give the same when each client's upload and update are the mean."""
-        if self.reads_replies():
-            return False
+        sent = [*self.uploads.values(), *([*p.values()] for p in self.probes.values())]
+        kinds = {a.dtype for slots in sent for s in slots for a in s.values()}
+        coded = any(kind not in (np.float32, np.float64) for kind in kinds)
+        if coded or self.reads_replies():
+            return False  # positions, or 16 bits, have no mean
         deltas = _unequal(self.deltas)
         for t in self.chain.terms:
             own = _unequal(dict(enumerate(self.uploads[t.name])))

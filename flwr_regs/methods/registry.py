@@ -215,7 +215,7 @@ def _rows() -> Iterator[Method]:
         setting="silo",
         state="its Fisher information, and that times its model",
         down=3,
-        up=3,
+        up=2,
         beside="whether its last reply was used, down",
         gradients="a gradient of each of its samples once a round",
     )

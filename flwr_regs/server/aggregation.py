@@ -14,6 +14,11 @@ from flwr_regs.abilities import Weighs
 from flwr_regs.term import ServerContext, Slot, Term
 from flwr_regs.wire.arrays import LARGEST
 
+STEPS = (
+    "a client reports the metrics 'local-steps' (taken) and 'planned-steps' where train_config asks for "
+    "'local-epochs' or 'local-steps'"
+)
+
 
 @dataclass(frozen=True)
 class Reply:
@@ -30,8 +35,8 @@ class Reply:
         ``n_k``.
     delta : mapping
         ``v_k − w_t`` of the arrays that were sent as differences.
-    steps : tuple
-        ``s_k`` and E, the local steps taken and planned; (1, 1) if the client did not report them.
+    steps : tuple or None
+        ``s_k`` and E, the local steps taken and planned; None if the client does not report them.
     tied : mapping
         Tied weights, other name -> trained name.
     """
@@ -41,7 +46,7 @@ class Reply:
     metrics: Any
     num_examples: float
     delta: Mapping[str, np.ndarray] = field(default_factory=dict)
-    steps: tuple[int, int] = (1, 1)
+    steps: tuple[int, int] | None = None
     tied: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -78,11 +83,19 @@ class Stats:
 
     @property
     def num_steps(self) -> int:
-        return self._reply.steps[0]
+        return self._steps[0]
 
     @property
     def planned_steps(self) -> int:
-        return self._reply.steps[1]
+        return self._steps[1]
+
+    @property
+    def _steps(self) -> tuple[int, int]:
+        if self._reply.steps is None:
+            raise UnusableReplies(
+                {self._pid: f"it reports no steps, which the method reads; {STEPS}"}
+            )
+        return self._reply.steps
 
     @property
     def loss(self) -> float:

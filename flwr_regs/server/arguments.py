@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Iterable
+
+from flwr_regs.wire.config import nearest
 
 MOVED = {
     "fraction_fit": "fraction_train",
@@ -19,13 +20,6 @@ MOVED = {
     "initial_parameters": "start(initial_arrays=...)",
 }
 """Names in Flower's older strategies -> their names now."""
-
-
-def nearest(name: str, known: Iterable[str]) -> str:
-    """Return ``"; did you mean '…'?"`` with the most similar of `known`, or "" if none is similar."""
-    by_lower = {k.lower(): k for k in known}
-    near = difflib.get_close_matches(name.lower(), by_lower, n=1)
-    return f"; did you mean '{by_lower[near[0]]}'?" if near else ""
 
 
 def check_arguments(strategy: type, settings: set[str], given: Iterable[str]) -> None:

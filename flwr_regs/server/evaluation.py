@@ -5,10 +5,12 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from flwr_regs.abilities import Personalises
 from flwr_regs.server.cohorts import EVALUATION, uniform_cohort
+from flwr_regs.server.frozen import Frozen, differing, out_of_sync
 from flwr_regs.server.network import Course, Network, name_failures
 from flwr_regs.server.outbox import client_seed
 from flwr_regs.server.replies import common_metrics, output_layer, read_metrics
@@ -43,28 +45,46 @@ def evaluation(
     connected = training.population.refresh(network)
     size = max(int(len(connected) * options.fraction_evaluate), options.min_evaluate_nodes)
     cohort = uniform_cohort(connected, (options.seed, number), size, EVALUATION)
-    shared = {name: a for name, a in model.items() if name in training.model.model}
-    halved, entries = to_half(tie(shared, training.model.tied or {}), options.wire_dtype)
+    now = training.model
+    shared = {name: a for name, a in model.items() if name in now.model}
+    halved, entries = to_half(tie(shared, now.tied or {}), options.wire_dtype)
     arrays = {keys.ARRAYS: Record(halved)}
+    frozen = now.frozen or Frozen()
+    if shared.keys() != model.keys():  # the caller's own model, whole
+        frozen = replace(frozen, arrays={n: model.get(n, a) for n, a in frozen.arrays.items()})
+    if frozen.digest:
+        entries = {**entries, keys.FROZEN_DIGEST_KEY: frozen.digest}
     common = {**config, **entries, **training.identity, keys.ROUND_KEY: number}
     personal = [t.name for t in options.term.terms if isinstance(t, Personalises)]
 
     def parcel(pid: int) -> Parcel:
         own: dict[str, Any] = {keys.SEED_KEY: client_seed(options.seed, number, pid)}
         if personal:
-            lr = training.model.previous_lr or 0.0
+            lr = now.previous_lr or 0.0
             own |= {keys.PERSONAL_KEY: ",".join(personal), keys.CLIENT_KEY: pid, keys.LR_KEY: lr}
         return Parcel(arrays, {**common, **own})
 
     parcels = {pid: parcel(pid) for pid in cohort}
+    bytes_down = {pid: parcel.nbytes for pid, parcel in parcels.items()}
     clock = time.monotonic()
 
     (replies,) = yield [training.population.request("evaluate", parcels)]
 
-    metrics, failures = {}, dict(replies.failures)
-    for pid in sorted(replies.came):
+    metrics, failures, came = {}, dict(replies.failures), dict(replies.came)
+    if lacking := differing(out_of_sync(came), frozen):
+        if why := frozen.refusal():
+            failures |= dict.fromkeys(lacking, why)
+        else:
+            record = {keys.FROZEN: frozen.record}
+            again = {p: Parcel({**arrays, **record}, parcels[p].config) for p in lacking}
+            late = network.ask(training.population.request("evaluate", again))
+            failures |= late.failures
+            came |= late.came
+            bytes_down |= {p: bytes_down[p] + parcel.nbytes for p, parcel in again.items()}
+        came = {p: reply for p, reply in came.items() if p not in failures}
+    for pid in sorted(came):
         try:
-            found, _ = read_metrics(pid, replies.came[pid], options.weighted_by_key)
+            found, _ = read_metrics(pid, came[pid], options.weighted_by_key)
             metrics[pid] = dict(found)
         except ProtocolError as error:
             failures[pid] = str(error)
@@ -75,11 +95,11 @@ def evaluation(
         history.append({"round": number, "seconds": {}})  # evaluation alone
     history[-1]["seconds"]["evaluate"] = time.monotonic() - clock
     history[-1]["evaluate"] = {
-        "bytes_down": {pid: parcel.nbytes for pid, parcel in parcels.items()},
+        "bytes_down": bytes_down,
         "failures": failures,
         "clients": metrics,
     }
-    if (layer := output_layer(replies.came)) is not None:
+    if (layer := output_layer(came)) is not None:
         history[-1]["output_layer"] = layer
     if metrics:
         training.evaluated = True

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import numpy as np
 from flwr_regs.abilities import Folds
 from flwr_regs.chain import Chain
 from flwr_regs.server.aggregation import Mean, Reply, UnusableReplies, mean_delta, update_of
+from flwr_regs.server.frozen import Frozen
 from flwr_regs.term import ServerContext, Slot
 from flwr_regs.wire.arrays import (
     NDArrays,
@@ -22,6 +24,7 @@ from flwr_regs.wire.arrays import (
     untrainable,
 )
 from flwr_regs.wire.delta import decoded
+from flwr_regs.wire.frozen import frozen_digest
 from flwr_regs.wire.precision import narrow, widen
 
 MOST_STEPS = 50
@@ -43,7 +46,9 @@ class GlobalModel:
     Attributes
     ----------
     model : NDArrays
-        ``w_t``.
+        ``w_t``; without the frozen parameters, once they are known.
+    frozen : Frozen or None
+        The parameters that no client trains. None before the first replies.
     step : NDArrays or None
         ``w_t − w_{t−1}`` in the model's dtypes, exactly as it was added; None before the first step.
     previous_lr : float or None
@@ -51,8 +56,8 @@ class GlobalModel:
     server : Slot
         The terms' server slots.
     buffers : frozenset of str, or None
-        Arrays that the clients do not train: buffers, frozen parameters and the other names of tied
-        weights. None before the first replies; until then, arrays that cannot be trained and BatchNorm's
+        Arrays of the model that the clients do not train: buffers, and the other names of tied weights.
+        None before the first replies; until then, arrays that cannot be trained and BatchNorm's
         statistics count as buffers.
     tied : mapping of str to str, or None
         Tied weights, other name -> trained name.
@@ -85,6 +90,8 @@ class GlobalModel:
         self._half = half
         self._rounded = (model, self._as_given(model))
         self.model = model
+        self._names = list(model)
+        self.frozen: Frozen | None = None
         self.step: NDArrays | None = None
         self.previous_lr: float | None = None
         self.buffers: frozenset[str] | None = None
@@ -112,12 +119,29 @@ class GlobalModel:
             self.server = self._term.init({n: a for n, a in self.model.items() if n not in buffers})
         self.buffers, self.tied = buffers, tied
 
+    def hold(self, frozen: Frozen) -> None:
+        """Note the parameters that no client trains, before the first step; they leave `model`."""
+        before = self._trainable(self.model)
+        self.frozen = frozen
+        self.model = {n: a for n, a in self.model.items() if n not in frozen.names}
+        self.changed = dict.fromkeys(self.model, 0)
+        if self.buffers is not None:
+            self.buffers -= frozen.names
+        if before.keys() & frozen.names:
+            self.server = self._term.init(self._trainable(self.model))
+
+    @property
+    def whole(self) -> NDArrays:
+        """``w_t`` with the frozen parameters, in the order of `initial_arrays`."""
+        held = {} if self.frozen is None else self.frozen.arrays
+        return {n: held[n] if n in held else self.model[n] for n in self._names}
+
     @property
     def fixed(self) -> frozenset[str]:
         """The arrays that are not trained, as far as is known."""
         if self.buffers is not None:
             return self.buffers
-        return untrainable(self.model) | frozenset(self._term.frozen(list(self.model)))
+        return untrainable(self.model) | frozenset(self._term.frozen(self._names))
 
     def context(self, server_round: int, lr: float, population: int) -> ServerContext:
         """Return the context of the terms' server hooks in a round."""
@@ -131,10 +155,16 @@ class GlobalModel:
 
         The caller may have changed it between rounds. The last step then ends at the new model.
         """
-        check_arrays(model, self.model, "the arrays handed to configure_train")
+        check_arrays(model, self.whole, "the arrays handed to configure_train")
+        other = False
+        if self.frozen is not None and self.frozen.arrays:
+            held = {n: model[n] for n in self.frozen.arrays}
+            if other := frozen_digest(held) != self.frozen.digest:
+                self.frozen = replace(self.frozen, arrays=held)
+            model = {n: a for n, a in model.items() if n not in held}
         model = tie(model, self.tied or {})  # a tied weight has one value under all its names
         if digest(model) == digest(self.model):
-            return False
+            return other
         check_finite(model, "the arrays handed to configure_train", self.model)
         if self.step is not None:
             moved = {n: model[n] - w for n, w in self.model.items() if w.dtype.kind == "f"}
@@ -151,11 +181,13 @@ class GlobalModel:
         ctx: ServerContext,
         scaled: Mapping[int, float],
         mean: Mean = mean_delta,
+        watch: Callable[[NDArrays], None] | None = None,
     ) -> None:
         """Average the replies, let the terms make the step, and move by it.
 
         `ctx` has the weights ``p_k``, `scaled` are ``ω_k``. `mean` averages the replies; a private one
-        clips and adds noise before any term sees the mean.
+        clips and adds noise before any term sees the mean. `watch` gets the step of the trained arrays
+        before the model moves.
 
         The step is rounded to the model's dtype, and the model moves by exactly this step. So a client
         that adds the same step to the same model gets the same bits.
@@ -164,7 +196,8 @@ class GlobalModel:
         to the float32 ``w_t``, so that small steps add up.
 
         Raises UnusableReplies for those that a term cannot fold, and ProtocolError if the new model is not
-        finite or beyond the range of the wire's precision. Nothing has changed then.
+        finite or beyond the range of the wire's precision; also what `watch` raises. Nothing has changed
+        then.
         """
         given, fixed = self.given, self.fixed
         folded = self._fold(replies, ctx, given)
@@ -186,6 +219,8 @@ class GlobalModel:
         model = {n: add(w, rounded[n]) for n, w in self.model.items()}
         check_finite(model, "the new global model", self.model)
         as_given = self._as_given(model)
+        if watch is not None:
+            watch(self._trainable(rounded))
         if code is not None:
             self._log(ctx.round, code, sum(w.nbytes for w in model.values()))
         self.server, self.step, self.model = server, rounded, model

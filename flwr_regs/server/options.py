@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Self
 
@@ -11,6 +11,7 @@ import numpy as np
 from flwr_regs.chain import Chain
 from flwr_regs.server.privacy import CentralDP
 from flwr_regs.wire import keys
+from flwr_regs.wire.config import NEEDS, TRAIN_KEYS, check_train_config
 from flwr_regs.wire.precision import DTYPES
 
 
@@ -61,6 +62,10 @@ class Options:
         When clients arrive, depart or are dropped, `lr_schedule` counts from 1 again (EFL, Sec. 4.4).
     privacy : CentralDP, optional
         Clip each client's update and add noise to the mean: see :class:`flwr_regs.CentralDP`.
+    on_divergence : {"warn", "stop"}
+        What happens when a global step is over 10 times the median of the last five, twice, or the mean
+        training loss over 3 times the first round's. ``"warn"``: one warning, which is also the history's
+        ``"divergence"`` of that round. ``"stop"``: :class:`RoundFailed` too, before the model moves.
     min_replies : int
         A round with fewer usable replies raises :class:`RoundFailed`.
     population : int, optional
@@ -91,6 +96,7 @@ class Options:
     drop_inactive: float | None = None
     restart_lr: bool = False
     privacy: CentralDP | None = None
+    on_divergence: str = "warn"
     min_replies: int = 1
     population: int | None = None
     wait_timeout: float = 300.0
@@ -123,6 +129,38 @@ class Options:
     def names(cls) -> set[str]:
         """Return the names of the settings."""
         return {f.name for f in fields(cls)} - {"term"}
+
+    @property
+    def counts_steps(self) -> str:
+        """The setting that needs the steps of each client; "" if none does."""
+        if self.incomplete != "average":
+            return f"incomplete='{self.incomplete}'"
+        return "" if self.drop_inactive is None else f"drop_inactive={self.drop_inactive}"
+
+    def check_train_config(self, config: Mapping[str, Any]) -> None:
+        """Raise ValueError for an unknown, missing or wrong key of a train config.
+
+        Clients that only train as in FedAvg may have their learning rate and duration from elsewhere; then
+        all these keys may be missing, unless the server needs them.
+        """
+        needs = {"lr": "", "duration": ""}
+        if readers := [t.name for t in self.term.terms if t.reads_lr]:
+            needs["lr"] = (
+                f"the clients' learning rate, which {readers} may read on the server (reads_lr)"
+            )
+        elif self.lr_schedule is not _constant:
+            needs["lr"] = "the clients' learning rate, which lr_schedule multiplies"
+        if self.counts_steps:
+            needs["duration"] = f"because {self.counts_steps} compares the clients' steps with it"
+        own = [
+            k for k in TRAIN_KEYS if k in config and not needs["lr" if k == "lr" else "duration"]
+        ]
+        if not self.term.plain:
+            needs = {**NEEDS}
+        elif own:
+            needs = {key: why or NEEDS[key] for key, why in needs.items()}
+        noise = self.privacy is not None
+        check_train_config(config, noise=noise, needs=needs)
 
     def __post_init__(self) -> None:
         for name, good, sentence in RANGES:
@@ -173,6 +211,7 @@ RANGES: list[tuple[str, Callable[[Any], bool], str]] = [
     ),
     ("drop_inactive", lambda v: v is None or v > 0, "be positive or None, not {!r}"),
     ("privacy", lambda v: v is None or isinstance(v, CentralDP), "be a CentralDP, not {!r}"),
+    ("on_divergence", _one_of("warn", "stop"), "be 'warn' or 'stop', not {!r}"),
     ("min_replies", lambda v: _whole(v) and v >= 1, "be at least 1, not {!r}"),
     ("population", lambda v: v is None or (_whole(v) and v >= 1), "be at least 1, not {!r}"),
     ("wait_timeout", lambda v: v >= 0, "not be negative, but is {!r}"),

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from flwr_regs.server.downlink import Downlink
+from flwr_regs.server.frozen import Frozen, differing
 from flwr_regs.term import Slot
 from flwr_regs.wire import keys
 from flwr_regs.wire.parcel import Parcel, Record
+
+LOG = logging.getLogger("flwr")
 
 
 def client_seed(seed: int, number: int, pid: int) -> int:
@@ -46,11 +50,13 @@ class Outbox:
         self._number = number
         self._seed = seed
         self._config = config
-        self._downlink = downlink
+        self.downlink = downlink
         self._held = held
         self._used = used
         self.broadcasts: Mapping[int, Slot] = {}
         """Client -> its own broadcasts, after a first exchange."""
+        self.frozen: dict[int, Record] = {}
+        """Client -> the frozen parameters, for its next message: it holds others."""
 
     def train(self, pid: int, lost: bool = False) -> Parcel:
         """Return a client's train message; one that `lost` its model gets everything."""
@@ -65,14 +71,37 @@ class Outbox:
         names = (keys.METHOD_KEY, keys.START_KEY, keys.ROUND_KEY)
         return Parcel({keys.ARRAYS: model}, {k: self._config[k] for k in names})
 
+    def catch_up(
+        self, lost: Mapping[int, Parcel], frozen: Frozen | None, tries: int
+    ) -> dict[int, str]:
+        """Prepare what clients say that they lack; return why some of them cannot have it.
+
+        `lost` are their replies. Each is served twice at most: with its model, and then with its frozen
+        parameters, if they differ from the others'.
+        """
+        differ = differing(lost, frozen)
+        why = "it says that it lacks the model that it was just sent"
+        refused = {p: why for p in lost if tries == 2 or (tries == 1 and p not in differ)}
+        if frozen is not None and (reason := frozen.refusal()):
+            refused |= dict.fromkeys(differ, reason)
+        elif frozen is not None and differ:
+            LOG.info("clients %s hold other frozen parameters; they get these once", differ)
+            self.frozen = dict.fromkeys(differ, frozen.record)
+        gone = [p for p in lost if p in self._held and p not in refused and p not in differ]
+        if gone:
+            LOG.warning("clients %s have lost their model; sending the full pair", gone)
+        return refused
+
     def _parcel(self, pid: int, held_round: int | None, probe: bool = False) -> Parcel:
-        records, entries = self._downlink.content(held_round, probe)
-        mine = {} if probe else self._downlink.own(pid)
+        records, entries = self.downlink.content(held_round, probe)
+        mine = {} if probe or self.downlink.asks else self.downlink.own(pid)
         for slots in (mine, self.broadcasts.get(pid, {})):
             for name, slot in slots.items():
                 if slot:
                     key = f"{name}.broadcast"
                     records = {**records, key: Record({**records.get(key, {}), **slot})}
+        if pid in self.frozen:
+            records = {**records, keys.FROZEN: self.frozen.pop(pid)}
         own: dict[str, Any] = {
             keys.SEED_KEY: client_seed(self._seed, self._number, pid),
             keys.CLIENT_KEY: pid,

@@ -86,14 +86,16 @@ class Participation:
 
         A client that took no step is inactive. For Eq. 9, so is one that did not reply.
         """
-        steps = {pid: reply.steps for pid, reply in now.received.items()}
-        active = {pid for pid, (taken, _) in steps.items() if taken > 0}
+        received = now.received
+        steps = {pid: reply.steps for pid, reply in received.items() if reply.steps is not None}
+        inactive = {pid for pid, (taken, _) in steps.items() if taken == 0}
+        active = set(received) - inactive
         for pid in now.cohort:
             self._turns[pid] = self._turns.get(pid, 0) + 1
             self._inactive[pid] = self._inactive.get(pid, 0) + (pid not in active)
         self._steps = max([self._steps, *(planned for _, planned in steps.values())])
         now.steps = {pid: taken for pid, (taken, _) in steps.items()}
-        now.inactive = sorted(set(steps) - active)
-        now.incomplete = sorted(p for p in active if steps[p][0] < steps[p][1])
+        now.inactive = sorted(inactive)
+        now.incomplete = sorted(p for p, (taken, planned) in steps.items() if 0 < taken < planned)
         unused = set(now.incomplete) if self._incomplete == "drop" else set()
-        now.used = {pid: r for pid, r in now.received.items() if pid in active - unused}
+        now.used = {pid: r for pid, r in received.items() if pid in active - unused}

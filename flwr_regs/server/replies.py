@@ -11,7 +11,8 @@ import numpy as np
 
 from flwr_regs.abilities import Folds
 from flwr_regs.chain import Chain
-from flwr_regs.server.aggregation import Reply
+from flwr_regs.server.aggregation import STEPS, Reply
+from flwr_regs.server.frozen import Frozen, agree_on_frozen
 from flwr_regs.server.model import GlobalModel
 from flwr_regs.wire import keys
 from flwr_regs.wire.arrays import (
@@ -26,6 +27,7 @@ from flwr_regs.wire.arrays import (
     untrainable,
 )
 from flwr_regs.wire.delta import decoded
+from flwr_regs.wire.frozen import read_said
 from flwr_regs.wire.parcel import Parcel
 from flwr_regs.wire.precision import from_half
 
@@ -35,13 +37,15 @@ class Usable:
     """The usable replies of a round, by partition id, and why the others are not usable.
 
     The clients agree on `buffers`, the arrays that they do not train, and on `tied`, the other names of
-    tied weights (other name -> trained name). Both are None if no reply is usable.
+    tied weights (other name -> trained name), and on what is `frozen`. All are None if no reply is usable;
+    `frozen` also if it was known before.
     """
 
     replies: dict[int, Reply]
     failures: dict[int, str]
     buffers: frozenset[str] | None
     tied: Mapping[str, str] | None
+    frozen: Frozen | None = None
 
 
 @dataclass(frozen=True)
@@ -51,18 +55,21 @@ class Reader:
     Attributes
     ----------
     method : str
-        The name that clients must report; "FedAvg" also takes clients that report none.
+        The name that clients must report; a method of the server alone also takes clients that report none.
     term : Chain
         Checks the uploads.
     model : GlobalModel
     weighted_by_key : str
         The metric that counts a client's examples.
+    counts_steps : str
+        The setting that needs each client's steps; "" if none does.
     """
 
     method: str
     term: Chain
     model: GlobalModel
     weighted_by_key: str
+    counts_steps: str = ""
 
     def read_all(self, came: Mapping[int, Parcel], config: Mapping[str, Any]) -> Usable:
         """Check replies one by one and against each other; `config` is the round's.
@@ -81,10 +88,16 @@ class Reader:
         replies = {pid: reply for pid, reply in replies.items() if pid not in wrong}
         tied, other = agree_on_ties(replies, self.model.tied)
         replies = {pid: reply for pid, reply in replies.items() if pid not in other}
-        active = {pid: reply.uploads for pid, reply in replies.items() if reply.steps[0]}
+        frozen: Frozen | None = None
+        if self.model.frozen is None and replies:
+            said = {pid: read_said(came[pid].config) for pid in replies}
+            frozen, unlike = agree_on_frozen(said, self.model.model)
+            other |= unlike
+            replies = {pid: reply for pid, reply in replies.items() if pid not in other}
+        active = {p: r.uploads for p, r in replies.items() if r.steps is None or r.steps[0]}
         unlike = self.term.agree(active)
         replies = {pid: reply for pid, reply in replies.items() if pid not in unlike}
-        return Usable(replies, {**failures, **wrong, **other, **unlike}, agreed, tied)
+        return Usable(replies, {**failures, **wrong, **other, **unlike}, agreed, tied, frozen)
 
     def read(
         self, pid: int, parcel: Parcel, config: Mapping[str, Any]
@@ -111,6 +124,7 @@ class Reader:
             buffers = untrainable(model)
             if keys.BUFFERS_KEY in entries:
                 buffers = unmask(entries[keys.BUFFERS_KEY], model)
+            read_said(entries, set(model) - buffers)
             tied: dict[str, str] = {}
             if keys.TIED_KEY in entries:
                 tied = check_tied(entries[keys.TIED_KEY], model, buffers)
@@ -118,8 +132,12 @@ class Reader:
             if keys.UPDATE_KEY in entries:
                 delta = self._decoded(entries[keys.UPDATE_KEY], set(model) - buffers)
                 expected = {n: model[n] for n in arrays if n in buffers}
-            steps = _steps(metrics, config, count) if ours else (1, 1)
-            if steps[0]:
+            steps = _steps(metrics, config, count, ours)
+            if steps is None and self.counts_steps:
+                raise ProtocolError(
+                    f"it reports no steps, which {self.counts_steps} needs; {STEPS}"
+                )
+            if steps is None or steps[0]:
                 trained = {n: a for n, a in model.items() if n not in buffers}
                 self.term.check(uploads, trained, self.model.server)
         except (ValueError, TypeError, EOFError) as error:
@@ -141,7 +159,8 @@ class Reader:
 
     def _check_sender(self, what: str, parcel: Parcel) -> None:
         """Raise ProtocolError for another method's client, or a reply without arrays."""
-        if parcel.config.get(keys.METHOD_KEY, "FedAvg") != self.method:
+        plain = self.term.plain and keys.METHOD_KEY not in parcel.config
+        if not plain and parcel.config.get(keys.METHOD_KEY) != self.method:
             named = (
                 ""
                 if "+" in self.method or "-" in self.method
@@ -190,11 +209,18 @@ def read_uploads(what: str, parcel: Parcel) -> dict[str, Mapping[str, np.ndarray
     return uploads
 
 
-def _steps(metrics: Mapping[str, Any], config: Mapping[str, Any], count: float) -> tuple[int, int]:
-    """Return ``s_k`` and E as the client reports them; raise ValueError unless the round allows them."""
+def _steps(
+    metrics: Mapping[str, Any], config: Mapping[str, Any], count: float, ours: bool
+) -> tuple[int, int] | None:
+    """Return ``s_k`` and E as the client reports them; raise ValueError unless the round allows them.
+
+    None if the round asks for no duration, or for a client that is not `ours` and reports none.
+    """
     taken, planned = metrics.get("local-steps"), metrics.get("planned-steps")
-    asked = config.get("local-steps")
-    most = asked or config["local-epochs"] * count  # a step is at least one example
+    asked, epochs = config.get("local-steps"), config.get("local-epochs", 0)
+    if not (asked or epochs) or (not ours and (taken is None or planned is None)):
+        return None
+    most = asked or epochs * count  # a step is at least one example
     if (
         not isinstance(taken, int)
         or not isinstance(planned, int)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from uuid import uuid4
 
@@ -17,7 +19,9 @@ from flwr_regs.server.aggregation import (
     aggregation_weights,
     update_weights,
 )
+from flwr_regs.server.divergence import DivergenceGuard
 from flwr_regs.server.downlink import Downlink
+from flwr_regs.server.frozen import asked, out_of_sync
 from flwr_regs.server.model import GlobalModel
 from flwr_regs.server.network import Course, Network, Replies, Request, name_failures
 from flwr_regs.server.options import Options
@@ -30,7 +34,7 @@ from flwr_regs.server.round import Round, RoundFailed
 from flwr_regs.term import ServerContext
 from flwr_regs.wire import keys
 from flwr_regs.wire.arrays import NDArrays, ProtocolError
-from flwr_regs.wire.parcel import Record
+from flwr_regs.wire.parcel import Parcel, Record
 
 LOG = logging.getLogger("flwr")
 MeanOfMetrics = Callable[[str, Sequence[Mapping[str, Any]]], Mapping[str, Any]]
@@ -103,6 +107,7 @@ class Training:
         self._participation = Participation(
             options.incomplete, options.drop_inactive, options.restart_lr, num_rounds or 1
         )
+        self._guard = DivergenceGuard()
         self._held: dict[int, int] = {}  # client -> round whose model it last kept
         self.evaluated = False
         self._trained: set[int] = set()  # clients of which a reply was used
@@ -134,7 +139,8 @@ class Training:
         Raises
         ------
         RoundFailed
-            Fewer than `min_replies` usable replies, or a diverged model. The model stays as it was.
+            Fewer than `min_replies` usable replies, or a diverged model; at signs of divergence too if the
+            strategy says so. The model stays as it was.
         """
         term, options = self.options.term, self.options
         now = Round(number)
@@ -146,10 +152,10 @@ class Training:
         members = self._participation.remaining(clients, now)
         now.cohort = self._draw(number, members, network)
         self._privacy.check_budget(now)
-        now.lr = self._learning_rate(number, float(config["lr"]))
+        now.lr = self._learning_rate(number, config.get("lr"))
         now.context = self._context(now)
         now.config = self._config(now, config)
-        downlink = Downlink(options.downlink, term, self.model, now.context, options.wire_dtype)
+        downlink = self._downlink(now.context)
         outbox = Outbox(number, options.seed, now.config, downlink, self._held, self._used)
         now.lap("configure")
 
@@ -159,7 +165,8 @@ class Training:
             now.asked = self._probe(now, outbox, network)
             now.lap("probe")
         requests = [self._train(now, now.asked, outbox)]
-        if options.overlap and number < (self.num_rounds or number + 1):
+        last = number == self.num_rounds
+        if options.overlap and not last and not downlink.asks:
             requests.append(self._ahead(now, members, connected, outbox, network))
         LOG.info("configure_train: cohort of %d (out of %d)", len(now.cohort), len(members))
 
@@ -191,7 +198,10 @@ class Training:
         key = (self._privacy.cohort_seed, number)
         return self.population.cohort(members, key, size, options.cohorts, network)
 
-    def _learning_rate(self, number: int, lr: float) -> float:
+    def _learning_rate(self, number: int, given: Any) -> float | None:
+        if given is None:  # plain clients have their own
+            return None
+        lr = float(given)
         on_schedule = self._participation.schedule_round(number)
         lr *= float(self.options.lr_schedule(on_schedule))
         if not 0 < lr < float("inf"):
@@ -209,7 +219,7 @@ class Training:
             **self.identity,
             **({keys.BESIDE_KEY: ", ".join(beside)} if beside else {}),
             **({keys.INCOMPLETE_KEY: "scale"} if options.incomplete == "scale" else {}),
-            "lr": now.lr,
+            **({} if now.lr is None else {"lr": now.lr}),
             keys.ROUND_KEY: now.number,
             keys.PROTOCOL_KEY: keys.PROTOCOL,
             **({keys.HALF_KEY: options.wire_dtype} if options.wire_dtype else {}),
@@ -244,19 +254,16 @@ class Training:
         assert now.context is not None
         term, uploads = self.options.term, dict[int, dict[str, Any]]()
         now.probe_down, now.probe_up = dict.fromkeys(now.asked, 0), {}
-        asked, lost = now.asked, False
+        asked, tries = now.asked, 0
         while asked:
-            parcels = {pid: outbox.probe(pid, lost) for pid in asked}
+            parcels = {pid: outbox.probe(pid, lost=tries > 0) for pid in asked}
             replies = network.ask(self.population.request(keys.PROBE, parcels))
             now.failures |= replies.failures
             for pid, parcel in parcels.items():
                 now.probe_down[pid] += parcel.nbytes
-            again = _out_of_sync(replies)
-            if lost:
-                why = "it says that it lacks the model that it was just sent"
-                now.failures |= dict.fromkeys(again, why)
-            for pid in sorted(set(replies.came) - set(again)):
-                reply = replies.came[pid]
+            came, again = self._lacking(now, replies.came, outbox, tries)
+            for pid in sorted(came):
+                reply = came[pid]
                 try:
                     found = read_uploads(f"the probe of client {pid}", reply)
                     term.check(found, now.context.params, self.model.server, probing=True)
@@ -265,7 +272,7 @@ class Training:
                     continue
                 uploads[pid], now.probe_up[pid] = found, reply.nbytes
                 now.lost_state += [pid] * reply.says(keys.LOST_KEY)
-            asked, lost = ([] if lost else again), True
+            asked, tries = again, tries + 1
         unlike = term.agree(uploads, probing=True)
         uploads = {pid: found for pid, found in uploads.items() if pid not in unlike}
         now.failures |= unlike
@@ -276,13 +283,15 @@ class Training:
         return sorted(uploads)
 
     def _collect(self, now: Round, replies: Replies, outbox: Outbox, network: Network) -> None:
-        """Note the replies; send the model to a client that lost it (a restarted node), and wait."""
-        came, failures = dict(replies.came), dict(replies.failures)
-        if lost := _out_of_sync(replies):
-            LOG.warning("clients %s have lost their model; sending the full pair", lost)
+        """Note the replies; send a client what it lacks (a restarted node its model), and wait."""
+        came, failures, tries = dict(replies.came), dict(replies.failures), 0
+        while True:
+            came, lost = self._lacking(now, came, outbox, tries)
+            if not lost:
+                break
             late = network.ask(self._train(now, lost, outbox, lost=True))
             failures |= late.failures
-            came = {p: reply for p, reply in came.items() if p not in lost} | dict(late.came)
+            came, tries = came | dict(late.came), tries + 1
         now.came = came
         before = now.probe_up or {}
         now.bytes_up = {p: reply.nbytes + before.get(p, 0) for p, reply in came.items()}
@@ -290,9 +299,33 @@ class Training:
         if (layer := output_layer(came)) is not None:
             now.events["output_layer"] = layer
 
+    def _lacking(
+        self, now: Round, came: Mapping[int, Parcel], outbox: Outbox, tries: int
+    ) -> tuple[dict[int, Parcel], list[int]]:
+        """Return (the other replies, the clients to send what they say that they lack).
+
+        A client that cannot be sent it is named among the failures, and so is one that still lacks it after
+        two `tries`: its model, and then its frozen parameters.
+        """
+        lost = out_of_sync(came)
+        others = {p: reply for p, reply in came.items() if p not in lost}
+        if lost and outbox.downlink.asks:
+            if (frozen := asked(lost, self.model.model)) is not None:
+                self.model.hold(frozen)
+            now.context = self._context(now)
+            outbox.downlink = self._downlink(now.context)
+            outbox.downlink.asks = False  # without an answer, the replies to the whole model tell
+        refused = outbox.catch_up(lost, self.model.frozen, tries)
+        now.failures |= refused
+        if outbox.frozen:
+            now.events["frozen_sent"] = sorted({*now.events.get("frozen_sent", []), *outbox.frozen})
+        return others, [p for p in lost if p not in refused]
+
     def _read(self, now: Round) -> Usable:
         """Check the replies; note the usable ones, and why the others are not."""
-        reader = Reader(self.method, self.options.term, self.model, self.options.weighted_by_key)
+        options = self.options
+        by, counts_steps = options.weighted_by_key, options.counts_steps
+        reader = Reader(self.method, options.term, self.model, by, counts_steps)
         usable = reader.read_all(now.came, now.config)
         fixed = (usable.buffers or frozenset()) - set(usable.tied or ())
         uncovered = self._privacy.uncovered(usable.replies, self.model.given, fixed)
@@ -319,13 +352,16 @@ class Training:
     def _advance(self, now: Round, usable: Usable) -> None:
         """Average the used replies and move the model; RoundFailed if they are too few or it diverges."""
         self.model.agree(usable.buffers, usable.tied)
+        if usable.frozen is not None:
+            self.model.hold(usable.frozen)
         mean = self._privacy.mean(now)
+        watch = partial(self._guard.watch, now, self.options, self.method)
         while True:
             now.check_enough(self.options.min_replies, self.method)
             now.context = self._context(now)  # the trained arrays are known now
             try:
                 scaled = update_weights(*self._weigher, now.used, now.context)
-                self.model.advance(now.used, now.context, scaled, mean)
+                self.model.advance(now.used, now.context, scaled, mean, watch)
                 return
             except UnusableReplies as error:  # go on without these clients
                 why = {p: f"the reply of client {p}: {y}" for p, y in error.why.items()}
@@ -338,9 +374,14 @@ class Training:
                     "the model before it; try a smaller learning rate"
                 ) from error
 
+    def _downlink(self, context: ServerContext) -> Downlink:
+        options = self.options
+        return Downlink(options.downlink, options.term, self.model, context, options.wire_dtype)
+
     def _context(self, now: Round) -> ServerContext:
         """Return the context of the terms' server hooks; with weights and replies, once there are any."""
-        context = self.model.context(now.number, now.lr, self.population.size)
+        lr = math.nan if now.lr is None else now.lr
+        context = self.model.context(now.number, lr, self.population.size)
         if not now.used:
             return context
         given, fixed = self.model.given, self.model.fixed
@@ -374,8 +415,3 @@ def _shared(options: Options, model: NDArrays) -> NDArrays:
     """Return the arrays that do not stay with the clients."""
     private = options.term.private(model)
     return {name: a for name, a in model.items() if name not in private}
-
-
-def _out_of_sync(replies: Replies) -> list[int]:
-    """Return the clients that lack the model that they should hold."""
-    return [p for p, reply in replies.came.items() if reply.says(keys.OUT_OF_SYNC_KEY)]

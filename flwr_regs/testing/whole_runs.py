@@ -159,7 +159,7 @@ def identity(method: Method, first: bool) -> None:
 
 
 def fixed_point(method: Method) -> None:
-    """Within 1e-6 after 120 rounds, from v = 0."""
+    """Within 1e-6 after 120 rounds, from v = 0; and the strategy saw no sign of divergence on the way."""
     if method.fixed_point is None:
         raise Skipped("no fixed point is stated")
     curvatures, centres, lr, steps = (1.0, 4.0), (-1.0, 2.0), 0.1, 5
@@ -177,3 +177,5 @@ def fixed_point(method: Method) -> None:
         loss_fn=problem.half_squared_error,
     )
     agree(found[-1], {"v": np.array([expected])}, 1e-6, "after 120 rounds")
+    if signs := [e["divergence"] for e in strategy.history if "divergence" in e]:
+        raise LawBroken(signs[0])

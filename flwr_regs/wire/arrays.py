@@ -22,6 +22,10 @@ class ProtocolError(ValueError):
     """A message that the receiver cannot act on: wrong method, version, names, shapes or values."""
 
 
+class ForeignStrategy(ProtocolError):
+    """A message of a strategy that is not of this package, to a client that needs one."""
+
+
 def plain_name(name: str) -> str:
     """Return a ``state_dict`` name without what ``torch.compile`` adds: no such names travel."""
     return name.replace("_orig_mod.", "")
@@ -71,7 +75,7 @@ def untrainable(model: Mapping[str, np.ndarray]) -> frozenset[str]:
 def mask(chosen: Iterable[str], names: Iterable[str]) -> bytes:
     """Return a mask of the `chosen` names: one bit for each of `names`, in sorted order."""
     chosen = set(chosen)
-    return np.packbits([name in chosen for name in sorted(names)]).tobytes()
+    return np.packbits(np.array([name in chosen for name in sorted(names)], bool)).tobytes()
 
 
 def unmask(data: Any, names: Iterable[str]) -> frozenset[str]:

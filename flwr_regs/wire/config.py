@@ -10,7 +10,25 @@ from flwr_regs.wire.keys import ROUND_KEY
 
 FLOWER_KEYS = (ROUND_KEY, "clipping_norm")
 """Keys of Flower's own: its round number, and the norm for its clipping mods."""
-TRAIN_KEYS = ("lr", "local-epochs", "local-steps")
+OPTIMIZER_KEYS = ("optimizer", "momentum", "weight-decay")
+"""Keys that say which optimiser a client makes; a client with an optimiser of its own refuses them."""
+TRAIN_KEYS = ("lr", "local-epochs", "local-steps", *OPTIMIZER_KEYS, "clip-norm")
+OPTIMIZERS: dict[str, tuple[str, ...]] = {
+    # a class of torch.optim that trains dense parameters of any shape: the keys that it takes
+    "SGD": ("momentum", "weight-decay"),
+    "Adam": ("weight-decay",),
+    "AdamW": ("weight-decay",),
+    "NAdam": ("weight-decay",),
+    "RAdam": ("weight-decay",),
+    "Adamax": ("weight-decay",),
+    "Adagrad": ("weight-decay",),
+    "Adadelta": ("weight-decay",),
+    "Adafactor": ("weight-decay",),
+    "ASGD": ("weight-decay",),
+    "RMSprop": ("momentum", "weight-decay"),
+    "Rprop": (),
+    "LBFGS": (),
+}
 EVALUATE_KEYS = (
     "personalise",
     "personal-lr",
@@ -22,6 +40,17 @@ EVALUATE_KEYS = (
 PERSONALISE = ("plain", "proximal", "distil", "both")
 
 
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Return ``"; did you mean '…'?"`` with the most similar of `known`, or "" if none is similar."""
+    by_lower = {k.lower(): k for k in known}
+    near = difflib.get_close_matches(name.lower(), by_lower, n=1)
+    return f"; did you mean '{by_lower[near[0]]}'?" if near else ""
+
+
+NEEDS = {"lr": "the clients' learning rate", "duration": "for how long the clients train"}
+"""What a client needs of a train config, with what it is."""
+
+
 def check_config_keys(config: Iterable[str], known: Iterable[str], where: str) -> None:
     """Raise ValueError for a key of `config` that is not `known`, and suggest the nearest known one.
 
@@ -30,8 +59,7 @@ def check_config_keys(config: Iterable[str], known: Iterable[str], where: str) -
     known = sorted(known)
     for key in config:
         if key not in known and not key.startswith("user."):
-            near = difflib.get_close_matches(key, known, n=1)
-            hint = f"; did you mean '{near[0]}'?" if near else ""
+            hint = nearest(key, known) or f"; for a key of your own, write 'user.{key}'"
             raise ValueError(f"unknown {where} key '{key}' (known: {', '.join(known)}){hint}")
 
 
@@ -40,11 +68,15 @@ def check_train_config(
     where: str = "train_config",
     also: Iterable[str] = (),
     noise: bool = True,
+    needs: Mapping[str, str] = NEEDS,
 ) -> None:
     """Raise ValueError for an unknown key, or unless lr is positive and exactly one duration is set.
 
+    The optimiser's keys are checked by :func:`check_optimizer`.
+
     `also` holds known keys in addition to the package's and Flower's own. Without `noise` on the server,
-    a norm to clip to is refused.
+    a norm to clip to is refused. `needs` says why "lr" and "duration" must be there; with "" instead, each
+    may be missing.
     """
     check_config_keys(config, [*TRAIN_KEYS, *FLOWER_KEYS, *also], where)
     if "clipping_norm" in config and not noise:
@@ -52,20 +84,54 @@ def check_train_config(
             f"{where} key 'clipping_norm' is for Flower's clipping mods on the clients, but nobody would "
             "add the noise: use privacy=CentralDP(...) on the strategy, or leave it out"
         )
-    if "lr" not in config:
-        raise ValueError(f"{where} lacks the key 'lr', the clients' learning rate")
-    lr = config["lr"]
-    if isinstance(lr, bool) or not isinstance(lr, int | float) or not 0 < lr < float("inf"):
-        raise ValueError(f"{where} key 'lr' must be a positive number, not {lr!r}")
+    if "lr" not in config and needs["lr"]:
+        raise ValueError(f"{where} lacks the key 'lr', {needs['lr']}")
+    _check_number(config, where, "lr", "a positive number", lambda v: 0 < v < float("inf"))
     given = [k for k in ("local-epochs", "local-steps") if k in config]
-    if len(given) != 1:
+    if len(given) > 1 or (not given and needs["duration"]):
         raise ValueError(
             f"{where} needs exactly one of the keys 'local-epochs' and 'local-steps', "
-            f"not {given or 'neither'}"
+            f"not {given or 'neither'}" + (f"; {needs['duration']}" if not given else "")
         )
-    value = config[given[0]]
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{where} key '{given[0]}' must be a positive integer, not {value!r}")
+    whole = "a positive integer"
+    for key in given:
+        _check_number(config, where, key, whole, lambda v: isinstance(v, int) and v >= 1)
+    check_optimizer(config, where)
+
+
+def check_optimizer(config: Mapping[str, Any], where: str) -> None:
+    """Raise ValueError for a wrong optimiser, momentum, weight decay or norm to clip to.
+
+    Keys of other things are passed over.
+    """
+    name = config.get("optimizer", "SGD")
+    if not isinstance(name, str) or name not in OPTIMIZERS:
+        raise ValueError(
+            f"{where} key 'optimizer' must be one of {', '.join(OPTIMIZERS)} (classes of torch.optim), "
+            f"not {name!r}{nearest(str(name), OPTIMIZERS)}"
+        )
+    inf = float("inf")
+    _check_number(config, where, "momentum", "a number from 0 to below 1", lambda v: 0 <= v < 1)
+    _check_number(config, where, "weight-decay", "a number of at least 0", lambda v: 0 <= v < inf)
+    _check_number(config, where, "clip-norm", "a positive number", lambda v: 0 < v < inf)
+    for key in ("momentum", "weight-decay"):
+        if key in config and key not in OPTIMIZERS[name]:
+            others = ", ".join(o for o, takes in OPTIMIZERS.items() if key in takes)
+            raise ValueError(
+                f"{where} has the key '{key}', but torch's {name} takes none: leave it out, or set "
+                f"'optimizer' to one of {others}"
+            )
+
+
+def _check_number(
+    config: Mapping[str, Any], where: str, key: str, expected: str, good: Callable[[Any], bool]
+) -> None:
+    """Raise ValueError if the key is there and its value is no number, or not a `good` one."""
+    if key not in config:
+        return
+    value = config[key]
+    if isinstance(value, bool) or not isinstance(value, int | float) or not good(value):
+        raise ValueError(f"{where} key '{key}' must be {expected}, not {value!r}")
 
 
 def check_evaluate_config(
@@ -98,10 +164,6 @@ def check_evaluate_config(
     used["both"] = (*used["proximal"], *used["distil"])
     mine = {"personal-lr", "personal-epochs", *(f"personal-{k}" for k in used[kind])}
     for key, (expected, good) in rules.items():
-        value = config.get(key)
-        if value is None and key != "personal-lr":
-            continue
-        if isinstance(value, bool) or not isinstance(value, int | float) or not good(value):
-            raise ValueError(f"{where} key '{key}' must be {expected}, not {value!r}")
-        if key not in mine:
+        _check_number({"personal-lr": None, **config}, where, key, expected, good)
+        if key in config and key not in mine:
             raise ValueError(f"{where} key '{key}' has no meaning for personalise = '{kind}'")

@@ -27,7 +27,17 @@ KINDS = ("delta", "coded", "kept")
 
 
 class OutOfSync(Exception):
-    """The client cannot rebuild the model from what it kept; the server then sends the whole model."""
+    """The client lacks what the message builds on; the server then sends it.
+
+    Parameters
+    ----------
+    entries : mapping, optional
+        What the client says of the frozen parameters that it holds.
+    """
+
+    def __init__(self, entries: Mapping[str, Any] | None = None) -> None:
+        super().__init__()
+        self.entries = dict(entries or {})
 
 
 def model_from(
@@ -60,7 +70,10 @@ def decoded_model(
     The config has the mask of the arrays that are not trained, and tied weights as JSON: other name -> the
     name under which it is coded. Raises OutOfSync, and ProtocolError for a step that does not decode.
     """
-    fixed = unmask(config[keys.BUFFERS_KEY], model)
+    try:
+        fixed = unmask(config[keys.BUFFERS_KEY], model)
+    except ProtocolError as error:  # the kept model has other names
+        raise OutOfSync from error
     trained = in_code_order(model, set(model) - fixed)
     step: NDArrays = {}
     for _, coded in sorted(unpack(config[keys.STEPS_KEY]).items()):

@@ -8,6 +8,11 @@ that has one, and the ConfigRecord ``"config"``. What ``"arrays"`` holds depends
 - ``"coded"``: the buffers that changed; ``regs.steps`` holds the steps in the method's code;
 - ``"kept"``: nothing, because the client got the model with the round's probe.
 
+What no client trains (frozen parameters) is not in it: clients hold it, and ``regs.frozen-digest`` says
+which. A client whose own digest differs says so (``regs.out-of-sync``) and gets the ArrayRecord
+``"frozen"`` once. Until the server knows what is frozen, a small model travels whole. A larger one does not
+travel before ``regs.ask-frozen`` has asked the clients for the names.
+
 With ``regs.wire-dtype``, the float32 arrays that ``regs.halves`` marks have 16 bits, in both directions
 (precision.py). A reply holds ``"arrays"``, ``"<term>.upload"``, ``"metrics"`` (numbers) and ``"config"``
 (``regs.method`` and other text). With a coded update in ``regs.update``, its ``"arrays"`` are only the
@@ -26,6 +31,7 @@ PROTOCOL = 3
 ARRAYS = "arrays"
 CONFIG = "config"
 METRICS = "metrics"
+FROZEN = "frozen"
 IDENTIFY = "query.flwr_regs"
 LABELS = "query.flwr_regs_labels"
 PREFETCH = "query.flwr_regs_prefetch"
@@ -41,12 +47,17 @@ TIED_KEY = "regs.tied"
 HALF_KEY = "regs.wire-dtype"
 HALVES_KEY = "regs.halves"
 SENT_KEY = "regs.sent"
+REFUSED_KEY = "regs.refused"
 PRIVATE_KEY = "regs.private.client"
 FRESH_KEY = "regs.private-anew"
 PENDING_KEY = "regs.pending.client"
 MODEL_KEY = "regs.model.client"
 USED_KEY = "regs.used-round"
 KEEPS_KEY = "regs.keeps-state"
+FROZEN_KEY = "regs.frozen"
+FROZEN_DIGEST_KEY = "regs.frozen-digest"
+FROZEN_KEPT_KEY = "regs.frozen.client"
+ASK_KEY = "regs.ask-frozen"
 LAYER_KEY = "regs.output-layer"
 LOST_KEY = "regs.lost-state"
 PERSONAL_KEY = "regs.personal"

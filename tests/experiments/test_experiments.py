@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import struct
 import tomllib
 from pathlib import Path
@@ -34,6 +35,22 @@ def test_the_defaults_are_a_job_of_at_least_ten_clients_and_twenty_rounds() -> N
     assert default.method_names == ["FedAvg", "FedFOR"]
 
 
+def test_the_clients_optimiser_is_a_matter_of_settings() -> None:
+    assert job().train_config == {"lr": 0.05, "local-epochs": 5}
+    given = {"optimizer": "RMSprop", "momentum": 0.9, "weight_decay": 1e-4, "clip_norm": 1}
+    assert job(local_steps=7, **given).train_config == {
+        "lr": 0.05,
+        "local-steps": 7,
+        "optimizer": "RMSprop",
+        "momentum": 0.9,
+        "weight-decay": 1e-4,
+        "clip-norm": 1.0,
+    }
+    assert job(on_divergence="stop").strategy("FedAvg").on_divergence == "stop"
+    with pytest.raises(ValueError, match="'FedADC': FedADC's clients run SGD without momentum"):
+        job(methods="FedAvg, FedADC", momentum=0.9).check()
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -44,6 +61,13 @@ def test_the_defaults_are_a_job_of_at_least_ten_clients_and_twenty_rounds() -> N
         ),
         ({"methods": "FedAvg,FedFoo"}, "'FedFoo': the package has no strategy or term 'FedFoo'"),
         ({"methods": ""}, "there is no method in ''"),
+        ({"optimizer": "adamw"}, "'optimizer' must be one of SGD, Adam, .*not 'adamw'"),
+        ({"momentum": 1.0}, "'momentum' must be a number of at least 0 below 1, not 1.0"),
+        (
+            {"optimizer": "Adam", "momentum": 0.9},
+            "the run config has the key 'momentum'.*Adam takes none",
+        ),
+        ({"on_divergence": "ignore"}, "'on-divergence' must be one of warn, stop"),
         ({"dataset": "cifar"}, "'dataset' must be one of digits, mnist, .*not 'cifar'"),
         ({"lr": 0}, "'lr' must be a number above 0, not 0"),
         ({"lr": "0.1"}, "'lr' must be a number above 0, not '0.1'"),
@@ -66,36 +90,6 @@ def test_a_wrong_setting_is_refused_with_a_sentence(settings: Any, message: str)
 
 def test_a_whole_number_is_good_where_a_number_is_due() -> None:
     assert job(lr=1).lr == 1.0  # flwr hands lr=1 over as an int
-
-
-LABELS = np.random.default_rng(0).integers(0, 10, 1000)
-
-
-@pytest.mark.parametrize("kind", data.PARTITIONS)
-def test_a_partition_is_a_partition_and_depends_on_its_seed(kind: str) -> None:
-    parts = data.partition(LABELS, kind, 20, 3)
-    assert sorted(np.concatenate(parts).tolist()) == list(range(1000))
-    again, other = (data.partition(LABELS, kind, 20, s) for s in (3, 4))
-    assert all(np.array_equal(a, b) for a, b in zip(parts, again, strict=True))
-    assert not all(np.array_equal(a, b) for a, b in zip(parts, other, strict=True))
-
-
-def test_partitions_are_as_skewed_as_they_say() -> None:
-    def classes(kind: str, **kwargs: Any) -> list[int]:
-        return [len(set(LABELS[p])) for p in data.partition(LABELS, kind, 20, 3, **kwargs)]
-
-    assert max(classes("shards", shards_per_client=2)) <= 4  # a shard may straddle two labels
-    assert max(classes("similarity", similarity=0)) <= 2
-    assert min(classes("iid")) >= 8
-    assert np.mean(classes("dirichlet", dirichlet_alpha=0.1)) < 5
-    assert min(classes("dirichlet", dirichlet_alpha=100.0)) >= 8
-    half = data.partition(LABELS, "similarity", 20, 3, similarity=50.0)
-    assert min(len(set(LABELS[p])) for p in half) > 4
-
-
-def test_an_impossible_partition_is_refused() -> None:
-    with pytest.raises(ValueError, match="leaves clients"):
-        data.partition(LABELS[:5], "iid", 6, 0)
 
 
 def test_mnist_is_read_from_a_folder(tmp_path: Path) -> None:
@@ -249,7 +243,9 @@ def test_a_sweep_writes_its_table(tmp_path: Path, capsys: pytest.CaptureFixture[
     args = ["sweep", "FedFOR.alpha", "--values", "0,0.5", "--seeds", "1", "--app", str(ROOT)]
     args[2:2] = ["rounds=2", "held-out-clients=4", f"out={tmp_path}"]
     assert cli.main(args) == 0
-    assert "| FedFOR.alpha | last 5 rounds |" in (tmp_path / "sweep.md").read_text()
+    text = (tmp_path / "sweep.md").read_text()
+    assert "| FedFOR.alpha | last 5 rounds |" in text
+    assert re.search(r"^Processor seconds a run: 0: [\d.]+, 0\.5: [\d.]+\.$", text, re.M)
     curves = json.loads((tmp_path / "sweep.json").read_text())["curves"]
     assert {v: [len(c) for c in runs] for v, runs in curves.items()} == {"0": [2], "0.5": [2]}
     assert (tmp_path / "sweep.png").is_file()

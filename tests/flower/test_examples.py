@@ -1,4 +1,4 @@
-"""The two examples of a training loop of one's own: they learn, and Lightning equals our client."""
+"""The examples run as written and learn; Lightning and mixed precision equal our client."""
 
 from __future__ import annotations
 
@@ -49,7 +49,9 @@ def train(
     return {name: array.numpy() for name, array in result.arrays.items()}
 
 
-@pytest.mark.parametrize("name", ["mixed-precision", "lightning"])
+@pytest.mark.parametrize(
+    "name", ["huggingface", "lightning", "mixed-precision", "pytorch", "sklearn"]
+)
 def test_the_server_app_runs_as_written_and_learns(
     name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -112,3 +114,17 @@ def test_mixed_precision_equals_the_client_where_it_is_switched_off(
     for name in want:
         np.testing.assert_allclose(plain[name], want[name], rtol=0, atol=1e-6)
     assert max(abs(mixed[n] - plain[n]).max() for n in plain) > 1e-4
+
+
+def test_with_lora_only_the_trained_part_travels(capsys: pytest.CaptureFixture[str]) -> None:
+    module = load("lora")
+    context = Context(1, 1, {}, RecordDict(), {"rounds": 6})
+    module.server(InProcessGrid(module.app, 4), context)
+    lines = capsys.readouterr().out.splitlines()
+    assert float(lines[-1].split()[-1].rstrip("%")) > 60
+    size = sum(p.numel() * 4 for p in module.build().parameters())
+    down, up = (part.split()[-3] for part in lines[-1].split(", ")[:2])
+    told = (ROOT / "docs" / "models.md").read_text()
+    assert (
+        f"The model has {size / 1000:.1f} kB. A round moves {down} kB down and {up} kB up" in told
+    )

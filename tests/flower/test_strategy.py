@@ -463,6 +463,9 @@ class Untouchable(InProcessGrid):
         raise AssertionError("a client was contacted")
 
 
+LENGTH = {"lr": 0.1, "local-epochs": 1}
+
+
 @pytest.mark.parametrize(
     ("config", "message"),
     [
@@ -472,6 +475,25 @@ class Untouchable(InProcessGrid):
         ({"lr": 0.1}, "exactly one of the keys"),
         ({"lr": 0.1, "local-epochs": 1, "local-steps": 1}, "exactly one of the keys"),
         ({"lr": 0.1, "local-steps": 2.5}, "'local-steps' must be a positive integer"),
+        (
+            {**LENGTH, "weight_decay": 0.1},
+            "unknown .* key 'weight_decay'.*did you mean 'weight-decay'",
+        ),
+        ({**LENGTH, "optimizer": "adamw"}, "'optimizer' must be one of SGD.*did you mean 'AdamW'"),
+        ({**LENGTH, "optimizer": "SparseAdam"}, "classes of torch.optim.*not 'SparseAdam'"),
+        ({**LENGTH, "optimizer": 3}, "'optimizer' must be one of .* not 3"),
+        ({**LENGTH, "momentum": 1.0}, "'momentum' must be a number from 0 to below 1, not 1.0"),
+        (
+            {**LENGTH, "weight-decay": -0.1},
+            "'weight-decay' must be a number of at least 0, not -0.1",
+        ),
+        ({**LENGTH, "clip-norm": 0.0}, "'clip-norm' must be a positive number, not 0.0"),
+        ({**LENGTH, "clip-norm": True}, "'clip-norm' must be a positive number, not True"),
+        (
+            {**LENGTH, "optimizer": "Adam", "momentum": 0.9},
+            "has the key 'momentum', but torch's Adam takes none: .* one of SGD, RMSprop",
+        ),
+        ({**LENGTH, "optimizer": "LBFGS", "weight-decay": 0.1}, "torch's LBFGS takes none"),
     ],
 )
 def test_a_wrong_config_is_refused_before_a_client_is_contacted(config: Any, message: str) -> None:
@@ -667,7 +689,8 @@ def test_a_strategy_that_names_no_method_is_refused() -> None:
     ids = list(grid.get_node_ids())
     content = RecordDict({"arrays": _arrays(), "config": CONFIG})
     (reply,) = grid.send_and_receive([Message(content, ids[0], "train")])
-    assert "the strategy named no method; use flwr_regs.FedAvg" in reply.error.reason
+    with pytest.raises(ValueError, match=r"strategy named no method; use flwr_regs\.FedAvg"):
+        reply.content["arrays"].to_numpy_ndarrays()
 
 
 def test_client_fn_must_return_a_client() -> None:

@@ -133,8 +133,8 @@ def test_the_bytes_of_the_elastic_sums_are_counted() -> None:
         run(strategy, FedCurvClient, clients=data, model=wide)
         bytes_of[lam] = [strategy.history[-1][way][0] for way in ("bytes_down", "bytes_up")]
     size = 4 * sum(p.numel() for p in wide().parameters())
-    for plain, elastic in zip(bytes_of[0.0], bytes_of[0.1], strict=True):
-        assert elastic - plain == pytest.approx(2 * size, rel=0.1)
+    for sums, plain, elastic in zip((2, 1), bytes_of[0.0], bytes_of[0.1], strict=True):
+        assert elastic - plain == pytest.approx(sums * size, rel=0.1)  # U and V down, U up
 
 
 # ST
@@ -726,7 +726,11 @@ def _shape(record: Any) -> None:
 
 
 def _missing(record: Any) -> None:
-    del record["V.0.bias"]
+    del record["U.0.bias"]
+
+
+def _some(record: Any) -> None:
+    record["V.0.bias"] = Array(np.zeros(6, np.float32))
 
 
 def _extra(record: Any) -> None:
@@ -763,7 +767,7 @@ def spoiling(client: Any, n: int, how: Any) -> Spoiling:
     return kind(client_app(client_fn), n)  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("spoil", [_shape, _missing, _extra, _negative, _huge])
+@pytest.mark.parametrize("spoil", [_shape, _missing, _some, _extra, _negative, _huge])
 def test_an_unusable_upload_costs_only_its_client(spoil: Any) -> None:
     def how(reply: Message) -> None:
         records = reply.content.array_records

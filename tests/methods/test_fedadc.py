@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -32,6 +33,7 @@ from flwr_regs import (
     client_app,
 )
 from flwr_regs.chain import chain
+from flwr_regs.client import training as training_module
 from flwr_regs.client.batches import label_counts
 from flwr_regs.client.classifier import find_classifier
 from flwr_regs.client.distillation import StartOutputs
@@ -557,6 +559,37 @@ def test_the_momentum_of_incomplete_clients_equals_the_oracle(
         incomplete=incomplete,
     )
     close(got, want[-1], 1e-10)
+
+
+@pytest.mark.parametrize("variant", ["nesterov", "heavy-ball", "double"])
+def test_a_straggler_carries_the_same_momentum_under_a_step_and_a_time_budget(
+    variant: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With "scale", β m / E in both. With "average", β m / K_k if K_k is known beforehand, else β m / E."""
+    how = {"local_momentum": 0.5} if variant == "double" else {"variant": variant}
+    seconds = [0.0]
+    monkeypatch.setattr(training_module, "time", SimpleNamespace(monotonic=lambda: seconds[0]))
+
+    class Slow(list[Any]):
+        """A batch takes a second."""
+
+        def __iter__(self) -> Any:
+            for batch in super().__iter__():
+                seconds[0] += 1.0
+                yield batch
+
+    def trained(incomplete: str, **budget: Any) -> dict[str, np.ndarray]:
+        strategy = FedADC(0.7, **how, seed=3, incomplete=incomplete, fraction_evaluate=0.0)
+        clients = [Slow(c) for c in make_clients()]
+        models = run(strategy, FedADCClient, rounds=4, clients=clients, **budget)
+        planned = [2 * len(c) for c in make_clients()]
+        assert strategy.history[-1]["steps"] == {k: min(5, e) for k, e in enumerate(planned)}
+        return models
+
+    by_step, by_time = ({"step_budget": 5}, {"time_budget": 4.5})
+    close(trained("scale", **by_step), trained("scale", **by_time), 0.0)
+    by_steps, by_seconds = trained("average", **by_step), trained("average", **by_time)
+    assert max(np.abs(by_steps[n] - by_seconds[n]).max() for n in by_steps) > 1e-3
 
 
 def test_a_time_budget_takes_back_the_shift_that_was_made() -> None:

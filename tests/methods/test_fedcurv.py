@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,8 +13,18 @@ import pytest
 import torch
 from flwr.app import Message, RecordDict
 
-from flwr_regs import Curvature, FedCurv, FedCurvClient, InProcessGrid
-from flwr_regs.term import ClientContext
+from flwr_regs import (
+    Curvature,
+    Elastic,
+    EmbeddedMomentum,
+    FedCurv,
+    FedCurvClient,
+    InProcessGrid,
+    RegClient,
+    RegStrategy,
+    SparseTernary,
+)
+from flwr_regs.term import ClientContext, ServerContext, Term
 from flwr_regs.testing.problem import (
     Point,
     app_of,
@@ -20,7 +32,7 @@ from flwr_regs.testing.problem import (
     quadratic_clients,
     start_weights,
 )
-from tests.conftest import budgeted, close, make_clients, run, to_numpy
+from tests.conftest import budgeted, close, make_clients, make_model, run, to_numpy
 from tests.oracles.fedcurv import fedcurv
 
 U = [torch.tensor([1.0, 2.0, 0.0]), torch.tensor([0.5, 0.0, 3.0])]
@@ -151,3 +163,69 @@ def test_a_client_that_lost_its_state_is_pulled_by_its_own_share_too() -> None:
     everyone = [[0, 1, 2, 3]] * 4
     close(got, expected(everyone, 4, lost=[set(), set(), {2}, set()]), 1e-10)
     assert strategy.history[2]["lost_state"] == [2]
+
+
+# What the server computes of v̂_k = u_k ⊙ v_k
+
+
+def sent(terms: list[Term], **settings: Any) -> set[str]:
+    """The kinds of arrays that a client uploads for its Fisher information."""
+    found: set[str] = set()
+
+    class Noting(InProcessGrid):
+        def pull_messages(self, ids: Iterable[str]) -> Iterable[Message]:
+            for reply in (replies := list(super().pull_messages(ids))):
+                for key, record in reply.content.array_records.items():
+                    if key in ("fedcurv.upload", "elastic.upload"):
+                        found.update(k[0] for k in record)
+            return replies
+
+    strategy = RegStrategy(terms, seed=5, fraction_evaluate=0.0, **settings)
+    kinds = [type(t) for t in terms]
+    client = partial(RegClient, terms=kinds)
+    grid = Noting(
+        app_of(client, make_clients(2, torch.float32), model=partial(make_model, torch.float32)), 2
+    )
+    run(strategy, RegClient, rounds=2, grid=grid, model=partial(make_model, torch.float32))
+    assert [e["replies"] for e in strategy.history] == [[0, 1]] * 2
+    return found
+
+
+@pytest.mark.parametrize("term", [Curvature(0.4), Elastic(0.4)], ids=lambda t: t.name)
+def test_the_product_with_the_model_travels_only_where_the_server_lacks_the_model(
+    term: Term,
+) -> None:
+    assert sent([term]) == {"U"}
+    assert sent([EmbeddedMomentum(0.5, 0.5), term]) == {"U"}
+    assert sent([term, SparseTernary(None, 0.5)]) == {"U"}
+    assert sent([term, SparseTernary(0.5)]) == {"U", "V"}
+    assert sent([term], wire_dtype="bfloat16") == {"U", "V"}
+
+
+def test_the_servers_product_is_the_clients_up_to_rounding() -> None:
+    """Within two roundings of float32, of u (|w_t| + |Δ|); and from what came, w_t + Δ."""
+    rng = np.random.default_rng(0)
+    start, delta, u = (rng.normal(size=1000).astype(np.float32) * s for s in (1, 1e-3, 1e3))
+    given = {n: torch.from_numpy(a) for n, a in (("w", start), ("d", delta))}
+    ctx = ClientContext({"w": given["w"]}, 0.1, 3, fisher=lambda *_: {"w": torch.from_numpy(u**2)})
+    server = ServerContext(1, 0.1, {"w": start})
+    slots = []
+    for plain in (True, False):
+        here = replace(ctx, delta_is_sent=plain)
+        _, upload, own = Curvature(0.4).finish({"w": given["d"]}, here)
+        assert ("V.w" in upload) != plain
+        arrays = {k: a.numpy() for k, a in upload.items()}
+        # the reply holds v_k, not the difference
+        came = (start + delta).astype(np.float64) - start
+        slots.append(Curvature(0.4).fold({}, 0, {"w": came}, arrays, 1.0, server))
+        error = abs(slots[-1]["V.w"] - own["V.w"].numpy())
+        assert (error <= 2**-22 * u**2 * (abs(start) + abs(delta))).all()
+    np.testing.assert_array_equal(slots[0]["U.w"], slots[1]["U.w"])
+
+
+def test_a_product_beyond_all_bounds_costs_its_client() -> None:
+    server = ServerContext(1, 0.1, {"w": np.full(2, 10.0, np.float32)})
+    upload = {"U.w": np.full(2, 1e15, np.float32)}
+    Curvature(0.4).check(upload, server.params, {})
+    with pytest.raises(ValueError, match=r"its Fisher information times 'w' is beyond 1e\+15"):
+        Curvature(0.4).fold({}, 0, {"w": np.zeros(2)}, upload, 1.0, server)

@@ -7,17 +7,17 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 import torch
-from flwr.app import ArrayRecord, ConfigRecord
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from torch import nn
 from torch.nn.functional import cross_entropy
 
 import flwr_regs as fr
-from flwr_regs import InProcessGrid, RoundFailed
+from flwr_regs import InProcessGrid, RoundFailed, Term
 from flwr_regs.testing.problem import Batch, app_of
 from tests.conftest import ROOT, make_clients, make_model
 
@@ -298,3 +298,69 @@ def test_a_loop_of_ones_own_takes_the_same_arguments() -> None:
     want, _ = plain("FedAvg")
     for name, array in result.arrays.items():
         np.testing.assert_array_equal(array.numpy(), want[name], err_msg=name)
+
+
+@dataclass(frozen=True)
+class OneStep(Term):
+    """Each client evaluates the global model after one full-batch step on its own data."""
+
+    name: ClassVar[str] = "one-step"
+
+    def personal(self, params: Any, ctx: Any) -> Any:
+        grads = ctx.mean_gradient(params)
+        return {n: p - ctx.lr * grads[n] for n, p in params.items()}
+
+
+def test_a_personal_model_is_loaded_with_the_same_arguments() -> None:
+    app, found = fr.RegClientApp(), dict[tuple[int, str], Any]()
+
+    @app.train()
+    def one(message: Any, context: Any) -> Any:
+        mine = make_clients()[context.node_config["partition-id"]]
+        model = make_model()
+        loop = fr.ClientRound(message, [OneStep], model, mine, device="cpu")
+        optimizer = loop.optimizer(torch.optim.SGD)
+        for inputs, targets in loop.batches():
+            optimizer.zero_grad()
+            output = model(inputs)
+            base = cross_entropy(output, targets)
+            loop.loss(base, inputs, targets, output).backward()
+            loop.correct()
+            optimizer.step()
+        return loop.reply()
+
+    @app.evaluate()
+    def evaluate(message: Any, context: Any) -> Any:
+        pid = context.node_config["partition-id"]
+        data = make_clients()[pid]
+        scores = returns(lambda logits: {"scores": logits})
+        kinds: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+            "global": (make_model(), data, {"personal": False}),
+            "pairs": (make_model(), data, {}),
+            "other": (
+                scores(),
+                as_dicts("img", "digit")(data),
+                {"target_key": "digit", "output_fn": lambda output: output["scores"]},
+            ),
+        }
+        for kind, (model, batches, settings) in kinds.items():
+            own = {"personal": True, "train_data": batches, "device": "cpu", **settings}
+            fr.load_model(message, [OneStep], model, **own)
+            found[pid, kind] = {n: v.numpy().copy() for n, v in model.state_dict().items()}
+        own["target_key"] = None
+        with pytest.raises(ValueError, match="digit"):
+            fr.load_model(message, [OneStep], model, **own)
+        metrics = MetricRecord({"num-examples": 1, "loss": 0.0})
+        return Message(RecordDict({"metrics": metrics}), reply_to=message)
+
+    fr.RegStrategy([OneStep()], seed=1).start(
+        InProcessGrid(app, 4),
+        ArrayRecord(make_model().state_dict()),
+        num_rounds=1,
+        train_config=ConfigRecord({"lr": 0.2, "local-epochs": 1}),
+    )
+    assert len(found) == 12
+    for pid in range(4):
+        for name, array in found[pid, "pairs"].items():
+            np.testing.assert_array_equal(found[pid, "other"][name], array, err_msg=name)
+            assert not np.array_equal(found[pid, "global"][name], array)

@@ -58,6 +58,38 @@ def float32(tensors: Params) -> Params:
     return {name: value.astype(np.float32).astype(np.float64) for name, value in tensors.items()}
 
 
+def half(tensors: Params) -> Params:
+    """Return ``tensors`` in 16 bits: float16 times one float32 number for all of them."""
+    top = max(float(np.abs(value).max()) for value in tensors.values())
+    scale = max(np.float32(top) / np.float32(65504), np.float32(2.0**-126))
+    result = {}
+    for name, value in tensors.items():
+        rounded = np.empty_like(value)
+        for i in np.ndindex(value.shape):
+            rounded[i] = np.float32(np.float16(np.float32(value[i]) / scale)) * scale
+        result[name] = rounded
+    return result
+
+
+def only_largest(u: Params, v: Params, q: float) -> tuple[Params, Params]:
+    """Return ``u`` and ``v`` at the fraction q of entries with largest u, by name; 0 elsewhere."""
+    entries = [(name, i) for name in sorted(u) for i in np.ndindex(u[name].shape)]
+    kept = sorted(entries, key=lambda entry: -u[entry[0]][entry[1]])  # stable: the first of equals
+    u_kept = {name: np.zeros_like(value) for name, value in u.items()}
+    v_kept = {name: np.zeros_like(value) for name, value in v.items()}
+    for name, i in kept[: max(math.floor(len(entries) * q + 1e-9), 1)]:
+        u_kept[name][i] = u[name][i]
+        v_kept[name][i] = v[name][i]
+    return u_kept, v_kept
+
+
+def as_sent(u: Params, v: Params, bits: int | None, density: float | None) -> tuple[Params, Params]:
+    """Return u and v, in float32, as the other end gets them."""
+    if density is not None:
+        u, v = only_largest(u, v, density)
+    return (half(u), half(v)) if bits == 16 else (u, v)
+
+
 def efl(
     w: Params,
     clients: list[Client],
@@ -74,6 +106,9 @@ def efl(
     density_down: float | None = None,
     steps_done: list[dict[int, int]] | None = None,
     float32_fisher: bool = False,
+    sums_bits: int | None = None,
+    sums_every: int = 1,
+    sums_density: float | None = None,
 ) -> list[Params]:
     """Return the global model after each round; the first eight arguments as in ``fedavg``.
 
@@ -81,7 +116,11 @@ def efl(
     ``density_down`` are q of ST at the clients and at the server; None sends as
     it is and keeps no residual. ``steps_done[t - 1]`` maps a client to s_k, the number of its E
     steps that it finished in round t: all of them where it is not named, and with 0 it is left out
-    of the round. ``float32_fisher`` rounds u_k and u_k * v_k, and then their sums, to float32.
+    of the round. ``float32_fisher`` rounds u_k, then u_k * v_k, and then their sums, to float32.
+
+    u_k and v^_k, and then their sums, travel in ``sums_bits`` (16: see ``half``), at the fraction
+    ``sums_density`` of entries with largest u_k or U, and only every ``sums_every`` rounds: in the
+    others, every client uses the last sums.
     """
     if weighting not in ("num-examples", "uniform"):
         raise ValueError(weighting)
@@ -149,9 +188,12 @@ def efl(
 
             # u_k = diag(I_k), v^_k = diag(I_k) v_k, at v_k itself, before any compression
             u_k = fisher(v, batches)
+            u_k = float32(u_k) if float32_fisher else u_k
             v_k = {name: u_k[name] * v[name] for name in v}
-            u_replies.append(float32(u_k) if float32_fisher else u_k)
-            v_replies.append(float32(v_k) if float32_fisher else v_k)
+            if float32_fisher:
+                u_k, v_k = as_sent(u_k, float32(v_k), sums_bits, sums_density)
+            u_replies.append(u_k)
+            v_replies.append(v_k)
 
         # Alg. 1, server: D = R^G + sum_k p_k^tau ST(D_k)
         delta = zero
@@ -164,11 +206,15 @@ def efl(
             delta = moved
         w_t = {name: w_t[name] + delta[name] for name in w_t}  # METHODS.md: w <- w + ST(D)
 
+        history.append(w_t)
+        if (t - 1) % sums_every:
+            continue
         # U = sum_k u_k and V = sum_k v^_k over this round's replies, for the next round
         u_sum, v_sum = zero, zero
         for i in range(len(used)):
             u_sum = {name: u_sum[name] + u_replies[i][name] for name in w_t}
             v_sum = {name: v_sum[name] + v_replies[i][name] for name in w_t}
-        sums = (float32(u_sum), float32(v_sum)) if float32_fisher else (u_sum, v_sum)
-        history.append(w_t)
+        sums = (u_sum, v_sum)
+        if float32_fisher:
+            sums = as_sent(float32(u_sum), float32(v_sum), sums_bits, sums_density)
     return history

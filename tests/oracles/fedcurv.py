@@ -29,7 +29,7 @@ def fedcurv(
 
     ``cohorts`` are the clients whose replies are used: what others compute changes nothing. The
     clients of ``lost[t - 1]`` have lost what they kept before round t. ``float32_fisher`` rounds
-    u_k and u_k * v_k, their sums, and what is left of these without the client's own, to float32.
+    u_k, then u_k * v_k, their sums, and what is left of these without the client's own, to float32.
     """
     if weighting not in ("num-examples", "uniform"):
         raise ValueError(weighting)
@@ -77,7 +77,8 @@ def fedcurv(
                 v = {name: v[name] - eta * grad[name] for name in v}
             deltas.append({name: v[name] - w_t[name] for name in v})
             u_k = fisher(v, batches)
-            now[k] = rounded(u_k), rounded({name: u_k[name] * v[name] for name in v})
+            u_k = rounded(u_k)
+            now[k] = u_k, rounded({name: u_k[name] * v[name] for name in v})
 
         # FedAvg's server: w <- w + sum_k p_k D_k
         delta = {name: sum(p[i] * deltas[i][name] for i in range(len(cohort))) for name in w}

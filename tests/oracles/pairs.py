@@ -119,7 +119,7 @@ def composed(
             measured = "elastic" in terms or "fedcurv" in terms
             squares = fisher(v, batches) if measured else zero  # at v_k, uncompressed
             u_all.append(float32(squares))
-            v_all.append(float32({n: squares[n] * v[n] for n in squares}))
+            v_all.append(float32({n: u_all[-1][n] * v[n] for n in squares}))
             if "ternary" in terms and terms["ternary"]["density_up"] is not None:
                 total = added(residuals[k], change)
                 change = compress(total, terms["ternary"]["density_up"])

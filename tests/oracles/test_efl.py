@@ -212,8 +212,8 @@ def test_float32_fisher_rounds_what_travels() -> None:
     models = [fedavg(w, [batches], 1, lr)[0] for batches in CLIENTS]
     u_sum, v_sum = np.zeros(SIZE), np.zeros(SIZE)
     for v, batches in zip(models, CLIENTS, strict=True):
-        u = fisher(v, batches)
-        u_sum += vector(float32(u))
+        u = float32(fisher(v, batches))
+        u_sum += vector(u)
         v_sum += vector(float32({name: u[name] * v[name] for name in v}))
     u_sum = u_sum.astype(np.float32).astype(np.float64)
     v_sum = v_sum.astype(np.float32).astype(np.float64)

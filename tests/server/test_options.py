@@ -24,6 +24,7 @@ WRONG: dict[str, tuple[Any, str]] = {
     "cohorts": ("all", "cohorts must be 'uniform' or 'class-covering', not 'all'"),
     "incomplete": ("wait", "incomplete must be 'average', 'scale' or 'drop', not 'wait'"),
     "drop_inactive": (0.0, "drop_inactive must be positive or None, not 0.0"),
+    "on_divergence": ("raise", "on_divergence must be 'warn' or 'stop', not 'raise'"),
     "min_replies": (0, "min_replies must be at least 1, not 0"),
     "population": (0, "population must be at least 1, not 0"),
     "wait_timeout": (-1.0, "wait_timeout must not be negative, but is -1.0"),

@@ -6,7 +6,7 @@ from flwr_regs.server.aggregation import Reply
 from flwr_regs.server.participation import Participation
 from flwr_regs.server.round import Round
 
-REPLY = Reply({}, {}, {}, 1.0)
+REPLY = Reply({}, {}, {}, 1.0)  # of a client that reports no steps
 
 
 def ended(who: Participation, cohort: list[int], replies: dict[int, Reply]) -> Round:
@@ -49,7 +49,7 @@ def test_a_round_says_what_came_what_was_used_and_why_not_the_rest() -> None:
         now = ended(Participation(incomplete, None, False, 3), [0, 1, 2, 3], replies)
         assert sorted(now.used) == used
         assert (now.inactive, now.incomplete) == ([2], [1])
-        assert now.steps == {0: 1, 1: 2, 2: 0}
+        assert now.steps == {1: 2, 2: 0}
         entry = now.entry()
         assert entry["replies"] == used
         assert {"bytes_ahead", "train_metrics"} & set(entry) == set()  # there was none

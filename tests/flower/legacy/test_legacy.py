@@ -704,7 +704,7 @@ def test_aggregation_without_configuration_is_refused() -> None:
         ({"strategy": fr.FedBN()}, ValueError, "FedBN found no BatchNorm layer"),
         ({"initial_arrays": Parameters([], "")}, TypeError, "names.*state_dict.*not Parameters"),
         ({"num_rounds": 0}, ValueError, "num_rounds must be at least 1"),
-        ({"train_config": {"lr": 0.1}}, ValueError, "local-epochs"),
+        ({"strategy": fr.FedFOR(), "train_config": {"lr": 0.1}}, ValueError, "local-epochs"),
         ({"train_config": {"learning-rate": 0.1}}, ValueError, "unknown train_config key"),
         ({"evaluate_config": {"personalize": "plain"}}, ValueError, "did you mean 'personalise'"),
     ],

@@ -1,0 +1,144 @@
+"""Signs that a training diverges, long before the model is not finite: a warning, or the training's end.
+
+A sign is one of these:
+
+- a global step is over 10 times the median of the last five, for the second time among six steps;
+- the training loss is over 3 times that of the first round: the median over the clients, so that no single
+  client's word counts.
+
+Steps are measured over the trained parameters as one vector. A long step counts only if it is long in units
+of the learning rate too (a schedule may start again), and longer than the first step: near convergence,
+where the steps are next to nothing, ten times as much is no harm. Steps of zero are passed over.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping
+from dataclasses import fields
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from flwr_regs.abilities import Compresses
+from flwr_regs.chain import Chain
+from flwr_regs.server.options import Options
+from flwr_regs.server.round import Round, RoundFailed
+
+LOG = logging.getLogger("flwr")
+LAST = 5
+STEPS, LOSS = 10.0, 3.0
+"""How many times the median of the last steps, and the first round's loss, are too much."""
+
+
+class Signs:
+    """Looks at one training's rounds, one after the other; knows nothing of how they are run."""
+
+    def __init__(self) -> None:
+        self._lengths: list[tuple[float, float]] = []  # of each step, and of it in units of η
+        self._long: list[int] = []  # the numbers of the long steps, among those that are not zero
+        self._first_loss: float | None = None
+
+    def look(self, length: float, lr: float | None, loss: float | None) -> str:
+        """Return the sign that the next round shows, or "".
+
+        Parameters
+        ----------
+        length : float
+            ``‖w_{t+1} − w_t‖``.
+        lr : float, optional
+            The clients' learning rate η; None if only they know it.
+        loss : float, optional
+            The training loss; None if it is not known. It is compared with the first positive one.
+        """
+        if length > 0:
+            self._lengths.append((length, length / (lr or 1.0)))
+            if all(map(self._is_long, zip(*self._lengths, strict=True))):
+                self._long.append(len(self._lengths))
+                if len(self._long) > 1 and self._long[-1] - self._long[-2] <= LAST:
+                    usual = median(a for a, _ in self._lengths[-LAST - 1 : -1])
+                    return (
+                        f"for the second time the global step is over {STEPS:g} times the median of the "
+                        f"last {LAST} ({length:.3g} against {usual:.3g})"
+                    )
+        if loss is None:
+            return ""
+        if self._first_loss is None and 0 < loss < math.inf:
+            self._first_loss = loss
+        if self._first_loss is not None and loss > LOSS * self._first_loss:
+            return (
+                f"the training loss is over {LOSS:g} times the first round's ({loss:.3g} against "
+                f"{self._first_loss:.3g})"
+            )
+        return ""
+
+    @staticmethod
+    def _is_long(lengths: tuple[float, ...]) -> bool:
+        *before, last = lengths
+        return len(before) >= LAST and last > max(STEPS * median(before[-LAST:]), before[0])
+
+
+class DivergenceGuard:
+    """Applies ``on_divergence`` to one training: see the top of this file."""
+
+    def __init__(self) -> None:
+        self._signs, self._warned = Signs(), False
+
+    def watch(self, now: Round, options: Options, method: str, step: Mapping[str, Any]) -> None:
+        """Judge a round by its step (of the trained arrays), before the model moves.
+
+        The first sign is logged, and is the history's ``"divergence"`` of that round. Under ``privacy=``
+        the clients' losses are not read: they get no noise, and the end of a training would tell of them.
+
+        Raises RoundFailed at every sign if ``on_divergence="stop"``.
+        """
+        loss = None if options.privacy is not None else _usual_loss(now)
+        squares = (np.vdot(a, a) for a in (np.asarray(s, np.float64) for s in step.values()))
+        sign = self._signs.look(math.sqrt(sum(map(float, squares))), now.lr, loss)
+        stop = options.on_divergence == "stop"
+        if not sign or (self._warned and not stop):
+            return
+        self._warned = True
+        likely = ", or ".join(suspects(options.term, now.config, now.lr))
+        text = (
+            f"round {now.number} of {method} looks like divergence: {sign}; try a smaller {likely}"
+        )
+        now.events["divergence"] = text
+        if stop:
+            raise RoundFailed(
+                f"{text} (on_divergence='stop': `strategy.arrays` is the model before this round)"
+            )
+        LOG.warning("%s", text)
+
+
+def suspects(term: Chain, config: Mapping[str, Any], lr: float | None) -> list[str]:
+    """Return what is most often too large, with its value: the terms' strengths, and the learning rates.
+
+    Of each term: its first hyper-parameter that is a number, which is its strength, and those above their
+    default. A term that compresses has none.
+    """
+    found = []
+    for t in term.terms:
+        numbers = [(f, v) for f in fields(t) if _is_number(v := getattr(t, f.name))]
+        if not numbers and t.owns_step:
+            found.append(f"learning rate of the '{t.name}'")
+        for i, (f, value) in enumerate(numbers):
+            high = value > f.default if _is_number(f.default) else i == 0
+            if value > 0 and (i == 0 or high) and not isinstance(t, Compresses):
+                found.append(f"{t.name}.{f.name} ({value:g})")
+    found.append("lr" if lr is None else f"lr ({lr:g})")
+    if momentum := config.get("momentum"):
+        found.append(f"momentum ({momentum:g})")
+    return found
+
+
+def _usual_loss(now: Round) -> float | None:
+    """Return the median of the used replies' training losses; None if one has no number."""
+    losses = [reply.metrics.get("train-loss") for reply in now.used.values()]
+    return float(median(losses)) if losses and all(map(_is_number, losses)) else None
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

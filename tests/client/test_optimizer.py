@@ -1,0 +1,237 @@
+"""The optimiser that a round's config describes: against plain loops, and with every method."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Collection
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from flwr_regs import (
+    ClientRound,
+    EmbeddedMomentum,
+    FedADC,
+    FedADCClient,
+    FedAvg,
+    FedAvgClient,
+    FedBN,
+    FedBNClient,
+    FedProx,
+    FedProxClient,
+    InProcessGrid,
+    Proximal,
+    RegClientApp,
+    RoundFailed,
+)
+from flwr_regs.chain import chain
+from flwr_regs.client.optimizer import clip
+from flwr_regs.client.training import LocalTraining, local_round
+from flwr_regs.term import Term
+from flwr_regs.testing import Method
+from flwr_regs.testing.problem import app_of, start_weights
+from flwr_regs.wire.config import OPTIMIZERS
+from tests.conftest import close, make_clients, make_model, run, to_numpy
+from tests.laws import CASES
+from tests.oracles.local_sgd import local_sgd
+
+LENGTH = {"local-epochs": 2}
+SETTINGS = {"momentum": 0.6, "weight-decay": 0.05}
+
+
+def own_loop(make: Any = None, itself: bool = False) -> InProcessGrid:
+    """Clients with a loop of their own; `itself`: it makes its optimiser without the package."""
+    app, data = RegClientApp(), make_clients()
+
+    @app.train()
+    def train(message: Message, context: Context) -> Message:
+        model, mine = make_model(), data[int(context.node_config["partition-id"])]
+        loop = ClientRound(message, FedProxClient, model, mine, device="cpu")
+        optimizer = (
+            torch.optim.SGD(model.parameters(), lr=loop.lr) if itself else loop.optimizer(make)
+        )
+        for inputs, targets in loop.batches():
+            optimizer.zero_grad()
+            output = model(inputs)
+            loop.loss(cross_entropy(output, targets), inputs, targets, output).backward()
+            loop.correct()
+            optimizer.step()
+        return loop.reply()
+
+    return InProcessGrid(app, 4)
+
+
+def fedprox(**settings: Any) -> FedProx:
+    return FedProx(0.7, seed=3, weighting="uniform", fraction_evaluate=0.0, **settings)
+
+
+@pytest.mark.parametrize(
+    ("momentum", "decay", "norm"),
+    [(0.6, 0.0, None), (0.0, 0.05, None), (0.0, 0.0, 0.3), (0.6, 0.05, 0.3)],
+    ids=["momentum", "weight decay", "clipping", "all"],
+)
+def test_a_run_equals_plain_loops(momentum: float, decay: float, norm: float | None) -> None:
+    """Clipping comes after the method's correction: its force counts in the norm."""
+    config = {"momentum": momentum, "weight-decay": decay, "clip-norm": norm}
+    train = {**LENGTH, **{key: value for key, value in config.items() if value}}
+    more = {"momentum": momentum, "decay": decay, "norm": norm or math.inf, "mu": 0.7}
+    expected, clipped = local_sgd(start_weights(), to_numpy(make_clients()), 3, 0.2, 2, **more)
+    assert (clipped > 20) == (norm is not None)
+    found = run(fedprox(), FedProxClient, rounds=3, train=train)
+    close(found, expected[-1], 1e-10)
+    close(run(fedprox(), FedProxClient, rounds=3, train=train, grid=own_loop()), found, 0.0)
+
+
+@pytest.mark.parametrize("method", CASES, ids=lambda m: m.name)
+def test_a_config_gives_the_bits_of_a_factory_with_every_method(method: Method) -> None:
+    """FedFOR's default strength depends on the momentum, whoever set it; FedADC refuses one."""
+    steers = any(isinstance(t, EmbeddedMomentum) for t in method.terms)
+    config = {"weight-decay": 0.05} if steers else SETTINGS
+    make = partial(torch.optim.SGD, **{key.replace("-", "_"): v for key, v in config.items()})
+    options: dict[str, Any] = {"seed": 3, "fraction_evaluate": 0.0}
+    by_config, by_factory = (
+        run(method.build(**options), method.make_client, rounds=2, **how)
+        for how in ({"train": {**LENGTH, **config}}, {"optimizer": make})
+    )
+    close(by_config, by_factory, 0.0)
+
+
+def test_torch_has_the_optimisers_and_they_take_what_the_table_says() -> None:
+    for name, takes in OPTIMIZERS.items():
+        found = inspect.signature(getattr(torch.optim, name)).parameters
+        assert takes == tuple(
+            k for k in ("momentum", "weight-decay") if k.replace("-", "_") in found
+        )
+        config = {"optimizer": name, "clip-norm": 0.5, **{k: SETTINGS[k] for k in takes}}
+        data = make_clients()[0]
+        result = local_round(
+            make_model(), chain([]), data, lr=0.01, steps=3, config=config, device="cpu"
+        )
+        assert all(d.isfinite().all() and d.any() for d in result.delta.values()), name
+
+
+# Refused
+
+
+@pytest.mark.parametrize("config", [{"momentum": 0.9}, {"optimizer": "AdamW"}], ids=str)
+def test_fedadc_refuses_another_momentum_before_a_client_is_contacted(config: Any) -> None:
+    class Untouchable(InProcessGrid):
+        def push_messages(self, messages: Any) -> Any:
+            raise AssertionError("a client was contacted")
+
+    grid = Untouchable(app_of(FedADCClient, make_clients()), 4)
+    with pytest.raises(ValueError, match="FedADC's clients run SGD without momentum of their own"):
+        run(FedADC(), FedADCClient, train={**LENGTH, **config}, grid=grid)
+
+
+def test_a_client_has_one_optimiser() -> None:
+    """The config's or its own: none wins silently. A norm to clip to goes with both."""
+    both = r"the train config sets \{'momentum': 0.6.*an optimiser of its own, .*AdamW"
+    for how in ({"optimizer": torch.optim.AdamW}, {"grid": own_loop(torch.optim.AdamW)}):
+        with pytest.raises(RoundFailed, match=both):
+            run(fedprox(), FedProxClient, train={**LENGTH, **SETTINGS}, **how)
+        run(fedprox(), FedProxClient, train={**LENGTH, "clip-norm": 0.3}, rounds=1, **how)
+    unasked = r"the config sets \['momentum', 'weight-decay'\]: use optimizer\(\)"
+    with pytest.raises(RoundFailed, match=unasked):
+        run(fedprox(), FedProxClient, train={**LENGTH, **SETTINGS}, grid=own_loop(itself=True))
+    with pytest.raises(ValueError, match="config key 'clip-norm' must be a positive number"):
+        LocalTraining(
+            make_model(), chain([]), make_clients()[0], lr=0.1, steps=1, config={"clip-norm": -1.0}
+        )
+
+
+# What moves, and what must not
+
+
+@dataclass(frozen=True)
+class Still(Term):
+    """Holds the first layer's weight."""
+
+    name: ClassVar[str] = "still"
+
+    def frozen(self, names: Collection[str]) -> set[str]:
+        return {"0.weight"}
+
+
+@pytest.mark.parametrize("name", [n for n, takes in OPTIMIZERS.items() if takes])
+def test_decay_and_momentum_move_nothing_that_is_held_still(name: str) -> None:
+    """Neither what a term holds, nor what has ``requires_grad=False``."""
+    model, before = make_model(), make_model().state_dict()
+    model[2].weight.requires_grad_(False)
+    config = {"optimizer": name, **{key: SETTINGS[key] for key in OPTIMIZERS[name]}}
+    term = chain([Still(), Proximal(0.5)])
+    local_round(model, term, make_clients()[0], lr=0.1, epochs=3, config=config, device="cpu")
+    same = {n for n, value in model.state_dict().items() if torch.equal(value, before[n])}
+    assert same == {"0.weight", "2.weight"}
+
+
+def test_private_parameters_decay_as_the_shared_ones_do() -> None:
+    """They are trained. And they count in the norm that is clipped."""
+    found: list[tuple[dict[str, torch.Tensor], nn.Module]] = []
+
+    class Keeps(FedBNClient):
+        def fit(self, parameters: Any, config: Any) -> Any:
+            before = {n: p.detach().clone() for n, p in self.model.named_parameters()}
+            out = super().fit(parameters, config)
+            found.append((before, self.model))
+            return out
+
+    model = partial(make_model, batch_norm=True)
+    train = {"local-steps": 1, "weight-decay": 0.5, "clip-norm": 1e-9}
+    run(FedBN(seed=1, fraction_evaluate=0.0), Keeps, model=model, rounds=1, train=train)
+    for before, after in found:  # nearly no gradient is left: v = (1 - lr * 0.5) w
+        for name, p in after.named_parameters():
+            torch.testing.assert_close(p.detach(), 0.9 * before[name], rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_clipping_in_half_precision(dtype: torch.dtype) -> None:
+    """The squares of such gradients overflow float16: the norm is taken in float32."""
+    params = [
+        nn.Parameter(torch.zeros(3, 4, dtype=dtype)),
+        nn.Parameter(torch.zeros(2, dtype=dtype)),
+    ]
+    for p in params:
+        p.grad = torch.full_like(p, 3e4)
+    clip([*params, nn.Parameter(torch.zeros(5))], 1.0)
+    for p in params:
+        assert p.grad is not None
+        torch.testing.assert_close(p.grad, torch.full_like(p, 14**-0.5), rtol=1e-2, atol=0)
+    data = make_clients(1, dtype)[0]
+    config = {**SETTINGS, "clip-norm": 0.1}
+    result = local_round(
+        make_model(dtype),
+        chain([Proximal(0.1)]),
+        data,
+        lr=0.1,
+        steps=3,
+        config=config,
+        device="cpu",
+    )
+    assert all(d.isfinite().all() and d.any() for d in result.delta.values())
+
+
+def test_settings_of_the_training_are_not_those_of_personalisation() -> None:
+    """It has a learning rate of its own, and plain SGD."""
+    metrics = []
+    for config in ({}, {"optimizer": "Adam", "weight-decay": 0.9}):
+        app = app_of(FedAvgClient, make_clients())
+        strategy = FedAvg(seed=1)
+        strategy.start(
+            grid=InProcessGrid(app, 4),
+            initial_arrays=ArrayRecord(make_model().state_dict()),
+            num_rounds=1,
+            train_config=ConfigRecord({"lr": 1e-12, **LENGTH, **config}),
+            evaluate_config=ConfigRecord({"personalise": "plain", "personal-lr": 0.1}),
+        )
+        metrics.append(
+            [m["personal-loss"] for m in strategy.history[-1]["evaluate"]["clients"].values()]
+        )
+    assert metrics[0] == pytest.approx(metrics[1], rel=1e-6)
