@@ -32,6 +32,7 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorData
 
 import flwr_regs as fr
 from flwr_regs.experiments import data, models
+from flwr_regs.experiments.partitions import partition
 
 NOT_FINITE = r"NaN|nan|infinity|inf\b|beyond"
 """What the server says of a reply, or a step, that has left the numbers: the training diverges."""
@@ -142,7 +143,7 @@ def clients_data(
     """Return each client's batches, and the images and labels that accuracy is measured on."""
     found = load(setting.data, data_dir)
     kind, alpha = "dirichlet" if setting.dirichlet else "similarity", setting.dirichlet
-    parts = data.partition(
+    parts = partition(
         *(found.train_y, kind, setting.clients, seed), dirichlet_alpha=alpha, similarity=20
     )
     test_x, test_y = found.test_x, found.test_y

@@ -107,6 +107,7 @@ def draw(results: Results, path: Path) -> None:
         panel.set(xscale="log", title=title, xlabel=name, ylabel="test accuracy (%)")
         panel.set_xticks(sweep.strengths, [f"{x:g}" for x in sweep.strengths])
         panel.minorticks_off()
+        panel.margins(x=0.09)
         low, high = panel.get_ylim()
         panel.set_ylim(low - 0.25 * (high - low), high)  # room for what diverged
         panel.grid(alpha=0.25)
