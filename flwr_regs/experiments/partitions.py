@@ -10,7 +10,7 @@ import numpy as np
 Array = np.ndarray[Any, Any]
 
 PARTITIONS = (
-    *("shards", "classes", "dirichlet-hsu", "dirichlet-niid-bench", "dirichlet"),
+    *("shards", "shards-mcmahan", "classes", "dirichlet-hsu", "dirichlet-niid-bench", "dirichlet"),
     *("similarity", "iid"),
 )
 FEWEST = 10
@@ -36,9 +36,11 @@ def partition(
     ``shards``
         FedADC's sort-and-partition (Ozfatura et al. 2021, Sec. IV-B2): at most s = `shards_per_client`
         labels for each client. The examples are sorted by label and cut into n·s shards of one label each,
-        as equal in size as can be; each client gets s of them at random. McMahan et al. (2017) cut equal
-        shards, some of which hold two labels. Where none would, the two cuts are the same, and where there
-        are fewer shards than labels, so that some must, this is his cut.
+        as equal in size as can be; each client gets s of them at random. With fewer shards than labels this
+        is ``shards-mcmahan``.
+    ``shards-mcmahan``
+        McMahan et al. (2017), Sec. 3: n·s shards of equal size. Where classes differ in size, some of them
+        hold two labels. Where none does, this is ``shards``.
     ``classes``
         EFL's (Ma et al. 2021, Sec. 5.2): exactly m = `classes_per_client` classes for each client. Classes
         are cut into n·m blocks as for ``shards``, and no client gets two of one class.
@@ -64,6 +66,7 @@ def partition(
     split: dict[str, Callable[[], list[Array]]] = {
         "iid": lambda: np.array_split(rng.permutation(len(labels)), n),
         "shards": lambda: _shards(labels, n, shards_per_client, rng),
+        "shards-mcmahan": lambda: _dealt(_equal_shards(labels, n * shards_per_client), n, rng),
         "classes": lambda: _classes(labels, n, classes_per_client, rng),
         "dirichlet-hsu": lambda: _by_client(labels, n, dirichlet_alpha, rng),
         "dirichlet-niid-bench": lambda: _by_class(labels, n, dirichlet_alpha, rng),
@@ -84,12 +87,20 @@ def partition(
 
 def _shards(labels: Array, n: int, s: int, rng: np.random.Generator) -> list[Array]:
     classes = _by_label(labels)
-    sizes = np.array([len(rows) for rows in classes])
     if len(classes) > n * s:
-        shards = np.array_split(np.concatenate(classes), n * s)
-    else:
-        cuts = _cuts(sizes, min(n * s, len(labels)), sizes)
-        shards = [part for c, k in zip(classes, cuts, strict=True) for part in np.array_split(c, k)]
+        return _dealt(_equal_shards(labels, n * s), n, rng)
+    sizes = np.array([len(rows) for rows in classes])
+    cuts = _cuts(sizes, min(n * s, len(labels)), sizes)
+    shards = [part for c, k in zip(classes, cuts, strict=True) for part in np.array_split(c, k)]
+    return _dealt(shards, n, rng)
+
+
+def _equal_shards(labels: Array, count: int) -> list[Array]:
+    return np.array_split(np.argsort(labels, kind="stable"), count)
+
+
+def _dealt(shards: list[Array], n: int, rng: np.random.Generator) -> list[Array]:
+    """Return the hands of n clients that get the shards at random."""
     hands = np.array_split(rng.permutation(len(shards)), n)
     return [np.concatenate([shards[j] for j in hand]) for hand in hands]
 

@@ -30,7 +30,6 @@ Alg. 1-2, Eqs. 2-6, Sec. 4. methods/fedcurv.py has Shoham et al.'s term, which l
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -40,131 +39,14 @@ import torch
 from flwr_regs.flower.client import RegClient
 from flwr_regs.flower.strategy import RegStrategy
 from flwr_regs.methods.fisher_code import SumsCode
+from flwr_regs.methods.fisher_sums import FisherSums
 from flwr_regs.methods.ternary import SparseTernary
-from flwr_regs.term import Arrays, ClientContext, ServerContext, Slot, Term
-from flwr_regs.wire import keys
-from flwr_regs.wire.arrays import LARGEST
+from flwr_regs.term import Arrays, ClientContext, ServerContext, Slot
 
 __all__ = ["EFL", "EFLClient", "Elastic"]
 
-LOG = logging.getLogger("flwr")
 NOTES = ("warned", "due", "made", "age", "holders")
 """Keys of slots beside the sums."""
-
-
-@dataclass(frozen=True)
-class FisherSums(Term):
-    """A pull to the clients' last models, weighted by their Fisher information: EFL's and FedCurv's.
-
-    Clients upload ``u_k``, and the server sums ``u_k`` and ``v̂_k = u_k ⊙ v_k``. It computes v̂_k from the
-    update, ``u_k ⊙ (w_t + Δ_k)``, equal up to float32's rounding. Where it does not get v_k (a later term
-    changes the update, or it travels in half precision), the clients upload v̂_k too.
-    """
-
-    keeps_delta: ClassVar[bool] = True
-    elementwise: ClassVar[bool] = True
-    times: ClassVar[float] = 1.0
-    """The pull is this many times ``λ (U ⊙ v − V)``."""
-    lam: float
-    fisher_samples: int | None = None
-    implicit: bool = False
-
-    def __post_init__(self) -> None:
-        if not self.lam >= 0:
-            raise ValueError(f"lam must not be negative, but is {self.lam}")
-        if self.fisher_samples is not None and self.fisher_samples < 1:
-            raise ValueError(
-                f"fisher_samples must be at least 1 or None, not {self.fisher_samples}"
-            )
-
-    def acts(self, hook: str) -> bool:
-        return super().acts(hook) and (self.lam != 0 or hook not in ("finish", "fold"))
-
-    def broadcast(self, server: Slot, ctx: ServerContext) -> Slot:
-        return {key: a for key, a in server.items() if key.startswith(("U.", "V."))}
-
-    def sums(self, name: str, ctx: ClientContext) -> tuple[Any, Any]:
-        """Return one parameter's U and V that pull this client."""
-        return ctx.broadcast[f"U.{name}"], ctx.broadcast[f"V.{name}"]
-
-    def correct(self, grads: Arrays, params: Arrays, ctx: ClientContext) -> Arrays:
-        if not ctx.broadcast:
-            return grads
-        strength, out = self.times * self.lam, {}
-        for n, g in grads.items():
-            u, v = self.sums(n, ctx)
-            pull = strength * (u * params[n] - v)  # EFL: the derivative of Eq. 3
-            out[n] = g + pull.to(g.dtype)
-            if self.implicit:
-                wide = u.to(torch.promote_types(u.dtype, g.dtype))
-                out[n] = (out[n] / (1 + ctx.lr * strength * wide)).to(g.dtype)
-        return out
-
-    def finish(self, delta: Arrays, ctx: ClientContext) -> tuple[Arrays, Slot, Slot]:
-        return delta, self.uploaded(self.measured(delta, ctx), ctx), {}
-
-    def uploaded(self, own: Slot, ctx: ClientContext) -> Slot:
-        """Return what of `measured` the server cannot compute."""
-        plain = ctx.delta_is_sent and keys.HALF_KEY not in ctx.config
-        return {k: a for k, a in own.items() if k.startswith("U.") or not plain}
-
-    def measured(self, delta: Arrays, ctx: ClientContext) -> Slot:
-        """Return this client's ``u_k`` and ``v̂_k``, in float32; nothing if λ is 0."""
-        if self.lam == 0:
-            return {}
-        end = {n: ctx.start[n] + d for n, d in delta.items()}  # v_k
-        u = ctx.fisher(end, self.fisher_samples)
-        own = {f"U.{n}": u[n].to(torch.float32) for n in end}
-        return own | {f"V.{n}": (own[f"U.{n}"] * end[n]).to(torch.float32) for n in end}
-
-    def check(self, upload: Slot, params: Arrays, server: Slot) -> None:
-        both = any(key.startswith("V.") for key in upload)  # all of them, or none
-        kinds = ("UV" if both else "U") if self.lam else ""
-        expected = {f"{s}.{n}": p.shape for n, p in params.items() for s in kinds}
-        if upload.keys() != expected.keys():
-            raise ValueError(f"arrays {sorted(upload)}, expected {sorted(expected)}")
-        for key, shape in expected.items():
-            a = upload[key]
-            if a.shape != shape or a.dtype != np.float32:
-                raise ValueError(f"'{key}' is {a.dtype} {a.shape}, expected float32 {shape}")
-            if key.startswith("U.") and (a < 0).any():
-                raise ValueError(f"'{key}' holds negative squares")
-
-    def fold(
-        self,
-        acc: Slot,
-        pid: int,
-        delta: Arrays,
-        upload: Slot,
-        weight: float,
-        ctx: ServerContext,
-    ) -> Slot:
-        for n in delta if upload else ():
-            u = np.asarray(upload[f"U.{n}"], dtype=np.float64)
-            if (v := upload.get(f"V.{n}")) is None:
-                v = (u * (ctx.params[n] + delta[n])).astype(np.float32)  # as the client rounds it
-                if not (abs(v) <= LARGEST).all():
-                    raise ValueError(f"its Fisher information times '{n}' is beyond {LARGEST:g}")
-            acc[f"U.{n}"] = acc.get(f"U.{n}", 0.0) + u
-            acc[f"V.{n}"] = acc.get(f"V.{n}", 0.0) + np.asarray(v, dtype=np.float64)
-        return acc
-
-    def update(
-        self, server: Slot, delta: Arrays, uploads: Slot, ctx: ServerContext
-    ) -> tuple[Slot, Arrays]:
-        new = {key: total.astype(np.float32) for key, total in uploads.items()}  # U, V
-        largest = max((a.max(initial=0) for k, a in new.items() if k.startswith("U.")), default=0)
-        most = 2 / (ctx.lr * self.times * largest) if largest else np.inf
-        strong = "warned" not in server and self.lam > most and not self.implicit
-        if "warned" in server or strong:
-            new["warned"] = np.asarray(True)  # once in a training
-        if strong:
-            LOG.warning(
-                "'%s' has lam=%g, but its explicit steps are stable only up to lam=%.3g (as η and U are "
-                "now): the model may diverge. Use a smaller lam, or implicit=True",
-                *(self.name, self.lam, most),
-            )
-        return new, delta
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ import numpy as np
 
 from flwr_regs.flower.client import RegClient
 from flwr_regs.flower.strategy import RegStrategy
-from flwr_regs.methods.efl import FisherSums
+from flwr_regs.methods.fisher_sums import FisherSums
 from flwr_regs.term import Arrays, ClientContext, ServerContext, Slot
 
 __all__ = ["Curvature", "FedCurv", "FedCurvClient"]

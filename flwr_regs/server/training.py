@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -20,21 +20,18 @@ from flwr_regs.server.aggregation import (
     update_weights,
 )
 from flwr_regs.server.divergence import DivergenceGuard
-from flwr_regs.server.downlink import Downlink
-from flwr_regs.server.frozen import asked, out_of_sync
+from flwr_regs.server.exchange import Exchange
 from flwr_regs.server.model import GlobalModel
-from flwr_regs.server.network import Course, Network, Replies, Request, name_failures
+from flwr_regs.server.network import Course, Network, name_failures
 from flwr_regs.server.options import Options
-from flwr_regs.server.outbox import Outbox
 from flwr_regs.server.participation import Participation
 from flwr_regs.server.population import Population
 from flwr_regs.server.privacy import Budget, PrivateRounds, refuse_statistics
-from flwr_regs.server.replies import Reader, Usable, common_metrics, output_layer, read_uploads
+from flwr_regs.server.replies import Reader, Usable, common_metrics
 from flwr_regs.server.round import Round, RoundFailed
 from flwr_regs.term import ServerContext
 from flwr_regs.wire import keys
 from flwr_regs.wire.arrays import NDArrays, ProtocolError
-from flwr_regs.wire.parcel import Parcel, Record
 
 LOG = logging.getLogger("flwr")
 MeanOfMetrics = Callable[[str, Sequence[Mapping[str, Any]]], Mapping[str, Any]]
@@ -155,23 +152,26 @@ class Training:
         now.lr = self._learning_rate(number, config.get("lr"))
         now.context = self._context(now)
         now.config = self._config(now, config)
-        downlink = self._downlink(now.context)
-        outbox = Outbox(number, options.seed, now.config, downlink, self._held, self._used)
+        memory = (self._held, self._used)
+        exchange = Exchange(
+            now, options, self.model, self.population, network, memory, self._context
+        )
         now.lap("configure")
 
         now.asked = [p for p in now.cohort if p in connected]
         now.failures = dict.fromkeys(set(now.cohort) - set(now.asked), "it has left")
         if any(isinstance(t, Probes) for t in term.terms):
-            now.asked = self._probe(now, outbox, network)
+            now.asked = exchange.probe()
+            self._held |= dict.fromkeys(now.asked, number)
             now.lap("probe")
-        requests = [self._train(now, now.asked, outbox)]
-        last = number == self.num_rounds
-        if options.overlap and not last and not downlink.asks:
-            requests.append(self._ahead(now, members, connected, outbox, network))
+        requests = [exchange.train(now.asked)]
+        if options.overlap and number != self.num_rounds:
+            later = self._draw(number + 1, members, network)
+            requests += exchange.ahead(p for p in later if p in connected)
         LOG.info("configure_train: cohort of %d (out of %d)", len(now.cohort), len(members))
 
         came, *acknowledged = yield requests
-        self._collect(now, came, outbox, network)
+        exchange.collect(came)
         now.lap("clients")
 
         usable = self._read(now)
@@ -225,102 +225,6 @@ class Training:
             **({keys.HALF_KEY: options.wire_dtype} if options.wire_dtype else {}),
         }
 
-    def _train(
-        self, now: Round, clients: Iterable[int], outbox: Outbox, lost: bool = False
-    ) -> Request:
-        """Return the train messages, and count their bytes; `lost` clients get everything."""
-        parcels = {pid: outbox.train(pid, lost) for pid in clients}
-        for pid, parcel in parcels.items():
-            before = now.bytes_down.get(pid, (now.probe_down or {}).get(pid, 0))
-            now.bytes_down[pid] = before + parcel.nbytes
-        return self.population.request("train", parcels)
-
-    def _ahead(
-        self, now: Round, members: list[int], connected: list[int], outbox: Outbox, network: Network
-    ) -> Request:
-        """Return the messages that send ``w_t`` to the next cohort, except to clients of this one."""
-        later = set(self._draw(now.number + 1, members, network))
-        model = Record(self.model.model)
-        parcels = {p: outbox.ahead(model) for p in sorted(later & set(connected) - set(now.cohort))}
-        now.bytes_ahead = {pid: parcel.nbytes for pid, parcel in parcels.items()}
-        return self.population.request(keys.PREFETCH, parcels)
-
-    def _probe(self, now: Round, outbox: Outbox, network: Network) -> list[int]:
-        """Run the first exchange, ``w_t`` down and the terms' probes up; return the clients that replied.
-
-        A client without a reply is left out of the round and named among its failures. A client that lost
-        its model is asked once more, with the model.
-        """
-        assert now.context is not None
-        term, uploads = self.options.term, dict[int, dict[str, Any]]()
-        now.probe_down, now.probe_up = dict.fromkeys(now.asked, 0), {}
-        asked, tries = now.asked, 0
-        while asked:
-            parcels = {pid: outbox.probe(pid, lost=tries > 0) for pid in asked}
-            replies = network.ask(self.population.request(keys.PROBE, parcels))
-            now.failures |= replies.failures
-            for pid, parcel in parcels.items():
-                now.probe_down[pid] += parcel.nbytes
-            came, again = self._lacking(now, replies.came, outbox, tries)
-            for pid in sorted(came):
-                reply = came[pid]
-                try:
-                    found = read_uploads(f"the probe of client {pid}", reply)
-                    term.check(found, now.context.params, self.model.server, probing=True)
-                except ValueError as error:
-                    now.failures[pid] = str(error)
-                    continue
-                uploads[pid], now.probe_up[pid] = found, reply.nbytes
-                now.lost_state += [pid] * reply.says(keys.LOST_KEY)
-            asked, tries = again, tries + 1
-        unlike = term.agree(uploads, probing=True)
-        uploads = {pid: found for pid, found in uploads.items() if pid not in unlike}
-        now.failures |= unlike
-        if now.failures:
-            LOG.warning("\t> in the first exchange: %s", name_failures(now.failures))
-        outbox.broadcasts = term.answer({pid: uploads[pid] for pid in sorted(uploads)})
-        self._held |= dict.fromkeys(uploads, now.number)
-        return sorted(uploads)
-
-    def _collect(self, now: Round, replies: Replies, outbox: Outbox, network: Network) -> None:
-        """Note the replies; send a client what it lacks (a restarted node its model), and wait."""
-        came, failures, tries = dict(replies.came), dict(replies.failures), 0
-        while True:
-            came, lost = self._lacking(now, came, outbox, tries)
-            if not lost:
-                break
-            late = network.ask(self._train(now, lost, outbox, lost=True))
-            failures |= late.failures
-            came, tries = came | dict(late.came), tries + 1
-        now.came = came
-        before = now.probe_up or {}
-        now.bytes_up = {p: reply.nbytes + before.get(p, 0) for p, reply in came.items()}
-        now.failures = {**failures, **now.failures}
-        if (layer := output_layer(came)) is not None:
-            now.events["output_layer"] = layer
-
-    def _lacking(
-        self, now: Round, came: Mapping[int, Parcel], outbox: Outbox, tries: int
-    ) -> tuple[dict[int, Parcel], list[int]]:
-        """Return (the other replies, the clients to send what they say that they lack).
-
-        A client that cannot be sent it is named among the failures, and so is one that still lacks it after
-        two `tries`: its model, and then its frozen parameters.
-        """
-        lost = out_of_sync(came)
-        others = {p: reply for p, reply in came.items() if p not in lost}
-        if lost and outbox.downlink.asks:
-            if (frozen := asked(lost, self.model.model)) is not None:
-                self.model.hold(frozen)
-            now.context = self._context(now)
-            outbox.downlink = self._downlink(now.context)
-            outbox.downlink.asks = False  # without an answer, the replies to the whole model tell
-        refused = outbox.catch_up(lost, self.model.frozen, tries)
-        now.failures |= refused
-        if outbox.frozen:
-            now.events["frozen_sent"] = sorted({*now.events.get("frozen_sent", []), *outbox.frozen})
-        return others, [p for p in lost if p not in refused]
-
     def _read(self, now: Round) -> Usable:
         """Check the replies; note the usable ones, and why the others are not."""
         options = self.options
@@ -373,10 +277,6 @@ class Training:
                     f"round {now.number} of {self.method} diverged: {error}; `strategy.arrays` is "
                     "the model before it; try a smaller learning rate"
                 ) from error
-
-    def _downlink(self, context: ServerContext) -> Downlink:
-        options = self.options
-        return Downlink(options.downlink, options.term, self.model, context, options.wire_dtype)
 
     def _context(self, now: Round) -> ServerContext:
         """Return the context of the terms' server hooks; with weights and replies, once there are any."""

@@ -103,10 +103,21 @@ def test_shards_are_as_equal_in_size_as_shards_of_one_label_can_be() -> None:
 
 def test_fewer_shards_than_labels_are_mcmahans_too() -> None:
     labels = labels_of([7, 3, 5, 6])
-    parts = partition(labels, "shards", 2, 4, shards_per_client=1)
     order = np.argsort(labels, kind="stable")
     cut = [set(order[:11]), set(order[11:])]
-    assert sorted(map(sorted, parts)) == sorted(map(sorted, cut))
+    for kind in ("shards", "shards-mcmahan"):
+        parts = partition(labels, kind, 2, 4, shards_per_client=1)
+        assert sorted(map(sorted, parts)) == sorted(map(sorted, cut))
+
+
+def test_mcmahans_shards_are_equal_in_size_and_dealt_at_random() -> None:
+    labels = labels_of([24, 35, 61])
+    for n, s in itertools.product(range(1, 7), range(1, 5)):
+        cut = np.array_split(np.argsort(labels, kind="stable"), n * s)
+        deal = np.random.default_rng(9).permutation(n * s).reshape(n, s)
+        got = partition(labels, "shards-mcmahan", n, 9, shards_per_client=s)
+        for mine, hand in zip(got, deal, strict=True):
+            assert np.array_equal(mine, np.concatenate([cut[j] for j in hand]))
 
 
 @pytest.mark.parametrize("sizes", [[60, 60, 60], [24, 36, 60], [9, 9, 6, 8], [6, 6], [4, 3, 2]])
