@@ -203,7 +203,6 @@ def draw_strengths(found: Sequence[Row], path: Path) -> None:
         panel.set_xticks(x, [f"{m:g}" for m in x])
         panel.minorticks_off()
         panel.grid(alpha=0.25)
-        panel.set_ylim(bottom=bottom)
         columns = 1 + (len(panel.lines) > 12)
         panel.legend(
             fontsize=7.5,
@@ -213,7 +212,8 @@ def draw_strengths(found: Sequence[Row], path: Path) -> None:
             loc="upper center",
             bbox_to_anchor=(0.5, -0.15),
         )
-    made.axes[0].set_ylabel("test accuracy, points above FedAvg")
+    panels[0].set(ylabel="test accuracy, points above FedAvg")
+    panels[0].set_ylim(bottom, 8)
     made.savefig(path)
 
 
