@@ -14,7 +14,8 @@ moves an opposing coordinate by ``α (w_t − w_{t−1})``. Round 1 has no last 
 The paper's clients run plain SGD, "no SGD momentum and weight decay" (App. D). Our copy of the paper
 does not give α (its App. C shows a sweep without figures). The term acts in each of a client's K_k steps,
 and momentum m makes each act 1/(1−m) times. So what counts is ``α K_k / (1 − m)``: our default keeps it at
-2, ``α = 2 (1 − m) / K_k``. It gains most around there, and training can collapse beyond some 6.
+2, ``α = 2 (1 − m) / K_k``. In our study (docs/fedfor-alpha.md) it gained there, and training could collapse
+at 4 with 2 steps, at 8 with 5. For Adam the default is far too strong: there ``α K_k`` = 0.01 gained.
 
 Source: Tian, Smith, Kira, "FedFOR: Stateless heterogeneous federated learning with first-order
 regularization" (2022), Eqs. 4-7, Alg. 1, Tab. 1 (the two downlinks).
@@ -43,8 +44,8 @@ class FirstOrder(Term):
     alpha : float, optional
         Strength α ≥ 0 of one step, dimensionless; 0 is FedAvg. None: ``2 (1 − m) / K_k``. K_k are the
         client's planned steps, or its step budget if that is smaller; a time budget does not change it.
-        m is its optimiser's momentum. It counts as 0 for an optimiser without one, such as Adam, and for
-        one that your own loop does not make by ``loop.optimizer(...)``.
+        m is its optimiser's momentum. It counts as 0 for an optimiser without one, such as Adam (for which
+        this is far too strong), and for one that your own loop does not make by ``loop.optimizer(...)``.
     """
 
     name: ClassVar[str] = "first-order"

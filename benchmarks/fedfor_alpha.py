@@ -1,0 +1,276 @@
+"""FedFOR's default α = 2(1−m)/K against FedAvg, and other strengths αK/(1−m): docs/fedfor-alpha.md.
+
+``python -m benchmarks.fedfor_alpha --data-dir DIR`` trains what the results file lacks;
+``python -m benchmarks.fedfor_alpha --report`` prints the page's tables and draws its pictures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from matplotlib import colormaps
+
+from benchmarks.common import Results, Run, Setting, bounds, chosen, figure, parser, percent, table
+
+ROOT = Path(__file__).parents[1]
+OUT = ROOT / "docs" / "studies" / "fedfor-alpha.jsonl"
+MULTIPLES = (0.0, 0.5, 1.0, 2.0, 4.0, 8.0)
+"""The values of αK/(1−m): 0 is FedAvg, 2 the default."""
+DEFAULT = 2.0
+SEEDS = {"digits": (5, 2), "mnist": (5, 2), "cifar10": (3, 2)}
+"""How many seeds FedAvg and the default have, and how many the other strengths."""
+ADAM = (0.003, 0.01, 0.03, 0.1, 0.3)
+"""Further values of αK with Adam, tried after the others had been seen."""
+NAMES = {"digits": "digits", "mnist": "MNIST", "cifar10": "CIFAR-10"}
+CHANCE = 0.1
+"""What a run that diverged counts as in a difference: ten classes."""
+
+FEW = {"cohort": 4}  # of 20 clients
+DIGITS = {"dirichlet": 0.0, "batch_size": 16}
+SETTINGS = (
+    Setting("digits, K 2", "digits", 2, 0.1, **FEW, rounds=60, **DIGITS),
+    Setting("digits, K 5, all", "digits", 5, 0.1, rounds=30, **DIGITS),
+    Setting("digits, K 25", "digits", 25, 0.1, **FEW, rounds=60, **DIGITS),
+    Setting("digits, K 25, m 0.9", "digits", 25, 0.01, **FEW, rounds=60, **DIGITS, momentum=0.9),
+    Setting("MNIST, K 5", "mnist", 5, 0.1, **FEW, rounds=40),
+    Setting("MNIST, K 20", "mnist", 20, 0.1, **FEW, rounds=40),
+    Setting("MNIST, K 20, all", "mnist", 20, 0.1, rounds=15),
+    Setting("MNIST, K 20, 100 clients", "mnist", 20, 0.1, 100, 10, dirichlet=0.3, rounds=20),
+    Setting("MNIST, K 60", "mnist", 60, 0.1, **FEW, rounds=20),
+    Setting("MNIST, K 100", "mnist", 100, 0.1, **FEW, rounds=15),
+    Setting("MNIST, K 20, m 0.5", "mnist", 20, 0.05, **FEW, rounds=30, momentum=0.5),
+    Setting("MNIST, K 20, m 0.9", "mnist", 20, 0.01, **FEW, rounds=30, momentum=0.9),
+    Setting("MNIST, K 20, decay", "mnist", 20, 0.1, **FEW, rounds=30, weight_decay=1e-3),
+    Setting("MNIST, K 20, Adam", "mnist", 20, 0.001, **FEW, rounds=30, adam=True),
+    Setting("CIFAR-10, K 20", "cifar10", 20, 0.09, **FEW, dirichlet=0.3),
+    Setting("CIFAR-10, K 20, m 0.9", "cifar10", 20, 0.01, **FEW, dirichlet=0.3, momentum=0.9),
+)
+
+
+def run(setting: Setting, multiple: float, seed: int, lr: float) -> Run:
+    """Return the training at one αK/(1−m); the default is run as the default."""
+    if multiple == 0:
+        return Run(setting, "FedAvg", {}, seed, lr)
+    if multiple == DEFAULT:
+        return Run(setting, "FedFOR", {}, seed, lr)
+    alpha = multiple * (1 - setting.momentum) / setting.steps
+    return Run(setting, "FedFOR", {"alpha": round(alpha, 6)}, seed, lr)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A setting's results: accuracies (None: diverged) by αK/(1−m), seed by seed."""
+
+    setting: Setting
+    lr: float
+    found: Mapping[float, Mapping[int, float | None]]
+
+    def gains(self, multiple: float) -> list[float]:
+        """Return the points gained on FedAvg with the same seed; a run that diverged counts as chance."""
+        plain, other = self.found[0.0], self.found[multiple]
+        return [
+            100 * ((CHANCE if other[s] is None else other[s]) - (plain[s] or CHANCE))  # type: ignore[operator]
+            for s in other
+        ]
+
+
+def rows(results: Results) -> list[Row]:
+    """Return the results of all settings, as far as they are there."""
+    out = []
+    for s in SETTINGS:
+        lr = results.tuned(s)[0]
+        found = {}
+        for multiple in (*MULTIPLES, *(ADAM if s.adam else ())):
+            seeds = range(1, 1 + SEEDS[s.data][multiple not in (0, DEFAULT)])
+            found[multiple] = {
+                seed: results[r]["accuracy"] for seed in seeds for r in [run(s, multiple, seed, lr)]
+            }
+        out.append(Row(s, lr, found))
+    return out
+
+
+def clients(s: Setting) -> str:
+    """Return what a setting's clients run, in words."""
+    if s.adam:
+        return "Adam"
+    parts = [f"momentum {s.momentum:g}"] * (s.momentum > 0)
+    parts += [f"weight decay {s.weight_decay:g}"] * (s.weight_decay > 0)
+    return "SGD" + "".join(f", {part}" for part in parts)
+
+
+def label(s: Setting) -> str:
+    """Return what tells a setting from the others of its data set."""
+    what = clients(s)
+    return f"K {s.steps}, {s.who}" + (f", {what.removeprefix('SGD, ')}" if what != "SGD" else "")
+
+
+def tables(results: Results) -> dict[str, str]:
+    """Return the page's tables."""
+    found = rows(results)
+    where = [
+        [NAMES[s.data], s.who, str(s.steps), clients(s)] for s in (row.setting for row in found)
+    ]
+    head = ["data", "clients", "K", "optimiser"]
+    verdicts = []
+    for row in found:
+        gains = row.gains(DEFAULT)
+        mean, low, _ = bounds(gains)
+        verdicts.append(
+            [
+                *(percent(list(row.found[m].values())) for m in (0.0, DEFAULT)),
+                *(f"{x:+.2f}".replace("-", "−") for x in (mean, low, min(gains))),
+                f"{sum(g > 0 for g in gains)} of {len(gains)}",
+                "yes" if low >= -1 else "**no**",
+            ]
+        )
+    return {
+        "default": table(
+            [
+                *head,
+                "FedAvg",
+                "default",
+                "difference",
+                "95 % bound below",
+                "worst seed",
+                "seeds above",
+                "bound ≥ −1",
+            ],
+            (w + v for w, v in zip(where, verdicts, strict=True)),
+        ),
+        "strengths": table(
+            [*head, *("FedAvg" if m == 0 else f"{m:g}" for m in MULTIPLES)],
+            (
+                w + [percent([row.found[m][s] for s in row.found[1.0]]) for m in MULTIPLES]
+                for w, row in zip(where, found, strict=True)
+            ),
+        ),
+        "adam": table(
+            ["αK", "FedAvg", *(f"{m:g}" for m in (*ADAM, *MULTIPLES[1:]))],
+            (
+                ["accuracy"]
+                + [percent([row.found[m][s] for s in row.found[1.0]]) for m in sorted(row.found)]
+                for row in found
+                if row.setting.adam
+            ),
+        ),
+        "settings": table(
+            ["setting", "rounds", "batch size", "learning rates tried: held-out accuracy"],
+            (
+                [
+                    f"{NAMES[row.setting.data]}, {label(row.setting)}",
+                    str(row.setting.rounds),
+                    str(row.setting.batch_size),
+                    ", ".join(
+                        f"{'**' * (lr == row.lr)}{lr:g}{'**' * (lr == row.lr)}: {100 * a:.1f}"
+                        for lr, a in results.tuned(row.setting)[1].items()
+                    ),
+                ]
+                for row in found
+            ),
+        ),
+    }
+
+
+def draw_strengths(found: Sequence[Row], path: Path) -> None:
+    """Draw the gain on FedAvg against αK/(1−m), a panel for each data set, a line for each setting.
+
+    The colour is K's, lighter for more steps. A triangle at the bottom stands for a mean below the panel.
+    """
+    made = figure(11.5, 5.2, layout=None)  # laid out by itself, the legends would narrow the panels
+    made.subplots_adjust(left=0.055, right=0.99, top=0.94, bottom=0.31, wspace=0.13)
+    steps = sorted({row.setting.steps for row in found})
+    x, bottom = MULTIPLES[1:], -5.0
+    panels = made.subplots(1, 3, sharex=True, sharey=True, width_ratios=(1, 1.4, 1))
+    for panel, (data, name) in zip(panels, NAMES.items(), strict=True):
+        panel.axvspan(DEFAULT / 1.12, DEFAULT * 1.12, color="0.9", lw=0)
+        panel.axhline(0, color="0.4", lw=1)
+        markers = iter("osD^vP*Xph")
+        for row in (r for r in found if r.setting.data == data):
+            s, shared = row.setting, len(row.found[1.0])
+            gains = [row.gains(m)[:shared] for m in x]
+            mean, low, high = ([f(g) for g in gains] for f in (np.mean, min, max))
+            colour = colormaps["viridis"](0.88 * steps.index(s.steps) / (len(steps) - 1))
+            dashes = ":" if s.adam or s.weight_decay else "--" if s.momentum else "-"
+            line = {"color": colour, "lw": 1.6, "ls": dashes, "marker": next(markers), "ms": 5}
+            panel.plot(x, mean, label=label(s), **line)
+            panel.fill_between(x, low, high, color=colour, alpha=0.1, lw=0)
+            below = [m for m, g in zip(x, mean, strict=True) if g < bottom]
+            panel.plot(below, [bottom + 0.2] * len(below), "v", color=colour, ms=8, clip_on=False)
+        panel.set(xscale="log", title=name, xlabel="αK/(1−m)")
+        panel.set_xticks(x, [f"{m:g}" for m in x])
+        panel.minorticks_off()
+        panel.grid(alpha=0.25)
+        columns = 1 + (len(panel.lines) > 12)
+        panel.legend(
+            fontsize=7.5,
+            frameon=False,
+            ncols=columns,
+            columnspacing=1,
+            loc="upper center",
+            bbox_to_anchor=(0.5, -0.15),
+        )
+    panels[0].set(ylabel="test accuracy, points above FedAvg")
+    panels[0].set_ylim(bottom, 8)
+    made.savefig(path)
+
+
+def draw_default(found: Sequence[Row], path: Path) -> None:
+    """Draw the default's gain on FedAvg in each setting: the seeds, their mean and the interval."""
+    made = figure(8.4, 0.29 * len(found) + 0.9)
+    axes, left = made.subplots(), -4.0
+    for y, row in enumerate(reversed(found)):
+        gains = row.gains(DEFAULT)
+        mean, low, high = bounds(gains)
+        colour = "#0072B2" if low >= -1 else "#D55E00"
+        if mean < left:
+            text = f"◄ {mean:+.1f} ({low:+.1f} to {high:+.1f})".replace("-", "−")
+            axes.text(left + 0.1, y, text, color=colour, va="center", fontsize=9)
+            continue
+        axes.plot(gains, [y] * len(gains), "|", color=colour, ms=9, alpha=0.6)
+        axes.plot([low, high], [y, y], color=colour, lw=1.6)
+        axes.plot(mean, y, "o", color=colour, ms=6)
+    labels = [f"{NAMES[r.setting.data]}, {label(r.setting)}" for r in reversed(found)]
+    axes.set_yticks(range(len(found)), labels, fontsize=9)
+    axes.axvline(0, color="0.3", lw=1)
+    axes.axvline(-1, color="0.3", lw=1, ls=":")
+    axes.set_xlim(left=left)
+    axes.set_ylim(-0.6, len(found) - 0.4)
+    axes.set_xlabel("FedFOR's default minus FedAvg, points of test accuracy")
+    axes.grid(axis="x", alpha=0.25)
+    made.savefig(path)
+
+
+def main() -> None:
+    """Train what is missing, or report."""
+    arguments = parser(__doc__ or "", OUT)
+    arguments.add_argument("--only-default", action="store_true", help="no other strengths")
+    options = arguments.parse_args()
+    results = Results(options.out, options.data_dir, 0 if options.report else options.processes)
+    settings = chosen(SETTINGS, options.settings)
+    if options.report:
+        print("\n\n".join(tables(results).values()))
+        found = rows(results)
+        draw_strengths(found, ROOT / "docs" / "img" / "fedfor-alpha.png")
+        draw_default(found, ROOT / "docs" / "img" / "fedfor-default.png")
+        return
+    rates = {s: results.tuned(s)[0] for s in settings}
+    wanted = [int(s) for s in options.seeds.split(",") if s]
+
+    def runs(multiples: Iterable[float], column: int) -> Iterator[Run]:
+        for seed in wanted or range(1, 6):
+            for s in settings:
+                if seed <= SEEDS[s.data][column]:
+                    yield from (run(s, multiple, seed, rates[s]) for multiple in multiples)
+
+    main_question = (0.0, DEFAULT)
+    results.finish(runs(main_question, 0))
+    if not options.only_default:
+        results.finish(runs([m for m in MULTIPLES if m not in main_question], 1))
+        results.finish(r for r in runs(ADAM, 1) if r.setting.adam)
+
+
+if __name__ == "__main__":
+    main()
