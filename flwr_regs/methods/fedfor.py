@@ -70,9 +70,10 @@ class FirstOrder(Term):
         if self.alpha is None:
             if ctx.momentum is None:
                 log_once(
-                    logging.INFO,
+                    logging.WARNING,
                     "FedFOR's default alpha takes a client's momentum for 0: its optimiser has no such "
-                    "setting, or was not made by loop.optimizer(...)",
+                    "setting, or was not made by loop.optimizer(...). With Adam and its like the default "
+                    "is far too strong: start with alpha = 0.01 / (local steps)",
                     self.name,
                     ctx,
                 )
