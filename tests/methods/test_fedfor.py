@@ -132,11 +132,12 @@ def logged(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) ->
 def test_an_optimiser_without_momentum_is_noted_once_in_a_training(logged: Any) -> None:
     for count in (1, 2):
         run(FedFOR(**OPTIONS), FedFORClient, rounds=3, lr=0.01, optimizer=torch.optim.Adam)
-        assert len(logged(logging.INFO)) == count
-    assert "takes a client's momentum for 0" in logged(logging.INFO)[0]
+        assert len(logged(logging.WARNING)) == count
+    assert "takes a client's momentum for 0" in logged(logging.WARNING)[0]
+    assert "With Adam and its like the default is far too strong" in logged(logging.WARNING)[0]
     run(FedFOR(0.1, **OPTIONS), FedFORClient, rounds=3, lr=0.01, optimizer=torch.optim.Adam)
     run(FedFOR(**OPTIONS), FedFORClient, rounds=3)
-    assert len(logged(logging.INFO)) == 2
+    assert len(logged(logging.WARNING)) == 2
 
 
 def test_an_own_loop_that_makes_its_optimiser_itself_has_momentum_0(logged: Any) -> None:
@@ -160,7 +161,7 @@ def test_an_own_loop_that_makes_its_optimiser_itself_has_momentum_0(logged: Any)
             grown.append(next(model.parameters()).grad - before)  # type: ignore[operator]
         k = len(grown)
         torch.testing.assert_close(grown[0], torch.full_like(grown[0], (1.0 if mine else 2.0) / k))
-        assert len(logged(logging.INFO)) == (0 if mine else 1)
+        assert len(logged(logging.WARNING)) == (0 if mine else 1)
 
 
 @pytest.mark.parametrize("m", [0.0, 0.5])
