@@ -60,6 +60,12 @@ def partition(
 
     Raises ValueError, with the reason, for a split that is impossible.
     """
+    if kind not in PARTITIONS:
+        raise ValueError(f"partition must be one of {', '.join(PARTITIONS)}, not {kind!r}")
+    if not 0 <= similarity <= 100:
+        raise ValueError(f"similarity must be from 0 to 100 per cent, not {similarity}")
+    if not dirichlet_alpha > 0:
+        raise ValueError(f"dirichlet_alpha must be above 0, not {dirichlet_alpha}")
     labels = np.asarray(labels)
     rng = np.random.default_rng(seed)
     n = num_clients

@@ -300,6 +300,20 @@ def test_similarity_and_iid() -> None:
 
 # what is impossible
 
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "message"),
+    [
+        ("shard", {}, "partition must be one of shards, .*not 'shard'"),
+        ("similarity", {"similarity": 150.0}, "from 0 to 100 per cent, not 150"),
+        ("dirichlet", {"dirichlet_alpha": 0.0}, "dirichlet_alpha must be above 0, not 0"),
+    ],
+)
+def test_wrong_settings_are_named(kind: str, settings: dict[str, float], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        partition(LABELS, kind, 4, 1, **settings)
+
+
 IMPOSSIBLE = [
     ("partition=iid num-clients=2000", "1437 examples over 2000 clients: each client needs an ex"),
     ("partition=classes num-clients=4", "2 of 10 classes would be left out: use more clients"),
