@@ -190,7 +190,9 @@ class Elastic(FisherSums):
             return {**server, "age": server["age"] + 1, "holders": np.array(holders)}, delta
         new, delta = super().update(server, delta, sums, ctx)
         if message := sums_of(new):
-            coded = self._code.encode({key: torch.from_numpy(a) for key, a in message.items()})
+            coded = self._code.encode(
+                {key: torch.as_tensor(np.asarray(a)) for key, a in message.items()}
+            )
             new = {
                 **{key: a for key, a in new.items() if key not in message},
                 **{key: a.numpy() for key, a in coded.items()},

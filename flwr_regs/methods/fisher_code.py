@@ -62,7 +62,7 @@ class SumsCode:
         scales, out = [], dict(sums)
         for s in "UV":
             values = {key: a for key, a in sums.items() if key[0] == s}
-            top = torch.stack([a.abs().amax() for a in values.values()]).amax()
+            top = torch.stack([a.abs().amax() for a in values.values() if a.numel()]).amax()
             scales.append((top / HALF_MAX).clamp(min=LEAST_SCALE))
             out |= {key: (a / scales[-1]).to(torch.float16) for key, a in values.items()}
         return {**out, "scale": torch.stack(scales)}

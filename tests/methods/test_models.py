@@ -234,7 +234,11 @@ METHODS = [
     composed(fr.SelfDistillation(), fr.LocalBatchNorm(), fr.SparseTernary(0.3, 0.3)),
 ]
 REFUSED = [  # method, kind, why: all that does not train
-    (r".*ternary|EFL.*", r".*-as-.*|.*bfloat16|float16-in.*", "does not go with compression"),
+    (
+        r".*ternary|EFL(?!-sums-16).*",
+        r".*-as-.*|.*bfloat16|float16-in.*",
+        "does not go with compression",
+    ),
     (r"FedFOR-delta|FedADC-delta", r".*-as-.*|.*bfloat16|float16-in.*", "needs downlink='model'"),
     (r"FedBN|.*local-bn.*", r"(?!resnet-bn).*", "FedBN found no BatchNorm layer"),
 ]
