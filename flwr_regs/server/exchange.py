@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from flwr_regs.server.downlink import Downlink
-from flwr_regs.server.frozen import asked, out_of_sync
+from flwr_regs.server.frozen import frozen_of, out_of_sync
 from flwr_regs.server.model import GlobalModel
 from flwr_regs.server.network import Network, Replies, Request, name_failures
 from flwr_regs.server.options import Options
@@ -145,7 +145,7 @@ class Exchange:
         now, outbox, lost = self._now, self._outbox, out_of_sync(came)
         others = {p: reply for p, reply in came.items() if p not in lost}
         if lost and outbox.downlink.asks:
-            if (frozen := asked(lost, self._model.model)) is not None:
+            if (frozen := frozen_of(lost, self._model.model)) is not None:
                 self._model.hold(frozen)
             now.context = self._context(now)
             outbox.downlink = self._downlink()

@@ -82,7 +82,7 @@ def out_of_sync(came: Mapping[int, Parcel]) -> dict[int, Parcel]:
     return {p: reply for p, reply in came.items() if reply.says(keys.OUT_OF_SYNC_KEY)}
 
 
-def asked(came: Mapping[int, Parcel], model: NDArrays) -> Frozen | None:
+def frozen_of(came: Mapping[int, Parcel], model: NDArrays) -> Frozen | None:
     """Return what the clients hold frozen, from the replies of those that were asked; None if none says.
 
     A client whose code fails when it is asked says nothing, and so does a client of other code.
