@@ -64,8 +64,9 @@ class Options:
         Clip each client's update and add noise to the mean: see :class:`flwr_regs.CentralDP`.
     on_divergence : {"warn", "stop"}
         What happens when a global step is over 10 times the median of the last five, twice, or the
-        training loss (the clients' median) over 3 times the first round's. ``"warn"``: one warning, which is also the history's
-        ``"divergence"`` of that round. ``"stop"``: :class:`RoundFailed` too, before the model moves.
+        training loss (the clients' median) over 3 times the first round's. ``"warn"``: one warning,
+        which is also the history's ``"divergence"`` of that round. ``"stop"``: :class:`RoundFailed` too,
+        before the model moves.
     min_replies : int
         A round with fewer usable replies raises :class:`RoundFailed`.
     population : int, optional
