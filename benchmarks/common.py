@@ -142,10 +142,10 @@ def clients_data(
 ) -> tuple[list[DataLoader[Any]], torch.Tensor, torch.Tensor]:
     """Return each client's batches, and the images and labels that accuracy is measured on."""
     found = load(setting.data, data_dir)
-    kind, alpha = "dirichlet" if setting.dirichlet else "similarity", setting.dirichlet
-    parts = partition(
-        *(found.train_y, kind, setting.clients, seed), dirichlet_alpha=alpha, similarity=20
-    )
+    split: dict[str, Any] = {"kind": "similarity", "similarity": 20}
+    if setting.dirichlet:
+        split = {"kind": "dirichlet", "dirichlet_alpha": setting.dirichlet}
+    parts = partition(found.train_y, num_clients=setting.clients, seed=seed, **split)
     test_x, test_y = found.test_x, found.test_y
     if tuning:
         order = [np.random.default_rng((seed, k)).permutation(p) for k, p in enumerate(parts)]
