@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -14,98 +13,266 @@ import flwr_regs
 from flwr_regs.abilities import Personalises, Withholds
 from flwr_regs.experiments.build import bare, build, named
 from flwr_regs.experiments.calls import parse_methods
-from flwr_regs.experiments.data import DATASETS, load
-from flwr_regs.experiments.partitions import PARTITIONS, partition
+from flwr_regs.experiments.data import load
+from flwr_regs.experiments.partitions import partition
+from flwr_regs.experiments.settings import Settings, checked, key
 from flwr_regs.flower.strategy import RegStrategy
-from flwr_regs.wire.config import OPTIMIZERS, check_train_config, nearest
-
-
-def setting(
-    low: float | None = None,
-    high: float | None = None,
-    choices: tuple[str, ...] | None = None,
-    above: float | None = None,
-    below: float | None = None,
-) -> Any:
-    """Declare a setting with its legal values: `low` ≤ or `above` < value ≤ `high` or < `below`."""
-    rule = {"low": low, "high": high, "choices": choices, "above": above, "below": below}
-    return field(metadata=rule)
+from flwr_regs.wire.config import check_train_config
 
 
 @dataclass(frozen=True)
-class Job:
-    """One comparison. Field ``a_b`` is the run-config key ``a-b``; pyproject.toml says what each is."""
+class Job(Settings):
+    """One comparison: its checked settings, and what follows from them."""
 
-    methods: str = setting()
-    code_dir: str = setting()
-    dataset: str = setting(choices=DATASETS)
-    data_dir: str = setting()
-    model: str = setting(choices=("auto", "mlp", "cnn", "cnn-bn"))
-    partition: str = setting(choices=PARTITIONS)
-    shards_per_client: int = setting(low=1)
-    classes_per_client: int = setting(low=1)
-    dirichlet_alpha: float = setting(above=0)
-    similarity: float = setting(low=0, high=100)
-    num_clients: int = setting(low=2)
-    examples_per_client: int = setting(low=0)
-    test_examples: int = setting(low=0)
-    held_out_clients: int = setting(low=0)
-    held_out_share: float = setting(low=0, below=1)
-    rounds: int = setting(low=1)
-    fraction_train: float = setting(above=0, high=1)
-    cohorts: str = setting(choices=("uniform", "class-covering"))
-    overlap: bool = setting()
-    wire_dtype: str = setting(choices=("", "bfloat16", "float16"))
-    personalise: str = setting(choices=("", "plain", "proximal", "distil", "both"))
-    personal_lr: float = setting(above=0)
-    lr: float = setting(above=0)
-    optimizer: str = setting(choices=tuple(OPTIMIZERS))
-    momentum: float = setting(low=0, below=1)
-    weight_decay: float = setting(low=0)
-    clip_norm: float = setting(low=0)
-    lr_decay: float = setting(above=0, high=1)
-    local_epochs: int = setting(low=1)
-    local_steps: int = setting(low=0)
-    batch_size: int = setting(low=1)
-    weighting: str = setting(choices=("paper", "num-examples", "uniform"))
-    seed: int = setting(low=0)
-    target_accuracy: float = setting(above=0, high=1)
-    server_lr_decay: float = setting(above=0, high=1)
-    incomplete: str = setting(choices=("paper", "average", "scale", "drop"))
-    drop_inactive: float = setting(low=0)
-    restart_lr: bool = setting()
-    on_divergence: str = setting(choices=("warn", "stop"))
-    straggler_share: float = setting(low=0, high=1)
-    straggler_speed: float = setting(low=0, high=1)
-    drop_out: float = setting(low=0, below=1)
-    dp_clip_norm: float = setting(low=0)
-    dp_noise: float = setting(low=0)
-    dp_delta: float = setting(above=0, below=1)
-    out: str = setting()
+    methods: str = setting(
+        "FedAvg,FedFOR",
+        'the methods, as Python calls: "FedAvg, FedFOR(alpha=0.5), FedBN+FedFOR, mine.py:Clip(x=1)"',
+    )
+    code_dir: str = setting(
+        "",
+        "the folder where mine.py:name and module:name are looked up; default: the current one",
+    )
+    dataset: str = setting(
+        "digits",
+        "a data set of `flwr-regs list datasets`, or your own: mine.py:load",
+        choices=DATASETS,
+    )
+    data_dir: str = setting(
+        "",
+        "the folder that holds, or receives, MNIST/raw",
+    )
+    model: str = setting(
+        "auto",
+        "a model of `flwr-regs list models`, or your own: mine.py:Net; auto: the data set's",
+        choices=("auto", "mlp", "cnn", "cnn-bn"),
+    )
+    partition: str = setting(
+        "shards",
+        "how the data is split over the clients: `flwr-regs list partitions`",
+        choices=PARTITIONS,
+    )
+    shards_per_client: int = setting(
+        2,
+        "both shards partitions: the shards that a client gets",
+        low=1,
+    )
+    classes_per_client: int = setting(
+        2,
+        "partition classes: the classes that each client gets",
+        low=1,
+    )
+    dirichlet_alpha: float = setting(
+        0.1,
+        "both Dirichlet partitions: smaller is less IID; the two alphas do not compare",
+        above=0,
+    )
+    similarity: float = setting(
+        0.0,
+        "partition similarity: per cent of the data that is IID; the rest is label-sorted",
+        low=0,
+        high=100,
+    )
+    num_clients: int = setting(
+        10,
+        "clients that train",
+        low=2,
+    )
+    examples_per_client: int = setting(
+        0,
+        "if not 0, each client keeps only this many of its examples",
+        low=0,
+    )
+    test_examples: int = setting(
+        0,
+        "domains: if not 0, each client tests on at most this many images",
+        low=0,
+    )
+    held_out_clients: int = setting(
+        0,
+        "clients that never train; if not 0, accuracy is measured on their data",
+        low=0,
+    )
+    held_out_share: float = setting(
+        0.0,
+        "share of each client's data held out; if not 0, accuracy is measured on it",
+        low=0,
+        below=1,
+    )
+    rounds: int = setting(
+        30,
+        "rounds of training",
+        low=1,
+    )
+    fraction_train: float = setting(
+        1.0,
+        "share of the clients in a round's cohort",
+        above=0,
+        high=1,
+    )
+    cohorts: str = setting(
+        "uniform",
+        "how cohorts are drawn; class-covering: its clients together hold every class",
+        choices=("uniform", "class-covering"),
+    )
+    overlap: bool = setting(
+        False,
+        "with a delta downlink: send the next cohort its model ahead of its round",
+    )
+    wire_dtype: str = setting(
+        "",
+        "bfloat16 or float16: float32 arrays travel rounded to this type",
+        choices=("", "bfloat16", "float16"),
+    )
+    personalise: str = setting(
+        "",
+        "each client also reports the accuracy of a classifier personalised this way",
+        choices=("", "plain", "proximal", "distil", "both"),
+    )
+    personal_lr: float = setting(
+        0.05,
+        "the learning rate of personalise",
+        above=0,
+    )
+    lr: float = setting(
+        0.05,
+        "the clients' learning rate",
+        above=0,
+    )
+    optimizer: str = setting(
+        "SGD",
+        "the clients' optimiser: a class of torch.optim",
+        choices=tuple(OPTIMIZERS),
+    )
+    momentum: float = setting(
+        0.0,
+        "of the clients' SGD or RMSprop",
+        low=0,
+        below=1,
+    )
+    weight_decay: float = setting(
+        0.0,
+        "on the clients",
+        low=0,
+    )
+    clip_norm: float = setting(
+        0.0,
+        "if not 0, the largest norm of a client's gradient in a step",
+        low=0,
+    )
+    lr_decay: float = setting(
+        1.0,
+        "the learning rate of round t is lr * lr-decay ** (t - 1)",
+        above=0,
+        high=1,
+    )
+    local_epochs: int = setting(
+        5,
+        "passes of a client over its data in a round",
+        low=1,
+    )
+    local_steps: int = setting(
+        0,
+        "if not 0, steps of a client in a round, instead of epochs",
+        low=0,
+    )
+    batch_size: int = setting(
+        32,
+        "examples in a client's step",
+        low=1,
+    )
+    weighting: str = setting(
+        "paper",
+        "the weights of the clients; paper: as in the method's paper",
+        choices=("paper", "num-examples", "uniform"),
+    )
+    seed: int = setting(
+        7,
+        "draws partition, initial model, cohorts and shuffling",
+        low=0,
+    )
+    target_accuracy: float = setting(
+        0.85,
+        'the accuracy of the column "rounds to"',
+        above=0,
+        high=1,
+    )
+    server_lr_decay: float = setting(
+        1.0,
+        "as lr-decay, for every server optimiser",
+        above=0,
+        high=1,
+    )
+    incomplete: str = setting(
+        "paper",
+        "what is done with clients that took only some of their steps",
+        choices=("paper", "average", "scale", "drop"),
+    )
+    drop_inactive: float = setting(
+        0.0,
+        "if not 0: drop a client inactive in more than this / (rounds * steps) of its turns",
+        low=0,
+    )
+    restart_lr: bool = setting(
+        False,
+        "restart lr-decay when clients arrive, depart or are dropped",
+    )
+    on_divergence: str = setting(
+        "warn",
+        "stop: end a run when its steps or its training loss blow up",
+        choices=("warn", "stop"),
+    )
+    straggler_share: float = setting(
+        0.0,
+        "share of the clients that are slow",
+        low=0,
+        high=1,
+    )
+    straggler_speed: float = setting(
+        0.0,
+        "each slow client takes its own fraction of its steps, from this up to 1",
+        low=0,
+        high=1,
+    )
+    drop_out: float = setting(
+        0.0,
+        "the chance that a client takes no step in a round",
+        low=0,
+        below=1,
+    )
+    dp_clip_norm: float = setting(
+        0.0,
+        "if not 0: central differential privacy, each client's update clipped to this norm",
+        low=0,
+    )
+    dp_noise: float = setting(
+        1.0,
+        "the noise multiplier; needs weighting=uniform",
+        low=0,
+    )
+    dp_delta: float = setting(
+        1e-05,
+        "the delta at which epsilon is reported",
+        above=0,
+        below=1,
+    )
+    out: str = setting(
+        "",
+        "the results' folder; default: results/<time> in the current one",
+    )
 
     @classmethod
     def from_run_config(cls, config: Mapping[str, Any]) -> Job:
-        """Return the checked settings.
+        """Return the checked settings; those that `config` leaves out have their defaults.
 
         Raises
         ------
         ValueError
-            A key that does not exist, is missing, or has a value of the wrong kind or range; the
-            message names the key, the value and what was expected.
+            A key that does not exist or has a value of the wrong kind or range; the message names the
+            key, the value and what was expected.
         ValueError, TypeError
             A method that cannot be built; the message starts with the part of `methods`.
         """
-        by_key = {f.name.replace("_", "-"): f for f in fields(cls)}
-        for key in config:
-            if key not in by_key:
-                raise ValueError(
-                    f"unknown setting '{key}'{nearest(key, by_key)} (known: {', '.join(by_key)}; "
-                    "a method's parameters stand in its call, such as methods='FedFOR(alpha=0.5)')"
-                )
-        if missing := [k for k in by_key if k not in config]:
-            raise ValueError(f"the run config lacks {missing}")
-        values = {f.name: _checked(key, config[key], f) for key, f in by_key.items()}
-        job = cls(**values)
+        job = cls(**checked(config))
         check_train_config(job.train_config, "the run config")
         bare(job.methods, job.code_dir)  # raises for a method that cannot be built
         if (job.held_out_clients or job.personalise) and job.tested_on_clients:
@@ -121,6 +288,11 @@ class Job:
                 "in another folder"
             )
         return job
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The settings by name, as a run config has them."""
+        return {key(f.name): getattr(self, f.name) for f in fields(self)}
 
     @property
     def method_names(self) -> list[str]:
@@ -279,37 +451,6 @@ class Job:
         )
         luck = np.random.default_rng((self.seed, pid, server_round, 2)).random()
         return 0 if luck < self.drop_out else int(planned * speed) if slow else planned
-
-
-def _checked(key: str, value: Any, f: Any) -> Any:
-    kind = {"int": int, "float": float, "str": str, "bool": bool}[f.type]
-    legal: tuple[type, ...] = (int, float) if kind is float else (kind,)
-    rule = f.metadata
-    names = {int: "a whole number", float: "a number", str: "text in quotes", bool: "true or false"}
-    expected = names[kind]
-    if rule["choices"]:
-        expected = f"one of {', '.join(rule['choices'])}"
-    if rule["above"] is not None:
-        expected += f" above {rule['above']}"
-    if rule["low"] is not None:
-        expected += f" of at least {rule['low']}"
-    if rule["below"] is not None:
-        expected += f" below {rule['below']}"
-    if rule["high"] is not None:
-        expected += f" up to {rule['high']}"
-    if (
-        isinstance(value, bool) != (kind is bool)
-        or not isinstance(value, legal)
-        or (isinstance(value, float) and not math.isfinite(value))
-        or (isinstance(value, int) and not abs(value) < 2**63)  # what run-config can carry
-        or (rule["choices"] and value not in rule["choices"])
-        or (rule["above"] is not None and not value > rule["above"])
-        or (rule["below"] is not None and not value < rule["below"])
-        or (rule["low"] is not None and not value >= rule["low"])
-        or (rule["high"] is not None and not value <= rule["high"])
-    ):
-        raise ValueError(f"setting '{key}' must be {expected}, not {value!r}")
-    return kind(value)
 
 
 _PARTS: dict[tuple[Job, int], list[np.ndarray]] = {}
