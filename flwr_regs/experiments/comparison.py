@@ -1,11 +1,10 @@
-"""A comparison: each method on the same cohorts and seed, then a report."""
+"""A comparison: each method on the same data, cohorts and seed."""
 
 from __future__ import annotations
 
 import os
-import re
 import time
-import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,12 @@ from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
 from flwr.serverapp import Grid
 
 from flwr_regs.experiments.job import Job
+from flwr_regs.experiments.records import Recorder, Run, diverged, file_name
 from flwr_regs.flower.strategy import RegStrategy
+from flwr_regs.server.round import RoundFailed
+
+OnRound = Callable[[Run], None]
+"""Called with the run after each round, and after the initial test."""
 
 
 def results_folder(job: Job) -> Path:
@@ -40,44 +44,55 @@ def results_folder(job: Job) -> Path:
 def run(job: Job, grid: Grid, folder: Path | None) -> dict[str, Any]:
     """Train every method of `job` on `grid`, report into `folder`, and return the history.
 
-    History and model are written after every method. If one fails, they are written as far as it got.
-    With no folder, nothing is written or printed.
+    Records and models are written as they come. A method that diverges is a result; any other failure of
+    a method is raised when all have had their turn. With no folder, nothing is written or printed.
     """
-    from safetensors.torch import save_file
-
-    from flwr_regs.experiments import report
+    from flwr_regs.experiments import results
 
     comparison = Comparison(job, grid)
-    history = comparison.history
-    for note in history["notes"]:
+    for note in comparison.notes:
         say(f"NOTE: {note}")
+
+    def show(run: Run) -> None:
+        if folder is not None and run.test:
+            now = run.test[-1]
+            say(
+                f"{run.label:<10} round {now['round']:>4}/{job.rounds}   accuracy {now['accuracy']:7.2%}"
+            )
+
+    runs, failed = [], list[Exception]()
     for method in job.method_names:
-        strategy = job.strategy(method)
         try:
-            comparison.train(method, strategy, verbose=folder is not None)
+            comparison.train(method, folder=folder, on_round=show)
+        except Exception as error:
+            failed.append(error)
         finally:
-            if folder:
-                if strategy.history:
-                    state = strategy.arrays.to_torch_state_dict()
-                    save_file(state, folder / f"{file_name(method)}.safetensors")
-                report.write(history, folder)
-    if folder:
-        say(report.table(history))
+            runs.append(comparison.last)
+            if folder is not None:
+                results.Results(runs, comparison.notes).save(folder)
+    found = results.Results(runs, comparison.notes)
+    if folder is not None:
+        say(found.text())
         say(f"results: {folder}")
-    return history
-
-
-def file_name(method: str) -> str:
-    """Return a method's label without what file systems refuse; a long or changed one ends in a number."""
-    plain = re.sub(r"[^\w.+=,()-]+", "_", method)[:100]
-    return plain if plain == method else f"{plain}-{zlib.crc32(method.encode()):08x}"
+    if failed:
+        raise failed[0]
+    return found.history()
 
 
 class Comparison:
-    """A job's data and clients, and the history of its methods.
+    """A job's data and model, and the course of each method on them.
 
     Raises ValueError for settings or a partition that are impossible, before any client starts.
+
+    Attributes
+    ----------
+    notes : list of str
+        What the user should know beside the figures.
+    last : Run
+        The last run, as far as it got.
     """
+
+    last: Run
 
     def __init__(self, job: Job, grid: Grid) -> None:
         import torch
@@ -93,9 +108,9 @@ class Comparison:
         self.model = models.build(job.dataset, job.model, job.seed)
         self.start = ArrayRecord(self.model.state_dict())
         clients = len(Population(1, None, 120.0).refresh(GridNetwork(grid)))
-        notes = []
+        self.clients, self.notes = clients, list[str]()
         if clients != job.num_clients:
-            notes.append(
+            self.notes.append(
                 f"this run has {clients} SuperNodes, but num-clients asks for {job.num_clients}: the data "
                 f"is split over {clients} clients. Flower starts 2 unless told otherwise; use "
                 f"`flwr-regs run`, or: flwr run . --stream --federation-config "
@@ -104,7 +119,7 @@ class Comparison:
         try:
             parts = job.parts(dataset.train_y, clients)
         except ValueError as error:
-            raise ValueError(". NOTE: ".join([str(error), *notes])) from error
+            raise ValueError(". NOTE: ".join([str(error), *self.notes])) from error
         x, y = dataset.test_x, dataset.test_y
         held_out = None
         if job.held_out_clients:
@@ -119,18 +134,44 @@ class Comparison:
         self.shares = np.stack(  # each client's class shares
             [np.bincount(dataset.train_y[p], minlength=10) / len(p) for p in parts[:clients]]
         )
-        self.history: dict[str, Any] = {
-            "job": {k.replace("_", "-"): v for k, v in vars(job).items()},
-            "clients": clients,
-            "notes": notes,
-            "methods": {},
-        }
 
-    def train(self, method: str, strategy: RegStrategy, verbose: bool) -> None:
-        """Train one method; its entry in the history is as complete as it got, also after an error."""
-        job, curve = self.job, list[dict[str, float]]()
+    def train(
+        self,
+        method: str,
+        label: str = "",
+        folder: Path | None = None,
+        model: str = "",
+        on_round: OnRound = lambda run: None,
+        clock: Callable[[], float] | None = None,
+    ) -> Run:
+        """Train one method and return its run; a run that diverged says so.
+
+        Parameters
+        ----------
+        method, label : str
+            The method, and its row in the tables (default: the method).
+        folder, model : Path, str, optional
+            The folder gets the record, round by round, and at the end the model under this name (default:
+            the method's).
+        on_round : callable
+        clock : callable, optional
+            Counts the processor's seconds of all that trains.
+
+        Raises
+        ------
+        Exception
+            Whatever ended the run early, but divergence. `last` is the run as far as it got.
+        """
+        from safetensors.torch import save_file
+
+        job, strategy = self.job, self.job.strategy(method)
+        run = self.last = Run(
+            *(label or method, method, job.seed, job.config, self.clients, strategy.term.config())
+        )
+        recorder = Recorder(folder, run)
 
         def test(server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
+            run.rounds = strategy.history if server_round else []
             if not job.tested_on_clients:
                 loss, share = self._measured(arrays)
             elif server_round == 0:
@@ -138,14 +179,12 @@ class Comparison:
             else:  # the clients have just evaluated
                 last = strategy.history[-1]
                 loss, share = (float(np.mean(_on_clients(last, m))) for m in ("loss", "accuracy"))
-            curve.append({"round": server_round, "loss": loss, "accuracy": share})
-            if verbose:
-                say(f"{method:<10} round {server_round:>4}/{job.rounds}   accuracy {share:7.2%}")
+            run.test.append({"round": server_round, "loss": loss, "accuracy": share})
+            recorder.round(run)
+            on_round(run)
             return MetricRecord({"loss": loss, "accuracy": share})
 
-        entry: dict[str, Any] = {"settings": strategy.term.config(), "test": curve}
-        self.history["methods"][method] = entry
-        began = time.monotonic()
+        began, ticks = time.monotonic(), clock() if clock else 0.0
         try:
             strategy.start(
                 grid=self.grid,
@@ -155,13 +194,24 @@ class Comparison:
                 evaluate_config=ConfigRecord(job.evaluate_config),
                 evaluate_fn=test,
             )
-        except BaseException as error:
-            entry["error"] = f"{type(error).__name__}: {error}"
-            raise
+            run.ended = True
+        except Exception as error:
+            run.error = f"{type(error).__name__}: {error}"
+            run.rounds = strategy.history
+            run.diverged = isinstance(error, RoundFailed) and diverged(run.error, run.rounds)
+            run.ended = run.diverged
+            if not run.diverged:
+                raise
         finally:
-            entry |= {"seconds": time.monotonic() - began, "rounds": strategy.history}
+            run.seconds = time.monotonic() - began
+            run.processor_seconds = clock() - ticks if clock else None
             if strategy.history:
-                entry["per_client"] = self._per_client(strategy)
+                run.per_client = self._per_client(strategy)
+                if folder is not None:
+                    path = folder / f"{file_name(model or method)}.safetensors"
+                    save_file(strategy.arrays.to_torch_state_dict(), path)
+            recorder.end(run)
+        return run
 
     def _outputs(self, arrays: ArrayRecord) -> Any:
         """Return a model's outputs on the test data."""

@@ -1,0 +1,223 @@
+"""Runs of a plan: one after the other in this process, several at a time, or in Flower's Ray simulation.
+
+A run is written while it trains and does not run again when its plan is resumed.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import multiprocessing
+import signal
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from flwr_regs.experiments import records
+from flwr_regs.experiments.job import Job
+from flwr_regs.experiments.progress import Progress
+from flwr_regs.experiments.records import Run
+from flwr_regs.experiments.results import Results, write
+
+PLAN = "settings.json"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is to run.
+
+    Attributes
+    ----------
+    jobs : list of (str, Job)
+        The label and the job of each run: one method, one seed.
+    heading : str
+        What the labels are.
+    ordered : bool
+        Whether the labels are the values of an ordered parameter.
+    more : dict
+        What a command keeps beside.
+    """
+
+    jobs: Sequence[tuple[str, Job]]
+    heading: str = "method"
+    ordered: bool = False
+    more: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def seeds(self) -> list[int]:
+        """The seeds, in order."""
+        return list(dict.fromkeys(job.seed for _, job in self.jobs))
+
+    def check(self) -> None:
+        """Raise ValueError or OSError for what can be known to be impossible before anything trains."""
+        keys = [(label, job.seed) for label, job in self.jobs]
+        if len({*keys}) < len(keys):
+            twice = next(k for k in keys if keys.count(k) > 1)
+            raise ValueError(f"'{twice[0]}' with seed {twice[1]} stands here twice: name each once")
+        for job in {job: None for _, job in self.jobs}:
+            job.check_data()
+
+    def save(self, folder: Path, provenance: Mapping[str, Any]) -> None:
+        """Write the plan, and what produces it, into the results' folder."""
+        runs = [{"label": label, "settings": job.config} for label, job in self.jobs]
+        plan = {"heading": self.heading, "ordered": self.ordered, "seeds": self.seeds, **self.more}
+        write(folder / PLAN, json.dumps({**provenance, **plan, "runs": runs}, indent=1))
+
+    @classmethod
+    def load(cls, folder: Path) -> Plan:
+        """Return the plan of a results' folder.
+
+        Raises ValueError, with the reason, if there is none or it cannot be read.
+        """
+        path = folder / PLAN
+        try:
+            found = json.loads(path.read_text())
+            jobs = [(r["label"], Job.from_run_config(r["settings"])) for r in found["runs"]]
+            more = {
+                k: v for k, v in found.items() if k not in ("runs", "heading", "ordered", "seeds")
+            }
+            return cls(jobs, found["heading"], found["ordered"], more)
+        except FileNotFoundError as error:
+            raise ValueError(f"{folder} holds no results: it has no {PLAN}") from error
+        except (json.JSONDecodeError, KeyError, TypeError) as error:
+            raise ValueError(f"{path} is damaged: {type(error).__name__}: {error}") from error
+
+    def recorded(self, folder: Path) -> list[Run]:
+        """Return the plan's runs that have trained at all, as far as they got, in its order."""
+        paths = [records.record_path(folder, label, job.seed) for label, job in self.jobs]
+        found = [records.read(path) if path.is_file() else None for path in paths]
+        return [run for run in found if run is not None]
+
+    def missing(self, folder: Path) -> list[tuple[str, Job]]:
+        """Return the runs that have not ended."""
+        done = {(run.label, run.seed) for run in self.recorded(folder) if run.ended}
+        return [(label, job) for label, job in self.jobs if (label, job.seed) not in done]
+
+    def results(self, folder: Path) -> Results:
+        """Return the results so far; ValueError if there are none."""
+        return Results(self.recorded(folder), (), self.heading, self.ordered)
+
+    def model_name(self, label: str, job: Job) -> str:
+        """Return the name of a run's model file."""
+        return label if len(self.seeds) == 1 else f"{label}-seed{job.seed}"
+
+
+def execute(plan: Plan, folder: Path | None, progress: Progress, workers: int = 1) -> list[Run]:
+    """Train what the plan lacks in `folder`, and return all its runs.
+
+    Whatever ends a run early, the others have their turn; the run says why. Tables are written after each
+    run. KeyboardInterrupt and SystemExit end everything at once; all rounds are on the disk by then.
+
+    Parameters
+    ----------
+    plan : Plan
+    folder : Path or None
+        None: nothing is written, and nothing is taken up.
+    progress : Progress
+    workers : int
+        Processes that train at a time; with 1 it is this one.
+    """
+    missing = plan.missing(folder) if folder else [*plan.jobs]
+    runs: dict[tuple[str, int], Run] = {}
+    with progress:
+        train = _here if workers == 1 else _in_workers
+        for run in train(plan, missing, folder, progress, workers):
+            runs[run.label, run.seed] = run
+            progress.ended(run.label, run.seed, run.error)
+            if folder:
+                plan.results(folder).save(folder, pictures=False)
+    return plan.recorded(folder) if folder else [runs[label, job.seed] for label, job in plan.jobs]
+
+
+def train(plan: Plan, label: str, job: Job, folder: Path | None, told: Any) -> Run:
+    """Train one run in this process; an error ends the run, and the run says why."""
+    from flwr_regs import InProcessGrid
+    from flwr_regs.experiments.clients import app
+    from flwr_regs.experiments.comparison import Comparison
+
+    def on_round(run: Run) -> None:
+        if run.test:
+            now = run.test[-1]
+            told(label, job.seed, now["round"], now["accuracy"])
+
+    with quiet():
+        comparison = Comparison(job, InProcessGrid(app, job.num_clients, job.config))
+        (method,) = job.method_names
+        try:
+            name = plan.model_name(label, job)
+            return comparison.train(method, label, folder, name, on_round, time.process_time)
+        except Exception:
+            return comparison.last
+
+
+def _here(
+    plan: Plan, jobs: Sequence[tuple[str, Job]], folder: Path | None, progress: Progress, _: int
+) -> Iterator[Run]:
+    for label, job in jobs:
+        yield train(plan, label, job, folder, progress.round)
+
+
+def _in_workers(
+    plan: Plan,
+    jobs: Sequence[tuple[str, Job]],
+    folder: Path | None,
+    progress: Progress,
+    workers: int,
+) -> Iterator[Run]:
+    context = multiprocessing.get_context("spawn")
+    queue = context.SimpleQueue()
+    pool = ProcessPoolExecutor(workers, context, initializer=_begin_worker, initargs=(queue,))
+    try:
+        waiting: set[Future[Run]] = {
+            pool.submit(_work, plan, label, job, folder) for label, job in jobs
+        }
+        while waiting:
+            done, waiting = wait(waiting, timeout=0.2)
+            while not queue.empty():
+                progress.round(*queue.get())
+            for future in done:
+                yield future.result()
+    except BrokenProcessPool as error:
+        raise RuntimeError(
+            "a worker process was killed, perhaps for want of memory: use fewer --workers"
+        ) from error
+    except BaseException:
+        for process in multiprocessing.active_children():
+            process.kill()
+        raise
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+_QUEUE: Any = None
+
+
+def _begin_worker(queue: Any) -> None:
+    """Prepare a worker: one thread, and Ctrl-C is the parent's to handle."""
+    import torch
+
+    global _QUEUE
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    torch.set_num_threads(1)  # the workers share the processors
+    _QUEUE = queue
+
+
+def _work(plan: Plan, label: str, job: Job, folder: Path | None) -> Run:
+    return train(plan, label, job, folder, lambda *now: _QUEUE.put(now))
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Keep Flower's and the server's log from the screen: history and table say what counts."""
+    log = logging.getLogger("flwr")
+    level = log.level
+    log.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        log.setLevel(level)

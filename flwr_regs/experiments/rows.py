@@ -1,0 +1,174 @@
+"""Rows of a table from runs: means over seeds, bytes, compute, and what went wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from flwr_regs.experiments.records import Run
+
+LAST = 5
+"""Accuracies are means over this many last rounds, so that one lucky round counts less."""
+COLLAPSE = 0.1
+"""A run has collapsed if its last rounds' mean is this far below its best mean of as many rounds."""
+
+
+def rows(runs: Sequence[Run], target: float) -> list[dict[str, Any]]:
+    """Return a row for each label, in order.
+
+    Accuracies are fractions, means over the seeds that ran to their end, ``..._std`` their sample standard
+    deviations (None for one seed).
+
+    method, n, diverged, collapsed
+        The label, its seeds, those of them that diverged, and those that collapsed.
+    last5, final, best
+        The mean of the last five rounds, the last round, the best round.
+    rounds_to_target, reached
+        The mean of the first rounds at or above the target, over the seeds that reach it; how many do.
+    worst_client, spread
+        The lowest of the clients' accuracies with the final model, and their standard deviation.
+    mb, mb_down, mb_up, mb_to_target
+        10^6 bytes per client of the population: of the whole run both ways, and until the target; of a
+        client's average turn, down and up.
+    seconds, processor_seconds
+        Of a run.
+    failures
+        Replies that were rejected, over all seeds.
+    """
+    labels = dict.fromkeys(run.label for run in runs)
+    return [_row(label, [r for r in runs if r.label == label], target) for label in labels]
+
+
+def _row(label: str, runs: Sequence[Run], target: float) -> dict[str, Any]:
+    whole = [r for r in runs if r.accuracy and not r.error]
+    reached = [(t, r) for r in runs if (t := first_at(r.accuracy, target)) is not None]
+    row: dict[str, Any] = {
+        "method": label,
+        "n": len(runs),
+        "diverged": sum(r.diverged for r in runs),
+        "failed": sum(bool(r.error) and not r.diverged for r in runs),
+        "collapsed": sum(collapsed(r) for r in whole),
+    }
+    for name, values in (
+        ("last5", [last(r) for r in whole]),
+        ("final", [r.accuracy[-1] for r in whole]),
+        ("best", [max(r.accuracy) for r in whole]),
+        ("worst_client", [r.per_client["worst"] for r in whole if "worst" in r.per_client]),
+        ("spread", [r.per_client["std"] for r in whole if "std" in r.per_client]),
+    ):
+        row[name], row[f"{name}_std"] = mean(values), deviation(values)
+    row |= {
+        "rounds_to_target": mean([t for t, _ in reached]),
+        "mb_to_target": mean([r.megabytes[t - 1] for t, r in reached]),
+        "reached": len(reached),
+        "mb": mean([r.megabytes[-1] for r in whole]),
+        "mb_down": mean([_turn(r, "bytes_down", "bytes_ahead") for r in runs if r.rounds]),
+        "mb_up": mean([_turn(r, "bytes_up") for r in runs if r.rounds]),
+        "seconds": mean([r.seconds for r in whole]),
+        "processor_seconds": mean(
+            [r.processor_seconds for r in whole if r.processor_seconds is not None]
+        ),
+        "failures": sum(r.rejected for r in runs),
+    }
+    return row | _private(runs) | _personal(whole)
+
+
+def first_at(accuracies: Sequence[float], target: float) -> int | None:
+    """Return the first round at or above the target, from 1; None if there is none."""
+    return next((t for t, a in enumerate(accuracies, start=1) if a >= target), None)
+
+
+def last(run: Run) -> float:
+    """Return the mean accuracy of a run's last five rounds, or of as many as it has."""
+    return float(np.mean(run.accuracy[-LAST:]))
+
+
+def collapsed(run: Run) -> bool:
+    """Return whether a run ends far below its best: see :data:`COLLAPSE`."""
+    several = min(LAST, len(run.accuracy))
+    means = np.convolve(run.accuracy, np.ones(several) / several, "valid")
+    return bool(means.max() - means[-1] > COLLAPSE)
+
+
+def warnings(runs: Sequence[Run]) -> list[str]:
+    """Say which methods diverged, failed, collapsed or had replies rejected: a sentence each."""
+    said = []
+    for label in dict.fromkeys(run.label for run in runs):
+        mine = [r for r in runs if r.label == label]
+        for what, bad in (
+            ("diverged", [r for r in mine if r.diverged]),
+            ("failed", [r for r in mine if r.error and not r.diverged]),
+        ):
+            if bad:
+                why = bad[0].error.partition(": ")[2][:160]
+                said.append(
+                    f"{label}: {len(bad)} of {_seeds(len(mine))} {what}; seed {bad[0].seed} after "
+                    f"round {len(bad[0].trained)}: {why}"
+                )
+        whole = [r for r in mine if r.accuracy and not r.error]
+        if fallen := [r for r in whole if collapsed(r)]:
+            r = fallen[0]
+            best = int(np.argmax(r.accuracy))
+            said.append(
+                f"{label}: {len(fallen)} of {_seeds(len(mine))} collapsed; seed {r.seed} ends at "
+                f"{r.accuracy[-1]:.1%}, its best was {r.accuracy[best]:.1%} in round {best + 1}"
+            )
+        if count := sum(r.rejected for r in whole):
+            first = next(r for r in whole if r.rejected)
+            entry = next(e for e in first.rounds if e.get("failures"))
+            pid, why = next(iter(entry["failures"].items()))
+            said.append(
+                f"{label}: {count} replies were rejected, the first in round {entry['round']} of seed "
+                f"{first.seed}: client {pid}: {why[:120]}"
+            )
+    return said
+
+
+def _seeds(count: int) -> str:
+    return f"{count} seed{'s' * (count > 1)}"
+
+
+def mean(values: Sequence[float]) -> float | None:
+    """Return the mean; None of nothing."""
+    return float(np.mean(values)) if values else None
+
+
+def deviation(values: Sequence[float]) -> float | None:
+    """Return the sample standard deviation; None of fewer than two values."""
+    return float(np.std(values, ddof=1)) if len(values) > 1 else None
+
+
+def _turn(run: Run, *ways: str) -> float:
+    """Return the megabytes of a client's average turn."""
+    sent = [b for way in ways for r in run.rounds for b in r.get(way, {}).values()]
+    turns = sum(len(r.get(ways[0], {})) for r in run.rounds)
+    return sum(sent) / max(turns, 1) / 1e6
+
+
+def _private(runs: Sequence[Run]) -> dict[str, Any]:
+    """Return epsilon, delta and the share of the updates that were clipped, where there are any."""
+    private = [r for r in runs if r.rounds and "clipped" in r.rounds[-1]]
+    if not private:
+        return {}
+    ends = [r.rounds[-1] for r in private]
+    return {
+        "epsilon": mean([e["epsilon"] for e in ends if e.get("epsilon") is not None]),
+        "delta": ends[0].get("delta"),
+        "clipped": mean([float(np.mean([e["clipped"] for e in r.rounds])) for r in private]),
+    }
+
+
+def _personal(runs: Sequence[Run]) -> dict[str, Any]:
+    """Return the mean accuracy of the global and of the personalised models on the clients' own data."""
+    found: dict[str, list[float]] = {"accuracy": [], "personal-accuracy": []}
+    for run in runs:
+        clients = (
+            run.rounds[-1].get("evaluate", {}).get("clients", {}).values() if run.rounds else ()
+        )
+        for metric, values in found.items():
+            if clients and run.job["personalise"]:
+                values.append(float(np.mean([c[metric] for c in clients])))
+    own, personal = map(mean, found.values())
+    return {} if own is None else {"own": own, "personal": personal}

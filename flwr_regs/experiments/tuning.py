@@ -1,0 +1,246 @@
+"""A fair comparison: each method tuned with the same number of trials on held-out data, then tested over seeds."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from flwr_regs.experiments import rows
+from flwr_regs.experiments.build import with_argument
+from flwr_regs.experiments.calls import literal, parse_methods, values
+from flwr_regs.experiments.engine import Plan
+from flwr_regs.experiments.job import Job
+from flwr_regs.experiments.records import Run
+from flwr_regs.experiments.results import Results, write
+from flwr_regs.experiments.settings import DEFAULTS
+from flwr_regs.wire.config import nearest
+
+HELD_OUT = 0.2
+"""The share of each client's data that tuning measures on, unless the settings say otherwise."""
+
+
+@dataclass(frozen=True)
+class Space:
+    """What is tried for one setting, such as ``lr``, or one method's parameter, such as ``FedFOR.alpha``.
+
+    Attributes
+    ----------
+    key : str
+    low, high : float or None
+        A range, in which the logarithm is uniform.
+    choices : tuple of str
+        Or these values.
+    """
+
+    key: str
+    low: float | None
+    high: float | None
+    choices: tuple[str, ...] = ()
+
+    @classmethod
+    def read(cls, text: str) -> Space:
+        """Return the space of ``lr=0.02..2`` or ``lr=0.1,0.2``; ValueError for other text."""
+        key, equals, given = (part.strip() for part in text.partition("="))
+        low, dots, high = given.partition("..")
+        if not equals or not key or not given:
+            raise ValueError(
+                f"--tune must look like lr=0.02..2 or FedFOR.alpha=0.1,1, not '{text}'"
+            )
+        if "." not in key and key not in DEFAULTS:
+            raise ValueError(f"--tune {text}: unknown setting '{key}'{nearest(key, DEFAULTS)}")
+        if not dots:
+            return cls(key, None, None, tuple(values(given)))
+        try:
+            ends = float(low), float(high)
+        except ValueError:
+            ends = (0.0, 0.0)
+        if not 0 < ends[0] < ends[1]:
+            raise ValueError(
+                f"--tune {text}: a range is LOW..HIGH, two numbers with 0 < LOW < HIGH"
+            )
+        return cls(key, *ends)
+
+    def at(self, share: float) -> str:
+        """Return the value at a share of the space, from 0 up to 1."""
+        if self.low is None or self.high is None:
+            return self.choices[int(share * len(self.choices))]
+        return f"{self.low * (self.high / self.low) ** share:.3g}"
+
+    def applies(self, method: str) -> bool:
+        """Return whether a method has what this is about."""
+        target, dot, _ = self.key.rpartition(".")
+        (calls,) = parse_methods(method).values()
+        return not dot or target in [call.target for call in calls]
+
+
+@dataclass(frozen=True)
+class Bench:
+    """A tuned comparison.
+
+    Attributes
+    ----------
+    settings : dict
+        By name; what differs from the defaults. ``methods`` are the ones to compare, the first one being
+        the baseline.
+    tune : tuple of str
+        See :meth:`Space.read`.
+    trials : int
+        Settings that are tried for each method; fewer only where it has fewer choices.
+    seeds, tuning_seeds : tuple of int
+        Of the test, and of tuning. No seed may be in both.
+    """
+
+    settings: Mapping[str, Any]
+    tune: tuple[str, ...]
+    trials: int
+    seeds: tuple[int, ...]
+    tuning_seeds: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if self.trials < 1:
+            raise ValueError(f"--trials must be at least 1, not {self.trials}")
+        if both := {*self.seeds} & {*self.tuning_seeds}:
+            raise ValueError(f"seeds {sorted(both)} are both for tuning and for the test")
+        for space in self.spaces:
+            if not any(map(space.applies, self.methods)):
+                raise ValueError(f"--tune {space.key}: none of {', '.join(self.methods)} has this")
+
+    @property
+    def methods(self) -> list[str]:
+        """The methods to compare."""
+        return list(parse_methods(str(self.settings.get("methods", DEFAULTS["methods"]))))
+
+    @property
+    def spaces(self) -> list[Space]:
+        """What is tried."""
+        return [Space.read(text) for text in self.tune]
+
+    def trials_of(self, method: str) -> list[dict[str, str]]:
+        """Return the points that are tried for a method: key -> value, spread evenly (Sobol's sequence)."""
+        from torch.quasirandom import SobolEngine
+
+        mine = [space for space in self.spaces if space.applies(method)]
+        if not mine:
+            return [{}]
+        shares = SobolEngine(len(mine), scramble=True, seed=0).draw(self.trials).tolist()
+        if all(space.choices for space in mine):  # the whole grid, where it is no larger
+            grid = np.stack(np.meshgrid(*(np.arange(len(s.choices)) for s in mine)), -1)
+            cells = grid.reshape(-1, len(mine)) / [len(s.choices) for s in mine] + 1e-9
+            shares = cells.tolist() if len(cells) <= self.trials else shares
+        points = [
+            {space.key: space.at(share) for space, share in zip(mine, point, strict=True)}
+            for point in shares
+        ]
+        return [dict(items) for items in dict.fromkeys(tuple(p.items()) for p in points)]
+
+    def job(self, method: str, point: Mapping[str, str], seed: int, tuning: bool) -> Job:
+        """Return the job of a method at a point of its space."""
+        settings: dict[str, Any] = {**self.settings, "methods": method, "seed": seed}
+        for key, value in point.items():
+            target, dot, name = key.rpartition(".")
+            if dot:
+                folder = str(settings.get("code-dir") or os.getcwd())
+                changed = with_argument(
+                    str(settings["methods"]), target, name, literal(value), folder
+                )
+                settings["methods"] = changed
+            else:
+                settings[key] = value if isinstance(DEFAULTS[key], str) else literal(value)
+        if tuning and not (settings.get("held-out-clients") or settings.get("held-out-share")):
+            settings["held-out-share"] = HELD_OUT
+        job = Job.from_run_config(settings)
+        job.check()
+        return job
+
+    def tuning(self) -> Plan:
+        """Return the plan of the trials."""
+        return Plan(
+            [
+                (_label(method, point), self.job(method, point, seed, tuning=True))
+                for method in self.methods
+                for point in self.trials_of(method)
+                for seed in self.tuning_seeds
+            ],
+            "trial",
+        )
+
+    def chosen(self, runs: Sequence[Run]) -> dict[str, dict[str, str]]:
+        """Return method -> the point with the highest mean of the last five rounds on held-out data.
+
+        A point of which a run diverged is not chosen. ValueError if a method has no other.
+        """
+        best = {}
+        for method in self.methods:
+            scores = []
+            for point in self.trials_of(method):
+                mine = [r for r in runs if r.label == _label(method, point)]
+                good = mine and not any(r.error for r in mine)
+                scores.append((np.mean([rows.last(r) for r in mine]) if good else -1.0, point))
+            score, best[method] = max(scores, key=lambda s: s[0])
+            if score < 0:
+                raise ValueError(
+                    f"{method}: every one of its {len(scores)} trials failed or diverged"
+                )
+        return best
+
+    def test(self, chosen: Mapping[str, Mapping[str, str]]) -> Plan:
+        """Return the plan of the test, each method with what tuning chose."""
+        return Plan(
+            [
+                (method, self.job(method, point, seed, tuning=False))
+                for method, point in chosen.items()
+                for seed in self.seeds
+            ],
+            more={"chosen": chosen, "trials": {m: len(self.trials_of(m)) for m in chosen}},
+        )
+
+    def notes(self, chosen: Mapping[str, Mapping[str, str]]) -> list[str]:
+        """Say what tuning chose, and where that is at the edge of what was tried."""
+        said = []
+        for method, point in chosen.items():
+            tried = self.trials_of(method)
+            words = (
+                ", ".join(f"{key} = {value}" for key, value in point.items()) or "nothing to tune"
+            )
+            said.append(f"{method}: {words}; the best of {len(tried)} on held-out data")
+            for key, value in point.items():
+                every = sorted(float(p[key]) for p in tried if _is_number(p[key]))
+                if len(every) == len(tried) > 2 and float(value) in (every[0], every[-1]):
+                    said[-1] += f" ({key} is at the edge of what was tried)"
+        return said
+
+    def save(self, folder: Path, provenance: Mapping[str, Any]) -> None:
+        """Write what is benchmarked into its folder."""
+        write(folder / "bench.json", json.dumps({**provenance, "bench": asdict(self)}, indent=1))
+
+    @classmethod
+    def load(cls, folder: Path) -> Bench:
+        """Return what is benchmarked in a folder; ValueError if there is nothing."""
+        path = folder / "bench.json"
+        if not path.is_file():
+            raise ValueError(f"{folder} holds no benchmark: it has no bench.json")
+        found = json.loads(path.read_text())["bench"]
+        return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in found.items()})
+
+    def results(self, plan: Plan, folder: Path, notes: Sequence[str]) -> Results:
+        """Return the test's results so far, compared with the first method."""
+        runs = plan.recorded(folder)
+        return Results(runs, notes, baseline=runs[0].label if runs else "")
+
+
+def _label(method: str, point: Mapping[str, str]) -> str:
+    return f"{method} [{', '.join(f'{key}={value}' for key, value in point.items())}]"
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
