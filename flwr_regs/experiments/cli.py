@@ -1,156 +1,394 @@
-"""``flwr-regs``: the command line. Its `run` is one simulation with a reliable exit status.
-
-``flwr run`` exits 0 when a run failed. It leaves a server behind that keeps the folder and environment of
-its first start, and it installs the app's dependencies again for every run. ``flwr-regs run`` starts its
-own SuperLink in the current folder, asks for as many clients as the job needs, follows the run, checks
-the results and stops the SuperLink.
-"""
+"""``flwr-regs``: the command line over plans, runs and results."""
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import importlib.util
-import json
 import os
+import shlex
 import signal
-import socket
-import subprocess
 import sys
-import tempfile
 import time
 import tomllib
-from collections.abc import Iterator, Sequence
-from http.client import HTTPConnection
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import flwr_regs
 from flwr_regs.experiments import calls
-from flwr_regs.experiments.build import with_argument
-from flwr_regs.experiments.data import load, missing_extra
+from flwr_regs.experiments.engine import PLAN, Plan
 from flwr_regs.experiments.job import Job
+from flwr_regs.experiments.results import Results, provenance
+from flwr_regs.experiments.settings import DEFAULTS
+
+EPILOG = "`flwr-regs list settings` shows every key=value, with its default and meaning."
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; return its exit status (0 done, 1 the run failed, 2 wrong usage)."""
+    """Run the command line and return its exit status.
+
+    0: done. 1: a run failed, or `bench` shows a collapse. 2: wrong usage. 130, 143: interrupted.
+    """
     parser = _parser()
     args, rest = parser.parse_known_args(argv)
-    if args.command == "methods":
-        from flwr_regs.experiments import methods_table
-
-        if rest:
-            parser.error(f"unrecognized arguments: {' '.join(rest)}")
-        methods_table.show(args.markdown)
-        return 0
     # settings may stand on either side of an option
-    if wrong := [r for r in rest if "=" not in r or r.startswith("-")]:
+    if wrong := [r for r in rest if "=" not in r or r.startswith("-") or "settings" not in args]:
         parser.error(f"unrecognized arguments: {' '.join(wrong)}")
-    settings = [*args.settings, *rest]
+    if "settings" in args:
+        args.settings = [*args.settings, *rest]
+    args.words = [*(sys.argv[1:] if argv is None else argv)]
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
-        if args.command != "run":
-            from flwr_regs.experiments.sweep import sweep
-
-            key, cases = _cases(args, settings)
-            jobs = {
-                label: [
-                    read_settings(args.app, [*settings, *own, f"seed={s}"])[1]
-                    for s in args.seeds.split(",")
-                ]
-                for label, own in cases.items()
-            }
-            sweep(key, jobs, out_folder(next(iter(jobs.values()))[0]), args.workers)
-            return 0
-        config, job = read_settings(args.app, settings)
+        return int(args.do(args))
     except (ValueError, OSError, ImportError) as error:
         print(f"flwr-regs: {error}", file=sys.stderr)
         return 2
-    return _run(args.app, config, job, args.gpus_per_client)
+    except RuntimeError as error:
+        print(f"flwr-regs: the run failed: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("flwr-regs: interrupted", file=sys.stderr)
+        return 130
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="flwr-regs", description="Compare methods by simulation.")
+    parser = argparse.ArgumentParser(
+        prog="flwr-regs",
+        description="Compare federated methods on your data, and keep the results.",
+    )
+    parser.add_argument("--version", action="version", version=f"flwr-regs {flwr_regs.__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
-    epilog = "Settings and their defaults are in pyproject.toml under [tool.flwr.app.config]."
-    run = commands.add_parser("run", help="compare methods in a Ray simulation", epilog=epilog)
-    run.add_argument("--gpus-per-client", type=float, default=0.0, help="e.g. 0.1 (default: 0)")
-    tune = commands.add_parser(
-        "sweep", help="try values of one setting or parameter, without Ray", epilog=epilog
+
+    def command(name: str, do: Any, text: str, epilog: str = "") -> argparse.ArgumentParser:
+        made = commands.add_parser(name, help=text, description=text, epilog=epilog)
+        made.set_defaults(do=do)
+        return made
+
+    run = command("run", _run, "compare methods, in one process or in Ray", EPILOG)
+    run.add_argument("--runner", choices=("process", "ray"), default="process", help="(process)")
+    run.add_argument("--gpus-per-client", type=float, default=0.0, help="in Ray, e.g. 0.1 (0)")
+    sweep = command("sweep", _run, "try values of one setting or parameter", EPILOG)
+    sweep.add_argument(
+        "key", nargs="?", help="a setting, such as lr, or a parameter, such as FedFOR.alpha"
     )
-    tune.add_argument(
-        "key", help="a setting, e.g. lr or methods, or a method's parameter, e.g. FedFOR.alpha"
-    )
-    tune.add_argument("--values", required=True, help="separated by commas or semicolons")
-    several = commands.add_parser(
-        "compare", help="compare settings of any kind over seeds, without Ray", epilog=epilog
-    )
-    several.add_argument(
-        "--case",
+    sweep.add_argument("--values", help="separated by commas or semicolons")
+    compare = command("compare", _run, "compare settings of any kind", EPILOG)
+    compare.add_argument(
+        *("--case", "-c"),
         action="append",
-        required=True,
+        default=[],
         metavar="LABEL: key=value ...",
         help="a row of the table: its label and its settings",
     )
-    listing = commands.add_parser("methods", help="list the methods, and what each costs")
-    listing.add_argument("--markdown", action="store_true", help="every column, for a page")
-    for command in (tune, several):
-        command.add_argument("--seeds", default="1,2,3", help="separated by commas")
-        command.add_argument("--workers", type=int, default=1, help="runs at a time (default: 1)")
-    for command in (run, tune, several):
-        command.add_argument("settings", nargs="*", metavar="key=value", help="e.g. lr=0.1")
-        command.add_argument("--app", type=Path, default=Path(), help="the project's folder")
+    bench = command(
+        *("bench", _bench, "tune each method equally on held-out data, then test it over seeds"),
+        "The exit status is 1 if a method diverges or collapses. " + EPILOG,
+    )
+    bench.add_argument(
+        *("--tune", "-t"),
+        action="append",
+        default=[],
+        metavar="KEY=LOW..HIGH",
+        help="what is tried: lr=0.02..2, FedFOR.alpha=0.01..1, or values: lr=0.1,0.3",
+    )
+    bench.add_argument("--trials", type=int, default=8, help="for each method (8)")
+    bench.add_argument("--tuning-seeds", default="101", help="separated by commas (101)")
+    for made, seeds in ((run, ""), (sweep, "1,2,3"), (compare, "1,2,3"), (bench, "1,2,3,4,5")):
+        shown = seeds or "the setting seed"
+        made.add_argument("--seeds", default=seeds, help=f"separated by commas ({shown})")
+        made.add_argument("--workers", type=int, default=1, help="runs at a time (1)")
+        made.add_argument(
+            "--resume",
+            type=Path,
+            metavar="FOLDER",
+            help="go on with results: train what is missing",
+        )
+        made.add_argument(
+            "--dry-run", action="store_true", help="say what would run and how long it takes"
+        )
+        made.add_argument(
+            "--app", type=Path, help="take the defaults from the pyproject.toml of this folder"
+        )
+        made.add_argument("settings", nargs="*", metavar="key=value", help="such as lr=0.1")
+    plot = command("plot", _plot, "draw results again, or a partition's labels", EPILOG)
+    plot.add_argument("what", help="a results' folder, or the word partition")
+    plot.add_argument("settings", nargs="*", metavar="key=value", help="of the partition")
+    plot.add_argument("--app", type=Path, help=argparse.SUPPRESS)
+    listing = command("list", _list, "list what there is")
+    listing.add_argument(
+        "what", choices=("methods", "datasets", "models", "partitions", "settings")
+    )
+    methods = command("methods", _list, "list the methods, and what each costs")
+    methods.set_defaults(what="methods")
+    for made in (listing, methods):
+        made.add_argument("--markdown", action="store_true", help="as a table for a page")
     return parser
 
 
-def _cases(args: argparse.Namespace, settings: Sequence[str]) -> tuple[str, dict[str, list[str]]]:
-    """Return (the table's first heading, label -> settings) of a sweep or a comparison."""
-    if args.command == "sweep":
-        target, dot, name = args.key.rpartition(".")
-        if not dot:
-            return args.key, {v: [f"{args.key}={v}"] for v in calls.values(args.values)}
-        given = [s.removeprefix("methods=") for s in settings if s.startswith("methods=")]
-        methods = given[-1] if given else target
-        return args.key, {
-            v: [f"methods={with_argument(methods, target, name, calls.literal(v), os.getcwd())}"]
-            for v in calls.values(args.values)
-        }
-    pairs = [read_case(text) for text in args.case]
-    if len(cases := dict(pairs)) < len(pairs):
-        raise ValueError(f"each --case needs a label of its own, not {args.case}")
-    return "case", cases
+def _run(args: argparse.Namespace) -> int:
+    """Do ``run``, ``sweep`` or ``compare``."""
+    if args.resume:
+        plan, folder = Plan.load(_resumed(args)), args.resume
+    else:
+        plan = _plan(args)
+        folder = None
+    plan.check()
+    if args.dry_run:
+        return _dry_run(plan, args.workers)
+    folder = folder or out_folder(plan.jobs[0][1])
+    if not args.resume:
+        plan.save(folder, provenance(_words(args)))
+    runner = getattr(args, "runner", "process")
+    with _keeping(folder, args.command):
+        _train(plan, folder, args.workers, runner, getattr(args, "gpus_per_client", 0.0))
+    return _report(plan.results(folder), folder, plan)
 
 
-def _run(app: Path, config: dict[str, Any], job: Job, gpus: float) -> int:
-    """Compare the job's methods in a simulation of its own; return the exit status."""
-    if importlib.util.find_spec("ray") is None:
-        print(f"flwr-regs: {missing_extra('ray', 'the simulation')}", file=sys.stderr)
-        return 2
+def _plan(args: argparse.Namespace) -> Plan:
+    """Return the runs that the words ask for."""
+    heading, cases = _cases(args)
+    several = {label: len(_job(args, own).method_names) > 1 for label, own in cases.items()}
+    jobs = []
+    for label, own in cases.items():
+        job = _job(args, own)
+        seeds = numbers(args.seeds, "--seeds") if args.seeds else (job.seed,)
+        for method in job.method_names:
+            row = method if not label else f"{label}, {method}" if several[label] else label
+            for seed in seeds:
+                jobs.append((row, replace(job, methods=method, seed=seed)))
+    jobs.sort(key=lambda one: seeds.index(one[1].seed))  # whole comparisons first
+    ordered = args.command == "sweep" and all(map(_is_number, cases))
+    return Plan(jobs, heading, ordered)
+
+
+def _cases(args: argparse.Namespace) -> tuple[str, dict[str, list[str]]]:
+    """Return (what the rows are, label -> its own settings); the label of methods alone is empty."""
+    if args.command == "run":
+        return "method", {"": []}
+    if args.command == "compare":
+        pairs = [read_case(text) for text in args.case]
+        if not pairs:
+            raise ValueError("compare needs a --case 'LABEL: key=value ...' for each row")
+        if len(cases := dict(pairs)) < len(pairs):
+            raise ValueError(f"each --case needs a label of its own, not {args.case}")
+        return "case", cases
+    if args.key is not None and "=" in args.key:  # argparse took a setting for it
+        args.settings, args.key = [args.key, *args.settings], None
+    if not args.key or not args.values:
+        raise ValueError("sweep needs a key and --values, such as: sweep lr --values 0.1,0.3")
+    target, dot, name = args.key.rpartition(".")
+    if not dot or ":" in target:
+        return args.key, {v: [f"{args.key}={v}"] for v in calls.values(args.values)}
+    given = [s.removeprefix("methods=") for s in args.settings if s.startswith("methods=")]
+    from flwr_regs.experiments.build import with_argument
+
+    return args.key, {
+        v: [
+            "methods="
+            + with_argument(
+                given[-1] if given else target, target, name, calls.literal(v), os.getcwd()
+            )
+        ]
+        for v in calls.values(args.values)
+    }
+
+
+def _bench(args: argparse.Namespace) -> int:
+    """Tune, then test."""
+    from flwr_regs.experiments.tuning import Bench
+
+    if args.resume:
+        bench, folder = Bench.load(_resumed(args)), args.resume
+    else:
+        job = _job(args, [])
+        changed = {k: v for k, v in job.config.items() if v != DEFAULTS[k]}
+        seeds = numbers(args.seeds, "--seeds"), numbers(args.tuning_seeds, "--tuning-seeds")
+        bench = Bench(changed, tuple(args.tune), args.trials, *seeds)
+    tuning = bench.tuning()
+    tuning.check()
+    if args.dry_run:
+        return _dry_run(tuning, args.workers, bench.test({m: {} for m in bench.methods}))
+    if not args.resume:
+        folder = out_folder(job)
+        bench.save(folder, provenance(_words(args)))
+    trials = folder / "tuning"
+    if not (trials / PLAN).is_file():
+        trials.mkdir(exist_ok=True)
+        tuning.save(trials, {})
+    with _keeping(folder, "bench"):
+        print(f"tuning on held-out data: {trials}", flush=True)
+        _train(tuning, trials, args.workers)
+        chosen = bench.chosen(tuning.recorded(trials))
+        plan = bench.test(chosen)
+        plan.save(folder, provenance(_words(args)))
+        print(f"test: {folder}", flush=True)
+        _train(plan, folder, args.workers)
+    results = bench.results(plan, folder, bench.notes(chosen))
+    status = _report(results, folder, plan)
+    return 1 if results.warnings() else status
+
+
+def _train(
+    plan: Plan, folder: Path, workers: int, runner: str = "process", gpus: float = 0.0
+) -> None:
+    """Train what a plan lacks, and show it."""
+    from flwr_regs.experiments import engine, flower_run
+    from flwr_regs.experiments.progress import progress
+
+    if workers < 1:
+        raise ValueError(f"--workers must be at least 1, not {workers}")
+    missing = plan.missing(folder)
+    if not missing:
+        return
+    job, n = missing[0][1], len({label for label, _ in missing})
+    print(
+        f"flwr-regs {flwr_regs.__version__}: {len(missing)} runs ({n} x seeds "
+        f"{','.join(map(str, plan.seeds))}), {job.rounds} rounds each\n{job.dataset}, partition "
+        f"{job.partition} over {job.num_clients} clients; results: {folder}",
+        flush=True,
+    )
+    bars = progress([(label, job.seed, job.rounds) for label, job in missing])
+    if runner == "ray":
+        flower_run.execute(plan, folder, bars, gpus)
+    else:
+        engine.execute(plan, folder, bars, workers)
+
+
+def _report(results: Results, folder: Path, plan: Plan) -> int:
+    """Write and print what came out; return the exit status."""
+    results.save(folder)
+    print(results.text() + f"results: {folder}", flush=True)
+    failed = [run for run in results.runs if not run.ended]
+    for run in failed:
+        print(f"flwr-regs: {run.label}, seed {run.seed}, failed: {run.error}", file=sys.stderr)
+    nothing = all(run.error for run in results.runs)
+    return 1 if failed or nothing or plan.missing(folder) else 0
+
+
+@contextmanager
+def _keeping(folder: Path, command: str) -> Iterator[None]:
+    """Say where the results so far are, and how to go on, if this is interrupted."""
     try:
-        job.check_data()
-    except (ValueError, OSError, ImportError) as error:
-        print(f"flwr-regs: {error}", file=sys.stderr)
-        return 2
-    load.cache_clear()  # the images: the clients load their own
-    out = out_folder(job)
-    config["out"] = str(out)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the SuperLink is stopped
-    try:
-        with tempfile.TemporaryDirectory(prefix="flwr-regs-") as home:
-            status = simulate(app.resolve(), config, job.num_clients, gpus, Path(home))
-    except RuntimeError as error:
-        status = str(error)
-    except KeyboardInterrupt:
-        print(f"flwr-regs: interrupted; the results so far are in {out}", file=sys.stderr)
-        return 130
-    history = out / "history.json"
-    saved = json.loads(history.read_text())["methods"] if history.is_file() else {}
-    done = [name for name, method in saved.items() if "error" not in method]
-    if not status.startswith("finished:completed") or done != job.method_names:
+        yield
+    except (KeyboardInterrupt, SystemExit) as error:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second press must not cut this short
         print(
-            f"flwr-regs: the run failed ({status}); methods finished: {done or 'none'}",
+            f"\nflwr-regs: interrupted; every round so far is in {folder}\n"
+            f"go on with: flwr-regs {command} --resume {shlex.quote(str(folder))}",
             file=sys.stderr,
+            flush=True,
         )
-        return 1
+        raise SystemExit(130 if isinstance(error, KeyboardInterrupt) else error.code) from None
+
+
+def _dry_run(plan: Plan, workers: int, after: Plan | None = None) -> int:
+    from flwr_regs.experiments.estimate import estimate
+
+    print(estimate(plan, workers, after))
     return 0
+
+
+def _resumed(args: argparse.Namespace) -> Path:
+    """Return the folder to go on with; ValueError if the words ask for other settings too."""
+    if (
+        args.settings
+        or getattr(args, "key", None)
+        or getattr(args, "case", None)
+        or getattr(args, "tune", None)
+    ):
+        raise ValueError("--resume takes its settings from the folder: leave the others out")
+    folder: Path = args.resume
+    return folder
+
+
+def _plot(args: argparse.Namespace) -> int:
+    from flwr_regs.experiments import plots
+
+    if args.what != "partition":
+        folder = Path(args.what)
+        found = [p.parent for p in (folder / "bench.json", folder / PLAN) if p.is_file()]
+        if not found:
+            raise ValueError(f"{folder} holds no results, and is not the word partition")
+        plan = Plan.load(folder)
+        results = plan.results(folder)
+        results.save(folder)
+        print(results.text() + f"results: {folder}")
+        return 0
+    job = _job(args, [])
+    counts = job.label_counts()
+    title = f"{job.dataset}, partition {job.partition}, {job.num_clients} clients, seed {job.seed}"
+    folder = Path(job.out) if job.out else Path.cwd()
+    folder.mkdir(parents=True, exist_ok=True)
+    written = plots.save(plots.labels(counts, title=title), folder / "partition")
+    sizes = counts.sum(1)
+    kinds = (counts > 0).sum(1)
+    print(
+        f"{title}\nexamples a client: {sizes.min()} to {sizes.max()}; labels a client: {kinds.min()} to "
+        f"{kinds.max()}\n" + "\n".join(map(str, written))
+    )
+    return 0
+
+
+def _list(args: argparse.Namespace) -> int:
+    from flwr_regs.experiments import data, methods_table, models, partitions, settings
+
+    if args.what == "methods":
+        methods_table.show(args.markdown)
+        return 0
+    if args.what == "settings" and args.markdown:
+        print(settings.markdown(), end="")
+        return 0
+    found: Mapping[str, str] = {
+        "datasets": data.DATASETS,
+        "models": models.MODELS,
+        "partitions": partitions.PARTITIONS,
+        "settings": settings.meanings(),
+    }[args.what]
+    width = max(map(len, found))
+    for name, meaning in found.items():
+        print(f"{name:<{width}}  {meaning}")
+    if args.what in ("datasets", "models"):
+        print(f"\nyour own: {args.what[:-1]}=mine.py:name, or module:name")
+    return 0
+
+
+def _job(args: argparse.Namespace, own: Sequence[str]) -> Job:
+    return read_settings([*args.settings, *own], args.app)
+
+
+def read_settings(settings: Sequence[str], app: Path | None = None) -> Job:
+    """Return the checked job of words ``key=value``.
+
+    What they leave out has its default: the package's, or that of ``[tool.flwr.app.config]`` in the
+    pyproject.toml of the folder `app`. Raises ValueError or OSError that says what is wrong.
+    """
+    given: dict[str, Any] = {}
+    if app is not None:
+        pyproject = app.resolve() / "pyproject.toml"
+        if not pyproject.is_file():
+            raise ValueError(f"{app.resolve()} holds no pyproject.toml (see --app)")
+        tool = tomllib.loads(pyproject.read_text()).get("tool", {})
+        given |= tool.get("flwr", {}).get("app", {}).get("config", {})
+    for text in settings:
+        name, equals, value = text.partition("=")
+        if not equals:
+            raise ValueError(f"'{text}' is not of the form key=value")
+        try:
+            literal = tomllib.loads(f"v={value}")["v"]
+        except tomllib.TOMLDecodeError:
+            literal = value
+        given[name] = value if isinstance(DEFAULTS.get(name), str) else literal
+    if not given.get("code-dir"):
+        given["code-dir"] = os.getcwd()
+    if given.get("out"):
+        given["out"] = str(Path(given["out"]).expanduser().resolve())
+    try:
+        job = Job.from_run_config(given)
+        job.check()
+    except TypeError as error:  # an argument of a method
+        raise ValueError(str(error)) from error
+    return job
 
 
 def read_case(text: str) -> tuple[str, list[str]]:
@@ -161,142 +399,48 @@ def read_case(text: str) -> tuple[str, list[str]]:
     return label.strip(), calls.words(settings)
 
 
+def numbers(text: str, option: str) -> tuple[int, ...]:
+    """Return the whole numbers of an option, separated by commas; ValueError for anything else."""
+    try:
+        found = tuple(int(part) for part in text.split(",") if part.strip())
+    except ValueError:
+        found = ()
+    if not found or min(found) < 0 or len({*found}) < len(found):
+        raise ValueError(f"{option} must be different whole numbers such as 1,2,3, not '{text}'")
+    return found
+
+
 def out_folder(job: Job) -> Path:
-    """Return (and make) the job's ``out``, by default ``results/<time>`` in the current folder."""
-    out = Path(job.out or Path.cwd() / "results" / time.strftime("%Y%m%d-%H%M%S"))
-    out.mkdir(parents=True, exist_ok=True)
-    return out
+    """Return (and make) the job's ``out``, by default ``results/<time>`` in the current folder.
 
-
-def read_settings(app: Path, settings: Sequence[str]) -> tuple[dict[str, Any], Job]:
-    """Return (the settings that differ from the defaults, the checked job).
-
-    Raises ValueError or OSError that says what is wrong.
+    Raises ValueError if it holds results already.
     """
-    pyproject = app.resolve() / "pyproject.toml"
-    if not pyproject.is_file():
+    folder = Path(job.out or Path.cwd() / "results" / time.strftime("%Y%m%d-%H%M%S"))
+    if not job.out:
+        for count in range(2, 1000):  # two runs in one second
+            try:
+                folder.mkdir(parents=True)
+                return folder
+            except FileExistsError:
+                folder = folder.with_name(f"{folder.name.partition('.')[0]}.{count}")
+    folder.mkdir(parents=True, exist_ok=True)
+    if (folder / PLAN).exists() or (folder / "bench.json").exists():
         raise ValueError(
-            f"{app.resolve()} holds no pyproject.toml: call this in a checkout (see --app)"
+            f"{folder} holds results: go on with --resume {folder}, or give another out="
         )
-    defaults = tomllib.loads(pyproject.read_text()).get("tool", {}).get("flwr", {}).get("app", {})
-    defaults = defaults.get("config", {})
-    given: dict[str, Any] = {}
-    for text in settings:
-        key, equals, value = text.partition("=")
-        if not equals:
-            raise ValueError(f"'{text}' is not of the form key=value")
-        try:
-            given[key] = (
-                value if isinstance(defaults.get(key), str) else tomllib.loads(f"v={value}")["v"]
-            )
-        except tomllib.TOMLDecodeError:
-            given[key] = value
-    if not (given.get("code-dir") or defaults.get("code-dir")):
-        given["code-dir"] = os.getcwd()
+    return folder
+
+
+def _words(args: argparse.Namespace) -> list[str]:
+    return ["flwr-regs", *args.words]
+
+
+def _is_number(text: str) -> bool:
+    return isinstance(_quietly(text), int | float)
+
+
+def _quietly(text: str) -> Any:
     try:
-        job = Job.from_run_config({**defaults, **given})
-        job.check()
-    except TypeError as error:  # an argument of a method
-        raise ValueError(str(error)) from error
-    return given, job
-
-
-def simulate(app: Path, config: dict[str, Any], clients: int, gpus: float, home: Path) -> str:
-    """Run the app on its own SuperLink; return the run's final status."""
-    env = {
-        **os.environ,
-        "FLWR_HOME": str(home),
-        "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
-        "FLWR_DISABLE_UPDATE_CHECK": "1",
-        "NO_PROXY": "127.0.0.1",
-        "no_proxy": "127.0.0.1",
-    }
-    tools = Path(sys.executable).parent  # this environment's commands, even if it is not activated
-    env["PATH"] = f"{tools}{os.pathsep}{env.get('PATH', '')}"
-    with superlink(home, env) as port:
-        (home / "config.toml").write_text(
-            f'[superlink]\ndefault = "job"\n[superlink.job]\n'
-            f'address = "127.0.0.1:{port}"\ninsecure = true\n'
-        )
-        lines = [
-            f"{key} = {json.dumps(value, ensure_ascii=False)}" for key, value in config.items()
-        ]
-        (home / "run.toml").write_text("\n".join(lines))
-        run = ["flwr", "run", str(app), "job", "--stream", "--run-config", str(home / "run.toml")]
-        run += ["--federation-config", f"num-supernodes={clients} client-resources-num-cpus=1"]
-        if gpus:
-            run[-1] += f" client-resources-num-gpus={gpus}"
-        code = subprocess.run(run, env=env, check=False).returncode
-        if code != 0:
-            return f"flwr run exited with status {code}"
-        listed = subprocess.run(
-            ["flwr", "ls", "job", "--format", "json"], env=env, check=True, capture_output=True
-        )
-        runs = json.loads(listed.stdout)["runs"]
-        if not runs:
-            return "no run was started"
-        return " ".join(str(runs[0].get(k, "")) for k in ("status", "status-details")).strip()
-
-
-@contextlib.contextmanager
-def superlink(home: Path, env: dict[str, str]) -> Iterator[int]:
-    """Start a SuperLink for simulations on a free port of 127.0.0.1; stop it at the end."""
-    ports = []
-    with contextlib.ExitStack() as held:  # both held open, so that they differ
-        for _ in range(2):
-            s = held.enter_context(socket.socket())
-            s.bind(("127.0.0.1", 0))
-            ports.append(s.getsockname()[1])
-    command = ["flower-superlink", "--insecure", "--simulation", "--host", "127.0.0.1"]
-    command += ["--port", str(ports[0]), "--control-api-address", f"127.0.0.1:{ports[1]}"]
-    log = home / "superlink.log"
-    with log.open("w") as sink:
-        process = subprocess.Popen(
-            command, env=env, stdout=sink, stderr=subprocess.STDOUT, start_new_session=True
-        )
-    try:
-        deadline = time.monotonic() + 60
-        while not _healthy(ports[0]):
-            if process.poll() is not None or time.monotonic() > deadline:
-                raise RuntimeError(f"the SuperLink did not start:\n{log.read_text()[-2000:]}")
-            time.sleep(0.2)
-        yield ports[0]
-    finally:
-        ours = _descendants(process.pid)  # Ray's processes are in sessions of their own
-        process.terminate()
-        try:
-            process.wait(15)
-        except subprocess.TimeoutExpired:
-            process.kill()
-        for pid in ours:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-
-
-def _healthy(port: int) -> bool:
-    """Return whether a server reports that it is healthy; never through a proxy."""
-    connection = HTTPConnection("127.0.0.1", port, timeout=2)
-    try:
-        connection.request("GET", "/health")
-        return connection.getresponse().status == 200
-    except OSError:
-        return False
-    finally:
-        connection.close()
-
-
-def _descendants(pid: int) -> list[int]:
-    """Return the processes that `pid` started, and those that they started (Linux; else none)."""
-    parents: dict[int, int] = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError, ValueError):
-            # "pid (name) state ppid …", and the name may hold spaces and brackets
-            parents[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
-    found = [pid]
-    for one in found:
-        found += [child for child, parent in parents.items() if parent == one]
-    return found[1:]
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+        return calls.literal(text)
+    except ValueError:
+        return None

@@ -109,6 +109,13 @@ class Job(Settings):
                 _PARTS[key] = [rng.permutation(p)[: self.examples_per_client] for p in _PARTS[key]]
         return _PARTS[key]
 
+    def label_counts(self) -> np.ndarray:
+        """Return how many examples of each class each training client has: (clients, classes), int64."""
+        labels = load(self.dataset, self.data_dir).train_y
+        parts = self.parts(labels, self.num_clients)[: self.num_clients]
+        classes = int(labels.max()) + 1
+        return np.stack([np.bincount(labels[p], minlength=classes) for p in parts])
+
     @property
     def evaluate_config(self) -> dict[str, Any]:
         """The ``evaluate_config`` of every round."""

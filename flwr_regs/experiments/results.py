@@ -1,4 +1,4 @@
-"""The results of runs: tables for a terminal, a paper and a notebook, pictures, and the folder of them all."""
+"""The results of runs: tables for a terminal, a paper and a notebook, pictures, and their folder."""
 
 from __future__ import annotations
 
@@ -39,6 +39,8 @@ class Results:
         What the labels are: ``method``, a setting's name, or ``case``.
     ordered : bool
         Whether the labels are the values of an ordered parameter.
+    baseline : str
+        If set, a label: the table has 95 % intervals, and each row's paired difference to this one.
     """
 
     def __init__(
@@ -47,10 +49,12 @@ class Results:
         notes: Sequence[str] = (),
         heading: str = "method",
         ordered: bool = False,
+        baseline: str = "",
     ) -> None:
         if not runs:
             raise ValueError("there are no runs yet")
         self.runs, self.notes, self.heading, self.ordered = [*runs], [*notes], heading, ordered
+        self.baseline = baseline
 
     @property
     def seeds(self) -> list[int]:
@@ -70,7 +74,7 @@ class Results:
 
     def rows(self) -> list[dict[str, Any]]:
         """Return a row for each label: see :func:`flwr_regs.experiments.rows.rows`."""
-        return rows.rows(self.runs, self.target)
+        return rows.rows(self.runs, self.target, self.baseline)
 
     def table(self) -> pd.DataFrame:
         """Return a DataFrame with a row for each method; accuracies are fractions.
@@ -85,9 +89,9 @@ class Results:
         return pd.DataFrame(self.rows()).set_index("method")
 
     def plot(self, x: str = "round") -> Figure:
-        """Return a matplotlib Figure: accuracy against ``round``, ``megabytes`` or ``seconds``, or ``clients``.
+        """Return a matplotlib Figure: accuracy against ``round``, ``megabytes`` or ``seconds``.
 
-        ``clients`` shows each client's accuracy with the final model.
+        With ``clients``, each client's accuracy with the final model.
         """
         from flwr_regs.experiments import plots
 
@@ -133,7 +137,7 @@ class Results:
         for line in cells:
             grid.add_row(*line.values())
         console.print(grid)
-        for line in [*self._legend(), *rows.warnings(self.runs), *self._beside()]:
+        for line in [*self._legend(), *self.warnings(), *self._beside()]:
             console.print(line, markup=False)
         for note in self.notes:
             console.print(f"NOTE: {note}", markup=False)
@@ -146,14 +150,15 @@ class Results:
         if several:
             reached += f" ({row['reached']} of {row['n']})"
         cells = {self.heading: row["method"]}
-        cells["last 5"] = per_cent(row, "last5")
-        cells["final"] = per_cent(row, "final")
+        if self.baseline:
+            cells["last 5"] = per_cent(row["last5"], row["last5_interval"])
+            cells[f"vs {self.baseline}"] = per_cent(row["difference"], row["difference_interval"])
+        else:
+            cells["last 5"] = per_cent(row["last5"], row["last5_std"])
+            cells["final"] = per_cent(row["final"], row["final_std"])
         if not several:
-            cells["best"] = per_cent(row, "best")
-        cells |= {
-            f"to {self.target:.0%}": reached,
-            "worst": per_cent({**row, "worst_client_std": None}, "worst_client"),
-        }
+            cells["best"] = per_cent(row["best"])
+        cells |= {f"to {self.target:.0%}": reached, "worst": per_cent(row["worst_client"])}
         cells["MB"] = number(row["mb"])
         cpu = row["processor_seconds"]
         cells["CPU s" if cpu is not None else "s"] = number(row["seconds"] if cpu is None else cpu)
@@ -177,16 +182,17 @@ class Results:
                 "what the clients test, a mean over clients",
                 "worst: the lowest of a client, on its own test data",
             )
-        spread = (
-            f"mean ± sample standard deviation, n = {n} (seeds {seeds})"
-            if n > 1
-            else f"n = 1 (seed {seeds})"
-        )
+        what = "95 % interval" if self.baseline else "sample standard deviation"
+        spread = f"mean ± {what}, n = {n} (seeds {seeds})" if n > 1 else f"n = 1 (seed {seeds})"
         return [
             f"{self.title}, {job['rounds']} rounds; accuracy in % on {data}; {spread}.",
             f"last 5: mean of the last five rounds; to {self.target:.0%}: rounds to it; {worst}; MB: "
             "per client, both ways, the whole run.",
         ]
+
+    def warnings(self) -> list[str]:
+        """Say what went wrong: see :func:`flwr_regs.experiments.rows.warnings`."""
+        return rows.warnings(self.runs)
 
     def _beside(self) -> list[str]:
         """Return what only some runs have: privacy, personalised models."""
@@ -224,8 +230,14 @@ class Results:
         body = [" & ".join(c.translate(escape) for c in line) + r" \\" for line in lines]
         legend = " ".join(self._legend()).translate(escape)
         return "\n".join(
-            [f"% {legend}", rf"\begin{{tabular}}{{l{'r' * (len(cells[0]) - 1)}}}", r"\toprule"]
-            + [body[0], r"\midrule", *body[1:], r"\bottomrule", r"\end{tabular}", ""]
+            [
+                *(
+                    f"% {legend}",
+                    rf"\begin{{tabular}}{{l{'r' * (len(cells[0]) - 1)}}}",
+                    r"\toprule",
+                ),
+                *(body[0], r"\midrule", *body[1:], r"\bottomrule", r"\end{tabular}", ""),
+            ]
         )
 
     def history(self) -> dict[str, Any]:
@@ -256,9 +268,8 @@ class Results:
                 plots.save(self.plot("clients"), folder / "clients")
 
 
-def per_cent(row: Mapping[str, Any], name: str) -> str:
-    """Return a cell: an accuracy in per cent, and its deviation if there is one."""
-    value, spread = row[name], row[f"{name}_std"]
+def per_cent(value: float | None, spread: float | None = None) -> str:
+    """Return a cell: a fraction in per cent, and its spread if there is one."""
     if value is None:
         return "–"
     return f"{100 * value:.2f}" + ("" if spread is None else f" ± {100 * spread:.2f}")

@@ -15,7 +15,7 @@ COLLAPSE = 0.1
 """A run has collapsed if its last rounds' mean is this far below its best mean of as many rounds."""
 
 
-def rows(runs: Sequence[Run], target: float) -> list[dict[str, Any]]:
+def rows(runs: Sequence[Run], target: float, baseline: str = "") -> list[dict[str, Any]]:
     """Return a row for each label, in order.
 
     Accuracies are fractions, means over the seeds that ran to their end, ``..._std`` their sample standard
@@ -36,9 +36,23 @@ def rows(runs: Sequence[Run], target: float) -> list[dict[str, Any]]:
         Of a run.
     failures
         Replies that were rejected, over all seeds.
+    last5_interval, difference, difference_interval
+        With a `baseline` (a label): half the width of the 95 % interval of ``last5`` (Student's t over
+        seeds); the mean paired difference of ``last5`` to the baseline on the same seeds, and its interval.
     """
-    labels = dict.fromkeys(run.label for run in runs)
-    return [_row(label, [r for r in runs if r.label == label], target) for label in labels]
+    by_label: dict[str, list[Run]] = {}
+    for run in runs:
+        by_label.setdefault(run.label, []).append(run)
+    found = [_row(label, mine, target) for label, mine in by_label.items()]
+    if baseline:
+        known = {r.seed: last(r) for r in by_label[baseline] if not r.error}
+        for row, mine in zip(found, by_label.values(), strict=True):
+            whole = [r for r in mine if not r.error]
+            paired = [last(r) - known[r.seed] for r in whole if r.seed in known]
+            row["last5_interval"] = interval([last(r) for r in whole])
+            row["difference"] = None if row["method"] == baseline else mean(paired)
+            row["difference_interval"] = None if row["method"] == baseline else interval(paired)
+    return found
 
 
 def _row(label: str, runs: Sequence[Run], target: float) -> dict[str, Any]:
@@ -115,6 +129,9 @@ def warnings(runs: Sequence[Run]) -> list[str]:
                 f"{label}: {len(fallen)} of {_seeds(len(mine))} collapsed; seed {r.seed} ends at "
                 f"{r.accuracy[-1]:.1%}, its best was {r.accuracy[best]:.1%} in round {best + 1}"
             )
+        signs = [e["divergence"] for r in whole for e in r.rounds if "divergence" in e]
+        if signs and not fallen:
+            said.append(f"{label}: {signs[0]}")
         if count := sum(r.rejected for r in whole):
             first = next(r for r in whole if r.rejected)
             entry = next(e for e in first.rounds if e.get("failures"))
@@ -138,6 +155,16 @@ def mean(values: Sequence[float]) -> float | None:
 def deviation(values: Sequence[float]) -> float | None:
     """Return the sample standard deviation; None of fewer than two values."""
     return float(np.std(values, ddof=1)) if len(values) > 1 else None
+
+
+def interval(values: Sequence[float]) -> float | None:
+    """Return half the width of the mean's 95 % interval (Student's t); None of fewer than two values."""
+    from scipy.stats import t
+
+    spread = deviation(values)
+    if spread is None:
+        return None
+    return float(t.ppf(0.975, len(values) - 1) * spread / len(values) ** 0.5)
 
 
 def _turn(run: Run, *ways: str) -> float:

@@ -223,6 +223,15 @@ def legal(f: Any) -> str:
     return text
 
 
+def meanings() -> dict[str, str]:
+    """Return setting -> its default and meaning, for a terminal."""
+    found = {}
+    for f in fields(Settings):
+        default = "" if f.default == "" else f" [{json.dumps(f.default).strip(chr(34))}]"
+        found[key(f.name)] = f.metadata["meaning"] + default
+    return found
+
+
 def toml() -> str:
     """Return the settings as the lines of ``[tool.flwr.app.config]``, each with its meaning."""
     lines = [

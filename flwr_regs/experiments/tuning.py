@@ -1,4 +1,4 @@
-"""A fair comparison: each method tuned with the same number of trials on held-out data, then tested over seeds."""
+"""A fair comparison: methods tuned with as many trials each on held-out data, then tested over seeds."""
 
 from __future__ import annotations
 

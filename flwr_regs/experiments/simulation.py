@@ -1,0 +1,120 @@
+"""``flwr_regs.simulate``: the command line's engine in three lines of Python."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from flwr_regs.experiments import engine, flower_run
+from flwr_regs.experiments.job import Job
+from flwr_regs.experiments.progress import Progress, progress
+from flwr_regs.experiments.results import Results, provenance
+from flwr_regs.experiments.settings import key
+from flwr_regs.experiments.user_code import offer
+
+RUNNERS = ("process", "ray")
+
+
+def simulate(
+    methods: Any = "FedAvg, FedFOR",
+    dataset: Any = "digits",
+    model: Any = "auto",
+    partition: str = "shards",
+    seeds: Sequence[int] = (1, 2, 3),
+    runner: str = "process",
+    *,
+    workers: int = 1,
+    out: str | os.PathLike[str] | None = None,
+    show: bool = False,
+    **settings: Any,
+) -> Results:
+    """Compare methods on the same data, cohorts and seeds, and return the results. Quiet.
+
+    Parameters
+    ----------
+    methods : str, or list of str, class, function or Term
+        As on the command line: ``"FedAvg, FedFOR(alpha=0.5), FedBN+FedFOR"``; or each of a list, which may
+        also hold strategy classes, terms, and functions that return one of these.
+    dataset, model : str or callable
+        A name, ``"mine.py:load"``, or a function or class that is called without arguments.
+    partition : str
+    seeds : sequence of int
+    runner : str
+        ``"process"``: this process (or `workers` of them). ``"ray"``: Flower's simulation.
+    workers : int
+        Runs at a time. More than one, and Ray, need methods, data set and model by name.
+    out : path, optional
+        A folder for records, tables, pictures and models. Default: nothing is kept.
+    show : bool
+        Whether to show progress.
+    **settings
+        Every other setting of ``flwr-regs list settings``, with underscores: ``rounds=50, lr=0.1``.
+
+    Returns
+    -------
+    Results
+        ``table()`` is a DataFrame with a row for each method, ``plot()`` a matplotlib Figure.
+
+    Raises
+    ------
+    ValueError
+        A setting, method, partition or model that is wrong, before anything trains.
+    RuntimeError
+        A run failed for another reason than divergence.
+
+    Examples
+    --------
+    >>> import flwr_regs
+    >>> result = flwr_regs.simulate("FedAvg, FedFOR", rounds=2, seeds=(1, 2))
+    >>> result.table()["n"].tolist()
+    [2, 2]
+    """
+    if runner not in RUNNERS:
+        raise ValueError(f"runner must be one of {', '.join(RUNNERS)}, not {runner!r}")
+    several = (
+        [methods] if isinstance(methods, str) or not isinstance(methods, list | tuple) else methods
+    )
+    given = {key(name): value for name, value in settings.items()}
+    given |= {"methods": "; ".join(map(_named, several)), "partition": partition}
+    given |= {"dataset": _named(dataset), "model": _named(model)}
+    given["code-dir"] = given.get("code-dir") or os.getcwd()
+    far = workers > 1 or runner == "ray"
+    if far and any(not isinstance(x, str) for x in (*several, dataset, model)):
+        raise ValueError(
+            "other processes find methods, data set and model by name alone: give 'mine.py:name', or "
+            "use runner='process' with workers=1"
+        )
+    jobs = []
+    for seed in seeds:
+        job = Job.from_run_config({**given, "seed": seed})
+        job.check()
+        one = [(m, Job.from_run_config({**job.config, "methods": m})) for m in job.method_names]
+        jobs += one
+    plan = engine.Plan(jobs)
+    plan.check()
+    bars = (progress if show else Progress)([(label, j.seed, j.rounds) for label, j in jobs])
+    with tempfile.TemporaryDirectory(prefix="flwr-regs-") as temporary:
+        folder = Path(out if out is not None else temporary)
+        folder.mkdir(parents=True, exist_ok=True)
+        if out is not None:
+            if (folder / engine.PLAN).exists():
+                raise ValueError(f"{folder} holds results: give another out=")
+            plan.save(folder, provenance(["flwr_regs.simulate"]))
+        if runner == "ray":
+            runs = flower_run.execute(plan, folder, bars)
+        else:
+            runs = engine.execute(plan, folder if out is not None else None, bars, workers)
+        if failed := [run for run in runs if not run.ended]:
+            raise RuntimeError(f"{failed[0].label}, seed {failed[0].seed}: {failed[0].error}")
+        results = Results(runs)
+        if out is not None:
+            results.save(folder)
+    return results
+
+
+def _named(thing: Any) -> str:
+    """Return a thing's name in settings."""
+    return thing if isinstance(thing, str) else offer(thing)
