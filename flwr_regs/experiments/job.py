@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -12,9 +12,10 @@ import numpy as np
 
 import flwr_regs
 from flwr_regs.abilities import Personalises, Withholds
-from flwr_regs.experiments.build import bare, build, named
+from flwr_regs.experiments.build import bare, build, catalogue, named
 from flwr_regs.experiments.calls import parse_methods
 from flwr_regs.experiments.data import DATASETS, load
+from flwr_regs.experiments.models import MODELS
 from flwr_regs.experiments.partitions import PARTITIONS, partition
 from flwr_regs.flower.strategy import RegStrategy
 from flwr_regs.wire.config import OPTIMIZERS, check_train_config, nearest
@@ -23,13 +24,17 @@ from flwr_regs.wire.config import OPTIMIZERS, check_train_config, nearest
 def setting(
     low: float | None = None,
     high: float | None = None,
-    choices: tuple[str, ...] | None = None,
+    choices: Collection[str] | None = None,
     above: float | None = None,
     below: float | None = None,
+    own: str = "",
 ) -> Any:
-    """Declare a setting with its legal values: `low` ≤ or `above` < value ≤ `high` or < `below`."""
+    """Declare a setting with its legal values: `low` ≤ or `above` < value ≤ `high` or < `below`.
+
+    Beside its `choices`, the value may be a reference to the user's own, such as `own`.
+    """
     rule = {"low": low, "high": high, "choices": choices, "above": above, "below": below}
-    return field(metadata=rule)
+    return field(metadata={**rule, "own": own})
 
 
 @dataclass(frozen=True)
@@ -38,9 +43,9 @@ class Job:
 
     methods: str = setting()
     code_dir: str = setting()
-    dataset: str = setting(choices=DATASETS)
+    dataset: str = setting(choices=DATASETS, own="mine.py:load")
     data_dir: str = setting()
-    model: str = setting(choices=("auto", "mlp", "cnn", "cnn-bn"))
+    model: str = setting(choices=MODELS, own="mine.py:Net")
     partition: str = setting(choices=PARTITIONS)
     shards_per_client: int = setting(low=1)
     classes_per_client: int = setting(low=1)
@@ -98,10 +103,7 @@ class Job:
         by_key = {f.name.replace("_", "-"): f for f in fields(cls)}
         for key in config:
             if key not in by_key:
-                raise ValueError(
-                    f"unknown setting '{key}'{nearest(key, by_key)} (known: {', '.join(by_key)}; "
-                    "a method's parameters stand in its call, such as methods='FedFOR(alpha=0.5)')"
-                )
+                raise ValueError(_unknown(key, by_key))
         if missing := [k for k in by_key if k not in config]:
             raise ValueError(f"the run config lacks {missing}")
         values = {f.name: _checked(key, config[key], f) for key, f in by_key.items()}
@@ -195,7 +197,8 @@ class Job:
 
         from flwr_regs.experiments import models
 
-        arrays = ArrayRecord(models.build(self.dataset, self.model, self.seed).state_dict())
+        model = models.check(self.dataset, self.model, self.seed, self.data_dir, self.code_dir)
+        arrays = ArrayRecord(model.state_dict())
         for method in self.method_names:
             strategy = self.strategy(method)
             with named(method):
@@ -207,7 +210,7 @@ class Job:
 
         Raises ImportError or OSError as :func:`flwr_regs.experiments.data.load` does.
         """
-        self.parts(load(self.dataset, self.data_dir).train_y, self.num_clients)
+        self.parts(load(self.dataset, self.data_dir, self.code_dir).train_y, self.num_clients)
 
     def strategy(self, method: str) -> RegStrategy:
         """Return a new strategy of the method with this label, with the job's settings.
@@ -287,8 +290,11 @@ def _checked(key: str, value: Any, f: Any) -> Any:
     rule = f.metadata
     names = {int: "a whole number", float: "a number", str: "text in quotes", bool: "true or false"}
     expected = names[kind]
+    hint = ""
     if rule["choices"]:
         expected = f"one of {', '.join(rule['choices'])}"
+        expected += f", or your own such as {rule['own']}" if rule["own"] else ""
+        hint = nearest(str(value), rule["choices"])
     if rule["above"] is not None:
         expected += f" above {rule['above']}"
     if rule["low"] is not None:
@@ -302,14 +308,25 @@ def _checked(key: str, value: Any, f: Any) -> Any:
         or not isinstance(value, legal)
         or (isinstance(value, float) and not math.isfinite(value))
         or (isinstance(value, int) and not abs(value) < 2**63)  # what run-config can carry
-        or (rule["choices"] and value not in rule["choices"])
+        or (rule["choices"] and value not in rule["choices"] and not (rule["own"] and ":" in value))
         or (rule["above"] is not None and not value > rule["above"])
         or (rule["below"] is not None and not value < rule["below"])
         or (rule["low"] is not None and not value >= rule["low"])
         or (rule["high"] is not None and not value <= rule["high"])
     ):
-        raise ValueError(f"setting '{key}' must be {expected}, not {value!r}")
+        raise ValueError(f"setting '{key}' must be {expected}, not {value!r}{hint}")
     return kind(value)
+
+
+def _unknown(key: str, known: Collection[str]) -> str:
+    """Say that there is no such setting; name the nearest, or how a method's parameter is given."""
+    hint = nearest(key, known)
+    by_name = {name.lower(): name for name in catalogue()}
+    name, _, parameter = key.replace("_", "-").partition("-")
+    if not hint and parameter and name.lower() in by_name:
+        call = f"{by_name[name.lower()]}({parameter.replace('-', '_')}=...)"
+        hint = f"; a method's parameters stand in its call, such as methods='{call}'"
+    return f"unknown setting '{key}'{hint} (`flwr-regs list settings` shows all)"
 
 
 _PARTS: dict[tuple[Job, int], list[np.ndarray]] = {}
