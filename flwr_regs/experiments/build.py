@@ -1,7 +1,8 @@
 """From calls to strategies and clients.
 
-A part of a method is one of the package's strategies (`FedFOR`) or terms (`SparseTernary`), or a user's own
-``module:name``: a Strategy or Term class, a term, a list of terms, or a function that returns one of these.
+A part of a method is one of the package's strategies (`FedFOR`) or terms (`SparseTernary`), or a reference to
+a user's own (``mine.py:name``): a Strategy or Term class, a term, a list of terms, or a function that returns
+one of these.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def build(calls: Sequence[Call], folder: str = "", **common: Any) -> RegStrategy
     calls : sequence of Call
         The parts. Beside its own parameters, each takes the settings of every strategy.
     folder : str
-        Where ``module:name`` is looked up.
+        Where references begin, see :func:`flwr_regs.experiments.user_code.load`.
     **common
         Settings of the strategy; what a call says wins.
 
@@ -101,7 +102,7 @@ def client_class(strategy: RegStrategy) -> type[RegClient]:
     strategies, and compositions, get a class made from the strategy's terms.
     """
     kind = type(strategy)
-    own = getattr(sys.modules[kind.__module__], f"{kind.__name__}Client", None)
+    own = getattr(sys.modules.get(kind.__module__), f"{kind.__name__}Client", None)
     if kind is not RegStrategy and isinstance(own, type) and issubclass(own, RegClient):
         return own
     terms = tuple(type(t) for t in strategy.term.terms if not t.server_only)
@@ -127,7 +128,7 @@ def find(call: Call, folder: str = "") -> Any:
         return getattr(flwr_regs, call.target)
     raise ValueError(
         f"the package has no strategy or term '{call.target}'"
-        f"{nearest(call.target, names)} (flwr-regs methods lists them; your own is module:name)"
+        f"{nearest(call.target, names)} (`flwr-regs list methods` shows all; your own is mine.py:name)"
     )
 
 

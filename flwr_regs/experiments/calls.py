@@ -1,8 +1,8 @@
-"""Methods written as Python calls: ``"FedAvg, FedFOR(alpha=0.5), FedBN+FedFOR, mine:Decay(wd=0.01)"``.
+"""Methods as Python calls: ``"FedAvg, FedFOR(alpha=0.5), FedBN+FedFOR, mine.py:Decay(wd=0.01)"``.
 
 Commas and semicolons separate methods, ``+`` joins the parts of one, none of them inside brackets or
-quotes. A part is a name, ``module:name`` or a call of either, with literals as arguments. Nothing is
-imported or evaluated here; build.py does that.
+quotes. A part is a name, a reference to the user's own code (``mine.py:name``, ``module:name``), or a call
+of either, with literals as arguments. Nothing is imported or evaluated here; build.py does that.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-NAME = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*(:[^\W\d]\w*(\.[^\W\d]\w*)*)?")
+_DOTTED = r"[^\W\d]\w*(\.[^\W\d]\w*)*"
+_FILE = r"[^'\"()\[\]{}:\n]*[^'\"()\[\]{}:\n/]\.py"  # a path; commas and + have separated before
+NAME = re.compile(rf"{_FILE}:{_DOTTED}|{_DOTTED}(:{_DOTTED})?")
 CLOSING = {"(": ")", "[": "]", "{": "}"}
 LITERAL = "a literal: a number, quoted text, True, False, None, or a list, tuple or dict of these"
 
@@ -26,7 +28,7 @@ class Call:
     Attributes
     ----------
     target : str
-        ``FedFOR``, or ``package.module:name``.
+        ``FedFOR``, or a reference: ``mine.py:name``, ``package.module:name``, ``here:name``.
     args, kwargs : tuple, dict
         Its literal arguments.
     called : bool
@@ -71,7 +73,7 @@ def _part(text: str, start: int, whole: str) -> Call:
     rest = part[name.end() :].lstrip() if name else part
     if name is None or (rest and not rest.startswith("(")):
         raise ValueError(
-            f"{where}: expected a method such as FedFOR, FedFOR(alpha=0.5) or my_module:MyTerm(x=1)"
+            f"{where}: expected a method such as FedFOR, FedFOR(alpha=0.5) or mine.py:MyTerm(x=1)"
         )
     if not rest:
         return Call(name[0], (), {}, called=False)

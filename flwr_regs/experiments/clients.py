@@ -42,7 +42,7 @@ def _data(job: Job, num_partitions: int, pid: int) -> tuple[TensorDataset, Tenso
 
     from flwr_regs.experiments import data, domains
 
-    dataset = data.load(job.dataset, job.data_dir)
+    dataset = data.load(job.dataset, job.data_dir, job.code_dir)
     held_out, trained = job.split(job.parts(dataset.train_y, num_partitions)[pid])
 
     def tensors(x: Any, y: Any) -> TensorDataset:
@@ -80,7 +80,7 @@ def client_fn(context: Context) -> NumPyClient:
     sampler = BatchSampler(RandomSampler(train), job.batch_size, drop_last=False)
     planned = job.local_steps or job.local_epochs * len(sampler)
     parts: dict[str, Any] = {
-        "model": models.build(job.dataset, job.model, job.seed),
+        "model": models.build(job.dataset, job.model, job.seed, job.data_dir, job.code_dir),
         "train_data": DataLoader(train, batch_size=None, sampler=sampler),
         "eval_data": None if test is None else DataLoader(test, batch_size=1000),
         "share_label_counts": True,  # simulated data has no secrets

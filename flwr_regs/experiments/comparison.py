@@ -104,8 +104,8 @@ class Comparison:
 
         job.check()
         self.job, self.grid = job, grid
-        dataset = data.load(job.dataset, job.data_dir)
-        self.model = models.build(job.dataset, job.model, job.seed)
+        dataset = data.load(job.dataset, job.data_dir, job.code_dir)
+        self.model = models.build(job.dataset, job.model, job.seed, job.data_dir, job.code_dir)
         self.start = ArrayRecord(self.model.state_dict())
         clients = len(Population(1, None, 120.0).refresh(GridNetwork(grid)))
         self.clients, self.notes = clients, list[str]()
@@ -131,9 +131,11 @@ class Comparison:
         self.device = resolve_device("auto")
         self.test_x = torch.from_numpy(x).to(self.device)
         self.test_y = torch.from_numpy(y).to(self.device)
-        self.shares = np.stack(  # each client's class shares
-            [np.bincount(dataset.train_y[p], minlength=10) / len(p) for p in parts[:clients]]
-        )
+        self.num_classes = dataset.num_classes
+        counts = [
+            np.bincount(dataset.train_y[p], minlength=self.num_classes) for p in parts[:clients]
+        ]
+        self.shares = np.stack([c / c.sum() for c in counts])  # each client's class shares
 
     def train(
         self,
@@ -236,7 +238,7 @@ class Comparison:
             tested = [e for e in strategy.history if "evaluate" in e]
             return _spread(_on_clients(tested[-1])) if tested else {}
         right = (self._outputs(strategy.arrays).argmax(1) == self.test_y).double()
-        classes = [right[self.test_y == c] for c in range(10)]
+        classes = [right[self.test_y == c] for c in range(self.num_classes)]
         by_class = [float(each.mean()) if len(each) else 0.0 for each in classes]
         return _spread(self.shares @ by_class)
 

@@ -1,46 +1,72 @@
-"""Data sets as arrays. numpy only; scikit-learn for the digits, torchvision for MNIST."""
+"""Data sets as arrays: the package's, and a user's own. numpy; scikit-learn and torchvision where needed."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
-from pathlib import Path
-from typing import Any
+from functools import cached_property, lru_cache
 
 import numpy as np
 
 Array = np.ndarray
 
-DATASETS = ("digits", "mnist", "digits-domains", "mnist-domains")
+DATASETS = {
+    "digits": "scikit-learn's 1,797 handwritten digits, 8 x 8 grey, 10 classes; comes with scikit-learn",
+    "mnist": "70,000 handwritten digits, 28 x 28 grey, 10 classes; in data-dir, or downloaded",
+    "digits-domains": "digits in five domains: client k has k mod 5, and tests on its own",
+    "mnist-domains": "mnist in five domains: unchanged, inverted, over photographs, rotated, blurred",
+}
+"""Name -> its meaning in one line. Any other data set is a reference, such as ``mine.py:load``."""
+SHAPES = {"digits": (1, 8, 8), "mnist": (1, 28, 28)}
 
 
 @dataclass(frozen=True)
 class Data:
-    """Inputs (float32, ``(n, channels, height, width)``) and labels (int64, ``(n,)``)."""
+    """Inputs (float32 or integers, ``(n, ...)``) and labels (int64 from 0 on, ``(n,)``)."""
 
     train_x: Array
     train_y: Array
     test_x: Array
     test_y: Array
 
+    @cached_property
+    def num_classes(self) -> int:
+        """The number of classes: the largest label of both parts, plus 1."""
+        return int(max(self.train_y.max(), self.test_y.max())) + 1
+
 
 @lru_cache(maxsize=2)  # a Ray actor keeps it for all its clients
-def load(dataset: str, data_dir: str) -> Data:
+def load(dataset: str, data_dir: str = "", code_dir: str = "") -> Data:
     """Return a data set.
 
     ``digits``: scikit-learn's 1,797 images of 8 x 8, one fifth of them for testing.
     ``mnist``: torchvision's, from `data_dir`, downloaded into it (default ``~/.cache/flwr_regs``) if
     it is not there. ``digits-domains``, ``mnist-domains``: the same images in [0, 1], for
-    :func:`flwr_regs.experiments.domains.shifted`.
+    :func:`flwr_regs.experiments.domains.shifted`. A reference, such as ``mine.py:load``, is looked up in
+    `code_dir` and called without arguments: see :func:`flwr_regs.experiments.own_data.arrays`.
 
     Raises ImportError if a package is missing; the message names the extra to install. Raises OSError if
-    MNIST is not there and cannot be downloaded.
+    MNIST is not there and cannot be downloaded. Raises ValueError if a reference does not lead to data.
     """
+    if ":" in dataset:
+        from flwr_regs.experiments import own_data, user_code
+
+        found = user_code.call(dataset, code_dir, seed=0)  # the same data in every process and run
+        if isinstance(found, Data):
+            found = (found.train_x, found.train_y, found.test_x, found.test_y)
+        return Data(*own_data.arrays(found, dataset))
     name, _, domains = dataset.partition("-")
-    found = {"digits": _digits, "mnist": _mnist}[name](data_dir)
+    data = {"digits": _digits, "mnist": _mnist}[name](data_dir)
     if name == "digits" or domains:
-        return found
-    return Data(_centred(found.train_x), found.train_y, _centred(found.test_x), found.test_y)
+        return data
+    return Data(_centred(data.train_x), data.train_y, _centred(data.test_x), data.test_y)
+
+
+def two_examples(dataset: str, data_dir: str = "", code_dir: str = "") -> tuple[Array, int]:
+    """Return (a batch of two inputs, the number of classes); only a user's own data set is loaded for it."""
+    if ":" not in dataset:
+        return np.zeros((2, *SHAPES[dataset.partition("-")[0]]), np.float32), 10
+    data = load(dataset, data_dir, code_dir)
+    return data.train_x[:2], data.num_classes
 
 
 def _digits(data_dir: str) -> Data:
@@ -56,20 +82,14 @@ def _digits(data_dir: str) -> Data:
 
 
 def _mnist(data_dir: str) -> Data:
+    from flwr_regs.experiments import mnist
+
     try:
-        from torchvision.datasets import MNIST
+        train_x, train_y, test_x, test_y = mnist.read(data_dir)
     except ImportError as error:
         raise missing_extra("torchvision", "MNIST") from error
-    root = Path(data_dir or "~/.cache/flwr_regs").expanduser()
-    download = not (root / "MNIST" / "raw").is_dir()
-    try:
-        parts: list[Any] = [MNIST(root, train=t, download=download) for t in (True, False)]
-    except RuntimeError as error:
-        raise OSError(
-            f"there is no MNIST in {root}, and none came from the web: {error}"
-        ) from error
-    x = [(p.data.numpy() / 255).astype(np.float32)[:, None] for p in parts]
-    return Data(x[0], parts[0].targets.numpy(), x[1], parts[1].targets.numpy())
+    train_x, test_x = ((x / 255).astype(np.float32)[:, None] for x in (train_x, test_x))
+    return Data(train_x, train_y, test_x, test_y)
 
 
 def _centred(x: Array) -> Array:

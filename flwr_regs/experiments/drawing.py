@@ -129,7 +129,10 @@ def frame(
     width = figure.get_figwidth()
     above, below = PAD, PAD
     texts = []
-    for text, size, name in ((title, rcParams["axes.titlesize"], "title"), (caption, 7.5, "caption")):
+    for text, size, name in (
+        (title, rcParams["axes.titlesize"], "title"),
+        (caption, 7.5, "caption"),
+    ):
         if text:
             lines = wrap(figure, text, width - 2 * PAD, size)
             texts.append(figure.text(0, 0, lines, fontsize=size, parse_math=False, gid=name))
@@ -146,11 +149,20 @@ def frame(
         figure.set_figheight(max(figure.get_figheight(), at_least + over + under))
         height = figure.get_figheight()
         axes.set_position(
-            (left / width, under / height, (width - left - beside) / width, (height - under - over) / height)
+            (
+                left / width,
+                under / height,
+                (width - left - beside) / width,
+                (height - under - over) / height,
+            )
         )
     for text in texts:
         high = text.get_gid() == "title"
-        text.set(va="top" if high else "bottom", x=PAD / width, y=1 - PAD / height if high else PAD / height)
+        text.set(
+            va="top" if high else "bottom",
+            x=PAD / width,
+            y=1 - PAD / height if high else PAD / height,
+        )
 
 
 def spread(wanted: Sequence[float], sizes: Sequence[float], low: float, high: float) -> Array:
@@ -162,7 +174,9 @@ def spread(wanted: Sequence[float], sizes: Sequence[float], low: float, high: fl
     order = np.argsort(np.asarray(wanted, float), kind="stable")
     tall = np.asarray(sizes, float)[order]
     shift = np.cumsum(tall) - tall / 2  # less its shift, a centre must not be below the one before
-    blocks: list[tuple[float, int]] = []  # the mean and number of centres that touch: isotonic regression
+    blocks: list[
+        tuple[float, int]
+    ] = []  # the mean and number of centres that touch: isotonic regression
     for value in np.asarray(wanted, float)[order] - shift:
         mean, count = float(value), 1
         while blocks and blocks[-1][0] >= mean:
@@ -231,7 +245,12 @@ def margin(
             line([(x, y), (x + SAMPLE, y)], **label.look)
             if attached and label.end is not None:
                 end = place(label)
-                thin = {"color": label.look["color"], "linewidth": 0.5, "alpha": 0.7, "gid": "leader"}
+                thin = {
+                    "color": label.look["color"],
+                    "linewidth": 0.5,
+                    "alpha": 0.7,
+                    "gid": "leader",
+                }
                 line([end, (edge + 0.03, end[1]), (x - 0.03, y)], **thin)
         if apart and target:
             apart.set(x=(edge + PAD) / width, y=place(target)[1] / height)

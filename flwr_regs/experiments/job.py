@@ -111,10 +111,9 @@ class Job(Settings):
 
     def label_counts(self) -> np.ndarray:
         """Return how many examples of each class each training client has: (clients, classes), int64."""
-        labels = load(self.dataset, self.data_dir).train_y
-        parts = self.parts(labels, self.num_clients)[: self.num_clients]
-        classes = int(labels.max()) + 1
-        return np.stack([np.bincount(labels[p], minlength=classes) for p in parts])
+        data = load(self.dataset, self.data_dir, self.code_dir)
+        parts = self.parts(data.train_y, self.num_clients)[: self.num_clients]
+        return np.stack([np.bincount(data.train_y[p], minlength=data.num_classes) for p in parts])
 
     @property
     def evaluate_config(self) -> dict[str, Any]:
@@ -138,7 +137,8 @@ class Job(Settings):
 
         from flwr_regs.experiments import models
 
-        arrays = ArrayRecord(models.build(self.dataset, self.model, self.seed).state_dict())
+        model = models.check(self.dataset, self.model, self.seed, self.data_dir, self.code_dir)
+        arrays = ArrayRecord(model.state_dict())
         for method in self.method_names:
             strategy = self.strategy(method)
             with named(method):
@@ -150,7 +150,7 @@ class Job(Settings):
 
         Raises ImportError or OSError as :func:`flwr_regs.experiments.data.load` does.
         """
-        self.parts(load(self.dataset, self.data_dir).train_y, self.num_clients)
+        self.parts(load(self.dataset, self.data_dir, self.code_dir).train_y, self.num_clients)
 
     def strategy(self, method: str) -> RegStrategy:
         """Return a new strategy of the method with this label, with the job's settings.

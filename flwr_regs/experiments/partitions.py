@@ -9,10 +9,17 @@ import numpy as np
 
 Array = np.ndarray[Any, Any]
 
-PARTITIONS = (
-    *("shards", "shards-mcmahan", "classes", "dirichlet-hsu", "dirichlet-niid-bench", "dirichlet"),
-    *("similarity", "iid"),
-)
+PARTITIONS = {
+    "shards": "shards-per-client label-sorted shards of one label each",
+    "shards-mcmahan": "shards-per-client label-sorted shards of equal size; one may hold two labels",
+    "classes": "exactly classes-per-client classes",
+    "dirichlet-hsu": "clients of equal size, each with class shares drawn by dirichlet-alpha",
+    "dirichlet-niid-bench": "each class spread over the clients by shares drawn by dirichlet-alpha",
+    "dirichlet": "another name of dirichlet-niid-bench",
+    "similarity": "similarity per cent of the data at random, the rest sorted by label",
+    "iid": "at random",
+}
+"""Name -> what each client gets, in one line."""
 FEWEST = 10
 """Examples that each client gets of a class-wise Dirichlet split, as in NIID-Bench."""
 TRIES = 1000
@@ -83,8 +90,8 @@ def partition(
         if n > len(labels):
             raise ValueError("each client needs an example: use fewer clients")
         parts = split[kind]()
-        if empty := [i for i, p in enumerate(parts) if len(p) == 0]:
-            raise ValueError(f"clients {empty} would get no data: use fewer clients")
+        if empty := sum(len(p) == 0 for p in parts):
+            raise ValueError(f"{empty} of the clients would get no data: use fewer clients")
     except ValueError as error:
         what = f"partition '{kind}' of {len(labels)} examples over {n} clients"
         raise ValueError(f"{what}: {error}") from error
@@ -167,7 +174,12 @@ def _by_client(labels: Array, n: int, alpha: float, rng: np.random.Generator) ->
 
 def _by_class(labels: Array, n: int, alpha: float, rng: np.random.Generator) -> list[Array]:
     classes = _by_label(labels)
-    for _ in range(TRIES if len(labels) >= FEWEST * n else 0):
+    if len(labels) < FEWEST * n:
+        raise ValueError(
+            f"each client needs {FEWEST} examples: use fewer clients or partition=dirichlet-hsu"
+        )
+    best = n
+    for _ in range(TRIES):
         parts: list[list[Array]] = [[] for _ in range(n)]
         for c in classes:
             mine = rng.permutation(c)
@@ -175,11 +187,13 @@ def _by_class(labels: Array, n: int, alpha: float, rng: np.random.Generator) -> 
             for client, chunk in zip(parts, np.split(mine, cuts.astype(int)), strict=True):
                 client.append(chunk)
         joined = [np.concatenate(p) for p in parts]
-        if min(len(p) for p in joined) >= FEWEST:
+        short = sum(len(p) < FEWEST for p in joined)
+        if short == 0:
             return joined
+        best = min(best, short)
     raise ValueError(
-        f"no draw gave each client {FEWEST} examples: use fewer clients, a larger dirichlet-alpha, or "
-        "partition=dirichlet-hsu"
+        f"no draw of {TRIES} gave each client {FEWEST} examples, and the best left {best} with fewer: use "
+        "fewer clients, a larger dirichlet-alpha, or partition=dirichlet-hsu"
     )
 
 

@@ -90,7 +90,9 @@ def _methods(curves: Sequence[Curve]) -> list[_Method]:
         raise ValueError("there are no curves to draw: expected at least one run")
     for (label, seed), count in Counter((c.label, c.seed) for c in curves).items():
         if count > 1:
-            raise ValueError(f"{label!r} has {count} runs with seed {seed}: expected one for each seed")
+            raise ValueError(
+                f"{label!r} has {count} runs with seed {seed}: expected one for each seed"
+            )
     groups: dict[str, list[Curve]] = {}
     for curve in curves:
         groups.setdefault(curve.label, []).append(curve)
@@ -107,7 +109,9 @@ def _mean(method: _Method, x: str) -> tuple[Array, Array, Array]:
         raise ValueError(f"the runs of {method.label!r} have no round in common")
     kept = [[i for i, r in enumerate(c.rounds) if r in rounds] for c in method.whole]
     across = [np.asarray(_across(c, x), float)[i] for c, i in zip(method.whole, kept, strict=True)]
-    up = 100 * np.array([np.asarray(c.accuracy)[i] for c, i in zip(method.whole, kept, strict=True)])
+    up = 100 * np.array(
+        [np.asarray(c.accuracy)[i] for c, i in zip(method.whole, kept, strict=True)]
+    )
     deviation = up.std(axis=0, ddof=1) if len(up) > 1 else np.zeros(up.shape[1])
     return np.mean(across, axis=0), up.mean(axis=0), deviation
 
@@ -115,7 +119,9 @@ def _mean(method: _Method, x: str) -> tuple[Array, Array, Array]:
 def _across(curve: Curve, x: str) -> Sequence[float]:
     values: Sequence[float] = getattr(curve, "rounds" if x == "round" else x)
     if not np.isfinite(values).all():
-        raise ValueError(f"run {curve.label!r}, seed {curve.seed}: {x} holds values that are not finite")
+        raise ValueError(
+            f"run {curve.label!r}, seed {curve.seed}: {x} holds values that are not finite"
+        )
     return values
 
 
@@ -186,12 +192,16 @@ def accuracy(
             axes.axhline(100 * target, gid="target", **look)
         _limits(axes, x, log)
         if target is not None:
-            mark = drawing.Label(f"target {100 * target:.4g} %", look, (axes.get_xlim()[1], 100 * target))
+            mark = drawing.Label(
+                f"target {100 * target:.4g} %", look, (axes.get_xlim()[1], 100 * target)
+            )
         axes.set(xlabel=AXES[x], ylabel=f"{measured} (%)")
         if len(labels) > drawing.AT_THE_LINES and not ordered:  # a list in the order of the ends
             labels.sort(key=lambda label: -label.end[1] if label.end else np.inf)
         stopped = any(m.broken for m in methods)
-        cross = "Thin line to a cross: a run that stopped there; it is in no mean." if stopped else ""
+        cross = (
+            "Thin line to a cross: a run that stopped there; it is in no mean." if stopped else ""
+        )
         right, height, write = drawing.margin(figure, axes, labels, mark)
         caption = f"{_seeds(methods, 'Mean and standard deviation')} {cross}".strip()
         drawing.frame(figure, axes, title=title, caption=caption, right=right, at_least=height)
@@ -220,7 +230,9 @@ def _draw(
         across, up = across[shown], up[shown]
         axes.plot(across, up, gid=f"stopped {method.label}", label="_stopped", **thin)
         crossed = {"marker": "x", "markersize": 4.5, "markeredgewidth": 1.0, "clip_on": False}
-        axes.plot(across[-1:], up[-1:], gid=f"cross {method.label}", label="_cross", **thin, **crossed)
+        axes.plot(
+            across[-1:], up[-1:], gid=f"cross {method.label}", label="_cross", **thin, **crossed
+        )
         if len(up):
             ends.append((float(across[-1]), float(up[-1])))
     if not method.whole:
@@ -231,7 +243,9 @@ def _draw(
         across, mean, deviation = across[shown], mean[shown], deviation[shown]
     if len(method.whole) > 1:
         fill = {"color": look["color"], "alpha": 0.16, "linewidth": 0, "zorder": 2}
-        axes.fill_between(across, mean - deviation, mean + deviation, gid=f"band {method.label}", **fill)
+        axes.fill_between(
+            across, mean - deviation, mean + deviation, gid=f"band {method.label}", **fill
+        )
     dot = {"marker": "o", "markersize": 4} if len(mean) == 1 else {}
     axes.plot(across, mean, gid=f"mean {method.label}", label=method.text, **look, **dot)
     return look, (float(across[-1]), float(mean[-1])) if len(mean) else None
@@ -244,7 +258,9 @@ def _limits(axes: Axes, x: str, log: bool) -> None:
     drawn = [line.get_xydata() for line in axes.lines if line.get_gid() != "target"]
     points = np.concatenate([np.asarray(d, float).reshape(-1, 2) for d in drawn])
     high = [np.asarray(path.vertices)[:, 1] for c in axes.collections for path in c.get_paths()]
-    flat = [np.asarray(line.get_ydata(), float) for line in axes.lines if line.get_gid() == "target"]
+    flat = [
+        np.asarray(line.get_ydata(), float) for line in axes.lines if line.get_gid() == "target"
+    ]
     up = np.clip(np.concatenate([points[:, 1], *high, *flat]), 0, 100)
     low, top = (up.min(), up.max()) if len(up) else (0.0, 100.0)
     room = max(0.04 * (top - low), 0.25)
@@ -259,7 +275,9 @@ def _limits(axes: Axes, x: str, log: bool) -> None:
     room = 0.015 * (right - left) or 0.5
     axes.set_xlim(left - room, right + room)
     if x == "round":
-        axes.xaxis.set_major_locator(MaxNLocator(8, integer=True, min_n_ticks=1, steps=[1, 2, 5, 10]))
+        axes.xaxis.set_major_locator(
+            MaxNLocator(8, integer=True, min_n_ticks=1, steps=[1, 2, 5, 10])
+        )
 
 
 def clients(curves: Sequence[Curve], *, title: str = "", measured: str = "test accuracy") -> Figure:
@@ -274,10 +292,15 @@ def clients(curves: Sequence[Curve], *, title: str = "", measured: str = "test a
     from flwr_regs.experiments import drawing
 
     methods = _methods(curves)
-    values = [100 * np.concatenate([np.asarray(c.clients, float) for c in m.whole] or [[]]) for m in methods]
+    values = [
+        100 * np.concatenate([np.asarray(c.clients, float) for c in m.whole] or [[]])
+        for m in methods
+    ]
     values = [v[np.isfinite(v)] for v in values]
     if not any(len(v) for v in values):
-        raise ValueError("no whole run holds the clients' accuracies: expected them in Curve.clients")
+        raise ValueError(
+            "no whole run holds the clients' accuracies: expected them in Curve.clients"
+        )
     low, top = min(v.min() for v in values if len(v)), max(v.max() for v in values if len(v))
     room = max(0.03 * (top - low), 0.25)
     with drawing.style():
@@ -293,11 +316,21 @@ def clients(curves: Sequence[Curve], *, title: str = "", measured: str = "test a
         step = min(0.09, 0.6 / tallest)
         for row, (method, (x, level)) in enumerate(zip(methods, stacks, strict=True)):
             colour = drawing.look(row, len(methods), False)["color"]
-            point = {"linestyle": "", "marker": "o", "markersize": 3, "markeredgewidth": 0, "alpha": 0.55}
+            point = {
+                "linestyle": "",
+                "marker": "o",
+                "markersize": 3,
+                "markeredgewidth": 0,
+                "alpha": 0.55,
+            }
             axes.plot(x, row - step * level, color=colour, gid=f"points {method.label}", **point)
             if len(x):
                 first, median, third = np.quantile(x, [0.25, 0.5, 0.75])
-                bar = {"color": colour, "gid": f"quartiles {method.label}", "solid_capstyle": "butt"}
+                bar = {
+                    "color": colour,
+                    "gid": f"quartiles {method.label}",
+                    "solid_capstyle": "butt",
+                }
                 axes.plot([first, third], [row + 0.16] * 2, linewidth=3.5, alpha=0.45, **bar)
                 bar["gid"] = f"median {method.label}"
                 axes.plot([median] * 2, [row + 0.09, row + 0.23], linewidth=1.8, **bar)
@@ -312,7 +345,9 @@ def clients(curves: Sequence[Curve], *, title: str = "", measured: str = "test a
         number = f"{each[0]}" if len(each) == 1 else f"{each[0]} to {each[-1]}"
         caption = (
             f"Points: {number} clients of each seed; below, their median and quartiles over "
-            + _seeds([m for m, v in zip(methods, values, strict=True) if len(v)], "clients and seeds,")
+            + _seeds(
+                [m for m, v in zip(methods, values, strict=True) if len(v)], "clients and seeds,"
+            )
         )
         drawing.frame(figure, axes, title=title, caption=caption, at_least=0.5 * len(methods))
     return figure

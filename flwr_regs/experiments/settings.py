@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from flwr_regs.experiments.build import catalogue
 from flwr_regs.experiments.data import DATASETS
+from flwr_regs.experiments.models import MODELS
 from flwr_regs.experiments.partitions import PARTITIONS
 from flwr_regs.wire.config import OPTIMIZERS, nearest
 
@@ -21,16 +23,18 @@ def setting(
     meaning: str,
     low: float | None = None,
     high: float | None = None,
-    choices: tuple[str, ...] | None = None,
+    choices: Collection[str] | None = None,
     above: float | None = None,
     below: float | None = None,
+    own: str = "",
 ) -> Any:
     """Declare a setting: its default, its meaning, and its legal values.
 
-    These are `choices`, or `low` ≤ or `above` < value ≤ `high` or < `below`.
+    These are `choices`, or `low` ≤ or `above` < value ≤ `high` or < `below`. Beside its choices, the value
+    may be a reference to the user's own, such as `own`.
     """
     rule = {"low": low, "high": high, "choices": choices, "above": above, "below": below}
-    return field(default=default, metadata={"meaning": meaning, **rule})
+    return field(default=default, metadata={"meaning": meaning, "own": own, **rule})
 
 
 @dataclass(frozen=True)
@@ -48,12 +52,14 @@ class Settings:
         "digits",
         "a data set of `flwr-regs list datasets`, or your own: mine.py:load",
         choices=DATASETS,
+        own="mine.py:load",
     )
     data_dir: str = setting("", "the folder that holds, or receives, MNIST/raw")
     model: str = setting(
         "auto",
         "a model of `flwr-regs list models`, or your own: mine.py:Net; auto: the data set's",
-        choices=("auto", "mlp", "cnn", "cnn-bn"),
+        choices=MODELS,
+        own="mine.py:Net",
     )
     partition: str = setting(
         "shards",
@@ -198,10 +204,7 @@ def checked(given: Mapping[str, Any]) -> dict[str, Any]:
     """
     for name in given:
         if name not in DEFAULTS:
-            raise ValueError(
-                f"unknown setting '{name}'{nearest(name, DEFAULTS)} (`flwr-regs list settings` shows all; "
-                "a method's parameters stand in its call, such as methods='FedFOR(alpha=0.5)')"
-            )
+            raise ValueError(_unknown(name))
     values = {**DEFAULTS, **given}
     return {f.name: _checked(key(f.name), values[key(f.name)], f) for f in fields(Settings)}
 
@@ -212,6 +215,7 @@ def legal(f: Any) -> str:
     text = _WORDS[kind]
     if rule["choices"]:
         text = f"one of {', '.join(rule['choices'])}"
+        text += f", or your own such as {rule['own']}" if rule["own"] else ""
     if rule["above"] is not None:
         text += f" above {rule['above']}"
     if rule["low"] is not None:
@@ -250,6 +254,17 @@ def markdown() -> str:
     return "\n".join(lines) + "\n"
 
 
+def _unknown(name: str) -> str:
+    """Say that there is no such setting; name the nearest, or how a method's parameter is given."""
+    hint = nearest(name, DEFAULTS)
+    by_name = {method.lower(): method for method in catalogue()}
+    method, _, parameter = key(name).partition("-")
+    if not hint and parameter and method.lower() in by_name:
+        call = f"{by_name[method.lower()]}({parameter.replace('-', '_')}=...)"
+        hint = f"; a method's parameters stand in its call, such as methods='{call}'"
+    return f"unknown setting '{name}'{hint} (`flwr-regs list settings` shows all)"
+
+
 def _checked(name: str, value: Any, f: Any) -> Any:
     kind, rule = _KINDS[f.type], f.metadata
     wrong = (
@@ -257,14 +272,15 @@ def _checked(name: str, value: Any, f: Any) -> Any:
         or not isinstance(value, (int, float) if kind is float else kind)
         or (isinstance(value, float) and not math.isfinite(value))
         or (isinstance(value, int) and not abs(value) < 2**63)  # what run-config can carry
-        or (rule["choices"] and value not in rule["choices"])
+        or (rule["choices"] and value not in rule["choices"] and not (rule["own"] and ":" in value))
         or (rule["above"] is not None and not value > rule["above"])
         or (rule["below"] is not None and not value < rule["below"])
         or (rule["low"] is not None and not value >= rule["low"])
         or (rule["high"] is not None and not value <= rule["high"])
     )
     if wrong:
-        raise ValueError(f"setting '{name}' must be {legal(f)}, not {value!r}")
+        hint = nearest(str(value), rule["choices"]) if rule["choices"] else ""
+        raise ValueError(f"setting '{name}' must be {legal(f)}, not {value!r}{hint}")
     return kind(value)
 
 

@@ -1,58 +1,206 @@
-"""A user's own code, named as ``module:name`` and found from the folder where the command runs."""
+"""A user's own code by its reference: ``mine.py:Net``, ``package.module:Net`` or ``here:Net``.
+
+The first names a file, the second a module, the third an object that this process offered.
+"""
 
 from __future__ import annotations
 
 import importlib
+import importlib.util
+import inspect
+import os
+import random
+import re
 import sys
+import sysconfig
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from hashlib import blake2b
+from importlib.machinery import PathFinder
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from flwr_regs.wire.config import nearest
 
+HERE = "here"
+_OFFERED: dict[str, Any] = {}  # name -> object, for references such as here:Net
+_INSTALLED = [sysconfig.get_path(key) for key in ("stdlib", "platstdlib", "purelib", "platlib")]
+_NOT_THE_USERS = tuple(f"{f}{os.sep}" for f in (*_INSTALLED, Path(__file__).parents[1]))
+
 
 def load(reference: str, folder: str = "") -> Any:
-    """Return what ``module:name`` names; the name may have dots.
+    """Return what a reference names; the name behind the colon may have dots.
+
+    A file is loaded once per process, under a module name of its own, which is in ``sys.modules``. Two
+    files of one name in different folders are two modules.
 
     Parameters
     ----------
     reference : str
-        The module's name, dots for packages, a colon, and the name in the module.
+        A file's path that ends in ``.py``, or a module's name with dots for packages; a colon; and the
+        name in it. Or ``here:`` and a name that :func:`offer` returned in this process.
     folder : str
-        Where Python looks first, as it does in ``python -m``. It stays on ``sys.path``, for imports that
-        the module does later. Empty: only ``sys.path``.
+        Where a relative path begins (empty: the current folder), and where Python looks for modules
+        first, as in ``python -m``. It stays on ``sys.path``, for imports that the module does later; so
+        does the folder of a file.
 
     Raises
     ------
     ValueError
-        There is no such folder, module or name (the message has the nearest name), or the module raises
-        when it is imported (the message has the file and the line).
+        There is no such folder, file, module or name (the message has the nearest name), or the module
+        raises when it is imported (the message has the file and the line).
     """
-    module_name, _, name = reference.partition(":")
+    source, _, name = reference.rpartition(":")
     if folder and not Path(folder).is_dir():
         raise ValueError(f"there is no folder '{folder}' on this machine")
-    if folder and folder not in sys.path:
-        sys.path.insert(0, folder)
-    importlib.invalidate_caches()  # the file may be younger than the last look into its folder
-    try:
-        found: Any = importlib.import_module(module_name)
-    except Exception as error:
-        absent = getattr(error, "name", None) if isinstance(error, ModuleNotFoundError) else None
-        if absent is None or not f"{module_name}.".startswith(f"{absent}."):
-            raise ValueError(_why(module_name, error)) from error
-        looked = f"in {folder}" if folder else "on Python's path (the setting code-dir is empty)"
-        raise ValueError(f"there is no module '{absent}' {looked}") from error
+    if source == HERE:
+        if name not in _OFFERED:
+            raise ValueError(
+                f"'{reference}' is an object of another process: with workers or Ray, name a file, such "
+                "as mine.py:Net"
+            )
+        return _OFFERED[name]
+    if folder:
+        _importable(folder)
+    if is_file := source.endswith(".py"):
+        path = (Path(folder) / Path(source).expanduser()).resolve()
+        source, found = str(path), _file(path)
+    else:
+        found = _module(source, folder)
     for step in name.split("."):
         if not hasattr(found, step):
             known = [n for n in dir(found) if not n.startswith("_")]
-            raise ValueError(f"there is no '{step}' in {module_name}{nearest(step, known)}")
+            where = f"'{source}'" if is_file else source
+            raise ValueError(f"there is no '{step}' in {where}{nearest(step, known)}")
         found = getattr(found, step)
     return found
 
 
-def _why(module_name: str, error: Exception) -> str:
-    """Say what a module raised when it was imported, and where: the last line outside of Python's own."""
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if "importlib" not in f.filename]
-    mine = [f for f in frames if f.filename != __file__ and not f.filename.startswith("<")]
-    where = f" ({mine[-1].filename}, line {mine[-1].lineno})" if mine else ""
-    return f"importing {module_name} failed: {type(error).__name__}: {error}{where}"
+def offer(thing: Any) -> str:
+    """Return a reference, such as ``here:Net``, with which :func:`load` finds an object in this process.
+
+    The same object has one reference; another object of the same name has another reference.
+    """
+    plain = getattr(thing, "__name__", type(thing).__name__)
+    name = plain = re.sub(r"^(?=\d)|\W+", "_", plain)  # a lambda's name is no identifier
+    number = 1
+    while _OFFERED.setdefault(name, thing) is not thing:
+        number += 1
+        name = f"{plain}_{number}"
+    return f"{HERE}:{name}"
+
+
+def call(reference: str, folder: str, seed: int) -> Any:
+    """Return what the class or function of a reference returns when it is called without arguments.
+
+    Python's, numpy's and torch's global random states begin at `seed`, and are afterwards as they were.
+
+    Raises
+    ------
+    ValueError
+        As :func:`load` does; or it cannot be called without arguments, or it raises (the message has the
+        user's file and line).
+    """
+    found = load(reference, folder)
+    if not callable(found):
+        raise ValueError(
+            f"'{reference}' is of type {type(found).__name__}; expected a function or a class"
+        )
+    try:
+        inspect.signature(found).bind()
+    except TypeError as error:
+        raise ValueError(f"'{reference}' is called without arguments, but: {error}") from error
+    except ValueError:  # a builtin without a signature
+        pass
+    with seeded(seed):
+        try:
+            return found()
+        except Exception as error:
+            raise ValueError(f"'{reference}' failed: {said(error)}") from error
+
+
+def said(error: BaseException) -> str:
+    """Return an error's type, the first line of its text, and the user's file and line that raised it."""
+    if isinstance(error, SyntaxError):
+        return f"SyntaxError: {error.msg} ({error.filename}, line {error.lineno})"
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not frame.filename.startswith(("<", *_NOT_THE_USERS))
+    ]
+    where = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
+    text = next(iter(str(error).splitlines()), "")
+    return type(error).__name__ + (f": {text}" if text else "") + where
+
+
+def _module(name: str, folder: str) -> ModuleType:
+    importlib.invalidate_caches()  # the file may be younger than the last look into its folder
+    try:
+        return importlib.import_module(name)
+    except (Exception, SystemExit) as error:
+        absent = getattr(error, "name", None) if isinstance(error, ModuleNotFoundError) else None
+        if absent is None or not f"{name}.".startswith(f"{absent}."):
+            raise ValueError(f"importing {name} failed: {said(error)}") from error
+        looked = f"in {folder}" if folder else "on Python's path (the setting code-dir is empty)"
+        raise ValueError(f"there is no module '{absent}' {looked}") from error
+
+
+def _file(path: Path) -> ModuleType:
+    """Return the module of a file, given by its resolved path."""
+    if not path.is_file():
+        others = [other.name for other in path.parent.glob("*.py")]
+        raise ValueError(f"there is no file '{path}'{nearest(path.name, others)}")
+    stem = re.sub(r"\W", "_", path.stem)
+    name = f"{stem}_{blake2b(str(path).encode(), digest_size=4).hexdigest()}"
+    if name in sys.modules:
+        return sys.modules[name]
+    for module in list(
+        sys.modules.values()
+    ):  # imported by its name already, or the script that runs
+        if getattr(module, "__dict__", {}).get("__file__") == str(path):
+            return sys.modules.setdefault(name, module)
+    _importable(str(path.parent))
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None  # a name that ends in .py has a loader
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    names = [name]
+    if (
+        stem not in sys.modules
+    ):  # a file beside it that imports it gets this module, not a second one
+        importlib.invalidate_caches()
+        beside = PathFinder.find_spec(stem)
+        names += [stem] if beside is not None and beside.origin == str(path) else []
+    sys.modules |= dict.fromkeys(names, module)
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        for made in names:
+            sys.modules.pop(made, None)
+        raise ValueError(f"importing '{path}' failed: {said(error)}") from error
+    return module
+
+
+def _importable(folder: str) -> None:
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Begin the global random states of Python, numpy and torch at `seed`; afterwards they are as before."""
+    import numpy as np
+    import torch
+
+    plain, arrays = random.getstate(), np.random.get_state()  # noqa: NPY002: users' code may use it
+    with torch.random.fork_rng(devices=[]):
+        random.seed(seed)
+        np.random.seed(seed % 2**32)  # noqa: NPY002
+        torch.manual_seed(seed)
+        try:
+            yield
+        finally:
+            random.setstate(plain)
+            np.random.set_state(arrays)  # noqa: NPY002

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -41,10 +42,29 @@ PERSONALISE = ("plain", "proximal", "distil", "both")
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Return ``"; did you mean '…'?"`` with the most similar of `known`, or "" if none is similar."""
-    by_lower = {k.lower(): k for k in known}
-    near = difflib.get_close_matches(name.lower(), by_lower, n=1)
-    return f"; did you mean '{by_lower[near[0]]}'?" if near else ""
+    """Return ``"; did you mean '…'?"`` with the most similar of `known`, or "" if none is similar.
+
+    Case, hyphens and underscores do not count. Similar are also initials (``lr`` for ``learning-rate``),
+    and a name that holds all words of `name` (``dirichlet-alpha`` for ``alpha``).
+    """
+
+    def words(text: str) -> list[str]:
+        return re.findall(r"[^\W_]+", text.lower())
+
+    def initials(parts: list[str]) -> str:
+        return "".join(part[0] for part in parts) if len(parts) > 1 else ""
+
+    mine, others = words(name), {k: words(k) for k in known}
+    if not mine:
+        return ""
+    plain = {"-".join(parts): k for k, parts in others.items()}
+    near = [plain[p] for p in difflib.get_close_matches("-".join(mine), plain, n=1)]
+    same = [k for k, parts in others.items() if "".join(parts) == "".join(mine)]
+    short = [k for k, parts in others.items() if name.lower() == initials(parts)]
+    short += [k for k in others if k.lower() == initials(mine)]
+    longer = [k for k, parts in others.items() if set(mine) <= set(parts)]
+    found = [*same, *short, *near, *longer]
+    return f"; did you mean '{found[0]}'?" if found else ""
 
 
 NEEDS = {"lr": "the clients' learning rate", "duration": "for how long the clients train"}

@@ -57,7 +57,7 @@ def test_the_clients_optimiser_is_a_matter_of_settings() -> None:
         ({"loacl_epochs": 1}, "unknown setting 'loacl-epochs'.*did you mean 'local-epochs'"),
         (
             {"fedfor_alpha": 1},
-            r"'fedfor-alpha'.*stand in its call, such as methods='FedFOR\(alpha=0.5",
+            r"'fedfor-alpha'.*stand in its call, such as methods='FedFOR\(alpha=",
         ),
         ({"methods": "FedAvg,FedFoo"}, "'FedFoo': the package has no strategy or term 'FedFoo'"),
         ({"methods": ""}, "there is no method in ''"),

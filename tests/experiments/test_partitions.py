@@ -319,8 +319,14 @@ IMPOSSIBLE = [
     ("partition=classes num-clients=4", "2 of 10 classes would be left out: use more clients"),
     ("partition=classes classes-per-client=11", "no client can hold 11 classes of 10"),
     ("partition=classes num-clients=150 classes-per-client=10", "too small to serve 150 clients"),
-    ("partition=dirichlet dirichlet-alpha=0.000001 num-clients=12", "no draw gave each client 10"),
-    ("partition=dirichlet-niid-bench num-clients=150", "no draw gave each client 10 examples"),
+    (
+        "partition=dirichlet dirichlet-alpha=0.000001 num-clients=12",
+        "no draw of 1000 gave each client 10",
+    ),
+    (
+        "partition=dirichlet-niid-bench num-clients=150",
+        "over 150 clients: each client needs 10 examples",
+    ),
     ("partition=dirichlet-hsu num-clients=1000 held-out-clients=438", "over 1438 clients: each"),
 ]
 
