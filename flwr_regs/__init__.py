@@ -13,6 +13,7 @@ from flwr_regs.methods.registry import METHODS as _METHODS
 from flwr_regs.methods.registry import TERMS as _TERMS
 
 if TYPE_CHECKING:
+    from flwr_regs.experiments.simulation import simulate as simulate
     from flwr_regs.flower.app import RegClientApp as RegClientApp
     from flwr_regs.flower.app import client_app as client_app
     from flwr_regs.flower.client import RegClient as RegClient
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from flwr_regs.wire.records import float32_arrays as float32_arrays
 
 _HOME = {
+    "simulate": "experiments.simulation",
     "RegClientApp": "flower.app",
     "client_app": "flower.app",
     "RegClient": "flower.client",

@@ -15,6 +15,7 @@ from concurrent.futures import Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -145,7 +146,8 @@ def train(plan: Plan, label: str, job: Job, folder: Path | None, told: Any) -> R
             now = run.test[-1]
             told(label, job.seed, now["round"], now["accuracy"])
 
-    with quiet():
+    with quiet(), one_thread():
+        _warm_up()
         comparison = Comparison(job, InProcessGrid(app, job.num_clients, job.config))
         (method,) = job.method_names
         try:
@@ -153,6 +155,17 @@ def train(plan: Plan, label: str, job: Job, folder: Path | None, told: Any) -> R
             return comparison.train(method, label, folder, name, on_round, time.process_time)
         except Exception:
             return comparison.last
+
+
+@lru_cache(maxsize=1)
+def _warm_up() -> None:
+    """Train a moment: what torch loads at its first step must not count as the first method's time."""
+    import torch
+
+    model = torch.nn.Sequential(torch.nn.Conv2d(1, 1, 3), torch.nn.Flatten(), torch.nn.Linear(1, 2))
+    loss = torch.nn.functional.cross_entropy(model(torch.zeros(2, 1, 3, 3)), torch.tensor([0, 1]))
+    loss.backward()
+    torch.optim.SGD(model.parameters(), 0.1).step()
 
 
 def _here(
@@ -198,12 +211,9 @@ _QUEUE: Any = None
 
 
 def _begin_worker(queue: Any) -> None:
-    """Prepare a worker: one thread, and Ctrl-C is the parent's to handle."""
-    import torch
-
+    """Prepare a worker: Ctrl-C is the parent's to handle."""
     global _QUEUE
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    torch.set_num_threads(1)  # the workers share the processors
     _QUEUE = queue
 
 
@@ -221,3 +231,16 @@ def quiet() -> Iterator[None]:
         yield
     finally:
         log.setLevel(level)
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Let torch use one thread: small models train faster, and any number of workers gives equal bits."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)

@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 
 from flwr_regs.experiments.calls import parse_methods
-from flwr_regs.experiments.engine import Plan, quiet
+from flwr_regs.experiments.engine import Plan, one_thread, quiet
 from flwr_regs.experiments.job import Job
 from flwr_regs.experiments.progress import duration
 from flwr_regs.experiments.records import Run
@@ -55,7 +55,7 @@ def seconds(job: Job) -> float:
 
     tiny = replace(job, rounds=1, fraction_train=1e-9, straggler_share=0.0, drop_out=0.0)
     spent = dict[int, float]()
-    with quiet():
+    with quiet(), one_thread():
         for steps in (1, *STEPS):  # the first one warms up
             short = replace(tiny, local_steps=steps)
             comparison = Comparison(short, InProcessGrid(app, short.num_clients, short.config))

@@ -23,7 +23,10 @@ class Progress:
     def __init__(self, runs: Sequence[tuple[str, int, int]]) -> None:
         self.runs = runs
         self.total = sum(rounds for _, _, rounds in runs)
-        self.began, self.done, self.seen = time.monotonic(), 0, dict[tuple[str, int], int]()
+        self.done, self.seen = 0, dict[tuple[str, int], int]()
+        self.first: tuple[float, int] | None = (
+            None  # the time of the first news, and the rounds done then
+        )
 
     def __enter__(self) -> Progress:
         return self
@@ -35,6 +38,7 @@ class Progress:
         """Note that a run has trained a round (0: tested the initial model) and show it."""
         self.done += server_round - self.seen.get((label, seed), 0)
         self.seen[label, seed] = server_round
+        self.first = self.first or (time.monotonic(), self.done)
         self.show(label, seed, server_round, accuracy)
 
     def show(self, label: str, seed: int, server_round: int, accuracy: float) -> None:
@@ -48,10 +52,11 @@ class Progress:
 
     def left(self) -> str:
         """Say how long the rest takes, if it goes on as it did."""
-        if not self.done:
+        began, before = self.first or (0.0, self.done)
+        if self.done == before or self.done == self.total:
             return ""
-        seconds = (time.monotonic() - self.began) / self.done * (self.total - self.done)
-        return f"{duration(seconds)} left" if self.total > self.done else ""
+        seconds = (time.monotonic() - began) / (self.done - before) * (self.total - self.done)
+        return f"{duration(seconds)} left"
 
 
 class Lines(Progress):
