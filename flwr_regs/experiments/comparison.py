@@ -72,7 +72,7 @@ def run(job: Job, grid: Grid, folder: Path | None) -> dict[str, Any]:
                 results.Results(runs, comparison.notes).save(folder)
     found = results.Results(runs, comparison.notes)
     if folder is not None:
-        say(found.text())
+        say(found.text().rstrip())
         say(f"results: {folder}")
     if failed:
         raise failed[0]

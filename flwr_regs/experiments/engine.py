@@ -164,7 +164,7 @@ def _warm_up() -> None:
 
     model = torch.nn.Sequential(torch.nn.Conv2d(1, 1, 3), torch.nn.Flatten(), torch.nn.Linear(1, 2))
     loss = torch.nn.functional.cross_entropy(model(torch.zeros(2, 1, 3, 3)), torch.tensor([0, 1]))
-    loss.backward()
+    loss.backward()  # type: ignore[no-untyped-call]
     torch.optim.SGD(model.parameters(), 0.1).step()
 
 

@@ -81,13 +81,13 @@ class Run:
         """10^6 bytes after each round, down and up together, per client of the population."""
         ways = ("bytes_down", "bytes_up", "bytes_ahead")
         spent = [sum(sum(r.get(way, {}).values()) for way in ways) for r in self.rounds]
-        return (np.cumsum(spent) / self.clients / 1e6).tolist()
+        return [float(s) / self.clients / 1e6 for s in np.cumsum(spent)]
 
     @property
     def clock(self) -> list[float]:
         """Seconds after each round."""
         spent = [sum(r.get("seconds", {}).values()) for r in self.rounds]
-        return np.cumsum(spent).tolist()
+        return [float(s) for s in np.cumsum(spent)]
 
     @property
     def rejected(self) -> int:

@@ -137,8 +137,8 @@ class Results:
         for line in cells:
             grid.add_row(*line.values())
         console.print(grid)
-        for line in [*self._legend(), *self.warnings(), *self._beside()]:
-            console.print(line, markup=False)
+        for text in [*self._legend(), *self.warnings(), *self._beside()]:
+            console.print(text, markup=False)
         for note in self.notes:
             console.print(f"NOTE: {note}", markup=False)
         return "\n".join(line.rstrip() for line in out.getvalue().splitlines()) + "\n"
@@ -279,7 +279,7 @@ def number(value: float | None) -> str:
     """Return a cell of three digits."""
     if value is None:
         return "–"
-    return f"{value:.0f}" if value >= 100 else f"{value:#.3g}"
+    return f"{value:.0f}" if value >= 100 else f"{value:#.3g}".rstrip(".")
 
 
 def write(path: Path, text: str) -> None:

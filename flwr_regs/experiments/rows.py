@@ -171,7 +171,7 @@ def _turn(run: Run, *ways: str) -> float:
     """Return the megabytes of a client's average turn."""
     sent = [b for way in ways for r in run.rounds for b in r.get(way, {}).values()]
     turns = sum(len(r.get(ways[0], {})) for r in run.rounds)
-    return sum(sent) / max(turns, 1) / 1e6
+    return float(sum(sent)) / max(turns, 1) / 1e6
 
 
 def _private(runs: Sequence[Run]) -> dict[str, Any]:

@@ -267,9 +267,10 @@ def _unknown(name: str) -> str:
 
 def _checked(name: str, value: Any, f: Any) -> Any:
     kind, rule = _KINDS[f.type], f.metadata
+    legal_types: tuple[type, ...] = (int, float) if kind is float else (kind,)
     wrong = (
         isinstance(value, bool) != (kind is bool)
-        or not isinstance(value, (int, float) if kind is float else kind)
+        or not isinstance(value, legal_types)
         or (isinstance(value, float) and not math.isfinite(value))
         or (isinstance(value, int) and not abs(value) < 2**63)  # what run-config can carry
         or (rule["choices"] and value not in rule["choices"] and not (rule["own"] and ":" in value))

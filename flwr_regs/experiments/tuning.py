@@ -128,7 +128,8 @@ class Bench:
         mine = [space for space in self.spaces if space.applies(method)]
         if not mine:
             return [{}]
-        shares = SobolEngine(len(mine), scramble=True, seed=0).draw(self.trials).tolist()
+        engine = SobolEngine(len(mine), scramble=True, seed=0)  # type: ignore[no-untyped-call]
+        shares = engine.draw(self.trials).tolist()
         if all(space.choices for space in mine):  # the whole grid, where it is no larger
             grid = np.stack(np.meshgrid(*(np.arange(len(s.choices)) for s in mine)), -1)
             cells = grid.reshape(-1, len(mine)) / [len(s.choices) for s in mine] + 1e-9
@@ -226,7 +227,10 @@ class Bench:
         if not path.is_file():
             raise ValueError(f"{folder} holds no benchmark: it has no bench.json")
         found = json.loads(path.read_text())["bench"]
-        return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in found.items()})
+        given: dict[str, Any] = {
+            k: tuple(v) if isinstance(v, list) else v for k, v in found.items()
+        }
+        return cls(**given)
 
     def results(self, plan: Plan, folder: Path, notes: Sequence[str]) -> Results:
         """Return the test's results so far, compared with the first method."""
