@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import torch
 from torch import nn
@@ -82,7 +83,8 @@ def check(dataset: str, kind: str, seed: int, data_dir: str = "", code_dir: str 
     """
     examples, classes = two_examples(dataset, data_dir, code_dir)
     model = build(dataset, kind, seed, data_dir, code_dir)
-    what = f"{len(examples)} examples of shape {examples.shape[1:]} ({examples.dtype}) of dataset '{dataset}'"
+    shape = f"{examples.shape[1:]} ({examples.dtype})"
+    what = f"{len(examples)} examples of shape {shape} of dataset '{dataset}'"
     try:
         with user_code.seeded(seed), torch.no_grad():
             output = model.eval()(torch.from_numpy(examples))
@@ -106,8 +108,8 @@ def _own(reference: str, folder: str, seed: int) -> nn.Module:
     found = user_code.load(reference, folder)
     if isinstance(found, nn.Module):
         raise ValueError(
-            f"'{reference}' is a module already, with weights that no seed has drawn; expected its class, or "
-            "a function that returns a new module"
+            f"'{reference}' is a module already, with weights that no seed has drawn; expected its class, "
+            "or a function that returns a new module"
         )
     model = user_code.call(reference, folder, seed)
     if not isinstance(model, nn.Module):
@@ -116,7 +118,8 @@ def _own(reference: str, folder: str, seed: int) -> nn.Module:
         )
     if lazy := [n for n, p in model.named_parameters() if nn.parameter.is_lazy(p)]:
         raise ValueError(
-            f"'{reference}' has the parameter '{lazy[0]}' without a size: give its layer the number of inputs"
+            f"'{reference}' has the parameter '{lazy[0]}' without a size: give its layer the number of "
+            "inputs"
         )
     return model
 
@@ -124,7 +127,7 @@ def _own(reference: str, folder: str, seed: int) -> nn.Module:
 def _mlp(inputs: int, classes: int) -> nn.Module:
     widths = [inputs, *([64] if inputs < 256 else [200, 200])]
     layers: list[nn.Module] = [nn.Flatten()]
-    for before, after in zip(widths, widths[1:], strict=False):
+    for before, after in pairwise(widths):
         layers += [nn.Linear(before, after), nn.ReLU()]
     return nn.Sequential(*layers, nn.Linear(widths[-1], classes))
 

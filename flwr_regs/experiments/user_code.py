@@ -190,11 +190,12 @@ def _importable(folder: str) -> None:
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Begin the global random states of Python, numpy and torch at `seed`; afterwards they are as before."""
+    """Begin the global random states at `seed`, Python's, numpy's and torch's; at the end put them back."""
     import numpy as np
     import torch
 
-    plain, arrays = random.getstate(), np.random.get_state()  # noqa: NPY002: users' code may use it
+    # users' code may draw from numpy's global state
+    plain, arrays = random.getstate(), np.random.get_state()  # noqa: NPY002
     with torch.random.fork_rng(devices=[]):
         random.seed(seed)
         np.random.seed(seed % 2**32)  # noqa: NPY002
