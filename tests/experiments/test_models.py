@@ -110,7 +110,10 @@ def test_a_model_is_made_for_the_datas_shape(
                 models.check("x.py:load", kind, 0)
             continue
         assert models.check("x.py:load", kind, 0)(torch.zeros(2, *shape)).shape == (2, 3)
-        names = models.build("x.py:load", kind, 0).state_dict().keys()
+        built = models.build("x.py:load", kind, 0)
+        names = built.state_dict().keys()
+        if kind == "cnn":  # auto takes it where it is McMahan et al.'s
+            assert (built[0].kernel_size == (5, 5)) == (auto == "cnn")
         assert (models.build("x.py:load", "auto", 0).state_dict().keys() == names) == (kind == auto)
 
 
