@@ -1,8 +1,8 @@
 """From calls to strategies and clients.
 
-A part of a method is one of the package's strategies (`FedFOR`) or terms (`SparseTernary`), or a reference to
-a user's own (``mine.py:name``): a Strategy or Term class, a term, a list of terms, or a function that returns
-one of these.
+A part of a method is one of the package's strategies (`FedFOR`) or terms (`SparseTernary`), or a reference
+to a user's own (``mine.py:name``): a Strategy or Term class, a term, a list of terms, or a function that
+returns one of these.
 """
 
 from __future__ import annotations

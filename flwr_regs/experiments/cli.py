@@ -38,6 +38,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if "settings" in args:
         args.settings = [*args.settings, *rest]
     args.words = [*(sys.argv[1:] if argv is None else argv)]
+    if getattr(args, "workers", 1) < 1:
+        parser.error(f"--workers must be at least 1, not {args.workers}")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         return int(args.do(args))
@@ -236,8 +238,6 @@ def _train(
     from flwr_regs.experiments import engine, flower_run
     from flwr_regs.experiments.progress import progress
 
-    if workers < 1:
-        raise ValueError(f"--workers must be at least 1, not {workers}")
     missing = plan.missing(folder)
     if not missing:
         return
@@ -307,11 +307,7 @@ def _plot(args: argparse.Namespace) -> int:
 
     if args.what != "partition":
         folder = Path(args.what)
-        found = [p.parent for p in (folder / "bench.json", folder / PLAN) if p.is_file()]
-        if not found:
-            raise ValueError(f"{folder} holds no results, and is not the word partition")
-        plan = Plan.load(folder)
-        results = plan.results(folder)
+        results = Plan.load(folder).results(folder)
         results.save(folder)
         print(results.text() + f"results: {folder}")
         return 0

@@ -234,13 +234,16 @@ class Comparison:
 
     def _per_client(self, strategy: RegStrategy) -> dict[str, Any]:
         """Return each client's accuracy, or the expected one on new data of its label distribution."""
+        import torch
+
         if self.job.tested_on_clients:
             tested = [e for e in strategy.history if "evaluate" in e]
             return _spread(_on_clients(tested[-1])) if tested else {}
         right = (self._outputs(strategy.arrays).argmax(1) == self.test_y).double()
-        classes = [right[self.test_y == c] for c in range(self.num_classes)]
-        by_class = [float(each.mean()) if len(each) else 0.0 for each in classes]
-        return _spread(self.shares @ by_class)
+        tested = torch.bincount(self.test_y, minlength=self.num_classes).cpu().numpy()
+        hits = torch.bincount(self.test_y, right, minlength=self.num_classes).cpu().numpy()
+        seen = self.shares * (tested > 0)  # a class without test data tells nothing
+        return _spread(seen @ (hits / np.maximum(tested, 1)) / np.maximum(seen.sum(1), 1e-12))
 
 
 def _on_clients(entry: dict[str, Any], metric: str = "accuracy") -> Any:

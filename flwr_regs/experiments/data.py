@@ -1,4 +1,4 @@
-"""Data sets as arrays: the package's, and a user's own. numpy; scikit-learn and torchvision where needed."""
+"""Data sets as arrays: the package's, and a user's own. scikit-learn and torchvision where needed."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def load(dataset: str, data_dir: str = "", code_dir: str = "") -> Data:
 
 
 def two_examples(dataset: str, data_dir: str = "", code_dir: str = "") -> tuple[Array, int]:
-    """Return (a batch of two inputs, the number of classes); only a user's own data set is loaded for it."""
+    """Return (a batch of two inputs, the number of classes); only a user's own data set is loaded."""
     if ":" not in dataset:
         return np.zeros((2, *SHAPES[dataset.partition("-")[0]]), np.float32), 10
     data = load(dataset, data_dir, code_dir)

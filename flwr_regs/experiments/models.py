@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import torch
 from torch import nn
@@ -82,19 +83,16 @@ def check(dataset: str, kind: str, seed: int, data_dir: str = "", code_dir: str 
     """
     examples, classes = two_examples(dataset, data_dir, code_dir)
     model = build(dataset, kind, seed, data_dir, code_dir)
-    what = f"{len(examples)} examples of shape {examples.shape[1:]} ({examples.dtype}) of dataset '{dataset}'"
+    kind_of_input = f"shape {examples.shape[1:]} ({examples.dtype})"
+    what = f"{len(examples)} examples of {kind_of_input} of dataset '{dataset}'"
     try:
         with user_code.seeded(seed), torch.no_grad():
             output = model.eval()(torch.from_numpy(examples))
     except Exception as error:
         raise ValueError(f"model '{kind}' fails on {what}: {user_code.said(error)}") from error
-    found = tuple(output.shape) if isinstance(output, torch.Tensor) else type(output).__name__
-    if not (
-        isinstance(found, tuple)
-        and len(found) == 2
-        and found[0] == len(examples)
-        and found[1] >= classes
-    ):
+    shape = tuple(output.shape) if isinstance(output, torch.Tensor) else ()
+    if len(shape) != 2 or shape[0] != len(examples) or shape[1] < classes:
+        found = shape or f"a value of type {type(output).__name__}"
         raise ValueError(
             f"model '{kind}' turns {what} into {found}; expected a tensor of shape "
             f"{(len(examples), classes)}: an output for each of {classes} classes"
@@ -106,17 +104,18 @@ def _own(reference: str, folder: str, seed: int) -> nn.Module:
     found = user_code.load(reference, folder)
     if isinstance(found, nn.Module):
         raise ValueError(
-            f"'{reference}' is a module already, with weights that no seed has drawn; expected its class, or "
-            "a function that returns a new module"
+            f"'{reference}' is a module already, with weights that no seed has drawn; expected its class, "
+            "or a function that returns a new module"
         )
     model = user_code.call(reference, folder, seed)
     if not isinstance(model, nn.Module):
         raise ValueError(
-            f"'{reference}' returned a {type(model).__name__}; expected a torch.nn.Module"
+            f"'{reference}' returned a value of type {type(model).__name__}; expected a torch.nn.Module"
         )
     if lazy := [n for n, p in model.named_parameters() if nn.parameter.is_lazy(p)]:
         raise ValueError(
-            f"'{reference}' has the parameter '{lazy[0]}' without a size: give its layer the number of inputs"
+            f"'{reference}' has the parameter '{lazy[0]}' without a size: give its layer the number of "
+            "inputs"
         )
     return model
 
@@ -124,7 +123,7 @@ def _own(reference: str, folder: str, seed: int) -> nn.Module:
 def _mlp(inputs: int, classes: int) -> nn.Module:
     widths = [inputs, *([64] if inputs < 256 else [200, 200])]
     layers: list[nn.Module] = [nn.Flatten()]
-    for before, after in zip(widths, widths[1:], strict=False):
+    for before, after in pairwise(widths):
         layers += [nn.Linear(before, after), nn.ReLU()]
     return nn.Sequential(*layers, nn.Linear(widths[-1], classes))
 

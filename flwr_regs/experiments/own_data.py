@@ -57,7 +57,7 @@ def _four(found: Any) -> Iterator[Any]:
         yield from found
         return
     if not isinstance(found, list | tuple) or len(found) != 2:
-        raise ValueError(f"it returned {_kind(found)}; {EXPECTED}")
+        raise ValueError(f"it returned a value of {_kind(found)}; {EXPECTED}")
     pairs = [isinstance(part, list | tuple) and len(part) == 2 for part in found]
     for part, pair, what in zip(found, pairs, ("training", "test"), strict=True):
         if pair:
@@ -67,7 +67,9 @@ def _four(found: Any) -> Iterator[Any]:
             or hasattr(part, "dtype")
             or not (hasattr(part, "__getitem__") and hasattr(part, "__len__"))
         ):
-            raise ValueError(f"it returned a pair whose {what} part is {_kind(part)}; {EXPECTED}")
+            raise ValueError(
+                f"it returned a pair whose {what} part is of {_kind(part)}; {EXPECTED}"
+            )
         else:
             yield from _collected(part, what)
 
@@ -79,8 +81,6 @@ def _collected(dataset: Any, what: str) -> tuple[Any, Any]:
 
     from flwr_regs.client.batches import Keywords, Pairs
 
-    if len(dataset) == 0:
-        raise ValueError(f"the {what} data has no examples")
     inputs, labels = [], []
     try:
         with user_code.seeded(0):  # a random transform: the same in every process
@@ -89,9 +89,11 @@ def _collected(dataset: Any, what: str) -> tuple[Any, Any]:
                     raise ValueError(f"an item has several inputs {list(x)}; expected one")
                 inputs.append(torch.as_tensor(x))
                 labels.append(torch.as_tensor(y))
-        return torch.cat(inputs), torch.cat(labels)
+            if inputs:
+                return torch.cat(inputs), torch.cat(labels)
     except Exception as error:  # a user's __getitem__ may raise anything
         raise ValueError(f"reading the {what} data failed: {user_code.said(error)}") from error
+    raise ValueError(f"the {what} data has no examples")
 
 
 def _numpy(part: Any) -> Array:
@@ -101,7 +103,7 @@ def _numpy(part: Any) -> Array:
     try:
         return np.asarray(part)
     except ValueError as error:  # a list of lists of different lengths
-        raise ValueError(f"{_kind(part)} is no array: {error}") from error
+        raise ValueError(f"a value of {_kind(part)} is no array: {error}") from error
 
 
 def _check_inputs(name: str, x: Array) -> None:
@@ -113,7 +115,8 @@ def _check_inputs(name: str, x: Array) -> None:
         wrong = np.flatnonzero(~np.isfinite(x.reshape(len(x), -1)).all(axis=1))
         if len(wrong):
             raise ValueError(
-                f"{name} has NaN or infinity in {len(wrong)} of {len(x)} examples, first in number {wrong[0]}"
+                f"{name} has NaN or infinity in {len(wrong)} of {len(x)} examples, the first in {name}"
+                f"[{wrong[0]}]"
             )
 
 
@@ -153,10 +156,9 @@ def _plain(x: Array) -> Array:
 
 
 def _kind(found: Any) -> str:
-    """Describe a value: its type, and its length or shape."""
-    name = type(found).__name__
-    article = "an" if name[0].lower() in "aeiou" else "a"
+    """Describe a value by its type, and its length or shape."""
     if isinstance(found, list | tuple):
-        return f"{article} {name} of {len(found)}"
+        return f"type {type(found).__name__} and length {len(found)}"
     shape = getattr(found, "shape", None)
-    return f"{article} {name}" + (f" of shape {tuple(shape)}" if isinstance(shape, tuple) else "")
+    also = f" and shape {tuple(shape)}" if isinstance(shape, tuple) else ""
+    return f"type {type(found).__name__}{also}"

@@ -152,28 +152,22 @@ def _file(path: Path) -> ModuleType:
     if not path.is_file():
         others = [other.name for other in path.parent.glob("*.py")]
         raise ValueError(f"there is no file '{path}'{nearest(path.name, others)}")
+    for module in list(sys.modules.values()):  # loaded before, or the script that runs
+        if getattr(module, "__dict__", {}).get("__file__") == str(path):
+            return module
+    _importable(str(path.parent))
     stem = re.sub(r"\W", "_", path.stem)
     name = f"{stem}_{blake2b(str(path).encode(), digest_size=4).hexdigest()}"
-    if name in sys.modules:
-        return sys.modules[name]
-    for module in list(
-        sys.modules.values()
-    ):  # imported by its name already, or the script that runs
-        if getattr(module, "__dict__", {}).get("__file__") == str(path):
-            return sys.modules.setdefault(name, module)
-    _importable(str(path.parent))
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None  # a name that ends in .py has a loader
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    names = [name]
-    if (
-        stem not in sys.modules
-    ):  # a file beside it that imports it gets this module, not a second one
-        importlib.invalidate_caches()
-        beside = PathFinder.find_spec(stem)
-        names += [stem] if beside is not None and beside.origin == str(path) else []
-    sys.modules |= dict.fromkeys(names, module)
+    importlib.invalidate_caches()
+    plain = PathFinder.find_spec(stem)
+    # so that a file beside it that imports it gets this module, not a second one
+    is_free = stem not in sys.modules and plain is not None and plain.origin == str(path)
+    names = [name, stem] if is_free else [name]
+    sys.modules.update(dict.fromkeys(names, module))
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
@@ -190,11 +184,12 @@ def _importable(folder: str) -> None:
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Begin the global random states of Python, numpy and torch at `seed`; afterwards they are as before."""
+    """Begin the global random states at `seed`, Python's, numpy's and torch's; at the end put them back."""
     import numpy as np
     import torch
 
-    plain, arrays = random.getstate(), np.random.get_state()  # noqa: NPY002: users' code may use it
+    # users' code may draw from numpy's global state
+    plain, arrays = random.getstate(), np.random.get_state()  # noqa: NPY002
     with torch.random.fork_rng(devices=[]):
         random.seed(seed)
         np.random.seed(seed % 2**32)  # noqa: NPY002

@@ -59,11 +59,10 @@ def nearest(name: str, known: Iterable[str]) -> str:
         return ""
     plain = {"-".join(parts): k for k, parts in others.items()}
     near = [plain[p] for p in difflib.get_close_matches("-".join(mine), plain, n=1)]
-    same = [k for k, parts in others.items() if "".join(parts) == "".join(mine)]
     short = [k for k, parts in others.items() if name.lower() == initials(parts)]
     short += [k for k in others if k.lower() == initials(mine)]
     longer = [k for k, parts in others.items() if set(mine) <= set(parts)]
-    found = [*same, *short, *near, *longer]
+    found = [*short, *near, *longer]
     return f"; did you mean '{found[0]}'?" if found else ""
 
 
