@@ -43,7 +43,7 @@ DASHES: tuple[Any, ...] = (
 
 def style() -> AbstractContextManager[None]:
     """Return the context to make and save pictures in: the style file over matplotlib's defaults."""
-    return rc_context(fname=Path(__file__).with_name("flwr_regs.mplstyle"))
+    return rc_context(fname=Path(__file__).with_name("mplstyle.yaml"))
 
 
 class Picture(Figure):

@@ -106,7 +106,7 @@ def _numbers(figure: Figure, axes: Axes, above: Axes, table: np.ndarray[Any, Any
 
     def fits(number: int) -> bool:
         wide, tall = drawing.measure(figure, f"{number:,}", 6.5)
-        return wide + 0.02 < width and tall < height
+        return bool(wide + 0.02 < width and tall < height)
 
     if many * classes <= FEW and fits(table.max()):
         for (client, label), count in np.ndenumerate(table):

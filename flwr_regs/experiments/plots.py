@@ -165,7 +165,7 @@ def _limits(axes: Axes, x: str, log: bool) -> None:
     low, top = (up.min(), up.max()) if len(up) else (0.0, 100.0)
     room = max(0.04 * (top - low), (0.5 - top + low) / 2)
     axes.set_ylim(low - room, top + room)
-    axes.yaxis.set_major_locator(MaxNLocator(9, steps=[1, 2, 5, 10]))
+    axes.yaxis.set_major_locator(MaxNLocator(10, steps=[1, 2, 5, 10]))
     left, right = (points[:, 0].min(), points[:, 0].max()) if len(points) else (1.0, 2.0)
     if log:
         axes.set_xscale("log")
