@@ -174,7 +174,7 @@ def test_no_text_covers_another_or_is_cut_off(seed: int) -> None:
     figure = plots.accuracy(curves, x=x, title=title, target=target, ordered=bool(seed % 2))
     assert_legible(figure)
     assert len(artists(figure, "label")) == count + (target is not None)
-    assert bool(artists(figure, "leader")) == (count <= drawing.AT_THE_LINES)
+    assert bool(artists(figure, "leader")) == (count <= 8)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -308,7 +308,9 @@ def test_clients_quartiles_are_over_the_whole_runs() -> None:
 @pytest.mark.parametrize(("methods", "clients"), [(1, 3), (2, 10), (9, 10), (24, 50)])
 def test_clients_pictures_are_legible(methods: int, clients: int) -> None:
     values = sampled(methods, clients)
-    names = [f"{WORDS[i % 6]} {i} {WORDS[-1 - i % 6]}" for i in range(methods)]
+    names = [
+        f"{WORDS[i % 6]} {i} {WORDS[-1 - i % 6]} {WORDS[3]} {WORDS[3]}" for i in range(methods)
+    ]
     figure = plots.clients(
         [run(n, 1, [0.5], clients=v) for n, v in zip(names, values, strict=True)]
     )
