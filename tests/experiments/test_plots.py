@@ -424,5 +424,5 @@ def test_without_matplotlib_the_error_names_the_extra(monkeypatch: pytest.Monkey
     monkeypatch.delattr(sys.modules["flwr_regs.experiments"], "drawing")
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     for draw in (lambda: plots.accuracy([run("A", 1, [0.5])]), lambda: plots.labels([[1]])):
-        with pytest.raises(ImportError, match=r"the pictures needs matplotlib"):
+        with pytest.raises(ImportError, match=r"a picture needs matplotlib"):
             draw()
