@@ -1,4 +1,4 @@
-"""What the pictures share: the style, the look of a line, and texts that cover nothing. Lengths are inches."""
+"""What the pictures share: the style, the look of a line, texts that cover nothing. Lengths are inches."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ try:
     from matplotlib.lines import Line2D
     from matplotlib.text import Text
 except ImportError as error:
-    raise missing_extra("matplotlib", "the pictures") from error
+    raise missing_extra("matplotlib", "a picture") from error
 
 Array = np.ndarray[Any, Any]
 
@@ -42,8 +42,8 @@ DASHES: tuple[Any, ...] = (
 
 
 def style() -> AbstractContextManager[None]:
-    """Return the context in which pictures are made and saved: the style file over matplotlib's defaults."""
-    return rc_context(fname=Path(__file__).with_name("flwr_regs.mplstyle"))
+    """Return the context to make and save pictures in: the style file over matplotlib's defaults."""
+    return rc_context(fname=Path(__file__).with_name("mplstyle.yaml"))
 
 
 class Picture(Figure):
@@ -72,7 +72,7 @@ def look(index: int, count: int, ordered: bool) -> dict[str, Any]:
     through the other.
     """
     if ordered:  # the map's last colours are too light for a line on white
-        colour: Any = colormaps[rcParams["image.cmap"]](0.88 * index / max(count - 1, 1))
+        colour: Any = colormaps[rcParams["image.cmap"]](0.82 * index / max(count - 1, 1))
     else:
         colours = rcParams["axes.prop_cycle"].by_key()["color"]
         colour = "#" + colours[index % len(colours)].lstrip("#")
@@ -80,7 +80,7 @@ def look(index: int, count: int, ordered: bool) -> dict[str, Any]:
     return {
         "color": colour,
         "linestyle": dashes,
-        "linewidth": 1.1 + 1.0 / (1 + index),
+        "linewidth": 1.1 + 0.7 / (1 + index),
         "zorder": 3 + (dashes != "-") + index / 1000,
     }
 
@@ -91,24 +91,33 @@ def extent(figure: Figure, artist: Text) -> tuple[float, float]:
     return box.width / figure.dpi, box.height / figure.dpi
 
 
+def measure(figure: Figure, text: str, size: float) -> tuple[float, float]:
+    """Return the width and height that a text would have."""
+    probe = figure.text(0, 0, text, fontsize=size, parse_math=False)
+    room = extent(figure, probe)
+    probe.remove()
+    return room
+
+
 def wrap(figure: Figure, text: str, width: float, size: float) -> str:
-    """Break `text` into lines of at most `width`, at spaces and after ``, ; + ( / = _ -`` where possible."""
-    probe = figure.text(0, 0, "", fontsize=size, parse_math=False)
+    """Break `text` into lines of at most `width`.
+
+    It breaks after a space or one of ``,;+/``; a piece that is too long for a line also after a ``(``,
+    and only as a last resort anywhere.
+    """
 
     def fits(line: str) -> bool:
-        probe.set_text(line)
-        return extent(figure, probe)[0] <= width
+        return measure(figure, line.rstrip(" "), size)[0] <= width
 
+    pieces = [re.sub(r"[ \t\n]+", " ", text)]
+    for gap in (r"(?<=[ ,;+/])", r"(?<=\w\()", r"(?<=.)"):
+        pieces = [p for piece in pieces for p in ([piece] if fits(piece) else re.split(gap, piece))]
     lines = [""]
-    for piece in re.split(r"(?<=[\s,;+(/=_-])", " ".join(text.split())):
-        if not fits((lines[-1] + piece).rstrip()) and lines[-1]:
+    for piece in pieces:
+        if lines[-1] and not fits(lines[-1] + piece):
             lines.append("")
-        for letter in [piece] if fits(piece.rstrip()) else piece:
-            if not fits((lines[-1] + letter).rstrip()) and lines[-1]:
-                lines.append("")
-            lines[-1] += letter
-    probe.remove()
-    return "\n".join(line.strip() for line in lines)
+        lines[-1] += piece
+    return "\n".join(line.strip(" ") for line in lines)
 
 
 def frame(
@@ -156,9 +165,9 @@ def frame(
                 (height - under - over) / height,
             )
         )
-    for text in texts:
-        high = text.get_gid() == "title"
-        text.set(
+    for artist in texts:
+        high = artist.get_gid() == "title"
+        artist.set(
             va="top" if high else "bottom",
             x=PAD / width,
             y=1 - PAD / height if high else PAD / height,
@@ -245,13 +254,11 @@ def margin(
             line([(x, y), (x + SAMPLE, y)], **label.look)
             if attached and label.end is not None:
                 end = place(label)
-                thin = {
-                    "color": label.look["color"],
-                    "linewidth": 0.5,
-                    "alpha": 0.7,
-                    "gid": "leader",
-                }
-                line([end, (edge + 0.03, end[1]), (x - 0.03, y)], **thin)
+                thin = {"color": label.look["color"], "linewidth": 0.5, "gid": "leader"}
+                if end[0] < edge - 0.2:  # dotted, for the run does not go on
+                    line([end, (edge, end[1])], linestyle=(0, (1, 3)), **thin)
+                    end = edge, end[1]
+                line([end, (edge + 0.05, end[1]), (x - 0.03, y)], **thin)
         if apart and target:
             apart.set(x=(edge + PAD) / width, y=place(target)[1] / height)
 
