@@ -22,7 +22,7 @@ try:
     from matplotlib.lines import Line2D
     from matplotlib.text import Text
 except ImportError as error:
-    raise missing_extra("matplotlib", "the pictures") from error
+    raise missing_extra("matplotlib", "a picture") from error
 
 Array = np.ndarray[Any, Any]
 

@@ -240,7 +240,7 @@ def clients(curves: Sequence[Curve], *, title: str = "", measured: str = "test a
             f"Points:{number}clients of each seed. Bars: median and quartiles over them, {seeds}."
         )
         lines = 1 + max(name.count("\n") for name in names)
-        row_height = 0.5 if len(methods) <= 8 else max(0.34, 0.05 + 0.14 * lines)
+        row_height = max(0.5 if len(methods) <= 8 else 0.34, 0.05 + 0.14 * lines)
         tall = row_height * len(methods)
         drawing.frame(figure, axes, title=title, caption=caption, at_least=tall)
     return figure
