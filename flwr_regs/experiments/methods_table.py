@@ -1,11 +1,19 @@
-"""``flwr-regs methods``: the registry as a table for a terminal, a pipe or a page."""
+"""``flwr-regs methods``: the registry as a table for a terminal, a pipe or a page.
+
+What the pages of the methods take from the package stands there between ``<!-- costs: FedFOR -->`` and
+``<!-- end -->``. ``python -m flwr_regs.experiments.methods_table docs/methods.md docs/methods/*.md`` makes
+these parts anew; a test compares them.
+"""
 
 from __future__ import annotations
 
 import inspect
+import re
 import sys
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
 
 import flwr_regs
 from flwr_regs.experiments.build import build
@@ -85,6 +93,121 @@ def markdown(rows: Iterable[Method]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
+def page(row: Method) -> str:
+    """Return the path of a method's page, from docs/methods.md."""
+    return f"methods/{row.name.lower()}.md"
+
+
+def uses(rows: Iterable[Method]) -> str:
+    """Return a list of links to the methods' pages, with what each is for."""
+    return "\n".join(
+        f"- [{row.name}]({page(row)}): use it when {row.use_when or '–'}." for row in rows
+    )
+
+
+def costs(row: Method) -> str:
+    """Return the table of a method's page on what it costs and goes with."""
+    p = properties_of(row)
+    down = f"{_models(row.down)} to each client"
+    if row.down_delta is not None:
+        down += f'; {_models(row.down_delta)} with `downlink="delta"`, if it is in sync'
+    goes = {
+        "secure aggregation": p.secure_aggregation,
+        "central differential privacy": p.central_dp,
+        "robust aggregators": p.robust,
+    }
+    lines = {
+        f"`{row.example}`": "cost",
+        "---": "---",
+        "down in a round": down,
+        "up in a round": f"{_models(row.up)} from each client",
+        "beside these, and small": row.beside or "nothing",
+        "exchanges with a client in a round": str(row.exchanges),
+        "a client keeps between rounds": row.state or "nothing",
+        "a client computes beside one gradient a step": row.gradients or "nothing",
+        "made for": f"cross-{row.setting}" if row.setting != "both" else "cross-device, cross-silo",
+        "goes with": ", ".join(what for what, yes in goes.items() if yes) or "–",
+        "does not go with": ", ".join(what for what, yes in goes.items() if not yes) or "–",
+    }
+    return "\n".join(f"| {left} | {right} |" for left, right in lines.items())
+
+
+def composes(row: Method) -> str:
+    """Return what of the package a method does not go with, and the reason that the package gives."""
+    refused = dict(_refusals(row))
+    text = textwrap.fill(
+        f"Joined by `+`, {row.name} goes with every other method and term of the package, and it takes the "
+        "settings `privacy=CentralDP(...)`, `wire_dtype` and `overlap=True`"
+        + (", but for these:" if refused else "."),
+        118,
+    )
+    if not refused:
+        return text
+    table = {"refused": "the package's reason", "---": "---", **refused}
+    return "\n".join([text, "", *(f"| {left} | {right} |" for left, right in table.items())])
+
+
+def others(row: Method) -> dict[str, str]:
+    """Return name -> call of all that a method can be composed with: the other methods, and terms."""
+    calls = {r.name: r.example for r in flwr_regs.METHODS.values() if r.name != row.name}
+    for r in flwr_regs.METHODS.values():
+        if len(r.terms) > 1:  # else its term is what its method adds
+            (parts,) = parse_methods(r.example).values()
+            calls |= {type(t).__name__: repr(t) for t in build(parts).term.terms}
+    taken = {r.terms for r in flwr_regs.METHODS.values() if len(r.terms) == 1}
+    single = {names[0] for names in taken} | set(row.terms)
+    return {name: call for name, call in calls.items() if name not in single}
+
+
+SETTINGS: Mapping[str, Mapping[str, Any]] = {
+    "privacy=CentralDP(...)": {"weighting": "uniform", "incomplete": "average"},
+    'wire_dtype="bfloat16"': {"wire_dtype": "bfloat16"},
+    "overlap=True": {"downlink": "delta", "overlap": True},
+}
+"""Settings that some methods refuse -> what a strategy gets."""
+
+
+def _refusals(row: Method) -> Iterator[tuple[str, str]]:
+    """Yield (what a method refuses, why)."""
+    for name, call in others(row).items():
+        if why := _refusal(f"{row.example}+{call}", {}):
+            yield f"`{name}`", why
+    for name, given in SETTINGS.items():
+        noise = {"privacy": flwr_regs.CentralDP(1.0, 1.0)} if "privacy" in name else {}
+        if why := _refusal(row.example, {**given, **noise}):
+            yield f"`{name}`", why
+
+
+def _refusal(methods: str, settings: Mapping[str, Any]) -> str:
+    """Return why a composition is refused, without its own text in front; "" if it is built."""
+    ((label, parts),) = parse_methods(methods).items()
+    try:
+        build(parts, **settings)
+    except (ValueError, TypeError) as error:
+        return str(error).removeprefix(f"'{label}': ")
+    return ""
+
+
+PARTS: Mapping[str, Callable[[Any], str]] = {
+    "costs": costs,
+    "composes": composes,
+    "uses": uses,
+    "table": lambda rows: markdown(rows),
+}
+"""The part of a page that a mark names -> its text. A mark without a method's name is for all rows."""
+MARK = re.compile(rf"(<!-- ({'|'.join(PARTS)})(?:: (\w+))? -->\n).*?(?=<!-- end -->)", re.S)
+
+
+def filled(text: str) -> str:
+    """Return a page with the parts that come from the package made anew."""
+
+    def part(match: re.Match[str]) -> str:
+        of = flwr_regs.METHODS[match[3]] if match[3] else list(flwr_regs.METHODS.values())
+        return f"{match[1]}\n{PARTS[match[2]](of)}\n\n"
+
+    return MARK.sub(part, text)
+
+
 def show(as_markdown: bool) -> None:
     """Print the registry: as Markdown, as a drawn table on a terminal, else as plain text."""
     rows = flwr_regs.METHODS.values()
@@ -119,6 +242,10 @@ def _short(row: Method) -> tuple[str, ...]:
     return (row.name, row.setting, _down(row) + small, up, str(row.exchanges), *map(_mark, flags))
 
 
+def _models(size: float) -> str:
+    return f"{size:g} model" + "s" * (size != 1)
+
+
 def _down(row: Method) -> str:
     delta = "" if row.down_delta is None else f" ({row.down_delta:g})"
     return f"{row.down:g}{delta}"
@@ -130,3 +257,8 @@ def _setting(row: Method) -> str:
 
 def _mark(yes: bool) -> str:
     return "yes" if yes else "–"
+
+
+if __name__ == "__main__":
+    for path in map(Path, sys.argv[1:]):
+        path.write_text(filled(path.read_text()))

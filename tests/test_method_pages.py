@@ -1,0 +1,173 @@
+"""The pages of the methods: one for each row of the registry, and each says what the package says."""
+
+from __future__ import annotations
+
+import doctest
+import inspect
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import flwr_regs as fr
+from flwr_regs.experiments import methods_table
+from flwr_regs.experiments.build import build, catalogue
+from flwr_regs.experiments.calls import parse_methods
+from tests.conftest import ROOT
+
+FOLDER = ROOT / "docs" / "methods"
+PAGES = {path.name: path.read_text() for path in sorted(FOLDER.glob("*.md"))}
+ROWS = list(fr.METHODS.values())
+SECTIONS = [
+    *("When to use it", "The mathematics", "Pseudo-code", "A run that you can check by hand"),
+    *("Parameters", "Costs", "What it composes with", "How to run it"),
+]
+rows = pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+
+
+def of(row: fr.Method) -> str:
+    return PAGES.get(Path(methods_table.page(row)).name, "")
+
+
+def test_each_row_has_a_page_and_each_page_a_row() -> None:
+    assert {*PAGES} == {Path(methods_table.page(row)).name for row in ROWS} | {"terms.md"}
+
+
+@rows
+def test_a_page_has_its_parts_in_order(row: fr.Method) -> None:
+    text = of(row)
+    assert re.findall(r"^## (.*)$", text, re.M) == SECTIONS
+    _, first, mark, *_ = text.split("\n\n")
+    assert re.search(r"\b(19|20)\d\d\b", first), "the first paragraph names the paper"
+    assert mark.startswith(("<!-- picture -->", "!["))
+    assert f"**Use it when** {row.use_when}. " in " ".join(text.split())
+    assert f"<!-- costs: {row.name} -->\n" in text
+    assert f"<!-- composes: {row.name} -->\n" in text
+
+
+@pytest.mark.parametrize("name", ["../methods.md", *PAGES])
+def test_what_comes_from_the_package_is_as_it_says(name: str) -> None:
+    """Else run ``python -m flwr_regs.experiments.methods_table docs/methods.md docs/methods/*.md``."""
+    text = (FOLDER / name).read_text()
+    assert text == methods_table.filled(text)
+
+
+def test_the_overview_links_each_page() -> None:
+    text = (FOLDER / "../methods.md").read_text()
+    assert methods_table.uses(ROWS) in text
+    assert methods_table.markdown(ROWS) in text
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_the_examples_of_a_page_run(name: str) -> None:
+    blocks = re.findall(r"^```pycon\n(.*?)^```", PAGES[name], re.M | re.S)
+    assert blocks
+    names: dict[str, Any] = {}
+    for block in blocks:
+        test = doctest.DocTestParser().get_doctest(block, names, name, name, 0)
+        report: list[str] = []
+        doctest.DocTestRunner().run(test, out=report.append, clear_globs=False)
+        assert not report, "".join(report)
+        names = test.globs
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_the_commands_and_compositions_of_a_page_are_methods(name: str) -> None:
+    commands = re.findall(r'flwr-regs run [^`"]*methods="([^"]*)"', PAGES[name])
+    assert commands
+    for methods in commands + re.findall(r"`(\w+(?:\([^`]*\))?\+[^`]*)`", PAGES[name]):
+        for calls in parse_methods(methods).values():
+            build(calls)
+
+
+# parameters
+
+
+def table(text: str) -> list[tuple[str, str, str]]:
+    """Return (name, default, range) of each row of a table of parameters."""
+    lines = [line for line in text.splitlines() if line.startswith("| `")]
+    return [tuple(c.strip() for c in re.split(r"(?<!\\)\|", line)[1:4]) for line in lines]  # type: ignore[misc]
+
+
+def section(text: str, title: str) -> str:
+    _, _, after = text.partition(f"\n## {title}\n")
+    return re.split(r"^## ", after, flags=re.M)[0]
+
+
+def signature(kind: Callable[..., Any]) -> dict[str, str]:
+    """Return name -> default, as the tables write it."""
+    found = inspect.signature(kind).parameters.values()
+    return {
+        f"`{p.name}`": "required" if p.default is p.empty else f"`{p.default!r}`".replace("'", '"')
+        for p in found
+        if p.kind is not p.VAR_KEYWORD
+    }
+
+
+TERMS = [n for n in catalogue() if n not in fr.METHODS]
+TABLES = [(row.name, section(of(row), "Parameters")) for row in ROWS]
+TABLES += [(name, section(PAGES["terms.md"], name)) for name in TERMS]
+
+
+def test_the_page_of_the_terms_has_each_term() -> None:
+    assert re.findall(r"^## (.*)$", PAGES["terms.md"], re.M) == TERMS
+
+
+@pytest.mark.parametrize(("name", "text"), TABLES, ids=[name for name, _ in TABLES])
+def test_parameters_are_the_constructors(name: str, text: str) -> None:
+    assert {parameter: default for parameter, default, _ in table(text)} == signature(
+        getattr(fr, name)
+    )
+
+
+SAMPLES: dict[str, tuple[list[Any], list[Any]]] = {
+    # range -> values inside, values outside
+    "≥ 0": ([0, 3.0], [-0.1]),
+    "> 0": ([3.0], [0, -0.1]),
+    "≥ 1": ([1, 5], [0]),
+    "[0, 1)": ([0, 0.5], [-0.1, 1.0]),
+    "[0, 1]": ([0, 1.0], [-0.1, 1.1]),
+    "(0, 1]": ([0.5, 1.0], [0, 1.1]),
+}
+
+
+def settings(name: str) -> dict[str, Any]:
+    """Return values for the parameters of a strategy or term, from the examples of the registry."""
+    if name in fr.METHODS:
+        ((call,),) = parse_methods(fr.METHODS[name].example).values()
+        return dict(call.kwargs)
+    for row in ROWS:
+        (calls,) = parse_methods(row.example).values()
+        for term in build(calls).term.terms:
+            if type(term).__name__ == name:
+                return dict(vars(term))
+    return {}
+
+
+RANGES = [
+    (name, parameter.strip("`"), values)
+    for name, text in TABLES
+    for parameter, _, values in table(text)
+    if values in SAMPLES or values.count("`") >= 4
+]
+
+
+def test_most_ranges_are_sampled() -> None:
+    assert len(RANGES) > 60
+
+
+@pytest.mark.parametrize(("name", "parameter", "values"), RANGES)
+def test_a_range_is_what_the_constructor_accepts(name: str, parameter: str, values: str) -> None:
+    kind, given = getattr(fr, name), settings(name)
+    if values in SAMPLES:
+        good, bad = SAMPLES[values]
+    else:
+        good = [eval(v) for v in re.findall(r"`([^`]*)`", values)]
+        bad = ["odd"] if good != [True, False] else []
+    for value in good:
+        kind(**{**given, parameter: value})
+    for value in bad:
+        with pytest.raises(ValueError, match=r".+"):
+            kind(**{**given, parameter: value})
