@@ -164,7 +164,7 @@ def test_cases_and_two_methods_in_a_sweep_have_rows_of_their_own(tmp_path: Path)
     dense, small = Plan.load(Path("here")).results(Path("here")).rows()
     assert (dense["method"], small["method"]) == ("dense", "small")
     assert dense["mb"] > 5 * small["mb"]
-    words = ["sweep", "lr", "--values", "0.1,0.2", "--seeds", "1", *QUICK]
+    words = ["sweep", "lr", *QUICK, "--values", "0.1,0.2", "--seeds", "1"]
     args = cli._parser().parse_args(words)
     labels = [label for label, _ in cli._plan(args).jobs]
     assert labels == ["0.1, FedAvg", "0.1, FedFOR", "0.2, FedAvg", "0.2, FedFOR"]
