@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -141,10 +141,11 @@ class Comparison:
         self,
         method: str,
         label: str = "",
-        folder: Path | None = None,
         model: str = "",
+        folder: Path | None = None,
         on_round: OnRound = lambda run: None,
         clock: Callable[[], float] | None = None,
+        warnings: Collection[str] = (),
     ) -> Run:
         """Train one method and return its run; a run that diverged says so.
 
@@ -152,12 +153,14 @@ class Comparison:
         ----------
         method, label : str
             The method, and its row in the tables (default: the method).
-        folder, model : Path, str, optional
+        model, folder : str, Path, optional
             The folder gets the record, round by round, and at the end the model under this name (default:
             the method's).
         on_round : callable
         clock : callable, optional
             Counts the processor's seconds of all that trains.
+        warnings : collection of str
+            Filled with what the log warns of.
 
         Raises
         ------
@@ -212,6 +215,7 @@ class Comparison:
                 if folder is not None:
                     path = folder / f"{file_name(model or method)}.safetensors"
                     save_file(strategy.arrays.to_torch_state_dict(), path)
+            run.warnings = [*warnings]
             recorder.end(run)
         return run
 
@@ -240,10 +244,10 @@ class Comparison:
             tested = [e for e in strategy.history if "evaluate" in e]
             return _spread(_on_clients(tested[-1])) if tested else {}
         right = (self._outputs(strategy.arrays).argmax(1) == self.test_y).double()
-        tested = torch.bincount(self.test_y, minlength=self.num_classes).cpu().numpy()
+        there = torch.bincount(self.test_y, minlength=self.num_classes).cpu().numpy()
         hits = torch.bincount(self.test_y, right, minlength=self.num_classes).cpu().numpy()
-        seen = self.shares * (tested > 0)  # a class without test data tells nothing
-        return _spread(seen @ (hits / np.maximum(tested, 1)) / np.maximum(seen.sum(1), 1e-12))
+        seen = self.shares * (there > 0)  # a class without test data tells nothing
+        return _spread(seen @ (hits / np.maximum(there, 1)) / np.maximum(seen.sum(1), 1e-12))
 
 
 def _on_clients(entry: dict[str, Any], metric: str = "accuracy") -> Any:

@@ -10,7 +10,7 @@ import logging
 import multiprocessing
 import signal
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
@@ -146,13 +146,13 @@ def train(plan: Plan, label: str, job: Job, folder: Path | None, told: Any) -> R
             now = run.test[-1]
             told(label, job.seed, now["round"], now["accuracy"])
 
-    with quiet(), one_thread():
+    with quiet() as warnings, one_thread():
         _warm_up()
         comparison = Comparison(job, InProcessGrid(app, job.num_clients, job.config))
         (method,) = job.method_names
+        name, places = plan.model_name(label, job), (folder, on_round, time.process_time)
         try:
-            name = plan.model_name(label, job)
-            return comparison.train(method, label, folder, name, on_round, time.process_time)
+            return comparison.train(method, label, name, *places, warnings)
         except Exception:
             return comparison.last
 
@@ -221,16 +221,28 @@ def _work(plan: Plan, label: str, job: Job, folder: Path | None) -> Run:
     return train(plan, label, job, folder, lambda *now: _QUEUE.put(now))
 
 
+class _Collector(logging.Handler):
+    """Keeps warnings, each once; the server's list of failed clients is in the history."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.said: dict[str, None] = {}
+
+    def emit(self, record: logging.LogRecord) -> None:
+        text = record.getMessage()
+        if not text.startswith("\t>") and len(self.said) < 5:
+            self.said[text] = None
+
+
 @contextmanager
-def quiet() -> Iterator[None]:
-    """Keep Flower's and the server's log from the screen: history and table say what counts."""
-    log = logging.getLogger("flwr")
-    level = log.level
-    log.setLevel(logging.CRITICAL)
+def quiet() -> Iterator[Collection[str]]:
+    """Keep the log from the screen; return its warnings, which the table repeats."""
+    log, collector = logging.getLogger("flwr"), _Collector()
+    before, log.handlers = log.handlers, [collector]
     try:
-        yield
+        yield collector.said
     finally:
-        log.setLevel(level)
+        log.handlers = before
 
 
 @contextmanager

@@ -45,6 +45,8 @@ class Run:
         Of the training; the processor's where all of it ran in one process.
     error : str
         Why it ended early; empty if it did not.
+    warnings : list of str
+        What the log warned of.
     diverged : bool
         Whether that was because its numbers left the finite ones.
     ended : bool
@@ -63,6 +65,7 @@ class Run:
     seconds: float = 0.0
     processor_seconds: float | None = None
     error: str = ""
+    warnings: list[str] = field(default_factory=list)
     diverged: bool = False
     ended: bool = False
 
@@ -97,7 +100,7 @@ class Run:
     def entry(self) -> dict[str, Any]:
         """Return the run as an entry of ``history.json``."""
         found = {k: v for k, v in vars(self).items() if k not in ("job", "clients", "ended")}
-        return {k: v for k, v in found.items() if v not in ("", None, False)}
+        return {k: v for k, v in found.items() if v not in ("", None, False, [])}
 
 
 def file_name(label: str) -> str:
@@ -131,7 +134,15 @@ class Recorder:
         """Write what is left, and the end if there is one; close the file."""
         for entry in run.rounds[self._rounds :]:
             self._write({"round": entry})
-        names = ("per_client", "seconds", "processor_seconds", "error", "diverged", "ended")
+        names = (
+            "per_client",
+            "seconds",
+            "processor_seconds",
+            "error",
+            "warnings",
+            "diverged",
+            "ended",
+        )
         self._write({"end": {name: getattr(run, name) for name in names}})
         if self._file is not None:
             self._file.close()

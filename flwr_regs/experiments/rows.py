@@ -129,9 +129,9 @@ def warnings(runs: Sequence[Run]) -> list[str]:
                 f"{label}: {len(fallen)} of {_seeds(len(mine))} collapsed; seed {r.seed} ends at "
                 f"{r.accuracy[-1]:.1%}, its best was {r.accuracy[best]:.1%} in round {best + 1}"
             )
-        signs = [e["divergence"] for r in whole for e in r.rounds if "divergence" in e]
-        if signs and not fallen:
-            said.append(f"{label}: {signs[0]}")
+        told = dict.fromkeys(text for r in mine for text in r.warnings)
+        told |= dict.fromkeys(e["divergence"] for r in whole for e in r.rounds if "divergence" in e)
+        said += [f"{label}: {text}" for text in [*told][:2]]
         if count := sum(r.rejected for r in whole):
             first = next(r for r in whole if r.rejected)
             entry = next(e for e in first.rounds if e.get("failures"))

@@ -273,7 +273,11 @@ def _checked(name: str, value: Any, f: Any) -> Any:
         or not isinstance(value, legal_types)
         or (isinstance(value, float) and not math.isfinite(value))
         or (isinstance(value, int) and not abs(value) < 2**63)  # what run-config can carry
-        or (rule["choices"] and value not in rule["choices"] and not (rule["own"] and ":" in str(value)))
+        or (
+            rule["choices"]
+            and value not in rule["choices"]
+            and not (rule["own"] and ":" in str(value))
+        )
         or (rule["above"] is not None and not value > rule["above"])
         or (rule["below"] is not None and not value < rule["below"])
         or (rule["low"] is not None and not value >= rule["low"])

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flwr_regs.experiments import cli, records, tuning
+from flwr_regs.experiments import cli, records, tuning, words
 from flwr_regs.experiments.engine import Plan
 from tests.conftest import ROOT
 
@@ -78,15 +78,15 @@ def test_results_are_not_overwritten_and_drawn_again(
     assert (tmp_path / "here" / "accuracy.png").read_bytes() == kept
     assert run("plot", "nowhere") == 2
     assert "nowhere holds no results" in capsys.readouterr().err
-    two = [cli.out_folder(cli.read_settings([])) for _ in range(3)]
+    two = [words.out_folder(words.read_settings([])) for _ in range(3)]
     assert len({*two}) == 3  # in one second
 
 
 def test_a_sweep_goes_on_with_what_is_missing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["sweep", "FedFOR.alpha", "--values", "0,0.5", "--seeds", "1,2", *QUICK]
-    assert run(*words, "out=whole") == 0
+    line = ["sweep", "FedFOR.alpha", "--values", "0,0.5", "--seeds", "1,2", *QUICK]
+    assert run(*line, "out=whole") == 0
     table = capsys.readouterr().out
     assert re.search(r"^ FedFOR.alpha +last 5 +final +to 85% +worst +MB +CPU s$", table, re.M)
     shutil.copytree("whole", "part")
@@ -115,9 +115,9 @@ def test_a_sweep_goes_on_with_what_is_missing(
 
 
 def test_workers_give_the_bits_of_one_process(tmp_path: Path) -> None:
-    words = ["run", "methods=FedFOR", *QUICK, "--seeds", "1,2"]
-    assert run(*words, "out=one") == 0
-    assert run(*words, "out=two", "--workers", "2") == 0
+    line = ["run", "methods=FedFOR", *QUICK, "--seeds", "1,2"]
+    assert run(*line, "out=one") == 0
+    assert run(*line, "out=two", "--workers", "2") == 0
     for seed in (1, 2):
         name = f"FedFOR-seed{seed}.safetensors"
         assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
@@ -126,8 +126,8 @@ def test_workers_give_the_bits_of_one_process(tmp_path: Path) -> None:
 def test_one_seed_that_diverges_does_not_void_the_others(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["sweep", "lr", FLAT, *QUICK, "--values", "0.05,1e30", "--seeds", "1", "out=here"]
-    assert run(*words) == 0
+    line = ["sweep", "lr", FLAT, *QUICK, "--values", "0.05,1e30", "--seeds", "1", "out=here"]
+    assert run(*line) == 0
     table = (tmp_path / "here" / "table.txt").read_text()
     assert re.search(r"^ 1e30 +–", table, re.M)
     assert "1e30: 1 of 1 seed diverged" in table
@@ -164,18 +164,18 @@ def test_cases_and_two_methods_in_a_sweep_have_rows_of_their_own(tmp_path: Path)
     dense, small = Plan.load(Path("here")).results(Path("here")).rows()
     assert (dense["method"], small["method"]) == ("dense", "small")
     assert dense["mb"] > 5 * small["mb"]
-    words = ["sweep", "lr", *QUICK, "--values", "0.1,0.2", "--seeds", "1"]
-    args = cli._parser().parse_args(words)
-    labels = [label for label, _ in cli._plan(args).jobs]
+    line = ["sweep", "lr", *QUICK, "--values", "0.1,0.2", "--seeds", "1"]
+    args = cli._parser().parse_args(line)
+    labels = [label for label, _ in words.plan_of(args).jobs]
     assert labels == ["0.1, FedAvg", "0.1, FedFOR", "0.2, FedAvg", "0.2, FedFOR"]
 
 
 def test_bench_tunes_with_equal_trials_on_data_that_the_test_has_not(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["bench", *QUICK, "--tune", "lr=0.02..2", "--tune", "FedFOR.alpha=0.01..1"]
-    words += ["--trials", "3", "--seeds", "1,2", "--tuning-seeds", "9", "out=here"]
-    status = run(*words)
+    line = ["bench", *QUICK, "--tune", "lr=0.02..2", "--tune", "FedFOR.alpha=0.01..1"]
+    line += ["--trials", "3", "--seeds", "1,2", "--tuning-seeds", "9", "out=here"]
+    status = run(*line)
     out = capsys.readouterr().out
     bench = tuning.Bench.load(Path("here"))
     trials = Plan.load(Path("here/tuning"))
@@ -204,8 +204,8 @@ def test_bench_tunes_with_equal_trials_on_data_that_the_test_has_not(
 
 
 def test_bench_fails_when_a_method_collapses(tmp_path: Path) -> None:
-    words = ["bench", FLAT, *QUICK, "--tune", "lr=0.1,0.2", "--tuning-seeds", "9", "--seeds", "1,2"]
-    assert run(*words, "out=here") == 0
+    line = ["bench", FLAT, *QUICK, "--tune", "lr=0.1,0.2", "--tuning-seeds", "9", "--seeds", "1,2"]
+    assert run(*line, "out=here") == 0
     path = records.record_path(Path("here"), "FedAvg", 2)
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     lines[2]["test"]["accuracy"] = 0.9
@@ -263,6 +263,23 @@ def test_what_there_is_is_listed(what: str, capsys: pytest.CaptureFixture[str]) 
     assert re.search(rf"^ *{expected[what]}  +\S", out, re.M)
 
 
+def test_results_are_reproduced_or_it_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("run", *QUICK, "out=here", "--seeds", "1,2") == 0
+    assert run("reproduce", "here", "--seeds", "2") == 0
+    out = capsys.readouterr().out
+    assert "2 of 2 runs are equal within 0.5 points" in out
+    path = records.record_path(Path("here"), "FedFOR", 2)
+    path.write_text(path.read_text().replace('"accuracy": 0.', '"accuracy": 0.9'))
+    assert run("reproduce", "here", "--seeds", "2") == 1
+    out = capsys.readouterr().out
+    assert re.search(r"FedFOR, seed 2: 9.\.\d\d % there, \d\d\.\d\d % here  DIFFERS", out)
+    assert "1 of 2 runs are equal" in out
+    assert run("reproduce", "here", "--seeds", "3") == 2
+    assert run("reproduce", "here", "lr=1") == 2
+
+
 def test_the_version_and_a_dry_run_train_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -284,20 +301,20 @@ def test_the_label_spread_is_a_picture(capsys: pytest.CaptureFixture[str]) -> No
 
 
 @pytest.mark.parametrize(
-    "words",
+    "line",
     [
         ["run", "methods=FedAvg"],
         ["sweep", "lr", FLAT, "--values", "0.05,0.1,0.2", "--seeds", "1,2", "--workers", "2"],
     ],
 )
 def test_one_press_of_ctrl_c_ends_all_at_once_and_loses_nothing(
-    words: list[str], tmp_path: Path
+    line: list[str], tmp_path: Path
 ) -> None:
     """A whole process group, as at a terminal; found by a mark that every process inherits."""
     code = "import sys; from flwr_regs.experiments.cli import main; sys.exit(main())"
     with (tmp_path / "log").open("w") as log:
         process = subprocess.Popen(
-            [sys.executable, "-c", code, *words, "rounds=3000", "out=here"],
+            [sys.executable, "-c", code, *line, "rounds=3000", "out=here"],
             env={**os.environ, "PYTHONPATH": str(ROOT), "FLWR_REGS_TEST_MARK": str(tmp_path)},
             stdout=log,
             stderr=subprocess.STDOUT,

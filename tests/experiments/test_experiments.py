@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from flwr_regs import InProcessGrid
-from flwr_regs.experiments import cli, comparison, data, models, settings
+from flwr_regs.experiments import comparison, data, models, settings, words
 from flwr_regs.experiments.job import Job
 from simulations.client_app import app
 from tests.conftest import ROOT
@@ -410,4 +410,4 @@ def test_a_method_that_cannot_train_the_model_is_refused_before_any_method_runs(
         in_process(job(**settings), tmp_path)
     assert not list(tmp_path.iterdir())
     with pytest.raises(ValueError, match=message):
-        cli.read_settings([f"{k.replace('_', '-')}={v}" for k, v in settings.items()])
+        words.read_settings([f"{k.replace('_', '-')}={v}" for k, v in settings.items()])

@@ -129,7 +129,7 @@ def test_the_command_fills_in_the_folder_where_it_runs(
 ) -> None:
     code_dir, name = folder
     monkeypatch.chdir(code_dir)
-    given, one = cli.read_settings(ROOT, [f"methods={name}:Decay"])
+    given, one = words.read_settings(ROOT, [f"methods={name}:Decay"])
     assert given["code-dir"] == one.code_dir == str(code_dir)
 
 

@@ -1,0 +1,198 @@
+"""What ``flwr-regs run``, ``sweep``, ``compare``, ``bench`` and ``reproduce`` do."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import signal
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import flwr_regs
+from flwr_regs.experiments.engine import PLAN, Plan
+from flwr_regs.experiments.job import Job
+from flwr_regs.experiments.records import Run
+from flwr_regs.experiments.results import Results, provenance
+from flwr_regs.experiments.rows import last
+from flwr_regs.experiments.settings import DEFAULTS
+from flwr_regs.experiments.words import job_of, numbers, out_folder, plan_of
+
+
+def run(args: argparse.Namespace) -> int:
+    """Do ``run``, ``sweep`` or ``compare``."""
+    if args.resume:
+        plan, folder = Plan.load(_resumed(args)), args.resume
+    else:
+        plan = plan_of(args)
+        folder = None
+    plan.check()
+    if args.dry_run:
+        return _dry_run(plan, args.workers)
+    folder = folder or out_folder(plan.jobs[0][1])
+    if not args.resume:
+        plan.save(folder, provenance(_words(args)))
+    runner = getattr(args, "runner", "process")
+    with _keeping(folder, args.command):
+        _train(plan, folder, args.workers, runner, getattr(args, "gpus_per_client", 0.0))
+    return _report(plan.results(folder), folder, plan)
+
+
+def bench(args: argparse.Namespace) -> int:
+    """Tune, then test."""
+    from flwr_regs.experiments.tuning import Bench
+
+    if args.resume:
+        bench, folder = Bench.load(_resumed(args)), args.resume
+    else:
+        job = job_of(args, [])
+        changed = {k: v for k, v in job.config.items() if v != DEFAULTS[k]}
+        seeds = numbers(args.seeds, "--seeds"), numbers(args.tuning_seeds, "--tuning-seeds")
+        bench = Bench(changed, tuple(args.tune), args.trials, *seeds)
+    tuning = bench.tuning()
+    tuning.check()
+    if args.dry_run:
+        return _dry_run(tuning, args.workers, bench.test({m: {} for m in bench.methods}))
+    if not args.resume:
+        folder = out_folder(job)
+        bench.save(folder, provenance(_words(args)))
+    trials = folder / "tuning"
+    if not (trials / PLAN).is_file():
+        trials.mkdir(exist_ok=True)
+        tuning.save(trials, {})
+    with _keeping(folder, "bench"):
+        print(f"tuning on held-out data: {trials}", flush=True)
+        _train(tuning, trials, args.workers)
+        chosen = bench.chosen(tuning.recorded(trials))
+        plan = bench.test(chosen)
+        plan.save(folder, provenance(_words(args)))
+        print(f"test: {folder}", flush=True)
+        _train(plan, folder, args.workers)
+    results = bench.results(plan, folder, bench.notes(chosen))
+    status = _report(results, folder, plan)
+    return 1 if results.warnings() else status
+
+
+def _train(
+    plan: Plan, folder: Path, workers: int, runner: str = "process", gpus: float = 0.0
+) -> None:
+    """Train what a plan lacks, and show it."""
+    from flwr_regs.experiments import engine, flower_run
+    from flwr_regs.experiments.progress import progress
+
+    missing = plan.missing(folder)
+    if not missing:
+        return
+    job, n = missing[0][1], len({label for label, _ in missing})
+    print(
+        f"flwr-regs {flwr_regs.__version__}: {len(missing)} runs ({n} x seeds "
+        f"{','.join(map(str, plan.seeds))}), {job.rounds} rounds each\n{job.dataset}, partition "
+        f"{job.partition} over {job.num_clients} clients; results: {folder}",
+        flush=True,
+    )
+    bars = progress([(label, job.seed, job.rounds) for label, job in missing])
+    if runner == "ray":
+        flower_run.execute(plan, folder, bars, gpus)
+    else:
+        engine.execute(plan, folder, bars, workers)
+
+
+def _report(results: Results, folder: Path, plan: Plan) -> int:
+    """Write and print what came out; return the exit status."""
+    results.save(folder)
+    print(results.text() + f"results: {folder}", flush=True)
+    failed = [run for run in results.runs if not run.ended]
+    for run in failed:
+        print(f"flwr-regs: {run.label}, seed {run.seed}, failed: {run.error}", file=sys.stderr)
+    nothing = plan.heading != "method" and all(run.error for run in results.runs)
+    return 1 if failed or nothing or plan.missing(folder) else 0
+
+
+@contextmanager
+def _keeping(folder: Path, command: str) -> Iterator[None]:
+    """Say where the results so far are, and how to go on, if this is interrupted."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit) as error:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second press must not cut this short
+        print(
+            f"\nflwr-regs: interrupted; every round so far is in {folder}\n"
+            f"go on with: flwr-regs {command} --resume {shlex.quote(str(folder))}",
+            file=sys.stderr,
+            flush=True,
+        )
+        raise SystemExit(130 if isinstance(error, KeyboardInterrupt) else error.code) from None
+
+
+def _dry_run(plan: Plan, workers: int, after: Plan | None = None) -> int:
+    from flwr_regs.experiments.estimate import estimate
+
+    print(estimate(plan, workers, after))
+    return 0
+
+
+def _resumed(args: argparse.Namespace) -> Path:
+    """Return the folder to go on with; ValueError if the words ask for other settings too."""
+    if (
+        args.settings
+        or getattr(args, "key", None)
+        or getattr(args, "case", None)
+        or getattr(args, "tune", None)
+    ):
+        raise ValueError("--resume takes its settings from the folder: leave the others out")
+    folder: Path = args.resume
+    return folder
+
+
+def _words(args: argparse.Namespace) -> list[str]:
+    return ["flwr-regs", *args.words]
+
+
+def reproduce(args: argparse.Namespace) -> int:
+    """Train runs of a folder again, in a temporary one; return 1 if one of them comes out otherwise."""
+    here = dict(text.partition("=")[::2] for text in args.settings)
+    if wrong := [name for name in here if name not in ("data-dir", "code-dir")]:
+        raise ValueError(f"only data-dir and code-dir may change, not {', '.join(wrong)}")
+    plan = Plan.load(args.folder)
+    seeds = numbers(args.seeds, "--seeds") if args.seeds else plan.seeds
+    changed = {"out": "", "code-dir": os.getcwd(), **here}
+    jobs = [
+        (label, Job.from_run_config({**job.config, **changed}))
+        for label, job in plan.jobs
+        if job.seed in seeds
+    ]
+    if not jobs:
+        raise ValueError(f"{args.folder} has no run of the seeds {args.seeds}, only {plan.seeds}")
+    old = {(run.label, run.seed): run for run in plan.recorded(args.folder)}
+    plan = Plan(jobs, plan.heading, plan.ordered)
+    plan.check()
+    equal = 0
+    with tempfile.TemporaryDirectory(prefix="flwr-regs-") as temporary:
+        _train(plan, Path(temporary), args.workers)
+        for run in plan.recorded(Path(temporary)):
+            there = _outcome(old.get((run.label, run.seed)))
+            now = _outcome(run)
+            same = there == now
+            if isinstance(there, float) and isinstance(now, float):
+                same = abs(there - now) <= args.tolerance
+            equal += same
+            print(
+                f"{run.label}, seed {run.seed}: {_shown(there)} there, {_shown(now)} here"
+                + ("" if same else "  DIFFERS")
+            )
+    print(f"{equal} of {len(jobs)} runs are equal within {args.tolerance:g} points")
+    return 0 if equal == len(jobs) else 1
+
+
+def _outcome(run: Run | None) -> float | str:
+    """Return a run's last five rounds in per cent, or why it has none."""
+    if run is None or not run.ended:
+        return "missing"
+    return "diverged" if run.diverged else 100 * last(run)
+
+
+def _shown(outcome: float | str) -> str:
+    return outcome if isinstance(outcome, str) else f"{outcome:.2f} %"

@@ -1,0 +1,154 @@
+"""What the words of the command line ask for: settings, rows, seeds and folders."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+import tomllib
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from flwr_regs.experiments import calls
+from flwr_regs.experiments.build import with_argument
+from flwr_regs.experiments.engine import PLAN, Plan
+from flwr_regs.experiments.job import Job
+from flwr_regs.experiments.settings import DEFAULTS
+
+
+def plan_of(args: argparse.Namespace) -> Plan:
+    """Return the runs that the words ask for."""
+    heading, cases = _cases(args)
+    several = {label: len(job_of(args, own).method_names) > 1 for label, own in cases.items()}
+    jobs = []
+    for label, own in cases.items():
+        job = job_of(args, own)
+        seeds = numbers(args.seeds, "--seeds") if args.seeds else (job.seed,)
+        for method in job.method_names:
+            row = method if not label else f"{label}, {method}" if several[label] else label
+            for seed in seeds:
+                jobs.append((row, replace(job, methods=method, seed=seed)))
+    jobs.sort(key=lambda one: seeds.index(one[1].seed))  # whole comparisons first
+    ordered = args.command == "sweep" and all(map(_is_number, cases))
+    return Plan(jobs, heading, ordered)
+
+
+def _cases(args: argparse.Namespace) -> tuple[str, dict[str, list[str]]]:
+    """Return (what the rows are, label -> its own settings); the label of methods alone is empty."""
+    if args.command == "run":
+        return "method", {"": []}
+    if args.command == "compare":
+        pairs = [read_case(text) for text in args.case]
+        if not pairs:
+            raise ValueError("compare needs a --case 'LABEL: key=value ...' for each row")
+        if len(cases := dict(pairs)) < len(pairs):
+            raise ValueError(f"each --case needs a label of its own, not {args.case}")
+        return "case", cases
+    if args.key is not None and "=" in args.key:  # argparse took a setting for it
+        args.settings, args.key = [args.key, *args.settings], None
+    if not args.key or not args.values:
+        raise ValueError("sweep needs a key and --values, such as: sweep lr --values 0.1,0.3")
+    target, dot, name = args.key.rpartition(".")
+    if not dot or ":" in target:
+        return args.key, {v: [f"{args.key}={v}"] for v in calls.values(args.values)}
+    given = [s.removeprefix("methods=") for s in args.settings if s.startswith("methods=")]
+    return args.key, {
+        v: [
+            "methods="
+            + with_argument(
+                given[-1] if given else target, target, name, calls.literal(v), os.getcwd()
+            )
+        ]
+        for v in calls.values(args.values)
+    }
+
+
+def job_of(args: argparse.Namespace, own: Sequence[str]) -> Job:
+    return read_settings([*args.settings, *own], args.app)
+
+
+def read_settings(settings: Sequence[str], app: Path | None = None) -> Job:
+    """Return the checked job of words ``key=value``.
+
+    What they leave out has its default: the package's, or that of ``[tool.flwr.app.config]`` in the
+    pyproject.toml of the folder `app`. Raises ValueError or OSError that says what is wrong.
+    """
+    given: dict[str, Any] = {}
+    if app is not None:
+        pyproject = app.resolve() / "pyproject.toml"
+        if not pyproject.is_file():
+            raise ValueError(f"{app.resolve()} holds no pyproject.toml (see --app)")
+        tool = tomllib.loads(pyproject.read_text()).get("tool", {})
+        given |= tool.get("flwr", {}).get("app", {}).get("config", {})
+    for text in settings:
+        name, equals, value = text.partition("=")
+        if not equals:
+            raise ValueError(f"'{text}' is not of the form key=value")
+        try:
+            literal = tomllib.loads(f"v={value}")["v"]
+        except tomllib.TOMLDecodeError:
+            literal = value
+        given[name] = value if isinstance(DEFAULTS.get(name), str) else literal
+    if not given.get("code-dir"):
+        given["code-dir"] = os.getcwd()
+    if given.get("out"):
+        given["out"] = str(Path(given["out"]).expanduser().resolve())
+    try:
+        job = Job.from_run_config(given)
+        job.check()
+    except TypeError as error:  # an argument of a method
+        raise ValueError(str(error)) from error
+    return job
+
+
+def read_case(text: str) -> tuple[str, list[str]]:
+    """Return (label, settings) of ``"LABEL: key=value key=value"``; raise ValueError for any other text."""
+    label, colon, settings = text.partition(":")
+    if not colon or not label.strip():
+        raise ValueError(f"--case must look like 'LABEL: key=value ...', not '{text}'")
+    return label.strip(), calls.words(settings)
+
+
+def numbers(text: str, option: str) -> tuple[int, ...]:
+    """Return the whole numbers of an option, separated by commas; ValueError for anything else."""
+    try:
+        found = tuple(int(part) for part in text.split(",") if part.strip())
+    except ValueError:
+        found = ()
+    if not found or min(found) < 0 or len({*found}) < len(found):
+        raise ValueError(f"{option} must be different whole numbers such as 1,2,3, not '{text}'")
+    return found
+
+
+def out_folder(job: Job) -> Path:
+    """Return (and make) the job's ``out``, by default ``results/<time>`` in the current folder.
+
+    Raises ValueError if it holds results already.
+    """
+    folder = Path(job.out or Path.cwd() / "results" / time.strftime("%Y%m%d-%H%M%S"))
+    if not job.out:
+        for count in range(2, 1000):  # two runs in one second
+            try:
+                folder.mkdir(parents=True)
+                return folder
+            except FileExistsError:
+                folder = folder.with_name(f"{folder.name.partition('.')[0]}.{count}")
+    folder.mkdir(parents=True, exist_ok=True)
+    if (folder / PLAN).exists() or (folder / "bench.json").exists():
+        raise ValueError(
+            f"{folder} holds results: go on with --resume {folder}, or give another out="
+        )
+    return folder
+
+
+def _is_number(text: str) -> bool:
+    return isinstance(_quietly(text), int | float)
+
+
+def _quietly(text: str) -> Any:
+    try:
+        return calls.literal(text)
+    except ValueError:
+        return None
