@@ -51,7 +51,7 @@ def _cases(args: argparse.Namespace) -> tuple[str, dict[str, list[str]]]:
     if not args.key or not args.values:
         raise ValueError("sweep needs a key and --values, such as: sweep lr --values 0.1,0.3")
     target, dot, name = args.key.rpartition(".")
-    if not dot or ":" in target:
+    if not dot:
         return args.key, {v: [f"{args.key}={v}"] for v in calls.values(args.values)}
     given = [s.removeprefix("methods=") for s in args.settings if s.startswith("methods=")]
     return args.key, {

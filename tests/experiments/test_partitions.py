@@ -342,9 +342,9 @@ def test_an_impossible_partition_is_refused_in_one_line_before_anything_starts(
     def started(*_: Any) -> str:
         raise AssertionError("a simulation was started")
 
-    monkeypatch.setattr(cli, "simulate", started)
+    monkeypatch.setattr("flwr_regs.experiments.engine.execute", started)
     monkeypatch.chdir(tmp_path)
-    end = [*settings.split(), "methods=FedAvg", "--app", str(ROOT)]
+    end = [*settings.split(), "methods=FedAvg"]
     for command in (["run"], ["sweep", "lr", "--values=0.1", "--seeds=1"]):
         assert cli.main([*command, *end]) == 2
         (line,) = capsys.readouterr().err.splitlines()

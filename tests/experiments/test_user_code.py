@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 from pathlib import Path
@@ -11,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flwr_regs.experiments import cli
+from flwr_regs.experiments import cli, words
 from flwr_regs.experiments.build import bare, client_class
+from flwr_regs.experiments.engine import Plan
 from flwr_regs.experiments.user_code import load
-from tests.conftest import ROOT
 from tests.experiments.test_experiments import in_process, job
 from tests.processes import BIN, command, environment
 
@@ -129,8 +128,7 @@ def test_the_command_fills_in_the_folder_where_it_runs(
 ) -> None:
     code_dir, name = folder
     monkeypatch.chdir(code_dir)
-    given, one = words.read_settings(ROOT, [f"methods={name}:Decay"])
-    assert given["code-dir"] == one.code_dir == str(code_dir)
+    assert words.read_settings([f"methods={name}:Decay"]).code_dir == str(code_dir)
 
 
 def test_a_sweep_runs_a_users_term_in_worker_processes(folder: Any) -> None:
@@ -138,21 +136,17 @@ def test_a_sweep_runs_a_users_term_in_worker_processes(folder: Any) -> None:
     code_dir, name = folder
     args = ["sweep", f"{name}:Decay.rate", f"methods=FedFOR+{name}:Decay", "rounds=2"]
     args += ["local-epochs=1", "--values", "0.0;0.5", "--seeds", "1,2", "--workers", "2"]
-    args += [f"out={code_dir / 'out'}", "--app", str(ROOT)]
+    args += [f"out={code_dir / 'out'}"]
     run = command(BIN / "flwr-regs", *args, env=environment(code_dir), cwd=code_dir)
     assert run.returncode == 0, run.stderr[-3000:]
-    table = (code_dir / "out" / "sweep.md").read_text().splitlines()
-    assert table[0].startswith(f"| {name}:Decay.rate | last 5 rounds |")
-    rows = {line.split("|")[1].strip(): line.split("|")[2] for line in table[2:4]}
-    assert set(rows) == {"0.0", "0.5"}
-    assert rows["0.0"] != rows["0.5"]
+    plan = Plan.load(code_dir / "out")
+    assert plan.heading == f"{name}:Decay.rate"
+    curves = {(r.label, r.seed): r.accuracy for r in plan.recorded(code_dir / "out")}
+    assert list(curves) == [("0.0", 1), ("0.5", 1), ("0.0", 2), ("0.5", 2)]
+    assert curves["0.0", 1] != curves["0.5", 1]
     plain = in_process(job(methods="FedFOR", rounds=2, local_epochs=1, seed=1), None)
     curve = [p["accuracy"] for p in plain["methods"]["FedFOR"]["test"][1:]]
-    assert np.allclose(curve, _curve(code_dir / "out" / "sweep.json", "0.0"), atol=5e-3)
-
-
-def _curve(path: Path, value: str) -> list[float]:
-    return list(json.loads(path.read_text())["curves"][value][0])
+    assert np.allclose(curve, curves["0.0", 1], atol=5e-3)
 
 
 def test_a_wrong_argument_is_said_before_any_work(
@@ -160,7 +154,7 @@ def test_a_wrong_argument_is_said_before_any_work(
 ) -> None:
     code_dir, name = folder
     monkeypatch.chdir(code_dir)
-    args = ["sweep", f"{name}:Decay.rat", "--values", "1", "--app", str(ROOT)]
+    args = ["sweep", f"{name}:Decay.rat", "--values", "1"]
     assert cli.main(args) == 2
     assert f"'{name}:Decay(rat=1)': there is no argument 'rat'; did you mean 'rate'?" in (
         capsys.readouterr().err
