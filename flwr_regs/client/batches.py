@@ -128,7 +128,7 @@ def check_batches(data: Any, name: str) -> None:
             f"a {kind}: {pairs} DataLoader(TensorDataset(inputs, targets), batch_size=32{shuffle})"
         )
     elif isinstance(data, list | tuple) and data and isinstance(data[0], Tensor | np.ndarray):
-        why = f"a {kind} of arrays: {pairs} [(inputs, targets)], or a DataLoader over TensorDataset(*{name})"
+        why = f"a {kind} of arrays: {pairs} [(inputs, targets)], or DataLoader(TensorDataset(*{name}))"
     elif isinstance(data, Mapping):
         why = f"a {kind}, which is one batch: expected batches, such as [{name}]"
     elif isinstance(data, str) or not any(

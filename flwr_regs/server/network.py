@@ -63,7 +63,7 @@ MOST_NAMED = 10
 
 
 def name_failures(failures: Mapping[int, str]) -> str:
-    """Name the failed clients with their errors: each error once, on a line of its own if there are several."""
+    """Name the failed clients with their errors: each error once, on its own line if there are several."""
     by_reason: dict[str, list[int]] = {}
     for pid, why in sorted(failures.items()):
         by_reason.setdefault(why, []).append(pid)
