@@ -50,7 +50,7 @@ class CentralDP:
         z ≥ 0: the noise on the mean has the standard deviation ``z C / m``. 0 clips alone and
         protects nobody.
     accountant : PrivacyAccountant, optional
-        ``flwr.serverapp.RdpAccountant(PrivacyConfig(...))``, from ``pip install 'flwr-regs[privacy]'``:
+        ``flwr.serverapp.RdpAccountant(PrivacyConfig(...))``, which needs the extra ``privacy``:
         counts the epsilon spent, and stops the training before a round that would pass its
         `max_epsilon`. With ``WITHOUT_REPLACEMENT`` and ``REPLACE_ONE``, the random draw of the cohorts
         counts too; cohorts then come from the operating system's entropy, not from the seed. With
