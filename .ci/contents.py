@@ -1,4 +1,4 @@
-"""Checks what is in an sdist and its wheel: ``contents.py SDIST WHEEL TREE_WHEEL``, the last built from the tree."""
+"""Checks an sdist, its wheel, and a wheel built from the tree: ``contents.py SDIST WHEEL TREE_WHEEL``."""
 
 from __future__ import annotations
 

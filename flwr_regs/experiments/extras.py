@@ -1,4 +1,4 @@
-"""How to install what an optional package is missing: a command that works where this copy of the package is."""
+"""How to install packages that are missing: a command that works for this copy of flwr-regs."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ NAME = "flwr-regs"
 def install_command(extra: str) -> str:
     """Return the command that installs an extra of this package, such as ``"simulation"``.
 
-    In a clone that was installed as editable, ``pip install -e "<the clone>[simulation]"``; from a wheel, the
-    packages of the extra by name, because the package itself need not be on an index. Where it was not
+    In a clone that was installed as editable, ``pip install -e "<the clone>[simulation]"``; from a wheel,
+    the packages of the extra by name, because the package itself need not be on an index. Where it was not
     installed at all (the sources are on Python's path), what to call in the clone.
     """
     try:
@@ -30,7 +30,7 @@ def install_command(extra: str) -> str:
 
 
 def packages_of(extra: str, found: Distribution) -> list[str]:
-    """Return the packages of an extra, as `pip install` takes them; ValueError if there is no such extra."""
+    """Return the packages of an extra, as `pip install` takes them; ValueError without such an extra."""
     names = []
     for requirement in found.requires or ():
         what, _, marker = requirement.partition(";")
