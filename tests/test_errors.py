@@ -135,6 +135,15 @@ def test_without_a_line_of_the_users_it_is_ours() -> None:
     assert ": raise" not in text  # the text of the error says more
 
 
+def test_a_library_outside_of_site_packages_is_not_the_users() -> None:
+    torchs: dict[str, Any] = {"__name__": "torch.nn.functional"}
+    exec(compile("def call(): len(7)", "/src/torch/functional.py", "exec"), torchs)
+    with pytest.raises(TypeError) as raised:
+        torchs["call"]()
+    assert "test_errors.py" in described(raised.value)
+    assert "functional.py" not in described(raised.value)
+
+
 def test_a_long_text_of_many_lines_becomes_a_short_one() -> None:
     text = described(RuntimeError("a\n  b " * 1000))
     assert text.startswith("RuntimeError: a b a b ")
