@@ -16,6 +16,8 @@ INSTALLED = ("site-packages", "dist-packages")
 STANDARD = tuple(f"{sysconfig.get_path(kind)}{os.sep}" for kind in ("stdlib", "platstdlib"))
 LONGEST = 500
 """Characters of an error's own text. Some libraries put whole programs into theirs."""
+WIDEST = 120
+"""Characters of the source line."""
 
 
 def described(error: BaseException) -> str:
@@ -41,7 +43,7 @@ def place(error: BaseException) -> str:
         if found := [(frame, line) for frame, line in frames if mine(frame)]:
             frame, line = found[-1]
             file = frame.f_code.co_filename
-            source = linecache.getline(file, line, frame.f_globals).strip()
+            source = linecache.getline(file, line, frame.f_globals).strip()[:WIDEST]
             raised = source.startswith("raise ")  # its text says more than the line
             return f" ({file}, line {line}{f': {source}' if source and not raised else ''})"
     return ""
