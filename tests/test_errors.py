@@ -24,6 +24,12 @@ from flwr_regs.server.network import name_failures
 from flwr_regs.wire.errors import described
 from tests.conftest import ROOT, make_clients, make_model
 
+
+def kind_of(value: Any) -> str:
+    """A test's name: the same in each process, without addresses."""
+    return "" if isinstance(value, str) and len(value) > 20 else type(value).__name__
+
+
 # The frame that is named
 
 
@@ -226,7 +232,7 @@ NO_BATCHES: list[tuple[Any, str]] = [
 
 
 @pytest.mark.parametrize(
-    ("wrong", "match"), [*NO_BATCHES, (None, r"^{name} is None: expected batches")], ids=str
+    ("wrong", "match"), [*NO_BATCHES, (None, r"^{name} is None: expected batches")], ids=kind_of
 )
 def test_what_is_no_batches_is_refused_at_construction(wrong: Any, match: str) -> None:
     good = [(X, Y)]
@@ -260,7 +266,7 @@ class Indexed:
         Reiterable(),
         Indexed(),
     ],
-    ids=lambda v: type(v).__name__,
+    ids=kind_of,
 )
 def test_batches_of_any_kind_train(good: Any) -> None:
     fr.FedAvgClient(make_model(), good, good)
@@ -301,7 +307,7 @@ CASES: list[tuple[Any, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("wrong", "match"), CASES, ids=str)
+@pytest.mark.parametrize(("wrong", "match"), CASES, ids=kind_of)
 def test_a_strategys_terms_are_a_list_of_instances(wrong: Any, match: str) -> None:
     with pytest.raises((TypeError, ValueError), match=f"^RegStrategy('s)? {match}"):
         fr.RegStrategy(wrong)
@@ -322,7 +328,7 @@ CLASSES: list[tuple[Any, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("wrong", "match"), CLASSES, ids=str)
+@pytest.mark.parametrize(("wrong", "match"), CLASSES, ids=kind_of)
 def test_a_clients_terms_are_a_list_of_classes(wrong: Any, match: str) -> None:
     with pytest.raises(TypeError, match=f"^RegClient('s)? {match}"):
         fr.RegClient(make_model(), [(X, Y)], terms=wrong)
@@ -382,6 +388,7 @@ def parameters() -> list[tuple[str, str, dict[str, Any], Any]]:
 
 
 PARAMETERS = parameters()
+NAMES = [f"{method}-{name}" for method, name, *_ in PARAMETERS]
 
 
 def test_the_law_covers_every_method_with_numbers() -> None:
@@ -390,7 +397,7 @@ def test_the_law_covers_every_method_with_numbers() -> None:
     assert len(PARAMETERS) > 45
 
 
-@pytest.mark.parametrize(("method", "name", "example", "default"), PARAMETERS, ids=str)
+@pytest.mark.parametrize(("method", "name", "example", "default"), PARAMETERS, ids=NAMES)
 def test_a_wrong_hyper_parameter_is_named_with_its_method(
     method: str, name: str, example: dict[str, Any], default: Any
 ) -> None:
@@ -407,7 +414,7 @@ def test_a_wrong_hyper_parameter_is_named_with_its_method(
         assert len(text.splitlines()) == 1
 
 
-@pytest.mark.parametrize(("method", "name", "example", "default"), PARAMETERS, ids=str)
+@pytest.mark.parametrize(("method", "name", "example", "default"), PARAMETERS, ids=NAMES)
 def test_a_numpy_number_is_a_number(
     method: str, name: str, example: dict[str, Any], default: Any
 ) -> None:
