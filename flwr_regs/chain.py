@@ -300,15 +300,8 @@ def chain(terms: Sequence[Term]) -> Chain:
     ------
     ValueError
         The terms cannot be combined, or not in this order; docs/architecture.md lists the rules.
-    TypeError
-        One of them is not a term, for example a term's class.
     """
     terms = [u for t in terms for u in (t.terms if isinstance(t, Chain) else (t,))]
-    if wrong := [t for t in terms if not isinstance(t, Term)]:
-        raise TypeError(
-            "a strategy's terms are instances, such as [Proximal(0.1), LocalBatchNorm()], but "
-            f"{wrong[0]!r} is none (a client's are classes)"
-        )
     names = [t.name for t in terms]
     if odd := [n for n in names if not n or n == "regs" or set(n) & set(",+.")]:
         raise ValueError(

@@ -14,12 +14,68 @@ the clients beside the global model; a client sends **upload** beside its own mo
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, fields
+from numbers import Integral, Real
 from typing import Any, ClassVar, Protocol, Self
 
 Arrays = dict[str, Any]  # parameter name -> array; trainable parameters only, never buffers
 Slot = dict[str, Any]  # one of the four slots of one term: key -> array
+
+
+class ParameterError(ValueError):
+    """A hyper-parameter of a wrong type or out of range; the text names its method and what is expected."""
+
+    def __init__(self, owner: str, name: str, expected: str, value: Any) -> None:
+        super().__init__(owner, name, expected, value)
+
+    def __str__(self) -> str:
+        owner, name, expected, value = self.args
+        return f"{owner}: {name} must be {expected}, not {value!r}"
+
+    def of(self, owner: str) -> ParameterError:
+        """Return the same error of another owner."""
+        return ParameterError(owner, *self.args[1:])
+
+
+@dataclass(frozen=True)
+class Range:
+    """The values that a hyper-parameter may have: finite numbers, in words and as a condition.
+
+    Attributes
+    ----------
+    expected : str
+        The words, as they stand in an error behind "must be".
+    good : callable
+        ``good(number) -> bool``.
+    kind : type
+        ``Real``, ``Integral`` or ``bool``. A bool is no number.
+    """
+
+    expected: str
+    good: Callable[[Any], bool] = lambda _: True
+    kind: type = Real
+
+    def check(self, owner: str, name: str, value: Any, optional: bool = False) -> None:
+        """Raise ParameterError if `value`, the parameter `name` of `owner`, is none of them.
+
+        None passes if the parameter is `optional`.
+        """
+        if optional and value is None:
+            return
+        fits = isinstance(value, self.kind) and isinstance(value, bool) == (self.kind is bool)
+        if not (fits and math.isfinite(value) and self.good(value)):
+            raise ParameterError(owner, name, self.expected + ", or None" * optional, value)
+
+
+NOT_NEGATIVE = Range("a number of at least 0", lambda v: v >= 0)
+POSITIVE = Range("a positive number", lambda v: v > 0)
+DECAY = Range("a number from 0 to below 1", lambda v: 0 <= v < 1)
+SHARE = Range("a number from 0 to 1", lambda v: 0 <= v <= 1)
+FRACTION = Range("a number above 0, up to 1", lambda v: 0 < v <= 1)
+COUNT = Range("a whole number of at least 1", lambda v: v >= 1, Integral)
+SWITCH = Range("True or False", kind=bool)
 
 
 def _absent(*_: Any, **__: Any) -> Any:
@@ -195,8 +251,17 @@ class Declared:
     """False if no server hook reads ``ctx.lr``: then a term of the server alone needs no learning rate."""
     excludes: ClassVar[tuple[str, ...]] = ()
     """Names of terms that are other versions of this one; a chain holds only one version."""
+    ranges: ClassVar[Mapping[str, Range]] = {}
+    """Field -> the values that it may have, checked when the term is built; None too, if it is the default.
+    A `__post_init__` of a term's own calls this one first."""
     server_only: ClassVar[bool] = True
     """Whether only the server runs it: no client hook is overridden. Its fields do not travel. Derived."""
+
+    def __post_init__(self) -> None:
+        for f in fields(self):
+            if f.name in self.ranges:
+                value = getattr(self, f.name)
+                self.ranges[f.name].check(type(self).__name__, f.name, value, f.default is None)
 
     def acts(self, hook: str) -> bool:
         """Return whether the term does anything in `hook`: by default, if its class overrides it.

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -106,16 +108,60 @@ def as_pairs(data: Batches, target_key: str | None = None, keywords: bool = Fals
     return data if isinstance(data, Pairs) else Pairs(data, target_key, keywords)
 
 
+def check_batches(data: Any, name: str) -> None:
+    """Raise TypeError unless `data`, the argument `name`, can hold batches and be iterated again and again.
+
+    What is in the batches, and whether there are any, shows when they are read.
+    """
+    data = data.source if isinstance(data, Pairs) else data
+    kind, shuffle = type(data).__name__, ", shuffle=True" if name == "train_data" else ""
+    pairs = "expected batches of (inputs, targets), such as"
+    if isinstance(data, Iterator):
+        why = (
+            f"a {kind}, which can be iterated only once: expected batches that can be iterated again and "
+            "again, such as a DataLoader or a list"
+        )
+    elif _is_dataset(data):
+        why = f"a {kind}: expected batches, such as DataLoader({name}, batch_size=32{shuffle})"
+    elif isinstance(data, Tensor | np.ndarray):
+        why = (
+            f"a {kind}: {pairs} DataLoader(TensorDataset(inputs, targets), batch_size=32{shuffle})"
+        )
+    elif isinstance(data, list | tuple) and data and isinstance(data[0], Tensor | np.ndarray):
+        why = f"a {kind} of arrays: {pairs} [(inputs, targets)], or DataLoader(TensorDataset(*{name}))"
+    elif isinstance(data, Mapping):
+        why = f"a {kind}, which is one batch: expected batches, such as [{name}]"
+    elif isinstance(data, str) or not any(
+        hasattr(type(data), method) for method in ("__iter__", "__getitem__")
+    ):
+        why = f"{repr(data)[:60]}: {pairs} DataLoader(dataset, batch_size=32{shuffle})"
+    else:
+        return
+    raise TypeError(f"{name} is {why}")
+
+
+def _is_dataset(data: Any) -> bool:
+    """Whether `data` holds examples: torch's Dataset, but not a stream, or that of Hugging Face."""
+    torchs = torch.utils.data
+    of_torch = isinstance(data, torchs.Dataset) and not isinstance(data, torchs.IterableDataset)
+    return of_torch or type(data).__module__ == "datasets.arrow_dataset"
+
+
 def cycle(data: Pairs) -> Iterator[tuple[Any, Any]]:
     """Yield the batches again and again; a shuffling loader reshuffles on each pass.
 
     Raises ValueError if a pass yields no batch.
     """
-    while True:
+    for number in itertools.count(1):
         empty = True
         for batch in data:
             empty = False
             yield batch
+        if empty and number > 1:
+            raise ValueError(
+                f"pass {number} over train_data, a {type(data.source).__name__}, yields no batch: expected "
+                "batches that can be iterated again and again, such as a DataLoader or a list"
+            )
         if empty:
             raise ValueError(NO_DATA)
 
@@ -123,13 +169,8 @@ def cycle(data: Pairs) -> Iterator[tuple[Any, Any]]:
 def count_batches(data: Pairs) -> int:
     """Return the number of batches in one pass over `data`.
 
-    Raises ValueError if there are none, TypeError if `data` can be iterated only once.
+    Raises ValueError if there are none.
     """
-    if isinstance(data.source, Iterator):
-        raise TypeError(
-            f"train_data is a {type(data.source).__name__}, which can be iterated only once; "
-            "pass something that can be iterated again, such as a DataLoader or a list of batches"
-        )
     try:
         batches = len(data)
     except TypeError:  # also from a DataLoader over an IterableDataset without a length
@@ -165,7 +206,10 @@ def batch_size(targets: Any) -> int:
     """
     leaves = tensors(targets)
     if leaves and leaves[0].ndim == 0:
-        raise TypeError("the targets of a batch have no dimension: give the loader a batch_size")
+        raise TypeError(
+            "the targets of a batch have no dimension, so it is one example: give the loader a batch_size, "
+            "such as DataLoader(examples, batch_size=32)"
+        )
     return len(leaves[0]) if leaves else len(targets)
 
 

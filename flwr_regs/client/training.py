@@ -96,6 +96,7 @@ class LocalTraining:
             both = f"epochs={epochs} and steps={steps}"
             raise ValueError(f"exactly one of epochs and steps must be positive, but {both}")
         check_optimizer(config or {}, "config")
+        data.check_batches(train_data, "train_data")
         self._called = model
         self.model = model = uncompiled(model)
         self.lr, self.device = lr, data.resolve_device(device)

@@ -13,7 +13,7 @@ from flwr.common import Code, FitIns, FitRes, Parameters, Status
 from torch import nn
 
 from flwr_regs.chain import name_of
-from flwr_regs.client.batches import Batches, label_counts, resolve_device
+from flwr_regs.client.batches import Batches, check_batches, label_counts, resolve_device
 from flwr_regs.client.calibration import evaluate
 from flwr_regs.client.classifier import find_classifier
 from flwr_regs.client.loading import load
@@ -23,9 +23,10 @@ from flwr_regs.client.state import to_numpy
 from flwr_regs.client.task import LossFn, OutputFn, Task, uncompiled
 from flwr_regs.client.training import local_round
 from flwr_regs.flower.refusal import unreadable
-from flwr_regs.term import Term
+from flwr_regs.term import NOT_NEGATIVE, Range, Term
 from flwr_regs.wire import keys
 from flwr_regs.wire.arrays import ForeignStrategy, ProtocolError
+from flwr_regs.wire.terms import check_classes
 
 NDArrayList = list[Any]
 
@@ -65,6 +66,14 @@ class RegClient(NumPyClient):
         its steps; with 0 steps it is inactive. The strategy's `incomplete` says how such a client counts.
     terms : sequence of Term classes
         Only for your own composition, in the strategy's order.
+
+    Raises
+    ------
+    TypeError
+        Data that are no batches, such as a Dataset, or that can be iterated only once; terms that are no
+        classes of terms; a model that is no Module.
+    ValueError
+        A budget of a wrong type, or negative; a model without the output layer that the method reads.
     """
 
     method: ClassVar[str | None] = None
@@ -89,15 +98,19 @@ class RegClient(NumPyClient):
     ) -> None:
         if not isinstance(model, nn.Module):
             raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
+        check_batches(train_data, "train_data")
+        if eval_data is not None:
+            check_batches(eval_data, "eval_data")
         if terms is not None:
             if self.method is not None:
                 raise TypeError(f"{type(self).__name__} fixes its terms; use RegClient for others")
-            self.terms = tuple(terms)
-        for name, budget in (("step_budget", step_budget), ("time_budget", time_budget)):
-            if budget is not None and not budget >= 0:
-                raise ValueError(f"{name} must be at least 0 or None, not {budget}")
-        if step_budget is not None and not isinstance(step_budget, int):
-            raise TypeError(f"step_budget must be a whole number, not {step_budget}")
+            self.terms = check_classes(terms, type(self).__name__)
+        who, whole = (
+            type(self).__name__,
+            Range("a whole number of at least 0", lambda v: v >= 0, int),
+        )
+        whole.check(who, "step_budget", step_budget, optional=True)
+        NOT_NEGATIVE.check(who, "time_budget", time_budget, optional=True)
         if classifier is not None or any("features" in t.needs for t in self.terms):
             find_classifier(uncompiled(model), classifier)  # raises here, before any round
         self.model = model

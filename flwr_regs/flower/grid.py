@@ -5,16 +5,17 @@ For tests, notebooks and debugging. Only this file uses flwr's private names.
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Iterable, Mapping
 from typing import Any
 from uuid import uuid4
 
-from flwr.app import Context, Error, Message, RecordDict
+from flwr.app import Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid
 from flwr.supercore.run import Run
 from flwr.supercore.task_identity import TaskIdentity
+
+from flwr_regs.flower.node import failure
 
 
 class InProcessGrid(Grid):
@@ -93,12 +94,10 @@ class InProcessGrid(Grid):
             message.content = RecordDict({k: r.copy() for k, r in message.content.items()})
             try:
                 self._replies[message_id] = self._app(message, context)
-            except Exception as error:  # whatever the user's client raises
+            except Exception as error:  # whatever an app that is not ours raises
                 context.state = before
                 message.metadata.message_type = message_type
-                frame = traceback.extract_tb(error.__traceback__)[-1]
-                why = f"{type(error).__name__}: {error} ({frame.filename}, line {frame.lineno})"
-                self._replies[message_id] = Message(Error(2, why), reply_to=message)
+                self._replies[message_id] = failure(message, error)
         return ids
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:

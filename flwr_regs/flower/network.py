@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import Generic, TypeVar
 
 from flwr.app import ArrayRecord, Message
+from flwr.common.constant import ErrorCode
 from flwr.serverapp import Grid
 
 from flwr_regs.server.network import Course, Replies, Request
@@ -94,6 +95,14 @@ def messages_of(requests: Iterable[Request]) -> list[Message]:
     return messages
 
 
+def reason_of(reply: Message) -> str:
+    """Return why a reply is an error: what the client's code raised, or Flower's code and text."""
+    code, reason = reply.error.code, str(reply.error.reason)
+    return (
+        reason if code == ErrorCode.CLIENT_APP_RAISED_EXCEPTION else f"error code {code}: {reason}"
+    )
+
+
 def replies_to(request: Request, replies: Iterable[Message]) -> Replies:
     """Return, by partition id, those of the `replies` that belong to one request.
 
@@ -109,7 +118,7 @@ def replies_to(request: Request, replies: Iterable[Message]) -> Replies:
             continue
         pid = client_of.get(reply.metadata.src_node_id)
         if reply.has_error():
-            why = f"error code {reply.error.code}: {reply.error.reason}"
+            why = reason_of(reply)
             if pid is None:
                 stray.append(why)
             else:

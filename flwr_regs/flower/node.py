@@ -6,18 +6,24 @@ Loaded in every ClientApp process, before the user's `client_fn` runs: no torch 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from logging import DEBUG, INFO
 from typing import Any
 
-from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Context, Error, Message, RecordDict
 from flwr.clientapp.typing import ClientAppCallable
+from flwr.common.constant import ErrorCode
+from flwr.common.logger import log
 
 from flwr_regs.flower.refusal import refusal
 from flwr_regs.wire import keys
 from flwr_regs.wire.arrays import ForeignStrategy, NDArrays, pack, unpack
 from flwr_regs.wire.delta import KINDS, OutOfSync, model_from, packed_steps
+from flwr_regs.wire.errors import described
 from flwr_regs.wire.frozen import read_said
 from flwr_regs.wire.precision import from_half, to_half
 from flwr_regs.wire.records import from_record, identity_reply, to_record
+
+_LOGGED: set[str] = set()
 
 
 def node_mod(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
@@ -28,7 +34,9 @@ def node_mod(message: Message, context: Context, call_next: ClientAppCallable) -
     model that this client kept. ``"config"`` holds the rest, with the terms' broadcasts and this
     client's slots as bytes under ``"<term>.broadcast"`` and ``"<term>.client"``. The reply holds new slots
     in the same way; they are kept in ``Context.state`` and do not travel. If the code inside refuses the
-    message because it needs a strategy of this package, the reply ends the server's run.
+    message because it needs a strategy of this package, the reply ends the server's run. If it raises
+    anything else, the reply is an error that names the user's line, and ``Context.state`` stays as it was;
+    Flower would log a traceback for each client, and send the exception's text alone.
     """
     message_type = message.metadata.message_type
     if message_type == keys.IDENTIFY:
@@ -49,6 +57,7 @@ def node_mod(message: Message, context: Context, call_next: ClientAppCallable) -
         del config[keys.HALVES_KEY]
     older = any(key.startswith(("fitins.", "evaluateins.")) for key in content)
     entries: Mapping[str, Any] = {}
+    before = {key: record.copy() for key, record in context.state.items()}
     try:
         reply = _served(message, context, call_next, state, config)
         if not asked:
@@ -58,12 +67,24 @@ def node_mod(message: Message, context: Context, call_next: ClientAppCallable) -
     except ForeignStrategy as error:
         message.metadata.message_type = message_type
         return refusal(message, str(error), older)
-    except Exception:
-        if not asked:  # code that is not ours, or that fails, says nothing when asked
-            raise
+    except Exception as error:  # whatever the user's code raises
+        if not asked:  # when asked, code that is not ours, or that fails, says nothing
+            message.metadata.message_type = message_type
+            context.state = RecordDict(before)
+            return failure(message, error)
     message.metadata.message_type = message_type
     out_of_sync = ConfigRecord({keys.OUT_OF_SYNC_KEY: True, **entries})
     return Message(RecordDict({keys.CONFIG: out_of_sync}), reply_to=message)
+
+
+def failure(message: Message, error: Exception) -> Message:
+    """Return the reply of a client that raised `error`: what it was, and the user's line."""
+    why = described(error)
+    if why not in _LOGGED:  # a process may run many clients
+        _LOGGED.add(why)
+        log(INFO, "a client failed: %s", why)
+    log(DEBUG, "the traceback of a client that failed", exc_info=error)
+    return Message(Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, why), reply_to=message)
 
 
 def _served(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import wraps
 from logging import INFO, WARNING
 from typing import Any, ClassVar
 
@@ -23,10 +24,11 @@ from flwr_regs.server.evaluation import evaluation
 from flwr_regs.server.options import Options
 from flwr_regs.server.round import Round
 from flwr_regs.server.training import Training
-from flwr_regs.term import Term
+from flwr_regs.term import ParameterError, Term
 from flwr_regs.wire import keys
 from flwr_regs.wire.config import OPTIMIZER_KEYS, check_evaluate_config
 from flwr_regs.wire.records import from_record, plainly_named, to_record
+from flwr_regs.wire.terms import check_instances
 
 UNASKED = "replies came, but there was no configure_train or configure_evaluate before them"
 EvaluateFn = Callable[[int, ArrayRecord], MetricRecord | None]
@@ -60,16 +62,20 @@ class RegStrategy(Strategy):
     Raises
     ------
     ValueError
-        A setting out of range; settings or terms that exclude each other.
+        A setting out of range; settings or terms that exclude each other; no term.
     TypeError
-        A setting that does not exist, or a term that is not a Term.
+        A setting that does not exist; no list of terms, or a term that is not an instance of Term.
     """
 
     method: ClassVar[str | None] = None
 
     def __init__(self, terms: Sequence[Term], **settings: Any) -> None:
         check_arguments(type(self), Options.names(), settings)
-        self.term = chain(terms)
+        self.term = chain(check_instances(terms, type(self).__name__))
+        if self.method is None and not self.term.terms:
+            raise ValueError(
+                f"{type(self).__name__} takes at least one term; for plain averaging use FedAvg()"
+            )
         self.options = Options.of(self.term, **settings)
         self.history: list[dict[str, Any]] = []
         self._training: Training | None = None
@@ -80,6 +86,21 @@ class RegStrategy(Strategy):
         self._trained: Paused[Round] | None = None
         self._evaluated: Paused[Mapping[str, Any] | None] | None = None
         self._released: ArrayRecord | None = None  # the last aggregate_train's result
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Let errors of hyper-parameters name the method that the user called, and not its terms."""
+        super().__init_subclass__(**kwargs)
+        if (make := vars(cls).get("__init__")) is None:
+            return
+
+        @wraps(make)
+        def named(self: RegStrategy, *args: Any, **kwargs: Any) -> None:
+            try:
+                make(self, *args, **kwargs)
+            except ParameterError as error:
+                raise error.of(type(self).__name__) from None
+
+        cls.__init__ = named  # type: ignore[method-assign]
 
     def __getattr__(self, name: str) -> Any:
         if name in Options.names():

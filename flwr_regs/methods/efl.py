@@ -30,7 +30,9 @@ Alg. 1-2, Eqs. 2-6, Sec. 4. methods/fedcurv.py has Shoham et al.'s term, which l
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from numbers import Integral
 from typing import Any, ClassVar
 
 import numpy as np
@@ -41,7 +43,7 @@ from flwr_regs.flower.strategy import RegStrategy
 from flwr_regs.methods.fisher_code import SumsCode
 from flwr_regs.methods.fisher_sums import FisherSums
 from flwr_regs.methods.ternary import SparseTernary
-from flwr_regs.term import Arrays, ClientContext, ServerContext, Slot
+from flwr_regs.term import COUNT, FRACTION, Arrays, ClientContext, Range, ServerContext, Slot
 
 __all__ = ["EFL", "EFLClient", "Elastic"]
 
@@ -81,20 +83,19 @@ class Elastic(FisherSums):
     """
 
     name: ClassVar[str] = "elastic"
+    ranges: ClassVar[Mapping[str, Range]] = {
+        **FisherSums.ranges,
+        "sums_bits": Range("16 or 32", lambda v: v in (16, 32), Integral),
+        "sums_every": COUNT,
+        "sums_density": FRACTION,
+    }
     sums_bits: int | None = None
     sums_every: int | None = None
     sums_density: float | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.sums_bits not in (None, 16, 32):
-            raise ValueError(f"sums_bits must be 16, 32 or None, not {self.sums_bits!r}")
-        every, density = self.sums_every, self.sums_density
-        if every is not None and (not isinstance(every, int) or every < 1):
-            raise ValueError(f"sums_every must be a number of rounds or None, not {every!r}")
-        if density is not None and not 0 < density <= 1:
-            raise ValueError(f"sums_density must be a fraction in (0, 1] or None, not {density!r}")
-        if density is not None:  # positions in the whole model
+        if self.sums_density is not None:  # positions in the whole model
             object.__setattr__(self, "elementwise", False)
 
     @property

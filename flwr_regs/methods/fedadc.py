@@ -47,7 +47,17 @@ import torch
 from flwr_regs.client.distillation import self_confidence_loss
 from flwr_regs.flower.client import RegClient
 from flwr_regs.flower.strategy import RegStrategy
-from flwr_regs.term import Arrays, ClientContext, ServerContext, Slot, Term
+from flwr_regs.term import (
+    DECAY,
+    POSITIVE,
+    SHARE,
+    Arrays,
+    ClientContext,
+    Range,
+    ServerContext,
+    Slot,
+    Term,
+)
 from flwr_regs.wire import keys
 
 __all__ = [
@@ -61,17 +71,6 @@ __all__ = [
     "SlowMoClient",
     "SlowMomentum",
 ]
-
-
-def _check_beta(**betas: float | None) -> None:
-    for name, beta in betas.items():
-        if beta is not None and not 0 <= beta < 1:
-            raise ValueError(f"{name} must lie in [0, 1), not {beta}")
-
-
-def _check_alpha(alpha: float) -> None:
-    if not alpha > 0:
-        raise ValueError(f"alpha must be positive, not {alpha}")
 
 
 @dataclass(frozen=True)
@@ -94,6 +93,12 @@ class EmbeddedMomentum(Term):
     name: ClassVar[str] = "fedadc"
     owns_step: ClassVar[bool] = True
     elementwise: ClassVar[bool] = True
+    ranges: ClassVar[Mapping[str, Range]] = {
+        "beta_local": DECAY,
+        "beta_global": DECAY,
+        "alpha": POSITIVE,
+        "local_momentum": DECAY,
+    }
     beta_local: float
     beta_global: float
     alpha: float = 1.0
@@ -101,12 +106,7 @@ class EmbeddedMomentum(Term):
     local_momentum: float | None = None
 
     def __post_init__(self) -> None:
-        _check_beta(
-            beta_local=self.beta_local,
-            beta_global=self.beta_global,
-            local_momentum=self.local_momentum,
-        )
-        _check_alpha(self.alpha)
+        super().__post_init__()
         if self.variant not in ("nesterov", "heavy-ball"):
             raise ValueError(f"variant must be 'nesterov' or 'heavy-ball', not {self.variant!r}")
         if self.local_momentum is not None and self.beta_local != self.beta_global:
@@ -186,14 +186,9 @@ class SelfDistillation(Term):
 
     name: ClassVar[str] = "self-distillation"
     needs: ClassVar[Collection[str]] = ("start_output", "label_counts")
+    ranges: ClassVar[Mapping[str, Range]] = {"lam": SHARE, "temperature": POSITIVE}
     lam: float = 0.35
     temperature: float = 4.0
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.lam <= 1:
-            raise ValueError(f"lam must lie in [0, 1], not {self.lam}")
-        if not self.temperature > 0:
-            raise ValueError(f"temperature must be positive, not {self.temperature}")
 
     def loss(self, base: Any, params: Arrays, ctx: ClientContext) -> Any:
         return self_confidence_loss(base, ctx, self.lam, self.temperature)
@@ -213,12 +208,9 @@ class SlowMomentum(Term):
 
     name: ClassVar[str] = "slowmo"
     owns_step: ClassVar[bool] = True
+    ranges: ClassVar[Mapping[str, Range]] = {"beta": DECAY, "alpha": POSITIVE}
     beta: float
     alpha: float = 1.0
-
-    def __post_init__(self) -> None:
-        _check_beta(beta=self.beta)
-        _check_alpha(self.alpha)
 
     def update(
         self, server: Slot, delta: Arrays, uploads: Mapping[int, Slot], ctx: ServerContext
@@ -237,6 +229,7 @@ def _momentum(
     variant: str,
     local_momentum: float | None,
 ) -> EmbeddedMomentum:
+    DECAY.check("FedADC", "beta", beta)  # the term has other names for it
     return EmbeddedMomentum(
         beta if beta_local is None else beta_local,
         beta if beta_global is None else beta_global,

@@ -24,13 +24,22 @@ regularization" (2022), Eqs. 4-7, Alg. 1, Tab. 1 (the two downlinks).
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from flwr_regs.flower.client import RegClient
 from flwr_regs.flower.strategy import RegStrategy
 from flwr_regs.methods.once import log_once
-from flwr_regs.term import Arrays, ClientContext, ServerContext, Slot, Term
+from flwr_regs.term import (
+    NOT_NEGATIVE,
+    Arrays,
+    ClientContext,
+    Range,
+    ServerContext,
+    Slot,
+    Term,
+)
 
 __all__ = ["FedFOR", "FedFORClient", "FirstOrder"]
 
@@ -50,11 +59,8 @@ class FirstOrder(Term):
 
     name: ClassVar[str] = "first-order"
     elementwise: ClassVar[bool] = True
+    ranges: ClassVar[Mapping[str, Range]] = {"alpha": NOT_NEGATIVE}
     alpha: float | None = None
-
-    def __post_init__(self) -> None:
-        if self.alpha is not None and not self.alpha >= 0:
-            raise ValueError(f"FedFOR needs alpha >= 0, not alpha={self.alpha}")
 
     def broadcast(self, server: Slot, ctx: ServerContext) -> Slot:
         if ctx.previous_step is None or ctx.previous_lr is None:

@@ -33,7 +33,17 @@ import torch
 from flwr_regs.flower.client import RegClient
 from flwr_regs.flower.strategy import RegStrategy
 from flwr_regs.server.options import Options
-from flwr_regs.term import Arrays, ServerContext, Slot, Term
+from flwr_regs.term import (
+    DECAY,
+    NOT_NEGATIVE,
+    POSITIVE,
+    SWITCH,
+    Arrays,
+    Range,
+    ServerContext,
+    Slot,
+    Term,
+)
 from flwr_regs.wire.config import nearest
 
 __all__ = [
@@ -73,6 +83,12 @@ class TorchServerOptimizer(Term):
     schedule: Schedule | None = None
 
     def __post_init__(self) -> None:
+        _check_schedule(self.schedule)
+        if not callable(self.make):
+            raise TypeError(
+                "server_optimizer must be a function of a list of parameters, or the name of a class of "
+                f"torch.optim, not {self.make!r}"
+            )
         try:
             made = self.make([torch.zeros(2, 2, requires_grad=True)])
         except Exception:  # it may need the real parameters; `init` tries those
@@ -127,6 +143,11 @@ class TorchServerOptimizer(Term):
         return new, step
 
 
+def _check_schedule(schedule: Any) -> None:
+    if schedule is not None and not callable(schedule):
+        raise TypeError(f"server_lr_schedule must be a function of the round, not {schedule!r}")
+
+
 def _check_optimizer(made: Any) -> None:
     if not isinstance(made, torch.optim.Optimizer):
         raise TypeError(
@@ -163,6 +184,13 @@ class AdaptiveServer(Term):
     name: ClassVar[str] = "adaptive-server"
     owns_step: ClassVar[bool] = True
     reads_lr: ClassVar[bool] = False
+    ranges: ClassVar[Mapping[str, Range]] = {
+        "lr": POSITIVE,
+        "beta_1": DECAY,
+        "beta_2": DECAY,
+        "tau": POSITIVE,
+        "initial_v": NOT_NEGATIVE,
+    }
     rule: str
     lr: float
     beta_1: float
@@ -172,16 +200,10 @@ class AdaptiveServer(Term):
     schedule: Schedule | None = None
 
     def __post_init__(self) -> None:
-        for name in ("lr", "tau"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} must be positive, not {getattr(self, name)}")
+        super().__post_init__()
         if self.rule not in ("adagrad", "adam", "yogi"):
             raise ValueError(f"rule must be 'adagrad', 'adam' or 'yogi', not {self.rule!r}")
-        if self.initial_v is not None and not self.initial_v >= 0:
-            raise ValueError(f"initial_v must not be negative, but is {self.initial_v}")
-        for name in ("beta_1", "beta_2"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ValueError(f"{name} must lie in [0, 1), not {getattr(self, name)}")
+        _check_schedule(self.schedule)
 
     def update(
         self, server: Slot, delta: Arrays, uploads: Mapping[int, Slot], ctx: ServerContext
@@ -255,7 +277,8 @@ def _named_optimizer(
         raise ValueError(
             f"server_optimizer: torch.optim has no class '{name}'{nearest(name, optimizers)}"
         )
-    own = set(inspect.signature(optimizers[name]).parameters) - {"params"}
+    parameters = inspect.signature(optimizers[name]).parameters
+    own = set(parameters) - {"params"}
     settings = Options.names()
     for argument in kwargs.keys() - own - settings:
         raise TypeError(
@@ -264,6 +287,11 @@ def _named_optimizer(
     given = {k: v for k, v in kwargs.items() if k not in settings}
     if given.get("nesterov") and "momentum" in own:
         given.setdefault("momentum", 0.9)
+    for argument, value in given.items():
+        default = parameters[argument].default
+        if isinstance(default, int | float):
+            number = Range("a number") if type(default) is not bool else SWITCH
+            number.check(f"FedOpt('{name}')", argument, value)
     make: Any = partial(optimizers[name], **given)
     make([torch.zeros(2, 2, requires_grad=True)])  # torch refuses a wrong value here
     return make, {k: v for k, v in kwargs.items() if k in settings}
@@ -288,6 +316,8 @@ class FedAvgM(RegStrategy):
         server_lr_schedule: Schedule | None = None,
         **kwargs: Any,
     ) -> None:
+        POSITIVE.check("FedAvgM", "server_lr", server_lr)
+        DECAY.check("FedAvgM", "momentum", momentum)
         make = partial(torch.optim.SGD, lr=server_lr, momentum=momentum)
         super().__init__([TorchServerOptimizer(make, server_lr_schedule)], **kwargs)
 
@@ -313,6 +343,7 @@ class FedAdagrad(RegStrategy):
         server_lr_schedule: Schedule | None = None,
         **kwargs: Any,
     ) -> None:
+        POSITIVE.check("FedAdagrad", "server_lr", server_lr)  # the term calls it lr
         term = AdaptiveServer("adagrad", server_lr, beta_1, 0.0, tau, initial_v, server_lr_schedule)
         super().__init__([term], **kwargs)
 
@@ -340,6 +371,7 @@ class FedAdam(RegStrategy):
         server_lr_schedule: Schedule | None = None,
         **kwargs: Any,
     ) -> None:
+        POSITIVE.check("FedAdam", "server_lr", server_lr)  # the term calls it lr
         term = AdaptiveServer(
             self.rule, server_lr, beta_1, beta_2, tau, initial_v, server_lr_schedule
         )

@@ -20,13 +20,14 @@ objective ``h_k(v; w_t) = F_k(v) + μ/2 ‖v − w_t‖²``.
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from flwr_regs.flower.client import RegClient
 from flwr_regs.flower.strategy import RegStrategy
 from flwr_regs.methods.once import log_once
-from flwr_regs.term import Arrays, ClientContext, Term
+from flwr_regs.term import NOT_NEGATIVE, SWITCH, Arrays, ClientContext, Range, Term
 
 __all__ = ["FedProx", "FedProxClient", "Proximal"]
 
@@ -48,12 +49,9 @@ class Proximal(Term):
 
     name: ClassVar[str] = "proximal"
     elementwise: ClassVar[bool] = True
+    ranges: ClassVar[Mapping[str, Range]] = {"mu": NOT_NEGATIVE, "implicit": SWITCH}
     mu: float
     implicit: bool = False
-
-    def __post_init__(self) -> None:
-        if not self.mu >= 0:
-            raise ValueError(f"FedProx needs mu >= 0, not mu={self.mu}")
 
     def correct(self, grads: Arrays, params: Arrays, ctx: ClientContext) -> Arrays:
         if not self.implicit and ctx.lr * self.mu > 2:

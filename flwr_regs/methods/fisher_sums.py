@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
 
-from flwr_regs.term import Arrays, ClientContext, ServerContext, Slot, Term
+from flwr_regs.term import (
+    COUNT,
+    NOT_NEGATIVE,
+    SWITCH,
+    Arrays,
+    ClientContext,
+    Range,
+    ServerContext,
+    Slot,
+    Term,
+)
 from flwr_regs.wire import keys
 from flwr_regs.wire.arrays import LARGEST
 
@@ -29,17 +40,14 @@ class FisherSums(Term):
     elementwise: ClassVar[bool] = True
     times: ClassVar[float] = 1.0
     """The pull is this many times ``λ (U ⊙ v − V)``."""
+    ranges: ClassVar[Mapping[str, Range]] = {
+        "lam": NOT_NEGATIVE,
+        "fisher_samples": COUNT,
+        "implicit": SWITCH,
+    }
     lam: float
     fisher_samples: int | None = None
     implicit: bool = False
-
-    def __post_init__(self) -> None:
-        if not self.lam >= 0:
-            raise ValueError(f"lam must not be negative, but is {self.lam}")
-        if self.fisher_samples is not None and self.fisher_samples < 1:
-            raise ValueError(
-                f"fisher_samples must be at least 1 or None, not {self.fisher_samples}"
-            )
 
     def acts(self, hook: str) -> bool:
         return super().acts(hook) and (self.lam != 0 or hook not in ("finish", "fold"))

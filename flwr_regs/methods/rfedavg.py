@@ -44,7 +44,18 @@ import torch
 
 from flwr_regs.flower.client import RegClient
 from flwr_regs.flower.strategy import RegStrategy
-from flwr_regs.term import Arrays, ClientContext, ServerContext, Slot, Term
+from flwr_regs.term import (
+    COUNT,
+    NOT_NEGATIVE,
+    POSITIVE,
+    SWITCH,
+    Arrays,
+    ClientContext,
+    Range,
+    ServerContext,
+    Slot,
+    Term,
+)
 
 __all__ = [
     "FeatureTable",
@@ -54,13 +65,6 @@ __all__ = [
     "RFedAvgPlus",
     "RFedAvgPlusClient",
 ]
-
-
-def _check(lam: float, delta_batches: int | None) -> None:
-    if not lam >= 0:
-        raise ValueError(f"lam must not be negative, but is {lam}")
-    if delta_batches is not None and delta_batches < 1:
-        raise ValueError(f"delta_batches must be at least 1 or None, not {delta_batches}")
 
 
 class _Means(Term):
@@ -102,11 +106,9 @@ class FeatureTable(_Means):
     keeps_delta: ClassVar[bool] = True
     excludes: ClassVar[tuple[str, ...]] = ("rfedavg-plus",)
     needs: ClassVar[Collection[str]] = ("features",)
+    ranges: ClassVar[Mapping[str, Range]] = {"lam": NOT_NEGATIVE, "delta_batches": COUNT}
     lam: float
     delta_batches: int | None = None
-
-    def __post_init__(self) -> None:
-        _check(self.lam, self.delta_batches)
 
     def broadcast(self, server: Slot, ctx: ServerContext) -> Slot:
         if not server:
@@ -153,6 +155,13 @@ class LeaveOneOutMean(_Means):
 
     name: ClassVar[str] = "rfedavg-plus"
     needs: ClassVar[Collection[str]] = ("features",)
+    ranges: ClassVar[Mapping[str, Range]] = {
+        "lam": NOT_NEGATIVE,
+        "noise_std": NOT_NEGATIVE,
+        "clip_norm": POSITIVE,
+        "sum_only": SWITCH,
+        "delta_batches": COUNT,
+    }
     lam: float
     noise_std: float = 0.0
     clip_norm: float | None = None
@@ -160,11 +169,7 @@ class LeaveOneOutMean(_Means):
     delta_batches: int | None = None
 
     def __post_init__(self) -> None:
-        _check(self.lam, self.delta_batches)
-        if not self.noise_std >= 0:
-            raise ValueError(f"noise_std must not be negative, but is {self.noise_std}")
-        if self.clip_norm is not None and not self.clip_norm > 0:
-            raise ValueError(f"clip_norm must be positive or None, not {self.clip_norm}")
+        super().__post_init__()
         if self.noise_std > 0 and self.clip_norm is None:
             raise ValueError("noise_std without clip_norm protects nothing: give both")
 

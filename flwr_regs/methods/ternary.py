@@ -49,7 +49,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
-from flwr_regs.term import Arrays, ClientContext, ServerContext, Slot, Term
+from flwr_regs.term import FRACTION, Arrays, ClientContext, Range, ServerContext, Slot, Term
 
 __all__ = ["SparseTernary"]
 
@@ -87,13 +87,9 @@ class SparseTernary(Term):
     """
 
     name: ClassVar[str] = "ternary"
+    ranges: ClassVar[Mapping[str, Range]] = {"density_up": FRACTION, "density_down": FRACTION}
     density_up: float | None = None
     density_down: float | None = None
-
-    def __post_init__(self) -> None:
-        for name, q in (("density_up", self.density_up), ("density_down", self.density_down)):
-            if q is not None and not 0 < q <= 1:
-                raise ValueError(f"{name} must be a fraction in (0, 1] or None, not {q}")
 
     def acts(self, hook: str) -> bool:
         densities = {"finish": self.density_up, "release": self.density_down}

@@ -107,6 +107,6 @@ def evaluation(
     if training.evaluated:
         return None
     raise RoundFailed(
-        f"round {number} of {training.method}: no client of {len(cohort)} could evaluate; "
+        f"round {number} of {training.method}: no client of {len(cohort)} could evaluate: "
         f"{name_failures(failures)}"
     )

@@ -58,9 +58,19 @@ Course = Generator[Sequence[Request], Sequence[Replies], T]
 """Work that pauses once for the clients: it yields requests, receives the replies, and returns a T."""
 
 
+MOST_NAMED = 10
+"""Clients, and errors, that a message names; the history has all."""
+
+
 def name_failures(failures: Mapping[int, str]) -> str:
-    """Name the failed clients with their errors; clients with the same error are grouped."""
+    """Name the failed clients with their errors: each error once, on its own line if there are several."""
     by_reason: dict[str, list[int]] = {}
     for pid, why in sorted(failures.items()):
         by_reason.setdefault(why, []).append(pid)
-    return "; ".join(f"clients {pids} failed: {why}" for why, pids in by_reason.items())
+    groups = []
+    for why, pids in list(by_reason.items())[:MOST_NAMED]:
+        more = f" and {len(pids) - MOST_NAMED} more" if len(pids) > MOST_NAMED else ""
+        groups.append(f"clients {pids[:MOST_NAMED]}{more} failed: {why}")
+    if rest := list(by_reason.values())[MOST_NAMED:]:
+        groups.append(f"{sum(map(len, rest))} more clients failed with {len(rest)} other errors")
+    return groups[0] if len(groups) == 1 else "".join(f"\n  {group}" for group in groups)

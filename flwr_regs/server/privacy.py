@@ -34,6 +34,7 @@ import numpy as np
 
 from flwr_regs.server.aggregation import Mean, Reply, mean_delta, update_of
 from flwr_regs.server.round import Round
+from flwr_regs.term import NOT_NEGATIVE, POSITIVE
 from flwr_regs.wire.arrays import NDArrays, statistics
 
 
@@ -49,7 +50,7 @@ class CentralDP:
         z ≥ 0: the noise on the mean has the standard deviation ``z C / m``. 0 clips alone and
         protects nobody.
     accountant : PrivacyAccountant, optional
-        ``flwr.serverapp.RdpAccountant(PrivacyConfig(...))``, from ``pip install 'flwr-regs[privacy]'``:
+        ``flwr.serverapp.RdpAccountant(PrivacyConfig(...))``, which needs the extra ``privacy``:
         counts the epsilon spent, and stops the training before a round that would pass its
         `max_epsilon`. With ``WITHOUT_REPLACEMENT`` and ``REPLACE_ONE``, the random draw of the cohorts
         counts too; cohorts then come from the operating system's entropy, not from the seed. With
@@ -66,12 +67,8 @@ class CentralDP:
     accountant: Any = None
 
     def __post_init__(self) -> None:
-        if not 0 < self.clip_norm < math.inf:
-            raise ValueError(f"clip_norm must be a positive number, not {self.clip_norm}")
-        if not 0 <= self.noise_multiplier < math.inf:
-            raise ValueError(
-                f"noise_multiplier must be a number of at least 0, not {self.noise_multiplier}"
-            )
+        POSITIVE.check("CentralDP", "clip_norm", self.clip_norm)
+        NOT_NEGATIVE.check("CentralDP", "noise_multiplier", self.noise_multiplier)
         if self.accountant is None:
             return
         if self.noise_multiplier == 0:

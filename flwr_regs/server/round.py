@@ -88,7 +88,7 @@ class Round:
         why = [name_failures(self.failures)] if self.failures else []
         raise RoundFailed(
             f"round {self.number} of {method}: {len(self.used)} usable replies from a cohort of "
-            f"{len(self.cohort)}, needed {least}; "
+            f"{len(self.cohort)}, needed {least}: "
             + "; ".join(why + [f"{name}: {pids}" for name, pids in named.items() if pids])
         )
 

@@ -129,7 +129,7 @@ def test_a_schedule_reaches_the_server_optimisers_alone() -> None:
     [
         ("FedFOO(a=1)", ValueError, "'FedFOO(a=1)': the package has no strategy or term 'FedFOO'; did you"),
         ("FedFOR(alfa=1)", TypeError, "takes no argument 'alfa'; did you mean 'alpha'?"),
-        ("FedFOR(alpha=-1)", ValueError, "'FedFOR(alpha=-1)': FedFOR needs alpha >= 0, not alpha=-1"),
+        ("FedFOR(alpha=-1)", ValueError, "'FedFOR(alpha=-1)': FedFOR: alpha must be a number of"),
         ("FedADC(variant='x')", ValueError, "'FedADC(variant='x')': variant must be 'nesterov' or"),
         ("FedADC(downlink='x')", ValueError, "downlink must be 'model' or 'delta', not 'x'"),
         ("FedProx", TypeError, "'FedProx': missing a required argument: 'mu'; for example FedProx(mu=0.1)"),

@@ -1283,11 +1283,6 @@ def test_an_unknown_argument_is_named_with_what_was_meant(wrong: Any, match: str
         FedProx(0.1, **wrong)
 
 
-def test_terms_must_be_instances() -> None:
-    with pytest.raises(TypeError, match=r"instances, such as .*FedAvg'> is none"):
-        RegStrategy([FedAvg])  # type: ignore[list-item]
-
-
 def test_an_older_server_is_told_of_the_adapter() -> None:
     with pytest.raises(TypeError, match=r"LegacyStrategy .docs/migration.md"):
         FedAvg().initialize_parameters(None)

@@ -100,13 +100,13 @@ def test_weight_decay_is_fine() -> None:
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        (lambda: FedADC(beta=1.0), r"beta_local must lie in \[0, 1\), not 1.0"),
-        (lambda: FedADC(alpha=0.0), "alpha must be positive, not 0"),
+        (lambda: FedADC(beta=1.0), "FedADC: beta must be a number from 0 to below 1, not 1.0"),
+        (lambda: FedADC(alpha=0.0), "FedADC: alpha must be a positive number, not 0.0"),
         (lambda: FedADC(variant="red"), "variant must be 'nesterov' or 'heavy-ball', not 'red'"),
         (lambda: FedADC(local_momentum=0.5, beta_local=0.1), "has one beta"),
-        (lambda: FedADCPlus(lam=1.5), r"lam must lie in \[0, 1\], not 1.5"),
-        (lambda: FedADCPlus(temperature=0.0), "temperature must be positive"),
-        (lambda: SlowMo(beta=-0.1), r"beta must lie in \[0, 1\), not -0.1"),
+        (lambda: FedADCPlus(lam=1.5), "FedADCPlus: lam must be a number from 0 to 1, not 1.5"),
+        (lambda: FedADCPlus(temperature=0.0), "temperature must be a positive number, not 0.0"),
+        (lambda: SlowMo(beta=-0.1), "SlowMo: beta must be a number from 0 to below 1, not -0.1"),
         (lambda: FedADC(overlap=True), "overlap=True needs downlink='delta'"),
         (lambda: FedADC(cohorts="all"), "cohorts must be 'uniform' or 'class-covering'"),
     ],

@@ -155,9 +155,12 @@ def test_something_that_is_no_optimiser_is_refused_when_built() -> None:
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        (lambda: FedAdam(tau=0.0), "tau must be positive"),
-        (lambda: FedAdam(beta_1=1.0), r"beta_1 must lie in \[0, 1\)"),
-        (lambda: FedAdagrad(server_lr=-1.0), "lr must be positive"),
+        (lambda: FedAdam(tau=0.0), "FedAdam: tau must be a positive number, not 0.0"),
+        (lambda: FedAdam(beta_1=1.0), "beta_1 must be a number from 0 to below 1, not 1.0"),
+        (
+            lambda: FedAdagrad(server_lr=-1.0),
+            "FedAdagrad: server_lr must be a positive number, not -1.0",
+        ),
     ],
 )
 def test_wrong_settings_are_refused(build: Any, message: str) -> None:

@@ -87,11 +87,11 @@ def test_sixteen_bits_hold_any_range(largest: float) -> None:
 @pytest.mark.parametrize(
     ("settings", "match"),
     [
-        ({"sums_bits": 8}, "sums_bits must be 16, 32 or None, not 8"),
-        ({"sums_every": 0}, "sums_every must be a number of rounds or None, not 0"),
+        ({"sums_bits": 8}, "EFL: sums_bits must be 16 or 32, or None, not 8"),
+        ({"sums_every": 0}, "sums_every must be a whole number of at least 1, or None, not 0"),
         ({"sums_every": 1.5}, "sums_every must be"),
-        ({"sums_density": 0.0}, "sums_density must be a fraction"),
-        ({"sums_density": float("nan")}, "sums_density must be a fraction"),
+        ({"sums_density": 0.0}, "sums_density must be a number above 0, up to 1, or None"),
+        ({"sums_density": float("nan")}, "sums_density must be a number above 0, up to 1, or None"),
     ],
     ids=str,
 )

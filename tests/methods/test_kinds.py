@@ -162,7 +162,7 @@ KINDS = [
     Kind("a triple, or a bare tensor", lambda pairs: [(x, y, y) for x, y in pairs],
          refused=r"not a tuple of 3 entries"),
     Kind("a triple, or a bare tensor", lambda pairs: [x[:2] for x, _ in pairs],
-         refused=r"must be a pair.*not a Tensor"),
+         refused=r"train_data is a list of arrays: expected batches of \(inputs, targets\)"),
     Kind("a tensor", model=make_model),
     Kind("a tuple or list", model=returns(lambda logits: (logits, logits.sum()))),
     Kind("a dataclass", model=returns(lambda logits: Classified(logits=logits))),

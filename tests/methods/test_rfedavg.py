@@ -280,10 +280,16 @@ def test_the_noise_does_not_follow_from_the_runs_seed() -> None:
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        (lambda: RFedAvg(lam=-1.0), "lam must not be negative"),
-        (lambda: RFedAvg(lam=1.0, delta_batches=0), "delta_batches must be at least 1"),
+        (lambda: RFedAvg(lam=-1.0), "RFedAvg: lam must be a number of at least 0, not -1.0"),
+        (
+            lambda: RFedAvg(lam=1.0, delta_batches=0),
+            "delta_batches must be a whole number of at least 1, or None, not 0",
+        ),
         (lambda: RFedAvgPlus(lam=1.0, noise_std=1.0), "give both"),
-        (lambda: RFedAvgPlus(lam=1.0, clip_norm=0.0), "clip_norm must be positive"),
+        (
+            lambda: RFedAvgPlus(lam=1.0, clip_norm=0.0),
+            "clip_norm must be a positive number, or None, not 0.0",
+        ),
     ],
 )
 def test_wrong_settings_are_refused(build: Any, message: str) -> None:

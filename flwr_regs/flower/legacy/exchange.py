@@ -12,7 +12,7 @@ from flwr.server.client_manager import ClientManager
 from flwr.server.client_proxy import ClientProxy
 from flwr.serverapp import Grid
 
-from flwr_regs.flower.network import GridNetwork
+from flwr_regs.flower.network import GridNetwork, reason_of
 from flwr_regs.wire import keys
 
 INSTEAD = (
@@ -75,8 +75,7 @@ class Exchange:
         for reply in self._replies or ():
             if reply.metadata.src_node_id == node_id:
                 if reply.has_error():
-                    why = f"error code {reply.error.code}: {reply.error.reason}"
-                    raise RuntimeError(f"node {node_id}: {why}")
+                    raise RuntimeError(f"node {node_id}: {reason_of(reply)}")
                 return reply
         raise RuntimeError(f"node {node_id}: no reply")
 

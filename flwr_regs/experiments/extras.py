@@ -1,0 +1,42 @@
+"""How to install packages that are missing: a command that works for this copy of flwr-regs."""
+
+from __future__ import annotations
+
+import json
+import re
+from importlib.metadata import Distribution, PackageNotFoundError, distribution
+from urllib.parse import urlparse
+from urllib.request import url2pathname
+
+NAME = "flwr-regs"
+
+
+def install_command(extra: str) -> str:
+    """Return the command that installs an extra of this package, such as ``"simulation"``.
+
+    In a clone that was installed as editable, ``pip install -e "<the clone>[simulation]"``; from a wheel,
+    the packages of the extra by name, because the package itself need not be on an index. Where it was not
+    installed at all (the sources are on Python's path), what to call in the clone.
+    """
+    try:
+        found = distribution(NAME)
+    except PackageNotFoundError:
+        return f'pip install -e ".[{extra}]" in the clone'
+    origin = json.loads(found.read_text("direct_url.json") or "{}")
+    if origin.get("dir_info", {}).get("editable"):
+        clone = url2pathname(urlparse(origin["url"]).path)
+        return f'pip install -e "{clone}[{extra}]"'
+    return " ".join(["pip install", *packages_of(extra, found)])
+
+
+def packages_of(extra: str, found: Distribution) -> list[str]:
+    """Return the packages of an extra, as `pip install` takes them; ValueError without such an extra."""
+    names = []
+    for requirement in found.requires or ():
+        what, _, marker = requirement.partition(";")
+        if re.search(rf"extra == ['\"]{re.escape(extra)}['\"]", marker):
+            needed = what.strip()
+            names.append(f'"{needed}"' if re.search(r"[^\w.-]", needed) else needed)
+    if not names:
+        raise ValueError(f"{NAME} has no extra '{extra}'")
+    return sorted(names, key=lambda name: name.strip('"').lower())

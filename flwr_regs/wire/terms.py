@@ -1,0 +1,57 @@
+"""The terms that a user gives: instances to a strategy, classes to a client. Refuses what is mixed up."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from flwr_regs.term import Term
+
+
+def check_instances(terms: Any, who: str) -> Sequence[Term]:
+    """Return the terms of a strategy of class `who`; TypeError unless they are a list of instances."""
+    if isinstance(terms, Term) or not isinstance(terms, Sequence) or isinstance(terms, str):
+        raise TypeError(
+            f"{who} takes a list of terms, such as {who}([Proximal(0.1)]), not {_named(terms)}"
+        )
+    for term in terms:
+        if isinstance(term, Term):
+            continue
+        hint = " (a client's are classes)" if _is_term_class(term) else ""
+        inner = getattr(term, "term", None)
+        if isinstance(inner, Term) and (own := getattr(inner, "terms", ())):
+            hint = f"; give its terms, {list(own)}"
+        raise TypeError(
+            f"{who}'s terms are instances, such as Proximal(0.1), not {_named(term)}{hint}"
+        )
+    return terms
+
+
+def check_classes(terms: Any, who: str) -> tuple[type[Term], ...]:
+    """Return the terms of a client of class `who`; TypeError unless they are a list of classes."""
+    if isinstance(terms, type | Term | str) or not isinstance(terms, Sequence):
+        raise TypeError(
+            f"{who} takes a list of classes of terms, such as terms=[Proximal], not {_named(terms)}"
+        )
+    for term in terms:
+        if not _is_term_class(term):
+            hint = "; its hyper-parameters come from the strategy" * isinstance(term, Term)
+            raise TypeError(
+                f"{who}'s terms are classes, such as Proximal, not {_named(term)}{hint}"
+            )
+    return tuple(terms)
+
+
+def _is_term_class(term: Any) -> bool:
+    return isinstance(term, type) and issubclass(term, Term)
+
+
+def _named(given: Any) -> str:
+    """Return what was given, as a message calls it."""
+    if isinstance(given, type):
+        return f"the class {given.__name__}"
+    if isinstance(given, Term):
+        return f"the term {given!r}"
+    if isinstance(getattr(given, "term", None), Term):
+        return f"the strategy {type(given).__name__}"
+    return repr(given)

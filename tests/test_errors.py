@@ -1,0 +1,451 @@
+"""A user's mistakes: each ends in one sentence that says what was given, what is expected, and where."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import math
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
+from flwr.clientapp import ClientApp
+from torch.utils.data import DataLoader, TensorDataset
+
+import flwr_regs as fr
+from flwr_regs.client.training import local_round
+from flwr_regs.methods.registry import METHODS
+from flwr_regs.server.network import name_failures
+from flwr_regs.wire.errors import described
+from tests.conftest import ROOT, make_clients, make_model
+
+
+def kind_of(value: Any) -> str:
+    """A test's name: the same in each process, without addresses."""
+    return "" if isinstance(value, str) and len(value) > 20 else type(value).__name__
+
+
+# The frame that is named
+
+
+def users_loss(output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.cross_entropy(output, targets.reshape(-1, 7, 13))  # the user's line
+
+
+def failed_round(app: ClientApp, clients: int = 3) -> tuple[str, fr.FedAvg]:
+    """The text of the RoundFailed that ends round 1, and the strategy."""
+    strategy = fr.FedAvg(seed=1, fraction_evaluate=0.0)
+    with pytest.raises(fr.RoundFailed) as failed:
+        strategy.start(
+            grid=fr.InProcessGrid(app, clients),
+            initial_arrays=ArrayRecord(make_model().state_dict()),
+            num_rounds=1,
+            train_config=ConfigRecord({"lr": 0.1, "local-epochs": 1}),
+        )
+    assert failed.value.__cause__ is None
+    assert failed.value.__context__ is None
+    return str(failed.value), strategy
+
+
+def app_of(make: Callable[[], Any]) -> ClientApp:
+    return fr.client_app(lambda context: make())
+
+
+def test_an_error_below_torch_names_the_users_line() -> None:
+    data = make_clients()[0]
+    text, strategy = failed_round(
+        app_of(lambda: fr.FedAvgClient(make_model(), data, loss_fn=users_loss))
+    )
+    line = inspect.getsourcelines(users_loss)[1] + 1
+    expected = f"test_errors.py, line {line}: return torch.nn.functional.cross_entropy(output, "
+    assert expected in text
+    assert text.count("test_errors.py") == 1  # once for three clients
+    assert "clients [0, 1, 2] failed: RuntimeError: " in text
+    assert len(text.splitlines()) == 1
+    assert set(strategy.history[-1]["failures"]) == {0, 1, 2}
+
+
+def test_a_term_that_raises_names_its_line() -> None:
+    class Wrong(fr.Term):
+        name = "wrong"
+
+        def correct(self, grads: Any, params: Any, ctx: Any) -> Any:
+            return {n: g + missing for n, g in grads.items()}  # type: ignore[name-defined]  # noqa: F821
+
+    data = make_clients()[0]
+    strategy = fr.RegStrategy([Wrong()], seed=1, fraction_evaluate=0.0)
+    app = app_of(lambda: fr.RegClient(make_model(), data, terms=[Wrong]))
+    with pytest.raises(
+        fr.RoundFailed, match=r"name 'missing' .*test_errors.py, line \d+: return {n"
+    ):
+        strategy.start(
+            grid=fr.InProcessGrid(app, 3),
+            initial_arrays=ArrayRecord(make_model().state_dict()),
+            train_config=ConfigRecord({"lr": 0.1, "local-epochs": 1}),
+        )
+
+
+def test_an_own_loop_names_its_line() -> None:
+    app = fr.RegClientApp()
+
+    @app.train()
+    def train(message: Message, context: Context) -> Message:
+        loop = fr.ClientRound(message, fr.FedAvgClient, make_model(), None)  # type: ignore[arg-type]
+        return loop.reply()
+
+    text, _ = failed_round(app)
+    assert "train_data is None" in text
+    assert "test_errors.py, line" in text
+    assert ": loop = fr.ClientRound(message, " in text
+
+
+def test_an_app_without_this_package_names_the_users_line() -> None:
+    app = ClientApp()
+
+    @app.train()
+    def train(message: Message, context: Context) -> Message:
+        return {}["nothing"]  # type: ignore[no-any-return]
+
+    grid = fr.InProcessGrid(app, 1)
+    (reply,) = grid.send_and_receive([grid.create_message(RecordDict(), "train", 1000, "1")])
+    assert reply.error.reason.startswith("KeyError: 'nothing' (")
+    assert """: return {}["nothing"]  # type""" in reply.error.reason
+
+
+def test_without_a_line_of_the_users_it_is_ours() -> None:
+    namespace: dict[str, Any] = {"__name__": "library", "local_round": local_round}
+    code = "def run(): local_round(None, None, object(), lr=0.1, epochs=1)"
+    exec(compile(code, "/x/site-packages/library/run.py", "exec"), namespace)
+    with pytest.raises(TypeError) as raised:
+        namespace["run"]()
+    raised.value.__traceback__ = raised.tb.tb_next  # without this file's frame
+    text = described(raised.value)
+    assert "flwr_regs/client/batches.py, line " in text
+    assert "site-packages" not in text
+    assert text.endswith(")")
+    assert ": raise" not in text  # the text of the error says more
+
+
+def test_a_library_outside_of_site_packages_is_not_the_users() -> None:
+    torchs: dict[str, Any] = {"__name__": "torch.nn.functional"}
+    exec(compile("def call(): len(7)", "/src/torch/functional.py", "exec"), torchs)
+    with pytest.raises(TypeError) as raised:
+        torchs["call"]()
+    assert "test_errors.py" in described(raised.value)
+    assert "functional.py" not in described(raised.value)
+
+
+def test_a_long_text_of_many_lines_becomes_a_short_one() -> None:
+    text = described(RuntimeError("a\n  b " * 1000))
+    assert text.startswith("RuntimeError: a b a b ")
+    assert len(text) < 600
+    assert "\n" not in text
+    assert described(ValueError()) == "ValueError"
+
+
+def test_a_clients_traceback_is_in_the_log_only_on_demand(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    data = make_clients()[0]
+    app = app_of(lambda: fr.FedAvgClient(make_model(), data, loss_fn=users_loss))
+    logger = logging.getLogger("flwr")
+    propagates, logger.propagate = logger.propagate, True
+    try:
+        with caplog.at_level(logging.INFO, logger="flwr"):
+            failed_round(app)
+        assert "Traceback" not in caplog.text
+        assert len(caplog.text.splitlines()) < 15
+        caplog.clear()
+        with caplog.at_level(logging.DEBUG, logger="flwr"):
+            failed_round(app)
+        assert "Traceback" in caplog.text
+    finally:
+        logger.propagate = propagates
+
+
+def test_a_failed_client_keeps_the_state_that_it_had() -> None:
+    calls = []
+
+    def client() -> Any:
+        calls.append(1)
+        data = make_clients()[0]
+        return fr.FedAvgClient(make_model(), data, loss_fn=users_loss)
+
+    def writing(message: Message, context: Context, call_next: Any) -> Message:
+        context.state["mine"] = ConfigRecord({"calls": 1})
+        return call_next(message, context)  # type: ignore[no-any-return]
+
+    grid = fr.InProcessGrid(fr.client_app(lambda c: client(), mods=[writing]), 2)
+    strategy = fr.FedAvg(seed=1, fraction_evaluate=0.0)
+    with pytest.raises(fr.RoundFailed):
+        strategy.start(
+            grid=grid,
+            initial_arrays=ArrayRecord(make_model().state_dict()),
+            train_config=ConfigRecord({"lr": 0.1, "local-epochs": 1}),
+        )
+    assert calls
+    assert all(not context.state for context in grid._contexts.values())
+
+
+def test_many_failures_are_named_in_a_few_lines() -> None:
+    one = name_failures(dict.fromkeys(range(12), "no disk"))
+    assert one == "clients [0, 1, 2, 3, 4, 5, 6, 7, 8, 9] and 2 more failed: no disk"
+    many = name_failures({k: f"disk {k // 2} is full" for k in range(100)})
+    lines = many.splitlines()
+    assert lines[1] == "  clients [0, 1] failed: disk 0 is full"
+    assert lines[-1] == "  80 more clients failed with 40 other errors"
+    assert len(lines) == 12
+
+
+# What is no batches
+
+X, Y = torch.zeros(6, 4, dtype=torch.float64), torch.arange(6) % 3
+DATASET = TensorDataset(X, Y)
+NO_BATCHES: list[tuple[Any, str]] = [
+    (
+        DATASET,
+        r"^{name} is a TensorDataset: expected batches, such as DataLoader\({name}, batch_size=32",
+    ),
+    (torch.utils.data.Subset(DATASET, [0, 1]), r"^{name} is a Subset: expected batches, such as"),
+    ([X, Y], r"^{name} is a list of arrays: expected .*DataLoader\(TensorDataset\(\*{name}\)"),
+    ((X.numpy(), Y.numpy()), r"^{name} is a tuple of arrays: .*such as \[\(inputs, targets\)\]"),
+    (
+        X,
+        r"^{name} is a Tensor: expected batches of \(inputs, targets\), such as DataLoader\(Tensor",
+    ),
+    (np.zeros(3), r"^{name} is a ndarray: expected batches"),
+    ({"x": X, "y": Y}, r"^{name} is a dict, which is one batch: .*such as \[{name}\]"),
+    (
+        iter([(X, Y)]),
+        r"^{name} is a list_iterator, which can be iterated only once: expected .*again",
+    ),
+    (((X, Y) for _ in range(2)), r"^{name} is a generator, which can be iterated only once"),
+    ("digits", r"^{name} is 'digits': expected batches of \(inputs, targets\), such as DataLoader"),
+    (7, r"^{name} is 7: expected batches"),
+    (DataLoader, r"^{name} is <class '.*DataLoader'>: expected batches"),
+]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "match"), [*NO_BATCHES, (None, r"^{name} is None: expected batches")], ids=kind_of
+)
+def test_what_is_no_batches_is_refused_at_construction(wrong: Any, match: str) -> None:
+    good = [(X, Y)]
+    match = match.replace("{name}", "train_data")
+    with pytest.raises(TypeError, match=match):
+        fr.FedAvgClient(make_model(), wrong)
+    with pytest.raises(TypeError, match=match):
+        local_round(make_model(), fr.Proximal(0.1), wrong, lr=0.1, epochs=1)
+    if wrong is not None:  # no eval_data
+        with pytest.raises(TypeError, match=match.replace("train_data", "eval_data")):
+            fr.FedAvgClient(make_model(), good, wrong)
+
+
+class Reiterable:
+    def __iter__(self) -> Any:
+        return iter([(X, Y)])
+
+
+class Indexed:
+    def __getitem__(self, index: int) -> Any:
+        return [(X, Y)][index]
+
+
+@pytest.mark.parametrize(
+    "good",
+    [
+        DataLoader(DATASET, batch_size=3),
+        [(X, Y)],
+        ((X, Y),),
+        [{"x": X, "y": Y}],
+        Reiterable(),
+        Indexed(),
+    ],
+    ids=kind_of,
+)
+def test_batches_of_any_kind_train(good: Any) -> None:
+    fr.FedAvgClient(make_model(), good, good)
+    local_round(make_model(), fr.Proximal(0.1), good, lr=0.1, steps=3, device="cpu")
+
+
+def test_batches_that_run_out_are_named() -> None:
+    class Once(Reiterable):
+        def __init__(self) -> None:
+            self.batches = [(X, Y)]
+
+        def __iter__(self) -> Any:
+            batches, self.batches = self.batches, []
+            return iter(batches)
+
+    with pytest.raises(ValueError, match=r"pass 2 over train_data, a Once, yields no batch"):
+        local_round(make_model(), fr.Proximal(0.1), Once(), lr=0.1, steps=3, device="cpu")
+
+
+# Terms
+
+CASES: list[tuple[Any, str]] = [
+    (
+        fr.Proximal(0.1),
+        r"takes a list of terms, such as RegStrategy\(\[Proximal\(0.1\)\]\), not the term Prox",
+    ),
+    (fr.Proximal, r"takes a list of terms, such as .*, not the class Proximal"),
+    ("FedProx", r"takes a list of terms, .*, not 'FedProx'"),
+    (None, r"takes a list of terms, .*, not None"),
+    ([fr.Proximal], r"terms are instances, .*, not the class Proximal \(a client's are classes\)"),
+    ([fr.FedProx], r"terms are instances, .*, not the class FedProx"),
+    (
+        [fr.FedProx(0.1)],
+        r"terms are instances, .*, not the strategy FedProx; give its terms, \[Prox",
+    ),
+    ([fr.Proximal(0.1), "x"], r"terms are instances, .*, not 'x'"),
+    ([], r"takes at least one term; for plain averaging use FedAvg\(\)"),
+]
+
+
+@pytest.mark.parametrize(("wrong", "match"), CASES, ids=kind_of)
+def test_a_strategys_terms_are_a_list_of_instances(wrong: Any, match: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=f"^RegStrategy('s)? {match}"):
+        fr.RegStrategy(wrong)
+
+
+CLASSES: list[tuple[Any, str]] = [
+    (fr.Proximal(0.1), r"takes a list of classes of terms, such as .*, not the term Proximal\(mu"),
+    (
+        fr.Proximal,
+        r"takes a list of classes of terms, such as terms=\[Proximal\], not the class Prox",
+    ),
+    (
+        [fr.Proximal(0.1)],
+        r"terms are classes, .* term Proximal.*hyper-parameters come from the strategy",
+    ),
+    ([fr.FedProx], r"terms are classes, such as Proximal, not the class FedProx"),
+    ([fr.FedProx(0.1)], r"terms are classes, such as Proximal, not the strategy FedProx"),
+]
+
+
+@pytest.mark.parametrize(("wrong", "match"), CLASSES, ids=kind_of)
+def test_a_clients_terms_are_a_list_of_classes(wrong: Any, match: str) -> None:
+    with pytest.raises(TypeError, match=f"^RegClient('s)? {match}"):
+        fr.RegClient(make_model(), [(X, Y)], terms=wrong)
+
+
+# Names
+
+
+@pytest.mark.parametrize(
+    ("wrong", "meant"),
+    [("FedAvgg", "FedAvg"), ("fedavg", "FedAvg"), ("FEDFORClient", "FedFORClient")],
+)
+def test_a_misspelt_name_is_named_with_what_was_meant(wrong: str, meant: str) -> None:
+    expected = f"module 'flwr_regs' has no attribute '{wrong}'; did you mean '{meant}'"
+    with pytest.raises(AttributeError, match=expected):
+        getattr(fr, wrong)
+    with pytest.raises(ImportError, match=expected):
+        exec(f"from flwr_regs import {wrong}")
+    assert not hasattr(fr, wrong)
+
+
+def test_a_folder_of_the_package_is_still_imported_by_name() -> None:
+    code = "from flwr_regs import wire, server, FedAvg; print(wire.__name__, server.__name__)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == ["flwr_regs.wire", "flwr_regs.server"]
+
+
+# Hyper-parameters
+
+WRONG: tuple[Any, ...] = ("0.1", [0.1], math.nan, math.inf, True, -1.0, object())
+
+
+def parameters() -> list[tuple[str, str, dict[str, Any], Any]]:
+    """(method, parameter, its row's other arguments, its default) of all numbers and switches."""
+    found = []
+    for method in METHODS.values():
+        kind = getattr(fr, method.name)
+        signature = inspect.signature(kind)
+        example: dict[str, Any] = {}
+
+        def note(
+            *args: Any, _signature: Any = signature, _into: Any = example, **kwargs: Any
+        ) -> None:
+            _into.update(_signature.bind(*args, **kwargs).arguments)
+
+        eval(method.example, {method.name: note})
+        example |= example.pop("kwargs", {})
+        for name, parameter in signature.parameters.items():
+            kinds = str(parameter.annotation).split(" | ")
+            if {"float", "int", "bool"} & {*kinds}:
+                found.append((method.name, name, example, parameter.default))
+        if method.name == "FedOpt":  # torch's own, by name
+            found += [(method.name, name, example, 0.0) for name in ("lr", "momentum")]
+    return found
+
+
+PARAMETERS = parameters()
+NAMES = [f"{method}-{name}" for method, name, *_ in PARAMETERS]
+
+
+def test_the_law_covers_every_method_with_numbers() -> None:
+    without = {"FedAvg", "FedBN", "FedPer"}
+    assert {method for method, *_ in PARAMETERS} == set(METHODS) - without
+    assert len(PARAMETERS) > 45
+
+
+@pytest.mark.parametrize(("method", "name", "example", "default"), PARAMETERS, ids=NAMES)
+def test_a_wrong_hyper_parameter_is_named_with_its_method(
+    method: str, name: str, example: dict[str, Any], default: Any
+) -> None:
+    switch, optional = isinstance(default, bool), default is None
+    wrong = [*(v for v in WRONG if not (switch and v is True)), *([] if optional else [None])]
+    if method == "FedOpt":  # torch says which numbers it takes
+        wrong = [v for v in wrong if v != -1.0]
+    for value in wrong:
+        with pytest.raises((TypeError, ValueError)) as refused:
+            getattr(fr, method)(**{**example, name: value})
+        text = str(refused.value)
+        assert text.startswith(f"{method}: {name} must be "), (value, text)
+        assert text.endswith(f"not {value!r}"), (value, text)
+        assert len(text.splitlines()) == 1
+
+
+@pytest.mark.parametrize(("method", "name", "example", "default"), PARAMETERS, ids=NAMES)
+def test_a_numpy_number_is_a_number(
+    method: str, name: str, example: dict[str, Any], default: Any
+) -> None:
+    value = example.get(name, default)
+    if isinstance(value, float):
+        getattr(fr, method)(**{**example, name: np.float64(value)})
+    if type(value) is int:
+        getattr(fr, method)(**{**example, name: np.int64(value)})
+
+
+def test_a_term_and_a_users_own_method_are_named_too() -> None:
+    class Mine(fr.FedProx):
+        def __init__(self, mu: float, **kwargs: Any) -> None:
+            super().__init__(mu, **kwargs)
+
+    with pytest.raises(ValueError, match=r"^Mine: mu must be a number of at least 0, not '1'$"):
+        Mine("1")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"^Proximal: mu must be a number of at least 0, not -1$"):
+        fr.Proximal(-1)
+    with pytest.raises(
+        ValueError, match=r"^CentralDP: clip_norm must be a positive number, not '1'$"
+    ):
+        fr.CentralDP("1", 1.0)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="Invalid learning rate"):  # torch's own words
+        fr.FedOpt("SGD", lr=-1.0)
+
+
+@pytest.mark.parametrize("kind", [fr.FedAdam, fr.FedAvgM, fr.FedOpt])
+def test_a_schedule_is_a_function(kind: Any) -> None:
+    given = ["SGD"] if kind is fr.FedOpt else []
+    with pytest.raises(TypeError, match=r"server_lr_schedule must be a function .*, not 0\.9"):
+        kind(*given, server_lr_schedule=0.9)
+    with pytest.raises(TypeError, match=r"server_optimizer must be a function .*, not None"):
+        fr.FedOpt(None)  # type: ignore[arg-type]
