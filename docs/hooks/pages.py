@@ -23,7 +23,7 @@ def on_config(config: Any) -> Any:
     order = [name.lower() for name in registry.METHODS]
     folder = Path(config.docs_dir) / "methods"
     found = sorted(
-        folder.glob("*.md"), key=lambda p: (order.index(p.stem) if p.stem in order else -1, p.stem)
+        folder.glob("*.md"), key=lambda p: (order.index(p.stem) if p.stem in order else len(order), p.stem)
     )
     (methods,) = (entry["Methods"] for entry in config.nav if "Methods" in entry)
     methods.extend(f"methods/{path.name}" for path in found)
