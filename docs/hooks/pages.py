@@ -23,7 +23,8 @@ def on_config(config: Any) -> Any:
     order = [name.lower() for name in registry.METHODS]
     folder = Path(config.docs_dir) / "methods"
     found = sorted(
-        folder.glob("*.md"), key=lambda p: (order.index(p.stem) if p.stem in order else len(order), p.stem)
+        folder.glob("*.md"),
+        key=lambda p: (order.index(p.stem) if p.stem in order else len(order), p.stem),
     )
     (methods,) = (entry["Methods"] for entry in config.nav if "Methods" in entry)
     methods.extend(f"methods/{path.name}" for path in found)
@@ -50,7 +51,6 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 def settings() -> str:
     """Return the table of the settings, as the package makes it."""
-    if "def settings_markdown(" not in (ROOT / "flwr_regs/experiments/job.py").read_text():
+    if not (ROOT / "flwr_regs/experiments/settings.py").is_file():
         return "For the list of settings, run `flwr-regs list settings`."
-    job = importlib.import_module("flwr_regs.experiments.job")
-    return str(job.settings_markdown())
+    return str(importlib.import_module("flwr_regs.experiments.settings").markdown())

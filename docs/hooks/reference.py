@@ -20,7 +20,10 @@ ALSO = {
 }
 """Public names that are not in ``flwr_regs.__all__`` -> where they are defined."""
 PAGES = {
-    "api-methods": ("Strategies and clients", "A strategy, a client and the terms for each method."),
+    "api-methods": (
+        "Strategies and clients",
+        "A strategy, a client and the terms for each method.",
+    ),
     "api-flower": (
         "Flower",
         "What every strategy and client has, apps, grids, training loops of your own, privacy.",
@@ -30,12 +33,14 @@ PAGES = {
 
 
 def public() -> dict[str, str]:
-    """Return public name -> where it is defined. The package's names are lazy: nothing heavy loads.
+    """Return public name -> where it is defined; methods in the order of the registry.
 
-    pages.py has put the repository on the path.
+    The package's names are lazy, so nothing heavy loads. pages.py has put the repository on the path.
     """
     package = importlib.import_module("flwr_regs")
-    return {name: f"flwr_regs.{package._HOME[name]}.{name}" for name in package.__all__} | ALSO
+    methods = [n for row in package.METHODS.values() for n in row.names if n in package.__all__]
+    names = dict.fromkeys([*methods, *package.__all__])
+    return {name: f"flwr_regs.{package._HOME[name]}.{name}" for name in names} | ALSO
 
 
 def page_of(path: str) -> str:
