@@ -30,6 +30,8 @@ class InProcessGrid(Grid):
     run_config : mapping, optional
         ``context.run_config`` of every client.
 
+    Notes
+    -----
     As on a real node, a client gets a copy of its message. If it raises, its reply is an error and its
     ``Context.state`` stays as it was.
 

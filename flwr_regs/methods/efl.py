@@ -79,7 +79,9 @@ class Elastic(FisherSums):
         pull, and where the server sends nothing, there is no pull. What is left out is not made up for
         later. None: all.
 
-    The last three are ours, not the paper's, and go together.
+    Notes
+    -----
+    `sums_bits`, `sums_every` and `sums_density` are ours, not the paper's, and go together.
     """
 
     name: ClassVar[str] = "elastic"
