@@ -7,6 +7,8 @@ from functools import cached_property, lru_cache
 
 import numpy as np
 
+from flwr_regs.experiments.extras import install_command
+
 Array = np.ndarray
 
 DATASETS = {
@@ -98,4 +100,4 @@ def _centred(x: Array) -> Array:
 
 def missing_extra(package: str, purpose: str) -> ImportError:
     """Return the error for a package of the simulation extra that is not installed."""
-    return ImportError(f"{purpose} needs {package}: pip install 'flwr-regs[simulation]'")
+    return ImportError(f"{purpose} needs {package}: {install_command('simulation')}")

@@ -14,6 +14,7 @@ from flwr_regs.abilities import Personalises, Withholds
 from flwr_regs.experiments.build import bare, build, named
 from flwr_regs.experiments.calls import parse_methods
 from flwr_regs.experiments.data import load
+from flwr_regs.experiments.extras import install_command
 from flwr_regs.experiments.partitions import partition
 from flwr_regs.experiments.settings import Settings, checked, key
 from flwr_regs.flower.strategy import RegStrategy
@@ -200,7 +201,7 @@ class Job(Settings):
             accountant = RdpAccountant(config, tuple(map(float, orders)))
         except ImportError as error:
             raise ValueError(
-                "setting 'dp-clip-norm' needs dp-accounting: pip install 'flwr-regs[privacy]', or "
+                f"setting 'dp-clip-norm' needs dp-accounting: {install_command('privacy')}, or "
                 "dp-noise=0, which protects nobody"
             ) from error
         return flwr_regs.CentralDP(self.dp_clip_norm, self.dp_noise, accountant)
