@@ -60,3 +60,9 @@ def test_the_guide_agrees_with_the_registry(setting: str, fits: object) -> None:
     assert len(no) > 3
     assert [n for n in yes if not fits(METHODS[n])] == []  # type: ignore[operator]
     assert [n for n in no if fits(METHODS[n])] == []  # type: ignore[operator]
+
+
+def test_the_page_of_the_settings_is_the_packages() -> None:
+    """``flwr-regs list settings --markdown`` prints its table."""
+    page = (ROOT / "docs/reference/settings.md").read_text()
+    assert page.endswith(f"\n\n{settings.markdown()}")
