@@ -13,10 +13,10 @@ from mkdocs.structure.files import File
 
 ROOT = Path(__file__).parents[2]
 ALSO = {
-    "chain": "flwr_regs.chain.chain",
-    "check_method": "flwr_regs.testing.check.check_method",
-    "local_round": "flwr_regs.client.training.local_round",
-    "LocalTraining": "flwr_regs.client.training.LocalTraining",
+    "flwr_regs.chain.chain": "flwr_regs.chain.chain",
+    "flwr_regs.testing.check_method": "flwr_regs.testing.check.check_method",
+    "flwr_regs.client.local_round": "flwr_regs.client.training.local_round",
+    "flwr_regs.client.LocalTraining": "flwr_regs.client.training.LocalTraining",
 }
 """Public names that are not in ``flwr_regs.__all__`` -> where they are defined."""
 PAGES = {
@@ -76,14 +76,8 @@ def on_files(files: Any, config: Any) -> Any:
         overview += [f"**[{title}]({page}.md).** {what}", "", links, ""]
         text = "\n\n".join([f"# {title}", what, *(f"::: {p}" for p in here.values())])
         files.append(File.generated(config, f"reference/{page}.md", content=text))
-    imports = "Import a name from `flwr_regs`, but " + ", ".join(
-        f"`{name}` from `{home.rpartition('.')[0]}`" for name, home in ALSO.items()
-    )
-    files.append(
-        File.generated(
-            config, "reference/api.md", content="\n".join([*overview, f"{imports}.", ""])
-        )
-    )
+    overview.append("Import a name without a dot from `flwr_regs` itself.")
+    files.append(File.generated(config, "reference/api.md", content="\n".join(overview)))
     return files
 
 
