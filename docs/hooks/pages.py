@@ -1,4 +1,4 @@
-"""Pages that come from elsewhere: CONTRIBUTING.md, CHANGELOG.md, the settings, and one page per method."""
+"""Pages that come from elsewhere: CONTRIBUTING.md, CHANGELOG.md, and one page per method."""
 
 from __future__ import annotations
 
@@ -13,12 +13,11 @@ from mkdocs.structure.files import File
 ROOT = Path(__file__).parents[2]
 COPIES = {"CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
 """A file of the repository -> its page."""
-SETTINGS = "<!-- settings -->"
 
 
 def on_config(config: Any) -> Any:
     """Add the pages of docs/methods/ to the navigation, in the order of the registry."""
-    sys.path.insert(0, str(ROOT))  # for the package's plain data: names, registry, settings
+    sys.path.insert(0, str(ROOT))  # for the package's plain data: names, registry
     registry = importlib.import_module("flwr_regs.methods.registry")
     order = [name.lower() for name in registry.METHODS]
     folder = Path(config.docs_dir) / "methods"
@@ -42,15 +41,8 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Point links at the copies, and fill in the settings."""
+    """Point links at the copies."""
     up = "../" * page.file.src_uri.count("/")
     for source, copy in COPIES.items():
         markdown = markdown.replace(f"]({up}../{source}", f"]({up}{copy}")
-    return markdown.replace(SETTINGS, settings()) if SETTINGS in markdown else markdown
-
-
-def settings() -> str:
-    """Return the table of the settings, as the package makes it."""
-    if not (ROOT / "flwr_regs/experiments/settings.py").is_file():
-        return "For the list of settings, run `flwr-regs list settings`."
-    return str(importlib.import_module("flwr_regs.experiments.settings").markdown())
+    return markdown
