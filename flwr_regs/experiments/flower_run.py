@@ -8,6 +8,7 @@ its own, and an app in a temporary folder; each of its seeds is one Flower run.
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import os
 import signal
@@ -23,6 +24,7 @@ from pathlib import Path
 from typing import IO
 
 from flwr_regs.experiments import records, settings
+from flwr_regs.experiments.data import missing_extra
 from flwr_regs.experiments.engine import Plan
 from flwr_regs.experiments.job import Job
 from flwr_regs.experiments.progress import Progress
@@ -49,8 +51,11 @@ def execute(plan: Plan, folder: Path, progress: Progress, gpus: float = 0.0) -> 
     """Train what the plan lacks in `folder` by Ray, and return its runs; `gpus` is each client's share.
 
     The labels of the plan must be its methods. The output of Flower and Ray goes to ``flower.log``.
-    Raises RuntimeError if Flower does not start, or ends before a method of ours has begun.
+    Raises ImportError without Ray; RuntimeError if Flower does not start, or ends before a method of ours
+    has begun.
     """
+    if importlib.util.find_spec("ray") is None:
+        raise missing_extra("ray", "Flower's simulation")
     missing = plan.missing(folder)
     with (
         progress,

@@ -72,6 +72,8 @@ def simulate(
     >>> result.table()["n"].tolist()
     [2, 2]
     """
+    if not seeds:
+        raise ValueError("seeds must hold a seed, such as (1, 2, 3)")
     if runner not in RUNNERS:
         raise ValueError(f"runner must be one of {', '.join(RUNNERS)}, not {runner!r}")
     several = (

@@ -6,6 +6,7 @@ import re
 
 import pytest
 
+from flwr_regs.experiments import settings
 from flwr_regs.experiments.methods_table import properties_of
 from flwr_regs.methods.registry import METHODS
 from flwr_regs.server.round import Round

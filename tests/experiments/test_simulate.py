@@ -1,0 +1,132 @@
+"""``flwr_regs.simulate``: three lines, quiet, and the command line's numbers."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import flwr_regs
+from flwr_regs import FedFOR, Term, simulate
+from flwr_regs.experiments import cli
+from flwr_regs.experiments.engine import Plan
+from tests.conftest import ROOT
+
+QUICK: dict[str, Any] = {"rounds": 2, "local_epochs": 1}
+
+
+def test_it_is_quiet_and_gives_the_numbers_of_the_command(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    threads = torch.get_num_threads()
+    result = simulate("FedAvg, FedFOR(alpha=0.1)", seeds=(1, 2), **QUICK)
+    assert capfd.readouterr() == ("", "")
+    assert torch.get_num_threads() == threads
+    assert not list(tmp_path.iterdir())
+    table = result.table()
+    assert table.index.tolist() == ["FedAvg", "FedFOR(alpha=0.1)"]
+    assert table["n"].tolist() == [2, 2]
+    assert result.plot().axes
+    assert result.plot("megabytes").axes
+    words = [
+        "run",
+        "methods=FedAvg, FedFOR(alpha=0.1)",
+        "rounds=2",
+        "local-epochs=1",
+        "--seeds",
+        "1,2",
+    ]
+    assert cli.main([*words, "out=here"]) == 0
+    again = Plan.load(Path("here")).results(Path("here")).table()
+    columns = ["final", "last5", "mb", "worst_client"]
+    np.testing.assert_array_equal(again[columns], table[columns])
+
+
+def load() -> Any:
+    """Two classes of points with three numbers each."""
+    rng = np.random.default_rng(0)
+    y = np.arange(240) % 2
+    x = rng.normal(size=(240, 3)) + 2 * y[:, None]
+    return (x[:200], y[:200]), (x[200:], y[200:])
+
+
+class Net(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 2))
+
+
+class Halved(FedFOR):
+    """A strategy of the notebook's own."""
+
+
+def test_a_notebooks_own_data_model_and_method_go_in_as_they_are() -> None:
+    result = simulate(
+        ["FedAvg", Halved], load, Net, partition="iid", seeds=[1], num_clients=4, lr=0.2, rounds=5
+    )
+    table = result.table()
+    assert len(table) == 2
+    assert (table["final"] > 0.8).all()
+    with pytest.raises(
+        ValueError, match="other processes find methods, data set and model by name"
+    ):
+        simulate("FedAvg", load, Net, workers=2, **QUICK)
+
+
+def test_out_keeps_everything(tmp_path: Path) -> None:
+    simulate("FedAvg", seeds=[1], out=tmp_path / "kept", **QUICK)
+    assert (tmp_path / "kept" / "accuracy.pdf").is_file()
+    saved = json.loads((tmp_path / "kept" / "settings.json").read_text())
+    assert saved["seeds"] == [1]
+    with pytest.raises(ValueError, match="holds results"):
+        simulate("FedAvg", seeds=[1], out=tmp_path / "kept", **QUICK)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"runner": "spark"}, "runner must be one of process, ray, not 'spark'"),
+        ({"methods": "FedAvgg"}, "did you mean 'FedAvg'"),
+        ({"learning_rate": 1.0}, "unknown setting 'learning-rate'; did you mean 'lr'"),
+        ({"num_clients": 100_000}, "100000"),
+        ({"seeds": ()}, "seeds"),
+        ({"seeds": (1, 1)}, "with seed 1 stands here twice"),
+        ({"dataset": lambda: 7}, "expected"),
+    ],
+)
+def test_what_is_wrong_is_said_before_anything_trains(given: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        simulate(**{"seeds": (1,), **QUICK, **given})
+
+
+def test_an_error_of_the_user_is_one_error(capfd: pytest.CaptureFixture[str]) -> None:
+    class Bad(Term):
+        name = "bad"
+
+        def correct(self, grads: Any, params: Any, ctx: Any) -> Any:
+            return {n: g + missing for n, g in grads.items()}  # type: ignore[name-defined]  # noqa: F821
+
+    with pytest.raises(RuntimeError, match=r"NameError.*test_simulate\.py"):
+        simulate([Bad], seeds=(1,), **QUICK)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_one_process_needs_no_ray() -> None:
+    code = (
+        "import sys; sys.modules['ray'] = None\n"
+        "import flwr_regs\n"
+        "assert len(flwr_regs.simulate('FedAvg', seeds=(1,), rounds=1, local_epochs=1).runs) == 1\n"
+        "try:\n    flwr_regs.simulate('FedAvg', seeds=(1,), rounds=1, runner='ray')\n"
+        "except ImportError as error:\n    assert 'needs ray: pip install' in str(error), error\n"
+        "else:\n    sys.exit('no error')\n"
+    )
+    found = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert found.returncode == 0, found.stderr
+    assert "simulate" in flwr_regs.__all__
