@@ -105,6 +105,18 @@ def uses(rows: Iterable[Method]) -> str:
     )
 
 
+def guide(rows: Iterable[Method]) -> str:
+    """Return README's table: when to use each method, and what it costs."""
+    lines = ["| method | use it when | clients keep | down, up | beside a gradient a step |"]
+    lines.append("|---|---|---|---|---|")
+    for row in rows:
+        name = f"[{row.name}](docs/{page(row)})"
+        traffic = f"{_down(row)}, {row.up:g}{' +' if row.beside else ''}"
+        cells = (name, row.use_when or "–", row.state or "–", traffic, row.gradients or "–")
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def costs(row: Method) -> str:
     """Return the table of a method's page on what it costs and goes with."""
     p = properties_of(row)
@@ -192,6 +204,7 @@ PARTS: Mapping[str, Callable[[Any], str]] = {
     "costs": costs,
     "composes": composes,
     "uses": uses,
+    "guide": guide,
     "table": lambda rows: markdown(rows),
 }
 """The part of a page that a mark names -> its text. A mark without a method's name is for all rows."""

@@ -1,0 +1,233 @@
+"""The comparisons that the documents show: kept results, tables, pictures, and whether they still hold.
+
+``python -m benchmarks.comparisons keep FOLDER NAME`` keeps what ``flwr-regs bench`` wrote into FOLDER as
+``docs/studies/NAME``: without models, and with a round's totals alone. ``... report`` writes the tables into
+the pages, between ``<!-- study: NAME -->`` and ``<!-- end -->``, and draws the pictures; a mark may name
+methods, ``<!-- study: NAME: FedAvg; FedFOR -->``. ``... check`` trains one seed of every study again and
+compares; data sets that are no part of a package need ``--data-dir``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from flwr_regs import METHODS
+from flwr_regs.experiments import cli, plots, records
+from flwr_regs.experiments.calls import parse_methods
+from flwr_regs.experiments.records import Run
+from flwr_regs.experiments.results import Results, number, per_cent
+from flwr_regs.experiments.settings import DEFAULTS
+from flwr_regs.experiments.tuning import Bench
+
+ROOT = Path(__file__).parents[1]
+STUDIES = ROOT / "docs" / "studies"
+PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+MARK = re.compile(r"(<!-- study: ([\w-]+)(?:: (.*?))? -->\n).*?(?=<!-- end -->)", re.S)
+MANY = 8
+"""With more methods than this, a picture shows the best ones; the table has all."""
+ELSEWHERE = ("out", "code-dir", "data-dir")
+"""Settings that are paths of the machine that trained."""
+
+
+def keep(source: Path, target: Path) -> None:
+    """Copy a benchmark's records without what no document needs, and without paths."""
+    bench, target = Bench.load(source), target
+    (target / "runs").mkdir(parents=True, exist_ok=True)
+    for name in ("bench.json", "settings.json"):
+        found = json.loads((source / name).read_text())
+        found["command"] = command(bench)
+        for settings in [found.get("bench", {}).get("settings", {}), *_settings(found)]:
+            for key in ELSEWHERE:
+                settings.pop(key, None)
+        (target / name).write_text(json.dumps(found, indent=1) + "\n")
+    for path in sorted((source / "runs").glob("*.jsonl")):
+        run = records.read(path)
+        assert run is not None, path
+        lines = [{"run": _head(run)}, *_rounds(run), {"end": _end(run)}]
+        (target / "runs" / path.name).write_text("".join(json.dumps(x) + "\n" for x in lines))
+
+
+def _settings(found: dict[str, Any]) -> list[dict[str, Any]]:
+    return [run["settings"] for run in found.get("runs", ())]
+
+
+def _head(run: Run) -> dict[str, Any]:
+    job = {**run.job, **dict.fromkeys(ELSEWHERE, "")}
+    names = ("label", "method", "seed", "clients", "settings")
+    return {**{name: getattr(run, name) for name in names}, "job": job}
+
+
+def _rounds(run: Run) -> list[dict[str, Any]]:
+    lines: list[dict[str, Any]] = [
+        {"test": _test(point)} for point in run.test if not point["round"]
+    ]
+    for entry, point in zip(run.rounds, run.trained, strict=False):
+        ways = {
+            w: {"all": sum(entry[w].values())} for w in ("bytes_down", "bytes_up") if w in entry
+        }
+        seconds = {"all": round(sum(entry["seconds"].values()), 3)}
+        failures = {"failures": entry["failures"]} if entry.get("failures") else {}
+        lines.append({"round": {**ways, "seconds": seconds, **failures}, "test": _test(point)})
+    return lines
+
+
+def _test(point: dict[str, Any]) -> dict[str, Any]:
+    return {"round": point["round"], "accuracy": round(point["accuracy"], 5)}
+
+
+def _end(run: Run) -> dict[str, Any]:
+    names = ("seconds", "processor_seconds", "error", "warnings", "diverged", "ended")
+    clients = {k: v for k, v in run.per_client.items() if k in ("worst", "std")}
+    clients["clients"] = [round(a, 4) for a in run.per_client.get("clients", ())]
+    return {**{name: getattr(run, name) for name in names}, "per_client": clients}
+
+
+def command(bench: Bench) -> list[str]:
+    """Return the command that makes a benchmark's results."""
+    words = ["flwr-regs", "bench"]
+    for key, value in bench.settings.items():
+        if key == "data-dir":
+            words.append("data-dir=DIR")
+        elif key not in ELSEWHERE:
+            words.append(f"{key}={value}")
+    words += [word for space in bench.tune for word in ("--tune", space)]
+    words += ["--trials", str(bench.trials), "--seeds", ",".join(map(str, bench.seeds))]
+    return [*words, "--tuning-seeds", ",".join(map(str, bench.tuning_seeds))]
+
+
+def results(name: str) -> Results:
+    """Return the results of a kept study, compared with its first method."""
+    folder = STUDIES / name
+    methods = Bench.load(folder).methods
+    found = [records.read(path) for path in sorted((folder / "runs").glob("*.jsonl"))]
+    runs = sorted(
+        (run for run in found if run is not None), key=lambda r: (methods.index(r.label), r.seed)
+    )
+    return Results(runs, baseline=methods[0])
+
+
+def table(name: str, only: str = "") -> str:
+    """Return a study's table as Markdown, and what went wrong; `only` are its rows, else all."""
+    found, bench = results(name), Bench.load(STUDIES / name)
+    chosen = json.loads((STUDIES / name / "settings.json").read_text())["chosen"]
+    target = f"to {found.target:.0%}"
+    head = ["method", "last 5 rounds", f"against {found.baseline}", target, "worst client"]
+    head += ["MB", "processor s", "tuned"]
+    lines = [head, ["---"] * len(head)]
+    wanted = only.split("; ") if only else [row["method"] for row in found.rows()]
+    by_label = {row["method"]: row for row in found.rows()}
+    for row in (by_label[label] for label in wanted):
+        reached = "–"
+        if row["rounds_to_target"] is not None:
+            reached = f"{row['rounds_to_target']:.0f} ({row['reached']} of {row['n']})"
+        point = chosen[row["method"]]
+        tuned = ", ".join(f"{key.rpartition('.')[2]} {value}" for key, value in point.items())
+        cells = [f"`{row['method']}`", per_cent(row["last5"], row["last5_interval"])]
+        cells += [per_cent(row["difference"], row["difference_interval"]), reached]
+        cells += [
+            per_cent(row["worst_client"]),
+            number(row["mb"]),
+            number(row["processor_seconds"]),
+        ]
+        lines.append([*cells, tuned or "–"])
+    text = [f"| {' | '.join(line)} |" for line in lines]
+    seeds = ", ".join(map(str, found.seeds))
+    text += [
+        "",
+        f"Test accuracy in per cent, mean and 95 % interval over the seeds {seeds} (Student's t); "
+        f"differences are paired by seed. Tuned: the best of {bench.trials} trials on held-out data.",
+    ]
+    shown = Results([run for run in found.runs if run.label in wanted])
+    text += [f"\n**{warning}**" for warning in shown.warnings()]
+    return "\n".join(text)
+
+
+def filled(text: str) -> str:
+    """Return a page with the tables of its studies made anew."""
+    return MARK.sub(lambda match: f"{match[1]}\n{table(match[2], match[3] or '')}\n\n", text)
+
+
+def draw() -> None:
+    """Draw each study's pictures, and one for each method of the digits study beside FedAvg."""
+    images = ROOT / "docs" / "img"
+    for folder in sorted(STUDIES.glob("*/bench.json")):
+        name = folder.parent.name
+        found = results(name)
+        rows = sorted(found.rows(), key=lambda row: -(row["last5"] or 0))
+        best = {row["method"] for row in rows[: MANY - 1]} | {found.baseline}
+        shown = Results([r for r in found.runs if r.label in best], baseline=found.baseline)
+        for x in ("round", "megabytes"):
+            _png(shown.plot(x), images / "studies" / f"{name}-{x}.png")
+    every = {name: results(name) for name in ("digits", "domains") if (STUDIES / name).is_dir()}
+    for found in every.values():
+        for label in dict.fromkeys(run.label for run in found.runs):
+            (parts,) = parse_methods(label).values()
+            path = images / "methods" / f"{parts[0].target.lower()}.png"
+            if len(parts) == 1 and parts[0].target in METHODS and _first(found, label):
+                pair = {found.baseline, label}
+                _png(Results([r for r in found.runs if r.label in pair]).plot(), path)
+
+
+def _first(found: Results, label: str) -> bool:
+    """Return whether this is the first row of its method."""
+    target = label.partition("(")[0]
+    return next(r.label for r in found.runs if r.label.partition("(")[0] == target) == label
+
+
+def _png(figure: Any, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    png, pdf = sorted(
+        plots.save(figure, path.with_suffix("")), key=lambda p: p.suffix, reverse=True
+    )
+    pdf.unlink()
+    assert png == path
+
+
+def check(data_dir: str, tolerance: float, workers: int) -> int:
+    """Train the first seed of every study again; return 1 if one comes out otherwise."""
+    worst = 0
+    for path in sorted(STUDIES.glob("*/bench.json")):
+        bench = Bench.load(path.parent)
+        words = ["reproduce", str(path.parent), "--seeds", str(bench.seeds[0])]
+        words += ["--tolerance", str(tolerance), "--workers", str(workers)]
+        if str(bench.settings.get("dataset", DEFAULTS["dataset"])).startswith("mnist"):
+            if not data_dir:
+                print(f"{path.parent.name}: skipped, since it needs --data-dir")
+                continue
+            words.append(f"data-dir={data_dir}")
+        worst = max(worst, cli.main(words))
+    return worst
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Keep, report or check."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    verbs = parser.add_subparsers(dest="verb", required=True)
+    keeping = verbs.add_parser("keep")
+    keeping.add_argument("folder", type=Path)
+    keeping.add_argument("name")
+    verbs.add_parser("report")
+    checking = verbs.add_parser("check")
+    checking.add_argument("--data-dir", default="")
+    checking.add_argument("--tolerance", type=float, default=3.0)
+    checking.add_argument("--workers", type=int, default=2)
+    given = parser.parse_args(argv)
+    if given.verb == "keep":
+        keep(given.folder, STUDIES / given.name)
+    elif given.verb == "check":
+        return check(given.data_dir, given.tolerance, given.workers)
+    else:
+        draw()
+        for page in PAGES:
+            page.write_text(filled(page.read_text()))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
