@@ -1,7 +1,7 @@
 """The comparisons that the documents show: kept results, tables, pictures, and whether they still hold.
 
 ``python -m benchmarks.comparisons keep FOLDER NAME`` keeps what ``flwr-regs bench`` wrote into FOLDER as
-``docs/studies/NAME``: without models, and with a round's totals alone. ``... report`` writes the tables into
+``docs/studies/NAME``, without models, and with totals of rounds alone. ``... report`` writes tables into
 the pages, between ``<!-- study: NAME -->`` and ``<!-- end -->``, and draws the pictures; a mark may name
 methods, ``<!-- study: NAME: FedAvg; FedFOR -->``. ``... check`` trains one seed of every study again and
 compares; data sets that are no part of a package need ``--data-dir``.
@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,7 +29,7 @@ from flwr_regs.experiments.tuning import Bench
 ROOT = Path(__file__).parents[1]
 STUDIES = ROOT / "docs" / "studies"
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
-MARK = re.compile(r"(<!-- study: ([\w-]+)(?:: (.*?))? -->\n).*?(?=<!-- end -->)", re.S)
+MARK = re.compile(r"(<!-- (study|command): ([\w-]+)(?:: (.*?))? -->\n).*?(?=<!-- end -->)", re.S)
 MANY = 8
 """With more methods than this, a picture shows the best ones; the table has all."""
 ELSEWHERE = ("out", "code-dir", "data-dir")
@@ -72,8 +73,8 @@ def _rounds(run: Run) -> list[dict[str, Any]]:
             w: {"all": sum(entry[w].values())} for w in ("bytes_down", "bytes_up") if w in entry
         }
         seconds = {"all": round(sum(entry["seconds"].values()), 3)}
-        failures = {"failures": entry["failures"]} if entry.get("failures") else {}
-        lines.append({"round": {**ways, "seconds": seconds, **failures}, "test": _test(point)})
+        more = {k: entry[k] for k in ("failures", "epsilon", "delta", "clipped") if entry.get(k)}
+        lines.append({"round": {**ways, "seconds": seconds, **more}, "test": _test(point)})
     return lines
 
 
@@ -119,6 +120,8 @@ def table(name: str, only: str = "") -> str:
     target = f"to {found.target:.0%}"
     head = ["method", "last 5 rounds", f"against {found.baseline}", target, "worst client"]
     head += ["MB", "processor s", "tuned"]
+    private = any(row.get("epsilon") is not None for row in found.rows())
+    head += ["epsilon"] * private
     lines = [head, ["---"] * len(head)]
     wanted = only.split("; ") if only else [row["method"] for row in found.rows()]
     by_label = {row["method"]: row for row in found.rows()}
@@ -135,7 +138,8 @@ def table(name: str, only: str = "") -> str:
             number(row["mb"]),
             number(row["processor_seconds"]),
         ]
-        lines.append([*cells, tuned or "–"])
+        epsilon = [number(row.get("epsilon"))] * private
+        lines.append([*cells, tuned or "–", *epsilon])
     text = [f"| {' | '.join(line)} |" for line in lines]
     seeds = ", ".join(map(str, found.seeds))
     text += [
@@ -149,8 +153,15 @@ def table(name: str, only: str = "") -> str:
 
 
 def filled(text: str) -> str:
-    """Return a page with the tables of its studies made anew."""
-    return MARK.sub(lambda match: f"{match[1]}\n{table(match[2], match[3] or '')}\n\n", text)
+    """Return a page with the tables and commands of its studies made anew."""
+
+    def part(match: re.Match[str]) -> str:
+        if match[2] == "command":
+            line = shlex.join(command(Bench.load(STUDIES / match[3])))
+            return f"{match[1]}\n```bash\n{line}\n```\n\n"
+        return f"{match[1]}\n{table(match[3], match[4] or '')}\n\n"
+
+    return MARK.sub(part, text)
 
 
 def draw() -> None:
