@@ -39,6 +39,7 @@ from flwr_regs.wire.arrays import (
 )
 from flwr_regs.wire.config import check_evaluate_config, check_train_config
 from flwr_regs.wire.delta import decoded_model
+from flwr_regs.wire.errors import described
 from flwr_regs.wire.frozen import said
 
 LOG = logging.getLogger("flwr")
@@ -109,7 +110,7 @@ class Received:
             kept = ClientState.read(self.term, config)
             self._settled = kept.settle(self.term, config.get(keys.USED_KEY), update)
         except Exception as error:  # damaged, or a term cannot take it back
-            LOG.warning("this client's state is lost: %s: %s", type(error).__name__, error)
+            LOG.warning("this client's state is lost: %s", described(error))
             kept, self._settled = ClientState(), {}
         mine = kept.probe and kept.round == config[keys.ROUND_KEY]
         self.client = {**self._settled, **(kept.pending if mine else {})}

@@ -46,7 +46,7 @@ class RegStrategy(Strategy):
     Parameters
     ----------
     terms : sequence of Term
-        The method, left to right.
+        The method, left to right; none of them is FedAvg.
     **settings
         Weighting, cohorts, downlink, incomplete clients, privacy, …: the fields of
         :class:`flwr_regs.server.options.Options`, which says what each does.
@@ -62,7 +62,7 @@ class RegStrategy(Strategy):
     Raises
     ------
     ValueError
-        A setting out of range; settings or terms that exclude each other; no term.
+        A setting out of range; settings or terms that exclude each other.
     TypeError
         A setting that does not exist; no list of terms, or a term that is not an instance of Term.
     """
@@ -72,10 +72,6 @@ class RegStrategy(Strategy):
     def __init__(self, terms: Sequence[Term], **settings: Any) -> None:
         check_arguments(type(self), Options.names(), settings)
         self.term = chain(check_instances(terms, type(self).__name__))
-        if self.method is None and not self.term.terms:
-            raise ValueError(
-                f"{type(self).__name__} takes at least one term; for plain averaging use FedAvg()"
-            )
         self.options = Options.of(self.term, **settings)
         self.history: list[dict[str, Any]] = []
         self._training: Training | None = None

@@ -13,6 +13,7 @@ import numpy as np
 from flwr_regs.abilities import Weighs
 from flwr_regs.term import ServerContext, Slot, Term
 from flwr_regs.wire.arrays import LARGEST
+from flwr_regs.wire.errors import described
 
 STEPS = (
     "a client reports the metrics 'local-steps' (taken) and 'planned-steps' where train_config asks for "
@@ -178,7 +179,7 @@ def update_weights(
         except UnusableReplies:
             return ""  # names its client itself
         except Exception as error:
-            return f"{type(error).__name__}: {error}"
+            return described(error)
         return ""
 
     try:
@@ -186,7 +187,7 @@ def update_weights(
     except UnusableReplies:
         raise
     except Exception as error:
-        why = f"weigh of '{name}' fails: {type(error).__name__}: {error}"
+        why = f"weigh of '{name}' fails: {described(error)}"
         alone = {p: fails([p]) for p in replies}
         if all(alone.values()):  # for every reply: leave one out
             others = {p: [q for q in replies if q != p] for p in replies}

@@ -10,7 +10,7 @@ from flwr_regs.term import Term
 
 def check_instances(terms: Any, who: str) -> Sequence[Term]:
     """Return the terms of a strategy of class `who`; TypeError unless they are a list of instances."""
-    if isinstance(terms, Term) or not isinstance(terms, Sequence) or isinstance(terms, str):
+    if not isinstance(terms, Sequence) or isinstance(terms, str):
         raise TypeError(
             f"{who} takes a list of terms, such as {who}([Proximal(0.1)]), not {_named(terms)}"
         )
@@ -29,7 +29,7 @@ def check_instances(terms: Any, who: str) -> Sequence[Term]:
 
 def check_classes(terms: Any, who: str) -> tuple[type[Term], ...]:
     """Return the terms of a client of class `who`; TypeError unless they are a list of classes."""
-    if isinstance(terms, type | Term | str) or not isinstance(terms, Sequence):
+    if not isinstance(terms, Sequence) or isinstance(terms, str):
         raise TypeError(
             f"{who} takes a list of classes of terms, such as terms=[Proximal], not {_named(terms)}"
         )

@@ -189,7 +189,7 @@ def test_what_a_client_keeps_is_in_its_row(row: fr.Method) -> None:
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_what_stacks_is_what_the_laws_run_under_vmap(case: Any) -> None:
     """And a term uploads in the trial exactly if the chain says so."""
-    strategy = RegStrategy(case.terms) if case.terms else fr.FedAvg()
+    strategy = RegStrategy(case.terms)
     assert properties(strategy).stacks == ("stacked" not in case.exempt)
     assert properties(strategy).central_dp == (not strategy.term.uploading)
 
