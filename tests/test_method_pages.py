@@ -52,6 +52,9 @@ def test_what_comes_from_the_package_is_as_it_says(name: str) -> None:
     """Else run ``python -m flwr_regs.experiments.methods_table docs/methods.md docs/methods/*.md``."""
     text = (FOLDER / name).read_text()
     assert text == methods_table.filled(text)
+    readme = (ROOT / "README.md").read_text()
+    assert "<!-- guide -->" in readme
+    assert readme == methods_table.filled(readme)
 
 
 def test_the_overview_links_each_page() -> None:

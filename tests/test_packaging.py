@@ -74,9 +74,6 @@ def test_sources_on_the_path_have_no_clone_to_name(monkeypatch: pytest.MonkeyPat
     assert extras.install_command("lora") == 'pip install -e ".[lora]" in the clone'
 
 
-@pytest.mark.xfail(
-    strict=True, reason="experiments/data.py and job.py do not call install_command yet"
-)
 def test_no_message_advises_a_name_that_is_not_published() -> None:
     for path in (ROOT / "flwr_regs").rglob("*.py"):
         assert not re.search(r"pip install .?flwr-regs", path.read_text()), path

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import ast
 import importlib
-import re
 import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
-from inspect import signature
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -323,26 +321,3 @@ def test_docs_methods_has_the_registrys_rows() -> None:
     there = [line for line in page if line.startswith("| `")]
     assert there
     assert [line for line in there if line not in wanted] == []
-
-
-def test_readmes_table_names_methods_arguments_and_papers_of_the_registry() -> None:
-    table = (ROOT / "README.md").read_text().split("## Methods")[1].split("Every strategy also")[0]
-    lines = [line for line in table.splitlines() if line.startswith("| `")]
-    assert len(lines) > 10
-    for line in lines:
-        calls, _, paper = (cell.strip() for cell in line.strip("|").split("|"))
-        for name, arguments in re.findall(r"`(\w+)(?:\(([^`]*)\))?`", calls):
-            if name == "RegStrategy":
-                continue
-            row = fr.METHODS[name]
-            cls, parent = getattr(fr, name), fr.RegStrategy
-            takes = set(signature(cls.__init__).parameters) if cls is not parent else set()
-            given = set(re.findall(r"\w+", arguments))
-            assert given <= takes | set(vars(fr.FedAvg().options)), (name, given - takes)
-            if "the same" not in paper:
-                year = re.search(r"\d{4}", row.paper)
-                first = re.match(r"\w+", row.paper)
-                assert year is not None
-                assert first is not None
-                assert year[0] in paper, name
-                assert first[0] in paper, name
