@@ -102,6 +102,8 @@ def test_each_command_of_the_documents_is_accepted(
 ) -> None:
     """Its settings and methods are checked as for a run; nothing is trained."""
     (tmp_path / "my_module.py").write_text(OWN)
+    example = ROOT / "docs/examples/own-comparison/mine.py"
+    (tmp_path / "mine.py").write_text(example.read_text())
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "my_module", raising=False)

@@ -87,10 +87,11 @@ def _train(
     if not missing:
         return
     job, n = missing[0][1], len({label for label, _ in missing})
+    rows = plan.heading if plan.heading in ("method", "case", "trial") else "value"
     print(
-        f"flwr-regs {flwr_regs.__version__}: {len(missing)} runs ({n} x seeds "
-        f"{','.join(map(str, plan.seeds))}), {job.rounds} rounds each\n{job.dataset}, partition "
-        f"{job.partition} over {job.num_clients} clients; results: {folder}",
+        f"flwr-regs {flwr_regs.__version__}: {n} {rows}{'s' * (n > 1)}, "
+        f"seed{'s' * (len(plan.seeds) > 1)} {', '.join(map(str, plan.seeds))}, {job.rounds} rounds; "
+        f"{job.dataset}, partition {job.partition} over {job.num_clients} clients\nresults: {folder}",
         flush=True,
     )
     bars = progress([(label, job.seed, job.rounds) for label, job in missing])

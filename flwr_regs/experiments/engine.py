@@ -129,7 +129,7 @@ def execute(plan: Plan, folder: Path | None, progress: Progress, workers: int = 
         train = _here if workers == 1 else _in_workers
         for run in train(plan, missing, folder, progress, workers):
             runs[run.label, run.seed] = run
-            progress.ended(run.label, run.seed, run.error)
+            progress.ended(run.label, run.seed, run.stopped)
             if folder:
                 plan.results(folder).save(folder, pictures=False)
     return plan.recorded(folder) if folder else [runs[label, job.seed] for label, job in plan.jobs]

@@ -80,7 +80,7 @@ def execute(plan: Plan, folder: Path, progress: Progress, gpus: float = 0.0) -> 
                         f"Flower's run ended before {', '.join(sorted(lost))} began: see {log.name}"
                     )
                 for run in runs:
-                    progress.ended(run.label, seed, run.error)
+                    progress.ended(run.label, seed, run.stopped)
                     model = folder / f"{records.file_name(run.label)}.safetensors"
                     if len(plan.seeds) > 1 and model.is_file():
                         named = records.file_name(plan.model_name(run.label, jobs[0]))

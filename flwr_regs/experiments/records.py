@@ -93,6 +93,13 @@ class Run:
         return [float(s) for s in np.cumsum(spent)]
 
     @property
+    def stopped(self) -> str:
+        """Why it ended early, in a line; empty if it did not."""
+        if self.diverged:
+            return f"diverged in round {len(self.trained) + 1}"
+        return " ".join(self.error.split())[:300]
+
+    @property
     def rejected(self) -> int:
         """Replies that were not used because something was wrong with them."""
         return sum(len(r.get("failures", {})) for r in self.rounds)

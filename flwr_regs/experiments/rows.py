@@ -116,10 +116,9 @@ def warnings(runs: Sequence[Run]) -> list[str]:
             ("failed", [r for r in mine if r.error and not r.diverged]),
         ):
             if bad:
-                why = bad[0].error.partition(": ")[2][:160]
                 said.append(
-                    f"{label}: {len(bad)} of {_seeds(len(mine))} {what}; seed {bad[0].seed} after "
-                    f"round {len(bad[0].trained)}: {why}"
+                    f"{label}: {len(bad)} of {_seeds(len(mine))} {what}; seed {bad[0].seed}: "
+                    f"{bad[0].stopped[:160]}"
                 )
         whole = [r for r in mine if r.accuracy and not r.error]
         if fallen := [r for r in whole if collapsed(r)]:

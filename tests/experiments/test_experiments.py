@@ -244,7 +244,7 @@ def test_a_method_that_fails_leaves_its_history_and_the_model_before(
     saved = json.loads((tmp_path / "history.json").read_text())["methods"]["FedAvg"]
     assert "RoundFailed" in saved["error"]
     assert saved["diverged"]
-    assert "FedAvg: 1 of 1 seed diverged; seed 7 after round 0" in capsys.readouterr().out
+    assert "FedAvg: 1 of 1 seed diverged; seed 7: diverged in round 1" in capsys.readouterr().out
     assert saved["rounds"][-1]["failures"]
     assert (tmp_path / "FedAvg.safetensors").is_file()
 

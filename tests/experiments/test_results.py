@@ -83,7 +83,7 @@ def test_a_diverged_seed_is_counted_and_voids_nothing() -> None:
     assert row["last5"] == pytest.approx(0.9)
     assert row["reached"] == 2  # it was there before it diverged
     (said,) = rows.warnings([run("A", GOOD, 1), bad])
-    assert said.startswith("A: 1 of 2 seeds diverged; seed 2 after round 2: round 3 of X diverged")
+    assert said.startswith("A: 1 of 2 seeds diverged; seed 2: diverged in round 3")
     text = Results([run("A", GOOD, 1), bad]).text()
     assert "(2 of 2)" in text
     assert "1 of 2 seeds diverged" in text
