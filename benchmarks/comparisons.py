@@ -175,7 +175,7 @@ def draw() -> None:
         shown = Results([r for r in found.runs if r.label in best], baseline=found.baseline)
         for x in ("round", "megabytes"):
             _png(shown.plot(x), images / "studies" / f"{name}-{x}.png")
-    every = {name: results(name) for name in ("digits", "domains") if (STUDIES / name).is_dir()}
+    every = {name: results(name) for name in ("digits", "fedopt", "domains") if (STUDIES / name).is_dir()}
     for found in every.values():
         for label in dict.fromkeys(run.label for run in found.runs):
             (parts,) = parse_methods(label).values()
