@@ -105,7 +105,7 @@ def command(bench: Bench) -> list[str]:
 def results(name: str) -> Results:
     """Return the results of a kept study, compared with its first method."""
     folder = STUDIES / name
-    methods = Bench.load(folder).methods
+    methods = [*Bench.load(folder).labels]
     found = [records.read(path) for path in sorted((folder / "runs").glob("*.jsonl"))]
     runs = sorted(
         (run for run in found if run is not None), key=lambda r: (methods.index(r.label), r.seed)
@@ -175,7 +175,9 @@ def draw() -> None:
         shown = Results([r for r in found.runs if r.label in best], baseline=found.baseline)
         for x in ("round", "megabytes"):
             _png(shown.plot(x), images / "studies" / f"{name}-{x}.png")
-    every = {name: results(name) for name in ("digits", "fedopt", "domains") if (STUDIES / name).is_dir()}
+    every = {
+        name: results(name) for name in ("digits", "fedopt", "domains") if (STUDIES / name).is_dir()
+    }
     for found in every.values():
         for label in dict.fromkeys(run.label for run in found.runs):
             (parts,) = parse_methods(label).values()

@@ -34,7 +34,7 @@ def test_a_study_is_fair(name: str) -> None:
     assert len(bench.seeds) >= 5
     assert not {*bench.seeds} & {*bench.tuning_seeds}
     assert [(r.label, r.seed) for r in found.runs] == [
-        (m, s) for m in bench.methods for s in bench.seeds
+        (row, s) for row in bench.labels for s in bench.seeds
     ]
     settings = json.loads((comparisons.STUDIES / name / "settings.json").read_text())
     assert {*settings["trials"].values()} == {bench.trials}

@@ -111,7 +111,9 @@ def test_each_command_of_the_documents_is_accepted(
     monkeypatch.setattr(commands, "_report", lambda *_: 0)
     monkeypatch.setattr(Plan, "check", lambda _: None)  # it loads the data
     monkeypatch.setattr(Plan, "results", lambda *_: None)
-    monkeypatch.setattr(Bench, "chosen", lambda b, _: {m: b.trials_of(m)[0] for m in b.methods})
+    monkeypatch.setattr(
+        Bench, "chosen", lambda b, _: {row: b.trials_of(m)[0] for row, m in b.labels.items()}
+    )
     monkeypatch.setattr(Bench, "results", lambda *_: Nothing)
     for folder in ("DIR", "/data"):
         command = command.replace(f"data-dir={folder}", f"data-dir={tmp_path}")

@@ -55,7 +55,7 @@ def bench(args: argparse.Namespace) -> int:
     tuning = bench.tuning()
     tuning.check()
     if args.dry_run:
-        return _dry_run(tuning, args.workers, bench.test({m: {} for m in bench.methods}))
+        return _dry_run(tuning, args.workers, bench.test({row: {} for row in bench.labels}))
     if not args.resume:
         folder = out_folder(job)
         bench.save(folder, provenance(_words(args)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +117,31 @@ class Bench:
         return list(parse_methods(str(self.settings.get("methods", DEFAULTS["methods"]))))
 
     @property
+    def labels(self) -> dict[str, str]:
+        """Row -> method. A row's name leaves out what is tuned, unless two rows had the same then."""
+        tuned = {space.key for space in self.spaces}
+
+        def short(method: str) -> str:
+            (calls,) = parse_methods(method).values()
+            return "+".join(
+                str(
+                    replace(
+                        c,
+                        kwargs={
+                            k: v for k, v in c.kwargs.items() if f"{c.target}.{k}" not in tuned
+                        },
+                    )
+                )
+                for c in calls
+            )
+
+        names = [short(method) for method in self.methods]
+        return {
+            name if names.count(name) == 1 else method: method
+            for name, method in zip(names, self.methods, strict=True)
+        }
+
+    @property
     def spaces(self) -> list[Space]:
         """What is tried."""
         return [Space.read(text) for text in self.tune]
@@ -163,8 +188,8 @@ class Bench:
         """Return the plan of the trials."""
         return Plan(
             [
-                (_label(method, point), self.job(method, point, seed, tuning=True))
-                for method in self.methods
+                (_label(row, point), self.job(method, point, seed, tuning=True))
+                for row, method in self.labels.items()
                 for point in self.trials_of(method)
                 for seed in self.tuning_seeds
             ],
@@ -172,44 +197,46 @@ class Bench:
         )
 
     def chosen(self, runs: Sequence[Run]) -> dict[str, dict[str, str]]:
-        """Return method -> the point with the highest mean of the last five rounds on held-out data.
+        """Return row -> the point with the highest mean of the last five rounds on held-out data.
 
         A point of which a run diverged is not chosen. ValueError if a method has no other.
         """
         best = {}
-        for method in self.methods:
+        for row, method in self.labels.items():
             scores = []
             for point in self.trials_of(method):
-                mine = [r for r in runs if r.label == _label(method, point)]
+                mine = [r for r in runs if r.label == _label(row, point)]
                 good = mine and not any(r.error for r in mine)
                 scores.append((np.mean([rows.last(r) for r in mine]) if good else -1.0, point))
-            score, best[method] = max(scores, key=lambda s: s[0])
+            score, best[row] = max(scores, key=lambda s: s[0])
             if score < 0:
-                raise ValueError(
-                    f"{method}: every one of its {len(scores)} trials failed or diverged"
-                )
+                raise ValueError(f"{row}: every one of its {len(scores)} trials failed or diverged")
         return best
 
     def test(self, chosen: Mapping[str, Mapping[str, str]]) -> Plan:
         """Return the plan of the test, each method with what tuning chose."""
+        methods = self.labels
         return Plan(
             [
-                (method, self.job(method, point, seed, tuning=False))
-                for method, point in chosen.items()
+                (row, self.job(methods[row], point, seed, tuning=False))
+                for row, point in chosen.items()
                 for seed in self.seeds
             ],
-            more={"chosen": chosen, "trials": {m: len(self.trials_of(m)) for m in chosen}},
+            more={
+                "chosen": chosen,
+                "trials": {row: len(self.trials_of(methods[row])) for row in chosen},
+            },
         )
 
     def notes(self, chosen: Mapping[str, Mapping[str, str]]) -> list[str]:
         """Say what tuning chose, and where that is at the edge of what was tried."""
         said = []
-        for method, point in chosen.items():
-            tried = self.trials_of(method)
+        for row, point in chosen.items():
+            tried = self.trials_of(self.labels[row])
             words = (
                 ", ".join(f"{key} = {value}" for key, value in point.items()) or "nothing to tune"
             )
-            said.append(f"{method}: {words}; the best of {len(tried)} on held-out data")
+            said.append(f"{row}: {words}; the best of {len(tried)} on held-out data")
             for key, value in point.items():
                 every = sorted(float(p[key]) for p in tried if _is_number(p[key]))
                 if len(every) == len(tried) > 2 and float(value) in (every[0], every[-1]):
@@ -238,8 +265,8 @@ class Bench:
         return Results(runs, notes, baseline=runs[0].label if runs else "")
 
 
-def _label(method: str, point: Mapping[str, str]) -> str:
-    return f"{method} [{', '.join(f'{key}={value}' for key, value in point.items())}]"
+def _label(row: str, point: Mapping[str, str]) -> str:
+    return f"{row} [{', '.join(f'{key}={value}' for key, value in point.items())}]"
 
 
 def _is_number(text: str) -> bool:

@@ -203,6 +203,15 @@ def test_bench_tunes_with_equal_trials_on_data_that_the_test_has_not(
     assert bench.methods == ["FedAvg", "FedFOR"]
 
 
+def test_what_is_tuned_is_not_in_the_name_of_a_row() -> None:
+    methods = "FedProx(mu=0.1); EFL(lam=1); EFL(lam=1, density_up=0.1); FedADC(beta=0.6); FedADC(beta=0.9)"
+    tune = ("FedProx.mu=0.1,1", "EFL.lam=0.1..1", "FedADC.beta=0.3,0.6")
+    bench = tuning.Bench({"methods": methods}, tune, 2, (1,), (9,))
+    assert [*bench.labels] == [
+        *("FedProx", "EFL", "EFL(density_up=0.1)", "FedADC(beta=0.6)", "FedADC(beta=0.9)")
+    ]
+
+
 def test_bench_fails_when_a_method_collapses(tmp_path: Path) -> None:
     line = ["bench", FLAT, *QUICK, "--tune", "lr=0.1,0.2", "--tuning-seeds", "9", "--seeds", "1,2"]
     assert run(*line, "out=here") == 0
