@@ -119,7 +119,7 @@ def table(name: str, only: str = "") -> str:
     chosen = json.loads((STUDIES / name / "settings.json").read_text())["chosen"]
     target = f"to {found.target:.0%}"
     head = ["method", "last 5 rounds", f"against {found.baseline}", target, "worst client"]
-    head += ["MB", "processor s", "tuned"]
+    head += ["MB", f"MB {target}", "processor s", "tuned"]
     private = any(row.get("epsilon") is not None for row in found.rows())
     head += ["epsilon"] * private
     lines = [head, ["---"] * len(head)]
@@ -133,11 +133,8 @@ def table(name: str, only: str = "") -> str:
         tuned = ", ".join(f"{key.rpartition('.')[2]} {value}" for key, value in point.items())
         cells = [f"`{row['method']}`", per_cent(row["last5"], row["last5_interval"])]
         cells += [per_cent(row["difference"], row["difference_interval"]), reached]
-        cells += [
-            per_cent(row["worst_client"]),
-            number(row["mb"]),
-            number(row["processor_seconds"]),
-        ]
+        cells += [per_cent(row["worst_client"]), number(row["mb"]), number(row["mb_to_target"])]
+        cells.append(number(row["processor_seconds"]))
         epsilon = [number(row.get("epsilon"))] * private
         lines.append([*cells, tuned or "–", *epsilon])
     text = [f"| {' | '.join(line)} |" for line in lines]
