@@ -162,7 +162,7 @@ def filled(text: str) -> str:
 
 
 def draw() -> None:
-    """Draw each study's pictures, and one for each method of the digits study beside FedAvg."""
+    """Draw each study's pictures, and each method beside FedAvg in the first study that has it."""
     images = ROOT / "docs" / "img"
     for folder in sorted(STUDIES.glob("*/bench.json")):
         name = folder.parent.name
@@ -175,19 +175,15 @@ def draw() -> None:
     every = {
         name: results(name) for name in ("digits", "fedopt", "domains") if (STUDIES / name).is_dir()
     }
+    drawn = set[str]()
     for found in every.values():
         for label in dict.fromkeys(run.label for run in found.runs):
             (parts,) = parse_methods(label).values()
-            path = images / "methods" / f"{parts[0].target.lower()}.png"
-            if len(parts) == 1 and parts[0].target in METHODS and _first(found, label):
-                pair = {found.baseline, label}
-                _png(Results([r for r in found.runs if r.label in pair]).plot(), path)
-
-
-def _first(found: Results, label: str) -> bool:
-    """Return whether this is the first row of its method."""
-    target = label.partition("(")[0]
-    return next(r.label for r in found.runs if r.label.partition("(")[0] == target) == label
+            target = parts[0].target
+            if len(parts) == 1 and target in METHODS and target not in drawn:
+                drawn.add(target)
+                pair = Results([r for r in found.runs if r.label in (found.baseline, label)])
+                _png(pair.plot(), images / "methods" / f"{target.lower()}.png")
 
 
 def _png(figure: Any, path: Path) -> None:
