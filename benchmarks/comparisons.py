@@ -130,7 +130,9 @@ def table(name: str, only: str = "") -> str:
         if row["rounds_to_target"] is not None:
             reached = f"{row['rounds_to_target']:.0f} ({row['reached']} of {row['n']})"
         point = chosen[row["method"]]
-        tuned = ", ".join(f"{key.rpartition('.')[2]} {value}" for key, value in point.items())
+        names = {key: key.rpartition(".")[2] for key in point}
+        once = {k: n if [*names.values()].count(n) == 1 else k for k, n in names.items()}
+        tuned = ", ".join(f"{once[key]} {value}" for key, value in point.items())
         cells = [f"`{row['method']}`", per_cent(row["last5"], row["last5_interval"])]
         cells += [per_cent(row["difference"], row["difference_interval"]), reached]
         cells += [per_cent(row["worst_client"]), number(row["mb"]), number(row["mb_to_target"])]
