@@ -181,8 +181,9 @@ class Comparison:
                 loss, share = self._measured(arrays)
             elif server_round == 0:
                 return None
-            else:  # the clients have just evaluated
-                last = strategy.history[-1]
+            elif not (last := strategy.history[-1])["evaluate"]["clients"]:
+                return None  # this time, none of them could
+            else:
                 loss, share = (float(np.mean(_on_clients(last, m))) for m in ("loss", "accuracy"))
             run.test.append({"round": server_round, "loss": loss, "accuracy": share})
             recorder.round(run)

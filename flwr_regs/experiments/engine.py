@@ -54,6 +54,21 @@ class Plan:
         """The seeds, in order."""
         return list(dict.fromkeys(job.seed for _, job in self.jobs))
 
+    @classmethod
+    def fair(
+        cls, jobs: Sequence[tuple[str, Job]], heading: str = "method", ordered: bool = False
+    ) -> Plan:
+        """Return a plan in which the clients test every run if they must test one: rows compare so.
+
+        Raises ValueError if another run cannot be tested there.
+        """
+        if any(job.tested_on_clients for _, job in jobs):
+            jobs = [
+                (label, Job.from_run_config({**job.config, "test-on-clients": True}))
+                for label, job in jobs
+            ]
+        return cls(jobs, heading, ordered)
+
     def check(self) -> None:
         """Raise ValueError or OSError for what can be known to be impossible before anything trains."""
         keys = [(label, job.seed) for label, job in self.jobs]

@@ -42,8 +42,8 @@ class Job(Settings):
         bare(job.methods, job.code_dir)  # raises for a method that cannot be built
         if (job.held_out_clients or job.personalise) and job.tested_on_clients:
             raise ValueError(
-                "held-out-clients and personalise do not go with domains or private entries: with "
-                "these, the clients test the model"
+                "held-out-clients and personalise do not go with domains, private entries or "
+                "test-on-clients: with these, the clients test the model"
             )
         if job.data_dir and not Path(job.data_dir).expanduser().is_dir():
             raise ValueError(f"setting 'data-dir': there is no folder '{job.data_dir}'")
@@ -66,13 +66,13 @@ class Job(Settings):
 
     @property
     def tested_on_clients(self) -> bool:
-        """Whether the clients test the model: each has private entries or its own domain.
+        """Whether the clients test the model: as told, or each has private entries or its own domain.
 
         Otherwise the server tests it, without private entries or domains.
         """
         terms = [t for s in bare(self.methods, self.code_dir).values() for t in s.term.terms]
         private = any(isinstance(t, Withholds | Personalises) for t in terms)
-        return private or self.dataset.endswith("-domains")
+        return private or self.test_on_clients or self.dataset.endswith("-domains")
 
     @property
     def train_config(self) -> dict[str, Any]:

@@ -80,6 +80,11 @@ class Run:
         return [point["accuracy"] for point in self.trained]
 
     @property
+    def whole(self) -> bool:
+        """Whether it ran to its end, and was tested: it counts in means."""
+        return self.ended and not self.error and bool(self.trained)
+
+    @property
     def megabytes(self) -> list[float]:
         """10^6 bytes after each round, down and up together, per client of the population."""
         ways = ("bytes_down", "bytes_up", "bytes_ahead")
@@ -97,6 +102,8 @@ class Run:
         """Why it ended early, in a line; empty if it did not."""
         if self.diverged:
             return f"diverged in round {len(self.trained) + 1}"
+        if not self.ended and not self.error:
+            return f"it has {len(self.rounds)} of {self.job['rounds']} rounds"
         return " ".join(self.error.split())[:300]
 
     @property
@@ -112,7 +119,8 @@ class Run:
 
 def file_name(label: str) -> str:
     """Return a label without what file systems refuse; a long or changed one ends in a number."""
-    plain = re.sub(r"[^\w.+=,()-]+", "_", label)[:100]
+    plain = re.sub(r"[^\w.+=,()-]+", "_", label)
+    plain = plain.encode()[:100].decode(errors="ignore")  # file systems count bytes
     return plain if plain == label else f"{plain}-{zlib.crc32(label.encode()):08x}"
 
 
@@ -125,7 +133,7 @@ class Recorder:
         if folder is not None:
             path = record_path(folder, run.label, run.seed)
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = path.open("w")
+            self._file = path.open("w", encoding="utf-8")
         head = ("label", "method", "seed", "job", "clients", "settings")
         self._write({"run": {name: getattr(run, name) for name in head}})
 

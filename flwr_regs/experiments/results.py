@@ -8,7 +8,7 @@ import json
 import os
 import platform
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -67,10 +67,18 @@ class Results:
         return float(self.runs[0].job["target-accuracy"])
 
     @property
+    def _goal(self) -> str:
+        return f"{100 * self.target:.4g}%"
+
+    @property
     def title(self) -> str:
         """The data, the partition and the clients in words."""
-        job = self.runs[0].job
-        return f"{job['dataset']}, partition {job['partition']}, {self.runs[0].clients} clients"
+        clients = _either(run.clients for run in self.runs)
+        return f"{self._of('dataset')}, partition {self._of('partition')}, {clients} clients"
+
+    def _of(self, setting: str) -> str:
+        """Return a setting's value, or its values where the runs differ."""
+        return _either(run.job[setting] for run in self.runs)
 
     def rows(self) -> list[dict[str, Any]]:
         """Return a row for each label: see :func:`flwr_regs.experiments.rows.rows`."""
@@ -111,8 +119,8 @@ class Results:
             seed=run.seed,
             rounds=[point["round"] for point in run.test],
             accuracy=[point["accuracy"] for point in run.test],
-            megabytes=[0.0] * first + run.megabytes[: len(run.trained)],
-            seconds=[0.0] * first + run.clock[: len(run.trained)],
+            megabytes=[0.0] * first + [run.megabytes[p["round"] - 1] for p in run.trained],
+            seconds=[0.0] * first + [run.clock[p["round"] - 1] for p in run.trained],
             clients=run.per_client.get("clients", ()),
             stopped="" if run.ended and not run.error else run.error or "stopped",
         )
@@ -126,7 +134,7 @@ class Results:
         except ImportError as error:
             raise missing_extra("rich", "the table") from error
         out = io.StringIO()
-        console = Console(file=out, width=80, highlight=False)
+        console = Console(file=out, width=80, highlight=False, markup=False, emoji=False)
         grid = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
         cells = [self._cells(row) for row in self.rows()]
         for column in cells[0]:
@@ -138,9 +146,9 @@ class Results:
             grid.add_row(*line.values())
         console.print(grid)
         for text in [*self._legend(), *self.warnings(), *self._beside()]:
-            console.print(text, markup=False)
+            console.print(text)
         for note in self.notes:
-            console.print(f"NOTE: {note}", markup=False)
+            console.print(f"NOTE: {note}")
         return "\n".join(line.rstrip() for line in out.getvalue().splitlines()) + "\n"
 
     def _cells(self, row: Mapping[str, Any]) -> dict[str, str]:
@@ -158,7 +166,7 @@ class Results:
             cells["final"] = per_cent(row["final"], row["final_std"])
         if not several:
             cells["best"] = per_cent(row["best"])
-        cells |= {f"to {self.target:.0%}": reached, "worst": per_cent(row["worst_client"])}
+        cells |= {f"to {self._goal}": reached, "worst": per_cent(row["worst_client"])}
         cells["MB"] = number(row["mb"])
         cpu = row["processor_seconds"]
         cells["CPU s" if cpu is not None else "s"] = number(row["seconds"] if cpu is None else cpu)
@@ -185,8 +193,8 @@ class Results:
         what = "95 % interval" if self.baseline else "sample standard deviation"
         spread = f"mean ± {what}, n = {n} (seeds {seeds})" if n > 1 else f"n = 1 (seed {seeds})"
         return [
-            f"{self.title}, {job['rounds']} rounds; accuracy in % on {data}; {spread}.",
-            f"last 5: mean of the last five rounds; to {self.target:.0%}: rounds to it; {worst}; MB: "
+            f"{self.title}, {self._of('rounds')} rounds; accuracy in % on {data}; {spread}.",
+            f"last 5: mean of the last five rounds; to {self._goal}: rounds to it; {worst}; MB: "
             "per client, both ways, the whole run.",
         ]
 
@@ -223,9 +231,10 @@ class Results:
     def latex(self) -> str:
         """Return the table for a paper; it needs the LaTeX package booktabs."""
         cells = [self._cells(row) for row in self.rows()]
-        escape = str.maketrans(
-            {"%": r"\%", "_": r"\_", "&": r"\&", "#": r"\#", "±": r"$\pm$", "–": "--"}
-        )
+        escape = {c: f"\\{c}" for c in "%_&#${}"} | {"±": r"$\pm$", "–": "--"}
+        escape |= {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
+        escape |= {"<": r"$<$", ">": r"$>$", '"': "''"}
+        escape = str.maketrans(escape)
         lines = [[*cells[0]], *([*line.values()] for line in cells)]
         body = [" & ".join(c.translate(escape) for c in line) + r" \\" for line in lines]
         legend = " ".join(self._legend()).translate(escape)
@@ -268,6 +277,12 @@ class Results:
                 plots.save(self.plot("clients"), folder / "clients")
 
 
+def _either(values: Iterable[Any]) -> str:
+    """Return what all values are, or all of them if they are few."""
+    found = dict.fromkeys(map(str, values))
+    return " or ".join(found) if len(found) < 4 else "various"
+
+
 def per_cent(value: float | None, spread: float | None = None) -> str:
     """Return a cell: a fraction in per cent, and its spread if there is one."""
     if value is None:
@@ -285,8 +300,11 @@ def number(value: float | None) -> str:
 def write(path: Path, text: str) -> None:
     """Write a file whole or not at all."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(text)
-    temporary.replace(path)
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)  # after Ctrl-C, or on a full disk
 
 
 def provenance(command: Sequence[str]) -> dict[str, Any]:

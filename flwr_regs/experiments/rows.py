@@ -21,8 +21,8 @@ def rows(runs: Sequence[Run], target: float, baseline: str = "") -> list[dict[st
     Accuracies are fractions, means over the seeds that ran to their end, ``..._std`` their sample standard
     deviations (None for one seed).
 
-    method, n, diverged, collapsed
-        The label, its seeds, those of them that diverged, and those that collapsed.
+    method, n, diverged, failed, unfinished, collapsed
+        The label, its seeds, and those of them that diverged, failed, have not ended yet, or collapsed.
     last5, final, best
         The mean of the last five rounds, the last round, the best round.
     rounds_to_target, reached
@@ -45,9 +45,9 @@ def rows(runs: Sequence[Run], target: float, baseline: str = "") -> list[dict[st
         by_label.setdefault(run.label, []).append(run)
     found = [_row(label, mine, target) for label, mine in by_label.items()]
     if baseline:
-        known = {r.seed: last(r) for r in by_label[baseline] if not r.error}
+        known = {r.seed: last(r) for r in by_label[baseline] if r.whole}
         for row, mine in zip(found, by_label.values(), strict=True):
-            whole = [r for r in mine if not r.error]
+            whole = [r for r in mine if r.whole]
             paired = [last(r) - known[r.seed] for r in whole if r.seed in known]
             row["last5_interval"] = interval([last(r) for r in whole])
             row["difference"] = None if row["method"] == baseline else mean(paired)
@@ -56,13 +56,14 @@ def rows(runs: Sequence[Run], target: float, baseline: str = "") -> list[dict[st
 
 
 def _row(label: str, runs: Sequence[Run], target: float) -> dict[str, Any]:
-    whole = [r for r in runs if r.accuracy and not r.error]
-    reached = [(t, r) for r in runs if (t := first_at(r.accuracy, target)) is not None]
+    whole = [r for r in runs if r.whole]
+    reached = [(t, r) for r in runs if (t := first_at(r.trained, target)) is not None]
     row: dict[str, Any] = {
         "method": label,
         "n": len(runs),
         "diverged": sum(r.diverged for r in runs),
         "failed": sum(bool(r.error) and not r.diverged for r in runs),
+        "unfinished": sum(not r.ended and not r.error for r in runs),
         "collapsed": sum(collapsed(r) for r in whole),
     }
     for name, values in (
@@ -89,9 +90,9 @@ def _row(label: str, runs: Sequence[Run], target: float) -> dict[str, Any]:
     return row | _private(runs) | _personal(whole)
 
 
-def first_at(accuracies: Sequence[float], target: float) -> int | None:
-    """Return the first round at or above the target, from 1; None if there is none."""
-    return next((t for t, a in enumerate(accuracies, start=1) if a >= target), None)
+def first_at(tests: Sequence[dict[str, Any]], target: float) -> int | None:
+    """Return the first round whose test is at or above the target; None if there is none."""
+    return next((test["round"] for test in tests if test["accuracy"] >= target), None)
 
 
 def last(run: Run) -> float:
@@ -101,7 +102,7 @@ def last(run: Run) -> float:
 
 def collapsed(run: Run) -> bool:
     """Return whether a run ends far below its best: see :data:`COLLAPSE`."""
-    several = min(LAST, len(run.accuracy))
+    several = min(LAST, (len(run.accuracy) + 1) // 2)  # a short run can collapse too
     means = np.convolve(run.accuracy, np.ones(several) / several, "valid")
     return bool(means.max() - means[-1] > COLLAPSE)
 
@@ -114,19 +115,20 @@ def warnings(runs: Sequence[Run]) -> list[str]:
         for what, bad in (
             ("diverged", [r for r in mine if r.diverged]),
             ("failed", [r for r in mine if r.error and not r.diverged]),
+            ("unfinished, in no mean", [r for r in mine if not r.ended and not r.error]),
         ):
             if bad:
                 said.append(
                     f"{label}: {len(bad)} of {_seeds(len(mine))} {what}; seed {bad[0].seed}: "
                     f"{bad[0].stopped[:160]}"
                 )
-        whole = [r for r in mine if r.accuracy and not r.error]
+        whole = [r for r in mine if r.whole]
         if fallen := [r for r in whole if collapsed(r)]:
             r = fallen[0]
             best = int(np.argmax(r.accuracy))
             said.append(
                 f"{label}: {len(fallen)} of {_seeds(len(mine))} collapsed; seed {r.seed} ends at "
-                f"{r.accuracy[-1]:.1%}, its best was {r.accuracy[best]:.1%} in round {best + 1}"
+                f"{r.accuracy[-1]:.1%}, its best was {r.accuracy[best]:.1%} in round {r.trained[best]['round']}"
             )
         told = dict.fromkeys(text for r in mine for text in r.warnings)
         told |= dict.fromkeys(e["divergence"] for r in whole for e in r.rounds if "divergence" in e)

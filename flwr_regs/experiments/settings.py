@@ -99,6 +99,11 @@ class Settings:
         low=0,
         below=1,
     )
+    test_on_clients: bool = setting(
+        False,
+        "each client tests the model on test data of its own classes; always so if one of the methods "
+        "compared keeps entries private",
+    )
     rounds: int = setting(30, "rounds of training", low=1)
     fraction_train: float = setting(
         1.0, "share of the clients in a round's cohort", above=0, high=1

@@ -95,7 +95,7 @@ def simulate(
         job.check()
         one = [(m, Job.from_run_config({**job.config, "methods": m})) for m in job.method_names]
         jobs += one
-    plan = engine.Plan(jobs)
+    plan = engine.Plan.fair(jobs)
     plan.check()
     bars = (progress if show else Progress)([(label, j.seed, j.rounds) for label, j in jobs])
     with tempfile.TemporaryDirectory(prefix="flwr-regs-") as temporary:

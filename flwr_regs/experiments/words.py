@@ -32,7 +32,7 @@ def plan_of(args: argparse.Namespace) -> Plan:
                 jobs.append((row, replace(job, methods=method, seed=seed)))
     jobs.sort(key=lambda one: seeds.index(one[1].seed))  # whole comparisons first
     ordered = args.command == "sweep" and all(map(_is_number, cases))
-    return Plan(jobs, heading, ordered)
+    return Plan.fair(jobs, heading, ordered)
 
 
 def _cases(args: argparse.Namespace) -> tuple[str, dict[str, list[str]]]:

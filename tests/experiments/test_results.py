@@ -181,3 +181,62 @@ def test_a_record_is_there_after_each_round_and_when_a_line_is_torn(tmp_path: Pa
 )
 def test_numbers_have_three_digits(value: float | None, text: str) -> None:
     assert number(value) == text
+
+
+def test_an_unfinished_run_is_in_no_mean_and_is_said() -> None:
+    """As `plot` finds it after a kill: no end in its record."""
+    half = run("A", [0.2, 0.3], 2, ended=False)
+    (row,) = rows.rows([run("A", GOOD, 1), half], 0.85, "A")
+    assert (row["n"], row["unfinished"], row["last5_std"]) == (2, 1, None)
+    assert (row["last5"], row["mb"]) == (pytest.approx(0.9), pytest.approx(5.25))
+    (said,) = rows.warnings([run("A", GOOD, 1), half])
+    assert said == (
+        "A: 1 of 2 seeds unfinished, in no mean; seed 2: it has 2 of 30 rounds"
+    )
+    nothing = run("A", [], ended=False)
+    assert rows.rows([nothing], 0.85, "A")[0]["last5"] is None
+
+
+def test_a_label_is_shown_as_it_is_written() -> None:
+    labels = ["FedAvg [lr=0.1]", "[red]x :car:", r"50% $x_1^2$ {\a}~&#"]
+    made = Results([run(label, GOOD) for label in labels])
+    assert all(label in made.text() for label in labels)
+    assert r"50\% \$x\_1\textasciicircum{}2\$ \{\textbackslash{}a\}\textasciitilde{}\&\#" in (
+        made.latex()
+    )
+
+
+def test_labels_have_files_of_their_own_that_systems_take(tmp_path: Path) -> None:
+    labels = ["A b", "A_b", "A/b", "..", "字" * 120, "字" * 121, "x" * 300, "FedFOR(alpha=0.5)"]
+    paths = [records.record_path(tmp_path, label, 1) for label in labels]
+    assert len({*paths}) == len(labels)
+    for label, path in zip(labels, paths, strict=True):
+        Recorder(tmp_path, run(label, [])).end(run(label, []))
+        assert path.parent == tmp_path / "runs"
+        assert path.is_file()
+
+
+def test_the_words_fit_every_run() -> None:
+    made = Results([run("A", GOOD), run("B", GOOD)])
+    made.runs[1].job |= {"partition": "iid", "rounds": 7}
+    for r in made.runs:
+        r.job["target-accuracy"] = 0.925
+    text = " ".join(made.text().split())
+    assert "digits, partition shards or iid, 4 clients, 30 or 7 rounds;" in text
+    assert "to 92.5%: rounds to it" in text
+
+
+def test_a_short_run_can_collapse() -> None:
+    assert rows.collapsed(run("A", [0.5, 0.9, 0.1, 0.1]))
+    assert not rows.collapsed(run("A", [0.5, 0.9]))
+
+
+def test_a_round_without_a_test_moves_no_point() -> None:
+    """Where clients test, none of them may be able to once."""
+    gap = run("A", [0.5, 0.6, 0.9])
+    del gap.test[2]
+    curve = Results._curve(gap, dict)
+    assert curve["megabytes"] == [0.0, 0.75, 2.25]
+    assert curve["seconds"] == [0.0, 2.5, 7.5]
+    (row,) = rows.rows([gap], 0.85)
+    assert (row["rounds_to_target"], row["mb_to_target"]) == (3, 2.25)
