@@ -19,7 +19,7 @@ from flwr_regs.experiments.records import Run
 from flwr_regs.experiments.results import Results, provenance
 from flwr_regs.experiments.rows import last
 from flwr_regs.experiments.settings import DEFAULTS
-from flwr_regs.experiments.words import job_of, numbers, out_folder, plan_of
+from flwr_regs.experiments.words import check_seeds, job_of, numbers, out_folder, plan_of
 
 
 def run(args: argparse.Namespace) -> int:
@@ -48,6 +48,7 @@ def bench(args: argparse.Namespace) -> int:
     if args.resume:
         bench, folder = Bench.load(_resumed(args)), args.resume
     else:
+        check_seeds(args)
         job = job_of(args, [])
         changed = {k: v for k, v in job.config.items() if v != DEFAULTS[k]}
         seeds = numbers(args.seeds, "--seeds"), numbers(args.tuning_seeds, "--tuning-seeds")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import tomllib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -212,6 +213,16 @@ def checked(given: Mapping[str, Any]) -> dict[str, Any]:
             raise ValueError(_unknown(name))
     values = {**DEFAULTS, **given}
     return {f.name: _checked(key(f.name), values[key(f.name)], f) for f in fields(Settings)}
+
+
+def read(name: str, text: str) -> Any:
+    """Return the value that the words ``name=text`` give; :func:`checked` checks it."""
+    if isinstance(DEFAULTS.get(name), str):
+        return text
+    try:
+        return tomllib.loads(f"v={text}")["v"]
+    except tomllib.TOMLDecodeError:
+        return text
 
 
 def legal(f: Any) -> str:

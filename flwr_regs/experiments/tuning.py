@@ -18,11 +18,13 @@ from flwr_regs.experiments.engine import Plan
 from flwr_regs.experiments.job import Job
 from flwr_regs.experiments.records import Run
 from flwr_regs.experiments.results import Results, write
-from flwr_regs.experiments.settings import DEFAULTS
+from flwr_regs.experiments.settings import DEFAULTS, read
 from flwr_regs.wire.config import nearest
 
 HELD_OUT = 0.2
-"""The share of each client's data that tuning measures on, unless the settings say otherwise."""
+"""The share of each client's data that tuning measures on, unless held-out-share says otherwise."""
+FIXED = ("methods", "seed", "out", "code-dir", "data-dir", "held-out-clients", "held-out-share")
+"""Settings that no trial may change."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,8 @@ class Space:
             )
         if "." not in key and key not in DEFAULTS:
             raise ValueError(f"--tune {text}: unknown setting '{key}'{nearest(key, DEFAULTS)}")
+        if key in FIXED:
+            raise ValueError(f"--tune {text}: the setting '{key}' cannot be tuned")
         if not dots:
             return cls(key, None, None, tuple(values(given)))
         try:
@@ -70,7 +74,8 @@ class Space:
         """Return the value at a share of the space, from 0 up to 1."""
         if self.low is None or self.high is None:
             return self.choices[int(share * len(self.choices))]
-        return f"{self.low * (self.high / self.low) ** share:.3g}"
+        value = self.low * (self.high / self.low) ** share
+        return f"{value:.0f}" if type(DEFAULTS.get(self.key)) is int else f"{value:.3g}"
 
     def applies(self, method: str) -> bool:
         """Return whether a method has what this is about."""
@@ -103,6 +108,12 @@ class Bench:
     tuning_seeds: tuple[int, ...]
 
     def __post_init__(self) -> None:
+        if len(self.spaces) > len({space.key for space in self.spaces}):
+            raise ValueError(f"--tune names a key twice: {', '.join(self.tune)}")
+        if self.settings.get("held-out-clients"):
+            raise ValueError(
+                "bench tests on the test set and tunes on held-out-share: leave held-out-clients out"
+            )
         if self.trials < 1:
             raise ValueError(f"--trials must be at least 1, not {self.trials}")
         if both := {*self.seeds} & {*self.tuning_seeds}:
@@ -154,7 +165,7 @@ class Bench:
         if not mine:
             return [{}]
         engine = SobolEngine(len(mine), scramble=True, seed=0)  # type: ignore[no-untyped-call]
-        shares = engine.draw(self.trials).tolist()
+        shares = engine.draw(8 * self.trials).tolist()  # whole numbers and choices come twice
         if all(space.choices for space in mine):  # the whole grid, where it is no larger
             grid = np.stack(np.meshgrid(*(np.arange(len(s.choices)) for s in mine)), -1)
             cells = grid.reshape(-1, len(mine)) / [len(s.choices) for s in mine] + 1e-9
@@ -163,11 +174,13 @@ class Bench:
             {space.key: space.at(share) for space, share in zip(mine, point, strict=True)}
             for point in shares
         ]
-        return [dict(items) for items in dict.fromkeys(tuple(p.items()) for p in points)]
+        different = dict.fromkeys(tuple(p.items()) for p in points)
+        return [dict(items) for items in different][: self.trials]
 
     def job(self, method: str, point: Mapping[str, str], seed: int, tuning: bool) -> Job:
         """Return the job of a method at a point of its space."""
         settings: dict[str, Any] = {**self.settings, "methods": method, "seed": seed}
+        share = settings.pop("held-out-share", HELD_OUT)
         for key, value in point.items():
             target, dot, name = key.rpartition(".")
             if dot:
@@ -177,16 +190,19 @@ class Bench:
                 )
                 settings["methods"] = changed
             else:
-                settings[key] = value if isinstance(DEFAULTS[key], str) else literal(value)
-        if tuning and not (settings.get("held-out-clients") or settings.get("held-out-share")):
-            settings["held-out-share"] = HELD_OUT
-        job = Job.from_run_config(settings)
-        job.check()
+                settings[key] = read(key, value)
+        if tuning:  # the test is on other data than tuning
+            settings["held-out-share"] = share
+        try:
+            job = Job.from_run_config(settings)
+            job.check()
+        except TypeError as error:  # an argument of a method
+            raise ValueError(str(error)) from error
         return job
 
     def tuning(self) -> Plan:
         """Return the plan of the trials."""
-        return Plan(
+        return Plan.fair(
             [
                 (_label(row, point), self.job(method, point, seed, tuning=True))
                 for row, method in self.labels.items()
@@ -199,7 +215,7 @@ class Bench:
     def chosen(self, runs: Sequence[Run]) -> dict[str, dict[str, str]]:
         """Return row -> the point with the highest mean of the last five rounds on held-out data.
 
-        A point of which a run diverged is not chosen. ValueError if a method has no other.
+        A point of which a run diverged is not chosen. RuntimeError if a method has no other.
         """
         best = {}
         for row, method in self.labels.items():
@@ -210,23 +226,23 @@ class Bench:
                 scores.append((np.mean([rows.last(r) for r in mine]) if good else -1.0, point))
             score, best[row] = max(scores, key=lambda s: s[0])
             if score < 0:
-                raise ValueError(f"{row}: every one of its {len(scores)} trials failed or diverged")
+                raise RuntimeError(
+                    f"{row}: every one of its {len(scores)} trials failed or diverged"
+                )
         return best
 
     def test(self, chosen: Mapping[str, Mapping[str, str]]) -> Plan:
         """Return the plan of the test, each method with what tuning chose."""
         methods = self.labels
-        return Plan(
+        plan = Plan.fair(
             [
                 (row, self.job(methods[row], point, seed, tuning=False))
                 for row, point in chosen.items()
                 for seed in self.seeds
-            ],
-            more={
-                "chosen": chosen,
-                "trials": {row: len(self.trials_of(methods[row])) for row in chosen},
-            },
+            ]
         )
+        tried = {row: len(self.trials_of(methods[row])) for row in chosen}
+        return replace(plan, more={"chosen": chosen, "trials": tried})
 
     def notes(self, chosen: Mapping[str, Mapping[str, str]]) -> list[str]:
         """Say what tuning chose, and where that is at the edge of what was tried."""
@@ -253,11 +269,14 @@ class Bench:
         path = folder / "bench.json"
         if not path.is_file():
             raise ValueError(f"{folder} holds no benchmark: it has no bench.json")
-        found = json.loads(path.read_text())["bench"]
-        given: dict[str, Any] = {
-            k: tuple(v) if isinstance(v, list) else v for k, v in found.items()
-        }
-        return cls(**given)
+        try:
+            found = json.loads(path.read_text(encoding="utf-8"))["bench"]
+            given: dict[str, Any] = {
+                k: tuple(v) if isinstance(v, list) else v for k, v in found.items()
+            }
+            return cls(**given)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{path} is damaged, or of another version: {error!r}") from error
 
     def results(self, plan: Plan, folder: Path, notes: Sequence[str]) -> Results:
         """Return the test's results so far, compared with the first method."""

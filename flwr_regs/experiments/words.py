@@ -15,12 +15,13 @@ from flwr_regs.experiments import calls
 from flwr_regs.experiments.build import with_argument
 from flwr_regs.experiments.engine import PLAN, Plan
 from flwr_regs.experiments.job import Job
-from flwr_regs.experiments.settings import DEFAULTS
+from flwr_regs.experiments.settings import read
 
 
 def plan_of(args: argparse.Namespace) -> Plan:
     """Return the runs that the words ask for."""
     heading, cases = _cases(args)
+    check_seeds(args, [word for own in cases.values() for word in own])
     several = {label: len(job_of(args, own).method_names) > 1 for label, own in cases.items()}
     jobs = []
     for label, own in cases.items():
@@ -65,6 +66,12 @@ def _cases(args: argparse.Namespace) -> tuple[str, dict[str, list[str]]]:
     }
 
 
+def check_seeds(args: argparse.Namespace, own: Sequence[str] = ()) -> None:
+    """Raise ValueError for the setting ``seed`` where ``--seeds``, or its default, would win."""
+    if args.seeds and any(word.startswith("seed=") for word in [*args.settings, *own]):
+        raise ValueError(f"'seed' does not count beside --seeds ({args.seeds}): leave it out")
+
+
 def job_of(args: argparse.Namespace, own: Sequence[str]) -> Job:
     return read_settings([*args.settings, *own], args.app)
 
@@ -86,15 +93,12 @@ def read_settings(settings: Sequence[str], app: Path | None = None) -> Job:
         name, equals, value = text.partition("=")
         if not equals:
             raise ValueError(f"'{text}' is not of the form key=value")
-        try:
-            literal = tomllib.loads(f"v={value}")["v"]
-        except tomllib.TOMLDecodeError:
-            literal = value
-        given[name] = value if isinstance(DEFAULTS.get(name), str) else literal
+        given[name] = read(name, value)
     if not given.get("code-dir"):
         given["code-dir"] = os.getcwd()
-    if given.get("out"):
-        given["out"] = str(Path(given["out"]).expanduser().resolve())
+    for name in ("out", "code-dir", "data-dir"):  # whatever folder the results are taken up in
+        if isinstance(given.get(name), str) and given[name]:
+            given[name] = str(Path(given[name]).expanduser().resolve())
     try:
         job = Job.from_run_config(given)
         job.check()
@@ -108,7 +112,7 @@ def read_case(text: str) -> tuple[str, list[str]]:
     label, colon, settings = text.partition(":")
     if not colon or not label.strip():
         raise ValueError(f"--case must look like 'LABEL: key=value ...', not '{text}'")
-    return label.strip(), calls.words(settings)
+    return " ".join(label.split()), calls.words(settings)
 
 
 def numbers(text: str, option: str) -> tuple[int, ...]:
@@ -117,7 +121,7 @@ def numbers(text: str, option: str) -> tuple[int, ...]:
         found = tuple(int(part) for part in text.split(",") if part.strip())
     except ValueError:
         found = ()
-    if not found or min(found) < 0 or len({*found}) < len(found):
+    if not found or min(found) < 0 or max(found) >= 2**63 or len({*found}) < len(found):
         raise ValueError(f"{option} must be different whole numbers such as 1,2,3, not '{text}'")
     return found
 

@@ -245,6 +245,15 @@ def test_bench_fails_when_a_method_collapses(tmp_path: Path) -> None:
         (["bench", "--tune", "lrr=1..2"], "unknown setting 'lrr'; did you mean 'lr'"),
         (["bench", "--tune", "FedFOO.alpha=1..2"], "none of FedAvg, FedFOR has this"),
         (["bench", "--tune", "lr=1..2", "--seeds", "101"], "both for tuning and for the test"),
+        (["bench", "--tune", "FedFOR.alfa=1..2"], "did you mean 'alpha'"),
+        (["bench", "--tune", "lr=1..2", "--tune", "lr=2..3"], "names a key twice"),
+        (["bench", "--tune", "seed=1,2"], "the setting 'seed' cannot be tuned"),
+        (["bench", "held-out-clients=2"], "leave held-out-clients out"),
+        (["bench", "seed=3"], "'seed' does not count beside --seeds (1,2,3,4,5)"),
+        (["sweep", "lr", "--values", "1", "seed=3"], "'seed' does not count beside --seeds"),
+        (["sweep", "seed", "--values", "1,2"], "'seed' does not count beside --seeds"),
+        (["compare", "--case", "a: seed=3"], "'seed' does not count beside --seeds"),
+        (["run", "--seeds", "99999999999999999999"], "--seeds must be different whole numbers"),
         (["plot", "partition", "dirichlet-alpha=0"], "'dirichlet-alpha' must be a number above 0"),
     ],
 )
@@ -356,3 +365,50 @@ def test_one_press_of_ctrl_c_ends_all_at_once_and_loses_nothing(
     assert sum(len(r.accuracy) for r in after if r) >= 4
     assert not any(r.ended for r in after if r)
     assert Plan.load(tmp_path / "here").missing(tmp_path / "here")
+
+
+def test_clients_test_every_method_if_they_must_test_one(capsys: pytest.CaptureFixture[str]) -> None:
+    """FedBN's clients test on their own classes, which is easier than the server's test set."""
+    line = ["run", "methods=FedAvg, FedBN", "model=cnn-bn", "partition=iid", *QUICK, "out=here"]
+    assert run(*line) == 0
+    assert "what the clients test, a mean over clients" in " ".join(capsys.readouterr().out.split())
+    plan = Plan.load(Path("here"))
+    assert all(job.test_on_clients for _, job in plan.jobs)
+    for made in plan.recorded(Path("here")):
+        assert all("evaluate" in entry for entry in made.rounds), made.label
+        assert [point["round"] for point in made.test] == [1, 2]
+    assert run("run", "methods=FedAvg, FedBN", "model=cnn-bn", "partition=iid", "held-out-clients=2", "--dry-run") == 2
+    assert run("run", "methods=FedAvg", *QUICK, "out=alone") == 0
+    assert not any(job.test_on_clients for _, job in Plan.load(Path("alone")).jobs)
+
+
+def test_bench_takes_whole_numbers_words_and_positional_arguments(tmp_path: Path) -> None:
+    def points(*tune: str, methods: str = "FedFOR(0.5)", trials: int = 4, **settings: Any) -> Any:
+        bench = tuning.Bench({"methods": methods, **settings}, tune, trials, (1,), (101,))
+        return bench, bench.tuning().jobs
+
+    _, jobs = points("local-epochs=1..40", "restart-lr=true,false", "optimizer=SGD,Adam")
+    assert len({job for _, job in jobs}) == 4
+    assert all(isinstance(job.local_epochs, int) and 1 <= job.local_epochs <= 40 for _, job in jobs)
+    _, jobs = points("local-epochs=1..3", trials=3)
+    assert sorted(job.local_epochs for _, job in jobs) == [1, 2, 3]
+    bench, jobs = points("FedFOR.alpha=0.1..1", **{"held-out-share": 0.3})
+    assert all(re.fullmatch(r"FedFOR\(0\.\d+\)", job.methods) for _, job in jobs)
+    assert {job.held_out_share for _, job in jobs} == {0.3}
+    # the test is never on the data of tuning
+    assert {job.held_out_share for _, job in bench.test({"FedFOR(0.5)": {}}).jobs} == {0.0}
+
+
+def test_a_benchmark_whose_every_trial_diverges_failed(capsys: pytest.CaptureFixture[str]) -> None:
+    line = ["bench", FLAT, *QUICK, "--tune", "lr=1e30,2e30", "--tuning-seeds", "9", "--seeds", "1"]
+    assert run(*line, "out=here") == 1
+    assert "every one of its 2 trials failed or diverged" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"bench": {"x": 1}}', '{"bench": []}', "{}"])
+def test_a_damaged_benchmark_is_one_sentence(
+    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "bench.json").write_text(text)
+    assert run("bench", "--resume", str(tmp_path)) == 2
+    assert "bench.json is damaged, or of another version" in capsys.readouterr().err
