@@ -9,11 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import flwr_regs
-from flwr_regs.experiments import commands
-from flwr_regs.experiments.engine import Plan
-from flwr_regs.experiments.words import job_of
-from flwr_regs.wire.config import nearest
+# What loads torch is imported by the functions: `main` also ends an early Ctrl-C in order.
 
 EPILOG = "`flwr-regs list settings` shows every key=value, with its default and meaning."
 
@@ -23,6 +19,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     0: done. 1: a run failed, or `bench` shows a collapse. 2: wrong usage. 130, 143: interrupted.
     """
+    try:
+        return _main(argv)
+    except KeyboardInterrupt:
+        print("flwr-regs: interrupted", file=sys.stderr)
+        return 130
+
+
+def _main(argv: Sequence[str] | None) -> int:
     parser = _parser()
     args, rest = parser.parse_known_args(argv)
     # settings may stand on either side of an option
@@ -42,12 +46,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except RuntimeError as error:
         print(f"flwr-regs: the run failed: {error}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
-        print("flwr-regs: interrupted", file=sys.stderr)
-        return 130
 
 
 def _parser() -> argparse.ArgumentParser:
+    import flwr_regs
+    from flwr_regs.experiments import commands
+
     parser = argparse.ArgumentParser(
         prog="flwr-regs",
         description="Compare federated methods on your data, and keep the results.",
@@ -136,10 +140,16 @@ def _parser() -> argparse.ArgumentParser:
 
 def _plot(args: argparse.Namespace) -> int:
     from flwr_regs.experiments import plots
+    from flwr_regs.experiments.engine import Plan
+    from flwr_regs.experiments.tuning import Bench
+    from flwr_regs.experiments.words import job_of
 
     if args.what != "partition":
         folder = Path(args.what)
-        results = Plan.load(folder).results(folder)
+        if args.settings:
+            raise ValueError(f"results are drawn as they are: leave out {args.settings[0]}")
+        tuned = (folder / "bench.json").is_file()
+        results = Bench.kept(folder) if tuned else Plan.load(folder).results(folder)
         results.save(folder)
         print(results.text() + f"results: {folder}")
         return 0
@@ -159,7 +169,9 @@ def _plot(args: argparse.Namespace) -> int:
 
 
 def _list(args: argparse.Namespace) -> int:
+    import flwr_regs
     from flwr_regs.experiments import data, methods_table, models, partitions, settings
+    from flwr_regs.wire.config import nearest
 
     if args.what == "methods" and getattr(args, "name", None):
         if args.name not in flwr_regs.METHODS:

@@ -10,6 +10,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import flwr_regs
@@ -21,24 +22,31 @@ from flwr_regs.experiments.rows import last
 from flwr_regs.experiments.settings import DEFAULTS
 from flwr_regs.experiments.words import check_seeds, job_of, numbers, out_folder, plan_of
 
+BESIDE_RESUME = ("--resume", "--workers", "--runner", "--gpus-per-client", "--dry-run")
+"""The options that count beside ``--resume``."""
+
 
 def run(args: argparse.Namespace) -> int:
     """Do ``run``, ``sweep`` or ``compare``."""
     if args.resume:
+        if (args.resume / "bench.json").exists():
+            raise ValueError(f"{args.resume} holds a benchmark: flwr-regs bench --resume")
         plan, folder = Plan.load(_resumed(args)), args.resume
     else:
         plan = plan_of(args)
         folder = None
     plan.check()
+    runner = getattr(args, "runner", "process")
+    if runner == "ray" and any([label] != job.method_names for label, job in plan.jobs):
+        raise ValueError(f"--runner ray trains methods, and the rows of {folder} are others")
     if args.dry_run:
-        return _dry_run(plan, args.workers)
+        return _dry_run(replace(plan, jobs=plan.missing(folder)) if folder else plan, args.workers)
     folder = folder or out_folder(plan.jobs[0][1])
     if not args.resume:
         plan.save(folder, provenance(_words(args)))
-    runner = getattr(args, "runner", "process")
     with _keeping(folder, args.command):
         _train(plan, folder, args.workers, runner, getattr(args, "gpus_per_client", 0.0))
-    return _report(plan.results(folder), folder, plan)
+        return _report(plan.results(folder), folder, plan)
 
 
 def bench(args: argparse.Namespace) -> int:
@@ -47,6 +55,7 @@ def bench(args: argparse.Namespace) -> int:
 
     if args.resume:
         bench, folder = Bench.load(_resumed(args)), args.resume
+        came = bench.provenance(folder)  # it may be resumed by another version
     else:
         check_seeds(args)
         job = job_of(args, [])
@@ -56,10 +65,15 @@ def bench(args: argparse.Namespace) -> int:
     tuning = bench.tuning()
     tuning.check()
     if args.dry_run:
-        return _dry_run(tuning, args.workers, bench.test({row: {} for row in bench.labels}))
+        test = bench.test({row: {} for row in bench.labels})
+        if args.resume:  # the chosen settings of the test are not known before tuning ends
+            tuning = replace(tuning, jobs=tuning.missing(folder / "tuning"))
+            test = replace(test, jobs=test.missing(folder))
+        return _dry_run(tuning, args.workers, test)
     if not args.resume:
         folder = out_folder(job)
-        bench.save(folder, provenance(_words(args)))
+        came = provenance(_words(args))
+        bench.save(folder, came)
     trials = folder / "tuning"
     if not (trials / PLAN).is_file():
         trials.mkdir(exist_ok=True)
@@ -69,11 +83,11 @@ def bench(args: argparse.Namespace) -> int:
         _train(tuning, trials, args.workers)
         chosen = bench.chosen(tuning.recorded(trials))
         plan = bench.test(chosen)
-        plan.save(folder, provenance(_words(args)))
+        plan.save(folder, came)
         print(f"test: {folder}", flush=True)
         _train(plan, folder, args.workers)
-    results = bench.results(plan, folder, bench.notes(chosen))
-    status = _report(results, folder, plan)
+        results = bench.results(plan, folder, bench.notes(chosen))
+        status = _report(results, folder, plan)
     return 1 if results.warnings() else status
 
 
@@ -132,6 +146,11 @@ def _keeping(folder: Path, command: str) -> Iterator[None]:
 def _dry_run(plan: Plan, workers: int, after: Plan | None = None) -> int:
     from flwr_regs.experiments.estimate import estimate
 
+    if not plan.jobs and after:
+        plan, after = after, None
+    if not plan.jobs:
+        print("nothing is missing")
+        return 0
     print(estimate(plan, workers, after))
     return 0
 
@@ -145,6 +164,10 @@ def _resumed(args: argparse.Namespace) -> Path:
         or getattr(args, "tune", None)
     ):
         raise ValueError("--resume takes its settings from the folder: leave the others out")
+    for word in args.words:
+        name = word.partition("=")[0]
+        if name.startswith("--") and not any(option.startswith(name) for option in BESIDE_RESUME):
+            raise ValueError(f"--resume takes what {name} says from the folder: leave it out")
     folder: Path = args.resume
     return folder
 
@@ -177,7 +200,7 @@ def reproduce(args: argparse.Namespace) -> int:
         for run in plan.recorded(Path(temporary)):
             there = _outcome(old.get((run.label, run.seed)))
             now = _outcome(run)
-            same = there == now
+            same = there == now != "missing"
             if isinstance(there, float) and isinstance(now, float):
                 same = abs(there - now) <= args.tolerance
             equal += same

@@ -8,7 +8,9 @@ from __future__ import annotations
 import json
 import logging
 import multiprocessing
+import os
 import signal
+import threading
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, wait
@@ -92,16 +94,19 @@ class Plan:
         """
         path = folder / PLAN
         try:
-            found = json.loads(path.read_text())
+            found = json.loads(path.read_text(encoding="utf-8"))
             jobs = [(r["label"], Job.from_run_config(r["settings"])) for r in found["runs"]]
             more = {
                 k: v for k, v in found.items() if k not in ("runs", "heading", "ordered", "seeds")
             }
+            if not jobs:
+                raise ValueError("it has no runs")
             return cls(jobs, found["heading"], found["ordered"], more)
         except FileNotFoundError as error:
             raise ValueError(f"{folder} holds no results: it has no {PLAN}") from error
-        except (json.JSONDecodeError, KeyError, TypeError) as error:
-            raise ValueError(f"{path} is damaged: {type(error).__name__}: {error}") from error
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            kind = "" if type(error) is ValueError else f"{type(error).__name__}: "
+            raise ValueError(f"{path} is damaged, or of another version: {kind}{error}") from error
 
     def recorded(self, folder: Path) -> list[Run]:
         """Return the plan's runs that have trained at all, as far as they got, in its order."""
@@ -208,11 +213,12 @@ def _in_workers(
             done, waiting = wait(waiting, timeout=0.2)
             while not queue.empty():
                 progress.round(*queue.get())
-            for future in done:
+            for future in sorted(done, key=lambda f: f.exception() is not None):  # results first
                 yield future.result()
     except BrokenProcessPool as error:
+        again = f"; go on with --resume {folder} and fewer --workers" if folder else ""
         raise RuntimeError(
-            "a worker process was killed, perhaps for want of memory: use fewer --workers"
+            f"a worker process was killed, perhaps for want of memory{again}"
         ) from error
     except BaseException:
         for process in multiprocessing.active_children():
@@ -230,6 +236,15 @@ def _begin_worker(queue: Any) -> None:
     global _QUEUE
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _QUEUE = queue
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    """End this process when its parent is gone: whoever resumes must be the only one to write."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
 
 
 def _work(plan: Plan, label: str, job: Job, folder: Path | None) -> Run:

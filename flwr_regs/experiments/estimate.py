@@ -12,14 +12,15 @@ from flwr_regs.experiments.calls import parse_methods
 from flwr_regs.experiments.engine import Plan, one_thread, quiet
 from flwr_regs.experiments.job import Job
 from flwr_regs.experiments.progress import duration
-from flwr_regs.experiments.records import Run
 
-STEPS = (1, 5)
+STEPS = (1, 11)
 """Local steps of the two short trainings; their difference is the cost of a step."""
+CLIENTS = 4
+"""Clients that train in them, at most."""
 
 
 def estimate(plan: Plan, workers: int, after: Plan | None = None) -> str:
-    """Return what would run and how long that would take, measured with one client of each method.
+    """Return what would run and how long that would take, measured with a few clients of each method.
 
     `after` is a second plan that runs when the first has ended.
     """
@@ -48,30 +49,37 @@ def estimate(plan: Plan, workers: int, after: Plan | None = None) -> str:
 
 
 def seconds(job: Job) -> float:
-    """Return about how long a run takes: one client trains a few steps, the rest is arithmetic."""
+    """Return about how long a run takes: a few clients train a few steps, the rest is arithmetic.
+
+    Raises RuntimeError if the run would fail at once.
+    """
     from flwr_regs import InProcessGrid
     from flwr_regs.experiments.clients import app
     from flwr_regs.experiments.comparison import Comparison
 
-    tiny = replace(job, rounds=1, fraction_train=1e-9, straggler_share=0.0, drop_out=0.0)
-    spent = dict[int, float]()
+    tiny = replace(job, rounds=2, cohorts="uniform", straggler_share=0.0, drop_out=0.0)
+    tiny = replace(tiny, fraction_train=min(job.fraction_train, CLIENTS / job.num_clients))
+    spent: dict[int, tuple[float, float]] = {}  # steps -> of a client, of the server and its test
     with quiet(), one_thread():
         for steps in (1, *STEPS):  # the first one warms up
             short = replace(tiny, local_steps=steps)
             comparison = Comparison(short, InProcessGrid(app, short.num_clients, short.config))
-            began = time.monotonic()
-            tested = list[float]()
-
-            def on_round(run: Run, began: float = began, tested: list[float] = tested) -> None:
-                tested.append(time.monotonic() - began)
-
-            comparison.train(job.methods, on_round=on_round)
-            spent[steps] = time.monotonic() - began
-    test = tested[0]
-    step = max((spent[STEPS[1]] - spent[STEPS[0]]) / (STEPS[1] - STEPS[0]), 0.0)
-    call = max(spent[STEPS[0]] - 2 * test - step, 0.0)
+            tests = [time.monotonic()]
+            try:
+                comparison.train(
+                    job.methods, on_round=lambda _, at=tests: at.append(time.monotonic())
+                )
+            except Exception as error:
+                raise RuntimeError(f"{job.methods}: {comparison.last.error}") from error
+            entry = comparison.last.rounds[-1]  # the second: some methods take it easy in the first
+            phases = dict(entry.get("seconds", {}))
+            clients = sum(phases.pop(name, 0.0) for name in ("clients", "probe"))
+            test = 0.0 if job.tested_on_clients else tests[1] - tests[0]
+            spent[steps] = clients / len(entry["cohort"]), sum(phases.values()) + test
+    (few, rest), (more, _) = (spent[steps] for steps in STEPS)
+    step = max(more - few, 0.0) / (STEPS[1] - STEPS[0])
     cohort = max(int(job.num_clients * job.fraction_train), 1)
-    return job.rounds * (cohort * (call + step * planned_steps(job)) + test) + test
+    return job.rounds * (cohort * (few + step * (planned_steps(job) - STEPS[0])) + rest)
 
 
 def planned_steps(job: Job) -> float:

@@ -74,8 +74,9 @@ def execute(plan: Plan, folder: Path, progress: Progress, gpus: float = 0.0) -> 
                 jobs = [job for _, job in missing if job.seed == seed]
                 begun = {run.label for run in plan.recorded(folder) if run.seed == seed}
                 _run_seed(jobs, folder, progress, home, log, gpus)
-                runs = [run for run in plan.recorded(folder) if run.seed == seed]
-                if lost := {j.method_names[0] for j in jobs} - {run.label for run in runs} - begun:
+                names = {j.method_names[0] for j in jobs}
+                runs = [r for r in plan.recorded(folder) if r.seed == seed and r.label in names]
+                if lost := names - {run.label for run in runs} - begun:
                     raise RuntimeError(
                         f"Flower's run ended before {', '.join(sorted(lost))} began: see {log.name}"
                     )

@@ -175,15 +175,18 @@ def record_path(folder: Path, label: str, seed: int) -> Path:
 
 def read(path: Path) -> Run | None:
     """Return the run of a record, as far as it got; None if its first line is not whole."""
-    lines = []
-    for text in path.read_text().splitlines():
+    lines: list[dict[str, Any]] = []
+    for text in path.read_bytes().splitlines():
         try:
             lines.append(json.loads(text))
-        except json.JSONDecodeError:  # the process ended while it wrote this line
+        except ValueError:  # the process ended while it wrote this line
             break
     if not lines or "run" not in lines[0]:
         return None
-    run = Run(**lines[0]["run"])
+    try:
+        run = Run(**lines[0]["run"])
+    except TypeError as error:
+        raise ValueError(f"{path} is damaged, or of another version: {error}") from error
     for line in lines[1:]:
         if "round" in line:
             run.rounds.append(line["round"])

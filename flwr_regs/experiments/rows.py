@@ -125,10 +125,10 @@ def warnings(runs: Sequence[Run]) -> list[str]:
         whole = [r for r in mine if r.whole]
         if fallen := [r for r in whole if collapsed(r)]:
             r = fallen[0]
-            best = int(np.argmax(r.accuracy))
+            best = max(r.trained, key=lambda test: float(test["accuracy"]))
             said.append(
                 f"{label}: {len(fallen)} of {_seeds(len(mine))} collapsed; seed {r.seed} ends at "
-                f"{r.accuracy[-1]:.1%}, its best was {r.accuracy[best]:.1%} in round {r.trained[best]['round']}"
+                f"{r.accuracy[-1]:.1%}, its best was {best['accuracy']:.1%} in round {best['round']}"
             )
         told = dict.fromkeys(text for r in mine for text in r.warnings)
         told |= dict.fromkeys(e["divergence"] for r in whole for e in r.rounds if "divergence" in e)

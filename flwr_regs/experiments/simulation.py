@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from flwr_regs.experiments import engine, flower_run
 from flwr_regs.experiments.job import Job
@@ -23,7 +25,7 @@ def simulate(
     dataset: Any = "digits",
     model: Any = "auto",
     partition: str = "shards",
-    seeds: Sequence[int] = (1, 2, 3),
+    seeds: Iterable[int] = (1, 2, 3),
     runner: str = "process",
     *,
     workers: int = 1,
@@ -41,7 +43,7 @@ def simulate(
     dataset, model : str or callable
         A name, ``"mine.py:load"``, or a function or class that is called without arguments.
     partition : str
-    seeds : sequence of int
+    seeds : iterable of int
     runner : str
         ``"process"``: this process (or `workers` of them). ``"ray"``: Flower's simulation.
     workers : int
@@ -72,14 +74,22 @@ def simulate(
     >>> result.table()["n"].tolist()
     [2, 2]
     """
+    seeds = [s.item() if isinstance(s, np.generic) else s for s in seeds]
     if not seeds:
         raise ValueError("seeds must hold a seed, such as (1, 2, 3)")
+    if "seed" in settings:
+        raise ValueError("simulate takes seeds=(1, 2, 3), not seed")
+    if workers < 1:
+        raise ValueError(f"workers must be at least 1, not {workers}")
     if runner not in RUNNERS:
         raise ValueError(f"runner must be one of {', '.join(RUNNERS)}, not {runner!r}")
     several = (
         [methods] if isinstance(methods, str) or not isinstance(methods, list | tuple) else methods
     )
-    given = {key(name): value for name, value in settings.items()}
+    given = {
+        key(name): value.item() if isinstance(value, np.generic) else value
+        for name, value in settings.items()
+    }
     given |= {"methods": "; ".join(map(_named, several)), "partition": partition}
     given |= {"dataset": _named(dataset), "model": _named(model)}
     given["code-dir"] = given.get("code-dir") or os.getcwd()
@@ -99,7 +109,7 @@ def simulate(
     plan.check()
     bars = (progress if show else Progress)([(label, j.seed, j.rounds) for label, j in jobs])
     with tempfile.TemporaryDirectory(prefix="flwr-regs-") as temporary:
-        folder = Path(out if out is not None else temporary)
+        folder = Path(out if out is not None else temporary).expanduser().resolve()
         folder.mkdir(parents=True, exist_ok=True)
         if out is not None:
             if (folder / engine.PLAN).exists():

@@ -14,7 +14,7 @@ import numpy as np
 from flwr_regs.experiments import rows
 from flwr_regs.experiments.build import with_argument
 from flwr_regs.experiments.calls import literal, parse_methods, values
-from flwr_regs.experiments.engine import Plan
+from flwr_regs.experiments.engine import PLAN, Plan
 from flwr_regs.experiments.job import Job
 from flwr_regs.experiments.records import Run
 from flwr_regs.experiments.results import Results, write
@@ -277,6 +277,22 @@ class Bench:
             return cls(**given)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{path} is damaged, or of another version: {error!r}") from error
+
+    @staticmethod
+    def provenance(folder: Path) -> dict[str, Any]:
+        """Return what produces a benchmark's folder."""
+        found = json.loads((folder / "bench.json").read_text(encoding="utf-8"))
+        return {k: v for k, v in found.items() if k != "bench"}
+
+    @classmethod
+    def kept(cls, folder: Path) -> Results:
+        """Return the results in a benchmark's folder; ValueError if its test has not begun."""
+        if not (folder / PLAN).is_file():
+            raise ValueError(
+                f"{folder} is still tuning: go on with flwr-regs bench --resume {folder}"
+            )
+        bench, plan = cls.load(folder), Plan.load(folder)
+        return bench.results(plan, folder, bench.notes(plan.more["chosen"]))
 
     def results(self, plan: Plan, folder: Path, notes: Sequence[str]) -> Results:
         """Return the test's results so far, compared with the first method."""

@@ -190,9 +190,7 @@ def test_an_unfinished_run_is_in_no_mean_and_is_said() -> None:
     assert (row["n"], row["unfinished"], row["last5_std"]) == (2, 1, None)
     assert (row["last5"], row["mb"]) == (pytest.approx(0.9), pytest.approx(5.25))
     (said,) = rows.warnings([run("A", GOOD, 1), half])
-    assert said == (
-        "A: 1 of 2 seeds unfinished, in no mean; seed 2: it has 2 of 30 rounds"
-    )
+    assert said == ("A: 1 of 2 seeds unfinished, in no mean; seed 2: it has 2 of 30 rounds")
     nothing = run("A", [], ended=False)
     assert rows.rows([nothing], 0.85, "A")[0]["last5"] is None
 

@@ -97,6 +97,8 @@ def test_out_keeps_everything(tmp_path: Path) -> None:
         ({"learning_rate": 1.0}, "unknown setting 'learning-rate'; did you mean 'lr'"),
         ({"num_clients": 100_000}, "100000"),
         ({"seeds": ()}, "seeds"),
+        ({"seed": 3}, r"simulate takes seeds=\(1, 2, 3\), not seed"),
+        ({"workers": 0}, "workers must be at least 1, not 0"),
         ({"seeds": (1, 1)}, "with seed 1 stands here twice"),
         ({"dataset": lambda: 7}, "expected"),
     ],
@@ -130,3 +132,12 @@ def test_one_process_needs_no_ray() -> None:
     found = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert found.returncode == 0, found.stderr
     assert "simulate" in flwr_regs.__all__
+
+
+def test_seeds_and_settings_may_be_numpys_and_come_one_by_one(tmp_path: Path) -> None:
+    result = simulate(
+        "FedAvg", seeds=np.arange(1, 3), rounds=np.int64(1), local_epochs=1, lr=np.float32(0.5)
+    )
+    assert result.seeds == [1, 2]
+    again = simulate("FedAvg", seeds=(s for s in (1, 2)), rounds=1, local_epochs=1, lr=0.5)
+    assert [r.accuracy for r in again.runs] == [r.accuracy for r in result.runs]
