@@ -12,6 +12,7 @@ from flwr_regs.experiments.calls import parse_methods
 from flwr_regs.experiments.engine import Plan, one_thread, quiet
 from flwr_regs.experiments.job import Job
 from flwr_regs.experiments.progress import duration
+from flwr_regs.experiments.records import Run
 
 STEPS = (1, 11)
 """Local steps of the two short trainings; their difference is the cost of a step."""
@@ -65,10 +66,12 @@ def seconds(job: Job) -> float:
             short = replace(tiny, local_steps=steps)
             comparison = Comparison(short, InProcessGrid(app, short.num_clients, short.config))
             tests = [time.monotonic()]
+
+            def tested(_: Run, tests: list[float] = tests) -> None:
+                tests.append(time.monotonic())
+
             try:
-                comparison.train(
-                    job.methods, on_round=lambda _, at=tests: at.append(time.monotonic())
-                )
+                comparison.train(job.methods, on_round=tested)
             except Exception as error:
                 raise RuntimeError(f"{job.methods}: {comparison.last.error}") from error
             entry = comparison.last.rounds[-1]  # the second: some methods take it easy in the first

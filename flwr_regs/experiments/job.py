@@ -42,8 +42,8 @@ class Job(Settings):
         bare(job.methods, job.code_dir)  # raises for a method that cannot be built
         if (job.held_out_clients or job.personalise) and job.tested_on_clients:
             raise ValueError(
-                "held-out-clients and personalise do not go with domains, private entries or "
-                "test-on-clients: with these, the clients test the model"
+                "held-out-clients and personalise do not go with domains or private entries, nor "
+                "with test-on-clients: there, the clients test the model"
             )
         if job.data_dir and not Path(job.data_dir).expanduser().is_dir():
             raise ValueError(f"setting 'data-dir': there is no folder '{job.data_dir}'")

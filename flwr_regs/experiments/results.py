@@ -25,6 +25,13 @@ if TYPE_CHECKING:
 PICTURES = {"accuracy": "round", "megabytes": "megabytes", "seconds": "seconds"}
 """Picture of accuracies -> its x axis."""
 
+LATEX = str.maketrans(
+    {c: f"\\{c}" for c in "%_&#${}"}
+    | {"±": r"$\pm$", "–": "--", "<": r"$<$", ">": r"$>$", '"': "''"}
+    | {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
+)
+"""Characters as LaTeX writes them."""
+
 
 class Results:
     """Runs, and what can be made of them.
@@ -231,13 +238,9 @@ class Results:
     def latex(self) -> str:
         """Return the table for a paper; it needs the LaTeX package booktabs."""
         cells = [self._cells(row) for row in self.rows()]
-        escape = {c: f"\\{c}" for c in "%_&#${}"} | {"±": r"$\pm$", "–": "--"}
-        escape |= {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
-        escape |= {"<": r"$<$", ">": r"$>$", '"': "''"}
-        escape = str.maketrans(escape)
         lines = [[*cells[0]], *([*line.values()] for line in cells)]
-        body = [" & ".join(c.translate(escape) for c in line) + r" \\" for line in lines]
-        legend = " ".join(self._legend()).translate(escape)
+        body = [" & ".join(c.translate(LATEX) for c in line) + r" \\" for line in lines]
+        legend = " ".join(self._legend()).translate(LATEX)
         return "\n".join(
             [
                 *(
