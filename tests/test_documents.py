@@ -92,7 +92,7 @@ class Nothing:
     """Results of runs that were not trained."""
 
     @staticmethod
-    def warnings() -> list[str]:
+    def rows() -> list[dict[str, int]]:
         return []
 
 

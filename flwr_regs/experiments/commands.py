@@ -88,7 +88,8 @@ def bench(args: argparse.Namespace) -> int:
         _train(plan, folder, args.workers)
         results = bench.results(plan, folder, bench.notes(chosen))
         status = _report(results, folder, plan)
-    return 1 if results.warnings() else status
+    wrong = ("diverged", "failed", "collapsed", "failures")
+    return 1 if any(row[what] for row in results.rows() for what in wrong) else status
 
 
 def _train(

@@ -202,7 +202,7 @@ class Results:
         return [
             f"{self.title}, {self._of('rounds')} rounds; accuracy in % on {data}; {spread}.",
             f"last 5: mean of the last five rounds; to {self._goal}: rounds to it; {worst}; MB: "
-            "per client, both ways, the whole run.",
+            "per client, both ways, the whole training.",
         ]
 
     def warnings(self) -> list[str]:
