@@ -9,7 +9,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -141,6 +141,9 @@ def _keeping(folder: Path, command: str) -> Iterator[None]:
             file=sys.stderr,
             flush=True,
         )
+        for results in (folder, folder / "tuning"):
+            with suppress(ValueError):  # no plan there, or no run yet
+                Plan.load(results).results(results).save(results, pictures=False)
         raise SystemExit(130 if isinstance(error, KeyboardInterrupt) else error.code) from None
 
 

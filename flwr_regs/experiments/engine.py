@@ -143,16 +143,19 @@ def execute(plan: Plan, folder: Path | None, progress: Progress, workers: int = 
     workers : int
         Processes that train at a time; with 1 it is this one.
     """
-    missing = plan.missing(folder) if folder else [*plan.jobs]
-    runs: dict[tuple[str, int], Run] = {}
+    known = plan.recorded(folder) if folder else []
+    runs = {(run.label, run.seed): run for run in known if run.ended}
+    keys = [(label, job.seed) for label, job in plan.jobs]
+    missing = [one for one, key in zip(plan.jobs, keys, strict=True) if key not in runs]
     with progress:
         train = _here if workers == 1 else _in_workers
         for run in train(plan, missing, folder, progress, workers):
             runs[run.label, run.seed] = run
             progress.ended(run.label, run.seed, run.stopped)
             if folder:
-                plan.results(folder).save(folder, pictures=False)
-    return plan.recorded(folder) if folder else [runs[label, job.seed] for label, job in plan.jobs]
+                done = [runs[key] for key in keys if key in runs]
+                Results(done, (), plan.heading, plan.ordered).save_tables(folder)
+    return [runs[key] for key in keys]
 
 
 def train(plan: Plan, label: str, job: Job, folder: Path | None, told: Any) -> Run:

@@ -265,12 +265,16 @@ class Results:
             "summary": self.rows(),
         }
 
-    def save(self, folder: Path, pictures: bool = True) -> None:
-        """Write the tables, ``history.json`` and the pictures (PNG and PDF) into a folder."""
-        write(folder / "history.json", json.dumps(records.strict(self.history()), indent=1))
+    def save_tables(self, folder: Path) -> None:
+        """Write the tables into a folder: as text, CSV and LaTeX."""
         write(folder / "table.txt", self.text())
         write(folder / "table.csv", self.csv())
         write(folder / "table.tex", self.latex())
+
+    def save(self, folder: Path, pictures: bool = True) -> None:
+        """Write the tables, ``history.json`` and the pictures (PNG and PDF) into a folder."""
+        self.save_tables(folder)
+        write(folder / "history.json", json.dumps(records.strict(self.history()), indent=1))
         if pictures and any(run.accuracy for run in self.runs):
             from flwr_regs.experiments import plots
 

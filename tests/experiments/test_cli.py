@@ -355,6 +355,7 @@ def test_one_press_of_ctrl_c_ends_all_at_once_and_loses_nothing(
             os.killpg(process.pid, signal.SIGKILL)
     text = (tmp_path / "log").read_text()
     assert "go on with: flwr-regs" in text
+    assert json.loads((tmp_path / "here/history.json").read_text())["methods"]
     assert "Traceback" not in text
     assert took < 20, took  # 3 s on a free machine: benchmarks/interrupt.py
     mark = f"FLWR_REGS_TEST_MARK={tmp_path}".encode()
