@@ -17,7 +17,7 @@ EPILOG = "`flwr-regs list settings` shows every key=value, with its default and 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit status.
 
-    0: done. 1: a run failed, or `bench` shows a collapse. 2: wrong usage. 130, 143: interrupted.
+    0: done. 1: a run failed, or one of `bench` went wrong. 2: wrong usage. 130, 143: interrupted.
     """
     try:
         return _main(argv)
@@ -86,7 +86,8 @@ def _parser() -> argparse.ArgumentParser:
             commands.bench,
             "tune each method equally on held-out data, then test it over seeds",
         ),
-        "The exit status is 1 if a method diverges or collapses. " + EPILOG,
+        "The exit status is 1 if a method diverges, fails, collapses, or has replies rejected. "
+        + EPILOG,
     )
     bench.add_argument(
         *("--tune", "-t"),
@@ -118,7 +119,7 @@ def _parser() -> argparse.ArgumentParser:
     again.add_argument("folder", type=Path, help="the results")
     again.add_argument("--seeds", default="", help="those to train, separated by commas (all)")
     again.add_argument(
-        *("--tolerance",), type=float, default=0.5, help="largest difference, in points (0.5)"
+        "--tolerance", type=float, default=0.5, help="largest difference, in points (0.5)"
     )
     again.add_argument("--workers", type=int, default=1, help="runs at a time (1)")
     again.add_argument("settings", nargs="*", metavar="data-dir=...", help="where files are here")

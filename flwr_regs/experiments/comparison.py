@@ -69,9 +69,10 @@ def run(job: Job, grid: Grid, folder: Path | None) -> dict[str, Any]:
         finally:
             runs.append(comparison.last)
             if folder is not None:
-                results.Results(runs, comparison.notes).save(folder)
+                results.Results(runs, comparison.notes).save(folder, pictures=False)
     found = results.Results(runs, comparison.notes)
     if folder is not None:
+        found.save(folder)
         say(found.text().rstrip())
         say(f"results: {folder}")
     if failed:
