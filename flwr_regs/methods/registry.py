@@ -23,6 +23,7 @@ if TYPE_CHECKING:  # what type checkers see; a test compares it with the rows
     from flwr_regs.methods.fedopt import *
     from flwr_regs.methods.fedprox import *
     from flwr_regs.methods.rfedavg import *
+    from flwr_regs.methods.scaffold import *
     from flwr_regs.methods.ternary import *
 
 
@@ -117,6 +118,17 @@ def _rows() -> Iterator[Method]:
         use_when="labels are skewed and clients run SGD, even if each takes part only once",
         down=2,
         down_delta=1,
+    )
+    yield Method(
+        name="SCAFFOLD",
+        module="scaffold",
+        terms=("ControlVariates",),
+        example="SCAFFOLD()",
+        paper="Karimireddy et al. 2020, Alg. 1",
+        use_when="labels are skewed, and the same clients come back again and again and run plain SGD",
+        setting="silo",
+        state="its control variate",
+        down=2,
     )
     yield Method(
         name="FedADC",
