@@ -75,7 +75,9 @@ class ControlVariates(Term):
 
     def restrict(self, config: Mapping[str, Any]) -> None:
         if self.option == 2 and "clip-norm" in config:
-            raise ValueError(_REFUSED.format("'clip-norm' in the train config clips them"))
+            raise ValueError(
+                _REFUSED.format("'clip-norm' in the train config clips their gradients")
+            )
 
     def client_optimizer(self, optimizer: Callable[..., Any]) -> Callable[..., Any]:
         if self.option == 2:
@@ -85,7 +87,7 @@ class ControlVariates(Term):
             odd += [] if group["lr"] == 1.0 else ["a learning rate of its own"]
             if not isinstance(made, torch.optim.SGD) or odd:
                 what = type(made).__name__ + (f" with {' and '.join(odd)}" if odd else "")
-                raise ValueError(_REFUSED.format(f"{what} changes or accumulates them"))
+                raise ValueError(_REFUSED.format(f"{what} takes other ones"))
         return optimizer
 
     def broadcast(self, server: Slot, ctx: ServerContext) -> Slot:
@@ -142,18 +144,20 @@ class ControlVariates(Term):
                 acc[f"c{pid}.{n}"] = x
         return acc
 
+    def adds(self, key: str) -> bool:
+        return key.startswith("c.")
+
     def update(
         self, server: Slot, delta: Arrays, uploads: Slot, ctx: ServerContext
     ) -> tuple[Slot, Arrays]:
         new, used = dict(server), len(ctx.weights)
-        for n in delta:
-            c = server.get(f"c.{n}", 0.0)
-            kind = np.promote_types(ctx.params[n].dtype, np.float32)
-            for pid in ctx.weights if self.state == "server" else ():
-                key = f"c{pid}.{n}"
-                new[key] = (server.get(key, 0.0) - c + uploads[key]).astype(kind)  # c_k⁺
-            mean = uploads[f"c.{n}"] / used
-            new[f"c.{n}"] = np.asarray(c + used / ctx.population * (mean - c)).astype(kind)
+        for key, x in uploads.items():
+            name = key.partition(".")[2]
+            c, old = server.get(f"c.{name}", 0.0), server.get(key, 0.0)
+            mean = used / ctx.population * (x / used - c)  # line 17
+            rise = mean if self.adds(key) else x - c  # or c_k⁺ − c_k
+            wide = np.promote_types(ctx.params[name].dtype, np.float32)
+            new[key] = np.asarray(old + rise).astype(wide)
         return new, delta
 
 

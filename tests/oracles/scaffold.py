@@ -26,9 +26,9 @@ def scaffold(
 ) -> list[Params]:
     """Return the global model after each round; the first eight arguments as in ``fedavg``.
 
-    All of ``clients`` are the population N. For each round, ``steps_done`` has the clients whose step budget
-    ends before their E steps, ``unused`` those whose reply the server drops, and ``lost`` those that have
-    lost their c_k before it. ``controls`` is a list that takes c and all c_k after each round.
+    All of ``clients`` are the population N. For each round, ``steps_done`` has the clients whose step
+    budget ends before their E steps, ``unused`` those whose reply the server drops, and ``lost`` those that
+    have lost their c_k before it. ``controls`` is a list that takes c and all c_k after each round.
     """
     if weighting not in ("num-examples", "uniform"):
         raise ValueError(weighting)
