@@ -154,8 +154,8 @@ class ControlVariates(Term):
         for key, x in uploads.items():
             name = key.partition(".")[2]
             c, old = server.get(f"c.{name}", 0.0), server.get(key, 0.0)
-            mean = used / ctx.population * (x / used - c)  # line 17
-            rise = mean if self.adds(key) else x - c  # or c_k⁺ − c_k
+            shared = used / ctx.population * (x / used - c)  # line 17
+            rise = shared if self.adds(key) else x - c  # or c_k⁺ − c_k
             wide = np.promote_types(ctx.params[name].dtype, np.float32)
             new[key] = np.asarray(old + rise).astype(wide)
         return new, delta
