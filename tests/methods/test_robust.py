@@ -140,8 +140,9 @@ def test_one_hostile_client_moves_the_model_boundedly(
 @pytest.mark.parametrize(
     ("name", "what"), [("FedAvg", "both"), *((name, "uploads") for name in UPLOADING)]
 )
-def test_the_same_client_moves_the_mean_anywhere(name: str, what: str) -> None:
-    """Else the law above would say nothing."""
+def test_a_client_that_moves_the_mean_far_moves_the_median_little(name: str, what: str) -> None:
+    median = fr.CoordinateMedian()
+    assert apart(trained(name, median, what)[0], clean(name, median)) < NEAR
     try:
         moved = apart(trained(name, fr.Mean(), what)[0], clean(name, fr.Mean()))
     except fr.RoundFailed:
