@@ -16,10 +16,9 @@ from flwr_regs.server.aggregation import (
     StepScaling,
     UnusableReplies,
     WithheldStats,
-    aggregation_weights,
     update_weights,
 )
-from flwr_regs.server.aggregators import Mean, TooFewVectors
+from flwr_regs.server.aggregators import TooFewVectors
 from flwr_regs.server.divergence import DivergenceGuard
 from flwr_regs.server.exchange import Exchange
 from flwr_regs.server.model import GlobalModel
@@ -29,8 +28,8 @@ from flwr_regs.server.participation import Participation
 from flwr_regs.server.population import Population
 from flwr_regs.server.privacy import Budget, PrivateRounds, refuse_statistics
 from flwr_regs.server.replies import Reader, Usable, common_metrics
-from flwr_regs.server.robust import AggregatorFailed, RobustMeans
-from flwr_regs.server.round import Round, RoundFailed
+from flwr_regs.server.robust import Aggregation, AggregatorFailed
+from flwr_regs.server.round import Round, RoundFailed, TooFewReplies
 from flwr_regs.term import ServerContext
 from flwr_regs.wire import keys
 from flwr_regs.wire.arrays import NDArrays, ProtocolError
@@ -107,7 +106,7 @@ class Training:
             options.incomplete, options.drop_inactive, options.restart_lr, num_rounds or 1
         )
         self._guard = DivergenceGuard()
-        self._told_of_max_weight = False
+        self._aggregation = Aggregation()
         self._held: dict[int, int] = {}  # client -> round whose model it last kept
         self.evaluated = False
         self._trained: set[int] = set()  # clients of which a reply was used
@@ -143,14 +142,16 @@ class Training:
             strategy says so. The model stays as it was.
         """
         term, options = self.options.term, self.options
-        now = Round(number)
+        now, failed = Round(number), self._failed(number)
         connected = self.population.refresh(network)
         if self.population.missing:
             now.events["missing"] = self.population.missing
         clients = self._privacy.members(connected)
         now.population = len(clients)
+        if failed is not None:
+            now.continue_from(failed)
         members = self._participation.remaining(clients, now)
-        now.cohort = self._draw(number, members, network)
+        now.cohort = self._draw(number, members, network, failed)
         self._privacy.check_budget(now)
         now.lr = self._learning_rate(number, config.get("lr"))
         now.context = self._context(now)
@@ -182,7 +183,9 @@ class Training:
         self._name_losses(now)
         self.history.append(entry := now.entry())
         try:
-            self._advance(now, usable)
+            with self.model.attempt():
+                self._advance(now, usable)
+            self._participation.note(now)
             self._held |= dict.fromkeys(now.came, number)
             self._held |= {p: number for replies in acknowledged for p in replies.came}
             self._trained |= set(now.used)
@@ -193,16 +196,33 @@ class Training:
             )  # Krum leaves out the others' uploads
             self._used |= dict.fromkeys(keeping & counted, number)
             self._measure(now)
+        except Exception as error:
+            now.events["failed"] = str(error)
+            raise
         finally:
             entry |= now.entry()  # also what a failed round has cost
         return now
 
-    def _draw(self, number: int, members: list[int], network: Network) -> list[int]:
-        """Return the cohort of a round."""
+    def _failed(self, number: int) -> dict[str, Any] | None:
+        """Return the entry of the last attempt at this round, and take it out of the history."""
+        last = self.history[-1] if self.history else {}
+        return self.history.pop() if last.get("round") == number and "failed" in last else None
+
+    def _draw(
+        self,
+        number: int,
+        members: list[int],
+        network: Network,
+        failed: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """Return the cohort of a round; `failed` is the last attempt at it."""
         options = self.options
+        if failed is not None and options.retry_cohort == "same":
+            return [p for p in failed["cohort"] if p in members]
         size = max(int(len(members) * options.fraction_train), options.min_train_nodes)
         key = (self._privacy.cohort_seed, number)
-        return self.population.cohort(members, key, size, options.cohorts, network)
+        attempt = 0 if failed is None else 1 + len(failed.get("attempts", []))
+        return self.population.cohort(members, key, size, options.cohorts, network, attempt)
 
     def _learning_rate(self, number: int, given: Any) -> float | None:
         if given is None:  # plain clients have their own
@@ -248,7 +268,8 @@ class Training:
     def _name_losses(self, now: Round) -> None:
         """Name the clients that trained before, but lost what they kept since."""
         anew = [p for p in sorted(now.used) if now.came[p].says(keys.FRESH_KEY)]
-        now.lost_private = [p for p in anew if p in self._trained]
+        before = set(now.lost_private)  # in an earlier attempt
+        now.lost_private = sorted(before | {p for p in anew if p in self._trained})
         lost = [p for p in now.came if now.came[p].says(keys.LOST_KEY)]
         now.lost_state = sorted({*now.lost_state, *lost})
         if now.lost_state:
@@ -261,10 +282,11 @@ class Training:
 
     def _advance(self, now: Round, usable: Usable) -> None:
         """Average the used replies and move the model; RoundFailed if they are too few or it diverges."""
+        now.check_enough(self.options.min_replies, self.method)
         self.model.agree(usable.buffers, usable.tied)
         if usable.frozen is not None:
             self.model.hold(usable.frozen)
-        mean, robust = self._privacy.mean(now), self._robust()
+        mean, robust = self._privacy.mean(now), self._aggregation.robust(self.options)
         watch = partial(self._guard.watch, now, self.options, self.method)
         while True:
             now.check_enough(self.options.min_replies, self.method)
@@ -272,7 +294,7 @@ class Training:
             try:
                 scaled = update_weights(*self._weigher, now.used, now.context)
                 self.model.advance(now.used, now.context, scaled, mean, watch, robust)
-                self._note_aggregation(now, robust)
+                self._aggregation.note(now, self.options, robust)
                 return
             except UnusableReplies as error:  # go on without these clients
                 why = {p: f"the reply of client {p}: {y}" for p, y in error.why.items()}
@@ -280,7 +302,7 @@ class Training:
                 now.used = {p: r for p, r in now.used.items() if p not in why}
                 LOG.warning("\t> %s", name_failures(why))
             except TooFewVectors as error:
-                raise RoundFailed(f"round {now.number} of {self.method}: {error}") from error
+                raise TooFewReplies(f"round {now.number} of {self.method}: {error}") from error
             except AggregatorFailed as error:
                 text = (
                     f"round {now.number} of {self.method}: {error}; the model is as it was before"
@@ -296,7 +318,7 @@ class Training:
         """Return the context of the terms' server hooks; with weights and replies, once there are any."""
         lr = math.nan if now.lr is None else now.lr
         context = self.model.context(now.number, lr, self.population.size)
-        if (robust := self._robust()) is not None:
+        if (robust := self._aggregation.robust(self.options)) is not None:
             context = replace(context, aggregated=robust.aggregated, robust=True)
         if not now.used:
             return context
@@ -304,32 +326,9 @@ class Training:
         measured = {p: Stats(p, r, given, fixed) for p, r in now.used.items()}
         return replace(
             context,
-            weights=aggregation_weights(now.used, self.options.weighting, self.options.max_weight),
+            weights=self._aggregation.weights(now.used, self.options),
             replies=measured if self.options.privacy is None else WithheldStats(),
         )
-
-    def _robust(self) -> RobustMeans | None:
-        """Return what a robust aggregator needs for a round; None for the mean."""
-        aggregator = self.options.aggregator
-        return None if isinstance(aggregator, Mean) else RobustMeans(aggregator)
-
-    def _note_aggregation(self, now: Round, robust: RobustMeans | None) -> None:
-        """Note which clients the aggregator selected, and whose updates or weights were bounded."""
-        most, weights = self.options.max_weight, now.context.weights if now.context else {}
-        bounded = set() if robust is None else set(robust.bounded)
-        if most is not None:
-            given = aggregation_weights(now.used, self.options.weighting)
-            bounded |= {p for p in given if weights[p] < given[p]}
-            if most * len(now.used) < 1 and not self._told_of_max_weight:
-                self._told_of_max_weight = True
-                LOG.warning(
-                    "max_weight=%g is impossible for %d replies: each weighs 1/%d",
-                    *(most, len(now.used), len(now.used)),
-                )
-        if bounded:
-            now.events["bounded"] = sorted(bounded)
-        if robust is not None and robust.selected is not None:
-            now.events["selected"] = robust.selected
 
     @property
     def _weigher(self) -> tuple[Weighs | None, str]:
