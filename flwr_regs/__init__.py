@@ -27,6 +27,13 @@ if TYPE_CHECKING:
     from flwr_regs.flower.writers import JsonLines as JsonLines
     from flwr_regs.flower.writers import TensorBoard as TensorBoard
     from flwr_regs.methods.registry import *
+    from flwr_regs.server.aggregators import CenteredClipping as CenteredClipping
+    from flwr_regs.server.aggregators import CoordinateMedian as CoordinateMedian
+    from flwr_regs.server.aggregators import GeometricMedian as GeometricMedian
+    from flwr_regs.server.aggregators import Krum as Krum
+    from flwr_regs.server.aggregators import Mean as Mean
+    from flwr_regs.server.aggregators import NormBound as NormBound
+    from flwr_regs.server.aggregators import TrimmedMean as TrimmedMean
     from flwr_regs.server.privacy import CentralDP as CentralDP
     from flwr_regs.server.round import RoundFailed as RoundFailed
     from flwr_regs.server.round import TooFewReplies as TooFewReplies
@@ -55,6 +62,13 @@ _HOME = {
     "RoundFailed": "server.round",
     "TooFewReplies": "server.round",
     "CentralDP": "server.privacy",
+    "CenteredClipping": "server.aggregators",
+    "CoordinateMedian": "server.aggregators",
+    "GeometricMedian": "server.aggregators",
+    "Krum": "server.aggregators",
+    "Mean": "server.aggregators",
+    "NormBound": "server.aggregators",
+    "TrimmedMean": "server.aggregators",
     "METHODS": "methods.registry",
     "Method": "methods.registry",
     "TERMS": "methods.registry",

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from flwr_regs.server.aggregators import TooFewVectors
 from flwr_regs.server.downlink import Downlink
 from flwr_regs.server.frozen import frozen_of, out_of_sync
 from flwr_regs.server.model import GlobalModel
@@ -114,9 +115,15 @@ class Exchange:
         unlike = term.agree(uploads, probing=True)
         uploads = {pid: found for pid, found in uploads.items() if pid not in unlike}
         now.failures |= unlike
+        broadcasts: Mapping[int, Any] = {}
+        try:
+            broadcasts = term.answer({p: uploads[p] for p in sorted(uploads)}, now.context)
+        except TooFewVectors as error:
+            now.failures |= dict.fromkeys(uploads, f"in the first exchange, {error}")
+            uploads = {}
         if now.failures:
             LOG.warning("\t> in the first exchange: %s", name_failures(now.failures))
-        outbox.broadcasts = term.answer({pid: uploads[pid] for pid in sorted(uploads)})
+        outbox.broadcasts = broadcasts
         return sorted(uploads)
 
     def collect(self, replies: Replies) -> None:

@@ -11,8 +11,15 @@ import numpy as np
 
 from flwr_regs.abilities import Folds
 from flwr_regs.chain import Chain
-from flwr_regs.server.aggregation import Mean, Reply, UnusableReplies, mean_delta, update_of
+from flwr_regs.server.aggregation import (
+    MeanOfUpdates,
+    Reply,
+    UnusableReplies,
+    mean_delta,
+    update_of,
+)
 from flwr_regs.server.frozen import Frozen
+from flwr_regs.server.robust import RobustMeans, check_reached
 from flwr_regs.term import ServerContext, Slot
 from flwr_regs.wire.arrays import (
     NDArrays,
@@ -191,14 +198,16 @@ class GlobalModel:
         replies: Mapping[int, Reply],
         ctx: ServerContext,
         scaled: Mapping[int, float],
-        mean: Mean = mean_delta,
+        mean: MeanOfUpdates = mean_delta,
         watch: Callable[[NDArrays], None] | None = None,
+        robust: RobustMeans | None = None,
     ) -> None:
         """Average the replies, let the terms make the step, and move by it.
 
         `ctx` has the weights ``p_k``, `scaled` are ``ω_k``. `mean` averages the replies; a private one
-        clips and adds noise before any term sees the mean. `watch` gets the step of the trained arrays
-        before the model moves.
+        clips and adds noise before any term sees the mean. `robust`, if there is one, is in place of
+        `mean`, and of all sums of uploads. `watch` gets the step of the trained arrays before the model
+        moves.
 
         The step is rounded to the model's dtype, and the model moves by exactly this step. So a client
         that adds the same step to the same model gets the same bits.
@@ -207,15 +216,21 @@ class GlobalModel:
         to the float32 ``w_t``, so that small steps add up.
 
         Raises UnusableReplies for those that a term cannot fold, and ProtocolError if the new model is not
-        finite or beyond the range of the wire's precision; also what `watch` raises. Nothing has changed
-        then.
+        finite or beyond the range of the wire's precision; also what `watch` and `robust` raise. Nothing
+        has changed then.
         """
         given, fixed = self.given, self.fixed
-        folded = self._fold(replies, ctx, given)
+        counted = list(replies)
+        if robust is not None:
+            check_reached(self._term, replies)
+            mean = robust.delta
         delta = mean(given, replies, ctx.weights, scaled, fixed)
+        if robust is not None:  # it has chosen the clients now
+            ctx, counted = replace(ctx, aggregated=robust.aggregated), robust.members(counted)
+        folded = self._fold(replies, ctx, given, robust)
         if self._half:
             delta |= self._means(delta, given)
-        uploads = {pid: r.uploads for pid, r in replies.items()}
+        uploads = {pid: replies[pid].uploads for pid in counted}
         server, step = self._term.update(self.server, self._trainable(delta), uploads, ctx, folded)
         server, step = self._term.release(server, step, ctx)
         code = None
@@ -240,22 +255,32 @@ class GlobalModel:
         self.changed |= {n: ctx.round for n, s in rounded.items() if np.any(s)}
 
     def _fold(
-        self, replies: Mapping[int, Reply], ctx: ServerContext, given: NDArrays
+        self,
+        replies: Mapping[int, Reply],
+        ctx: ServerContext,
+        given: NDArrays,
+        robust: RobustMeans | None,
     ) -> dict[str, Slot]:
-        """Return what the terms that fold made of the uploads, one client's at a time."""
+        """Return what the terms that fold made of the uploads, one client's at a time.
+
+        A `robust` aggregator gets what `fold` makes of each client alone.
+        """
         folded: dict[str, Slot] = {}
+        each: dict[int, dict[str, Slot]] = {}
         wrong: dict[int, str] = {}
         if not any(isinstance(t, Folds) for t in self._term.terms):
             return folded
         for pid, reply in replies.items():
             delta = update_of(reply, given, self.fixed)
+            acc = folded if robust is None else {}
             try:
-                folded = self._term.fold(folded, pid, delta, reply.uploads, ctx.weights[pid], ctx)
+                folded = self._term.fold(acc, pid, delta, reply.uploads, ctx.weights[pid], ctx)
+                each[pid] = folded
             except Exception as error:  # whatever an upload makes a term raise
                 wrong[pid] = f"its upload cannot be used: {error or type(error).__name__}"
         if wrong:
             raise UnusableReplies(wrong)
-        return folded
+        return folded if robust is None else robust.sums(self._term, each)
 
     def _log(self, number: int, code: bytes, size: int) -> None:
         """Keep a coded step, and forget the oldest ones beyond `size` bytes together."""

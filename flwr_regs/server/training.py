@@ -16,9 +16,9 @@ from flwr_regs.server.aggregation import (
     StepScaling,
     UnusableReplies,
     WithheldStats,
-    aggregation_weights,
     update_weights,
 )
+from flwr_regs.server.aggregators import TooFewVectors
 from flwr_regs.server.divergence import DivergenceGuard
 from flwr_regs.server.exchange import Exchange
 from flwr_regs.server.model import GlobalModel
@@ -28,7 +28,8 @@ from flwr_regs.server.participation import Participation
 from flwr_regs.server.population import Population
 from flwr_regs.server.privacy import Budget, PrivateRounds, refuse_statistics
 from flwr_regs.server.replies import Reader, Usable, common_metrics
-from flwr_regs.server.round import Round, RoundFailed
+from flwr_regs.server.robust import Aggregation, AggregatorFailed
+from flwr_regs.server.round import Round, RoundFailed, TooFewReplies
 from flwr_regs.term import ServerContext
 from flwr_regs.wire import keys
 from flwr_regs.wire.arrays import NDArrays, ProtocolError
@@ -105,6 +106,7 @@ class Training:
             options.incomplete, options.drop_inactive, options.restart_lr, num_rounds or 1
         )
         self._guard = DivergenceGuard()
+        self._aggregation = Aggregation()
         self._held: dict[int, int] = {}  # client -> round whose model it last kept
         self.evaluated = False
         self._trained: set[int] = set()  # clients of which a reply was used
@@ -189,7 +191,10 @@ class Training:
             self._trained |= set(now.used)
             keeping = {p for p in now.used if now.came[p].says(keys.KEEPS_KEY)}
             self._used = {p: r for p, r in self._used.items() if p in keeping or p not in now.used}
-            self._used |= dict.fromkeys(keeping, number)
+            counted = set(
+                now.events.get("selected", now.used)
+            )  # Krum leaves out the others' uploads
+            self._used |= dict.fromkeys(keeping & counted, number)
             self._measure(now)
         except Exception as error:
             now.events["failed"] = str(error)
@@ -281,20 +286,28 @@ class Training:
         self.model.agree(usable.buffers, usable.tied)
         if usable.frozen is not None:
             self.model.hold(usable.frozen)
-        mean = self._privacy.mean(now)
+        mean, robust = self._privacy.mean(now), self._aggregation.robust(self.options)
         watch = partial(self._guard.watch, now, self.options, self.method)
         while True:
             now.check_enough(self.options.min_replies, self.method)
             now.context = self._context(now)  # the trained arrays are known now
             try:
                 scaled = update_weights(*self._weigher, now.used, now.context)
-                self.model.advance(now.used, now.context, scaled, mean, watch)
+                self.model.advance(now.used, now.context, scaled, mean, watch, robust)
+                self._aggregation.note(now, self.options, robust)
                 return
             except UnusableReplies as error:  # go on without these clients
                 why = {p: f"the reply of client {p}: {y}" for p, y in error.why.items()}
                 now.failures |= why
                 now.used = {p: r for p, r in now.used.items() if p not in why}
                 LOG.warning("\t> %s", name_failures(why))
+            except TooFewVectors as error:
+                raise TooFewReplies(f"round {now.number} of {self.method}: {error}") from error
+            except AggregatorFailed as error:
+                text = (
+                    f"round {now.number} of {self.method}: {error}; the model is as it was before"
+                )
+                raise AggregatorFailed(text) from error
             except ProtocolError as error:
                 raise RoundFailed(
                     f"round {now.number} of {self.method} diverged: {error}; `strategy.arrays` is "
@@ -305,13 +318,15 @@ class Training:
         """Return the context of the terms' server hooks; with weights and replies, once there are any."""
         lr = math.nan if now.lr is None else now.lr
         context = self.model.context(now.number, lr, self.population.size)
+        if (robust := self._aggregation.robust(self.options)) is not None:
+            context = replace(context, aggregated=robust.aggregated, robust=True)
         if not now.used:
             return context
         given, fixed = self.model.given, self.model.fixed
         measured = {p: Stats(p, r, given, fixed) for p, r in now.used.items()}
         return replace(
             context,
-            weights=aggregation_weights(now.used, self.options.weighting),
+            weights=self._aggregation.weights(now.used, self.options),
             replies=measured if self.options.privacy is None else WithheldStats(),
         )
 
