@@ -123,10 +123,10 @@ class Exchange:
             LOG.warning("\t> in the first exchange: %s", name_failures(now.failures))
         return [pid for pid in uploads if pid not in wrong]
 
-    def _read_probe(self, pid: int, reply: Parcel) -> dict[str, Slot]:
+    def _read_probe(self, pid: int, reply: Parcel) -> Slot:
         """Return a client's checked probe."""
         assert self._now.context is not None
-        found = dict(read_uploads(f"the probe of client {pid}", reply))
+        found = read_uploads(f"the probe of client {pid}", reply)
         params, server = self._now.context.params, self._model.server
         try:
             self._options.term.check(found, params, server, probing=True)
@@ -135,7 +135,7 @@ class Exchange:
         return found
 
     def _answer(self, probes: Mapping[int, Slot]) -> tuple[Mapping[int, Slot], dict[int, str]]:
-        """Return (each client's own broadcasts after the probes, client -> why its probe cannot be used)."""
+        """Return (each client's own broadcasts, client -> why its probe cannot be used)."""
         term = self._options.term
         try:
             return term.answer(probes), {}

@@ -35,9 +35,11 @@ def read_metrics(pid: int, parcel: Parcel, weighted_by_key: str) -> tuple[Mappin
         )
     for kind, entries in (("metrics", parcel.metrics), ("config entries", parcel.config)):
         if len(entries) > MOST_ENTRIES:
-            raise ProtocolError(f"{what} has {len(entries)} {kind}, expected at most {MOST_ENTRIES}")
+            raise ProtocolError(
+                f"{what} has {len(entries)} {kind}, expected at most {MOST_ENTRIES}"
+            )
     count = parcel.metrics.get(weighted_by_key)
-    if not usable(count) or not 0 < float(count):  # type: ignore[arg-type]
+    if not usable(count) or not float(count or 0) > 0:
         raise ProtocolError(
             f"{what}: metric '{weighted_by_key}' must be a positive number up to {LARGEST:g}, "
             f"not {quoted(count, 40)}"
@@ -47,7 +49,7 @@ def read_metrics(pid: int, parcel: Parcel, weighted_by_key: str) -> tuple[Mappin
         for name, value in parcel.metrics.items()
         if not isinstance(value, list) or len(value) <= MOST_ENTRIES
     }
-    return kept, float(count)  # type: ignore[arg-type]
+    return kept, float(count or 0)
 
 
 def common_metrics(

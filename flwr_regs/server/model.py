@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +12,7 @@ from flwr_regs.abilities import Folds
 from flwr_regs.chain import Chain
 from flwr_regs.server.aggregation import Mean, Reply, UnusableReplies, mean_delta, update_of
 from flwr_regs.server.frozen import Frozen
+from flwr_regs.server.network import culprits
 from flwr_regs.term import ServerContext, Slot
 from flwr_regs.wire.arrays import (
     NDArrays,
@@ -24,8 +25,10 @@ from flwr_regs.wire.arrays import (
     untrainable,
 )
 from flwr_regs.wire.delta import decoded
+from flwr_regs.wire.errors import described
 from flwr_regs.wire.frozen import frozen_digest
 from flwr_regs.wire.precision import narrow, widen
+from flwr_regs.wire.text import one_line
 
 MOST_STEPS = 50
 """Coded steps to keep. Each step that a client missed costs it a pass over the whole model."""
@@ -204,8 +207,7 @@ class GlobalModel:
         delta = mean(given, replies, ctx.weights, scaled, fixed)
         if self._half:
             delta |= self._means(delta, given)
-        uploads = {pid: r.uploads for pid, r in replies.items()}
-        server, step = self._term.update(self.server, self._trainable(delta), uploads, ctx, folded)
+        server, step = self._updated(replies, ctx, given, self._trainable(delta), folded)
         server, step = self._term.release(server, step, ctx)
         code = None
         if (coder := self._term.coder("release")) is not None:  # the clients get the decoded step
@@ -228,6 +230,45 @@ class GlobalModel:
         self.previous_lr = ctx.lr
         self.changed |= {n: ctx.round for n, s in rounded.items() if np.any(s)}
 
+    def _updated(
+        self,
+        replies: Mapping[int, Reply],
+        ctx: ServerContext,
+        given: NDArrays,
+        delta: NDArrays,
+        folded: dict[str, Slot],
+    ) -> tuple[Slot, Any]:
+        """Return what the terms' `update` makes of the replies; raise UnusableReplies for some of them.
+
+        To find these, hooks run again without some of the clients: hooks are pure.
+        """
+        uploads = {pid: r.uploads for pid, r in replies.items()}
+        try:
+            return self._term.update(self.server, delta, uploads, ctx, folded)
+        except UnusableReplies:
+            raise
+        except Exception as error:
+            if not any(slot for upload in uploads.values() for slot in upload.values()):
+                raise
+            raised = error
+
+        def fails(pids: Collection[int]) -> str:
+            some = {p: replies[p] for p in pids}
+            total = sum(ctx.weights[p] for p in pids)
+            weights = {p: ctx.weights[p] / total for p in pids}
+            measured = {p: r for p, r in ctx.replies.items() if p in pids}
+            less = replace(ctx, weights=weights, replies=measured)
+            try:
+                own = {p: uploads[p] for p in pids}
+                self._term.update(self.server, delta, own, less, self._fold(some, less, given))
+            except Exception as error:
+                return f"its upload cannot be used: {described(error)}"
+            return ""
+
+        if wrong := culprits(list(replies), fails):
+            raise UnusableReplies(wrong)
+        raise raised
+
     def _fold(
         self, replies: Mapping[int, Reply], ctx: ServerContext, given: NDArrays
     ) -> dict[str, Slot]:
@@ -241,7 +282,8 @@ class GlobalModel:
             try:
                 folded = self._term.fold(folded, pid, delta, reply.uploads, ctx.weights[pid], ctx)
             except Exception as error:  # whatever an upload makes a term raise
-                wrong[pid] = f"its upload cannot be used: {error or type(error).__name__}"
+                why = one_line(str(error)) or type(error).__name__
+                wrong[pid] = f"its upload cannot be used: {why}"
         if wrong:
             raise UnusableReplies(wrong)
         return folded

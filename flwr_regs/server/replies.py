@@ -7,8 +7,6 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from flwr_regs.abilities import Folds
 from flwr_regs.chain import Chain
 from flwr_regs.server.aggregation import STEPS, Reply
@@ -16,6 +14,7 @@ from flwr_regs.server.frozen import Frozen, agree_on_frozen
 from flwr_regs.server.metrics import read_metrics, usable
 from flwr_regs.server.model import GlobalModel
 from flwr_regs.server.network import culprits, read_each
+from flwr_regs.term import Slot
 from flwr_regs.wire import keys
 from flwr_regs.wire.arrays import (
     LARGEST,
@@ -184,9 +183,9 @@ class Reader:
             )
 
 
-def read_uploads(what: str, parcel: Parcel) -> dict[str, Mapping[str, np.ndarray]]:
+def read_uploads(what: str, parcel: Parcel) -> Slot:
     """Return the terms' uploads by term name; raise ProtocolError unless all are finite numbers."""
-    uploads: dict[str, Mapping[str, np.ndarray]] = {}
+    uploads: Slot = {}
     for key, record in parcel.records.items():
         if key.endswith(".upload"):
             name = key.removesuffix(".upload")
@@ -227,9 +226,7 @@ def _steps(
     return taken, planned
 
 
-def disagreeing(
-    term: Chain, uploads: Mapping[int, Mapping[str, Any]], probing: bool = False
-) -> dict[int, str]:
+def disagreeing(term: Chain, uploads: Mapping[int, Slot], probing: bool = False) -> dict[int, str]:
     """Return why, by partition id, for uploads that do not fit the others', or that make `agree` raise.
 
     Raises ValueError if `agree` fails and no client is the cause.

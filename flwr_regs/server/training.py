@@ -21,8 +21,8 @@ from flwr_regs.server.aggregation import (
 )
 from flwr_regs.server.divergence import DivergenceGuard
 from flwr_regs.server.exchange import Exchange
-from flwr_regs.server.model import GlobalModel
 from flwr_regs.server.metrics import common_metrics, usable
+from flwr_regs.server.model import GlobalModel
 from flwr_regs.server.network import Course, Network, name_failures
 from flwr_regs.server.options import Options
 from flwr_regs.server.participation import Participation

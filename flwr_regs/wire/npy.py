@@ -60,7 +60,7 @@ def read_array(data: Any) -> np.ndarray:
 
 
 def read_header(data: Any) -> Header:
-    """Return the header of a ``.npy``, checked against the number of bytes that follow; raise Unreadable."""
+    """Return the header of a ``.npy``, checked against the bytes that follow it; raise Unreadable."""
     if not isinstance(data, bytes):
         raise Unreadable(f"an array's data must be bytes, not {type(data).__name__}")
     version = data[6:8]

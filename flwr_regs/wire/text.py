@@ -64,7 +64,7 @@ def named(names: Iterable[Any]) -> str:
 
 
 def read_json(value: Any, depth: int = 1, longest: int = LONGEST_JSON) -> Any:
-    """Return what a JSON text holds, lists and objects in it at most `depth` deep; else raise ValueError."""
+    """Return what a JSON text holds, lists and objects at most `depth` deep; else raise ValueError."""
     if not isinstance(value, str):
         raise ValueError(f"expected JSON text, not {quoted(value, 40)}")
     if len(value) > longest:

@@ -176,7 +176,7 @@ def test_of_two_nodes_of_one_partition_one_is_refused() -> None:
     assert strategy.history[0]["cohort"] == [0, 2]
     assert "1000 and 1001 both serve partition-id 0" in strategy.history[0]["refused"][1001]
     grid._contexts[1002].node_config["partition-id"] = 0
-    with pytest.raises(PopulationError, match="1 of 2 clients can take part.*1002 both serve"):
+    with pytest.raises(PopulationError, match=r"(?s)1 of 2 clients can take part.*1002 both serve"):
         start(FedAvg(), grid)
 
 
@@ -1097,7 +1097,10 @@ def test_a_subclass_keeps_its_methods_name() -> None:
 
 
 def test_complex_and_nan_models_are_refused() -> None:
-    for bad, message in ((1j, "dtype is '<c16', expected booleans, integers or floats"), (np.nan, "hold NaN")):
+    for bad, message in (
+        (1j, "dtype is '<c16', expected"),
+        (np.nan, "hold NaN"),
+    ):
         with pytest.raises(ValueError, match=message):
             FedAvg().start(
                 grid=InProcessGrid(app_of(), 3),
