@@ -64,6 +64,7 @@ class Population:
         self._expected = expected
         self._complete = False
         self._labels: dict[int, list[int]] = {}
+        self._uncounted: dict[int, str] = {}  # client -> why its label counts are not known
         self._classes: set[int] = set()
 
     @property
@@ -141,6 +142,12 @@ class Population:
         absent = sorted(set(range(expected)) - set(self._connected))
         return f"partitions {absent}" if len(absent) == short else f"{short} of {expected} clients"
 
+    @property
+    def left_out(self) -> dict[int, str]:
+        """Node -> why it does not take part: refused, or without label counts that cohorts need."""
+        uncounted = {p: why for p, why in self._uncounted.items() if p in self._connected}
+        return {**self.refused, **{self._node_of[p]: why for p, why in uncounted.items()}}
+
     def request(self, kind: str, parcels: dict[int, Parcel]) -> Request:
         """Return a request to some of the clients, by partition id."""
         return Request(kind, parcels, {pid: self._node_of[pid] for pid in parcels})
@@ -181,6 +188,7 @@ class Population:
             if first and len(counted) < max(self._minimum, 1):
                 raise PopulationError(why)
             LOG.warning("%s; going on without them", why)
+            self._uncounted |= failures
         self._labels |= counted | {pid: [] for pid in failures}
         counts = {p: self._labels[p] for p in self._connected if self._labels[p]}
         held = _held(counts)

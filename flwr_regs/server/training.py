@@ -145,12 +145,12 @@ class Training:
         connected = self.population.refresh(network)
         if self.population.missing:
             now.events["missing"] = self.population.missing
-        if self.population.refused:
-            now.events["refused"] = dict(self.population.refused)
         clients = self._privacy.members(connected)
         now.population = len(clients)
         members = self._participation.remaining(clients, now)
         now.cohort = self._draw(number, members, network)
+        if left_out := self.population.left_out:
+            now.events["refused"] = left_out
         self._privacy.check_budget(now)
         now.lr = self._learning_rate(number, config.get("lr"))
         now.context = self._context(now)
