@@ -27,6 +27,7 @@ from flwr_regs.term import NOT_NEGATIVE, Range, Term
 from flwr_regs.wire import keys
 from flwr_regs.wire.arrays import ForeignStrategy, ProtocolError
 from flwr_regs.wire.terms import check_classes
+from flwr_regs.wire.text import read_json
 
 NDArrayList = list[Any]
 
@@ -242,4 +243,4 @@ class RegClient(NumPyClient):
                 "the config does not name the arrays: build the ClientApp with "
                 "flwr_regs.client_app(client_fn), not with flwr's ClientApp(client_fn)"
             )
-        return dict(zip(json.loads(config[keys.NAMES_KEY]), parameters, strict=True))
+        return dict(zip(read_json(config[keys.NAMES_KEY]), parameters, strict=True))

@@ -21,13 +21,14 @@ from flwr_regs.server.aggregation import (
 from flwr_regs.server.aggregators import TooFewVectors
 from flwr_regs.server.divergence import DivergenceGuard
 from flwr_regs.server.exchange import Exchange
+from flwr_regs.server.metrics import common_metrics, usable
 from flwr_regs.server.model import GlobalModel
 from flwr_regs.server.network import Course, Network, name_failures
 from flwr_regs.server.options import Options
 from flwr_regs.server.participation import Participation
 from flwr_regs.server.population import Population
 from flwr_regs.server.privacy import Budget, PrivateRounds, refuse_statistics
-from flwr_regs.server.replies import Reader, Usable, common_metrics
+from flwr_regs.server.replies import Reader, Usable
 from flwr_regs.server.robust import Aggregation, AggregatorFailed
 from flwr_regs.server.round import Round, RoundFailed, TooFewReplies
 from flwr_regs.term import ServerContext
@@ -152,6 +153,8 @@ class Training:
             now.continue_from(failed)
         members = self._participation.remaining(clients, now)
         now.cohort = self._draw(number, members, network, failed)
+        if left_out := self.population.left_out:
+            now.events["refused"] = left_out
         self._privacy.check_budget(now)
         now.lr = self._learning_rate(number, config.get("lr"))
         now.context = self._context(now)
@@ -343,9 +346,11 @@ class Training:
         """Note the mean of the clients' metrics, and what the round took."""
         used = now.used
         processed = [reply.metrics.get("examples-processed", 0) for reply in used.values()]
-        now.examples_processed = sum(n for n in processed if isinstance(n, int))
-        reported = common_metrics(reply.metrics for reply in used.values())
-        now.metrics = dict(self.mean_of_metrics("train", reported))
+        now.examples_processed = sum(n for n in processed if isinstance(n, int) and usable(n))
+        reported, left_out = common_metrics({pid: reply.metrics for pid, reply in used.items()})
+        if left_out:
+            now.events["metrics_left_out"] = left_out
+        now.metrics = dict(self.mean_of_metrics("train", reported)) if reported else {}
         now.lap("aggregate")
 
 
