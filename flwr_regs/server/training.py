@@ -64,6 +64,7 @@ class Training:
         Entries of every message's config: method, training and hyper-parameters.
     evaluated : bool
         Whether any client could ever evaluate.
+    privacy : PrivateRounds
     options, method, num_rounds, mean_of_metrics
         As given.
 
@@ -100,7 +101,7 @@ class Training:
         }
         self.num_rounds = num_rounds
         self.mean_of_metrics = mean_of_metrics
-        self._privacy = PrivateRounds(options.privacy, options.seed, budget)
+        self.privacy = PrivateRounds(options.privacy, options.seed, budget)
         self._participation = Participation(
             options.incomplete, options.drop_inactive, options.restart_lr, num_rounds or 1
         )
@@ -127,6 +128,33 @@ class Training:
             self._held = {}
         return changed
 
+    def snapshot(self) -> dict[str, Any]:
+        """Return what a checkpoint holds of it, beside the history; later rounds do not change it."""
+        return {
+            "start": self.identity[keys.START_KEY],
+            "model": self.model.snapshot(),
+            "population": self.population.snapshot(),
+            "participation": self._participation.snapshot(),
+            "privacy": self.privacy.snapshot(),
+            "guard": self._guard.snapshot(),
+            "held": dict(self._held),
+            "used": dict(self._used),
+            "trained": set(self._trained),
+            "evaluated": self.evaluated,
+        }
+
+    def restore(self, state: Mapping[str, Any], history: Sequence[dict[str, Any]]) -> None:
+        """Continue from a snapshot and its history."""
+        self.identity[keys.START_KEY] = state["start"]
+        self.model.restore(state["model"])
+        self.population.restore(state["population"])
+        self._participation.restore(state["participation"])
+        self.privacy.restore(state["privacy"])
+        self._guard.restore(state["guard"])
+        self._held, self._used = state["held"], state["used"]
+        self._trained, self.evaluated = state["trained"], state["evaluated"]
+        self.history[:] = history
+
     def round(self, number: int, config: Mapping[str, Any], network: Network) -> Course[Round]:
         """Run one round, from its cohort to the new global model.
 
@@ -144,11 +172,11 @@ class Training:
         connected = self.population.refresh(network)
         if self.population.missing:
             now.events["missing"] = self.population.missing
-        clients = self._privacy.members(connected)
+        clients = self.privacy.members(connected)
         now.population = len(clients)
         members = self._participation.remaining(clients, now)
         now.cohort = self._draw(number, members, network)
-        self._privacy.check_budget(now)
+        self.privacy.check_budget(now)
         now.lr = self._learning_rate(number, config.get("lr"))
         now.context = self._context(now)
         now.config = self._config(now, config)
@@ -195,7 +223,7 @@ class Training:
         """Return the cohort of a round."""
         options = self.options
         size = max(int(len(members) * options.fraction_train), options.min_train_nodes)
-        key = (self._privacy.cohort_seed, number)
+        key = (self.privacy.cohort_seed, number)
         return self.population.cohort(members, key, size, options.cohorts, network)
 
     def _learning_rate(self, number: int, given: Any) -> float | None:
@@ -232,7 +260,7 @@ class Training:
         reader = Reader(self.method, options.term, self.model, by, counts_steps)
         usable = reader.read_all(now.came, now.config)
         fixed = (usable.buffers or frozenset()) - set(usable.tied or ())
-        uncovered = self._privacy.uncovered(usable.replies, self.model.given, fixed)
+        uncovered = self.privacy.uncovered(usable.replies, self.model.given, fixed)
         now.failures = {**now.failures, **usable.failures, **uncovered}
         now.received = {p: reply for p, reply in usable.replies.items() if p not in uncovered}
         if failed := {p: why for p, why in now.failures.items() if p in now.asked}:
@@ -258,7 +286,7 @@ class Training:
         self.model.agree(usable.buffers, usable.tied)
         if usable.frozen is not None:
             self.model.hold(usable.frozen)
-        mean = self._privacy.mean(now)
+        mean = self.privacy.mean(now)
         watch = partial(self._guard.watch, now, self.options, self.method)
         while True:
             now.check_enough(self.options.min_replies, self.method)
