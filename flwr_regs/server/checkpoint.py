@@ -93,9 +93,12 @@ def latest(folder: str | os.PathLike[str]) -> Checkpoint:
         raise CheckpointError(f"{path} is no folder: there is no checkpoint to resume from")
     if _NAME.fullmatch(path.name) or (path / MANIFEST).exists():
         return read(path)
-    found = rounds_in(path)
+    try:
+        found, names = rounds_in(path), os.listdir(path)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
     if not found:
-        others = sorted(p.name for p in path.iterdir() if not p.name.startswith("."))
+        others = sorted(n for n in names if not n.startswith("."))
         holds = f"only {', '.join(others[:3])}{', …' if len(others) > 3 else ''}"
         raise CheckpointError(
             f"{path} holds no checkpoint, {holds if others else 'it is empty'}; a checkpoint is a folder "
@@ -116,8 +119,8 @@ def latest(folder: str | os.PathLike[str]) -> Checkpoint:
 
 def rounds_in(folder: Path) -> dict[int, Path]:
     """Return the checkpoints of a folder by their rounds, damaged ones too."""
-    names = {p: _NAME.fullmatch(p.name) for p in folder.iterdir() if p.is_dir()}
-    return {int(match[1]): p for p, match in sorted(names.items()) if match}
+    names = {p: _NAME.fullmatch(p.name) for p in sorted(folder.iterdir())}
+    return {int(match[1]): p for p, match in names.items() if match and p.is_dir()}
 
 
 def read(path: Path) -> Checkpoint:

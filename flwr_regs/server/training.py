@@ -128,10 +128,15 @@ class Training:
             self._held = {}
         return changed
 
+    @property
+    def start_id(self) -> str:
+        """What identifies this training to the clients, also after it was resumed."""
+        return str(self.identity[keys.START_KEY])
+
     def snapshot(self) -> dict[str, Any]:
         """Return what a checkpoint holds of it, beside the history; later rounds do not change it."""
         return {
-            "start": self.identity[keys.START_KEY],
+            "start": self.start_id,
             "model": self.model.snapshot(),
             "population": self.population.snapshot(),
             "participation": self._participation.snapshot(),

@@ -77,10 +77,10 @@ def to_json(value: Any, store: Store, where: str = "the value") -> Any:
     return _refuse(value, where)
 
 
-def from_json(value: Any, arrays: Mapping[str, np.ndarray]) -> Any:
+def from_json(value: Any, arrays: dict[str, Any]) -> Any:
     """Return the value that :func:`to_json` returned as `value`; mappings come back as dicts.
 
-    Raises ValueError for what it never returns.
+    In `arrays`, what holds bytes becomes bytes, so that these come back as one object, too. Raises ValueError for what it never returns.
     """
     if isinstance(value, list):
         return [from_json(v, arrays) for v in value]
@@ -111,7 +111,7 @@ def _array(value: Any, store: Store, where: str) -> dict[str, Any]:
     return {"$array": [store.name(value, lambda: np.asarray(value, order="C"))]}
 
 
-def _read_array(parts: Any, arrays: Mapping[str, np.ndarray]) -> np.ndarray:
+def _read_array(parts: Any, arrays: dict[str, Any]) -> np.ndarray:
     name, *how = parts
     if not how:
         return np.array(arrays[name])
@@ -121,15 +121,22 @@ def _read_array(parts: Any, arrays: Mapping[str, np.ndarray]) -> np.ndarray:
     return np.frombuffer(arrays[name].tobytes(), np.dtype(dtype)).reshape(shape).copy()
 
 
+def _read_bytes(name: Any, arrays: dict[str, Any]) -> bytes:
+    if not isinstance(arrays[name], bytes):
+        arrays[name] = arrays[name].tobytes()
+    found: bytes = arrays[name]
+    return found
+
+
 def _read_scalar(parts: Any, _: Any) -> np.generic:
     dtype, data = parts
     scalar: np.generic = np.frombuffer(bytes.fromhex(data), np.dtype(dtype))[0]
     return scalar
 
 
-_TAGS: dict[str, Callable[[Any, Mapping[str, np.ndarray]], Any]] = {
+_TAGS: dict[str, Callable[[Any, dict[str, Any]], Any]] = {
     "$float": lambda v, _: float(v),
-    "$bytes": lambda v, arrays: arrays[v].tobytes(),
+    "$bytes": _read_bytes,
     "$tuple": lambda v, arrays: tuple(from_json(v, arrays)),
     "$set": lambda v, arrays: set(from_json(v, arrays)),
     "$frozenset": lambda v, arrays: frozenset(from_json(v, arrays)),
