@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from datetime import timedelta
 from logging import INFO, WARNING
 from os import PathLike
-from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
@@ -85,12 +84,18 @@ class Checkpoints:
         self._same: Mapping[str, Any] = {}
         self._training: Training | None = None
         self._unsaved: tuple[int, dict[str, Any], list[dict[str, Any]]] | None = None
+        self._last = 0 if self.resumed is None else self.resumed.round
         self._saved = time.monotonic()
 
     def check(self, fingerprint: Mapping[str, Mapping[str, Any]], num_rounds: int) -> None:
         """Raise CheckpointError unless the checkpoint is of this training, and not beyond its end."""
         self._same = fingerprint
         if (found := self.resumed) is None:
+            if self._folder is not None and (self._folder.path / LEDGER).exists():
+                raise CheckpointError(
+                    f"{self._folder.path} holds {LEDGER}, the releases of a run that ended before its "
+                    "first checkpoint: count them with an accountant of yours, and name another folder"
+                )
             return
         if other := differences(found.state["fingerprint"], fingerprint):
             raise CheckpointError(
@@ -99,7 +104,7 @@ class Checkpoints:
             )
         if found.round > num_rounds:
             raise CheckpointError(
-                f"{found.path} is of round {found.round}, beyond num_rounds={num_rounds}, which is the total"
+                f"{found.path} is of round {found.round}, beyond num_rounds={num_rounds}; this is the total"
             )
         if found.versions != versions():
             log(
@@ -160,7 +165,7 @@ class Checkpoints:
         if isinstance(self._every, timedelta):
             due = time.monotonic() - self._saved >= self._every.total_seconds()
         else:
-            due = number % self._every == 0
+            due = number - self._last >= self._every
         if due:
             self.save()
 
@@ -177,7 +182,7 @@ class Checkpoints:
             history[-1]["checkpoint"] = why
             log(WARNING, "%s; the run goes on without this checkpoint", why)
             return
-        self._unsaved, self._saved = None, time.monotonic()
+        self._unsaved, self._last, self._saved = None, number, time.monotonic()
 
     @contextmanager
     def guard(self) -> Iterator[None]:
@@ -187,12 +192,12 @@ class Checkpoints:
         """
         try:
             with _terminable(self._folder is not None):
-                yield
+                try:
+                    yield
+                finally:
+                    self.save()
         finally:
-            try:
-                self.save()
-            finally:
-                self.close()
+            self.close()
 
     def close(self) -> None:
         """Let another run write into the folder."""

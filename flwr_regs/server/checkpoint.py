@@ -38,6 +38,7 @@ KEPT = 2
 STATE, HISTORY, ARRAYS, MANIFEST = (
     *("state.json", "history.jsonl", "arrays.safetensors", "manifest.json"),
 )
+PART, OLD = ".part-", ".old-"
 _NAME = re.compile(r"round-(\d{6,})")
 
 
@@ -118,9 +119,16 @@ def latest(folder: str | os.PathLike[str]) -> Checkpoint:
 
 
 def rounds_in(folder: Path) -> dict[int, Path]:
-    """Return the checkpoints of a folder by their rounds, damaged ones too."""
-    names = {p: _NAME.fullmatch(p.name) for p in sorted(folder.iterdir())}
-    return {int(match[1]): p for p, match in names.items() if match and p.is_dir()}
+    """Return the checkpoints of a folder by their rounds, damaged ones too.
+
+    One that was moved away for a successor that never came counts: the process died between two moves.
+    """
+    found: dict[int, Path] = {}
+    for path in sorted(folder.iterdir()):  # ".old-" sorts first
+        match = _NAME.fullmatch(path.name.removeprefix(OLD))
+        if match and path.is_dir():
+            found[int(match[1])] = path
+    return found
 
 
 def read(path: Path) -> Checkpoint:
@@ -212,7 +220,7 @@ class Folder:
             self.path.mkdir(parents=True, exist_ok=True)
             self._claim()
             self._clean()
-            trial = self.path / f".part-{os.getpid()}"
+            trial = self.path / f"{PART}{os.getpid()}"
             trial.mkdir(mode=0o700)
             write_synced(trial / "trial", [b"\0"])
             shutil.rmtree(trial)
@@ -244,7 +252,7 @@ class Folder:
             if none.arrays:
                 raise TypeError(f"the history of entry {i} holds arrays or bytes")
         name = f"round-{number:06d}"
-        part, old, place = (self.path / (begin + name) for begin in (".part-", ".old-", ""))
+        part, old, place = (self.path / (begin + name) for begin in (PART, OLD, ""))
         shutil.rmtree(part, ignore_errors=True)
         try:
             part.mkdir(mode=0o700)
@@ -296,15 +304,15 @@ class Folder:
     def _clean(self) -> None:
         """Remove what a crash has left."""
         self._bring_back()
-        for left in [*self.path.glob(".part-*"), *self.path.glob(".old-*")]:
+        for left in [*self.path.glob(f"{PART}*"), *self.path.glob(f"{OLD}*")]:
             shutil.rmtree(left)
 
     def _bring_back(self) -> None:
         """Put a checkpoint back whose successor has not come to its place."""
         with contextlib.suppress(OSError):
-            for old in self.path.glob(".old-*"):
-                place = self.path / old.name.removeprefix(".old-")
-                if not place.exists():
+            for old in self.path.glob(f"{OLD}*"):
+                place = self.path / old.name.removeprefix(OLD)
+                if _NAME.fullmatch(place.name) and not place.exists():
                     os.rename(old, place)
 
     def _forget(self) -> None:
@@ -312,8 +320,8 @@ class Folder:
         with contextlib.suppress(OSError):
             found = rounds_in(self.path)
             for number in sorted(found)[:-KEPT]:
-                os.rename(found[number], self.path / f".old-{found[number].name}.{os.getpid()}")
-            for old in self.path.glob(".old-*"):
+                os.rename(found[number], self.path / f"{OLD}{found[number].name}.{os.getpid()}")
+            for old in self.path.glob(f"{OLD}*"):
                 shutil.rmtree(old, ignore_errors=True)
 
     def _set_aside(self, resumed: Checkpoint | None) -> None:

@@ -80,7 +80,9 @@ def to_json(value: Any, store: Store, where: str = "the value") -> Any:
 def from_json(value: Any, arrays: dict[str, Any]) -> Any:
     """Return the value that :func:`to_json` returned as `value`; mappings come back as dicts.
 
-    In `arrays`, what holds bytes becomes bytes, so that these come back as one object, too. Raises ValueError for what it never returns.
+    In `arrays`, what holds bytes becomes bytes, so that these come back as one object, too.
+
+    Raises ValueError for what it never returns.
     """
     if isinstance(value, list):
         return [from_json(v, arrays) for v in value]
@@ -103,22 +105,24 @@ def _array(value: Any, store: Store, where: str) -> dict[str, Any]:
         _refuse(value, where)
     if isinstance(value, np.generic):
         return {"$scalar": [dtype.str, value.tobytes().hex()]}
-    if dtype not in NATIVE:
-        raw = store.name(value, lambda: np.frombuffer(value.tobytes(), np.uint8))
-        return {"$array": [raw, dtype.str, list(value.shape)]}
-    if value.flags.f_contiguous and not value.flags.c_contiguous:  # sums depend on the order
-        return {"$array": [store.name(value, lambda: value.T), "T"]}
-    return {"$array": [store.name(value, lambda: np.asarray(value, order="C"))]}
+    turned = value.flags.f_contiguous and not value.flags.c_contiguous  # sums depend on the order
+    rows, how = (value.T, ["T"]) if turned else (value, [])
+    if dtype in NATIVE:
+        name = store.name(value, lambda: np.asarray(rows, order="C"))
+        return {"$array": [name, *how]}
+    name = store.name(value, lambda: np.frombuffer(rows.tobytes(), np.uint8))
+    return {"$array": [name, dtype.str, list(rows.shape), *how]}
 
 
 def _read_array(parts: Any, arrays: dict[str, Any]) -> np.ndarray:
     name, *how = parts
-    if not how:
-        return np.array(arrays[name])
-    if how == ["T"]:
-        return np.array(arrays[name]).T
-    dtype, shape = how
-    return np.frombuffer(arrays[name].tobytes(), np.dtype(dtype)).reshape(shape).copy()
+    turned = how[-1:] == ["T"]
+    if not how[turned:]:
+        array = np.array(arrays[name])
+    else:
+        dtype, shape = how[:2]
+        array = np.frombuffer(arrays[name].tobytes(), np.dtype(dtype)).reshape(shape).copy()
+    return array.T if turned else array
 
 
 def _read_bytes(name: Any, arrays: dict[str, Any]) -> bytes:
