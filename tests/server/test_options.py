@@ -9,7 +9,8 @@ from typing import Any, ClassVar
 import pytest
 
 import flwr_regs as fr
-from flwr_regs.server.options import PAIRS, RANGES, Options
+from flwr_regs.server.options import Options
+from flwr_regs.server.refusals import PAIRS, RANGES
 
 WRONG: dict[str, tuple[Any, str]] = {
     "weighting": ("equal", "weighting must be 'num-examples' or 'uniform', not 'equal'"),
