@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from flwr_regs.flower.legacy.strategy import LegacyStrategy as LegacyStrategy
     from flwr_regs.flower.strategy import RegStrategy as RegStrategy
     from flwr_regs.methods.registry import *
+    from flwr_regs.server.checkpoint import CheckpointError as CheckpointError
     from flwr_regs.server.privacy import CentralDP as CentralDP
     from flwr_regs.server.round import RoundFailed as RoundFailed
     from flwr_regs.term import ClientContext as ClientContext
@@ -45,6 +46,7 @@ _HOME = {
     "RegStrategy": "flower.strategy",
     "RoundFailed": "server.round",
     "CentralDP": "server.privacy",
+    "CheckpointError": "server.checkpoint",
     "METHODS": "methods.registry",
     "Method": "methods.registry",
     "TERMS": "methods.registry",

@@ -20,6 +20,7 @@ from flwr.serverapp.strategy import Result
 
 from flwr_regs.server.checkpoint import Checkpoint, CheckpointError, Folder, latest, versions
 from flwr_regs.server.fingerprint import differences
+from flwr_regs.server.options import Options
 from flwr_regs.server.training import Training
 from flwr_regs.wire.files import write_atomically
 
@@ -47,10 +48,8 @@ class Checkpoints:
 
     Parameters
     ----------
-    folder : path or None
-        Where to save; None: nowhere.
-    every : int or timedelta
-        Rounds, or time, from one checkpoint to the next.
+    options : Options
+        Their `checkpoint_dir` and `checkpoint_every`.
     grid : Grid
     result : Result
         What `start` returns; restored, and saved.
@@ -65,20 +64,20 @@ class Checkpoints:
     ------
     CheckpointError
         The folder cannot be written, or is in use; there is nothing to resume from, or it does not belong
-        to `folder`.
+        to the folder.
     """
 
     def __init__(
         self,
-        folder: str | PathLike[str] | None,
-        every: int | timedelta,
+        options: Options,
         grid: Grid,
         result: Result,
         resume_from: str | PathLike[str] | None = None,
     ) -> None:
         self.resumed = None if resume_from is None else latest(resume_from)
+        folder = options.checkpoint_dir
         self._folder = None if folder is None else Folder(folder, self.resumed)
-        self._every = every
+        self._every = options.checkpoint_every
         self._grid = grid
         self._result = result
         self._same: Mapping[str, Any] = {}
@@ -86,6 +85,17 @@ class Checkpoints:
         self._unsaved: tuple[int, dict[str, Any], list[dict[str, Any]]] | None = None
         self._last = 0 if self.resumed is None else self.resumed.round
         self._saved = time.monotonic()
+
+    @property
+    def first(self) -> int:
+        """The first round to train."""
+        return 1 if self.resumed is None else self.resumed.round + 1
+
+    @property
+    def seed(self) -> int:
+        """The seed of the training that goes on."""
+        assert self.resumed is not None
+        return int(self.resumed.state["fingerprint"]["setting"]["seed"])
 
     def check(self, fingerprint: Mapping[str, Mapping[str, Any]], num_rounds: int) -> None:
         """Raise CheckpointError unless the checkpoint is of this training, and not beyond its end."""
