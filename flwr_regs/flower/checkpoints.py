@@ -151,7 +151,7 @@ class Checkpoints:
         """Save this training from now on."""
         self._training = training
         if self._folder is not None:
-            training.privacy.ledger = self._write_ledger
+            training.keep_ledger(self._write_ledger)
 
     def after(self, number: int) -> None:
         """Note a finished round, and save it if it is time to.
@@ -194,27 +194,12 @@ class Checkpoints:
             return
         self._unsaved, self._last, self._saved = None, number, time.monotonic()
 
-    @contextmanager
-    def guard(self) -> Iterator[None]:
-        """Save the last finished round when a run ends, also by an error, Ctrl-C or SIGTERM.
-
-        SIGTERM is caught only in the main thread, and only if nobody else handles it.
-        """
-        try:
-            with _terminable(self._folder is not None):
-                try:
-                    yield
-                finally:
-                    self.save()
-        finally:
-            self.close()
-
     def close(self) -> None:
         """Let another run write into the folder."""
         if self._folder is not None:
             self._folder.close()
         if self._training is not None:
-            self._training.privacy.ledger = None
+            self._training.keep_ledger(None)
 
     def _write_ledger(self, spent: Mapping[str, Any]) -> None:
         """Write what the accountant has counted, before a noisy mean is used."""
@@ -254,6 +239,29 @@ class Checkpoints:
             log(WARNING, "%d releases after %s were lost, but count", more, found.path.name)
         whole: Mapping[str, Any] = entry["spent"]
         return whole
+
+
+@contextmanager
+def guarded(
+    options: Options,
+    grid: Grid,
+    result: Result,
+    resume_from: str | PathLike[str] | None,
+) -> Iterator[Checkpoints]:
+    """Give one `start` its checkpoints; save the last finished round at the end, whatever ends it.
+
+    An error, Ctrl-C and SIGTERM go on after that. SIGTERM is caught only in the main thread, and only if
+    nobody else handles it.
+    """
+    saved = Checkpoints(options, grid, result, resume_from)
+    try:
+        with _terminable(options.checkpoint_dir is not None):
+            try:
+                yield saved
+            finally:
+                saved.save()
+    finally:
+        saved.close()
 
 
 @contextmanager

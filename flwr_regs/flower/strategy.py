@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import wraps
 from logging import INFO, WARNING
@@ -19,7 +18,8 @@ from flwr.serverapp.strategy.strategy_utils import aggregate_metricrecords
 from flwr_regs.abilities import Personalises, Steers
 from flwr_regs.chain import chain, name_of
 from flwr_regs.flower.accounting import AccountedBudget
-from flwr_regs.flower.checkpoints import Checkpoints
+from flwr_regs.flower.checkpoints import Checkpoints, guarded
+from flwr_regs.flower.loop import EvaluateFn, Loop
 from flwr_regs.flower.network import GridNetwork, Paused
 from flwr_regs.server.arguments import check_arguments
 from flwr_regs.server.evaluation import evaluation
@@ -34,7 +34,6 @@ from flwr_regs.wire.records import from_record, plainly_named, to_record
 from flwr_regs.wire.terms import check_instances
 
 UNASKED = "replies came, but there was no configure_train or configure_evaluate before them"
-EvaluateFn = Callable[[int, ArrayRecord], MetricRecord | None]
 WRAPPED = (
     "another strategy is wrapped around this one. Flower's DifferentialPrivacy... wrappers are not "
     "supported: they clip and add noise without knowing what a method sends (uploads, momentum, coded "
@@ -158,7 +157,7 @@ class RegStrategy(Strategy):
         """Run `num_rounds` rounds; see Flower's ``Strategy.start`` for the parameters.
 
         With `resume_from`, a folder of checkpoints or one of them, training goes on from there.
-        `num_rounds` is the total; `initial_arrays` is only compared with the checkpoint's.
+        `num_rounds` is the total; `initial_arrays` are only compared with the checkpoint's.
 
         `train_config` takes ``"lr"`` and one of ``"local-epochs"`` and ``"local-steps"``; and, for the
         package's clients, ``"optimizer"`` (a class of torch.optim, default ``"SGD"``), ``"momentum"``,
@@ -171,70 +170,36 @@ class RegStrategy(Strategy):
             An unknown, missing or wrong config key, or a model that the method cannot train, before any
             client is contacted.
         CheckpointError
-            A checkpoint cannot be resumed, or the folder cannot take this run's, before any client is
-            contacted.
+            There is nothing to resume from, it is of another training, or `checkpoint_dir` cannot take this
+            run's checkpoints; before any client is contacted.
         RoundFailed
             A round had fewer than `min_replies` usable replies.
         """
         self.check_model(initial_arrays)
-        train, evaluate = self.prepare(num_rounds, timeout, train_config, evaluate_config)
+        log(INFO, "Starting %s strategy: %d rounds", type(self).__name__, num_rounds)
         result = Result()
-        saved = Checkpoints(self.options, grid, result, resume_from)
-        with saved.guard():
+        with guarded(self.options, grid, result, resume_from) as saved:
+            if saved.resumed is not None and not self._seeded:
+                self.seed = saved.seed
+            self.summary()
+            train, evaluate = self.prepare(num_rounds, timeout, train_config, evaluate_config)
             self._saved = saved
             try:
                 arrays = self._entered(saved, plainly_named(initial_arrays), train, num_rounds)
-                return self._rounds(
-                    saved, arrays, train, evaluate, evaluate_fn, grid, num_rounds, timeout, result
+                loop = Loop(
+                    *(self, grid, num_rounds, timeout, train, evaluate),
+                    *(evaluate_fn, result, saved),
                 )
+                return loop.run(arrays)
             finally:
                 self._saved = None
-
-    def _rounds(
-        self, saved, arrays, train, evaluate, evaluate_fn, grid, num_rounds, timeout, result
-    ):
-        network = GridNetwork(grid, timeout)
-
-        def test(number: int) -> None:
-            metrics = evaluate_fn(number, arrays) if evaluate_fn else None
-            if metrics is not None:
-                log(INFO, "\t└──> evaluate_fn: %s", metrics)
-                result.evaluate_metrics_serverapp[number] = metrics
-
-        began = time.monotonic()
-        if saved.resumed is None:
-            test(0)
-        for t in range(saved.first, num_rounds + 1):
-            log(INFO, "")
-            log(INFO, "[ROUND %d/%d]", t, num_rounds)
-            replies = network.exchange(list(self.configure_train(t, arrays, train, grid)))
-            new, metrics = self.aggregate_train(t, replies)
-            if new is not None:
-                result.arrays = arrays = new
-            if metrics is not None:
-                log(INFO, "\t└──> train metrics: %s", metrics)
-                result.train_metrics_clientapp[t] = metrics
-            replies = network.exchange(list(self.configure_evaluate(t, arrays, evaluate, grid)))
-            if (metrics := self.aggregate_evaluate(t, replies)) is not None:
-                log(INFO, "\t└──> evaluate metrics: %s", metrics)
-                result.evaluate_metrics_clientapp[t] = metrics
-            test(t)
-            saved.after(t)
-        log(INFO, "")
-        log(INFO, "Finished in %.2f s", time.monotonic() - began)
-        return result
 
     def _entered(
         self, saved: Checkpoints, arrays: ArrayRecord, config: ConfigRecord, num_rounds: int
     ) -> ArrayRecord:
         """Begin where a checkpoint was, if there is one; return the model to train from."""
-        if saved.resumed is not None and not self._seeded:
-            self.seed = saved.seed
         model = Training.begin(self.options, from_record(arrays)).model
         saved.check(fingerprint(self.method_name, self.options, model, config), num_rounds)
-        log(INFO, "Starting %s strategy: %d rounds", type(self).__name__, num_rounds)
-        self.summary()
-        self._wrapped = False  # this is our own start
         if saved.resumed is None:
             return arrays
         self._begin(arrays, config)
@@ -363,9 +328,7 @@ class RegStrategy(Strategy):
         if self._wrapped:
             raise ValueError(WRAPPED)
         if self.options.checkpoint_dir is not None and self._saved is None:
-            raise ValueError(
-                "checkpoint_dir is for the strategy's own start: leave it out of other loops"
-            )
+            raise ValueError("checkpoint_dir needs the strategy's own start: leave it out here")
         self._check_train(config)
         self._training = Training(
             self.options,

@@ -60,10 +60,10 @@ def differences(
 
 def plain(value: Any) -> Any:
     """Return a value in a form that compares and can be written; a function becomes its name."""
+    if isinstance(value, Enum):  # some are texts, too
+        return value.value
     if value is None or isinstance(value, bool | int | float | str):
         return value
-    if isinstance(value, Enum):
-        return value.value
     if isinstance(value, Mapping):
         return {str(k): plain(v) for k, v in value.items()}
     if isinstance(value, list | tuple):

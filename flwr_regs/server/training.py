@@ -64,7 +64,6 @@ class Training:
         Entries of every message's config: method, training and hyper-parameters.
     evaluated : bool
         Whether any client could ever evaluate.
-    privacy : PrivateRounds
     options, method, num_rounds, mean_of_metrics
         As given.
 
@@ -101,7 +100,7 @@ class Training:
         }
         self.num_rounds = num_rounds
         self.mean_of_metrics = mean_of_metrics
-        self.privacy = PrivateRounds(options.privacy, options.seed, budget)
+        self._privacy = PrivateRounds(options.privacy, options.seed, budget)
         self._participation = Participation(
             options.incomplete, options.drop_inactive, options.restart_lr, num_rounds or 1
         )
@@ -133,6 +132,10 @@ class Training:
         """What identifies this training to the clients, also after it was resumed."""
         return str(self.identity[keys.START_KEY])
 
+    def keep_ledger(self, write: Callable[[Mapping[str, Any]], None] | None) -> None:
+        """Let `write` have what the privacy accountant has counted, before a noisy mean is used."""
+        self._privacy.ledger = write
+
     def snapshot(self) -> dict[str, Any]:
         """Return what a checkpoint holds of it, beside the history; later rounds do not change it."""
         return {
@@ -140,7 +143,7 @@ class Training:
             "model": self.model.snapshot(),
             "population": self.population.snapshot(),
             "participation": self._participation.snapshot(),
-            "privacy": self.privacy.snapshot(),
+            "privacy": self._privacy.snapshot(),
             "guard": self._guard.snapshot(),
             "held": dict(self._held),
             "used": dict(self._used),
@@ -154,7 +157,7 @@ class Training:
         self.model.restore(state["model"])
         self.population.restore(state["population"])
         self._participation.restore(state["participation"])
-        self.privacy.restore(state["privacy"])
+        self._privacy.restore(state["privacy"])
         self._guard.restore(state["guard"])
         self._held, self._used = state["held"], state["used"]
         self._trained, self.evaluated = state["trained"], state["evaluated"]
@@ -173,15 +176,17 @@ class Training:
             strategy says so. The model stays as it was.
         """
         term, options = self.options.term, self.options
-        now = Round(number)
+        now, failed = Round(number), self._failed(number)
         connected = self.population.refresh(network)
         if self.population.missing:
             now.events["missing"] = self.population.missing
-        clients = self.privacy.members(connected)
+        clients = self._privacy.members(connected)
         now.population = len(clients)
+        if failed is not None:
+            now.continue_from(failed)
         members = self._participation.remaining(clients, now)
-        now.cohort = self._draw(number, members, network)
-        self.privacy.check_budget(now)
+        now.cohort = self._draw(number, members, network, failed)
+        self._privacy.check_budget(now)
         now.lr = self._learning_rate(number, config.get("lr"))
         now.context = self._context(now)
         now.config = self._config(now, config)
@@ -212,7 +217,9 @@ class Training:
         self._name_losses(now)
         self.history.append(entry := now.entry())
         try:
-            self._advance(now, usable)
+            with self.model.attempt():
+                self._advance(now, usable)
+            self._participation.note(now)
             self._held |= dict.fromkeys(now.came, number)
             self._held |= {p: number for replies in acknowledged for p in replies.came}
             self._trained |= set(now.used)
@@ -220,16 +227,33 @@ class Training:
             self._used = {p: r for p, r in self._used.items() if p in keeping or p not in now.used}
             self._used |= dict.fromkeys(keeping, number)
             self._measure(now)
+        except Exception as error:
+            now.events["failed"] = str(error)
+            raise
         finally:
             entry |= now.entry()  # also what a failed round has cost
         return now
 
-    def _draw(self, number: int, members: list[int], network: Network) -> list[int]:
-        """Return the cohort of a round."""
+    def _failed(self, number: int) -> dict[str, Any] | None:
+        """Return the entry of the last attempt at this round, and take it out of the history."""
+        last = self.history[-1] if self.history else {}
+        return self.history.pop() if last.get("round") == number and "failed" in last else None
+
+    def _draw(
+        self,
+        number: int,
+        members: list[int],
+        network: Network,
+        failed: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """Return the cohort of a round; `failed` is the last attempt at it."""
         options = self.options
+        if failed is not None and options.retry_cohort == "same":
+            return [p for p in failed["cohort"] if p in members]
         size = max(int(len(members) * options.fraction_train), options.min_train_nodes)
-        key = (self.privacy.cohort_seed, number)
-        return self.population.cohort(members, key, size, options.cohorts, network)
+        key = (self._privacy.cohort_seed, number)
+        attempt = 0 if failed is None else 1 + len(failed.get("attempts", []))
+        return self.population.cohort(members, key, size, options.cohorts, network, attempt)
 
     def _learning_rate(self, number: int, given: Any) -> float | None:
         if given is None:  # plain clients have their own
@@ -265,7 +289,7 @@ class Training:
         reader = Reader(self.method, options.term, self.model, by, counts_steps)
         usable = reader.read_all(now.came, now.config)
         fixed = (usable.buffers or frozenset()) - set(usable.tied or ())
-        uncovered = self.privacy.uncovered(usable.replies, self.model.given, fixed)
+        uncovered = self._privacy.uncovered(usable.replies, self.model.given, fixed)
         now.failures = {**now.failures, **usable.failures, **uncovered}
         now.received = {p: reply for p, reply in usable.replies.items() if p not in uncovered}
         if failed := {p: why for p, why in now.failures.items() if p in now.asked}:
@@ -275,7 +299,8 @@ class Training:
     def _name_losses(self, now: Round) -> None:
         """Name the clients that trained before, but lost what they kept since."""
         anew = [p for p in sorted(now.used) if now.came[p].says(keys.FRESH_KEY)]
-        now.lost_private = [p for p in anew if p in self._trained]
+        before = set(now.lost_private)  # in an earlier attempt
+        now.lost_private = sorted(before | {p for p in anew if p in self._trained})
         lost = [p for p in now.came if now.came[p].says(keys.LOST_KEY)]
         now.lost_state = sorted({*now.lost_state, *lost})
         if now.lost_state:
@@ -288,10 +313,11 @@ class Training:
 
     def _advance(self, now: Round, usable: Usable) -> None:
         """Average the used replies and move the model; RoundFailed if they are too few or it diverges."""
+        now.check_enough(self.options.min_replies, self.method)
         self.model.agree(usable.buffers, usable.tied)
         if usable.frozen is not None:
             self.model.hold(usable.frozen)
-        mean = self.privacy.mean(now)
+        mean = self._privacy.mean(now)
         watch = partial(self._guard.watch, now, self.options, self.method)
         while True:
             now.check_enough(self.options.min_replies, self.method)
