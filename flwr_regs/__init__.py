@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from flwr_regs.server.aggregators import Mean as Mean
     from flwr_regs.server.aggregators import NormBound as NormBound
     from flwr_regs.server.aggregators import TrimmedMean as TrimmedMean
+    from flwr_regs.server.checkpoint import CheckpointError as CheckpointError
     from flwr_regs.server.privacy import CentralDP as CentralDP
     from flwr_regs.server.round import RoundFailed as RoundFailed
     from flwr_regs.server.round import TooFewReplies as TooFewReplies
@@ -69,6 +70,7 @@ _HOME = {
     "Mean": "server.aggregators",
     "NormBound": "server.aggregators",
     "TrimmedMean": "server.aggregators",
+    "CheckpointError": "server.checkpoint",
     "METHODS": "methods.registry",
     "Method": "methods.registry",
     "TERMS": "methods.registry",

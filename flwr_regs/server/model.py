@@ -166,6 +166,30 @@ class GlobalModel:
             return self.buffers
         return untrainable(self.model) | frozenset(self._term.frozen(self._names))
 
+    def snapshot(self) -> dict[str, Any]:
+        """Return what a checkpoint holds of it; later rounds do not change it."""
+        held = self.frozen
+        return {
+            "model": self.model,
+            "frozen": held and {"names": held.names, "arrays": held.arrays, "said": held.said},
+            "step": self.step,
+            "previous_lr": self.previous_lr,
+            "server": self.server,
+            "buffers": self.buffers,
+            "tied": self.tied,
+            "coded_steps": dict(self.coded_steps),
+            "changed": dict(self.changed),
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continue from a snapshot."""
+        held = state["frozen"]
+        self.frozen = held and Frozen(**held)
+        self.model, self.step, self.server = state["model"], state["step"], state["server"]
+        self.previous_lr, self.buffers = state["previous_lr"], state["buffers"]
+        self.tied, self.changed = state["tied"], state["changed"]
+        self.coded_steps = state["coded_steps"]
+
     def context(self, server_round: int, lr: float, population: int) -> ServerContext:
         """Return the context of the terms' server hooks in a round."""
         step = None if self.step is None else self._trainable(self.step)

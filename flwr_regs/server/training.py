@@ -130,6 +130,42 @@ class Training:
             self._held = {}
         return changed
 
+    @property
+    def start_id(self) -> str:
+        """What identifies this training to the clients, also after it was resumed."""
+        return str(self.identity[keys.START_KEY])
+
+    def keep_ledger(self, write: Callable[[Mapping[str, Any]], None] | None) -> None:
+        """Let `write` have what the privacy accountant has counted, before a noisy mean is used."""
+        self._privacy.ledger = write
+
+    def snapshot(self) -> dict[str, Any]:
+        """Return what a checkpoint holds of it, beside the history; later rounds do not change it."""
+        return {
+            "start": self.start_id,
+            "model": self.model.snapshot(),
+            "population": self.population.snapshot(),
+            "participation": self._participation.snapshot(),
+            "privacy": self._privacy.snapshot(),
+            "guard": self._guard.snapshot(),
+            "held": dict(self._held),
+            "used": dict(self._used),
+            "trained": set(self._trained),
+            "evaluated": self.evaluated,
+        }
+
+    def restore(self, state: Mapping[str, Any], history: Sequence[dict[str, Any]]) -> None:
+        """Continue from a snapshot and its history."""
+        self.identity[keys.START_KEY] = state["start"]
+        self.model.restore(state["model"])
+        self.population.restore(state["population"])
+        self._participation.restore(state["participation"])
+        self._privacy.restore(state["privacy"])
+        self._guard.restore(state["guard"])
+        self._held, self._used = state["held"], state["used"]
+        self._trained, self.evaluated = state["trained"], state["evaluated"]
+        self.history[:] = history
+
     def round(self, number: int, config: Mapping[str, Any], network: Network) -> Course[Round]:
         """Run one round, from its cohort to the new global model.
 
