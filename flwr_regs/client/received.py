@@ -105,16 +105,15 @@ class Received:
             for name, slot in recovered.items():  # beside what came for this client alone
                 self.broadcast[name] = {**slot, **self.broadcast.get(name, {})}
         update = {n: a for n, a in self._arrays.items() if n in self._trainable}
-        kept = ClientState()
+        self._lost = False
         try:
             kept = ClientState.read(self.term, config)
-            self._settled = kept.settle(self.term, config.get(keys.USED_KEY), update)
+            self._kept, self._lost = kept.entering(self.term, config, update)
         except Exception as error:  # damaged, or a term cannot take it back
             LOG.warning("this client's state is lost: %s", described(error))
-            kept, self._settled = ClientState(), {}
-        mine = kept.probe and kept.round == config[keys.ROUND_KEY]
-        self.client = {**self._settled, **(kept.pending if mine else {})}
-        self._lost = keys.USED_KEY in config and kept == ClientState()
+            kept, self._kept = ClientState(), ClientState(round=config[keys.ROUND_KEY])
+        self._lost |= keys.USED_KEY in config and kept == ClientState()
+        self.client = {**self._kept.settled, **self._kept.pending}
 
     def _decoded(self) -> tuple[NDArrays, NDArrays]:
         """Return (the global model, the last step) from steps in the method's code; raise OutOfSync."""
@@ -177,13 +176,10 @@ class Received:
             own = [n for n in buffers if n not in tied]
             new = {n: new[n] for n in own if not np.array_equal(new[n], given[n])}
         if result.num_steps:
-            number = self._config[keys.ROUND_KEY]
-            metrics |= state.entries(
-                self.term, self._settled, result.client, number, sent=sent, code=code
-            )
+            metrics |= state.entries(self.term, self._kept, result.client, sent=sent, code=code)
         else:
-            metrics |= state.packed(self._settled, "client")
-        return new, metrics | self._kept(private)
+            metrics |= state.untrained(self.term, self._kept)
+        return new, metrics | self._for_node(private)
 
     def probe(
         self, data: Batches, device: torch.device, classifier: str | None, task: Task
@@ -211,18 +207,19 @@ class Received:
         upload, kept = self.term.probe(ctx)
         metrics: dict[str, Any] = {keys.METHOD_KEY: self._method}
         metrics |= state.packed(to_device(upload, "cpu"), "upload")
-        number, after = self._config[keys.ROUND_KEY], to_device(kept, "cpu")
-        metrics |= state.entries(self.term, self._settled, after, number)
+        metrics |= state.entries(self.term, self._kept, to_device(kept, "cpu"))
         own = unpack(self._config[keys.PRIVATE_KEY]) if keys.PRIVATE_KEY in self._config else {}
-        return count_examples(pairs), metrics | self._kept(own)
+        return count_examples(pairs), metrics | self._for_node(own)
 
     def _still(self) -> NDArrays:
         """Return the frozen parameters as loaded. A copy of a large part does not stay through training."""
         return held_still(self._model, self.term, self.private)
 
-    def _kept(self, private: Mapping[str, np.ndarray]) -> dict[str, Any]:
+    def _for_node(self, private: Mapping[str, np.ndarray]) -> dict[str, Any]:
         """Return what the node keeps beside the slots: private entries, and a model that came coded."""
         kept: dict[str, Any] = {keys.PRIVATE_KEY: pack(private)} if private else {}
+        if private and keys.PRIVATE_KEY not in self._config:
+            kept[keys.FRESH_KEY] = True  # new or lost: the server knows which
         if self._coded:
             kept[keys.MODEL_KEY] = pack(self._arrays)
         if self._anew:
@@ -310,7 +307,7 @@ def _built(terms: Terms, config: Mapping[str, Any]) -> list[Term]:
 
 
 def _slot_keys(term: Chain) -> list[str]:
-    kinds = ("broadcast", "client", "pending.client")
+    kinds = ("broadcast", state.SETTLED, state.PENDING, state.ALWAYS)
     return [f"{t.name}.{kind}" for t in term.terms for kind in kinds]
 
 

@@ -23,6 +23,11 @@ from flwr_regs.wire.frozen import read_said
 from flwr_regs.wire.precision import from_half, to_half
 from flwr_regs.wire.records import from_record, identity_reply, to_record
 
+BEFORE = ".before"
+AT_ONCE = (".always.client", keys.PRIVATE_KEY)
+"""Ends of the names of slots that count at once, whether the server uses the round's reply or not."""
+_UNTRAINED = {"round": -1, "earlier": -1, "probe": 0}
+"""Of the last exchange: its round, the round trained before it, and whether it was a probe."""
 _LOGGED: set[str] = set()
 
 
@@ -106,7 +111,7 @@ def _served(
         if keys.STEPS_KEY in config:  # only the method can decode these
             steps: Any = config[keys.STEPS_KEY]
             config[keys.STEPS_KEY] = packed_steps(steps)
-    slots = state.slots()
+    slots = state.slots() if kind == "evaluate" else state.entering()
     if kind == "evaluate":
         wanted = {keys.PRIVATE_KEY}
         if personal := str(config.get(keys.PERSONAL_KEY, "")):
@@ -138,12 +143,12 @@ def _served(
         reply.content[keys.CONFIG] = entries
     kept = [k for k, v in entries.items() if k.endswith(".client") and isinstance(v, bytes)]
     unpacked = {k: to_record(unpack(entries.pop(k))) for k in kept}  # type: ignore[arg-type]
-    if keys.PRIVATE_KEY in unpacked and keys.PRIVATE_KEY not in slots:
-        entries[keys.FRESH_KEY] = True  # new or lost: the server knows which
     if keys.MODEL_KEY in unpacked:
         model = unpacked.pop(keys.MODEL_KEY)
     if keys.FROZEN_KEPT_KEY in unpacked:
         state.keep_frozen(unpacked.pop(keys.FROZEN_KEPT_KEY))
+    if state.ahead and any(name.endswith(AT_ONCE) for name in slots):
+        entries[keys.AHEAD_KEY] = True
     held, _ = read_said(entries)
     if model is not None and held:  # these do not come again
         model = ArrayRecord({n: a for n, a in model.items() if n not in held})
@@ -158,22 +163,49 @@ class NodeState:
 
     Keys are ``flwr_regs.<method>.<run id>.<start>.<slot>``. `start` identifies one training, so that a
     second one in the same run does not read the first one's state.
+
+    What counts at once (private entries, and slots of terms that keep ``"always"``) is there twice: as the
+    last round left it, and under ``<slot>.before`` as it was before that round. A server that repeats a
+    round, because it was resumed from a checkpoint or tries again, gets the client of that time. Other
+    slots do not need this: see `client/state.py`.
     """
 
     def __init__(self, context: Context, config: Mapping[str, Any]) -> None:
         self._records = context.state
         self._round = config.get(keys.ROUND_KEY, 0)
+        self._probing = bool(config.get(keys.PROBE_KEY))
         method, start = config.get(keys.METHOD_KEY), config.get(keys.START_KEY)
         self._prefix = f"flwr_regs.{method}.{context.run_id}.{start}."
+        trained = self._records.config_records.get(self._prefix + "trained", _UNTRAINED)
+        self._last, self._earlier, self._probed = (int(trained[k]) for k in _UNTRAINED)  # type: ignore[arg-type]
 
-    def slots(self) -> dict[str, ArrayRecord]:
-        """Return the terms' client slots by ``"<term>.client"``."""
+    def slots(self, ending: str = ".client") -> dict[str, ArrayRecord]:
+        """Return the client's slots by name, such as ``"<term>.client"``, as the last round left them."""
         n = len(self._prefix)
         return {
-            key[n:]: record
+            key[n:].removesuffix(BEFORE): record
             for key, record in self._records.array_records.items()
-            if key.startswith(self._prefix) and key.endswith(".client")
+            if key.startswith(self._prefix) and key.endswith(ending)
         }
+
+    @property
+    def repeats(self) -> bool:
+        """Whether the message is of a round that this client has trained before."""
+        continues = self._probed and not self._probing  # a probe, then the training
+        return self._round < self._last or (self._round == self._last and not continues)
+
+    @property
+    def ahead(self) -> bool:
+        """Whether what is kept depends on the message's round, or a later one."""
+        return self.repeats and self._round <= self._earlier
+
+    def entering(self) -> dict[str, ArrayRecord]:
+        """Return the client's slots with which the message's round begins."""
+        slots = self.slots()
+        if not self.repeats:
+            return slots
+        others = {name: record for name, record in slots.items() if not name.endswith(AT_ONCE)}
+        return others | self.slots(BEFORE)
 
     def model(self, server_round: Any) -> NDArrays | None:
         """Return the global model of `server_round`, if this client kept it."""
@@ -194,9 +226,24 @@ class NodeState:
 
     def keep_slots(self, slots: Mapping[str, ArrayRecord]) -> None:
         """Keep this round's client slots instead of all earlier ones."""
-        self._forget(lambda key: not key.startswith(self._prefix) or key.endswith(".client"))
+        if self.repeats or (self._probed and self._round == self._last):
+            before, earlier = self.slots(BEFORE), self._earlier
+        else:
+            old = self.slots()
+            before = {name: record for name, record in old.items() if name.endswith(AT_ONCE)}
+            earlier = self._last
+        ours, trained = self._prefix, self._prefix + "trained"
+        ends = (".client", BEFORE)
+        self._forget(lambda k: not k.startswith(ours) or k.endswith(ends) or k == trained)
+        if not slots and not before:
+            return
         for name, record in slots.items():
             self._records[self._prefix + name] = record
+        for name, record in before.items():
+            self._records[self._prefix + name + BEFORE] = record
+        values = (self._round, earlier, self._probing)
+        entry = ConfigRecord({k: int(v) for k, v in zip(_UNTRAINED, values, strict=True)})
+        self._records[trained] = entry
 
     def keep_model(self, model: ArrayRecord) -> None:
         """Keep the global model of this round."""

@@ -247,6 +247,9 @@ class Training:
         now.lost_state = sorted({*now.lost_state, *lost})
         if now.lost_state:
             LOG.warning("clients %s have lost their state and began anew without", now.lost_state)
+        if ahead := [p for p in now.came if now.came[p].says(keys.AHEAD_KEY)]:
+            now.events["state_ahead"] = sorted(ahead)
+            LOG.warning("clients %s keep what they have of rounds after this one", sorted(ahead))
         if now.lost_private:
             LOG.warning(
                 "clients %s have lost their private entries and began anew with their model's own",
