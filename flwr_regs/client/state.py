@@ -27,7 +27,7 @@ from flwr_regs.wire.arrays import in_code_order, pack, unpack
 NO_ROUND = -1
 CODE = "|code"  # no parameter's name
 SETTLED, PENDING, ALWAYS = "client", "pending.client", "always.client"
-"""The kinds of slots, as the node keeps them: of terms that keep ``"if-used"``, settled and pending; others."""
+"""Kinds of slots, as the node keeps them: of terms that keep ``"if-used"`` (two), and ``"always"``."""
 
 
 @dataclass(frozen=True)

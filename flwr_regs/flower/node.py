@@ -16,7 +16,7 @@ from flwr.common.logger import log
 
 from flwr_regs.flower.refusal import refusal
 from flwr_regs.wire import keys
-from flwr_regs.wire.arrays import ForeignStrategy, NDArrays, pack, unpack
+from flwr_regs.wire.arrays import ForeignStrategy, NDArrays, ProtocolError, pack, unpack
 from flwr_regs.wire.delta import KINDS, OutOfSync, model_from, packed_steps
 from flwr_regs.wire.errors import described
 from flwr_regs.wire.frozen import read_said
@@ -26,8 +26,9 @@ from flwr_regs.wire.records import from_record, identity_reply, to_record
 BEFORE = ".before"
 AT_ONCE = (".always.client", keys.PRIVATE_KEY)
 """Ends of the names of slots that count at once, whether the server uses the round's reply or not."""
-_UNTRAINED = {"round": -1, "earlier": -1, "probe": 0}
-"""Of the last exchange: its round, the round trained before it, and whether it was a probe."""
+_UNTRAINED = {"round": -1, "earlier": -1, "probe": 0, "loaded": 0}
+"""Of the last exchange: its round, the round trained before it, whether it was a probe, and whether it
+began with what the client loaded from its disk: then what was before is there, not here."""
 _LOGGED: set[str] = set()
 
 
@@ -48,6 +49,10 @@ def node_mod(message: Message, context: Context, call_next: ClientAppCallable) -
         return Message(identity_reply(context.node_config), reply_to=message)
     content = message.content
     config = content.config_records.get(keys.CONFIG, ConfigRecord())
+    try:
+        _check_incoming(config, context)
+    except ValueError as error:
+        return failure(message, error)
     state = NodeState(context, config)
     if message_type == keys.PREFETCH:
         state.keep_model(content.array_records[keys.ARRAYS])
@@ -80,6 +85,22 @@ def node_mod(message: Message, context: Context, call_next: ClientAppCallable) -
     message.metadata.message_type = message_type
     out_of_sync = ConfigRecord({keys.OUT_OF_SYNC_KEY: True, **entries})
     return Message(RecordDict({keys.CONFIG: out_of_sync}), reply_to=message)
+
+
+def _check_incoming(config: Mapping[str, Any], context: Context) -> None:
+    """Raise ProtocolError for a config that would reach another client's state, or replace this one's."""
+    if forged := sorted(k for k in config if k.endswith(".client") and not k.startswith("user.")):
+        raise ProtocolError(f"the config holds {forged}, which a node keeps for itself alone")
+    start = config.get(keys.START_KEY)
+    if start is not None and not keys.is_start(start):
+        raise ProtocolError(
+            f"'{keys.START_KEY}' must be some hexadecimal digits, not {start!r:.80}"
+        )
+    mine = context.node_config.get("partition-id")
+    if keys.CLIENT_KEY in config and mine is not None and config[keys.CLIENT_KEY] != int(mine):
+        raise ProtocolError(
+            f"the message is for partition {config[keys.CLIENT_KEY]!r:.80}, but this node serves {mine!r}"
+        )
 
 
 def failure(message: Message, error: Exception) -> Message:
@@ -128,7 +149,8 @@ def _served(
     packed = {name: pack(from_record(record)) for name, record in slots.items()}
     if (frozen := state.frozen) is not None:
         packed[keys.FROZEN_KEPT_KEY] = pack(from_record(frozen))
-    content[keys.CONFIG] = ConfigRecord({**config, **packed})
+    mine = {keys.CLIENT_KEY: int(context.node_config.get("partition-id", context.node_id))}
+    content[keys.CONFIG] = ConfigRecord({**mine, **config, **packed, **state.known})
     model = content.array_records.get(keys.ARRAYS)
 
     reply = call_next(message, context)
@@ -152,7 +174,7 @@ def _served(
     held, _ = read_said(entries)
     if model is not None and held:  # these do not come again
         model = ArrayRecord({n: a for n, a in model.items() if n not in held})
-    state.keep_slots(unpacked)
+    state.keep_slots(unpacked, bool(entries.pop(keys.LOADED_KEY, False)))
     if config.get(keys.KEEP_KEY) and model is not None:
         state.keep_model(model)
     return reply
@@ -177,7 +199,11 @@ class NodeState:
         method, start = config.get(keys.METHOD_KEY), config.get(keys.START_KEY)
         self._prefix = f"flwr_regs.{method}.{context.run_id}.{start}."
         trained = self._records.config_records.get(self._prefix + "trained", _UNTRAINED)
-        self._last, self._earlier, self._probed = (int(trained[k]) for k in _UNTRAINED)  # type: ignore[arg-type]
+        values = (int(trained[k]) for k in _UNTRAINED)  # type: ignore[arg-type]
+        self._last, self._earlier, self._probed, self._loaded = values
+        continues = self._round == self._last and self._probed and not self._probing
+        self._repeats = self._round <= self._last and not continues
+        self._begun = self._repeats or continues
 
     def slots(self, ending: str = ".client") -> dict[str, ArrayRecord]:
         """Return the client's slots by name, such as ``"<term>.client"``, as the last round left them."""
@@ -189,20 +215,24 @@ class NodeState:
         }
 
     @property
-    def repeats(self) -> bool:
-        """Whether the message is of a round that this client has trained before."""
-        continues = self._probed and not self._probing  # a probe, then the training
-        return self._round < self._last or (self._round == self._last and not continues)
-
-    @property
     def ahead(self) -> bool:
         """Whether what is kept depends on the message's round, or a later one."""
-        return self.repeats and self._round <= self._earlier
+        return self._repeats and self._round <= self._earlier
+
+    @property
+    def known(self) -> dict[str, int]:
+        """An entry with the last round that the client trained before this one; none if it is not known.
+
+        A client that saves its state then looks on its disk.
+        """
+        if self._last < 0 or (self._repeats and self._loaded):
+            return {}
+        return {keys.LAST_KEY: self._earlier if self._begun else self._last}
 
     def entering(self) -> dict[str, ArrayRecord]:
         """Return the client's slots with which the message's round begins."""
         slots = self.slots()
-        if not self.repeats:
+        if not self._repeats:
             return slots
         others = {name: record for name, record in slots.items() if not name.endswith(AT_ONCE)}
         return others | self.slots(BEFORE)
@@ -224,10 +254,10 @@ class NodeState:
         self._forget(lambda key: not key.startswith(self._prefix))
         self._records[self._prefix + "frozen"] = frozen
 
-    def keep_slots(self, slots: Mapping[str, ArrayRecord]) -> None:
-        """Keep this round's client slots instead of all earlier ones."""
-        if self.repeats or (self._probed and self._round == self._last):
-            before, earlier = self.slots(BEFORE), self._earlier
+    def keep_slots(self, slots: Mapping[str, ArrayRecord], loaded: bool = False) -> None:
+        """Keep this round's slots instead of earlier ones; `loaded`: the round began with saved ones."""
+        if self._begun:
+            before, earlier, loaded = self.slots(BEFORE), self._earlier, loaded or self._loaded > 0
         else:
             old = self.slots()
             before = {name: record for name, record in old.items() if name.endswith(AT_ONCE)}
@@ -241,7 +271,7 @@ class NodeState:
             self._records[self._prefix + name] = record
         for name, record in before.items():
             self._records[self._prefix + name + BEFORE] = record
-        values = (self._round, earlier, self._probing)
+        values = (self._round, earlier, self._probing, loaded)
         entry = ConfigRecord({k: int(v) for k, v in zip(_UNTRAINED, values, strict=True)})
         self._records[trained] = entry
 
