@@ -162,7 +162,7 @@ def test_a_strategy_that_withholds_more_is_served_and_gets_no_pinned_value() -> 
         class Watched(Tapped):
             def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
                 ids = super().push_messages(messages)
-                for context in self._contexts.values():  # noqa: B023
+                for context in self._contexts.values():
                     for key, record in context.state.array_records.items():
                         if key.endswith(keys.PRIVATE_KEY):
                             seen.append(record["3.bias"].numpy())  # noqa: B023
@@ -213,7 +213,7 @@ def test_an_older_server_gets_no_pinned_entry() -> None:
     client = fr.FedPerClient(model(), data, private=PINS)
     with pytest.raises(PermissionError, match=r"\['3.bias', '3.weight'\] to itself"):
         client.get_parameters({})
-    with pytest.raises(ValueError, match="'head.*' matches none of the model's arrays"):
+    with pytest.raises(ValueError, match=r"'head\.\*' matches none of the model's arrays"):
         fr.FedPerClient(model(), data, private="head.*")
     with pytest.raises(ValueError, match="private must be a string of names"):
         fr.FedPerClient(model(), data, private=[3])  # type: ignore[list-item]
