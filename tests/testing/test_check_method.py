@@ -276,7 +276,7 @@ def test_an_exemption_is_checked() -> None:
     assert LAWS["state"].judge(own, "").startswith("exempt")
     with pytest.raises(LawBroken, match="not refused with 'no such client'"):
         LAWS["moves"].judge(method(Idle, exempt={"moves": refused}), "")
-    with pytest.raises(LawBroken, match="does not run; name the `refusal`: RoundFailed"):
+    with pytest.raises(LawBroken, match="does not run; name the `refusal`: TooFewReplies"):
         LAWS["state"].judge(method(client=refuse, exempt={"state": idle}), "")
 
 
