@@ -15,6 +15,7 @@ from flwr_regs.methods.registry import METHODS as _METHODS
 from flwr_regs.methods.registry import TERMS as _TERMS
 
 if TYPE_CHECKING:
+    from flwr_regs.client.saved import load_private as load_private
     from flwr_regs.experiments.simulation import simulate as simulate
     from flwr_regs.flower.app import RegClientApp as RegClientApp
     from flwr_regs.flower.app import client_app as client_app
@@ -52,6 +53,7 @@ _HOME = {
     "RegClient": "flower.client",
     "ClientRound": "flower.client_round",
     "load_model": "flower.client_round",
+    "load_private": "client.saved",
     "InProcessGrid": "flower.grid",
     "float32_arrays": "wire.records",
     "LegacyStrategy": "flower.legacy.strategy",

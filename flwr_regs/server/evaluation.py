@@ -97,6 +97,7 @@ def evaluation(
         "failures": failures,
         "clients": metrics,
     }
+    history[-1]["evaluate"] |= training.lost_before(came)
     if (layer := output_layer(came)) is not None:
         history[-1]["output_layer"] = layer
     if metrics:

@@ -34,6 +34,7 @@ from flwr_regs.server.round import Round, RoundFailed, TooFewReplies
 from flwr_regs.term import ServerContext
 from flwr_regs.wire import keys
 from flwr_regs.wire.arrays import NDArrays, ProtocolError
+from flwr_regs.wire.parcel import Parcel
 
 LOG = logging.getLogger("flwr")
 MeanOfMetrics = Callable[[str, Sequence[Mapping[str, Any]]], Mapping[str, Any]]
@@ -313,11 +314,32 @@ class Training:
         now.lost_state = sorted({*now.lost_state, *lost})
         if now.lost_state:
             LOG.warning("clients %s have lost their state and began anew without", now.lost_state)
+        if ahead := [p for p in now.came if now.came[p].says(keys.AHEAD_KEY)]:
+            now.events["state_ahead"] = sorted(ahead)
+            LOG.warning("clients %s keep what they have of rounds after this one", sorted(ahead))
+        if unsaved := [p for p in now.came if now.came[p].says(keys.UNSAVED_KEY)]:
+            now.events["not_saved"] = sorted(unsaved)
+            LOG.warning("clients %s could not save what they keep", sorted(unsaved))
         if now.lost_private:
             LOG.warning(
                 "clients %s have lost their private entries and began anew with their model's own",
                 now.lost_private,
             )
+
+    def lost_before(self, came: Mapping[int, Parcel]) -> dict[str, list[int]]:
+        """Name the clients that trained, but evaluate without what they kept; an entry of the history."""
+        kinds = (
+            ("lost_private", keys.FRESH_KEY, self._trained),
+            ("lost_state", keys.LOST_KEY, self._used),
+        )
+        found = {
+            what: sorted(p for p in had if p in came and came[p].says(key))
+            for what, key, had in kinds
+        }
+        for what, clients in found.items():
+            if clients:
+                LOG.warning("clients %s evaluate without what they kept (%s)", clients, what)
+        return {what: clients for what, clients in found.items() if clients}
 
     def _advance(self, now: Round, usable: Usable) -> None:
         """Average the used replies and move the model; RoundFailed if they are too few or it diverges."""
