@@ -35,9 +35,22 @@ EXAMPLES = 130
 """Damaged runs of each method; each has two rounds, two evaluations and an identity."""
 NAMES = ["arrays", "config", "metrics", "frozen", "rfedavg.upload", ".upload", "x.upload", ANSI]
 KEYS = [
-    *("regs.method", "regs.not-trainable", "regs.tied", "regs.halves", "regs.update", "regs.frozen"),
+    *(
+        "regs.method",
+        "regs.not-trainable",
+        "regs.tied",
+        "regs.halves",
+        "regs.update",
+        "regs.frozen",
+    ),
     *("regs.frozen-digest", "regs.out-of-sync", "regs.lost-state", "regs.private-anew"),
-    *("regs.keeps-state", "regs.output-layer", "regs.label-counts", "regs.protocol", "regs.pending"),
+    *(
+        "regs.keeps-state",
+        "regs.output-layer",
+        "regs.label-counts",
+        "regs.protocol",
+        "regs.pending",
+    ),
     *("partition-id", "num-partitions", "num-examples", "train-loss", "loss", "local-steps"),
     *("planned-steps", "examples-processed", "accuracy", "", ANSI, LONG[:100_000]),
 ]
@@ -90,7 +103,11 @@ def rename_record(content: RecordDict, rng: np.random.Generator) -> None:
 
 
 def retype_record(content: RecordDict, rng: np.random.Generator) -> None:
-    kinds = [ArrayRecord({"a": Array(np.ones(2))}), ConfigRecord({"a": LONG}), MetricRecord({"a": 1})]
+    kinds = [
+        ArrayRecord({"a": Array(np.ones(2))}),
+        ConfigRecord({"a": LONG}),
+        MetricRecord({"a": 1}),
+    ]
     content[pick(rng, [*content, *NAMES])] = pick(rng, [*kinds, ArrayRecord(), MetricRecord()])
 
 
@@ -117,7 +134,10 @@ def change_array(content: RecordDict, rng: np.random.Generator) -> None:
         new = whole.get(how) or (bytes(data) if how == "flip" else pick(rng, NOT_ARRAYS.values()))
         record[name] = Array(value.dtype, value.shape, value.stype, new)
     if what == "labels":
-        dtype, shape = pick(rng, ["", "float16", "object", LONG]), pick(rng, [(), (1,), (2**62,) * 3])
+        dtype, shape = (
+            pick(rng, ["", "float16", "object", LONG]),
+            pick(rng, [(), (1,), (2**62,) * 3]),
+        )
         stype = pick(rng, [value.stype, "pickle", "numpy.ndarray"])
         record[name] = Array(dtype, shape, stype, value.data)
     if what == "other":
