@@ -38,7 +38,7 @@ BAD = 3
 """The partition whose replies are damaged; its node is 1000 + 3."""
 LOST = "the recorded client is out of order"
 How = Callable[[str, int, RecordDict], RecordDict | str | None]
-"""(kind of message, round, a reply's content) -> the damaged content, an error's text, or None: no reply."""
+"""(kind of message, round, a reply's content) -> the damaged content, an error's text, or None."""
 
 
 class Recording(InProcessGrid):

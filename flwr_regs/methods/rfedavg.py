@@ -93,7 +93,7 @@ class _Means(Term):
             raise ValueError(f"'delta' is {d.dtype} {d.shape}, expected one vector of floats")
         seen = list(server.values())
         if len(seen) > 1 and d.shape != seen[0].shape:  # a single one may be the wrong one
-            raise ValueError(f"'delta' has shape {d.shape}, but those seen so far {seen[0].shape}")
+            raise ValueError(f"'delta' has {d.size} entries, but those seen so far {seen[0].size}")
 
     def agree(self, uploads: Mapping[int, Slot]) -> dict[int, str]:
         sizes = [u["delta"].size for u in uploads.values()]

@@ -8,7 +8,12 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from flwr_regs.server.cohorts import class_covering_cohort, further, uniform_cohort
+from flwr_regs.server.cohorts import (
+    CoverageError,
+    class_covering_cohort,
+    further,
+    uniform_cohort,
+)
 from flwr_regs.server.metrics import usable
 from flwr_regs.server.network import Network, Replies, Request, name_failures, read_each
 from flwr_regs.wire import keys
@@ -191,7 +196,19 @@ class Population:
             if classes - held:
                 LOG.warning("only dropped clients hold the classes %s", sorted(classes - held))
             classes = classes & held
-        return class_covering_cohort(left, key, size, classes, purpose)
+        try:
+            return class_covering_cohort(left, key, size, classes, purpose)
+        except CoverageError:  # a class that one client alone claims may be its invention
+            holders = Counter(i for c in left.values() for i, n in enumerate(c) if n > 0)
+            shared = {i for i in classes if holders[i] > 1}
+            if shared == classes:
+                raise
+            LOG.warning(
+                "no cohort of %d clients holds all %d classes; classes that one client alone holds do "
+                "not count in this round",
+                *(size, len(classes)),
+            )
+            return class_covering_cohort(left, key, size, shared, purpose)
 
     def _label_counts(self, network: Network) -> tuple[dict[int, list[int]], set[int]]:
         """Return (each connected client's examples of each class, the classes that can be covered).
