@@ -185,6 +185,7 @@ class Checkpoints:
             return
         number, state, history = self._unsaved
         history[-1].pop("checkpoint", None)
+        clock = time.monotonic()
         try:
             self._folder.save(number, state, history)
         except (OSError, TypeError, ValueError, MemoryError) as error:
@@ -193,6 +194,7 @@ class Checkpoints:
             log(WARNING, "%s; the run goes on without this checkpoint", why)
             return
         self._unsaved, self._last, self._saved = None, number, time.monotonic()
+        history[-1]["seconds"]["checkpoint"] = self._saved - clock
 
     def close(self) -> None:
         """Let another run write into the folder."""

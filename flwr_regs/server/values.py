@@ -26,7 +26,7 @@ NATIVE = {
 
 
 class Store:
-    """Collects the arrays of values, each object once.
+    """Collects the arrays and bytes of values: each array object once, and equal bytes once.
 
     Attributes
     ----------
@@ -37,15 +37,16 @@ class Store:
     def __init__(self) -> None:
         self.arrays: dict[str, np.ndarray] = {}
         self._seen: dict[
-            int, tuple[Any, str]
-        ] = {}  # holds the objects, so that no id is used again
+            int | bytes, tuple[Any, str]
+        ] = {}  # holds the objects: no id is used again
 
     def name(self, value: Any, make: Callable[[], np.ndarray]) -> str:
         """Return the name of `value`, which is kept as the array that `make` returns."""
-        if id(value) not in self._seen:
-            self._seen[id(value)] = value, (name := str(len(self.arrays)))
+        key = value if isinstance(value, bytes) else id(value)
+        if key not in self._seen:
+            self._seen[key] = value, (name := str(len(self.arrays)))
             self.arrays[name] = make()
-        return self._seen[id(value)][1]
+        return self._seen[key][1]
 
 
 def to_json(value: Any, store: Store, where: str = "the value") -> Any:

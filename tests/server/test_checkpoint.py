@@ -102,7 +102,7 @@ def test_a_value_comes_back_to_the_bit(value: Any) -> None:
 
 def test_one_object_is_kept_once() -> None:
     store, model, data = Store(), np.ones(3), b"bytes"
-    written = to_json([model, {"a": model}, data, data], store)
+    written = to_json([model, {"a": model}, data, bytes(bytearray(data))], store)
     assert len(store.arrays) == 2
     found = from_json(written, dict(store.arrays))
     assert found[0] is not found[1]["a"]
