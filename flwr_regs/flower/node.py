@@ -149,7 +149,9 @@ def _served(
     packed = {name: pack(from_record(record)) for name, record in slots.items()}
     if (frozen := state.frozen) is not None:
         packed[keys.FROZEN_KEPT_KEY] = pack(from_record(frozen))
-    mine = {keys.CLIENT_KEY: int(context.node_config.get("partition-id", context.node_id))}
+    mine: dict[str, Any] = {}
+    if keys.START_KEY in config:  # an evaluation too may need what this client saved
+        mine[keys.CLIENT_KEY] = int(context.node_config.get("partition-id", context.node_id))
     content[keys.CONFIG] = ConfigRecord({**mine, **config, **packed, **state.known})
     model = content.array_records.get(keys.ARRAYS)
 
