@@ -89,7 +89,9 @@ def node_mod(message: Message, context: Context, call_next: ClientAppCallable) -
 
 def _check_incoming(config: Mapping[str, Any], context: Context) -> None:
     """Raise ProtocolError for a config that would reach another client's state, or replace this one's."""
-    if forged := sorted(k for k in config if k.endswith(".client") and not k.startswith("user.")):
+    ours = keys.METHOD_KEY in config  # another strategy's keys are the client's business
+    own = [k for k in config if k.endswith(".client") and not k.startswith("user.")]
+    if ours and (forged := sorted(own)):
         raise ProtocolError(f"the config holds {forged}, which a node keeps for itself alone")
     start = config.get(keys.START_KEY)
     if start is not None and not keys.is_start(start):
