@@ -8,15 +8,13 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
-from flwr_regs.abilities import Personalises
 from flwr_regs.chain import Chain, chain
 from flwr_regs.client import state
 from flwr_regs.client.batches import Batches, batch_size, count_batches, count_examples, to_device
@@ -26,7 +24,7 @@ from flwr_regs.client.frozen import held_still
 from flwr_regs.client.loading import load, tied_names
 from flwr_regs.client.measures import Measures
 from flwr_regs.client.result import LocalResult
-from flwr_regs.client.saved import Saved
+from flwr_regs.client.saved import Folder, Saved
 from flwr_regs.client.state import ClientState, to_numpy
 from flwr_regs.client.task import Task
 from flwr_regs.client.training import trained_parameters
@@ -48,7 +46,6 @@ from flwr_regs.wire.frozen import said
 
 LOG = logging.getLogger("flwr")
 Terms = Sequence[type[Term]]
-Folder = str | os.PathLike[str] | None
 
 
 class Received:
@@ -259,27 +256,6 @@ def evaluated_term(method: str, terms: Terms, config: Mapping[str, Any]) -> Chai
     term = chain(_built(terms, config) if ours else [])
     check_evaluate_config(own, also=[*term.config(), *_slot_keys(term)])
     return term
-
-
-def evaluated_state(
-    term: Chain, names: Iterable[str], folder: Folder, config: Mapping[str, Any]
-) -> tuple[Mapping[str, Any], dict[str, Any]]:
-    """Return (an evaluate config with what this client saved, if the node holds nothing; what is missing).
-
-    What is missing are entries of the reply: private entries and slots that a client which never trained
-    does not have either. The server knows which. `names` are the model's.
-    """
-    if folder is not None and keys.START_KEY in config:
-        saved = Saved(folder, config)
-        saved.evaluating()
-        config = saved.config
-    missing: dict[str, Any] = {}
-    if term.private(list(names)) and keys.PRIVATE_KEY not in config:
-        missing[keys.FRESH_KEY] = True
-    personal = any(isinstance(t, Personalises) for t in term.terms)
-    if personal and not ClientState.read(term, config).latest(term):
-        missing[keys.LOST_KEY] = True
-    return config, missing
 
 
 def personalise(

@@ -13,7 +13,7 @@ import json
 import logging
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,13 +23,16 @@ import safetensors.numpy
 import torch
 from torch import Tensor
 
-from flwr_regs.client.state import NO_ROUND
+from flwr_regs.abilities import Personalises
+from flwr_regs.chain import Chain
+from flwr_regs.client.state import NO_ROUND, ClientState
 from flwr_regs.wire import keys
 from flwr_regs.wire.arrays import NDArrays, ProtocolError, digest, pack, unpack
 from flwr_regs.wire.errors import described
 from flwr_regs.wire.files import write_atomically
 
 LOG = logging.getLogger("flwr")
+Folder = str | os.PathLike[str] | None
 FORMAT = 1
 KEPT = 2
 """Rounds whose files stay."""
@@ -200,6 +203,27 @@ class Saved:
                 f"the file {path} is of {what}, not of round {number} of {self._method}"
             )
         return found
+
+
+def evaluated_state(
+    term: Chain, names: Iterable[str], folder: Folder, config: Mapping[str, Any]
+) -> tuple[Mapping[str, Any], dict[str, Any]]:
+    """Return (an evaluate config with what this client saved, if the node holds nothing; what is missing).
+
+    What is missing are entries of the reply: private entries and slots that a client which never trained
+    does not have either. The server knows which. `names` are the model's.
+    """
+    if folder is not None and keys.START_KEY in config:
+        saved = Saved(folder, config)
+        saved.evaluating()
+        config = saved.config
+    missing: dict[str, Any] = {}
+    if term.private(list(names)) and keys.PRIVATE_KEY not in config:
+        missing[keys.FRESH_KEY] = True
+    personal = any(isinstance(t, Personalises) for t in term.terms)
+    if personal and not ClientState.read(term, config).latest(term):
+        missing[keys.LOST_KEY] = True
+    return config, missing
 
 
 def load_private(

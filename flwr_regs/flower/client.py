@@ -19,7 +19,8 @@ from flwr_regs.client.classifier import find_classifier
 from flwr_regs.client.custody import Pins, check_custody, pinned
 from flwr_regs.client.loading import load
 from flwr_regs.client.optimizer import OptimizerFn
-from flwr_regs.client.received import Folder, Received, evaluated_state, evaluated_term, seeded
+from flwr_regs.client.received import Received, evaluated_term, seeded
+from flwr_regs.client.saved import Folder, evaluated_state
 from flwr_regs.client.state import to_numpy
 from flwr_regs.client.task import LossFn, OutputFn, Task, uncompiled
 from flwr_regs.client.training import local_round

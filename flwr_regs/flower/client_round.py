@@ -15,14 +15,8 @@ from flwr_regs.chain import name_of
 from flwr_regs.client.batches import Batches, resolve_device
 from flwr_regs.client.custody import Pins, check_custody
 from flwr_regs.client.loading import load
-from flwr_regs.client.received import (
-    Folder,
-    Received,
-    evaluated_state,
-    evaluated_term,
-    personalise,
-    seeded,
-)
+from flwr_regs.client.received import Received, evaluated_term, personalise, seeded
+from flwr_regs.client.saved import Folder, evaluated_state
 from flwr_regs.client.task import LossFn, OutputFn, Task, uncompiled
 from flwr_regs.client.training import LocalTraining
 from flwr_regs.flower.client import RegClient

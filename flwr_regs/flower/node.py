@@ -89,7 +89,9 @@ def node_mod(message: Message, context: Context, call_next: ClientAppCallable) -
 
 def _check_incoming(config: Mapping[str, Any], context: Context) -> None:
     """Raise ProtocolError for a config that would reach another client's state, or replace this one's."""
-    if forged := sorted(k for k in config if k.endswith(".client") and not k.startswith("user.")):
+    ours = keys.METHOD_KEY in config  # another strategy's keys are the client's business
+    own = [k for k in config if k.endswith(".client") and not k.startswith("user.")]
+    if ours and (forged := sorted(own)):
         raise ProtocolError(f"the config holds {forged}, which a node keeps for itself alone")
     start = config.get(keys.START_KEY)
     if start is not None and not keys.is_start(start):
@@ -149,7 +151,9 @@ def _served(
     packed = {name: pack(from_record(record)) for name, record in slots.items()}
     if (frozen := state.frozen) is not None:
         packed[keys.FROZEN_KEPT_KEY] = pack(from_record(frozen))
-    mine = {keys.CLIENT_KEY: int(context.node_config.get("partition-id", context.node_id))}
+    mine: dict[str, Any] = {}
+    if keys.START_KEY in config:  # an evaluation too may need what this client saved
+        mine[keys.CLIENT_KEY] = int(context.node_config.get("partition-id", context.node_id))
     content[keys.CONFIG] = ConfigRecord({**mine, **config, **packed, **state.known})
     model = content.array_records.get(keys.ARRAYS)
 
