@@ -10,6 +10,7 @@ import pytest
 
 import flwr_regs as fr
 from flwr_regs.wire import keys
+from tests.conftest import ROOT
 from tests.golden import messages as stored
 from tests.golden.scenarios import SCENARIOS, messages, own_loop
 
@@ -50,6 +51,21 @@ def test_the_protocols_keys_and_messages_occur() -> None:
         *(keys.STEP_KEY, keys.TIED_KEY),
     }
     assert named - found == on_the_node | elsewhere
+
+
+def test_the_protocols_page_has_each_record_and_key_that_travels() -> None:
+    page = (ROOT / "docs" / "protocol.md").read_text()
+    cells = {
+        c for row in re.findall(r"^\| (`.*?) \|", page, re.M) for c in re.findall(r"`(.+?)`", row)
+    }
+    terms = {t.name for s in SCENARIOS.values() for t in s.strategy(**s.settings).term.terms}
+    for name in SCENARIOS:
+        for message in stored.read(name):
+            for record, held in message.get("content", {}).items():
+                assert record in cells, record
+                scalars = held.get("ConfigRecord", held.get("MetricRecord", {}))
+                known = {k for k in scalars if k.partition(".")[0] in {*terms, "user"}}
+                assert set(scalars) - known <= cells
 
 
 @pytest.mark.parametrize(
