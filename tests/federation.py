@@ -1,4 +1,4 @@
-"""A real federation on this machine: a SuperLink with TLS, node authentication and a database, and SuperNodes.
+"""A real federation on this machine: a SuperLink with TLS, node keys and a database, and SuperNodes.
 
 Each process belongs to the federation by a variable of its environment, which its children inherit. So all
 of them can be found and stopped by their ids, also those that Flower starts.
@@ -15,7 +15,7 @@ import ssl
 import subprocess
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self, TypeVar
 from urllib.request import urlopen
@@ -38,6 +38,11 @@ def until(what: str, ask: Callable[[], T], seconds: float = 120, pause: float = 
         assert time.monotonic() < end, f"after {seconds:.0f} s: not yet {what}"
         time.sleep(pause)
     return value
+
+
+def plain(text: str) -> str:
+    """Return a log without its colours."""
+    return re.sub(r"\x1b\[\d+m", "", text)
 
 
 class Federation:
@@ -237,7 +242,7 @@ class Federation:
     def log(self, run: int) -> str:
         """Return what the ServerApp of a run has logged so far."""
         done = self.flwr("log", run, CONNECTION, "--show")
-        return re.sub(r"\x1b\[\d+m", "", done.stdout + done.stderr)
+        return plain(done.stdout + done.stderr)
 
     def flwr(self, *words: Any) -> subprocess.CompletedProcess[str]:
         """Run a ``flwr`` command; AssertionError if it fails."""
@@ -257,7 +262,7 @@ class Federation:
 
     def tail(self, name: str, characters: int = 4000) -> str:
         """Return the end of a process's log since it was last started."""
-        return (self.folder / f"{name}.log").read_text(errors="replace")[-characters:]
+        return plain((self.folder / f"{name}.log").read_text(errors="replace"))[-characters:]
 
     def _json(self, *words: Any) -> Any:
         found = json.loads(self.flwr(*words).stdout)
@@ -285,10 +290,3 @@ class Federation:
                 stderr=subprocess.STDOUT,
             )
         return self.processes[name]
-
-
-@contextlib.contextmanager
-def federation(folder: Path, nodes: int = 3) -> Iterator[Federation]:
-    """A :class:`Federation` in a ``with`` statement."""
-    with Federation(folder, nodes) as running:
-        yield running

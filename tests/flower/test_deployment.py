@@ -69,14 +69,3 @@ def test_a_federation_gives_the_weights_of_one_process(
     assert [entry["lost_state"] for entry in history] == [[], []]
     got = dict(load_file(tmp_path / "deployed/model.safetensors"))
     assert_same(got, in_process(monkeypatch, tmp_path / "in-process", **config))
-
-
-def test_accident_unknown_key(federation: Federation, tmp_path: Path) -> None:
-    """A node whose key was not registered is turned away; a run goes on without it."""
-    stranger = federation.start_node(9, federation.key("stranger"))
-    assert stranger.wait(60) != 0
-    assert "not registered" in federation.tail("node9") or "401" in federation.tail("node9")
-    run = federation.run(APP, rounds=1, fraction_evaluate=0.0, out=str(tmp_path))
-    assert federation.wait(run)[0] == "finished:completed", federation.log(run)
-    (entry,) = json.loads((tmp_path / "history.json").read_text())
-    assert entry["cohort"] == [0, 1, 2]

@@ -19,11 +19,14 @@ def main(grid: Grid, context: Context) -> None:
     """Train as the run's config says."""
     config = context.run_config
     torch.set_num_threads(1)
+    folder = str(config["checkpoint-dir"])
     trained = strategy(
         str(config["method"]),
         seed=7,
         min_replies=int(config["min-replies"]),
         fraction_evaluate=float(config["fraction-evaluate"]),
+        deadline=float(config["deadline"]) or None,
+        checkpoint_dir=folder or None,
     )
     arrays: dict[str, Any] = {}
     try:
@@ -34,12 +37,13 @@ def main(grid: Grid, context: Context) -> None:
             train_config=ConfigRecord(
                 {"lr": float(config["lr"]), "local-epochs": int(config["local-epochs"])}
             ),
+            resume_from=folder if config["resume"] else None,
         )
         arrays = result.arrays.to_torch_state_dict()
     finally:  # a run that fails leaves its history too
         if config["out"]:
-            folder = Path(str(config["out"]))
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / "history.json").write_text(json.dumps(trained.history))
+            out = Path(str(config["out"]))
+            out.mkdir(parents=True, exist_ok=True)
+            (out / "history.json").write_text(json.dumps(trained.history))
             if arrays:
-                save_file(arrays, folder / "model.safetensors")
+                save_file(arrays, out / "model.safetensors")
