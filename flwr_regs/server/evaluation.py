@@ -77,7 +77,7 @@ def evaluation(
         else:
             record = {keys.FROZEN: frozen.record}
             again = {p: Parcel({**arrays, **record}, parcels[p].config) for p in lacking}
-            late = network.ask(training.population.request("evaluate", again))
+            late = network.ask(training.population.request("evaluate", again), options.deadline)
             failures |= late.failures
             came |= late.came
             bytes_down |= {p: bytes_down[p] + parcel.nbytes for p, parcel in again.items()}
@@ -103,7 +103,9 @@ def evaluation(
         history[-1]["output_layer"] = layer
     if metrics:
         training.evaluated = True
-        return training.mean_of_metrics("evaluate", common_metrics(metrics.values()))
+        mean = training.mean_of_metrics("evaluate", common_metrics(metrics.values()))
+        history[-1]["evaluate_metrics"] = dict(mean)
+        return mean
     if training.evaluated:
         return None
     raise RoundFailed(

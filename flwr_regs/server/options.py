@@ -1,18 +1,29 @@
-"""A strategy's settings, a table of their ranges, and a table of pairs that exclude each other."""
+"""A strategy's settings."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import numpy as np
 
 from flwr_regs.chain import Chain
 from flwr_regs.server.privacy import CentralDP
+from flwr_regs.server.refusals import check
 from flwr_regs.wire import keys
 from flwr_regs.wire.config import NEEDS, TRAIN_KEYS, check_train_config
-from flwr_regs.wire.precision import DTYPES
+
+StopWhen = Callable[[list[dict[str, Any]]], Any]
+OnRound = Callable[[dict[str, Any]], Any]
+T = TypeVar("T")
+
+
+def as_many(given: T | Sequence[T] | None) -> Sequence[T]:
+    """Return one callable, several, or none as a sequence."""
+    if given is None:
+        return ()
+    return given if isinstance(given, list | tuple) else (given,)
 
 
 def _constant(_: int) -> float:
@@ -68,7 +79,24 @@ class Options:
         which is also the history's ``"divergence"`` of that round. ``"stop"``: :class:`RoundFailed` too,
         before the model moves.
     min_replies : int
-        A round with fewer usable replies raises :class:`RoundFailed`.
+        A round with fewer usable replies raises :class:`TooFewReplies`, a :class:`RoundFailed`.
+    retries : int
+        Further attempts at a round that has fewer than `min_replies` usable replies. Clients that trained
+        for a failed attempt go back to their state before it. The history's ``"attempts"`` has what failed.
+    retry_cohort : {"new", "same"}
+        Each further attempt draws a new cohort, or asks the same one again.
+    retry_pause : float
+        Seconds before a further attempt.
+    deadline : float, optional
+        Seconds after which each exchange of a round (first exchange, training, evaluation) goes on with the
+        clients that replied. Late clients are named (``"late"``), and not inactive for `drop_inactive`.
+    stop_when : callable or several, optional
+        ``stop_when(history) -> reason or falsy``, after each round; a reason ends the training early
+        (``"stopped"``). See :class:`flwr_regs.Target` and :class:`flwr_regs.Patience`.
+    on_round : callable or several, optional
+        ``on_round(entry)`` gets a copy of each finished round's entry of the history. True ends the
+        training. An error in it is logged, and training goes on. See :class:`flwr_regs.JsonLines` and
+        :class:`flwr_regs.TensorBoard`. Only `start` follows this and the five settings above.
     population : int, optional
         How many clients to wait for before round 1. Default: the nodes' own ``num-partitions`` if they
         have one, else `min_available_nodes`.
@@ -82,7 +110,7 @@ class Options:
     Raises
     ------
     ValueError
-        The settings break a row of `RANGES` or `PAIRS`; the message is its sentence.
+        The settings break a row of `RANGES` or `PAIRS` (`refusals.py`); the message is its sentence.
     """
 
     term: Chain
@@ -99,6 +127,12 @@ class Options:
     privacy: CentralDP | None = None
     on_divergence: str = "warn"
     min_replies: int = 1
+    retries: int = 0
+    retry_cohort: str = "new"
+    retry_pause: float = 0.0
+    deadline: float | None = None
+    stop_when: StopWhen | Sequence[StopWhen] | None = None
+    on_round: OnRound | Sequence[OnRound] | None = None
     population: int | None = None
     wait_timeout: float = 300.0
     # Flower's own
@@ -164,130 +198,4 @@ class Options:
         check_train_config(config, noise=noise, needs=needs)
 
     def __post_init__(self) -> None:
-        for name, good, sentence in RANGES:
-            if not _fits(good, value := getattr(self, name)):
-                raise ValueError(f"{name} must {sentence.format(value)}")
-        for broken, sentence in PAIRS:
-            if broken(self):
-                names = {"beside": self.term.uploading, "weigher": _weigher(self)}
-                raise ValueError(sentence.format(**names, **vars(self)))
-
-
-def _one_of(*values: Any) -> Callable[[Any], bool]:
-    return lambda value: value in values
-
-
-def _share(value: Any) -> bool:
-    return bool(0.0 <= value <= 1.0)
-
-
-def _whole(value: Any) -> bool:
-    return bool(int(value) == value)
-
-
-def _count(value: Any) -> bool:
-    return _whole(value) and value >= 0
-
-
-def _fits(good: Callable[[Any], bool], value: Any) -> bool:
-    try:
-        return good(value)
-    except (TypeError, ValueError, OverflowError):  # a value of a wrong type
-        return False
-
-
-RANGES: list[tuple[str, Callable[[Any], bool], str]] = [
-    # setting, what it must satisfy, and the sentence if it does not
-    ("weighting", _one_of("num-examples", "uniform"), "be 'num-examples' or 'uniform', not {!r}"),
-    ("seed", _whole, "be a whole number, not {!r}"),
-    ("seed", lambda v: v >= 0, "not be negative, but is {!r}"),
-    ("downlink", _one_of("model", "delta"), "be 'model' or 'delta', not {!r}"),
-    ("wire_dtype", _one_of(None, *DTYPES), f"be one of {DTYPES} or None, not {{!r}}"),
-    ("lr_schedule", callable, "be a function of the round, not {!r}"),
-    ("cohorts", _one_of("uniform", "class-covering"), "be 'uniform' or 'class-covering', not {!r}"),
-    (
-        "incomplete",
-        _one_of("average", "scale", "drop"),
-        "be 'average', 'scale' or 'drop', not {!r}",
-    ),
-    ("drop_inactive", lambda v: v is None or v > 0, "be positive or None, not {!r}"),
-    ("privacy", lambda v: v is None or isinstance(v, CentralDP), "be a CentralDP, not {!r}"),
-    ("on_divergence", _one_of("warn", "stop"), "be 'warn' or 'stop', not {!r}"),
-    ("min_replies", lambda v: _whole(v) and v >= 1, "be at least 1, not {!r}"),
-    ("population", lambda v: v is None or (_whole(v) and v >= 1), "be at least 1, not {!r}"),
-    ("wait_timeout", lambda v: v >= 0, "not be negative, but is {!r}"),
-    ("fraction_train", _share, "lie in [0, 1], not {!r}"),
-    ("fraction_evaluate", _share, "lie in [0, 1], not {!r}"),
-    ("min_train_nodes", _count, "be a whole number of at least 0, not {!r}"),
-    ("min_evaluate_nodes", _count, "be a whole number of at least 0, not {!r}"),
-    ("min_available_nodes", _count, "be a whole number of at least 0, not {!r}"),
-]
-
-
-def _weigher(o: Options) -> str:
-    return getattr(o.term.weigher, "name", "")
-
-
-_DP = "privacy=CentralDP(...): "
-
-PAIRS: list[tuple[Callable[[Options], Any], str]] = [
-    # whether the settings exclude each other, and the sentence for it, which can name their values
-    (
-        lambda o: (o.arrayrecord_key, o.configrecord_key) != (keys.ARRAYS, keys.CONFIG),
-        "the record keys are part of the protocol: leave them 'arrays', 'config'",
-    ),
-    (
-        lambda o: o.wire_dtype and (o.term.coder("finish") or o.term.coder("release")),
-        "wire_dtype='{wire_dtype}' does not go with compression, whose updates have a code of their own; "
-        "leave one of the two out",
-    ),
-    (
-        lambda o: o.wire_dtype and o.downlink == "delta",
-        "wire_dtype='{wire_dtype}' needs downlink='model': a client's rounded model does not follow from "
-        "the rounded step",
-    ),
-    (
-        lambda o: o.overlap and o.downlink != "delta",
-        "overlap=True needs downlink='delta'",
-    ),
-    (
-        lambda o: o.overlap and o.term.coder("release"),
-        "overlap=True sends whole models ahead, which a compressed downlink is there to avoid",
-    ),
-    (
-        lambda o: o.privacy and o.term.uploading,
-        _DP
-        + "the clients of {beside} send more than their update, without noise; leave it out (an "
-        "Elastic or Curvature with lam=0 sends nothing)",
-    ),
-    (
-        lambda o: o.privacy and o.cohorts == "class-covering",
-        _DP
-        + "for class-covering cohorts the clients tell their label counts without noise, and such "
-        "cohorts are no uniform sample; use cohorts='uniform'",
-    ),
-    (
-        lambda o: o.privacy and o.weighting != "uniform",
-        _DP
-        + "weighting='{weighting}' weighs clients unequally; the noise is for equal weights; use "
-        "weighting='uniform'",
-    ),
-    (
-        lambda o: _weigher(o) and o.incomplete == "scale",
-        "incomplete='scale' weighs the clients' updates, and so does '{weigher}': leave one of the two out",
-    ),
-    (
-        lambda o: o.privacy and _weigher(o),
-        _DP + "'{weigher}' weighs clients unequally; the noise is for equal weights; leave it out",
-    ),
-    (
-        lambda o: o.privacy and o.incomplete == "scale",
-        _DP + "incomplete='scale' weighs clients unequally; use incomplete='average' or 'drop'",
-    ),
-    (
-        lambda o: o.privacy and o.drop_inactive is not None,
-        _DP
-        + "drop_inactive draws the cohorts, and changes their size, by who failed or took no step, "
-        "which gets no noise; leave it out",
-    ),
-]
+        check(self)

@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Iterable
 
-from flwr_regs.server.cohorts import class_covering_cohort, uniform_cohort
+from flwr_regs.server.cohorts import class_covering_cohort, further, uniform_cohort
 from flwr_regs.server.network import Network, Replies, Request, name_failures
 from flwr_regs.wire import keys
 from flwr_regs.wire.parcel import Parcel
@@ -115,11 +115,18 @@ class Population:
         return Request(kind, parcels, {pid: self._node_of[pid] for pid in parcels})
 
     def cohort(
-        self, members: list[int], key: tuple[int, int], size: int, kind: str, network: Network
+        self,
+        members: list[int],
+        key: tuple[int, int],
+        size: int,
+        kind: str,
+        network: Network,
+        attempt: int = 0,
     ) -> list[int]:
-        """Return `size` of the `members` by `key` alone; `kind` is "uniform" or "class-covering"."""
+        """Return `size` of the `members` by `key` and `attempt`, "uniform" or "class-covering" (`kind`)."""
+        purpose = further(attempt)
         if kind == "uniform":
-            return uniform_cohort(members, key, size)
+            return uniform_cohort(members, key, size, purpose)
         counts, classes = self._label_counts(network)
         left = {p: c for p, c in counts.items() if p in members}
         if len(left) < len(counts):  # clients were dropped
@@ -127,7 +134,7 @@ class Population:
             if classes - held:
                 LOG.warning("only dropped clients hold the classes %s", sorted(classes - held))
             classes = classes & held
-        return class_covering_cohort(left, key, size, classes)
+        return class_covering_cohort(left, key, size, classes, purpose)
 
     def _label_counts(self, network: Network) -> tuple[dict[int, list[int]], set[int]]:
         """Return (each connected client's examples of each class, the classes that can be covered).

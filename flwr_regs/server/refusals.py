@@ -1,0 +1,154 @@
+"""Which settings of a strategy are refused: a table of their ranges, and a table of pairs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from flwr_regs.server.privacy import CentralDP
+from flwr_regs.wire import keys
+from flwr_regs.wire.precision import DTYPES
+
+
+def check(options: Any) -> None:
+    """Raise ValueError if :class:`flwr_regs.server.options.Options` break a row of a table below."""
+    for name, good, sentence in RANGES:
+        if not _fits(good, value := getattr(options, name)):
+            raise ValueError(f"{name} must {sentence.format(value)}")
+    for broken, sentence in PAIRS:
+        if broken(options):
+            names = {"beside": options.term.uploading, "weigher": _weigher(options)}
+            raise ValueError(sentence.format(**names, **vars(options)))
+
+
+def _fits(good: Callable[[Any], bool], value: Any) -> bool:
+    try:
+        return good(value)
+    except (TypeError, ValueError, OverflowError):  # a value of a wrong type
+        return False
+
+
+def _callables(value: Any) -> bool:
+    return value is None or all(
+        map(callable, value if isinstance(value, list | tuple) else [value])
+    )
+
+
+def _one_of(*values: Any) -> Callable[[Any], bool]:
+    return lambda value: value in values
+
+
+def _share(value: Any) -> bool:
+    return bool(0.0 <= value <= 1.0)
+
+
+def _whole(value: Any) -> bool:
+    return bool(int(value) == value)
+
+
+def _count(value: Any) -> bool:
+    return _whole(value) and value >= 0
+
+
+RANGES: list[tuple[str, Callable[[Any], bool], str]] = [
+    # setting, what it must satisfy, and the sentence if it does not
+    ("weighting", _one_of("num-examples", "uniform"), "be 'num-examples' or 'uniform', not {!r}"),
+    ("seed", _whole, "be a whole number, not {!r}"),
+    ("seed", lambda v: v >= 0, "not be negative, but is {!r}"),
+    ("downlink", _one_of("model", "delta"), "be 'model' or 'delta', not {!r}"),
+    ("wire_dtype", _one_of(None, *DTYPES), f"be one of {DTYPES} or None, not {{!r}}"),
+    ("lr_schedule", callable, "be a function of the round, not {!r}"),
+    ("cohorts", _one_of("uniform", "class-covering"), "be 'uniform' or 'class-covering', not {!r}"),
+    (
+        "incomplete",
+        _one_of("average", "scale", "drop"),
+        "be 'average', 'scale' or 'drop', not {!r}",
+    ),
+    ("drop_inactive", lambda v: v is None or v > 0, "be positive or None, not {!r}"),
+    ("privacy", lambda v: v is None or isinstance(v, CentralDP), "be a CentralDP, not {!r}"),
+    ("on_divergence", _one_of("warn", "stop"), "be 'warn' or 'stop', not {!r}"),
+    ("min_replies", lambda v: _whole(v) and v >= 1, "be at least 1, not {!r}"),
+    ("retries", _count, "be a whole number of at least 0, not {!r}"),
+    ("retry_cohort", _one_of("new", "same"), "be 'new' or 'same', not {!r}"),
+    ("retry_pause", lambda v: 0 <= v < math.inf, "be a number of seconds from 0, not {!r}"),
+    ("deadline", lambda v: v is None or 0 < v < math.inf, "be positive or None, not {!r}"),
+    ("stop_when", _callables, "be a function of the history, or a list of them, not {!r}"),
+    ("on_round", _callables, "be a function of a round's entry, or a list of them, not {!r}"),
+    ("population", lambda v: v is None or (_whole(v) and v >= 1), "be at least 1, not {!r}"),
+    ("wait_timeout", lambda v: v >= 0, "not be negative, but is {!r}"),
+    ("fraction_train", _share, "lie in [0, 1], not {!r}"),
+    ("fraction_evaluate", _share, "lie in [0, 1], not {!r}"),
+    ("min_train_nodes", _count, "be a whole number of at least 0, not {!r}"),
+    ("min_evaluate_nodes", _count, "be a whole number of at least 0, not {!r}"),
+    ("min_available_nodes", _count, "be a whole number of at least 0, not {!r}"),
+]
+
+
+def _weigher(o: Any) -> str:
+    return getattr(o.term.weigher, "name", "")
+
+
+_DP = "privacy=CentralDP(...): "
+
+PAIRS: list[tuple[Callable[[Any], Any], str]] = [
+    # whether the settings exclude each other, and the sentence for it, which can name their values
+    (
+        lambda o: (o.arrayrecord_key, o.configrecord_key) != (keys.ARRAYS, keys.CONFIG),
+        "the record keys are part of the protocol: leave them 'arrays', 'config'",
+    ),
+    (
+        lambda o: o.wire_dtype and (o.term.coder("finish") or o.term.coder("release")),
+        "wire_dtype='{wire_dtype}' does not go with compression, whose updates have a code of their own; "
+        "leave one of the two out",
+    ),
+    (
+        lambda o: o.wire_dtype and o.downlink == "delta",
+        "wire_dtype='{wire_dtype}' needs downlink='model': a client's rounded model does not follow from "
+        "the rounded step",
+    ),
+    (
+        lambda o: o.overlap and o.downlink != "delta",
+        "overlap=True needs downlink='delta'",
+    ),
+    (
+        lambda o: o.overlap and o.term.coder("release"),
+        "overlap=True sends whole models ahead, which a compressed downlink is there to avoid",
+    ),
+    (
+        lambda o: o.privacy and o.term.uploading,
+        _DP
+        + "the clients of {beside} send more than their update, without noise; leave it out (an "
+        "Elastic or Curvature with lam=0 sends nothing)",
+    ),
+    (
+        lambda o: o.privacy and o.cohorts == "class-covering",
+        _DP
+        + "for class-covering cohorts the clients tell their label counts without noise, and such "
+        "cohorts are no uniform sample; use cohorts='uniform'",
+    ),
+    (
+        lambda o: o.privacy and o.weighting != "uniform",
+        _DP
+        + "weighting='{weighting}' weighs clients unequally; the noise is for equal weights; use "
+        "weighting='uniform'",
+    ),
+    (
+        lambda o: _weigher(o) and o.incomplete == "scale",
+        "incomplete='scale' weighs the clients' updates, and so does '{weigher}': leave one of the two out",
+    ),
+    (
+        lambda o: o.privacy and _weigher(o),
+        _DP + "'{weigher}' weighs clients unequally; the noise is for equal weights; leave it out",
+    ),
+    (
+        lambda o: o.privacy and o.incomplete == "scale",
+        _DP + "incomplete='scale' weighs clients unequally; use incomplete='average' or 'drop'",
+    ),
+    (
+        lambda o: o.privacy and o.drop_inactive is not None,
+        _DP
+        + "drop_inactive draws the cohorts, and changes their size, by who failed or took no step, "
+        "which gets no noise; leave it out",
+    ),
+]
