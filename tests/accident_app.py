@@ -1,7 +1,8 @@
 """Clients of plain numpy, one of which has an accident; copied into the app's folder as ``accident.py``.
 
 Without torch, a message takes seconds less. The run config says which accident, in which round and to which
-partition; it happens once. Each training message leaves a file ``<round>-<partition>-<n>`` in ``marks``.
+partition; it happens once. Each training message leaves a file ``<round>-<partition>-<n>`` in ``marks``,
+and waits while there is a file ``hold-<round>-<partition>``.
 """
 
 import os
@@ -40,19 +41,21 @@ def accident(message: Message, context: Context, call_next: ClientAppCallable) -
     (marks / f"{number}-{partition}-{before}").touch()
     mine = (number, partition) == (config["accident-round"], config["accident-partition"])
     if mine and not before:
-        happen(str(config["accident"]), marks)
+        happen(str(config["accident"]))
+    end = time.monotonic() + 200
+    while (marks / f"hold-{number}-{partition}").exists() and time.monotonic() < end:
+        time.sleep(0.1)
     return call_next(message, context)
 
 
-def happen(kind: str, marks: Path) -> None:
-    """Raise, die, wait for the file ``go`` (two minutes at most), or be silent for ten minutes."""
+def happen(kind: str) -> None:
+    """Raise, die, or be silent for ten minutes; with another word, do nothing."""
     if kind == "raise":
         raise RuntimeError("the data of this client cannot be read")
     if kind == "die":
         os._exit(1)
-    end = time.monotonic() + {"wait": 120, "silent": 600}[kind]
-    while time.monotonic() < end and not (kind == "wait" and (marks / "go").exists()):
-        time.sleep(0.1)
+    if kind == "silent":
+        time.sleep(600)
 
 
 app = flwr_regs.client_app(

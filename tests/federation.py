@@ -15,7 +15,7 @@ import ssl
 import subprocess
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Self, TypeVar
 from urllib.request import urlopen
@@ -119,7 +119,7 @@ class Federation:
         until("a SuperLink that listens", listens)
 
     def start_node(
-        self, partition: int, key: Path | None = None, **variables: str
+        self, partition: int, key: Path | None = None, options: Sequence[Any] = (), **variables: str
     ) -> subprocess.Popen[bytes]:
         """Start the SuperNode of a partition with its key, or with `key`; return its process."""
         name = f"node{partition}"
@@ -131,6 +131,7 @@ class Federation:
             *("--host", "127.0.0.1", "--port", free_port()),
             *("--auth-supernode-private-key", key or self.key(partition)),
             *("--node-config", f"partition-id={partition} num-partitions={self.nodes}"),
+            *options,
             **{"FLWR_HOME": str(self.folder / name), **variables},
         )
 
@@ -199,6 +200,7 @@ class Federation:
         for process in self.processes.values():
             process.wait(10)
         self.processes.clear()
+        until("the end of all processes", lambda: not self.pids(), 30)
 
     # Keys
 

@@ -1,4 +1,4 @@
-"""Accidents of a real federation, each played from start to end; tests and ``benchmarks.faults`` share them.
+"""Accidents of a real federation, each played from start to end, for tests and ``benchmarks.faults``.
 
 Client 1 of three is the victim. The clients are those of accident_app.py.
 """
@@ -9,7 +9,9 @@ import json
 import re
 import shutil
 import signal
+import subprocess
 import time
+import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +28,8 @@ VICTIM = 1
 OTHERS = [0, 2]
 DEADLINE = 20.0
 """Seconds that a round waits in the cases with a deadline."""
+TIMEOUT = 40.0
+"""Seconds that an exchange waits in the case without one."""
 
 
 @dataclass
@@ -63,7 +67,7 @@ class Play:
     folder : Path
         Does not exist yet; gets the app, the marks, the checkpoints and the results.
     kind : str
-        ``"none"``, or an accident of accident_app.py.
+        ``"none"``, an accident of accident_app.py, or ``"hold"``: the client waits in that round.
     at : int
         The round of the accident.
     **config
@@ -83,14 +87,20 @@ class Play:
         text = project.read_text().replace('"client:app"', '"accident:app"')
         own = f'marks = ""\naccident = "{kind}"\naccident-round = {at}\naccident-partition = {VICTIM}\n'
         project.write_text(text + own)
+        if kind == "hold":
+            self.hold(at, VICTIM)
         self.config = {"method": "FedAvg()", "rounds": 2, "fraction_evaluate": 0.0, **config}
         self.runs: list[int] = []
         self.start()
 
     def start(self, **config: Any) -> None:
         """Start a run, the first or another one."""
-        out = str(self.folder / f"out{len(self.runs)}")
-        config = {**self.config, "out": out, "marks": str(self.marks), **config}
+        config = {
+            **self.config,
+            "out": str(self.folder / "out"),
+            "marks": str(self.marks),
+            **config,
+        }
         self.runs.append(self.federation.run(self.app, **config))
 
     def mark(self, number: int, client: int | str = "*", least: int = 1) -> float:
@@ -106,9 +116,14 @@ class Play:
         """Wait until the victim is in its round; return since when (as ``time.time``)."""
         return self.mark(self.at, VICTIM)
 
-    def go(self) -> None:
+    def hold(self, number: int, client: int) -> None:
+        """Let a client wait in a round until `release`."""
+        (self.marks / f"hold-{number}-{client}").touch()
+
+    def release(self) -> None:
         """Let the clients that wait go on."""
-        (self.marks / "go").touch()
+        for path in self.marks.glob("hold-*"):
+            path.unlink()
 
     def end(self, expected: str = "finished:completed") -> None:
         """Wait for the end of the last run; AssertionError if it ends in another way."""
@@ -116,18 +131,19 @@ class Play:
         assert status[0] == expected, f"{status}\n{self.federation.log(self.runs[-1])}"
 
     def history(self) -> list[dict[str, Any]]:
-        """Return the history of the last run."""
-        text = (self.folder / f"out{len(self.runs) - 1}" / "history.json").read_text()
-        return list(json.loads(text))
+        """Return the history, over all runs."""
+        text = (self.folder / "out" / "history.jsonl").read_text()
+        return [json.loads(line) for line in text.splitlines()]
 
     def model(self) -> dict[str, np.ndarray]:
-        """Return the final model of the last run."""
-        return dict(load_file(self.folder / f"out{len(self.runs) - 1}" / "model.safetensors"))
+        """Return the final model."""
+        return dict(load_file(self.folder / "out" / "model.safetensors"))
 
     def outcome(self, since: float) -> Outcome:
         """Return what the history says of the accident, and when the next round began."""
         history = self.history()
         sees = str(history[self.at - 1]["failures"].get(str(VICTIM), "nothing"))
+        sees = re.sub(r" \(/.*\)$", "", sees)  # the place in a temporary folder
         seconds = self.mark(self.at + 1) - since
         return Outcome(sees, seconds, lost(history), history, self.model())
 
@@ -175,33 +191,44 @@ def node_terminated(federation: Federation, folder: Path) -> Outcome:
 
 
 def _node(federation: Federation, folder: Path, how: signal.Signals) -> Outcome:
-    play = Play(federation, folder, "wait", rounds=3)
+    play = Play(federation, folder, "hold", rounds=3)
+    play.hold(2, OTHERS[0])
     play.accident()
     began = time.time()
     federation.end(f"node{VICTIM}", how)
-    play.go()
     play.mark(2)  # the others are in the next round
     federation.start_node(VICTIM)
     federation.wait_for_node(VICTIM)
+    play.release()
     play.end()
     return play.outcome(began)
 
 
 def restarted_with_keys(federation: Federation, folder: Path) -> Outcome:
     """A SuperNode is killed in a round and started again at once, with its key."""
-    play = Play(federation, folder, "wait", deadline=DEADLINE)
+    play = Play(federation, folder, "hold", deadline=DEADLINE)
     play.accident()
     began = time.time()
     federation.end(f"node{VICTIM}")
     federation.start_node(VICTIM)
     federation.wait_for_node(VICTIM)
+    play.release()
     play.end()
     return play.outcome(began)
 
 
+def node_silent(federation: Federation, folder: Path) -> Outcome:
+    """A client never replies; the round waits for the timeout of `start`, which is an hour by default."""
+    return _silent(federation, folder, timeout=TIMEOUT)
+
+
 def node_silent_deadline(federation: Federation, folder: Path) -> Outcome:
     """A client never replies, and the strategy has a deadline."""
-    play = Play(federation, folder, "silent", deadline=DEADLINE)
+    return _silent(federation, folder, deadline=DEADLINE)
+
+
+def _silent(federation: Federation, folder: Path, **limit: float) -> Outcome:
+    play = Play(federation, folder, "silent", **limit)
     play.end()
     return play.outcome(play.accident())
 
@@ -209,11 +236,11 @@ def node_silent_deadline(federation: Federation, folder: Path) -> Outcome:
 def serverapp_killed(federation: Federation, folder: Path) -> Outcome:
     """The ServerApp is killed in round 2; a new run goes on from the checkpoint of round 1."""
     checkpoints = str(folder / "checkpoints")
-    play = Play(federation, folder, "wait", 2, rounds=3, checkpoint_dir=checkpoints)
+    play = Play(federation, folder, "hold", 2, rounds=3, checkpoint_dir=checkpoints)
     play.accident()
     began = time.time()
     federation.kill_serverapp()
-    play.go()
+    play.release()
     play.end("finished:failed")
     failed = time.time() - began
     sees = federation.status(play.runs[-1])[1]
@@ -223,11 +250,11 @@ def serverapp_killed(federation: Federation, folder: Path) -> Outcome:
 def superlink_killed(federation: Federation, folder: Path) -> Outcome:
     """The SuperLink is killed in round 2, and started again with its database."""
     checkpoints = str(folder / "checkpoints")
-    play = Play(federation, folder, "wait", 2, rounds=3, checkpoint_dir=checkpoints)
+    play = Play(federation, folder, "hold", 2, rounds=3, checkpoint_dir=checkpoints)
     play.accident()
     began = time.time()
     federation.end("superlink")
-    play.go()
+    play.release()
     federation.start_superlink()
     play.end("finished:failed")
     failed = time.time() - began
@@ -269,11 +296,48 @@ def _refused(federation: Federation, name: str, began: float) -> Outcome:
     """Wait until a node's process has ended; return what it and the SuperLink logged."""
     code = federation.processes[name].wait(90)
     seconds = time.time() - began
-    (said,) = re.findall(r"SuperNode .*(?:terminated|fail|refus).*", federation.tail(name))[-1:] or [""]
+    said = re.findall(r"^.*(?:\[code: |terminated gracefully).*$", federation.tail(name), re.M)
     requests = re.findall(r'"(POST /v1/fleet/\S+) HTTP/1.1" (4\d\d)', federation.tail("superlink"))
     answer = " ".join(requests[-1]) if requests else "no request"
-    sees = f"the node: {said!r}, exit status {code}; the SuperLink: {answer!r}"
+    text = said[0].split(" :")[-1].strip() if said else "nothing"
+    sees = f"the node: {text} (exit status {code}); the SuperLink: {answer}"
     return Outcome(sees, seconds, "nothing")
+
+
+def unsigned_app(federation: Federation, folder: Path) -> Outcome:
+    """A SuperNode trusts only apps that a key has signed, and the app is a folder's."""
+    folder.mkdir()
+    words = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / "reviewer")]
+    subprocess.run(words, check=True, timeout=60)
+    public = (folder / "reviewer.pub").read_text().strip()
+    (folder / "trusted.yaml").write_text(f"fpk_{uuid.uuid4()}: '{public}'\n")
+    federation.end(f"node{VICTIM}", signal.SIGTERM)
+    federation.start_node(VICTIM, options=["--trusted-entities", folder / "trusted.yaml"])
+    federation.wait_for_node(VICTIM)
+    play = Play(federation, folder / "play", rounds=1)
+    began = time.time()
+    play.end()
+    (entry,) = play.history()
+    sees = re.search(r".*could not be verified.*", federation.log(play.runs[-1]))
+    return Outcome(sees[0] if sees else "nothing", play.mark(1) - began, lost([entry]), [entry])
+
+
+def disk_full(federation: Federation, folder: Path) -> Outcome:
+    """The disk with the checkpoints has no room. Mounts a small disk, which only root may."""
+    disk = folder / "disk"
+    disk.mkdir(parents=True)
+    mount = ["mount", "-t", "tmpfs", "-o", "size=160k", "tmpfs", str(disk)]
+    subprocess.run(mount, check=True, timeout=60)
+    try:
+        (disk / "other").write_bytes(bytes(100_000))
+        play = Play(federation, folder / "play", checkpoint_dir=str(disk / "checkpoints"))
+        play.end()
+        found = re.search(r"[^\n]*goes on without this checkpoint", federation.log(play.runs[-1]))
+        history = play.history()
+        sees = found[0].split("WARNING :")[-1].strip() if found else "nothing"
+        return Outcome(sees, 0.0, "the checkpoints that did not fit", history, play.model())
+    finally:
+        subprocess.run(["umount", str(disk)], check=True, timeout=60)
 
 
 AHEAD = """
@@ -296,10 +360,13 @@ CASES: dict[str, Callable[[Federation, Path], Outcome]] = {
         node_killed,
         node_terminated,
         restarted_with_keys,
+        node_silent,
         node_silent_deadline,
         serverapp_killed,
         superlink_killed,
         unknown_key,
         clock_ahead,
+        unsigned_app,
+        disk_full,
     )
 }

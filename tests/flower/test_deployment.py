@@ -64,7 +64,8 @@ def test_a_federation_gives_the_weights_of_one_process(
     run = federation.run(APP, **config, out=str(tmp_path / "deployed"))
     status = federation.wait(run)
     assert status[0] == "finished:completed", federation.log(run)
-    history = json.loads((tmp_path / "deployed/history.json").read_text())
+    lines = (tmp_path / "deployed/history.jsonl").read_text().splitlines()
+    history = [json.loads(line) for line in lines]
     assert [entry["failures"] for entry in history] == [{}, {}]
     assert [entry["lost_state"] for entry in history] == [[], []]
     got = dict(load_file(tmp_path / "deployed/model.safetensors"))
