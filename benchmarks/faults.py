@@ -1,8 +1,8 @@
 """What faults cost: each is played on a real federation of three SuperNodes with TLS and keys.
 
 ``python -m benchmarks.faults measure [CASE ...]`` plays the cases, one federation for each (15 minutes for
-all on a quiet machine), and writes what the user sees, the seconds and what is lost into
-``docs/studies/faults.json``, after each case. One that fails is named at the end, and does not stop the others.
+all on a quiet machine). After each case it writes what the user sees, the seconds and what is lost into
+``docs/studies/faults.json``. A case that fails is named at the end, and does not stop the others.
 ``python -m benchmarks.faults report`` puts the file's figures into the table of ``docs/deployment.md``.
 """
 
@@ -43,7 +43,9 @@ def measure(names: Sequence[str], out: Path = OUT) -> list[str]:
             failed.append(name)
             continue
         known = json.loads(out.read_text()) if out.exists() else {}
-        text = json.dumps({n: {**known, name: found}[n] for n in CASES if n in {*known, name}}, indent=2)
+        text = json.dumps(
+            {n: {**known, name: found}[n] for n in CASES if n in {*known, name}}, indent=2
+        )
         out.write_text(text + "\n")
         took = time.monotonic() - began
         print(f"  {found['seconds']} s, lost: {found['lost']}, in {took:.0f} s", flush=True)
@@ -77,7 +79,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     commands = parser.add_subparsers(dest="command", required=True)
     measured = commands.add_parser("measure", help="play the cases and write the file")
-    measured.add_argument("cases", nargs="*", metavar="CASE", help=f"of {', '.join(CASES)}; default: all")
+    measured.add_argument(
+        "cases", nargs="*", metavar="CASE", help=f"of {', '.join(CASES)}; default: all"
+    )
     commands.add_parser("report", help="put the file's figures into the page")
     given = parser.parse_args()
     if given.command == "report":

@@ -5,6 +5,7 @@ Client 1 of three is the victim. The clients are those of accident_app.py.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
 import shutil
@@ -18,8 +19,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from flwr.app import Array, ArrayRecord, ConfigRecord
 from safetensors.numpy import load_file
 
+from flwr_regs import FedAvg, InProcessGrid, client_app
+from tests.accident_app import Plain
 from tests.conftest import ROOT
 from tests.federation import Federation, until
 
@@ -157,6 +161,28 @@ def lost(history: list[dict[str, Any]]) -> str:
         if pid not in entry.get("replies", ())
     ]
     return ", ".join(gone) or "nothing"
+
+
+def initial() -> dict[str, np.ndarray]:
+    """Return the app's initial model."""
+    spec = importlib.util.spec_from_file_location("task", APP / "task.py")
+    assert spec
+    assert spec.loader
+    task = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(task)
+    return {name: tensor.numpy() for name, tensor in task.build().state_dict().items()}
+
+
+def unbroken(rounds: int) -> dict[str, np.ndarray]:
+    """Return the final model of a run without accidents, in one process."""
+    app = client_app(lambda context: Plain(int(context.node_config["partition-id"])))
+    result = FedAvg(seed=7, fraction_evaluate=0.0).start(
+        grid=InProcessGrid(app, 3),
+        initial_arrays=ArrayRecord({name: Array(a) for name, a in initial().items()}),
+        num_rounds=rounds,
+        train_config=ConfigRecord({"lr": 0.1, "local-epochs": 1}),
+    )
+    return {name: array.numpy() for name, array in result.arrays.items()}
 
 
 def nothing(federation: Federation, folder: Path) -> Outcome:
@@ -314,12 +340,15 @@ def unsigned_app(federation: Federation, folder: Path) -> Outcome:
     federation.end(f"node{VICTIM}", signal.SIGTERM)
     federation.start_node(VICTIM, options=["--trusted-entities", folder / "trusted.yaml"])
     federation.wait_for_node(VICTIM)
-    play = Play(federation, folder / "play", rounds=1)
     began = time.time()
-    play.end()
-    (entry,) = play.history()
-    sees = re.search(r".*could not be verified.*", federation.log(play.runs[-1]))
-    return Outcome(sees[0] if sees else "nothing", play.mark(1) - began, lost([entry]), [entry])
+    play = Play(federation, folder / "play", rounds=1)
+    status, _ = federation.wait(play.runs[-1])
+    seconds = time.time() - began
+    log = federation.log(play.runs[-1])
+    sees = re.search(r"(?:node|client) \d+[^\n]*could not be verified\.\)?", log)
+    history = play.history() if status == "finished:completed" else []
+    gone = lost(history) if history else "the run"
+    return Outcome(sees[0] if sees else log, seconds, gone, history)
 
 
 def disk_full(federation: Federation, folder: Path) -> Outcome:

@@ -14,8 +14,8 @@ import pytest
 import typer
 import yaml
 from flwr.cli.app import app as flwr_app
-from flwr.supernode.cli.flower_supernode import _parse_args_run_supernode
 from flwr.superlink.cli.flower_superlink import _parse_args_run_superlink
+from flwr.supernode.cli.flower_supernode import _parse_args_run_supernode
 
 from tests.conftest import ROOT
 from tests.test_documents import blocks

@@ -45,6 +45,10 @@ def plain_mean(rounds: list[list[int]]) -> dict[str, np.ndarray]:
     return {name: value.astype(np.float32) for name, value in model.items()}
 
 
+def test_the_oracle_is_a_run_in_one_process() -> None:
+    assert_same(scenarios.unbroken(rounds=3), plain_mean([[0, 1, 2]] * 3))
+
+
 def check_one_reply_lost(found: Outcome, why: str, rounds: int = 2) -> None:
     """Client 1 is named in round 1 with the reason, its reply alone is missing, and the model fits."""
     assert why in found.sees
