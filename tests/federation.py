@@ -135,15 +135,20 @@ class Federation:
             **{"FLWR_HOME": str(self.folder / name), **variables},
         )
 
-    def wait_for_node(self, partition: int) -> None:
-        """Wait until the SuperLink has accepted a node that was started."""
+    def accepts(self, partition: int) -> bool:
+        """Wait until the SuperLink has accepted a node that was started, or its process has ended."""
         name = f"node{partition}"
+        process = self.processes[name]
 
-        def accepted() -> bool:
-            assert self.processes[name].poll() is None, self.tail(name)
-            return "SuperNode ID" in self.tail(name)
+        def known() -> bool:
+            return process.poll() is not None or "SuperNode ID" in self.tail(name)
 
-        until(f"{name} connected", accepted)
+        until(f"{name} accepted or refused", known)
+        return process.poll() is None
+
+    def wait_for_node(self, partition: int) -> None:
+        """Wait until the SuperLink has accepted a node; AssertionError if it refuses it."""
+        assert self.accepts(partition), self.tail(f"node{partition}")
 
     def end(self, name: str, how: signal.Signals = signal.SIGKILL) -> None:
         """Send a signal to ``"superlink"`` or ``"node<partition>"``, and wait until it is gone.
