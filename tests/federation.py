@@ -58,8 +58,10 @@ class Federation:
     Attributes
     ----------
     processes : dict
-        The running processes of ``"superlink"`` and ``"node<partition>"``; their logs are
-        ``<folder>/<name>.log``.
+        The processes of ``"superlink"`` and ``"node<partition>"``, each as it was last started.
+    logs : dict
+        Their logs, by the same names. Children of a killed process write on into its log, so each start
+        has a file of its own.
     """
 
     def __init__(self, folder: Path, nodes: int = 3) -> None:
@@ -67,6 +69,7 @@ class Federation:
         self.port = free_port()
         self.mark = uuid.uuid4().hex
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
+        self.logs: dict[str, Path] = {}
         self.env = {
             **environment(folder / "home"),
             "HOME": str(folder / "home"),
@@ -269,7 +272,7 @@ class Federation:
 
     def tail(self, name: str, characters: int = 4000) -> str:
         """Return the end of a process's log since it was last started."""
-        return plain((self.folder / f"{name}.log").read_text(errors="replace"))[-characters:]
+        return plain(self.logs[name].read_text(errors="replace"))[-characters:]
 
     def _json(self, *words: Any) -> Any:
         found = json.loads(self.flwr(*words).stdout)
@@ -288,7 +291,8 @@ class Federation:
         )
 
     def _launch(self, name: str, *words: Any, **variables: str) -> subprocess.Popen[bytes]:
-        with (self.folder / f"{name}.log").open("w") as sink:
+        self.logs[name] = self.folder / f"{name}-{uuid.uuid4().hex[:4]}.log"
+        with self.logs[name].open("w") as sink:
             self.processes[name] = subprocess.Popen(
                 [str(w) for w in words],
                 env={**self.env, **variables},
