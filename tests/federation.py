@@ -238,6 +238,12 @@ class Federation:
         (entry,) = listed["runs"]
         return entry["status"], entry.get("status-details", "")
 
+    def runs(self) -> list[int]:
+        """Return the ids of all runs."""
+        return [
+            int(run["run-id"]) for run in self._json("ls", CONNECTION, "--format", "json")["runs"]
+        ]
+
     def wait(self, run: int, seconds: float = 300) -> tuple[str, str]:
         """Wait until a run has ended; return its status and details."""
         end = time.monotonic() + seconds

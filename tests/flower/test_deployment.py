@@ -6,6 +6,8 @@ The app is that of docs/deployment.md.
 from __future__ import annotations
 
 import json
+import re
+import shlex
 import sys
 import tomllib
 from collections.abc import Iterator
@@ -24,6 +26,7 @@ from tests.processes import assert_same
 
 pytestmark = [pytest.mark.flower, pytest.mark.timeout(900)]
 APP = ROOT / "docs/examples/deployment/app"
+PAGE = ROOT / "docs/deployment.md"
 NODES = 3
 METHODS = [
     "FedFOR(alpha=0.1, downlink='delta')",
@@ -70,3 +73,12 @@ def test_a_federation_gives_the_weights_of_one_process(
     assert [entry["lost_state"] for entry in history] == [[], []]
     got = dict(load_file(tmp_path / "deployed/model.safetensors"))
     assert_same(got, in_process(monkeypatch, tmp_path / "in-process", **config))
+
+
+def test_the_operators_commands_of_the_page_run(federation: Federation) -> None:
+    """After a run: those that show runs, nodes and logs."""
+    lines = re.findall(r"^flwr (?:list|log|supernode list) .*$", PAGE.read_text(), re.MULTILINE)
+    assert len(lines) == 3
+    runs = federation.runs() or [federation.run(APP, rounds=1, fraction_evaluate=0.0)]
+    for line in lines:
+        federation.flwr(*shlex.split(line.replace("<run>", str(runs[0])))[1:])

@@ -141,7 +141,9 @@ def test_accident_clock_ahead(played: Callable[[Case], Outcome]) -> None:
 
 
 @full
-def test_accident_unsigned_app(played: Callable[[Case], Outcome]) -> None:
+def test_a_node_that_trusts_signed_apps_refuses_one_of_a_folder(
+    played: Callable[[Case], Outcome],
+) -> None:
     found = played(scenarios.unsigned_app)
     assert "The FAB could not be verified" in found.sees
 
