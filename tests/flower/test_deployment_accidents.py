@@ -88,7 +88,7 @@ def test_accident_node_terminated(played: Callable[[Case], Outcome]) -> None:
 
 @flower
 def test_accident_restarted_with_keys(played: Callable[[Case], Outcome]) -> None:
-    """Flower refuses the key until it has noticed the end, after 60 s."""
+    """Flower refuses the key for up to 60 s, and forgets the message; the deadline ends the round."""
     found = played(scenarios.restarted_with_keys)
     assert "Failed to activate SuperNode. (exit status 1)" in found.sees
     check_one_reply_lost(found, "no reply")
