@@ -189,11 +189,24 @@ class Steers(Protocol):
         ...
 
 
+@runtime_checkable
+class Restricts(Protocol):
+    """Does not go with every train config."""
+
+    def restrict(self, config: Mapping[str, Any]) -> None:
+        """Raise ValueError for a train config that the term cannot work with.
+
+        Asked on the server before any client is contacted, and by a client for its round's config. What
+        config and client make of the optimiser is for :class:`Steers`.
+        """
+        ...
+
+
 ABILITIES: frozenset[str] = frozenset(
     name
     for kind in (
         *(Weighs, Folds, Adds, Probes, AnswersRobustly, Compresses, TakesBack, Recovers, Addresses),
-        *(Withholds, Freezes, Personalises, Checks, Agrees, Steers),
+        *(Withholds, Freezes, Personalises, Checks, Agrees, Steers, Restricts),
     )
     for name in vars(kind)
     if not name.startswith("_")

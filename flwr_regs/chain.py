@@ -23,6 +23,7 @@ from flwr_regs.abilities import (
     Personalises,
     Probes,
     Recovers,
+    Restricts,
     Steers,
     Weighs,
     Withholds,
@@ -96,6 +97,11 @@ class Chain(Term):
             if isinstance(t, Steers):
                 make = t.client_optimizer(make)
         return make
+
+    def restrict(self, config: Mapping[str, Any]) -> None:
+        for t in self.terms:
+            if isinstance(t, Restricts):
+                t.restrict(config)
 
     def recover(self, step: Arrays, lr: float) -> Slot:
         return {t.name: t.recover(step, lr) for t in self.terms if isinstance(t, Recovers)}

@@ -168,8 +168,7 @@ class _Trial:
             return False  # positions, or 16 bits, have no mean
         deltas = _unequal(self.deltas)
         for t in self.chain.terms:
-            own = _unequal(dict(enumerate(self.uploads[t.name])))
-            own = own or ({0: {}, 1: {}} if isinstance(t, Folds) and t.acts("fold") else {})
+            own = _unequal(self._sent(t))
             if own and not _same(
                 self._updated(t, own, deltas),
                 self._updated(t, _meaned(own), _meaned(deltas)),
@@ -186,9 +185,14 @@ class _Trial:
         """Whether a hook of the server reads what was measured of single replies."""
         self.replies.read = False
         for t in self.chain.terms:
-            _, step = self._updated(t, dict(enumerate(self.uploads[t.name])), self.deltas)
+            _, step = self._updated(t, self._sent(t), self.deltas)
             t.release(deepcopy(self.server[t.name]), step, self.ctx)
         return self.replies.read
+
+    def _sent(self, term: Term) -> dict[int, Slot]:
+        """Return a term's uploads by client; empty ones for a term that folds, but sends nothing."""
+        empty: list[Slot] = [{}, {}] if isinstance(term, Folds) and term.acts("fold") else []
+        return dict(enumerate(self.uploads[term.name] or empty))
 
     def _updated(self, term: Term, uploads: Uploads, deltas: Uploads) -> Any:
         """Return what a term's `update` makes of uploads, folded if the term folds."""

@@ -49,6 +49,7 @@ import torch
 
 from flwr_regs.flower.client import RegClient
 from flwr_regs.flower.strategy import RegStrategy
+from flwr_regs.methods.once import log_once
 from flwr_regs.server.aggregators import TooFewVectors
 from flwr_regs.term import (
     COUNT,
@@ -62,6 +63,7 @@ from flwr_regs.term import (
     Slot,
     Term,
 )
+from flwr_regs.wire.text import named
 
 __all__ = [
     "FeatureTable",
@@ -84,14 +86,14 @@ class _Means(Term):
     robust: ClassVar[bool] = True
 
     def check(self, upload: Slot, params: Arrays, server: Slot) -> None:
-        if upload.keys() != {"delta"} or upload["delta"].ndim != 1:
-            shapes = {key: a.shape for key, a in upload.items()}
-            raise ValueError(f"arrays {shapes}, expected one vector 'delta'")
-        for seen in list(server.values())[:1]:
-            if upload["delta"].shape != seen.shape:
-                raise ValueError(
-                    f"'delta' has shape {upload['delta'].shape}, but those seen so far {seen.shape}"
-                )
+        if upload.keys() != {"delta"}:
+            raise ValueError(f"arrays {named(upload)}, expected one vector 'delta'")
+        d = upload["delta"]
+        if d.ndim != 1 or d.dtype.kind != "f" or not d.size:
+            raise ValueError(f"'delta' is {d.dtype} {d.shape}, expected one vector of floats")
+        seen = list(server.values())
+        if len(seen) > 1 and d.shape != seen[0].shape:  # a single one may be the wrong one
+            raise ValueError(f"'delta' has {d.size} entries, but those seen so far {seen[0].size}")
 
     def agree(self, uploads: Mapping[int, Slot]) -> dict[int, str]:
         sizes = [u["delta"].size for u in uploads.values()]
@@ -144,6 +146,8 @@ class FeatureTable(_Means):
         if "table" not in ctx.broadcast:
             return base
         mean = ctx.features.mean(0)  # φ̄
+        if not _fits(ctx.broadcast["table"][0], mean, self.name, ctx):
+            return base
         distances = ((mean - ctx.broadcast["table"]) ** 2).sum(-1)  # ‖φ̄ − δ^j‖²
         others = (ctx.broadcast["ids"] != ctx.client_id).to(distances.dtype)
         return base + self.lam * (distances * others).sum() / others.sum().clamp(min=1)
@@ -155,7 +159,10 @@ class FeatureTable(_Means):
     def update(
         self, server: Slot, delta: Arrays, uploads: Mapping[int, Slot], ctx: ServerContext
     ) -> tuple[Slot, Arrays]:
-        return {**server, **{str(pid): u["delta"] for pid, u in uploads.items()}}, delta
+        new = {str(pid): u["delta"] for pid, u in uploads.items()}
+        sizes = {d.shape for d in new.values()}  # one: they agree; a row of another shape was wrong
+        kept = {pid: d for pid, d in server.items() if not sizes or d.shape in sizes}
+        return {**kept, **new}, delta
 
 
 @dataclass(frozen=True)
@@ -234,7 +241,26 @@ class LeaveOneOutMean(_Means):
             target = (ctx.broadcast["sum"] - ctx.client["delta"]) / ctx.broadcast["others"]
         else:
             return base
+        if not _fits(target, ctx.features[0], self.name, ctx):
+            return base
         return base + self.lam * ((ctx.features.mean(0) - target) ** 2).sum()
+
+
+def _fits(target: Any, features: Any, name: str, ctx: ClientContext) -> bool:
+    """Whether a δ of other clients is as long as this client's features; logs it once if it is not.
+
+    Torch would spread a δ of length 1 over all features.
+    """
+    if target.shape == features.shape:
+        return True
+    log_once(
+        logging.WARNING,
+        f"the others' δ have {target.numel()} entries, but this model has {features.numel()} features: "
+        f"it trains without the regulariser of '{name}' until they fit",
+        name,
+        ctx,
+    )
+    return False
 
 
 class RFedAvg(RegStrategy):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -18,9 +18,12 @@ from flwr_regs.server.aggregation import (
     mean_delta,
     update_of,
 )
+from flwr_regs.server.aggregators import TooFewVectors
 from flwr_regs.server.frozen import Frozen
+from flwr_regs.server.network import culprits
 from flwr_regs.server.robust import RobustMeans, check_reached
-from flwr_regs.term import ServerContext, Slot
+from flwr_regs.server.round import RoundFailed
+from flwr_regs.term import ServerContext, Slot, mean_of_slots
 from flwr_regs.wire.arrays import (
     NDArrays,
     add,
@@ -32,8 +35,10 @@ from flwr_regs.wire.arrays import (
     untrainable,
 )
 from flwr_regs.wire.delta import decoded
+from flwr_regs.wire.errors import described
 from flwr_regs.wire.frozen import frozen_digest
 from flwr_regs.wire.precision import narrow, widen
+from flwr_regs.wire.text import one_line
 
 MOST_STEPS = 50
 """Coded steps to keep. Each step that a client missed costs it a pass over the whole model."""
@@ -161,6 +166,30 @@ class GlobalModel:
             return self.buffers
         return untrainable(self.model) | frozenset(self._term.frozen(self._names))
 
+    def snapshot(self) -> dict[str, Any]:
+        """Return what a checkpoint holds of it; later rounds do not change it."""
+        held = self.frozen
+        return {
+            "model": self.model,
+            "frozen": held and {"names": held.names, "arrays": held.arrays, "said": held.said},
+            "step": self.step,
+            "previous_lr": self.previous_lr,
+            "server": self.server,
+            "buffers": self.buffers,
+            "tied": self.tied,
+            "coded_steps": dict(self.coded_steps),
+            "changed": dict(self.changed),
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continue from a snapshot."""
+        held = state["frozen"]
+        self.frozen = held and Frozen(**held)
+        self.model, self.step, self.server = state["model"], state["step"], state["server"]
+        self.previous_lr, self.buffers = state["previous_lr"], state["buffers"]
+        self.tied, self.changed = state["tied"], state["changed"]
+        self.coded_steps = state["coded_steps"]
+
     def context(self, server_round: int, lr: float, population: int) -> ServerContext:
         """Return the context of the terms' server hooks in a round."""
         step = None if self.step is None else self._trainable(self.step)
@@ -230,8 +259,8 @@ class GlobalModel:
         folded = self._fold(replies, ctx, given, robust)
         if self._half:
             delta |= self._means(delta, given)
-        uploads = {pid: replies[pid].uploads for pid in counted}
-        server, step = self._term.update(self.server, self._trainable(delta), uploads, ctx, folded)
+        updates = {pid: replies[pid] for pid in counted}
+        server, step = self._updated(updates, ctx, given, self._trainable(delta), folded)
         server, step = self._term.release(server, step, ctx)
         code = None
         if (coder := self._term.coder("release")) is not None:  # the clients get the decoded step
@@ -253,6 +282,47 @@ class GlobalModel:
         self._rounded = (model, as_given)
         self.previous_lr = ctx.lr
         self.changed |= {n: ctx.round for n, s in rounded.items() if np.any(s)}
+
+    def _updated(
+        self,
+        replies: Mapping[int, Reply],
+        ctx: ServerContext,
+        given: NDArrays,
+        delta: NDArrays,
+        folded: dict[str, Slot],
+    ) -> tuple[Slot, Any]:
+        """Return what the terms' `update` makes of the replies; raise UnusableReplies for some of them.
+
+        To find these, hooks run again without some of the clients: hooks are pure.
+        """
+        uploads = {pid: r.uploads for pid, r in replies.items()}
+        try:
+            return self._term.update(self.server, delta, uploads, ctx, folded)
+        except (UnusableReplies, RoundFailed, TooFewVectors):  # the aggregator's own
+            raise
+        except Exception as error:
+            if not any(slot for upload in uploads.values() for slot in upload.values()):
+                raise
+            raised = error
+
+        def fails(pids: Collection[int]) -> str:
+            some = {p: replies[p] for p in pids}
+            total = sum(ctx.weights[p] for p in pids)
+            weights = {p: ctx.weights[p] / total for p in pids}
+            measured = {p: r for p, r in ctx.replies.items() if p in pids}
+            less = replace(ctx, weights=weights, replies=measured, aggregated=mean_of_slots)
+            try:
+                own = {p: uploads[p] for p in pids}
+                self._term.update(
+                    self.server, delta, own, less, self._fold(some, less, given, None)
+                )
+            except Exception as error:
+                return f"its upload cannot be used: {described(error)}"
+            return ""
+
+        if wrong := culprits(list(replies), fails):
+            raise UnusableReplies(wrong)
+        raise raised
 
     def _fold(
         self,
@@ -277,7 +347,8 @@ class GlobalModel:
                 folded = self._term.fold(acc, pid, delta, reply.uploads, ctx.weights[pid], ctx)
                 each[pid] = folded
             except Exception as error:  # whatever an upload makes a term raise
-                wrong[pid] = f"its upload cannot be used: {error or type(error).__name__}"
+                why = one_line(str(error)) or type(error).__name__
+                wrong[pid] = f"its upload cannot be used: {why}"
         if wrong:
             raise UnusableReplies(wrong)
         return folded if robust is None else robust.sums(self._term, each)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from datetime import timedelta
+from os import PathLike
 from typing import Any, Self, TypeVar
 
 import numpy as np
@@ -114,6 +116,12 @@ class Options:
     wait_timeout : float
         Seconds to wait for the population. After that, training starts without the missing clients, and
         names them, if `min_available_nodes` clients are connected. Else an error says how many came.
+    checkpoint_dir : path, optional
+        Where `start` saves a checkpoint after every `checkpoint_every` rounds and when it ends, also by
+        Ctrl-C; the last two are kept. ``start(..., resume_from=folder)`` goes on from there (see
+        docs/checkpoints.md). The folder must not hold checkpoints of another run.
+    checkpoint_every : int or datetime.timedelta
+        Rounds, or the time, from one checkpoint to the next.
     fraction_train, fraction_evaluate, min_train_nodes, min_evaluate_nodes, min_available_nodes
         As for Flower's FedAvg. So are ``weighted_by_key``, ``train_metrics_aggr_fn`` and
         ``evaluate_metrics_aggr_fn``.
@@ -148,6 +156,8 @@ class Options:
     on_round: OnRound | Sequence[OnRound] | None = None
     population: int | None = None
     wait_timeout: float = 300.0
+    checkpoint_dir: str | PathLike[str] | None = None
+    checkpoint_every: int | timedelta = 1
     # Flower's own
     fraction_train: float = 1.0
     fraction_evaluate: float = 1.0

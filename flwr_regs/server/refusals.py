@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from datetime import timedelta
+from os import fspath
 from typing import Any
 
 from flwr_regs.server.aggregators import Aggregator, Mean
@@ -91,6 +93,16 @@ RANGES: list[tuple[str, Callable[[Any], bool], str]] = [
     ("stop_when", _callables, "be a function of the history, or a list of them, not {!r}"),
     ("on_round", _callables, "be a function of a round's entry, or a list of them, not {!r}"),
     ("population", lambda v: v is None or (_whole(v) and v >= 1), "be at least 1, not {!r}"),
+    (
+        "checkpoint_dir",
+        lambda v: v is None or bool(fspath(v)),
+        "be the path of a folder or None, not {!r}",
+    ),
+    (
+        "checkpoint_every",
+        lambda v: v > timedelta(0) if isinstance(v, timedelta) else _whole(v) and v >= 1,
+        "be at least 1 round, or a positive timedelta, not {!r}",
+    ),
     ("wait_timeout", lambda v: v >= 0, "not be negative, but is {!r}"),
     ("fraction_train", _share, "lie in [0, 1], not {!r}"),
     ("fraction_evaluate", _share, "lie in [0, 1], not {!r}"),

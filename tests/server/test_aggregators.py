@@ -74,7 +74,7 @@ def result(aggregator: Any, x: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize("n", [6, 7, 11])
-@pytest.mark.parametrize(("aggregator", "expected"), CASES, ids=lambda c: repr(c)[:40])
+@pytest.mark.parametrize(("aggregator", "expected"), CASES, ids=[repr(c[0]) for c in CASES])
 def test_each_aggregator_is_its_papers(
     aggregator: Any, expected: Any, n: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -42,6 +42,8 @@ WRONG: dict[str, tuple[Any, str]] = {
     ),
     "on_round": (3, "on_round must be a function of a round's entry, or a list of them, not 3"),
     "population": (0, "population must be at least 1, not 0"),
+    "checkpoint_dir": (3, "checkpoint_dir must be the path of a folder or None, not 3"),
+    "checkpoint_every": (0, "checkpoint_every must be at least 1 round, or a positive timedelta"),
     "wait_timeout": (-1.0, "wait_timeout must not be negative, but is -1.0"),
     "fraction_train": (1.5, r"fraction_train must lie in \[0, 1\], not 1.5"),
     "fraction_evaluate": (-0.5, r"fraction_evaluate must lie in \[0, 1\], not -0.5"),
@@ -61,7 +63,8 @@ def test_a_setting_out_of_range_is_refused(name: str) -> None:
 @pytest.mark.parametrize("wrong", ["7", [1, 2], float("nan"), 1.5], ids=str)
 @pytest.mark.parametrize("name", sorted({name for name, _, _ in RANGES}))
 def test_a_setting_of_a_wrong_type_is_refused_with_a_sentence(name: str, wrong: Any) -> None:
-    if wrong == 1.5 and name in ("drop_inactive", "wait_timeout", "deadline", "retry_pause"):
+    seconds = ("drop_inactive", "wait_timeout", "deadline", "retry_pause")
+    if (wrong == 1.5 and name in seconds) or (wrong == "7" and name == "checkpoint_dir"):
         fr.FedAvg(**{name: wrong})  # is right
         return
     with pytest.raises(ValueError, match=f"^{name} must "):
