@@ -317,6 +317,7 @@ class RegStrategy(Strategy):
     def _check_train(self, config: Mapping[str, Any]) -> None:
         """Raise ValueError for a train config that is wrong, or whose optimiser the method cannot adapt."""
         self.options.check_train_config(config)
+        self.term.restrict(config)
         if any(isinstance(t, Steers) for t in self.term.terms) and {*config} & {*OPTIMIZER_KEYS}:
             from flwr_regs.client.optimizer import optimizer_of  # loads torch
 

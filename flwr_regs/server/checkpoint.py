@@ -19,7 +19,7 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -28,7 +28,7 @@ from typing import Any
 import safetensors.numpy
 
 from flwr_regs.server.values import Store, from_json, safetensors_of, to_json
-from flwr_regs.wire.files import sync_folder, write_synced
+from flwr_regs.wire.files import claim, sync_folder, write_synced
 
 LOG = logging.getLogger("flwr")
 KIND = "flwr_regs checkpoint"
@@ -215,7 +215,7 @@ class Folder:
     def __init__(self, path: str | os.PathLike[str], resumed: Checkpoint | None = None) -> None:
         self.path = Path(path)
         self._lines: list[str] = []  # of the history's finished entries
-        self._lock: int | None = None
+        self._release: Callable[[], None] | None = None
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self._claim()
@@ -278,28 +278,19 @@ class Folder:
 
     def close(self) -> None:
         """Let another run write into the folder."""
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
+        release, self._release = self._release, None
+        if release is not None:
+            release()
 
     def _claim(self) -> None:
-        """Lock the folder, where the system can (Windows has other locks)."""
-        self._lock = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT, 0o600)
+        """Lock the folder."""
         try:
-            import fcntl
-        except ImportError:
-            return
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            other = os.read(self._lock, 20).decode(errors="replace").strip()
-            self.close()
+            self._release = claim(self.path / ".lock")
+        except BlockingIOError as error:
             raise CheckpointError(
-                f"checkpoint_dir: another run (process {other or 'unknown'}) writes its checkpoints into "
-                f"{self.path}; give each run a folder of its own"
+                f"checkpoint_dir: another run ({error}) writes its checkpoints into {self.path}; give each "
+                "run a folder of its own"
             ) from None
-        os.ftruncate(self._lock, 0)
-        os.write(self._lock, f"{os.getpid()}\n".encode())
 
     def _clean(self) -> None:
         """Remove what a crash has left."""

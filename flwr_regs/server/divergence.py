@@ -24,6 +24,7 @@ import numpy as np
 
 from flwr_regs.abilities import Compresses
 from flwr_regs.chain import Chain
+from flwr_regs.server.metrics import usable
 from flwr_regs.server.options import Options
 from flwr_regs.server.round import Round, RoundFailed
 
@@ -157,9 +158,10 @@ def suspects(term: Chain, config: Mapping[str, Any], lr: float | None) -> list[s
 
 
 def _usual_loss(now: Round) -> float | None:
-    """Return the median of the used replies' training losses; None if one has no number."""
+    """Return the median of the used replies' training losses; None if under half of them have a number."""
     losses = [reply.metrics.get("train-loss") for reply in now.used.values()]
-    return float(median(losses)) if losses and all(map(_is_number, losses)) else None
+    numbers = [loss if usable(loss) else math.inf for loss in losses if _is_number(loss)]
+    return float(median(numbers)) if 2 * len(numbers) > len(losses) else None
 
 
 def _is_number(value: Any) -> bool:

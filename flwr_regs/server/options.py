@@ -11,11 +11,13 @@ from typing import Any, Self, TypeVar
 import numpy as np
 
 from flwr_regs.chain import Chain
+from flwr_regs.server.aggregators import Aggregator, Mean
 from flwr_regs.server.privacy import CentralDP
 from flwr_regs.server.refusals import check
 from flwr_regs.wire import keys
 from flwr_regs.wire.config import NEEDS, TRAIN_KEYS, check_train_config
 
+MEAN = Mean()
 StopWhen = Callable[[list[dict[str, Any]]], Any]
 OnRound = Callable[[dict[str, Any]], Any]
 T = TypeVar("T")
@@ -75,6 +77,15 @@ class Options:
         When clients arrive, depart or are dropped, `lr_schedule` counts from 1 again (EFL, Sec. 4.4).
     privacy : CentralDP, optional
         Clip each client's update and add noise to the mean: see :class:`flwr_regs.CentralDP`.
+    aggregator : Aggregator
+        How the updates, and what else the clients upload, become one: `Mean()`, `CoordinateMedian()`,
+        `TrimmedMean(share)`, `Krum(byzantine, keep)`, `GeometricMedian()`, `NormBound(max_norm)`,
+        `CenteredClipping(radius, iters)`, or one of your own
+        (:class:`flwr_regs.server.aggregators.Aggregator`). Only `Mean` weighs clients by p_k. See
+        docs/robustness.md.
+    max_weight : float, optional
+        No p_k is above this share, from above 0 to 1. What is cut off goes to the other clients in
+        proportion to their weights. With fewer than ``1 / max_weight`` replies all weigh alike.
     on_divergence : {"warn", "stop"}
         What happens when a global step is over 10 times the median of the last five, twice, or the
         training loss (the clients' median) over 3 times the first round's. ``"warn"``: one warning,
@@ -133,6 +144,8 @@ class Options:
     drop_inactive: float | None = None
     restart_lr: bool = False
     privacy: CentralDP | None = None
+    aggregator: Aggregator = MEAN
+    max_weight: float | None = None
     on_divergence: str = "warn"
     min_replies: int = 1
     retries: int = 0

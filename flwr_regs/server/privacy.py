@@ -32,7 +32,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from flwr_regs.server.aggregation import Mean, Reply, mean_delta, update_of
+from flwr_regs.server.aggregation import MeanOfUpdates, Reply, mean_delta, update_of
 from flwr_regs.server.round import Round
 from flwr_regs.term import NOT_NEGATIVE, POSITIVE
 from flwr_regs.wire.arrays import NDArrays, statistics
@@ -233,7 +233,7 @@ class PrivateRounds:
                 found[pid] = f"it changed {changed}, which are not trained and would get no noise"
         return found
 
-    def mean(self, now: Round) -> Mean:
+    def mean(self, now: Round) -> MeanOfUpdates:
         """Return the function that averages replies; a private one notes its cost in the round."""
         dp, cohort = self._dp, len(now.cohort)
         if dp is None:

@@ -8,6 +8,7 @@ from datetime import timedelta
 from os import fspath
 from typing import Any
 
+from flwr_regs.server.aggregators import Aggregator, Mean
 from flwr_regs.server.privacy import CentralDP
 from flwr_regs.wire import keys
 from flwr_regs.wire.precision import DTYPES
@@ -20,7 +21,11 @@ def check(options: Any) -> None:
             raise ValueError(f"{name} must {sentence.format(value)}")
     for broken, sentence in PAIRS:
         if broken(options):
-            names = {"beside": options.term.uploading, "weigher": _weigher(options)}
+            names = {
+                "beside": options.term.uploading,
+                "unaggregated": options.term.unaggregated,
+                "weigher": _weigher(options),
+            }
             raise ValueError(sentence.format(**names, **vars(options)))
 
 
@@ -69,6 +74,16 @@ RANGES: list[tuple[str, Callable[[Any], bool], str]] = [
     ),
     ("drop_inactive", lambda v: v is None or v > 0, "be positive or None, not {!r}"),
     ("privacy", lambda v: v is None or isinstance(v, CentralDP), "be a CentralDP, not {!r}"),
+    (
+        "aggregator",
+        lambda v: isinstance(v, Aggregator) and not isinstance(v, type),
+        "be an aggregator, such as Mean() or Krum(byzantine=1), not {!r}",
+    ),
+    (
+        "max_weight",
+        lambda v: v is None or 0 < v <= 1,
+        "lie above 0 and up to 1, or be None, not {!r}",
+    ),
     ("on_divergence", _one_of("warn", "stop"), "be 'warn' or 'stop', not {!r}"),
     ("min_replies", lambda v: _whole(v) and v >= 1, "be at least 1, not {!r}"),
     ("retries", _count, "be a whole number of at least 0, not {!r}"),
@@ -132,6 +147,21 @@ PAIRS: list[tuple[Callable[[Any], Any], str]] = [
         _DP
         + "the clients of {beside} send more than their update, without noise; leave it out (an "
         "Elastic or Curvature with lam=0 sends nothing)",
+    ),
+    (
+        lambda o: o.privacy and not isinstance(o.aggregator, Mean),
+        _DP
+        + "its noise is for the mean, and aggregator={aggregator} is none; leave one of the two out",
+    ),
+    (
+        lambda o: o.privacy and o.max_weight is not None,
+        _DP + "all clients weigh alike; leave max_weight={max_weight} out",
+    ),
+    (
+        lambda o: not isinstance(o.aggregator, Mean) and o.term.unaggregated,
+        "aggregator={aggregator} does not reach what the clients of {unaggregated} upload beside their "
+        "updates, so one client could still move all; use aggregator=Mean() (LeaveOneOutMean: or "
+        "sum_only=False; a term of your own: or `adds`, or ctx.aggregated and robust=True)",
     ),
     (
         lambda o: o.privacy and o.cohorts == "class-covering",

@@ -219,7 +219,7 @@ def test_broken_at_any_client_of_any_round(
 
 
 LIVE = [
-    pytest.param(m, id=m.name, marks=[] if m.name in ("SlowMo",) else [pytest.mark.full])
+    pytest.param(m, id=m.name, marks=[] if m.name in ("EFL-up", "FedBN") else [pytest.mark.full])
     for m in METHODS
 ] + [pytest.param(OPTIONS[0], id=OPTIONS[0].name)]
 
