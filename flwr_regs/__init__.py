@@ -24,9 +24,14 @@ if TYPE_CHECKING:
     from flwr_regs.flower.grid import InProcessGrid as InProcessGrid
     from flwr_regs.flower.legacy.strategy import LegacyStrategy as LegacyStrategy
     from flwr_regs.flower.strategy import RegStrategy as RegStrategy
+    from flwr_regs.flower.writers import JsonLines as JsonLines
+    from flwr_regs.flower.writers import TensorBoard as TensorBoard
     from flwr_regs.methods.registry import *
     from flwr_regs.server.privacy import CentralDP as CentralDP
     from flwr_regs.server.round import RoundFailed as RoundFailed
+    from flwr_regs.server.round import TooFewReplies as TooFewReplies
+    from flwr_regs.server.stopping import Patience as Patience
+    from flwr_regs.server.stopping import Target as Target
     from flwr_regs.term import ClientContext as ClientContext
     from flwr_regs.term import ServerContext as ServerContext
     from flwr_regs.term import Term as Term
@@ -43,7 +48,12 @@ _HOME = {
     "float32_arrays": "wire.records",
     "LegacyStrategy": "flower.legacy.strategy",
     "RegStrategy": "flower.strategy",
+    "JsonLines": "flower.writers",
+    "TensorBoard": "flower.writers",
+    "Patience": "server.stopping",
+    "Target": "server.stopping",
     "RoundFailed": "server.round",
+    "TooFewReplies": "server.round",
     "CentralDP": "server.privacy",
     "METHODS": "methods.registry",
     "Method": "methods.registry",

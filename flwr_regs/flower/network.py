@@ -27,7 +27,7 @@ class GridNetwork:
     ----------
     grid : Grid
     timeout : float or None
-        Seconds to wait for replies, unless a call sets another limit. None: without end.
+        Seconds to wait for replies, unless a call sets a smaller limit. None: without end.
     """
 
     def __init__(self, grid: Grid, timeout: float | None = 3600.0) -> None:
@@ -50,7 +50,7 @@ class GridNetwork:
         """
         if not messages:
             return []
-        limit = self._timeout if timeout is None else timeout
+        limit = min((t for t in (self._timeout, timeout) if t is not None), default=None)
         began = time.monotonic()
         # Flower's grid gives None for a message that it could not send: nobody will reply to it.
         pushed = zip(self._grid.push_messages(messages), messages, strict=False)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import wraps
 from logging import INFO, WARNING
@@ -18,6 +17,7 @@ from flwr.serverapp.strategy.strategy_utils import aggregate_metricrecords
 from flwr_regs.abilities import Personalises, Steers
 from flwr_regs.chain import chain, name_of
 from flwr_regs.flower.accounting import AccountedBudget
+from flwr_regs.flower.loop import EvaluateFn, Loop
 from flwr_regs.flower.network import GridNetwork, Paused
 from flwr_regs.server.arguments import check_arguments
 from flwr_regs.server.evaluation import evaluation
@@ -31,7 +31,6 @@ from flwr_regs.wire.records import from_record, plainly_named, to_record
 from flwr_regs.wire.terms import check_instances
 
 UNASKED = "replies came, but there was no configure_train or configure_evaluate before them"
-EvaluateFn = Callable[[int, ArrayRecord], MetricRecord | None]
 WRAPPED = (
     "another strategy is wrapped around this one. Flower's DifferentialPrivacy... wrappers are not "
     "supported: they clip and add noise without knowing what a method sends (uploads, momentum, coded "
@@ -168,35 +167,8 @@ class RegStrategy(Strategy):
         log(INFO, "Starting %s strategy: %d rounds", type(self).__name__, num_rounds)
         self.summary()
         train, evaluate = self.prepare(num_rounds, timeout, train_config, evaluate_config)
-        result, network = Result(), GridNetwork(grid, timeout)
-        arrays = plainly_named(initial_arrays)
-
-        def test(number: int) -> None:
-            metrics = evaluate_fn(number, arrays) if evaluate_fn else None
-            if metrics is not None:
-                log(INFO, "\t└──> evaluate_fn: %s", metrics)
-                result.evaluate_metrics_serverapp[number] = metrics
-
-        began = time.monotonic()
-        test(0)
-        for t in range(1, num_rounds + 1):
-            log(INFO, "")
-            log(INFO, "[ROUND %d/%d]", t, num_rounds)
-            replies = network.exchange(list(self.configure_train(t, arrays, train, grid)))
-            new, metrics = self.aggregate_train(t, replies)
-            if new is not None:
-                result.arrays = arrays = new
-            if metrics is not None:
-                log(INFO, "\t└──> train metrics: %s", metrics)
-                result.train_metrics_clientapp[t] = metrics
-            replies = network.exchange(list(self.configure_evaluate(t, arrays, evaluate, grid)))
-            if (metrics := self.aggregate_evaluate(t, replies)) is not None:
-                log(INFO, "\t└──> evaluate metrics: %s", metrics)
-                result.evaluate_metrics_clientapp[t] = metrics
-            test(t)
-        log(INFO, "")
-        log(INFO, "Finished in %.2f s", time.monotonic() - began)
-        return result
+        loop = Loop(self, grid, num_rounds, timeout, train, evaluate, evaluate_fn)
+        return loop.run(plainly_named(initial_arrays))
 
     def check_model(self, initial_arrays: ArrayRecord) -> None:
         """Raise ValueError for initial arrays that this strategy cannot train, and say why.

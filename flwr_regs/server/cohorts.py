@@ -11,6 +11,11 @@ EVALUATION = (1,)
 """Purposes of a draw. Draws for different purposes are independent, whatever their keys."""
 
 
+def further(attempt: int) -> tuple[int, ...]:
+    """Return the purpose of a training cohort at an attempt at its round, from 0."""
+    return (2, attempt) if attempt else TRAINING
+
+
 class CoverageError(ValueError):
     """No cohort of the requested size was found whose clients together hold every class."""
 
@@ -37,6 +42,7 @@ def class_covering_cohort(
     key: tuple[int, ...],
     size: int,
     classes: Iterable[int] | None = None,
+    purpose: tuple[int, ...] = TRAINING,
 ) -> list[int]:
     """Return a random cohort of `size` whose clients together hold every class (FedADC, Sec. IV-E).
 
@@ -63,10 +69,11 @@ def class_covering_cohort(
         raise CoverageError(f"no client holds any example of the classes {sorted(missing)}")
     clients = sorted(holds)
     for attempt in range(1000):
-        cohort = uniform_cohort(clients, (*key, attempt), size)
+        cohort = uniform_cohort(clients, (*key, attempt), size, purpose)
         if must <= set().union(*(holds[c] for c in cohort)):
             return cohort
-    order = [clients[i] for i in np.random.default_rng(key).permutation(len(clients))]
+    seed = np.random.SeedSequence(key, spawn_key=purpose)
+    order = [clients[i] for i in np.random.default_rng(seed).permutation(len(clients))]
     found = _search(frozenset(must), size, {c: holds[c] & must for c in order}, [100_000])
     if found is None:
         raise CoverageError(

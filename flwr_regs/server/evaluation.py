@@ -78,7 +78,7 @@ def evaluation(
         else:
             record = {keys.FROZEN: frozen.record}
             again = {p: Parcel({**arrays, **record}, parcels[p].config) for p in lacking}
-            late = network.ask(training.population.request("evaluate", again))
+            late = network.ask(training.population.request("evaluate", again), options.deadline)
             failures |= late.failures
             came |= late.came
             bytes_down |= {p: bytes_down[p] + parcel.nbytes for p, parcel in again.items()}
@@ -104,7 +104,9 @@ def evaluation(
         averaged, left_out = common_metrics(metrics)
         if left_out:
             history[-1]["evaluate"]["metrics_left_out"] = left_out
-        return training.mean_of_metrics("evaluate", averaged) if averaged else None
+        mean = training.mean_of_metrics("evaluate", averaged) if averaged else {}
+        history[-1]["evaluate_metrics"] = dict(mean)
+        return mean
     if training.evaluated:
         return None
     raise RoundFailed(

@@ -103,8 +103,9 @@ class Exchange:
         waiting, tries = now.asked, 0
         while waiting:
             parcels = {pid: outbox.probe(pid, lost=tries > 0) for pid in waiting}
-            replies = self._network.ask(self._population.request(keys.PROBE, parcels))
+            replies = self._ask(self._population.request(keys.PROBE, parcels))
             now.failures |= replies.failures
+            now.miss(replies.silent, self._options.deadline)
             for pid, parcel in parcels.items():
                 now.probe_down[pid] += parcel.nbytes
             came, waiting = self._lacking(replies.came, tries)
@@ -156,18 +157,24 @@ class Exchange:
     def collect(self, replies: Replies) -> None:
         """Note the replies; send a client what it lacks (a restarted node its model), and wait."""
         now, failures, tries = self._now, dict(replies.failures), 0
+        silent = list(replies.silent)
         came, lost = self._lacking(replies.came, tries)
         while lost:
-            late = self._network.ask(self.train(lost, lost=True))
-            failures |= late.failures
+            again = self._ask(self.train(lost, lost=True))
+            failures |= again.failures
+            silent += again.silent
             tries += 1
-            came, lost = self._lacking(came | dict(late.came), tries)
+            came, lost = self._lacking(came | dict(again.came), tries)
         now.came = came
         before = now.probe_up or {}
         now.bytes_up = {p: reply.nbytes + before.get(p, 0) for p, reply in came.items()}
         now.failures = {**failures, **now.failures}
+        now.miss(silent, self._options.deadline)
         if (layer := output_layer(came)) is not None:
             now.events["output_layer"] = layer
+
+    def _ask(self, request: Request) -> Replies:
+        return self._network.ask(request, self._options.deadline)
 
     def _lacking(
         self, came: Mapping[int, Parcel], tries: int

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -115,6 +116,16 @@ class GlobalModel:
             return model
         coded = [n for n, a in model.items() if a.dtype == np.float32]
         return widen(narrow(model, self._half), coded, self._half)
+
+    @contextmanager
+    def attempt(self) -> Iterator[None]:
+        """Take back what changes inside if it ends in an error, so that a failed attempt binds nobody."""
+        before = dict(vars(self))
+        try:
+            yield
+        except BaseException:
+            vars(self).update(before)
+            raise
 
     def agree(self, buffers: frozenset[str] | None, tied: Mapping[str, str] | None) -> None:
         """Note what the clients agree on; `init` runs again if it first got arrays that are not trained."""

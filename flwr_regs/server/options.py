@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import numpy as np
 
@@ -13,6 +13,17 @@ from flwr_regs.server.privacy import CentralDP
 from flwr_regs.server.refusals import check
 from flwr_regs.wire import keys
 from flwr_regs.wire.config import NEEDS, TRAIN_KEYS, check_train_config
+
+StopWhen = Callable[[list[dict[str, Any]]], Any]
+OnRound = Callable[[dict[str, Any]], Any]
+T = TypeVar("T")
+
+
+def as_many(given: T | Sequence[T] | None) -> Sequence[T]:
+    """Return one callable, several, or none as a sequence."""
+    if given is None:
+        return ()
+    return given if isinstance(given, list | tuple) else (given,)
 
 
 def _constant(_: int) -> float:
@@ -68,7 +79,24 @@ class Options:
         which is also the history's ``"divergence"`` of that round. ``"stop"``: :class:`RoundFailed` too,
         before the model moves.
     min_replies : int
-        A round with fewer usable replies raises :class:`RoundFailed`.
+        A round with fewer usable replies raises :class:`TooFewReplies`, a :class:`RoundFailed`.
+    retries : int
+        Further attempts at a round that has fewer than `min_replies` usable replies. Clients that trained
+        for a failed attempt go back to their state before it. The history's ``"attempts"`` has what failed.
+    retry_cohort : {"new", "same"}
+        Each further attempt draws a new cohort, or asks the same one again.
+    retry_pause : float
+        Seconds before a further attempt.
+    deadline : float, optional
+        Seconds after which each exchange of a round (first exchange, training, evaluation) goes on with the
+        clients that replied. Late clients are named (``"late"``), and not inactive for `drop_inactive`.
+    stop_when : callable or several, optional
+        ``stop_when(history) -> reason or falsy``, after each round; a reason ends the training early
+        (``"stopped"``). See :class:`flwr_regs.Target` and :class:`flwr_regs.Patience`.
+    on_round : callable or several, optional
+        ``on_round(entry)`` gets a copy of each finished round's entry of the history. True ends the
+        training. An error in it is logged, and training goes on. See :class:`flwr_regs.JsonLines` and
+        :class:`flwr_regs.TensorBoard`. Only `start` follows this and the five settings above.
     population : int, optional
         How many clients to wait for before round 1. Default: the nodes' own ``num-partitions`` if they
         have one, else `min_available_nodes`.
@@ -99,6 +127,12 @@ class Options:
     privacy: CentralDP | None = None
     on_divergence: str = "warn"
     min_replies: int = 1
+    retries: int = 0
+    retry_cohort: str = "new"
+    retry_pause: float = 0.0
+    deadline: float | None = None
+    stop_when: StopWhen | Sequence[StopWhen] | None = None
+    on_round: OnRound | Sequence[OnRound] | None = None
     population: int | None = None
     wait_timeout: float = 300.0
     # Flower's own

@@ -82,20 +82,26 @@ class Participation:
         return number - self._origin + 1
 
     def select(self, now: Round) -> None:
-        """Choose the replies that are used; note the clients that were incomplete or inactive.
-
-        A client that took no step is inactive. For Eq. 9, so is one that did not reply.
-        """
+        """Choose the replies that are used; note in the round who was incomplete or inactive."""
         received = now.received
         steps = {pid: reply.steps for pid, reply in received.items() if reply.steps is not None}
         inactive = {pid for pid, (taken, _) in steps.items() if taken == 0}
         active = set(received) - inactive
-        for pid in now.cohort:
-            self._turns[pid] = self._turns.get(pid, 0) + 1
-            self._inactive[pid] = self._inactive.get(pid, 0) + (pid not in active)
-        self._steps = max([self._steps, *(planned for _, planned in steps.values())])
         now.steps = {pid: taken for pid, (taken, _) in steps.items()}
         now.inactive = sorted(inactive)
         now.incomplete = sorted(p for p, (taken, planned) in steps.items() if 0 < taken < planned)
         unused = set(now.incomplete) if self._incomplete == "drop" else set()
         now.used = {pid: r for pid, r in received.items() if pid in active - unused}
+
+    def note(self, now: Round) -> None:
+        """Count the turns of a round that moved the model.
+
+        A client that took no step is inactive. For Eq. 9, so is one that did not reply, unless it was late:
+        the deadline is the server's.
+        """
+        active = set(now.received) - set(now.inactive)
+        for pid in set(now.cohort) - set(now.late):
+            self._turns[pid] = self._turns.get(pid, 0) + 1
+            self._inactive[pid] = self._inactive.get(pid, 0) + (pid not in active)
+        planned = [r.steps[1] for r in now.received.values() if r.steps is not None]
+        self._steps = max([self._steps, *planned])

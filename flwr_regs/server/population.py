@@ -8,7 +8,12 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
-from flwr_regs.server.cohorts import CoverageError, class_covering_cohort, uniform_cohort
+from flwr_regs.server.cohorts import (
+    CoverageError,
+    class_covering_cohort,
+    further,
+    uniform_cohort,
+)
 from flwr_regs.server.metrics import usable
 from flwr_regs.server.network import Network, Replies, Request, name_failures, read_each
 from flwr_regs.wire import keys
@@ -153,11 +158,18 @@ class Population:
         return Request(kind, parcels, {pid: self._node_of[pid] for pid in parcels})
 
     def cohort(
-        self, members: list[int], key: tuple[int, int], size: int, kind: str, network: Network
+        self,
+        members: list[int],
+        key: tuple[int, int],
+        size: int,
+        kind: str,
+        network: Network,
+        attempt: int = 0,
     ) -> list[int]:
-        """Return `size` of the `members` by `key` alone; `kind` is "uniform" or "class-covering"."""
+        """Return `size` of the `members` by `key` and `attempt`, "uniform" or "class-covering" (`kind`)."""
+        purpose = further(attempt)
         if kind == "uniform":
-            return uniform_cohort(members, key, size)
+            return uniform_cohort(members, key, size, purpose)
         counts, classes = self._label_counts(network)
         left = {p: c for p, c in counts.items() if p in members}
         if len(left) < len(counts):  # clients were dropped
@@ -166,7 +178,7 @@ class Population:
                 LOG.warning("only dropped clients hold the classes %s", sorted(classes - held))
             classes = classes & held
         try:
-            return class_covering_cohort(left, key, size, classes)
+            return class_covering_cohort(left, key, size, classes, purpose)
         except CoverageError:  # a class that one client alone claims may be its invention
             holders = Counter(i for c in left.values() for i, n in enumerate(c) if n > 0)
             shared = {i for i in classes if holders[i] > 1}
@@ -177,7 +189,7 @@ class Population:
                 "not count in this round",
                 *(size, len(classes)),
             )
-            return class_covering_cohort(left, key, size, shared)
+            return class_covering_cohort(left, key, size, shared, purpose)
 
     def _label_counts(self, network: Network) -> tuple[dict[int, list[int]], set[int]]:
         """Return (each connected client's examples of each class, the classes that can be covered).

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -26,6 +27,12 @@ def _fits(good: Callable[[Any], bool], value: Any) -> bool:
         return good(value)
     except (TypeError, ValueError, OverflowError):  # a value of a wrong type
         return False
+
+
+def _callables(value: Any) -> bool:
+    return value is None or all(
+        map(callable, value if isinstance(value, list | tuple) else [value])
+    )
 
 
 def _one_of(*values: Any) -> Callable[[Any], bool]:
@@ -62,6 +69,12 @@ RANGES: list[tuple[str, Callable[[Any], bool], str]] = [
     ("privacy", lambda v: v is None or isinstance(v, CentralDP), "be a CentralDP, not {!r}"),
     ("on_divergence", _one_of("warn", "stop"), "be 'warn' or 'stop', not {!r}"),
     ("min_replies", lambda v: _whole(v) and v >= 1, "be at least 1, not {!r}"),
+    ("retries", _count, "be a whole number of at least 0, not {!r}"),
+    ("retry_cohort", _one_of("new", "same"), "be 'new' or 'same', not {!r}"),
+    ("retry_pause", lambda v: 0 <= v < math.inf, "be a number of seconds from 0, not {!r}"),
+    ("deadline", lambda v: v is None or 0 < v < math.inf, "be positive or None, not {!r}"),
+    ("stop_when", _callables, "be a function of the history, or a list of them, not {!r}"),
+    ("on_round", _callables, "be a function of a round's entry, or a list of them, not {!r}"),
     ("population", lambda v: v is None or (_whole(v) and v >= 1), "be at least 1, not {!r}"),
     ("wait_timeout", lambda v: v >= 0, "not be negative, but is {!r}"),
     ("fraction_train", _share, "lie in [0, 1], not {!r}"),

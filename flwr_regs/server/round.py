@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,9 +12,16 @@ from flwr_regs.server.network import name_failures
 from flwr_regs.term import ServerContext
 from flwr_regs.wire.parcel import Parcel
 
+ATTEMPT = ("failed", "cohort", "failures", "late", "replies", "bytes_down", "bytes_up", "seconds")
+"""What the history keeps of an attempt that failed."""
+
 
 class RoundFailed(RuntimeError):
     """A round had too few usable replies, or diverged; the global model stays as it was before."""
+
+
+class TooFewReplies(RoundFailed):
+    """A round had too few usable replies; another attempt may have enough (`retries`)."""
 
 
 @dataclass
@@ -39,6 +46,8 @@ class Round:
         Client -> its checked reply; those replies that moved the model.
     failures : dict of int to str
         Client -> why it has no usable reply.
+    late : list of int
+        Those of them that had not replied at the deadline.
     steps, inactive, incomplete : dict of int to int, list of int, list of int
         Client -> local steps taken; clients that took none; clients that took some but not all.
     lost_private, lost_state : list of int
@@ -64,6 +73,7 @@ class Round:
     received: dict[int, Reply] = field(default_factory=dict)
     used: dict[int, Reply] = field(default_factory=dict)
     failures: dict[int, str] = field(default_factory=dict)
+    late: list[int] = field(default_factory=list)
     steps: dict[int, int] = field(default_factory=dict)
     inactive: list[int] = field(default_factory=list)
     incomplete: list[int] = field(default_factory=list)
@@ -80,13 +90,29 @@ class Round:
         now = time.monotonic()
         self.seconds[phase], self._clock = now - self._clock, now
 
+    def miss(self, silent: Iterable[int], deadline: float | None) -> None:
+        """Note clients without a reply; with a deadline they are late."""
+        if deadline is None:
+            return
+        self.late += sorted(silent)
+        self.failures |= dict.fromkeys(silent, f"no reply within the deadline of {deadline:g} s")
+
+    def continue_from(self, failed: dict[str, Any]) -> None:
+        """Note the earlier attempts at this round; `failed` is the last one's entry of the history."""
+        self.lost_private = list(failed["lost_private"])
+        self.lost_state = list(failed["lost_state"])
+        self.events["attempts"] = [
+            *failed.get("attempts", []),
+            {k: failed[k] for k in ATTEMPT if k in failed},
+        ]
+
     def check_enough(self, least: int, method: str) -> None:
-        """Raise RoundFailed if fewer than `least` replies are used, and say why the others are not."""
+        """Raise TooFewReplies if fewer than `least` replies are used; say why the others are not."""
         if len(self.used) >= least:
             return
         named = {"inactive": self.inactive, "incomplete": self.incomplete}
         why = [name_failures(self.failures)] if self.failures else []
-        raise RoundFailed(
+        raise TooFewReplies(
             f"round {self.number} of {method}: {len(self.used)} usable replies from a cohort of "
             f"{len(self.cohort)}, needed {least}: "
             + "; ".join(why + [f"{name}: {pids}" for name, pids in named.items() if pids])
@@ -106,6 +132,7 @@ class Round:
             "bytes_probe_up": self.probe_up,
             "bytes_ahead": self.bytes_ahead,
             "failures": self.failures,
+            **({"late": sorted(self.late)} if self.late else {}),
             "replies": sorted(self.used),
             "steps": self.steps,
             "inactive": self.inactive,

@@ -141,14 +141,16 @@ class Training:
             strategy says so. The model stays as it was.
         """
         term, options = self.options.term, self.options
-        now = Round(number)
+        now, failed = Round(number), self._failed(number)
         connected = self.population.refresh(network)
         if self.population.missing:
             now.events["missing"] = self.population.missing
         clients = self._privacy.members(connected)
         now.population = len(clients)
+        if failed is not None:
+            now.continue_from(failed)
         members = self._participation.remaining(clients, now)
-        now.cohort = self._draw(number, members, network)
+        now.cohort = self._draw(number, members, network, failed)
         if left_out := self.population.left_out:
             now.events["refused"] = left_out
         self._privacy.check_budget(now)
@@ -182,7 +184,9 @@ class Training:
         self._name_losses(now)
         self.history.append(entry := now.entry())
         try:
-            self._advance(now, usable)
+            with self.model.attempt():
+                self._advance(now, usable)
+            self._participation.note(now)
             self._held |= dict.fromkeys(now.came, number)
             self._held |= {p: number for replies in acknowledged for p in replies.came}
             self._trained |= set(now.used)
@@ -190,16 +194,33 @@ class Training:
             self._used = {p: r for p, r in self._used.items() if p in keeping or p not in now.used}
             self._used |= dict.fromkeys(keeping, number)
             self._measure(now)
+        except Exception as error:
+            now.events["failed"] = str(error)
+            raise
         finally:
             entry |= now.entry()  # also what a failed round has cost
         return now
 
-    def _draw(self, number: int, members: list[int], network: Network) -> list[int]:
-        """Return the cohort of a round."""
+    def _failed(self, number: int) -> dict[str, Any] | None:
+        """Return the entry of the last attempt at this round, and take it out of the history."""
+        last = self.history[-1] if self.history else {}
+        return self.history.pop() if last.get("round") == number and "failed" in last else None
+
+    def _draw(
+        self,
+        number: int,
+        members: list[int],
+        network: Network,
+        failed: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """Return the cohort of a round; `failed` is the last attempt at it."""
         options = self.options
+        if failed is not None and options.retry_cohort == "same":
+            return [p for p in failed["cohort"] if p in members]
         size = max(int(len(members) * options.fraction_train), options.min_train_nodes)
         key = (self._privacy.cohort_seed, number)
-        return self.population.cohort(members, key, size, options.cohorts, network)
+        attempt = 0 if failed is None else 1 + len(failed.get("attempts", []))
+        return self.population.cohort(members, key, size, options.cohorts, network, attempt)
 
     def _learning_rate(self, number: int, given: Any) -> float | None:
         if given is None:  # plain clients have their own
@@ -245,7 +266,8 @@ class Training:
     def _name_losses(self, now: Round) -> None:
         """Name the clients that trained before, but lost what they kept since."""
         anew = [p for p in sorted(now.used) if now.came[p].says(keys.FRESH_KEY)]
-        now.lost_private = [p for p in anew if p in self._trained]
+        before = set(now.lost_private)  # in an earlier attempt
+        now.lost_private = sorted(before | {p for p in anew if p in self._trained})
         lost = [p for p in now.came if now.came[p].says(keys.LOST_KEY)]
         now.lost_state = sorted({*now.lost_state, *lost})
         if now.lost_state:
@@ -258,6 +280,7 @@ class Training:
 
     def _advance(self, now: Round, usable: Usable) -> None:
         """Average the used replies and move the model; RoundFailed if they are too few or it diverges."""
+        now.check_enough(self.options.min_replies, self.method)
         self.model.agree(usable.buffers, usable.tied)
         if usable.frozen is not None:
             self.model.hold(usable.frozen)

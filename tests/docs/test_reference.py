@@ -23,12 +23,15 @@ def first_cells(text: str) -> list[str]:
 
 
 def test_the_history_page_has_each_key_of_an_entry() -> None:
-    full = Round(1, lr=0.1, probe_down={}, probe_up={}, bytes_ahead={}, metrics={})
-    server = "".join(f.read_text() for f in (ROOT / "flwr_regs/server").glob("*.py"))
-    events = re.findall(r"\.events(?:\.setdefault\(|\[)\"(\w+)\"", server)
-    assert len(events) > 6
+    full = Round(1, lr=0.1, probe_down={}, probe_up={}, bytes_ahead={}, metrics={}, late=[0])
+    files = [
+        f for folder in ("server", "flower") for f in (ROOT / "flwr_regs" / folder).glob("*.py")
+    ]
+    code = "".join(f.read_text() for f in files)
+    events = re.findall(r"(?:\.events|entry|history\[-1\])(?:\.setdefault\(|\[)\"(\w+)\"", code)
+    assert len(events) > 10
     page = (DOCS / "reference/history.md").read_text().split("## The results folder")[0]
-    assert sorted(first_cells(page)) == sorted({*full.entry(), *events, "evaluate"})
+    assert sorted(first_cells(page)) == sorted({*full.entry(), *events})
 
 
 def test_the_protocol_page_has_each_name_of_the_protocol() -> None:

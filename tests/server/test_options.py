@@ -27,6 +27,15 @@ WRONG: dict[str, tuple[Any, str]] = {
     "drop_inactive": (0.0, "drop_inactive must be positive or None, not 0.0"),
     "on_divergence": ("raise", "on_divergence must be 'warn' or 'stop', not 'raise'"),
     "min_replies": (0, "min_replies must be at least 1, not 0"),
+    "retries": (-1, "retries must be a whole number of at least 0, not -1"),
+    "retry_cohort": ("other", "retry_cohort must be 'new' or 'same', not 'other'"),
+    "retry_pause": (-1.0, "retry_pause must be a number of seconds from 0, not -1.0"),
+    "deadline": (0, "deadline must be positive or None, not 0"),
+    "stop_when": (
+        "late",
+        "stop_when must be a function of the history, or a list of them, not 'late'",
+    ),
+    "on_round": (3, "on_round must be a function of a round's entry, or a list of them, not 3"),
     "population": (0, "population must be at least 1, not 0"),
     "wait_timeout": (-1.0, "wait_timeout must not be negative, but is -1.0"),
     "fraction_train": (1.5, r"fraction_train must lie in \[0, 1\], not 1.5"),
@@ -47,7 +56,7 @@ def test_a_setting_out_of_range_is_refused(name: str) -> None:
 @pytest.mark.parametrize("wrong", ["7", [1, 2], float("nan"), 1.5], ids=str)
 @pytest.mark.parametrize("name", sorted({name for name, _, _ in RANGES}))
 def test_a_setting_of_a_wrong_type_is_refused_with_a_sentence(name: str, wrong: Any) -> None:
-    if wrong == 1.5 and name in ("drop_inactive", "wait_timeout"):
+    if wrong == 1.5 and name in ("drop_inactive", "wait_timeout", "deadline", "retry_pause"):
         fr.FedAvg(**{name: wrong})  # is right
         return
     with pytest.raises(ValueError, match=f"^{name} must "):

@@ -12,6 +12,7 @@ REPLY = Reply({}, {}, {}, 1.0)  # of a client that reports no steps
 def ended(who: Participation, cohort: list[int], replies: dict[int, Reply]) -> Round:
     now = Round(1, cohort=cohort, received=replies)
     who.select(now)
+    who.note(now)
     return now
 
 

@@ -8,6 +8,7 @@ through the server's grid: clients get exactly what ``strategy.start`` sends.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import fields
 from logging import INFO
 from typing import Any
 
@@ -20,7 +21,9 @@ from flwr.server.strategy import Strategy
 from flwr.serverapp import Grid
 
 from flwr_regs.flower.legacy.exchange import UNSEEN, Exchange, grid_of
+from flwr_regs.flower.loop import OF_START
 from flwr_regs.flower.strategy import RegStrategy
+from flwr_regs.server.options import Options
 from flwr_regs.wire.arrays import plain_name
 
 EvaluateFn = Callable[[int, NDArrays, dict[str, Scalar]], tuple[float, Mapping[str, Scalar]] | None]
@@ -56,8 +59,8 @@ class LegacyStrategy(Strategy):
     TypeError
         `strategy` is not one of this package, or `initial_arrays` has no names.
     ValueError
-        A config key is unknown, missing or wrong; the strategy cannot train the model; the server goes
-        on after `num_rounds`.
+        A config key is unknown, missing or wrong; the strategy cannot train the model, or has a setting
+        that only `start` follows (retries, deadline, stop_when, …); the server goes on after `num_rounds`.
     RoundFailed
         From ``aggregate_fit`` and ``aggregate_evaluate``: see :class:`RegStrategy`.
 
@@ -92,6 +95,11 @@ class LegacyStrategy(Strategy):
             raise ValueError(
                 f"Flower's arrays cannot hold bfloat16, but initial_arrays has it in {half}; pass "
                 "flwr_regs.float32_arrays(model), and wire_dtype='bfloat16' to the strategy"
+            )
+        default = {f.name: f.default for f in fields(Options)}
+        if given := [n for n in OF_START if getattr(strategy.options, n) != default[n]]:
+            raise ValueError(
+                f"Flower's older server runs the rounds itself: {given} need strategy.start; leave them out"
             )
         if num_rounds < 1:
             raise ValueError(f"num_rounds must be at least 1, not {num_rounds}")

@@ -1,0 +1,174 @@
+"""The loop of `start`: rounds, further attempts at a round, evaluations, callbacks, and an early end."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from itertools import count
+from logging import INFO, WARNING
+from typing import Any, Protocol
+
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
+from flwr.common.logger import log
+from flwr.serverapp import Grid
+from flwr.serverapp.strategy import Result
+
+from flwr_regs.flower.network import GridNetwork
+from flwr_regs.server.options import Options, as_many
+from flwr_regs.server.round import TooFewReplies
+
+EvaluateFn = Callable[[int, ArrayRecord], MetricRecord | None]
+OF_START = ("retries", "deadline", "stop_when", "on_round")
+"""Settings that only this loop follows; other loops refuse or ignore them."""
+
+
+class Driven(Protocol):
+    """The strategy as this loop sees it: Flower's four methods, settings and history."""
+
+    options: Options
+    history: list[dict[str, Any]]
+
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """Begin a round."""
+        ...
+
+    def aggregate_train(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        """End a round."""
+        ...
+
+    def configure_evaluate(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """Begin an evaluation by clients."""
+        ...
+
+    def aggregate_evaluate(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> MetricRecord | None:
+        """End an evaluation."""
+        ...
+
+
+@dataclass
+class Loop:
+    """A training from its first round to its last.
+
+    Attributes
+    ----------
+    strategy : Driven
+    grid : Grid
+    num_rounds : int
+    timeout : float or None
+        Seconds to wait for the replies of one exchange.
+    train, evaluate : ConfigRecord
+        The checked configs.
+    evaluate_fn : callable or None
+        ``evaluate_fn(round, arrays) -> MetricRecord or None``, on the server; round 0 is the initial model.
+    result : Result
+        Filled in round by round.
+    """
+
+    strategy: Driven
+    grid: Grid
+    num_rounds: int
+    timeout: float | None
+    train: ConfigRecord
+    evaluate: ConfigRecord
+    evaluate_fn: EvaluateFn | None = None
+    result: Result = field(default_factory=Result)
+
+    def run(self, arrays: ArrayRecord) -> Result:
+        """Train from `arrays` on; return the result."""
+        began = time.monotonic()
+        self._test(0, arrays)
+        for number in range(1, self.num_rounds + 1):
+            log(INFO, "")
+            log(INFO, "[ROUND %d/%d]", number, self.num_rounds)
+            arrays = self._trained(number, arrays)
+            entry = self._measured(number, arrays)
+            if self._ends(entry):
+                break
+        log(INFO, "")
+        log(INFO, "Finished in %.2f s", time.monotonic() - began)
+        return self.result
+
+    def _trained(self, number: int, arrays: ArrayRecord) -> ArrayRecord:
+        """Run one round, with further attempts if it has too few usable replies; return the new model."""
+        for attempt in count(1):
+            options = self.strategy.options
+            messages = self.strategy.configure_train(number, arrays, self.train, self.grid)
+            replies = self._exchange(messages)
+            try:
+                new, metrics = self.strategy.aggregate_train(number, replies)
+                break
+            except TooFewReplies as error:
+                if attempt > options.retries:
+                    raise
+                pause = options.retry_pause
+                log(WARNING, "%s", error)
+                log(WARNING, "attempt %d of %d in %g s", attempt + 1, options.retries + 1, pause)
+                time.sleep(pause)
+        if new is not None:
+            self.result.arrays = arrays = new
+        if metrics is not None:
+            log(INFO, "\t└──> train metrics: %s", metrics)
+            self.result.train_metrics_clientapp[number] = metrics
+        return arrays
+
+    def _measured(self, number: int, arrays: ArrayRecord) -> dict[str, Any]:
+        """Evaluate on the clients and on the server; return the round's entry of the history."""
+        messages = self.strategy.configure_evaluate(number, arrays, self.evaluate, self.grid)
+        metrics = self.strategy.aggregate_evaluate(number, self._exchange(messages))
+        history = self.strategy.history
+        if not history or history[-1]["round"] != number:  # nobody trained, nobody evaluated
+            history.append({"round": number, "seconds": {}})
+        if metrics is not None:
+            log(INFO, "\t└──> evaluate metrics: %s", metrics)
+            self.result.evaluate_metrics_clientapp[number] = metrics
+        if (metrics := self._test(number, arrays)) is not None:
+            history[-1]["server_metrics"] = dict(metrics)
+        return history[-1]
+
+    def _test(self, number: int, arrays: ArrayRecord) -> MetricRecord | None:
+        """Evaluate on the server."""
+        metrics = self.evaluate_fn(number, arrays) if self.evaluate_fn else None
+        if metrics is not None:
+            log(INFO, "\t└──> evaluate_fn: %s", metrics)
+            self.result.evaluate_metrics_serverapp[number] = metrics
+        return metrics
+
+    def _exchange(self, messages: Iterable[Message]) -> list[Message]:
+        network = GridNetwork(self.grid, self.timeout)
+        return network.exchange(list(messages), self.strategy.options.deadline)
+
+    def _ends(self, entry: dict[str, Any]) -> bool:
+        """Ask `stop_when` and hand the finished entry to `on_round`; return whether training ends early."""
+        options, number = self.strategy.options, entry["round"]
+        for condition in as_many(options.stop_when):
+            why = _called("stop_when", condition, self.strategy.history, number)
+            if why and "stopped" not in entry:
+                entry["stopped"] = (
+                    why if isinstance(why, str) else f"{condition!r} returned {why!r}"
+                )
+        for callback in as_many(options.on_round):
+            if _called("on_round", callback, copy.deepcopy(entry), number) is True:
+                entry.setdefault("stopped", f"{callback!r} returned True")
+        if "stopped" in entry:
+            log(INFO, "training ends after round %d: %s", number, entry["stopped"])
+        return "stopped" in entry
+
+
+def _called(setting: str, function: Callable[[Any], Any], argument: Any, number: int) -> Any:
+    """Call a user's function; one that raises is logged, since a log that fails must not end a training."""
+    try:
+        return function(argument)
+    except Exception as error:
+        text = f"{type(error).__name__}: {error}"
+        log(WARNING, "%s: %r failed in round %d: %s", setting, function, number, text)
+        return None

@@ -1,0 +1,114 @@
+"""Conditions that end a training early: values of `stop_when`. Each depends on the history alone."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+LOG = logging.getLogger("flwr")
+SOURCES = ("server_metrics", "evaluate_metrics", "train_metrics")
+"""Where a metric is looked up in a round's entry, best first: on the server, on clients, in training."""
+History = Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class Target:
+    """Stop once a metric reaches a value.
+
+    Parameters
+    ----------
+    value : float
+    metric : str
+        Its name in the history's ``"server_metrics"`` (of `evaluate_fn`), else ``"evaluate_metrics"`` (the
+        clients' mean), else ``"train_metrics"``: the first of these that ever has it.
+    mode : {"max", "min"}, optional
+        Whether more or less is better. Default: ``"min"`` for a name with "loss", "error" or "perplexity".
+
+    Raises
+    ------
+    ValueError
+        Another `mode`, or a `value` that is NaN.
+    """
+
+    value: float
+    metric: str = "accuracy"
+    mode: str | None = None
+
+    def __post_init__(self) -> None:
+        sign(self.metric, self.mode)
+        if not isinstance(self.value, int | float) or math.isnan(self.value):
+            raise ValueError(f"Target: value must be a number, not {self.value!r}")
+
+    def __call__(self, history: History) -> str:
+        """Return why training ends; "" if it goes on."""
+        found = values(history, self.metric)
+        if not found or found[-1][0] != history[-1]["round"]:
+            return ""
+        factor, last = sign(self.metric, self.mode), found[-1][1]
+        reached = factor * last >= factor * self.value
+        return f"{self.metric} {last:.6g} reaches the target {self.value:g}" if reached else ""
+
+
+@dataclass(frozen=True)
+class Patience:
+    """Stop once a metric has not improved for some rounds.
+
+    Parameters
+    ----------
+    rounds : int
+        Rounds without an improvement, at least 1.
+    metric, mode : str, str or None
+        As for :class:`Target`.
+    min_delta : float
+        The smallest change that counts as an improvement, at least 0.
+
+    Raises
+    ------
+    ValueError
+        Another `mode`, `rounds` below 1, or a negative `min_delta`.
+    """
+
+    rounds: int
+    metric: str = "loss"
+    mode: str | None = None
+    min_delta: float = 0.0
+
+    def __post_init__(self) -> None:
+        sign(self.metric, self.mode)
+        if not isinstance(self.rounds, int) or self.rounds < 1:
+            raise ValueError(f"Patience: rounds must be a whole number from 1, not {self.rounds!r}")
+        if not 0 <= self.min_delta < math.inf:
+            raise ValueError(f"Patience: min_delta must not be negative, but is {self.min_delta!r}")
+
+    def __call__(self, history: History) -> str:
+        """Return why training ends; "" if it goes on."""
+        factor, best, at = sign(self.metric, self.mode), -math.inf, None
+        for number, value in values(history, self.metric):
+            if at is None or factor * value > best + self.min_delta:  # NaN never improves
+                at, best = number, (-math.inf if math.isnan(value) else factor * value)
+        if at is None or history[-1]["round"] - at < self.rounds:
+            return ""
+        return f"{self.metric} has not improved on {factor * best:.6g} since round {at}"
+
+
+def sign(metric: str, mode: str | None) -> int:
+    """Return 1 if more of a metric is better, else -1; raise ValueError for an unknown mode."""
+    if mode not in (None, "max", "min"):
+        raise ValueError(f"mode must be 'max', 'min' or None, not {mode!r}")
+    less = any(word in metric for word in ("loss", "error", "perplexity"))
+    return -1 if (mode or ("min" if less else "max")) == "min" else 1
+
+
+def values(history: History, metric: str) -> list[tuple[int, float]]:
+    """Return (round, value) of a metric, from the best source that has it; warn once if none has."""
+    for source in SOURCES:
+        entries = [(e["round"], e[source][metric]) for e in history if metric in e.get(source, {})]
+        if entries:
+            return [(number, float(value)) for number, value in entries]
+    if len(history) == 1:
+        known = sorted({name for source in SOURCES for name in history[0].get(source, {})})
+        LOG.warning("stop_when: no '%s' in round %d, only %s", metric, history[0]["round"], known)
+    return []

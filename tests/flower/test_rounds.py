@@ -1,0 +1,286 @@
+"""Rounds that fail in part: further attempts, deadlines, an early end, callbacks. `start` follows them."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
+
+import flwr_regs as fr
+from flwr_regs.flower.writers import numbers
+from flwr_regs.wire.records import from_record
+from tests.conftest import close, make_model
+from tests.flower.test_strategy import app_of
+
+CONFIG = ConfigRecord({"lr": 0.2, "local-epochs": 1})
+KINDS: list[tuple[Callable[..., fr.RegStrategy], Any]] = [
+    (fr.FedAvg, fr.FedAvgClient),
+    (lambda **s: fr.FedADC(downlink="delta", **s), fr.FedADCClient),
+    (lambda **s: fr.EFL(0.1, **s), fr.EFLClient),
+    (lambda **s: fr.RFedAvgPlus(lam=0.5, **s), fr.RFedAvgPlusClient),
+]
+
+
+def arrays() -> ArrayRecord:
+    return ArrayRecord(make_model().state_dict())
+
+
+class Lossy(fr.InProcessGrid):
+    """Clients train, but the replies to some pushes are lost: `loses(push, type, reply)` says which."""
+
+    def __init__(self, app: Any, n: int, loses: Callable[[int, str, Message], bool]) -> None:
+        super().__init__(app, n)
+        self.loses, self.pushes = loses, 0
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        messages = list(messages)
+        kind = messages[0].metadata.message_type if messages else ""
+        self.pushes += kind == "train"
+        ids = list(super().push_messages(messages))
+        for i in ids:
+            if self.loses(self.pushes, kind, self._replies[i]):
+                del self._replies[i]
+        return ids
+
+
+@pytest.fixture(autouse=True)
+def warned(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING, logger="flwr")
+
+
+def trained(strategy: fr.RegStrategy, grid: fr.InProcessGrid, rounds: int = 3, **more: Any) -> Any:
+    return strategy.start(grid, arrays(), rounds, train_config=CONFIG, **more)
+
+
+@pytest.mark.parametrize(("make", "client"), KINDS, ids=["FedAvg", "FedADC", "EFL", "RFedAvgPlus"])
+def test_a_second_attempt_with_the_same_cohort_ends_at_the_unbroken_runs_bits(
+    make: Callable[..., fr.RegStrategy], client: Any
+) -> None:
+    """All clients trained in vain: their state and kept models go back to those before the attempt."""
+    settings = {"seed": 3, "fraction_train": 0.5, "fraction_evaluate": 0.5, "min_replies": 3}
+    unbroken = make(**settings)
+    trained(unbroken, fr.InProcessGrid(app_of(client), 6))
+    broken = make(**settings, retries=1, retry_cohort="same")
+    grid = Lossy(app_of(client), 6, lambda push, kind, reply: kind == "train" and push == 2)
+    trained(broken, grid)
+    close(from_record(unbroken.arrays), from_record(broken.arrays), 0.0)
+    assert [e["round"] for e in broken.history] == [1, 2, 3]
+    (attempt,) = broken.history[1]["attempts"]
+    assert attempt["cohort"] == broken.history[1]["cohort"] == unbroken.history[1]["cohort"]
+    assert set(attempt["failures"]) == set(attempt["cohort"])
+    assert "needed 3" in attempt["failed"]
+    assert "failed" not in broken.history[1]
+    assert "attempts" not in broken.history[2]
+
+
+def test_a_new_cohort_is_drawn_and_the_next_rounds_draw_as_ever(caplog: Any) -> None:
+    settings = {"seed": 3, "fraction_train": 0.34, "min_train_nodes": 2, "min_replies": 2}
+    unbroken = fr.FedAvg(**settings)
+    trained(unbroken, fr.InProcessGrid(app_of(), 6))
+    broken = fr.FedAvg(**settings, retries=2)
+    trained(
+        broken, Lossy(app_of(), 6, lambda push, kind, reply: kind == "train" and push in (2, 3))
+    )
+    drawn = [a["cohort"] for a in broken.history[1]["attempts"]] + [broken.history[1]["cohort"]]
+    assert len(drawn) == 3
+    assert drawn[0] == unbroken.history[1]["cohort"]
+    assert len({tuple(c) for c in drawn}) > 1
+    assert broken.history[2]["cohort"] == unbroken.history[2]["cohort"]
+    assert "attempt 3 of 3" in caplog.text
+
+
+def test_too_few_attempts_end_the_training_with_the_model_before() -> None:
+    strategy = fr.FedAvg(seed=3, retries=1, min_replies=6)
+    grid = Lossy(app_of(), 6, lambda push, kind, reply: kind == "train" and push > 1)
+    with pytest.raises(fr.TooFewReplies, match=r"round 2 of FedAvg: 0 usable replies.*needed 6"):
+        trained(strategy, grid)
+    last = strategy.history[-1]
+    assert (last["round"], len(last["attempts"])) == (2, 1)
+    assert "needed 6" in last["failed"]
+    one = fr.FedAvg(seed=3)
+    trained(one, fr.InProcessGrid(app_of(), 6), 1)
+    close(from_record(one.arrays), from_record(strategy.arrays), 0.0)
+
+
+def test_a_diverged_round_is_not_tried_again() -> None:
+    strategy = fr.FedAvgM(server_lr=1e6, seed=3, retries=5, on_divergence="stop")
+    with pytest.raises(fr.RoundFailed, match=r"looks like divergence|diverged") as error:
+        trained(strategy, fr.InProcessGrid(app_of(fr.FedAvgMClient), 4), 9)
+    assert not isinstance(error.value, fr.TooFewReplies)
+    assert "attempts" not in strategy.history[-1]
+
+
+def test_a_failed_attempt_binds_nobody() -> None:
+    """One client that trains fewer parameters must not decide what all train, in a round that failed."""
+
+    def frozen(pid: int, client: Any) -> Any:
+        if pid == 0:
+            next(client.model.parameters()).requires_grad_(False)
+        return client
+
+    strategy = fr.FedAvg(seed=3, retries=1, min_replies=3)
+    grid = Lossy(
+        app_of(sabotage=frozen),
+        4,
+        lambda push, kind, reply: (
+            push == 1 and kind == "train" and reply.metadata.src_node_id != 1000
+        ),
+    )
+    first = min(grid.get_node_ids())
+    grid.loses = lambda push, kind, reply: (
+        push == 1 and kind == "train" and reply.metadata.src_node_id != first
+    )
+    trained(strategy, grid, 1)
+    assert strategy.history[0]["replies"] == [1, 2, 3]
+    assert "trains other parameters" in strategy.history[0]["failures"][0]
+
+
+class Slow(fr.InProcessGrid):
+    """Node of partition 0 holds its replies back, as a real node does that takes long."""
+
+    replies_at_once = False
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        ids = [i for i in message_ids if i in self._replies]
+        slow = min(self.get_node_ids())
+        kinds = ("train", "evaluate")
+        return super().pull_messages(
+            i
+            for i in ids
+            if self._replies[i].metadata.src_node_id != slow
+            or self._replies[i].metadata.message_type not in kinds
+        )
+
+
+@pytest.mark.parametrize("evaluates", [0.0, 1.0])
+def test_at_the_deadline_a_round_goes_on_with_who_replied(evaluates: float) -> None:
+    strategy = fr.FedADC(seed=3, deadline=0.3, drop_inactive=1e-9, fraction_evaluate=evaluates)
+    began = time.monotonic()
+    trained(strategy, Slow(app_of(fr.FedADCClient), 4))
+    assert time.monotonic() - began < 30  # and not the timeout of an hour
+    for entry in strategy.history:
+        assert entry["late"] == [0]
+        assert entry["replies"] == [1, 2, 3]
+        assert entry["failures"] == {0: "no reply within the deadline of 0.3 s"}
+        assert "dropped_for_good" not in entry
+        if evaluates:
+            assert set(entry["evaluate"]["clients"]) == {1, 2, 3}
+    assert strategy.history[2]["cohort"] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("stop", "after"),
+    [
+        (fr.Target(0.3), 3),
+        (fr.Target(0.25, "loss"), 3),
+        (fr.Target(0.3, "train-loss", "max"), 1),
+        (fr.Patience(2), 6),
+        (fr.Patience(2, "accuracy", min_delta=0.5), 3),
+        (fr.Patience(9), 7),
+        ([fr.Patience(9), fr.Target(0.2)], 2),
+        (lambda history: len(history) == 4, 4),
+        (lambda history: 1 / 0, 7),
+    ],
+    ids=str,
+)
+def test_training_ends_early_by_its_history(stop: Any, after: int) -> None:
+    losses = [0.0, 0.5, 0.3, 0.2, 0.1, float("nan"), 0.4, 0.3]
+
+    def test(number: int, model: ArrayRecord) -> MetricRecord:
+        return MetricRecord({"accuracy": number / 10, "loss": losses[number]})
+
+    strategy = fr.FedAvg(seed=1, stop_when=stop, fraction_evaluate=0.0)
+    result = trained(strategy, fr.InProcessGrid(app_of(), 2), 7, evaluate_fn=test)
+    assert len(strategy.history) == after
+    assert ("stopped" in strategy.history[-1]) == (after < 7)
+    assert max(result.evaluate_metrics_serverapp) == after
+    assert strategy.history[-1]["server_metrics"]["accuracy"] == after / 10
+
+
+def test_clients_metrics_count_where_the_server_has_none_and_unknown_ones_are_named(
+    caplog: Any,
+) -> None:
+    strategy = fr.FedAvg(seed=1, stop_when=[fr.Target(0.0), fr.Target(1.0, "f1")])
+    trained(strategy, fr.InProcessGrid(app_of(), 2), 3)
+    assert strategy.history[0]["stopped"].startswith("accuracy ")
+    assert strategy.history[0]["evaluate_metrics"].keys() >= {"accuracy", "loss"}
+    assert "no 'f1' in round 1, only ['accuracy', " in caplog.text
+
+
+@pytest.mark.parametrize("wrong", [{"mode": "up"}, {"rounds": 0}, {"min_delta": -1.0}], ids=str)
+def test_wrong_conditions_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        fr.Patience(**{"rounds": 3, **wrong})
+
+
+def test_callbacks_get_their_own_copy_may_fail_and_may_end_the_training(caplog: Any) -> None:
+    seen: list[int] = []
+
+    def note(entry: dict[str, Any]) -> bool:
+        seen.append(entry["round"])
+        entry.clear()
+        return len(seen) == 2
+
+    def fails(entry: dict[str, Any]) -> None:
+        raise OSError("disk full")
+
+    strategy = fr.FedAvg(seed=1, on_round=[fails, note])
+    trained(strategy, fr.InProcessGrid(app_of(), 2), 5)
+    assert seen == [1, 2]
+    assert strategy.history[1]["stopped"].endswith("returned True")
+    assert "failed in round 1: OSError: disk full" in caplog.text
+
+
+def test_json_lines_are_written_as_the_run_goes_and_an_old_file_is_kept(tmp_path: Path) -> None:
+    path = tmp_path / "runs" / "history.jsonl"
+    lines: list[int] = []
+    strategy = fr.FedAvg(
+        seed=1,
+        on_round=[fr.JsonLines(path), lambda e: lines.append(len(path.read_text().splitlines()))],
+    )
+    trained(strategy, fr.InProcessGrid(app_of(), 2), 3)
+    assert lines == [1, 2, 3]
+    assert [json.loads(line)["round"] for line in path.read_text().splitlines()] == [1, 2, 3]
+    again = fr.JsonLines(
+        path
+    )  # of a training that went on after round 1, and was cut while it wrote
+    with path.open("a") as file:
+        file.write('{"round": 4, "coh')
+    for number in (2, 3):
+        again({"round": number, "resumed": float("nan")})
+    assert [json.loads(line).get("resumed") is None for line in path.open()] == [True, False, False]
+    fr.JsonLines(path)({"round": 1})
+    assert [json.loads(line)["round"] for line in path.open()] == [1]
+    assert len((tmp_path / "runs" / "history.jsonl.1").read_text().splitlines()) == 3
+
+
+def test_tensorboard_gets_a_rounds_numbers(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    strategy = fr.FedAvg(seed=1, on_round=fr.TensorBoard(tmp_path))
+    trained(strategy, fr.InProcessGrid(app_of(), 2), 2)
+    read = EventAccumulator(str(tmp_path))
+    read.Reload()
+    for tag, value in numbers(strategy.history[1]).items():
+        event = read.Scalars(tag)[-1]
+        assert event.step == 2
+        assert event.value == pytest.approx(value, rel=1e-6)
+    assert {"evaluate_metrics/accuracy", "bytes_up", "seconds/clients"} <= set(
+        read.Tags()["scalars"]
+    )
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [{"retries": 1}, {"deadline": 5.0}, {"stop_when": fr.Target(1)}, {"on_round": print}],
+    ids=str,
+)
+def test_flowers_older_server_refuses_what_only_start_follows(setting: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=f"{next(iter(setting))}.* need strategy.start"):
+        fr.LegacyStrategy(fr.FedAvg(**setting), arrays(), num_rounds=1, train_config=CONFIG)
