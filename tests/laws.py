@@ -21,6 +21,7 @@ from tests.oracles.fedfor import fedfor
 from tests.oracles.fedopt import fedopt
 from tests.oracles.fedprox import fedprox
 from tests.oracles.rfedavg import rfedavg, rfedavg_plus
+from tests.oracles.scaffold import scaffold
 from tests.oracles.slowmo import slowmo
 
 
@@ -169,6 +170,32 @@ def curvature(name: str, lam: float, implicit: bool = False) -> Method:
     )
 
 
+def minimum(
+    curvatures: Sequence[float], centres: Sequence[float], weights: Sequence[float], *_: Any
+) -> float:
+    """Where ``Σ p_k a_k (v − c_k) = 0``: the minimum of the clients' common loss, whatever their steps."""
+    parts = [(p * a, c) for a, c, p in zip(curvatures, centres, weights, strict=True)]
+    return sum(part * c for part, c in parts) / sum(part for part, _ in parts)
+
+
+def control(name: str, **settings: Any) -> Method:
+    """A case of SCAFFOLD, which settles where no client drifts."""
+    own = {n: v for n, v in settings.items() if n != "server_lr"}
+    sgd = [t for t in fr.SCAFFOLD(**settings).term.terms if t.owns_step]
+    return case(
+        name,
+        fr.SCAFFOLD,
+        fr.SCAFFOLDClient,
+        settings,
+        {},
+        [fr.ControlVariates(**own), *sgd],
+        scaffold,
+        {n: v for n, v in settings.items() if n != "state"},
+        fixed_point=minimum,
+        exempt={"neutral": Exempt("No setting of SCAFFOLD makes it FedAvg.")},
+    )
+
+
 def server_sgd(params: list[torch.Tensor]) -> torch.optim.Optimizer:
     """Heavy-ball SGD as ServerOpt."""
     return torch.optim.SGD(params, lr=0.7, momentum=0.6)
@@ -237,6 +264,10 @@ CASES = [
         fedfor,
         {"alpha": 0.6},
     ),
+    control("SCAFFOLD", server_lr=0.8),
+    control("SCAFFOLD-option-1", option=1),
+    control("SCAFFOLD-server", state="server"),
+    control("SCAFFOLD-server-1", state="server", option=1),
     adc("FedADC-nesterov"),
     adc("FedADC-heavy-ball", variant="heavy-ball", alpha=0.8),
     adc("FedADC-unequal-betas", beta_local=0.4, beta_global=0.8),

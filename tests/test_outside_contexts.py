@@ -122,6 +122,7 @@ def test_a_term_has_an_ability_by_having_its_methods() -> None:
         "Checks": set(),
         "Agrees": set(),
         "Steers": set(),
+        "Restricts": set(),
     }.items():
         ability = getattr(abilities, name)
         assert {type(t) for t in terms if isinstance(t, ability)} == having, name

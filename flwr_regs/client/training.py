@@ -105,6 +105,7 @@ class LocalTraining:
         self._term, self._kept = term, client or {}
         terms = term.terms if isinstance(term, Chain) else (term,)
         self._whole = whole = Chain(terms)
+        whole.restrict(config or {})
         model.to(self.device).train(train_mode)
         private = whole.private(list(model.state_dict()))
         self._trained = trained_parameters(model, whole)

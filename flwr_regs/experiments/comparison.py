@@ -12,6 +12,7 @@ import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
 from flwr.serverapp import Grid
 
+from flwr_regs.experiments.folders import check_writable, new_folder
 from flwr_regs.experiments.job import Job
 from flwr_regs.experiments.records import Recorder, Run, diverged, file_name
 from flwr_regs.flower.strategy import RegStrategy
@@ -28,17 +29,17 @@ def results_folder(job: Job) -> Path:
     writable checkout of this project, and a folder under the home folder if not: Flower's local server
     keeps the folder of its first start, whatever the folder of a later ``flwr run``.
     """
-    stamp = time.strftime("%Y%m%d-%H%M%S")
-    folder = Path(job.out) if job.out else Path.home() / "flwr-regs-results" / stamp
-    if not job.out:
-        try:
-            here = Path.cwd()
-            if (here / "simulations" / "server_app.py").is_file() and os.access(here, os.W_OK):
-                folder = here / "results" / stamp
-        except FileNotFoundError:  # that first folder is gone
-            pass
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
+    if job.out:
+        folder = Path(job.out)
+        check_writable(folder)
+        return folder
+    try:
+        here = Path.cwd()
+        if (here / "simulations" / "server_app.py").is_file() and os.access(here, os.W_OK):
+            return new_folder(here / "results")
+    except FileNotFoundError:  # that first folder is gone
+        pass
+    return new_folder(Path.home() / "flwr-regs-results")
 
 
 def run(job: Job, grid: Grid, folder: Path | None) -> dict[str, Any]:

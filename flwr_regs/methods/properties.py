@@ -43,8 +43,8 @@ class Properties:
     central_dp : bool
         Clients send their update alone, and all weigh alike: clipping and noise cover it.
     robust : bool
-        Each upload is an array for each parameter, of its shape, or there is none: a robust aggregator
-        can treat it as it treats the updates.
+        All that the server makes of the clients' uploads goes through the strategy's aggregator, so that a
+        robust one covers it.
     """
 
     stateless: bool
@@ -73,8 +73,8 @@ def properties(strategy: RegStrategy) -> Properties:
         stacks=chain.client_optimizer(make) is make,
         secure_aggregation=not weighs and chain.coder("finish") is None and trial.needs_only_sums(),
         central_dp=not (weighs or uploads or chain.uploading or trial.reads_replies()),
-        robust=not trial.probes
-        and all(trial.like_parameters(slot) for per in trial.uploads.values() for slot in per),
+        robust=not chain.unaggregated
+        and all(chain.aggregates(t) for t in chain.terms if trial.uploads[t.name]),
     )
 
 
@@ -159,11 +159,6 @@ class _Trial:
         self.uploads = {n: [s[n] for s in sent if s.get(n)] for n in names}
         self.kept = {n: [r.client[n] for r in results if r.client.get(n)] for n in names}
 
-    def like_parameters(self, slot: Slot) -> bool:
-        """Whether a slot has an array of each parameter's name and shape, and no other."""
-        shapes = {n: p.shape for n, p in self.params.items()}
-        return {n: np.shape(a) for n, a in slot.items()} == shapes
-
     def needs_only_sums(self) -> bool:
         """Whether the server's hooks give the same when each client's upload and update are the mean."""
         sent = [*self.uploads.values(), *([*p.values()] for p in self.probes.values())]
@@ -173,8 +168,7 @@ class _Trial:
             return False  # positions, or 16 bits, have no mean
         deltas = _unequal(self.deltas)
         for t in self.chain.terms:
-            own = _unequal(dict(enumerate(self.uploads[t.name])))
-            own = own or ({0: {}, 1: {}} if isinstance(t, Folds) and t.acts("fold") else {})
+            own = _unequal(self._sent(t))
             if own and not _same(
                 self._updated(t, own, deltas),
                 self._updated(t, _meaned(own), _meaned(deltas)),
@@ -191,9 +185,14 @@ class _Trial:
         """Whether a hook of the server reads what was measured of single replies."""
         self.replies.read = False
         for t in self.chain.terms:
-            _, step = self._updated(t, dict(enumerate(self.uploads[t.name])), self.deltas)
+            _, step = self._updated(t, self._sent(t), self.deltas)
             t.release(deepcopy(self.server[t.name]), step, self.ctx)
         return self.replies.read
+
+    def _sent(self, term: Term) -> dict[int, Slot]:
+        """Return a term's uploads by client; empty ones for a term that folds, but sends nothing."""
+        empty: list[Slot] = [{}, {}] if isinstance(term, Folds) and term.acts("fold") else []
+        return dict(enumerate(self.uploads[term.name] or empty))
 
     def _updated(self, term: Term, uploads: Uploads, deltas: Uploads) -> Any:
         """Return what a term's `update` makes of uploads, folded if the term folds."""

@@ -23,6 +23,7 @@ if TYPE_CHECKING:  # what type checkers see; a test compares it with the rows
     from flwr_regs.methods.fedopt import *
     from flwr_regs.methods.fedprox import *
     from flwr_regs.methods.rfedavg import *
+    from flwr_regs.methods.scaffold import *
     from flwr_regs.methods.ternary import *
 
 
@@ -146,6 +147,17 @@ def _rows() -> Iterator[Method]:
         example="SlowMo(beta=0.9)",
         paper="Wang et al. 2019; Ozfatura et al. 2021, Alg. 2",
         use_when="you want momentum, but can change nothing on the clients",
+    )
+    yield Method(
+        name="SCAFFOLD",
+        module="scaffold",
+        terms=("ControlVariates",),
+        example="SCAFFOLD()",
+        paper="Karimireddy et al. 2020, Alg. 1",
+        use_when="labels are skewed, and the same clients come back again and again and run plain SGD",
+        setting="silo",
+        state="its control variate",
+        down=2,
     )
     yield Method(
         name="FedOpt",

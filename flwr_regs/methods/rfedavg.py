@@ -23,6 +23,10 @@ The paper leaves three points open. N is the size of the cohort (rFedAvg+), or t
 so far (rFedAvg). A client alone in its cohort has no term. δ is computed in eval mode over all the local
 data or, as an option, over its first batches.
 
+Under a robust aggregator, each client gets the aggregate of the others' δ in place of their mean (rFedAvg+)
+or of the table (rFedAvg), whose gradient is that of the distance to the table's mean. While rFedAvg's table
+has too few rows for the aggregator, there is no term.
+
 Privacy (Sec. VI-B8): δ is clipped to norm C, and noise ``N(0, σ² C² / L²)`` is added, L the batch size. The
 noise is drawn from the operating system's entropy, never from the run's seed, which the server knows. So
 runs with noise do not repeat to the bit.
@@ -46,6 +50,7 @@ import torch
 from flwr_regs.flower.client import RegClient
 from flwr_regs.flower.strategy import RegStrategy
 from flwr_regs.methods.once import log_once
+from flwr_regs.server.aggregators import TooFewVectors
 from flwr_regs.term import (
     COUNT,
     NOT_NEGATIVE,
@@ -70,8 +75,15 @@ __all__ = [
 ]
 
 
+LOG = logging.getLogger("flwr")
+NOBODY = -2
+"""The id of a row of the table that is no single client's; -1 is that of a client without one."""
+
+
 class _Means(Term):
     """The part that both terms share: the upload is one δ, as long as the others'."""
+
+    robust: ClassVar[bool] = True
 
     def check(self, upload: Slot, params: Arrays, server: Slot) -> None:
         if upload.keys() != {"delta"}:
@@ -114,10 +126,21 @@ class FeatureTable(_Means):
     delta_batches: int | None = None
 
     def broadcast(self, server: Slot, ctx: ServerContext) -> Slot:
-        if not server:
+        if not server or ctx.robust:
             return {}
         ids = sorted(server, key=int)
         return {"ids": np.array([int(i) for i in ids]), "table": np.stack([server[i] for i in ids])}
+
+    def broadcast_to(self, pid: int, server: Slot, ctx: ServerContext) -> Slot:
+        others = {int(i): {"delta": row} for i, row in server.items() if int(i) != pid}
+        if not others or not ctx.robust:
+            return {}
+        try:
+            centre = ctx.aggregated(dict(sorted(others.items())))["delta"]
+        except TooFewVectors as error:
+            LOG.warning("'%s' has no term yet: %s", self.name, error)
+            return {}
+        return {"ids": np.array([NOBODY]), "table": centre[None]}
 
     def loss(self, base: Any, params: Arrays, ctx: ClientContext) -> Any:
         if "table" not in ctx.broadcast:
@@ -180,6 +203,8 @@ class LeaveOneOutMean(_Means):
         super().__post_init__()
         if self.noise_std > 0 and self.clip_norm is None:
             raise ValueError("noise_std without clip_norm protects nothing: give both")
+        if self.sum_only:  # no aggregator sees the single δ
+            object.__setattr__(self, "robust", False)
 
     def probe(self, ctx: ClientContext) -> tuple[Slot, Slot]:
         d = ctx.mean_features(ctx.start, self.delta_batches)  # δ^k with w_t
@@ -200,6 +225,12 @@ class LeaveOneOutMean(_Means):
             shared = {"sum": total, "others": np.asarray(others)}
             return dict.fromkeys(probes, shared)
         return {pid: {"mean": (total - p["delta"]) / others} for pid, p in probes.items()}
+
+    def robust_answer(self, probes: Mapping[int, Slot], ctx: ServerContext) -> dict[int, Slot]:
+        if len(probes) < 2:
+            return self.answer(probes)
+        others = {pid: {p: slot for p, slot in probes.items() if p != pid} for pid in probes}
+        return {pid: {"mean": ctx.aggregated(rest)["delta"]} for pid, rest in others.items()}
 
     def loss(self, base: Any, params: Arrays, ctx: ClientContext) -> Any:
         if "mean" in ctx.broadcast:

@@ -75,6 +75,19 @@ class Signs:
             )
         return ""
 
+    def snapshot(self) -> dict[str, Any]:
+        """Return what a checkpoint holds of it."""
+        return {
+            "lengths": list(self._lengths),
+            "long": list(self._long),
+            "first_loss": self._first_loss,
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continue from a snapshot."""
+        self._lengths, self._long = state["lengths"], state["long"]
+        self._first_loss = state["first_loss"]
+
     @staticmethod
     def _is_long(lengths: tuple[float, ...]) -> bool:
         *before, last = lengths
@@ -86,6 +99,15 @@ class DivergenceGuard:
 
     def __init__(self) -> None:
         self._signs, self._warned = Signs(), False
+
+    def snapshot(self) -> dict[str, Any]:
+        """Return what a checkpoint holds of it."""
+        return {"signs": self._signs.snapshot(), "warned": self._warned}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continue from a snapshot."""
+        self._signs.restore(state["signs"])
+        self._warned = state["warned"]
 
     def watch(self, now: Round, options: Options, method: str, step: Mapping[str, Any]) -> None:
         """Judge a round by its step (of the trained arrays), before the model moves.

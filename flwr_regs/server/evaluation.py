@@ -97,6 +97,7 @@ def evaluation(
         "failures": failures,
         "clients": metrics,
     }
+    history[-1]["evaluate"] |= training.lost_before(came)
     if (layer := output_layer(came)) is not None:
         history[-1]["output_layer"] = layer
     if metrics:
@@ -104,7 +105,9 @@ def evaluation(
         averaged, left_out = common_metrics(metrics)
         if left_out:
             history[-1]["evaluate"]["metrics_left_out"] = left_out
-        mean = training.mean_of_metrics("evaluate", averaged) if averaged else {}
+        if not averaged:
+            return None
+        mean = training.mean_of_metrics("evaluate", averaged)
         history[-1]["evaluate_metrics"] = dict(mean)
         return mean
     if training.evaluated:

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
+from flwr_regs.server.aggregators import TooFewVectors
 from flwr_regs.server.downlink import Downlink
 from flwr_regs.server.frozen import frozen_of, out_of_sync
 from flwr_regs.server.model import GlobalModel
@@ -137,9 +138,11 @@ class Exchange:
 
     def _answer(self, probes: Mapping[int, Slot]) -> tuple[Mapping[int, Slot], dict[int, str]]:
         """Return (each client's own broadcasts, client -> why its probe cannot be used)."""
-        term = self._options.term
+        term, ctx = self._options.term, self._now.context
         try:
-            return term.answer(probes), {}
+            return term.answer(probes, ctx), {}
+        except TooFewVectors as error:
+            return {}, dict.fromkeys(probes, f"in the first exchange, {error}")
         except Exception as error:  # whatever a probe makes a term raise
 
             def fails(pids: Collection[int]) -> str:

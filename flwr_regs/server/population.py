@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from flwr_regs.server.cohorts import (
@@ -71,6 +71,7 @@ class Population:
         self._labels: dict[int, list[int]] = {}
         self._uncounted: dict[int, str] = {}  # client -> why its label counts are not known
         self._classes: set[int] = set()
+        self._awaited: set[int] = set()  # clients that a resumed run waits for
 
     @property
     def connected(self) -> list[int]:
@@ -81,6 +82,22 @@ class Population:
     def size(self) -> int:
         """How many clients the run knows: those expected, or those that ever came, if they are more."""
         return max(self._expected or 0, len(self._node_of))
+
+    def snapshot(self) -> dict[str, Any]:
+        """Return what a checkpoint holds of it."""
+        return {
+            "nodes": dict(self._node_of),
+            "expected": self._expected,
+            "connected": list(self._connected),
+            "labels": dict(self._labels),
+            "classes": set(self._classes),
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continue from a snapshot; the first refresh waits for the clients that were connected."""
+        self._node_of, self._expected = state["nodes"], state["expected"]
+        self._awaited = set(state["connected"])
+        self._labels, self._classes = state["labels"], state["classes"]
 
     def refresh(self, network: Network) -> list[int]:
         """Return the partition ids of the nodes that are connected now, sorted.
@@ -106,13 +123,15 @@ class Population:
             self._connected = came = sorted(p for p, n in self._node_of.items() if n in present)
             expected, least = self._expected or 1, max(self._minimum, 1)
             wanted = max(least, 1 if self._complete else expected - len(self.refused))
+            if self._awaited:
+                wanted = max(least, len(came) + len(self._awaited - set(came)))
             late = time.monotonic() > deadline
             if len(came) >= wanted or (late and len(came) >= least):
                 if not self._complete and len(came) < max(wanted, expected):
                     LOG.warning(
                         "training starts without %s after %.0f s", self.missing, self._timeout
                     )
-                self._complete = True
+                self._complete, self._awaited = True, set()
                 return came
             all_here = len(came) + len(self.refused) >= max(least, expected)
             if late or (self.refused and all_here and not self._complete):

@@ -35,7 +35,7 @@ def test_the_history_page_has_each_key_of_an_entry() -> None:
 
 
 def test_the_protocol_page_has_each_name_of_the_protocol() -> None:
-    page = (DOCS / "reference/protocol.md").read_text()
+    page = (DOCS / "protocol.md").read_text()
     named = [v for k, v in vars(keys).items() if k.isupper() and isinstance(v, str)]
     given = [*config.TRAIN_KEYS, *config.EVALUATE_KEYS, *config.FLOWER_KEYS]
     cells = first_cells(page)

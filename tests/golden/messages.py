@@ -1,0 +1,110 @@
+"""Messages as plain values: what of them is recorded, stored and compared.
+
+A file holds one message a line. Structure is compared exactly: names, dtypes, shapes, keys, types, texts,
+whole numbers. The order of arrays and keys has no meaning. Floating-point values may differ by what another
+version of torch makes of them, and what follows from their bits (digests) by anything of the same length.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import struct
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from flwr.app import ArrayRecord, Message, RecordDict
+
+from flwr_regs.wire import keys
+
+FOLDER = Path(__file__).parent / "files"
+ROUNDING, RTOL, ATOL = 6, 1e-3, 1e-5
+HALVES = ("float16", "uint16")
+"""Dtypes in which values that were rounded travel; they may differ by one unit."""
+
+
+def of_message(message: Message, direction: str) -> dict[str, Any]:
+    """Return a message as plain values; `direction` is "to" or "from" the client."""
+    node = message.metadata.dst_node_id if direction == "to" else message.metadata.src_node_id
+    head: dict[str, Any] = {"type": message.metadata.message_type, direction: node - 1000}
+    if message.has_error():
+        why = re.sub(r" \(/.*, line \d+\)", " (file, line)", str(message.error.reason))
+        return {**head, "error": message.error.code, "why": why}
+    return {**head, "content": _content(message.content)}
+
+
+def _content(content: RecordDict) -> dict[str, Any]:
+    out: dict[str, Any] = {}
+    for name in sorted(content):
+        record: Any = content[name]
+        if isinstance(record, ArrayRecord):
+            out[name] = {n: _array(record[n].numpy()) for n in sorted(record)}
+        else:
+            kind = type(record).__name__
+            out[name] = {kind: {key: _value(key, record[key]) for key in sorted(record)}}
+    return out
+
+
+def _array(array: np.ndarray) -> list[Any]:
+    kind = f"{array.dtype}{list(array.shape)}"
+    return [kind, *(_value("", v) for v in array.reshape(-1).tolist())]
+
+
+def _value(key: str, value: Any) -> Any:
+    if key == keys.START_KEY:
+        return "random: 8 hexadecimal digits"
+    if key == keys.DIGEST_KEY:
+        return "of bits: 16 hexadecimal digits"
+    if isinstance(value, bytes):
+        return _code(value) if value.startswith(b"STC") else {"bytes": value.hex()}
+    if isinstance(value, list):
+        return [_value("", v) for v in value]
+    if isinstance(value, float):
+        return float(f"{value:.{ROUNDING}g}")
+    return value
+
+
+def _code(data: bytes) -> dict[str, Any]:
+    """Return a sparse ternary message: methods/ternary.py has its format. Its CRC follows from the rest."""
+    _, version, n, plus, minus, mu, words, _ = struct.unpack("<3sBQQQdQI", data[:48])
+    head = {"version": version, "n": n, "plus": plus, "minus": minus, "words": words}
+    return {"STC": head, "mu": _value("", mu), "body": data[48:].hex()}
+
+
+def write(name: str, messages: list[dict[str, Any]]) -> None:
+    """Store the messages of a scenario."""
+    FOLDER.mkdir(exist_ok=True)
+    lines = ",\n".join(json.dumps(m, separators=(",", ":")) for m in messages)
+    (FOLDER / f"{name}.json").write_text(f"[\n{lines}\n]\n")
+
+
+def read(name: str) -> Any:
+    """Return the stored messages of a scenario."""
+    return json.loads((FOLDER / f"{name}.json").read_text())
+
+
+def differences(found: Any, golden: Any, at: str = "") -> Iterator[str]:
+    """Yield where two nests of plain values differ."""
+    if type(found) is not type(golden):
+        yield f"{at}: {found!r:.80}, expected {golden!r:.80}"
+    elif isinstance(golden, Mapping):
+        if list(found) != list(golden):
+            yield f"{at}: {list(found)}, expected {list(golden)}"
+            return
+        for key in golden:
+            yield from differences(found[key], golden[key], f"{at}/{key}")
+    elif isinstance(golden, list):
+        if len(found) != len(golden):
+            yield f"{at}: {len(found)} entries, expected {len(golden)}"
+            return
+        rounded = bool(golden) and str(golden[0]).startswith(HALVES)
+        for i, (a, b) in enumerate(zip(found, golden, strict=True)):
+            if not (rounded and isinstance(b, int | float) and abs(a - b) <= max(1, ATOL)):
+                yield from differences(a, b, f"{at}[{i}]")
+    elif isinstance(golden, float):
+        if not abs(found - golden) <= ATOL + RTOL * abs(golden):
+            yield f"{at}: {found}, expected {golden}"
+    elif found != golden:
+        yield f"{at}: {found!r:.80}, expected {golden!r:.80}"

@@ -1,0 +1,87 @@
+"""Today's messages are the golden ones. For a change that is meant: ``python -m tests.golden``."""
+
+from __future__ import annotations
+
+import copy
+import re
+from typing import Any
+
+import pytest
+
+import flwr_regs as fr
+from flwr_regs.wire import keys
+from tests.conftest import ROOT
+from tests.golden import messages as stored
+from tests.golden.scenarios import SCENARIOS, messages, own_loop
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_messages_are_as_they_were(name: str) -> None:
+    assert list(stored.differences(messages(name), stored.read(name), name)) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "client"),
+    [("fedfor", fr.FedFORClient), ("scaffold", fr.SCAFFOLDClient), ("efl", fr.EFLClient)],
+)
+def test_a_users_own_loop_sends_the_same(name: str, client: Any) -> None:
+    found = messages(name, own_loop(client))
+    assert list(stored.differences(found, stored.read(name), name)) == []
+
+
+def test_each_file_has_its_scenario_and_all_are_small() -> None:
+    files = list(stored.FOLDER.glob("*.json"))
+    assert {path.stem for path in files} == set(SCENARIOS)
+    assert sum(path.stat().st_size for path in files) < 500_000
+
+
+def keys_of(nest: Any) -> set[str]:
+    if isinstance(nest, dict):
+        return set(nest) | {key for value in nest.values() for key in keys_of(value)}
+    return {key for value in nest for key in keys_of(value)} if isinstance(nest, list) else set()
+
+
+def test_the_protocols_keys_and_messages_occur() -> None:
+    golden = [stored.read(name) for name in SCENARIOS]
+    found = keys_of(golden) | {m["type"] for run in golden for m in run}
+    named = {v for k, v in vars(keys).items() if k.isupper() and isinstance(v, str)}
+    on_the_node = {v for v in named if v.endswith(".client")} | {keys.NAMES_KEY, keys.SENT_KEY}
+    elsewhere = {  # a refusal, a large or foreign frozen part, personal models, tied weights
+        *(keys.REFUSED_KEY, keys.ASK_KEY, keys.FROZEN, keys.PERSONAL_KEY, keys.LR_KEY),
+        *(keys.STEP_KEY, keys.TIED_KEY),
+    }
+    assert named - found == on_the_node | elsewhere
+
+
+def test_the_protocols_page_has_each_record_and_key_that_travels() -> None:
+    page = (ROOT / "docs" / "protocol.md").read_text()
+    cells = {
+        c for row in re.findall(r"^\| (`.*?) \|", page, re.M) for c in re.findall(r"`(.+?)`", row)
+    }
+    terms = {t.name for s in SCENARIOS.values() for t in s.strategy(**s.settings).term.terms}
+    for name in SCENARIOS:
+        for message in stored.read(name):
+            for record, held in message.get("content", {}).items():
+                assert record in cells, record
+                scalars = held.get("ConfigRecord", held.get("MetricRecord", {}))
+                known = {k for k in scalars if k.partition(".")[0] in {*terms, "user"}}
+                assert set(scalars) - known <= cells
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "where"),
+    [
+        ("fedfor", lambda m: m["content"]["arrays"].pop("0.bias"), "content/arrays"),
+        ("fedfor", lambda m: m["content"]["config"]["ConfigRecord"].update(more=1), "ConfigRecord"),
+        ("fedfor", lambda m: m["content"]["arrays"]["0.bias"].__setitem__(1, 0.9), r"0.bias\[1\]"),
+        ("fedfor", lambda m: m.update(type="train.more"), "type"),
+        ("efl", lambda m: m["content"]["config"]["ConfigRecord"].update({"lr": 1}), "lr"),
+    ],
+)
+def test_a_change_is_seen(name: str, change: Any, where: str) -> None:
+    golden = stored.read(name)
+    found = copy.deepcopy(golden)
+    sent = next(m for m in found if m["type"] == "train" and "to" in m)
+    change(sent)
+    (difference,) = stored.differences(found, golden, name)
+    assert re.search(where, difference)
