@@ -15,6 +15,7 @@ from flwr_regs.methods.registry import METHODS as _METHODS
 from flwr_regs.methods.registry import TERMS as _TERMS
 
 if TYPE_CHECKING:
+    from flwr_regs.client.saved import load_private as load_private
     from flwr_regs.experiments.simulation import simulate as simulate
     from flwr_regs.flower.app import RegClientApp as RegClientApp
     from flwr_regs.flower.app import client_app as client_app
@@ -27,6 +28,14 @@ if TYPE_CHECKING:
     from flwr_regs.flower.writers import JsonLines as JsonLines
     from flwr_regs.flower.writers import TensorBoard as TensorBoard
     from flwr_regs.methods.registry import *
+    from flwr_regs.server.aggregators import CenteredClipping as CenteredClipping
+    from flwr_regs.server.aggregators import CoordinateMedian as CoordinateMedian
+    from flwr_regs.server.aggregators import GeometricMedian as GeometricMedian
+    from flwr_regs.server.aggregators import Krum as Krum
+    from flwr_regs.server.aggregators import Mean as Mean
+    from flwr_regs.server.aggregators import NormBound as NormBound
+    from flwr_regs.server.aggregators import TrimmedMean as TrimmedMean
+    from flwr_regs.server.checkpoint import CheckpointError as CheckpointError
     from flwr_regs.server.privacy import CentralDP as CentralDP
     from flwr_regs.server.round import RoundFailed as RoundFailed
     from flwr_regs.server.round import TooFewReplies as TooFewReplies
@@ -44,6 +53,7 @@ _HOME = {
     "RegClient": "flower.client",
     "ClientRound": "flower.client_round",
     "load_model": "flower.client_round",
+    "load_private": "client.saved",
     "InProcessGrid": "flower.grid",
     "float32_arrays": "wire.records",
     "LegacyStrategy": "flower.legacy.strategy",
@@ -55,6 +65,14 @@ _HOME = {
     "RoundFailed": "server.round",
     "TooFewReplies": "server.round",
     "CentralDP": "server.privacy",
+    "CenteredClipping": "server.aggregators",
+    "CoordinateMedian": "server.aggregators",
+    "GeometricMedian": "server.aggregators",
+    "Krum": "server.aggregators",
+    "Mean": "server.aggregators",
+    "NormBound": "server.aggregators",
+    "TrimmedMean": "server.aggregators",
+    "CheckpointError": "server.checkpoint",
     "METHODS": "methods.registry",
     "Method": "methods.registry",
     "TERMS": "methods.registry",

@@ -48,6 +48,19 @@ class Folds(Protocol):
 
 
 @runtime_checkable
+class Adds(Protocol):
+    """Folds by adding, so that a robust aggregator can make robust sums of what the clients send."""
+
+    def adds(self, key: str) -> bool:
+        """Return whether `fold` adds up this entry over the clients; others are single clients' notes.
+
+        Under a robust aggregator, `fold` is called with ``{}`` for each client. `update` gets, for these
+        entries, n times the aggregate of what came, in place of the sum.
+        """
+        ...
+
+
+@runtime_checkable
 class Probes(Protocol):
     """Has a first exchange in each round, before clients train."""
 
@@ -57,6 +70,15 @@ class Probes(Protocol):
 
     def answer(self, probes: Mapping[int, Slot]) -> Mapping[int, Slot]:
         """Return each client's own broadcast, given the uploads of `probe` by partition id."""
+        ...
+
+
+@runtime_checkable
+class AnswersRobustly(Protocol):
+    """Has an `answer` for robust aggregators."""
+
+    def robust_answer(self, probes: Mapping[int, Slot], ctx: ServerContext) -> Mapping[int, Slot]:
+        """Return what `answer` returns, with ``ctx.aggregated`` in place of every mean over clients."""
         ...
 
 
@@ -183,8 +205,8 @@ class Restricts(Protocol):
 ABILITIES: frozenset[str] = frozenset(
     name
     for kind in (
-        *(Weighs, Folds, Probes, Compresses, TakesBack, Recovers, Addresses, Withholds, Freezes),
-        *(Personalises, Checks, Agrees, Steers, Restricts),
+        *(Weighs, Folds, Adds, Probes, AnswersRobustly, Compresses, TakesBack, Recovers, Addresses),
+        *(Withholds, Freezes, Personalises, Checks, Agrees, Steers, Restricts),
     )
     for name in vars(kind)
     if not name.startswith("_")

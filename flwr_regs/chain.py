@@ -13,7 +13,9 @@ from typing import Any, ClassVar
 from flwr_regs.abilities import (
     ABILITIES,
     Addresses,
+    Adds,
     Agrees,
+    AnswersRobustly,
     Checks,
     Compresses,
     Folds,
@@ -131,6 +133,19 @@ class Chain(Term):
             or (isinstance(t, Folds) and t.acts("fold"))
         ]
 
+    @property
+    def unaggregated(self) -> list[str]:
+        """The terms whose uploads a robust aggregator does not reach."""
+        mine = [t for t in self.terms if t.name in self.uploading]
+        return [t.name for t in mine if not self.aggregates(t)]
+
+    @staticmethod
+    def aggregates(term: Term) -> bool:
+        """Whether all that the server makes of a term's uploads goes through the aggregator."""
+        if isinstance(term, Probes) and not isinstance(term, AnswersRobustly):
+            return False
+        return term.robust or (isinstance(term, Folds) and isinstance(term, Adds))
+
     # on the server
 
     def init(self, params: Arrays) -> Slot:
@@ -143,12 +158,20 @@ class Chain(Term):
         mine = [t for t in self.terms if isinstance(t, Addresses)]
         return {t.name: t.broadcast_to(pid, server[t.name], ctx) for t in mine}
 
-    def answer(self, probes: Mapping[int, Slot]) -> dict[int, Slot]:
+    def answer(
+        self, probes: Mapping[int, Slot], ctx: ServerContext | None = None
+    ) -> dict[int, Slot]:
         out: dict[int, Slot] = {pid: {} for pid in probes}
         for t in self.terms:
-            if isinstance(t, Probes):
-                for pid, slot in t.answer(_uploads_of(t, probes)).items():
-                    out[pid][t.name] = slot
+            if not isinstance(t, Probes):
+                continue
+            own = _uploads_of(t, probes)
+            if ctx is not None and ctx.robust and isinstance(t, AnswersRobustly):
+                answers = t.robust_answer(own, ctx)
+            else:
+                answers = t.answer(own)
+            for pid, slot in answers.items():
+                out[pid][t.name] = slot
         return out
 
     def check(self, upload: Slot, params: Arrays, server: Slot, probing: bool = False) -> None:

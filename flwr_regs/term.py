@@ -194,6 +194,12 @@ class ReplyStats(Protocol):
     def norm(self) -> float: ...
 
 
+def mean_of_slots(values: Mapping[int, Slot]) -> Slot:
+    """Return the plain mean over clients of one dict of arrays each."""
+    keys = next(iter(values.values()), {})
+    return {key: sum(v[key] for v in values.values()) / len(values) for key in keys}
+
+
 @dataclass(frozen=True)
 class ServerContext:
     """What a term may read on the server. Read-only.
@@ -213,6 +219,12 @@ class ServerContext:
         ``p_k`` by partition id, over the replies that are used: they sum to 1. Empty before the replies.
     replies : Mapping of int to ReplyStats
         What was measured of each reply that is used, by partition id in ascending order.
+    aggregated : callable
+        ``aggregated(values) -> Slot``: the mean of one dict of arrays a client, all of the same keys and
+        shapes, each client alike; made by the strategy's `aggregator`. In `update`, Krum takes the clients
+        that it selected by their updates; elsewhere it selects by `values`.
+    robust : bool
+        Whether the strategy's `aggregator` is another than `Mean`.
     """
 
     round: int
@@ -223,6 +235,8 @@ class ServerContext:
     population: int = 0
     weights: Mapping[int, float] = field(default_factory=dict)
     replies: Mapping[int, ReplyStats] = field(default_factory=dict)
+    aggregated: Callable[[Mapping[int, Slot]], Slot] = mean_of_slots
+    robust: bool = False
 
 
 CLIENT_HOOKS = (
@@ -247,6 +261,9 @@ class Declared:
     """True if `update` replaces the averaged delta by a server optimiser's step."""
     keeps_delta: ClassVar[bool] = False
     """True if `update` returns `delta` unchanged; an `update` that changes it stands right of the owner."""
+    robust: ClassVar[bool] = False
+    """True if what a client uploads reaches the server's slot and the other clients only through
+    ``ctx.aggregated``, or as the client's own entry. A term that `Adds` need not say so."""
     reads_lr: ClassVar[bool] = True
     """False if no server hook reads ``ctx.lr``: then a term of the server alone needs no learning rate."""
     excludes: ClassVar[tuple[str, ...]] = ()

@@ -19,10 +19,12 @@ from flwr_regs.chain import Chain, chain
 from flwr_regs.client import state
 from flwr_regs.client.batches import Batches, batch_size, count_batches, count_examples, to_device
 from flwr_regs.client.batches import label_counts as count_labels
+from flwr_regs.client.custody import Pins, check_custody
 from flwr_regs.client.frozen import held_still
 from flwr_regs.client.loading import load, tied_names
 from flwr_regs.client.measures import Measures
 from flwr_regs.client.result import LocalResult
+from flwr_regs.client.saved import Folder, Saved
 from flwr_regs.client.state import ClientState, to_numpy
 from flwr_regs.client.task import Task
 from flwr_regs.client.training import trained_parameters
@@ -61,6 +63,8 @@ class Received:
         The global model, numpy by name.
     config : mapping
         The round's config, with slots packed as bytes.
+    pins, folder : str or sequence of str, str or path
+        The entries that this client keeps to itself, and where it saves what it keeps, if anywhere.
 
     Attributes
     ----------
@@ -74,7 +78,8 @@ class Received:
     ForeignStrategy
         The strategy is not of this package.
     ProtocolError
-        The strategy is for another method or protocol version, or arrays do not fit the model.
+        The strategy is for another method or protocol version, does not withhold a pinned entry, or its
+        arrays do not fit the model.
     ValueError
         The config lacks a key, or holds an unknown one.
     """
@@ -87,9 +92,16 @@ class Received:
         who: str,
         arrays: Mapping[str, np.ndarray],
         config: Mapping[str, Any],
+        pins: Pins = (),
+        folder: Folder = None,
     ) -> None:
-        self._model, self._method, self._config = model, method, config
+        self._model, self._method = model, method
         self.term = _method(method, terms, f"this client is {who} ({method})", config)
+        check_custody(pins, model, self.term)
+        if (saved := Saved(folder, config) if folder is not None else None) is not None:
+            saved.entering()
+            config = saved.config
+        self._config, self._saved = config, saved
         self._coded = config.get(keys.DOWNLINK_KEY) == "coded"
         self._arrays, step = {**arrays}, None
         if self._coded:
@@ -105,16 +117,16 @@ class Received:
             for name, slot in recovered.items():  # beside what came for this client alone
                 self.broadcast[name] = {**slot, **self.broadcast.get(name, {})}
         update = {n: a for n, a in self._arrays.items() if n in self._trainable}
-        kept = ClientState()
+        self._lost = saved is not None and saved.lost
         try:
             kept = ClientState.read(self.term, config)
-            self._settled = kept.settle(self.term, config.get(keys.USED_KEY), update)
+            self._kept, lost = kept.entering(self.term, config, update)
+            self._lost |= lost
         except Exception as error:  # damaged, or a term cannot take it back
             LOG.warning("this client's state is lost: %s", described(error))
-            kept, self._settled = ClientState(), {}
-        mine = kept.probe and kept.round == config[keys.ROUND_KEY]
-        self.client = {**self._settled, **(kept.pending if mine else {})}
-        self._lost = keys.USED_KEY in config and kept == ClientState()
+            kept, self._kept = ClientState(), ClientState(round=config[keys.ROUND_KEY])
+        self._lost |= keys.USED_KEY in config and kept == ClientState()
+        self.client = {**self._kept.settled, **self._kept.pending}
 
     def _decoded(self) -> tuple[NDArrays, NDArrays]:
         """Return (the global model, the last step) from steps in the method's code; raise OutOfSync."""
@@ -177,13 +189,10 @@ class Received:
             own = [n for n in buffers if n not in tied]
             new = {n: new[n] for n in own if not np.array_equal(new[n], given[n])}
         if result.num_steps:
-            number = self._config[keys.ROUND_KEY]
-            metrics |= state.entries(
-                self.term, self._settled, result.client, number, sent=sent, code=code
-            )
+            metrics |= state.entries(self.term, self._kept, result.client, sent=sent, code=code)
         else:
-            metrics |= state.packed(self._settled, "client")
-        return new, metrics | self._kept(private)
+            metrics |= state.untrained(self.term, self._kept)
+        return new, self._for_node(metrics, private)
 
     def probe(
         self, data: Batches, device: torch.device, classifier: str | None, task: Task
@@ -211,23 +220,30 @@ class Received:
         upload, kept = self.term.probe(ctx)
         metrics: dict[str, Any] = {keys.METHOD_KEY: self._method}
         metrics |= state.packed(to_device(upload, "cpu"), "upload")
-        number, after = self._config[keys.ROUND_KEY], to_device(kept, "cpu")
-        metrics |= state.entries(self.term, self._settled, after, number)
+        metrics |= state.entries(self.term, self._kept, to_device(kept, "cpu"))
         own = unpack(self._config[keys.PRIVATE_KEY]) if keys.PRIVATE_KEY in self._config else {}
-        return count_examples(pairs), metrics | self._kept(own)
+        return count_examples(pairs), self._for_node(metrics, own)
 
     def _still(self) -> NDArrays:
         """Return the frozen parameters as loaded. A copy of a large part does not stay through training."""
         return held_still(self._model, self.term, self.private)
 
-    def _kept(self, private: Mapping[str, np.ndarray]) -> dict[str, Any]:
-        """Return what the node keeps beside the slots: private entries, and a model that came coded."""
+    def _for_node(
+        self, metrics: Mapping[str, Any], private: Mapping[str, np.ndarray]
+    ) -> dict[str, Any]:
+        """Return a reply's `metrics`, with what the node keeps beside the slots; write all that is kept.
+
+        That is private entries, a model that came coded, and frozen parameters that are not this model's.
+        """
         kept: dict[str, Any] = {keys.PRIVATE_KEY: pack(private)} if private else {}
+        if private and keys.PRIVATE_KEY not in self._config:
+            kept[keys.FRESH_KEY] = True  # new or lost: the server knows which
         if self._coded:
             kept[keys.MODEL_KEY] = pack(self._arrays)
         if self._anew:
             kept[keys.FROZEN_KEPT_KEY] = pack(self._still())
-        return kept | ({keys.LOST_KEY: True} if self._lost else {})
+        reply = {**metrics, **kept, **({keys.LOST_KEY: True} if self._lost else {})}
+        return reply if self._saved is None else reply | self._saved.leaving(reply)
 
 
 def evaluated_term(method: str, terms: Terms, config: Mapping[str, Any]) -> Chain:
@@ -310,7 +326,7 @@ def _built(terms: Terms, config: Mapping[str, Any]) -> list[Term]:
 
 
 def _slot_keys(term: Chain) -> list[str]:
-    kinds = ("broadcast", "client", "pending.client")
+    kinds = ("broadcast", state.SETTLED, state.PENDING, state.ALWAYS)
     return [f"{t.name}.{kind}" for t in term.terms for kind in kinds]
 
 

@@ -25,6 +25,11 @@ from flwr_regs.server.options import Options
 from flwr_regs.term import Term
 from flwr_regs.wire.config import nearest
 
+VALUES = (
+    *("CenteredClipping", "CoordinateMedian", "GeometricMedian", "Krum", "Mean", "NormBound"),
+    *("TrimmedMean", "CentralDP", "Patience", "Target"),
+)
+"""The calls that an argument of a method may be."""
 FIRSTS = ("weighting", "incomplete", "downlink")
 """The settings that a composition takes from its first strategy, if nobody gives them."""
 
@@ -57,6 +62,7 @@ def build(calls: Sequence[Call], folder: str = "", **common: Any) -> RegStrategy
     extra = {k: v for k, v in common.items() if k not in Options.names()}
     for call in calls:
         with named(str(call)):
+            call = _with_values(call)
             kind = find(call, folder)
             if len(calls) == 1 and _is_strategy(kind):
                 return _strategy(kind, call, common)
@@ -163,6 +169,26 @@ def _with(call: Call, name: str, value: Any, folder: str) -> Call:
         args[names.index(name)] = value
         return replace(call, args=tuple(args))
     return replace(call, kwargs={**call.kwargs, name: value}, called=True)
+
+
+def _with_values(call: Call) -> Call:
+    """Return a call with what its arguments' own calls make: aggregators, privacy, stopping conditions."""
+
+    def made(value: Any) -> Any:
+        if not isinstance(value, Call):
+            return value
+        if value.target not in VALUES:
+            raise ValueError(
+                f"an argument may be a call of {', '.join(VALUES)}; not of {value.target}"
+            )
+        kind = getattr(flwr_regs, value.target)
+        with named(str(value)):
+            _checked(kind, value, value.kwargs)
+            return kind(*map(made, value.args), **{k: made(v) for k, v in value.kwargs.items()})
+
+    return replace(
+        call, args=tuple(map(made, call.args)), kwargs={k: made(v) for k, v in call.kwargs.items()}
+    )
 
 
 def _is_strategy(found: Any) -> bool:

@@ -18,7 +18,10 @@ _DOTTED = r"[^\W\d]\w*(\.[^\W\d]\w*)*"
 _FILE = r"[^'\"()\[\]{}:\n]*[^'\"()\[\]{}:\n/]\.py"  # a path; commas and + have separated before
 NAME = re.compile(rf"{_FILE}:{_DOTTED}|{_DOTTED}(:{_DOTTED})?")
 CLOSING = {"(": ")", "[": "]", "{": "}"}
-LITERAL = "a literal: a number, quoted text, True, False, None, or a list, tuple or dict of these"
+LITERAL = (
+    "a literal: a number, quoted text, True, False, None, or a list, tuple or dict of these; or a call, "
+    "such as Target(0.9)"
+)
 
 
 @dataclass(frozen=True)
@@ -30,7 +33,7 @@ class Call:
     target : str
         ``FedFOR``, or a reference: ``mine.py:name``, ``package.module:name``, ``here:name``.
     args, kwargs : tuple, dict
-        Its literal arguments.
+        Its arguments: literals, or calls such as ``aggregator=Krum(byzantine=1)``.
     called : bool
         Whether it has parentheses.
     """
@@ -41,7 +44,8 @@ class Call:
     called: bool
 
     def __str__(self) -> str:
-        given = [repr(a) for a in self.args] + [f"{k}={v!r}" for k, v in self.kwargs.items()]
+        given = [_text(a) for a in self.args]
+        given += [f"{k}={_text(v)}" for k, v in self.kwargs.items()]
         if given or (self.called and ":" in self.target):
             return f"{self.target}({', '.join(given)})"
         return self.target
@@ -84,14 +88,33 @@ def _part(text: str, start: int, whole: str) -> Call:
         raise ValueError(f"{where}: the arguments are not Python ({why})") from error
     if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name):
         raise ValueError(f"{where}: expected one pair of parentheses after '{name[0]}'")
+    return _call(name[0], call, where)
+
+
+def _call(target: str, node: ast.Call, where: str) -> Call:
+    """Return the call of a syntax tree; ValueError unless its arguments are literals or such calls."""
     kwargs: dict[str, Any] = {}
-    for keyword in call.keywords:
+    for keyword in node.keywords:
         if keyword.arg is None or keyword.arg in kwargs:
             wrong = f"'{keyword.arg}' twice" if keyword.arg else "'**'"
             raise ValueError(f"{where}: expected each argument by its name once, not {wrong}")
-        kwargs[keyword.arg] = _literal(keyword.value, f"{where}: the argument '{keyword.arg}'")
-    args = [_literal(a, f"{where}: argument {i}") for i, a in enumerate(call.args, start=1)]
-    return Call(name[0], tuple(args), kwargs, called=True)
+        kwargs[keyword.arg] = _value(keyword.value, f"{where}: the argument '{keyword.arg}'")
+    args = [_value(a, f"{where}: argument {i}") for i, a in enumerate(node.args, start=1)]
+    return Call(target, tuple(args), kwargs, called=True)
+
+
+def _value(node: ast.expr, what: str) -> Any:
+    """Return an argument: a literal, or a call of one of the package's names."""
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+        return _call(node.func.id, node, what)
+    return _literal(node, what)
+
+
+def _text(value: Any) -> str:
+    """Return an argument as it is written."""
+    if isinstance(value, Call):  # always with parentheses, unlike a method
+        return str(value) if value.args or value.kwargs else f"{value.target}()"
+    return repr(value)
 
 
 def _literal(node: ast.expr, what: str) -> Any:
@@ -105,9 +128,9 @@ def _literal(node: ast.expr, what: str) -> Any:
 
 
 def literal(text: str) -> Any:
-    """Return the value of a literal; raise ValueError for any other text."""
+    """Return the value of a literal or a call; raise ValueError for any other text."""
     try:
-        return _literal(ast.parse(text.strip(), mode="eval").body, "a value")
+        return _value(ast.parse(text.strip(), mode="eval").body, "a value")
     except SyntaxError as error:
         raise ValueError(f"a value must be {LITERAL}; not {text}") from error
 

@@ -7,11 +7,19 @@ import signal
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 # What loads torch is imported by the functions: `main` also ends an early Ctrl-C in order.
 
 EPILOG = "`flwr-regs list settings` shows every key=value, with its default and meaning."
+
+
+class Parser(argparse.ArgumentParser):
+    """Says what is wrong in one sentence, without the list of options."""
+
+    def error(self, message: str) -> NoReturn:
+        """Print the sentence, and exit with status 2."""
+        self.exit(2, f"{self.prog}: {message} (`{self.prog} --help` shows what there is)\n")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -52,7 +60,7 @@ def _parser() -> argparse.ArgumentParser:
     import flwr_regs
     from flwr_regs.experiments import commands
 
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="flwr-regs",
         description="Compare federated methods on your data, and keep the results.",
     )

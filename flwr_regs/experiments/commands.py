@@ -15,6 +15,7 @@ from pathlib import Path
 
 import flwr_regs
 from flwr_regs.experiments.engine import PLAN, Plan
+from flwr_regs.experiments.folders import locked
 from flwr_regs.experiments.job import Job
 from flwr_regs.experiments.records import Run
 from flwr_regs.experiments.results import Results, provenance
@@ -44,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
     folder = folder or out_folder(plan.jobs[0][1])
     if not args.resume:
         plan.save(folder, provenance(_words(args)))
-    with _keeping(folder, args.command):
+    with locked(folder), _keeping(folder, args.command):
         _train(plan, folder, args.workers, runner, getattr(args, "gpus_per_client", 0.0))
         return _report(plan.results(folder), folder, plan)
 
@@ -78,7 +79,7 @@ def bench(args: argparse.Namespace) -> int:
     if not (trials / PLAN).is_file():
         trials.mkdir(exist_ok=True)
         tuning.save(trials, {})
-    with _keeping(folder, "bench"):
+    with locked(folder), _keeping(folder, "bench"):
         print(f"tuning on held-out data: {trials}", flush=True)
         _train(tuning, trials, args.workers)
         chosen = bench.chosen(tuning.recorded(trials))

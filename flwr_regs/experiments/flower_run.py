@@ -11,7 +11,6 @@ import contextlib
 import importlib.util
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -124,7 +123,7 @@ def _run_seed(
     command.append(f"num-supernodes={job.num_clients} client-resources-num-cpus=1")
     if gpus:
         command[-1] += f" client-resources-num-gpus={gpus}"
-    process = subprocess.Popen(
+    process = subprocess.Popen(  # it ends when its SuperLink is gone
         command, env=environment(home), stdout=log, stderr=log, start_new_session=True
     )
     paths = {m: records.record_path(folder, m, job.seed) for m in job.method_names}
@@ -158,12 +157,18 @@ def superlink(home: Path, env: dict[str, str]) -> Iterator[int]:
             s = held.enter_context(socket.socket())
             s.bind(("127.0.0.1", 0))
             ports.append(s.getsockname()[1])
-    command = ["flower-superlink", "--insecure", "--simulation", "--host", "127.0.0.1"]
+    keeper = [sys.executable, "-m", "flwr_regs.experiments.keeper", str(home)]
+    command = [*keeper, "flower-superlink", "--insecure", "--simulation", "--host", "127.0.0.1"]
     command += ["--port", str(ports[0]), "--control-api-address", f"127.0.0.1:{ports[1]}"]
     log = home / "superlink.log"
     with log.open("w") as sink:
         process = subprocess.Popen(
-            command, env=env, stdout=sink, stderr=subprocess.STDOUT, start_new_session=True
+            command,
+            env=env,
+            stdin=subprocess.PIPE,  # the keeper ends everything when this is closed, or we are killed
+            stdout=sink,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
     try:
         deadline = time.monotonic() + 60
@@ -173,14 +178,11 @@ def superlink(home: Path, env: dict[str, str]) -> Iterator[int]:
             time.sleep(0.2)
         yield ports[0]
     finally:
-        ours = _descendants(process.pid)  # Ray's processes are in sessions of their own
-        process.terminate()
+        assert process.stdin is not None
+        process.stdin.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(1)
+            process.wait(10)
         process.kill()
-        for pid in ours:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
 
 
 def _healthy(port: int) -> bool:
@@ -193,16 +195,3 @@ def _healthy(port: int) -> bool:
         return False
     finally:
         connection.close()
-
-
-def _descendants(pid: int) -> list[int]:
-    """Return the processes that `pid` started, and those that they started (Linux; else none)."""
-    parents: dict[int, int] = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError, ValueError):
-            # "pid (name) state ppid …", and the name may hold spaces and brackets
-            parents[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
-    found = [pid]
-    for one in found:
-        found += [child for child, parent in parents.items() if parent == one]
-    return found[1:]

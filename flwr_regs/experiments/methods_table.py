@@ -30,7 +30,7 @@ trips     exchanges with a client in a round
 state     a client keeps something between rounds
 SecAgg    the server needs only sums over the clients
 DP        goes with central differential privacy
-robust    a robust aggregator can treat all that the clients send
+robust    a robust aggregator covers all that the clients send
 streams   the server never holds a whole cohort's uploads
 stacks    a cohort can run as one, under torch.func.vmap
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import time
 import tomllib
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,6 +13,7 @@ from typing import Any
 from flwr_regs.experiments import calls
 from flwr_regs.experiments.build import with_argument
 from flwr_regs.experiments.engine import PLAN, Plan
+from flwr_regs.experiments.folders import check_writable, new_folder
 from flwr_regs.experiments.job import Job
 from flwr_regs.experiments.settings import read
 
@@ -129,17 +129,12 @@ def numbers(text: str, option: str) -> tuple[int, ...]:
 def out_folder(job: Job) -> Path:
     """Return (and make) the job's ``out``, by default ``results/<time>`` in the current folder.
 
-    Raises ValueError if it holds results already.
+    Raises ValueError if it holds results already, or cannot be written.
     """
-    folder = Path(job.out or Path.cwd() / "results" / time.strftime("%Y%m%d-%H%M%S"))
     if not job.out:
-        for count in range(2, 1000):  # two runs in one second
-            try:
-                folder.mkdir(parents=True)
-                return folder
-            except FileExistsError:
-                folder = folder.with_name(f"{folder.name.partition('.')[0]}.{count}")
-    folder.mkdir(parents=True, exist_ok=True)
+        return new_folder(Path.cwd() / "results")
+    folder = Path(job.out)
+    check_writable(folder)
     if (folder / PLAN).exists() or (folder / "bench.json").exists():
         raise ValueError(
             f"{folder} holds results: go on with --resume {folder}, or give another out="

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from flwr.serverapp import GaussianPrivacyEvent, RdpAccountant
@@ -49,6 +50,26 @@ class AccountedBudget:
         self._accountant.compose(self._event(cohort))
         spent = self._accountant.get_privacy_spent()
         return spent.epsilon, spent.delta
+
+    def snapshot(self) -> dict[str, Any]:
+        """Return the accountant's own record of all releases."""
+        state: dict[str, Any] = self._accountant.state_dict()
+        return state
+
+    def restore(self, spent: Mapping[str, Any]) -> None:
+        """Count the releases of an earlier record, unless the accountant has counted them already.
+
+        Raises ValueError if it has counted others, or is set otherwise.
+        """
+        mine, then = self.snapshot()["compositions"], spent["compositions"]
+        if mine[: len(then)] == then:  # the same accountant, which lived on
+            return
+        if then[: len(mine)] != mine:
+            raise ValueError(
+                f"the privacy accountant has counted {len(mine)} releases that are not the checkpoint's "
+                f"{len(then)}: pass a new accountant, which then counts the checkpoint's"
+            )
+        self._accountant.load_state_dict(dict(spent))
 
     def _event(self, cohort: int) -> GaussianPrivacyEvent:
         multiplier = self._dp.accounted_multiplier

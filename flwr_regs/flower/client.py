@@ -16,9 +16,11 @@ from flwr_regs.chain import name_of
 from flwr_regs.client.batches import Batches, check_batches, label_counts, resolve_device
 from flwr_regs.client.calibration import evaluate
 from flwr_regs.client.classifier import find_classifier
+from flwr_regs.client.custody import Pins, check_custody, pinned
 from flwr_regs.client.loading import load
 from flwr_regs.client.optimizer import OptimizerFn
 from flwr_regs.client.received import Received, evaluated_term, seeded
+from flwr_regs.client.saved import Folder, evaluated_state
 from flwr_regs.client.state import to_numpy
 from flwr_regs.client.task import LossFn, OutputFn, Task, uncompiled
 from flwr_regs.client.training import local_round
@@ -27,6 +29,7 @@ from flwr_regs.term import NOT_NEGATIVE, Range, Term
 from flwr_regs.wire import keys
 from flwr_regs.wire.arrays import ForeignStrategy, ProtocolError
 from flwr_regs.wire.terms import check_classes
+from flwr_regs.wire.text import read_json
 
 NDArrayList = list[Any]
 
@@ -64,6 +67,16 @@ class RegClient(NumPyClient):
     step_budget, time_budget : int, float, optional
         The most local steps, and seconds of training, for one round. The client then stops and reports
         its steps; with 0 steps it is inactive. The strategy's `incomplete` says how such a client counts.
+    private : str or sequence of str
+        Patterns of the entries that never leave this client, such as ``"head.*"``, whatever the server
+        says. A round of a strategy that would not withhold them is refused before training, and so is an
+        evaluation. The strategy may withhold more. What the method itself shares of the data, such as
+        feature means, says nothing of entries and is not meant.
+    save_private : str or path, optional
+        A folder on this machine, where the client writes its private entries and what its method keeps
+        between rounds, after each round. A node that was restarted then goes on as if nothing had happened,
+        also in another run that resumes the training. The folder may be the same for many clients and
+        trainings; :func:`flwr_regs.load_private` reads it. None: this dies with the node or the run.
     terms : sequence of Term classes
         Only for your own composition, in the strategy's order.
 
@@ -73,7 +86,8 @@ class RegClient(NumPyClient):
         Data that are no batches, such as a Dataset, or that can be iterated only once; terms that are no
         classes of terms; a model that is no Module.
     ValueError
-        A budget of a wrong type, or negative; a model without the output layer that the method reads.
+        A budget of a wrong type, or negative; a model without the output layer that the method reads; a
+        pattern in `private` that matches none of the model's entries.
     """
 
     method: ClassVar[str | None] = None
@@ -94,6 +108,8 @@ class RegClient(NumPyClient):
         share_label_counts: bool = False,
         step_budget: int | None = None,
         time_budget: float | None = None,
+        private: Pins = (),
+        save_private: Folder = None,
         terms: Sequence[type[Term]] | None = None,
     ) -> None:
         if not isinstance(model, nn.Module):
@@ -113,6 +129,7 @@ class RegClient(NumPyClient):
         NOT_NEGATIVE.check(who, "time_budget", time_budget, optional=True)
         if classifier is not None or any("features" in t.needs for t in self.terms):
             find_classifier(uncompiled(model), classifier)  # raises here, before any round
+        pinned(private, uncompiled(model))  # raises here, before any round
         self.model = model
         self.train_data = train_data
         self.eval_data = eval_data
@@ -125,6 +142,8 @@ class RegClient(NumPyClient):
         self.share_label_counts = share_label_counts
         self.step_budget = step_budget
         self.time_budget = time_budget
+        self.private = private
+        self.save_private = save_private
 
     def to_client(self) -> Client:
         """Return the client as Flower calls it; on another strategy's message its reply ends the run."""
@@ -142,7 +161,9 @@ class RegClient(NumPyClient):
         return client
 
     def get_parameters(self, config: Mapping[str, Any]) -> NDArrayList:
-        """Return the model's ``state_dict`` values as numpy arrays."""
+        """Return the model's ``state_dict`` values; PermissionError if some are pinned to this client."""
+        if mine := sorted(pinned(self.private, uncompiled(self.model))):
+            raise PermissionError(f"this client keeps {mine} to itself (private={self.private!r})")
         return [to_numpy(v).copy() for v in uncompiled(self.model).state_dict().values()]
 
     def fit(
@@ -158,13 +179,15 @@ class RegClient(NumPyClient):
         Raises
         ------
         ProtocolError
-            The strategy is for another method or protocol version, or arrays do not fit the model.
+            The strategy is for another method or protocol version, does not withhold what this client
+            keeps to itself, or its arrays do not fit the model.
         ValueError
             The config lacks a key, holds an unknown one, or there is no training data.
         """
         arrays = self._named(parameters, config) if keys.METHOD_KEY in config else {}
         method, name, device = self._method_name(), type(self).__name__, resolve_device(self.device)
-        received = Received(uncompiled(self.model), method, self.terms, name, arrays, config)
+        message = (self.terms, name, arrays, config, self.private, self.save_private)
+        received = Received(uncompiled(self.model), method, *message)
         if config.get(keys.PROBE_KEY):
             with seeded(config[keys.SEED_KEY], device):
                 reply = received.probe(self.train_data, device, self.classifier, self._task)
@@ -203,8 +226,10 @@ class RegClient(NumPyClient):
             )
         term = evaluated_term(self._method_name(), self.terms, config)
         model = uncompiled(self.model)
+        check_custody(self.private, model, term)
+        config, missing = evaluated_state(term, model.state_dict(), self.save_private, config)
         load(model, term, self._named(parameters, config), config)
-        return evaluate(
+        loss, count, metrics = evaluate(
             model,
             term,
             self.eval_data,
@@ -215,6 +240,7 @@ class RegClient(NumPyClient):
             optimizer=self.optimizer,
             device=resolve_device(self.device),
         )
+        return loss, count, metrics | missing
 
     def get_properties(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """Return the label counts if `config` requests them; PermissionError if they are not shared."""
@@ -242,4 +268,4 @@ class RegClient(NumPyClient):
                 "the config does not name the arrays: build the ClientApp with "
                 "flwr_regs.client_app(client_fn), not with flwr's ClientApp(client_fn)"
             )
-        return dict(zip(json.loads(config[keys.NAMES_KEY]), parameters, strict=True))
+        return dict(zip(read_json(config[keys.NAMES_KEY]), parameters, strict=True))

@@ -13,8 +13,10 @@ from torch import nn
 from flwr_regs.abilities import Personalises
 from flwr_regs.chain import name_of
 from flwr_regs.client.batches import Batches, resolve_device
+from flwr_regs.client.custody import Pins, check_custody
 from flwr_regs.client.loading import load
 from flwr_regs.client.received import Received, evaluated_term, personalise, seeded
+from flwr_regs.client.saved import Folder, evaluated_state
 from flwr_regs.client.task import LossFn, OutputFn, Task, uncompiled
 from flwr_regs.client.training import LocalTraining
 from flwr_regs.flower.client import RegClient
@@ -60,11 +62,15 @@ class ClientRound(LocalTraining):
         The global model is loaded into it by name; it is trained in place.
     train_data, loss_fn, target_key, output_fn, device, classifier, train_mode, max_steps, max_seconds
         As for :class:`flwr_regs.client.training.LocalTraining`; ``n_k`` counts the data's examples.
+    private, save_private : str or sequence of str, str or path
+        What never leaves this client, and the folder where it saves what it keeps: see
+        :class:`flwr_regs.RegClient`.
 
     Raises
     ------
     ProtocolError
-        The strategy is for another method or protocol version, or arrays do not fit the model.
+        The strategy is for another method or protocol version, does not withhold what this client keeps to
+        itself, or its arrays do not fit the model.
     ValueError
         The config lacks a key, holds an unknown one, or there is no training data.
     """
@@ -84,6 +90,8 @@ class ClientRound(LocalTraining):
         train_mode: bool = True,
         max_steps: int | None = None,
         max_seconds: float | None = None,
+        private: Pins = (),
+        save_private: Folder = None,
     ) -> None:
         name, terms, who = _described(method)
         if (kind := message.metadata.message_type).split(".")[0] != "train":
@@ -92,7 +100,8 @@ class ClientRound(LocalTraining):
             )
         arrays, self._config = _content(message)
         self._message, self._classifier = message, classifier
-        self._received = Received(uncompiled(model), name, terms, who, arrays, self._config)
+        given = (terms, who, arrays, self._config, private, save_private)
+        self._received = Received(uncompiled(model), name, *given)
         self._probing = bool(self._config.get(keys.PROBE_KEY))
         super().__init__(
             model,
@@ -160,6 +169,8 @@ def load_model(
     output_fn: OutputFn | None = None,
     device: str | torch.device = "auto",
     classifier: str | None = None,
+    private: Pins = (),
+    save_private: Folder = None,
 ) -> None:
     """Load an evaluate message's global model, and this client's private entries, into `model`.
 
@@ -171,19 +182,23 @@ def load_model(
         As for :class:`ClientRound`.
     personal : bool
         Load this client's own model instead, of a method that has one.
+    private, save_private : str or sequence of str, str or path
+        As for :class:`ClientRound`.
     train_data, loss_fn, target_key, output_fn, device, classifier
         As for :class:`ClientRound`, for methods that measure or train their own model further.
 
     Raises
     ------
     ProtocolError
-        Arrays do not fit the model.
+        Arrays do not fit the model, or the strategy does not withhold what this client keeps to itself.
     ValueError
         The config holds an unknown key; `personal` of a method without models of the clients' own.
     """
     name, terms, _ = _described(method)
     arrays, config = _content(message)
     term, model = evaluated_term(name, terms, config), uncompiled(model)
+    check_custody(private, model, term)
+    config, _ = evaluated_state(term, model.state_dict(), save_private, config)
     load(model, term, arrays, config)
     if not personal:
         return
@@ -209,7 +224,7 @@ def _described(method: Method) -> tuple[str, Sequence[type[Term]], str]:
     return name_of(method), method, "a loop of terms"
 
 
-def _content(message: Message) -> tuple[dict[str, Any], dict[str, Any]]:
+def _content(message: Message) -> tuple[dict[str, Any], Mapping[str, Any]]:
     content = message.content
     if keys.ARRAYS not in content.array_records or keys.CONFIG not in content.config_records:
         raise ForeignStrategy(

@@ -73,6 +73,23 @@ class InProcessGrid(Grid):
         """The run; Grid's interface."""
         return self._run
 
+    def snapshot(self) -> dict[int, RecordDict]:
+        """Return each client's ``Context.state`` by node id; later rounds do not change it."""
+        return {
+            node: RecordDict({k: r.copy() for k, r in context.state.items()})
+            for node, context in self._contexts.items()
+        }
+
+    def restore(self, states: Mapping[int, RecordDict]) -> None:
+        """Continue from a snapshot; raise ValueError if it is of other clients."""
+        if states.keys() != self._contexts.keys():
+            raise ValueError(
+                f"the checkpoint holds the state of {len(states)} clients, but this grid has "
+                f"{len(self._contexts)}"
+            )
+        for node, state in states.items():
+            self._contexts[node].state = state
+
     def create_message(
         self, content: Any, message_type: str, dst_node_id: int, group_id: str, ttl: Any = None
     ) -> Message:

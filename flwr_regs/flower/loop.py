@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import count
 from logging import INFO, WARNING
 from typing import Any, Protocol
@@ -15,12 +15,13 @@ from flwr.common.logger import log
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result
 
+from flwr_regs.flower.checkpoints import Checkpoints
 from flwr_regs.flower.network import GridNetwork
 from flwr_regs.server.options import Options, as_many
 from flwr_regs.server.round import TooFewReplies
 
 EvaluateFn = Callable[[int, ArrayRecord], MetricRecord | None]
-OF_START = ("retries", "deadline", "stop_when", "on_round")
+OF_START = ("retries", "deadline", "stop_when", "on_round", "checkpoint_dir")
 """Settings that only this loop follows; other loops refuse or ignore them."""
 
 
@@ -72,6 +73,8 @@ class Loop:
         ``evaluate_fn(round, arrays) -> MetricRecord or None``, on the server; round 0 is the initial model.
     result : Result
         Filled in round by round.
+    saved : Checkpoints
+        Where the training begins, and where finished rounds are saved.
     """
 
     strategy: Driven
@@ -80,14 +83,20 @@ class Loop:
     timeout: float | None
     train: ConfigRecord
     evaluate: ConfigRecord
-    evaluate_fn: EvaluateFn | None = None
-    result: Result = field(default_factory=Result)
+    evaluate_fn: EvaluateFn | None
+    result: Result
+    saved: Checkpoints
 
     def run(self, arrays: ArrayRecord) -> Result:
         """Train from `arrays` on; return the result."""
         began = time.monotonic()
-        self._test(0, arrays)
-        for number in range(1, self.num_rounds + 1):
+        if self.saved.resumed is None:
+            self._test(0, arrays)
+        else:
+            self.result.arrays = arrays
+            if self._stopped(self.strategy.history[-1]):
+                return self.result
+        for number in range(self.saved.first, self.num_rounds + 1):
             log(INFO, "")
             log(INFO, "[ROUND %d/%d]", number, self.num_rounds)
             arrays = self._trained(number, arrays)
@@ -150,18 +159,29 @@ class Loop:
     def _ends(self, entry: dict[str, Any]) -> bool:
         """Ask `stop_when` and hand the finished entry to `on_round`; return whether training ends early."""
         options, number = self.strategy.options, entry["round"]
-        for condition in as_many(options.stop_when):
-            why = _called("stop_when", condition, self.strategy.history, number)
+        self._stopped(entry)
+        self.saved.after(number)
+        saved = dict(entry)
+        for callback in as_many(options.on_round):
+            if _called("on_round", callback, copy.deepcopy(entry), number) is True:
+                entry.setdefault("stopped", f"{callback!r} returned True")
+        if entry != saved:
+            self.saved.after(number)
+        if "stopped" in entry:
+            log(INFO, "training ends after round %d: %s", number, entry["stopped"])
+        return "stopped" in entry
+
+    def _stopped(self, entry: dict[str, Any]) -> bool:
+        """Return whether a `stop_when` ends the training after this entry; note why."""
+        found = False
+        for condition in as_many(self.strategy.options.stop_when):
+            why = _called("stop_when", condition, self.strategy.history, entry["round"])
+            found |= bool(why)
             if why and "stopped" not in entry:
                 entry["stopped"] = (
                     why if isinstance(why, str) else f"{condition!r} returned {why!r}"
                 )
-        for callback in as_many(options.on_round):
-            if _called("on_round", callback, copy.deepcopy(entry), number) is True:
-                entry.setdefault("stopped", f"{callback!r} returned True")
-        if "stopped" in entry:
-            log(INFO, "training ends after round %d: %s", number, entry["stopped"])
-        return "stopped" in entry
+        return found
 
 
 def _called(setting: str, function: Callable[[Any], Any], argument: Any, number: int) -> Any:

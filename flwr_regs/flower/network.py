@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Generic, TypeVar
 
-from flwr.app import ArrayRecord, Message
+from flwr.app import ArrayRecord, Error, Message
 from flwr.common.constant import ErrorCode
 from flwr.serverapp import Grid
 
-from flwr_regs.server.network import Course, Replies, Request
+from flwr_regs.server.network import Course, Replies, Request, read_each
 from flwr_regs.wire import keys
-from flwr_regs.wire.parcel import Parcel
+from flwr_regs.wire.errors import described
 from flwr_regs.wire.records import content_of, parcel_of
+from flwr_regs.wire.text import one_line
 
 T = TypeVar("T")
 
@@ -52,11 +53,12 @@ class GridNetwork:
         limit = min((t for t in (self._timeout, timeout) if t is not None), default=None)
         began = time.monotonic()
         # Flower's grid gives None for a message that it could not send: nobody will reply to it.
-        waiting = dict.fromkeys(i for i in self._grid.push_messages(messages) if i)
+        pushed = zip(self._grid.push_messages(messages), messages, strict=False)
+        waiting = {i: message for i, message in pushed if i}
         expected, replies = len(waiting), list[Message]()
         at_once = getattr(self._grid, "replies_at_once", False)
         while True:
-            for reply in self._grid.pull_messages(list(waiting)):
+            for reply in self._pull(waiting):
                 waiting.pop(reply.metadata.reply_to_message_id, None)
                 replies.append(reply)
             spent = time.monotonic() - began
@@ -64,6 +66,28 @@ class GridNetwork:
             if len(replies) >= expected or left <= 0 or at_once:
                 return replies
             time.sleep(min(max(0.01, 0.1 * spent), 1.0, left))
+
+    def _pull(self, waiting: Mapping[str, Message]) -> list[Message]:
+        """Return the replies that have come; one that Flower cannot read becomes an error of its client.
+
+        Flower raises for all that it pulls if one cannot be read, so they are then pulled one by one. If
+        each of these raises too, it is not a client's doing.
+        """
+        try:
+            return list(self._grid.pull_messages(list(waiting)))
+        except Exception as error:
+            replies, raised = list[Message](), 0
+            for key, message in waiting.items():
+                try:
+                    replies += self._grid.pull_messages([key])
+                except Exception as its_own:
+                    raised += 1
+                    why = f"its reply cannot be read: {described(its_own)}"
+                    unread = Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, why)
+                    replies.append(Message(unread, reply_to=message))
+            if raised == len(waiting):
+                raise error
+            return replies
 
 
 class Paused(Generic[T]):
@@ -97,7 +121,7 @@ def messages_of(requests: Iterable[Request]) -> list[Message]:
 
 def reason_of(reply: Message) -> str:
     """Return why a reply is an error: what the client's code raised, or Flower's code and text."""
-    code, reason = reply.error.code, str(reply.error.reason)
+    code, reason = reply.error.code, one_line(str(reply.error.reason))
     return (
         reason if code == ErrorCode.CLIENT_APP_RAISED_EXCEPTION else f"error code {code}: {reason}"
     )
@@ -110,7 +134,7 @@ def replies_to(request: Request, replies: Iterable[Message]) -> Replies:
     So a client without a reply counts as failed.
     """
     client_of = {node: pid for pid, node in request.nodes.items()}
-    came: dict[int, Parcel] = {}
+    contents: dict[int, Message] = {}
     failures: dict[int, str] = {}
     stray: list[str] = []
     for reply in replies:
@@ -124,9 +148,11 @@ def replies_to(request: Request, replies: Iterable[Message]) -> Replies:
             else:
                 failures[pid] = why
         elif pid is not None:
-            came[pid] = parcel_of(reply.content)
+            contents[pid] = reply
+    came, unread = read_each(contents, lambda _, reply: parcel_of(reply.content))
+    failures |= unread
     silent = [pid for pid in request.parcels if pid not in came and pid not in failures]
-    why = "no reply" + (f" ({'; '.join(stray)})" if stray else " in time")
+    why = "no reply" + (f" ({one_line('; '.join(stray))})" if stray else " in time")
     failures |= dict.fromkeys(silent, why)
     # in the order of the request: that of arrival differs from run to run
     came = {p: came[p] for p in request.parcels if p in came}

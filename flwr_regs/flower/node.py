@@ -16,13 +16,19 @@ from flwr.common.logger import log
 
 from flwr_regs.flower.refusal import refusal
 from flwr_regs.wire import keys
-from flwr_regs.wire.arrays import ForeignStrategy, NDArrays, pack, unpack
+from flwr_regs.wire.arrays import ForeignStrategy, NDArrays, ProtocolError, pack, unpack
 from flwr_regs.wire.delta import KINDS, OutOfSync, model_from, packed_steps
 from flwr_regs.wire.errors import described
 from flwr_regs.wire.frozen import read_said
 from flwr_regs.wire.precision import from_half, to_half
 from flwr_regs.wire.records import from_record, identity_reply, to_record
 
+BEFORE = ".before"
+AT_ONCE = (".always.client", keys.PRIVATE_KEY)
+"""Ends of the names of slots that count at once, whether the server uses the round's reply or not."""
+_UNTRAINED = {"round": -1, "earlier": -1, "probe": 0, "loaded": 0}
+"""Of the last exchange: its round, the round trained before it, whether it was a probe, and whether it
+began with what the client loaded from its disk: then what was before is there, not here."""
 _LOGGED: set[str] = set()
 
 
@@ -43,6 +49,10 @@ def node_mod(message: Message, context: Context, call_next: ClientAppCallable) -
         return Message(identity_reply(context.node_config), reply_to=message)
     content = message.content
     config = content.config_records.get(keys.CONFIG, ConfigRecord())
+    try:
+        _check_incoming(config, context)
+    except ValueError as error:
+        return failure(message, error)
     state = NodeState(context, config)
     if message_type == keys.PREFETCH:
         state.keep_model(content.array_records[keys.ARRAYS])
@@ -77,6 +87,24 @@ def node_mod(message: Message, context: Context, call_next: ClientAppCallable) -
     return Message(RecordDict({keys.CONFIG: out_of_sync}), reply_to=message)
 
 
+def _check_incoming(config: Mapping[str, Any], context: Context) -> None:
+    """Raise ProtocolError for a config that would reach another client's state, or replace this one's."""
+    ours = keys.METHOD_KEY in config  # another strategy's keys are the client's business
+    own = [k for k in config if k.endswith(".client") and not k.startswith("user.")]
+    if ours and (forged := sorted(own)):
+        raise ProtocolError(f"the config holds {forged}, which a node keeps for itself alone")
+    start = config.get(keys.START_KEY)
+    if start is not None and not keys.is_start(start):
+        raise ProtocolError(
+            f"'{keys.START_KEY}' must be some hexadecimal digits, not {start!r:.80}"
+        )
+    mine = context.node_config.get("partition-id")
+    if keys.CLIENT_KEY in config and mine is not None and config[keys.CLIENT_KEY] != int(mine):
+        raise ProtocolError(
+            f"the message is for partition {config[keys.CLIENT_KEY]!r:.80}, but this node serves {mine!r}"
+        )
+
+
 def failure(message: Message, error: Exception) -> Message:
     """Return the reply of a client that raised `error`: what it was, and the user's line."""
     why = described(error)
@@ -106,7 +134,7 @@ def _served(
         if keys.STEPS_KEY in config:  # only the method can decode these
             steps: Any = config[keys.STEPS_KEY]
             config[keys.STEPS_KEY] = packed_steps(steps)
-    slots = state.slots()
+    slots = state.slots() if kind == "evaluate" else state.entering()
     if kind == "evaluate":
         wanted = {keys.PRIVATE_KEY}
         if personal := str(config.get(keys.PERSONAL_KEY, "")):
@@ -123,7 +151,10 @@ def _served(
     packed = {name: pack(from_record(record)) for name, record in slots.items()}
     if (frozen := state.frozen) is not None:
         packed[keys.FROZEN_KEPT_KEY] = pack(from_record(frozen))
-    content[keys.CONFIG] = ConfigRecord({**config, **packed})
+    mine: dict[str, Any] = {}
+    if keys.START_KEY in config:  # an evaluation too may need what this client saved
+        mine[keys.CLIENT_KEY] = int(context.node_config.get("partition-id", context.node_id))
+    content[keys.CONFIG] = ConfigRecord({**mine, **config, **packed, **state.known})
     model = content.array_records.get(keys.ARRAYS)
 
     reply = call_next(message, context)
@@ -138,16 +169,16 @@ def _served(
         reply.content[keys.CONFIG] = entries
     kept = [k for k, v in entries.items() if k.endswith(".client") and isinstance(v, bytes)]
     unpacked = {k: to_record(unpack(entries.pop(k))) for k in kept}  # type: ignore[arg-type]
-    if keys.PRIVATE_KEY in unpacked and keys.PRIVATE_KEY not in slots:
-        entries[keys.FRESH_KEY] = True  # new or lost: the server knows which
     if keys.MODEL_KEY in unpacked:
         model = unpacked.pop(keys.MODEL_KEY)
     if keys.FROZEN_KEPT_KEY in unpacked:
         state.keep_frozen(unpacked.pop(keys.FROZEN_KEPT_KEY))
+    if state.ahead and any(name.endswith(AT_ONCE) for name in slots):
+        entries[keys.AHEAD_KEY] = True
     held, _ = read_said(entries)
     if model is not None and held:  # these do not come again
         model = ArrayRecord({n: a for n, a in model.items() if n not in held})
-    state.keep_slots(unpacked)
+    state.keep_slots(unpacked, bool(entries.pop(keys.LOADED_KEY, False)))
     if config.get(keys.KEEP_KEY) and model is not None:
         state.keep_model(model)
     return reply
@@ -158,22 +189,57 @@ class NodeState:
 
     Keys are ``flwr_regs.<method>.<run id>.<start>.<slot>``. `start` identifies one training, so that a
     second one in the same run does not read the first one's state.
+
+    What counts at once (private entries, and slots of terms that keep ``"always"``) is there twice: as the
+    last round left it, and under ``<slot>.before`` as it was before that round. A server that repeats a
+    round, because it was resumed from a checkpoint or tries again, gets the client of that time. Other
+    slots do not need this: see `client/state.py`.
     """
 
     def __init__(self, context: Context, config: Mapping[str, Any]) -> None:
         self._records = context.state
         self._round = config.get(keys.ROUND_KEY, 0)
+        self._probing = bool(config.get(keys.PROBE_KEY))
         method, start = config.get(keys.METHOD_KEY), config.get(keys.START_KEY)
         self._prefix = f"flwr_regs.{method}.{context.run_id}.{start}."
+        trained = self._records.config_records.get(self._prefix + "trained", _UNTRAINED)
+        values = (int(trained[k]) for k in _UNTRAINED)  # type: ignore[arg-type]
+        self._last, self._earlier, self._probed, self._loaded = values
+        continues = self._round == self._last and self._probed and not self._probing
+        self._repeats = self._round <= self._last and not continues
+        self._begun = self._repeats or continues
 
-    def slots(self) -> dict[str, ArrayRecord]:
-        """Return the terms' client slots by ``"<term>.client"``."""
+    def slots(self, ending: str = ".client") -> dict[str, ArrayRecord]:
+        """Return the client's slots by name, such as ``"<term>.client"``, as the last round left them."""
         n = len(self._prefix)
         return {
-            key[n:]: record
+            key[n:].removesuffix(BEFORE): record
             for key, record in self._records.array_records.items()
-            if key.startswith(self._prefix) and key.endswith(".client")
+            if key.startswith(self._prefix) and key.endswith(ending)
         }
+
+    @property
+    def ahead(self) -> bool:
+        """Whether what is kept depends on the message's round, or a later one."""
+        return self._repeats and self._round <= self._earlier
+
+    @property
+    def known(self) -> dict[str, int]:
+        """An entry with the last round that the client trained before this one; none if it is not known.
+
+        A client that saves its state then looks on its disk.
+        """
+        if self._last < 0 or (self._repeats and self._loaded):
+            return {}
+        return {keys.LAST_KEY: self._earlier if self._begun else self._last}
+
+    def entering(self) -> dict[str, ArrayRecord]:
+        """Return the client's slots with which the message's round begins."""
+        slots = self.slots()
+        if not self._repeats:
+            return slots
+        others = {name: record for name, record in slots.items() if not name.endswith(AT_ONCE)}
+        return others | self.slots(BEFORE)
 
     def model(self, server_round: Any) -> NDArrays | None:
         """Return the global model of `server_round`, if this client kept it."""
@@ -192,11 +258,26 @@ class NodeState:
         self._forget(lambda key: not key.startswith(self._prefix))
         self._records[self._prefix + "frozen"] = frozen
 
-    def keep_slots(self, slots: Mapping[str, ArrayRecord]) -> None:
-        """Keep this round's client slots instead of all earlier ones."""
-        self._forget(lambda key: not key.startswith(self._prefix) or key.endswith(".client"))
+    def keep_slots(self, slots: Mapping[str, ArrayRecord], loaded: bool = False) -> None:
+        """Keep this round's slots instead of earlier ones; `loaded`: the round began with saved ones."""
+        if self._begun:
+            before, earlier, loaded = self.slots(BEFORE), self._earlier, loaded or self._loaded > 0
+        else:
+            old = self.slots()
+            before = {name: record for name, record in old.items() if name.endswith(AT_ONCE)}
+            earlier = self._last
+        ours, trained = self._prefix, self._prefix + "trained"
+        ends = (".client", BEFORE)
+        self._forget(lambda k: not k.startswith(ours) or k.endswith(ends) or k == trained)
+        if not slots and not before:
+            return
         for name, record in slots.items():
             self._records[self._prefix + name] = record
+        for name, record in before.items():
+            self._records[self._prefix + name + BEFORE] = record
+        values = (self._round, earlier, self._probing, loaded)
+        entry = ConfigRecord({k: int(v) for k, v in zip(_UNTRAINED, values, strict=True)})
+        self._records[trained] = entry
 
     def keep_model(self, model: ArrayRecord) -> None:
         """Keep the global model of this round."""

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import wraps
 from logging import INFO, WARNING
+from os import PathLike
 from typing import Any, ClassVar
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
@@ -17,10 +18,12 @@ from flwr.serverapp.strategy.strategy_utils import aggregate_metricrecords
 from flwr_regs.abilities import Personalises, Steers
 from flwr_regs.chain import chain, name_of
 from flwr_regs.flower.accounting import AccountedBudget
+from flwr_regs.flower.checkpoints import Checkpoints, guarded
 from flwr_regs.flower.loop import EvaluateFn, Loop
 from flwr_regs.flower.network import GridNetwork, Paused
 from flwr_regs.server.arguments import check_arguments
 from flwr_regs.server.evaluation import evaluation
+from flwr_regs.server.fingerprint import fingerprint
 from flwr_regs.server.options import Options
 from flwr_regs.server.round import Round
 from flwr_regs.server.training import Training
@@ -72,7 +75,9 @@ class RegStrategy(Strategy):
         check_arguments(type(self), Options.names(), settings)
         self.term = chain(check_instances(terms, type(self).__name__))
         self.options = Options.of(self.term, **settings)
+        self._seeded = settings.get("seed") is not None
         self.history: list[dict[str, Any]] = []
+        self._saved: Checkpoints | None = None  # while `start` runs
         self._training: Training | None = None
         self._num_rounds: int | None = None  # set by `prepare`, used once
         self._timeout: float | None = 3600.0
@@ -147,8 +152,12 @@ class RegStrategy(Strategy):
         train_config: ConfigRecord | None = None,
         evaluate_config: ConfigRecord | None = None,
         evaluate_fn: EvaluateFn | None = None,
+        resume_from: str | PathLike[str] | None = None,
     ) -> Result:
         """Run `num_rounds` rounds; see Flower's ``Strategy.start`` for the parameters.
+
+        With `resume_from`, a folder of checkpoints or one of them, training goes on from there.
+        `num_rounds` is the total; `initial_arrays` are only compared with the checkpoint's.
 
         `train_config` takes ``"lr"`` and one of ``"local-epochs"`` and ``"local-steps"``; and, for the
         package's clients, ``"optimizer"`` (a class of torch.optim, default ``"SGD"``), ``"momentum"``,
@@ -160,15 +169,43 @@ class RegStrategy(Strategy):
         ValueError
             An unknown, missing or wrong config key, or a model that the method cannot train, before any
             client is contacted.
+        CheckpointError
+            There is nothing to resume from, it is of another training, or `checkpoint_dir` cannot take this
+            run's checkpoints; before any client is contacted.
         RoundFailed
             A round had fewer than `min_replies` usable replies.
         """
         self.check_model(initial_arrays)
         log(INFO, "Starting %s strategy: %d rounds", type(self).__name__, num_rounds)
-        self.summary()
-        train, evaluate = self.prepare(num_rounds, timeout, train_config, evaluate_config)
-        loop = Loop(self, grid, num_rounds, timeout, train, evaluate, evaluate_fn)
-        return loop.run(plainly_named(initial_arrays))
+        result = Result()
+        with guarded(self.options, grid, result, resume_from) as saved:
+            if saved.resumed is not None and not self._seeded:
+                self.seed = saved.seed
+            self.summary()
+            train, evaluate = self.prepare(num_rounds, timeout, train_config, evaluate_config)
+            self._saved = saved
+            try:
+                arrays = self._entered(saved, plainly_named(initial_arrays), train, num_rounds)
+                loop = Loop(
+                    *(self, grid, num_rounds, timeout, train, evaluate),
+                    *(evaluate_fn, result, saved),
+                )
+                return loop.run(arrays)
+            finally:
+                self._saved = None
+
+    def _entered(
+        self, saved: Checkpoints, arrays: ArrayRecord, config: ConfigRecord, num_rounds: int
+    ) -> ArrayRecord:
+        """Begin where a checkpoint was, if there is one; return the model to train from."""
+        model = Training.begin(self.options, from_record(arrays)).model
+        saved.check(fingerprint(self.method_name, self.options, model, config), num_rounds)
+        if saved.resumed is None:
+            return arrays
+        self._begin(arrays, config)
+        saved.restore(self.training)
+        self._released = self.arrays
+        return self._released
 
     def check_model(self, initial_arrays: ArrayRecord) -> None:
         """Raise ValueError for initial arrays that this strategy cannot train, and say why.
@@ -291,6 +328,8 @@ class RegStrategy(Strategy):
         dp = self.options.privacy
         if self._wrapped:
             raise ValueError(WRAPPED)
+        if self.options.checkpoint_dir is not None and self._saved is None:
+            raise ValueError("checkpoint_dir needs the strategy's own start: leave it out here")
         self._check_train(config)
         self._training = Training(
             self.options,
@@ -300,6 +339,8 @@ class RegStrategy(Strategy):
             self._mean_of_metrics,
             AccountedBudget(dp) if dp is not None and dp.accountant is not None else None,
         )
+        if self._saved is not None:
+            self._saved.watch(self._training)
         self._num_rounds = None
         self.history = self._training.history
         self._trained = self._evaluated = self._released = None

@@ -14,7 +14,8 @@ from flwr.common.constant import MessageTypeLegacy
 
 from flwr_regs.wire import keys
 from flwr_regs.wire.arrays import ForeignStrategy, ProtocolError
-from flwr_regs.wire.records import relabelled, sorted_entries
+from flwr_regs.wire.records import read_entry, relabelled, sorted_entries
+from flwr_regs.wire.text import read_json
 
 _OLDER = "it comes from an older server: wrap its strategy in flwr_regs.LegacyStrategy"
 _LEGACY = {"train": ("fitins", "fitres"), "evaluate": ("evaluateins", "evaluateres")}
@@ -38,6 +39,8 @@ def numpyclient_mod(message: Message, context: Context, call_next: ClientAppCall
         raise ForeignStrategy(why)
     arrays = message.content.array_records[keys.ARRAYS]
     names = list(arrays)
+    for name, array in arrays.items():  # Flower's own reader would take a zip file, too
+        read_entry(name, array)
     config = ConfigRecord({**message.content.config_records.get(keys.CONFIG, {})})
     if lists := sorted(key for key, value in config.items() if isinstance(value, list)):
         raise ProtocolError(
@@ -65,13 +68,13 @@ def numpyclient_mod(message: Message, context: Context, call_next: ClientAppCall
         pass  # no model goes back
     elif kind == "train":
         fitted = content.array_records[f"{res}.parameters"]
-        sent = json.loads(texts.pop(keys.SENT_KEY)) if keys.SENT_KEY in texts else names
+        sent = read_json(texts.pop(keys.SENT_KEY)) if keys.SENT_KEY in texts else names
         if sent and len(fitted) != len(sent):  # without arrays Flower adds a placeholder
             raise ProtocolError(
                 f"fit returned {len(fitted)} arrays, but {len(sent)} names for them: {sent}"
             )
         records[keys.ARRAYS] = ArrayRecord(
-            {name: relabelled(a) for name, a in zip(sent, fitted.values(), strict=False)}
+            {name: relabelled(name, a) for name, a in zip(sent, fitted.values(), strict=False)}
         )
     else:
         metrics["loss"] = content.metric_records[f"{res}.loss"]["loss"]

@@ -22,12 +22,12 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from typing import Any, ClassVar
 
 from flwr_regs.flower.client import RegClient
 from flwr_regs.flower.strategy import RegStrategy
 from flwr_regs.term import Term
+from flwr_regs.wire.patterns import matching, split
 
 __all__ = ["FedBN", "FedBNClient", "FedPer", "FedPerClient", "LocalBatchNorm", "Private"]
 
@@ -70,23 +70,12 @@ class Private(Term):
     patterns: str
 
     def __post_init__(self) -> None:
-        if not isinstance(self.patterns, str) or not all(
-            p.strip() for p in self.patterns.split(",")
-        ):
-            raise ValueError(
-                f"patterns must be a string of names separated by commas, not {self.patterns!r}"
-            )
+        if not isinstance(self.patterns, str):
+            raise ValueError(f"patterns must be a string of names, not {self.patterns!r}")
+        split(self.patterns, "patterns")
 
     def private(self, names: Collection[str]) -> set[str]:
-        found: set[str] = set()
-        for pattern in self.patterns.split(","):
-            matched = {n for n in names if fnmatchcase(n, pattern.strip())}
-            if not matched:
-                raise ValueError(
-                    f"the pattern '{pattern.strip()}' matches none of the model's arrays {sorted(names)}"
-                )
-            found |= matched
-        return found
+        return matching(split(self.patterns, "patterns"), names)
 
 
 class FedBN(RegStrategy):

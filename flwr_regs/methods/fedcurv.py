@@ -11,7 +11,8 @@
 
 A client subtracts its own u_k and v̂_k only if the server used its reply in the last round. An older u_k is
 not in U, and ``U − u_k`` could be negative: the pull would push. If a client has lost what it kept, its own
-share stays in the sums.
+share stays in the sums. Under a robust aggregator the sums are robust ones, of which no client's share can
+be subtracted: its own stays in.
 
 For v̂_k the server needs each client's own update, which secure aggregation would hide.
 
@@ -76,7 +77,8 @@ class Curvature(FisherSums):
         self, server: Slot, delta: Arrays, uploads: Slot, ctx: ServerContext
     ) -> tuple[Slot, Arrays]:
         sums, delta = super().update(server, delta, uploads, ctx)
-        return {**sums, "ids": np.array(list(ctx.weights))} if uploads else sums, delta
+        ids = [] if ctx.robust else list(ctx.weights)  # a robust sum has no single client's share
+        return {**sums, "ids": np.array(ids, dtype=np.int64)} if uploads else sums, delta
 
 
 class FedCurv(RegStrategy):

@@ -121,6 +121,9 @@ class FisherSums(Term):
             acc[f"V.{n}"] = acc.get(f"V.{n}", 0.0) + np.asarray(v, dtype=np.float64)
         return acc
 
+    def adds(self, key: str) -> bool:
+        return key.startswith(("U.", "V."))
+
     def update(
         self, server: Slot, delta: Arrays, uploads: Slot, ctx: ServerContext
     ) -> tuple[Slot, Arrays]:

@@ -43,8 +43,8 @@ class Properties:
     central_dp : bool
         Clients send their update alone, and all weigh alike: clipping and noise cover it.
     robust : bool
-        Each upload is an array for each parameter, of its shape, or there is none: a robust aggregator
-        can treat it as it treats the updates.
+        All that the server makes of the clients' uploads goes through the strategy's aggregator, so that a
+        robust one covers it.
     """
 
     stateless: bool
@@ -73,8 +73,8 @@ def properties(strategy: RegStrategy) -> Properties:
         stacks=chain.client_optimizer(make) is make,
         secure_aggregation=not weighs and chain.coder("finish") is None and trial.needs_only_sums(),
         central_dp=not (weighs or uploads or chain.uploading or trial.reads_replies()),
-        robust=not trial.probes
-        and all(trial.like_parameters(slot) for per in trial.uploads.values() for slot in per),
+        robust=not chain.unaggregated
+        and all(chain.aggregates(t) for t in chain.terms if trial.uploads[t.name]),
     )
 
 
@@ -158,11 +158,6 @@ class _Trial:
         names = [t.name for t in chain.terms]
         self.uploads = {n: [s[n] for s in sent if s.get(n)] for n in names}
         self.kept = {n: [r.client[n] for r in results if r.client.get(n)] for n in names}
-
-    def like_parameters(self, slot: Slot) -> bool:
-        """Whether a slot has an array of each parameter's name and shape, and no other."""
-        shapes = {n: p.shape for n, p in self.params.items()}
-        return {n: np.shape(a) for n, a in slot.items()} == shapes
 
     def needs_only_sums(self) -> bool:
         """Whether the server's hooks give the same when each client's upload and update are the mean."""

@@ -23,6 +23,10 @@ The paper leaves three points open. N is the size of the cohort (rFedAvg+), or t
 so far (rFedAvg). A client alone in its cohort has no term. δ is computed in eval mode over all the local
 data or, as an option, over its first batches.
 
+Under a robust aggregator, each client gets the aggregate of the others' δ in place of their mean (rFedAvg+)
+or of the table (rFedAvg), whose gradient is that of the distance to the table's mean. While rFedAvg's table
+has too few rows for the aggregator, there is no term.
+
 Privacy (Sec. VI-B8): δ is clipped to norm C, and noise ``N(0, σ² C² / L²)`` is added, L the batch size. The
 noise is drawn from the operating system's entropy, never from the run's seed, which the server knows. So
 runs with noise do not repeat to the bit.
@@ -34,6 +38,7 @@ the client's own model after its local steps, and we follow the text.
 
 from __future__ import annotations
 
+import logging
 import secrets
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -44,6 +49,8 @@ import torch
 
 from flwr_regs.flower.client import RegClient
 from flwr_regs.flower.strategy import RegStrategy
+from flwr_regs.methods.once import log_once
+from flwr_regs.server.aggregators import TooFewVectors
 from flwr_regs.term import (
     COUNT,
     NOT_NEGATIVE,
@@ -56,6 +63,7 @@ from flwr_regs.term import (
     Slot,
     Term,
 )
+from flwr_regs.wire.text import named
 
 __all__ = [
     "FeatureTable",
@@ -67,18 +75,25 @@ __all__ = [
 ]
 
 
+LOG = logging.getLogger("flwr")
+NOBODY = -2
+"""The id of a row of the table that is no single client's; -1 is that of a client without one."""
+
+
 class _Means(Term):
     """The part that both terms share: the upload is one δ, as long as the others'."""
 
+    robust: ClassVar[bool] = True
+
     def check(self, upload: Slot, params: Arrays, server: Slot) -> None:
-        if upload.keys() != {"delta"} or upload["delta"].ndim != 1:
-            shapes = {key: a.shape for key, a in upload.items()}
-            raise ValueError(f"arrays {shapes}, expected one vector 'delta'")
-        for seen in list(server.values())[:1]:
-            if upload["delta"].shape != seen.shape:
-                raise ValueError(
-                    f"'delta' has shape {upload['delta'].shape}, but those seen so far {seen.shape}"
-                )
+        if upload.keys() != {"delta"}:
+            raise ValueError(f"arrays {named(upload)}, expected one vector 'delta'")
+        d = upload["delta"]
+        if d.ndim != 1 or d.dtype.kind != "f" or not d.size:
+            raise ValueError(f"'delta' is {d.dtype} {d.shape}, expected one vector of floats")
+        seen = list(server.values())
+        if len(seen) > 1 and d.shape != seen[0].shape:  # a single one may be the wrong one
+            raise ValueError(f"'delta' has {d.size} entries, but those seen so far {seen[0].size}")
 
     def agree(self, uploads: Mapping[int, Slot]) -> dict[int, str]:
         sizes = [u["delta"].size for u in uploads.values()]
@@ -111,15 +126,28 @@ class FeatureTable(_Means):
     delta_batches: int | None = None
 
     def broadcast(self, server: Slot, ctx: ServerContext) -> Slot:
-        if not server:
+        if not server or ctx.robust:
             return {}
         ids = sorted(server, key=int)
         return {"ids": np.array([int(i) for i in ids]), "table": np.stack([server[i] for i in ids])}
+
+    def broadcast_to(self, pid: int, server: Slot, ctx: ServerContext) -> Slot:
+        others = {int(i): {"delta": row} for i, row in server.items() if int(i) != pid}
+        if not others or not ctx.robust:
+            return {}
+        try:
+            centre = ctx.aggregated(dict(sorted(others.items())))["delta"]
+        except TooFewVectors as error:
+            LOG.warning("'%s' has no term yet: %s", self.name, error)
+            return {}
+        return {"ids": np.array([NOBODY]), "table": centre[None]}
 
     def loss(self, base: Any, params: Arrays, ctx: ClientContext) -> Any:
         if "table" not in ctx.broadcast:
             return base
         mean = ctx.features.mean(0)  # φ̄
+        if not _fits(ctx.broadcast["table"][0], mean, self.name, ctx):
+            return base
         distances = ((mean - ctx.broadcast["table"]) ** 2).sum(-1)  # ‖φ̄ − δ^j‖²
         others = (ctx.broadcast["ids"] != ctx.client_id).to(distances.dtype)
         return base + self.lam * (distances * others).sum() / others.sum().clamp(min=1)
@@ -131,7 +159,10 @@ class FeatureTable(_Means):
     def update(
         self, server: Slot, delta: Arrays, uploads: Mapping[int, Slot], ctx: ServerContext
     ) -> tuple[Slot, Arrays]:
-        return {**server, **{str(pid): u["delta"] for pid, u in uploads.items()}}, delta
+        new = {str(pid): u["delta"] for pid, u in uploads.items()}
+        sizes = {d.shape for d in new.values()}  # one: they agree; a row of another shape was wrong
+        kept = {pid: d for pid, d in server.items() if not sizes or d.shape in sizes}
+        return {**kept, **new}, delta
 
 
 @dataclass(frozen=True)
@@ -172,6 +203,8 @@ class LeaveOneOutMean(_Means):
         super().__post_init__()
         if self.noise_std > 0 and self.clip_norm is None:
             raise ValueError("noise_std without clip_norm protects nothing: give both")
+        if self.sum_only:  # no aggregator sees the single δ
+            object.__setattr__(self, "robust", False)
 
     def probe(self, ctx: ClientContext) -> tuple[Slot, Slot]:
         d = ctx.mean_features(ctx.start, self.delta_batches)  # δ^k with w_t
@@ -193,6 +226,12 @@ class LeaveOneOutMean(_Means):
             return dict.fromkeys(probes, shared)
         return {pid: {"mean": (total - p["delta"]) / others} for pid, p in probes.items()}
 
+    def robust_answer(self, probes: Mapping[int, Slot], ctx: ServerContext) -> dict[int, Slot]:
+        if len(probes) < 2:
+            return self.answer(probes)
+        others = {pid: {p: slot for p, slot in probes.items() if p != pid} for pid in probes}
+        return {pid: {"mean": ctx.aggregated(rest)["delta"]} for pid, rest in others.items()}
+
     def loss(self, base: Any, params: Arrays, ctx: ClientContext) -> Any:
         if "mean" in ctx.broadcast:
             target = ctx.broadcast["mean"]  # δ̄^{−k}
@@ -202,7 +241,26 @@ class LeaveOneOutMean(_Means):
             target = (ctx.broadcast["sum"] - ctx.client["delta"]) / ctx.broadcast["others"]
         else:
             return base
+        if not _fits(target, ctx.features[0], self.name, ctx):
+            return base
         return base + self.lam * ((ctx.features.mean(0) - target) ** 2).sum()
+
+
+def _fits(target: Any, features: Any, name: str, ctx: ClientContext) -> bool:
+    """Whether a δ of other clients is as long as this client's features; logs it once if it is not.
+
+    Torch would spread a δ of length 1 over all features.
+    """
+    if target.shape == features.shape:
+        return True
+    log_once(
+        logging.WARNING,
+        f"the others' δ have {target.numel()} entries, but this model has {features.numel()} features: "
+        f"it trains without the regulariser of '{name}' until they fit",
+        name,
+        ctx,
+    )
+    return False
 
 
 class RFedAvg(RegStrategy):

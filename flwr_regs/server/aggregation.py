@@ -51,14 +51,34 @@ class Reply:
     tied: Mapping[str, str] = field(default_factory=dict)
 
 
-def aggregation_weights(replies: Mapping[int, Reply], weighting: str) -> dict[int, float]:
+def aggregation_weights(
+    replies: Mapping[int, Reply], weighting: str, most: float | None = None
+) -> dict[int, float]:
     """Return ``p_k`` by partition id; they sum to one over the used replies.
 
-    ``n_k / Σ n`` for ``"num-examples"``, ``1/|S_t|`` for ``"uniform"``.
+    ``n_k / Σ n`` for ``"num-examples"``, ``1/|S_t|`` for ``"uniform"``; then :func:`cut_weights`.
     """
     raw = {k: r.num_examples if weighting == "num-examples" else 1.0 for k, r in replies.items()}
     total = sum(raw.values())
-    return {k: v / total for k, v in raw.items()}
+    weights = {k: v / total for k, v in raw.items()}
+    return weights if most is None else cut_weights(weights, most)
+
+
+def cut_weights(weights: Mapping[int, float], most: float) -> dict[int, float]:
+    """Return weights of which none is above `most`; they keep their sum of 1.
+
+    What is cut off goes to the others in proportion to theirs, again and again until none is above. If
+    that is impossible, all are equal.
+    """
+    if most * len(weights) <= 1:
+        return dict.fromkeys(weights, 1 / len(weights))
+    new, full = dict(weights), set[int]()
+    while above := {k for k, p in new.items() if p > most and k not in full}:
+        full |= above
+        rest = sum(weights[k] for k in weights if k not in full)
+        left = 1 - most * len(full)
+        new = {k: most if k in full else p * (left / rest) for k, p in weights.items()}
+    return new
 
 
 class UnusableReplies(Exception):
@@ -197,7 +217,7 @@ def update_weights(
         raise ValueError(why) from error
 
 
-Mean = Callable[
+MeanOfUpdates = Callable[
     [
         Mapping[str, np.ndarray],
         Mapping[int, Reply],
@@ -220,7 +240,7 @@ def mean_delta(
     scaled: Mapping[int, float],
     fixed: Collection[str],
 ) -> dict[str, np.ndarray]:
-    """Return the weighted sums of the updates: a `Mean`.
+    """Return the weighted sums of the updates: a `MeanOfUpdates`.
 
     Sums in the order of `replies` and in float64: the result does not depend on the order of arrival, and
     a small update is not lost beside a large weight. Floats come back in their own dtype, integers and
@@ -232,8 +252,8 @@ def mean_delta(
         w64 = _finite(w)
         total = np.zeros_like(w64)
         for k, reply in replies.items():
-            if (moved := _difference(reply, name, w64)) is not None:
-                total += by[k] * moved
+            if name in reply.delta or name in reply.arrays:
+                total += by[k] * _moved(reply, name, w64)
         out[name] = total.astype(w.dtype) if np.issubdtype(w.dtype, np.floating) else total
     return out
 
@@ -246,18 +266,26 @@ def update_of(
     for name, w in base.items():
         if name not in fixed:
             w64 = _finite(w)
-            moved = _difference(reply, name, w64)
-            out[name] = np.zeros_like(w64) if moved is None else moved
+            out[name] = _moved(reply, name, w64)
     return out
 
 
-def _difference(reply: Reply, name: str, w64: np.ndarray) -> np.ndarray | None:
-    """Return ``v_k − w_t`` of one array in float64, or None if the client sent none."""
+def difference(reply: Reply, name: str, w: np.ndarray, part: slice) -> np.ndarray:
+    """Return some coordinates of one array's ``v_k − w_t``, taken as a vector, in float64."""
+    return _moved(reply, name, _finite(w.reshape(-1)[part]), part)
+
+
+def _moved(reply: Reply, name: str, w64: np.ndarray, part: slice | None = None) -> np.ndarray:
+    """Return ``v_k − w_t`` of one array in float64, or of a `part` of it; zeros if none was sent."""
+
+    def cut(array: np.ndarray) -> np.ndarray:
+        return array if part is None else array.reshape(-1)[part]
+
     if name in reply.delta:
-        return reply.delta[name].astype(np.float64)
+        return cut(reply.delta[name]).astype(np.float64)
     if name in reply.arrays:
-        return np.asarray(_finite(reply.arrays[name]) - w64)
-    return None
+        return np.asarray(_finite(cut(reply.arrays[name])) - w64)
+    return np.zeros_like(w64)
 
 
 def _finite(array: np.ndarray) -> np.ndarray:

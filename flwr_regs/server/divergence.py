@@ -24,6 +24,7 @@ import numpy as np
 
 from flwr_regs.abilities import Compresses
 from flwr_regs.chain import Chain
+from flwr_regs.server.metrics import usable
 from flwr_regs.server.options import Options
 from flwr_regs.server.round import Round, RoundFailed
 
@@ -74,6 +75,19 @@ class Signs:
             )
         return ""
 
+    def snapshot(self) -> dict[str, Any]:
+        """Return what a checkpoint holds of it."""
+        return {
+            "lengths": list(self._lengths),
+            "long": list(self._long),
+            "first_loss": self._first_loss,
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continue from a snapshot."""
+        self._lengths, self._long = state["lengths"], state["long"]
+        self._first_loss = state["first_loss"]
+
     @staticmethod
     def _is_long(lengths: tuple[float, ...]) -> bool:
         *before, last = lengths
@@ -85,6 +99,15 @@ class DivergenceGuard:
 
     def __init__(self) -> None:
         self._signs, self._warned = Signs(), False
+
+    def snapshot(self) -> dict[str, Any]:
+        """Return what a checkpoint holds of it."""
+        return {"signs": self._signs.snapshot(), "warned": self._warned}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continue from a snapshot."""
+        self._signs.restore(state["signs"])
+        self._warned = state["warned"]
 
     def watch(self, now: Round, options: Options, method: str, step: Mapping[str, Any]) -> None:
         """Judge a round by its step (of the trained arrays), before the model moves.
@@ -135,9 +158,10 @@ def suspects(term: Chain, config: Mapping[str, Any], lr: float | None) -> list[s
 
 
 def _usual_loss(now: Round) -> float | None:
-    """Return the median of the used replies' training losses; None if one has no number."""
+    """Return the median of the used replies' training losses; None if under half of them have a number."""
     losses = [reply.metrics.get("train-loss") for reply in now.used.values()]
-    return float(median(losses)) if losses and all(map(_is_number, losses)) else None
+    numbers = [loss if usable(loss) else math.inf for loss in losses if _is_number(loss)]
+    return float(median(numbers)) if 2 * len(numbers) > len(losses) else None
 
 
 def _is_number(value: Any) -> bool:

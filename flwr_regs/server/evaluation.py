@@ -11,13 +11,14 @@ from typing import Any
 from flwr_regs.abilities import Personalises
 from flwr_regs.server.cohorts import EVALUATION, uniform_cohort
 from flwr_regs.server.frozen import Frozen, differing, out_of_sync
-from flwr_regs.server.network import Course, Network, name_failures
+from flwr_regs.server.metrics import common_metrics, read_metrics
+from flwr_regs.server.network import Course, Network, name_failures, read_each
 from flwr_regs.server.outbox import client_seed
-from flwr_regs.server.replies import common_metrics, output_layer, read_metrics
+from flwr_regs.server.replies import output_layer
 from flwr_regs.server.round import RoundFailed
 from flwr_regs.server.training import Training
 from flwr_regs.wire import keys
-from flwr_regs.wire.arrays import NDArrays, ProtocolError, tie
+from flwr_regs.wire.arrays import NDArrays, tie
 from flwr_regs.wire.parcel import Parcel, Record
 from flwr_regs.wire.precision import to_half
 
@@ -70,7 +71,7 @@ def evaluation(
 
     (replies,) = yield [training.population.request("evaluate", parcels)]
 
-    metrics, failures, came = {}, dict(replies.failures), dict(replies.came)
+    failures, came = dict(replies.failures), dict(replies.came)
     if lacking := differing(out_of_sync(came), frozen):
         if why := frozen.refusal():
             failures |= dict.fromkeys(lacking, why)
@@ -82,12 +83,9 @@ def evaluation(
             came |= late.came
             bytes_down |= {p: bytes_down[p] + parcel.nbytes for p, parcel in again.items()}
         came = {p: reply for p, reply in came.items() if p not in failures}
-    for pid in sorted(came):
-        try:
-            found, _ = read_metrics(pid, came[pid], options.weighted_by_key)
-            metrics[pid] = dict(found)
-        except ProtocolError as error:
-            failures[pid] = str(error)
+    read, unread = read_each(came, lambda p, reply: read_metrics(p, reply, options.weighted_by_key))
+    metrics = {pid: dict(found) for pid, (found, _) in read.items()}
+    failures |= unread
     if failures:
         LOG.warning("\t> evaluation: %s", name_failures(failures))
     history = training.history
@@ -99,11 +97,17 @@ def evaluation(
         "failures": failures,
         "clients": metrics,
     }
+    history[-1]["evaluate"] |= training.lost_before(came)
     if (layer := output_layer(came)) is not None:
         history[-1]["output_layer"] = layer
     if metrics:
         training.evaluated = True
-        mean = training.mean_of_metrics("evaluate", common_metrics(metrics.values()))
+        averaged, left_out = common_metrics(metrics)
+        if left_out:
+            history[-1]["evaluate"]["metrics_left_out"] = left_out
+        if not averaged:
+            return None
+        mean = training.mean_of_metrics("evaluate", averaged)
         history[-1]["evaluate_metrics"] = dict(mean)
         return mean
     if training.evaluated:

@@ -3,20 +3,30 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
+from flwr_regs.server.aggregators import TooFewVectors
 from flwr_regs.server.downlink import Downlink
 from flwr_regs.server.frozen import frozen_of, out_of_sync
 from flwr_regs.server.model import GlobalModel
-from flwr_regs.server.network import Network, Replies, Request, name_failures
+from flwr_regs.server.network import (
+    Network,
+    Replies,
+    Request,
+    culprits,
+    name_failures,
+    read_each,
+)
 from flwr_regs.server.options import Options
 from flwr_regs.server.outbox import Outbox
 from flwr_regs.server.population import Population
-from flwr_regs.server.replies import output_layer, read_uploads
+from flwr_regs.server.replies import disagreeing, output_layer, read_uploads
 from flwr_regs.server.round import Round
-from flwr_regs.term import ServerContext
+from flwr_regs.term import ServerContext, Slot
 from flwr_regs.wire import keys
+from flwr_regs.wire.arrays import ProtocolError
+from flwr_regs.wire.errors import described
 from flwr_regs.wire.parcel import Parcel, Record
 
 LOG = logging.getLogger("flwr")
@@ -100,24 +110,52 @@ class Exchange:
             for pid, parcel in parcels.items():
                 now.probe_down[pid] += parcel.nbytes
             came, waiting = self._lacking(replies.came, tries)
-            for pid in sorted(came):
-                reply = came[pid]
-                try:
-                    found = read_uploads(f"the probe of client {pid}", reply)
-                    term.check(found, now.context.params, self._model.server, probing=True)
-                except ValueError as error:
-                    now.failures[pid] = str(error)
-                    continue
-                uploads[pid], now.probe_up[pid] = found, reply.nbytes
-                now.lost_state += [pid] * reply.says(keys.LOST_KEY)
+            found, failures = read_each(came, self._read_probe)
+            now.failures |= failures
+            uploads |= found
+            now.probe_up |= {pid: came[pid].nbytes for pid in found}
+            now.lost_state += [pid for pid in found if came[pid].says(keys.LOST_KEY)]
             tries += 1
-        unlike = term.agree(uploads, probing=True)
-        uploads = {pid: found for pid, found in uploads.items() if pid not in unlike}
+        unlike = disagreeing(term, uploads, probing=True)
+        uploads = {pid: uploads[pid] for pid in sorted(uploads) if pid not in unlike}
         now.failures |= unlike
+        outbox.broadcasts, wrong = self._answer(uploads)
+        now.failures |= wrong
         if now.failures:
             LOG.warning("\t> in the first exchange: %s", name_failures(now.failures))
-        outbox.broadcasts = term.answer({pid: uploads[pid] for pid in sorted(uploads)})
-        return sorted(uploads)
+        return [pid for pid in uploads if pid not in wrong]
+
+    def _read_probe(self, pid: int, reply: Parcel) -> Slot:
+        """Return a client's checked probe."""
+        assert self._now.context is not None
+        found = read_uploads(f"the probe of client {pid}", reply)
+        params, server = self._now.context.params, self._model.server
+        try:
+            self._options.term.check(found, params, server, probing=True)
+        except ValueError as error:
+            raise ProtocolError(str(error)) from error
+        return found
+
+    def _answer(self, probes: Mapping[int, Slot]) -> tuple[Mapping[int, Slot], dict[int, str]]:
+        """Return (each client's own broadcasts, client -> why its probe cannot be used)."""
+        term, ctx = self._options.term, self._now.context
+        try:
+            return term.answer(probes, ctx), {}
+        except TooFewVectors as error:
+            return {}, dict.fromkeys(probes, f"in the first exchange, {error}")
+        except Exception as error:  # whatever a probe makes a term raise
+
+            def fails(pids: Collection[int]) -> str:
+                try:
+                    term.answer({p: probes[p] for p in pids})
+                except Exception as its_own:
+                    return f"its probe cannot be used: {described(its_own)}"
+                return ""
+
+            if not (wrong := culprits(list(probes), fails)):
+                raise ValueError(f"the probes cannot be used: {described(error)}") from error
+            rest, more = self._answer({p: u for p, u in probes.items() if p not in wrong})
+            return rest, {**wrong, **more}
 
     def collect(self, replies: Replies) -> None:
         """Note the replies; send a client what it lacks (a restarted node its model), and wait."""

@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from flwr_regs.server.network import read_each
 from flwr_regs.wire import keys
-from flwr_regs.wire.arrays import NDArrays, ProtocolError
+from flwr_regs.wire.arrays import NDArrays
 from flwr_regs.wire.frozen import frozen_digest, read_said
 from flwr_regs.wire.parcel import Parcel, Record
 
@@ -87,13 +88,8 @@ def frozen_of(came: Mapping[int, Parcel], model: NDArrays) -> Frozen | None:
 
     A client whose code fails when it is asked says nothing, and so does a client of other code.
     """
-    said = {}
-    for pid, reply in came.items():
-        try:
-            if keys.FROZEN_KEY in reply.config:
-                said[pid] = read_said(reply.config)
-        except ProtocolError:
-            continue  # its own part then differs from the others'
+    asked = {p: reply for p, reply in came.items() if keys.FROZEN_KEY in reply.config}
+    said, _ = read_each(asked, lambda _, reply: read_said(reply.config))  # others then differ
     return agree_on_frozen(said, model)[0] if said else None
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -11,9 +11,19 @@ import numpy as np
 
 from flwr_regs.abilities import Folds
 from flwr_regs.chain import Chain
-from flwr_regs.server.aggregation import Mean, Reply, UnusableReplies, mean_delta, update_of
+from flwr_regs.server.aggregation import (
+    MeanOfUpdates,
+    Reply,
+    UnusableReplies,
+    mean_delta,
+    update_of,
+)
+from flwr_regs.server.aggregators import TooFewVectors
 from flwr_regs.server.frozen import Frozen
-from flwr_regs.term import ServerContext, Slot
+from flwr_regs.server.network import culprits
+from flwr_regs.server.robust import RobustMeans, check_reached
+from flwr_regs.server.round import RoundFailed
+from flwr_regs.term import ServerContext, Slot, mean_of_slots
 from flwr_regs.wire.arrays import (
     NDArrays,
     add,
@@ -25,8 +35,10 @@ from flwr_regs.wire.arrays import (
     untrainable,
 )
 from flwr_regs.wire.delta import decoded
+from flwr_regs.wire.errors import described
 from flwr_regs.wire.frozen import frozen_digest
 from flwr_regs.wire.precision import narrow, widen
+from flwr_regs.wire.text import one_line
 
 MOST_STEPS = 50
 """Coded steps to keep. Each step that a client missed costs it a pass over the whole model."""
@@ -154,6 +166,30 @@ class GlobalModel:
             return self.buffers
         return untrainable(self.model) | frozenset(self._term.frozen(self._names))
 
+    def snapshot(self) -> dict[str, Any]:
+        """Return what a checkpoint holds of it; later rounds do not change it."""
+        held = self.frozen
+        return {
+            "model": self.model,
+            "frozen": held and {"names": held.names, "arrays": held.arrays, "said": held.said},
+            "step": self.step,
+            "previous_lr": self.previous_lr,
+            "server": self.server,
+            "buffers": self.buffers,
+            "tied": self.tied,
+            "coded_steps": dict(self.coded_steps),
+            "changed": dict(self.changed),
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continue from a snapshot."""
+        held = state["frozen"]
+        self.frozen = held and Frozen(**held)
+        self.model, self.step, self.server = state["model"], state["step"], state["server"]
+        self.previous_lr, self.buffers = state["previous_lr"], state["buffers"]
+        self.tied, self.changed = state["tied"], state["changed"]
+        self.coded_steps = state["coded_steps"]
+
     def context(self, server_round: int, lr: float, population: int) -> ServerContext:
         """Return the context of the terms' server hooks in a round."""
         step = None if self.step is None else self._trainable(self.step)
@@ -191,14 +227,16 @@ class GlobalModel:
         replies: Mapping[int, Reply],
         ctx: ServerContext,
         scaled: Mapping[int, float],
-        mean: Mean = mean_delta,
+        mean: MeanOfUpdates = mean_delta,
         watch: Callable[[NDArrays], None] | None = None,
+        robust: RobustMeans | None = None,
     ) -> None:
         """Average the replies, let the terms make the step, and move by it.
 
         `ctx` has the weights ``p_k``, `scaled` are ``ω_k``. `mean` averages the replies; a private one
-        clips and adds noise before any term sees the mean. `watch` gets the step of the trained arrays
-        before the model moves.
+        clips and adds noise before any term sees the mean. `robust`, if there is one, is in place of
+        `mean`, and of all sums of uploads. `watch` gets the step of the trained arrays before the model
+        moves.
 
         The step is rounded to the model's dtype, and the model moves by exactly this step. So a client
         that adds the same step to the same model gets the same bits.
@@ -207,16 +245,22 @@ class GlobalModel:
         to the float32 ``w_t``, so that small steps add up.
 
         Raises UnusableReplies for those that a term cannot fold, and ProtocolError if the new model is not
-        finite or beyond the range of the wire's precision; also what `watch` raises. Nothing has changed
-        then.
+        finite or beyond the range of the wire's precision; also what `watch` and `robust` raise. Nothing
+        has changed then.
         """
         given, fixed = self.given, self.fixed
-        folded = self._fold(replies, ctx, given)
+        counted = list(replies)
+        if robust is not None:
+            check_reached(self._term, replies)
+            mean = robust.delta
         delta = mean(given, replies, ctx.weights, scaled, fixed)
+        if robust is not None:  # it has chosen the clients now
+            ctx, counted = replace(ctx, aggregated=robust.aggregated), robust.members(counted)
+        folded = self._fold(replies, ctx, given, robust)
         if self._half:
             delta |= self._means(delta, given)
-        uploads = {pid: r.uploads for pid, r in replies.items()}
-        server, step = self._term.update(self.server, self._trainable(delta), uploads, ctx, folded)
+        updates = {pid: replies[pid] for pid in counted}
+        server, step = self._updated(updates, ctx, given, self._trainable(delta), folded)
         server, step = self._term.release(server, step, ctx)
         code = None
         if (coder := self._term.coder("release")) is not None:  # the clients get the decoded step
@@ -239,23 +283,75 @@ class GlobalModel:
         self.previous_lr = ctx.lr
         self.changed |= {n: ctx.round for n, s in rounded.items() if np.any(s)}
 
+    def _updated(
+        self,
+        replies: Mapping[int, Reply],
+        ctx: ServerContext,
+        given: NDArrays,
+        delta: NDArrays,
+        folded: dict[str, Slot],
+    ) -> tuple[Slot, Any]:
+        """Return what the terms' `update` makes of the replies; raise UnusableReplies for some of them.
+
+        To find these, hooks run again without some of the clients: hooks are pure.
+        """
+        uploads = {pid: r.uploads for pid, r in replies.items()}
+        try:
+            return self._term.update(self.server, delta, uploads, ctx, folded)
+        except (UnusableReplies, RoundFailed, TooFewVectors):  # the aggregator's own
+            raise
+        except Exception as error:
+            if not any(slot for upload in uploads.values() for slot in upload.values()):
+                raise
+            raised = error
+
+        def fails(pids: Collection[int]) -> str:
+            some = {p: replies[p] for p in pids}
+            total = sum(ctx.weights[p] for p in pids)
+            weights = {p: ctx.weights[p] / total for p in pids}
+            measured = {p: r for p, r in ctx.replies.items() if p in pids}
+            less = replace(ctx, weights=weights, replies=measured, aggregated=mean_of_slots)
+            try:
+                own = {p: uploads[p] for p in pids}
+                self._term.update(
+                    self.server, delta, own, less, self._fold(some, less, given, None)
+                )
+            except Exception as error:
+                return f"its upload cannot be used: {described(error)}"
+            return ""
+
+        if wrong := culprits(list(replies), fails):
+            raise UnusableReplies(wrong)
+        raise raised
+
     def _fold(
-        self, replies: Mapping[int, Reply], ctx: ServerContext, given: NDArrays
+        self,
+        replies: Mapping[int, Reply],
+        ctx: ServerContext,
+        given: NDArrays,
+        robust: RobustMeans | None,
     ) -> dict[str, Slot]:
-        """Return what the terms that fold made of the uploads, one client's at a time."""
+        """Return what the terms that fold made of the uploads, one client's at a time.
+
+        A `robust` aggregator gets what `fold` makes of each client alone.
+        """
         folded: dict[str, Slot] = {}
+        each: dict[int, dict[str, Slot]] = {}
         wrong: dict[int, str] = {}
         if not any(isinstance(t, Folds) for t in self._term.terms):
             return folded
         for pid, reply in replies.items():
             delta = update_of(reply, given, self.fixed)
+            acc = folded if robust is None else {}
             try:
-                folded = self._term.fold(folded, pid, delta, reply.uploads, ctx.weights[pid], ctx)
+                folded = self._term.fold(acc, pid, delta, reply.uploads, ctx.weights[pid], ctx)
+                each[pid] = folded
             except Exception as error:  # whatever an upload makes a term raise
-                wrong[pid] = f"its upload cannot be used: {error or type(error).__name__}"
+                why = one_line(str(error)) or type(error).__name__
+                wrong[pid] = f"its upload cannot be used: {why}"
         if wrong:
             raise UnusableReplies(wrong)
-        return folded
+        return folded if robust is None else robust.sums(self._term, each)
 
     def _log(self, number: int, code: bytes, size: int) -> None:
         """Keep a coded step, and forget the oldest ones beyond `size` bytes together."""

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from datetime import timedelta
+from os import PathLike
 from typing import Any, Self, TypeVar
 
 import numpy as np
 
 from flwr_regs.chain import Chain
+from flwr_regs.server.aggregators import Aggregator, Mean
 from flwr_regs.server.privacy import CentralDP
 from flwr_regs.server.refusals import check
 from flwr_regs.wire import keys
 from flwr_regs.wire.config import NEEDS, TRAIN_KEYS, check_train_config
 
+MEAN = Mean()
 StopWhen = Callable[[list[dict[str, Any]]], Any]
 OnRound = Callable[[dict[str, Any]], Any]
 T = TypeVar("T")
@@ -73,6 +77,15 @@ class Options:
         When clients arrive, depart or are dropped, `lr_schedule` counts from 1 again (EFL, Sec. 4.4).
     privacy : CentralDP, optional
         Clip each client's update and add noise to the mean: see :class:`flwr_regs.CentralDP`.
+    aggregator : Aggregator
+        How the updates, and what else the clients upload, become one: `Mean()`, `CoordinateMedian()`,
+        `TrimmedMean(share)`, `Krum(byzantine, keep)`, `GeometricMedian()`, `NormBound(max_norm)`,
+        `CenteredClipping(radius, iters)`, or one of your own
+        (:class:`flwr_regs.server.aggregators.Aggregator`). Only `Mean` weighs clients by p_k. See
+        docs/robustness.md.
+    max_weight : float, optional
+        No p_k is above this share, from above 0 to 1. What is cut off goes to the other clients in
+        proportion to their weights. With fewer than ``1 / max_weight`` replies all weigh alike.
     on_divergence : {"warn", "stop"}
         What happens when a global step is over 10 times the median of the last five, twice, or the
         training loss (the clients' median) over 3 times the first round's. ``"warn"``: one warning,
@@ -103,6 +116,12 @@ class Options:
     wait_timeout : float
         Seconds to wait for the population. After that, training starts without the missing clients, and
         names them, if `min_available_nodes` clients are connected. Else an error says how many came.
+    checkpoint_dir : path, optional
+        Where `start` saves a checkpoint after every `checkpoint_every` rounds and when it ends, also by
+        Ctrl-C; the last two are kept. ``start(..., resume_from=folder)`` goes on from there (see
+        docs/checkpoints.md). The folder must not hold checkpoints of another run.
+    checkpoint_every : int or datetime.timedelta
+        Rounds, or the time, from one checkpoint to the next.
     fraction_train, fraction_evaluate, min_train_nodes, min_evaluate_nodes, min_available_nodes
         As for Flower's FedAvg. So are ``weighted_by_key``, ``train_metrics_aggr_fn`` and
         ``evaluate_metrics_aggr_fn``.
@@ -125,6 +144,8 @@ class Options:
     drop_inactive: float | None = None
     restart_lr: bool = False
     privacy: CentralDP | None = None
+    aggregator: Aggregator = MEAN
+    max_weight: float | None = None
     on_divergence: str = "warn"
     min_replies: int = 1
     retries: int = 0
@@ -135,6 +156,8 @@ class Options:
     on_round: OnRound | Sequence[OnRound] | None = None
     population: int | None = None
     wait_timeout: float = 300.0
+    checkpoint_dir: str | PathLike[str] | None = None
+    checkpoint_every: int | timedelta = 1
     # Flower's own
     fraction_train: float = 1.0
     fraction_evaluate: float = 1.0

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
+from typing import Any
 
 from flwr_regs.server.round import Round
 
@@ -39,6 +41,26 @@ class Participation:
         self._seen: set[int] = set()  # clients that took part in a draw
         self._departed: set[int] = set()  # clients that departed at least once
         self._origin = 1
+
+    def snapshot(self) -> dict[str, Any]:
+        """Return what a checkpoint holds of it."""
+        return {
+            "turns": dict(self._turns),
+            "inactive": dict(self._inactive),
+            "steps": self._steps,
+            "dropped": set(self._dropped),
+            "members": self._members,
+            "seen": set(self._seen),
+            "departed": set(self._departed),
+            "origin": self._origin,
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continue from a snapshot."""
+        self._turns, self._inactive = state["turns"], state["inactive"]
+        self._steps, self._origin = state["steps"], state["origin"]
+        self._dropped, self._members = state["dropped"], state["members"]
+        self._seen, self._departed = state["seen"], state["departed"]
 
     def remaining(self, members: list[int], now: Round) -> list[int]:
         """Return the clients that the cohort is drawn from; note drops and shifts in the round.

@@ -26,13 +26,13 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 
-from flwr_regs.server.aggregation import Mean, Reply, mean_delta, update_of
+from flwr_regs.server.aggregation import MeanOfUpdates, Reply, mean_delta, update_of
 from flwr_regs.server.round import Round
 from flwr_regs.term import NOT_NEGATIVE, POSITIVE
 from flwr_regs.wire.arrays import NDArrays, statistics
@@ -141,6 +141,14 @@ class Budget(Protocol):
         """Count a round; return (epsilon, delta) spent so far."""
         ...
 
+    def snapshot(self) -> dict[str, Any]:
+        """Return what was spent, as plain values."""
+        ...
+
+    def restore(self, spent: Mapping[str, Any]) -> None:
+        """Count what was spent before, unless it is counted already."""
+        ...
+
 
 class PrivateRounds:
     """The parts of a round that `CentralDP` changes; without one, the plain parts.
@@ -158,11 +166,31 @@ class PrivateRounds:
         self._dp = dp
         self._budget = budget
         self._population: list[int] = []
+        self.ledger: Callable[[Mapping[str, Any]], None] | None = None
+        """Gets what was spent, before the noisy mean is used: a crash then forgets no release."""
         self.cohort_seed = seed
         if dp is not None and dp.amplified:
             # The run's seed would reveal the cohorts. Each training draws a new one: the accountant
             # assumes independent draws.
             self.cohort_seed = secrets.randbits(128)
+
+    def snapshot(self) -> dict[str, Any]:
+        """Return what a checkpoint holds of it.
+
+        The secret seed of the cohorts is not in it: a resumed run may repeat rounds that were released, and
+        the accountant assumes that their cohorts were drawn anew.
+        """
+        budget = self._budget
+        return {
+            "population": self._population,
+            "spent": None if budget is None else budget.snapshot(),
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continue from a snapshot; releases that the accountant counted since stay counted."""
+        self._population = state["population"]
+        if self._budget is not None:
+            self._budget.restore(state["spent"])
 
     def members(self, connected: list[int]) -> list[int]:
         """Return the clients that a cohort is drawn from, given the connected ones.
@@ -205,7 +233,7 @@ class PrivateRounds:
                 found[pid] = f"it changed {changed}, which are not trained and would get no noise"
         return found
 
-    def mean(self, now: Round) -> Mean:
+    def mean(self, now: Round) -> MeanOfUpdates:
         """Return the function that averages replies; a private one notes its cost in the round."""
         dp, cohort = self._dp, len(now.cohort)
         if dp is None:
@@ -216,6 +244,8 @@ class PrivateRounds:
             delta, now.events["clipped"] = private_mean(base, replies, trained, dp, cohort)
             if self._budget is not None:
                 now.events["epsilon"], now.events["delta"] = self._budget.spend(cohort)
+                if self.ledger is not None:
+                    self.ledger(self._budget.snapshot())
             return delta
 
         return noisy

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from datetime import timedelta
+from os import fspath
 from typing import Any
 
+from flwr_regs.server.aggregators import Aggregator, Mean
 from flwr_regs.server.privacy import CentralDP
 from flwr_regs.wire import keys
 from flwr_regs.wire.precision import DTYPES
@@ -18,7 +21,11 @@ def check(options: Any) -> None:
             raise ValueError(f"{name} must {sentence.format(value)}")
     for broken, sentence in PAIRS:
         if broken(options):
-            names = {"beside": options.term.uploading, "weigher": _weigher(options)}
+            names = {
+                "beside": options.term.uploading,
+                "unaggregated": options.term.unaggregated,
+                "weigher": _weigher(options),
+            }
             raise ValueError(sentence.format(**names, **vars(options)))
 
 
@@ -67,6 +74,16 @@ RANGES: list[tuple[str, Callable[[Any], bool], str]] = [
     ),
     ("drop_inactive", lambda v: v is None or v > 0, "be positive or None, not {!r}"),
     ("privacy", lambda v: v is None or isinstance(v, CentralDP), "be a CentralDP, not {!r}"),
+    (
+        "aggregator",
+        lambda v: isinstance(v, Aggregator) and not isinstance(v, type),
+        "be an aggregator, such as Mean() or Krum(byzantine=1), not {!r}",
+    ),
+    (
+        "max_weight",
+        lambda v: v is None or 0 < v <= 1,
+        "lie above 0 and up to 1, or be None, not {!r}",
+    ),
     ("on_divergence", _one_of("warn", "stop"), "be 'warn' or 'stop', not {!r}"),
     ("min_replies", lambda v: _whole(v) and v >= 1, "be at least 1, not {!r}"),
     ("retries", _count, "be a whole number of at least 0, not {!r}"),
@@ -76,6 +93,16 @@ RANGES: list[tuple[str, Callable[[Any], bool], str]] = [
     ("stop_when", _callables, "be a function of the history, or a list of them, not {!r}"),
     ("on_round", _callables, "be a function of a round's entry, or a list of them, not {!r}"),
     ("population", lambda v: v is None or (_whole(v) and v >= 1), "be at least 1, not {!r}"),
+    (
+        "checkpoint_dir",
+        lambda v: v is None or bool(fspath(v)),
+        "be the path of a folder or None, not {!r}",
+    ),
+    (
+        "checkpoint_every",
+        lambda v: v > timedelta(0) if isinstance(v, timedelta) else _whole(v) and v >= 1,
+        "be at least 1 round, or a positive timedelta, not {!r}",
+    ),
     ("wait_timeout", lambda v: v >= 0, "not be negative, but is {!r}"),
     ("fraction_train", _share, "lie in [0, 1], not {!r}"),
     ("fraction_evaluate", _share, "lie in [0, 1], not {!r}"),
@@ -120,6 +147,21 @@ PAIRS: list[tuple[Callable[[Any], Any], str]] = [
         _DP
         + "the clients of {beside} send more than their update, without noise; leave it out (an "
         "Elastic or Curvature with lam=0 sends nothing)",
+    ),
+    (
+        lambda o: o.privacy and not isinstance(o.aggregator, Mean),
+        _DP
+        + "its noise is for the mean, and aggregator={aggregator} is none; leave one of the two out",
+    ),
+    (
+        lambda o: o.privacy and o.max_weight is not None,
+        _DP + "all clients weigh alike; leave max_weight={max_weight} out",
+    ),
+    (
+        lambda o: not isinstance(o.aggregator, Mean) and o.term.unaggregated,
+        "aggregator={aggregator} does not reach what the clients of {unaggregated} upload beside their "
+        "updates, so one client could still move all; use aggregator=Mean() (LeaveOneOutMean: or "
+        "sum_only=False; a term of your own: or `adds`, or ctx.aggregated and robust=True)",
     ),
     (
         lambda o: o.privacy and o.cohorts == "class-covering",

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
-
-import numpy as np
 
 from flwr_regs.abilities import Folds
 from flwr_regs.chain import Chain
 from flwr_regs.server.aggregation import STEPS, Reply
 from flwr_regs.server.frozen import Frozen, agree_on_frozen
+from flwr_regs.server.metrics import read_metrics, usable
 from flwr_regs.server.model import GlobalModel
+from flwr_regs.server.network import culprits, read_each
+from flwr_regs.term import Slot
 from flwr_regs.wire import keys
 from flwr_regs.wire.arrays import (
     LARGEST,
@@ -27,9 +28,14 @@ from flwr_regs.wire.arrays import (
     untrainable,
 )
 from flwr_regs.wire.delta import decoded
+from flwr_regs.wire.errors import described
 from flwr_regs.wire.frozen import read_said
 from flwr_regs.wire.parcel import Parcel
 from flwr_regs.wire.precision import from_half
+from flwr_regs.wire.text import LONGEST_NAME, quoted, shown
+
+RANGE = {"float16": 65504.0}
+"""The largest number that a reply may hold, where that is less than `LARGEST`, by the wire's precision."""
 
 
 @dataclass(frozen=True)
@@ -76,14 +82,9 @@ class Reader:
 
         Replies are read in the order of partition ids, so the order of arrival does not change the result.
         """
-        replies: dict[int, Reply] = {}
-        failures: dict[int, str] = {}
-        buffers: dict[int, frozenset[str]] = {}
-        for pid in sorted(came):
-            try:
-                replies[pid], buffers[pid] = self.read(pid, came[pid], config)
-            except ProtocolError as error:
-                failures[pid] = str(error)
+        read, failures = read_each(came, lambda pid, parcel: self.read(pid, parcel, config))
+        replies = {pid: reply for pid, (reply, _) in read.items()}
+        buffers = {pid: fixed for pid, (_, fixed) in read.items()}
         agreed, wrong = agree_on_buffers(buffers, self.model.buffers)
         replies = {pid: reply for pid, reply in replies.items() if pid not in wrong}
         tied, other = agree_on_ties(replies, self.model.tied)
@@ -95,9 +96,10 @@ class Reader:
             other |= unlike
             replies = {pid: reply for pid, reply in replies.items() if pid not in other}
         active = {p: r.uploads for p, r in replies.items() if r.steps is None or r.steps[0]}
-        unlike = self.term.agree(active)
+        unlike = disagreeing(self.term, active)
         replies = {pid: reply for pid, reply in replies.items() if pid not in unlike}
-        return Usable(replies, {**failures, **wrong, **other, **unlike}, agreed, tied, frozen)
+        unlike = {pid: shown(why) for pid, why in {**wrong, **other, **unlike}.items()}
+        return Usable(replies, {**failures, **unlike}, agreed, tied, frozen)
 
     def read(
         self, pid: int, parcel: Parcel, config: Mapping[str, Any]
@@ -114,10 +116,10 @@ class Reader:
         what = f"the reply of client {pid}"
         self._check_sender(what, parcel)
         metrics, count = read_metrics(pid, parcel, self.weighted_by_key)
-        model, entries = self.model.model, parcel.config
+        model, entries, half = self.model.model, parcel.config, str(config.get(keys.HALF_KEY, ""))
         try:
             arrays = dict(parcel.records[keys.ARRAYS])
-            if half := config.get(keys.HALF_KEY):
+            if half:
                 arrays = from_half(arrays, {**entries, keys.HALF_KEY: half})
             uploads = read_uploads(what, parcel)
             ours = keys.METHOD_KEY in entries
@@ -143,8 +145,11 @@ class Reader:
         except (ValueError, TypeError, EOFError) as error:
             raise ProtocolError(f"{what} cannot be used: {error}") from error
         check_arrays(arrays, expected, what)
-        check_finite(arrays, what, model, LARGEST)
+        largest = RANGE.get(half, LARGEST)
+        check_finite(arrays, what, model, largest)
         check_finite(delta, what, largest=LARGEST)
+        if largest < LARGEST:  # the mean would be beyond what can be sent
+            check_finite({n: model[n] + d for n, d in delta.items()}, what, model, largest)
         folding = [t.name for t in self.term.terms if isinstance(t, Folds)]
         for name in set(folding) & set(uploads):  # decoded again when it is folded
             uploads[name] = parcel.records[f"{name}.upload"]
@@ -161,14 +166,15 @@ class Reader:
         """Raise ProtocolError for another method's client, or a reply without arrays."""
         plain = self.term.plain and keys.METHOD_KEY not in parcel.config
         if not plain and parcel.config.get(keys.METHOD_KEY) != self.method:
+            theirs = parcel.config.get(keys.METHOD_KEY, "one that names no method")
+            theirs = shown(theirs if isinstance(theirs, str) else quoted(theirs), LONGEST_NAME)
             named = (
                 ""
                 if "+" in self.method or "-" in self.method
                 else f"flwr_regs.{self.method}Client, or "
             )
             raise ProtocolError(
-                f"{what} does not come from a {self.method} client but from "
-                f"{parcel.config.get(keys.METHOD_KEY, 'one that names no method')}; use {named}"
+                f"{what} does not come from a {self.method} client but from {theirs}; use {named}"
                 "RegClient or ClientRound with the strategy's terms"
             )
         if keys.ARRAYS not in parcel.records:
@@ -177,35 +183,18 @@ class Reader:
             )
 
 
-def read_metrics(pid: int, parcel: Parcel, weighted_by_key: str) -> tuple[Mapping[str, Any], float]:
-    """Return (a reply's metrics, the client's examples); raise ProtocolError without these."""
-    if parcel.metrics is None:
-        raise ProtocolError(
-            f"the reply of client {pid} must hold a MetricRecord '{keys.METRICS}', "
-            f"but holds {parcel.names}"
-        )
-    count = parcel.metrics.get(weighted_by_key)
-    if not isinstance(count, int | float) or not 0 < count < float("inf"):
-        raise ProtocolError(
-            f"the reply of client {pid}: metric '{weighted_by_key}' must be a positive number, "
-            f"not {count!r}"
-        )
-    return parcel.metrics, float(count)
-
-
-def read_uploads(what: str, parcel: Parcel) -> dict[str, Mapping[str, np.ndarray]]:
+def read_uploads(what: str, parcel: Parcel) -> Slot:
     """Return the terms' uploads by term name; raise ProtocolError unless all are finite numbers."""
-    uploads: dict[str, Mapping[str, np.ndarray]] = {}
+    uploads: Slot = {}
     for key, record in parcel.records.items():
         if key.endswith(".upload"):
             name = key.removesuffix(".upload")
+            where = f"{what}, upload of '{shown(name, LONGEST_NAME)}'"
             try:
                 uploads[name] = dict(record)
-            except (ValueError, TypeError, EOFError) as error:
-                raise ProtocolError(f"{what}, {key} cannot be read: {error}") from error
-            if wrong := [k for k, a in uploads[name].items() if a.dtype.kind not in "fiub"]:
-                raise ProtocolError(f"{what}: upload '{name}' holds no numbers in {wrong}")
-            check_finite(uploads[name], f"{what}, upload of '{name}'", largest=LARGEST)
+            except ProtocolError as error:
+                raise ProtocolError(f"{where}: {error}") from error
+            check_finite(uploads[name], where, largest=LARGEST)
     return uploads
 
 
@@ -222,17 +211,41 @@ def _steps(
         return None
     most = asked or epochs * count  # a step is at least one example
     if (
-        not isinstance(taken, int)
+        not usable(taken)
+        or not usable(planned)
+        or not isinstance(taken, int)
         or not isinstance(planned, int)
         or not 0 <= taken <= planned <= most
         or (asked and planned != asked)
         or planned == 0
     ):
         raise ValueError(
-            f"{taken!r} local steps of {planned!r}, where the round asked for "
+            f"{quoted(taken, 40)} local steps of {quoted(planned, 40)}, where the round asked for "
             + (f"{asked}" if asked else f"at most {most:.0f}")
         )
     return taken, planned
+
+
+def disagreeing(term: Chain, uploads: Mapping[int, Slot], probing: bool = False) -> dict[int, str]:
+    """Return why, by partition id, for uploads that do not fit the others', or that make `agree` raise.
+
+    Raises ValueError if `agree` fails and no client is the cause.
+    """
+    try:
+        return {pid: shown(why) for pid, why in term.agree(uploads, probing).items()}
+    except Exception as error:
+
+        def fails(pids: Collection[int]) -> str:
+            try:
+                term.agree({p: uploads[p] for p in pids}, probing)
+            except Exception as its_own:
+                return f"its upload cannot be compared with the others': {described(its_own)}"
+            return ""
+
+        if not (found := culprits(list(uploads), fails)):
+            raise ValueError(f"the uploads cannot be compared: {described(error)}") from error
+        rest = {p: u for p, u in uploads.items() if p not in found}
+        return {**found, **disagreeing(term, rest, probing)}
 
 
 def agree_on_buffers(
@@ -280,14 +293,7 @@ def agree_on_ties(
 def output_layer(came: Mapping[int, Parcel]) -> str | dict[int, str] | None:
     """Return the output layer that the clients report, by partition id if they differ; None without."""
     said = {pid: came[pid].config.get(keys.LAYER_KEY) for pid in sorted(came)}
-    named = {pid: name for pid, name in said.items() if isinstance(name, str)}
+    named = {p: shown(name, LONGEST_NAME) for p, name in said.items() if isinstance(name, str)}
     if len(set(named.values())) > 1:
         return named
     return next(iter(named.values()), None)
-
-
-def common_metrics(metrics: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Keep the single numbers that every client reports; Flower's mean refuses other metrics."""
-    single = [{k: v for k, v in m.items() if isinstance(v, int | float)} for m in metrics]
-    common = sorted(set.intersection(*(set(m) for m in single)))
-    return [{k: m[k] for k in common} for m in single]

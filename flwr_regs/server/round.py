@@ -43,7 +43,7 @@ class Round:
     came : dict of int to Parcel
         Client -> its reply as it arrived.
     received, used : dict of int to Reply
-        Client -> its checked reply; those replies that moved the model.
+        Client -> its checked reply; those that the aggregator gets.
     failures : dict of int to str
         Client -> why it has no usable reply.
     late : list of int

@@ -16,22 +16,25 @@ from flwr_regs.server.aggregation import (
     StepScaling,
     UnusableReplies,
     WithheldStats,
-    aggregation_weights,
     update_weights,
 )
+from flwr_regs.server.aggregators import TooFewVectors
 from flwr_regs.server.divergence import DivergenceGuard
 from flwr_regs.server.exchange import Exchange
+from flwr_regs.server.metrics import common_metrics, usable
 from flwr_regs.server.model import GlobalModel
 from flwr_regs.server.network import Course, Network, name_failures
 from flwr_regs.server.options import Options
 from flwr_regs.server.participation import Participation
 from flwr_regs.server.population import Population
 from flwr_regs.server.privacy import Budget, PrivateRounds, refuse_statistics
-from flwr_regs.server.replies import Reader, Usable, common_metrics
-from flwr_regs.server.round import Round, RoundFailed
+from flwr_regs.server.replies import Reader, Usable
+from flwr_regs.server.robust import Aggregation, AggregatorFailed
+from flwr_regs.server.round import Round, RoundFailed, TooFewReplies
 from flwr_regs.term import ServerContext
 from flwr_regs.wire import keys
 from flwr_regs.wire.arrays import NDArrays, ProtocolError
+from flwr_regs.wire.parcel import Parcel
 
 LOG = logging.getLogger("flwr")
 MeanOfMetrics = Callable[[str, Sequence[Mapping[str, Any]]], Mapping[str, Any]]
@@ -105,6 +108,7 @@ class Training:
             options.incomplete, options.drop_inactive, options.restart_lr, num_rounds or 1
         )
         self._guard = DivergenceGuard()
+        self._aggregation = Aggregation()
         self._held: dict[int, int] = {}  # client -> round whose model it last kept
         self.evaluated = False
         self._trained: set[int] = set()  # clients of which a reply was used
@@ -126,6 +130,42 @@ class Training:
         if changed:
             self._held = {}
         return changed
+
+    @property
+    def start_id(self) -> str:
+        """What identifies this training to the clients, also after it was resumed."""
+        return str(self.identity[keys.START_KEY])
+
+    def keep_ledger(self, write: Callable[[Mapping[str, Any]], None] | None) -> None:
+        """Let `write` have what the privacy accountant has counted, before a noisy mean is used."""
+        self._privacy.ledger = write
+
+    def snapshot(self) -> dict[str, Any]:
+        """Return what a checkpoint holds of it, beside the history; later rounds do not change it."""
+        return {
+            "start": self.start_id,
+            "model": self.model.snapshot(),
+            "population": self.population.snapshot(),
+            "participation": self._participation.snapshot(),
+            "privacy": self._privacy.snapshot(),
+            "guard": self._guard.snapshot(),
+            "held": dict(self._held),
+            "used": dict(self._used),
+            "trained": set(self._trained),
+            "evaluated": self.evaluated,
+        }
+
+    def restore(self, state: Mapping[str, Any], history: Sequence[dict[str, Any]]) -> None:
+        """Continue from a snapshot and its history."""
+        self.identity[keys.START_KEY] = state["start"]
+        self.model.restore(state["model"])
+        self.population.restore(state["population"])
+        self._participation.restore(state["participation"])
+        self._privacy.restore(state["privacy"])
+        self._guard.restore(state["guard"])
+        self._held, self._used = state["held"], state["used"]
+        self._trained, self.evaluated = state["trained"], state["evaluated"]
+        self.history[:] = history
 
     def round(self, number: int, config: Mapping[str, Any], network: Network) -> Course[Round]:
         """Run one round, from its cohort to the new global model.
@@ -150,6 +190,8 @@ class Training:
             now.continue_from(failed)
         members = self._participation.remaining(clients, now)
         now.cohort = self._draw(number, members, network, failed)
+        if left_out := self.population.left_out:
+            now.events["refused"] = left_out
         self._privacy.check_budget(now)
         now.lr = self._learning_rate(number, config.get("lr"))
         now.context = self._context(now)
@@ -189,7 +231,10 @@ class Training:
             self._trained |= set(now.used)
             keeping = {p for p in now.used if now.came[p].says(keys.KEEPS_KEY)}
             self._used = {p: r for p, r in self._used.items() if p in keeping or p not in now.used}
-            self._used |= dict.fromkeys(keeping, number)
+            counted = set(
+                now.events.get("selected", now.used)
+            )  # Krum leaves out the others' uploads
+            self._used |= dict.fromkeys(keeping & counted, number)
             self._measure(now)
         except Exception as error:
             now.events["failed"] = str(error)
@@ -269,11 +314,32 @@ class Training:
         now.lost_state = sorted({*now.lost_state, *lost})
         if now.lost_state:
             LOG.warning("clients %s have lost their state and began anew without", now.lost_state)
+        if ahead := [p for p in now.came if now.came[p].says(keys.AHEAD_KEY)]:
+            now.events["state_ahead"] = sorted(ahead)
+            LOG.warning("clients %s keep what they have of rounds after this one", sorted(ahead))
+        if unsaved := [p for p in now.came if now.came[p].says(keys.UNSAVED_KEY)]:
+            now.events["not_saved"] = sorted(unsaved)
+            LOG.warning("clients %s could not save what they keep", sorted(unsaved))
         if now.lost_private:
             LOG.warning(
                 "clients %s have lost their private entries and began anew with their model's own",
                 now.lost_private,
             )
+
+    def lost_before(self, came: Mapping[int, Parcel]) -> dict[str, list[int]]:
+        """Name the clients that trained, but evaluate without what they kept; an entry of the history."""
+        kinds = (
+            ("lost_private", keys.FRESH_KEY, self._trained),
+            ("lost_state", keys.LOST_KEY, self._used),
+        )
+        found = {
+            what: sorted(p for p in had if p in came and came[p].says(key))
+            for what, key, had in kinds
+        }
+        for what, clients in found.items():
+            if clients:
+                LOG.warning("clients %s evaluate without what they kept (%s)", clients, what)
+        return {what: clients for what, clients in found.items() if clients}
 
     def _advance(self, now: Round, usable: Usable) -> None:
         """Average the used replies and move the model; RoundFailed if they are too few or it diverges."""
@@ -281,20 +347,28 @@ class Training:
         self.model.agree(usable.buffers, usable.tied)
         if usable.frozen is not None:
             self.model.hold(usable.frozen)
-        mean = self._privacy.mean(now)
+        mean, robust = self._privacy.mean(now), self._aggregation.robust(self.options)
         watch = partial(self._guard.watch, now, self.options, self.method)
         while True:
             now.check_enough(self.options.min_replies, self.method)
             now.context = self._context(now)  # the trained arrays are known now
             try:
                 scaled = update_weights(*self._weigher, now.used, now.context)
-                self.model.advance(now.used, now.context, scaled, mean, watch)
+                self.model.advance(now.used, now.context, scaled, mean, watch, robust)
+                self._aggregation.note(now, self.options, robust)
                 return
             except UnusableReplies as error:  # go on without these clients
                 why = {p: f"the reply of client {p}: {y}" for p, y in error.why.items()}
                 now.failures |= why
                 now.used = {p: r for p, r in now.used.items() if p not in why}
                 LOG.warning("\t> %s", name_failures(why))
+            except TooFewVectors as error:
+                raise TooFewReplies(f"round {now.number} of {self.method}: {error}") from error
+            except AggregatorFailed as error:
+                text = (
+                    f"round {now.number} of {self.method}: {error}; the model is as it was before"
+                )
+                raise AggregatorFailed(text) from error
             except ProtocolError as error:
                 raise RoundFailed(
                     f"round {now.number} of {self.method} diverged: {error}; `strategy.arrays` is "
@@ -305,13 +379,15 @@ class Training:
         """Return the context of the terms' server hooks; with weights and replies, once there are any."""
         lr = math.nan if now.lr is None else now.lr
         context = self.model.context(now.number, lr, self.population.size)
+        if (robust := self._aggregation.robust(self.options)) is not None:
+            context = replace(context, aggregated=robust.aggregated, robust=True)
         if not now.used:
             return context
         given, fixed = self.model.given, self.model.fixed
         measured = {p: Stats(p, r, given, fixed) for p, r in now.used.items()}
         return replace(
             context,
-            weights=aggregation_weights(now.used, self.options.weighting),
+            weights=self._aggregation.weights(now.used, self.options),
             replies=measured if self.options.privacy is None else WithheldStats(),
         )
 
@@ -328,9 +404,11 @@ class Training:
         """Note the mean of the clients' metrics, and what the round took."""
         used = now.used
         processed = [reply.metrics.get("examples-processed", 0) for reply in used.values()]
-        now.examples_processed = sum(n for n in processed if isinstance(n, int))
-        reported = common_metrics(reply.metrics for reply in used.values())
-        now.metrics = dict(self.mean_of_metrics("train", reported))
+        now.examples_processed = sum(n for n in processed if isinstance(n, int) and usable(n))
+        reported, left_out = common_metrics({pid: reply.metrics for pid, reply in used.items()})
+        if left_out:
+            now.events["metrics_left_out"] = left_out
+        now.metrics = dict(self.mean_of_metrics("train", reported)) if reported else {}
         now.lap("aggregate")
 
 

@@ -50,6 +50,11 @@ LAWS = {
             "messages and client state survive Flower's serialisation to the bit",
             runs.state,
         ),
+        Law(
+            "repeated",
+            "a round that the server repeats is trained to the same bits",
+            runs.repeated,
+        ),
         Law("downlinks", "both downlinks train to the same model", runs.downlinks),
         Law(
             "unused",

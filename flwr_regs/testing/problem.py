@@ -15,6 +15,7 @@ from torch.func import functional_call
 
 from flwr_regs.flower.app import client_app
 from flwr_regs.flower.grid import InProcessGrid
+from flwr_regs.wire import keys
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 NDArrays = dict[str, np.ndarray]
@@ -202,6 +203,38 @@ class ReversingGrid(InProcessGrid):
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
         """Return the replies to these messages."""
         return list(super().pull_messages(message_ids))[::-1]
+
+
+class RepeatingGrid(SerialisingGrid):
+    """Lets clients train each round `times` times, as a server does that is resumed or tries again."""
+
+    times = 2
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._begun: dict[int, list[Message]] = {}
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        """Run the clients on each round's messages, the probe too, and return the last replies."""
+        messages = list(messages)
+        for m in messages:
+            kind, node = m.metadata.message_type, m.metadata.dst_node_id
+            if kind == keys.PROBE:
+                self._begun[node] = [copied(m)]
+            if kind != "train":
+                continue
+            begun = self._begun.pop(node, [])
+            for _ in range(self.times - 1):
+                for one in [m, *begun]:
+                    list(self.pull_messages(super().push_messages([copied(one)])))
+        return super().push_messages(messages)
+
+
+def copied(message: Message) -> Message:
+    """Return a message to the same client that shares nothing with `message`."""
+    sent = message.metadata
+    content = _through_bytes(message.content)
+    return Message(content, sent.dst_node_id, sent.message_type, group_id=sent.group_id)
 
 
 def _through_bytes(record: RecordDict) -> RecordDict:

@@ -105,6 +105,11 @@ def state(method: Method) -> None:
     by_round(on(problem.SerialisingGrid, method), usual_run(method), 0.0)
 
 
+def repeated(method: Method) -> None:
+    """Each client trains each round twice; both times it begins with the same state."""
+    by_round(on(problem.RepeatingGrid, method), usual_run(method), 0.0)
+
+
 def on(grid: type[InProcessGrid], method: Method) -> list[problem.NDArrays]:
     """Return the models of the usual run on another grid."""
     data = make_clients()

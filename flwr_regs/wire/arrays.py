@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
@@ -11,6 +10,7 @@ import numpy as np
 import safetensors.numpy
 
 from flwr_regs.wire.keys import TIED_KEY
+from flwr_regs.wire.text import named, quoted, read_json
 
 NDArrays = dict[str, np.ndarray]
 
@@ -38,8 +38,13 @@ def pack(arrays: Mapping[str, Any]) -> bytes:
 
 
 def unpack(data: bytes) -> NDArrays:
-    """Return what :func:`pack` packed, as writable arrays."""
-    return {k: a.copy() for k, a in safetensors.numpy.load(data).items()}
+    """Return what :func:`pack` packed, as writable arrays; raise ProtocolError for other bytes."""
+    if not isinstance(data, bytes):
+        raise ProtocolError(f"packed arrays are bytes, not {quoted(data, 40)}")
+    try:
+        return {k: a.copy() for k, a in safetensors.numpy.load(data).items()}
+    except Exception as error:  # of the library's own kinds, or a dtype that numpy lacks
+        raise ProtocolError(f"these bytes hold no packed arrays: {quoted(str(error))}") from error
 
 
 def add(base: np.ndarray, step: np.ndarray) -> np.ndarray:
@@ -82,7 +87,7 @@ def unmask(data: Any, names: Iterable[str]) -> frozenset[str]:
     """Return the chosen names of a :func:`mask`; raise ProtocolError for more or fewer bits."""
     names = sorted(names)
     if not isinstance(data, bytes) or len(data) != (len(names) + 7) // 8:
-        raise ProtocolError(f"expected a mask of {len(names)} bits, not {data!r:.40}")
+        raise ProtocolError(f"expected a mask of {len(names)} bits, not {quoted(data, 40)}")
     bits = np.unpackbits(np.frombuffer(data, np.uint8))
     if bits[len(names) :].any():
         raise ProtocolError(f"a mask of {len(names)} bits has more of them set")
@@ -106,7 +111,7 @@ def check_tied(
     same shape and dtype.
     """
     try:
-        tied: dict[str, str] = dict(json.loads(value))
+        tied: dict[str, str] = dict(read_json(value))
         good = all(
             other in buffers
             and first in model
@@ -119,7 +124,7 @@ def check_tied(
     if not good:
         raise ProtocolError(
             f"'{TIED_KEY}' must map names of the model's arrays to trained ones of the same shape, but is "
-            f"{value!r:.200}"
+            f"{quoted(value)}"
         )
     return tied
 
@@ -130,7 +135,7 @@ def check_names(names: Iterable[str], expected: Iterable[str], what: str) -> Non
     if names != expected:
         raise ProtocolError(
             f"{what}: arrays do not match the model by name: missing "
-            f"{sorted(expected - names)}, unexpected {sorted(names - expected)}"
+            f"{named(expected - names)}, unexpected {named(names - expected)}"
         )
 
 
@@ -160,15 +165,22 @@ def check_finite(
 ) -> None:
     """Raise ProtocolError naming the first array that holds NaN, infinity, or a value beyond ±`largest`.
 
-    A constant of `base`, such as an infinite attention mask in a buffer, may stay.
+    Integers too. A constant of `base`, such as an infinite attention mask in a buffer, may stay.
     """
     for name, a in arrays.items():
         good = np.isfinite(a)
-        bounded = a.dtype.kind != "f" or float(np.finfo(a.dtype).max) <= largest
-        small = good if bounded else good & (np.abs(a) <= largest)
+        small = good if _bounded(a.dtype, largest) else good & (a <= largest) & (a >= -largest)
         if base is not None and name in base:
             small = small | (a == base[name])
         if not np.all(small):
             beyond = np.all(good | small)
             values = f"values beyond ±{largest:g}" if beyond else "NaN or infinity"
             raise ProtocolError(f"{what}: array '{name}' holds {values}")
+
+
+def _bounded(dtype: np.dtype[Any], largest: float) -> bool:
+    """Whether no number of a dtype is beyond ±`largest`."""
+    if dtype.kind == "b":
+        return True
+    limits: Any = np.finfo(dtype) if dtype.kind == "f" else np.iinfo(dtype)
+    return float(limits.max) <= largest

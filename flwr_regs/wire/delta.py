@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -21,6 +20,7 @@ from flwr_regs.wire.arrays import (
     unmask,
     unpack,
 )
+from flwr_regs.wire.text import one_line, read_json
 
 KINDS = ("delta", "coded", "kept")
 """Values of ``regs.downlink``: what a message holds instead of the model."""
@@ -79,7 +79,7 @@ def decoded_model(
     for _, coded in sorted(unpack(config[keys.STEPS_KEY]).items()):
         step = decoded(decode, coded.tobytes(), trained, "the coded global step")
         model = model | {n: add(model[n], s) for n, s in step.items()}
-    return _confirmed(tie(model, json.loads(config.get(keys.TIED_KEY, "{}"))), config), step
+    return _confirmed(tie(model, read_json(config.get(keys.TIED_KEY, "{}"))), config), step
 
 
 def decoded(
@@ -89,7 +89,7 @@ def decoded(
     try:
         update = {n: np.asarray(a) for n, a in decode(data, like).items()}
     except Exception as error:  # whatever the bytes make a method's decoder raise
-        why = f"{what} cannot be decoded: {error or type(error).__name__}"
+        why = f"{what} cannot be decoded: {one_line(str(error)) or type(error).__name__}"
         raise ProtocolError(why) from error
     check_arrays(update, like, what)
     return update

@@ -9,13 +9,13 @@ import traceback
 from pathlib import Path
 from types import FrameType
 
+from flwr_regs.wire.text import one_line
+
 OURS = str(Path(__file__).parents[1]) + os.sep
 LIBRARIES = ("flwr", "ray", "torch")
 """Packages that run a user's code; they may lie outside of site-packages."""
 INSTALLED = ("site-packages", "dist-packages")
 STANDARD = tuple(f"{sysconfig.get_path(kind)}{os.sep}" for kind in ("stdlib", "platstdlib"))
-LONGEST = 500
-"""Characters of an error's own text. Some libraries put whole programs into theirs."""
 WIDEST = 120
 """Characters of the source line."""
 
@@ -26,8 +26,7 @@ def described(error: BaseException) -> str:
     The line is the deepest one in the user's own code: outside of this package, Flower, torch, installed
     packages and the standard library. Without such a line, it is the deepest one of this package.
     """
-    text = " ".join(str(error).split())
-    text = text if len(text) <= LONGEST else f"{text[:LONGEST]} …"
+    text = one_line(str(error))  # some libraries put whole programs into theirs
     what = f"{type(error).__name__}: {text}" if text else type(error).__name__
     return f"{what}{place(error)}"
 

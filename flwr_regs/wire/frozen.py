@@ -10,6 +10,7 @@ import numpy as np
 
 from flwr_regs.wire import keys
 from flwr_regs.wire.arrays import ProtocolError, digest
+from flwr_regs.wire.text import LONGEST_NAME, quoted, read_json
 
 
 def frozen_digest(arrays: Mapping[str, np.ndarray]) -> str:
@@ -38,17 +39,18 @@ def read_said(
     Raises ProtocolError unless they are names, none of them `trained`, and a text.
     """
     try:
-        names: Any = json.loads(config.get(keys.FROZEN_KEY, "[]"))
-    except (TypeError, ValueError, RecursionError):
+        names: Any = read_json(config.get(keys.FROZEN_KEY, "[]"))
+    except ValueError:
         names = None
     own = config.get(keys.FROZEN_DIGEST_KEY, "")
     if (
         not isinstance(names, list)
         or not all(isinstance(n, str) for n in names)
         or not isinstance(own, str)
+        or len(own) > LONGEST_NAME
         or set(names) & set(trained)
     ):
-        what = f"{config.get(keys.FROZEN_KEY)!r:.200}"
+        what = quoted(config.get(keys.FROZEN_KEY))
         raise ProtocolError(
             f"'{keys.FROZEN_KEY}' must be a JSON list of parameters that are not trained, but is {what}"
         )

@@ -52,6 +52,9 @@ PRIVATE_KEY = "regs.private.client"
 FRESH_KEY = "regs.private-anew"
 PENDING_KEY = "regs.pending.client"
 MODEL_KEY = "regs.model.client"
+LAST_KEY = "regs.last-round.client"
+LOADED_KEY = "regs.loaded"
+UNSAVED_KEY = "regs.not-saved"
 USED_KEY = "regs.used-round"
 KEEPS_KEY = "regs.keeps-state"
 FROZEN_KEY = "regs.frozen"
@@ -60,6 +63,7 @@ FROZEN_KEPT_KEY = "regs.frozen.client"
 ASK_KEY = "regs.ask-frozen"
 LAYER_KEY = "regs.output-layer"
 LOST_KEY = "regs.lost-state"
+AHEAD_KEY = "regs.state-ahead"
 PERSONAL_KEY = "regs.personal"
 LR_KEY = "regs.lr"
 INCOMPLETE_KEY = "regs.incomplete"
@@ -77,3 +81,9 @@ OUT_OF_SYNC_KEY = "regs.out-of-sync"
 STEP_KEY = "regs.step"
 ROUND_KEY = "server-round"
 LABELS_KEY = "regs.label-counts"
+
+
+def is_start(value: object) -> bool:
+    """Return whether a value can identify a training: up to 64 hexadecimal digits, a safe file name."""
+    digits = set("0123456789abcdef")
+    return isinstance(value, str) and 0 < len(value) <= 64 and set(value) <= digits

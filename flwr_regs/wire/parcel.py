@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from flwr_regs.wire import keys
+from flwr_regs.wire.text import named
 
 
 class Record(dict[str, np.ndarray]):
@@ -57,10 +58,10 @@ class Parcel:
         return arrays + scalar_bytes(self.config) + scalar_bytes(self.metrics or {})
 
     @property
-    def names(self) -> list[str]:
+    def names(self) -> str:
         """The names of its records, for errors."""
         scalars = {keys.CONFIG: self.config, keys.METRICS: self.metrics}
-        return sorted([*self.records, *(name for name, values in scalars.items() if values)])
+        return named([*self.records, *(name for name, values in scalars.items() if values)])
 
     def says(self, key: str) -> bool:
         """Return whether the config holds a true value under `key`."""

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from io import BytesIO
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 
-from flwr_regs.wire.arrays import NDArrays, plain_name, unpack
-from flwr_regs.wire.keys import CONFIG, METRICS, PROTOCOL, PROTOCOL_KEY
+from flwr_regs.wire.arrays import NDArrays, ProtocolError, plain_name, unpack
+from flwr_regs.wire.keys import ARRAYS, CONFIG, METRICS, PROTOCOL, PROTOCOL_KEY
+from flwr_regs.wire.npy import Unreadable, read_array, read_header
 from flwr_regs.wire.parcel import Parcel, scalar_bytes
+from flwr_regs.wire.text import LONGEST_NAME, quoted, shown
 
 if TYPE_CHECKING:
     from torch import nn
@@ -23,8 +24,34 @@ def to_record(arrays: Mapping[str, Any]) -> ArrayRecord:
 
 
 def from_record(record: ArrayRecord) -> NDArrays:
-    """Return the arrays of a record by name, without what ``torch.compile`` adds to names."""
-    return {plain_name(k): a.numpy() for k, a in record.items()}
+    """Return the arrays of a record by name, writable, without what ``torch.compile`` adds to names.
+
+    Raises ProtocolError naming an array that cannot be read.
+    """
+    return {plain_name(k): read_entry(k, a).copy(order="K") for k, a in record.items()}
+
+
+def read_entry(name: str, array: Array) -> np.ndarray:
+    """Return one array of a record, as a read-only view of its bytes.
+
+    Raises ProtocolError unless its bytes are a ``.npy`` and its labels say the same. A label may be missing
+    (dtype "", shape ()): Flower's older layout has none.
+    """
+    try:
+        if array.stype != "numpy.ndarray":
+            raise Unreadable(f"it is labelled {quoted(array.stype, 40)}, expected 'numpy.ndarray'")
+        found = read_array(array.data)
+        if array.dtype not in ("", str(found.dtype)):
+            raise Unreadable(f"it is {found.dtype}, but is labelled {quoted(array.dtype, 40)}")
+        if tuple(array.shape) not in ((), found.shape):
+            raise Unreadable(
+                f"it has shape {found.shape}, but is labelled {quoted(array.shape, 80)}"
+            )
+        return found
+    except (Unreadable, TypeError) as error:
+        raise ProtocolError(
+            f"array '{shown(name, LONGEST_NAME)}' cannot be read: {error}"
+        ) from error
 
 
 def plainly_named(record: ArrayRecord) -> ArrayRecord:
@@ -54,7 +81,7 @@ def parcel_of(content: RecordDict) -> Parcel:
     """Return a message's content; its arrays are decoded when they are read."""
     config = content.config_records.get(CONFIG)
     metrics = content.metric_records.get(METRICS)
-    records = {n: _Unread(plainly_named(r)) for n, r in content.array_records.items()}
+    records = {n: _Unread(plainly_named(r), n == ARRAYS) for n, r in content.array_records.items()}
     scalars: list[Any] = [*content.config_records.values(), *content.metric_records.values()]
     size = sum([r.nbytes for r in records.values()] + [scalar_bytes(s) for s in scalars])
     return Parcel(
@@ -66,10 +93,14 @@ def parcel_of(content: RecordDict) -> Parcel:
 
 
 class _Unread(Mapping[str, np.ndarray]):
-    """The arrays of a record, each decoded when it is read."""
+    """The arrays of a record, each decoded when it is read: as views of their bytes, or as copies.
 
-    def __init__(self, record: Mapping[str, Array]) -> None:
+    A whole model is not copied; a term may change what it gets, or hand it to torch.
+    """
+
+    def __init__(self, record: Mapping[str, Array], views: bool) -> None:
         self._record = record
+        self._views = views
 
     @property
     def nbytes(self) -> int:
@@ -77,7 +108,8 @@ class _Unread(Mapping[str, np.ndarray]):
         return sum(len(name) + len(array.data) for name, array in self._record.items())
 
     def __getitem__(self, name: str) -> np.ndarray:
-        return self._record[name].numpy()
+        found = read_entry(name, self._record[name])
+        return found if self._views else found.copy(order="K")
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._record)
@@ -125,12 +157,17 @@ def float32_arrays(model: nn.Module) -> ArrayRecord:
     )
 
 
-def relabelled(array: Array) -> Array:
-    """Return a legacy Array (dtype "", shape ()) with its dtype and shape; the data is not copied."""
-    head = BytesIO(array.data[:1024])
-    npy = np.lib.format
-    read = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}
-    shape, fortran, dtype = read[npy.read_magic(head)](head)
-    if fortran:
-        return Array(array.numpy())
-    return Array(str(dtype), tuple(shape), "numpy.ndarray", array.data)
+def relabelled(name: str, array: Array) -> Array:
+    """Return a legacy Array (dtype "", shape ()) with its dtype and shape; the data is not copied.
+
+    Raises ProtocolError unless its bytes are a ``.npy``.
+    """
+    try:
+        head = read_header(array.data)
+    except Unreadable as error:
+        raise ProtocolError(
+            f"array '{shown(name, LONGEST_NAME)}' cannot be read: {error}"
+        ) from error
+    if head.fortran:
+        return Array(np.array(read_array(array.data), order="C"))
+    return Array(str(head.dtype), head.shape, "numpy.ndarray", array.data)

@@ -10,9 +10,23 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
-from flwr.app import Message, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 
-from flwr_regs import ClientContext, InProcessGrid, RegClient, RegStrategy, Term, client_app
+from flwr_regs import (
+    ClientContext,
+    FedFOR,
+    FedFORClient,
+    InProcessGrid,
+    Private,
+    RegClient,
+    RegStrategy,
+    Term,
+    client_app,
+)
+from flwr_regs.chain import chain
+from flwr_regs.client.state import ClientState
+from flwr_regs.testing.problem import RepeatingGrid
+from flwr_regs.wire import keys
 from tests.conftest import budgeted, close, make_clients, make_model, run
 
 Arrays = dict[str, Any]
@@ -193,6 +207,51 @@ def test_evaluation_sees_what_is_pending_and_changes_nothing() -> None:
         assert abs(measured[pid]["loss"] - loss) > 1e-6
 
 
+def test_an_evaluation_without_the_clients_own_model_is_named() -> None:
+    class Restarting(InProcessGrid):
+        def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+            messages = list(messages)
+            if any(m.metadata.message_type == "evaluate" for m in messages):
+                self._contexts[1002].state = RecordDict()
+            return super().push_messages(messages)
+
+    data = make_clients()
+
+    def client_fn(context: Any) -> Any:
+        mine = data[context.node_config["partition-id"]]
+        return RegClient(make_model(), mine, mine, device="cpu", terms=[Mine])
+
+    strategy = RegStrategy([Mine()], seed=3)
+    run(strategy, RegClient, rounds=1, grid=Restarting(client_app(client_fn), 4))
+    assert strategy.history[0]["evaluate"]["lost_state"] == [2]
+    assert "lost_private" not in strategy.history[0]["evaluate"]
+
+
+def test_a_client_whose_model_is_of_a_repeated_round_asks_for_the_whole() -> None:
+    """On a "delta" downlink; it then trains to the same bits."""
+    asked, models = [], []
+
+    class Watching(RepeatingGrid):
+        def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+            replies = list(super().pull_messages(message_ids))
+            configs = [m.content.config_records.get("config", {}) for m in replies]
+            asked.append(sum(bool(c.get(keys.OUT_OF_SYNC_KEY)) for c in configs))
+            return replies
+
+    data = make_clients()
+    for kind in (InProcessGrid, Watching):
+
+        def client_fn(context: Any) -> Any:
+            mine = data[context.node_config["partition-id"]]
+            return FedFORClient(make_model(), mine, device="cpu")
+
+        strategy = FedFOR(alpha=0.5, seed=3, downlink="delta", fraction_evaluate=0.0)
+        grid = kind(client_app(client_fn), 4)
+        models.append(run(strategy, FedFORClient, rounds=3, grid=grid))
+    assert sum(asked) >= 4 * 2  # in rounds 2 and 3
+    close(models[0], models[1], 0.0)
+
+
 @dataclass(frozen=True)
 class Asked(Term):
     """Keeps what its probe measured until the round ends, and from then on if the round was used."""
@@ -294,3 +353,101 @@ def test_the_server_moves_by_what_its_code_says() -> None:
             np.testing.assert_allclose(step, step.astype(np.float16), rtol=0, atol=1e-15)
     for entry in strategy.history[1:]:
         assert entry["bytes_down"][0] < 0.8 * strategy.history[0]["bytes_down"][0]
+
+
+@dataclass(frozen=True)
+class AskedAlways(Asked):
+    """Its probe's slot counts at once."""
+
+    keeps: ClassVar[str] = "always"
+
+
+@dataclass(frozen=True)
+class ReturnAll(Return):
+    """Sends its slot with the update, and keeps what it does not send: half of both."""
+
+    def finish(self, delta: Arrays, ctx: ClientContext) -> Any:
+        whole = {n: d + ctx.client.get(n, 0 * d) for n, d in delta.items()}
+        sent = {n: w / 2 for n, w in whole.items()}
+        return sent, {"n": sum(w.sum() for w in whole.values())}, sent
+
+    def unused(self, before: Any, after: Any, sent: Arrays) -> Any:
+        return {n: r + sent[n] for n, r in after.items()}
+
+
+KINDS = [Count, CountAlways, ReturnAll, Mine, Asked, AskedAlways]
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda k: k.__name__)
+def test_a_repeated_round_has_been_once(kind: Any) -> None:
+    """Private entries too; with client 1 left out of two rounds, whose updates it takes back."""
+    ends: list[Any] = []
+    for times in (1, 3):
+        data = make_clients()
+        client = budgeted(RegClient, DROPPED)
+
+        def client_fn(context: Any, data: Any = data, client: Any = client) -> Any:
+            mine = data[context.node_config["partition-id"]]
+            kinds = [Private, kind]
+            return client(make_model(batch_norm=True), mine, device="cpu", terms=kinds)
+
+        grid = RepeatingGrid(client_app(client_fn), 4)
+        grid.times = times
+        terms = [Private("1.*"), kind()]
+        strategy = RegStrategy(terms, seed=3, incomplete="drop", fraction_evaluate=0.0)
+        start = ArrayRecord(make_model(batch_norm=True).state_dict())
+        strategy.start(grid, start, 4, train_config=ConfigRecord({"lr": 0.2, "local-epochs": 2}))
+        states = [c.state.array_records for c in grid._contexts.values()]
+        mine = [
+            {(key.split(".", 4)[4], n): a.numpy() for key in s for n, a in s[key].items()}
+            for s in states
+        ]
+        ends.append((strategy.training.model.model, *mine))
+        assert strategy.history[2]["replies"] == [0, 2, 3]
+        assert not any(e["lost_state"] + e["lost_private"] for e in strategy.history)
+    assert any(key.endswith("private.client") for key, _ in ends[0][1])
+    for once, often in zip(*ends, strict=True):
+        close(once, often, 0.0)
+
+
+def entered(state: ClientState, number: int, used: int | None) -> tuple[Any, bool]:
+    config = {keys.ROUND_KEY: number, **({} if used is None else {keys.USED_KEY: used})}
+    after, lost = state.entering(chain([Count()]), config, {})
+    return float(after.settled.get("count", {}).get("n", torch.tensor(-1.0))), lost
+
+
+def test_slots_of_another_course_of_the_training_are_lost() -> None:
+    """Settled up to round 5, pending of round 8: the server resumes at one of its checkpoints."""
+    slot = {"count": {"n": torch.tensor(5.0)}}
+    state = ClientState(slot, {"count": {"n": torch.tensor(8.0)}}, 8, reaches=5)
+    assert entered(state, 9, 8) == (8.0, False)
+    assert entered(state, 9, 5) == (5.0, False)
+    assert entered(state, 8, 5) == (5.0, False)
+    assert entered(state, 6, 5) == (5.0, False)
+    assert entered(state, 5, 4) == (-1.0, True)  # it depends on round 5, which is repeated
+    assert entered(state, 12, 11) == (-1.0, True)  # it has lost round 11
+
+
+def test_a_client_that_cannot_go_back_far_enough_is_named() -> None:
+    """The server goes back two rounds, but a node keeps one state before its last."""
+
+    class Late(InProcessGrid):
+        def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+            messages = list(messages)
+            for m in messages:
+                config = m.content.config_records.get("config")
+                if config and config[keys.ROUND_KEY] == 4:
+                    config[keys.ROUND_KEY] = 2
+            return super().push_messages(messages)
+
+    data = make_clients()
+
+    def client_fn(context: Any) -> Any:
+        mine = data[context.node_config["partition-id"]]
+        return RegClient(make_model(), mine, device="cpu", terms=[CountAlways, Private])
+
+    terms = [CountAlways(), Private("0.bias")]
+    strategy = RegStrategy(terms, seed=3, fraction_evaluate=0.0)
+    run(strategy, RegClient, rounds=5, grid=Late(client_app(client_fn), 4))
+    named = [e.get("state_ahead", []) for e in strategy.history]
+    assert named == [[], [], [], [0, 1, 2, 3], []]

@@ -11,8 +11,10 @@ import torch
 import flwr_regs as fr
 from flwr_regs.experiments import calls
 from flwr_regs.experiments.build import bare, build, client_class, with_argument
-from flwr_regs.experiments.calls import parse_methods
+from flwr_regs.experiments.calls import Call, parse_methods
 
+B = Call("B", (), {}, called=True)
+C = Call("C", (1,), {"y": "d,e"}, called=True)
 PARSED: list[tuple[str, list[list[tuple[str, tuple[Any, ...], dict[str, Any]]]]]] = [
     # text, and its methods: each a list of parts (target, args, kwargs)
     ("FedAvg", [[("FedAvg", (), {})]]),
@@ -30,6 +32,7 @@ PARSED: list[tuple[str, list[list[tuple[str, tuple[Any, ...], dict[str, Any]]]]]
     ("mine:Decay(wd=0.01)", [[("mine:Decay", (), {"wd": 0.01})]]),
     ("a.b.mine:C.make()+D", [[("a.b.mine:C.make", (), {}), ("D", (), {})]]),
     ("A(\n  x=1,\n)", [[("A", (), {"x": 1})]]),
+    ("A(B(), x=C(1, y='d,e'))", [[("A", (B,), {"x": C})]]),
 ]
 
 
@@ -71,7 +74,8 @@ def test_equal_methods_count_once_and_others_are_rows_of_their_own() -> None:
             "'A(x=y)', at character 4 of 'B, A(x=y)': the argument 'x' must be a literal",
         ),
         ("A(x=heavy-ball)", "not heavy - ball; text needs quotes: 'heavy-ball'"),
-        ("A(open('f'))", "argument 1 must be a literal: a number, quoted text, True"),
+        ("A(open.x('f'))", "argument 1 must be a literal: a number, quoted text, True"),
+        ("A(x=B(y=z))", "the argument 'x': the argument 'y' must be a literal"),
         ("A(*[1])", "argument 1 must be a literal"),
         ("A(**{'x': 1})", "expected each argument by its name once, not '**'"),
         ("A(x=1, x=2)", "expected each argument by its name once, not 'x' twice"),
@@ -96,6 +100,22 @@ def test_a_call_takes_the_methods_parameters_and_every_strategys_settings() -> N
     assert isinstance(strategy, fr.FedADC)
     assert strategy.term.config()["fedadc.beta_local"] == 0.7
     assert (strategy.downlink, strategy.weighting, strategy.seed) == ("delta", "num-examples", 3)
+
+
+def test_an_argument_may_be_a_call_of_what_settings_take() -> None:
+    strategy = built(
+        "FedAvg(weighting='uniform', privacy=CentralDP(1.0, 0.5), stop_when=Target(0.9))"
+    )
+    assert strategy.privacy == fr.CentralDP(1.0, 0.5)
+    assert strategy.stop_when == fr.Target(0.9)
+    (label,) = parse_methods("FedAvg( stop_when = [1] )")
+    assert label == "FedAvg(stop_when=[1])"
+    with pytest.raises(
+        ValueError, match=r"'FedAvg\(open\('f'\)\)': an argument may be a call of CenteredClipping"
+    ):
+        built("FedAvg(open('f'))")
+    with pytest.raises(TypeError, match=r"'Target\(valu=1\)': there is no argument 'valu'"):
+        built("FedAvg(stop_when=Target(valu=1))")
 
 
 def test_what_a_call_says_wins_over_the_common_settings() -> None:
@@ -253,7 +273,7 @@ def test_values_and_words_are_split_outside_brackets_and_quotes() -> None:
         "lr=0.1",
         "methods=A(v='x')",
     ]
-    for wrong in ("heavy", "f(1)", "1 2", ""):
+    for wrong in ("heavy", "f(x)", "1 2", ""):
         with pytest.raises(ValueError, match="a value must be a literal"):
             calls.literal(wrong)
     with pytest.raises(ValueError, match="--values holds no value"):

@@ -110,7 +110,7 @@ def test_flwr_regs_run_fails_when_the_run_failed(tmp_path: Path) -> None:
     assert "ZeroDivisionError" in (folder / "flower.log").read_text()
 
 
-@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
 def test_flwr_regs_run_leaves_nothing_behind_when_stopped(tmp_path: Path, how: int) -> None:
     """Found by a mark in the environment that every process it starts inherits."""
     env = {**environment(tmp_path), "FLWR_REGS_TEST_MARK": str(tmp_path)}
@@ -135,7 +135,8 @@ def test_flwr_regs_run_leaves_nothing_behind_when_stopped(tmp_path: Path, how: i
             os.killpg(process.pid, how)  # a terminal's Ctrl-C reaches the whole foreground group
         else:
             os.kill(process.pid, how)
-        assert process.wait(60) == (143 if how == signal.SIGTERM else 130), log.read_text()[-2000:]
+        status = {signal.SIGTERM: 143, signal.SIGINT: 130, signal.SIGKILL: -signal.SIGKILL}[how]
+        assert process.wait(60) == status, log.read_text()[-2000:]
         mark = f"FLWR_REGS_TEST_MARK={tmp_path}"
         for _ in range(50):
             left = [p for p in Path("/proc").glob("[0-9]*") if mark in environ_of(p)]

@@ -22,7 +22,7 @@ CONFIG = ConfigRecord({"lr": 0.2, "local-epochs": 1})
 KINDS: list[tuple[Callable[..., fr.RegStrategy], Any]] = [
     (fr.FedAvg, fr.FedAvgClient),
     (lambda **s: fr.FedADC(downlink="delta", **s), fr.FedADCClient),
-    (lambda **s: fr.EFL(0.1, **s), fr.EFLClient),
+    (lambda **s: fr.EFL(0.1, density_up=0.3, **s), fr.EFLClient),
     (lambda **s: fr.RFedAvgPlus(lam=0.5, **s), fr.RFedAvgPlusClient),
 ]
 
@@ -187,7 +187,7 @@ def test_at_the_deadline_a_round_goes_on_with_who_replied(evaluates: float) -> N
         (lambda history: len(history) == 4, 4),
         (lambda history: 1 / 0, 7),
     ],
-    ids=str,
+    ids=["target", "loss", "train-loss", "patience", "min-delta", "9", "several", "own", "error"],
 )
 def test_training_ends_early_by_its_history(stop: Any, after: int) -> None:
     losses = [0.0, 0.5, 0.3, 0.2, 0.1, float("nan"), 0.4, 0.3]
@@ -278,7 +278,13 @@ def test_tensorboard_gets_a_rounds_numbers(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "setting",
-    [{"retries": 1}, {"deadline": 5.0}, {"stop_when": fr.Target(1)}, {"on_round": print}],
+    [
+        {"retries": 1},
+        {"deadline": 5.0},
+        {"stop_when": fr.Target(1)},
+        {"on_round": print},
+        {"checkpoint_dir": "x"},
+    ],
     ids=str,
 )
 def test_flowers_older_server_refuses_what_only_start_follows(setting: dict[str, Any]) -> None:

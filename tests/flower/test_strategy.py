@@ -169,10 +169,14 @@ def test_a_client_that_leaves_replaces_only_itself() -> None:
         assert len(b["cohort"]) == 3
 
 
-def test_two_nodes_of_one_partition_are_refused() -> None:
-    grid = InProcessGrid(app_of(), 3)
+def test_of_two_nodes_of_one_partition_one_is_refused() -> None:
+    grid, strategy = InProcessGrid(app_of(), 3), FedAvg()
     grid._contexts[1001].node_config["partition-id"] = 0
-    with pytest.raises(PopulationError, match="both serve partition-id 0"):
+    start(strategy, grid)
+    assert strategy.history[0]["cohort"] == [0, 2]
+    assert "1000 and 1001 both serve partition-id 0" in strategy.history[0]["refused"][1001]
+    grid._contexts[1002].node_config["partition-id"] = 0
+    with pytest.raises(PopulationError, match=r"(?s)1 of 2 clients can take part.*1002 both serve"):
         start(FedAvg(), grid)
 
 
@@ -554,7 +558,7 @@ def broken(pid: int, client: Any, what: str) -> Any:
         ("shape", r"'0.weight' has shape \(1, 4\), expected \(6, 4\)"),
         ("dtype", "'0.weight' has dtype float32, expected float64"),
         ("fewer", "fit returned 3 arrays, but 4 names for them"),
-        ("count", "'num-examples' must be a positive number, not 0"),
+        ("count", "'num-examples' must be a positive number up to 1e.15, not 0"),
     ],
 )
 def test_one_bad_client_is_named_and_costs_only_itself(what: str, reason: str) -> None:
@@ -979,7 +983,7 @@ def test_a_garbled_reply_costs_only_its_client(how: Any) -> None:
     assert [list(e["failures"]) for e in strategy.history] == [[1], [1]]
 
 
-def test_metrics_that_are_lists_are_left_out_of_the_mean() -> None:
+def test_a_client_whose_metrics_are_lists_is_left_out_of_the_mean() -> None:
     def listing(content: RecordDict) -> None:
         content.metric_records["metrics"]["train-loss"] = [1.0, 2.0]
 
@@ -989,7 +993,8 @@ def test_metrics_that_are_lists_are_left_out_of_the_mean() -> None:
     strategy = FedAvg(seed=1, fraction_evaluate=0.0)
     start(strategy, Grid(app_of(), 3), 1)
     assert strategy.history[0]["replies"] == [0, 1, 2]
-    assert "train-loss" not in strategy.history[0]["train_metrics"]
+    assert strategy.history[0]["metrics_left_out"] == {1: ["train-loss"]}
+    assert isinstance(strategy.history[0]["train_metrics"]["train-loss"], float)  # the others'
 
 
 def test_min_replies_may_be_met_exactly() -> None:
@@ -1092,7 +1097,10 @@ def test_a_subclass_keeps_its_methods_name() -> None:
 
 
 def test_complex_and_nan_models_are_refused() -> None:
-    for bad, message in ((1j, "complex arrays"), (np.nan, "hold NaN")):
+    for bad, message in (
+        (1j, "dtype is '<c16', expected"),
+        (np.nan, "hold NaN"),
+    ):
         with pytest.raises(ValueError, match=message):
             FedAvg().start(
                 grid=InProcessGrid(app_of(), 3),

@@ -203,6 +203,15 @@ def test_central_dp_is_what_a_strategy_accepts(row: fr.Method) -> None:
             example(row, **private)
 
 
+@rows
+def test_robust_is_what_a_robust_aggregator_accepts(row: fr.Method) -> None:
+    if properties(example(row)).robust:
+        example(row, aggregator=fr.Krum(1))
+    else:
+        with pytest.raises(ValueError, match=r"aggregator=Krum\(.*\) does not reach"):
+            example(row, aggregator=fr.Krum(1))
+
+
 # derived columns
 
 
@@ -217,11 +226,20 @@ class Sums(Term):
 
     def check(self, upload: Any, params: Any, server: Any) -> None: ...
 
+    def adds(self, key: str) -> bool:
+        return True
+
     def fold(self, acc: Any, pid: int, delta: Any, upload: Any, weight: float, ctx: Any) -> Any:
         return {n: acc.get(n, 0.0) + np.asarray(a) for n, a in upload.items()}
 
     def update(self, server: Any, delta: Any, uploads: Any, ctx: Any) -> Any:
         return uploads, delta
+
+
+class Unsaid(Sums):
+    """It does not say what it adds up."""
+
+    adds = None  # type: ignore[assignment]
 
 
 class Squares(Sums):
@@ -266,6 +284,7 @@ ALL = {"stateless", "streams", "stacks", "secure_aggregation", "central_dp", "ro
     [
         (fr.FirstOrder(1.0), set()),
         (Sums(), {"central_dp"}),
+        (Unsaid(), {"central_dp", "robust"}),
         (Squares(), {"central_dp", "secure_aggregation"}),
         (Scalar(), {"stateless", "streams", "central_dp", "robust", "secure_aggregation"}),
         (Equal(), {"central_dp", "secure_aggregation"}),
@@ -273,15 +292,15 @@ ALL = {"stateless", "streams", "stacks", "secure_aggregation", "central_dp", "ro
         (fr.EmbeddedMomentum(0.5, 0.5, local_momentum=0.5), {"stacks"}),
         (fr.SparseTernary(0.1), {"stateless", "secure_aggregation"}),
         (fr.SparseTernary(None, 0.1), {"stateless"}),
-        (fr.Elastic(1.0), {"central_dp", "robust", "secure_aggregation"}),
+        (fr.Elastic(1.0), {"central_dp", "secure_aggregation"}),
         (fr.Elastic(0.0), set()),
-        (fr.Elastic(1.0, sums_bits=16), {"central_dp", "robust", "secure_aggregation"}),
+        (fr.Elastic(1.0, sums_bits=16), {"central_dp", "secure_aggregation"}),
         (
             fr.Elastic(1.0, sums_every=2, sums_density=0.1),
-            {"stateless", "central_dp", "robust", "secure_aggregation"},
+            {"stateless", "central_dp", "secure_aggregation"},
         ),
-        (fr.FeatureTable(0.1), {"streams", "secure_aggregation", "central_dp", "robust"}),
-        (fr.LeaveOneOutMean(0.1), {"streams", "secure_aggregation", "central_dp", "robust"}),
+        (fr.FeatureTable(0.1), {"streams", "secure_aggregation", "central_dp"}),
+        (fr.LeaveOneOutMean(0.1), {"streams", "secure_aggregation", "central_dp"}),
         (fr.LeaveOneOutMean(0.1, sum_only=True), {"streams", "central_dp", "robust"}),
     ],
     ids=lambda x: x.name if isinstance(x, Term) else "",

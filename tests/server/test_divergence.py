@@ -175,13 +175,19 @@ def test_a_loss_that_is_no_number_is_passed_over(loss: Any) -> None:
     def client(k: int, request: Request, parcel: Parcel) -> Any:
         reply = plain(k, request, parcel)
         if request.kind == "train" and isinstance(reply, Parcel) and loss is not None:
-            own = loss if k == 1 else 10.0 ** parcel.config["server-round"]
+            own = loss if k in liars else 10.0 ** parcel.config["server-round"]
             reply = replace(reply, metrics={**reply.metrics, "train-loss": own})
         return reply
 
+    liars = {0, 1}
     network, one = NumpyNetwork(3, client), training(on_divergence="stop")
     for t in (1, 2, 3):
         run(one.round(t, {"lr": 0.1, "local-steps": 3}, network), network)
+    if loss is not None:  # one such client does not hide what the others report
+        liars, one = {1}, training(on_divergence="stop")
+        run(one.round(1, {"lr": 0.1, "local-steps": 3}, network), network)
+        with pytest.raises(RoundFailed, match="training loss"):
+            run(one.round(2, {"lr": 0.1, "local-steps": 3}, network), network)
 
 
 def test_the_method_s_own_steps_are_judged_not_those_of_a_loop_around_it() -> None:

@@ -25,6 +25,11 @@ WRONG: dict[str, tuple[Any, str]] = {
     "cohorts": ("all", "cohorts must be 'uniform' or 'class-covering', not 'all'"),
     "incomplete": ("wait", "incomplete must be 'average', 'scale' or 'drop', not 'wait'"),
     "drop_inactive": (0.0, "drop_inactive must be positive or None, not 0.0"),
+    "aggregator": (
+        fr.Krum,
+        r"aggregator must be an aggregator, such as Mean\(\) or Krum\(byzantine=1\), not <class",
+    ),
+    "max_weight": (0.0, "max_weight must lie above 0 and up to 1, or be None, not 0.0"),
     "on_divergence": ("raise", "on_divergence must be 'warn' or 'stop', not 'raise'"),
     "min_replies": (0, "min_replies must be at least 1, not 0"),
     "retries": (-1, "retries must be a whole number of at least 0, not -1"),
@@ -37,6 +42,8 @@ WRONG: dict[str, tuple[Any, str]] = {
     ),
     "on_round": (3, "on_round must be a function of a round's entry, or a list of them, not 3"),
     "population": (0, "population must be at least 1, not 0"),
+    "checkpoint_dir": (3, "checkpoint_dir must be the path of a folder or None, not 3"),
+    "checkpoint_every": (0, "checkpoint_every must be at least 1 round, or a positive timedelta"),
     "wait_timeout": (-1.0, "wait_timeout must not be negative, but is -1.0"),
     "fraction_train": (1.5, r"fraction_train must lie in \[0, 1\], not 1.5"),
     "fraction_evaluate": (-0.5, r"fraction_evaluate must lie in \[0, 1\], not -0.5"),
@@ -56,7 +63,8 @@ def test_a_setting_out_of_range_is_refused(name: str) -> None:
 @pytest.mark.parametrize("wrong", ["7", [1, 2], float("nan"), 1.5], ids=str)
 @pytest.mark.parametrize("name", sorted({name for name, _, _ in RANGES}))
 def test_a_setting_of_a_wrong_type_is_refused_with_a_sentence(name: str, wrong: Any) -> None:
-    if wrong == 1.5 and name in ("drop_inactive", "wait_timeout", "deadline", "retry_pause"):
+    seconds = ("drop_inactive", "wait_timeout", "deadline", "retry_pause")
+    if (wrong == 1.5 and name in seconds) or (wrong == "7" and name == "checkpoint_dir"):
         fr.FedAvg(**{name: wrong})  # is right
         return
     with pytest.raises(ValueError, match=f"^{name} must "):
@@ -91,6 +99,17 @@ TOGETHER: list[tuple[Any, dict[str, Any], str]] = [
     (fr.FedFOR, {"overlap": True}, "overlap=True needs downlink='delta'"),
     (fr.EFL, {"lam": 0.0, "density_down": 0.1, "overlap": True}, "sends whole models ahead"),
     (fr.EFL, {"lam": 0.1, **DP}, r"CentralDP.*\['elastic'\] send more than their update"),
+    (
+        fr.FedAvg,
+        {"aggregator": fr.NormBound(), **DP},
+        r"aggregator=NormBound\(max_norm=None\) is none",
+    ),
+    (fr.FedAvg, {"max_weight": 0.5, **DP}, "leave max_weight=0.5 out"),
+    (
+        partial(fr.RFedAvgPlus, 0.1, sum_only=True),
+        {"aggregator": fr.CoordinateMedian()},
+        r"CoordinateMedian\(\) does not reach .* \['rfedavg-plus'\] upload.* sum_only=False",
+    ),
     (fr.FedAvg, {"cohorts": "class-covering", **DP}, "label counts without noise"),
     (fr.FedAvg, {**DP, "weighting": "num-examples"}, "use weighting='uniform'"),
     (partial(fr.RegStrategy, [Even()]), {"incomplete": "scale"}, "so does 'even': leave one"),

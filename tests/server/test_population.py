@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -101,10 +104,66 @@ def test_fewer_than_the_minimum_is_an_error_that_counts_them() -> None:
         Population(4, 5, 0.2).refresh(network_of(3))
 
 
-def test_a_node_that_cannot_say_who_it_is_is_refused_before_training() -> None:
+ODD: list[Any] = ["x", [1], -1, math.nan, 2**31, 10**400, True, 1.0, b"1", "1"]
+
+
+@pytest.mark.parametrize("odd", ODD, ids=[f"{type(v).__name__}-{str(v)[:5]}" for v in ODD])
+@pytest.mark.parametrize("key", ["partition-id", "num-partitions"])
+def test_a_node_that_reports_nonsense_is_refused_by_name_and_not_waited_for(
+    key: str, odd: Any
+) -> None:
+    network = network_of(3, total=3)
+    inner = network._client
+
+    def client(k: int, request: Request, parcel: Parcel) -> Any:
+        reply = inner(k, request, parcel)
+        assert isinstance(reply, Parcel)
+        return replace(reply, config={**reply.config, key: odd}) if k == 1 else reply
+
+    network._client = client
+    who = Population(2, None, 30.0)
+    began = time.monotonic()
+    if (key, odd) == ("num-partitions", 2**31):  # in range, and not what the others say
+        assert who.refresh(network) == [0, 1, 2]
+        assert who.size == 3
+        return
+    assert who.refresh(network) == [0, 2]
+    assert time.monotonic() - began < 5
+    assert list(who.refused) == [101]
+    assert f"node 101 reports {'the ' * (key == 'partition-id')}{key}" in who.refused[101]
+    assert len(who.refused[101]) < 500
+
+
+def test_a_node_that_cannot_say_who_it_is_is_left_out() -> None:
     network = network_of(3)
     network.mute[1] = "unknown message type"  # type: ignore[attr-defined]
-    with pytest.raises(PopulationError, match=r"node 101 does not .*unknown message type"):
-        Population(2, 3, 1.0).refresh(network)
-    with pytest.raises(PopulationError, match="nodes 100 and 101 both serve partition-id 0"):
-        Population(2, 3, 1.0).refresh(network_of(3, {1: 0}))
+    who = Population(2, 3, 1.0)
+    assert who.refresh(network) == [0, 2]
+    assert "node 101 does not" in who.refused[101]
+    assert "unknown message type" in who.refused[101]
+    network.mute.clear()  # type: ignore[attr-defined]
+    time.sleep(0.3)
+    assert who.refresh(network) == [0, 1, 2]
+    assert not who.refused
+
+
+def test_of_two_nodes_with_one_partition_the_second_is_left_out() -> None:
+    who, network = Population(2, 3, 30.0), network_of(3, {1: 0})
+    assert who.refresh(network) == [0, 2]
+    assert "nodes 100 and 101 both serve partition-id 0" in who.refused[101]
+    network.here.discard(100)  # it restarts: its new node was there before the old one had left
+    time.sleep(0.3)
+    assert who.refresh(network) == [0, 2]
+    assert not who.refused
+    assert who.request("train", {0: Parcel()}).nodes == {0: 101}
+
+
+def test_too_few_that_can_take_part_end_the_run_at_once_with_the_reasons() -> None:
+    network = network_of(3)
+    network.mute.update({1: "no such type", 2: "no such kind"})  # type: ignore[attr-defined]
+    began = time.monotonic()
+    with pytest.raises(PopulationError, match="1 of 2 clients can take part") as raised:
+        Population(2, 3, 30.0).refresh(network)
+    assert "no such type" in str(raised.value)
+    assert "no such kind" in str(raised.value)
+    assert time.monotonic() - began < 5

@@ -206,6 +206,7 @@ WRONG = [
     ("runners", "own loop", method(Hidden), "after round"),
     ("stacked", "alone", method(Branches), "it does not run: .*data-dependent control flow"),
     ("state", "", method(Hidden), "after round 1"),
+    ("repeated", "", method(Hidden), "after round 1"),
     ("downlinks", "", method(Doubled), "after round 2"),
     ("unused", "model", method(Hidden), "after round"),
     ("order", "clients", method(FirstOnly), "after round 1"),
@@ -236,7 +237,11 @@ class Keeps(Anchor):
 
 def test_a_slot_that_outlives_an_unused_reply_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     assert LAWS["unused"].judge(method(Keeps), "slots") == "passed"
-    monkeypatch.setattr(ClientState, "settle", lambda self, term, *_: self.latest(term))
+
+    def forward(self: ClientState, term: Any, config: Any, like: Any) -> tuple[ClientState, bool]:
+        return ClientState(self.latest(term), round=config["server-round"]), False
+
+    monkeypatch.setattr(ClientState, "entering", forward)
     with pytest.raises(LawBroken, match=r"^law 'unused/slots' .*client slot of 'anchor'"):
         LAWS["unused"].judge(method(Keeps), "slots")
 
@@ -271,7 +276,7 @@ def test_an_exemption_is_checked() -> None:
     assert LAWS["state"].judge(own, "").startswith("exempt")
     with pytest.raises(LawBroken, match="not refused with 'no such client'"):
         LAWS["moves"].judge(method(Idle, exempt={"moves": refused}), "")
-    with pytest.raises(LawBroken, match="does not run; name the `refusal`: RoundFailed"):
+    with pytest.raises(LawBroken, match="does not run; name the `refusal`: TooFewReplies"):
         LAWS["state"].judge(method(client=refuse, exempt={"state": idle}), "")
 
 

@@ -1,0 +1,269 @@
+"""Hostile clients against each aggregator and several methods: the tables of docs/robustness.md.
+
+``python -m benchmarks.attacks measure`` trains what ``docs/studies/attacks.jsonl`` lacks, on the bundled
+digits; ``python -m benchmarks.attacks report`` writes the page's tables. Two of ten clients are hostile.
+Nothing is tuned: one learning rate, one setting of each method and of each aggregator.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
+
+import flwr_regs as fr
+from benchmarks.common import NOT_FINITE, table
+from flwr_regs.experiments import data, models
+from flwr_regs.experiments.partitions import partition
+
+ROOT = Path(__file__).parents[1]
+OUT = ROOT / "docs" / "studies" / "attacks.jsonl"
+PAGE = ROOT / "docs" / "robustness.md"
+MARK = r"(<!-- attacks: {} -->\n).*?(?=<!-- end -->)"
+CLIENTS, HOSTILE, ROUNDS, SEEDS = 10, 2, 10, (1, 2, 3)
+TRAIN = {"lr": 0.2, "local-steps": 8}
+BATCH, DIRICHLET = 16, 1.0
+FACTOR = 10.0
+"""How many times as long as its own is an update that is flipped, or noise."""
+CLAIM = 10**15
+"""The largest number of examples that the server takes a client's word for."""
+
+ATTACKS = {
+    "none": "nobody is hostile",
+    "flip": "the update, turned round and ten times as long; uploads too",
+    "noise": "Gaussian noise, ten times as long as the update; uploads too",
+    "labels": "trains on labels 9 − y",
+    "claim": "trains on labels 9 − y, and claims 10¹⁵ examples",
+}
+AGGREGATORS: dict[str, dict[str, Any]] = {
+    "Mean()": {},
+    "Mean(), max_weight=0.1": {"max_weight": 0.1},
+    "CoordinateMedian()": {"aggregator": fr.CoordinateMedian()},
+    "TrimmedMean(0.2)": {"aggregator": fr.TrimmedMean(0.2)},
+    "Krum(2)": {"aggregator": fr.Krum(2)},
+    "Krum(2, keep=6)": {"aggregator": fr.Krum(2, keep=6)},
+    "GeometricMedian()": {"aggregator": fr.GeometricMedian()},
+    "NormBound()": {"aggregator": fr.NormBound()},
+    "CenteredClipping(0.5)": {"aggregator": fr.CenteredClipping(0.5)},
+}
+METHODS: dict[str, Callable[..., Any]] = {
+    "FedAvg": fr.FedAvg,
+    "FedProx": lambda **k: fr.FedProx(0.1, **k),
+    "FedFOR": fr.FedFOR,
+    "FedADC": lambda **k: fr.FedADC(0.6, **k),
+    "EFL": lambda **k: fr.EFL(0.1, fisher_samples=30, **k),
+    "RFedAvgPlus": lambda **k: fr.RFedAvgPlus(0.1, **k),
+}
+FEW_AGGREGATORS = ("Mean()", "CoordinateMedian()", "Krum(2, keep=6)", "GeometricMedian()")
+FEW_ATTACKS = ("none", "flip", "labels")
+Key = tuple[str, str, str, int]
+
+
+def runs() -> Iterator[Key]:
+    """Yield (method, aggregator, attack, seed) of every run, the first seed first."""
+    for seed in SEEDS:
+        for aggregator in AGGREGATORS:
+            for attack in ATTACKS:
+                yield "FedAvg", aggregator, attack, seed
+        for method in list(METHODS)[1:]:
+            for aggregator in FEW_AGGREGATORS:
+                for attack in FEW_ATTACKS:
+                    yield method, aggregator, attack, seed
+
+
+@lru_cache(maxsize=1)
+def digits() -> data.Data:
+    """Return the data."""
+    return data.load("digits")
+
+
+def hostile(seed: int) -> set[int]:
+    """Return the hostile clients of a seed."""
+    return {int(k) for k in np.random.default_rng(seed).choice(CLIENTS, HOSTILE, replace=False)}
+
+
+def loaders(seed: int, flipped: set[int]) -> list[DataLoader[Any]]:
+    """Return the clients' data; that of the `flipped` ones has labels 9 − y."""
+    found, out = digits(), []
+    parts = partition(
+        found.train_y, "dirichlet", num_clients=CLIENTS, seed=seed, dirichlet_alpha=DIRICHLET
+    )
+    for k, part in enumerate(parts):
+        y = found.train_y[part]
+        mine = TensorDataset(
+            torch.from_numpy(found.train_x[part]), torch.from_numpy(9 - y if k in flipped else y)
+        )
+        sampler = BatchSampler(RandomSampler(mine), BATCH, drop_last=False)
+        out.append(DataLoader(mine, batch_size=None, sampler=sampler))  # a batch is one indexing
+    return out
+
+
+def lying(attack: str, liars: set[int], seed: int) -> Callable[..., Message]:
+    """Return a mod that changes the replies of the `liars`."""
+
+    def mod(message: Message, context: Context, call_next: Any) -> Message:
+        k = int(context.node_config["partition-id"])
+        sent = message.content.array_records.get("arrays", {})
+        start = {name: a.numpy() for name, a in sent.items()}
+        number = int(message.content["config"]["server-round"]) if sent else 0
+        reply: Message = call_next(message, context)
+        kind = message.metadata.message_type.partition(".")[0]
+        if k not in liars or reply.has_error() or kind == "evaluate":
+            return reply
+        if attack == "claim" and "metrics" in reply.content:
+            reply.content["metrics"]["num-examples"] = CLAIM
+        if attack in ("flip", "noise"):
+            rng = np.random.default_rng([seed, k, number])
+            for name, record in list(reply.content.array_records.items()):
+                base = start if name == "arrays" else {}
+                reply.content[name] = ArrayRecord(
+                    {
+                        n: Array(changed(attack, n, a.numpy(), base.get(n, 0.0), rng))
+                        for n, a in record.items()
+                    }
+                )
+        return reply
+
+    return mod
+
+
+def changed(attack: str, name: str, value: np.ndarray, base: Any, rng: Any) -> np.ndarray:
+    """Return a hostile array in place of `value`, counted from `base`."""
+    own = value - base
+    if attack == "flip":
+        moved = -FACTOR * own
+    else:
+        moved = FACTOR * np.sqrt(np.mean(own**2)) * rng.normal(size=value.shape)
+    if name.startswith("U."):  # negative squares would be refused
+        moved = np.abs(moved)
+    return np.asarray(base + moved, dtype=value.dtype)
+
+
+def train(method: str, aggregator: str, attack: str, seed: int) -> dict[str, Any]:
+    """Train once; return the final model's accuracy, or None if the training diverged."""
+    torch.set_num_threads(1)
+    logging.getLogger("flwr").setLevel(logging.ERROR)
+    began, liars = time.monotonic(), hostile(seed) if attack != "none" else set()
+    mine = loaders(seed, liars if attack in ("labels", "claim") else set())
+    net = models.build("digits", "mlp", seed)
+    client = getattr(fr, f"{method}Client")
+
+    def client_fn(context: Context) -> Any:
+        return client(net, mine[int(context.node_config["partition-id"])], device="cpu")
+
+    strategy = METHODS[method](seed=seed, fraction_evaluate=0.0, **AGGREGATORS[aggregator])
+    try:
+        strategy.start(
+            grid=fr.InProcessGrid(
+                fr.client_app(client_fn, mods=[lying(attack, liars, seed)]), CLIENTS
+            ),
+            initial_arrays=ArrayRecord(net.state_dict()),
+            num_rounds=ROUNDS,
+            train_config=ConfigRecord(TRAIN),
+        )
+        accuracy: float | None = accuracy_of(net, strategy.arrays)
+    except fr.RoundFailed:
+        accuracy = None
+    refused = [why for entry in strategy.history for why in entry["failures"].values()]
+    if others := [why for why in refused if not re.search(NOT_FINITE, why)]:
+        raise RuntimeError(f"a reply was refused: {others[0]}")
+    return {
+        "method": method,
+        "aggregator": aggregator,
+        "attack": attack,
+        "seed": seed,
+        "accuracy": accuracy,
+        "seconds": round(time.monotonic() - began, 2),
+    }
+
+
+@torch.no_grad()
+def accuracy_of(net: Any, arrays: ArrayRecord) -> float | None:
+    """Return the test accuracy of a global model; None if its outputs are no numbers."""
+    net.load_state_dict(arrays.to_torch_state_dict())
+    net.eval()
+    outputs = net(torch.from_numpy(digits().test_x))
+    if not bool(outputs.isfinite().all()):
+        return None
+    right = outputs.argmax(1) == torch.from_numpy(digits().test_y)
+    return round(float(right.float().mean()), 5)
+
+
+def read(path: Path = OUT) -> dict[Key, dict[str, Any]]:
+    """Return the finished runs of a file, without a last line that is not whole."""
+    text = path.read_text() if path.exists() else ""
+    lines = [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+    return {(x["method"], x["aggregator"], x["attack"], x["seed"]): x for x in lines}
+
+
+def measure(path: Path = OUT) -> None:
+    """Train what the file lacks."""
+    done = read(path)
+    path.write_text("".join(json.dumps(x) + "\n" for x in done.values()))
+    for key in runs():
+        if key not in done:
+            line = train(*key)
+            with path.open("a") as file:
+                file.write(json.dumps(line) + "\n")
+            print(*key, line["accuracy"], f"{line['seconds']} s", flush=True)
+
+
+def cell(found: Mapping[Key, dict[str, Any]], method: str, aggregator: str, attack: str) -> str:
+    """Return the mean and standard deviation over the seeds, in per cent; "–" while one is missing."""
+    if any((method, aggregator, attack, seed) not in found for seed in SEEDS):
+        return "–"
+    values = [found[method, aggregator, attack, seed]["accuracy"] for seed in SEEDS]
+    if gone := sum(v is None for v in values):
+        return f"diverged ({gone} of {len(values)})"
+    return f"{100 * np.mean(values):.1f} ± {100 * np.std(values, ddof=1):.1f}"
+
+
+def tables(found: Mapping[Key, dict[str, Any]]) -> dict[str, str]:
+    """Return the page's tables by name."""
+    fedavg = [
+        [f"`{a}`", *(cell(found, "FedAvg", a, attack) for attack in ATTACKS)] for a in AGGREGATORS
+    ]
+    methods = [
+        [m, f"`{a}`", *(cell(found, m, a, attack) for attack in FEW_ATTACKS)]
+        for m in list(METHODS)[1:]
+        for a in FEW_AGGREGATORS
+    ]
+    return {
+        "attacks": table(
+            ["attack", "what a hostile client does"], [[f"`{k}`", v] for k, v in ATTACKS.items()]
+        ),
+        "fedavg": table(["aggregator", *(f"`{a}`" for a in ATTACKS)], fedavg),
+        "methods": table(["method", "aggregator", *(f"`{a}`" for a in FEW_ATTACKS)], methods),
+    }
+
+
+def written(page: str, found: Mapping[Key, dict[str, Any]]) -> str:
+    """Return the page with the tables of these results."""
+    for name, text in tables(found).items():
+        page = re.sub(MARK.format(name), lambda m, t=text: f"{m[1]}{t}\n", page, flags=re.S)
+    return page
+
+
+def main() -> None:
+    """Run a command."""
+    arguments = argparse.ArgumentParser(description=__doc__)
+    arguments.add_argument("command", choices=("measure", "report"))
+    if arguments.parse_args().command == "measure":
+        measure()
+    else:
+        PAGE.write_text(written(PAGE.read_text(), read()))
+
+
+if __name__ == "__main__":
+    main()

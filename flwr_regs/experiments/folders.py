@@ -1,0 +1,63 @@
+"""Folders for results: one of its own for each run, that can be written, and that one process writes to."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import count
+from pathlib import Path
+
+from flwr_regs.wire.files import claim
+
+LOCK = ".lock"
+
+
+def new_folder(parent: Path) -> Path:
+    """Make and return ``parent/<time>``; with a number behind it if another run began in the same second.
+
+    Raises ValueError if it cannot be written.
+    """
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    for number in count(1):
+        folder = parent / (stamp if number == 1 else f"{stamp}.{number}")
+        try:
+            folder.mkdir(parents=True)
+        except FileExistsError:
+            if not folder.exists():  # a file stands in the way, further up
+                check_writable(folder)
+            continue
+        except OSError:
+            pass
+        check_writable(folder)
+        return folder
+    raise AssertionError("there is always a next number")
+
+
+def check_writable(folder: Path) -> None:
+    """Make a folder if need be; raise ValueError if no file can be written there."""
+    trial = folder / f".trial-{os.getpid()}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        trial.write_bytes(b"0")
+        trial.unlink()
+    except OSError as error:
+        raise ValueError(
+            f"results cannot be written into {folder} ({error.strerror or error}): give another out="
+        ) from error
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Keep other processes from writing results into a folder; ValueError if one does so already."""
+    try:
+        release = claim(folder / LOCK)
+    except BlockingIOError as error:
+        raise ValueError(f"{folder} is being written by another run ({error})") from None
+    except OSError as error:
+        raise ValueError(f"{folder} cannot be written ({error.strerror or error})") from error
+    try:
+        yield
+    finally:
+        release()

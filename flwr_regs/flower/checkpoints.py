@@ -1,0 +1,309 @@
+"""What `start` does with checkpoints: refuses what does not fit, restores, and saves after rounds."""
+
+from __future__ import annotations
+
+import json
+import signal
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from logging import INFO, WARNING
+from os import PathLike
+from typing import Any, Protocol, runtime_checkable
+
+from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
+from flwr.common.logger import log
+from flwr.serverapp import Grid
+from flwr.serverapp.strategy import Result
+
+from flwr_regs.server.checkpoint import Checkpoint, CheckpointError, Folder, latest, versions
+from flwr_regs.server.fingerprint import differences
+from flwr_regs.server.options import Options
+from flwr_regs.server.training import Training
+from flwr_regs.wire.files import write_atomically
+
+LEDGER = "privacy.json"
+"""Beside the checkpoints: what the privacy accountant has counted, also since the last checkpoint."""
+_RECORDS = {"arrays": ArrayRecord, "config": ConfigRecord, "metrics": MetricRecord}
+_PHASES = ("train_metrics_clientapp", "evaluate_metrics_clientapp", "evaluate_metrics_serverapp")
+
+
+@runtime_checkable
+class KeepsClients(Protocol):
+    """A grid whose clients live in this process, so that a checkpoint holds their state too."""
+
+    def snapshot(self) -> dict[int, RecordDict]:
+        """Return each client's ``Context.state``."""
+        ...
+
+    def restore(self, states: Mapping[int, RecordDict]) -> None:
+        """Continue from a snapshot."""
+        ...
+
+
+class Checkpoints:
+    """The checkpoints of one `start`.
+
+    Parameters
+    ----------
+    options : Options
+        Their `checkpoint_dir` and `checkpoint_every`.
+    grid : Grid
+    result : Result
+        What `start` returns; restored, and saved.
+    resume_from : path or None
+
+    Attributes
+    ----------
+    resumed : Checkpoint or None
+        What the training goes on from.
+
+    Raises
+    ------
+    CheckpointError
+        The folder cannot be written, or is in use; there is nothing to resume from, or it does not belong
+        to the folder.
+    """
+
+    def __init__(
+        self,
+        options: Options,
+        grid: Grid,
+        result: Result,
+        resume_from: str | PathLike[str] | None = None,
+    ) -> None:
+        self.resumed = None if resume_from is None else latest(resume_from)
+        folder = options.checkpoint_dir
+        self._folder = None if folder is None else Folder(folder, self.resumed)
+        self._every = options.checkpoint_every
+        self._grid = grid
+        self._result = result
+        self._same: Mapping[str, Any] = {}
+        self._training: Training | None = None
+        self._unsaved: tuple[int, dict[str, Any], list[dict[str, Any]]] | None = None
+        self._last = 0 if self.resumed is None else self.resumed.round
+        self._saved = time.monotonic()
+
+    @property
+    def first(self) -> int:
+        """The first round to train."""
+        return 1 if self.resumed is None else self.resumed.round + 1
+
+    @property
+    def seed(self) -> int:
+        """The seed of the training that goes on."""
+        assert self.resumed is not None
+        return int(self.resumed.state["fingerprint"]["setting"]["seed"])
+
+    def check(self, fingerprint: Mapping[str, Mapping[str, Any]], num_rounds: int) -> None:
+        """Raise CheckpointError unless the checkpoint is of this training, and not beyond its end."""
+        self._same = fingerprint
+        if (found := self.resumed) is None:
+            if self._folder is not None and (self._folder.path / LEDGER).exists():
+                raise CheckpointError(
+                    f"{self._folder.path} holds {LEDGER}, the releases of a run that ended before its "
+                    "first checkpoint: count them with an accountant of yours, and name another folder"
+                )
+            return
+        if other := differences(found.state["fingerprint"], fingerprint):
+            raise CheckpointError(
+                f"{found.path} is of another training: {'; '.join(other)}; resume with the same settings, "
+                "or begin a new training with its model as initial_arrays"
+            )
+        if found.round > num_rounds:
+            raise CheckpointError(
+                f"{found.path} is of round {found.round}, beyond num_rounds={num_rounds}; this is the total"
+            )
+        if found.versions != versions():
+            log(
+                WARNING,
+                "%s was written with %s, this is %s",
+                found.path,
+                found.versions,
+                versions(),
+            )
+
+    def restore(self, training: Training) -> None:
+        """Put a new training, the clients of this process, and the result where the checkpoint was.
+
+        Raises CheckpointError if the clients are others, or the privacy spent is not known.
+        """
+        found = self.resumed
+        assert found is not None
+        state = found.state
+        if (spent := state["training"]["privacy"]["spent"]) is not None:
+            state["training"]["privacy"]["spent"] = self._spent(found, spent)
+        try:
+            training.restore(state["training"], found.history)
+            if state["clients"] is not None and isinstance(self._grid, KeepsClients):
+                clients = {n: _records(s) for n, s in state["clients"].items()}
+                self._grid.restore(clients)
+        except ValueError as error:
+            raise CheckpointError(f"{found.path} cannot be resumed: {error}") from error
+        for phase in _PHASES:
+            rounds = {t: MetricRecord(m) for t, m in state["result"][phase].items()}
+            getattr(self._result, phase).update(rounds)
+        log(INFO, "Resuming after round %d, from %s", found.round, found.path)
+
+    def watch(self, training: Training) -> None:
+        """Save this training from now on."""
+        self._training = training
+        if self._folder is not None:
+            training.keep_ledger(self._write_ledger)
+
+    def after(self, number: int) -> None:
+        """Note a finished round, and save it if it is time to.
+
+        If it cannot be saved, the run goes on: a warning and the history's ``"checkpoint"`` say why.
+        """
+        if self._folder is None or self._training is None:
+            return
+        state = {
+            "fingerprint": self._same,
+            "training": self._training.snapshot(),
+            "result": {
+                phase: {t: dict(m) for t, m in getattr(self._result, phase).items()}
+                for phase in _PHASES
+            },
+            "clients": _plain(self._grid.snapshot())
+            if isinstance(self._grid, KeepsClients)
+            else None,
+        }
+        self._unsaved = number, state, list(self._training.history)
+        if isinstance(self._every, timedelta):
+            due = time.monotonic() - self._saved >= self._every.total_seconds()
+        else:
+            due = number - self._last >= self._every
+        if due:
+            self.save()
+
+    def save(self) -> None:
+        """Save the last finished round, unless it is saved."""
+        if self._folder is None or self._unsaved is None:
+            return
+        number, state, history = self._unsaved
+        history[-1].pop("checkpoint", None)
+        clock = time.monotonic()
+        try:
+            self._folder.save(number, state, history)
+        except (OSError, TypeError, ValueError, MemoryError) as error:
+            why = f"round {number} is not saved in {self._folder.path}: {error}"
+            history[-1]["checkpoint"] = why
+            log(WARNING, "%s; the run goes on without this checkpoint", why)
+            return
+        self._unsaved, self._last, self._saved = None, number, time.monotonic()
+        history[-1]["seconds"]["checkpoint"] = self._saved - clock
+
+    def close(self) -> None:
+        """Let another run write into the folder."""
+        if self._folder is not None:
+            self._folder.close()
+        if self._training is not None:
+            self._training.keep_ledger(None)
+
+    def _write_ledger(self, spent: Mapping[str, Any]) -> None:
+        """Write what the accountant has counted, before a noisy mean is used."""
+        assert self._folder is not None
+        assert self._training is not None
+        path = self._folder.path / LEDGER
+        ledger = {"start": self._training.start_id, "spent": spent}
+        try:
+            write_atomically(path, [json.dumps(ledger).encode()])
+        except OSError as error:
+            raise CheckpointError(
+                f"the privacy that this round spends cannot be written to {path} ({error}), and a resumed "
+                "run would not count it: training ends before the round's mean is used"
+            ) from error
+
+    def _spent(self, found: Checkpoint, spent: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return what was spent up to a checkpoint and since; raise CheckpointError if it is not known."""
+        home = found.path.parent
+        if self._folder is None or self._folder.path.resolve() != home.resolve():
+            raise CheckpointError(
+                f"a run with a privacy accountant goes on only with checkpoint_dir={str(home)!r}: that "
+                "folder counts all that was released"
+            )
+        try:
+            ledger = json.loads((home / LEDGER).read_text())
+            if ledger["start"] != found.state["training"]["start"]:
+                raise ValueError("it is of another training")
+            since, then = ledger["spent"]["compositions"], spent["compositions"]
+            if since[: len(then)] != then:
+                raise ValueError("it lacks releases of the checkpoint")
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+            raise CheckpointError(
+                f"{home / LEDGER} cannot be used ({error}): it is not known what was released after "
+                f"{found.path.name}"
+            ) from error
+        if more := len(since) - len(then):
+            log(WARNING, "%d releases after %s were lost, but count", more, found.path.name)
+        whole: Mapping[str, Any] = ledger["spent"]
+        return whole
+
+
+@contextmanager
+def guarded(
+    options: Options,
+    grid: Grid,
+    result: Result,
+    resume_from: str | PathLike[str] | None,
+) -> Iterator[Checkpoints]:
+    """Give one `start` its checkpoints; save the last finished round at the end, whatever ends it.
+
+    An error, Ctrl-C and SIGTERM go on after that. SIGTERM is caught only in the main thread, and only if
+    nobody else handles it.
+    """
+    saved = Checkpoints(options, grid, result, resume_from)
+    try:
+        with _terminable(options.checkpoint_dir is not None):
+            try:
+                yield saved
+            finally:
+                saved.save()
+    finally:
+        saved.close()
+
+
+@contextmanager
+def _terminable(wanted: bool) -> Iterator[None]:
+    """Let SIGTERM end the block by SystemExit, as Ctrl-C does by KeyboardInterrupt."""
+    main = threading.current_thread() is threading.main_thread()
+    if not wanted or not main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield
+        return
+
+    def end(number: int, _: Any) -> None:
+        raise SystemExit(128 + number)
+
+    signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _plain(states: Mapping[int, RecordDict]) -> dict[int, dict[str, list[Any]]]:
+    """Return clients' records as plain values; the bytes of arrays are not copied."""
+    return {
+        node: {
+            **{
+                key: ["arrays", {n: [a.dtype, a.shape, a.stype, a.data] for n, a in r.items()}]
+                for key, r in state.array_records.items()
+            },
+            **{key: ["config", dict(r)] for key, r in state.config_records.items()},
+            **{key: ["metrics", dict(r)] for key, r in state.metric_records.items()},
+        }
+        for node, state in states.items()
+    }
+
+
+def _records(plain: Mapping[str, list[Any]]) -> RecordDict:
+    """Return one client's records again."""
+    records = RecordDict()
+    for key, (kind, values) in plain.items():
+        if kind == "arrays":
+            values = {n: Array(*parts) for n, parts in values.items()}
+        records[key] = _RECORDS[kind](values)
+    return records

@@ -1,0 +1,338 @@
+"""Aggregators: how the clients' updates become one, when some of the clients may be hostile.
+
+An aggregator gets n vectors ``x_k``, one for each client, and returns one. ``x_k = (ω_k / p_k) Δ_k``, all
+trained parameters as one vector: with the weights p_k, their mean is ``Σ ω_k Δ_k``. `Mean` alone reads the
+weights; the others give each client one voice, because a client's number of examples is its own word.
+
+| `Mean`             | ``Σ p_k x_k``
+| `CoordinateMedian` | the median of each coordinate (Yin et al. 2018, Option I)
+| `TrimmedMean`      | the mean of each coordinate without its extremes (Yin et al. 2018, Option II)
+| `Krum`             | the vector with the nearest neighbours, or several's mean (Blanchard et al. 2017)
+| `GeometricMedian`  | ``argmin_z Σ ‖x_k − z‖``, by Weiszfeld's steps (Pillutla et al. 2022, Alg. 2)
+| `NormBound`        | the mean, after long vectors are scaled down (Sun et al. 2019, Sec. 4)
+| `CenteredClipping` | ``v ← v + mean(clip(x_k − v))`` (Karimireddy et al. 2021, Eq. 6)
+
+docs/robustness.md says what each assumes and costs. An aggregator of your own is any object with the method
+of :class:`Aggregator`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Integral
+from typing import Any, ClassVar, Protocol, runtime_checkable
+
+import numpy as np
+
+from flwr_regs.term import COUNT, POSITIVE, Range
+
+BLOCK = 1 << 22
+"""How many numbers of all vectors together are read at a time: 32 MiB in float64."""
+WEISZFELD_STEPS, SMOOTHING = 100, 1e-6
+
+
+class TooFewVectors(Exception):
+    """There are fewer vectors than an aggregator needs; the text names it and both numbers."""
+
+
+class Vectors:
+    """One vector for each client, in float64, read in blocks of coordinates. Read-only.
+
+    Parameters
+    ----------
+    pids : sequence of int
+        The clients, by partition id; row i is that of ``pids[i]``.
+    sizes : mapping of str to int
+        The parts of a vector, in their order, and how many coordinates each has.
+    read : callable
+        ``read(pid, part, slice) -> (m,)``, some coordinates of one client's part.
+
+    Attributes
+    ----------
+    size : int
+        d, the coordinates of a vector. ``len(vectors)`` is n.
+    """
+
+    def __init__(
+        self,
+        pids: Sequence[int],
+        sizes: Mapping[str, int],
+        read: Callable[[int, str, slice], np.ndarray],
+    ) -> None:
+        self.pids = tuple(pids)
+        self.size = sum(sizes.values())
+        self._sizes, self._read = sizes, read
+        self._held: np.ndarray | None = None
+
+    def __len__(self) -> int:
+        return len(self.pids)
+
+    def blocks(self) -> Iterator[tuple[slice, np.ndarray]]:
+        """Yield (which coordinates, their values in all vectors: ``(n, m)``), from first to last."""
+        if self._held is not None or len(self) * self.size <= BLOCK:
+            yield slice(0, self.size), self.matrix()
+            return
+        at, width = 0, max(1, BLOCK // len(self))
+        for name, size in self._sizes.items():
+            for first in range(0, size, width):
+                part = slice(first, min(first + width, size))
+                yield slice(at + part.start, at + part.stop), self._rows(name, part)
+            at += size
+
+    def matrix(self) -> np.ndarray:
+        """Return all vectors, ``(n, d)``, kept from now on."""
+        if self._held is None:
+            parts = [self._rows(name, slice(0, size)) for name, size in self._sizes.items()]
+            self._held = np.concatenate([np.zeros((len(self), 0)), *parts], axis=1)
+            self._held.setflags(write=False)
+        return self._held
+
+    def _rows(self, name: str, part: slice) -> np.ndarray:
+        rows = np.stack([self._read(pid, name, part) for pid in self.pids]).astype(np.float64)
+        rows.setflags(write=False)
+        return rows
+
+    def norms(self, centre: np.ndarray | None = None) -> np.ndarray:
+        """Return ``‖x_k − centre‖`` (default: 0) of each vector: ``(n,)``."""
+        squares = np.zeros(len(self))
+        for at, x in self.blocks():
+            apart = x if centre is None else x - centre[at]
+            squares += np.einsum("ij,ij->i", apart, apart)
+        return np.asarray(np.sqrt(squares))
+
+    def combined(self, weights: np.ndarray) -> np.ndarray:
+        """Return ``Σ weights_k x_k``, summed in the order of the rows: ``(d,)``."""
+        out = np.zeros(self.size)
+        for at, x in self.blocks():
+            for weight, row in zip(weights, x, strict=True):
+                out[at] += weight * row
+        return out
+
+    def each(self, function: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
+        """Return what `function` makes of each block, ``(n, m) -> (m,)``, put together: ``(d,)``."""
+        out = np.zeros(self.size)
+        for at, x in self.blocks():
+            out[at] = function(x)
+        return out
+
+
+@dataclass(frozen=True)
+class Aggregate:
+    """What an aggregator returns.
+
+    Attributes
+    ----------
+    vector : numpy.ndarray
+        ``(d,)``.
+    selected : sequence of int, optional
+        The clients whose vectors count, if the aggregator chooses some and leaves out the others. Buffers
+        and uploads then come from the same clients.
+    bounded : sequence of int
+        The clients whose vectors were scaled down.
+    """
+
+    vector: np.ndarray
+    selected: Sequence[int] | None = None
+    bounded: Sequence[int] = ()
+
+
+@runtime_checkable
+class Aggregator(Protocol):
+    """Makes one vector of the clients' vectors."""
+
+    def aggregate(self, vectors: Vectors, weights: np.ndarray) -> Aggregate | np.ndarray:
+        """Return the aggregate of n vectors, given their weights p_k, ``(n,)``, which sum to 1.
+
+        The order of the clients must not matter. Raises :class:`TooFewVectors` if n is too small. What
+        else it raises, and a result that has not d finite numbers, fails the round, and the model stays.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class _Checked:
+    """Refuses numbers out of range by their names."""
+
+    ranges: ClassVar[Mapping[str, Range]] = {}
+    optional: ClassVar[Sequence[str]] = ()
+
+    def __post_init__(self) -> None:
+        for name, good in self.ranges.items():
+            value = getattr(self, name)
+            good.check(type(self).__name__, name, value, name in self.optional)
+
+    def _need(self, least: int, vectors: Vectors) -> None:
+        if len(vectors) < least:
+            raise TooFewVectors(f"{self} needs at least {least}, and there are {len(vectors)}")
+
+
+@dataclass(frozen=True)
+class Mean(_Checked):
+    """The weighted mean, ``Σ p_k x_k = Σ ω_k Δ_k``: one client can move it anywhere.
+
+    The server never holds all updates for it: it adds them up one at a time.
+    """
+
+    def aggregate(self, vectors: Vectors, weights: np.ndarray) -> Aggregate:
+        return Aggregate(vectors.combined(weights))
+
+
+@dataclass(frozen=True)
+class CoordinateMedian(_Checked):
+    """The median of each coordinate; of an even number of clients, the mean of the middle two."""
+
+    def aggregate(self, vectors: Vectors, weights: np.ndarray) -> Aggregate:
+        return Aggregate(vectors.each(lambda x: np.asarray(np.median(x, axis=0))))
+
+
+@dataclass(frozen=True)
+class TrimmedMean(_Checked):
+    """The mean of each coordinate without its smallest and largest values.
+
+    Parameters
+    ----------
+    share : float
+        From 0 to below 0.5. ``int(share · n)`` values are cut at *each* end: it bears at most so many
+        hostile clients.
+    """
+
+    ranges: ClassVar[Mapping[str, Range]] = {
+        "share": Range("a number from 0 to below 0.5", lambda v: 0 <= v < 0.5)
+    }
+    share: float
+
+    def aggregate(self, vectors: Vectors, weights: np.ndarray) -> Aggregate:
+        cut = int(self.share * len(vectors))
+        self._need(2 * cut + 1, vectors)
+        keep = slice(cut, len(vectors) - cut)
+        return Aggregate(vectors.each(lambda x: np.sort(x, axis=0)[keep].mean(axis=0)))
+
+
+@dataclass(frozen=True)
+class Krum(_Checked):
+    """The mean of the `keep` vectors that are nearest to their neighbours: Krum, or Multi-Krum.
+
+    A vector's score is the sum of the squared distances to its ``n − byzantine − 2`` nearest others. Of
+    equal scores, the lower partition id comes first.
+
+    Parameters
+    ----------
+    byzantine : int
+        f ≥ 0, how many hostile clients of a cohort to bear. The paper's proof asks for ``n ≥ 2f + 3``; a
+        round needs ``f + max(3, keep)`` replies.
+    keep : int
+        m ≥ 1, how many vectors to keep; 1 is Krum.
+    """
+
+    ranges: ClassVar[Mapping[str, Range]] = {
+        "byzantine": Range("a whole number of at least 0", lambda v: v >= 0, Integral),
+        "keep": COUNT,
+    }
+    byzantine: int
+    keep: int = 1
+
+    def aggregate(self, vectors: Vectors, weights: np.ndarray) -> Aggregate:
+        self._need(self.byzantine + max(3, self.keep), vectors)
+        n = len(vectors)
+        apart = np.zeros((n, n))
+        for _, x in vectors.blocks():
+            for i in range(n - 1):
+                gap = x[i + 1 :] - x[i]
+                apart[i, i + 1 :] += np.einsum("ij,ij->i", gap, gap)
+        apart += apart.T
+        np.fill_diagonal(apart, np.inf)
+        nearest = np.sort(apart, axis=1)[:, : n - self.byzantine - 2]
+        rows = np.sort(np.argsort(nearest.sum(axis=1), kind="stable")[: self.keep])
+        share = np.zeros(n)
+        share[rows] = 1 / len(rows)
+        return Aggregate(vectors.combined(share), [vectors.pids[i] for i in rows])
+
+
+@dataclass(frozen=True)
+class GeometricMedian(_Checked):
+    """The point with the least sum of distances to the vectors.
+
+    100 of Weiszfeld's steps from the coordinate median; a distance below ν = 1e-6 counts as ν.
+    """
+
+    def aggregate(self, vectors: Vectors, weights: np.ndarray) -> Aggregate:
+        z = CoordinateMedian().aggregate(vectors, weights).vector
+        for _ in range(WEISZFELD_STEPS):
+            pull = 1 / np.maximum(vectors.norms(z), SMOOTHING)
+            before, z = z, vectors.combined(pull / pull.sum())
+            if np.array_equal(before, z):  # so would all further steps be
+                break
+        return Aggregate(z)
+
+
+@dataclass(frozen=True)
+class NormBound(_Checked):
+    """The mean of the vectors, those scaled down that are longer than a bound.
+
+    Parameters
+    ----------
+    max_norm : float, optional
+        The bound, in the units of the parameters. None: the median of the vectors' norms. Buffers and
+        uploads have other units: theirs is always the median.
+    """
+
+    ranges: ClassVar[Mapping[str, Range]] = {"max_norm": POSITIVE}
+    optional: ClassVar[Sequence[str]] = ("max_norm",)
+    max_norm: float | None = None
+
+    def aggregate(self, vectors: Vectors, weights: np.ndarray) -> Aggregate:
+        norms = vectors.norms()
+        scale = shrink(norms, self.max_norm)
+        return Aggregate(vectors.combined(scale / len(vectors)), bounded=_below_one(vectors, scale))
+
+    def beside(self) -> NormBound:
+        return NormBound()
+
+
+@dataclass(frozen=True)
+class CenteredClipping(_Checked):
+    """``v ← v + mean_k (x_k − v) min(1, τ / ‖x_k − v‖)``, from ``v = 0``.
+
+    Parameters
+    ----------
+    radius : float or None
+        τ > 0, in the units of the parameters. None: the median of the vectors' norms. Buffers and uploads
+        have other units: theirs is always the median.
+    iters : int
+        How many times.
+    """
+
+    ranges: ClassVar[Mapping[str, Range]] = {"radius": POSITIVE, "iters": COUNT}
+    optional: ClassVar[Sequence[str]] = ("radius",)
+    radius: float | None
+    iters: int = 3
+
+    def aggregate(self, vectors: Vectors, weights: np.ndarray) -> Aggregate:
+        n, v, scale = len(vectors), np.zeros(vectors.size), np.ones(len(vectors))
+        radius = float(np.median(vectors.norms())) if self.radius is None else self.radius
+        for _ in range(self.iters):
+            scale = shrink(vectors.norms(v), radius)
+            v = v * (1 - scale.sum() / n) + vectors.combined(scale / n)
+        return Aggregate(v, bounded=_below_one(vectors, scale))
+
+    def beside(self) -> CenteredClipping:
+        return CenteredClipping(None, self.iters)
+
+
+def shrink(norms: np.ndarray, bound: float | None = None) -> np.ndarray:
+    """Return ``min(1, bound / norm)`` for each norm; the default bound is their median."""
+    most = float(np.median(norms)) if bound is None else bound
+    return np.where(norms > most, most / np.where(norms > most, norms, 1.0), 1.0)
+
+
+def _below_one(vectors: Vectors, scale: np.ndarray) -> list[int]:
+    return [pid for pid, s in zip(vectors.pids, scale, strict=True) if s < 1]
+
+
+def beside(aggregator: Any) -> Any:
+    """Return what aggregates buffers and uploads, whose units are not those of the updates.
+
+    An aggregator with an absolute bound has a method `beside` that returns one without.
+    """
+    return aggregator.beside() if hasattr(aggregator, "beside") else aggregator

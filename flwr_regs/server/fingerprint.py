@@ -1,0 +1,82 @@
+"""What a training is: method, hyper-parameters, settings, model. A resumed run must be the same one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from enum import Enum
+from functools import partial
+from typing import Any
+
+from flwr_regs.server.options import Options
+from flwr_regs.wire.arrays import NDArrays
+
+MAY_DIFFER = frozenset(
+    {
+        *("checkpoint_dir", "checkpoint_every", "on_round", "stop_when"),
+        *("wait_timeout", "deadline", "retries", "retry_cohort", "retry_pause"),
+        *("population", "min_available_nodes", "min_replies", "on_divergence"),
+        *("fraction_evaluate", "min_evaluate_nodes", "evaluate_metrics_aggr_fn"),
+        *("train_metrics_aggr_fn", "term"),
+    }
+)
+"""Settings that a resumed run may change: they do not say what a round computes."""
+
+
+def fingerprint(
+    method: str, options: Options, model: NDArrays, train_config: Mapping[str, Any]
+) -> dict[str, dict[str, Any]]:
+    """Return what must not differ, as plain values: kind -> name -> value."""
+    terms = {
+        f"{t.name}.{f.name}": plain(getattr(t, f.name))
+        for t in options.term.terms
+        for f in fields(t)
+    }
+    settings = {f.name: plain(getattr(options, f.name)) for f in fields(options)}
+    return {
+        "method": {"method": method, "terms": [t.name for t in options.term.terms]},
+        "hyper-parameter": terms,
+        "setting": {k: v for k, v in settings.items() if k not in MAY_DIFFER},
+        "train_config": {k: plain(v) for k, v in sorted(train_config.items())},
+        "initial_arrays": {n: f"{a.dtype}{list(a.shape)}" for n, a in model.items()},
+    }
+
+
+def differences(
+    saved: Mapping[str, Mapping[str, Any]], mine: Mapping[str, Mapping[str, Any]]
+) -> list[str]:
+    """Return the differences of two fingerprints in words; a setting that one lacks does not count."""
+    found = []
+    for kind, now in mine.items():
+        then = saved.get(kind, {})
+        names = [n for n in {**then, **now} if kind != "setting" or (n in then and n in now)]
+        for name in names:
+            a, b = then.get(name, "absent"), now.get(name, "absent")
+            if a != b:
+                what = name if kind == "method" else f"{kind} {name}"
+                found.append(f"{what} was {a!r:.80}, now it is {b!r:.80}")
+    return found
+
+
+def plain(value: Any) -> Any:
+    """Return a value in a form that compares and can be written; a function becomes its name."""
+    if isinstance(value, Enum):  # some are texts, too
+        return value.value
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, Mapping):
+        return {str(k): plain(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(v) for v in value]
+    if isinstance(value, set | frozenset):
+        return sorted(map(str, value))
+    if isinstance(value, partial):
+        named = {k: plain(v) for k, v in value.keywords.items()}
+        return [plain(value.func), [plain(a) for a in value.args], named]
+    if is_dataclass(value) and not isinstance(value, type):
+        return {
+            type(value).__qualname__: {f.name: plain(getattr(value, f.name)) for f in fields(value)}
+        }
+    if (config := getattr(value, "config", None)) is not None and is_dataclass(config):
+        return [type(value).__qualname__, plain(config)]  # an accountant
+    return getattr(value, "__qualname__", type(value).__qualname__)

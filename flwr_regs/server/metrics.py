@@ -1,0 +1,85 @@
+"""The clients' metrics: what of them can be used, what is kept, and which of them are averaged."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from flwr_regs.wire.arrays import LARGEST, ProtocolError
+from flwr_regs.wire.keys import METRICS
+from flwr_regs.wire.parcel import Parcel
+from flwr_regs.wire.text import LONGEST_NAME, MOST_NAMES, quoted, shown
+
+MOST_ENTRIES = 1000
+"""Metrics, and entries of a config, that a reply may have; numbers that a list of one may have."""
+
+
+def usable(value: Any) -> bool:
+    """Whether a value that a client reports is a number from −1e15 to 1e15; a boolean is none."""
+    return (
+        isinstance(value, int | float)
+        and not isinstance(value, bool)
+        and -LARGEST <= value <= LARGEST
+    )
+
+
+def read_metrics(pid: int, parcel: Parcel, weighted_by_key: str) -> tuple[Mapping[str, Any], float]:
+    """Return (a reply's metrics, the client's examples); raise ProtocolError without these.
+
+    Names are made printable, and a list of more than `MOST_ENTRIES` numbers is left out.
+    """
+    what = f"the reply of client {pid}"
+    if parcel.metrics is None:
+        raise ProtocolError(
+            f"{what} must hold a MetricRecord '{METRICS}', but holds {parcel.names}"
+        )
+    for kind, entries in (("metrics", parcel.metrics), ("config entries", parcel.config)):
+        if len(entries) > MOST_ENTRIES:
+            raise ProtocolError(
+                f"{what} has {len(entries)} {kind}, expected at most {MOST_ENTRIES}"
+            )
+    count = parcel.metrics.get(weighted_by_key)
+    if not usable(count) or not float(count or 0) > 0:
+        raise ProtocolError(
+            f"{what}: metric '{weighted_by_key}' must be a positive number up to {LARGEST:g}, "
+            f"not {quoted(count, 40)}"
+        )
+    kept = {
+        shown(name, LONGEST_NAME): value
+        for name, value in parcel.metrics.items()
+        if not isinstance(value, list) or len(value) <= MOST_ENTRIES
+    }
+    return kept, float(count or 0)
+
+
+def common_metrics(
+    metrics: Mapping[int, Mapping[str, Any]],
+) -> tuple[list[dict[str, Any]], dict[int, list[str]]]:
+    """Return (the clients' metrics that can be averaged, client -> the names that are left out of it).
+
+    Flower's mean needs the same single numbers of every client. A name is kept if over half of the clients
+    report a number under it. A client without a usable number under each of these has no share in the mean:
+    it is named with what it lacks. One with other names has them left out. A name under which no client has
+    a usable number is kept as it is: a loss of NaN is news.
+    """
+    single = {
+        pid: {k: v for k, v in m.items() if isinstance(v, int | float) and not isinstance(v, bool)}
+        for pid, m in metrics.items()
+    }
+    counts: dict[str, list[int]] = {}  # name -> clients with a number, and with a usable one
+    for m in single.values():
+        for name, value in m.items():
+            found = counts.setdefault(name, [0, 0])
+            found[0] += 1
+            found[1] += usable(value)
+    kept = sorted(name for name, (n, _) in counts.items() if 2 * n > len(single))
+    strict = {name for name in kept if 2 * counts[name][1] > len(single)}
+    left_out: dict[int, list[str]] = {}
+    averaged = []
+    for pid, m in single.items():
+        lacking = [n for n in kept if n not in m or (n in strict and not usable(m[n]))]
+        if odd := sorted({*lacking, *(set(m) - set(kept))}):
+            left_out[pid] = odd[:MOST_NAMES]
+        if not lacking:
+            averaged.append({name: m[name] for name in kept})
+    return averaged, left_out

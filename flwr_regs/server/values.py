@@ -1,0 +1,176 @@
+"""Plain values as JSON and arrays, and back to the bit: what a checkpoint is written in. No pickle.
+
+JSON holds None, booleans, integers, finite floats, texts, lists, and dicts with texts as keys. Everything
+else is an object with one key, its tag: ``{"$tuple": [...]}``. Arrays and bytes are in a safetensors file
+beside, under the numbers that their tags hold.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+NATIVE = {
+    np.dtype(kind): code
+    for kind, code in zip(
+        ("<f8", "<f4", "<f2", "?", "<i8", "<i4", "<i2", "i1", "<u8", "<u4", "<u2", "u1"),
+        ("F64", "F32", "F16", "BOOL", "I64", "I32", "I16", "I8", "U64", "U32", "U16", "U8"),
+        strict=True,
+    )
+}
+"""The dtypes that safetensors has; arrays of others are kept as bytes."""
+
+
+class Store:
+    """Collects the arrays and bytes of values: each array object once, and equal bytes once.
+
+    Attributes
+    ----------
+    arrays : dict of str to array
+        Number, as a text -> array.
+    """
+
+    def __init__(self) -> None:
+        self.arrays: dict[str, np.ndarray] = {}
+        self._seen: dict[
+            int | bytes, tuple[Any, str]
+        ] = {}  # holds the objects: no id is used again
+
+    def name(self, value: Any, make: Callable[[], np.ndarray]) -> str:
+        """Return the name of `value`, which is kept as the array that `make` returns."""
+        key = value if isinstance(value, bytes) else id(value)
+        if key not in self._seen:
+            self._seen[key] = value, (name := str(len(self.arrays)))
+            self.arrays[name] = make()
+        return self._seen[key][1]
+
+
+def to_json(value: Any, store: Store, where: str = "the value") -> Any:
+    """Return a value as JSON can hold it; its arrays and bytes go to `store`.
+
+    Raises TypeError naming the place of a value that cannot be kept, such as a function.
+    """
+    if isinstance(value, np.generic | np.ndarray):
+        return _array(value, store, where)
+    if value is None or isinstance(value, bool | int | str):
+        return value if type(value) in (type(None), bool, int, str) else _refuse(value, where)
+    if isinstance(value, float):
+        return value if math.isfinite(value) else {"$float": repr(value)}
+    if isinstance(value, bytes):
+        return {"$bytes": store.name(value, lambda: np.frombuffer(value, np.uint8))}
+    if isinstance(value, list | tuple):
+        items = [to_json(v, store, f"{where}[{i}]") for i, v in enumerate(value)]
+        return items if isinstance(value, list) else {"$tuple": items}
+    if isinstance(value, set | frozenset):
+        items = [to_json(v, store, where) for v in value]
+        return {
+            f"${type(value).__name__}": sorted(items, key=json.dumps)
+        }  # one order for equal sets
+    if isinstance(value, Mapping):
+        pairs = [(k, to_json(v, store, f"{where}[{k!r}]")) for k, v in value.items()]
+        if all(type(k) is str and not k.startswith("$") for k, _ in pairs):
+            return dict(pairs)
+        return {"$dict": [[to_json(k, store, where), v] for k, v in pairs]}
+    return _refuse(value, where)
+
+
+def from_json(value: Any, arrays: dict[str, Any]) -> Any:
+    """Return the value that :func:`to_json` returned as `value`; mappings come back as dicts.
+
+    In `arrays`, what holds bytes becomes bytes, so that these come back as one object, too.
+
+    Raises ValueError for what it never returns.
+    """
+    if isinstance(value, list):
+        return [from_json(v, arrays) for v in value]
+    if not isinstance(value, dict):
+        return value
+    tag = next((k for k in value if k.startswith("$")), None)
+    if tag is None:
+        return {k: from_json(v, arrays) for k, v in value.items()}
+    if tag not in _TAGS or len(value) != 1:
+        raise ValueError(f"{value!r:.80} is no value")
+    try:
+        return _TAGS[tag](value[tag], arrays)
+    except (KeyError, TypeError, IndexError) as error:
+        raise ValueError(f"{value!r:.80} is no value") from error
+
+
+def _array(value: Any, store: Store, where: str) -> dict[str, Any]:
+    dtype = value.dtype
+    if dtype.kind not in "biufc":
+        _refuse(value, where)
+    if isinstance(value, np.generic):
+        return {"$scalar": [dtype.str, value.tobytes().hex()]}
+    turned = value.flags.f_contiguous and not value.flags.c_contiguous  # sums depend on the order
+    rows, how = (value.T, ["T"]) if turned else (value, [])
+    if dtype in NATIVE:
+        name = store.name(value, lambda: np.asarray(rows, order="C"))
+        return {"$array": [name, *how]}
+    name = store.name(value, lambda: np.frombuffer(rows.tobytes(), np.uint8))
+    return {"$array": [name, dtype.str, list(rows.shape), *how]}
+
+
+def _read_array(parts: Any, arrays: dict[str, Any]) -> np.ndarray:
+    name, *how = parts
+    turned = how[-1:] == ["T"]
+    if not how[turned:]:
+        array = np.array(arrays[name])
+    else:
+        dtype, shape = how[:2]
+        array = np.frombuffer(arrays[name].tobytes(), np.dtype(dtype)).reshape(shape).copy()
+    return array.T if turned else array
+
+
+def _read_bytes(name: Any, arrays: dict[str, Any]) -> bytes:
+    if not isinstance(arrays[name], bytes):
+        arrays[name] = arrays[name].tobytes()
+    found: bytes = arrays[name]
+    return found
+
+
+def _read_scalar(parts: Any, _: Any) -> np.generic:
+    dtype, data = parts
+    scalar: np.generic = np.frombuffer(bytes.fromhex(data), np.dtype(dtype))[0]
+    return scalar
+
+
+_TAGS: dict[str, Callable[[Any, dict[str, Any]], Any]] = {
+    "$float": lambda v, _: float(v),
+    "$bytes": _read_bytes,
+    "$tuple": lambda v, arrays: tuple(from_json(v, arrays)),
+    "$set": lambda v, arrays: set(from_json(v, arrays)),
+    "$frozenset": lambda v, arrays: frozenset(from_json(v, arrays)),
+    "$dict": lambda v, arrays: {from_json(k, arrays): from_json(x, arrays) for k, x in v},
+    "$array": _read_array,
+    "$scalar": _read_scalar,
+}
+
+
+def _refuse(value: Any, where: str) -> Any:
+    raise TypeError(
+        f"{where} is {value!r:.80} of type {type(value).__name__}; only numbers, texts, bytes, arrays, and "
+        "lists and dicts of these can be saved"
+    )
+
+
+def safetensors_of(arrays: Mapping[str, np.ndarray]) -> Iterator[bytes | memoryview]:
+    """Return a safetensors file in pieces, each array in its own memory; the library copies all of them."""
+    ordered = sorted(
+        arrays.items(), key=lambda item: -item[1].itemsize
+    )  # keeps every start aligned
+    head, offset = dict[str, Any](), 0
+    for name, a in ordered:
+        span = [offset, offset := offset + a.nbytes]
+        head[name] = {"dtype": NATIVE[a.dtype], "shape": list(a.shape), "data_offsets": span}
+    text = json.dumps(head).encode()
+    text += b" " * (-len(text) % 8)
+    yield len(text).to_bytes(8, "little")
+    yield text
+    for _, a in ordered:
+        if a.size:
+            yield np.asarray(a, order="C").reshape(-1).view(np.uint8).data

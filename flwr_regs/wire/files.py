@@ -1,0 +1,72 @@
+"""Files that a crash leaves whole: written beside their place, synced to the disk, and then moved there."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
+
+
+def write_synced(path: Path, chunks: Iterable[bytes | memoryview]) -> tuple[int, str]:
+    """Write a new file that only its owner can read, and sync it; return (bytes, SHA-256 in hex).
+
+    Raises OSError, also if the file exists.
+    """
+    size, digest = 0, hashlib.sha256()
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
+    with open(os.open(path, flags, 0o600), "wb") as file:
+        for chunk in chunks:
+            file.write(chunk)
+            digest.update(chunk)
+            size += len(chunk)
+        file.flush()
+        os.fsync(file.fileno())
+    return size, digest.hexdigest()
+
+
+def write_atomically(path: Path, chunks: Iterable[bytes | memoryview]) -> None:
+    """Write or replace a file, so that a crash leaves the old one or the new one; raise OSError."""
+    beside = path.with_name(f".{path.name}.{os.getpid()}.part")
+    beside.unlink(missing_ok=True)
+    try:
+        write_synced(beside, chunks)
+        os.replace(beside, path)
+    except BaseException:
+        beside.unlink(missing_ok=True)
+        raise
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Sync a folder's list of names, where the system can (Windows opens no folders)."""
+    if os.name == "nt":
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def claim(path: Path) -> Callable[[], None]:
+    """Lock a file that stands for a folder; return what gives it up, as the end of the process also does.
+
+    Raises BlockingIOError, which names the process that holds it, and OSError if it cannot be written.
+    Windows has no such locks: nothing is kept out there.
+    """
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        import fcntl
+
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except ImportError:
+        pass
+    except BlockingIOError:
+        holder = os.read(descriptor, 20).decode(errors="replace").strip()
+        os.close(descriptor)
+        raise BlockingIOError(f"process {holder or 'unknown'}") from None
+    os.ftruncate(descriptor, 0)
+    os.write(descriptor, f"{os.getpid()}\n".encode())
+    return partial(os.close, descriptor)

@@ -1,0 +1,106 @@
+r"""The one reader of arrays that arrive: the bytes of a ``.npy``, and nothing else.
+
+``numpy.load`` also reads zip files and evaluates headers. Here the header must match a pattern, and its
+shape and dtype must account for every byte that came, before an array is made. The array is a view of these
+bytes, so a reply costs no more memory than it took to send. Numbers are booleans, integers and floats of at
+most 64 bits, little endian; bfloat16 travels as uint16 (precision.py). Objects, records, texts, zip files
+and pickles are refused.
+
+>>> import io, numpy as np
+>>> file = io.BytesIO(); np.save(file, np.float32([1, 2]))
+>>> read_array(file.getvalue())
+array([1., 2.], dtype=float32)
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+import sys
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from flwr_regs.wire.text import quoted
+
+MAGIC = b"\x93NUMPY"
+LONGEST_HEADER = 1024
+"""Bytes of a header; 64 lengths of 10 digits each take some 800."""
+MOST_DIMENSIONS = 32
+SIZES = {"b": (1,), "i": (1, 2, 4, 8), "u": (1, 2, 4, 8), "f": (2, 4, 8)}
+"""Kind of number -> the bytes that one may have."""
+_HEADER = re.compile(
+    rb"\{\s*'descr'\s*:\s*'([<>=|]?)([a-zA-Z])(\d{0,4})'\s*,\s*"
+    rb"'fortran_order'\s*:\s*(True|False)\s*,\s*"
+    rb"'shape'\s*:\s*\(((?:\s*\d{1,19}\s*,)*\s*(?:\d{1,19})?)\s*\)\s*,?\s*\}\s*"
+)
+
+
+class Unreadable(ValueError):
+    """Bytes that are not an array of numbers in numpy's format."""
+
+
+class Header(NamedTuple):
+    """What the header of a ``.npy`` says, and where the numbers begin."""
+
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+    fortran: bool
+    start: int
+
+
+def read_array(data: Any) -> np.ndarray:
+    """Return the array of a ``.npy``, as a read-only view of its bytes; raise Unreadable."""
+    head = read_header(data)
+    flat = np.frombuffer(data, head.dtype, offset=head.start)
+    flat.flags.writeable = False
+    if head.fortran:
+        return flat.reshape(head.shape[::-1]).T
+    return flat.reshape(head.shape)
+
+
+def read_header(data: Any) -> Header:
+    """Return the header of a ``.npy``, checked against the bytes that follow it; raise Unreadable."""
+    if not isinstance(data, bytes):
+        raise Unreadable(f"an array's data must be bytes, not {type(data).__name__}")
+    version = data[6:8]
+    if data[:6] != MAGIC or version not in (b"\x01\x00", b"\x02\x00", b"\x03\x00"):
+        raise Unreadable(f"it is not numpy's .npy format: it begins with {quoted(data[:8], 40)}")
+    length = struct.Struct("<H" if version == b"\x01\x00" else "<I")
+    start = 8 + length.size
+    if len(data) < start:
+        raise Unreadable(f"its header is cut off after {len(data)} bytes")
+    (size,) = length.unpack_from(data, 8)
+    if size > LONGEST_HEADER or start + size > len(data):
+        raise Unreadable(
+            f"its header claims {size} bytes, expected at most {min(LONGEST_HEADER, len(data) - start)}"
+        )
+    text = data[start : start + size]
+    if (found := _HEADER.fullmatch(text)) is None:
+        raise Unreadable(f"its header is {quoted(text, 120)}, expected dtype, order and shape")
+    order, kind, width, fortran, lengths = found.groups()
+    dtype = _dtype(order.decode(), kind.decode(), int(width or 0))
+    shape = tuple(int(n) for n in lengths.split(b",") if n.strip())
+    _check_size(dtype, shape, len(data) - start - size)
+    return Header(dtype, shape, fortran == b"True", start + size)
+
+
+def _dtype(order: str, kind: str, width: int) -> np.dtype[Any]:
+    swapped = order == ">" or (order == "=" and sys.byteorder == "big")
+    if width not in SIZES.get(kind, ()) or (swapped and width > 1):
+        raise Unreadable(
+            f"its dtype is '{order}{kind}{width}', expected booleans, integers or floats of at most 64 "
+            "bits, little endian"
+        )
+    return np.dtype(f"<{kind}{width}")
+
+
+def _check_size(dtype: np.dtype[Any], shape: tuple[int, ...], came: int) -> None:
+    """Raise Unreadable unless a shape needs just the bytes that came. Python's integers do not overflow."""
+    if len(shape) > MOST_DIMENSIONS:
+        raise Unreadable(f"it has {len(shape)} dimensions, expected at most {MOST_DIMENSIONS}")
+    needed = span = dtype.itemsize
+    for n in shape:
+        needed, span = needed * n, span * max(n, 1)
+    if needed != came or span > sys.maxsize:
+        raise Unreadable(f"its shape {shape} of {dtype} needs {needed} bytes, but {came} came")

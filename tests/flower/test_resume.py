@@ -1,0 +1,521 @@
+"""A run that was broken off and resumed equals the unbroken one to the bit, whatever the method."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
+from flwr.serverapp import NeighboringRelation, PrivacyConfig, RdpAccountant, SamplingMethod
+
+import flwr_regs as fr
+from flwr_regs import CheckpointError, InProcessGrid
+from flwr_regs.flower.checkpoints import LEDGER
+from flwr_regs.server.checkpoint import Folder, latest, rounds_in
+from flwr_regs.testing import problem
+from tests.conftest import budgeted, make_clients, make_model
+from tests.laws import CASES
+
+ROUNDS = 4
+CONFIG = {"lr": 0.2, "local-epochs": 1}
+
+
+class Broken(BaseException):
+    """The run ends here."""
+
+
+class Breaking(InProcessGrid):
+    """Ends the run after `served` clients of a round have trained; ``served=0``: nobody ends it."""
+
+    number, served = 0, 0
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        ids: list[str] = []
+        for i, message in enumerate(messages, start=1):
+            kind = message.metadata.message_type
+            config: Any = message.content.config_records.get("config", {})
+            ids += super().push_messages([message])
+            if (kind, config.get("server-round"), i) == ("train", self.number, self.served):
+                raise Broken
+        return ids
+
+
+class Remote(Breaking):
+    """Its clients live elsewhere: a checkpoint does not hold them, and they live on."""
+
+    snapshot = None  # type: ignore[assignment]
+    restore = None  # type: ignore[assignment]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A method with settings of its own."""
+
+    name: str
+    strategy: Callable[..., fr.RegStrategy]
+    client: Callable[..., Any]
+    model: Callable[[], Any] = make_model
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    def build(self, **more: Any) -> fr.RegStrategy:
+        settings: dict[str, Any] = {"seed": 3, "fraction_train": 0.7, "fraction_evaluate": 0.0}
+        settings |= {**self.settings, **more}
+        return self.strategy(**settings)
+
+    def grid(self, kind: type[Breaking] = Breaking) -> Breaking:
+        dtype = next(self.model().parameters()).dtype
+        return kind(problem.app_of(self.client, make_clients(3, dtype), self.model), 3)
+
+
+def batch_norm() -> Any:
+    return make_model(batch_norm=True)
+
+
+def single() -> Any:
+    return make_model().float()
+
+
+def sharing(*args: Any, **settings: Any) -> Any:
+    return fr.FedAdamClient(*args, share_label_counts=True, **settings)
+
+
+def half_done(base: Any) -> Any:
+    """Clients that often take only some of their steps, or none."""
+    return budgeted(base, [{0: 1, 1: 0}, {0: 0}, {2: 1, 0: 0}])
+
+
+def halving(t: int) -> float:
+    return 0.5 ** (t - 1)
+
+
+METHODS = [Case(m.name, m.build, m.make_client) for m in CASES] + [
+    Case("FedBN", fr.FedBN, fr.FedBNClient, batch_norm),
+    Case("FedPer", lambda **s: fr.FedPer("2.*", **s), fr.FedPerClient),
+]
+OF = {m.name: m for m in METHODS}
+
+
+def beside(name: str, other: str, client: Any = None, model: Any = None, **settings: Any) -> Case:
+    """One of the methods, with more settings."""
+    case = OF[name]
+    return Case(
+        f"{name}, {other}", case.strategy, client or case.client, model or case.model, settings
+    )
+
+
+OPTIONS = [
+    beside("FedFOR-delta", "ahead", overlap=True),
+    beside("FedADC-delta", "evaluated", fraction_evaluate=0.7),
+    beside("FedAvg", "half", model=single, wire_dtype="bfloat16"),
+    beside("EFL-sums", "scaled", half_done(fr.EFLClient), incomplete="scale"),
+    beside("FedAvgM", "dropped", half_done(fr.FedAvgMClient), incomplete="drop", min_train_nodes=3),
+    beside(
+        "FedProx",
+        "inactive",
+        half_done(fr.FedProxClient),
+        drop_inactive=2.0,
+        restart_lr=True,
+        lr_schedule=halving,
+    ),
+    beside("FedAdam", "covering", sharing, cohorts="class-covering", lr_schedule=halving),
+    beside("SlowMo", "every two", checkpoint_every=2),
+    beside("RFedAvgPlus", "by time", checkpoint_every=timedelta(days=1)),
+]
+QUICK = ("FedOpt", "FedCurv", "RFedAvg", "FedBN", "FedPer")
+EACH = [
+    pytest.param(m, id=m.name, marks=[] if m.name in QUICK else [pytest.mark.full]) for m in METHODS
+] + [pytest.param(m, id=m.name) for m in OPTIONS]
+
+
+def train(strategy: fr.RegStrategy, grid: Any, case: Case | None = None, **more: Any) -> Any:
+    """Run `start`."""
+    model = (case or OF["FedAvg"]).model()
+    settings: dict[str, Any] = {"num_rounds": ROUNDS, "train_config": ConfigRecord(CONFIG), **more}
+
+    def share(_: int, arrays: ArrayRecord) -> MetricRecord:
+        return MetricRecord({"norm": float(sum(np.sum(a.numpy() ** 2) for a in arrays.values()))})
+
+    return strategy.start(grid, ArrayRecord(model.state_dict()), evaluate_fn=share, **settings)
+
+
+def bits(arrays: ArrayRecord) -> dict[str, bytes]:
+    return {n: a.numpy().tobytes() for n, a in arrays.items()}
+
+
+def timeless(history: list[dict[str, Any]], *without: str) -> list[dict[str, Any]]:
+    return [{k: v for k, v in e.items() if k not in ("seconds", *without)} for e in history]
+
+
+def numbers(result: Any) -> list[Any]:
+    return [
+        {t: dict(m) for t, m in of.items()}
+        for of in (
+            result.train_metrics_clientapp,
+            result.evaluate_metrics_clientapp,
+            result.evaluate_metrics_serverapp,
+        )
+    ]
+
+
+def break_off(case: Case, folder: Path, number: int, served: int, grid: Breaking) -> None:
+    """Run until `served` clients of a round have trained."""
+    grid.number, grid.served = number, served
+    with pytest.raises(Broken):
+        train(case.build(checkpoint_dir=folder), grid, case)
+    grid.served = 0
+
+
+UNBROKEN: dict[str, tuple[fr.RegStrategy, Any]] = {}
+
+
+def unbroken(case: Case) -> tuple[fr.RegStrategy, Any]:
+    """The strategy and the result of the unbroken run."""
+    if case.name not in UNBROKEN:
+        strategy = case.build()
+        UNBROKEN[case.name] = strategy, train(strategy, case.grid(), case)
+    return UNBROKEN[case.name]
+
+
+@pytest.mark.parametrize("case", EACH)
+def test_a_resumed_run_equals_the_unbroken_one(case: Case, tmp_path: Path) -> None:
+    """Broken off in the middle of round 3, and resumed with new clients in place of the old ones."""
+    whole, result = unbroken(case)
+    break_off(case, tmp_path, 3, 1, case.grid())
+    assert latest(tmp_path).round == 2
+    again = case.build(checkpoint_dir=tmp_path)
+    found = train(again, case.grid(), case, resume_from=tmp_path)
+    assert bits(again.arrays) == bits(whole.arrays) == bits(found.arrays)
+    assert timeless(again.history) == timeless(whole.history)
+    assert numbers(found) == numbers(result)
+    assert len(again.history) == ROUNDS
+
+
+@pytest.mark.parametrize(
+    ("case", "number", "served"),
+    [
+        pytest.param(case, number, served, marks=[pytest.mark.full])
+        for case, number, served in product(METHODS, (2, 4), (1, 2))
+    ],
+    ids=str,
+)
+def test_broken_at_any_client_of_any_round(
+    case: Case, number: int, served: int, tmp_path: Path
+) -> None:
+    whole, _ = unbroken(case)
+    break_off(case, tmp_path, number, served, case.grid())
+    again = case.build(checkpoint_dir=tmp_path)
+    train(again, case.grid(), case, resume_from=tmp_path)
+    assert bits(again.arrays) == bits(whole.arrays)
+    assert timeless(again.history) == timeless(whole.history)
+
+
+LIVE = [
+    pytest.param(m, id=m.name, marks=[] if m.name in ("EFL-up", "FedBN") else [pytest.mark.full])
+    for m in METHODS
+] + [pytest.param(OPTIONS[0], id=OPTIONS[0].name)]
+
+
+@pytest.mark.parametrize("case", LIVE)
+def test_clients_that_live_on_go_back_to_before_the_broken_round(
+    case: Case, tmp_path: Path
+) -> None:
+    """As SuperNodes of the same run: two have trained the round, one has not."""
+    whole, _ = unbroken(case)
+    grid = case.grid(Remote)
+    break_off(case, tmp_path, 3, 2, grid)
+    again = case.build(checkpoint_dir=tmp_path)
+    train(again, grid, case, resume_from=tmp_path)
+    assert bits(again.arrays) == bits(whole.arrays)
+    sizes = ("bytes_down", "bytes_up", "bytes_ahead", "bytes_probe_down", "bytes_probe_up")
+    assert timeless(again.history, *sizes) == timeless(whole.history, *sizes)
+
+
+@pytest.mark.parametrize("name", ["FedADC-delta", "EFL-up", "FedBN"])
+def test_a_new_run_has_new_clients_and_names_what_they_lost(name: str, tmp_path: Path) -> None:
+    """A method without client state gives the same bits; others name each client that lost something."""
+    case = OF[name]
+    break_off(case, tmp_path, 3, 1, case.grid(Remote))
+    again = case.build(checkpoint_dir=tmp_path)
+    train(again, case.grid(Remote), case, resume_from=tmp_path)
+    trained = {p for e in again.history[:2] for p in e["replies"]}
+    after = [e["lost_state"] + e["lost_private"] for e in again.history]
+    if name == "FedADC-delta":
+        assert bits(again.arrays) == bits(unbroken(case)[0].arrays)
+        assert after == [[]] * ROUNDS
+    else:
+        came = {p for e in again.history[2:] for p in e["replies"]}
+        assert {p for pids in after[2:] for p in pids} == trained & came
+
+
+def test_a_checkpoint_may_be_named_and_the_run_goes_on_elsewhere(tmp_path: Path) -> None:
+    case = OF["SlowMo"]
+    train(case.build(checkpoint_dir=tmp_path / "one"), case.grid(), case, num_rounds=3)
+    again = case.build(checkpoint_dir=tmp_path / "two")
+    train(again, case.grid(), case, resume_from=tmp_path / "one" / "round-000002")
+    assert timeless(again.history) == timeless(unbroken(case)[0].history)
+    assert sorted(rounds_in(tmp_path / "two")) == [3, 4]
+    assert sorted(rounds_in(tmp_path / "one")) == [2, 3]
+    without = case.build()  # resumed, and saved nowhere
+    train(without, case.grid(), case, resume_from=tmp_path / "one")
+    assert bits(without.arrays) == bits(again.arrays)
+    with pytest.raises(CheckpointError, match="round-000004, which is later than round-000003"):
+        train(
+            case.build(checkpoint_dir=tmp_path / "two"),
+            *(case.grid(), case),
+            resume_from=tmp_path / "two" / "round-000003",
+        )
+
+
+def test_a_finished_run_is_resumed_to_train_longer_or_to_return_its_result(tmp_path: Path) -> None:
+    case = OF["FedADC-delta"]
+    result = train(case.build(checkpoint_dir=tmp_path), case.grid(), case)
+    again = case.build(checkpoint_dir=tmp_path)
+    found = train(again, case.grid(), case, resume_from=tmp_path)
+    assert (bits(found.arrays), numbers(found)) == (bits(result.arrays), numbers(result))
+    longer, whole = case.build(checkpoint_dir=tmp_path), case.build()
+    train(longer, case.grid(), case, resume_from=tmp_path, num_rounds=6)
+    train(whole, case.grid(), case, num_rounds=6)
+    assert timeless(longer.history) == timeless(whole.history)
+    assert bits(longer.arrays) == bits(whole.arrays)
+
+
+def test_a_stopped_run_stays_stopped_until_its_condition_changes(tmp_path: Path) -> None:
+    case, stop = OF["FedAvg"], fr.Patience(1, "norm", "min", 1e9)
+    train(case.build(checkpoint_dir=tmp_path, stop_when=stop), case.grid(), case)
+    again = case.build(checkpoint_dir=tmp_path, stop_when=stop)
+    train(again, case.grid(), case, resume_from=tmp_path)
+    assert len(again.history) == 2
+    assert "stopped" in again.history[-1]
+    on = case.build(checkpoint_dir=tmp_path)
+    train(on, case.grid(), case, resume_from=tmp_path)
+    assert bits(on.arrays) == bits(unbroken(case)[0].arrays)
+
+
+def test_on_round_comes_after_the_checkpoint_and_its_end_is_saved(tmp_path: Path) -> None:
+    found: list[int] = []
+
+    def callback(entry: dict[str, Any]) -> bool:
+        found.append(latest(tmp_path).round)
+        return bool(entry["round"] == 2)
+
+    case = OF["FedAvg"]
+    train(case.build(checkpoint_dir=tmp_path, on_round=callback), case.grid(), case)
+    assert found == [1, 2]
+    assert latest(tmp_path).history[-1]["stopped"].endswith("returned True")
+
+
+REFUSALS: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
+    (lambda **s: fr.FedProx(0.5, seed=3, **s), {}, "method was 'FedFOR', now it is 'FedProx'"),
+    (lambda **s: fr.FedFOR(0.25, seed=3, **s), {}, r"first-order\.alpha was 0\.5, now it is 0\.25"),
+    (lambda **s: fr.FedFOR(0.5, seed=4, **s), {}, "setting seed was 3, now it is 4"),
+    (
+        lambda **s: fr.FedFOR(0.5, seed=3, weighting="uniform", **s),
+        {},
+        "setting weighting was 'num-examples', now it is 'uniform'",
+    ),
+    (
+        lambda **s: fr.FedFOR(0.5, seed=3, **s),
+        {"train_config": ConfigRecord({"lr": 0.1, "local-epochs": 1})},
+        r"train_config lr was 0\.2, now it is 0\.1",
+    ),
+    (lambda **s: fr.FedFOR(0.5, seed=3, **s), {"num_rounds": 1}, "of round 2, beyond num_rounds=1"),
+    (
+        lambda **s: fr.FedFOR(0.5, seed=3, **s),
+        {"case": OF["FedBN"]},
+        r"initial_arrays 1\.weight was 'absent'",
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def two_rounds(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("two-rounds")
+    train(fr.FedFOR(0.5, seed=3, checkpoint_dir=folder), OF["FedFOR-model"].grid(), num_rounds=2)
+    return folder
+
+
+@pytest.mark.parametrize(("strategy", "more", "why"), REFUSALS, ids=[w[:30] for *_, w in REFUSALS])
+def test_another_training_is_refused_before_a_client_is_asked(
+    strategy: Any, more: dict[str, Any], why: str, two_rounds: Path
+) -> None:
+    grid = OF["FedFOR-model"].grid()
+    grid.push_messages = None  # type: ignore[method-assign,assignment]
+    with pytest.raises(CheckpointError, match=why):
+        train(strategy(checkpoint_dir=two_rounds), grid, resume_from=two_rounds, **more)
+    for resume in ({}, {"resume_from": two_rounds / "none"}):
+        with pytest.raises(CheckpointError, match=r"holds checkpoints|is no folder"):
+            train(fr.FedFOR(0.5, seed=3, checkpoint_dir=two_rounds), grid, **resume)
+    Folder(two_rounds, latest(two_rounds)).close()  # no lock is left
+
+
+def test_what_may_differ_and_a_seed_that_was_drawn(tmp_path: Path) -> None:
+    first = fr.FedAvg(checkpoint_dir=tmp_path, fraction_train=0.7)
+    train(first, OF["FedAvg"].grid(), num_rounds=2)
+    again = fr.FedAvg(fraction_train=0.7, wait_timeout=5, min_replies=2, on_divergence="stop")
+    train(again, OF["FedAvg"].grid(), resume_from=tmp_path, timeout=60)
+    assert again.seed == first.seed
+    whole = fr.FedAvg(seed=first.seed, fraction_train=0.7)
+    train(whole, OF["FedAvg"].grid())
+    assert bits(whole.arrays) == bits(again.arrays)
+
+
+def test_a_grid_with_other_clients_is_refused(tmp_path: Path) -> None:
+    train(OF["FedAvg"].build(checkpoint_dir=tmp_path), OF["FedAvg"].grid(), num_rounds=2)
+    two = InProcessGrid(problem.app_of(fr.FedAvgClient, make_clients(2)), 2)
+    with pytest.raises(CheckpointError, match="the state of 3 clients, but this grid has 2"):
+        train(OF["FedAvg"].build(), two, resume_from=tmp_path)
+
+
+def test_a_full_disk_is_named_and_the_run_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    save, case = Folder.save, OF["FedADC-delta"]
+
+    def full(self: Folder, number: int, *rest: Any) -> Path:
+        if number in (2, 4):
+            raise OSError(28, "No space left on device")
+        return save(self, number, *rest)
+
+    monkeypatch.setattr(Folder, "save", full)
+    strategy = case.build(checkpoint_dir=tmp_path)
+    with caplog.at_level(logging.WARNING, "flwr"):
+        train(strategy, case.grid(), case)
+    assert "round 2 is not saved" in caplog.text
+    notes = {e["round"]: e["checkpoint"] for e in strategy.history if "checkpoint" in e}
+    assert sorted(notes) == [2, 4]
+    assert all("No space left on device" in why for why in notes.values())
+    assert latest(tmp_path).round == 3
+    assert bits(strategy.arrays) == bits(unbroken(case)[0].arrays)
+    monkeypatch.undo()
+    again = case.build(checkpoint_dir=tmp_path)
+    train(again, case.grid(), case, resume_from=tmp_path)
+    assert bits(again.arrays) == bits(strategy.arrays)
+
+
+@pytest.mark.parametrize("cause", [KeyboardInterrupt, SystemExit])
+def test_ctrl_c_and_sigterm_save_the_last_finished_round_first(
+    cause: type[BaseException], tmp_path: Path
+) -> None:
+    case = OF["FedBN"]
+
+    class Ended(Breaking):
+        def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+            try:
+                return super().push_messages(messages)
+            except Broken:
+                if cause is KeyboardInterrupt:
+                    raise KeyboardInterrupt from None
+                os.kill(os.getpid(), signal.SIGTERM)
+                raise
+
+    grid = case.grid(Ended)
+    grid.number, grid.served = 4, 1
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(cause) as raised:
+        train(case.build(checkpoint_dir=tmp_path, checkpoint_every=10), grid, case)
+    assert cause is KeyboardInterrupt or raised.value.args == (143,)
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert latest(tmp_path).round == 3
+    again = case.build(checkpoint_dir=tmp_path)
+    train(again, case.grid(), case, resume_from=tmp_path)
+    assert bits(again.arrays) == bits(unbroken(case)[0].arrays)
+    assert timeless(again.history) == timeless(unbroken(case)[0].history)
+
+
+def private(limit: float | None = None, sampling: Any = None, **more: Any) -> fr.RegStrategy:
+    kinds = (SamplingMethod.WITHOUT_REPLACEMENT, NeighboringRelation.REPLACE_ONE)
+    sampling, relation = sampling or kinds
+    accountant = RdpAccountant(PrivacyConfig(1e-5, 3, relation, sampling, limit), (2.0, 8.0))
+    dp = fr.CentralDP(0.5, 1.0, accountant)
+    return fr.FedAvg(privacy=dp, weighting="uniform", seed=3, fraction_train=0.7, **more)
+
+
+def spent(strategy: fr.RegStrategy) -> int:
+    return int(strategy.privacy.accountant.num_releases)
+
+
+def test_privacy_that_was_spent_stays_spent(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Round 3 is released, but lost: it counts, and is not drawn again with its clients and its noise."""
+    case, released = OF["FedAvg"], []
+
+    def evaluate(number: int, arrays: ArrayRecord) -> None:
+        released.append(bits(arrays))
+        if number == 3:
+            raise Broken
+
+    start = {
+        "initial_arrays": ArrayRecord(make_model().state_dict()),
+        "num_rounds": ROUNDS,
+        "train_config": ConfigRecord(CONFIG),
+    }
+    first = private(checkpoint_dir=tmp_path)
+    with pytest.raises(Broken):
+        first.start(case.grid(), evaluate_fn=evaluate, **start)
+    assert (spent(first), latest(tmp_path).round) == (3, 2)
+    again, grid = private(checkpoint_dir=tmp_path), case.grid()
+    with caplog.at_level(logging.WARNING, "flwr"):
+        again.start(grid, resume_from=tmp_path, **start)
+    assert "1 releases after round-000002 were lost, but count" in caplog.text
+    assert spent(again) == 5
+    assert again.history[2]["epsilon"] > first.history[1]["epsilon"] * 1.2
+    assert bits(again.arrays) not in released
+    assert again.training._privacy.cohort_seed != first.training._privacy.cohort_seed
+    lived = private(checkpoint_dir=tmp_path)  # an accountant that lived on counts nothing twice
+    lived.privacy.accountant.load_state_dict(again.privacy.accountant.state_dict())
+    lived.start(case.grid(), resume_from=tmp_path, **start)
+    assert spent(lived) == 5
+
+
+def test_privacy_that_cannot_be_counted_ends_or_refuses_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    grid = OF["FedAvg"].grid()
+    train(private(checkpoint_dir=tmp_path), grid, num_rounds=2)
+    with pytest.raises(CheckpointError, match="goes on only with checkpoint_dir="):
+        train(private(), grid, resume_from=tmp_path)
+    other = private(checkpoint_dir=tmp_path)
+    other.privacy.accountant.compose(fr.flower.accounting.AccountedBudget(other.privacy)._event(3))
+    with pytest.raises(
+        CheckpointError, match="has counted 1 releases that are not the checkpoint's 2"
+    ):
+        train(other, grid, resume_from=tmp_path)
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("flwr_regs.flower.checkpoints.write_atomically", full)
+        strategy = private(checkpoint_dir=tmp_path)
+        with pytest.raises(CheckpointError, match="training ends before the round's mean is used"):
+            train(strategy, grid, resume_from=tmp_path)
+    assert bits(strategy.arrays) == {
+        n: a.tobytes() for n, a in latest(tmp_path).state["training"]["model"]["model"].items()
+    }
+    (tmp_path / LEDGER).write_text("{}")
+    with pytest.raises(
+        CheckpointError, match="it is not known what was released after round-000002"
+    ):
+        train(private(checkpoint_dir=tmp_path), grid, resume_from=tmp_path)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / LEDGER).touch()
+    with pytest.raises(CheckpointError, match="that ended before its first checkpoint"):
+        train(private(checkpoint_dir=tmp_path / "other"), grid)
+
+
+def test_other_loops_refuse_checkpoints(tmp_path: Path) -> None:
+    strategy = OF["FedAvg"].build(checkpoint_dir=tmp_path)
+    config, arrays = ConfigRecord(CONFIG), ArrayRecord(make_model().state_dict())
+    strategy.prepare(3, train_config=config)
+    with pytest.raises(ValueError, match="checkpoint_dir needs the strategy's own start"):
+        strategy.configure_train(1, arrays, config, OF["FedAvg"].grid())

@@ -1,0 +1,247 @@
+"""Robust aggregators with every kind of method: one hostile client moves the model boundedly."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import cache, partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import Array, ArrayRecord, Message
+
+import flwr_regs as fr
+from flwr_regs.flower.grid import InProcessGrid
+from flwr_regs.server.aggregators import TooFewVectors
+from flwr_regs.term import ServerContext
+from flwr_regs.testing import problem
+from flwr_regs.testing.problem import NDArrays, ReversingGrid, SerialisingGrid
+from tests.conftest import close, make_clients, make_model
+from tests.sampling import sampled
+
+N, LIAR = 7, 3
+METHODS: dict[str, tuple[Callable[..., Any], Any]] = {
+    "FedAvg": (fr.FedAvg, fr.FedAvgClient),
+    "FedProx": (lambda **k: fr.FedProx(0.3, **k), fr.FedProxClient),
+    "FedFOR": (lambda **k: fr.FedFOR(0.3, **k), fr.FedFORClient),
+    "FedADC": (lambda **k: fr.FedADC(0.6, **k), fr.FedADCClient),
+    "FedADCPlus": (lambda **k: fr.FedADCPlus(beta=0.6, lam=0.3, **k), fr.FedADCPlusClient),
+    "SlowMo": (lambda **k: fr.SlowMo(0.5, **k), fr.SlowMoClient),
+    "FedAvgM": (lambda **k: fr.FedAvgM(0.7, momentum=0.5, **k), fr.FedAvgMClient),
+    "FedAdam": (lambda **k: fr.FedAdam(0.02, **k), fr.FedAdamClient),
+    "RFedAvg": (lambda **k: fr.RFedAvg(0.3, **k), fr.RFedAvgClient),
+    "RFedAvgPlus": (lambda **k: fr.RFedAvgPlus(0.3, **k), fr.RFedAvgPlusClient),
+    "EFL": (lambda **k: fr.EFL(0.3, fisher_samples=5, **k), fr.EFLClient),
+    "EFL-coded": (
+        lambda **k: fr.EFL(0.3, 0.5, 0.5, sums_bits=16, sums_every=2, **k),
+        fr.EFLClient,
+    ),
+    "FedCurv": (lambda **k: fr.FedCurv(0.3, fisher_samples=5, **k), fr.FedCurvClient),
+    "FedPer": (lambda **k: fr.FedPer("2.*", **k), fr.FedPerClient),
+}
+UPLOADING = ("RFedAvg", "RFedAvgPlus", "EFL", "FedCurv")
+AGGREGATORS = (
+    fr.CoordinateMedian(),
+    fr.TrimmedMean(0.2),
+    fr.Krum(1),
+    fr.Krum(1, 3),
+    fr.GeometricMedian(),
+    fr.NormBound(),
+    fr.CenteredClipping(1.0),
+)
+
+
+class HostileGrid(InProcessGrid):
+    """One client's replies are a million times too large: its model, its uploads, or both."""
+
+    what = "both"
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        messages = list(messages)
+        ids = list(super().push_messages(messages))
+        for message, i in zip(messages, ids, strict=True):
+            reply = self._replies[i]
+            if message.metadata.dst_node_id != 1000 + LIAR or reply.has_error():
+                continue
+            for name, record in list(reply.content.array_records.items()):
+                if self.what in ("both", "update" if name == "arrays" else "uploads"):
+                    reply.content[name] = ArrayRecord(
+                        {
+                            key: Array(np.asarray(a.numpy() * a.numpy().dtype.type(1e6)))
+                            if a.numpy().dtype.kind == "f"
+                            else a
+                            for key, a in record.items()
+                        }
+                    )
+        return ids
+
+
+def trained(
+    name: str,
+    aggregator: Any,
+    what: str = "",
+    grid: Any = InProcessGrid,
+    dtype: torch.dtype = torch.float64,
+    **settings: Any,
+) -> tuple[NDArrays, Any]:
+    """The last model of two rounds, and the strategy; `what` of one client is hostile."""
+    make, client = METHODS[name]
+    data, model = make_clients(N, dtype), partial(make_model, dtype)
+    app = problem.app_of(client, data, model)
+    if what:
+        grid = type("Grid", (HostileGrid,), {"what": what})
+    strategy = make(aggregator=aggregator, seed=3, fraction_evaluate=0.0, **settings)
+    models = problem.train(
+        strategy,
+        client,
+        rounds=2,
+        clients=data,
+        lr=0.1,
+        grid=grid(app, N),
+        model=model,
+        length={"local-steps": 3},
+    )
+    return models[-1], strategy
+
+
+@cache
+def clean(name: str, aggregator: Any) -> NDArrays:
+    return trained(name, aggregator)[0]
+
+
+def apart(a: NDArrays, b: NDArrays) -> float:
+    return max(float(np.abs(a[n] - b[n]).max()) for n in a)
+
+
+NEAR, FAR = 2.0, 100.0
+PLAIN = [n for n in METHODS if n != "EFL-coded"]
+
+
+@sampled(
+    "name,aggregator,what",
+    [
+        (name, aggregator, what)
+        for name in PLAIN
+        for aggregator in AGGREGATORS
+        for what in (("both", "uploads") if name in UPLOADING else ("both",))
+    ],
+    seed=1,
+    ids=str,
+)
+def test_one_hostile_client_moves_the_model_boundedly(
+    name: str, aggregator: Any, what: str
+) -> None:
+    attacked, strategy = trained(name, aggregator, what)
+    assert all(LIAR in entry["replies"] for entry in strategy.history)
+    assert apart(attacked, clean(name, aggregator)) < NEAR
+
+
+@pytest.mark.parametrize(
+    ("name", "what"), [("FedAvg", "both"), *((name, "uploads") for name in UPLOADING)]
+)
+def test_a_client_that_moves_the_mean_far_moves_the_median_little(name: str, what: str) -> None:
+    median = fr.CoordinateMedian()
+    assert apart(trained(name, median, what)[0], clean(name, median)) < NEAR
+    try:
+        moved = apart(trained(name, fr.Mean(), what)[0], clean(name, fr.Mean()))
+    except fr.RoundFailed:
+        moved = np.inf  # it diverged
+    assert moved > FAR
+
+
+@pytest.mark.parametrize("name", UPLOADING)
+def test_without_attackers_uploads_still_count(name: str) -> None:
+    """A robust aggregator does not switch a method's term off."""
+    aggregator = fr.NormBound()
+    neutral = {"RFedAvg": fr.RFedAvg, "RFedAvgPlus": fr.RFedAvgPlus, "EFL": fr.EFL}
+    client = METHODS[name][1]
+    off = neutral.get(name, fr.FedCurv)(0.0, aggregator=aggregator, seed=3, fraction_evaluate=0.0)
+    data = make_clients(N)
+    plain = problem.train(off, client, rounds=2, clients=data, lr=0.1, length={"local-steps": 3})[
+        -1
+    ]
+    assert apart(plain, clean(name, aggregator)) > 1e-5
+
+
+@sampled(
+    "name,aggregator,variant",
+    [
+        (name, aggregator, variant)
+        for name in ("FedAvg", "FedFOR", "FedADC", "RFedAvg", "RFedAvgPlus", "EFL", "EFL-coded")
+        for aggregator in AGGREGATORS
+        for variant in ("replies", "bytes", "delta", "half")
+        if not (variant == "half" and name == "EFL-coded")
+    ],
+    seed=2,
+    ids=str,
+)
+def test_the_aggregate_is_the_same_however_it_travels(
+    name: str, aggregator: Any, variant: str
+) -> None:
+    """In any order, through bytes, and on both downlinks: to the bit. In half precision: nearly."""
+    expected = clean(name, aggregator)
+    if variant in ("replies", "bytes"):
+        grid = ReversingGrid if variant == "replies" else SerialisingGrid
+        close(trained(name, aggregator, grid=grid)[0], expected, 0.0)
+    elif variant == "delta":
+        close(trained(name, aggregator, downlink="delta")[0], expected, 0.0)
+    else:
+        rounded, whole = (
+            trained(name, aggregator, dtype=torch.float32, wire_dtype=wire)[0]
+            for wire in ("bfloat16", None)
+        )
+        assert 0 < apart(rounded, whole) < 0.05
+
+
+def test_each_client_gets_the_aggregate_of_the_others_features() -> None:
+    """rFedAvg+ and rFedAvg: the median of the others' δ."""
+    deltas = {pid: np.array([float(pid), -(float(pid) ** 2)]) for pid in range(5)}
+    median = {pid: np.median([d for p, d in deltas.items() if p != pid], axis=0) for pid in deltas}
+    calls: list[list[int]] = []
+
+    def aggregated(values: Any) -> Any:
+        calls.append(list(values))
+        return {"delta": np.median([v["delta"] for v in values.values()], axis=0)}
+
+    ctx = ServerContext(2, 0.1, aggregated=aggregated, robust=True)
+    plus = fr.LeaveOneOutMean(0.1)
+    found = plus.robust_answer({p: {"delta": d} for p, d in deltas.items()}, ctx)
+    table = fr.FeatureTable(0.1)
+    rows = {str(p): d for p, d in deltas.items()}
+    assert table.broadcast(rows, ctx) == {}
+    for pid in deltas:
+        np.testing.assert_array_equal(found[pid]["mean"], median[pid])
+        slot = table.broadcast_to(pid, rows, ctx)
+        np.testing.assert_array_equal(slot["table"], median[pid][None])
+        assert pid not in slot["ids"]
+    assert all(len(call) == 4 for call in calls)
+    assert plus.robust_answer({1: {"delta": deltas[1]}}, ctx) == {1: {}}
+    assert table.broadcast_to(1, {"1": deltas[1]}, ctx) == {}
+
+
+def test_a_table_with_too_few_rows_has_no_term_yet(caplog: pytest.LogCaptureFixture) -> None:
+    def aggregated(values: Any) -> Any:
+        raise TooFewVectors("Krum needs 4")
+
+    ctx = ServerContext(2, 0.1, aggregated=aggregated, robust=True)
+    with caplog.at_level("WARNING", logger="flwr"):
+        slot = fr.FeatureTable(0.1).broadcast_to(0, {"1": np.ones(2)}, ctx)
+    assert slot == {}
+    assert "'rfedavg' has no term yet: Krum needs 4" in caplog.text
+
+
+def test_too_few_feature_means_fail_the_round() -> None:
+    """Each client is left out of its own mean: one more client is needed than for the updates."""
+    with pytest.raises(
+        fr.RoundFailed, match=r"in the first exchange, Krum.* needs at least 7.* are 6"
+    ):
+        trained("RFedAvgPlus", fr.Krum(4))
+
+
+def test_krum_takes_the_uploads_of_the_clients_that_it_kept() -> None:
+    _, strategy = trained("EFL", fr.Krum(1, 3), "both")
+    for entry in strategy.history:
+        assert len(entry["selected"]) == 3
+        assert LIAR not in entry["selected"]
+        assert entry["replies"] == list(range(N))

@@ -1,0 +1,40 @@
+"""The table of faults in docs/deployment.md is that of the measured file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks import faults
+
+
+def test_the_page_has_the_figures_of_the_file_and_every_case() -> None:
+    page, found = faults.PAGE.read_text(), json.loads(faults.OUT.read_text())
+    assert faults.filled(page, found) == page, "run `python -m benchmarks.faults report`"
+    marked = [mark for _, mark in faults.ROW.findall(page)]
+    assert marked == list(faults.CASES)
+
+
+def test_a_case_is_kept_and_one_that_fails_does_not_stop_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def play(name: str, folder: Path) -> dict[str, object]:
+        if name == "client_dies":
+            raise RuntimeError("no federation")
+        return {"sees": f"{name} a|b", "seconds": 1.6, "lost": "nothing"}
+
+    monkeypatch.setattr(faults, "play", play)
+    out = tmp_path / "faults.json"
+    assert faults.measure(["client_dies", "node_killed"], out) == ["client_dies"]
+    assert faults.measure(["client_raises"], out) == []
+    found = json.loads(out.read_text())
+    assert list(found) == ["client_raises", "node_killed"]  # in the order of the cases
+    page = (
+        "| a node <!-- fault: node_killed --> | old | 9 | old |\n| b <!-- fault: nothing --> | |\n"
+    )
+    assert faults.filled(page, found) == (
+        "| a node <!-- fault: node_killed --> | node_killed a\\|b | 2 | nothing |\n"
+        "| b <!-- fault: nothing --> | | | |\n"
+    )

@@ -1,0 +1,117 @@
+"""The reader of arrays that arrive reads what numpy writes, and refuses all else before it costs memory."""
+
+from __future__ import annotations
+
+import io
+import tracemalloc
+from typing import Any
+
+import numpy as np
+import pytest
+from flwr.app import Array, ArrayRecord
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays_of
+
+from flwr_regs.wire.arrays import ProtocolError, pack, unpack
+from flwr_regs.wire.npy import Unreadable, read_array
+from flwr_regs.wire.records import from_record, parcel_of, read_entry
+from tests.damage import NOT_ARRAYS, npy, shaped
+
+DTYPES = ["?", "i1", "<i2", "<i4", "<i8", "u1", "<u2", "<u4", "<u8", "<f2", "<f4", "<f8"]
+
+
+@settings(max_examples=200, derandomize=True, database=None, deadline=None)
+@given(st.data(), st.sampled_from(DTYPES), st.booleans(), st.sampled_from([(1, 0), (2, 0), (3, 0)]))
+def test_it_reads_what_numpy_writes(data: Any, dtype: str, fortran: bool, version: Any) -> None:
+    shape = arrays_of.array_shapes(min_dims=0, max_dims=5, min_side=0, max_side=4)
+    a = data.draw(arrays_of.arrays(np.dtype(dtype), shape))
+    a = np.asfortranarray(a) if fortran and a.ndim else a
+    file = io.BytesIO()
+    np.lib.format.write_array(file, a, version=version)
+    found = read_array(file.getvalue())
+    assert (found.dtype, found.shape) == (a.dtype, a.shape)
+    np.testing.assert_array_equal(found, a)
+    assert not found.flags.writeable
+    assert found.base is not None
+
+
+@pytest.mark.parametrize("what", NOT_ARRAYS)
+def test_it_refuses_all_else_and_spends_nothing(what: str) -> None:
+    tracemalloc.start()
+    try:
+        with pytest.raises(Unreadable) as raised:
+            read_array(NOT_ARRAYS[what])
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 200_000
+    assert len(str(raised.value)) < 400
+    assert str(raised.value).isprintable()
+
+
+@settings(max_examples=500, derandomize=True, database=None, deadline=None)
+@given(st.integers(0, 200), st.integers(0, 255), st.integers(-3, 3), st.integers(0, 2))
+def test_a_changed_byte_is_refused_or_is_another_array_of_the_same_bytes(
+    at: int, value: int, longer: int, which: int
+) -> None:
+    whole = [npy(np.arange(6.0).reshape(2, 3)), npy(np.float32(1)), npy(np.zeros((2, 0), "i4"))]
+    data = bytearray(whole[which])
+    data[at % len(data)] = value
+    data = data[:longer] if longer < 0 else data + b"\0" * longer
+    try:
+        found = read_array(bytes(data))
+    except Unreadable:
+        return
+    assert found.nbytes <= len(data)
+    assert longer == 0 or found.nbytes + 64 <= len(data)
+
+
+@pytest.mark.parametrize("data", [None, "x", 3, bytearray(npy(np.ones(2))), memoryview(b"\x93")])
+def test_only_bytes_are_read(data: Any) -> None:
+    with pytest.raises(Unreadable, match="must be bytes"):
+        read_array(data)
+
+
+def test_labels_that_contradict_the_bytes_are_refused() -> None:
+    data = npy(np.ones((2, 3), np.float32))
+    for labels in (("float32", (2, 3)), ("", ()), ("float32", ())):
+        assert read_entry("w", Array(*labels, "numpy.ndarray", data)).shape == (2, 3)
+    wrong: list[tuple[Any, ...]] = [
+        ("float64", (2, 3), "numpy.ndarray"),
+        ("float32", (6,), "numpy.ndarray"),
+        ("float32", (2**62, 2**62), "numpy.ndarray"),
+        ("float32", (2, 3), "pickle"),
+        ("A" * 10**6, (2, 3), "numpy.ndarray"),
+    ]
+    for labels in wrong:
+        with pytest.raises(ProtocolError, match=r"array 'w' cannot be read: it (is|has)") as raised:
+            read_entry("w", Array(*labels, data))
+        assert len(str(raised.value)) < 300
+
+
+def test_a_reply_s_model_is_a_view_and_its_uploads_are_copies() -> None:
+    """A view costs nothing; a term may write to its upload, or hand it to torch."""
+    from flwr.app import RecordDict
+
+    record = ArrayRecord({"w": Array(np.ones(3))})
+    parcel = parcel_of(RecordDict({"arrays": record, "t.upload": record}))
+    assert not parcel.records["arrays"]["w"].flags.writeable
+    assert parcel.records["t.upload"]["w"].flags.writeable
+    assert from_record(record)["w"].flags.writeable
+
+
+@pytest.mark.parametrize("order", ["True", "False"])
+def test_an_order_counts(order: str) -> None:
+    body = np.arange(6, dtype="<f8").tobytes()
+    found = read_array(shaped("(2, 3)", order=order, body=body))
+    assert found[0].tolist() == ([0, 2, 4] if order == "True" else [0, 1, 2])
+
+
+@pytest.mark.parametrize("data", [b"", b"\xff" * 8, b"\x02" + b"\0" * 7 + b"{}x", "text", None, 3])
+def test_packed_arrays_that_are_none_are_a_protocol_error(data: Any) -> None:
+    if data == b"\x02" + b"\0" * 7 + b"{}x":
+        data = data[:10] + b"xxx"
+    with pytest.raises(ProtocolError):
+        unpack(data)
+    assert unpack(pack({"a": np.ones(2)}))["a"].tolist() == [1, 1]

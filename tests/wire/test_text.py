@@ -1,0 +1,86 @@
+"""Text and JSON of other machines: short, printable, shallow."""
+
+from __future__ import annotations
+
+import json
+import tracemalloc
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flwr_regs.wire.text import named, one_line, quoted, read_json, shown
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=5),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3)
+    ),
+    max_leaves=10,
+)
+
+
+@settings(max_examples=300, derandomize=True, database=None, deadline=None)
+@given(st.text(st.characters(), max_size=700), st.integers(20, 100))
+def test_shown_text_is_short_and_printable(text: str, limit: int) -> None:
+    for made in (shown(text, limit), one_line(text, limit), quoted(text, limit)):
+        assert len(made) <= limit
+        assert made.isprintable()
+    if text.isprintable() and len(text) <= limit:
+        assert shown(text, limit) == text
+
+
+def test_what_hides_is_escaped() -> None:
+    odd = "\x1b[31m\u202e\u200b\ud800\x85\n"
+    assert shown(odd) == r"\x1b[31m\u202e\u200b\ud800\x85\n"
+    assert shown("Größe → 1e−3 本") == "Größe → 1e−3 本"
+    assert named(["b\n", "a"]) == r"['a', 'b\\n']"
+    assert named(str(i) for i in range(25)).endswith("and 15 more")
+
+
+def test_a_long_text_is_not_copied() -> None:
+    text, many = "A\n" * 10_000_000, [f"{i}" for i in range(1000)]
+    tracemalloc.start()
+    try:
+        made = [shown(text), one_line(text), quoted(text), quoted([text] * 5), named([text, *many])]
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert max(map(len, made)) < 2000
+    assert peak < 1_000_000
+
+
+@pytest.mark.parametrize(
+    "value",
+    [10**5000, {"a": "b" * 10**6}, b"x" * 10**6, object(), [[]] * 10**5],
+    ids=lambda v: type(v).__name__,
+)
+def test_any_value_can_be_quoted(value: Any) -> None:
+    assert len(quoted(value, 80)) <= 80
+
+
+@settings(max_examples=60, derandomize=True, database=None, deadline=None)
+@given(JSON, st.integers(0, 3))
+def test_json_is_read_up_to_a_depth(value: Any, depth: int) -> None:
+    def deep(v: Any) -> int:
+        inner = v.values() if isinstance(v, dict) else v if isinstance(v, list) else None
+        return 0 if inner is None else 1 + max(map(deep, inner), default=-1)
+
+    text = json.dumps(value)
+    if deep(value) <= depth:
+        assert read_json(text, depth) == value
+    else:
+        with pytest.raises(ValueError, match="nested deeper"):
+            read_json(text, depth)
+
+
+@pytest.mark.parametrize(
+    "value",
+    ["[" * 100_000, "[" * 100_000 + "]" * 100_000, "x", "", b"[]", 3, None, "[" + "1" * 5000 + "]"],
+)
+def test_what_is_no_json_is_a_value_error(value: Any) -> None:
+    with pytest.raises(ValueError, match="expected JSON text"):
+        read_json(value)
+    with pytest.raises(ValueError, match="expected at most"):
+        read_json("[" + "1," * 100 + "1]", longest=50)
