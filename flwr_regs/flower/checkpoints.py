@@ -208,9 +208,9 @@ class Checkpoints:
         assert self._folder is not None
         assert self._training is not None
         path = self._folder.path / LEDGER
-        entry = {"start": self._training.start_id, "spent": spent}
+        ledger = {"start": self._training.start_id, "spent": spent}
         try:
-            write_atomically(path, [json.dumps(entry).encode()])
+            write_atomically(path, [json.dumps(ledger).encode()])
         except OSError as error:
             raise CheckpointError(
                 f"the privacy that this round spends cannot be written to {path} ({error}), and a resumed "
@@ -226,10 +226,10 @@ class Checkpoints:
                 "folder counts all that was released"
             )
         try:
-            entry = json.loads((home / LEDGER).read_text())
-            if entry["start"] != found.state["training"]["start"]:
+            ledger = json.loads((home / LEDGER).read_text())
+            if ledger["start"] != found.state["training"]["start"]:
                 raise ValueError("it is of another training")
-            since, then = entry["spent"]["compositions"], spent["compositions"]
+            since, then = ledger["spent"]["compositions"], spent["compositions"]
             if since[: len(then)] != then:
                 raise ValueError("it lacks releases of the checkpoint")
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
@@ -239,7 +239,7 @@ class Checkpoints:
             ) from error
         if more := len(since) - len(then):
             log(WARNING, "%d releases after %s were lost, but count", more, found.path.name)
-        whole: Mapping[str, Any] = entry["spent"]
+        whole: Mapping[str, Any] = ledger["spent"]
         return whole
 
 

@@ -219,7 +219,7 @@ def test_broken_at_any_client_of_any_round(
 
 
 LIVE = [
-    pytest.param(m, id=m.name, marks=[] if m.name in ("SlowMo",) else [pytest.mark.full])
+    pytest.param(m, id=m.name, marks=[] if m.name in ("EFL-up", "FedBN") else [pytest.mark.full])
     for m in METHODS
 ] + [pytest.param(OPTIONS[0], id=OPTIONS[0].name)]
 
@@ -254,6 +254,22 @@ def test_a_new_run_has_new_clients_and_names_what_they_lost(name: str, tmp_path:
     else:
         came = {p for e in again.history[2:] for p in e["replies"]}
         assert {p for pids in after[2:] for p in pids} == trained & came
+
+
+@pytest.mark.parametrize("name", ["EFL-up", "FedBN"])
+def test_what_nodes_save_themselves_is_not_lost_in_a_new_run(name: str, tmp_path: Path) -> None:
+    """New clients, with what the old ones saved on their nodes' disks: equal bits, and no loss."""
+    case = OF[name]
+
+    def saving(*args: Any, **settings: Any) -> Any:
+        return case.client(*args, save_private=tmp_path / "nodes", **settings)
+
+    mine = Case(case.name, case.strategy, saving, case.model)
+    break_off(mine, tmp_path / "server", 3, 1, mine.grid(Remote))
+    again = mine.build(checkpoint_dir=tmp_path / "server")
+    train(again, mine.grid(Remote), mine, resume_from=tmp_path / "server")
+    assert bits(again.arrays) == bits(unbroken(case)[0].arrays)
+    assert [e["lost_state"] + e["lost_private"] for e in again.history] == [[]] * ROUNDS
 
 
 def test_a_checkpoint_may_be_named_and_the_run_goes_on_elsewhere(tmp_path: Path) -> None:
@@ -336,19 +352,25 @@ REFUSALS: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
 ]
 
 
+@pytest.fixture(scope="module")
+def two_rounds(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("two-rounds")
+    train(fr.FedFOR(0.5, seed=3, checkpoint_dir=folder), OF["FedFOR-model"].grid(), num_rounds=2)
+    return folder
+
+
 @pytest.mark.parametrize(("strategy", "more", "why"), REFUSALS, ids=[w[:30] for *_, w in REFUSALS])
 def test_another_training_is_refused_before_a_client_is_asked(
-    strategy: Any, more: dict[str, Any], why: str, tmp_path: Path
+    strategy: Any, more: dict[str, Any], why: str, two_rounds: Path
 ) -> None:
-    train(fr.FedFOR(0.5, seed=3, checkpoint_dir=tmp_path), OF["FedFOR-model"].grid(), num_rounds=2)
     grid = OF["FedFOR-model"].grid()
     grid.push_messages = None  # type: ignore[method-assign,assignment]
     with pytest.raises(CheckpointError, match=why):
-        train(strategy(checkpoint_dir=tmp_path), grid, resume_from=tmp_path, **more)
-    for resume in ({}, {"resume_from": tmp_path / "none"}):
+        train(strategy(checkpoint_dir=two_rounds), grid, resume_from=two_rounds, **more)
+    for resume in ({}, {"resume_from": two_rounds / "none"}):
         with pytest.raises(CheckpointError, match=r"holds checkpoints|is no folder"):
-            train(fr.FedFOR(0.5, seed=3, checkpoint_dir=tmp_path), grid, **resume)
-    Folder(tmp_path, latest(tmp_path)).close()  # no lock is left
+            train(fr.FedFOR(0.5, seed=3, checkpoint_dir=two_rounds), grid, **resume)
+    Folder(two_rounds, latest(two_rounds)).close()  # no lock is left
 
 
 def test_what_may_differ_and_a_seed_that_was_drawn(tmp_path: Path) -> None:

@@ -278,7 +278,13 @@ def test_tensorboard_gets_a_rounds_numbers(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "setting",
-    [{"retries": 1}, {"deadline": 5.0}, {"stop_when": fr.Target(1)}, {"on_round": print}],
+    [
+        {"retries": 1},
+        {"deadline": 5.0},
+        {"stop_when": fr.Target(1)},
+        {"on_round": print},
+        {"checkpoint_dir": "x"},
+    ],
     ids=str,
 )
 def test_flowers_older_server_refuses_what_only_start_follows(setting: dict[str, Any]) -> None:

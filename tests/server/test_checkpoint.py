@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +31,11 @@ from flwr_regs.server.checkpoint import (
     rounds_in,
 )
 from flwr_regs.server.fingerprint import differences
+from flwr_regs.server.frozen import Frozen
 from flwr_regs.server.values import Store, from_json, safetensors_of, to_json
 from tests.conftest import ROOT
+from tests.server.network import NumpyNetwork, quadratic, run
+from tests.server.test_training import CENTRE, CONFIG, CURVATURE, training
 
 STATE: dict[str, Any] = {
     "model": {"w": np.arange(6, dtype=np.float32), "n": np.array(3)},
@@ -350,6 +354,85 @@ def test_the_last_entry_of_the_history_may_still_change(tmp_path: Path) -> None:
     history[-1]["stopped"] = "so be it"  # type: ignore[assignment]
     mine.save(1, STATE, history)
     assert latest(tmp_path).history == [{"round": 1, "stopped": "so be it"}]
+
+
+NOT_KEPT = {
+    *("options", "num_rounds", "mean_of_metrics", "method", "identity"),  # of the new start
+    *("_term", "_half", "_names", "_rounded"),
+    *("_minimum", "_given", "_timeout"),
+    *("_incomplete", "_bound", "_restart", "_num_rounds"),
+    *("_dp", "_budget", "ledger", "cohort_seed"),  # a secret one is drawn anew
+    "_aggregation",  # settings, and whether it has warned
+    *(
+        "refused",
+        "_connected",
+        "_known",
+        "_retry",
+        "_complete",
+        "_awaited",
+    ),  # clients are asked again
+}
+
+
+def parts(value: Any, name: str = "training") -> dict[str, Any]:
+    """The attributes of a training and of its parts, as text, by where they are."""
+    found: dict[str, Any] = {}
+    for key, inner in vars(value).items():
+        if key in NOT_KEPT:
+            continue
+        if type(inner).__module__.startswith("flwr_regs.server") and not is_dataclass(inner):
+            found |= parts(inner, f"{name}.{key}")
+        else:
+            found[f"{name}.{key}"] = repr(inner)
+    return found
+
+
+def marked(value: Any, name: str) -> Any:
+    """A value that no training has, of the type of `value`."""
+    if isinstance(value, dict | set | list):
+        return {name: 1} if isinstance(value, dict) else type(value)([name])
+    return Frozen(frozenset([name]), {name: np.ones(1)}, name) if name.endswith(".frozen") else name
+
+
+def mark(value: Any, name: str = "training") -> None:
+    """Mark every attribute that :func:`parts` names."""
+    for key, inner in vars(value).items():
+        if type(inner).__module__.startswith("flwr_regs.server") and not is_dataclass(inner):
+            mark(inner, f"{name}.{key}")
+        elif key not in NOT_KEPT and key != "history":
+            setattr(value, key, marked(inner, f"{name}.{key}"))
+
+
+def test_every_attribute_comes_back() -> None:
+    """Whatever a round may leave in it."""
+    one, again, store = training(), training(), Store()
+    mark(one)
+    again.restore(from_json(to_json(one.snapshot(), store), dict(store.arrays)), [])
+    assert parts(again) == parts(one)
+    assert len(parts(again)) > 25
+
+
+def test_a_resumed_training_goes_on_and_a_snapshot_stays_as_it_was() -> None:
+    settings = {"drop_inactive": 50.0, "restart_lr": True, "downlink": "delta"}
+    whole, network = training(**settings), NumpyNetwork(3, quadratic(CURVATURE, CENTRE))
+    for t in (1, 2):
+        run(whole.round(t, CONFIG, network), network)
+    network.here -= {101}  # a shift
+    run(whole.round(3, CONFIG, network), network)
+    store = Store()
+    kept, history = whole.snapshot(), json.dumps(whole.history)
+    before = json.dumps(to_json(kept, store))
+    for t in (4, 5):
+        run(whole.round(t, CONFIG, network), network)
+    assert json.dumps(to_json(kept, Store())) == before
+    again = training(**settings)
+    again.restore(from_json(json.loads(before), dict(store.arrays)), json.loads(history))
+    for t in (4, 5):
+        run(again.round(t, CONFIG, network), network)
+    assert same(again.model.model, whole.model.model)
+    assert {k: v for k, v in again.history[-1].items() if k != "seconds"} == {
+        k: v for k, v in whole.history[-1].items() if k != "seconds"
+    }
 
 
 def test_differences_name_what_changed() -> None:
