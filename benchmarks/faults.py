@@ -44,7 +44,9 @@ def measure(names: Sequence[str], out: Path = OUT) -> list[str]:
             continue
         known = json.loads(out.read_text()) if out.exists() else {}
         text = json.dumps(
-            {n: {**known, name: found}[n] for n in CASES if n in {*known, name}}, indent=2
+            {n: {**known, name: found}[n] for n in CASES if n in {*known, name}},
+            indent=2,
+            ensure_ascii=False,
         )
         out.write_text(text + "\n")
         took = time.monotonic() - began
