@@ -220,7 +220,9 @@ def measure(path: Path = OUT) -> None:
 
 
 def cell(found: Mapping[Key, dict[str, Any]], method: str, aggregator: str, attack: str) -> str:
-    """Return the mean and standard deviation over the seeds, in per cent."""
+    """Return the mean and standard deviation over the seeds, in per cent; "–" while one is missing."""
+    if any((method, aggregator, attack, seed) not in found for seed in SEEDS):
+        return "–"
     values = [found[method, aggregator, attack, seed]["accuracy"] for seed in SEEDS]
     if gone := sum(v is None for v in values):
         return f"diverged ({gone} of {len(values)})"

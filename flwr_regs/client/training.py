@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 import flwr_regs.client.batches as data
-from flwr_regs.abilities import Steers
 from flwr_regs.chain import Chain
 from flwr_regs.client.distillation import StartOutputs
 from flwr_regs.client.features import FeatureTap
@@ -147,7 +146,7 @@ class LocalTraining:
         self._taken = self._processed = 0
         self._clip_norm: float | None = self._ctx.config.get("clip-norm")
         asked = [key for key in OPTIMIZER_KEYS if key in self._ctx.config]
-        steered = any(isinstance(t, Steers) for t in terms)
+        steered = any(t.acts("client_optimizer") for t in terms)
         self._makes_optimizer = steered or bool(asked)
         self._why_optimizer = (
             f"the config sets {asked}"

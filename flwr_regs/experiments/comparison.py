@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import shutil
 import time
 from collections.abc import Callable, Collection
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +16,16 @@ from flwr.serverapp import Grid
 
 from flwr_regs.experiments.folders import check_writable, new_folder
 from flwr_regs.experiments.job import Job
-from flwr_regs.experiments.records import Recorder, Run, diverged, file_name
+from flwr_regs.experiments.records import (
+    Recorder,
+    Run,
+    diverged,
+    file_name,
+    read,
+    record_path,
+)
 from flwr_regs.flower.strategy import RegStrategy
+from flwr_regs.server.checkpoint import CheckpointError, latest
 from flwr_regs.server.round import RoundFailed
 
 OnRound = Callable[[Run], None]
@@ -148,6 +158,7 @@ class Comparison:
         on_round: OnRound = lambda run: None,
         clock: Callable[[], float] | None = None,
         warnings: Collection[str] = (),
+        checkpoints: Path | None = None,
     ) -> Run:
         """Train one method and return its run; a run that diverged says so.
 
@@ -163,6 +174,9 @@ class Comparison:
             Counts the processor's seconds of all that trains.
         warnings : collection of str
             Filled with what the log warns of.
+        checkpoints : Path, optional
+            The run's own folder for checkpoints; it goes on from the one that is there. The folder is
+            removed when the run has ended.
 
         Raises
         ------
@@ -175,7 +189,12 @@ class Comparison:
         run = self.last = Run(
             *(label or method, method, job.seed, job.config, self.clients, strategy.term.config())
         )
+        resumed = self._resumed(run, folder, checkpoints)
+        if checkpoints is not None:
+            strategy.checkpoint_dir = checkpoints
+            strategy.checkpoint_every = timedelta(seconds=job.checkpoint_every)
         recorder = Recorder(folder, run)
+        before = sum(run.clock[-1:])
 
         def test(server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
             run.rounds = strategy.history if server_round else []
@@ -201,6 +220,7 @@ class Comparison:
                 train_config=ConfigRecord(job.train_config),
                 evaluate_config=ConfigRecord(job.evaluate_config),
                 evaluate_fn=test,
+                resume_from=resumed,
             )
             run.ended = True
         except Exception as error:
@@ -211,8 +231,8 @@ class Comparison:
             if not run.diverged:
                 raise
         finally:
-            run.seconds = time.monotonic() - began
-            run.processor_seconds = clock() - ticks if clock else None
+            run.seconds = before + time.monotonic() - began
+            run.processor_seconds = clock() - ticks if clock and resumed is None else None
             if strategy.history:
                 run.per_client = self._per_client(strategy)
                 if folder is not None:
@@ -220,7 +240,30 @@ class Comparison:
                     save_file(strategy.arrays.to_torch_state_dict(), path)
             run.warnings = [*warnings]
             recorder.end(run)
+            if checkpoints is not None and run.ended:
+                shutil.rmtree(checkpoints, ignore_errors=True)
         return run
+
+    def _resumed(self, run: Run, folder: Path | None, checkpoints: Path | None) -> Path | None:
+        """Take up a run where its last checkpoint was; return the checkpoint, None to begin anew.
+
+        A checkpoint without the record of its rounds is of no use, and is removed.
+        """
+        if checkpoints is None or folder is None or not checkpoints.is_dir():
+            return None
+        path = record_path(folder, run.label, run.seed)
+        record = read(path) if path.is_file() else None
+        try:
+            found = latest(checkpoints)
+        except CheckpointError:
+            found = None
+        points = [] if record is None or found is None else record.test
+        points = [point for point in points if found and point["round"] <= found.round]
+        if found is None or not points or points[-1]["round"] != found.round:
+            shutil.rmtree(checkpoints, ignore_errors=True)
+            return None
+        run.test, run.rounds = points, list(found.history)
+        return found.path
 
     def _outputs(self, arrays: ArrayRecord) -> Any:
         """Return a model's outputs on the test data."""

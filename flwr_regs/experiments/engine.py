@@ -174,8 +174,11 @@ def train(plan: Plan, label: str, job: Job, folder: Path | None, told: Any) -> R
         comparison = Comparison(job, InProcessGrid(app, job.num_clients, job.config))
         (method,) = job.method_names
         name, places = plan.model_name(label, job), (folder, on_round, time.process_time)
+        own = None
+        if folder is not None and job.checkpoint_every:
+            own = folder / "checkpoints" / f"{records.file_name(label)}-seed{job.seed}"
         try:
-            return comparison.train(method, label, name, *places, warnings)
+            return comparison.train(method, label, name, *places, warnings, own)
         except Exception:
             return comparison.last
 

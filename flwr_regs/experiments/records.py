@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import zlib
 from collections.abc import Iterable, Sequence
@@ -125,7 +126,10 @@ def file_name(label: str) -> str:
 
 
 class Recorder:
-    """Writes one run's record into ``folder/runs``; with no folder, nowhere."""
+    """Writes one run's record into ``folder/runs``; with no folder, nowhere.
+
+    A run that goes on has rounds already: they replace what is there in one step.
+    """
 
     def __init__(self, folder: Path | None, run: Run) -> None:
         self._rounds = 0
@@ -133,9 +137,17 @@ class Recorder:
         if folder is not None:
             path = record_path(folder, run.label, run.seed)
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = path.open("w", encoding="utf-8")
+            beside = path.with_suffix(".part")
+            self._file = beside.open("w", encoding="utf-8")
         head = ("label", "method", "seed", "job", "clients", "settings")
         self._write({"run": {name: getattr(run, name) for name in head}})
+        for entry in run.rounds:
+            self._write({"round": entry})
+        for point in run.test:
+            self._write({"test": point})
+        self._rounds = len(run.rounds)
+        if folder is not None:
+            os.replace(beside, path)
 
     def round(self, run: Run) -> None:
         """Write what is new since the last call: rounds, and the last test."""

@@ -106,6 +106,11 @@ class Settings:
         "compared keeps entries private",
     )
     rounds: int = setting(30, "rounds of training", low=1)
+    checkpoint_every: float = setting(
+        60.0,
+        "seconds between checkpoints, from which --resume goes on within a run; 0: none; not in Ray",
+        low=0,
+    )
     fraction_train: float = setting(
         1.0, "share of the clients in a round's cohort", above=0, high=1
     )

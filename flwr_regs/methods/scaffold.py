@@ -73,6 +73,9 @@ class ControlVariates(Term):
         if self.state not in ("client", "server"):
             raise ValueError(f"state must be 'client' or 'server', not {self.state!r}")
 
+    def acts(self, hook: str) -> bool:
+        return super().acts(hook) and (self.option == 2 or hook != "client_optimizer")
+
     def restrict(self, config: Mapping[str, Any]) -> None:
         if self.option == 2 and "clip-norm" in config:
             raise ValueError(
@@ -80,7 +83,7 @@ class ControlVariates(Term):
             )
 
     def client_optimizer(self, optimizer: Callable[..., Any]) -> Callable[..., Any]:
-        if self.option == 2:
+        if self.acts("client_optimizer"):
             made = optimizer([torch.zeros(1, requires_grad=True)], lr=1.0)
             group = made.param_groups[0]
             odd = [k for k in ("momentum", "weight_decay", "maximize") if group.get(k)]

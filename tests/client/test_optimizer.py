@@ -17,6 +17,7 @@ from torch.nn.functional import cross_entropy
 
 from flwr_regs import (
     ClientRound,
+    ControlVariates,
     EmbeddedMomentum,
     FedADC,
     FedADCClient,
@@ -91,10 +92,18 @@ def test_a_run_equals_plain_loops(momentum: float, decay: float, norm: float | N
 
 @pytest.mark.parametrize("method", CASES, ids=lambda m: m.name)
 def test_a_config_gives_the_bits_of_a_factory_with_every_method(method: Method) -> None:
-    """FedFOR's default strength depends on the momentum, whoever set it; FedADC refuses one."""
-    steers = any(isinstance(t, EmbeddedMomentum) for t in method.terms)
-    config = {"weight-decay": 0.05} if steers else SETTINGS
-    make = partial(torch.optim.SGD, **{key.replace("-", "_"): v for key, v in config.items()})
+    """FedFOR's default strength depends on the momentum, whoever set it; FedADC refuses one.
+
+    SCAFFOLD's option 2 takes plain SGD alone.
+    """
+    config: dict[str, Any] = SETTINGS
+    for t in method.terms:
+        if isinstance(t, EmbeddedMomentum):
+            config = {"weight-decay": 0.05}
+        elif isinstance(t, ControlVariates) and t.option == 2:
+            config = {"optimizer": "SGD"}
+    own = {key.replace("-", "_"): v for key, v in config.items() if key != "optimizer"}
+    make = partial(torch.optim.SGD, **own)
     options: dict[str, Any] = {"seed": 3, "fraction_evaluate": 0.0}
     by_config, by_factory = (
         run(method.build(**options), method.make_client, rounds=2, **how)
