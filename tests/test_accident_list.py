@@ -65,7 +65,7 @@ ACCIDENTS: dict[str, dict[str, list[str]]] = {
 
 
 @cache
-def tests_of(file: str) -> set[str]:
+def names_in(file: str) -> set[str]:
     """The names of a file's test functions; without importing it."""
     tree = ast.parse((ROOT / file).read_text())
     return {n.name for n in tree.body if isinstance(n, ast.FunctionDef) and n.name[:5] == "test_"}
@@ -78,10 +78,10 @@ def full(name: str) -> str:
 @pytest.mark.parametrize("what", ACCIDENTS)
 def test_an_accident_has_its_tests(what: str) -> None:
     for file, names in ACCIDENTS[what].items():
-        assert {full(name) for name in names} <= tests_of(file)
+        assert {full(name) for name in names} <= names_in(file)
 
 
 def test_the_list_has_every_accident_of_a_real_federation() -> None:
     known = {full(name) for files in ACCIDENTS.values() for name in files.get(REAL, [])}
-    found = {name for name in tests_of(REAL) if name.startswith("test_accident_")}
+    found = {name for name in names_in(REAL) if name.startswith("test_accident_")}
     assert found == known

@@ -465,3 +465,21 @@ def packed(delta: np.ndarray) -> bytes:
         {"delta": {"dtype": "F64", "shape": [delta.size], "data_offsets": [0, delta.nbytes]}}
     ).encode()
     return struct.pack("<Q", len(head)) + head + delta.tobytes()
+
+
+def test_accident_a_message_that_flower_cannot_read() -> None:
+    """Flower's grid raises for all replies that it pulls, if one has bytes that are no message."""
+
+    class Unreadable(Playback):
+        def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+            ids = list(message_ids)
+            if any(i.startswith(f"{1000 + BAD}.train") for i in ids):
+                raise ValueError("no such object")
+            return super().pull_messages(ids)
+
+    strategy = CASES["FedFOR"].start(Unreadable(recorded("FedFOR")[0], lambda k, n, c: c))
+    assert [e["replies"] for e in strategy.history] == [OTHERS, OTHERS]
+    assert (
+        "its reply cannot be read: ValueError: no such object"
+        in (strategy.history[0]["failures"][BAD])
+    )

@@ -87,15 +87,18 @@ class Population:
         """Return what a checkpoint holds of it."""
         return {
             "nodes": dict(self._node_of),
+            "totals": dict(self._totals),
             "expected": self._expected,
             "connected": list(self._connected),
             "labels": dict(self._labels),
+            "uncounted": dict(self._uncounted),
             "classes": set(self._classes),
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue from a snapshot; the first refresh waits for the clients that were connected."""
-        self._node_of, self._expected = state["nodes"], state["expected"]
+        self._node_of, self._totals = state["nodes"], state["totals"]
+        self._expected, self._uncounted = state["expected"], state["uncounted"]
         self._awaited = set(state["connected"])
         self._labels, self._classes = state["labels"], state["classes"]
 

@@ -33,6 +33,7 @@ METHODS = [
     "FedADC()",
     "EFL(lam=0.1, density_up=0.1, density_down=0.1)",
     "RFedAvgPlus(lam=0.01)",
+    "SCAFFOLD()",
 ]
 
 

@@ -256,6 +256,22 @@ def test_a_new_run_has_new_clients_and_names_what_they_lost(name: str, tmp_path:
         assert {p for pids in after[2:] for p in pids} == trained & came
 
 
+@pytest.mark.parametrize("name", ["EFL-up", "FedBN"])
+def test_what_nodes_save_themselves_is_not_lost_in_a_new_run(name: str, tmp_path: Path) -> None:
+    """New clients, with what the old ones saved on their nodes' disks: equal bits, and no loss."""
+    case = OF[name]
+
+    def saving(*args: Any, **settings: Any) -> Any:
+        return case.client(*args, save_private=tmp_path / "nodes", **settings)
+
+    mine = Case(case.name, case.strategy, saving, case.model)
+    break_off(mine, tmp_path / "server", 3, 1, mine.grid(Remote))
+    again = mine.build(checkpoint_dir=tmp_path / "server")
+    train(again, mine.grid(Remote), mine, resume_from=tmp_path / "server")
+    assert bits(again.arrays) == bits(unbroken(case)[0].arrays)
+    assert [e["lost_state"] + e["lost_private"] for e in again.history] == [[]] * ROUNDS
+
+
 def test_a_checkpoint_may_be_named_and_the_run_goes_on_elsewhere(tmp_path: Path) -> None:
     case = OF["SlowMo"]
     train(case.build(checkpoint_dir=tmp_path / "one"), case.grid(), case, num_rounds=3)

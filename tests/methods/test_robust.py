@@ -38,6 +38,7 @@ METHODS: dict[str, tuple[Callable[..., Any], Any]] = {
         fr.EFLClient,
     ),
     "FedCurv": (lambda **k: fr.FedCurv(0.3, fisher_samples=5, **k), fr.FedCurvClient),
+    "SCAFFOLD": (fr.SCAFFOLD, fr.SCAFFOLDClient),
     "FedPer": (lambda **k: fr.FedPer("2.*", **k), fr.FedPerClient),
 }
 UPLOADING = ("RFedAvg", "RFedAvgPlus", "EFL", "FedCurv")

@@ -362,7 +362,15 @@ NOT_KEPT = {
     *("_minimum", "_given", "_timeout"),
     *("_incomplete", "_bound", "_restart", "_num_rounds"),
     *("_dp", "_budget", "ledger", "cohort_seed"),  # a secret one is drawn anew
-    *("_connected", "_known", "_retry", "_complete", "_awaited"),  # clients are asked again
+    "_aggregation",  # settings, and whether it has warned
+    *(
+        "refused",
+        "_connected",
+        "_known",
+        "_retry",
+        "_complete",
+        "_awaited",
+    ),  # clients are asked again
 }
 
 
