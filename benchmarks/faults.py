@@ -36,7 +36,9 @@ def measure(names: Sequence[str], out: Path = OUT) -> list[str]:
         began = time.monotonic()
         print(f"{i} of {len(names)}: {name} …", flush=True)
         try:
-            with tempfile.TemporaryDirectory(prefix="faults-") as folder:
+            with tempfile.TemporaryDirectory(
+                prefix="faults-", ignore_cleanup_errors=True
+            ) as folder:
                 found = play(name, Path(folder))
         except Exception:  # the others are worth having
             traceback.print_exc()
