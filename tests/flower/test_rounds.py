@@ -108,6 +108,19 @@ def test_too_few_attempts_end_the_training_with_the_model_before() -> None:
     close(from_record(one.arrays), from_record(strategy.arrays), 0.0)
 
 
+def test_a_failed_attempt_stays_in_the_history_if_no_other_can_begin() -> None:
+    class Deserted(Lossy):
+        def get_node_ids(self) -> Iterable[int]:
+            return [] if self.pushes else super().get_node_ids()
+
+    strategy = fr.FedAvg(seed=3, retries=1, fraction_evaluate=0.0, wait_timeout=0.5)
+    with pytest.raises(RuntimeError, match="0 of 2 clients came"):
+        trained(strategy, Deserted(app_of(), 2, lambda _, kind, reply: kind == "train"))
+    (entry,) = strategy.history
+    assert entry["round"] == 1
+    assert "0 usable replies" in entry["failed"]
+
+
 def test_a_diverged_round_is_not_tried_again() -> None:
     strategy = fr.FedAvgM(server_lr=1e6, seed=3, retries=5, on_divergence="stop")
     with pytest.raises(fr.RoundFailed, match=r"looks like divergence|diverged") as error:
