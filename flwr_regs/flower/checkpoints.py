@@ -140,7 +140,9 @@ class Checkpoints:
             if state["clients"] is not None and isinstance(self._grid, KeepsClients):
                 clients = {n: _records(s) for n, s in state["clients"].items()}
                 self._grid.restore(clients)
-        except ValueError as error:
+        except KeyError as error:  # as another version of the package wrote it
+            raise CheckpointError(f"{found.path} cannot be resumed: it lacks {error}") from error
+        except (ValueError, TypeError) as error:
             raise CheckpointError(f"{found.path} cannot be resumed: {error}") from error
         for phase in _PHASES:
             rounds = {t: MetricRecord(m) for t, m in state["result"][phase].items()}

@@ -391,6 +391,18 @@ def test_a_grid_with_other_clients_is_refused(tmp_path: Path) -> None:
         train(OF["FedAvg"].build(), two, resume_from=tmp_path)
 
 
+def test_a_checkpoint_that_lacks_something_is_refused(tmp_path: Path) -> None:
+    case = OF["FedAvg"]
+    train(case.build(checkpoint_dir=tmp_path / "a"), case.grid(), num_rounds=1)
+    found = latest(tmp_path / "a")
+    del found.state["training"]["held"]
+    other = Folder(tmp_path / "b")
+    other.save(1, found.state, found.history)
+    other.close()
+    with pytest.raises(CheckpointError, match="cannot be resumed: it lacks 'held'"):
+        train(case.build(), case.grid(), resume_from=tmp_path / "b")
+
+
 def test_a_full_disk_is_named_and_the_run_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -19,6 +19,7 @@ from flwr_regs.client.training import local_round
 from flwr_regs.term import ServerContext, Term
 from flwr_regs.testing import spies
 from flwr_regs.testing.problem import SerialisingGrid, app_of, start_weights, train
+from flwr_regs.wire.arrays import pack, unpack
 from tests.conftest import budgeted, close, make_clients, make_model, to_numpy
 from tests.oracles.model import Params
 from tests.oracles.scaffold import scaffold
@@ -345,6 +346,40 @@ def test_what_adds_up_over_clients_is_not_a_clients_own() -> None:
     np.testing.assert_allclose(server["c.3.w"], 10 / 4)
     assert term.broadcast_to(7, server, ctx)["3.w"] == pytest.approx(10 / 4 - 7)
     assert term.broadcast_to(1, server, ctx)["3.w"] == pytest.approx(10 / 4)
+
+
+AGGREGATORS = [fr.CoordinateMedian(), fr.Krum(1, keep=3), fr.NormBound()]
+
+
+@sampled(
+    "aggregator,option,state", list(product(AGGREGATORS, [1, 2], ["client", "server"])), 6, repr
+)
+def test_a_hostile_control_variate_does_not_pass_beside_a_robust_mean(
+    aggregator: Any, option: int, state: str
+) -> None:
+    """Neither in the upload (option 1) nor in the update from which the server derives it (option 2)."""
+
+    class Hostile(fr.SCAFFOLDClient):
+        def fit(self, parameters: Any, config: Any) -> Any:
+            sent, n, metrics = super().fit(parameters, config)
+            if config["regs.partition"] == 4:
+                sent = [
+                    w + 1e6 * np.sign(v - w + 1e-9) for v, w in zip(sent, parameters, strict=True)
+                ]
+                if option == 1:
+                    x = {k: 1e6 + a for k, a in unpack(metrics["scaffold.upload"]).items()}
+                    metrics["scaffold.upload"] = pack(x)
+            return sent, n, metrics
+
+    largest = {}
+    for how in (aggregator, fr.Mean()):
+        settings = {"seed": 1, "fraction_evaluate": 0.0, "aggregator": how}
+        strategy = fr.SCAFFOLD(option=option, state=state, **settings)
+        train(strategy, Hostile, rounds=2, clients=make_clients(5))
+        server = strategy.training.model.server["scaffold"]
+        largest[how] = max(abs(a).max() for key, a in server.items() if key.startswith("c."))
+    assert largest[aggregator] < 2
+    assert largest[fr.Mean()] > 1e4
 
 
 def test_the_servers_step_size_is_torchs_sgd() -> None:
