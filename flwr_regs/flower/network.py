@@ -71,7 +71,7 @@ class GridNetwork:
         """Return the replies that have come; one that Flower cannot read becomes an error of its client.
 
         Flower raises for all that it pulls if one cannot be read, so they are then pulled one by one. If
-        each of these raises too, it is not a client's doing.
+        each of these raises too, and the grid cannot name its nodes either, the link is down.
         """
         try:
             return list(self._grid.pull_messages(list(waiting)))
@@ -85,9 +85,17 @@ class GridNetwork:
                     why = f"its reply cannot be read: {described(its_own)}"
                     unread = Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, why)
                     replies.append(Message(unread, reply_to=message))
-            if raised == len(waiting):
+            if raised == len(waiting) and not self._connected():
                 raise error
             return replies
+
+    def _connected(self) -> bool:
+        """Whether the grid still reaches what is behind it."""
+        try:
+            self.nodes()
+        except Exception:
+            return False
+        return True
 
 
 class Paused(Generic[T]):

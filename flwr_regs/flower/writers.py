@@ -41,7 +41,9 @@ class JsonLines:
         if self.path.exists():
             kept = list(_before(first, self.path.read_text().splitlines()))
             if kept:
-                self.path.write_text("".join(f"{line}\n" for line in kept))
+                beside = self.path.with_name(f"{self.path.name}.part")  # a crash leaves the old one
+                beside.write_text("".join(f"{line}\n" for line in kept))
+                beside.replace(self.path)
             else:
                 names = (self.path.with_name(f"{self.path.name}.{i}") for i in count(1))
                 self.path.rename(next(name for name in names if not name.exists()))

@@ -295,7 +295,9 @@ class Population:
             self.refused.pop(node, None)
             if total is not None:
                 self._totals[node] = total
-        moved = set(placed.values())  # a node that comes back as another partition leaves the old one
+        moved = set(
+            placed.values()
+        )  # a node that comes back as another partition leaves the old one
         self._node_of = {p: n for p, n in self._node_of.items() if n not in moved} | placed
         if self._given is None and self._totals:  # one node's word does not count
             said = Counter(self._totals.get(n, 0) for n in self._node_of.values())

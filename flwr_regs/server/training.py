@@ -221,6 +221,8 @@ class Training:
         usable = self._read(now)
         self._participation.select(now)
         self._name_losses(now)
+        if failed is not None:  # its entry is among the attempts of the new one
+            self.history.pop()
         self.history.append(entry := now.entry())
         try:
             with self.model.attempt():
@@ -244,9 +246,9 @@ class Training:
         return now
 
     def _failed(self, number: int) -> dict[str, Any] | None:
-        """Return the entry of the last attempt at this round, and take it out of the history."""
+        """Return the entry of the last attempt at this round, if it failed."""
         last = self.history[-1] if self.history else {}
-        return self.history.pop() if last.get("round") == number and "failed" in last else None
+        return last if last.get("round") == number and "failed" in last else None
 
     def _draw(
         self,

@@ -58,24 +58,29 @@ def trained(strategy: fr.RegStrategy, grid: fr.InProcessGrid, rounds: int = 3, *
     return strategy.start(grid, arrays(), rounds, train_config=CONFIG, **more)
 
 
-@pytest.mark.parametrize(("make", "client"), KINDS, ids=["FedAvg", "FedADC", "EFL", "RFedAvgPlus"])
+@pytest.mark.parametrize(
+    ("make", "client", "number"),
+    [(*kind, number) for kind, number in zip(KINDS, (1, 2, 2, 1), strict=True)],
+    ids=["FedAvg", "FedADC", "EFL", "RFedAvgPlus"],
+)
 def test_a_second_attempt_with_the_same_cohort_ends_at_the_unbroken_runs_bits(
-    make: Callable[..., fr.RegStrategy], client: Any
+    make: Callable[..., fr.RegStrategy], client: Any, number: int
 ) -> None:
     """All clients trained in vain: their state and kept models go back to those before the attempt."""
     settings = {"seed": 3, "fraction_train": 0.5, "fraction_evaluate": 0.5, "min_replies": 3}
     unbroken = make(**settings)
     trained(unbroken, fr.InProcessGrid(app_of(client), 6))
     broken = make(**settings, retries=1, retry_cohort="same")
-    grid = Lossy(app_of(client), 6, lambda push, kind, reply: kind == "train" and push == 2)
+    grid = Lossy(app_of(client), 6, lambda push, kind, reply: kind == "train" and push == number)
     trained(broken, grid)
     close(from_record(unbroken.arrays), from_record(broken.arrays), 0.0)
     assert [e["round"] for e in broken.history] == [1, 2, 3]
-    (attempt,) = broken.history[1]["attempts"]
-    assert attempt["cohort"] == broken.history[1]["cohort"] == unbroken.history[1]["cohort"]
+    entry, same = broken.history[number - 1], unbroken.history[number - 1]
+    (attempt,) = entry["attempts"]
+    assert attempt["cohort"] == entry["cohort"] == same["cohort"]
     assert set(attempt["failures"]) == set(attempt["cohort"])
     assert "needed 3" in attempt["failed"]
-    assert "failed" not in broken.history[1]
+    assert "failed" not in entry
     assert "attempts" not in broken.history[2]
 
 
@@ -85,13 +90,13 @@ def test_a_new_cohort_is_drawn_and_the_next_rounds_draw_as_ever(caplog: Any) -> 
     trained(unbroken, fr.InProcessGrid(app_of(), 6))
     broken = fr.FedAvg(**settings, retries=2)
     trained(
-        broken, Lossy(app_of(), 6, lambda push, kind, reply: kind == "train" and push in (2, 3))
+        broken, Lossy(app_of(), 6, lambda push, kind, reply: kind == "train" and push in (1, 2))
     )
-    drawn = [a["cohort"] for a in broken.history[1]["attempts"]] + [broken.history[1]["cohort"]]
+    drawn = [a["cohort"] for a in broken.history[0]["attempts"]] + [broken.history[0]["cohort"]]
     assert len(drawn) == 3
-    assert drawn[0] == unbroken.history[1]["cohort"]
+    assert drawn[0] == unbroken.history[0]["cohort"]
     assert len({tuple(c) for c in drawn}) > 1
-    assert broken.history[2]["cohort"] == unbroken.history[2]["cohort"]
+    assert broken.history[1]["cohort"] == unbroken.history[1]["cohort"]
     assert "attempt 3 of 3" in caplog.text
 
 
@@ -106,6 +111,19 @@ def test_too_few_attempts_end_the_training_with_the_model_before() -> None:
     one = fr.FedAvg(seed=3)
     trained(one, fr.InProcessGrid(app_of(), 6), 1)
     close(from_record(one.arrays), from_record(strategy.arrays), 0.0)
+
+
+def test_a_failed_attempt_stays_in_the_history_if_no_other_can_begin() -> None:
+    class Deserted(Lossy):
+        def get_node_ids(self) -> Iterable[int]:
+            return [] if self.pushes else super().get_node_ids()
+
+    strategy = fr.FedAvg(seed=3, retries=1, fraction_evaluate=0.0, wait_timeout=0.5)
+    with pytest.raises(RuntimeError, match="0 of 2 clients came"):
+        trained(strategy, Deserted(app_of(), 2, lambda _, kind, reply: kind == "train"))
+    (entry,) = strategy.history
+    assert entry["round"] == 1
+    assert "0 usable replies" in entry["failed"]
 
 
 def test_a_diverged_round_is_not_tried_again() -> None:
