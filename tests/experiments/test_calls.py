@@ -274,7 +274,7 @@ def test_values_and_words_are_split_outside_brackets_and_quotes() -> None:
         "methods=A(v='x')",
     ]
     for wrong in ("heavy", "f(x)", "1 2", ""):
-        with pytest.raises(ValueError, match="a value must be a literal"):
+        with pytest.raises(ValueError, match="must be a literal"):
             calls.literal(wrong)
     with pytest.raises(ValueError, match="--values holds no value"):
         calls.values(" ,")
