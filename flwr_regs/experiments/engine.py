@@ -238,9 +238,10 @@ _QUEUE: Any = None
 
 
 def _begin_worker(queue: Any) -> None:
-    """Prepare a worker: Ctrl-C is the parent's to handle."""
+    """Prepare a worker: Ctrl-C is the parent's to handle, and a pool that breaks ends it at once."""
     global _QUEUE
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(143))
     _QUEUE = queue
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
