@@ -166,7 +166,9 @@ def test_accident_no_metrics() -> None:
     )
 
 
-@pytest.mark.parametrize("n", [0, -1, float("nan"), float("inf"), 10**18, 2e15, 5e-324, [1, 2], None])
+@pytest.mark.parametrize(
+    "n", [0, -1, float("nan"), float("inf"), 10**18, 2e15, 5e-324, [1, 2], None]
+)
 def test_accident_n(n: Any) -> None:
     change = with_metric("num-examples", n)
     costs_only_its_client(change, "'num-examples' must be a number from 1e-15 to 1e+15")

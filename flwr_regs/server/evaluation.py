@@ -11,6 +11,7 @@ from typing import Any
 from flwr_regs.abilities import Personalises
 from flwr_regs.server.cohorts import EVALUATION, uniform_cohort
 from flwr_regs.server.frozen import Frozen, differing, out_of_sync
+from flwr_regs.server.losses import lost_before
 from flwr_regs.server.metrics import common_metrics, read_metrics
 from flwr_regs.server.network import Course, Network, name_failures, read_each
 from flwr_regs.server.outbox import client_seed
@@ -97,7 +98,7 @@ def evaluation(
         "failures": failures,
         "clients": metrics,
     }
-    history[-1]["evaluate"] |= training.lost_before(came)
+    history[-1]["evaluate"] |= lost_before(came, training.trained, training.used)
     if (layer := output_layer(came)) is not None:
         history[-1]["output_layer"] = layer
     if metrics:

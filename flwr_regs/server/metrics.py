@@ -39,7 +39,7 @@ def read_metrics(pid: int, parcel: Parcel, weighted_by_key: str) -> tuple[Mappin
                 f"{what} has {len(entries)} {kind}, expected at most {MOST_ENTRIES}"
             )
     count = parcel.metrics.get(weighted_by_key)
-    if not usable(count) or not 1 / LARGEST <= float(count or 0):  # else its weight could be 0
+    if not usable(count) or not float(count or 0) >= 1 / LARGEST:  # else its weight could be 0
         raise ProtocolError(
             f"{what}: metric '{weighted_by_key}' must be a number from {1 / LARGEST:g} to {LARGEST:g}, "
             f"not {quoted(count, 40)}"
