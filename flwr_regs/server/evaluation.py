@@ -79,9 +79,9 @@ def evaluation(
         else:
             record = {keys.FROZEN: frozen.record}
             again = {p: Parcel({**arrays, **record}, parcels[p].config) for p in lacking}
-            late = network.ask(training.population.request("evaluate", again), options.deadline)
-            failures |= late.failures
-            came |= late.came
+            more = network.ask(training.population.request("evaluate", again), options.deadline)
+            failures |= more.failures
+            came |= more.came
             bytes_down |= {p: bytes_down[p] + parcel.nbytes for p, parcel in again.items()}
         came = {p: reply for p, reply in came.items() if p not in failures}
     read, unread = read_each(came, lambda p, reply: read_metrics(p, reply, options.weighted_by_key))
@@ -111,7 +111,8 @@ def evaluation(
         mean = training.mean_of_metrics("evaluate", averaged)
         history[-1]["evaluate_metrics"] = dict(mean)
         return mean
-    if training.evaluated:
+    all_late = options.deadline is not None and set(parcels) == set(replies.silent)
+    if training.evaluated or all_late:
         return None
     raise RoundFailed(
         f"round {number} of {training.method}: no client of {len(cohort)} could evaluate: "
