@@ -64,6 +64,7 @@ METHODS: dict[str, Callable[..., Any]] = {
     "FedADC": lambda **k: fr.FedADC(0.6, **k),
     "EFL": lambda **k: fr.EFL(0.1, fisher_samples=30, **k),
     "RFedAvgPlus": lambda **k: fr.RFedAvgPlus(0.1, **k),
+    "SCAFFOLD": fr.SCAFFOLD,
 }
 FEW_AGGREGATORS = ("Mean()", "CoordinateMedian()", "Krum(2, keep=6)", "GeometricMedian()")
 FEW_ATTACKS = ("none", "flip", "labels")

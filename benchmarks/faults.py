@@ -36,7 +36,9 @@ def measure(names: Sequence[str], out: Path = OUT) -> list[str]:
         began = time.monotonic()
         print(f"{i} of {len(names)}: {name} …", flush=True)
         try:
-            with tempfile.TemporaryDirectory(prefix="faults-") as folder:
+            with tempfile.TemporaryDirectory(
+                prefix="faults-", ignore_cleanup_errors=True
+            ) as folder:
                 found = play(name, Path(folder))
         except Exception:  # the others are worth having
             traceback.print_exc()
@@ -44,7 +46,9 @@ def measure(names: Sequence[str], out: Path = OUT) -> list[str]:
             continue
         known = json.loads(out.read_text()) if out.exists() else {}
         text = json.dumps(
-            {n: {**known, name: found}[n] for n in CASES if n in {*known, name}}, indent=2
+            {n: {**known, name: found}[n] for n in CASES if n in {*known, name}},
+            indent=2,
+            ensure_ascii=False,
         )
         out.write_text(text + "\n")
         took = time.monotonic() - began

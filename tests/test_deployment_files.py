@@ -126,6 +126,12 @@ def test_a_unit_finds_its_programs_and_starts_them_again(path: Path) -> None:
     assert path.name in PAGE.read_text()
 
 
+def test_the_environment_of_the_page_is_what_the_node_s_unit_reads() -> None:
+    (block,) = blocks(PAGE, "ini")
+    used = re.findall(r"\$\{(\w+)\}", (FILES / "flower-supernode@.service").read_text())
+    assert {line.partition("=")[0] for line in block.splitlines()} == {*used}
+
+
 def test_a_node_is_restarted_after_the_superlink_noticed_its_end() -> None:
     from flwr.common.constant import HEARTBEAT_DEFAULT_INTERVAL, HEARTBEAT_PATIENCE
 

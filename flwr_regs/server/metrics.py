@@ -13,6 +13,9 @@ from flwr_regs.wire.text import LONGEST_NAME, MOST_NAMES, quoted, shown
 MOST_ENTRIES = 1000
 """Metrics, and entries of a config, that a reply may have; numbers that a list of one may have."""
 
+SMALLEST = 1e-15
+"""The smallest number of examples: the weight of a smaller one could be rounded to 0."""
+
 
 def usable(value: Any) -> bool:
     """Whether a value that a client reports is a number from −1e15 to 1e15; a boolean is none."""
@@ -39,9 +42,9 @@ def read_metrics(pid: int, parcel: Parcel, weighted_by_key: str) -> tuple[Mappin
                 f"{what} has {len(entries)} {kind}, expected at most {MOST_ENTRIES}"
             )
     count = parcel.metrics.get(weighted_by_key)
-    if not usable(count) or not float(count or 0) >= 1 / LARGEST:  # else its weight could be 0
+    if not usable(count) or not float(count or 0) >= SMALLEST:
         raise ProtocolError(
-            f"{what}: metric '{weighted_by_key}' must be a number from {1 / LARGEST:g} to {LARGEST:g}, "
+            f"{what}: metric '{weighted_by_key}' must be a number from {SMALLEST:g} to {LARGEST:g}, "
             f"not {quoted(count, 40)}"
         )
     kept = {

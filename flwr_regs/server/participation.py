@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from statistics import median_low
 from typing import Any
 
 from flwr_regs.server.round import Round
@@ -19,7 +20,8 @@ class Participation:
     incomplete : {"average", "scale", "drop"}
     drop_inactive : float or None
         The constant C/J of Eq. 9: a client is dropped once it was inactive in more than the share
-        ``drop_inactive / (T E)`` of its turns, for T rounds of E steps.
+        ``drop_inactive / (T E)`` of its turns, for T rounds of E steps. Where the clients plan different
+        numbers of steps, E is their median: no single client's word counts.
     restart_lr : bool
         Restart the learning rate's schedule when the clients change (Sec. 4.4).
     num_rounds : int
@@ -35,7 +37,7 @@ class Participation:
         self._num_rounds = num_rounds
         self._turns: dict[int, int] = {}
         self._inactive: dict[int, int] = {}
-        self._steps = 1  # E, the most steps that any client planned
+        self._planned: dict[int, int] = {}  # client -> the steps that it planned last
         self._dropped: set[int] = set()
         self._members: list[int] | None = None
         self._seen: set[int] = set()  # clients that took part in a draw
@@ -47,7 +49,7 @@ class Participation:
         return {
             "turns": dict(self._turns),
             "inactive": dict(self._inactive),
-            "steps": self._steps,
+            "planned": dict(self._planned),
             "dropped": set(self._dropped),
             "members": self._members,
             "seen": set(self._seen),
@@ -58,7 +60,7 @@ class Participation:
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue from a snapshot."""
         self._turns, self._inactive = state["turns"], state["inactive"]
-        self._steps, self._origin = state["steps"], state["origin"]
+        self._planned, self._origin = state["planned"], state["origin"]
         self._dropped, self._members = state["dropped"], state["members"]
         self._seen, self._departed = state["seen"], state["departed"]
 
@@ -70,7 +72,8 @@ class Participation:
         time that it comes and goes.
         """
         if self._bound is not None:
-            self._drop(members, self._bound / (self._num_rounds * self._steps), now)
+            steps = median_low(self._planned.values()) if self._planned else 1
+            self._drop(members, self._bound / (self._num_rounds * steps), now)
         left = [p for p in members if p not in self._dropped]
         if not left:
             LOG.warning("only dropped clients are connected: taking %s back", members)
@@ -125,5 +128,4 @@ class Participation:
         for pid in set(now.cohort) - set(now.late):
             self._turns[pid] = self._turns.get(pid, 0) + 1
             self._inactive[pid] = self._inactive.get(pid, 0) + (pid not in active)
-        planned = [r.steps[1] for r in now.received.values() if r.steps is not None]
-        self._steps = max([self._steps, *planned])
+        self._planned |= {p: r.steps[1] for p, r in now.received.items() if r.steps is not None}

