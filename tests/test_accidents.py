@@ -171,7 +171,7 @@ def test_accident_no_metrics() -> None:
 )
 def test_accident_n(n: Any) -> None:
     change = with_metric("num-examples", n)
-    costs_only_its_client(change, "'num-examples' must be a positive number from 1e-15 to 1e+15")
+    costs_only_its_client(change, "'num-examples' must be a number from 1e-15 to 1e+15")
 
 
 def test_accident_weights_of_3e38() -> None:

@@ -26,7 +26,8 @@ PAGES = {
     ),
     "api-flower": (
         "Flower",
-        "What every strategy and client has, apps, grids, training loops of your own, privacy.",
+        "What every strategy and client has: apps, grids, loops of your own, privacy, aggregators, "
+        "callbacks, checkpoints.",
     ),
     "api-terms": ("Your own method", "Terms, their contexts, composition, laws, the registry."),
 }
@@ -47,6 +48,8 @@ def page_of(path: str) -> str:
     """Return the page on which a name stands."""
     if path.startswith("flwr_regs.methods.") and ".registry." not in path:
         return "api-methods"
+    if path.startswith("flwr_regs.client.saved."):  # what a client's `save_private` left
+        return "api-flower"
     terms = ("term", "abilities", "chain", "testing", "client", "methods")
     return "api-terms" if path.split(".")[1] in terms else "api-flower"
 

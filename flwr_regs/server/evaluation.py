@@ -11,6 +11,7 @@ from typing import Any
 from flwr_regs.abilities import Personalises
 from flwr_regs.server.cohorts import EVALUATION, uniform_cohort
 from flwr_regs.server.frozen import Frozen, differing, out_of_sync
+from flwr_regs.server.losses import lost_before
 from flwr_regs.server.metrics import common_metrics, read_metrics
 from flwr_regs.server.network import Course, Network, name_failures, read_each
 from flwr_regs.server.outbox import client_seed
@@ -78,9 +79,9 @@ def evaluation(
         else:
             record = {keys.FROZEN: frozen.record}
             again = {p: Parcel({**arrays, **record}, parcels[p].config) for p in lacking}
-            late = network.ask(training.population.request("evaluate", again), options.deadline)
-            failures |= late.failures
-            came |= late.came
+            more = network.ask(training.population.request("evaluate", again), options.deadline)
+            failures |= more.failures
+            came |= more.came
             bytes_down |= {p: bytes_down[p] + parcel.nbytes for p, parcel in again.items()}
         came = {p: reply for p, reply in came.items() if p not in failures}
     read, unread = read_each(came, lambda p, reply: read_metrics(p, reply, options.weighted_by_key))
@@ -97,7 +98,7 @@ def evaluation(
         "failures": failures,
         "clients": metrics,
     }
-    history[-1]["evaluate"] |= training.lost_before(came)
+    history[-1]["evaluate"] |= lost_before(came, training.trained, training.used)
     if (layer := output_layer(came)) is not None:
         history[-1]["output_layer"] = layer
     if metrics:
@@ -110,7 +111,8 @@ def evaluation(
         mean = training.mean_of_metrics("evaluate", averaged)
         history[-1]["evaluate_metrics"] = dict(mean)
         return mean
-    if training.evaluated:
+    all_late = options.deadline is not None and set(parcels) == set(replies.silent)
+    if training.evaluated or all_late:
         return None
     raise RoundFailed(
         f"round {number} of {training.method}: no client of {len(cohort)} could evaluate: "

@@ -44,8 +44,8 @@ def read_metrics(pid: int, parcel: Parcel, weighted_by_key: str) -> tuple[Mappin
     count = parcel.metrics.get(weighted_by_key)
     if not usable(count) or not float(count or 0) >= SMALLEST:
         raise ProtocolError(
-            f"{what}: metric '{weighted_by_key}' must be a positive number from {SMALLEST:g} to "
-            f"{LARGEST:g}, not {quoted(count, 40)}"
+            f"{what}: metric '{weighted_by_key}' must be a number from {SMALLEST:g} to {LARGEST:g}, "
+            f"not {quoted(count, 40)}"
         )
     kept = {
         shown(name, LONGEST_NAME): value

@@ -151,7 +151,7 @@ PAIRS: list[tuple[Callable[[Any], Any], str]] = [
     (
         lambda o: o.privacy and not isinstance(o.aggregator, Mean),
         _DP
-        + "its noise is for the mean, and aggregator={aggregator} is none; leave one of the two out",
+        + "its noise is for the mean, not for aggregator={aggregator}; leave one of the two out",
     ),
     (
         lambda o: o.privacy and o.max_weight is not None,

@@ -21,6 +21,7 @@ from flwr_regs.server.aggregation import (
 from flwr_regs.server.aggregators import TooFewVectors
 from flwr_regs.server.divergence import DivergenceGuard
 from flwr_regs.server.exchange import Exchange
+from flwr_regs.server.losses import name_losses
 from flwr_regs.server.metrics import common_metrics, usable
 from flwr_regs.server.model import GlobalModel
 from flwr_regs.server.network import Course, Network, name_failures
@@ -34,7 +35,6 @@ from flwr_regs.server.round import Round, RoundFailed, TooFewReplies
 from flwr_regs.term import ServerContext
 from flwr_regs.wire import keys
 from flwr_regs.wire.arrays import NDArrays, ProtocolError
-from flwr_regs.wire.parcel import Parcel
 
 LOG = logging.getLogger("flwr")
 MeanOfMetrics = Callable[[str, Sequence[Mapping[str, Any]]], Mapping[str, Any]]
@@ -67,6 +67,10 @@ class Training:
         Entries of every message's config: method, training and hyper-parameters.
     evaluated : bool
         Whether any client could ever evaluate.
+    trained : set of int
+        The clients of which a reply was used.
+    used : dict of int to int
+        Client that keeps state -> the last round whose reply was used.
     options, method, num_rounds, mean_of_metrics
         As given.
 
@@ -111,10 +115,8 @@ class Training:
         self._aggregation = Aggregation()
         self._held: dict[int, int] = {}  # client -> round whose model it last kept
         self.evaluated = False
-        self._trained: set[int] = set()  # clients of which a reply was used
-        self._used: dict[
-            int, int
-        ] = {}  # client that keeps state -> last round whose reply was used
+        self.trained: set[int] = set()
+        self.used: dict[int, int] = {}
 
     @staticmethod
     def begin(options: Options, model: NDArrays) -> GlobalModel:
@@ -150,8 +152,8 @@ class Training:
             "privacy": self._privacy.snapshot(),
             "guard": self._guard.snapshot(),
             "held": dict(self._held),
-            "used": dict(self._used),
-            "trained": set(self._trained),
+            "used": dict(self.used),
+            "trained": set(self.trained),
             "evaluated": self.evaluated,
         }
 
@@ -163,8 +165,8 @@ class Training:
         self._participation.restore(state["participation"])
         self._privacy.restore(state["privacy"])
         self._guard.restore(state["guard"])
-        self._held, self._used = state["held"], state["used"]
-        self._trained, self.evaluated = state["trained"], state["evaluated"]
+        self._held, self.used = state["held"], state["used"]
+        self.trained, self.evaluated = state["trained"], state["evaluated"]
         self.history[:] = history
 
     def round(self, number: int, config: Mapping[str, Any], network: Network) -> Course[Round]:
@@ -196,7 +198,7 @@ class Training:
         now.lr = self._learning_rate(number, config.get("lr"))
         now.context = self._context(now)
         now.config = self._config(now, config)
-        memory = (self._held, self._used)
+        memory = (self._held, self.used)
         exchange = Exchange(
             now, options, self.model, self.population, network, memory, self._context
         )
@@ -220,7 +222,7 @@ class Training:
 
         usable = self._read(now)
         self._participation.select(now)
-        self._name_losses(now)
+        name_losses(now, self.trained)
         if failed is not None:  # its entry is among the attempts of the new one
             self.history.pop()
         self.history.append(entry := now.entry())
@@ -230,13 +232,13 @@ class Training:
             self._participation.note(now)
             self._held |= dict.fromkeys(now.came, number)
             self._held |= {p: number for replies in acknowledged for p in replies.came}
-            self._trained |= set(now.used)
+            self.trained |= set(now.used)
             keeping = {p for p in now.used if now.came[p].says(keys.KEEPS_KEY)}
-            self._used = {p: r for p, r in self._used.items() if p in keeping or p not in now.used}
+            self.used = {p: r for p, r in self.used.items() if p in keeping or p not in now.used}
             counted = set(
                 now.events.get("selected", now.used)
             )  # Krum leaves out the others' uploads
-            self._used |= dict.fromkeys(keeping & counted, number)
+            self.used |= dict.fromkeys(keeping & counted, number)
             self._measure(now)
         except Exception as error:
             now.events["failed"] = str(error)
@@ -306,42 +308,6 @@ class Training:
         if failed := {p: why for p, why in now.failures.items() if p in now.asked}:
             LOG.warning("\t> %s", name_failures(failed))  # the others were named before
         return usable
-
-    def _name_losses(self, now: Round) -> None:
-        """Name the clients that trained before, but lost what they kept since."""
-        anew = [p for p in sorted(now.used) if now.came[p].says(keys.FRESH_KEY)]
-        before = set(now.lost_private)  # in an earlier attempt
-        now.lost_private = sorted(before | {p for p in anew if p in self._trained})
-        lost = [p for p in now.came if now.came[p].says(keys.LOST_KEY)]
-        now.lost_state = sorted({*now.lost_state, *lost})
-        if now.lost_state:
-            LOG.warning("clients %s have lost their state and began anew without", now.lost_state)
-        if ahead := [p for p in now.came if now.came[p].says(keys.AHEAD_KEY)]:
-            now.events["state_ahead"] = sorted(ahead)
-            LOG.warning("clients %s keep what they have of rounds after this one", sorted(ahead))
-        if unsaved := [p for p in now.came if now.came[p].says(keys.UNSAVED_KEY)]:
-            now.events["not_saved"] = sorted(unsaved)
-            LOG.warning("clients %s could not save what they keep", sorted(unsaved))
-        if now.lost_private:
-            LOG.warning(
-                "clients %s have lost their private entries and began anew with their model's own",
-                now.lost_private,
-            )
-
-    def lost_before(self, came: Mapping[int, Parcel]) -> dict[str, list[int]]:
-        """Name the clients that trained, but evaluate without what they kept; an entry of the history."""
-        kinds = (
-            ("lost_private", keys.FRESH_KEY, self._trained),
-            ("lost_state", keys.LOST_KEY, self._used),
-        )
-        found = {
-            what: sorted(p for p in had if p in came and came[p].says(key))
-            for what, key, had in kinds
-        }
-        for what, clients in found.items():
-            if clients:
-                LOG.warning("clients %s evaluate without what they kept (%s)", clients, what)
-        return {what: clients for what, clients in found.items() if clients}
 
     def _advance(self, now: Round, usable: Usable) -> None:
         """Average the used replies and move the model; RoundFailed if they are too few or it diverges."""

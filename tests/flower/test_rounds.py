@@ -192,6 +192,12 @@ def test_at_the_deadline_a_round_goes_on_with_who_replied(evaluates: float) -> N
     assert strategy.history[2]["cohort"] == [0, 1, 2, 3]
 
 
+def test_an_evaluation_for_which_all_are_late_does_not_end_the_training() -> None:
+    strategy = fr.FedAvg(seed=3, deadline=60.0)
+    trained(strategy, Lossy(app_of(), 3, lambda _, kind, reply: kind == "evaluate"), 2)
+    assert [set(e["evaluate"]["failures"]) for e in strategy.history] == [{0, 1, 2}] * 2
+
+
 @pytest.mark.parametrize(
     ("stop", "after"),
     [

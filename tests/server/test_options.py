@@ -102,7 +102,7 @@ TOGETHER: list[tuple[Any, dict[str, Any], str]] = [
     (
         fr.FedAvg,
         {"aggregator": fr.NormBound(), **DP},
-        r"aggregator=NormBound\(max_norm=None\) is none",
+        r"its noise is for the mean, not for aggregator=NormBound\(max_norm=None\)",
     ),
     (fr.FedAvg, {"max_weight": 0.5, **DP}, "leave max_weight=0.5 out"),
     (
