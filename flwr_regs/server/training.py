@@ -179,6 +179,11 @@ class Training:
             Fewer than `min_replies` usable replies, or a diverged model; at signs of divergence too if the
             strategy says so. The model stays as it was.
         """
+        with self.model.attempt():
+            return (yield from self._round(number, config, network))
+
+    def _round(self, number: int, config: Mapping[str, Any], network: Network) -> Course[Round]:
+        """Run one round; an error may leave the model half changed."""
         term, options = self.options.term, self.options
         now, failed = Round(number), self._failed(number)
         connected = self.population.refresh(network)
@@ -223,8 +228,7 @@ class Training:
         self._name_losses(now)
         self.history.append(entry := now.entry())
         try:
-            with self.model.attempt():
-                self._advance(now, usable)
+            self._advance(now, usable)
             self._participation.note(now)
             self._held |= dict.fromkeys(now.came, number)
             self._held |= {p: number for replies in acknowledged for p in replies.came}
