@@ -253,7 +253,8 @@ class RegStrategy(Strategy):
 
         `arrays` is the last round's model, or another one to continue from.
         """
-        if server_round == 1 or self._training is None:
+        again = self._saved is not None and self._num_rounds is None  # `start` has begun its training
+        if self._training is None or (server_round == 1 and not again):
             self._begin(arrays, config)
         elif arrays is not self._released:
             changed = self.training.adopt(from_record(arrays))
