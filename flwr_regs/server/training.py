@@ -35,6 +35,7 @@ from flwr_regs.term import ServerContext
 from flwr_regs.wire import keys
 from flwr_regs.wire.arrays import NDArrays, ProtocolError
 from flwr_regs.wire.parcel import Parcel
+from flwr_regs.wire.text import shown
 
 LOG = logging.getLogger("flwr")
 MeanOfMetrics = Callable[[str, Sequence[Mapping[str, Any]]], Mapping[str, Any]]
@@ -362,7 +363,7 @@ class Training:
                 self._aggregation.note(now, self.options, robust)
                 return
             except UnusableReplies as error:  # go on without these clients
-                why = {p: f"the reply of client {p}: {y}" for p, y in error.why.items()}
+                why = {p: shown(f"the reply of client {p}: {y}") for p, y in error.why.items()}
                 now.failures |= why
                 now.used = {p: r for p, r in now.used.items() if p not in why}
                 LOG.warning("\t> %s", name_failures(why))
