@@ -36,6 +36,7 @@ from flwr_regs.server.aggregation import MeanOfUpdates, Reply, mean_delta, updat
 from flwr_regs.server.round import Round
 from flwr_regs.term import NOT_NEGATIVE, POSITIVE
 from flwr_regs.wire.arrays import NDArrays, statistics
+from flwr_regs.wire.text import named
 
 
 @dataclass(frozen=True)
@@ -228,7 +229,9 @@ class PrivateRounds:
                 n for n in buffers if n in reply.arrays and np.any(reply.arrays[n] != model[n])
             ]
             if sent := sorted(name for name, arrays in reply.uploads.items() if arrays):
-                found[pid] = f"it sends uploads of {sent} beside its update, which get no noise"
+                found[pid] = (
+                    f"it sends uploads of {named(sent)} beside its update, which get no noise"
+                )
             elif changed:
                 found[pid] = f"it changed {changed}, which are not trained and would get no noise"
         return found

@@ -43,6 +43,7 @@ from flwr_regs.server.options import Options
 from flwr_regs.server.round import Round, RoundFailed
 from flwr_regs.term import Slot
 from flwr_regs.wire.errors import described
+from flwr_regs.wire.text import named
 
 LOG = logging.getLogger("flwr")
 
@@ -228,7 +229,7 @@ def check_reached(chain: Chain, replies: Mapping[int, Reply]) -> None:
     reached = {t.name for t in chain.terms if chain.aggregates(t)}
     beyond = {p: sorted(n for n, a in r.uploads.items() if a) for p, r in replies.items()}
     why = "it sends uploads of {} beside its update, which a robust aggregator does not reach"
-    if wrong := {p: why.format(n) for p, n in beyond.items() if not reached.issuperset(n)}:
+    if wrong := {p: why.format(named(n)) for p, n in beyond.items() if not reached.issuperset(n)}:
         raise UnusableReplies(wrong)
 
 

@@ -35,6 +35,7 @@ from flwr_regs.server.round import Round, RoundFailed, TooFewReplies
 from flwr_regs.term import ServerContext
 from flwr_regs.wire import keys
 from flwr_regs.wire.arrays import NDArrays, ProtocolError
+from flwr_regs.wire.text import shown
 
 LOG = logging.getLogger("flwr")
 MeanOfMetrics = Callable[[str, Sequence[Mapping[str, Any]]], Mapping[str, Any]]
@@ -181,6 +182,11 @@ class Training:
             Fewer than `min_replies` usable replies, or a diverged model; at signs of divergence too if the
             strategy says so. The model stays as it was.
         """
+        with self.model.attempt():
+            return (yield from self._round(number, config, network))
+
+    def _round(self, number: int, config: Mapping[str, Any], network: Network) -> Course[Round]:
+        """Run one round; an error may leave the model half changed."""
         term, options = self.options.term, self.options
         now, failed = Round(number), self._failed(number)
         connected = self.population.refresh(network)
@@ -227,8 +233,7 @@ class Training:
             self.history.pop()
         self.history.append(entry := now.entry())
         try:
-            with self.model.attempt():
-                self._advance(now, usable)
+            self._advance(now, usable)
             self._participation.note(now)
             self._held |= dict.fromkeys(now.came, number)
             self._held |= {p: number for replies in acknowledged for p in replies.came}
@@ -326,7 +331,7 @@ class Training:
                 self._aggregation.note(now, self.options, robust)
                 return
             except UnusableReplies as error:  # go on without these clients
-                why = {p: f"the reply of client {p}: {y}" for p, y in error.why.items()}
+                why = {p: shown(f"the reply of client {p}: {y}") for p, y in error.why.items()}
                 now.failures |= why
                 now.used = {p: r for p, r in now.used.items() if p not in why}
                 LOG.warning("\t> %s", name_failures(why))

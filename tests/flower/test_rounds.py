@@ -100,6 +100,20 @@ def test_a_new_cohort_is_drawn_and_the_next_rounds_draw_as_ever(caplog: Any) -> 
     assert "attempt 3 of 3" in caplog.text
 
 
+def test_round_1_is_tried_again_in_the_same_training() -> None:
+    """It keeps what `start` was told (T, for drop_inactive) and the first attempt's entry."""
+    settings = {"seed": 3, "fraction_train": 0.34, "min_train_nodes": 2, "min_replies": 2}
+    strategy = fr.FedAvg(**settings, retries=1, drop_inactive=1.0)
+    lost = Lossy(app_of(), 6, lambda push, kind, reply: kind == "train" and push == 1)
+    trained(strategy, lost, 2)
+    assert [e["round"] for e in strategy.history] == [1, 2]
+    (attempt,) = strategy.history[0]["attempts"]
+    assert "needed 2" in attempt["failed"]
+    assert attempt["cohort"] != strategy.history[0]["cohort"]
+    trained(strategy, fr.InProcessGrid(app_of(), 6), 1)  # another `start` is another training
+    assert [e["cohort"] for e in strategy.history] == [attempt["cohort"]]
+
+
 def test_too_few_attempts_end_the_training_with_the_model_before() -> None:
     strategy = fr.FedAvg(seed=3, retries=1, min_replies=6)
     grid = Lossy(app_of(), 6, lambda push, kind, reply: kind == "train" and push > 1)

@@ -488,10 +488,14 @@ def test_uploads_that_the_aggregator_does_not_reach_are_refused() -> None:
         training([Checked()], aggregator=fr.Krum(1))
     training([Checked()])
     train = training([Quiet()], aggregator=fr.CoordinateMedian())  # seen only when they come
-    net = network(4, uploads=lambda k: {"quiet": {"u": sent(k)}} if k == 1 else {})
+    names = {1: "quiet", 2: "\x1b" * 10**6}
+    net = network(6, uploads=lambda k: {names[k]: {"u": sent(k)}} if k in names else {})
     moved(train, net)
-    assert train.history[0]["replies"] == [0, 2, 3]
-    assert "uploads of ['quiet'] beside its update" in train.history[0]["failures"][1]
+    assert train.history[0]["replies"] == [0, 3, 4, 5]
+    why = train.history[0]["failures"]
+    assert "uploads of ['quiet'] beside its update" in why[1]
+    assert len(why[2]) <= 600
+    assert why[2].isprintable()
 
 
 def test_other_arrays_than_most_clients_add_cost_that_client_its_reply() -> None:
