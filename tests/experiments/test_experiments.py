@@ -242,7 +242,7 @@ def test_a_method_that_fails_leaves_its_history_and_the_model_before(
 ) -> None:
     in_process(job(rounds=4, methods="FedAvg", lr=1e30), tmp_path)
     saved = json.loads((tmp_path / "history.json").read_text())["methods"]["FedAvg"]
-    assert "RoundFailed" in saved["error"]
+    assert "TooFewReplies" in saved["error"]
     assert saved["diverged"]
     assert "FedAvg: 1 of 1 seed diverged; seed 7: diverged in round 1" in capsys.readouterr().out
     assert saved["rounds"][-1]["failures"]
