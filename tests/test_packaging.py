@@ -98,3 +98,10 @@ def test_the_workflow_calls_ci(name: str) -> None:
     workflow = (ROOT / ".github" / "workflows" / "ci.yml").read_text()
     assert f"run: bash .ci/{name}\n" in workflow
     assert (ROOT / ".ci" / name).is_file()
+
+
+def test_ci_finds_the_readmes_test_command() -> None:
+    """`.ci/run` calls it, and stops if no line, or more than one, is it."""
+    (pattern,) = re.findall(r"grep -E '(.*)' README.md", (ROOT / ".ci" / "run").read_text())
+    (command,) = re.findall(pattern, (ROOT / "README.md").read_text(), re.MULTILINE)
+    assert command.endswith("python -m pytest")
