@@ -138,9 +138,8 @@ def _served(
     if kind == "evaluate":
         wanted = {keys.PRIVATE_KEY}
         if personal := str(config.get(keys.PERSONAL_KEY, "")):
-            wanted |= {
-                f"{t}.{kind}" for t in personal.split(",") for kind in ("client", "pending.client")
-            }
+            ends = ("client", "pending.client", "always.client")
+            wanted |= {f"{t}.{end}" for t in personal.split(",") for end in ends}
             wanted.add(keys.PENDING_KEY)
         slots = {name: record for name, record in slots.items() if name in wanted}
     for name in list(content.array_records):

@@ -366,5 +366,6 @@ def test_a_delta_of_another_length_costs_its_client_alone(method: Any, size: int
     for entry in strategy.history:
         assert entry["replies"] == [1, 2, 3]
         assert f"'delta' has {size} entries, but most clients' 6" in entry["failures"][0] or (
-            entry["round"] > 1 and f"shape ({size},), but those seen" in entry["failures"][0]
+            entry["round"] > 1
+            and f"'delta' has {size} entries, but those seen so far 6" in entry["failures"][0]
         )
