@@ -221,10 +221,13 @@ def measure(path: Path = OUT) -> None:
 
 
 def cell(found: Mapping[Key, dict[str, Any]], method: str, aggregator: str, attack: str) -> str:
-    """Return the mean and standard deviation over the seeds, in per cent; "–" while one is missing."""
-    if any((method, aggregator, attack, seed) not in found for seed in SEEDS):
+    """Return the mean and standard deviation over the seeds, in per cent; it says if some are missing."""
+    keys = [(method, aggregator, attack, seed) for seed in SEEDS]
+    values = [found[key]["accuracy"] for key in keys if key in found]
+    if not values:
         return "–"
-    values = [found[method, aggregator, attack, seed]["accuracy"] for seed in SEEDS]
+    if len(values) < len(SEEDS) and None not in values:
+        return f"{100 * np.mean(values):.1f} (n = {len(values)})"
     if gone := sum(v is None for v in values):
         return f"diverged ({gone} of {len(values)})"
     return f"{100 * np.mean(values):.1f} ± {100 * np.std(values, ddof=1):.1f}"
