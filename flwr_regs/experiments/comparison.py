@@ -257,13 +257,13 @@ class Comparison:
             found = latest(checkpoints)
         except CheckpointError:
             found = None
-        points = [] if record is None or found is None else record.test
-        points = [point for point in points if found and point["round"] <= found.round]
-        if found is None or not points or points[-1]["round"] != found.round:
-            shutil.rmtree(checkpoints, ignore_errors=True)
-            return None
-        run.test, run.rounds = points, list(found.history)
-        return found.path
+        if record is not None and found is not None:
+            points = [point for point in record.test if point["round"] <= found.round]
+            if points and points[-1]["round"] == found.round:
+                run.test, run.rounds = points, list(found.history)
+                return found.path
+        shutil.rmtree(checkpoints, ignore_errors=True)
+        return None
 
     def _outputs(self, arrays: ArrayRecord) -> Any:
         """Return a model's outputs on the test data."""

@@ -240,9 +240,8 @@ class Training:
             self.trained |= set(now.used)
             keeping = {p for p in now.used if now.came[p].says(keys.KEEPS_KEY)}
             self.used = {p: r for p, r in self.used.items() if p in keeping or p not in now.used}
-            counted = set(
-                now.events.get("selected", now.used)
-            )  # Krum leaves out the others' uploads
+            # Krum leaves out the uploads of clients that it did not select
+            counted = set(now.events.get("selected", now.used))
             self.used |= dict.fromkeys(keeping & counted, number)
             self._measure(now)
         except Exception as error:
