@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from tests.oracles import fedgkd, fedntd
+from tests.oracles.averaged import sgd
 from tests.oracles.fedgkd import mean
 from tests.oracles.logits import Loss, calibrated, counted, fedlc, fedrs, restricted
 from tests.oracles.model import Params, loss
 from tests.oracles.numeric import SOME, apart, from_fedavg, slopes
-from tests.oracles.rounds import sgd
 from tests.oracles.test_efl import CLIENTS, lr, model
 
 X, Y = CLIENTS[0][0]
