@@ -117,7 +117,8 @@ def readable(value: Array) -> Any:
         found = value.numpy()
     except Exception:
         found = None
-    return found if isinstance(found, np.ndarray) else np.ones(2)
+    usual = isinstance(found, np.ndarray) and found.dtype.kind in "biuf"
+    return found if usual else np.ones(2)
 
 
 def change_array(content: RecordDict, rng: np.random.Generator) -> None:
