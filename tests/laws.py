@@ -17,6 +17,7 @@ from tests.oracles.efl import efl
 from tests.oracles.fedadc import fedadc
 from tests.oracles.fedavg import fedavg
 from tests.oracles.fedcurv import fedcurv
+from tests.oracles.feddyn import feddyn
 from tests.oracles.fedfor import fedfor
 from tests.oracles.fedopt import fedopt
 from tests.oracles.fedprox import fedprox
@@ -196,6 +197,22 @@ def control(name: str, **settings: Any) -> Method:
     )
 
 
+def dynamic(name: str, alpha: float) -> Method:
+    """A case of FedDyn, which settles where no client drifts."""
+    return case(
+        name,
+        fr.FedDyn,
+        fr.FedDynClient,
+        {"alpha": alpha},
+        {"alpha": alpha},
+        [fr.DynamicRegulariser(alpha)],
+        feddyn,
+        {"alpha": alpha},
+        fixed_point=minimum,
+        exempt={"neutral": Exempt("No setting of FedDyn makes it FedAvg.")},
+    )
+
+
 def server_sgd(params: list[torch.Tensor]) -> torch.optim.Optimizer:
     """Heavy-ball SGD as ServerOpt."""
     return torch.optim.SGD(params, lr=0.7, momentum=0.6)
@@ -268,6 +285,7 @@ CASES = [
     control("SCAFFOLD-option-1", option=1),
     control("SCAFFOLD-server", state="server"),
     control("SCAFFOLD-server-1", state="server", option=1),
+    dynamic("FedDyn", alpha=0.4),
     adc("FedADC-nesterov"),
     adc("FedADC-heavy-ball", variant="heavy-ball", alpha=0.8),
     adc("FedADC-unequal-betas", beta_local=0.4, beta_global=0.8),
