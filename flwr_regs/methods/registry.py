@@ -19,9 +19,12 @@ if TYPE_CHECKING:  # what type checkers see; a test compares it with the rows
     from flwr_regs.methods.fedavg import *
     from flwr_regs.methods.fedbn import *
     from flwr_regs.methods.fedcurv import *
+    from flwr_regs.methods.feddyn import *
     from flwr_regs.methods.fedfor import *
+    from flwr_regs.methods.fednova import *
     from flwr_regs.methods.fedopt import *
     from flwr_regs.methods.fedprox import *
+    from flwr_regs.methods.gate import *
     from flwr_regs.methods.rfedavg import *
     from flwr_regs.methods.scaffold import *
     from flwr_regs.methods.ternary import *
@@ -179,6 +182,50 @@ def _rows() -> Iterator[Method]:
         use_when="labels are skewed, and the same clients come back again and again and run plain SGD",
         setting="silo",
         state="its control variate",
+        down=2,
+    )
+    yield Method(
+        name="FedDyn",
+        module="feddyn",
+        terms=("DynamicRegulariser",),
+        example="FedDyn(alpha=0.1)",
+        paper="Acar et al. 2021, Alg. 1",
+        family="memory",
+        use_when="labels are skewed, the same clients come back again and again, and 1 model down must do",
+        setting="silo",
+        state="its linear term",
+    )
+    yield Method(
+        name="FedNova",
+        module="fednova",
+        terms=("NormalizedAveraging",),
+        example="FedNova()",
+        paper="Wang et al. 2020, Sec. 4",
+        family="drift",
+        use_when="clients take unequally many local steps, and none should count more for that",
+    )
+    yield Method(
+        name="VRLSGD",
+        module="gate",
+        terms=("GradientTracking",),
+        example="VRLSGD()",
+        paper="Liang et al. 2019, Alg. 1",
+        family="memory",
+        use_when="labels are skewed, and all clients take part in every round with equally many steps",
+        setting="silo",
+        state="its correction",
+        down=2,
+    )
+    yield Method(
+        name="FedGATE",
+        module="gate",
+        terms=("GradientTracking",),
+        example="FedGATE(server_lr=1.5)",
+        paper="Haddadpour et al. 2021, Alg. 2",
+        family="memory",
+        use_when="VRL-SGD fits, and the server should make longer or shorter steps",
+        setting="silo",
+        state="its correction",
         down=2,
     )
     yield Method(
