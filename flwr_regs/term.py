@@ -266,6 +266,9 @@ class Declared:
     ``ctx.aggregated``, or as the client's own entry. A term that `Adds` need not say so."""
     reads_lr: ClassVar[bool] = True
     """False if no server hook reads ``ctx.lr``: then a term of the server alone needs no learning rate."""
+    averages: ClassVar[bool] = False
+    """True if the method is judged by the mean of its last two global models: the history then has the
+    metrics of that model too."""
     excludes: ClassVar[tuple[str, ...]] = ()
     """Names of terms that are other versions of this one; a chain holds only one version."""
     ranges: ClassVar[Mapping[str, Range]] = {}

@@ -11,11 +11,12 @@ import torch
 import flwr_regs as fr
 from flwr_regs.term import Term
 from flwr_regs.testing import Exempt, Method
-from flwr_regs.testing.problem import settled
+from flwr_regs.testing.problem import settled, sgd_pull
 from tests.oracles.distillation import fedadc_plus
 from tests.oracles.efl import efl
 from tests.oracles.fedadc import fedadc
 from tests.oracles.fedavg import fedavg
+from tests.oracles.fedcm import fedcm
 from tests.oracles.fedcurv import fedcurv
 from tests.oracles.fedfor import fedfor
 from tests.oracles.fedopt import fedopt
@@ -196,6 +197,21 @@ def control(name: str, **settings: Any) -> Method:
     )
 
 
+def blended(name: str, alpha: float, **settings: Any) -> Method:
+    """A case of FedCM, which settles where FedAvg with a learning rate of αη does: Δ_t is gone there."""
+    return case(
+        name,
+        fr.FedCM,
+        fr.FedCMClient,
+        {"alpha": alpha, **settings},
+        {"alpha": 1.0, **settings},
+        [fr.ClientMomentum(alpha)],
+        fedcm,
+        {"alpha": alpha},
+        fixed_point=partial(settled, pull=lambda a, lr, steps: sgd_pull(a, alpha * lr, steps)),
+    )
+
+
 def server_sgd(params: list[torch.Tensor]) -> torch.optim.Optimizer:
     """Heavy-ball SGD as ServerOpt."""
     return torch.optim.SGD(params, lr=0.7, momentum=0.6)
@@ -264,6 +280,8 @@ CASES = [
         fedfor,
         {"alpha": 0.6},
     ),
+    blended("FedCM", 0.4),
+    blended("FedCM-delta", 0.4, downlink="delta"),
     control("SCAFFOLD", server_lr=0.8),
     control("SCAFFOLD-option-1", option=1),
     control("SCAFFOLD-server", state="server"),
