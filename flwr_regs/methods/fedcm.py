@@ -14,9 +14,9 @@ are the planned ones.
 Departure: round 1 is FedAvg's. The paper's ``Δ_0 = 0`` would shrink its gradients by α.
 
 The paper's clients run SGD without momentum. Momentum m multiplies the repeated step by 1/(1−m). If
-``(1 − α) / (1 − m)`` is above 1, each step feeds a larger one, so this gives a warning; so does an optimiser
-such as Adam, which rescales ``Δ_t``. What stands on the term's left is multiplied by α, what stands on its
-right is not.
+``(1 − α) / (1 − m)`` is above 1, each step feeds a larger one, so this gives a warning. So does an
+optimiser such as Adam, which rescales ``Δ_t``. What stands on the term's left is multiplied by α, what
+stands on its right is not.
 
 Source: Xu, Wang, Wang, Yao, "FedCM: Federated learning with client-level momentum" (2021), Alg. 2.
 Its server averages the clients alike, so ``weighting`` is "uniform".
@@ -70,8 +70,8 @@ class ClientMomentum(LastStep):
             return
         if m is None:
             why = (
-                "needs SGD without momentum on the clients, but their optimiser has no such setting, or was "
-                "not made by loop.optimizer(...)"
+                "needs SGD without momentum on the clients, but their optimiser has no such setting, or "
+                "was not made by loop.optimizer(...)"
             )
         else:
             why = (

@@ -11,7 +11,7 @@ from flwr_regs.wire import keys
 
 @dataclass(frozen=True)
 class LastStep(Term):
-    """A term whose broadcast is ``g = (w_{t−1} − w_t) / η``, η of the round that made it; none in round 1."""
+    """A term that broadcasts ``g = (w_{t−1} − w_t) / η``, η of the round that made it; none in round 1."""
 
     def broadcast(self, server: Slot, ctx: ServerContext) -> Slot:
         if ctx.previous_step is None or ctx.previous_lr is None:

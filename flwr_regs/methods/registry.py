@@ -159,7 +159,7 @@ def _rows() -> Iterator[Method]:
         terms=("Extrapolation",),
         example="FedExP(eps=0.001)",
         paper="Jhunjhunwala et al. 2023, Alg. 1",
-        use_when="clients differ so much that their mean is a short step, and you can change nothing on them",
+        use_when="clients differ, so that their mean is a short step, and you can change nothing on them",
     )
     yield Method(
         name="QFedAvg",
