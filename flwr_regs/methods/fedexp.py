@@ -6,17 +6,18 @@
 | *Upload*     ``v_k``
 | *Update*     ``w ← w + η_g Δ̄``,  ``η_g = max(1, Σ_k ‖Δ_k‖² / (2 M (‖Δ̄‖² + ε)))``
 
-``Δ_k = v_k − w_t``, ``Δ̄`` their mean, M the number of replies. ‖·‖ is over all trained parameters as one
-vector. If the updates agree, η_g is 1, and the step FedAvg's. If they are orthogonal and equally long, it
-is M/2 (for a small ε). Beside compression the updates are those that arrive: sparse ones overlap little,
-which makes η_g larger.
+``Δ_k = v_k − w_t``, ``Δ̄`` their mean, M the number of replies. With other weights than uniform ones,
+``Σ p_k ‖Δ_k‖²`` is in place of ``Σ ‖Δ_k‖² / M``. ‖·‖ is over all trained parameters as one vector. If the
+updates agree, η_g is 1, and the step FedAvg's. If they are orthogonal and equally long, it is M/2 (for a
+small ε). Beside compression the updates are those that arrive: sparse ones overlap little, which makes η_g
+larger.
 
-Near a fixed point ``Δ̄`` vanishes and the single updates do not, so η_g grows up to ``Σ ‖Δ_k‖² / (2 M ε)``,
-and the last models go back and forth about that point. So the paper reports the mean of the last two. The
-history has its metrics beside the model's own, as ``averaged_metrics``.
+Near a fixed point ``Δ̄`` vanishes and the single updates do not, so η_g grows up to ``Σ ‖Δ_k‖² / (2 M ε)``.
+If that is too much, the last models go back and forth about the point. So the paper reports the mean of
+the last two. The history has its metrics beside the model's own, as ``averaged_metrics``.
 
-With a robust aggregator ``Δ̄`` is its aggregate, and ``Σ ‖Δ_k‖²`` M times that of the ``‖Δ_k‖²``: one
-client cannot make η_g large by a large update.
+With a robust aggregator, ``Δ̄`` is its aggregate of the updates, and its aggregate of the ``‖Δ_k‖²`` is in
+place of their mean: one client cannot make η_g large by a large update.
 
 Source: Jhunjhunwala, Wang, Joshi, "FedExP: Speeding up federated averaging via extrapolation" (2023),
 Alg. 1. Its server averages the clients alike, so ``weighting`` is "uniform".
@@ -57,7 +58,8 @@ class Extrapolation(Term):
     def fold(
         self, acc: Slot, pid: int, delta: Arrays, upload: Slot, weight: float, ctx: ServerContext
     ) -> Slot:
-        return {"squares": acc.get("squares", 0.0) + _square(delta)}
+        share = 1 / len(ctx.weights) if ctx.robust else weight  # what is robust counts clients alike
+        return {"square": acc.get("square", 0.0) + share * _square(delta)}
 
     def adds(self, key: str) -> bool:
         return True
@@ -65,8 +67,7 @@ class Extrapolation(Term):
     def update(
         self, server: Slot, delta: Arrays, uploads: Slot, ctx: ServerContext
     ) -> tuple[Slot, Arrays]:
-        replies = len(ctx.weights)
-        lr = np.maximum(1.0, uploads["squares"] / (2 * replies * (_square(delta) + self.eps)))
+        lr = np.maximum(1.0, uploads["square"] / (2 * (_square(delta) + self.eps)))
         return {"server-lr": np.asarray(lr)}, {n: float(lr) * d for n, d in delta.items()}
 
 
@@ -84,7 +85,7 @@ class FedExP(RegStrategy):
     eps : float
         See :class:`Extrapolation`.
     weighting : {"uniform", "num-examples"}
-        The paper uses uniform weights. The ``‖Δ_k‖²`` always count alike.
+        The paper uses uniform weights.
     **kwargs
         The arguments of every strategy: see :class:`flwr_regs.RegStrategy`.
     """

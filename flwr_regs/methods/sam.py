@@ -51,7 +51,7 @@ def _moved(params: Arrays, direction: Arrays, rho: float) -> Arrays:
     """Return ``params + ρ d / ‖d‖``; `params` themselves where d = 0."""
     wide = {n: d.to(torch.promote_types(d.dtype, torch.float32)) for n, d in direction.items()}
     norm = sum((d * d).sum() for d in wide.values()) ** 0.5
-    scale = rho * (norm > 0) / (norm + (norm == 0))
+    scale = (norm > 0) * (rho / (norm + (norm == 0)))
     return {n: p + (scale * wide[n]).to(p.dtype) for n, p in params.items()}
 
 
