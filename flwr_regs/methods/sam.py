@@ -20,7 +20,7 @@ FedLESAM's paper takes one gradient a step, as d is known before. Here the first
 training loss and BatchNorm's statistics at v. A round without a step leaves w_old as it was.
 
 Sources: Qu, Li, Duan, Liu, Tang, Lu, "Generalized federated learning via sharpness aware minimization"
-(2022), Alg. 1; Fan, Hu, Yao, Tian, Zhang, Sugiyama, Wang, "Locally estimated global perturbations are
+(2022), Alg. 1; Fan, Hu, Yao, Niu, Zhang, Sugiyama, Wang, "Locally estimated global perturbations are
 better than local perturbations for federated sharpness-aware minimization" (2024). Both servers average
 the clients alike, so ``weighting`` is "uniform".
 """
