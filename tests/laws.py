@@ -20,6 +20,7 @@ from tests.oracles.fedcurv import fedcurv
 from tests.oracles.fedfor import fedfor
 from tests.oracles.fedopt import fedopt
 from tests.oracles.fedprox import fedprox
+from tests.oracles.moon import moon
 from tests.oracles.rfedavg import rfedavg, rfedavg_plus
 from tests.oracles.scaffold import scaffold
 from tests.oracles.slowmo import slowmo
@@ -196,6 +197,23 @@ def control(name: str, **settings: Any) -> Method:
     )
 
 
+def contrast(name: str, **settings: Any) -> Method:
+    """A case of MOON."""
+    full = {"mu": 5.0, "temperature": 0.5, **settings}
+    why = "'0' is not a layer of Point" if settings else NO_FEATURES.refusal
+    return case(
+        name,
+        fr.MOON,
+        fr.MOONClient,
+        full,
+        {"mu": 0.0},
+        [fr.ModelContrast(**full)],
+        moon,
+        {"mu": 5.0, "tau": 0.5, **settings},
+        exempt={"fixed-point": Exempt(NO_FEATURES.why, why)},
+    )
+
+
 def server_sgd(params: list[torch.Tensor]) -> torch.optim.Optimizer:
     """Heavy-ball SGD as ServerOpt."""
     return torch.optim.SGD(params, lr=0.7, momentum=0.6)
@@ -352,6 +370,8 @@ CASES = [
         {"lam": 0.5},
         exempt={"fixed-point": NO_FEATURES},
     ),
+    contrast("MOON"),
+    contrast("MOON-projection", projection="0"),
     curvature("FedCurv", lam=0.5),
     curvature("FedCurv-implicit", lam=3.0, implicit=True),
     elastic("EFL", 0.5, (0.3, 0.4)),
