@@ -4,7 +4,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from .model import Batch, Client, Params, gradient
+from .model import Batch, Client, Params
+from .model import gradient as cross_entropy_gradient
 
 
 @dataclass(frozen=True)
@@ -39,14 +40,14 @@ def averaged(
     lost: list[set[int]] | None = None,
     forget: Callable[[int], Any] = lambda k: None,
     after: Callable[[Params, dict[int, Params]], Any] = lambda w, used: None,
-    **_: Any,
+    gradient: Any = None,
 ) -> list[Params]:
     """Return the global model after each round; the first arguments after ``local`` as in ``fedavg``.
 
     ``local(turn)`` returns v_k. For each round, ``steps_done`` has the clients whose step budget ends
     before their E steps, ``unused`` those whose reply the server drops, and ``lost`` those that have lost
     their state before it: ``forget(k)``. ``after(w, v)`` is told of each round's new model and the v_k
-    used. Other arguments, such as a ``gradient``, are not needed.
+    used. ``gradient`` is what `check_method` gives; the oracles have their own.
     """
     if weighting not in ("num-examples", "uniform"):
         raise ValueError(weighting)
@@ -83,7 +84,7 @@ def sgd(
     batches: list[Batch],
     eta: float,
     more: Callable[[Params, Batch], Params] = lambda v, batch: {},
-    slope: Callable[..., Params] = gradient,
+    slope: Callable[..., Params] = cross_entropy_gradient,
 ) -> Params:
     """Return ``start`` after a step ``v -= eta (slope(v, x, y) + more(v, (x, y)))`` on each batch.
 

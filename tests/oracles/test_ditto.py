@@ -2,8 +2,7 @@
 
 from typing import Any
 
-import pytest
-
+from tests.oracles import outside
 from tests.oracles.ditto import ditto, pulled
 from tests.oracles.fedprox import fedprox
 from tests.oracles.model import Params, loss
@@ -69,5 +68,22 @@ def test_what_is_kept() -> None:
     assert apart(personal[1][0], again) < 1e-14
     short = run(steps_done=[{0: 2}, {}, {}, {}])[1]
     assert apart(short[0][0], pulled(model(), model(), CLIENTS[0][:2], lr(1), 0.1)) < 1e-14
-    with pytest.raises(ValueError, match="other"):
-        run(weighting="other")
+
+
+def test_it_is_the_ditto_of_the_outside_methods() -> None:
+    """Written for another test, by turns."""
+    fates = {(1, 0): "unused"}
+    turns = [
+        [outside.Turn(k, 3, fates.get((t, k), "used")) for k in cohort]
+        for t, cohort in enumerate(SOME)
+    ]
+    told = outside.ditto(model(), CLIENTS, turns, 0.2, "uniform", 0.6)
+    personal: list[dict[int, Params]] = []
+    models = ditto(
+        model(), CLIENTS, 4, lambda _: 0.2, local_steps=3, weighting="uniform", cohorts=SOME,
+        unused=[set(), {0}, set(), set()], lam=0.6, personal=personal,
+    )  # fmt: skip
+    for t in range(4):
+        assert apart(models[t], told.models[t]) < 1e-14
+        assert sorted(personal[t]) == sorted(told.own[t])
+        assert max(apart(personal[t][k], told.own[t][k]) for k in personal[t]) < 1e-14
