@@ -18,8 +18,11 @@ from tests.oracles.fedadc import fedadc
 from tests.oracles.fedavg import fedavg
 from tests.oracles.fedcurv import fedcurv
 from tests.oracles.fedfor import fedfor
+from tests.oracles.fedgkd import fedgkd
+from tests.oracles.fedntd import fedntd
 from tests.oracles.fedopt import fedopt
 from tests.oracles.fedprox import fedprox
+from tests.oracles.logits import fedlc, fedrs
 from tests.oracles.moon import moon
 from tests.oracles.rfedavg import rfedavg, rfedavg_plus
 from tests.oracles.scaffold import scaffold
@@ -85,7 +88,7 @@ def pulled(
     return moved
 
 
-NO_CLASSES = Exempt("It distils class probabilities.", "label counts need integer class labels")
+NO_CLASSES = Exempt("Its loss is one of class probabilities.", "label counts need integer class labels")
 NO_FEATURES = Exempt(
     "It compares what enters the output layer.", "no nn.Linear to use as its output"
 )
@@ -211,6 +214,31 @@ def contrast(name: str, **settings: Any) -> Method:
         moon,
         {"mu": 5.0, "tau": 0.5, **settings},
         exempt={"fixed-point": Exempt(NO_FEATURES.why, why)},
+    )
+
+
+def distilled(
+    name: str,
+    term: Any,
+    oracle: Any,
+    settings: dict[str, Any],
+    neutral: dict[str, Any],
+    oracle_settings: dict[str, Any] | None = None,
+) -> Method:
+    """A case of a method whose loss is one of class logits."""
+    method = name.partition("-")[0]
+    counts = "label_counts" in term.needs
+    refused = NO_CLASSES if counts else Exempt(NO_CLASSES.why, f"{method} needs logits .batch, class")
+    return case(
+        name,
+        getattr(fr, method),
+        getattr(fr, f"{method}Client"),
+        settings,
+        neutral,
+        [term(**settings)],
+        oracle,
+        oracle_settings or settings,
+        exempt={"fixed-point": refused},
     )
 
 
@@ -372,6 +400,25 @@ CASES = [
     ),
     contrast("MOON"),
     contrast("MOON-projection", projection="0"),
+    distilled(
+        "FedNTD",
+        fr.NotTrueDistillation,
+        fedntd,
+        {"beta": 1.5, "temperature": 2.0},
+        {"beta": 0.0},
+        {"beta": 1.5, "tau": 2.0},
+    ),
+    distilled("FedLC", fr.LogitCalibration, fedlc, {"tau": 0.8}, {"tau": 0.0}),
+    distilled("FedLC-absent", fr.LogitCalibration, fedlc, {"tau": 0.8, "absent": 1.0}, {"tau": 0.0}),
+    distilled("FedRS", fr.RestrictedSoftmax, fedrs, {"alpha": 0.4}, {"alpha": 1.0}),
+    distilled(
+        "FedGKD",
+        fr.PastModels,
+        fedgkd,
+        {"gamma": 1.2, "models": 3, "temperature": 2.0},
+        {"gamma": 0.0},
+        {"gamma": 1.2, "buffer": 3, "temperature": 2.0},
+    ),
     curvature("FedCurv", lam=0.5),
     curvature("FedCurv-implicit", lam=3.0, implicit=True),
     elastic("EFL", 0.5, (0.3, 0.4)),
