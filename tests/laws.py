@@ -88,7 +88,9 @@ def pulled(
     return moved
 
 
-NO_CLASSES = Exempt("Its loss is one of class probabilities.", "label counts need integer class labels")
+NO_CLASSES = Exempt(
+    "Its loss is one of class probabilities.", "label counts need integer class labels"
+)
 NO_FEATURES = Exempt(
     "It compares what enters the output layer.", "no nn.Linear to use as its output"
 )
@@ -228,7 +230,9 @@ def distilled(
     """A case of a method whose loss is one of class logits."""
     method = name.partition("-")[0]
     counts = "label_counts" in term.needs
-    refused = NO_CLASSES if counts else Exempt(NO_CLASSES.why, f"{method} needs logits .batch, class")
+    refused = (
+        NO_CLASSES if counts else Exempt(NO_CLASSES.why, f"{method} needs logits .batch, class")
+    )
     return case(
         name,
         getattr(fr, method),
@@ -409,7 +413,9 @@ CASES = [
         {"beta": 1.5, "tau": 2.0},
     ),
     distilled("FedLC", fr.LogitCalibration, fedlc, {"tau": 0.8}, {"tau": 0.0}),
-    distilled("FedLC-absent", fr.LogitCalibration, fedlc, {"tau": 0.8, "absent": 1.0}, {"tau": 0.0}),
+    distilled(
+        "FedLC-absent", fr.LogitCalibration, fedlc, {"tau": 0.8, "absent": 1.0}, {"tau": 0.0}
+    ),
     distilled("FedRS", fr.RestrictedSoftmax, fedrs, {"alpha": 0.4}, {"alpha": 1.0}),
     distilled(
         "FedGKD",
