@@ -1,4 +1,4 @@
-"""MOON, FedNTD, FedLC, FedRS and FedGKD beyond the laws: what they see, keep and refuse, and compositions."""
+"""MOON, FedNTD, FedLC, FedRS and FedGKD beyond the laws: what they see, keep, refuse and go with."""
 
 from __future__ import annotations
 
@@ -82,6 +82,7 @@ def test_some_clients_of_which_some_stop_early(case: Case, incomplete: str) -> N
     )  # fmt: skip
     for a, b in zip(found, expected, strict=True):
         close(a, b, 1e-10)
+    assert strategy.weighting == "num-examples"
     assert any(e["incomplete"] for e in strategy.history)
     last: dict[int, Arrays] = {}
     for call in calls:
