@@ -21,10 +21,14 @@ from tests.oracles.fedcurv import fedcurv
 from tests.oracles.feddyn import feddyn
 from tests.oracles.fedexp import fedexp
 from tests.oracles.fedfor import fedfor
+from tests.oracles.fedgkd import fedgkd
 from tests.oracles.fednova import fednova
+from tests.oracles.fedntd import fedntd
 from tests.oracles.fedopt import fedopt
 from tests.oracles.fedprox import fedprox
 from tests.oracles.gate import fedgate, vrlsgd
+from tests.oracles.logits import fedlc, fedrs
+from tests.oracles.moon import moon
 from tests.oracles.qfedavg import qfedavg
 from tests.oracles.rfedavg import rfedavg, rfedavg_plus
 from tests.oracles.sam import fedlesam, fedsam
@@ -91,7 +95,9 @@ def pulled(
     return moved
 
 
-NO_CLASSES = Exempt("It distils class probabilities.", "label counts need integer class labels")
+NO_CLASSES = Exempt(
+    "Its loss is one of class probabilities.", "label counts need integer class labels"
+)
 NO_FEATURES = Exempt(
     "It compares what enters the output layer.", "no nn.Linear to use as its output"
 )
@@ -323,6 +329,50 @@ def fair(name: str, q: float) -> Method:
     )
 
 
+def contrast(name: str, **settings: Any) -> Method:
+    """A case of MOON."""
+    full = {"mu": 5.0, "temperature": 0.5, **settings}
+    why = "'0' is not a layer of Point" if settings else NO_FEATURES.refusal
+    return case(
+        name,
+        fr.MOON,
+        fr.MOONClient,
+        full,
+        {"mu": 0.0},
+        [fr.ModelContrast(**full)],
+        moon,
+        {"mu": 5.0, "tau": 0.5, **settings},
+        exempt={"fixed-point": Exempt(NO_FEATURES.why, why)},
+    )
+
+
+def distilled(
+    name: str,
+    term: Any,
+    oracle: Any,
+    settings: dict[str, Any],
+    neutral: dict[str, Any],
+    oracle_settings: dict[str, Any] | None = None,
+) -> Method:
+    """A case of a method whose loss is one of class logits."""
+    method = name.partition("-")[0]
+    counts = "label_counts" in term.needs
+    refused = (
+        NO_CLASSES if counts else Exempt(NO_CLASSES.why, f"{method} needs logits .batch, class")
+    )
+    return case(
+        name,
+        getattr(fr, method),
+        getattr(fr, f"{method}Client"),
+        settings,
+        neutral,
+        [term(**settings)],
+        oracle,
+        oracle_settings or settings,
+        exempt={"fixed-point": refused},
+    )
+
+
 def server_sgd(params: list[torch.Tensor]) -> torch.optim.Optimizer:
     """Heavy-ball SGD as ServerOpt."""
     return torch.optim.SGD(params, lr=0.7, momentum=0.6)
@@ -521,6 +571,29 @@ CASES = [
         rfedavg_plus,
         {"lam": 0.5},
         exempt={"fixed-point": NO_FEATURES},
+    ),
+    contrast("MOON"),
+    contrast("MOON-projection", projection="0"),
+    distilled(
+        "FedNTD",
+        fr.NotTrueDistillation,
+        fedntd,
+        {"beta": 1.5, "temperature": 2.0},
+        {"beta": 0.0},
+        {"beta": 1.5, "tau": 2.0},
+    ),
+    distilled("FedLC", fr.LogitCalibration, fedlc, {"tau": 0.8}, {"tau": 0.0}),
+    distilled(
+        "FedLC-absent", fr.LogitCalibration, fedlc, {"tau": 0.8, "absent": 1.0}, {"tau": 0.0}
+    ),
+    distilled("FedRS", fr.RestrictedSoftmax, fedrs, {"alpha": 0.4}, {"alpha": 1.0}),
+    distilled(
+        "FedGKD",
+        fr.PastModels,
+        fedgkd,
+        {"gamma": 1.2, "models": 3, "temperature": 2.0},
+        {"gamma": 0.0},
+        {"gamma": 1.2, "buffer": 3, "temperature": 2.0},
     ),
     curvature("FedCurv", lam=0.5),
     curvature("FedCurv-implicit", lam=3.0, implicit=True),

@@ -23,10 +23,14 @@ if TYPE_CHECKING:  # what type checkers see; a test compares it with the rows
     from flwr_regs.methods.feddyn import *
     from flwr_regs.methods.fedexp import *
     from flwr_regs.methods.fedfor import *
+    from flwr_regs.methods.fedgkd import *
     from flwr_regs.methods.fednova import *
+    from flwr_regs.methods.fedntd import *
     from flwr_regs.methods.fedopt import *
     from flwr_regs.methods.fedprox import *
     from flwr_regs.methods.gate import *
+    from flwr_regs.methods.logits import *
+    from flwr_regs.methods.moon import *
     from flwr_regs.methods.qfedavg import *
     from flwr_regs.methods.rfedavg import *
     from flwr_regs.methods.sam import *
@@ -353,6 +357,57 @@ def _rows() -> Iterator[Method]:
         beside="a feature mean down, one up",
         gradients="the features of all its data once a round",
         exchanges=2,
+    )
+    yield Method(
+        name="MOON",
+        module="moon",
+        terms=("ModelContrast",),
+        example="MOON(mu=5.0)",
+        paper="Li, He, Song 2021, Sec. 3, Alg. 1",
+        family="loss",
+        use_when="the same clients come back, and the model learns features, as image models do",
+        setting="silo",
+        state="its last local model",
+        gradients="the features of two other models a step",
+    )
+    yield Method(
+        name="FedNTD",
+        module="fedntd",
+        terms=("NotTrueDistillation",),
+        example="FedNTD(beta=1.0)",
+        paper="Lee et al. 2022, Sec. 3, Alg. 1",
+        family="loss",
+        use_when="clients forget the classes that they lack, and may take part only once",
+        gradients="a forward pass of the global model a step",
+    )
+    yield Method(
+        name="FedLC",
+        module="logits",
+        terms=("LogitCalibration",),
+        example="FedLC(tau=1.0)",
+        paper="Zhang et al. 2022, Sec. 4",
+        family="loss",
+        use_when="clients have few examples of some classes, and nothing more may travel or be computed",
+    )
+    yield Method(
+        name="FedRS",
+        module="logits",
+        terms=("RestrictedSoftmax",),
+        example="FedRS(alpha=0.5)",
+        paper="Li, Zhan 2021, Sec. 4",
+        family="loss",
+        use_when="clients lack whole classes, and nothing more may travel or be computed",
+    )
+    yield Method(
+        name="FedGKD",
+        module="fedgkd",
+        terms=("PastModels",),
+        example="FedGKD(gamma=0.2)",
+        paper="Yao et al. 2021",
+        family="loss",
+        use_when="the global model swings from round to round, and clients should remember the last ones",
+        down=2,
+        gradients="a forward pass of the teacher a step",
     )
     yield Method(
         name="EFL",
