@@ -124,10 +124,11 @@ class ClientContext:
         ``fisher(params, max_samples=None) -> Arrays``, the diagonal of the empirical Fisher information
         over the client's data.
     train : callable
-        ``train(params, loss, steps) -> Arrays``: plain SGD with learning rate `lr` from `params`, arrays by
-        any names, on the batches of this round in the same order; ``loss(params, ctx) -> scalar`` gets a
-        context of the batch. For a second model beside the first; the steps after the round's own go on
-        through the data.
+        ``train(params, loss, steps, after=None) -> Arrays``: plain SGD with learning rate `lr` from
+        `params`, arrays by any names, on the batches of this round in the same order;
+        ``loss(params, ctx) -> scalar`` gets a context of the batch; ``after(params) -> params`` follows
+        each step (a projection). For a second model beside the first; the steps after the round's own go
+        on through the data.
     label_counts : Any
         If a term needs ``"label_counts"``: examples of each class in the client's data, ``(classes,)``.
         Before the first forward pass, classes after the client's last one are left out.
@@ -267,7 +268,9 @@ class Declared:
     reads_lr: ClassVar[bool] = True
     """False if no server hook reads ``ctx.lr``: then a term of the server alone needs no learning rate."""
     excludes: ClassVar[tuple[str, ...]] = ()
-    """Names of terms that are other versions of this one; a chain holds only one version."""
+    """Names of terms that a chain cannot hold beside this one."""
+    excluded_because: ClassVar[str] = "are versions of one term and together would count twice"
+    """Why not: how the sentence "this one and they ..." goes on."""
     ranges: ClassVar[Mapping[str, Range]] = {}
     """Field -> the values that it may have, checked when the term is built; None too, if it is the default.
     A `__post_init__` of a term's own calls this one first."""
