@@ -138,7 +138,9 @@ def _classifier(
                 f"the classifier '{name}' shares parameters with the layer '{key}': training it alone "
                 "would change both"
             )
-    with FeatureTap(model, classifier) as tap:  # while the parameters after the layer are still seen
+    with FeatureTap(
+        model, classifier
+    ) as tap:  # while the parameters after the layer are still seen
         for inputs, targets in Replay(task.pairs(train_data), device, record=False).again(1):
             tap.check(task.output(model, inputs, targets))
     return found

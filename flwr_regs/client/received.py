@@ -196,9 +196,9 @@ class Received:
         else:
             metrics |= state.untrained(self.term, self._kept)
         kept = self._for_node(metrics, private)
-        if self._saved is not None:
-            if mine := own_model(lr=self._config["lr"], config=self._config):
-                kept |= self._saved.keep_personal(mine)
+        saved = self._saved
+        if saved and (mine := own_model(lr=self._config["lr"], config=self._config)):
+            kept |= saved.keep_personal(mine)
         return new, kept
 
     def probe(
