@@ -312,6 +312,7 @@ def _rows() -> Iterator[Method]:
         terms=("PersonalModel",),
         example="Ditto(lam=0.1)",
         paper="Li, Hu et al. 2021, Alg. 1",
+        family="personal",
         use_when="each client should have a whole model of its own, beside any method for the global one",
         setting="silo",
         state="its own model",
@@ -323,6 +324,7 @@ def _rows() -> Iterator[Method]:
         terms=("MixedModel",),
         example="APFL(alpha=0.5)",
         paper="Deng et al. 2020, Alg. 1",
+        family="personal",
         use_when="each client should learn by itself how much of its model is its own",
         setting="silo",
         state="its own model, and that one's share",
@@ -334,6 +336,7 @@ def _rows() -> Iterator[Method]:
         terms=("FixedHead",),
         example="FedBABU()",
         paper="Oh et al. 2022, Alg. 1",
+        family="personal",
         use_when="each client fits the final model to its own data, and keeps nothing in training",
     )
     yield Method(
@@ -342,6 +345,7 @@ def _rows() -> Iterator[Method]:
         terms=("CloudModel",),
         example="FedAMP(lam=0.1, alpha=0.1, sigma=1.0)",
         paper="Huang et al. 2021, Alg. 1",
+        family="personal",
         use_when="a few clients fall into groups with similar data, and nobody knows the groups",
         setting="silo",
         state="its own model",
