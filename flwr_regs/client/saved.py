@@ -272,7 +272,7 @@ def load_private(
         The file is damaged, or its method gives clients nothing of their own.
     """
     home = Path(folder) / f"partition-{int(partition)}"
-    paths = {path.name: found for path in home.glob("*") if (found := _newest(path))}
+    paths = {path.name: newest for path in home.glob("*") if (newest := _newest(path))}
     if not paths or (training is not None and training not in paths):
         wanted = "" if training is None else f", not {training!r}"
         raise FileNotFoundError(f"{home} has the trainings {sorted(paths)}{wanted}")
