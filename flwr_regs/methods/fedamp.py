@@ -65,6 +65,7 @@ class CloudModel(Term):
     name: ClassVar[str] = "fedamp"
     keeps: ClassVar[str] = "always"
     keeps_delta: ClassVar[bool] = True
+    elementwise: ClassVar[bool] = True
     robust: ClassVar[bool] = True
     excludes: ClassVar[tuple[str, ...]] = ("scaffold", "fedadc")
     excluded_because: ClassVar[str] = (
@@ -107,7 +108,7 @@ class CloudModel(Term):
         return {n: ctx.broadcast[n].clone() if ctx.broadcast else p for n, p in params.items()}
 
     def correct(self, grads: Arrays, params: Arrays, ctx: ClientContext) -> Arrays:
-        u, pull = self.start(ctx.start, ctx), self.lam / self.alpha
+        u, pull = ctx.broadcast or ctx.start, self.lam / self.alpha
         return {n: g + pull * (params[n] - u[n]) for n, g in grads.items()}
 
     def finish(self, delta: Arrays, ctx: ClientContext) -> tuple[Arrays, Slot, Slot]:
