@@ -18,6 +18,7 @@ from flwr_regs.abilities import (
     AnswersRobustly,
     Checks,
     Compresses,
+    FineTunes,
     Folds,
     Freezes,
     Personalises,
@@ -92,6 +93,16 @@ class Chain(Term):
             if isinstance(t, Personalises):
                 params = t.personal(params, _own(ctx, t))
         return params
+
+    @property
+    def tuner(self) -> FineTunes | None:
+        """The term that trains the global model further where it is evaluated, if any."""
+        return next((t for t in self.terms if isinstance(t, FineTunes)), None)
+
+    @property
+    def personalising(self) -> list[str]:
+        """The terms that give each client a model of its own."""
+        return [t.name for t in self.terms if isinstance(t, Personalises | FineTunes)]
 
     def client_optimizer(self, make: Any) -> Any:
         checked: list[Steers] = []
@@ -371,6 +382,10 @@ def chain(terms: Sequence[Term]) -> Chain:
     if len(weighers := [t.name for t in terms if isinstance(t, Weighs)]) > 1:
         raise ValueError(
             f"only one term can weigh the clients' updates, but {weighers} all do: keep one"
+        )
+    if len(own := Chain(tuple(terms)).personalising) > 1:
+        raise ValueError(
+            f"only one term can give the clients models of their own, but {own} all do: keep one"
         )
     ahead = terms[: names.index(owners[0])] if owners else []
     if late := [t.name for t in ahead if t.acts("update") and not t.keeps_delta]:

@@ -127,10 +127,11 @@ class ClientContext:
         ``fisher(params, max_samples=None) -> Arrays``, the diagonal of the empirical Fisher information
         over the client's data.
     train : callable
-        ``train(params, loss, steps) -> Arrays``: plain SGD with learning rate `lr` from `params`, arrays by
-        any names, on the batches of this round in the same order; ``loss(params, ctx) -> scalar`` gets a
-        context of the batch. For a second model beside the first; the steps after the round's own go on
-        through the data.
+        ``train(params, loss, steps, after=None) -> Arrays``: plain SGD with learning rate `lr` from
+        `params`, arrays by any names, on the batches of this round in the same order;
+        ``loss(params, ctx) -> scalar`` gets a context of the batch; ``after(params) -> params`` follows
+        each step (a projection). For a second model beside the first; the steps after the round's own go
+        on through the data.
     label_counts : Any
         If a term needs ``"label_counts"``: examples of each class in the client's data, ``(classes,)``.
         Before the first forward pass, classes after the client's last one are left out.

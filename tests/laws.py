@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -12,10 +13,14 @@ import flwr_regs as fr
 from flwr_regs.term import Term
 from flwr_regs.testing import Exempt, Method
 from flwr_regs.testing.problem import settled, sgd_pull
+from tests.oracles.apfl import apfl
 from tests.oracles.distillation import fedadc_plus
+from tests.oracles.ditto import ditto
 from tests.oracles.efl import efl
 from tests.oracles.fedadc import fedadc
+from tests.oracles.fedamp import fedamp
 from tests.oracles.fedavg import fedavg
+from tests.oracles.fedbabu import fedbabu
 from tests.oracles.fedcm import fedcm
 from tests.oracles.fedcurv import fedcurv
 from tests.oracles.feddyn import feddyn
@@ -373,11 +378,37 @@ def distilled(
     )
 
 
+def clouds(
+    curvatures: Sequence[float],
+    centres: Sequence[float],
+    weights: Sequence[float],
+    lr: float,
+    steps: int,
+    *,
+    lam: float,
+    alpha: float,
+    sigma: float,
+) -> float:
+    """FedAMP's fixed point: each ``v_k`` is where K steps lead from the cloud model of both.
+
+    ``u_k = v_k + ξ (v_j − v_k)``, ``ξ = α e^{−(v_1 − v_2)²/σ}/σ``; ``v_k = u_k + D_K (c_k − u_k)``.
+    """
+    v = [0.0, 0.0]
+    for _ in range(10_000):
+        xi = alpha * math.exp(-((v[0] - v[1]) ** 2) / sigma) / sigma
+        u = [v[0] + xi * (v[1] - v[0]), v[1] + xi * (v[0] - v[1])]
+        pull = [pulled(a, lr, steps, mu=lam / alpha) for a in curvatures]
+        v = [x + d * (c - x) for x, d, c in zip(u, pull, centres, strict=True)]
+    return sum(p * x for p, x in zip(weights, v, strict=True))
+
+
 def server_sgd(params: list[torch.Tensor]) -> torch.optim.Optimizer:
     """Heavy-ball SGD as ServerOpt."""
     return torch.optim.SGD(params, lr=0.7, momentum=0.6)
 
 
+ITS_OWN = Exempt("The global model is FedAvg's; each client's own is in test_personal.py.")
+AMP = {"lam": 0.3, "alpha": 0.2, "sigma": 0.7}
 PLUS = {"lam": 0.4, "temperature": 2.0}
 CASES = [
     case(
@@ -607,4 +638,54 @@ CASES = [
     adaptive("FedAdagrad", fr.FedAdagrad, fr.FedAdagradClient),
     adaptive("FedAdam", fr.FedAdam, fr.FedAdamClient),
     adaptive("FedYogi", fr.FedYogi, fr.FedYogiClient),
+    case(
+        "Ditto",
+        fr.Ditto,
+        fr.DittoClient,
+        {"lam": 0.4, "personal_lr": 0.3},
+        {"lam": 0.0},
+        [fr.PersonalModel(0.4, 0.3)],
+        ditto,
+        {"lam": 0.4, "personal_lr": 0.3},
+        exempt={"moves": ITS_OWN},
+    ),
+    case(
+        "APFL",
+        fr.APFL,
+        fr.APFLClient,
+        {"alpha": 0.3},
+        {"alpha": 0.0, "adaptive": False},
+        [fr.MixedModel(0.3)],
+        apfl,
+        {"alpha": 0.3},
+        exempt={"moves": ITS_OWN},
+    ),
+    case(
+        "FedBABU",
+        fr.FedBABU,
+        fr.FedBABUClient,
+        {},
+        {},
+        [fr.FixedHead()],
+        fedbabu,
+        {},
+        exempt={
+            "neutral": Exempt("No setting of FedBABU trains the output layer."),
+            "fixed-point": Exempt(
+                "The only parameter there is the output layer.", "shares no parameter"
+            ),
+        },
+    ),
+    case(
+        "FedAMP",
+        fr.FedAMP,
+        fr.FedAMPClient,
+        AMP,
+        {},
+        [fr.CloudModel(**AMP)],
+        fedamp,
+        AMP,
+        fixed_point=partial(clouds, **AMP),
+        exempt={"neutral": Exempt("No setting makes each client start at the global model.")},
+    ),
 ]

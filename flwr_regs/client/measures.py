@@ -83,6 +83,7 @@ class Measures:
         params: Arrays,
         loss: Callable[[Arrays, ClientContext], Any],
         steps: int,
+        after: Callable[[Arrays], Arrays] | None = None,
     ) -> Arrays:
         """Train arrays of any names by plain SGD: see :class:`ClientContext`.
 
@@ -105,6 +106,7 @@ class Measures:
             with torch.enable_grad():
                 grads = gradients(loss(leaves, here), leaves)
             values = {n: v.detach() - ctx.lr * grads[n] for n, v in leaves.items()}
+            values = values if after is None else after(values)
         return {n: v.detach() for n, v in values.items()}
 
     def output_at(self, inputs: Any, targets: Any, params: Arrays) -> Any:

@@ -302,9 +302,13 @@ class Comparison:
 
 
 def _on_clients(entry: dict[str, Any], metric: str = "accuracy") -> Any:
-    """Return each client's metric on its own test data, where the clients test the model."""
+    """Return each client's metric on its own test data, where the clients test the model.
+
+    It is that of the client's own model, where the method gives it one.
+    """
     by_client = entry["evaluate"]["clients"]
-    return np.array([by_client[pid][metric] for pid in sorted(by_client)])
+    each = (by_client[pid] for pid in sorted(by_client))
+    return np.array([found.get(f"personal-{metric}", found[metric]) for found in each])
 
 
 def _spread(each: Any) -> dict[str, Any]:

@@ -14,9 +14,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:  # what type checkers see; a test compares it with the rows
+    from flwr_regs.methods.apfl import *
+    from flwr_regs.methods.ditto import *
     from flwr_regs.methods.efl import *
     from flwr_regs.methods.fedadc import *
+    from flwr_regs.methods.fedamp import *
     from flwr_regs.methods.fedavg import *
+    from flwr_regs.methods.fedbabu import *
     from flwr_regs.methods.fedbn import *
     from flwr_regs.methods.fedcm import *
     from flwr_regs.methods.fedcurv import *
@@ -460,6 +464,51 @@ def _rows() -> Iterator[Method]:
         use_when="each client should have a model of its own, because clients differ in their labels",
         setting="silo",
         state="the entries that it names",
+    )
+    yield Method(
+        name="Ditto",
+        module="ditto",
+        terms=("PersonalModel",),
+        example="Ditto(lam=0.1)",
+        paper="Li, Hu et al. 2021, Alg. 1",
+        family="personal",
+        use_when="each client should have a whole model of its own, beside any method for the global one",
+        setting="silo",
+        state="its own model",
+        gradients="a gradient of its own model a step",
+    )
+    yield Method(
+        name="APFL",
+        module="apfl",
+        terms=("MixedModel",),
+        example="APFL(alpha=0.5)",
+        paper="Deng et al. 2020, Alg. 1",
+        family="personal",
+        use_when="each client should learn by itself how much of its model is its own",
+        setting="silo",
+        state="its own model, and that one's share",
+        gradients="two gradients a step, of the global model and of the mixture",
+    )
+    yield Method(
+        name="FedBABU",
+        module="fedbabu",
+        terms=("FixedHead",),
+        example="FedBABU()",
+        paper="Oh et al. 2022, Alg. 1",
+        family="personal",
+        use_when="each client fits the final model to its own data, and keeps nothing in training",
+    )
+    yield Method(
+        name="FedAMP",
+        module="fedamp",
+        terms=("CloudModel",),
+        example="FedAMP(lam=0.1, alpha=0.1, sigma=1.0)",
+        paper="Huang et al. 2021, Alg. 1",
+        family="personal",
+        use_when="a few clients fall into groups with similar data, and nobody knows the groups",
+        setting="silo",
+        state="its own model",
+        down=2,
     )
 
 

@@ -80,12 +80,18 @@ def cohort_round(
                 for n, g in each.items()
             }
 
-        def second_model(p: Arrays, loss: Callable[..., Any], most: Any) -> Arrays:
+        def second_model(
+            p: Arrays,
+            loss: Callable[..., Any],
+            most: Any,
+            after: Callable[[Arrays], Arrays] = lambda new: new,
+        ) -> Arrays:
             for s in range(len(x)):
                 at = {"inputs": x[s], "targets": y[s], **functions(s)}
                 here = replace(ctx, broadcast={}, client={}, **at)
                 g = grad(lambda q, here=here: loss(q, here))(p)
-                p = {n: torch.where(torch.tensor(s) < most, p[n] - lr * g[n], p[n]) for n in p}
+                new = after({n: p[n] - lr * g[n] for n in p})
+                p = {n: torch.where(torch.tensor(s) < most, new[n], p[n]) for n in p}
             return p
 
         def functions(s: int) -> dict[str, Any]:

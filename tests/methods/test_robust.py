@@ -42,6 +42,10 @@ METHODS: dict[str, tuple[Callable[..., Any], Any]] = {
     "FedCurv": (lambda **k: fr.FedCurv(0.3, fisher_samples=5, **k), fr.FedCurvClient),
     "SCAFFOLD": (fr.SCAFFOLD, fr.SCAFFOLDClient),
     "FedPer": (lambda **k: fr.FedPer("2.*", **k), fr.FedPerClient),
+    "Ditto": (fr.Ditto, fr.DittoClient),
+    "APFL": (fr.APFL, fr.APFLClient),
+    "FedBABU": (fr.FedBABU, fr.FedBABUClient),
+    "FedAMP": (fr.FedAMP, fr.FedAMPClient),
 }
 UPLOADING = ("RFedAvg", "RFedAvgPlus", "EFL", "FedCurv")
 AGGREGATORS = (
