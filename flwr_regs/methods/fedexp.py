@@ -58,7 +58,9 @@ class Extrapolation(Term):
     def fold(
         self, acc: Slot, pid: int, delta: Arrays, upload: Slot, weight: float, ctx: ServerContext
     ) -> Slot:
-        share = 1 / len(ctx.weights) if ctx.robust else weight  # what is robust counts clients alike
+        share = (
+            1 / len(ctx.weights) if ctx.robust else weight
+        )  # what is robust counts clients alike
         return {"square": acc.get("square", 0.0) + share * _square(delta)}
 
     def adds(self, key: str) -> bool:

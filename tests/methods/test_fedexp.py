@@ -36,16 +36,16 @@ def test_the_history_has_the_metrics_of_the_mean_of_the_last_two_models() -> Non
         calls.append((number, from_record(arrays)))
         return MetricRecord({"sum": float(sum(a.sum() for a in calls[-1][1].values()))})
 
-    def trained(strategy: Any) -> Any:
+    def trained(strategy: Any, client: Any) -> Any:
         calls.clear()
         return strategy.start(
-            fr.InProcessGrid(app_of(fr.FedExPClient, CLIENTS), 4),
+            fr.InProcessGrid(app_of(client, CLIENTS), 4),
             ArrayRecord(make_model().state_dict()), 4,
             train_config=ConfigRecord({"lr": 0.2, "local-epochs": 2}), evaluate_fn=test,
         )  # fmt: skip
 
     strategy = fr.FedExP(1e-3, **OFF)
-    result = trained(strategy)
+    result = trained(strategy, fr.FedExPClient)
     means: list[Any] = []
     steps: list[float] = []
     models = fedexp(
@@ -64,7 +64,7 @@ def test_the_history_has_the_metrics_of_the_mean_of_the_last_two_models() -> Non
     assert max(steps) > 1.01
     assert strategy.training.model.server["fedexp"]["server-lr"] == pytest.approx(steps[-1])
 
-    trained(plain := fr.FedAvg(**OFF))
+    trained(plain := fr.FedAvg(**OFF), fr.FedAvgClient)
     assert [n for n, _ in calls] == [0, 1, 2, 3, 4]
     assert not any("averaged_metrics" in e for e in plain.history)
 

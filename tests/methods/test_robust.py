@@ -39,6 +39,11 @@ METHODS: dict[str, tuple[Callable[..., Any], Any]] = {
     ),
     "FedCurv": (lambda **k: fr.FedCurv(0.3, fisher_samples=5, **k), fr.FedCurvClient),
     "SCAFFOLD": (fr.SCAFFOLD, fr.SCAFFOLDClient),
+    "FedCM": (lambda **k: fr.FedCM(0.5, **k), fr.FedCMClient),
+    "FedSAM": (lambda **k: fr.FedSAM(0.05, **k), fr.FedSAMClient),
+    "FedLESAM": (lambda **k: fr.FedLESAM(0.05, **k), fr.FedLESAMClient),
+    "FedExP": (fr.FedExP, fr.FedExPClient),
+    "QFedAvg": (lambda **k: fr.QFedAvg(1.0, **k), fr.QFedAvgClient),
     "FedPer": (lambda **k: fr.FedPer("2.*", **k), fr.FedPerClient),
 }
 UPLOADING = ("RFedAvg", "RFedAvgPlus", "EFL", "FedCurv")
