@@ -269,8 +269,9 @@ class Declared:
     averages: ClassVar[bool] = False
     """True if the method is judged by the mean of its last two global models: the history then has the
     metrics of that model too."""
-    excludes: ClassVar[tuple[str, ...]] = ()
-    """Names of terms that are other versions of this one; a chain holds only one version."""
+    excludes: ClassVar[Collection[str]] = ()
+    """Names of terms that are other versions of this one; a chain holds only one version. A mapping to the
+    reason excludes terms for another reason."""
     ranges: ClassVar[Mapping[str, Range]] = {}
     """Field -> the values that it may have, checked when the term is built; None too, if it is the default.
     A `__post_init__` of a term's own calls this one first."""
