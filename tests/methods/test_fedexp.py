@@ -140,3 +140,11 @@ def test_one_large_update_does_not_make_the_step_size_large() -> None:
 def test_central_privacy_does_not_cover_single_norms() -> None:
     with pytest.raises(ValueError, match=r"privacy=CentralDP\(...\).*fedexp"):
         fr.FedExP(privacy=fr.CentralDP(1.0, 1.0))
+
+
+def test_a_comparison_has_one_row_a_round_and_the_mean_in_its_history() -> None:
+    (run,) = fr.simulate("FedExP", seeds=(1,), rounds=2, local_epochs=1).runs
+    assert [t["round"] for t in run.test] == [0, 1, 2]
+    for entry, row in zip(run.rounds, run.test[1:], strict=True):
+        assert entry["server_metrics"]["accuracy"] == row["accuracy"]
+        assert 0 < entry["averaged_metrics"]["accuracy"] <= 1
