@@ -36,16 +36,16 @@ def test_the_history_has_the_metrics_of_the_mean_of_the_last_two_models() -> Non
         calls.append((number, from_record(arrays)))
         return MetricRecord({"sum": float(sum(a.sum() for a in calls[-1][1].values()))})
 
-    def trained(strategy: Any) -> Any:
+    def trained(strategy: Any, client: Any) -> Any:
         calls.clear()
         return strategy.start(
-            fr.InProcessGrid(app_of(fr.FedExPClient, CLIENTS), 4),
+            fr.InProcessGrid(app_of(client, CLIENTS), 4),
             ArrayRecord(make_model().state_dict()), 4,
             train_config=ConfigRecord({"lr": 0.2, "local-epochs": 2}), evaluate_fn=test,
         )  # fmt: skip
 
     strategy = fr.FedExP(1e-3, **OFF)
-    result = trained(strategy)
+    result = trained(strategy, fr.FedExPClient)
     means: list[Any] = []
     steps: list[float] = []
     models = fedexp(
@@ -64,7 +64,7 @@ def test_the_history_has_the_metrics_of_the_mean_of_the_last_two_models() -> Non
     assert max(steps) > 1.01
     assert strategy.training.model.server["fedexp"]["server-lr"] == pytest.approx(steps[-1])
 
-    trained(plain := fr.FedAvg(**OFF))
+    trained(plain := fr.FedAvg(**OFF), fr.FedAvgClient)
     assert [n for n, _ in calls] == [0, 1, 2, 3, 4]
     assert not any("averaged_metrics" in e for e in plain.history)
 
@@ -140,3 +140,11 @@ def test_one_large_update_does_not_make_the_step_size_large() -> None:
 def test_central_privacy_does_not_cover_single_norms() -> None:
     with pytest.raises(ValueError, match=r"privacy=CentralDP\(...\).*fedexp"):
         fr.FedExP(privacy=fr.CentralDP(1.0, 1.0))
+
+
+def test_a_comparison_has_one_row_a_round_and_the_mean_in_its_history() -> None:
+    (run,) = fr.simulate("FedExP", seeds=(1,), rounds=2, local_epochs=1).runs
+    assert [t["round"] for t in run.test] == [0, 1, 2]
+    for entry, row in zip(run.rounds, run.test[1:], strict=True):
+        assert entry["server_metrics"]["accuracy"] == row["accuracy"]
+        assert 0 < entry["averaged_metrics"]["accuracy"] <= 1

@@ -15,7 +15,6 @@ from flwr_regs.term import ServerContext
 from flwr_regs.testing.problem import start_weights, train
 from tests.conftest import close, make_clients, make_model, to_numpy
 from tests.oracles.model import loss
-from tests.oracles.qfedavg import qfedavg
 from tests.oracles.rounds import examples
 
 PARAMS = {n: a.astype(np.float32) for n, a in start_weights().items()}
@@ -170,16 +169,3 @@ def test_a_negative_loss_costs_its_client_the_reply() -> None:
     _, strategy = run(lying(-1.0))
     assert [e["replies"] for e in strategy.history] == [[0, 1, 3, 4]] * 2
     assert "a mean loss of -1" in strategy.history[0]["failures"][2]
-
-
-def test_it_spreads_the_loss_more_evenly() -> None:
-    """On the oracle's problem: the larger q, the smaller the spread over the clients."""
-    clients = make_clients(4)
-    spreads = []
-    for q in (0.0, 1.0, 5.0):
-        strategy = fr.QFedAvg(q, seed=3, fraction_evaluate=0.0)
-        found = train(strategy, fr.QFedAvgClient, rounds=12, clients=clients)[-1]
-        losses = list[dict[int, float]]()
-        qfedavg(found, to_numpy(clients), 1, lambda t: 0.2, q=q, losses=losses)
-        spreads.append(float(np.std([*losses[0].values()])))
-    assert spreads[0] > spreads[1] > spreads[2]

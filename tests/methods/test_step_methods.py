@@ -37,7 +37,7 @@ METHODS: dict[str, tuple[Any, Any, Any, dict[str, Any]]] = {
 }
 SOME = {"seed": 8, "fraction_train": 0.6, "min_train_nodes": 1, "fraction_evaluate": 0.0}
 SHORT = [{}, {1: 2, 3: 1}, {0: 3}, {2: 4, 4: 1}]  # round -> client -> steps that it has time for
-ROUNDS = 6
+ROUNDS = 5
 
 
 def expected(history: list[dict[str, Any]], oracle: Any, **own: Any) -> list[Params]:
@@ -84,8 +84,8 @@ def test_a_client_that_lost_its_last_model_is_named() -> None:
     strategy = fr.FedLESAM(0.1, seed=3, fraction_evaluate=0.0, lr_schedule=lambda t: 0.9**t)
     grid = Forgetful(app_of(fr.FedLESAMClient, make_clients(5)), 5)
     found = train(strategy, fr.FedLESAMClient, rounds=ROUNDS, grid=grid, lr=0.2)
-    assert [e["lost_state"] for e in strategy.history] == [[]] * 3 + [[2]] + [[]] * 2
-    lost = [set[int]()] * 3 + [{2}] + [set[int]()] * 2
+    assert [e["lost_state"] for e in strategy.history] == [[]] * 3 + [[2]] + [[]]
+    lost = [set[int]()] * 3 + [{2}] + [set[int]()]
     models = expected(strategy.history, fedlesam, rho=0.1, lost=lost)
     close(found[-1], models[-1], 1e-10)
     kept = expected(strategy.history, fedlesam, rho=0.1)
@@ -98,7 +98,7 @@ def test_a_reply_that_is_not_used_still_brought_fedlesams_client_the_model() -> 
     strategy = fr.FedLESAM(0.1, lr_schedule=lambda t: 0.9**t, **settings)
     found = train(strategy, client, rounds=ROUNDS, clients=make_clients(5), lr=0.2)
     assert 1 not in strategy.history[1]["replies"]
-    done = [{}, {1: 1}, {}] * 2
+    done = ([{}, {1: 1}, {}] * 2)[:ROUNDS]
     close(found[-1], expected(strategy.history, fedlesam, rho=0.1, steps_done=done)[-1], 1e-10)
 
 
@@ -130,13 +130,13 @@ def test_each_trains_beside_other_terms(own: Term, other: Term) -> None:
     def trained(chosen: list[Term]) -> dict[str, np.ndarray]:
         kinds = [type(t) for t in chosen if not t.server_only]
         strategy = fr.RegStrategy(
-            chosen, seed=3, fraction_evaluate=0.0, lr_schedule=lambda t: 0.8**t, weighting="uniform"
+            chosen, seed=3, fraction_evaluate=0.0, lr_schedule=lambda t: 0.9**t, weighting="uniform"
         )
         models = train(
-            strategy, fr.RegClient, rounds=3, clients=make_clients(3), terms=kinds,
+            strategy, fr.RegClient, rounds=2, clients=make_clients(2), terms=kinds,
             model=lambda: make_model(batch_norm=norm),
         )  # fmt: skip
-        assert [e["failures"] for e in strategy.history] == [{}] * 3
+        assert [e["failures"] for e in strategy.history] == [{}] * 2
         return models[-1]
 
     both = trained(terms)
