@@ -64,6 +64,7 @@ class CloudModel(Term):
 
     name: ClassVar[str] = "fedamp"
     keeps: ClassVar[str] = "always"
+    keeps_update: ClassVar[bool] = True
     keeps_delta: ClassVar[bool] = True
     elementwise: ClassVar[bool] = True
     robust: ClassVar[bool] = True
