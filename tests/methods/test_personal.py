@@ -55,6 +55,9 @@ METHODS = {
         lambda learn, **s: fr.APFL(adaptive=learn, **s), fr.APFLClient, apfl,
         {"alpha": 0.7, "learn": False}, lambda kept, w: mixed(kept[0], w, kept[1]),
     ),
+    "APFL-clipped": Method(
+        fr.APFL, fr.APFLClient, apfl, {"alpha": 1.0}, lambda kept, w: mixed(kept[0], w, kept[1])
+    ),
     "FedBABU": Method(fr.FedBABU, fr.FedBABUClient, fedbabu, {"personal_part": "all"}),
     "FedBABU-head": Method(
         fr.FedBABU, fr.FedBABUClient, fedbabu,
