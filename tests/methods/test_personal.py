@@ -89,7 +89,17 @@ def measured(w: Params, client: Any) -> tuple[float, float]:
     return float(-log_softmax(z)[range(len(y)), y].mean()), float((z.argmax(1) == y).mean())
 
 
-@sampled("name,incomplete", list(product(METHODS, ["average", "drop"])), 4)
+MAIN = ["Ditto", "APFL", "FedBABU", "FedAMP"]
+OTHERS = product([name for name in METHODS if name not in MAIN], ["average", "drop"])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("name", "incomplete"), OTHERS)
+def test_own_models_of_other_settings_are_the_oracles(name: str, incomplete: str) -> None:
+    test_own_models_are_the_oracles(name, incomplete)
+
+
+@sampled("name,incomplete", list(product(MAIN, ["average", "drop"])), 4)
 def test_own_models_are_the_oracles(name: str, incomplete: str) -> None:
     """3 of 5 unequal clients a round, of which some stop early, and one forgets what it kept."""
     method = METHODS[name]
