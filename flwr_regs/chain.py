@@ -34,6 +34,7 @@ from flwr_regs.term import Arrays, ClientContext, ServerContext, Slot, Term
 LOG = logging.getLogger("flwr")
 _WARNED_OF: set[type[Term]] = set()
 NEEDS = ("features", "start_output", "label_counts")
+OUTPUT_OF = "output of "  # a layer's name follows
 KEEPS = ("if-used", "always")
 
 
@@ -105,9 +106,13 @@ class Chain(Term):
         return [t.name for t in self.terms if isinstance(t, Personalises | FineTunes)]
 
     def client_optimizer(self, make: Any) -> Any:
+        checked: list[Steers] = []
         for t in self.terms:
             if isinstance(t, Steers):
-                make = t.client_optimizer(make)
+                before, make = make, t.client_optimizer(make)
+                checked += [t] if make is before else []
+        for look in checked:  # a term that changed nothing sees what those on its right made
+            look.client_optimizer(make)
         return make
 
     def restrict(self, config: Mapping[str, Any]) -> None:
@@ -285,6 +290,12 @@ def name_of(terms: Iterable[Term | type[Term]]) -> str:
     return "+".join(t.name for t in terms if not t.server_only) or "FedAvg"
 
 
+def layers_of(terms: Iterable[Term]) -> list[str]:
+    """Return the names of the layers whose outputs the terms need."""
+    needs = {n for t in terms for n in t.needs if n.startswith(OUTPUT_OF)}
+    return sorted(n.removeprefix(OUTPUT_OF) for n in needs)
+
+
 def _warn_of_no_hook(kind: type[Term]) -> None:
     """Log, once for a class, that it overrides no hook: a misspelt one would go unseen."""
     if kind in _WARNED_OF:
@@ -353,13 +364,20 @@ def chain(terms: Sequence[Term]) -> Chain:
             f"each term may appear once, but {names} have {twice} more often: keep one"
         )
     for t in terms:
-        if strange := sorted(set(t.needs) - set(NEEDS)):
-            raise ValueError(f"'{t.name}' needs {strange}, but a term can need {list(NEEDS)}")
+        needs = {n for n in t.needs if not n.startswith(OUTPUT_OF)}
+        if strange := sorted(needs - set(NEEDS)):
+            possible = [*NEEDS, f"{OUTPUT_OF}<layer>"]
+            raise ValueError(f"'{t.name}' needs {strange}, but a term can need {possible}")
         _warn_of_no_hook(type(t))
         if t.keeps not in KEEPS:
             raise ValueError(f"'{t.name}' keeps {t.keeps!r}, expected one of {KEEPS}")
         if others := sorted(set(t.excludes) & set(names)):
-            raise ValueError(f"'{t.name}' and {others} {t.excluded_because}: keep one")
+            if isinstance(t.excludes, Mapping):
+                raise ValueError(f"'{t.name}' excludes '{others[0]}': {t.excludes[others[0]]}")
+            raise ValueError(
+                f"'{t.name}' and {others} are versions of one term and together would count twice: "
+                "keep one"
+            )
     if len(owners := [t.name for t in terms if t.owns_step]) > 1:
         raise ValueError(f"only one term can own the server's step, but {owners} all do: keep one")
     if len(weighers := [t.name for t in terms if isinstance(t, Weighs)]) > 1:

@@ -59,8 +59,12 @@ def own_model(
             if term.tuner is not None and "personalise" not in config:
                 head = term.tuner.head(list(model.state_dict()))
             if how["personal-lr"]:
-                own: dict[str, Any] = {"task": task, "optimizer": optimizer, "device": device}
-                own["head"] = head
+                own: dict[str, Any] = {
+                    "task": task,
+                    "optimizer": optimizer,
+                    "device": device,
+                    "head": head,
+                }
                 made = calibrate(model, train_data, how, classifier=classifier, **own)
         elif any(isinstance(t, Personalises) for t in term.terms):
             slots = ClientState.read(term, config).latest(term)

@@ -68,9 +68,9 @@ class CloudModel(Term):
     keeps_delta: ClassVar[bool] = True
     elementwise: ClassVar[bool] = True
     robust: ClassVar[bool] = True
-    excludes: ClassVar[tuple[str, ...]] = ("scaffold", "fedadc")
-    excluded_because: ClassVar[str] = (
-        "do not go together, since the first starts a client's steps elsewhere than at w_t"
+    excludes: ClassVar[Mapping[str, str]] = dict.fromkeys(
+        ("scaffold", "fedadc", "gradient-tracking", "feddyn"),
+        "FedAMP starts a client's steps elsewhere than at w_t, which the other counts from: keep one",
     )
     ranges: ClassVar[Mapping[str, Range]] = {
         "lam": NOT_NEGATIVE,
