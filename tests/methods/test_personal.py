@@ -511,7 +511,9 @@ def test_a_cloud_model_stays_among_the_clients_models() -> None:
 
 
 def test_a_start_of_its_own_does_not_go_with_methods_that_count_from_the_global_model() -> None:
-    with pytest.raises(ValueError, match="starts a client's steps elsewhere than at w_t: keep one"):
-        fr.RegStrategy([fr.CloudModel(), fr.ControlVariates()])
+    for name in ("SCAFFOLD", "FedNova", "FedExP"):
+        terms = getattr(fr, name)(seed=1).term.terms
+        with pytest.raises(ValueError, match="elsewhere than at w_t, which the other counts from"):
+            fr.RegStrategy([fr.CloudModel(), *terms])
     with pytest.raises(ValueError, match="expected none"):
         fr.CloudModel().check({"w": np.zeros(1)}, {}, {})
