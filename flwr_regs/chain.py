@@ -79,7 +79,8 @@ class Chain(Term):
         upload: Slot = {}
         client: Slot = {}
         for i, t in enumerate(self.terms):
-            last = not any(right.acts("finish") for right in self.terms[i + 1 :])
+            right = self.terms[i + 1 :]
+            last = not any(r.acts("finish") and not r.keeps_update for r in right)
             own = _own(ctx, t, delta_is_sent=last)
             delta, upload[t.name], client[t.name] = t.finish(delta, own)
         return delta, upload, client

@@ -141,7 +141,7 @@ class ClientContext:
     config : Mapping
         The message's config, plain values; the user's own keys begin with ``"user."``.
     delta_is_sent : bool
-        In `finish`: no term on the right acts there, so the delta that this one returns is what is sent.
+        In `finish`: no term on the right changes the delta there, so that this one's is what is sent.
     """
 
     start: Arrays
@@ -267,6 +267,8 @@ class Declared:
     """True if `update` replaces the averaged delta by a server optimiser's step."""
     keeps_delta: ClassVar[bool] = False
     """True if `update` returns `delta` unchanged; an `update` that changes it stands right of the owner."""
+    keeps_update: ClassVar[bool] = False
+    """True if `finish` returns `delta` unchanged: what stands on the left then knows what is sent."""
     robust: ClassVar[bool] = False
     """True if what a client uploads reaches the server's slot and the other clients only through
     ``ctx.aggregated``, or as the client's own entry. A term that `Adds` need not say so."""

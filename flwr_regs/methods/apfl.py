@@ -52,6 +52,7 @@ class MixedModel(Term):
 
     name: ClassVar[str] = "apfl"
     keeps: ClassVar[str] = "always"
+    keeps_update: ClassVar[bool] = True
     ranges: ClassVar[Mapping[str, Range]] = {"alpha": SHARE, "adaptive": SWITCH}
     alpha: float = 0.5
     adaptive: bool = True

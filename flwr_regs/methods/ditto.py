@@ -46,6 +46,7 @@ class PersonalModel(Term):
 
     name: ClassVar[str] = "ditto"
     keeps: ClassVar[str] = "always"
+    keeps_update: ClassVar[bool] = True
     ranges: ClassVar[Mapping[str, Range]] = {"lam": NOT_NEGATIVE, "personal_lr": POSITIVE}
     lam: float = 0.1
     personal_lr: float | None = None

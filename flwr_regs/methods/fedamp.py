@@ -64,11 +64,12 @@ class CloudModel(Term):
 
     name: ClassVar[str] = "fedamp"
     keeps: ClassVar[str] = "always"
+    keeps_update: ClassVar[bool] = True
     keeps_delta: ClassVar[bool] = True
     elementwise: ClassVar[bool] = True
     robust: ClassVar[bool] = True
     excludes: ClassVar[Mapping[str, str]] = dict.fromkeys(
-        ("scaffold", "fedadc", "gradient-tracking", "feddyn"),
+        ("scaffold", "fedadc", "gradient-tracking", "feddyn", "fednova", "qfedavg", "fedexp"),
         "FedAMP starts a client's steps elsewhere than at w_t, which the other counts from: keep one",
     )
     ranges: ClassVar[Mapping[str, Range]] = {

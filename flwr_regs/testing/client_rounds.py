@@ -145,6 +145,7 @@ def stacked(method: Method, remembering: bool) -> None:
     model, term = make_model(), calls[0].term
     model.load_state_dict(calls[0].weights)
     trained = trained_parameters(model, chain([term]))
+    model.requires_grad_(False)
     try:
         delta, upload, kept = cohort_round(
             model,
