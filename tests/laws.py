@@ -11,20 +11,27 @@ import torch
 import flwr_regs as fr
 from flwr_regs.term import Term
 from flwr_regs.testing import Exempt, Method
-from flwr_regs.testing.problem import settled
+from flwr_regs.testing.problem import settled, sgd_pull
 from tests.oracles.distillation import fedadc_plus
 from tests.oracles.efl import efl
 from tests.oracles.fedadc import fedadc
 from tests.oracles.fedavg import fedavg
+from tests.oracles.fedcm import fedcm
 from tests.oracles.fedcurv import fedcurv
+from tests.oracles.feddyn import feddyn
+from tests.oracles.fedexp import fedexp
 from tests.oracles.fedfor import fedfor
 from tests.oracles.fedgkd import fedgkd
+from tests.oracles.fednova import fednova
 from tests.oracles.fedntd import fedntd
 from tests.oracles.fedopt import fedopt
 from tests.oracles.fedprox import fedprox
+from tests.oracles.gate import fedgate, vrlsgd
 from tests.oracles.logits import fedlc, fedrs
 from tests.oracles.moon import moon
+from tests.oracles.qfedavg import qfedavg
 from tests.oracles.rfedavg import rfedavg, rfedavg_plus
+from tests.oracles.sam import fedlesam, fedsam
 from tests.oracles.scaffold import scaffold
 from tests.oracles.slowmo import slowmo
 
@@ -96,6 +103,9 @@ NO_FEATURES = Exempt(
 )
 OTHER_CLIENTS = Exempt(
     "The pull towards the clients' models stays; test_efl.py and test_fedcurv.py have the points."
+)
+NEVER_AT_REST = Exempt(
+    "Its perturbation stays ρ long, whichever way w moves last; test_sam.py has where that ends."
 )
 TORCHS_MOMENTUM = Exempt("Its second momentum is torch's optimiser, which keeps state in place.")
 
@@ -246,6 +256,123 @@ def distilled(
     )
 
 
+def dynamic(name: str, alpha: float) -> Method:
+    """A case of FedDyn, which settles where no client drifts."""
+    return case(
+        name,
+        fr.FedDyn,
+        fr.FedDynClient,
+        {"alpha": alpha},
+        {"alpha": alpha},
+        [fr.DynamicRegulariser(alpha)],
+        feddyn,
+        {"alpha": alpha},
+        fixed_point=minimum,
+        exempt={"neutral": Exempt("No setting of FedDyn makes it FedAvg.")},
+    )
+
+
+def heavy_ball(a: float, lr: float, steps: int, momentum: float) -> float:
+    """D_K for c − w = 1: K steps of heavy-ball SGD down a/2 (v − c)², from rest."""
+    moved = speed = 0.0
+    for _ in range(steps):
+        speed = momentum * speed + a * (moved - 1)
+        moved -= lr * speed
+    return moved
+
+
+def nova(name: str, **settings: Any) -> Method:
+    """A case of FedNova, which settles where FedAvg does if all clients take equally many steps."""
+    ball = partial(settled, pull=partial(heavy_ball, momentum=settings.get("momentum", 0.0)))
+    exempt = {"neutral": Exempt("It weighs clients by their steps, which no setting switches off.")}
+    return case(
+        name,
+        fr.FedNova,
+        fr.FedNovaClient,
+        settings,
+        {},
+        [fr.NormalizedAveraging(**settings)],
+        fednova,
+        settings,
+        exempt={**exempt, **({"stacked": TORCHS_MOMENTUM} if "momentum" in settings else {})},
+        **({} if "mu" in settings else {"fixed_point": ball}),
+    )
+
+
+def tracking(name: str, strategy: Any, client: Any, oracle: Any, **settings: Any) -> Method:
+    """A case of VRL-SGD or FedGATE, which settles where no client drifts."""
+    return case(
+        name,
+        strategy,
+        client,
+        settings,
+        settings,
+        [fr.GradientTracking(**settings)],
+        oracle,
+        settings,
+        fixed_point=minimum,
+        exempt={"neutral": Exempt("No setting of gradient tracking makes it FedAvg.")},
+    )
+
+
+def blended(name: str, alpha: float, **settings: Any) -> Method:
+    """A case of FedCM, which settles where FedAvg with a learning rate of αη does: Δ_t is gone there."""
+    return case(
+        name,
+        fr.FedCM,
+        fr.FedCMClient,
+        {"alpha": alpha, **settings},
+        {"alpha": 1.0, **settings},
+        [fr.ClientMomentum(alpha)],
+        fedcm,
+        {"alpha": alpha},
+        fixed_point=partial(settled, pull=lambda a, lr, steps: sgd_pull(a, alpha * lr, steps)),
+    )
+
+
+def sharper(
+    curvatures: Sequence[float],
+    centres: Sequence[float],
+    weights: Sequence[float],
+    lr: float,
+    steps: int,
+    rho: float,
+) -> float:
+    """FedSAM's fixed point, between the centres: each gradient is as of a centre that is ρ further out."""
+    middle = sum(centres) / len(centres)
+    further = [c + (rho if c > middle else -rho) for c in centres]
+    return settled(curvatures, further, weights, lr, steps)
+
+
+def fairer(
+    curvatures: Sequence[float],
+    centres: Sequence[float],
+    weights: Sequence[float],
+    lr: float,
+    steps: int,
+    q: float,
+) -> float:
+    """q-FedAvg's fixed point: F_1^q D_1 (w − c_1) = F_2^q D_2 (c_2 − w), with F_k = a_k/2 (w − c_k)²."""
+    one, two = (a**q * sgd_pull(a, lr, steps) for a in curvatures)
+    ratio = (one / two) ** (1 / (1 + 2 * q))  # of c_2 − w to w − c_1
+    return (centres[1] + ratio * centres[0]) / (1 + ratio)
+
+
+def fair(name: str, q: float) -> Method:
+    """A case of q-FedAvg."""
+    return case(
+        name,
+        fr.QFedAvg,
+        fr.QFedAvgClient,
+        {"q": q},
+        {"q": 0.0},
+        [fr.FairWeights(q)],
+        qfedavg,
+        {"q": q},
+        fixed_point=partial(fairer, q=q),
+    )
+
+
 def server_sgd(params: list[torch.Tensor]) -> torch.optim.Optimizer:
     """Heavy-ball SGD as ServerOpt."""
     return torch.optim.SGD(params, lr=0.7, momentum=0.6)
@@ -314,10 +441,53 @@ CASES = [
         fedfor,
         {"alpha": 0.6},
     ),
+    blended("FedCM", 0.4),
+    blended("FedCM-delta", 0.4, downlink="delta"),
+    case(
+        "FedSAM",
+        fr.FedSAM,
+        fr.FedSAMClient,
+        {"rho": 0.05},
+        {"rho": 0.0},
+        [fr.LocalPerturbation(0.05)],
+        fedsam,
+        {"rho": 0.05},
+        fixed_point=partial(sharper, rho=0.05),
+    ),
+    case(
+        "FedLESAM",
+        fr.FedLESAM,
+        fr.FedLESAMClient,
+        {"rho": 0.1},
+        {"rho": 0.0},
+        [fr.GlobalPerturbation(0.1)],
+        fedlesam,
+        {"rho": 0.1},
+        exempt={"fixed-point": NEVER_AT_REST},
+    ),
+    case(
+        "FedExP",
+        fr.FedExP,
+        fr.FedExPClient,
+        {"eps": 1e-3},
+        {"eps": 1e9},
+        [fr.Extrapolation(1e-3)],
+        fedexp,
+        {"eps": 1e-3},
+        settling={"eps": 0.2},
+    ),
+    fair("QFedAvg", 1.0),
+    fair("QFedAvg-small", 0.3),
     control("SCAFFOLD", server_lr=0.8),
     control("SCAFFOLD-option-1", option=1),
     control("SCAFFOLD-server", state="server"),
     control("SCAFFOLD-server-1", state="server", option=1),
+    dynamic("FedDyn", alpha=0.4),
+    nova("FedNova"),
+    nova("FedNova-momentum", momentum=0.6),
+    nova("FedNova-proximal", mu=0.7),
+    tracking("VRLSGD", fr.VRLSGD, fr.VRLSGDClient, vrlsgd),
+    tracking("FedGATE", fr.FedGATE, fr.FedGATEClient, fedgate, server_lr=0.8),
     adc("FedADC-nesterov"),
     adc("FedADC-heavy-ball", variant="heavy-ball", alpha=0.8),
     adc("FedADC-unequal-betas", beta_local=0.4, beta_global=0.8),

@@ -125,6 +125,14 @@ class RegStrategy(Strategy):
         return to_record(self.training.model.whole)
 
     @property
+    def averaged_arrays(self) -> ArrayRecord | None:
+        """The mean of the last two global models, if a term is judged by it; None before the first step."""
+        if self._training is None or not any(t.averages for t in self.term.terms):
+            return None
+        mean = self.training.model.mean_of_two
+        return None if mean is None else to_record(mean)
+
+    @property
     def training(self) -> Training:
         """The current or last training; RuntimeError before the first."""
         if self._training is None:

@@ -42,11 +42,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 
-import torch
-
 from flwr_regs.client.distillation import self_confidence_loss
 from flwr_regs.flower.client import RegClient
 from flwr_regs.flower.strategy import RegStrategy
+from flwr_regs.methods.last_step import steps_to_spread
+from flwr_regs.methods.sgd import unlike_sgd
 from flwr_regs.term import (
     DECAY,
     POSITIVE,
@@ -58,7 +58,6 @@ from flwr_regs.term import (
     Slot,
     Term,
 )
-from flwr_regs.wire import keys
 
 __all__ = [
     "EmbeddedMomentum",
@@ -125,16 +124,11 @@ class EmbeddedMomentum(Term):
         return {n: -s / (self.alpha * lr) for n, s in step.items()}  # line 19 solved for m_{t+1}
 
     def _per_step(self, ctx: ClientContext) -> Arrays:
-        scaled = ctx.config.get(keys.INCOMPLETE_KEY) == "scale"
-        steps = ctx.planned_steps if scaled else ctx.budget_steps
+        steps = steps_to_spread(ctx)
         return {n: self.beta_local * m / steps for n, m in ctx.broadcast.items()}  # line 5
 
     def client_optimizer(self, optimizer: Any) -> Any:
-        made = optimizer([torch.zeros(1, requires_grad=True)], lr=1.0)
-        if not isinstance(made, torch.optim.SGD) or made.defaults["momentum"]:
-            what = (
-                f"{type(made).__name__}{' with momentum' if made.defaults.get('momentum') else ''}"
-            )
+        if what := unlike_sgd(optimizer, ["momentum"]):
             raise ValueError(
                 "FedADC's clients run SGD without momentum of their own: FedADC adds m̄ to the gradients, "
                 f"which {what} would accumulate or rescale; for the paper's "

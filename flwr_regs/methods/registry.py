@@ -18,15 +18,22 @@ if TYPE_CHECKING:  # what type checkers see; a test compares it with the rows
     from flwr_regs.methods.fedadc import *
     from flwr_regs.methods.fedavg import *
     from flwr_regs.methods.fedbn import *
+    from flwr_regs.methods.fedcm import *
     from flwr_regs.methods.fedcurv import *
+    from flwr_regs.methods.feddyn import *
+    from flwr_regs.methods.fedexp import *
     from flwr_regs.methods.fedfor import *
     from flwr_regs.methods.fedgkd import *
+    from flwr_regs.methods.fednova import *
     from flwr_regs.methods.fedntd import *
     from flwr_regs.methods.fedopt import *
     from flwr_regs.methods.fedprox import *
+    from flwr_regs.methods.gate import *
     from flwr_regs.methods.logits import *
     from flwr_regs.methods.moon import *
+    from flwr_regs.methods.qfedavg import *
     from flwr_regs.methods.rfedavg import *
+    from flwr_regs.methods.sam import *
     from flwr_regs.methods.scaffold import *
     from flwr_regs.methods.ternary import *
 
@@ -142,6 +149,59 @@ def _rows() -> Iterator[Method]:
         down_delta=1,
     )
     yield Method(
+        name="FedCM",
+        module="fedcm",
+        terms=("ClientMomentum",),
+        example="FedCM(alpha=0.1)",
+        paper="Xu, Wang et al. 2021, Alg. 2",
+        family="drift",
+        use_when="few of many clients take part, keep no state, and run SGD without momentum",
+        down=2,
+        down_delta=1,
+    )
+    yield Method(
+        name="FedSAM",
+        module="sam",
+        terms=("LocalPerturbation",),
+        example="FedSAM(rho=0.05)",
+        paper="Qu et al. 2022, Alg. 1",
+        family="flat",
+        use_when="the global model should lie in a flat minimum, and clients can compute twice as much",
+        gradients="a second gradient a step",
+    )
+    yield Method(
+        name="FedLESAM",
+        module="sam",
+        terms=("GlobalPerturbation",),
+        example="FedLESAM(rho=0.05)",
+        paper="Fan et al. 2024",
+        family="flat",
+        use_when="you want the flat minimum of all clients' loss, and the same clients come back",
+        setting="silo",
+        state="the global model that it last received",
+        gradients="a second gradient a step",
+    )
+    yield Method(
+        name="FedExP",
+        module="fedexp",
+        terms=("Extrapolation",),
+        example="FedExP(eps=0.001)",
+        paper="Jhunjhunwala et al. 2023, Alg. 1",
+        family="server",
+        use_when="clients differ, so that their mean is a short step, and you can change nothing on them",
+    )
+    yield Method(
+        name="QFedAvg",
+        module="qfedavg",
+        terms=("FairWeights",),
+        example="QFedAvg(q=1.0)",
+        paper="Li, Sanjabi et al. 2020, Alg. 2",
+        family="fair",
+        use_when="the loss should be spread evenly over the clients, at some cost to the mean",
+        beside="its loss at the global model, up",
+        gradients="the loss of all its data once a round",
+    )
+    yield Method(
         name="FedADC",
         module="fedadc",
         terms=("EmbeddedMomentum",),
@@ -183,6 +243,50 @@ def _rows() -> Iterator[Method]:
         use_when="labels are skewed, and the same clients come back again and again and run plain SGD",
         setting="silo",
         state="its control variate",
+        down=2,
+    )
+    yield Method(
+        name="FedDyn",
+        module="feddyn",
+        terms=("DynamicRegulariser",),
+        example="FedDyn(alpha=0.1)",
+        paper="Acar et al. 2021, Alg. 1",
+        family="memory",
+        use_when="labels are skewed, the same clients come back again and again, and 1 model down must do",
+        setting="silo",
+        state="its linear term",
+    )
+    yield Method(
+        name="FedNova",
+        module="fednova",
+        terms=("NormalizedAveraging",),
+        example="FedNova()",
+        paper="Wang et al. 2020, Sec. 4",
+        family="drift",
+        use_when="clients take unequally many local steps, and none should count more for that",
+    )
+    yield Method(
+        name="VRLSGD",
+        module="gate",
+        terms=("GradientTracking",),
+        example="VRLSGD()",
+        paper="Liang et al. 2019, Alg. 1",
+        family="memory",
+        use_when="labels are skewed, and all clients take part in every round with equally many steps",
+        setting="silo",
+        state="its correction",
+        down=2,
+    )
+    yield Method(
+        name="FedGATE",
+        module="gate",
+        terms=("GradientTracking",),
+        example="FedGATE(server_lr=1.5)",
+        paper="Haddadpour et al. 2021, Alg. 2",
+        family="memory",
+        use_when="VRL-SGD fits, and the server should make longer or shorter steps",
+        setting="silo",
+        state="its correction",
         down=2,
     )
     yield Method(

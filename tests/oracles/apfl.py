@@ -23,8 +23,8 @@ round: ``every="step"``, with every batch, or ``"round"``, with the first batch 
 from collections.abc import Callable
 from typing import Any
 
+from .averaged import Turn, averaged
 from .model import Client, Params, gradient
-from .rounds import Turn, averaged
 
 
 def mixed(u: Params, v: Params, a: float) -> Params:

@@ -6,8 +6,8 @@ The paper is "Ditto: fair and robust federated learning through personalization"
 from collections.abc import Callable
 from typing import Any
 
+from .averaged import Turn, averaged, sgd
 from .model import Batch, Client, Params
-from .rounds import Turn, averaged, sgd
 
 
 def pulled(u: Params, w: Params, batches: list[Batch], eta: float, lam: float) -> Params:

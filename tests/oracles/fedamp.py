@@ -14,8 +14,8 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+from .averaged import Turn, averaged, sgd
 from .model import Client, Params
-from .rounds import Turn, averaged, sgd
 
 
 def clouds(own: dict[int, Params], alpha: float, sigma: float) -> dict[int, Params]:

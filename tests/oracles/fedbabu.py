@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from .averaged import Turn, averaged, sgd
 from .model import Batch, Client, Params, gradient
-from .rounds import Turn, averaged, sgd
 
 HEAD = ("2.weight", "2.bias")
 """The parameters of the output layer."""

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from .averaged import Turn, averaged, sgd
 from .model import Batch, Client, Params, dlogits_backprop, log_softmax, logits
-from .rounds import Turn, averaged, sgd
 
 
 def distillation(

@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
+from .averaged import Turn, averaged, sgd
 from .model import Client, Params, dlogits_backprop
 from .model import logits as outputs
-from .rounds import Turn, averaged, sgd
 
 Loss = Callable[[np.ndarray, np.ndarray], tuple[float, np.ndarray]]
 """(logits (B, c), labels (B,)) to (mean loss, d loss/d logits)."""

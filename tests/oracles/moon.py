@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from .averaged import Turn, averaged, sgd
 from .model import Batch, Client, Params, dfeatures_backprop, dlogits_backprop, features, logits
-from .rounds import Turn, averaged, sgd
 
 
 def output(w: Params, x: np.ndarray, projection: str) -> np.ndarray:

@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 
 from tests.oracles.apfl import apfl, mixed
+from tests.oracles.averaged import sgd
 from tests.oracles.model import Params, loss
 from tests.oracles.numeric import SOME, apart, from_fedavg, slopes
-from tests.oracles.rounds import sgd
 from tests.oracles.test_efl import CLIENTS, lr, model
 
 Own = list[dict[int, tuple[Params, float]]]

@@ -3,11 +3,11 @@
 from typing import Any
 
 from tests.oracles import outside
+from tests.oracles.averaged import sgd
 from tests.oracles.ditto import ditto, pulled
 from tests.oracles.fedprox import fedprox
 from tests.oracles.model import Params, loss
 from tests.oracles.numeric import SOME, apart, from_fedavg, slopes
-from tests.oracles.rounds import sgd
 from tests.oracles.test_efl import CLIENTS, lr, model
 
 

@@ -6,12 +6,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.oracles.averaged import sgd
 from tests.oracles.fedamp import clouds, fedamp
 from tests.oracles.fedavg import fedavg
 from tests.oracles.fedprox import fedprox
 from tests.oracles.model import Params
 from tests.oracles.numeric import SOME, apart, slopes
-from tests.oracles.rounds import sgd
 from tests.oracles.test_efl import CLIENTS, lr, model
 
 

@@ -3,12 +3,14 @@
 import numpy as np
 import pytest
 
+from tests.oracles.averaged import sgd
 from tests.oracles.fedavg import fedavg
-from tests.oracles.fedbabu import HEAD, fedbabu, fine_tuned, part_of
+from tests.oracles.fedbabu import fedbabu, fine_tuned, part_of
 from tests.oracles.model import Params, gradient, loss
 from tests.oracles.numeric import SOME, apart, slopes
-from tests.oracles.rounds import sgd
 from tests.oracles.test_efl import CLIENTS, lr, model
+
+HEAD = ("2.weight", "2.bias")
 
 
 def test_the_head_stays_and_a_step_of_the_body_is_fedavgs() -> None:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from tests.oracles import fedgkd, fedntd
+from tests.oracles.averaged import sgd
 from tests.oracles.fedgkd import mean
 from tests.oracles.logits import Loss, calibrated, counted, fedlc, fedrs, restricted
 from tests.oracles.model import Params, loss
@@ -113,3 +114,25 @@ def test_the_teacher_is_the_mean_of_the_last_models() -> None:
         assert apart(teachers[t], {name: (a[name] + b[name]) / 2 for name in a}) < 1e-15
     one = mean(models[:1])
     assert apart(one, models[0]) == 0.0
+
+
+@pytest.mark.parametrize("name", ["FedNTD", "FedGKD"])
+def test_the_second_step_of_a_round_by_finite_differences(name: str) -> None:
+    """The first is cross-entropy's: student and teacher are the same."""
+    w, batches = model(), CLIENTS[0][:2]
+    first = sgd(w, batches[:1], 0.3)
+    x, y = batches[1]
+
+    def objective(v: Params) -> float:
+        if name == "FedNTD":
+            return loss(v, x, y) + 0.8 * fedntd.distillation(v, w, x, y, 2.0)[0]
+        return loss(v, x, y) + 0.8 / 2 * fedgkd.distillation(v, w, x, 2.0)[0]
+
+    down = slopes(objective, first)
+    wanted = {n: first[n] - 0.3 * down[n] for n in first}
+    how: dict[str, Any] = {"local_steps": 2}
+    if name == "FedNTD":
+        found = fedntd.fedntd(w, CLIENTS[:1], 1, lr, **how, beta=0.8, tau=2.0)
+    else:
+        found = fedgkd.fedgkd(w, CLIENTS[:1], 1, lr, **how, gamma=0.8, temperature=2.0)
+    assert apart(found[0], wanted) < 1e-8

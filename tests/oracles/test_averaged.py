@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 
+from tests.oracles.averaged import averaged, sgd
 from tests.oracles.fedavg import fedavg
 from tests.oracles.model import Params
 from tests.oracles.numeric import SOME, apart
-from tests.oracles.rounds import averaged, sgd
 from tests.oracles.test_efl import CLIENTS, lr, model
 
 
