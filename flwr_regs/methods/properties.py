@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from flwr_regs.abilities import Folds, Personalises, Probes, Withholds
-from flwr_regs.chain import Chain
+from flwr_regs.chain import Chain, layers_of
 from flwr_regs.client.measures import Measures
 from flwr_regs.client.task import Task
 from flwr_regs.client.training import local_round
@@ -58,7 +58,8 @@ class Properties:
 def properties(strategy: RegStrategy) -> Properties:
     """Return the properties of a strategy with its hyper-parameters.
 
-    Its terms run on a perceptron whose layers are ``body``, ``norm`` (BatchNorm) and ``head``.
+    Its terms run on a perceptron whose layers are ``body``, ``norm`` (BatchNorm) and ``head``, and those
+    that a term names.
     """
     chain, trial = strategy.term, _Trial(strategy.term)
     uploads = any(trial.uploads.values())
@@ -123,6 +124,8 @@ class _Trial:
             model = nn.Sequential()
             for name, layer in layers.items():
                 model.add_module(name, layer)
+            for path in layers_of(chain.terms):
+                _add_layer(model, path)
             data = [
                 [(torch.randn(6, 4) + i, torch.arange(6) % 3) for _ in range(2)] for i in (0, 1)
             ]
@@ -203,6 +206,17 @@ class _Trial:
                 given = term.fold(given, k, deltas[k], deepcopy(upload), 0.5, self.ctx)
         mean = _meaned(self.deltas)[0]
         return term.update(deepcopy(self.server[term.name]), mean, given, self.ctx)
+
+
+def _add_layer(model: nn.Module, path: str) -> None:
+    """Put a layer of this name at the model's end, which changes nothing, if it has none."""
+    *outer, last = path.split(".")
+    for name in outer:
+        if not hasattr(model, name):
+            model.add_module(name, nn.Sequential())
+        model = model.get_submodule(name)
+    if not hasattr(model, last):
+        model.add_module(last, nn.Identity())
 
 
 def _tensors(slots: Mapping[str, Slot]) -> dict[str, Slot]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
-from itertools import product
+from itertools import cycle, product
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -28,9 +28,9 @@ from tests.oracles import fedgkd as gkd
 from tests.oracles import fedntd as ntd
 from tests.oracles import logits as changed
 from tests.oracles import moon as contrast
+from tests.oracles.averaged import Turn, averaged, sgd
 from tests.oracles.model import Batch, Client, Params, dlogits_backprop, gradient, logits
 from tests.oracles.pairs import composed
-from tests.oracles.rounds import Turn, averaged, sgd
 from tests.sampling import sampled
 
 SOME = {"seed": 8, "fraction_train": 0.6, "min_train_nodes": 1, "fraction_evaluate": 0.0}
@@ -64,7 +64,9 @@ CASES = [
 ]  # fmt: skip
 
 
-@sampled("case,incomplete", list(product(CASES, ["average", "drop"])), 6)
+@pytest.mark.parametrize(
+    ("case", "incomplete"), list(zip(CASES, cycle(["drop", "average"]))), ids=str
+)
 def test_some_clients_of_which_some_stop_early(case: Case, incomplete: str) -> None:
     """3 of 5 clients a round. The models are the oracle's; so is what MOON's clients keep, used or not."""
     strategy = case.make(incomplete=incomplete, **SOME)
@@ -536,7 +538,7 @@ def test_the_server_keeps_as_many_models_as_the_teacher_has_and_no_more(models: 
     assert ages == [{str(a) for a in range(1, min(t, models - 1) + 1)} for t in range(1, 6)]
     size = sum(a.nbytes for a in start_weights().values())
     down = [min(e["bytes_down"].values()) for e in strategy.history]
-    assert [b > 2 * size for b in down] == [models > 1 and t > 0 for t in range(5)]
+    assert [b >= down[0] + size for b in down] == [models > 1 and t > 0 for t in range(5)]
 
 
 def test_the_teacher_is_the_mean_in_the_models_dtype() -> None:

@@ -310,6 +310,12 @@ def test_properties_follow_from_the_hooks(term: Term, lacks: set[str]) -> None:
     assert {name for name, holds in found.items() if holds} == ALL - lacks
 
 
+def test_a_layer_that_a_term_names_is_there_in_the_trial() -> None:
+    """At any depth: properties are asked of a strategy whose model is not known."""
+    found = [properties(fr.MOON(projection=layer)) for layer in ("encoder.head.2", "0", "body")]
+    assert found == [properties(fr.MOON())] * 3
+
+
 def test_scaled_incomplete_clients_need_each_clients_steps() -> None:
     found = properties(fr.FedAvg(incomplete="scale"))
     assert not found.secure_aggregation
