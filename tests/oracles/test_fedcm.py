@@ -58,9 +58,9 @@ def test_without_gradients_a_rounds_step_goes_on() -> None:
 def test_it_settles_where_fedavg_with_alphas_rate_does() -> None:
     """There the last step is 0, and v -= eta alpha grad f."""
     data = whole(CLIENTS)
-    got = fedcm(START, data, 900, lambda t: 0.2, 1, 5, alpha=0.3, slope=slope)[-1]["v"]
-    slow = fedcm(START, data, 900, lambda t: 0.06, 1, 5, alpha=1.0, slope=slope)[-1]["v"]
-    fast = fedcm(START, data, 900, lambda t: 0.2, 1, 5, alpha=1.0, slope=slope)[-1]["v"]
+    got = fedcm(START, data, 250, lambda t: 0.2, 1, 5, alpha=0.3, slope=slope)[-1]["v"]
+    slow = fedcm(START, data, 250, lambda t: 0.06, 1, 5, alpha=1.0, slope=slope)[-1]["v"]
+    fast = fedcm(START, data, 250, lambda t: 0.2, 1, 5, alpha=1.0, slope=slope)[-1]["v"]
     assert got == pytest.approx(slow, abs=1e-10)
     assert abs(got - fast) > 0.05
     # sum (1 - (1 - eta alpha a)^K)(c - w) = 0

@@ -59,21 +59,21 @@ def test_unequal_steps_as_in_the_plain_loop() -> None:
 def test_unequal_steps_do_not_move_where_it_settles(own: dict[str, float]) -> None:
     """As eta goes to 0: the optimum of sum p_k f_k; FedAvg's is that of sum p_k s_k f_k."""
     n = [3, 4, 2]
-    p, eta = [n_k / sum(n) for n_k in n], 1e-3
+    p, eta = [n_k / sum(n) for n_k in n], 4e-3
     steps = {0: 1, 1: 3, 2: 8}
     got = fednova(
         START,
         whole(CLIENTS),
-        1500,
+        350,
         lambda t: eta,
         1,
         8,
-        steps_done=[steps] * 1500,
+        steps_done=[steps] * 350,
         slope=slope,
         **own,
     )
     best = minimum(CLIENTS, p)
-    assert got[-1]["v"] == pytest.approx([best], abs=0.05)
+    assert got[-1]["v"] == pytest.approx([best], abs=0.15)
     assert (
         abs(minimum(CLIENTS, [p_k * s for p_k, s in zip(p, steps.values(), strict=True)]) - best)
         > 1

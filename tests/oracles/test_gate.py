@@ -58,7 +58,7 @@ def test_it_settles_at_the_optimum_however_many_steps() -> None:
         for steps in (1, 6):
             own: list[list[Params]] = []
             got = fedgate(
-                START, whole(CLIENTS), 600, lambda t: 0.05, 1, steps, weighting, server_lr=0.8,
+                START, whole(CLIENTS), 250, lambda t: 0.1, 1, steps, weighting, server_lr=0.8,
                 controls=own, slope=slope,
             )  # fmt: skip
             assert got[-1]["v"] == pytest.approx([minimum(CLIENTS, p)], abs=1e-9)

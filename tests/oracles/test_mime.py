@@ -82,7 +82,7 @@ def test_mime_settles_at_the_optimum_and_mimelite_beside_it() -> None:
     clients, eta, steps, beta = whole(CLIENTS), 0.1, 4, 0.6
     best = minimum(CLIENTS, [1 / 3] * 3)
     exact, lite = (
-        m(START, clients, 600, lambda t: eta, 1, steps, beta=beta, slope=slope)[-1]["v"][0]
+        m(START, clients, 300, lambda t: eta, 1, steps, beta=beta, slope=slope)[-1]["v"][0]
         for m in (mime, mimelite)
     )
     assert exact == pytest.approx(best, abs=1e-10)

@@ -109,7 +109,7 @@ def test_the_last_model_received_is_kept_whatever_became_of_the_reply() -> None:
 def test_where_fedsam_settles() -> None:
     """On a line, a client at v < c goes towards c + rho: sum pull_k (c_k + rho sign(c_k - w) - w) = 0."""
     data, eta, steps, rho = whole(CLIENTS), 0.05, 3, 0.2
-    got = fedsam(START, data, 500, lambda t: eta, 1, steps, rho=rho, slope=slope)[-1]["v"][0]
+    got = fedsam(START, data, 200, lambda t: eta, 1, steps, rho=rho, slope=slope)[-1]["v"][0]
     a = np.array([np.mean(x) for [(x, _)] in data])
     c = np.array([np.mean(x * y) for [(x, y)] in data]) / a
     pull = 1 - (1 - eta * a) ** steps
@@ -120,7 +120,7 @@ def test_where_fedsam_settles() -> None:
 
 def test_fedlesam_settles_near_fedavg() -> None:
     """Its fixed point is FedAvg's, where w_old = w_t; beside it, rho keeps it from coming to rest."""
-    run = (whole(CLIENTS), 400, lambda t: 0.1, 1, 3)
+    run = (whole(CLIENTS), 150, lambda t: 0.1, 1, 3)
     average = fedsam(START, *run, rho=0.0, slope=slope)[-1]["v"][0]
     for rho in (0.1, 0.01):
         last = fedlesam(START, *run, rho=rho, slope=slope)[-20:]
