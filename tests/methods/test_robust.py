@@ -39,6 +39,10 @@ METHODS: dict[str, tuple[Callable[..., Any], Any]] = {
     ),
     "FedCurv": (lambda **k: fr.FedCurv(0.3, fisher_samples=5, **k), fr.FedCurvClient),
     "SCAFFOLD": (fr.SCAFFOLD, fr.SCAFFOLDClient),
+    "FedDyn": (lambda **k: fr.FedDyn(0.3, **k), fr.FedDynClient),
+    "FedNova": (lambda **k: fr.FedNova(momentum=0.5, **k), fr.FedNovaClient),
+    "VRLSGD": (fr.VRLSGD, fr.VRLSGDClient),
+    "FedGATE": (lambda **k: fr.FedGATE(0.7, **k), fr.FedGATEClient),
     "FedPer": (lambda **k: fr.FedPer("2.*", **k), fr.FedPerClient),
 }
 UPLOADING = ("RFedAvg", "RFedAvgPlus", "EFL", "FedCurv")
