@@ -201,7 +201,11 @@ class Steers(Protocol):
     """Has a say in the client's optimiser."""
 
     def client_optimizer(self, make: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the optimiser factory for the local steps, given the client's own."""
+        """Return the optimiser factory for the local steps, given the client's own.
+
+        A term that returns `make` itself has only looked at it. It is asked again at the end, with what
+        the other terms have made of it.
+        """
         ...
 
 
@@ -212,8 +216,9 @@ class Restricts(Protocol):
     def restrict(self, config: Mapping[str, Any]) -> None:
         """Raise ValueError for a train config that the term cannot work with.
 
-        Asked on the server before any client is contacted, and by a client for its round's config. What
-        config and client make of the optimiser is for :class:`Steers`.
+        Asked on the server before any client is contacted, there again before each round with its own
+        config (``"lr"`` is then the round's), and by a client for its round's config. What config and
+        client make of the optimiser is for :class:`Steers`.
         """
         ...
 

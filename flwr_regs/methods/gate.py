@@ -27,8 +27,8 @@ FedNova).
 
 Sources: Liang, Shen, Liu, Pan, Chen, Cheng, "Variance reduced local SGD with lower communication
 complexity" (2019), Alg. 1; Haddadpour, Kamani, Mokhtari, Mahdavi, "Federated learning with compression:
-unified analysis and sharp guarantees" (2021), Alg. 2 without compression. Both average the clients alike, so
-``weighting`` is "uniform".
+unified analysis and sharp guarantees" (2021), Alg. 2 without compression. Both average the clients
+alike, so ``weighting`` is "uniform".
 """
 
 from __future__ import annotations

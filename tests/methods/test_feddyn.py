@@ -105,32 +105,34 @@ EXACT = between([a / 2 for a in CURVATURES])
 
 @pytest.mark.parametrize(
     "beside",
-    [[], [fr.Proximal(0.5)], [fr.FirstOrder(0.2)], [fr.NormalizedAveraging()]],
-    ids=["alone", "FedProx", "FedFOR", "FedNova"],
+    [
+        [],
+        [fr.NormalizedAveraging()],
+        pytest.param([fr.Proximal(0.5)], marks=pytest.mark.full),
+        pytest.param([fr.FirstOrder(0.2)], marks=pytest.mark.full),
+    ],
+    ids=["alone", "FedNova", "FedProx", "FedFOR"],
 )
 def test_it_settles_at_the_minimum_whatever_the_steps(beside: list[Any]) -> None:
-    """One client takes 1 of 5 steps. FedAvg settles far from it."""
-    terms = [*beside, fr.DynamicRegulariser(0.5)]
+    """One client takes 1 of 5 steps; test_fednova.py has where FedAvg settles then."""
+    terms = [*beside, fr.DynamicRegulariser(2.0)]
     strategy = fr.RegStrategy(terms, seed=3, weighting="uniform", fraction_evaluate=0.0)
-    found = settles(strategy, composed(*terms), {1: 1}, rounds=200)
-    assert found == pytest.approx(EXACT, abs=1e-6)
-    if beside:
-        return
-    plain = fr.FedAvg(seed=3, weighting="uniform", fraction_evaluate=0.0)
-    assert abs(settles(plain, fr.FedAvgClient, {1: 1}) - EXACT) > 0.3
+    found = settles(strategy, composed(*terms), {1: 1}, rounds=80 if len(terms) > 1 else 30)
+    assert found == pytest.approx(EXACT, abs=1e-4)
 
 
-@pytest.mark.parametrize("alpha", [15.0, 17.0])
+@pytest.mark.parametrize("alpha", [5.0, 7.0])
 def test_the_explicit_step_has_a_limit(alpha: float) -> None:
-    """η (a + α) < 2, for the larger curvature, a = 4: with η = 0.1, α < 16."""
+    """η (a + α) < 2, for the larger curvature, a = 4: with η = 0.2, α < 6."""
     strategy = fr.FedDyn(alpha, seed=3, fraction_evaluate=0.0)
-    if alpha < 16:
-        assert settles(strategy, fr.FedDynClient, rounds=300) == pytest.approx(EXACT, abs=1e-6)
-        return
     try:
-        assert abs(settles(strategy, fr.FedDynClient, rounds=300)) > 1e3
-    except fr.RoundFailed as error:
-        assert "diverged" in str(error)
+        found = settles(strategy, fr.FedDynClient, rounds=20, lr=0.2)
+    except fr.RoundFailed:  # it diverged
+        found = np.inf
+    if alpha < 6:
+        assert found == pytest.approx(EXACT, abs=1e-2)
+    else:
+        assert abs(found) > 1e3
 
 
 # what is refused, and what composes
@@ -146,7 +148,7 @@ def test_what_does_not_go_with_it() -> None:
     dyn = fr.DynamicRegulariser(0.1)
     with pytest.raises(ValueError, match="only one term can own the server's step"):
         fr.RegStrategy([dyn, fr.SlowMomentum(0.5)])
-    with pytest.raises(ValueError, match="'feddyn' excludes 'scaffold': .*same drift.*keep one"):
+    with pytest.raises(ValueError, match=r"'feddyn' excludes 'scaffold': .*same drift.*keep one"):
         fr.RegStrategy([fr.ControlVariates(), dyn])
     assert fr.FedDyn(0.1).weighting == "uniform"
 

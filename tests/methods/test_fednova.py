@@ -87,12 +87,12 @@ def bias(lr: float, settings: dict[str, float], normalised: bool) -> float:
 def test_where_it_settles_under_unequal_steps(settings: dict[str, float]) -> None:
     """Small steps bring it to the minimum; FedAvg stays where clients count by their steps."""
     common: dict[str, Any] = {"seed": 3, "weighting": "uniform", "fraction_evaluate": 0.0}
-    found = settles(fr.FedNova(**settings, **common), fr.FedNovaClient, TAKEN)
-    assert found == pytest.approx(bias(0.1, settings, True), abs=1e-6)
+    found = settles(fr.FedNova(**settings, **common), fr.FedNovaClient, TAKEN, rounds=20)
+    assert found == pytest.approx(bias(0.1, settings, True), abs=1e-4)
     if settings:
         return
-    found = settles(fr.FedAvg(**common), fr.FedAvgClient, TAKEN)
-    assert found == pytest.approx(bias(0.1, {}, False), abs=1e-6)
+    found = settles(fr.FedAvg(**common), fr.FedAvgClient, TAKEN, rounds=20)
+    assert found == pytest.approx(bias(0.1, {}, False), abs=1e-4)
     assert abs(bias(1e-4, {}, True) - EXACT) < 1e-3
     assert abs(bias(1e-4, {}, False) - EXACT) > 0.5
 
@@ -138,7 +138,7 @@ def test_wrong_settings() -> None:
         fr.FedNova(momentum=0.5, mu=0.1)
     with pytest.raises(ValueError, match="momentum must be a number from 0 to below 1, not 1"):
         fr.FedNova(momentum=1)
-    with pytest.raises(ValueError, match="incomplete='scale' weighs .* and so does 'fednova'"):
+    with pytest.raises(ValueError, match=r"incomplete='scale' weighs .* and so does 'fednova'"):
         fr.FedNova(incomplete="scale")
     with pytest.raises(ValueError, match="only one term can weigh"):
         fr.RegStrategy([fr.NormalizedAveraging(), Equal()])
@@ -201,7 +201,7 @@ def test_a_term_that_needs_plain_sgd_sees_its_momentum(last: bool) -> None:
     terms: list[Term] = [fr.ControlVariates(), fr.NormalizedAveraging(momentum=0.5)]
     terms = terms if last else terms[::-1]
     strategy = fr.RegStrategy(terms, seed=1)
-    with pytest.raises(fr.RoundFailed, match="option 2.*SGD with momentum takes other ones"):
+    with pytest.raises(fr.RoundFailed, match=r"option 2.*SGD with momentum takes other ones"):
         train(strategy, composed(*terms), rounds=1)
 
 

@@ -165,9 +165,9 @@ def test_where_it_settles(steps: dict[int, int]) -> None:
     """At the minimum with equal steps; else where Σ K_k ∇F_k = 0."""
     strategy = fr.FedGATE(0.8, seed=3, fraction_evaluate=0.0)
     taken = [steps.get(k, 5) for k in range(2)]
-    found = settles(strategy, fr.FedGATEClient, steps, rounds=200)
+    found = settles(strategy, fr.FedGATEClient, steps)
     parts = [a * s for a, s in zip(CURVATURES, taken, strict=True)]
-    assert found == pytest.approx(between(parts), abs=1e-6)
+    assert found == pytest.approx(between(parts), abs=1e-5)
 
 
 # beside a server's optimiser

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterable
 from functools import partial
 from itertools import product
 from typing import Any
@@ -12,63 +10,44 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from flwr.app import ConfigRecord, Message, RecordDict
+from flwr.app import ConfigRecord, Message
 
 import flwr_regs as fr
 from flwr_regs.client.training import local_round
 from flwr_regs.term import ServerContext, Term
 from flwr_regs.testing import spies
-from flwr_regs.testing.problem import SerialisingGrid, app_of, start_weights, train
+from flwr_regs.testing.problem import app_of, start_weights, train
 from flwr_regs.wire.arrays import pack, unpack
 from tests.conftest import budgeted, close, make_clients, make_model, to_numpy
+from tests.methods.watching import (
+    LOST,
+    SHORT,
+    SOME,
+    Arrays,
+    Forgetful,
+    Watched,
+    untouched,
+    watched,
+)
 from tests.oracles.model import Params
 from tests.oracles.scaffold import scaffold
 from tests.sampling import sampled
 
-Arrays = dict[str, np.ndarray]
-SOME = {"seed": 8, "fraction_train": 0.6, "min_train_nodes": 1, "fraction_evaluate": 0.0}
-SHORT = [{}, {1: 2, 3: 1}, {0: 3}, {2: 4, 4: 1}]  # round -> client -> steps that it has time for
+
+def variates(server: Arrays) -> Arrays:
+    """c, of the server's slot."""
+    return {key[2:]: a for key, a in server.items() if key.startswith("c.")}
 
 
-@dataclass
-class Watched:
-    """What a run shows: the models, c after each round, and by (round, client) the c_k that it kept."""
-
-    models: list[Arrays]
-    c: list[Arrays]
-    kept: dict[tuple[int, int], Arrays]
-    history: list[dict[str, Any]]
-
-
-def watched(
-    strategy: Any, client: Any = fr.SCAFFOLDClient, grid: Any = SerialisingGrid, **settings: Any
-) -> Watched:
-    """Train 5 unequal clients for 8 rounds in one process."""
-    out = Watched([], [], {}, [])
-    calls: list[spies.LocalCall] = []
-
-    def after(number: int) -> None:
-        if number:
-            slot = strategy.training.model.server["scaffold"]
-            out.c.append({k[2:]: a.copy() for k, a in slot.items() if k.startswith("c.")})
-
-    with spies.recorded(calls):
-        places = grid(app_of(client, make_clients(5), **settings), 5)
-        out.models = train(strategy, client, rounds=8, grid=places, on_round=after)
-    out.history = strategy.history
-    for call in calls:
-        kept = {n: a.numpy() for n, a in call.result.client.get("scaffold", {}).items()}
-        out.kept[call.settings["config"]["server-round"], call.client] = kept
-    return out
+def of(strategy: Any, client: Any = fr.SCAFFOLDClient, **more: Any) -> Watched:
+    return watched(strategy, client, "scaffold", **more)
 
 
 def expected(found: Watched, controls: list[tuple[Params, list[Params]]], **own: Any) -> Any:
     """The oracle's models for the cohorts and replies of a run; `controls` takes c and c_k."""
-    cohorts = [e["cohort"] for e in found.history]
-    unused = [set(e["cohort"]) - set(e["replies"]) for e in found.history]
     return scaffold(
         start_weights(), to_numpy(make_clients(5)), 8, lambda t: 0.2, 2,
-        cohorts=cohorts, unused=unused, controls=controls, **own,
+        controls=controls, **found.plan, **own,
     )  # fmt: skip
 
 
@@ -83,28 +62,27 @@ def test_some_clients_of_which_some_stop_early(
     strategy = fr.SCAFFOLD(
         option=option, state=state, downlink=downlink, incomplete=incomplete, **SOME
     )
-    found = watched(strategy, budgeted(fr.SCAFFOLDClient, SHORT))
-    dropped = [set(e["cohort"]) - set(e["replies"]) for e in found.history]
-    assert any(dropped) == (incomplete == "drop")
+    found = of(strategy, budgeted(fr.SCAFFOLDClient, SHORT))
+    assert any(found.plan["unused"]) == (incomplete == "drop")
     controls: list[tuple[Params, list[Params]]] = []
     models = expected(found, controls, option=option, steps_done=[SHORT[t % 4] for t in range(8)])
     last: dict[int, Arrays] = {}
     for t, (c, own) in enumerate(controls):
         close(found.models[t], models[t], 1e-10)
-        close(found.c[t], c, 1e-10)
+        close(variates(found.server[t]), c, 1e-10)
         used = found.history[t]["replies"]
         last |= {k: found.kept[t + 1, k] for k in used if state == "client"}
         for k, mine in last.items():
             close(mine, own[k], 1e-10)
         for n in c if last else ():
             mean = sum(mine[n] for mine in last.values()) / 5
-            np.testing.assert_allclose(found.c[t][n], mean, rtol=0, atol=1e-12)
+            np.testing.assert_allclose(found.server[t][f"c.{n}"], mean, rtol=0, atol=1e-12)
     assert set(last) == (set(range(5)) if state == "client" else set())
 
 
 def test_the_server_can_keep_all_control_variates() -> None:
     """It trains the same model, and the clients keep nothing."""
-    runs = [watched(fr.SCAFFOLD(state=state, **SOME)) for state in ("client", "server")]
+    runs = [of(fr.SCAFFOLD(state=state, **SOME)) for state in ("client", "server")]
     for a, b in zip(*(r.models for r in runs), strict=True):
         close(a, b, 1e-12)
     assert any(runs[0].kept.values())
@@ -114,26 +92,16 @@ def test_the_server_can_keep_all_control_variates() -> None:
 def test_a_client_that_lost_its_control_variate_is_named() -> None:
     """It begins at 0, and its old share stays in c."""
 
-    class Forgetful(fr.InProcessGrid):
-        rounds = 0
-
-        def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-            messages = list(messages)
-            self.rounds += any(m.metadata.message_type == "train" for m in messages)
-            if self.rounds == 5:
-                self._contexts[1002].state = RecordDict()
-            return super().push_messages(messages)
-
     strategy = fr.SCAFFOLD(seed=3, fraction_evaluate=0.0)
-    found = watched(strategy, grid=Forgetful)
-    assert [e["lost_state"] for e in found.history] == [[]] * 4 + [[2]] + [[]] * 3
+    found = of(strategy, grid=Forgetful)
+    assert [set(e["lost_state"]) for e in found.history] == LOST
     controls: list[tuple[Params, list[Params]]] = []
-    lost = [set[int]()] * 4 + [{2}] + [set[int]()] * 3
-    models = expected(found, controls, lost=lost)
+    models = expected(found, controls, lost=LOST)
     close(found.models[-1], models[-1], 1e-10)
-    close(found.c[-1], controls[-1][0], 1e-10)
+    c = variates(found.server[-1])
+    close(c, controls[-1][0], 1e-10)
     mean = sum(found.kept[8, k]["0.weight"] for k in range(5)) / 5
-    assert abs(found.c[-1]["0.weight"] - mean).max() > 1e-3
+    assert abs(c["0.weight"] - mean).max() > 1e-3
 
 
 def test_float32_keeps_the_mean_too() -> None:
@@ -213,16 +181,6 @@ def test_c_is_the_clients_own_mean_where_updates_are_rounded(beside: Any) -> Non
 # what is refused
 
 
-@contextmanager
-def untouched() -> Iterator[fr.InProcessGrid]:
-    """A grid whose clients must not be contacted."""
-    grid = fr.InProcessGrid(app_of(fr.SCAFFOLDClient, make_clients()), 4)
-    contacted = list[Any]()
-    grid.push_messages = lambda messages: contacted.extend(messages) or []  # type: ignore[method-assign]
-    yield grid
-    assert not contacted
-
-
 @pytest.mark.parametrize(
     ("key", "value", "why"),
     [
@@ -236,7 +194,10 @@ def test_option_2_refuses_a_config_before_any_client_is_contacted(
     key: str, value: Any, why: str
 ) -> None:
     config = {"local-epochs": 1, key: value}
-    with untouched() as grid, pytest.raises(ValueError, match=f"option 2.*{why}: leave that out"):
+    with (
+        untouched(fr.SCAFFOLDClient) as grid,
+        pytest.raises(ValueError, match=f"option 2.*{why}: leave that out"),
+    ):
         train(fr.SCAFFOLD(seed=1), fr.SCAFFOLDClient, grid=grid, length=config)
     strategy = fr.SCAFFOLD(seed=1, option=1)
     train(strategy, fr.SCAFFOLDClient, rounds=1, length=config)

@@ -118,7 +118,7 @@ def settles(
     strategy: Any,
     client: Any,
     steps: Mapping[int, int] | None = None,
-    rounds: int = 120,
+    rounds: int = 30,
     lr: float = 0.1,
     most: int = 5,
 ) -> float:
