@@ -18,6 +18,7 @@ ROOT = Path(__file__).parents[2]
 LOADS = {  # the libraries that a folder may load
     "experiments": "Flower, torch, matplotlib, …",
     "testing": "Flower, torch",
+    "conformity": "numpy",
     "methods": "Flower, torch",
     "flower": "Flower, torch",
     "client": "torch",

@@ -13,6 +13,7 @@ from flwr_regs.conformity.behaviours import METHODS, apply_to
 from flwr_regs.conformity.compare import TOLERANCE, judge
 from flwr_regs.conformity.loops import federate
 from flwr_regs.conformity.task import small_task
+from tests.sampling import sampled
 
 TASK, MOMENTUM = small_task(), small_task(0.7)
 WRONG = {m: [(b,) for b in apply_to(m, momentum=0.7, batch_norm=False)] for m in METHODS}
@@ -49,9 +50,7 @@ def test_the_task_tells_all_behaviours_apart(method: str) -> None:
         assert apart > 100 * TOLERANCE, (a, b)
 
 
-@pytest.mark.parametrize(
-    ("method", "behaviour"), [(m, names[0]) for m in METHODS for names in sampled(WRONG[m], 3)]
-)
+@sampled("method, behaviour", [(m, names[0]) for m in METHODS for names in WRONG[m]], seed=3)
 def test_a_known_wrong_one_is_named(method: str, behaviour: str) -> None:
     task = MOMENTUM if behaviour == "outside-momentum" else TASK
     verdict = judge(task, method, driven(method, behaviour, task=task))
