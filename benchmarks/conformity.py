@@ -1,8 +1,8 @@
 """What known deviations from the papers cost: the tables and the picture of docs/conformity.md.
 
-``python -m benchmarks.conformity measure`` trains what ``docs/studies/conformity.jsonl`` lacks, on the bundled
-digits, with the loops of ``flwr_regs.conformity``; ``python -m benchmarks.conformity report`` writes the page's
-tables and draws its picture. Nothing is tuned: one learning rate for plain SGD, one for momentum.
+``python -m benchmarks.conformity measure`` trains what ``docs/studies/conformity.jsonl`` lacks, on the
+bundled digits, with the loops of ``flwr_regs.conformity``; ``python -m benchmarks.conformity report``
+writes the page's tables and draws its picture. Nothing is tuned.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ LIBRARIES = ROOT / "docs" / "studies" / "conformity-libraries.json"
 PAGE = ROOT / "docs" / "conformity.md"
 PICTURE = ROOT / "docs" / "img" / "studies" / "conformity.png"
 MARK = r"(<!-- conformity: {} -->\n).*?(?=<!-- end -->)"
-CLIENTS, COHORT, ROUNDS, LAST, SEEDS = 20, 4, 40, 5, tuple(range(1, 9))
+CLIENTS, COHORT, ROUNDS, LAST, SEEDS = 20, 4, 40, 5, tuple(range(1, 6))
 EPOCHS, BATCH, DIRICHLET, HIDDEN = 2, 16, 0.1, 32
 MU, MOMENTUM = 0.1, 0.9
 LR = {False: 0.1, True: 0.01}
@@ -119,9 +119,7 @@ def task(seed: int, momentum: bool, batch_norm: bool) -> tuple[Task, np.ndarray,
         for _ in range(ROUNDS)
     )
     w = initial(x.shape[1], HIDDEN, 10, seed, batch_norm)
-    made = Task(
-        w, clients, cohorts, LR[momentum], EPOCHS, BATCH, MU, MOMENTUM if momentum else 0.0
-    )
+    made = Task(w, clients, cohorts, LR[momentum], EPOCHS, BATCH, MU, MOMENTUM if momentum else 0.0)
     return made, found.test_x.reshape(len(found.test_x), -1).astype(np.float64), found.test_y
 
 
@@ -220,7 +218,9 @@ def interval(mean: float, half: float) -> str:
 def written(page: str, found: Mapping[tuple[str, int], float | None]) -> str:
     """Return the page with its tables as the results say."""
     for name, text in tables(found).items():
-        page, count = re.subn(MARK.format(name), lambda m, t=text: m[1] + t + "\n", page, flags=re.S)  # type: ignore[misc]
+        page, count = re.subn(
+            MARK.format(name), lambda m, t=text: m[1] + t + "\n", page, flags=re.S
+        )  # type: ignore[misc]
         if count != 1:
             raise LookupError(f"{PAGE.name} has {count} places for the table {name!r}, not one")
     return page
@@ -248,7 +248,9 @@ def draw(found: Mapping[tuple[str, int], float | None], path: Path) -> None:
     for label, (_, _, weight) in zip(axes.get_yticklabels(), marks, strict=True):
         label.set_fontweight(weight)
     axes.tick_params(axis="y", length=0)
-    axes.set_xlabel("accuracy against the paper's algorithm, points (95 % interval of paired differences)")
+    axes.set_xlabel(
+        "accuracy against the paper's algorithm, points (95 % interval of paired differences)"
+    )
     axes.grid(axis="x", alpha=0.25)
     path.parent.mkdir(parents=True, exist_ok=True)
     made.savefig(path)

@@ -15,7 +15,7 @@ from typing import Any
 from . import host
 from .loops import Task
 
-INSTALL_SECONDS, DRIVE_SECONDS = 1800, 300
+INSTALL_SECONDS, DRIVE_SECONDS = 1800, 900
 """How long an installation, and one method's run, may take."""
 
 
