@@ -93,9 +93,13 @@ class Chain(Term):
         return params
 
     def client_optimizer(self, make: Any) -> Any:
+        checked: list[Steers] = []
         for t in self.terms:
             if isinstance(t, Steers):
-                make = t.client_optimizer(make)
+                before, make = make, t.client_optimizer(make)
+                checked += [t] if make is before else []
+        for look in checked:  # a term that changed nothing sees what those on its right made
+            look.client_optimizer(make)
         return make
 
     def restrict(self, config: Mapping[str, Any]) -> None:
@@ -337,7 +341,9 @@ def chain(terms: Sequence[Term]) -> Chain:
             f"a term's name is part of keys: it must not be {odd[0]!r} (empty, 'regs', or with one of ,+.)"
         )
     if twice := sorted({n for n in names if names.count(n) > 1}):
-        raise ValueError(f"each term may appear once, but {twice} appear more often in {names}")
+        raise ValueError(
+            f"each term may appear once, but {names} have {twice} more often: keep one"
+        )
     for t in terms:
         if strange := sorted(set(t.needs) - set(NEEDS)):
             raise ValueError(f"'{t.name}' needs {strange}, but a term can need {list(NEEDS)}")
@@ -345,6 +351,8 @@ def chain(terms: Sequence[Term]) -> Chain:
         if t.keeps not in KEEPS:
             raise ValueError(f"'{t.name}' keeps {t.keeps!r}, expected one of {KEEPS}")
         if others := sorted(set(t.excludes) & set(names)):
+            if isinstance(t.excludes, Mapping):
+                raise ValueError(f"'{t.name}' excludes '{others[0]}': {t.excludes[others[0]]}")
             raise ValueError(
                 f"'{t.name}' and {others} are versions of one term and together would count twice: "
                 "keep one"

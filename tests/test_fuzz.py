@@ -111,6 +111,16 @@ def retype_record(content: RecordDict, rng: np.random.Generator) -> None:
     content[pick(rng, [*content, *NAMES])] = pick(rng, [*kinds, ArrayRecord(), MetricRecord()])
 
 
+def readable(value: Array) -> Any:
+    """Return an array's content; two numbers for one that an earlier change has made unreadable."""
+    try:
+        found = value.numpy()
+    except Exception:
+        found = None
+    usual = isinstance(found, np.ndarray) and found.dtype.kind in "biuf"
+    return found if usual else np.ones(2)
+
+
 def change_array(content: RecordDict, rng: np.random.Generator) -> None:
     record = content.array_records.get(pick(rng, content.array_records) or "")
     if record is None or not record:
@@ -125,7 +135,7 @@ def change_array(content: RecordDict, rng: np.random.Generator) -> None:
     if what == "swap":
         record[name] = record[pick(rng, record)]
     if what == "bytes":
-        data = bytearray(value.data)
+        data = bytearray(value.data or b"\0")
         how = pick(rng, ["flip", "cut", "more", "none"])
         if how == "flip":
             for at in rng.integers(len(data), size=3):
@@ -141,7 +151,7 @@ def change_array(content: RecordDict, rng: np.random.Generator) -> None:
         stype = pick(rng, [value.stype, "pickle", "numpy.ndarray"])
         record[name] = Array(dtype, shape, stype, value.data)
     if what == "other":
-        record[name] = pick(rng, arrays_like(value.numpy()))
+        record[name] = pick(rng, arrays_like(readable(value)))
 
 
 def change_config(content: RecordDict, rng: np.random.Generator) -> None:

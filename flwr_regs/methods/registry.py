@@ -19,12 +19,27 @@ if TYPE_CHECKING:  # what type checkers see; a test compares it with the rows
     from flwr_regs.methods.fedavg import *
     from flwr_regs.methods.fedbn import *
     from flwr_regs.methods.fedcurv import *
+    from flwr_regs.methods.feddyn import *
     from flwr_regs.methods.fedfor import *
+    from flwr_regs.methods.fednova import *
     from flwr_regs.methods.fedopt import *
     from flwr_regs.methods.fedprox import *
+    from flwr_regs.methods.gate import *
     from flwr_regs.methods.rfedavg import *
     from flwr_regs.methods.scaffold import *
     from flwr_regs.methods.ternary import *
+
+
+FAMILIES: dict[str, str] = {
+    "server": "a baseline, and optimisers on the server",
+    "drift": "less client drift, and clients keep nothing",
+    "memory": "less client drift, by what clients keep",
+    "loss": "a local loss of its own: features, missing classes, distillation",
+    "flat": "flat minima",
+    "fair": "alike for all clients",
+    "personal": "a model for each client",
+}
+"""What a method is for -> in words, in the order of README's table."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +58,8 @@ class Method:
         A call of the strategy with hyper-parameters that are not neutral; the columns below are its own.
     paper : str
         Authors, year, and the part of the paper that the file implements.
+    family : str
+        A key of `FAMILIES`.
     use_when : str
         When to choose it: how the sentence "Use it when ..." goes on.
     setting : str
@@ -67,6 +84,7 @@ class Method:
     terms: tuple[str, ...]
     example: str
     paper: str
+    family: str
     use_when: str = ""
     setting: Literal["device", "silo", "both"] = "both"
     state: str = ""
@@ -99,6 +117,7 @@ def _rows() -> Iterator[Method]:
         terms=(),
         example="FedAvg()",
         paper="McMahan et al. 2017; Wang et al. 2021, Alg. 1",
+        family="server",
         use_when="you need a baseline, or clients whose data are alike",
     )
     yield Method(
@@ -107,6 +126,7 @@ def _rows() -> Iterator[Method]:
         terms=("Proximal",),
         example="FedProx(mu=0.1)",
         paper="Li et al. 2020, Alg. 2",
+        family="drift",
         use_when="local training is long and drifts, and you want one easily understood parameter",
     )
     yield Method(
@@ -115,6 +135,7 @@ def _rows() -> Iterator[Method]:
         terms=("FirstOrder",),
         example="FedFOR()",
         paper="Tian, Smith, Kira 2022, Alg. 1",
+        family="drift",
         use_when="labels are skewed and clients run SGD, even if each takes part only once",
         down=2,
         down_delta=1,
@@ -125,6 +146,7 @@ def _rows() -> Iterator[Method]:
         terms=("EmbeddedMomentum",),
         example="FedADC(beta=0.9)",
         paper="Ozfatura et al. 2021, Alg. 3, 4",
+        family="drift",
         use_when="labels are skewed, and clients can run SGD without momentum of their own",
         down=2,
         down_delta=1,
@@ -135,6 +157,7 @@ def _rows() -> Iterator[Method]:
         terms=("SelfDistillation", "EmbeddedMomentum"),
         example="FedADCPlus(beta=0.9, lam=0.35)",
         paper="Ozfatura et al. 2021, Sec. III, Eq. 7",
+        family="drift",
         use_when="labels are skewed, and clients lack whole classes that the global model knows",
         down=2,
         down_delta=1,
@@ -146,6 +169,7 @@ def _rows() -> Iterator[Method]:
         terms=("SlowMomentum",),
         example="SlowMo(beta=0.9)",
         paper="Wang et al. 2019; Ozfatura et al. 2021, Alg. 2",
+        family="server",
         use_when="you want momentum, but can change nothing on the clients",
     )
     yield Method(
@@ -154,9 +178,54 @@ def _rows() -> Iterator[Method]:
         terms=("ControlVariates",),
         example="SCAFFOLD()",
         paper="Karimireddy et al. 2020, Alg. 1",
+        family="memory",
         use_when="labels are skewed, and the same clients come back again and again and run plain SGD",
         setting="silo",
         state="its control variate",
+        down=2,
+    )
+    yield Method(
+        name="FedDyn",
+        module="feddyn",
+        terms=("DynamicRegulariser",),
+        example="FedDyn(alpha=0.1)",
+        paper="Acar et al. 2021, Alg. 1",
+        family="memory",
+        use_when="labels are skewed, the same clients come back again and again, and 1 model down must do",
+        setting="silo",
+        state="its linear term",
+    )
+    yield Method(
+        name="FedNova",
+        module="fednova",
+        terms=("NormalizedAveraging",),
+        example="FedNova()",
+        paper="Wang et al. 2020, Sec. 4",
+        family="drift",
+        use_when="clients take unequally many local steps, and none should count more for that",
+    )
+    yield Method(
+        name="VRLSGD",
+        module="gate",
+        terms=("GradientTracking",),
+        example="VRLSGD()",
+        paper="Liang et al. 2019, Alg. 1",
+        family="memory",
+        use_when="labels are skewed, and all clients take part in every round with equally many steps",
+        setting="silo",
+        state="its correction",
+        down=2,
+    )
+    yield Method(
+        name="FedGATE",
+        module="gate",
+        terms=("GradientTracking",),
+        example="FedGATE(server_lr=1.5)",
+        paper="Haddadpour et al. 2021, Alg. 2",
+        family="memory",
+        use_when="VRL-SGD fits, and the server should make longer or shorter steps",
+        setting="silo",
+        state="its correction",
         down=2,
     )
     yield Method(
@@ -165,6 +234,7 @@ def _rows() -> Iterator[Method]:
         terms=("TorchServerOptimizer",),
         example="FedOpt(server_optimizer='SGD', lr=0.7, momentum=0.9, nesterov=True)",
         paper="Wang et al. 2021, Alg. 1",
+        family="server",
         use_when="you want an optimiser of torch on the server, or learning-rate schedules on both sides",
     )
     yield Method(
@@ -173,6 +243,7 @@ def _rows() -> Iterator[Method]:
         terms=("TorchServerOptimizer",),
         example="FedAvgM(server_lr=1.0, momentum=0.9)",
         paper="Hsu et al. 2019",
+        family="server",
         use_when="you want server momentum in torch's form, and nothing else on the clients or the wire",
     )
     yield Method(
@@ -181,6 +252,7 @@ def _rows() -> Iterator[Method]:
         terms=("AdaptiveServer",),
         example="FedAdagrad(server_lr=0.1)",
         paper="Reddi et al. 2021, Alg. 2",
+        family="server",
         use_when="some parameters get rare, sparse updates, and training is short",
     )
     yield Method(
@@ -189,6 +261,7 @@ def _rows() -> Iterator[Method]:
         terms=("AdaptiveServer",),
         example="FedAdam(server_lr=0.1)",
         paper="Reddi et al. 2021, Alg. 2",
+        family="server",
         use_when="parameters need steps of different sizes, as embeddings and language models do",
     )
     yield Method(
@@ -197,6 +270,7 @@ def _rows() -> Iterator[Method]:
         terms=("AdaptiveServer",),
         example="FedYogi(server_lr=0.1)",
         paper="Reddi et al. 2021, Alg. 2",
+        family="server",
         use_when="FedAdam fits, but updates are sparse and its second moment forgets too fast",
     )
     yield Method(
@@ -205,6 +279,7 @@ def _rows() -> Iterator[Method]:
         terms=("FeatureTable",),
         example="RFedAvg(lam=0.001)",
         paper="Wang, Tong et al. 2023, Alg. 1",
+        family="loss",
         use_when="a few clients have differing features, and all of them take part again and again",
         setting="silo",
         beside="a feature mean of each client of the federation down, one up",
@@ -216,6 +291,7 @@ def _rows() -> Iterator[Method]:
         terms=("LeaveOneOutMean",),
         example="RFedAvgPlus(lam=0.1)",
         paper="Wang, Tong et al. 2023, Alg. 2",
+        family="loss",
         use_when="clients have differing features, and a second, small exchange per round is no problem",
         beside="a feature mean down, one up",
         gradients="the features of all its data once a round",
@@ -227,6 +303,7 @@ def _rows() -> Iterator[Method]:
         terms=("Elastic", "SparseTernary"),
         example="EFL(lam=1.0, density_up=0.01, density_down=0.01)",
         paper="Ma et al. 2021, Alg. 1-2, Eqs. 2-6",
+        family="memory",
         use_when="the same clients come back, may stop early, and send compressed updates",
         setting="silo",
         state="the model, and the rest of its update",
@@ -241,6 +318,7 @@ def _rows() -> Iterator[Method]:
         terms=("Curvature",),
         example="FedCurv(lam=1.0)",
         paper="Shoham et al. 2019, Eqs. 4-6",
+        family="memory",
         use_when="a few clients come back again and again, and overwrite what the others learnt",
         setting="silo",
         state="its Fisher information, and that times its model",
@@ -255,6 +333,7 @@ def _rows() -> Iterator[Method]:
         terms=("LocalBatchNorm",),
         example="FedBN()",
         paper="Li, Jiang et al. 2021, Alg. 1",
+        family="personal",
         use_when="the model has BatchNorm, and clients differ in their inputs rather than in their labels",
         setting="silo",
         state="BatchNorm's parameters and statistics",
@@ -265,6 +344,7 @@ def _rows() -> Iterator[Method]:
         terms=("Private",),
         example="FedPer(patterns='head.*')",
         paper="Arivazhagan et al. 2019",
+        family="personal",
         use_when="each client should have a model of its own, because clients differ in their labels",
         setting="silo",
         state="the entries that it names",

@@ -202,10 +202,11 @@ def test_a_resumed_run_equals_the_unbroken_one(case: Case, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("case", "number", "served"),
     [
-        pytest.param(case, number, served, marks=[pytest.mark.full])
+        pytest.param(
+            case, number, served, id=f"{case.name}-{number}-{served}", marks=[pytest.mark.full]
+        )
         for case, number, served in product(METHODS, (2, 4), (1, 2))
     ],
-    ids=str,
 )
 def test_broken_at_any_client_of_any_round(
     case: Case, number: int, served: int, tmp_path: Path

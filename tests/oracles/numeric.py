@@ -1,0 +1,42 @@
+"""What the tests of the oracles share: derivatives by central differences, models side by side."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from .fedavg import fedavg
+from .model import Params
+from .test_efl import CLIENTS, lr, model
+
+SOME = [[0, 2], [0, 1, 2], [1, 2], [0, 1]]
+"""Cohorts of four rounds, of `CLIENTS`."""
+
+
+def slopes(value: Callable[[Params], float], w: Params) -> Params:
+    """Return d value/d w by central differences of 1e-6."""
+    out = {name: np.zeros_like(a) for name, a in w.items()}
+    for name, a in w.items():
+        for index in np.ndindex(a.shape):
+            ends = []
+            for step in (1e-6, -1e-6):
+                moved = {key: b.copy() for key, b in w.items()}
+                moved[name][index] += step
+                ends.append(value(moved))
+            out[name][index] = (ends[0] - ends[1]) / 2e-6
+    return out
+
+
+def apart(a: Params, b: Params) -> float:
+    """Return the largest difference of two models with the same names."""
+    assert a.keys() == b.keys()
+    return max(float(abs(a[name] - b[name]).max()) for name in a)
+
+
+def from_fedavg(oracle: Callable[..., list[Params]], **settings: Any) -> list[float]:
+    """Return how far the oracle is from FedAvg after each of four rounds of some of three clients."""
+    runs = [
+        m(model(), CLIENTS, 4, lr, 2, cohorts=SOME, **more)
+        for m, more in ((oracle, settings), (fedavg, {}))
+    ]
+    return [apart(a, b) for a, b in zip(*runs, strict=True)]

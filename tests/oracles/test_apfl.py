@@ -1,0 +1,82 @@
+"""The APFL oracle checked by itself: finite differences, its two ends a = 0 and a = 1, a step by hand."""
+
+from typing import Any
+
+import pytest
+
+from tests.oracles.apfl import apfl, mixed
+from tests.oracles.averaged import sgd
+from tests.oracles.model import Params, loss
+from tests.oracles.numeric import SOME, apart, from_fedavg, slopes
+from tests.oracles.test_efl import CLIENTS, lr, model
+
+Own = list[dict[int, tuple[Params, float]]]
+
+
+def run(rounds: int = 4, **settings: Any) -> tuple[list[Params], Own]:
+    own: Own = []
+    where: dict[str, Any] = {"cohorts": SOME[:rounds], "epochs": 2, **settings}
+    models = apfl(model(), CLIENTS, rounds, lr, personal=own, **where)
+    return models, own
+
+
+@pytest.mark.parametrize("every", ["step", "round"])
+def test_the_global_model_is_fedavgs(every: str) -> None:
+    assert max(from_fedavg(apfl, alpha=0.4, every=every)) < 1e-14
+
+
+@pytest.mark.parametrize("chain", [True, False])
+def test_a_step_goes_down_the_mixed_models_loss(chain: bool) -> None:
+    """u by the gradient with respect to u, a by that with respect to a, both at the old values."""
+    short = [{0: 3}, {0: 1}]
+    models, own = run(2, alpha=0.4, chain=chain, cohorts=[[0, 2], [0]], steps_done=short)
+    (u1, a1), (u2, a2) = (state[0] for state in own)
+    v, (x, y), eta = models[0], CLIENTS[0][0], lr(2)
+    down = slopes(lambda u: loss(mixed(u, v, a1), x, y), u1)
+    factor = eta if chain else eta / a1
+    assert apart(u2, {name: u1[name] - factor * down[name] for name in u1}) < 1e-8
+    rise = (loss(mixed(u1, v, a1 + 1e-6), x, y) - loss(mixed(u1, v, a1 - 1e-6), x, y)) / 2e-6
+    assert a2 == pytest.approx(a1 - eta * rise, abs=1e-9)
+    assert abs(a2 - a1) > 1e-5
+
+
+def test_at_one_the_own_model_trains_alone_and_at_zero_it_stays() -> None:
+    models, own = run(alpha=1.0, learn=False)
+    alone = sgd(sgd(models[0], CLIENTS[1] * 2, lr(2)), CLIENTS[1] * 2, lr(3))
+    assert apart(own[2][1][0], alone) < 1e-14
+    models, own = run(alpha=0.0, learn=False)
+    assert apart(own[3][1][0], models[0]) == 0.0
+    assert own[3][1][1] == 0.0
+
+
+def test_how_often_the_mixture_is_learnt() -> None:
+    """A client's u is v at first: a stays in its first step, and so in a round with one lesson alone."""
+    steps, once = (run(alpha=0.4, every=every)[1] for every in ("step", "round"))
+    assert once[0][0][1] == 0.4
+    assert abs(steps[0][0][1] - 0.4) > 1e-6
+    assert abs(once[1][0][1] - 0.4) > 1e-6
+    assert {a for state in run(alpha=0.4, learn=False)[1] for _, a in state.values()} == {0.4}
+    with pytest.raises(ValueError, match="epoch"):
+        run(alpha=0.4, every="epoch")
+
+
+def test_the_mixture_stays_between_0_and_1() -> None:
+    wide = {"epochs": 30}
+    found = [a for s in (0.02, 0.98) for own in run(alpha=s, **wide)[1] for _, a in own.values()]
+    assert min(found) >= 0.0
+    assert max(found) == 1.0
+
+
+def test_what_is_kept() -> None:
+    """An unused reply's u and a are kept; lost ones begin again."""
+    unused = [{0}, set[int](), set[int](), set[int]()]
+    used, dropped = (run(alpha=0.4, unused=u)[1] for u in (None, unused))
+    assert apart(used[0][0][0], dropped[0][0][0]) == 0.0
+    assert dropped[1][0][1] != 0.4
+    lost = [set[int](), {0}, set[int](), set[int]()]
+    models, own = run(alpha=0.4, lost=lost)
+    fresh: Own = []
+    apfl(models[0], CLIENTS[:1], 1, lambda _: lr(2), 2, alpha=0.4, personal=fresh)
+    assert own[1][0][1] == fresh[0][0][1] != used[1][0][1]
+    assert apart(own[1][0][0], fresh[0][0][0]) == 0.0
+    assert apart(own[1][0][0], used[1][0][0]) > 1e-4
