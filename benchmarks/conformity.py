@@ -58,7 +58,11 @@ class Row:
     @property
     def words(self) -> str:
         """The row in the tables."""
-        return ", ".join(f"`{b}`" for b in self.behaviours) or "as in the paper"
+        words = [f"`{b}`" for b in self.behaviours]
+        if self.momentum:  # the paper has none
+            option = "option I" if self.method == "SCAFFOLD-1" else "option II"
+            return ", ".join([option, *(words or ["correction in the gradient"])])
+        return ", ".join(words) or "as in the paper"
 
 
 PLAIN = ("one-batch", "from-weights", "wrong-sign", "c-of-cohort", "by-examples", "one-epoch-steps")
@@ -203,7 +207,8 @@ def oracles() -> list[list[str]]:
 
     found: dict[str, list[str]] = {}
     for case in CASES:
-        found.setdefault(case.strategy.__name__, []).append(case.oracle.__module__.split(".")[-1])
+        oracle = getattr(case.oracle, "func", case.oracle)  # a partial's function
+        found.setdefault(case.strategy.__name__, []).append(oracle.__module__.split(".")[-1])
     return [
         [name, METHODS[name].paper, f"`tests/oracles/{files[0]}.py`", f"{len(files)}"]
         for name, files in found.items()
@@ -235,7 +240,7 @@ def draw(found: Mapping[tuple[str, int], float | None], path: Path) -> None:
         marks.append((at, group, "bold"))
         for row in members[1:]:
             at -= 1
-            marks.append((at, " + ".join(row.behaviours), "normal"))
+            marks.append((at, row.words.replace("`", ""), "normal"))
             apart = difference(found, row, members[0])
             if apart is None:
                 axes.text(0.5, at, "diverged", va="center", color="#D55E00", fontsize=8)
