@@ -254,7 +254,7 @@ def draw(found: Mapping[tuple[str, int], float | None], path: Path) -> None:
         label.set_fontweight(weight)
     axes.tick_params(axis="y", length=0)
     axes.set_xlabel("points of accuracy against the first row\n(95 % interval)", fontsize=9)
-    axes.margins(y=0.03)
+    axes.set_ylim(at + 0.5, 0.8)
     axes.grid(axis="x", alpha=0.25)
     path.parent.mkdir(parents=True, exist_ok=True)
     made.savefig(path)
