@@ -163,6 +163,22 @@ class Personalises(Protocol):
 
 
 @runtime_checkable
+class FineTunes(Protocol):
+    """Evaluates as each client's own the global model, trained further on the client's data."""
+
+    def fine_tuning(self) -> Mapping[str, Any]:
+        """Return what an `evaluate_config` would say: ``"personalise"``, ``"personal-epochs"``, ...
+
+        Without ``"personal-lr"``, the learning rate is that of the last round.
+        """
+        ...
+
+    def head(self, names: Collection[str]) -> set[str]:
+        """Return the ``state_dict`` names of the output layer."""
+        ...
+
+
+@runtime_checkable
 class Checks(Protocol):
     """Checks each upload; all terms with uploads should."""
 
@@ -206,7 +222,7 @@ ABILITIES: frozenset[str] = frozenset(
     name
     for kind in (
         *(Weighs, Folds, Adds, Probes, AnswersRobustly, Compresses, TakesBack, Recovers, Addresses),
-        *(Withholds, Freezes, Personalises, Checks, Agrees, Steers, Restricts),
+        *(Withholds, Freezes, Personalises, FineTunes, Checks, Agrees, Steers, Restricts),
     )
     for name in vars(kind)
     if not name.startswith("_")

@@ -18,6 +18,7 @@ from flwr_regs.abilities import (
     AnswersRobustly,
     Checks,
     Compresses,
+    FineTunes,
     Folds,
     Freezes,
     Personalises,
@@ -33,6 +34,7 @@ from flwr_regs.term import Arrays, ClientContext, ServerContext, Slot, Term
 LOG = logging.getLogger("flwr")
 _WARNED_OF: set[type[Term]] = set()
 NEEDS = ("features", "start_output", "label_counts")
+OUTPUT_OF = "output of "  # a layer's name follows
 KEEPS = ("if-used", "always")
 
 
@@ -91,6 +93,16 @@ class Chain(Term):
             if isinstance(t, Personalises):
                 params = t.personal(params, _own(ctx, t))
         return params
+
+    @property
+    def tuner(self) -> FineTunes | None:
+        """The term that trains the global model further where it is evaluated, if any."""
+        return next((t for t in self.terms if isinstance(t, FineTunes)), None)
+
+    @property
+    def personalising(self) -> list[str]:
+        """The terms that give each client a model of its own."""
+        return [t.name for t in self.terms if isinstance(t, Personalises | FineTunes)]
 
     def client_optimizer(self, make: Any) -> Any:
         checked: list[Steers] = []
@@ -277,6 +289,12 @@ def name_of(terms: Iterable[Term | type[Term]]) -> str:
     return "+".join(t.name for t in terms if not t.server_only) or "FedAvg"
 
 
+def layers_of(terms: Iterable[Term]) -> list[str]:
+    """Return the names of the layers whose outputs the terms need."""
+    needs = {n for t in terms for n in t.needs if n.startswith(OUTPUT_OF)}
+    return sorted(n.removeprefix(OUTPUT_OF) for n in needs)
+
+
 def _warn_of_no_hook(kind: type[Term]) -> None:
     """Log, once for a class, that it overrides no hook: a misspelt one would go unseen."""
     if kind in _WARNED_OF:
@@ -345,8 +363,10 @@ def chain(terms: Sequence[Term]) -> Chain:
             f"each term may appear once, but {names} have {twice} more often: keep one"
         )
     for t in terms:
-        if strange := sorted(set(t.needs) - set(NEEDS)):
-            raise ValueError(f"'{t.name}' needs {strange}, but a term can need {list(NEEDS)}")
+        needs = {n for n in t.needs if not n.startswith(OUTPUT_OF)}
+        if strange := sorted(needs - set(NEEDS)):
+            possible = [*NEEDS, f"{OUTPUT_OF}<layer>"]
+            raise ValueError(f"'{t.name}' needs {strange}, but a term can need {possible}")
         _warn_of_no_hook(type(t))
         if t.keeps not in KEEPS:
             raise ValueError(f"'{t.name}' keeps {t.keeps!r}, expected one of {KEEPS}")
@@ -362,6 +382,10 @@ def chain(terms: Sequence[Term]) -> Chain:
     if len(weighers := [t.name for t in terms if isinstance(t, Weighs)]) > 1:
         raise ValueError(
             f"only one term can weigh the clients' updates, but {weighers} all do: keep one"
+        )
+    if len(own := Chain(tuple(terms)).personalising) > 1:
+        raise ValueError(
+            f"only one term can give the clients models of their own, but {own} all do: keep one"
         )
     ahead = terms[: names.index(owners[0])] if owners else []
     if late := [t.name for t in ahead if t.acts("update") and not t.keeps_delta]:

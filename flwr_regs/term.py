@@ -104,13 +104,16 @@ class ClientContext:
     inputs, targets, output, start_output : Any
         The batch and the model's output on it. If a term needs ``"start_output"``: the global model's
         output on it, in eval mode. None outside a step.
-    features : Any
-        If a term needs ``"features"``: the input of the output layer, ``(batch, d)``.
+    features, layers : Any, mapping
+        If a term needs ``"features"``: the input of the output layer, ``(batch, d)``. If it needs
+        ``"output of <layer>"``: the output of that layer of the model, by its name, ``(batch, d)``.
     loss_fn : callable
         ``loss_fn(output, targets) -> scalar``, the client's own.
     output_at, features_at : callable
-        ``(params) -> array``: output and features on the batch at other parameters, in eval mode (within
-        `train`: in the model's own); differentiable.
+        ``(params) -> array``: output and features on the batch at other parameters; differentiable. They
+        are for teachers, so in eval mode, and with the buffers and private entries of the round's start
+        (within `train`: in the model's own mode and state). ``features_at(params, layer)`` is the output of
+        a named layer.
     gradient_at : callable
         ``gradient_at(params) -> Arrays``, in `correct`: the gradient at other parameters of the whole local
         loss on the batch, with the corrections of the terms on this one's left. Same dropout mask as the
@@ -124,10 +127,11 @@ class ClientContext:
         ``fisher(params, max_samples=None) -> Arrays``, the diagonal of the empirical Fisher information
         over the client's data.
     train : callable
-        ``train(params, loss, steps) -> Arrays``: plain SGD with learning rate `lr` from `params`, arrays by
-        any names, on the batches of this round in the same order; ``loss(params, ctx) -> scalar`` gets a
-        context of the batch. For a second model beside the first; the steps after the round's own go on
-        through the data.
+        ``train(params, loss, steps, after=None) -> Arrays``: plain SGD with learning rate `lr` from
+        `params`, arrays by any names, on the batches of this round in the same order;
+        ``loss(params, ctx) -> scalar`` gets a context of the batch; ``after(params) -> params`` follows
+        each step (a projection). For a second model beside the first; the steps after the round's own go
+        on through the data.
     label_counts : Any
         If a term needs ``"label_counts"``: examples of each class in the client's data, ``(classes,)``.
         Before the first forward pass, classes after the client's last one are left out.
@@ -153,9 +157,10 @@ class ClientContext:
     output: Any = None
     start_output: Any = None
     features: Any = None
+    layers: Mapping[str, Any] = field(default_factory=dict)
     loss_fn: Callable[[Any, Any], Any] = _absent
     output_at: Callable[[Arrays], Any] = _absent
-    features_at: Callable[[Arrays], Any] = _absent
+    features_at: Callable[..., Any] = _absent
     gradient_at: Callable[[Arrays], Arrays] = _absent
     mean_loss: Callable[[Arrays], Any] = _absent
     mean_gradient: Callable[[Arrays], Arrays] = _absent
@@ -252,7 +257,8 @@ class Declared:
 
     name: ClassVar[str]
     needs: ClassVar[Collection[str]] = frozenset()
-    """What the term reads in every step, and what costs: "features", "start_output", "label_counts"."""
+    """What the term reads in every step, and what costs: "features", "output of <layer>", "start_output",
+    "label_counts"."""
     keeps: ClassVar[str] = "if-used"
     """When the client slot of `finish` counts: "if-used" (the server used the reply), or "always"."""
     elementwise: ClassVar[bool] = False
@@ -269,6 +275,9 @@ class Declared:
     excludes: ClassVar[Collection[str]] = ()
     """Names of terms that are other versions of this one; a chain holds only one version. A mapping to the
     reason excludes terms for another reason."""
+    averages: ClassVar[bool] = False
+    """True if the method is judged by the mean of its last two global models: the history then has the
+    metrics of that model too."""
     ranges: ClassVar[Mapping[str, Range]] = {}
     """Field -> the values that it may have, checked when the term is built; None too, if it is the default.
     A `__post_init__` of a term's own calls this one first."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -11,19 +12,31 @@ import torch
 import flwr_regs as fr
 from flwr_regs.term import Term
 from flwr_regs.testing import Exempt, Method
-from flwr_regs.testing.problem import settled
+from flwr_regs.testing.problem import settled, sgd_pull
+from tests.oracles.apfl import apfl
 from tests.oracles.distillation import fedadc_plus
+from tests.oracles.ditto import ditto
 from tests.oracles.efl import efl
 from tests.oracles.fedadc import fedadc
+from tests.oracles.fedamp import fedamp
 from tests.oracles.fedavg import fedavg
+from tests.oracles.fedbabu import fedbabu
+from tests.oracles.fedcm import fedcm
 from tests.oracles.fedcurv import fedcurv
 from tests.oracles.feddyn import feddyn
+from tests.oracles.fedexp import fedexp
 from tests.oracles.fedfor import fedfor
+from tests.oracles.fedgkd import fedgkd
 from tests.oracles.fednova import fednova
+from tests.oracles.fedntd import fedntd
 from tests.oracles.fedopt import fedopt
 from tests.oracles.fedprox import fedprox
 from tests.oracles.gate import fedgate, vrlsgd
+from tests.oracles.logits import fedlc, fedrs
+from tests.oracles.moon import moon
+from tests.oracles.qfedavg import qfedavg
 from tests.oracles.rfedavg import rfedavg, rfedavg_plus
+from tests.oracles.sam import fedlesam, fedsam
 from tests.oracles.scaffold import scaffold
 from tests.oracles.slowmo import slowmo
 
@@ -87,12 +100,17 @@ def pulled(
     return moved
 
 
-NO_CLASSES = Exempt("It distils class probabilities.", "label counts need integer class labels")
+NO_CLASSES = Exempt(
+    "Its loss is one of class probabilities.", "label counts need integer class labels"
+)
 NO_FEATURES = Exempt(
     "It compares what enters the output layer.", "no nn.Linear to use as its output"
 )
 OTHER_CLIENTS = Exempt(
     "The pull towards the clients' models stays; test_efl.py and test_fedcurv.py have the points."
+)
+NEVER_AT_REST = Exempt(
+    "Its perturbation stays ρ long, whichever way w moves last; test_sam.py has where that ends."
 )
 TORCHS_MOMENTUM = Exempt("Its second momentum is torch's optimiser, which keeps state in place.")
 
@@ -258,11 +276,139 @@ def tracking(name: str, strategy: Any, client: Any, oracle: Any, **settings: Any
     )
 
 
+def blended(name: str, alpha: float, **settings: Any) -> Method:
+    """A case of FedCM, which settles where FedAvg with a learning rate of αη does: Δ_t is gone there."""
+    return case(
+        name,
+        fr.FedCM,
+        fr.FedCMClient,
+        {"alpha": alpha, **settings},
+        {"alpha": 1.0, **settings},
+        [fr.ClientMomentum(alpha)],
+        fedcm,
+        {"alpha": alpha},
+        fixed_point=partial(settled, pull=lambda a, lr, steps: sgd_pull(a, alpha * lr, steps)),
+    )
+
+
+def sharper(
+    curvatures: Sequence[float],
+    centres: Sequence[float],
+    weights: Sequence[float],
+    lr: float,
+    steps: int,
+    rho: float,
+) -> float:
+    """FedSAM's fixed point, between the centres: each gradient is as of a centre that is ρ further out."""
+    middle = sum(centres) / len(centres)
+    further = [c + (rho if c > middle else -rho) for c in centres]
+    return settled(curvatures, further, weights, lr, steps)
+
+
+def fairer(
+    curvatures: Sequence[float],
+    centres: Sequence[float],
+    weights: Sequence[float],
+    lr: float,
+    steps: int,
+    q: float,
+) -> float:
+    """q-FedAvg's fixed point: F_1^q D_1 (w − c_1) = F_2^q D_2 (c_2 − w), with F_k = a_k/2 (w − c_k)²."""
+    one, two = (a**q * sgd_pull(a, lr, steps) for a in curvatures)
+    ratio = (one / two) ** (1 / (1 + 2 * q))  # of c_2 − w to w − c_1
+    return (centres[1] + ratio * centres[0]) / (1 + ratio)
+
+
+def fair(name: str, q: float) -> Method:
+    """A case of q-FedAvg."""
+    return case(
+        name,
+        fr.QFedAvg,
+        fr.QFedAvgClient,
+        {"q": q},
+        {"q": 0.0},
+        [fr.FairWeights(q)],
+        qfedavg,
+        {"q": q},
+        fixed_point=partial(fairer, q=q),
+    )
+
+
+def contrast(name: str, **settings: Any) -> Method:
+    """A case of MOON."""
+    full = {"mu": 5.0, "temperature": 0.5, **settings}
+    why = "'0' is not a layer of Point" if settings else NO_FEATURES.refusal
+    return case(
+        name,
+        fr.MOON,
+        fr.MOONClient,
+        full,
+        {"mu": 0.0},
+        [fr.ModelContrast(**full)],
+        moon,
+        {"mu": 5.0, "tau": 0.5, **settings},
+        exempt={"fixed-point": Exempt(NO_FEATURES.why, why)},
+    )
+
+
+def distilled(
+    name: str,
+    term: Any,
+    oracle: Any,
+    settings: dict[str, Any],
+    neutral: dict[str, Any],
+    oracle_settings: dict[str, Any] | None = None,
+) -> Method:
+    """A case of a method whose loss is one of class logits."""
+    method = name.partition("-")[0]
+    counts = "label_counts" in term.needs
+    refused = (
+        NO_CLASSES if counts else Exempt(NO_CLASSES.why, f"{method} needs logits .batch, class")
+    )
+    return case(
+        name,
+        getattr(fr, method),
+        getattr(fr, f"{method}Client"),
+        settings,
+        neutral,
+        [term(**settings)],
+        oracle,
+        oracle_settings or settings,
+        exempt={"fixed-point": refused},
+    )
+
+
+def clouds(
+    curvatures: Sequence[float],
+    centres: Sequence[float],
+    weights: Sequence[float],
+    lr: float,
+    steps: int,
+    *,
+    lam: float,
+    alpha: float,
+    sigma: float,
+) -> float:
+    """FedAMP's fixed point: each ``v_k`` is where K steps lead from the cloud model of both.
+
+    ``u_k = v_k + ξ (v_j − v_k)``, ``ξ = α e^{−(v_1 − v_2)²/σ}/σ``; ``v_k = u_k + D_K (c_k − u_k)``.
+    """
+    v = [0.0, 0.0]
+    for _ in range(10_000):
+        xi = alpha * math.exp(-((v[0] - v[1]) ** 2) / sigma) / sigma
+        u = [v[0] + xi * (v[1] - v[0]), v[1] + xi * (v[0] - v[1])]
+        pull = [pulled(a, lr, steps, mu=lam / alpha) for a in curvatures]
+        v = [x + d * (c - x) for x, d, c in zip(u, pull, centres, strict=True)]
+    return sum(p * x for p, x in zip(weights, v, strict=True))
+
+
 def server_sgd(params: list[torch.Tensor]) -> torch.optim.Optimizer:
     """Heavy-ball SGD as ServerOpt."""
     return torch.optim.SGD(params, lr=0.7, momentum=0.6)
 
 
+ITS_OWN = Exempt("The global model is FedAvg's; each client's own is in test_personal.py.")
+AMP = {"lam": 0.3, "alpha": 0.2, "sigma": 0.7}
 PLUS = {"lam": 0.4, "temperature": 2.0}
 CASES = [
     case(
@@ -326,6 +472,43 @@ CASES = [
         fedfor,
         {"alpha": 0.6},
     ),
+    blended("FedCM", 0.4),
+    blended("FedCM-delta", 0.4, downlink="delta"),
+    case(
+        "FedSAM",
+        fr.FedSAM,
+        fr.FedSAMClient,
+        {"rho": 0.05},
+        {"rho": 0.0},
+        [fr.LocalPerturbation(0.05)],
+        fedsam,
+        {"rho": 0.05},
+        fixed_point=partial(sharper, rho=0.05),
+    ),
+    case(
+        "FedLESAM",
+        fr.FedLESAM,
+        fr.FedLESAMClient,
+        {"rho": 0.1},
+        {"rho": 0.0},
+        [fr.GlobalPerturbation(0.1)],
+        fedlesam,
+        {"rho": 0.1},
+        exempt={"fixed-point": NEVER_AT_REST},
+    ),
+    case(
+        "FedExP",
+        fr.FedExP,
+        fr.FedExPClient,
+        {"eps": 1e-3},
+        {"eps": 1e9},
+        [fr.Extrapolation(1e-3)],
+        fedexp,
+        {"eps": 1e-3},
+        settling={"eps": 0.2},
+    ),
+    fair("QFedAvg", 1.0),
+    fair("QFedAvg-small", 0.3),
     control("SCAFFOLD", server_lr=0.8),
     control("SCAFFOLD-option-1", option=1),
     control("SCAFFOLD-server", state="server"),
@@ -420,6 +603,29 @@ CASES = [
         {"lam": 0.5},
         exempt={"fixed-point": NO_FEATURES},
     ),
+    contrast("MOON"),
+    contrast("MOON-projection", projection="0"),
+    distilled(
+        "FedNTD",
+        fr.NotTrueDistillation,
+        fedntd,
+        {"beta": 1.5, "temperature": 2.0},
+        {"beta": 0.0},
+        {"beta": 1.5, "tau": 2.0},
+    ),
+    distilled("FedLC", fr.LogitCalibration, fedlc, {"tau": 0.8}, {"tau": 0.0}),
+    distilled(
+        "FedLC-absent", fr.LogitCalibration, fedlc, {"tau": 0.8, "absent": 1.0}, {"tau": 0.0}
+    ),
+    distilled("FedRS", fr.RestrictedSoftmax, fedrs, {"alpha": 0.4}, {"alpha": 1.0}),
+    distilled(
+        "FedGKD",
+        fr.PastModels,
+        fedgkd,
+        {"gamma": 1.2, "models": 3, "temperature": 2.0},
+        {"gamma": 0.0},
+        {"gamma": 1.2, "buffer": 3, "temperature": 2.0},
+    ),
     curvature("FedCurv", lam=0.5),
     curvature("FedCurv-implicit", lam=3.0, implicit=True),
     elastic("EFL", 0.5, (0.3, 0.4)),
@@ -432,4 +638,54 @@ CASES = [
     adaptive("FedAdagrad", fr.FedAdagrad, fr.FedAdagradClient),
     adaptive("FedAdam", fr.FedAdam, fr.FedAdamClient),
     adaptive("FedYogi", fr.FedYogi, fr.FedYogiClient),
+    case(
+        "Ditto",
+        fr.Ditto,
+        fr.DittoClient,
+        {"lam": 0.4, "personal_lr": 0.3},
+        {"lam": 0.0},
+        [fr.PersonalModel(0.4, 0.3)],
+        ditto,
+        {"lam": 0.4, "personal_lr": 0.3},
+        exempt={"moves": ITS_OWN},
+    ),
+    case(
+        "APFL",
+        fr.APFL,
+        fr.APFLClient,
+        {"alpha": 0.3},
+        {"alpha": 0.0, "adaptive": False},
+        [fr.MixedModel(0.3)],
+        apfl,
+        {"alpha": 0.3},
+        exempt={"moves": ITS_OWN},
+    ),
+    case(
+        "FedBABU",
+        fr.FedBABU,
+        fr.FedBABUClient,
+        {},
+        {},
+        [fr.FixedHead()],
+        fedbabu,
+        {},
+        exempt={
+            "neutral": Exempt("No setting of FedBABU trains the output layer."),
+            "fixed-point": Exempt(
+                "The only parameter there is the output layer.", "shares no parameter"
+            ),
+        },
+    ),
+    case(
+        "FedAMP",
+        fr.FedAMP,
+        fr.FedAMPClient,
+        AMP,
+        {},
+        [fr.CloudModel(**AMP)],
+        fedamp,
+        AMP,
+        fixed_point=partial(clouds, **AMP),
+        exempt={"neutral": Exempt("No setting makes each client start at the global model.")},
+    ),
 ]

@@ -6,6 +6,7 @@ import doctest
 import inspect
 import re
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -145,7 +146,7 @@ def settings(name: str) -> dict[str, Any]:
         (calls,) = parse_methods(row.example).values()
         for term in build(calls).term.terms:
             if type(term).__name__ == name:
-                return dict(vars(term))
+                return {f.name: getattr(term, f.name) for f in fields(term)}
     return {}
 
 

@@ -33,6 +33,16 @@ def find_classifier(model: nn.Module, name: str | None = None) -> str:
     return linear[-1]
 
 
+def named_layer(model: nn.Module, name: str) -> nn.Module:
+    """Return a layer of the model; raise ValueError if there is none of that name."""
+    layers: dict[str, nn.Module] = dict(model.named_modules())
+    if not name or name not in layers:
+        raise ValueError(
+            f"'{name}' is not a layer of {type(model).__name__}; it has {[n for n in layers if n]}"
+        )
+    return layers[name]
+
+
 @cache
 def announce(model: str, layer: str) -> None:
     """Log once in a process which output layer is used in a kind of model."""

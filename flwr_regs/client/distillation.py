@@ -24,32 +24,67 @@ def self_confidence_loss(base: Any, ctx: ClientContext, lam: float, temperature:
     ``p = softmax(logits/T)``, teacher ``p̃ = softmax(w_t's logits/T)``; ``p̂_i = (1 − ρ_i) p̃_i`` for i ≠ y
     (Eq. 8) and ``p̂_y = 1 − Σ_{i≠y} p̂_i`` (Eq. 9), ``ρ_i = γ_i / max γ`` from the client's class shares γ.
 
-    Raises ValueError unless the output is class logits ``(batch, classes)``, the labels are ``(batch,)``
-    and every label has a logit.
+    Raises ValueError as `check_classes` does.
     """
-    if ctx.output.ndim != 2 or ctx.output.shape[-1] < 2 or ctx.targets.ndim != 1:
-        raise ValueError(
-            "self-distillation needs logits (batch, classes) and labels (batch,), not "
-            f"{tuple(ctx.output.shape)} and {tuple(ctx.targets.shape)}"
-        )
-    if ctx.label_counts.shape[-1] > ctx.output.shape[-1]:
-        raise ValueError(
-            f"the data has labels up to {ctx.label_counts.shape[-1] - 1}, the model "
-            f"{ctx.output.shape[-1]} outputs"
-        )
+    check_classes(ctx, "self-distillation")
     wide = torch.promote_types(ctx.output.dtype, torch.float32)  # half loses small values
     log_p = F.log_softmax(ctx.output.to(wide) / temperature, dim=-1)
     teacher = F.softmax(ctx.start_output.to(wide) / temperature, dim=-1)
-    counts = ctx.label_counts.to(torch.float64)
-    counts = F.pad(counts, (0, log_p.shape[-1] - counts.shape[-1]))
+    counts = every_count(ctx).to(torch.float64)
     confidence = (counts / counts.max()).to(log_p.dtype)  # ρ; 0 for a class that is absent
-    # F.one_hot checks the values, which vmap does not allow
-    true = ctx.targets.unsqueeze(-1) == torch.arange(log_p.shape[-1], device=log_p.device)
+    true = one_hot(ctx)
     others = torch.where(true, 0.0, (1 - confidence) * teacher)  # Eq. 8
     own = (1 - others.sum(-1, keepdim=True)).clamp(min=0)  # Eq. 9; rounding may fall below 0
     target = torch.where(true, own, others)
     divergence = F.kl_div(log_p, target, reduction="batchmean")
     return (1 - lam) * base + lam * temperature**2 * divergence
+
+
+def check_classes(ctx: ClientContext, who: str) -> None:
+    """Raise ValueError unless the batch is a classification's.
+
+    The output is class logits ``(batch, classes)``, the labels are integers ``(batch,)``, and, if they are
+    counted, every label has a logit. `who` begins the sentence.
+    """
+    shapes = [getattr(a, "shape", None) for a in (ctx.output, ctx.targets)]
+    fits = [shape is not None and len(shape) == n for shape, n in zip(shapes, (2, 1), strict=True)]
+    if not all(fits) or ctx.output.shape[-1] < 2 or ctx.targets.is_floating_point():
+        found = " and ".join(
+            type(a).__name__ if shape is None else f"{a.dtype} {tuple(shape)}"
+            for a, shape in zip((ctx.output, ctx.targets), shapes, strict=True)
+        )
+        raise ValueError(
+            f"{who} needs logits (batch, classes) and integer labels (batch,), not {found}"
+        )
+    if ctx.label_counts is not None and ctx.label_counts.shape[-1] > ctx.output.shape[-1]:
+        raise ValueError(
+            f"the data has labels up to {ctx.label_counts.shape[-1] - 1}, the model "
+            f"{ctx.output.shape[-1]} outputs"
+        )
+
+
+def every_count(ctx: ClientContext) -> Tensor:
+    """Return the client's label counts with an entry for each logit, ``(classes,)``."""
+    counts: Tensor = ctx.label_counts
+    return F.pad(counts, (0, ctx.output.shape[-1] - counts.shape[-1]))
+
+
+def one_hot(ctx: ClientContext) -> Tensor:
+    """Return where the labels of the batch are, booleans ``(batch, classes)``."""
+    # F.one_hot checks the values, which vmap does not allow
+    classes = torch.arange(ctx.output.shape[-1], device=ctx.output.device)
+    return ctx.targets.unsqueeze(-1) == classes  # type: ignore[no-any-return]
+
+
+def divergence(teacher: Tensor, student: Tensor, temperature: float) -> Tensor:
+    """Return ``T² KL(softmax(teacher/T) ‖ softmax(student/T))``, the mean over a batch of logits.
+
+    No gradient flows to the teacher. Half precision, which loses small values, is widened.
+    """
+    wide = torch.promote_types(student.dtype, torch.float32)
+    log_q = F.log_softmax(teacher.detach().to(wide) / temperature, dim=-1)
+    log_p = F.log_softmax(student.to(wide) / temperature, dim=-1)
+    return temperature**2 * F.kl_div(log_p, log_q, reduction="batchmean", log_target=True)
 
 
 class StartOutputs:

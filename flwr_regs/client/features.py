@@ -1,24 +1,91 @@
-"""Features: the input of the output layer, read by a hook that leaves the user's model unchanged."""
+"""Features: the input of the output layer, or a layer's output, read by hooks on the user's model."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import islice
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from flwr_regs.client.batches import Batches, batch_size, to_device
-from flwr_regs.client.classifier import announce, find_classifier, makes
+from flwr_regs.client.classifier import announce, find_classifier, makes, named_layer
 from flwr_regs.client.task import Task
 
 
-class FeatureTap:
-    """A hook on the output layer, named `layer`; its input in the last forward pass is `value`.
+class Tap:
+    """Hooks on layers of a model; until `close`, modules that are compiled in place run uncompiled."""
 
-    Until `close`, modules that are compiled in place run uncompiled.
+    def __init__(self, model: nn.Module, handles: Iterable[RemovableHandle]) -> None:
+        self._model = model
+        self._handles = tuple(handles)
+        # Compiled code may run an older hook or none: compiled modules run uncompiled meanwhile.
+        self._compiled = {m: m._compiled_call_impl for m in model.modules()}
+        for module in self._compiled:
+            module._compiled_call_impl = None
+
+    @property
+    def value(self) -> Any:
+        """What the hooks saw in the last forward pass, ``(batch, d)``."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Remove the hooks, and let compiled modules run compiled again; a second time does nothing.
+
+        Several taps on one model are closed last first.
+        """
+        for module, impl in self._compiled.items():
+            module._compiled_call_impl = impl
+        self._compiled = {}
+        for handle in self._handles:
+            handle.remove()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class OutputTap(Tap):
+    """A hook on one layer; its output in the last forward pass is `value`.
+
+    Parameters
+    ----------
+    model : nn.Module
+    layer : str
+        Its name. ValueError if the model has none of that name.
+    """
+
+    def __init__(self, model: nn.Module, layer: str) -> None:
+        self._layer = layer
+        self._output: Any = None
+        super().__init__(model, [named_layer(model, layer).register_forward_hook(self._keep)])
+
+    def _keep(self, layer: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+        self._output = output
+
+    @property
+    def value(self) -> Any:
+        """The output, ``(batch, d)``; ValueError if the last forward pass has not made one."""
+        if not isinstance(self._output, Tensor):
+            found = "is not used" if self._output is None else "makes no tensor"
+            raise ValueError(
+                f"layer '{self._layer}' {found} in the forward pass of {type(self._model).__name__}; name "
+                "another layer, or call the model itself if it is torch.compile(model)"
+            )
+        return self._output.flatten(1)
+
+    def close(self) -> None:
+        super().close()
+        self._output = None
+
+
+class FeatureTap(Tap):
+    """A hook on the output layer, named `layer`; its input in the last forward pass is `value`.
 
     Parameters
     ----------
@@ -28,18 +95,13 @@ class FeatureTap:
     """
 
     def __init__(self, model: nn.Module, classifier: str | None = None) -> None:
-        self._model = model
         self.layer, self._named = find_classifier(model, classifier), classifier is not None
         self._input: Any = None
         self._output: Any = None
         layer = model.get_submodule(self.layer)
         before = layer.register_forward_pre_hook(self._keep)
         self._after = layer.register_forward_hook(self._keep_output)
-        self._handles = (before, self._after)
-        # Compiled code may run an older hook or none: compiled modules run uncompiled meanwhile.
-        self._compiled = {m: m._compiled_call_impl for m in model.modules()}
-        for module in self._compiled:
-            module._compiled_call_impl = None
+        super().__init__(model, (before, self._after))
         announce(type(model).__name__, self.layer)
 
     def _keep(self, layer: nn.Module, inputs: tuple[Any, ...]) -> None:
@@ -78,19 +140,8 @@ class FeatureTap:
         self._after.remove()
 
     def close(self) -> None:
-        """Remove the hooks, and let compiled modules run compiled again; a second time does nothing."""
-        for module, impl in self._compiled.items():
-            module._compiled_call_impl = impl
-        self._compiled = {}
-        for handle in self._handles:
-            handle.remove()
+        super().close()
         self._input = self._output = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     @torch.no_grad()
     def mean(
@@ -114,6 +165,11 @@ class FeatureTap:
                 total = total + self.value.sum(0, dtype=wide)
                 count += batch_size(targets)
         return total / count
+
+
+def tap_of(model: nn.Module, layer: str | None, classifier: str | None = None) -> Tap:
+    """Return a tap on the output of `layer`; without one, on the input of the output layer."""
+    return FeatureTap(model, classifier) if layer is None else OutputTap(model, layer)
 
 
 @contextmanager

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from flwr_regs.client.batches import Batches, batch_size, to_device
-from flwr_regs.client.features import FeatureTap, evaluating
+from flwr_regs.client.features import FeatureTap, evaluating, tap_of
 from flwr_regs.client.fisher import fisher_diagonal
 from flwr_regs.client.replay import Replay
 from flwr_regs.client.task import Task
@@ -35,8 +35,10 @@ class Measures:
     classifier : str, optional
         Name of the output layer, for features.
 
-    The buffers (BatchNorm's statistics) are the model's present ones. At the very arrays of ``w_t``, which
-    :meth:`context` is given as `start`, they are those that the model had then.
+    What is no parameter of the method's, buffers (BatchNorm's statistics) and private entries, has the
+    model's present values in a measurement over the data. `output_at` and `features_at`, which are for
+    teachers, see the values at the round's start; so does all that is measured at the very arrays of
+    ``w_t``, which :meth:`context` is given as `start`.
     """
 
     def __init__(
@@ -51,12 +53,14 @@ class Measures:
         self.data = task.pairs(data)
         self.classifier = classifier
         self._start: Arrays = {}
-        self._start_buffers: Arrays = {}
+        self._rest: Arrays = {}  # of the model that holds `start`: buffers, private entries
 
     def context(self, start: Arrays, lr: float, **own: Any) -> ClientContext:
         """Return a client's context with the functions over its data; `own` are other fields."""
         self._start = start
-        self._start_buffers = {n: b.clone() for n, b in self.model.named_buffers()}
+        others = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
+        rest = {**others, **dict(self.model.named_buffers())}
+        self._rest = {n: t.detach().clone() for n, t in rest.items() if n not in start}
         ctx = ClientContext(
             start=start,
             lr=lr,
@@ -79,6 +83,7 @@ class Measures:
         params: Arrays,
         loss: Callable[[Arrays, ClientContext], Any],
         steps: int,
+        after: Callable[[Arrays], Arrays] | None = None,
     ) -> Arrays:
         """Train arrays of any names by plain SGD: see :class:`ClientContext`.
 
@@ -96,22 +101,30 @@ class Measures:
                 inputs=inputs,
                 targets=targets,
                 output_at=partial(self.call, inputs, targets),
-                features_at=partial(self.features_at, inputs),
+                features_at=partial(self._features, inputs),
             )
             with torch.enable_grad():
                 grads = gradients(loss(leaves, here), leaves)
             values = {n: v.detach() - ctx.lr * grads[n] for n, v in leaves.items()}
+            values = values if after is None else after(values)
         return {n: v.detach() for n, v in values.items()}
 
     def output_at(self, inputs: Any, targets: Any, params: Arrays) -> Any:
         """Return the model's output on a batch, in eval mode; differentiable."""
         with evaluating(self.model):
-            return self.call(inputs, targets, self._whole(params))
+            return self.call(inputs, targets, {**self._rest, **params})
 
-    def features_at(self, inputs: Any, params: Arrays) -> Tensor:
-        """Return the input of the output layer on a batch, ``(batch, d)``, in eval mode; differentiable."""
-        with evaluating(self.model), FeatureTap(self.model, self.classifier) as tap:
-            self.call(inputs, None, self._whole(params))
+    def features_at(self, inputs: Any, params: Arrays, layer: str | None = None) -> Tensor:
+        """Return the input of the output layer on a batch, ``(batch, d)``, in eval mode; differentiable.
+
+        With a `layer`, return the output of that one.
+        """
+        with evaluating(self.model):
+            return self._features(inputs, {**self._rest, **params}, layer)
+
+    def _features(self, inputs: Any, params: Arrays, layer: str | None = None) -> Tensor:
+        with tap_of(self.model, layer, self.classifier) as tap:
+            self.call(inputs, None, params)
             return tap.value  # type: ignore[no-any-return]
 
     def call(self, inputs: Any, targets: Any, params: Arrays) -> Any:
@@ -120,9 +133,9 @@ class Measures:
         return self.task.output(self.model, inputs, targets, {**mine, **params})
 
     def _whole(self, params: Arrays) -> Arrays:
-        """Return the parameters, with the buffers of ``w_t`` if they are its own arrays."""
+        """Return the parameters, with the rest of the model at the start if they are ``w_t`` itself."""
         at_start = all(params.get(n) is p for n, p in self._start.items())
-        return {**params, **self._start_buffers} if at_start else params
+        return {**self._rest, **params} if at_start else params
 
     @torch.no_grad()
     def mean_loss(self, params: Arrays) -> Tensor:
@@ -168,7 +181,8 @@ class Measures:
         )
 
     def _loss(self, inputs: Any, targets: Any, params: Arrays) -> Tensor:
-        return self.task.loss(self.output_at(inputs, targets, params), targets)
+        with evaluating(self.model):
+            return self.task.loss(self.call(inputs, targets, params), targets)
 
     def _batches(self) -> Iterator[tuple[Any, Any]]:
         with torch.random.fork_rng(devices=[]):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -152,12 +152,15 @@ class Received:
 
     @property
     def _plain(self) -> dict[str, Any]:
-        return _plain(self._config)
+        return plain(self._config)
 
-    def reply(self, result: LocalResult) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+    def reply(
+        self, result: LocalResult, own_model: Callable[..., NDArrays] = lambda **_: {}
+    ) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
         """Return (arrays, metrics) to be sent. Metrics are numbers, texts, and slots as packed bytes.
 
-        A coded update travels in the metrics; then the arrays are only buffers that changed.
+        A coded update travels in the metrics; then the arrays are only buffers that changed. `own_model`
+        makes this client's own model of the round's `lr` and `config`, where the client saves it.
         """
         names = list(self._arrays)
         tied = {
@@ -192,7 +195,11 @@ class Received:
             metrics |= state.entries(self.term, self._kept, result.client, sent=sent, code=code)
         else:
             metrics |= state.untrained(self.term, self._kept)
-        return new, self._for_node(metrics, private)
+        kept = self._for_node(metrics, private)
+        saved = self._saved
+        if saved and (mine := own_model(lr=self._config["lr"], config=self._config)):
+            kept |= saved.keep_personal(mine)
+        return new, kept
 
     def probe(
         self, data: Batches, device: torch.device, classifier: str | None, task: Task
@@ -258,33 +265,6 @@ def evaluated_term(method: str, terms: Terms, config: Mapping[str, Any]) -> Chai
     return term
 
 
-def personalise(
-    model: nn.Module,
-    term: Chain,
-    config: Mapping[str, Any],
-    data: Batches,
-    *,
-    task: Task,
-    device: torch.device,
-    classifier: str | None = None,
-) -> None:
-    """Turn a loaded global model into this client's own."""
-    model.to(device).eval()
-    values = trained_parameters(model, term)
-    private = term.private(list(model.state_dict()))
-    ctx = Measures(model, data, task, device, classifier).context(
-        {n: p.detach().clone() for n, p in values.items() if n not in private},
-        config[keys.LR_KEY],
-        num_steps=0,
-        client=to_device(ClientState.read(term, config).latest(term), device),
-        client_id=config.get(keys.CLIENT_KEY, -1),
-        config=_plain(config),
-    )
-    with torch.no_grad():
-        for n, p in term.personal(ctx.start, ctx).items():
-            values[n].copy_(p)
-
-
 @contextlib.contextmanager
 def seeded(seed: Any, device: torch.device) -> Iterator[None]:
     """Seed torch for one client and round; leave the process's own random state as it was.
@@ -330,6 +310,6 @@ def _slot_keys(term: Chain) -> list[str]:
     return [f"{t.name}.{kind}" for t in term.terms for kind in kinds]
 
 
-def _plain(config: Mapping[str, Any]) -> dict[str, Any]:
+def plain(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return a config without packed slots; the user's own bytes stay."""
     return {k: v for k, v in config.items() if not isinstance(v, bytes) or k.startswith("user.")}

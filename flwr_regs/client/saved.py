@@ -4,6 +4,9 @@
 in full; its metadata say which round of which method, and have a digest. The last two rounds are there: a
 server that repeats the last one gets the client as it was before. Each file is written beside its place,
 synced and then moved there, so that a crash leaves the old ones. Files of earlier trainings stay.
+
+Beside them, ``personal.safetensors`` holds the client's own model where its method makes one (Ditto), or an
+evaluation does (calibration): whole, for its user. No round reads it.
 """
 
 from __future__ import annotations
@@ -38,6 +41,8 @@ KEPT = 2
 """Rounds whose files stay."""
 ENTRY = "flwr_regs"
 _FILE = re.compile(r"round-(\d{6,})\.safetensors")
+_OWN_MODEL = "personal.safetensors"
+_PERSONAL = "personal"
 
 
 @dataclass(frozen=True)
@@ -170,8 +175,7 @@ class Saved:
         try:
             files = _by_round(self._folder)
             if slots or files:
-                for folder in (self._root, self._folder.parent, self._folder):
-                    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+                self._make_folder()
                 new.write(self._folder / f"round-{number:06d}.safetensors")
             older = [n for n in files if n < number]
             for n, path in files.items():
@@ -181,6 +185,22 @@ class Saved:
             LOG.warning("this client's state is not on the disk: %s", described(error))
             return {**loaded, keys.UNSAVED_KEY: True}
         return loaded
+
+    def keep_personal(self, arrays: NDArrays) -> dict[str, Any]:
+        """Write the client's own model, as this round or evaluation leaves it; return as `leaving` does."""
+        slots = {_PERSONAL: pack(arrays)}
+        own = Generation(self._method, self._number, False, NO_ROUND, slots)
+        try:
+            self._make_folder()
+            own.write(self._folder / _OWN_MODEL)
+        except OSError as error:
+            LOG.warning("this client's own model is not on the disk: %s", described(error))
+            return {keys.UNSAVED_KEY: True}
+        return {}
+
+    def _make_folder(self) -> None:
+        for folder in (self._root, self._folder.parent, self._folder):
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def _before(self) -> Generation | None:
         """Return what this client kept before this round; raise ValueError if there was more than that."""
@@ -229,10 +249,12 @@ def evaluated_state(
 def load_private(
     folder: str | os.PathLike[str], partition: int, training: str | None = None
 ) -> dict[str, Tensor]:
-    """Return a client's private entries, as its ``save_private=folder`` left them.
+    """Return a client's own part of the model, as its ``save_private=folder`` left it.
 
-    ``model.load_state_dict(load_private(folder, 3), strict=False)`` puts them into a model that holds the
-    global one.
+    ``model.load_state_dict(load_private(folder, 3), strict=False)`` puts it into a model that holds the
+    global one. It is the client's private entries (FedBN, FedPer), or, of a method or evaluation that makes
+    a model of the client's own (Ditto, APFL, FedAMP, FedBABU, calibration), that whole model: as it was
+    evaluated last, or, if the client has trained since, as it was after that round.
 
     Parameters
     ----------
@@ -247,19 +269,27 @@ def load_private(
     FileNotFoundError
         There is no such client or training.
     ValueError
-        The file is damaged, or its method keeps no entries on the clients.
+        The file is damaged, or its method gives clients nothing of their own.
     """
     home = Path(folder) / f"partition-{int(partition)}"
-    trainings = {path.name: files for path in home.glob("*") if (files := _by_round(path))}
-    paths = {name: files[max(files)] for name, files in trainings.items()}
+    paths = {path.name: newest for path in home.glob("*") if (newest := _newest(path))}
     if not paths or (training is not None and training not in paths):
         wanted = "" if training is None else f", not {training!r}"
         raise FileNotFoundError(f"{home} has the trainings {sorted(paths)}{wanted}")
-    path = paths[training] if training else max(paths.values(), key=lambda p: p.stat().st_mtime)
-    found = Generation.read(path)
-    if keys.PRIVATE_KEY not in found.slots:
-        raise ValueError(f"{path}: clients of {found.method} keep no entries of the model")
-    return {n: torch.from_numpy(a) for n, a in unpack(found.slots[keys.PRIVATE_KEY]).items()}
+    latest = max(paths, key=lambda name: max(p.stat().st_mtime for p in paths[name]))
+    files = {path: Generation.read(path) for path in paths[training or latest]}
+    for found in sorted(files.values(), key=lambda f: (f.round, _PERSONAL in f.slots))[::-1]:
+        for slot in (_PERSONAL, keys.PRIVATE_KEY):
+            if slot in found.slots:
+                return {n: torch.from_numpy(a) for n, a in unpack(found.slots[slot]).items()}
+    path, found = files.popitem()
+    raise ValueError(f"{path}: clients of {found.method} keep no entries of the model")
+
+
+def _newest(folder: Path) -> list[Path]:
+    """Return a training's last round, and the client's own model, where these are there."""
+    files, own = _by_round(folder), folder / _OWN_MODEL
+    return [*([files[max(files)]] if files else []), *([own] if own.is_file() else [])]
 
 
 def _by_round(folder: Path) -> dict[int, Path]:

@@ -105,6 +105,11 @@ class Task:
         return cast(Tensor, loss)
 
 
+def returns_loss(output: Any) -> bool:
+    """Return whether logits came from a model that computes the loss itself."""
+    return getattr(output, _OWN_LOSS, None) is not None
+
+
 def find_logits(output: Any) -> Tensor:
     """Return a tensor itself, ``output.logits``, ``output["logits"]``, or the first element of `output`.
 

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 import flwr_regs.client.batches as data
-from flwr_regs.chain import Chain
+from flwr_regs.chain import Chain, layers_of
 from flwr_regs.client.distillation import StartOutputs
-from flwr_regs.client.features import FeatureTap
+from flwr_regs.client.features import FeatureTap, OutputTap, Tap
 from flwr_regs.client.measures import Measures, gradients
 from flwr_regs.client.optimizer import OptimizerFn, clip, momentum_of, optimizer_of
 from flwr_regs.client.replay import Replay
@@ -123,6 +123,7 @@ class LocalTraining:
         needs = {need for t in terms for need in t.needs}
         self._teacher = StartOutputs(model, self._task) if "start_output" in needs else None
         self._tap = FeatureTap(model, classifier) if "features" in needs else None
+        self._layers = {name: OutputTap(model, name) for name in layers_of(terms)}
         counts = data.label_counts(pairs) if "label_counts" in needs else None
         self._measures = measures = Measures(model, pairs, self._task, self.device, classifier)
         acting = any(t.acts("correct") or t.acts("finish") for t in terms)
@@ -160,6 +161,16 @@ class LocalTraining:
     def _values(self) -> Arrays:
         return {n: p.detach() for n, p in self._params.items()}  # views of the model
 
+    @property
+    def _taps(self) -> list[Tap]:
+        """All taps on the model, in the order in which they were made."""
+        return [*([] if self._tap is None else [self._tap]), *self._layers.values()]
+
+    def _tapped(self) -> dict[str, Any]:
+        """Return what the taps saw in the last forward pass, as fields of a context."""
+        layers = {name: tap.value for name, tap in self._layers.items()}
+        return {"features": None if self._tap is None else self._tap.value, "layers": layers}
+
     def optimizer(self, make: OptimizerFn | None = None) -> torch.optim.Optimizer:
         """Return the client's optimiser ``make(params, lr=lr)``, adapted by the method.
 
@@ -193,7 +204,7 @@ class LocalTraining:
         `output` is what the model returned. Raises TypeError if it holds no logits, and ValueError for a
         method that reads features if the model was given compiled.
         """
-        if self._tap is not None and self._called is not self.model:
+        if self._taps and self._called is not self.model:
             raise ValueError(
                 "the method reads features, which a compiled model does not show: give and call the model "
                 "without torch.compile"
@@ -202,7 +213,7 @@ class LocalTraining:
 
     def objective(self, inputs: Any, targets: Any) -> Tensor:
         """Return the local objective on a batch: the forward pass, `loss_fn` and `loss` in one."""
-        model = self._called if self._tap is None else self.model  # compiled, it does not run hooks
+        model = self.model if self._taps else self._called  # compiled, it does not run hooks
         output = self._task.output(model, inputs, targets)
         return self._objective(self._task.loss(output, targets), inputs, targets, output)
 
@@ -220,7 +231,7 @@ class LocalTraining:
             targets=targets,
             output=output,
             start_output=self._teacher(inputs, self.device) if self._teacher else None,
-            features=None if self._tap is None else self._tap.value,
+            **self._tapped(),
             output_at=partial(self._measures.output_at, inputs, targets),
             features_at=partial(self._measures.features_at, inputs),
         )
@@ -279,21 +290,19 @@ class LocalTraining:
         leaves = {n: p.detach().requires_grad_() for n, p in params.items()}
         with torch.enable_grad(), self._replay.as_in_forward():
             output = self._measures.call(ctx.inputs, ctx.targets, leaves)
-            there = replace(
-                ctx, output=output, features=None if self._tap is None else self._tap.value
-            )
+            there = replace(ctx, output=output, **self._tapped())
             loss = self._term.loss(ctx.loss_fn(output, ctx.targets), leaves, there)
         return gradients(loss, leaves)
 
     def _train(
-        self, params: Arrays, loss: Callable[[Arrays, ClientContext], Any], steps: int
+        self, params: Arrays, loss: Callable[[Arrays, ClientContext], Any], steps: int, **how: Any
     ) -> Arrays:
-        return self._measures.train(self._ctx, self._replay, params, loss, steps)
+        return self._measures.train(self._ctx, self._replay, params, loss, steps, **how)
 
     def close(self) -> None:
-        """Take the hook off the model; `finish` does it, so this is for a round that ends before."""
-        if self._tap:
-            self._tap.close()
+        """Take the hooks off the model; `finish` does it, so this is for a round that ends before."""
+        for tap in reversed(self._taps):
+            tap.close()
 
     def finish(self, steps: int | None = None) -> LocalResult:
         """Return the round's result. Give `steps` if `correct` was not called once per step."""

@@ -198,6 +198,11 @@ class Comparison:
 
         def test(server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
             run.rounds = strategy.history if server_round else []
+            if [t["round"] for t in run.test[-1:]] == [server_round]:  # the mean of two models
+                if job.tested_on_clients:
+                    return None
+                loss, share = self._measured(arrays)
+                return MetricRecord({"loss": loss, "accuracy": share})
             if not job.tested_on_clients:
                 loss, share = self._measured(arrays)
             elif server_round == 0:
@@ -297,9 +302,13 @@ class Comparison:
 
 
 def _on_clients(entry: dict[str, Any], metric: str = "accuracy") -> Any:
-    """Return each client's metric on its own test data, where the clients test the model."""
+    """Return each client's metric on its own test data, where the clients test the model.
+
+    It is that of the client's own model, where the method gives it one.
+    """
     by_client = entry["evaluate"]["clients"]
-    return np.array([by_client[pid][metric] for pid in sorted(by_client)])
+    each = (by_client[pid] for pid in sorted(by_client))
+    return np.array([found.get(f"personal-{metric}", found[metric]) for found in each])
 
 
 def _spread(each: Any) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 import flwr_regs
-from flwr_regs.abilities import Personalises, Withholds
+from flwr_regs.abilities import FineTunes, Personalises, Withholds
 from flwr_regs.experiments.build import bare, build, named
 from flwr_regs.experiments.calls import parse_methods
 from flwr_regs.experiments.data import load
@@ -71,7 +71,7 @@ class Job(Settings):
         Otherwise the server tests it, without private entries or domains.
         """
         terms = [t for s in bare(self.methods, self.code_dir).values() for t in s.term.terms]
-        private = any(isinstance(t, Withholds | Personalises) for t in terms)
+        private = any(isinstance(t, Withholds | Personalises | FineTunes) for t in terms)
         return private or self.test_on_clients or self.dataset.endswith("-domains")
 
     @property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
@@ -14,11 +15,12 @@ from torch import nn
 
 from flwr_regs.chain import name_of
 from flwr_regs.client.batches import Batches, check_batches, label_counts, resolve_device
-from flwr_regs.client.calibration import evaluate
 from flwr_regs.client.classifier import find_classifier
 from flwr_regs.client.custody import Pins, check_custody, pinned
 from flwr_regs.client.loading import load
+from flwr_regs.client.measures import Measures
 from flwr_regs.client.optimizer import OptimizerFn
+from flwr_regs.client.personal import evaluate, trained_model
 from flwr_regs.client.received import Received, evaluated_term, seeded
 from flwr_regs.client.saved import Folder, evaluated_state
 from flwr_regs.client.state import to_numpy
@@ -205,7 +207,10 @@ class RegClient(NumPyClient):
                 **vars(self._task),
                 **received.duration,
             )
-        sent, metrics = received.reply(result)
+            model = uncompiled(self.model)
+            measures = Measures(model, self.train_data, self._task, device, self.classifier)
+            own = partial(trained_model, received.term, measures, result)
+            sent, metrics = received.reply(result, own)
         if received.term.coder("finish") is not None:
             metrics[keys.SENT_KEY] = json.dumps(list(sent))
         return list(sent.values()), result.num_examples, metrics
@@ -215,9 +220,8 @@ class RegClient(NumPyClient):
     ) -> tuple[float, int, dict[str, Any]]:
         """Return (mean loss, examples, metrics) on `eval_data`.
 
-        For classification the metrics hold ``"accuracy"``, the share of correct arg-max. If the config has
-        ``"personalise"``, they also hold the loss and accuracy of a personalised model: see
-        :mod:`flwr_regs.client.calibration`. So they do if the method has a model of each client's own.
+        For classification the metrics hold ``"accuracy"``, the share of correct arg-max. If this client has
+        a model of its own, they also hold that one's: see :mod:`flwr_regs.client.personal`.
         """
         if self.eval_data is None:
             raise ValueError(
@@ -239,6 +243,7 @@ class RegClient(NumPyClient):
             task=self._task,
             optimizer=self.optimizer,
             device=resolve_device(self.device),
+            folder=self.save_private,
         )
         return loss, count, metrics | missing
 

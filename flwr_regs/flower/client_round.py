@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from flwr.app import ConfigRecord, Message, MetricRecord, RecordDict
 from torch import nn
 
-from flwr_regs.abilities import Personalises
 from flwr_regs.chain import name_of
 from flwr_regs.client.batches import Batches, resolve_device
 from flwr_regs.client.custody import Pins, check_custody
 from flwr_regs.client.loading import load
-from flwr_regs.client.received import Received, evaluated_term, personalise, seeded
+from flwr_regs.client.optimizer import OptimizerFn
+from flwr_regs.client.personal import own_model, trained_model
+from flwr_regs.client.received import Received, evaluated_term, seeded
 from flwr_regs.client.saved import Folder, evaluated_state
 from flwr_regs.client.task import LossFn, OutputFn, Task, uncompiled
 from flwr_regs.client.training import LocalTraining
@@ -149,7 +151,8 @@ class ClientRound(LocalTraining):
             )
             arrays = {}
         else:
-            sent, entries = self._received.reply(result)
+            own = partial(trained_model, self._received.term, self._measures, result)
+            sent, entries = self._received.reply(result, own)
             arrays, count = {keys.ARRAYS: to_record(sent)}, result.num_examples
         records, numbers, texts = sorted_entries({**(metrics or {}), **entries})
         numbers["num-examples"] = count  # n_k, even if `metrics` holds another
@@ -169,6 +172,7 @@ def load_model(
     output_fn: OutputFn | None = None,
     device: str | torch.device = "auto",
     classifier: str | None = None,
+    optimizer: OptimizerFn | None = None,
     private: Pins = (),
     save_private: Folder = None,
 ) -> None:
@@ -181,11 +185,12 @@ def load_model(
     method, model
         As for :class:`ClientRound`.
     personal : bool
-        Load this client's own model instead, of a method that has one.
+        Load this client's own model instead, of a method that has one, or that the evaluate config
+        personalises; with `save_private` it is saved, too.
     private, save_private : str or sequence of str, str or path
         As for :class:`ClientRound`.
-    train_data, loss_fn, target_key, output_fn, device, classifier
-        As for :class:`ClientRound`, for methods that measure or train their own model further.
+    train_data, loss_fn, target_key, output_fn, device, classifier, optimizer
+        As for :class:`ClientRound` and :func:`.local_round`, for own models that are trained further here.
 
     Raises
     ------
@@ -202,12 +207,13 @@ def load_model(
     load(model, term, arrays, config)
     if not personal:
         return
-    if not any(isinstance(t, Personalises) for t in term.terms):
-        raise ValueError(f"personal=True, but {name} gives the clients no models of their own")
     where, task = resolve_device(device), Task(loss_fn, target_key, output_fn)
-    with seeded(config[keys.SEED_KEY], where):
-        own: dict[str, Any] = {"task": task, "device": where, "classifier": classifier}
-        personalise(model, term, config, train_data, **own)
+    own: dict[str, Any] = {"classifier": classifier, "optimizer": optimizer, "folder": save_private}
+    made = own_model(model, term, train_data, config, task=task, device=where, **own)
+    if made is not None:
+        model.load_state_dict(made.state_dict())
+    elif not term.private(list(model.state_dict())):
+        raise ValueError(f"personal=True, but {name} gives the clients no models of their own")
 
 
 def _described(method: Method) -> tuple[str, Sequence[type[Term]], str]:

@@ -31,6 +31,11 @@ class Driven(Protocol):
     options: Options
     history: list[dict[str, Any]]
 
+    @property
+    def averaged_arrays(self) -> ArrayRecord | None:
+        """The mean of the last two global models, for a method that is judged by it."""
+        ...
+
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
@@ -142,7 +147,16 @@ class Loop:
             self.result.evaluate_metrics_clientapp[number] = metrics
         if (metrics := self._test(number, arrays)) is not None:
             history[-1]["server_metrics"] = dict(metrics)
+            self._test_mean(number, history[-1])
         return history[-1]
+
+    def _test_mean(self, number: int, entry: dict[str, Any]) -> None:
+        """Evaluate the mean of the last two models on the server, for a method that is judged by it."""
+        mean = self.strategy.averaged_arrays
+        metrics = self.evaluate_fn(number, mean) if self.evaluate_fn and mean is not None else None
+        if metrics is not None:
+            log(INFO, "\t└──> evaluate_fn, mean of the last two models: %s", metrics)
+            entry["averaged_metrics"] = dict(metrics)
 
     def _test(self, number: int, arrays: ArrayRecord) -> MetricRecord | None:
         """Evaluate on the server."""

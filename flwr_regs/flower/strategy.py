@@ -15,7 +15,7 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 from flwr.serverapp.strategy.strategy_utils import aggregate_metricrecords
 
-from flwr_regs.abilities import Personalises, Steers
+from flwr_regs.abilities import Steers
 from flwr_regs.chain import chain, name_of
 from flwr_regs.flower.accounting import AccountedBudget
 from flwr_regs.flower.checkpoints import Checkpoints, guarded
@@ -125,6 +125,14 @@ class RegStrategy(Strategy):
         return to_record(self.training.model.whole)
 
     @property
+    def averaged_arrays(self) -> ArrayRecord | None:
+        """The mean of the last two global models, if a term is judged by it; None before the first step."""
+        if self._training is None or not any(t.averages for t in self.term.terms):
+            return None
+        mean = self.training.model.mean_of_two
+        return None if mean is None else to_record(mean)
+
+    @property
     def training(self) -> Training:
         """The current or last training; RuntimeError before the first."""
         if self._training is None:
@@ -230,7 +238,7 @@ class RegStrategy(Strategy):
         self._check_train(train_config or {})
         evaluate = {**(evaluate_config or {})}
         check_evaluate_config(evaluate)
-        own = [t.name for t in self.term.terms if isinstance(t, Personalises)]
+        own = self.term.personalising
         if own and "personalise" in evaluate:
             raise ValueError(
                 f"evaluate_config asks for a personalised model, but {own} gives each client one of its "

@@ -45,6 +45,7 @@ from typing import Any, ClassVar
 from flwr_regs.client.distillation import self_confidence_loss
 from flwr_regs.flower.client import RegClient
 from flwr_regs.flower.strategy import RegStrategy
+from flwr_regs.methods.last_step import steps_to_spread
 from flwr_regs.methods.sgd import unlike_sgd
 from flwr_regs.term import (
     DECAY,
@@ -57,7 +58,6 @@ from flwr_regs.term import (
     Slot,
     Term,
 )
-from flwr_regs.wire import keys
 
 __all__ = [
     "EmbeddedMomentum",
@@ -124,8 +124,7 @@ class EmbeddedMomentum(Term):
         return {n: -s / (self.alpha * lr) for n, s in step.items()}  # line 19 solved for m_{t+1}
 
     def _per_step(self, ctx: ClientContext) -> Arrays:
-        scaled = ctx.config.get(keys.INCOMPLETE_KEY) == "scale"
-        steps = ctx.planned_steps if scaled else ctx.budget_steps
+        steps = steps_to_spread(ctx)
         return {n: self.beta_local * m / steps for n, m in ctx.broadcast.items()}  # line 5
 
     def client_optimizer(self, optimizer: Any) -> Any:

@@ -30,22 +30,15 @@ from typing import Any, ClassVar
 
 from flwr_regs.flower.client import RegClient
 from flwr_regs.flower.strategy import RegStrategy
+from flwr_regs.methods.last_step import LastStep
 from flwr_regs.methods.once import log_once
-from flwr_regs.term import (
-    NOT_NEGATIVE,
-    Arrays,
-    ClientContext,
-    Range,
-    ServerContext,
-    Slot,
-    Term,
-)
+from flwr_regs.term import NOT_NEGATIVE, Arrays, ClientContext, Range
 
 __all__ = ["FedFOR", "FedFORClient", "FirstOrder"]
 
 
 @dataclass(frozen=True)
-class FirstOrder(Term):
+class FirstOrder(LastStep):
     """The gradient of ``α Σ_j h_j g_j (v_j − w_{t,j})`` (Eq. 7).
 
     Parameters
@@ -61,14 +54,6 @@ class FirstOrder(Term):
     elementwise: ClassVar[bool] = True
     ranges: ClassVar[Mapping[str, Range]] = {"alpha": NOT_NEGATIVE}
     alpha: float | None = None
-
-    def broadcast(self, server: Slot, ctx: ServerContext) -> Slot:
-        if ctx.previous_step is None or ctx.previous_lr is None:
-            return {}
-        return self.recover(ctx.previous_step, ctx.previous_lr)
-
-    def recover(self, step: Arrays, lr: float) -> Slot:
-        return {n: -s / lr for n, s in step.items()}  # g = (w_{t−1} − w_t)/η, below Eq. 5
 
     def _strength(self, ctx: ClientContext) -> Any:
         """Return α of one step."""
@@ -100,7 +85,7 @@ class FirstOrder(Term):
         alpha, out = self._strength(ctx), {}
         for n, grad in grads.items():
             if n in ctx.broadcast:
-                g = ctx.broadcast[n]
+                g = ctx.broadcast[n]  # (w_{t−1} − w_t)/η, below Eq. 5
                 opposing = g * (params[n] - ctx.start[n]) > 0  # h of Eq. 7
                 grad = grad + alpha * g * opposing
             out[n] = grad

@@ -161,7 +161,9 @@ class FedGATE(RegStrategy):
 
     method = "FedGATE"
 
-    def __init__(self, server_lr: float, *, weighting: str = "uniform", **kwargs: Any) -> None:
+    def __init__(
+        self, server_lr: float = 1.0, *, weighting: str = "uniform", **kwargs: Any
+    ) -> None:
         super().__init__([GradientTracking(server_lr)], weighting=weighting, **kwargs)
 
 

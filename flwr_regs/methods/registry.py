@@ -14,18 +14,30 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:  # what type checkers see; a test compares it with the rows
+    from flwr_regs.methods.apfl import *
+    from flwr_regs.methods.ditto import *
     from flwr_regs.methods.efl import *
     from flwr_regs.methods.fedadc import *
+    from flwr_regs.methods.fedamp import *
     from flwr_regs.methods.fedavg import *
+    from flwr_regs.methods.fedbabu import *
     from flwr_regs.methods.fedbn import *
+    from flwr_regs.methods.fedcm import *
     from flwr_regs.methods.fedcurv import *
     from flwr_regs.methods.feddyn import *
+    from flwr_regs.methods.fedexp import *
     from flwr_regs.methods.fedfor import *
+    from flwr_regs.methods.fedgkd import *
     from flwr_regs.methods.fednova import *
+    from flwr_regs.methods.fedntd import *
     from flwr_regs.methods.fedopt import *
     from flwr_regs.methods.fedprox import *
     from flwr_regs.methods.gate import *
+    from flwr_regs.methods.logits import *
+    from flwr_regs.methods.moon import *
+    from flwr_regs.methods.qfedavg import *
     from flwr_regs.methods.rfedavg import *
+    from flwr_regs.methods.sam import *
     from flwr_regs.methods.scaffold import *
     from flwr_regs.methods.ternary import *
 
@@ -139,6 +151,59 @@ def _rows() -> Iterator[Method]:
         use_when="labels are skewed and clients run SGD, even if each takes part only once",
         down=2,
         down_delta=1,
+    )
+    yield Method(
+        name="FedCM",
+        module="fedcm",
+        terms=("ClientMomentum",),
+        example="FedCM(alpha=0.1)",
+        paper="Xu, Wang et al. 2021, Alg. 2",
+        family="drift",
+        use_when="few of many clients take part, keep no state, and run SGD without momentum",
+        down=2,
+        down_delta=1,
+    )
+    yield Method(
+        name="FedSAM",
+        module="sam",
+        terms=("LocalPerturbation",),
+        example="FedSAM(rho=0.05)",
+        paper="Qu et al. 2022, Alg. 1",
+        family="flat",
+        use_when="the global model should lie in a flat minimum, and clients can compute twice as much",
+        gradients="a second gradient a step",
+    )
+    yield Method(
+        name="FedLESAM",
+        module="sam",
+        terms=("GlobalPerturbation",),
+        example="FedLESAM(rho=0.05)",
+        paper="Fan et al. 2024",
+        family="flat",
+        use_when="you want the flat minimum of all clients' loss, and the same clients come back",
+        setting="silo",
+        state="the global model that it last received",
+        gradients="a second gradient a step",
+    )
+    yield Method(
+        name="FedExP",
+        module="fedexp",
+        terms=("Extrapolation",),
+        example="FedExP(eps=0.001)",
+        paper="Jhunjhunwala et al. 2023, Alg. 1",
+        family="server",
+        use_when="clients differ, so that their mean is a short step, and you can change nothing on them",
+    )
+    yield Method(
+        name="QFedAvg",
+        module="qfedavg",
+        terms=("FairWeights",),
+        example="QFedAvg(q=1.0)",
+        paper="Li, Sanjabi et al. 2020, Alg. 2",
+        family="fair",
+        use_when="the loss should be spread evenly over the clients, at some cost to the mean",
+        beside="its loss at the global model, up",
+        gradients="the loss of all its data once a round",
     )
     yield Method(
         name="FedADC",
@@ -298,6 +363,57 @@ def _rows() -> Iterator[Method]:
         exchanges=2,
     )
     yield Method(
+        name="MOON",
+        module="moon",
+        terms=("ModelContrast",),
+        example="MOON(mu=5.0)",
+        paper="Li, He, Song 2021, Sec. 3, Alg. 1",
+        family="loss",
+        use_when="the same clients come back, and the model learns features, as image models do",
+        setting="silo",
+        state="its last local model",
+        gradients="the features of two other models a step",
+    )
+    yield Method(
+        name="FedNTD",
+        module="fedntd",
+        terms=("NotTrueDistillation",),
+        example="FedNTD(beta=1.0)",
+        paper="Lee et al. 2022, Sec. 3, Alg. 1",
+        family="loss",
+        use_when="clients forget the classes that they lack, and may take part only once",
+        gradients="a forward pass of the global model a step",
+    )
+    yield Method(
+        name="FedLC",
+        module="logits",
+        terms=("LogitCalibration",),
+        example="FedLC(tau=1.0)",
+        paper="Zhang et al. 2022, Sec. 4",
+        family="loss",
+        use_when="clients have few examples of some classes, and nothing more may travel or be computed",
+    )
+    yield Method(
+        name="FedRS",
+        module="logits",
+        terms=("RestrictedSoftmax",),
+        example="FedRS(alpha=0.5)",
+        paper="Li, Zhan 2021, Sec. 4",
+        family="loss",
+        use_when="clients lack whole classes, and nothing more may travel or be computed",
+    )
+    yield Method(
+        name="FedGKD",
+        module="fedgkd",
+        terms=("PastModels",),
+        example="FedGKD(gamma=0.2)",
+        paper="Yao et al. 2021",
+        family="loss",
+        use_when="the global model swings from round to round, and clients should remember the last ones",
+        down=2,
+        gradients="a forward pass of the teacher a step",
+    )
+    yield Method(
         name="EFL",
         module="efl",
         terms=("Elastic", "SparseTernary"),
@@ -348,6 +464,51 @@ def _rows() -> Iterator[Method]:
         use_when="each client should have a model of its own, because clients differ in their labels",
         setting="silo",
         state="the entries that it names",
+    )
+    yield Method(
+        name="Ditto",
+        module="ditto",
+        terms=("PersonalModel",),
+        example="Ditto(lam=0.1)",
+        paper="Li, Hu et al. 2021, Alg. 1",
+        family="personal",
+        use_when="each client should have a whole model of its own, beside any method for the global one",
+        setting="silo",
+        state="its own model",
+        gradients="a gradient of its own model a step",
+    )
+    yield Method(
+        name="APFL",
+        module="apfl",
+        terms=("MixedModel",),
+        example="APFL(alpha=0.5)",
+        paper="Deng et al. 2020, Alg. 1",
+        family="personal",
+        use_when="each client should learn by itself how much of its model is its own",
+        setting="silo",
+        state="its own model, and that one's share",
+        gradients="two gradients a step, of the global model and of the mixture",
+    )
+    yield Method(
+        name="FedBABU",
+        module="fedbabu",
+        terms=("FixedHead",),
+        example="FedBABU()",
+        paper="Oh et al. 2022, Alg. 1",
+        family="personal",
+        use_when="each client fits the final model to its own data, and keeps nothing in training",
+    )
+    yield Method(
+        name="FedAMP",
+        module="fedamp",
+        terms=("CloudModel",),
+        example="FedAMP(lam=0.1, alpha=0.1, sigma=1.0)",
+        paper="Huang et al. 2021, Alg. 1",
+        family="personal",
+        use_when="a few clients fall into groups with similar data, and nobody knows the groups",
+        setting="silo",
+        state="its own model",
+        down=2,
     )
 
 

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from flwr_regs.abilities import Personalises
 from flwr_regs.server.cohorts import EVALUATION, uniform_cohort
 from flwr_regs.server.frozen import Frozen, differing, out_of_sync
 from flwr_regs.server.losses import lost_before
@@ -57,7 +56,7 @@ def evaluation(
     if frozen.digest:
         entries = {**entries, keys.FROZEN_DIGEST_KEY: frozen.digest}
     common = {**config, **entries, **training.identity, keys.ROUND_KEY: number}
-    personal = [t.name for t in options.term.terms if isinstance(t, Personalises)]
+    personal = options.term.personalising
 
     def parcel(pid: int) -> Parcel:
         own: dict[str, Any] = {keys.SEED_KEY: client_seed(options.seed, number, pid)}

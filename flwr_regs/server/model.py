@@ -160,6 +160,17 @@ class GlobalModel:
         return {n: held[n] if n in held else self.model[n] for n in self._names}
 
     @property
+    def mean_of_two(self) -> NDArrays | None:
+        """``(w_{t−1} + w_t) / 2`` as :attr:`whole`, integers as in ``w_t``; None before the first step."""
+        if self.step is None:
+            return None
+        half = {n: s / 2 for n, s in self.step.items() if s.dtype.kind == "f" and n in self.model}
+        return {
+            n: np.asarray(a - half[n], dtype=a.dtype) if n in half else a
+            for n, a in self.whole.items()
+        }
+
+    @property
     def fixed(self) -> frozenset[str]:
         """The arrays that are not trained, as far as is known."""
         if self.buffers is not None:

@@ -13,8 +13,9 @@ from flwr.clientapp import ClientApp
 from torch.nn.functional import cross_entropy
 
 from flwr_regs.abilities import Probes, TakesBack
+from flwr_regs.chain import chain
 from flwr_regs.client.result import LocalResult
-from flwr_regs.client.training import local_round
+from flwr_regs.client.training import local_round, trained_parameters
 from flwr_regs.flower.app import RegClientApp
 from flwr_regs.flower.client_round import ClientRound
 from flwr_regs.flower.grid import InProcessGrid
@@ -141,11 +142,14 @@ def stacked(method: Method, remembering: bool) -> None:
     )
     whole = [[torch.cat([batch[i] for batch in c.data]) for c in calls] for i in (0, 1)]
     pad = torch.nn.utils.rnn.pad_sequence
+    model, term = make_model(), calls[0].term
+    model.load_state_dict(calls[0].weights)
+    trained = trained_parameters(model, chain([term]))
     try:
         delta, upload, kept = cohort_round(
-            make_model(),
-            calls[0].term,
-            {n: calls[0].weights[n] for n, _ in make_model().named_parameters()},
+            model,
+            term,
+            {n: p.detach() for n, p in trained.items()},
             x,
             y,
             torch.tensor(steps),

@@ -11,7 +11,8 @@ from torch import nn
 from torch.func import functional_call, grad, vmap
 from torch.nn.functional import cross_entropy
 
-from flwr_regs.client.features import FeatureTap
+from flwr_regs.chain import layers_of
+from flwr_regs.client.features import FeatureTap, OutputTap
 from flwr_regs.term import Arrays, ClientContext, Slot, Term
 
 
@@ -38,6 +39,7 @@ def cohort_round(
     examples, and so are their `targets` without meaning; `classifier` names the output layer.
     """
     tap = FeatureTap(model, classifier)
+    taps = {n: OutputTap(model, n) for n in layers_of(getattr(term, "terms", (term,)))}
 
     def one(
         x: torch.Tensor,
@@ -57,9 +59,9 @@ def cohort_round(
             output: torch.Tensor = functional_call(model, p, (inputs,))
             return output
 
-        def features_at(inputs: torch.Tensor, p: Arrays) -> torch.Tensor:
+        def features_at(inputs: torch.Tensor, p: Arrays, layer: str | None = None) -> torch.Tensor:
             output_at(inputs, p)
-            return tap.value  # type: ignore[no-any-return]
+            return (tap if layer is None else taps[layer]).value  # type: ignore[no-any-return]
 
         def mean_loss(p: Arrays) -> torch.Tensor:
             losses = cross_entropy(output_at(mine.nan_to_num(), p), mine_y, reduction="none")
@@ -78,18 +80,24 @@ def cohort_round(
                 for n, g in each.items()
             }
 
-        def second_model(p: Arrays, loss: Callable[..., Any], most: Any) -> Arrays:
+        def second_model(
+            p: Arrays,
+            loss: Callable[..., Any],
+            most: Any,
+            after: Callable[[Arrays], Arrays] = lambda new: new,
+        ) -> Arrays:
             for s in range(len(x)):
                 at = {"inputs": x[s], "targets": y[s], **functions(s)}
                 here = replace(ctx, broadcast={}, client={}, **at)
                 g = grad(lambda q, here=here: loss(q, here))(p)
-                p = {n: torch.where(torch.tensor(s) < most, p[n] - lr * g[n], p[n]) for n in p}
+                new = after({n: p[n] - lr * g[n] for n in p})
+                p = {n: torch.where(torch.tensor(s) < most, new[n], p[n]) for n in p}
             return p
 
         def functions(s: int) -> dict[str, Any]:
             return {
                 "output_at": lambda p: output_at(x[s], p),
-                "features_at": lambda p: features_at(x[s], p),
+                "features_at": lambda p, layer=None: features_at(x[s], p, layer),
             }
 
         ctx = ClientContext(
@@ -118,6 +126,7 @@ def cohort_round(
                     "targets": y[s],
                     "output": output,
                     "features": tap.value,
+                    "layers": {name: one.value for name, one in taps.items()},
                 }
                 return replace(ctx, **batch, **functions(s), start_output=output_at(x[s], params))
 
@@ -133,5 +142,6 @@ def cohort_round(
 
     ids = torch.arange(len(xs))
     stacked = vmap(one)(xs, ys, num_steps, broadcast, client, counts, data, targets, ids)
-    tap.close()
+    for one_tap in reversed([tap, *taps.values()]):
+        one_tap.close()
     return stacked  # type: ignore[no-any-return]

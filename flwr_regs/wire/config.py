@@ -32,6 +32,7 @@ OPTIMIZERS: dict[str, tuple[str, ...]] = {
 }
 EVALUATE_KEYS = (
     "personalise",
+    "personal-part",
     "personal-lr",
     "personal-epochs",
     "personal-mu",
@@ -39,6 +40,7 @@ EVALUATE_KEYS = (
     "personal-temperature",
 )
 PERSONALISE = ("plain", "proximal", "distil", "both")
+PARTS = ("head", "body", "all")
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
@@ -182,6 +184,8 @@ def check_evaluate_config(
     }
     used["both"] = (*used["proximal"], *used["distil"])
     mine = {"personal-lr", "personal-epochs", *(f"personal-{k}" for k in used[kind])}
+    if (part := config.get("personal-part", "head")) not in PARTS:
+        raise ValueError(f"{where} key 'personal-part' must be one of {PARTS}, not {part!r}")
     for key, (expected, good) in rules.items():
         _check_number({"personal-lr": None, **config}, where, key, expected, good)
         if key in config and key not in mine:

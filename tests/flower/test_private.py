@@ -249,6 +249,9 @@ SAVING: dict[str, tuple[Callable[..., Any], Any]] = {
     "FedPer": (lambda **o: fr.FedPer(PINS, **o), fr.FedPerClient),
     "EFL": (lambda **o: fr.EFL(0.1, density_up=0.3, **o), fr.EFLClient),
     "FedCurv": (lambda **o: fr.FedCurv(0.1, **o), fr.FedCurvClient),
+    "Ditto": (fr.Ditto, fr.DittoClient),
+    "APFL": (fr.APFL, fr.APFLClient),
+    "FedAMP": (fr.FedAMP, fr.FedAMPClient),
 }
 
 
@@ -266,7 +269,7 @@ def test_a_node_that_was_restarted_goes_on_with_what_it_saved(
         assert a["evaluate"]["clients"] == b["evaluate"]["clients"]
         assert not b["lost_private"] + b["lost_state"]
         assert "lost_private" not in b["evaluate"]
-    assert len(list(tmp_path.glob("partition-1/*/*"))) == 2
+    assert len(list(tmp_path.glob("partition-1/*/round-*"))) == 2
 
 
 @pytest.mark.parametrize("name", SAVING)

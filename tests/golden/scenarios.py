@@ -114,6 +114,7 @@ SCENARIOS = {
     "efl": Scenario(partial(fr.EFL, 0.5, density_up=0.3, density_down=0.3), fr.EFLClient),
     "fedcurv": Scenario(partial(fr.FedCurv, 0.5), fr.FedCurvClient),
     "fedbn": Scenario(fr.FedBN, fr.FedBNClient, evaluate={}),
+    "fedamp": Scenario(fr.FedAMP, fr.FedAMPClient, evaluate={}),
     "fedfor-ternary": Scenario(
         partial(fr.RegStrategy, [fr.FirstOrder(0.1), fr.SparseTernary(0.3)]),
         composed(fr.FirstOrder, fr.SparseTernary),

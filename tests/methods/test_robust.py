@@ -32,6 +32,8 @@ METHODS: dict[str, tuple[Callable[..., Any], Any]] = {
     "FedAdam": (lambda **k: fr.FedAdam(0.02, **k), fr.FedAdamClient),
     "RFedAvg": (lambda **k: fr.RFedAvg(0.3, **k), fr.RFedAvgClient),
     "RFedAvgPlus": (lambda **k: fr.RFedAvgPlus(0.3, **k), fr.RFedAvgPlusClient),
+    "MOON": (fr.MOON, fr.MOONClient),
+    "FedGKD": (lambda **k: fr.FedGKD(1.0, 3, **k), fr.FedGKDClient),
     "EFL": (lambda **k: fr.EFL(0.3, fisher_samples=5, **k), fr.EFLClient),
     "EFL-coded": (
         lambda **k: fr.EFL(0.3, 0.5, 0.5, sums_bits=16, sums_every=2, **k),
@@ -40,6 +42,10 @@ METHODS: dict[str, tuple[Callable[..., Any], Any]] = {
     "FedCurv": (lambda **k: fr.FedCurv(0.3, fisher_samples=5, **k), fr.FedCurvClient),
     "SCAFFOLD": (fr.SCAFFOLD, fr.SCAFFOLDClient),
     "FedPer": (lambda **k: fr.FedPer("2.*", **k), fr.FedPerClient),
+    "Ditto": (fr.Ditto, fr.DittoClient),
+    "APFL": (fr.APFL, fr.APFLClient),
+    "FedBABU": (fr.FedBABU, fr.FedBABUClient),
+    "FedAMP": (fr.FedAMP, fr.FedAMPClient),
 }
 UPLOADING = ("RFedAvg", "RFedAvgPlus", "EFL", "FedCurv")
 AGGREGATORS = (

@@ -10,7 +10,7 @@ import numpy as np
 
 from .distillation import loss_and_gradient
 from .efl import compress, fisher, float32
-from .model import Client, Params, gradient
+from .model import Batch, Client, Params, gradient
 from .rfedavg import delta as mean_feature
 from .rfedavg import distance_gradient
 
@@ -28,12 +28,15 @@ def composed(
     terms: dict[str, dict[str, Any]],
     epochs: int = 1,
     private: tuple[str, ...] = (),
+    more: Callable[[int, int, Params, Params, Batch], Params] = lambda t, k, v, w_t, batch: {},
+    ended: Callable[[int, Params], Any] = lambda k, v_k: None,
 ) -> Params:
     """Return the shared entries of the global model after `rounds` of all clients, weights n_k / n.
 
     `terms` maps a term's name to its hyper-parameters. Its order matters for the local loss alone:
     self-distillation weighs all the loss so far by 1 - lam (Eq. 7). `private` entries stay with their
-    client; no penalty, momentum, Fisher information or compression touches them.
+    client; no penalty, momentum, Fisher information or compression touches them. ``more(t, k, v, w_t,
+    batch)`` is the gradient of a further part of the loss, and ``ended(k, v_k)`` is told of each end.
     """
     names = [n for n in w if n not in private]
     w_t = {n: w[n].copy() for n in names}
@@ -89,6 +92,7 @@ def composed(
                         mean = sum(probes[j] for j in range(len(clients)) if j != k)
                         pull = distance_gradient(v, x, mean / (len(clients) - 1))
                         grad = added(grad, pull, p["lam"])
+                grad = added(grad, more(t, k, v, w_t, (x, y)))
                 moved = {n: v[n] - w_t[n] for n in names}
                 if "proximal" in terms:
                     grad = added(grad, moved, terms["proximal"]["mu"])
@@ -113,6 +117,7 @@ def composed(
                     v = added(v, grad, -eta)
                     if variant == "heavy-ball":
                         v = added(v, m_bar, -eta)  # Alg. 3 line 11 (blue)
+            ended(k, v)
             own[k] = {n: v[n] for n in private}
             change = {n: v[n] - w_t[n] for n in names}
             rows[k] = mean_feature(v, batches)  # rFedAvg, Alg. 1 line 10, with v_k

@@ -1,0 +1,172 @@
+"""A client's own model: made, evaluated and saved in one way, whatever method it comes from.
+
+It is one of these, the first that applies:
+
+- the global model, trained further for an evaluation: the evaluate config's ``"personalise"``, or a term
+  that `FineTunes`;
+- what a term that `Personalises` makes of the global model and the client's slot;
+- the evaluated model itself, if the method keeps entries of the model on the clients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from flwr_regs.abilities import Personalises
+from flwr_regs.chain import Chain
+from flwr_regs.client.batches import Batches, to_device
+from flwr_regs.client.calibration import calibrate
+from flwr_regs.client.classifier import find_classifier
+from flwr_regs.client.evaluation import score
+from flwr_regs.client.measures import Measures
+from flwr_regs.client.optimizer import OptimizerFn
+from flwr_regs.client.received import plain, seeded
+from flwr_regs.client.result import LocalResult
+from flwr_regs.client.saved import Folder, Saved
+from flwr_regs.client.state import ClientState, to_numpy
+from flwr_regs.client.task import Task
+from flwr_regs.client.training import trained_parameters
+from flwr_regs.term import Slot
+from flwr_regs.wire import keys
+from flwr_regs.wire.arrays import NDArrays
+
+
+def own_model(
+    model: nn.Module,
+    term: Chain,
+    train_data: Batches,
+    config: Mapping[str, Any],
+    *,
+    task: Task,
+    device: torch.device,
+    classifier: str | None = None,
+    optimizer: OptimizerFn | None = None,
+    folder: Folder = None,
+) -> nn.Module | None:
+    """Return this client's own model, in an evaluation; None if nothing makes one.
+
+    `model` holds the global model and this client's private entries. It may change. `config` is the
+    evaluate config, with this client's slots. With a `folder` the model is also saved.
+    """
+    made: nn.Module | None = None
+    with seeded(config.get(keys.SEED_KEY, 0), device):
+        if (how := _fine_tuning(term, config)) is not None:
+            made, head = model, set[str]()
+            if term.tuner is not None and "personalise" not in config:
+                head = term.tuner.head(list(model.state_dict()))
+            if how["personal-lr"]:
+                own: dict[str, Any] = {
+                    "task": task,
+                    "optimizer": optimizer,
+                    "device": device,
+                    "head": head,
+                }
+                made = calibrate(model, train_data, how, classifier=classifier, **own)
+        elif any(isinstance(t, Personalises) for t in term.terms):
+            slots = ClientState.read(term, config).latest(term)
+            measures = Measures(model, train_data, task, device, classifier)
+            made = personalised(term, measures, slots, config[keys.LR_KEY], config)
+    if made is not None and folder is not None and keys.START_KEY in config:
+        Saved(folder, config).keep_personal(entries_of(made, model))
+    return made
+
+
+def _fine_tuning(term: Chain, config: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Return how the global model is trained further in an evaluation; None if it is not.
+
+    The learning rate is 0 if no round has been trained, and nothing else says it.
+    """
+    if "personalise" in config:
+        return config
+    if term.tuner is None:
+        return None
+    return {"personal-lr": config[keys.LR_KEY], **term.tuner.fine_tuning()}
+
+
+def personalised(
+    term: Chain, measures: Measures, slots: Slot, lr: float, config: Mapping[str, Any]
+) -> nn.Module:
+    """Turn a loaded model into this client's own, given the terms' client slots; return it."""
+    model = measures.model.to(measures.device).eval()
+    values = trained_parameters(model, term)
+    private = term.private(list(model.state_dict()))
+    ctx = measures.context(
+        {n: p.detach().clone() for n, p in values.items() if n not in private},
+        lr,
+        num_steps=0,
+        client=to_device(slots, measures.device),
+        client_id=config.get(keys.CLIENT_KEY, -1),
+        config=plain(config),
+    )
+    with torch.no_grad():
+        for n, p in term.personal(ctx.start, ctx).items():
+            values[n].copy_(p)
+    return model
+
+
+def trained_model(term: Chain, measures: Measures, result: LocalResult, **round: Any) -> NDArrays:
+    """Return this client's own model after a round, to be saved; {} if no term keeps one.
+
+    The model of `measures` stays as it is. `round` are `lr` and `config` of :func:`personalised`.
+    """
+    kept = [t for t in term.terms if isinstance(t, Personalises) and result.client.get(t.name)]
+    if not kept or not result.num_steps:
+        return {}
+    model = measures.model
+    before, training = {n: v.clone() for n, v in model.state_dict().items()}, model.training
+    try:
+        model.load_state_dict(result.state)
+        return entries_of(personalised(term, measures, result.client, **round), model)
+    finally:
+        model.load_state_dict(before)
+        model.train(training)
+
+
+def entries_of(own: nn.Module, model: nn.Module) -> NDArrays:
+    """Return the entries of a client's own model; without those that `model` never trains.
+
+    These are the same on every client, and may be many.
+    """
+    every = model.named_parameters(remove_duplicate=False)
+    still = {n for n, p in every if not p.requires_grad}
+    return {n: to_numpy(v).copy() for n, v in own.state_dict().items() if n not in still}
+
+
+def evaluate(
+    model: nn.Module,
+    term: Chain,
+    eval_data: Batches,
+    train_data: Batches,
+    config: Mapping[str, Any],
+    *,
+    task: Task,
+    device: torch.device,
+    classifier: str | None = None,
+    **how: Any,
+) -> tuple[float, int, dict[str, Any]]:
+    """Return (mean loss, examples, metrics) of `model` on `eval_data`: see :func:`.evaluation.score`.
+
+    Where this client has a model of its own, the metrics also hold that one's loss and accuracy, as
+    ``"personal-loss"`` and ``"personal-accuracy"``, and the name of the output layer that was calibrated.
+    `how` are `optimizer` and `folder` of :func:`own_model`.
+    """
+    loss, count, scores = score(model, eval_data, task, device)
+    names = list(model.state_dict())
+    own = {"task": task, "device": device, "classifier": classifier, **how}
+    made = own_model(model, term, train_data, config, **own)
+    metrics: dict[str, Any] = {**scores}
+    if made is not None:
+        own_loss, _, own_scores = score(made, eval_data, task, device)
+    elif term.private(names):
+        own_loss, own_scores = loss, scores
+    else:
+        return loss, count, metrics
+    metrics["personal-loss"] = own_loss
+    metrics |= {f"personal-{k}": v for k, v in own_scores.items()}
+    if "personalise" in config and config.get("personal-part") != "all":
+        metrics[keys.LAYER_KEY] = find_classifier(model, classifier)
+    return loss, count, metrics

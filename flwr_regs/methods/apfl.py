@@ -1,0 +1,110 @@
+"""APFL: each client mixes a model of its own with the global one, and learns how much of each.
+
+| *Init*       nothing; client k's own u_k starts at the ``w_t`` of its first round, a_k at `alpha`
+| *Broadcast*  ``w_t``
+| *Step*       on one batch, with the mixture ``v̄ = a u + (1 − a) v``, all three from the old values:
+|              ``v ← v − η ∇f_k(v)``,  ``u ← u − η a ∇f_k(v̄)``,  ``a ← a − η ⟨u − v, ∇f_k(v̄)⟩``
+| *Upload*     ``v_k``, ``n_k``. The client keeps u_k and a_k, whether or not the server used its reply
+| *Update*     as FedAvg, to the bit
+
+The gradient with respect to u of the loss at v̄ has the factor a (Alg. 1; the paper's analysis has it too).
+The paper learns a ("adaptive α") by the gradient of the same loss; here it takes a step with every batch,
+and is clipped to [0, 1]. In an evaluation the client's own model is ``a_k u_k + (1 − a_k) w_{t+1}``.
+
+The v beside which u and a are trained is FedAvg's: plain SGD on the client's own loss from ``w_t``. With
+another optimiser, or beside another method, the v that is sent differs from it. So each step costs two
+gradients beside its own.
+
+The mixture has the parameters that are trained and shared. Private entries (FedBN) are the client's own,
+and buffers the global model's. A client that lost u_k and a_k begins anew; the history names it.
+
+Source: Deng, Kamani, Mahdavi, "Adaptive personalized federated learning" (2020), Alg. 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from flwr_regs.flower.client import RegClient
+from flwr_regs.flower.strategy import RegStrategy
+from flwr_regs.term import SHARE, SWITCH, Arrays, ClientContext, Range, Slot, Term
+
+__all__ = ["APFL", "APFLClient", "MixedModel"]
+
+WEIGHT = "a"  # beside the entries "u.<name>"
+
+
+@dataclass(frozen=True)
+class MixedModel(Term):
+    """A mixture of a model of the client's own and the global one (Alg. 1).
+
+    Parameters
+    ----------
+    alpha : float
+        The own model's share a of the mixture at first, from 0 to 1.
+    adaptive : bool
+        Whether each client learns its share.
+    """
+
+    name: ClassVar[str] = "apfl"
+    keeps: ClassVar[str] = "always"
+    ranges: ClassVar[Mapping[str, Range]] = {"alpha": SHARE, "adaptive": SWITCH}
+    alpha: float = 0.5
+    adaptive: bool = True
+
+    def finish(self, delta: Arrays, ctx: ClientContext) -> tuple[Arrays, Slot, Slot]:
+        names = list(ctx.start)
+
+        def loss(p: Arrays, at: ClientContext) -> Any:
+            v = {n: p[f"v.{n}"] for n in names}
+            a = p[WEIGHT] if self.adaptive else p[WEIGHT].detach()
+            mixed = {n: a * p[f"u.{n}"] + (1 - a) * v[n].detach() for n in names}
+            return sum(at.loss_fn(at.output_at(model), at.targets) for model in (v, mixed))
+
+        def clipped(p: Arrays) -> Arrays:
+            return {**p, WEIGHT: p[WEIGHT].clamp(0, 1)}
+
+        own = {f"u.{n}": ctx.client.get(f"u.{n}", w) for n, w in ctx.start.items()}
+        own[WEIGHT] = self._share(ctx)
+        both = {**own, **{f"v.{n}": w for n, w in ctx.start.items()}}
+        end = ctx.train(both, loss, ctx.num_steps, after=clipped)
+        return delta, {}, {key: end[key] for key in own}
+
+    def _share(self, ctx: ClientContext) -> Any:
+        """Return a_k as the client's last round left it."""
+        like = next(iter(ctx.start.values()))
+        return ctx.client.get(
+            WEIGHT, torch.tensor(self.alpha, dtype=like.dtype, device=like.device)
+        )
+
+    def personal(self, params: Arrays, ctx: ClientContext) -> Arrays:
+        a = self._share(ctx)
+        return {n: a * ctx.client.get(f"u.{n}", w) + (1 - a) * w for n, w in params.items()}
+
+
+class APFL(RegStrategy):
+    """FedAvg, and on each client a mixture of its own model and the global one.
+
+    Parameters
+    ----------
+    alpha, adaptive : float, bool
+        See :class:`MixedModel`.
+    **kwargs
+        The arguments of every strategy: see :class:`flwr_regs.RegStrategy`.
+    """
+
+    method = "APFL"
+
+    def __init__(self, alpha: float = 0.5, adaptive: bool = True, **kwargs: Any) -> None:
+        super().__init__([MixedModel(alpha, adaptive)], **kwargs)
+
+
+class APFLClient(RegClient):
+    """The client of :class:`APFL`."""
+
+    method = "APFL"
+    terms = (MixedModel,)

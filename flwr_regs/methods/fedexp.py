@@ -1,0 +1,105 @@
+"""FedExP: the server extrapolates, further the more the clients' updates differ.
+
+| *Init*       nothing
+| *Broadcast*  the global model ``w_t``
+| *Step*       ``v ← ClientOpt(v, ∇f_k(v))``
+| *Upload*     ``v_k``
+| *Update*     ``w ← w + η_g Δ̄``,  ``η_g = max(1, Σ_k ‖Δ_k‖² / (2 M (‖Δ̄‖² + ε)))``
+
+``Δ_k = v_k − w_t``, ``Δ̄`` their mean, M the number of replies. With other weights than uniform ones,
+``Σ p_k ‖Δ_k‖²`` is in place of ``Σ ‖Δ_k‖² / M``. ‖·‖ is over all trained parameters as one vector. If the
+updates agree, η_g is 1, and the step FedAvg's. If they are orthogonal and equally long, it is M/2 (for a
+small ε). Beside compression the updates are those that arrive: sparse ones overlap little, which makes η_g
+larger.
+
+Near a fixed point ``Δ̄`` vanishes and the single updates do not, so η_g grows up to ``Σ ‖Δ_k‖² / (2 M ε)``.
+If that is too much, the last models go back and forth about the point. So the paper reports the mean of
+the last two. The history has its metrics beside the model's own, as ``averaged_metrics``.
+
+With a robust aggregator, ``Δ̄`` is its aggregate of the updates, and its aggregate of the ``‖Δ_k‖²`` is in
+place of their mean: one client cannot make η_g large by a large update.
+
+Source: Jhunjhunwala, Wang, Joshi, "FedExP: Speeding up federated averaging via extrapolation" (2023),
+Alg. 1. Its server averages the clients alike, so ``weighting`` is "uniform".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+
+from flwr_regs.flower.client import RegClient
+from flwr_regs.flower.strategy import RegStrategy
+from flwr_regs.term import POSITIVE, Arrays, Range, ServerContext, Slot, Term
+
+__all__ = ["Extrapolation", "FedExP", "FedExPClient"]
+
+
+@dataclass(frozen=True)
+class Extrapolation(Term):
+    """FedExP's step ``η_g Δ̄``. Its server slot has the last η_g, as ``"server-lr"``.
+
+    Parameters
+    ----------
+    eps : float
+        ε > 0, in the units of ‖Δ̄‖²: the larger, the sooner η_g is 1.
+    """
+
+    name: ClassVar[str] = "fedexp"
+    owns_step: ClassVar[bool] = True
+    reads_lr: ClassVar[bool] = False
+    averages: ClassVar[bool] = True
+    ranges: ClassVar[Mapping[str, Range]] = {"eps": POSITIVE}
+    eps: float = 1e-3
+
+    def fold(
+        self, acc: Slot, pid: int, delta: Arrays, upload: Slot, weight: float, ctx: ServerContext
+    ) -> Slot:
+        share = (
+            1 / len(ctx.weights) if ctx.robust else weight
+        )  # what is robust counts clients alike
+        return {"square": acc.get("square", 0.0) + share * _square(delta)}
+
+    def adds(self, key: str) -> bool:
+        return True
+
+    def update(
+        self, server: Slot, delta: Arrays, uploads: Slot, ctx: ServerContext
+    ) -> tuple[Slot, Arrays]:
+        lr = np.maximum(1.0, uploads["square"] / (2 * (_square(delta) + self.eps)))
+        return {"server-lr": np.asarray(lr)}, {n: float(lr) * d for n, d in delta.items()}
+
+
+def _square(arrays: Arrays) -> Any:
+    """Return ``‖·‖²`` in float64."""
+    wide = [np.asarray(a, dtype=np.float64) for a in arrays.values()]
+    return np.asarray(sum(np.vdot(a, a) for a in wide))
+
+
+class FedExP(RegStrategy):
+    """FedAvg with an adaptive server step size.
+
+    Parameters
+    ----------
+    eps : float
+        See :class:`Extrapolation`.
+    weighting : {"uniform", "num-examples"}
+        The paper uses uniform weights.
+    **kwargs
+        The arguments of every strategy: see :class:`flwr_regs.RegStrategy`.
+    """
+
+    method = "FedExP"
+
+    def __init__(self, eps: float = 1e-3, *, weighting: str = "uniform", **kwargs: Any) -> None:
+        super().__init__([Extrapolation(eps)], weighting=weighting, **kwargs)
+
+
+class FedExPClient(RegClient):
+    """The client of :class:`FedExP`."""
+
+    method = "FedExP"
+    terms = ()

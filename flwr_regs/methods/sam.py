@@ -1,0 +1,154 @@
+"""FedSAM and FedLESAM: each step takes its gradient a distance ρ away, where the loss is higher.
+
+| *Init*       nothing
+| *Broadcast*  the global model ``w_t``
+| *Step*       ``v ← v − η ∇f_k(v + ρ d / ‖d‖)``
+|              FedSAM: ``d = ∇f_k(v)``, on the same batch
+|              FedLESAM: ``d = w_old − w_t``, w_old the global model that this client last received
+| *Upload*     ``v_k``. A client of FedLESAM keeps ``w_t``, whether or not its reply is used
+| *Update*     ``w ← w + mean(v_k − w_t)``
+
+‖·‖ is over all trained parameters as one vector. Where d = 0 there is no perturbation; nor is there one in
+the first round of a client of FedLESAM, or after it lost its state: these are FedAvg's.
+
+The second gradient is that of the whole local loss, with the losses of all terms and the corrections of
+those on the left. It has the batch and the dropout mask of the first, and leaves BatchNorm's statistics as
+they are. Corrections on the right are added unperturbed, so this term comes last among those that pull.
+Parameters that stay private (FedBN) are not perturbed, and do not count in ‖d‖.
+
+FedLESAM's paper takes one gradient a step, as d is known before. Here the first is taken too, for the
+training loss and BatchNorm's statistics at v. A round without a step leaves w_old as it was.
+
+Sources: Qu, Li, Duan, Liu, Tang, Lu, "Generalized federated learning via sharpness aware minimization"
+(2022), Alg. 1; Fan, Hu, Yao, Niu, Zhang, Sugiyama, Wang, "Locally estimated global perturbations are
+better than local perturbations for federated sharpness-aware minimization" (2024). Both servers average
+the clients alike, so ``weighting`` is "uniform".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from flwr_regs.flower.client import RegClient
+from flwr_regs.flower.strategy import RegStrategy
+from flwr_regs.term import NOT_NEGATIVE, Arrays, ClientContext, Range, Slot, Term
+
+__all__ = [
+    "FedLESAM",
+    "FedLESAMClient",
+    "FedSAM",
+    "FedSAMClient",
+    "GlobalPerturbation",
+    "LocalPerturbation",
+]
+
+
+def _moved(params: Arrays, direction: Arrays, rho: float) -> Arrays:
+    """Return ``params + ρ d / ‖d‖``; `params` themselves where d = 0."""
+    wide = {n: d.to(torch.promote_types(d.dtype, torch.float32)) for n, d in direction.items()}
+    norm = sum((d * d).sum() for d in wide.values()) ** 0.5
+    scale = (norm > 0) * (rho / (norm + (norm == 0)))
+    return {n: p + (scale * wide[n]).to(p.dtype) for n, p in params.items()}
+
+
+@dataclass(frozen=True)
+class LocalPerturbation(Term):
+    """FedSAM's gradient, at ``v + ρ ∇f_k(v) / ‖∇f_k(v)‖``.
+
+    Parameters
+    ----------
+    rho : float
+        Distance ρ ≥ 0, in the units of the parameters; 0 is FedAvg.
+    """
+
+    name: ClassVar[str] = "fedsam"
+    excludes: ClassVar[tuple[str, ...]] = ("fedlesam",)
+    ranges: ClassVar[Mapping[str, Range]] = {"rho": NOT_NEGATIVE}
+    rho: float
+
+    def correct(self, grads: Arrays, params: Arrays, ctx: ClientContext) -> Arrays:
+        if not self.rho:
+            return grads
+        return ctx.gradient_at(_moved(params, grads, self.rho))
+
+
+@dataclass(frozen=True)
+class GlobalPerturbation(Term):
+    """FedLESAM's gradient, at ``v + ρ (w_old − w_t) / ‖w_old − w_t‖``.
+
+    Parameters
+    ----------
+    rho : float
+        Distance ρ ≥ 0, in the units of the parameters; 0 is FedAvg.
+    """
+
+    name: ClassVar[str] = "fedlesam"
+    keeps: ClassVar[str] = "always"
+    excludes: ClassVar[tuple[str, ...]] = ("fedsam",)
+    ranges: ClassVar[Mapping[str, Range]] = {"rho": NOT_NEGATIVE}
+    rho: float
+
+    def correct(self, grads: Arrays, params: Arrays, ctx: ClientContext) -> Arrays:
+        if not self.rho or not ctx.client:
+            return grads
+        direction = {n: ctx.client[n] - w for n, w in ctx.start.items()}
+        return ctx.gradient_at(_moved(params, direction, self.rho))
+
+    def finish(self, delta: Arrays, ctx: ClientContext) -> tuple[Arrays, Slot, Slot]:
+        return delta, {}, {n: w.clone() for n, w in ctx.start.items()}
+
+
+class FedSAM(RegStrategy):
+    """FedAvg with sharpness-aware steps on the clients.
+
+    Parameters
+    ----------
+    rho : float
+        See :class:`LocalPerturbation`.
+    weighting : {"uniform", "num-examples"}
+        The paper uses uniform weights.
+    **kwargs
+        The arguments of every strategy: see :class:`flwr_regs.RegStrategy`.
+    """
+
+    method = "FedSAM"
+
+    def __init__(self, rho: float, *, weighting: str = "uniform", **kwargs: Any) -> None:
+        super().__init__([LocalPerturbation(rho)], weighting=weighting, **kwargs)
+
+
+class FedSAMClient(RegClient):
+    """The client of :class:`FedSAM`."""
+
+    method = "FedSAM"
+    terms = (LocalPerturbation,)
+
+
+class FedLESAM(RegStrategy):
+    """FedAvg with steps that are perturbed along the last change of the global model.
+
+    Parameters
+    ----------
+    rho : float
+        See :class:`GlobalPerturbation`.
+    weighting : {"uniform", "num-examples"}
+        The paper uses uniform weights.
+    **kwargs
+        The arguments of every strategy: see :class:`flwr_regs.RegStrategy`.
+    """
+
+    method = "FedLESAM"
+
+    def __init__(self, rho: float, *, weighting: str = "uniform", **kwargs: Any) -> None:
+        super().__init__([GlobalPerturbation(rho)], weighting=weighting, **kwargs)
+
+
+class FedLESAMClient(RegClient):
+    """The client of :class:`FedLESAM`."""
+
+    method = "FedLESAM"
+    terms = (GlobalPerturbation,)
