@@ -16,8 +16,9 @@ from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
 
 ROOT = Path(__file__).parents[2]
 LOADS = {  # the libraries that a folder may load
-    "experiments": "Flower, torch, matplotlib, …",
+    "experiments": "Flower, torch, …",
     "testing": "Flower, torch",
+    "conformity": "numpy",
     "methods": "Flower, torch",
     "flower": "Flower, torch",
     "client": "torch",

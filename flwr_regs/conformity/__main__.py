@@ -1,0 +1,7 @@
+"""``python -m flwr_regs.conformity``: see `cli.py`."""
+
+import sys
+
+from .cli import main
+
+sys.exit(main())

@@ -1,0 +1,25 @@
+"""The task that implementations are driven on: five clients of unequal size, three a round."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from .loops import Task
+from .model import initial
+
+SIZES = (7, 12, 9, 17, 10)
+COHORTS = ((0, 1, 2), (2, 3, 4), (0, 1, 3), (1, 2, 4), (0, 3, 4))
+"""Nobody takes part in all rounds, and two begin in round 2: an error in what clients keep shows."""
+
+
+def small_task(momentum: float = 0.0) -> Task:
+    """Return the task: a perceptron 4-5-3, batches of 4, 2 epochs, learning rate 0.2, mu 0.5.
+
+    Each client's inputs have a mean of their own and two of three classes prevail, so that clients drift.
+    """
+    rng, clients = np.random.default_rng(17), []
+    for k, size in enumerate(SIZES):
+        x = rng.normal(size=(size, 4)) + rng.normal(size=4)
+        y = np.where(rng.random(size) < 0.8, (k + rng.integers(0, 2, size)) % 3, (k + 2) % 3)
+        clients.append((x, y.astype(np.int64)))
+    return Task(initial(4, 5, 3, 5), tuple(clients), COHORTS, 0.2, 2, 4, 0.5, momentum)
