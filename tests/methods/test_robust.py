@@ -39,9 +39,11 @@ METHODS: dict[str, tuple[Callable[..., Any], Any]] = {
     ),
     "FedCurv": (lambda **k: fr.FedCurv(0.3, fisher_samples=5, **k), fr.FedCurvClient),
     "SCAFFOLD": (fr.SCAFFOLD, fr.SCAFFOLDClient),
+    "Mime": (lambda **k: fr.Mime(0.5, **k), fr.MimeClient),
+    "MimeLite": (lambda **k: fr.MimeLite(0.5, **k), fr.MimeLiteClient),
     "FedPer": (lambda **k: fr.FedPer("2.*", **k), fr.FedPerClient),
 }
-UPLOADING = ("RFedAvg", "RFedAvgPlus", "EFL", "FedCurv")
+UPLOADING = ("RFedAvg", "RFedAvgPlus", "EFL", "FedCurv", "Mime", "MimeLite")
 AGGREGATORS = (
     fr.CoordinateMedian(),
     fr.TrimmedMean(0.2),
