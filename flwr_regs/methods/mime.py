@@ -70,8 +70,8 @@ class _ServerMomentum(Term):
         if not isinstance(made, torch.optim.SGD) or odd:
             what = type(made).__name__ + (f" with {' and '.join(odd)}" if odd else "")
             raise ValueError(
-                "Mime's clients take the server's base algorithm's steps with plain SGD, but "
-                f"{what} takes other ones: leave that out"
+                f"the steps of '{self.name}' are the server's, taken with plain SGD, but {what} takes other "
+                "ones: leave that out"
             )
         return optimizer
 
@@ -178,7 +178,9 @@ class CorrectedMomentum(_ServerMomentum):
         if missing := [n for n in grads if f"c.{n}" not in ctx.broadcast]:
             raise ValueError(f"the round's first exchange brought no mean gradient of {missing}")
         there = ctx.gradient_at(ctx.start)
-        return self._step({n: g - there[n] + ctx.broadcast[f"c.{n}"] for n, g in grads.items()}, ctx)
+        return self._step(
+            {n: g - there[n] + ctx.broadcast[f"c.{n}"] for n, g in grads.items()}, ctx
+        )
 
     def update(
         self, server: Slot, delta: Arrays, uploads: Mapping[int, Slot], ctx: ServerContext
