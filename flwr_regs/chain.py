@@ -339,7 +339,7 @@ def chain(terms: Sequence[Term]) -> Chain:
             f"a term's name is part of keys: it must not be {odd[0]!r} (empty, 'regs', or with one of ,+.)"
         )
     if twice := sorted({n for n in names if names.count(n) > 1}):
-        raise ValueError(f"each term may appear once, but {twice} appear more often in {names}")
+        raise ValueError(f"each term may appear once, but {names} have {twice} more often: keep one")
     for t in terms:
         if strange := sorted(set(t.needs) - set(NEEDS)):
             raise ValueError(f"'{t.name}' needs {strange}, but a term can need {list(NEEDS)}")

@@ -30,16 +30,16 @@ VALUES = (
     *("TrimmedMean", "CentralDP", "Patience", "Target"),
 )
 """The calls that an argument of a method may be."""
-FIRSTS = ("weighting", "incomplete", "downlink")
-"""The settings that a composition takes from its first strategy, if nobody gives them."""
+SHARED = ("weighting", "incomplete", "downlink")
+"""The settings that a composition takes from its strategies, if nobody gives them."""
 
 
 def build(calls: Sequence[Call], folder: str = "", **common: Any) -> RegStrategy:
     """Return the strategy of a method's parts.
 
     Several parts become one list of terms. Those that compress come last, those that read the update come
-    behind those that shift the start. Weighting, downlink and treatment of incomplete clients are the
-    first strategy's.
+    behind those that shift the start. Weighting, downlink and treatment of incomplete clients are those of
+    the first strategy that has another than the usual one: FedBN+SCAFFOLD weighs as SCAFFOLD does.
 
     Parameters
     ----------
@@ -56,7 +56,7 @@ def build(calls: Sequence[Call], folder: str = "", **common: Any) -> RegStrategy
         With the text of the part in front: an unknown name, a wrong, missing or unknown argument; or parts
         that do not compose.
     """
-    first: RegStrategy | None = None
+    strategies: list[RegStrategy] = []
     terms: list[Term] = []
     given: dict[str, Any] = {}  # by the calls themselves
     extra = {k: v for k, v in common.items() if k not in Options.names()}
@@ -71,14 +71,19 @@ def build(calls: Sequence[Call], folder: str = "", **common: Any) -> RegStrategy
                     raise ValueError(f"another part says {name}={given[name]!r}: give it once")
             if _is_strategy(kind):
                 made = _strategy(kind, call, extra)
-                first = first or made
+                strategies.append(made)
                 terms += made.term.terms
             else:
                 terms += _terms(kind, call)
-    firsts = {name: getattr(first, name) for name in FIRSTS} if first else {}
+    shared = {
+        name: value
+        for name in SHARED
+        for s in reversed(strategies)
+        if (value := getattr(s, name)) != getattr(Options, name)
+    }
     settings = {k: v for k, v in common.items() if k in Options.names()}
     with named("+".join(map(str, calls))):
-        return RegStrategy(_in_order(terms), **{**firsts, **settings, **given})
+        return RegStrategy(_in_order(terms), **{**shared, **settings, **given})
 
 
 @lru_cache(maxsize=64)

@@ -19,7 +19,7 @@ import flwr_regs
 from flwr_regs.experiments.build import build
 from flwr_regs.experiments.calls import parse_methods
 from flwr_regs.methods.properties import Properties, properties
-from flwr_regs.methods.registry import Method
+from flwr_regs.methods.registry import FAMILIES, Method
 
 LEGEND = """\
 for       device: a client may take part only once; silo: the same clients again
@@ -106,14 +106,13 @@ def uses(rows: Iterable[Method]) -> str:
 
 
 def guide(rows: Iterable[Method]) -> str:
-    """Return README's table: when to use each method, and what it costs."""
-    lines = ["| method | use it when | clients keep | down, up | beside a gradient a step |"]
-    lines.append("|---|---|---|---|---|")
-    for row in rows:
-        name = f"[{row.name}](docs/{page(row)})"
-        traffic = f"{_down(row)}, {row.up:g}{' +' if row.beside else ''}"
-        cells = (name, row.use_when or "–", row.state or "–", traffic, row.gradients or "–")
-        lines.append(f"| {' | '.join(cells)} |")
+    """Return README's table: links to the methods' pages, by what they are for."""
+    rows = list(rows)
+    lines = ["| for | methods |", "|---|---|"]
+    for family, words in FAMILIES.items():
+        links = [f"[{row.name}](docs/{page(row)})" for row in rows if row.family == family]
+        if links:
+            lines.append(f"| {words} | {', '.join(links)} |")
     return "\n".join(lines)
 
 

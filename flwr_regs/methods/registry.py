@@ -28,6 +28,18 @@ if TYPE_CHECKING:  # what type checkers see; a test compares it with the rows
     from flwr_regs.methods.ternary import *
 
 
+FAMILIES: dict[str, str] = {
+    "server": "a baseline, and optimisers on the server",
+    "drift": "less client drift, and clients keep nothing",
+    "memory": "less client drift, by what clients keep",
+    "loss": "a local loss of its own: features, missing classes, distillation",
+    "flat": "flat minima",
+    "fair": "alike for all clients",
+    "personal": "a model for each client",
+}
+"""What a method is for -> in words, in the order of README's table."""
+
+
 @dataclass(frozen=True)
 class Method:
     """One row.
@@ -44,6 +56,8 @@ class Method:
         A call of the strategy with hyper-parameters that are not neutral; the columns below are its own.
     paper : str
         Authors, year, and the part of the paper that the file implements.
+    family : str
+        A key of `FAMILIES`.
     use_when : str
         When to choose it: how the sentence "Use it when ..." goes on.
     setting : str
@@ -68,6 +82,7 @@ class Method:
     terms: tuple[str, ...]
     example: str
     paper: str
+    family: str
     use_when: str = ""
     setting: Literal["device", "silo", "both"] = "both"
     state: str = ""
@@ -100,6 +115,7 @@ def _rows() -> Iterator[Method]:
         terms=(),
         example="FedAvg()",
         paper="McMahan et al. 2017; Wang et al. 2021, Alg. 1",
+        family="server",
         use_when="you need a baseline, or clients whose data are alike",
     )
     yield Method(
@@ -108,6 +124,7 @@ def _rows() -> Iterator[Method]:
         terms=("Proximal",),
         example="FedProx(mu=0.1)",
         paper="Li et al. 2020, Alg. 2",
+        family="drift",
         use_when="local training is long and drifts, and you want one easily understood parameter",
     )
     yield Method(
@@ -116,6 +133,7 @@ def _rows() -> Iterator[Method]:
         terms=("FirstOrder",),
         example="FedFOR()",
         paper="Tian, Smith, Kira 2022, Alg. 1",
+        family="drift",
         use_when="labels are skewed and clients run SGD, even if each takes part only once",
         down=2,
         down_delta=1,
@@ -126,6 +144,7 @@ def _rows() -> Iterator[Method]:
         terms=("EmbeddedMomentum",),
         example="FedADC(beta=0.9)",
         paper="Ozfatura et al. 2021, Alg. 3, 4",
+        family="drift",
         use_when="labels are skewed, and clients can run SGD without momentum of their own",
         down=2,
         down_delta=1,
@@ -136,6 +155,7 @@ def _rows() -> Iterator[Method]:
         terms=("SelfDistillation", "EmbeddedMomentum"),
         example="FedADCPlus(beta=0.9, lam=0.35)",
         paper="Ozfatura et al. 2021, Sec. III, Eq. 7",
+        family="drift",
         use_when="labels are skewed, and clients lack whole classes that the global model knows",
         down=2,
         down_delta=1,
@@ -147,6 +167,7 @@ def _rows() -> Iterator[Method]:
         terms=("SlowMomentum",),
         example="SlowMo(beta=0.9)",
         paper="Wang et al. 2019; Ozfatura et al. 2021, Alg. 2",
+        family="server",
         use_when="you want momentum, but can change nothing on the clients",
     )
     yield Method(
@@ -155,6 +176,7 @@ def _rows() -> Iterator[Method]:
         terms=("ControlVariates",),
         example="SCAFFOLD()",
         paper="Karimireddy et al. 2020, Alg. 1",
+        family="memory",
         use_when="labels are skewed, and the same clients come back again and again and run plain SGD",
         setting="silo",
         state="its control variate",
@@ -166,6 +188,7 @@ def _rows() -> Iterator[Method]:
         terms=("TorchServerOptimizer",),
         example="FedOpt(server_optimizer='SGD', lr=0.7, momentum=0.9, nesterov=True)",
         paper="Wang et al. 2021, Alg. 1",
+        family="server",
         use_when="you want an optimiser of torch on the server, or learning-rate schedules on both sides",
     )
     yield Method(
@@ -174,6 +197,7 @@ def _rows() -> Iterator[Method]:
         terms=("TorchServerOptimizer",),
         example="FedAvgM(server_lr=1.0, momentum=0.9)",
         paper="Hsu et al. 2019",
+        family="server",
         use_when="you want server momentum in torch's form, and nothing else on the clients or the wire",
     )
     yield Method(
@@ -182,6 +206,7 @@ def _rows() -> Iterator[Method]:
         terms=("AdaptiveServer",),
         example="FedAdagrad(server_lr=0.1)",
         paper="Reddi et al. 2021, Alg. 2",
+        family="server",
         use_when="some parameters get rare, sparse updates, and training is short",
     )
     yield Method(
@@ -190,6 +215,7 @@ def _rows() -> Iterator[Method]:
         terms=("AdaptiveServer",),
         example="FedAdam(server_lr=0.1)",
         paper="Reddi et al. 2021, Alg. 2",
+        family="server",
         use_when="parameters need steps of different sizes, as embeddings and language models do",
     )
     yield Method(
@@ -198,6 +224,7 @@ def _rows() -> Iterator[Method]:
         terms=("AdaptiveServer",),
         example="FedYogi(server_lr=0.1)",
         paper="Reddi et al. 2021, Alg. 2",
+        family="server",
         use_when="FedAdam fits, but updates are sparse and its second moment forgets too fast",
     )
     yield Method(
@@ -229,6 +256,7 @@ def _rows() -> Iterator[Method]:
         terms=("FeatureTable",),
         example="RFedAvg(lam=0.001)",
         paper="Wang, Tong et al. 2023, Alg. 1",
+        family="loss",
         use_when="a few clients have differing features, and all of them take part again and again",
         setting="silo",
         beside="a feature mean of each client of the federation down, one up",
@@ -240,6 +268,7 @@ def _rows() -> Iterator[Method]:
         terms=("LeaveOneOutMean",),
         example="RFedAvgPlus(lam=0.1)",
         paper="Wang, Tong et al. 2023, Alg. 2",
+        family="loss",
         use_when="clients have differing features, and a second, small exchange per round is no problem",
         beside="a feature mean down, one up",
         gradients="the features of all its data once a round",
@@ -251,6 +280,7 @@ def _rows() -> Iterator[Method]:
         terms=("Elastic", "SparseTernary"),
         example="EFL(lam=1.0, density_up=0.01, density_down=0.01)",
         paper="Ma et al. 2021, Alg. 1-2, Eqs. 2-6",
+        family="memory",
         use_when="the same clients come back, may stop early, and send compressed updates",
         setting="silo",
         state="the model, and the rest of its update",
@@ -265,6 +295,7 @@ def _rows() -> Iterator[Method]:
         terms=("Curvature",),
         example="FedCurv(lam=1.0)",
         paper="Shoham et al. 2019, Eqs. 4-6",
+        family="memory",
         use_when="a few clients come back again and again, and overwrite what the others learnt",
         setting="silo",
         state="its Fisher information, and that times its model",
@@ -279,6 +310,7 @@ def _rows() -> Iterator[Method]:
         terms=("LocalBatchNorm",),
         example="FedBN()",
         paper="Li, Jiang et al. 2021, Alg. 1",
+        family="personal",
         use_when="the model has BatchNorm, and clients differ in their inputs rather than in their labels",
         setting="silo",
         state="BatchNorm's parameters and statistics",
@@ -289,6 +321,7 @@ def _rows() -> Iterator[Method]:
         terms=("Private",),
         example="FedPer(patterns='head.*')",
         paper="Arivazhagan et al. 2019",
+        family="personal",
         use_when="each client should have a model of its own, because clients differ in their labels",
         setting="silo",
         state="the entries that it names",

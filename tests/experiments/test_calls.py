@@ -128,12 +128,13 @@ def test_what_a_call_says_wins_over_the_common_settings() -> None:
     assert built("FedFOR+SparseTernary(0.1, seed=9)", **common).seed == 9
 
 
-def test_a_composition_orders_its_terms_and_follows_its_first_strategy() -> None:
+def test_a_composition_orders_its_terms_and_follows_the_strategy_with_ways_of_its_own() -> None:
     strategy = built("SparseTernary(0.1)+EFL(0.5)".replace("EFL(0.5)", "FedCurv(0.5)+FedADC"))
     assert strategy.method_name == "fedadc+fedcurv+ternary"
-    assert strategy.weighting == "num-examples"
-    assert built("FedADC+FedCurv(0.5)").weighting == "uniform"
-    assert built("EFL(0.5)+FedBN").incomplete == "scale"
+    assert strategy.weighting == "uniform"
+    assert built("FedBN+FedFOR").weighting == "num-examples"
+    assert built("SCAFFOLD(weighting='num-examples')+FedADC").weighting == "num-examples"
+    assert built("EFL(0.5)+FedBN").incomplete == built("FedBN+EFL(0.5)").incomplete == "scale"
 
 
 def test_a_schedule_reaches_the_server_optimisers_alone() -> None:
