@@ -93,9 +93,13 @@ class Chain(Term):
         return params
 
     def client_optimizer(self, make: Any) -> Any:
+        checked: list[Steers] = []
         for t in self.terms:
             if isinstance(t, Steers):
-                make = t.client_optimizer(make)
+                before, make = make, t.client_optimizer(make)
+                checked += [t] if make is before else []
+        for t in checked:  # it has only looked: it sees what terms on its right have changed, too
+            t.client_optimizer(make)
         return make
 
     def restrict(self, config: Mapping[str, Any]) -> None:
@@ -347,6 +351,8 @@ def chain(terms: Sequence[Term]) -> Chain:
         if t.keeps not in KEEPS:
             raise ValueError(f"'{t.name}' keeps {t.keeps!r}, expected one of {KEEPS}")
         if others := sorted(set(t.excludes) & set(names)):
+            if isinstance(t.excludes, Mapping):
+                raise ValueError(f"'{t.name}' excludes '{others[0]}': {t.excludes[others[0]]}")
             raise ValueError(
                 f"'{t.name}' and {others} are versions of one term and together would count twice: "
                 "keep one"

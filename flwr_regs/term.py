@@ -269,8 +269,9 @@ class Declared:
     ``ctx.aggregated``, or as the client's own entry. A term that `Adds` need not say so."""
     reads_lr: ClassVar[bool] = True
     """False if no server hook reads ``ctx.lr``: then a term of the server alone needs no learning rate."""
-    excludes: ClassVar[tuple[str, ...]] = ()
-    """Names of terms that are other versions of this one; a chain holds only one version."""
+    excludes: ClassVar[Collection[str]] = ()
+    """Names of terms that are other versions of this one; a chain holds only one version. A mapping to the
+    reason excludes terms for another reason."""
     ranges: ClassVar[Mapping[str, Range]] = {}
     """Field -> the values that it may have, checked when the term is built; None too, if it is the default.
     A `__post_init__` of a term's own calls this one first."""

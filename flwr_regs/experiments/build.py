@@ -38,7 +38,7 @@ def build(calls: Sequence[Call], folder: str = "", **common: Any) -> RegStrategy
     """Return the strategy of a method's parts.
 
     Several parts become one list of terms. Those that compress come last, those that read the update come
-    behind those that shift the start. Weighting, downlink and treatment of incomplete clients are those of
+    behind those that shift the start, those that change the mean behind a server's optimiser. Weighting, downlink and treatment of incomplete clients are those of
     the first strategy that has another than the usual one: FedBN+SCAFFOLD weighs as SCAFFOLD does.
 
     Parameters
@@ -248,4 +248,10 @@ def _in_order(terms: Sequence[Term]) -> list[Term]:
     def reads_the_update(t: Term) -> bool:  # must stand behind a term that shifts the start
         return type(t).finish is not Term.finish and type(t).start is Term.start
 
-    return sorted(terms, key=lambda t: (isinstance(t, Compresses), reads_the_update(t)))
+    def follows_the_owner(t: Term) -> bool:  # its update comes before a server optimiser's
+        return t.acts("update") and not (t.owns_step or t.keeps_delta)
+
+    def place(t: Term) -> tuple[bool, bool, bool]:
+        return isinstance(t, Compresses), follows_the_owner(t), reads_the_update(t)
+
+    return sorted(terms, key=place)

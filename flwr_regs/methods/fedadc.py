@@ -42,11 +42,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 
-import torch
-
 from flwr_regs.client.distillation import self_confidence_loss
 from flwr_regs.flower.client import RegClient
 from flwr_regs.flower.strategy import RegStrategy
+from flwr_regs.methods.sgd import unlike_sgd
 from flwr_regs.term import (
     DECAY,
     POSITIVE,
@@ -130,11 +129,7 @@ class EmbeddedMomentum(Term):
         return {n: self.beta_local * m / steps for n, m in ctx.broadcast.items()}  # line 5
 
     def client_optimizer(self, optimizer: Any) -> Any:
-        made = optimizer([torch.zeros(1, requires_grad=True)], lr=1.0)
-        if not isinstance(made, torch.optim.SGD) or made.defaults["momentum"]:
-            what = (
-                f"{type(made).__name__}{' with momentum' if made.defaults.get('momentum') else ''}"
-            )
+        if what := unlike_sgd(optimizer, ["momentum"]):
             raise ValueError(
                 "FedADC's clients run SGD without momentum of their own: FedADC adds m̄ to the gradients, "
                 f"which {what} would accumulate or rescale; for the paper's "

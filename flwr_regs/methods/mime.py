@@ -38,11 +38,11 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
-import torch
 
 from flwr_regs.flower.client import RegClient
 from flwr_regs.flower.strategy import RegStrategy
 from flwr_regs.methods.gradients import check_like
+from flwr_regs.methods.sgd import check_plain
 from flwr_regs.term import DECAY, Arrays, ClientContext, Range, ServerContext, Slot, Term
 
 __all__ = [
@@ -64,15 +64,7 @@ class _ServerMomentum(Term):
     beta: float
 
     def client_optimizer(self, optimizer: Callable[..., Any]) -> Callable[..., Any]:
-        made = optimizer([torch.zeros(1, requires_grad=True)], lr=1.0)
-        group = made.param_groups[0]
-        odd = [k for k in ("momentum", "weight_decay", "maximize") if group.get(k)]
-        if not isinstance(made, torch.optim.SGD) or odd:
-            what = type(made).__name__ + (f" with {' and '.join(odd)}" if odd else "")
-            raise ValueError(
-                f"the steps of '{self.name}' are the server's, taken with plain SGD, but {what} takes other "
-                "ones: leave that out"
-            )
+        check_plain(optimizer, _REFUSED)
         return optimizer
 
     def broadcast(self, server: Slot, ctx: ServerContext) -> Slot:
@@ -108,7 +100,7 @@ class FixedMomentum(_ServerMomentum):
 
     name: ClassVar[str] = "mime-lite"
     elementwise: ClassVar[bool] = True
-    excludes: ClassVar[tuple[str, ...]] = ("mime", "scaffold")
+    excludes: ClassVar[tuple[str, ...]] = ("mime",)
     beta: float
 
     def acts(self, hook: str) -> bool:
@@ -152,7 +144,10 @@ class CorrectedMomentum(_ServerMomentum):
 
     name: ClassVar[str] = "mime"
     robust: ClassVar[bool] = True
-    excludes: ClassVar[tuple[str, ...]] = ("mime-lite", "scaffold")
+    excludes: ClassVar[Mapping[str, str]] = dict.fromkeys(
+        ("mime-lite", "scaffold", "feddyn", "gradient-tracking"),
+        "each corrects the same drift or has the same momentum, which would count twice: keep one",
+    )
     beta: float
 
     def probe(self, ctx: ClientContext) -> tuple[Slot, Slot]:
@@ -172,7 +167,8 @@ class CorrectedMomentum(_ServerMomentum):
 
     @staticmethod
     def _to_all(probes: Mapping[int, Slot], mean: Arrays) -> dict[int, Slot]:
-        return dict.fromkeys(probes, {f"c.{n}": a for n, a in mean.items()})
+        c = {f"c.{n}": a for n, a in mean.items()}
+        return {pid: {**c} for pid in probes}
 
     def correct(self, grads: Arrays, params: Arrays, ctx: ClientContext) -> Arrays:
         if missing := [n for n in grads if f"c.{n}" not in ctx.broadcast]:
@@ -190,6 +186,9 @@ class CorrectedMomentum(_ServerMomentum):
         sent = next(iter(ctx.answers.values()))  # the same to all
         c = {n: np.asarray(sent[f"c.{n}"], dtype=np.float64) for n in ctx.params}
         return self._moved(server, c, ctx), delta
+
+
+_REFUSED = "Mime's clients take the server's steps, by plain SGD, but {}: leave that out"
 
 
 class Mime(RegStrategy):

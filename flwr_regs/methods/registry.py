@@ -19,9 +19,12 @@ if TYPE_CHECKING:  # what type checkers see; a test compares it with the rows
     from flwr_regs.methods.fedavg import *
     from flwr_regs.methods.fedbn import *
     from flwr_regs.methods.fedcurv import *
+    from flwr_regs.methods.feddyn import *
     from flwr_regs.methods.fedfor import *
+    from flwr_regs.methods.fednova import *
     from flwr_regs.methods.fedopt import *
     from flwr_regs.methods.fedprox import *
+    from flwr_regs.methods.gate import *
     from flwr_regs.methods.mime import *
     from flwr_regs.methods.rfedavg import *
     from flwr_regs.methods.scaffold import *
@@ -183,6 +186,50 @@ def _rows() -> Iterator[Method]:
         down=2,
     )
     yield Method(
+        name="FedDyn",
+        module="feddyn",
+        terms=("DynamicRegulariser",),
+        example="FedDyn(alpha=0.1)",
+        paper="Acar et al. 2021, Alg. 1",
+        family="memory",
+        use_when="labels are skewed, the same clients come back again and again, and 1 model down must do",
+        setting="silo",
+        state="its linear term",
+    )
+    yield Method(
+        name="FedNova",
+        module="fednova",
+        terms=("NormalizedAveraging",),
+        example="FedNova()",
+        paper="Wang et al. 2020, Sec. 4",
+        family="drift",
+        use_when="clients take unequally many local steps, and none should count more for that",
+    )
+    yield Method(
+        name="VRLSGD",
+        module="gate",
+        terms=("GradientTracking",),
+        example="VRLSGD()",
+        paper="Liang et al. 2019, Alg. 1",
+        family="memory",
+        use_when="labels are skewed, and all clients take part in every round with equally many steps",
+        setting="silo",
+        state="its correction",
+        down=2,
+    )
+    yield Method(
+        name="FedGATE",
+        module="gate",
+        terms=("GradientTracking",),
+        example="FedGATE(server_lr=1.5)",
+        paper="Haddadpour et al. 2021, Sec. 4",
+        family="memory",
+        use_when="VRL-SGD fits, and the server should make longer or shorter steps",
+        setting="silo",
+        state="its correction",
+        down=2,
+    )
+    yield Method(
         name="FedOpt",
         module="fedopt",
         terms=("TorchServerOptimizer",),
@@ -233,7 +280,8 @@ def _rows() -> Iterator[Method]:
         terms=("CorrectedMomentum",),
         example="Mime(beta=0.9)",
         paper="Karimireddy, Jaggi et al. 2021, Alg. 1",
-        use_when="clients take part rarely, local training is long and drifts, and a round may cost two exchanges",
+        family="drift",
+        use_when="clients take part rarely, local training is long, and a round may have two exchanges",
         down=3,
         up=2,
         gradients="a second gradient a step, and the gradient over all its data once a round",
@@ -245,6 +293,7 @@ def _rows() -> Iterator[Method]:
         terms=("FixedMomentum",),
         example="MimeLite(beta=0.9)",
         paper="Karimireddy, Jaggi et al. 2021, Alg. 1",
+        family="drift",
         use_when="clients take part rarely, and momentum should act within their steps, too",
         down=2,
         up=2,

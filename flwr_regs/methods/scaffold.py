@@ -40,6 +40,7 @@ from flwr_regs.flower.client import RegClient
 from flwr_regs.flower.strategy import RegStrategy
 from flwr_regs.methods.fedopt import TorchServerOptimizer
 from flwr_regs.methods.gradients import check_like
+from flwr_regs.methods.sgd import check_plain, check_unclipped
 from flwr_regs.term import POSITIVE, Arrays, ClientContext, Range, ServerContext, Slot, Term
 from flwr_regs.wire import keys
 from flwr_regs.wire.arrays import LARGEST
@@ -78,20 +79,12 @@ class ControlVariates(Term):
         return super().acts(hook) and (self.option == 2 or hook != "client_optimizer")
 
     def restrict(self, config: Mapping[str, Any]) -> None:
-        if self.option == 2 and "clip-norm" in config:
-            raise ValueError(
-                _REFUSED.format("'clip-norm' in the train config clips their gradients")
-            )
+        if self.option == 2:
+            check_unclipped(config, _REFUSED)
 
     def client_optimizer(self, optimizer: Callable[..., Any]) -> Callable[..., Any]:
         if self.acts("client_optimizer"):
-            made = optimizer([torch.zeros(1, requires_grad=True)], lr=1.0)
-            group = made.param_groups[0]
-            odd = [k for k in ("momentum", "weight_decay", "maximize") if group.get(k)]
-            odd += [] if group["lr"] == 1.0 else ["a learning rate of its own"]
-            if not isinstance(made, torch.optim.SGD) or odd:
-                what = type(made).__name__ + (f" with {' and '.join(odd)}" if odd else "")
-                raise ValueError(_REFUSED.format(f"{what} takes other ones"))
+            check_plain(optimizer, _REFUSED)
         return optimizer
 
     def broadcast(self, server: Slot, ctx: ServerContext) -> Slot:

@@ -1,10 +1,10 @@
-"""Mime and MimeLite beyond the laws: two exchanges, what is refused, what clients may claim, other terms."""
+"""Mime and MimeLite beyond the laws: two exchanges, what is refused, what clients claim, other terms."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import partial
-from itertools import product
+from itertools import permutations, product
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,15 @@ from torch import nn
 import flwr_regs as fr
 from flwr_regs.client.training import local_round
 from flwr_regs.term import ServerContext
-from flwr_regs.testing.problem import SerialisingGrid, app_of, start_weights, train
+from flwr_regs.testing.problem import (
+    Point,
+    SerialisingGrid,
+    app_of,
+    half_squared_error,
+    quadratic_clients,
+    start_weights,
+    train,
+)
 from flwr_regs.wire import keys
 from tests.conftest import budgeted, close, make_clients, make_model, to_numpy
 from tests.oracles.mime import mime
@@ -155,7 +163,7 @@ def test_an_optimiser_of_another_kind_is_refused_before_any_client_is_contacted(
     grid = fr.InProcessGrid(app_of(client, make_clients()), 4)
     contacted = list[Any]()
     grid.push_messages = lambda messages: contacted.extend(messages) or []  # type: ignore[method-assign]
-    with pytest.raises(ValueError, match=f"plain SGD, but {why}"):
+    with pytest.raises(ValueError, match=f"by plain SGD, but {why}"):
         train(make(0.5, **QUIET), client, grid=grid, length={"local-epochs": 1, **config})
     assert not contacted
 
@@ -333,13 +341,28 @@ def mean_of(parts: list[Params]) -> Params:
     return {n: sum(p[n] for p in parts) / len(parts) for n in parts[0]}
 
 
-@pytest.mark.parametrize("name", BOTH)
-def test_other_drift_corrections_are_refused_beside_it(name: str) -> None:
-    term = fr.CorrectedMomentum(0.5) if name == "mime" else fr.FixedMomentum(0.5)
-    other = fr.FixedMomentum(0.5) if name == "mime" else fr.CorrectedMomentum(0.5)
-    for beside in (fr.ControlVariates(), other):
-        with pytest.raises(ValueError, match="together would count twice"):
-            fr.RegStrategy([term, beside])
+def test_other_drift_corrections_are_refused_beside_mime() -> None:
+    beside = [fr.ControlVariates(), fr.DynamicRegulariser(0.1), fr.FixedMomentum(0.5)]
+    for other in beside:
+        for terms in ([fr.CorrectedMomentum(0.5), other], [other, fr.CorrectedMomentum(0.5)]):
+            with pytest.raises(ValueError, match="count twice: keep one"):
+                fr.RegStrategy(terms)
+
+
+def test_scaffold_beside_mimelite_is_exact() -> None:
+    """``c_k − c`` becomes the difference of the clients' gradients, whichever of the two stands left."""
+    for terms in permutations([fr.FixedMomentum(0.5), fr.ControlVariates()]):
+        models = train(
+            fr.RegStrategy(terms, weighting="uniform", **QUIET),
+            partial(fr.RegClient, terms=[type(t) for t in terms]),
+            rounds=120,
+            clients=quadratic_clients((1.0, 4.0), (-1.0, 2.0)),
+            model=Point,
+            lr=0.1,
+            length={"local-steps": 5},
+            loss_fn=half_squared_error,
+        )
+        assert models[-1]["v"] == pytest.approx(1.4, abs=1e-6)
 
 
 @sampled("name,beside", list(product(BOTH, ["FedFOR", "FedBN", "ternary", "bfloat16"])), 2)

@@ -1,0 +1,36 @@
+"""What methods ask of the clients' optimiser that compute with the steps of plain SGD."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import torch
+
+PLAIN = ("momentum", "weight_decay", "maximize", "lr")
+
+
+def unlike_sgd(optimizer: Callable[..., Any], settings: Collection[str] = PLAIN) -> str:
+    """Return what a factory ``optimizer(params, lr=lr)`` makes instead of SGD; "" for SGD.
+
+    `settings` are those of SGD that it must leave alone: ``"lr"`` the learning rate, others at 0.
+    """
+    made = optimizer([torch.zeros(1, requires_grad=True)], lr=1.0)
+    group = made.param_groups[0]
+    odd = [key for key in settings if key != "lr" and group.get(key)]
+    odd += ["a learning rate of its own"] if "lr" in settings and group["lr"] != 1.0 else []
+    if isinstance(made, torch.optim.SGD) and not odd:
+        return ""
+    return type(made).__name__ + (f" with {' and '.join(odd)}" if odd else "")
+
+
+def check_plain(optimizer: Callable[..., Any], refused: str) -> None:
+    """Raise ValueError, the sentence `refused` about a factory, unless it makes plain SGD."""
+    if what := unlike_sgd(optimizer):
+        raise ValueError(refused.format(f"{what} takes other ones"))
+
+
+def check_unclipped(config: Mapping[str, Any], refused: str) -> None:
+    """Raise ValueError, the sentence `refused` about a train config, if it clips gradients."""
+    if "clip-norm" in config:
+        raise ValueError(refused.format("'clip-norm' in the train config clips their gradients"))
