@@ -21,7 +21,7 @@ refused. Clipping is not: it bounds the whole step. Full gradients are in eval m
 ``w_t``. BatchNorm's batch statistics in the steps are then no part of c: in the mean over batches, Mime's
 correction does not cancel there.
 
-Beside Mime, a term on the left changes the objective whose gradient is corrected, but c is that of the plain
+A term on the left of Mime changes the objective whose gradient is corrected, but c is that of the plain
 loss. What such a term adds at ``w_t`` itself cancels; FedProx and FedFOR add nothing there. Of entries that
 stay on the client (FedBN), MimeLite's full gradient sees the trained values, because it is computed after
 the steps.
