@@ -41,7 +41,7 @@ def state_of(optimizer: torch.optim.Optimizer, params: Mapping[str, nn.Parameter
                 continue
             if not isinstance(value, torch.Tensor | int | float):
                 raise ValueError(
-                    f"keep_optimizer: {type(optimizer).__name__} keeps a {type(value).__name__} as '{key}', "
+                    f"keep_optimizer: {type(optimizer).__name__} has a {type(value).__name__} as '{key}', "
                     "expected arrays and numbers: leave keep_optimizer out"
                 )
             mark = "" if isinstance(value, torch.Tensor) else "#"

@@ -168,7 +168,7 @@ def test_each_optimiser_goes_on_where_it_was(name: str) -> None:
 
 
 def test_what_cannot_be_kept_is_refused() -> None:
-    with pytest.raises(fr.RoundFailed, match="LBFGS keeps a list as 'al', expected arrays"):
+    with pytest.raises(fr.RoundFailed, match="LBFGS has a list as 'al', expected arrays"):
         train(
             fr.FedAvg(**QUIET),
             fr.FedAvgClient,
