@@ -98,8 +98,8 @@ class Chain(Term):
             if isinstance(t, Steers):
                 before, make = make, t.client_optimizer(make)
                 checked += [t] if make is before else []
-        for t in checked:  # it has only looked: it sees what terms on its right have changed, too
-            t.client_optimizer(make)
+        for look in checked:  # a term that changed nothing sees what those on its right made
+            look.client_optimizer(make)
         return make
 
     def restrict(self, config: Mapping[str, Any]) -> None:

@@ -17,9 +17,12 @@ from tests.oracles.efl import efl
 from tests.oracles.fedadc import fedadc
 from tests.oracles.fedavg import fedavg
 from tests.oracles.fedcurv import fedcurv
+from tests.oracles.feddyn import feddyn
 from tests.oracles.fedfor import fedfor
+from tests.oracles.fednova import fednova
 from tests.oracles.fedopt import fedopt
 from tests.oracles.fedprox import fedprox
+from tests.oracles.gate import fedgate, vrlsgd
 from tests.oracles.mime import mime, mimelite
 from tests.oracles.rfedavg import rfedavg, rfedavg_plus
 from tests.oracles.scaffold import scaffold
@@ -197,6 +200,65 @@ def control(name: str, **settings: Any) -> Method:
     )
 
 
+def dynamic(name: str, alpha: float) -> Method:
+    """A case of FedDyn, which settles where no client drifts."""
+    return case(
+        name,
+        fr.FedDyn,
+        fr.FedDynClient,
+        {"alpha": alpha},
+        {"alpha": alpha},
+        [fr.DynamicRegulariser(alpha)],
+        feddyn,
+        {"alpha": alpha},
+        fixed_point=minimum,
+        exempt={"neutral": Exempt("No setting of FedDyn makes it FedAvg.")},
+    )
+
+
+def heavy_ball(a: float, lr: float, steps: int, momentum: float) -> float:
+    """D_K for c − w = 1: K steps of heavy-ball SGD down a/2 (v − c)², from rest."""
+    moved = speed = 0.0
+    for _ in range(steps):
+        speed = momentum * speed + a * (moved - 1)
+        moved -= lr * speed
+    return moved
+
+
+def nova(name: str, **settings: Any) -> Method:
+    """A case of FedNova, which settles where FedAvg does if all clients take equally many steps."""
+    ball = partial(settled, pull=partial(heavy_ball, momentum=settings.get("momentum", 0.0)))
+    exempt = {"neutral": Exempt("It weighs clients by their steps, which no setting switches off.")}
+    return case(
+        name,
+        fr.FedNova,
+        fr.FedNovaClient,
+        settings,
+        {},
+        [fr.NormalizedAveraging(**settings)],
+        fednova,
+        settings,
+        exempt={**exempt, **({"stacked": TORCHS_MOMENTUM} if "momentum" in settings else {})},
+        **({} if "mu" in settings else {"fixed_point": ball}),
+    )
+
+
+def tracking(name: str, strategy: Any, client: Any, oracle: Any, **settings: Any) -> Method:
+    """A case of VRL-SGD or FedGATE, which settles where no client drifts."""
+    return case(
+        name,
+        strategy,
+        client,
+        settings,
+        settings,
+        [fr.GradientTracking(**settings)],
+        oracle,
+        settings,
+        fixed_point=minimum,
+        exempt={"neutral": Exempt("No setting of gradient tracking makes it FedAvg.")},
+    )
+
+
 def lite_point(
     curvatures: Sequence[float],
     centres: Sequence[float],
@@ -311,6 +373,12 @@ CASES = [
     control("SCAFFOLD-option-1", option=1),
     control("SCAFFOLD-server", state="server"),
     control("SCAFFOLD-server-1", state="server", option=1),
+    dynamic("FedDyn", alpha=0.4),
+    nova("FedNova"),
+    nova("FedNova-momentum", momentum=0.6),
+    nova("FedNova-proximal", mu=0.7),
+    tracking("VRLSGD", fr.VRLSGD, fr.VRLSGDClient, vrlsgd),
+    tracking("FedGATE", fr.FedGATE, fr.FedGATEClient, fedgate, server_lr=0.8),
     adc("FedADC-nesterov"),
     adc("FedADC-heavy-ball", variant="heavy-ball", alpha=0.8),
     adc("FedADC-unequal-betas", beta_local=0.4, beta_global=0.8),

@@ -38,8 +38,9 @@ def build(calls: Sequence[Call], folder: str = "", **common: Any) -> RegStrategy
     """Return the strategy of a method's parts.
 
     Several parts become one list of terms. Those that compress come last, those that read the update come
-    behind those that shift the start, those that change the mean behind a server's optimiser. Weighting, downlink and treatment of incomplete clients are those of
-    the first strategy that has another than the usual one: FedBN+SCAFFOLD weighs as SCAFFOLD does.
+    behind those that shift the start, those that change the mean behind a server's optimiser. Weighting,
+    downlink and treatment of incomplete clients are those of the first strategy that has another than the
+    usual one: FedBN+SCAFFOLD weighs as SCAFFOLD does.
 
     Parameters
     ----------

@@ -27,7 +27,7 @@ FedNova).
 
 Sources: Liang, Shen, Liu, Pan, Chen, Cheng, "Variance reduced local SGD with lower communication
 complexity" (2019), Alg. 1; Haddadpour, Kamani, Mokhtari, Mahdavi, "Federated learning with compression:
-unified analysis and sharp guarantees" (2021), FedGATE, Sec. 4. Both average the clients alike, so
+unified analysis and sharp guarantees" (2021), Alg. 2 without compression. Both average the clients alike, so
 ``weighting`` is "uniform".
 """
 
@@ -64,7 +64,8 @@ class GradientTracking(Term):
     elementwise: ClassVar[bool] = True
     excludes: ClassVar[Mapping[str, str]] = {
         **dict.fromkeys(
-            ("scaffold", "feddyn"), "each corrects the same drift, which would count twice: keep one"
+            ("scaffold", "feddyn"),
+            "each corrects the same drift, which would count twice: keep one",
         ),
         "fednova": "its weights do not sum to 1, so the sum of the d_k would not stay 0: leave it out",
     }
@@ -116,8 +117,8 @@ class GradientTracking(Term):
 
 
 _REFUSED = (
-    "gradient tracking (VRL-SGD, FedGATE) takes a client's drift from its steps of plain SGD, but {}: leave "
-    "that out"
+    "gradient tracking (VRL-SGD, FedGATE) takes a client's drift from its steps of plain SGD, but {}: "
+    "leave that out"
 )
 
 

@@ -222,7 +222,7 @@ def _rows() -> Iterator[Method]:
         module="gate",
         terms=("GradientTracking",),
         example="FedGATE(server_lr=1.5)",
-        paper="Haddadpour et al. 2021, Sec. 4",
+        paper="Haddadpour et al. 2021, Alg. 2",
         family="memory",
         use_when="VRL-SGD fits, and the server should make longer or shorter steps",
         setting="silo",

@@ -204,7 +204,7 @@ class Training:
         now.lr = self._learning_rate(number, config.get("lr"))
         now.context = self._context(now)
         now.config = self._config(now, config)
-        term.restrict(now.config)  # the learning rate of this round, and how incomplete clients count
+        term.restrict(now.config)  # with this round's learning rate
         memory = (self._held, self.used)
         exchange = Exchange(
             now, options, self.model, self.population, network, memory, self._context
