@@ -14,7 +14,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache, partial
@@ -170,8 +170,8 @@ def optimizer(setting: Setting) -> Any:
     return partial(torch.optim.SGD, momentum=setting.momentum, weight_decay=setting.weight_decay)
 
 
-def train(run: Run, data_dir: str = "") -> dict[str, Any]:
-    """Train once and return the run with its outcome.
+def train(run: Run, data_dir: str = "", **own: Any) -> dict[str, Any]:
+    """Train once and return the run with its outcome; `own` are other settings of the clients.
 
     ``accuracy`` is the mean over the last rounds, as a fraction. It is None for a training that
     ``diverged``: its replies left the numbers, so that it stopped, or the outputs of its last models did.
@@ -186,7 +186,7 @@ def train(run: Run, data_dir: str = "") -> dict[str, Any]:
 
     def client_fn(context: Any) -> Any:
         mine = loaders[int(context.node_config["partition-id"])]
-        return client(net, mine, optimizer=optimizer(setting), device="cpu")
+        return client(net, mine, **{"optimizer": optimizer(setting), **own}, device="cpu")
 
     @torch.no_grad()
     def test(number: int, arrays: ArrayRecord) -> MetricRecord | None:
@@ -233,8 +233,15 @@ def train(run: Run, data_dir: str = "") -> dict[str, Any]:
 class Results:
     """The finished runs of a file, one JSON line each; `finish` adds to it, but not with no `processes`."""
 
-    def __init__(self, path: Path, data_dir: str = "", processes: int = 1) -> None:
+    def __init__(
+        self,
+        path: Path,
+        data_dir: str = "",
+        processes: int = 1,
+        trains: Callable[[Any, str], dict[str, Any]] | None = None,
+    ) -> None:
         self.path, self.data_dir, self.processes = path, data_dir, processes
+        self._train = trains or train
         self.lines: dict[str, dict[str, Any]] = {}
         if path.exists():
             text = path.read_text()
@@ -264,11 +271,13 @@ class Results:
         if self.processes == 1:
             for run in waiting.values():
                 left -= run.cost
-                self._keep(run, train(run, self.data_dir), left)
+                self._keep(run, self._train(run, self.data_dir), left)
             return
         context = multiprocessing.get_context("spawn")
         with ProcessPoolExecutor(self.processes, mp_context=context) as pool:
-            futures = {pool.submit(train, run, self.data_dir): run for run in waiting.values()}
+            futures = {
+                pool.submit(self._train, run, self.data_dir): run for run in waiting.values()
+            }
             for future in as_completed(futures):
                 left -= futures[future].cost
                 self._keep(futures[future], future.result(), left)

@@ -268,7 +268,8 @@ class Chain(Term):
             own = _uploads_of(t, uploads)
             if isinstance(t, Folds):
                 own = (folded or {}).get(t.name, {})
-            new[t.name], delta = t.update(server[t.name], delta, own, ctx)
+            here = replace(ctx, answers=_uploads_of(t, ctx.answers)) if ctx.answers else ctx
+            new[t.name], delta = t.update(server[t.name], delta, own, here)
         return new, delta
 
     def release(self, server: Slot, step: Arrays, ctx: ServerContext) -> tuple[Slot, Arrays]:
@@ -342,6 +343,7 @@ def _unlike_most(uploads: Mapping[int, Slot]) -> dict[int, str]:
 
 
 def _uploads_of(term: Term, uploads: Mapping[int, Slot]) -> dict[int, Slot]:
+    """Return a term's own part of the uploads, or of what went down, by partition id."""
     return {pid: upload.get(term.name, {}) for pid, upload in uploads.items()}
 
 

@@ -224,6 +224,8 @@ class ServerContext:
         ``p_k`` by partition id, over the replies that are used: they sum to 1. Empty before the replies.
     replies : Mapping of int to ReplyStats
         What was measured of each reply that is used, by partition id in ascending order.
+    answers : Mapping of int to Slot
+        In `update`: what the term's own `answer` sent in the round's first exchange, by partition id.
     aggregated : callable
         ``aggregated(values) -> Slot``: the mean of one dict of arrays a client, all of the same keys and
         shapes, each client alike; made by the strategy's `aggregator`. In `update`, Krum takes the clients
@@ -240,6 +242,7 @@ class ServerContext:
     population: int = 0
     weights: Mapping[int, float] = field(default_factory=dict)
     replies: Mapping[int, ReplyStats] = field(default_factory=dict)
+    answers: Mapping[int, Slot] = field(default_factory=dict)
     aggregated: Callable[[Mapping[int, Slot]], Slot] = mean_of_slots
     robust: bool = False
 

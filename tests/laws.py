@@ -33,6 +33,7 @@ from tests.oracles.fedopt import fedopt
 from tests.oracles.fedprox import fedprox
 from tests.oracles.gate import fedgate, vrlsgd
 from tests.oracles.logits import fedlc, fedrs
+from tests.oracles.mime import mime, mimelite
 from tests.oracles.moon import moon
 from tests.oracles.qfedavg import qfedavg
 from tests.oracles.rfedavg import rfedavg, rfedavg_plus
@@ -402,6 +403,48 @@ def clouds(
     return sum(p * x for p, x in zip(weights, v, strict=True))
 
 
+def lite_point(
+    curvatures: Sequence[float],
+    centres: Sequence[float],
+    weights: Sequence[float],
+    lr: float,
+    steps: int,
+    beta: float,
+) -> float:
+    """Where MimeLite settles: ``Σ p_k D_k = 0`` with ``m = mean a_j (w − c_j)``, which stands still.
+
+    ``v ← v − η ((1−β) a (v − c) + β m)`` moves by ``D_k = −s_k (w − c_k + β m / ((1−β) a_k))`` in K steps,
+    ``s_k = 1 − (1 − η (1−β) a_k)^K``. Linear in w: the root from its values at 0 and 1.
+    """
+
+    def moved(w: float) -> float:
+        m = sum(a * (w - c) for a, c in zip(curvatures, centres, strict=True)) / len(centres)
+        return sum(
+            p * (1 - (1 - lr * (1 - beta) * a) ** steps) * (w - c + beta * m / ((1 - beta) * a))
+            for a, c, p in zip(curvatures, centres, weights, strict=True)
+        )
+
+    return moved(0.0) / (moved(0.0) - moved(1.0))
+
+
+def mimicking(name: str, strategy: Any, client: Any, term: Any, beta: float, **more: Any) -> Method:
+    """A case of Mime or MimeLite."""
+    lite = strategy is fr.MimeLite
+    return case(
+        name,
+        strategy,
+        client,
+        {"beta": beta},
+        {"beta": 0.0},
+        [term(beta)],
+        mimelite if lite else mime,
+        {"beta": beta, "c_weighting": "uniform"},
+        fixed_point=partial(lite_point, beta=beta) if lite else minimum,
+        exempt={} if lite else {"neutral": Exempt("No setting of Mime makes it FedAvg.")},
+        **more,
+    )
+
+
 def server_sgd(params: list[torch.Tensor]) -> torch.optim.Optimizer:
     """Heavy-ball SGD as ServerOpt."""
     return torch.optim.SGD(params, lr=0.7, momentum=0.6)
@@ -688,4 +731,7 @@ CASES = [
         fixed_point=partial(clouds, **AMP),
         exempt={"neutral": Exempt("No setting makes each client start at the global model.")},
     ),
+    mimicking("Mime", fr.Mime, fr.MimeClient, fr.CorrectedMomentum, 0.6),
+    mimicking("Mime-without-momentum", fr.Mime, fr.MimeClient, fr.CorrectedMomentum, 0.0),
+    mimicking("MimeLite", fr.MimeLite, fr.MimeLiteClient, fr.FixedMomentum, 0.6),
 ]

@@ -1,17 +1,70 @@
-"""A client's optimiser, its own or the one that the round's config describes; and clipping."""
+"""A client's optimiser, its own or the one that the round's config describes; its state; and clipping."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
+from flwr_regs.term import Slot, Term
 from flwr_regs.wire.config import OPTIMIZER_KEYS
 
 OptimizerFn = Callable[..., torch.optim.Optimizer]
+
+
+@dataclass(frozen=True)
+class KeptOptimizer(Term):
+    """Keeps the state of a client's optimiser between rounds, as the client slot of this term.
+
+    It stands in the client's chain alone, and is kept there as all client state is: what a round has made
+    of it counts if the server used the round's reply. `LocalTraining` fills the slot and reads it.
+    """
+
+    name: ClassVar[str] = "optimizer"
+    server_only: ClassVar[bool] = False
+    keeps: ClassVar[str] = "if-used"
+
+
+def state_of(optimizer: torch.optim.Optimizer, params: Mapping[str, nn.Parameter]) -> Slot:
+    """Return an optimiser's state as arrays: ``"<parameter>|<key>"``, with ``#`` behind a plain number.
+
+    Raises ValueError for other state than arrays and numbers, such as LBFGS's lists.
+    """
+    out: Slot = {}
+    for name, p in params.items():
+        for key, value in optimizer.state.get(p, {}).items():
+            if value is None:  # none yet, as SGD's momentum before its first step
+                continue
+            if not isinstance(value, torch.Tensor | int | float):
+                raise ValueError(
+                    f"keep_optimizer: {type(optimizer).__name__} has a {type(value).__name__} as '{key}', "
+                    "expected arrays and numbers: leave keep_optimizer out"
+                )
+            mark = "" if isinstance(value, torch.Tensor) else "#"
+            out[f"{name}|{key}{mark}"] = torch.as_tensor(value).detach().clone()
+    return out
+
+
+def load_state(
+    optimizer: torch.optim.Optimizer, params: Mapping[str, nn.Parameter], slot: Slot
+) -> None:
+    """Give a fresh optimiser the state of :func:`state_of`, copied; its own settings stay."""
+    for entry, value in slot.items():
+        name, _, key = entry.rpartition("|")
+        if (p := params.get(name)) is None:
+            continue
+        if key.endswith("#"):
+            optimizer.state[p][key.removesuffix("#")] = value.item()
+        elif value.ndim == 0 and key == "step":  # torch counts on the CPU
+            optimizer.state[p][key] = value.clone()
+        else:
+            half = p.dtype == torch.bfloat16 and value.shape == p.shape  # it was kept as float32
+            kind = p.dtype if half else value.dtype
+            optimizer.state[p][key] = value.to(p.device, kind, copy=True)
 
 
 def optimizer_of(config: Mapping[str, Any], own: OptimizerFn | None = None) -> OptimizerFn:

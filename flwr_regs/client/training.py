@@ -20,7 +20,15 @@ from flwr_regs.chain import Chain, layers_of
 from flwr_regs.client.distillation import StartOutputs
 from flwr_regs.client.features import FeatureTap, OutputTap, Tap
 from flwr_regs.client.measures import Measures, gradients
-from flwr_regs.client.optimizer import OptimizerFn, clip, momentum_of, optimizer_of
+from flwr_regs.client.optimizer import (
+    KeptOptimizer,
+    OptimizerFn,
+    clip,
+    load_state,
+    momentum_of,
+    optimizer_of,
+    state_of,
+)
 from flwr_regs.client.replay import Replay
 from flwr_regs.client.result import LocalResult
 from flwr_regs.client.task import LossFn, OutputFn, Task, uncompiled
@@ -148,10 +156,15 @@ class LocalTraining:
         self._clip_norm: float | None = self._ctx.config.get("clip-norm")
         asked = [key for key in OPTIMIZER_KEYS if key in self._ctx.config]
         steered = any(t.acts("client_optimizer") for t in terms)
-        self._makes_optimizer = steered or bool(asked)
+        keeps = any(isinstance(t, KeptOptimizer) for t in terms)
+        self._keeps_optimizer = keeps
+        self._optimizer: torch.optim.Optimizer | None = None
+        self._makes_optimizer = steered or keeps or bool(asked)
         self._why_optimizer = (
             f"the config sets {asked}"
             if asked
+            else "the client keeps its optimiser's state"
+            if keeps
             else "the method has a say in the client's optimiser"
         )
         self._went_back = False
@@ -175,12 +188,24 @@ class LocalTraining:
         """Return the client's optimiser ``make(params, lr=lr)``, adapted by the method.
 
         Without `make` it is the one that the round's config describes, or SGD. It holds what is trained and
-        nothing else: weight decay and momentum move no parameter that is held still. Raises ValueError if
-        there is `make`, and the config sets an optimiser, momentum or weight decay.
+        nothing else: weight decay and momentum move no parameter that is held still. With `KeptOptimizer`
+        among the terms it goes on with the state of the client's last round.
+
+        Raises ValueError if there is `make`, and the config sets an optimiser, momentum or weight decay;
+        and if the state is to be kept of an optimiser that the method makes.
         """
         self._makes_optimizer = False
-        make = self._whole.client_optimizer(optimizer_of(self._ctx.config, make))
+        own = optimizer_of(self._ctx.config, make)
+        make = self._whole.client_optimizer(own)
         made = make(list(self._trained.values()), lr=self.lr)
+        if self._keeps_optimizer:
+            if make is not own:
+                raise ValueError(
+                    "keep_optimizer: the method makes the client's optimiser anew for each round: leave "
+                    "keep_optimizer out"
+                )
+            load_state(made, self._trained, self._kept.get(KeptOptimizer.name, {}))
+            self._optimizer = made
         between_steps = self._step_ctx is self._ctx
         self._ctx = replace(self._ctx, momentum=momentum_of(made))
         if between_steps:
@@ -319,6 +344,8 @@ class LocalTraining:
         delta = {name: v - start[name] for name, v in self._values.items()}
         ctx = replace(self._ctx, num_steps=taken)
         sent, upload, kept = self._term.finish(delta, ctx) if taken else (delta, {}, self._kept)
+        if taken and self._optimizer is not None:
+            kept = {**kept, KeptOptimizer.name: state_of(self._optimizer, self._trained)}
         if sent is not delta:  # else the model already is w_t + delta, unrounded
             _write(self._values, {name: start[name] + sent[name] for name in start})
         for p in self._trained.values():

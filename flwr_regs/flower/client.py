@@ -19,7 +19,7 @@ from flwr_regs.client.classifier import find_classifier
 from flwr_regs.client.custody import Pins, check_custody, pinned
 from flwr_regs.client.loading import load
 from flwr_regs.client.measures import Measures
-from flwr_regs.client.optimizer import OptimizerFn
+from flwr_regs.client.optimizer import KeptOptimizer, OptimizerFn
 from flwr_regs.client.personal import evaluate, trained_model
 from flwr_regs.client.received import Received, evaluated_term, seeded
 from flwr_regs.client.saved import Folder, evaluated_state
@@ -27,7 +27,7 @@ from flwr_regs.client.state import to_numpy
 from flwr_regs.client.task import LossFn, OutputFn, Task, uncompiled
 from flwr_regs.client.training import local_round
 from flwr_regs.flower.refusal import unreadable
-from flwr_regs.term import NOT_NEGATIVE, Range, Term
+from flwr_regs.term import NOT_NEGATIVE, SWITCH, Range, Term
 from flwr_regs.wire import keys
 from flwr_regs.wire.arrays import ForeignStrategy, ProtocolError
 from flwr_regs.wire.terms import check_classes
@@ -59,6 +59,10 @@ class RegClient(NumPyClient):
         ``optimizer(params, lr=lr)``, this client's own; use ``functools.partial`` for more. None: what the
         strategy's `train_config` describes by ``"optimizer"``, ``"momentum"`` and ``"weight-decay"``, by
         default SGD. A client with its own refuses these keys. Personalisation uses it too (None: SGD).
+    keep_optimizer : bool
+        The optimiser goes on with its state (AdamW's moments, SGD's momentum) where it was after this
+        client's last round, if the server used that round's reply. The state stays on the node. False:
+        the optimiser is fresh in each round.
     device : str or torch.device
         ``"auto"``: the accelerator if there is one, else the CPU.
     classifier : str, optional
@@ -105,6 +109,7 @@ class RegClient(NumPyClient):
         target_key: str | None = None,
         output_fn: OutputFn | None = None,
         optimizer: OptimizerFn | None = None,
+        keep_optimizer: bool = False,
         device: str | torch.device = "auto",
         classifier: str | None = None,
         share_label_counts: bool = False,
@@ -129,6 +134,7 @@ class RegClient(NumPyClient):
         )
         whole.check(who, "step_budget", step_budget, optional=True)
         NOT_NEGATIVE.check(who, "time_budget", time_budget, optional=True)
+        SWITCH.check(who, "keep_optimizer", keep_optimizer)
         if classifier is not None or any("features" in t.needs for t in self.terms):
             find_classifier(uncompiled(model), classifier)  # raises here, before any round
         pinned(private, uncompiled(model))  # raises here, before any round
@@ -139,6 +145,7 @@ class RegClient(NumPyClient):
         self.target_key = target_key
         self.output_fn = output_fn
         self.optimizer = optimizer
+        self.keep_optimizer = keep_optimizer
         self.device = device
         self.classifier = classifier
         self.share_label_counts = share_label_counts
@@ -188,7 +195,8 @@ class RegClient(NumPyClient):
         """
         arrays = self._named(parameters, config) if keys.METHOD_KEY in config else {}
         method, name, device = self._method_name(), type(self).__name__, resolve_device(self.device)
-        message = (self.terms, name, arrays, config, self.private, self.save_private)
+        terms = [*([KeptOptimizer] if self.keep_optimizer else []), *self.terms]
+        message = (terms, name, arrays, config, self.private, self.save_private)
         received = Received(uncompiled(self.model), method, *message)
         if config.get(keys.PROBE_KEY):
             with seeded(config[keys.SEED_KEY], device):

@@ -15,7 +15,7 @@ from flwr_regs.chain import name_of
 from flwr_regs.client.batches import Batches, resolve_device
 from flwr_regs.client.custody import Pins, check_custody
 from flwr_regs.client.loading import load
-from flwr_regs.client.optimizer import OptimizerFn
+from flwr_regs.client.optimizer import KeptOptimizer, OptimizerFn
 from flwr_regs.client.personal import own_model, trained_model
 from flwr_regs.client.received import Received, evaluated_term, seeded
 from flwr_regs.client.saved import Folder, evaluated_state
@@ -64,9 +64,9 @@ class ClientRound(LocalTraining):
         The global model is loaded into it by name; it is trained in place.
     train_data, loss_fn, target_key, output_fn, device, classifier, train_mode, max_steps, max_seconds
         As for :class:`flwr_regs.client.training.LocalTraining`; ``n_k`` counts the data's examples.
-    private, save_private : str or sequence of str, str or path
-        What never leaves this client, and the folder where it saves what it keeps: see
-        :class:`flwr_regs.RegClient`.
+    private, save_private, keep_optimizer : str or sequence of str, str or path, bool
+        What never leaves this client, the folder where it saves what it keeps, and whether its optimiser,
+        which must come from ``loop.optimizer(...)``, keeps its state: see :class:`flwr_regs.RegClient`.
 
     Raises
     ------
@@ -94,6 +94,7 @@ class ClientRound(LocalTraining):
         max_seconds: float | None = None,
         private: Pins = (),
         save_private: Folder = None,
+        keep_optimizer: bool = False,
     ) -> None:
         name, terms, who = _described(method)
         if (kind := message.metadata.message_type).split(".")[0] != "train":
@@ -102,6 +103,7 @@ class ClientRound(LocalTraining):
             )
         arrays, self._config = _content(message)
         self._message, self._classifier = message, classifier
+        terms = [KeptOptimizer, *terms] if keep_optimizer else terms
         given = (terms, who, arrays, self._config, private, save_private)
         self._received = Received(uncompiled(model), name, *given)
         self._probing = bool(self._config.get(keys.PROBE_KEY))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -147,7 +147,8 @@ class _Trial:
         }  # fmt: skip
         probed = {k: chain.probe(ctx) for k, ctx in contexts.items()}
         self.probes = {k: _arrays(up) for k, (up, _) in probed.items() if up}
-        for k, answer in chain.answer(self.probes).items():
+        self.answers = chain.answer(self.probes)
+        for k, answer in self.answers.items():
             down[k] |= answer
         results = [
             local_round(
@@ -205,7 +206,9 @@ class _Trial:
             for k, upload in uploads.items():
                 given = term.fold(given, k, deltas[k], deepcopy(upload), 0.5, self.ctx)
         mean = _meaned(self.deltas)[0]
-        return term.update(deepcopy(self.server[term.name]), mean, given, self.ctx)
+        answers = {k: answer.get(term.name, {}) for k, answer in self.answers.items()}
+        ctx = replace(self.ctx, answers=answers)
+        return term.update(deepcopy(self.server[term.name]), mean, given, ctx)
 
 
 def _add_layer(model: nn.Module, path: str) -> None:

@@ -34,6 +34,7 @@ if TYPE_CHECKING:  # what type checkers see; a test compares it with the rows
     from flwr_regs.methods.fedprox import *
     from flwr_regs.methods.gate import *
     from flwr_regs.methods.logits import *
+    from flwr_regs.methods.mime import *
     from flwr_regs.methods.moon import *
     from flwr_regs.methods.qfedavg import *
     from flwr_regs.methods.rfedavg import *
@@ -337,6 +338,31 @@ def _rows() -> Iterator[Method]:
         paper="Reddi et al. 2021, Alg. 2",
         family="server",
         use_when="FedAdam fits, but updates are sparse and its second moment forgets too fast",
+    )
+    yield Method(
+        name="Mime",
+        module="mime",
+        terms=("CorrectedMomentum",),
+        example="Mime(beta=0.9)",
+        paper="Karimireddy, Jaggi et al. 2021, Alg. 1",
+        family="drift",
+        use_when="clients take part rarely, local training is long, and a round may have two exchanges",
+        down=3,
+        up=2,
+        gradients="a second gradient a step, and the gradient over all its data once a round",
+        exchanges=2,
+    )
+    yield Method(
+        name="MimeLite",
+        module="mime",
+        terms=("FixedMomentum",),
+        example="MimeLite(beta=0.9)",
+        paper="Karimireddy, Jaggi et al. 2021, Alg. 1",
+        family="drift",
+        use_when="clients take part rarely, and momentum should act within their steps, too",
+        down=2,
+        up=2,
+        gradients="the gradient over all its data once a round",
     )
     yield Method(
         name="RFedAvg",

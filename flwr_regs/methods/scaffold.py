@@ -39,6 +39,7 @@ import torch
 from flwr_regs.flower.client import RegClient
 from flwr_regs.flower.strategy import RegStrategy
 from flwr_regs.methods.fedopt import TorchServerOptimizer
+from flwr_regs.methods.gradients import check_like
 from flwr_regs.methods.sgd import check_plain, check_unclipped
 from flwr_regs.term import POSITIVE, Arrays, ClientContext, Range, ServerContext, Slot, Term
 from flwr_regs.wire import keys
@@ -118,12 +119,7 @@ class ControlVariates(Term):
     def check(self, upload: Slot, params: Arrays, server: Slot) -> None:
         if self.option == 2 and not upload:
             return
-        if upload.keys() != params.keys():
-            raise ValueError(f"arrays {sorted(upload)}, expected {sorted(params)}")
-        for n, p in params.items():
-            if upload[n].shape != p.shape or upload[n].dtype.kind != "f":
-                found = f"{upload[n].dtype} {upload[n].shape}"
-                raise ValueError(f"'{n}' is {found}, expected floats {p.shape}")
+        check_like(params, upload)
 
     def fold(
         self, acc: Slot, pid: int, delta: Arrays, upload: Slot, weight: float, ctx: ServerContext

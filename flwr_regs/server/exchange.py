@@ -119,7 +119,8 @@ class Exchange:
         unlike = disagreeing(term, uploads, probing=True)
         uploads = {pid: uploads[pid] for pid in sorted(uploads) if pid not in unlike}
         now.failures |= unlike
-        outbox.broadcasts, wrong = self._answer(uploads)
+        now.answers, wrong = self._answer(uploads)
+        outbox.broadcasts = now.answers
         now.failures |= wrong
         if now.failures:
             LOG.warning("\t> in the first exchange: %s", name_failures(now.failures))

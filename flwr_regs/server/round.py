@@ -9,7 +9,7 @@ from typing import Any
 
 from flwr_regs.server.aggregation import Reply
 from flwr_regs.server.network import name_failures
-from flwr_regs.term import ServerContext
+from flwr_regs.term import ServerContext, Slot
 from flwr_regs.wire.parcel import Parcel
 
 ATTEMPT = ("failed", "cohort", "failures", "late", "replies", "bytes_down", "bytes_up", "seconds")
@@ -40,6 +40,8 @@ class Round:
     bytes_down, bytes_up, probe_down, probe_up, bytes_ahead : dict of int to int
         Client -> bytes of the whole round, of its first exchange, and of a model sent ahead; None if the
         round has no such exchange.
+    answers : dict of int to Slot
+        Client -> what the terms sent it in the first exchange, by term name.
     came : dict of int to Parcel
         Client -> its reply as it arrived.
     received, used : dict of int to Reply
@@ -69,6 +71,7 @@ class Round:
     probe_down: dict[int, int] | None = None
     probe_up: dict[int, int] | None = None
     bytes_ahead: dict[int, int] | None = None
+    answers: Mapping[int, Slot] = field(default_factory=dict)
     came: Mapping[int, Parcel] = field(default_factory=dict)
     received: dict[int, Reply] = field(default_factory=dict)
     used: dict[int, Reply] = field(default_factory=dict)

@@ -362,6 +362,7 @@ class Training:
             context,
             weights=self._aggregation.weights(now.used, self.options),
             replies=measured if self.options.privacy is None else WithheldStats(),
+            answers=now.answers,
         )
 
     @property

@@ -17,8 +17,6 @@ from torch.nn.functional import cross_entropy
 
 from flwr_regs import (
     ClientRound,
-    ControlVariates,
-    EmbeddedMomentum,
     FedADC,
     FedADCClient,
     FedAvg,
@@ -33,7 +31,7 @@ from flwr_regs import (
     RoundFailed,
 )
 from flwr_regs.chain import chain
-from flwr_regs.client.optimizer import clip
+from flwr_regs.client.optimizer import clip, optimizer_of
 from flwr_regs.client.training import LocalTraining, local_round
 from flwr_regs.term import Term
 from flwr_regs.testing import Method
@@ -94,14 +92,19 @@ def test_a_run_equals_plain_loops(momentum: float, decay: float, norm: float | N
 def test_a_config_gives_the_bits_of_a_factory_with_every_method(method: Method) -> None:
     """FedFOR's default strength depends on the momentum, whoever set it; FedADC refuses one.
 
-    SCAFFOLD's option 2 takes plain SGD alone.
+    SCAFFOLD's option 2 and Mime take plain SGD alone: the first of these that a method takes.
     """
-    config: dict[str, Any] = SETTINGS
-    for t in method.terms:
-        if isinstance(t, EmbeddedMomentum):
-            config = {"weight-decay": 0.05}
-        elif isinstance(t, ControlVariates) and t.option == 2:
-            config = {"optimizer": "SGD"}
+    term = chain(method.terms)
+
+    def taken(config: dict[str, Any]) -> bool:
+        try:
+            make = term.client_optimizer(optimizer_of(config))
+            make([torch.zeros(1, requires_grad=True)], lr=0.1)
+        except ValueError:
+            return False
+        return True
+
+    config = next(c for c in (SETTINGS, {"weight-decay": 0.05}, {"optimizer": "SGD"}) if taken(c))
     own = {key.replace("-", "_"): v for key, v in config.items() if key != "optimizer"}
     make = partial(torch.optim.SGD, **own)
     options: dict[str, Any] = {"seed": 3, "fraction_evaluate": 0.0}

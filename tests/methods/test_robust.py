@@ -50,13 +50,15 @@ METHODS: dict[str, tuple[Callable[..., Any], Any]] = {
     "FedNova": (lambda **k: fr.FedNova(momentum=0.5, **k), fr.FedNovaClient),
     "VRLSGD": (fr.VRLSGD, fr.VRLSGDClient),
     "FedGATE": (lambda **k: fr.FedGATE(0.7, **k), fr.FedGATEClient),
+    "Mime": (lambda **k: fr.Mime(0.5, **k), fr.MimeClient),
+    "MimeLite": (lambda **k: fr.MimeLite(0.5, **k), fr.MimeLiteClient),
     "FedPer": (lambda **k: fr.FedPer("2.*", **k), fr.FedPerClient),
     "Ditto": (fr.Ditto, fr.DittoClient),
     "APFL": (fr.APFL, fr.APFLClient),
     "FedBABU": (fr.FedBABU, fr.FedBABUClient),
     "FedAMP": (fr.FedAMP, fr.FedAMPClient),
 }
-UPLOADING = ("RFedAvg", "RFedAvgPlus", "EFL", "FedCurv")
+UPLOADING = ("RFedAvg", "RFedAvgPlus", "EFL", "FedCurv", "Mime", "MimeLite")
 AGGREGATORS = (
     fr.CoordinateMedian(),
     fr.TrimmedMean(0.2),

@@ -1,0 +1,219 @@
+"""A client whose optimiser keeps its state between rounds: against one long run, and as client state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from flwr.app import Context, Message, RecordDict
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+import flwr_regs as fr
+from flwr_regs.chain import Chain
+from flwr_regs.client.optimizer import KeptOptimizer, load_state, state_of
+from flwr_regs.client.state import packed, slots
+from flwr_regs.client.training import LocalTraining
+from flwr_regs.testing.problem import RepeatingGrid, SerialisingGrid, app_of, train
+from flwr_regs.wire.config import OPTIMIZERS
+from tests.conftest import close, make_clients, make_model
+
+QUIET: dict[str, Any] = {"seed": 3, "fraction_evaluate": 0.0}
+ONE: dict[str, Any] = {**QUIET, "min_train_nodes": 1, "min_available_nodes": 1}
+MAKERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "AdamW": partial(torch.optim.AdamW, weight_decay=0.05),
+    "SGD": partial(torch.optim.SGD, momentum=0.8, nesterov=True),
+}
+
+
+def long_run(make: Any, rounds: int, fresh: bool) -> dict[str, Any]:
+    """Two epochs a round of client 0, in plain torch; `fresh`: a new optimiser in each round."""
+    model, (data,) = make_model(), make_clients(1)
+    optimizer = make(model.parameters(), lr=0.02)
+    for _ in range(rounds):
+        if fresh:
+            optimizer = make(model.parameters(), lr=0.02)
+        for x, y in data * 2:
+            optimizer.zero_grad()
+            cross_entropy(model(x), y).backward()
+            optimizer.step()
+    return {n: v.numpy() for n, v in model.state_dict().items()}
+
+
+def own_loop(make: Any, **settings: Any) -> fr.InProcessGrid:
+    app, (data,) = fr.RegClientApp(), make_clients(1)
+
+    @app.train()
+    def fit(message: Message, context: Context) -> Message:
+        model = make_model()
+        loop = fr.ClientRound(message, fr.FedAvgClient, model, data, device="cpu", **settings)
+        optimizer = loop.optimizer(make)
+        for inputs, targets in loop.batches():
+            optimizer.zero_grad()
+            output = model(inputs)
+            loop.loss(cross_entropy(output, targets), inputs, targets, output).backward()
+            loop.correct()
+            optimizer.step()
+        return loop.reply()
+
+    return fr.InProcessGrid(app, 1)
+
+
+@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize("keep", [True, False])
+def test_one_client_is_one_long_run_if_its_optimiser_goes_on(name: str, keep: bool) -> None:
+    """Else each round is a run of its own, as ever; both in a loop of one's own, too."""
+    make, how = MAKERS[name], {"lr": 0.02, "rounds": 3, "clients": make_clients(1)}
+    settings = {"optimizer": make, "keep_optimizer": keep}
+    found = train(fr.FedAvg(**ONE), fr.FedAvgClient, **how, **settings)[-1]
+    close(found, long_run(make, 3, fresh=not keep), 1e-12)
+    other = long_run(make, 3, fresh=keep)
+    assert max(abs(found[n] - other[n]).max() for n in found) > 1e-3
+    looped = train(
+        fr.FedAvg(**ONE), fr.FedAvgClient, **how, grid=own_loop(make, keep_optimizer=keep)
+    )
+    close(looped[-1], found, 0.0)
+
+
+@pytest.mark.parametrize("grid", [SerialisingGrid, RepeatingGrid])
+def test_the_state_is_client_state(grid: Any) -> None:
+    """It goes through bytes, and a round that the server repeats begins with the state from before it."""
+    settings = {"optimizer": MAKERS["AdamW"], "keep_optimizer": True}
+    model = partial(make_model, batch_norm=True)  # FedBN's private parameters have state, too
+    found = []
+    for kind in (fr.InProcessGrid, grid):
+        app = app_of(fr.FedBNClient, make_clients(), model=model, **settings)
+        places = kind(app, 4)
+        strategy = fr.FedBN(fraction_train=0.75, **QUIET)
+        found.append(train(strategy, fr.FedBNClient, grid=places, lr=0.02, model=model))
+        assert all(not e["lost_state"] for e in strategy.history)
+    for a, b in zip(*found, strict=True):
+        close(a, b, 0.0)
+
+
+def test_a_reply_that_is_not_used_takes_the_optimiser_back() -> None:
+    """A client that is dropped after one step goes on as one that took none."""
+    found = []
+    for budget in (1, 0):
+
+        class Short(fr.FedAvgClient):
+            steps = budget
+
+            def fit(self, parameters: Any, config: Any) -> Any:
+                late = config["server-round"] == 2 and config["regs.partition"] == 2
+                self.step_budget = self.steps if late else None
+                return super().fit(parameters, config)
+
+        strategy = fr.FedAvg(incomplete="drop", **QUIET)
+        own = {"optimizer": MAKERS["AdamW"], "keep_optimizer": True, "lr": 0.02}
+        found.append(train(strategy, Short, **own))
+        assert [e["replies"] for e in strategy.history][1] == [0, 1, 3]
+    for a, b in zip(*found, strict=True):
+        close(a, b, 0.0)
+
+
+def test_a_client_that_lost_it_is_named() -> None:
+    class Forgetful(fr.InProcessGrid):
+        def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+            messages = list(messages)
+            for m in messages:
+                if m.content.config_records.get("config", {}).get("server-round") == 3:
+                    self._contexts[1002].state = RecordDict()
+            return super().push_messages(messages)
+
+    for keep, lost in ((True, [[], [], [2], []]), (False, [[]] * 4)):
+        app = app_of(fr.FedAvgClient, make_clients(), optimizer=MAKERS["SGD"], keep_optimizer=keep)
+        strategy = fr.FedAvg(**QUIET)
+        train(strategy, fr.FedAvgClient, grid=Forgetful(app, 4))
+        assert [e["lost_state"] for e in strategy.history] == lost
+
+
+@pytest.mark.parametrize("name", sorted(set(OPTIMIZERS) - {"LBFGS"}))
+def test_each_optimiser_goes_on_where_it_was(name: str) -> None:
+    """With two groups, in another order than the model's parameters; through the bytes that are kept."""
+    dtype = torch.bfloat16 if name == "AdamW" else torch.float64
+
+    def fresh(model: nn.Module) -> torch.optim.Optimizer:
+        first, *others = reversed(list(model.parameters()))
+        kind = getattr(torch.optim, name)
+        return kind([{"params": others}, {"params": [first]}], lr=0.05)  # type: ignore[no-any-return]
+
+    def steps(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        for x, y in make_clients()[1]:
+            optimizer.zero_grad()
+            cross_entropy(model(x.to(dtype)), y).backward()
+            optimizer.step()
+
+    model = make_model(dtype)
+    optimizer = fresh(model)
+    steps(model, optimizer)
+    state = state_of(optimizer, dict(model.named_parameters()))
+    kept = slots(Chain((KeptOptimizer(),)), packed({"optimizer": state}, "client"), "client")
+    again = make_model(dtype)
+    again.load_state_dict(model.state_dict())
+    restored = fresh(again)
+    load_state(restored, dict(again.named_parameters()), kept.get("optimizer", {}))
+    steps(model, optimizer)
+    steps(again, restored)
+    for a, b in zip(model.parameters(), again.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+# what is refused
+
+
+def test_what_cannot_be_kept_is_refused() -> None:
+    with pytest.raises(fr.RoundFailed, match="LBFGS has a list as 'al', expected arrays"):
+        train(
+            fr.FedAvg(**QUIET),
+            fr.FedAvgClient,
+            rounds=1,
+            optimizer=torch.optim.LBFGS,
+            keep_optimizer=True,
+        )
+    with pytest.raises(fr.RoundFailed, match="the method makes the client's optimiser anew"):
+        train(
+            fr.FedADC(beta=0.5, local_momentum=0.5, **QUIET),
+            fr.FedADCClient,
+            rounds=1,
+            keep_optimizer=True,
+        )
+    with pytest.raises(ValueError, match="keep_optimizer must be True or False, not 1"):
+        fr.FedAvgClient(make_model(), make_clients()[0], keep_optimizer=1)
+
+
+def test_a_loop_takes_its_optimiser_from_the_package() -> None:
+    model, ((x, y), *_) = make_model(), make_clients()[0]
+    loop = LocalTraining(model, KeptOptimizer(), [(x, y)], lr=0.1, steps=1, device="cpu")
+    output = model(x)
+    loop.loss(cross_entropy(output, y), x, y, output).backward()
+    with pytest.raises(RuntimeError, match=r"the client keeps its optimiser's state: use optim"):
+        loop.correct()
+
+
+def test_other_methods_go_with_it() -> None:
+    """FedProx beside AdamW that goes on: two rounds are those of the plain loop."""
+    (data,), mu = make_clients(1), 0.7
+    found = train(
+        fr.FedProx(mu, **ONE),
+        fr.FedProxClient,
+        rounds=2,
+        clients=[data],
+        lr=0.02,
+        optimizer=MAKERS["AdamW"],
+        keep_optimizer=True,
+    )
+    model = make_model()
+    optimizer = MAKERS["AdamW"](model.parameters(), lr=0.02)
+    for _ in range(2):
+        start = [p.detach().clone() for p in model.parameters()]
+        for x, y in data * 2:
+            optimizer.zero_grad()
+            cross_entropy(model(x), y).backward()
+            for p, s in zip(model.parameters(), start, strict=True):
+                p.grad += mu * (p.detach() - s)
+            optimizer.step()
+    close(found[-1], {n: v.numpy() for n, v in model.state_dict().items()}, 1e-12)

@@ -1,0 +1,216 @@
+"""Theory as tests, beside the law `fixed-point`: biases as formulas in K, and both sides of limits.
+
+Clients have the losses ``a_k/2 (v − c_k)²``: see :mod:`flwr_regs.testing.problem`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+import flwr_regs as fr
+from flwr_regs.client.training import local_round
+from flwr_regs.term import Term
+from flwr_regs.testing.problem import (
+    Point,
+    half_squared_error,
+    quadratic_clients,
+    settled,
+    sgd_pull,
+    train,
+)
+from tests.conftest import budgeted
+from tests.laws import minimum
+from tests.sampling import sampled
+
+CURVATURES, CENTRES, HALVES = (1.0, 4.0), (-1.0, 2.0), (0.5, 0.5)
+BEST = minimum(CURVATURES, CENTRES, HALVES)
+
+
+def path(
+    name: str,
+    steps: int,
+    rounds: int,
+    lr: float = 0.1,
+    curvatures: Sequence[float] = CURVATURES,
+    centres: Sequence[float] = CENTRES,
+    budgets: dict[int, int] | None = None,
+    **settings: Any,
+) -> list[float]:
+    """Return w from 0 after each round of a method, with its own weights or uniform ones."""
+    options = {"weighting": "uniform", "on_divergence": "warn", "fraction_evaluate": 0.0, "seed": 3}
+    few = {"min_train_nodes": 1, "min_available_nodes": 1}
+    strategy = getattr(fr, name)(**{**options, **few, **settings})
+    models = train(
+        strategy,
+        budgeted(getattr(fr, f"{name}Client"), [budgets or {}]),
+        rounds=rounds,
+        clients=quadratic_clients(curvatures, centres),
+        model=Point,
+        lr=lr,
+        length={"local-steps": steps},
+        loss_fn=half_squared_error,
+    )
+    return [float(m["v"][0]) for m in models]
+
+
+# fixed points
+
+
+@pytest.mark.parametrize("steps", [1, 2, 10])
+def test_fedavg_is_biased_by_the_number_of_steps(steps: int) -> None:
+    """``Σ p_k (1 − (1 − η a_k)^K) (c_k − w) = 0``: the minimum for K = 1, the mean centre for many."""
+    (*_, found) = path("FedAvg", steps, 60)
+    pulls = [1 - (1 - 0.1 * a) ** steps for a in CURVATURES]
+    expected = sum(p * c for p, c in zip(pulls, CENTRES, strict=True)) / sum(pulls)
+    assert found == pytest.approx(expected, abs=1e-6)
+    assert (abs(found - BEST) < 1e-6) == (steps == 1)
+    assert settled(CURVATURES, CENTRES, HALVES, 0.1, 10**6) == pytest.approx(sum(CENTRES) / 2)
+
+
+EXACT: dict[str, dict[str, Any]] = {
+    "SCAFFOLD": {},
+    "FedDyn": {"alpha": 2.0},
+    "VRLSGD": {},
+    "FedGATE": {},
+    "Mime": {"beta": 0.3},
+}
+
+
+@sampled("name,steps", [(name, k) for name in EXACT for k in (1, 4, 12)], 3)
+def test_drift_corrections_are_exact_for_every_number_of_steps(name: str, steps: int) -> None:
+    """Also where the two clients take different numbers of steps."""
+    budgets = {0: max(1, steps // 4)}
+    (*_, found) = path(name, steps, 70, budgets=budgets, **EXACT[name])
+    assert found == pytest.approx(BEST, abs=1e-5)
+
+
+def test_fednova_weighs_unequal_steps_and_fedavg_does_not() -> None:
+    """``Σ p_k/K_k D_k = 0``: a bias of the order of η K, where FedAvg's stays as η falls."""
+    done, ends = (2, 8), {}
+    for name in ("FedNova", "FedAvg"):
+        for lr, rounds in ((0.1, 40), (0.01, 120)):
+            (*_, ends[name, lr]) = path(name, 8, rounds, lr, budgets={0: done[0]})
+            weights = [0.5 / k if name == "FedNova" else 0.5 for k in done]
+            parts = [
+                w * sgd_pull(a, lr, k) for w, a, k in zip(weights, CURVATURES, done, strict=True)
+            ]
+            expected = sum(p * c for p, c in zip(parts, CENTRES, strict=True)) / sum(parts)
+            assert ends[name, lr] == pytest.approx(expected, abs=1e-4)
+    assert abs(ends["FedNova", 0.01] - BEST) < 0.2 * abs(ends["FedNova", 0.1] - BEST)
+    assert abs(ends["FedAvg", 0.01] - BEST) > 0.2
+
+
+# limits of stability, a tenth below and above
+
+
+def moved(term: Term, steps: int, lr: float, curvature: float, **broadcast: float) -> list[float]:
+    """Return ``v − w`` after 1 and after `steps` steps from ``w = 0``, of a client with centre 1."""
+    out = []
+    for k in (1, steps):
+        slot = {key.replace("_", "."): torch.tensor([a]).double() for key, a in broadcast.items()}
+        done = local_round(
+            Point(),
+            term,
+            quadratic_clients([curvature], [1.0])[0],
+            lr=lr,
+            steps=k,
+            loss_fn=half_squared_error,
+            broadcast=slot,
+            device="cpu",
+        )
+        out.append(float(done.delta["v"][0]))
+    return out
+
+
+@pytest.mark.parametrize("times", [0.9, 1.1])
+def test_fedproxs_steps_are_stable_below_two_over_eta(times: float) -> None:
+    """``η (a + μ) < 2``: the distance from the local minimum goes with ``|1 − η (a + μ)|^K``."""
+    lr, a = 0.1, 1.0
+    mu = times * 2 / lr - a
+    for implicit in (False, True):
+        first, last = moved(fr.Proximal(mu, implicit), 41, lr, a)
+        rest = a / (a + mu)
+        factor = 1 - lr * (a + mu) / (1 + lr * mu * implicit)
+        assert last - rest == pytest.approx(factor**40 * (first - rest), rel=1e-6)
+        assert (abs(last - rest) < abs(first - rest)) == (times < 1 or implicit)
+
+
+@pytest.mark.parametrize("times", [0.9, 1.1])
+def test_efls_steps_are_stable_below_two_over_eta_u(times: float) -> None:
+    """``η λ U < 2`` for a loss that is flat beside the pull ``λ (U v − V)``; an implicit step always is."""
+    lr, u = 0.1, 4.0
+    lam = times * 2 / (lr * u)
+    for implicit in (False, True):
+        first, last = moved(fr.Elastic(lam, implicit=implicit), 41, lr, 0.0, U_v=u, V_v=u)
+        factor = 1 - lr * lam * u / (1 + lr * lam * u * implicit)
+        assert last - 1 == pytest.approx(factor**40 * (first - 1), rel=1e-6)
+        assert (abs(last - 1) < abs(first - 1)) == (times < 1 or implicit)
+
+
+BETA = 0.7
+MOMENTUM: dict[str, tuple[str, dict[str, Any], float]] = {
+    # method, settings, the largest stable η a of one local step
+    "FedAvg": ("FedAvg", {}, 2.0),
+    "FedADC": ("FedADC", {"beta": BETA}, 2 * (1 + BETA) / (1 + 2 * BETA)),  # Nesterov's
+    "FedADC-heavy-ball": (
+        "FedADC",
+        {"beta": BETA, "variant": "heavy-ball"},
+        2 * (1 + BETA),
+    ),
+    "SlowMo": ("SlowMo", {"beta": BETA, "alpha": 0.8}, 2 * (1 + BETA) / 0.8),
+    # its step of one local step is that of the new m: heavy ball with η (1 − β)
+    "MimeLite": ("MimeLite", {"beta": BETA}, 2 * (1 + BETA) / (1 - BETA)),
+    "Mime": ("Mime", {"beta": BETA}, 2 * (1 + BETA) / (1 - BETA)),
+}
+
+
+@pytest.mark.parametrize("times", [0.9, 1.1])
+@pytest.mark.parametrize("name", MOMENTUM)
+def test_momentum_over_rounds_is_stable_below_its_limit(name: str, times: float) -> None:
+    """One step a round: heavy ball is stable for ``η a < 2 (1 + β)``, Nesterov's form over ``1 + 2 β``."""
+    method, settings, limit = MOMENTUM[name]
+    found = path(method, 1, 60, times * limit, curvatures=[1.0], centres=[1.0], **settings)
+    away = [abs(w - 1) for w in found]
+    assert (max(away[-5:]) < 0.2 * max(away[:5])) == (times < 1)
+    assert (max(away[-5:]) > 5 * max(away[:5])) == (times > 1)
+
+
+@pytest.mark.parametrize("times", [0.5, 0.9, 1.5, 3.0])
+def test_fedfors_force_stops_a_reversal_beyond_one_last_step(times: float) -> None:
+    """A constant gradient that would undo the last step s in K steps; the first of them has no force.
+
+    Its paper has no limit. Up to ``α (K − 1) = 1`` what is left of the reversal falls in proportion. Beyond
+    it, nothing is left but the size of one force, α s.
+    """
+    k, lr, s = 20, 0.1, 0.5
+    alpha = times / (k - 1)
+    g = -s / lr  # the last step as a gradient
+
+    class Linear(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.v = torch.nn.Parameter(torch.zeros(1, dtype=torch.float64))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * self.v
+
+    one = torch.full((1, 1), s / (lr * k), dtype=torch.float64)  # K steps of it move by −s
+    done = local_round(
+        Linear(),
+        fr.FirstOrder(alpha),
+        [(one, one)],
+        lr=lr,
+        steps=k,
+        loss_fn=lambda output, _: output.mean(),
+        broadcast={"v": torch.tensor([g]).double()},
+        device="cpu",
+    )
+    left = float(done.delta["v"][0])
+    if times < 1:
+        assert left == pytest.approx(-s * (1 - times), rel=1e-9)
+    else:
+        assert abs(left) <= alpha * s
