@@ -195,8 +195,8 @@ class RegClient(NumPyClient):
         """
         arrays = self._named(parameters, config) if keys.METHOD_KEY in config else {}
         method, name, device = self._method_name(), type(self).__name__, resolve_device(self.device)
-        terms = [*([KeptOptimizer] if self.keep_optimizer else []), *self.terms]
-        message = (terms, name, arrays, config, self.private, self.save_private)
+        terms: list[type[Term]] = [KeptOptimizer] if self.keep_optimizer else []
+        message = ([*terms, *self.terms], name, arrays, config, self.private, self.save_private)
         received = Received(uncompiled(self.model), method, *message)
         if config.get(keys.PROBE_KEY):
             with seeded(config[keys.SEED_KEY], device):

@@ -69,7 +69,16 @@ class CloudModel(Term):
     elementwise: ClassVar[bool] = True
     robust: ClassVar[bool] = True
     excludes: ClassVar[Mapping[str, str]] = dict.fromkeys(
-        ("scaffold", "fedadc", "gradient-tracking", "feddyn", "fednova", "qfedavg", "fedexp"),
+        (
+            "scaffold",
+            "fedadc",
+            "gradient-tracking",
+            "feddyn",
+            "fednova",
+            "qfedavg",
+            "fedexp",
+            "mime",
+        ),
         "FedAMP starts a client's steps elsewhere than at w_t, which the other counts from: keep one",
     )
     ranges: ClassVar[Mapping[str, Range]] = {
