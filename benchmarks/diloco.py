@@ -23,7 +23,7 @@ OUT = ROOT / "docs" / "studies" / "diloco.jsonl"
 SETTING = Setting(
     "digits, K 10", "digits", 10, 0.003, 5, 5, dirichlet=0.3, weight_decay=0.1, rounds=15
 )
-RATES = (0.001, 0.003, 0.01)
+RATES = (0.001, 0.003, 0.01, 0.03, 0.1)
 SEEDS = (1, 2, 3, 4, 5)
 OUTER: dict[str, tuple[str, Mapping[str, Any]]] = {
     "mean": ("FedAvg", {"weighting": "uniform"}),

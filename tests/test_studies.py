@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from benchmarks import common, fedfor_alpha, implicit_step
+from benchmarks import common, diloco, fedfor_alpha, implicit_step
 from tests.conftest import ROOT
 
 TINY = common.Setting("tiny", "digits", 2, 0.1, cohort=2, dirichlet=0, rounds=common.LAST)
 
 
-@pytest.mark.parametrize("study", [fedfor_alpha, implicit_step])
+@pytest.mark.parametrize("study", [diloco, fedfor_alpha, implicit_step])
 def test_the_tables_of_a_page_are_those_of_its_committed_results(study: Any) -> None:
     page = (ROOT / "docs" / study.OUT.with_suffix(".md").name).read_text()
     for name, text in study.tables(common.Results(study.OUT, processes=0)).items():
