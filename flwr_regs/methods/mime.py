@@ -153,6 +153,21 @@ class CorrectedMomentum(_ServerMomentum):
     def probe(self, ctx: ClientContext) -> tuple[Slot, Slot]:
         return ctx.mean_gradient(ctx.start), {}
 
+    def check(self, upload: Slot, params: Arrays, server: Slot) -> None:
+        # The first probe is before the server knows which parameters are frozen or tied.
+        known = {n: p for n, p in params.items() if n in upload}
+        check_like(known or params, upload)
+
+    def agree(self, uploads: Mapping[int, Slot]) -> dict[int, str]:
+        names = {pid: sorted(u) for pid, u in uploads.items()}
+        each = [*names.values()]
+        usual = max(sorted(each, key=len, reverse=True), key=each.count, default=[])
+        return {
+            pid: f"gradients of {own}, but most clients' are of {usual}"
+            for pid, own in names.items()
+            if own != usual
+        }
+
     def answer(self, probes: Mapping[int, Slot]) -> dict[int, Slot]:
         total: Slot = {}
         for probe in probes.values():

@@ -159,7 +159,8 @@ def test_batch_norm_that_stays_with_the_clients_has_no_h() -> None:
     train(strategy, composed(*terms), rounds=2, model=partial(make_model, batch_norm=True))
     h = strategy.training.model.server["feddyn"]
     assert set(h) == {"0.weight", "0.bias", "3.weight", "3.bias"}
-    assert min(abs(a).max() for a in h.values()) > 1e-4
+    # a bias in front of BatchNorm has no gradient
+    assert min(abs(a).max() for n, a in h.items() if n != "0.bias") > 1e-4
 
 
 def test_buffers_are_averaged_and_get_no_step() -> None:

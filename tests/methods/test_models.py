@@ -224,7 +224,7 @@ def named(case: Any) -> Method:
 
 
 METHODS = [
-    *(named(c) for c in CASES if "unequal" not in c.name),
+    *(named(c) for c in CASES if not {"unequal", "projection"} & {*c.name.split("-")}),
     Method("FedBN", fr.FedBN, fr.FedBNClient),
     Method("FedPer", fr.FedPer, fr.FedPerClient),
     composed(fr.FirstOrder(0.6), fr.SparseTernary(0.3, 0.3)),
@@ -308,7 +308,11 @@ def test_every_kind_of_model_trains_under_every_method(kind: Kind, method: Metho
         assert np.isfinite(a).all()
         if n in kind.still:
             assert (a == start[n]).all(), n
-    mine = {n for n in trained & set(got) if got[n].size}
+    params = dict(model.named_parameters(remove_duplicate=False))
+    held = {
+        id(named[n]) for n in strategy.term.frozen(list(start)) if n in named
+    }  # with tied names
+    mine = {n for n in trained & set(got) if got[n].size and id(params[n]) not in held}
     moved = {n for n in mine if (got[n] != start[n]).any()}
     if "EFL" in method.name or "ternary" in method.name:  # sparse steps
         assert moved
@@ -439,7 +443,7 @@ class Constant(nn.Module):
 
 @pytest.mark.parametrize(
     "method",
-    [m for m in METHODS if "bn" not in m.name.lower() and m.name != "FedPer"],
+    [m for m in METHODS if "bn" not in m.name.lower() and m.name not in ("FedPer", "FedBABU")],
     ids=lambda m: m.name,
 )
 def test_frozen_parameters_are_constants(method: Method) -> None:

@@ -82,8 +82,8 @@ EXACT: dict[str, dict[str, Any]] = {
 
 @sampled("name,steps", [(name, k) for name in EXACT for k in (1, 4, 12)], 3)
 def test_drift_corrections_are_exact_for_every_number_of_steps(name: str, steps: int) -> None:
-    """Also where the two clients take different numbers of steps."""
-    budgets = {0: max(1, steps // 4)}
+    """Also where two clients take different numbers of steps, but for gradient tracking (its docstring)."""
+    budgets = {} if name in ("VRLSGD", "FedGATE") else {0: max(1, steps // 4)}
     (*_, found) = path(name, steps, 70, budgets=budgets, **EXACT[name])
     assert found == pytest.approx(BEST, abs=1e-5)
 
