@@ -309,9 +309,8 @@ def test_every_kind_of_model_trains_under_every_method(kind: Kind, method: Metho
         if n in kind.still:
             assert (a == start[n]).all(), n
     params = dict(model.named_parameters(remove_duplicate=False))
-    held = {
-        id(named[n]) for n in strategy.term.frozen(list(start)) if n in named
-    }  # with tied names
+    frozen_names = strategy.term.frozen(list(start))
+    held = {id(params[n]) for n in frozen_names if n in params}  # with tied names
     mine = {n for n in trained & set(got) if got[n].size and id(params[n]) not in held}
     moved = {n for n in mine if (got[n] != start[n]).any()}
     if "EFL" in method.name or "ternary" in method.name:  # sparse steps
