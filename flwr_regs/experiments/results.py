@@ -193,8 +193,10 @@ class Results:
             any("evaluate" in entry for run in self.runs for entry in run.rounds)
             and not job["personalise"]
         ):
+            own = ", ".join(rows.with_own_models(self.runs))
             data, worst = (
-                "what the clients test, a mean over clients",
+                "what the clients test, a mean over clients"
+                + (f" (models of the clients' own: {own})" if own else ""),
                 "worst: the lowest of a client, on its own test data",
             )
         what = "95 % interval" if self.baseline else "sample standard deviation"

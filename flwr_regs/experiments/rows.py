@@ -200,3 +200,17 @@ def _personal(runs: Sequence[Run]) -> dict[str, Any]:
                 values.append(float(np.mean([c[metric] for c in clients])))
     own, personal = map(mean, found.values())
     return {} if own is None else {"own": own, "personal": personal}
+
+
+def with_own_models(runs: Sequence[Run]) -> list[str]:
+    """Return the labels of the methods whose clients test models of their own."""
+    tested = {
+        run.label: run.rounds[-1].get("evaluate", {}).get("clients", {})
+        for run in runs
+        if run.rounds
+    }
+    return [
+        label
+        for label, clients in tested.items()
+        if any("personal-accuracy" in found for found in clients.values())
+    ]
