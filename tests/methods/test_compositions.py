@@ -14,6 +14,7 @@ import flwr_regs as fr
 from flwr_regs.abilities import Compresses
 from flwr_regs.experiments.build import build, client_class
 from flwr_regs.experiments.calls import parse_methods
+from flwr_regs.wire.keys import INCOMPLETE_KEY
 from tests.conftest import make_clients, make_model, run
 from tests.sampling import sampled
 
@@ -26,7 +27,11 @@ PAIRS = list(itertools.combinations(CALLS, 2))
 
 def composed(pair: tuple[str, str]) -> fr.RegStrategy:
     (calls,) = parse_methods("+".join(CALLS[name] for name in pair)).values()
-    return build(calls, seed=4, fraction_train=0.8, fraction_evaluate=0.2)
+    strategy = build(calls, seed=4, fraction_train=0.8, fraction_evaluate=0.2)
+    strategy.term.restrict(
+        {INCOMPLETE_KEY: strategy.incomplete}
+    )  # else refused when round 1 begins
+    return strategy
 
 
 def refusal(pair: tuple[str, str]) -> str:
