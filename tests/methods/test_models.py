@@ -234,6 +234,7 @@ METHODS = [
     composed(fr.SelfDistillation(), fr.LocalBatchNorm(), fr.SparseTernary(0.3, 0.3)),
 ]
 REFUSED = [  # method, kind, why: all that does not train
+    ("FedBABU", "frozen", "shares no parameter with requires_grad=True"),  # but the head
     (
         r".*ternary|EFL(?!-sums-16).*",
         r".*-as-.*|.*bfloat16|float16-in.*",
