@@ -138,9 +138,8 @@ def _classifier(
                 f"the classifier '{name}' shares parameters with the layer '{key}': training it alone "
                 "would change both"
             )
-    with FeatureTap(
-        model, classifier
-    ) as tap:  # while the parameters after the layer are still seen
+    # before anything is held still: the tap looks at the trained parameters behind the layer
+    with FeatureTap(model, classifier) as tap:
         for inputs, targets in Replay(task.pairs(train_data), device, record=False).again(1):
             tap.check(task.output(model, inputs, targets))
     return found

@@ -49,7 +49,7 @@ FAMILIES: dict[str, str] = {
     "memory": "less client drift, by what clients keep",
     "loss": "a local loss of its own: features, missing classes, distillation",
     "flat": "flat minima",
-    "fair": "alike for all clients",
+    "fair": "similar accuracy for all clients",
     "personal": "a model for each client",
 }
 """What a method is for -> in words, in the order of README's table."""
