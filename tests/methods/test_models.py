@@ -240,7 +240,7 @@ REFUSED = [  # method, kind, why: all that does not train
         r".*-as-.*|.*bfloat16|float16-in.*",
         "does not go with compression",
     ),
-    (r"FedFOR-delta|FedADC-delta", r".*-as-.*|.*bfloat16|float16-in.*", "needs downlink='model'"),
+    (r"Fed(FOR|ADC|CM)-delta", r".*-as-.*|.*bfloat16|float16-in.*", "needs downlink='model'"),
     (r"FedBN|.*local-bn.*", r"(?!resnet-bn).*", "FedBN found no BatchNorm layer"),
 ]
 
