@@ -152,7 +152,7 @@ class _Trial:
             down[k] |= answer
         results = [
             local_round(
-                deepcopy(model), chain, d, lr=0.1, steps=2, client_id=k, device="cpu",
+                deepcopy(model), chain, d, lr=0.1, steps=2, client_id=k, device="cpu", classifier="head",
                 broadcast=_tensors(down[k]), client=probed[k][1],
             )
             for k, d in enumerate(data)
