@@ -141,7 +141,7 @@ class _Trial:
             for name, own in chain.broadcast_to(k, self.server, self.ctx).items():
                 slots[name] = {**slots[name], **own}
         contexts = {
-            k: Measures(deepcopy(model), d, Task(), torch.device("cpu"))
+            k: Measures(deepcopy(model), d, Task(), torch.device("cpu"), "head")
             .context(start, 0.1, num_steps=2, client_id=k, batch_size=6, broadcast=_tensors(down[k]))
             for k, d in enumerate(data)
         }  # fmt: skip
