@@ -30,7 +30,7 @@ from flwr_regs.server.training import Training
 from flwr_regs.term import ParameterError, Term
 from flwr_regs.wire import keys
 from flwr_regs.wire.config import OPTIMIZER_KEYS, check_evaluate_config
-from flwr_regs.wire.records import from_record, plainly_named, to_record
+from flwr_regs.wire.records import plainly_named, to_record, views_of
 from flwr_regs.wire.terms import check_instances
 
 UNASKED = "replies came, but there was no configure_train or configure_evaluate before them"
@@ -206,7 +206,7 @@ class RegStrategy(Strategy):
         self, saved: Checkpoints, arrays: ArrayRecord, config: ConfigRecord, num_rounds: int
     ) -> ArrayRecord:
         """Begin where a checkpoint was, if there is one; return the model to train from."""
-        model = Training.begin(self.options, from_record(arrays)).model
+        model = Training.begin(self.options, views_of(arrays)).model
         saved.check(fingerprint(self.method_name, self.options, model, config), num_rounds)
         if saved.resumed is None:
             return arrays
@@ -220,7 +220,7 @@ class RegStrategy(Strategy):
 
         `start` calls this first. Call it yourself if other work comes before.
         """
-        Training.begin(self.options, from_record(initial_arrays))
+        Training.begin(self.options, views_of(initial_arrays))
 
     def prepare(
         self,
@@ -265,7 +265,7 @@ class RegStrategy(Strategy):
         if self._training is None or (server_round == 1 and not again):
             self._begin(arrays, config)
         elif arrays is not self._released:
-            changed = self.training.adopt(from_record(arrays))
+            changed = self.training.adopt(views_of(arrays))
             if changed and self.training.num_rounds is None:  # nobody called `prepare`
                 raise ValueError(WRAPPED)
         if self.options.fraction_train == 0.0:
@@ -302,7 +302,7 @@ class RegStrategy(Strategy):
         if self.options.fraction_evaluate == 0.0:
             return []
         network, ours = GridNetwork(grid, self._timeout), arrays is self._released
-        model = self.training.model.model if ours else from_record(arrays)
+        model = self.training.model.model if ours else views_of(arrays)
         self._evaluated = Paused(evaluation(self.training, server_round, model, config, network))
         return self._evaluated.messages
 
@@ -343,7 +343,7 @@ class RegStrategy(Strategy):
         self._training = Training(
             self.options,
             self.method_name,
-            from_record(arrays),
+            views_of(arrays),
             self._num_rounds,
             self._mean_of_metrics,
             AccountedBudget(dp) if dp is not None and dp.accountant is not None else None,

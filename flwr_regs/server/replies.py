@@ -7,13 +7,16 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from flwr_regs.abilities import Folds
 from flwr_regs.chain import Chain
-from flwr_regs.server.aggregation import STEPS, Reply
+from flwr_regs.server.aggregation import STEPS
 from flwr_regs.server.frozen import Frozen, agree_on_frozen
 from flwr_regs.server.metrics import read_metrics, usable
 from flwr_regs.server.model import GlobalModel
 from flwr_regs.server.network import culprits, read_each
+from flwr_regs.server.updates import Reply
 from flwr_regs.term import Slot
 from flwr_regs.wire import keys
 from flwr_regs.wire.arrays import (
@@ -118,7 +121,7 @@ class Reader:
         metrics, count = read_metrics(pid, parcel, self.weighted_by_key)
         model, entries, half = self.model.model, parcel.config, str(config.get(keys.HALF_KEY, ""))
         try:
-            arrays = dict(parcel.records[keys.ARRAYS])
+            arrays: Mapping[str, np.ndarray] = dict(parcel.records[keys.ARRAYS])
             if half:
                 arrays = from_half(arrays, {**entries, keys.HALF_KEY: half})
             uploads = read_uploads(what, parcel)

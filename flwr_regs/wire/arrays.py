@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import safetensors.numpy
 
+from flwr_regs.wire.blocks import blocks, flat, order_of
 from flwr_regs.wire.keys import TIED_KEY
 from flwr_regs.wire.text import named, quoted, read_json
 
@@ -16,6 +17,8 @@ NDArrays = dict[str, np.ndarray]
 
 LARGEST = 1e15
 """The largest magnitude in a usable reply: sums of such values stay finite in any precision but half."""
+_SUMMED = 1e18
+"""Squares up to that of this number, and sums of some of them, are finite in float32."""
 
 
 class ProtocolError(ValueError):
@@ -49,7 +52,8 @@ def unpack(data: bytes) -> NDArrays:
 
 def add(base: np.ndarray, step: np.ndarray) -> np.ndarray:
     """Return ``base + step`` in base's dtype. Both ends use it, so both get the same bits."""
-    return np.asarray(base ^ step if base.dtype == np.bool_ else base + step).astype(base.dtype)
+    new = np.asarray(base ^ step if base.dtype == np.bool_ else base + step)
+    return new.astype(base.dtype, copy=False)
 
 
 def digest(model: Mapping[str, np.ndarray]) -> str:
@@ -58,7 +62,7 @@ def digest(model: Mapping[str, np.ndarray]) -> str:
     for name in sorted(model):
         a = np.asarray(model[name], order="C")
         h.update(f"{name}{a.dtype}{a.shape}".encode())
-        h.update(a.tobytes())
+        h.update(a.reshape(-1).view(np.uint8))
     return h.hexdigest()
 
 
@@ -168,14 +172,48 @@ def check_finite(
     Integers too. A constant of `base`, such as an infinite attention mask in a buffer, may stay.
     """
     for name, a in arrays.items():
-        good = np.isfinite(a)
-        small = good if _bounded(a.dtype, largest) else good & (a <= largest) & (a >= -largest)
-        if base is not None and name in base:
-            small = small | (a == base[name])
+        if within(a, largest):
+            continue
+        fixed = base.get(name) if base is not None else None
+        if found := _beyond(a, fixed, largest):
+            raise ProtocolError(f"{what}: array '{name}' holds {found}")
+
+
+def within(a: np.ndarray, largest: float = np.inf) -> bool:
+    """Whether all of an array is finite and from −`largest` to `largest`. False also where it is not sure.
+
+    The sum of squares of floats is below the square of `largest` only if none of them is beyond it. A
+    NaN, or a sum that overflows, is not below it. The 16 is far more than what rounding takes away.
+    """
+    if not a.size:
+        return True
+    if a.dtype.kind == "f" and a.dtype.itemsize >= 4:
+        vector = flat(a)
+        with np.errstate(all="ignore"):
+            if float(np.dot(vector, vector)) < min(largest, _SUMMED) ** 2 / 16:
+                return True
+    if a.dtype.kind == "f":
+        low, high = float(a.min()), float(a.max())  # NaN if one is
+        return -largest <= low and high <= largest and np.isfinite([low, high]).all()
+    return _bounded(a.dtype, largest) or bool(-largest <= a.min() and a.max() <= largest)
+
+
+def _beyond(a: np.ndarray, fixed: np.ndarray | None, largest: float) -> str:
+    """Return what an array holds beside usable numbers and the constants of `fixed`; "" if nothing."""
+    order = order_of(a)
+    vector, found = flat(a, order), ""
+    constants = None if fixed is None else flat(np.broadcast_to(fixed, a.shape), order)
+    for part in blocks(vector.size):
+        x = vector[part]
+        good = np.isfinite(x)
+        small = good if _bounded(a.dtype, largest) else good & (x <= largest) & (x >= -largest)
+        if constants is not None:
+            small = small | (x == constants[part])
+        if not np.all(good | small):
+            return "NaN or infinity"
         if not np.all(small):
-            beyond = np.all(good | small)
-            values = f"values beyond ±{largest:g}" if beyond else "NaN or infinity"
-            raise ProtocolError(f"{what}: array '{name}' holds {values}")
+            found = f"values beyond ±{largest:g}"
+    return found
 
 
 def _bounded(dtype: np.dtype[Any], largest: float) -> bool:

@@ -10,7 +10,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 
 from flwr_regs.wire.arrays import NDArrays, ProtocolError, plain_name, unpack
 from flwr_regs.wire.keys import ARRAYS, CONFIG, METRICS, PROTOCOL, PROTOCOL_KEY
-from flwr_regs.wire.npy import Unreadable, read_array, read_header
+from flwr_regs.wire.npy import Unreadable, read_array, read_header, write_array
 from flwr_regs.wire.parcel import Parcel, scalar_bytes
 from flwr_regs.wire.text import LONGEST_NAME, quoted, shown
 
@@ -20,7 +20,14 @@ if TYPE_CHECKING:
 
 def to_record(arrays: Mapping[str, Any]) -> ArrayRecord:
     """Return an ArrayRecord under the same names; numpy scalars become 0-d arrays."""
-    return ArrayRecord({k: Array(np.asarray(a)) for k, a in arrays.items()})
+    return ArrayRecord({k: _to_array(np.asarray(a)) for k, a in arrays.items()})
+
+
+def _to_array(array: np.ndarray) -> Array:
+    """Return Flower's Array; one that is a view of its ``.npy``, as what arrives is, is not copied."""
+    if array.dtype.kind not in "biuf":
+        return Array(array)
+    return Array(str(array.dtype), array.shape, "numpy.ndarray", write_array(array))
 
 
 def from_record(record: ArrayRecord) -> NDArrays:
@@ -28,7 +35,12 @@ def from_record(record: ArrayRecord) -> NDArrays:
 
     Raises ProtocolError naming an array that cannot be read.
     """
-    return {plain_name(k): read_entry(k, a).copy(order="K") for k, a in record.items()}
+    return {k: a.copy(order="K") for k, a in views_of(record).items()}
+
+
+def views_of(record: ArrayRecord) -> NDArrays:
+    """Return the arrays of :func:`from_record` as read-only views of their bytes."""
+    return {plain_name(k): read_entry(k, a) for k, a in record.items()}
 
 
 def read_entry(name: str, array: Array) -> np.ndarray:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flwr_regs.server.aggregation import Reply
+from flwr_regs.server.updates import Reply
 from flwr_regs.server.participation import Participation
 from flwr_regs.server.round import Round
 
