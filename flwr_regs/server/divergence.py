@@ -20,8 +20,6 @@ from dataclasses import fields
 from statistics import median
 from typing import Any
 
-import numpy as np
-
 from flwr_regs.abilities import Compresses
 from flwr_regs.chain import Chain
 from flwr_regs.server.metrics import usable

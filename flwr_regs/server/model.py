@@ -387,7 +387,9 @@ class GlobalModel:
 
 
 def _has_nan(array: np.ndarray) -> bool:
-    return array.size > 0 and bool(np.isnan(array.max()))  # the largest of some numbers and a NaN is NaN
+    return array.size > 0 and bool(
+        np.isnan(array.max())
+    )  # the largest of some numbers and a NaN is NaN
 
 
 def _moves(step: np.ndarray) -> bool:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -133,9 +134,10 @@ class Reader:
             tied: dict[str, str] = {}
             if keys.TIED_KEY in entries:
                 tied = check_tied(entries[keys.TIED_KEY], model, buffers)
-            delta, expected = {}, model
+            delta, coded, expected = NDArrays(), None, model
             if keys.UPDATE_KEY in entries:
-                delta = self._decoded(entries[keys.UPDATE_KEY], set(model) - buffers)
+                coded = self._decoder(entries[keys.UPDATE_KEY], set(model) - buffers)
+                delta = coded()
                 expected = {n: model[n] for n in arrays if n in buffers}
             steps = _steps(metrics, config, count, ours)
             if steps is None and self.counts_steps:
@@ -152,18 +154,21 @@ class Reader:
         check_finite(arrays, what, model, largest)
         check_finite(delta, what, largest=LARGEST)
         if largest < LARGEST:  # the mean would be beyond what can be sent
-            check_finite({n: model[n] + d for n, d in delta.items()}, what, model, largest)
+            for n, d in delta.items():
+                check_finite({n: model[n] + d}, what, model, largest)
         folding = [t.name for t in self.term.terms if isinstance(t, Folds)]
         for name in set(folding) & set(uploads):  # decoded again when it is folded
             uploads[name] = parcel.records[f"{name}.upload"]
-        return Reply(arrays, uploads, metrics, count, delta, steps, tied), buffers
+        # a coded update is decoded again when it is summed: all of them together are many models
+        return Reply(arrays, uploads, metrics, count, {}, steps, tied, coded), buffers
 
-    def _decoded(self, code: Any, names: Iterable[str]) -> NDArrays:
-        """Return an update from its code."""
+    def _decoder(self, code: Any, names: Iterable[str]) -> Callable[[], NDArrays]:
+        """Return what makes an update from its code."""
         coder = self.term.coder("finish")
         if coder is None or not isinstance(code, bytes):
             raise ProtocolError("it holds a coded update, but the method has no code for updates")
-        return decoded(coder.decode, code, in_code_order(self.model.model, names), "its update")
+        like = in_code_order(self.model.model, names)
+        return partial(decoded, coder.decode, code, like, "its update")
 
     def _check_sender(self, what: str, parcel: Parcel) -> None:
         """Raise ProtocolError for another method's client, or a reply without arrays."""

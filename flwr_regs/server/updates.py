@@ -222,9 +222,7 @@ def update_of(
     return out
 
 
-def update_norm(
-    reply: Reply, base: Mapping[str, np.ndarray], fixed: Collection[str]
-) -> float:
+def update_norm(reply: Reply, base: Mapping[str, np.ndarray], fixed: Collection[str]) -> float:
     """Return ``‖v_k − w_t‖`` over all trained arrays as one vector."""
     alone, total = {0: reply.open}, 0.0
     for name, w in base.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
@@ -62,7 +63,7 @@ def digest(model: Mapping[str, np.ndarray]) -> str:
     for name in sorted(model):
         a = np.asarray(model[name], order="C")
         h.update(f"{name}{a.dtype}{a.shape}".encode())
-        h.update(a.reshape(-1).view(np.uint8))
+        h.update(a.reshape(-1).view(np.uint8).data)
     return h.hexdigest()
 
 
@@ -194,7 +195,7 @@ def within(a: np.ndarray, largest: float = np.inf) -> bool:
                 return True
     if a.dtype.kind == "f":
         low, high = float(a.min()), float(a.max())  # NaN if one is
-        return -largest <= low and high <= largest and np.isfinite([low, high]).all()
+        return -largest <= low <= high <= largest and math.isfinite(low) and math.isfinite(high)
     return _bounded(a.dtype, largest) or bool(-largest <= a.min() and a.max() <= largest)
 
 

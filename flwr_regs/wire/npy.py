@@ -120,7 +120,9 @@ def write_array(array: np.ndarray) -> bytes:
         return data
     turned = array.flags.f_contiguous and not array.flags.c_contiguous
     body = np.asarray(array.T if turned else array, order="C")
-    return b"".join((_header(body.dtype, array.shape, turned), body.reshape(-1).view(np.uint8).data))
+    return b"".join(
+        (_header(body.dtype, array.shape, turned), body.reshape(-1).view(np.uint8).data)
+    )
 
 
 def sealed(array: np.ndarray) -> np.ndarray:
@@ -136,7 +138,7 @@ def npy_bytes(array: np.ndarray) -> int:
 
 def _seen_through(array: np.ndarray) -> bytes | None:
     """Return the ``.npy`` that an array is a view of: all of it, unchanged; None if there is none."""
-    base = array
+    base: Any = array
     while isinstance(base, np.ndarray):
         base = base.base
     if not isinstance(base, bytes) or base[:6] != MAGIC or not array.size:

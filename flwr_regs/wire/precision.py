@@ -53,7 +53,9 @@ def widen(arrays: NDArrays, coded: Collection[str], dtype: str) -> NDArrays:
 class Widened(Mapping[str, np.ndarray]):
     """The arrays of :func:`widen`, each widened when it is read."""
 
-    def __init__(self, arrays: NDArrays, coded: Collection[str], dtype: str) -> None:
+    def __init__(
+        self, arrays: Mapping[str, np.ndarray], coded: Collection[str], dtype: str
+    ) -> None:
         bits = np.uint16 if dtype == "bfloat16" else np.float16
         for name in coded:
             if arrays[name].dtype != bits:
@@ -87,7 +89,7 @@ def to_half(model: NDArrays, dtype: str | None) -> tuple[NDArrays, dict[str, Any
     return narrow(model, dtype), {keys.HALF_KEY: dtype, keys.HALVES_KEY: mask(coded, model)}
 
 
-def from_half(arrays: NDArrays, config: Mapping[str, Any]) -> Widened:
+def from_half(arrays: Mapping[str, np.ndarray], config: Mapping[str, Any]) -> Widened:
     """Return the arrays of :func:`to_half` in float32; raise ProtocolError without a valid mask."""
     coded = unmask(config.get(keys.HALVES_KEY), arrays)
     return Widened(arrays, coded, str(config[keys.HALF_KEY]))
