@@ -7,14 +7,14 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Generic, TypeVar
 
-from flwr.app import ArrayRecord, Error, Message
+from flwr.app import Error, Message
 from flwr.common.constant import ErrorCode
 from flwr.serverapp import Grid
 
 from flwr_regs.server.network import Course, Replies, Request, read_each
 from flwr_regs.wire import keys
 from flwr_regs.wire.errors import described
-from flwr_regs.wire.records import content_of, parcel_of
+from flwr_regs.wire.records import Writer, parcel_of
 from flwr_regs.wire.text import one_line
 
 T = TypeVar("T")
@@ -118,11 +118,11 @@ class Paused(Generic[T]):
 
 def messages_of(requests: Iterable[Request]) -> list[Message]:
     """Return the messages of requests; a record that goes to many clients is serialised once."""
-    written: dict[int, ArrayRecord] = {}
+    writer = Writer()
     messages = []
     for request in requests:
         for pid, parcel in request.parcels.items():
-            content = content_of(parcel, written)
+            content = writer.content_of(parcel)
             messages.append(Message(content, request.nodes[pid], request.kind))
     return messages
 

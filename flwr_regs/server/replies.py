@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -40,6 +40,12 @@ from flwr_regs.wire.text import LONGEST_NAME, quoted, shown
 
 RANGE = {"float16": 65504.0}
 """The largest number that a reply may hold, where that is less than `LARGEST`, by the wire's precision."""
+
+
+_UNSAID = object()
+"""In place of the mask of a client that sent none."""
+MOST_PARTS = 100
+"""Masks of one round that are kept."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +86,7 @@ class Reader:
     model: GlobalModel
     weighted_by_key: str
     counts_steps: str = ""
+    _parts: dict[bytes, tuple[NDArrays, frozenset[str], NDArrays]] = field(default_factory=dict)
 
     def read_all(self, came: Mapping[int, Parcel], config: Mapping[str, Any]) -> Usable:
         """Check replies one by one and against each other; `config` is the round's.
@@ -127,16 +134,16 @@ class Reader:
                 arrays = from_half(arrays, {**entries, keys.HALF_KEY: half})
             uploads = read_uploads(what, parcel)
             ours = keys.METHOD_KEY in entries
-            buffers = untrainable(model)
-            if keys.BUFFERS_KEY in entries:
-                buffers = unmask(entries[keys.BUFFERS_KEY], model)
-            read_said(entries, set(model) - buffers)
+            said = entries.get(keys.BUFFERS_KEY) if keys.BUFFERS_KEY in entries else _UNSAID
+            buffers, trained = self._parted(said)
+            if keys.FROZEN_KEY in entries or keys.FROZEN_DIGEST_KEY in entries:
+                read_said(entries, trained)
             tied: dict[str, str] = {}
             if keys.TIED_KEY in entries:
                 tied = check_tied(entries[keys.TIED_KEY], model, buffers)
             delta, coded, expected = NDArrays(), None, model
             if keys.UPDATE_KEY in entries:
-                coded = self._decoder(entries[keys.UPDATE_KEY], set(model) - buffers)
+                coded = self._decoder(entries[keys.UPDATE_KEY], trained)
                 delta = coded()
                 expected = {n: model[n] for n in arrays if n in buffers}
             steps = _steps(metrics, config, count, ours)
@@ -145,7 +152,6 @@ class Reader:
                     f"it reports no steps, which {self.counts_steps} needs; {STEPS}"
                 )
             if steps is None or steps[0]:
-                trained = {n: a for n, a in model.items() if n not in buffers}
                 self.term.check(uploads, trained, self.model.server)
         except (ValueError, TypeError, EOFError) as error:
             raise ProtocolError(f"{what} cannot be used: {error}") from error
@@ -156,11 +162,31 @@ class Reader:
         if largest < LARGEST:  # the mean would be beyond what can be sent
             for n, d in delta.items():
                 check_finite({n: model[n] + d}, what, model, largest)
-        folding = [t.name for t in self.term.terms if isinstance(t, Folds)]
-        for name in set(folding) & set(uploads):  # decoded again when it is folded
+        for name in self._folding & set(uploads):  # decoded again when it is folded
             uploads[name] = parcel.records[f"{name}.upload"]
         # a coded update is decoded again when it is summed: all of them together are many models
         return Reply(arrays, uploads, metrics, count, {}, steps, tied, coded), buffers
+
+    @cached_property
+    def _folding(self) -> frozenset[str]:
+        return frozenset(t.name for t in self.term.terms if isinstance(t, Folds))
+
+    def _parted(self, said: Any) -> tuple[frozenset[str], NDArrays]:
+        """Return (the arrays that a client does not train, the others), given its mask or `_UNSAID`.
+
+        Raises ProtocolError for another mask than the model's.
+        """
+        model = self.model.model
+        if not isinstance(said, bytes):  # all clients say the same: each mask is read once
+            fixed = untrainable(model) if said is _UNSAID else unmask(said, model)
+            return fixed, {n: a for n, a in model.items() if n not in fixed}
+        known = self._parts.get(said)
+        if known is None or known[0] is not model:
+            fixed = unmask(said, model)
+            known = model, fixed, {n: a for n, a in model.items() if n not in fixed}
+            if len(self._parts) < MOST_PARTS:
+                self._parts[said] = known
+        return known[1:]
 
     def _decoder(self, code: Any, names: Iterable[str]) -> Callable[[], NDArrays]:
         """Return what makes an update from its code."""

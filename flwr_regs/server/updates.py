@@ -14,9 +14,12 @@ from typing import Any
 import numpy as np
 
 from flwr_regs.term import Slot
-from flwr_regs.wire.arrays import within
+from flwr_regs.wire.arrays import all_finite
 from flwr_regs.wire.blocks import BLOCK, blocks, flat, order_of
 from flwr_regs.wire.precision import Widened
+
+SMALL = 1 << 12
+"""Coordinates that lie near enough in memory."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +85,7 @@ class Moves:
     ) -> None:
         self.name = name
         self._w = flat(w, order)
-        self._clean = within(w)
+        self._clean = all_finite(w)
         self._sent: dict[int, tuple[np.ndarray, Callable[..., np.ndarray] | None, bool]] = {}
         for pid, reply in replies.items():
             if name in reply.delta:
@@ -100,7 +103,9 @@ class Moves:
             out.fill(0.0)
             return
         sent, widen, moved = self._sent[pid]
-        near = sent[part].copy()  # to read far memory and to widen at once takes half as long again
+        near = sent[part]
+        if near.size > SMALL:  # to read far memory and to widen it at once takes half as long again
+            near = near.copy()
         out[...] = near if widen is None else widen(near)
         if moved:
             return

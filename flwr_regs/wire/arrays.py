@@ -172,16 +172,23 @@ def check_finite(
 
     Integers too. A constant of `base`, such as an infinite attention mask in a buffer, may stay.
     """
-    for name, a in arrays.items():
-        if within(a, largest):
-            continue
-        fixed = base.get(name) if base is not None else None
-        if found := _beyond(a, fixed, largest):
-            raise ProtocolError(f"{what}: array '{name}' holds {found}")
+    with np.errstate(all="ignore"):
+        for name, a in arrays.items():
+            if _within(a, largest):
+                continue
+            fixed = base.get(name) if base is not None else None
+            if found := _beyond(a, fixed, largest):
+                raise ProtocolError(f"{what}: array '{name}' holds {found}")
 
 
-def within(a: np.ndarray, largest: float = np.inf) -> bool:
-    """Whether all of an array is finite and from −`largest` to `largest`. False also where it is not sure.
+def all_finite(a: np.ndarray) -> bool:
+    """Return whether an array holds neither NaN nor infinity."""
+    with np.errstate(all="ignore"):
+        return _within(a, np.inf)
+
+
+def _within(a: np.ndarray, largest: float) -> bool:
+    """Whether all of an array is finite and from −`largest` to `largest`.
 
     The sum of squares of floats is below the square of `largest` only if none of them is beyond it. A
     NaN, or a sum that overflows, is not below it. The 16 is far more than what rounding takes away.
@@ -190,9 +197,8 @@ def within(a: np.ndarray, largest: float = np.inf) -> bool:
         return True
     if a.dtype.kind == "f" and a.dtype.itemsize >= 4:
         vector = flat(a)
-        with np.errstate(all="ignore"):
-            if float(np.dot(vector, vector)) < min(largest, _SUMMED) ** 2 / 16:
-                return True
+        if np.dot(vector, vector) < min(largest, _SUMMED) ** 2 / 16:
+            return True
     if a.dtype.kind == "f":
         low, high = float(a.min()), float(a.max())  # NaN if one is
         return -largest <= low <= high <= largest and math.isfinite(low) and math.isfinite(high)

@@ -70,8 +70,12 @@ class Parcel:
 
 def scalar_bytes(scalars: Mapping[str, Any]) -> int:
     """Return the bytes of names and values: 8 for a number, its length for a text."""
-    total = 0
-    for key, value in scalars.items():
-        items = value if isinstance(value, list) else [value]
-        total += len(key) + sum(len(v) if isinstance(v, str | bytes) else 8 for v in items)
+    total = sum(map(len, scalars))
+    for value in scalars.values():
+        if isinstance(value, (str, bytes)):
+            total += len(value)
+        elif isinstance(value, list):
+            total += sum(len(v) if isinstance(v, (str, bytes)) else 8 for v in value)
+        else:
+            total += 8
     return total

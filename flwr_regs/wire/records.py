@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 
 from flwr_regs.wire.arrays import NDArrays, ProtocolError, plain_name, unpack
 from flwr_regs.wire.keys import ARRAYS, CONFIG, METRICS, PROTOCOL, PROTOCOL_KEY
@@ -73,35 +73,54 @@ def plainly_named(record: ArrayRecord) -> ArrayRecord:
     return ArrayRecord({plain_name(k): a for k, a in record.items()})
 
 
-def content_of(parcel: Parcel, written: dict[int, ArrayRecord]) -> RecordDict:
-    """Return a parcel as a message's content.
+class Writer:
+    """Makes the contents of messages: what goes to many clients is written, and checked by Flower, once."""
 
-    `written` keeps the serialised records by identity: a record that goes to many clients is serialised
-    once.
-    """
-    content = RecordDict()
-    for name, record in parcel.records.items():
-        if id(record) not in written:
-            written[id(record)] = to_record(record)
-        content[name] = written[id(record)]
-    if parcel.config:
-        content[CONFIG] = ConfigRecord({**parcel.config})
-    return content
+    def __init__(self) -> None:
+        self._records: dict[int, tuple[Any, ArrayRecord]] = {}  # by identity; holds the objects
+        self._configs: dict[tuple[str, ...], ConfigRecord] = {}  # by keys
+
+    def content_of(self, parcel: Parcel) -> RecordDict:
+        """Return a parcel as a message's content."""
+        content = RecordDict()
+        for name, record in parcel.records.items():
+            if id(record) not in self._records:
+                self._records[id(record)] = record, to_record(record)
+            content[name] = self._records[id(record)][1]
+        if parcel.config:
+            content[CONFIG] = self._config(parcel.config)
+        return content
+
+    def _config(self, config: Mapping[str, Any]) -> ConfigRecord:
+        """Return a config's record: a copy of an earlier one's, with the values that differ."""
+        like = self._configs.get(names := tuple(config))
+        if like is None:
+            like = self._configs[names] = ConfigRecord({**config})
+        record = like.copy()
+        for (name, value), known in zip(config.items(), like.values(), strict=True):
+            if value is not known:
+                record[name] = value
+        return record
 
 
 def parcel_of(content: RecordDict) -> Parcel:
     """Return a message's content; its arrays are decoded when they are read."""
-    config = content.config_records.get(CONFIG)
-    metrics = content.metric_records.get(METRICS)
-    records = {n: _Unread(plainly_named(r), n == ARRAYS) for n, r in content.array_records.items()}
-    scalars: list[Any] = [*content.config_records.values(), *content.metric_records.values()]
-    size = sum([r.nbytes for r in records.values()] + [scalar_bytes(s) for s in scalars])
-    return Parcel(
-        records,
-        {} if config is None else dict(config),
-        None if metrics is None else dict(metrics),
-        size,
-    )
+    records: dict[str, _Unread] = {}
+    config: dict[str, Any] = {}
+    metrics: dict[str, Any] | None = None
+    size = 0
+    for name, record in content.items():
+        if isinstance(record, ArrayRecord):
+            records[name] = mine = _Unread(plainly_named(record), name == ARRAYS)
+            size += mine.nbytes
+            continue
+        scalars: dict[str, Any] = dict(record.items())
+        size += scalar_bytes(scalars)
+        if name == CONFIG and isinstance(record, ConfigRecord):
+            config = scalars
+        elif name == METRICS and isinstance(record, MetricRecord):
+            metrics = scalars
+    return Parcel(records, config, metrics, size)
 
 
 class _Unread(Mapping[str, np.ndarray]):
