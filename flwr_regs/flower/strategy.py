@@ -13,7 +13,6 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDic
 from flwr.common.logger import log
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
-from flwr.serverapp.strategy.strategy_utils import aggregate_metricrecords
 
 from flwr_regs.abilities import Steers
 from flwr_regs.chain import chain, name_of
@@ -24,6 +23,7 @@ from flwr_regs.flower.network import GridNetwork, Paused
 from flwr_regs.server.arguments import check_arguments
 from flwr_regs.server.evaluation import evaluation
 from flwr_regs.server.fingerprint import fingerprint
+from flwr_regs.server.metrics import mean_metrics
 from flwr_regs.server.options import Options
 from flwr_regs.server.round import Round
 from flwr_regs.server.training import Training
@@ -359,6 +359,8 @@ class RegStrategy(Strategy):
     def _mean_of_metrics(
         self, kind: str, metrics: Sequence[Mapping[str, Any]]
     ) -> Mapping[str, Any]:
-        given = getattr(self.options, f"{kind}_metrics_aggr_fn")
+        given, by = getattr(self.options, f"{kind}_metrics_aggr_fn"), self.options.weighted_by_key
+        if given is None:
+            return mean_metrics(metrics, by)
         records = [RecordDict({keys.METRICS: MetricRecord({**m})}) for m in metrics]
-        return (given or aggregate_metricrecords)(records, self.options.weighted_by_key)
+        return given(records, by)  # type: ignore[no-any-return]

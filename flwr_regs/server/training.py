@@ -211,7 +211,8 @@ class Training:
         )
         now.lap("configure")
 
-        now.asked = [p for p in now.cohort if p in connected]
+        here = self.population.here
+        now.asked = [p for p in now.cohort if p in here]
         now.failures = dict.fromkeys(set(now.cohort) - set(now.asked), "it has left")
         if any(isinstance(t, Probes) for t in term.terms):
             now.asked = exchange.probe()
@@ -220,7 +221,7 @@ class Training:
         requests = [exchange.train(now.asked)]
         if options.overlap and number != self.num_rounds:
             later = self._draw(number + 1, members, network)
-            requests += exchange.ahead(p for p in later if p in connected)
+            requests += exchange.ahead(p for p in later if p in here)
         LOG.info("configure_train: cohort of %d (out of %d)", len(now.cohort), len(members))
 
         came, *acknowledged = yield requests
@@ -240,7 +241,8 @@ class Training:
             self._held |= {p: number for replies in acknowledged for p in replies.came}
             self.trained |= set(now.used)
             keeping = {p for p in now.used if now.came[p].says(keys.KEEPS_KEY)}
-            self.used = {p: r for p, r in self.used.items() if p in keeping or p not in now.used}
+            for p in set(now.used) - keeping:
+                self.used.pop(p, None)
             # Krum leaves out the uploads of clients that it did not select
             counted = set(now.events.get("selected", now.used))
             self.used |= dict.fromkeys(keeping & counted, number)
@@ -267,7 +269,8 @@ class Training:
         """Return the cohort of a round; `failed` is the last attempt at it."""
         options = self.options
         if failed is not None and options.retry_cohort == "same":
-            return [p for p in failed["cohort"] if p in members]
+            here = set(members)
+            return [p for p in failed["cohort"] if p in here]
         size = max(int(len(members) * options.fraction_train), options.min_train_nodes)
         key = (self._privacy.cohort_seed, number)
         attempt = 0 if failed is None else 1 + len(failed.get("attempts", []))
