@@ -276,6 +276,15 @@ class RegStrategy(Strategy):
         self._trained = Paused(self.training.round(server_round, config, network))
         return self._trained.messages
 
+    def read_early(self, reply: Message) -> None:
+        """Read a reply to a train message while others are awaited.
+
+        `start` calls this with each reply that comes before the last. What it finds counts only if
+        `aggregate_train` gets the same reply; the result is the same without it.
+        """
+        if self._trained is not None:
+            self._trained.early(reply)
+
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:

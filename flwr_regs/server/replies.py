@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
@@ -87,13 +88,32 @@ class Reader:
     weighted_by_key: str
     counts_steps: str = ""
     _parts: dict[bytes, tuple[NDArrays, frozenset[str], NDArrays]] = field(default_factory=dict)
+    _early: dict[int, tuple[Parcel, NDArrays, tuple[Reply, frozenset[str]]]] = field(
+        default_factory=dict
+    )
+
+    def read_early(self, config: Mapping[str, Any], pid: int, parcel: Parcel) -> None:
+        """Read a reply while others are awaited; one that cannot be used is read again with the others."""
+        if parcel.says(keys.OUT_OF_SYNC_KEY):
+            return
+        with suppress(Exception):
+            self._early[pid] = parcel, self.model.model, self.read(pid, parcel, config)
+
+    def _read_once(
+        self, pid: int, parcel: Parcel, config: Mapping[str, Any]
+    ) -> tuple[Reply, frozenset[str]]:
+        """Return what was read early, if reply and model are still the same; else read now."""
+        early = self._early.pop(pid, None)
+        if early is not None and early[0] is parcel and early[1] is self.model.model:
+            return early[2]
+        return self.read(pid, parcel, config)
 
     def read_all(self, came: Mapping[int, Parcel], config: Mapping[str, Any]) -> Usable:
         """Check replies one by one and against each other; `config` is the round's.
 
         Replies are read in the order of partition ids, so the order of arrival does not change the result.
         """
-        read, failures = read_each(came, lambda pid, parcel: self.read(pid, parcel, config))
+        read, failures = read_each(came, lambda pid, parcel: self._read_once(pid, parcel, config))
         replies = {pid: reply for pid, (reply, _) in read.items()}
         buffers = {pid: fixed for pid, (_, fixed) in read.items()}
         agreed, wrong = agree_on_buffers(buffers, self.model.buffers)

@@ -218,7 +218,9 @@ class Training:
             now.asked = exchange.probe()
             self._held |= dict.fromkeys(now.asked, number)
             now.lap("probe")
-        requests = [exchange.train(now.asked)]
+        reader = self._reader()
+        early = partial(reader.read_early, now.config)
+        requests = [replace(exchange.train(now.asked), early=early)]
         if options.overlap and number != self.num_rounds:
             later = self._draw(number + 1, members, network)
             requests += exchange.ahead(p for p in later if p in here)
@@ -228,7 +230,7 @@ class Training:
         exchange.collect(came)
         now.lap("clients")
 
-        usable = self._read(now)
+        usable = self._read(now, reader)
         self._participation.select(now)
         name_losses(now, self.trained)
         if failed is not None:  # its entry is among the attempts of the new one
@@ -303,11 +305,13 @@ class Training:
             **({keys.HALF_KEY: options.wire_dtype} if options.wire_dtype else {}),
         }
 
-    def _read(self, now: Round) -> Usable:
-        """Check the replies; note the usable ones, and why the others are not."""
+    def _reader(self) -> Reader:
         options = self.options
         by, counts_steps = options.weighted_by_key, options.counts_steps
-        reader = Reader(self.method, options.term, self.model, by, counts_steps)
+        return Reader(self.method, options.term, self.model, by, counts_steps)
+
+    def _read(self, now: Round, reader: Reader) -> Usable:
+        """Check the replies; note the usable ones, and why the others are not."""
         usable = reader.read_all(now.came, now.config)
         fixed = (usable.buffers or frozenset()) - set(usable.tied or ())
         uncovered = self._privacy.uncovered(usable.replies, self.model.given, fixed)
