@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -53,7 +54,7 @@ def read_entry(name: str, array: Array) -> np.ndarray:
         if array.stype != "numpy.ndarray":
             raise Unreadable(f"it is labelled {quoted(array.stype, 40)}, expected 'numpy.ndarray'")
         found = read_array(array.data)
-        if array.dtype not in ("", str(found.dtype)):
+        if array.dtype not in ("", _label(found.dtype)):
             raise Unreadable(f"it is {found.dtype}, but is labelled {quoted(array.dtype, 40)}")
         if tuple(array.shape) not in ((), found.shape):
             raise Unreadable(
@@ -64,6 +65,12 @@ def read_entry(name: str, array: Array) -> np.ndarray:
         raise ProtocolError(
             f"array '{shown(name, LONGEST_NAME)}' cannot be read: {error}"
         ) from error
+
+
+@cache
+def _label(dtype: np.dtype[Any]) -> str:
+    """Return how Flower labels a dtype; there are a dozen."""
+    return str(dtype)
 
 
 def plainly_named(record: ArrayRecord) -> ArrayRecord:
