@@ -13,7 +13,6 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDic
 from flwr.common.logger import log
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
-from flwr.serverapp.strategy.strategy_utils import aggregate_metricrecords
 
 from flwr_regs.abilities import Steers
 from flwr_regs.chain import chain, name_of
@@ -24,13 +23,14 @@ from flwr_regs.flower.network import GridNetwork, Paused
 from flwr_regs.server.arguments import check_arguments
 from flwr_regs.server.evaluation import evaluation
 from flwr_regs.server.fingerprint import fingerprint
+from flwr_regs.server.metrics import mean_metrics
 from flwr_regs.server.options import Options
 from flwr_regs.server.round import Round
 from flwr_regs.server.training import Training
 from flwr_regs.term import ParameterError, Term
 from flwr_regs.wire import keys
 from flwr_regs.wire.config import OPTIMIZER_KEYS, check_evaluate_config
-from flwr_regs.wire.records import from_record, plainly_named, to_record
+from flwr_regs.wire.records import plainly_named, to_record, views_of
 from flwr_regs.wire.terms import check_instances
 
 UNASKED = "replies came, but there was no configure_train or configure_evaluate before them"
@@ -206,7 +206,7 @@ class RegStrategy(Strategy):
         self, saved: Checkpoints, arrays: ArrayRecord, config: ConfigRecord, num_rounds: int
     ) -> ArrayRecord:
         """Begin where a checkpoint was, if there is one; return the model to train from."""
-        model = Training.begin(self.options, from_record(arrays)).model
+        model = Training.begin(self.options, views_of(arrays)).model
         saved.check(fingerprint(self.method_name, self.options, model, config), num_rounds)
         if saved.resumed is None:
             return arrays
@@ -220,7 +220,7 @@ class RegStrategy(Strategy):
 
         `start` calls this first. Call it yourself if other work comes before.
         """
-        Training.begin(self.options, from_record(initial_arrays))
+        Training.begin(self.options, views_of(initial_arrays))
 
     def prepare(
         self,
@@ -265,7 +265,7 @@ class RegStrategy(Strategy):
         if self._training is None or (server_round == 1 and not again):
             self._begin(arrays, config)
         elif arrays is not self._released:
-            changed = self.training.adopt(from_record(arrays))
+            changed = self.training.adopt(views_of(arrays))
             if changed and self.training.num_rounds is None:  # nobody called `prepare`
                 raise ValueError(WRAPPED)
         if self.options.fraction_train == 0.0:
@@ -275,6 +275,15 @@ class RegStrategy(Strategy):
         network = GridNetwork(grid, self._timeout)
         self._trained = Paused(self.training.round(server_round, config, network))
         return self._trained.messages
+
+    def read_early(self, reply: Message) -> None:
+        """Read a reply to a train message while others are awaited.
+
+        `start` calls this with each reply that comes before the last. What it finds counts only if
+        `aggregate_train` gets the same reply; the result is the same without it.
+        """
+        if self._trained is not None:
+            self._trained.early(reply)
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
@@ -302,7 +311,7 @@ class RegStrategy(Strategy):
         if self.options.fraction_evaluate == 0.0:
             return []
         network, ours = GridNetwork(grid, self._timeout), arrays is self._released
-        model = self.training.model.model if ours else from_record(arrays)
+        model = self.training.model.model if ours else views_of(arrays)
         self._evaluated = Paused(evaluation(self.training, server_round, model, config, network))
         return self._evaluated.messages
 
@@ -343,7 +352,7 @@ class RegStrategy(Strategy):
         self._training = Training(
             self.options,
             self.method_name,
-            from_record(arrays),
+            views_of(arrays),
             self._num_rounds,
             self._mean_of_metrics,
             AccountedBudget(dp) if dp is not None and dp.accountant is not None else None,
@@ -359,6 +368,8 @@ class RegStrategy(Strategy):
     def _mean_of_metrics(
         self, kind: str, metrics: Sequence[Mapping[str, Any]]
     ) -> Mapping[str, Any]:
-        given = getattr(self.options, f"{kind}_metrics_aggr_fn")
+        given, by = getattr(self.options, f"{kind}_metrics_aggr_fn"), self.options.weighted_by_key
+        if given is None:
+            return mean_metrics(metrics, by)
         records = [RecordDict({keys.METRICS: MetricRecord({**m})}) for m in metrics]
-        return (given or aggregate_metricrecords)(records, self.options.weighted_by_key)
+        return given(records, by)  # type: ignore[no-any-return]

@@ -1,16 +1,16 @@
-"""Averaging the clients' models, in a fixed order and in float64."""
+"""What each reply weighs, and what the server measures of it."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar
 
 import numpy as np
 
 from flwr_regs.abilities import Weighs
+from flwr_regs.server.updates import Reply, update_norm
 from flwr_regs.term import ServerContext, Slot, Term
 from flwr_regs.wire.arrays import LARGEST
 from flwr_regs.wire.errors import described
@@ -19,36 +19,6 @@ STEPS = (
     "a client reports the metrics 'local-steps' (taken) and 'planned-steps' where train_config asks for "
     "'local-epochs' or 'local-steps'"
 )
-
-
-@dataclass(frozen=True)
-class Reply:
-    """One client's usable reply.
-
-    Attributes
-    ----------
-    arrays : mapping
-        ``v_k`` by name; an array that is neither here nor in `delta` equals that of ``w_t``.
-    uploads : Slot
-        The terms' uploads by term name; those of a term that folds are decoded when they are read.
-    metrics : mapping
-    num_examples : float
-        ``n_k``.
-    delta : mapping
-        ``v_k − w_t`` of the arrays that were sent as differences.
-    steps : tuple or None
-        ``s_k`` and E, the local steps taken and planned; None if the client does not report them.
-    tied : mapping
-        Tied weights, other name -> trained name.
-    """
-
-    arrays: Mapping[str, np.ndarray]
-    uploads: Slot
-    metrics: Any
-    num_examples: float
-    delta: Mapping[str, np.ndarray] = field(default_factory=dict)
-    steps: tuple[int, int] | None = None
-    tied: Mapping[str, str] = field(default_factory=dict)
 
 
 def aggregation_weights(
@@ -129,8 +99,7 @@ class Stats:
 
     @cached_property
     def norm(self) -> float:
-        update = update_of(self._reply, self._base, self._fixed)
-        return math.sqrt(sum(float(np.vdot(d, d)) for d in update.values()))
+        return update_norm(self._reply, self._base, self._fixed)
 
 
 @dataclass(frozen=True)
@@ -231,65 +200,3 @@ MeanOfUpdates = Callable[
 
 ``Σ ω_k (v_k − w_t)`` for trained arrays, ``Σ p_k (v_k − w_t)`` for the others.
 """
-
-
-def mean_delta(
-    base: Mapping[str, np.ndarray],
-    replies: Mapping[int, Reply],
-    weights: Mapping[int, float],
-    scaled: Mapping[int, float],
-    fixed: Collection[str],
-) -> dict[str, np.ndarray]:
-    """Return the weighted sums of the updates: a `MeanOfUpdates`.
-
-    Sums in the order of `replies` and in float64: the result does not depend on the order of arrival, and
-    a small update is not lost beside a large weight. Floats come back in their own dtype, integers and
-    booleans in float64 (their mean need not be whole).
-    """
-    out = {}
-    for name, w in base.items():
-        by = weights if name in fixed else scaled
-        w64 = _finite(w)
-        total = np.zeros_like(w64)
-        for k, reply in replies.items():
-            if name in reply.delta or name in reply.arrays:
-                total += by[k] * _moved(reply, name, w64)
-        out[name] = total.astype(w.dtype) if np.issubdtype(w.dtype, np.floating) else total
-    return out
-
-
-def update_of(
-    reply: Reply, base: Mapping[str, np.ndarray], fixed: Collection[str]
-) -> dict[str, np.ndarray]:
-    """Return one client's ``v_k − w_t`` of the trained arrays, in float64."""
-    out = {}
-    for name, w in base.items():
-        if name not in fixed:
-            w64 = _finite(w)
-            out[name] = _moved(reply, name, w64)
-    return out
-
-
-def difference(reply: Reply, name: str, w: np.ndarray, part: slice) -> np.ndarray:
-    """Return some coordinates of one array's ``v_k − w_t``, taken as a vector, in float64."""
-    return _moved(reply, name, _finite(w.reshape(-1)[part]), part)
-
-
-def _moved(reply: Reply, name: str, w64: np.ndarray, part: slice | None = None) -> np.ndarray:
-    """Return ``v_k − w_t`` of one array in float64, or of a `part` of it; zeros if none was sent."""
-
-    def cut(array: np.ndarray) -> np.ndarray:
-        return array if part is None else array.reshape(-1)[part]
-
-    if name in reply.delta:
-        return cut(reply.delta[name]).astype(np.float64)
-    if name in reply.arrays:
-        return np.asarray(_finite(cut(reply.arrays[name])) - w64)
-    return np.zeros_like(w64)
-
-
-def _finite(array: np.ndarray) -> np.ndarray:
-    """Return an array in float64; an infinite constant (a mask) is the same everywhere, and becomes 0."""
-    wide = array.astype(np.float64)
-    wide[~np.isfinite(wide)] = 0.0
-    return wide

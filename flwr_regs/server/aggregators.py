@@ -89,7 +89,9 @@ class Vectors:
         return self._held
 
     def _rows(self, name: str, part: slice) -> np.ndarray:
-        rows = np.stack([self._read(pid, name, part) for pid in self.pids]).astype(np.float64)
+        rows = np.empty((len(self), part.stop - part.start))
+        for row, pid in zip(rows, self.pids, strict=True):
+            row[...] = self._read(pid, name, part)
         rows.setflags(write=False)
         return rows
 

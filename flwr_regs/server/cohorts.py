@@ -6,6 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
+from flwr_regs.server.draws import uniforms
+
 TRAINING: tuple[int, ...] = ()
 EVALUATION = (1,)
 """Purposes of a draw. Draws for different purposes are independent, whatever their keys."""
@@ -29,12 +31,10 @@ def uniform_cohort(
     and the rest of the cohort stays.
     """
 
-    def rank(client: int) -> float:
-        # spawn_key, not a longer key: SeedSequence treats (s, t, 1) and (s, t, 1, 0) as equal
-        seed = np.random.SeedSequence((*key, client), spawn_key=purpose)
-        return float(np.random.default_rng(seed).random())
-
-    return sorted(sorted(clients, key=rank)[:size])
+    clients = list(clients)
+    # a purpose, not a longer key: SeedSequence treats (s, t, 1) and (s, t, 1, 0) as equal
+    ranks = uniforms(clients, key, purpose)
+    return sorted(clients[i] for i in np.argsort(ranks, kind="stable")[:size])
 
 
 def class_covering_cohort(

@@ -20,13 +20,12 @@ from dataclasses import fields
 from statistics import median
 from typing import Any
 
-import numpy as np
-
 from flwr_regs.abilities import Compresses
 from flwr_regs.chain import Chain
 from flwr_regs.server.metrics import usable
 from flwr_regs.server.options import Options
 from flwr_regs.server.round import Round, RoundFailed
+from flwr_regs.wire.blocks import square_sum
 
 LOG = logging.getLogger("flwr")
 LAST = 5
@@ -118,8 +117,8 @@ class DivergenceGuard:
         Raises RoundFailed at every sign if ``on_divergence="stop"``.
         """
         loss = None if options.privacy is not None else _usual_loss(now)
-        squares = (np.vdot(a, a) for a in (np.asarray(s, np.float64) for s in step.values()))
-        sign = self._signs.look(math.sqrt(sum(map(float, squares))), now.lr, loss)
+        length = math.sqrt(sum(square_sum(s) for s in step.values()))
+        sign = self._signs.look(length, now.lr, loss)
         stop = options.on_divergence == "stop"
         if not sign or (self._warned and not stop):
             return

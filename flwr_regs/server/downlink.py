@@ -17,7 +17,7 @@ import json
 from functools import cached_property
 from typing import Any
 
-from flwr_regs.abilities import Recovers
+from flwr_regs.abilities import Addresses, Recovers
 from flwr_regs.chain import Chain
 from flwr_regs.server.frozen import ASK_ABOVE
 from flwr_regs.server.model import GlobalModel
@@ -106,7 +106,13 @@ class Downlink:
 
     def own(self, pid: int) -> dict[str, Slot]:
         """Return the broadcasts for one client alone, by term name."""
+        if not self._addresses:
+            return {}
         return self._term.broadcast_to(pid, self._model.server, self._ctx)
+
+    @cached_property
+    def _addresses(self) -> bool:
+        return any(isinstance(t, Addresses) for t in self._term.terms)
 
     @cached_property
     def _whole(self) -> tuple[Record, dict[str, Any]]:

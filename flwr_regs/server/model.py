@@ -11,18 +11,13 @@ import numpy as np
 
 from flwr_regs.abilities import Folds
 from flwr_regs.chain import Chain
-from flwr_regs.server.aggregation import (
-    MeanOfUpdates,
-    Reply,
-    UnusableReplies,
-    mean_delta,
-    update_of,
-)
+from flwr_regs.server.aggregation import MeanOfUpdates, UnusableReplies
 from flwr_regs.server.aggregators import TooFewVectors
 from flwr_regs.server.frozen import Frozen
 from flwr_regs.server.network import culprits
 from flwr_regs.server.robust import RobustMeans, check_reached
 from flwr_regs.server.round import RoundFailed
+from flwr_regs.server.updates import Reply, mean_delta, update_of
 from flwr_regs.term import ServerContext, Slot, mean_of_slots
 from flwr_regs.wire.arrays import (
     NDArrays,
@@ -34,9 +29,11 @@ from flwr_regs.wire.arrays import (
     tie,
     untrainable,
 )
+from flwr_regs.wire.blocks import blocks, flat
 from flwr_regs.wire.delta import decoded
 from flwr_regs.wire.errors import described
 from flwr_regs.wire.frozen import frozen_digest
+from flwr_regs.wire.npy import sealed
 from flwr_regs.wire.precision import narrow, widen
 from flwr_regs.wire.text import one_line
 
@@ -91,7 +88,7 @@ class GlobalModel:
             raise ValueError("initial_arrays is empty: pass ArrayRecord(model.state_dict())")
         if found := [n for n, a in model.items() if np.iscomplexobj(a)]:
             raise ValueError(f"complex arrays cannot be averaged here, but {found} are")
-        if found := [n for n, a in model.items() if np.isnan(a).any()]:
+        if found := [n for n, a in model.items() if a.dtype.kind == "f" and _has_nan(a)]:
             raise ValueError(f"initial_arrays: {found} hold NaN")
         if half and not any(a.dtype == np.float32 for a in model.values()):
             raise ValueError(
@@ -282,7 +279,8 @@ class GlobalModel:
             step = decoded(coder.decode, code, like, "the global step")
         step = {**delta, **tie(step, self.tied or {})}
         rounded = {n: as_step(w, step[n]) for n, w in self.model.items()}
-        model = {n: add(w, rounded[n]) for n, w in self.model.items()}
+        # as it is sent: neither its record nor a message then copies it
+        model = {n: sealed(add(w, rounded[n])) for n, w in self.model.items()}
         check_finite(model, "the new global model", self.model)
         as_given = self._as_given(model)
         if watch is not None:
@@ -292,7 +290,7 @@ class GlobalModel:
         self.server, self.step, self.model = server, rounded, model
         self._rounded = (model, as_given)
         self.previous_lr = ctx.lr
-        self.changed |= {n: ctx.round for n, s in rounded.items() if np.any(s)}
+        self.changed |= {n: ctx.round for n, s in rounded.items() if _moves(s)}
 
     def _updated(
         self,
@@ -388,10 +386,22 @@ class GlobalModel:
         return {n: a for n, a in arrays.items() if n not in fixed}
 
 
+def _has_nan(array: np.ndarray) -> bool:
+    return array.size > 0 and bool(
+        np.isnan(array.max())
+    )  # the largest of some numbers and a NaN is NaN
+
+
+def _moves(step: np.ndarray) -> bool:
+    """Whether a step is not zero everywhere; most often its first block tells."""
+    vector = flat(step)
+    return any(vector[part].any() for part in blocks(vector.size))
+
+
 def as_step(base: np.ndarray, delta: Any) -> np.ndarray:
     """Return a step in the dtype of `base`, so that it can be added; rounded for integers."""
     if base.dtype == np.bool_:  # the mean's majority, as a flip
         return np.asarray(base ^ (base + np.asarray(delta) > 0.5))
     if np.issubdtype(base.dtype, np.integer):
         return np.asarray(np.rint(delta)).astype(base.dtype)
-    return np.asarray(delta).astype(base.dtype)
+    return np.asarray(delta).astype(base.dtype, copy=False)

@@ -27,11 +27,15 @@ class Request:
         Partition id -> content.
     nodes : mapping of int to int
         Partition id -> the node that serves it.
+    early : callable, optional
+        ``early(pid, reply)`` may be called with a reply while others are awaited, in any order. If it is,
+        the same object is among the :class:`Replies`. It raises nothing.
     """
 
     kind: str
     parcels: Mapping[int, Parcel]
     nodes: Mapping[int, int]
+    early: Callable[[int, Parcel], None] | None = None
 
 
 @dataclass(frozen=True)

@@ -74,7 +74,7 @@ class Participation:
         if self._bound is not None:
             steps = median_low(self._planned.values()) if self._planned else 1
             self._drop(members, self._bound / (self._num_rounds * steps), now)
-        left = [p for p in members if p not in self._dropped]
+        left = [p for p in members if p not in self._dropped] if self._dropped else members
         if not left:
             LOG.warning("only dropped clients are connected: taking %s back", members)
             left, self._dropped = members, set()
@@ -85,17 +85,20 @@ class Participation:
             if self._restart and (set(arrived) - self._seen or set(departed) - self._departed):
                 self._origin = now.number
             self._departed |= set(departed)
-        self._seen |= set(left)
+        if left != self._members:
+            self._seen |= set(left)
         self._members = left
         return left
 
     def _drop(self, members: list[int], limit: float, now: Round) -> None:
         """Drop the clients that were inactive in more than the share `limit` of their turns (Eq. 9)."""
+        left = set(members) - self._dropped
         for pid, turns in self._turns.items():
             inactive = self._inactive.get(pid, 0)
-            others = [p for p in members if p not in self._dropped and p != pid]
+            others = len(left) - (pid in left)
             if pid not in self._dropped and turns >= 2 and inactive / turns > limit and others:
                 self._dropped.add(pid)
+                left.discard(pid)
                 now.events.setdefault("dropped_for_good", []).append(pid)
                 LOG.warning(
                     "client %d was inactive in %d of %d turns, more than %.3g: dropped (Eq. 9)",

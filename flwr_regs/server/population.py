@@ -54,6 +54,8 @@ class Population:
     ----------
     refused : dict of int to str
         Node -> why it does not take part, of those connected at the last :meth:`refresh`.
+    here : frozenset of int
+        The partition ids that were connected then; :attr:`connected` in no order.
     """
 
     def __init__(self, minimum: int, expected: int | None, timeout: float) -> None:
@@ -66,6 +68,8 @@ class Population:
         self.refused: dict[int, str] = {}
         self._retry: dict[int, tuple[float, float]] = {}  # node -> (time to ask again, pause)
         self._connected: list[int] = []
+        self._present: set[int] = set()  # the nodes then
+        self.here: frozenset[int] = frozenset()
         self._expected = expected
         self._complete = False
         self._labels: dict[int, list[int]] = {}
@@ -120,10 +124,14 @@ class Population:
         logged = time.monotonic()
         while True:
             present = set(network.nodes())
+            same = present == self._present == self._known and self._complete
+            if same and not self._awaited and len(self._connected) >= max(self._minimum, 1):
+                return self._connected  # nobody came or left, and nobody is to be asked again
             self._known &= present  # a node that comes back is asked again
             self.refused = {n: why for n, why in self.refused.items() if n in present}
             self._identify(network, sorted(present - self._known), present)
             self._connected = came = sorted(p for p, n in self._node_of.items() if n in present)
+            self._present, self.here = present, frozenset(came)
             expected, least = self._expected or 1, max(self._minimum, 1)
             wanted = max(least, 1 if self._complete else expected - len(self.refused))
             if self._awaited:
@@ -172,7 +180,7 @@ class Population:
     @property
     def left_out(self) -> dict[int, str]:
         """Node -> why it does not take part: refused, or without label counts that cohorts need."""
-        uncounted = {p: why for p, why in self._uncounted.items() if p in self._connected}
+        uncounted = {p: why for p, why in self._uncounted.items() if p in self.here}
         return {**self.refused, **{self._node_of[p]: why for p, why in uncounted.items()}}
 
     def request(self, kind: str, parcels: dict[int, Parcel]) -> Request:
@@ -193,7 +201,8 @@ class Population:
         if kind == "uniform":
             return uniform_cohort(members, key, size, purpose)
         counts, classes = self._label_counts(network)
-        left = {p: c for p, c in counts.items() if p in members}
+        here = set(members)
+        left = {p: c for p, c in counts.items() if p in here}
         if len(left) < len(counts):  # clients were dropped
             held = _held(left)
             if classes - held:

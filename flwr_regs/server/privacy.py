@@ -32,10 +32,12 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from flwr_regs.server.aggregation import MeanOfUpdates, Reply, mean_delta, update_of
+from flwr_regs.server.aggregation import MeanOfUpdates
 from flwr_regs.server.round import Round
+from flwr_regs.server.updates import Moves, Reply, mean_delta
 from flwr_regs.term import NOT_NEGATIVE, POSITIVE
 from flwr_regs.wire.arrays import NDArrays, statistics
+from flwr_regs.wire.blocks import blocks
 from flwr_regs.wire.text import named
 
 
@@ -111,15 +113,20 @@ def private_mean(
     """
     names = sorted(trained)
     total = np.zeros(sum(base[n].size for n in names))
+    update = np.empty_like(total)
     clipped = 0
     for reply in replies.values():
-        moved = update_of(reply, {n: base[n] for n in names}, ())
-        update = np.concatenate([np.zeros(0), *(moved[n].ravel() for n in names)])
+        alone, rest = {0: reply.open}, update
+        for n in names:
+            moves, part, rest = Moves(n, base[n], alone), rest[: base[n].size], rest[base[n].size :]
+            for at in blocks(part.size):
+                moves.read(0, at, part[at])
         with np.errstate(over="ignore"):
             norm = float(np.linalg.norm(update))
         clipped += norm > dp.clip_norm
         if math.isfinite(norm):  # an update that overflows counts as zero
-            total += update * min(1.0, dp.clip_norm / max(norm, 1e-300))
+            update *= min(1.0, dp.clip_norm / max(norm, 1e-300))
+            total += update
     mean = total / cohort_size
     if dp.noise_multiplier > 0:
         std = dp.noise_multiplier * dp.clip_norm / cohort_size

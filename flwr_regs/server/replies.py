@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import cached_property, partial
 from typing import Any
+
+import numpy as np
 
 from flwr_regs.abilities import Folds
 from flwr_regs.chain import Chain
-from flwr_regs.server.aggregation import STEPS, Reply
+from flwr_regs.server.aggregation import STEPS
 from flwr_regs.server.frozen import Frozen, agree_on_frozen
 from flwr_regs.server.metrics import read_metrics, usable
 from flwr_regs.server.model import GlobalModel
 from flwr_regs.server.network import culprits, read_each
+from flwr_regs.server.updates import Reply
 from flwr_regs.term import Slot
 from flwr_regs.wire import keys
 from flwr_regs.wire.arrays import (
@@ -36,6 +41,12 @@ from flwr_regs.wire.text import LONGEST_NAME, quoted, shown
 
 RANGE = {"float16": 65504.0}
 """The largest number that a reply may hold, where that is less than `LARGEST`, by the wire's precision."""
+
+
+_UNSAID = object()
+"""In place of the mask of a client that sent none."""
+MOST_PARTS = 100
+"""Masks of one round that are kept."""
 
 
 @dataclass(frozen=True)
@@ -76,13 +87,33 @@ class Reader:
     model: GlobalModel
     weighted_by_key: str
     counts_steps: str = ""
+    _parts: dict[bytes, tuple[NDArrays, frozenset[str], NDArrays]] = field(default_factory=dict)
+    _early: dict[int, tuple[Parcel, NDArrays, tuple[Reply, frozenset[str]]]] = field(
+        default_factory=dict
+    )
+
+    def read_early(self, config: Mapping[str, Any], pid: int, parcel: Parcel) -> None:
+        """Read a reply while others are awaited; one that cannot be used is read again with the others."""
+        if parcel.says(keys.OUT_OF_SYNC_KEY):
+            return
+        with suppress(Exception):
+            self._early[pid] = parcel, self.model.model, self.read(pid, parcel, config)
+
+    def _read_once(
+        self, pid: int, parcel: Parcel, config: Mapping[str, Any]
+    ) -> tuple[Reply, frozenset[str]]:
+        """Return what was read early, if reply and model are still the same; else read now."""
+        early = self._early.pop(pid, None)
+        if early is not None and early[0] is parcel and early[1] is self.model.model:
+            return early[2]
+        return self.read(pid, parcel, config)
 
     def read_all(self, came: Mapping[int, Parcel], config: Mapping[str, Any]) -> Usable:
         """Check replies one by one and against each other; `config` is the round's.
 
         Replies are read in the order of partition ids, so the order of arrival does not change the result.
         """
-        read, failures = read_each(came, lambda pid, parcel: self.read(pid, parcel, config))
+        read, failures = read_each(came, lambda pid, parcel: self._read_once(pid, parcel, config))
         replies = {pid: reply for pid, (reply, _) in read.items()}
         buffers = {pid: fixed for pid, (_, fixed) in read.items()}
         agreed, wrong = agree_on_buffers(buffers, self.model.buffers)
@@ -118,21 +149,22 @@ class Reader:
         metrics, count = read_metrics(pid, parcel, self.weighted_by_key)
         model, entries, half = self.model.model, parcel.config, str(config.get(keys.HALF_KEY, ""))
         try:
-            arrays = dict(parcel.records[keys.ARRAYS])
+            arrays: Mapping[str, np.ndarray] = dict(parcel.records[keys.ARRAYS])
             if half:
                 arrays = from_half(arrays, {**entries, keys.HALF_KEY: half})
             uploads = read_uploads(what, parcel)
             ours = keys.METHOD_KEY in entries
-            buffers = untrainable(model)
-            if keys.BUFFERS_KEY in entries:
-                buffers = unmask(entries[keys.BUFFERS_KEY], model)
-            read_said(entries, set(model) - buffers)
+            said = entries.get(keys.BUFFERS_KEY) if keys.BUFFERS_KEY in entries else _UNSAID
+            buffers, trained = self._parted(said)
+            if keys.FROZEN_KEY in entries or keys.FROZEN_DIGEST_KEY in entries:
+                read_said(entries, trained)
             tied: dict[str, str] = {}
             if keys.TIED_KEY in entries:
                 tied = check_tied(entries[keys.TIED_KEY], model, buffers)
-            delta, expected = {}, model
+            delta, coded, expected = NDArrays(), None, model
             if keys.UPDATE_KEY in entries:
-                delta = self._decoded(entries[keys.UPDATE_KEY], set(model) - buffers)
+                coded = self._decoder(entries[keys.UPDATE_KEY], trained)
+                delta = coded()
                 expected = {n: model[n] for n in arrays if n in buffers}
             steps = _steps(metrics, config, count, ours)
             if steps is None and self.counts_steps:
@@ -140,7 +172,6 @@ class Reader:
                     f"it reports no steps, which {self.counts_steps} needs; {STEPS}"
                 )
             if steps is None or steps[0]:
-                trained = {n: a for n, a in model.items() if n not in buffers}
                 self.term.check(uploads, trained, self.model.server)
         except (ValueError, TypeError, EOFError) as error:
             raise ProtocolError(f"{what} cannot be used: {error}") from error
@@ -149,18 +180,41 @@ class Reader:
         check_finite(arrays, what, model, largest)
         check_finite(delta, what, largest=LARGEST)
         if largest < LARGEST:  # the mean would be beyond what can be sent
-            check_finite({n: model[n] + d for n, d in delta.items()}, what, model, largest)
-        folding = [t.name for t in self.term.terms if isinstance(t, Folds)]
-        for name in set(folding) & set(uploads):  # decoded again when it is folded
+            for n, d in delta.items():
+                check_finite({n: model[n] + d}, what, model, largest)
+        for name in self._folding & set(uploads):  # decoded again when it is folded
             uploads[name] = parcel.records[f"{name}.upload"]
-        return Reply(arrays, uploads, metrics, count, delta, steps, tied), buffers
+        # a coded update is decoded again when it is summed: all of them together are many models
+        return Reply(arrays, uploads, metrics, count, {}, steps, tied, coded), buffers
 
-    def _decoded(self, code: Any, names: Iterable[str]) -> NDArrays:
-        """Return an update from its code."""
+    @cached_property
+    def _folding(self) -> frozenset[str]:
+        return frozenset(t.name for t in self.term.terms if isinstance(t, Folds))
+
+    def _parted(self, said: Any) -> tuple[frozenset[str], NDArrays]:
+        """Return (the arrays that a client does not train, the others), given its mask or `_UNSAID`.
+
+        Raises ProtocolError for another mask than the model's.
+        """
+        model = self.model.model
+        if not isinstance(said, bytes):  # all clients say the same: each mask is read once
+            fixed = untrainable(model) if said is _UNSAID else unmask(said, model)
+            return fixed, {n: a for n, a in model.items() if n not in fixed}
+        known = self._parts.get(said)
+        if known is None or known[0] is not model:
+            fixed = unmask(said, model)
+            known = model, fixed, {n: a for n, a in model.items() if n not in fixed}
+            if len(self._parts) < MOST_PARTS:
+                self._parts[said] = known
+        return known[1:]
+
+    def _decoder(self, code: Any, names: Iterable[str]) -> Callable[[], NDArrays]:
+        """Return what makes an update from its code."""
         coder = self.term.coder("finish")
         if coder is None or not isinstance(code, bytes):
             raise ProtocolError("it holds a coded update, but the method has no code for updates")
-        return decoded(coder.decode, code, in_code_order(self.model.model, names), "its update")
+        like = in_code_order(self.model.model, names)
+        return partial(decoded, coder.decode, code, like, "its update")
 
     def _check_sender(self, what: str, parcel: Parcel) -> None:
         """Raise ProtocolError for another method's client, or a reply without arrays."""

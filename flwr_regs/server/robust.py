@@ -24,12 +24,7 @@ import numpy as np
 
 from flwr_regs.abilities import Adds, Folds
 from flwr_regs.chain import Chain
-from flwr_regs.server.aggregation import (
-    Reply,
-    UnusableReplies,
-    aggregation_weights,
-    difference,
-)
+from flwr_regs.server.aggregation import UnusableReplies, aggregation_weights
 from flwr_regs.server.aggregators import (
     Aggregate,
     Aggregator,
@@ -41,6 +36,7 @@ from flwr_regs.server.aggregators import (
 )
 from flwr_regs.server.options import Options
 from flwr_regs.server.round import Round, RoundFailed
+from flwr_regs.server.updates import Moves, Reply
 from flwr_regs.term import Slot
 from flwr_regs.wire.errors import described
 from flwr_regs.wire.text import named
@@ -79,12 +75,18 @@ class RobustMeans:
         """Return the aggregate of the updates by name, as :func:`mean_delta` does; choose the clients."""
         self.selected = None
         ratio = {p: scaled[p] / weights[p] for p in replies}
-
-        def update(pid: int, name: str, part: slice) -> np.ndarray:
-            return ratio[pid] * difference(replies[pid], name, base[name], part)
+        open_ = {p: r.open for p, r in replies.items()}  # read more than once, all of them together
+        moves: Moves | None = None
 
         def change(pid: int, name: str, part: slice) -> np.ndarray:
-            return difference(replies[pid], name, base[name], part)
+            nonlocal moves
+            if moves is None or moves.name != name:
+                moves = Moves(name, base[name], open_)
+            moves.read(pid, part, out := np.empty(part.stop - part.start))
+            return out
+
+        def update(pid: int, name: str, part: slice) -> np.ndarray:
+            return ratio[pid] * change(pid, name, part)
 
         pids, share = list(replies), np.array([weights[p] for p in replies])
         trained = {n: w.size for n, w in base.items() if n not in fixed}

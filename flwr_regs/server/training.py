@@ -211,23 +211,26 @@ class Training:
         )
         now.lap("configure")
 
-        now.asked = [p for p in now.cohort if p in connected]
+        here = self.population.here
+        now.asked = [p for p in now.cohort if p in here]
         now.failures = dict.fromkeys(set(now.cohort) - set(now.asked), "it has left")
         if any(isinstance(t, Probes) for t in term.terms):
             now.asked = exchange.probe()
             self._held |= dict.fromkeys(now.asked, number)
             now.lap("probe")
-        requests = [exchange.train(now.asked)]
+        reader = self._reader()
+        early = partial(reader.read_early, now.config)
+        requests = [replace(exchange.train(now.asked), early=early)]
         if options.overlap and number != self.num_rounds:
             later = self._draw(number + 1, members, network)
-            requests += exchange.ahead(p for p in later if p in connected)
+            requests += exchange.ahead(p for p in later if p in here)
         LOG.info("configure_train: cohort of %d (out of %d)", len(now.cohort), len(members))
 
         came, *acknowledged = yield requests
         exchange.collect(came)
         now.lap("clients")
 
-        usable = self._read(now)
+        usable = self._read(now, reader)
         self._participation.select(now)
         name_losses(now, self.trained)
         if failed is not None:  # its entry is among the attempts of the new one
@@ -240,7 +243,8 @@ class Training:
             self._held |= {p: number for replies in acknowledged for p in replies.came}
             self.trained |= set(now.used)
             keeping = {p for p in now.used if now.came[p].says(keys.KEEPS_KEY)}
-            self.used = {p: r for p, r in self.used.items() if p in keeping or p not in now.used}
+            for p in set(now.used) - keeping:
+                self.used.pop(p, None)
             # Krum leaves out the uploads of clients that it did not select
             counted = set(now.events.get("selected", now.used))
             self.used |= dict.fromkeys(keeping & counted, number)
@@ -267,7 +271,8 @@ class Training:
         """Return the cohort of a round; `failed` is the last attempt at it."""
         options = self.options
         if failed is not None and options.retry_cohort == "same":
-            return [p for p in failed["cohort"] if p in members]
+            here = set(members)
+            return [p for p in failed["cohort"] if p in here]
         size = max(int(len(members) * options.fraction_train), options.min_train_nodes)
         key = (self._privacy.cohort_seed, number)
         attempt = 0 if failed is None else 1 + len(failed.get("attempts", []))
@@ -300,11 +305,13 @@ class Training:
             **({keys.HALF_KEY: options.wire_dtype} if options.wire_dtype else {}),
         }
 
-    def _read(self, now: Round) -> Usable:
-        """Check the replies; note the usable ones, and why the others are not."""
+    def _reader(self) -> Reader:
         options = self.options
         by, counts_steps = options.weighted_by_key, options.counts_steps
-        reader = Reader(self.method, options.term, self.model, by, counts_steps)
+        return Reader(self.method, options.term, self.model, by, counts_steps)
+
+    def _read(self, now: Round, reader: Reader) -> Usable:
+        """Check the replies; note the usable ones, and why the others are not."""
         usable = reader.read_all(now.came, now.config)
         fixed = (usable.buffers or frozenset()) - set(usable.tied or ())
         uncovered = self._privacy.uncovered(usable.replies, self.model.given, fixed)

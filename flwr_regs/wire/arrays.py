@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import numpy as np
 import safetensors.numpy
 
+from flwr_regs.wire.blocks import blocks, flat, order_of
 from flwr_regs.wire.keys import TIED_KEY
 from flwr_regs.wire.text import named, quoted, read_json
 
@@ -16,6 +18,8 @@ NDArrays = dict[str, np.ndarray]
 
 LARGEST = 1e15
 """The largest magnitude in a usable reply: sums of such values stay finite in any precision but half."""
+_SUMMED = 1e18
+"""Squares up to that of this number, and sums of some of them, are finite in float32."""
 
 
 class ProtocolError(ValueError):
@@ -49,7 +53,8 @@ def unpack(data: bytes) -> NDArrays:
 
 def add(base: np.ndarray, step: np.ndarray) -> np.ndarray:
     """Return ``base + step`` in base's dtype. Both ends use it, so both get the same bits."""
-    return np.asarray(base ^ step if base.dtype == np.bool_ else base + step).astype(base.dtype)
+    new = np.asarray(base ^ step if base.dtype == np.bool_ else base + step)
+    return new.astype(base.dtype, copy=False)
 
 
 def digest(model: Mapping[str, np.ndarray]) -> str:
@@ -58,7 +63,7 @@ def digest(model: Mapping[str, np.ndarray]) -> str:
     for name in sorted(model):
         a = np.asarray(model[name], order="C")
         h.update(f"{name}{a.dtype}{a.shape}".encode())
-        h.update(a.tobytes())
+        h.update(a.reshape(-1).view(np.uint8).data)
     return h.hexdigest()
 
 
@@ -167,15 +172,55 @@ def check_finite(
 
     Integers too. A constant of `base`, such as an infinite attention mask in a buffer, may stay.
     """
-    for name, a in arrays.items():
-        good = np.isfinite(a)
-        small = good if _bounded(a.dtype, largest) else good & (a <= largest) & (a >= -largest)
-        if base is not None and name in base:
-            small = small | (a == base[name])
+    with np.errstate(all="ignore"):
+        for name, a in arrays.items():
+            if _within(a, largest):
+                continue
+            fixed = base.get(name) if base is not None else None
+            if found := _beyond(a, fixed, largest):
+                raise ProtocolError(f"{what}: array '{name}' holds {found}")
+
+
+def all_finite(a: np.ndarray) -> bool:
+    """Return whether an array holds neither NaN nor infinity."""
+    with np.errstate(all="ignore"):
+        return _within(a, np.inf)
+
+
+def _within(a: np.ndarray, largest: float) -> bool:
+    """Whether all of an array is finite and from −`largest` to `largest`.
+
+    The sum of squares of floats is below the square of `largest` only if none of them is beyond it. A
+    NaN, or a sum that overflows, is not below it. The 16 is far more than what rounding takes away.
+    """
+    if not a.size:
+        return True
+    if a.dtype.kind == "f" and a.dtype.itemsize >= 4:
+        vector = flat(a)
+        if np.dot(vector, vector) < min(largest, _SUMMED) ** 2 / 16:
+            return True
+    if a.dtype.kind == "f":
+        low, high = float(a.min()), float(a.max())  # NaN if one is
+        return -largest <= low <= high <= largest and math.isfinite(low) and math.isfinite(high)
+    return _bounded(a.dtype, largest) or bool(-largest <= a.min() and a.max() <= largest)
+
+
+def _beyond(a: np.ndarray, fixed: np.ndarray | None, largest: float) -> str:
+    """Return what an array holds beside usable numbers and the constants of `fixed`; "" if nothing."""
+    order = order_of(a)
+    vector, found = flat(a, order), ""
+    constants = None if fixed is None else flat(np.broadcast_to(fixed, a.shape), order)
+    for part in blocks(vector.size):
+        x = vector[part]
+        good = np.isfinite(x)
+        small = good if _bounded(a.dtype, largest) else good & (x <= largest) & (x >= -largest)
+        if constants is not None:
+            small = small | (x == constants[part])
+        if not np.all(good | small):
+            return "NaN or infinity"
         if not np.all(small):
-            beyond = np.all(good | small)
-            values = f"values beyond ±{largest:g}" if beyond else "NaN or infinity"
-            raise ProtocolError(f"{what}: array '{name}' holds {values}")
+            found = f"values beyond ±{largest:g}"
+    return found
 
 
 def _bounded(dtype: np.dtype[Any], largest: float) -> bool:

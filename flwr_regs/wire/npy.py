@@ -1,4 +1,4 @@
-r"""The one reader of arrays that arrive: the bytes of a ``.npy``, and nothing else.
+r"""Arrays as they travel: the bytes of a ``.npy``. The one reader of what arrives, and a writer.
 
 ``numpy.load`` also reads zip files and evaluates headers. Here the header must match a pattern, and its
 shape and dtype must account for every byte that came, before an array is made. The array is a view of these
@@ -17,6 +17,8 @@ from __future__ import annotations
 import re
 import struct
 import sys
+from functools import lru_cache
+from io import BytesIO
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -75,14 +77,20 @@ def read_header(data: Any) -> Header:
         raise Unreadable(
             f"its header claims {size} bytes, expected at most {min(LONGEST_HEADER, len(data) - start)}"
         )
-    text = data[start : start + size]
+    dtype, shape, fortran = _parsed(data[start : start + size])
+    _check_size(dtype, shape, len(data) - start - size)
+    return Header(dtype, shape, fortran, start + size)
+
+
+@lru_cache(maxsize=1024)  # all clients send the same headers
+def _parsed(text: bytes) -> tuple[np.dtype[Any], tuple[int, ...], bool]:
+    """Return (dtype, shape, whether the order is Fortran's) of a header's text."""
     if (found := _HEADER.fullmatch(text)) is None:
         raise Unreadable(f"its header is {quoted(text, 120)}, expected dtype, order and shape")
     order, kind, width, fortran, lengths = found.groups()
     dtype = _dtype(order.decode(), kind.decode(), int(width or 0))
     shape = tuple(int(n) for n in lengths.split(b",") if n.strip())
-    _check_size(dtype, shape, len(data) - start - size)
-    return Header(dtype, shape, fortran == b"True", start + size)
+    return dtype, shape, fortran == b"True"
 
 
 def _dtype(order: str, kind: str, width: int) -> np.dtype[Any]:
@@ -104,3 +112,54 @@ def _check_size(dtype: np.dtype[Any], shape: tuple[int, ...], came: int) -> None
         needed, span = needed * n, span * max(n, 1)
     if needed != came or span > sys.maxsize:
         raise Unreadable(f"its shape {shape} of {dtype} needs {needed} bytes, but {came} came")
+
+
+def write_array(array: np.ndarray) -> bytes:
+    """Return the ``.npy`` of an array; if the array is a view of one, that one, and nothing is copied."""
+    if (data := _seen_through(array)) is not None:
+        return data
+    turned = array.flags.f_contiguous and not array.flags.c_contiguous
+    body = np.asarray(array.T if turned else array, order="C")
+    return b"".join(
+        (_header(body.dtype, array.shape, turned), body.reshape(-1).view(np.uint8).data)
+    )
+
+
+def sealed(array: np.ndarray) -> np.ndarray:
+    """Return an array as a read-only view of its ``.npy``."""
+    return read_array(write_array(array))
+
+
+def npy_bytes(array: np.ndarray) -> int:
+    """Return the length of an array's ``.npy``, without writing it."""
+    turned = array.flags.f_contiguous and not array.flags.c_contiguous
+    return len(_header(array.dtype, array.shape, turned)) + int(array.nbytes)
+
+
+def _seen_through(array: np.ndarray) -> bytes | None:
+    """Return the ``.npy`` that an array is a view of: all of it, unchanged; None if there is none."""
+    base: Any = array
+    while isinstance(base, np.ndarray):
+        base = base.base
+    if not isinstance(base, bytes) or base[:6] != MAGIC or not array.size:
+        return None
+    try:
+        mine = read_array(base)
+    except Unreadable:
+        return None
+    same = ("data", "shape", "typestr", "strides")
+    theirs, found = array.__array_interface__, mine.__array_interface__
+    return base if all(theirs[key] == found[key] for key in same) else None
+
+
+@lru_cache(maxsize=1024)
+def _header(dtype: np.dtype[Any], shape: tuple[int, ...], fortran: bool) -> bytes:
+    """Return the header of a ``.npy``, the bytes before its numbers."""
+    head = BytesIO()
+    fields = {
+        "descr": np.lib.format.dtype_to_descr(dtype),
+        "fortran_order": fortran,
+        "shape": shape,
+    }
+    np.lib.format.write_array_header_1_0(head, fields)
+    return head.getvalue()

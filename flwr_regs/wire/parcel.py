@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from io import BytesIO
 from typing import Any
 
 import numpy as np
 
 from flwr_regs.wire import keys
+from flwr_regs.wire.npy import npy_bytes
 from flwr_regs.wire.text import named
 
 
@@ -20,7 +20,7 @@ class Record(dict[str, np.ndarray]):
     @cached_property
     def nbytes(self) -> int:
         """Names and arrays in bytes, as they travel: ``.npy`` headers count."""
-        return sum(len(name) + _npy_bytes(a) for name, a in self.items())
+        return sum(len(name) + npy_bytes(np.asarray(a)) for name, a in self.items())
 
 
 @dataclass(frozen=True)
@@ -70,16 +70,12 @@ class Parcel:
 
 def scalar_bytes(scalars: Mapping[str, Any]) -> int:
     """Return the bytes of names and values: 8 for a number, its length for a text."""
-    total = 0
-    for key, value in scalars.items():
-        items = value if isinstance(value, list) else [value]
-        total += len(key) + sum(len(v) if isinstance(v, str | bytes) else 8 for v in items)
+    total = sum(map(len, scalars))
+    for value in scalars.values():
+        if isinstance(value, (str, bytes)):
+            total += len(value)
+        elif isinstance(value, list):
+            total += sum(len(v) if isinstance(v, (str, bytes)) else 8 for v in value)
+        else:
+            total += 8
     return total
-
-
-def _npy_bytes(array: Any) -> int:
-    """Return the length of an array's ``.npy`` file, without writing the file."""
-    array = np.asarray(array)
-    head = BytesIO()
-    np.lib.format.write_array_header_1_0(head, np.lib.format.header_data_from_array_1_0(array))
-    return head.tell() + int(array.nbytes)

@@ -10,7 +10,8 @@ torch is imported only to round to bfloat16: a client's mod must not load it bef
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -46,14 +47,38 @@ def widen(arrays: NDArrays, coded: Collection[str], dtype: str) -> NDArrays:
 
     Raises ProtocolError naming a `coded` array that does not have 16 bits.
     """
-    bits = np.uint16 if dtype == "bfloat16" else np.float16
-    for name in coded:
-        if arrays[name].dtype != bits:
-            raise ProtocolError(
-                f"array '{name}' has dtype {arrays[name].dtype}, expected {np.dtype(bits)}, which "
-                f"{dtype} travels in"
-            )
-    return {n: _widened(a, dtype) if n in coded else a for n, a in arrays.items()}
+    return dict(Widened(arrays, coded, dtype))
+
+
+class Widened(Mapping[str, np.ndarray]):
+    """The arrays of :func:`widen`, each widened when it is read."""
+
+    def __init__(
+        self, arrays: Mapping[str, np.ndarray], coded: Collection[str], dtype: str
+    ) -> None:
+        bits = np.uint16 if dtype == "bfloat16" else np.float16
+        for name in coded:
+            if arrays[name].dtype != bits:
+                raise ProtocolError(
+                    f"array '{name}' has dtype {arrays[name].dtype}, expected {np.dtype(bits)}, which "
+                    f"{dtype} travels in"
+                )
+        self._arrays, self._coded, self._dtype = arrays, coded, dtype
+
+    def raw(self, name: str) -> tuple[np.ndarray, Callable[[np.ndarray], np.ndarray] | None]:
+        """Return an array as it travelled, and what widens it, or a part of it; None if nothing does."""
+        mine = name in self._coded
+        return self._arrays[name], partial(_widened, dtype=self._dtype) if mine else None
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        raw, widens = self.raw(name)
+        return raw if widens is None else widens(raw)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._arrays)
+
+    def __len__(self) -> int:
+        return len(self._arrays)
 
 
 def to_half(model: NDArrays, dtype: str | None) -> tuple[NDArrays, dict[str, Any]]:
@@ -64,10 +89,10 @@ def to_half(model: NDArrays, dtype: str | None) -> tuple[NDArrays, dict[str, Any
     return narrow(model, dtype), {keys.HALF_KEY: dtype, keys.HALVES_KEY: mask(coded, model)}
 
 
-def from_half(arrays: NDArrays, config: Mapping[str, Any]) -> NDArrays:
+def from_half(arrays: Mapping[str, np.ndarray], config: Mapping[str, Any]) -> Widened:
     """Return the arrays of :func:`to_half` in float32; raise ProtocolError without a valid mask."""
     coded = unmask(config.get(keys.HALVES_KEY), arrays)
-    return widen(arrays, coded, str(config[keys.HALF_KEY]))
+    return Widened(arrays, coded, str(config[keys.HALF_KEY]))
 
 
 def _to_bfloat16(a: np.ndarray) -> np.ndarray:

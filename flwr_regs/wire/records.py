@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 
 from flwr_regs.wire.arrays import NDArrays, ProtocolError, plain_name, unpack
 from flwr_regs.wire.keys import ARRAYS, CONFIG, METRICS, PROTOCOL, PROTOCOL_KEY
-from flwr_regs.wire.npy import Unreadable, read_array, read_header
+from flwr_regs.wire.npy import Unreadable, read_array, read_header, write_array
 from flwr_regs.wire.parcel import Parcel, scalar_bytes
 from flwr_regs.wire.text import LONGEST_NAME, quoted, shown
 
@@ -20,7 +21,14 @@ if TYPE_CHECKING:
 
 def to_record(arrays: Mapping[str, Any]) -> ArrayRecord:
     """Return an ArrayRecord under the same names; numpy scalars become 0-d arrays."""
-    return ArrayRecord({k: Array(np.asarray(a)) for k, a in arrays.items()})
+    return ArrayRecord({k: _to_array(np.asarray(a)) for k, a in arrays.items()})
+
+
+def _to_array(array: np.ndarray) -> Array:
+    """Return Flower's Array; one that is a view of its ``.npy``, as what arrives is, is not copied."""
+    if array.dtype.kind not in "biuf":
+        return Array(array)
+    return Array(str(array.dtype), array.shape, "numpy.ndarray", write_array(array))
 
 
 def from_record(record: ArrayRecord) -> NDArrays:
@@ -28,7 +36,12 @@ def from_record(record: ArrayRecord) -> NDArrays:
 
     Raises ProtocolError naming an array that cannot be read.
     """
-    return {plain_name(k): read_entry(k, a).copy(order="K") for k, a in record.items()}
+    return {k: a.copy(order="K") for k, a in views_of(record).items()}
+
+
+def views_of(record: ArrayRecord) -> NDArrays:
+    """Return the arrays of :func:`from_record` as read-only views of their bytes."""
+    return {plain_name(k): read_entry(k, a) for k, a in record.items()}
 
 
 def read_entry(name: str, array: Array) -> np.ndarray:
@@ -41,7 +54,7 @@ def read_entry(name: str, array: Array) -> np.ndarray:
         if array.stype != "numpy.ndarray":
             raise Unreadable(f"it is labelled {quoted(array.stype, 40)}, expected 'numpy.ndarray'")
         found = read_array(array.data)
-        if array.dtype not in ("", str(found.dtype)):
+        if array.dtype not in ("", _label(found.dtype)):
             raise Unreadable(f"it is {found.dtype}, but is labelled {quoted(array.dtype, 40)}")
         if tuple(array.shape) not in ((), found.shape):
             raise Unreadable(
@@ -54,6 +67,12 @@ def read_entry(name: str, array: Array) -> np.ndarray:
         ) from error
 
 
+@cache
+def _label(dtype: np.dtype[Any]) -> str:
+    """Return how Flower labels a dtype; there are a dozen."""
+    return str(dtype)
+
+
 def plainly_named(record: ArrayRecord) -> ArrayRecord:
     """Return a record without what ``torch.compile`` adds to names; the record itself if there is none."""
     if all(plain_name(k) == k for k in record):
@@ -61,35 +80,67 @@ def plainly_named(record: ArrayRecord) -> ArrayRecord:
     return ArrayRecord({plain_name(k): a for k, a in record.items()})
 
 
-def content_of(parcel: Parcel, written: dict[int, ArrayRecord]) -> RecordDict:
-    """Return a parcel as a message's content.
+class Writer:
+    """Makes the contents of messages: what goes to many clients is written, and checked by Flower, once."""
 
-    `written` keeps the serialised records by identity: a record that goes to many clients is serialised
-    once.
-    """
-    content = RecordDict()
-    for name, record in parcel.records.items():
-        if id(record) not in written:
-            written[id(record)] = to_record(record)
-        content[name] = written[id(record)]
-    if parcel.config:
-        content[CONFIG] = ConfigRecord({**parcel.config})
-    return content
+    def __init__(self) -> None:
+        self._records: dict[int, tuple[Any, ArrayRecord]] = {}  # by identity; holds the objects
+        self._configs: dict[tuple[str, ...], ConfigRecord] = {}  # by keys
+
+    def content_of(self, parcel: Parcel) -> RecordDict:
+        """Return a parcel as a message's content."""
+        content = RecordDict()
+        for name, record in parcel.records.items():
+            if id(record) not in self._records:
+                self._records[id(record)] = record, to_record(record)
+            content[name] = self._records[id(record)][1]
+        if parcel.config:
+            content[CONFIG] = self._config(parcel.config)
+        return content
+
+    def _config(self, config: Mapping[str, Any]) -> ConfigRecord:
+        """Return a config's record: a copy of an earlier one's, with the values that differ."""
+        like = self._configs.get(names := tuple(config))
+        if like is None:
+            like = self._configs[names] = ConfigRecord({**config})
+        record = like.copy()
+        for (name, value), known in zip(config.items(), like.values(), strict=True):
+            if value is not known:
+                record[name] = value
+        return record
 
 
 def parcel_of(content: RecordDict) -> Parcel:
     """Return a message's content; its arrays are decoded when they are read."""
-    config = content.config_records.get(CONFIG)
-    metrics = content.metric_records.get(METRICS)
-    records = {n: _Unread(plainly_named(r), n == ARRAYS) for n, r in content.array_records.items()}
-    scalars: list[Any] = [*content.config_records.values(), *content.metric_records.values()]
-    size = sum([r.nbytes for r in records.values()] + [scalar_bytes(s) for s in scalars])
-    return Parcel(
-        records,
-        {} if config is None else dict(config),
-        None if metrics is None else dict(metrics),
-        size,
-    )
+    records: dict[str, _Unread] = {}
+    config: dict[str, Any] = {}
+    metrics: dict[str, Any] | None = None
+    size = 0
+    for name, record in content.items():
+        if isinstance(record, ArrayRecord):
+            records[name] = mine = _Unread(plainly_named(record), name == ARRAYS)
+            size += mine.nbytes
+            continue
+        scalars: dict[str, Any] = dict(record.items())
+        size += scalar_bytes(scalars)
+        if name == CONFIG and isinstance(record, ConfigRecord):
+            config = scalars
+        elif name == METRICS and isinstance(record, MetricRecord):
+            metrics = scalars
+    return Parcel(records, config, metrics, size)
+
+
+def held(content: RecordDict) -> object:
+    """Return what a content holds; two are equal if nothing has changed. No bytes of arrays are copied."""
+    found: dict[str, object] = {}
+    for name, record in content.items():
+        if isinstance(record, ArrayRecord):
+            found[name] = {k: (a.dtype, a.shape, a.stype, a.data) for k, a in record.items()}
+        else:
+            values: dict[str, Any] = dict(record.items())
+            lists = {k: list(v) for k, v in values.items() if isinstance(v, list)}
+            found[name] = (type(record), values | lists)
+    return found
 
 
 class _Unread(Mapping[str, np.ndarray]):

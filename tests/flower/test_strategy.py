@@ -39,7 +39,7 @@ from flwr_regs.server.population import PopulationError
 from flwr_regs.term import Term
 from flwr_regs.wire import keys
 from flwr_regs.wire.parcel import Parcel, Record
-from flwr_regs.wire.records import content_of, from_record, identity_reply, parcel_of, to_record
+from flwr_regs.wire.records import Writer, from_record, identity_reply, parcel_of, to_record
 from tests.conftest import close, make_clients, make_model, run
 
 CONFIG = ConfigRecord({"lr": 0.2, "local-epochs": 1})
@@ -445,7 +445,7 @@ def test_payload_bytes_are_those_of_the_serialised_message() -> None:
         "b": np.eye(2).T,
     }
     parcel = Parcel({"arrays": Record(arrays)}, config)
-    content = content_of(parcel, {})
+    content = Writer().content_of(parcel)
     size = recorddict_to_proto(content).ByteSize()
     assert 0.75 * size < parcel.nbytes < size
     assert parcel_of(content).nbytes == parcel.nbytes  # counted beforehand, and as it came
