@@ -179,6 +179,13 @@ class ClientContext:
                 object.__setattr__(self, name, self.num_steps)
 
 
+def changed(ctx: ClientContext, **fields: Any) -> ClientContext:
+    """Return a copy of a context with other fields: ``dataclasses.replace`` for what every step does."""
+    new = object.__new__(type(ctx))
+    vars(new).update(vars(ctx), **fields)
+    return new
+
+
 class ReplyStats(Protocol):
     """What the server measured of one client's reply.
 
