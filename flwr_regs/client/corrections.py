@@ -12,15 +12,14 @@ from itertools import groupby
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from flwr_regs.chain import Chain, gradient_after, own_context
 from flwr_regs.term import Arrays, ClientContext, Slot, Term, changed
 
 SLICE = 2**16
-"""Entries of a slice: its arrays fit in a core's cache, and its Python calls weigh little."""
-WHOLE = 2 * SLICE
-"""A model of up to so many entries is corrected as a whole."""
+"""Entries of a slice for each of torch's threads, which divide an operation into parts of this size. The
+arrays of a correction fit in a core's cache, and the Python calls weigh little."""
 
 Params = dict[str, nn.Parameter]
 Piece = dict[str, int]
@@ -46,10 +45,13 @@ class Corrections:
         self._acts = any(type(t).correct is not Term.correct for t in terms)
         self._runs = [(e, tuple(run)) for e, run in groupby(terms, lambda t: t.elementwise)]
         on_cpu = all(p.device.type == "cpu" for p in params.values())
-        large = sum(p.numel() for p in params.values()) > WHOLE
+        self._slice = SLICE * torch.get_num_threads()
+        large = sum(p.numel() for p in params.values()) > 2 * self._slice
         self._in_slices = on_cpu and large and any(e for e, _ in self._runs)
         if self._in_slices:
-            self._cut = {n for n, p in params.items() if p.numel() > SLICE and p.is_contiguous()}
+            self._cut = {
+                n for n, p in params.items() if p.numel() > self._slice and p.is_contiguous()
+            }
             self._pieces = list(self._made_pieces())
             own = own_context if isinstance(term, Chain) else lambda ctx, t: ctx
             self._cuts = {t.name: self._made_cuts(own(ctx, t)) for t in terms if t.elementwise}
@@ -122,7 +124,7 @@ class Corrections:
 
     def _parts(self, name: str, array: Any) -> Sequence[Any]:
         """Return the slices of an array of a parameter's shape: views, if it is contiguous."""
-        return array.reshape(-1).split(SLICE) if name in self._cut else (array,)
+        return array.reshape(-1).split(self._slice) if name in self._cut else (array,)
 
     def _own(self, name: str, grad: Any, parts: Sequence[Any]) -> Sequence[Any]:
         """Return the slices of the model's own gradient: `parts`, if they are those of `grad`."""
@@ -137,9 +139,9 @@ class Corrections:
         size = 0
         for name, p in self._params.items():
             if name in self._cut:
-                yield from ({name: i} for i in range(-(-p.numel() // SLICE)))
+                yield from ({name: i} for i in range(-(-p.numel() // self._slice)))
                 continue
-            if together and size + p.numel() > SLICE:
+            if together and size + p.numel() > self._slice:
                 yield together
                 together, size = {}, 0
             together[name] = 0
