@@ -129,9 +129,10 @@ class Corrections:
     def _own(self, name: str, grad: Any, parts: Sequence[Any]) -> Sequence[Any]:
         """Return the slices of the model's own gradient: `parts`, if they are those of `grad`."""
         p = self._params[name]
-        if name in self._cut and not p.grad.is_contiguous():
-            p.grad = p.grad.contiguous()
-        return parts if grad is p.grad else self._parts(name, p.grad)
+        own: Any = p.grad
+        if name in self._cut and not own.is_contiguous():
+            p.grad = own = own.contiguous()
+        return parts if grad is own else self._parts(name, own)
 
     def _made_pieces(self) -> Iterator[Piece]:
         """Yield the pieces: a slice of a large parameter, or several small parameters together."""
