@@ -77,7 +77,7 @@ def fisher_diagonal(
     limit = sys.maxsize if max_samples is None else max_samples
     seen, together, task = 0, True, Task(loss_fn, target_key, output_fn)
     with _kept(model, torch.device(device)):
-        for batch, n in _joined(task.pairs(data), chunk // 8, limit, device):
+        for batch, n in _joined(task.pairs(data), chunk // 4, limit, device):
 
             def nll(p: Tensors, row: Tensor, batch: Any = batch) -> Tensor:
                 inputs, targets = mapped(batch, lambda tensor: tensor[row[None]])

@@ -87,7 +87,7 @@ def test_small_batches_of_one_kind_are_joined(monkeypatch: pytest.MonkeyPatch) -
     data = make_data((5, 2, 4, 3, 3))
     x, y = (torch.cat(parts) for parts in zip(*data, strict=True))
     want = oracle(model, x, y)
-    close(go(model, data, memory=8 * 7 * SAMPLE), want, 1e-15)
+    close(go(model, data, memory=4 * 7 * SAMPLE), want, 1e-15)
     assert sizes == [7, 7, 3]
     sizes.clear()
     monkeypatch.setattr(fisher, "JOINED", 6 * 40)  # 4 doubles and a label each
