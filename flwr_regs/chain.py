@@ -5,9 +5,8 @@ from __future__ import annotations
 import difflib
 import logging
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, ClassVar
 
 from flwr_regs.abilities import (
@@ -29,7 +28,7 @@ from flwr_regs.abilities import (
     Weighs,
     Withholds,
 )
-from flwr_regs.term import Arrays, ClientContext, ServerContext, Slot, Term
+from flwr_regs.term import Arrays, ClientContext, ServerContext, Slot, Term, changed
 
 LOG = logging.getLogger("flwr")
 _WARNED_OF: set[type[Term]] = set()
@@ -55,25 +54,22 @@ class Chain(Term):
     # on a client
 
     def start(self, params: Arrays, ctx: ClientContext) -> Arrays:
-        for t in self._overriding("start"):
-            params = t.start(params, _own(ctx, t))
+        for t in self.overriding("start"):
+            params = t.start(params, own_context(ctx, t))
         return params
 
     def loss(self, base: Any, params: Arrays, ctx: ClientContext) -> Any:
-        for t in self._overriding("loss"):
-            base = t.loss(base, params, _own(ctx, t))
+        for t in self.overriding("loss"):
+            base = t.loss(base, params, own_context(ctx, t))
         return base
 
     def correct(self, grads: Arrays, params: Arrays, ctx: ClientContext) -> Arrays:
         left: tuple[Term, ...] = ()
-        for t in self._overriding("correct"):
-            more = {"gradient_at": partial(Chain(left)._gradient_at, ctx)} if left else {}
-            grads = t.correct(grads, params, _own(ctx, t, **more))
+        for t in self.overriding("correct"):
+            more = {"gradient_at": gradient_after(left, ctx)} if left else {}
+            grads = t.correct(grads, params, own_context(ctx, t, **more))
             left = (*left, t)
         return grads
-
-    def _gradient_at(self, ctx: ClientContext, params: Arrays) -> Arrays:
-        return self.correct(ctx.gradient_at(params), params, ctx)
 
     def finish(self, delta: Arrays, ctx: ClientContext) -> tuple[Arrays, Slot, Slot]:
         upload: Slot = {}
@@ -81,18 +77,18 @@ class Chain(Term):
         for i, t in enumerate(self.terms):
             right = self.terms[i + 1 :]
             last = not any(r.acts("finish") and not r.keeps_update for r in right)
-            own = _own(ctx, t, delta_is_sent=last)
+            own = own_context(ctx, t, delta_is_sent=last)
             delta, upload[t.name], client[t.name] = t.finish(delta, own)
         return delta, upload, client
 
     def probe(self, ctx: ClientContext) -> tuple[Slot, Slot]:
-        pairs = {t.name: t.probe(_own(ctx, t)) for t in self.terms if isinstance(t, Probes)}
+        pairs = {t.name: t.probe(own_context(ctx, t)) for t in self.terms if isinstance(t, Probes)}
         return {n: u for n, (u, _) in pairs.items()}, {n: c for n, (_, c) in pairs.items()}
 
     def personal(self, params: Arrays, ctx: ClientContext) -> Arrays:
         for t in self.terms:
             if isinstance(t, Personalises):
-                params = t.personal(params, _own(ctx, t))
+                params = t.personal(params, own_context(ctx, t))
         return params
 
     @property
@@ -278,8 +274,8 @@ class Chain(Term):
             new[t.name], step = t.release(server[t.name], step, ctx)
         return new, step
 
-    def _overriding(self, hook: str) -> list[Term]:
-        """The terms whose class overrides a hook of every step: the others cost nothing."""
+    def overriding(self, hook: str) -> list[Term]:
+        """Return the terms whose class overrides a hook of every step: the others cost nothing."""
         return [t for t in self.terms if getattr(type(t), hook) is not getattr(Term, hook)]
 
 
@@ -314,13 +310,15 @@ def _warn_of_no_hook(kind: type[Term]) -> None:
     )
 
 
-def _own(ctx: ClientContext, term: Term, **more: Any) -> ClientContext:
-    return replace(
-        ctx,
-        broadcast=ctx.broadcast.get(term.name, {}),
-        client=ctx.client.get(term.name, {}),
-        **more,
-    )
+def own_context(ctx: ClientContext, term: Term, **more: Any) -> ClientContext:
+    """Return the context of a chain with one term's own slots, and `more` fields."""
+    slots = ctx.broadcast.get(term.name, {}), ctx.client.get(term.name, {})
+    return changed(ctx, broadcast=slots[0], client=slots[1], **more)
+
+
+def gradient_after(left: tuple[Term, ...], ctx: ClientContext) -> Callable[[Arrays], Arrays]:
+    """Return `gradient_at` of a term that has the terms `left` on its left."""
+    return lambda params: Chain(left).correct(ctx.gradient_at(params), params, ctx)
 
 
 def _unlike_most(uploads: Mapping[int, Slot]) -> dict[int, str]:

@@ -179,6 +179,13 @@ class ClientContext:
                 object.__setattr__(self, name, self.num_steps)
 
 
+def changed(ctx: ClientContext, **fields: Any) -> ClientContext:
+    """Return a copy of a context with other fields: ``dataclasses.replace`` for what every step does."""
+    new = object.__new__(type(ctx))
+    vars(new).update(vars(ctx), **fields)
+    return new
+
+
 class ReplyStats(Protocol):
     """What the server measured of one client's reply.
 
@@ -265,7 +272,9 @@ class Declared:
     keeps: ClassVar[str] = "if-used"
     """When the client slot of `finish` counts: "if-used" (the server used the reply), or "always"."""
     elementwise: ClassVar[bool] = False
-    """True if `correct` may be evaluated on slices of the parameters."""
+    """True if `correct` may be evaluated on slices of some parameters, in one axis and without the others.
+    `start`, and what slots hold under a parameter's name or ``<key>.<name>`` in its shape, is cut alike;
+    all else is there whole. Such a term does not call `gradient_at`."""
     owns_step: ClassVar[bool] = False
     """True if `update` replaces the averaged delta by a server optimiser's step."""
     keeps_delta: ClassVar[bool] = False

@@ -253,10 +253,12 @@ def tensors(value: Any) -> list[Tensor]:
 
 def mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """Return a nested value with `change` applied to its tensors; anything else in it stays."""
+    if isinstance(value, Tensor):
+        return change(value)
     if isinstance(value, dict):
         items = {k: mapped(v, change) for k, v in value.items()}
         return Keywords(items, value.target) if isinstance(value, Keywords) else items
     if isinstance(value, list | tuple):
         parts = [mapped(v, change) for v in value]
         return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
-    return change(value) if isinstance(value, Tensor) else value
+    return value

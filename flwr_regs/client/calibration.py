@@ -140,6 +140,6 @@ def _classifier(
             )
     # before anything is held still: the tap looks at the trained parameters behind the layer
     with FeatureTap(model, classifier) as tap:
-        for inputs, targets in Replay(task.pairs(train_data), device, record=False).again(1):
+        for inputs, targets in Replay(task.pairs(train_data), device).again(1):
             tap.check(task.output(model, inputs, targets))
     return found

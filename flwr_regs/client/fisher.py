@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,6 +17,11 @@ from flwr_regs.client.task import LossFn, OutputFn, Task, uncompiled
 
 Tensors = dict[str, Tensor]
 NLL = Callable[[Tensors, Tensor], Tensor]
+
+JOINED = 2**20
+"""Bytes of the batches that are taken together: a layer's outputs may be many times as large."""
+LITTLE = 2**12
+"""Entries of a parameter up to which a sum over samples is faster than one sample after the other."""
 
 
 def fisher_diagonal(
@@ -72,11 +77,7 @@ def fisher_diagonal(
     limit = sys.maxsize if max_samples is None else max_samples
     seen, together, task = 0, True, Task(loss_fn, target_key, output_fn)
     with _kept(model, torch.device(device)):
-        for batch in task.pairs(data):
-            lengths = {t.shape[:1] for t in tensors(batch)}
-            if len(lengths) != 1 or () in lengths:
-                raise ValueError(f"the tensors of a batch must be equally long, not {lengths}")
-            batch = to_device(batch, device)
+        for batch, n in _joined(task.pairs(data), chunk // 4, limit, device):
 
             def nll(p: Tensors, row: Tensor, batch: Any = batch) -> Tensor:
                 inputs, targets = mapped(batch, lambda tensor: tensor[row[None]])
@@ -85,16 +86,55 @@ def fisher_diagonal(
                     raise ValueError(f"loss_fn must return a scalar, not shape {tuple(loss.shape)}")
                 return loss
 
-            n = min(lengths.pop()[0], limit - seen)
             for i in range(0, n, chunk):  # vmap's own chunk_size would keep all the chunks
                 rows = torch.arange(i, min(i + chunk, n), device=device)
                 together = _add_squares(total, nll, params, rows, together)
             seen += n
-            if seen == limit:
-                break
     if not seen:
         raise ValueError(NO_DATA)
     return {n: t / seen for n, t in total.items()}
+
+
+def _joined(
+    batches: Iterable[tuple[Any, Any]], most: int, limit: int, device: str | torch.device
+) -> Iterator[tuple[Any, int]]:
+    """Yield batches on the device, each with the number of its first samples that count.
+
+    Small neighbours are joined up to `most` samples: vmap takes its time for each call, not for each
+    sample. The samples are the first `limit` ones; no further batch is drawn.
+    """
+    held: list[tuple[Any, Any]] = []
+    samples = 0
+    for batch in batches:
+        lengths = {t.shape[:1] for t in tensors(batch)}
+        if len(lengths) != 1 or () in lengths:
+            raise ValueError(f"the tensors of a batch must be equally long, not {lengths}")
+        size = lengths.pop()[0]
+        if held and not (samples + size <= most and _fit([*held, batch])):
+            yield _join(held), samples
+            limit -= samples
+            held, samples = [], 0
+        held.append(to_device(batch, device))
+        samples += size
+        if samples >= limit:
+            break
+    if held:
+        yield _join(held), min(samples, limit)
+
+
+def _fit(batches: Sequence[tuple[Any, Any]]) -> bool:
+    """Return whether batches are small and of one kind: pairs of plain tensors."""
+    parts = [tuple(batch) for batch in batches]
+    if not all(isinstance(t, Tensor) for part in parts for t in part):
+        return False
+    kinds = {tuple((t.dtype, t.shape[1:]) for t in part) for part in parts}
+    return len(kinds) == 1 and sum(t.nbytes for part in parts for t in part) <= JOINED
+
+
+def _join(batches: Sequence[tuple[Any, Any]]) -> Any:
+    if len(batches) == 1:
+        return batches[0]
+    return tuple(torch.cat(parts) for parts in zip(*batches, strict=True))
 
 
 def _add_squares(total: Tensors, nll: NLL, params: Tensors, rows: Tensor, together: bool) -> bool:
@@ -107,7 +147,10 @@ def _add_squares(total: Tensors, nll: NLL, params: Tensors, rows: Tensor, togeth
             why = f"{type(e).__name__}: {e}".partition("\n")[0]
         else:
             for n, g in grads.items():
-                for one in g:  # g.square().sum(0) is slower and doubles the memory
+                if g[0].numel() <= LITTLE:
+                    total[n].add_(g.to(total[n].dtype).square().sum(0))
+                    continue
+                for one in g:  # the other way is slower here and doubles the memory
                     total[n].addcmul_(one, one)
             return True
     with torch.backends.cudnn.flags(enabled=False):  # cuDNN's RNNs have no backward in eval mode

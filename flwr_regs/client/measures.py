@@ -73,7 +73,7 @@ class Measures:
         )
         if "train" in own:
             return ctx
-        replay = Replay(self.data, self.device, record=False)
+        replay = Replay(self.data, self.device)
         return replace(ctx, train=partial(self.train, ctx, replay))
 
     def train(

@@ -24,12 +24,15 @@ class Replay:
     ----------
     data : Pairs
     device : torch.device
-    record : bool
-        Whether the batches may be drawn again.
+    batches, forwards : bool
+        Whether the batches may be drawn again, and whether a step's forward pass may be run again.
     """
 
-    def __init__(self, data: Pairs, device: torch.device, record: bool) -> None:
-        self._data, self._device, self._record = data, device, record
+    def __init__(
+        self, data: Pairs, device: torch.device, batches: bool = False, forwards: bool = False
+    ) -> None:
+        self._data, self._device = data, device
+        self._batches, self.forwards = batches, forwards
         loader = data.source
         own = (getattr(loader, "generator", None), getattr(_sampler(loader), "generator", None))
         self._generators = [torch.default_generator]
@@ -43,13 +46,14 @@ class Replay:
         """Yield `steps` batches on the device."""
         drawn = cycle(self._data)
         for _ in range(steps):
-            if self._record:
+            if self._batches:
                 states = self._states()
                 same = self._before and all(map(torch.equal, states, self._before[-1]))
                 self._before.append(self._before[-1] if same else states)
             inputs, targets = next(drawn)
             batch = to_device(inputs, self._device), to_device(targets, self._device)
-            self._at_forward = (self._states(), self._cuda_state()) if self._record else None
+            if self.forwards:
+                self._at_forward = self._states(), self._cuda_state()
             yield batch
 
     def again(self, steps: int) -> Iterator[tuple[Any, Any]]:

@@ -12,11 +12,13 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 import flwr_regs.client.batches as data
 from flwr_regs.chain import Chain, layers_of
+from flwr_regs.client.corrections import Corrections
 from flwr_regs.client.distillation import StartOutputs
 from flwr_regs.client.features import FeatureTap, OutputTap, Tap
 from flwr_regs.client.measures import Measures, gradients
@@ -32,7 +34,7 @@ from flwr_regs.client.optimizer import (
 from flwr_regs.client.replay import Replay
 from flwr_regs.client.result import LocalResult
 from flwr_regs.client.task import LossFn, OutputFn, Task, uncompiled
-from flwr_regs.term import Arrays, ClientContext, Slot, Term
+from flwr_regs.term import Arrays, ClientContext, Slot, Term, changed
 from flwr_regs.wire.config import OPTIMIZER_KEYS, check_optimizer
 
 
@@ -132,10 +134,17 @@ class LocalTraining:
         self._teacher = StartOutputs(model, self._task) if "start_output" in needs else None
         self._tap = FeatureTap(model, classifier) if "features" in needs else None
         self._layers = {name: OutputTap(model, name) for name in layers_of(terms)}
+        # in the order in which they are made
+        self._taps: list[Tap] = [*filter(None, [self._tap]), *self._layers.values()]
         counts = data.label_counts(pairs) if "label_counts" in needs else None
         self._measures = measures = Measures(model, pairs, self._task, self.device, classifier)
-        acting = any(t.acts("correct") or t.acts("finish") for t in terms)
-        self._replay = Replay(pairs, self.device, record=acting)
+        whole_gradients = any(t.acts("correct") and not t.elementwise for t in terms)
+        self._replay = Replay(
+            pairs,
+            self.device,
+            batches=whole_gradients or any(t.acts("finish") for t in terms),  # for `train`
+            forwards=whole_gradients,  # for `gradient_at`
+        )
         self._ctx = measures.context(
             {name: v.clone() for name, v in self._values.items()},
             lr,
@@ -150,8 +159,10 @@ class LocalTraining:
             client_id=client_id,
             config=config or {},
         )
+        self._corrections = Corrections(term, self._params, self._ctx)
+        self._reads_steps = any(whole.overriding(hook) for hook in ("loss", "correct"))
         self._in_loss = False
-        self._step_ctx, self._total_loss = self._ctx, torch.zeros((), device=self.device)
+        self._step_ctx, self._losses = self._ctx, LossSum()
         self._taken = self._processed = 0
         self._clip_norm: float | None = self._ctx.config.get("clip-norm")
         asked = [key for key in OPTIMIZER_KEYS if key in self._ctx.config]
@@ -174,13 +185,10 @@ class LocalTraining:
     def _values(self) -> Arrays:
         return {n: p.detach() for n, p in self._params.items()}  # views of the model
 
-    @property
-    def _taps(self) -> list[Tap]:
-        """All taps on the model, in the order in which they were made."""
-        return [*([] if self._tap is None else [self._tap]), *self._layers.values()]
-
     def _tapped(self) -> dict[str, Any]:
         """Return what the taps saw in the last forward pass, as fields of a context."""
+        if not self._taps:
+            return {}
         layers = {name: tap.value for name, tap in self._layers.items()}
         return {"features": None if self._tap is None else self._tap.value, "layers": layers}
 
@@ -234,42 +242,57 @@ class LocalTraining:
                 "the method reads features, which a compiled model does not show: give and call the model "
                 "without torch.compile"
             )
-        return self._objective(base, inputs, targets, self._task.logits(output))
+        loss = self._objective(base, inputs, targets, self._task.logits(output))
+        return self._watched(loss)
 
     def objective(self, inputs: Any, targets: Any) -> Tensor:
         """Return the local objective on a batch: the forward pass, `loss_fn` and `loss` in one."""
+        return self._watched(self._forward(inputs, targets))
+
+    def _watched(self, loss: Tensor) -> Tensor:
+        """Return the loss; `correct` then demands that backward goes through it."""
+        self._went_back = False
+        loss.register_hook(lambda _: setattr(self, "_went_back", True))  # type: ignore[no-untyped-call]
+        return loss
+
+    def _forward(self, inputs: Any, targets: Any) -> Tensor:
         model = self.model if self._taps else self._called  # compiled, it does not run hooks
         output = self._task.output(model, inputs, targets)
         return self._objective(self._task.loss(output, targets), inputs, targets, output)
 
     def _objective(self, base: Tensor, inputs: Any, targets: Any, output: Any) -> Tensor:
         size = data.batch_size(targets)
-        self._total_loss += base.detach().float() * size
+        self._losses.add(base, size)
         self._processed += size
         if not self._ctx.batch_size:
             if self._tap is not None:
                 self._tap.check(output)
             self._ctx = replace(self._with_every_class(output), batch_size=size)
-        self._step_ctx = replace(
+        self._step_ctx = self._of_step(inputs, targets, output)
+        self._in_loss = True
+        loss = cast(Tensor, self._term.loss(base, self._params, self._step_ctx))
+        self._in_loss = False
+        self._went_back = True
+        if not loss.requires_grad:
+            raise RuntimeError(
+                "the loss depends on no parameter that is trained: nothing can be learnt"
+            )
+        return loss
+
+    def _of_step(self, inputs: Any, targets: Any, output: Any) -> ClientContext:
+        """Return the context of a step; without its fields, if no term reads them."""
+        if not self._reads_steps:
+            return changed(self._ctx)
+        return changed(
             self._ctx,
             inputs=inputs,
             targets=targets,
             output=output,
             start_output=self._teacher(inputs, self.device) if self._teacher else None,
-            **self._tapped(),
             output_at=partial(self._measures.output_at, inputs, targets),
             features_at=partial(self._measures.features_at, inputs),
+            **self._tapped(),
         )
-        self._in_loss = True
-        loss = cast(Tensor, self._term.loss(base, self._params, self._step_ctx))
-        self._in_loss = False
-        self._went_back = False
-        if not loss.requires_grad:
-            raise RuntimeError(
-                "the loss depends on no parameter that is trained: nothing can be learnt"
-            )
-        loss.register_hook(lambda _: setattr(self, "_went_back", True))  # type: ignore[no-untyped-call]
-        return loss
 
     def correct(self) -> None:
         """Correct the gradients in place, then clip them if the config says so.
@@ -285,14 +308,9 @@ class LocalTraining:
             raise RuntimeError("backward() did not go through what loss() returned")
         if self._makes_optimizer:
             raise RuntimeError(f"{self._why_optimizer}: use optimizer()")
-        # A parameter that the loss does not depend on has gradient zero, as under torch.func.grad.
-        found = {n: p.grad for n, p in self._params.items()}
-        grads = {n: torch.zeros_like(self._params[n]) if g is None else g for n, g in found.items()}
-        grads = self._term.correct(grads, self._values, self._step_ctx)
+        self._corrections(self._step_ctx)
         for p in self._held:
             p.grad = None  # then an optimiser passes it over, weight decay and momentum too
-        for name, p in self._params.items():
-            p.grad = grads[name].to(p.dtype)  # a float32 term widens a half-precision gradient
         if self._clip_norm is not None:
             clip(self._trained.values(), self._clip_norm)
         self._step_ctx = self._ctx
@@ -310,12 +328,12 @@ class LocalTraining:
     def _gradient_at(self, params: Arrays) -> Arrays:
         """Return the gradient of the present step's whole loss at other parameters."""
         ctx = self._step_ctx
-        if ctx is self._ctx or self._in_loss:
+        if ctx is self._ctx or self._in_loss or not self._replay.forwards:
             raise RuntimeError("gradient_at is there in `correct`, within a step")
         leaves = {n: p.detach().requires_grad_() for n, p in params.items()}
         with torch.enable_grad(), self._replay.as_in_forward():
             output = self._measures.call(ctx.inputs, ctx.targets, leaves)
-            there = replace(ctx, output=output, **self._tapped())
+            there = changed(ctx, output=output, **self._tapped())
             loss = self._term.loss(ctx.loss_fn(output, ctx.targets), leaves, there)
         return gradients(loss, leaves)
 
@@ -360,7 +378,7 @@ class LocalTraining:
             num_steps=taken,
             planned_steps=self.planned_steps,
             examples_processed=self._processed,
-            loss=float(self._total_loss) / max(self._processed, 1),
+            loss=self._losses.total() / max(self._processed, 1),
             output_layer=None if self._tap is None else self._tap.layer,
         )
 
@@ -385,7 +403,7 @@ def local_round(
 
             def closure(inputs: Any = inputs, targets: Any = targets) -> Any:
                 opt.zero_grad(set_to_none=True)
-                loss = training.objective(inputs, targets)
+                loss = training._forward(inputs, targets)
                 torch.autograd.backward(loss)
                 training.correct()
                 return loss
@@ -395,6 +413,33 @@ def local_round(
         return training.finish(taken)
     finally:
         training.close()
+
+
+class LossSum:
+    """The sum of the steps' losses, each times its number of examples, in float32 and in order.
+
+    It reads the losses many at a time: a read in each step would make an accelerator wait.
+    """
+
+    def __init__(self) -> None:
+        self._total = np.float32(0)
+        self._unread: list[tuple[Tensor, int]] = []
+
+    def add(self, loss: Tensor, examples: int) -> None:
+        """Add the mean loss of a batch."""
+        self._unread.append((loss.detach(), examples))
+        if len(self._unread) == 512:
+            self.total()
+
+    def total(self) -> float:
+        """Return the sum so far."""
+        if self._unread:
+            losses = torch.stack([loss for loss, _ in self._unread]).float().tolist()
+            with np.errstate(over="ignore", invalid="ignore"):  # of a run that diverges
+                for loss, (_, examples) in zip(losses, self._unread, strict=True):
+                    self._total += np.float32(loss) * np.float32(examples)
+            self._unread.clear()
+        return float(self._total)
 
 
 def trained_parameters(model: nn.Module, term: Chain) -> dict[str, nn.Parameter]:

@@ -86,8 +86,9 @@ class FirstOrder(LastStep):
         for n, grad in grads.items():
             if n in ctx.broadcast:
                 g = ctx.broadcast[n]  # (w_{t−1} − w_t)/η, below Eq. 5
-                opposing = g * (params[n] - ctx.start[n]) > 0  # h of Eq. 7
-                grad = grad + alpha * g * opposing
+                forward = (g * (params[n] - ctx.start[n])).sign()
+                h = forward.clamp(min=0)  # Eq. 7; booleans would take twice the time
+                grad = grad + alpha * g * h
             out[n] = grad
         return out
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any, ClassVar
 
 import numpy as np
@@ -14,6 +15,7 @@ from torch.nn.functional import cross_entropy
 
 from flwr_regs.abilities import Probes, TakesBack
 from flwr_regs.chain import chain
+from flwr_regs.client.corrections import owner
 from flwr_regs.client.result import LocalResult
 from flwr_regs.client.training import local_round, trained_parameters
 from flwr_regs.flower.app import RegClientApp
@@ -290,7 +292,7 @@ def incomplete(method: Method, where: str) -> None:
 
 
 def slices(method: Method) -> None:
-    """Both halves of each parameter, with the entries of slots that are named after it."""
+    """Both halves of all parameters, and of one without the others; slots are cut like the parameters."""
     terms = [t for t in method.terms if t.elementwise]
     if not terms:
         raise Skipped("no term says that it is elementwise")
@@ -299,10 +301,15 @@ def slices(method: Method) -> None:
     def spy(term: Term, hook: str, original: Any, args: tuple[Any, ...]) -> Any:
         out = original(term, *args)
         grads, params, ctx = args
-        for half in (0, 1):
+        for half, names in product((0, 1), (list(grads), list(grads)[-1:])):
 
-            def cut(arrays: Arrays, half: int = half) -> Arrays:
-                return {key: _half(key, a, grads, half) for key, a in arrays.items()}
+            def cut(arrays: Arrays, half: int = half, names: list[str] = names) -> Arrays:
+                owners = {key: owner(key, a, grads) for key, a in arrays.items()}
+                return {
+                    key: a if owners[key] is None else _half(a, half)
+                    for key, a in arrays.items()
+                    if owners[key] is None or owners[key] in names
+                }
 
             part = replace(
                 ctx, start=cut(ctx.start), broadcast=cut(ctx.broadcast), client=cut(ctx.client)
@@ -310,7 +317,7 @@ def slices(method: Method) -> None:
             try:
                 agree(original(term, cut(grads), cut(params), part), cut(out), 0.0, "`correct`")
             except Exception as error:  # whatever the term raises on a slice
-                found.append(f"'{term.name}', on half {half + 1}: {error}")
+                found.append(f"'{term.name}', on half {half + 1} of {names}: {error}")
         return out
 
     with spies.spied(terms, ["correct"], spy):
@@ -319,11 +326,8 @@ def slices(method: Method) -> None:
         raise LawBroken(found[0])
 
 
-def _half(key: str, array: Any, like: Arrays, half: int) -> Any:
-    """Return half of the entries, in one axis, if `key` is or ends with a parameter's name."""
-    for name, p in like.items():
-        if (key == name or key.endswith(f".{name}")) and array.shape == p.shape:
-            row = array.reshape(-1)
-            middle = len(row) // 2
-            return row[middle:] if half else row[:middle]
-    return array
+def _half(array: Any, half: int) -> Any:
+    """Return half of the entries, in one axis."""
+    row = array.reshape(-1)
+    middle = len(row) // 2
+    return row[middle:] if half else row[:middle]

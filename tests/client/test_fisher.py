@@ -73,7 +73,31 @@ def test_it_is_the_mean_of_the_samples_squared_gradients_in_chunks_that_fit(
     got = go(model, data, memory=chunk * SAMPLE + 1)
     x, y = (torch.cat(parts) for parts in zip(*data, strict=True))
     close(got, oracle(model, x, y), 1e-15)
-    assert sizes == {0: [1] * 11, 1: [1] * 11, 3: [3, 2, 2, 3, 1], 1000: [5, 2, 4]}[chunk]
+    assert sizes == {0: [1] * 11, 1: [1] * 11, 3: [3, 2, 2, 3, 1], 1000: [11]}[chunk]
+
+
+def test_small_batches_of_one_kind_are_joined(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of pairs of tensors, up to a number of samples and of bytes; the rest goes as it comes."""
+    model, sizes = make_model(), []
+
+    def vmap(f: Any, in_dims: Any) -> Any:
+        return lambda p, rows: sizes.append(len(rows)) or torch.func.vmap(f, in_dims)(p, rows)
+
+    monkeypatch.setattr(fisher, "vmap", vmap)
+    data = make_data((5, 2, 4, 3, 3))
+    x, y = (torch.cat(parts) for parts in zip(*data, strict=True))
+    want = oracle(model, x, y)
+    close(go(model, data, memory=4 * 7 * SAMPLE), want, 1e-15)
+    assert sizes == [7, 7, 3]
+    sizes.clear()
+    monkeypatch.setattr(fisher, "JOINED", 6 * 40)  # 4 doubles and a label each
+    close(go(model, data), want, 1e-15)
+    assert sizes == [5, 6, 6]
+    sizes.clear()
+    mixed = [(x[:5], y[:5]), {"inputs": x[5:7], "label": y[5:7]}, (x[7:], y[7:].int())]
+    monkeypatch.setattr(fisher, "JOINED", 2**20)
+    close(go(model, mixed, lambda o, t: cross_entropy(o, t.long())), want, 1e-15)
+    assert sizes == [7, 10]
 
 
 def test_it_is_not_the_squared_gradient_of_a_batch() -> None:
@@ -209,7 +233,7 @@ def test_vmap_may_fail_in_the_middle() -> None:
     model, data = odd(Late, 4, 3), make_data()
     was = torch.backends.cudnn.enabled
     with pytest.warns(UserWarning, match=r"\(TypeError: no batching rule\)"), torch.no_grad():
-        got = fisher_diagonal(model, data, cross_entropy, "cpu")
+        got = fisher_diagonal(model, data, cross_entropy, "cpu", memory=5 * 15 * 8)
     assert cudnn == [was, was] + 6 * [False]
     assert torch.backends.cudnn.enabled == was
     x, y = (torch.cat(parts) for parts in zip(*data, strict=True))
