@@ -223,6 +223,8 @@ def resolve_device(device: str | torch.device) -> torch.device:
 
 def to_device(value: Any, device: str | torch.device) -> Any:
     """Move the tensors in nested dicts, lists and tuples; leave anything else unchanged."""
+    if type(value) is Tensor:  # as most batches are
+        return value.to(device)
     return mapped(value, lambda tensor: tensor.to(device))
 
 

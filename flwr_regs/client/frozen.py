@@ -25,6 +25,8 @@ def held_still(model: nn.Module, term: Chain, private: Collection[str]) -> NDArr
     trained = {id(p) for p in trained_parameters(model, term).values()}
     every = model.named_parameters(remove_duplicate=False)
     still = [n for n, p in every if id(p) not in trained and n not in private]
+    if not still:
+        return {}
     state = model.state_dict()
     return {n: to_numpy(state[n]) for n in still}
 

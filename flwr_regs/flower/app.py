@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from flwr.app import ConfigRecord, Context, Message, RecordDict
@@ -47,17 +48,19 @@ def client_app(
             f"client_app needs a function context -> NumPyClient, not {type(client_fn).__name__}"
         )
 
-    def checked(context: Context) -> Client:
+    def made(context: Context) -> NumPyClient | Client:
         client = client_fn(context)
-        if isinstance(client, NumPyClient):
-            return client.to_client()
-        if not isinstance(client, Client):
+        if not isinstance(client, NumPyClient | Client):
             raise TypeError(
                 f"client_fn must return a NumPyClient or Client, not {type(client).__name__}"
             )
         return client
 
-    return ClientApp(checked, mods=[node_mod, *guarded(mods), numpyclient_mod])
+    def older(context: Context) -> Client:
+        client = made(context)
+        return client.to_client() if isinstance(client, NumPyClient) else client
+
+    return ClientApp(older, mods=[node_mod, *guarded(mods), partial(numpyclient_mod, made)])
 
 
 class RegClientApp(ClientApp):
