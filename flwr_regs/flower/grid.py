@@ -41,14 +41,17 @@ class InProcessGrid(Grid):
     Notes
     -----
     As on a real node, a client gets a copy of its message. If it raises, its reply is an error and its
-    ``Context.state`` stays as it was. So does that of a client whose worker dies; another worker then starts.
+    ``Context.state`` stays as it was. So does that of a client whose worker dies; another worker then
+    starts.
 
-    Workers give the bits of ``workers=1``. Two things are the caller's: what `client_fn` draws without a
-    seed, such as a new model's private entries, depends here on torch's seed, the client and the round;
-    and torch's sums may depend on its number of threads, which the workers share (``torch.set_num_threads(1)``
-    before the run gives every worker one, too). A worker imports the app's modules, and it needs some
-    seconds for that, once. In a script, start the training under ``if __name__ == "__main__":``. The workers
-    end with the grid, with `close`, or with this process.
+    Workers give the bits of ``workers=1``, but for two things. What is drawn outside a round's own seed,
+    such as a new model's private entries in `client_fn`, then depends on torch's seed, the client and the
+    round. And the workers share torch's threads, on whose number its sums may depend:
+    ``torch.set_num_threads(1)`` before the run excludes that.
+
+    Each worker imports the app's modules, once, which takes some seconds. So a script must start the
+    training under ``if __name__ == "__main__":``. The workers end with the grid, with `close`, or with this
+    process.
 
     Examples
     --------
@@ -65,9 +68,10 @@ class InProcessGrid(Grid):
         *,
         workers: int = 1,
     ) -> None:
-        for name, value in (("num_clients", num_clients), ("workers", workers)):
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"{name} must be a whole number of at least 1, not {value!r}")
+        if num_clients < 1:
+            raise ValueError(f"num_clients must be at least 1, not {num_clients}")
+        if not isinstance(workers, int) or isinstance(workers, bool) or workers < 1:
+            raise ValueError(f"workers must be a whole number of at least 1, not {workers!r}")
         identify()
         self._workers = Workers(client_app, workers) if workers > 1 else None
         self._run = Run.create_empty(1)

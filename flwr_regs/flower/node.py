@@ -156,8 +156,7 @@ def _served(
     if keys.START_KEY in config:  # an evaluation too may need what this client saved
         mine = int(context.node_config.get("partition-id", context.node_id))
         inside.setdefault(keys.CLIENT_KEY, mine)
-    for name, value in {**packed, **state.known}.items():
-        inside[name] = value
+    inside.update({**packed, **state.known})
     content[keys.CONFIG] = inside
 
     reply = call_next(message, context)

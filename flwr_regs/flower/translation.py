@@ -127,7 +127,10 @@ def _called_by_flower(
 
     (ins, res), message_type = _LEGACY[kind], message.metadata.message_type
     parameters = message.content.array_records[keys.ARRAYS]
-    older = {f"{ins}.parameters": parameters, f"{ins}.config": ConfigRecord(config)}
+    older: dict[str, Any] = {
+        f"{ins}.parameters": parameters,
+        f"{ins}.config": ConfigRecord(config),
+    }
     message.content, message.metadata.message_type = RecordDict(older), kind
     content = ClientApp(given)(message, context).content
     message.metadata.message_type = message_type

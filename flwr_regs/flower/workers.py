@@ -7,6 +7,7 @@ the app is pickled. All that lasts, the clients' contexts, stays in this process
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import multiprocessing
 import os
@@ -119,8 +120,8 @@ class Workers:
                 waiting.remove(k)
                 at[worker] = k
                 self._send(worker, (messages[k], contexts[k], _seed(messages[k])))
-            for worker in wait(list(at)):
-                assert isinstance(worker, Connection)
+            ended: Any = wait(list(at))
+            for worker in ended:
                 k = at.pop(worker)
                 try:
                     replies[k], contexts[k].state = worker.recv()
@@ -139,7 +140,9 @@ class Workers:
             mine, theirs = method.Pipe()
             level = logging.getLogger("flwr").level
             # No daemon: a client's DataLoader may have processes of its own.
-            process = method.Process(target=_work, args=(theirs, share, level), daemon=False)
+            process: BaseProcess = method.Process(
+                target=_work, args=(theirs, share, level), daemon=False
+            )
             self._running[mine] = new[mine] = process
             process.start()
             theirs.close()
@@ -160,24 +163,16 @@ class Workers:
 
     @staticmethod
     def _send(worker: Connection, what: Any) -> None:
-        try:
+        with contextlib.suppress(OSError):  # it is dead: that shows when its reply is read
             worker.send(what)
-        except OSError:  # it is dead: that shows when its reply is read
-            pass
 
     def _died(self, worker: Connection, context: Context) -> RuntimeError:
         process = self._running.pop(worker)
         worker.close()
         process.join()
-        client = context.node_config.get("partition-id", context.node_id)
-        return RuntimeError(
-            f"the process of client {client} ended with exit code {process.exitcode}"
-            + (
-                f" ({signal.Signals(-process.exitcode).name})"
-                if (process.exitcode or 0) < 0
-                else ""
-            )
-        )
+        client, code = context.node_config.get("partition-id", context.node_id), process.exitcode
+        why = f" ({signal.Signals(-code).name})" if code and code < 0 else ""
+        return RuntimeError(f"the process of client {client} ended with exit code {code}{why}")
 
 
 def _end(running: dict[Connection, BaseProcess]) -> None:
@@ -229,7 +224,7 @@ def _work(connection: Connection, threads: int, level: int) -> None:
         except (EOFError, OSError):
             return
         random.seed(seed)
-        np.random.seed(seed)
+        np.random.seed(seed)  # noqa: NPY002  # for code that draws so
         torch.manual_seed(seed)
         reply = served(app, message, context)
         connection.send((reply, context.state))
