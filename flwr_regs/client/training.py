@@ -114,7 +114,8 @@ class LocalTraining:
         terms = term.terms if isinstance(term, Chain) else (term,)
         self._whole = whole = Chain(terms)
         whole.restrict(config or {})
-        model.to(self.device).train(train_mode)
+        data.move(model, self.device)
+        model.train(train_mode)
         private = private_entries(model, whole)
         self._trained = trained_parameters(model, whole)
         mine = {id(p) for p in self._trained.values()}
@@ -337,7 +338,7 @@ class LocalTraining:
         taken = self._taken if steps is None else steps
         if taken > self.num_steps:
             raise ValueError(f"{taken} local steps, but the round asked for {self.num_steps}")
-        self.model.to(self.device)  # a trainer may have moved it
+        data.move(self.model, self.device)  # a trainer may have moved it
         start = self._ctx.start
         if not taken:  # an inactive client: its model and state do not change
             first = self._term.start(start, self._ctx)
@@ -403,12 +404,17 @@ def local_round(
 def trained_parameters(model: nn.Module, term: Chain) -> dict[str, nn.Parameter]:
     """Return the parameters that a method trains, by their first names; private ones too."""
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    if not any(isinstance(t, Freezes) for t in term.terms):
+    if not freezes(term):
         return named
     frozen = term.frozen(list(model.state_dict()))
     every = model.named_parameters(remove_duplicate=False)
     held = {id(p) for name, p in every if name in frozen}
     return {name: p for name, p in named.items() if id(p) not in held}
+
+
+def freezes(term: Chain) -> bool:
+    """Whether a method may hold parameters still that would be trained."""
+    return any(isinstance(t, Freezes) for t in term.terms)
 
 
 def private_entries(model: nn.Module, term: Chain) -> set[str]:

@@ -35,6 +35,7 @@ from flwr_regs.wire.terms import check_classes
 from flwr_regs.wire.text import read_json
 
 NDArrayList = list[Any]
+_WHOLE = Range("a whole number of at least 0", lambda v: v >= 0, int)
 
 
 class RegClient(NumPyClient):
@@ -129,11 +130,8 @@ class RegClient(NumPyClient):
             if self.method is not None:
                 raise TypeError(f"{type(self).__name__} fixes its terms; use RegClient for others")
             self.terms = check_classes(terms, type(self).__name__)
-        who, whole = (
-            type(self).__name__,
-            Range("a whole number of at least 0", lambda v: v >= 0, int),
-        )
-        whole.check(who, "step_budget", step_budget, optional=True)
+        who = type(self).__name__
+        _WHOLE.check(who, "step_budget", step_budget, optional=True)
         NOT_NEGATIVE.check(who, "time_budget", time_budget, optional=True)
         SWITCH.check(who, "keep_optimizer", keep_optimizer)
         if classifier is not None or any("features" in t.needs for t in self.terms):
