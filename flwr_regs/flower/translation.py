@@ -125,15 +125,17 @@ def _called_by_flower(
     def given(context: Context) -> Client:
         return client.to_client() if isinstance(client, NumPyClient) else client
 
-    (ins, res), message_type = _LEGACY[kind], message.metadata.message_type
-    parameters = message.content.array_records[keys.ARRAYS]
+    (ins, res), message_type, whole = _LEGACY[kind], message.metadata.message_type, message.content
+    parameters = whole.array_records[keys.ARRAYS]
     older: dict[str, Any] = {
         f"{ins}.parameters": parameters,
         f"{ins}.config": ConfigRecord(config),
     }
     message.content, message.metadata.message_type = RecordDict(older), kind
-    content = ClientApp(given)(message, context).content
-    message.metadata.message_type = message_type
+    try:
+        content = ClientApp(given)(message, context).content
+    finally:
+        message.content, message.metadata.message_type = whole, message_type
     status = content.config_records[f"{res}.status"]
     if status["code"] != 0:
         raise RuntimeError(f"the client's {kind} failed: {status['message']!r}")
