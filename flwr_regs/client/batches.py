@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 Batches = Iterable[Any]
 """Batches, such as a DataLoader: pairs of (inputs, targets), or mappings with an entry for the targets."""
@@ -223,7 +223,15 @@ def resolve_device(device: str | torch.device) -> torch.device:
 
 def to_device(value: Any, device: str | torch.device) -> Any:
     """Move the tensors in nested dicts, lists and tuples; leave anything else unchanged."""
+    if type(value) is Tensor:  # as most batches are
+        return value.to(device)
     return mapped(value, lambda tensor: tensor.to(device))
+
+
+def move(model: nn.Module, device: torch.device) -> None:
+    """Move a model that is not on the device; ``model.to`` goes through all of it even if it is there."""
+    if any(t.device != device for t in itertools.chain(model.parameters(), model.buffers())):
+        model.to(device)
 
 
 def label_counts(data: Pairs) -> Tensor:

@@ -10,7 +10,7 @@ from torch import nn
 
 from flwr_regs.chain import Chain
 from flwr_regs.client.state import to_numpy
-from flwr_regs.client.training import trained_parameters
+from flwr_regs.client.training import freezes, trained_parameters
 from flwr_regs.wire import keys
 from flwr_regs.wire.arrays import NDArrays, ProtocolError, check_names, unpack
 from flwr_regs.wire.delta import OutOfSync
@@ -22,6 +22,8 @@ def held_still(model: nn.Module, term: Chain, private: Collection[str]) -> NDArr
 
     Private ones are left out: they are this client's own.
     """
+    if not freezes(term) and all(p.requires_grad for p in model.parameters()):
+        return {}
     trained = {id(p) for p in trained_parameters(model, term).values()}
     every = model.named_parameters(remove_duplicate=False)
     still = [n for n, p in every if id(p) not in trained and n not in private]

@@ -6,6 +6,7 @@ The NumPyClient (flower/client.py) and a user's own training loop (flower/client
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -273,8 +274,16 @@ def seeded(seed: Any, device: torch.device) -> Iterator[None]:
     alone. Data that draws from numpy or `random` must seed these itself.
     """
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        torch.manual_seed(seed)
+        if _accelerated():
+            torch.manual_seed(seed)
+        else:  # the same, without a traceback that torch formats for each kind of accelerator
+            torch.default_generator.manual_seed(int(seed))
         yield
+
+
+@functools.cache
+def _accelerated() -> bool:
+    return torch.accelerator.is_available()
 
 
 def _method(method: str, terms: Terms, me: str, config: Mapping[str, Any]) -> Chain:

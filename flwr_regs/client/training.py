@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import flwr_regs.client.batches as data
+from flwr_regs.abilities import Freezes, Withholds
 from flwr_regs.chain import Chain, layers_of
 from flwr_regs.client.corrections import Corrections
 from flwr_regs.client.distillation import StartOutputs
@@ -115,8 +116,9 @@ class LocalTraining:
         terms = term.terms if isinstance(term, Chain) else (term,)
         self._whole = whole = Chain(terms)
         whole.restrict(config or {})
-        model.to(self.device).train(train_mode)
-        private = whole.private(list(model.state_dict()))
+        data.move(model, self.device)
+        model.train(train_mode)
+        private = private_entries(model, whole)
         self._trained = trained_parameters(model, whole)
         mine = {id(p) for p in self._trained.values()}
         self._held = [p for p in model.parameters() if p.requires_grad and id(p) not in mine]
@@ -179,7 +181,9 @@ class LocalTraining:
             else "the method has a say in the client's optimiser"
         )
         self._went_back = False
-        _write(self._values, term.start(self._ctx.start, self._ctx))
+        begin = term.start(self._ctx.start, self._ctx)
+        if begin is not self._ctx.start:
+            _write(self._values, begin)
 
     @property
     def _values(self) -> Arrays:
@@ -352,7 +356,7 @@ class LocalTraining:
         taken = self._taken if steps is None else steps
         if taken > self.num_steps:
             raise ValueError(f"{taken} local steps, but the round asked for {self.num_steps}")
-        self.model.to(self.device)  # a trainer may have moved it
+        data.move(self.model, self.device)  # a trainer may have moved it
         start = self._ctx.start
         if not taken:  # an inactive client: its model and state do not change
             first = self._term.start(start, self._ctx)
@@ -444,11 +448,24 @@ class LossSum:
 
 def trained_parameters(model: nn.Module, term: Chain) -> dict[str, nn.Parameter]:
     """Return the parameters that a method trains, by their first names; private ones too."""
+    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    if not freezes(term):
+        return named
     frozen = term.frozen(list(model.state_dict()))
     every = model.named_parameters(remove_duplicate=False)
     held = {id(p) for name, p in every if name in frozen}
-    named = model.named_parameters()
-    return {name: p for name, p in named if p.requires_grad and id(p) not in held}
+    return {name: p for name, p in named.items() if id(p) not in held}
+
+
+def freezes(term: Chain) -> bool:
+    """Whether a method may hold parameters still that would be trained."""
+    return any(isinstance(t, Freezes) for t in term.terms)
+
+
+def private_entries(model: nn.Module, term: Chain) -> set[str]:
+    """Return the names of the model's entries that a method withholds."""
+    withholds = any(isinstance(t, Withholds) for t in term.terms)
+    return term.private(list(model.state_dict())) if withholds else set()
 
 
 @torch.no_grad()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from flwr.app import ConfigRecord, Context, Message, RecordDict
@@ -47,17 +48,33 @@ def client_app(
             f"client_app needs a function context -> NumPyClient, not {type(client_fn).__name__}"
         )
 
-    def checked(context: Context) -> Client:
-        client = client_fn(context)
-        if isinstance(client, NumPyClient):
-            return client.to_client()
-        if not isinstance(client, Client):
-            raise TypeError(
-                f"client_fn must return a NumPyClient or Client, not {type(client).__name__}"
-            )
-        return client
+    return _Around(client_fn, mods)
 
-    return ClientApp(checked, mods=[node_mod, *guarded(mods), numpyclient_mod])
+
+class _Around(ClientApp):
+    """The app of `client_app`; it can be pickled if its parts can."""
+
+    def __init__(
+        self, client_fn: Callable[[Context], NumPyClient | Client], mods: Sequence[Mod]
+    ) -> None:
+        def made(context: Context) -> NumPyClient | Client:
+            client = client_fn(context)
+            if not isinstance(client, NumPyClient | Client):
+                raise TypeError(
+                    f"client_fn must return a NumPyClient or Client, not {type(client).__name__}"
+                )
+            return client
+
+        def older(context: Context) -> Client:
+            client = made(context)
+            return client.to_client() if isinstance(client, NumPyClient) else client
+
+        self._parts = (client_fn, mods)
+        translated = partial(numpyclient_mod, made)
+        super().__init__(older, mods=[node_mod, *guarded(mods), translated])
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Around, self._parts
 
 
 class RegClientApp(ClientApp):

@@ -13,7 +13,7 @@ from flwr.client import Client, NumPyClient
 from flwr.common import Code, FitIns, FitRes, Parameters, Status
 from torch import nn
 
-from flwr_regs.chain import name_of
+from flwr_regs.chain import Chain, name_of
 from flwr_regs.client.batches import Batches, check_batches, label_counts, resolve_device
 from flwr_regs.client.classifier import find_classifier
 from flwr_regs.client.custody import Pins, check_custody, pinned
@@ -22,6 +22,7 @@ from flwr_regs.client.measures import Measures
 from flwr_regs.client.optimizer import KeptOptimizer, OptimizerFn
 from flwr_regs.client.personal import evaluate, trained_model
 from flwr_regs.client.received import Received, evaluated_term, seeded
+from flwr_regs.client.result import LocalResult
 from flwr_regs.client.saved import Folder, evaluated_state
 from flwr_regs.client.state import to_numpy
 from flwr_regs.client.task import LossFn, OutputFn, Task, uncompiled
@@ -29,11 +30,12 @@ from flwr_regs.client.training import local_round
 from flwr_regs.flower.refusal import unreadable
 from flwr_regs.term import NOT_NEGATIVE, SWITCH, Range, Term
 from flwr_regs.wire import keys
-from flwr_regs.wire.arrays import ForeignStrategy, ProtocolError
+from flwr_regs.wire.arrays import ForeignStrategy, NDArrays, ProtocolError
 from flwr_regs.wire.terms import check_classes
 from flwr_regs.wire.text import read_json
 
 NDArrayList = list[Any]
+_WHOLE = Range("a whole number of at least 0", lambda v: v >= 0, int)
 
 
 class RegClient(NumPyClient):
@@ -128,11 +130,8 @@ class RegClient(NumPyClient):
             if self.method is not None:
                 raise TypeError(f"{type(self).__name__} fixes its terms; use RegClient for others")
             self.terms = check_classes(terms, type(self).__name__)
-        who, whole = (
-            type(self).__name__,
-            Range("a whole number of at least 0", lambda v: v >= 0, int),
-        )
-        whole.check(who, "step_budget", step_budget, optional=True)
+        who = type(self).__name__
+        _WHOLE.check(who, "step_budget", step_budget, optional=True)
         NOT_NEGATIVE.check(who, "time_budget", time_budget, optional=True)
         SWITCH.check(who, "keep_optimizer", keep_optimizer)
         if classifier is not None or any("features" in t.needs for t in self.terms):
@@ -215,10 +214,7 @@ class RegClient(NumPyClient):
                 **vars(self._task),
                 **received.duration,
             )
-            model = uncompiled(self.model)
-            measures = Measures(model, self.train_data, self._task, device, self.classifier)
-            own = partial(trained_model, received.term, measures, result)
-            sent, metrics = received.reply(result, own)
+            sent, metrics = received.reply(result, partial(self._own_model, received.term, result))
         if received.term.coder("finish") is not None:
             metrics[keys.SENT_KEY] = json.dumps(list(sent))
         return list(sent.values()), result.num_examples, metrics
@@ -267,6 +263,12 @@ class RegClient(NumPyClient):
         return {
             keys.LABELS_KEY: json.dumps(label_counts(self._task.pairs(self.train_data)).tolist())
         }
+
+    def _own_model(self, term: Chain, result: LocalResult, **how: Any) -> NDArrays:
+        """Return this client's own model after a round."""
+        model, device = uncompiled(self.model), resolve_device(self.device)
+        measures = Measures(model, self.train_data, self._task, device, self.classifier)
+        return trained_model(term, measures, result, **how)
 
     @property
     def _task(self) -> Task:

@@ -1,6 +1,6 @@
-"""A Grid in one process: the ClientApp is called directly. No Ray, no servers.
+"""A Grid without Ray and without servers: the ClientApp is called here, or in worker processes.
 
-For tests, notebooks and debugging. Only this file uses flwr's private names.
+Only this file and workers.py use flwr's private names.
 """
 
 from __future__ import annotations
@@ -13,13 +13,12 @@ from flwr.app import Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid
 from flwr.supercore.run import Run
-from flwr.supercore.task_identity import TaskIdentity
 
-from flwr_regs.flower.node import failure
+from flwr_regs.flower.workers import Workers, identify, served
 
 
 class InProcessGrid(Grid):
-    """Serve `num_clients` clients from one ClientApp in this process, one message after another.
+    """Serve `num_clients` clients from one ClientApp, in this process or by some worker processes.
 
     Parameters
     ----------
@@ -29,11 +28,30 @@ class InProcessGrid(Grid):
         Clients get ``node_config`` ``partition-id`` 0 … num_clients − 1 and ``num-partitions``.
     run_config : mapping, optional
         ``context.run_config`` of every client.
+    workers : int
+        1: one message after another, in this process. More: that many processes, several clients at once.
+
+    Raises
+    ------
+    ValueError
+        `num_clients` or `workers` is less than 1.
+    TypeError
+        The app cannot be sent to a worker.
 
     Notes
     -----
     As on a real node, a client gets a copy of its message. If it raises, its reply is an error and its
-    ``Context.state`` stays as it was.
+    ``Context.state`` stays as it was. So does that of a client whose worker dies; another worker then
+    starts.
+
+    Workers give the bits of ``workers=1``, but for two things. What is drawn outside a round's own seed,
+    such as a new model's private entries in `client_fn`, then depends on torch's seed, the client and the
+    round. And the workers share torch's threads, on whose number its sums may depend:
+    ``torch.set_num_threads(1)`` before the run excludes that.
+
+    Each worker imports the app's modules, once, which takes some seconds. So a script must start the
+    training under ``if __name__ == "__main__":``. The workers end with the grid, with `close`, or with this
+    process.
 
     Examples
     --------
@@ -43,13 +61,19 @@ class InProcessGrid(Grid):
     replies_at_once = True  # no reply comes after the push
 
     def __init__(
-        self, client_app: ClientApp, num_clients: int, run_config: Mapping[str, Any] | None = None
+        self,
+        client_app: ClientApp,
+        num_clients: int,
+        run_config: Mapping[str, Any] | None = None,
+        *,
+        workers: int = 1,
     ) -> None:
         if num_clients < 1:
             raise ValueError(f"num_clients must be at least 1, not {num_clients}")
-        # Message() needs an identity, which flwr sets only in its own processes.
-        if TaskIdentity._run_id is None:
-            TaskIdentity.run_id = TaskIdentity.node_id = TaskIdentity.task_id = 1
+        if not isinstance(workers, int) or isinstance(workers, bool) or workers < 1:
+            raise ValueError(f"workers must be a whole number of at least 1, not {workers!r}")
+        identify()
+        self._workers = Workers(client_app, workers) if workers > 1 else None
         self._run = Run.create_empty(1)
         self._app = client_app
         self._replies: dict[str, Message] = {}
@@ -102,22 +126,24 @@ class InProcessGrid(Grid):
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         """Run the clients; their replies wait for `pull_messages`."""
-        ids = []
-        for message in messages:
-            message_id = str(uuid4())
-            message.metadata.__dict__["_message_id"] = message_id
-            ids.append(message_id)
-            context = self._contexts[message.metadata.dst_node_id]
-            before = RecordDict({k: r.copy() for k, r in context.state.items()})
-            message_type = message.metadata.message_type
-            message.content = RecordDict({k: r.copy() for k, r in message.content.items()})
-            try:
-                self._replies[message_id] = self._app(message, context)
-            except Exception as error:  # whatever an app that is not ours raises
-                context.state = before
-                message.metadata.message_type = message_type
-                self._replies[message_id] = failure(message, error)
-        return ids
+        if self._workers is None:
+            return [self._keep(m, self._served(m)) for m in map(_named, messages)]
+        sent = [_named(message) for message in messages]
+        replies = self._workers.run(sent, [self._contexts[m.metadata.dst_node_id] for m in sent])
+        return list(map(self._keep, sent, replies))
+
+    def _served(self, message: Message) -> Message:
+        message.content = RecordDict({k: r.copy() for k, r in message.content.items()})
+        return served(self._app, message, self._contexts[message.metadata.dst_node_id])
+
+    def _keep(self, message: Message, reply: Message) -> str:
+        self._replies[message.metadata.message_id] = reply
+        return message.metadata.message_id
+
+    def close(self) -> None:
+        """End the workers; a later message starts new ones."""
+        if self._workers is not None:
+            self._workers.close()
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
         """Return the replies to these messages."""
@@ -128,3 +154,8 @@ class InProcessGrid(Grid):
     ) -> Iterable[Message]:
         """Run the clients and return their replies, in the order of `messages`."""
         return self.pull_messages(self.push_messages(messages))
+
+
+def _named(message: Message) -> Message:
+    message.metadata.__dict__["_message_id"] = str(uuid4())
+    return message

@@ -48,21 +48,21 @@ def node_mod(message: Message, context: Context, call_next: ClientAppCallable) -
     if message_type == keys.IDENTIFY:
         return Message(identity_reply(context.node_config), reply_to=message)
     content = message.content
-    config = content.config_records.get(keys.CONFIG, ConfigRecord())
+    config = _config(content)
     try:
         _check_incoming(config, context)
     except ValueError as error:
         return failure(message, error)
     state = NodeState(context, config)
     if message_type == keys.PREFETCH:
-        state.keep_model(content.array_records[keys.ARRAYS])
+        state.keep_model(_arrays(content))
         return Message(RecordDict(), reply_to=message)
     kind = message_type.split(".")[0]
     if message_type != keys.PROBE and kind not in ("train", "evaluate"):
         return call_next(message, context)
     asked = bool(config.get(keys.ASK_KEY))
     if keys.HALVES_KEY in config:
-        in_full = from_half(from_record(content.array_records[keys.ARRAYS]), config)
+        in_full = from_half(from_record(_arrays(content)), config)
         content[keys.ARRAYS] = to_record(in_full)
         del config[keys.HALVES_KEY]
     older = any(key.startswith(("fitins.", "evaluateins.")) for key in content)
@@ -127,7 +127,7 @@ def _served(
     if config.get(keys.DOWNLINK_KEY) in KINDS:
         # Before the user's mods run, which must see a model and not a step.
         base = state.model(config[keys.BASE_ROUND_KEY])
-        rebuilt, step = model_from(config, from_record(content.array_records[keys.ARRAYS]), base)
+        rebuilt, step = model_from(config, from_record(_arrays(content)), base)
         content[keys.ARRAYS] = to_record(rebuilt)
         if step is not None:
             content[keys.STEP_KEY] = to_record(step)
@@ -142,26 +142,29 @@ def _served(
             wanted |= {f"{t}.{end}" for t in personal.split(",") for end in ends}
             wanted.add(keys.PENDING_KEY)
         slots = {name: record for name, record in slots.items() if name in wanted}
-    for name in list(content.array_records):
+    arrays = content.array_records
+    model = arrays.get(keys.ARRAYS)
+    for name in list(arrays):
         if name.endswith(".broadcast") or name == keys.STEP_KEY:
-            slots[name] = content.array_records.pop(name)
-    if keys.FROZEN in content.array_records:
-        state.keep_frozen(content.array_records.pop(keys.FROZEN))
+            slots[name] = arrays.pop(name)
+    if keys.FROZEN in arrays:
+        state.keep_frozen(arrays.pop(keys.FROZEN))
     packed = {name: pack(from_record(record)) for name, record in slots.items()}
     if (frozen := state.frozen) is not None:
         packed[keys.FROZEN_KEPT_KEY] = pack(from_record(frozen))
-    mine: dict[str, Any] = {}
+    inside = config.copy()
     if keys.START_KEY in config:  # an evaluation too may need what this client saved
-        mine[keys.CLIENT_KEY] = int(context.node_config.get("partition-id", context.node_id))
-    content[keys.CONFIG] = ConfigRecord({**mine, **config, **packed, **state.known})
-    model = content.array_records.get(keys.ARRAYS)
+        mine = int(context.node_config.get("partition-id", context.node_id))
+        inside.setdefault(keys.CLIENT_KEY, mine)
+    inside.update({**packed, **state.known})
+    content[keys.CONFIG] = inside
 
     reply = call_next(message, context)
     if reply.has_error() or kind == "evaluate":
         return reply
-    entries = reply.content.config_records.get(keys.CONFIG, ConfigRecord())
-    if keys.HALF_KEY in config and keys.ARRAYS in reply.content.array_records:
-        fitted = from_record(reply.content.array_records[keys.ARRAYS])
+    entries = _config(reply.content)
+    if keys.HALF_KEY in config and keys.ARRAYS in reply.content:
+        fitted = from_record(_arrays(reply.content))
         halved, marks = to_half(fitted, str(config[keys.HALF_KEY]))
         reply.content[keys.ARRAYS] = to_record(halved)
         entries[keys.HALVES_KEY] = marks[keys.HALVES_KEY]
@@ -181,6 +184,15 @@ def _served(
     if config.get(keys.KEEP_KEY) and model is not None:
         state.keep_model(model)
     return reply
+
+
+def _config(content: RecordDict) -> ConfigRecord:
+    found = content.get(keys.CONFIG)
+    return found if isinstance(found, ConfigRecord) else ConfigRecord()
+
+
+def _arrays(content: RecordDict) -> ArrayRecord:
+    return content.array_records[keys.ARRAYS]
 
 
 class NodeState:

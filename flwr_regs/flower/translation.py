@@ -6,23 +6,36 @@ Loaded in every ClientApp process, before the user's `client_fn` runs: no torch 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.client import Client, NumPyClient
+from flwr.clientapp import ClientApp
 from flwr.clientapp.typing import ClientAppCallable
 from flwr.common.constant import MessageTypeLegacy
 
 from flwr_regs.wire import keys
-from flwr_regs.wire.arrays import ForeignStrategy, ProtocolError
-from flwr_regs.wire.records import read_entry, relabelled, sorted_entries
+from flwr_regs.wire.arrays import ForeignStrategy, NDArrays, ProtocolError
+from flwr_regs.wire.records import read_entry, relabelled, sorted_entries, to_record
 from flwr_regs.wire.text import read_json
 
 _OLDER = "it comes from an older server: wrap its strategy in flwr_regs.LegacyStrategy"
+Make = Callable[[Context], NumPyClient | Client]
+Called = tuple[list[Array], dict[str, Any], Mapping[str, Any]]
+"""The arrays that a client returned, what it measured, and its metrics."""
+_METHODS = {"train": "fit", "evaluate": "evaluate"}
 _LEGACY = {"train": ("fitins", "fitres"), "evaluate": ("evaluateins", "evaluateres")}
 
 
-def numpyclient_mod(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
-    """Translate a train or evaluate message for a NumPyClient, and its reply back."""
+def numpyclient_mod(
+    make: Make, message: Message, context: Context, call_next: ClientAppCallable
+) -> Message:
+    """Translate a train or evaluate message for the client that `make` returns, and its reply back.
+
+    A NumPyClient is called here. Flower's own way to it, which writes and reads every array once more, is
+    for other clients, and for one that says itself how it is called (`to_client`).
+    """
     message_type = message.metadata.message_type
     if message_type == keys.LABELS:
         return _label_counts(message, context, call_next)
@@ -31,58 +44,109 @@ def numpyclient_mod(message: Message, context: Context, call_next: ClientAppCall
         older = message_type in (MessageTypeLegacy.GET_PARAMETERS, MessageTypeLegacy.GET_PROPERTIES)
         hint = f"; {_OLDER}" if older else ""
         raise ProtocolError(f"a NumPyClient can train and evaluate, not '{message_type}'{hint}")
-    ins, res = _LEGACY[kind]
-    if keys.ARRAYS not in message.content.array_records:
-        why = f"the {kind} message holds no ArrayRecord '{keys.ARRAYS}', only {sorted(message.content)}"
-        if any(key.startswith(f"{ins}.") for key in message.content):
+    arrays, config = _checked(message.content, kind)
+    client = make(context)
+    if _is_plain(client, kind):
+        fitted, measured, given = _called(client, kind, arrays, config)
+    else:
+        fitted, measured, given = _called_by_flower(client, kind, message, context, config)
+    records, numbers, texts = sorted_entries(given)
+    if message_type != keys.PROBE and kind == "train":  # after a probe, no model goes back
+        sent = read_json(texts.pop(keys.SENT_KEY)) if keys.SENT_KEY in texts else list(arrays)
+        if sent and len(fitted) != len(sent):
+            raise ProtocolError(
+                f"fit returned {len(fitted)} arrays, but {len(sent)} names for them: {sent}"
+            )
+        named = zip(sent, fitted, strict=False)
+        records[keys.ARRAYS] = ArrayRecord({name: relabelled(name, a) for name, a in named})
+    # n_k is fit's second value, even if its metrics hold another
+    records[keys.METRICS] = MetricRecord({**numbers, **measured})
+    if texts:
+        records[keys.CONFIG] = ConfigRecord(texts)
+    return Message(RecordDict(records), reply_to=message)
+
+
+def _checked(content: RecordDict, kind: str) -> tuple[NDArrays, dict[str, Any]]:
+    """Return (the model's arrays as views of their bytes, the config with their names)."""
+    record, entries = content.get(keys.ARRAYS), content.get(keys.CONFIG)
+    if not isinstance(record, ArrayRecord):
+        why = f"the {kind} message holds no ArrayRecord '{keys.ARRAYS}', only {sorted(content)}"
+        if any(key.startswith(f"{_LEGACY[kind][0]}.") for key in content):
             why += f"; {_OLDER}"
         raise ForeignStrategy(why)
-    arrays = message.content.array_records[keys.ARRAYS]
-    names = list(arrays)
-    for name, array in arrays.items():  # Flower's own reader would take a zip file, too
-        read_entry(name, array)
-    config = ConfigRecord({**message.content.config_records.get(keys.CONFIG, {})})
+    # Flower's own reader would take a zip file, too
+    arrays = {n: read_entry(n, a) for n, a in record.items()}
+    config: dict[str, Any] = dict(entries.items()) if isinstance(entries, ConfigRecord) else {}
     if lists := sorted(key for key, value in config.items() if isinstance(value, list)):
         raise ProtocolError(
             f"the config holds lists in {lists}, which Flower gives no NumPyClient: send text, such as "
             "json.dumps(...)"
         )
-    config[keys.NAMES_KEY] = json.dumps(names)
-    message.content = RecordDict({f"{ins}.parameters": arrays, f"{ins}.config": config})
-    message.metadata.message_type = kind
-    reply = call_next(message, context)
-    reply.metadata.message_type = message_type
-    content = reply.content
+    config[keys.NAMES_KEY] = json.dumps(list(arrays))
+    return arrays, config
+
+
+def _is_plain(client: NumPyClient | Client, kind: str) -> bool:
+    """Whether Flower would call this client's `fit` or `evaluate` and nothing else."""
+    method, home = _METHODS[kind], type(client).to_client.__module__
+    return (
+        isinstance(client, NumPyClient)
+        and getattr(type(client), method) is not getattr(NumPyClient, method)
+        and home.startswith(("flwr.", "flwr_regs."))
+    )
+
+
+def _called(client: Any, kind: str, arrays: NDArrays, config: dict[str, Any]) -> Called:
+    """Call a NumPyClient; raise TypeError as Flower does if it returns something else."""
+    method, first = _METHODS[kind], list if kind == "train" else float
+    result = getattr(client, method)([a.copy(order="K") for a in arrays.values()], config)
+    kinds = (first, int, dict)
+    if len(result) != 3 or not all(map(isinstance, result, kinds)):
+        raise TypeError(
+            f"NumPyClient.{method} must return ({', '.join(k.__name__ for k in kinds)}), not "
+            f"({', '.join(type(value).__name__ for value in result)})"
+        )
+    value, examples, given = result
+    if kind == "train":
+        written = to_record({str(i): a for i, a in enumerate(value)})
+        return list(written.values()), {"num-examples": examples}, given
+    return [], {"num-examples": examples, "loss": value}, given
+
+
+def _called_by_flower(
+    client: NumPyClient | Client,
+    kind: str,
+    message: Message,
+    context: Context,
+    config: dict[str, Any],
+) -> Called:
+    """Call a client of any kind as Flower does; raise RuntimeError if it says that it failed."""
+
+    def given(context: Context) -> Client:
+        return client.to_client() if isinstance(client, NumPyClient) else client
+
+    (ins, res), message_type, whole = _LEGACY[kind], message.metadata.message_type, message.content
+    parameters = whole.array_records[keys.ARRAYS]
+    older: dict[str, Any] = {
+        f"{ins}.parameters": parameters,
+        f"{ins}.config": ConfigRecord(config),
+    }
+    message.content, message.metadata.message_type = RecordDict(older), kind
+    try:
+        content = ClientApp(given)(message, context).content
+    finally:
+        message.content, message.metadata.message_type = whole, message_type
     status = content.config_records[f"{res}.status"]
     if status["code"] != 0:
         raise RuntimeError(f"the client's {kind} failed: {status['message']!r}")
-
-    given = content.config_records[f"{res}.metrics"]
-    if keys.REFUSED_KEY in given:
-        raise ForeignStrategy(str(given[keys.REFUSED_KEY]))
-    metrics: dict[str, Any] = dict(content.metric_records[f"{res}.num_examples"])
-    metrics["num-examples"] = metrics.pop("num_examples")
-    records, numbers, texts = sorted_entries(given)
-    metrics = {**numbers, **metrics}  # n_k is fit's second value, even if its metrics hold another
-    if message_type == keys.PROBE:
-        pass  # no model goes back
-    elif kind == "train":
-        fitted = content.array_records[f"{res}.parameters"]
-        sent = read_json(texts.pop(keys.SENT_KEY)) if keys.SENT_KEY in texts else names
-        if sent and len(fitted) != len(sent):  # without arrays Flower adds a placeholder
-            raise ProtocolError(
-                f"fit returned {len(fitted)} arrays, but {len(sent)} names for them: {sent}"
-            )
-        records[keys.ARRAYS] = ArrayRecord(
-            {name: relabelled(name, a) for name, a in zip(sent, fitted.values(), strict=False)}
-        )
-    else:
-        metrics["loss"] = content.metric_records[f"{res}.loss"]["loss"]
-    records[keys.METRICS] = MetricRecord(metrics)
-    if texts:
-        records[keys.CONFIG] = ConfigRecord(texts)
-    reply.content = RecordDict(records)
-    return reply
+    entries = content.config_records[f"{res}.metrics"]
+    if keys.REFUSED_KEY in entries:
+        raise ForeignStrategy(str(entries[keys.REFUSED_KEY]))
+    measured = {"num-examples": content.metric_records[f"{res}.num_examples"]["num_examples"]}
+    if kind == "train":
+        fitted = content.array_records[f"{res}.parameters"]  # without arrays, Flower's placeholder
+        return list(fitted.values()), measured, entries
+    return [], measured | {"loss": content.metric_records[f"{res}.loss"]["loss"]}, entries
 
 
 def _label_counts(message: Message, context: Context, call_next: ClientAppCallable) -> Message:

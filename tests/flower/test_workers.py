@@ -1,0 +1,263 @@
+"""InProcessGrid with workers: the same bits as without, whatever the method, and whatever a client does."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
+from flwr.client import NumPyClient
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import flwr_regs as fr
+from flwr_regs import InProcessGrid, client_app
+from flwr_regs.flower import workers
+from flwr_regs.flower.node import failure
+from tests.conftest import ROOT
+from tests.federation import until
+
+CLIENTS = 4
+METHODS: dict[str, dict[str, Any]] = {
+    "FedAvg": {},
+    "SCAFFOLD": {},
+    "EFL": {"lam": 0.1},
+    "FedADC": {},
+    "Ditto": {"lam": 0.1},
+    "RFedAvgPlus": {"lam": 0.1},
+    "FedBN": {},
+}
+
+
+def make_model() -> nn.Sequential:
+    """A model that draws (dropout) and has buffers (BatchNorm)."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        layers = (nn.Linear(5, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.3), nn.Linear(8, 3))
+        return nn.Sequential(*layers)
+
+
+class Counting(NumPyClient):
+    """Counts its calls in the client's state."""
+
+    def __init__(self, context: Context) -> None:
+        self.state = context.state
+
+    def fit(self, parameters: Any, config: Any) -> Any:
+        n = int(self.state["n"]["n"]) + 1 if "n" in self.state else 1  # type: ignore[arg-type]
+        self.state["n"] = ConfigRecord({"n": n})
+        return parameters, 1, {"calls": n, "pid": os.getpid()}
+
+
+def client_fn(context: Context) -> NumPyClient:
+    """A client of the method that the run config names; it fails as that says."""
+    pid, config = int(context.node_config["partition-id"]), context.run_config
+    if config["method"] == "counting":
+        return Counting(context)
+    draw = torch.Generator().manual_seed(pid)
+    x, y = torch.randn(20, 5, generator=draw), torch.randint(0, 3, (20,), generator=draw)
+    data, test = (
+        DataLoader(TensorDataset(x, y), 5, shuffle=True),
+        DataLoader(TensorDataset(x, y), 5),
+    )
+    if pid == 1 and config.get("raises"):
+        raise OSError("no disk here")
+    if pid == 2 and "dies" in config and Path(str(config["dies"])).exists():
+        Path(str(config["dies"])).unlink()
+        os.kill(os.getpid(), signal.SIGKILL)
+    kind = getattr(fr, str(config["method"]) + "Client")
+    return kind(make_model(), data, test, device="cpu")  # type: ignore[no-any-return]
+
+
+def a_grid(number: int) -> InProcessGrid:
+    return InProcessGrid(client_app(client_fn), CLIENTS, {"method": "FedAvg"}, workers=number)
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[tuple[InProcessGrid, InProcessGrid]]:
+    """Grids without and with workers, for all trainings: each has its own part of the clients' states."""
+    grids = a_grid(1), a_grid(2)
+    yield grids
+    grids[1].close()
+
+
+def pool(grid: InProcessGrid) -> list[Any]:
+    assert grid._workers is not None
+    return list(grid._workers._running.values())
+
+
+def train(grid: InProcessGrid, method: str, rounds: int = 2, **settings: Any) -> Any:
+    """Train with the clients' run config changed; return the result."""
+    config = {"method": method, **settings.pop("clients", {})}
+    for context in grid._contexts.values():
+        context.run_config = config
+    resumed = {k: settings.pop(k) for k in ("resume_from",) if k in settings}
+    strategy = getattr(fr, method)(seed=3, **METHODS[method], **settings)
+    return strategy.start(
+        grid=grid,
+        initial_arrays=ArrayRecord(make_model().state_dict()),
+        num_rounds=rounds,
+        train_config=ConfigRecord({"lr": 0.1, "local-epochs": 1}),
+        **resumed,
+    )
+
+
+def bits(result: Any, grid: InProcessGrid) -> Any:
+    """The model, the metrics of each round, and all that clients keep; states of other trainings too."""
+    metrics = [dict(r) for r in result.train_metrics_clientapp.values()]
+    metrics += [dict(r) for r in result.evaluate_metrics_clientapp.values()]
+    kept = [
+        {key.split(".")[-1]: dict(record) for key, record in state.items()}
+        for state in grid.snapshot().values()
+    ]
+    return {n: a.data for n, a in result.arrays.items()}, metrics, kept
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_workers_give_the_same_bits(method: str, pair: tuple[InProcessGrid, ...]) -> None:
+    one, two = (bits(train(grid, method), grid) for grid in pair)
+    assert one == two
+    assert len(pool(pair[1])) == 2
+
+
+def test_an_interrupted_run_ends_the_workers_and_is_resumed_with_the_same_bits(
+    pair: tuple[InProcessGrid, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = train(pair[0], "SCAFFOLD", 3)
+    train(pair[1], "SCAFFOLD", 2, checkpoint_dir=tmp_path)
+    old = pool(pair[1])
+
+    def interrupted(connections: Any) -> Any:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(workers, "wait", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            messages_to(pair[1], [3])
+    assert len(old) == 2
+    assert not pool(pair[1])
+    assert not any(p.is_alive() for p in old)
+    resumed = train(pair[1], "SCAFFOLD", 3, checkpoint_dir=tmp_path, resume_from=tmp_path)
+    assert bits(whole, pair[0])[:2] == bits(resumed, pair[1])[:2]
+
+
+def test_a_client_that_raises_has_the_error_that_it_has_without_workers(
+    pair: tuple[InProcessGrid, ...],
+) -> None:
+    failing: dict[str, Any] = {"clients": {"raises": True}, "fraction_evaluate": 0.0}
+    one, two = (train(grid, "SCAFFOLD", **failing) for grid in pair)
+    assert bits(one, pair[0])[:2] == bits(two, pair[1])[:2]
+    errors = [list(messages_to(grid, [1], **failing["clients"])) for grid in pair]
+    assert errors[0][0].error.reason == errors[1][0].error.reason
+    assert "no disk here" in str(errors[1][0].error.reason)
+
+
+def messages_to(grid: InProcessGrid, pids: list[int], **config: Any) -> list[Message]:
+    """Send each client a train message of FedAvg as other strategies have it; return the replies."""
+    for context in grid._contexts.values():
+        context.run_config = {"method": "counting", **config}
+    if config:
+        for context in grid._contexts.values():
+            context.run_config["method"] = "FedAvg"
+    nodes = list(grid.get_node_ids())
+    arrays = ArrayRecord(make_model().state_dict())
+    content = RecordDict({"arrays": arrays, "config": ConfigRecord({"server-round": 1})})
+    sent = [grid.create_message(content, "train", nodes[pid], "1") for pid in pids]
+    return list(grid.send_and_receive(sent))
+
+
+def test_messages_to_one_client_are_served_in_their_order(pair: tuple[InProcessGrid, ...]) -> None:
+    replies = messages_to(pair[1], [0, 0, 1, 0, 1])
+    metrics = [reply.content["metrics"] for reply in replies]
+    assert [m["calls"] for m in metrics] == [1, 2, 1, 3, 2]
+    assert os.getpid() not in {m["pid"] for m in metrics}
+
+
+def test_a_killed_worker_costs_one_reply(
+    pair: tuple[InProcessGrid, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flag, said = tmp_path / "die", list[str]()
+    flag.touch()
+
+    def failing(message: Message, error: Exception) -> Message:
+        said.append(str(error))
+        return failure(message, error)
+
+    monkeypatch.setattr(workers, "failure", failing)
+    result = train(pair[1], "SCAFFOLD", clients={"dies": str(flag)}, fraction_evaluate=0.0)
+    assert said == ["the process of client 2 ended with exit code -9 (SIGKILL)"]
+    assert len(result.train_metrics_clientapp) == 2
+    assert [p.is_alive() for p in pool(pair[1])] == [True, True]
+    assert messages_to(pair[1], [2])[0].content["metrics"]["calls"] == 1
+
+
+def test_an_app_that_cannot_be_sent_is_refused_with_the_remedy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    app = client_app(lambda context: Counting(context))
+    monkeypatch.setattr(workers, "pickler", pickle)
+    with pytest.raises(
+        TypeError, match=r"workers=2: this app cannot be sent .* stands in a module"
+    ):
+        InProcessGrid(app, 3, workers=2)
+    InProcessGrid(app, 3, workers=1)
+    InProcessGrid(client_app(client_fn), 3, workers=2)
+
+
+def test_an_inner_function_is_sent_with_cloudpickle() -> None:
+    cloudpickle = pytest.importorskip("cloudpickle")
+    held = torch.arange(3)
+    app = client_app(lambda context: Counting(context) if len(held) else None)  # type: ignore[arg-type, return-value]
+    assert isinstance(pickle.loads(cloudpickle.dumps(app)), type(app))
+
+
+@pytest.mark.parametrize("number", [0, -1, 1.5, True, "2"])
+def test_a_wrong_number_of_workers_is_refused(number: Any) -> None:
+    with pytest.raises(ValueError, match="workers must be a whole number of at least 1, not"):
+        InProcessGrid(client_app(client_fn), 3, workers=number)
+
+
+SCRIPT = """
+from tests.flower.test_workers import a_grid, messages_to, pool
+if __name__ == "__main__":
+    grid = a_grid(2)
+    messages_to(grid, [0, 1])
+    print(*(p.pid for p in pool(grid)), flush=True)
+    {end}
+"""
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        "pass",
+        pytest.param("import os; os.kill(os.getpid(), 9)", id="killed", marks=pytest.mark.full),
+    ],
+)
+def test_no_worker_outlives_the_grids_process(end: str, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT.format(end=end))
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
+    ran = subprocess.run(
+        [sys.executable, script], capture_output=True, text=True, env=environment, timeout=200
+    )
+    assert ran.returncode == (0 if end == "pass" else -9), ran.stderr
+    pids = [int(pid) for pid in ran.stdout.split()]
+    assert len(pids) == 2
+    until("the workers are gone", lambda: not any(map(alive, pids)), 30)
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs; one that has ended, but was not waited for, does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
