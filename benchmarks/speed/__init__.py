@@ -1,4 +1,4 @@
-"""How fast the package is: each file measures one thing, `report` writes docs/performance.md from the results.
+"""How fast the package is: each file measures one thing, `report` writes docs/performance.md.
 
 ``python -m benchmarks.speed measure`` takes all measurements, ``measure step clients`` only these; each is
 kept in ``docs/studies/speed.json`` when it is done. ``python -m benchmarks.speed report`` writes the tables

@@ -1,4 +1,4 @@
-"""Aggregation: from the replies to the new model, against Flower's FedAvg on the same replies; time and memory."""
+"""Aggregation: from replies to the new model, against Flower's FedAvg on the same; time and memory."""
 
 from __future__ import annotations
 

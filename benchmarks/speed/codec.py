@@ -1,4 +1,4 @@
-"""Bytes and codec: what a model of a million parameters takes on the wire, and how long it takes to code."""
+"""Bytes and codec: what a million parameters take on the wire, and how long they take to code."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""pfl-research's FedAvg on the small job, with torch: seconds of each round. Runs in pfl's own environment."""
+"""pfl-research's FedAvg on the small job: seconds of each round. Runs in pfl's own environment."""
 
 from __future__ import annotations
 
 import time
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -87,5 +88,4 @@ def drive(task: dict[str, Any]) -> dict[str, Any]:
         ),
         callbacks=[Record()],
     )
-    pairs = zip(stamps, stamps[1:], strict=False)
-    return {"models": [{"seconds": np.array(b - a)} for a, b in pairs]}
+    return {"models": [{"seconds": np.array(b - a)} for a, b in pairwise(stamps)]}

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import lru_cache, partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -42,7 +43,7 @@ def perceptron(*widths: int) -> nn.Sequential:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         layers: list[nn.Module] = []
-        for before, after in zip(widths, widths[1:], strict=False):
+        for before, after in pairwise(widths):
             layers += [nn.Linear(before, after), nn.ReLU()]
     return nn.Sequential(*layers[:-1])
 
@@ -119,7 +120,7 @@ def rounds(
     strategy.start(
         grid, ArrayRecord(model.state_dict()), number, train_config=config or train_config()
     )
-    return [b - a for a, b in zip(stamps, stamps[1:], strict=False)]
+    return [b - a for a, b in pairwise(stamps)]
 
 
 def side(method: str, grid: Grid, counted: int = 1) -> Callable[[], float]:

@@ -1,7 +1,7 @@
 """Flower's Ray simulation: clients a second, and resident memory over 100 rounds.
 
-``python -m benchmarks.speed.simulation SIDE CLIENTS ROUNDS FILE`` is one run, which `measure` starts under a
-keeper: it ends Ray's processes whatever happens, and is the parent of all whose memory counts.
+``python -m benchmarks.speed.simulation SIDE CLIENTS ROUNDS FILE`` is one run. `measure` starts it under a
+keeper, which ends Ray's processes whatever happens, and is the parent of all whose memory counts.
 """
 
 from __future__ import annotations

@@ -41,7 +41,10 @@ def measure(effort: Effort) -> list[Row]:
         make, shape, batch, steps = MODELS[name]
         steps = 2 if effort.quick else steps
         if effort.quick and name != "MLP 64-64-10":
-            make, shape = partial(jobs.perceptron, 8, 8, 10), (8,)
+            make, shape = (
+                partial(jobs.perceptron, 8, 8, 10),
+                (8,),
+            )  # its rows are named as the models
         say(f"step: {name}, threads: {threads_}")
         data = [jobs.examples(batch, *shape, seed=i) for i in range(steps + 1)]
         with threads(threads_):

@@ -148,6 +148,10 @@ def _version(package: str) -> str:
 
 
 def _commit() -> str:
-    command = ["git", "describe", "--always", "--dirty", "--exclude=*"]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    return run.stdout.strip() or "unknown"
+    """Return the last commit that changed the package, and whether it was changed since."""
+    found = []
+    for words in (["log", "-1", "--format=%h"], ["status", "--porcelain"]):
+        command = ["git", *words, "--", "flwr_regs"]
+        run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+        found.append(run.stdout.strip())
+    return (found[0] or "unknown") + ", changed" * bool(found[1])
