@@ -18,8 +18,8 @@ from benchmarks.speed import report
 from benchmarks.speed.timing import QUICK, Effort, Row, machine, say
 
 PARTS = {
-    "step": ("step", Effort(seconds=20.0, least=5)),
-    "clients": ("clients", Effort(seconds=90.0, least=5)),
+    "step": ("step", Effort(seconds=10.0, least=5)),
+    "clients": ("clients", Effort(seconds=80.0, least=5)),
     "aggregation": ("aggregation", Effort(seconds=30.0, least=3)),
     "codec": ("codec", Effort(seconds=5.0, least=5)),
     "growth": ("growth", Effort()),

@@ -98,30 +98,36 @@ class Flowers:
 
 def measure(effort: Effort) -> list[Row]:
     """Return a row for each size and strategy."""
+    if effort.quick:
+        return _measure(effort, 4, 500, True)
+    return [
+        row
+        for at, (number, parameters) in enumerate(SIZES)
+        for row in _measure(effort, number, parameters, at == 0)
+    ]
+
+
+def _measure(effort: Effort, number: int, parameters: int, every: bool) -> list[Row]:
+    """Return the rows of one size; what it holds is gone when it returns."""
+    model = jobs.wide(parameters)
+    say(f"aggregation: {number} x {jobs.count(model):,} parameters")
+    sides: dict[str, Any] = {"Flower": Flowers(model, number)}
+    for name, build, is_canned in _strategies(every):
+        sides[name] = Replies(build, model, number, is_canned)
+    found = interleaved({n: s.seconds for n, s in sides.items()}, effort, "aggregation")
     rows = []
-    for at, (number, parameters) in enumerate(SIZES):
-        if effort.quick:
-            number, parameters = 4, 500
-        model = jobs.wide(parameters)
-        say(f"aggregation: {number} x {jobs.count(model):,} parameters")
-        sides: dict[str, Any] = {"Flower": Flowers(model, number)}
-        for name, build, is_canned in _strategies(at == 0):
-            sides[name] = Replies(build, model, number, is_canned)
-        found = interleaved({n: s.seconds for n, s in sides.items()}, effort, "aggregation")
-        for name, side in sides.items():
-            say(f"  memory: {name}")
-            rows.append(
-                {
-                    "clients": number,
-                    "parameters": jobs.count(model),
-                    "side": name,
-                    "seconds": spread(found[name]),
-                    "ratio": ratios(found[name], found["Flower"]),
-                    "models": float(f"{side.models_of_memory():.3g}"),
-                }
-            )
-        sides.clear()
-        gc.collect()
+    for name, side in sides.items():
+        say(f"  memory: {name}")
+        rows.append(
+            {
+                "clients": number,
+                "parameters": jobs.count(model),
+                "side": name,
+                "seconds": spread(found[name]),
+                "ratio": ratios(found[name], found["Flower"]),
+                "models": float(f"{side.models_of_memory():.3g}"),
+            }
+        )
     return rows
 
 

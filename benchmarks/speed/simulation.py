@@ -127,7 +127,10 @@ def run(side: str, clients: int, rounds: int, out: Path) -> None:
         server,
         apps[side],
         clients,
-        backend_config={"client_resources": {"num_cpus": 1}, "init_args": {"num_cpus": cores}},
+        backend_config={
+            "client_resources": {"num_cpus": 1},
+            "init_args": {"address": "local", "num_cpus": cores},  # never a cluster that runs
+        },
     )
     found = {"seconds": seconds, "memory": memory, "actors": cores}
     out.write_text(json.dumps(found))
