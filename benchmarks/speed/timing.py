@@ -41,6 +41,8 @@ class Effort:
     quick: bool = False
 
 
+LONG = 3
+"""Turns end after so many times the seconds that they may take, even if there were fewer than the least."""
 QUICK = Effort(seconds=0.0, least=2, quick=True)
 
 
@@ -61,6 +63,8 @@ def interleaved(
     found: dict[str, list[float]] = {name: [] for name in sides}
     names, began, turn = list(sides), time.monotonic(), 0
     while turn < effort.least or time.monotonic() - began < effort.seconds:
+        if effort.seconds and turn >= 2 and time.monotonic() - began > LONG * effort.seconds:
+            break  # a slow machine: fewer turns, rather than hours
         at = turn % len(names)
         for name in names[at:] + names[:at]:
             found[name].append(sides[name]())
@@ -104,8 +108,17 @@ def threads(count: int) -> Iterator[None]:
 
 
 def thread_counts(effort: Effort) -> tuple[int, ...]:
-    """Return the numbers of threads to measure with: one, and two where there are two cores."""
-    return (1,) if effort.quick or (os.cpu_count() or 1) < 2 else (1, 2)
+    """Return the numbers of threads to measure with: one, and two where two cores are free.
+
+    torch's threads wait for each other in busy loops: where others use the cores, a step takes seconds.
+    """
+    cores = os.cpu_count() or 1
+    if effort.quick or cores < 2:
+        return (1,)
+    if (load := os.getloadavg()[0]) > cores + 1:
+        say(f"the load is {load:.1f} on {cores} cores: two threads are not measured")
+        return (1,)
+    return (1, 2)
 
 
 def machine() -> dict[str, Any]:
