@@ -25,6 +25,7 @@ PARTS = {
     "growth": ("growth", Effort()),
     "ray": ("simulation", Effort()),
     "peers": ("peers", Effort()),
+    "profile": ("profiles", Effort()),
 }
 """Name -> the file that measures it, and how long its sides take turns."""
 

@@ -37,6 +37,7 @@ def tables(found: Found) -> dict[str, str]:
         "growth": _merged(found, "growth", ("what", "grid", "size", "clients"), SECONDS),
         "ray": _merged(found, "ray", ("side", "clients", "rounds"), SIMULATED),
         "peers": _merged(found, "peers", ("side",), PEERS),
+        "profile": _profile(found),
         "machine": _machine(found),
     }
 
@@ -117,6 +118,22 @@ def _codec(found: Found) -> str:
         ("decode, ms", lambda r: _range(r["decode-seconds"], 1000)),
     )
     return _merged(found, "codec", ("side", "parameters"), columns)
+
+
+def _profile(found: Found) -> str:
+    """Return the latest profile: the functions that take most, of each round."""
+    rows = rows_of(found, TAGS[1], "profile") or rows_of(found, TAGS[0], "profile")
+    lines = [
+        [
+            r["what"],
+            f"`{r['function']}`".replace("|", "\\|"),
+            f"{r['calls']:,}",
+            _number(r["share"]),
+        ]
+        for r in rows
+    ]
+    head = ["round", "function", "calls", "own time, %"]
+    return table(head, lines) if lines else f"*{MISSING}*"
 
 
 def _targets(found: Found) -> str:
