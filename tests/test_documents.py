@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from flwr_regs.experiments import cli, commands
+from flwr_regs.experiments import cli, commands, resources
 from flwr_regs.experiments.engine import Plan
 from flwr_regs.experiments.tuning import Bench
 from tests.conftest import ROOT
@@ -115,6 +115,7 @@ def test_each_command_of_the_documents_is_accepted(
         Bench, "chosen", lambda b, _: {row: b.trials_of(m)[0] for row, m in b.labels.items()}
     )
     monkeypatch.setattr(Bench, "results", lambda *_: Nothing)
+    monkeypatch.setattr(resources, "measure", lambda _: resources.Taken(1.0, 1))
     for folder in ("DIR", "/data"):
         command = command.replace(f"data-dir={folder}", f"data-dir={tmp_path}")
     line = shlex.split(command, comments=True)[1:]

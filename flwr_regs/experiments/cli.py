@@ -140,6 +140,14 @@ def _parser() -> argparse.ArgumentParser:
     )
     again.add_argument("--workers", type=int, default=1, help="runs at a time (1)")
     again.add_argument("settings", nargs="*", metavar="data-dir=...", help="where files are here")
+    taken = command(
+        "resources",
+        commands.resources,
+        "train one client, and say what to give each client in Ray",
+        EPILOG,
+    )
+    taken.add_argument("--app", type=Path, help=argparse.SUPPRESS)
+    taken.add_argument("settings", nargs="*", metavar="key=value", help="such as model=cnn")
     plot = command("plot", _plot, "draw results again, or a partition's labels", EPILOG)
     plot.add_argument("what", help="a results' folder, or the word partition")
     plot.add_argument("settings", nargs="*", metavar="key=value", help="of the partition")

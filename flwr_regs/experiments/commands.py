@@ -1,4 +1,4 @@
-"""What ``flwr-regs run``, ``sweep``, ``compare``, ``bench`` and ``reproduce`` do."""
+"""What ``flwr-regs run``, ``sweep``, ``compare``, ``bench``, ``reproduce`` and ``resources`` do."""
 
 from __future__ import annotations
 
@@ -48,6 +48,14 @@ def run(args: argparse.Namespace) -> int:
     with locked(folder), _keeping(folder, args.command):
         _train(plan, folder, args.workers, runner, getattr(args, "gpus_per_client", 0.0))
         return _report(plan.results(folder), folder, plan)
+
+
+def resources(args: argparse.Namespace) -> int:
+    """Train one client, and print what it takes."""
+    from flwr_regs.experiments.resources import measure
+
+    print(measure(job_of(args, [])).text())
+    return 0
 
 
 def bench(args: argparse.Namespace) -> int:

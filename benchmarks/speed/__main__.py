@@ -1,0 +1,97 @@
+"""``python -m benchmarks.speed measure|report``: see the package."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.speed import report
+from benchmarks.speed.timing import QUICK, Effort, Row, machine, say
+
+PARTS = {
+    "step": ("step", Effort(seconds=10.0, least=5)),
+    "clients": ("clients", Effort(seconds=80.0, least=5)),
+    "aggregation": ("aggregation", Effort(seconds=30.0, least=3)),
+    "codec": ("codec", Effort(seconds=5.0, least=5)),
+    "growth": ("growth", Effort()),
+    "ray": ("simulation", Effort()),
+    "peers": ("peers", Effort()),
+    "profile": ("profiles", Effort()),
+}
+"""Name -> the file that measures it, and how long its sides take turns."""
+
+
+def measure(
+    names: Sequence[str], out: Path = report.OUT, tag: str = "now", quick: bool = False
+) -> list[str]:
+    """Measure, and keep each part in the file when it is done; return the names of those that failed."""
+    torch.set_num_threads(1)
+    failed = []
+    for i, name in enumerate(names, 1):
+        say(f"{i} of {len(names)}: {name}")
+        file, effort = PARTS[name]
+        take: Callable[[Effort], list[Row]] = import_module(f"benchmarks.speed.{file}").measure
+        began = time.monotonic()
+        try:
+            rows = take(QUICK if quick else effort)
+        except Exception:  # the others are worth having
+            traceback.print_exc()
+            failed.append(name)
+            continue
+        took = round(time.monotonic() - began, 1)
+        keep(out, tag, name, {"machine": machine(), "seconds": took, "rows": rows})
+        say(f"  {name}: {took:.0f} s")
+    return failed
+
+
+def keep(out: Path, tag: str, name: str, found: dict[str, Any]) -> None:
+    """Put one part's results into the file."""
+    known = json.loads(out.read_text()) if out.exists() else {}
+    parts = {**known.get(tag, {}), name: found}
+    known[tag] = {n: parts[n] for n in PARTS if n in parts}
+    out.write_text(json.dumps(known, indent=1, ensure_ascii=False) + "\n")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; return the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.speed", description=__doc__)
+    verbs = parser.add_subparsers(dest="verb", required=True)
+    taking = verbs.add_parser("measure", help="measure, and keep the results")
+    taking.add_argument(
+        "parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; default: all"
+    )
+    taking.add_argument("--json", type=Path, help=f"the results' file (default: {report.OUT.name})")
+    taking.add_argument("--as", dest="tag", choices=report.TAGS, default="now", help="(now)")
+    taking.add_argument("--quick", action="store_true", help="tiny sizes, to see that it runs")
+    shown = verbs.add_parser("report", help="write the page's tables and draw its picture")
+    shown.add_argument("--json", type=Path, default=report.OUT, help="the results' file")
+    shown.add_argument("--print", action="store_true", help="print the tables, and write nothing")
+    given = parser.parse_args(argv)
+    if given.verb == "report":
+        found = json.loads(given.json.read_text())
+        if given.print:
+            print("\n\n".join(report.tables(found).values()))
+            return 0
+        report.PAGE.write_text(report.written(report.PAGE.read_text(), found))
+        report.draw(found, report.PICTURE)
+        return 0
+    if unknown := {*given.parts} - {*PARTS}:
+        parser.error(f"no such part: {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
+    out = given.json or (Path("speed-quick.json") if given.quick else report.OUT)
+    failed = measure(given.parts or list(PARTS), out, given.tag, given.quick)
+    if failed:
+        print(f"failed: {', '.join(failed)}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,247 @@
+"""The jobs that are measured: models, data, bare loops, and whole rounds of ours.
+
+The small job is 100 clients that each take 10 steps of 32 examples on a perceptron 64-64-10.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from functools import lru_cache, partial
+from itertools import pairwise
+from typing import Any
+
+import torch
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.serverapp import Grid
+from torch import Tensor, nn
+from torch.func import functional_call, grad, vmap
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader, TensorDataset
+
+import flwr_regs as fr
+
+CLIENTS, STEPS, BATCH, LR = 100, 10, 32, 0.05
+METHODS: dict[str, Callable[..., Any]] = {
+    "FedAvg": fr.FedAvg,
+    "FedProx": partial(fr.FedProx, mu=0.1),
+    "FedFOR": partial(fr.FedFOR, alpha=0.1),
+    "FedADC": fr.FedADC,
+    "SCAFFOLD": fr.SCAFFOLD,
+    "RFedAvgPlus": partial(fr.RFedAvgPlus, lam=0.1),
+    "EFL": partial(fr.EFL, lam=0.1),
+}
+"""Strategies of the small job; a name with "Client" is the client's class."""
+
+
+def perceptron(*widths: int) -> nn.Sequential:
+    """Return a perceptron with these widths, always with the same weights."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        layers: list[nn.Module] = []
+        for before, after in pairwise(widths):
+            layers += [nn.Linear(before, after), nn.ReLU()]
+    return nn.Sequential(*layers[:-1])
+
+
+def small() -> nn.Sequential:
+    """Return the small job's model, with 4,810 parameters."""
+    return perceptron(64, 64, 10)
+
+
+def wide(parameters: int) -> nn.Sequential:
+    """Return a perceptron of five square layers and an output layer, with about so many parameters."""
+    width = max(round((parameters / 5) ** 0.5), 1)
+    return perceptron(*[width] * 6, 10)
+
+
+def convolutions() -> nn.Sequential:
+    """Return McMahan et al.'s network for images of 28 x 28, with 1.7 million parameters."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return nn.Sequential(
+            *(nn.Conv2d(1, 32, 5, padding=2), nn.ReLU(), nn.MaxPool2d(2)),
+            *(nn.Conv2d(32, 64, 5, padding=2), nn.ReLU(), nn.MaxPool2d(2)),
+            *(nn.Flatten(), nn.Linear(3136, 512), nn.ReLU(), nn.Linear(512, 10)),
+        )
+
+
+def count(model: nn.Module) -> int:
+    """Return the number of parameters."""
+    return sum(p.numel() for p in model.parameters())
+
+
+def examples(number: int, *shape: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Return random inputs of a shape, and labels of ten classes."""
+    made = torch.Generator().manual_seed(seed)
+    labels = torch.randint(0, 10, (number,), generator=made)
+    return torch.randn(number, *shape, generator=made), labels
+
+
+@lru_cache(maxsize=CLIENTS)
+def loader(pid: int, steps: int = STEPS) -> DataLoader[Any]:
+    """Return a client's data as most users write it: a shuffling DataLoader over tensors."""
+    return DataLoader(
+        TensorDataset(*examples(BATCH * steps, 64, seed=pid)), batch_size=BATCH, shuffle=True
+    )
+
+
+def client_fn(context: Context, method: str = "FedAvg", steps: int = STEPS) -> Any:
+    """Return a client of the small job; beyond the 100th, clients share data."""
+    pid = int(context.node_config["partition-id"]) % CLIENTS
+    return getattr(fr, f"{method}Client")(small(), loader(pid, steps), device="cpu")
+
+
+def app(method: str, steps: int = STEPS) -> Any:
+    """Return the ClientApp of a method."""
+    return fr.client_app(partial(client_fn, method=method, steps=steps))
+
+
+def train_config(steps: int = STEPS) -> ConfigRecord:
+    """Return the length and learning rate of the small job's rounds."""
+    return ConfigRecord({"lr": LR, "local-steps": steps})
+
+
+def rounds(
+    strategy: Any,
+    grid: Grid,
+    model: nn.Module,
+    number: int,
+    config: ConfigRecord | None = None,
+) -> list[float]:
+    """Train; return the seconds of each round, as `start` runs it."""
+    logging.getLogger("flwr").setLevel(logging.ERROR)
+    stamps = [time.perf_counter()]
+    strategy.on_round = lambda _: stamps.append(time.perf_counter()) or False
+    strategy.start(
+        grid, ArrayRecord(model.state_dict()), number, train_config=config or train_config()
+    )
+    return [b - a for a, b in pairwise(stamps)]
+
+
+def side(method: str, grid: Grid, counted: int = 1) -> Callable[[], float]:
+    """Return what trains the small job's rounds on a grid, and returns the seconds of one.
+
+    A training of its own each time. The first round does not count: it asks clients who they are, and
+    prepares what later rounds use.
+    """
+
+    def run() -> float:
+        strategy = METHODS[method](seed=1, fraction_evaluate=0.0)
+        return sum(rounds(strategy, grid, small(), 1 + counted)[1:]) / counted
+
+    return run
+
+
+def closed(grid: Any) -> None:
+    """End the processes of a grid that has some."""
+    with suppress(AttributeError):
+        grid.close()
+
+
+def bare_loader(clients: int) -> float:
+    """Return the seconds of the small job as a plain loop over DataLoaders: train, then average."""
+    return _bare(clients, loader)
+
+
+def bare_indexed(clients: int) -> float:
+    """As `bare_loader`, but batches are rows of tensors, drawn by one permutation."""
+    return _bare(clients, _indexed)
+
+
+def _indexed(pid: int) -> list[tuple[Tensor, Tensor]]:
+    x, y = loader(pid).dataset.tensors  # type: ignore[attr-defined]
+    order = torch.randperm(len(y))
+    return [(x[part], y[part]) for part in order.split(BATCH)]
+
+
+def _bare(clients: int, batches: Callable[[int], Any]) -> float:
+    model = small()
+    start = {n: p.detach().clone() for n, p in model.named_parameters()}
+    began = time.perf_counter()
+    total = {n: torch.zeros_like(p, dtype=torch.float64) for n, p in start.items()}
+    for pid in range(clients):
+        with torch.no_grad():
+            for n, p in model.named_parameters():
+                p.copy_(start[n])
+        optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+        for x, y in batches(pid):
+            optimizer.zero_grad(set_to_none=True)
+            cross_entropy(model(x), y).backward()
+            optimizer.step()
+        for n, p in model.named_parameters():
+            total[n] += p.detach() / clients
+    return time.perf_counter() - began
+
+
+def bare_vmap(clients: int) -> float:
+    """Return the seconds of the small job with all clients in one set of kernels: a prototype."""
+    model = small()
+
+    def loss(params: Mapping[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
+        return cross_entropy(functional_call(model, dict(params), (x,)), y)
+
+    step = vmap(grad(loss))
+    began = time.perf_counter()
+    data = [_indexed(pid) for pid in range(clients)]
+    start = {n: p.detach() for n, p in model.named_parameters()}
+    params = {n: p.expand(clients, *p.shape).clone() for n, p in start.items()}
+    for t in range(STEPS):
+        x, y = (torch.stack([batches[t][i] for batches in data]) for i in (0, 1))
+        for n, g in step(params, x, y).items():
+            params[n] -= LR * g
+    for p in params.values():
+        p.double().mean(0)
+    return time.perf_counter() - began
+
+
+def bare_steps(model: nn.Module, batches: list[tuple[Tensor, Tensor]], stamps: list[float]) -> None:
+    """Take a step on each batch on a copy of the model, as plain torch does; note the time after each."""
+    model = copy.deepcopy(model)
+    optimizer = stamped(stamps)(model.parameters(), lr=LR)
+    for x, y in batches:
+        optimizer.zero_grad(set_to_none=True)
+        cross_entropy(model(x), y).backward()
+        optimizer.step()
+
+
+def stamped(stamps: list[float]) -> Callable[..., torch.optim.Optimizer]:
+    """Return what makes an SGD that notes the time after each step."""
+
+    def make(params: Any, lr: float) -> torch.optim.Optimizer:
+        made = torch.optim.SGD(params, lr=lr)
+        made.register_step_post_hook(lambda *_: stamps.append(time.perf_counter()))
+        return made
+
+    return make
+
+
+def copied(model: nn.Module) -> nn.Module:
+    """Return a copy of a model."""
+    return copy.deepcopy(model)
+
+
+def plain_app() -> ClientApp:
+    """Return Flower's own ClientApp on the small job, with nothing of ours."""
+    made = ClientApp()
+
+    @made.train()
+    def train(message: Message, context: Context) -> Message:
+        model, pid = small(), int(context.node_config["partition-id"]) % CLIENTS
+        model.load_state_dict(message.content["arrays"].to_torch_state_dict())
+        optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+        for x, y in loader(pid):
+            optimizer.zero_grad()
+            cross_entropy(model(x), y).backward()
+            optimizer.step()
+        content = {
+            "arrays": ArrayRecord(model.state_dict()),
+            "metrics": MetricRecord({"num-examples": BATCH * STEPS}),
+        }
+        return Message(RecordDict(content), reply_to=message)
+
+    return made

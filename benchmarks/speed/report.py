@@ -1,0 +1,221 @@
+"""The tables and the picture of docs/performance.md, from the kept results."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import figure, table
+from benchmarks.speed.targets import TARGETS
+from benchmarks.speed.timing import ROOT, Row
+
+OUT = ROOT / "docs" / "studies" / "speed.json"
+PAGE = ROOT / "docs" / "performance.md"
+PICTURE = ROOT / "docs" / "img" / "performance.png"
+MARK = r"(<!-- speed: {} -->\n).*?(?=<!-- end -->)"
+TAGS = ("before", "now")
+"""Results before issue 18's work on speed, and those of the present code."""
+Found = Mapping[str, Mapping[str, Any]]
+MISSING = "not measured"
+
+
+def rows_of(found: Found, tag: str, part: str) -> list[Row]:
+    """Return a part's rows; none if it was not measured."""
+    return list(found.get(tag, {}).get(part, {}).get("rows", []))
+
+
+def tables(found: Found) -> dict[str, str]:
+    """Return the page's tables by name."""
+    return {
+        "targets": _targets(found),
+        "step": _merged(found, "step", ("what", "model", "batch", "threads", "side"), RATIO),
+        "clients": _merged(found, "clients", ("side", "grid", "threads"), PER_SECOND),
+        "aggregation": _merged(found, "aggregation", ("clients", "parameters", "side"), MEMORY),
+        "codec": _codec(found),
+        "growth": _merged(found, "growth", ("what", "grid", "size", "clients"), SECONDS),
+        "ray": _merged(found, "ray", ("side", "clients", "rounds"), SIMULATED),
+        "peers": _merged(found, "peers", ("side",), PEERS),
+        "profile": _profile(found),
+        "machine": _machine(found),
+    }
+
+
+def _number(value: float) -> str:
+    """Return a number with three digits that count, or all of a large one."""
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+
+
+def _range(value: Mapping[str, float], factor: float = 1.0) -> str:
+    """Return a median with its quartiles."""
+    median, low, high = (_number(factor * value[k]) for k in ("median", "low", "high"))
+    return f"{median} ({low} to {high})"
+
+
+def _mebibytes(row: Row) -> str:
+    return f"{row['memory-first'] / 2**20:,.0f} → {row['memory-last'] / 2**20:,.0f}"
+
+
+Columns = Sequence[tuple[str, Callable[[Row], str]]]
+RATIO: Columns = (
+    ("ms", lambda r: _range(r["seconds"], 1000)),
+    ("x bare", lambda r: _range(r["ratio"])),
+)
+PER_SECOND: Columns = (
+    ("clients/s", lambda r: _range(r["per-second"])),
+    ("x bare loop", lambda r: _range(r["ratio"])),
+    ("ms a client beyond it", lambda r: _range(r["overhead-ms"])),
+)
+MEMORY: Columns = (
+    ("seconds", lambda r: _range(r["seconds"])),
+    ("x Flower", lambda r: _range(r["ratio"])),
+    ("models of memory", lambda r: _number(r["models"])),
+)
+SECONDS: Columns = (
+    ("first round, s", lambda r: _number(r["first"])),
+    ("later rounds, s", lambda r: _range(r["seconds"])),
+)
+SIMULATED: Columns = (
+    ("clients/s", lambda r: _range(r["per-second"])),
+    ("MiB, early → end", _mebibytes),
+)
+PEERS: Columns = (("clients/s", lambda r: _range(r["per-second"])),)
+TITLES = {"what": "", "side": "side", "size": "size", "grid": "grid", "model": "model"}
+
+
+def _merged(found: Found, part: str, keys: Sequence[str], columns: Columns) -> str:
+    """Return a table with a line for each row, its figures before and now beside each other."""
+    tags = [tag for tag in TAGS if rows_of(found, tag, part)]
+    if not tags:
+        return f"*{MISSING}*"
+    by_tag = {tag: {_key(r, keys): r for r in rows_of(found, tag, part)} for tag in tags}
+    lines, last = [], {key: r for tag in tags for key, r in by_tag[tag].items()}
+    for key in dict.fromkeys([*by_tag[tags[-1]], *last]):
+        cells = [f"{v:,}" if isinstance(v, int) else str(v) for v in key]
+        for _, show in columns:
+            cells += [_cell(by_tag[tag].get(key), show) for tag in tags]
+        lines.append(cells)
+    several = len(tags) > 1
+    heads = [f"{name}, {tag}" if several else name for name, _ in columns for tag in tags]
+    return table([TITLES.get(k, k) for k in keys] + heads, lines)
+
+
+def _key(row: Row, keys: Sequence[str]) -> tuple[Any, ...]:
+    return tuple(row.get(k, "") for k in keys)
+
+
+def _cell(row: Row | None, show: Callable[[Row], str]) -> str:
+    if row is None:
+        return "–"
+    return f"skipped: {row['skipped']}" if "skipped" in row else show(row)
+
+
+def _codec(found: Found) -> str:
+    columns: Columns = (
+        ("bits a parameter", lambda r: _number(r["bits"])),
+        ("code, ms", lambda r: _range(r["code-seconds"], 1000)),
+        ("decode, ms", lambda r: _range(r["decode-seconds"], 1000)),
+    )
+    return _merged(found, "codec", ("side", "parameters"), columns)
+
+
+def _profile(found: Found) -> str:
+    """Return the latest profile: the functions that take most, of each round."""
+    rows = rows_of(found, TAGS[1], "profile") or rows_of(found, TAGS[0], "profile")
+    lines = [
+        [
+            r["what"],
+            f"`{r['function']}`".replace("|", "\\|"),
+            f"{r['calls']:,}",
+            _number(r["share"]),
+        ]
+        for r in rows
+    ]
+    head = ["round", "function", "calls", "own time, %"]
+    return table(head, lines) if lines else f"*{MISSING}*"
+
+
+def _targets(found: Found) -> str:
+    """Return each target with what was measured, and whether it is met."""
+    lines = []
+    for target in TARGETS:
+        values = {tag: target.value(rows_of(found, tag, target.part)) for tag in TAGS}
+        shown = [MISSING if v is None else _number(v) for v in values.values()]
+        now = values["now"]
+        verdict = "" if now is None else "met" if target.met(now) else "missed"
+        lines.append([target.says, target.limit_text, *shown, verdict])
+    return table(["what", "target", *TAGS, ""], lines)
+
+
+def _machine(found: Found) -> str:
+    """Return what was measured where, on which commit."""
+    lines = []
+    for tag, part, taken in _parts(found):
+        m = taken["machine"]
+        where = f"{m['processor']}, {m['cores']} cores, {m['memory-GiB']} GiB, {m['system']}"
+        with_ = f"Python {m['python']}, torch {m['torch']}, flwr {m['flwr']}, NumPy {m['numpy']}"
+        ray = f", Ray {m['ray']}" if part == "ray" else ""
+        lines.append(
+            [
+                part,
+                tag,
+                f"`{m['commit']}`",
+                where,
+                with_ + ray,
+                str(m["load"]),
+                f"{taken['seconds']:.0f}",
+            ]
+        )
+    return table(["part", "", "commit", "machine", "versions", "load after", "took, s"], lines)
+
+
+def _parts(found: Found) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
+    for tag in TAGS:
+        for part, taken in found.get(tag, {}).items():
+            yield tag, part, taken
+
+
+def written(page: str, found: Found) -> str:
+    """Return the page with its tables as the results say."""
+    for name, text in tables(found).items():
+        page, count = re.subn(
+            MARK.format(name), lambda m, t=text: m[1] + t + "\n", page, flags=re.S
+        )  # type: ignore[misc]
+        if count != 1:
+            raise LookupError(f"{PAGE.name} has {count} places for the table {name!r}, not one")
+    return page
+
+
+def draw(found: Found, path: Path) -> None:
+    """Draw clients a second on the small job: before, now, bare loops and other libraries."""
+    bars: dict[str, tuple[float, str]] = {}
+    colours = {"before": "#BBBBBB", "now": "#0072B2"}
+    for row in rows_of(found, TAGS[-1], "clients") or rows_of(found, TAGS[0], "clients"):
+        if row["threads"] == 1 and not row["grid"]:
+            bars[row["side"]] = (row["per-second"]["median"], "#009E73")
+    for tag in TAGS:
+        for row in rows_of(found, tag, "clients"):
+            if row["threads"] == 1 and row["grid"]:
+                name = f"{row['side']}, {row['grid']}, {tag}"
+                bars[name] = (row["per-second"]["median"], colours[tag])
+    for row in rows_of(found, TAGS[-1], "peers") or rows_of(found, TAGS[0], "peers"):
+        if "skipped" not in row and not row["side"].startswith("FedAvg,"):
+            bars[row["side"]] = (row["per-second"]["median"], "#D55E00")
+    if not bars:
+        return
+    ordered = sorted(bars.items(), key=lambda bar: bar[1][0])
+    made = figure(8.4, 0.9 + 0.24 * len(ordered))
+    axes = made.subplots()
+    values = [value for _, (value, _) in ordered]
+    axes.barh(range(len(ordered)), values, color=[colour for _, (_, colour) in ordered])
+    for at, value in enumerate(values):
+        axes.text(value * 1.03, at, f"{value:,.0f}", va="center", fontsize=8)
+    axes.set_yticks(range(len(ordered)), [name for name, _ in ordered], fontsize=8)
+    axes.set_xscale("log")
+    axes.set_xlim(min(values) / 1.6, max(values) * 1.8)
+    axes.set_xlabel("clients a second, one thread (logarithmic scale)", fontsize=9)
+    axes.grid(axis="x", alpha=0.25)
+    axes.set_axisbelow(True)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    made.savefig(path)
