@@ -366,6 +366,8 @@ NOT_KEPT = {
     *(
         "refused",
         "_connected",
+        "_present",
+        "here",
         "_known",
         "_retry",
         "_complete",
