@@ -21,9 +21,11 @@ from flwr_regs.flower.node import node_mod
 from flwr_regs.flower.translation import numpyclient_mod
 from flwr_regs.wire import keys
 
+ClientFn = Callable[[Context], NumPyClient | Client]
+
 
 def client_app(
-    client_fn: Callable[[Context], NumPyClient | Client], mods: Sequence[Mod] = ()
+    client_fn: ClientFn, mods: Sequence[Mod] = ()
 ) -> ClientApp:
     """Return a ClientApp that runs `client_fn`'s client under a Message-API strategy.
 
@@ -57,7 +59,17 @@ def client_app(
             )
         return client
 
-    return ClientApp(checked, mods=[node_mod, *guarded(mods), numpyclient_mod])
+    return NumPyClientApp(checked, mods, client_fn)
+
+
+class NumPyClientApp(ClientApp):
+    """The app of :func:`client_app`, which says what it was made of: `client_fn` and `mods`."""
+
+    def __init__(
+        self, checked: Callable[[Context], Client], mods: Sequence[Mod], client_fn: ClientFn
+    ) -> None:
+        super().__init__(checked, mods=[node_mod, *guarded(mods), numpyclient_mod])
+        self.client_fn, self.mods = client_fn, tuple(mods)
 
 
 class RegClientApp(ClientApp):

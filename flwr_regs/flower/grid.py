@@ -104,20 +104,29 @@ class InProcessGrid(Grid):
         """Run the clients; their replies wait for `pull_messages`."""
         ids = []
         for message in messages:
-            message_id = str(uuid4())
-            message.metadata.__dict__["_message_id"] = message_id
-            ids.append(message_id)
-            context = self._contexts[message.metadata.dst_node_id]
-            before = RecordDict({k: r.copy() for k, r in context.state.items()})
-            message_type = message.metadata.message_type
-            message.content = RecordDict({k: r.copy() for k, r in message.content.items()})
-            try:
-                self._replies[message_id] = self._app(message, context)
-            except Exception as error:  # whatever an app that is not ours raises
-                context.state = before
-                message.metadata.message_type = message_type
-                self._replies[message_id] = failure(message, error)
+            ids.append(self._numbered(message))
+            self._serve(message, self._app)
         return ids
+
+    @staticmethod
+    def _numbered(message: Message) -> str:
+        """Give a message its id; return it."""
+        message_id = str(uuid4())
+        message.metadata.__dict__["_message_id"] = message_id
+        return message_id
+
+    def _serve(self, message: Message, app: ClientApp) -> None:
+        """Run the client that a message is for; its reply waits."""
+        message_id, message_type = message.metadata.message_id, message.metadata.message_type
+        context = self._contexts[message.metadata.dst_node_id]
+        before = RecordDict({k: r.copy() for k, r in context.state.items()})
+        message.content = RecordDict({k: r.copy() for k, r in message.content.items()})
+        try:
+            self._replies[message_id] = app(message, context)
+        except Exception as error:  # whatever an app that is not ours raises
+            context.state = before
+            message.metadata.message_type = message_type
+            self._replies[message_id] = failure(message, error)
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
         """Return the replies to these messages."""

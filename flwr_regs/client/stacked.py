@@ -1,0 +1,641 @@
+"""A cohort's local training in one set of kernels: clients stacked under ``torch.func.vmap``. Plain torch.
+
+The clients of a stack share the model's build, the method and the optimiser. Their values, batches, slots
+and numbers of steps are their own. Nothing is padded: a client that is done leaves the stack, and in each
+step the clients whose batches have one shape go together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, grad, vmap
+
+from flwr_regs.chain import Chain, layers_of
+from flwr_regs.client.batches import Pairs, mapped, tensors, to_device
+from flwr_regs.client.features import FeatureTap, OutputTap, evaluating
+from flwr_regs.client.measures import Measures, gradients
+from flwr_regs.client.optimizer import OptimizerFn, momentum_of
+from flwr_regs.client.plan import CannotStack, Plan, Planned
+from flwr_regs.client.task import Task
+from flwr_regs.term import Arrays, ClientContext, Slot
+
+ELEMENTWISE = (
+    *("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "ASGD", "RMSprop"),
+    "Rprop",
+)
+"""torch's optimisers that treat each number alone: for a stack of clients they do what they do for one."""
+OVER_THE_DATA = ("mean_loss", "mean_gradient", "mean_features", "fisher", "train")
+"""Functions of a context over a client's whole data; in a stack `finish` alone has them."""
+
+
+@dataclass(frozen=True)
+class Member:
+    """One client of a stack.
+
+    Attributes
+    ----------
+    plan : Plan
+        The batches of its steps.
+    planned_steps : int
+        E; it takes ``len(plan)`` steps.
+    own : Arrays
+        The entries of its model that are not those of the others: private ones.
+    broadcast, client : Slot
+        The terms' slots that are its own, as tensors.
+    client_id : int
+    label_counts : Tensor or None
+    """
+
+    plan: Plan
+    planned_steps: int
+    own: Arrays = field(default_factory=dict)
+    broadcast: Slot = field(default_factory=dict)
+    client: Slot = field(default_factory=dict)
+    client_id: int = -1
+    label_counts: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Shared:
+    """What the clients of a stack share.
+
+    Attributes
+    ----------
+    model : nn.Module
+        Of the clients' build. Its values do not matter, but for those that are nowhere else; they change.
+    term : Chain
+    task : Task
+    device : torch.device
+    start : Arrays
+        The model's entries at the round's start, by ``state_dict`` name; a member's own take precedence.
+    trained, shared : sequence of str
+        The parameters that are trained, and those of them that terms see.
+    lr : float
+    make : callable
+        The optimiser's factory, as the method has adapted it.
+    broadcast : Slot
+        The terms' slots that are the same for all.
+    config : mapping
+    classifier : str or None
+    precision : torch.dtype or None
+        Of the forward pass, by torch's autocast.
+    """
+
+    model: nn.Module
+    term: Chain
+    task: Task
+    device: torch.device
+    start: Arrays
+    trained: Sequence[str]
+    shared: Sequence[str]
+    lr: float
+    make: OptimizerFn
+    broadcast: Slot = field(default_factory=dict)
+    config: Mapping[str, Any] = field(default_factory=dict)
+    classifier: str | None = None
+    precision: torch.dtype | None = None
+
+
+@dataclass(frozen=True)
+class StackedResult:
+    """The round of a stack; the first axis of every tensor is that of the members.
+
+    Attributes
+    ----------
+    state : Arrays
+        Trained parameters and buffers at the end.
+    delta, upload, client : Arrays, Slot, Slot
+        As in :class:`.result.LocalResult`; `upload` and `client` are by member.
+    losses : sequence of float
+    examples : sequence of int
+    output_layer : str or None
+    """
+
+    state: Arrays
+    delta: Arrays
+    upload: Sequence[Slot]
+    client: Sequence[Slot]
+    losses: Sequence[float]
+    examples: Sequence[int]
+    output_layer: str | None = None
+
+
+class Stack:
+    """The local training of some clients at once.
+
+    Parameters
+    ----------
+    shared : Shared
+    members : sequence of Member
+        Each with at least one step.
+    seed : int
+        For what the model draws, such as dropout.
+
+    `run` raises CannotStack, or whatever torch or a hook raises under vmap; the clients then have to train
+    one by one. Nothing but the values of ``shared.model`` has changed by then.
+    """
+
+    def __init__(self, shared: Shared, members: Sequence[Member], seed: int) -> None:
+        self._shared, self._seed = shared, seed
+        order = sorted(range(len(members)), key=lambda k: -len(members[k].plan))
+        self._order, self._members = order, [members[k] for k in order]
+        self._steps = [len(m.plan) for m in self._members]
+        self._rows = len(members)
+        self._tap: FeatureTap | None = None
+        self._layers: dict[str, OutputTap] = {}
+        self._counted = self._by_member("label_counts")
+        self._losses = torch.zeros(self._rows, device=shared.device)
+        self._examples = [0] * self._rows
+
+    def run(self) -> StackedResult:
+        """Train for the round."""
+        shared = self._shared
+        with ExitStack() as stack:
+            gpus = [shared.device] if shared.device.type == "cuda" else []
+            stack.enter_context(torch.random.fork_rng(devices=gpus))
+            torch.manual_seed(self._seed)
+            shared.model.to(shared.device).train()
+            self._load()
+            self._open_taps(stack)
+            self._optimizer, self._leaves = self._make_optimizer()
+            self._begin()
+            for step in range(max(self._steps)):
+                self._leave(sum(s > step for s in self._steps))
+                self._step(step)
+                self._optimizer.step()
+            return self._finish()
+
+    # before the steps
+
+    def _load(self) -> None:
+        """Stack the members' values; `_values` are the trained parameters, views of which are stepped."""
+        shared, members, k = self._shared, self._members, self._rows
+        parameters = {n: p.detach() for n, p in shared.model.named_parameters()}
+        buffers = dict(shared.model.named_buffers())
+        mine = {n for m in members for n in m.own}
+
+        def stacked(name: str, own: Tensor) -> Tensor:
+            one = shared.start.get(name, own).to(shared.device)
+            if name not in mine:
+                return one.expand(k, *one.shape).clone()
+            return torch.stack([m.own.get(name, one).to(shared.device) for m in members])
+
+        def stacks(of: Arrays, names: Collection[str]) -> Arrays:
+            return {n: stacked(n, of[n]) for n in names}
+
+        self._values = stacks(parameters, shared.trained)
+        self._buffers = stacks(buffers, buffers)
+        still = [n for n in parameters if n not in self._values]
+        self._own = stacks(parameters, [n for n in still if n in mine])
+        self._rest = {n: shared.start.get(n, parameters[n]).to(shared.device)
+                      for n in still if n not in mine}  # fmt: skip
+        self._start = {n: shared.start[n].to(shared.device) for n in shared.shared}
+        private = {n: v for n, v in self._values.items() if n not in self._start}
+        self._eval = {n: t.clone() for n, t in (self._buffers | self._own | private).items()}
+
+    def _open_taps(self, stack: ExitStack) -> None:
+        shared = self._shared
+        terms = shared.term.terms
+        if any("features" in t.needs for t in terms):
+            self._tap = tap = stack.enter_context(FeatureTap(shared.model, shared.classifier))
+            inputs, targets = to_device(self._members[0].plan.batch(0), shared.device)
+            with evaluating(shared.model):
+                tap.check(shared.task.output(shared.model, inputs, targets))
+        for name in layers_of(terms):
+            self._layers[name] = stack.enter_context(OutputTap(shared.model, name))
+
+    def _make_optimizer(self) -> tuple[torch.optim.Optimizer, Arrays]:
+        """Return the client's optimiser over the stacked parameters, and these.
+
+        It is made for one client, so that a factory which looks at the parameters sees their shapes; then
+        the stacked ones take their places.
+        """
+        shared = self._shared
+        named = dict(shared.model.named_parameters())
+        of_one = {n: named[n] for n in shared.trained}
+        made = shared.make(list(of_one.values()), lr=shared.lr)
+        kind = type(made)
+        if kind.__module__.partition(".")[0] != "torch" or kind.__name__ not in ELEMENTWISE:
+            raise CannotStack(f"{kind.__name__} is not known to treat each number alone")
+        leaves = {n: nn.Parameter(v) for n, v in self._values.items()}
+        place = {id(p): leaves[n] for n, p in of_one.items()}
+        for group in made.param_groups:
+            group["params"] = [place[id(p)] for p in group["params"]]
+        state, k = dict(made.state), self._rows
+        made.state.clear()
+        for p, entries in state.items():
+            made.state[place[id(p)]] = {
+                key: v.expand(k, *v.shape).clone() if _one_each(key, v, p) else v
+                for key, v in entries.items()
+            }
+        return made, leaves
+
+    def _begin(self) -> None:
+        """Make the parts of the contexts that stay, and let the terms choose where the steps start."""
+        shared = self._shared
+        self._momentum = momentum_of(self._optimizer)
+        self._mine: dict[str, Any] = {
+            "client": _stacked([m.client for m in self._members], shared.device),
+            "broadcast": _stacked([m.broadcast for m in self._members], shared.device),
+            "id": torch.tensor([m.client_id for m in self._members], device=shared.device),
+            **self._steps_of({"budget": self._steps, "planned": [m.planned_steps for m in self._members]}),
+        }  # fmt: skip
+        if self._counted is not None:
+            self._mine["counts"] = self._counted.to(shared.device)
+        self._received = to_device(shared.broadcast, shared.device)
+        self._batch_size = 0
+        if any(t.acts("start") for t in shared.term.terms):
+
+            def begin(mine: dict[str, Any]) -> Arrays:
+                return shared.term.start(self._start, self._context(mine))
+
+            with torch.no_grad():
+                for n, p in self._vmapped(begin)(self._mine).items():
+                    self._values[n].copy_(p)
+        self._batch_size = self._members[0].plan.size(0)
+
+    def _steps_of(self, counts: Mapping[str, Sequence[int]]) -> dict[str, Any]:
+        """Return numbers of steps as tensors, where they differ; else they are kept as one number."""
+        self._alike = {k: v[0] for k, v in counts.items() if len(set(v)) == 1}
+        kind = torch.promote_types(self._values[self._shared.shared[0]].dtype, torch.float32)
+        return {
+            k: torch.tensor(v, dtype=kind, device=self._shared.device)
+            for k, v in counts.items()
+            if k not in self._alike
+        }
+
+    def _by_member(self, name: str) -> Tensor | None:
+        """Return the members' label counts, with an entry for each class of any of them."""
+        counts = [getattr(m, name) for m in self._members]
+        if any(c is None for c in counts):
+            return None
+        classes = max(len(c) for c in counts)
+        return torch.stack([nn.functional.pad(c, (0, classes - len(c))) for c in counts])
+
+    # a step
+
+    def _leave(self, active: int) -> None:
+        """Let the members go whose steps are done: their rows stay as they are."""
+        if active == self._rows:
+            return
+        for n, p in self._leaves.items():
+            state = self._optimizer.state.get(p, {})
+            for key, v in state.items():
+                if isinstance(v, Tensor) and v.shape == p.shape:
+                    state[key] = v[:active]
+            p.grad = None
+            p.data = self._values[n][:active]
+        self._rows = active
+
+    def _step(self, step: int) -> None:
+        """Put the corrected gradients of a step into the parameters."""
+        parts: dict[Any, list[int]] = {}
+        for row in range(self._rows):
+            parts.setdefault(self._members[row].plan.form(step), []).append(row)
+        if len(parts) == 1:
+            found = self._gradients(step, slice(0, self._rows))
+            for n, p in self._leaves.items():
+                p.grad = None if found[n] is None else found[n].to(p.dtype)
+            self._clip()
+            return
+        for p in self._leaves.values():
+            p.grad = torch.zeros_like(p)
+        for rows in parts.values():
+            for n, g in self._gradients(step, torch.tensor(rows, device=self._shared.device)).items():
+                leaf = self._leaves[n]
+                if g is None:
+                    leaf.grad = None
+                elif leaf.grad is not None:
+                    leaf.grad[rows] = g.to(leaf.dtype)
+        self._clip()
+
+    def _gradients(self, step: int, rows: slice | Tensor) -> dict[str, Tensor | None]:
+        """Return the corrected gradients of some rows, whose batches of this step have one shape."""
+        shared, term = self._shared, self._shared.term
+        chosen = range(self._rows) if isinstance(rows, slice) else rows.tolist()
+        batch = self._batch(step, chosen)
+        mine = {**_taken(self._mine, rows), "batch": batch.leaves}
+        buffers = {n: b[rows] for n, b in self._buffers.items()}
+        own = {n: t[rows] for n, t in self._own.items()}
+        teacher = {n: t[rows] for n, t in self._eval.items()}
+        values = {n: p.detach()[rows].requires_grad_() for n, p in self._leaves.items()}
+        before = torch.get_rng_state()
+        acting = any(t.acts("correct") for t in term.terms)
+
+        def objective(v: Arrays, b: Arrays, mine: dict[str, Any], own: Arrays, teacher: Arrays) -> Any:
+            inputs, targets = batch.rebuilt(mine["batch"])
+            buffers = dict(b)
+            output = self._call(inputs, targets, {**own, **v}, buffers)
+            base = shared.task.loss(output, targets)
+            ctx = self._at(mine, teacher, inputs, targets, output)
+            loss = term.loss(base, {n: v[n] for n in self._start}, ctx)
+            watched = {"output": output, "start_output": ctx.start_output, "features": ctx.features}
+            extra = {k: t.detach() for k, t in watched.items() if acting and t is not None}
+            layers = {k: t.detach() for k, t in ctx.layers.items()} if acting else {}
+            return loss, base.detach().float(), buffers, extra, layers
+
+        losses, base, new, extra, layers = self._vmapped(objective)(values, buffers, mine, own, teacher)
+        leaves = list(values.values())
+        found = torch.autograd.grad(losses.sum(), leaves, allow_unused=True)
+        grads = dict(zip(values, found, strict=True))
+        size = self._members[chosen[0]].plan.size(step)
+        self._losses[rows] += base * size
+        for row in chosen:
+            self._examples[row] += size
+        for n, b in new.items():
+            self._buffers[n][rows] = b
+        if not acting:
+            zero = {n: torch.zeros_like(values[n]) for n in self._start if grads[n] is None}
+            return {**grads, **zero}
+        with torch.no_grad():
+            params = {n: p.detach() for n, p in values.items()}
+            given = {n: _or_zero(grads[n], params[n]) for n in self._start}
+
+            def corrected(
+                g: Arrays, v: Arrays, b: Arrays, mine: dict[str, Any], own: Arrays, teacher: Arrays,
+                extra: Arrays, layers: Arrays,
+            ) -> Arrays:  # fmt: skip
+                inputs, targets = batch.rebuilt(mine["batch"])
+                private = {n: v[n] for n in v if n not in self._start}
+                ctx = self._at(mine, teacher, inputs, targets, None, extra, layers)
+                again = partial(self._gradient_at, mine, teacher, inputs, targets, b, {**own, **private}, before)
+                ctx = replace(ctx, gradient_at=again)
+                return term.correct(g, {n: v[n] for n in self._start}, ctx)
+
+            args = (given, params, buffers, mine, own, teacher, extra, layers)
+            return {**grads, **self._vmapped(corrected)(*args)}
+
+    def _gradient_at(
+        self, mine: Any, teacher: Arrays, inputs: Any, targets: Any, buffers: Arrays, own: Arrays,
+        before: Tensor, params: Arrays,
+    ) -> Arrays:  # fmt: skip
+        """Return the gradient of a step's whole loss at other parameters, with the step's dropout mask."""
+        shared = self._shared
+
+        def whole(p: Arrays, b: Arrays, own: Arrays) -> Tensor:
+            output = self._call(inputs, targets, {**own, **p}, dict(b))
+            ctx = self._at(mine, teacher, inputs, targets, output)
+            return shared.term.loss(shared.task.loss(output, targets), p, ctx)  # type: ignore[no-any-return]
+
+        now = torch.get_rng_state()
+        torch.set_rng_state(before)
+        try:
+            copies = {n: b.clone() for n, b in buffers.items()}
+            return grad(whole)(params, copies, own)  # type: ignore[no-any-return]
+        finally:
+            torch.set_rng_state(now)
+
+    def _clip(self) -> None:
+        """Scale each member's gradients down to the config's norm: see :func:`.optimizer.clip`."""
+        norm = self._shared.config.get("clip-norm")
+        grads = [p.grad for p in self._leaves.values() if p.grad is not None]
+        if norm is None or not grads:
+            return
+        wide = [g.to(torch.promote_types(g.dtype, torch.float32)).flatten(1) for g in grads]
+        each = torch.stack([torch.linalg.vector_norm(w, dim=1) for w in wide])
+        scale = (norm / (torch.linalg.vector_norm(each, dim=0) + 1e-6)).clamp(max=1.0)
+        for g in grads:
+            g.mul_(scale.view(-1, *[1] * (g.ndim - 1)).to(g.dtype))
+
+    # contexts
+
+    def _call(self, inputs: Any, targets: Any, values: Arrays, buffers: Arrays) -> Any:
+        """Return the logits of one member; `buffers` then hold what the forward pass has made of them."""
+        task = self._shared.task
+        args, kwargs = task.arguments(inputs, targets)
+        given = {**self._rest, **values, **buffers}
+        with self._precision():
+            output = functional_call(self._shared.model, given, args, kwargs)
+        buffers.update({n: given[n] for n in buffers})
+        logits = task.logits(output)
+        return logits
+
+    @contextmanager
+    def _precision(self) -> Iterator[None]:
+        shared = self._shared
+        on = shared.precision is not None
+        with torch.autocast(shared.device.type, dtype=shared.precision, enabled=on):
+            yield
+
+    def _context(self, mine: dict[str, Any], **more: Any) -> ClientContext:
+        """Return one member's context, under vmap."""
+        shared = self._shared
+        budget, planned = (self._alike.get(k, mine.get(k)) for k in ("budget", "planned"))
+        broadcast = {t: {**self._received.get(t, {}), **mine["broadcast"].get(t, {})}
+                     for t in {*self._received, *mine["broadcast"]}}  # fmt: skip
+        own: dict[str, Any] = {
+            "start": self._start,
+            "lr": shared.lr,
+            "num_steps": budget,
+            "planned_steps": planned,
+            "budget_steps": budget,
+            "momentum": self._momentum,
+            "broadcast": broadcast,
+            "client": mine["client"],
+            "loss_fn": shared.task.loss,
+            "client_id": mine["id"],
+            "batch_size": self._batch_size,
+            "label_counts": mine.get("counts"),
+            "config": shared.config,
+            **{name: partial(_not_in_a_stack, name) for name in OVER_THE_DATA},
+        }
+        return ClientContext(**own | more)
+
+    def _at(
+        self, mine: dict[str, Any], teacher: Arrays, inputs: Any, targets: Any, output: Any,
+        extra: Arrays | None = None, layers: Arrays | None = None,
+    ) -> ClientContext:  # fmt: skip
+        """Return one member's context of a step, under vmap; `extra` is what the forward pass has shown."""
+        if extra is None:
+            layers = {name: tap.value for name, tap in self._layers.items()}
+            extra = {"output": output, "features": None if self._tap is None else self._tap.value}
+        counts = mine.get("counts")
+        logits = extra.get("output")
+        if counts is not None and isinstance(logits, Tensor) and logits.ndim == 2:
+            if (lacking := logits.shape[1] - counts.shape[0]) > 0:
+                counts = nn.functional.pad(counts, (0, lacking))
+        ctx = self._context(
+            mine,
+            inputs=inputs,
+            targets=targets,
+            layers=layers or {},
+            label_counts=counts,
+            output_at=partial(self._output_at, teacher, inputs, targets),
+            features_at=partial(self._features_at, teacher, inputs),
+            **extra,
+        )
+        needs = any("start_output" in t.needs for t in self._shared.term.terms)
+        if needs and ctx.start_output is None:
+            with torch.no_grad():
+                there = self._output_at(teacher, inputs, None, self._start)
+            ctx = replace(ctx, start_output=there)
+        return ctx
+
+    def _output_at(self, teacher: Arrays, inputs: Any, targets: Any, params: Arrays) -> Any:
+        with evaluating(self._shared.model):
+            return self._call(inputs, targets, {**teacher, **params}, {})
+
+    def _features_at(
+        self, teacher: Arrays, inputs: Any, params: Arrays, layer: str | None = None
+    ) -> Tensor:
+        tap = self._tap if layer is None else self._layers.get(layer)
+        if tap is None:
+            raise CannotStack(f"a term asks for features that it does not need: {layer!r}")
+        self._output_at(teacher, inputs, None, params)
+        return tap.value  # type: ignore[no-any-return]
+
+    def _vmapped(self, one: Callable[..., Any]) -> Callable[..., Any]:
+        return vmap(one, randomness="different")
+
+    # batches
+
+    def _batch(self, step: int, rows: Sequence[int]) -> Batch:
+        """Return the batches of some members, stacked."""
+        each = [self._members[row].plan.batch(step) for row in rows]
+        stacked = [torch.stack(parts) for parts in zip(*(tensors(b) for b in each), strict=True)]
+        return Batch(each[0], [t.to(self._shared.device) for t in stacked])
+
+    # after the steps
+
+    def _finish(self) -> StackedResult:
+        shared, k = self._shared, len(self._members)
+        values = self._values
+        delta = {n: values[n] - self._start[n] for n in self._start}
+        changed = [False]
+
+        def end(delta: Arrays, mine: dict[str, Any]) -> Any:
+            sent, upload, kept = shared.term.finish(delta, self._context(mine))
+            changed[0] = sent is not delta
+            return sent, upload, kept
+
+        try:
+            with torch.no_grad():
+                sent, upload, kept = self._vmapped(end)(delta, self._mine)
+            uploads, slots = _unstacked(upload, k), _unstacked(kept, k)
+        except Exception:
+            sent, uploads, slots = self._finish_each(delta)
+        if changed[0]:
+            for n, start in self._start.items():
+                values[n].copy_(start + sent[n])
+        back = [0] * k
+        for row, member in enumerate(self._order):
+            back[member] = row
+        index = torch.tensor(back, device=shared.device)
+        state = {n: t[index].cpu() for n, t in {**values, **self._buffers, **self._own}.items()}
+        losses = (self._losses.double().cpu() / torch.tensor(self._examples)).tolist()
+        return StackedResult(
+            state,
+            {n: d[index].cpu() for n, d in sent.items()},
+            [to_device(uploads[row], "cpu") for row in back],
+            [to_device(slots[row], "cpu") for row in back],
+            [losses[row] for row in back],
+            [self._examples[row] for row in back],
+            None if self._tap is None else self._tap.layer,
+        )
+
+    def _finish_each(self, delta: Arrays) -> tuple[Arrays, list[Slot], list[Slot]]:
+        """Run the terms' `finish` client by client, with the functions over each client's data."""
+        sent, uploads, slots = list[Arrays](), list[Slot](), list[Slot]()
+        for row, member in enumerate(self._members):
+            one, upload, kept = self._finish_one(row, member, {n: d[row] for n, d in delta.items()})
+            sent.append(one)
+            uploads.append(upload)
+            slots.append(kept)
+        return {n: torch.stack([one[n] for one in sent]) for n in delta}, uploads, slots
+
+    def _finish_one(
+        self, row: int, member: Member, delta: Arrays
+    ) -> tuple[Arrays, Slot, Slot]:
+        shared, model = self._shared, self._shared.model
+        torch.set_rng_state(member.plan.after)
+        self._fill(self._rest, self._start, {n: t[row] for n, t in self._eval.items()})
+        measures = Measures(model, member.plan.data, shared.task, shared.device, shared.classifier)
+        taken = len(member.plan)
+        ctx = measures.context(
+            {n: w.clone() for n, w in self._start.items()},
+            shared.lr,
+            num_steps=taken,
+            planned_steps=member.planned_steps,
+            budget_steps=taken,
+            momentum=self._momentum,
+            broadcast=_joined(self._received, to_device(member.broadcast, shared.device)),
+            client=to_device(member.client, shared.device),
+            label_counts=None if self._counted is None else self._mine["counts"][row],
+            client_id=member.client_id,
+            batch_size=self._batch_size,
+            config=shared.config,
+            
+        )
+        replay = Planned(member.plan, shared.device)
+        ctx = replace(ctx, train=partial(measures.train, ctx, replay))
+        own = (self._values, self._buffers, self._own)
+        self._fill(*({n: t[row] for n, t in of.items()} for of in own))
+        return shared.term.finish(delta, ctx)
+
+    @torch.no_grad()
+    def _fill(self, *values: Arrays) -> None:
+        """Write values into the model."""
+        entries = {**dict(self._shared.model.named_parameters()), **dict(self._shared.model.named_buffers())}
+        for n, v in {n: v for of in values for n, v in of.items()}.items():
+            entries[n].copy_(v)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A stacked batch: its tensors, and how one client's is put together of them."""
+
+    like: Any
+    leaves: list[Tensor]
+
+    def rebuilt(self, leaves: Sequence[Tensor]) -> tuple[Any, Any]:
+        """Return inputs and targets of these tensors."""
+        found = iter(leaves)
+        inputs, targets = (mapped(part, lambda _: next(found)) for part in self.like)
+        return inputs, targets
+
+
+def _not_in_a_stack(name: str, *_: Any, **__: Any) -> Any:
+    raise CannotStack(f"a term asks for {name} within a step")
+
+
+def _one_each(key: str, value: Any, p: Tensor) -> bool:
+    """Whether an entry of an optimiser's state has a number for each of the parameter."""
+    return isinstance(value, Tensor) and key != "step" and value.shape == p.shape
+
+
+def _or_zero(g: Tensor | None, p: Tensor) -> Tensor:
+    return torch.zeros_like(p) if g is None else g
+
+
+def _joined(first: Slot, second: Slot) -> Slot:
+    return {t: {**first.get(t, {}), **second.get(t, {})} for t in {**first, **second}}
+
+
+def _taken(tree: Any, rows: slice | Tensor) -> Any:
+    """Return some rows of each tensor in nested dicts."""
+    return mapped(tree, lambda t: t[rows])
+
+
+def _stacked(slots: Sequence[Slot], device: torch.device) -> Slot:
+    """Return the members' slots as one, with a first axis over them."""
+    return {
+        t: {key: torch.stack([s[t][key] for s in slots]).to(device) for key in own}
+        for t, own in slots[0].items()
+    }
+
+
+def _unstacked(slots: Slot, k: int) -> list[Slot]:
+    """Return the slot of each member."""
+    rows: list[Slot] = [{t: {} for t in slots} for _ in range(k)]
+    for t, own in slots.items():
+        for key, stacked in own.items():
+            for row, value in zip(rows, stacked.unbind(0), strict=True):
+                row[t][key] = value
+    return rows
