@@ -29,6 +29,11 @@ def test_the_example_touches_only_what_the_document_says() -> None:
     assert f"{len(touched)} files changed, {added} insertions(+)" in said()
 
 
+def test_the_patch_applies() -> None:
+    done = subprocess.run(["git", "apply", "--check", str(PATCH)], cwd=ROOT, capture_output=True)
+    assert not done.returncode, done.stderr.decode()
+
+
 def test_the_code_shown_is_the_patchs() -> None:
     (term,) = re.findall(r"(class RelaxedStart.*?)\n```", TEXT, re.DOTALL)
     for line in term.splitlines():

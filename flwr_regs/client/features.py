@@ -102,7 +102,8 @@ class FeatureTap(Tap):
         before = layer.register_forward_pre_hook(self._keep)
         self._after = layer.register_forward_hook(self._keep_output)
         super().__init__(model, (before, self._after))
-        announce(type(model).__name__, self.layer)
+        if classifier is None:
+            announce(type(model).__name__, self.layer)
 
     def _keep(self, layer: nn.Module, inputs: tuple[Any, ...]) -> None:
         self._input = inputs[0].flatten(1)

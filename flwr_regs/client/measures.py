@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -129,9 +129,17 @@ class Measures:
             return tap.value  # type: ignore[no-any-return]
 
     def call(self, inputs: Any, targets: Any, params: Arrays) -> Any:
-        """Return the model's output on a batch in its present mode; its buffers stay as they are."""
+        """Return the model's output on a batch in its present mode; its buffers stay as they are.
+
+        Slots hold half precision as float32: `params` count in the model's own dtypes.
+        """
         mine = {n: b.clone() for n, b in self.model.named_buffers()} if self.model.training else {}
-        return self.task.output(self.model, inputs, targets, {**mine, **params})
+        own = {n: p.to(self._dtypes.get(n, p.dtype)) for n, p in params.items()}
+        return self.task.output(self.model, inputs, targets, {**mine, **own})
+
+    @cached_property
+    def _dtypes(self) -> dict[str, torch.dtype]:
+        return {n: p.dtype for n, p in self.model.named_parameters()}
 
     def _whole(self, params: Arrays) -> Arrays:
         """Return the parameters, with the rest of the model at the start if they are ``w_t`` itself."""

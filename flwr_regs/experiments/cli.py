@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import sys
 from collections.abc import Mapping, Sequence
@@ -25,10 +26,16 @@ class Parser(argparse.ArgumentParser):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit status.
 
-    0: done. 1: a run failed, or one of `bench` went wrong. 2: wrong usage. 130, 143: interrupted.
+    0: done. 1: a run failed, or one of `bench` went wrong. 2: wrong usage. 130, 143: interrupted. 141: what
+    read the output, such as ``head``, has enough.
     """
     try:
-        return _main(argv)
+        status = _main(argv)
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes at exit
+        return 141
     except KeyboardInterrupt:
         print("flwr-regs: interrupted", file=sys.stderr)
         return 130
@@ -48,6 +55,8 @@ def _main(argv: Sequence[str] | None) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         return int(args.do(args))
+    except BrokenPipeError:
+        raise
     except (ValueError, OSError, ImportError) as error:
         print(f"flwr-regs: {error}", file=sys.stderr)
         return 2

@@ -69,10 +69,7 @@ class MixedModel(Term):
         def clipped(p: Arrays) -> Arrays:
             return {**p, WEIGHT: p[WEIGHT].clamp(0, 1)}
 
-        own = {
-            f"u.{n}": ctx.client[f"u.{n}"].to(w.dtype) if f"u.{n}" in ctx.client else w
-            for n, w in ctx.start.items()
-        }
+        own = {f"u.{n}": ctx.client.get(f"u.{n}", w) for n, w in ctx.start.items()}
         own[WEIGHT] = self._share(ctx)
         both = {**own, **{f"v.{n}": w for n, w in ctx.start.items()}}
         end = ctx.train(both, loss, ctx.num_steps, after=clipped)
@@ -87,11 +84,7 @@ class MixedModel(Term):
 
     def personal(self, params: Arrays, ctx: ClientContext) -> Arrays:
         a = self._share(ctx)
-        own = {
-            n: ctx.client[f"u.{n}"].to(w.dtype) if f"u.{n}" in ctx.client else w
-            for n, w in params.items()
-        }
-        return {n: (a * own[n] + (1 - a) * w).to(w.dtype) for n, w in params.items()}
+        return {n: a * ctx.client.get(f"u.{n}", w) + (1 - a) * w for n, w in params.items()}
 
 
 class APFL(RegStrategy):

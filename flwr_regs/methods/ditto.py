@@ -58,11 +58,11 @@ class PersonalModel(Term):
             pull = sum(((p - ctx.start[n]) ** 2).sum() for n, p in u.items())
             return rate * (at.loss_fn(at.output_at(u), at.targets) + self.lam / 2 * pull)
 
-        u = {n: ctx.client[n].to(w.dtype) if n in ctx.client else w for n, w in ctx.start.items()}
+        u = {n: ctx.client.get(n, w) for n, w in ctx.start.items()}
         return delta, {}, ctx.train(u, loss, ctx.num_steps)
 
     def personal(self, params: Arrays, ctx: ClientContext) -> Arrays:
-        return {n: ctx.client[n].to(p.dtype) if n in ctx.client else p for n, p in params.items()}
+        return {n: ctx.client.get(n, p) for n, p in params.items()}
 
 
 class Ditto(RegStrategy):

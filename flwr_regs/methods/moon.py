@@ -78,10 +78,7 @@ class ModelContrast(Term):
         z = ctx.features if self.projection is None else ctx.layers[self.projection]
         with torch.no_grad():
             z_global = ctx.features_at(ctx.start, self.projection)
-            last = {
-                n: v.to(ctx.start[n].dtype) for n, v in ctx.client.items()
-            }  # half is kept as float32
-            z_last = ctx.features_at(last, self.projection)
+            z_last = ctx.features_at(ctx.client, self.projection)
         nearer = _cosine(z, z_global) - _cosine(z, z_last)
         return base - self.mu * F.logsigmoid(nearer / self.temperature).mean()  # ℓ_con
 

@@ -141,7 +141,7 @@ class _Trial:
             for name, own in chain.broadcast_to(k, self.server, self.ctx).items():
                 slots[name] = {**slots[name], **own}
         contexts = {
-            k: Measures(deepcopy(model), d, Task(), torch.device("cpu"))
+            k: Measures(deepcopy(model), d, Task(), torch.device("cpu"), "head")
             .context(start, 0.1, num_steps=2, client_id=k, batch_size=6, broadcast=_tensors(down[k]))
             for k, d in enumerate(data)
         }  # fmt: skip
@@ -152,7 +152,7 @@ class _Trial:
             down[k] |= answer
         results = [
             local_round(
-                deepcopy(model), chain, d, lr=0.1, steps=2, client_id=k, device="cpu",
+                deepcopy(model), chain, d, lr=0.1, steps=2, client_id=k, device="cpu", classifier="head",
                 broadcast=_tensors(down[k]), client=probed[k][1],
             )
             for k, d in enumerate(data)

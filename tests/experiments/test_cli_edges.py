@@ -300,3 +300,17 @@ def test_a_dry_run_of_what_fails_is_one_sentence(capsys: pytest.CaptureFixture[s
     Path("mine.py").write_text(BAD)
     assert run("run", "methods=mine.py:Bad", *QUICK, "--dry-run") == 1
     assert "KeyError: 'x'" in capsys.readouterr().err
+
+
+def test_a_reader_that_has_enough_ends_the_command_without_a_word() -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", MAIN, "methods"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        cwd=ROOT,
+    )
+    assert process.stdout is not None
+    process.stdout.close()
+    assert process.wait(120) == 141
+    assert process.stderr is not None
+    assert process.stderr.read() == b""

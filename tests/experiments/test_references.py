@@ -28,7 +28,8 @@ EXAMPLE = ROOT / "docs" / "examples" / "own-comparison"
 
 @pytest.fixture(autouse=True)
 def _as_before() -> Any:
-    """What loading adds to this process goes at the end."""
+    """No module ``mine`` of another test is there; what loading adds to this process goes at the end."""
+    sys.modules.pop("mine", None)
     modules, path = set(sys.modules), list(sys.path)
     yield
     sys.path[:] = path

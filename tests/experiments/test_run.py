@@ -110,7 +110,14 @@ def test_flwr_regs_run_fails_when_the_run_failed(tmp_path: Path) -> None:
     assert "ZeroDivisionError" in (folder / "flower.log").read_text()
 
 
-@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "how",
+    [
+        pytest.param(signal.SIGTERM, marks=pytest.mark.full),
+        pytest.param(signal.SIGINT, marks=pytest.mark.full),
+        signal.SIGKILL,
+    ],
+)
 def test_flwr_regs_run_leaves_nothing_behind_when_stopped(tmp_path: Path, how: int) -> None:
     """Found by a mark in the environment that every process it starts inherits."""
     env = {**environment(tmp_path), "FLWR_REGS_TEST_MARK": str(tmp_path)}

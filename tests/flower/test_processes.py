@@ -56,7 +56,13 @@ def test_plain_flwr_run_works_and_says_that_two_supernodes_are_few(tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    ("name", "rounds"), [("mixed-precision", 10), ("lightning", 10), ("pytorch", 5), ("sklearn", 5)]
+    ("name", "rounds"),
+    [
+        pytest.param("mixed-precision", 10, marks=pytest.mark.full),
+        ("lightning", 10),
+        pytest.param("pytorch", 5, marks=pytest.mark.full),
+        ("sklearn", 5),
+    ],
 )
 def test_the_examples_run_in_ray(tmp_path: Path, name: str, rounds: int) -> None:
     env = environment(tmp_path)
@@ -76,6 +82,7 @@ def test_the_examples_run_in_ray(tmp_path: Path, name: str, rounds: int) -> None
     assert float(found[-1][1]) > 60
 
 
+@pytest.mark.full
 def test_a_real_superlink_with_two_supernodes_gives_the_same_weights(tmp_path: Path) -> None:
     """Also with state kept on the nodes: every message is a new process there."""
     methods = ["FedFOR(downlink='delta')", "EFL(lam=0.0, density_up=0.05, density_down=0.05)"]
@@ -131,6 +138,7 @@ def test_private_entries_survive_on_supernodes(tmp_path: Path) -> None:
     assert all(len(set(clients.values())) == 2 for clients in told[1:])
 
 
+@pytest.mark.full
 def test_a_supernode_that_is_killed_and_started_anew_joins_again(tmp_path: Path) -> None:
     """Its state is gone: it is known again by its partition id, and gets the full pair."""
     out, log = tmp_path / "out", tmp_path / "run.log"

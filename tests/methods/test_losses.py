@@ -319,7 +319,7 @@ def state() -> Arrays:
 
 def batch(output: Tensor, targets: Any, **more: Any) -> ClientContext:
     return ClientContext(
-        start=more.pop("start", {}),
+        start={},
         lr=0.1,
         num_steps=1,
         output=output,
@@ -333,14 +333,8 @@ def test_a_zero_vector_has_no_direction() -> None:
     """A dead ReLU layer makes one; the loss and its gradient stay finite, tiny features count."""
     z = torch.tensor([[0.0, 0.0], [1e-30, 0.0], [3.0, 4.0]], requires_grad=True)
     other = torch.tensor([[1.0, 2.0], [1.0, 0.0], [0.0, 0.0]])
-    start = {"v": torch.zeros(1)}
     ctx = batch(
-        z,
-        None,
-        start=start,
-        client={"v": torch.ones(1)},
-        features=z,
-        features_at=lambda p, layer: -other if p is start else other,
+        z, None, client={"v": z}, features=z, features_at=lambda p, layer: other if p else -other
     )
     loss = fr.ModelContrast(1.0, 1.0).loss(torch.zeros(()), {}, ctx)
     (grad,) = torch.autograd.grad(loss, z)

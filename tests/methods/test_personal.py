@@ -90,7 +90,7 @@ def measured(w: Params, client: Any) -> tuple[float, float]:
 
 
 MAIN = ["Ditto", "APFL", "FedBABU", "FedAMP"]
-OTHERS = product([name for name in METHODS if name not in MAIN], ["average", "drop"])
+OTHERS = list(product([name for name in METHODS if name not in MAIN], ["average", "drop"]))
 
 
 @pytest.mark.full
