@@ -24,9 +24,7 @@ from flwr_regs.wire import keys
 ClientFn = Callable[[Context], NumPyClient | Client]
 
 
-def client_app(
-    client_fn: ClientFn, mods: Sequence[Mod] = ()
-) -> ClientApp:
+def client_app(client_fn: ClientFn, mods: Sequence[Mod] = ()) -> ClientApp:
     """Return a ClientApp that runs `client_fn`'s client under a Message-API strategy.
 
     Parameters
@@ -59,17 +57,16 @@ def client_app(
             )
         return client
 
-    return NumPyClientApp(checked, mods, client_fn)
+    app = NumPyClientApp(checked, mods=[node_mod, *guarded(mods), numpyclient_mod])
+    app.client_fn, app.own_mods = client_fn, tuple(mods)
+    return app
 
 
 class NumPyClientApp(ClientApp):
-    """The app of :func:`client_app`, which says what it was made of: `client_fn` and `mods`."""
+    """The app of :func:`client_app`, which says what it was made of."""
 
-    def __init__(
-        self, checked: Callable[[Context], Client], mods: Sequence[Mod], client_fn: ClientFn
-    ) -> None:
-        super().__init__(checked, mods=[node_mod, *guarded(mods), numpyclient_mod])
-        self.client_fn, self.mods = client_fn, tuple(mods)
+    client_fn: ClientFn
+    own_mods: tuple[Mod, ...]
 
 
 class RegClientApp(ClientApp):
