@@ -6,9 +6,9 @@ A `DataLoader` over a plain `TensorDataset` is not iterated: its order is drawn,
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from typing import Any
 
 import torch
@@ -55,11 +55,12 @@ class Plan:
         inputs, targets = (t.index_select(0, self.rows[step]) for t in self.source)
         return inputs, targets
 
-    def form(self, step: int) -> Any:
-        """Return what two batches share that can be stacked: structure, shapes, dtypes."""
+    @cached_property
+    def forms(self) -> tuple[Any, ...]:
+        """What two batches share that can be stacked, for each step: structure, shapes, dtypes."""
         if self.rows is None:
-            return _form(self.batches[step])
-        return len(self.rows[step])
+            return tuple(map(_form, self.batches))
+        return tuple(map(len, self.rows))
 
     @property
     def kind(self) -> Any:
@@ -76,6 +77,71 @@ class Plan:
     def nbytes(self) -> int:
         """The memory that the drawn batches hold, beside the data set itself."""
         return sum(t.nbytes for t in tensors(self.batches)) + sum(r.nbytes for r in self.rows or ())
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A stacked batch: its tensors, and how one client's is put together of them."""
+
+    like: Any
+    leaves: list[Tensor]
+
+    def rebuilt(self, leaves: Sequence[Tensor]) -> tuple[Any, Any]:
+        """Return inputs and targets of these tensors."""
+        found = iter(leaves)
+        inputs, targets = (mapped(part, lambda _: next(found)) for part in self.like)
+        return inputs, targets
+
+
+class Feed:
+    """The stacked batches of some plans.
+
+    Where the next steps have equal batches, their rows are gathered at once, up to `memory` bytes.
+    """
+
+    def __init__(self, plans: Sequence[Plan], device: torch.device, memory: int = 2**26) -> None:
+        self._plans, self._device, self._memory = plans, device, memory
+        self._steps = range(0)
+        self._ahead: list[Tensor] = []
+        self._ends: list[int] = []
+
+    def batch(self, step: int, rows: Sequence[int]) -> Batch:
+        """Return the batches of a step of the plans in `rows`; each a tensor over `rows` first."""
+        if isinstance(rows, range) and self._plans[0].rows is not None:
+            if step not in self._steps:
+                self._gather(step, len(rows))
+            if step in self._steps:
+                i = step - self._steps.start
+                start, end = self._ends[i], self._ends[i + 1]
+                leaves = [t[: len(rows), start:end] for t in self._ahead]
+                return Batch((leaves[0], leaves[1]), leaves)
+        each = [self._plans[row].batch(step) for row in rows]
+        stacked = [torch.stack(parts) for parts in zip(*map(tensors, each), strict=True)]
+        return Batch(each[0], [t.to(self._device) for t in stacked])
+
+    def _gather(self, step: int, active: int) -> None:
+        """Gather the rows of the next steps in which the first plans have batches of one size."""
+        plans = self._plans[:active]
+        first = plans[0]
+        row = active * sum(t[:1].nbytes for t in first.source)
+        sizes, ends = zip(*(p.forms[step:] for p in plans), strict=False), [0]
+        for of_step in sizes:
+            most = self._memory // max(row, 1)
+            if len(set(of_step)) > 1 or (len(ends) > 1 and ends[-1] + of_step[0] > most):
+                break
+            ends.append(ends[-1] + of_step[0])
+        self._steps, self._ends = range(step, step + len(ends) - 1), ends
+        if not self._steps:
+            return
+        ahead = [
+            torch.empty((active, ends[-1], *t.shape[1:]), dtype=t.dtype, device=t.device)
+            for t in first.source
+        ]
+        for k, plan in enumerate(plans):
+            chosen = torch.cat(plan.rows[step : step + len(ends) - 1])  # type: ignore[index]
+            for t, out in zip(plan.source, ahead, strict=True):
+                torch.index_select(t, 0, chosen, out=out[k])
+        self._ahead = [t.to(self._device) for t in ahead]
 
 
 @dataclass(frozen=True)

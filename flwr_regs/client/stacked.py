@@ -22,7 +22,7 @@ from flwr_regs.client.batches import Pairs, mapped, tensors, to_device
 from flwr_regs.client.features import FeatureTap, OutputTap, evaluating
 from flwr_regs.client.measures import Measures, gradients
 from flwr_regs.client.optimizer import OptimizerFn, momentum_of
-from flwr_regs.client.plan import CannotStack, Plan, Planned
+from flwr_regs.client.plan import CannotStack, Feed, Plan, Planned
 from flwr_regs.client.task import Task
 from flwr_regs.term import Arrays, ClientContext, Slot
 
@@ -148,6 +148,7 @@ class Stack:
         self._order, self._members = order, [members[k] for k in order]
         self._steps = [len(m.plan) for m in self._members]
         self._rows = len(members)
+        self._feed = Feed([m.plan for m in self._members], shared.device)
         self._tap: FeatureTap | None = None
         self._layers: dict[str, OutputTap] = {}
         self._counted = self._by_member("label_counts")
@@ -298,7 +299,7 @@ class Stack:
         """Put the corrected gradients of a step into the parameters."""
         parts: dict[Any, list[int]] = {}
         for row in range(self._rows):
-            parts.setdefault(self._members[row].plan.form(step), []).append(row)
+            parts.setdefault(self._members[row].plan.forms[step], []).append(row)
         if len(parts) == 1:
             found = self._gradients(step, slice(0, self._rows))
             for n, p in self._leaves.items():
@@ -320,7 +321,7 @@ class Stack:
         """Return the corrected gradients of some rows, whose batches of this step have one shape."""
         shared, term = self._shared, self._shared.term
         chosen = range(self._rows) if isinstance(rows, slice) else rows.tolist()
-        batch = self._batch(step, chosen)
+        batch = self._feed.batch(step, chosen)
         mine = {**_taken(self._mine, rows), "batch": batch.leaves}
         buffers = {n: b[rows] for n, b in self._buffers.items()}
         own = {n: t[rows] for n, t in self._own.items()}
@@ -494,14 +495,6 @@ class Stack:
     def _vmapped(self, one: Callable[..., Any]) -> Callable[..., Any]:
         return vmap(one, randomness="different")
 
-    # batches
-
-    def _batch(self, step: int, rows: Sequence[int]) -> Batch:
-        """Return the batches of some members, stacked."""
-        each = [self._members[row].plan.batch(step) for row in rows]
-        stacked = [torch.stack(parts) for parts in zip(*(tensors(b) for b in each), strict=True)]
-        return Batch(each[0], [t.to(self._shared.device) for t in stacked])
-
     # after the steps
 
     def _finish(self) -> StackedResult:
@@ -585,20 +578,6 @@ class Stack:
         entries = {**dict(self._shared.model.named_parameters()), **dict(self._shared.model.named_buffers())}
         for n, v in {n: v for of in values for n, v in of.items()}.items():
             entries[n].copy_(v)
-
-
-@dataclass(frozen=True)
-class Batch:
-    """A stacked batch: its tensors, and how one client's is put together of them."""
-
-    like: Any
-    leaves: list[Tensor]
-
-    def rebuilt(self, leaves: Sequence[Tensor]) -> tuple[Any, Any]:
-        """Return inputs and targets of these tensors."""
-        found = iter(leaves)
-        inputs, targets = (mapped(part, lambda _: next(found)) for part in self.like)
-        return inputs, targets
 
 
 def _not_in_a_stack(name: str, *_: Any, **__: Any) -> Any:

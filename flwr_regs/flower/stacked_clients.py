@@ -8,7 +8,7 @@ by itself: CannotStack says why.
 from __future__ import annotations
 
 import json
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from io import BytesIO
@@ -19,7 +19,7 @@ import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from torch import Tensor, nn
 
-from flwr_regs.abilities import TakesBack
+from flwr_regs.abilities import TakesBack, Withholds
 from flwr_regs.chain import Chain
 from flwr_regs.client import state
 from flwr_regs.client.alike import alike, build_of
@@ -196,6 +196,7 @@ class Replies:
 
     def __init__(self, group: Group, result: StackedResult) -> None:
         self._group, self._result = group, result
+        self._last: dict[str, tuple[Any, Mapping[str, Any]]] = {}
         self._term = group.recipe.term
         given = group.arrays
         first = {n: f for n, f in group._tied.items()}
@@ -246,17 +247,29 @@ class Replies:
             if slot
         }
         records[keys.ARRAYS] = record_of(new)
-        records[keys.METRICS] = MetricRecord(
-            {
-                "train-loss": result.losses[k],
-                "local-steps": len(c.member.plan),
-                "planned-steps": c.member.planned_steps,
-                "examples-processed": result.examples[k],
-                "num-examples": c.examples,
-            }
-        )
-        records[keys.CONFIG] = ConfigRecord(texts)
+        numbers = {
+            "train-loss": result.losses[k],
+            "local-steps": len(c.member.plan),
+            "planned-steps": c.member.planned_steps,
+            "examples-processed": result.examples[k],
+            "num-examples": c.examples,
+        }
+        records[keys.METRICS] = self._like("numbers", MetricRecord, numbers)
+        records[keys.CONFIG] = self._like("texts", ConfigRecord, texts)
         return RecordDict(records), kept
+
+    def _like(self, name: str, kind: Callable[..., Any], values: Mapping[str, Any]) -> Any:
+        """Return a record of these values: a copy of the last client's, which Flower has checked."""
+        like, known = self._last.get(name, (None, {}))
+        if like is None or known.keys() != values.keys():
+            record = kind(dict(values))
+        else:
+            record = like.copy()
+            for key, value in values.items():
+                if value is not known[key] and value != known[key]:
+                    record[key] = value
+        self._last[name] = record, values
+        return record
 
 
 class Cohort:
@@ -303,7 +316,7 @@ class Cohort:
         key = (
             id(recipe), id(sent), self._build, alike((task.loss_fn, task.target_key, task.output_fn)),
             alike(client.optimizer), str(client.device), client.classifier, member.plan.kind,
-            member.plan.form(0), _form(member.broadcast), _form(member.client), *member.own,
+            member.plan.forms[0], _form(member.broadcast), _form(member.client), *member.own,
             None if member.label_counts is None else "counts",
         )  # fmt: skip
         if key not in self.groups:
@@ -368,6 +381,8 @@ class Cohort:
         self, model: nn.Module, term: Chain, slots: Mapping[str, ArrayRecord]
     ) -> dict[str, Tensor]:
         """Return a client's private entries: those that its node kept, or its model's own."""
+        if not any(isinstance(t, Withholds) for t in term.terms):
+            return {}
         entries = model.state_dict()
         chosen = term.private(list(entries))
         mine = {n: v.detach().clone() for n, v in entries.items() if n in chosen}
@@ -405,7 +420,7 @@ class Cohort:
             if base is None:
                 raise CannotStack("it lacks the model that the message builds on")
         for found in self._models:
-            if found.came is record and _equal(found.base, base):
+            if _equal(found.came, record) and _equal(found.base, base):
                 return found
         arrays, step, kept = self._read(record), None, record
         if base is not None:
@@ -460,7 +475,10 @@ def check_message(config: Mapping[str, Any], content: RecordDict) -> None:
 
 def record_of(arrays: Mapping[str, np.ndarray]) -> ArrayRecord:
     """Return an ArrayRecord, as :func:`.records.to_record`; the header of a shape is made once."""
-    return ArrayRecord({n: _array(a) for n, a in arrays.items()})
+    record = ArrayRecord()
+    for n, a in arrays.items():  # given all at once, each would be made twice
+        record[n] = _array(a)
+    return record
 
 
 def _array(a: np.ndarray) -> Array:

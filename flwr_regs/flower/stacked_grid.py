@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from logging import WARNING
+from logging import INFO
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from flwr_regs.flower.grid import InProcessGrid
 from flwr_regs.flower.stacked_clients import Cohort, Group
 from flwr_regs.wire.errors import described
 
+ALONE = "no other client of the cohort is like it"
 PRECISIONS = {"float32": None, "bfloat16": torch.bfloat16}
 
 
@@ -35,6 +36,11 @@ class StackedGrid(InProcessGrid):
         Bytes that a stack may take, roughly; a larger cohort trains in several.
     precision : {"float32", "bfloat16"}
         ``"bfloat16"`` runs the forward pass in torch's autocast: faster on a GPU, less exact.
+
+    Attributes
+    ----------
+    fallbacks : dict of str to int
+        Why clients have trained by themselves -> how often, over all rounds.
 
     Raises
     ------
@@ -62,7 +68,7 @@ class StackedGrid(InProcessGrid):
             expected = ", ".join(PRECISIONS)
             raise ValueError(f"precision must be one of {expected}, not {precision!r}")
         self._memory, self._precision = memory, PRECISIONS[precision]
-        self._said: set[str] = set()
+        self.fallbacks: dict[str, int] = {}
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         """Run the clients; their replies wait for `pull_messages`."""
@@ -70,7 +76,7 @@ class StackedGrid(InProcessGrid):
         ids = [self._numbered(message) for message in messages]
         training = [m for m in messages if m.metadata.message_type == "train"]
         if len(training) > 1 and (why := self._refusal()):
-            self._note(why)
+            self._note(CannotStack(why), len(training))
             training = []
         cohort = Cohort(training, self._precision)
         for message in messages:
@@ -105,7 +111,7 @@ class StackedGrid(InProcessGrid):
         try:
             key = cohort.admit(message, context, client)
         except Exception as error:  # by itself it says what is wrong, if anything is
-            self._note(str(error) if isinstance(error, CannotStack) else described(error))
+            self._note(error)
             self._serve(message, client_app(lambda _: client))
             return
         if cohort.groups[key].is_full(self._memory):
@@ -115,17 +121,20 @@ class StackedGrid(InProcessGrid):
         """Train a group; if that fails, one by one."""
         candidates = group.candidates
         try:
+            if len(candidates) == 1:
+                raise CannotStack(ALONE)
             replies = group.run()
         except Exception as error:  # whatever torch or a hook raises under vmap
-            self._note(str(error) if isinstance(error, CannotStack) else described(error))
+            self._note(error, len(candidates))
             for c in candidates:
                 self._serve(c.message, client_app(lambda _, client=c.client: client))
             return
         for c, reply in zip(candidates, replies, strict=True):
             self._replies[c.message.metadata.message_id] = reply
 
-    def _note(self, why: str) -> None:
-        """Log once why clients train one by one."""
-        if why not in self._said:
-            self._said.add(why)
-            log(WARNING, "StackedGrid: clients train one by one: %s", why)
+    def _note(self, error: Exception, clients: int = 1) -> None:
+        """Count clients that train by themselves, and log the reason once."""
+        why = str(error) if isinstance(error, CannotStack) else described(error)
+        if why not in self.fallbacks and why != ALONE:
+            log(INFO, "StackedGrid: clients train one by one: %s", why)
+        self.fallbacks[why] = self.fallbacks.get(why, 0) + clients
