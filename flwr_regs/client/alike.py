@@ -1,4 +1,4 @@
-"""What two clients must share to train in one stack: the model's build, the loss, the optimiser. Plain torch."""
+"""What two clients must share to train in one stack: model, loss, optimiser. Plain torch."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def build_of(model: nn.Module) -> Hashable:
 
 
 def alike(value: Any) -> Hashable:
-    """Return a key that is equal for values that do the same: functions of the same code and closure, too."""
+    """Return a key that is equal for values that do the same, also functions of one code and closure."""
     if value is None or isinstance(value, int | float | str | bytes):
         return value
     if isinstance(value, nn.Module):

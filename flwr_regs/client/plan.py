@@ -1,6 +1,6 @@
 """The batches of a client's local steps, drawn ahead as the client's own loop would draw them. Plain torch.
 
-A `DataLoader` over a plain `TensorDataset` is not iterated: its order is drawn, and its tensors are indexed.
+A `DataLoader` over a plain `TensorDataset` is not iterated: its order is drawn, its tensors are indexed.
 """
 
 from __future__ import annotations
@@ -13,8 +13,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler, TensorDataset
-from torch.utils.data._utils.collate import default_collate
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    RandomSampler,
+    SequentialSampler,
+    TensorDataset,
+)
+from torch.utils.data._utils.collate import default_collate, default_convert
 
 from flwr_regs.client.batches import Pairs, batch_size, cycle, mapped, tensors, to_device
 
@@ -174,7 +180,8 @@ def draw(data: Pairs, seed: int, steps: int) -> Plan:
             generator = torch.Generator().manual_seed(seed)
             passes = _passes(order, generator)
             rows = tuple(itertools.islice(passes, steps))
-            return Plan(data, seed, generator.get_state(), rows, loader.dataset.tensors)
+            source: Any = loader.dataset
+            return Plan(data, seed, generator.get_state(), rows, source.tensors)
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         batches = tuple(itertools.islice(cycle(data), steps))
@@ -193,14 +200,19 @@ class _Order:
 
 def _order_of(loader: DataLoader[Any]) -> _Order | None:
     """Return the order of a plain loader of pairs of tensors; None for any other."""
-    dataset, batches, sampler = loader.dataset, loader.batch_sampler, loader.sampler
+    batches: Any
+    if loader.batch_sampler is None:  # its sampler makes the batches, and each is one indexing
+        batches, whole = loader.sampler, default_convert
+    else:
+        batches, whole = loader.batch_sampler, default_collate
+    dataset: Any = loader.dataset
+    sampler: Any = getattr(batches, "sampler", None)
     plain = (
         type(loader) is DataLoader
         and type(dataset) is TensorDataset
         and len(dataset.tensors) == 2
         and type(batches) is BatchSampler
-        and batches.sampler is sampler
-        and loader.collate_fn is default_collate
+        and loader.collate_fn is whole
         and not loader.pin_memory
         and _draws_are_known()
     )
@@ -208,7 +220,8 @@ def _order_of(loader: DataLoader[Any]) -> _Order | None:
         return None
     n = len(dataset)
     shuffle = type(sampler) is RandomSampler and not sampler.replacement and len(sampler) == n
-    if not shuffle and type(sampler) is not SequentialSampler:
+    in_order = type(sampler) is SequentialSampler and len(sampler) == n
+    if (not shuffle and not in_order) or sampler.data_source is not dataset:
         return None
     return _Order(n, batches.batch_size, batches.drop_last, shuffle)
 
@@ -224,7 +237,7 @@ def _passes(order: _Order, generator: torch.Generator) -> Iterator[Tensor]:
             rows = torch.randperm(order.examples, generator=own)
         else:
             rows = torch.arange(order.examples)
-        yield from rows[:full].split(order.size)
+        yield from torch.split(rows[:full], order.size)
 
 
 @cache
@@ -249,6 +262,5 @@ def _own_generator(loader: DataLoader[Any]) -> bool:
 
 def _form(batch: Any) -> Any:
     """Return the shapes and dtypes of a batch, nested as it is."""
-    found: list[Any] = []
-    rest = mapped(batch, lambda t: found.append((t.shape, t.dtype)))
-    return (repr(rest), *found)
+    nested = mapped(batch, lambda _: torch.empty(0))
+    return (repr(nested), *((t.shape, t.dtype) for t in tensors(batch)))

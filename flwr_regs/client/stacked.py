@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
 from flwr_regs.chain import Chain, layers_of
-from flwr_regs.client.batches import Pairs, mapped, tensors, to_device
+from flwr_regs.client.batches import mapped, to_device
 from flwr_regs.client.features import FeatureTap, OutputTap, evaluating
-from flwr_regs.client.measures import Measures, gradients
+from flwr_regs.client.measures import Measures
 from flwr_regs.client.optimizer import OptimizerFn, momentum_of
 from flwr_regs.client.plan import CannotStack, Feed, Plan, Planned
 from flwr_regs.client.task import Task
@@ -151,7 +151,7 @@ class Stack:
         self._feed = Feed([m.plan for m in self._members], shared.device)
         self._tap: FeatureTap | None = None
         self._layers: dict[str, OutputTap] = {}
-        self._counted = self._by_member("label_counts")
+        self._counted = self._label_counts()
         self._losses = torch.zeros(self._rows, device=shared.device)
         self._examples = [0] * self._rows
 
@@ -183,7 +183,7 @@ class Stack:
         mine = {n for m in members for n in m.own}
 
         def stacked(name: str, own: Tensor) -> Tensor:
-            one = shared.start.get(name, own).to(shared.device)
+            one: Tensor = shared.start.get(name, own).to(shared.device)
             if name not in mine:
                 return one.expand(k, *one.shape).clone()
             return torch.stack([m.own.get(name, one).to(shared.device) for m in members])
@@ -272,10 +272,10 @@ class Stack:
             if k not in self._alike
         }
 
-    def _by_member(self, name: str) -> Tensor | None:
+    def _label_counts(self) -> Tensor | None:
         """Return the members' label counts, with an entry for each class of any of them."""
-        counts = [getattr(m, name) for m in self._members]
-        if any(c is None for c in counts):
+        counts = [m.label_counts for m in self._members if m.label_counts is not None]
+        if len(counts) < len(self._members):
             return None
         classes = max(len(c) for c in counts)
         return torch.stack([nn.functional.pad(c, (0, classes - len(c))) for c in counts])
@@ -303,13 +303,15 @@ class Stack:
         if len(parts) == 1:
             found = self._gradients(step, slice(0, self._rows))
             for n, p in self._leaves.items():
-                p.grad = None if found[n] is None else found[n].to(p.dtype)
+                p.grad = None if (g := found[n]) is None else g.to(p.dtype)
             self._clip()
             return
         for p in self._leaves.values():
             p.grad = torch.zeros_like(p)
         for rows in parts.values():
-            for n, g in self._gradients(step, torch.tensor(rows, device=self._shared.device)).items():
+            for n, g in self._gradients(
+                step, torch.tensor(rows, device=self._shared.device)
+            ).items():
                 leaf = self._leaves[n]
                 if g is None:
                     leaf.grad = None
@@ -330,7 +332,9 @@ class Stack:
         before = torch.get_rng_state()
         acting = any(t.acts("correct") for t in term.terms)
 
-        def objective(v: Arrays, b: Arrays, mine: dict[str, Any], own: Arrays, teacher: Arrays) -> Any:
+        def objective(
+            v: Arrays, b: Arrays, mine: dict[str, Any], own: Arrays, teacher: Arrays
+        ) -> Any:
             inputs, targets = batch.rebuilt(mine["batch"])
             buffers = dict(b)
             output = self._call(inputs, targets, {**own, **v}, buffers)
@@ -342,7 +346,9 @@ class Stack:
             layers = {k: t.detach() for k, t in ctx.layers.items()} if acting else {}
             return loss, base.detach().float(), buffers, extra, layers
 
-        losses, base, new, extra, layers = self._vmapped(objective)(values, buffers, mine, own, teacher)
+        losses, base, new, extra, layers = self._vmapped(objective)(
+            values, buffers, mine, own, teacher
+        )
         leaves = list(values.values())
         found = torch.autograd.grad(losses.sum(), leaves, allow_unused=True)
         grads = dict(zip(values, found, strict=True))
@@ -366,7 +372,9 @@ class Stack:
                 inputs, targets = batch.rebuilt(mine["batch"])
                 private = {n: v[n] for n in v if n not in self._start}
                 ctx = self._at(mine, teacher, inputs, targets, None, extra, layers)
-                again = partial(self._gradient_at, mine, teacher, inputs, targets, b, {**own, **private}, before)
+                again = partial(
+                    self._gradient_at, mine, teacher, inputs, targets, b, {**own, **private}, before
+                )
                 ctx = replace(ctx, gradient_at=again)
                 return term.correct(g, {n: v[n] for n in self._start}, ctx)
 
@@ -415,8 +423,7 @@ class Stack:
         with self._precision():
             output = functional_call(self._shared.model, given, args, kwargs)
         buffers.update({n: given[n] for n in buffers})
-        logits = task.logits(output)
-        return logits
+        return task.logits(output)
 
     @contextmanager
     def _precision(self) -> Iterator[None]:
@@ -460,8 +467,7 @@ class Stack:
         counts = mine.get("counts")
         logits = extra.get("output")
         if counts is not None and isinstance(logits, Tensor) and logits.ndim == 2:
-            if (lacking := logits.shape[1] - counts.shape[0]) > 0:
-                counts = nn.functional.pad(counts, (0, lacking))
+            counts = nn.functional.pad(counts, (0, max(logits.shape[1] - counts.shape[0], 0)))
         ctx = self._context(
             mine,
             inputs=inputs,
@@ -543,9 +549,7 @@ class Stack:
             slots.append(kept)
         return {n: torch.stack([one[n] for one in sent]) for n in delta}, uploads, slots
 
-    def _finish_one(
-        self, row: int, member: Member, delta: Arrays
-    ) -> tuple[Arrays, Slot, Slot]:
+    def _finish_one(self, row: int, member: Member, delta: Arrays) -> tuple[Arrays, Slot, Slot]:
         shared, model = self._shared, self._shared.model
         torch.set_rng_state(member.plan.after)
         self._fill(self._rest, self._start, {n: t[row] for n, t in self._eval.items()})
@@ -564,7 +568,6 @@ class Stack:
             client_id=member.client_id,
             batch_size=self._batch_size,
             config=shared.config,
-            
         )
         replay = Planned(member.plan, shared.device)
         ctx = replace(ctx, train=partial(measures.train, ctx, replay))
@@ -575,7 +578,10 @@ class Stack:
     @torch.no_grad()
     def _fill(self, *values: Arrays) -> None:
         """Write values into the model."""
-        entries = {**dict(self._shared.model.named_parameters()), **dict(self._shared.model.named_buffers())}
+        entries = {
+            **dict(self._shared.model.named_parameters()),
+            **dict(self._shared.model.named_buffers()),
+        }
         for n, v in {n: v for of in values for n, v in of.items()}.items():
             entries[n].copy_(v)
 

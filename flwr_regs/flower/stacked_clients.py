@@ -158,7 +158,9 @@ class Group:
         trained = trained_parameters(model, term)
         parameters = {n: p for n, p in model.named_parameters() if n not in trained}
         inner = {n: b for n, b in model.named_buffers() if n not in entries}
-        return {n: v.detach().clone() for n, v in {**parameters, **inner}.items() if n not in private}
+        return {
+            n: v.detach().clone() for n, v in {**parameters, **inner}.items() if n not in private
+        }
 
     def add(self, candidate: Candidate) -> None:
         """Take a client of the same kind; raise CannotStack if it holds other fixed values."""
@@ -171,7 +173,7 @@ class Group:
 
     def is_full(self, memory: int) -> bool:
         """Whether another client would take more than `memory` bytes."""
-        one = sum(self.shared.start[n].nbytes for n in self.shared.shared) * 6
+        one: int = sum(self.shared.start[n].nbytes for n in self.shared.shared) * 6
         return (len(self.candidates) + 1) * one > memory
 
     def run(self) -> list[Message]:
@@ -199,7 +201,7 @@ class Replies:
         self._last: dict[str, tuple[Any, Mapping[str, Any]]] = {}
         self._term = group.recipe.term
         given = group.arrays
-        first = {n: f for n, f in group._tied.items()}
+        first = group._tied
         held = group.shared.start
         self._all = {}
         for n, a in given.items():
@@ -216,13 +218,11 @@ class Replies:
         self.record = ArrayRecord({n: a for n, a in group.record.items() if n not in names})
         self._coder = self._term.coder("finish")
         sends = any(isinstance(t, TakesBack) for t in self._term.terms) or self._coder is not None
-        self._sent = {
-            n: _numpy(d, given[n].dtype) for n, d in result.delta.items() if sends
-        }
+        self._sent = {n: _numpy(d, given[n].dtype) for n, d in result.delta.items() if sends}
 
     def content(self, k: int, c: Candidate) -> tuple[RecordDict, dict[str, ArrayRecord]]:
         """Return a client's reply, and the records that its node keeps."""
-        group, result, config = self._group, self._result, self._group.recipe.config
+        group, result = self._group, self._result
         sent = {n: d[k] for n, d in self._sent.items()}
         texts, code = dict(self._texts), None
         new = {n: a[k if len(a) > 1 else 0] for n, a in self._all.items()}
@@ -324,7 +324,9 @@ class Cohort:
             if sent.step is not None:
                 trained = trained_parameters(client.model, recipe.term)
                 steps = {n: torch.from_numpy(a) for n, a in sent.step.items() if n in trained}
-                for name, slot in recipe.term.recover(steps, config[keys.PREVIOUS_LR_KEY]).items():
+                lr: Any = config[keys.PREVIOUS_LR_KEY]
+                recovered = recipe.term.recover(steps, lr)
+                for name, slot in recovered.items():
                     shared[name] = {**slot, **shared.get(name, {})}
             self.groups[key] = Group(candidate, sent.record, sent.arrays, shared, self._precision)
         self.groups[key].add(candidate)
@@ -332,7 +334,7 @@ class Cohort:
 
     def _recipe(self, client: RegClient, config: Mapping[str, Any]) -> Recipe:
         """Return the method of a message, read and checked once for all clients of a kind."""
-        kind = (type(client), client.method, tuple(client.terms))
+        kind = (type(client).__name__, client.method, tuple(client.terms))
         for found in self._recipes:
             if found.kind == kind and found.config == config:
                 return found
@@ -353,7 +355,9 @@ class Cohort:
         packed = {n: pack(from_record(r)) for n, r in slots.items() if n != keys.PRIVATE_KEY}
         config = {**recipe.config, **own, **packed}
         kept = ClientState.read(term, config)
-        update = {n: a for n, a in sent.arrays.items() if packed and n in trained_parameters(model, term)}
+        update = {
+            n: a for n, a in sent.arrays.items() if packed and n in trained_parameters(model, term)
+        }
         entering, lost = kept.entering(term, config, update)
         lost |= keys.USED_KEY in config and kept == ClientState()
         planned = recipe.steps(pairs)
@@ -388,7 +392,9 @@ class Cohort:
         mine = {n: v.detach().clone() for n, v in entries.items() if n in chosen}
         if not mine or keys.PRIVATE_KEY not in slots:
             if mine and model is self._model:
-                raise CannotStack("its model is another client's too, and holds new private entries")
+                raise CannotStack(
+                    "its model is another client's too, and holds new private entries"
+                )
             return mine
         kept = self._read(slots[keys.PRIVATE_KEY])
         if {n: a.shape for n, a in kept.items()} != {n: tuple(v.shape) for n, v in mine.items()}:

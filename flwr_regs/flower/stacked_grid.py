@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import partial
 from logging import INFO
 from typing import Any
 
@@ -14,6 +15,7 @@ from flwr.common.logger import log
 from flwr_regs.client.plan import CannotStack
 from flwr_regs.flower.app import NumPyClientApp, client_app
 from flwr_regs.flower.grid import InProcessGrid
+from flwr_regs.flower.mods import ContextMod
 from flwr_regs.flower.stacked_clients import Cohort, Group
 from flwr_regs.wire.errors import described
 
@@ -25,8 +27,8 @@ class StackedGrid(InProcessGrid):
     """Serve `num_clients` clients in this process; those of a cohort that can do so train as one.
 
     Their models are stacked, and every kernel works on all of them (``torch.func.vmap``). The results are
-    those of :class:`InProcessGrid`, up to rounding. A client that cannot be stacked trains by itself, in the
-    same round; the log says why, each reason once.
+    those of :class:`InProcessGrid`, up to rounding. A client that cannot be stacked trains by itself, in
+    the same round; the log says why, each reason once.
 
     Parameters
     ----------
@@ -92,27 +94,31 @@ class StackedGrid(InProcessGrid):
         """Return why no client of this app stacks; "" if some may."""
         if not isinstance(self._app, NumPyClientApp):
             return "only an app of client_app(client_fn) shows its clients"
-        return "the app has mods" if self._app.own_mods else ""
+        others = [m for m in self._app.own_mods if not isinstance(m, ContextMod)]
+        return "the app has mods" if others else ""
 
     def _admit(self, cohort: Cohort, message: Message) -> None:
         """Put a message's client into a group, or run it at once."""
         assert isinstance(self._app, NumPyClientApp)
         context = self._contexts[message.metadata.dst_node_id]
         try:
-            client: Any = self._app.client_fn(context)
+            seen = context
+            for mod in self._app.own_mods:
+                seen = mod.change(message, seen)  # type: ignore[attr-defined]
+            client: Any = self._app.client_fn(seen)
         except Exception as error:  # whatever the user's code raises: once more, for its message
             raised = error
 
             def again(_: Any) -> Any:
                 raise raised
 
-            self._serve(message, client_app(again))
+            self._serve(message, client_app(again, self._app.own_mods))
             return
         try:
             key = cohort.admit(message, context, client)
         except Exception as error:  # by itself it says what is wrong, if anything is
             self._note(error)
-            self._serve(message, client_app(lambda _: client))
+            self._serve(message, client_app(partial(_given, client), self._app.own_mods))
             return
         if cohort.groups[key].is_full(self._memory):
             self._train(cohort.groups.pop(key))
@@ -127,7 +133,7 @@ class StackedGrid(InProcessGrid):
         except Exception as error:  # whatever torch or a hook raises under vmap
             self._note(error, len(candidates))
             for c in candidates:
-                self._serve(c.message, client_app(lambda _, client=c.client: client))
+                self._serve(c.message, client_app(partial(_given, c.client)))
             return
         for c, reply in zip(candidates, replies, strict=True):
             self._replies[c.message.metadata.message_id] = reply
@@ -138,3 +144,8 @@ class StackedGrid(InProcessGrid):
         if why not in self.fallbacks and why != ALONE:
             log(INFO, "StackedGrid: clients train one by one: %s", why)
         self.fallbacks[why] = self.fallbacks.get(why, 0) + clients
+
+
+def _given(client: Any, _: Any) -> Any:
+    """Return a client that is there already, as `client_fn`."""
+    return client
