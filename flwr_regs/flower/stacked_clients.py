@@ -171,6 +171,27 @@ class Group:
                 raise CannotStack(f"it holds other values than the others in {odd}")
         self.candidates.append(candidate)
 
+    @property
+    def kind(self) -> Hashable:
+        """What decides how fast its clients train."""
+        first = self.candidates[0].member
+        terms = tuple(type(t) for t in self.recipe.term.terms)
+        return build_of(self.shared.model), first.plan.forms[0], terms, str(self.shared.device)
+
+    @property
+    def may_lose(self) -> bool:
+        """Whether a loop may be faster: convolutions and recurrent layers on a CPU."""
+        model, on_cpu = self.shared.model, self.shared.device.type == "cpu"
+        slow = (nn.modules.conv._ConvNd, nn.RNNBase)
+        return on_cpu and any(isinstance(m, slow) for m in model.modules())
+
+    def part(self, clients: int) -> list[Candidate]:
+        """Take some clients out of the group, if it is large enough; return them."""
+        if not clients or len(self.candidates) < 2 * clients:
+            return []
+        self.candidates, out = self.candidates[:-clients], self.candidates[-clients:]
+        return out
+
     def is_full(self, memory: int) -> bool:
         """Whether another client would take more than `memory` bytes."""
         one: int = sum(self.shared.start[n].nbytes for n in self.shared.shared) * 6

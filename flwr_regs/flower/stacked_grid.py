@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from logging import INFO
 from typing import Any
@@ -16,10 +18,11 @@ from flwr_regs.client.plan import CannotStack
 from flwr_regs.flower.app import NumPyClientApp, client_app
 from flwr_regs.flower.grid import InProcessGrid
 from flwr_regs.flower.mods import ContextMod
-from flwr_regs.flower.stacked_clients import Cohort, Group
+from flwr_regs.flower.stacked_clients import Candidate, Cohort, Group
 from flwr_regs.wire.errors import described
 
 ALONE = "no other client of the cohort is like it"
+SLOWER = "a stack of such clients is slower"
 PRECISIONS = {"float32": None, "bfloat16": torch.bfloat16}
 
 
@@ -38,6 +41,10 @@ class StackedGrid(InProcessGrid):
         Bytes that a stack may take, roughly; a larger cohort trains in several.
     precision : {"float32", "bfloat16"}
         ``"bfloat16"`` runs the forward pass in torch's autocast: faster on a GPU, less exact.
+    measure : bool, optional
+        Whether a few clients of the first rounds train both ways, and the others in the faster one from
+        then on. Default: for models with convolutions or recurrent layers on a CPU. Two runs may then
+        differ by rounding.
 
     Attributes
     ----------
@@ -62,6 +69,7 @@ class StackedGrid(InProcessGrid):
         *,
         memory: int = 2**30,
         precision: str = "float32",
+        measure: bool | None = None,
     ) -> None:
         super().__init__(client_app, num_clients, run_config)
         if memory < 1:
@@ -70,6 +78,8 @@ class StackedGrid(InProcessGrid):
             expected = ", ".join(PRECISIONS)
             raise ValueError(f"precision must be one of {expected}, not {precision!r}")
         self._memory, self._precision = memory, PRECISIONS[precision]
+        self._measure = measure
+        self._paces: dict[Hashable, Pace] = {}
         self.fallbacks: dict[str, int] = {}
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
@@ -125,6 +135,12 @@ class StackedGrid(InProcessGrid):
 
     def _train(self, group: Group) -> None:
         """Train a group; if that fails, one by one."""
+        pace = self._pace(group)
+        if not pace.stacks:
+            self._note(CannotStack(SLOWER), len(group.candidates))
+            self._one_by_one(group.candidates)
+            return
+        alone, began = group.part(pace.trial), time.perf_counter()
         candidates = group.candidates
         try:
             if len(candidates) == 1:
@@ -132,11 +148,24 @@ class StackedGrid(InProcessGrid):
             replies = group.run()
         except Exception as error:  # whatever torch or a hook raises under vmap
             self._note(error, len(candidates))
-            for c in candidates:
-                self._serve(c.message, client_app(partial(_given, c.client)))
+            self._one_by_one([*candidates, *alone])
             return
         for c, reply in zip(candidates, replies, strict=True):
             self._replies[c.message.metadata.message_id] = reply
+        if alone:
+            between = time.perf_counter()
+            self._one_by_one(alone)
+            seconds = between - began, time.perf_counter() - between
+            pace.note(seconds[0] / len(candidates), seconds[1] / len(alone))
+
+    def _pace(self, group: Group) -> Pace:
+        """Return what is known of the speed of clients of a kind."""
+        measure = group.may_lose if self._measure is None else self._measure
+        return self._paces.setdefault(group.kind, Pace()) if measure else Pace(0)
+
+    def _one_by_one(self, candidates: Sequence[Candidate]) -> None:
+        for c in candidates:
+            self._serve(c.message, client_app(partial(_given, c.client)))
 
     def _note(self, error: Exception, clients: int = 1) -> None:
         """Count clients that train by themselves, and log the reason once."""
@@ -144,6 +173,38 @@ class StackedGrid(InProcessGrid):
         if why not in self.fallbacks and why != ALONE:
             log(INFO, "StackedGrid: clients train one by one: %s", why)
         self.fallbacks[why] = self.fallbacks.get(why, 0) + clients
+
+
+@dataclass
+class Pace:
+    """How fast clients of one kind train both ways.
+
+    Attributes
+    ----------
+    trials : int
+        How often both ways are still to be tried; the first time warms up.
+    stacks : bool
+        Whether stacked is faster, as far as is known.
+    """
+
+    trials: int = 2
+    stacks: bool = True
+
+    @property
+    def trial(self) -> int:
+        """How many clients of the next stack train by themselves."""
+        return 2 if self.trials else 0
+
+    def note(self, stacked: float, alone: float) -> None:
+        """Take the seconds of a client both ways."""
+        self.trials -= 1
+        if not self.trials:
+            self.stacks = stacked <= alone
+            log(
+                INFO,
+                "StackedGrid: a client takes %.3g s in a stack, %.3g s by itself: from now on %s",
+                *(stacked, alone, "in stacks" if self.stacks else "one by one"),
+            )
 
 
 def _given(client: Any, _: Any) -> Any:

@@ -17,6 +17,7 @@ import flwr_regs as fr
 from flwr_regs.client.batches import Pairs
 from flwr_regs.client.plan import draw
 from flwr_regs.client.replay import Replay
+from flwr_regs.flower.stacked_grid import Pace
 from flwr_regs.testing import problem
 from tests.laws import CASES
 from tests.sampling import sampled
@@ -482,6 +483,46 @@ def test_a_checkpoint_of_one_grid_goes_on_on_the_other(tmp_path: Any) -> None:
         [(fr.StackedGrid, fr.InProcessGrid), (fr.InProcessGrid, fr.StackedGrid)]
     ):
         same(trained(*pair, tmp_path / str(i)), expected, str(pair))
+
+
+@pytest.mark.parametrize("faster", ["in stacks", "one by one"])
+def test_the_faster_way_is_taken(faster: str, monkeypatch: Any, caplog: Any) -> None:
+    """After two rounds; all rounds give the same replies."""
+    caplog.set_level(logging.INFO, logger="flwr")
+    note = Pace.note
+    monkeypatch.setattr(
+        Pace, "note", lambda self, *_: note(self, *((1, 2) if faster == "in stacks" else (2, 1)))
+    )
+    grid = compare(
+        lambda: fr.FedAvg(seed=3, fraction_evaluate=0.0),
+        app_of(fr.FedAvgClient, Convolving),
+        len(SIZES),
+        Convolving,
+        {"lr": 0.1, "local-epochs": 1},
+        rounds=4,
+    )
+    slower = {"a stack of such clients is slower": 2 * len(SIZES)}
+    assert grid.fallbacks == ({} if faster == "in stacks" else slower)
+    assert f"from now on {faster}" in caplog.text
+
+
+def test_autocast_is_near(caplog: Any) -> None:
+    """In bfloat16 a step has some 3 digits; the weights stay in float32."""
+
+    def once(**how: Any) -> dict[str, np.ndarray]:
+        grid = fr.StackedGrid(app_of(fr.FedAvgClient)(), len(SIZES), **how)
+        result = fr.FedAvg(seed=3, fraction_evaluate=0.0).start(
+            grid=grid,
+            initial_arrays=ArrayRecord(perceptron().state_dict()),
+            num_rounds=1,
+            train_config=ConfigRecord({"lr": 0.1, "local-epochs": 1}),
+        )
+        assert not grid.fallbacks
+        return {n: a.numpy() for n, a in result.arrays.items()}
+
+    expected, found = once(), once(precision="bfloat16")
+    off = max(abs(found[n] - expected[n]).max() for n in expected)
+    assert 0 < off < 0.01
 
 
 def test_two_runs_give_equal_bits_with_dropout() -> None:
