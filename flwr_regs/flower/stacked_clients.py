@@ -43,7 +43,7 @@ from flwr_regs.flower.client import RegClient
 from flwr_regs.flower.node import AT_ONCE, NodeState, _check_incoming
 from flwr_regs.term import Slot
 from flwr_regs.wire import keys
-from flwr_regs.wire.arrays import NDArrays, in_code_order, mask, pack, unpack
+from flwr_regs.wire.arrays import NDArrays, in_code_order, mask
 from flwr_regs.wire.delta import model_from
 from flwr_regs.wire.frozen import read_said, said
 from flwr_regs.wire.records import from_record, to_record
@@ -251,14 +251,16 @@ class Replies:
             code = texts[keys.UPDATE_KEY] = self._coder.encode(in_code_order(sent, sent))
             own = [n for n in group._buffers if n not in group._tied]
             new = {n: new[n] for n in own if not np.array_equal(new[n], group.arrays[n])}
-        entries = state.entries(self._term, c.kept, result.client[k], sent=sent, code=code)
+        entries = state.entries(
+            self._term, c.kept, result.client[k], sent=sent, code=code, form=record_of
+        )
         if private := {n: to_numpy(result.state[n][k]) for n in group._private}:
-            entries[keys.PRIVATE_KEY] = pack(private)
+            entries[keys.PRIVATE_KEY] = record_of(private)
             if c.fresh:
                 texts[keys.FRESH_KEY] = True
         if c.lost:
             texts[keys.LOST_KEY] = True
-        kept = {n: to_record(unpack(v)) for n, v in entries.items() if isinstance(v, bytes)}
+        kept = {n: v for n, v in entries.items() if isinstance(v, ArrayRecord)}
         texts |= {n: v for n, v in entries.items() if n not in kept}
         if c.node.ahead and any(name.endswith(AT_ONCE) for name in c.slots):
             texts[keys.AHEAD_KEY] = True
@@ -373,12 +375,13 @@ class Cohort:
         term, model, pairs = recipe.term, client.model, client._task.pairs(client.train_data)
         check_custody(client.private, model, term)
         slots = node.entering()
-        packed = {n: pack(from_record(r)) for n, r in slots.items() if n != keys.PRIVATE_KEY}
-        config = {**recipe.config, **own, **packed}
+        held = {n: from_record(r) for n, r in slots.items() if n != keys.PRIVATE_KEY}
+        config = {**recipe.config, **own, **held}
         kept = ClientState.read(term, config)
-        update = {
-            n: a for n, a in sent.arrays.items() if packed and n in trained_parameters(model, term)
-        }
+        update: NDArrays = {}
+        if held and any(isinstance(t, TakesBack) for t in term.terms):
+            trained = trained_parameters(model, term)
+            update = {n: a for n, a in sent.arrays.items() if n in trained}
         entering, lost = kept.entering(term, config, update)
         lost |= keys.USED_KEY in config and kept == ClientState()
         planned = recipe.steps(pairs)
