@@ -7,23 +7,23 @@ step the clients whose batches have one shape go together.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Collection, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, grad, vmap
+from torch.func import vmap
 
-from flwr_regs.chain import Chain, layers_of
+from flwr_regs.chain import layers_of
 from flwr_regs.client.batches import mapped, to_device
 from flwr_regs.client.features import FeatureTap, OutputTap, evaluating
 from flwr_regs.client.measures import Measures
-from flwr_regs.client.optimizer import OptimizerFn, momentum_of
+from flwr_regs.client.optimizer import momentum_of
 from flwr_regs.client.plan import CannotStack, Feed, Plan, Planned
-from flwr_regs.client.task import Task
+from flwr_regs.client.stack_view import Shared, View, joined
 from flwr_regs.term import Arrays, ClientContext, Slot
 
 ELEMENTWISE = (
@@ -31,8 +31,6 @@ ELEMENTWISE = (
     "Rprop",
 )
 """torch's optimisers that treat each number alone: for a stack of clients they do what they do for one."""
-OVER_THE_DATA = ("mean_loss", "mean_gradient", "mean_features", "fisher", "train")
-"""Functions of a context over a client's whole data; in a stack `finish` alone has them."""
 
 
 @dataclass(frozen=True)
@@ -60,47 +58,6 @@ class Member:
     client: Slot = field(default_factory=dict)
     client_id: int = -1
     label_counts: Tensor | None = None
-
-
-@dataclass(frozen=True)
-class Shared:
-    """What the clients of a stack share.
-
-    Attributes
-    ----------
-    model : nn.Module
-        Of the clients' build. Its values do not matter, but for those that are nowhere else; they change.
-    term : Chain
-    task : Task
-    device : torch.device
-    start : Arrays
-        The model's entries at the round's start, by ``state_dict`` name; a member's own take precedence.
-    trained, shared : sequence of str
-        The parameters that are trained, and those of them that terms see.
-    lr : float
-    make : callable
-        The optimiser's factory, as the method has adapted it.
-    broadcast : Slot
-        The terms' slots that are the same for all.
-    config : mapping
-    classifier : str or None
-    precision : torch.dtype or None
-        Of the forward pass, by torch's autocast.
-    """
-
-    model: nn.Module
-    term: Chain
-    task: Task
-    device: torch.device
-    start: Arrays
-    trained: Sequence[str]
-    shared: Sequence[str]
-    lr: float
-    make: OptimizerFn
-    broadcast: Slot = field(default_factory=dict)
-    config: Mapping[str, Any] = field(default_factory=dict)
-    classifier: str | None = None
-    precision: torch.dtype | None = None
 
 
 @dataclass(frozen=True)
@@ -149,9 +106,6 @@ class Stack:
         self._steps = [len(m.plan) for m in self._members]
         self._rows = len(members)
         self._feed = Feed([m.plan for m in self._members], shared.device)
-        self._tap: FeatureTap | None = None
-        self._layers: dict[str, OutputTap] = {}
-        self._counted = self._label_counts()
         self._losses = torch.zeros(self._rows, device=shared.device)
         self._examples = [0] * self._rows
 
@@ -163,7 +117,7 @@ class Stack:
             stack.enter_context(torch.random.fork_rng(devices=gpus))
             torch.manual_seed(self._seed)
             shared.model.to(shared.device).train()
-            self._load()
+            self._view = self._load()
             self._open_taps(stack)
             self._optimizer, self._leaves = self._make_optimizer()
             self._begin()
@@ -175,7 +129,7 @@ class Stack:
 
     # before the steps
 
-    def _load(self) -> None:
+    def _load(self) -> View:
         """Stack the members' values; `_values` are the trained parameters, views of which are stepped."""
         shared, members, k = self._shared, self._members, self._rows
         parameters = {n: p.detach() for n, p in shared.model.named_parameters()}
@@ -195,22 +149,38 @@ class Stack:
         self._buffers = stacks(buffers, buffers)
         still = [n for n in parameters if n not in self._values]
         self._own = stacks(parameters, [n for n in still if n in mine])
-        self._rest = {n: shared.start.get(n, parameters[n]).to(shared.device)
-                      for n in still if n not in mine}  # fmt: skip
-        self._start = {n: shared.start[n].to(shared.device) for n in shared.shared}
-        private = {n: v for n, v in self._values.items() if n not in self._start}
+        rest = {n: shared.start.get(n, parameters[n]).to(shared.device)
+                for n in still if n not in mine}  # fmt: skip
+        start = {n: shared.start[n].to(shared.device) for n in shared.shared}
+        private = {n: v for n, v in self._values.items() if n not in start}
         self._eval = {n: t.clone() for n, t in (self._buffers | self._own | private).items()}
+        steps = {"budget": self._steps, "planned": [m.planned_steps for m in members]}
+        alike = {name: of[0] for name, of in steps.items() if len(set(of)) == 1}
+        kind = torch.promote_types(next(iter(start.values())).dtype, torch.float32)
+        self._mine: dict[str, Any] = {
+            "client": _stacked([m.client for m in members], shared.device),
+            "broadcast": _stacked([m.broadcast for m in members], shared.device),
+            "id": torch.tensor([m.client_id for m in members], device=shared.device),
+            **{
+                name: torch.tensor(of, dtype=kind, device=shared.device)
+                for name, of in steps.items()
+                if name not in alike
+            },
+        }
+        if (counts := self._label_counts()) is not None:
+            self._mine["counts"] = counts.to(shared.device)
+        return View(shared, start, rest, to_device(shared.broadcast, shared.device), alike)
 
     def _open_taps(self, stack: ExitStack) -> None:
         shared = self._shared
         terms = shared.term.terms
         if any("features" in t.needs for t in terms):
-            self._tap = tap = stack.enter_context(FeatureTap(shared.model, shared.classifier))
+            self._view.tap = tap = stack.enter_context(FeatureTap(shared.model, shared.classifier))
             inputs, targets = to_device(self._members[0].plan.batch(0), shared.device)
             with evaluating(shared.model):
                 tap.check(shared.task.output(shared.model, inputs, targets))
         for name in layers_of(terms):
-            self._layers[name] = stack.enter_context(OutputTap(shared.model, name))
+            self._view.layers[name] = stack.enter_context(OutputTap(shared.model, name))
 
     def _make_optimizer(self) -> tuple[torch.optim.Optimizer, Arrays]:
         """Return the client's optimiser over the stacked parameters, and these.
@@ -239,38 +209,18 @@ class Stack:
         return made, leaves
 
     def _begin(self) -> None:
-        """Make the parts of the contexts that stay, and let the terms choose where the steps start."""
-        shared = self._shared
-        self._momentum = momentum_of(self._optimizer)
-        self._mine: dict[str, Any] = {
-            "client": _stacked([m.client for m in self._members], shared.device),
-            "broadcast": _stacked([m.broadcast for m in self._members], shared.device),
-            "id": torch.tensor([m.client_id for m in self._members], device=shared.device),
-            **self._steps_of({"budget": self._steps, "planned": [m.planned_steps for m in self._members]}),
-        }  # fmt: skip
-        if self._counted is not None:
-            self._mine["counts"] = self._counted.to(shared.device)
-        self._received = to_device(shared.broadcast, shared.device)
-        self._batch_size = 0
-        if any(t.acts("start") for t in shared.term.terms):
+        """Let the terms choose where the steps start."""
+        view, term = self._view, self._shared.term
+        view.momentum = momentum_of(self._optimizer)
+        if any(t.acts("start") for t in term.terms):
 
             def begin(mine: dict[str, Any]) -> Arrays:
-                return shared.term.start(self._start, self._context(mine))
+                return term.start(view.start, view.context(mine))
 
             with torch.no_grad():
-                for n, p in self._vmapped(begin)(self._mine).items():
+                for n, p in _vmapped(begin)(self._mine).items():
                     self._values[n].copy_(p)
-        self._batch_size = self._members[0].plan.size(0)
-
-    def _steps_of(self, counts: Mapping[str, Sequence[int]]) -> dict[str, Any]:
-        """Return numbers of steps as tensors, where they differ; else they are kept as one number."""
-        self._alike = {k: v[0] for k, v in counts.items() if len(set(v)) == 1}
-        kind = torch.promote_types(self._values[self._shared.shared[0]].dtype, torch.float32)
-        return {
-            k: torch.tensor(v, dtype=kind, device=self._shared.device)
-            for k, v in counts.items()
-            if k not in self._alike
-        }
+        view.batch_size = self._members[0].plan.size(0)
 
     def _label_counts(self) -> Tensor | None:
         """Return the members' label counts, with an entry for each class of any of them."""
@@ -321,7 +271,7 @@ class Stack:
 
     def _gradients(self, step: int, rows: slice | Tensor) -> dict[str, Tensor | None]:
         """Return the corrected gradients of some rows, whose batches of this step have one shape."""
-        shared, term = self._shared, self._shared.term
+        shared, term, view = self._shared, self._shared.term, self._view
         chosen = range(self._rows) if isinstance(rows, slice) else rows.tolist()
         batch = self._feed.batch(step, chosen)
         mine = {**_taken(self._mine, rows), "batch": batch.leaves}
@@ -337,18 +287,16 @@ class Stack:
         ) -> Any:
             inputs, targets = batch.rebuilt(mine["batch"])
             buffers = dict(b)
-            output = self._call(inputs, targets, {**own, **v}, buffers)
+            output = view.call(inputs, targets, {**own, **v}, buffers)
             base = shared.task.loss(output, targets)
-            ctx = self._at(mine, teacher, inputs, targets, output)
-            loss = term.loss(base, {n: v[n] for n in self._start}, ctx)
+            ctx = view.at(mine, teacher, inputs, targets, output)
+            loss = term.loss(base, {n: v[n] for n in view.start}, ctx)
             watched = {"output": output, "start_output": ctx.start_output, "features": ctx.features}
             extra = {k: t.detach() for k, t in watched.items() if acting and t is not None}
             layers = {k: t.detach() for k, t in ctx.layers.items()} if acting else {}
             return loss, base.detach().float(), buffers, extra, layers
 
-        losses, base, new, extra, layers = self._vmapped(objective)(
-            values, buffers, mine, own, teacher
-        )
+        losses, base, new, extra, layers = _vmapped(objective)(values, buffers, mine, own, teacher)
         leaves = list(values.values())
         found = torch.autograd.grad(losses.sum(), leaves, allow_unused=True)
         grads = dict(zip(values, found, strict=True))
@@ -359,47 +307,27 @@ class Stack:
         for n, b in new.items():
             self._buffers[n][rows] = b
         if not acting:
-            zero = {n: torch.zeros_like(values[n]) for n in self._start if grads[n] is None}
+            zero = {n: torch.zeros_like(values[n]) for n in view.start if grads[n] is None}
             return {**grads, **zero}
         with torch.no_grad():
             params = {n: p.detach() for n, p in values.items()}
-            given = {n: _or_zero(grads[n], params[n]) for n in self._start}
+            given = {n: _or_zero(grads[n], params[n]) for n in view.start}
 
             def corrected(
                 g: Arrays, v: Arrays, b: Arrays, mine: dict[str, Any], own: Arrays, teacher: Arrays,
                 extra: Arrays, layers: Arrays,
             ) -> Arrays:  # fmt: skip
                 inputs, targets = batch.rebuilt(mine["batch"])
-                private = {n: v[n] for n in v if n not in self._start}
-                ctx = self._at(mine, teacher, inputs, targets, None, extra, layers)
+                private = {n: v[n] for n in v if n not in view.start}
+                ctx = view.at(mine, teacher, inputs, targets, None, extra, layers)
                 again = partial(
-                    self._gradient_at, mine, teacher, inputs, targets, b, {**own, **private}, before
+                    view.gradient_at, mine, teacher, inputs, targets, b, {**own, **private}, before
                 )
                 ctx = replace(ctx, gradient_at=again)
-                return term.correct(g, {n: v[n] for n in self._start}, ctx)
+                return term.correct(g, {n: v[n] for n in view.start}, ctx)
 
             args = (given, params, buffers, mine, own, teacher, extra, layers)
-            return {**grads, **self._vmapped(corrected)(*args)}
-
-    def _gradient_at(
-        self, mine: Any, teacher: Arrays, inputs: Any, targets: Any, buffers: Arrays, own: Arrays,
-        before: Tensor, params: Arrays,
-    ) -> Arrays:  # fmt: skip
-        """Return the gradient of a step's whole loss at other parameters, with the step's dropout mask."""
-        shared = self._shared
-
-        def whole(p: Arrays, b: Arrays, own: Arrays) -> Tensor:
-            output = self._call(inputs, targets, {**own, **p}, dict(b))
-            ctx = self._at(mine, teacher, inputs, targets, output)
-            return shared.term.loss(shared.task.loss(output, targets), p, ctx)  # type: ignore[no-any-return]
-
-        now = torch.get_rng_state()
-        torch.set_rng_state(before)
-        try:
-            copies = {n: b.clone() for n, b in buffers.items()}
-            return grad(whole)(params, copies, own)  # type: ignore[no-any-return]
-        finally:
-            torch.set_rng_state(now)
+            return {**grads, **_vmapped(corrected)(*args)}
 
     def _clip(self) -> None:
         """Scale each member's gradients down to the config's norm: see :func:`.optimizer.clip`."""
@@ -413,120 +341,25 @@ class Stack:
         for g in grads:
             g.mul_(scale.view(-1, *[1] * (g.ndim - 1)).to(g.dtype))
 
-    # contexts
-
-    def _call(self, inputs: Any, targets: Any, values: Arrays, buffers: Arrays) -> Any:
-        """Return the logits of one member; `buffers` then hold what the forward pass has made of them."""
-        task = self._shared.task
-        args, kwargs = task.arguments(inputs, targets)
-        given = {**self._rest, **values, **buffers}
-        with self._precision():
-            output = functional_call(self._shared.model, given, args, kwargs)
-        buffers.update({n: given[n] for n in buffers})
-        return task.logits(output)
-
-    @contextmanager
-    def _precision(self) -> Iterator[None]:
-        shared = self._shared
-        on = shared.precision is not None
-        with torch.autocast(shared.device.type, dtype=shared.precision, enabled=on):
-            yield
-
-    def _context(self, mine: dict[str, Any], **more: Any) -> ClientContext:
-        """Return one member's context, under vmap."""
-        shared = self._shared
-        budget, planned = (self._alike.get(k, mine.get(k)) for k in ("budget", "planned"))
-        broadcast = {t: {**self._received.get(t, {}), **mine["broadcast"].get(t, {})}
-                     for t in {*self._received, *mine["broadcast"]}}  # fmt: skip
-        own: dict[str, Any] = {
-            "start": self._start,
-            "lr": shared.lr,
-            "num_steps": budget,
-            "planned_steps": planned,
-            "budget_steps": budget,
-            "momentum": self._momentum,
-            "broadcast": broadcast,
-            "client": mine["client"],
-            "loss_fn": shared.task.loss,
-            "client_id": mine["id"],
-            "batch_size": self._batch_size,
-            "label_counts": mine.get("counts"),
-            "config": shared.config,
-            **{name: partial(_not_in_a_stack, name) for name in OVER_THE_DATA},
-        }
-        return ClientContext(**own | more)
-
-    def _at(
-        self, mine: dict[str, Any], teacher: Arrays, inputs: Any, targets: Any, output: Any,
-        extra: Arrays | None = None, layers: Arrays | None = None,
-    ) -> ClientContext:  # fmt: skip
-        """Return one member's context of a step, under vmap; `extra` is what the forward pass has shown."""
-        if extra is None:
-            layers = {name: tap.value for name, tap in self._layers.items()}
-            extra = {"output": output, "features": None if self._tap is None else self._tap.value}
-        counts = mine.get("counts")
-        logits = extra.get("output")
-        if counts is not None and isinstance(logits, Tensor) and logits.ndim == 2:
-            counts = nn.functional.pad(counts, (0, max(logits.shape[1] - counts.shape[0], 0)))
-        ctx = self._context(
-            mine,
-            inputs=inputs,
-            targets=targets,
-            layers=layers or {},
-            label_counts=counts,
-            output_at=partial(self._output_at, teacher, inputs, targets),
-            features_at=partial(self._features_at, teacher, inputs),
-            **extra,
-        )
-        needs = any("start_output" in t.needs for t in self._shared.term.terms)
-        if needs and ctx.start_output is None:
-            with torch.no_grad():
-                there = self._output_at(teacher, inputs, None, self._start)
-            ctx = replace(ctx, start_output=there)
-        return ctx
-
-    def _output_at(self, teacher: Arrays, inputs: Any, targets: Any, params: Arrays) -> Any:
-        with evaluating(self._shared.model):
-            return self._call(inputs, targets, {**teacher, **params}, {})
-
-    def _features_at(
-        self, teacher: Arrays, inputs: Any, params: Arrays, layer: str | None = None
-    ) -> Tensor:
-        tap = self._tap if layer is None else self._layers.get(layer)
-        if tap is None:
-            raise CannotStack(f"a term asks for features that it does not need: {layer!r}")
-        self._output_at(teacher, inputs, None, params)
-        return tap.value  # type: ignore[no-any-return]
-
-    def _vmapped(self, one: Callable[..., Any]) -> Callable[..., Any]:
-        return vmap(one, randomness="different")
-
     # after the steps
 
     def _finish(self) -> StackedResult:
-        shared, k = self._shared, len(self._members)
-        values = self._values
-        delta = {n: values[n] - self._start[n] for n in self._start}
-        changed = [False]
-
-        def end(delta: Arrays, mine: dict[str, Any]) -> Any:
-            sent, upload, kept = shared.term.finish(delta, self._context(mine))
-            changed[0] = sent is not delta
-            return sent, upload, kept
-
+        """Run the terms' `finish`, and return what came of the round in the members' order."""
+        view, k, values = self._view, len(self._members), self._values
+        delta = {n: values[n] - view.start[n] for n in view.start}
         try:
-            with torch.no_grad():
-                sent, upload, kept = self._vmapped(end)(delta, self._mine)
-            uploads, slots = _unstacked(upload, k), _unstacked(kept, k)
-        except Exception:
+            sent, uploads, slots = self._finish_together(delta)
+        except (
+            Exception
+        ):  # a hook that needs the data, or that vmap does not run; or an error of its own
             sent, uploads, slots = self._finish_each(delta)
-        if changed[0]:
-            for n, start in self._start.items():
+        if sent is not delta:
+            for n, start in view.start.items():
                 values[n].copy_(start + sent[n])
         back = [0] * k
         for row, member in enumerate(self._order):
             back[member] = row
-        index = torch.tensor(back, device=shared.device)
+        index = torch.tensor(back, device=self._shared.device)
         state = {n: t[index].cpu() for n, t in {**values, **self._buffers, **self._own}.items()}
         losses = (self._losses.double().cpu() / torch.tensor(self._examples)).tolist()
         return StackedResult(
@@ -536,44 +369,61 @@ class Stack:
             [to_device(slots[row], "cpu") for row in back],
             [losses[row] for row in back],
             [self._examples[row] for row in back],
-            None if self._tap is None else self._tap.layer,
+            None if view.tap is None else view.tap.layer,
         )
+
+    def _finish_together(self, delta: Arrays) -> tuple[Arrays, list[Slot], list[Slot]]:
+        view, term, changed = self._view, self._shared.term, False
+
+        def end(delta: Arrays, mine: dict[str, Any]) -> Any:
+            nonlocal changed
+            sent, upload, kept = term.finish(delta, view.context(mine))
+            changed = sent is not delta
+            return sent, upload, kept
+
+        with torch.no_grad():
+            sent, upload, kept = _vmapped(end)(delta, self._mine)
+        k = len(self._members)
+        return sent if changed else delta, _unstacked(upload, k), _unstacked(kept, k)
 
     def _finish_each(self, delta: Arrays) -> tuple[Arrays, list[Slot], list[Slot]]:
         """Run the terms' `finish` client by client, with the functions over each client's data."""
-        sent, uploads, slots = list[Arrays](), list[Slot](), list[Slot]()
+        sent, uploads, slots, changed = list[Arrays](), list[Slot](), list[Slot](), False
         for row, member in enumerate(self._members):
-            one, upload, kept = self._finish_one(row, member, {n: d[row] for n, d in delta.items()})
+            mine = {n: d[row] for n, d in delta.items()}
+            one, upload, kept = self._shared.term.finish(mine, self._context_of(row, member))
+            changed |= one is not mine
             sent.append(one)
             uploads.append(upload)
             slots.append(kept)
-        return {n: torch.stack([one[n] for one in sent]) for n in delta}, uploads, slots
+        stacked = {n: torch.stack([one[n] for one in sent]) for n in delta}
+        return stacked if changed else delta, uploads, slots
 
-    def _finish_one(self, row: int, member: Member, delta: Arrays) -> tuple[Arrays, Slot, Slot]:
-        shared, model = self._shared, self._shared.model
+    def _context_of(self, row: int, member: Member) -> ClientContext:
+        """Return a member's context behind its steps; the model then holds the member's values."""
+        shared, view = self._shared, self._view
         torch.set_rng_state(member.plan.after)
-        self._fill(self._rest, self._start, {n: t[row] for n, t in self._eval.items()})
-        measures = Measures(model, member.plan.data, shared.task, shared.device, shared.classifier)
+        self._fill(view.rest, view.start, {n: t[row] for n, t in self._eval.items()})
+        data = member.plan.data
+        measures = Measures(shared.model, data, shared.task, shared.device, shared.classifier)
         taken = len(member.plan)
         ctx = measures.context(
-            {n: w.clone() for n, w in self._start.items()},
+            {n: w.clone() for n, w in view.start.items()},
             shared.lr,
             num_steps=taken,
             planned_steps=member.planned_steps,
             budget_steps=taken,
-            momentum=self._momentum,
-            broadcast=_joined(self._received, to_device(member.broadcast, shared.device)),
+            momentum=view.momentum,
+            broadcast=joined(view.received, to_device(member.broadcast, shared.device)),
             client=to_device(member.client, shared.device),
-            label_counts=None if self._counted is None else self._mine["counts"][row],
+            label_counts=self._mine["counts"][row] if "counts" in self._mine else None,
             client_id=member.client_id,
-            batch_size=self._batch_size,
+            batch_size=view.batch_size,
             config=shared.config,
         )
-        replay = Planned(member.plan, shared.device)
-        ctx = replace(ctx, train=partial(measures.train, ctx, replay))
         own = (self._values, self._buffers, self._own)
         self._fill(*({n: t[row] for n, t in of.items()} for of in own))
-        return shared.term.finish(delta, ctx)
+        return replace(ctx, train=partial(measures.train, ctx, Planned(member.plan, shared.device)))
 
     @torch.no_grad()
     def _fill(self, *values: Arrays) -> None:
@@ -586,8 +436,8 @@ class Stack:
             entries[n].copy_(v)
 
 
-def _not_in_a_stack(name: str, *_: Any, **__: Any) -> Any:
-    raise CannotStack(f"a term asks for {name} within a step")
+def _vmapped(one: Callable[..., Any]) -> Callable[..., Any]:
+    return vmap(one, randomness="different")
 
 
 def _one_each(key: str, value: Any, p: Tensor) -> bool:
@@ -597,10 +447,6 @@ def _one_each(key: str, value: Any, p: Tensor) -> bool:
 
 def _or_zero(g: Tensor | None, p: Tensor) -> Tensor:
     return torch.zeros_like(p) if g is None else g
-
-
-def _joined(first: Slot, second: Slot) -> Slot:
-    return {t: {**first.get(t, {}), **second.get(t, {})} for t in {**first, **second}}
 
 
 def _taken(tree: Any, rows: slice | Tensor) -> Any:

@@ -36,7 +36,8 @@ from flwr_regs.client.loading import load, tied_names
 from flwr_regs.client.optimizer import optimizer_of
 from flwr_regs.client.plan import CannotStack, draw
 from flwr_regs.client.received import _method, plain
-from flwr_regs.client.stacked import Member, Shared, Stack, StackedResult
+from flwr_regs.client.stack_view import Shared
+from flwr_regs.client.stacked import Member, Stack, StackedResult
 from flwr_regs.client.state import ClientState, to_numpy
 from flwr_regs.client.training import trained_parameters
 from flwr_regs.flower.client import RegClient
@@ -50,6 +51,8 @@ from flwr_regs.wire.records import from_record, to_record
 
 OWN_KEYS = (keys.SEED_KEY, keys.CLIENT_KEY, keys.USED_KEY)
 """Entries of a message's config that are one client's."""
+COPIES = 6
+"""Of the parameters: values, update, gradients, two states of an optimiser, and a buffer."""
 _OVERRIDES = ("fit", "to_client", "_task", "_method_name", "_named")
 
 
@@ -194,8 +197,9 @@ class Group:
 
     def is_full(self, memory: int) -> bool:
         """Whether another client would take more than `memory` bytes."""
-        one: int = sum(self.shared.start[n].nbytes for n in self.shared.shared) * 6
-        return (len(self.candidates) + 1) * one > memory
+        one: int = sum(self.shared.start[n].nbytes for n in self.shared.shared) * COPIES
+        drawn = [c.member.plan.nbytes for c in self.candidates]
+        return (len(drawn) + 1) * one + sum(drawn) > memory
 
     def run(self) -> list[Message]:
         """Train the clients; return their replies, in their order.

@@ -90,15 +90,23 @@ class StackedGrid(InProcessGrid):
         if len(training) > 1 and (why := self._refusal()):
             self._note(CannotStack(why), len(training))
             training = []
-        cohort = Cohort(training, self._precision)
+        cohort, waiting = Cohort(training, self._precision), set[int]()
         for message in messages:
+            node = message.metadata.dst_node_id
+            if node in waiting:  # its messages count in their order
+                self._train_all(cohort)
+                waiting.clear()
             if len(training) > 1 and message.metadata.message_type == "train":
                 self._admit(cohort, message)
+                waiting.add(node)
             else:
                 self._serve(message, self._app)
+        self._train_all(cohort)
+        return ids
+
+    def _train_all(self, cohort: Cohort) -> None:
         for key in list(cohort.groups):
             self._train(cohort.groups.pop(key))
-        return ids
 
     def _refusal(self) -> str:
         """Return why no client of this app stacks; "" if some may."""

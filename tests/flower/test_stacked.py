@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -462,7 +463,7 @@ def test_private_entries_stay_with_their_clients() -> None:
 
 
 def test_a_large_cohort_trains_in_several_stacks() -> None:
-    grid = run(app_of(fr.FedAvgClient), memory=6 * 4 * 83 * 2 + 1)  # two models of 83 numbers
+    grid = run(app_of(fr.FedAvgClient), memory=2 * (6 * 4 * 83 + 400))  # two models of 83 numbers
     assert set(grid.fallbacks) == {"no other client of the cohort is like it"}
 
 
@@ -483,6 +484,26 @@ def test_a_checkpoint_of_one_grid_goes_on_on_the_other(tmp_path: Any) -> None:
         [(fr.StackedGrid, fr.InProcessGrid), (fr.InProcessGrid, fr.StackedGrid)]
     ):
         same(trained(*pair, tmp_path / str(i)), expected, str(pair))
+
+
+@dataclass(frozen=True)
+class Halved(fr.Term):
+    """Sends half of the update, times a factor that needs all of the client's data."""
+
+    name: ClassVar[str] = "halved"
+
+    def finish(self, delta: Any, ctx: Any) -> Any:
+        """Return the update, and note the loss."""
+        loss = ctx.mean_loss(ctx.start)
+        return {n: 0.5 * d * loss / loss for n, d in delta.items()}, {"loss": loss}, {}
+
+
+def test_a_finish_that_needs_the_data_may_change_the_update() -> None:
+    grid = run(
+        app_of(fr.RegClient, terms=[Halved]),
+        strategy=lambda: fr.RegStrategy([Halved()], seed=3, fraction_evaluate=0.0),
+    )
+    assert not grid.fallbacks
 
 
 @pytest.mark.parametrize("faster", ["in stacks", "one by one"])
