@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from flwr_regs.flower.client_round import load_model as load_model
     from flwr_regs.flower.grid import InProcessGrid as InProcessGrid
     from flwr_regs.flower.legacy.strategy import LegacyStrategy as LegacyStrategy
+    from flwr_regs.flower.stacked_grid import StackedGrid as StackedGrid
     from flwr_regs.flower.strategy import RegStrategy as RegStrategy
     from flwr_regs.flower.writers import JsonLines as JsonLines
     from flwr_regs.flower.writers import TensorBoard as TensorBoard
@@ -55,6 +56,7 @@ _HOME = {
     "load_model": "flower.client_round",
     "load_private": "client.saved",
     "InProcessGrid": "flower.grid",
+    "StackedGrid": "flower.stacked_grid",
     "float32_arrays": "wire.records",
     "LegacyStrategy": "flower.legacy.strategy",
     "RegStrategy": "flower.strategy",

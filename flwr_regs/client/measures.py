@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from flwr_regs.client.batches import Batches, batch_size, to_device
 from flwr_regs.client.features import FeatureTap, evaluating, tap_of
 from flwr_regs.client.fisher import fisher_diagonal
+from flwr_regs.client.plan import Planned
 from flwr_regs.client.replay import Replay
 from flwr_regs.client.task import Task
 from flwr_regs.term import Arrays, ClientContext
@@ -79,7 +80,7 @@ class Measures:
     def train(
         self,
         ctx: ClientContext,
-        replay: Replay,
+        replay: Replay | Planned,
         params: Arrays,
         loss: Callable[[Arrays, ClientContext], Any],
         steps: int,

@@ -11,7 +11,7 @@ began it with the first time. The node does the same with what is kept ``"always
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -22,7 +22,7 @@ from flwr_regs.abilities import TakesBack
 from flwr_regs.chain import Chain
 from flwr_regs.term import Arrays, Slot
 from flwr_regs.wire import keys
-from flwr_regs.wire.arrays import in_code_order, pack, unpack
+from flwr_regs.wire.arrays import NDArrays, in_code_order, pack, unpack
 
 NO_ROUND = -1
 CODE = "|code"  # no parameter's name
@@ -59,7 +59,7 @@ class ClientState:
         settled = slots(term, config, SETTLED) | slots(term, config, ALWAYS)
         if keys.PENDING_KEY not in config:
             return cls(settled)
-        note = unpack(config[keys.PENDING_KEY])
+        note = _arrays(config[keys.PENDING_KEY])
         sent = {k.removeprefix("sent."): a for k, a in note.items() if k.startswith("sent.")}
         number, reaches = int(note["round"]), int(note["reaches"])
         pending = slots(term, config, PENDING)
@@ -124,8 +124,11 @@ def entries(
     *,
     sent: Mapping[str, np.ndarray] | None = None,
     code: bytes | None = None,
+    form: Callable[[Mapping[str, np.ndarray]], Any] = pack,
 ) -> dict[str, Any]:
     """Return what the node keeps of a round, as entries of the reply: slots before and after it, packed.
+
+    Or in another `form`, for a node in the same process.
 
     `before` is the state that the round began with. `sent` is the update that travels, in numpy, `code` its
     code; without `sent`, the round was a probe.
@@ -136,7 +139,10 @@ def entries(
     if sent is None:  # an empty slot of a probe leaves the kept one
         always = {n: s for n, s in before.settled.items() if n not in waiting} | always
     settled = {n: s for n, s in before.settled.items() if n in waiting and s}
-    out: dict[str, Any] = packed(settled, SETTLED) | packed(always, ALWAYS) | packed(mine, PENDING)
+    kinds = ((settled, SETTLED), (always, ALWAYS), (mine, PENDING))
+    out: dict[str, Any] = {
+        k: v for slots, kind in kinds for k, v in packed(slots, kind, form).items()
+    }
     if sent is not None and (settled or always or mine):
         out[keys.KEEPS_KEY] = True
     if not settled and not mine:
@@ -145,7 +151,7 @@ def entries(
     if sent is not None and any(isinstance(t, TakesBack) and t.name in mine for t in term.terms):
         kept = dict(sent) if code is None else {CODE: np.frombuffer(code, np.uint8)}
         note |= {f"sent.{n}": a for n, a in kept.items()}
-    out[keys.PENDING_KEY] = pack(note)
+    out[keys.PENDING_KEY] = form(note)
     return out
 
 
@@ -169,19 +175,26 @@ def _note(before: ClientState, probe: bool) -> dict[str, Any]:
 def slots(term: Chain, config: Mapping[str, Any], slot: str) -> Slot:
     """Return the terms' slots of one kind from a config, as tensors by term name."""
     return {
-        t.name: {k: torch.from_numpy(a) for k, a in unpack(config[f"{t.name}.{slot}"]).items()}
+        t.name: {k: torch.from_numpy(a) for k, a in _arrays(config[f"{t.name}.{slot}"]).items()}
         for t in term.terms
         if f"{t.name}.{slot}" in config
     }
 
 
-def packed(slots: Slot, slot: str) -> dict[str, bytes]:
+def packed(
+    slots: Slot, slot: str, form: Callable[[Mapping[str, np.ndarray]], Any] = pack
+) -> dict[str, Any]:
     """Return the terms' slots as they travel: ``"<term>.<slot>" -> bytes``, without empty ones."""
     return {
-        f"{name}.{slot}": pack({k: to_numpy(a) for k, a in arrays.items()})
+        f"{name}.{slot}": form({k: to_numpy(a) for k, a in arrays.items()})
         for name, arrays in slots.items()
         if arrays
     }
+
+
+def _arrays(value: Any) -> NDArrays:
+    """Return packed arrays; in one process they may come as they are."""
+    return value if isinstance(value, dict) else unpack(value)
 
 
 def to_numpy(value: Any) -> np.ndarray:

@@ -76,12 +76,17 @@ class Task:
 
         Raises TypeError if the output holds no logits: see `logits`.
         """
-        args, kwargs = ((), dict(inputs)) if isinstance(inputs, Keywords) else ((inputs,), {})
-        if self.loss_fn is None and targets is not None:
-            kwargs[inputs.target if isinstance(inputs, Keywords) else "labels"] = targets
+        args, kwargs = self.arguments(inputs, targets)
         if params is None:
             return self.logits(model(*args, **kwargs))
         return self.logits(functional_call(model, dict(params), args, kwargs))
+
+    def arguments(self, inputs: Any, targets: Any = None) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the positional and keyword arguments with which the model is called on a batch."""
+        args, kwargs = ((), dict(inputs)) if isinstance(inputs, Keywords) else ((inputs,), {})
+        if self.loss_fn is None and targets is not None:
+            kwargs[inputs.target if isinstance(inputs, Keywords) else "labels"] = targets
+        return args, kwargs
 
     def logits(self, output: Any) -> Any:
         """Return the logits in what the model returned; raise TypeError if there are none."""

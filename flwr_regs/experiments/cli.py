@@ -82,7 +82,8 @@ def _parser() -> argparse.ArgumentParser:
         return made
 
     run = command("run", commands.run, "compare methods, in one process or in Ray", EPILOG)
-    run.add_argument("--runner", choices=("process", "ray"), default="process", help="(process)")
+    runners = ("process", "stacked", "ray")
+    run.add_argument("--runner", choices=runners, default="process", help="(process)")
     run.add_argument("--gpus-per-client", type=float, default=0.0, help="in Ray, e.g. 0.1 (0)")
     sweep = command("sweep", commands.run, "try values of one setting or parameter", EPILOG)
     sweep.add_argument(

@@ -9,6 +9,7 @@ from flwr.app import Context, Message
 from flwr.client import NumPyClient
 
 from flwr_regs import client_app
+from flwr_regs.flower.mods import ContextMod
 
 if TYPE_CHECKING:
     from torch.utils.data import TensorDataset
@@ -16,21 +17,20 @@ if TYPE_CHECKING:
     from flwr_regs.experiments.job import Job
 
 
-def method_mod(message: Message, context: Context, call_next: Any) -> Message:
+def _with_method(message: Message, context: Context) -> Context:
     """Pass the message's method and round to `client_fn`: a comparison runs several methods in one app."""
     config: dict[str, Any] = dict(message.content.config_records.get("config") or {})
     current: dict[str, str | int] = {
         "method": str(config.get("regs.method", "")),  # a query has none
         "round": int(config.get("server-round", 0)),
     }
-    copy = Context(  # Flower refuses a changed run_config; the state is the node's own
+    return Context(  # Flower refuses a changed run_config; the state is the node's own
         context.run_id,
         context.node_id,
         context.node_config,
         context.state,
         {**context.run_config, **current},
     )
-    return call_next(message, copy)  # type: ignore[no-any-return]
 
 
 @lru_cache(maxsize=8)  # five domains; keeps a client's images from message to message
@@ -92,4 +92,4 @@ def client_fn(context: Context) -> NumPyClient:
     raise ValueError(f"the server runs '{method}', which is none of the job's {job.method_names}")
 
 
-app = client_app(client_fn, mods=[method_mod])
+app = client_app(client_fn, mods=[ContextMod(_with_method)])

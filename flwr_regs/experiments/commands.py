@@ -123,7 +123,7 @@ def _train(
     if runner == "ray":
         flower_run.execute(plan, folder, bars, gpus)
     else:
-        engine.execute(plan, folder, bars, workers)
+        engine.execute(plan, folder, bars, workers, runner == "stacked")
 
 
 def _report(results: Results, folder: Path, plan: Plan) -> int:

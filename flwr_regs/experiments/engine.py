@@ -128,7 +128,9 @@ class Plan:
         return label if len(self.seeds) == 1 else f"{label}-seed{job.seed}"
 
 
-def execute(plan: Plan, folder: Path | None, progress: Progress, workers: int = 1) -> list[Run]:
+def execute(
+    plan: Plan, folder: Path | None, progress: Progress, workers: int = 1, stacked: bool = False
+) -> list[Run]:
     """Train what the plan lacks in `folder`, and return all its runs.
 
     Whatever ends a run early, the others have their turn; the run says why. Tables are written after each
@@ -142,6 +144,8 @@ def execute(plan: Plan, folder: Path | None, progress: Progress, workers: int = 
     progress : Progress
     workers : int
         Processes that train at a time; with 1 it is this one.
+    stacked : bool
+        Whether a cohort's clients train in one set of kernels.
     """
     known = plan.recorded(folder) if folder else []
     runs = {(run.label, run.seed): run for run in known if run.ended}
@@ -149,7 +153,7 @@ def execute(plan: Plan, folder: Path | None, progress: Progress, workers: int = 
     missing = [one for one, key in zip(plan.jobs, keys, strict=True) if key not in runs]
     with progress:
         train = _here if workers == 1 else _in_workers
-        for run in train(plan, missing, folder, progress, workers):
+        for run in train(plan, missing, folder, progress, workers, stacked):
             runs[run.label, run.seed] = run
             progress.ended(run.label, run.seed, run.stopped)
             if folder:
@@ -158,11 +162,15 @@ def execute(plan: Plan, folder: Path | None, progress: Progress, workers: int = 
     return [runs[key] for key in keys]
 
 
-def train(plan: Plan, label: str, job: Job, folder: Path | None, told: Any) -> Run:
+def train(
+    plan: Plan, label: str, job: Job, folder: Path | None, told: Any, stacked: bool = False
+) -> Run:
     """Train one run in this process; an error ends the run, and the run says why."""
-    from flwr_regs import InProcessGrid
+    from flwr_regs import InProcessGrid, StackedGrid
     from flwr_regs.experiments.clients import app
     from flwr_regs.experiments.comparison import Comparison
+
+    grid = StackedGrid if stacked else InProcessGrid
 
     def on_round(run: Run) -> None:
         if run.test:
@@ -171,7 +179,7 @@ def train(plan: Plan, label: str, job: Job, folder: Path | None, told: Any) -> R
 
     with quiet() as warnings, one_thread():
         _warm_up()
-        comparison = Comparison(job, InProcessGrid(app, job.num_clients, job.config))
+        comparison = Comparison(job, grid(app, job.num_clients, job.config))
         (method,) = job.method_names
         name, places = plan.model_name(label, job), (folder, on_round, time.process_time)
         own = None
@@ -195,10 +203,15 @@ def _warm_up() -> None:
 
 
 def _here(
-    plan: Plan, jobs: Sequence[tuple[str, Job]], folder: Path | None, progress: Progress, _: int
+    plan: Plan,
+    jobs: Sequence[tuple[str, Job]],
+    folder: Path | None,
+    progress: Progress,
+    _: int,
+    stacked: bool,
 ) -> Iterator[Run]:
     for label, job in jobs:
-        yield train(plan, label, job, folder, progress.round)
+        yield train(plan, label, job, folder, progress.round, stacked)
 
 
 def _in_workers(
@@ -207,13 +220,14 @@ def _in_workers(
     folder: Path | None,
     progress: Progress,
     workers: int,
+    stacked: bool,
 ) -> Iterator[Run]:
     context = multiprocessing.get_context("spawn")
     queue = context.SimpleQueue()
     pool = ProcessPoolExecutor(workers, context, initializer=_begin_worker, initargs=(queue,))
     try:
         waiting: set[Future[Run]] = {
-            pool.submit(_work, plan, label, job, folder) for label, job in jobs
+            pool.submit(_work, plan, label, job, folder, stacked) for label, job in jobs
         }
         while waiting:
             done, waiting = wait(waiting, timeout=0.2)
@@ -254,8 +268,8 @@ def _end_with_parent() -> None:
         os._exit(1)
 
 
-def _work(plan: Plan, label: str, job: Job, folder: Path | None) -> Run:
-    return train(plan, label, job, folder, lambda *now: _QUEUE.put(now))
+def _work(plan: Plan, label: str, job: Job, folder: Path | None, stacked: bool) -> Run:
+    return train(plan, label, job, folder, lambda *now: _QUEUE.put(now), stacked)
 
 
 class _Collector(logging.Handler):

@@ -17,7 +17,7 @@ from flwr_regs.experiments.results import Results, provenance
 from flwr_regs.experiments.settings import key
 from flwr_regs.experiments.user_code import offer
 
-RUNNERS = ("process", "ray")
+RUNNERS = ("process", "stacked", "ray")
 
 
 def simulate(
@@ -45,7 +45,8 @@ def simulate(
     partition : str
     seeds : iterable of int
     runner : str
-        ``"process"``: this process (or `workers` of them). ``"ray"``: Flower's simulation.
+        ``"process"``: this process (or `workers` of them). ``"stacked"``: the same, and a cohort's clients
+        train in one set of kernels. ``"ray"``: Flower's simulation.
     workers : int
         Runs at a time. More than one, and Ray, need methods, data set and model by name.
     out : path, optional
@@ -118,7 +119,8 @@ def simulate(
         if runner == "ray":
             runs = flower_run.execute(plan, folder, bars)
         else:
-            runs = engine.execute(plan, folder if out is not None else None, bars, workers)
+            kept = folder if out is not None else None
+            runs = engine.execute(plan, kept, bars, workers, runner == "stacked")
         if failed := [run for run in runs if not run.ended]:
             raise RuntimeError(f"{failed[0].label}, seed {failed[0].seed}: {failed[0].error}")
         results = Results(runs)

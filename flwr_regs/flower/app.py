@@ -22,10 +22,10 @@ from flwr_regs.flower.node import node_mod
 from flwr_regs.flower.translation import numpyclient_mod
 from flwr_regs.wire import keys
 
+ClientFn = Callable[[Context], NumPyClient | Client]
 
-def client_app(
-    client_fn: Callable[[Context], NumPyClient | Client], mods: Sequence[Mod] = ()
-) -> ClientApp:
+
+def client_app(client_fn: ClientFn, mods: Sequence[Mod] = ()) -> ClientApp:
     """Return a ClientApp that runs `client_fn`'s client under a Message-API strategy.
 
     Parameters
@@ -48,15 +48,13 @@ def client_app(
             f"client_app needs a function context -> NumPyClient, not {type(client_fn).__name__}"
         )
 
-    return _Around(client_fn, mods)
+    return NumPyClientApp(client_fn, mods)
 
 
-class _Around(ClientApp):
-    """The app of `client_app`; it can be pickled if its parts can."""
+class NumPyClientApp(ClientApp):
+    """The app of :func:`client_app`, which says what it was made of; it can be pickled if that can."""
 
-    def __init__(
-        self, client_fn: Callable[[Context], NumPyClient | Client], mods: Sequence[Mod]
-    ) -> None:
+    def __init__(self, client_fn: ClientFn, mods: Sequence[Mod]) -> None:
         def made(context: Context) -> NumPyClient | Client:
             client = client_fn(context)
             if not isinstance(client, NumPyClient | Client):
@@ -69,12 +67,12 @@ class _Around(ClientApp):
             client = made(context)
             return client.to_client() if isinstance(client, NumPyClient) else client
 
-        self._parts = (client_fn, mods)
+        self.client_fn, self.own_mods = client_fn, tuple(mods)
         translated = partial(numpyclient_mod, made)
         super().__init__(older, mods=[node_mod, *guarded(mods), translated])
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _Around, self._parts
+        return NumPyClientApp, (self.client_fn, self.own_mods)
 
 
 class RegClientApp(ClientApp):

@@ -127,14 +127,17 @@ class InProcessGrid(Grid):
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         """Run the clients; their replies wait for `pull_messages`."""
         if self._workers is None:
-            return [self._keep(m, self._served(m)) for m in map(_named, messages)]
-        sent = [_named(message) for message in messages]
+            return [self._serve(m, self._app) for m in map(numbered, messages)]
+        sent = [numbered(message) for message in messages]
         replies = self._workers.run(sent, [self._contexts[m.metadata.dst_node_id] for m in sent])
         return list(map(self._keep, sent, replies))
 
-    def _served(self, message: Message) -> Message:
+    def _serve(self, message: Message, app: ClientApp) -> str:
+        """Run the client that a message is for, and keep its reply; return the message's id."""
         message.content = RecordDict({k: r.copy() for k, r in message.content.items()})
-        return served(self._app, message, self._contexts[message.metadata.dst_node_id])
+        return self._keep(
+            message, served(app, message, self._contexts[message.metadata.dst_node_id])
+        )
 
     def _keep(self, message: Message, reply: Message) -> str:
         self._replies[message.metadata.message_id] = reply
@@ -156,6 +159,7 @@ class InProcessGrid(Grid):
         return self.pull_messages(self.push_messages(messages))
 
 
-def _named(message: Message) -> Message:
+def numbered(message: Message) -> Message:
+    """Give a message its id, and return it."""
     message.metadata.__dict__["_message_id"] = str(uuid4())
     return message

@@ -254,10 +254,15 @@ class NodeState:
 
     def model(self, server_round: Any) -> NDArrays | None:
         """Return the global model of `server_round`, if this client kept it."""
+        record = self.kept_model(server_round)
+        return None if record is None else from_record(record)
+
+    def kept_model(self, server_round: Any) -> ArrayRecord | None:
+        """Return the record of :meth:`model`."""
         kept = self._records.config_records.get(self._prefix + "round")
         if kept is None or kept["round"] != server_round:
             return None
-        return from_record(self._records.array_records[self._prefix + "model"])
+        return self._records.array_records[self._prefix + "model"]
 
     @property
     def frozen(self) -> ArrayRecord | None:

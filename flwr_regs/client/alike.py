@@ -1,0 +1,57 @@
+"""What two clients must share to train in one stack: model, loss, optimiser. Plain torch."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from functools import partial
+from types import FunctionType
+from typing import Any
+
+from torch import Tensor, nn
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def build_of(model: nn.Module) -> Hashable:
+    """Return what of a model is no value of its tensors: two of equal build compute the same function.
+
+    Attributes that cannot be compared count as equal only if they are the same object.
+    """
+    return tuple(
+        (
+            name,
+            type(module),
+            tuple((n, *_form(p), p.requires_grad) for n, p in module._parameters.items() if p is not None),
+            tuple((n, *_form(b)) for n, b in module._buffers.items() if b is not None),
+            tuple((n, alike(v)) for n, v in vars(module).items() if n[0] != "_" and n != "training"),
+            tuple(tuple(vars(module)[hooks].values()) for hooks in _HOOKS if vars(module)[hooks]),
+        )
+        for name, module in model.named_modules(remove_duplicate=False)
+    )  # fmt: skip
+
+
+def alike(value: Any) -> Hashable:
+    """Return a key that is equal for values that do the same, also functions of one code and closure."""
+    if value is None or isinstance(value, int | float | str | bytes):
+        return value
+    if isinstance(value, nn.Module):
+        return build_of(value) if not any(True for _ in value.parameters()) else id(value)
+    if isinstance(value, FunctionType):
+        cells = [cell.cell_contents for cell in value.__closure__ or ()]
+        defaults = (value.__defaults__, value.__kwdefaults__)
+        return value.__code__, *map(alike, (*cells, *defaults))
+    if isinstance(value, partial):
+        return alike(value.func), alike(value.args), alike(value.keywords)
+    if isinstance(value, tuple | list):
+        return type(value), *map(alike, value)
+    if isinstance(value, Mapping):
+        return type(value), *((k, alike(v)) for k, v in value.items())
+    try:
+        hash(value)
+    except TypeError:
+        return id(value)
+    return value  # type: ignore[no-any-return]
+
+
+def _form(tensor: Tensor) -> tuple[Hashable, ...]:
+    return tuple(tensor.shape), tensor.dtype

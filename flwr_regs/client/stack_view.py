@@ -1,0 +1,209 @@
+"""What one client of a stack sees under ``torch.func.vmap``: its model, its contexts. Plain torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, grad
+
+from flwr_regs.chain import Chain
+from flwr_regs.client.features import FeatureTap, OutputTap, evaluating
+from flwr_regs.client.optimizer import OptimizerFn
+from flwr_regs.client.plan import CannotStack
+from flwr_regs.client.task import Task
+from flwr_regs.term import Arrays, ClientContext, Slot
+
+OVER_THE_DATA = ("mean_loss", "mean_gradient", "mean_features", "fisher", "train")
+"""Functions of a context over a client's whole data; in a stack `finish` alone has them."""
+
+
+@dataclass(frozen=True)
+class Shared:
+    """What the clients of a stack share.
+
+    Attributes
+    ----------
+    model : nn.Module
+        Of the clients' build. Its values do not matter, but for those that are nowhere else; they change.
+    term : Chain
+    task : Task
+    device : torch.device
+    start : Arrays
+        The model's entries at the round's start, by ``state_dict`` name; a member's own take precedence.
+    trained, shared : sequence of str
+        The parameters that are trained, and those of them that terms see.
+    lr : float
+    make : callable
+        The optimiser's factory, as the method has adapted it.
+    broadcast : Slot
+        The terms' slots that are the same for all.
+    config : mapping
+    classifier : str or None
+    precision : torch.dtype or None
+        Of the forward pass, by torch's autocast.
+    """
+
+    model: nn.Module
+    term: Chain
+    task: Task
+    device: torch.device
+    start: Arrays
+    trained: Sequence[str]
+    shared: Sequence[str]
+    lr: float
+    make: OptimizerFn
+    broadcast: Slot = field(default_factory=dict)
+    config: Mapping[str, Any] = field(default_factory=dict)
+    classifier: str | None = None
+    precision: torch.dtype | None = None
+
+
+@dataclass
+class View:
+    """The parts of a stack that its clients share, and what each of them sees.
+
+    Attributes
+    ----------
+    shared : Shared
+    start : Arrays
+        ``w_t``, what terms see of it, on the device.
+    rest : Arrays
+        The entries of the model that are neither trained nor any client's own.
+    received : Slot
+        The broadcasts that all clients share, on the device.
+    alike : mapping
+        The numbers of steps, "budget" and "planned", that are the same for all.
+    tap, layers : FeatureTap, dict of str to OutputTap
+        On the model, where a term needs them.
+    momentum, batch_size : float or None, int
+        As in the contexts.
+
+    In its methods, `mine` is what is one client's (slots, id, numbers), and `teacher` its buffers and
+    private entries at the round's start.
+    """
+
+    shared: Shared
+    start: Arrays
+    rest: Arrays
+    received: Slot
+    alike: Mapping[str, int]
+    tap: FeatureTap | None = None
+    layers: dict[str, OutputTap] = field(default_factory=dict)
+    momentum: float | None = None
+    batch_size: int = 0
+
+    def call(self, inputs: Any, targets: Any, values: Arrays, buffers: Arrays) -> Any:
+        """Return the logits of one member; `buffers` then hold what the forward pass has made of them."""
+        task = self.shared.task
+        args, kwargs = task.arguments(inputs, targets)
+        given = {**self.rest, **values, **buffers}
+        with self._precision():
+            output = functional_call(self.shared.model, given, args, kwargs)
+        buffers.update({n: given[n] for n in buffers})
+        return task.logits(output)
+
+    @contextmanager
+    def _precision(self) -> Iterator[None]:
+        shared = self.shared
+        on = shared.precision is not None
+        with torch.autocast(shared.device.type, dtype=shared.precision, enabled=on):
+            yield
+
+    def context(self, mine: dict[str, Any], **more: Any) -> ClientContext:
+        """Return one member's context, under vmap."""
+        shared = self.shared
+        budget, planned = (self.alike.get(k, mine.get(k)) for k in ("budget", "planned"))
+        own: dict[str, Any] = {
+            "start": self.start,
+            "lr": shared.lr,
+            "num_steps": budget,
+            "planned_steps": planned,
+            "budget_steps": budget,
+            "momentum": self.momentum,
+            "broadcast": joined(self.received, mine["broadcast"]),
+            "client": mine["client"],
+            "loss_fn": shared.task.loss,
+            "client_id": mine["id"],
+            "batch_size": self.batch_size,
+            "label_counts": mine.get("counts"),
+            "config": shared.config,
+            **{name: partial(_not_in_a_stack, name) for name in OVER_THE_DATA},
+        }
+        return ClientContext(**own | more)
+
+    def at(
+        self, mine: dict[str, Any], teacher: Arrays, inputs: Any, targets: Any, output: Any,
+        extra: Arrays | None = None, layers: Arrays | None = None,
+    ) -> ClientContext:  # fmt: skip
+        """Return one member's context of a step, under vmap; `extra` is what the forward pass has shown."""
+        if extra is None:
+            layers = {name: tap.value for name, tap in self.layers.items()}
+            extra = {"output": output, "features": None if self.tap is None else self.tap.value}
+        counts = mine.get("counts")
+        logits = extra.get("output")
+        if counts is not None and isinstance(logits, Tensor) and logits.ndim == 2:
+            counts = nn.functional.pad(counts, (0, max(logits.shape[1] - counts.shape[0], 0)))
+        ctx = self.context(
+            mine,
+            inputs=inputs,
+            targets=targets,
+            layers=layers or {},
+            label_counts=counts,
+            output_at=partial(self._output_at, teacher, inputs, targets),
+            features_at=partial(self._features_at, teacher, inputs),
+            **extra,
+        )
+        needs = any("start_output" in t.needs for t in self.shared.term.terms)
+        if needs and ctx.start_output is None:
+            with torch.no_grad():
+                there = self._output_at(teacher, inputs, None, self.start)
+            ctx = replace(ctx, start_output=there)
+        return ctx
+
+    def _output_at(self, teacher: Arrays, inputs: Any, targets: Any, params: Arrays) -> Any:
+        with evaluating(self.shared.model):
+            return self.call(inputs, targets, {**teacher, **params}, {})
+
+    def _features_at(
+        self, teacher: Arrays, inputs: Any, params: Arrays, layer: str | None = None
+    ) -> Tensor:
+        tap = self.tap if layer is None else self.layers.get(layer)
+        if tap is None:
+            raise CannotStack(f"a term asks for features that it does not need: {layer!r}")
+        self._output_at(teacher, inputs, None, params)
+        return tap.value  # type: ignore[no-any-return]
+
+    def gradient_at(
+        self, mine: Any, teacher: Arrays, inputs: Any, targets: Any, buffers: Arrays, own: Arrays,
+        before: Tensor, params: Arrays,
+    ) -> Arrays:  # fmt: skip
+        """Return the gradient of a step's whole loss at other parameters, with the step's dropout mask."""
+        shared = self.shared
+
+        def whole(p: Arrays, b: Arrays, own: Arrays) -> Tensor:
+            output = self.call(inputs, targets, {**own, **p}, dict(b))
+            ctx = self.at(mine, teacher, inputs, targets, output)
+            return shared.term.loss(shared.task.loss(output, targets), p, ctx)  # type: ignore[no-any-return]
+
+        now = torch.get_rng_state()
+        torch.set_rng_state(before)
+        try:
+            copies = {n: b.clone() for n, b in buffers.items()}
+            return grad(whole)(params, copies, own)  # type: ignore[no-any-return]
+        finally:
+            torch.set_rng_state(now)
+
+
+def _not_in_a_stack(name: str, *_: Any, **__: Any) -> Any:
+    raise CannotStack(f"a term asks for {name} within a step")
+
+
+def joined(first: Slot, second: Slot) -> Slot:
+    """Return two slots by term as one."""
+    return {t: {**first.get(t, {}), **second.get(t, {})} for t in {**first, **second}}

@@ -1,0 +1,472 @@
+"""A cohort's local training in one set of kernels: clients stacked under ``torch.func.vmap``. Plain torch.
+
+The clients of a stack share the model's build, the method and the optimiser. Their values, batches, slots
+and numbers of steps are their own. Nothing is padded: a client that is done leaves the stack, and in each
+step the clients whose batches have one shape go together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import vmap
+
+from flwr_regs.chain import layers_of
+from flwr_regs.client.batches import mapped, to_device
+from flwr_regs.client.features import FeatureTap, OutputTap, evaluating
+from flwr_regs.client.measures import Measures
+from flwr_regs.client.optimizer import momentum_of
+from flwr_regs.client.plan import CannotStack, Feed, Plan, Planned
+from flwr_regs.client.stack_view import Shared, View, joined
+from flwr_regs.term import Arrays, ClientContext, Slot
+
+ELEMENTWISE = (
+    *("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "ASGD", "RMSprop"),
+    "Rprop",
+)
+"""torch's optimisers that treat each number alone: for a stack of clients they do what they do for one."""
+
+
+@dataclass(frozen=True)
+class Member:
+    """One client of a stack.
+
+    Attributes
+    ----------
+    plan : Plan
+        The batches of its steps.
+    planned_steps : int
+        E; it takes ``len(plan)`` steps.
+    own : Arrays
+        The entries of its model that are not those of the others: private ones.
+    broadcast, client : Slot
+        The terms' slots that are its own, as tensors.
+    client_id : int
+    label_counts : Tensor or None
+    """
+
+    plan: Plan
+    planned_steps: int
+    own: Arrays = field(default_factory=dict)
+    broadcast: Slot = field(default_factory=dict)
+    client: Slot = field(default_factory=dict)
+    client_id: int = -1
+    label_counts: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class StackedResult:
+    """The round of a stack; the first axis of every tensor is that of the members.
+
+    Attributes
+    ----------
+    state : Arrays
+        Trained parameters and buffers at the end.
+    delta, upload, client : Arrays, Slot, Slot
+        As in :class:`.result.LocalResult`; `upload` and `client` are by member.
+    losses : sequence of float
+    examples : sequence of int
+    output_layer : str or None
+    """
+
+    state: Arrays
+    delta: Arrays
+    upload: Sequence[Slot]
+    client: Sequence[Slot]
+    losses: Sequence[float]
+    examples: Sequence[int]
+    output_layer: str | None = None
+
+
+class Stack:
+    """The local training of some clients at once.
+
+    Parameters
+    ----------
+    shared : Shared
+    members : sequence of Member
+        Each with at least one step.
+    seed : int
+        For what the model draws, such as dropout.
+
+    `run` raises CannotStack, or whatever torch or a hook raises under vmap; the clients then have to train
+    one by one. Nothing but the values of ``shared.model`` has changed by then.
+    """
+
+    def __init__(self, shared: Shared, members: Sequence[Member], seed: int) -> None:
+        self._shared, self._seed = shared, seed
+        order = sorted(range(len(members)), key=lambda k: -len(members[k].plan))
+        self._order, self._members = order, [members[k] for k in order]
+        self._steps = [len(m.plan) for m in self._members]
+        self._rows = len(members)
+        self._feed = Feed([m.plan for m in self._members], shared.device)
+        self._losses = torch.zeros(self._rows, device=shared.device)
+        self._examples = [0] * self._rows
+
+    def run(self) -> StackedResult:
+        """Train for the round."""
+        shared = self._shared
+        with ExitStack() as stack:
+            gpus = [shared.device] if shared.device.type == "cuda" else []
+            stack.enter_context(torch.random.fork_rng(devices=gpus))
+            torch.manual_seed(self._seed)
+            shared.model.to(shared.device).train()
+            self._view = self._load()
+            self._open_taps(stack)
+            self._optimizer, self._leaves = self._make_optimizer()
+            self._begin()
+            for step in range(max(self._steps)):
+                self._leave(sum(s > step for s in self._steps))
+                self._step(step)
+                self._optimizer.step()
+            return self._finish()
+
+    # before the steps
+
+    def _load(self) -> View:
+        """Stack the members' values; `_values` are the trained parameters, views of which are stepped."""
+        shared, members, k = self._shared, self._members, self._rows
+        parameters = {n: p.detach() for n, p in shared.model.named_parameters()}
+        buffers = dict(shared.model.named_buffers())
+        mine = {n for m in members for n in m.own}
+
+        def stacked(name: str, own: Tensor) -> Tensor:
+            one: Tensor = shared.start.get(name, own).to(shared.device)
+            if name not in mine:
+                return one.expand(k, *one.shape).clone()
+            return torch.stack([m.own.get(name, one).to(shared.device) for m in members])
+
+        def stacks(of: Arrays, names: Collection[str]) -> Arrays:
+            return {n: stacked(n, of[n]) for n in names}
+
+        self._values = stacks(parameters, shared.trained)
+        self._buffers = stacks(buffers, buffers)
+        still = [n for n in parameters if n not in self._values]
+        self._own = stacks(parameters, [n for n in still if n in mine])
+        rest = {n: shared.start.get(n, parameters[n]).to(shared.device)
+                for n in still if n not in mine}  # fmt: skip
+        start = {n: shared.start[n].to(shared.device) for n in shared.shared}
+        private = {n: v for n, v in self._values.items() if n not in start}
+        self._eval = {n: t.clone() for n, t in (self._buffers | self._own | private).items()}
+        steps = {"budget": self._steps, "planned": [m.planned_steps for m in members]}
+        alike = {name: of[0] for name, of in steps.items() if len(set(of)) == 1}
+        kind = torch.promote_types(next(iter(start.values())).dtype, torch.float32)
+        self._mine: dict[str, Any] = {
+            "client": _stacked([m.client for m in members], shared.device),
+            "broadcast": _stacked([m.broadcast for m in members], shared.device),
+            "id": torch.tensor([m.client_id for m in members], device=shared.device),
+            **{
+                name: torch.tensor(of, dtype=kind, device=shared.device)
+                for name, of in steps.items()
+                if name not in alike
+            },
+        }
+        if (counts := self._label_counts()) is not None:
+            self._mine["counts"] = counts.to(shared.device)
+        return View(shared, start, rest, to_device(shared.broadcast, shared.device), alike)
+
+    def _open_taps(self, stack: ExitStack) -> None:
+        shared = self._shared
+        terms = shared.term.terms
+        if any("features" in t.needs for t in terms):
+            self._view.tap = tap = stack.enter_context(FeatureTap(shared.model, shared.classifier))
+            inputs, targets = to_device(self._members[0].plan.batch(0), shared.device)
+            with evaluating(shared.model):
+                tap.check(shared.task.output(shared.model, inputs, targets))
+        for name in layers_of(terms):
+            self._view.layers[name] = stack.enter_context(OutputTap(shared.model, name))
+
+    def _make_optimizer(self) -> tuple[torch.optim.Optimizer, Arrays]:
+        """Return the client's optimiser over the stacked parameters, and these.
+
+        It is made for one client, so that a factory which looks at the parameters sees their shapes; then
+        the stacked ones take their places.
+        """
+        shared = self._shared
+        named = dict(shared.model.named_parameters())
+        of_one = {n: named[n] for n in shared.trained}
+        made = shared.make(list(of_one.values()), lr=shared.lr)
+        kind = type(made)
+        if kind.__module__.partition(".")[0] != "torch" or kind.__name__ not in ELEMENTWISE:
+            raise CannotStack(f"{kind.__name__} is not known to treat each number alone")
+        leaves = {n: nn.Parameter(v) for n, v in self._values.items()}
+        place = {id(p): leaves[n] for n, p in of_one.items()}
+        for group in made.param_groups:
+            group["params"] = [place[id(p)] for p in group["params"]]
+        state, k = dict(made.state), self._rows
+        made.state.clear()
+        for p, entries in state.items():
+            made.state[place[id(p)]] = {
+                key: v.expand(k, *v.shape).clone() if _one_each(key, v, p) else v
+                for key, v in entries.items()
+            }
+        return made, leaves
+
+    def _begin(self) -> None:
+        """Let the terms choose where the steps start."""
+        view, term = self._view, self._shared.term
+        view.momentum = momentum_of(self._optimizer)
+        if any(t.acts("start") for t in term.terms):
+
+            def begin(mine: dict[str, Any]) -> Arrays:
+                return term.start(view.start, view.context(mine))
+
+            with torch.no_grad():
+                for n, p in _vmapped(begin)(self._mine).items():
+                    self._values[n].copy_(p)
+        view.batch_size = self._members[0].plan.size(0)
+
+    def _label_counts(self) -> Tensor | None:
+        """Return the members' label counts, with an entry for each class of any of them."""
+        counts = [m.label_counts for m in self._members if m.label_counts is not None]
+        if len(counts) < len(self._members):
+            return None
+        classes = max(len(c) for c in counts)
+        return torch.stack([nn.functional.pad(c, (0, classes - len(c))) for c in counts])
+
+    # a step
+
+    def _leave(self, active: int) -> None:
+        """Let the members go whose steps are done: their rows stay as they are."""
+        if active == self._rows:
+            return
+        for n, p in self._leaves.items():
+            state = self._optimizer.state.get(p, {})
+            for key, v in state.items():
+                if isinstance(v, Tensor) and v.shape == p.shape:
+                    state[key] = v[:active]
+            p.grad = None
+            p.data = self._values[n][:active]
+        self._rows = active
+
+    def _step(self, step: int) -> None:
+        """Put the corrected gradients of a step into the parameters."""
+        parts: dict[Any, list[int]] = {}
+        for row in range(self._rows):
+            parts.setdefault(self._members[row].plan.forms[step], []).append(row)
+        if len(parts) == 1:
+            found = self._gradients(step, slice(0, self._rows))
+            for n, p in self._leaves.items():
+                p.grad = None if (g := found[n]) is None else g.to(p.dtype)
+            self._clip()
+            return
+        for p in self._leaves.values():
+            p.grad = torch.zeros_like(p)
+        for rows in parts.values():
+            for n, g in self._gradients(
+                step, torch.tensor(rows, device=self._shared.device)
+            ).items():
+                leaf = self._leaves[n]
+                if g is None:
+                    leaf.grad = None
+                elif leaf.grad is not None:
+                    leaf.grad[rows] = g.to(leaf.dtype)
+        self._clip()
+
+    def _gradients(self, step: int, rows: slice | Tensor) -> dict[str, Tensor | None]:
+        """Return the corrected gradients of some rows, whose batches of this step have one shape."""
+        shared, term, view = self._shared, self._shared.term, self._view
+        chosen = range(self._rows) if isinstance(rows, slice) else rows.tolist()
+        batch = self._feed.batch(step, chosen)
+        mine = {**_taken(self._mine, rows), "batch": batch.leaves}
+        buffers = {n: b[rows] for n, b in self._buffers.items()}
+        own = {n: t[rows] for n, t in self._own.items()}
+        teacher = {n: t[rows] for n, t in self._eval.items()}
+        values = {n: p.detach()[rows].requires_grad_() for n, p in self._leaves.items()}
+        before = torch.get_rng_state()
+        acting = any(t.acts("correct") for t in term.terms)
+
+        def objective(
+            v: Arrays, b: Arrays, mine: dict[str, Any], own: Arrays, teacher: Arrays
+        ) -> Any:
+            inputs, targets = batch.rebuilt(mine["batch"])
+            buffers = dict(b)
+            output = view.call(inputs, targets, {**own, **v}, buffers)
+            base = shared.task.loss(output, targets)
+            ctx = view.at(mine, teacher, inputs, targets, output)
+            loss = term.loss(base, {n: v[n] for n in view.start}, ctx)
+            watched = {"output": output, "start_output": ctx.start_output, "features": ctx.features}
+            extra = {k: t.detach() for k, t in watched.items() if acting and t is not None}
+            layers = {k: t.detach() for k, t in ctx.layers.items()} if acting else {}
+            return loss, base.detach().float(), buffers, extra, layers
+
+        losses, base, new, extra, layers = _vmapped(objective)(values, buffers, mine, own, teacher)
+        leaves = list(values.values())
+        found = torch.autograd.grad(losses.sum(), leaves, allow_unused=True)
+        grads = dict(zip(values, found, strict=True))
+        size = self._members[chosen[0]].plan.size(step)
+        self._losses[rows] += base * size
+        for row in chosen:
+            self._examples[row] += size
+        for n, b in new.items():
+            self._buffers[n][rows] = b
+        if not acting:
+            zero = {n: torch.zeros_like(values[n]) for n in view.start if grads[n] is None}
+            return {**grads, **zero}
+        with torch.no_grad():
+            params = {n: p.detach() for n, p in values.items()}
+            given = {n: _or_zero(grads[n], params[n]) for n in view.start}
+
+            def corrected(
+                g: Arrays, v: Arrays, b: Arrays, mine: dict[str, Any], own: Arrays, teacher: Arrays,
+                extra: Arrays, layers: Arrays,
+            ) -> Arrays:  # fmt: skip
+                inputs, targets = batch.rebuilt(mine["batch"])
+                private = {n: v[n] for n in v if n not in view.start}
+                ctx = view.at(mine, teacher, inputs, targets, None, extra, layers)
+                again = partial(
+                    view.gradient_at, mine, teacher, inputs, targets, b, {**own, **private}, before
+                )
+                ctx = replace(ctx, gradient_at=again)
+                return term.correct(g, {n: v[n] for n in view.start}, ctx)
+
+            args = (given, params, buffers, mine, own, teacher, extra, layers)
+            return {**grads, **_vmapped(corrected)(*args)}
+
+    def _clip(self) -> None:
+        """Scale each member's gradients down to the config's norm: see :func:`.optimizer.clip`."""
+        norm = self._shared.config.get("clip-norm")
+        grads = [p.grad for p in self._leaves.values() if p.grad is not None]
+        if norm is None or not grads:
+            return
+        wide = [g.to(torch.promote_types(g.dtype, torch.float32)).flatten(1) for g in grads]
+        each = torch.stack([torch.linalg.vector_norm(w, dim=1) for w in wide])
+        scale = (norm / (torch.linalg.vector_norm(each, dim=0) + 1e-6)).clamp(max=1.0)
+        for g in grads:
+            g.mul_(scale.view(-1, *[1] * (g.ndim - 1)).to(g.dtype))
+
+    # after the steps
+
+    def _finish(self) -> StackedResult:
+        """Run the terms' `finish`, and return what came of the round in the members' order."""
+        view, k, values = self._view, len(self._members), self._values
+        delta = {n: values[n] - view.start[n] for n in view.start}
+        try:
+            sent, uploads, slots = self._finish_together(delta)
+        except (
+            Exception
+        ):  # a hook that needs the data, or that vmap does not run; or an error of its own
+            sent, uploads, slots = self._finish_each(delta)
+        if sent is not delta:
+            for n, start in view.start.items():
+                values[n].copy_(start + sent[n])
+        back = [0] * k
+        for row, member in enumerate(self._order):
+            back[member] = row
+        index = torch.tensor(back, device=self._shared.device)
+        state = {n: t[index].cpu() for n, t in {**values, **self._buffers, **self._own}.items()}
+        losses = (self._losses.double().cpu() / torch.tensor(self._examples)).tolist()
+        return StackedResult(
+            state,
+            {n: d[index].cpu() for n, d in sent.items()},
+            [to_device(uploads[row], "cpu") for row in back],
+            [to_device(slots[row], "cpu") for row in back],
+            [losses[row] for row in back],
+            [self._examples[row] for row in back],
+            None if view.tap is None else view.tap.layer,
+        )
+
+    def _finish_together(self, delta: Arrays) -> tuple[Arrays, list[Slot], list[Slot]]:
+        view, term, changed = self._view, self._shared.term, False
+
+        def end(delta: Arrays, mine: dict[str, Any]) -> Any:
+            nonlocal changed
+            sent, upload, kept = term.finish(delta, view.context(mine))
+            changed = sent is not delta
+            return sent, upload, kept
+
+        with torch.no_grad():
+            sent, upload, kept = _vmapped(end)(delta, self._mine)
+        k = len(self._members)
+        return sent if changed else delta, _unstacked(upload, k), _unstacked(kept, k)
+
+    def _finish_each(self, delta: Arrays) -> tuple[Arrays, list[Slot], list[Slot]]:
+        """Run the terms' `finish` client by client, with the functions over each client's data."""
+        sent, uploads, slots, changed = list[Arrays](), list[Slot](), list[Slot](), False
+        for row, member in enumerate(self._members):
+            mine = {n: d[row] for n, d in delta.items()}
+            one, upload, kept = self._shared.term.finish(mine, self._context_of(row, member))
+            changed |= one is not mine
+            sent.append(one)
+            uploads.append(upload)
+            slots.append(kept)
+        stacked = {n: torch.stack([one[n] for one in sent]) for n in delta}
+        return stacked if changed else delta, uploads, slots
+
+    def _context_of(self, row: int, member: Member) -> ClientContext:
+        """Return a member's context behind its steps; the model then holds the member's values."""
+        shared, view = self._shared, self._view
+        torch.set_rng_state(member.plan.after)
+        self._fill(view.rest, view.start, {n: t[row] for n, t in self._eval.items()})
+        data = member.plan.data
+        measures = Measures(shared.model, data, shared.task, shared.device, shared.classifier)
+        taken = len(member.plan)
+        ctx = measures.context(
+            {n: w.clone() for n, w in view.start.items()},
+            shared.lr,
+            num_steps=taken,
+            planned_steps=member.planned_steps,
+            budget_steps=taken,
+            momentum=view.momentum,
+            broadcast=joined(view.received, to_device(member.broadcast, shared.device)),
+            client=to_device(member.client, shared.device),
+            label_counts=self._mine["counts"][row] if "counts" in self._mine else None,
+            client_id=member.client_id,
+            batch_size=view.batch_size,
+            config=shared.config,
+        )
+        own = (self._values, self._buffers, self._own)
+        self._fill(*({n: t[row] for n, t in of.items()} for of in own))
+        return replace(ctx, train=partial(measures.train, ctx, Planned(member.plan, shared.device)))
+
+    @torch.no_grad()
+    def _fill(self, *values: Arrays) -> None:
+        """Write values into the model."""
+        entries = {
+            **dict(self._shared.model.named_parameters()),
+            **dict(self._shared.model.named_buffers()),
+        }
+        for n, v in {n: v for of in values for n, v in of.items()}.items():
+            entries[n].copy_(v)
+
+
+def _vmapped(one: Callable[..., Any]) -> Callable[..., Any]:
+    return vmap(one, randomness="different")
+
+
+def _one_each(key: str, value: Any, p: Tensor) -> bool:
+    """Whether an entry of an optimiser's state has a number for each of the parameter."""
+    return isinstance(value, Tensor) and key != "step" and value.shape == p.shape
+
+
+def _or_zero(g: Tensor | None, p: Tensor) -> Tensor:
+    return torch.zeros_like(p) if g is None else g
+
+
+def _taken(tree: Any, rows: slice | Tensor) -> Any:
+    """Return some rows of each tensor in nested dicts."""
+    return mapped(tree, lambda t: t[rows])
+
+
+def _stacked(slots: Sequence[Slot], device: torch.device) -> Slot:
+    """Return the members' slots as one, with a first axis over them."""
+    return {
+        t: {key: torch.stack([s[t][key] for s in slots]).to(device) for key in own}
+        for t, own in slots[0].items()
+    }
+
+
+def _unstacked(slots: Slot, k: int) -> list[Slot]:
+    """Return the slot of each member."""
+    rows: list[Slot] = [{t: {} for t in slots} for _ in range(k)]
+    for t, own in slots.items():
+        for key, stacked in own.items():
+            for row, value in zip(rows, stacked.unbind(0), strict=True):
+                row[t][key] = value
+    return rows

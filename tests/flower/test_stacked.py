@@ -1,0 +1,620 @@
+"""StackedGrid against InProcessGrid: the same replies, states and histories, up to rounding."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import flwr_regs as fr
+from flwr_regs.client.batches import Pairs
+from flwr_regs.client.plan import draw
+from flwr_regs.client.replay import Replay
+from flwr_regs.flower.stacked_grid import Pace
+from flwr_regs.testing import problem
+from tests.laws import CASES
+from tests.sampling import sampled
+
+SIZES = (20, 23, 37, 20, 10)  # batches of 8: unequal steps, and last ones of 4, 7, 5, 4 and 2
+TOLERANCE = 1e-5
+
+
+class Watched:
+    """What a grid's clients reply, round by round, and why they train one by one."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.replies: list[dict[int, Message]] = []
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        """Note the replies to train messages, and pass them on."""
+        pulled = list(super().pull_messages(message_ids))  # type: ignore[misc]
+        if pulled and pulled[0].metadata.message_type == "train":
+            self.replies.append({m.metadata.src_node_id: m for m in pulled})
+        return pulled
+
+
+class OneByOne(Watched, fr.InProcessGrid):
+    """The grid that is right."""
+
+
+class Stacked(Watched, fr.StackedGrid):
+    """The grid under test."""
+
+
+def values_of(message: Message) -> dict[str, Any]:
+    """Return all that a reply holds, by record and key."""
+    assert not message.has_error(), message.error.reason
+    out: dict[str, Any] = {}
+    for name, record in message.content.items():
+        for key, value in record.items():
+            out[f"{name}/{key}"] = value.numpy() if isinstance(record, ArrayRecord) else value
+            assert isinstance(record, ArrayRecord | MetricRecord | ConfigRecord)
+    return out
+
+
+def same(found: dict[str, Any], expected: dict[str, Any], where: str) -> None:
+    """Fail unless both hold the same entries, with numbers that are equal to 1e-5."""
+    assert found.keys() == expected.keys(), where
+    for key, want in expected.items():
+        got = found[key]
+        assert type(got) is type(want), (where, key)
+        if key.endswith("|code"):  # as regs.update
+            assert got.size == want.size, (where, key)
+        elif isinstance(want, np.ndarray):
+            assert (got.dtype, got.shape) == (want.dtype, want.shape), (where, key)
+            np.testing.assert_allclose(got, want, TOLERANCE, TOLERANCE, err_msg=f"{where} {key}")
+        elif isinstance(want, float):
+            assert got == pytest.approx(want, TOLERANCE, TOLERANCE), (where, key)
+        elif key.endswith("/regs.update"):  # the code of numbers that are equal to 1e-5
+            assert len(got) == len(want), (where, key)
+        else:
+            assert got == want, (where, key)
+
+
+def kept_by(grid: fr.InProcessGrid) -> dict[str, Any]:
+    """Return what the clients keep; without the training's start id, which is random."""
+    return {
+        f"{node}/{name.split('.', 4)[-1]}/{key}": a.numpy()
+        for node, state in grid.snapshot().items()
+        for name, record in state.array_records.items()
+        for key, a in record.items()
+    }
+
+
+def compare(
+    strategy: Callable[[], Any],
+    app: Callable[[], Any],
+    clients: int,
+    model: Callable[[], nn.Module],
+    config: dict[str, Any],
+    rounds: int = 3,
+    **grid: Any,
+) -> Stacked:
+    """Train on both grids, and compare every reply, all kept state and the histories."""
+    grids, histories = (OneByOne(app(), clients), Stacked(app(), clients, **grid)), []
+    for one in grids:
+        made = strategy()
+        made.start(
+            grid=one,
+            initial_arrays=ArrayRecord(model().state_dict()),
+            num_rounds=rounds,
+            train_config=ConfigRecord(config),
+        )
+        histories.append(made.history)
+    expected, found = grids
+    assert len(found.replies) == len(expected.replies)
+    for number, (a, b) in enumerate(zip(found.replies, expected.replies, strict=True), 1):
+        assert list(a) == list(b)
+        for node in b:
+            same(values_of(a[node]), values_of(b[node]), f"round {number}, node {node}")
+    same(kept_by(found), kept_by(expected), "what the clients keep")
+    for a, b in zip(*histories, strict=True):
+        for key in ("cohort", "bytes_down", "bytes_up", "failures", "steps"):
+            assert a.get(key) == b.get(key), key
+    return found
+
+
+def perceptron(*layers: nn.Module) -> nn.Sequential:
+    """Return a small model; the same weights each time."""
+    with torch.random.fork_rng():
+        torch.default_generator.manual_seed(0)
+        return nn.Sequential(nn.Linear(6, 8), *layers, nn.Linear(8, 3))
+
+
+def data_of(k: int, shuffle: bool = True, size: int = 8) -> DataLoader[Any]:
+    """Return a client's loader over a plain data set."""
+    g = torch.Generator().manual_seed(k)
+    x = torch.randn(SIZES[k], 6, generator=g) + 0.2 * k
+    return DataLoader(
+        TensorDataset(x, torch.randint(0, 3, (SIZES[k],), generator=g)), size, shuffle
+    )
+
+
+def app_of(
+    client: Any, model: Callable[[], nn.Module] = perceptron, loader: Any = data_of, **settings: Any
+) -> Callable[[], Any]:
+    """Return what makes an app whose clients have unequal data."""
+
+    def client_fn(context: Any) -> Any:
+        k = int(context.node_config["partition-id"])
+        mine = {n: v(k) if callable(v) and n == "step_budget" else v for n, v in settings.items()}
+        return client(model(), loader(k), loader(k, shuffle=False), device="cpu", **mine)
+
+    return lambda: fr.client_app(client_fn)
+
+
+LENGTHS = ({"local-epochs": 2}, {"local-steps": 7})
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_every_method_gives_the_same(case: Any) -> None:
+    """In float64, on lists of batches, with unequal clients; nobody falls back but for a reason."""
+    data = problem.make_clients()
+    grid = compare(
+        lambda: case.build(seed=3, fraction_evaluate=0.0),
+        lambda: problem.app_of(case.make_client, data),
+        len(data),
+        problem.make_model,
+        {"lr": 0.2, "local-epochs": 2},
+    )
+    coded = any(getattr(t, "density_down", None) for t in case.terms)
+    assert set(grid.fallbacks) == ({"the downlink is coded"} if coded else set())
+
+
+OPTIONS = {
+    "plain": {},
+    "steps": {"config": {"local-steps": 7}},
+    "momentum": {"config": {"momentum": 0.9, "weight-decay": 0.01}},
+    "clip": {"config": {"clip-norm": 0.3}},
+    "Adam": {"config": {"optimizer": "Adam"}},
+    "Adagrad": {"config": {"optimizer": "Adagrad"}},
+    "own optimiser": {
+        "optimizer": lambda p, lr: torch.optim.SGD(
+            [{"params": [a for a in p if a.ndim > 1], "weight_decay": 0.1},
+             {"params": [a for a in p if a.ndim < 2]}], lr=lr, momentum=0.5, nesterov=True,
+        )
+    },
+    "budget": {"step_budget": lambda k: k + 1},
+    "BatchNorm": {"model": lambda: perceptron(nn.BatchNorm1d(8))},
+    "in order": {"loader": lambda k, shuffle=False: data_of(k, False)},
+    "drop_last": {"loader": lambda k, **_: DataLoader(data_of(k).dataset, 8, True, drop_last=True)},
+}  # fmt: skip
+"""Options of a client or of the train config."""
+SOME = {
+    "FedAvg": (fr.FedAvg, fr.FedAvgClient, {}),
+    "FedProx": (fr.FedProx, fr.FedProxClient, {"mu": 0.3}),
+    "FedFOR": (fr.FedFOR, fr.FedFORClient, {}),
+    "FedADCPlus": (fr.FedADCPlus, fr.FedADCPlusClient, {}),
+    "FedDyn": (fr.FedDyn, fr.FedDynClient, {"alpha": 0.2}),
+    "FedSAM": (fr.FedSAM, fr.FedSAMClient, {"rho": 0.1}),
+    "FedBN": (fr.FedBN, fr.FedBNClient, {}),
+    "Mime": (fr.MimeLite, fr.MimeLiteClient, {}),
+    "RFedAvgPlus": (fr.RFedAvgPlus, fr.RFedAvgPlusClient, {"lam": 0.3}),
+}
+OPTIMISERS = ("momentum", "Adam", "Adagrad", "own optimiser")
+PLAIN = ("Mime", "FedADCPlus")  # their clients run plain SGD
+
+
+@sampled(
+    "option,method",
+    [(o, m) for o in OPTIONS for m in SOME if not (o in OPTIMISERS and m in PLAIN)],
+    3,
+)
+def test_every_option_gives_the_same(option: str, method: str) -> None:
+    """In float32, on loaders that shuffle, over data sets of unequal length; some clients a round."""
+    strategy, client, settings = SOME[method]
+    given: dict[str, Any] = dict(OPTIONS[option])
+    if method == "FedBN":
+        given["model"] = lambda: perceptron(nn.BatchNorm1d(8))
+    config = {"lr": 0.1, "local-epochs": 2, **given.pop("config", {})}
+    if "local-steps" in config:
+        del config["local-epochs"]
+    grid = compare(
+        lambda: strategy(seed=3, fraction_train=0.8, fraction_evaluate=0.0, **settings),
+        app_of(client, **given),
+        len(SIZES),
+        given.get("model", perceptron),
+        config,
+    )
+    assert not grid.fallbacks
+
+
+def run(app: Any, clients: int = len(SIZES), **more: Any) -> Stacked:
+    """Compare FedAvg on an app of perceptrons; return the stacked grid."""
+    model = more.pop("model", perceptron)
+    config = {"lr": 0.1, "local-epochs": 1, **more.pop("config", {})}
+    strategy = more.pop("strategy", lambda: fr.FedAvg(seed=3, fraction_evaluate=0.0))
+    return compare(strategy, app, clients, model, config, rounds=2, **more)
+
+
+class OwnFit(fr.FedAvgClient):
+    """A client with a `fit` of its own."""
+
+    def fit(self, parameters: Any, config: Any) -> Any:
+        """Train as every client does."""
+        return super().fit(parameters, config)
+
+
+def passing(message: Message, context: Any, call_next: Any) -> Message:
+    """A mod that does nothing."""
+    return call_next(message, context)
+
+
+def counting(k: int, shuffle: bool = True) -> DataLoader[Any]:
+    """A loader that shuffles by a generator of its own."""
+    mine = torch.Generator().manual_seed(k)
+    return DataLoader(data_of(k).dataset, 8, shuffle, generator=mine)
+
+
+class FullyConnected(nn.Module):
+    """A model that branches on a value, which vmap refuses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = perceptron()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the logits."""
+        return self.layer(x) if x.sum() > -1e9 else self.layer(-x)
+
+
+REASONS: dict[str, tuple[Any, dict[str, Any], str]] = {
+    "own fit": (app_of(OwnFit), {}, "OwnFit has a fit of its own"),
+    "mods": (
+        lambda: fr.client_app(app_of(fr.FedAvgClient)().client_fn, [passing]), {}, "the app has mods",
+    ),
+    "other app": (
+        lambda: _own_loop(), {}, "only an app of client_app(client_fn) shows its clients",
+    ),
+    "generator": (
+        app_of(fr.FedAvgClient, loader=counting), {}, "its loader has a random generator of its own",
+    ),
+    "LBFGS": (
+        app_of(fr.FedAvgClient), {"config": {"optimizer": "LBFGS"}},
+        "LBFGS is not known to treat each number alone",
+    ),
+    "kept optimiser": (
+        app_of(fr.FedAvgClient, keep_optimizer=True), {}, "FedAvgClient keeps its optimiser",
+    ),
+    "time budget": (
+        app_of(fr.FedAvgClient, time_budget=1e9), {}, "FedAvgClient has a time_budget",
+    ),
+    "half precision": (
+        app_of(fr.FedAvgClient),
+        {"strategy": lambda: fr.FedAvg(seed=3, fraction_evaluate=0.0, wire_dtype="bfloat16")},
+        "the model travels in half precision",
+    ),
+    "branches": (app_of(fr.FedAvgClient, FullyConnected), {"model": FullyConnected}, "vmap"),
+}  # fmt: skip
+
+
+def _own_loop() -> Any:
+    in_order = app_of(fr.FedAvgClient, loader=lambda k, shuffle=False: data_of(k, shuffle=False))
+    app, inner = fr.RegClientApp(), in_order()
+
+    @app.train()
+    def fit(message: Message, context: Any) -> Message:
+        client = inner.client_fn(context)
+        loop = fr.ClientRound(
+            message, fr.FedAvgClient, client.model, client.train_data, device="cpu"
+        )
+        optimizer = loop.optimizer()
+        for inputs, targets in loop.batches():
+            optimizer.zero_grad()
+            output = client.model(inputs)
+            base = nn.functional.cross_entropy(output, targets)
+            torch.autograd.backward(loop.loss(base, inputs, targets, output))
+            loop.correct()
+            optimizer.step()
+        return loop.reply()
+
+    return app
+
+
+@pytest.mark.parametrize("why", REASONS)
+def test_what_cannot_stack_trains_one_by_one_and_says_why(why: str, caplog: Any) -> None:
+    caplog.set_level(logging.INFO, logger="flwr")
+    app, options, reason = REASONS[why]
+    grid = run(app, **options)
+    assert sum(grid.fallbacks.values()) == 2 * len(SIZES)
+    (said,) = grid.fallbacks
+    assert reason in said
+    logged = [r.getMessage() for r in caplog.records if "one by one" in r.getMessage()]
+    assert len(logged) == 1
+    assert reason in logged[0]
+
+
+def test_clients_of_other_kinds_go_in_other_stacks() -> None:
+    """One has another loss, and so trains by itself; one overrides `fit`."""
+
+    def smooth(output: Any, targets: Any) -> Any:
+        return nn.functional.cross_entropy(output, targets, label_smoothing=0.1)
+
+    def client_fn(context: Any) -> Any:
+        k = int(context.node_config["partition-id"])
+        loss = smooth if k == 1 else nn.functional.cross_entropy
+        kind = OwnFit if k == 2 else fr.FedAvgClient
+        return kind(perceptron(), data_of(k), device="cpu", loss_fn=loss)
+
+    grid = run(lambda: fr.client_app(client_fn))
+    assert grid.fallbacks == {
+        "no other client of the cohort is like it": 2,
+        "OwnFit has a fit of its own": 2,
+    }
+
+
+def test_a_client_that_fails_fails_as_by_itself() -> None:
+    """Its labels are not the model's; the others train."""
+
+    def client_fn(context: Any) -> Any:
+        k = int(context.node_config["partition-id"])
+        loader = data_of(k)
+        if k == 1:
+            x, y = loader.dataset.tensors
+            loader = DataLoader(TensorDataset(x, y + 7), 8)
+        if k == 2:
+            raise RuntimeError("no data here")
+        return fr.FedAvgClient(perceptron(), loader, device="cpu")
+
+    found = []
+    for kind in (fr.InProcessGrid, fr.StackedGrid):
+        strategy = fr.FedAvg(seed=3, fraction_evaluate=0.0)
+        strategy.start(
+            grid=kind(fr.client_app(client_fn), len(SIZES)),
+            initial_arrays=ArrayRecord(perceptron().state_dict()),
+            num_rounds=1,
+            train_config=ConfigRecord({"lr": 0.1, "local-epochs": 1}),
+        )
+        found.append(strategy.history[0]["failures"])
+    assert found[0] == found[1]
+    assert sorted(found[0]) == [1, 2]
+
+
+class Tied(nn.Module):
+    """A frozen layer, a weight with two names, a buffer that does not travel, and one that counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.default_generator.manual_seed(1)
+            self.first, self.hold = nn.Linear(6, 6), nn.Linear(6, 6).requires_grad_(False)
+            self.second, self.head = nn.Linear(6, 6), nn.Linear(6, 3)
+        self.second.weight = self.first.weight
+        self.register_buffer("scale", torch.full((6,), 0.9), persistent=False)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the logits."""
+        if self.training:
+            self.seen = self.seen + len(x)
+        return self.head(torch.tanh(self.second(self.hold(self.first(x) * self.scale))))
+
+
+class Convolving(nn.Module):
+    """Two channels of 3 pixels, a convolution, GroupNorm and BatchNorm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.default_generator.manual_seed(2)
+            self.conv, self.head = nn.Conv1d(2, 4, 3, padding=1), nn.Linear(12, 3)
+        self.group, self.batch = nn.GroupNorm(2, 4), nn.BatchNorm1d(4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the logits."""
+        x = torch.relu(self.batch(self.group(self.conv(x.view(-1, 2, 3)))))
+        return self.head(x.flatten(1))
+
+
+class Named(nn.Module):
+    """A model of two named inputs, which computes its own loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = perceptron()
+
+    def forward(self, x: torch.Tensor, weight: torch.Tensor, labels: Any = None) -> Any:
+        """Return the loss and the logits."""
+        logits = self.layer(x * weight)
+        if labels is None:
+            return {"logits": logits}
+        return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+
+def in_dicts(k: int, shuffle: bool = True) -> list[dict[str, Any]]:
+    """A client's batches as mappings."""
+    x, y = data_of(k).dataset.tensors
+    batches = zip(x.split(8), y.split(8), strict=True)
+    return [{"x": a, "weight": torch.ones(len(a), 1) * 0.5, "labels": b} for a, b in batches]
+
+
+MODELS = {
+    "tied and frozen": (Tied, {}),
+    "convolution": (Convolving, {}),
+    "dicts": (Named, {"loader": in_dicts, "loss_fn": None}),
+    "LayerNorm": (lambda: perceptron(nn.LayerNorm(8)), {}),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_kind_of_model_gives_the_same(name: str) -> None:
+    model, settings = MODELS[name]
+    assert not run(app_of(fr.FedAvgClient, model, **settings), model=model).fallbacks
+
+
+def test_private_entries_stay_with_their_clients() -> None:
+    def strategy() -> Any:
+        return fr.RegStrategy(
+            [fr.Private("1.*")], seed=3, fraction_train=0.8, fraction_evaluate=0.0
+        )
+
+    made = app_of(fr.RegClient, terms=[fr.Private], private="1.*")
+    grid = compare(strategy, made, len(SIZES), perceptron, {"lr": 0.1, "local-epochs": 1}, rounds=4)
+    assert not grid.fallbacks
+
+
+def test_a_large_cohort_trains_in_several_stacks() -> None:
+    grid = run(app_of(fr.FedAvgClient), memory=2 * (6 * 4 * 83 + 400))  # two models of 83 numbers
+    assert set(grid.fallbacks) == {"no other client of the cohort is like it"}
+
+
+def test_a_checkpoint_of_one_grid_goes_on_on_the_other(tmp_path: Any) -> None:
+    def trained(first: Any, second: Any, folder: Any) -> dict[str, np.ndarray]:
+        made = app_of(fr.FedDynClient)
+        given = {"initial_arrays": ArrayRecord(perceptron().state_dict()),
+                 "train_config": ConfigRecord({"lr": 0.1, "local-epochs": 1})}  # fmt: skip
+        settings = {"alpha": 0.2, "seed": 3, "fraction_evaluate": 0.0, "checkpoint_dir": folder}
+        fr.FedDyn(**settings).start(grid=first(made(), len(SIZES)), num_rounds=2, **given)
+        result = fr.FedDyn(**settings).start(
+            grid=second(made(), len(SIZES)), num_rounds=4, resume_from=folder, **given
+        )
+        return {n: a.numpy() for n, a in result.arrays.items()}
+
+    expected = trained(fr.InProcessGrid, fr.InProcessGrid, tmp_path / "a")
+    for i, pair in enumerate(
+        [(fr.StackedGrid, fr.InProcessGrid), (fr.InProcessGrid, fr.StackedGrid)]
+    ):
+        same(trained(*pair, tmp_path / str(i)), expected, str(pair))
+
+
+@dataclass(frozen=True)
+class Halved(fr.Term):
+    """Sends half of the update, times a factor that needs all of the client's data."""
+
+    name: ClassVar[str] = "halved"
+
+    def finish(self, delta: Any, ctx: Any) -> Any:
+        """Return the update, and note the loss."""
+        loss = ctx.mean_loss(ctx.start)
+        return {n: 0.5 * d * loss / loss for n, d in delta.items()}, {"loss": loss}, {}
+
+
+def test_a_finish_that_needs_the_data_may_change_the_update() -> None:
+    grid = run(
+        app_of(fr.RegClient, terms=[Halved]),
+        strategy=lambda: fr.RegStrategy([Halved()], seed=3, fraction_evaluate=0.0),
+    )
+    assert not grid.fallbacks
+
+
+@pytest.mark.parametrize("faster", ["in stacks", "one by one"])
+def test_the_faster_way_is_taken(faster: str, monkeypatch: Any, caplog: Any) -> None:
+    """After two rounds; all rounds give the same replies."""
+    caplog.set_level(logging.INFO, logger="flwr")
+    note = Pace.note
+    monkeypatch.setattr(
+        Pace, "note", lambda self, *_: note(self, *((1, 2) if faster == "in stacks" else (2, 1)))
+    )
+    grid = compare(
+        lambda: fr.FedAvg(seed=3, fraction_evaluate=0.0),
+        app_of(fr.FedAvgClient, Convolving),
+        len(SIZES),
+        Convolving,
+        {"lr": 0.1, "local-epochs": 1},
+        rounds=4,
+    )
+    slower = {"a stack of such clients is slower": 2 * len(SIZES)}
+    assert grid.fallbacks == ({} if faster == "in stacks" else slower)
+    assert f"from now on {faster}" in caplog.text
+
+
+def test_autocast_is_near(caplog: Any) -> None:
+    """In bfloat16 a step has some 3 digits; the weights stay in float32."""
+
+    def once(**how: Any) -> dict[str, np.ndarray]:
+        grid = fr.StackedGrid(app_of(fr.FedAvgClient)(), len(SIZES), **how)
+        result = fr.FedAvg(seed=3, fraction_evaluate=0.0).start(
+            grid=grid,
+            initial_arrays=ArrayRecord(perceptron().state_dict()),
+            num_rounds=1,
+            train_config=ConfigRecord({"lr": 0.1, "local-epochs": 1}),
+        )
+        assert not grid.fallbacks
+        return {n: a.numpy() for n, a in result.arrays.items()}
+
+    expected, found = once(), once(precision="bfloat16")
+    off = max(abs(found[n] - expected[n]).max() for n in expected)
+    assert 0 < off < 0.01
+
+
+def test_two_runs_give_equal_bits_with_dropout() -> None:
+    def model() -> nn.Module:
+        return perceptron(nn.Dropout(0.5))
+
+    def once(noise: int) -> list[dict[str, Any]]:
+        torch.manual_seed(noise)
+        grid = Stacked(app_of(fr.FedAvgClient, model)(), len(SIZES))
+        fr.FedAvg(seed=3, fraction_evaluate=0.0).start(
+            grid=grid,
+            initial_arrays=ArrayRecord(model().state_dict()),
+            num_rounds=2,
+            train_config=ConfigRecord({"lr": 0.1, "local-epochs": 1}),
+        )
+        assert not grid.fallbacks
+        return [values_of(m) for replies in grid.replies for m in replies.values()]
+
+    for a, b in zip(once(1), once(2), strict=True):
+        for key, value in a.items():
+            assert np.array_equal(value, b[key]), key
+
+
+def test_each_client_has_a_dropout_mask_of_its_own() -> None:
+    """Clients with the same data end apart; the mean update is that of one by one."""
+
+    def model() -> nn.Module:
+        return perceptron(nn.Dropout(0.5))
+
+    def updates(kind: Any) -> np.ndarray:
+        grid = kind(
+            app_of(fr.FedAvgClient, model, loader=lambda _, shuffle=False: data_of(0))(), 200
+        )
+        fr.FedAvg(seed=3, fraction_evaluate=0.0).start(
+            grid=grid,
+            initial_arrays=ArrayRecord(model().state_dict()),
+            num_rounds=1,
+            train_config=ConfigRecord({"lr": 0.1, "local-steps": 1}),
+        )
+        return np.stack([values_of(m)["arrays/2.weight"] for m in grid.replies[0].values()])
+
+    found, expected = updates(Stacked), updates(OneByOne)
+    assert len(np.unique(found.reshape(200, -1), axis=0)) == 200
+    spread = expected.std(0) / 200**0.5
+    assert (abs(found.mean(0) - expected.mean(0)) < 6 * spread + 1e-6).all()
+    np.testing.assert_allclose(found.std(0), expected.std(0), rtol=0.4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("examples", "size", "drop_last"), [(20, 8, False), (23, 8, True), (5, 9, False)]
+)
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_a_plan_draws_what_a_loader_draws(
+    examples: int, size: int, drop_last: bool, shuffle: bool
+) -> None:
+    """And the random state behind it is the loader's."""
+    rows = torch.arange(examples)
+    loader = DataLoader(TensorDataset(rows, rows), size, shuffle, drop_last=drop_last)
+    plan = draw(Pairs(loader), 11, 7)
+    assert plan.rows is not None
+    before = torch.get_rng_state()
+    torch.default_generator.manual_seed(11)
+    found = [x for x, _ in Replay(Pairs(loader), torch.device("cpu"), False).draw(7)]
+    assert torch.equal(torch.get_rng_state(), plan.after)
+    torch.set_rng_state(before)
+    assert all(torch.equal(plan.batch(i)[0], x) for i, x in enumerate(found))
+
+
+def test_wrong_arguments_are_refused() -> None:
+    app = app_of(fr.FedAvgClient)()
+    with pytest.raises(ValueError, match="memory must be a number of bytes"):
+        fr.StackedGrid(app, 2, memory=0)
+    with pytest.raises(ValueError, match="precision must be one of float32, bfloat16, not 'half'"):
+        fr.StackedGrid(app, 2, precision="half")
