@@ -92,7 +92,7 @@ def test_out_keeps_everything(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"runner": "spark"}, "runner must be one of process, ray, not 'spark'"),
+        ({"runner": "spark"}, "runner must be one of process, stacked, ray, not 'spark'"),
         ({"methods": "FedAvgg"}, "did you mean 'FedAvg'"),
         ({"learning_rate": 1.0}, "unknown setting 'learning-rate'; did you mean 'lr'"),
         ({"num_clients": 100_000}, "100000"),
