@@ -40,9 +40,9 @@ def _data(job: Job, num_partitions: int, pid: int) -> tuple[TensorDataset, Tenso
     import torch
     from torch.utils.data import TensorDataset
 
-    from flwr_regs.experiments import data, domains
+    from flwr_regs.experiments import domains
 
-    dataset = data.load(job.dataset, job.data_dir, job.code_dir)
+    dataset = job.data()
     held_out, trained = job.split(job.parts(dataset.train_y, num_partitions)[pid])
 
     def tensors(x: Any, y: Any) -> TensorDataset:

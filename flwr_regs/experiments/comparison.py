@@ -110,13 +110,13 @@ class Comparison:
         import torch
 
         from flwr_regs.client.batches import resolve_device
-        from flwr_regs.experiments import data, models
+        from flwr_regs.experiments import models
         from flwr_regs.flower.network import GridNetwork
         from flwr_regs.server.population import Population
 
         job.check()
         self.job, self.grid = job, grid
-        dataset = data.load(job.dataset, job.data_dir, job.code_dir)
+        dataset = job.data()
         self.model = models.build(job.dataset, job.model, job.seed, job.data_dir, job.code_dir)
         self.start = ArrayRecord(self.model.state_dict())
         clients = len(Population(1, None, 120.0).refresh(GridNetwork(grid)))
@@ -186,6 +186,7 @@ class Comparison:
         from safetensors.torch import save_file
 
         job, strategy = self.job, self.job.strategy(method)
+        self._last: list[Any] = []  # the probabilities of the last global models
         run = self.last = Run(
             *(label or method, method, job.seed, job.config, self.clients, strategy.term.config())
         )
@@ -211,7 +212,8 @@ class Comparison:
                 return None  # this time, none of them could
             else:
                 loss, share = (float(np.mean(_on_clients(last, m))) for m in ("loss", "accuracy"))
-            run.test.append({"round": server_round, "loss": loss, "accuracy": share})
+            together = self._together(arrays, server_round)
+            run.test.append({"round": server_round, "loss": loss, "accuracy": share, **together})
             recorder.round(run)
             on_round(run)
             return MetricRecord({"loss": loss, "accuracy": share})
@@ -278,6 +280,19 @@ class Comparison:
         self.model.to(self.device).eval()
         with torch.no_grad():
             return torch.cat([self.model(batch) for batch in torch.split(self.test_x, 1000)])
+
+    def _together(self, arrays: ArrayRecord, server_round: int) -> dict[str, float]:
+        """Return the accuracy of the last models' mean prediction, where the job asks for it.
+
+        FedADC's temporal ensemble (Sec. IV-E): the mean of the probabilities that the last `ensemble`
+        global models give. A run that is taken up begins the ensemble anew.
+        """
+        if not self.job.ensemble or self.job.tested_on_clients or server_round == 0:
+            return {}
+        self._last.append(self._outputs(arrays).softmax(1))
+        del self._last[: -self.job.ensemble]
+        guess = sum(self._last[1:], self._last[0]).argmax(1)
+        return {"ensemble": float((guess == self.test_y).double().mean())}
 
     def _measured(self, arrays: ArrayRecord) -> tuple[float, float]:
         """Return (mean loss, accuracy) of a model on the test data."""
