@@ -80,7 +80,7 @@ def bench(args: argparse.Namespace) -> int:
 
 
 def train_bench(
-    bench: Bench, folder: Path, came: Mapping[str, Any], workers: int
+    bench: Bench, folder: Path, came: Mapping[str, Any], workers: int, pictures: bool = True
 ) -> tuple[Results, int]:
     """Tune and test in a folder, as far as that is not done; return the results and the exit status."""
     trials = folder / "tuning"
@@ -99,7 +99,7 @@ def train_bench(
         print(f"test: {folder}", flush=True)
         _train(plan, folder, workers)
         results = bench.results(plan, folder, bench.notes(chosen))
-        return results, _report(results, folder, plan)
+        return results, _report(results, folder, plan, pictures)
 
 
 def went_wrong(results: Results) -> bool:
@@ -143,9 +143,9 @@ def _train(
         engine.execute(plan, folder, bars, workers)
 
 
-def _report(results: Results, folder: Path, plan: Plan) -> int:
+def _report(results: Results, folder: Path, plan: Plan, pictures: bool = True) -> int:
     """Write and print what came out; return the exit status."""
-    results.save(folder)
+    results.save(folder, pictures)
     print(results.text() + f"results: {folder}", flush=True)
     failed = [run for run in results.runs if not run.ended]
     for run in failed:

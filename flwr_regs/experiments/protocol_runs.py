@@ -146,7 +146,8 @@ def save(
         "where": card.where,
         "setting": card.setting,
         "metrics": [*card.metrics],
-        "hash": card.hash,
+        "hashes": {},
+        "expected": dict(card.hashes),
         "smoke": smoke,
         "panels": where,
         "rows": rows,
@@ -174,7 +175,7 @@ def kept_card(folder: Path) -> Card:
         seeds=(),
         tuning_seeds=(),
         departures=(),
-        hash=kept["hash"],
+        hashes=kept["expected"],
     )
 
 
@@ -182,13 +183,16 @@ def _train(
     card: Card, benches: Mapping[str, Bench], folder: Path, workers: int, smoke: bool
 ) -> int:
     status = 0
-    where = json.loads((folder / PROTOCOL).read_text(encoding="utf-8"))["panels"]
+    kept = json.loads((folder / PROTOCOL).read_text(encoding="utf-8"))
+    where = kept["panels"]
     for panel, bench in benches.items():
         print(f"{card.name}, {card.source}, {card.where}: {panel}", flush=True)
-        for note in notes(card, bench, smoke):
+        for note in notes(card, bench, smoke, kept["hashes"]):
             print(f"NOTE: {note}", flush=True)
+        write(folder / PROTOCOL, json.dumps(kept, indent=1))
         there = folder / where[panel]
-        results, ended = commands.train_bench(bench, there, bench.provenance(there), workers)
+        came = bench.provenance(there)
+        results, ended = commands.train_bench(bench, there, came, workers, not smoke)
         wrong = not smoke and commands.went_wrong(results)
         status = max(status, ended, int(wrong))
     rows = report_rows(card, folder)
@@ -198,20 +202,22 @@ def _train(
     return status
 
 
-def notes(card: Card, bench: Bench, smoke: bool) -> list[str]:
-    """Return what the reader must know of the data of a panel."""
+def notes(card: Card, bench: Bench, smoke: bool, hashes: dict[str, str]) -> list[str]:
+    """Return what the reader must know of the data of a panel; add the data's hash to `hashes`."""
     job = Job.from_run_config(dict(bench.settings))
+    name = job.dataset
     if job.synthetic:
         return [
-            f"the files of {job.dataset} are not here: this run is on {subset.RECORDS} random records of "
-            "their shape, and its accuracies say nothing"
+            f"the files of {name} are not here: this run is on {subset.RECORDS} random records of their "
+            "shape, and its accuracies say nothing"
         ]
     if smoke:
         return ["a smoke test: its accuracies say nothing"]
-    whole = replace(job, examples=0, num_classes=0)
-    found = subset.fingerprint(whole.data()) if card.hash else ""
-    if found != card.hash:
-        return [f"the data's hash is {found}, and the card's {card.hash}: these are other data"]
+    if name not in hashes:
+        hashes[name] = subset.fingerprint(replace(job, examples=0, num_classes=0).data())
+    known = {**needs.HASHES, **card.hashes}.get(name, hashes[name])
+    if hashes[name] != known:
+        return [f"the hash of {name} is {hashes[name]}, the card's {known}: these are other data"]
     return []
 
 

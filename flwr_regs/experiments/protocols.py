@@ -32,7 +32,7 @@ KEYS = {
     "source": "who published it",
     "where": "the table or figure there",
     "setting": "paper, reduced or stand-in: what [settings] are",
-    "hash": "of the data, as `flwr-regs protocols NAME` prints it; empty: not known",
+    "hashes": "data set = its hash, as results have it in protocol.json; a run on other data says so",
     "departures": "sentences: where the card is not as its source, or fills what that leaves open",
     "extends": "the name of a card whose keys this one has too, but for those that it has itself",
     "pick": "with extends: the names of the panels that it takes",
@@ -123,7 +123,7 @@ class Card:
     seeds: tuple[int, ...]
     tuning_seeds: tuple[int, ...]
     departures: tuple[str, ...]
-    hash: str
+    hashes: Mapping[str, str]
 
     @property
     def levels(self) -> list[str]:
@@ -272,7 +272,7 @@ def read(text: str, name: str) -> Card:
         seeds=_numbers(found.get("seeds", [1, 2, 3]), "seeds"),
         tuning_seeds=_numbers(found.get("tuning-seeds", [101]), "tuning-seeds"),
         departures=_texts(found.get("departures", []), "departures"),
-        hash=_text(found.get("hash", ""), "hash"),
+        hashes={k: _text(v, "hashes") for k, v in found.get("hashes", {}).items()},
     )
     _check(card)
     return card
