@@ -40,26 +40,31 @@ def _data(job: Job, num_partitions: int, pid: int) -> tuple[TensorDataset, Tenso
     import torch
     from torch.utils.data import TensorDataset
 
-    from flwr_regs.experiments import domains
+    from flwr_regs.experiments import data, domains
+    from flwr_regs.experiments.augment import Augmented
 
     dataset = job.data()
     held_out, trained = job.split(job.parts(dataset.train_y, num_partitions)[pid])
 
-    def tensors(x: Any, y: Any) -> TensorDataset:
+    def tensors(x: Any, y: Any) -> tuple[torch.Tensor, torch.Tensor]:
         if job.dataset.endswith("-domains"):
             x = domains.shifted(x, pid % len(domains.DOMAINS), job.seed + len(y))
-        return TensorDataset(torch.from_numpy(x), torch.from_numpy(y))
+        return torch.from_numpy(x), torch.from_numpy(y)
 
-    train = tensors(dataset.train_x[trained], dataset.train_y[trained])
+    train = Augmented(dataset.augment, *tensors(dataset.train_x[trained], dataset.train_y[trained]))
     if len(held_out):
-        return train, tensors(dataset.train_x[held_out], dataset.train_y[held_out])
+        x = data.untouched(dataset.train_x[held_out], dataset.augment)
+        return train, TensorDataset(*tensors(x, dataset.train_y[held_out]))
     if not job.tested_on_clients:
         return train, None
-    # test data of the classes that this client has
-    mine = np.flatnonzero(np.isin(dataset.test_y, dataset.train_y[trained]))
+    # test data of the classes that this client has, and of its groups
+    of_mine = np.isin(dataset.test_y, dataset.train_y[trained])
+    if dataset.groups is not None and dataset.test_groups is not None:
+        of_mine &= np.isin(dataset.test_groups, dataset.groups[trained])
+    mine = np.flatnonzero(of_mine)
     if job.test_examples:
         mine = np.random.default_rng((job.seed, pid)).permutation(mine)[: job.test_examples]
-    return train, tensors(dataset.test_x[mine], dataset.test_y[mine])
+    return train, TensorDataset(*tensors(dataset.test_x[mine], dataset.test_y[mine]))
 
 
 def client_fn(context: Context) -> NumPyClient:
@@ -67,9 +72,10 @@ def client_fn(context: Context) -> NumPyClient:
     # Imported here: on a SuperNode every message starts a process that loads this file.
     from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 
-    from flwr_regs.experiments import models
+    from flwr_regs.experiments import data, models
     from flwr_regs.experiments.build import bare, client_class
     from flwr_regs.experiments.job import Job
+    from flwr_regs.experiments.quadratic import LOSSES
 
     settings = dict(context.run_config)
     method, server_round = str(settings.pop("method")), int(settings.pop("round"))
@@ -83,6 +89,7 @@ def client_fn(context: Context) -> NumPyClient:
         "model": models.build(job.dataset, job.model, job.seed, job.data_dir, job.code_dir),
         "train_data": DataLoader(train, batch_size=None, sampler=sampler),
         "eval_data": None if test is None else DataLoader(test, batch_size=1000),
+        "loss_fn": LOSSES[job.data().loss],
         "share_label_counts": True,  # simulated data has no secrets
         "step_budget": job.step_budget(server_round, pid, planned),
     }

@@ -110,7 +110,8 @@ class Comparison:
         import torch
 
         from flwr_regs.client.batches import resolve_device
-        from flwr_regs.experiments import models
+        from flwr_regs.experiments import data, models
+        from flwr_regs.experiments.quadratic import LOSSES
         from flwr_regs.flower.network import GridNetwork
         from flwr_regs.server.population import Population
 
@@ -139,11 +140,12 @@ class Comparison:
         elif job.held_out_share:
             held_out = np.concatenate([job.split(p)[0] for p in parts[:clients]])
         if held_out is not None:
-            x, y = dataset.train_x[held_out], dataset.train_y[held_out]
+            x = data.untouched(dataset.train_x[held_out], dataset.augment)
+            y = dataset.train_y[held_out]
         self.device = resolve_device("auto")
         self.test_x = torch.from_numpy(x).to(self.device)
         self.test_y = torch.from_numpy(y).to(self.device)
-        self.num_classes = dataset.num_classes
+        self.num_classes, self.loss_fn = dataset.num_classes, LOSSES[dataset.loss]
         counts = [
             np.bincount(dataset.train_y[p], minlength=self.num_classes) for p in parts[:clients]
         ]
@@ -296,10 +298,8 @@ class Comparison:
 
     def _measured(self, arrays: ArrayRecord) -> tuple[float, float]:
         """Return (mean loss, accuracy) of a model on the test data."""
-        import torch
-
         output = self._outputs(arrays)
-        loss = torch.nn.functional.cross_entropy(output, self.test_y)
+        loss = self.loss_fn(output, self.test_y)
         return float(loss), float((output.argmax(1) == self.test_y).double().mean())
 
     def _per_client(self, strategy: RegStrategy) -> dict[str, Any]:

@@ -10,9 +10,11 @@ from torch import nn
 
 from flwr_regs.experiments import user_code
 from flwr_regs.experiments.data import two_examples
+from flwr_regs.experiments.quadratic import Quadratic
 
 MODELS = {
-    "auto": "cnn for images of at least 16 x 16, else mlp; cnn-bn for the data sets with domains",
+    "auto": "cnn for images of at least 16 x 16, else mlp; cnn-bn for the data sets with domains; a point "
+    "for quadratics",
     "mlp": "one hidden layer of 64; from 256 inputs on, two of 200 (McMahan et al. 2017's 2NN)",
     "cnn": "two convolutions and a hidden layer (McMahan et al. 2017); smaller below 16 x 16",
     "cnn-bn": "two convolutions and a hidden layer, with BatchNorm after each",
@@ -31,9 +33,9 @@ def build(dataset: str, kind: str, seed: int, data_dir: str = "", code_dir: str 
         ``mlp``: one hidden layer of 64; from 256 inputs on two of 200 (McMahan et al. 2017's 2NN).
         ``cnn``: McMahan et al.'s, two 5 x 5 convolutions (32, 64) with pooling and a hidden layer of 512;
         for images smaller than 16 x 16 two 3 x 3 ones (16, 32) and 128. ``cnn-bn``: two 3 x 3 convolutions
-        (16, 32) and a hidden layer of 128, with BatchNorm after each. ``auto``: cnn-bn for domains; else
-        cnn for images of at least 16 x 16, and mlp for anything else. Or a reference to a class or function
-        that returns a module, called without arguments.
+        (16, 32) and a hidden layer of 128, with BatchNorm after each. ``auto``: cnn-bn for domains; the
+        point of quadratics; else cnn for images of at least 16 x 16, and mlp for anything else. Or a
+        reference to a class or function that returns a module, called without arguments.
 
     Raises
     ------
@@ -44,6 +46,8 @@ def build(dataset: str, kind: str, seed: int, data_dir: str = "", code_dir: str 
         return _own(kind, code_dir, seed)
     examples, classes = two_examples(dataset, data_dir, code_dir)
     shape = examples.shape[1:]
+    if kind == "auto" and dataset.partition("(")[0] == "quadratics":
+        return Quadratic(shape[0] - 1)
     side = min(shape[1:]) if len(shape) == 3 else 0
     if kind == "auto":
         kind = "cnn-bn" if dataset.endswith("-domains") else "cnn" if side >= 16 else "mlp"

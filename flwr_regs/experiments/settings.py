@@ -51,11 +51,11 @@ class Settings:
     )
     dataset: str = setting(
         "digits",
-        "a data set of `flwr-regs list datasets`, or your own: mine.py:load",
+        "a data set of `flwr-regs list datasets`, such as synthetic(1,1), or your own: mine.py:load",
         choices=DATASETS,
         own="mine.py:load",
     )
-    data_dir: str = setting("", "the folder that holds, or receives, MNIST/raw")
+    data_dir: str = setting("", "the folder that holds, or receives, the data set's files")
     model: str = setting(
         "auto",
         "a model of `flwr-regs list models`, or your own: mine.py:Net; auto: the data set's",
@@ -352,7 +352,7 @@ def _checked(name: str, value: Any, f: Any) -> Any:
         or (
             rule["choices"]
             and value not in rule["choices"]
-            and not (rule["own"] and ":" in str(value))
+            and not (rule["own"] and (":" in str(value) or _called(value, rule["choices"])))
         )
         or (rule["above"] is not None and not value > rule["above"])
         or (rule["below"] is not None and not value < rule["below"])
@@ -363,6 +363,12 @@ def _checked(name: str, value: Any, f: Any) -> Any:
         hint = nearest(str(value), rule["choices"]) if rule["choices"] else ""
         raise ValueError(f"setting '{name}' must be {legal(f)}, not {value!r}{hint}")
     return kind(value)
+
+
+def _called(value: Any, choices: Collection[str]) -> bool:
+    """Return whether a value is one of the choices with arguments in parentheses."""
+    name, bracket, rest = str(value).partition("(")
+    return bool(bracket) and name in choices and rest.endswith(")")
 
 
 _WORDS: dict[Any, str] = {
