@@ -23,12 +23,19 @@ SHAPES = {"digits": (1, 8, 8), "mnist": (1, 28, 28)}
 
 @dataclass(frozen=True)
 class Data:
-    """Inputs (float32 or integers, ``(n, ...)``) and labels (int64 from 0 on, ``(n,)``)."""
+    """Inputs (float32 or integers, ``(n, ...)``) and labels (int64 from 0 on, ``(n,)``).
+
+    `groups` and `test_groups` are the writer, speaker, user or domain of each example, int64 from 0 on,
+    ``(n,)``; None where there are none. `augment` names an augmentation of training batches.
+    """
 
     train_x: Array
     train_y: Array
     test_x: Array
     test_y: Array
+    groups: Array | None = None
+    test_groups: Array | None = None
+    augment: str = ""
 
     @cached_property
     def num_classes(self) -> int:

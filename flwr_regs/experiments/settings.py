@@ -62,6 +62,11 @@ class Settings:
         choices=MODELS,
         own="mine.py:Net",
     )
+    projection: int = setting(
+        0,
+        "if not 0, MOON's projection head before the output layer, with this many outputs",
+        low=0,
+    )
     partition: str = setting(
         "shards",
         "how the data is split over the clients: `flwr-regs list partitions`",
@@ -84,6 +89,40 @@ class Settings:
         low=0,
         high=100,
     )
+    quantity_alpha: float = setting(
+        0.5, "partition quantity: smaller makes the clients' sizes less equal", above=0
+    )
+    noise_level: float = setting(
+        0.1,
+        "partition noise: client k of N, from 1, gets noise of variance noise-level * k / N on its inputs",
+        low=0,
+    )
+    pachinko_alpha: float = setting(
+        0.1, "partition pachinko: of the coarse labels; smaller is less IID", above=0
+    )
+    pachinko_beta: float = setting(
+        10.0, "partition pachinko: of the fine labels of each coarse one", above=0
+    )
+    interpolation: float = setting(
+        0.5, "partition interpolated: the share that is shuffled across clients", low=0, high=1
+    )
+    sample_share: float = setting(
+        0.1,
+        "partition long-tail-rounds: the share of the data that a client samples in a round",
+        above=0,
+        high=1,
+    )
+    long_tail: float = setting(
+        100.0,
+        "partition long-tail-rounds: how many times the most frequent class outnumbers the rarest",
+        low=1,
+    )
+    swap_probability: float = setting(
+        0.05,
+        "partition label-swaps-rounds: the chance that two labels swap in a round",
+        low=0,
+        high=1,
+    )
     num_clients: int = setting(10, "clients that train", low=2)
     examples_per_client: int = setting(
         0, "if not 0, each client keeps only this many of its examples", low=0
@@ -104,6 +143,12 @@ class Settings:
         False,
         "each client tests the model on test data of its own classes; always so if one of the methods "
         "compared keeps entries private",
+    )
+    test_split: str = setting(
+        "classes",
+        "where clients test: classes, on all test data of their own classes; matched, on a share of the "
+        "test data that is distributed as their training data",
+        choices=("classes", "matched"),
     )
     rounds: int = setting(30, "rounds of training", low=1)
     checkpoint_every: float = setting(
