@@ -13,7 +13,6 @@ from flwr_regs.experiments.data import load, two_examples
 from flwr_regs.experiments.nets import body
 from flwr_regs.experiments.nets.catalogue import NETS
 
-
 MODELS = {
     "auto": "cnn for images of at least 16 x 16, else mlp; cnn-bn for data sets named -domains; "
     "char-lstm for integers",
@@ -32,9 +31,10 @@ def build(
     dataset, data_dir, code_dir : str
         As for :func:`flwr_regs.experiments.data.load`.
     kind : str
-        A name of `flwr_regs.experiments.nets.catalogue.NETS`: the models of the papers, sized by the data's inputs and classes. Or ``auto``:
-        cnn-bn for domains, char-lstm for integers, cnn for images of at least 16 x 16, else mlp. Or a
-        reference to a class or function that returns a module, called without arguments.
+        A name of `NETS` in `flwr_regs.experiments.nets.catalogue`: a paper's model, sized by the data's
+        inputs and classes. Or ``auto``: cnn-bn for domains, char-lstm for integers, cnn for images of at
+        least 16 x 16, else mlp. Or a reference to a class or function that returns a module, called
+        without arguments.
     projection : int
         If not 0, MOON's projection head before the output layer, with so many outputs: the layer
         ``projection``. A reference cannot have it.

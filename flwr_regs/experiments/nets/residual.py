@@ -94,7 +94,7 @@ def _resnet(name: str, shape: Sequence[int], norm: Any) -> Body:
 
 
 def mobilenetv2_gn(shape: Sequence[int]) -> Body:
-    """torchvision's MobileNetV2 with GroupNorm of 8 groups, no dropout, as the Field Guide's code has it."""
+    """torchvision's MobileNetV2 with GroupNorm of 8 groups and no dropout, as in the Field Guide's code."""
     groups = partial(nn.GroupNorm, 8)
     net = _torchvision().mobilenet_v2(num_classes=1, norm_layer=groups, dropout=0.0)
     first = net.features[0][0]
