@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from flwr_regs.experiments import metrics, needs, protocols
-from flwr_regs.experiments.data import DATASETS
 from flwr_regs.experiments.protocols import Card
 
 
@@ -17,7 +16,7 @@ def needed(card: Card, data_dir: str = "", look: bool = True) -> str:
         return "not in this version: " + ", ".join(card.lacks)
     said = []
     for name in card.datasets:
-        if name in needs.FILES or name.removesuffix("-domains") in needs.FILES:
+        if needs.files(name):
             there = "there" if needs.present(name, data_dir) else "absent"
             said.append(f"files of {name}" + (f": {there}" if look else ""))
     return ", ".join(said) or "nothing"
@@ -59,7 +58,7 @@ def one(card: Card, data_dir: str = "") -> str:
     """Return all that a card holds, for a terminal."""
     lines = [card.title, f"source: {card.source}, {card.where}"]
     lines += [f"setting: {' or '.join(card.levels)}", f"needs: {needed(card, data_dir)}"]
-    lines += [f"  {name}: {DATASETS[name]}" for name in card.datasets if name in DATASETS]
+    lines += [f"  {name}: {needs.files(name)}" for name in card.datasets if needs.files(name)]
     lines += ["", "settings: " + _words(card.settings)]
     if card.reduced:
         lines.append("reduced: " + _words(card.reduced))

@@ -185,7 +185,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _plot(args: argparse.Namespace) -> int:
-    from flwr_regs.experiments import plots
+    from flwr_regs.experiments import partition_plot
     from flwr_regs.experiments.engine import Plan
     from flwr_regs.experiments.tuning import Bench
     from flwr_regs.experiments.words import job_of
@@ -200,17 +200,7 @@ def _plot(args: argparse.Namespace) -> int:
         print(results.text() + f"results: {folder}")
         return 0
     job = job_of(args, [])
-    counts = job.label_counts()
-    title = f"{job.dataset}, partition {job.partition}, {job.num_clients} clients, seed {job.seed}"
-    folder = Path(job.out) if job.out else Path.cwd()
-    folder.mkdir(parents=True, exist_ok=True)
-    written = plots.save(plots.labels(counts, title=title), folder / "partition")
-    sizes = counts.sum(1)
-    kinds = (counts > 0).sum(1)
-    print(
-        f"{title}\nexamples a client: {sizes.min()} to {sizes.max()}; labels a client: {kinds.min()} to "
-        f"{kinds.max()}\n" + "\n".join(map(str, written))
-    )
+    print(partition_plot.draw(job, Path(job.out) if job.out else Path.cwd()))
     return 0
 
 
@@ -242,6 +232,7 @@ def _list(args: argparse.Namespace) -> int:
         partitions,
         settings,
     )
+    from flwr_regs.experiments.nets import catalogue
     from flwr_regs.wire.config import nearest
 
     if args.what == "methods" and getattr(args, "name", None):
@@ -255,8 +246,9 @@ def _list(args: argparse.Namespace) -> int:
     if args.what == "methods":
         methods_table.show(args.markdown)
         return 0
-    if args.what == "settings" and args.markdown:
-        print(settings.markdown(), end="")
+    if args.what in ("settings", "models") and args.markdown:
+        table = settings.markdown() if args.what == "settings" else catalogue.markdown()
+        print(table, end="")
         return 0
     found: Mapping[str, str] = {
         "datasets": data.DATASETS,

@@ -118,7 +118,7 @@ class Comparison:
         job.check()
         self.job, self.grid = job, grid
         dataset = job.data()
-        self.model = models.build(job.dataset, job.model, job.seed, job.data_dir, job.code_dir)
+        self.model = models.build(*job.model_arguments)
         self.start = ArrayRecord(self.model.state_dict())
         clients = len(Population(1, None, 120.0).refresh(GridNetwork(grid)))
         self.clients, self.notes = clients, list[str]()
@@ -130,7 +130,7 @@ class Comparison:
                 f'"num-supernodes={job.num_clients} client-resources-num-cpus=1"'
             )
         try:
-            parts = job.parts(dataset.train_y, clients)
+            parts = job.parts(dataset.train_y, clients, dataset.groups)
         except ValueError as error:
             raise ValueError(". NOTE: ".join([str(error), *self.notes])) from error
         x, y = dataset.test_x, dataset.test_y
@@ -204,10 +204,10 @@ class Comparison:
             if [t["round"] for t in run.test[-1:]] == [server_round]:  # the mean of two models
                 if job.tested_on_clients:
                     return None
-                loss, share = self._measured(arrays)
+                loss, share = self._measured(arrays, server_round)
                 return MetricRecord({"loss": loss, "accuracy": share})
             if not job.tested_on_clients:
-                loss, share = self._measured(arrays)
+                loss, share = self._measured(arrays, server_round)
             elif server_round == 0:
                 return None
             elif not (last := strategy.history[-1])["evaluate"]["clients"]:
@@ -294,13 +294,22 @@ class Comparison:
         self._last.append(self._outputs(arrays).softmax(1))
         del self._last[: -self.job.ensemble]
         guess = sum(self._last[1:], self._last[0]).argmax(1)
-        return {"ensemble": float((guess == self.test_y).double().mean())}
+        return {"ensemble": float((guess == self._targets(server_round)).double().mean())}
 
-    def _measured(self, arrays: ArrayRecord) -> tuple[float, float]:
-        """Return (mean loss, accuracy) of a model on the test data."""
-        output = self._outputs(arrays)
-        loss = self.loss_fn(output, self.test_y)
-        return float(loss), float((output.argmax(1) == self.test_y).double().mean())
+    def _measured(self, arrays: ArrayRecord, server_round: int) -> tuple[float, float]:
+        """Return (mean loss, accuracy) of a model on the test data, as it is in a round."""
+        output, y = self._outputs(arrays), self._targets(server_round)
+        loss = self.loss_fn(output, y)
+        return float(loss), float((output.argmax(1) == y).double().mean())
+
+    def _targets(self, server_round: int) -> Any:
+        """Return the labels of the test data in a round."""
+        import torch
+
+        if self.job.partition != "label-swaps-rounds":
+            return self.test_y
+        classes = self.job.labels(np.arange(self.num_classes), self.num_classes, server_round)
+        return torch.from_numpy(classes).to(self.device)[self.test_y]
 
     def _per_client(self, strategy: RegStrategy) -> dict[str, Any]:
         """Return each client's accuracy, or the expected one on new data of its label distribution."""
@@ -309,7 +318,8 @@ class Comparison:
         if self.job.tested_on_clients:
             tested = [e for e in strategy.history if "evaluate" in e]
             return _spread(_on_clients(tested[-1])) if tested else {}
-        right = (self._outputs(strategy.arrays).argmax(1) == self.test_y).double()
+        y = self._targets(strategy.history[-1]["round"])
+        right = (self._outputs(strategy.arrays).argmax(1) == y).double()
         there = torch.bincount(self.test_y, minlength=self.num_classes).cpu().numpy()
         hits = torch.bincount(self.test_y, right, minlength=self.num_classes).cpu().numpy()
         seen = self.shares * (there > 0)  # a class without test data tells nothing

@@ -205,7 +205,7 @@ class Card:
             for level in self.levels:
                 here = {**settings.DEFAULTS, **self.settings_of(panel, level)}
                 for what, known in OPEN.items():
-                    if here[what] not in known and ":" not in here[what]:
+                    if here[what].partition("(")[0] not in known and ":" not in here[what]:
                         found[f"{what} {here[what]}"] = None
         return list(found)
 

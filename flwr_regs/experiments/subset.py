@@ -41,6 +41,7 @@ def reduced(data: Data, examples: int, num_classes: int, num_groups: int) -> Dat
         test_y=data.test_y[test_rows],
         groups=None if data.groups is None else data.groups[train_rows],
         test_groups=None if data.test_groups is None else data.test_groups[test_rows],
+        coarse=None if data.coarse is None else data.coarse[train_rows],
     )
 
 
