@@ -94,8 +94,7 @@ def planned(args: argparse.Namespace, name: str) -> tuple[Card, dict[str, Bench]
     if args.smoke:
         panels = panels[:1]
     make = smoke if args.smoke else Card.bench
-    level = args.setting or ("reduced" if args.smoke and "reduced" in card.levels else "")
-    return card, {panel.name: make(card, panel, level, given) for panel in panels}
+    return card, {panel.name: make(card, panel, args.setting, given) for panel in panels}
 
 
 def smoke(card: Card, panel: Panel, level: str, given: Mapping[str, Any]) -> Bench:

@@ -55,16 +55,16 @@ OPEN = {"dataset": DATASETS, "model": MODELS, "partition": PARTITIONS}
 SMOKE = {
     "rounds": 2,
     "examples": 200,
-    "num-classes": 5,
-    "num-clients": 5,
+    "num-classes": 3,
+    "num-clients": 3,
     "local-steps": 1,
     "examples-per-client": 0,
     "held-out-clients": 0,
-    "test-examples": 20,
+    "test-examples": 10,
     "checkpoint-every": 0.0,
 }
 """What ``--smoke`` sets."""
-SMOKE_MOST = {"batch-size": 4, "classes-per-client": 5, "shards-per-client": 5, "ensemble": 2}
+SMOKE_MOST = {"batch-size": 4, "classes-per-client": 3, "shards-per-client": 3, "ensemble": 2}
 """The largest values that ``--smoke`` leaves."""
 
 
@@ -188,7 +188,7 @@ class Card:
         settings_now = {**settings.DEFAULTS, **checked.settings}
         small |= {k: min(settings_now[k], most) for k, most in SMOKE_MOST.items() if k not in given}
         if settings_now["fraction-train"] < 1:
-            small.setdefault("fraction-train", 0.4)
+            small.setdefault("fraction-train", 0.67)
         rows = self.rows_of(panel)
         ends = replace(self, rows=(rows[0], *rows[1:][-1:]), tune=())
         bench = replace(ends.bench(panel, level, small), seeds=self.seeds[:1])
