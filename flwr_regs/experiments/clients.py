@@ -51,20 +51,21 @@ def _data(job: Job, num_partitions: int, pid: int) -> tuple[TensorDataset, Tenso
             x = domains.shifted(x, pid % len(domains.DOMAINS), job.seed + len(y))
         return torch.from_numpy(x), torch.from_numpy(y)
 
-    train = Augmented(dataset.augment, *tensors(dataset.train_x[trained], dataset.train_y[trained]))
+    mine = tensors(dataset.train_x[trained], dataset.train_y[trained])
+    train = Augmented(dataset.augment, *mine) if dataset.augment else TensorDataset(*mine)
     if len(held_out):
         x = data.untouched(dataset.train_x[held_out], dataset.augment)
         return train, TensorDataset(*tensors(x, dataset.train_y[held_out]))
     if not job.tested_on_clients:
         return train, None
     # test data of the classes that this client has, and of its groups
-    of_mine = np.isin(dataset.test_y, dataset.train_y[trained])
+    tested = np.isin(dataset.test_y, dataset.train_y[trained])
     if dataset.groups is not None and dataset.test_groups is not None:
-        of_mine &= np.isin(dataset.test_groups, dataset.groups[trained])
-    mine = np.flatnonzero(of_mine)
+        tested &= np.isin(dataset.test_groups, dataset.groups[trained])
+    rows = np.flatnonzero(tested)
     if job.test_examples:
-        mine = np.random.default_rng((job.seed, pid)).permutation(mine)[: job.test_examples]
-    return train, TensorDataset(*tensors(dataset.test_x[mine], dataset.test_y[mine]))
+        rows = np.random.default_rng((job.seed, pid)).permutation(rows)[: job.test_examples]
+    return train, TensorDataset(*tensors(dataset.test_x[rows], dataset.test_y[rows]))
 
 
 def client_fn(context: Context) -> NumPyClient:

@@ -62,7 +62,6 @@ def fashion_mnist(data_dir: str) -> Parts:
 
 def emnist(data_dir: str, split: str = "balanced") -> Parts:
     """Return one of EMNIST's splits (Cohen et al. 2017) in [0, 1], upright, with labels from 0 on."""
-    files.one_of("split", split, tuple(EMNIST_CLASSES))
     train, test = _torchvision("EMNIST", "emnist", data_dir, split=split)
     shift = 1 if split == "letters" else 0  # its labels begin at 1
     parts = [(p.data.numpy().swapaxes(1, 2), p.targets.numpy() - shift) for p in (train, test)]
@@ -86,7 +85,6 @@ def _cifar(classes: int, data_dir: str, augment: str, hub: bool) -> Parts:
     With the augmentation ``crop-24`` the pixels stay in [0, 255], because each image is standardised by
     itself after it was cut out; otherwise they are standardised by channel.
     """
-    files.one_of("augment", augment, AUGMENTATIONS)
     name = f"cifar{classes}"
     folders = ("", name, f"{name}/plain_text", "plain_text", f"{name}/{name}")
     parquets = files.found(data_dir, folders, "train*.parquet", "test*.parquet")
