@@ -259,8 +259,10 @@ def parsed(dataset: str) -> tuple[Source, dict[str, Any]]:
         )
     source = SOURCES[name]
     given = source.arguments
+    if bracket and not given:
+        raise ValueError(f"dataset '{dataset}': {name} takes no arguments, and no parentheses")
     if bracket:
-        legal = ", ".join(f"{k}={v!r}" for k, v in given.items()) or "none"
+        legal = ", ".join(f"{k}={v!r}" for k, v in given.items())
         try:
             call = ast.parse(f"f{dataset[dataset.index('(') :]}", mode="eval").body
             assert isinstance(call, ast.Call)

@@ -45,8 +45,13 @@ def mnist(data_dir: str) -> Parts:
     return _shifted(mnist_grey(data_dir), 0.1307, 0.3081)
 
 
-def mnist_grey(data_dir: str, kind: str = "MNIST") -> Parts:
-    """Return MNIST, or torchvision's `kind` of it, in [0, 1]."""
+def mnist_grey(data_dir: str) -> Parts:
+    """Return MNIST in [0, 1]."""
+    return _idx(data_dir, "MNIST")
+
+
+def _idx(data_dir: str, kind: str) -> Parts:
+    """Return torchvision's `kind` of MNIST in [0, 1]."""
     try:
         train_x, train_y, test_x, test_y = idx.read(data_dir, kind)
     except ImportError as error:
@@ -57,7 +62,7 @@ def mnist_grey(data_dir: str, kind: str = "MNIST") -> Parts:
 def fashion_mnist(data_dir: str) -> Parts:
     """Return Fashion-MNIST, standardised."""
     (mean,), (std,) = FASHION
-    return _shifted(mnist_grey(data_dir, "FashionMNIST"), mean, std)
+    return _shifted(_idx(data_dir, "FashionMNIST"), mean, std)
 
 
 def emnist(data_dir: str, split: str = "balanced") -> Parts:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from flwr_regs.experiments import data
+from flwr_regs.experiments import data, models
 from flwr_regs.experiments.augment import AUGMENTATIONS
 from flwr_regs.experiments.data_table import filled
 from flwr_regs.experiments.quadratic import LOSSES
@@ -106,7 +106,8 @@ def test_missing_files_are_named_with_their_place(
         ("synthetic(1", "literals"),
         ("synthetic(clients=0)", "needs clients >= 1"),
         ("femnist(writers=-1)", "writers must be at least 0, not -1"),
-        ("digits(3)", "arguments, none"),
+        ("digits(3)", "digits takes no arguments"),
+        ("mnist-domains()", "mnist-domains takes no arguments"),
         ("emnist(split='all')", "split must be one of 'byclass', .*, not 'all'"),
         ("cifar10(augment='mixup')", "augment must be one of 'crop-flip', .*, not 'mixup'"),
     ],
@@ -116,6 +117,15 @@ def test_a_wrong_name_or_argument_is_refused(dataset: str, message: str) -> None
         if look is data.load or "must be" in message:  # the second knows no readers
             with pytest.raises(ValueError, match=message):
                 look(dataset)
+
+
+def test_the_pages_own_data_and_model_go_together(tmp_path: Path) -> None:
+    (code,) = re.findall(r"^```python\n(.*?)^```", (DOCS / "data.md").read_text(), re.M | re.S)
+    (tmp_path / "mine.py").write_text(code)
+    got = data.load("mine.py:load", "", str(tmp_path))
+    assert got.groups is not None
+    assert (len(got.train_y), len(got.test_y), got.groups.max()) == (800, 200, 9)
+    models.check("mine.py:load", "mine.py:Net", 1, "", str(tmp_path))
 
 
 def test_the_page_has_the_table_of_data_sets() -> None:
