@@ -57,7 +57,7 @@ def _data(
         return torch.from_numpy(x), torch.from_numpy(y)
 
     own = tensors(dataset.train_x[trained], dataset.train_y[trained], 0)
-    train = Augmented(dataset.augment, *own)
+    train = Augmented(dataset.augment, *own) if dataset.augment else TensorDataset(*own)
     if len(held_out):
         x = data.untouched(dataset.train_x[held_out], dataset.augment)
         return train, TensorDataset(*tensors(x, dataset.train_y[held_out], 1))

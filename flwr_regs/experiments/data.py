@@ -80,11 +80,17 @@ def load(dataset: str, data_dir: str = "", code_dir: str = "") -> Data:
         from flwr_regs.experiments import own_data, user_code
 
         found = user_code.call(dataset, code_dir, seed=0)  # the same data in every process and run
-        return Data(**own_data.fields_of(found, dataset))
-    source, arguments = parsed(dataset)
-    data = Data(**source.read(data_dir, **arguments))
+        data = Data(**own_data.fields_of(found, dataset))
+    else:
+        source, arguments = parsed(dataset)
+        data = Data(**source.read(data_dir, **arguments))
     if not data.augment:
         return data
+    if data.train_x.ndim != 4 or data.train_x.dtype != np.float32:
+        raise ValueError(
+            f"dataset '{dataset}': the augmentation '{data.augment}' needs pictures as floats of shape (n, "
+            f"channels, height, width), not {data.train_x.dtype} of shape {data.train_x.shape}"
+        )
     return replace(data, test_x=untouched(data.test_x, data.augment))
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import is_dataclass
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,8 @@ import numpy as np
 from flwr_regs.experiments import user_code
 
 Array = np.ndarray[Any, Any]
-GROUPS, FURTHER = ("groups", "test_groups"), ("augment", "loss", "coarse", "vectors")
+NUMBERS = {"groups": "train_y", "test_groups": "test_y", "coarse": "train_y"}
+"""Whole numbers that a data set may have for each example -> the labels of these examples."""
 NAMES = ("train_x", "train_y", "test_x", "test_y")
 EXPECTED = (
     "expected (train_x, train_y, test_x, test_y), ((train_x, train_y), (test_x, test_y)), two "
@@ -32,43 +33,54 @@ def fields_of(found: Any, reference: str) -> dict[str, Any]:
 
     Raises ValueError as :func:`arrays` does, or for another name, or groups that do not fit their examples.
     """
+    given = found
+    if is_dataclass(found) and not isinstance(found, type):
+        given = {field.name: getattr(found, field.name) for field in fields(found)}
+    if not isinstance(given, Mapping):
+        return dict(zip(NAMES, arrays(found, reference), strict=True))
+    if missing := [name for name in NAMES if name not in given]:
+        raise ValueError(f"'{reference}': it returned a mapping without '{missing[0]}'; {EXPECTED}")
+    four = dict(zip(NAMES, arrays([given[name] for name in NAMES], reference), strict=True))
+    try:
+        return {**four, **_further(given, {key: len(four[of]) for key, of in NUMBERS.items()})}
+    except ValueError as error:
+        raise ValueError(f"'{reference}': {error}") from error
+
+
+def _further(given: Mapping[str, Any], lengths: Mapping[str, int]) -> dict[str, Any]:
+    """Return what a mapping has beside the four arrays, checked; `lengths` are those that are expected."""
     from flwr_regs.experiments.augment import AUGMENTATIONS  # these load torch
     from flwr_regs.experiments.quadratic import LOSSES
 
-    given = vars(found) if is_dataclass(found) and not isinstance(found, type) else found
-    if not isinstance(given, Mapping):
-        return dict(zip(NAMES, arrays(found, reference), strict=True))
-    others = {key: value for key, value in given.items() if key not in NAMES and value is not None}
-    if wrong := [key for key in others if key not in (*GROUPS, *FURTHER)] or [
-        name for name in NAMES if name not in given
-    ]:
+    legal: dict[str, Collection[str]] = {"augment": AUGMENTATIONS, "loss": LOSSES}
+    found: dict[str, Any] = {}
+    for key, value in given.items():
+        if key in NAMES or value is None:
+            continue
+        if key in NUMBERS:
+            found[key] = _numbers(key, _numpy(value), lengths[key])
+        elif key in legal:
+            if value not in legal[key]:
+                raise ValueError(
+                    f"{key} must be one of {', '.join(map(repr, legal[key]))}, not {value!r}"
+                )
+            found[key] = value
+        elif key == "vectors":
+            found[key] = _plain(_numpy(value))
+        else:
+            every = ", ".join((*NAMES, *NUMBERS, *legal, "vectors"))
+            raise ValueError(f"it returned a mapping with the key '{key}'; expected {every}")
+    return found
+
+
+def _numbers(name: str, of: Array, count: int) -> Array:
+    """Return whole numbers from 0 on, one for each example."""
+    if of.dtype.kind not in "iu" or of.shape != (count,) or of.min() < 0:
         raise ValueError(
-            f"'{reference}': it returned a mapping with the keys {', '.join(map(str, given))}; expected "
-            f"{', '.join(NAMES)}, and perhaps {', '.join((*GROUPS, *FURTHER))}, not '{wrong[0]}'"
-            if wrong[0] in given
-            else f"'{reference}': it returned a mapping without '{wrong[0]}'; {EXPECTED}"
+            f"{name} has the shape {of.shape} and entries of type {of.dtype}; expected one integer from 0 "
+            f"on for each of {count} examples"
         )
-    fields = dict(zip(NAMES, arrays([given[n] for n in NAMES], reference), strict=True))
-    for key, of in zip((*GROUPS, "coarse"), ("train_y", "test_y", "train_y"), strict=True):
-        if key in others:
-            others[key] = np.asarray(others[key])
-            if others[key].dtype.kind not in "iu" or others[key].shape != fields[of].shape:
-                raise ValueError(
-                    f"'{reference}': {key} has the shape {others[key].shape} and entries of type "
-                    f"{others[key].dtype}; expected one integer from 0 on for each of {len(fields[of])} "
-                    "examples"
-                )
-            if len(others[key]) and others[key].min() < 0:
-                raise ValueError(
-                    f"'{reference}': {key} has {others[key].min()}; expected from 0 on"
-                )
-            others[key] = others[key].astype(np.int64)
-    for key, legal in (("augment", AUGMENTATIONS), ("loss", LOSSES)):
-        if others.get(key, "") not in legal:
-            raise ValueError(
-                f"'{reference}': {key} must be one of {', '.join(map(repr, legal))}, not {others[key]!r}"
-            )
-    return {**fields, **others}
+    return of.astype(np.int64)
 
 
 def arrays(found: Any, reference: str) -> tuple[Array, Array, Array, Array]:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from flwr_regs.experiments.sources.files import Parts
+from flwr_regs.experiments.sources.pictures import AUGMENTATIONS, EMNIST_CLASSES
 from flwr_regs.wire.config import nearest
 
 
@@ -48,6 +49,8 @@ class Source:
         ``module:function`` in this folder: from a data-dir and the arguments to the arrays.
     kind : callable
         From the arguments, all of them by name, to the `Kind`.
+    choices : mapping
+        Argument -> its legal values, where not all of its type are.
     """
 
     meaning: str
@@ -55,6 +58,7 @@ class Source:
     groups: str
     reader: str
     kind: Callable[[Mapping[str, Any]], Kind]
+    choices: Mapping[str, Sequence[Any]] = field(default_factory=dict)
 
     @property
     def read(self) -> Callable[..., Parts]:
@@ -116,7 +120,8 @@ SOURCES = {
         f"`EMNIST/raw/emnist-*-ubyte`, {_IDX}",
         "",
         "pictures:emnist",
-        lambda given: Kind((1, 28, 28), _emnist_classes(given["split"])),
+        lambda given: Kind((1, 28, 28), EMNIST_CLASSES[given["split"]]),
+        {"split": tuple(EMNIST_CLASSES)},
     ),
     "femnist": Source(
         "handwritten letters and digits by writer, 28 x 28 grey, 62 classes",
@@ -133,6 +138,7 @@ SOURCES = {
         "",
         "pictures:cifar10",
         _cifar(10),
+        {"augment": AUGMENTATIONS},
     ),
     "cifar100": Source(
         "60,000 photographs, 32 x 32 in colour, 100 classes in 20 superclasses",
@@ -141,6 +147,7 @@ SOURCES = {
         "",
         "pictures:cifar100",
         _cifar(100),
+        {"augment": AUGMENTATIONS},
     ),
     "shakespeare": Source(
         "the next character of a play, after 80 others, by speaker; 81 classes",
@@ -238,12 +245,6 @@ SOURCES = {
 """Name -> data set. A name can have arguments, as in ``synthetic(alpha=0.5, beta=0.5)``."""
 
 
-def _emnist_classes(split: str) -> int:
-    from flwr_regs.experiments.sources.pictures import EMNIST_CLASSES
-
-    return EMNIST_CLASSES[split]
-
-
 def parsed(dataset: str) -> tuple[Source, dict[str, Any]]:
     """Return a data set by its text, such as ``femnist(writers=100)``, and all its arguments.
 
@@ -258,14 +259,17 @@ def parsed(dataset: str) -> tuple[Source, dict[str, Any]]:
         )
     source = SOURCES[name]
     given = source.arguments
+    if bracket and not given:
+        raise ValueError(f"dataset '{dataset}': {name} takes no arguments, and no parentheses")
     if bracket:
-        legal = ", ".join(f"{k}={v!r}" for k, v in given.items()) or "none"
+        legal = ", ".join(f"{k}={v!r}" for k, v in given.items())
         try:
             call = ast.parse(f"f{dataset[dataset.index('(') :]}", mode="eval").body
             assert isinstance(call, ast.Call)
-            values = [ast.literal_eval(a) for a in call.args]
+            assert isinstance(call.func, ast.Name)
+            by_place = [ast.literal_eval(a) for a in call.args]
             by_name = {str(k.arg): ast.literal_eval(k.value) for k in call.keywords}
-            bound = inspect.signature(source.read).bind("", *values, **by_name).arguments
+            bound = inspect.signature(source.read).bind("", *by_place, **by_name).arguments
         except (SyntaxError, ValueError, TypeError, AssertionError) as error:
             raise ValueError(
                 f"dataset '{dataset}': expected {name}(...) with literals for some of its arguments, "
@@ -273,6 +277,12 @@ def parsed(dataset: str) -> tuple[Source, dict[str, Any]]:
             ) from error
         for key, value in list(bound.items())[1:]:
             given[key] = _typed(value, given[key], f"dataset '{dataset}': {key}")
+    for key, choices in source.choices.items():
+        if given[key] not in choices:
+            raise ValueError(
+                f"dataset '{dataset}': {key} must be one of {', '.join(map(repr, choices))}, not "
+                f"{given[key]!r}"
+            )
     return source, given
 
 
@@ -283,4 +293,6 @@ def _typed(value: Any, default: Any, what: str) -> Any:
         return float(value)
     if type(value) is not kind:
         raise ValueError(f"{what} must be like its default {default!r}, not {value!r}")
+    if kind is int and value < 0:
+        raise ValueError(f"{what} must be at least 0, not {value}")
     return value

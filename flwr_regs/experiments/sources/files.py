@@ -70,6 +70,8 @@ def picture(source: Path | bytes, mode: str, size: int = 0) -> Array:
 
 def pictures(sources: Sequence[Path | bytes], mode: str, size: int) -> Array:
     """Return pictures as float32 in [0, 1], ``(n, channels, size, size)``."""
+    if size < 1:
+        raise ValueError(f"size must be at least 1, not {size}")
     out = np.empty((len(sources), 1 if mode == "L" else 3, size, size), np.float32)
     for i, source in enumerate(sources):
         out[i] = picture(source, mode, size)
@@ -116,9 +118,3 @@ def drawn(names: Iterable[str], count: int) -> list[str]:
     if not count:
         return every
     return sorted(np.random.default_rng(0).choice(every, count, replace=False).tolist())
-
-
-def one_of(name: str, value: Any, legal: Sequence[Any]) -> None:
-    """Raise ValueError unless an argument has one of its legal values."""
-    if value not in legal:
-        raise ValueError(f"{name} must be one of {', '.join(map(repr, legal))}, not {value!r}")

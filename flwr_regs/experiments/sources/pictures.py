@@ -45,8 +45,13 @@ def mnist(data_dir: str) -> Parts:
     return _shifted(mnist_grey(data_dir), 0.1307, 0.3081)
 
 
-def mnist_grey(data_dir: str, kind: str = "MNIST") -> Parts:
-    """Return MNIST, or torchvision's `kind` of it, in [0, 1]."""
+def mnist_grey(data_dir: str) -> Parts:
+    """Return MNIST in [0, 1]."""
+    return _idx(data_dir, "MNIST")
+
+
+def _idx(data_dir: str, kind: str) -> Parts:
+    """Return torchvision's `kind` of MNIST in [0, 1]."""
     try:
         train_x, train_y, test_x, test_y = idx.read(data_dir, kind)
     except ImportError as error:
@@ -57,12 +62,11 @@ def mnist_grey(data_dir: str, kind: str = "MNIST") -> Parts:
 def fashion_mnist(data_dir: str) -> Parts:
     """Return Fashion-MNIST, standardised."""
     (mean,), (std,) = FASHION
-    return _shifted(mnist_grey(data_dir, "FashionMNIST"), mean, std)
+    return _shifted(_idx(data_dir, "FashionMNIST"), mean, std)
 
 
 def emnist(data_dir: str, split: str = "balanced") -> Parts:
     """Return one of EMNIST's splits (Cohen et al. 2017) in [0, 1], upright, with labels from 0 on."""
-    files.one_of("split", split, tuple(EMNIST_CLASSES))
     train, test = _torchvision("EMNIST", "emnist", data_dir, split=split)
     shift = 1 if split == "letters" else 0  # its labels begin at 1
     parts = [(p.data.numpy().swapaxes(1, 2), p.targets.numpy() - shift) for p in (train, test)]
@@ -86,7 +90,6 @@ def _cifar(classes: int, data_dir: str, augment: str, hub: bool) -> Parts:
     With the augmentation ``crop-24`` the pixels stay in [0, 255], because each image is standardised by
     itself after it was cut out; otherwise they are standardised by channel.
     """
-    files.one_of("augment", augment, AUGMENTATIONS)
     name = f"cifar{classes}"
     folders = ("", name, f"{name}/plain_text", "plain_text", f"{name}/{name}")
     parquets = files.found(data_dir, folders, "train*.parquet", "test*.parquet")
