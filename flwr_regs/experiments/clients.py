@@ -43,27 +43,30 @@ def _data(
     from torch.utils.data import TensorDataset
 
     from flwr_regs.experiments import data, domains, shifts
+    from flwr_regs.experiments.augment import Augmented
 
-    dataset = data.load(job.dataset, job.data_dir, job.code_dir)
+    dataset = job.data()
     held_out, trained = job.split(job.rows(dataset, num_partitions, pid, server_round))
 
-    def tensors(x: Any, y: Any, part: int) -> TensorDataset:
+    def tensors(x: Any, y: Any, part: int) -> tuple[torch.Tensor, torch.Tensor]:
         if job.dataset.endswith("-domains"):
             x = domains.shifted(x, pid % len(domains.DOMAINS), job.seed + len(y))
         if job.partition == "noise":
             x = shifts.noisy(x, pid, num_partitions, job.noise_level, job.seed, part)
         y = job.labels(y, dataset.num_classes, server_round)
-        return TensorDataset(torch.from_numpy(x), torch.from_numpy(y))
+        return torch.from_numpy(x), torch.from_numpy(y)
 
-    train = tensors(dataset.train_x[trained], dataset.train_y[trained], 0)
+    own = tensors(dataset.train_x[trained], dataset.train_y[trained], 0)
+    train = Augmented(dataset.augment, *own)
     if len(held_out):
-        return train, tensors(dataset.train_x[held_out], dataset.train_y[held_out], 1)
+        x = data.untouched(dataset.train_x[held_out], dataset.augment)
+        return train, TensorDataset(*tensors(x, dataset.train_y[held_out], 1))
     if not job.tested_on_clients:
         return train, None
     mine = job.test_rows(dataset, num_partitions, pid)
     if job.test_examples:
         mine = np.random.default_rng((job.seed, pid)).permutation(mine)[: job.test_examples]
-    return train, tensors(dataset.test_x[mine], dataset.test_y[mine], 1)
+    return train, TensorDataset(*tensors(dataset.test_x[mine], dataset.test_y[mine], 1))
 
 
 def client_fn(context: Context) -> NumPyClient:
@@ -74,6 +77,7 @@ def client_fn(context: Context) -> NumPyClient:
     from flwr_regs.experiments import models
     from flwr_regs.experiments.build import bare, client_class
     from flwr_regs.experiments.job import Job
+    from flwr_regs.experiments.quadratic import LOSSES
 
     settings = dict(context.run_config)
     method, server_round = str(settings.pop("method")), int(settings.pop("round"))
@@ -88,6 +92,7 @@ def client_fn(context: Context) -> NumPyClient:
         "model": models.build(*job.model_arguments),
         "train_data": DataLoader(train, batch_size=None, sampler=sampler),
         "eval_data": None if test is None else DataLoader(test, batch_size=1000),
+        "loss_fn": LOSSES[job.data().loss],
         "share_label_counts": True,  # simulated data has no secrets
         "step_budget": job.step_budget(server_round, pid, planned),
     }

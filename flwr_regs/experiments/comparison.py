@@ -111,12 +111,13 @@ class Comparison:
 
         from flwr_regs.client.batches import resolve_device
         from flwr_regs.experiments import data, models
+        from flwr_regs.experiments.quadratic import LOSSES
         from flwr_regs.flower.network import GridNetwork
         from flwr_regs.server.population import Population
 
         job.check()
         self.job, self.grid = job, grid
-        dataset = data.load(job.dataset, job.data_dir, job.code_dir)
+        dataset = job.data()
         self.model = models.build(*job.model_arguments)
         self.start = ArrayRecord(self.model.state_dict())
         clients = len(Population(1, None, 120.0).refresh(GridNetwork(grid)))
@@ -139,11 +140,12 @@ class Comparison:
         elif job.held_out_share:
             held_out = np.concatenate([job.split(p)[0] for p in parts[:clients]])
         if held_out is not None:
-            x, y = dataset.train_x[held_out], dataset.train_y[held_out]
+            x = data.untouched(dataset.train_x[held_out], dataset.augment)
+            y = dataset.train_y[held_out]
         self.device = resolve_device("auto")
         self.test_x = torch.from_numpy(x).to(self.device)
         self.test_y = torch.from_numpy(y).to(self.device)
-        self.num_classes = dataset.num_classes
+        self.num_classes, self.loss_fn = dataset.num_classes, LOSSES[dataset.loss]
         counts = [
             np.bincount(dataset.train_y[p], minlength=self.num_classes) for p in parts[:clients]
         ]
@@ -186,6 +188,7 @@ class Comparison:
         from safetensors.torch import save_file
 
         job, strategy = self.job, self.job.strategy(method)
+        self._last: list[Any] = []  # the probabilities of the last global models
         run = self.last = Run(
             *(label or method, method, job.seed, job.config, self.clients, strategy.term.config())
         )
@@ -211,7 +214,8 @@ class Comparison:
                 return None  # this time, none of them could
             else:
                 loss, share = (float(np.mean(_on_clients(last, m))) for m in ("loss", "accuracy"))
-            run.test.append({"round": server_round, "loss": loss, "accuracy": share})
+            together = self._together(arrays, server_round)
+            run.test.append({"round": server_round, "loss": loss, "accuracy": share, **together})
             recorder.round(run)
             on_round(run)
             return MetricRecord({"loss": loss, "accuracy": share})
@@ -279,12 +283,23 @@ class Comparison:
         with torch.no_grad():
             return torch.cat([self.model(batch) for batch in torch.split(self.test_x, 1000)])
 
+    def _together(self, arrays: ArrayRecord, server_round: int) -> dict[str, float]:
+        """Return the accuracy of the last models' mean prediction, where the job asks for it.
+
+        FedADC's temporal ensemble (Sec. IV-E): the mean of the probabilities that the last `ensemble`
+        global models give. A run that is taken up begins the ensemble anew.
+        """
+        if not self.job.ensemble or self.job.tested_on_clients or server_round == 0:
+            return {}
+        self._last.append(self._outputs(arrays).softmax(1))
+        del self._last[: -self.job.ensemble]
+        guess = sum(self._last[1:], self._last[0]).argmax(1)
+        return {"ensemble": float((guess == self._targets(server_round)).double().mean())}
+
     def _measured(self, arrays: ArrayRecord, server_round: int) -> tuple[float, float]:
         """Return (mean loss, accuracy) of a model on the test data, as it is in a round."""
-        import torch
-
         output, y = self._outputs(arrays), self._targets(server_round)
-        loss = torch.nn.functional.cross_entropy(output, y)
+        loss = self.loss_fn(output, y)
         return float(loss), float((output.argmax(1) == y).double().mean())
 
     def _targets(self, server_round: int) -> Any:

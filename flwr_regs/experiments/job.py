@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +98,22 @@ class Job(Settings):
             **{key: value for key, value in zero_is_off.items() if value},
         }
 
+    def data(self) -> Data:
+        """Return the data set, or what `examples`, `num-classes` and `synthetic` leave or make of it.
+
+        Raises ImportError, OSError or ValueError as :func:`flwr_regs.experiments.data.load` does.
+        """
+        groups = self.num_clients + self.held_out_clients
+        return _data(
+            self.dataset,
+            self.data_dir,
+            self.code_dir,
+            self.synthetic,
+            self.examples,
+            self.num_classes,
+            groups if self.examples else 0,
+        )
+
     @property
     def model_arguments(self) -> tuple[str, str, int, str, str, int]:
         """The arguments of :func:`flwr_regs.experiments.models.build`."""
@@ -175,7 +192,7 @@ class Job(Settings):
 
     def label_counts(self) -> np.ndarray:
         """Return how many examples of each class each training client has: (clients, classes), int64."""
-        data = load(self.dataset, self.data_dir, self.code_dir)
+        data = self.data()
         parts = self.parts(data.train_y, self.num_clients, data.groups)[: self.num_clients]
         return np.stack([np.bincount(data.train_y[p], minlength=data.num_classes) for p in parts])
 
@@ -217,7 +234,7 @@ class Job(Settings):
 
         Raises ImportError or OSError as :func:`flwr_regs.experiments.data.load` does.
         """
-        data = load(self.dataset, self.data_dir, self.code_dir)
+        data = self.data()
         self.parts(data.train_y, self.num_clients, data.groups)
         if self.tested_on_clients:
             self.test_rows(data, self.num_clients, 0)
@@ -295,3 +312,21 @@ class Job(Settings):
 
 
 _PARTS: dict[tuple[Job, int], list[np.ndarray]] = {}
+
+
+@lru_cache(maxsize=2)  # a Ray actor keeps it for all its clients
+def _data(
+    dataset: str,
+    data_dir: str,
+    code_dir: str,
+    synthetic: bool,
+    examples: int,
+    num_classes: int,
+    num_groups: int,
+) -> Data:
+    from flwr_regs.experiments import subset
+
+    found = (subset.records if synthetic else load)(dataset, data_dir, code_dir)
+    if examples or num_classes:
+        return subset.reduced(found, examples, num_classes, num_groups)
+    return found

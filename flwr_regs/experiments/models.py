@@ -9,13 +9,14 @@ import torch
 from torch import nn
 
 from flwr_regs.experiments import user_code
-from flwr_regs.experiments.data import load, two_examples
+from flwr_regs.experiments.data import kind_of, load, two_examples
 from flwr_regs.experiments.nets import body
 from flwr_regs.experiments.nets.catalogue import NETS
+from flwr_regs.experiments.quadratic import Quadratic
 
 MODELS = {
     "auto": "cnn for images of at least 16 x 16, else mlp; cnn-bn for data sets named -domains; "
-    "char-lstm for integers",
+    "char-lstm for integers; a point for quadratics",
     **{name: f"{net.meaning} ({net.source})".removesuffix(" (–)") for name, net in NETS.items()},
 }
 """Name -> its meaning in one line. Any other model is a reference, such as ``mine.py:Net``."""
@@ -32,9 +33,9 @@ def build(
         As for :func:`flwr_regs.experiments.data.load`.
     kind : str
         A name of `NETS` in `flwr_regs.experiments.nets.catalogue`: a paper's model, sized by the data's
-        inputs and classes. Or ``auto``: cnn-bn for domains, char-lstm for integers, cnn for images of at
-        least 16 x 16, else mlp. Or a reference to a class or function that returns a module, called
-        without arguments.
+        inputs and classes. Or ``auto``: cnn-bn for domains, char-lstm for integers, the point of
+        quadratics, cnn for images of at least 16 x 16, else mlp. Or a reference to a class or function that
+        returns a module, called without arguments.
     projection : int
         If not 0, MOON's projection head before the output layer, with so many outputs: the layer
         ``projection``. A reference cannot have it.
@@ -50,6 +51,8 @@ def build(
         return _own(kind, code_dir, seed)
     examples, classes = two_examples(dataset, data_dir, code_dir)
     shape = examples.shape[1:]
+    if kind == "auto" and dataset.partition("(")[0] == "quadratics":
+        return Quadratic(shape[0] - 1)
     side = min(shape[1:]) if len(shape) == 3 else 0
     kind = _auto(dataset, examples, side) if kind == "auto" else kind
     net = NETS[kind]
@@ -85,6 +88,8 @@ def _auto(dataset: str, examples: np.ndarray, side: int) -> str:
 
 def _vocabulary(dataset: str, data_dir: str, code_dir: str) -> int:
     """Return how many integers the inputs have, from 0 on: no fewer than there are classes."""
+    if ":" not in dataset and (tokens := kind_of(dataset).tokens):
+        return tokens
     data = load(dataset, data_dir, code_dir)
     return max(data.num_classes, int(max(data.train_x.max(), data.test_x.max())) + 1)
 

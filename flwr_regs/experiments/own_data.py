@@ -1,8 +1,9 @@
-"""A user's own data set: what its function may return, as four arrays, checked."""
+"""A user's own data set: what its function may return, as arrays, checked."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import is_dataclass
 from typing import Any
 
 import numpy as np
@@ -10,11 +11,64 @@ import numpy as np
 from flwr_regs.experiments import user_code
 
 Array = np.ndarray[Any, Any]
+GROUPS, FURTHER = ("groups", "test_groups"), ("augment", "loss", "coarse", "vectors")
 NAMES = ("train_x", "train_y", "test_x", "test_y")
 EXPECTED = (
-    "expected (train_x, train_y, test_x, test_y), ((train_x, train_y), (test_x, test_y)), or two "
-    "map-style datasets (train, test)"
+    "expected (train_x, train_y, test_x, test_y), ((train_x, train_y), (test_x, test_y)), two "
+    "map-style datasets (train, test), or a dict with these four names and groups"
 )
+
+
+def fields_of(found: Any, reference: str) -> dict[str, Any]:
+    """Return the fields of :class:`flwr_regs.experiments.data.Data` of what a user's function returned.
+
+    Parameters
+    ----------
+    found : tuple, mapping or Data
+        What :func:`arrays` takes; or a mapping with the four names, and any other field of `Data`, such as
+        ``groups``; or a `Data`.
+    reference : str
+        What returned it; messages begin with it.
+
+    Raises ValueError as :func:`arrays` does, or for another name, or groups that do not fit their examples.
+    """
+    from flwr_regs.experiments.augment import AUGMENTATIONS  # these load torch
+    from flwr_regs.experiments.quadratic import LOSSES
+
+    given = vars(found) if is_dataclass(found) and not isinstance(found, type) else found
+    if not isinstance(given, Mapping):
+        return dict(zip(NAMES, arrays(found, reference), strict=True))
+    others = {key: value for key, value in given.items() if key not in NAMES and value is not None}
+    if wrong := [key for key in others if key not in (*GROUPS, *FURTHER)] or [
+        name for name in NAMES if name not in given
+    ]:
+        raise ValueError(
+            f"'{reference}': it returned a mapping with the keys {', '.join(map(str, given))}; expected "
+            f"{', '.join(NAMES)}, and perhaps {', '.join((*GROUPS, *FURTHER))}, not '{wrong[0]}'"
+            if wrong[0] in given
+            else f"'{reference}': it returned a mapping without '{wrong[0]}'; {EXPECTED}"
+        )
+    fields = dict(zip(NAMES, arrays([given[n] for n in NAMES], reference), strict=True))
+    for key, of in zip((*GROUPS, "coarse"), ("train_y", "test_y", "train_y"), strict=True):
+        if key in others:
+            others[key] = np.asarray(others[key])
+            if others[key].dtype.kind not in "iu" or others[key].shape != fields[of].shape:
+                raise ValueError(
+                    f"'{reference}': {key} has the shape {others[key].shape} and entries of type "
+                    f"{others[key].dtype}; expected one integer from 0 on for each of {len(fields[of])} "
+                    "examples"
+                )
+            if len(others[key]) and others[key].min() < 0:
+                raise ValueError(
+                    f"'{reference}': {key} has {others[key].min()}; expected from 0 on"
+                )
+            others[key] = others[key].astype(np.int64)
+    for key, legal in (("augment", AUGMENTATIONS), ("loss", LOSSES)):
+        if others.get(key, "") not in legal:
+            raise ValueError(
+                f"'{reference}': {key} must be one of {', '.join(map(repr, legal))}, not {others[key]!r}"
+            )
+    return {**fields, **others}
 
 
 def arrays(found: Any, reference: str) -> tuple[Array, Array, Array, Array]:

@@ -51,11 +51,11 @@ class Settings:
     )
     dataset: str = setting(
         "digits",
-        "a data set of `flwr-regs list datasets`, or your own: mine.py:load",
+        "a data set of `flwr-regs list datasets`, such as synthetic(1,1), or your own: mine.py:load",
         choices=DATASETS,
         own="mine.py:load",
     )
-    data_dir: str = setting("", "the folder that holds, or receives, MNIST/raw")
+    data_dir: str = setting("", "the folder that holds, or receives, the data set's files")
     model: str = setting(
         "auto",
         "a model of `flwr-regs list models`, or your own: mine.py:Net; auto: the data set's",
@@ -130,6 +130,13 @@ class Settings:
     test_examples: int = setting(
         0, "domains: if not 0, each client tests on at most this many images", low=0
     )
+    examples: int = setting(
+        0, "if not 0, only so many training examples in all, and a fifth as many for testing", low=0
+    )
+    num_classes: int = setting(0, "if not 0, only the examples of the first so many classes", low=0)
+    synthetic: bool = setting(
+        False, "random records of the data set's shape in place of its data, to try a command"
+    )
     held_out_clients: int = setting(
         0, "clients that never train; if not 0, accuracy is measured on their data", low=0
     )
@@ -171,6 +178,9 @@ class Settings:
         "",
         "bfloat16 or float16: float32 arrays travel rounded to this type",
         choices=("", "bfloat16", "float16"),
+    )
+    ensemble: int = setting(
+        0, "if not 0, also test the mean prediction of the last so many global models", low=0
     )
     personalise: str = setting(
         "",
@@ -342,7 +352,7 @@ def _checked(name: str, value: Any, f: Any) -> Any:
         or (
             rule["choices"]
             and value not in rule["choices"]
-            and not (rule["own"] and ":" in str(value))
+            and not (rule["own"] and (":" in str(value) or _called(value, rule["choices"])))
         )
         or (rule["above"] is not None and not value > rule["above"])
         or (rule["below"] is not None and not value < rule["below"])
@@ -353,6 +363,12 @@ def _checked(name: str, value: Any, f: Any) -> Any:
         hint = nearest(str(value), rule["choices"]) if rule["choices"] else ""
         raise ValueError(f"setting '{name}' must be {legal(f)}, not {value!r}{hint}")
     return kind(value)
+
+
+def _called(value: Any, choices: Collection[str]) -> bool:
+    """Return whether a value is one of the choices with arguments in parentheses."""
+    name, bracket, rest = str(value).partition("(")
+    return bool(bracket) and name in choices and rest.endswith(")")
 
 
 _WORDS: dict[Any, str] = {

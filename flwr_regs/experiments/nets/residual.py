@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from flwr_regs.experiments.data import missing_extra
+from flwr_regs.experiments.extras import missing_extra
 from flwr_regs.experiments.nets.body import Body
 
 SMALL = 64  # below this side, the first layers keep the image's size
