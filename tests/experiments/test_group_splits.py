@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from flwr_regs.experiments.group_splits import test_split as split_test  # pytest collects `test_…`
-from flwr_regs.experiments.partitions import CIFAR100_COARSE, partition, partition_hash
+from flwr_regs.experiments.partitions import partition, partition_hash
 
 Array = np.ndarray[Any, Any]
 
@@ -176,13 +176,6 @@ def test_a_pachinko_clients_coarse_labels_are_dirichlet() -> None:
     variance = m * 0.25 * 0.75 * (m + a) / (1 + a)
     assert abs(counts.mean(0) - 25).max() < 4.5 * np.sqrt(variance / draws)
     np.testing.assert_allclose(counts.var(0).mean(), variance, rtol=0.08)
-
-
-def test_cifar100_has_twenty_superclasses_of_five() -> None:
-    assert Counter(CIFAR100_COARSE) == dict.fromkeys(range(20), 5)
-    # maple, oak, palm, pine and willow are trees; baby, boy, girl, man and woman are people
-    assert {CIFAR100_COARSE[i] for i in (47, 52, 56, 59, 96)} == {17}
-    assert {CIFAR100_COARSE[i] for i in (2, 11, 35, 46, 98)} == {14}
 
 
 # test data

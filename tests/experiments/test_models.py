@@ -260,11 +260,28 @@ def test_a_vocabulary_may_exceed_the_classes(monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.setattr(module, "load", lambda *_: data.Data(x, y, x, y))
     model = models.check("x.py:load", "sentiment-lstm", 0)
     assert model[0].embedding.num_embeddings == 12
+    assert model[0].embedding.weight.requires_grad
+
+
+def test_given_word_vectors_stay_fixed(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, y = np.array([[4, 9], [11, 0]]), np.array([0, 1])
+    vectors = np.random.default_rng(0).normal(size=(12, 5)).astype(np.float32)
+    made = data.Data(x, y, x, y, vectors=vectors)
+    for module in (data, models):
+        monkeypatch.setattr(module, "load", lambda *_: made)
+    model = models.check("x.py:load", "sentiment-lstm", 0)
+    assert torch.equal(model[0].embedding.weight, torch.from_numpy(vectors))
+    fixed = [n for n, p in model.named_parameters() if not p.requires_grad]
+    assert fixed == ["0.embedding.weight"]
+    model[0].embedding.weight.data += 1  # the data's own stay
+    assert np.array_equal(made.vectors, vectors)
+    again = models.build("x.py:load", "sentiment-lstm", 0)
+    assert torch.equal(again[0].embedding.weight, torch.from_numpy(vectors))
 
 
 @pytest.mark.parametrize("name", ["resnet8", "char-lstm"])
 def test_methods_train_the_models(name: str, tmp_path: Path) -> None:
-    """With a head, features, Fisher information; MOON's z is the head's output with and without its name."""
+    """With a head, features, Fisher information. MOON's z is the head's output, named or not."""
     from flwr_regs import simulate
 
     draw = "rng.integers(0, 3, (48, 5))" if name == "char-lstm" else "rng.random((48, 1, 8, 8))"
@@ -276,7 +293,7 @@ def test_methods_train_the_models(name: str, tmp_path: Path) -> None:
     settings: dict[str, Any] = {"dataset": "mine.py:load", "code_dir": str(tmp_path)}
     settings |= {"model": name, "projection": 4, "partition": "iid", "num_clients": 2}
     result = simulate(
-        methods=f"MOON, {by_name}, RFedAvgPlus, FedCurv",
+        methods=f"MOON, {by_name}, RFedAvgPlus(lam=0.1), FedCurv(lam=1.0)",
         **settings,
         rounds=3,
         local_steps=3,

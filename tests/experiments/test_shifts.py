@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -154,7 +155,7 @@ def test_clients_test_on_their_own_kind(monkeypatch: pytest.MonkeyPatch) -> None
     made = data.Data(
         *(digits.train_x, digits.train_y, digits.test_x, digits.test_y), groups, test_groups
     )
-    monkeypatch.setattr(data, "load", lambda *_: made)
+    monkeypatch.setattr(Job, "data", lambda _: made)
     clients._data.cache_clear()
     job = job_of(partition="natural", test_on_clients=True)
     train, test = clients._data(job, 10, 4, 0)
@@ -162,6 +163,16 @@ def test_clients_test_on_their_own_kind(monkeypatch: pytest.MonkeyPatch) -> None
     assert np.array_equal(train.tensors[1], digits.train_y[groups == 4])
     assert sorted(test.tensors[1]) == sorted(digits.test_y[test_groups == 4])
     clients._data.cache_clear()
+
+
+def test_a_pachinko_partition_needs_coarse_labels() -> None:
+    job, digits = job_of(partition="pachinko"), data.load("digits")
+    with pytest.raises(ValueError, match="dataset 'digits' does not say the coarse label"):
+        job.check_data()
+    parts = job.parts_of(replace(digits, coarse=digits.train_y // 2), 10)
+    assert sorted(np.concatenate(parts)) == list(range(len(digits.train_y)))
+    kinds = [len(set(digits.train_y[p] // 2)) for p in parts]
+    assert min(kinds) < 4  # Dir(0.1) over five
 
 
 @pytest.mark.parametrize(
