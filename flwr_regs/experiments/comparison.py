@@ -130,7 +130,7 @@ class Comparison:
                 f'"num-supernodes={job.num_clients} client-resources-num-cpus=1"'
             )
         try:
-            parts = job.parts(dataset.train_y, clients, dataset.groups)
+            parts = job.parts_of(dataset, clients)
         except ValueError as error:
             raise ValueError(". NOTE: ".join([str(error), *self.notes])) from error
         x, y = dataset.test_x, dataset.test_y

@@ -18,7 +18,7 @@ from flwr_regs.experiments.calls import parse_methods
 from flwr_regs.experiments.data import Data, load
 from flwr_regs.experiments.extras import install_command
 from flwr_regs.experiments.group_splits import test_split
-from flwr_regs.experiments.partitions import BY_GROUP, BY_ROUND, CIFAR100_COARSE, partition
+from flwr_regs.experiments.partitions import BY_GROUP, BY_ROUND, partition
 from flwr_regs.experiments.settings import Settings, checked, key
 from flwr_regs.flower.strategy import RegStrategy
 from flwr_regs.wire.config import check_train_config
@@ -120,18 +120,29 @@ class Job(Settings):
         own = self.dataset, self.model, self.seed, self.data_dir, self.code_dir
         return (*own, self.projection)
 
-    def parts(
-        self, labels: np.ndarray, num_clients: int, groups: np.ndarray | None = None
-    ) -> list[np.ndarray]:
+    def parts_of(self, data: Data, num_clients: int) -> list[np.ndarray]:
         """Return the examples of each training client, then of each held-out one."""
+        return self.parts(data.train_y, num_clients, data.groups, data.coarse)
+
+    def parts(
+        self,
+        labels: np.ndarray,
+        num_clients: int,
+        groups: np.ndarray | None = None,
+        coarse: np.ndarray | None = None,
+    ) -> list[np.ndarray]:
+        """Do :meth:`parts_of` from what it needs of the data."""
         key = (self, num_clients)
         if key not in _PARTS:  # one process serves many clients of one job
             _PARTS.clear()
             fine = None
             if self.partition == "pachinko":
-                coarse = np.array(CIFAR100_COARSE)[labels] if self.dataset == "cifar100" else groups
-                if coarse is not None:
-                    fine, labels = labels, coarse
+                if coarse is None:
+                    raise ValueError(
+                        f"partition 'pachinko': dataset '{self.dataset}' does not say the coarse label of "
+                        "each example"
+                    )
+                fine, labels = labels, coarse
             _PARTS[key] = partition(
                 labels,
                 self.partition,
@@ -163,7 +174,7 @@ class Job(Settings):
     def rows(self, data: Data, num_clients: int, pid: int, server_round: int) -> np.ndarray:
         """Return a client's training examples in a round, those that it holds out among them."""
         if self.partition != "long-tail-rounds":
-            return self.parts(data.train_y, num_clients, data.groups)[pid]
+            return self.parts_of(data, num_clients)[pid]
         found = shifts.long_tail(
             *(data.train_y, pid, server_round, self.seed),
             share=self.sample_share,
@@ -182,7 +193,7 @@ class Job(Settings):
 
     def test_rows(self, data: Data, num_clients: int, pid: int) -> np.ndarray:
         """Return the test examples of a client that tests the model."""
-        parts = self.parts(data.train_y, num_clients, data.groups)[:num_clients]
+        parts = self.parts_of(data, num_clients)[:num_clients]
         kinds = data.train_y, data.test_y
         if self.partition in BY_GROUP and data.groups is not None and data.test_groups is not None:
             kinds = data.groups, data.test_groups
@@ -193,7 +204,7 @@ class Job(Settings):
     def label_counts(self) -> np.ndarray:
         """Return how many examples of each class each training client has: (clients, classes), int64."""
         data = self.data()
-        parts = self.parts(data.train_y, self.num_clients, data.groups)[: self.num_clients]
+        parts = self.parts_of(data, self.num_clients)[: self.num_clients]
         return np.stack([np.bincount(data.train_y[p], minlength=data.num_classes) for p in parts])
 
     @property
@@ -235,7 +246,7 @@ class Job(Settings):
         Raises ImportError or OSError as :func:`flwr_regs.experiments.data.load` does.
         """
         data = self.data()
-        self.parts(data.train_y, self.num_clients, data.groups)
+        self.parts_of(data, self.num_clients)
         if self.tested_on_clients:
             self.test_rows(data, self.num_clients, 0)
 

@@ -34,7 +34,7 @@ def draw(job: Job, folder: Path) -> str:
     counts = job.label_counts()
     sizes, kinds = counts.sum(1), (counts > 0).sum(1)
     found = data.load(job.dataset, job.data_dir, job.code_dir)
-    parts = job.parts(found.train_y, job.num_clients, found.groups)[: job.num_clients]
+    parts = job.parts_of(found, job.num_clients)[: job.num_clients]
     said = [
         _title(job),
         f"examples a client: {sizes.min()} to {sizes.max()}; "
@@ -55,7 +55,7 @@ def _pictures(job: Job) -> Iterator[tuple[str, Figure]]:
     yield "partition", plots.labels(job.label_counts(), title=_title(job) + first)
     groups = found.groups
     if groups is not None and job.partition in (*BY_GROUP, "label-swaps-rounds"):
-        parts = job.parts(found.train_y, job.num_clients, groups)[: job.num_clients]
+        parts = job.parts_of(found, job.num_clients)[: job.num_clients]
         table = np.stack([np.bincount(groups[p], minlength=groups.max() + 1) for p in parts])
         yield "partition-groups", plots.labels(table, title=_title(job), rows="group")
     if found.train_x.ndim == 4 and (job.partition == "noise" or job.dataset.endswith("-domains")):

@@ -19,7 +19,7 @@ class Net:
     side of an image, 0 where the input is no image. `example` and `classes` are those of the table's count.
     """
 
-    make: Callable[[Any], body.Body]
+    make: Callable[..., body.Body]
     meaning: str
     source: str
     smallest: int = 0
