@@ -211,7 +211,7 @@ def test_words_change_a_card(capsys: pytest.CaptureFixture[str]) -> None:
         ["bench", "card.toml", "lr=0.5", "--methods", "FedAvg, FedProx(mu=0.1)", "--panels", "two"]
     )
     args.settings = args.settings[1:]
-    card, benches = protocol_runs.planned(args, "card.toml")
+    _, benches = protocol_runs.planned(args, "card.toml")
     (bench,) = benches.values()
     assert bench.methods == ["FedAvg", "FedProx(mu=0.1)"]
     assert (bench.settings["lr"], bench.tune, bench.seeds) == (0.5, (), (1, 2))
