@@ -61,6 +61,8 @@ SMOKE = {
     "examples-per-client": 0,
     "held-out-clients": 0,
     "test-examples": 10,
+    "straggler-share": 0.0,  # of one step, a slow client takes none
+    "drop-out": 0.0,
     "checkpoint-every": 0.0,
 }
 """What ``--smoke`` sets."""
