@@ -19,7 +19,7 @@ OF_PAPERS = [
     *(f"field-guide-{n}" for n in ("t1", *(f"f{i}" for i in range(1, 10)))),
 ]
 OF_THE_FIELD = ["niid-bench-mnist", "niid-bench-cifar10-100", "pfl-cifar10", "flute-lr-mnist"]
-ONE_OF_EACH = ["fedfor-t1", "fedadc-f1", "rfedavg-t1", "efl-f3", "field-guide-t1", "flute-lr-mnist"]
+ONE_OF_EACH = ["fedfor-t1", "fedadc-f1", "rfedavg-t1", "efl-f1", "field-guide-t1", "flute-lr-mnist"]
 
 CARD = """
 title = "Mine"
