@@ -11,12 +11,15 @@ from typing import Any
 import pytest
 import torch
 
-from flwr_regs.experiments import cli, commands, resources
+from flwr_regs.experiments import cli, commands, protocol_runs, resources
 from flwr_regs.experiments.engine import Plan
 from flwr_regs.experiments.tuning import Bench
 from tests.conftest import ROOT
 
-TUTORIALS = ["own-method", "tutorials/comparison", "tutorials/deploy", "tutorials/fedfor"]
+TUTORIALS = [
+    *("own-method", "protocols"),
+    *("tutorials/comparison", "tutorials/deploy", "tutorials/fedfor"),
+]
 PAGES = sorted([*(ROOT / "docs").rglob("*.md"), ROOT / "README.md"])
 
 
@@ -104,6 +107,8 @@ def test_each_command_of_the_documents_is_accepted(
     (tmp_path / "my_module.py").write_text(OWN)
     example = ROOT / "docs/examples/own-comparison/mine.py"
     (tmp_path / "mine.py").write_text(example.read_text())
+    card = ROOT / "docs/examples/own-card/card.toml"
+    (tmp_path / "card.toml").write_text(card.read_text())
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "my_module", raising=False)
@@ -116,6 +121,7 @@ def test_each_command_of_the_documents_is_accepted(
     )
     monkeypatch.setattr(Bench, "results", lambda *_: Nothing)
     monkeypatch.setattr(resources, "measure", lambda _: resources.Taken(1.0, 1))
+    monkeypatch.setattr(protocol_runs, "notes", lambda *_: [])  # they load the data
     for folder in ("DIR", "/data"):
         command = command.replace(f"data-dir={folder}", f"data-dir={tmp_path}")
     line = shlex.split(command, comments=True)[1:]

@@ -44,8 +44,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _main(argv: Sequence[str] | None) -> int:
     parser = _parser()
     args, rest = parser.parse_known_args(argv)
-    # settings may stand on either side of an option
-    if wrong := [r for r in rest if "=" not in r or r.startswith("-") or "settings" not in args]:
+    # settings, and the name of a card, may stand on either side of an option
+    settings, card = "settings" in args, args.command == "bench"
+    if wrong := [r for r in rest if ("=" not in r and not card) or r[:1] == "-" or not settings]:
         parser.error(f"unrecognized arguments: {' '.join(wrong)}")
     if "settings" in args:
         args.settings = [*args.settings, *rest]
@@ -67,7 +68,7 @@ def _main(argv: Sequence[str] | None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     import flwr_regs
-    from flwr_regs.experiments import commands
+    from flwr_regs.experiments import commands, protocol_runs
 
     parser = Parser(
         prog="flwr-regs",
@@ -85,23 +86,27 @@ def _parser() -> argparse.ArgumentParser:
     runners = ("process", "stacked", "ray")
     run.add_argument("--runner", choices=runners, default="process", help="(process)")
     run.add_argument("--gpus-per-client", type=float, default=0.0, help="in Ray, e.g. 0.1 (0)")
-    sweep = command("sweep", commands.run, "try values of one setting or parameter", EPILOG)
+    sweep = command(
+        "sweep",
+        commands.run,
+        "try values of one setting or parameter, or cases of any kind",
+        EPILOG,
+    )
     sweep.add_argument(
         "key", nargs="?", help="a setting, such as lr, or a parameter, such as FedFOR.alpha"
     )
     sweep.add_argument("--values", help="separated by commas or semicolons")
-    compare = command("compare", commands.run, "compare settings of any kind", EPILOG)
-    compare.add_argument(
+    sweep.add_argument(
         *("--case", "-c"),
         action="append",
         default=[],
         metavar="LABEL: key=value ...",
-        help="a row of the table: its label and its settings",
+        help="in place of a key: a row of the table, its label and its settings",
     )
     bench = command(
         *(
             "bench",
-            commands.bench,
+            protocol_runs.bench,
             "tune each method equally on held-out data, then test it over seeds",
         ),
         "The exit status is 1 if a method diverges, fails, collapses, or has replies rejected. "
@@ -114,11 +119,30 @@ def _parser() -> argparse.ArgumentParser:
         metavar="KEY=LOW..HIGH",
         help="what is tried: lr=0.02..2, FedFOR.alpha=0.01..1, or values: lr=0.1,0.3",
     )
-    bench.add_argument("--trials", type=int, default=8, help="for each method (8)")
-    bench.add_argument("--tuning-seeds", default="101", help="separated by commas (101)")
-    for made, seeds in ((run, ""), (sweep, "1,2,3"), (compare, "1,2,3"), (bench, "1,2,3,4,5")):
-        shown = seeds or "the setting seed"
-        made.add_argument("--seeds", default=seeds, help=f"separated by commas ({shown})")
+    shown = {"trials": commands.TRIALS, "seeds": commands.TUNING_SEEDS}
+    bench.add_argument(
+        "--trials", type=int, help=f"for each method ({shown['trials']}, or the card's)"
+    )
+    bench.add_argument(
+        "--tuning-seeds", default="", help=f"separated by commas ({shown['seeds']}, or the card's)"
+    )
+    bench.add_argument(
+        "--setting", default="", help="with a card: paper or reduced (the card's own)"
+    )
+    bench.add_argument(
+        "--methods", default="", help="with a card: its methods by name, or calls (all of its own)"
+    )
+    bench.add_argument("--panels", default="", help="with a card: some, separated by commas (all)")
+    bench.add_argument(
+        "--smoke",
+        action="store_true",
+        help="with a card: one panel, 200 examples, 2 rounds: seconds",
+    )
+    for made, seeds in ((run, ""), (sweep, "1,2,3"), (bench, "")):
+        default = (
+            f"{commands.SEEDS}, or the card's" if made is bench else seeds or "the setting seed"
+        )
+        made.add_argument("--seeds", default=seeds, help=f"separated by commas ({default})")
         made.add_argument("--workers", type=int, default=1, help="runs at a time (1)")
         made.add_argument(
             "--resume",
@@ -132,7 +156,8 @@ def _parser() -> argparse.ArgumentParser:
         made.add_argument(
             "--app", type=Path, help="take the defaults from the pyproject.toml of this folder"
         )
-        made.add_argument("settings", nargs="*", metavar="key=value", help="such as lr=0.1")
+        words = "[card] key=value" if made is bench else "key=value"
+        made.add_argument("settings", nargs="*", metavar=words, help="such as lr=0.1")
     again = command("reproduce", commands.reproduce, "train runs of results again, and compare")
     again.add_argument("folder", type=Path, help="the results")
     again.add_argument("--seeds", default="", help="those to train, separated by commas (all)")
@@ -153,20 +178,23 @@ def _parser() -> argparse.ArgumentParser:
     plot.add_argument("what", help="a results' folder, or the word partition")
     plot.add_argument("settings", nargs="*", metavar="key=value", help="of the partition")
     plot.add_argument("--app", type=Path, help=argparse.SUPPRESS)
+    cards = command("protocols", _protocols, "list the protocol cards, or say what one holds")
+    cards.add_argument("name", nargs="?", help="a card's name, or the path of your own")
+    cards.add_argument("settings", nargs="*", metavar="data-dir=...", help="where files are here")
     listing = command("list", _list, "list what there is")
     listing.add_argument(
-        "what", choices=("methods", "datasets", "models", "partitions", "settings")
+        "what", choices=("methods", "datasets", "models", "partitions", "settings", "metrics")
     )
     methods = command("methods", _list, "list the methods, and what each costs")
     methods.set_defaults(what="methods")
     methods.add_argument("name", nargs="?", help="one method: its costs, and what it refuses")
-    for made in (listing, methods):
+    for made in (listing, methods, cards):
         made.add_argument("--markdown", action="store_true", help="as a table for a page")
     return parser
 
 
 def _plot(args: argparse.Namespace) -> int:
-    from flwr_regs.experiments import plots
+    from flwr_regs.experiments import partition_plot
     from flwr_regs.experiments.engine import Plan
     from flwr_regs.experiments.tuning import Bench
     from flwr_regs.experiments.words import job_of
@@ -181,23 +209,39 @@ def _plot(args: argparse.Namespace) -> int:
         print(results.text() + f"results: {folder}")
         return 0
     job = job_of(args, [])
-    counts = job.label_counts()
-    title = f"{job.dataset}, partition {job.partition}, {job.num_clients} clients, seed {job.seed}"
-    folder = Path(job.out) if job.out else Path.cwd()
-    folder.mkdir(parents=True, exist_ok=True)
-    written = plots.save(plots.labels(counts, title=title), folder / "partition")
-    sizes = counts.sum(1)
-    kinds = (counts > 0).sum(1)
-    print(
-        f"{title}\nexamples a client: {sizes.min()} to {sizes.max()}; labels a client: {kinds.min()} to "
-        f"{kinds.max()}\n" + "\n".join(map(str, written))
-    )
+    print(partition_plot.draw(job, Path(job.out) if job.out else Path.cwd()))
+    return 0
+
+
+def _protocols(args: argparse.Namespace) -> int:
+    from flwr_regs.experiments import cards_table, protocols
+
+    if args.name and "=" in args.name and not args.name.endswith(".toml"):
+        args.name, args.settings = None, [args.name, *args.settings]
+    given = dict(text.partition("=")[::2] for text in args.settings)
+    if wrong := [name for name in given if name != "data-dir"]:
+        raise ValueError(f"protocols takes data-dir=..., not {wrong[0]}")
+    folder = given.get("data-dir", "")
+    if args.name:
+        print(cards_table.one(protocols.load(args.name), folder), end="")
+    elif args.markdown:
+        print(cards_table.markdown(), end="")
+    else:
+        print(cards_table.table(folder), end="")
     return 0
 
 
 def _list(args: argparse.Namespace) -> int:
     import flwr_regs
-    from flwr_regs.experiments import data, methods_table, models, partitions, settings
+    from flwr_regs.experiments import (
+        data,
+        methods_table,
+        metrics,
+        models,
+        partitions,
+        settings,
+    )
+    from flwr_regs.experiments.nets import catalogue
     from flwr_regs.wire.config import nearest
 
     if args.what == "methods" and getattr(args, "name", None):
@@ -211,14 +255,16 @@ def _list(args: argparse.Namespace) -> int:
     if args.what == "methods":
         methods_table.show(args.markdown)
         return 0
-    if args.what == "settings" and args.markdown:
-        print(settings.markdown(), end="")
+    if args.what in ("settings", "models") and args.markdown:
+        table = settings.markdown() if args.what == "settings" else catalogue.markdown()
+        print(table, end="")
         return 0
     found: Mapping[str, str] = {
         "datasets": data.DATASETS,
         "models": models.MODELS,
         "partitions": partitions.PARTITIONS,
         "settings": settings.meanings(),
+        "metrics": {name: metric.meaning for name, metric in metrics.METRICS.items()},
     }[args.what]
     width = max(map(len, found))
     for name, meaning in found.items():

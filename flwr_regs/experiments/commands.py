@@ -1,4 +1,4 @@
-"""What ``flwr-regs run``, ``sweep``, ``compare``, ``bench``, ``reproduce`` and ``resources`` do."""
+"""What ``flwr-regs run``, ``sweep``, ``bench``, ``reproduce`` and ``resources`` do."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ import shlex
 import signal
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import flwr_regs
 from flwr_regs.experiments.engine import PLAN, Plan
@@ -21,18 +22,21 @@ from flwr_regs.experiments.records import Run
 from flwr_regs.experiments.results import Results, provenance
 from flwr_regs.experiments.rows import last
 from flwr_regs.experiments.settings import DEFAULTS
+from flwr_regs.experiments.tuning import Bench
 from flwr_regs.experiments.words import check_seeds, job_of, numbers, out_folder, plan_of
 
+SEEDS, TUNING_SEEDS, TRIALS = "1,2,3,4,5", "101", 8
+"""Of `bench`, where neither the words nor a card say otherwise."""
 BESIDE_RESUME = ("--resume", "--workers", "--runner", "--gpus-per-client", "--dry-run")
 """The options that count beside ``--resume``."""
 
 
 def run(args: argparse.Namespace) -> int:
-    """Do ``run``, ``sweep`` or ``compare``."""
+    """Do ``run`` or ``sweep``."""
     if args.resume:
         if (args.resume / "bench.json").exists():
             raise ValueError(f"{args.resume} holds a benchmark: flwr-regs bench --resume")
-        plan, folder = Plan.load(_resumed(args)), args.resume
+        plan, folder = Plan.load(resumed(args)), args.resume
     else:
         plan = plan_of(args)
         folder = None
@@ -44,8 +48,8 @@ def run(args: argparse.Namespace) -> int:
         return _dry_run(replace(plan, jobs=plan.missing(folder)) if folder else plan, args.workers)
     folder = folder or out_folder(plan.jobs[0][1])
     if not args.resume:
-        plan.save(folder, provenance(_words(args)))
-    with locked(folder), _keeping(folder, args.command):
+        plan.save(folder, provenance(said(args)))
+    with locked(folder), keeping(folder, args.command):
         _train(plan, folder, args.workers, runner, getattr(args, "gpus_per_client", 0.0))
         return _report(plan.results(folder), folder, plan)
 
@@ -60,45 +64,66 @@ def resources(args: argparse.Namespace) -> int:
 
 def bench(args: argparse.Namespace) -> int:
     """Tune, then test."""
-    from flwr_regs.experiments.tuning import Bench
-
     if args.resume:
-        bench, folder = Bench.load(_resumed(args)), args.resume
+        bench, folder = Bench.load(resumed(args)), args.resume
         came = bench.provenance(folder)  # it may be resumed by another version
     else:
+        args.seeds, args.tuning_seeds = args.seeds or SEEDS, args.tuning_seeds or TUNING_SEEDS
         check_seeds(args)
         job = job_of(args, [])
         changed = {k: v for k, v in job.config.items() if v != DEFAULTS[k]}
         seeds = numbers(args.seeds, "--seeds"), numbers(args.tuning_seeds, "--tuning-seeds")
-        bench = Bench(changed, tuple(args.tune), args.trials, *seeds)
-    tuning = bench.tuning()
-    tuning.check()
+        bench = Bench(
+            changed, tuple(args.tune), TRIALS if args.trials is None else args.trials, *seeds
+        )
+    bench.check()
     if args.dry_run:
-        test = bench.test({row: {} for row in bench.labels})
-        if args.resume:  # the chosen settings of the test are not known before tuning ends
-            tuning = replace(tuning, jobs=tuning.missing(folder / "tuning"))
-            test = replace(test, jobs=test.missing(folder))
-        return _dry_run(tuning, args.workers, test)
+        return dry_bench(bench, args.workers, folder if args.resume else None)
     if not args.resume:
         folder = out_folder(job)
-        came = provenance(_words(args))
+        came = provenance(said(args))
         bench.save(folder, came)
+    results, status = train_bench(bench, folder, came, args.workers)
+    return 1 if went_wrong(results) else status
+
+
+def train_bench(
+    bench: Bench, folder: Path, came: Mapping[str, Any], workers: int, pictures: bool = True
+) -> tuple[Results, int]:
+    """Tune and test in a folder, as far as that is not done; return the results and the exit status."""
     trials = folder / "tuning"
-    if not (trials / PLAN).is_file():
-        trials.mkdir(exist_ok=True)
-        tuning.save(trials, {})
-    with locked(folder), _keeping(folder, "bench"):
-        print(f"tuning on held-out data: {trials}", flush=True)
-        _train(tuning, trials, args.workers)
-        chosen = bench.chosen(tuning.recorded(trials))
+    with locked(folder), keeping(folder, "bench"):
+        chosen: dict[str, dict[str, str]] = {row: {} for row in bench.labels}
+        if bench.spaces:
+            tuning = bench.tuning()
+            if not (trials / PLAN).is_file():
+                trials.mkdir(exist_ok=True)
+                tuning.save(trials, {})
+            print(f"tuning on held-out data: {trials}", flush=True)
+            _train(tuning, trials, workers)
+            chosen = bench.chosen(tuning.recorded(trials))
         plan = bench.test(chosen)
         plan.save(folder, came)
         print(f"test: {folder}", flush=True)
-        _train(plan, folder, args.workers)
+        _train(plan, folder, workers)
         results = bench.results(plan, folder, bench.notes(chosen))
-        status = _report(results, folder, plan)
+        return results, _report(results, folder, plan, pictures)
+
+
+def went_wrong(results: Results) -> bool:
+    """Return whether a method of a benchmark diverged, failed, collapsed, or had replies rejected."""
     wrong = ("diverged", "failed", "collapsed", "failures")
-    return 1 if any(row[what] for row in results.rows() for what in wrong) else status
+    return any(row[what] for row in results.rows() for what in wrong)
+
+
+def dry_bench(bench: Bench, workers: int, folder: Path | None) -> int:
+    """Say what a benchmark would run, or what is missing in its folder."""
+    test = bench.test({row: {} for row in bench.labels})
+    tuning = bench.tuning() if bench.spaces else replace(test, jobs=[])
+    if folder is not None:  # the chosen settings of the test are not known before tuning ends
+        tuning = replace(tuning, jobs=tuning.missing(folder / "tuning"))
+        test = replace(test, jobs=test.missing(folder))
+    return _dry_run(tuning, workers, test)
 
 
 def _train(
@@ -126,9 +151,9 @@ def _train(
         engine.execute(plan, folder, bars, workers, runner == "stacked")
 
 
-def _report(results: Results, folder: Path, plan: Plan) -> int:
+def _report(results: Results, folder: Path, plan: Plan, pictures: bool = True) -> int:
     """Write and print what came out; return the exit status."""
-    results.save(folder)
+    results.save(folder, pictures)
     print(results.text() + f"results: {folder}", flush=True)
     failed = [run for run in results.runs if not run.ended]
     for run in failed:
@@ -138,7 +163,7 @@ def _report(results: Results, folder: Path, plan: Plan) -> int:
 
 
 @contextmanager
-def _keeping(folder: Path, command: str) -> Iterator[None]:
+def keeping(folder: Path, command: str) -> Iterator[None]:
     """Say where the results so far are, and how to go on, if this is interrupted."""
     try:
         yield
@@ -168,7 +193,7 @@ def _dry_run(plan: Plan, workers: int, after: Plan | None = None) -> int:
     return 0
 
 
-def _resumed(args: argparse.Namespace) -> Path:
+def resumed(args: argparse.Namespace) -> Path:
     """Return the folder to go on with; ValueError if the words ask for other settings too."""
     if (
         args.settings
@@ -185,7 +210,7 @@ def _resumed(args: argparse.Namespace) -> Path:
     return folder
 
 
-def _words(args: argparse.Namespace) -> list[str]:
+def said(args: argparse.Namespace) -> list[str]:
     return ["flwr-regs", *args.words]
 
 

@@ -111,13 +111,14 @@ class Comparison:
 
         from flwr_regs.client.batches import resolve_device
         from flwr_regs.experiments import data, models
+        from flwr_regs.experiments.quadratic import LOSSES
         from flwr_regs.flower.network import GridNetwork
         from flwr_regs.server.population import Population
 
         job.check()
         self.job, self.grid = job, grid
-        dataset = data.load(job.dataset, job.data_dir, job.code_dir)
-        self.model = models.build(job.dataset, job.model, job.seed, job.data_dir, job.code_dir)
+        dataset = job.data()
+        self.model = models.build(*job.model_arguments)
         self.start = ArrayRecord(self.model.state_dict())
         clients = len(Population(1, None, 120.0).refresh(GridNetwork(grid)))
         self.clients, self.notes = clients, list[str]()
@@ -129,7 +130,7 @@ class Comparison:
                 f'"num-supernodes={job.num_clients} client-resources-num-cpus=1"'
             )
         try:
-            parts = job.parts(dataset.train_y, clients)
+            parts = job.parts_of(dataset, clients)
         except ValueError as error:
             raise ValueError(". NOTE: ".join([str(error), *self.notes])) from error
         x, y = dataset.test_x, dataset.test_y
@@ -139,11 +140,12 @@ class Comparison:
         elif job.held_out_share:
             held_out = np.concatenate([job.split(p)[0] for p in parts[:clients]])
         if held_out is not None:
-            x, y = dataset.train_x[held_out], dataset.train_y[held_out]
+            x = data.untouched(dataset.train_x[held_out], dataset.augment)
+            y = dataset.train_y[held_out]
         self.device = resolve_device("auto")
         self.test_x = torch.from_numpy(x).to(self.device)
         self.test_y = torch.from_numpy(y).to(self.device)
-        self.num_classes = dataset.num_classes
+        self.num_classes, self.loss_fn = dataset.num_classes, LOSSES[dataset.loss]
         counts = [
             np.bincount(dataset.train_y[p], minlength=self.num_classes) for p in parts[:clients]
         ]
@@ -186,6 +188,7 @@ class Comparison:
         from safetensors.torch import save_file
 
         job, strategy = self.job, self.job.strategy(method)
+        self._last: list[Any] = []  # the probabilities of the last global models
         run = self.last = Run(
             *(label or method, method, job.seed, job.config, self.clients, strategy.term.config())
         )
@@ -201,17 +204,18 @@ class Comparison:
             if [t["round"] for t in run.test[-1:]] == [server_round]:  # the mean of two models
                 if job.tested_on_clients:
                     return None
-                loss, share = self._measured(arrays)
+                loss, share = self._measured(arrays, server_round)
                 return MetricRecord({"loss": loss, "accuracy": share})
             if not job.tested_on_clients:
-                loss, share = self._measured(arrays)
+                loss, share = self._measured(arrays, server_round)
             elif server_round == 0:
                 return None
             elif not (last := strategy.history[-1])["evaluate"]["clients"]:
                 return None  # this time, none of them could
             else:
                 loss, share = (float(np.mean(_on_clients(last, m))) for m in ("loss", "accuracy"))
-            run.test.append({"round": server_round, "loss": loss, "accuracy": share})
+            together = self._together(arrays, server_round)
+            run.test.append({"round": server_round, "loss": loss, "accuracy": share, **together})
             recorder.round(run)
             on_round(run)
             return MetricRecord({"loss": loss, "accuracy": share})
@@ -279,13 +283,33 @@ class Comparison:
         with torch.no_grad():
             return torch.cat([self.model(batch) for batch in torch.split(self.test_x, 1000)])
 
-    def _measured(self, arrays: ArrayRecord) -> tuple[float, float]:
-        """Return (mean loss, accuracy) of a model on the test data."""
+    def _together(self, arrays: ArrayRecord, server_round: int) -> dict[str, float]:
+        """Return the accuracy of the last models' mean prediction, where the job asks for it.
+
+        FedADC's temporal ensemble (Sec. IV-E): the mean of the probabilities that the last `ensemble`
+        global models give. A run that is taken up begins the ensemble anew.
+        """
+        if not self.job.ensemble or self.job.tested_on_clients or server_round == 0:
+            return {}
+        self._last.append(self._outputs(arrays).softmax(1))
+        del self._last[: -self.job.ensemble]
+        guess = sum(self._last[1:], self._last[0]).argmax(1)
+        return {"ensemble": float((guess == self._targets(server_round)).double().mean())}
+
+    def _measured(self, arrays: ArrayRecord, server_round: int) -> tuple[float, float]:
+        """Return (mean loss, accuracy) of a model on the test data, as it is in a round."""
+        output, y = self._outputs(arrays), self._targets(server_round)
+        loss = self.loss_fn(output, y)
+        return float(loss), float((output.argmax(1) == y).double().mean())
+
+    def _targets(self, server_round: int) -> Any:
+        """Return the labels of the test data in a round."""
         import torch
 
-        output = self._outputs(arrays)
-        loss = torch.nn.functional.cross_entropy(output, self.test_y)
-        return float(loss), float((output.argmax(1) == self.test_y).double().mean())
+        if self.job.partition != "label-swaps-rounds":
+            return self.test_y
+        classes = self.job.labels(np.arange(self.num_classes), self.num_classes, server_round)
+        return torch.from_numpy(classes).to(self.device)[self.test_y]
 
     def _per_client(self, strategy: RegStrategy) -> dict[str, Any]:
         """Return each client's accuracy, or the expected one on new data of its label distribution."""
@@ -294,7 +318,8 @@ class Comparison:
         if self.job.tested_on_clients:
             tested = [e for e in strategy.history if "evaluate" in e]
             return _spread(_on_clients(tested[-1])) if tested else {}
-        right = (self._outputs(strategy.arrays).argmax(1) == self.test_y).double()
+        y = self._targets(strategy.history[-1]["round"])
+        right = (self._outputs(strategy.arrays).argmax(1) == y).double()
         there = torch.bincount(self.test_y, minlength=self.num_classes).cpu().numpy()
         hits = torch.bincount(self.test_y, right, minlength=self.num_classes).cpu().numpy()
         seen = self.shares * (there > 0)  # a class without test data tells nothing

@@ -1,34 +1,49 @@
-"""Data sets as arrays: the package's, and a user's own. scikit-learn and torchvision where needed."""
+"""Data sets as arrays: the package's, and a user's own. The readers are in sources/."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 import numpy as np
 
-from flwr_regs.experiments.extras import install_command
+from flwr_regs.experiments.sources.catalogue import SOURCES, Kind, parsed
 
 Array = np.ndarray
 
-DATASETS = {
-    "digits": "scikit-learn's 1,797 handwritten digits, 8 x 8 grey, 10 classes; comes with scikit-learn",
-    "mnist": "70,000 handwritten digits, 28 x 28 grey, 10 classes; in data-dir, or downloaded",
-    "digits-domains": "digits in five domains: client k has k mod 5, and tests on its own",
-    "mnist-domains": "mnist in five domains: unchanged, inverted, over photographs, rotated, blurred",
-}
+DATASETS = {name: source.meaning for name, source in SOURCES.items()}
 """Name -> its meaning in one line. Any other data set is a reference, such as ``mine.py:load``."""
-SHAPES = {"digits": (1, 8, 8), "mnist": (1, 28, 28)}
 
 
 @dataclass(frozen=True)
 class Data:
-    """Inputs (float32 or integers, ``(n, ...)``) and labels (int64 from 0 on, ``(n,)``)."""
+    """Inputs (float32 or integers, ``(n, ...)``) and labels (int64 from 0 on, ``(n,)``).
+
+    Attributes
+    ----------
+    groups, test_groups : Array or None
+        The writer, speaker, user or domain of each example, from 0 on, int64 ``(n,)``.
+    augment : str
+        The name of an augmentation for training batches, of `flwr_regs.experiments.augment`; empty: none.
+        The test inputs have gone through its counterpart, the training inputs have not.
+    loss : str
+        The name of a loss of `flwr_regs.experiments.quadratic`; empty: the cross-entropy.
+    coarse : Array or None
+        The superclass of each training example, int64 ``(n,)``.
+    vectors : Array or None
+        The vectors of the tokens, float32 ``(tokens, dimension)``, where the user has given them.
+    """
 
     train_x: Array
     train_y: Array
     test_x: Array
     test_y: Array
+    groups: Array | None = None
+    test_groups: Array | None = None
+    augment: str = ""
+    loss: str = ""
+    coarse: Array | None = None
+    vectors: Array | None = None
 
     @cached_property
     def num_classes(self) -> int:
@@ -40,64 +55,67 @@ class Data:
 def load(dataset: str, data_dir: str = "", code_dir: str = "") -> Data:
     """Return a data set.
 
-    ``digits``: scikit-learn's 1,797 images of 8 x 8, one fifth of them for testing.
-    ``mnist``: torchvision's, from `data_dir`, downloaded into it (default ``~/.cache/flwr_regs``) if
-    it is not there. ``digits-domains``, ``mnist-domains``: the same images in [0, 1], for
-    :func:`flwr_regs.experiments.domains.shifted`. A reference, such as ``mine.py:load``, is looked up in
-    `code_dir` and called without arguments: see :func:`flwr_regs.experiments.own_data.arrays`.
+    Parameters
+    ----------
+    dataset : str
+        A name of `DATASETS`, with arguments if it needs some: ``femnist(writers=100)``; its reader in
+        sources/ says what they mean. Or a reference, such as ``mine.py:load``, which is called without
+        arguments: see :func:`flwr_regs.experiments.own_data.arrays`.
+    data_dir : str
+        The folder that has its files, or receives them (default ``~/.cache/flwr_regs``).
+    code_dir : str
+        Where a reference is looked up.
 
-    Raises ImportError if a package is missing; the message names the extra to install. Raises OSError if
-    MNIST is not there and cannot be downloaded. Raises ValueError if a reference does not lead to data.
+    Raises
+    ------
+    ImportError
+        A package is missing; the message says how to install it.
+    OSError
+        Files are missing and cannot be downloaded; the message says which, and where they are expected.
+    ValueError
+        A file is not in the expected format, an argument does not exist, or a reference does not lead to
+        data.
     """
     if ":" in dataset:
         from flwr_regs.experiments import own_data, user_code
 
         found = user_code.call(dataset, code_dir, seed=0)  # the same data in every process and run
-        if isinstance(found, Data):
-            found = (found.train_x, found.train_y, found.test_x, found.test_y)
-        return Data(*own_data.arrays(found, dataset))
-    name, _, domains = dataset.partition("-")
-    data = {"digits": _digits, "mnist": _mnist}[name](data_dir)
-    if name == "digits" or domains:
+        data = Data(**own_data.fields_of(found, dataset))
+    else:
+        source, arguments = parsed(dataset)
+        data = Data(**source.read(data_dir, **arguments))
+    if not data.augment:
         return data
-    return Data(_centred(data.train_x), data.train_y, _centred(data.test_x), data.test_y)
+    if data.train_x.ndim != 4 or data.train_x.dtype != np.float32:
+        raise ValueError(
+            f"dataset '{dataset}': the augmentation '{data.augment}' needs pictures as floats of shape (n, "
+            f"channels, height, width), not {data.train_x.dtype} of shape {data.train_x.shape}"
+        )
+    return replace(data, test_x=untouched(data.test_x, data.augment))
+
+
+def untouched(x: Array, augment: str) -> Array:
+    """Return inputs as they are tested where training batches are augmented."""
+    import torch
+
+    from flwr_regs.experiments.augment import AUGMENTATIONS
+
+    return AUGMENTATIONS[augment].test(torch.from_numpy(x)).numpy()
 
 
 def two_examples(dataset: str, data_dir: str = "", code_dir: str = "") -> tuple[Array, int]:
-    """Return (a batch of two inputs, the number of classes); only a user's own data set is loaded."""
-    if ":" not in dataset:
-        return np.zeros((2, *SHAPES[dataset.partition("-")[0]]), np.float32), 10
+    """Return (a batch of two inputs, the number of classes).
+
+    Only a user's own data set is loaded; the package's have zeros for inputs.
+    """
+    if ":" not in dataset and dataset.partition("(")[0].strip() != "image-folder":
+        kind = kind_of(dataset)
+        return np.zeros((2, *kind.shape), np.int32 if kind.tokens else np.float32), kind.classes
     data = load(dataset, data_dir, code_dir)
-    return data.train_x[:2], data.num_classes
+    return data.test_x[:2], data.num_classes
 
 
-def _digits(data_dir: str) -> Data:
-    try:
-        from sklearn.datasets import load_digits
-    except ImportError as error:
-        raise missing_extra("scikit-learn", "the digits data") from error
-    x, y = load_digits(return_X_y=True)
-    x = (x / 16).astype(np.float32).reshape(-1, 1, 8, 8)
-    order = np.random.default_rng(0).permutation(len(x))  # the split is part of the data set
-    test, train = order[:360], order[360:]
-    return Data(x[train], y[train].astype(np.int64), x[test], y[test].astype(np.int64))
-
-
-def _mnist(data_dir: str) -> Data:
-    from flwr_regs.experiments import mnist
-
-    try:
-        train_x, train_y, test_x, test_y = mnist.read(data_dir)
-    except ImportError as error:
-        raise missing_extra("torchvision", "MNIST") from error
-    train_x, test_x = ((x / 255).astype(np.float32)[:, None] for x in (train_x, test_x))
-    return Data(train_x, train_y, test_x, test_y)
-
-
-def _centred(x: Array) -> Array:
-    return ((x - 0.1307) / 0.3081).astype(np.float32)
-
-
-def missing_extra(package: str, purpose: str) -> ImportError:
-    """Return the error for a package of the simulation extra that is not installed."""
-    return ImportError(f"{purpose} needs {package}: {install_command('simulation')}")
+def kind_of(dataset: str) -> Kind:
+    """Return what the examples of one of the package's data sets are, without its files."""
+    source, arguments = parsed(dataset)
+    return source.kind(arguments)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from flwr_regs.experiments.data import Array, missing_extra
+from flwr_regs.experiments.extras import missing_extra
+
+Array = np.ndarray
 
 DOMAINS = ("as is", "inverted", "over natural patches", "rotated", "blurred and downsampled")
 

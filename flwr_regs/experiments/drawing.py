@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from flwr_regs.experiments.data import missing_extra
+from flwr_regs.experiments.extras import missing_extra
 
 try:
     from matplotlib import colormaps, rc_context, rcParams

@@ -40,3 +40,8 @@ def packages_of(extra: str, found: Distribution) -> list[str]:
     if not names:
         raise ValueError(f"{NAME} has no extra '{extra}'")
     return sorted(names, key=lambda name: name.strip('"').lower())
+
+
+def missing_extra(package: str, purpose: str, extra: str = "simulation") -> ImportError:
+    """Return the error for a package of an extra that is not installed."""
+    return ImportError(f"{purpose} needs {package}: {install_command(extra)}")

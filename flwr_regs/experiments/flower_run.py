@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import IO
 
 from flwr_regs.experiments import records, settings
-from flwr_regs.experiments.data import missing_extra
 from flwr_regs.experiments.engine import Plan
+from flwr_regs.experiments.extras import missing_extra
 from flwr_regs.experiments.job import Job
 from flwr_regs.experiments.progress import Progress
 from flwr_regs.experiments.records import Run

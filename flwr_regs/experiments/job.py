@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,13 @@ import numpy as np
 
 import flwr_regs
 from flwr_regs.abilities import FineTunes, Personalises, Withholds
+from flwr_regs.experiments import shifts
 from flwr_regs.experiments.build import bare, build, named
 from flwr_regs.experiments.calls import parse_methods
-from flwr_regs.experiments.data import load
+from flwr_regs.experiments.data import Data, load
 from flwr_regs.experiments.extras import install_command
-from flwr_regs.experiments.partitions import partition
+from flwr_regs.experiments.group_splits import test_split
+from flwr_regs.experiments.partitions import BY_GROUP, BY_ROUND, partition
 from flwr_regs.experiments.settings import Settings, checked, key
 from flwr_regs.flower.strategy import RegStrategy
 from flwr_regs.wire.config import check_train_config
@@ -44,6 +47,11 @@ class Job(Settings):
             raise ValueError(
                 "held-out-clients and personalise do not go with domains or private entries, nor "
                 "with test-on-clients: there, the clients test the model"
+            )
+        if job.partition == "long-tail-rounds" and job.held_out_clients:
+            raise ValueError(
+                "held-out-clients does not go with partition=long-tail-rounds, where every client draws "
+                "from all examples: use held-out-share"
             )
         if job.data_dir and not Path(job.data_dir).expanduser().is_dir():
             raise ValueError(f"setting 'data-dir': there is no folder '{job.data_dir}'")
@@ -90,11 +98,51 @@ class Job(Settings):
             **{key: value for key, value in zero_is_off.items() if value},
         }
 
-    def parts(self, labels: np.ndarray, num_clients: int) -> list[np.ndarray]:
+    def data(self) -> Data:
+        """Return the data set, or what `examples`, `num-classes` and `synthetic` leave or make of it.
+
+        Raises ImportError, OSError or ValueError as :func:`flwr_regs.experiments.data.load` does.
+        """
+        groups = self.num_clients + self.held_out_clients
+        return _data(
+            self.dataset,
+            self.data_dir,
+            self.code_dir,
+            self.synthetic,
+            self.examples,
+            self.num_classes,
+            groups if self.examples else 0,
+        )
+
+    @property
+    def model_arguments(self) -> tuple[str, str, int, str, str, int]:
+        """The arguments of :func:`flwr_regs.experiments.models.build`."""
+        own = self.dataset, self.model, self.seed, self.data_dir, self.code_dir
+        return (*own, self.projection)
+
+    def parts_of(self, data: Data, num_clients: int) -> list[np.ndarray]:
         """Return the examples of each training client, then of each held-out one."""
+        return self.parts(data.train_y, num_clients, data.groups, data.coarse)
+
+    def parts(
+        self,
+        labels: np.ndarray,
+        num_clients: int,
+        groups: np.ndarray | None = None,
+        coarse: np.ndarray | None = None,
+    ) -> list[np.ndarray]:
+        """Do :meth:`parts_of` from what it needs of the data."""
         key = (self, num_clients)
         if key not in _PARTS:  # one process serves many clients of one job
             _PARTS.clear()
+            fine = None
+            if self.partition == "pachinko":
+                if coarse is None:
+                    raise ValueError(
+                        f"partition 'pachinko': dataset '{self.dataset}' does not say the coarse label of "
+                        "each example"
+                    )
+                fine, labels = labels, coarse
             _PARTS[key] = partition(
                 labels,
                 self.partition,
@@ -104,16 +152,59 @@ class Job(Settings):
                 classes_per_client=self.classes_per_client,
                 dirichlet_alpha=self.dirichlet_alpha,
                 similarity=self.similarity,
+                groups=groups,
+                fine_labels=fine,
+                pachinko_alpha=self.pachinko_alpha,
+                pachinko_beta=self.pachinko_beta,
+                quantity_alpha=self.quantity_alpha,
+                interpolation=self.interpolation,
+                sample_share=self.sample_share,
+                long_tail=self.long_tail,
             )
             if self.examples_per_client:
                 rng = np.random.default_rng(self.seed)
                 _PARTS[key] = [rng.permutation(p)[: self.examples_per_client] for p in _PARTS[key]]
         return _PARTS[key]
 
+    @property
+    def by_round(self) -> bool:
+        """Whether a client's data changes from round to round."""
+        return self.partition in BY_ROUND
+
+    def rows(self, data: Data, num_clients: int, pid: int, server_round: int) -> np.ndarray:
+        """Return a client's training examples in a round, those that it holds out among them."""
+        if self.partition != "long-tail-rounds":
+            return self.parts_of(data, num_clients)[pid]
+        found = shifts.long_tail(
+            *(data.train_y, pid, server_round, self.seed),
+            share=self.sample_share,
+            ratio=self.long_tail,
+        )
+        if not self.examples_per_client:
+            return found
+        return np.random.default_rng(self.seed).permutation(found)[: self.examples_per_client]
+
+    def labels(self, y: np.ndarray, num_classes: int, server_round: int) -> np.ndarray:
+        """Return the labels that examples have in a round."""
+        if self.partition != "label-swaps-rounds":
+            return y
+        now = shifts.swapped(num_classes, server_round, self.seed, self.swap_probability)
+        return np.asarray(now[y], y.dtype)
+
+    def test_rows(self, data: Data, num_clients: int, pid: int) -> np.ndarray:
+        """Return the test examples of a client that tests the model."""
+        parts = self.parts_of(data, num_clients)[:num_clients]
+        kinds = data.train_y, data.test_y
+        if self.partition in BY_GROUP and data.groups is not None and data.test_groups is not None:
+            kinds = data.groups, data.test_groups
+        elif self.test_split == "classes":
+            return np.flatnonzero(np.isin(data.test_y, data.train_y[parts[pid]]))
+        return test_split(kinds[0], parts, kinds[1], self.seed)[pid]
+
     def label_counts(self) -> np.ndarray:
         """Return how many examples of each class each training client has: (clients, classes), int64."""
-        data = load(self.dataset, self.data_dir, self.code_dir)
-        parts = self.parts(data.train_y, self.num_clients)[: self.num_clients]
+        data = self.data()
+        parts = self.parts_of(data, self.num_clients)[: self.num_clients]
         return np.stack([np.bincount(data.train_y[p], minlength=data.num_classes) for p in parts])
 
     @property
@@ -128,6 +219,9 @@ class Job(Settings):
         share = 0.2 if self.personalise else self.held_out_share
         if share == 0:
             return rows[:0], rows
+        if self.partition == "long-tail-rounds":
+            out = shifts.held_out(rows, share, self.seed)
+            return rows[out], rows[~out]
         shuffled = np.random.default_rng(self.seed).permutation(rows)
         count = int(len(rows) * share)
         return shuffled[:count], shuffled[count:]
@@ -138,7 +232,7 @@ class Job(Settings):
 
         from flwr_regs.experiments import models
 
-        model = models.check(self.dataset, self.model, self.seed, self.data_dir, self.code_dir)
+        model = models.check(*self.model_arguments)
         arrays = ArrayRecord(model.state_dict())
         for method in self.method_names:
             strategy = self.strategy(method)
@@ -151,7 +245,10 @@ class Job(Settings):
 
         Raises ImportError or OSError as :func:`flwr_regs.experiments.data.load` does.
         """
-        self.parts(load(self.dataset, self.data_dir, self.code_dir).train_y, self.num_clients)
+        data = self.data()
+        self.parts_of(data, self.num_clients)
+        if self.tested_on_clients:
+            self.test_rows(data, self.num_clients, 0)
 
     def strategy(self, method: str) -> RegStrategy:
         """Return a new strategy of the method with this label, with the job's settings.
@@ -226,3 +323,21 @@ class Job(Settings):
 
 
 _PARTS: dict[tuple[Job, int], list[np.ndarray]] = {}
+
+
+@lru_cache(maxsize=2)  # a Ray actor keeps it for all its clients
+def _data(
+    dataset: str,
+    data_dir: str,
+    code_dir: str,
+    synthetic: bool,
+    examples: int,
+    num_classes: int,
+    num_groups: int,
+) -> Data:
+    from flwr_regs.experiments import subset
+
+    found = (subset.records if synthetic else load)(dataset, data_dir, code_dir)
+    if examples or num_classes:
+        return subset.reduced(found, examples, num_classes, num_groups)
+    return found

@@ -14,17 +14,30 @@ if TYPE_CHECKING:
 FEW = 250  # cells: more numbers than this nobody reads
 
 
-def labels(counts: Any, *, title: str = "", class_names: Sequence[str] | None = None) -> Figure:
+def labels(
+    counts: Any,
+    *,
+    title: str = "",
+    class_names: Sequence[str] | None = None,
+    columns: str = "client",
+    rows: str = "class",
+    first: int = 0,
+    who: str = "",
+) -> Figure:
     """Draw the label spread of a partition: a column for each client, a row for each class.
 
-    A cell's colour is the number of examples; the number stands in the cell if there is room for all. The
-    bars above are the clients' totals.
+    So can be drawn whatever else is counted, by `columns` and `rows`: a client's classes in each round, or
+    the clients' groups. A cell's colour is the number of examples; the number stands in the cell if there
+    is room for all. The bars above are the clients' totals.
 
     Parameters
     ----------
     counts : how many examples of each class each client holds, integers, ``(clients, classes)``
     title : one sentence above the axes
     class_names : the classes, in the order of axis 1; their numbers if None
+    columns, rows : the words for one of axis 0 and one of axis 1, in the singular
+    first : the number of the first column
+    who : what the caption begins with; as in ``"10 clients hold"`` if empty
 
     Raises ValueError if `counts` is not such a matrix, or there is not one name for each class.
     """
@@ -42,6 +55,7 @@ def labels(counts: Any, *, title: str = "", class_names: Sequence[str] | None = 
     if class_names is not None and len(class_names) != classes:
         raise ValueError(f"there are {len(class_names)} class names for {classes} classes")
     totals = table.sum(axis=1)
+    plural = "classes" if rows == "class" else f"{rows}s"
     most = max(1, table.max())
     with drawing.style():
         figure, axes = drawing.canvas(1.0)
@@ -50,21 +64,21 @@ def labels(counts: Any, *, title: str = "", class_names: Sequence[str] | None = 
         shades: dict[str, Any] = {"cmap": "Blues", "vmin": -0.15 * most, "vmax": most}
         cells = np.ma.masked_equal(table.T, 0)
         image = axes.imshow(cells, aspect="auto", interpolation="nearest", **shades)
-        axes.set(xlabel="client", ylabel="class", xlim=(-0.5, many - 0.5))
+        axes.set(xlabel=columns, ylabel=rows, xlim=(-0.5, many - 0.5))
         for axis, number in ((axes.xaxis, many), (axes.yaxis, classes)):
             steps = [1, 2, 5, 10]
             axis.set_major_locator(
                 MaxNLocator(min(20, number), integer=True, min_n_ticks=1, steps=steps)
             )
+        axes.xaxis.set_major_formatter(lambda at, _: f"{at + first:g}")
         if class_names is not None:
             shown = range(0, classes, -(-classes // 30))
             names = [drawing.wrap(figure, class_names[i], 1.3, 7) for i in shown]
             axes.set_yticks(shown, names, fontsize=7, parse_math=False)
             axes.set_ylabel("")
         each = f"{totals.min():,} to {totals.max():,} (median {np.median(totals):,.0f})"
-        caption = (
-            f"{many} clients hold {totals.sum():,} examples of {classes} classes, each {each}."
-        )
+        who = who or f"{many} {columns}s hold"
+        caption = f"{who} {totals.sum():,} examples of {classes} {plural}, each {each}."
         tall = min(max(0.2 * classes, 0.9), 4.5)
         right = 0.45 + drawing.measure(figure, f"{totals.max():,}", 8)[0]
         drawing.frame(

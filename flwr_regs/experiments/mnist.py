@@ -1,4 +1,4 @@
-"""MNIST's four files: read from a folder, and downloaded into it if they are not all there."""
+"""The four files of MNIST or Fashion-MNIST: read from a folder, or downloaded into it."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ FILES = tuple(
 )
 
 
-def read(data_dir: str) -> list[Any]:
+def read(data_dir: str, kind: str = "MNIST") -> list[Any]:
     """Return training images, labels, test images and labels, uint8 and int64 arrays.
 
-    They are read from ``MNIST/raw`` in `data_dir` (default ``~/.cache/flwr_regs``). If a file is missing or
-    incomplete, all are downloaded: into a temporary folder, from which they move when they are complete. A
-    compressed file (``.gz``) that is there already is not downloaded again.
+    They are read from ``MNIST/raw`` in `data_dir` (default ``~/.cache/flwr_regs``), or from the folder of
+    another `kind` of the same format, such as ``FashionMNIST/raw``. If a file is missing or incomplete,
+    all are downloaded: into a temporary folder, from which they move when they are complete. A compressed
+    file (``.gz``) that is there already is not downloaded again.
 
     Raises
     ------
@@ -30,21 +31,22 @@ def read(data_dir: str) -> list[Any]:
     OSError
         The files are not there, and none can be downloaded.
     """
-    from torchvision.datasets import MNIST
+    from torchvision import datasets
 
+    made = getattr(datasets, kind)
     root = Path(data_dir or "~/.cache/flwr_regs").expanduser()
-    raw = root / "MNIST" / "raw"
+    raw = root / kind / "raw"
     if not _complete(raw):
         try:
-            _download(root)
+            _download(root, made)
         except Exception as error:  # of torchvision, urllib, gzip or the disk
             why = next(iter(str(error).splitlines()), "").rstrip(": ") or type(error).__name__
             raise OSError(
-                f"there is no complete MNIST in {raw}, and the download failed ({why}): put its files "
-                f"{', '.join(FILES)} there, set data-dir to a folder that has them in MNIST/raw, or try "
+                f"there is no complete {kind} in {raw}, and the download failed ({why}): put its files "
+                f"{', '.join(FILES)} there, set data-dir to a folder that has them in {kind}/raw, or try "
                 "again"
             ) from error
-    parts: list[Any] = [MNIST(root, train=t) for t in (True, False)]
+    parts: list[Any] = [made(root, train=t) for t in (True, False)]
     return [array for part in parts for array in (part.data.numpy(), part.targets.numpy())]
 
 
@@ -67,17 +69,15 @@ def _is_whole(path: Path) -> bool:
     return path.stat().st_size == expected
 
 
-def _download(root: Path) -> None:
-    from torchvision.datasets import MNIST
-
-    raw = root / "MNIST" / "raw"
+def _download(root: Path, kind: Any) -> None:
+    raw = root / kind.__name__ / "raw"
     raw.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=root, prefix="MNIST-") as made:
-        new = Path(made, "MNIST", "raw")
+        new = Path(made, kind.__name__, "raw")
         new.mkdir(parents=True)
         for packed in raw.glob("*.gz"):  # torchvision checks it, and only unpacks it
             shutil.copy(packed, new)
-        MNIST(made, download=True)
+        kind(made, download=True)
         if not _complete(new):
             raise OSError("the files that came are not complete")
         for name in FILES:

@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
-import math
-from itertools import pairwise
+from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
 from flwr_regs.experiments import user_code
-from flwr_regs.experiments.data import two_examples
+from flwr_regs.experiments.data import kind_of, load, two_examples
+from flwr_regs.experiments.nets import body
+from flwr_regs.experiments.nets.catalogue import NETS
+from flwr_regs.experiments.quadratic import Quadratic
 
 MODELS = {
-    "auto": "cnn for images of at least 16 x 16, else mlp; cnn-bn for the data sets with domains",
-    "mlp": "one hidden layer of 64; from 256 inputs on, two of 200 (McMahan et al. 2017's 2NN)",
-    "cnn": "two convolutions and a hidden layer (McMahan et al. 2017); smaller below 16 x 16",
-    "cnn-bn": "two convolutions and a hidden layer, with BatchNorm after each",
+    "auto": "cnn for images of at least 16 x 16, else mlp; cnn-bn for data sets named -domains; "
+    "char-lstm for integers; a point for quadratics",
+    **{name: f"{net.meaning} ({net.source})".removesuffix(" (–)") for name, net in NETS.items()},
 }
 """Name -> its meaning in one line. Any other model is a reference, such as ``mine.py:Net``."""
 
 
-def build(dataset: str, kind: str, seed: int, data_dir: str = "", code_dir: str = "") -> nn.Module:
+def build(
+    dataset: str, kind: str, seed: int, data_dir: str = "", code_dir: str = "", projection: int = 0
+) -> nn.Module:
     """Return a model for a data set, its weights drawn from `seed`; torch's random state does not change.
 
     Parameters
@@ -28,12 +32,13 @@ def build(dataset: str, kind: str, seed: int, data_dir: str = "", code_dir: str 
     dataset, data_dir, code_dir : str
         As for :func:`flwr_regs.experiments.data.load`.
     kind : str
-        ``mlp``: one hidden layer of 64; from 256 inputs on two of 200 (McMahan et al. 2017's 2NN).
-        ``cnn``: McMahan et al.'s, two 5 x 5 convolutions (32, 64) with pooling and a hidden layer of 512;
-        for images smaller than 16 x 16 two 3 x 3 ones (16, 32) and 128. ``cnn-bn``: two 3 x 3 convolutions
-        (16, 32) and a hidden layer of 128, with BatchNorm after each. ``auto``: cnn-bn for domains; else
-        cnn for images of at least 16 x 16, and mlp for anything else. Or a reference to a class or function
-        that returns a module, called without arguments.
+        A name of `NETS` in `flwr_regs.experiments.nets.catalogue`: a paper's model, sized by the data's
+        inputs and classes. Or ``auto``: cnn-bn for domains, char-lstm for integers, the point of
+        quadratics, cnn for images of at least 16 x 16, else mlp. Or a reference to a class or function that
+        returns a module, called without arguments.
+    projection : int
+        If not 0, MOON's projection head before the output layer, with so many outputs: the layer
+        ``projection``. A reference cannot have it.
 
     Raises
     ------
@@ -41,38 +46,67 @@ def build(dataset: str, kind: str, seed: int, data_dir: str = "", code_dir: str 
         The model does not take inputs of this shape, or a reference does not lead to a module.
     """
     if ":" in kind:
+        if projection:
+            raise ValueError(f"setting 'projection' does not go with your own model '{kind}'")
         return _own(kind, code_dir, seed)
     examples, classes = two_examples(dataset, data_dir, code_dir)
     shape = examples.shape[1:]
+    if kind == "auto" and dataset.partition("(")[0] == "quadratics":
+        return Quadratic(shape[0] - 1)
     side = min(shape[1:]) if len(shape) == 3 else 0
-    if kind == "auto":
-        kind = "cnn-bn" if dataset.endswith("-domains") else "cnn" if side >= 16 else "mlp"
-    if kind != "mlp" and side < 8:
+    kind = _auto(dataset, examples, side) if kind == "auto" else kind
+    net = NETS[kind]
+    if net.smallest and side < net.smallest:
         raise ValueError(
-            f"model '{kind}' needs images of shape (channels, height, width), at least 8 x 8; an input of "
-            f"dataset '{dataset}' has the shape {shape}"
+            f"model '{kind}' needs images of shape (channels, height, width), at least {net.smallest} x "
+            f"{net.smallest}; an input of dataset '{dataset}' has the shape {shape}"
         )
-    if examples.dtype.kind != "f":
+    if net.words != (examples.dtype.kind in "iu") or (net.words and len(shape) != 1):
+        wanted = "sequences of integers, shape (length,)" if net.words else "inputs of floats"
+        hint = "" if net.words else "convert them, as in x / 255, or "
         raise ValueError(
-            f"model '{kind}' needs inputs of floats, but dataset '{dataset}' has {examples.dtype}: convert "
-            "them, as in x / 255, or set model to your own, such as mine.py:Net"
+            f"model '{kind}' needs {wanted}, but an input of dataset '{dataset}' has {examples.dtype} and "
+            f"the shape {shape}: {hint}set model to another, or to your own, such as mine.py:Net"
         )
+    size: Any = _vocabulary(dataset, data_dir, code_dir) if net.words else shape
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        if kind == "mlp":
-            return _mlp(math.prod(shape), classes)
-        channels, *sides = shape
-        area = math.prod(edge // 4 for edge in sides)  # each of two poolings halves a side
-        if kind == "cnn-bn":
-            made = _cnn_bn(channels, area, classes)
-        elif side < 16:
-            made = _cnn(channels, 16, 32, 3, area, 128, classes)
-        else:
-            made = _cnn(channels, 32, 64, 5, area, 512, classes)
+        vectors = _vectors(dataset, data_dir, code_dir) if kind == "sentiment-lstm" else None
+        sized = net.make(size) if vectors is None else net.make(size, vectors)
+        made = body.model(sized, classes, projection)
+    if side and kind not in ("logistic", "mlp"):
         return made.to(memory_format=torch.channels_last)  # 1.7 times faster on a CPU
+    return made
 
 
-def check(dataset: str, kind: str, seed: int, data_dir: str = "", code_dir: str = "") -> nn.Module:
+def _auto(dataset: str, examples: np.ndarray, side: int) -> str:
+    """Return the kind that suits the data."""
+    if dataset.endswith("-domains"):
+        return "cnn-bn"
+    if examples.dtype.kind in "iu" and examples.ndim == 2:
+        return "char-lstm"
+    return "cnn" if side >= 16 else "mlp"
+
+
+def _vocabulary(dataset: str, data_dir: str, code_dir: str) -> int:
+    """Return how many integers the inputs have, from 0 on: no fewer than there are classes."""
+    if ":" not in dataset and (tokens := kind_of(dataset).tokens):
+        return tokens
+    data = load(dataset, data_dir, code_dir)
+    return max(data.num_classes, int(max(data.train_x.max(), data.test_x.max())) + 1)
+
+
+def _vectors(dataset: str, data_dir: str, code_dir: str) -> torch.Tensor | None:
+    """Return the vectors of the words, ``(vocabulary, length)``, where the data has them."""
+    if ":" not in dataset and "vectors" not in dataset:  # saves loading it
+        return None
+    found = load(dataset, data_dir, code_dir).vectors
+    return None if found is None else torch.from_numpy(found.copy())
+
+
+def check(
+    dataset: str, kind: str, seed: int, data_dir: str = "", code_dir: str = "", projection: int = 0
+) -> nn.Module:
     """Return :func:`build`'s model, after it has turned two examples into an output for each class.
 
     Raises
@@ -82,7 +116,7 @@ def check(dataset: str, kind: str, seed: int, data_dir: str = "", code_dir: str 
         has another shape.
     """
     examples, classes = two_examples(dataset, data_dir, code_dir)
-    model = build(dataset, kind, seed, data_dir, code_dir)
+    model = build(dataset, kind, seed, data_dir, code_dir, projection)
     kind_of_input = f"shape {examples.shape[1:]} ({examples.dtype})"
     what = f"{len(examples)} examples of {kind_of_input} of dataset '{dataset}'"
     try:
@@ -118,44 +152,3 @@ def _own(reference: str, folder: str, seed: int) -> nn.Module:
             "inputs"
         )
     return model
-
-
-def _mlp(inputs: int, classes: int) -> nn.Module:
-    widths = [inputs, *([64] if inputs < 256 else [200, 200])]
-    layers: list[nn.Module] = [nn.Flatten()]
-    for before, after in pairwise(widths):
-        layers += [nn.Linear(before, after), nn.ReLU()]
-    return nn.Sequential(*layers, nn.Linear(widths[-1], classes))
-
-
-def _cnn_bn(channels: int, area: int, classes: int) -> nn.Module:
-    """Two convolutions with pooling down to `area` pixels and a hidden layer, all with BatchNorm."""
-    layers: list[nn.Module] = []
-    for before, after in ((channels, 16), (16, 32)):
-        layers += [
-            nn.Conv2d(before, after, 3, padding=1, bias=False),
-            nn.BatchNorm2d(after),
-            nn.ReLU(),
-            nn.MaxPool2d(2),
-        ]
-    layers += [nn.Flatten(), nn.Linear(32 * area, 128, bias=False)]
-    layers += [nn.BatchNorm1d(128), nn.ReLU(), nn.Linear(128, classes)]
-    return nn.Sequential(*layers)
-
-
-def _cnn(
-    channels: int, first: int, second: int, kernel: int, area: int, hidden: int, classes: int
-) -> nn.Module:
-    """Two convolutions with pooling down to `area` pixels, and a hidden layer."""
-    return nn.Sequential(
-        nn.Conv2d(channels, first, kernel, padding=kernel // 2),
-        nn.ReLU(),
-        nn.MaxPool2d(2),
-        nn.Conv2d(first, second, kernel, padding=kernel // 2),
-        nn.ReLU(),
-        nn.MaxPool2d(2),
-        nn.Flatten(),
-        nn.Linear(second * area, hidden),
-        nn.ReLU(),
-        nn.Linear(hidden, classes),
-    )

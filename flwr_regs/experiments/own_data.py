@@ -1,8 +1,9 @@
-"""A user's own data set: what its function may return, as four arrays, checked."""
+"""A user's own data set: what its function may return, as arrays, checked."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import numpy as np
@@ -10,11 +11,76 @@ import numpy as np
 from flwr_regs.experiments import user_code
 
 Array = np.ndarray[Any, Any]
+NUMBERS = {"groups": "train_y", "test_groups": "test_y", "coarse": "train_y"}
+"""Whole numbers that a data set may have for each example -> the labels of these examples."""
 NAMES = ("train_x", "train_y", "test_x", "test_y")
 EXPECTED = (
-    "expected (train_x, train_y, test_x, test_y), ((train_x, train_y), (test_x, test_y)), or two "
-    "map-style datasets (train, test)"
+    "expected (train_x, train_y, test_x, test_y), ((train_x, train_y), (test_x, test_y)), two "
+    "map-style datasets (train, test), or a dict with these four names and groups"
 )
+
+
+def fields_of(found: Any, reference: str) -> dict[str, Any]:
+    """Return the fields of :class:`flwr_regs.experiments.data.Data` of what a user's function returned.
+
+    Parameters
+    ----------
+    found : tuple, mapping or Data
+        What :func:`arrays` takes; or a mapping with the four names, and any other field of `Data`, such as
+        ``groups``; or a `Data`.
+    reference : str
+        What returned it; messages begin with it.
+
+    Raises ValueError as :func:`arrays` does, or for another name, or groups that do not fit their examples.
+    """
+    given = found
+    if is_dataclass(found) and not isinstance(found, type):
+        given = {field.name: getattr(found, field.name) for field in fields(found)}
+    if not isinstance(given, Mapping):
+        return dict(zip(NAMES, arrays(found, reference), strict=True))
+    if missing := [name for name in NAMES if name not in given]:
+        raise ValueError(f"'{reference}': it returned a mapping without '{missing[0]}'; {EXPECTED}")
+    four = dict(zip(NAMES, arrays([given[name] for name in NAMES], reference), strict=True))
+    try:
+        return {**four, **_further(given, {key: len(four[of]) for key, of in NUMBERS.items()})}
+    except ValueError as error:
+        raise ValueError(f"'{reference}': {error}") from error
+
+
+def _further(given: Mapping[str, Any], lengths: Mapping[str, int]) -> dict[str, Any]:
+    """Return what a mapping has beside the four arrays, checked; `lengths` are those that are expected."""
+    from flwr_regs.experiments.augment import AUGMENTATIONS  # these load torch
+    from flwr_regs.experiments.quadratic import LOSSES
+
+    legal: dict[str, Collection[str]] = {"augment": AUGMENTATIONS, "loss": LOSSES}
+    found: dict[str, Any] = {}
+    for key, value in given.items():
+        if key in NAMES or value is None:
+            continue
+        if key in NUMBERS:
+            found[key] = _numbers(key, _numpy(value), lengths[key])
+        elif key in legal:
+            if value not in legal[key]:
+                raise ValueError(
+                    f"{key} must be one of {', '.join(map(repr, legal[key]))}, not {value!r}"
+                )
+            found[key] = value
+        elif key == "vectors":
+            found[key] = _plain(_numpy(value))
+        else:
+            every = ", ".join((*NAMES, *NUMBERS, *legal, "vectors"))
+            raise ValueError(f"it returned a mapping with the key '{key}'; expected {every}")
+    return found
+
+
+def _numbers(name: str, of: Array, count: int) -> Array:
+    """Return whole numbers from 0 on, one for each example."""
+    if of.dtype.kind not in "iu" or of.shape != (count,) or of.min() < 0:
+        raise ValueError(
+            f"{name} has the shape {of.shape} and entries of type {of.dtype}; expected one integer from 0 "
+            f"on for each of {count} examples"
+        )
+    return of.astype(np.int64)
 
 
 def arrays(found: Any, reference: str) -> tuple[Array, Array, Array, Array]:

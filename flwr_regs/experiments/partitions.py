@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import hashlib
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+
+from flwr_regs.experiments import group_splits, label_splits, shifts
 
 Array = np.ndarray[Any, Any]
 
@@ -18,11 +21,20 @@ PARTITIONS = {
     "dirichlet": "another name of dirichlet-niid-bench",
     "similarity": "similarity per cent of the data at random, the rest sorted by label",
     "iid": "at random",
+    "pachinko": "clients of equal size; shares of coarse and fine labels by pachinko-alpha and -beta",
+    "quantity": "at random, in sizes drawn by quantity-alpha",
+    "noise": "as iid, with Gaussian noise of a level of its own on the inputs: up to noise-level",
+    "domains": "one domain; the clients of a domain share it at random",
+    "natural": "the examples of one writer, speaker or user",
+    "interpolated": "as natural, with a share of interpolation shuffled across clients",
+    "long-tail-rounds": "in each round a new random sample, trimmed to a long tail of classes",
+    "label-swaps-rounds": "as domains or iid; in each round two labels swap by swap-probability",
 }
 """Name -> what each client gets, in one line."""
-FEWEST = 10
-"""Examples that each client gets of a class-wise Dirichlet split, as in NIID-Bench."""
-TRIES = 1000
+BY_GROUP = ("domains", "natural", "interpolated")
+"""The partitions that need the group (writer, speaker, user or domain) of each example."""
+BY_ROUND = ("long-tail-rounds", "label-swaps-rounds")
+"""The partitions whose data changes from round to round: see `flwr_regs.experiments.shifts`."""
 
 
 def partition(
@@ -35,10 +47,30 @@ def partition(
     classes_per_client: int = 2,
     dirichlet_alpha: float = 0.1,
     similarity: float = 0.0,
+    groups: Array | None = None,
+    fine_labels: Array | None = None,
+    pachinko_alpha: float = 0.1,
+    pachinko_beta: float = 10.0,
+    quantity_alpha: float = 0.5,
+    interpolation: float = 0.5,
+    sample_share: float = 0.1,
+    long_tail: float = 100.0,
 ) -> list[Array]:
     """Split ``range(len(labels))`` into `num_clients` index arrays, drawn from `seed` alone.
 
-    Every example goes to exactly one client.
+    Every example goes to exactly one client, but for ``natural``, ``interpolated`` (groups that no client
+    stands for are left out) and ``long-tail-rounds`` (clients draw from all examples).
+
+    Parameters
+    ----------
+    labels : integers, ``(n,)``; the coarse ones for ``pachinko``
+    kind : str
+        See below.
+    num_clients, seed : int
+    groups : the writer, speaker, user or domain of each example, ``(n,)``; for the kinds in `BY_GROUP`
+    fine_labels : the fine labels, ``(n,)``, for ``pachinko``
+    **settings
+        Each belongs to the kinds that name it.
 
     ``shards``
         FedADC's sort-and-partition (Ozfatura et al. 2021, Sec. IV-B2): at most s = `shards_per_client`
@@ -64,30 +96,84 @@ def partition(
         label and cut in order.
     ``iid``
         At random.
+    ``pachinko``
+        Reddi et al. (2021), App. F: clients of equal size. Each draws shares of the coarse labels from
+        Dir(`pachinko_alpha`), and of each coarse label's fine ones from Dir(`pachinko_beta`), then its
+        examples by them without replacement; the shares of what runs out go to its siblings.
+    ``quantity``
+        NIID-Bench's: at random, in sizes drawn from Dir(`quantity_alpha`), again until each has 10.
+    ``noise``
+        NIID-Bench's: ``iid``; client k's inputs get noise (`flwr_regs.experiments.shifts.noisy`).
+    ``domains``
+        Client k gets examples of group k mod g (FedBN, Li et al. 2021, with as many clients as domains).
+        The clients of one group share it equally, at random.
+    ``natural``
+        Each client gets all examples of one group (LEAF, Caldas et al. 2018); if there are more groups than
+        clients, they are drawn at random.
+    ``interpolated``
+        Field Guide (Wang et al. 2021), Sec. 4.3.3: ``natural``, with a share `interpolation` of each
+        client's examples pooled, shuffled and dealt back. 0 is ``natural``, 1 has IID clients of its sizes.
+    ``long-tail-rounds``
+        FedFOR's prior shift: `flwr_regs.experiments.shifts.long_tail` by `sample_share` and `long_tail`;
+        here for round 1.
+    ``label-swaps-rounds``
+        FedFOR's concept shift, `flwr_regs.experiments.shifts.swapped`. The examples are split as by
+        ``domains`` if there are `groups`, else as by ``iid``; they stay, and their labels change.
 
     Raises ValueError, with the reason, for a split that is impossible.
     """
     if kind not in PARTITIONS:
         raise ValueError(f"partition must be one of {', '.join(PARTITIONS)}, not {kind!r}")
-    if not 0 <= similarity <= 100:
-        raise ValueError(f"similarity must be from 0 to 100 per cent, not {similarity}")
-    if not dirichlet_alpha > 0:
-        raise ValueError(f"dirichlet_alpha must be above 0, not {dirichlet_alpha}")
+    _check_settings(
+        {"similarity": (similarity, 100), "interpolation": (interpolation, 1)},
+        {
+            "dirichlet_alpha": dirichlet_alpha,
+            "pachinko_alpha": pachinko_alpha,
+            "pachinko_beta": pachinko_beta,
+            "quantity_alpha": quantity_alpha,
+        },
+    )
     labels = np.asarray(labels)
     rng = np.random.default_rng(seed)
-    n = num_clients
+    n, s = num_clients, shards_per_client
+    given = {"groups": groups, "fine_labels": fine_labels}
+
+    def per_example(name: str) -> Array:
+        return _per_example(name, given[name], len(labels))
+
+    def random() -> list[Array]:
+        return np.array_split(rng.permutation(len(labels)), n)
+
+    def by_domain() -> list[Array]:
+        return group_splits.domains(per_example("groups"), n, rng)
+
     split: dict[str, Callable[[], list[Array]]] = {
-        "iid": lambda: np.array_split(rng.permutation(len(labels)), n),
-        "shards": lambda: _shards(labels, n, shards_per_client, rng),
-        "shards-mcmahan": lambda: _dealt(_equal_shards(labels, n * shards_per_client), n, rng),
-        "classes": lambda: _classes(labels, n, classes_per_client, rng),
-        "dirichlet-hsu": lambda: _by_client(labels, n, dirichlet_alpha, rng),
-        "dirichlet-niid-bench": lambda: _by_class(labels, n, dirichlet_alpha, rng),
-        "dirichlet": lambda: _by_class(labels, n, dirichlet_alpha, rng),
-        "similarity": lambda: _similarity(labels, n, similarity, rng),
+        "iid": random,
+        "noise": random,
+        "shards": lambda: label_splits.shards(labels, n, s, rng),
+        "shards-mcmahan": lambda: label_splits.mcmahan(labels, n, s, rng),
+        "classes": lambda: label_splits.exact_classes(labels, n, classes_per_client, rng),
+        "dirichlet-hsu": lambda: label_splits.by_client(labels, n, dirichlet_alpha, rng),
+        "dirichlet-niid-bench": lambda: label_splits.by_class(labels, n, dirichlet_alpha, rng),
+        "dirichlet": lambda: label_splits.by_class(labels, n, dirichlet_alpha, rng),
+        "similarity": lambda: label_splits.sorted_but(labels, n, similarity, rng),
+        "pachinko": lambda: label_splits.pachinko(
+            labels, per_example("fine_labels"), n, pachinko_alpha, pachinko_beta, rng
+        ),
+        "quantity": lambda: _quantity(len(labels), n, quantity_alpha, rng),
+        "domains": by_domain,
+        "natural": lambda: group_splits.natural(per_example("groups"), n, rng),
+        "interpolated": lambda: group_splits.interpolated(
+            per_example("groups"), n, interpolation, rng
+        ),
+        "long-tail-rounds": lambda: [
+            shifts.long_tail(labels, k, 1, seed, share=sample_share, ratio=long_tail)
+            for k in range(n)
+        ],
+        "label-swaps-rounds": random if groups is None else by_domain,
     }
     try:
-        if n > len(labels):
+        if n > len(labels) and kind != "long-tail-rounds":
             raise ValueError("each client needs an example: use fewer clients")
         parts = split[kind]()
         if empty := sum(len(p) == 0 for p in parts):
@@ -98,136 +184,50 @@ def partition(
     return parts
 
 
-def _shards(labels: Array, n: int, s: int, rng: np.random.Generator) -> list[Array]:
-    classes = _by_label(labels)
-    if len(classes) > n * s:
-        return _dealt(_equal_shards(labels, n * s), n, rng)
-    sizes = np.array([len(rows) for rows in classes])
-    cuts = _cuts(sizes, min(n * s, len(labels)), sizes)
-    shards = [part for c, k in zip(classes, cuts, strict=True) for part in np.array_split(c, k)]
-    return _dealt(shards, n, rng)
+def partition_hash(parts: Sequence[Array]) -> str:
+    """Return 16 hex digits that tell one partition from another, the same on every platform.
+
+    They are of the clients' sizes and examples, in their order.
+
+    >>> partition_hash([np.array([0, 2]), np.array([1])])
+    '363a551de55f8c05'
+    """
+    digest = hashlib.sha256()
+    for rows in [np.array([len(p) for p in parts]), *parts]:
+        digest.update(np.ascontiguousarray(rows, "<i8").tobytes())
+    return digest.hexdigest()[:16]
 
 
-def _equal_shards(labels: Array, count: int) -> list[Array]:
-    return np.array_split(np.argsort(labels, kind="stable"), count)
-
-
-def _dealt(shards: list[Array], n: int, rng: np.random.Generator) -> list[Array]:
-    """Return the hands of n clients that get the shards at random."""
-    hands = np.array_split(rng.permutation(len(shards)), n)
-    return [np.concatenate([shards[j] for j in hand]) for hand in hands]
-
-
-def _classes(labels: Array, n: int, m: int, rng: np.random.Generator) -> list[Array]:
-    classes = _by_label(labels)
-    sizes = np.array([len(rows) for rows in classes])
-    most = np.minimum(sizes, n)  # clients that a class can serve
-    if m > len(classes):
-        raise ValueError(
-            f"no client can hold {m} classes of {len(classes)}: use fewer classes-per-client"
-        )
-    if len(classes) > n * m:
-        raise ValueError(
-            f"with {m} classes for each client, {len(classes) - n * m} of {len(classes)} classes would "
-            "be left out: use more clients or classes-per-client"
-        )
-    if most.sum() < n * m:
-        raise ValueError(
-            f"the classes are too small to serve {n} clients with {m} classes each: use fewer "
-            "clients or classes-per-client"
-        )
-    left = _cuts(sizes, n * m, most)  # blocks of each class that no client has yet
-    blocks = [np.array_split(rng.permutation(c), k) for c, k in zip(classes, left, strict=True)]
-    parts: dict[int, Array] = {}
-    for others, client in enumerate(rng.permutation(n)):
-        # m draws without replacement, by what is left (Efraimidis, Spirakis 2006). A class with as many
-        # blocks as there are clients left comes first, or some client would have to take it twice.
-        key = rng.exponential(size=len(left)) / np.maximum(left, 1e-300)
-        mine = np.argsort(np.where(left == n - others, -1.0, key))[:m]
-        left[mine] -= 1
-        parts[client] = np.concatenate([blocks[c].pop() for c in mine])
-    return [parts[client] for client in range(n)]
-
-
-def _by_client(labels: Array, n: int, alpha: float, rng: np.random.Generator) -> list[Array]:
-    classes = [rng.permutation(rows) for rows in _by_label(labels)]
-    left = np.array([len(rows) for rows in classes])
-    prior = left / len(labels)
-    parts = []
-    for client in range(n):
-        size = len(labels) // n + (client < len(labels) % n)
-        shares = rng.dirichlet(alpha * prior)
-        taken = np.zeros_like(left)
-        while taken.sum() < size:
-            there = taken < left
-            shares = np.where(there, shares, 0.0)
-            if not shares.sum() > 0:  # all that it drew is gone: the rest of a Dirichlet is one too
-                shares[there] = rng.dirichlet(alpha * prior[there])
-            drawn = rng.multinomial(size - taken.sum(), shares / shares.sum())
-            taken = np.minimum(taken + drawn, left)
-        left = left - taken
-        parts.append(
-            np.concatenate([c[k : k + t] for c, k, t in zip(classes, left, taken, strict=True)])
-        )
-    return parts
-
-
-def _by_class(labels: Array, n: int, alpha: float, rng: np.random.Generator) -> list[Array]:
-    classes = _by_label(labels)
-    if len(labels) < FEWEST * n:
-        raise ValueError(
-            f"each client needs {FEWEST} examples: use fewer clients or partition=dirichlet-hsu"
-        )
-    best = n
-    for _ in range(TRIES):
-        parts: list[list[Array]] = [[] for _ in range(n)]
-        for c in classes:
-            mine = rng.permutation(c)
-            cuts = np.cumsum(rng.dirichlet(np.full(n, alpha)))[:-1] * len(mine)
-            for client, chunk in zip(parts, np.split(mine, cuts.astype(int)), strict=True):
-                client.append(chunk)
-        joined = [np.concatenate(p) for p in parts]
-        short = sum(len(p) < FEWEST for p in joined)
-        if short == 0:
-            return joined
-        best = min(best, short)
+def _quantity(total: int, n: int, alpha: float, rng: np.random.Generator) -> list[Array]:
+    """Return a random split in sizes from Dir(α), each at least `label_splits.FEWEST`."""
+    order = rng.permutation(total)
+    for _ in range(label_splits.TRIES):
+        cuts = (np.cumsum(rng.dirichlet(np.full(n, alpha)))[:-1] * total).astype(int)
+        parts = np.split(order, cuts)
+        if min(map(len, parts)) >= label_splits.FEWEST:
+            return parts
     raise ValueError(
-        f"no draw of {TRIES} gave each client {FEWEST} examples, and the best left {best} with fewer: use "
-        "fewer clients, a larger dirichlet-alpha, or partition=dirichlet-hsu"
+        f"no draw of {label_splits.TRIES} gave each client {label_splits.FEWEST} examples: use fewer "
+        "clients, or a larger quantity-alpha"
     )
 
 
-def _similarity(labels: Array, n: int, percent: float, rng: np.random.Generator) -> list[Array]:
-    order = rng.permutation(len(labels))
-    cut = round(len(labels) * percent / 100)
-    rest = order[cut:]
-    rest = rest[np.argsort(labels[rest], kind="stable")]
-    return [
-        np.concatenate(pair)
-        for pair in zip(np.array_split(order[:cut], n), np.array_split(rest, n), strict=True)
-    ]
+def _per_example(name: str, found: Array | None, count: int) -> Array:
+    """Return `found`; ValueError if there is none, or not one for each example."""
+    if found is None:
+        what = "group (writer, speaker, user or domain)" if name == "groups" else "fine label"
+        raise ValueError(f"the data does not say the {what} of each example ({name})")
+    found = np.asarray(found)
+    if found.shape != (count,):
+        raise ValueError(f"{name} has the shape {found.shape}, expected {(count,)}")
+    return found
 
 
-def _by_label(labels: Array) -> list[Array]:
-    """Return the examples of each label that occurs, in order."""
-    return [np.flatnonzero(labels == c) for c in np.unique(labels)]
-
-
-def _cuts(sizes: Array, total: int, most: Array) -> Array:
-    """Return into how many blocks to cut each class: `total` in all, at least 1 and at most `most` each.
-
-    The blocks are as equal as can be: the sum of their squared sizes is the least possible. That sum is
-    convex in a class's number of blocks, so each further block goes where it lowers it most. Among equals
-    it goes to the last class: equal shards of the whole, where none holds two labels, are cut so.
-    """
-
-    def squares(k: Array) -> Array:
-        small, larger = np.divmod(sizes, k)
-        total: Array = k * small**2 + larger * (2 * small + 1)
-        return total
-
-    cuts = np.ones_like(sizes)
-    for _ in range(total - len(sizes)):
-        gain = np.where(cuts < most, squares(cuts) - squares(cuts + 1), -1)
-        cuts[len(gain) - 1 - np.argmax(gain[::-1])] += 1
-    return cuts
+def _check_settings(shares: dict[str, tuple[float, float]], positive: dict[str, float]) -> None:
+    for name, (value, top) in shares.items():
+        if not 0 <= value <= top:
+            unit = " per cent" if top == 100 else ""
+            raise ValueError(f"{name} must be from 0 to {top}{unit}, not {value}")
+    for name, value in positive.items():
+        if not value > 0:
+            raise ValueError(f"{name} must be above 0, not {value}")

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import flwr_regs
 from flwr_regs.experiments import records, rows
-from flwr_regs.experiments.data import missing_extra
+from flwr_regs.experiments.extras import missing_extra
 from flwr_regs.experiments.records import Run
 
 if TYPE_CHECKING:

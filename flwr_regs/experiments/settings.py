@@ -51,16 +51,21 @@ class Settings:
     )
     dataset: str = setting(
         "digits",
-        "a data set of `flwr-regs list datasets`, or your own: mine.py:load",
+        "a data set of `flwr-regs list datasets`, such as synthetic(1,1), or your own: mine.py:load",
         choices=DATASETS,
         own="mine.py:load",
     )
-    data_dir: str = setting("", "the folder that holds, or receives, MNIST/raw")
+    data_dir: str = setting("", "the folder that holds, or receives, the data set's files")
     model: str = setting(
         "auto",
         "a model of `flwr-regs list models`, or your own: mine.py:Net; auto: the data set's",
         choices=MODELS,
         own="mine.py:Net",
+    )
+    projection: int = setting(
+        0,
+        "if not 0, MOON's projection head before the output layer, with this many outputs",
+        low=0,
     )
     partition: str = setting(
         "shards",
@@ -84,12 +89,53 @@ class Settings:
         low=0,
         high=100,
     )
+    quantity_alpha: float = setting(
+        0.5, "partition quantity: smaller makes the clients' sizes less equal", above=0
+    )
+    noise_level: float = setting(
+        0.1,
+        "partition noise: client k of N, from 1, gets noise of variance noise-level * k / N on its inputs",
+        low=0,
+    )
+    pachinko_alpha: float = setting(
+        0.1, "partition pachinko: of the coarse labels; smaller is less IID", above=0
+    )
+    pachinko_beta: float = setting(
+        10.0, "partition pachinko: of the fine labels of each coarse one", above=0
+    )
+    interpolation: float = setting(
+        0.5, "partition interpolated: the share that is shuffled across clients", low=0, high=1
+    )
+    sample_share: float = setting(
+        0.1,
+        "partition long-tail-rounds: the share of the data that a client samples in a round",
+        above=0,
+        high=1,
+    )
+    long_tail: float = setting(
+        100.0,
+        "partition long-tail-rounds: how many times the most frequent class outnumbers the rarest",
+        low=1,
+    )
+    swap_probability: float = setting(
+        0.05,
+        "partition label-swaps-rounds: the chance that two labels swap in a round",
+        low=0,
+        high=1,
+    )
     num_clients: int = setting(10, "clients that train", low=2)
     examples_per_client: int = setting(
         0, "if not 0, each client keeps only this many of its examples", low=0
     )
     test_examples: int = setting(
         0, "domains: if not 0, each client tests on at most this many images", low=0
+    )
+    examples: int = setting(
+        0, "if not 0, only so many training examples in all, and a fifth as many for testing", low=0
+    )
+    num_classes: int = setting(0, "if not 0, only the examples of the first so many classes", low=0)
+    synthetic: bool = setting(
+        False, "random records of the data set's shape in place of its data, to try a command"
     )
     held_out_clients: int = setting(
         0, "clients that never train; if not 0, accuracy is measured on their data", low=0
@@ -104,6 +150,12 @@ class Settings:
         False,
         "each client tests the model on test data of its own classes; always so if one of the methods "
         "compared keeps entries private",
+    )
+    test_split: str = setting(
+        "classes",
+        "where clients test: classes, on all test data of their own classes; matched, on a share of the "
+        "test data that is distributed as their training data",
+        choices=("classes", "matched"),
     )
     rounds: int = setting(30, "rounds of training", low=1)
     checkpoint_every: float = setting(
@@ -126,6 +178,9 @@ class Settings:
         "",
         "bfloat16 or float16: float32 arrays travel rounded to this type",
         choices=("", "bfloat16", "float16"),
+    )
+    ensemble: int = setting(
+        0, "if not 0, also test the mean prediction of the last so many global models", low=0
     )
     personalise: str = setting(
         "",
@@ -297,7 +352,7 @@ def _checked(name: str, value: Any, f: Any) -> Any:
         or (
             rule["choices"]
             and value not in rule["choices"]
-            and not (rule["own"] and ":" in str(value))
+            and not (rule["own"] and (":" in str(value) or _called(value, rule["choices"])))
         )
         or (rule["above"] is not None and not value > rule["above"])
         or (rule["below"] is not None and not value < rule["below"])
@@ -308,6 +363,12 @@ def _checked(name: str, value: Any, f: Any) -> Any:
         hint = nearest(str(value), rule["choices"]) if rule["choices"] else ""
         raise ValueError(f"setting '{name}' must be {legal(f)}, not {value!r}{hint}")
     return kind(value)
+
+
+def _called(value: Any, choices: Collection[str]) -> bool:
+    """Return whether a value is one of the choices with arguments in parentheses."""
+    name, bracket, rest = str(value).partition("(")
+    return bool(bracket) and name in choices and rest.endswith(")")
 
 
 _WORDS: dict[Any, str] = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +99,8 @@ class Bench:
         Settings that are tried for each method; fewer only where it has fewer choices.
     seeds, tuning_seeds : tuple of int
         Of the test, and of tuning. No seed may be in both.
+    own : dict
+        Method -> settings of its own, which are not tuned for it.
     """
 
     settings: Mapping[str, Any]
@@ -106,6 +108,7 @@ class Bench:
     trials: int
     seeds: tuple[int, ...]
     tuning_seeds: tuple[int, ...]
+    own: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if len(self.spaces) > len({space.key for space in self.spaces}):
@@ -157,11 +160,16 @@ class Bench:
         """What is tried."""
         return [Space.read(text) for text in self.tune]
 
+    def spaces_of(self, method: str) -> list[Space]:
+        """Return what is tried for a method."""
+        fixed = self.own.get(method, {})
+        return [s for s in self.spaces if s.applies(method) and s.key not in fixed]
+
     def trials_of(self, method: str) -> list[dict[str, str]]:
         """Return the points that are tried for a method: key -> value, spread evenly (Sobol's sequence)."""
         from torch.quasirandom import SobolEngine
 
-        mine = [space for space in self.spaces if space.applies(method)]
+        mine = self.spaces_of(method)
         if not mine:
             return [{}]
         engine = SobolEngine(len(mine), scramble=True, seed=0)  # type: ignore[no-untyped-call]
@@ -179,7 +187,8 @@ class Bench:
 
     def job(self, method: str, point: Mapping[str, str], seed: int, tuning: bool) -> Job:
         """Return the job of a method at a point of its space."""
-        settings: dict[str, Any] = {**self.settings, "methods": method, "seed": seed}
+        own = self.own.get(method, {})
+        settings: dict[str, Any] = {**self.settings, **own, "methods": method, "seed": seed}
         share = settings.pop("held-out-share", HELD_OUT)
         for key, value in point.items():
             target, dot, name = key.rpartition(".")
@@ -211,6 +220,10 @@ class Bench:
             ],
             "trial",
         )
+
+    def check(self) -> None:
+        """Raise ValueError or OSError for what can be known to be impossible before anything trains."""
+        (self.tuning() if self.spaces else self.test({row: {} for row in self.labels})).check()
 
     def chosen(self, runs: Sequence[Run]) -> dict[str, dict[str, str]]:
         """Return row -> the point with the highest mean of the last five rounds on held-out data.
@@ -246,8 +259,8 @@ class Bench:
 
     def notes(self, chosen: Mapping[str, Mapping[str, str]]) -> list[str]:
         """Say what tuning chose, and where that is at the edge of what was tried."""
-        said = []
-        for row, point in chosen.items():
+        said: list[str] = []
+        for row, point in chosen.items() if self.spaces else ():
             tried = self.trials_of(self.labels[row])
             words = (
                 ", ".join(f"{key} = {value}" for key, value in point.items()) or "nothing to tune"

@@ -32,7 +32,7 @@ def plan_of(args: argparse.Namespace) -> Plan:
             for seed in seeds:
                 jobs.append((row, replace(job, methods=method, seed=seed)))
     jobs.sort(key=lambda one: seeds.index(one[1].seed))  # whole comparisons first
-    ordered = args.command == "sweep" and all(map(_is_number, cases))
+    ordered = heading not in ("method", "case") and all(map(_is_number, cases))
     return Plan.fair(jobs, heading, ordered)
 
 
@@ -40,17 +40,20 @@ def _cases(args: argparse.Namespace) -> tuple[str, dict[str, list[str]]]:
     """Return (what the rows are, label -> its own settings); the label of methods alone is empty."""
     if args.command == "run":
         return "method", {"": []}
-    if args.command == "compare":
+    if args.key is not None and "=" in args.key:  # argparse took a setting for it
+        args.settings, args.key = [args.key, *args.settings], None
+    if args.case:
         pairs = [read_case(text) for text in args.case]
-        if not pairs:
-            raise ValueError("compare needs a --case 'LABEL: key=value ...' for each row")
+        if args.key or args.values:
+            raise ValueError("sweep takes a key and --values, or --case: not both")
         if len(cases := dict(pairs)) < len(pairs):
             raise ValueError(f"each --case needs a label of its own, not {args.case}")
         return "case", cases
-    if args.key is not None and "=" in args.key:  # argparse took a setting for it
-        args.settings, args.key = [args.key, *args.settings], None
     if not args.key or not args.values:
-        raise ValueError("sweep needs a key and --values, such as: sweep lr --values 0.1,0.3")
+        raise ValueError(
+            "sweep needs a key and --values, such as: sweep lr --values 0.1,0.3; or a "
+            "--case 'LABEL: key=value ...' for each row"
+        )
     target, dot, name = args.key.rpartition(".")
     if not dot:
         return args.key, {v: [f"{args.key}={v}"] for v in calls.values(args.values)}
@@ -64,6 +67,17 @@ def _cases(args: argparse.Namespace) -> tuple[str, dict[str, list[str]]]:
         ]
         for v in calls.values(args.values)
     }
+
+
+def card_of(args: argparse.Namespace) -> str:
+    """Return (and take out of the settings) the first word that is no setting: a card's name or path."""
+    named = [word for word in args.settings if "=" not in word or word.endswith(".toml")]
+    if not named:
+        return ""
+    if len(named) > 1:
+        raise ValueError(f"one card at a time, not {' and '.join(named)}; settings are key=value")
+    args.settings = [word for word in args.settings if word != named[0]]
+    return str(named[0])
 
 
 def check_seeds(args: argparse.Namespace, own: Sequence[str] = ()) -> None:
@@ -82,6 +96,17 @@ def read_settings(settings: Sequence[str], app: Path | None = None) -> Job:
     What they leave out has its default: the package's, or that of ``[tool.flwr.app.config]`` in the
     pyproject.toml of the folder `app`. Raises ValueError or OSError that says what is wrong.
     """
+    given = given_settings(settings, app)
+    try:
+        job = Job.from_run_config(given)
+        job.check()
+    except TypeError as error:  # an argument of a method
+        raise ValueError(str(error)) from error
+    return job
+
+
+def given_settings(settings: Sequence[str], app: Path | None = None) -> dict[str, Any]:
+    """Return what the words ``key=value`` give, with absolute folders; see :func:`read_settings`."""
     given: dict[str, Any] = {}
     if app is not None:
         pyproject = app.resolve() / "pyproject.toml"
@@ -99,12 +124,7 @@ def read_settings(settings: Sequence[str], app: Path | None = None) -> Job:
     for name in ("out", "code-dir", "data-dir"):  # whatever folder the results are taken up in
         if isinstance(given.get(name), str) and given[name]:
             given[name] = str(Path(given[name]).expanduser().resolve())
-    try:
-        job = Job.from_run_config(given)
-        job.check()
-    except TypeError as error:  # an argument of a method
-        raise ValueError(str(error)) from error
-    return job
+    return given
 
 
 def read_case(text: str) -> tuple[str, list[str]]:
@@ -131,11 +151,16 @@ def out_folder(job: Job) -> Path:
 
     Raises ValueError if it holds results already, or cannot be written.
     """
-    if not job.out:
+    return named_folder(job.out)
+
+
+def named_folder(out: str) -> Path:
+    """Return (and make) the folder of results that `out` names: see :func:`out_folder`."""
+    if not out:
         return new_folder(Path.cwd() / "results")
-    folder = Path(job.out)
+    folder = Path(out)
     check_writable(folder)
-    if (folder / PLAN).exists() or (folder / "bench.json").exists():
+    if any((folder / name).exists() for name in (PLAN, "bench.json", "protocol.json")):
         raise ValueError(
             f"{folder} holds results: go on with --resume {folder}, or give another out="
         )

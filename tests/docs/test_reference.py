@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from flwr_regs.experiments import settings
+from flwr_regs.experiments import cards_table, metrics, protocols, settings
 from flwr_regs.experiments.methods_table import properties_of
 from flwr_regs.methods.registry import METHODS
 from flwr_regs.server.round import Round
@@ -70,3 +70,14 @@ def test_the_page_of_the_settings_is_the_packages() -> None:
     """``flwr-regs list settings --markdown`` prints its table."""
     page = (ROOT / "docs/reference/settings.md").read_text()
     assert page.endswith(f"\n\n{settings.markdown()}")
+
+
+def test_the_page_of_the_protocols_is_the_packages() -> None:
+    """``flwr-regs protocols --markdown`` prints its table of cards."""
+    page = (ROOT / "docs/protocols.md").read_text()
+    assert cards_table.markdown() in page
+    for name, metric in metrics.METRICS.items():
+        assert f"| `{name}` | {metric.meaning} | {metric.unit} |" in page
+    for key, meaning in protocols.KEYS.items():
+        assert f"| `{key}` | {meaning} |" in page
+    assert (ROOT / "docs/examples/own-card/card.toml").read_text() in page

@@ -160,7 +160,7 @@ def test_cases_and_two_methods_in_a_sweep_have_rows_of_their_own(tmp_path: Path)
         "--case",
         "small: methods=EFL(0, 0.01, density_down=0.01)",
     ]
-    assert run("compare", "rounds=6", "--seeds", "1", *cases, "out=here") == 0
+    assert run("sweep", "rounds=6", "--seeds", "1", *cases, "out=here") == 0
     dense, small = Plan.load(Path("here")).results(Path("here")).rows()
     assert (dense["method"], small["method"]) == ("dense", "small")
     assert dense["mb"] > 5 * small["mb"]
@@ -238,9 +238,10 @@ def test_bench_fails_when_a_method_collapses(tmp_path: Path) -> None:
         (["run", "--seeds", "1,1"], "--seeds must be different whole numbers"),
         (["run", "methods=FedAvg, FedAvg()", "--app", "nowhere"], "holds no pyproject.toml"),
         (["sweep", "lr"], "sweep needs a key and --values"),
-        (["compare", "--case", "methods=FedAvg"], "--case must look like 'LABEL: key=value ...'"),
-        (["compare", "--case", "a: lr=0.1", "--case", "a: lr=1"], "a label of its own"),
-        (["compare"], "compare needs a --case"),
+        (["sweep", "--case", "methods=FedAvg"], "--case must look like 'LABEL: key=value ...'"),
+        (["sweep", "--case", "a: lr=0.1", "--case", "a: lr=1"], "a label of its own"),
+        (["sweep"], "or a --case"),
+        (["sweep", "lr", "--case", "a: lr=1"], "or --case: not both"),
         (["bench", "--tune", "lr=2..1"], "a range is LOW..HIGH"),
         (["bench", "--tune", "lrr=1..2"], "unknown setting 'lrr'; did you mean 'lr'"),
         (["bench", "--tune", "FedFOO.alpha=1..2"], "none of FedAvg, FedFOR has this"),
@@ -252,7 +253,7 @@ def test_bench_fails_when_a_method_collapses(tmp_path: Path) -> None:
         (["bench", "seed=3"], "'seed' does not count beside --seeds (1,2,3,4,5)"),
         (["sweep", "lr", "--values", "1", "seed=3"], "'seed' does not count beside --seeds"),
         (["sweep", "seed", "--values", "1,2"], "'seed' does not count beside --seeds"),
-        (["compare", "--case", "a: seed=3"], "'seed' does not count beside --seeds"),
+        (["sweep", "--case", "a: seed=3"], "'seed' does not count beside --seeds"),
         (["run", "--seeds", "99999999999999999999"], "--seeds must be different whole numbers"),
         (["plot", "partition", "dirichlet-alpha=0"], "'dirichlet-alpha' must be a number above 0"),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,8 @@ import torch
 from torch import nn
 
 from flwr_regs.experiments import data, models
+from flwr_regs.experiments.nets import catalogue
+from tests.conftest import ROOT
 
 
 def relu(*layers: nn.Module) -> list[nn.Module]:
@@ -80,7 +83,8 @@ def shaped(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def use(shape: tuple[int, ...], dtype: Any = np.float32, classes: int = 3) -> None:
         made = data.Data(*(np.ones((classes, *shape), dtype), np.arange(classes)) * 2)
-        monkeypatch.setattr(data, "load", lambda *_: made)
+        for module in (data, models):
+            monkeypatch.setattr(module, "load", lambda *_: made)
 
     return use
 
@@ -132,3 +136,175 @@ def test_the_packages_models_refuse_integers(shaped: Any) -> None:
         ValueError, match=r"'mlp' needs inputs of floats.* has uint8.*as in x / 255"
     ):
         models.build("x.py:load", "mlp", 0)
+    shaped((1, 28, 28))
+    with pytest.raises(
+        ValueError, match=r"'char-lstm' needs sequences of integers, shape \(length,\)"
+    ):
+        models.build("x.py:load", "char-lstm", 0)
+
+
+# the papers' models
+
+STATED = {
+    "mlp": 199_210,  # McMahan et al. 2017, Sec. 3
+    "cnn": 1_663_370,  # the same
+    "resnet20": 269_722,  # He et al. 2016, Tab. 6: 0.27 million
+    "vgg11": 865_482,  # Sattler et al. 2020, Tab. II
+    "resnet50": 25_557_032,  # torchvision's page of the model
+    "mobilenetv2-gn": 3_504_872,  # the same; GroupNorm has as many as BatchNorm
+    "char-lstm": 820_522 - 10 * 265 + 2048,  # Reddi et al. 2021, Tab. 9: 90 characters, one bias
+}
+
+
+@pytest.mark.parametrize("name", STATED)
+def test_a_model_has_as_many_parameters_as_its_source_states(name: str) -> None:
+    assert catalogue.parameters(name) == STATED[name]
+
+
+def test_parameters_follow_from_torchvisions() -> None:
+    from torchvision.models import alexnet, resnet18
+
+    with torch.device("meta"):
+        plain, small = alexnet(num_classes=10), resnet18(num_classes=100)
+    sizes = 64 + 192 + 384 + 256 + 256 + 4096 + 4096  # BatchNorm: two for each channel
+    assert catalogue.parameters("alexnet") == _count(plain) + 2 * sizes
+    stem = 3 * 64 * (7**2 - 3**2)
+    assert catalogue.parameters("resnet18-gn") == _count(small) - stem
+
+
+def _count(model: nn.Module) -> int:
+    return sum(p.numel() for p in model.parameters())
+
+
+SHAPES = {"alexnet": (3, 64, 64), "vgg11": (3, 32, 32), "mobilenetv2-gn": (3, 32, 32)}
+
+
+@pytest.mark.parametrize("projection", [0, 6])
+@pytest.mark.parametrize("name", catalogue.NETS)
+def test_a_step_moves_every_parameter(name: str, projection: int, shaped: Any) -> None:
+    """On the data's shape, classes and vocabulary; twice the same from a seed."""
+    words = catalogue.NETS[name].words
+    shape = (7,) if words else SHAPES.get(name, (1, 20, 16))
+    shaped(shape, *((np.int64,) if words else ()), classes=4)
+    model = models.check("x.py:load", name, 1, projection=projection)
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    torch.manual_seed(0)
+    x = torch.randint(0, 4, (6, *shape)) if words else torch.randn(6, *shape)
+    loss = nn.functional.cross_entropy(model(x), torch.arange(6) % 4)
+    loss.backward()
+    torch.optim.SGD(model.parameters(), lr=1.0).step()
+    again = dict(models.build("x.py:load", name, 1, projection=projection).named_parameters())
+    for n, p in model.named_parameters():
+        assert torch.equal(again[n], before[n])
+        cancelled = n.endswith("bias") and "norm" not in type(model).__name__.lower()
+        assert cancelled or not torch.equal(p, before[n]), n
+    layers = dict(model.named_modules())
+    assert ("projection" in layers) == bool(projection)
+    if projection:
+        head, output = layers["projection"], layers["classifier"]
+        assert isinstance(head, nn.Sequential)
+        assert isinstance(output, nn.Linear)
+        assert [type(m) for m in head] == [nn.Linear, nn.ReLU, nn.Linear]
+        assert head[0].in_features == head[0].out_features
+        assert (head[2].out_features, output.in_features) == (6, 6)
+
+
+def test_a_head_leaves_the_body_as_it_is(shaped: Any) -> None:
+    shaped((1, 28, 28))
+    plain = models.build("x.py:load", "lenet", 0).state_dict()
+    head = models.build("x.py:load", "lenet", 0, projection=8).state_dict()
+    shared = [name for name in plain if name in head]
+    assert len(shared) == len(plain) - 2
+    assert all(torch.equal(plain[name], head[name]) for name in shared)
+    with pytest.raises(ValueError, match="'projection' does not go with your own model"):
+        models.build("x.py:load", "mine.py:Net", 0, projection=8)
+
+
+def test_small_images_are_not_shrunk_by_the_first_layers(shaped: Any) -> None:
+    for side, stride in ((32, 1), (64, 2)):
+        shaped((3, side, side))
+        for name in ("resnet18-gn", "resnet50", "mobilenetv2-gn"):
+            model = models.build("x.py:load", name, 0)
+            first = next(m for m in model.modules() if isinstance(m, nn.Conv2d))
+            assert first.stride == (stride, stride)
+            pools = sum(isinstance(m, nn.MaxPool2d) for m in model.modules())
+            assert pools == (side == 64 and name != "mobilenetv2-gn")
+
+
+def test_a_shortcut_has_no_parameters() -> None:
+    """He et al.'s option A: every second pixel, and zeros for the new channels."""
+    from flwr_regs.experiments.nets.residual import Block
+
+    block = Block(4, 8).eval()
+    nn.init.zeros_(block.conv2.weight)
+    x = torch.rand(2, 4, 6, 6)
+    out = block(x)
+    assert torch.equal(out[:, 2:6], x[:, :, ::2, ::2])
+    assert not out[:, :2].any()
+    assert not out[:, 6:].any()
+
+
+def test_an_lstm_reads_the_whole_sequence_in_order(shaped: Any) -> None:
+    shaped((5,), np.uint8, classes=4)
+    model = models.build("x.py:load", "auto", 0).eval()
+    assert [n for n, _ in model.named_children()] == ["0", "1"]
+    x = torch.tensor([[0, 1, 2, 3, 1], [3, 1, 2, 0, 1], [1, 1, 2, 3, 1]], dtype=torch.uint8)
+    outputs = model(x)
+    assert len({tuple(row) for row in outputs.tolist()}) == 3
+    assert outputs.shape == (3, 4)
+
+
+def test_a_vocabulary_may_exceed_the_classes(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, y = np.array([[4, 9], [11, 0]]), np.array([0, 1])
+    for module in (data, models):
+        monkeypatch.setattr(module, "load", lambda *_: data.Data(x, y, x, y))
+    model = models.check("x.py:load", "sentiment-lstm", 0)
+    assert model[0].embedding.num_embeddings == 12
+    assert model[0].embedding.weight.requires_grad
+
+
+def test_given_word_vectors_stay_fixed(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, y = np.array([[4, 9], [11, 0]]), np.array([0, 1])
+    vectors = np.random.default_rng(0).normal(size=(12, 5)).astype(np.float32)
+    made = data.Data(x, y, x, y, vectors=vectors)
+    for module in (data, models):
+        monkeypatch.setattr(module, "load", lambda *_: made)
+    model = models.check("x.py:load", "sentiment-lstm", 0)
+    assert torch.equal(model[0].embedding.weight, torch.from_numpy(vectors))
+    fixed = [n for n, p in model.named_parameters() if not p.requires_grad]
+    assert fixed == ["0.embedding.weight"]
+    model[0].embedding.weight.data += 1  # the data's own stay
+    assert np.array_equal(made.vectors, vectors)
+    again = models.build("x.py:load", "sentiment-lstm", 0)
+    assert torch.equal(again[0].embedding.weight, torch.from_numpy(vectors))
+
+
+@pytest.mark.parametrize("name", ["resnet8", "char-lstm"])
+def test_methods_train_the_models(name: str, tmp_path: Path) -> None:
+    """With a head, features, Fisher information. MOON's z is the head's output, named or not."""
+    from flwr_regs import simulate
+
+    draw = "rng.integers(0, 3, (48, 5))" if name == "char-lstm" else "rng.random((48, 1, 8, 8))"
+    (tmp_path / "mine.py").write_text(
+        f"import numpy as np\ndef load():\n    rng = np.random.default_rng(0)\n    x = {draw}\n"
+        "    y = np.arange(48) % 3\n    return x, y, x, y\n"
+    )
+    by_name = "MOON(projection='projection')"
+    settings: dict[str, Any] = {"dataset": "mine.py:load", "code_dir": str(tmp_path)}
+    settings |= {"model": name, "projection": 4, "partition": "iid", "num_clients": 2}
+    result = simulate(
+        methods=f"MOON, {by_name}, RFedAvgPlus(lam=0.1), FedCurv(lam=1.0)",
+        **settings,
+        rounds=3,
+        local_steps=3,
+        batch_size=8,
+        seeds=[0],
+    )
+    losses = {run.label: [point["loss"] for point in run.test] for run in result.runs}
+    assert losses["MOON"] == losses[by_name]
+    assert len({tuple(found) for found in losses.values()}) == 3
+    assert np.isfinite(list(losses.values())).all()
+
+
+def test_the_page_has_the_table_of_models() -> None:
+    assert catalogue.markdown() in (ROOT / "docs/models.md").read_text()

@@ -11,7 +11,8 @@ import torch
 from torch.utils.data import Dataset, Subset, TensorDataset
 
 from flwr_regs.experiments import data
-from flwr_regs.experiments.own_data import arrays
+from flwr_regs.experiments.data import Data
+from flwr_regs.experiments.own_data import arrays, fields_of
 from flwr_regs.experiments.user_code import offer
 
 X = np.random.default_rng(0).normal(size=(12, 3, 2))
@@ -168,3 +169,61 @@ def test_an_error_in_a_users_item_names_his_line() -> None:
     line = failing.__code__.co_firstlineno + 1
     with pytest.raises(ValueError, match=rf"KeyError: 'no such image' \({__file__}, line {line}\)"):
         arrays(datasets(failing), "x.py:load")
+
+
+GROUPED = {
+    **dict(zip(("train_x", "train_y", "test_x", "test_y"), PARTS, strict=True)),
+    "groups": np.arange(len(PARTS[1])) % 3,
+}
+
+
+@pytest.mark.parametrize("kind", [dict, Data], ids=["dict", "Data"])
+def test_a_mapping_may_have_groups_and_the_rest_of_a_data_set(kind: Any) -> None:
+    given = kind(**GROUPED, coarse=np.zeros(len(PARTS[1]), np.uint8), augment="crop-flip")
+    got = Data(**fields_of(given, "x.py:load"))
+    assert got.groups is not None
+    assert got.groups.dtype == np.int64
+    assert got.groups.tolist() == GROUPED["groups"].tolist()
+    assert got.coarse is not None
+    assert (got.coarse.dtype, got.augment, got.loss) == (np.int64, "crop-flip", "")
+    assert got.test_groups is None
+    np.testing.assert_array_equal(got.test_x, arrays(PARTS, "x.py:load")[2])
+
+
+def test_own_pictures_may_be_augmented_and_other_inputs_not() -> None:
+    pictures = np.random.default_rng(0).random((8, 3, 32, 32))
+    given = {**GROUPED, "train_x": pictures, "test_x": pictures[:4], "augment": "crop-24"}
+    got = data.load(offer(lambda: given))
+    assert got.test_x.shape == (4, 3, 24, 24)
+    np.testing.assert_allclose(got.test_x.reshape(4, -1).mean(1), 0, atol=1e-5)
+    padded = data.load(offer(lambda: {**given, "augment": "crop-flip"}))
+    assert padded.num_classes == 3
+    again = data.load(offer(lambda: padded))  # a Data, with what it has counted
+    np.testing.assert_array_equal(again.test_x, padded.test_x)
+    with pytest.raises(
+        ValueError, match=r"needs pictures as floats .*not float32 of shape \(8, 3, 2\)"
+    ):
+        data.load(offer(lambda: {**GROUPED, "augment": "crop-flip"}))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"group": [1]}, "with the key 'group'; expected train_x"),
+        (
+            {"groups": [0, 1]},
+            r"groups has the shape \(2,\) .*expected one integer from 0 on for each of",
+        ),
+        ({"groups": np.full(len(PARTS[1]), 0.5)}, "groups has .*entries of type float64"),
+        ({"groups": np.full(len(PARTS[1]), -1)}, "groups has .*expected one integer from 0 on"),
+        ({"augment": "mixup"}, "augment must be one of '', 'crop-flip', .*, not 'mixup'"),
+        ({"loss": "hinge"}, "loss must be one of '', 'half-square', not 'hinge'"),
+        ({"train_y": None}, "expected one integer"),
+    ],
+)
+def test_a_mapping_that_is_no_data_set_is_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=f"'x.py:load': .*{message}"):
+        fields_of({**GROUPED, **change}, "x.py:load")
+    without = {key: value for key, value in GROUPED.items() if key != "test_y"}
+    with pytest.raises(ValueError, match="a mapping without 'test_y'; expected"):
+        fields_of(without, "x.py:load")

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from flwr_regs.experiments import cli
-from flwr_regs.experiments.partitions import PARTITIONS, partition
+from flwr_regs.experiments.partitions import BY_GROUP, PARTITIONS, partition
+from flwr_regs.experiments.settings import DEFAULTS
 from tests.conftest import ROOT
 
 Array = np.ndarray[Any, Any]
@@ -39,14 +40,20 @@ def sampled(count: int) -> Any:
 
 @pytest.mark.parametrize("kind", PARTITIONS)
 def test_every_example_goes_to_one_client_and_the_seed_decides(kind: str) -> None:
-    settings = {"dirichlet_alpha": 0.5, "similarity": 30.0}
+    """But for groups that no client has, and for clients that draw from all examples."""
+    settings: dict[str, Any] = {"dirichlet_alpha": 0.5, "similarity": 30.0, "quantity_alpha": 5.0}
+    settings |= {"groups": np.arange(1000) % 23, "fine_labels": 5 * LABELS + np.arange(1000) % 5}
     parts = partition(LABELS, kind, 20, 3, **settings)
     again, other = (partition(LABELS, kind, 20, s, **settings) for s in (3, 4))
     assert all(np.array_equal(a, b) for a, b in zip(parts, again, strict=True))
     assert not all(np.array_equal(a, b) for a, b in zip(parts, other, strict=True))
     split = 0
     for labels, n, s, seed in sampled(60):
-        settings |= {"shards_per_client": s, "classes_per_client": s}
+        settings |= {"shards_per_client": s, "classes_per_client": s, "sample_share": 0.5}
+        settings |= {
+            "groups": np.arange(len(labels)) % 14,
+            "fine_labels": np.arange(len(labels)) % 3,
+        }
         try:
             parts = partition(labels, kind, n, seed, **settings)
         except ValueError:
@@ -54,7 +61,11 @@ def test_every_example_goes_to_one_client_and_the_seed_decides(kind: str) -> Non
         split += 1
         assert len(parts) == n
         assert min(map(len, parts)) > 0
-        assert sorted(np.concatenate(parts)) == list(range(len(labels)))
+        assert all(p.dtype == np.int64 and len(set(p.tolist())) == len(p) for p in parts)
+        if kind != "long-tail-rounds":
+            held = sorted(np.concatenate(parts))
+            whole = kind not in (*BY_GROUP, "label-swaps-rounds")
+            assert held == list(range(len(labels))) if whole else len(set(held)) == len(held)
     assert split > 20
 
 
@@ -353,5 +364,9 @@ def test_an_impossible_partition_is_refused_in_one_line_before_anything_starts(
 
 
 def test_the_page_has_a_row_for_each_partition() -> None:
-    rows = re.findall(r"^\| `([a-z-]+)`", (ROOT / "docs/partitions.md").read_text(), re.M)
-    assert sorted([*rows[1:], "dirichlet"]) == sorted(PARTITIONS)
+    """With each of its settings."""
+    page = (ROOT / "docs/partitions.md").read_text()
+    rows = re.findall(r"^\| `([a-z-]+)`.*?\|(.*?)\|", page, re.M)
+    assert sorted([*(name for name, _ in rows[1:]), "dirichlet"]) == sorted(PARTITIONS)
+    named = {name for _, row in rows[1:] for name in re.findall(r"`([a-z-]+)`", row)}
+    assert named < set(DEFAULTS)

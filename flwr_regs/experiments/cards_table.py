@@ -1,0 +1,98 @@
+"""The protocol cards as tables for a terminal and a page, and one card in full."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from flwr_regs.experiments import metrics, needs, protocols
+from flwr_regs.experiments.protocols import Card
+
+
+def needed(card: Card, data_dir: str = "", look: bool = True) -> str:
+    """Say in a line what a card needs, and what of it is not there."""
+    if card.lacks:
+        return "not in this version: " + ", ".join(card.lacks)
+    said = []
+    for name in card.datasets:
+        if needs.files(name):
+            there = "there" if needs.present(name, data_dir) else "absent"
+            said.append(f"files of {name}" + (f": {there}" if look else ""))
+    return ", ".join(said) or "nothing"
+
+
+def table(data_dir: str = "") -> str:
+    """Return all cards as lines: name, source, setting, and what each needs."""
+    lines = [["card", "source", "setting", "needs"]]
+    for name in protocols.names():
+        card = protocols.load(name)
+        source = f"{card.source}, {card.where}"
+        lines.append([name, source, "/".join(card.levels), needed(card, data_dir)])
+    widths = [max(len(line[i]) for line in lines) for i in range(3)]
+    text = [
+        "  ".join([*(cell.ljust(w) for cell, w in zip(line, widths, strict=False)), line[3]])
+        for line in lines
+    ]
+    text += [
+        "",
+        "flwr-regs protocols NAME says more; flwr-regs bench NAME runs one (--smoke: seconds)",
+    ]
+    return "\n".join(text) + "\n"
+
+
+def markdown() -> str:
+    """Return all cards as a table for a page."""
+    lines = ["| card | what | source | setting | needs |", "|---|---|---|---|---|"]
+    for name in protocols.names():
+        card = protocols.load(name)
+        where = f"{card.source}, {card.where}"
+        levels = ", ".join(card.levels)
+        lines.append(
+            f"| `{name}` | {card.title} | {where} | {levels} | {needed(card, look=False)} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def one(card: Card, data_dir: str = "") -> str:
+    """Return all that a card holds, for a terminal."""
+    lines = [card.title, f"source: {card.source}, {card.where}"]
+    lines += [f"setting: {' or '.join(card.levels)}", f"needs: {needed(card, data_dir)}"]
+    lines += [f"  {name}: {needs.files(name)}" for name in card.datasets if needs.files(name)]
+    lines += ["", "settings: " + _words(card.settings)]
+    if card.reduced:
+        lines.append("reduced: " + _words(card.reduced))
+    lines += ["", "methods:"]
+    for row in card.rows:
+        own = f"  with {_words(row.settings)}" if row.settings else ""
+        some = f"  (in {', '.join(row.panels)})" if row.panels else ""
+        lines.append(f"  {row.name}: {row.call}{own}{some}")
+    seeds = ", ".join(map(str, card.seeds))
+    lines += ["", f"seeds: {seeds}"]
+    if card.tune:
+        lines.append(f"tuned, the best of {card.trials} on held-out data: {'; '.join(card.tune)}")
+    lines += ["metrics:", *(f"  {m}: {metrics.METRICS[m].meaning}" for m in card.metrics)]
+    lines += ["", "panels:"]
+    for panel in card.panels:
+        lines.append(f"  {panel.name}: {_words(panel.settings) or 'as above'}")
+        for metric, values in panel.reports.items():
+            shown = "; ".join(f"{name} {_reported(value)}" for name, value in values.items())
+            lines.append(f"    the source's {metric}: {shown}")
+    if card.departures:
+        lines += ["", "not as in the source, or open there:"]
+        lines += [f"  - {text}" for text in card.departures]
+    lines += ["", f"flwr-regs bench {card.name}"]
+    lines += [f"flwr-regs bench {card.name} --setting reduced"] * ("reduced" in card.levels[1:])
+    return "\n".join(lines) + "\n"
+
+
+def _words(settings: Any) -> str:
+    def text(value: Any) -> str:
+        return value if isinstance(value, str) else json.dumps(value)
+
+    return " ".join(f"{key}={text(value)}" for key, value in settings.items())
+
+
+def _reported(value: Any) -> str:
+    several: Sequence[Any] = value if isinstance(value, list) else [value]
+    return " ± ".join(f"{v:g}" for v in several)

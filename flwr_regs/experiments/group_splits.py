@@ -1,0 +1,78 @@
+"""Splits by groups: by writer, speaker or user; domains; examples shuffled across them; test data."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+Array = np.ndarray[Any, Any]
+
+
+def natural(groups: Array, n: int, rng: np.random.Generator) -> list[Array]:
+    """Return one group for each of n clients: n groups at random, in order. Nobody has the others."""
+    found = np.unique(groups)
+    if n > len(found):
+        raise ValueError(
+            f"the data has {len(found)} groups, one for each client: use fewer clients, or "
+            "partition=domains, where clients share a group"
+        )
+    chosen = np.sort(rng.permutation(len(found))[:n])
+    return [np.flatnonzero(groups == g) for g in found[chosen]]
+
+
+def domains(groups: Array, n: int, rng: np.random.Generator) -> list[Array]:
+    """Return client k's share of group k mod g: a group's clients get equal random pieces of it."""
+    found = np.unique(groups)
+    parts: dict[int, Array] = {}
+    for i, g in enumerate(found[:n]):
+        clients = range(i, n, len(found))
+        rows = rng.permutation(np.flatnonzero(groups == g))
+        parts |= dict(zip(clients, np.array_split(rows, len(clients)), strict=True))
+    return [parts[client] for client in range(n)]
+
+
+def interpolated(groups: Array, n: int, share: float, rng: np.random.Generator) -> list[Array]:
+    """Return the natural split with a share of the examples shuffled across clients; sizes stay.
+
+    Each client puts a random `share` of its examples into a pool, and gets as many back from the shuffled
+    pool.
+    """
+    parts = [rng.permutation(rows) for rows in natural(groups, n, rng)]
+    cuts = [round(share * len(rows)) for rows in parts]
+    pool = rng.permutation(np.concatenate([p[:cut] for p, cut in zip(parts, cuts, strict=True)]))
+    dealt = np.split(pool, np.cumsum(cuts)[:-1])
+    return [np.concatenate([p[cut:], d]) for p, cut, d in zip(parts, cuts, dealt, strict=True)]
+
+
+def test_split(train: Array, parts: list[Array], test: Array, seed: int) -> list[Array]:
+    """Return each client's test examples, so that they are distributed as its training examples are.
+
+    Of each kind (a class or group) the test examples are dealt in proportion to the training examples of
+    that kind that the clients hold. Each goes to one client; those of a kind that no client has go to none.
+
+    Parameters
+    ----------
+    train, test : the kind of each training and test example, ``(n,)``
+    parts : each client's training examples, indices into `train`
+    seed : draws which test examples a client gets
+
+    Raises ValueError if a client would get none.
+    """
+    rng = np.random.default_rng(seed)
+    mine: list[list[Array]] = [[np.zeros(0, np.int64)] for _ in parts]
+    for kind in np.unique(test):
+        held = np.array([np.count_nonzero(train[rows] == kind) for rows in parts])
+        if not held.sum():
+            continue
+        rows = rng.permutation(np.flatnonzero(test == kind))
+        cuts = np.rint(np.cumsum(held)[:-1] / held.sum() * len(rows)).astype(int)
+        for client, chunk in zip(mine, np.split(rows, cuts), strict=True):
+            client.append(chunk)
+    found = [np.concatenate(chunks) for chunks in mine]
+    if none := sum(len(rows) == 0 for rows in found):
+        raise ValueError(
+            f"{none} of {len(parts)} clients would get no test data by their training data's distribution: "
+            "use fewer clients, or test-split=classes"
+        )
+    return found

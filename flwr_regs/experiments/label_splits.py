@@ -1,0 +1,196 @@
+"""Splits by labels: shards, classes, Dirichlet, Pachinko, similarity. See `partitions.partition`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+Array = np.ndarray[Any, Any]
+
+FEWEST = 10
+"""Examples that each client gets at least where NIID-Bench draws the sizes."""
+TRIES = 1000
+
+
+def shards(labels: Array, n: int, s: int, rng: np.random.Generator) -> list[Array]:
+    """Return FedADC's sort-and-partition: each of n clients gets s shards of one label each."""
+    classes = _by_label(labels)
+    if len(classes) > n * s:
+        return _dealt(_equal_shards(labels, n * s), n, rng)
+    sizes = np.array([len(rows) for rows in classes])
+    cuts = _cuts(sizes, min(n * s, len(labels)), sizes)
+    shards = [part for c, k in zip(classes, cuts, strict=True) for part in np.array_split(c, k)]
+    return _dealt(shards, n, rng)
+
+
+def mcmahan(labels: Array, n: int, s: int, rng: np.random.Generator) -> list[Array]:
+    """Return McMahan et al.'s split: each of n clients gets s of n·s equal shards."""
+    return _dealt(_equal_shards(labels, n * s), n, rng)
+
+
+def _equal_shards(labels: Array, count: int) -> list[Array]:
+    return np.array_split(np.argsort(labels, kind="stable"), count)
+
+
+def _dealt(shards: list[Array], n: int, rng: np.random.Generator) -> list[Array]:
+    """Return the hands of n clients that get the shards at random."""
+    hands = np.array_split(rng.permutation(len(shards)), n)
+    return [np.concatenate([shards[j] for j in hand]) for hand in hands]
+
+
+def exact_classes(labels: Array, n: int, m: int, rng: np.random.Generator) -> list[Array]:
+    """Return EFL's split: exactly m classes for each of n clients."""
+    classes = _by_label(labels)
+    sizes = np.array([len(rows) for rows in classes])
+    most = np.minimum(sizes, n)  # clients that a class can serve
+    if m > len(classes):
+        raise ValueError(
+            f"no client can hold {m} classes of {len(classes)}: use fewer classes-per-client"
+        )
+    if len(classes) > n * m:
+        raise ValueError(
+            f"with {m} classes for each client, {len(classes) - n * m} of {len(classes)} classes would "
+            "be left out: use more clients or classes-per-client"
+        )
+    if most.sum() < n * m:
+        raise ValueError(
+            f"the classes are too small to serve {n} clients with {m} classes each: use fewer "
+            "clients or classes-per-client"
+        )
+    left = _cuts(sizes, n * m, most)  # blocks of each class that no client has yet
+    blocks = [np.array_split(rng.permutation(c), k) for c, k in zip(classes, left, strict=True)]
+    parts: dict[int, Array] = {}
+    for others, client in enumerate(rng.permutation(n)):
+        # m draws without replacement, by what is left (Efraimidis, Spirakis 2006). A class with as many
+        # blocks as there are clients left comes first, or some client would have to take it twice.
+        key = rng.exponential(size=len(left)) / np.maximum(left, 1e-300)
+        mine = np.argsort(np.where(left == n - others, -1.0, key))[:m]
+        left[mine] -= 1
+        parts[client] = np.concatenate([blocks[c].pop() for c in mine])
+    return [parts[client] for client in range(n)]
+
+
+def by_client(labels: Array, n: int, alpha: float, rng: np.random.Generator) -> list[Array]:
+    """Return Hsu et al.'s split: each of n equal clients draws class shares from Dir(α · prior)."""
+    classes = [rng.permutation(rows) for rows in _by_label(labels)]
+    left = np.array([len(rows) for rows in classes])
+    prior = left / len(labels)
+    parts = []
+    for client in range(n):
+        size = len(labels) // n + (client < len(labels) % n)
+        taken = _drawn(size, alpha * prior, left, rng)
+        left = left - taken
+        parts.append(_taken(classes, left, taken))
+    return parts
+
+
+def pachinko(
+    coarse: Array, fine: Array, n: int, alpha: float, beta: float, rng: np.random.Generator
+) -> list[Array]:
+    """Return Reddi et al.'s split: shares of coarse labels from Dir(α), of their fine labels from Dir(β).
+
+    Examples are drawn by them without replacement. A fine label that runs out leaves its share to the
+    others of its coarse label, and a coarse label to the other coarse labels.
+    """
+    trees = []
+    for rows in _by_label(coarse):
+        trees.append([rng.permutation(rows[leaf]) for leaf in _by_label(fine[rows])])
+    left = [np.array([len(leaf) for leaf in tree]) for tree in trees]
+    parts = []
+    for client in range(n):
+        size = len(coarse) // n + (client < len(coarse) % n)
+        room = np.array([counts.sum() for counts in left])
+        mine = []
+        for i, count in enumerate(_drawn(size, np.full(len(trees), alpha), room, rng)):
+            if count:
+                taken = _drawn(count, np.full(len(trees[i]), beta), left[i], rng)
+                left[i] = left[i] - taken
+                mine.append(_taken(trees[i], left[i], taken))
+        parts.append(np.concatenate(mine))
+    return parts
+
+
+def _drawn(size: int, concentration: Array, left: Array, rng: np.random.Generator) -> Array:
+    """Return how many of each kind to take: `size` by shares from a Dirichlet, at most what is `left`.
+
+    When a kind runs out, the shares are those of the others, scaled to sum to 1.
+    """
+    shares = rng.dirichlet(concentration)
+    taken = np.zeros_like(left)
+    while taken.sum() < size:
+        there = taken < left
+        shares = np.where(there, shares, 0.0)
+        if not shares.sum() > 0:  # all that it drew is gone: the rest of a Dirichlet is one too
+            shares[there] = rng.dirichlet(concentration[there])
+        drawn = rng.multinomial(size - taken.sum(), shares / shares.sum())
+        taken = np.minimum(taken + drawn, left)
+    return taken
+
+
+def _taken(kinds: list[Array], left: Array, taken: Array) -> Array:
+    """Return the next `taken` examples of each kind; `left` are those behind them."""
+    return np.concatenate([c[k : k + t] for c, k, t in zip(kinds, left, taken, strict=True)])
+
+
+def by_class(labels: Array, n: int, alpha: float, rng: np.random.Generator) -> list[Array]:
+    """Return NIID-Bench's split: each class is spread over n clients by shares from Dir(α)."""
+    classes = _by_label(labels)
+    if len(labels) < FEWEST * n:
+        raise ValueError(
+            f"each client needs {FEWEST} examples: use fewer clients or partition=dirichlet-hsu"
+        )
+    best = n
+    for _ in range(TRIES):
+        parts: list[list[Array]] = [[] for _ in range(n)]
+        for c in classes:
+            mine = rng.permutation(c)
+            cuts = np.cumsum(rng.dirichlet(np.full(n, alpha)))[:-1] * len(mine)
+            for client, chunk in zip(parts, np.split(mine, cuts.astype(int)), strict=True):
+                client.append(chunk)
+        joined = [np.concatenate(p) for p in parts]
+        short = sum(len(p) < FEWEST for p in joined)
+        if short == 0:
+            return joined
+        best = min(best, short)
+    raise ValueError(
+        f"no draw of {TRIES} gave each client {FEWEST} examples, and the best left {best} with fewer: use "
+        "fewer clients, a larger dirichlet-alpha, or partition=dirichlet-hsu"
+    )
+
+
+def sorted_but(labels: Array, n: int, percent: float, rng: np.random.Generator) -> list[Array]:
+    """Return rFedAvg's split: `percent` of the examples at random, the rest sorted by label."""
+    order = rng.permutation(len(labels))
+    cut = round(len(labels) * percent / 100)
+    rest = order[cut:]
+    rest = rest[np.argsort(labels[rest], kind="stable")]
+    return [
+        np.concatenate(pair)
+        for pair in zip(np.array_split(order[:cut], n), np.array_split(rest, n), strict=True)
+    ]
+
+
+def _by_label(labels: Array) -> list[Array]:
+    """Return the examples of each label that occurs, in order."""
+    return [np.flatnonzero(labels == c) for c in np.unique(labels)]
+
+
+def _cuts(sizes: Array, total: int, most: Array) -> Array:
+    """Return into how many blocks to cut each class: `total` in all, at least 1 and at most `most` each.
+
+    The blocks are as equal as can be: the sum of their squared sizes is the least possible. That sum is
+    convex in a class's number of blocks, so each further block goes where it lowers it most. Among equals
+    it goes to the last class: equal shards of the whole, where none holds two labels, are cut so.
+    """
+
+    def squares(k: Array) -> Array:
+        small, larger = np.divmod(sizes, k)
+        total: Array = k * small**2 + larger * (2 * small + 1)
+        return total
+
+    cuts = np.ones_like(sizes)
+    for _ in range(total - len(sizes)):
+        gain = np.where(cuts < most, squares(cuts) - squares(cuts + 1), -1)
+        cuts[len(gain) - 1 - np.argmax(gain[::-1])] += 1
+    return cuts

@@ -1,0 +1,31 @@
+"""What a card needs: files of its data sets, and whether they are there."""
+
+from __future__ import annotations
+
+import re
+
+from flwr_regs.experiments.sources.catalogue import SOURCES, parsed
+from flwr_regs.experiments.sources.files import root
+
+HASHES: dict[str, str] = {"digits": "497f557db34b9619"}
+"""Data set -> the hash of the data that the package's cards were written with, where it is known."""
+
+
+def files(dataset: str) -> str:
+    """Return in words which files a data set needs; empty: none, or it is a user's own."""
+    if ":" in dataset or dataset.partition("(")[0] not in SOURCES:
+        return ""
+    words = parsed(dataset)[0].files
+    return "" if words.startswith("none") else words
+
+
+def present(dataset: str, data_dir: str = "") -> bool:
+    """Return whether a data set's files seem to be in `data_dir`, by default in the cache.
+
+    A user's own data set (``mine.py:load``) and what needs no files are always there.
+    """
+    patterns = re.findall(r"`([\w*/.-]*[*/.][\w*/.-]*)`", files(dataset))
+    folder = root(data_dir)
+    places = [folder, folder / dataset.partition("(")[0]]
+    found = (place.glob(p.rstrip("/")) for place in places for p in patterns)
+    return not files(dataset) or any(next(each, None) for each in found)

@@ -1,0 +1,16 @@
+"""Each test reads its own files: nothing that was loaded before stays."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from flwr_regs.experiments import data
+
+
+@pytest.fixture(autouse=True)
+def _nothing_loaded() -> Iterator[None]:
+    data.load.cache_clear()
+    yield
+    data.load.cache_clear()

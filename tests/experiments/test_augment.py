@@ -1,0 +1,182 @@
+"""Augmentation: of training batches alone, drawn from seed, client and round, the same in all runners."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import ArrayRecord, ConfigRecord
+
+from flwr_regs import FedAvg, FedAvgClient, InProcessGrid, client_app
+from flwr_regs.experiments import augment, clients, data
+from flwr_regs.experiments.job import Job
+from tests.experiments.sources import made
+
+PICTURES = torch.rand(64, 3, 12, 10, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("name", augment.AUGMENTATIONS)
+def test_equal_seeds_give_equal_pictures(name: str) -> None:
+    x, change = torch.rand(5, 3, 32, 32), augment.AUGMENTATIONS[name]
+
+    def drawn(seed: int) -> torch.Tensor:
+        torch.manual_seed(seed)
+        return change.train(x)
+
+    before = x.clone()
+    assert torch.equal(drawn(1), drawn(1))
+    assert torch.equal(drawn(1), drawn(2)) == (name == "")
+    assert torch.equal(change.test(x), change.test(x))
+    assert torch.equal(x, before)  # not in place
+
+
+def test_half_of_the_pictures_are_flipped() -> None:
+    torch.manual_seed(0)
+    got = augment.flipped(PICTURES)
+    as_is = [torch.equal(a, b) for a, b in zip(got, PICTURES, strict=True)]
+    turned = [torch.equal(a, b.flip(2)) for a, b in zip(got, PICTURES, strict=True)]
+    assert all(a != b for a, b in zip(as_is, turned, strict=True))
+    assert 20 < sum(turned) < 44
+
+
+def test_a_crop_is_a_part_and_every_place_is_drawn() -> None:
+    torch.manual_seed(0)
+    x = torch.arange(6.0 * 5).reshape(1, 1, 6, 5).expand(2000, 2, 6, 5)
+    got = augment.cropped(x, 4, 3)
+    corners = got[:, 0, 0, 0]
+    places = [r * 5.0 + c for r in range(3) for c in range(3)]
+    found, counts = corners.unique(return_counts=True)
+    assert found.tolist() == places
+    assert counts.min() > 150  # of 222 expected
+    offset = torch.arange(4.0)[:, None] * 5 + torch.arange(3.0)
+    assert torch.equal(got, (corners[:, None, None] + offset)[:, None].expand(2000, 2, 4, 3))
+
+
+def test_crop_flip_pads_with_zeros() -> None:
+    torch.manual_seed(0)
+    got = augment.AUGMENTATIONS["crop-flip"].train(torch.ones(500, 3, 8, 8))
+    assert {*got.unique().tolist()} == {0.0, 1.0}
+    shares = got.mean((1, 2, 3))
+    assert shares.min() == pytest.approx(16 / 64)  # 4 off each side
+    assert shares.max() == 1
+
+
+def test_the_middle_of_a_picture_is_standardised_by_itself() -> None:
+    x = torch.rand(3, 3, 32, 32) * 255
+    got = augment.AUGMENTATIONS["crop-24"].test(x)
+    part = x[:, :, 4:28, 4:28]
+    want = (part - part.mean((1, 2, 3), keepdim=True)) / part.std(
+        (1, 2, 3), correction=0, keepdim=True
+    )
+    torch.testing.assert_close(got, want)
+    plain = augment.by_picture(torch.full((1, 3, 4, 4), 7.0))  # no deviation: 1 / sqrt(n) instead
+    assert torch.equal(plain, torch.zeros(1, 3, 4, 4))
+
+
+def test_rotation_is_about_the_middle_by_up_to_30_degrees() -> None:
+    torch.manual_seed(0)
+    x = torch.zeros(300, 1, 41, 61)  # a point 16 pixels above the middle
+    x[:, :, 4, 30] = 1
+    x[:, :, 20, 30] = 2
+    got = augment.rotated(x)
+    assert (got[:, 0, 20, 30] == 2).all()
+    angles = []
+    for picture in got[:, 0]:
+        for row, column in (picture == 1).nonzero().tolist():
+            angles.append(math.degrees(math.atan2(column - 30, 20 - row)))
+            assert math.hypot(column - 30, row - 20) == pytest.approx(16, abs=1)
+    assert -33 < min(angles) < -25
+    assert 25 < max(angles) < 33
+
+
+def test_a_cut_is_scaled_to_the_old_size_and_stays_within_the_picture() -> None:
+    torch.manual_seed(0)
+    ramp = torch.linspace(0, 1, 32).expand(400, 1, 32, 32).contiguous()
+    got = augment.cut(ramp)
+    assert got.shape == ramp.shape
+    assert got.min() >= 0
+    assert got.max() <= 1
+    widths = (got[:, 0, 0, -1] - got[:, 0, 0, 0]) * 32 / 31
+    assert widths.min() < 0.35  # of 5 % of the area: 0.19 to 0.26
+    assert widths.max() > 0.9
+    assert (got.diff(dim=3) >= -1e-6).all()  # never mirrored
+
+
+def settings(**given: Any) -> Job:
+    common = {
+        "dataset": "cifar10",
+        "methods": "FedAvg",
+        "num-clients": 2,
+        "partition": "iid",
+        "model": "mlp",
+    }
+    return Job.from_run_config({**common, **given})
+
+
+@pytest.fixture
+def cifar(tmp_path: Path) -> str:
+    pytest.importorskip("pyarrow")
+    made.cifar(tmp_path, 10)
+    data.load.cache_clear()
+    clients._data.cache_clear()
+    return str(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["crop-flip", "crop-24"])
+def test_held_out_examples_are_not_augmented(name: str, cifar: str) -> None:
+    job = settings(
+        **{"dataset": f"cifar10(augment='{name}')", "data-dir": cifar, "held-out-share": 0.4}
+    )
+    train, held_out = clients._data(job, 2, 0)
+    assert held_out is not None
+    assert isinstance(train, augment.Augmented)
+    assert not isinstance(held_out, augment.Augmented)
+    whole = data.load(job.dataset, cifar)
+    rows, _ = job.split(job.parts(whole.train_y, 2)[0])
+    want = augment.AUGMENTATIONS[name].test(torch.from_numpy(whole.train_x[rows]))
+    assert torch.equal(held_out.tensors[0], want)
+    first, again = train[[0, 1]][0], train[[0, 1]][0]
+    assert first.shape[1:] == want.shape[1:]
+    assert not torch.equal(first, again)  # drawn anew for each batch
+    assert torch.equal(train[[0, 1]][1], train.tensors[1][:2])  # the labels stay
+
+
+def trained(name: str) -> list[np.ndarray]:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.rand(3, 12, 3, 8, 8, generator=generator)
+    y = torch.randint(4, (3, 12), generator=generator)
+
+    def client_fn(context: Any) -> Any:
+        pid = int(context.node_config["partition-id"])
+        torch.manual_seed(99)  # torch's state before a round does not matter
+        torch.rand(int(np.random.default_rng().integers(9)))
+        rows = augment.Augmented(name, x[pid], y[pid])
+        sampler = torch.utils.data.BatchSampler(
+            torch.utils.data.RandomSampler(rows), 5, drop_last=False
+        )
+        loader = torch.utils.data.DataLoader(rows, batch_size=None, sampler=sampler)
+        torch.manual_seed(1)
+        model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(192, 4))
+        return FedAvgClient(model, loader)
+
+    torch.manual_seed(1)
+    start = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(192, 4)).state_dict()
+    result = FedAvg(fraction_evaluate=0.0, seed=3).start(
+        grid=InProcessGrid(client_app(client_fn), 3),
+        initial_arrays=ArrayRecord(start),
+        num_rounds=2,
+        train_config=ConfigRecord({"lr": 0.1, "local-epochs": 2}),
+    )
+    return result.arrays.to_numpy_ndarrays()
+
+
+@pytest.mark.parametrize("name", ["crop-flip", "flip-rotate"])
+def test_two_runs_are_equal_to_the_bit(name: str) -> None:
+    first, again, plain = trained(name), trained(name), trained("")
+    for a, b in zip(first, again, strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert any((a != b).any() for a, b in zip(first, plain, strict=True))

@@ -1,0 +1,267 @@
+"""Protocol cards: what is refused, what is run, and that every card of the package starts."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flwr_regs.experiments import cards_table, cli, protocol_runs, protocols
+
+OF_PAPERS = [
+    *(f"fedfor-{n}" for n in ("t1", "t2", "t3", "t4", "t5", "f3")),
+    *(f"fedadc-{n}" for n in ("t1", *(f"f{i}" for i in range(1, 8)))),
+    *(f"rfedavg-{n}" for n in ("t1", "t2", "t3", *(f"f{i}" for i in range(8, 13)))),
+    *(f"efl-{n}" for n in ("t2", "f1", "f2", "f3")),
+    *(f"field-guide-{n}" for n in ("t1", *(f"f{i}" for i in range(1, 10)))),
+]
+OF_THE_FIELD = ["niid-bench-mnist", "niid-bench-cifar10-100", "pfl-cifar10", "flute-lr-mnist"]
+ONE_OF_EACH = ["fedfor-t1", "fedadc-f1", "rfedavg-t1", "efl-f1", "field-guide-t1", "flute-lr-mnist"]
+
+CARD = """
+title = "Mine"
+source = "Me"
+where = "Table 1"
+setting = "paper"
+metrics = ["final", "bytes-beside"]
+seeds = [1, 2]
+tune = ["lr=0.1,0.3"]
+trials = 2
+
+[settings]
+dataset = "mine.py:load"
+model = "mine.py:Net"
+partition = "iid"
+num-clients = 2
+rounds = 2
+local-epochs = 1
+
+[reduced]
+rounds = 1
+
+[methods]
+FedAvg = "FedAvg"
+Mine = {call = "mine.py:Slow(rate=0.5)", settings = {lr = 0.2}, panels = ["two"]}
+
+[[panels]]
+name = "two"
+reports.final = {FedAvg = 50, Mine = [60.5, 1.5]}
+
+[[panels]]
+name = "one"
+settings = {num-clients = 3}
+"""
+MINE = """
+import numpy as np
+import torch
+from dataclasses import dataclass
+from typing import ClassVar
+from flwr_regs import Term
+
+def load():
+    rng = np.random.default_rng(0)
+    y = np.arange(60) % 2
+    x = rng.normal(size=(60, 3)).astype("float32") + y[:, None]
+    return x[:40], y[:40], x[40:], y[40:]
+
+class Net(torch.nn.Linear):
+    def __init__(self):
+        super().__init__(3, 2)
+
+@dataclass(frozen=True)
+class Slow(Term):
+    name: ClassVar[str] = "slow"
+    rate: float
+    def correct(self, grads, params, ctx):
+        return {n: self.rate * g for n, g in grads.items()}
+"""
+
+
+@pytest.fixture(autouse=True)
+def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text(MINE)
+    (tmp_path / "card.toml").write_text(CARD)
+
+
+def run(*args: str) -> int:
+    return cli.main([*args])
+
+
+def rows(folder: str) -> list[dict[str, str]]:
+    return [*csv.DictReader((Path(folder) / "protocol.csv").read_text().splitlines())]
+
+
+def test_the_cards_are_those_of_the_papers_and_the_field() -> None:
+    assert {*protocols.names()} == {*OF_PAPERS, *OF_THE_FIELD}
+    assert len(OF_PAPERS) == 36
+    whole = [name for name in OF_PAPERS if protocols.load(name).setting != "stand-in"]
+    assert len(whole) >= 30
+
+
+@pytest.mark.parametrize("name", [*OF_PAPERS, *OF_THE_FIELD])
+def test_every_card_is_whole(name: str) -> None:
+    card = protocols.load(name)
+    assert not card.lacks
+    assert (card.setting == "stand-in") == any("stand-in" in text for text in card.departures)
+    for panel in card.panels:
+        for level in card.levels:
+            bench = card.bench(panel, level)
+            assert len(bench.labels) == len(card.rows_of(panel))
+            assert not bench.spaces or bench.trials_of(bench.methods[0])
+    assert card.where in cards_table.one(card)
+
+
+def test_a_cell_of_a_table_stands_in_its_card() -> None:
+    card = protocols.load("fedadc-t1")
+    panel = card.panel("CIFAR-100, alpha=0.1, C=0.1")
+    assert panel.reports["final"]["FedADC+"] == [56.9, 0.67]
+    settings = card.settings_of(panel)
+    assert (settings["num-clients"], settings["fraction-train"]) == (100, 0.1)
+    assert card.settings_of(panel, "reduced")["model"] == "cnn"
+    bench = card.bench(panel)
+    moon = next(m for m in bench.methods if m.startswith("MOON"))
+    assert bench.job(moon, {}, 1, tuning=False).lr == 0.01
+    assert {space.key for space in bench.spaces_of(moon)} == {"MOON.mu"}
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ('where = "Table 1"', "", "it lacks 'where'"),
+        ('where = "Table 1"', 'wher = "T"', "unknown key 'wher'; did you mean 'where'"),
+        ('setting = "paper"', 'setting = "full"', "'setting' must be one of paper, reduced"),
+        ('["final", "bytes-beside"]', '["finale"]', "there is no 'finale'; did you mean 'final'"),
+        ("rounds = 2", "round = 2", "settings: unknown setting 'round'"),
+        ("rounds = 2", "rounds = 0", "settings: setting 'rounds' must be a whole number"),
+        ("rounds = 2", "seed = 2", "settings: 'seed' is no setting of a card"),
+        ('FedAvg = "FedAvg"', 'FedAvg = "FedAvgg"', "did you mean 'FedAvg'"),
+        ('FedAvg = "FedAvg"', 'FedAvg = "FedAvg, FedFOR"', "must be one call"),
+        ("FedAvg = 50,", "FedAvgg = 50,", "no method 'FedAvgg'; did you mean 'FedAvg'"),
+        ("FedAvg = 50,", 'FedAvg = "50",', "expected a number, or [mean, deviation]"),
+        ('name = "one"', 'name = "two"', "two have one name"),
+        ('panels = ["two"]', 'panels = ["tow"]', "no panel 'tow'; did you mean 'two'"),
+        ('tune = ["lr=0.1,0.3"]', 'tune = ["FedFOR.alpha=1,2"]', "no method of the card has"),
+        ("seeds = [1, 2]", "seeds = [1, 1]", "'seeds' must be different whole numbers"),
+        ("[reduced]", 'extends = "nothing"\n[reduced]', "unknown setting 'extends'"),
+        ("seeds = [1, 2]", 'extends = "nothing"', "'extends': there is no card 'nothing'"),
+    ],
+)
+def test_what_is_wrong_in_a_card_is_one_sentence(
+    old: str, new: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert old in CARD
+    Path("card.toml").write_text(CARD.replace(old, new, 1))
+    assert run("bench", "card.toml") == 2
+    err = capsys.readouterr().err
+    assert message in err
+    assert err.count("\n") == 1
+    assert not Path("results").exists()
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["bench", "fedadc-t2"], "there is no card 'fedadc-t2'; did you mean 'fedadc-"),
+        (["bench", "none.toml"], "there is no card at none.toml"),
+        (["bench", "--smoke"], "--smoke goes with a card"),
+        (["bench", "card.toml", "--setting", "stand-in"], "no setting 'stand-in', only paper and"),
+        (["bench", "card.toml", "--panels", "tow"], "no panel 'tow'; did you mean 'two'"),
+        (["bench", "card.toml", "fedfor-t1"], "one card at a time"),
+        (["bench", "card.toml", "seed=1"], "give --seeds"),
+        (["protocols", "lr=1"], "protocols takes data-dir=..., not lr"),
+    ],
+)
+def test_what_is_wrong_on_the_command_line_is_one_sentence(
+    args: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(*args) == 2
+    err = capsys.readouterr().err
+    assert message in err
+    assert err.count("\n") == 1
+
+
+def test_a_card_of_ones_own_with_own_data_model_and_method(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert run("bench", "card.toml", "out=here") in (0, 1)  # 1: a method may collapse
+    text = capsys.readouterr().out
+    assert "[60.50 ± 1.50]" in text
+    found = {(r["panel"], r["method"], r["metric"]): r for r in rows("here")}
+    assert {key[:2] for key in found} == {("two", "FedAvg"), ("two", "Mine"), ("one", "FedAvg")}
+    mine = found["two", "Mine", "final"]
+    assert (float(mine["source_value"]), mine["n"]) == (0.605, "2")
+    assert float(found["two", "FedAvg", "bytes-beside"]["value"]) == 0
+    kept = json.loads(Path("here/protocol.json").read_text())
+    assert list(kept["hashes"]) == ["mine.py:load"]
+    tuned = json.loads(Path("here/two/settings.json").read_text())["chosen"]
+    assert "lr" in tuned["FedAvg"]
+    assert tuned["mine.py:Slow(rate=0.5)"] == {}  # its own lr is not tuned
+    before = rows("here")
+    Path("here/protocol.csv").unlink()
+    assert run("bench", "--resume", "here") in (0, 1)
+    assert rows("here") == before
+
+
+def test_words_change_a_card(capsys: pytest.CaptureFixture[str]) -> None:
+    args = cli._parser().parse_args(
+        ["bench", "card.toml", "lr=0.5", "--methods", "FedAvg, FedProx(mu=0.1)", "--panels", "two"]
+    )
+    args.settings = args.settings[1:]
+    _, benches = protocol_runs.planned(args, "card.toml")
+    (bench,) = benches.values()
+    assert bench.methods == ["FedAvg", "FedProx(mu=0.1)"]
+    assert (bench.settings["lr"], bench.tune, bench.seeds) == (0.5, (), (1, 2))
+    assert run("bench", "card.toml", "--setting", "reduced", "--seeds", "1", "--dry-run") == 0
+    assert "1 rounds" in capsys.readouterr().out
+
+
+def test_other_data_than_the_cards_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    text = CARD.replace("[reduced]", '[hashes]\n"mine.py:load" = "00"\n\n[reduced]')
+    Path("card.toml").write_text(text)
+    run("bench", "card.toml", "--panels", "one", "--seeds", "1", "--tune", "lr=0.1", "out=here")
+    assert "the card's 00: these are other data" in capsys.readouterr().out
+
+
+def smoke(name: str, capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
+    monkeypatch.setattr("flwr_regs.experiments.sources.files.DOWNLOADS", "nowhere")
+    assert run("bench", name, "--smoke", "out=here") == 0
+    card = protocols.load(name)
+    out = capsys.readouterr().out
+    bench = json.loads(Path("here/bench.json").read_text())["bench"]
+    assert bench["seeds"] == [card.seeds[0]]
+    assert out.count("NOTE: ") == 1
+    synthetic = bench["settings"].get("synthetic", False)
+    assert ("random records of their shape" in out) == synthetic
+    methods = {row["method"] for row in rows("here")}
+    mine = card.rows_of(card.panels[0])
+    assert methods == {mine[0].name, mine[-1].name}
+
+
+@pytest.mark.parametrize("name", ONE_OF_EACH)
+def test_a_card_of_each_source_starts(
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    smoke(name, capsys, monkeypatch)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", [n for n in [*OF_PAPERS, *OF_THE_FIELD] if n not in ONE_OF_EACH])
+def test_every_card_starts(
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    smoke(name, capsys, monkeypatch)
+
+
+def test_the_cards_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("protocols") == 0
+    out = capsys.readouterr().out
+    for name in protocols.names():
+        assert f"\n{name} " in out
+    assert run("protocols", "card.toml") == 0
+    assert "the source's final: FedAvg 50; Mine 60.5 ± 1.5" in capsys.readouterr().out
+    assert run("protocols", "--markdown") == 0
+    assert "| `fedfor-t1` |" in capsys.readouterr().out
