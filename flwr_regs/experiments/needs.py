@@ -20,7 +20,7 @@ def files(dataset: str) -> str:
 
 
 def present(dataset: str, data_dir: str = "") -> bool:
-    """Return whether a data set's files seem to be in `data_dir`, by default in the cache: some of them are.
+    """Return whether a data set's files seem to be in `data_dir`, by default the cache: some of them are.
 
     A user's own data set (``mine.py:load``) and what needs no files are always there.
     """
