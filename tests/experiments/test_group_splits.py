@@ -66,6 +66,7 @@ def test_interpolation_goes_from_natural_to_iid_and_keeps_the_sizes() -> None:
         for seed in range(200):
             parts = split(groups, "interpolated", 3, seed, interpolation=share)
             assert [len(p) for p in parts] == sizes.tolist()
+            assert sorted(np.concatenate(parts)) == list(range(400))
             mean += [(groups[p] == k).mean() / 200 for k, p in enumerate(parts)]
     for share, mean in own.items():
         np.testing.assert_allclose(mean, 1 - share + share * sizes / 400, atol=0.01)
@@ -143,8 +144,8 @@ def test_pachinko_is_the_plain_loop_where_labels_run_out() -> None:
     fine = np.repeat(np.arange(6), flat)[order]
     coarse = np.repeat([0, 0, 1, 2, 2, 2], flat)[order]
     rng = np.random.default_rng(1)
-    want = np.array([leaf_by_leaf(sizes, 3, 2.0, 3.0, rng) for _ in range(draws)])
-    settings = {"fine_labels": fine, "pachinko_alpha": 2.0, "pachinko_beta": 3.0}
+    want = np.array([leaf_by_leaf(sizes, 3, 0.5, 9.0, rng) for _ in range(draws)])
+    settings = {"fine_labels": fine, "pachinko_alpha": 0.5, "pachinko_beta": 9.0}
     got = np.array(
         [
             [

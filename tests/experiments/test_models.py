@@ -248,7 +248,7 @@ def test_an_lstm_reads_the_whole_sequence_in_order(shaped: Any) -> None:
     shaped((5,), np.uint8, classes=4)
     model = models.build("x.py:load", "auto", 0).eval()
     assert [n for n, _ in model.named_children()] == ["0", "1"]
-    x = torch.tensor([[0, 1, 2, 3, 1], [3, 1, 2, 0, 1], [1, 1, 2, 3, 1]], dtype=torch.uint8)
+    x = torch.tensor([[0, 1, 2, 3, 1], [0, 2, 1, 3, 1], [0, 1, 2, 1, 1]], dtype=torch.uint8)
     outputs = model(x)
     assert len({tuple(row) for row in outputs.tolist()}) == 3
     assert outputs.shape == (3, 4)
@@ -295,8 +295,8 @@ def test_methods_train_the_models(name: str, tmp_path: Path) -> None:
     result = simulate(
         methods=f"MOON, {by_name}, RFedAvgPlus(lam=0.1), FedCurv(lam=1.0)",
         **settings,
-        rounds=3,
-        local_steps=3,
+        rounds=2,
+        local_steps=2,
         batch_size=8,
         seeds=[0],
     )

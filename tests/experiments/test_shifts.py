@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from flwr.app import Context, RecordDict
 
 from flwr_regs.experiments import clients, data, shifts
 from flwr_regs.experiments.job import Job
@@ -131,6 +132,16 @@ def test_a_clients_data_follow_the_round_alone() -> None:
             assert np.array_equal(part.tensors[1], now[want.tensors[1]])
     assert job.by_round
     assert not plain.by_round
+
+
+def test_a_client_trains_on_the_messages_round() -> None:
+    job = job_of(partition="label-swaps-rounds", swap_probability=1.0)
+    for server_round in (0, 3):
+        config = {**job.config, "method": "", "round": server_round}
+        node = {"partition-id": 2, "num-partitions": 10}
+        client = clients.client_fn(Context(1, 2, node, RecordDict(), config))
+        trained = client.train_data.dataset.tensors[1]
+        assert np.array_equal(trained, clients._data(job, 10, 2, server_round)[0].tensors[1])
 
 
 def test_noise_is_on_a_clients_training_and_test_inputs() -> None:

@@ -36,8 +36,7 @@ def sentiment_lstm(vocabulary: int, vectors: torch.Tensor | None = None) -> Body
     The paper's word vectors are pretrained: `vectors`, float32 ``(vocabulary, length)``, which stay fixed.
     Without them, vectors of GloVe's length, 300, are trained from random ones: a departure.
     """
-    if vectors is None:
-        embedding = nn.Embedding(vocabulary, 300)
-    else:
+    embedding = nn.Embedding(vocabulary, 300)
+    if vectors is not None:
         embedding = nn.Embedding.from_pretrained(vectors)  # type: ignore[no-untyped-call]
     return Body([Last(embedding), nn.Linear(256, 256), nn.ReLU()], 256)
