@@ -35,7 +35,7 @@ def _with_method(message: Message, context: Context) -> Context:
 
 @lru_cache(maxsize=8)  # five domains; keeps a client's images from message to message
 def _data(
-    job: Job, num_partitions: int, pid: int, server_round: int
+    job: Job, num_partitions: int, pid: int, server_round: int = 0
 ) -> tuple[TensorDataset, TensorDataset | None]:
     """Return a client's training data in a round, and its test data if it tests."""
     import numpy as np
