@@ -43,7 +43,7 @@ def test_held_out_examples_and_clients_never_come_from_the_test_data(
     """Each training input of this data set is even, each test input odd."""
     x = np.arange(200, dtype=np.float32)[:, None]
     whole = data.Data(x[::2], np.arange(100) % 2, x[1::2], np.arange(100) % 2)
-    monkeypatch.setattr(data, "load", lambda *_: whole)
+    monkeypatch.setattr(Job, "data", lambda _: whole)
     clients._data.cache_clear()
     share = Job.from_run_config({**COMMON, "held-out-share": 0.3})
     for pid in range(5):
