@@ -4,24 +4,32 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain, islice
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import grad, vmap
+from torch.func import vmap
 
 from flwr_regs.client.batches import NO_DATA, Batches, mapped, tensors, to_device
+from flwr_regs.client.fisher_layers import (
+    NLL,
+    Layers,
+    Tensors,
+    add_layers,
+    add_squares,
+    find_layers,
+    of_layers,
+    with_inputs,
+)
 from flwr_regs.client.task import LossFn, OutputFn, Task, uncompiled
-
-Tensors = dict[str, Tensor]
-NLL = Callable[[Tensors, Tensor], Tensor]
 
 JOINED = 2**20
 """Bytes of the batches that are taken together: a layer's outputs may be many times as large."""
-LITTLE = 2**12
-"""Entries of a parameter up to which a sum over samples is faster than one sample after the other."""
 
 
 def fisher_diagonal(
@@ -54,7 +62,8 @@ def fisher_diagonal(
     max_samples : int, optional
         Stop after this many samples; with a shuffling loader they are a random subset.
     memory : int
-        Bytes for the gradients that are computed together; one sample's gradient may take more.
+        Bytes for the gradients that are computed together; one sample's gradient may take more. Linear
+        layers' gradients are not formed: see client/fisher_layers.py.
 
     Raises ValueError if there are no data or no trainable parameters, `max_samples` is below 1, lengths
     differ, or the loss is not a scalar.
@@ -73,22 +82,24 @@ def fisher_diagonal(
     buffers = {n: given.get(n, b).clone() for n, b in model.named_buffers()}
     wide = {n: torch.promote_types(p.dtype, torch.float32) for n, p in own.items()}  # not half
     total = {n: torch.zeros_like(p, dtype=wide[n]) for n, p in own.items()}
-    chunk = max(1, memory // sum(p.nbytes for p in own.values()))
-    limit = sys.maxsize if max_samples is None else max_samples
-    seen, together, task = 0, True, Task(loss_fn, target_key, output_fn)
+    seen, task = 0, Task(loss_fn, target_key, output_fn)
+
+    def nll(p: Tensors, row: Tensor, batch: Any) -> Tensor:
+        inputs, targets = mapped(batch, lambda tensor: tensor[row[None]])
+        loss = task.loss(task.output(model, inputs, targets, {**p, **buffers}), targets)
+        if loss.ndim:
+            raise ValueError(f"loss_fn must return a scalar, not shape {tuple(loss.shape)}")
+        return loss
+
     with _kept(model, torch.device(device)):
-        for batch, n in _joined(task.pairs(data), chunk // 4, limit, device):
-
-            def nll(p: Tensors, row: Tensor, batch: Any = batch) -> Tensor:
-                inputs, targets = mapped(batch, lambda tensor: tensor[row[None]])
-                loss = task.loss(task.output(model, inputs, targets, {**p, **buffers}), targets)
-                if loss.ndim:
-                    raise ValueError(f"loss_fn must return a scalar, not shape {tuple(loss.shape)}")
-                return loss
-
-            for i in range(0, n, chunk):  # vmap's own chunk_size would keep all the chunks
-                rows = torch.arange(i, min(i + chunk, n), device=device)
-                together = _add_squares(total, nll, params, rows, together)
+        pairs = iter(task.pairs(data))
+        first = [to_device(pair, device) for pair in islice(pairs, 1)]
+        row = torch.zeros((), dtype=torch.int64, device=device)
+        layers = find_layers(model, partial(nll, batch=first[0]), params, row) if first else {}
+        sums = _Squares(total, params, memory, layers)
+        limit = sys.maxsize if max_samples is None else max_samples
+        for batch, n in _joined(chain(first, pairs), sums.chunk // 4, limit, device):
+            sums.add(partial(nll, batch=batch), torch.arange(n, device=device))
             seen += n
     if not seen:
         raise ValueError(NO_DATA)
@@ -137,35 +148,71 @@ def _join(batches: Sequence[tuple[Any, Any]]) -> Any:
     return tuple(torch.cat(parts) for parts in zip(*batches, strict=True))
 
 
-def _add_squares(total: Tensors, nll: NLL, params: Tensors, rows: Tensor, together: bool) -> bool:
-    """Add the samples' squared gradients to `total`; return whether vmap took them `together`."""
-    why = ""
-    if together:
+@dataclass
+class _Squares:
+    """The sums of the samples' squared gradients, and the fastest way that still works.
+
+    First by the `layers`, then without them, then one sample after the other.
+    """
+
+    total: Tensors
+    params: Tensors
+    memory: int
+    layers: Layers
+    together: bool = True
+
+    @property
+    def chunk(self) -> int:
+        """The number of samples whose gradients are computed together."""
+        known = of_layers(self.layers)
+        sizes = [p.nbytes for n, p in self.params.items() if n not in known]
+        return max(1, self.memory // sum(sizes + [layer.size for layer in self.layers.values()]))
+
+    def add(self, nll: NLL, rows: Tensor) -> None:
+        """Add the squares of the samples `rows`."""
+        done = 0
+        while done < len(rows):  # vmap's own chunk_size would keep all the chunks
+            some = rows[done : done + self.chunk]
+            why = self._add_together(nll, some) if self.together else ""
+            if why and self.layers:
+                self.layers = {}  # and again, without them
+                continue
+            if why or not self.together:
+                self._add_one_by_one(nll, some)
+            if why:  # a warning, not a log: Python shows it once, not for each client and round
+                self.together = False
+                text = f"Fisher information one sample at a time: vmap failed ({why})"
+                warnings.warn(text, stacklevel=3)
+            done += len(some)
+
+    def _add_together(self, nll: NLL, rows: Tensor) -> str:
+        """Add the squares by vmap; where it fails, return why, and add nothing."""
+        known = of_layers(self.layers)
+        rest = {n: p for n, p in self.params.items() if n not in known}
+        zeros = {names: layer.like for names, layer in self.layers.items()}
         try:
-            grads = vmap(grad(nll), in_dims=(None, 0))(params, rows)
-        except Exception as e:  # an error of the model itself is raised again below
-            why = f"{type(e).__name__}: {e}".partition("\n")[0]
-        else:
-            for n, g in grads.items():
-                if g[0].numel() <= LITTLE:
-                    total[n].add_(g.to(total[n].dtype).square().sum(0))
-                    continue
-                for one in g:  # the other way is slower here and doubles the memory
-                    total[n].addcmul_(one, one)
-            return True
-    with torch.backends.cudnn.flags(enabled=False):  # cuDNN's RNNs have no backward in eval mode
-        for row in rows:
-            leaves = {n: p.detach().requires_grad_() for n, p in params.items()}
-            if not (loss := nll(leaves, row)).requires_grad:
-                continue  # it depends on no parameter
-            found = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
-            for n, g in zip(leaves, found, strict=True):
-                if g is not None:
-                    one = g.to_dense()  # an embedding's gradient may be sparse
-                    total[n].addcmul_(one, one)
-    if why:  # a warning, not a log: Python shows it once, not for each client and round
-        warnings.warn(f"Fisher information one sample at a time: vmap failed ({why})", stacklevel=3)
-    return False
+            of_rows = vmap(with_inputs(nll, self.params, self.layers), in_dims=(None, None, 0))
+            (grads, outputs), inputs = of_rows(rest, zeros, rows)
+        except Exception as e:  # an error of the model itself is raised again, one by one
+            return f"{type(e).__name__}: {e}".partition("\n")[0]
+        for n, g in grads.items():
+            add_squares(self.total[n], g)
+        add_layers(self.total, self.layers, outputs, inputs)
+        return ""
+
+    def _add_one_by_one(self, nll: NLL, rows: Tensor) -> None:
+        with torch.backends.cudnn.flags(
+            enabled=False
+        ):  # cuDNN's RNNs have no backward in eval mode
+            for row in rows:
+                leaves = {n: p.detach().requires_grad_() for n, p in self.params.items()}
+                if not (loss := nll(leaves, row)).requires_grad:
+                    continue  # it depends on no parameter
+                found = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
+                for n, g in zip(leaves, found, strict=True):
+                    if g is not None:
+                        one = g.to_dense()  # an embedding's gradient may be sparse
+                        self.total[n].addcmul_(one, one)
 
 
 @contextmanager
