@@ -137,6 +137,8 @@ class Group:
             self.texts[keys.TIED_KEY] = json.dumps(tied)
         self._tied, self._buffers, self._private = tied_names(model, ()), buffers, private
         entries = model.state_dict()
+        self._one: int = sum(entries[n].nbytes for n in shared) * COPIES
+        self._drawn = 0  # bytes of batches
         self.shared = Shared(
             model,
             term,
@@ -173,6 +175,7 @@ class Group:
             if odd := [n for n, v in self._fixed.items() if not torch.equal(v, mine[n])]:
                 raise CannotStack(f"it holds other values than the others in {odd}")
         self.candidates.append(candidate)
+        self._drawn += candidate.member.plan.nbytes
 
     @property
     def kind(self) -> Hashable:
@@ -197,9 +200,7 @@ class Group:
 
     def is_full(self, memory: int) -> bool:
         """Whether another client would take more than `memory` bytes."""
-        one: int = sum(self.shared.start[n].nbytes for n in self.shared.shared) * COPIES
-        drawn = [c.member.plan.nbytes for c in self.candidates]
-        return (len(drawn) + 1) * one + sum(drawn) > memory
+        return (len(self.candidates) + 1) * self._one + self._drawn > memory
 
     def run(self) -> list[Message]:
         """Train the clients; return their replies, in their order.
