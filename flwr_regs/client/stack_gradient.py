@@ -1,4 +1,4 @@
-"""The gradients of one step of a stack of clients, under ``torch.func.vmap`` where they need it. Plain torch."""
+"""The gradients of one step of a stack of clients, under ``torch.func.vmap`` if need be. Plain torch."""
 
 from __future__ import annotations
 
@@ -149,9 +149,10 @@ class Gradient:
         for slot in (mine["client"], mine["broadcast"]):
             _check_owned(slot, shapes, stacked=True)
         _check_owned(view.received, shapes, stacked=False)
-        if len(view.alike) < 2:
-            raise CannotStack("the numbers of steps differ")
-        odd = {n: Differs(n) for n in ("inputs", "targets", "output", "client_id", "label_counts")}
+        names = ["inputs", "targets", "output", "client_id", "label_counts"]
+        names += [] if "planned" in view.alike else ["planned_steps"]
+        names += [] if "budget" in view.alike else ["num_steps", "budget_steps"]
+        odd: dict[str, Any] = {n: Differs(n) for n in names}
         ctx = view.context(mine, **odd, gradient_at=partial(_not_alike, "gradient_at"))
         found = view.shared.term.correct(given, {n: params[n] for n in view.start}, ctx)
         return {n: g.expand(given[n].shape) for n, g in found.items()}
@@ -166,8 +167,8 @@ class Differs:
     def _raise(self, *_: Any) -> NoReturn:
         _not_alike(self._name)
 
-    __getattr__ = __eq__ = __ne__ = __hash__ = __bool__ = __len__ = __iter__ = _raise  # type: ignore
-    __index__ = __int__ = __float__ = __getitem__ = __contains__ = __str__ = __repr__ = _raise  # type: ignore
+    __getattr__ = __eq__ = __ne__ = __hash__ = __bool__ = __len__ = __iter__ = _raise
+    __index__ = __int__ = __float__ = __getitem__ = __contains__ = __str__ = __repr__ = _raise
 
 
 def vmapped(one: Callable[..., Any]) -> Callable[..., Any]:
@@ -182,7 +183,8 @@ def _cross_entropy(output: Any, targets: Any) -> Tensor:
     if not classes or not isinstance(output, Tensor) or output.ndim != 3:
         return vmapped(loss)(output, targets)  # type: ignore[no-any-return]
     each = loss(output.flatten(0, 1), targets.flatten(), reduction="none").view(targets.shape)
-    return each.sum(1) / (targets != IGNORED).sum(1)
+    mean: Tensor = each.sum(1) / (targets != IGNORED).sum(1)
+    return mean
 
 
 def _check_owned(slots: Slot, params: Mapping[str, Tensor], stacked: bool) -> None:
