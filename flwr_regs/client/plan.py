@@ -80,6 +80,13 @@ class Plan:
         return batch_size(self.batches[step][1]) if self.rows is None else len(self.rows[step])
 
     @property
+    def trained(self) -> int:
+        """The number of examples of all steps."""
+        if self.rows is not None:
+            return sum(self.forms)
+        return sum(map(self.size, range(len(self))))
+
+    @property
     def nbytes(self) -> int:
         """The memory that the drawn batches hold, beside the data set itself."""
         return sum(t.nbytes for t in tensors(self.batches)) + sum(r.nbytes for r in self.rows or ())

@@ -97,7 +97,7 @@ class Received:
         folder: Folder = None,
     ) -> None:
         self._model, self._method = model, method
-        self.term = _method(method, terms, f"this client is {who} ({method})", config)
+        self.term = method_of(method, terms, f"this client is {who} ({method})", config)
         check_custody(pins, model, self.term)
         if (saved := Saved(folder, config) if folder is not None else None) is not None:
             saved.entering()
@@ -286,7 +286,7 @@ def _accelerated() -> bool:
     return torch.accelerator.is_available()
 
 
-def _method(method: str, terms: Terms, me: str, config: Mapping[str, Any]) -> Chain:
+def method_of(method: str, terms: Terms, me: str, config: Mapping[str, Any]) -> Chain:
     """Check that the config is for this client's method; return the method with its parameters."""
     if keys.METHOD_KEY not in config:
         raise ForeignStrategy(

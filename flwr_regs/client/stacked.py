@@ -7,7 +7,7 @@ step the clients whose batches have one shape go together.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import vmap
 
 from flwr_regs.chain import layers_of
 from flwr_regs.client.batches import mapped, to_device
@@ -23,6 +22,7 @@ from flwr_regs.client.features import FeatureTap, OutputTap, evaluating
 from flwr_regs.client.measures import Measures
 from flwr_regs.client.optimizer import momentum_of
 from flwr_regs.client.plan import CannotStack, Feed, Plan, Planned
+from flwr_regs.client.stack_gradient import Gradient, Part, vmapped
 from flwr_regs.client.stack_view import Shared, View, joined
 from flwr_regs.term import Arrays, ClientContext, Slot
 
@@ -107,7 +107,7 @@ class Stack:
         self._rows = len(members)
         self._feed = Feed([m.plan for m in self._members], shared.device)
         self._losses = torch.zeros(self._rows, device=shared.device)
-        self._examples = [0] * self._rows
+        self._examples = [m.plan.trained for m in self._members]
 
     def run(self) -> StackedResult:
         """Train for the round."""
@@ -121,6 +121,7 @@ class Stack:
             self._open_taps(stack)
             self._optimizer, self._leaves = self._make_optimizer()
             self._begin()
+            self._gradient = Gradient(self._view)
             for step in range(max(self._steps)):
                 self._leave(sum(s > step for s in self._steps))
                 self._step(step)
@@ -218,7 +219,7 @@ class Stack:
                 return term.start(view.start, view.context(mine))
 
             with torch.no_grad():
-                for n, p in _vmapped(begin)(self._mine).items():
+                for n, p in vmapped(begin)(self._mine).items():
                     self._values[n].copy_(p)
         view.batch_size = self._members[0].plan.size(0)
 
@@ -247,15 +248,16 @@ class Stack:
 
     def _step(self, step: int) -> None:
         """Put the corrected gradients of a step into the parameters."""
-        parts: dict[Any, list[int]] = {}
-        for row in range(self._rows):
-            parts.setdefault(self._members[row].plan.forms[step], []).append(row)
-        if len(parts) == 1:
+        forms = [m.plan.forms[step] for m in self._members[: self._rows]]
+        if len(set(forms)) == 1:
             found = self._gradients(step, slice(0, self._rows))
             for n, p in self._leaves.items():
                 p.grad = None if (g := found[n]) is None else g.to(p.dtype)
             self._clip()
             return
+        parts: dict[Any, list[int]] = {}
+        for row, form in enumerate(forms):
+            parts.setdefault(form, []).append(row)
         for p in self._leaves.values():
             p.grad = torch.zeros_like(p)
         for rows in parts.values():
@@ -271,63 +273,18 @@ class Stack:
 
     def _gradients(self, step: int, rows: slice | Tensor) -> dict[str, Tensor | None]:
         """Return the corrected gradients of some rows, whose batches of this step have one shape."""
-        shared, term, view = self._shared, self._shared.term, self._view
         chosen = range(self._rows) if isinstance(rows, slice) else rows.tolist()
-        batch = self._feed.batch(step, chosen)
-        mine = {**_taken(self._mine, rows), "batch": batch.leaves}
-        buffers = {n: b[rows] for n, b in self._buffers.items()}
-        own = {n: t[rows] for n, t in self._own.items()}
-        teacher = {n: t[rows] for n, t in self._eval.items()}
         values = {n: p.detach()[rows].requires_grad_() for n, p in self._leaves.items()}
-        before = torch.get_rng_state()
-        acting = any(t.acts("correct") for t in term.terms)
-
-        def objective(
-            v: Arrays, b: Arrays, mine: dict[str, Any], own: Arrays, teacher: Arrays
-        ) -> Any:
-            inputs, targets = batch.rebuilt(mine["batch"])
-            buffers = dict(b)
-            output = view.call(inputs, targets, {**own, **v}, buffers)
-            base = shared.task.loss(output, targets)
-            ctx = view.at(mine, teacher, inputs, targets, output)
-            loss = term.loss(base, {n: v[n] for n in view.start}, ctx)
-            watched = {"output": output, "start_output": ctx.start_output, "features": ctx.features}
-            extra = {k: t.detach() for k, t in watched.items() if acting and t is not None}
-            layers = {k: t.detach() for k, t in ctx.layers.items()} if acting else {}
-            return loss, base.detach().float(), buffers, extra, layers
-
-        losses, base, new, extra, layers = _vmapped(objective)(values, buffers, mine, own, teacher)
-        leaves = list(values.values())
-        found = torch.autograd.grad(losses.sum(), leaves, allow_unused=True)
-        grads = dict(zip(values, found, strict=True))
-        size = self._members[chosen[0]].plan.size(step)
-        self._losses[rows] += base * size
-        for row in chosen:
-            self._examples[row] += size
+        part = Part(
+            values,
+            self._feed.batch(step, chosen),
+            *(_taken(tree, rows) for tree in (self._buffers, self._mine, self._own, self._eval)),
+        )
+        grads, losses, new = self._gradient.of(part)
+        self._losses[rows] += losses * self._members[chosen[0]].plan.size(step)
         for n, b in new.items():
             self._buffers[n][rows] = b
-        if not acting:
-            zero = {n: torch.zeros_like(values[n]) for n in view.start if grads[n] is None}
-            return {**grads, **zero}
-        with torch.no_grad():
-            params = {n: p.detach() for n, p in values.items()}
-            given = {n: _or_zero(grads[n], params[n]) for n in view.start}
-
-            def corrected(
-                g: Arrays, v: Arrays, b: Arrays, mine: dict[str, Any], own: Arrays, teacher: Arrays,
-                extra: Arrays, layers: Arrays,
-            ) -> Arrays:  # fmt: skip
-                inputs, targets = batch.rebuilt(mine["batch"])
-                private = {n: v[n] for n in v if n not in view.start}
-                ctx = view.at(mine, teacher, inputs, targets, None, extra, layers)
-                again = partial(
-                    view.gradient_at, mine, teacher, inputs, targets, b, {**own, **private}, before
-                )
-                ctx = replace(ctx, gradient_at=again)
-                return term.correct(g, {n: v[n] for n in view.start}, ctx)
-
-            args = (given, params, buffers, mine, own, teacher, extra, layers)
-            return {**grads, **_vmapped(corrected)(*args)}
+        return grads
 
     def _clip(self) -> None:
         """Scale each member's gradients down to the config's norm: see :func:`.optimizer.clip`."""
@@ -382,7 +339,7 @@ class Stack:
             return sent, upload, kept
 
         with torch.no_grad():
-            sent, upload, kept = _vmapped(end)(delta, self._mine)
+            sent, upload, kept = vmapped(end)(delta, self._mine)
         k = len(self._members)
         return sent if changed else delta, _unstacked(upload, k), _unstacked(kept, k)
 
@@ -436,17 +393,9 @@ class Stack:
             entries[n].copy_(v)
 
 
-def _vmapped(one: Callable[..., Any]) -> Callable[..., Any]:
-    return vmap(one, randomness="different")
-
-
 def _one_each(key: str, value: Any, p: Tensor) -> bool:
     """Whether an entry of an optimiser's state has a number for each of the parameter."""
     return isinstance(value, Tensor) and key != "step" and value.shape == p.shape
-
-
-def _or_zero(g: Tensor | None, p: Tensor) -> Tensor:
-    return torch.zeros_like(p) if g is None else g
 
 
 def _taken(tree: Any, rows: slice | Tensor) -> Any:

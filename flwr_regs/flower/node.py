@@ -50,7 +50,7 @@ def node_mod(message: Message, context: Context, call_next: ClientAppCallable) -
     content = message.content
     config = _config(content)
     try:
-        _check_incoming(config, context)
+        check_incoming(config, context)
     except ValueError as error:
         return failure(message, error)
     state = NodeState(context, config)
@@ -87,7 +87,7 @@ def node_mod(message: Message, context: Context, call_next: ClientAppCallable) -
     return Message(RecordDict({keys.CONFIG: out_of_sync}), reply_to=message)
 
 
-def _check_incoming(config: Mapping[str, Any], context: Context) -> None:
+def check_incoming(config: Mapping[str, Any], context: Context) -> None:
     """Raise ProtocolError for a config that would reach another client's state, or replace this one's."""
     ours = keys.METHOD_KEY in config  # another strategy's keys are the client's business
     own = [k for k in config if k.endswith(".client") and not k.startswith("user.")]

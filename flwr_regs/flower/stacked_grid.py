@@ -18,7 +18,8 @@ from flwr_regs.client.plan import CannotStack
 from flwr_regs.flower.app import NumPyClientApp, client_app
 from flwr_regs.flower.grid import InProcessGrid, numbered
 from flwr_regs.flower.mods import ContextMod
-from flwr_regs.flower.stacked_clients import Candidate, Cohort, Group
+from flwr_regs.flower.stacked_clients import Cohort
+from flwr_regs.flower.stacked_group import Candidate, Group
 from flwr_regs.wire.errors import described
 
 ALONE = "no other client of the cohort is like it"

@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 def to_record(arrays: Mapping[str, Any]) -> ArrayRecord:
     """Return an ArrayRecord under the same names; numpy scalars become 0-d arrays."""
-    return ArrayRecord({k: _to_array(np.asarray(a)) for k, a in arrays.items()})
+    return ArrayRecord({k: to_array(np.asarray(a)) for k, a in arrays.items()})
 
 
-def _to_array(array: np.ndarray) -> Array:
+def to_array(array: np.ndarray) -> Array:
     """Return Flower's Array; one that is a view of its ``.npy``, as what arrives is, is not copied."""
     if array.dtype.kind not in "biuf":
         return Array(array)

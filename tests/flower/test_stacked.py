@@ -18,6 +18,7 @@ import flwr_regs as fr
 from flwr_regs.client.batches import Pairs
 from flwr_regs.client.plan import draw
 from flwr_regs.client.replay import Replay
+from flwr_regs.client.stack_gradient import Gradient
 from flwr_regs.flower.stacked_grid import Pace
 from flwr_regs.testing import problem
 from tests.laws import CASES
@@ -504,6 +505,87 @@ def test_a_finish_that_needs_the_data_may_change_the_update() -> None:
         strategy=lambda: fr.RegStrategy([Halved()], seed=3, fraction_evaluate=0.0),
     )
     assert not grid.fallbacks
+
+
+@dataclass(frozen=True)
+class Odd(fr.Term):
+    """Reads, in an elementwise correction, what differs between clients."""
+
+    name: ClassVar[str] = "odd"
+    elementwise: ClassVar[bool] = True
+    reads: str = ""
+
+    def correct(self, grads: Any, params: Any, ctx: Any) -> Any:
+        """Return the gradients, plus some of what is read."""
+        if self.reads == "nothing":
+            return {n: torch.ones_like(ctx.start[n]) for n in grads}
+        value = getattr(ctx, self.reads)
+        more = value.float().mean() if self.reads == "output" else value
+        return {n: g + 0.01 * more for n, g in grads.items()}
+
+
+def at_once(monkeypatch: Any) -> list[bool]:
+    """Note, step by step, whether all members' gradients are corrected without vmap."""
+    noted: list[bool] = []
+    plain = Gradient._at_once
+
+    def noting(self: Gradient, *args: Any) -> Any:
+        noted.append(False)
+        found = plain(self, *args)
+        noted[-1] = True
+        return found
+
+    monkeypatch.setattr(Gradient, "_at_once", noting)
+    return noted
+
+
+ELEMENTWISE = {
+    "FedFOR": (fr.FedFOR, fr.FedFORClient, {"alpha": 0.1}),
+    "FedADC": (fr.FedADC, fr.FedADCClient, {}),
+    "FedCM": (fr.FedCM, fr.FedCMClient, {"alpha": 0.3}),
+    "SCAFFOLD": (fr.SCAFFOLD, fr.SCAFFOLDClient, {}),
+    "SCAFFOLD-server": (fr.SCAFFOLD, fr.SCAFFOLDClient, {"state": "server"}),
+    "FedDyn": (fr.FedDyn, fr.FedDynClient, {"alpha": 0.2}),
+    "FedProx": (fr.FedProx, fr.FedProxClient, {"mu": 0.3}),
+}
+
+
+@pytest.mark.parametrize("steps", ["equal", "unequal"])
+@pytest.mark.parametrize("method", ELEMENTWISE)
+def test_elementwise_corrections_go_without_vmap(method: str, steps: str, monkeypatch: Any) -> None:
+    strategy, client, settings = ELEMENTWISE[method]
+    noted = at_once(monkeypatch)
+    grid = compare(
+        lambda: strategy(seed=3, fraction_evaluate=0.0, **settings),
+        app_of(client),
+        len(SIZES),
+        perceptron,
+        config={"lr": 0.1, **({"local-steps": 5} if steps == "equal" else {"local-epochs": 2})},
+        rounds=2,
+    )
+    assert not grid.fallbacks
+    divides = steps == "unequal" and method in ("FedADC", "FedCM")  # by the client's own number
+    assert all(noted) != divides
+
+
+@pytest.mark.parametrize("reads", ["output", "client_id", "num_steps", "nothing"])
+def test_what_an_elementwise_term_may_read(reads: str, monkeypatch: Any) -> None:
+    noted = at_once(monkeypatch)
+    grid = run(
+        app_of(fr.RegClient, terms=[Odd]),
+        strategy=lambda: fr.RegStrategy([Odd(reads)], seed=3, fraction_evaluate=0.0),
+    )
+    assert not grid.fallbacks
+    assert set(noted) == {reads == "nothing"}
+
+
+def test_ignored_targets_count_as_by_themselves() -> None:
+    def loader(k: int, shuffle: bool = True) -> DataLoader[Any]:
+        inputs, targets = data_of(k).dataset.tensors  # type: ignore[attr-defined]
+        targets = torch.where(torch.arange(len(targets)) % 20 == 0, -100, targets)
+        return DataLoader(TensorDataset(inputs, targets), 8, shuffle)
+
+    assert not run(app_of(fr.FedAvgClient, loader=loader)).fallbacks
 
 
 @pytest.mark.parametrize("faster", ["in stacks", "one by one"])
