@@ -349,7 +349,7 @@ def test_one_press_of_ctrl_c_ends_all_at_once_and_loses_nothing(
         )
     try:
         found: list[records.Run | None] = []
-        for _ in range(600):
+        for _ in range(1500):
             found = [records.read(p) for p in (tmp_path / "here/runs").glob("*.jsonl")]
             if sum(len(r.accuracy) for r in found if r) >= 4 or process.poll() is not None:
                 break

@@ -210,7 +210,7 @@ def workers_of(group: int) -> list[int]:
     return found
 
 
-def until(there: Callable[[], bool], seconds: float = 60) -> bool:
+def until(there: Callable[[], bool], seconds: float = 150) -> bool:
     end = time.monotonic() + seconds
     while not there() and time.monotonic() < end:
         time.sleep(0.1)
