@@ -23,14 +23,13 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
 
 import flwr_regs as fr
-from benchmarks.common import NOT_FINITE, table
+from benchmarks.common import NOT_FINITE, filled, table
 from flwr_regs.experiments import data, models
 from flwr_regs.experiments.partitions import partition
 
 ROOT = Path(__file__).parents[1]
 OUT = ROOT / "docs" / "studies" / "attacks.jsonl"
 PAGE = ROOT / "docs" / "robustness.md"
-MARK = r"(<!-- attacks: {} -->\n).*?(?=<!-- end -->)"
 CLIENTS, HOSTILE, ROUNDS, SEEDS = 10, 2, 10, (1, 2, 3)
 TRAIN = {"lr": 0.2, "local-steps": 8}
 BATCH, DIRICHLET = 16, 1.0
@@ -252,13 +251,6 @@ def tables(found: Mapping[Key, dict[str, Any]]) -> dict[str, str]:
     }
 
 
-def written(page: str, found: Mapping[Key, dict[str, Any]]) -> str:
-    """Return the page with the tables of these results."""
-    for name, text in tables(found).items():
-        page = re.sub(MARK.format(name), lambda m, t=text: f"{m[1]}{t}\n", page, flags=re.S)
-    return page
-
-
 def main() -> None:
     """Run a command."""
     arguments = argparse.ArgumentParser(description=__doc__)
@@ -266,7 +258,7 @@ def main() -> None:
     if arguments.parse_args().command == "measure":
         measure()
     else:
-        PAGE.write_text(written(PAGE.read_text(), read()))
+        PAGE.write_text(filled(PAGE.read_text(), "attacks", tables(read())))
 
 
 if __name__ == "__main__":

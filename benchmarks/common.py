@@ -344,6 +344,20 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join([lines[0], "|" + "---|" * len(head), *lines[1:]])
 
 
+def filled(page: str, mark: str, tables: Mapping[str, str]) -> str:
+    """Return a page with these tables between their marks, ``<!-- mark: name -->`` and ``<!-- end -->``.
+
+    Raises LookupError if a table has not one place.
+    """
+    for name, made in tables.items():
+        parts = re.split(rf"(<!-- {mark}: {name} -->\n).*?(?=<!-- end -->)", page, flags=re.S)
+        if len(parts) != 3:
+            places = len(parts) // 2
+            raise LookupError(f"the page has {places} places for the table {name!r}, not one")
+        page = f"{parts[0]}{parts[1]}{made}\n{parts[2]}"
+    return page
+
+
 def _key_of(line: Mapping[str, Any]) -> str:
     outcome = ("accuracy", "diverged", "refused", "seconds")
     return json.dumps({k: v for k, v in line.items() if k not in outcome}, sort_keys=True)

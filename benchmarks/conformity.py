@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from typing import Any
 import numpy as np
 from scipy.stats import t as student
 
-from benchmarks.common import figure, table
+from benchmarks.common import figure, filled, table
 from flwr_regs.conformity.behaviours import BEHAVIOURS
 from flwr_regs.conformity.loops import Task, rounds
 from flwr_regs.conformity.model import accuracy, initial
@@ -32,7 +31,6 @@ OUT = ROOT / "docs" / "studies" / "conformity.jsonl"
 LIBRARIES = ROOT / "docs" / "studies" / "conformity-libraries.json"
 PAGE = ROOT / "docs" / "conformity.md"
 PICTURE = ROOT / "docs" / "img" / "studies" / "conformity.png"
-MARK = r"(<!-- conformity: {} -->\n).*?(?=<!-- end -->)"
 CLIENTS, COHORT, ROUNDS, LAST, SEEDS = 20, 4, 40, 5, tuple(range(1, 6))
 EPOCHS, BATCH, DIRICHLET, HIDDEN = 2, 16, 0.1, 32
 MU, MOMENTUM = 0.1, 0.9
@@ -220,17 +218,6 @@ def interval(mean: float, half: float) -> str:
     return f"{mean:+.1f} ± {half:.1f}".replace("-", "−")
 
 
-def written(page: str, found: Mapping[tuple[str, int], float | None]) -> str:
-    """Return the page with its tables as the results say."""
-    for name, text in tables(found).items():
-        page, count = re.subn(
-            MARK.format(name), lambda m, t=text: m[1] + t + "\n", page, flags=re.S
-        )  # type: ignore[misc]
-        if count != 1:
-            raise LookupError(f"{PAGE.name} has {count} places for the table {name!r}, not one")
-    return page
-
-
 def draw(found: Mapping[tuple[str, int], float | None], path: Path) -> None:
     """Draw the differences, with their intervals, below each group's name."""
     made = figure(8.4, 7.2)
@@ -269,7 +256,7 @@ def main() -> None:
         measure()
         return
     found = read()
-    PAGE.write_text(written(PAGE.read_text(), found))
+    PAGE.write_text(filled(PAGE.read_text(), "conformity", tables(found)))
     draw(found, PICTURE)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import pytest
 import torch
 
 import flwr_regs as fr
+from benchmarks.common import filled
 from benchmarks.speed import __main__ as command
 from benchmarks.speed import aggregation, clients, jobs, peers, report, step, targets
 from benchmarks.speed.timing import QUICK, interleaved, ratios, spread
@@ -99,10 +99,13 @@ def test_a_part_is_kept_when_it_is_done_and_one_that_fails_does_not_stop_the_oth
 
 def test_the_page_holds_what_the_results_say() -> None:
     found, page = json.loads(report.OUT.read_text()), report.PAGE.read_text()
-    assert report.written(page, found) == page, "run `python -m benchmarks.speed report`"
+    assert filled(page, "speed", report.tables(found)) == page, (
+        "run `python -m benchmarks.speed report`"
+    )
     assert report.PICTURE.exists()
+    twice = page + "<!-- speed: step -->\n<!-- end -->"
     with pytest.raises(LookupError, match="has 2 places for the table 'step'"):
-        report.written(page + "<!-- speed: step -->\n<!-- end -->", found)
+        filled(twice, "speed", report.tables(found))
 
 
 def test_the_page_says_how_large_the_jobs_are() -> None:
@@ -165,21 +168,39 @@ def test_sides_take_turns_in_changing_order() -> None:
 
 
 def test_a_target_reads_its_figure() -> None:
-    rows = [
-        {"side": "FedAvg", "grid": "StackedGrid", "threads": 1, "per-second": {"median": 1900.0}}
+    def client(side: str, grid: str, ratio: float) -> dict[str, Any]:
+        each = {"per-second": {"median": 1 / ratio}, "ratio": {"median": ratio}}
+        return {"side": side, "grid": grid, "threads": 1, **each}
+
+    now = [client("FedAvg", "StackedGrid", 0.25), client("bare torch.func.vmap", "", 0.125)]
+    peers_ = [
+        {"side": side, "per-second": {"median": n}}
+        for side, n in (("FedAvg, StackedGrid", 900.0), ("FedJAX 0.0.17", 600.0))
     ]
-    first = targets.TARGETS[0]
-    value = first.value(rows)
-    assert value == 1900.0
-    assert first.met(value)
-    assert first.value([]) is None
     size = [
         {"what": "population", "grid": "g", "size": n, "seconds": {"median": s}}
         for n, s in ((1000, 2.0), (100_000, 3.0))
     ]
-    assert targets.TARGETS[-1].value(size) == 1.5
-    assert not targets.TARGETS[-1].met(1.5)
-    assert all(a.says != b.says for a, b in pairwise(targets.TARGETS))
+    found = {
+        "before": {"clients": {"rows": [client("FedAvg", "InProcessGrid", 3.0)]}},
+        "now": {"clients": {"rows": now}, "peers": {"rows": peers_}, "growth": {"rows": size}},
+    }
+    values = {t.says: (t.value(found, "now"), t) for t in targets.TARGETS}
+    assert len(values) == len(targets.TARGETS)
+    for says, value, met in (
+        ("clients a second over FedJAX's, same run", 1.5, True),
+        (
+            "FedAvg, StackedGrid: clients a second over those of FedAvg one by one before",
+            12.0,
+            True,
+        ),
+        ("FedAvg, StackedGrid: clients a second over the bare vmap's", 0.5, True),
+        ("a round of 1,000 of 100,000 clients", 1.5, False),
+    ):
+        ((got, target),) = (v for name, v in values.items() if says in name)
+        assert got == pytest.approx(value)
+        assert target.met(got) is met
+    assert values["overhead of a client call, ms"][0] is None
 
 
 def test_a_gpus_share_is_the_memory_with_a_margin_rounded_up() -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.common import filled
 from benchmarks.speed import report
 from benchmarks.speed.timing import QUICK, Effort, Row, machine, say
 
@@ -81,7 +82,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if given.print:
             print("\n\n".join(report.tables(found).values()))
             return 0
-        report.PAGE.write_text(report.written(report.PAGE.read_text(), found))
+        page = report.PAGE.read_text()
+        report.PAGE.write_text(filled(page, "speed", report.tables(found)))
         report.draw(found, report.PICTURE)
         return 0
     if unknown := {*given.parts} - {*PARTS}:

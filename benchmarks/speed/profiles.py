@@ -1,9 +1,13 @@
-"""Where the time goes: the functions that take most of a round of the small job, by their own time."""
+"""Where the time goes: the files that take most of a round of the small job.
+
+A file's time is that of its own functions, and of the built-in ones (torch's, NumPy's) that they call.
+"""
 
 from __future__ import annotations
 
 import cProfile
 import pstats
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -13,12 +17,13 @@ import flwr_regs as fr
 from benchmarks.speed import aggregation, jobs
 from benchmarks.speed.timing import ROOT, Effort, Row, say, threads
 
-MOST = 8
-"""Functions that are shown of each profile."""
+MOST = 10
+"""Files that are shown of each profile."""
+BUILT_IN = "~"
 
 
 def measure(effort: Effort) -> list[Row]:
-    """Return a row for each of the functions that take most, of several rounds."""
+    """Return a row for each of the files that take most, of several rounds."""
     number = 4 if effort.quick else jobs.CLIENTS
     calls: dict[str, Callable[[], Any]] = {}
     for name, method in (
@@ -46,24 +51,28 @@ def _rows(what: str, call: Callable[[], Any]) -> list[Row]:
     profile = cProfile.Profile()
     profile.runcall(call)
     found: dict[Any, Any] = pstats.Stats(profile).stats  # type: ignore[attr-defined]
-    whole = sum(own for _, _, own, _, _ in found.values())
-    most = sorted(found.items(), key=lambda item: -item[1][2])[:MOST]
+    calls, seconds = Counter[str](), Counter[str]()
+    for (file, _, _), (_, count, own, _, callers) in found.items():
+        if file != BUILT_IN:
+            calls[_short(file)] += count
+            seconds[_short(file)] += own
+            continue
+        for (caller, _, _), (_, _, part, _) in callers.items():
+            seconds["torch" if caller == BUILT_IN else _short(caller)] += part
+    whole = sum(seconds.values())
     return [
         {
             "what": what,
-            "function": _name(*place),
-            "calls": calls,
+            "file": file,
+            "calls": calls[file],
             "share": float(f"{100 * own / whole:.3g}"),
         }
-        for place, (_, calls, own, _, _) in most
+        for file, own in seconds.most_common(MOST)
     ]
 
 
-def _name(file: str, _: int, function: str) -> str:
-    """Return a function's name with its file, without the folders of this machine."""
-    if file == "~":  # built in
-        return function.strip("<>")
+def _short(file: str) -> str:
+    """Return a file's name without the folders of this machine."""
     path = Path(file)
-    ours = path.is_relative_to(ROOT)
-    where = path.relative_to(ROOT) if ours else Path(*path.parts[-2:])
-    return f"{where.as_posix()}: {function}"
+    ours = path.is_relative_to(ROOT) and "site-packages" not in path.parts
+    return (path.relative_to(ROOT) if ours else Path(*path.parts[-3:])).as_posix()

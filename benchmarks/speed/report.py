@@ -2,28 +2,20 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.common import figure, table
-from benchmarks.speed.targets import TARGETS
+from benchmarks.speed.targets import TARGETS, Found, rows_of
 from benchmarks.speed.timing import ROOT, Row
 
 OUT = ROOT / "docs" / "studies" / "speed.json"
 PAGE = ROOT / "docs" / "performance.md"
 PICTURE = ROOT / "docs" / "img" / "performance.png"
-MARK = r"(<!-- speed: {} -->\n).*?(?=<!-- end -->)"
 TAGS = ("before", "now")
 """Results before issue 18's work on speed, and those of the present code."""
-Found = Mapping[str, Mapping[str, Any]]
 MISSING = "not measured"
-
-
-def rows_of(found: Found, tag: str, part: str) -> list[Row]:
-    """Return a part's rows; none if it was not measured."""
-    return list(found.get(tag, {}).get(part, {}).get("rows", []))
 
 
 def tables(found: Found) -> dict[str, str]:
@@ -121,26 +113,17 @@ def _codec(found: Found) -> str:
 
 
 def _profile(found: Found) -> str:
-    """Return the latest profile: the functions that take most, of each round."""
+    """Return the latest profile: the files that take most, of each round."""
     rows = rows_of(found, TAGS[1], "profile") or rows_of(found, TAGS[0], "profile")
-    lines = [
-        [
-            r["what"],
-            f"`{r['function']}`".replace("|", "\\|"),
-            f"{r['calls']:,}",
-            _number(r["share"]),
-        ]
-        for r in rows
-    ]
-    head = ["round", "function", "calls", "own time, %"]
-    return table(head, lines) if lines else f"*{MISSING}*"
+    lines = [[r["what"], f"`{r['file']}`", f"{r['calls']:,}", _number(r["share"])] for r in rows]
+    return table(["round", "file", "calls", "time, %"], lines) if lines else f"*{MISSING}*"
 
 
 def _targets(found: Found) -> str:
     """Return each target with what was measured, and whether it is met."""
     lines = []
     for target in TARGETS:
-        values = {tag: target.value(rows_of(found, tag, target.part)) for tag in TAGS}
+        values = {tag: target.value(found, tag) for tag in TAGS}
         shown = [MISSING if v is None else _number(v) for v in values.values()]
         now = values["now"]
         verdict = "" if now is None else "met" if target.met(now) else "missed"
@@ -174,17 +157,6 @@ def _parts(found: Found) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
     for tag in TAGS:
         for part, taken in found.get(tag, {}).items():
             yield tag, part, taken
-
-
-def written(page: str, found: Found) -> str:
-    """Return the page with its tables as the results say."""
-    for name, text in tables(found).items():
-        page, count = re.subn(
-            MARK.format(name), lambda m, t=text: m[1] + t + "\n", page, flags=re.S
-        )  # type: ignore[misc]
-        if count != 1:
-            raise LookupError(f"{PAGE.name} has {count} places for the table {name!r}, not one")
-    return page
 
 
 def draw(found: Found, path: Path) -> None:

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from benchmarks.speed.timing import Row
 
-Value = Callable[[Sequence[Row]], float | None]
+Where = Mapping[str, Any]
+Found = Mapping[str, Mapping[str, Any]]
+"""The results: tag (before, now) -> part -> its rows, and what they were measured on."""
+Value = Callable[[Found, str], float | None]
 LARGE, CNN = "MLP 784-2048-2048-10", "CNN of McMahan et al."
 
 
 @dataclass(frozen=True)
 class Target:
-    """A limit for a number; `least` says that it is a lower limit."""
+    """A limit for a number of the results of a tag; `least` says that it is a lower limit."""
 
     says: str
-    part: str
     limit: float
     value: Value
     least: bool = False
@@ -33,10 +34,17 @@ class Target:
         return value >= self.limit if self.least else value <= self.limit
 
 
-def _found(rows: Sequence[Row], where: Mapping[str, Any], *path: str) -> float | None:
+def rows_of(found: Found, tag: str, part: str) -> list[Row]:
+    """Return a part's rows; none if it was not measured."""
+    return list(found.get(tag, {}).get(part, {}).get("rows", []))
+
+
+def _found(found: Found, tag: str, part: str, where: Where, *path: str) -> float | None:
     """Return a number of the only row with these entries, or None without such a row."""
     chosen = [
-        r for r in rows if "skipped" not in r and all(r.get(k) == v for k, v in where.items())
+        r
+        for r in rows_of(found, tag, part)
+        if "skipped" not in r and all(r.get(k) == v for k, v in where.items())
     ]
     if not chosen:
         return None
@@ -46,93 +54,117 @@ def _found(rows: Sequence[Row], where: Mapping[str, Any], *path: str) -> float |
     return float(value)
 
 
-def _value(where: Mapping[str, Any], *path: str) -> Value:
-    return partial(_at, where, path)
+def _value(part: str, where: Where, *path: str) -> Value:
+    return lambda found, tag: _found(found, tag, part, where, *path)
 
 
-def _at(where: Mapping[str, Any], path: tuple[str, ...], rows: Sequence[Row]) -> float | None:
-    return _found(rows, where, *path)
+def _quotient(above: Value, below: Value) -> Value:
+    def value(found: Found, tag: str) -> float | None:
+        a, b = above(found, tag), below(found, tag)
+        return None if a is None or b is None else a / b
+
+    return value
 
 
 def _client(side: str, grid: str = "InProcessGrid") -> dict[str, Any]:
     return {"side": side, "grid": grid, "threads": 1}
 
 
-def _efl(rows: Sequence[Row]) -> float | None:
-    """EFL's seconds over FedAvg's, one by one."""
-    efl, plain = (_found(rows, _client(m), "seconds", "median") for m in ("EFL", "FedAvg"))
-    return None if efl is None or plain is None else efl / plain
+def _per_second(method: str, grid: str = "InProcessGrid") -> Value:
+    return _value("clients", _client(method, grid), "per-second", "median")
 
 
-def _population(rows: Sequence[Row]) -> float | None:
+def _over_bare_vmap(method: str) -> Value:
+    return _quotient(_per_second(method, "StackedGrid"), _per_second("bare torch.func.vmap", ""))
+
+
+def _over_before(method: str) -> Value:
+    """Clients a second over FedAvg's of before, each over the bare loop of its own run."""
+    now = _value("clients", _client(method, "StackedGrid"), "ratio", "median")
+    before = _value("clients", _client("FedAvg"), "ratio", "median")
+    return _quotient(lambda found, _: before(found, "before"), now)
+
+
+def _peer(side: str) -> Value:
+    return _value("peers", {"side": side}, "per-second", "median")
+
+
+def _population(found: Found, tag: str) -> float | None:
     """Seconds of a round of 1,000 drawn from 100,000, over those from 1,000."""
-    every = [r for r in rows if r.get("what") == "population"]
+    every = [r for r in rows_of(found, tag, "growth") if r.get("what") == "population"]
     grids = list(dict.fromkeys(r["grid"] for r in every))
-    found = []
+    each = []
     for grid in grids:
         mine = {r["size"]: r["seconds"]["median"] for r in every if r["grid"] == grid}
-        found.append(mine[max(mine)] / mine[min(mine)])
-    return max(found, default=None)
+        each.append(mine[max(mine)] / mine[min(mine)])
+    return max(each, default=None)
 
 
 def _step(model: str, method: str, limit: float) -> Target:
     where = {"model": model, "side": method, "what": "step", "threads": 1}
     says = f"local step of {method} on the {model.split(' of ')[0]}, over torch's"
-    return Target(says, "step", limit, _value(where, "ratio", "median"))
+    return Target(says, limit, _value("step", where, "ratio", "median"))
 
 
 def _aggregation(clients: int, side: str, limit: float, what: str) -> Target:
     where = {"clients": clients, "side": side}
     if what == "models":
         says = f"models of memory beyond the replies, {side}, {clients} clients"
-        return Target(says, "aggregation", limit, _value(where, "models"))
+        return Target(says, limit, _value("aggregation", where, "models"))
     says = f"aggregation of {clients} replies, {side}, over Flower's"
-    return Target(says, "aggregation", limit, _value(where, "ratio", "median"))
+    return Target(says, limit, _value("aggregation", where, "ratio", "median"))
 
 
+STACKED = ("FedAvg", "FedProx", "FedFOR", "FedADC", "SCAFFOLD")
 TARGETS = (
     Target(
-        "clients a second, FedAvg, StackedGrid",
-        "clients",
-        1842,
-        _value(_client("FedAvg", "StackedGrid"), "per-second", "median"),
+        "FedAvg, StackedGrid: clients a second over FedJAX's, same run",
+        1.0,
+        _quotient(_peer("FedAvg, StackedGrid"), _peer("FedJAX 0.0.17")),
         least=True,
     ),
     *(
         Target(
-            f"clients a second, {method}, StackedGrid",
-            "clients",
-            1560,
-            _value(_client(method, "StackedGrid"), "per-second", "median"),
+            f"{method}, StackedGrid: clients a second over those of FedAvg one by one before",
+            10.0,
+            _over_before(method),
             least=True,
         )
-        for method in ("FedProx", "FedFOR", "FedADC", "SCAFFOLD")
+        for method in STACKED
+    ),
+    *(
+        Target(
+            f"{method}, StackedGrid: clients a second over the bare vmap's",
+            0.44 if method == "FedAvg" else 0.37,
+            _over_bare_vmap(method),
+            least=True,
+        )
+        for method in STACKED
     ),
     Target(
         "FedAvg one by one, over the bare loop with the same loader",
-        "clients",
         1.5,
-        _value(_client("FedAvg"), "ratio", "median"),
+        _value("clients", _client("FedAvg"), "ratio", "median"),
     ),
     Target(
         "overhead of a client call, ms",
-        "clients",
         1.0,
-        _value(_client("FedAvg"), "overhead-ms", "median"),
+        _value("clients", _client("FedAvg"), "overhead-ms", "median"),
     ),
-    Target("EFL one by one, over FedAvg", "clients", 3.0, _efl),
+    Target(
+        "EFL one by one, over FedAvg", 3.0, _quotient(_per_second("FedAvg"), _per_second("EFL"))
+    ),
     _step(LARGE, "FedProx", 1.25),
     _step(LARGE, "FedFOR", 1.45),
     _step(LARGE, "FedADC", 1.35),
     *(_step(CNN, method, 1.05) for method in ("FedProx", "FedFOR", "FedADC")),
     Target(
         "two epochs of FedADC+ on the CNN, over torch's",
-        "step",
         1.5,
         _value(
+            "step",
             {"model": CNN, "side": "FedADCPlus", "what": "two epochs", "threads": 1},
-            "ratio",
-            "median",
+            *("ratio", "median"),
         ),
     ),
     _aggregation(10, "FedAvg", 1.0, "seconds"),
@@ -140,5 +172,5 @@ TARGETS = (
     _aggregation(10, "FedAvg", 1.1, "models"),
     _aggregation(20, "FedAvg", 1.1, "models"),
     _aggregation(10, "FedAvg, ternary code", 3.2, "models"),
-    Target("a round of 1,000 of 100,000 clients, over 1,000 of 1,000", "growth", 1.2, _population),
+    Target("a round of 1,000 of 100,000 clients, over 1,000 of 1,000", 1.2, _population),
 )
