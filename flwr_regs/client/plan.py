@@ -239,9 +239,7 @@ def _order_of(loader: DataLoader[Any]) -> _Order | None:
     return _Order(n, batches.batch_size, batches.drop_last, shuffle)
 
 
-def _drawn(
-    order: _Order, generator: torch.Generator, steps: int
-) -> tuple[Tensor, tuple[int, ...]]:
+def _drawn(order: _Order, generator: torch.Generator, steps: int) -> tuple[Tensor, tuple[int, ...]]:
     """Return the rows of the next steps, and the steps' sizes, drawn from `generator` as a loader draws."""
     full = order.examples - order.examples % order.size if order.drop_last else order.examples
     number = torch.empty((), dtype=torch.int64)

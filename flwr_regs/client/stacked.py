@@ -33,6 +33,10 @@ ELEMENTWISE = (
 """torch's optimisers that treat each number alone: for a stack of clients they do what they do for one."""
 
 
+Slots = Slot | list[Slot]
+"""The members' slots: one whose entries have a first axis over them, or a list where they are not alike."""
+
+
 @dataclass(frozen=True)
 class Member:
     """One client of a stack.
@@ -69,7 +73,7 @@ class StackedResult:
     state : Arrays
         Trained parameters and buffers at the end.
     delta, upload, client : Arrays, Slot, Slot
-        As in :class:`.result.LocalResult`; `upload` and `client` are by member.
+        As in :class:`.result.LocalResult`.
     losses : sequence of float
     examples : sequence of int
     output_layer : str or None
@@ -77,8 +81,8 @@ class StackedResult:
 
     state: Arrays
     delta: Arrays
-    upload: Sequence[Slot]
-    client: Sequence[Slot]
+    upload: Slots
+    client: Slots
     losses: Sequence[float]
     examples: Sequence[int]
     output_layer: str | None = None
@@ -302,8 +306,10 @@ class Stack:
 
     def _finish(self) -> StackedResult:
         """Run the terms' `finish`, and return what came of the round in the members' order."""
-        view, k, values = self._view, len(self._members), self._values
+        view, values = self._view, self._values
         delta = {n: values[n] - view.start[n] for n in view.start}
+        uploads: Slots
+        slots: Slots
         try:
             sent, uploads, slots = self._finish_together(delta)
         except (
@@ -313,23 +319,30 @@ class Stack:
         if sent is not delta:
             for n, start in view.start.items():
                 values[n].copy_(start + sent[n])
-        back = [0] * k
+        back = [0] * len(self._members)
         for row, member in enumerate(self._order):
             back[member] = row
         index = torch.tensor(back, device=self._shared.device)
-        state = {n: t[index].cpu() for n, t in {**values, **self._buffers, **self._own}.items()}
+
+        def in_order(tree: Any) -> Any:
+            if isinstance(tree, list):
+                return [to_device(tree[row], "cpu") for row in back]
+            if back == sorted(back):
+                return to_device(tree, "cpu")
+            return mapped(tree, lambda t: t[index].cpu())
+
         losses = (self._losses.double().cpu() / torch.tensor(self._examples)).tolist()
         return StackedResult(
-            state,
-            {n: d[index].cpu() for n, d in sent.items()},
-            [to_device(uploads[row], "cpu") for row in back],
-            [to_device(slots[row], "cpu") for row in back],
+            in_order({**values, **self._buffers, **self._own}),
+            in_order(sent),
+            in_order(uploads),
+            in_order(slots),
             [losses[row] for row in back],
             [self._examples[row] for row in back],
             None if view.tap is None else view.tap.layer,
         )
 
-    def _finish_together(self, delta: Arrays) -> tuple[Arrays, list[Slot], list[Slot]]:
+    def _finish_together(self, delta: Arrays) -> tuple[Arrays, Slot, Slot]:
         view, term, changed = self._view, self._shared.term, False
 
         def end(delta: Arrays, mine: dict[str, Any]) -> Any:
@@ -340,8 +353,7 @@ class Stack:
 
         with torch.no_grad():
             sent, upload, kept = vmapped(end)(delta, self._mine)
-        k = len(self._members)
-        return sent if changed else delta, _unstacked(upload, k), _unstacked(kept, k)
+        return sent if changed else delta, upload, kept
 
     def _finish_each(self, delta: Arrays) -> tuple[Arrays, list[Slot], list[Slot]]:
         """Run the terms' `finish` client by client, with the functions over each client's data."""
@@ -409,13 +421,3 @@ def _stacked(slots: Sequence[Slot], device: torch.device) -> Slot:
         t: {key: torch.stack([s[t][key] for s in slots]).to(device) for key in own}
         for t, own in slots[0].items()
     }
-
-
-def _unstacked(slots: Slot, k: int) -> list[Slot]:
-    """Return the slot of each member."""
-    rows: list[Slot] = [{t: {} for t in slots} for _ in range(k)]
-    for t, own in slots.items():
-        for key, stacked in own.items():
-            for row, value in zip(rows, stacked.unbind(0), strict=True):
-                row[t][key] = value
-    return rows

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 import torch
-from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from torch import Tensor, nn
 
-from flwr_regs.abilities import TakesBack
+from flwr_regs.abilities import TakesBack, Withholds
 from flwr_regs.chain import Chain
 from flwr_regs.client import state
 from flwr_regs.client.alike import build_of
@@ -32,6 +33,7 @@ from flwr_regs.client.state import ClientState, to_numpy
 from flwr_regs.client.training import trained_parameters
 from flwr_regs.flower.client import RegClient
 from flwr_regs.flower.node import AT_ONCE, NodeState
+from flwr_regs.flower.stacked_records import Writer, filled, written
 from flwr_regs.term import Slot
 from flwr_regs.wire import keys
 from flwr_regs.wire.arrays import NDArrays, in_code_order, mask
@@ -50,6 +52,21 @@ class Recipe:
     config: Mapping[str, Any]
     method: str
     term: Chain
+
+    @cached_property
+    def needs(self) -> frozenset[str]:
+        """What the terms read in every step."""
+        return frozenset(need for t in self.term.terms for need in t.needs)
+
+    @cached_property
+    def withholds(self) -> bool:
+        """Whether clients have private entries."""
+        return any(isinstance(t, Withholds) for t in self.term.terms)
+
+    @cached_property
+    def takes_back(self) -> bool:
+        """Whether clients keep the update that they sent."""
+        return any(isinstance(t, TakesBack) for t in self.term.terms)
 
     def steps(self, data: Pairs) -> int:
         """Return E."""
@@ -121,7 +138,8 @@ class Group:
             self.texts |= said(still)
         if tied:
             self.texts[keys.TIED_KEY] = json.dumps(tied)
-        self._tied, self._buffers, self._private = tied_names(model, ()), buffers, private
+        self._tied, self.private = tied_names(model, ()), private
+        self.own_buffers = {n for n in buffers if n not in self._tied}
         entries = model.state_dict()
         self._one: int = sum(entries[n].nbytes for n in shared) * COPIES
         self._drawn = 0  # bytes of batches
@@ -211,42 +229,49 @@ class Replies:
     def __init__(self, group: Group, result: StackedResult) -> None:
         self._group, self._result = group, result
         self._last: dict[str, tuple[Any, Mapping[str, Any]]] = {}
-        self._term = group.recipe.term
-        given = group.arrays
-        first = group._tied
-        held = group.shared.start
-        self._all = {}
+        self._term, self._writer = group.recipe.term, Writer()
+        given, first, held = group.arrays, group._tied, group.shared.start
+        self._coder = self._term.coder("finish")
+        coded = self._coder is not None
+        self._new: dict[
+            str, Sequence[Any]
+        ] = {}  # by client; as arrays, if only those travel that changed
+        members = len(group.candidates)
         for n, a in given.items():
             name = first.get(n, n)
+            if coded and n not in group.own_buffers:
+                continue
             if name in result.state:
-                self._all[n] = np.ascontiguousarray(_numpy(result.state[name], a.dtype))
+                stacked: Any = _numpy(result.state[name], a.dtype)
+                self._new[n] = stacked if coded else written(stacked)
             else:
-                self._all[n] = _numpy(held[n].cpu(), a.dtype)[None]
+                still = _numpy(held[n].cpu(), a.dtype)
+                self._new[n] = [still if coded else to_array(still)] * members
         texts = dict(group.texts)
         if result.output_layer is not None:
             texts[keys.LAYER_KEY] = result.output_layer
         self._texts = texts
         names, _ = read_said(texts)
         self.record = ArrayRecord({n: a for n, a in group.record.items() if n not in names})
-        self._coder = self._term.coder("finish")
-        sends = any(isinstance(t, TakesBack) for t in self._term.terms) or self._coder is not None
+        sends = group.recipe.takes_back or coded
         self._sent = {n: _numpy(d, given[n].dtype) for n, d in result.delta.items() if sends}
+        self._upload = self._writer.slots(result.upload, members)
+        self._client = self._writer.slots(result.client, members)
+        private = {keys.PRIVATE_KEY: {n: result.state[n] for n in group.private}}
+        self._private = self._writer.slots(private, members)
 
     def content(self, k: int, c: Candidate) -> tuple[RecordDict, dict[str, ArrayRecord]]:
         """Return a client's reply, and the records that its node keeps."""
-        group, result = self._group, self._result
+        result = self._result
         sent = {n: d[k] for n, d in self._sent.items()}
         texts, code = dict(self._texts), None
-        new = {n: a[k if len(a) > 1 else 0] for n, a in self._all.items()}
         if self._coder is not None:
             code = texts[keys.UPDATE_KEY] = self._coder.encode(in_code_order(sent, sent))
-            own = [n for n in group._buffers if n not in group._tied]
-            new = {n: new[n] for n in own if not np.array_equal(new[n], group.arrays[n])}
         entries = state.entries(
-            self._term, c.kept, result.client[k], sent=sent, code=code, form=record_of
+            self._term, c.kept, self._client[k], sent=sent, code=code, form=self._writer.record
         )
-        if private := {n: to_numpy(result.state[n][k]) for n in group._private}:
-            entries[keys.PRIVATE_KEY] = record_of(private)
+        if (private := self._private[k].get(keys.PRIVATE_KEY)) is not None:
+            entries[keys.PRIVATE_KEY] = self._writer.record(private)
             if c.fresh:
                 texts[keys.FRESH_KEY] = True
         if c.lost:
@@ -255,12 +280,9 @@ class Replies:
         texts |= {n: v for n, v in entries.items() if n not in kept}
         if c.node.ahead and any(name.endswith(AT_ONCE) for name in c.slots):
             texts[keys.AHEAD_KEY] = True
-        records: dict[str, Any] = {
-            f"{t}.upload": record_of({n: to_numpy(a) for n, a in slot.items()})
-            for t, slot in result.upload[k].items()
-            if slot
-        }
-        records[keys.ARRAYS] = record_of(new)
+        uploads = self._upload[k].items()
+        records: dict[str, Any] = {f"{t}.upload": self._writer.record(own) for t, own in uploads}
+        records[keys.ARRAYS] = filled(self._arrays(k))
         numbers = {
             "train-loss": result.losses[k],
             "local-steps": len(c.member.plan),
@@ -271,6 +293,14 @@ class Replies:
         records[keys.METRICS] = self._like("numbers", MetricRecord, numbers)
         records[keys.CONFIG] = self._like("texts", ConfigRecord, texts)
         return RecordDict(records), kept
+
+    def _arrays(self, k: int) -> dict[str, Array]:
+        """Return a client's model; beside a coded update, only buffers that changed."""
+        mine = {n: each[k] for n, each in self._new.items()}
+        if self._coder is None:
+            return mine
+        given = self._group.arrays
+        return {n: to_array(a) for n, a in mine.items() if not np.array_equal(a, given[n])}
 
     def _like(self, name: str, kind: Callable[..., Any], values: Mapping[str, Any]) -> Any:
         """Return a record of these values: a copy of the last client's, which Flower has checked."""
@@ -284,14 +314,6 @@ class Replies:
                     record[key] = value
         self._last[name] = record, values
         return record
-
-
-def record_of(arrays: Mapping[str, np.ndarray]) -> ArrayRecord:
-    """Return an ArrayRecord, as :func:`.records.to_record`."""
-    record = ArrayRecord()
-    for n, a in arrays.items():  # given all at once, each would be made twice
-        record[n] = to_array(a)
-    return record
 
 
 def _numpy(tensor: Tensor, dtype: np.dtype[Any]) -> np.ndarray:
