@@ -197,9 +197,8 @@ class Stack:
         named = dict(shared.model.named_parameters())
         of_one = {n: named[n] for n in shared.trained}
         made = shared.make(list(of_one.values()), lr=shared.lr)
-        kind = type(made)
-        if kind.__module__.partition(".")[0] != "torch" or kind.__name__ not in ELEMENTWISE:
-            raise CannotStack(f"{kind.__name__} is not known to treat each number alone")
+        if not is_elementwise(made):
+            raise CannotStack(f"{type(made).__name__} is not known to treat each number alone")
         leaves = {n: nn.Parameter(v) for n, v in self._values.items()}
         place = {id(p): leaves[n] for n, p in of_one.items()}
         for group in made.param_groups:
@@ -403,6 +402,12 @@ class Stack:
         }
         for n, v in {n: v for of in values for n, v in of.items()}.items():
             entries[n].copy_(v)
+
+
+def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimiser is known to do for a stack of clients what it does for one."""
+    kind = type(optimizer)
+    return kind.__module__.partition(".")[0] == "torch" and kind.__name__ in ELEMENTWISE
 
 
 def _one_each(key: str, value: Any, p: Tensor) -> bool:

@@ -20,6 +20,7 @@ from flwr_regs.client.plan import draw
 from flwr_regs.client.replay import Replay
 from flwr_regs.client.stack_gradient import Gradient
 from flwr_regs.flower.stacked_grid import Pace
+from flwr_regs.methods.properties import properties
 from flwr_regs.testing import problem
 from tests.laws import CASES
 from tests.sampling import sampled
@@ -158,7 +159,7 @@ LENGTHS = ({"local-epochs": 2}, {"local-steps": 7})
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_every_method_gives_the_same(case: Any) -> None:
-    """In float64, on lists of batches, with unequal clients; nobody falls back but for a reason."""
+    """In float64, on lists of batches, with unequal clients; who falls back is what the registry says."""
     data = problem.make_clients()
     grid = compare(
         lambda: case.build(seed=3, fraction_evaluate=0.0),
@@ -169,6 +170,7 @@ def test_every_method_gives_the_same(case: Any) -> None:
     )
     coded = any(getattr(t, "density_down", None) for t in case.terms)
     assert set(grid.fallbacks) == ({"the downlink is coded"} if coded else set())
+    assert properties(case.build(seed=3)).stacks == (not grid.fallbacks)
 
 
 OPTIONS = {
