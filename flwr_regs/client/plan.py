@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import Any
 
@@ -85,6 +85,20 @@ class Plan:
     def size(self, step: int) -> int:
         """Return the number of examples of a step."""
         return batch_size(self.batches[step][1]) if self.rows is None else self.sizes[step]
+
+    def one_pass(self) -> Plan:
+        """Return the batches of one pass over the data, as it yields them behind the round's steps."""
+        loader: Any = self.data.source
+        if self.rows is None:
+            with torch.random.fork_rng(devices=[]):
+                torch.set_rng_state(self.after)
+                return replace(self, batches=tuple(self.data))
+        order = _order_of(loader)
+        assert order is not None
+        generator = torch.Generator()
+        generator.set_state(self.after)
+        rows, sizes = _drawn(order, generator, len(loader))
+        return replace(self, rows=rows, sizes=sizes)
 
     @property
     def trained(self) -> int:

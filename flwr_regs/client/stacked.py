@@ -22,6 +22,7 @@ from flwr_regs.client.features import FeatureTap, OutputTap, evaluating
 from flwr_regs.client.measures import Measures
 from flwr_regs.client.optimizer import momentum_of
 from flwr_regs.client.plan import CannotStack, Feed, Plan, Planned
+from flwr_regs.client.stack_data import over_data
 from flwr_regs.client.stack_gradient import Gradient, Part, vmapped
 from flwr_regs.client.stack_view import Shared, View, joined
 from flwr_regs.term import Arrays, ClientContext, Slot
@@ -309,12 +310,14 @@ class Stack:
         delta = {n: values[n] - view.start[n] for n in view.start}
         uploads: Slots
         slots: Slots
-        try:
-            sent, uploads, slots = self._finish_together(delta)
-        except (
-            Exception
-        ):  # a hook that needs the data, or that vmap does not run; or an error of its own
-            sent, uploads, slots = self._finish_each(delta)
+        # most hooks need no data; some fail under vmap, or have an error of their own
+        for way in (self._finish_together, self._finish_over_data, self._finish_each):
+            try:
+                sent, uploads, slots = way(delta)
+                break
+            except Exception:
+                if way == self._finish_each:
+                    raise
         if sent is not delta:
             for n, start in view.start.items():
                 values[n].copy_(start + sent[n])
@@ -352,6 +355,23 @@ class Stack:
 
         with torch.no_grad():
             sent, upload, kept = vmapped(end)(delta, self._mine)
+        return sent if changed else delta, upload, kept
+
+    def _finish_over_data(self, delta: Arrays) -> tuple[Arrays, Slot, Slot]:
+        """Run the terms' `finish` under vmap, with the functions over the members' data."""
+        view, term, changed = self._view, self._shared.term, False
+
+        def end(delta: Arrays, mine: dict[str, Any], functions: dict[str, Any]) -> Any:
+            nonlocal changed
+            sent, upload, kept = term.finish(delta, view.context(mine, **functions))
+            changed = sent is not delta
+            return sent, upload, kept
+
+        plans = [m.plan for m in self._members]
+        own = {**self._values, **self._buffers, **self._own}
+        with torch.no_grad():
+            given = delta, self._mine
+            sent, upload, kept = over_data(view, plans, own, self._eval, given, end)
         return sent if changed else delta, upload, kept
 
     def _finish_each(self, delta: Arrays) -> tuple[Arrays, list[Slot], list[Slot]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from flwr_regs.client.batches import Pairs
 from flwr_regs.client.plan import draw
 from flwr_regs.client.replay import Replay
 from flwr_regs.client.stack_gradient import Gradient
+from flwr_regs.client.stacked import Stack
 from flwr_regs.flower.stacked_grid import Pace
 from flwr_regs.methods.properties import properties
 from flwr_regs.testing import problem
@@ -505,6 +507,46 @@ def test_a_finish_that_needs_the_data_may_change_the_update() -> None:
     grid = run(
         app_of(fr.RegClient, terms=[Halved]),
         strategy=lambda: fr.RegStrategy([Halved()], seed=3, fraction_evaluate=0.0),
+    )
+    assert not grid.fallbacks
+
+
+OVER_DATA = {
+    "mean_features": (fr.RFedAvg, fr.RFedAvgClient, {"lam": 0.3}),
+    "some features": (fr.RFedAvg, fr.RFedAvgClient, {"lam": 0.3, "delta_batches": 2}),
+    "fisher": (fr.FedCurv, fr.FedCurvClient, {"lam": 0.5}),
+    "some fisher": (fr.EFL, fr.EFLClient, {"lam": 0.5, "density_up": 0.3, "fisher_samples": 11}),
+    "mean_loss": (fr.QFedAvg, fr.QFedAvgClient, {"q": 1.0}),
+    "mean_gradient": (fr.MimeLite, fr.MimeLiteClient, {}),
+    "at the start": (fr.SCAFFOLD, fr.SCAFFOLDClient, {"option": 1}),
+}
+
+
+@pytest.mark.parametrize("loads", ["indexed", "listed"])
+@pytest.mark.parametrize("norm", [(), (nn.BatchNorm1d(8),)], ids=["plain", "norm"])
+@pytest.mark.parametrize("method", OVER_DATA)
+def test_clients_with_data_of_one_size_finish_together(
+    method: str, norm: Any, loads: str, monkeypatch: Any
+) -> None:
+    """Some have 20 examples, others 23; what a hook asks of all the data is computed for all at once."""
+    monkeypatch.setattr(Stack, "_finish_each", None)  # a stack that needs it fails
+    strategy, client, settings = OVER_DATA[method]
+
+    def loader(k: int, shuffle: bool = True) -> Any:
+        g, n = torch.Generator().manual_seed(k), (20, 23)[k % 2]
+        data = TensorDataset(torch.randn(n, 6, generator=g), torch.randint(0, 3, (n,), generator=g))
+        made = DataLoader(data, 8, shuffle and loads == "indexed")
+        return made if loads == "indexed" else list(made)
+
+    def model() -> nn.Module:
+        return perceptron(*copy.deepcopy(norm))
+
+    grid = compare(
+        lambda: strategy(seed=3, fraction_evaluate=0.0, **settings),
+        app_of(client, model, loader),
+        6,
+        model,
+        {"lr": 0.1, "local-steps": 4},
     )
     assert not grid.fallbacks
 
