@@ -183,33 +183,33 @@ class OverData:
 
 def over_data(
     view: View,
-    plans: Sequence[Plan],
+    passes: Sequence[Plan],
     end: Arrays,
     teacher: Arrays,
     given: tuple[Any, ...],
     one: Callable[..., Any],
+    few: bool = False,
 ) -> Any:
     """Return what ``one(*given, functions)`` is for each member, stacked.
 
     Parameters
     ----------
     view : View
-    plans : sequence of Plan
-        The members' rounds; `functions` are those over the data that follow them.
+    passes : sequence of Plan
+        The members' data, each as one pass.
     end, teacher : Arrays
         What the members' models hold at the round's end, and beside what terms see at its start.
     given : tuple
         Nested dicts of stacked tensors.
     one : callable
-
-    Raises CannotStack if few of the data are alike.
+    few : bool
+        Also if few of the data are of one size; else that raises CannotStack.
     """
     view = replace(view, shared=replace(view.shared, precision=None))
-    passes = [plan.one_pass() for plan in plans]
     groups: dict[Any, list[int]] = {}
     for row, plan in enumerate(passes):
         groups.setdefault((plan.kind, plan.forms), []).append(row)
-    if 2 * len(groups) > len(plans):
+    if 2 * len(groups) > len(passes) and not few:
         raise CannotStack("the sizes of the members' data differ")
     parts: list[Any] = []
     order: list[int] = []

@@ -116,13 +116,8 @@ class Stack:
 
     def run(self) -> StackedResult:
         """Train for the round."""
-        shared = self._shared
         with ExitStack() as stack:
-            gpus = [shared.device] if shared.device.type == "cuda" else []
-            stack.enter_context(torch.random.fork_rng(devices=gpus))
-            torch.manual_seed(self._seed)
-            shared.model.to(shared.device).train()
-            self._view = self._load()
+            self._prepare(stack)
             self._open_taps(stack)
             self._optimizer, self._leaves = self._make_optimizer()
             self._begin()
@@ -133,7 +128,32 @@ class Stack:
                 self._optimizer.step()
             return self._finish()
 
+    def probe(self) -> tuple[Slot, Slot]:
+        """Return the terms' uploads and client slots of a first exchange; plans are passes of the data."""
+        shared = self._shared
+        with ExitStack() as stack, torch.no_grad():
+            self._prepare(stack)
+            view = self._view
+            view.batch_size = self._members[0].plan.size(0)
+
+            def one(mine: dict[str, Any], functions: dict[str, Any]) -> Any:
+                own = {"num_steps": 0, "planned_steps": 0, "budget_steps": 0, "broadcast": {}}
+                return shared.term.probe(view.context(mine, **own, **functions))
+
+            passes = [m.plan for m in self._members]
+            own = {**self._values, **self._buffers, **self._own}
+            upload, kept = over_data(view, passes, own, self._eval, (self._mine,), one, few=True)
+        return self._in_order(upload), self._in_order(kept)
+
     # before the steps
+
+    def _prepare(self, stack: ExitStack) -> None:
+        shared = self._shared
+        gpus = [shared.device] if shared.device.type == "cuda" else []
+        stack.enter_context(torch.random.fork_rng(devices=gpus))
+        torch.manual_seed(self._seed)
+        shared.model.to(shared.device).train()
+        self._view = self._load()
 
     def _load(self) -> View:
         """Stack the members' values; `_values` are the trained parameters, views of which are stepped."""
@@ -321,28 +341,26 @@ class Stack:
         if sent is not delta:
             for n, start in view.start.items():
                 values[n].copy_(start + sent[n])
-        back = [0] * len(self._members)
-        for row, member in enumerate(self._order):
-            back[member] = row
-        index = torch.tensor(back, device=self._shared.device)
-
-        def in_order(tree: Any) -> Any:
-            if isinstance(tree, list):
-                return [to_device(tree[row], "cpu") for row in back]
-            if back == sorted(back):
-                return to_device(tree, "cpu")
-            return mapped(tree, lambda t: t[index].cpu())
-
         losses = (self._losses.double().cpu() / torch.tensor(self._examples)).tolist()
         return StackedResult(
-            in_order({**values, **self._buffers, **self._own}),
-            in_order(sent),
-            in_order(uploads),
-            in_order(slots),
-            [losses[row] for row in back],
-            [self._examples[row] for row in back],
+            self._in_order({**values, **self._buffers, **self._own}),
+            self._in_order(sent),
+            self._in_order(uploads),
+            self._in_order(slots),
+            self._in_order(losses),
+            self._in_order(self._examples),
             None if view.tap is None else view.tap.layer,
         )
+
+    def _in_order(self, tree: Any) -> Any:
+        """Return nested dicts of stacked tensors, or a list, in the members' order, on the CPU."""
+        back = sorted(range(len(self._order)), key=self._order.__getitem__)
+        if isinstance(tree, list):
+            return [to_device(tree[row], "cpu") for row in back]
+        if back == sorted(back):
+            return to_device(tree, "cpu")
+        index = torch.tensor(back, device=self._shared.device)
+        return mapped(tree, lambda t: t[index].cpu())
 
     def _finish_together(self, delta: Arrays) -> tuple[Arrays, Slot, Slot]:
         view, term, changed = self._view, self._shared.term, False
@@ -367,11 +385,11 @@ class Stack:
             changed = sent is not delta
             return sent, upload, kept
 
-        plans = [m.plan for m in self._members]
+        passes = [m.plan.one_pass() for m in self._members]
         own = {**self._values, **self._buffers, **self._own}
         with torch.no_grad():
             given = delta, self._mine
-            sent, upload, kept = over_data(view, plans, own, self._eval, given, end)
+            sent, upload, kept = over_data(view, passes, own, self._eval, given, end)
         return sent if changed else delta, upload, kept
 
     def _finish_each(self, delta: Arrays) -> tuple[Arrays, list[Slot], list[Slot]]:

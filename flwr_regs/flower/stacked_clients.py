@@ -126,6 +126,8 @@ class Cohort:
         who = f"this client is {type(client).__name__} ({method})"
         term = method_of(method, client.terms, who, config)
         term.restrict(config)
+        if config.get(keys.PROBE_KEY) and any("label_counts" in t.needs for t in term.terms):
+            raise CannotStack("a first exchange with label counts goes one by one")
         self._recipes.append(Recipe(kind, config, method, term))
         return self._recipes[-1]
 
@@ -146,7 +148,8 @@ class Cohort:
         entering, lost = kept.entering(term, config, update)
         lost |= keys.USED_KEY in config and kept == ClientState()
         planned = recipe.steps(pairs)
-        most = planned if client.step_budget is None else min(planned, client.step_budget)
+        budget = None if recipe.probes else client.step_budget
+        most = planned if budget is None else min(planned, budget)
         if not most:
             raise CannotStack("it takes no step")
         private = self._private(model, term, slots) if recipe.withholds else {}

@@ -28,7 +28,7 @@ from flwr_regs.client.optimizer import optimizer_of
 from flwr_regs.client.plan import CannotStack
 from flwr_regs.client.received import plain
 from flwr_regs.client.stack_view import Shared
-from flwr_regs.client.stacked import Member, Stack, StackedResult
+from flwr_regs.client.stacked import Member, Slots, Stack, StackedResult
 from flwr_regs.client.state import ClientState, to_numpy
 from flwr_regs.client.training import trained_parameters
 from flwr_regs.flower.client import RegClient
@@ -68,8 +68,15 @@ class Recipe:
         """Whether clients keep the update that they sent."""
         return any(isinstance(t, TakesBack) for t in self.term.terms)
 
+    @property
+    def probes(self) -> bool:
+        """Whether this is a round's first exchange, without training."""
+        return bool(self.config.get(keys.PROBE_KEY))
+
     def steps(self, data: Pairs) -> int:
-        """Return E."""
+        """Return E; for a first exchange, the batches of one pass."""
+        if self.probes:
+            return count_batches(data)
         return int(
             self.config.get("local-steps")
             or self.config.get("local-epochs", 0) * count_batches(data)
@@ -186,7 +193,8 @@ class Group:
         """What decides how fast its clients train."""
         first = self.candidates[0].member
         terms = tuple(type(t) for t in self.recipe.term.terms)
-        return build_of(self.shared.model), first.plan.forms[0], terms, str(self.shared.device)
+        what = first.plan.forms[0], terms, self.recipe.probes
+        return build_of(self.shared.model), *what, str(self.shared.device)
 
     @property
     def may_lose(self) -> bool:
@@ -212,8 +220,10 @@ class Group:
         Whatever is raised, no client's state has changed by then.
         """
         members = [c.member for c in self.candidates]
-        result = Stack(self.shared, members, self.candidates[0].seed).run()
-        make = Replies(self, result)
+        stack = Stack(self.shared, members, self.candidates[0].seed)
+        make = (
+            ProbeReplies(self, *stack.probe()) if self.recipe.probes else Replies(self, stack.run())
+        )
         made = [make.content(k, c) for k, c in enumerate(self.candidates)]
         for c, (_, kept) in zip(self.candidates, made, strict=True):
             c.node.keep_slots(kept)
@@ -223,19 +233,67 @@ class Group:
         return [Message(content, reply_to=c.message) for c, (content, _) in pairs]
 
 
-class Replies:
+class ProbeReplies:
+    """The contents of the replies to a first exchange."""
+
+    def __init__(self, group: Group, upload: Slots, client: Slots) -> None:
+        self._last: dict[str, tuple[Any, Mapping[str, Any]]] = {}
+        self._term, self._writer = group.recipe.term, Writer()
+        self._texts: dict[str, Any] = {keys.METHOD_KEY: group.recipe.method}
+        self._upload = self._writer.slots(upload, len(group.candidates))
+        self._client = self._writer.slots(client, len(group.candidates))
+        self.record = group.record
+
+    def content(self, k: int, c: Candidate) -> tuple[RecordDict, dict[str, ArrayRecord]]:
+        """Return a client's reply, and the records that its node keeps."""
+        entries = state.entries(self._term, c.kept, self._client[k], form=self._writer.record)
+        if keys.PRIVATE_KEY in c.slots:
+            entries[keys.PRIVATE_KEY] = c.slots[keys.PRIVATE_KEY]
+        return self._filled(k, c, {}, {"num-examples": c.examples}, dict(self._texts), entries)
+
+    def _filled(
+        self, k: int, c: Candidate, records: dict[str, Any], numbers: Mapping[str, Any],
+        texts: dict[str, Any], entries: Mapping[str, Any],
+    ) -> tuple[RecordDict, dict[str, ArrayRecord]]:  # fmt: skip
+        """Return a reply with all that it holds, and what of `entries` the node keeps."""
+        if c.lost:
+            texts[keys.LOST_KEY] = True
+        kept = {n: v for n, v in entries.items() if isinstance(v, ArrayRecord)}
+        texts |= {n: v for n, v in entries.items() if n not in kept}
+        if c.node.ahead and any(name.endswith(AT_ONCE) for name in c.slots):
+            texts[keys.AHEAD_KEY] = True
+        uploads = self._upload[k].items()
+        found: dict[str, Any] = {f"{t}.upload": self._writer.record(own) for t, own in uploads}
+        found |= records
+        found[keys.METRICS] = self._like("numbers", MetricRecord, numbers)
+        found[keys.CONFIG] = self._like("texts", ConfigRecord, texts)
+        return RecordDict(found), kept
+
+    def _like(self, name: str, kind: Callable[..., Any], values: Mapping[str, Any]) -> Any:
+        """Return a record of these values: a copy of the last client's, which Flower has checked."""
+        like, known = self._last.get(name, (None, {}))
+        if like is None or known.keys() != values.keys():
+            record = kind(dict(values))
+        else:
+            record = like.copy()
+            for key, value in values.items():
+                if value is not known[key] and value != known[key]:
+                    record[key] = value
+        self._last[name] = record, values
+        return record
+
+
+class Replies(ProbeReplies):
     """The contents of a stack's replies."""
 
     def __init__(self, group: Group, result: StackedResult) -> None:
+        super().__init__(group, result.upload, result.client)
         self._group, self._result = group, result
-        self._last: dict[str, tuple[Any, Mapping[str, Any]]] = {}
-        self._term, self._writer = group.recipe.term, Writer()
         given, first, held = group.arrays, group._tied, group.shared.start
         self._coder = self._term.coder("finish")
         coded = self._coder is not None
-        self._new: dict[
-            str, Sequence[Any]
-        ] = {}  # by client; as arrays, if only those travel that changed
+        # by client; as arrays, if only those travel that changed
+        self._new: dict[str, Sequence[Any]] = {}
         members = len(group.candidates)
         for n, a in given.items():
             name = first.get(n, n)
@@ -255,8 +313,6 @@ class Replies:
         self.record = ArrayRecord({n: a for n, a in group.record.items() if n not in names})
         sends = group.recipe.takes_back or coded
         self._sent = {n: _numpy(d, given[n].dtype) for n, d in result.delta.items() if sends}
-        self._upload = self._writer.slots(result.upload, members)
-        self._client = self._writer.slots(result.client, members)
         private = {keys.PRIVATE_KEY: {n: result.state[n] for n in group.private}}
         self._private = self._writer.slots(private, members)
 
@@ -274,15 +330,6 @@ class Replies:
             entries[keys.PRIVATE_KEY] = self._writer.record(private)
             if c.fresh:
                 texts[keys.FRESH_KEY] = True
-        if c.lost:
-            texts[keys.LOST_KEY] = True
-        kept = {n: v for n, v in entries.items() if isinstance(v, ArrayRecord)}
-        texts |= {n: v for n, v in entries.items() if n not in kept}
-        if c.node.ahead and any(name.endswith(AT_ONCE) for name in c.slots):
-            texts[keys.AHEAD_KEY] = True
-        uploads = self._upload[k].items()
-        records: dict[str, Any] = {f"{t}.upload": self._writer.record(own) for t, own in uploads}
-        records[keys.ARRAYS] = filled(self._arrays(k))
         numbers = {
             "train-loss": result.losses[k],
             "local-steps": len(c.member.plan),
@@ -290,9 +337,8 @@ class Replies:
             "examples-processed": result.examples[k],
             "num-examples": c.examples,
         }
-        records[keys.METRICS] = self._like("numbers", MetricRecord, numbers)
-        records[keys.CONFIG] = self._like("texts", ConfigRecord, texts)
-        return RecordDict(records), kept
+        records = {keys.ARRAYS: filled(self._arrays(k))}
+        return self._filled(k, c, records, numbers, texts, entries)
 
     def _arrays(self, k: int) -> dict[str, Array]:
         """Return a client's model; beside a coded update, only buffers that changed."""
@@ -301,19 +347,6 @@ class Replies:
             return mine
         given = self._group.arrays
         return {n: to_array(a) for n, a in mine.items() if not np.array_equal(a, given[n])}
-
-    def _like(self, name: str, kind: Callable[..., Any], values: Mapping[str, Any]) -> Any:
-        """Return a record of these values: a copy of the last client's, which Flower has checked."""
-        like, known = self._last.get(name, (None, {}))
-        if like is None or known.keys() != values.keys():
-            record = kind(dict(values))
-        else:
-            record = like.copy()
-            for key, value in values.items():
-                if value is not known[key] and value != known[key]:
-                    record[key] = value
-        self._last[name] = record, values
-        return record
 
 
 def _numpy(tensor: Tensor, dtype: np.dtype[Any]) -> np.ndarray:

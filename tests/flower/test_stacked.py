@@ -21,7 +21,7 @@ from flwr_regs.client.plan import draw
 from flwr_regs.client.replay import Replay
 from flwr_regs.client.stack_gradient import Gradient
 from flwr_regs.client.stacked import Stack
-from flwr_regs.flower.stacked_grid import Pace
+from flwr_regs.flower.stacked_grid import STACKED, Pace
 from flwr_regs.methods.properties import properties
 from flwr_regs.testing import problem
 from tests.laws import CASES
@@ -32,16 +32,21 @@ TOLERANCE = 1e-5
 
 
 class Watched:
-    """What a grid's clients reply, round by round, and why they train one by one."""
+    """What a grid's clients reply to probes and train messages, and why they train one by one."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.replies: list[dict[int, Message]] = []
+        self.alone: list[Message] = []
+
+    def _serve(self, message: Message, app: Any) -> str:
+        self.alone.append(message)
+        return super()._serve(message, app)  # type: ignore[misc, no-any-return]
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        """Note the replies to train messages, and pass them on."""
+        """Note the replies, and pass them on."""
         pulled = list(super().pull_messages(message_ids))  # type: ignore[misc]
-        if pulled and pulled[0].metadata.message_type == "train":
+        if pulled and pulled[0].metadata.message_type in STACKED:
             self.replies.append({m.metadata.src_node_id: m for m in pulled})
         return pulled
 
@@ -549,6 +554,36 @@ def test_clients_with_data_of_one_size_finish_together(
         {"lr": 0.1, "local-steps": 4},
     )
     assert not grid.fallbacks
+
+
+PROBES = {
+    "RFedAvgPlus": fr.LeaveOneOutMean(0.3),
+    "clipped": fr.LeaveOneOutMean(0.3, clip_norm=0.1),
+    "sum_only": fr.LeaveOneOutMean(0.3, sum_only=True),
+    "some": fr.LeaveOneOutMean(0.3, delta_batches=2),
+    "Mime": fr.CorrectedMomentum(0.9),
+}
+
+
+@pytest.mark.parametrize("norm", [(), (nn.BatchNorm1d(8),)], ids=["plain", "norm"])
+@pytest.mark.parametrize("method", PROBES)
+def test_first_exchanges_stack(method: str, norm: Any) -> None:
+    """Also of clients with data of other sizes, private entries, and a budget that has no say in it."""
+    terms = [*([fr.LocalBatchNorm()] if norm else []), PROBES[method]]
+
+    def model() -> nn.Module:
+        return perceptron(*copy.deepcopy(norm))
+
+    made = app_of(fr.RegClient, model, terms=[type(t) for t in terms], step_budget=lambda k: k + 2)
+    grid = compare(
+        lambda: fr.RegStrategy(terms, seed=3, fraction_train=0.8, fraction_evaluate=0.0),
+        made,
+        len(SIZES),
+        model,
+        {"lr": 0.1, "local-epochs": 2},
+    )
+    assert not grid.fallbacks
+    assert not any(c.metadata.message_type in STACKED for c in grid.alone)
 
 
 @dataclass(frozen=True)
