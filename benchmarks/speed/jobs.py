@@ -42,15 +42,23 @@ def perceptron(*widths: int) -> nn.Sequential:
     """Return a perceptron with these widths, always with the same weights."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        layers: list[nn.Module] = []
-        for before, after in pairwise(widths):
-            layers += [nn.Linear(before, after), nn.ReLU()]
+        return fresh(*widths)
+
+
+def fresh(*widths: int) -> nn.Sequential:
+    """Return a perceptron with these widths, with new weights: what a user's ``Net()`` is."""
+    layers: list[nn.Module] = []
+    for before, after in pairwise(widths):
+        layers += [nn.Linear(before, after), nn.ReLU()]
     return nn.Sequential(*layers[:-1])
+
+
+SMALL = 64, 64, 10
 
 
 def small() -> nn.Sequential:
     """Return the small job's model, with 4,810 parameters."""
-    return perceptron(64, 64, 10)
+    return perceptron(*SMALL)
 
 
 def wide(parameters: int) -> nn.Sequential:
@@ -93,7 +101,7 @@ def loader(pid: int, steps: int = STEPS) -> DataLoader[Any]:
 def client_fn(context: Context, method: str = "FedAvg", steps: int = STEPS) -> Any:
     """Return a client of the small job; beyond the 100th, clients share data."""
     pid = int(context.node_config["partition-id"]) % CLIENTS
-    return getattr(fr, f"{method}Client")(small(), loader(pid, steps), device="cpu")
+    return getattr(fr, f"{method}Client")(fresh(*SMALL), loader(pid, steps), device="cpu")
 
 
 def app(method: str, steps: int = STEPS) -> Any:
@@ -231,7 +239,7 @@ def plain_app() -> ClientApp:
 
     @made.train()
     def train(message: Message, context: Context) -> Message:
-        model, pid = small(), int(context.node_config["partition-id"]) % CLIENTS
+        model, pid = fresh(*SMALL), int(context.node_config["partition-id"]) % CLIENTS
         model.load_state_dict(message.content["arrays"].to_torch_state_dict())
         optimizer = torch.optim.SGD(model.parameters(), lr=LR)
         for x, y in loader(pid):

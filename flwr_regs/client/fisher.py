@@ -98,7 +98,7 @@ def fisher_diagonal(
         layers = find_layers(model, partial(nll, batch=first[0]), params, row) if first else {}
         sums = _Squares(total, params, memory, layers)
         limit = sys.maxsize if max_samples is None else max_samples
-        for batch, n in _joined(chain(first, pairs), sums.chunk // 4, limit, device):
+        for batch, n in joined(chain(first, pairs), sums.chunk // 4, limit, device):
             sums.add(partial(nll, batch=batch), torch.arange(n, device=device))
             seen += n
     if not seen:
@@ -106,7 +106,7 @@ def fisher_diagonal(
     return {n: t / seen for n, t in total.items()}
 
 
-def _joined(
+def joined(
     batches: Iterable[tuple[Any, Any]], most: int, limit: int, device: str | torch.device
 ) -> Iterator[tuple[Any, int]]:
     """Yield batches on the device, each with the number of its first samples that count.

@@ -113,11 +113,16 @@ def add_layers(
             add_squares(total[layer.bias], g)
         if layer.weight:
             t = total[layer.weight]
-            g, a = g.to(t.dtype), a.to(t.dtype)
-            # the squares of one alone could leave the numbers' range; powers of 2 round nothing
-            power = g.abs().amax(1, keepdim=True).frexp().exponent.clamp(-120, 120)
-            scale = torch.ldexp(torch.ones_like(power, dtype=t.dtype), power)
-            t.addmm_((g / scale).square_().T, (a * scale).square_())
+            t.addmm_(*factors(g.to(t.dtype), a.to(t.dtype)))
+
+
+def factors(g: Tensor, a: Tensor) -> tuple[Tensor, Tensor]:
+    """Return ``(g²)ᵀ`` and ``a²``, scaled so that their product is the sum of the squares of ``g aᵀ``."""
+    # the squares of one alone could leave the numbers' range; powers of 2 round nothing
+    power = g.abs().amax(1, keepdim=True).frexp().exponent.clamp(-120, 120)
+    scale = torch.ldexp(torch.ones_like(power, dtype=g.dtype), power)
+    left, right = g / scale, a * scale
+    return left.mul_(left).T, right.mul_(right)
 
 
 def add_squares(total: Tensor, grads: Tensor) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import Any
 
@@ -35,38 +35,45 @@ class Plan:
 
     Attributes
     ----------
-    rows : sequence of Tensor or None
-        For each step the rows of `source`; None if `batches` are drawn.
+    after : Tensor
+        The state of torch's random generator behind all that the loader drew.
+    rows : Tensor or None
+        The rows of `source` of all steps, one after the other; None if `batches` are drawn.
+    sizes : sequence of int
+        How many of the rows are each step's.
     source : sequence of Tensor
         Inputs and targets of the whole data set.
     batches : sequence of (inputs, targets)
-    after : Tensor
-        The state of torch's random generator behind all that the loader drew.
     """
 
     data: Pairs
     seed: int
     after: Tensor
-    rows: tuple[Tensor, ...] | None = None
+    rows: Tensor | None = None
+    sizes: tuple[int, ...] = ()
     source: tuple[Tensor, ...] = ()
     batches: tuple[tuple[Any, Any], ...] = ()
 
     def __len__(self) -> int:
-        return len(self.batches if self.rows is None else self.rows)
+        return len(self.forms)
 
     def batch(self, step: int) -> tuple[Any, Any]:
         """Return the inputs and targets of a step."""
         if self.rows is None:
             return self.batches[step]
-        inputs, targets = (t.index_select(0, self.rows[step]) for t in self.source)
+        rows = self.rows_of(step, step + 1)
+        inputs, targets = (t.index_select(0, rows) for t in self.source)
         return inputs, targets
+
+    def rows_of(self, first: int, end: int) -> Tensor:
+        """Return the rows of the steps from `first` to before `end`."""
+        assert self.rows is not None
+        return self.rows[sum(self.sizes[:first]) : sum(self.sizes[:end])]
 
     @cached_property
     def forms(self) -> tuple[Any, ...]:
         """What two batches share that can be stacked, for each step: structure, shapes, dtypes."""
-        if self.rows is None:
-            return tuple(map(_form, self.batches))
-        return tuple(map(len, self.rows))
+        return tuple(map(_form, self.batches)) if self.rows is None else self.sizes
 
     @property
     def kind(self) -> Any:
@@ -77,19 +84,33 @@ class Plan:
 
     def size(self, step: int) -> int:
         """Return the number of examples of a step."""
-        return batch_size(self.batches[step][1]) if self.rows is None else len(self.rows[step])
+        return batch_size(self.batches[step][1]) if self.rows is None else self.sizes[step]
+
+    def one_pass(self) -> Plan:
+        """Return the batches of one pass over the data, as it yields them behind the round's steps."""
+        loader: Any = self.data.source
+        if self.rows is None:
+            with torch.random.fork_rng(devices=[]):
+                torch.set_rng_state(self.after)
+                return replace(self, batches=tuple(self.data))
+        order = _order_of(loader)
+        assert order is not None
+        generator = torch.Generator()
+        generator.set_state(self.after)
+        rows, sizes = _drawn(order, generator, len(loader))
+        return replace(self, rows=rows, sizes=sizes)
 
     @property
     def trained(self) -> int:
         """The number of examples of all steps."""
-        if self.rows is not None:
-            return sum(self.forms)
         return sum(map(self.size, range(len(self))))
 
     @property
     def nbytes(self) -> int:
         """The memory that the drawn batches hold, beside the data set itself."""
-        return sum(t.nbytes for t in tensors(self.batches)) + sum(r.nbytes for r in self.rows or ())
+        if self.rows is not None:
+            return self.rows.nbytes
+        return sum(t.nbytes for t in tensors(self.batches))
 
 
 @dataclass(frozen=True)
@@ -150,10 +171,10 @@ class Feed:
             torch.empty((active, ends[-1], *t.shape[1:]), dtype=t.dtype, device=t.device)
             for t in first.source
         ]
-        for k, plan in enumerate(plans):
-            chosen = torch.cat(plan.rows[step : step + len(ends) - 1])  # type: ignore[index]
-            for t, out in zip(plan.source, ahead, strict=True):
-                torch.index_select(t, 0, chosen, out=out[k])
+        for plan, *outs in zip(plans, *(out.unbind(0) for out in ahead), strict=True):
+            chosen = plan.rows_of(step, self._steps.stop)
+            for t, out in zip(plan.source, outs, strict=True):
+                torch.index_select(t, 0, chosen, out=out)
         self._ahead = [t.to(self._device) for t in ahead]
 
 
@@ -185,10 +206,9 @@ def draw(data: Pairs, seed: int, steps: int) -> Plan:
             raise CannotStack("its loader has worker processes")
         if (order := _order_of(loader)) is not None:
             generator = torch.Generator().manual_seed(seed)
-            passes = _passes(order, generator)
-            rows = tuple(itertools.islice(passes, steps))
+            drawn = _drawn(order, generator, steps)
             source: Any = loader.dataset
-            return Plan(data, seed, generator.get_state(), rows, source.tensors)
+            return Plan(data, seed, generator.get_state(), *drawn, source.tensors)
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         batches = tuple(itertools.islice(cycle(data), steps))
@@ -233,23 +253,28 @@ def _order_of(loader: DataLoader[Any]) -> _Order | None:
     return _Order(n, batches.batch_size, batches.drop_last, shuffle)
 
 
-def _passes(order: _Order, generator: torch.Generator) -> Iterator[Tensor]:
-    """Yield the rows of each batch, pass after pass, and draw from `generator` as a loader draws."""
+def _drawn(order: _Order, generator: torch.Generator, steps: int) -> tuple[Tensor, tuple[int, ...]]:
+    """Return the rows of the next steps, and the steps' sizes, drawn from `generator` as a loader draws."""
     full = order.examples - order.examples % order.size if order.drop_last else order.examples
-    while full:
-        torch.empty((), dtype=torch.int64).random_(generator=generator)  # the seed of its workers
+    number = torch.empty((), dtype=torch.int64)
+    passes: list[Tensor] = []
+    sizes: list[int] = []
+    while full and len(sizes) < steps:
+        number.random_(generator=generator)  # the seed of its workers
         if order.shuffle:
-            seed = int(torch.empty((), dtype=torch.int64).random_(generator=generator))
-            own = torch.Generator().manual_seed(seed)
+            own = torch.Generator().manual_seed(int(number.random_(generator=generator)))
             rows = torch.randperm(order.examples, generator=own)
         else:
             rows = torch.arange(order.examples)
-        yield from torch.split(rows[:full], order.size)
+        passes.append(rows[:full])
+        sizes += [min(order.size, full - i) for i in range(0, full, order.size)]
+    rows = passes[0] if len(passes) == 1 else torch.cat([torch.arange(0), *passes])
+    return rows[: sum(sizes[:steps])], tuple(sizes[:steps])
 
 
 @cache
 def _draws_are_known() -> bool:
-    """Whether this version of torch draws as :func:`_passes` does; else every loader is iterated."""
+    """Whether this version of torch draws as :func:`_drawn` does; else every loader is iterated."""
     data = torch.arange(7)
     loader = DataLoader(TensorDataset(data, data), batch_size=3, shuffle=True)
     with torch.random.fork_rng(devices=[]):
@@ -257,8 +282,9 @@ def _draws_are_known() -> bool:
         found = [inputs for _ in range(2) for inputs, _ in loader]
         after = torch.default_generator.get_state()
     generator = torch.Generator().manual_seed(5)
-    rows = list(itertools.islice(_passes(_Order(7, 3, False, True), generator), len(found)))
-    return all(map(torch.equal, rows, found)) and torch.equal(generator.get_state(), after)
+    rows, sizes = _drawn(_Order(7, 3, False, True), generator, len(found))
+    alike = torch.equal(rows, torch.cat(found)) and sizes == tuple(map(len, found))
+    return alike and torch.equal(generator.get_state(), after)
 
 
 def _own_generator(loader: DataLoader[Any]) -> bool:

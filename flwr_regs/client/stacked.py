@@ -22,6 +22,7 @@ from flwr_regs.client.features import FeatureTap, OutputTap, evaluating
 from flwr_regs.client.measures import Measures
 from flwr_regs.client.optimizer import momentum_of
 from flwr_regs.client.plan import CannotStack, Feed, Plan, Planned
+from flwr_regs.client.stack_data import over_data
 from flwr_regs.client.stack_gradient import Gradient, Part, vmapped
 from flwr_regs.client.stack_view import Shared, View, joined
 from flwr_regs.term import Arrays, ClientContext, Slot
@@ -31,6 +32,10 @@ ELEMENTWISE = (
     "Rprop",
 )
 """torch's optimisers that treat each number alone: for a stack of clients they do what they do for one."""
+
+
+Slots = Slot | list[Slot]
+"""The members' slots: one whose entries have a first axis over them, or a list where they are not alike."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +74,7 @@ class StackedResult:
     state : Arrays
         Trained parameters and buffers at the end.
     delta, upload, client : Arrays, Slot, Slot
-        As in :class:`.result.LocalResult`; `upload` and `client` are by member.
+        As in :class:`.result.LocalResult`.
     losses : sequence of float
     examples : sequence of int
     output_layer : str or None
@@ -77,8 +82,8 @@ class StackedResult:
 
     state: Arrays
     delta: Arrays
-    upload: Sequence[Slot]
-    client: Sequence[Slot]
+    upload: Slots
+    client: Slots
     losses: Sequence[float]
     examples: Sequence[int]
     output_layer: str | None = None
@@ -111,13 +116,8 @@ class Stack:
 
     def run(self) -> StackedResult:
         """Train for the round."""
-        shared = self._shared
         with ExitStack() as stack:
-            gpus = [shared.device] if shared.device.type == "cuda" else []
-            stack.enter_context(torch.random.fork_rng(devices=gpus))
-            torch.manual_seed(self._seed)
-            shared.model.to(shared.device).train()
-            self._view = self._load()
+            self._prepare(stack)
             self._open_taps(stack)
             self._optimizer, self._leaves = self._make_optimizer()
             self._begin()
@@ -128,7 +128,32 @@ class Stack:
                 self._optimizer.step()
             return self._finish()
 
+    def probe(self) -> tuple[Slot, Slot]:
+        """Return the terms' uploads and client slots of a first exchange; plans are passes of the data."""
+        shared = self._shared
+        with ExitStack() as stack, torch.no_grad():
+            self._prepare(stack)
+            view = self._view
+            view.batch_size = self._members[0].plan.size(0)
+
+            def one(mine: dict[str, Any], functions: dict[str, Any]) -> Any:
+                own = {"num_steps": 0, "planned_steps": 0, "budget_steps": 0, "broadcast": {}}
+                return shared.term.probe(view.context(mine, **own, **functions))
+
+            passes = [m.plan for m in self._members]
+            own = {**self._values, **self._buffers, **self._own}
+            upload, kept = over_data(view, passes, own, self._eval, (self._mine,), one, few=True)
+        return self._in_order(upload), self._in_order(kept)
+
     # before the steps
+
+    def _prepare(self, stack: ExitStack) -> None:
+        shared = self._shared
+        gpus = [shared.device] if shared.device.type == "cuda" else []
+        stack.enter_context(torch.random.fork_rng(devices=gpus))
+        torch.manual_seed(self._seed)
+        shared.model.to(shared.device).train()
+        self._view = self._load()
 
     def _load(self) -> View:
         """Stack the members' values; `_values` are the trained parameters, views of which are stepped."""
@@ -193,9 +218,8 @@ class Stack:
         named = dict(shared.model.named_parameters())
         of_one = {n: named[n] for n in shared.trained}
         made = shared.make(list(of_one.values()), lr=shared.lr)
-        kind = type(made)
-        if kind.__module__.partition(".")[0] != "torch" or kind.__name__ not in ELEMENTWISE:
-            raise CannotStack(f"{kind.__name__} is not known to treat each number alone")
+        if not is_elementwise(made):
+            raise CannotStack(f"{type(made).__name__} is not known to treat each number alone")
         leaves = {n: nn.Parameter(v) for n, v in self._values.items()}
         place = {id(p): leaves[n] for n, p in of_one.items()}
         for group in made.param_groups:
@@ -302,34 +326,43 @@ class Stack:
 
     def _finish(self) -> StackedResult:
         """Run the terms' `finish`, and return what came of the round in the members' order."""
-        view, k, values = self._view, len(self._members), self._values
+        view, values = self._view, self._values
         delta = {n: values[n] - view.start[n] for n in view.start}
-        try:
-            sent, uploads, slots = self._finish_together(delta)
-        except (
-            Exception
-        ):  # a hook that needs the data, or that vmap does not run; or an error of its own
-            sent, uploads, slots = self._finish_each(delta)
+        uploads: Slots
+        slots: Slots
+        # most hooks need no data; some fail under vmap, or have an error of their own
+        for way in (self._finish_together, self._finish_over_data, self._finish_each):
+            try:
+                sent, uploads, slots = way(delta)
+                break
+            except Exception:
+                if way == self._finish_each:
+                    raise
         if sent is not delta:
             for n, start in view.start.items():
                 values[n].copy_(start + sent[n])
-        back = [0] * k
-        for row, member in enumerate(self._order):
-            back[member] = row
-        index = torch.tensor(back, device=self._shared.device)
-        state = {n: t[index].cpu() for n, t in {**values, **self._buffers, **self._own}.items()}
         losses = (self._losses.double().cpu() / torch.tensor(self._examples)).tolist()
         return StackedResult(
-            state,
-            {n: d[index].cpu() for n, d in sent.items()},
-            [to_device(uploads[row], "cpu") for row in back],
-            [to_device(slots[row], "cpu") for row in back],
-            [losses[row] for row in back],
-            [self._examples[row] for row in back],
+            self._in_order({**values, **self._buffers, **self._own}),
+            self._in_order(sent),
+            self._in_order(uploads),
+            self._in_order(slots),
+            self._in_order(losses),
+            self._in_order(self._examples),
             None if view.tap is None else view.tap.layer,
         )
 
-    def _finish_together(self, delta: Arrays) -> tuple[Arrays, list[Slot], list[Slot]]:
+    def _in_order(self, tree: Any) -> Any:
+        """Return nested dicts of stacked tensors, or a list, in the members' order, on the CPU."""
+        back = sorted(range(len(self._order)), key=self._order.__getitem__)
+        if isinstance(tree, list):
+            return [to_device(tree[row], "cpu") for row in back]
+        if back == sorted(back):
+            return to_device(tree, "cpu")
+        index = torch.tensor(back, device=self._shared.device)
+        return mapped(tree, lambda t: t[index].cpu())
+
+    def _finish_together(self, delta: Arrays) -> tuple[Arrays, Slot, Slot]:
         view, term, changed = self._view, self._shared.term, False
 
         def end(delta: Arrays, mine: dict[str, Any]) -> Any:
@@ -340,8 +373,24 @@ class Stack:
 
         with torch.no_grad():
             sent, upload, kept = vmapped(end)(delta, self._mine)
-        k = len(self._members)
-        return sent if changed else delta, _unstacked(upload, k), _unstacked(kept, k)
+        return sent if changed else delta, upload, kept
+
+    def _finish_over_data(self, delta: Arrays) -> tuple[Arrays, Slot, Slot]:
+        """Run the terms' `finish` under vmap, with the functions over the members' data."""
+        view, term, changed = self._view, self._shared.term, False
+
+        def end(delta: Arrays, mine: dict[str, Any], functions: dict[str, Any]) -> Any:
+            nonlocal changed
+            sent, upload, kept = term.finish(delta, view.context(mine, **functions))
+            changed = sent is not delta
+            return sent, upload, kept
+
+        passes = [m.plan.one_pass() for m in self._members]
+        own = {**self._values, **self._buffers, **self._own}
+        with torch.no_grad():
+            given = delta, self._mine
+            sent, upload, kept = over_data(view, passes, own, self._eval, given, end)
+        return sent if changed else delta, upload, kept
 
     def _finish_each(self, delta: Arrays) -> tuple[Arrays, list[Slot], list[Slot]]:
         """Run the terms' `finish` client by client, with the functions over each client's data."""
@@ -393,6 +442,12 @@ class Stack:
             entries[n].copy_(v)
 
 
+def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimiser is known to do for a stack of clients what it does for one."""
+    kind = type(optimizer)
+    return kind.__module__.partition(".")[0] == "torch" and kind.__name__ in ELEMENTWISE
+
+
 def _one_each(key: str, value: Any, p: Tensor) -> bool:
     """Whether an entry of an optimiser's state has a number for each of the parameter."""
     return isinstance(value, Tensor) and key != "step" and value.shape == p.shape
@@ -409,13 +464,3 @@ def _stacked(slots: Sequence[Slot], device: torch.device) -> Slot:
         t: {key: torch.stack([s[t][key] for s in slots]).to(device) for key in own}
         for t, own in slots[0].items()
     }
-
-
-def _unstacked(slots: Slot, k: int) -> list[Slot]:
-    """Return the slot of each member."""
-    rows: list[Slot] = [{t: {} for t in slots} for _ in range(k)]
-    for t, own in slots.items():
-        for key, stacked in own.items():
-            for row, value in zip(rows, stacked.unbind(0), strict=True):
-                row[t][key] = value
-    return rows

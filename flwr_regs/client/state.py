@@ -117,6 +117,18 @@ class ClientState:
         return {n: torch.from_numpy(np.array(a)) for n, a in update.items()}
 
 
+def to_numpy(value: Any) -> np.ndarray:
+    """Return a tensor as an array; bfloat16, which numpy lacks, becomes float32 without loss."""
+    if isinstance(value, np.ndarray):
+        return value
+    tensor = torch.as_tensor(value).detach().cpu()
+    return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy()
+
+
+def _pack(slot: Mapping[str, Any]) -> bytes:
+    return pack({k: to_numpy(a) for k, a in slot.items()})
+
+
 def entries(
     term: Chain,
     before: ClientState,
@@ -124,7 +136,7 @@ def entries(
     *,
     sent: Mapping[str, np.ndarray] | None = None,
     code: bytes | None = None,
-    form: Callable[[Mapping[str, np.ndarray]], Any] = pack,
+    form: Callable[[Mapping[str, Any]], Any] = _pack,
 ) -> dict[str, Any]:
     """Return what the node keeps of a round, as entries of the reply: slots before and after it, packed.
 
@@ -174,30 +186,22 @@ def _note(before: ClientState, probe: bool) -> dict[str, Any]:
 
 def slots(term: Chain, config: Mapping[str, Any], slot: str) -> Slot:
     """Return the terms' slots of one kind from a config, as tensors by term name."""
+    found = {t.name: config[key] for t in term.terms if (key := f"{t.name}.{slot}") in config}
     return {
-        t.name: {k: torch.from_numpy(a) for k, a in _arrays(config[f"{t.name}.{slot}"]).items()}
-        for t in term.terms
-        if f"{t.name}.{slot}" in config
+        name: value
+        if isinstance(value, Mapping)  # in one process, slots may come as they are
+        else {k: torch.from_numpy(a) for k, a in unpack(value).items()}
+        for name, value in found.items()
     }
 
 
 def packed(
-    slots: Slot, slot: str, form: Callable[[Mapping[str, np.ndarray]], Any] = pack
+    slots: Slot, slot: str, form: Callable[[Mapping[str, Any]], Any] = _pack
 ) -> dict[str, Any]:
     """Return the terms' slots as they travel: ``"<term>.<slot>" -> bytes``, without empty ones."""
-    return {
-        f"{name}.{slot}": form({k: to_numpy(a) for k, a in arrays.items()})
-        for name, arrays in slots.items()
-        if arrays
-    }
+    return {f"{name}.{slot}": form(arrays) for name, arrays in slots.items() if arrays}
 
 
 def _arrays(value: Any) -> NDArrays:
     """Return packed arrays; in one process they may come as they are."""
     return value if isinstance(value, dict) else unpack(value)
-
-
-def to_numpy(value: Any) -> np.ndarray:
-    """Return a tensor as an array; bfloat16, which numpy lacks, becomes float32 without loss."""
-    tensor = torch.as_tensor(value).detach().cpu()
-    return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy()

@@ -213,8 +213,9 @@ class NodeState:
         self._probing = bool(config.get(keys.PROBE_KEY))
         method, start = config.get(keys.METHOD_KEY), config.get(keys.START_KEY)
         self._prefix = f"flwr_regs.{method}.{context.run_id}.{start}."
-        trained = self._records.config_records.get(self._prefix + "trained", _UNTRAINED)
-        values = (int(trained[k]) for k in _UNTRAINED)  # type: ignore[arg-type]
+        # not by `array_records` and the like, which Flower makes anew at each call
+        trained: Any = self._records.get(self._prefix + "trained") or _UNTRAINED
+        values = (int(trained[k]) for k in _UNTRAINED)
         self._last, self._earlier, self._probed, self._loaded = values
         continues = self._round == self._last and self._probed and not self._probing
         self._repeats = self._round <= self._last and not continues
@@ -225,8 +226,10 @@ class NodeState:
         n = len(self._prefix)
         return {
             key[n:].removesuffix(BEFORE): record
-            for key, record in self._records.array_records.items()
-            if key.startswith(self._prefix) and key.endswith(ending)
+            for key, record in self._records.items()
+            if key.startswith(self._prefix)
+            and key.endswith(ending)
+            and isinstance(record, ArrayRecord)
         }
 
     @property
@@ -267,7 +270,8 @@ class NodeState:
     @property
     def frozen(self) -> ArrayRecord | None:
         """The frozen parameters that the server sent, because this client's own differ."""
-        return self._records.array_records.get(self._prefix + "frozen")
+        found: Any = self._records.get(self._prefix + "frozen")
+        return found  # type: ignore[no-any-return]
 
     def keep_frozen(self, frozen: ArrayRecord) -> None:
         """Keep the server's frozen parameters."""

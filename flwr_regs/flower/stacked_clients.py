@@ -9,13 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from flwr.app import ArrayRecord, Context, Message, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from torch import Tensor, nn
 
-from flwr_regs.abilities import TakesBack, Withholds
 from flwr_regs.chain import Chain
 from flwr_regs.client.alike import alike, build_of
 from flwr_regs.client.batches import (
@@ -32,6 +31,7 @@ from flwr_regs.client.training import trained_parameters
 from flwr_regs.flower.client import RegClient
 from flwr_regs.flower.node import NodeState, check_incoming
 from flwr_regs.flower.stacked_group import Candidate, Group, Recipe
+from flwr_regs.flower.stacked_records import Kept
 from flwr_regs.term import Slot
 from flwr_regs.wire import keys
 from flwr_regs.wire.arrays import NDArrays
@@ -40,6 +40,7 @@ from flwr_regs.wire.records import from_record, to_record
 
 OWN_KEYS = (keys.SEED_KEY, keys.CLIENT_KEY, keys.USED_KEY)
 """Entries of a message's config that are one client's."""
+_Record = TypeVar("_Record", ArrayRecord, ConfigRecord)
 _OVERRIDES = ("fit", "to_client", "_task", "_method_name", "_named")
 
 
@@ -63,14 +64,16 @@ class Cohort:
         self._models: list[_Model] = []
         self._recipes: list[Recipe] = []
         self._model: nn.Module | None = None  # of the last client, and its build
-        self._build: Hashable = None
+        self._build = 0
+        self._builds: dict[Hashable, int] = {}  # build -> its number
+        self._plain: set[type] = set()  # classes that train as RegClient does
         self.groups: dict[Hashable, Group] = {}
 
     def admit(self, message: Message, context: Context, client: Any) -> Hashable:
         """Put a client into its group; return the group's key. Raises CannotStack if it has none."""
-        check_client(client)
+        check_client(client, self._plain)
         content = message.content
-        entries = content.config_records[keys.CONFIG]
+        entries: dict[str, Any] = dict(_record(content, keys.CONFIG, ConfigRecord).items())
         check_incoming(entries, context)
         config = dict(entries)
         own = {k: config.pop(k) for k in OWN_KEYS if k in config}
@@ -82,7 +85,7 @@ class Cohort:
         sent = self._sent(config, content, node)
         candidate = self._candidate(message, context, client, recipe, node, own, sent)
         if client.model is not self._model:
-            self._model, self._build = client.model, build_of(client.model)
+            self._model, self._build = client.model, self._build_of(client)
         member, task = candidate.member, client._task
         key = (
             id(recipe), id(sent), self._build, alike((task.loss_fn, task.target_key, task.output_fn)),
@@ -90,7 +93,7 @@ class Cohort:
             member.plan.forms[0], _form(member.broadcast), _form(member.client), *member.own,
             None if member.label_counts is None else "counts",
         )  # fmt: skip
-        if key not in self.groups:
+        if (group := self.groups.get(key)) is None:
             shared = self._broadcast(recipe.term, content, True)
             if sent.step is not None:
                 trained = trained_parameters(client.model, recipe.term)
@@ -99,9 +102,19 @@ class Cohort:
                 recovered = recipe.term.recover(steps, lr)
                 for name, slot in recovered.items():
                     shared[name] = {**slot, **shared.get(name, {})}
-            self.groups[key] = Group(candidate, sent.record, sent.arrays, shared, self._precision)
-        self.groups[key].add(candidate)
+            group = Group(candidate, sent.record, sent.arrays, shared, self._precision)
+            self.groups[key] = group
+        group.add(candidate)
         return key
+
+    def _build_of(self, client: RegClient) -> int:
+        """Return the number of the build of a client's model; raise CannotStack if it is compiled."""
+        number = self._builds.get(build := build_of(client.model))
+        if number is None:
+            if any(name.endswith("_orig_mod") for name, _ in client.model.named_modules()):
+                raise CannotStack(f"{type(client).__name__} has a compiled model")
+            number = self._builds[build] = len(self._builds)
+        return number
 
     def _recipe(self, client: RegClient, config: Mapping[str, Any]) -> Recipe:
         """Return the method of a message, read and checked once for all clients of a kind."""
@@ -113,6 +126,8 @@ class Cohort:
         who = f"this client is {type(client).__name__} ({method})"
         term = method_of(method, client.terms, who, config)
         term.restrict(config)
+        if config.get(keys.PROBE_KEY) and any("label_counts" in t.needs for t in term.terms):
+            raise CannotStack("a first exchange with label counts goes one by one")
         self._recipes.append(Recipe(kind, config, method, term))
         return self._recipes[-1]
 
@@ -123,29 +138,29 @@ class Cohort:
         term, model, pairs = recipe.term, client.model, client._task.pairs(client.train_data)
         check_custody(client.private, model, term)
         slots = node.entering()
-        held = {n: from_record(r) for n, r in slots.items() if n != keys.PRIVATE_KEY}
+        held = {n: self._held(n, r, recipe) for n, r in slots.items() if n != keys.PRIVATE_KEY}
         config = {**recipe.config, **own, **held}
         kept = ClientState.read(term, config)
         update: NDArrays = {}
-        if held and any(isinstance(t, TakesBack) for t in term.terms):
+        if held and recipe.takes_back:
             trained = trained_parameters(model, term)
             update = {n: a for n, a in sent.arrays.items() if n in trained}
         entering, lost = kept.entering(term, config, update)
         lost |= keys.USED_KEY in config and kept == ClientState()
         planned = recipe.steps(pairs)
-        most = planned if client.step_budget is None else min(planned, client.step_budget)
+        budget = None if recipe.probes else client.step_budget
+        most = planned if budget is None else min(planned, budget)
         if not most:
             raise CannotStack("it takes no step")
-        private = self._private(model, term, slots)
-        needs = {need for t in term.terms for need in t.needs}
+        private = self._private(model, term, slots) if recipe.withholds else {}
         member = Member(
             draw(pairs, own[keys.SEED_KEY], most),
             planned,
             private,
             self._broadcast(term, message.content, False),
-            {n: slot for n, slot in {**entering.settled, **entering.pending}.items() if slot},
+            {n: dict(slot) for n, slot in {**entering.settled, **entering.pending}.items() if slot},
             own.get(keys.CLIENT_KEY, -1),
-            _label_counts(pairs, own[keys.SEED_KEY]) if "label_counts" in needs else None,
+            _label_counts(pairs, own[keys.SEED_KEY]) if "label_counts" in recipe.needs else None,
         )
         fresh = bool(private) and keys.PRIVATE_KEY not in slots
         return Candidate(
@@ -153,12 +168,16 @@ class Cohort:
             count_examples(pairs), own[keys.SEED_KEY],
         )  # fmt: skip
 
+    def _held(self, name: str, record: ArrayRecord, recipe: Recipe) -> Mapping[str, Any]:
+        """Return a slot that the node kept; the note on the last round in numpy."""
+        if name == keys.PENDING_KEY:
+            return self._read(record)
+        return dict(Kept(record)) if recipe.takes_back else Kept(record)  # a term may change it
+
     def _private(
         self, model: nn.Module, term: Chain, slots: Mapping[str, ArrayRecord]
     ) -> dict[str, Tensor]:
         """Return a client's private entries: those that its node kept, or its model's own."""
-        if not any(isinstance(t, Withholds) for t in term.terms):
-            return {}
         entries = model.state_dict()
         chosen = term.private(list(entries))
         mine = {n: v.detach().clone() for n, v in entries.items() if n in chosen}
@@ -185,13 +204,13 @@ class Cohort:
         for t in term.terms:
             name = f"{t.name}.broadcast"
             if name in content and (name in self._alike) == shared:
-                arrays = self._read(content.array_records[name])
+                arrays = self._read(_record(content, name, ArrayRecord))
                 found[t.name] = {k: torch.from_numpy(a) for k, a in arrays.items()}
         return found
 
     def _sent(self, config: Mapping[str, Any], content: RecordDict, node: NodeState) -> _Model:
         """Return the global model of a message; rebuilt once for all that kept the same one."""
-        record = content.array_records[keys.ARRAYS]
+        record = _record(content, keys.ARRAYS, ArrayRecord)
         base = None
         if keys.DOWNLINK_KEY in config:
             base = node.kept_model(config[keys.BASE_ROUND_KEY])
@@ -219,21 +238,24 @@ class _Model:
     step: NDArrays | None
 
 
-def check_client(client: Any) -> None:
-    """Raise CannotStack for a client that does not train as every RegClient does."""
+def check_client(client: Any, plain: set[type]) -> None:
+    """Raise CannotStack for a client that does not train as every RegClient does.
+
+    Its class is noted in `plain` if it overrides nothing.
+    """
     if not isinstance(client, RegClient):
         raise CannotStack(f"{type(client).__name__} is no client of this package")
-    name, own = type(client).__name__, type(client)
+    name, kind, own = type(client).__name__, type(client), vars(client)
     for method in _OVERRIDES:
-        if getattr(own, method) is not getattr(RegClient, method) or method in vars(client):
+        changed = kind not in plain and getattr(kind, method) is not getattr(RegClient, method)
+        if changed or method in own:
             raise CannotStack(f"{name} has a {method} of its own")
+    plain.add(kind)
     settings = ("time_budget", "save_private")
     if given := [s for s in settings if getattr(client, s) is not None]:
         raise CannotStack(f"{name} has a {given[0]}")
     if client.keep_optimizer:
         raise CannotStack(f"{name} keeps its optimiser")
-    if any(n.endswith("_orig_mod") for n, _ in client.model.named_modules()):
-        raise CannotStack(f"{name} has a compiled model")
 
 
 def check_message(config: Mapping[str, Any], content: RecordDict) -> None:
@@ -249,6 +271,13 @@ def check_message(config: Mapping[str, Any], content: RecordDict) -> None:
         raise CannotStack("the downlink is coded")
     if keys.FROZEN in content:
         raise CannotStack("frozen parameters come with the message")
+
+
+def _record(content: RecordDict, name: str, kind: type[_Record]) -> _Record:
+    """Return a record of a message; Flower's own views of a content are made anew at each call."""
+    if not isinstance(found := content.get(name), kind):
+        raise CannotStack(f"the message holds no {kind.__name__} '{name}'")
+    return found
 
 
 def _form(slots: Slot) -> Hashable:

@@ -20,9 +20,11 @@ from flwr_regs.flower.grid import InProcessGrid, numbered
 from flwr_regs.flower.mods import ContextMod
 from flwr_regs.flower.stacked_clients import Cohort
 from flwr_regs.flower.stacked_group import Candidate, Group
+from flwr_regs.wire import keys
 from flwr_regs.wire.errors import described
 
 ALONE = "no other client of the cohort is like it"
+STACKED = ("train", keys.PROBE)
 SLOWER = "a stack of such clients is slower"
 PRECISIONS = {"float32": None, "bfloat16": torch.bfloat16}
 
@@ -86,7 +88,7 @@ class StackedGrid(InProcessGrid):
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         """Run the clients; their replies wait for `pull_messages`."""
         messages = [numbered(message) for message in messages]
-        training = [m for m in messages if m.metadata.message_type == "train"]
+        training = [m for m in messages if m.metadata.message_type in STACKED]
         if len(training) > 1 and (why := self._refusal()):
             self._note(CannotStack(why), len(training))
             training = []
@@ -96,7 +98,7 @@ class StackedGrid(InProcessGrid):
             if node in waiting:  # its messages count in their order
                 self._train_all(cohort)
                 waiting.clear()
-            if len(training) > 1 and message.metadata.message_type == "train":
+            if len(training) > 1 and message.metadata.message_type in STACKED:
                 self._admit(cohort, message)
                 waiting.add(node)
             else:

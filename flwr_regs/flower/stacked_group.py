@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 import torch
-from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from torch import Tensor, nn
 
-from flwr_regs.abilities import TakesBack
+from flwr_regs.abilities import TakesBack, Withholds
 from flwr_regs.chain import Chain
 from flwr_regs.client import state
 from flwr_regs.client.alike import build_of
@@ -27,11 +28,12 @@ from flwr_regs.client.optimizer import optimizer_of
 from flwr_regs.client.plan import CannotStack
 from flwr_regs.client.received import plain
 from flwr_regs.client.stack_view import Shared
-from flwr_regs.client.stacked import Member, Stack, StackedResult
+from flwr_regs.client.stacked import Member, Slots, Stack, StackedResult
 from flwr_regs.client.state import ClientState, to_numpy
 from flwr_regs.client.training import trained_parameters
 from flwr_regs.flower.client import RegClient
 from flwr_regs.flower.node import AT_ONCE, NodeState
+from flwr_regs.flower.stacked_records import Writer, filled, written
 from flwr_regs.term import Slot
 from flwr_regs.wire import keys
 from flwr_regs.wire.arrays import NDArrays, in_code_order, mask
@@ -51,8 +53,30 @@ class Recipe:
     method: str
     term: Chain
 
+    @cached_property
+    def needs(self) -> frozenset[str]:
+        """What the terms read in every step."""
+        return frozenset(need for t in self.term.terms for need in t.needs)
+
+    @cached_property
+    def withholds(self) -> bool:
+        """Whether clients have private entries."""
+        return any(isinstance(t, Withholds) for t in self.term.terms)
+
+    @cached_property
+    def takes_back(self) -> bool:
+        """Whether clients keep the update that they sent."""
+        return any(isinstance(t, TakesBack) for t in self.term.terms)
+
+    @property
+    def probes(self) -> bool:
+        """Whether this is a round's first exchange, without training."""
+        return bool(self.config.get(keys.PROBE_KEY))
+
     def steps(self, data: Pairs) -> int:
-        """Return E."""
+        """Return E; for a first exchange, the batches of one pass."""
+        if self.probes:
+            return count_batches(data)
         return int(
             self.config.get("local-steps")
             or self.config.get("local-epochs", 0) * count_batches(data)
@@ -121,7 +145,8 @@ class Group:
             self.texts |= said(still)
         if tied:
             self.texts[keys.TIED_KEY] = json.dumps(tied)
-        self._tied, self._buffers, self._private = tied_names(model, ()), buffers, private
+        self._tied, self.private = tied_names(model, ()), private
+        self.own_buffers = {n for n in buffers if n not in self._tied}
         entries = model.state_dict()
         self._one: int = sum(entries[n].nbytes for n in shared) * COPIES
         self._drawn = 0  # bytes of batches
@@ -168,7 +193,8 @@ class Group:
         """What decides how fast its clients train."""
         first = self.candidates[0].member
         terms = tuple(type(t) for t in self.recipe.term.terms)
-        return build_of(self.shared.model), first.plan.forms[0], terms, str(self.shared.device)
+        what = first.plan.forms[0], terms, self.recipe.probes
+        return build_of(self.shared.model), *what, str(self.shared.device)
 
     @property
     def may_lose(self) -> bool:
@@ -194,8 +220,10 @@ class Group:
         Whatever is raised, no client's state has changed by then.
         """
         members = [c.member for c in self.candidates]
-        result = Stack(self.shared, members, self.candidates[0].seed).run()
-        make = Replies(self, result)
+        stack = Stack(self.shared, members, self.candidates[0].seed)
+        make = (
+            ProbeReplies(self, *stack.probe()) if self.recipe.probes else Replies(self, stack.run())
+        )
         made = [make.content(k, c) for k, c in enumerate(self.candidates)]
         for c, (_, kept) in zip(self.candidates, made, strict=True):
             c.node.keep_slots(kept)
@@ -205,72 +233,41 @@ class Group:
         return [Message(content, reply_to=c.message) for c, (content, _) in pairs]
 
 
-class Replies:
-    """The contents of a stack's replies."""
+class ProbeReplies:
+    """The contents of the replies to a first exchange."""
 
-    def __init__(self, group: Group, result: StackedResult) -> None:
-        self._group, self._result = group, result
+    def __init__(self, group: Group, upload: Slots, client: Slots) -> None:
         self._last: dict[str, tuple[Any, Mapping[str, Any]]] = {}
-        self._term = group.recipe.term
-        given = group.arrays
-        first = group._tied
-        held = group.shared.start
-        self._all = {}
-        for n, a in given.items():
-            name = first.get(n, n)
-            if name in result.state:
-                self._all[n] = np.ascontiguousarray(_numpy(result.state[name], a.dtype))
-            else:
-                self._all[n] = _numpy(held[n].cpu(), a.dtype)[None]
-        texts = dict(group.texts)
-        if result.output_layer is not None:
-            texts[keys.LAYER_KEY] = result.output_layer
-        self._texts = texts
-        names, _ = read_said(texts)
-        self.record = ArrayRecord({n: a for n, a in group.record.items() if n not in names})
-        self._coder = self._term.coder("finish")
-        sends = any(isinstance(t, TakesBack) for t in self._term.terms) or self._coder is not None
-        self._sent = {n: _numpy(d, given[n].dtype) for n, d in result.delta.items() if sends}
+        self._term, self._writer = group.recipe.term, Writer()
+        self._texts: dict[str, Any] = {keys.METHOD_KEY: group.recipe.method}
+        self._upload = self._writer.slots(upload, len(group.candidates))
+        self._client = self._writer.slots(client, len(group.candidates))
+        self.record = group.record
 
     def content(self, k: int, c: Candidate) -> tuple[RecordDict, dict[str, ArrayRecord]]:
         """Return a client's reply, and the records that its node keeps."""
-        group, result = self._group, self._result
-        sent = {n: d[k] for n, d in self._sent.items()}
-        texts, code = dict(self._texts), None
-        new = {n: a[k if len(a) > 1 else 0] for n, a in self._all.items()}
-        if self._coder is not None:
-            code = texts[keys.UPDATE_KEY] = self._coder.encode(in_code_order(sent, sent))
-            own = [n for n in group._buffers if n not in group._tied]
-            new = {n: new[n] for n in own if not np.array_equal(new[n], group.arrays[n])}
-        entries = state.entries(
-            self._term, c.kept, result.client[k], sent=sent, code=code, form=record_of
-        )
-        if private := {n: to_numpy(result.state[n][k]) for n in group._private}:
-            entries[keys.PRIVATE_KEY] = record_of(private)
-            if c.fresh:
-                texts[keys.FRESH_KEY] = True
+        entries = state.entries(self._term, c.kept, self._client[k], form=self._writer.record)
+        if keys.PRIVATE_KEY in c.slots:
+            entries[keys.PRIVATE_KEY] = c.slots[keys.PRIVATE_KEY]
+        return self._filled(k, c, {}, {"num-examples": c.examples}, dict(self._texts), entries)
+
+    def _filled(
+        self, k: int, c: Candidate, records: dict[str, Any], numbers: Mapping[str, Any],
+        texts: dict[str, Any], entries: Mapping[str, Any],
+    ) -> tuple[RecordDict, dict[str, ArrayRecord]]:  # fmt: skip
+        """Return a reply with all that it holds, and what of `entries` the node keeps."""
         if c.lost:
             texts[keys.LOST_KEY] = True
         kept = {n: v for n, v in entries.items() if isinstance(v, ArrayRecord)}
         texts |= {n: v for n, v in entries.items() if n not in kept}
         if c.node.ahead and any(name.endswith(AT_ONCE) for name in c.slots):
             texts[keys.AHEAD_KEY] = True
-        records: dict[str, Any] = {
-            f"{t}.upload": record_of({n: to_numpy(a) for n, a in slot.items()})
-            for t, slot in result.upload[k].items()
-            if slot
-        }
-        records[keys.ARRAYS] = record_of(new)
-        numbers = {
-            "train-loss": result.losses[k],
-            "local-steps": len(c.member.plan),
-            "planned-steps": c.member.planned_steps,
-            "examples-processed": result.examples[k],
-            "num-examples": c.examples,
-        }
-        records[keys.METRICS] = self._like("numbers", MetricRecord, numbers)
-        records[keys.CONFIG] = self._like("texts", ConfigRecord, texts)
-        return RecordDict(records), kept
+        uploads = self._upload[k].items()
+        found: dict[str, Any] = {f"{t}.upload": self._writer.record(own) for t, own in uploads}
+        found |= records
+        found[keys.METRICS] = self._like("numbers", MetricRecord, numbers)
+        found[keys.CONFIG] = self._like("texts", ConfigRecord, texts)
+        return RecordDict(found), kept
 
     def _like(self, name: str, kind: Callable[..., Any], values: Mapping[str, Any]) -> Any:
         """Return a record of these values: a copy of the last client's, which Flower has checked."""
@@ -286,12 +283,70 @@ class Replies:
         return record
 
 
-def record_of(arrays: Mapping[str, np.ndarray]) -> ArrayRecord:
-    """Return an ArrayRecord, as :func:`.records.to_record`."""
-    record = ArrayRecord()
-    for n, a in arrays.items():  # given all at once, each would be made twice
-        record[n] = to_array(a)
-    return record
+class Replies(ProbeReplies):
+    """The contents of a stack's replies."""
+
+    def __init__(self, group: Group, result: StackedResult) -> None:
+        super().__init__(group, result.upload, result.client)
+        self._group, self._result = group, result
+        given, first, held = group.arrays, group._tied, group.shared.start
+        self._coder = self._term.coder("finish")
+        coded = self._coder is not None
+        # by client; as arrays, if only those travel that changed
+        self._new: dict[str, Sequence[Any]] = {}
+        members = len(group.candidates)
+        for n, a in given.items():
+            name = first.get(n, n)
+            if coded and n not in group.own_buffers:
+                continue
+            if name in result.state:
+                stacked: Any = _numpy(result.state[name], a.dtype)
+                self._new[n] = stacked if coded else written(stacked)
+            else:
+                still = _numpy(held[n].cpu(), a.dtype)
+                self._new[n] = [still if coded else to_array(still)] * members
+        texts = dict(group.texts)
+        if result.output_layer is not None:
+            texts[keys.LAYER_KEY] = result.output_layer
+        self._texts = texts
+        names, _ = read_said(texts)
+        self.record = ArrayRecord({n: a for n, a in group.record.items() if n not in names})
+        sends = group.recipe.takes_back or coded
+        self._sent = {n: _numpy(d, given[n].dtype) for n, d in result.delta.items() if sends}
+        private = {keys.PRIVATE_KEY: {n: result.state[n] for n in group.private}}
+        self._private = self._writer.slots(private, members)
+
+    def content(self, k: int, c: Candidate) -> tuple[RecordDict, dict[str, ArrayRecord]]:
+        """Return a client's reply, and the records that its node keeps."""
+        result = self._result
+        sent = {n: d[k] for n, d in self._sent.items()}
+        texts, code = dict(self._texts), None
+        if self._coder is not None:
+            code = texts[keys.UPDATE_KEY] = self._coder.encode(in_code_order(sent, sent))
+        entries = state.entries(
+            self._term, c.kept, self._client[k], sent=sent, code=code, form=self._writer.record
+        )
+        if (private := self._private[k].get(keys.PRIVATE_KEY)) is not None:
+            entries[keys.PRIVATE_KEY] = self._writer.record(private)
+            if c.fresh:
+                texts[keys.FRESH_KEY] = True
+        numbers = {
+            "train-loss": result.losses[k],
+            "local-steps": len(c.member.plan),
+            "planned-steps": c.member.planned_steps,
+            "examples-processed": result.examples[k],
+            "num-examples": c.examples,
+        }
+        records = {keys.ARRAYS: filled(self._arrays(k))}
+        return self._filled(k, c, records, numbers, texts, entries)
+
+    def _arrays(self, k: int) -> dict[str, Array]:
+        """Return a client's model; beside a coded update, only buffers that changed."""
+        mine = {n: each[k] for n, each in self._new.items()}
+        if self._coder is None:
+            return mine
+        given = self._group.arrays
+        return {n: to_array(a) for n, a in mine.items() if not np.array_equal(a, given[n])}
 
 
 def _numpy(tensor: Tensor, dtype: np.dtype[Any]) -> np.ndarray:

@@ -18,6 +18,7 @@ from torch import nn
 from flwr_regs.abilities import Folds, Personalises, Probes, Withholds
 from flwr_regs.chain import Chain, layers_of
 from flwr_regs.client.measures import Measures
+from flwr_regs.client.stacked import is_elementwise
 from flwr_regs.client.task import Task
 from flwr_regs.client.training import local_round
 from flwr_regs.flower.strategy import RegStrategy
@@ -37,7 +38,8 @@ class Properties:
     streams : bool
         The server never holds the uploads of a whole cohort: there are none, or each is folded in.
     stacks : bool
-        A cohort can run as one, under ``torch.func.vmap``: the method leaves the client's optimiser alone.
+        A cohort can run as one, under ``torch.func.vmap``: clients that run SGD by default then have an
+        optimiser that treats each number alone, and the model does not come in a code.
     secure_aggregation : bool
         The server needs only sums over the clients: it reads no client's own update, upload or steps.
     central_dp : bool
@@ -66,12 +68,12 @@ def properties(strategy: RegStrategy) -> Properties:
     held = [t for t in chain.terms if isinstance(t, Probes) or trial.uploads[t.name]]
     keeps = any(trial.kept.values()) or strategy.downlink == "delta"
     weighs = chain.weigher is not None or strategy.incomplete == "scale"
-    make = torch.optim.SGD
+    optimizer = chain.client_optimizer(torch.optim.SGD)([nn.Parameter(torch.zeros(1))], lr=0.1)
     return Properties(
         stateless=not keeps
         and not any(isinstance(t, Withholds | Personalises) for t in chain.terms),
         streams=all(isinstance(t, Folds) and not isinstance(t, Probes) for t in held),
-        stacks=chain.client_optimizer(make) is make,
+        stacks=is_elementwise(optimizer) and chain.coder("release") is None,
         secure_aggregation=not weighs and chain.coder("finish") is None and trial.needs_only_sums(),
         central_dp=not (weighs or uploads or chain.uploading or trial.reads_replies()),
         robust=not chain.unaggregated

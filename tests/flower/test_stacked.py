@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -19,7 +20,9 @@ from flwr_regs.client.batches import Pairs
 from flwr_regs.client.plan import draw
 from flwr_regs.client.replay import Replay
 from flwr_regs.client.stack_gradient import Gradient
-from flwr_regs.flower.stacked_grid import Pace
+from flwr_regs.client.stacked import Stack
+from flwr_regs.flower.stacked_grid import STACKED, Pace
+from flwr_regs.methods.properties import properties
 from flwr_regs.testing import problem
 from tests.laws import CASES
 from tests.sampling import sampled
@@ -29,16 +32,21 @@ TOLERANCE = 1e-5
 
 
 class Watched:
-    """What a grid's clients reply, round by round, and why they train one by one."""
+    """What a grid's clients reply to probes and train messages, and why they train one by one."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.replies: list[dict[int, Message]] = []
+        self.alone: list[Message] = []
+
+    def _serve(self, message: Message, app: Any) -> str:
+        self.alone.append(message)
+        return super()._serve(message, app)  # type: ignore[misc, no-any-return]
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        """Note the replies to train messages, and pass them on."""
+        """Note the replies, and pass them on."""
         pulled = list(super().pull_messages(message_ids))  # type: ignore[misc]
-        if pulled and pulled[0].metadata.message_type == "train":
+        if pulled and pulled[0].metadata.message_type in STACKED:
             self.replies.append({m.metadata.src_node_id: m for m in pulled})
         return pulled
 
@@ -158,7 +166,7 @@ LENGTHS = ({"local-epochs": 2}, {"local-steps": 7})
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_every_method_gives_the_same(case: Any) -> None:
-    """In float64, on lists of batches, with unequal clients; nobody falls back but for a reason."""
+    """In float64, on lists of batches, with unequal clients; who falls back is what the registry says."""
     data = problem.make_clients()
     grid = compare(
         lambda: case.build(seed=3, fraction_evaluate=0.0),
@@ -169,6 +177,7 @@ def test_every_method_gives_the_same(case: Any) -> None:
     )
     coded = any(getattr(t, "density_down", None) for t in case.terms)
     assert set(grid.fallbacks) == ({"the downlink is coded"} if coded else set())
+    assert properties(case.build(seed=3)).stacks == (not grid.fallbacks)
 
 
 OPTIONS = {
@@ -505,6 +514,76 @@ def test_a_finish_that_needs_the_data_may_change_the_update() -> None:
         strategy=lambda: fr.RegStrategy([Halved()], seed=3, fraction_evaluate=0.0),
     )
     assert not grid.fallbacks
+
+
+OVER_DATA = {
+    "mean_features": (fr.RFedAvg, fr.RFedAvgClient, {"lam": 0.3}),
+    "some features": (fr.RFedAvg, fr.RFedAvgClient, {"lam": 0.3, "delta_batches": 2}),
+    "fisher": (fr.FedCurv, fr.FedCurvClient, {"lam": 0.5}),
+    "some fisher": (fr.EFL, fr.EFLClient, {"lam": 0.5, "density_up": 0.3, "fisher_samples": 11}),
+    "mean_loss": (fr.QFedAvg, fr.QFedAvgClient, {"q": 1.0}),
+    "mean_gradient": (fr.MimeLite, fr.MimeLiteClient, {}),
+    "at the start": (fr.SCAFFOLD, fr.SCAFFOLDClient, {"option": 1}),
+}
+
+
+@pytest.mark.parametrize("loads", ["indexed", "listed"])
+@pytest.mark.parametrize("norm", [(), (nn.BatchNorm1d(8),)], ids=["plain", "norm"])
+@pytest.mark.parametrize("method", OVER_DATA)
+def test_clients_with_data_of_one_size_finish_together(
+    method: str, norm: Any, loads: str, monkeypatch: Any
+) -> None:
+    """Some have 20 examples, others 23; what a hook asks of all the data is computed for all at once."""
+    monkeypatch.setattr(Stack, "_finish_each", None)  # a stack that needs it fails
+    strategy, client, settings = OVER_DATA[method]
+
+    def loader(k: int, shuffle: bool = True) -> Any:
+        g, n = torch.Generator().manual_seed(k), (20, 23)[k % 2]
+        data = TensorDataset(torch.randn(n, 6, generator=g), torch.randint(0, 3, (n,), generator=g))
+        made = DataLoader(data, 8, shuffle and loads == "indexed")
+        return made if loads == "indexed" else list(made)
+
+    def model() -> nn.Module:
+        return perceptron(*copy.deepcopy(norm))
+
+    grid = compare(
+        lambda: strategy(seed=3, fraction_evaluate=0.0, **settings),
+        app_of(client, model, loader),
+        6,
+        model,
+        {"lr": 0.1, "local-steps": 4},
+    )
+    assert not grid.fallbacks
+
+
+PROBES = {
+    "RFedAvgPlus": fr.LeaveOneOutMean(0.3),
+    "clipped": fr.LeaveOneOutMean(0.3, clip_norm=0.1),
+    "sum_only": fr.LeaveOneOutMean(0.3, sum_only=True),
+    "some": fr.LeaveOneOutMean(0.3, delta_batches=2),
+    "Mime": fr.CorrectedMomentum(0.9),
+}
+
+
+@pytest.mark.parametrize("norm", [(), (nn.BatchNorm1d(8),)], ids=["plain", "norm"])
+@pytest.mark.parametrize("method", PROBES)
+def test_first_exchanges_stack(method: str, norm: Any) -> None:
+    """Also of clients with data of other sizes, private entries, and a budget that has no say in it."""
+    terms = [*([fr.LocalBatchNorm()] if norm else []), PROBES[method]]
+
+    def model() -> nn.Module:
+        return perceptron(*copy.deepcopy(norm))
+
+    made = app_of(fr.RegClient, model, terms=[type(t) for t in terms], step_budget=lambda k: k + 2)
+    grid = compare(
+        lambda: fr.RegStrategy(terms, seed=3, fraction_train=0.8, fraction_evaluate=0.0),
+        made,
+        len(SIZES),
+        model,
+        {"lr": 0.1, "local-epochs": 2},
+    )
+    assert not grid.fallbacks
+    assert not any(c.metadata.message_type in STACKED for c in grid.alone)
 
 
 @dataclass(frozen=True)

@@ -185,10 +185,8 @@ def test_what_a_client_keeps_is_in_its_row(row: fr.Method) -> None:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_what_stacks_is_what_the_laws_run_under_vmap(case: Any) -> None:
-    """And a term uploads in the trial exactly if the chain says so."""
+def test_a_term_uploads_in_the_trial_exactly_if_the_chain_says_so(case: Any) -> None:
     strategy = RegStrategy(case.terms)
-    assert properties(strategy).stacks == ("stacked" not in case.exempt)
     alike = strategy.term.weigher is None
     assert properties(strategy).central_dp == (alike and not strategy.term.uploading)
 
@@ -290,9 +288,9 @@ ALL = {"stateless", "streams", "stacks", "secure_aggregation", "central_dp", "ro
         (Scalar(), {"stateless", "streams", "central_dp", "robust", "secure_aggregation"}),
         (Equal(), {"central_dp", "secure_aggregation"}),
         (fr.LocalBatchNorm(), {"stateless"}),
-        (fr.EmbeddedMomentum(0.5, 0.5, local_momentum=0.5), {"stacks"}),
+        (fr.EmbeddedMomentum(0.5, 0.5, local_momentum=0.5), set()),
         (fr.SparseTernary(0.1), {"stateless", "secure_aggregation"}),
-        (fr.SparseTernary(None, 0.1), {"stateless"}),
+        (fr.SparseTernary(None, 0.1), {"stateless", "stacks"}),
         (fr.Elastic(1.0), {"central_dp", "secure_aggregation"}),
         (fr.Elastic(0.0), set()),
         (fr.Elastic(1.0, sums_bits=16), {"central_dp", "secure_aggregation"}),
