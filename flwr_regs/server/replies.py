@@ -37,6 +37,7 @@ from flwr_regs.wire.errors import described
 from flwr_regs.wire.frozen import read_said
 from flwr_regs.wire.parcel import Parcel
 from flwr_regs.wire.precision import from_half
+from flwr_regs.wire.sparse import sparse
 from flwr_regs.wire.text import LONGEST_NAME, quoted, shown
 
 RANGE = {"float16": 65504.0}
@@ -184,8 +185,10 @@ class Reader:
                 check_finite({n: model[n] + d}, what, model, largest)
         for name in self._folding & set(uploads):  # decoded again when it is folded
             uploads[name] = parcel.records[f"{name}.upload"]
-        # a coded update is decoded again when it is summed: all of them together are many models
-        return Reply(arrays, uploads, metrics, count, {}, steps, tied, coded), buffers
+        small = sparse(delta)
+        # else it is decoded again when it is summed: all updates together are many models
+        again = coded if small is None else None
+        return Reply(arrays, uploads, metrics, count, small or {}, steps, tied, again), buffers
 
     @cached_property
     def _folding(self) -> frozenset[str]:

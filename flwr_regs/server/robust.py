@@ -82,8 +82,8 @@ class RobustMeans:
             nonlocal moves
             if moves is None or moves.name != name:
                 moves = Moves(name, base[name], open_)
-            moves.read(pid, part, out := np.empty(part.stop - part.start))
-            return out
+            moves.read([pid], part, out := np.empty((1, part.stop - part.start)))
+            return out[0]
 
         def update(pid: int, name: str, part: slice) -> np.ndarray:
             return ratio[pid] * change(pid, name, part)
