@@ -36,7 +36,7 @@ from flwr_regs.wire.delta import decoded
 from flwr_regs.wire.errors import described
 from flwr_regs.wire.frozen import read_said
 from flwr_regs.wire.parcel import Parcel
-from flwr_regs.wire.precision import from_half
+from flwr_regs.wire.precision import Widened, from_half
 from flwr_regs.wire.sparse import sparse
 from flwr_regs.wire.text import LONGEST_NAME, quoted, shown
 
@@ -176,9 +176,13 @@ class Reader:
                 self.term.check(uploads, trained, self.model.server)
         except (ValueError, TypeError, EOFError) as error:
             raise ProtocolError(f"{what} cannot be used: {error}") from error
-        check_arrays(arrays, expected, what)
         largest = RANGE.get(half, LARGEST)
-        check_finite(arrays, what, model, largest)
+        if isinstance(arrays, Widened):
+            check_arrays(arrays.outline(), expected, what)
+            check_finite(arrays.doubtful(largest), what, model, largest)
+        else:
+            check_arrays(arrays, expected, what)
+            check_finite(arrays, what, model, largest)
         check_finite(delta, what, largest=LARGEST)
         if largest < LARGEST:  # the mean would be beyond what can be sent
             for n, d in delta.items():

@@ -60,11 +60,10 @@ def stepped(
         def work(job: tuple[str, slice]) -> None:
             name, part = job
             step = read(name, part)
-            new[name].vector[part] = add(old[name][part], step)
+            add(old[name][part], step, out=new[name].vector[part])
             if name in copies:
                 copies[name][part] = step
-            wide = step.astype(np.float64)
-            squares[name, part.start] = float(np.dot(wide, wide))
+            squares[name, part.start] = _square(step)
             if name not in moved and step.any():
                 moved.add(name)
 
@@ -73,6 +72,16 @@ def stepped(
     spread_over_threads(jobs, worker)
     sums = {n: sum(squares[n, at] for at in range(0, w.size, width)) for n, w in old.items()}
     return Stepped({n: a.seal() for n, a in new.items()}, sums, moved)
+
+
+def _square(step: np.ndarray) -> float:
+    """Return the sum of a block's squares; in float32 if its range is enough."""
+    if step.dtype == np.float32:
+        with np.errstate(over="ignore"):
+            if 1e-20 < (square := float(np.dot(step, step))) < 1e30:
+                return square
+    wide = step.astype(np.float64)
+    return float(np.dot(wide, wide))
 
 
 def as_step(base: np.ndarray, delta: Any) -> np.ndarray:

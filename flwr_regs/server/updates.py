@@ -63,6 +63,11 @@ class Reply:
         return self if self.coded is None else replace(self, delta=self.coded(), coded=None)
 
 
+Widen = Callable[[np.ndarray], np.ndarray]
+_Row = tuple[np.ndarray, Widen | None, bool]
+"""An array as it was sent, ``(1, size)``; what widens it; and whether it is ``v_k``, not ``v_k − w_t``."""
+
+
 class Moves:
     """What the clients make of one array: ``v_k − w_t``, as vectors in float64.
 
@@ -89,64 +94,55 @@ class Moves:
         self.name = name
         self._w = flat(w, order)
         self._clean = all_finite(w)
-        self._sent: dict[int, Callable[[slice, np.ndarray], None]] = {}
-        self._whole: set[int] = set()  # the clients that sent v_k, not v_k − w_t
-        self._plain: dict[int, np.ndarray] = {}  # their v_k as a row, if it can be read as it is
+        self._rows: dict[int, _Row] = {}
+        self._sparse: dict[int, Sparse] = {}
         for pid, reply in replies.items():
             if name in reply.delta:
-                self._sent[pid] = _reader(reply.delta[name], None, order)
+                sent = reply.delta[name]
+                if isinstance(sent, Sparse) and order == "C":
+                    self._sparse[pid] = sent
+                else:
+                    dense = sent.dense if isinstance(sent, Sparse) else sent
+                    self._rows[pid] = flat(dense, order)[None], None, False
             elif name in reply.arrays:
-                sent, widen = _as_sent(reply.arrays, name)
-                self._sent[pid] = _reader(sent, widen, order)
-                self._whole.add(pid)
-                if widen is None:
-                    self._plain[pid] = flat(sent, order)[None]
-        self.senders = list(self._sent)
+                raw, widen = _as_sent(reply.arrays, name)
+                self._rows[pid] = flat(raw, order)[None], widen, True
+        self.senders = [pid for pid in replies if pid in self._rows or pid in self._sparse]
 
     def read(self, pids: Sequence[int], part: slice, out: np.ndarray) -> None:
         """Write some coordinates of clients' ``v_k − w_t``, a row each; zeros if one sent none."""
+        rows = [self._rows[pid] for pid in pids if pid in self._rows]
+        if len(rows) == len(pids) and len({row[1:] for row in rows}) == 1:  # few calls
+            self._fill(rows, part, out)
+            return
+        for i, pid in enumerate(pids):
+            if pid in self._rows:
+                self._fill([self._rows[pid]], part, out[i : i + 1])
+            elif pid in self._sparse:
+                self._sparse[pid].read(part, out[i])
+            else:
+                out[i] = 0.0
+
+    def _fill(self, rows: Sequence[_Row], part: slice, out: np.ndarray) -> None:
+        """Read rows that are all of one kind."""
+        _, widen, whole = rows[0]
+        sent = [vector[:, part] for vector, *_ in rows]
+        if widen is None:
+            np.concatenate(sent, out=out)
+        else:
+            out[...] = widen(np.concatenate(sent))
+        if not whole:
+            return
         base = self._w[part].astype(np.float64)
         if not self._clean:
             base[~np.isfinite(base)] = 0.0
-        if all(pid in self._plain for pid in pids):  # in few calls
-            np.concatenate([self._plain[pid][:, part] for pid in pids], out=out)
-            self._subtract(base, out)
-            return
-        for i, pid in enumerate(pids):
-            if pid not in self._sent:
-                out[i] = 0.0
-                continue
-            self._sent[pid](part, out[i])
-            if pid in self._whole:
-                self._subtract(base, out[i])
-
-    def _subtract(self, base: np.ndarray, out: np.ndarray) -> None:
-        if not self._clean:
             out[~np.isfinite(out)] = 0.0
         np.subtract(out, base, out=out)
 
 
-def _as_sent(
-    arrays: Mapping[str, np.ndarray], name: str
-) -> tuple[np.ndarray, Callable[[np.ndarray], np.ndarray] | None]:
+def _as_sent(arrays: Mapping[str, np.ndarray], name: str) -> tuple[np.ndarray, Widen | None]:
     """Return an array as it travelled, and what widens it; None if it did not travel in 16 bits."""
     return arrays.raw(name) if isinstance(arrays, Widened) else (arrays[name], None)
-
-
-def _reader(
-    array: np.ndarray | Sparse, widen: Callable[[np.ndarray], np.ndarray] | None, order: Any
-) -> Callable[[slice, np.ndarray], None]:
-    """Return what writes some coordinates of an array, as a vector in `order`, into a float64 array."""
-    if isinstance(array, Sparse):
-        if order == "C":
-            return array.read
-        array = array.dense
-    vector = flat(array, order)
-
-    def read(part: slice, out: np.ndarray) -> None:
-        out[...] = vector[part] if widen is None else widen(vector[part])
-
-    return read
 
 
 class Sums:
