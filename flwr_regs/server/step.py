@@ -75,13 +75,16 @@ def stepped(
 
 
 def _square(step: np.ndarray) -> float:
-    """Return the sum of a block's squares; in float32 if its range is enough."""
+    """Return the sum of a block's squares; in float32 if its range is enough.
+
+    Not by `numpy.dot`: BLAS would start threads of its own in each thread.
+    """
     if step.dtype == np.float32:
         with np.errstate(over="ignore"):
-            if 1e-20 < (square := float(np.dot(step, step))) < 1e30:
+            if 1e-20 < (square := float(np.einsum("i,i", step, step))) < 1e30:
                 return square
     wide = step.astype(np.float64)
-    return float(np.dot(wide, wide))
+    return float(np.einsum("i,i", wide, wide))
 
 
 def as_step(base: np.ndarray, delta: Any) -> np.ndarray:

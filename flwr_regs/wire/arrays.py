@@ -57,7 +57,8 @@ def add(base: np.ndarray, step: np.ndarray, out: np.ndarray | None = None) -> np
     Both ends use it, so both get the same bits.
     """
     if out is not None and base.dtype == step.dtype and base.dtype.kind == "f":
-        return np.add(base, step, out=out)
+        np.add(base, step, out=out)
+        return out
     new = np.asarray(base ^ step if base.dtype == np.bool_ else base + step)
     if out is None:
         return new.astype(base.dtype, copy=False)
