@@ -281,8 +281,8 @@ class GlobalModel:
         ):
             sums = sums_of(given, replies, ctx.weights, scaled, fixed)  # they are the step
             if self._half:
-                means = self._to_means
-                step = self._means(sums.whole(means), given)
+                means = self._means(sums.whole(self._to_means), given)
+                step = {n: s for n, s in means.items() if n not in (self.tied or {})}
         else:
             delta = (mean or mean_delta)(given, replies, ctx.weights, scaled, fixed)
             counted = list(replies)

@@ -62,9 +62,14 @@ CONTEXT = ServerContext(1, 0.1, weights={0: 0.1, 3: 0.3, 6: 0.25, 9: 0.2, 12: 0.
 SCALED = {p: w / 3 for p, w in CONTEXT.weights.items()}
 
 
+def tied_model() -> NDArrays:
+    base = model()
+    return {**base, "f4 tied": base["f4 long"].copy()}
+
+
 def advanced(terms: Any, base: NDArrays, came: Mapping[int, Reply], **how: Any) -> GlobalModel:
     found = GlobalModel(chain(terms), base, **how)
-    found.agree(found.fixed | {"f4 matrix"}, {"f4 matrix": "f4 turned"} if how.get("ties") else {})
+    found.agree(found.fixed | {"f4 matrix", "f4 tied"}, {"f4 tied": "f4 long"})
     found.advance(came, CONTEXT, SCALED)
     return found
 
@@ -74,11 +79,11 @@ def advanced(terms: Any, base: NDArrays, came: Mapping[int, Reply], **how: Any) 
 def test_sums_that_are_the_step_move_the_model_as_whole_means_do(
     threads: str, half: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """To the bit, also in threads, and where updates were coded."""
+    """To the bit, also in threads, of tied weights, and where updates were coded."""
     monkeypatch.setenv("OMP_NUM_THREADS", threads)
     monkeypatch.setattr(blocks, "WORTH_A_THREAD", 1)
     monkeypatch.setattr(blocks.os, "sched_getaffinity", lambda _: range(8), raising=False)
-    base = model()
+    base = tied_model()
     came = replies(base)
     coded = {**came, 6: replace(came[6], delta={}, coded=lambda: came[6].delta)}
     whole = advanced([Same()], base, came, half=half, keeps_step=True)
@@ -89,6 +94,7 @@ def test_sums_that_are_the_step_move_the_model_as_whole_means_do(
         assert whole.step is not None
         same(found.step, whole.step, laid=False)
         assert found.changed == whole.changed
+        np.testing.assert_array_equal(found.model["f4 tied"], found.model["f4 long"])
     same(advanced([], base, came, half=half).model, whole.model)
 
 
@@ -105,7 +111,7 @@ def test_sums_that_are_the_step_move_the_model_as_whole_means_do(
 def test_the_last_step_is_kept_where_something_may_read_it(
     terms: Any, how: Any, keeps: bool
 ) -> None:
-    base = model()
+    base = tied_model()
     assert (advanced(terms, base, replies(base), **how).step is not None) == keeps
 
 
