@@ -62,6 +62,8 @@ MAGIC = b"STC"
 VERSION = 1
 HEADER = struct.Struct("<3sBQQQdQ")
 CRC = struct.Struct("<I")
+MOSTLY_ZERO = 8
+"""One entry in so many is not zero, at most."""
 CHUNK = 1 << 18
 """Entries coded at a time. It bounds the working memory and does not change the message."""
 
@@ -233,9 +235,11 @@ def decode(payload: bytes, like: Mapping[str, np.ndarray]) -> NDArrays:
         before = seen_plus + seen_minus
         for part in _slices(flat.size):
             symbols = coder.decode(model, part.stop - part.start)
-            values.take(symbols, out=flat[part], mode="clip")
-            seen_plus += int(np.count_nonzero(symbols == 2))
-            seen_minus += int(np.count_nonzero(symbols == 0))
+            kept = np.flatnonzero(symbols != 1)  # most are zero, as `flat` is
+            signs = symbols[kept]
+            flat[part][kept] = values[signs]
+            seen_plus += int(np.count_nonzero(signs))
+            seen_minus += signs.size - int(np.count_nonzero(signs))
         if seen_plus + seen_minus > before:
             holders.append(name)
             if not 0 < values[2] < np.inf:
@@ -330,9 +334,11 @@ def _cast(value: Any, dtype: np.dtype[Any]) -> Any:
 
 
 def _model(n: int, plus: int, minus: int) -> Any:
-    # perfect=False: plain float64 arithmetic, the same on every machine; perfect=True uses logarithms
+    # perfect=False: plain float64 arithmetic, the same on every machine; perfect=True uses logarithms.
+    # lazy changes the time alone: where most are zero, it is twice as fast as a search in a table
     counts = np.array([minus, n - plus - minus, plus], dtype=np.float64)
-    return _library().model.Categorical(counts, perfect=False)
+    lazy = MOSTLY_ZERO * (plus + minus) < n
+    return _library().model.Categorical(counts, perfect=False, lazy=lazy)
 
 
 def _crc(header: bytes, body: bytes) -> int:

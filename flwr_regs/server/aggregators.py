@@ -25,11 +25,17 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import numpy as np
 
+from flwr_regs.server.sorting import sorted_rows
 from flwr_regs.term import COUNT, POSITIVE, Range
+from flwr_regs.wire.blocks import blocks as parts_of
 
-BLOCK = 1 << 22
-"""How many numbers of all vectors together are read at a time: 32 MiB in float64."""
+BLOCK = 1 << 17
+"""How many numbers of all vectors together are read at a time: 1 MiB in float64, as a core's cache has."""
+HELD = 1 << 22
+"""How many are held once they are read: 32 MiB."""
 WEISZFELD_STEPS, SMOOTHING = 100, 1e-6
+CANCELS = 1e-6
+"""A squared distance that is a smaller part of the squared norms than this has lost too many digits."""
 
 
 class TooFewVectors(Exception):
@@ -46,7 +52,9 @@ class Vectors:
     sizes : mapping of str to int
         The parts of a vector, in their order, and how many coordinates each has.
     read : callable
-        ``read(pid, part, slice) -> (m,)``, some coordinates of one client's part.
+        ``read(part, slice, out)`` writes some coordinates of all clients' part into `out`, ``(n, m)``.
+    dtype : dtype
+        What the aggregate will be rounded to: an aggregator may return it in this dtype, or in float64.
 
     Attributes
     ----------
@@ -58,10 +66,12 @@ class Vectors:
         self,
         pids: Sequence[int],
         sizes: Mapping[str, int],
-        read: Callable[[int, str, slice], np.ndarray],
+        read: Callable[[str, slice, np.ndarray], None],
+        dtype: Any = np.float64,
     ) -> None:
         self.pids = tuple(pids)
         self.size = sum(sizes.values())
+        self.dtype = np.dtype(dtype)
         self._sizes, self._read = sizes, read
         self._held: np.ndarray | None = None
 
@@ -69,31 +79,35 @@ class Vectors:
         return len(self.pids)
 
     def blocks(self) -> Iterator[tuple[slice, np.ndarray]]:
-        """Yield (which coordinates, their values in all vectors: ``(n, m)``), from first to last."""
-        if self._held is not None or len(self) * self.size <= BLOCK:
-            yield slice(0, self.size), self.matrix()
+        """Yield (which coordinates, their values in all vectors: ``(n, m)``), from first to last.
+
+        The values are valid until the next block.
+        """
+        width = max(1, BLOCK // max(len(self), 1))
+        if self._held is not None or len(self) * self.size <= HELD:
+            held = self.matrix()
+            yield from ((at, held[:, at]) for at in parts_of(self.size, width))
             return
-        at, width = 0, max(1, BLOCK // len(self))
+        first, rows = 0, np.empty((len(self), min(width, self.size)))
         for name, size in self._sizes.items():
-            for first in range(0, size, width):
-                part = slice(first, min(first + width, size))
-                yield slice(at + part.start, at + part.stop), self._rows(name, part)
-            at += size
+            for part in parts_of(size, width):
+                x = rows[:, : part.stop - part.start]
+                self._read(name, part, x)
+                shown = x.view()
+                shown.setflags(write=False)
+                yield slice(first + part.start, first + part.stop), shown
+            first += size
 
     def matrix(self) -> np.ndarray:
         """Return all vectors, ``(n, d)``, kept from now on."""
         if self._held is None:
-            parts = [self._rows(name, slice(0, size)) for name, size in self._sizes.items()]
-            self._held = np.concatenate([np.zeros((len(self), 0)), *parts], axis=1)
-            self._held.setflags(write=False)
+            held, first = np.empty((len(self), self.size)), 0
+            for name, size in self._sizes.items():
+                self._read(name, slice(0, size), held[:, first : first + size])
+                first += size
+            held.setflags(write=False)
+            self._held = held
         return self._held
-
-    def _rows(self, name: str, part: slice) -> np.ndarray:
-        rows = np.empty((len(self), part.stop - part.start))
-        for row, pid in zip(rows, self.pids, strict=True):
-            row[...] = self._read(pid, name, part)
-        rows.setflags(write=False)
-        return rows
 
     def norms(self, centre: np.ndarray | None = None) -> np.ndarray:
         """Return ``‖x_k − centre‖`` (default: 0) of each vector: ``(n,)``."""
@@ -103,17 +117,15 @@ class Vectors:
             squares += np.einsum("ij,ij->i", apart, apart)
         return np.asarray(np.sqrt(squares))
 
-    def combined(self, weights: np.ndarray) -> np.ndarray:
-        """Return ``Σ weights_k x_k``, summed in the order of the rows: ``(d,)``."""
-        out = np.zeros(self.size)
-        for at, x in self.blocks():
-            for weight, row in zip(weights, x, strict=True):
-                out[at] += weight * row
-        return out
+    def combined(self, weights: np.ndarray, dtype: Any = np.float64) -> np.ndarray:
+        """Return ``Σ weights_k x_k``, summed in float64 in the order of the rows: ``(d,)``."""
+        return self.each(lambda x: np.einsum("k,kj->j", weights, x), dtype)
 
-    def each(self, function: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
+    def each(
+        self, function: Callable[[np.ndarray], np.ndarray], dtype: Any = np.float64
+    ) -> np.ndarray:
         """Return what `function` makes of each block, ``(n, m) -> (m,)``, put together: ``(d,)``."""
-        out = np.zeros(self.size)
+        out = np.zeros(self.size, dtype)
         for at, x in self.blocks():
             out[at] = function(x)
         return out
@@ -185,7 +197,18 @@ class CoordinateMedian(_Checked):
     """The median of each coordinate; of an even number of clients, the mean of the middle two."""
 
     def aggregate(self, vectors: Vectors, weights: np.ndarray) -> Aggregate:
-        return Aggregate(vectors.each(lambda x: np.asarray(np.median(x, axis=0))))
+        return Aggregate(_median(vectors, vectors.dtype))
+
+
+def _median(vectors: Vectors, dtype: Any = np.float64) -> np.ndarray:
+    n = len(vectors)
+    middle = range((n - 1) // 2, n // 2 + 1)
+
+    def of(x: np.ndarray) -> np.ndarray:
+        low, *high = sorted_rows(x.copy(), middle)
+        return (low + high[0]) / 2 if high else low
+
+    return vectors.each(of, dtype)
 
 
 @dataclass(frozen=True)
@@ -207,8 +230,13 @@ class TrimmedMean(_Checked):
     def aggregate(self, vectors: Vectors, weights: np.ndarray) -> Aggregate:
         cut = int(self.share * len(vectors))
         self._need(2 * cut + 1, vectors)
-        keep = slice(cut, len(vectors) - cut)
-        return Aggregate(vectors.each(lambda x: np.sort(x, axis=0)[keep].mean(axis=0)))
+        keep = range(cut, len(vectors) - cut)
+
+        def of(x: np.ndarray) -> np.ndarray:
+            first, *others = sorted_rows(x.copy(), keep)
+            return sum(others, start=first) / len(keep)
+
+        return Aggregate(vectors.each(of, vectors.dtype))
 
 
 @dataclass(frozen=True)
@@ -237,18 +265,44 @@ class Krum(_Checked):
     def aggregate(self, vectors: Vectors, weights: np.ndarray) -> Aggregate:
         self._need(self.byzantine + max(3, self.keep), vectors)
         n = len(vectors)
-        apart = np.zeros((n, n))
-        for _, x in vectors.blocks():
-            for i in range(n - 1):
-                gap = x[i + 1 :] - x[i]
-                apart[i, i + 1 :] += np.einsum("ij,ij->i", gap, gap)
-        apart += apart.T
+        apart = _squared_distances(vectors)
         np.fill_diagonal(apart, np.inf)
         nearest = np.sort(apart, axis=1)[:, : n - self.byzantine - 2]
         rows = np.sort(np.argsort(nearest.sum(axis=1), kind="stable")[: self.keep])
         share = np.zeros(n)
         share[rows] = 1 / len(rows)
-        return Aggregate(vectors.combined(share), [vectors.pids[i] for i in rows])
+        return Aggregate(vectors.combined(share, vectors.dtype), [vectors.pids[i] for i in rows])
+
+
+def _squared_distances(vectors: Vectors) -> np.ndarray:
+    """Return ``‖x_i − x_j‖²``, ``(n, n)``.
+
+    ``‖x_i‖² + ‖x_j‖² − 2 x_i·x_j`` is one product of matrices; but of two vectors that are near each other,
+    as far from 0 as they are, it keeps too few digits. Their difference is then taken coordinate by
+    coordinate.
+    """
+    n = len(vectors)
+    products = np.zeros((n, n))
+    for _, x in vectors.blocks():
+        products += x @ x.T
+    squares = np.diag(products)
+    both = squares[:, None] + squares
+    apart = np.maximum(both - 2 * products, 0.0)
+    close = [(i, j) for i, j in np.argwhere(apart <= CANCELS * both).tolist() if i < j]
+    if not close:
+        return apart
+    found = np.zeros(len(close))
+    for _, x in vectors.blocks():
+        for at, (i, j) in enumerate(close):
+            gap = x[i] - x[j]
+            found[at] += np.dot(gap, gap)
+    for (i, j), square in zip(close, found, strict=True):
+        apart[i, j] = apart[j, i] = square
+    for (i, j), square in zip(close, found, strict=True):
+        if not square:  # equal vectors have equal distances, to the bit
+            apart[j] = apart[:, j] = apart[i]
+            apart[j, j] = 0.0
+    return apart
 
 
 @dataclass(frozen=True)
@@ -259,7 +313,7 @@ class GeometricMedian(_Checked):
     """
 
     def aggregate(self, vectors: Vectors, weights: np.ndarray) -> Aggregate:
-        z = CoordinateMedian().aggregate(vectors, weights).vector
+        z = _median(vectors)
         for _ in range(WEISZFELD_STEPS):
             pull = 1 / np.maximum(vectors.norms(z), SMOOTHING)
             before, z = z, vectors.combined(pull / pull.sum())

@@ -25,7 +25,6 @@ from flwr_regs.chain import Chain
 from flwr_regs.server.metrics import usable
 from flwr_regs.server.options import Options
 from flwr_regs.server.round import Round, RoundFailed
-from flwr_regs.wire.blocks import square_sum
 
 LOG = logging.getLogger("flwr")
 LAST = 5
@@ -108,8 +107,8 @@ class DivergenceGuard:
         self._signs.restore(state["signs"])
         self._warned = state["warned"]
 
-    def watch(self, now: Round, options: Options, method: str, step: Mapping[str, Any]) -> None:
-        """Judge a round by its step (of the trained arrays), before the model moves.
+    def watch(self, now: Round, options: Options, method: str, square: float) -> None:
+        """Judge a round by the squared length of its step (of the trained arrays), before the model moves.
 
         The first sign is logged, and is the history's ``"divergence"`` of that round. Under ``privacy=``
         the clients' losses are not read: they get no noise, and the end of a training would tell of them.
@@ -117,8 +116,7 @@ class DivergenceGuard:
         Raises RoundFailed at every sign if ``on_divergence="stop"``.
         """
         loss = None if options.privacy is not None else _usual_loss(now)
-        length = math.sqrt(sum(square_sum(s) for s in step.values()))
-        sign = self._signs.look(length, now.lr, loss)
+        sign = self._signs.look(math.sqrt(square), now.lr, loss)
         stop = options.on_divergence == "stop"
         if not sign or (self._warned and not stop):
             return

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -17,11 +17,11 @@ from flwr_regs.server.frozen import Frozen
 from flwr_regs.server.network import culprits
 from flwr_regs.server.robust import RobustMeans, check_reached
 from flwr_regs.server.round import RoundFailed
-from flwr_regs.server.updates import Reply, mean_delta, update_of
+from flwr_regs.server.step import Stepped, as_step, stepped
+from flwr_regs.server.updates import Reply, Sums, mean_delta, sums_of, update_of
 from flwr_regs.term import ServerContext, Slot, mean_of_slots
 from flwr_regs.wire.arrays import (
     NDArrays,
-    add,
     check_arrays,
     check_finite,
     digest,
@@ -29,16 +29,23 @@ from flwr_regs.wire.arrays import (
     tie,
     untrainable,
 )
-from flwr_regs.wire.blocks import blocks, flat
+from flwr_regs.wire.blocks import BLOCK, flat, order_of
 from flwr_regs.wire.delta import decoded
 from flwr_regs.wire.errors import described
 from flwr_regs.wire.frozen import frozen_digest
-from flwr_regs.wire.npy import sealed
 from flwr_regs.wire.precision import narrow, widen
 from flwr_regs.wire.text import one_line
 
 MOST_STEPS = 50
 """Coded steps to keep. Each step that a client missed costs it a pass over the whole model."""
+
+
+SERVER_HOOKS = (
+    *("broadcast", "broadcast_to", "weigh", "fold", "update", "release"),
+    *("robust_answer", "recover"),
+)
+"""The hooks and abilities that get a `ServerContext`, or the last step: they may read that step."""
+T = TypeVar("T")
 
 
 class GlobalModel:
@@ -52,6 +59,8 @@ class GlobalModel:
         ``w_1``, parameters and buffers.
     half : {"bfloat16", "float16"}, optional
         The precision of float32 arrays when they travel.
+    keeps_step : bool
+        Whether the last step is needed even if no term reads it: a downlink sends it.
 
     Attributes
     ----------
@@ -60,7 +69,8 @@ class GlobalModel:
     frozen : Frozen or None
         The parameters that no client trains. None before the first replies.
     step : NDArrays or None
-        ``w_t − w_{t−1}`` in the model's dtypes, exactly as it was added; None before the first step.
+        ``w_t − w_{t−1}`` in the model's dtypes, exactly as it was added; None before the first step, and
+        where nothing needs it.
     previous_lr : float or None
         The learning rate of the round that made `step`.
     server : Slot
@@ -83,7 +93,9 @@ class GlobalModel:
         No arrays, complex ones, or NaN; with `half`, no float32 array, or values beyond its range.
     """
 
-    def __init__(self, term: Chain, model: NDArrays, half: str | None = None) -> None:
+    def __init__(
+        self, term: Chain, model: NDArrays, half: str | None = None, keeps_step: bool = False
+    ) -> None:
         if not model:
             raise ValueError("initial_arrays is empty: pass ArrayRecord(model.state_dict())")
         if found := [n for n, a in model.items() if np.iscomplexobj(a)]:
@@ -98,6 +110,9 @@ class GlobalModel:
             )
         self._term = term
         self._half = half
+        self._keeps_step = keeps_step or any(
+            t.averages or any(t.acts(hook) for hook in SERVER_HOOKS) for t in term.terms
+        )
         self._rounded = (model, self._as_given(model))
         self.model = model
         self._names = list(model)
@@ -235,16 +250,16 @@ class GlobalModel:
         replies: Mapping[int, Reply],
         ctx: ServerContext,
         scaled: Mapping[int, float],
-        mean: MeanOfUpdates = mean_delta,
-        watch: Callable[[NDArrays], None] | None = None,
+        mean: MeanOfUpdates | None = None,
+        watch: Callable[[float], None] | None = None,
         robust: RobustMeans | None = None,
     ) -> None:
         """Average the replies, let the terms make the step, and move by it.
 
-        `ctx` has the weights ``p_k``, `scaled` are ``ω_k``. `mean` averages the replies; a private one
-        clips and adds noise before any term sees the mean. `robust`, if there is one, is in place of
-        `mean`, and of all sums of uploads. `watch` gets the step of the trained arrays before the model
-        moves.
+        `ctx` has the weights ``p_k``, `scaled` are ``ω_k``. `mean` averages the replies (default: their
+        weighted sums); a private one clips and adds noise before any term sees the mean. `robust`, if there
+        is one, is in place of `mean`, and of all sums of uploads. `watch` gets the squared length of the
+        step of the trained arrays before the model moves.
 
         The step is rounded to the model's dtype, and the model moves by exactly this step. So a client
         that adds the same step to the same model gets the same bits.
@@ -257,13 +272,47 @@ class GlobalModel:
         has changed then.
         """
         given, fixed = self.given, self.fixed
-        counted = list(replies)
         if robust is not None:
             check_reached(self._term, replies)
             mean = robust.delta
-        delta = mean(given, replies, ctx.weights, scaled, fixed)
-        if robust is not None:  # it has chosen the clients now
-            ctx, counted = replace(ctx, aggregated=robust.aggregated), robust.members(counted)
+        server, code, step, sums = self.server, None, NDArrays(), None
+        if mean is None and not any(
+            t.acts(hook) for t in self._term.terms for hook in ("fold", "update", "release")
+        ):
+            sums = sums_of(given, replies, ctx.weights, scaled, fixed)  # they are the step
+            if self._half:
+                means = self._means(sums.whole(self._to_means), given)
+                step = {n: s for n, s in means.items() if n not in (self.tied or {})}
+        else:
+            delta = (mean or mean_delta)(given, replies, ctx.weights, scaled, fixed)
+            counted = list(replies)
+            if robust is not None:  # it has chosen the clients now
+                ctx = replace(ctx, aggregated=robust.aggregated)
+                counted = robust.members(counted)
+            server, step, code = self._released(replies, counted, ctx, given, delta, robust)
+        step = {n: as_step(self.model[n], s) for n, s in step.items()}
+        new, kept = self._stepped(step, sums)
+        check_finite(new.model, "the new global model", self.model)
+        as_given = self._as_given(new.model)
+        if watch is not None:
+            watch(sum(self._trainable(new.squares).values()))
+        if code is not None:
+            self._log(ctx.round, code, sum(w.nbytes for w in new.model.values()))
+        self.server, self.step, self.model = server, kept, new.model
+        self._rounded = (new.model, as_given)
+        self.previous_lr = ctx.lr
+        self.changed |= dict.fromkeys(new.moved, ctx.round)
+
+    def _released(
+        self,
+        replies: Mapping[int, Reply],
+        counted: Collection[int],
+        ctx: ServerContext,
+        given: NDArrays,
+        delta: NDArrays,
+        robust: RobustMeans | None,
+    ) -> tuple[Slot, NDArrays, bytes | None]:
+        """Return (the terms' server slots, the step that they make, its code if it has one)."""
         folded = self._fold(replies, ctx, given, robust)
         if self._half:
             delta |= self._means(delta, given)
@@ -277,20 +326,34 @@ class GlobalModel:
             code = coder.encode(in_code_order(mine, mine))
             like = in_code_order(self.model, mine)
             step = decoded(coder.decode, code, like, "the global step")
-        step = {**delta, **tie(step, self.tied or {})}
-        rounded = {n: as_step(w, step[n]) for n, w in self.model.items()}
-        # as it is sent: neither its record nor a message then copies it
-        model = {n: sealed(add(w, rounded[n])) for n, w in self.model.items()}
-        check_finite(model, "the new global model", self.model)
-        as_given = self._as_given(model)
-        if watch is not None:
-            watch(self._trainable(rounded))
-        if code is not None:
-            self._log(ctx.round, code, sum(w.nbytes for w in model.values()))
-        self.server, self.step, self.model = server, rounded, model
-        self._rounded = (model, as_given)
-        self.previous_lr = ctx.lr
-        self.changed |= {n: ctx.round for n, s in rounded.items() if _moves(s)}
+        return server, {**delta, **tie(step, self.tied or {})}, code
+
+    def _stepped(self, step: NDArrays, sums: Sums | None) -> tuple[Stepped, NDArrays | None]:
+        """Return (the model after the step, the step if it is to be kept).
+
+        `step` has arrays of the step in the model's dtypes; `sums` are the others', read in blocks.
+        """
+        model, tied = self.model, self.tied or {}
+        kept = NDArrays()
+        if self._keeps_step:
+            kept = {n: np.empty_like(w) for n, w in model.items() if n not in step}
+        made = {n: flat(step[n], order_of(model[n])) for n in step}
+        old = {n: flat(model[n]) for n in model if n not in step}
+
+        def reader() -> Callable[[str, slice], np.ndarray]:
+            total = None if sums is None else sums.reader()
+
+            def read(name: str, part: slice) -> np.ndarray:
+                if total is None or name in made:
+                    return made[name][part]
+                return as_step(old[name][part], total(tied.get(name, name), part))
+
+            return read
+
+        new = stepped(model, reader, kept, BLOCK if sums is None else sums.width)
+        return new, {
+            n: step[n] if n in step else kept[n] for n in model
+        } if self._keeps_step else None
 
     def _updated(
         self,
@@ -375,13 +438,18 @@ class GlobalModel:
         A step counted from the rounded ``w_t`` would add its rounding error: a variance near zero could
         become negative. Arrays that no client changed, such as frozen parameters, keep the server's values.
         """
-        mine = [n for n in self.buffers or () if self.model[n].dtype == np.float32]
         with np.errstate(invalid="ignore"):  # an infinite constant
             return {
-                n: np.where(delta[n] == 0, 0, delta[n] + (given[n] - self.model[n])) for n in mine
+                n: np.where(delta[n] == 0, 0, delta[n] + (given[n] - self.model[n]))
+                for n in self._to_means
             }
 
-    def _trainable(self, arrays: NDArrays) -> NDArrays:
+    @property
+    def _to_means(self) -> list[str]:
+        """The float32 arrays that are not trained."""
+        return [n for n in self.buffers or () if self.model[n].dtype == np.float32]
+
+    def _trainable(self, arrays: Mapping[str, T]) -> dict[str, T]:
         fixed = self.fixed
         return {n: a for n, a in arrays.items() if n not in fixed}
 
@@ -390,18 +458,3 @@ def _has_nan(array: np.ndarray) -> bool:
     return array.size > 0 and bool(
         np.isnan(array.max())
     )  # the largest of some numbers and a NaN is NaN
-
-
-def _moves(step: np.ndarray) -> bool:
-    """Whether a step is not zero everywhere; most often its first block tells."""
-    vector = flat(step)
-    return any(vector[part].any() for part in blocks(vector.size))
-
-
-def as_step(base: np.ndarray, delta: Any) -> np.ndarray:
-    """Return a step in the dtype of `base`, so that it can be added; rounded for integers."""
-    if base.dtype == np.bool_:  # the mean's majority, as a flip
-        return np.asarray(base ^ (base + np.asarray(delta) > 0.5))
-    if np.issubdtype(base.dtype, np.integer):
-        return np.asarray(np.rint(delta)).astype(base.dtype)
-    return np.asarray(delta).astype(base.dtype, copy=False)

@@ -34,7 +34,7 @@ import numpy as np
 
 from flwr_regs.server.aggregation import MeanOfUpdates
 from flwr_regs.server.round import Round
-from flwr_regs.server.updates import Moves, Reply, mean_delta
+from flwr_regs.server.updates import Moves, Reply
 from flwr_regs.term import NOT_NEGATIVE, POSITIVE
 from flwr_regs.wire.arrays import NDArrays, statistics
 from flwr_regs.wire.blocks import blocks
@@ -120,7 +120,7 @@ def private_mean(
         for n in names:
             moves, part, rest = Moves(n, base[n], alone), rest[: base[n].size], rest[base[n].size :]
             for at in blocks(part.size):
-                moves.read(0, at, part[at])
+                moves.read([0], at, part[None, at])
         with np.errstate(over="ignore"):
             norm = float(np.linalg.norm(update))
         clipped += norm > dp.clip_norm
@@ -243,11 +243,11 @@ class PrivateRounds:
                 found[pid] = f"it changed {changed}, which are not trained and would get no noise"
         return found
 
-    def mean(self, now: Round) -> MeanOfUpdates:
-        """Return the function that averages replies; a private one notes its cost in the round."""
+    def mean(self, now: Round) -> MeanOfUpdates | None:
+        """Return the private mean of replies, which notes its cost in the round; None without privacy."""
         dp, cohort = self._dp, len(now.cohort)
         if dp is None:
-            return mean_delta
+            return None
 
         def noisy(base: Any, replies: Any, weights: Any, scaled: Any, fixed: Any) -> dict[str, Any]:
             trained = [n for n in base if n not in fixed]

@@ -36,7 +36,8 @@ from flwr_regs.wire.delta import decoded
 from flwr_regs.wire.errors import described
 from flwr_regs.wire.frozen import read_said
 from flwr_regs.wire.parcel import Parcel
-from flwr_regs.wire.precision import from_half
+from flwr_regs.wire.precision import Widened, from_half
+from flwr_regs.wire.sparse import sparse
 from flwr_regs.wire.text import LONGEST_NAME, quoted, shown
 
 RANGE = {"float16": 65504.0}
@@ -175,17 +176,23 @@ class Reader:
                 self.term.check(uploads, trained, self.model.server)
         except (ValueError, TypeError, EOFError) as error:
             raise ProtocolError(f"{what} cannot be used: {error}") from error
-        check_arrays(arrays, expected, what)
         largest = RANGE.get(half, LARGEST)
-        check_finite(arrays, what, model, largest)
+        if isinstance(arrays, Widened):
+            check_arrays(arrays.outline(), expected, what)
+            check_finite(arrays.doubtful(largest), what, model, largest)
+        else:
+            check_arrays(arrays, expected, what)
+            check_finite(arrays, what, model, largest)
         check_finite(delta, what, largest=LARGEST)
         if largest < LARGEST:  # the mean would be beyond what can be sent
             for n, d in delta.items():
                 check_finite({n: model[n] + d}, what, model, largest)
         for name in self._folding & set(uploads):  # decoded again when it is folded
             uploads[name] = parcel.records[f"{name}.upload"]
-        # a coded update is decoded again when it is summed: all of them together are many models
-        return Reply(arrays, uploads, metrics, count, {}, steps, tied, coded), buffers
+        small = sparse(delta)
+        # else it is decoded again when it is summed: all updates together are many models
+        again = coded if small is None else None
+        return Reply(arrays, uploads, metrics, count, small or {}, steps, tied, again), buffers
 
     @cached_property
     def _folding(self) -> frozenset[str]:

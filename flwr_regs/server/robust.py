@@ -38,6 +38,7 @@ from flwr_regs.server.options import Options
 from flwr_regs.server.round import Round, RoundFailed
 from flwr_regs.server.updates import Moves, Reply
 from flwr_regs.term import Slot
+from flwr_regs.wire.arrays import all_finite
 from flwr_regs.wire.errors import described
 from flwr_regs.wire.text import named
 
@@ -74,23 +75,26 @@ class RobustMeans:
     ) -> dict[str, Any]:
         """Return the aggregate of the updates by name, as :func:`mean_delta` does; choose the clients."""
         self.selected = None
-        ratio = {p: scaled[p] / weights[p] for p in replies}
+        ratio = [scaled[p] / weights[p] for p in replies]
         open_ = {p: r.open for p, r in replies.items()}  # read more than once, all of them together
+        pids, share = list(replies), np.array([weights[p] for p in replies])
         moves: Moves | None = None
 
-        def change(pid: int, name: str, part: slice) -> np.ndarray:
+        def change(name: str, part: slice, out: np.ndarray) -> None:
             nonlocal moves
             if moves is None or moves.name != name:
                 moves = Moves(name, base[name], open_)
-            moves.read(pid, part, out := np.empty(part.stop - part.start))
-            return out
+            moves.read(pids, part, out)
 
-        def update(pid: int, name: str, part: slice) -> np.ndarray:
-            return ratio[pid] * change(pid, name, part)
+        def update(name: str, part: slice, out: np.ndarray) -> None:
+            change(name, part, out)
+            if any(r != 1 for r in ratio):
+                np.multiply(out, np.array(ratio)[:, None], out=out)
 
-        pids, share = list(replies), np.array([weights[p] for p in replies])
         trained = {n: w.size for n, w in base.items() if n not in fixed}
-        found = self._aggregate(self._aggregator, Vectors(pids, trained, update), share)
+        dtypes = {base[n].dtype for n in trained}
+        dtype = dtypes.pop() if len(dtypes) == 1 else np.float64
+        found = self._aggregate(self._aggregator, Vectors(pids, trained, update, dtype), share)
         self.selected = None if found.selected is None else sorted(found.selected)
         self.bounded = set(found.bounded)
         parts = _split(found.vector, trained)
@@ -116,7 +120,12 @@ class RobustMeans:
         like = {key: np.asarray(a) for key, a in next(iter(values.values()), {}).items()}
         rows = {p: {key: np.asarray(v[key]).reshape(-1) for key in like} for p, v in values.items()}
         sizes = {key: a.size for key, a in like.items()}
-        vectors = Vectors(list(values), sizes, lambda pid, key, part: rows[pid][key][part])
+
+        def read(key: str, part: slice, out: np.ndarray) -> None:
+            for row, mine in zip(out, rows.values(), strict=True):
+                row[...] = mine[key][part]
+
+        vectors = Vectors(list(values), sizes, read)
         share = np.full(len(values), 1 / max(len(values), 1))
         parts = _split(self._beside(vectors, share).vector, sizes)
         return {
@@ -175,7 +184,9 @@ class RobustMeans:
         if not isinstance(found, Aggregate):
             found = Aggregate(found)
         try:
-            vector = np.asarray(found.vector, dtype=np.float64)
+            vector = np.asarray(found.vector)
+            if vector.dtype != vectors.dtype:
+                vector = vector.astype(np.float64)
         except (TypeError, ValueError):
             kind = type(found.vector).__name__
             raise AggregatorFailed(f"{name} returned a {kind}, expected numbers") from None
@@ -183,7 +194,7 @@ class RobustMeans:
             raise AggregatorFailed(
                 f"{name} returned an array of shape {vector.shape}, expected {(vectors.size,)}"
             )
-        if not np.isfinite(vector).all():
+        if not all_finite(vector):
             raise AggregatorFailed(f"{name} returned NaN or infinity")
         chosen = found.selected
         if chosen is not None and not (len(chosen) and set(chosen) <= set(vectors.pids)):

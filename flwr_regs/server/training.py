@@ -125,7 +125,7 @@ class Training:
         shared = _shared(options, model)
         if options.privacy is not None:
             refuse_statistics(shared)
-        return GlobalModel(options.term, shared, options.wire_dtype)
+        return GlobalModel(options.term, shared, options.wire_dtype, options.downlink == "delta")
 
     def adopt(self, model: NDArrays) -> bool:
         """Continue from `model`, which the caller may have changed between rounds; return if it has."""

@@ -7,7 +7,7 @@ code is decoded for one client at a time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,11 +15,14 @@ import numpy as np
 
 from flwr_regs.term import Slot
 from flwr_regs.wire.arrays import all_finite
-from flwr_regs.wire.blocks import BLOCK, blocks, flat, order_of
+from flwr_regs.wire.blocks import BLOCK, blocks, flat, order_of, spread_over_threads, threads
 from flwr_regs.wire.precision import Widened
+from flwr_regs.wire.sparse import Sparse
 
-SMALL = 1 << 12
-"""Coordinates that lie near enough in memory."""
+ROWS = 10
+"""Clients that are read at a time."""
+NARROW, BESIDE = 1 << 13, 20
+"""The least coordinates of a block; blocks of all threads together have one in so many of the model's."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +39,7 @@ class Reply:
     num_examples : float
         ``n_k``.
     delta : mapping
-        ``v_k − w_t`` of the arrays that were sent as differences.
+        ``v_k − w_t`` of the arrays that were sent as differences; those that are mostly zeros as `Sparse`.
     steps : tuple or None
         ``s_k`` and E, the local steps taken and planned; None if the client does not report them.
     tied : mapping
@@ -49,7 +52,7 @@ class Reply:
     uploads: Slot
     metrics: Any
     num_examples: float
-    delta: Mapping[str, np.ndarray] = field(default_factory=dict)
+    delta: Mapping[str, np.ndarray | Sparse] = field(default_factory=dict)
     steps: tuple[int, int] | None = None
     tied: Mapping[str, str] = field(default_factory=dict)
     coded: Callable[[], Mapping[str, np.ndarray]] | None = None
@@ -58,6 +61,11 @@ class Reply:
     def open(self) -> Reply:
         """The reply with its update decoded, which takes a model's memory as long as it is held."""
         return self if self.coded is None else replace(self, delta=self.coded(), coded=None)
+
+
+Widen = Callable[[np.ndarray], np.ndarray]
+_Row = tuple[np.ndarray, Widen | None, bool]
+"""An array as it was sent, ``(1, size)``; what widens it; and whether it is ``v_k``, not ``v_k − w_t``."""
 
 
 class Moves:
@@ -86,46 +94,53 @@ class Moves:
         self.name = name
         self._w = flat(w, order)
         self._clean = all_finite(w)
-        self._sent: dict[int, tuple[np.ndarray, Callable[..., np.ndarray] | None, bool]] = {}
+        self._rows: dict[int, _Row] = {}
+        self._sparse: dict[int, Sparse] = {}
         for pid, reply in replies.items():
             if name in reply.delta:
-                self._sent[pid] = (flat(reply.delta[name], order), None, True)
+                sent = reply.delta[name]
+                if isinstance(sent, Sparse) and order == "C":
+                    self._sparse[pid] = sent
+                else:
+                    dense = sent.dense if isinstance(sent, Sparse) else sent
+                    self._rows[pid] = flat(dense, order)[None], None, False
             elif name in reply.arrays:
                 raw, widen = _as_sent(reply.arrays, name)
-                self._sent[pid] = (flat(raw, order), widen, False)
-        self.senders = list(self._sent)
-        self._at = slice(0, 0)
-        self._wide = np.zeros(0)
+                self._rows[pid] = flat(raw, order)[None], widen, True
+        self.senders = [pid for pid in replies if pid in self._rows or pid in self._sparse]
 
-    def read(self, pid: int, part: slice, out: np.ndarray) -> None:
-        """Write some coordinates of one client's ``v_k − w_t`` into `out`; zeros if it sent none."""
-        if pid not in self._sent:
-            out.fill(0.0)
+    def read(self, pids: Sequence[int], part: slice, out: np.ndarray) -> None:
+        """Write some coordinates of clients' ``v_k − w_t``, a row each; zeros if one sent none."""
+        rows = [self._rows[pid] for pid in pids if pid in self._rows]
+        if len(rows) == len(pids) and len({row[1:] for row in rows}) == 1:  # few calls
+            self._fill(rows, part, out)
             return
-        sent, widen, moved = self._sent[pid]
-        near = sent[part]
-        if near.size > SMALL:  # to read far memory and to widen it at once takes half as long again
-            near = near.copy()
-        out[...] = near if widen is None else widen(near)
-        if moved:
+        for i, pid in enumerate(pids):
+            if pid in self._rows:
+                self._fill([self._rows[pid]], part, out[i : i + 1])
+            elif pid in self._sparse:
+                self._sparse[pid].read(part, out[i])
+            else:
+                out[i] = 0.0
+
+    def _fill(self, rows: Sequence[_Row], part: slice, out: np.ndarray) -> None:
+        """Read rows that are all of one kind."""
+        _, widen, whole = rows[0]
+        sent = [vector[:, part] for vector, *_ in rows]
+        if widen is None:
+            np.concatenate(sent, out=out)
+        else:
+            out[...] = widen(np.concatenate(sent))
+        if not whole:
             return
+        base = self._w[part].astype(np.float64)
         if not self._clean:
+            base[~np.isfinite(base)] = 0.0
             out[~np.isfinite(out)] = 0.0
-        np.subtract(out, self._base(part), out=out)
-
-    def _base(self, part: slice) -> np.ndarray:
-        """Return a block of ``w_t`` in float64, kept until another is read."""
-        if part != self._at:
-            self._wide = self._w[part].astype(np.float64)
-            if not self._clean:
-                self._wide[~np.isfinite(self._wide)] = 0.0
-            self._at = part
-        return self._wide
+        np.subtract(out, base, out=out)
 
 
-def _as_sent(
-    arrays: Mapping[str, np.ndarray], name: str
-) -> tuple[np.ndarray, Callable[[np.ndarray], np.ndarray] | None]:
+def _as_sent(arrays: Mapping[str, np.ndarray], name: str) -> tuple[np.ndarray, Widen | None]:
     """Return an array as it travelled, and what widens it; None if it did not travel in 16 bits."""
     return arrays.raw(name) if isinstance(arrays, Widened) else (arrays[name], None)
 
@@ -137,63 +152,113 @@ class Sums:
     ----------
     base : mapping of str to array
         ``w_t``.
+    replies : mapping of int to Reply
+        By partition id.
     by : mapping of str to mapping of int to float
         Array -> the weights of the clients, by partition id.
+
+    Attributes
+    ----------
+    width : int
+        Coordinates of a block; a reader reads at most so many at a time. Wide blocks need fewer calls, and
+        more memory.
     """
 
     def __init__(
-        self, base: Mapping[str, np.ndarray], by: Mapping[str, Mapping[int, float]]
+        self,
+        base: Mapping[str, np.ndarray],
+        replies: Mapping[int, Reply],
+        by: Mapping[str, Mapping[int, float]],
     ) -> None:
-        self._base = base
-        self._by = by
-        width = min(BLOCK, max((w.size for w in base.values()), default=0))
-        self._total, self._x = np.empty(width), np.empty(width)
+        self._base, self._replies, self._by = base, replies, by
+        coded = any(r.coded is not None for r in replies.values())
+        self._totals = self._client_by_client() if coded else {}
+        kept = {} if coded else base
+        self._moves = {n: Moves(n, w, replies, order_of(w)) for n, w in kept.items()}
+        self._rows = min(ROWS, max((len(m.senders) for m in self._moves.values()), default=0))
+        size, self.width = sum(w.size for w in base.values()), BLOCK
+        while self.width > NARROW and self.width * (self._rows + 3) * threads() * BESIDE > size:
+            self.width //= 2
 
-    def of(self, replies: Mapping[int, Reply]) -> dict[str, np.ndarray]:
+    def reader(self) -> Callable[[str, slice], np.ndarray]:
+        """Return ``read(name, slice)``: some coordinates of a sum, of the vector in the array's own order.
+
+        They are valid until the next call. Each thread needs a reader of its own.
+        """
+        width = min(self.width, max((w.size for w in self._base.values()), default=0))
+        rows, total = np.empty((1 + self._rows, width)), np.empty(width)
+
+        def read(name: str, part: slice) -> np.ndarray:
+            if name in self._totals:
+                return self._totals[name][part]
+            moves, by, out = self._moves[name], self._by[name], total[: part.stop - part.start]
+            if not moves.senders:
+                out.fill(0.0)
+            for first in range(0, len(moves.senders), ROWS):
+                pids = moves.senders[first : first + ROWS]
+                x, weights = rows[: 1 + len(pids), : out.size], [by[p] for p in pids]
+                moves.read(pids, part, x[1:])
+                if first:
+                    x[0], weights = out, [1.0, *weights]
+                np.einsum("k,kj->j", weights, x if first else x[1:], out=out)
+            return out
+
+        return read
+
+    def whole(self, names: Iterable[str]) -> dict[str, np.ndarray]:
         """Return the sums by name: floats in their own dtype, integers and booleans in float64."""
-        if any(r.coded is not None for r in replies.values()):
-            return self._client_by_client(replies)
-        out = {}
-        for name, w in self._base.items():
-            order = order_of(w)
-            moves = Moves(name, w, replies, order)
-            sums = np.zeros(w.size, _result(w))
-            for part in blocks(w.size) if moves.senders else ():
-                total = self._total[: part.stop - part.start]
-                total.fill(0.0)
-                self._add(moves, moves.senders, name, part, total)
-                sums[part] = total
-            out[name] = sums.reshape(w.shape, order=order)
-        return out
+        out = {n: np.zeros(self._base[n].size, _result(self._base[n])) for n in names}
 
-    def _client_by_client(self, replies: Mapping[int, Reply]) -> dict[str, np.ndarray]:
-        """Return the same sums, and decode each client's update once: one at a time is held."""
-        totals = {n: np.zeros(w.size) for n, w in self._base.items()}
-        for pid, reply in replies.items():
-            alone = {pid: reply.open}
-            for name, w in self._base.items():
-                moves = Moves(name, w, alone, order_of(w))
-                for part in blocks(w.size) if moves.senders else ():
-                    self._add(moves, moves.senders, name, part, totals[name][part])
-            del alone, moves
+        def worker() -> Callable[[tuple[str, slice]], None]:
+            read = self.reader()
+
+            def work(job: tuple[str, slice]) -> None:
+                name, part = job
+                out[name][part] = read(name, part)
+
+            return work
+
+        spread_over_threads(pieces({n: a.size for n, a in out.items()}, self.width), worker)
         return {
-            n: totals.pop(n).astype(_result(w), copy=False).reshape(w.shape, order=order_of(w))
-            for n, w in self._base.items()
+            n: a.reshape(self._base[n].shape, order=order_of(self._base[n])) for n, a in out.items()
         }
 
-    def _add(
-        self, moves: Moves, pids: Iterable[int], name: str, part: slice, total: np.ndarray
-    ) -> None:
-        x, by = self._x[: total.size], self._by[name]
-        for pid in pids:
-            moves.read(pid, part, x)
-            np.multiply(x, by[pid], out=x)
-            np.add(total, x, out=total)
+    def _client_by_client(self) -> dict[str, np.ndarray]:
+        """Return the sums as vectors in float64; each client's update is decoded once, one at a time."""
+        totals = {n: np.zeros(w.size) for n, w in self._base.items()}
+        for pid, reply in self._replies.items():
+            alone = Sums(self._base, {pid: reply.open}, self._by)
+            read = alone.reader()
+            for name, total in totals.items():
+                for part in blocks(total.size, alone.width):
+                    total[part] += read(name, part)
+            del alone, read
+        return totals
+
+
+def pieces(sizes: Mapping[str, int], width: int) -> list[tuple[str, slice]]:
+    """Return all blocks of all arrays: (name, slice)."""
+    return [(name, part) for name, size in sizes.items() for part in blocks(size, width)]
 
 
 def _result(w: np.ndarray) -> np.dtype[Any]:
     """The dtype of an array's mean: its own, or float64, since a mean of integers need not be whole."""
     return w.dtype if w.dtype.kind == "f" else np.dtype(np.float64)
+
+
+def sums_of(
+    base: Mapping[str, np.ndarray],
+    replies: Mapping[int, Reply],
+    weights: Mapping[int, float],
+    scaled: Mapping[int, float],
+    fixed: Collection[str],
+) -> Sums:
+    """Return the weighted sums of the updates: `scaled` weighs trained arrays, `weights` the `fixed` ones.
+
+    Sums in the order of `replies` and in float64: the result does not depend on the order of arrival, and
+    a small update is not lost beside a large weight.
+    """
+    return Sums(base, replies, {n: weights if n in fixed else scaled for n in base})
 
 
 def mean_delta(
@@ -203,13 +268,11 @@ def mean_delta(
     scaled: Mapping[int, float],
     fixed: Collection[str],
 ) -> dict[str, np.ndarray]:
-    """Return the weighted sums of the updates: a `MeanOfUpdates`.
+    """Return all of :func:`sums_of`: a `MeanOfUpdates`.
 
-    Sums in the order of `replies` and in float64: the result does not depend on the order of arrival, and
-    a small update is not lost beside a large weight. Floats come back in their own dtype, integers and
-    booleans in float64 (their mean need not be whole).
+    Floats come back in their own dtype, integers and booleans in float64 (their mean need not be whole).
     """
-    return Sums(base, {n: weights if n in fixed else scaled for n in base}).of(replies)
+    return sums_of(base, replies, weights, scaled, fixed).whole(base)
 
 
 def update_of(
@@ -222,7 +285,7 @@ def update_of(
             order = order_of(w)
             moves, update = Moves(name, w, alone, order), np.empty(w.size)
             for part in blocks(w.size):
-                moves.read(0, part, update[part])
+                moves.read([0], part, update[None, part])
             out[name] = update.reshape(w.shape, order=order)
     return out
 
@@ -232,9 +295,9 @@ def update_norm(reply: Reply, base: Mapping[str, np.ndarray], fixed: Collection[
     alone, total = {0: reply.open}, 0.0
     for name, w in base.items():
         if name not in fixed:
-            moves, x = Moves(name, w, alone, order_of(w)), np.empty(min(w.size, BLOCK))
+            moves, x = Moves(name, w, alone, order_of(w)), np.empty((1, min(w.size, BLOCK)))
             for part in blocks(w.size):
-                y = x[: part.stop - part.start]
-                moves.read(0, part, y)
+                y = x[:, : part.stop - part.start]
+                moves.read([0], part, y)
                 total += float(np.vdot(y, y))
     return float(np.sqrt(total))

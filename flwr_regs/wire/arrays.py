@@ -51,10 +51,19 @@ def unpack(data: bytes) -> NDArrays:
         raise ProtocolError(f"these bytes hold no packed arrays: {quoted(str(error))}") from error
 
 
-def add(base: np.ndarray, step: np.ndarray) -> np.ndarray:
-    """Return ``base + step`` in base's dtype. Both ends use it, so both get the same bits."""
+def add(base: np.ndarray, step: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
+    """Return ``base + step`` in base's dtype, written into `out` if there is one.
+
+    Both ends use it, so both get the same bits.
+    """
+    if out is not None and base.dtype == step.dtype and base.dtype.kind == "f":
+        np.add(base, step, out=out)
+        return out
     new = np.asarray(base ^ step if base.dtype == np.bool_ else base + step)
-    return new.astype(base.dtype, copy=False)
+    if out is None:
+        return new.astype(base.dtype, copy=False)
+    out[...] = new
+    return out
 
 
 def digest(model: Mapping[str, np.ndarray]) -> str:

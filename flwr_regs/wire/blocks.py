@@ -2,19 +2,57 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
 
 import numpy as np
 
 BLOCK = 1 << 15
 """Coordinates of a block: in float64 a few blocks lie in a processor's cache."""
+MOST_THREADS = 4
+"""More do not help: the processor's cores share the way to its memory."""
+WORTH_A_THREAD = 32
+"""Jobs for which it pays to start one."""
+Job = TypeVar("Job")
 
 
 def blocks(size: int, width: int = BLOCK) -> Iterator[slice]:
     """Yield the slices of a vector, at most `width` coordinates each, from first to last."""
     for start in range(0, size, width):
         yield slice(start, min(start + width, size))
+
+
+def spread_over_threads(jobs: Sequence[Job], worker: Callable[[], Callable[[Job], None]]) -> None:
+    """Do all jobs, each in one of some threads; `worker` makes what does them, once for each thread.
+
+    NumPy works on blocks without Python's lock. There are no more threads than the environment variable
+    OMP_NUM_THREADS allows. What a job does must not depend on the others.
+    """
+    number = min(threads(), len(jobs) // WORTH_A_THREAD)
+    left = iter(jobs)
+
+    def work() -> None:
+        do = worker()
+        for job in left:  # an iterator of a sequence gives each job to one thread
+            do(job)
+
+    if number < 2:
+        work()
+        return
+    with ThreadPoolExecutor(number - 1) as pool:
+        others = [pool.submit(work) for _ in range(number - 1)]
+        work()
+        for other in others:
+            other.result()
+
+
+def threads() -> int:
+    """Return how many threads jobs are spread over at most."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    allowed = os.environ.get("OMP_NUM_THREADS", "")
+    return min(MOST_THREADS, cores or 1, int(allowed) if allowed.isdecimal() else MOST_THREADS)
 
 
 def order_of(array: np.ndarray) -> Any:

@@ -14,6 +14,7 @@ array([1., 2.], dtype=float32)
 
 from __future__ import annotations
 
+import math
 import re
 import struct
 import sys
@@ -128,6 +129,34 @@ def write_array(array: np.ndarray) -> bytes:
 def sealed(array: np.ndarray) -> np.ndarray:
     """Return an array as a read-only view of its ``.npy``."""
     return read_array(write_array(array))
+
+
+class Blank:
+    """An array that is filled in, and then sealed, without a copy of it.
+
+    Parameters
+    ----------
+    dtype, shape
+    fortran : bool
+        Whether the numbers lie in Fortran's order.
+
+    Attributes
+    ----------
+    vector : array
+        The numbers as they lie in memory, zeros at first; gone once the array is sealed.
+    """
+
+    def __init__(self, dtype: np.dtype[Any], shape: tuple[int, ...], fortran: bool = False) -> None:
+        header = _header(dtype, shape, fortran)
+        # CPython lends out and hands back the memory of bytes that nothing else holds
+        self._file = BytesIO(bytes(len(header) + math.prod(shape) * dtype.itemsize))
+        self._file.write(header)
+        self.vector = np.frombuffer(self._file.getbuffer(), dtype, offset=len(header))
+
+    def seal(self) -> np.ndarray:
+        """Return the array as a read-only view of its ``.npy``."""
+        del self.vector
+        return read_array(self._file.getvalue())
 
 
 def npy_bytes(array: np.ndarray) -> int:

@@ -358,7 +358,7 @@ def test_the_last_entry_of_the_history_may_still_change(tmp_path: Path) -> None:
 
 NOT_KEPT = {
     *("options", "num_rounds", "mean_of_metrics", "method", "identity"),  # of the new start
-    *("_term", "_half", "_names", "_rounded"),
+    *("_term", "_half", "_keeps_step", "_names", "_rounded"),
     *("_minimum", "_given", "_timeout"),
     *("_incomplete", "_bound", "_restart", "_num_rounds"),
     *("_dp", "_budget", "ledger", "cohort_seed"),  # a secret one is drawn anew
