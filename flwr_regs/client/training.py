@@ -298,8 +298,12 @@ class LocalTraining:
             **self._tapped(),
         )
 
-    def correct(self) -> None:
+    def correct(self, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Correct the gradients in place, then clip them if the config says so.
+
+        A loop that next calls ``optimizer.step()``, and does not look at the gradients, may hand in the
+        optimiser. Where it saves time, the step of large parameters is then taken here, with the same
+        bits, and their gradients are None, so that the optimiser passes them over.
 
         Raises RuntimeError if the step skipped `loss` or backward, or if the loop has made its optimiser
         itself where the method adapts it or the config describes it.
@@ -312,7 +316,7 @@ class LocalTraining:
             raise RuntimeError("backward() did not go through what loss() returned")
         if self._makes_optimizer:
             raise RuntimeError(f"{self._why_optimizer}: use optimizer()")
-        self._corrections(self._step_ctx)
+        self._corrections(self._step_ctx, None if self._clip_norm is not None else optimizer)
         for p in self._held:
             p.grad = None  # then an optimiser passes it over, weight decay and momentum too
         if self._clip_norm is not None:
@@ -409,7 +413,7 @@ def local_round(
                 opt.zero_grad(set_to_none=True)
                 loss = training._forward(inputs, targets)
                 torch.autograd.backward(loss)
-                training.correct()
+                training.correct(opt)
                 return loss
 
             opt.step(closure)  # an optimiser such as LBFGS calls it more than once
