@@ -7,13 +7,37 @@ A term has an ability by having its methods. Whoever runs terms asks for the abi
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, Protocol, runtime_checkable
+from functools import lru_cache
+from typing import Any, Protocol, _ProtocolMeta, runtime_checkable
 
 from flwr_regs.term import Arrays, ClientContext, ServerContext, Slot
 
 
+class _Ability(_ProtocolMeta):
+    """Remembers which classes have an ability: typing looks through all attributes each time."""
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        kind: type = type(instance)
+        if _has(cls, kind):
+            return True
+        own = getattr(instance, "__dict__", {})  # an attribute of this object alone may be a method
+        named = any(name in own for name in _names(cls)) or hasattr(kind, "__getattr__")
+        return named and super().__instancecheck__(instance)
+
+
+@lru_cache(maxsize=1024)
+def _has(ability: _Ability, kind: type) -> bool:
+    return issubclass(kind, ability)
+
+
+@lru_cache(maxsize=1024)
+def _names(kind: type) -> tuple[str, ...]:
+    """Return the methods of an ability."""
+    return tuple(name for name in vars(kind) if not name.startswith("_"))
+
+
 @runtime_checkable
-class Weighs(Protocol):
+class Weighs(Protocol, metaclass=_Ability):
     """Sets the weights of the updates; at most one term of a chain does."""
 
     def weigh(
@@ -27,7 +51,7 @@ class Weighs(Protocol):
 
 
 @runtime_checkable
-class Folds(Protocol):
+class Folds(Protocol, metaclass=_Ability):
     """Takes the uploads one at a time, so that the server never holds those of a whole cohort."""
 
     def fold(
@@ -48,7 +72,7 @@ class Folds(Protocol):
 
 
 @runtime_checkable
-class Adds(Protocol):
+class Adds(Protocol, metaclass=_Ability):
     """Folds by adding, so that a robust aggregator can make robust sums of what the clients send."""
 
     def adds(self, key: str) -> bool:
@@ -61,7 +85,7 @@ class Adds(Protocol):
 
 
 @runtime_checkable
-class Probes(Protocol):
+class Probes(Protocol, metaclass=_Ability):
     """Has a first exchange in each round, before clients train."""
 
     def probe(self, ctx: ClientContext) -> tuple[Slot, Slot]:
@@ -74,7 +98,7 @@ class Probes(Protocol):
 
 
 @runtime_checkable
-class AnswersRobustly(Protocol):
+class AnswersRobustly(Protocol, metaclass=_Ability):
     """Has an `answer` for robust aggregators."""
 
     def robust_answer(self, probes: Mapping[int, Slot], ctx: ServerContext) -> Mapping[int, Slot]:
@@ -83,7 +107,7 @@ class AnswersRobustly(Protocol):
 
 
 @runtime_checkable
-class Compresses(Protocol):
+class Compresses(Protocol, metaclass=_Ability):
     """Sends updates in a code of its own; comes last in a chain.
 
     A client's update is coded if the term acts in `finish`, the global step if it acts in `release`. The
@@ -103,7 +127,7 @@ class Compresses(Protocol):
 
 
 @runtime_checkable
-class TakesBack(Protocol):
+class TakesBack(Protocol, metaclass=_Ability):
     """Corrects its client slot if the server did not use the client's reply."""
 
     def unused(self, before: Slot, after: Slot, sent: Arrays) -> Slot:
@@ -115,7 +139,7 @@ class TakesBack(Protocol):
 
 
 @runtime_checkable
-class Recovers(Protocol):
+class Recovers(Protocol, metaclass=_Ability):
     """Has a broadcast that follows from the last global step, so that it need not travel."""
 
     def recover(self, step: Arrays, lr: float) -> Slot:
@@ -127,7 +151,7 @@ class Recovers(Protocol):
 
 
 @runtime_checkable
-class Addresses(Protocol):
+class Addresses(Protocol, metaclass=_Ability):
     """Sends each client something of its own."""
 
     def broadcast_to(self, pid: int, server: Slot, ctx: ServerContext) -> Slot:
@@ -136,7 +160,7 @@ class Addresses(Protocol):
 
 
 @runtime_checkable
-class Withholds(Protocol):
+class Withholds(Protocol, metaclass=_Ability):
     """Keeps entries of the model on the clients."""
 
     def private(self, names: Collection[str]) -> set[str]:
@@ -145,7 +169,7 @@ class Withholds(Protocol):
 
 
 @runtime_checkable
-class Freezes(Protocol):
+class Freezes(Protocol, metaclass=_Ability):
     """Holds parameters still."""
 
     def frozen(self, names: Collection[str]) -> set[str]:
@@ -154,7 +178,7 @@ class Freezes(Protocol):
 
 
 @runtime_checkable
-class Personalises(Protocol):
+class Personalises(Protocol, metaclass=_Ability):
     """Gives each client a model of its own."""
 
     def personal(self, params: Arrays, ctx: ClientContext) -> Arrays:
@@ -163,7 +187,7 @@ class Personalises(Protocol):
 
 
 @runtime_checkable
-class FineTunes(Protocol):
+class FineTunes(Protocol, metaclass=_Ability):
     """Evaluates as each client's own the global model, trained further on the client's data."""
 
     def fine_tuning(self) -> Mapping[str, Any]:
@@ -179,7 +203,7 @@ class FineTunes(Protocol):
 
 
 @runtime_checkable
-class Checks(Protocol):
+class Checks(Protocol, metaclass=_Ability):
     """Checks each upload; all terms with uploads should."""
 
     def check(self, upload: Slot, params: Arrays, server: Slot) -> None:
@@ -188,7 +212,7 @@ class Checks(Protocol):
 
 
 @runtime_checkable
-class Agrees(Protocol):
+class Agrees(Protocol, metaclass=_Ability):
     """Has uploads that must fit each other."""
 
     def agree(self, uploads: Mapping[int, Slot]) -> Mapping[int, str]:
@@ -197,7 +221,7 @@ class Agrees(Protocol):
 
 
 @runtime_checkable
-class Steers(Protocol):
+class Steers(Protocol, metaclass=_Ability):
     """Has a say in the client's optimiser."""
 
     def client_optimizer(self, make: Callable[..., Any]) -> Callable[..., Any]:
@@ -210,7 +234,7 @@ class Steers(Protocol):
 
 
 @runtime_checkable
-class Restricts(Protocol):
+class Restricts(Protocol, metaclass=_Ability):
     """Does not go with every train config."""
 
     def restrict(self, config: Mapping[str, Any]) -> None:
@@ -229,7 +253,6 @@ ABILITIES: frozenset[str] = frozenset(
         *(Weighs, Folds, Adds, Probes, AnswersRobustly, Compresses, TakesBack, Recovers, Addresses),
         *(Withholds, Freezes, Personalises, FineTunes, Checks, Agrees, Steers, Restricts),
     )
-    for name in vars(kind)
-    if not name.startswith("_")
+    for name in _names(kind)
 )
 """The methods of all abilities."""

@@ -129,7 +129,7 @@ def test_all_sides_of_a_client_take_the_same_steps() -> None:
     for pid in range(3):
         model = jobs.copied(start)
         x, y = jobs.loader(pid, 1).dataset.tensors  # type: ignore[attr-defined]
-        jobs.bare_steps(model, [(x, y)], [])
+        jobs.bare_steps(model, [(x, y)])
         own = torch.func.functional_call  # the copy moved, not `model`
         loss = torch.nn.functional.cross_entropy(
             own(model, dict(model.named_parameters()), (x,)), y

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 import torch
 
 from flwr_regs import FedFOR, FedProx, FirstOrder, Proximal, RegStrategy
+from flwr_regs.abilities import Restricts
 from flwr_regs.chain import chain
 from flwr_regs.term import ClientContext, ServerContext, Term
 
@@ -174,3 +175,26 @@ def test_the_seam_needs_no_flwr() -> None:
 
     code = "import sys, flwr_regs.client.training; sys.exit('flwr' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_term_has_an_ability_by_having_its_methods() -> None:
+    """Of its class, or of the object; a method that is None is none. Classes are remembered."""
+
+    class Without(Term):
+        pass
+
+    class With(Term):
+        def restrict(self, config: Any) -> None: ...
+
+    class Undone(With):
+        restrict = None  # type: ignore[assignment]
+
+    class Passes:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(With(), name)
+
+    own = Without()
+    object.__setattr__(own, "restrict", lambda config: None)
+    for _ in range(2):
+        got = [isinstance(t, Restricts) for t in (Without(), With(), Undone(), Passes(), own)]
+        assert got == [False, True, False, True, True]

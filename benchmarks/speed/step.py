@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -46,7 +47,7 @@ def measure(effort: Effort) -> list[Row]:
                 (8,),
             )  # its rows are named as the models
         say(f"step: {name}, threads: {threads_}")
-        data = [jobs.examples(batch, *shape, seed=i) for i in range(steps + 1)]
+        data = [jobs.examples(batch, *shape, seed=i) for i in range(steps + 2)]
         with threads(threads_):
             model = make()
             sides = {"bare": partial(_bare, model, data)}
@@ -92,36 +93,53 @@ def second_round(method: str, model: nn.Module, data: list[Any]) -> spies.LocalC
     return calls[-1]
 
 
+class Drawn:
+    """Batches that note the time whenever one is drawn.
+
+    A hook of the optimiser would note it too, but the package leaves the step to an optimiser with hooks.
+    """
+
+    def __init__(self, batches: list[Any]) -> None:
+        self._batches = batches
+        self._stamps: list[float] = []
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in self._batches:
+            self._stamps.append(time.perf_counter())
+            yield batch
+
+    def seconds(self) -> float:
+        """Return the seconds of a step: from the start of the second to the start of the last."""
+        stamps = self._stamps[1 : len(self)]
+        return (stamps[-1] - stamps[0]) / (len(stamps) - 1)
+
+
 def _bare(model: nn.Module, data: list[Any]) -> float:
-    stamps: list[float] = []
-    jobs.bare_steps(model, data, stamps)
-    return _between(stamps)
+    drawn = Drawn(data)
+    jobs.bare_steps(model, drawn)
+    return drawn.seconds()
 
 
 def _ours(call: spies.LocalCall, model: nn.Module, data: list[Any]) -> float:
-    stamps: list[float] = []
-    _round(call, model, data, len(data), stamps)
-    return _between(stamps)
-
-
-def _between(stamps: list[float]) -> float:
-    """Return the seconds of a step: from the end of the first to the end of the last."""
-    return (stamps[-1] - stamps[0]) / (len(stamps) - 1)
+    drawn = Drawn(data)
+    _round(call, model, drawn, len(data))
+    return drawn.seconds()
 
 
 def _bare_epochs(model: nn.Module, data: list[Any]) -> float:
-    return timed(partial(jobs.bare_steps, model, [*data, *data], []))
+    return timed(partial(jobs.bare_steps, model, [*data, *data]))
 
 
 def _epochs(call: spies.LocalCall, model: nn.Module, data: list[Any]) -> float:
     """Return the seconds of two epochs, with all that a round begins and ends with."""
-    return timed(partial(_round, call, model, data, 2 * len(data), []))
+    return timed(partial(_round, call, model, data, 2 * len(data)))
 
 
-def _round(
-    call: spies.LocalCall, model: nn.Module, data: list[Any], steps: int, stamps: list[float]
-) -> None:
-    """Run the recorded round again, with so many steps."""
+def _round(call: spies.LocalCall, model: nn.Module, data: Any, steps: int) -> None:
+    """Run the recorded round again, with so many steps of plain SGD."""
     model.load_state_dict(call.weights)
-    settings = {**call.settings, "steps": steps, "epochs": None, "optimizer": jobs.stamped(stamps)}
+    settings = {**call.settings, "steps": steps, "epochs": None, "optimizer": None}
     local_round(model, call.term, data, **settings)

@@ -3,11 +3,14 @@
 A correction such as ``g + μ (v − w_t)`` reads and writes whole parameters several times, and for large
 ones a processor waits for its memory. So terms that are `elementwise` correct one slice after another, and
 what they compute in between stays in the cache. Each entry is computed as before: no bit changes.
+
+SGD's own step reads the parameters and the gradients once more, so it is taken on each slice as well, if
+torch's class takes it and nobody looks at the gradients in between.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any, NoReturn
 
@@ -15,9 +18,10 @@ import torch
 from torch import nn
 
 from flwr_regs.chain import Chain, gradient_after, own_context
+from flwr_regs.client.sliced_sgd import SlicedSGD
 from flwr_regs.term import Arrays, ClientContext, Slot, Term, changed
 
-SLICE = 2**16
+SLICE = 2**17
 """Entries of a slice for each of torch's threads, which divide an operation into parts of this size. The
 arrays of a correction fit in a core's cache, and the Python calls weigh little."""
 
@@ -56,10 +60,11 @@ class Corrections:
             own = own_context if isinstance(term, Chain) else lambda ctx, t: ctx
             self._cuts = {t.name: self._made_cuts(own(ctx, t)) for t in terms if t.elementwise}
 
-    def __call__(self, ctx: ClientContext) -> None:
+    def __call__(self, ctx: ClientContext, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Correct the gradients of a step, given its context.
 
         A parameter that the loss does not depend on has gradient zero, as under ``torch.func.grad``.
+        With an `optimizer`, its step may be taken as well: the gradients are then None.
         """
         for p in self._params.values():
             if p.grad is None:
@@ -69,70 +74,97 @@ class Corrections:
         grads: Arrays = {n: p.grad for n, p in self._params.items()}
         values: Arrays = {n: p.detach() for n, p in self._params.items()}
         if self._in_slices and all(g.layout == torch.strided for g in grads.values()):
-            grads = self._by_runs(grads, values, ctx)
+            self._by_runs(grads, values, ctx, optimizer)
         else:
-            grads = self._term.correct(grads, values, ctx)
+            self._give(self._term.correct(grads, values, ctx))
+
+    def _give(self, grads: Arrays) -> None:
+        """Give the parameters their corrected gradients."""
         for n, p in self._params.items():
             if grads[n] is not p.grad:
                 p.grad = grads[n].to(p.dtype)  # a float32 term widens a half-precision gradient
 
-    def _by_runs(self, grads: Arrays, values: Arrays, ctx: ClientContext) -> Arrays:
-        """Return the corrected gradients; elementwise neighbours go slice by slice together."""
+    def _by_runs(
+        self,
+        grads: Arrays,
+        values: Arrays,
+        ctx: ClientContext,
+        optimizer: torch.optim.Optimizer | None,
+    ) -> None:
+        """Correct the gradients; elementwise neighbours go slice by slice together."""
+        at = {n: self._parts(n, v) for n, v in values.items()}
         left: tuple[Term, ...] = ()
         for number, (elementwise, run) in enumerate(self._runs, 1):
-            if elementwise:
-                last = number == len(self._runs)
-                grads = self._sliced(run, grads, values, ctx, in_place=last)
-            else:
+            if not elementwise:
                 here = changed(ctx, gradient_at=gradient_after(left, ctx)) if left else ctx
                 grads = Chain(run).correct(grads, values, here)
+            elif number < len(self._runs):
+                grads = self._gathered(self._sliced(run, grads, at, ctx))
+            elif step := SlicedSGD.of(optimizer, self._params, self._parts):
+                self._stepped(step, self._sliced(run, grads, at, ctx), at)
+                return
+            else:
+                self._written(self._sliced(run, grads, at, ctx))
+                return
             left = (*left, *run)
-        return grads
+        self._give(grads)
 
     def _sliced(
         self,
         run: Sequence[Term],
         grads: Arrays,
-        values: Arrays,
+        at: Mapping[str, Sequence[Any]],
         ctx: ClientContext,
-        in_place: bool,
-    ) -> Arrays:
-        """Return what a run of elementwise terms makes of the gradients.
-
-        In place, it goes into the model's own gradients.
-        """
+    ) -> Iterator[tuple[str, int, Any]]:
+        """Yield (parameter, number, slice) of what a run of elementwise terms makes of the gradients."""
         before = {n: self._parts(n, g) for n, g in grads.items()}
-        at = {n: self._parts(n, v) for n, v in values.items()}
-        own = {n: self._own(n, grads[n], before[n]) for n in grads} if in_place else {}
-        made: dict[str, list[Any]] = {n: [] for n in grads}
         for k, piece in enumerate(self._pieces):
             part: Arrays = {n: before[n][i] for n, i in piece.items()}
             here: Arrays = {n: at[n][i] for n, i in piece.items()}
             for t in run:
                 part = t.correct(part, here, changed(ctx, **self._cuts[t.name][k]))
             for n, i in piece.items():
-                if not in_place:
-                    made[n].append(part[n])
-                elif part[n] is not own[n][i]:
-                    own[n][i].copy_(part[n])
-        if in_place:
-            return {n: p.grad for n, p in self._params.items()}
+                yield n, i, part[n]
+
+    def _gathered(self, made: Iterable[tuple[str, int, Any]]) -> Arrays:
+        """Return corrected gradients as whole arrays."""
+        parts: dict[str, list[Any]] = {n: [] for n in self._params}
+        for n, _, part in made:
+            parts[n].append(part)
         return {
-            n: torch.cat(parts).view(values[n].shape) if n in self._cut else parts[0]
-            for n, parts in made.items()
+            n: torch.cat(p).view(self._params[n].shape) if n in self._cut else p[0]
+            for n, p in parts.items()
         }
+
+    def _written(self, made: Iterable[tuple[str, int, Any]]) -> None:
+        """Write corrected gradients into the model's own."""
+        own = {n: self._own(n, p) for n, p in self._params.items()}
+        for n, i, part in made:
+            if part.data_ptr() != own[n][i].data_ptr():  # else the terms changed nothing
+                own[n][i].copy_(part)
+
+    @torch.no_grad()
+    def _stepped(
+        self,
+        step: SlicedSGD,
+        made: Iterable[tuple[str, int, Any]],
+        at: Mapping[str, Sequence[Any]],
+    ) -> None:
+        """Take the optimiser's step along corrected gradients; the model's own are then None."""
+        for n, i, part in made:
+            step(n, i, at[n][i], part.to(self._params[n].dtype))
+        for p in self._params.values():
+            p.grad = None
 
     def _parts(self, name: str, array: Any) -> Sequence[Any]:
         """Return the slices of an array of a parameter's shape: views, if it is contiguous."""
         return array.reshape(-1).split(self._slice) if name in self._cut else (array,)
 
-    def _own(self, name: str, grad: Any, parts: Sequence[Any]) -> Sequence[Any]:
-        """Return the slices of the model's own gradient: `parts`, if they are those of `grad`."""
-        p = self._params[name]
-        own: Any = p.grad
-        if name in self._cut and not own.is_contiguous():
-            p.grad = own = own.contiguous()
-        return parts if grad is own else self._parts(name, own)
+    def _own(self, name: str, p: nn.Parameter) -> Sequence[Any]:
+        """Return the slices of the model's own gradient, in memory that can be cut."""
+        if name in self._cut and not p.grad.is_contiguous():  # type: ignore[union-attr]
+            p.grad = p.grad.contiguous()  # type: ignore[union-attr]
+        return self._parts(name, p.grad)
 
     def _made_pieces(self) -> Iterator[Piece]:
         """Yield the pieces: a slice of a large parameter, or several small parameters together."""

@@ -10,7 +10,7 @@ from torch import nn
 
 from flwr_regs.chain import Chain
 from flwr_regs.client.state import to_numpy
-from flwr_regs.client.training import freezes, trained_parameters
+from flwr_regs.client.trained import freezes, trained_parameters
 from flwr_regs.wire import keys
 from flwr_regs.wire.arrays import NDArrays, ProtocolError, check_names, unpack
 from flwr_regs.wire.delta import OutOfSync

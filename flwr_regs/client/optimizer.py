@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
+from flwr_regs.chain import Chain
 from flwr_regs.term import Slot, Term
 from flwr_regs.wire.config import OPTIMIZER_KEYS
 
@@ -27,6 +28,65 @@ class KeptOptimizer(Term):
     name: ClassVar[str] = "optimizer"
     server_only: ClassVar[bool] = False
     keeps: ClassVar[str] = "if-used"
+
+
+class ClientOptimizer:
+    """The optimiser of a client's round: who has a say in it, and the state that it keeps.
+
+    Parameters
+    ----------
+    term : Chain
+        The method.
+    trained : dict[str, nn.Parameter]
+        What it holds.
+    config, client : mapping
+        The round's config, and the client slot.
+
+    Attributes
+    ----------
+    missing : str, optional
+        Why a loop may not make an optimiser itself; None if it may, and once it is made here.
+    """
+
+    def __init__(
+        self,
+        term: Chain,
+        trained: Mapping[str, nn.Parameter],
+        config: Mapping[str, Any],
+        client: Slot,
+    ) -> None:
+        self._term, self._trained, self._config, self._client = term, trained, config, client
+        self._keeps = any(isinstance(t, KeptOptimizer) for t in term.terms)
+        self._made: torch.optim.Optimizer | None = None
+        self.missing: str | None = None
+        if asked := [key for key in OPTIMIZER_KEYS if key in config]:
+            self.missing = f"the config sets {asked}"
+        elif self._keeps:
+            self.missing = "the client keeps its optimiser's state"
+        elif any(t.acts("client_optimizer") for t in term.terms):
+            self.missing = "the method has a say in the client's optimiser"
+
+    def made(self, make: OptimizerFn | None, lr: float) -> torch.optim.Optimizer:
+        """Return the optimiser: see :meth:`flwr_regs.client.LocalTraining.optimizer`."""
+        self.missing = None
+        own = optimizer_of(self._config, make)
+        make = self._term.client_optimizer(own)
+        made: torch.optim.Optimizer = make(list(self._trained.values()), lr=lr)
+        if self._keeps:
+            if make is not own:
+                raise ValueError(
+                    "keep_optimizer: the method makes the client's optimiser anew for each round: leave "
+                    "keep_optimizer out"
+                )
+            load_state(made, self._trained, self._client.get(KeptOptimizer.name, {}))
+            self._made = made
+        return made
+
+    def kept(self) -> Slot:
+        """Return the entry of the client slot, if the state is kept."""
+        if self._made is None:
+            return {}
+        return {KeptOptimizer.name: state_of(self._made, self._trained)}
 
 
 def state_of(optimizer: torch.optim.Optimizer, params: Mapping[str, nn.Parameter]) -> Slot:

@@ -28,7 +28,7 @@ from flwr_regs.client.result import LocalResult
 from flwr_regs.client.saved import Folder, Saved
 from flwr_regs.client.state import ClientState, to_numpy
 from flwr_regs.client.task import Task
-from flwr_regs.client.training import trained_parameters
+from flwr_regs.client.trained import trained_parameters
 from flwr_regs.term import Term
 from flwr_regs.wire import keys
 from flwr_regs.wire.arrays import (

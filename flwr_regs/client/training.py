@@ -12,31 +12,23 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 import flwr_regs.client.batches as data
-from flwr_regs.abilities import Freezes, Withholds
 from flwr_regs.chain import Chain, layers_of
 from flwr_regs.client.corrections import Corrections
 from flwr_regs.client.distillation import StartOutputs
 from flwr_regs.client.features import FeatureTap, OutputTap, Tap
+from flwr_regs.client.loss_sum import LossSum
 from flwr_regs.client.measures import Measures, gradients
-from flwr_regs.client.optimizer import (
-    KeptOptimizer,
-    OptimizerFn,
-    clip,
-    load_state,
-    momentum_of,
-    optimizer_of,
-    state_of,
-)
+from flwr_regs.client.optimizer import ClientOptimizer, OptimizerFn, clip, momentum_of
 from flwr_regs.client.replay import Replay
 from flwr_regs.client.result import LocalResult
 from flwr_regs.client.task import LossFn, OutputFn, Task, uncompiled
+from flwr_regs.client.trained import private_entries, trained_parameters
 from flwr_regs.term import Arrays, ClientContext, Slot, Term, changed
-from flwr_regs.wire.config import OPTIMIZER_KEYS, check_optimizer
+from flwr_regs.wire.config import check_optimizer
 
 
 class LocalTraining:
@@ -167,19 +159,7 @@ class LocalTraining:
         self._step_ctx, self._losses = self._ctx, LossSum()
         self._taken = self._processed = 0
         self._clip_norm: float | None = self._ctx.config.get("clip-norm")
-        asked = [key for key in OPTIMIZER_KEYS if key in self._ctx.config]
-        steered = any(t.acts("client_optimizer") for t in terms)
-        keeps = any(isinstance(t, KeptOptimizer) for t in terms)
-        self._keeps_optimizer = keeps
-        self._optimizer: torch.optim.Optimizer | None = None
-        self._makes_optimizer = steered or keeps or bool(asked)
-        self._why_optimizer = (
-            f"the config sets {asked}"
-            if asked
-            else "the client keeps its optimiser's state"
-            if keeps
-            else "the method has a say in the client's optimiser"
-        )
+        self._optimizer = ClientOptimizer(whole, self._trained, self._ctx.config, self._kept)
         self._went_back = False
         begin = term.start(self._ctx.start, self._ctx)
         if begin is not self._ctx.start:
@@ -206,23 +186,12 @@ class LocalTraining:
         Raises ValueError if there is `make`, and the config sets an optimiser, momentum or weight decay;
         and if the state is to be kept of an optimiser that the method makes.
         """
-        self._makes_optimizer = False
-        own = optimizer_of(self._ctx.config, make)
-        make = self._whole.client_optimizer(own)
-        made = make(list(self._trained.values()), lr=self.lr)
-        if self._keeps_optimizer:
-            if make is not own:
-                raise ValueError(
-                    "keep_optimizer: the method makes the client's optimiser anew for each round: leave "
-                    "keep_optimizer out"
-                )
-            load_state(made, self._trained, self._kept.get(KeptOptimizer.name, {}))
-            self._optimizer = made
+        made = self._optimizer.made(make, self.lr)
         between_steps = self._step_ctx is self._ctx
         self._ctx = replace(self._ctx, momentum=momentum_of(made))
         if between_steps:
             self._step_ctx = self._ctx
-        return cast(torch.optim.Optimizer, made)
+        return made
 
     def batches(self) -> Iterator[tuple[Any, Any]]:
         """Yield (inputs, targets) on the device for each local step, until a budget is spent.
@@ -251,18 +220,19 @@ class LocalTraining:
 
     def objective(self, inputs: Any, targets: Any) -> Tensor:
         """Return the local objective on a batch: the forward pass, `loss_fn` and `loss` in one."""
-        return self._watched(self._forward(inputs, targets))
+        return self._watched(self.unwatched_objective(inputs, targets))
+
+    def unwatched_objective(self, inputs: Any, targets: Any) -> Tensor:
+        """Return `objective`, for a loop that is sure to run backward on it: `correct` does not check."""
+        model = self.model if self._taps else self._called  # compiled, it does not run hooks
+        output = self._task.output(model, inputs, targets)
+        return self._objective(self._task.loss(output, targets), inputs, targets, output)
 
     def _watched(self, loss: Tensor) -> Tensor:
         """Return the loss; `correct` then demands that backward goes through it."""
         self._went_back = False
         loss.register_hook(lambda _: setattr(self, "_went_back", True))  # type: ignore[no-untyped-call]
         return loss
-
-    def _forward(self, inputs: Any, targets: Any) -> Tensor:
-        model = self.model if self._taps else self._called  # compiled, it does not run hooks
-        output = self._task.output(model, inputs, targets)
-        return self._objective(self._task.loss(output, targets), inputs, targets, output)
 
     def _objective(self, base: Tensor, inputs: Any, targets: Any, output: Any) -> Tensor:
         size = data.batch_size(targets)
@@ -298,8 +268,12 @@ class LocalTraining:
             **self._tapped(),
         )
 
-    def correct(self) -> None:
+    def correct(self, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Correct the gradients in place, then clip them if the config says so.
+
+        A loop that next calls ``optimizer.step()``, and does not look at the gradients, may hand in the
+        optimiser. Where it saves time, the step of large parameters is then taken here, with the same
+        bits, and their gradients are None, so that the optimiser passes them over.
 
         Raises RuntimeError if the step skipped `loss` or backward, or if the loop has made its optimiser
         itself where the method adapts it or the config describes it.
@@ -310,9 +284,9 @@ class LocalTraining:
             )
         if not self._went_back:
             raise RuntimeError("backward() did not go through what loss() returned")
-        if self._makes_optimizer:
-            raise RuntimeError(f"{self._why_optimizer}: use optimizer()")
-        self._corrections(self._step_ctx)
+        if why := self._optimizer.missing:
+            raise RuntimeError(f"{why}: use optimizer()")
+        self._corrections(self._step_ctx, None if self._clip_norm is not None else optimizer)
         for p in self._held:
             p.grad = None  # then an optimiser passes it over, weight decay and momentum too
         if self._clip_norm is not None:
@@ -366,8 +340,8 @@ class LocalTraining:
         delta = {name: v - start[name] for name, v in self._values.items()}
         ctx = replace(self._ctx, num_steps=taken)
         sent, upload, kept = self._term.finish(delta, ctx) if taken else (delta, {}, self._kept)
-        if taken and self._optimizer is not None:
-            kept = {**kept, KeptOptimizer.name: state_of(self._optimizer, self._trained)}
+        if taken:
+            kept = {**kept, **self._optimizer.kept()}
         if sent is not delta:  # else the model already is w_t + delta, unrounded
             _write(self._values, {name: start[name] + sent[name] for name in start})
         for p in self._trained.values():
@@ -407,9 +381,9 @@ def local_round(
 
             def closure(inputs: Any = inputs, targets: Any = targets) -> Any:
                 opt.zero_grad(set_to_none=True)
-                loss = training._forward(inputs, targets)
+                loss = training.unwatched_objective(inputs, targets)
                 torch.autograd.backward(loss)
-                training.correct()
+                training.correct(opt)
                 return loss
 
             opt.step(closure)  # an optimiser such as LBFGS calls it more than once
@@ -417,55 +391,6 @@ def local_round(
         return training.finish(taken)
     finally:
         training.close()
-
-
-class LossSum:
-    """The sum of the steps' losses, each times its number of examples, in float32 and in order.
-
-    It reads the losses many at a time: a read in each step would make an accelerator wait.
-    """
-
-    def __init__(self) -> None:
-        self._total = np.float32(0)
-        self._unread: list[tuple[Tensor, int]] = []
-
-    def add(self, loss: Tensor, examples: int) -> None:
-        """Add the mean loss of a batch."""
-        self._unread.append((loss.detach(), examples))
-        if len(self._unread) == 512:
-            self.total()
-
-    def total(self) -> float:
-        """Return the sum so far."""
-        if self._unread:
-            losses = torch.stack([loss for loss, _ in self._unread]).float().tolist()
-            with np.errstate(over="ignore", invalid="ignore"):  # of a run that diverges
-                for loss, (_, examples) in zip(losses, self._unread, strict=True):
-                    self._total += np.float32(loss) * np.float32(examples)
-            self._unread.clear()
-        return float(self._total)
-
-
-def trained_parameters(model: nn.Module, term: Chain) -> dict[str, nn.Parameter]:
-    """Return the parameters that a method trains, by their first names; private ones too."""
-    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    if not freezes(term):
-        return named
-    frozen = term.frozen(list(model.state_dict()))
-    every = model.named_parameters(remove_duplicate=False)
-    held = {id(p) for name, p in every if name in frozen}
-    return {name: p for name, p in named.items() if id(p) not in held}
-
-
-def freezes(term: Chain) -> bool:
-    """Whether a method may hold parameters still that would be trained."""
-    return any(isinstance(t, Freezes) for t in term.terms)
-
-
-def private_entries(model: nn.Module, term: Chain) -> set[str]:
-    """Return the names of the model's entries that a method withholds."""
-    withholds = any(isinstance(t, Withholds) for t in term.terms)
-    return term.private(list(model.state_dict())) if withholds else set()
 
 
 @torch.no_grad()

@@ -27,7 +27,7 @@ from flwr_regs.client.plan import CannotStack, draw
 from flwr_regs.client.received import method_of
 from flwr_regs.client.stacked import Member
 from flwr_regs.client.state import ClientState
-from flwr_regs.client.training import trained_parameters
+from flwr_regs.client.trained import trained_parameters
 from flwr_regs.flower.client import RegClient
 from flwr_regs.flower.node import NodeState, check_incoming
 from flwr_regs.flower.stacked_group import Candidate, Group, Recipe

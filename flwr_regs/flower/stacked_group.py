@@ -30,7 +30,7 @@ from flwr_regs.client.received import plain
 from flwr_regs.client.stack_view import Shared
 from flwr_regs.client.stacked import Member, Slots, Stack, StackedResult
 from flwr_regs.client.state import ClientState, to_numpy
-from flwr_regs.client.training import trained_parameters
+from flwr_regs.client.trained import trained_parameters
 from flwr_regs.flower.client import RegClient
 from flwr_regs.flower.node import AT_ONCE, NodeState
 from flwr_regs.flower.stacked_records import Writer, filled, written

@@ -86,9 +86,8 @@ class FirstOrder(LastStep):
         for n, grad in grads.items():
             if n in ctx.broadcast:
                 g = ctx.broadcast[n]  # (w_{t−1} − w_t)/η, below Eq. 5
-                forward = (g * (params[n] - ctx.start[n])).sign()
-                h = forward.clamp(min=0)  # Eq. 7; booleans would take twice the time
-                grad = grad + alpha * g * h
+                h = (g * (params[n] - ctx.start[n])).gt_(0)  # Eq. 7; as booleans, twice the time
+                grad = grad + h.mul_(g).mul_(alpha)
             out[n] = grad
         return out
 

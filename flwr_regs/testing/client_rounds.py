@@ -17,7 +17,8 @@ from flwr_regs.abilities import Probes, TakesBack
 from flwr_regs.chain import chain
 from flwr_regs.client.corrections import owner
 from flwr_regs.client.result import LocalResult
-from flwr_regs.client.training import local_round, trained_parameters
+from flwr_regs.client.trained import trained_parameters
+from flwr_regs.client.training import local_round
 from flwr_regs.flower.app import RegClientApp
 from flwr_regs.flower.client_round import ClientRound
 from flwr_regs.flower.grid import InProcessGrid

@@ -1,0 +1,30 @@
+"""Which of a model's entries a method trains, holds still, or withholds. Plain torch."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from flwr_regs.abilities import Freezes, Withholds
+from flwr_regs.chain import Chain
+
+
+def trained_parameters(model: nn.Module, term: Chain) -> dict[str, nn.Parameter]:
+    """Return the parameters that a method trains, by their first names; private ones too."""
+    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    if not freezes(term):
+        return named
+    frozen = term.frozen(list(model.state_dict()))
+    every = model.named_parameters(remove_duplicate=False)
+    held = {id(p) for name, p in every if name in frozen}
+    return {name: p for name, p in named.items() if id(p) not in held}
+
+
+def freezes(term: Chain) -> bool:
+    """Whether a method may hold parameters still that would be trained."""
+    return any(isinstance(t, Freezes) for t in term.terms)
+
+
+def private_entries(model: nn.Module, term: Chain) -> set[str]:
+    """Return the names of the model's entries that a method withholds."""
+    withholds = any(isinstance(t, Withholds) for t in term.terms)
+    return term.private(list(model.state_dict())) if withholds else set()
