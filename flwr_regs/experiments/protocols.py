@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from importlib.resources import files
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -255,6 +256,8 @@ def read(text: str, name: str) -> Card:
     _known(found, KEYS, "")
     if base := found.get("extends"):
         found = _extended(found, _text(base, "extends"))
+    elif "pick" in found:
+        raise ValueError("'pick' goes with 'extends' alone: it takes panels of another card")
     for key in NEEDED:
         if key not in found:
             raise ValueError(f"it lacks '{key}': {KEYS[key]}")
@@ -270,11 +273,11 @@ def read(text: str, name: str) -> Card:
         panels=panels,
         reduced=_settings(found.get("reduced", {}), "reduced"),
         tune=_texts(found.get("tune", []), "tune"),
-        trials=_numbers([found.get("trials", 8)], "trials")[0],
+        trials=_count(found.get("trials", 8), "trials"),
         seeds=_numbers(found.get("seeds", [1, 2, 3]), "seeds"),
         tuning_seeds=_numbers(found.get("tuning-seeds", [101]), "tuning-seeds"),
         departures=_texts(found.get("departures", []), "departures"),
-        hashes={k: _text(v, "hashes") for k, v in found.get("hashes", {}).items()},
+        hashes={k: _text(v, k) for k, v in _table(found.get("hashes", {}), "hashes").items()},
     )
     _check(card)
     return card
@@ -304,6 +307,8 @@ def _extended(found: Mapping[str, Any], base: str) -> dict[str, Any]:
 
 def _check(card: Card) -> None:
     """Raise ValueError for what does not fit together in a card."""
+    if not card.metrics:
+        raise ValueError("'metrics' is empty: name what is measured (`flwr-regs list metrics`)")
     for key in card.metrics:
         if key not in metrics.METRICS:
             raise ValueError(f"'metrics': there is no '{key}'{nearest(key, metrics.METRICS)}")
@@ -337,9 +342,13 @@ def _panel(found: Any, number: int) -> Panel:
     if not isinstance(found, Mapping):
         raise ValueError(f"'panels' must be tables [[panels]], not {found!r}")
     _known(found, PANEL_KEYS, f"panel {number}")
-    name = _text(found.get("name", "all"), f"panel {number}, 'name'")
+    name = _text(found.get("name", "all"), f"name of panel {number}")
     own = [_settings(found.get(key, {}), f"panel '{name}', {key}") for key in PANEL_KEYS[1:3]]
-    return Panel(name, own[0], own[1], dict(found.get("reports", {})))
+    where = f"panel '{name}', reports"
+    reports = _table(found.get("reports", {}), where)
+    for metric, values in reports.items():
+        _table(values, f"{where}, {metric}")
+    return Panel(name, own[0], own[1], reports)
 
 
 def _row(name: str, found: Any) -> Row:
@@ -365,8 +374,7 @@ def _exists(call: Call) -> None:
 
 def _settings(found: Any, where: str) -> dict[str, Any]:
     """Return settings, checked; names that this version does not have stand in :data:`OPEN`'s alone."""
-    if not isinstance(found, Mapping):
-        raise ValueError(f"{where}: expected a table, not {found!r}")
+    found = _table(found, where)
     if wrong := [key for key in found if key in FIXED and key != "held-out-share"]:
         raise ValueError(f"{where}: '{wrong[0]}' is no setting of a card")
     plain = {
@@ -378,7 +386,7 @@ def _settings(found: Any, where: str) -> dict[str, Any]:
         settings.checked(plain)
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from error
-    return dict(found)
+    return found
 
 
 def _known(found: Iterable[str], known: Iterable[str], where: str) -> None:
@@ -391,14 +399,26 @@ def _known(found: Iterable[str], known: Iterable[str], where: str) -> None:
 def _reported(value: Any, where: str) -> None:
     several = value if isinstance(value, list) else [value]
     if len(several) not in (1, 2) or any(
-        isinstance(v, bool) or not isinstance(v, int | float) for v in several
+        isinstance(v, bool) or not isinstance(v, int | float) or not isfinite(v) for v in several
     ):
         raise ValueError(f"{where}: expected a number, or [mean, deviation], not {value!r}")
 
 
+def _table(found: Any, where: str) -> dict[str, Any]:
+    if not isinstance(found, Mapping):
+        raise ValueError(f"{where}: expected a table, not {found!r}")
+    return dict(found)
+
+
 def _text(found: Any, where: str) -> str:
-    if not isinstance(found, str):
+    if not isinstance(found, str) or not found.strip():
         raise ValueError(f"'{where}' must be text, not {found!r}")
+    return found
+
+
+def _count(found: Any, where: str) -> int:
+    if type(found) is not int or found < 1:
+        raise ValueError(f"'{where}' must be a whole number of at least 1, not {found!r}")
     return found
 
 
