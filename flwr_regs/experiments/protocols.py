@@ -34,7 +34,7 @@ KEYS = {
     "where": "the table or figure there",
     "setting": "paper, reduced or stand-in: what [settings] are",
     "hashes": "data set = its hash, as results have it in protocol.json; a run on other data says so",
-    "departures": "sentences: where the card is not as its source, or fills what that leaves open",
+    "departures": "sentences: what the source reports, how the card differs from it, what it leaves open",
     "extends": "the name of a card whose keys this one has too, but for those that it has itself",
     "pick": "with extends: the names of the panels that it takes",
     "metrics": "what the source reports: `flwr-regs list metrics`",
@@ -214,11 +214,11 @@ class Card:
 
     @property
     def datasets(self) -> list[str]:
-        """The data sets of all panels, at the card's own setting."""
+        """The data sets of all panels, at the card's own setting, without their arguments."""
         each = [
             {**settings.DEFAULTS, **self.settings_of(panel)}["dataset"] for panel in self.panels
         ]
-        return list(dict.fromkeys(each))
+        return list(dict.fromkeys(name.partition("(")[0] for name in each))
 
 
 def names() -> list[str]:
