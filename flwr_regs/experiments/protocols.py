@@ -374,19 +374,19 @@ def _exists(call: Call) -> None:
 
 def _settings(found: Any, where: str) -> dict[str, Any]:
     """Return settings, checked; names that this version does not have stand in :data:`OPEN`'s alone."""
-    found = _table(found, where)
-    if wrong := [key for key in found if key in FIXED and key != "held-out-share"]:
+    table = _table(found, where)
+    if wrong := [key for key in table if key in FIXED and key != "held-out-share"]:
         raise ValueError(f"{where}: '{wrong[0]}' is no setting of a card")
     plain = {
         key: value
-        for key, value in found.items()
+        for key, value in table.items()
         if not (key in OPEN and isinstance(value, str) and re.fullmatch(r"[\w().,=-]+", value))
     }
     try:
         settings.checked(plain)
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from error
-    return found
+    return table
 
 
 def _known(found: Iterable[str], known: Iterable[str], where: str) -> None:
