@@ -196,6 +196,36 @@ def test_words_change_a_card(capsys: pytest.CaptureFixture[str]) -> None:
     assert "1 rounds" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("methods", "panels", "rows", "names"),
+    [
+        ("rFedAvg, MNIST", "MNIST, sim 0%", ["RFedAvg(lam=0.0001)"], ["MNIST, sim 0%"]),
+        (
+            "FedAvg, rFedAvg+, MNIST",
+            "MNIST, sim 10%,MNIST, sim 0%",
+            ["FedAvg", "RFedAvgPlus(lam=0.0001)"],
+            ["MNIST, sim 10%", "MNIST, sim 0%"],
+        ),
+        (
+            "Scaffold; FedProx(mu=0.5, weighting='uniform')",
+            "CIFAR10, sim 100%",
+            ["SCAFFOLD(server_lr=1.0)", "FedProx(mu=0.5, weighting='uniform')"],
+            ["CIFAR10, sim 100%"],
+        ),
+    ],
+)
+def test_names_with_commas_are_chosen(
+    methods: str, panels: str, rows: list[str], names: list[str]
+) -> None:
+    args = cli._parser().parse_args(
+        ["bench", "rfedavg-t1", "--methods", methods, "--panels", panels]
+    )
+    args.settings = []
+    _, benches = protocol_runs.planned(args, "rfedavg-t1")
+    assert [*benches] == names
+    assert all(bench.methods == rows for bench in benches.values())
+
+
 def test_other_data_than_the_cards_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     text = CARD.replace("[reduced]", '[hashes]\n"mine.py:load" = "00"\n\n[reduced]')
     Path("card.toml").write_text(text)
