@@ -79,7 +79,7 @@ def one(card: Card, data_dir: str = "") -> str:
             shown = "; ".join(f"{name} {_reported(value)}" for name, value in values.items())
             lines.append(f"    the source's {metric}: {shown}")
     if card.departures:
-        lines += ["", "not as in the source, or open there:"]
+        lines += ["", "what the source says, where the card is not as it, and what it leaves open:"]
         lines += [f"  - {text}" for text in card.departures]
     lines += ["", f"flwr-regs bench {card.name}"]
     lines += [f"flwr-regs bench {card.name} --setting reduced"] * ("reduced" in card.levels[1:])

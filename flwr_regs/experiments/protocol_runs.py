@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from flwr_regs.experiments import commands, metrics, needs, protocols, subset
-from flwr_regs.experiments.calls import parse_methods
+from flwr_regs.experiments.calls import parse_methods, pieces
 from flwr_regs.experiments.engine import PLAN, Plan
 from flwr_regs.experiments.job import Job
 from flwr_regs.experiments.protocols import Card, Panel, Row
@@ -89,8 +89,8 @@ def planned(args: argparse.Namespace, name: str) -> tuple[Card, dict[str, Bench]
         card = replace(card, tuning_seeds=numbers(args.tuning_seeds, "--tuning-seeds"))
     if card.lacks:
         raise ValueError(f"card '{name}' needs what this version does not have: {_and(card.lacks)}")
-    asked = [part.strip() for part in args.panels.split(",") if part.strip()]
-    panels = [card.panel(part) for part in asked] or [*card.panels]
+    asked = rejoined(args.panels.split(","), [panel.name for panel in card.panels])
+    panels = [card.panel(name) for name in asked] or [*card.panels]
     if args.smoke:
         panels = panels[:1]
     make = smoke if args.smoke else Card.bench
@@ -109,9 +109,12 @@ def smoke(card: Card, panel: Panel, level: str, given: Mapping[str, Any]) -> Ben
 def with_methods(card: Card, text: str) -> Card:
     """Return the card with these methods alone: its own by their names there, any other as a call."""
     rows: list[Row] = []
-    for label in parse_methods(text):
-        found = [r for r in card.rows if label in (r.name, r.label)] or [Row(label, label)]
-        rows += [r for r in found if r not in rows]
+    own = [row.name for row in card.rows]
+    for piece in rejoined([piece for _, piece in pieces(text, ",;")], own) or [text]:
+        labels = [piece] if piece in own else parse_methods(piece)
+        for label in labels:
+            found = [r for r in card.rows if label in (r.name, r.label)] or [Row(label, label)]
+            rows += [r for r in found if r not in rows]
     names = {row.name for row in rows}
     panels = [
         replace(
@@ -125,6 +128,22 @@ def with_methods(card: Card, text: str) -> Card:
     ]
     spaces = [t for t in card.tune if any(Space.read(t).applies(r.label) for r in rows)]
     return replace(card, rows=tuple(rows), panels=tuple(panels), tune=tuple(spaces))
+
+
+def rejoined(parts: Sequence[str], names: Sequence[str]) -> list[str]:
+    """Return the parts of a list, which commas separate; parts that together are one of `names` are one.
+
+    >>> rejoined(["MNIST", " sim 0%", "all"], ["MNIST, sim 0%", "all"])
+    ['MNIST, sim 0%', 'all']
+    """
+    left = [part.strip() for part in parts if part.strip()]
+    whole = {tuple(part.strip() for part in name.split(",")): name for name in names}
+    found = []
+    while left:
+        most = next((k for k in range(len(left), 1, -1) if tuple(left[:k]) in whole), 1)
+        found.append(whole.get(tuple(left[:most]), left[0]))
+        del left[:most]
+    return found
 
 
 def save(

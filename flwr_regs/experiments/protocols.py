@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from importlib.resources import files
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ KEYS = {
     "where": "the table or figure there",
     "setting": "paper, reduced or stand-in: what [settings] are",
     "hashes": "data set = its hash, as results have it in protocol.json; a run on other data says so",
-    "departures": "sentences: where the card is not as its source, or fills what that leaves open",
+    "departures": "sentences: what the source reports, how the card differs from it, what it leaves open",
     "extends": "the name of a card whose keys this one has too, but for those that it has itself",
     "pick": "with extends: the names of the panels that it takes",
     "metrics": "what the source reports: `flwr-regs list metrics`",
@@ -213,11 +214,11 @@ class Card:
 
     @property
     def datasets(self) -> list[str]:
-        """The data sets of all panels, at the card's own setting."""
+        """The data sets of all panels, at the card's own setting, without their arguments."""
         each = [
             {**settings.DEFAULTS, **self.settings_of(panel)}["dataset"] for panel in self.panels
         ]
-        return list(dict.fromkeys(each))
+        return list(dict.fromkeys(name.partition("(")[0] for name in each))
 
 
 def names() -> list[str]:
@@ -255,6 +256,8 @@ def read(text: str, name: str) -> Card:
     _known(found, KEYS, "")
     if base := found.get("extends"):
         found = _extended(found, _text(base, "extends"))
+    elif "pick" in found:
+        raise ValueError("'pick' goes with 'extends' alone: it takes panels of another card")
     for key in NEEDED:
         if key not in found:
             raise ValueError(f"it lacks '{key}': {KEYS[key]}")
@@ -270,11 +273,11 @@ def read(text: str, name: str) -> Card:
         panels=panels,
         reduced=_settings(found.get("reduced", {}), "reduced"),
         tune=_texts(found.get("tune", []), "tune"),
-        trials=_numbers([found.get("trials", 8)], "trials")[0],
+        trials=_count(found.get("trials", 8), "trials"),
         seeds=_numbers(found.get("seeds", [1, 2, 3]), "seeds"),
         tuning_seeds=_numbers(found.get("tuning-seeds", [101]), "tuning-seeds"),
         departures=_texts(found.get("departures", []), "departures"),
-        hashes={k: _text(v, "hashes") for k, v in found.get("hashes", {}).items()},
+        hashes={k: _text(v, k) for k, v in _table(found.get("hashes", {}), "hashes").items()},
     )
     _check(card)
     return card
@@ -304,6 +307,8 @@ def _extended(found: Mapping[str, Any], base: str) -> dict[str, Any]:
 
 def _check(card: Card) -> None:
     """Raise ValueError for what does not fit together in a card."""
+    if not card.metrics:
+        raise ValueError("'metrics' is empty: name what is measured (`flwr-regs list metrics`)")
     for key in card.metrics:
         if key not in metrics.METRICS:
             raise ValueError(f"'metrics': there is no '{key}'{nearest(key, metrics.METRICS)}")
@@ -337,9 +342,13 @@ def _panel(found: Any, number: int) -> Panel:
     if not isinstance(found, Mapping):
         raise ValueError(f"'panels' must be tables [[panels]], not {found!r}")
     _known(found, PANEL_KEYS, f"panel {number}")
-    name = _text(found.get("name", "all"), f"panel {number}, 'name'")
+    name = _text(found.get("name", "all"), f"name of panel {number}")
     own = [_settings(found.get(key, {}), f"panel '{name}', {key}") for key in PANEL_KEYS[1:3]]
-    return Panel(name, own[0], own[1], dict(found.get("reports", {})))
+    where = f"panel '{name}', reports"
+    reports = _table(found.get("reports", {}), where)
+    for metric, values in reports.items():
+        _table(values, f"{where}, {metric}")
+    return Panel(name, own[0], own[1], reports)
 
 
 def _row(name: str, found: Any) -> Row:
@@ -365,20 +374,19 @@ def _exists(call: Call) -> None:
 
 def _settings(found: Any, where: str) -> dict[str, Any]:
     """Return settings, checked; names that this version does not have stand in :data:`OPEN`'s alone."""
-    if not isinstance(found, Mapping):
-        raise ValueError(f"{where}: expected a table, not {found!r}")
-    if wrong := [key for key in found if key in FIXED and key != "held-out-share"]:
+    table = _table(found, where)
+    if wrong := [key for key in table if key in FIXED and key != "held-out-share"]:
         raise ValueError(f"{where}: '{wrong[0]}' is no setting of a card")
     plain = {
         key: value
-        for key, value in found.items()
+        for key, value in table.items()
         if not (key in OPEN and isinstance(value, str) and re.fullmatch(r"[\w().,=-]+", value))
     }
     try:
         settings.checked(plain)
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from error
-    return dict(found)
+    return table
 
 
 def _known(found: Iterable[str], known: Iterable[str], where: str) -> None:
@@ -391,14 +399,26 @@ def _known(found: Iterable[str], known: Iterable[str], where: str) -> None:
 def _reported(value: Any, where: str) -> None:
     several = value if isinstance(value, list) else [value]
     if len(several) not in (1, 2) or any(
-        isinstance(v, bool) or not isinstance(v, int | float) for v in several
+        isinstance(v, bool) or not isinstance(v, int | float) or not isfinite(v) for v in several
     ):
         raise ValueError(f"{where}: expected a number, or [mean, deviation], not {value!r}")
 
 
+def _table(found: Any, where: str) -> dict[str, Any]:
+    if not isinstance(found, Mapping):
+        raise ValueError(f"{where}: expected a table, not {found!r}")
+    return dict(found)
+
+
 def _text(found: Any, where: str) -> str:
-    if not isinstance(found, str):
+    if not isinstance(found, str) or not found.strip():
         raise ValueError(f"'{where}' must be text, not {found!r}")
+    return found
+
+
+def _count(found: Any, where: str) -> int:
+    if type(found) is not int or found < 1:
+        raise ValueError(f"'{where}' must be a whole number of at least 1, not {found!r}")
     return found
 
 

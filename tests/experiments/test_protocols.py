@@ -9,16 +9,9 @@ from typing import Any
 
 import pytest
 
-from flwr_regs.experiments import cards_table, cli, protocol_runs, protocols
+from flwr_regs.experiments import cli, protocol_runs, protocols
+from tests.experiments.test_cards import CARDS
 
-OF_PAPERS = [
-    *(f"fedfor-{n}" for n in ("t1", "t2", "t3", "t4", "t5", "f3")),
-    *(f"fedadc-{n}" for n in ("t1", *(f"f{i}" for i in range(1, 8)))),
-    *(f"rfedavg-{n}" for n in ("t1", "t2", "t3", *(f"f{i}" for i in range(8, 13)))),
-    *(f"efl-{n}" for n in ("t2", "f1", "f2", "f3")),
-    *(f"field-guide-{n}" for n in ("t1", *(f"f{i}" for i in range(1, 10)))),
-]
-OF_THE_FIELD = ["niid-bench-mnist", "niid-bench-cifar10-100", "pfl-cifar10", "flute-lr-mnist"]
 ONE_OF_EACH = ["fedfor-t1", "fedadc-f1", "rfedavg-t1", "efl-f1", "field-guide-t1", "flute-lr-mnist"]
 
 CARD = """
@@ -95,39 +88,6 @@ def rows(folder: str) -> list[dict[str, str]]:
     return [*csv.DictReader((Path(folder) / "protocol.csv").read_text().splitlines())]
 
 
-def test_the_cards_are_those_of_the_papers_and_the_field() -> None:
-    assert {*protocols.names()} == {*OF_PAPERS, *OF_THE_FIELD}
-    assert len(OF_PAPERS) == 36
-    whole = [name for name in OF_PAPERS if protocols.load(name).setting != "stand-in"]
-    assert len(whole) >= 30
-
-
-@pytest.mark.parametrize("name", [*OF_PAPERS, *OF_THE_FIELD])
-def test_every_card_is_whole(name: str) -> None:
-    card = protocols.load(name)
-    assert not card.lacks
-    assert (card.setting == "stand-in") == any("stand-in" in text for text in card.departures)
-    for panel in card.panels:
-        for level in card.levels:
-            bench = card.bench(panel, level)
-            assert len(bench.labels) == len(card.rows_of(panel))
-            assert not bench.spaces or bench.trials_of(bench.methods[0])
-    assert card.where in cards_table.one(card)
-
-
-def test_a_cell_of_a_table_stands_in_its_card() -> None:
-    card = protocols.load("fedadc-t1")
-    panel = card.panel("CIFAR-100, alpha=0.1, C=0.1")
-    assert panel.reports["final"]["FedADC+"] == [56.9, 0.67]
-    settings = card.settings_of(panel)
-    assert (settings["num-clients"], settings["fraction-train"]) == (100, 0.1)
-    assert card.settings_of(panel, "reduced")["model"] == "cnn"
-    bench = card.bench(panel)
-    moon = next(m for m in bench.methods if m.startswith("MOON"))
-    assert bench.job(moon, {}, 1, tuning=False).lr == 0.01
-    assert {space.key for space in bench.spaces_of(moon)} == {"MOON.mu"}
-
-
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
@@ -148,6 +108,23 @@ def test_a_cell_of_a_table_stands_in_its_card() -> None:
         ("seeds = [1, 2]", "seeds = [1, 1]", "'seeds' must be different whole numbers"),
         ("[reduced]", 'extends = "nothing"\n[reduced]', "unknown setting 'extends'"),
         ("seeds = [1, 2]", 'extends = "nothing"', "'extends': there is no card 'nothing'"),
+        ("trials = 2", 'pick = ["one"]', "'pick' goes with 'extends' alone"),
+        ("trials = 2", 'trials = "two"', "'trials' must be a whole number of at least 1"),
+        ("trials = 2", "trials = = 2", "Invalid value (at line 9"),
+        ("trials = 2", 'hashes = ["00"]', "hashes: expected a table"),
+        ('["final", "bytes-beside"]', "[]", "'metrics' is empty"),
+        ("settings = {num-clients = 3}", "setting = {}", "panel 2: unknown key 'setting'; did you"),
+        ("settings = {num-clients = 3}", "reports = 3", "panel 'one', reports: expected a table"),
+        ("settings = {num-clients = 3}", "reports.final = 3", "reports, final: expected a table"),
+        ("settings = {num-clients = 3}", "reports.finl = {}", "no metric 'finl'; did you mean"),
+        ("FedAvg = 50,", "FedAvg = nan,", "expected a number, or [mean, deviation]"),
+        ('FedAvg = "FedAvg"', 'FedAvg = "FedProx(muu=1)"', "no argument 'muu'; did you mean 'mu'"),
+        ('call = "mine.py:Slow', 'cal = "mine.py:Slow', "must be a call, or a table with a call"),
+        (
+            'partition = "iid"',
+            'partition = "iidd"',
+            "what this version does not have: partition iidd",
+        ),
     ],
 )
 def test_what_is_wrong_in_a_card_is_one_sentence(
@@ -219,6 +196,36 @@ def test_words_change_a_card(capsys: pytest.CaptureFixture[str]) -> None:
     assert "1 rounds" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("methods", "panels", "rows", "names"),
+    [
+        ("rFedAvg, MNIST", "MNIST, sim 0%", ["RFedAvg(lam=0.0001)"], ["MNIST, sim 0%"]),
+        (
+            "FedAvg, rFedAvg+, MNIST",
+            "MNIST, sim 10%,MNIST, sim 0%",
+            ["FedAvg", "RFedAvgPlus(lam=0.0001)"],
+            ["MNIST, sim 10%", "MNIST, sim 0%"],
+        ),
+        (
+            "Scaffold; FedProx(mu=0.5, weighting='uniform')",
+            "CIFAR10, sim 100%",
+            ["SCAFFOLD(server_lr=1.0)", "FedProx(mu=0.5, weighting='uniform')"],
+            ["CIFAR10, sim 100%"],
+        ),
+    ],
+)
+def test_names_with_commas_are_chosen(
+    methods: str, panels: str, rows: list[str], names: list[str]
+) -> None:
+    args = cli._parser().parse_args(
+        ["bench", "rfedavg-t1", "--methods", methods, "--panels", panels]
+    )
+    args.settings = []
+    _, benches = protocol_runs.planned(args, "rfedavg-t1")
+    assert [*benches] == names
+    assert all(bench.methods == rows for bench in benches.values())
+
+
 def test_other_data_than_the_cards_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     text = CARD.replace("[reduced]", '[hashes]\n"mine.py:load" = "00"\n\n[reduced]')
     Path("card.toml").write_text(text)
@@ -249,7 +256,7 @@ def test_a_card_of_each_source_starts(
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", [n for n in [*OF_PAPERS, *OF_THE_FIELD] if n not in ONE_OF_EACH])
+@pytest.mark.parametrize("name", [n for n in CARDS if n not in ONE_OF_EACH])
 def test_every_card_starts(
     name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
