@@ -209,13 +209,18 @@ def sorted_entries(
     return records, numbers, texts
 
 
-def identity_reply(node_config: Mapping[str, Any]) -> RecordDict:
-    """Return the reply to the IDENTIFY query: a node's partition, for the seeded cohorts."""
-    entries: dict[str, int | float | str | bytes | bool] = {PROTOCOL_KEY: PROTOCOL}
+def identity(node_config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a node says of itself to the IDENTIFY query: its partition, for seeded cohorts."""
+    entries: dict[str, Any] = {PROTOCOL_KEY: PROTOCOL}
     for key in ("partition-id", "num-partitions"):
         if key in node_config:
             entries[key] = int(node_config[key])
-    return RecordDict({CONFIG: ConfigRecord({**entries})})
+    return entries
+
+
+def identity_reply(node_config: Mapping[str, Any]) -> RecordDict:
+    """Return the reply to the IDENTIFY query."""
+    return RecordDict({CONFIG: ConfigRecord(identity(node_config))})
 
 
 def float32_arrays(model: nn.Module) -> ArrayRecord:
