@@ -19,7 +19,6 @@ from flwr_regs.flower.contexts import Contexts
 from flwr_regs.flower.workers import Workers, identify, served
 from flwr_regs.wire.records import identity
 
-
 FIRST = 1000
 """The node id of the first client."""
 
