@@ -12,8 +12,18 @@ from typing import Any, Protocol, runtime_checkable
 from flwr_regs.term import Arrays, ClientContext, ServerContext, Slot
 
 
+class ByClass(type(Protocol)):  # type: ignore[misc]
+    """Lets a class say what its instances can do: Python remembers that, but not what one instance has.
+
+    Whether a term has an ability is asked some hundred times in a client's round.
+    """
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        return issubclass(type(instance), cls)
+
+
 @runtime_checkable
-class Weighs(Protocol):
+class Weighs(Protocol, metaclass=ByClass):
     """Sets the weights of the updates; at most one term of a chain does."""
 
     def weigh(
@@ -27,7 +37,7 @@ class Weighs(Protocol):
 
 
 @runtime_checkable
-class Folds(Protocol):
+class Folds(Protocol, metaclass=ByClass):
     """Takes the uploads one at a time, so that the server never holds those of a whole cohort."""
 
     def fold(
@@ -48,7 +58,7 @@ class Folds(Protocol):
 
 
 @runtime_checkable
-class Adds(Protocol):
+class Adds(Protocol, metaclass=ByClass):
     """Folds by adding, so that a robust aggregator can make robust sums of what the clients send."""
 
     def adds(self, key: str) -> bool:
@@ -61,7 +71,7 @@ class Adds(Protocol):
 
 
 @runtime_checkable
-class Probes(Protocol):
+class Probes(Protocol, metaclass=ByClass):
     """Has a first exchange in each round, before clients train."""
 
     def probe(self, ctx: ClientContext) -> tuple[Slot, Slot]:
@@ -74,7 +84,7 @@ class Probes(Protocol):
 
 
 @runtime_checkable
-class AnswersRobustly(Protocol):
+class AnswersRobustly(Protocol, metaclass=ByClass):
     """Has an `answer` for robust aggregators."""
 
     def robust_answer(self, probes: Mapping[int, Slot], ctx: ServerContext) -> Mapping[int, Slot]:
@@ -83,7 +93,7 @@ class AnswersRobustly(Protocol):
 
 
 @runtime_checkable
-class Compresses(Protocol):
+class Compresses(Protocol, metaclass=ByClass):
     """Sends updates in a code of its own; comes last in a chain.
 
     A client's update is coded if the term acts in `finish`, the global step if it acts in `release`. The
@@ -103,7 +113,7 @@ class Compresses(Protocol):
 
 
 @runtime_checkable
-class TakesBack(Protocol):
+class TakesBack(Protocol, metaclass=ByClass):
     """Corrects its client slot if the server did not use the client's reply."""
 
     def unused(self, before: Slot, after: Slot, sent: Arrays) -> Slot:
@@ -115,7 +125,7 @@ class TakesBack(Protocol):
 
 
 @runtime_checkable
-class Recovers(Protocol):
+class Recovers(Protocol, metaclass=ByClass):
     """Has a broadcast that follows from the last global step, so that it need not travel."""
 
     def recover(self, step: Arrays, lr: float) -> Slot:
@@ -127,7 +137,7 @@ class Recovers(Protocol):
 
 
 @runtime_checkable
-class Addresses(Protocol):
+class Addresses(Protocol, metaclass=ByClass):
     """Sends each client something of its own."""
 
     def broadcast_to(self, pid: int, server: Slot, ctx: ServerContext) -> Slot:
@@ -136,7 +146,7 @@ class Addresses(Protocol):
 
 
 @runtime_checkable
-class Withholds(Protocol):
+class Withholds(Protocol, metaclass=ByClass):
     """Keeps entries of the model on the clients."""
 
     def private(self, names: Collection[str]) -> set[str]:
@@ -145,7 +155,7 @@ class Withholds(Protocol):
 
 
 @runtime_checkable
-class Freezes(Protocol):
+class Freezes(Protocol, metaclass=ByClass):
     """Holds parameters still."""
 
     def frozen(self, names: Collection[str]) -> set[str]:
@@ -154,7 +164,7 @@ class Freezes(Protocol):
 
 
 @runtime_checkable
-class Personalises(Protocol):
+class Personalises(Protocol, metaclass=ByClass):
     """Gives each client a model of its own."""
 
     def personal(self, params: Arrays, ctx: ClientContext) -> Arrays:
@@ -163,7 +173,7 @@ class Personalises(Protocol):
 
 
 @runtime_checkable
-class FineTunes(Protocol):
+class FineTunes(Protocol, metaclass=ByClass):
     """Evaluates as each client's own the global model, trained further on the client's data."""
 
     def fine_tuning(self) -> Mapping[str, Any]:
@@ -179,7 +189,7 @@ class FineTunes(Protocol):
 
 
 @runtime_checkable
-class Checks(Protocol):
+class Checks(Protocol, metaclass=ByClass):
     """Checks each upload; all terms with uploads should."""
 
     def check(self, upload: Slot, params: Arrays, server: Slot) -> None:
@@ -188,7 +198,7 @@ class Checks(Protocol):
 
 
 @runtime_checkable
-class Agrees(Protocol):
+class Agrees(Protocol, metaclass=ByClass):
     """Has uploads that must fit each other."""
 
     def agree(self, uploads: Mapping[int, Slot]) -> Mapping[int, str]:
@@ -197,7 +207,7 @@ class Agrees(Protocol):
 
 
 @runtime_checkable
-class Steers(Protocol):
+class Steers(Protocol, metaclass=ByClass):
     """Has a say in the client's optimiser."""
 
     def client_optimizer(self, make: Callable[..., Any]) -> Callable[..., Any]:
@@ -210,7 +220,7 @@ class Steers(Protocol):
 
 
 @runtime_checkable
-class Restricts(Protocol):
+class Restricts(Protocol, metaclass=ByClass):
     """Does not go with every train config."""
 
     def restrict(self, config: Mapping[str, Any]) -> None:
