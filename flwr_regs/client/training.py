@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
@@ -219,7 +218,7 @@ class LocalTraining:
             load_state(made, self._trained, self._kept.get(KeptOptimizer.name, {}))
             self._optimizer = made
         between_steps = self._step_ctx is self._ctx
-        self._ctx = replace(self._ctx, momentum=momentum_of(made))
+        self._ctx = changed(self._ctx, momentum=momentum_of(made))
         if between_steps:
             self._step_ctx = self._ctx
         return cast(torch.optim.Optimizer, made)
@@ -271,7 +270,7 @@ class LocalTraining:
         if not self._ctx.batch_size:
             if self._tap is not None:
                 self._tap.check(output)
-            self._ctx = replace(self._with_every_class(output), batch_size=size)
+            self._ctx = changed(self._with_every_class(output), batch_size=size)
         self._step_ctx = self._of_step(inputs, targets, output)
         self._in_loss = True
         loss = cast(Tensor, self._term.loss(base, self._params, self._step_ctx))
@@ -327,7 +326,7 @@ class LocalTraining:
             return self._ctx
         if (more := output.shape[1] - len(counts)) <= 0:
             return self._ctx
-        return replace(self._ctx, label_counts=nn.functional.pad(counts, (0, more)))
+        return changed(self._ctx, label_counts=nn.functional.pad(counts, (0, more)))
 
     def _gradient_at(self, params: Arrays) -> Arrays:
         """Return the gradient of the present step's whole loss at other parameters."""
@@ -364,7 +363,7 @@ class LocalTraining:
                 raise RuntimeError("the model has moved, but correct() was never called")
             _write(self._values, start)
         delta = {name: v - start[name] for name, v in self._values.items()}
-        ctx = replace(self._ctx, num_steps=taken)
+        ctx = changed(self._ctx, num_steps=taken)
         sent, upload, kept = self._term.finish(delta, ctx) if taken else (delta, {}, self._kept)
         if taken and self._optimizer is not None:
             kept = {**kept, KeptOptimizer.name: state_of(self._optimizer, self._trained)}
@@ -438,10 +437,11 @@ class LossSum:
     def total(self) -> float:
         """Return the sum so far."""
         if self._unread:
-            losses = torch.stack([loss for loss, _ in self._unread]).float().tolist()
+            losses = torch.stack([loss for loss, _ in self._unread]).float().cpu().numpy()
+            sizes = np.array([examples for _, examples in self._unread], np.float32)
             with np.errstate(over="ignore", invalid="ignore"):  # of a run that diverges
-                for loss, (_, examples) in zip(losses, self._unread, strict=True):
-                    self._total += np.float32(loss) * np.float32(examples)
+                terms = np.append(self._total, losses * sizes)
+                self._total = np.add.accumulate(terms)[-1]  # one after the other
             self._unread.clear()
         return float(self._total)
 
