@@ -271,19 +271,28 @@ def seeded(seed: Any, device: torch.device) -> Iterator[None]:
     """Seed torch for one client and round; leave the process's own random state as it was.
 
     All that draws from torch, such as shuffling and dropout, then depends on (seed, round, partition)
-    alone. Data that draws from numpy or `random` must seed these itself.
+    alone. Data that draws from numpy or `random` must seed these itself. An accelerator is seeded if the
+    client is on it, or if this process has used it before.
     """
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        if _accelerated():
+        if device.type != "cpu" or _accelerated():
             torch.manual_seed(seed)
         else:  # the same, without a traceback that torch formats for each kind of accelerator
             torch.default_generator.manual_seed(int(seed))
         yield
 
 
-@functools.cache
 def _accelerated() -> bool:
-    return torch.accelerator.is_available()
+    """Whether this process has an accelerator in use, which may draw from generators of its own."""
+    if (found := _accelerator()) is None:
+        return False
+    started = getattr(torch.get_device_module(found), "is_initialized", None)
+    return started is None or bool(started())
+
+
+@functools.cache
+def _accelerator() -> torch.device | None:
+    return torch.accelerator.current_accelerator(check_available=True)
 
 
 def method_of(method: str, terms: Terms, me: str, config: Mapping[str, Any]) -> Chain:

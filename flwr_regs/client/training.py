@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
@@ -188,7 +187,7 @@ class LocalTraining:
         """
         made = self._optimizer.made(make, self.lr)
         between_steps = self._step_ctx is self._ctx
-        self._ctx = replace(self._ctx, momentum=momentum_of(made))
+        self._ctx = changed(self._ctx, momentum=momentum_of(made))
         if between_steps:
             self._step_ctx = self._ctx
         return made
@@ -241,7 +240,7 @@ class LocalTraining:
         if not self._ctx.batch_size:
             if self._tap is not None:
                 self._tap.check(output)
-            self._ctx = replace(self._with_every_class(output), batch_size=size)
+            self._ctx = changed(self._with_every_class(output), batch_size=size)
         self._step_ctx = self._of_step(inputs, targets, output)
         self._in_loss = True
         loss = cast(Tensor, self._term.loss(base, self._params, self._step_ctx))
@@ -301,7 +300,7 @@ class LocalTraining:
             return self._ctx
         if (more := output.shape[1] - len(counts)) <= 0:
             return self._ctx
-        return replace(self._ctx, label_counts=nn.functional.pad(counts, (0, more)))
+        return changed(self._ctx, label_counts=nn.functional.pad(counts, (0, more)))
 
     def _gradient_at(self, params: Arrays) -> Arrays:
         """Return the gradient of the present step's whole loss at other parameters."""
@@ -338,7 +337,7 @@ class LocalTraining:
                 raise RuntimeError("the model has moved, but correct() was never called")
             _write(self._values, start)
         delta = {name: v - start[name] for name, v in self._values.items()}
-        ctx = replace(self._ctx, num_steps=taken)
+        ctx = changed(self._ctx, num_steps=taken)
         sent, upload, kept = self._term.finish(delta, ctx) if taken else (delta, {}, self._kept)
         if taken:
             kept = {**kept, **self._optimizer.kept()}

@@ -9,12 +9,18 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 from uuid import uuid4
 
-from flwr.app import Context, Message, RecordDict
+from flwr.app import Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid
 from flwr.supercore.run import Run
 
+from flwr_regs.flower.app import NumPyClientApp, RegClientApp
+from flwr_regs.flower.contexts import Contexts
 from flwr_regs.flower.workers import Workers, identify, served
+from flwr_regs.wire.records import identity
+
+FIRST = 1000
+"""The node id of the first client."""
 
 
 class InProcessGrid(Grid):
@@ -77,16 +83,7 @@ class InProcessGrid(Grid):
         self._run = Run.create_empty(1)
         self._app = client_app
         self._replies: dict[str, Message] = {}
-        self._contexts = {
-            1000 + i: Context(
-                run_id=1,
-                node_id=1000 + i,
-                node_config={"partition-id": i, "num-partitions": num_clients},
-                state=RecordDict(),
-                run_config=dict(run_config or {}),
-            )
-            for i in range(num_clients)
-        }
+        self._contexts = Contexts(range(FIRST, FIRST + num_clients), run_config or {})
 
     def set_run(self, run: Run) -> None:
         """Set the run; Grid's interface."""
@@ -98,21 +95,15 @@ class InProcessGrid(Grid):
         return self._run
 
     def snapshot(self) -> dict[int, RecordDict]:
-        """Return each client's ``Context.state`` by node id; later rounds do not change it."""
-        return {
-            node: RecordDict({k: r.copy() for k, r in context.state.items()})
-            for node, context in self._contexts.items()
-        }
+        """Return the clients' ``Context.state`` by node id; later rounds do not change it.
+
+        A client that is not in it, but between others, holds nothing.
+        """
+        return self._contexts.snapshot()
 
     def restore(self, states: Mapping[int, RecordDict]) -> None:
         """Continue from a snapshot; raise ValueError if it is of other clients."""
-        if states.keys() != self._contexts.keys():
-            raise ValueError(
-                f"the checkpoint holds the state of {len(states)} clients, but this grid has "
-                f"{len(self._contexts)}"
-            )
-        for node, state in states.items():
-            self._contexts[node].state = state
+        self._contexts.restore(states)
 
     def create_message(
         self, content: Any, message_type: str, dst_node_id: int, group_id: str, ttl: Any = None
@@ -123,6 +114,15 @@ class InProcessGrid(Grid):
     def get_node_ids(self) -> Iterable[int]:
         """Return the clients' node ids."""
         return list(self._contexts)
+
+    def identities(self, nodes: Iterable[int]) -> dict[int, dict[str, Any]] | None:
+        """Return what these nodes would reply if they were asked for their partitions.
+
+        None if that is not known: another app may reply otherwise, or not at all.
+        """
+        if type(self._app) not in (NumPyClientApp, RegClientApp):
+            return None
+        return {node: identity(self._contexts.node_config(node)) for node in nodes}
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         """Run the clients; their replies wait for `pull_messages`."""

@@ -20,6 +20,8 @@ from flwr_regs.wire.records import Writer, held, parcel_of
 from flwr_regs.wire.text import one_line
 
 T = TypeVar("T")
+OURS = "flwr_regs.flower."
+"""The folder whose grids may answer for their clients."""
 
 
 class GridNetwork:
@@ -42,6 +44,8 @@ class GridNetwork:
 
     def ask(self, request: Request, timeout: float | None = None) -> Replies:
         """Send a request and wait for its replies, at most `timeout` seconds."""
+        if request.kind == keys.IDENTIFY and (known := self._known(request)) is not None:
+            return known
         return replies_to(request, self.exchange(messages_of([request]), timeout))
 
     def exchange(
@@ -79,6 +83,24 @@ class GridNetwork:
                     early(reply)
                 continue  # others may have come meanwhile
             time.sleep(min(max(0.01, 0.1 * spent), 1.0, left))
+
+    def _known(self, request: Request) -> Replies | None:
+        """Return what nodes would say of their partitions, where the grid knows it; None elsewhere.
+
+        100,000 messages take some ten seconds. They are sent all the same if the grid's messages pass
+        through anything that is not of this package, such as a subclass.
+        """
+        ways = self._grid.push_messages, self._grid.pull_messages
+        if not all(str(getattr(way, "__module__", "")).startswith(OURS) for way in ways):
+            return None
+        find = getattr(self._grid, "identities", None)
+        try:
+            said = None if find is None else find(request.nodes.values())
+        except Exception:  # such as a partition id that is no number: asked, its node says so
+            said = None
+        if said is None:
+            return None
+        return Replies({pid: Parcel(config=said[node]) for pid, node in request.nodes.items()})
 
     def _pull(self, waiting: Mapping[str, Message]) -> list[Message]:
         """Return the replies that have come; one that Flower cannot read becomes an error of its client.

@@ -21,7 +21,7 @@ from flwr_regs.wire.delta import KINDS, OutOfSync, model_from, packed_steps
 from flwr_regs.wire.errors import described
 from flwr_regs.wire.frozen import read_said
 from flwr_regs.wire.precision import from_half, to_half
-from flwr_regs.wire.records import from_record, identity_reply, to_record
+from flwr_regs.wire.records import arrays_in, from_record, identity_reply, record_of, to_record
 
 BEFORE = ".before"
 AT_ONCE = (".always.client", keys.PRIVATE_KEY)
@@ -142,13 +142,15 @@ def _served(
             wanted |= {f"{t}.{end}" for t in personal.split(",") for end in ends}
             wanted.add(keys.PENDING_KEY)
         slots = {name: record for name, record in slots.items() if name in wanted}
-    arrays = content.array_records
+    arrays = arrays_in(content)
     model = arrays.get(keys.ARRAYS)
-    for name in list(arrays):
+    for name in arrays:
         if name.endswith(".broadcast") or name == keys.STEP_KEY:
-            slots[name] = arrays.pop(name)
+            slots[name] = arrays[name]
+            del content[name]
     if keys.FROZEN in arrays:
-        state.keep_frozen(arrays.pop(keys.FROZEN))
+        state.keep_frozen(arrays[keys.FROZEN])
+        del content[keys.FROZEN]
     packed = {name: pack(from_record(record)) for name, record in slots.items()}
     if (frozen := state.frozen) is not None:
         packed[keys.FROZEN_KEPT_KEY] = pack(from_record(frozen))
@@ -179,7 +181,7 @@ def _served(
         entries[keys.AHEAD_KEY] = True
     held, _ = read_said(entries)
     if model is not None and held:  # these do not come again
-        model = ArrayRecord({n: a for n, a in model.items() if n not in held})
+        model = record_of({n: a for n, a in model.items() if n not in held})
     state.keep_slots(unpacked, bool(entries.pop(keys.LOADED_KEY, False)))
     if config.get(keys.KEEP_KEY) and model is not None:
         state.keep_model(model)
@@ -192,7 +194,7 @@ def _config(content: RecordDict) -> ConfigRecord:
 
 
 def _arrays(content: RecordDict) -> ArrayRecord:
-    return content.array_records[keys.ARRAYS]
+    return arrays_in(content)[keys.ARRAYS]
 
 
 class NodeState:
@@ -213,8 +215,7 @@ class NodeState:
         self._probing = bool(config.get(keys.PROBE_KEY))
         method, start = config.get(keys.METHOD_KEY), config.get(keys.START_KEY)
         self._prefix = f"flwr_regs.{method}.{context.run_id}.{start}."
-        # not by `array_records` and the like, which Flower makes anew at each call
-        trained: Any = self._records.get(self._prefix + "trained") or _UNTRAINED
+        trained = self._entry("trained") or _UNTRAINED
         values = (int(trained[k]) for k in _UNTRAINED)
         self._last, self._earlier, self._probed, self._loaded = values
         continues = self._round == self._last and self._probed and not self._probing
@@ -226,11 +227,14 @@ class NodeState:
         n = len(self._prefix)
         return {
             key[n:].removesuffix(BEFORE): record
-            for key, record in self._records.items()
-            if key.startswith(self._prefix)
-            and key.endswith(ending)
-            and isinstance(record, ArrayRecord)
+            for key, record in arrays_in(self._records).items()
+            if key.startswith(self._prefix) and key.endswith(ending)
         }
+
+    def _entry(self, name: str) -> Mapping[str, Any] | None:
+        """Return an entry of numbers, if there is one."""
+        found = self._records.get(self._prefix + name)
+        return found if isinstance(found, ConfigRecord) else None
 
     @property
     def ahead(self) -> bool:
@@ -262,16 +266,15 @@ class NodeState:
 
     def kept_model(self, server_round: Any) -> ArrayRecord | None:
         """Return the record of :meth:`model`."""
-        kept = self._records.config_records.get(self._prefix + "round")
+        kept = self._entry("round")
         if kept is None or kept["round"] != server_round:
             return None
-        return self._records.array_records[self._prefix + "model"]
+        return arrays_in(self._records)[self._prefix + "model"]
 
     @property
     def frozen(self) -> ArrayRecord | None:
         """The frozen parameters that the server sent, because this client's own differ."""
-        found: Any = self._records.get(self._prefix + "frozen")
-        return found  # type: ignore[no-any-return]
+        return arrays_in(self._records).get(self._prefix + "frozen")
 
     def keep_frozen(self, frozen: ArrayRecord) -> None:
         """Keep the server's frozen parameters."""

@@ -9,7 +9,7 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.client import Client, NumPyClient
 from flwr.clientapp import ClientApp
 from flwr.clientapp.typing import ClientAppCallable
@@ -17,13 +17,13 @@ from flwr.common.constant import MessageTypeLegacy
 
 from flwr_regs.wire import keys
 from flwr_regs.wire.arrays import ForeignStrategy, NDArrays, ProtocolError
-from flwr_regs.wire.records import read_entry, relabelled, sorted_entries, to_record
+from flwr_regs.wire.records import labelled, read_entry, record_of, sorted_entries, written
 from flwr_regs.wire.text import read_json
 
 _OLDER = "it comes from an older server: wrap its strategy in flwr_regs.LegacyStrategy"
 Make = Callable[[Context], NumPyClient | Client]
-Called = tuple[list[Array], dict[str, Any], Mapping[str, Any]]
-"""The arrays that a client returned, what it measured, and its metrics."""
+Called = tuple[list[bytes], dict[str, Any], Mapping[str, Any]]
+"""The arrays that a client returned, as written, what it measured, and its metrics."""
 _METHODS = {"train": "fit", "evaluate": "evaluate"}
 _LEGACY = {"train": ("fitins", "fitres"), "evaluate": ("evaluateins", "evaluateres")}
 
@@ -58,7 +58,7 @@ def numpyclient_mod(
                 f"fit returned {len(fitted)} arrays, but {len(sent)} names for them: {sent}"
             )
         named = zip(sent, fitted, strict=False)
-        records[keys.ARRAYS] = ArrayRecord({name: relabelled(name, a) for name, a in named})
+        records[keys.ARRAYS] = record_of({name: labelled(name, data) for name, data in named})
     # n_k is fit's second value, even if its metrics hold another
     records[keys.METRICS] = MetricRecord({**numbers, **measured})
     if texts:
@@ -108,8 +108,7 @@ def _called(client: Any, kind: str, arrays: NDArrays, config: dict[str, Any]) ->
         )
     value, examples, given = result
     if kind == "train":
-        written = to_record({str(i): a for i, a in enumerate(value)})
-        return list(written.values()), {"num-examples": examples}, given
+        return [written(a) for a in value], {"num-examples": examples}, given
     return [], {"num-examples": examples, "loss": value}, given
 
 
@@ -145,7 +144,7 @@ def _called_by_flower(
     measured = {"num-examples": content.metric_records[f"{res}.num_examples"]["num_examples"]}
     if kind == "train":
         fitted = content.array_records[f"{res}.parameters"]  # without arrays, Flower's placeholder
-        return list(fitted.values()), measured, entries
+        return [a.data for a in fitted.values()], measured, entries
     return [], measured | {"loss": content.metric_records[f"{res}.loss"]["loss"]}, entries
 
 

@@ -24,23 +24,23 @@ def uniforms(
 ) -> np.ndarray:
     """Return one number from 0 to below 1 for each client: ``default_rng(SeedSequence(...)).random()``."""
     out = np.empty(len(clients))
-    lengths = np.array([_length(client) for client in clients], np.int64)
-    for length in np.unique(lengths):  # ids of more than 32 bits make longer keys
-        mine = np.flatnonzero(lengths == length).tolist()
-        ids = np.array([clients[i] for i in mine], np.uint64)
+    if not len(clients):
+        return out
+    for outermost in (min(clients), max(clients)):
+        if not 0 <= outermost < 1 << 64:
+            raise ValueError(f"a client's number is from 0 to below 2^64, not {outermost}")
+    numbers = np.array(clients, np.uint64)
+    long = numbers > np.uint64(_MASK)  # ids of more than 32 bits make longer keys
+    for length, mine in ((1, ~long), (2, long)):
+        if not mine.any():
+            continue
+        ids = numbers[mine]
         words = [((ids >> np.uint64(32 * j)) & np.uint64(_MASK)) for j in range(length)]
         pool = _pool(
             [w for k in key for w in _words(k)] + [w.astype(np.uint32) for w in words], purpose
         )
         out[mine] = _first(_state(pool, 8))
     return out
-
-
-def _length(number: int) -> int:
-    """How many words of 32 bits a number has; 0 has one."""
-    if not 0 <= number < 1 << 64:
-        raise ValueError(f"a client's number is from 0 to below 2^64, not {number}")
-    return 1 if number <= _MASK else 2
 
 
 def _words(number: int) -> list[int]:

@@ -263,7 +263,7 @@ class Population:
         due = [n for n in nodes if n not in self._retry or self._retry[n][0] <= began]
         if not due:
             return
-        request = Request(keys.IDENTIFY, {n: Parcel() for n in due}, {n: n for n in due})
+        request = Request(keys.IDENTIFY, dict.fromkeys(due, Parcel()), {n: n for n in due})
         replies = network.ask(request, min(self._timeout, LONGEST))
         self._place(replies, present)
         for node in set(due) - self._known:

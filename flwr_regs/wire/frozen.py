@@ -38,6 +38,8 @@ def read_said(
 
     Raises ProtocolError unless they are names, none of them `trained`, and a text.
     """
+    if keys.FROZEN_KEY not in config and keys.FROZEN_DIGEST_KEY not in config:
+        return frozenset(), ""
     try:
         names: Any = read_json(config.get(keys.FROZEN_KEY, "[]"))
     except ValueError:

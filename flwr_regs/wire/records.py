@@ -19,16 +19,39 @@ if TYPE_CHECKING:
     from torch import nn
 
 
+NUMBERS = "biuf"
+"""Kinds of dtypes that this package writes; the others are left to Flower."""
+
+
 def to_record(arrays: Mapping[str, Any]) -> ArrayRecord:
     """Return an ArrayRecord under the same names; numpy scalars become 0-d arrays."""
-    return ArrayRecord({k: to_array(np.asarray(a)) for k, a in arrays.items()})
+    return record_of({k: to_array(np.asarray(a)) for k, a in arrays.items()})
+
+
+def record_of(arrays: Mapping[str, Array]) -> ArrayRecord:
+    """Return a record that holds these arrays themselves; its constructor would make each anew."""
+    record = ArrayRecord()
+    for name, array in arrays.items():
+        record[name] = array
+    return record
+
+
+def arrays_in(content: RecordDict) -> dict[str, ArrayRecord]:
+    """Return a content's array records; Flower's ``array_records`` writes each of them once more."""
+    return {name: record for name, record in content.items() if isinstance(record, ArrayRecord)}
 
 
 def to_array(array: np.ndarray) -> Array:
     """Return Flower's Array; one that is a view of its ``.npy``, as what arrives is, is not copied."""
-    if array.dtype.kind not in "biuf":
+    if array.dtype.kind not in NUMBERS:
         return Array(array)
-    return Array(str(array.dtype), array.shape, "numpy.ndarray", write_array(array))
+    return Array(_label(array.dtype), array.shape, "numpy.ndarray", write_array(array))
+
+
+def written(array: Any) -> bytes:
+    """Return an array's ``.npy``, as :func:`to_array` writes it."""
+    array = np.asarray(array)
+    return write_array(array) if array.dtype.kind in NUMBERS else Array(array).data
 
 
 def from_record(record: ArrayRecord) -> NDArrays:
@@ -77,7 +100,7 @@ def plainly_named(record: ArrayRecord) -> ArrayRecord:
     """Return a record without what ``torch.compile`` adds to names; the record itself if there is none."""
     if all(plain_name(k) == k for k in record):
         return record
-    return ArrayRecord({plain_name(k): a for k, a in record.items()})
+    return record_of({plain_name(k): a for k, a in record.items()})
 
 
 class Writer:
@@ -186,13 +209,18 @@ def sorted_entries(
     return records, numbers, texts
 
 
-def identity_reply(node_config: Mapping[str, Any]) -> RecordDict:
-    """Return the reply to the IDENTIFY query: a node's partition, for the seeded cohorts."""
-    entries: dict[str, int | float | str | bytes | bool] = {PROTOCOL_KEY: PROTOCOL}
+def identity(node_config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a node says of itself to the IDENTIFY query: its partition, for seeded cohorts."""
+    entries: dict[str, Any] = {PROTOCOL_KEY: PROTOCOL}
     for key in ("partition-id", "num-partitions"):
         if key in node_config:
             entries[key] = int(node_config[key])
-    return RecordDict({CONFIG: ConfigRecord({**entries})})
+    return entries
+
+
+def identity_reply(node_config: Mapping[str, Any]) -> RecordDict:
+    """Return the reply to the IDENTIFY query."""
+    return RecordDict({CONFIG: ConfigRecord(identity(node_config))})
 
 
 def float32_arrays(model: nn.Module) -> ArrayRecord:
@@ -208,17 +236,17 @@ def float32_arrays(model: nn.Module) -> ArrayRecord:
     )
 
 
-def relabelled(name: str, array: Array) -> Array:
-    """Return a legacy Array (dtype "", shape ()) with its dtype and shape; the data is not copied.
+def labelled(name: str, data: bytes) -> Array:
+    """Return the Array of a ``.npy``, with its dtype and shape; the data is not copied.
 
-    Raises ProtocolError unless its bytes are a ``.npy``.
+    Raises ProtocolError for other bytes.
     """
     try:
-        head = read_header(array.data)
+        head = read_header(data)
     except Unreadable as error:
         raise ProtocolError(
             f"array '{shown(name, LONGEST_NAME)}' cannot be read: {error}"
         ) from error
     if head.fortran:
-        return Array(np.array(read_array(array.data), order="C"))
-    return Array(str(head.dtype), head.shape, "numpy.ndarray", array.data)
+        return Array(np.array(read_array(data), order="C"))
+    return Array(_label(head.dtype), head.shape, "numpy.ndarray", data)

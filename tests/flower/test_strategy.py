@@ -35,6 +35,7 @@ from flwr_regs import (
     RoundFailed,
     client_app,
 )
+from flwr_regs.flower.contexts import Contexts
 from flwr_regs.server.population import PopulationError
 from flwr_regs.term import Term
 from flwr_regs.wire import keys
@@ -96,7 +97,7 @@ class RenumberedGrid(InProcessGrid):
     def __init__(self, app: ClientApp, n: int) -> None:
         super().__init__(app, n)
         ids = np.random.default_rng(n).permutation(10**6)[:n].tolist()
-        self._contexts = dict(zip(ids, reversed(self._contexts.values()), strict=True))
+        self._contexts = Contexts(ids, {})
 
 
 def test_node_ids_do_not_matter() -> None:

@@ -1,0 +1,83 @@
+"""The contexts of the clients that live in this process, each made when it is first used.
+
+A simulation may have 100,000 clients and let 1,000 of them train: the others cost nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from flwr.app import Context, RecordDict
+
+
+class Contexts(Mapping[int, Context]):
+    """Contexts by node id.
+
+    Parameters
+    ----------
+    nodes : sequence of int
+        The node ids; their places are the clients' partition ids.
+    run_config : mapping
+        ``context.run_config`` of every client.
+    """
+
+    def __init__(self, nodes: Sequence[int], run_config: Mapping[str, Any]) -> None:
+        self._nodes = nodes
+        self._run_config = dict(run_config)
+        self._made: dict[int, Context] = {}
+
+    def __getitem__(self, node: int) -> Context:
+        if (found := self._made.get(node)) is None:
+            found = self._made[node] = Context(
+                run_id=1,
+                node_id=node,
+                node_config=self.node_config(node),
+                state=RecordDict(),
+                run_config=dict(self._run_config),
+            )
+        return found
+
+    def __contains__(self, node: object) -> bool:
+        return node in self._nodes
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._nodes)
+
+    def __len__(self) -> int:
+        return len(self._nodes)
+
+    def node_config(self, node: int) -> dict[str, Any]:
+        """Return a client's ``context.node_config``; KeyError if there is no such node."""
+        if (made := self._made.get(node)) is not None:
+            return made.node_config
+        if node not in self._nodes:
+            raise KeyError(node)
+        return {"partition-id": self._nodes.index(node), "num-partitions": len(self._nodes)}
+
+    def snapshot(self) -> dict[int, RecordDict]:
+        """Return copies of the states that hold something, by node id.
+
+        The first and the last client are always there: they tell one population from another.
+        """
+        held = {node: context.state for node, context in self._made.items() if context.state}
+        states = dict.fromkeys((self._nodes[0], self._nodes[-1]), RecordDict()) | held
+        return {
+            node: RecordDict({k: r.copy() for k, r in states[node].items()})
+            for node in sorted(states)
+        }
+
+    def restore(self, states: Mapping[int, RecordDict]) -> None:
+        """Continue from a snapshot; raise ValueError if it is of other clients."""
+        ends = min(states, default=None), max(states, default=None)
+        if ends != (min(self._nodes), max(self._nodes)) or not all(n in self for n in states):
+            first, last = ends
+            count = 0 if first is None or last is None else last - first + 1
+            raise ValueError(
+                f"the checkpoint holds the state of {count} clients, but this grid has {len(self)}"
+            )
+        for node, context in self._made.items():
+            context.state = states.get(node, RecordDict())
+        for node, state in states.items():
+            if state:
+                self[node].state = state
