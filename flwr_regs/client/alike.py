@@ -35,7 +35,10 @@ def alike(value: Any) -> Hashable:
     if value is None or isinstance(value, int | float | str | bytes):
         return value
     if isinstance(value, nn.Module):
-        return build_of(value) if not any(True for _ in value.parameters()) else id(value)
+        if any(True for _ in value.parameters()):
+            return id(value)
+        held = ((b.dtype, tuple(b.shape), *b.flatten().tolist()) for b in value.buffers())
+        return build_of(value), *held  # such as the weights of classes
     if isinstance(value, FunctionType):
         cells = [cell.cell_contents for cell in value.__closure__ or ()]
         defaults = (value.__defaults__, value.__kwdefaults__)
