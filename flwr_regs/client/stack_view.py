@@ -64,6 +64,15 @@ class Shared:
     precision: torch.dtype | None = None
 
 
+class Number(Tensor):
+    """A number of one member under vmap, such as its id: it calculates, but is no key of a set or dict."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    def __hash__(self) -> int:
+        raise CannotStack("a term looks up a number that differs between the members")
+
+
 @dataclass
 class View:
     """The parts of a stack that its clients share, and what each of them sees.
@@ -118,7 +127,8 @@ class View:
     def context(self, mine: dict[str, Any], **more: Any) -> ClientContext:
         """Return one member's context, under vmap."""
         shared = self.shared
-        budget, planned = (self.alike.get(k, mine.get(k)) for k in ("budget", "planned"))
+        numbers = {k: mine[k].as_subclass(Number) for k in ("id", "budget", "planned") if k in mine}
+        budget, planned = (self.alike.get(k, numbers.get(k)) for k in ("budget", "planned"))
         own: dict[str, Any] = {
             "start": self.start,
             "lr": shared.lr,
@@ -129,7 +139,7 @@ class View:
             "broadcast": joined(self.received, mine["broadcast"]),
             "client": mine["client"],
             "loss_fn": shared.task.loss,
-            "client_id": mine["id"],
+            "client_id": numbers["id"],
             "batch_size": self.batch_size,
             "label_counts": mine.get("counts"),
             "config": shared.config,
