@@ -89,6 +89,7 @@ class Cohort:
             alike(client.optimizer), str(client.device), client.classifier, member.plan.kind,
             member.plan.forms[0], _form(member.broadcast), _form(member.client), *member.own,
             None if member.label_counts is None else "counts",
+            tuple(n for n in content if n in self._alike),  # the first client's are all clients'
         )  # fmt: skip
         if key not in self.groups:
             shared = self._broadcast(recipe.term, content, True)
