@@ -52,11 +52,14 @@ class Recipe:
     term: Chain
 
     def steps(self, data: Pairs) -> int:
-        """Return E."""
-        return int(
-            self.config.get("local-steps")
-            or self.config.get("local-epochs", 0) * count_batches(data)
-        )
+        """Return E. Raises CannotStack for data that have to be counted: that may draw random numbers."""
+        if steps := self.config.get("local-steps"):
+            return int(steps)
+        try:
+            len(data)
+        except TypeError:
+            raise CannotStack("its data have no length") from None
+        return int(self.config.get("local-epochs", 0) * count_batches(data))
 
 
 @dataclass(frozen=True)
