@@ -124,7 +124,9 @@ class Group:
             self.texts |= said(still)
         if tied:
             self.texts[keys.TIED_KEY] = json.dumps(tied)
-        self._tied, self._buffers, self._private = tied_names(model, ()), buffers, private
+        self._buffers, self._private = buffers, private
+        self._tied = tied_names(model, ())
+        self._first = self._tied | _other_names(model)
         entries = model.state_dict()
         self._one: int = sum(entries[n].nbytes for n in shared) * COPIES
         self._drawn = 0  # bytes of batches
@@ -216,7 +218,7 @@ class Replies:
         self._last: dict[str, tuple[Any, Mapping[str, Any]]] = {}
         self._term = group.recipe.term
         given = group.arrays
-        first = group._tied
+        first = group._first
         held = group.shared.start
         self._all = {}
         for n, a in given.items():
@@ -243,12 +245,13 @@ class Replies:
         new = {n: a[k if len(a) > 1 else 0] for n, a in self._all.items()}
         if self._coder is not None:
             code = texts[keys.UPDATE_KEY] = self._coder.encode(in_code_order(sent, sent))
-            own = [n for n in group._buffers if n not in group._tied]
-            new = {n: new[n] for n in own if not np.array_equal(new[n], group.arrays[n])}
+            untied = [n for n in group._buffers if n not in group._tied]
+            new = {n: new[n] for n in untied if not np.array_equal(new[n], group.arrays[n])}
         entries = state.entries(
             self._term, c.kept, result.client[k], sent=sent, code=code, form=record_of
         )
-        if private := {n: to_numpy(result.state[n][k]) for n in group._private}:
+        own = {n: result.state[group._first.get(n, n)] for n in group._private}
+        if private := {n: to_numpy(stacked[k]) for n, stacked in own.items()}:
             entries[keys.PRIVATE_KEY] = record_of(private)
             if c.fresh:
                 texts[keys.FRESH_KEY] = True
@@ -287,6 +290,14 @@ class Replies:
                     record[key] = value
         self._last[name] = record, values
         return record
+
+
+def _other_names(model: nn.Module) -> dict[str, str]:
+    """Return the further names of a model's buffers -> the first, as for a layer that is there twice."""
+    first: dict[int, str] = {}
+    named = model.named_buffers(remove_duplicate=False)
+    pairs = {n: first.setdefault(id(b), n) for n, b in named}
+    return {n: f for n, f in pairs.items() if n != f}
 
 
 def record_of(arrays: Mapping[str, np.ndarray]) -> ArrayRecord:
