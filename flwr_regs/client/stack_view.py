@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -65,12 +65,14 @@ class Shared:
 
 
 class Number(Tensor):
-    """A number of one member under vmap, such as its id: it calculates, but is no key of a set or dict."""
+    """A number of one member under vmap, such as its id: good to calculate with, but no key and no text."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
-    def __hash__(self) -> int:
+    def _raise(self, *_: Any) -> NoReturn:
         raise CannotStack("a term looks up a number that differs between the members")
+
+    __hash__ = __format__ = __repr__ = __str__ = _raise  # type: ignore[assignment]
 
 
 @dataclass
@@ -92,6 +94,8 @@ class View:
         On the model, where a term needs them.
     momentum, batch_size : float or None, int
         As in the contexts.
+    classes : int
+        Of the model's output; 0 before the first forward pass.
 
     In its methods, `mine` is what is one client's (slots, id, numbers), and `teacher` its buffers and
     private entries at the round's start.
@@ -106,6 +110,7 @@ class View:
     layers: dict[str, OutputTap] = field(default_factory=dict)
     momentum: float | None = None
     batch_size: int = 0
+    classes: int = 0
 
     def call(self, inputs: Any, targets: Any, values: Arrays, buffers: Arrays) -> Any:
         """Return the logits of one member; `buffers` then hold what the forward pass has made of them."""
@@ -124,9 +129,13 @@ class View:
         with torch.autocast(shared.device.type, dtype=shared.precision, enabled=on):
             yield
 
+    def of_every_class(self, counts: Tensor) -> Tensor:
+        """Return label counts with an entry for each class of the output, once there was one."""
+        return nn.functional.pad(counts, (0, max(self.classes - counts.shape[0], 0)))
+
     def context(self, mine: dict[str, Any], **more: Any) -> ClientContext:
         """Return one member's context, under vmap."""
-        shared = self.shared
+        shared, counts = self.shared, mine.get("counts")
         numbers = {k: mine[k].as_subclass(Number) for k in ("id", "budget", "planned") if k in mine}
         budget, planned = (self.alike.get(k, numbers.get(k)) for k in ("budget", "planned"))
         own: dict[str, Any] = {
@@ -141,7 +150,7 @@ class View:
             "loss_fn": shared.task.loss,
             "client_id": numbers["id"],
             "batch_size": self.batch_size,
-            "label_counts": mine.get("counts"),
+            "label_counts": None if counts is None else self.of_every_class(counts),
             "config": shared.config,
             **{name: partial(_not_in_a_stack, name) for name in OVER_THE_DATA},
         }
@@ -155,16 +164,14 @@ class View:
         if extra is None:
             layers = {name: tap.value for name, tap in self.layers.items()}
             extra = {"output": output, "features": None if self.tap is None else self.tap.value}
-        counts = mine.get("counts")
         logits = extra.get("output")
-        if counts is not None and isinstance(logits, Tensor) and logits.ndim == 2:
-            counts = nn.functional.pad(counts, (0, max(logits.shape[1] - counts.shape[0], 0)))
+        if isinstance(logits, Tensor) and logits.ndim == 2:
+            self.classes = logits.shape[1]
         ctx = self.context(
             mine,
             inputs=inputs,
             targets=targets,
             layers=layers or {},
-            label_counts=counts,
             output_at=partial(self._output_at, teacher, inputs, targets),
             features_at=partial(self._features_at, teacher, inputs),
             **extra,

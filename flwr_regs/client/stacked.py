@@ -359,7 +359,7 @@ class Stack:
 
     def _context_of(self, row: int, member: Member) -> ClientContext:
         """Return a member's context behind its steps; the model then holds the member's values."""
-        shared, view = self._shared, self._view
+        shared, view, counts = self._shared, self._view, self._mine.get("counts")
         torch.set_rng_state(member.plan.after)
         self._fill(view.rest, view.start, {n: t[row] for n, t in self._eval.items()})
         data = member.plan.data
@@ -374,7 +374,7 @@ class Stack:
             momentum=view.momentum,
             broadcast=joined(view.received, to_device(member.broadcast, shared.device)),
             client=to_device(member.client, shared.device),
-            label_counts=self._mine["counts"][row] if "counts" in self._mine else None,
+            label_counts=None if counts is None else view.of_every_class(counts[row]),
             client_id=member.client_id,
             batch_size=view.batch_size,
             config=shared.config,

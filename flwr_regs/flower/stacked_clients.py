@@ -88,7 +88,7 @@ class Cohort:
             id(recipe), id(sent), self._build, alike((task.loss_fn, task.target_key, task.output_fn)),
             alike(client.optimizer), str(client.device), client.classifier, member.plan.kind,
             member.plan.forms[0], _form(member.broadcast), _form(member.client), *member.own,
-            None if member.label_counts is None else "counts",
+            _counted(recipe.term, member),
             tuple(n for n in content if n in self._alike),  # the first client's are all clients'
         )  # fmt: skip
         if key not in self.groups:
@@ -250,6 +250,13 @@ def check_message(config: Mapping[str, Any], content: RecordDict) -> None:
         raise CannotStack("the downlink is coded")
     if keys.FROZEN in content:
         raise CannotStack("frozen parameters come with the message")
+
+
+def _counted(term: Chain, member: Member) -> Hashable:
+    """Return whether there are label counts; if `start` may read them, how many: it sees no more."""
+    counts = member.label_counts
+    reads = any(t.acts("start") for t in term.terms)
+    return counts is not None and (not reads or len(counts))
 
 
 def _form(slots: Slot) -> Hashable:
