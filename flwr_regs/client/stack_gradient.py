@@ -144,7 +144,7 @@ class Gradient:
 
     def _at_once(self, given: Arrays, params: Arrays, mine: dict[str, Any]) -> Arrays:
         """Return what elementwise terms make of all members' gradients; raise where it takes vmap."""
-        view = self._view
+        view, before = self._view, torch.get_rng_state()
         shapes = {n: given[n][0] for n in view.start}
         for slot in (mine["client"], mine["broadcast"]):
             _check_owned(slot, shapes, stacked=True)
@@ -155,6 +155,8 @@ class Gradient:
         odd: dict[str, Any] = {n: Differs(n) for n in names}
         ctx = view.context(mine, **odd, gradient_at=partial(_not_alike, "gradient_at"))
         found = view.shared.term.correct(given, {n: params[n] for n in view.start}, ctx)
+        if not torch.equal(before, torch.get_rng_state()):
+            raise CannotStack("an elementwise term draws numbers, which may be the same for all members")
         return {n: g.expand(given[n].shape) for n, g in found.items()}
 
 
