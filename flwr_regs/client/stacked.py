@@ -196,8 +196,13 @@ class Stack:
         kind = type(made)
         if kind.__module__.partition(".")[0] != "torch" or kind.__name__ not in ELEMENTWISE:
             raise CannotStack(f"{kind.__name__} is not known to treat each number alone")
+        hooks = made._optimizer_step_pre_hooks, made._optimizer_step_post_hooks
+        if any(hooks) or "step" in vars(made):  # they may see one client's parameters
+            raise CannotStack(f"its {kind.__name__} has hooks or a step of its own")
         leaves = {n: nn.Parameter(v) for n, v in self._values.items()}
         place = {id(p): leaves[n] for n, p in of_one.items()}
+        if any(id(p) not in place for group in made.param_groups for p in group["params"]):
+            raise CannotStack("its optimiser holds parameters that are not its model's")
         for group in made.param_groups:
             group["params"] = [place[id(p)] for p in group["params"]]
         state, k = dict(made.state), self._rows

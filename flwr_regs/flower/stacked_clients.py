@@ -235,6 +235,8 @@ def check_client(client: Any) -> None:
         raise CannotStack(f"{name} keeps its optimiser")
     if any(n.endswith("_orig_mod") for n, _ in client.model.named_modules()):
         raise CannotStack(f"{name} has a compiled model")
+    if any(p._backward_hooks or p._post_accumulate_grad_hooks for p in client.model.parameters()):
+        raise CannotStack(f"{name} has hooks on its model's parameters")
 
 
 def check_message(config: Mapping[str, Any], content: RecordDict) -> None:
