@@ -182,6 +182,10 @@ class Stack:
                 tap.check(shared.task.output(shared.model, inputs, targets))
         for name in layers_of(terms):
             self._view.layers[name] = stack.enter_context(OutputTap(shared.model, name))
+        for module in shared.model.modules():
+            if isinstance(module, nn.Embedding) and module.padding_idx is not None:
+                handle = module.register_forward_hook(_padded, prepend=True)
+                stack.callback(handle.remove)
 
     def _make_optimizer(self) -> tuple[torch.optim.Optimizer, Arrays]:
         """Return the client's optimiser over the stacked parameters, and these.
@@ -397,6 +401,12 @@ class Stack:
         }
         for n, v in {n: v for of in values for n, v in of.items()}.items():
             entries[n].copy_(v)
+
+
+def _padded(layer: nn.Embedding, inputs: tuple[Any, ...], output: Tensor) -> Tensor:
+    """Let no gradient reach an embedding's padding entry: under vmap torch forgets ``padding_idx``."""
+    is_padding = (inputs[0] == layer.padding_idx).unsqueeze(-1)
+    return torch.where(is_padding, output.detach(), output)
 
 
 def _one_each(key: str, value: Any, p: Tensor) -> bool:
