@@ -289,7 +289,10 @@ class Stack:
             self._feed.batch(step, chosen),
             *(_taken(tree, rows) for tree in (self._buffers, self._mine, self._own, self._eval)),
         )
+        before = [v._version for v in values.values()]
         grads, losses, new = self._gradient.of(part)
+        if [v._version for v in values.values()] != before:
+            raise CannotStack("its model changes its parameters in the forward pass")
         self._losses[rows] += losses * self._members[chosen[0]].plan.size(step)
         for n, b in new.items():
             self._buffers[n][rows] = b
