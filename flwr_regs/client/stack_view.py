@@ -198,7 +198,7 @@ class View:
 
     def gradient_at(
         self, mine: Any, teacher: Arrays, inputs: Any, targets: Any, buffers: Arrays, own: Arrays,
-        before: Tensor, params: Arrays,
+        before: Sequence[Tensor], params: Arrays,
     ) -> Arrays:  # fmt: skip
         """Return the gradient of a step's whole loss at other parameters, with the step's dropout mask."""
         shared = self.shared
@@ -208,13 +208,26 @@ class View:
             ctx = self.at(mine, teacher, inputs, targets, output)
             return shared.term.loss(shared.task.loss(output, targets), p, ctx)  # type: ignore[no-any-return]
 
-        now = torch.get_rng_state()
-        torch.set_rng_state(before)
+        now = random_state(shared.device)
+        set_random_state(shared.device, before)
         try:
             copies = {n: b.clone() for n, b in buffers.items()}
             return grad(whole)(params, copies, own)  # type: ignore[no-any-return]
         finally:
-            torch.set_rng_state(now)
+            set_random_state(shared.device, now)
+
+
+def random_state(device: torch.device) -> list[Tensor]:
+    """Return the states of torch's random generators, that of the CPU first."""
+    own = [torch.cuda.get_rng_state(device)] if device.type == "cuda" else []
+    return [torch.get_rng_state(), *own]
+
+
+def set_random_state(device: torch.device, states: Sequence[Tensor]) -> None:
+    """Put torch's random generators into these states."""
+    torch.set_rng_state(states[0])
+    for state in states[1:]:
+        torch.cuda.set_rng_state(state, device)
 
 
 def _not_in_a_stack(name: str, *_: Any, **__: Any) -> Any:
