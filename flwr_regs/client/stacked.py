@@ -7,12 +7,14 @@ step the clients whose batches have one shape go together.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -120,12 +122,14 @@ class Stack:
             self._view = self._load()
             self._open_taps(stack)
             self._optimizer, self._leaves = self._make_optimizer()
+            draws = OtherDraws()
             self._begin()
             self._gradient = Gradient(self._view)
             for step in range(max(self._steps)):
                 self._leave(sum(s > step for s in self._steps))
                 self._step(step)
                 self._optimizer.step()
+            draws.check()
             return self._finish()
 
     # before the steps
@@ -351,8 +355,10 @@ class Stack:
             changed = sent is not delta
             return sent, upload, kept
 
+        draws = OtherDraws()
         with torch.no_grad():
             sent, upload, kept = vmapped(end)(delta, self._mine)
+        draws.check()
         k = len(self._members)
         return sent if changed else delta, _unstacked(upload, k), _unstacked(kept, k)
 
@@ -404,6 +410,24 @@ class Stack:
         }
         for n, v in {n: v for of in values for n, v in of.items()}.items():
             entries[n].copy_(v)
+
+
+class OtherDraws:
+    """Whether anything draws from `random` or numpy's global generator: once for all members, then."""
+
+    def __init__(self) -> None:
+        self._python, self._numpy = random.getstate(), np.random.get_state()  # noqa: NPY002
+
+    def check(self) -> None:
+        """Raise CannotStack if it did; both generators then are as they were."""
+        found: Any = np.random.get_state()  # noqa: NPY002
+        before: Any = self._numpy
+        same = np.array_equal(found[1], before[1]) and found[2:] == before[2:]
+        if same and random.getstate() == self._python:
+            return
+        random.setstate(self._python)
+        np.random.set_state(self._numpy)  # noqa: NPY002
+        raise CannotStack("its model or method draws from random or numpy.random")
 
 
 def _padded(layer: nn.Embedding, inputs: tuple[Any, ...], output: Tensor) -> Tensor:
