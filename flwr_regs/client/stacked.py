@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from flwr_regs.chain import layers_of
+from flwr_regs.client.alike import Attributes
 from flwr_regs.client.batches import mapped, to_device
 from flwr_regs.client.features import FeatureTap, OutputTap, evaluating
 from flwr_regs.client.measures import Measures
@@ -98,7 +99,8 @@ class Stack:
         For what the model draws, such as dropout.
 
     `run` raises CannotStack, or whatever torch or a hook raises under vmap; the clients then have to train
-    one by one. Nothing but the values of ``shared.model`` has changed by then.
+    one by one. Nothing but the values of ``shared.model`` has changed by then. A model that changes its
+    attributes as it runs does not stack: it would be called once for all members.
     """
 
     def __init__(self, shared: Shared, members: Sequence[Member], seed: int) -> None:
@@ -113,6 +115,16 @@ class Stack:
 
     def run(self) -> StackedResult:
         """Train for the round."""
+        attributes = Attributes(self._shared.model)
+        try:
+            result = self._run()
+        finally:
+            changed = attributes.restore()
+        if changed:
+            raise CannotStack("its model changes its own attributes")
+        return result
+
+    def _run(self) -> StackedResult:
         shared = self._shared
         with ExitStack() as stack:
             gpus = [shared.device] if shared.device.type == "cuda" else []
