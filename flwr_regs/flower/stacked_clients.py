@@ -66,8 +66,13 @@ class Cohort:
         self._build: Hashable = None
         self.groups: dict[Hashable, Group] = {}
 
-    def admit(self, message: Message, context: Context, client: Any) -> Hashable:
-        """Put a client into its group; return the group's key. Raises CannotStack if it has none."""
+    def admit(
+        self, message: Message, context: Context, client: Any, before: Mapping[str, Any]
+    ) -> Hashable:
+        """Put a client into its group; return the group's key. Raises CannotStack if it has none.
+
+        `before` is its state before `client_fn`.
+        """
         check_client(client)
         content = message.content
         entries = content.config_records[keys.CONFIG]
@@ -80,7 +85,9 @@ class Cohort:
         if node.frozen is not None:
             raise CannotStack("it keeps frozen parameters of the server's")
         sent = self._sent(config, content, node)
-        candidate = self._candidate(message, context, client, recipe, node, own, sent)
+        candidate = self._candidate(
+            message, before, context, client, recipe, node, own, sent
+        )
         if client.model is not self._model:
             self._model, self._build = client.model, build_of(client.model)
         member, task = candidate.member, client._task
@@ -118,8 +125,8 @@ class Cohort:
         return self._recipes[-1]
 
     def _candidate(
-        self, message: Message, context: Context, client: RegClient, recipe: Recipe, node: NodeState,
-        own: Mapping[str, Any], sent: _Model,
+        self, message: Message, before: Mapping[str, Any], context: Context, client: RegClient,
+        recipe: Recipe, node: NodeState, own: Mapping[str, Any], sent: _Model,
     ) -> Candidate:  # fmt: skip
         term, model, pairs = recipe.term, client.model, client._task.pairs(client.train_data)
         check_custody(client.private, model, term)
@@ -150,7 +157,7 @@ class Cohort:
         )
         fresh = bool(private) and keys.PRIVATE_KEY not in slots
         return Candidate(
-            message, context, client, recipe, node, slots, entering, lost, fresh, member,
+            message, before, context, client, recipe, node, slots, entering, lost, fresh, member,
             count_examples(pairs), own[keys.SEED_KEY],
         )  # fmt: skip
 

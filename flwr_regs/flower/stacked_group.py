@@ -64,9 +64,13 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A client that can train in a stack, with what it brings; the model travels apart."""
+    """A client that can train in a stack, with what it brings; the model travels apart.
+
+    `before` is its state before `client_fn`.
+    """
 
     message: Message
+    before: Mapping[str, Any]
     context: Context
     client: RegClient
     recipe: Recipe
