@@ -10,13 +10,13 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, grad
+from torch.func import grad
 
 from flwr_regs.chain import Chain
 from flwr_regs.client.features import FeatureTap, OutputTap, evaluating
 from flwr_regs.client.optimizer import OptimizerFn
 from flwr_regs.client.plan import CannotStack
-from flwr_regs.client.task import Task
+from flwr_regs.client.task import Task, called
 from flwr_regs.term import Arrays, ClientContext, Slot
 
 OVER_THE_DATA = ("mean_loss", "mean_gradient", "mean_features", "fisher", "train")
@@ -118,7 +118,7 @@ class View:
         args, kwargs = task.arguments(inputs, targets)
         given = {**self.rest, **values, **buffers}
         with self._precision():
-            output = functional_call(self.shared.model, given, args, kwargs)
+            output = called(self.shared.model, given, args, kwargs)
         buffers.update({n: given[n] for n in buffers})
         return task.logits(output)
 
