@@ -114,7 +114,11 @@ class Gradient:
         return vmapped(objective)(part.values, *args)  # type: ignore[no-any-return]
 
     def _corrected(
-        self, given: Arrays, part: Part, extra: Arrays, layers: Arrays,
+        self,
+        given: Arrays,
+        part: Part,
+        extra: Arrays,
+        layers: Arrays,
         before: Sequence[Tensor] | None,
     ) -> Arrays:
         """Return what the terms make of the gradients."""
@@ -157,7 +161,9 @@ class Gradient:
         ctx = view.context(mine, **odd, gradient_at=partial(_not_alike, "gradient_at"))
         found = view.shared.term.correct(given, {n: params[n] for n in view.start}, ctx)
         if not all(map(torch.equal, before, random_state(view.shared.device))):
-            raise CannotStack("an elementwise term draws numbers, which may be the same for all members")
+            raise CannotStack(
+                "an elementwise term draws numbers, which may be the same for all members"
+            )
         return {n: g.expand(given[n].shape) for n, g in found.items()}
 
 

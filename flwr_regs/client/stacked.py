@@ -321,7 +321,9 @@ class Stack:
         if norm is None or not grads:
             return
         wide = [g.to(torch.promote_types(g.dtype, torch.float32)) for g in grads]
-        wide = [w.unsqueeze(-1).flatten(1) for w in wide]  # a member's number has no axis of its own
+        wide = [
+            w.unsqueeze(-1).flatten(1) for w in wide
+        ]  # a member's number has no axis of its own
         each = torch.stack([torch.linalg.vector_norm(w, dim=1) for w in wide])
         scale = (norm / (torch.linalg.vector_norm(each, dim=0) + 1e-6)).clamp(max=1.0)
         for g in grads:

@@ -85,9 +85,7 @@ class Cohort:
         if node.frozen is not None:
             raise CannotStack("it keeps frozen parameters of the server's")
         sent = self._sent(config, content, node)
-        candidate = self._candidate(
-            message, before, context, client, recipe, node, own, sent
-        )
+        candidate = self._candidate(message, before, context, client, recipe, node, own, sent)
         if client.model is not self._model:
             self._model, self._build = client.model, build_of(client.model)
         member, task = candidate.member, client._task

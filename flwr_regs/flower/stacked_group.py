@@ -203,7 +203,7 @@ class Group:
         Whatever is raised, no client's state has changed by then.
         """
         members = [c.member for c in self.candidates]
-        result = Stack(self.shared, members, self.candidates[0].seed).run()
+        result = self._trained(Stack(self.shared, members, self.candidates[0].seed))
         make = Replies(self, result)
         made = [make.content(k, c) for k, c in enumerate(self.candidates)]
         for c, (_, kept) in zip(self.candidates, made, strict=True):
@@ -212,6 +212,24 @@ class Group:
                 c.node.keep_model(make.record)
         pairs = zip(self.candidates, made, strict=True)
         return [Message(content, reply_to=c.message) for c, (content, _) in pairs]
+
+    def _trained(self, stack: Stack) -> StackedResult:
+        """Run the stack. What does not travel is then as before; raise CannotStack if the round changes it.
+
+        A client may keep its model for the next round, and with it such a buffer.
+        """
+        model = self.shared.model
+        held = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        try:
+            result = stack.run()
+        finally:
+            with torch.no_grad():
+                for n, v in self._fixed.items():
+                    held[n].copy_(v)
+        found = {n: result.state[n] for n in self._fixed if n in result.state}
+        if odd := [n for n, v in found.items() if any(one.ne(self._fixed[n]).any() for one in v)]:
+            raise CannotStack(f"the round changes {odd}, which the model's state_dict lacks")
+        return result
 
 
 class Replies:
