@@ -26,9 +26,10 @@ class LossSum:
     def total(self) -> float:
         """Return the sum so far."""
         if self._unread:
-            losses = torch.stack([loss for loss, _ in self._unread]).float().tolist()
+            losses = torch.stack([loss for loss, _ in self._unread]).float().cpu().numpy()
+            sizes = np.array([examples for _, examples in self._unread], np.float32)
             with np.errstate(over="ignore", invalid="ignore"):  # of a run that diverges
-                for loss, (_, examples) in zip(losses, self._unread, strict=True):
-                    self._total += np.float32(loss) * np.float32(examples)
+                terms = np.append(self._total, losses * sizes)
+                self._total = np.add.accumulate(terms)[-1]  # one after the other
             self._unread.clear()
         return float(self._total)

@@ -294,6 +294,21 @@ def _own_generator(loader: DataLoader[Any]) -> bool:
 
 
 def _form(batch: Any) -> Any:
-    """Return the shapes and dtypes of a batch, nested as it is."""
+    """Return the shapes and dtypes of a batch, nested as it is.
+
+    Raises CannotStack for a batch that holds more than tensors and plain values: a stack has the first
+    client's, and whether others are equal is not known.
+    """
     nested = mapped(batch, lambda _: torch.empty(0))
+    if odd := _odd(nested):
+        raise CannotStack(f"its batches hold a {odd}")
     return (repr(nested), *((t.shape, t.dtype) for t in tensors(batch)))
+
+
+def _odd(value: Any) -> str:
+    """Return the type of something in a nested value that is not plain; "" if all is."""
+    if isinstance(value, dict | list | tuple):
+        parts = value.values() if isinstance(value, dict) else value
+        return next(filter(None, map(_odd, parts)), "")
+    plain = value is None or isinstance(value, Tensor | int | float | str | bytes)
+    return "" if plain else type(value).__name__

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NoReturn
@@ -13,7 +13,7 @@ from torch.func import vmap
 
 from flwr_regs.client.corrections import owner
 from flwr_regs.client.plan import Batch, CannotStack
-from flwr_regs.client.stack_view import View
+from flwr_regs.client.stack_view import View, random_state
 from flwr_regs.term import Arrays, Slot
 
 IGNORED = -100
@@ -65,7 +65,7 @@ class Gradient:
     def of(self, part: Part) -> tuple[dict[str, Tensor | None], Tensor, Arrays]:
         """Return (the corrected gradients, the members' losses without those of terms, new buffers)."""
         view, values, acting = self._view, part.values, bool(self._acting)
-        before = torch.get_rng_state() if acting and not self._elementwise else None
+        before = random_state(view.shared.device) if acting and not self._elementwise else None
         run = self._bare if self._plain else self._whole
         losses, base, new, extra, layers = run(part)
         found = torch.autograd.grad(losses.sum(), list(values.values()), allow_unused=True)
@@ -114,7 +114,12 @@ class Gradient:
         return vmapped(objective)(part.values, *args)  # type: ignore[no-any-return]
 
     def _corrected(
-        self, given: Arrays, part: Part, extra: Arrays, layers: Arrays, before: Tensor | None
+        self,
+        given: Arrays,
+        part: Part,
+        extra: Arrays,
+        layers: Arrays,
+        before: Sequence[Tensor] | None,
     ) -> Arrays:
         """Return what the terms make of the gradients."""
         params = {n: p.detach() for n, p in part.values.items()}
@@ -144,7 +149,7 @@ class Gradient:
 
     def _at_once(self, given: Arrays, params: Arrays, mine: dict[str, Any]) -> Arrays:
         """Return what elementwise terms make of all members' gradients; raise where it takes vmap."""
-        view = self._view
+        view, before = self._view, random_state(self._view.shared.device)
         shapes = {n: given[n][0] for n in view.start}
         for slot in (mine["client"], mine["broadcast"]):
             _check_owned(slot, shapes, stacked=True)
@@ -155,6 +160,10 @@ class Gradient:
         odd: dict[str, Any] = {n: Differs(n) for n in names}
         ctx = view.context(mine, **odd, gradient_at=partial(_not_alike, "gradient_at"))
         found = view.shared.term.correct(given, {n: params[n] for n in view.start}, ctx)
+        if not all(map(torch.equal, before, random_state(view.shared.device))):
+            raise CannotStack(
+                "an elementwise term draws numbers, which may be the same for all members"
+            )
         return {n: g.expand(given[n].shape) for n, g in found.items()}
 
 

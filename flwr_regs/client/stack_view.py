@@ -6,17 +6,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, grad
+from torch.func import grad
 
 from flwr_regs.chain import Chain
 from flwr_regs.client.features import FeatureTap, OutputTap, evaluating
 from flwr_regs.client.optimizer import OptimizerFn
 from flwr_regs.client.plan import CannotStack
-from flwr_regs.client.task import Task
+from flwr_regs.client.task import Task, called
 from flwr_regs.term import Arrays, ClientContext, Slot
 
 OVER_THE_DATA = ("mean_loss", "mean_gradient", "mean_features", "fisher", "train")
@@ -64,6 +64,17 @@ class Shared:
     precision: torch.dtype | None = None
 
 
+class Number(Tensor):
+    """A number of one member under vmap, such as its id: good to calculate with, but no key and no text."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    def _raise(self, *_: Any) -> NoReturn:
+        raise CannotStack("a term looks up a number that differs between the members")
+
+    __hash__ = __format__ = __repr__ = __str__ = _raise  # type: ignore[assignment]
+
+
 @dataclass
 class View:
     """The parts of a stack that its clients share, and what each of them sees.
@@ -83,6 +94,8 @@ class View:
         On the model, where a term needs them.
     momentum, batch_size : float or None, int
         As in the contexts.
+    classes : int
+        Of the model's output; 0 before the first forward pass.
 
     In its methods, `mine` is what is one client's (slots, id, numbers), and `teacher` its buffers and
     private entries at the round's start.
@@ -97,6 +110,7 @@ class View:
     layers: dict[str, OutputTap] = field(default_factory=dict)
     momentum: float | None = None
     batch_size: int = 0
+    classes: int = 0
 
     def call(self, inputs: Any, targets: Any, values: Arrays, buffers: Arrays) -> Any:
         """Return the logits of one member; `buffers` then hold what the forward pass has made of them."""
@@ -104,7 +118,7 @@ class View:
         args, kwargs = task.arguments(inputs, targets)
         given = {**self.rest, **values, **buffers}
         with self._precision():
-            output = functional_call(self.shared.model, given, args, kwargs)
+            output = called(self.shared.model, given, args, kwargs)
         buffers.update({n: given[n] for n in buffers})
         return task.logits(output)
 
@@ -115,10 +129,15 @@ class View:
         with torch.autocast(shared.device.type, dtype=shared.precision, enabled=on):
             yield
 
+    def of_every_class(self, counts: Tensor) -> Tensor:
+        """Return label counts with an entry for each class of the output, once there was one."""
+        return nn.functional.pad(counts, (0, max(self.classes - counts.shape[0], 0)))
+
     def context(self, mine: dict[str, Any], **more: Any) -> ClientContext:
         """Return one member's context, under vmap."""
-        shared = self.shared
-        budget, planned = (self.alike.get(k, mine.get(k)) for k in ("budget", "planned"))
+        shared, counts = self.shared, mine.get("counts")
+        numbers = {k: mine[k].as_subclass(Number) for k in ("id", "budget", "planned") if k in mine}
+        budget, planned = (self.alike.get(k, numbers.get(k)) for k in ("budget", "planned"))
         own: dict[str, Any] = {
             "start": self.start,
             "lr": shared.lr,
@@ -129,9 +148,9 @@ class View:
             "broadcast": joined(self.received, mine["broadcast"]),
             "client": mine["client"],
             "loss_fn": shared.task.loss,
-            "client_id": mine["id"],
+            "client_id": numbers["id"],
             "batch_size": self.batch_size,
-            "label_counts": mine.get("counts"),
+            "label_counts": None if counts is None else self.of_every_class(counts),
             "config": shared.config,
             **{name: partial(_not_in_a_stack, name) for name in OVER_THE_DATA},
         }
@@ -145,16 +164,14 @@ class View:
         if extra is None:
             layers = {name: tap.value for name, tap in self.layers.items()}
             extra = {"output": output, "features": None if self.tap is None else self.tap.value}
-        counts = mine.get("counts")
         logits = extra.get("output")
-        if counts is not None and isinstance(logits, Tensor) and logits.ndim == 2:
-            counts = nn.functional.pad(counts, (0, max(logits.shape[1] - counts.shape[0], 0)))
+        if isinstance(logits, Tensor) and logits.ndim == 2:
+            self.classes = logits.shape[1]
         ctx = self.context(
             mine,
             inputs=inputs,
             targets=targets,
             layers=layers or {},
-            label_counts=counts,
             output_at=partial(self._output_at, teacher, inputs, targets),
             features_at=partial(self._features_at, teacher, inputs),
             **extra,
@@ -181,7 +198,7 @@ class View:
 
     def gradient_at(
         self, mine: Any, teacher: Arrays, inputs: Any, targets: Any, buffers: Arrays, own: Arrays,
-        before: Tensor, params: Arrays,
+        before: Sequence[Tensor], params: Arrays,
     ) -> Arrays:  # fmt: skip
         """Return the gradient of a step's whole loss at other parameters, with the step's dropout mask."""
         shared = self.shared
@@ -191,13 +208,26 @@ class View:
             ctx = self.at(mine, teacher, inputs, targets, output)
             return shared.term.loss(shared.task.loss(output, targets), p, ctx)  # type: ignore[no-any-return]
 
-        now = torch.get_rng_state()
-        torch.set_rng_state(before)
+        now = random_state(shared.device)
+        set_random_state(shared.device, before)
         try:
             copies = {n: b.clone() for n, b in buffers.items()}
             return grad(whole)(params, copies, own)  # type: ignore[no-any-return]
         finally:
-            torch.set_rng_state(now)
+            set_random_state(shared.device, now)
+
+
+def random_state(device: torch.device) -> list[Tensor]:
+    """Return the states of torch's random generators, that of the CPU first."""
+    own = [torch.cuda.get_rng_state(device)] if device.type == "cuda" else []
+    return [torch.get_rng_state(), *own]
+
+
+def set_random_state(device: torch.device, states: Sequence[Tensor]) -> None:
+    """Put torch's random generators into these states."""
+    torch.set_rng_state(states[0])
+    for state in states[1:]:
+        torch.cuda.set_rng_state(state, device)
 
 
 def _not_in_a_stack(name: str, *_: Any, **__: Any) -> Any:

@@ -7,16 +7,19 @@ step the clients whose batches have one shape go together.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from flwr_regs.chain import layers_of
+from flwr_regs.client.alike import Attributes
 from flwr_regs.client.batches import mapped, to_device
 from flwr_regs.client.features import FeatureTap, OutputTap, evaluating
 from flwr_regs.client.measures import Measures
@@ -101,7 +104,8 @@ class Stack:
         For what the model draws, such as dropout.
 
     `run` raises CannotStack, or whatever torch or a hook raises under vmap; the clients then have to train
-    one by one. Nothing but the values of ``shared.model`` has changed by then.
+    one by one. Nothing but the values of ``shared.model`` has changed by then. A model that changes its
+    attributes as it runs does not stack: it would be called once for all members.
     """
 
     def __init__(self, shared: Shared, members: Sequence[Member], seed: int) -> None:
@@ -116,16 +120,28 @@ class Stack:
 
     def run(self) -> StackedResult:
         """Train for the round."""
+        attributes = Attributes(self._shared.model)
+        try:
+            result = self._run()
+        finally:
+            changed = attributes.restore()
+        if changed:
+            raise CannotStack("its model changes its own attributes")
+        return result
+
+    def _run(self) -> StackedResult:
         with ExitStack() as stack:
             self._prepare(stack)
             self._open_taps(stack)
             self._optimizer, self._leaves = self._make_optimizer()
+            draws = OtherDraws()
             self._begin()
             self._gradient = Gradient(self._view)
             for step in range(max(self._steps)):
                 self._leave(sum(s > step for s in self._steps))
                 self._step(step)
                 self._optimizer.step()
+            draws.check()
             return self._finish()
 
     def probe(self) -> tuple[Slot, Slot]:
@@ -207,6 +223,10 @@ class Stack:
                 tap.check(shared.task.output(shared.model, inputs, targets))
         for name in layers_of(terms):
             self._view.layers[name] = stack.enter_context(OutputTap(shared.model, name))
+        for module in shared.model.modules():
+            if isinstance(module, nn.Embedding) and module.padding_idx is not None:
+                handle = module.register_forward_hook(_padded, prepend=True)
+                stack.callback(handle.remove)
 
     def _make_optimizer(self) -> tuple[torch.optim.Optimizer, Arrays]:
         """Return the client's optimiser over the stacked parameters, and these.
@@ -220,8 +240,13 @@ class Stack:
         made = shared.make(list(of_one.values()), lr=shared.lr)
         if not is_elementwise(made):
             raise CannotStack(f"{type(made).__name__} is not known to treat each number alone")
+        hooks = made._optimizer_step_pre_hooks, made._optimizer_step_post_hooks
+        if any(hooks) or "step" in vars(made):  # they may see one client's parameters
+            raise CannotStack(f"its {type(made).__name__} has hooks or a step of its own")
         leaves = {n: nn.Parameter(v) for n, v in self._values.items()}
         place = {id(p): leaves[n] for n, p in of_one.items()}
+        if any(id(p) not in place for group in made.param_groups for p in group["params"]):
+            raise CannotStack("its optimiser holds parameters that are not its model's")
         for group in made.param_groups:
             group["params"] = [place[id(p)] for p in group["params"]]
         state, k = dict(made.state), self._rows
@@ -304,7 +329,10 @@ class Stack:
             self._feed.batch(step, chosen),
             *(_taken(tree, rows) for tree in (self._buffers, self._mine, self._own, self._eval)),
         )
+        before = [v._version for v in values.values()]
         grads, losses, new = self._gradient.of(part)
+        if [v._version for v in values.values()] != before:
+            raise CannotStack("its model changes its parameters in the forward pass")
         self._losses[rows] += losses * self._members[chosen[0]].plan.size(step)
         for n, b in new.items():
             self._buffers[n][rows] = b
@@ -316,7 +344,10 @@ class Stack:
         grads = [p.grad for p in self._leaves.values() if p.grad is not None]
         if norm is None or not grads:
             return
-        wide = [g.to(torch.promote_types(g.dtype, torch.float32)).flatten(1) for g in grads]
+        wide = [g.to(torch.promote_types(g.dtype, torch.float32)) for g in grads]
+        wide = [
+            w.unsqueeze(-1).flatten(1) for w in wide
+        ]  # a member's number has no axis of its own
         each = torch.stack([torch.linalg.vector_norm(w, dim=1) for w in wide])
         scale = (norm / (torch.linalg.vector_norm(each, dim=0) + 1e-6)).clamp(max=1.0)
         for g in grads:
@@ -371,8 +402,10 @@ class Stack:
             changed = sent is not delta
             return sent, upload, kept
 
+        draws = OtherDraws()
         with torch.no_grad():
             sent, upload, kept = vmapped(end)(delta, self._mine)
+        draws.check()
         return sent if changed else delta, upload, kept
 
     def _finish_over_data(self, delta: Arrays) -> tuple[Arrays, Slot, Slot]:
@@ -407,7 +440,7 @@ class Stack:
 
     def _context_of(self, row: int, member: Member) -> ClientContext:
         """Return a member's context behind its steps; the model then holds the member's values."""
-        shared, view = self._shared, self._view
+        shared, view, counts = self._shared, self._view, self._mine.get("counts")
         torch.set_rng_state(member.plan.after)
         self._fill(view.rest, view.start, {n: t[row] for n, t in self._eval.items()})
         data = member.plan.data
@@ -422,7 +455,7 @@ class Stack:
             momentum=view.momentum,
             broadcast=joined(view.received, to_device(member.broadcast, shared.device)),
             client=to_device(member.client, shared.device),
-            label_counts=self._mine["counts"][row] if "counts" in self._mine else None,
+            label_counts=None if counts is None else view.of_every_class(counts[row]),
             client_id=member.client_id,
             batch_size=view.batch_size,
             config=shared.config,
@@ -446,6 +479,30 @@ def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
     """Whether an optimiser is known to do for a stack of clients what it does for one."""
     kind = type(optimizer)
     return kind.__module__.partition(".")[0] == "torch" and kind.__name__ in ELEMENTWISE
+
+
+class OtherDraws:
+    """Whether anything draws from `random` or numpy's global generator: once for all members, then."""
+
+    def __init__(self) -> None:
+        self._python, self._numpy = random.getstate(), np.random.get_state()  # noqa: NPY002
+
+    def check(self) -> None:
+        """Raise CannotStack if it did; both generators then are as they were."""
+        found: Any = np.random.get_state()  # noqa: NPY002
+        before: Any = self._numpy
+        same = np.array_equal(found[1], before[1]) and found[2:] == before[2:]
+        if same and random.getstate() == self._python:
+            return
+        random.setstate(self._python)
+        np.random.set_state(self._numpy)  # noqa: NPY002
+        raise CannotStack("its model or method draws from random or numpy.random")
+
+
+def _padded(layer: nn.Embedding, inputs: tuple[Any, ...], output: Tensor) -> Tensor:
+    """Let no gradient reach an embedding's padding entry: under vmap torch forgets ``padding_idx``."""
+    is_padding = (inputs[0] == layer.padding_idx).unsqueeze(-1)
+    return torch.where(is_padding, output.detach(), output)
 
 
 def _one_each(key: str, value: Any, p: Tensor) -> bool:

@@ -79,7 +79,7 @@ class Task:
         args, kwargs = self.arguments(inputs, targets)
         if params is None:
             return self.logits(model(*args, **kwargs))
-        return self.logits(functional_call(model, dict(params), args, kwargs))
+        return self.logits(called(model, dict(params), args, kwargs))
 
     def arguments(self, inputs: Any, targets: Any = None) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the positional and keyword arguments with which the model is called on a batch."""
@@ -108,6 +108,27 @@ class Task:
                 "it returned none: pass loss_fn="
             )
         return cast(Tensor, loss)
+
+
+def called(
+    model: nn.Module, values: dict[str, Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Return what the model makes of a batch with other parameters and buffers, by their first names.
+
+    `values` then hold what the forward pass has made of them. As ``torch.func.functional_call``, but that
+    leaves its values in a module which the model has under two names.
+    """
+    places = {
+        f"{prefix}.{name}" if prefix else name: tensor
+        for prefix, module in model.named_modules()
+        for name, tensor in (*module._parameters.items(), *module._buffers.items())
+    }
+    owned = {id(places[name]): value for name, value in values.items() if name in places}
+    tied = {name: owned[id(t)] for name, t in places.items() if id(t) in owned}
+    given = {**values, **tied}
+    output = functional_call(model, given, args, kwargs, tie_weights=False)
+    values.update({name: given[name] for name in values})
+    return output
 
 
 def returns_loss(output: Any) -> bool:

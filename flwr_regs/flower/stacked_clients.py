@@ -69,8 +69,13 @@ class Cohort:
         self._plain: set[type] = set()  # classes that train as RegClient does
         self.groups: dict[Hashable, Group] = {}
 
-    def admit(self, message: Message, context: Context, client: Any) -> Hashable:
-        """Put a client into its group; return the group's key. Raises CannotStack if it has none."""
+    def admit(
+        self, message: Message, context: Context, client: Any, before: Mapping[str, Any]
+    ) -> Hashable:
+        """Put a client into its group; return the group's key. Raises CannotStack if it has none.
+
+        `before` is its state before `client_fn`.
+        """
         check_client(client, self._plain)
         content = message.content
         entries: dict[str, Any] = dict(_record(content, keys.CONFIG, ConfigRecord).items())
@@ -83,7 +88,7 @@ class Cohort:
         if node.frozen is not None:
             raise CannotStack("it keeps frozen parameters of the server's")
         sent = self._sent(config, content, node)
-        candidate = self._candidate(message, context, client, recipe, node, own, sent)
+        candidate = self._candidate(message, before, context, client, recipe, node, own, sent)
         if client.model is not self._model:
             self._model, self._build = client.model, self._build_of(client)
         member, task = candidate.member, client._task
@@ -91,7 +96,8 @@ class Cohort:
             id(recipe), id(sent), self._build, alike((task.loss_fn, task.target_key, task.output_fn)),
             alike(client.optimizer), str(client.device), client.classifier, member.plan.kind,
             member.plan.forms[0], _form(member.broadcast), _form(member.client), *member.own,
-            None if member.label_counts is None else "counts",
+            _counted(recipe.term, member),
+            tuple(n for n in content if n in self._alike),  # the first client's are all clients'
         )  # fmt: skip
         if (group := self.groups.get(key)) is None:
             shared = self._broadcast(recipe.term, content, True)
@@ -132,8 +138,8 @@ class Cohort:
         return self._recipes[-1]
 
     def _candidate(
-        self, message: Message, context: Context, client: RegClient, recipe: Recipe, node: NodeState,
-        own: Mapping[str, Any], sent: _Model,
+        self, message: Message, before: Mapping[str, Any], context: Context, client: RegClient,
+        recipe: Recipe, node: NodeState, own: Mapping[str, Any], sent: _Model,
     ) -> Candidate:  # fmt: skip
         term, model, pairs = recipe.term, client.model, client._task.pairs(client.train_data)
         check_custody(client.private, model, term)
@@ -164,7 +170,7 @@ class Cohort:
         )
         fresh = bool(private) and keys.PRIVATE_KEY not in slots
         return Candidate(
-            message, context, client, recipe, node, slots, entering, lost, fresh, member,
+            message, before, context, client, recipe, node, slots, entering, lost, fresh, member,
             count_examples(pairs), own[keys.SEED_KEY],
         )  # fmt: skip
 
@@ -256,6 +262,8 @@ def check_client(client: Any, plain: set[type]) -> None:
         raise CannotStack(f"{name} has a {given[0]}")
     if client.keep_optimizer:
         raise CannotStack(f"{name} keeps its optimiser")
+    if any(p._backward_hooks or p._post_accumulate_grad_hooks for p in client.model.parameters()):
+        raise CannotStack(f"{name} has hooks on its model's parameters")
 
 
 def check_message(config: Mapping[str, Any], content: RecordDict) -> None:
@@ -278,6 +286,13 @@ def _record(content: RecordDict, name: str, kind: type[_Record]) -> _Record:
     if not isinstance(found := content.get(name), kind):
         raise CannotStack(f"the message holds no {kind.__name__} '{name}'")
     return found
+
+
+def _counted(term: Chain, member: Member) -> Hashable:
+    """Return whether there are label counts; if `start` may read them, how many: it sees no more."""
+    counts = member.label_counts
+    reads = any(t.acts("start") for t in term.terms)
+    return counts is not None and (not reads or len(counts))
 
 
 def _form(slots: Slot) -> Hashable:

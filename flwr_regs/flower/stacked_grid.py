@@ -10,12 +10,12 @@ from logging import INFO
 from typing import Any
 
 import torch
-from flwr.app import Message
+from flwr.app import Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.common.logger import log
 
 from flwr_regs.client.plan import CannotStack
-from flwr_regs.flower.app import NumPyClientApp, client_app
+from flwr_regs.flower.app import ClientFn, NumPyClientApp, client_app
 from flwr_regs.flower.grid import InProcessGrid, numbered
 from flwr_regs.flower.mods import ContextMod
 from flwr_regs.flower.stacked_clients import Cohort
@@ -121,6 +121,7 @@ class StackedGrid(InProcessGrid):
         """Put a message's client into a group, or run it at once."""
         assert isinstance(self._app, NumPyClientApp)
         context = self._contexts[message.metadata.dst_node_id]
+        before = {key: record.copy() for key, record in context.state.items()}
         try:
             seen = context
             for mod in self._app.own_mods:
@@ -132,13 +133,13 @@ class StackedGrid(InProcessGrid):
             def again(_: Any) -> Any:
                 raise raised
 
-            self._serve(message, client_app(again, self._app.own_mods))
+            self._serve_alone(message, again, before)
             return
         try:
-            key = cohort.admit(message, context, client)
+            key = cohort.admit(message, context, client, before)
         except Exception as error:  # by itself it says what is wrong, if anything is
             self._note(error)
-            self._serve(message, client_app(partial(_given, client), self._app.own_mods))
+            self._serve_alone(message, partial(_given, client), before)
             return
         if cohort.groups[key].is_full(self._memory):
             self._train(cohort.groups.pop(key))
@@ -175,7 +176,16 @@ class StackedGrid(InProcessGrid):
 
     def _one_by_one(self, candidates: Sequence[Candidate]) -> None:
         for c in candidates:
-            self._serve(c.message, client_app(partial(_given, c.client)))
+            self._serve_alone(c.message, partial(_given, c.client), c.before)
+
+    def _serve_alone(
+        self, message: Message, client_fn: ClientFn, before: Mapping[str, Any]
+    ) -> None:
+        """Run a client that was made, or has raised. If it fails, its state is as `before` it was made."""
+        self._serve(message, client_app(client_fn))
+        if self._replies[message.metadata.message_id].has_error():
+            context = self._contexts[message.metadata.dst_node_id]
+            context.state = RecordDict(dict(before))
 
     def _note(self, error: Exception, clients: int = 1) -> None:
         """Count clients that train by themselves, and log the reason once."""

@@ -74,20 +74,29 @@ class Recipe:
         return bool(self.config.get(keys.PROBE_KEY))
 
     def steps(self, data: Pairs) -> int:
-        """Return E; for a first exchange, the batches of one pass."""
-        if self.probes:
-            return count_batches(data)
-        return int(
-            self.config.get("local-steps")
-            or self.config.get("local-epochs", 0) * count_batches(data)
-        )
+        """Return E; for a first exchange, the batches of one pass.
+
+        Raises CannotStack for data that have to be counted: that may draw random numbers.
+        """
+        if (steps := self.config.get("local-steps")) and not self.probes:
+            return int(steps)
+        try:
+            len(data)
+        except TypeError:
+            raise CannotStack("its data have no length") from None
+        epochs = 1 if self.probes else self.config.get("local-epochs", 0)
+        return int(epochs * count_batches(data))
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A client that can train in a stack, with what it brings; the model travels apart."""
+    """A client that can train in a stack, with what it brings; the model travels apart.
+
+    `before` is its state before `client_fn`.
+    """
 
     message: Message
+    before: Mapping[str, Any]
     context: Context
     client: RegClient
     recipe: Recipe
@@ -147,6 +156,7 @@ class Group:
             self.texts[keys.TIED_KEY] = json.dumps(tied)
         self._tied, self.private = tied_names(model, ()), private
         self.own_buffers = {n for n in buffers if n not in self._tied}
+        self.first = self._tied | _other_names(model)
         entries = model.state_dict()
         self._one: int = sum(entries[n].nbytes for n in shared) * COPIES
         self._drawn = 0  # bytes of batches
@@ -222,7 +232,9 @@ class Group:
         members = [c.member for c in self.candidates]
         stack = Stack(self.shared, members, self.candidates[0].seed)
         make = (
-            ProbeReplies(self, *stack.probe()) if self.recipe.probes else Replies(self, stack.run())
+            ProbeReplies(self, *stack.probe())
+            if self.recipe.probes
+            else Replies(self, self._trained(stack))
         )
         made = [make.content(k, c) for k, c in enumerate(self.candidates)]
         for c, (_, kept) in zip(self.candidates, made, strict=True):
@@ -231,6 +243,24 @@ class Group:
                 c.node.keep_model(make.record)
         pairs = zip(self.candidates, made, strict=True)
         return [Message(content, reply_to=c.message) for c, (content, _) in pairs]
+
+    def _trained(self, stack: Stack) -> StackedResult:
+        """Run the stack. What does not travel is then as before; raise CannotStack if the round changes it.
+
+        A client may keep its model for the next round, and with it such a buffer.
+        """
+        model = self.shared.model
+        held = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        try:
+            result = stack.run()
+        finally:
+            with torch.no_grad():
+                for n, v in self._fixed.items():
+                    held[n].copy_(v)
+        found = {n: result.state[n] for n in self._fixed if n in result.state}
+        if odd := [n for n, v in found.items() if any(one.ne(self._fixed[n]).any() for one in v)]:
+            raise CannotStack(f"the round changes {odd}, which the model's state_dict lacks")
+        return result
 
 
 class ProbeReplies:
@@ -289,7 +319,7 @@ class Replies(ProbeReplies):
     def __init__(self, group: Group, result: StackedResult) -> None:
         super().__init__(group, result.upload, result.client)
         self._group, self._result = group, result
-        given, first, held = group.arrays, group._tied, group.shared.start
+        given, first, held = group.arrays, group.first, group.shared.start
         self._coder = self._term.coder("finish")
         coded = self._coder is not None
         # by client; as arrays, if only those travel that changed
@@ -313,7 +343,8 @@ class Replies(ProbeReplies):
         self.record = ArrayRecord({n: a for n, a in group.record.items() if n not in names})
         sends = group.recipe.takes_back or coded
         self._sent = {n: _numpy(d, given[n].dtype) for n, d in result.delta.items() if sends}
-        private = {keys.PRIVATE_KEY: {n: result.state[n] for n in group.private}}
+        own = {n: result.state[first.get(n, n)] for n in group.private}
+        private = {keys.PRIVATE_KEY: own}
         self._private = self._writer.slots(private, members)
 
     def content(self, k: int, c: Candidate) -> tuple[RecordDict, dict[str, ArrayRecord]]:
@@ -347,6 +378,14 @@ class Replies(ProbeReplies):
             return mine
         given = self._group.arrays
         return {n: to_array(a) for n, a in mine.items() if not np.array_equal(a, given[n])}
+
+
+def _other_names(model: nn.Module) -> dict[str, str]:
+    """Return the further names of a model's buffers -> the first, as for a layer that is there twice."""
+    first: dict[int, str] = {}
+    named = model.named_buffers(remove_duplicate=False)
+    pairs = {n: first.setdefault(id(b), n) for n, b in named}
+    return {n: f for n, f in pairs.items() if n != f}
 
 
 def _numpy(tensor: Tensor, dtype: np.dtype[Any]) -> np.ndarray:
