@@ -60,13 +60,18 @@ def test_split(train: Array, parts: list[Array], test: Array, seed: int) -> list
     Raises ValueError if a client would get none.
     """
     rng = np.random.default_rng(seed)
+    kinds, number = np.unique(np.concatenate([train, test]), return_inverse=True)
+    cells = [i * len(kinds) + number[rows] for i, rows in enumerate(parts)]
+    size = len(parts) * len(kinds)
+    held = np.bincount(np.concatenate(cells), minlength=size).reshape(len(parts), -1)  # of each kind
+    tested = number[len(train) :]
+    there = np.split(np.argsort(tested, kind="stable"), np.cumsum(np.bincount(tested))[:-1])
     mine: list[list[Array]] = [[np.zeros(0, np.int64)] for _ in parts]
-    for kind in np.unique(test):
-        held = np.array([np.count_nonzero(train[rows] == kind) for rows in parts])
-        if not held.sum():
+    for all_rows, counts in zip(there, held.T, strict=False):  # no test example is of the last kinds
+        if not counts.sum() or not len(all_rows):
             continue
-        rows = rng.permutation(np.flatnonzero(test == kind))
-        cuts = np.rint(np.cumsum(held)[:-1] / held.sum() * len(rows)).astype(int)
+        rows = rng.permutation(all_rows)
+        cuts = np.rint(np.cumsum(counts)[:-1] / counts.sum() * len(rows)).astype(int)
         for client, chunk in zip(mine, np.split(rows, cuts), strict=True):
             client.append(chunk)
     found = [np.concatenate(chunks) for chunks in mine]

@@ -167,13 +167,11 @@ def test_clients_test_on_their_own_kind(monkeypatch: pytest.MonkeyPatch) -> None
         *(digits.train_x, digits.train_y, digits.test_x, digits.test_y), groups, test_groups
     )
     monkeypatch.setattr(Job, "data", lambda _: made)
-    clients._data.cache_clear()
     job = job_of(partition="natural", test_on_clients=True)
     train, test = clients._data(job, 10, 4, 0)
     assert test is not None
     assert np.array_equal(train.tensors[1], digits.train_y[groups == 4])
     assert sorted(test.tensors[1]) == sorted(digits.test_y[test_groups == 4])
-    clients._data.cache_clear()
 
 
 def test_a_pachinko_partition_needs_coarse_labels() -> None:
