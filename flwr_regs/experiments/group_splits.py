@@ -60,17 +60,17 @@ def test_split(train: Array, parts: list[Array], test: Array, seed: int) -> list
     Raises ValueError if a client would get none.
     """
     rng = np.random.default_rng(seed)
-    kinds, number = np.unique(np.concatenate([train, test]), return_inverse=True)
-    cells = [i * len(kinds) + number[rows] for i, rows in enumerate(parts)]
+    kinds = np.unique(train[np.concatenate(parts)])
+    cells = [i * len(kinds) + np.searchsorted(kinds, train[rows]) for i, rows in enumerate(parts)]
     size = len(parts) * len(kinds)
     held = np.bincount(np.concatenate(cells), minlength=size).reshape(len(parts), -1)  # of each kind
-    tested = number[len(train) :]
-    there = np.split(np.argsort(tested, kind="stable"), np.cumsum(np.bincount(tested))[:-1])
+    order = np.argsort(test, kind="stable")
+    ends = [np.searchsorted(test, kinds, side, sorter=order) for side in ("left", "right")]
     mine: list[list[Array]] = [[np.zeros(0, np.int64)] for _ in parts]
-    for all_rows, counts in zip(there, held.T, strict=False):  # no test example is of the last kinds
-        if not counts.sum() or not len(all_rows):
+    for counts, first, last in zip(held.T, *ends, strict=True):
+        if first == last:
             continue
-        rows = rng.permutation(all_rows)
+        rows = rng.permutation(order[first:last])
         cuts = np.rint(np.cumsum(counts)[:-1] / counts.sum() * len(rows)).astype(int)
         for client, chunk in zip(mine, np.split(rows, cuts), strict=True):
             client.append(chunk)
