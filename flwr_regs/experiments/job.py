@@ -18,7 +18,7 @@ from flwr_regs.experiments.calls import parse_methods
 from flwr_regs.experiments.data import Data, load
 from flwr_regs.experiments.extras import install_command
 from flwr_regs.experiments.group_splits import test_split
-from flwr_regs.experiments.partitions import BY_GROUP, BY_ROUND, partition
+from flwr_regs.experiments.partitions import BY_GROUP, BY_ROUND, partition, partition_hash
 from flwr_regs.experiments.recent import Recent
 from flwr_regs.experiments.settings import Settings, checked, key
 from flwr_regs.flower.strategy import RegStrategy
@@ -170,6 +170,10 @@ class Job(Settings):
         # one process serves many clients, methods and seeds
         key = self.dataset, self.examples_per_client, *settings.values()
         return _PARTS.get([labels, groups, coarse], key, split)
+
+    def partition_hash(self) -> str:
+        """Return the hash of the split: equal ones have the same examples on the same clients."""
+        return partition_hash(self.parts_of(self.data(), self.num_clients)[: self.num_clients])
 
     @property
     def by_round(self) -> bool:

@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 
-from flwr_regs.experiments import cards_table, cli, protocol_runs, protocols
+from flwr_regs.experiments import cards_table, cli, needs, protocol_runs, protocols
+from flwr_regs.experiments.job import Job
+from flwr_regs.experiments.partitions import partition, partition_hash
 
 OF_PAPERS = [
     *(f"fedfor-{n}" for n in ("t1", "t2", "t3", "t4", "t5", "f3")),
@@ -219,11 +221,58 @@ def test_words_change_a_card(capsys: pytest.CaptureFixture[str]) -> None:
     assert "1 rounds" in capsys.readouterr().out
 
 
-def test_other_data_than_the_cards_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+def test_other_data_than_the_cards_is_said_and_kept(capsys: pytest.CaptureFixture[str]) -> None:
     text = CARD.replace("[reduced]", '[hashes]\n"mine.py:load" = "00"\n\n[reduced]')
     Path("card.toml").write_text(text)
     run("bench", "card.toml", "--panels", "one", "--seeds", "1", "--tune", "lr=0.1", "out=here")
-    assert "the card's 00: these are other data" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    kept = json.loads(Path("here/protocol.json").read_text())
+    now = kept["hashes"]["mine.py:load"]
+    said = f"the hash of mine.py:load is {now}, the card's 00: these are other data"
+    assert out.count(said) == 2  # before the run and below its table
+    assert kept["expected"] == {"mine.py:load": "00"}
+    assert kept["notes"] == {"one": [said]}
+    assert f"NOTE: {said}" in Path("here/protocol.txt").read_text()
+
+
+def test_data_as_the_card_has_them_are_not_remarked_on(capsys: pytest.CaptureFixture[str]) -> None:
+    card = CARD.replace('"mine.py:load"', '"digits"').replace('"mine.py:Net"', '"mlp"')
+    Path("card.toml").write_text(card)
+    words = ("--panels", "one", "--seeds", "1", "--tune", "lr=0.1", "out=here")
+    assert run("bench", "card.toml", *words, "examples=100", "num-classes=2") in (0, 1)
+    assert "NOTE" not in capsys.readouterr().out.partition("test: ")[0]
+    kept = json.loads(Path("here/protocol.json").read_text())
+    assert kept["hashes"] == kept["expected"] == {"digits": needs.HASHES["digits"]}  # of all of it
+    assert kept["notes"] == {"one": []}
+
+
+def test_data_that_changed_before_a_run_goes_on_are_said(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = ("--panels", "one", "--seeds", "1", "--tune", "lr=0.1", "out=here")
+    run("bench", "card.toml", *words)
+    capsys.readouterr()
+    path = Path("here/protocol.json")
+    kept = json.loads(path.read_text())
+    now = kept["hashes"]["mine.py:load"]
+    path.write_text(json.dumps({**kept, "hashes": {"mine.py:load": "11"}}))
+    run("bench", "--resume", "here")
+    said = f"the hash of mine.py:load is {now}, but it was 11 when this run began"
+    assert said in capsys.readouterr().out
+    kept = json.loads(path.read_text())
+    assert kept["hashes"] == {"mine.py:load": "11"}
+    assert said in kept["notes"]["one"][0]
+
+
+def test_a_plan_has_the_hash_of_each_partition() -> None:
+    run("bench", "card.toml", "--panels", "one", "--tune", "lr=0.1", "out=here")
+    runs = json.loads(Path("here/settings.json").read_text())["runs"]
+    hashes = {r["settings"]["seed"]: r["partition"] for r in runs}
+    assert len({*hashes.values()}) == len(hashes) == 2
+    for r in runs:
+        job = Job.from_run_config(r["settings"])
+        parts = partition(job.data().train_y, "iid", 3, job.seed)
+        assert r["partition"] == partition_hash(parts)
 
 
 def smoke(name: str, capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
