@@ -312,5 +312,8 @@ def test_the_cards_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
         assert f"\n{name} " in out
     assert run("protocols", "card.toml") == 0
     assert "the source's final: FedAvg 50; Mine 60.5 ± 1.5" in capsys.readouterr().out
+    assert run("protocols", "rfedavg-t1") == 0
+    known = f"hashes of the data: mnist {needs.HASHES['mnist']}, cifar10 not known"
+    assert known in capsys.readouterr().out
     assert run("protocols", "--markdown") == 0
     assert "| `fedfor-t1` |" in capsys.readouterr().out
