@@ -63,7 +63,9 @@ def test_split(train: Array, parts: list[Array], test: Array, seed: int) -> list
     kinds = np.unique(train[np.concatenate(parts)])
     cells = [i * len(kinds) + np.searchsorted(kinds, train[rows]) for i, rows in enumerate(parts)]
     size = len(parts) * len(kinds)
-    held = np.bincount(np.concatenate(cells), minlength=size).reshape(len(parts), -1)  # of each kind
+    held = np.bincount(np.concatenate(cells), minlength=size).reshape(
+        len(parts), -1
+    )  # of each kind
     order = np.argsort(test, kind="stable")
     ends = [np.searchsorted(test, kinds, side, sorter=order) for side in ("left", "right")]
     mine: list[list[Array]] = [[np.zeros(0, np.int64)] for _ in parts]
