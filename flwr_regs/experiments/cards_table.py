@@ -59,6 +59,10 @@ def one(card: Card, data_dir: str = "") -> str:
     lines = [card.title, f"source: {card.source}, {card.where}"]
     lines += [f"setting: {' or '.join(card.levels)}", f"needs: {needed(card, data_dir)}"]
     lines += [f"  {name}: {needs.files(name)}" for name in card.datasets if needs.files(name)]
+    hashes = {name: needs.expected(name, card.hashes) for name in card.datasets}
+    lines += [
+        "hashes of the data: " + ", ".join(f"{n} {h or 'not known'}" for n, h in hashes.items())
+    ]
     lines += ["", "settings: " + _words(card.settings)]
     if card.reduced:
         lines.append("reduced: " + _words(card.reduced))

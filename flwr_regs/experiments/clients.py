@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -12,8 +13,10 @@ from flwr_regs import client_app
 from flwr_regs.flower.mods import ContextMod
 
 if TYPE_CHECKING:
+    from torch import nn
     from torch.utils.data import TensorDataset
 
+    from flwr_regs.experiments.data import Data
     from flwr_regs.experiments.job import Job
 
 
@@ -33,11 +36,47 @@ def _with_method(message: Message, context: Context) -> Context:
     )
 
 
-@lru_cache(maxsize=8)  # five domains; keeps a client's images from message to message
-def _data(
-    job: Job, num_partitions: int, pid: int, server_round: int = 0
+MOST_KEPT = 2**28
+"""The bytes of clients' examples that a process keeps beside the data set: MNIST's, for one."""
+
+
+class _Kept:
+    """Clients' examples of one job and round, as far as they fit: each client asks for its own again.
+
+    What does not fit is made anew. It never takes the place of what is there, since all clients have their
+    turn before the first one comes again.
+    """
+
+    def __init__(self) -> None:
+        self._of: tuple[object, ...] = ()
+        self._dataset: Data | None = None
+        self._found: dict[int, tuple[TensorDataset, TensorDataset | None]] = {}
+        self._bytes = 0
+
+    def __call__(
+        self, job: Job, num_partitions: int, pid: int, server_round: int = 0
+    ) -> tuple[TensorDataset, TensorDataset | None]:
+        """Return a client's training data in a round, and its test data if it tests."""
+        dataset = job.data()
+        of = job, num_partitions, server_round
+        if of != self._of or dataset is not self._dataset:
+            self._of, self._dataset, self._found, self._bytes = of, dataset, {}, 0
+        if pid in self._found:
+            return self._found[pid]
+        made = _made(job, dataset, num_partitions, pid, server_round)
+        size = sum(t.nbytes for part in made if part is not None for t in part.tensors)
+        if self._bytes + size <= MOST_KEPT:
+            self._found[pid] = made
+            self._bytes += size
+        return made
+
+
+_data = _Kept()
+
+
+def _made(
+    job: Job, dataset: Data, num_partitions: int, pid: int, server_round: int
 ) -> tuple[TensorDataset, TensorDataset | None]:
-    """Return a client's training data in a round, and its test data if it tests."""
     import numpy as np
     import torch
     from torch.utils.data import TensorDataset
@@ -45,7 +84,6 @@ def _data(
     from flwr_regs.experiments import data, domains, shifts
     from flwr_regs.experiments.augment import Augmented
 
-    dataset = job.data()
     held_out, trained = job.split(job.rows(dataset, num_partitions, pid, server_round))
 
     def tensors(x: Any, y: Any, part: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -69,12 +107,29 @@ def _data(
     return train, TensorDataset(*tensors(dataset.test_x[mine], dataset.test_y[mine], 1))
 
 
+def _model(job: Job) -> nn.Module:
+    """Return a new model; the server's weights replace its own.
+
+    One of the package's is a copy: to draw a large model's weights takes longer than its first steps. A
+    user's own may not be one that can be copied.
+    """
+    from flwr_regs.experiments import models
+
+    return models.build(*job.model_arguments) if ":" in job.model else deepcopy(_drawn(job))
+
+
+@lru_cache(maxsize=1)
+def _drawn(job: Job) -> nn.Module:
+    from flwr_regs.experiments import models
+
+    return models.build(*job.model_arguments)
+
+
 def client_fn(context: Context) -> NumPyClient:
     """Build the client of ``node_config["partition-id"]``."""
     # Imported here: on a SuperNode every message starts a process that loads this file.
     from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 
-    from flwr_regs.experiments import models
     from flwr_regs.experiments.build import bare, client_class
     from flwr_regs.experiments.job import Job
     from flwr_regs.experiments.quadratic import LOSSES
@@ -89,7 +144,7 @@ def client_fn(context: Context) -> NumPyClient:
     sampler = BatchSampler(RandomSampler(train), job.batch_size, drop_last=False)
     planned = job.local_steps or job.local_epochs * len(sampler)
     parts: dict[str, Any] = {
-        "model": models.build(*job.model_arguments),
+        "model": _model(job),
         "train_data": DataLoader(train, batch_size=None, sampler=sampler),
         "eval_data": None if test is None else DataLoader(test, batch_size=1000),
         "loss_fn": LOSSES[job.data().loss],

@@ -81,8 +81,11 @@ class Plan:
             job.check_data()
 
     def save(self, folder: Path, provenance: Mapping[str, Any]) -> None:
-        """Write the plan, and what produces it, into the results' folder."""
-        runs = [{"label": label, "settings": job.config} for label, job in self.jobs]
+        """Write the plan, with the hash of each run's partition, and what produces it."""
+        runs = [
+            {"label": label, "settings": job.config, "partition": job.partition_hash()}
+            for label, job in self.jobs
+        ]
         plan = {"heading": self.heading, "ordered": self.ordered, "seeds": self.seeds, **self.more}
         write(folder / PLAN, json.dumps({**provenance, **plan, "runs": runs}, indent=1))
 

@@ -60,13 +60,20 @@ def test_split(train: Array, parts: list[Array], test: Array, seed: int) -> list
     Raises ValueError if a client would get none.
     """
     rng = np.random.default_rng(seed)
+    kinds = np.unique(train[np.concatenate(parts)])
+    cells = [i * len(kinds) + np.searchsorted(kinds, train[rows]) for i, rows in enumerate(parts)]
+    size = len(parts) * len(kinds)
+    held = np.bincount(np.concatenate(cells), minlength=size).reshape(
+        len(parts), -1
+    )  # of each kind
+    order = np.argsort(test, kind="stable")
+    ends = [np.searchsorted(test, kinds, side, sorter=order) for side in ("left", "right")]
     mine: list[list[Array]] = [[np.zeros(0, np.int64)] for _ in parts]
-    for kind in np.unique(test):
-        held = np.array([np.count_nonzero(train[rows] == kind) for rows in parts])
-        if not held.sum():
+    for counts, first, last in zip(held.T, *ends, strict=True):
+        if first == last:
             continue
-        rows = rng.permutation(np.flatnonzero(test == kind))
-        cuts = np.rint(np.cumsum(held)[:-1] / held.sum() * len(rows)).astype(int)
+        rows = rng.permutation(order[first:last])
+        cuts = np.rint(np.cumsum(counts)[:-1] / counts.sum() * len(rows)).astype(int)
         for client, chunk in zip(mine, np.split(rows, cuts), strict=True):
             client.append(chunk)
     found = [np.concatenate(chunks) for chunks in mine]

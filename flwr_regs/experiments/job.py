@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -18,10 +18,14 @@ from flwr_regs.experiments.calls import parse_methods
 from flwr_regs.experiments.data import Data, load
 from flwr_regs.experiments.extras import install_command
 from flwr_regs.experiments.group_splits import test_split
-from flwr_regs.experiments.partitions import BY_GROUP, BY_ROUND, partition
+from flwr_regs.experiments.partitions import BY_GROUP, BY_ROUND, partition, partition_hash
+from flwr_regs.experiments.recent import Recent
 from flwr_regs.experiments.settings import Settings, checked, key
 from flwr_regs.flower.strategy import RegStrategy
 from flwr_regs.wire.config import check_train_config
+
+if TYPE_CHECKING:
+    from flwr.app import ArrayRecord
 
 
 @dataclass(frozen=True)
@@ -132,39 +136,44 @@ class Job(Settings):
         coarse: np.ndarray | None = None,
     ) -> list[np.ndarray]:
         """Do :meth:`parts_of` from what it needs of the data."""
-        key = (self, num_clients)
-        if key not in _PARTS:  # one process serves many clients of one job
-            _PARTS.clear()
-            fine = None
+        settings: dict[str, Any] = {
+            "kind": self.partition,
+            "num_clients": num_clients + self.held_out_clients,
+            "seed": self.seed,
+            "shards_per_client": self.shards_per_client,
+            "classes_per_client": self.classes_per_client,
+            "dirichlet_alpha": self.dirichlet_alpha,
+            "similarity": self.similarity,
+            "pachinko_alpha": self.pachinko_alpha,
+            "pachinko_beta": self.pachinko_beta,
+            "quantity_alpha": self.quantity_alpha,
+            "interpolation": self.interpolation,
+            "sample_share": self.sample_share,
+            "long_tail": self.long_tail,
+        }
+
+        def split() -> list[np.ndarray]:
+            of, fine = labels, None
             if self.partition == "pachinko":
                 if coarse is None:
                     raise ValueError(
                         f"partition 'pachinko': dataset '{self.dataset}' does not say the coarse label of "
                         "each example"
                     )
-                fine, labels = labels, coarse
-            _PARTS[key] = partition(
-                labels,
-                self.partition,
-                num_clients + self.held_out_clients,
-                self.seed,
-                shards_per_client=self.shards_per_client,
-                classes_per_client=self.classes_per_client,
-                dirichlet_alpha=self.dirichlet_alpha,
-                similarity=self.similarity,
-                groups=groups,
-                fine_labels=fine,
-                pachinko_alpha=self.pachinko_alpha,
-                pachinko_beta=self.pachinko_beta,
-                quantity_alpha=self.quantity_alpha,
-                interpolation=self.interpolation,
-                sample_share=self.sample_share,
-                long_tail=self.long_tail,
-            )
+                of, fine = coarse, labels
+            found = partition(of, groups=groups, fine_labels=fine, **settings)
             if self.examples_per_client:
                 rng = np.random.default_rng(self.seed)
-                _PARTS[key] = [rng.permutation(p)[: self.examples_per_client] for p in _PARTS[key]]
-        return _PARTS[key]
+                found = [rng.permutation(p)[: self.examples_per_client] for p in found]
+            return found
+
+        # one process serves many clients, methods and seeds
+        key = self.dataset, self.examples_per_client, *settings.values()
+        return _PARTS.get([labels, groups, coarse], key, split)
+
+    def partition_hash(self) -> str:
+        """Return the hash of the split: equal ones have the same examples on the same clients."""
+        return partition_hash(self.parts_of(self.data(), self.num_clients)[: self.num_clients])
 
     @property
     def by_round(self) -> bool:
@@ -193,13 +202,18 @@ class Job(Settings):
 
     def test_rows(self, data: Data, num_clients: int, pid: int) -> np.ndarray:
         """Return the test examples of a client that tests the model."""
-        parts = self.parts_of(data, num_clients)[:num_clients]
+        parts = self.parts_of(data, num_clients)
         kinds = data.train_y, data.test_y
         if self.partition in BY_GROUP and data.groups is not None and data.test_groups is not None:
             kinds = data.groups, data.test_groups
         elif self.test_split == "classes":
             return np.flatnonzero(np.isin(data.test_y, data.train_y[parts[pid]]))
-        return test_split(kinds[0], parts, kinds[1], self.seed)[pid]
+        mine = _TESTS.get(
+            [*kinds, parts],
+            (num_clients, self.seed),
+            lambda: test_split(kinds[0], parts[:num_clients], kinds[1], self.seed),
+        )
+        return mine[pid]
 
     def label_counts(self) -> np.ndarray:
         """Return how many examples of each class each training client has: (clients, classes), int64."""
@@ -228,12 +242,7 @@ class Job(Settings):
 
     def check(self) -> None:
         """Raise ValueError if any of the methods refuses its settings, the model or the optimiser."""
-        from flwr.app import ArrayRecord
-
-        from flwr_regs.experiments import models
-
-        model = models.check(*self.model_arguments)
-        arrays = ArrayRecord(model.state_dict())
+        arrays = _start(*self.model_arguments)
         for method in self.method_names:
             strategy = self.strategy(method)
             with named(method):
@@ -322,7 +331,23 @@ class Job(Settings):
         return 0 if luck < self.drop_out else int(planned * speed) if slow else planned
 
 
-_PARTS: dict[tuple[Job, int], list[np.ndarray]] = {}
+_PARTS = Recent[list[np.ndarray]](8)
+_TESTS = Recent[list[np.ndarray]](8)
+
+
+def _start(dataset: str, model: str, *more: Any) -> ArrayRecord:
+    """Return the initial model, after a check; one of the package's is drawn once for many methods."""
+    known = ":" not in dataset + model and not dataset.startswith("image-folder")
+    return (_known_start if known else _known_start.__wrapped__)(dataset, model, *more)
+
+
+@lru_cache(maxsize=2)
+def _known_start(*arguments: Any) -> ArrayRecord:
+    from flwr.app import ArrayRecord
+
+    from flwr_regs.experiments import models
+
+    return ArrayRecord(models.check(*arguments).state_dict())
 
 
 @lru_cache(maxsize=2)  # a Ray actor keeps it for all its clients

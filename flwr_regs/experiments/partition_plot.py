@@ -10,7 +10,7 @@ import numpy as np
 
 from flwr_regs.experiments import data, domains, plots, shift_pictures, shifts
 from flwr_regs.experiments.job import Job
-from flwr_regs.experiments.partitions import BY_GROUP, partition_hash
+from flwr_regs.experiments.partitions import BY_GROUP
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -33,13 +33,11 @@ def draw(job: Job, folder: Path) -> str:
     ]
     counts = job.label_counts()
     sizes, kinds = counts.sum(1), (counts > 0).sum(1)
-    found = data.load(job.dataset, job.data_dir, job.code_dir)
-    parts = job.parts_of(found, job.num_clients)[: job.num_clients]
     said = [
         _title(job),
         f"examples a client: {sizes.min()} to {sizes.max()}; "
         f"labels a client: {kinds.min()} to {kinds.max()}",
-        f"partition hash: {partition_hash(parts)}",
+        f"partition hash: {job.partition_hash()}",
         *map(str, written),
     ]
     return "\n".join(said)
@@ -50,7 +48,7 @@ def _title(job: Job) -> str:
 
 
 def _pictures(job: Job) -> Iterator[tuple[str, Figure]]:
-    found = data.load(job.dataset, job.data_dir, job.code_dir)
+    found = job.data()
     first = " in round 1" if job.partition == "long-tail-rounds" else ""
     yield "partition", plots.labels(job.label_counts(), title=_title(job) + first)
     groups = found.groups

@@ -156,6 +156,7 @@ def save(
         bench.save(folder / where[panel], came)
     rows = [{"name": r.name, "call": r.call, "panels": [*r.panels]} for r in card.rows]
     reports = {panel: card.panel(panel).reports for panel in benches}
+    datasets = [Job.from_run_config(dict(bench.settings)).dataset for bench in benches.values()]
     kept = {
         **came,
         "card": card.name,
@@ -165,7 +166,8 @@ def save(
         "setting": card.setting,
         "metrics": [*card.metrics],
         "hashes": {},
-        "expected": dict(card.hashes),
+        "expected": {n: h for n in datasets if (h := needs.expected(n, card.hashes))},
+        "notes": {},
         "smoke": smoke,
         "panels": where,
         "rows": rows,
@@ -202,11 +204,15 @@ def _train(
 ) -> int:
     status = 0
     kept = json.loads((folder / PROTOCOL).read_text(encoding="utf-8"))
-    where = kept["panels"]
+    where, kept["notes"] = kept["panels"], kept.get("notes", {})
+    found: dict[str, str] = {}
     for panel, bench in benches.items():
         print(f"{card.name}, {card.source}, {card.where}: {panel}", flush=True)
-        for note in notes(card, bench, smoke, kept["hashes"]):
+        said = notes(card, bench, smoke, found, kept["hashes"])
+        for note in said:
             print(f"NOTE: {note}", flush=True)
+        kept["hashes"] = {**found, **kept["hashes"]}
+        kept["notes"][panel] = [*dict.fromkeys([*kept["notes"].get(panel, []), *said])]
         write(folder / PROTOCOL, json.dumps(kept, indent=1))
         there = folder / where[panel]
         came = bench.provenance(there)
@@ -215,13 +221,18 @@ def _train(
         status = max(status, ended, int(wrong))
     rows = report_rows(card, folder)
     write(folder / "protocol.csv", as_csv(rows))
-    write(folder / "protocol.txt", text := as_text(card, rows))
+    write(folder / "protocol.txt", text := as_text(card, rows, kept["notes"]))
     print(text + f"results: {folder}", flush=True)
     return status
 
 
-def notes(card: Card, bench: Bench, smoke: bool, hashes: dict[str, str]) -> list[str]:
-    """Return what the reader must know of the data of a panel; add the data's hash to `hashes`."""
+def notes(
+    card: Card, bench: Bench, smoke: bool, found: dict[str, str], before: Mapping[str, str]
+) -> list[str]:
+    """Return what the reader must know of the data of a panel; add the data's hash to `found`.
+
+    `before` are the hashes when the run began, where this goes on with it.
+    """
     job = Job.from_run_config(dict(bench.settings))
     name = job.dataset
     if job.synthetic:
@@ -231,12 +242,16 @@ def notes(card: Card, bench: Bench, smoke: bool, hashes: dict[str, str]) -> list
         ]
     if smoke:
         return ["a smoke test: its accuracies say nothing"]
-    if name not in hashes:
-        hashes[name] = subset.fingerprint(replace(job, examples=0, num_classes=0).data())
-    known = {**needs.HASHES, **card.hashes}.get(name, hashes[name])
-    if hashes[name] != known:
-        return [f"the hash of {name} is {hashes[name]}, the card's {known}: these are other data"]
-    return []
+    if name not in found:
+        found[name] = subset.fingerprint(replace(job, examples=0, num_classes=0).data())
+    now, said = found[name], []
+    if (known := needs.expected(name, card.hashes)) and now != known:
+        said.append(f"the hash of {name} is {now}, the card's {known}: these are other data")
+    if (old := before.get(name, now)) != now:
+        said.append(
+            f"the hash of {name} is {now}, but it was {old} when this run began: these are other data"
+        )
+    return said
 
 
 def report_rows(card: Card, folder: Path) -> list[dict[str, Any]]:
@@ -295,8 +310,13 @@ def as_csv(rows: Sequence[Mapping[str, Any]]) -> str:
     return out.getvalue()
 
 
-def as_text(card: Card, rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return the report for a terminal: a line for each method of a panel, the source's in brackets."""
+def as_text(
+    card: Card, rows: Sequence[Mapping[str, Any]], said: Mapping[str, Sequence[str]]
+) -> str:
+    """Return the report for a terminal: a line for each method of a panel, the source's in brackets.
+
+    `said` are the notes of each panel.
+    """
     lines = [f"{card.title} ({card.source}, {card.where}); in brackets what the source reports"]
     for panel in dict.fromkeys(row["panel"] for row in rows):
         mine = [row for row in rows if row["panel"] == panel]
@@ -310,6 +330,7 @@ def as_text(card: Card, rows: Sequence[Mapping[str, Any]]) -> str:
             "  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]).rstrip()
             for line in cells
         ]
+        lines += [f"NOTE: {note}" for note in said.get(panel, ())]
     lines += ["", *(f"{m}: {metrics.METRICS[m].meaning}" for m in card.metrics)]
     return "\n".join(lines) + "\n"
 

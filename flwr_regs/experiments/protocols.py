@@ -59,7 +59,7 @@ SMOKE = {
     "num-classes": 3,
     "num-clients": 3,
     "local-steps": 1,
-    "examples-per-client": 0,
+    "examples-per-client": 10,  # Fisher information is of all of them, one by one
     "held-out-clients": 0,
     "test-examples": 10,
     "straggler-share": 0.0,  # of one step, a slow client takes none

@@ -223,7 +223,9 @@ class Bench:
 
     def check(self) -> None:
         """Raise ValueError or OSError for what can be known to be impossible before anything trains."""
-        (self.tuning() if self.spaces else self.test({row: {} for row in self.labels})).check()
+        if self.spaces:
+            self.tuning().check()
+        self.test({row: {} for row in self.labels}).check()
 
     def chosen(self, runs: Sequence[Run]) -> dict[str, dict[str, str]]:
         """Return row -> the point with the highest mean of the last five rounds on held-out data.

@@ -122,7 +122,6 @@ def cifar(tmp_path: Path) -> str:
     pytest.importorskip("pyarrow")
     made.cifar(tmp_path, 10)
     data.load.cache_clear()
-    clients._data.cache_clear()
     return str(tmp_path)
 
 

@@ -25,7 +25,6 @@ def test_a_client_tests_on_its_own_groups_and_classes(tmp_path: Path) -> None:
     whole = data.load(job.dataset, job.data_dir)
     assert whole.groups is not None
     assert whole.test_groups is not None
-    clients._data.cache_clear()
     for pid, rows in enumerate(job.parts(whole.train_y, 5)):
         train, test = clients._data(job, 5, pid)
         assert test is not None
@@ -44,7 +43,6 @@ def test_held_out_examples_and_clients_never_come_from_the_test_data(
     x = np.arange(200, dtype=np.float32)[:, None]
     whole = data.Data(x[::2], np.arange(100) % 2, x[1::2], np.arange(100) % 2)
     monkeypatch.setattr(Job, "data", lambda _: whole)
-    clients._data.cache_clear()
     share = Job.from_run_config({**COMMON, "held-out-share": 0.3})
     for pid in range(5):
         train, held_out = clients._data(share, 5, pid)
@@ -56,7 +54,6 @@ def test_held_out_examples_and_clients_never_come_from_the_test_data(
     parts = others.parts(whole.train_y, 5)
     assert len(parts) == 7
     assert len({*np.concatenate(parts).tolist()}) == 100
-    clients._data.cache_clear()
 
 
 def test_the_quadratics_have_their_own_model_and_loss() -> None:

@@ -90,6 +90,46 @@ def test_the_half_is_of_the_planned_rounds() -> None:
     assert metrics.METRICS["best-half"].of(run) == 0.4
 
 
+def test_the_last_five_rounds_are_not_all() -> None:
+    run = made([0.9, 0.1, 0.2, 0.3, 0.4, 1.0])
+    assert metrics.METRICS["last5"].of(run) == pytest.approx(0.4)
+    assert metrics.METRICS["mean"].of(run) == pytest.approx(2.9 / 6)
+
+
+def test_a_target_is_reached_where_it_is_met() -> None:
+    assert metrics.METRICS["rounds-to"].of(made([0.4, 0.5, 0.6])) == 2
+
+
+def test_the_worst_tenth_is_of_the_clients() -> None:
+    run = made([0.5])
+    run.per_client = {"clients": [0.01 * i for i in reversed(range(39))]}
+    assert metrics.METRICS["worst"].of(run) == 0
+    assert metrics.METRICS["worst-tenth"].of(run) == pytest.approx(0.01)  # three of 39
+
+
+def test_what_is_sent_before_a_round_or_in_a_first_exchange_counts() -> None:
+    run = made([0.5], bytes_ahead={0: 30, 1: 10}, bytes_probe_down={0: 7, 1: 7})
+    run.rounds[0]["seconds"]["probe"] = 0.5
+    assert metrics.METRICS["bytes-down"].of(run) == 120
+    assert metrics.METRICS["exchanges"].of(run) == 2
+    assert metrics.mean_and_spread("bytes-beside", [run], [made([0.5])])[0] == 20
+    plain, probed = (metrics.METRICS["deployed-seconds"].of(r) for r in (made([0.5]), run))
+    assert plain is not None
+    assert probed == pytest.approx(plain + 7 * 0.25)
+
+
+def test_a_round_on_phones_waits_for_the_largest_messages() -> None:
+    run = made([0.5], bytes_down={0: 300, 1: 100}, bytes_up={0: 5, 1: 50})
+    want = 3e-4 / 0.75 + 5e-5 / 0.25 + 7 * 0.75 + 10 + 0.5
+    assert metrics.METRICS["deployed-seconds"].of(run) == pytest.approx(want, abs=1e-6)
+
+
+def test_the_ensemble_is_tested_beside_the_model() -> None:
+    run = made([0.5, 0.6])
+    run.test[-1]["ensemble"] = 0.7
+    assert metrics.METRICS["ensemble"].of(run) == 0.7
+
+
 def test_a_target_that_is_not_reached_has_no_rounds() -> None:
     run = made([0.2, 0.3])
     for name in ("rounds-to", "seconds-to", "megabytes-to", "gradients-to"):
@@ -108,6 +148,10 @@ def test_means_are_over_the_seeds_that_ended_and_beside_the_first_method() -> No
     more = [made([0.4], seed=1, bytes_down={0: 130, 1: 150}), made([0.6], seed=2)]
     assert metrics.mean_and_spread("bytes-beside", more, runs) == pytest.approx((20, 800**0.5, 2))
     assert metrics.mean_and_spread("bytes-beside", runs, runs)[0] == 0
+    # each seed beside its own; one that the first method does not have is left out
+    first = [made([0.4], seed=1), made([0.6], seed=2, bytes_down={0: 110, 1: 130})]
+    more = [made([0.4], seed=s, bytes_down={0: 130, 1: 150}) for s in (1, 2, 3)]
+    assert metrics.mean_and_spread("bytes-beside", more, first) == pytest.approx((30, 200**0.5, 2))
 
 
 @pytest.mark.parametrize(

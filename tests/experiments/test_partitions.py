@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from flwr_regs.experiments import cli
-from flwr_regs.experiments.partitions import BY_GROUP, PARTITIONS, partition
+from flwr_regs.experiments.partitions import BY_GROUP, PARTITIONS, partition, partition_hash
 from flwr_regs.experiments.settings import DEFAULTS
 from tests.conftest import ROOT
 
@@ -307,6 +307,49 @@ def test_similarity_and_iid() -> None:
     assert max(classes("similarity", similarity=0.0)) <= 2
     assert min(classes("similarity", similarity=50.0)) > 4
     assert min(classes("iid")) >= 8
+    even = labels_of([100] * 10)
+    for percent in (0.0, 30.0, 70.0):
+        most = held(even, partition(even, "similarity", 10, 3, similarity=percent)).max(1) / 100
+        sorted_share = 1 - percent / 100
+        assert abs(most.mean() - (sorted_share + 0.1 * (1 - sorted_share))) < 0.07
+
+
+def test_a_round_is_drawn_for_each_client_and_a_domains_labels_swap_within_it() -> None:
+    first, second = partition(LABELS, "long-tail-rounds", 2, 3, sample_share=0.5)
+    assert {*first.tolist()} != {*second.tolist()}
+    groups = np.arange(1000) % 4
+    parts = partition(LABELS, "label-swaps-rounds", 8, 3, groups=groups)
+    assert [{*groups[p].tolist()} for p in parts] == [{k % 4} for k in range(8)]
+
+
+HASHES = {
+    "shards": "8b3433dc7698998a",
+    "shards-mcmahan": "490e1dc0212da93d",
+    "classes": "baae5d992c3aa95c",
+    "dirichlet-hsu": "7bcec90a4bdd3f23",
+    "dirichlet-niid-bench": "89fc2208bfb3e68e",
+    "dirichlet": "89fc2208bfb3e68e",
+    "similarity": "71654cbf26521357",
+    "iid": "9aab667de9edeb1c",
+    "pachinko": "1dbca2019a54e463",
+    "quantity": "4b3e5095716c844d",
+    "noise": "9aab667de9edeb1c",
+    "domains": "2a5d94003354809c",
+    "natural": "2e80ca9f12ac7d15",
+    "interpolated": "950e3a92bfdb4b50",
+    "long-tail-rounds": "0fe4db5173f5d7c4",
+    "label-swaps-rounds": "2a5d94003354809c",
+}
+
+
+@pytest.mark.parametrize("kind", PARTITIONS)
+def test_a_partition_is_the_same_in_each_version(kind: str) -> None:
+    """Results have these hashes, and a card's settings must lead to the same clients in years."""
+    labels, rest = np.arange(700) ** 2 % 11 % 7, np.arange(700) % 21
+    settings: dict[str, Any] = {"dirichlet_alpha": 0.7, "similarity": 30.0, "sample_share": 0.4}
+    settings |= {"groups": rest, "fine_labels": 3 * labels + rest // 7, "shards_per_client": 3}
+    parts = partition(labels, kind, 9, 5, classes_per_client=3, **settings)
+    assert partition_hash(parts) == HASHES[kind]
 
 
 # what is impossible

@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 
-from flwr_regs.experiments import cli, protocol_runs, protocols
+from flwr_regs.experiments import cli, needs, protocol_runs, protocols
+from flwr_regs.experiments.job import Job
+from flwr_regs.experiments.partitions import partition, partition_hash
 from tests.experiments.test_cards import CARDS
 
 ONE_OF_EACH = ["fedfor-t1", "fedadc-f1", "rfedavg-t1", "efl-f1", "field-guide-t1", "flute-lr-mnist"]
@@ -226,11 +228,58 @@ def test_names_with_commas_are_chosen(
     assert all(bench.methods == rows for bench in benches.values())
 
 
-def test_other_data_than_the_cards_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+def test_other_data_than_the_cards_is_said_and_kept(capsys: pytest.CaptureFixture[str]) -> None:
     text = CARD.replace("[reduced]", '[hashes]\n"mine.py:load" = "00"\n\n[reduced]')
     Path("card.toml").write_text(text)
     run("bench", "card.toml", "--panels", "one", "--seeds", "1", "--tune", "lr=0.1", "out=here")
-    assert "the card's 00: these are other data" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    kept = json.loads(Path("here/protocol.json").read_text())
+    now = kept["hashes"]["mine.py:load"]
+    said = f"the hash of mine.py:load is {now}, the card's 00: these are other data"
+    assert out.count(said) == 2  # before the run and below its table
+    assert kept["expected"] == {"mine.py:load": "00"}
+    assert kept["notes"] == {"one": [said]}
+    assert f"NOTE: {said}" in Path("here/protocol.txt").read_text()
+
+
+def test_data_as_the_card_has_them_are_not_remarked_on(capsys: pytest.CaptureFixture[str]) -> None:
+    card = CARD.replace('"mine.py:load"', '"digits"').replace('"mine.py:Net"', '"mlp"')
+    Path("card.toml").write_text(card)
+    words = ("--panels", "one", "--seeds", "1", "--tune", "lr=0.1", "out=here")
+    assert run("bench", "card.toml", *words, "examples=100", "num-classes=2") in (0, 1)
+    assert "NOTE" not in capsys.readouterr().out.partition("test: ")[0]
+    kept = json.loads(Path("here/protocol.json").read_text())
+    assert kept["hashes"] == kept["expected"] == {"digits": needs.HASHES["digits"]}  # of all of it
+    assert kept["notes"] == {"one": []}
+
+
+def test_data_that_changed_before_a_run_goes_on_are_said(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = ("--panels", "one", "--seeds", "1", "--tune", "lr=0.1", "out=here")
+    run("bench", "card.toml", *words)
+    capsys.readouterr()
+    path = Path("here/protocol.json")
+    kept = json.loads(path.read_text())
+    now = kept["hashes"]["mine.py:load"]
+    path.write_text(json.dumps({**kept, "hashes": {"mine.py:load": "11"}}))
+    run("bench", "--resume", "here")
+    said = f"the hash of mine.py:load is {now}, but it was 11 when this run began"
+    assert said in capsys.readouterr().out
+    kept = json.loads(path.read_text())
+    assert kept["hashes"] == {"mine.py:load": "11"}
+    assert said in kept["notes"]["one"][0]
+
+
+def test_a_plan_has_the_hash_of_each_partition() -> None:
+    run("bench", "card.toml", "--panels", "one", "--tune", "lr=0.1", "out=here")
+    runs = json.loads(Path("here/settings.json").read_text())["runs"]
+    hashes = {r["settings"]["seed"]: r["partition"] for r in runs}
+    assert len({*hashes.values()}) == len(hashes) == 2
+    for r in runs:
+        job = Job.from_run_config(r["settings"])
+        parts = partition(job.data().train_y, "iid", 3, job.seed)
+        assert r["partition"] == partition_hash(parts)
 
 
 def smoke(name: str, capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
@@ -270,5 +319,8 @@ def test_the_cards_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
         assert f"\n{name} " in out
     assert run("protocols", "card.toml") == 0
     assert "the source's final: FedAvg 50; Mine 60.5 ± 1.5" in capsys.readouterr().out
+    assert run("protocols", "rfedavg-t1") == 0
+    known = f"hashes of the data: mnist {needs.HASHES['mnist']}, cifar10 not known"
+    assert known in capsys.readouterr().out
     assert run("protocols", "--markdown") == 0
     assert "| `fedfor-t1` |" in capsys.readouterr().out

@@ -37,7 +37,9 @@ def test_a_clients_noise_has_its_variance() -> None:
         assert shifts.noisy(x, client, 10, 0.5, 3).dtype == np.float32
     same = [shifts.noisy(x, 1, 10, 0.5, 3, part) for part in (0, 0, 1)]
     assert np.array_equal(same[0], same[1])
-    assert abs(np.corrcoef((same[0] - x).ravel(), (same[2] - x).ravel())[0, 1]) < 0.05
+    others = [shifts.noisy(x, *who) for who in ((2, 10, 0.5, 3), (1, 10, 0.5, 4))]
+    for other in (same[2], *others):  # the test inputs', another client's, another seed's
+        assert abs(np.corrcoef((same[0] - x).ravel(), (other - x).ravel())[0, 1]) < 0.05
     with pytest.raises(ValueError, match="inputs of floats, not of uint8"):
         shifts.noisy(x.astype(np.uint8), 1, 10, 0.5, 3)
 
@@ -47,10 +49,10 @@ def test_a_clients_noise_has_its_variance() -> None:
 
 def test_a_round_has_a_long_tail_of_a_random_sample() -> None:
     labels = np.random.default_rng(0).permutation(np.repeat(np.arange(5), 200))
-    rows = shifts.long_tail(labels, 0, 1, 0, share=1.0, ratio=100.0)
-    assert len(set(rows)) == len(rows)
-    want = [round(200 * 100 ** (-i / 4)) for i in range(5)]  # 200, 63, 20, 6, 2
-    assert sorted(np.bincount(labels[rows], minlength=5), reverse=True) == want
+    for ratio, want in ((100.0, [200, 63, 20, 6, 2]), (50.0, [200, 75, 28, 11, 4])):
+        rows = shifts.long_tail(labels, 0, 1, 0, share=1.0, ratio=ratio)
+        assert len(set(rows)) == len(rows)
+        assert sorted(np.bincount(labels[rows], minlength=5), reverse=True) == want
     first, seen = Counter[int](), np.zeros(1000)
     for server_round in range(1, 401):
         rows = shifts.long_tail(labels, 3, server_round, 0, share=0.2, ratio=10.0)
@@ -167,13 +169,11 @@ def test_clients_test_on_their_own_kind(monkeypatch: pytest.MonkeyPatch) -> None
         *(digits.train_x, digits.train_y, digits.test_x, digits.test_y), groups, test_groups
     )
     monkeypatch.setattr(Job, "data", lambda _: made)
-    clients._data.cache_clear()
     job = job_of(partition="natural", test_on_clients=True)
     train, test = clients._data(job, 10, 4, 0)
     assert test is not None
     assert np.array_equal(train.tensors[1], digits.train_y[groups == 4])
     assert sorted(test.tensors[1]) == sorted(digits.test_y[test_groups == 4])
-    clients._data.cache_clear()
 
 
 def test_a_pachinko_partition_needs_coarse_labels() -> None:

@@ -91,6 +91,8 @@ def test_domains_keep_a_share_of_the_smallest_ones_first_pictures(tmp_path: Path
     assert got.train_y[:10].tolist() == list(range(10))
     assert len(got.test_y) == 40
     assert got.augment == "flip-rotate"
+    few = data.load("office-caltech(share=0.25, size=8)", str(tmp_path))
+    assert (len(few.train_y), len(few.test_y)) == (20, 40)  # all test pictures stay
     paths, _ = pickles.read(tmp_path / "office_caltech_10/webcam_test.pkl")
     with Image.open(tmp_path / str(paths[3])) as image:
         scaled = np.asarray(image.convert("RGB").resize((20, 20), Image.Resampling.BILINEAR))
@@ -107,6 +109,7 @@ def test_a_list_with_a_wrong_entry_is_refused(tmp_path: Path) -> None:
             ValueError,
             "names '../secret.png', which is outside",
         ),
+        (([str(tmp_path / paths[0]), *paths[1:]], labels), ValueError, "which is outside of this"),
         (
             (["gone.png", *paths[1:]], labels),
             FileNotFoundError,
@@ -144,6 +147,10 @@ def test_landmarks_by_photographer(tmp_path: Path) -> None:
         middle = image.crop((3, 3, 57, 47)).resize((40, 40), Image.Resampling.BILINEAR)
     want = np.asarray(middle).transpose(2, 0, 1) / 127.5 - 1
     np.testing.assert_allclose(got.test_x[0], want, rtol=1e-4, atol=1e-5)
+    with Image.open(tmp_path / "images/abc1.jpg") as image:  # whole, where it trains
+        whole = image.resize((40, 40), Image.Resampling.BILINEAR)
+    want = np.asarray(whole).transpose(2, 0, 1) / 127.5 - 1
+    np.testing.assert_allclose(got.train_x[1], want, rtol=1e-4, atol=1e-5)
     (tmp_path / "images/abc2.jpg").unlink()
     with pytest.raises(
         FileNotFoundError, match=r"1 of 7 pictures are missing in .* images/abc2.jpg"

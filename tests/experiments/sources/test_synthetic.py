@@ -24,6 +24,7 @@ def test_each_client_has_a_linear_model_and_inputs_of_its_own() -> None:
     sizes = np.bincount(got.groups) + np.bincount(got.test_groups)
     assert sizes.min() >= 50
     assert 3.6 < np.log(sizes - 49.5).mean() < 4.4  # a log-normal's
+    assert 1.7 < np.log(sizes - 49.5).std() < 2.3
     assert (np.bincount(got.test_groups) == sizes - (0.9 * sizes).astype(int)).all()
     means = np.stack([got.train_x[got.groups == g].mean(0) for g in range(200)])
     assert 1.7 < means.mean(1).std() < 2.3  # B_k from N(0, beta)
@@ -35,6 +36,7 @@ def test_each_client_has_a_linear_model_and_inputs_of_its_own() -> None:
 
 def test_iid_clients_share_one_model() -> None:
     got = data.load("synthetic(iid=True, clients=50)")
+    assert abs(got.train_x.mean(0)).max() < 4.5 / np.sqrt(len(got.train_x))
     x, y = torch.from_numpy(got.train_x), torch.from_numpy(got.train_y)
     model = torch.nn.Linear(60, 10)
     optimizer = torch.optim.LBFGS(model.parameters(), max_iter=200)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from flwr_regs.experiments import data
-from flwr_regs.experiments.sources import texts
+from flwr_regs.experiments.sources import files, texts
 from tests.experiments.sources import made
 
 
@@ -51,6 +51,14 @@ def test_femnist_from_tffs_files(tmp_path: Path) -> None:
     np.testing.assert_array_equal(two.train_x, two.test_x)  # the same two writers
     with pytest.raises(ValueError, match="there are 3 users, but 4 are asked for"):
         data.load("femnist(writers=4)", str(tmp_path))
+
+
+def test_users_are_drawn_at_random_and_always_the_same() -> None:
+    every = [f"u{i:02d}" for i in range(40)]
+    chosen = files.drawn(every[::-1], 10)
+    assert chosen == sorted({*chosen}) == files.drawn(every, 10)
+    assert chosen != every[:10]
+    assert files.drawn(every[::-1], 0) == every
 
 
 def test_femnist_from_the_hubs_parquet(tmp_path: Path) -> None:
