@@ -88,13 +88,29 @@ def planned(args: argparse.Namespace, name: str) -> tuple[Card, dict[str, Bench]
     if args.tuning_seeds:
         card = replace(card, tuning_seeds=numbers(args.tuning_seeds, "--tuning-seeds"))
     if card.lacks:
-        raise ValueError(f"card '{name}' needs what this version does not have: {_and(card.lacks)}")
-    asked = [part.strip() for part in args.panels.split(",") if part.strip()]
-    panels = [card.panel(part) for part in asked] or [*card.panels]
+        raise ValueError(
+            f"card '{name}' needs what this version does not have: {', '.join(card.lacks)}"
+        )
+    panels = asked_panels(card, args.panels) or [*card.panels]
     if args.smoke:
         panels = panels[:1]
     make = smoke if args.smoke else Card.bench
     return card, {panel.name: make(card, panel, args.setting, given) for panel in panels}
+
+
+def asked_panels(card: Card, text: str) -> list[Panel]:
+    """Return the panels of names that commas or semicolons separate; a name may have commas itself."""
+    known = {panel.name for panel in card.panels}
+    found = []
+    for one in text.split(";"):
+        parts = one.split(",")
+        while parts:
+            names = [",".join(parts[:n]).strip() for n in range(len(parts), 0, -1)]
+            name = next((n for n in names if n in known), names[-1])
+            del parts[: name.count(",") + 1]
+            if name:
+                found.append(card.panel(name))
+    return found
 
 
 def smoke(card: Card, panel: Panel, level: str, given: Mapping[str, Any]) -> Bench:
@@ -191,7 +207,7 @@ def _train(
         write(folder / PROTOCOL, json.dumps(kept, indent=1))
         there = folder / where[panel]
         came = bench.provenance(there)
-        results, ended = commands.train_bench(bench, there, came, workers, not smoke)
+        results, ended = commands.train_bench(bench, there, came, workers, not smoke, folder)
         wrong = not smoke and commands.went_wrong(results)
         status = max(status, ended, int(wrong))
     rows = report_rows(card, folder)
@@ -218,6 +234,15 @@ def notes(card: Card, bench: Bench, smoke: bool, hashes: dict[str, str]) -> list
     if hashes[name] != known:
         return [f"the hash of {name} is {hashes[name]}, the card's {known}: these are other data"]
     return []
+
+
+def places(folder: Path) -> list[Path]:
+    """Return the folders with results: of a card's panels those whose test has begun, or itself."""
+    if not (folder / PROTOCOL).is_file():
+        return [folder]
+    kept = json.loads((folder / PROTOCOL).read_text(encoding="utf-8"))["panels"]
+    begun = [folder / place for place in kept.values() if (folder / place / PLAN).is_file()]
+    return begun or [folder / place for place in kept.values()][:1]
 
 
 def report_rows(card: Card, folder: Path) -> list[dict[str, Any]]:
@@ -301,7 +326,3 @@ def _cell(row: Mapping[str, Any]) -> str:
     if row["source_value"] is None:
         return ours
     return f"{ours} [{metrics.shown(name, row['source_value'], row['source_std'])}]"
-
-
-def _and(parts: Sequence[str]) -> str:
-    return ", ".join(parts)
