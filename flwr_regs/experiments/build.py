@@ -221,7 +221,8 @@ def _terms(found: Any, call: Call) -> list[Term]:
     terms = list(found) if isinstance(found, list | tuple) else [found]
     if not terms or not all(isinstance(t, Term) for t in terms):
         raise TypeError(
-            f"expected a strategy that derives from RegStrategy, a term, or a list of terms, not {found!r}"
+            "expected a strategy that derives from RegStrategy, a term, or a list of terms, not a value of "
+            f"type {type(found).__name__}"
         )
     return terms
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Sequence
 from typing import Any
 
@@ -54,8 +55,8 @@ def markdown() -> str:
     return "\n".join(lines) + "\n"
 
 
-def one(card: Card, data_dir: str = "") -> str:
-    """Return all that a card holds, for a terminal."""
+def one(card: Card, data_dir: str = "", name: str = "") -> str:
+    """Return all that a card holds, for a terminal; `name` is what `bench` finds it by."""
     lines = [card.title, f"source: {card.source}, {card.where}"]
     lines += [f"setting: {' or '.join(card.levels)}", f"needs: {needed(card, data_dir)}"]
     lines += [f"  {name}: {needs.files(name)}" for name in card.datasets if needs.files(name)]
@@ -85,8 +86,9 @@ def one(card: Card, data_dir: str = "") -> str:
     if card.departures:
         lines += ["", "what the source says, where the card is not as it, and what it leaves open:"]
         lines += [f"  - {text}" for text in card.departures]
-    lines += ["", f"flwr-regs bench {card.name}"]
-    lines += [f"flwr-regs bench {card.name} --setting reduced"] * ("reduced" in card.levels[1:])
+    word = shlex.quote(name or card.name)
+    lines += ["", f"flwr-regs bench {word}"]
+    lines += [f"flwr-regs bench {word} --setting reduced"] * ("reduced" in card.levels[1:])
     return "\n".join(lines) + "\n"
 
 

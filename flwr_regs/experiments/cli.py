@@ -47,7 +47,7 @@ def _main(argv: Sequence[str] | None) -> int:
     # settings, and the name of a card, may stand on either side of an option
     settings, card = "settings" in args, args.command == "bench"
     if wrong := [r for r in rest if ("=" not in r and not card) or r[:1] == "-" or not settings]:
-        parser.error(f"unrecognized arguments: {' '.join(wrong)}")
+        parser.error(f"unrecognized arguments: {' '.join(wrong)}{_as_setting(wrong[0])}")
     if "settings" in args:
         args.settings = [*args.settings, *rest]
     args.words = [*(sys.argv[1:] if argv is None else argv)]
@@ -193,24 +193,38 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _as_setting(word: str) -> str:
+    """Return how to write a setting that stands there as an option."""
+    from flwr_regs.experiments.settings import DEFAULTS
+
+    name = word.lstrip("-").partition("=")[0].replace("_", "-")
+    return f"; {name} is a setting: {name}=..." if name in DEFAULTS else ""
+
+
 def _plot(args: argparse.Namespace) -> int:
-    from flwr_regs.experiments import partition_plot
-    from flwr_regs.experiments.engine import Plan
-    from flwr_regs.experiments.tuning import Bench
+    from flwr_regs.experiments import partition_plot, protocol_runs
     from flwr_regs.experiments.words import job_of
 
     if args.what != "partition":
         folder = Path(args.what)
         if args.settings:
             raise ValueError(f"results are drawn as they are: leave out {args.settings[0]}")
-        tuned = (folder / "bench.json").is_file()
-        results = Bench.kept(folder) if tuned else Plan.load(folder).results(folder)
-        results.save(folder)
-        print(results.text() + f"results: {folder}")
+        for place in protocol_runs.places(folder):
+            _draw_again(place)
         return 0
     job = job_of(args, [])
     print(partition_plot.draw(job, Path(job.out) if job.out else Path.cwd()))
     return 0
+
+
+def _draw_again(folder: Path) -> None:
+    from flwr_regs.experiments.engine import Plan
+    from flwr_regs.experiments.tuning import Bench
+
+    tuned = (folder / "bench.json").is_file()
+    results = Bench.kept(folder) if tuned else Plan.load(folder).results(folder)
+    results.save(folder)
+    print(results.text() + f"results: {folder}")
 
 
 def _protocols(args: argparse.Namespace) -> int:
@@ -223,7 +237,7 @@ def _protocols(args: argparse.Namespace) -> int:
         raise ValueError(f"protocols takes data-dir=..., not {wrong[0]}")
     folder = given.get("data-dir", "")
     if args.name:
-        print(cards_table.one(protocols.load(args.name), folder), end="")
+        print(cards_table.one(protocols.load(args.name), folder, args.name), end="")
     elif args.markdown:
         print(cards_table.markdown(), end="")
     else:

@@ -58,7 +58,8 @@ def resources(args: argparse.Namespace) -> int:
     """Train one client, and print what it takes."""
     from flwr_regs.experiments.resources import measure
 
-    print(measure(job_of(args, [])).text())
+    job = job_of(args, [])
+    print(measure(job).text(job.num_clients))
     return 0
 
 
@@ -88,11 +89,19 @@ def bench(args: argparse.Namespace) -> int:
 
 
 def train_bench(
-    bench: Bench, folder: Path, came: Mapping[str, Any], workers: int, pictures: bool = True
+    bench: Bench,
+    folder: Path,
+    came: Mapping[str, Any],
+    workers: int,
+    pictures: bool = True,
+    whole: Path | None = None,
 ) -> tuple[Results, int]:
-    """Tune and test in a folder, as far as that is not done; return the results and the exit status."""
+    """Tune and test in a folder, as far as that is not done; return the results and the exit status.
+
+    `whole` is the folder to go on with, if this one is a part of it.
+    """
     trials = folder / "tuning"
-    with locked(folder), keeping(folder, "bench"):
+    with locked(folder), keeping(folder, "bench", whole):
         chosen: dict[str, dict[str, str]] = {row: {} for row in bench.labels}
         if bench.spaces:
             tuning = bench.tuning()
@@ -163,15 +172,18 @@ def _report(results: Results, folder: Path, plan: Plan, pictures: bool = True) -
 
 
 @contextmanager
-def keeping(folder: Path, command: str) -> Iterator[None]:
-    """Say where the results so far are, and how to go on, if this is interrupted."""
+def keeping(folder: Path, command: str, whole: Path | None = None) -> Iterator[None]:
+    """Say where the results so far are, and how to go on, if this is interrupted.
+
+    `whole` is as in :func:`train_bench`.
+    """
     try:
         yield
     except (KeyboardInterrupt, SystemExit) as error:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second press must not cut this short
         print(
             f"\nflwr-regs: interrupted; every round so far is in {folder}\n"
-            f"go on with: flwr-regs {command} --resume {shlex.quote(str(folder))}",
+            f"go on with: flwr-regs {command} --resume {shlex.quote(str(whole or folder))}",
             file=sys.stderr,
             flush=True,
         )

@@ -117,6 +117,12 @@ class Plan:
         found = [records.read(path) if path.is_file() else None for path in paths]
         return [run for run in found if run is not None]
 
+    def begun(self, folder: Path) -> list[Run]:
+        """Return what :meth:`recorded` does; ValueError if that is nothing."""
+        if not (found := self.recorded(folder)):
+            raise ValueError(f"{folder} has no runs yet")
+        return found
+
     def missing(self, folder: Path) -> list[tuple[str, Job]]:
         """Return the runs that have not ended."""
         done = {(run.label, run.seed) for run in self.recorded(folder) if run.ended}
@@ -124,7 +130,7 @@ class Plan:
 
     def results(self, folder: Path) -> Results:
         """Return the results so far; ValueError if there are none."""
-        return Results(self.recorded(folder), (), self.heading, self.ordered)
+        return Results(self.begun(folder), (), self.heading, self.ordered)
 
     def model_name(self, label: str, job: Job) -> str:
         """Return the name of a run's model file."""

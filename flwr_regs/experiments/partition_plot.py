@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from flwr_regs.experiments import data, domains, plots, shift_pictures, shifts
+from flwr_regs.experiments.folders import check_writable
 from flwr_regs.experiments.job import Job
 from flwr_regs.experiments.partitions import BY_GROUP
 
@@ -27,7 +28,7 @@ def draw(job: Job, folder: Path) -> str:
     where these decide. ``partition-inputs``: the same images as several clients have them, where clients
     change theirs. ``partition-rounds``: what changes from round to round. Each as PNG and PDF.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    check_writable(folder)
     written = [
         path for name, figure in _pictures(job) for path in plots.save(figure, folder / name)
     ]

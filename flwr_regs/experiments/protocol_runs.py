@@ -89,12 +89,18 @@ def planned(args: argparse.Namespace, name: str) -> tuple[Card, dict[str, Bench]
         card = replace(card, tuning_seeds=numbers(args.tuning_seeds, "--tuning-seeds"))
     if card.lacks:
         raise ValueError(f"card '{name}' needs what this version does not have: {_and(card.lacks)}")
-    asked = rejoined(args.panels.split(","), [panel.name for panel in card.panels])
-    panels = [card.panel(name) for name in asked] or [*card.panels]
+    panels = asked_panels(card, args.panels) or [*card.panels]
     if args.smoke:
         panels = panels[:1]
     make = smoke if args.smoke else Card.bench
     return card, {panel.name: make(card, panel, args.setting, given) for panel in panels}
+
+
+def asked_panels(card: Card, text: str) -> list[Panel]:
+    """Return the panels of names that commas or semicolons separate; a name may have commas itself."""
+    names = [panel.name for panel in card.panels]
+    asked = [name for part in text.split(";") for name in rejoined(part.split(","), names)]
+    return [card.panel(name) for name in asked]
 
 
 def smoke(card: Card, panel: Panel, level: str, given: Mapping[str, Any]) -> Bench:
@@ -216,7 +222,7 @@ def _train(
         write(folder / PROTOCOL, json.dumps(kept, indent=1))
         there = folder / where[panel]
         came = bench.provenance(there)
-        results, ended = commands.train_bench(bench, there, came, workers, not smoke)
+        results, ended = commands.train_bench(bench, there, came, workers, not smoke, folder)
         wrong = not smoke and commands.went_wrong(results)
         status = max(status, ended, int(wrong))
     rows = report_rows(card, folder)
@@ -252,6 +258,15 @@ def notes(
             f"the hash of {name} is {now}, but it was {old} when this run began: these are other data"
         )
     return said
+
+
+def places(folder: Path) -> list[Path]:
+    """Return the folders with results: of a card's panels those whose test has begun, or itself."""
+    if not (folder / PROTOCOL).is_file():
+        return [folder]
+    kept = json.loads((folder / PROTOCOL).read_text(encoding="utf-8"))["panels"]
+    begun = [folder / place for place in kept.values() if (folder / place / PLAN).is_file()]
+    return begun or [folder / place for place in kept.values()][:1]
 
 
 def report_rows(card: Card, folder: Path) -> list[dict[str, Any]]:
@@ -341,7 +356,3 @@ def _cell(row: Mapping[str, Any]) -> str:
     if row["source_value"] is None:
         return ours
     return f"{ours} [{metrics.shown(name, row['source_value'], row['source_std'])}]"
-
-
-def _and(parts: Sequence[str]) -> str:
-    return ", ".join(parts)

@@ -140,7 +140,7 @@ class Card:
         if name not in names:
             raise ValueError(
                 f"card '{self.name}' has no panel '{name}'{nearest(name, names)}; it has "
-                f"{', '.join(names)}"
+                f"{'; '.join(names)}"
             )
         return self.panels[names.index(name)]
 
@@ -197,7 +197,9 @@ class Card:
         bench = replace(ends.bench(panel, level, small), seeds=self.seeds[:1])
         for row in rows:
             whole = replace(bench, settings={**bench.settings, "methods": row.label})
-            replace(whole, own=checked.own).job(row.label, {}, self.seeds[0], tuning=False)
+            # with what tuning would try first: a wrong parameter in `tune` is found too
+            point = checked.trials_of(row.label)[0]
+            replace(whole, own=checked.own).job(row.label, point, self.seeds[0], tuning=False)
         return bench
 
     @cached_property
@@ -208,8 +210,9 @@ class Card:
             for level in self.levels:
                 here = {**settings.DEFAULTS, **self.settings_of(panel, level)}
                 for what, known in OPEN.items():
-                    if here[what].partition("(")[0] not in known and ":" not in here[what]:
-                        found[f"{what} {here[what]}"] = None
+                    name = here[what].partition("(")[0]
+                    if name not in known and ":" not in name:
+                        found[f"{what} '{here[what]}'{nearest(name, known)}"] = None
         return list(found)
 
     @property
@@ -312,6 +315,8 @@ def _check(card: Card) -> None:
     for key in card.metrics:
         if key not in metrics.METRICS:
             raise ValueError(f"'metrics': there is no '{key}'{nearest(key, metrics.METRICS)}")
+    if card.trials < 1:
+        raise ValueError("'trials' must be at least 1, not 0")
     titles = [panel.name for panel in card.panels]
     if len({*titles}) < len(titles):
         raise ValueError(f"'panels': two have one name: {', '.join(titles)}")

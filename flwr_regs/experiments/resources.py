@@ -43,8 +43,8 @@ class Taken:
             return 0.0
         return min(math.ceil(STEPS * MARGIN * self.gpu_used / self.gpu_total) / STEPS, 1.0)
 
-    def text(self) -> str:
-        """Return what was measured, and the option of ``flwr run``."""
+    def text(self, clients: int) -> str:
+        """Return what was measured, and the option of ``flwr run`` for so many clients."""
         lines = [
             f"one client: {self.seconds:.2g} s a round, {self.resident / 2**20:,.0f} MiB of memory "
             "for its process"
@@ -61,7 +61,7 @@ class Taken:
             lines.append(
                 "there is no CUDA GPU here, so none is asked for; memory bounds the clients"
             )
-        return "\n".join([*lines, f'--federation-config "num-supernodes=… {option}"'])
+        return "\n".join([*lines, f'--federation-config "num-supernodes={clients} {option}"'])
 
 
 def measure(job: Job) -> Taken:

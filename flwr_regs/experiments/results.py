@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 PICTURES = {"accuracy": "round", "megabytes": "megabytes", "seconds": "seconds"}
 """Picture of accuracies -> its x axis."""
 
+BRIEF = 12
+"""Characters of the first row's name in a heading, at most: a terminal has 80."""
 LATEX = str.maketrans(
     {c: f"\\{c}" for c in "%_&#${}"}
     | {"±": r"$\pm$", "–": "--", "<": r"$<$", ">": r"$>$", '"': "''"}
@@ -167,7 +169,8 @@ class Results:
         cells = {self.heading: row["method"]}
         if self.baseline:
             cells["last 5"] = per_cent(row["last5"], row["last5_interval"])
-            cells[f"vs {self.baseline}"] = per_cent(row["difference"], row["difference_interval"])
+            first = self.baseline if len(self.baseline) <= BRIEF else "first"
+            cells[f"vs {first}"] = per_cent(row["difference"], row["difference_interval"])
         else:
             cells["last 5"] = per_cent(row["last5"], row["last5_std"])
             cells["final"] = per_cent(row["final"], row["final_std"])

@@ -311,8 +311,8 @@ class Bench:
 
     def results(self, plan: Plan, folder: Path, notes: Sequence[str]) -> Results:
         """Return the test's results so far, compared with the first method."""
-        runs = plan.recorded(folder)
-        return Results(runs, notes, baseline=runs[0].label if runs else "")
+        runs = plan.begun(folder)
+        return Results(runs, notes, baseline=runs[0].label)
 
 
 def _label(row: str, point: Mapping[str, str]) -> str:

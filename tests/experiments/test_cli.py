@@ -255,12 +255,16 @@ def test_bench_fails_when_a_method_collapses(tmp_path: Path) -> None:
         (["sweep", "seed", "--values", "1,2"], "'seed' does not count beside --seeds"),
         (["sweep", "--case", "a: seed=3"], "'seed' does not count beside --seeds"),
         (["run", "--seeds", "99999999999999999999"], "--seeds must be different whole numbers"),
+        (["run", "--data-dir", "DIR"], "--data-dir; data-dir is a setting: data-dir=..."),
+        (["run", "methods=mine.py:Thing"], "or a list of terms, not a value of type Thing"),
+        (["plot", "partition", "out=mine.py/x"], "results cannot be written into"),
         (["plot", "partition", "dirichlet-alpha=0"], "'dirichlet-alpha' must be a number above 0"),
     ],
 )
 def test_what_is_wrong_is_one_sentence_before_anything_trains(
     args: list[str], message: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
+    (tmp_path / "mine.py").write_text("class Thing:\n    pass\n")
     assert run(*args) == 2
     err = capsys.readouterr().err
     assert message in err

@@ -107,6 +107,8 @@ def rows(folder: str) -> list[dict[str, str]]:
         ('name = "one"', 'name = "two"', "two have one name"),
         ('panels = ["two"]', 'panels = ["tow"]', "no panel 'tow'; did you mean 'two'"),
         ('tune = ["lr=0.1,0.3"]', 'tune = ["FedFOR.alpha=1,2"]', "no method of the card has"),
+        ('partition = "iid"', 'partition = "iit"', "have: partition 'iit'; did you mean 'iid'"),
+        ("trials = 2", "trials = 0", "card 'card.toml': 'trials' must be at least 1"),
         ("seeds = [1, 2]", "seeds = [1, 1]", "'seeds' must be different whole numbers"),
         ("[reduced]", 'extends = "nothing"\n[reduced]', "unknown setting 'extends'"),
         ("seeds = [1, 2]", 'extends = "nothing"', "'extends': there is no card 'nothing'"),
