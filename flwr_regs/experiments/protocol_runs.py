@@ -88,7 +88,9 @@ def planned(args: argparse.Namespace, name: str) -> tuple[Card, dict[str, Bench]
     if args.tuning_seeds:
         card = replace(card, tuning_seeds=numbers(args.tuning_seeds, "--tuning-seeds"))
     if card.lacks:
-        raise ValueError(f"card '{name}' needs what this version does not have: {_and(card.lacks)}")
+        raise ValueError(
+            f"card '{name}' needs what this version does not have: {', '.join(card.lacks)}"
+        )
     panels = asked_panels(card, args.panels) or [*card.panels]
     if args.smoke:
         panels = panels[:1]
