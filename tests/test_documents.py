@@ -107,6 +107,8 @@ def test_each_command_of_the_documents_is_accepted(
     (tmp_path / "my_module.py").write_text(OWN)
     example = ROOT / "docs/examples/own-comparison/mine.py"
     (tmp_path / "mine.py").write_text(example.read_text())
+    decay = blocks(ROOT / "docs/own-method.md", "python")[0]
+    (tmp_path / "decay.py").write_text(decay)
     card = ROOT / "docs/examples/own-card/card.toml"
     (tmp_path / "card.toml").write_text(card.read_text())
     monkeypatch.chdir(tmp_path)

@@ -12,6 +12,7 @@ import os
 import signal
 import threading
 import time
+import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
@@ -186,7 +187,7 @@ def train(
             now = run.test[-1]
             told(label, job.seed, now["round"], now["accuracy"])
 
-    with quiet() as warnings, one_thread():
+    with quiet() as warned, one_thread():
         _warm_up()
         comparison = Comparison(job, grid(app, job.num_clients, job.config))
         (method,) = job.method_names
@@ -195,7 +196,7 @@ def train(
         if folder is not None and job.checkpoint_every:
             own = folder / "checkpoints" / f"{records.file_name(label)}-seed{job.seed}"
         try:
-            return comparison.train(method, label, name, *places, warnings, own)
+            return comparison.train(method, label, name, *places, warned, own)
         except Exception:
             return comparison.last
 
@@ -300,7 +301,10 @@ def quiet() -> Iterator[Collection[str]]:
     log, collector = logging.getLogger("flwr"), _Collector()
     before, log.handlers = log.handlers, [collector]
     try:
-        yield collector.said
+        with warnings.catch_warnings():
+            # torch.func asks users to file an issue with torch, for each layer that it does not stack
+            warnings.filterwarnings("ignore", "There is a performance drop because")
+            yield collector.said
     finally:
         log.handlers = before
 

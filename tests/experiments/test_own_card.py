@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import warnings
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from flwr_regs.experiments import cards_table, commands, protocol_runs, protocols
+from flwr_regs.experiments import cards_table, commands, engine, protocol_runs, protocols
+from flwr_regs.experiments.build import bare, client_class
 from flwr_regs.experiments.records import Run
 from flwr_regs.experiments.results import BRIEF, Results
 from tests.conftest import ROOT
@@ -120,3 +122,28 @@ def test_a_long_first_method_leaves_a_table_legible(trained: Path) -> None:
     assert "vs first" in text
     assert "FedAvg(weighting=" in text  # in one line
     assert "vs FedAvg" in Results(runs, baseline="FedAvg").text()
+
+
+def test_the_pages_strategy_has_its_own_clients_and_equals_its_terms() -> None:
+    page = (ROOT / "docs/own-method.md").read_text()
+    code = [block.split("```")[0] for block in page.split("```python\n")[1:]]
+    (strategy,) = (block for block in code if "class MyMethod(" in block)
+    imports = "from flwr_regs import RegClient, RegStrategy\n"
+    Path("decay.py").write_text(code[0] + imports + strategy)
+    terms = "decay.py:Decay(rate=0.1)+decay.py:LossWeights"
+    line = [f"methods={terms}, decay.py:MyMethod(rate=0.1)", "rounds=2", "local-epochs=1"]
+    assert run("run", *line, "out=here") == 0
+    one, other = commands.Plan.load(Path("here")).recorded(Path("here"))
+    assert one.accuracy == other.accuracy
+    made = bare(other.label, str(Path.cwd()))[other.label]
+    assert client_class(made).__qualname__ == "MyMethodClient"
+    assert client_class(made).__module__ == type(made).__module__  # its own, not one made of terms
+
+
+def test_torchs_call_for_issues_is_not_shown() -> None:
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        with engine.quiet():
+            warnings.warn("There is a performance drop because of x", stacklevel=1)
+            warnings.warn("another", stacklevel=1)
+    assert [str(one.message) for one in seen] == ["another"]
