@@ -57,9 +57,9 @@ SMOKE = {
     "rounds": 2,
     "examples": 200,
     "num-classes": 3,
-    "num-clients": 3,
+    "num-clients": 2,
     "local-steps": 1,
-    "examples-per-client": 10,  # Fisher information is of all of them, one by one
+    "examples-per-client": 8,  # Fisher information is of all of them, one by one
     "held-out-clients": 0,
     "test-examples": 10,
     "straggler-share": 0.0,  # of one step, a slow client takes none
@@ -191,7 +191,7 @@ class Card:
         settings_now = {**settings.DEFAULTS, **checked.settings}
         small |= {k: min(settings_now[k], most) for k, most in SMOKE_MOST.items() if k not in given}
         if settings_now["fraction-train"] < 1:
-            small.setdefault("fraction-train", 0.67)
+            small.setdefault("fraction-train", 0.5)
         rows = self.rows_of(panel)
         ends = replace(self, rows=(rows[0], *rows[1:][-1:]), tune=())
         bench = replace(ends.bench(panel, level, small), seeds=self.seeds[:1])

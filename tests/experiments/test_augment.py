@@ -75,6 +75,9 @@ def test_the_middle_of_a_picture_is_standardised_by_itself() -> None:
     torch.testing.assert_close(got, want)
     plain = augment.by_picture(torch.full((1, 3, 4, 4), 7.0))  # no deviation: 1 / sqrt(n) instead
     assert torch.equal(plain, torch.zeros(1, 3, 4, 4))
+    dark = torch.zeros(1, 3, 4, 4)
+    dark[0, 0, 0, 0] = 0.048
+    torch.testing.assert_close(augment.by_picture(dark), (dark - 0.001) * 48**0.5)
 
 
 def test_rotation_is_about_the_middle_by_up_to_30_degrees() -> None:
@@ -104,6 +107,19 @@ def test_a_cut_is_scaled_to_the_old_size_and_stays_within_the_picture() -> None:
     assert widths.min() < 0.35  # of 5 % of the area: 0.19 to 0.26
     assert widths.max() > 0.9
     assert (got.diff(dim=3) >= -1e-6).all()  # never mirrored
+    torch.manual_seed(0)
+    both = torch.stack([ramp[:, 0], ramp[:, 0].mT], dim=1)
+    across, down = augment.cut(both).unbind(1)
+    steps = across.diff(dim=2)[:, 0, 3:-3], down.diff(dim=1)[:, 3:-3, 0]
+    width, height = (31 * step.mean(1) for step in steps)
+    for step in steps:  # the border has no more than half a pixel
+        torch.testing.assert_close(step.amin(1), step.amax(1), rtol=0, atol=1e-5)
+    free = (width < 0.97) & (height < 0.97)
+    area, ratio = (width * height)[free], (width / height)[free]
+    assert 0.045 < area.min() < 0.1
+    assert 0.74 < ratio.min() < 0.78
+    assert 1.28 < ratio.max() < 1.35
+    assert abs(area.mean() - 0.5) < 0.07
 
 
 def settings(**given: Any) -> Job:

@@ -42,6 +42,15 @@ def test_groups_have_equal_shares_and_everything_stays_together() -> None:
     for x, y, group in zip(part.train_x[:5], part.train_y[:5], part.groups[:5], strict=True):
         (row,) = np.flatnonzero((DIGITS.train_x == x).all(axis=(1, 2, 3)))[:1]
         assert (DIGITS.train_y[row], row % 7) == (y, group)
+    assert part.test_groups is not None
+    same = [(DIGITS.test_x == x).all(axis=(1, 2, 3)) for x in part.test_x]
+    rows = [int(np.flatnonzero(mask)[0]) for mask in same]
+    assert [row % 7 for row in rows] == part.test_groups.tolist()
+
+
+def test_a_part_is_of_the_whole_and_not_its_beginning() -> None:
+    made = replace(DIGITS, train_y=np.arange(len(DIGITS.train_y)))
+    assert subset.reduced(made, 100, 0, 5).train_y.mean() > 500  # 718 expected
 
 
 @pytest.mark.parametrize("name", sorted(data.DATASETS))
@@ -55,6 +64,8 @@ def test_records_have_the_shape_of_the_data_set(name: str) -> None:
     assert made.train_y.max() < classes
     assert made.groups is not None
     assert len(np.unique(made.groups)) == subset.GROUPS
+    for group in range(subset.GROUPS):  # each has all classes
+        assert {*made.train_y[made.groups == group]} == {*made.train_y}
 
 
 def test_a_hash_changes_with_any_number_and_any_order() -> None:

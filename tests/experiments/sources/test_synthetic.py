@@ -15,6 +15,9 @@ def test_equal_seeds_give_equal_data_and_others_others() -> None:
     a, b, c = (data.load(f"synthetic(clients=3, seed={seed})") for seed in (1, 1, 2))
     np.testing.assert_array_equal(a.train_x, b.train_x)
     assert a.train_x.shape != c.train_x.shape or (a.train_x != c.train_x).any()
+    a, b, c = (data.load(f"quadratics(clients=3, seed={seed})") for seed in (1, 1, 2))
+    np.testing.assert_array_equal(a.train_x, b.train_x)
+    assert (a.train_x != c.train_x).any()
 
 
 def test_each_client_has_a_linear_model_and_inputs_of_its_own() -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from flwr_regs.experiments import data
-from flwr_regs.experiments.sources import files, texts
+from flwr_regs.experiments.sources import files, texts, writers
 from tests.experiments.sources import made
 
 
@@ -59,6 +59,37 @@ def test_users_are_drawn_at_random_and_always_the_same() -> None:
     assert chosen == sorted({*chosen}) == files.drawn(every, 10)
     assert chosen != every[:10]
     assert files.drawn(every[::-1], 0) == every
+
+
+def test_a_test_file_is_another_than_the_training_file(tmp_path: Path) -> None:
+    """And has only the writers that are asked for."""
+    pytest.importorskip("h5py")
+    made.femnist(tmp_path / "leaf")
+    one = data.load("femnist(writers=1)", str(tmp_path / "leaf"))
+    assert (len(one.train_y), len(one.test_y)) == (4, 2)
+    for part, label in (("train", 3), ("test", 9)):
+        columns = {"pixels": np.zeros((1, 28, 28), np.float32), "label": np.array([label])}
+        made.hdf5(tmp_path / f"tff/fed_emnist_{part}.h5", {"f0": columns})
+    got = data.load("femnist", str(tmp_path / "tff"))
+    assert (got.train_y.tolist(), got.test_y.tolist()) == ([3], [9])
+
+
+def test_a_share_of_rows_and_the_rest_have_one_each() -> None:
+    rows = list(range(10))
+    assert writers.cut(rows, 0.8) == (rows[:8], rows[8:])
+    assert writers.cut(rows, 0.05) == (rows[:1], rows[1:])
+    assert writers.cut(rows, 0.99) == (rows[:9], rows[9:])
+    assert writers.cut([7], 0.8) == ([7], [])
+
+
+def test_tweets_are_in_order_of_year_month_day_and_hour() -> None:
+    dates = [
+        "Wed Dec 31 10:00:00 PST 2008",
+        "Mon Apr 20 10:00:00 PDT 2009",
+        "Mon Apr 20 11:00:00 PDT 2009",
+        "Fri May 01 09:00:00 PDT 2009",
+    ]
+    assert sorted((dates[i] for i in (2, 3, 0, 1)), key=texts._time) == dates
 
 
 def test_femnist_from_the_hubs_parquet(tmp_path: Path) -> None:
@@ -224,3 +255,5 @@ def test_stackoverflow_predicts_each_word_and_the_end(tmp_path: Path) -> None:
     assert got.test_y.tolist() == [to, the, end]
     cut = data.load("stackoverflow(users=0, words=4, length=2, most=1)", str(tmp_path))
     assert cut.train_y.tolist() == [how, to] * 2  # no end: the sentence is longer
+    fewer = data.load("stackoverflow(users=0, words=3, length=3, most=1)", str(tmp_path))
+    assert fewer.train_y.tolist() == [how, to, 4] * 2  # "run" is any other word
