@@ -108,7 +108,11 @@ def rows(folder: str) -> list[dict[str, str]]:
         ('panels = ["two"]', 'panels = ["tow"]', "no panel 'tow'; did you mean 'two'"),
         ('tune = ["lr=0.1,0.3"]', 'tune = ["FedFOR.alpha=1,2"]', "no method of the card has"),
         ('partition = "iid"', 'partition = "iit"', "have: partition 'iit'; did you mean 'iid'"),
-        ("trials = 2", "trials = 0", "card 'card.toml': 'trials' must be at least 1"),
+        (
+            "trials = 2",
+            "trials = 0",
+            "card 'card.toml': 'trials' must be a whole number of at least 1",
+        ),
         ("seeds = [1, 2]", "seeds = [1, 1]", "'seeds' must be different whole numbers"),
         ("[reduced]", 'extends = "nothing"\n[reduced]', "unknown setting 'extends'"),
         ("seeds = [1, 2]", 'extends = "nothing"', "'extends': there is no card 'nothing'"),
@@ -127,7 +131,7 @@ def rows(folder: str) -> list[dict[str, str]]:
         (
             'partition = "iid"',
             'partition = "iidd"',
-            "what this version does not have: partition iidd",
+            "what this version does not have: partition 'iidd'; did you mean 'iid'?",
         ),
     ],
 )
@@ -291,7 +295,7 @@ def smoke(name: str, capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> No
     out = capsys.readouterr().out
     bench = json.loads(Path("here/bench.json").read_text())["bench"]
     assert bench["seeds"] == [card.seeds[0]]
-    assert out.count("NOTE: ") == 1
+    assert out.count("NOTE: ") == 2  # before the run and below its table
     synthetic = bench["settings"].get("synthetic", False)
     assert ("random records of their shape" in out) == synthetic
     methods = {row["method"] for row in rows("here")}
