@@ -302,10 +302,21 @@ def _extended(found: Mapping[str, Any], base: str) -> dict[str, Any]:
                     f"'pick': card '{base}' has no panel '{name}'{nearest(name, there)}"
                 )
         under["panels"] = [there[name] for name in picked]
+        left = [name for name in there if name not in picked]
+        methods = {name: _without(left, method) for name, method in under["methods"].items()}
+        under["methods"] = {name: method for name, method in methods.items() if method}
     merged = {**under, **found}
     for key in ("settings", "reduced"):
         merged[key] = {**under.get(key, {}), **found.get(key, {})}
     return merged
+
+
+def _without(left: Sequence[str], method: Any) -> Any:
+    """Return a card's method without these panels; None where it has no other."""
+    if isinstance(method, str) or "panels" not in method:
+        return method
+    panels = [name for name in method["panels"] if name not in left]
+    return {**method, "panels": panels} if panels else None
 
 
 def _check(card: Card) -> None:

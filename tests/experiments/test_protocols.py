@@ -176,6 +176,9 @@ def test_a_card_of_ones_own_with_own_data_model_and_method(
     text = capsys.readouterr().out
     assert "[60.50 ± 1.50]" in text
     found = {(r["panel"], r["method"], r["metric"]): r for r in rows("here")}
+    plain = found["two", "FedAvg", "final"]
+    assert float(plain["value"]) != float(found["two", "Mine", "final"]["value"]) or plain["std"]
+    assert float(found["two", "Mine", "final"]["source_std"]) == pytest.approx(0.015)
     assert {key[:2] for key in found} == {("two", "FedAvg"), ("two", "Mine"), ("one", "FedAvg")}
     mine = found["two", "Mine", "final"]
     assert (float(mine["source_value"]), mine["n"]) == (0.605, "2")
@@ -232,6 +235,103 @@ def test_names_with_commas_are_chosen(
     _, benches = protocol_runs.planned(args, "rfedavg-t1")
     assert [*benches] == names
     assert all(bench.methods == rows for bench in benches.values())
+
+
+def test_what_is_given_wins_over_a_panel_over_the_card(tmp_path: Path) -> None:
+    text = CARD.replace("rounds = 1\n", "rounds = 1\nlr = 0.3\n", 1)
+    text = text.replace("{num-clients = 3}", "{num-clients = 3, rounds = 5}\nreduced = {lr = 0.4}")
+    (tmp_path / "card.toml").write_text(text)
+    card = protocols.load("card.toml")
+    two, one = card.panels
+    assert [card.settings_of(p)["rounds"] for p in (two, one)] == [2, 5]
+    assert [card.settings_of(p, "reduced")["rounds"] for p in (two, one)] == [1, 1]
+    assert [card.settings_of(p, "reduced")["lr"] for p in (two, one)] == [0.3, 0.4]
+    (tmp_path / "card.toml").write_text(CARD.replace("[reduced]\nrounds = 1", ""))
+    assert protocols.load("card.toml").levels == ["paper"]
+    only = CARD.replace("[reduced]\nrounds = 1", "") + "reduced = {rounds = 1}\n"
+    (tmp_path / "card.toml").write_text(only)
+    assert protocols.load("card.toml").levels == ["paper", "reduced"]
+    given = {"rounds": 7, "lr": 0.9, "code-dir": str(tmp_path)}
+    bench = card.bench(two, "", given)
+    assert (bench.settings["rounds"], bench.settings["lr"]) == (7, 0.9)
+    assert bench.own == {}  # Mine's own lr too
+    assert card.bench(two).own == {"mine.py:Slow(rate=0.5)": {"lr": 0.2}}
+
+
+def test_a_smoke_test_is_small_and_what_is_given_wins(tmp_path: Path) -> None:
+    text = CARD.replace("\nMine =", '\nOther = "FedProx(mu=0.1)"\nMine =').replace(
+        "rounds = 2", "rounds = 9"
+    )
+    (tmp_path / "card.toml").write_text(text)
+    card = protocols.load("card.toml")
+    bench = card.smoke(card.panels[0], "", {"code-dir": str(tmp_path), "num-clients": 4})
+    assert (bench.seeds, bench.tune) == ((1,), ())
+    assert bench.methods == ["FedAvg", "mine.py:Slow(rate=0.5)"]  # the first and the last
+    now = bench.settings
+    assert (now["rounds"], now["examples"], now["num-clients"]) == (2, 200, 4)
+    assert now["batch-size"] <= 4
+    args = cli._parser().parse_args(["bench", "card.toml", "--smoke"])
+    args.settings = []
+    assert list(protocol_runs.planned(args, "card.toml")[1]) == ["two"]
+
+
+def test_a_card_extends_another(tmp_path: Path) -> None:
+    text = """extends = "fedfor-t1"\npick = ["cross-silo"]\ntitle = "T"\n[settings]\nrounds = 3\n"""
+    (tmp_path / "more.toml").write_text(text)
+    card, base = protocols.load("more.toml"), protocols.load("fedfor-t1")
+    assert (card.title, card.where) == ("T", base.where)
+    assert card.settings == {**base.settings, "rounds": 3}
+    assert [panel.name for panel in card.panels] == ["cross-silo"]
+    for old, new, message in (
+        ("cross-silo", "cross-silos", "'pick': card 'fedfor-t1' has no panel"),
+        ('pick = ["cross-silo"]\n', "", "no panel has"),
+        ("fedfor-t1", "field-guide-f2", "extends another one itself"),
+    ):
+        (tmp_path / "more.toml").write_text(text.replace(old, new))
+        if message == "no panel has":
+            assert len(protocols.load("more.toml").panels) == len(base.panels)
+            continue
+        with pytest.raises(ValueError, match=message):
+            protocols.load("more.toml")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ('panels = ["two"]', 'panel = ["two"]', "method 'Mine': unknown key 'panel'"),
+        ('name = "one"', 'name = "one"\nsetting = {lr = 1.0}', "panel 2: unknown key 'setting'"),
+        ("seeds = [1, 2]", "seeds = [1, -2]", "'seeds' must be different whole numbers"),
+        ('FedAvg = "FedAvg"', "", "panel 'one' has no method"),
+    ],
+)
+def test_what_is_wrong_deeper_in_a_card_is_said(
+    old: str, new: str, message: str, tmp_path: Path
+) -> None:
+    text = CARD.replace("reports.final = {FedAvg = 50, Mine = [60.5, 1.5]}\n", "")
+    assert old in text
+    (tmp_path / "card.toml").write_text(text.replace(old, new, 1))
+    with pytest.raises(ValueError, match=message):
+        protocols.load("card.toml")
+
+
+def test_cards_are_in_order_of_numbers() -> None:
+    names = protocols.names()
+    assert names.index("rfedavg-f9") < names.index("rfedavg-f10")
+
+
+def test_files_of_a_data_set_are_there_or_not(tmp_path: Path) -> None:
+    assert needs.files("digits") == needs.files("mine.py:load") == ""
+    assert needs.present("digits", str(tmp_path))
+    assert needs.present("mine.py:load", str(tmp_path))
+    assert not needs.present("mnist", str(tmp_path))
+    raw = tmp_path / "MNIST" / "raw"
+    raw.mkdir(parents=True)
+    (raw / "train-images-idx3-ubyte").touch()
+    assert needs.present("mnist", str(tmp_path))
+    assert not needs.present("cifar10(augment='')", str(tmp_path))
+    (tmp_path / "cifar10").mkdir()
+    (tmp_path / "cifar10" / "train.parquet").touch()
+    assert needs.present("cifar10(augment='')", str(tmp_path))
 
 
 def test_other_data_than_the_cards_is_said_and_kept(capsys: pytest.CaptureFixture[str]) -> None:

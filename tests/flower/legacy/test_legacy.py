@@ -521,6 +521,13 @@ def test_a_broken_connection_ends_the_run() -> None:
         legacy(fr.FedAvg(seed=5), BrokenGrid(app_of(), 5))
 
 
+class AskingGrid(InProcessGrid):
+    """A grid that does not say by itself which partitions its clients serve: they are asked."""
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        return super().push_messages(messages)
+
+
 @pytest.mark.parametrize(("round_timeout", "want"), [(None, 55.0), (77.0, 77.0)])
 def test_timeouts(
     round_timeout: float | None, want: float, monkeypatch: pytest.MonkeyPatch
@@ -537,7 +544,7 @@ def test_timeouts(
 
     monkeypatch.setattr(GridNetwork, "exchange", timed)
     strategy = fr.RFedAvgPlus(lam=0.5, seed=5, wait_timeout=33.0)
-    grid = InProcessGrid(app_of(fr.RFedAvgPlusClient), 5)
+    grid = AskingGrid(app_of(fr.RFedAvgPlusClient), 5)
     serve(adapt(strategy, timeout=55.0), grid, round_timeout=round_timeout)
     assert waits.pop("query.flwr_regs") == {33.0}
     assert waits == {"train": {want}, "evaluate": {want}, "query.flwr_regs_probe": {55.0}}
