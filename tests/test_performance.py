@@ -209,5 +209,5 @@ def test_a_gpus_share_is_the_memory_with_a_margin_rounded_up() -> None:
     assert Taken(1.0, 1, 95 * 2**30, 100 * 2**30).gpus == 1.0
     text = Taken(0.5, 2**30, 10 * 2**30, 100 * 2**30).text(10)
     assert "8 clients at a time" in text
-    assert "client-resources-num-gpus=0.12" in text
+    assert "num-supernodes=10 client-resources-num-cpus=1 client-resources-num-gpus=0.12" in text
     assert "no CUDA GPU" in Taken(0.5, 2**30).text(10)
