@@ -104,6 +104,18 @@ def test_krum_keeps_the_clients_with_the_least_scores(byzantine: int, keep: int)
     assert ties.selected == [0]
 
 
+@pytest.mark.parametrize("offset", [0.0, 1.0, 1e6, 1e9])
+def test_krum_tells_vectors_apart_that_are_near_each_other_and_far_from_zero(offset: float) -> None:
+    """``‖x‖² + ‖y‖² − 2 x·y`` alone would lose their distance. Equal ones have equal distances."""
+    x = np.random.default_rng(5).integers(-9, 9, (9, 7)) / 8 + offset
+    x[7] = x[4]
+    found = aggregators._squared_distances(vectors(x))
+    gaps = x[:, None] - x
+    np.testing.assert_allclose(found, (gaps**2).sum(axis=-1), rtol=1e-9)
+    np.testing.assert_array_equal(np.delete(found[4], [4, 7]), np.delete(found[7], [4, 7]))
+    assert found[4, 7] == 0
+
+
 def test_the_mean_weighs_and_names_nobody() -> None:
     x, p = matrix(5), np.array([0.1, 0.2, 0.3, 0.15, 0.25])
     found = fr.Mean().aggregate(vectors(x), p)
