@@ -8,11 +8,11 @@ step the clients whose batches have one shape go together.
 from __future__ import annotations
 
 import random
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -37,6 +37,7 @@ ELEMENTWISE = (
 """torch's optimisers that treat each number alone: for a stack of clients they do what they do for one."""
 
 
+_T = TypeVar("_T")
 Slots = Slot | list[Slot]
 """The members' slots: one whose entries have a first axis over them, or a list where they are not alike."""
 
@@ -120,9 +121,17 @@ class Stack:
 
     def run(self) -> StackedResult:
         """Train for the round."""
+        return self._unchanged(self._run)
+
+    def probe(self) -> tuple[Slot, Slot]:
+        """Return the terms' uploads and client slots of a first exchange; plans are passes of the data."""
+        return self._unchanged(self._probe)
+
+    def _unchanged(self, call: Callable[[], _T]) -> _T:
+        """Return what a call does; raise CannotStack if the model has changed its attributes."""
         attributes = Attributes(self._shared.model)
         try:
-            result = self._run()
+            result = call()
         finally:
             changed = attributes.restore()
         if changed:
@@ -144,9 +153,8 @@ class Stack:
             draws.check()
             return self._finish()
 
-    def probe(self) -> tuple[Slot, Slot]:
-        """Return the terms' uploads and client slots of a first exchange; plans are passes of the data."""
-        shared = self._shared
+    def _probe(self) -> tuple[Slot, Slot]:
+        shared, draws = self._shared, OtherDraws()
         with ExitStack() as stack, torch.no_grad():
             self._prepare(stack)
             view = self._view
@@ -159,6 +167,7 @@ class Stack:
             passes = [m.plan for m in self._members]
             own = {**self._values, **self._buffers, **self._own}
             upload, kept = over_data(view, passes, own, self._eval, (self._mine,), one, few=True)
+        draws.check()
         return self._in_order(upload), self._in_order(kept)
 
     # before the steps
@@ -363,8 +372,11 @@ class Stack:
         slots: Slots
         # most hooks need no data; some fail under vmap, or have an error of their own
         for way in (self._finish_together, self._finish_over_data, self._finish_each):
+            draws = OtherDraws()
             try:
                 sent, uploads, slots = way(delta)
+                if way != self._finish_each:
+                    draws.check()
                 break
             except Exception:
                 if way == self._finish_each:
@@ -402,10 +414,8 @@ class Stack:
             changed = sent is not delta
             return sent, upload, kept
 
-        draws = OtherDraws()
         with torch.no_grad():
             sent, upload, kept = vmapped(end)(delta, self._mine)
-        draws.check()
         return sent if changed else delta, upload, kept
 
     def _finish_over_data(self, delta: Arrays) -> tuple[Arrays, Slot, Slot]:
