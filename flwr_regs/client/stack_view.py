@@ -15,7 +15,7 @@ from torch.func import grad
 from flwr_regs.chain import Chain
 from flwr_regs.client.features import FeatureTap, OutputTap, evaluating
 from flwr_regs.client.optimizer import OptimizerFn
-from flwr_regs.client.plan import CannotStack
+from flwr_regs.client.plan import CannotStack, Plan
 from flwr_regs.client.task import Task, called
 from flwr_regs.term import Arrays, ClientContext, Slot
 
@@ -62,6 +62,33 @@ class Shared:
     config: Mapping[str, Any] = field(default_factory=dict)
     classifier: str | None = None
     precision: torch.dtype | None = None
+
+
+@dataclass(frozen=True)
+class Member:
+    """One client of a stack.
+
+    Attributes
+    ----------
+    plan : Plan
+        The batches of its steps.
+    planned_steps : int
+        E; it takes ``len(plan)`` steps.
+    own : Arrays
+        The entries of its model that are not those of the others: private ones.
+    broadcast, client : Slot
+        The terms' slots that are its own, as tensors.
+    client_id : int
+    label_counts : Tensor or None
+    """
+
+    plan: Plan
+    planned_steps: int
+    own: Arrays = field(default_factory=dict)
+    broadcast: Slot = field(default_factory=dict)
+    client: Slot = field(default_factory=dict)
+    client_id: int = -1
+    label_counts: Tensor | None = None
 
 
 class Number(Tensor):

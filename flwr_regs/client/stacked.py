@@ -7,14 +7,11 @@ step the clients whose batches have one shape go together.
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -22,13 +19,13 @@ from flwr_regs.chain import layers_of
 from flwr_regs.client.alike import Attributes
 from flwr_regs.client.batches import mapped, to_device
 from flwr_regs.client.features import FeatureTap, OutputTap, evaluating
-from flwr_regs.client.measures import Measures
 from flwr_regs.client.optimizer import momentum_of
-from flwr_regs.client.plan import CannotStack, Feed, Plan, Planned
+from flwr_regs.client.plan import CannotStack, Feed
 from flwr_regs.client.stack_data import over_data
+from flwr_regs.client.stack_finish import Held, OtherDraws, Slots, finish
 from flwr_regs.client.stack_gradient import Gradient, Part, vmapped
-from flwr_regs.client.stack_view import Shared, View, joined
-from flwr_regs.term import Arrays, ClientContext, Slot
+from flwr_regs.client.stack_view import Member, Shared, View
+from flwr_regs.term import Arrays, Slot
 
 ELEMENTWISE = (
     *("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "ASGD", "RMSprop"),
@@ -36,37 +33,7 @@ ELEMENTWISE = (
 )
 """torch's optimisers that treat each number alone: for a stack of clients they do what they do for one."""
 
-
 _T = TypeVar("_T")
-Slots = Slot | list[Slot]
-"""The members' slots: one whose entries have a first axis over them, or a list where they are not alike."""
-
-
-@dataclass(frozen=True)
-class Member:
-    """One client of a stack.
-
-    Attributes
-    ----------
-    plan : Plan
-        The batches of its steps.
-    planned_steps : int
-        E; it takes ``len(plan)`` steps.
-    own : Arrays
-        The entries of its model that are not those of the others: private ones.
-    broadcast, client : Slot
-        The terms' slots that are its own, as tensors.
-    client_id : int
-    label_counts : Tensor or None
-    """
-
-    plan: Plan
-    planned_steps: int
-    own: Arrays = field(default_factory=dict)
-    broadcast: Slot = field(default_factory=dict)
-    client: Slot = field(default_factory=dict)
-    client_id: int = -1
-    label_counts: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -143,20 +110,20 @@ class Stack:
             self._prepare(stack)
             self._open_taps(stack)
             self._optimizer, self._leaves = self._make_optimizer()
-            draws = OtherDraws()
-            self._begin()
-            self._gradient = Gradient(self._view)
-            for step in range(max(self._steps)):
-                self._leave(sum(s > step for s in self._steps))
-                self._step(step)
-                self._optimizer.step()
-            draws.check()
+            with OtherDraws():
+                self._begin()
+                self._gradient = Gradient(self._view)
+                for step in range(max(self._steps)):
+                    self._leave(sum(s > step for s in self._steps))
+                    self._step(step)
+                    self._optimizer.step()
             return self._finish()
 
     def _probe(self) -> tuple[Slot, Slot]:
-        shared, draws = self._shared, OtherDraws()
+        shared = self._shared
         with ExitStack() as stack, torch.no_grad():
             self._prepare(stack)
+            stack.enter_context(OtherDraws())
             view = self._view
             view.batch_size = self._members[0].plan.size(0)
 
@@ -164,10 +131,9 @@ class Stack:
                 own = {"num_steps": 0, "planned_steps": 0, "budget_steps": 0, "broadcast": {}}
                 return shared.term.probe(view.context(mine, **own, **functions))
 
-            passes = [m.plan for m in self._members]
-            own = {**self._values, **self._buffers, **self._own}
-            upload, kept = over_data(view, passes, own, self._eval, (self._mine,), one, few=True)
-        draws.check()
+            passes, held = [m.plan for m in self._members], self._held
+            given = passes, held.entries, held.at_start, (held.mine,)
+            upload, kept = over_data(view, *given, one, few=True)
         return self._in_order(upload), self._in_order(kept)
 
     # before the steps
@@ -181,7 +147,7 @@ class Stack:
         self._view = self._load()
 
     def _load(self) -> View:
-        """Stack the members' values; `_values` are the trained parameters, views of which are stepped."""
+        """Stack what the members hold; views of the trained parameters are stepped."""
         shared, members, k = self._shared, self._members, self._rows
         parameters = {n: p.detach() for n, p in shared.model.named_parameters()}
         buffers = dict(shared.model.named_buffers())
@@ -196,19 +162,19 @@ class Stack:
         def stacks(of: Arrays, names: Collection[str]) -> Arrays:
             return {n: stacked(n, of[n]) for n in names}
 
-        self._values = stacks(parameters, shared.trained)
-        self._buffers = stacks(buffers, buffers)
-        still = [n for n in parameters if n not in self._values]
-        self._own = stacks(parameters, [n for n in still if n in mine])
+        values = stacks(parameters, shared.trained)
+        inner = stacks(buffers, buffers)
+        still = [n for n in parameters if n not in values]
+        own = stacks(parameters, [n for n in still if n in mine])
         rest = {n: shared.start.get(n, parameters[n]).to(shared.device)
                 for n in still if n not in mine}  # fmt: skip
         start = {n: shared.start[n].to(shared.device) for n in shared.shared}
-        private = {n: v for n, v in self._values.items() if n not in start}
-        self._eval = {n: t.clone() for n, t in (self._buffers | self._own | private).items()}
+        private = {n: v for n, v in values.items() if n not in start}
+        at_start = {n: t.clone() for n, t in (inner | own | private).items()}
         steps = {"budget": self._steps, "planned": [m.planned_steps for m in members]}
         alike = {name: of[0] for name, of in steps.items() if len(set(of)) == 1}
         kind = torch.promote_types(next(iter(start.values())).dtype, torch.float32)
-        self._mine: dict[str, Any] = {
+        each: dict[str, Any] = {
             "client": _stacked([m.client for m in members], shared.device),
             "broadcast": _stacked([m.broadcast for m in members], shared.device),
             "id": torch.tensor([m.client_id for m in members], device=shared.device),
@@ -219,7 +185,8 @@ class Stack:
             },
         }
         if (counts := self._label_counts()) is not None:
-            self._mine["counts"] = counts.to(shared.device)
+            each["counts"] = counts.to(shared.device)
+        self._held = Held(values, inner, own, at_start, each)
         return View(shared, start, rest, to_device(shared.broadcast, shared.device), alike)
 
     def _open_taps(self, stack: ExitStack) -> None:
@@ -252,7 +219,7 @@ class Stack:
         hooks = made._optimizer_step_pre_hooks, made._optimizer_step_post_hooks
         if any(hooks) or "step" in vars(made):  # they may see one client's parameters
             raise CannotStack(f"its {type(made).__name__} has hooks or a step of its own")
-        leaves = {n: nn.Parameter(v) for n, v in self._values.items()}
+        leaves = {n: nn.Parameter(v) for n, v in self._held.values.items()}
         place = {id(p): leaves[n] for n, p in of_one.items()}
         if any(id(p) not in place for group in made.param_groups for p in group["params"]):
             raise CannotStack("its optimiser holds parameters that are not its model's")
@@ -277,8 +244,8 @@ class Stack:
                 return term.start(view.start, view.context(mine))
 
             with torch.no_grad():
-                for n, p in vmapped(begin)(self._mine).items():
-                    self._values[n].copy_(p)
+                for n, p in vmapped(begin)(self._held.mine).items():
+                    self._held.values[n].copy_(p)
         view.batch_size = self._members[0].plan.size(0)
 
     def _label_counts(self) -> Tensor | None:
@@ -301,7 +268,7 @@ class Stack:
                 if isinstance(v, Tensor) and v.shape == p.shape:
                     state[key] = v[:active]
             p.grad = None
-            p.data = self._values[n][:active]
+            p.data = self._held.values[n][:active]
         self._rows = active
 
     def _step(self, step: int) -> None:
@@ -333,18 +300,17 @@ class Stack:
         """Return the corrected gradients of some rows, whose batches of this step have one shape."""
         chosen = range(self._rows) if isinstance(rows, slice) else rows.tolist()
         values = {n: p.detach()[rows].requires_grad_() for n, p in self._leaves.items()}
-        part = Part(
-            values,
-            self._feed.batch(step, chosen),
-            *(_taken(tree, rows) for tree in (self._buffers, self._mine, self._own, self._eval)),
-        )
+        held = self._held
+        of_each = held.buffers, held.mine, held.own, held.at_start
+        batch = self._feed.batch(step, chosen)
+        part = Part(values, batch, *(_taken(tree, rows) for tree in of_each))
         before = [v._version for v in values.values()]
         grads, losses, new = self._gradient.of(part)
         if [v._version for v in values.values()] != before:
             raise CannotStack("its model changes its parameters in the forward pass")
         self._losses[rows] += losses * self._members[chosen[0]].plan.size(step)
         for n, b in new.items():
-            self._buffers[n][rows] = b
+            held.buffers[n][rows] = b
         return grads
 
     def _clip(self) -> None:
@@ -366,27 +332,15 @@ class Stack:
 
     def _finish(self) -> StackedResult:
         """Run the terms' `finish`, and return what came of the round in the members' order."""
-        view, values = self._view, self._values
+        view, values = self._view, self._held.values
         delta = {n: values[n] - view.start[n] for n in view.start}
-        uploads: Slots
-        slots: Slots
-        # most hooks need no data; some fail under vmap, or have an error of their own
-        for way in (self._finish_together, self._finish_over_data, self._finish_each):
-            draws = OtherDraws()
-            try:
-                sent, uploads, slots = way(delta)
-                if way != self._finish_each:
-                    draws.check()
-                break
-            except Exception:
-                if way == self._finish_each:
-                    raise
+        sent, uploads, slots = finish(view, self._held, self._members, delta)
         if sent is not delta:
             for n, start in view.start.items():
                 values[n].copy_(start + sent[n])
         losses = (self._losses.double().cpu() / torch.tensor(self._examples)).tolist()
         return StackedResult(
-            self._in_order({**values, **self._buffers, **self._own}),
+            self._in_order(self._held.entries),
             self._in_order(sent),
             self._in_order(uploads),
             self._in_order(slots),
@@ -405,108 +359,11 @@ class Stack:
         index = torch.tensor(back, device=self._shared.device)
         return mapped(tree, lambda t: t[index].cpu())
 
-    def _finish_together(self, delta: Arrays) -> tuple[Arrays, Slot, Slot]:
-        view, term, changed = self._view, self._shared.term, False
-
-        def end(delta: Arrays, mine: dict[str, Any]) -> Any:
-            nonlocal changed
-            sent, upload, kept = term.finish(delta, view.context(mine))
-            changed = sent is not delta
-            return sent, upload, kept
-
-        with torch.no_grad():
-            sent, upload, kept = vmapped(end)(delta, self._mine)
-        return sent if changed else delta, upload, kept
-
-    def _finish_over_data(self, delta: Arrays) -> tuple[Arrays, Slot, Slot]:
-        """Run the terms' `finish` under vmap, with the functions over the members' data."""
-        view, term, changed = self._view, self._shared.term, False
-
-        def end(delta: Arrays, mine: dict[str, Any], functions: dict[str, Any]) -> Any:
-            nonlocal changed
-            sent, upload, kept = term.finish(delta, view.context(mine, **functions))
-            changed = sent is not delta
-            return sent, upload, kept
-
-        passes = [m.plan.one_pass() for m in self._members]
-        own = {**self._values, **self._buffers, **self._own}
-        with torch.no_grad():
-            given = delta, self._mine
-            sent, upload, kept = over_data(view, passes, own, self._eval, given, end)
-        return sent if changed else delta, upload, kept
-
-    def _finish_each(self, delta: Arrays) -> tuple[Arrays, list[Slot], list[Slot]]:
-        """Run the terms' `finish` client by client, with the functions over each client's data."""
-        sent, uploads, slots, changed = list[Arrays](), list[Slot](), list[Slot](), False
-        for row, member in enumerate(self._members):
-            mine = {n: d[row] for n, d in delta.items()}
-            one, upload, kept = self._shared.term.finish(mine, self._context_of(row, member))
-            changed |= one is not mine
-            sent.append(one)
-            uploads.append(upload)
-            slots.append(kept)
-        stacked = {n: torch.stack([one[n] for one in sent]) for n in delta}
-        return stacked if changed else delta, uploads, slots
-
-    def _context_of(self, row: int, member: Member) -> ClientContext:
-        """Return a member's context behind its steps; the model then holds the member's values."""
-        shared, view, counts = self._shared, self._view, self._mine.get("counts")
-        torch.set_rng_state(member.plan.after)
-        self._fill(view.rest, view.start, {n: t[row] for n, t in self._eval.items()})
-        data = member.plan.data
-        measures = Measures(shared.model, data, shared.task, shared.device, shared.classifier)
-        taken = len(member.plan)
-        ctx = measures.context(
-            {n: w.clone() for n, w in view.start.items()},
-            shared.lr,
-            num_steps=taken,
-            planned_steps=member.planned_steps,
-            budget_steps=taken,
-            momentum=view.momentum,
-            broadcast=joined(view.received, to_device(member.broadcast, shared.device)),
-            client=to_device(member.client, shared.device),
-            label_counts=None if counts is None else view.of_every_class(counts[row]),
-            client_id=member.client_id,
-            batch_size=view.batch_size,
-            config=shared.config,
-        )
-        own = (self._values, self._buffers, self._own)
-        self._fill(*({n: t[row] for n, t in of.items()} for of in own))
-        return replace(ctx, train=partial(measures.train, ctx, Planned(member.plan, shared.device)))
-
-    @torch.no_grad()
-    def _fill(self, *values: Arrays) -> None:
-        """Write values into the model."""
-        entries = {
-            **dict(self._shared.model.named_parameters()),
-            **dict(self._shared.model.named_buffers()),
-        }
-        for n, v in {n: v for of in values for n, v in of.items()}.items():
-            entries[n].copy_(v)
-
 
 def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
     """Whether an optimiser is known to do for a stack of clients what it does for one."""
     kind = type(optimizer)
     return kind.__module__.partition(".")[0] == "torch" and kind.__name__ in ELEMENTWISE
-
-
-class OtherDraws:
-    """Whether anything draws from `random` or numpy's global generator: once for all members, then."""
-
-    def __init__(self) -> None:
-        self._python, self._numpy = random.getstate(), np.random.get_state()  # noqa: NPY002
-
-    def check(self) -> None:
-        """Raise CannotStack if it did; both generators then are as they were."""
-        found: Any = np.random.get_state()  # noqa: NPY002
-        before: Any = self._numpy
-        same = np.array_equal(found[1], before[1]) and found[2:] == before[2:]
-        if same and random.getstate() == self._python:
-            return
-        random.setstate(self._python)
-        np.random.set_state(self._numpy)  # noqa: NPY002
-        raise CannotStack("its model or method draws from random or numpy.random")
 
 
 def _padded(layer: nn.Embedding, inputs: tuple[Any, ...], output: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ from flwr_regs.client.batches import (
 from flwr_regs.client.custody import check_custody
 from flwr_regs.client.plan import CannotStack, draw
 from flwr_regs.client.received import method_of
-from flwr_regs.client.stacked import Member
+from flwr_regs.client.stack_view import Member
 from flwr_regs.client.state import ClientState
 from flwr_regs.client.trained import trained_parameters
 from flwr_regs.flower.client import RegClient

@@ -27,8 +27,9 @@ from flwr_regs.client.loading import load, tied_names
 from flwr_regs.client.optimizer import optimizer_of
 from flwr_regs.client.plan import CannotStack
 from flwr_regs.client.received import plain
-from flwr_regs.client.stack_view import Shared
-from flwr_regs.client.stacked import Member, Slots, Stack, StackedResult
+from flwr_regs.client.stack_finish import Slots
+from flwr_regs.client.stack_view import Member, Shared
+from flwr_regs.client.stacked import Stack, StackedResult
 from flwr_regs.client.state import ClientState, to_numpy
 from flwr_regs.client.trained import trained_parameters
 from flwr_regs.flower.client import RegClient

@@ -12,7 +12,7 @@ import torch
 from flwr.app import Array, ArrayRecord
 from torch import Tensor
 
-from flwr_regs.client.stacked import Slots
+from flwr_regs.client.stack_finish import Slots
 from flwr_regs.client.state import to_numpy
 from flwr_regs.term import Slot
 from flwr_regs.wire.records import from_record, to_array

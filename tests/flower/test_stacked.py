@@ -16,11 +16,11 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import flwr_regs as fr
+from flwr_regs.client import stack_finish
 from flwr_regs.client.batches import Pairs
 from flwr_regs.client.plan import draw
 from flwr_regs.client.replay import Replay
 from flwr_regs.client.stack_gradient import Gradient
-from flwr_regs.client.stacked import Stack
 from flwr_regs.flower.stacked_grid import STACKED, Pace
 from flwr_regs.methods.properties import properties
 from flwr_regs.testing import problem
@@ -548,7 +548,7 @@ def test_clients_with_data_of_one_size_finish_together(
     method: str, norm: Any, loads: str, monkeypatch: Any
 ) -> None:
     """Some have 20 examples, others 23; what a hook asks of all the data is computed for all at once."""
-    monkeypatch.setattr(Stack, "_finish_each", None)  # a stack that needs it fails
+    monkeypatch.setattr(stack_finish, "_each", None)  # a stack that needs it fails
     strategy, client, settings = OVER_DATA[method]
 
     def loader(k: int, shuffle: bool = True) -> Any:

@@ -356,6 +356,50 @@ def test_a_terms_noise_is_each_clients_own(drawn: str) -> None:
     assert len({a.tobytes() for a in found}) == len(SIZES)
 
 
+def gauss(_: Any, *given: Any) -> Any:
+    """Draw from `random`, and then from numpy."""
+    return torch.tensor([random.gauss(0, 1), np.random.randn()])  # noqa: NPY002
+
+
+def over_the_data(_: Any, delta: Any, ctx: Any) -> Any:
+    return delta, {"n": gauss(ctx.mean_loss(ctx.start))}, {}
+
+
+def then_a_number(_: Any, delta: Any, ctx: Any) -> Any:
+    drawn = gauss(ctx)
+    return delta, {"n": drawn * float(ctx.mean_loss(ctx.start))}, {}  # no number under vmap
+
+
+DRAWS = {
+    "finish": {"finish": lambda _, d, c: (d, {"n": gauss(c)}, {})},
+    "finish over the data": {"finish": over_the_data},
+    "finish that fails under vmap": {"finish": then_a_number},
+    "first exchange": {
+        "probe": lambda _, c: ({"n": gauss(c)}, {}),
+        "answer": lambda _, probes: probes,
+    },
+}
+"""Where a term draws from generators that are not torch's, as each client by itself does."""
+
+
+@pytest.mark.parametrize("where", DRAWS)
+def test_a_terms_other_draws_are_each_clients_own(where: str) -> None:
+    """The stack tries to draw for all members at once; it then starts from the same state."""
+    kind = term("draws", **DRAWS[where])
+
+    def strategy() -> Any:
+        random.seed(5)
+        np.random.seed(5)  # noqa: NPY002
+        return fr.RegStrategy([kind()], seed=3, fraction_evaluate=0.0)
+
+    def loader(k: int, shuffle: bool = True) -> Any:
+        x, y = data_of(k).dataset.tensors  # type: ignore[attr-defined]
+        return DataLoader(TensorDataset(x[:9], y[:9]), 8, shuffle)
+
+    app = app_of(fr.RegClient, loader=loader, terms=[kind])
+    compare(strategy, app, len(SIZES), perceptron, {"lr": 0.1, "local-steps": 3})
+
+
 def test_a_client_that_fails_keeps_no_state_of_the_failed_round() -> None:
     """One fails in `client_fn`, one as it trains; both have counted their calls by then."""
     calls: dict[int, list[int]] = {k: [] for k in range(2)}
