@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, cast
+from weakref import proxy
 
 import torch
 from torch import Tensor, nn
@@ -138,6 +139,7 @@ class LocalTraining:
             batches=whole_gradients or any(t.acts("finish") for t in terms),  # for `train`
             forwards=whole_gradients,  # for `gradient_at`
         )
+        me = proxy(self)  # no cycle: what a round held is freed at its end, not by a collection
         self._ctx = measures.context(
             {name: v.clone() for name, v in self._values.items()},
             lr,
@@ -146,8 +148,8 @@ class LocalTraining:
             budget_steps=max(self.num_steps, 1),
             broadcast=data.to_device(broadcast or {}, self.device),
             client=data.to_device(self._kept, self.device),
-            gradient_at=self._gradient_at,
-            train=self._train,
+            gradient_at=partial(type(self)._gradient_at, me),
+            train=partial(type(self)._train, me),
             label_counts=data.to_device(counts, self.device),
             client_id=client_id,
             config=config or {},
