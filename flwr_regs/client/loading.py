@@ -11,12 +11,17 @@ from torch import nn
 
 from flwr_regs.chain import Chain
 from flwr_regs.client.frozen import frozen_part, held_still
+from flwr_regs.client.trained import Every, every_parameter, first_names
 from flwr_regs.wire import keys
 from flwr_regs.wire.arrays import ProtocolError, check_arrays, unpack
 
 
 def load(
-    model: nn.Module, term: Chain, arrays: Mapping[str, np.ndarray], config: Mapping[str, Any]
+    model: nn.Module,
+    term: Chain,
+    arrays: Mapping[str, np.ndarray],
+    config: Mapping[str, Any],
+    every: Every | None = None,
 ) -> tuple[list[str], bool]:
     """Load the global model by name, and this client's private entries.
 
@@ -25,10 +30,11 @@ def load(
     Raises ProtocolError naming an array that does not fit, and OutOfSync if the frozen parameters are not
     the server's.
     """
+    every = every_parameter(model) if every is None else every
     entries = model.state_dict()
     chosen = term.private(list(entries))
     private = [n for n in entries if n in chosen]
-    own = held_still(model, term, chosen)
+    own = held_still(model, term, chosen, every)
     frozen = frozen_part(own, arrays, config)
     shared = {n: v for n, v in entries.items() if n not in chosen and (n in arrays or n not in own)}
     tensors = {n: torch.from_numpy(np.asarray(a)) for n, a in arrays.items()}
@@ -38,7 +44,7 @@ def load(
     moving = {n: v for n, v in shared.items() if n not in own}
     given = _as_held(tensors, moving, config.get(keys.HALF_KEY))
     check_arrays(given, shared, "the global model")
-    for name, first in tied_names(model, private).items():
+    for name, first in tied_names(model, private, every).items():
         if name in given and not torch.equal(given[name], given[first]):
             raise ProtocolError(
                 f"the global model: '{name}' and '{first}' are one parameter here, but differ"
@@ -55,14 +61,16 @@ def load(
     return private, anew
 
 
-def tied_names(model: nn.Module, private: Collection[str]) -> dict[str, str]:
+def tied_names(
+    model: nn.Module, private: Collection[str], every: Every | None = None
+) -> dict[str, str]:
     """Return the tied parameters of a model that are shared, other name -> first name.
 
     Raises ValueError if one name of a parameter is private and another is not.
     """
-    first: dict[int, str] = {}
-    named = model.named_parameters(remove_duplicate=False)
-    pairs = {n: first.setdefault(id(p), n) for n, p in named}
+    every = every_parameter(model) if every is None else every
+    first = first_names(every)
+    pairs = {n: first[id(p)] for n, p in every}
     if split := [(n, f) for n, f in pairs.items() if (n in private) != (f in private)]:
         raise ValueError(
             f"the tied weights {split[0]} are one parameter, but only one of the two names is "

@@ -26,7 +26,7 @@ from flwr_regs.client.optimizer import ClientOptimizer, OptimizerFn, clip, momen
 from flwr_regs.client.replay import Replay
 from flwr_regs.client.result import LocalResult
 from flwr_regs.client.task import LossFn, OutputFn, Task, uncompiled
-from flwr_regs.client.trained import private_entries, trained_parameters
+from flwr_regs.client.trained import every_parameter, private_entries, trained_parameters
 from flwr_regs.term import Arrays, ClientContext, Slot, Term, changed
 from flwr_regs.wire.config import check_optimizer
 
@@ -111,9 +111,10 @@ class LocalTraining:
         data.move(model, self.device)
         model.train(train_mode)
         private = private_entries(model, whole)
-        self._trained = trained_parameters(model, whole)
+        every = every_parameter(model)
+        self._trained = trained_parameters(model, whole, every)
         mine = {id(p) for p in self._trained.values()}
-        self._held = [p for p in model.parameters() if p.requires_grad and id(p) not in mine]
+        self._held = [p for _, p in every if p.requires_grad and id(p) not in mine]
         self._params = {name: p for name, p in self._trained.items() if name not in private}
         if not self._params:
             raise ValueError(
@@ -155,7 +156,8 @@ class LocalTraining:
             config=config or {},
         )
         self._corrections = Corrections(term, self._params, self._ctx)
-        self._reads_steps = any(whole.overriding(hook) for hook in ("loss", "correct"))
+        self._adds_loss = bool(whole.overriding("loss"))
+        self._reads_steps = self._adds_loss or bool(whole.overriding("correct"))
         self._in_loss = False
         self._step_ctx, self._losses = self._ctx, LossSum()
         self._taken = self._processed = 0
@@ -244,9 +246,11 @@ class LocalTraining:
                 self._tap.check(output)
             self._ctx = changed(self._with_every_class(output), batch_size=size)
         self._step_ctx = self._of_step(inputs, targets, output)
-        self._in_loss = True
-        loss = cast(Tensor, self._term.loss(base, self._params, self._step_ctx))
-        self._in_loss = False
+        loss = base
+        if self._adds_loss:
+            self._in_loss = True
+            loss = cast(Tensor, self._term.loss(base, self._params, self._step_ctx))
+            self._in_loss = False
         self._went_back = True
         if not loss.requires_grad:
             raise RuntimeError(
@@ -349,7 +353,7 @@ class LocalTraining:
             p.grad = None
         self.close()
         return LocalResult(
-            state={k: v.detach().cpu().clone() for k, v in self.model.state_dict().items()},
+            state={k: v.detach().to("cpu", copy=True) for k, v in self.model.state_dict().items()},
             delta=data.to_device(sent, "cpu"),
             upload=data.to_device(upload, "cpu"),
             client=data.to_device(kept, "cpu"),
