@@ -57,14 +57,15 @@ class Pairs:
     keywords: bool = False
 
     def __iter__(self) -> Iterator[tuple[Any, Any]]:
-        for batch in self.source:
-            yield self._pair(batch)
+        return map(self._pair, self.source)
 
     def __len__(self) -> int:
         return len(self.source)  # type: ignore[arg-type]
 
     def _pair(self, batch: Any) -> tuple[Any, Any]:
-        if isinstance(batch, list | tuple) and len(batch) == 2:
+        if (
+            isinstance(batch, (list, tuple)) and len(batch) == 2
+        ):  # quicker than a union, in each step
             return batch[0], batch[1]
         if not isinstance(batch, Mapping):
             size = f" of {len(batch)} entries" if isinstance(batch, list | tuple) else ""

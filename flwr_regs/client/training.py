@@ -158,7 +158,7 @@ class LocalTraining:
         self._corrections = Corrections(term, self._params, self._ctx)
         self._adds_loss = bool(whole.overriding("loss"))
         self._reads_steps = self._adds_loss or bool(whole.overriding("correct"))
-        self._in_loss = False
+        self._in_step = self._in_loss = False
         self._step_ctx, self._losses = self._ctx, LossSum()
         self._taken = self._processed = 0
         self._clip_norm: float | None = self._ctx.config.get("clip-norm")
@@ -190,9 +190,8 @@ class LocalTraining:
         and if the state is to be kept of an optimiser that the method makes.
         """
         made = self._optimizer.made(make, self.lr)
-        between_steps = self._step_ctx is self._ctx
         self._ctx = changed(self._ctx, momentum=momentum_of(made))
-        if between_steps:
+        if not self._in_step:
             self._step_ctx = self._ctx
         return made
 
@@ -246,6 +245,7 @@ class LocalTraining:
                 self._tap.check(output)
             self._ctx = changed(self._with_every_class(output), batch_size=size)
         self._step_ctx = self._of_step(inputs, targets, output)
+        self._in_step = True
         loss = base
         if self._adds_loss:
             self._in_loss = True
@@ -261,7 +261,7 @@ class LocalTraining:
     def _of_step(self, inputs: Any, targets: Any, output: Any) -> ClientContext:
         """Return the context of a step; without its fields, if no term reads them."""
         if not self._reads_steps:
-            return changed(self._ctx)
+            return self._ctx
         return changed(
             self._ctx,
             inputs=inputs,
@@ -283,7 +283,7 @@ class LocalTraining:
         Raises RuntimeError if the step skipped `loss` or backward, or if the loop has made its optimiser
         itself where the method adapts it or the config describes it.
         """
-        if self._step_ctx is self._ctx:
+        if not self._in_step:
             raise RuntimeError(
                 "call correct() once per step, after loss(): it saw no loss since the last step"
             )
@@ -296,7 +296,7 @@ class LocalTraining:
             p.grad = None  # then an optimiser passes it over, weight decay and momentum too
         if self._clip_norm is not None:
             clip(self._trained.values(), self._clip_norm)
-        self._step_ctx = self._ctx
+        self._step_ctx, self._in_step = self._ctx, False
         self._taken += 1
 
     def _with_every_class(self, output: Any) -> ClientContext:
@@ -311,7 +311,7 @@ class LocalTraining:
     def _gradient_at(self, params: Arrays) -> Arrays:
         """Return the gradient of the present step's whole loss at other parameters."""
         ctx = self._step_ctx
-        if ctx is self._ctx or self._in_loss or not self._replay.forwards:
+        if not self._in_step or self._in_loss or not self._replay.forwards:
             raise RuntimeError("gradient_at is there in `correct`, within a step")
         leaves = {n: p.detach().requires_grad_() for n, p in params.items()}
         with torch.enable_grad(), self._replay.as_in_forward():
@@ -353,7 +353,7 @@ class LocalTraining:
             p.grad = None
         self.close()
         return LocalResult(
-            state={k: v.detach().to("cpu", copy=True) for k, v in self.model.state_dict().items()},
+            state={k: v.detach().cpu().clone() for k, v in self.model.state_dict().items()},
             delta=data.to_device(sent, "cpu"),
             upload=data.to_device(upload, "cpu"),
             client=data.to_device(kept, "cpu"),
