@@ -22,7 +22,7 @@ from flwr_regs.client.distillation import StartOutputs
 from flwr_regs.client.features import FeatureTap, OutputTap, Tap
 from flwr_regs.client.loss_sum import LossSum
 from flwr_regs.client.measures import Measures, gradients
-from flwr_regs.client.optimizer import ClientOptimizer, OptimizerFn, clip, momentum_of
+from flwr_regs.client.optimizer import ClientOptimizer, OptimizerFn, clip, momentum_of, steps_alone
 from flwr_regs.client.replay import Replay
 from flwr_regs.client.result import LocalResult
 from flwr_regs.client.task import LossFn, OutputFn, Task, uncompiled
@@ -380,18 +380,22 @@ def local_round(
     """
     training = LocalTraining(model, term, train_data, **kwargs)
     opt = training.optimizer(optimizer)
-    taken = 0
+    at_once, taken = steps_alone(opt), 0
+
+    def corrected(batch: tuple[Any, Any]) -> Any:
+        opt.zero_grad(set_to_none=True)
+        loss = training.unwatched_objective(*batch)
+        torch.autograd.backward(loss)
+        training.correct(opt)
+        return loss
+
     try:
-        for inputs, targets in training.batches():
-
-            def closure(inputs: Any = inputs, targets: Any = targets) -> Any:
-                opt.zero_grad(set_to_none=True)
-                loss = training.unwatched_objective(inputs, targets)
-                torch.autograd.backward(loss)
-                training.correct(opt)
-                return loss
-
-            opt.step(closure)  # an optimiser such as LBFGS calls it more than once
+        for batch in training.batches():
+            if at_once:
+                corrected(batch)
+                opt.step()
+            else:
+                opt.step(partial(corrected, batch))
             taken += 1
         return training.finish(taken)
     finally:
