@@ -144,6 +144,7 @@ class LocalTraining:
         self._ctx = measures.context(
             {name: v.clone() for name, v in self._values.items()},
             lr,
+            read=bool(terms),
             num_steps=max(self.num_steps, 1),
             planned_steps=planned,
             budget_steps=max(self.num_steps, 1),
