@@ -57,14 +57,15 @@ class Pairs:
     keywords: bool = False
 
     def __iter__(self) -> Iterator[tuple[Any, Any]]:
-        for batch in self.source:
-            yield self._pair(batch)
+        return map(self._pair, self.source)
 
     def __len__(self) -> int:
         return len(self.source)  # type: ignore[arg-type]
 
     def _pair(self, batch: Any) -> tuple[Any, Any]:
-        if isinstance(batch, list | tuple) and len(batch) == 2:
+        if (
+            isinstance(batch, (list, tuple)) and len(batch) == 2
+        ):  # quicker than a union, in each step
             return batch[0], batch[1]
         if not isinstance(batch, Mapping):
             size = f" of {len(batch)} entries" if isinstance(batch, list | tuple) else ""
@@ -204,7 +205,7 @@ def batch_size(targets: Any) -> int:
 
     Raises TypeError for a tensor without dimensions: it is one example, not a batch.
     """
-    leaves = tensors(targets)
+    leaves = [targets] if type(targets) is Tensor else tensors(targets)
     if leaves and leaves[0].ndim == 0:
         raise TypeError(
             "the targets of a batch have no dimension, so it is one example: give the loader a batch_size, "
@@ -225,13 +226,17 @@ def to_device(value: Any, device: str | torch.device) -> Any:
     """Move the tensors in nested dicts, lists and tuples; leave anything else unchanged."""
     if type(value) is Tensor:  # as most batches are
         return value.to(device)
-    return mapped(value, lambda tensor: tensor.to(device))
+    place = torch.device(device)
+    return mapped(value, lambda tensor: tensor.to(place))
 
 
 def move(model: nn.Module, device: torch.device) -> None:
     """Move a model that is not on the device; ``model.to`` goes through all of it even if it is there."""
-    if any(t.device != device for t in itertools.chain(model.parameters(), model.buffers())):
-        model.to(device)
+    for module in model.modules():
+        for tensor in (*module._parameters.values(), *module._buffers.values()):
+            if tensor is not None and tensor.device != device:
+                model.to(device)
+                return
 
 
 def label_counts(data: Pairs) -> Tensor:

@@ -10,22 +10,24 @@ from torch import nn
 
 from flwr_regs.chain import Chain
 from flwr_regs.client.state import to_numpy
-from flwr_regs.client.trained import freezes, trained_parameters
+from flwr_regs.client.trained import Every, every_parameter, freezes, trained_parameters
 from flwr_regs.wire import keys
 from flwr_regs.wire.arrays import NDArrays, ProtocolError, check_names, unpack
 from flwr_regs.wire.delta import OutOfSync
 from flwr_regs.wire.frozen import frozen_digest, said
 
 
-def held_still(model: nn.Module, term: Chain, private: Collection[str]) -> NDArrays:
+def held_still(
+    model: nn.Module, term: Chain, private: Collection[str], every: Every | None = None
+) -> NDArrays:
     """Return the values of the parameters that this client does not train, also under tied names.
 
     Private ones are left out: they are this client's own.
     """
-    if not freezes(term) and all(p.requires_grad for p in model.parameters()):
+    every = every_parameter(model) if every is None else every
+    if not freezes(term) and all(p.requires_grad for _, p in every):
         return {}
-    trained = {id(p) for p in trained_parameters(model, term).values()}
-    every = model.named_parameters(remove_duplicate=False)
+    trained = {id(p) for p in trained_parameters(model, term, every).values()}
     still = [n for n, p in every if id(p) not in trained and n not in private]
     state = model.state_dict()
     return {n: to_numpy(state[n]) for n in still}

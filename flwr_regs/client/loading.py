@@ -11,12 +11,17 @@ from torch import nn
 
 from flwr_regs.chain import Chain
 from flwr_regs.client.frozen import frozen_part, held_still
+from flwr_regs.client.trained import Every, every_parameter, first_names
 from flwr_regs.wire import keys
 from flwr_regs.wire.arrays import ProtocolError, check_arrays, unpack
 
 
 def load(
-    model: nn.Module, term: Chain, arrays: Mapping[str, np.ndarray], config: Mapping[str, Any]
+    model: nn.Module,
+    term: Chain,
+    arrays: Mapping[str, np.ndarray],
+    config: Mapping[str, Any],
+    every: Every | None = None,
 ) -> tuple[list[str], bool]:
     """Load the global model by name, and this client's private entries.
 
@@ -25,10 +30,11 @@ def load(
     Raises ProtocolError naming an array that does not fit, and OutOfSync if the frozen parameters are not
     the server's.
     """
+    every = every_parameter(model) if every is None else every
     entries = model.state_dict()
     chosen = term.private(list(entries))
     private = [n for n in entries if n in chosen]
-    own = held_still(model, term, chosen)
+    own = held_still(model, term, chosen, every)
     frozen = frozen_part(own, arrays, config)
     shared = {n: v for n, v in entries.items() if n not in chosen and (n in arrays or n not in own)}
     tensors = {n: torch.from_numpy(np.asarray(a)) for n, a in arrays.items()}
@@ -38,7 +44,7 @@ def load(
     moving = {n: v for n, v in shared.items() if n not in own}
     given = _as_held(tensors, moving, config.get(keys.HALF_KEY))
     check_arrays(given, shared, "the global model")
-    for name, first in tied_names(model, private).items():
+    for name, first in tied_names(model, private, every).items():
         if name in given and not torch.equal(given[name], given[first]):
             raise ProtocolError(
                 f"the global model: '{name}' and '{first}' are one parameter here, but differ"
@@ -51,18 +57,48 @@ def load(
     exact = keys.HALF_KEY not in config
     anew = any(exact and n in arrays and not np.array_equal(a, arrays[n]) for n, a in own.items())
     held = {n: torch.from_numpy(a) for n, a in frozen.items()}
-    model.load_state_dict({**entries, **held, **given, **mine})
+    _write(model, entries, {**held, **given, **mine})
     return private, anew
 
 
-def tied_names(model: nn.Module, private: Collection[str]) -> dict[str, str]:
+_WAYS = ("state_dict", "load_state_dict", "_save_to_state_dict", "_load_from_state_dict")
+_HOOKS = ("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks", "_state_dict_hooks")
+
+
+def _write(model: nn.Module, entries: dict[str, Any], values: dict[str, torch.Tensor]) -> None:
+    """Write checked values into the `entries` of a model's ``state_dict``, which are views of it.
+
+    As ``load_state_dict`` does. It is called where a layer may load in a way of its own.
+    """
+    plain = all(type(entry) is torch.Tensor for entry in entries.values())
+    if not (plain and all(map(_loads_plainly, model.modules()))):
+        model.load_state_dict({**entries, **values})
+        return
+    with torch.no_grad():
+        for name, value in values.items():
+            entries[name].copy_(value)
+
+
+def _loads_plainly(module: nn.Module) -> bool:
+    """Whether a layer saves and loads as torch's own do: no method, hook or state of its own."""
+    kind, own = type(module), vars(module)
+    return (
+        all(getattr(kind, way) is getattr(nn.Module, way) and way not in own for way in _WAYS)
+        and kind.get_extra_state is nn.Module.get_extra_state
+        and not any(own.get(hooks, True) for hooks in _HOOKS)
+    )
+
+
+def tied_names(
+    model: nn.Module, private: Collection[str], every: Every | None = None
+) -> dict[str, str]:
     """Return the tied parameters of a model that are shared, other name -> first name.
 
     Raises ValueError if one name of a parameter is private and another is not.
     """
-    first: dict[int, str] = {}
-    named = model.named_parameters(remove_duplicate=False)
-    pairs = {n: first.setdefault(id(p), n) for n, p in named}
+    every = every_parameter(model) if every is None else every
+    first = first_names(every)
+    pairs = {n: first[id(p)] for n, p in every}
     if split := [(n, f) for n, f in pairs.items() if (n in private) != (f in private)]:
         raise ValueError(
             f"the tied weights {split[0]} are one parameter, but only one of the two names is "

@@ -26,10 +26,11 @@ class LossSum:
     def total(self) -> float:
         """Return the sum so far."""
         if self._unread:
-            losses = torch.stack([loss for loss, _ in self._unread]).float().cpu().numpy()
-            sizes = np.array([examples for _, examples in self._unread], np.float32)
+            losses, sizes = zip(*self._unread, strict=True)
+            terms = np.empty(len(sizes) + 1, np.float32)
+            terms[0], terms[1:] = self._total, sizes
             with np.errstate(over="ignore", invalid="ignore"):  # of a run that diverges
-                terms = np.append(self._total, losses * sizes)
+                terms[1:] *= torch.stack(losses).reshape(-1).float().cpu().numpy()
                 self._total = np.add.accumulate(terms)[-1]  # one after the other
             self._unread.clear()
         return float(self._total)

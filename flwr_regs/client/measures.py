@@ -56,12 +56,16 @@ class Measures:
         self._start: Arrays = {}
         self._rest: Arrays = {}  # of the model that holds `start`: buffers, private entries
 
-    def context(self, start: Arrays, lr: float, **own: Any) -> ClientContext:
-        """Return a client's context with the functions over its data; `own` are other fields."""
+    def context(self, start: Arrays, lr: float, *, read: bool = True, **own: Any) -> ClientContext:
+        """Return a client's context with the functions over its data; `own` are other fields.
+
+        Not `read`: no term calls them, so the rest of the model is not copied.
+        """
         self._start = start
-        others = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
-        rest = {**others, **dict(self.model.named_buffers())}
-        self._rest = {n: t.detach().clone() for n, t in rest.items() if n not in start}
+        if read:
+            others = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
+            rest = {**others, **dict(self.model.named_buffers())}
+            self._rest = {n: t.detach().clone() for n, t in rest.items() if n not in start}
         ctx = ClientContext(
             start=start,
             lr=lr,

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
+from torch.optim import optimizer as of_torch
 
 from flwr_regs.chain import Chain
 from flwr_regs.term import Slot, Term
@@ -142,6 +143,18 @@ def optimizer_of(config: Mapping[str, Any], own: OptimizerFn | None = None) -> O
         return own
     kind: OptimizerFn = getattr(torch.optim, given.pop("optimizer", "SGD"))
     return partial(kind, **{k.replace("-", "_"): v for k, v in given.items()}) if given else kind
+
+
+def steps_alone(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the loop may compute the gradients before it calls ``step()``: as in a closure, to the bit.
+
+    So it is with these classes of torch, but for a step that is wrapped, or hooks that run before it.
+    Others get a closure, which LBFGS calls more than once.
+    """
+    usual = type(optimizer) in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
+    hooks = getattr(optimizer, "_optimizer_step_pre_hooks", True)
+    hooks = hooks or getattr(of_torch, "_global_optimizer_pre_hooks", True)
+    return usual and "step" not in vars(optimizer) and not hooks and torch.is_grad_enabled()
 
 
 def momentum_of(optimizer: torch.optim.Optimizer) -> float | None:

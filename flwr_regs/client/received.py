@@ -28,7 +28,7 @@ from flwr_regs.client.result import LocalResult
 from flwr_regs.client.saved import Folder, Saved
 from flwr_regs.client.state import ClientState, to_numpy
 from flwr_regs.client.task import Task
-from flwr_regs.client.trained import trained_parameters
+from flwr_regs.client.trained import every_parameter, trained_parameters
 from flwr_regs.term import Term
 from flwr_regs.wire import keys
 from flwr_regs.wire.arrays import (
@@ -109,8 +109,9 @@ class Received:
             self._arrays, step = self._decoded()
         elif keys.STEP_KEY in config:
             step = unpack(config[keys.STEP_KEY])
-        self.private, self._anew = load(model, self.term, self._arrays, config)
-        self._trainable = set(trained_parameters(model, self.term))
+        self._every = every = every_parameter(model)
+        self.private, self._anew = load(model, self.term, self._arrays, config, every)
+        self._trainable = set(trained_parameters(model, self.term, every))
         self.broadcast = state.slots(self.term, config, "broadcast")
         if step is not None:
             steps = {n: torch.from_numpy(a) for n, a in step.items() if n in self._trainable}
@@ -164,9 +165,8 @@ class Received:
         makes this client's own model of the round's `lr` and `config`, where the client saves it.
         """
         names = list(self._arrays)
-        tied = {
-            n: f for n, f in tied_names(self._model, self.private).items() if f in self._trainable
-        }
+        tied = tied_names(self._model, self.private, self._every)
+        tied = {n: f for n, f in tied.items() if f in self._trainable}
         buffers = [n for n in names if n not in self._trainable]
         metrics: dict[str, Any] = {
             keys.METHOD_KEY: self._method,
@@ -234,7 +234,7 @@ class Received:
 
     def _still(self) -> NDArrays:
         """Return the frozen parameters as loaded. A copy of a large part does not stay through training."""
-        return held_still(self._model, self.term, self.private)
+        return held_still(self._model, self.term, self.private, self._every)
 
     def _for_node(
         self, metrics: Mapping[str, Any], private: Mapping[str, np.ndarray]

@@ -121,7 +121,7 @@ def to_numpy(value: Any) -> np.ndarray:
     """Return a tensor as an array; bfloat16, which numpy lacks, becomes float32 without loss."""
     if isinstance(value, np.ndarray):
         return value
-    tensor = torch.as_tensor(value).detach().cpu()
+    tensor = (value if isinstance(value, torch.Tensor) else torch.as_tensor(value)).detach().cpu()
     return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy()
 
 

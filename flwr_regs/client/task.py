@@ -76,6 +76,8 @@ class Task:
 
         Raises TypeError if the output holds no logits: see `logits`.
         """
+        if params is None and type(inputs) is Tensor and self.loss_fn is not None:
+            return self.logits(model(inputs))  # as most steps do
         args, kwargs = self.arguments(inputs, targets)
         if params is None:
             return self.logits(model(*args, **kwargs))

@@ -7,14 +7,30 @@ from torch import nn
 from flwr_regs.abilities import Freezes, Withholds
 from flwr_regs.chain import Chain
 
+Every = list[tuple[str, nn.Parameter]]
+"""A model's parameters under all their names, in order: each walk over a model costs."""
 
-def trained_parameters(model: nn.Module, term: Chain) -> dict[str, nn.Parameter]:
+
+def every_parameter(model: nn.Module) -> Every:
+    """Return a model's parameters, tied ones under each of their names."""
+    return list(model.named_parameters(remove_duplicate=False))
+
+
+def first_names(every: Every) -> dict[int, str]:
+    """Return the first name of each parameter, by its id."""
+    return {id(p): name for name, p in reversed(every)}
+
+
+def trained_parameters(
+    model: nn.Module, term: Chain, every: Every | None = None
+) -> dict[str, nn.Parameter]:
     """Return the parameters that a method trains, by their first names; private ones too."""
-    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    every = every_parameter(model) if every is None else every
+    first = first_names(every)
+    named = {name: p for name, p in every if p.requires_grad and first[id(p)] == name}
     if not freezes(term):
         return named
     frozen = term.frozen(list(model.state_dict()))
-    every = model.named_parameters(remove_duplicate=False)
     held = {id(p) for name, p in every if name in frozen}
     return {name: p for name, p in named.items() if id(p) not in held}
 

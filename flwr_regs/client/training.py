@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, cast
+from weakref import proxy
 
 import torch
 from torch import Tensor, nn
@@ -21,11 +22,11 @@ from flwr_regs.client.distillation import StartOutputs
 from flwr_regs.client.features import FeatureTap, OutputTap, Tap
 from flwr_regs.client.loss_sum import LossSum
 from flwr_regs.client.measures import Measures, gradients
-from flwr_regs.client.optimizer import ClientOptimizer, OptimizerFn, clip, momentum_of
+from flwr_regs.client.optimizer import ClientOptimizer, OptimizerFn, clip, momentum_of, steps_alone
 from flwr_regs.client.replay import Replay
 from flwr_regs.client.result import LocalResult
 from flwr_regs.client.task import LossFn, OutputFn, Task, uncompiled
-from flwr_regs.client.trained import private_entries, trained_parameters
+from flwr_regs.client.trained import every_parameter, private_entries, trained_parameters
 from flwr_regs.term import Arrays, ClientContext, Slot, Term, changed
 from flwr_regs.wire.config import check_optimizer
 
@@ -110,9 +111,10 @@ class LocalTraining:
         data.move(model, self.device)
         model.train(train_mode)
         private = private_entries(model, whole)
-        self._trained = trained_parameters(model, whole)
+        every = every_parameter(model)
+        self._trained = trained_parameters(model, whole, every)
         mine = {id(p) for p in self._trained.values()}
-        self._held = [p for p in model.parameters() if p.requires_grad and id(p) not in mine]
+        self._held = [p for _, p in every if p.requires_grad and id(p) not in mine]
         self._params = {name: p for name, p in self._trained.items() if name not in private}
         if not self._params:
             raise ValueError(
@@ -138,23 +140,26 @@ class LocalTraining:
             batches=whole_gradients or any(t.acts("finish") for t in terms),  # for `train`
             forwards=whole_gradients,  # for `gradient_at`
         )
+        me = proxy(self)  # no cycle: what a round held is freed at its end, not by a collection
         self._ctx = measures.context(
             {name: v.clone() for name, v in self._values.items()},
             lr,
+            read=bool(terms),
             num_steps=max(self.num_steps, 1),
             planned_steps=planned,
             budget_steps=max(self.num_steps, 1),
             broadcast=data.to_device(broadcast or {}, self.device),
             client=data.to_device(self._kept, self.device),
-            gradient_at=self._gradient_at,
-            train=self._train,
+            gradient_at=partial(type(self)._gradient_at, me),
+            train=partial(type(self)._train, me),
             label_counts=data.to_device(counts, self.device),
             client_id=client_id,
             config=config or {},
         )
         self._corrections = Corrections(term, self._params, self._ctx)
-        self._reads_steps = any(whole.overriding(hook) for hook in ("loss", "correct"))
-        self._in_loss = False
+        self._adds_loss = bool(whole.overriding("loss"))
+        self._reads_steps = self._adds_loss or bool(whole.overriding("correct"))
+        self._in_step = self._in_loss = False
         self._step_ctx, self._losses = self._ctx, LossSum()
         self._taken = self._processed = 0
         self._clip_norm: float | None = self._ctx.config.get("clip-norm")
@@ -186,9 +191,8 @@ class LocalTraining:
         and if the state is to be kept of an optimiser that the method makes.
         """
         made = self._optimizer.made(make, self.lr)
-        between_steps = self._step_ctx is self._ctx
         self._ctx = changed(self._ctx, momentum=momentum_of(made))
-        if between_steps:
+        if not self._in_step:
             self._step_ctx = self._ctx
         return made
 
@@ -242,9 +246,12 @@ class LocalTraining:
                 self._tap.check(output)
             self._ctx = changed(self._with_every_class(output), batch_size=size)
         self._step_ctx = self._of_step(inputs, targets, output)
-        self._in_loss = True
-        loss = cast(Tensor, self._term.loss(base, self._params, self._step_ctx))
-        self._in_loss = False
+        self._in_step = True
+        loss = base
+        if self._adds_loss:
+            self._in_loss = True
+            loss = cast(Tensor, self._term.loss(base, self._params, self._step_ctx))
+            self._in_loss = False
         self._went_back = True
         if not loss.requires_grad:
             raise RuntimeError(
@@ -255,7 +262,7 @@ class LocalTraining:
     def _of_step(self, inputs: Any, targets: Any, output: Any) -> ClientContext:
         """Return the context of a step; without its fields, if no term reads them."""
         if not self._reads_steps:
-            return changed(self._ctx)
+            return self._ctx
         return changed(
             self._ctx,
             inputs=inputs,
@@ -277,7 +284,7 @@ class LocalTraining:
         Raises RuntimeError if the step skipped `loss` or backward, or if the loop has made its optimiser
         itself where the method adapts it or the config describes it.
         """
-        if self._step_ctx is self._ctx:
+        if not self._in_step:
             raise RuntimeError(
                 "call correct() once per step, after loss(): it saw no loss since the last step"
             )
@@ -290,7 +297,7 @@ class LocalTraining:
             p.grad = None  # then an optimiser passes it over, weight decay and momentum too
         if self._clip_norm is not None:
             clip(self._trained.values(), self._clip_norm)
-        self._step_ctx = self._ctx
+        self._step_ctx, self._in_step = self._ctx, False
         self._taken += 1
 
     def _with_every_class(self, output: Any) -> ClientContext:
@@ -305,7 +312,7 @@ class LocalTraining:
     def _gradient_at(self, params: Arrays) -> Arrays:
         """Return the gradient of the present step's whole loss at other parameters."""
         ctx = self._step_ctx
-        if ctx is self._ctx or self._in_loss or not self._replay.forwards:
+        if not self._in_step or self._in_loss or not self._replay.forwards:
             raise RuntimeError("gradient_at is there in `correct`, within a step")
         leaves = {n: p.detach().requires_grad_() for n, p in params.items()}
         with torch.enable_grad(), self._replay.as_in_forward():
@@ -374,18 +381,22 @@ def local_round(
     """
     training = LocalTraining(model, term, train_data, **kwargs)
     opt = training.optimizer(optimizer)
-    taken = 0
+    at_once, taken = steps_alone(opt), 0
+
+    def corrected(batch: tuple[Any, Any]) -> Any:
+        opt.zero_grad(set_to_none=True)
+        loss = training.unwatched_objective(*batch)
+        torch.autograd.backward(loss)
+        training.correct(opt)
+        return loss
+
     try:
-        for inputs, targets in training.batches():
-
-            def closure(inputs: Any = inputs, targets: Any = targets) -> Any:
-                opt.zero_grad(set_to_none=True)
-                loss = training.unwatched_objective(inputs, targets)
-                torch.autograd.backward(loss)
-                training.correct(opt)
-                return loss
-
-            opt.step(closure)  # an optimiser such as LBFGS calls it more than once
+        for batch in training.batches():
+            if at_once:
+                corrected(batch)
+                opt.step()
+            else:
+                opt.step(partial(corrected, batch))
             taken += 1
         return training.finish(taken)
     finally:

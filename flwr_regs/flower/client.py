@@ -32,7 +32,7 @@ from flwr_regs.term import NOT_NEGATIVE, SWITCH, Range, Term
 from flwr_regs.wire import keys
 from flwr_regs.wire.arrays import ForeignStrategy, NDArrays, ProtocolError
 from flwr_regs.wire.terms import check_classes
-from flwr_regs.wire.text import read_json
+from flwr_regs.wire.text import names_in
 
 NDArrayList = list[Any]
 _WHOLE = Range("a whole number of at least 0", lambda v: v >= 0, int)
@@ -283,4 +283,4 @@ class RegClient(NumPyClient):
                 "the config does not name the arrays: build the ClientApp with "
                 "flwr_regs.client_app(client_fn), not with flwr's ClientApp(client_fn)"
             )
-        return dict(zip(read_json(config[keys.NAMES_KEY]), parameters, strict=True))
+        return dict(zip(names_in(config[keys.NAMES_KEY]), parameters, strict=True))

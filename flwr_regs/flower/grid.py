@@ -134,10 +134,12 @@ class InProcessGrid(Grid):
 
     def _serve(self, message: Message, app: ClientApp) -> str:
         """Run the client that a message is for, and keep its reply; return the message's id."""
-        message.content = RecordDict({k: r.copy() for k, r in message.content.items()})
-        return self._keep(
-            message, served(app, message, self._contexts[message.metadata.dst_node_id])
-        )
+        sent, context = message.content, self._contexts[message.metadata.dst_node_id]
+        message.content = RecordDict({k: r.copy() for k, r in sent.items()})
+        try:
+            return self._keep(message, served(app, message, context))
+        finally:
+            message.content = sent
 
     def _keep(self, message: Message, reply: Message) -> str:
         self._replies[message.metadata.message_id] = reply

@@ -5,11 +5,11 @@ Loaded in every ClientApp process, before the user's `client_fn` runs: no torch 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+import numpy as np
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from flwr.client import Client, NumPyClient
 from flwr.clientapp import ClientApp
 from flwr.clientapp.typing import ClientAppCallable
@@ -17,13 +17,13 @@ from flwr.common.constant import MessageTypeLegacy
 
 from flwr_regs.wire import keys
 from flwr_regs.wire.arrays import ForeignStrategy, NDArrays, ProtocolError
-from flwr_regs.wire.records import labelled, read_entry, record_of, sorted_entries, written
-from flwr_regs.wire.text import read_json
+from flwr_regs.wire.records import labelled, metrics_of, read_entry, record_of, sorted_entries
+from flwr_regs.wire.text import names_text, read_json
 
 _OLDER = "it comes from an older server: wrap its strategy in flwr_regs.LegacyStrategy"
 Make = Callable[[Context], NumPyClient | Client]
-Called = tuple[list[bytes], dict[str, Any], Mapping[str, Any]]
-"""The arrays that a client returned, as written, what it measured, and its metrics."""
+Called = tuple[list[Any], dict[str, Any], Mapping[str, Any]]
+"""The arrays that a client returned (or their ``.npy``), what it measured, and its metrics."""
 _METHODS = {"train": "fit", "evaluate": "evaluate"}
 _LEGACY = {"train": ("fitins", "fitres"), "evaluate": ("evaluateins", "evaluateres")}
 
@@ -60,7 +60,7 @@ def numpyclient_mod(
         named = zip(sent, fitted, strict=False)
         records[keys.ARRAYS] = record_of({name: labelled(name, data) for name, data in named})
     # n_k is fit's second value, even if its metrics hold another
-    records[keys.METRICS] = MetricRecord({**numbers, **measured})
+    records[keys.METRICS] = metrics_of({**numbers, **measured})
     if texts:
         records[keys.CONFIG] = ConfigRecord(texts)
     return Message(RecordDict(records), reply_to=message)
@@ -82,7 +82,7 @@ def _checked(content: RecordDict, kind: str) -> tuple[NDArrays, dict[str, Any]]:
             f"the config holds lists in {lists}, which Flower gives no NumPyClient: send text, such as "
             "json.dumps(...)"
         )
-    config[keys.NAMES_KEY] = json.dumps(list(arrays))
+    config[keys.NAMES_KEY] = names_text(tuple(arrays))
     return arrays, config
 
 
@@ -108,7 +108,7 @@ def _called(client: Any, kind: str, arrays: NDArrays, config: dict[str, Any]) ->
         )
     value, examples, given = result
     if kind == "train":
-        return [written(a) for a in value], {"num-examples": examples}, given
+        return [np.asarray(a) for a in value], {"num-examples": examples}, given
     return [], {"num-examples": examples, "loss": value}, given
 
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 
 from flwr_regs.wire.arrays import NDArrays, ProtocolError, plain_name, unpack
 from flwr_regs.wire.keys import ARRAYS, CONFIG, METRICS, PROTOCOL, PROTOCOL_KEY
-from flwr_regs.wire.npy import Unreadable, read_array, read_header, write_array
+from flwr_regs.wire.npy import Unreadable, is_plain, read_array, read_header, write_array
 from flwr_regs.wire.parcel import Parcel, scalar_bytes
 from flwr_regs.wire.text import LONGEST_NAME, quoted, shown
 
@@ -126,11 +126,31 @@ class Writer:
         like = self._configs.get(names := tuple(config))
         if like is None:
             like = self._configs[names] = ConfigRecord({**config})
-        record = like.copy()
-        for (name, value), known in zip(config.items(), like.values(), strict=True):
-            if value is not known:
-                record[name] = value
-        return record
+        return _changed(like, config)
+
+
+def metrics_of(values: Mapping[str, Any]) -> MetricRecord:
+    """Return a record of metrics; Flower checks numbers anew only where they differ from earlier ones."""
+    like = _EARLIER.get(names := tuple(values))
+    if like is None:
+        if len(_EARLIER) == MOST_EARLIER:
+            _EARLIER.clear()
+        like = _EARLIER[names] = MetricRecord({**values})
+    return _changed(like, values)
+
+
+_EARLIER: dict[tuple[str, ...], MetricRecord] = {}
+MOST_EARLIER = 100
+R = TypeVar("R", ConfigRecord, MetricRecord)
+
+
+def _changed(like: R, values: Mapping[str, Any]) -> R:
+    """Return a copy of a record with values under the same names; those that differ are checked."""
+    record: Any = like.copy()
+    for (name, value), known in zip(values.items(), like.values(), strict=True):
+        if value is not known and not (type(value) is int is type(known) and value == known):
+            record[name] = value
+    return record  # type: ignore[no-any-return]
 
 
 def parcel_of(content: RecordDict) -> Parcel:
@@ -236,11 +256,15 @@ def float32_arrays(model: nn.Module) -> ArrayRecord:
     )
 
 
-def labelled(name: str, data: bytes) -> Array:
-    """Return the Array of a ``.npy``, with its dtype and shape; the data is not copied.
+def labelled(name: str, data: bytes | np.ndarray) -> Array:
+    """Return the Array of a ``.npy``, with its dtype and shape, or that of an array, which is written.
 
-    Raises ProtocolError for other bytes.
+    It lies in C's order; a ``.npy`` that does so is not copied. Raises ProtocolError for other bytes.
     """
+    if isinstance(data, np.ndarray):
+        if is_plain(data):
+            return to_array(data)  # what it writes need not be read
+        data = written(data)
     try:
         head = read_header(data)
     except Unreadable as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from functools import lru_cache
 from itertools import islice
 from typing import Any
 
@@ -81,6 +82,18 @@ def read_json(value: Any, depth: int = 1, longest: int = LONGEST_JSON) -> Any:
         holders = [v for v in level if isinstance(v, list | dict)]
         level = [w for v in holders for w in (v.values() if isinstance(v, dict) else v)]
     return found
+
+
+@lru_cache(maxsize=16)  # a process may run many clients of one model
+def names_text(names: tuple[str, ...]) -> str:
+    """Return the JSON text of a list of names."""
+    return json.dumps(list(names))
+
+
+@lru_cache(maxsize=16)
+def names_in(text: str) -> tuple[Any, ...]:
+    """Return the names in a text of :func:`names_text`; raise ValueError for another."""
+    return tuple(read_json(text))
 
 
 def _escaped(text: str, limit: int) -> str:

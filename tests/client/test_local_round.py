@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Collection
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -18,8 +21,10 @@ from torch.utils.data import (
     TensorDataset,
 )
 
+from flwr_regs import MOON, Ditto, FedSAM
 from flwr_regs.chain import chain
 from flwr_regs.client.batches import as_pairs, count_examples, to_device
+from flwr_regs.client.loss_sum import LossSum
 from flwr_regs.client.training import LocalTraining, local_round
 from flwr_regs.term import Term
 from tests.conftest import make_clients, make_model
@@ -255,3 +260,38 @@ def test_what_a_term_holds_still_is_left_alone_by_any_optimiser_of_a_loop() -> N
         assert torch.equal(p, before[name]) == name.startswith("2.")
         assert p.requires_grad
     assert set(result.delta) == {"0.weight", "0.bias"}
+
+
+@pytest.mark.parametrize(
+    "terms", [(), FedSAM(0.05).term.terms, MOON(0.1).term.terms, Ditto(0.1).term.terms]
+)
+def test_what_a_round_held_is_freed_at_its_end(terms: Any) -> None:
+    """A model that waits for Python's collection costs memory, and the collection time."""
+    model, data = make_model(), make_clients()[0]
+    freed = weakref.ref(model)
+    gc.disable()
+    try:
+        result = local_round(model, chain(terms), data, lr=0.1, steps=3, device="cpu")
+        del model
+        assert freed() is None
+        assert result.num_steps == 3
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("shape", [(), (1,)])
+@pytest.mark.parametrize("steps", [1, 7, 1200])
+def test_losses_are_added_one_after_the_other_in_float32(steps: int, shape: Any) -> None:
+    torch.manual_seed(0)
+    losses, sizes = torch.rand(steps), torch.randint(1, 40, (steps,)).tolist()
+    mine, expected = LossSum(), np.float32(0)
+    for loss, size in zip(losses, sizes, strict=True):
+        mine.add(loss.reshape(shape), size)
+        expected += np.float32(loss) * np.float32(size)
+    assert mine.total() == mine.total() == float(expected)
+
+
+def test_a_loss_that_overflows_warns_nobody() -> None:
+    mine = LossSum()
+    mine.add(torch.tensor(3e38), 100)
+    assert mine.total() == np.inf

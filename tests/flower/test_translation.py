@@ -182,3 +182,22 @@ def test_a_training_has_the_same_bits_on_both_ways(
     assert mods == theirs
     for one, two in zip(direct, flowers, strict=True):
         assert all(np.array_equal(one[n], two[n]) for n in two)
+
+
+def test_a_message_keeps_what_was_sent() -> None:
+    """The client gets a copy, so whoever sent a message may look at it, or send it again."""
+    grid = InProcessGrid(client_app(lambda context: Users()), 1)
+    arrays = ArrayRecord({n: Array(a) for n, a in MODEL.items()})
+    config = ConfigRecord({"lr": 0.1, "server-round": 1})
+    sent = grid.create_message(
+        RecordDict({"arrays": arrays, "config": config}),
+        "train",
+        next(iter(grid.get_node_ids())),
+        "1",
+    )
+    content = sent.content
+    first, second = (next(iter(grid.send_and_receive([sent]))) for _ in range(2))
+    assert sent.content is content
+    assert dict(content) == {"arrays": arrays, "config": config}
+    assert dict(config) == {"lr": 0.1, "server-round": 1}
+    assert as_values(first) == as_values(second)

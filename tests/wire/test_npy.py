@@ -8,14 +8,21 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flwr.app import Array, ArrayRecord
+from flwr.app import Array, ArrayRecord, MetricRecord
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays_of
 
 from flwr_regs.wire.arrays import ProtocolError, pack, unpack
 from flwr_regs.wire.npy import Unreadable, read_array
-from flwr_regs.wire.records import from_record, parcel_of, read_entry
+from flwr_regs.wire.records import (
+    from_record,
+    labelled,
+    metrics_of,
+    parcel_of,
+    read_entry,
+    written,
+)
 from tests.damage import NOT_ARRAYS, npy, shaped
 
 DTYPES = ["?", "i1", "<i2", "<i4", "<i8", "u1", "<u2", "<u4", "<u8", "<f2", "<f4", "<f8"]
@@ -115,3 +122,41 @@ def test_packed_arrays_that_are_none_are_a_protocol_error(data: Any) -> None:
     with pytest.raises(ProtocolError):
         unpack(data)
     assert unpack(pack({"a": np.ones(2)}))["a"].tolist() == [1, 1]
+
+
+ODD = [np.array(["a"]), np.ones(3, ">f4"), np.ones(2, np.complex64), np.ones(2, np.longdouble)]
+GOOD = [
+    *(np.array(2.5), np.zeros((0, 3), "i2"), np.ones((2, 3), "?"), np.arange(6.0).reshape(2, 3).T),
+    *(np.arange(12, dtype="f4").reshape(3, 4)[:, ::2], np.array([1, 2], "f2")),
+]
+
+
+@pytest.mark.parametrize("array", GOOD, ids=repr)
+def test_an_array_is_labelled_as_its_bytes_are(array: np.ndarray) -> None:
+    ours, read = labelled("w", array), labelled("w", written(array))
+    assert vars(ours) == vars(read)
+    np.testing.assert_array_equal(read_entry("w", ours), array)
+
+
+@pytest.mark.parametrize("array", ODD, ids=repr)
+def test_an_array_is_refused_as_its_bytes_are(array: np.ndarray) -> None:
+    errors = []
+    for data in (array, written(array)):
+        with pytest.raises(ProtocolError) as raised:
+            labelled("w", data)
+        errors.append(str(raised.value))
+    assert errors[0] == errors[1]
+
+
+def test_metrics_are_flowers_whatever_was_before() -> None:
+    rounds: list[dict[str, Any]] = [
+        *({"n": 320, "x": 0.5}, {"n": 320, "x": 0.25}, {"n": 320.0, "x": 1}, {"n": 320, "x": -0.0}),
+        *({"n": 0, "x": 0.0}, {"n": 1, "x": [1, 2]}, {"n": 1, "x": [3]}, {"x": 1, "n": 2}),
+    ]
+    made = [metrics_of(values) for values in rounds]
+    for record, values in zip(made, rounds, strict=True):
+        assert isinstance(record, MetricRecord)
+        assert repr(dict(record)) == repr(values)
+    for bad in (True, "1", None):
+        with pytest.raises(TypeError):
+            metrics_of({"n": bad, "x": 0.5})
