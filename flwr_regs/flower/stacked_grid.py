@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import time
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from logging import INFO
@@ -83,11 +85,15 @@ class StackedGrid(InProcessGrid):
         self._memory, self._precision = memory, PRECISIONS[precision]
         self._measure = measure
         self._paces: dict[Hashable, Pace] = {}
+        self._rests = False
         self.fallbacks: dict[str, int] = {}
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         """Run the clients; their replies wait for `pull_messages`."""
-        messages = [numbered(message) for message in messages]
+        with self._no_collection():
+            return self._pushed([numbered(message) for message in messages])
+
+    def _pushed(self, messages: Sequence[Message]) -> list[str]:
         training = [m for m in messages if m.metadata.message_type in STACKED]
         if len(training) > 1 and (why := self._refusal()):
             self._note(CannotStack(why), len(training))
@@ -105,6 +111,20 @@ class StackedGrid(InProcessGrid):
                 self._serve(message, self._app)
         self._train_all(cohort)
         return [message.metadata.message_id for message in messages]
+
+    @contextmanager
+    def _no_collection(self) -> Iterator[None]:
+        """Let Python's garbage collector rest: a stack's clients live until all have trained.
+
+        It would look at them again and again, and at all of torch's and Flower's objects in most rounds.
+        """
+        self._rests = rests = gc.isenabled()
+        gc.disable()
+        try:
+            yield
+        finally:
+            if rests:
+                gc.enable()
 
     def _train_all(self, cohort: Cohort) -> None:
         for key in list(cohort.groups):
@@ -182,7 +202,11 @@ class StackedGrid(InProcessGrid):
         self, message: Message, client_fn: ClientFn, before: Mapping[str, Any]
     ) -> None:
         """Run a client that was made, or has raised. If it fails, its state is as `before` it was made."""
+        if self._rests:  # what such a client leaves behind is collected
+            gc.enable()
         self._serve(message, client_app(client_fn))
+        if self._rests:
+            gc.disable()
         if self._replies[message.metadata.message_id].has_error():
             context = self._contexts[message.metadata.dst_node_id]
             context.state = RecordDict(dict(before))
