@@ -18,6 +18,9 @@ from flwr_regs.term import Arrays, Slot
 
 IGNORED = -100
 """Targets that ``cross_entropy`` leaves out, by its default."""
+REGISTER = 16
+"""Numbers of a processor's register. Where a row of logits does not fill one, torch takes the softmax one
+number at a time; along another axis it does not, with the same bits."""
 
 
 @dataclass(frozen=True)
@@ -191,7 +194,10 @@ def _cross_entropy(output: Any, targets: Any) -> Tensor:
     classes = isinstance(targets, Tensor) and not targets.is_floating_point() and targets.ndim == 2
     if not classes or not isinstance(output, Tensor) or output.ndim != 3:
         return vmapped(loss)(output, targets)  # type: ignore[no-any-return]
-    each = loss(output.flatten(0, 1), targets.flatten(), reduction="none").view(targets.shape)
+    if output.shape[2] < REGISTER:
+        each = loss(output.transpose(1, 2).contiguous(), targets, reduction="none")
+    else:
+        each = loss(output.flatten(0, 1), targets.flatten(), reduction="none").view(targets.shape)
     mean: Tensor = each.sum(1) / (targets != IGNORED).sum(1)
     return mean
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NoReturn
@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 from torch.func import grad
+from torch.overrides import TorchFunctionMode
 
 from flwr_regs.chain import Chain
 from flwr_regs.client.features import FeatureTap, OutputTap, evaluating
@@ -144,17 +145,17 @@ class View:
         task = self.shared.task
         args, kwargs = task.arguments(inputs, targets)
         given = {**self.rest, **values, **buffers}
-        with self._precision():
+        with self._kernels():
             output = called(self.shared.model, given, args, kwargs)
         buffers.update({n: given[n] for n in buffers})
         return task.logits(output)
 
-    @contextmanager
-    def _precision(self) -> Iterator[None]:
+    def _kernels(self) -> AbstractContextManager[Any]:
+        """Return the context of a forward pass."""
         shared = self.shared
-        on = shared.precision is not None
-        with torch.autocast(shared.device.type, dtype=shared.precision, enabled=on):
-            yield
+        if shared.precision is None:
+            return Products()
+        return torch.autocast(shared.device.type, dtype=shared.precision)
 
     def of_every_class(self, counts: Tensor) -> Tensor:
         """Return label counts with an entry for each class of the output, once there was one."""
@@ -242,6 +243,22 @@ class View:
             return grad(whole)(params, copies, own)  # type: ignore[no-any-return]
         finally:
             set_random_state(shared.device, now)
+
+
+class Products(TorchFunctionMode):
+    """Linear layers as ``W xᵀ``: under vmap, a weight's gradient then lies in memory as the weight does.
+
+    Of ``x Wᵀ`` it is transposed, and all that is done with both takes several times as long.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:  # fmt: skip
+        if func is nn.functional.linear and not kwargs and args[0].ndim == args[1].ndim == 2:
+            x, weight, bias = args
+            product = (weight @ x.T).T
+            return product if bias is None else product + bias
+        return func(*args, **(kwargs or {}))
 
 
 def random_state(device: torch.device) -> list[Tensor]:
