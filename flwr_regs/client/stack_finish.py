@@ -145,7 +145,7 @@ def _context_of(view: View, held: Held, member: Member, row: int) -> ClientConte
         budget_steps=taken,
         momentum=view.momentum,
         broadcast=joined(view.received, to_device(member.broadcast, shared.device)),
-        client=to_device(member.client, shared.device),
+        client=to_device({t: dict(own) for t, own in member.client.items()}, shared.device),
         label_counts=None if counts is None else view.of_every_class(counts[row]),
         client_id=member.client_id,
         batch_size=view.batch_size,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -65,6 +66,20 @@ class Shared:
     precision: torch.dtype | None = None
 
 
+class Packed(Mapping[str, Tensor], ABC):
+    """A member's slot in a form in which those of all members become tensors at once."""
+
+    @property
+    @abstractmethod
+    def form(self) -> Hashable:
+        """What slots share that :meth:`stacked` takes together."""
+
+    @staticmethod
+    @abstractmethod
+    def stacked(slots: Sequence[Any]) -> dict[str, Tensor]:
+        """Return slots of one form as one, with a first axis over them."""
+
+
 @dataclass(frozen=True)
 class Member:
     """One client of a stack.
@@ -78,7 +93,7 @@ class Member:
     own : Arrays
         The entries of its model that are not those of the others: private ones.
     broadcast, client : Slot
-        The terms' slots that are its own, as tensors.
+        The terms' slots that are its own: tensors, or `Packed` ones.
     client_id : int
     label_counts : Tensor or None
     """

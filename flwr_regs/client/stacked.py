@@ -24,7 +24,7 @@ from flwr_regs.client.plan import CannotStack, Feed
 from flwr_regs.client.stack_data import over_data
 from flwr_regs.client.stack_finish import Held, OtherDraws, Slots, finish
 from flwr_regs.client.stack_gradient import Gradient, Part, vmapped
-from flwr_regs.client.stack_view import Member, Shared, View
+from flwr_regs.client.stack_view import Member, Packed, Shared, View
 from flwr_regs.term import Arrays, Slot
 
 ELEMENTWISE = (
@@ -384,7 +384,10 @@ def _taken(tree: Any, rows: slice | Tensor) -> Any:
 
 def _stacked(slots: Sequence[Slot], device: torch.device) -> Slot:
     """Return the members' slots as one, with a first axis over them."""
-    return {
-        t: {key: torch.stack([s[t][key] for s in slots]).to(device) for key in own}
-        for t, own in slots[0].items()
-    }
+    out: Slot = {}
+    for t, own in slots[0].items():
+        each = [slot[t] for slot in slots]
+        packed = isinstance(own, Packed)
+        found = own.stacked(each) if packed else {k: torch.stack([s[k] for s in each]) for k in own}
+        out[t] = to_device(found, device)
+    return out

@@ -32,6 +32,7 @@ LONGEST_HEADER = 1024
 MOST_DIMENSIONS = 32
 SIZES = {"b": (1,), "i": (1, 2, 4, 8), "u": (1, 2, 4, 8), "f": (2, 4, 8)}
 """Kind of number -> the bytes that one may have."""
+_SHORT, _LONG = struct.Struct("<H"), struct.Struct("<I")
 _HEADER = re.compile(
     rb"\{\s*'descr'\s*:\s*'([<>=|]?)([a-zA-Z])(\d{0,4})'\s*,\s*"
     rb"'fortran_order'\s*:\s*(True|False)\s*,\s*"
@@ -69,7 +70,7 @@ def read_header(data: Any) -> Header:
     version = data[6:8]
     if data[:6] != MAGIC or version not in (b"\x01\x00", b"\x02\x00", b"\x03\x00"):
         raise Unreadable(f"it is not numpy's .npy format: it begins with {quoted(data[:8], 40)}")
-    length = struct.Struct("<H" if version == b"\x01\x00" else "<I")
+    length = _SHORT if version == b"\x01\x00" else _LONG
     start = 8 + length.size
     if len(data) < start:
         raise Unreadable(f"its header is cut off after {len(data)} bytes")
@@ -78,20 +79,21 @@ def read_header(data: Any) -> Header:
         raise Unreadable(
             f"its header claims {size} bytes, expected at most {min(LONGEST_HEADER, len(data) - start)}"
         )
-    dtype, shape, fortran = _parsed(data[start : start + size])
-    _check_size(dtype, shape, len(data) - start - size)
+    dtype, shape, fortran, needed = _parsed(data[start : start + size])
+    if (came := len(data) - start - size) != needed:
+        raise Unreadable(f"its shape {shape} of {dtype} needs {needed} bytes, but {came} came")
     return Header(dtype, shape, fortran, start + size)
 
 
 @lru_cache(maxsize=1024)  # all clients send the same headers
-def _parsed(text: bytes) -> tuple[np.dtype[Any], tuple[int, ...], bool]:
-    """Return (dtype, shape, whether the order is Fortran's) of a header's text."""
+def _parsed(text: bytes) -> tuple[np.dtype[Any], tuple[int, ...], bool, int]:
+    """Return (dtype, shape, whether the order is Fortran's, bytes of the numbers) of a header's text."""
     if (found := _HEADER.fullmatch(text)) is None:
         raise Unreadable(f"its header is {quoted(text, 120)}, expected dtype, order and shape")
     order, kind, width, fortran, lengths = found.groups()
     dtype = _dtype(order.decode(), kind.decode(), int(width or 0))
     shape = tuple(int(n) for n in lengths.split(b",") if n.strip())
-    return dtype, shape, fortran == b"True"
+    return dtype, shape, fortran == b"True", _size(dtype, shape)
 
 
 def _dtype(order: str, kind: str, width: int) -> np.dtype[Any]:
@@ -104,15 +106,16 @@ def _dtype(order: str, kind: str, width: int) -> np.dtype[Any]:
     return np.dtype(f"<{kind}{width}")
 
 
-def _check_size(dtype: np.dtype[Any], shape: tuple[int, ...], came: int) -> None:
-    """Raise Unreadable unless a shape needs just the bytes that came. Python's integers do not overflow."""
+def _size(dtype: np.dtype[Any], shape: tuple[int, ...]) -> int:
+    """Return the bytes of an array; raise Unreadable for more than numpy counts."""
     if len(shape) > MOST_DIMENSIONS:
         raise Unreadable(f"it has {len(shape)} dimensions, expected at most {MOST_DIMENSIONS}")
-    needed = span = dtype.itemsize
+    needed = span = dtype.itemsize  # Python's integers do not overflow
     for n in shape:
         needed, span = needed * n, span * max(n, 1)
-    if needed != came or span > sys.maxsize:
-        raise Unreadable(f"its shape {shape} of {dtype} needs {needed} bytes, but {came} came")
+    if span > sys.maxsize:
+        raise Unreadable(f"its shape {shape} of {dtype} is beyond what an array can have")
+    return needed
 
 
 def write_array(array: np.ndarray) -> bytes:
