@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
+from flwr.app import ConfigRecord
 from torch import nn
 
 import flwr_regs as fr
@@ -26,7 +27,10 @@ def test_the_cross_entropy_of_all_members_is_that_of_each(classes: int) -> None:
     output = torch.randn(5, 8, classes, requires_grad=True)
     targets = torch.randint(0, classes, (5, 8))
     targets[1, 3] = targets[2, 0] = -100  # ignored
-    losses = [_cross_entropy(output, targets), vmapped(nn.functional.cross_entropy)(output, targets)]
+    losses = [
+        _cross_entropy(output, targets),
+        vmapped(nn.functional.cross_entropy)(output, targets),
+    ]
     grads = [torch.autograd.grad(loss.sum(), output)[0] for loss in losses]
     torch.testing.assert_close(*losses)
     torch.testing.assert_close(*grads)
@@ -40,7 +44,8 @@ def test_a_linear_layer_gives_the_same(shape: tuple[int, ...], bias: bool) -> No
     with Products():
         found = layer(x)
     torch.testing.assert_close(found, plain)
-    mine, others = (torch.autograd.grad(y.square().sum(), [x, *layer.parameters()]) for y in (found, plain))
+    of = [x, *layer.parameters()]
+    mine, others = (torch.autograd.grad(y.square().sum(), of) for y in (found, plain))
     torch.testing.assert_close(mine, others)
 
 
@@ -67,14 +72,17 @@ class LooksClient(fr.RegClient):
 
 def test_gradients_lie_as_their_parameters_do() -> None:
     LAID.clear()
-    run(app_of(LooksClient), lambda: fr.RegStrategy([Looks()], seed=3, fraction_evaluate=0.0))
-    in_stacks = LAID
-    assert in_stacks and all(in_stacks)
+    terms = [Looks()]
+    run(
+        app_of(LooksClient),
+        strategy=lambda: fr.RegStrategy(terms, seed=3, fraction_evaluate=0.0),
+    )
+    assert set(LAID) == {True}
 
 
 def kept(k: int, dtype: str = "float32", wide: int = 2, order: Any = "C") -> Kept:
     """Return a client's slot."""
-    rng = np.random.default_generator(k) if hasattr(np.random, "default_generator") else np.random.default_rng(k)
+    rng = np.random.default_rng(k)
     arrays = {
         "matrix": np.asarray(rng.standard_normal((3, wide)), dtype, order=order),
         "number": np.asarray(rng.standard_normal(), dtype),
@@ -92,16 +100,22 @@ def test_slots_are_decoded_together_as_each_alone(order: str) -> None:
     assert found.keys() == dict(slots[0]).keys()
     for key, rows in found.items():
         alone = torch.stack([slot[key] for slot in slots])
-        assert rows.dtype == alone.dtype and torch.equal(rows, alone)
+        assert rows.dtype == alone.dtype
+        assert torch.equal(rows, alone)
         rows.zero_()  # memory of its own
-    assert all(slot["matrix"].any() for slot in map(lambda s: Kept(s.record), slots))
+    assert all(Kept(slot.record)["matrix"].any() for slot in slots)
 
 
 def test_slots_that_differ_have_other_forms() -> None:
     one = kept(0)
     for other in (kept(0, "float64"), kept(0, wide=3), kept(0, order="F")):
         assert other.form != one.form
-    for label, value in (("dtype", "float64"), ("shape", (2, 3)), ("stype", "other"), ("data", b"")):
+    for label, value in (
+        ("dtype", "float64"),
+        ("shape", (2, 3)),
+        ("stype", "other"),
+        ("data", b""),
+    ):
         odd = kept(0)
         setattr(odd.record["matrix"], label, value)
         assert odd.form != one.form
@@ -133,7 +147,7 @@ def test_the_garbage_collector_rests_only_for_stacks(on: bool) -> None:
             grid,
             fr.float32_arrays(perceptron()),
             2,
-            train_config=fr_config(),
+            train_config=ConfigRecord({"lr": 0.1, "local-epochs": 1}),
         )
         assert gc.isenabled() == on
     finally:
