@@ -14,7 +14,7 @@ from torch.func import vmap
 from flwr_regs.client.corrections import owner
 from flwr_regs.client.plan import Batch, CannotStack
 from flwr_regs.client.stack_view import View, random_state
-from flwr_regs.term import Arrays, Slot
+from flwr_regs.term import Arrays, ClientContext, Slot
 
 IGNORED = -100
 """Targets that ``cross_entropy`` leaves out, by its default."""
@@ -64,6 +64,7 @@ class Gradient:
             not adding and not watching and view.shared.task.loss_fn is nn.functional.cross_entropy
         )
         self._elementwise = not watching and all(t.elementwise for t in self._acting)
+        self._context: tuple[Any, ClientContext] | None = None  # of all members at once
 
     def of(self, part: Part) -> tuple[dict[str, Tensor | None], Tensor, Arrays]:
         """Return (the corrected gradients, the members' losses without those of terms, new buffers)."""
@@ -153,7 +154,19 @@ class Gradient:
     def _at_once(self, given: Arrays, params: Arrays, mine: dict[str, Any]) -> Arrays:
         """Return what elementwise terms make of all members' gradients; raise where it takes vmap."""
         view, before = self._view, random_state(self._view.shared.device)
-        shapes = {n: given[n][0] for n in view.start}
+        if self._context is None or self._context[0] is not mine:  # as in the last step
+            self._context = mine, self._context_of_all({n: given[n][0] for n in view.start}, mine)
+        ctx = self._context[1]
+        found = view.shared.term.correct(given, {n: params[n] for n in view.start}, ctx)
+        if not all(map(torch.equal, before, random_state(view.shared.device))):
+            raise CannotStack(
+                "an elementwise term draws numbers, which may be the same for all members"
+            )
+        return {n: g.expand(given[n].shape) for n, g in found.items()}
+
+    def _context_of_all(self, shapes: Arrays, mine: dict[str, Any]) -> ClientContext:
+        """Return the context of all members; raise CannotStack for slots that might not broadcast."""
+        view = self._view
         for slot in (mine["client"], mine["broadcast"]):
             _check_owned(slot, shapes, stacked=True)
         _check_owned(view.received, shapes, stacked=False)
@@ -161,13 +174,7 @@ class Gradient:
         names += [] if "planned" in view.alike else ["planned_steps"]
         names += [] if "budget" in view.alike else ["num_steps", "budget_steps"]
         odd: dict[str, Any] = {n: Differs(n) for n in names}
-        ctx = view.context(mine, **odd, gradient_at=partial(_not_alike, "gradient_at"))
-        found = view.shared.term.correct(given, {n: params[n] for n in view.start}, ctx)
-        if not all(map(torch.equal, before, random_state(view.shared.device))):
-            raise CannotStack(
-                "an elementwise term draws numbers, which may be the same for all members"
-            )
-        return {n: g.expand(given[n].shape) for n, g in found.items()}
+        return view.context(mine, **odd, gradient_at=partial(_not_alike, "gradient_at"))
 
 
 class Differs:

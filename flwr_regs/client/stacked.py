@@ -187,6 +187,7 @@ class Stack:
         if (counts := self._label_counts()) is not None:
             each["counts"] = counts.to(shared.device)
         self._held = Held(values, inner, own, at_start, each)
+        self._of_each = self._taken(slice(None))
         return View(shared, start, rest, to_device(shared.broadcast, shared.device), alike)
 
     def _open_taps(self, stack: ExitStack) -> None:
@@ -269,13 +270,13 @@ class Stack:
                     state[key] = v[:active]
             p.grad = None
             p.data = self._held.values[n][:active]
-        self._rows = active
+        self._rows, self._of_each = active, self._taken(slice(0, active))
 
     def _step(self, step: int) -> None:
         """Put the corrected gradients of a step into the parameters."""
         forms = [m.plan.forms[step] for m in self._members[: self._rows]]
         if len(set(forms)) == 1:
-            found = self._gradients(step, slice(0, self._rows))
+            found = self._gradients(step)
             for n, p in self._leaves.items():
                 p.grad = None if (g := found[n]) is None else g.to(p.dtype)
             self._clip()
@@ -296,22 +297,31 @@ class Stack:
                     leaf.grad[rows] = g.to(leaf.dtype)
         self._clip()
 
-    def _gradients(self, step: int, rows: slice | Tensor) -> dict[str, Tensor | None]:
-        """Return the corrected gradients of some rows, whose batches of this step have one shape."""
-        chosen = range(self._rows) if isinstance(rows, slice) else rows.tolist()
-        values = {n: p.detach()[rows].requires_grad_() for n, p in self._leaves.items()}
+    def _gradients(self, step: int, rows: Tensor | None = None) -> dict[str, Tensor | None]:
+        """Return the corrected gradients of some rows (default: all left), whose batches have one shape."""
+        values, held = {n: p.detach() for n, p in self._leaves.items()}, self._held
+        chosen: Sequence[int] = range(self._rows)
+        of_each = self._of_each
+        if rows is not None:
+            chosen, of_each = rows.tolist(), self._taken(rows)
+            values = {n: v[rows] for n, v in values.items()}
+        batch = self._feed.batch(step, chosen)
+        part = Part({n: v.requires_grad_() for n, v in values.items()}, batch, *of_each)
+        before = [v._version for v in part.values.values()]
+        grads, losses, new = self._gradient.of(part)
+        if [v._version for v in part.values.values()] != before:
+            raise CannotStack("its model changes its parameters in the forward pass")
+        where = slice(0, self._rows) if rows is None else rows
+        self._losses[where] += losses * self._members[chosen[0]].plan.size(step)
+        for n, b in new.items():
+            held.buffers[n][where] = b
+        return grads
+
+    def _taken(self, rows: slice | Tensor) -> tuple[Arrays, dict[str, Any], Arrays, Arrays]:
+        """Return some rows of what the members hold beside trained parameters: views, of a slice."""
         held = self._held
         of_each = held.buffers, held.mine, held.own, held.at_start
-        batch = self._feed.batch(step, chosen)
-        part = Part(values, batch, *(_taken(tree, rows) for tree in of_each))
-        before = [v._version for v in values.values()]
-        grads, losses, new = self._gradient.of(part)
-        if [v._version for v in values.values()] != before:
-            raise CannotStack("its model changes its parameters in the forward pass")
-        self._losses[rows] += losses * self._members[chosen[0]].plan.size(step)
-        for n, b in new.items():
-            held.buffers[n][rows] = b
-        return grads
+        return mapped(of_each, lambda t: t[rows])  # type: ignore[no-any-return]
 
     def _clip(self) -> None:
         """Scale each member's gradients down to the config's norm: see :func:`.optimizer.clip`."""
@@ -375,11 +385,6 @@ def _padded(layer: nn.Embedding, inputs: tuple[Any, ...], output: Tensor) -> Ten
 def _one_each(key: str, value: Any, p: Tensor) -> bool:
     """Whether an entry of an optimiser's state has a number for each of the parameter."""
     return isinstance(value, Tensor) and key != "step" and value.shape == p.shape
-
-
-def _taken(tree: Any, rows: slice | Tensor) -> Any:
-    """Return some rows of each tensor in nested dicts."""
-    return mapped(tree, lambda t: t[rows])
 
 
 def _stacked(slots: Sequence[Slot], device: torch.device) -> Slot:
