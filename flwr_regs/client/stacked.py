@@ -21,6 +21,7 @@ from flwr_regs.client.batches import mapped, to_device
 from flwr_regs.client.features import FeatureTap, OutputTap, evaluating
 from flwr_regs.client.optimizer import momentum_of
 from flwr_regs.client.plan import CannotStack, Feed
+from flwr_regs.client.received import seeded
 from flwr_regs.client.stack_data import over_data
 from flwr_regs.client.stack_finish import Held, OtherDraws, Slots, finish
 from flwr_regs.client.stack_gradient import Gradient, Part, vmapped
@@ -140,9 +141,7 @@ class Stack:
 
     def _prepare(self, stack: ExitStack) -> None:
         shared = self._shared
-        gpus = [shared.device] if shared.device.type == "cuda" else []
-        stack.enter_context(torch.random.fork_rng(devices=gpus))
-        torch.manual_seed(self._seed)
+        stack.enter_context(seeded(self._seed, shared.device))
         shared.model.to(shared.device).train()
         self._view = self._load()
 
