@@ -16,15 +16,16 @@ import torch
 from torch import Tensor, nn
 
 from flwr_regs.chain import layers_of
-from flwr_regs.client.alike import Attributes
 from flwr_regs.client.batches import mapped, to_device
 from flwr_regs.client.features import FeatureTap, OutputTap, evaluating
 from flwr_regs.client.optimizer import momentum_of
 from flwr_regs.client.plan import CannotStack, Feed
+from flwr_regs.client.reached import Reached
 from flwr_regs.client.stack_data import over_data
 from flwr_regs.client.stack_finish import Held, OtherDraws, Slots, finish
 from flwr_regs.client.stack_gradient import Gradient, Part, vmapped
 from flwr_regs.client.stack_view import Member, Shared, View
+from flwr_regs.client.stack_watch import Watch
 from flwr_regs.term import Arrays, Slot
 
 ELEMENTWISE = (
@@ -95,14 +96,18 @@ class Stack:
         return self._unchanged(self._probe)
 
     def _unchanged(self, call: Callable[[], _T]) -> _T:
-        """Return what a call does; raise CannotStack if the model has changed its attributes."""
-        attributes = Attributes(self._shared.model)
+        """Return what a call does; raise CannotStack if it has changed Python values."""
+        shared, model = self._shared, self._shared.model
+        others = shared.task.loss_fn, shared.task.output_fn, shared.make, *shared.term.terms
+        reached = Reached([model], model), Reached(others, model)
         try:
             result = call()
         finally:
-            changed = attributes.restore()
-        if changed:
+            by_model, by_others = (found.restore() for found in reached)
+        if by_model:
             raise CannotStack("its model changes its own attributes")
+        if by_others:
+            raise CannotStack("its loss, optimiser or method changes what it holds")
         return result
 
     def _run(self) -> StackedResult:
@@ -124,6 +129,7 @@ class Stack:
         with ExitStack() as stack, torch.no_grad():
             self._prepare(stack)
             stack.enter_context(OtherDraws())
+            stack.enter_context(Watch(shared.model))
             view = self._view
             view.batch_size = self._members[0].plan.size(0)
 
@@ -199,10 +205,6 @@ class Stack:
                 tap.check(shared.task.output(shared.model, inputs, targets))
         for name in layers_of(terms):
             self._view.layers[name] = stack.enter_context(OutputTap(shared.model, name))
-        for module in shared.model.modules():
-            if isinstance(module, nn.Embedding) and module.padding_idx is not None:
-                handle = module.register_forward_hook(_padded, prepend=True)
-                stack.callback(handle.remove)
 
     def _make_optimizer(self) -> tuple[torch.optim.Optimizer, Arrays]:
         """Return the client's optimiser over the stacked parameters, and these.
@@ -243,7 +245,7 @@ class Stack:
             def begin(mine: dict[str, Any]) -> Arrays:
                 return term.start(view.start, view.context(mine))
 
-            with torch.no_grad():
+            with torch.no_grad(), Watch(self._shared.model):
                 for n, p in vmapped(begin)(self._held.mine).items():
                     self._held.values[n].copy_(p)
         view.batch_size = self._members[0].plan.size(0)
@@ -285,11 +287,13 @@ class Stack:
             parts.setdefault(form, []).append(row)
         for p in self._leaves.values():
             p.grad = torch.zeros_like(p)
-        for rows in parts.values():
+        for number, rows in enumerate(parts.values()):
             for n, g in self._gradients(
                 step, torch.tensor(rows, device=self._shared.device)
             ).items():
                 leaf = self._leaves[n]
+                if number and (g is None) != (leaf.grad is None):
+                    raise CannotStack(f"the loss depends on {n} in some batches only")
                 if g is None:
                     leaf.grad = None
                 elif leaf.grad is not None:
@@ -304,12 +308,18 @@ class Stack:
         of_each = held.buffers, held.mine, held.own, held.at_start
         batch = self._feed.batch(step, chosen)
         part = Part(values, batch, *(_taken(tree, rows) for tree in of_each))
-        before = [v._version for v in values.values()]
+        inputs = [] if self._members[0].plan.rows is not None else batch.leaves
+        before = _versions([*values.values(), *part.own.values()]), _versions(inputs)
         grads, losses, new = self._gradient.of(part)
-        if [v._version for v in values.values()] != before:
+        after = _versions([*values.values(), *part.own.values()]), _versions(inputs)
+        if after[0] != before[0]:
             raise CannotStack("its model changes its parameters in the forward pass")
+        if after[1] != before[1]:  # by themselves they may be those of later steps, too
+            raise CannotStack("its model changes its inputs")
         self._losses[rows] += losses * self._members[chosen[0]].plan.size(step)
         for n, b in new.items():
+            if b.shape[1:] != held.buffers[n].shape[1:] or b.dtype != held.buffers[n].dtype:
+                raise CannotStack(f"its model changes the shape or dtype of its buffer {n}")
             held.buffers[n][rows] = b
         return grads
 
@@ -366,15 +376,14 @@ def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
     return kind.__module__.partition(".")[0] == "torch" and kind.__name__ in ELEMENTWISE
 
 
-def _padded(layer: nn.Embedding, inputs: tuple[Any, ...], output: Tensor) -> Tensor:
-    """Let no gradient reach an embedding's padding entry: under vmap torch forgets ``padding_idx``."""
-    is_padding = (inputs[0] == layer.padding_idx).unsqueeze(-1)
-    return torch.where(is_padding, output.detach(), output)
-
-
 def _one_each(key: str, value: Any, p: Tensor) -> bool:
     """Whether an entry of an optimiser's state has a number for each of the parameter."""
     return isinstance(value, Tensor) and key != "step" and value.shape == p.shape
+
+
+def _versions(found: Sequence[Tensor]) -> list[int]:
+    """Return how often each of some tensors was changed in place."""
+    return [t._version for t in found]
 
 
 def _taken(tree: Any, rows: slice | Tensor) -> Any:
