@@ -38,8 +38,9 @@ class StackedGrid(InProcessGrid):
 
     Parameters
     ----------
-    client_app, num_clients, run_config
-        As for :class:`InProcessGrid`. Only an app of :func:`flwr_regs.client_app` without mods stacks.
+    client_app, num_clients, run_config, workers
+        As for :class:`InProcessGrid`. Only an app of :func:`flwr_regs.client_app` without mods stacks. The
+        workers are for the clients that train by themselves, and for evaluations.
     memory : int
         Bytes that a stack may take, roughly; a larger cohort trains in several.
     precision : {"float32", "bfloat16"}
@@ -70,11 +71,12 @@ class StackedGrid(InProcessGrid):
         num_clients: int,
         run_config: Mapping[str, Any] | None = None,
         *,
+        workers: int = 1,
         memory: int = 2**30,
         precision: str = "float32",
         measure: bool | None = None,
     ) -> None:
-        super().__init__(client_app, num_clients, run_config)
+        super().__init__(client_app, num_clients, run_config, workers=workers)
         if memory < 1:
             raise ValueError(f"memory must be a number of bytes, at least 1, not {memory}")
         if precision not in PRECISIONS:
@@ -83,6 +85,7 @@ class StackedGrid(InProcessGrid):
         self._memory, self._precision = memory, PRECISIONS[precision]
         self._measure = measure
         self._paces: dict[Hashable, Pace] = {}
+        self._for_workers: list[Message] = []
         self.fallbacks: dict[str, int] = {}
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
@@ -93,6 +96,7 @@ class StackedGrid(InProcessGrid):
             self._note(CannotStack(why), len(training))
             training = []
         cohort, waiting = Cohort(training, self._precision), set[int]()
+        self._for_workers.clear()  # of a push that was interrupted
         for message in messages:
             node = message.metadata.dst_node_id
             if node in waiting:  # its messages count in their order
@@ -100,15 +104,28 @@ class StackedGrid(InProcessGrid):
                 waiting.clear()
             if len(training) > 1 and message.metadata.message_type in STACKED:
                 self._admit(cohort, message)
-                waiting.add(node)
-            else:
+            elif self._workers is None:
                 self._serve(message, self._app)
+                continue
+            else:
+                self._for_workers.append(message)
+            waiting.add(node)
         self._train_all(cohort)
         return [message.metadata.message_id for message in messages]
 
     def _train_all(self, cohort: Cohort) -> None:
         for key in list(cohort.groups):
             self._train(cohort.groups.pop(key))
+        self._run_workers()
+
+    def _run_workers(self) -> None:
+        """Let the workers serve the messages that wait for them."""
+        if self._workers is None or not self._for_workers:
+            return
+        sent, self._for_workers = self._for_workers, []
+        replies = self._workers.run(sent, [self._contexts[m.metadata.dst_node_id] for m in sent])
+        for message, reply in zip(sent, replies, strict=True):
+            self._keep(message, reply)
 
     def _refusal(self) -> str:
         """Return why no client of this app stacks; "" if some may."""
@@ -166,6 +183,7 @@ class StackedGrid(InProcessGrid):
         if alone:
             between = time.perf_counter()
             self._one_by_one(alone)
+            self._run_workers()
             seconds = between - began, time.perf_counter() - between
             pace.note(seconds[0] / len(candidates), seconds[1] / len(alone))
 
@@ -181,10 +199,17 @@ class StackedGrid(InProcessGrid):
     def _serve_alone(
         self, message: Message, client_fn: ClientFn, before: Mapping[str, Any]
     ) -> None:
-        """Run a client that was made, or has raised. If it fails, its state is as `before` it was made."""
+        """Run a client that was made, or has raised. If it fails, its state is as `before` it was made.
+
+        A worker makes it once more.
+        """
+        context = self._contexts[message.metadata.dst_node_id]
+        if self._workers is not None:
+            context.state = RecordDict(dict(before))
+            self._for_workers.append(message)
+            return
         self._serve(message, client_app(client_fn))
         if self._replies[message.metadata.message_id].has_error():
-            context = self._contexts[message.metadata.dst_node_id]
             context.state = RecordDict(dict(before))
 
     def _note(self, error: Exception, clients: int = 1) -> None:
