@@ -24,6 +24,8 @@ OLD = "_bit_generator"
 """The generator of numpy's RandomState."""
 MOST = 10_000
 """Values that are looked at."""
+LONG = 1000
+"""Values in a container that is not looked at."""
 LARGE = 2**16
 """Numbers of an array that is copied, so that it can be put back."""
 _LIBRARIES = {
@@ -53,9 +55,14 @@ class Reached:
         Models, losses, factories, terms. The values of a model's tensors are not among what is reached.
     model : nn.Module, optional
         One whose buffers are put back by whoever calls it.
+    copies : bool
+        False: of arrays nothing is kept, so they cannot be put back.
     """
 
-    def __init__(self, roots: Iterable[Any], model: nn.Module | None = None) -> None:
+    def __init__(
+        self, roots: Iterable[Any], model: nn.Module | None = None, copies: bool = True
+    ) -> None:
+        self._copies = copies
         self._mine = set(map(id, () if model is None else model.modules()))
         self._seen: dict[int, Any] = {}
         self._restores: list[_Restore] = []
@@ -82,6 +89,8 @@ class Reached:
             yield from (value.__self__, value.__func__)
         elif isinstance(value, partial):
             yield from (value.func, *value.args, *value.keywords.values())
+        elif isinstance(value, dict | list | deque | set) and len(value) > LONG:
+            pass
         elif isinstance(value, dict):
             yield from self._dict(value, list(value))
         elif isinstance(value, list | deque | set):
@@ -93,10 +102,12 @@ class Reached:
             self._array(value)
         elif isinstance(value, random.Random):
             self._restores.append(partial(_again, value.getstate, value.setstate, value.getstate()))
+        elif isinstance(value, torch.Generator):
+            self._restores.append(partial(_drawn, value, value.get_state()))
         elif isinstance(value, np.random.Generator | np.random.RandomState):
             bits: Any = getattr(value, "bit_generator", None) or getattr(value, OLD)
             self._restores.append(partial(_reset, bits, bits.state))
-        elif not isinstance(value, type) and not _of_library(type(value)):
+        elif not isinstance(value, type) and not _is_closed(type(value)):
             if isinstance(held := getattr(value, "__dict__", None), dict):
                 yield from self._dict(held, list(held))
             yield from _methods(type(value))
@@ -140,15 +151,22 @@ class Reached:
         if isinstance(value, nn.Parameter) or not size:
             return
         if isinstance(value, Tensor):
-            copy = value.detach().clone() if size <= LARGE else None
+            copy = value.detach().clone() if self._copies and size <= LARGE else None
             self._restores.append(partial(_overwritten, value, value._version, copy))
-        elif size <= LARGE and value.dtype != object:
+        elif self._copies and size <= LARGE and value.dtype != object:
             self._restores.append(partial(_rewritten, value, value.copy()))
 
 
 def _of_library(kind: type) -> bool:
     return kind.__module__.partition(".")[0] in _LIBRARIES or kind.__module__.startswith(
         "flwr_regs"
+    )
+
+
+def _is_closed(kind: type) -> bool:
+    """Whether the attributes of such objects are not looked at; those of data sets and samplers are."""
+    return _of_library(kind) and not kind.__module__.startswith(
+        ("torch.utils.data.", "torchvision.")
     )
 
 
@@ -223,6 +241,13 @@ def _again(get: Callable[[], Any], put: Callable[[Any], None], before: Any) -> b
     if get() == before:
         return False
     put(before)
+    return True
+
+
+def _drawn(generator: torch.Generator, before: Tensor) -> bool:
+    if torch.equal(generator.get_state(), before):
+        return False
+    generator.set_state(before)
     return True
 
 

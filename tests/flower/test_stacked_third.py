@@ -17,7 +17,16 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import flwr_regs as fr
-from tests.flower.test_stacked import SIZES, OneByOne, Stacked, app_of, data_of, perceptron, run
+from tests.flower.test_stacked import (
+    SIZES,
+    OneByOne,
+    Stacked,
+    app_of,
+    data_of,
+    in_double,
+    perceptron,
+    run,
+)
 from tests.flower.test_stacked_more import Given, term
 
 cross_entropy = nn.functional.cross_entropy
@@ -427,3 +436,177 @@ def test_a_number_made_of_an_id_is_no_key_either() -> None:
 
     kind = term("modulo", finish=finish)
     run(app_of(fr.RegClient, terms=[kind]), strategy=strategy_of(kind))
+
+
+# what several clients share
+
+
+@pytest.mark.parametrize("models", [1, 2])
+def test_private_entries_of_one_model_for_all_give_the_same(models: int) -> None:
+    """By itself, a client without private entries of its own begins with those of the one before."""
+
+    def model() -> nn.Module:
+        return perceptron(nn.BatchNorm1d(8)).double()
+
+    def app() -> Any:
+        all_of_them = [model() for _ in range(models)]
+
+        def client_fn(context: Any) -> Any:
+            k = int(context.node_config["partition-id"])
+            loader = in_double(data_of(k))
+            return fr.FedBNClient(all_of_them[k % models], loader, device="cpu")
+
+        return fr.client_app(client_fn)
+
+    grid = run(
+        app,
+        model=model,
+        strategy=lambda: fr.FedBN(seed=3, fraction_train=0.6, fraction_evaluate=0.0),
+    )
+    assert grid.fallbacks
+
+
+def test_attributes_that_a_shared_model_is_given_are_each_clients_own() -> None:
+    def scaled(model: Any, x: Any) -> Any:
+        return model.layer(x) * model.factor
+
+    def app() -> Any:
+        one = Given(scaled)
+
+        def client_fn(context: Any) -> Any:
+            k = int(context.node_config["partition-id"])
+            one.factor = 1.0 + k // 2  # type: ignore[assignment]
+            return fr.FedAvgClient(one, data_of(k), device="cpu")
+
+        return fr.client_app(client_fn)
+
+    assert run(app, model=lambda: Given(scaled)).fallbacks
+
+
+class Switched(torch.utils.data.Dataset[Any]):
+    """The data of the client that was made last."""
+
+    client = 0
+
+    def __len__(self) -> int:
+        return 20
+
+    def __getitem__(self, i: int) -> Any:
+        """Return an example."""
+        x, y = data_of(self.client).dataset.tensors  # type: ignore[attr-defined]
+        return x[i % len(x)], y[i % len(x)]
+
+
+METHODS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "FedAvg": (fr.FedAvg, fr.FedAvgClient, {}),
+    "FedCurv": (fr.FedCurv, fr.FedCurvClient, {"lam": 0.5}),
+    "FedRS": (fr.FedRS, fr.FedRSClient, {}),
+    "RFedAvgPlus": (fr.RFedAvgPlus, fr.RFedAvgPlusClient, {"lam": 0.5}),
+}
+
+
+@pytest.mark.parametrize("optimizer", ["SGD", "LBFGS"])
+@pytest.mark.parametrize("how", ["attribute", "tensors", "in place"])
+@pytest.mark.parametrize("method", ["FedAvg", "FedCurv"])
+def test_one_data_set_that_is_switched_between_clients_gives_the_same(
+    method: str, how: str, optimizer: str
+) -> None:
+    strategy, client, settings = METHODS[method]
+
+    def app() -> Any:
+        plain = TensorDataset(torch.empty(20, 6), torch.empty(20, dtype=torch.long))
+        data: Any = Switched() if how == "attribute" else plain
+
+        def client_fn(context: Any) -> Any:
+            k = int(context.node_config["partition-id"])
+            data.client = k
+            rows = torch.arange(20) % SIZES[k]
+            mine = [t[rows] for t in data_of(k).dataset.tensors]  # type: ignore[attr-defined]
+            if how == "tensors":
+                data.tensors = tuple(mine)
+            if how == "in place":
+                for kept, t in zip(data.tensors, mine, strict=True):
+                    kept.copy_(t)
+            return client(perceptron(), DataLoader(data, 8, shuffle=True), device="cpu")
+
+        return fr.client_app(client_fn)
+
+    run(
+        app,
+        strategy=lambda: strategy(seed=3, fraction_evaluate=0.0, **settings),
+        config={"optimizer": optimizer},
+    )
+
+
+class Noisy(torch.utils.data.Dataset[Any]):
+    """Draws from a generator of its own."""
+
+    def __init__(self, k: int) -> None:
+        self.pairs, self.draws = data_of(k).dataset, np.random.default_rng(k)
+
+    def __len__(self) -> int:
+        return len(self.pairs)  # type: ignore[arg-type]
+
+    def __getitem__(self, i: int) -> Any:
+        """Return an example, changed a little."""
+        x, y = self.pairs[i]
+        return x + 0.1 * torch.tensor(self.draws.normal(size=6)).float(), y
+
+
+class Shuffled:
+    """A sampler with a generator of its own."""
+
+    def __init__(self, k: int) -> None:
+        self.size, self.draws = SIZES[k], random.Random(k)
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __iter__(self) -> Any:
+        return iter(self.draws.sample(range(self.size), self.size))
+
+
+class Buffered:
+    """Batches that are written into the same memory."""
+
+    def __init__(self, k: int, kind: str) -> None:
+        self.pairs = list(data_of(k, False, 4))[:5]
+        self.numpy = kind == "numpy"
+        self.x, self.y = torch.empty(4, 6), torch.empty(4, dtype=torch.long)
+        self.array = np.empty((4, 6), "f")
+
+    def __len__(self) -> int:
+        return len(self.pairs)
+
+    def __iter__(self) -> Any:
+        for x, y in self.pairs:
+            self.x[: len(x)] = x
+            self.array[: len(x)] = x.numpy()
+            yield (torch.from_numpy(self.array) if self.numpy else self.x)[: len(y)], y
+
+
+DATA: dict[str, Any] = {
+    "augmented": lambda k: DataLoader(Noisy(k), 8, shuffle=True),
+    "sampled": lambda k: DataLoader(data_of(k).dataset, 8, sampler=Shuffled(k)),
+    "buffered": lambda k: Buffered(k, "torch"),
+    "numpy": lambda k: Buffered(k, "numpy"),
+}
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("name", DATA)
+def test_data_that_change_as_they_are_drawn_give_the_same(name: str, method: str) -> None:
+    """The clients keep their loaders."""
+    strategy, client, settings = METHODS[method]
+
+    def app() -> Any:
+        loaders = [DATA[name](k) for k in range(len(SIZES))]
+
+        def client_fn(context: Any) -> Any:
+            k = int(context.node_config["partition-id"])
+            return client(perceptron(), loaders[k], device="cpu")
+
+        return fr.client_app(client_fn)
+
+    grid = run(app, strategy=lambda: strategy(seed=3, fraction_evaluate=0.0, **settings))
+    assert grid.fallbacks
