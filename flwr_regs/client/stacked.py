@@ -214,8 +214,10 @@ class Stack:
         """
         shared = self._shared
         named = dict(shared.model.named_parameters())
-        of_one = {n: named[n] for n in shared.trained}
+        of_one = {n: _copied(named[n]) for n in shared.trained}
         made = shared.make(list(of_one.values()), lr=shared.lr)
+        if any(p._version or not p.requires_grad or _hooks(p) for p in of_one.values()):
+            raise CannotStack("its optimiser's factory changes the parameters")
         if not is_elementwise(made):
             raise CannotStack(f"{type(made).__name__} is not known to treat each number alone")
         hooks = made._optimizer_step_pre_hooks, made._optimizer_step_post_hooks
@@ -227,6 +229,7 @@ class Stack:
             raise CannotStack("its optimiser holds parameters that are not its model's")
         for group in made.param_groups:
             group["params"] = [place[id(p)] for p in group["params"]]
+        self._fused = any(group.get("fused") for group in made.param_groups)
         state, k = dict(made.state), self._rows
         made.state.clear()
         for p, entries in state.items():
@@ -273,13 +276,19 @@ class Stack:
             p.data = self._held.values[n][:active]
         self._rows = active
 
+    def _laid_out(self, g: Tensor, p: Tensor) -> Tensor:
+        """Return a gradient as an optimiser takes it: a fused one, without a check, by place in memory."""
+        if not self._fused or g.stride() == p.stride():
+            return g.to(p.dtype)
+        return torch.empty_like(p).copy_(g)
+
     def _step(self, step: int) -> None:
         """Put the corrected gradients of a step into the parameters."""
         forms = [m.plan.forms[step] for m in self._members[: self._rows]]
         if len(set(forms)) == 1:
             found = self._gradients(step, slice(0, self._rows))
             for n, p in self._leaves.items():
-                p.grad = None if (g := found[n]) is None else g.to(p.dtype)
+                p.grad = None if (g := found[n]) is None else self._laid_out(g, p)
             self._clip()
             return
         parts: dict[Any, list[int]] = {}
@@ -374,6 +383,17 @@ def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
     """Whether an optimiser is known to do for a stack of clients what it does for one."""
     kind = type(optimizer)
     return kind.__module__.partition(".")[0] == "torch" and kind.__name__ in ELEMENTWISE
+
+
+def _copied(parameter: nn.Parameter) -> nn.Parameter:
+    """Return a copy of a parameter with its attributes, which a factory may read."""
+    made = nn.Parameter(parameter.detach().clone())
+    vars(made).update(vars(parameter))
+    return made
+
+
+def _hooks(parameter: nn.Parameter) -> bool:
+    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
 
 def _one_each(key: str, value: Any, p: Tensor) -> bool:

@@ -610,3 +610,69 @@ def test_data_that_change_as_they_are_drawn_give_the_same(name: str, method: str
 
     grid = run(app, strategy=lambda: strategy(seed=3, fraction_evaluate=0.0, **settings))
     assert grid.fallbacks
+
+
+# optimisers
+
+
+def fused(params: Any, lr: float) -> Any:
+    return torch.optim.Adam(params, lr=lr, fused=True)
+
+
+def hooking(params: Any, lr: float) -> Any:
+    mine = list(params)
+    for p in mine:
+        p.register_hook(lambda grad: 0.1 * grad)
+    return torch.optim.SGD(mine, lr=lr)
+
+
+def zeroing(params: Any, lr: float) -> Any:
+    mine = list(params)
+    with torch.no_grad():
+        mine[0].zero_()
+    return torch.optim.SGD(mine, lr=lr)
+
+
+def by_attribute(params: Any, lr: float) -> Any:
+    return torch.optim.SGD([{"params": [p], "lr": lr * getattr(p, "scale", 1.0)} for p in params])
+
+
+CHANGES = "its optimiser's factory changes the parameters"
+
+
+@pytest.mark.parametrize(
+    ("factory", "why"), [(fused, ""), (hooking, CHANGES), (zeroing, CHANGES), (by_attribute, "")]
+)
+def test_an_optimisers_factory_gives_the_same(factory: Any, why: str) -> None:
+    def model() -> nn.Module:
+        made = perceptron()
+        made[1].weight.scale = 0.1
+        return made
+
+    grid = run(app_of(fr.FedAvgClient, model, optimizer=factory), model=model)
+    assert set(grid.fallbacks) == ({why} if why else set())
+
+
+@pytest.mark.parametrize("kind", [fr.InProcessGrid, fr.StackedGrid])
+def test_a_snapshot_is_not_changed_by_what_comes_after_it_is_restored(kind: Any) -> None:
+    grid = kind(app_of(fr.SCAFFOLDClient)(), len(SIZES))
+
+    def train() -> None:
+        fr.SCAFFOLD(seed=3, fraction_evaluate=0.0).start(
+            grid=grid,
+            initial_arrays=ArrayRecord(perceptron().state_dict()),
+            num_rounds=1,
+            train_config=ConfigRecord({"lr": 0.1, "local-epochs": 1}),
+        )
+
+    def held(snapshot: Any) -> Any:
+        return {node: {k: list(r) for k, r in state.items()} for node, state in snapshot.items()}
+
+    train()
+    snapshot = grid.snapshot()
+    before = held(snapshot)
+    grid.restore(snapshot)
+    train()
+    assert held(snapshot) == before
+    grid.restore(snapshot)
+    assert held(grid.snapshot()) == before
