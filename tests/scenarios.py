@@ -239,7 +239,7 @@ def disk_full(federation: Federation, folder: Path) -> Outcome:
     mount = ["mount", "-t", "tmpfs", "-o", "size=160k", "tmpfs", str(disk)]
     subprocess.run(mount, check=True, timeout=60)
     try:
-        (disk / "other").write_bytes(bytes(100_000))
+        (disk / "other").write_bytes(bytes(150_000))
         play = Play(federation, folder / "play", checkpoint_dir=str(disk / "checkpoints"))
         play.end()
         found = re.search(r"[^\n]*goes on without this checkpoint", federation.log(play.runs[-1]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 import tracemalloc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -18,7 +19,18 @@ from torch import nn
 
 import flwr_regs as fr
 from benchmarks.speed import jobs
-from benchmarks.speed.timing import Effort, Row, interleaved, ratios, say, spread, timed
+from benchmarks.speed.timing import (
+    ALLOWED,
+    Effort,
+    Row,
+    interleaved,
+    ratios,
+    say,
+    spread,
+    thread_counts,
+    threads,
+    timed,
+)
 
 SIZES = ((10, 4_900_000), (20, 25_000_000))
 """Clients, and parameters."""
@@ -97,20 +109,20 @@ class Flowers:
 
 
 def measure(effort: Effort) -> list[Row]:
-    """Return a row for each size and strategy."""
-    if effort.quick:
-        return _measure(effort, 4, 500, True)
-    return [
-        row
-        for at, (number, parameters) in enumerate(SIZES)
-        for row in _measure(effort, number, parameters, at == 0)
-    ]
+    """Return a row for each number of threads, size and strategy."""
+    rows: list[Row] = []
+    for threads_ in thread_counts(effort):
+        with threads(threads_):
+            for at, (number, parameters) in enumerate([(4, 500)] if effort.quick else SIZES):
+                found = _measure(effort, number, parameters, at == 0)
+                rows += [row | {"threads": threads_} for row in found]
+    return rows
 
 
 def _measure(effort: Effort, number: int, parameters: int, every: bool) -> list[Row]:
     """Return the rows of one size; what it holds is gone when it returns."""
     model = jobs.wide(parameters)
-    say(f"aggregation: {number} x {jobs.count(model):,} parameters")
+    say(f"aggregation: {number} x {jobs.count(model):,} parameters, {os.environ[ALLOWED]} threads")
     sides: dict[str, Any] = {"Flower": Flowers(model, number)}
     for name, build, is_canned in _strategies(every):
         sides[name] = Replies(build, model, number, is_canned)

@@ -14,7 +14,7 @@ OUT = ROOT / "docs" / "studies" / "speed.json"
 PAGE = ROOT / "docs" / "performance.md"
 PICTURE = ROOT / "docs" / "img" / "performance.png"
 TAGS = ("before", "now")
-"""Results before issue 18's work on speed, and those of the present code."""
+"""Results before the work on speed, and those of the present code."""
 MISSING = "not measured"
 
 
@@ -24,7 +24,9 @@ def tables(found: Found) -> dict[str, str]:
         "targets": _targets(found),
         "step": _merged(found, "step", ("what", "model", "batch", "threads", "side"), RATIO),
         "clients": _merged(found, "clients", ("side", "grid", "threads"), PER_SECOND),
-        "aggregation": _merged(found, "aggregation", ("clients", "parameters", "side"), MEMORY),
+        "aggregation": _merged(
+            found, "aggregation", ("clients", "parameters", "threads", "side"), MEMORY
+        ),
         "codec": _codec(found),
         "growth": _merged(found, "growth", ("what", "grid", "size", "clients"), SECONDS),
         "ray": _merged(found, "ray", ("side", "clients", "rounds"), SIMULATED),

@@ -106,13 +106,17 @@ def _step(model: str, method: str, limit: float) -> Target:
     return Target(says, limit, _value("step", where, "ratio", "median"))
 
 
-def _aggregation(clients: int, side: str, limit: float, what: str) -> Target:
-    where = {"clients": clients, "side": side}
-    if what == "models":
-        says = f"models of memory beyond the replies, {side}, {clients} clients"
-        return Target(says, limit, _value("aggregation", where, "models"))
-    says = f"aggregation of {clients} replies, {side}, over Flower's"
+def _aggregation(clients: int, threads: int, limit: float) -> Target:
+    where = {"clients": clients, "side": "FedAvg", "threads": threads}
+    number = ("one thread", "two threads")[threads - 1]
+    says = f"aggregation of {clients} replies, FedAvg, {number}, over Flower's"
     return Target(says, limit, _value("aggregation", where, "ratio", "median"))
+
+
+def _models(clients: int, side: str, limit: float) -> Target:
+    where = {"clients": clients, "side": side, "threads": 1}
+    says = f"models of memory beyond the replies, {side}, {clients} clients"
+    return Target(says, limit, _value("aggregation", where, "models"))
 
 
 STACKED = ("FedAvg", "FedProx", "FedFOR", "FedADC", "SCAFFOLD")
@@ -167,10 +171,9 @@ TARGETS = (
             *("ratio", "median"),
         ),
     ),
-    _aggregation(10, "FedAvg", 1.0, "seconds"),
-    _aggregation(20, "FedAvg", 1.0, "seconds"),
-    _aggregation(10, "FedAvg", 1.1, "models"),
-    _aggregation(20, "FedAvg", 1.1, "models"),
-    _aggregation(10, "FedAvg, ternary code", 3.2, "models"),
+    *(_aggregation(clients, threads, 1.0) for clients in (10, 20) for threads in (1, 2)),
+    _models(10, "FedAvg", 1.1),
+    _models(20, "FedAvg", 1.1),
+    _models(10, "FedAvg, ternary code", 3.2),
     Target("a round of 1,000 of 100,000 clients, over 1,000 of 1,000", 1.2, _population),
 )

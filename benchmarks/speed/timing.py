@@ -19,6 +19,7 @@ import torch
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("flwr", "torch", "numpy", "ray")
+ALLOWED = "OMP_NUM_THREADS"
 Row = dict[str, Any]
 
 
@@ -98,13 +99,18 @@ def ratios(side: Sequence[float], base: Sequence[float]) -> dict[str, float]:
 
 @contextmanager
 def threads(count: int) -> Iterator[None]:
-    """Let torch use so many threads within this block."""
-    before = torch.get_num_threads()
+    """Let torch, and the package's own work on arrays, use so many threads within this block."""
+    before, allowed = torch.get_num_threads(), os.environ.get(ALLOWED)
     torch.set_num_threads(count)
+    os.environ[ALLOWED] = str(count)
     try:
         yield
     finally:
         torch.set_num_threads(before)
+        if allowed is None:
+            del os.environ[ALLOWED]
+        else:
+            os.environ[ALLOWED] = allowed
 
 
 def thread_counts(effort: Effort) -> tuple[int, ...]:

@@ -14,6 +14,7 @@ from torch.func import vmap
 from flwr_regs.client.corrections import owner
 from flwr_regs.client.plan import Batch, CannotStack
 from flwr_regs.client.stack_view import View, random_state
+from flwr_regs.client.stack_watch import Watch
 from flwr_regs.term import Arrays, ClientContext, Slot
 
 IGNORED = -100
@@ -65,9 +66,17 @@ class Gradient:
         )
         self._elementwise = not watching and all(t.elementwise for t in self._acting)
         self._context: tuple[Any, ClientContext] | None = None  # of all members at once
+        self._watch, self._watched = Watch(view.shared.model), False
 
     def of(self, part: Part) -> tuple[dict[str, Tensor | None], Tensor, Arrays]:
         """Return (the corrected gradients, the members' losses without those of terms, new buffers)."""
+        if self._watched and not self._watch.always:
+            return self._of(part)
+        self._watched = True
+        with self._watch:
+            return self._of(part)
+
+    def _of(self, part: Part) -> tuple[dict[str, Tensor | None], Tensor, Arrays]:
         view, values, acting = self._view, part.values, bool(self._acting)
         before = random_state(view.shared.device) if acting and not self._elementwise else None
         run = self._bare if self._plain else self._whole

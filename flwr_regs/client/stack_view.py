@@ -110,7 +110,15 @@ class Member:
 class Number(Tensor):
     """A number of one member under vmap, such as its id: good to calculate with, but no key and no text."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Return what the function makes of it: again such a number, if all else is plain."""
+        with torch._C.DisableTorchFunctionSubclass():
+            found = func(*args, **(kwargs or {}))
+        plain = all(type(a) in (cls, int, float) for a in args)
+        return found.as_subclass(cls) if plain and type(found) is Tensor else found
 
     def _raise(self, *_: Any) -> NoReturn:
         raise CannotStack("a term looks up a number that differs between the members")
@@ -139,6 +147,8 @@ class View:
         As in the contexts.
     classes : int
         Of the model's output; 0 before the first forward pass.
+    parameters : sequence of str
+        The names of the model's parameters.
 
     In its methods, `mine` is what is one client's (slots, id, numbers), and `teacher` its buffers and
     private entries at the round's start.
@@ -154,12 +164,19 @@ class View:
     momentum: float | None = None
     batch_size: int = 0
     classes: int = 0
+    parameters: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        self.parameters = [n for n, _ in self.shared.model.named_parameters()]
 
     def call(self, inputs: Any, targets: Any, values: Arrays, buffers: Arrays) -> Any:
         """Return the logits of one member; `buffers` then hold what the forward pass has made of them."""
         task = self.shared.task
         args, kwargs = task.arguments(inputs, targets)
         given = {**self.rest, **values, **buffers}
+        for n in self.parameters:
+            if n in given:
+                given[n]._is_param = True  # isinstance(..., nn.Parameter), as by itself
         with self._kernels():
             output = called(self.shared.model, given, args, kwargs)
         buffers.update({n: given[n] for n in buffers})

@@ -7,7 +7,7 @@ by itself: CannotStack says why.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -44,6 +44,17 @@ _Record = TypeVar("_Record", ArrayRecord, ConfigRecord)
 _OVERRIDES = ("fit", "to_client", "_task", "_method_name", "_named")
 
 
+SEVERAL = -1
+
+
+class SharedModel(CannotStack):
+    """A client's `model` is another's too: what is private on one by itself goes on to the next."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__("its model is another client's too, and holds private entries")
+        self.model = model
+
+
 class Cohort:
     """The train messages that were pushed at once, and the groups in which their clients train.
 
@@ -51,10 +62,17 @@ class Cohort:
     ----------
     messages : sequence of Message
     precision : torch.dtype or None
+    owners : mapping of nn.Module to int
+        The node whose client has a model; SEVERAL if several clients have the same one.
     """
 
-    def __init__(self, messages: Sequence[Message], precision: torch.dtype | None) -> None:
-        self._precision = precision
+    def __init__(
+        self,
+        messages: Sequence[Message],
+        precision: torch.dtype | None,
+        owners: MutableMapping[nn.Module, int],
+    ) -> None:
+        self._precision, self._owners = precision, owners
         ids: dict[str, set[int]] = {}
         for message in messages:
             for name, record in message.content.items():
@@ -63,7 +81,6 @@ class Cohort:
         self._decoded: dict[int, tuple[ArrayRecord, NDArrays]] = {}
         self._models: list[_Model] = []
         self._recipes: list[Recipe] = []
-        self._model: nn.Module | None = None  # of the last client
         self._builds: dict[Hashable, int] = {}  # build -> its number
         self._plain: set[type] = set()  # classes that train as RegClient does
         self.groups: dict[Hashable, Group] = {}
@@ -88,11 +105,10 @@ class Cohort:
             raise CannotStack("it keeps frozen parameters of the server's")
         sent = self._sent(config, content, node)
         candidate = self._candidate(message, before, context, client, recipe, node, own, sent)
-        self._model = client.model
         member, task = candidate.member, client._task
+        loss = alike((task.loss_fn, task.target_key, task.output_fn))
         key = (
-            id(recipe), id(sent), self._build_of(client),
-            alike((task.loss_fn, task.target_key, task.output_fn)),
+            id(recipe), id(sent), self._number(client, candidate.build), loss,
             alike(client.optimizer), str(client.device), client.classifier, member.plan.kind,
             member.plan.forms[0], _form(member.broadcast), _form(member.client), *member.own,
             _counted(recipe.term, member),
@@ -112,12 +128,12 @@ class Cohort:
         group.add(candidate)
         return key
 
-    def _build_of(self, client: RegClient) -> int:
+    def _number(self, client: RegClient, build: Hashable) -> int:
         """Return the number of the build of a client's model.
 
         Raises CannotStack for a compiled model, and for one with hooks on its parameters.
         """
-        number = self._builds.get(build := build_of(client.model))
+        number = self._builds.get(build)
         if number is None:
             if any(name.endswith("_orig_mod") for name, _ in client.model.named_modules()):
                 raise CannotStack(f"{type(client).__name__} has a compiled model")
@@ -163,6 +179,10 @@ class Cohort:
         if not most:
             raise CannotStack("it takes no step")
         private = self._private(model, term, slots) if recipe.withholds else {}
+        if self._owners.setdefault(model, context.node_id) != context.node_id:
+            self._owners[model] = SEVERAL
+            if private:
+                raise SharedModel(model)
         member = Member(
             draw(pairs, own[keys.SEED_KEY], most),
             planned,
@@ -175,7 +195,7 @@ class Cohort:
         fresh = bool(private) and keys.PRIVATE_KEY not in slots
         return Candidate(
             message, before, context, client, recipe, node, slots, entering, lost, fresh, member,
-            count_examples(pairs), own[keys.SEED_KEY],
+            count_examples(pairs), own[keys.SEED_KEY], build_of(model),
         )  # fmt: skip
 
     def _held(self, name: str, record: ArrayRecord, recipe: Recipe) -> Mapping[str, Any]:
@@ -192,10 +212,6 @@ class Cohort:
         chosen = term.private(list(entries))
         mine = {n: v.detach().clone() for n, v in entries.items() if n in chosen}
         if not mine or keys.PRIVATE_KEY not in slots:
-            if mine and model is self._model:
-                raise CannotStack(
-                    "its model is another client's too, and holds new private entries"
-                )
             return mine
         kept = self._read(slots[keys.PRIVATE_KEY])
         if {n: a.shape for n, a in kept.items()} != {n: tuple(v.shape) for n, v in mine.items()}:

@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from logging import INFO
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from flwr.app import Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.common.logger import log
+from torch import nn
 
 from flwr_regs.client.plan import CannotStack
 from flwr_regs.flower.app import ClientFn, NumPyClientApp, client_app
 from flwr_regs.flower.grid import InProcessGrid, numbered
 from flwr_regs.flower.mods import ContextMod
-from flwr_regs.flower.stacked_clients import Cohort
+from flwr_regs.flower.stacked_clients import Cohort, SharedModel
 from flwr_regs.flower.stacked_group import Candidate, Group
 from flwr_regs.wire import keys
 from flwr_regs.wire.errors import described
@@ -40,8 +42,9 @@ class StackedGrid(InProcessGrid):
 
     Parameters
     ----------
-    client_app, num_clients, run_config
-        As for :class:`InProcessGrid`. Only an app of :func:`flwr_regs.client_app` without mods stacks.
+    client_app, num_clients, run_config, workers
+        As for :class:`InProcessGrid`. Only an app of :func:`flwr_regs.client_app` without mods stacks. The
+        workers are for the clients that train by themselves, and for evaluations.
     memory : int
         Bytes that a stack may take, roughly; a larger cohort trains in several.
     precision : {"float32", "bfloat16"}
@@ -72,11 +75,12 @@ class StackedGrid(InProcessGrid):
         num_clients: int,
         run_config: Mapping[str, Any] | None = None,
         *,
+        workers: int = 1,
         memory: int = 2**30,
         precision: str = "float32",
         measure: bool | None = None,
     ) -> None:
-        super().__init__(client_app, num_clients, run_config)
+        super().__init__(client_app, num_clients, run_config, workers=workers)
         if memory < 1:
             raise ValueError(f"memory must be a number of bytes, at least 1, not {memory}")
         if precision not in PRECISIONS:
@@ -85,6 +89,8 @@ class StackedGrid(InProcessGrid):
         self._memory, self._precision = memory, PRECISIONS[precision]
         self._measure = measure
         self._paces: dict[Hashable, Pace] = {}
+        self._for_workers: list[Message] = []
+        self._owners: MutableMapping[nn.Module, int] = WeakKeyDictionary()
         self._rests = False
         self.fallbacks: dict[str, int] = {}
 
@@ -98,7 +104,8 @@ class StackedGrid(InProcessGrid):
         if len(training) > 1 and (why := self._refusal()):
             self._note(CannotStack(why), len(training))
             training = []
-        cohort, waiting = Cohort(training, self._precision), set[int]()
+        cohort, waiting = Cohort(training, self._precision, self._owners), set[int]()
+        self._for_workers.clear()  # of a push that was interrupted
         for message in messages:
             node = message.metadata.dst_node_id
             if node in waiting:  # its messages count in their order
@@ -106,9 +113,12 @@ class StackedGrid(InProcessGrid):
                 waiting.clear()
             if len(training) > 1 and message.metadata.message_type in STACKED:
                 self._admit(cohort, message)
-                waiting.add(node)
-            else:
+            elif self._workers is None:
                 self._serve(message, self._app)
+                continue
+            else:
+                self._for_workers.append(message)
+            waiting.add(node)
         self._train_all(cohort)
         return [message.metadata.message_id for message in messages]
 
@@ -123,12 +133,33 @@ class StackedGrid(InProcessGrid):
         try:
             yield
         finally:
+            self._rests = False
             if rests:
                 gc.enable()
+
+    def _serve(self, message: Message, app: ClientApp) -> str:
+        """Run a client by itself, and collect what it leaves behind."""
+        if not self._rests:
+            return super()._serve(message, app)
+        gc.enable()
+        try:
+            return super()._serve(message, app)
+        finally:
+            gc.disable()
 
     def _train_all(self, cohort: Cohort) -> None:
         for key in list(cohort.groups):
             self._train(cohort.groups.pop(key))
+        self._run_workers()
+
+    def _run_workers(self) -> None:
+        """Let the workers serve the messages that wait for them."""
+        if self._workers is None or not self._for_workers:
+            return
+        sent, self._for_workers = self._for_workers, []
+        replies = self._workers.run(sent, [self._contexts[m.metadata.dst_node_id] for m in sent])
+        for message, reply in zip(sent, replies, strict=True):
+            self._keep(message, reply)
 
     def _refusal(self) -> str:
         """Return why no client of this app stacks; "" if some may."""
@@ -158,11 +189,20 @@ class StackedGrid(InProcessGrid):
         try:
             key = cohort.admit(message, context, client, before)
         except Exception as error:  # by itself it says what is wrong, if anything is
+            if isinstance(error, SharedModel):
+                self._train_owners(cohort, error)
             self._note(error)
             self._serve_alone(message, partial(_given, client), before)
             return
         if cohort.groups[key].is_full(self._memory):
             self._train(cohort.groups.pop(key))
+
+    def _train_owners(self, cohort: Cohort, error: SharedModel) -> None:
+        """Train the clients that have the same model, one by one, before the next has it."""
+        for key, group in list(cohort.groups.items()):
+            if any(c.client.model is error.model for c in group.candidates):
+                self._note(error, len(group.candidates))
+                self._one_by_one(cohort.groups.pop(key).candidates)
 
     def _train(self, group: Group) -> None:
         """Train a group; if that fails, one by one."""
@@ -186,6 +226,7 @@ class StackedGrid(InProcessGrid):
         if alone:
             between = time.perf_counter()
             self._one_by_one(alone)
+            self._run_workers()
             seconds = between - began, time.perf_counter() - between
             pace.note(seconds[0] / len(candidates), seconds[1] / len(alone))
 
@@ -196,19 +237,26 @@ class StackedGrid(InProcessGrid):
 
     def _one_by_one(self, candidates: Sequence[Candidate]) -> None:
         for c in candidates:
-            self._serve_alone(c.message, partial(_given, c.client), c.before)
+            if c.is_stale() and isinstance(self._app, NumPyClientApp):  # it is made once more
+                c.context.state = RecordDict(dict(c.before))
+                self._serve_alone(c.message, self._app.client_fn, c.before)
+            else:
+                self._serve_alone(c.message, partial(_given, c.client), c.before)
 
     def _serve_alone(
         self, message: Message, client_fn: ClientFn, before: Mapping[str, Any]
     ) -> None:
-        """Run a client that was made, or has raised. If it fails, its state is as `before` it was made."""
-        if self._rests:  # what such a client leaves behind is collected
-            gc.enable()
+        """Run a client that was made, or has raised. If it fails, its state is as `before` it was made.
+
+        A worker makes it once more.
+        """
+        context = self._contexts[message.metadata.dst_node_id]
+        if self._workers is not None:
+            context.state = RecordDict(dict(before))
+            self._for_workers.append(message)
+            return
         self._serve(message, client_app(client_fn))
-        if self._rests:
-            gc.disable()
         if self._replies[message.metadata.message_id].has_error():
-            context = self._contexts[message.metadata.dst_node_id]
             context.state = RecordDict(dict(before))
 
     def _note(self, error: Exception, clients: int = 1) -> None:

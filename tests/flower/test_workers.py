@@ -57,6 +57,13 @@ class Counting(NumPyClient):
         return parameters, 1, {"calls": n, "pid": os.getpid()}
 
 
+class Elsewhere(fr.SCAFFOLDClient):
+    """Trains by itself, since it has a `fit` of its own."""
+
+    def fit(self, parameters: Any, config: Any) -> Any:
+        return super().fit(parameters, config)
+
+
 def client_fn(context: Context) -> NumPyClient:
     """A client of the method that the run config names; it fails as that says."""
     pid, config = int(context.node_config["partition-id"]), context.run_config
@@ -74,6 +81,10 @@ def client_fn(context: Context) -> NumPyClient:
         Path(str(config["dies"])).unlink()
         os.kill(os.getpid(), signal.SIGKILL)
     kind = getattr(fr, str(config["method"]) + "Client")
+    if config.get("mixed"):  # two clients for a stack, and two that train by themselves
+        calls = context.state.config_records.get("calls", {"n": 0})["n"]
+        context.state["calls"] = ConfigRecord({"n": calls + 1})
+        kind = kind if pid < 2 else Elsewhere
     return kind(make_model(), data, test, device="cpu")  # type: ignore[no-any-return]
 
 
@@ -179,6 +190,24 @@ def test_messages_to_one_client_are_served_in_their_order(pair: tuple[InProcessG
     metrics = [reply.content["metrics"] for reply in replies]
     assert [m["calls"] for m in metrics] == [1, 2, 1, 3, 2]
     assert os.getpid() not in {m["pid"] for m in metrics}
+
+
+@pytest.mark.parametrize("raises", [False, True])
+def test_clients_that_do_not_stack_go_to_the_workers_of_a_stacked_grid(raises: bool) -> None:
+    """A client's state is as if `client_fn` had been called once; client 1 may raise there."""
+    found = []
+    for number in (1, 2):
+        grid = fr.StackedGrid(client_app(client_fn), CLIENTS, workers=number)
+        more = {"mixed": True, "raises": raises}
+        result = train(grid, "SCAFFOLD", rounds=3, clients=more)
+        found.append((bits(result, grid), grid.fallbacks))
+        if number == 2:
+            assert len(pool(grid)) == 2
+        grid.close()
+    (alone, fallbacks), (spread, others) = found
+    assert fallbacks == others
+    assert sum(fallbacks.values()) == (9 if raises else 6)
+    assert spread == alone
 
 
 def test_a_killed_worker_costs_one_reply(
