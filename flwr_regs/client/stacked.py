@@ -318,9 +318,10 @@ class Stack:
         batch = self._feed.batch(step, chosen)
         part = Part(values, batch, *(_taken(tree, rows) for tree in of_each))
         inputs = [] if self._members[0].plan.rows is not None else batch.leaves
-        before = _versions([*values.values(), *part.own.values()]), _versions(inputs)
+        held_still = [*values.values(), *part.own.values(), *part.teacher.values()]
+        before = _versions(held_still), _versions(inputs)
         grads, losses, new = self._gradient.of(part)
-        after = _versions([*values.values(), *part.own.values()]), _versions(inputs)
+        after = _versions(held_still), _versions(inputs)
         if after[0] != before[0]:
             raise CannotStack("its model changes its parameters in the forward pass")
         if after[1] != before[1]:  # by themselves they may be those of later steps, too
