@@ -708,16 +708,19 @@ def test_buffers_that_change_in_eval_mode_give_the_same(in_place: bool) -> None:
 
     def counting(model: Any, x: Any) -> Any:
         if in_place:
-            model.seen.add_(1)
+            model.count.add_(1)
         else:
-            model.seen = model.seen + 1
-        return model.layer(x) * (1 + 0.01 * model.seen)
+            model.count = model.count + 1
+        return model.layer(x) * (1 + 0.01 * model.count)
 
     def model() -> nn.Module:
-        return Given(counting)
+        made = Given(counting)
+        made.register_buffer("count", torch.zeros(()))
+        return made
 
-    run(
+    grid = run(
         app_of(fr.FedNTDClient, model),
         model=model,
         strategy=lambda: fr.FedNTD(seed=3, fraction_evaluate=0.0),
     )
+    assert grid.fallbacks
