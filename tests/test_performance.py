@@ -70,6 +70,21 @@ def test_every_part_measures_quickly_and_reports(tmp_path: Path) -> None:
     assert (tmp_path / "made.png").stat().st_size > 1000
 
 
+def test_one_command_measures_and_writes_the_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, page = tmp_path / "speed.json", tmp_path / "page.md"
+    page.write_text(report.PAGE.read_text())
+    monkeypatch.setattr(report, "OUT", out)
+    monkeypatch.setattr(report, "PAGE", page)
+    monkeypatch.setattr(report, "PICTURE", tmp_path / "made.png")
+    finished(["codec"], out)
+    table = report.tables(json.loads(out.read_text()))["codec"]
+    assert "ternary" in table
+    assert table in page.read_text()
+    assert table in capsys.readouterr().out
+
+
 @pytest.mark.flower
 def test_rays_part_measures_quickly(tmp_path: Path) -> None:
     pytest.importorskip("ray")

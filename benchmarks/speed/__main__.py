@@ -7,7 +7,7 @@ import json
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -66,14 +66,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.speed", description=__doc__)
     verbs = parser.add_subparsers(dest="verb", required=True)
-    taking = verbs.add_parser("measure", help="measure, and keep the results")
+    taking = verbs.add_parser("measure", help="measure, keep the results, and write the page")
     taking.add_argument(
         "parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; default: all"
     )
     taking.add_argument("--json", type=Path, help=f"the results' file (default: {report.OUT.name})")
     taking.add_argument("--as", dest="tag", choices=report.TAGS, default="now", help="(now)")
     taking.add_argument("--quick", action="store_true", help="tiny sizes, to see that it runs")
-    shown = verbs.add_parser("report", help="write the page's tables and draw its picture")
+    shown = verbs.add_parser("report", help="write the page again from the kept results")
     shown.add_argument("--json", type=Path, default=report.OUT, help="the results' file")
     shown.add_argument("--print", action="store_true", help="print the tables, and write nothing")
     given = parser.parse_args(argv)
@@ -81,18 +81,28 @@ def main(argv: Sequence[str] | None = None) -> int:
         found = json.loads(given.json.read_text())
         if given.print:
             print("\n\n".join(report.tables(found).values()))
-            return 0
-        page = report.PAGE.read_text()
-        report.PAGE.write_text(filled(page, "speed", report.tables(found)))
-        report.draw(found, report.PICTURE)
+        else:
+            publish(found)
         return 0
     if unknown := {*given.parts} - {*PARTS}:
         parser.error(f"no such part: {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
     out = given.json or (Path("speed-quick.json") if given.quick else report.OUT)
-    failed = measure(given.parts or list(PARTS), out, given.tag, given.quick)
+    parts = given.parts or list(PARTS)
+    failed = measure(parts, out, given.tag, given.quick)
+    tables = report.tables(found := json.loads(out.read_text()) if out.exists() else {})
+    print("\n\n".join(tables[n] for n in ("targets", *parts, "machine") if n in tables))
+    if out == report.OUT:
+        publish(found)
     if failed:
         print(f"failed: {', '.join(failed)}", file=sys.stderr)
     return 1 if failed else 0
+
+
+def publish(found: Mapping[str, Any]) -> None:
+    """Write the page's tables, and draw its picture."""
+    page = report.PAGE.read_text()
+    report.PAGE.write_text(filled(page, "speed", report.tables(found)))
+    report.draw(found, report.PICTURE)
 
 
 if __name__ == "__main__":

@@ -42,6 +42,7 @@ _LIBRARIES = {
     ),
 }
 _ATOMS = (int, float, complex, str, bytes, bool, type(None))
+_PLAIN = (*_ATOMS, list, dict, set, deque)
 _Restore = Callable[[], bool]
 """Puts a value back; returns whether it had changed."""
 
@@ -107,10 +108,13 @@ class Reached:
         elif isinstance(value, np.random.Generator | np.random.RandomState):
             bits: Any = getattr(value, "bit_generator", None) or getattr(value, OLD)
             self._restores.append(partial(_reset, bits, bits.state))
-        elif not isinstance(value, type) and not _is_closed(type(value)):
+        elif isinstance(value, type):
+            if not _of_library(value):
+                yield from self._class(value)
+        elif not _is_closed(type(value)):
             if isinstance(held := getattr(value, "__dict__", None), dict):
                 yield from self._dict(held, list(held))
-            yield from _methods(type(value))
+            yield type(value)
 
     def _module(self, module: nn.Module) -> Iterator[Any]:
         held = vars(module)
@@ -120,8 +124,7 @@ class Reached:
             yield from self._dict(buffers, list(buffers))
         yield from module._modules.values()
         yield from [h for n, hooks in held.items() if n.endswith("_hooks") for h in hooks.values()]
-        if not _of_library(type(module)):
-            yield from _methods(type(module))
+        yield type(module)
 
     def _function(self, function: FunctionType) -> Iterator[Any]:
         if function.__module__ and function.__module__.partition(".")[0] in _LIBRARIES:
@@ -146,6 +149,15 @@ class Reached:
         self._restores.append(partial(_refill, held, before, skipped, whole))
         yield from before.values()
 
+    def _class(self, kind: type) -> Iterator[Any]:
+        """Note the values that a class has for all its objects; yield them, its functions and its bases."""
+        held = vars(kind)
+        values = {n: v for n, v in held.items() if not n.startswith("_") and isinstance(v, _PLAIN)}
+        self._restores.append(partial(_reset_class, kind, values))
+        yield from values.values()
+        yield from [f for f in held.values() if isinstance(f, FunctionType)]
+        yield from kind.__bases__
+
     def _array(self, value: Any) -> None:
         size = value.numel() if isinstance(value, Tensor) else value.size
         if isinstance(value, nn.Parameter) or not size:
@@ -168,13 +180,6 @@ def _is_closed(kind: type) -> bool:
     return _of_library(kind) and not kind.__module__.startswith(
         ("torch.utils.data.", "torchvision.")
     )
-
-
-def _methods(kind: type) -> Iterator[Any]:
-    """Yield the functions of a class, its bases' too, but for those of libraries."""
-    for base in kind.__mro__:
-        if not _of_library(base):
-            yield from [f for f in vars(base).values() if isinstance(f, FunctionType)]
 
 
 def _names(code: CodeType) -> Iterator[str]:
@@ -205,6 +210,13 @@ def _refill(held: dict[Any, Any], before: dict[Any, Any], skipped: Any, whole: b
             del held[key]
     held.update(before)
     return True
+
+
+def _reset_class(kind: type, before: dict[str, Any]) -> bool:
+    changed = [n for n, v in before.items() if not _same(vars(kind).get(n), v)]
+    for n in changed:
+        setattr(kind, n, before[n])
+    return bool(changed)
 
 
 def _refilled(value: Any, before: Any) -> bool:

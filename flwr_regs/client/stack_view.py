@@ -180,6 +180,10 @@ class View:
         with self._kernels():
             output = called(self.shared.model, given, args, kwargs)
         buffers.update({n: given[n] for n in buffers})
+        if any(given[n] is not v for n, v in values.items()):  # by itself it keeps them
+            raise CannotStack(
+                "its model changes its parameters, or its buffers where it does not train"
+            )
         return task.logits(output)
 
     def _kernels(self) -> AbstractContextManager[Any]:

@@ -319,7 +319,7 @@ class Stack:
             values = {n: v[rows] for n, v in values.items()}
         batch = self._feed.batch(step, chosen)
         part = Part({n: v.requires_grad_() for n, v in values.items()}, batch, *of_each)
-        mine = [*part.values.values(), *part.own.values()]
+        mine = [*part.values.values(), *part.own.values(), *part.teacher.values()]
         inputs = [] if self._members[0].plan.rows is not None else batch.leaves
         before = _versions(mine), _versions(inputs)
         grads, losses, new = self._gradient.of(part)

@@ -32,7 +32,9 @@ LONGEST_HEADER = 1024
 MOST_DIMENSIONS = 32
 SIZES = {"b": (1,), "i": (1, 2, 4, 8), "u": (1, 2, 4, 8), "f": (2, 4, 8)}
 """Kind of number -> the bytes that one may have."""
-_SHORT, _LONG = struct.Struct("<H"), struct.Struct("<I")
+_LENGTHS = {b"\x01\x00": struct.Struct("<H"), b"\x02\x00": struct.Struct("<I")}
+_LENGTHS[b"\x03\x00"] = _LENGTHS[b"\x02\x00"]
+"""Version -> the form of a header's length."""
 _HEADER = re.compile(
     rb"\{\s*'descr'\s*:\s*'([<>=|]?)([a-zA-Z])(\d{0,4})'\s*,\s*"
     rb"'fortran_order'\s*:\s*(True|False)\s*,\s*"
@@ -67,10 +69,9 @@ def read_header(data: Any) -> Header:
     """Return the header of a ``.npy``, checked against the bytes that follow it; raise Unreadable."""
     if not isinstance(data, bytes):
         raise Unreadable(f"an array's data must be bytes, not {type(data).__name__}")
-    version = data[6:8]
-    if data[:6] != MAGIC or version not in (b"\x01\x00", b"\x02\x00", b"\x03\x00"):
+    length = _LENGTHS.get(data[6:8])
+    if data[:6] != MAGIC or length is None:
         raise Unreadable(f"it is not numpy's .npy format: it begins with {quoted(data[:8], 40)}")
-    length = _SHORT if version == b"\x01\x00" else _LONG
     start = 8 + length.size
     if len(data) < start:
         raise Unreadable(f"its header is cut off after {len(data)} bytes")

@@ -676,3 +676,51 @@ def test_a_snapshot_is_not_changed_by_what_comes_after_it_is_restored(kind: Any)
     assert held(snapshot) == before
     grid.restore(snapshot)
     assert held(grid.snapshot()) == before
+
+
+class CountingAll(nn.Module):
+    """A model that counts the calls of all models of its class."""
+
+    calls = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = perceptron()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the logits."""
+        CountingAll.calls += 1
+        return self.layer(x) / (1 + CountingAll.calls % 2)
+
+
+def test_a_class_that_counts_gives_the_same() -> None:
+    def strategy() -> Any:
+        CountingAll.calls = 0
+        return fr.FedAvg(seed=3, fraction_evaluate=0.0)
+
+    grid = run(app_of(fr.FedAvgClient, CountingAll), model=CountingAll, strategy=strategy)
+    assert set(grid.fallbacks) == {"its model changes its own attributes"}
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_buffers_that_change_in_eval_mode_give_the_same(in_place: bool) -> None:
+    """A teacher's too, which counts its own calls."""
+
+    def counting(model: Any, x: Any) -> Any:
+        if in_place:
+            model.count.add_(1)
+        else:
+            model.count = model.count + 1
+        return model.layer(x) * (1 + 0.01 * model.count)
+
+    def model() -> nn.Module:
+        made = Given(counting)
+        made.register_buffer("count", torch.zeros(()))
+        return made
+
+    grid = run(
+        app_of(fr.FedNTDClient, model),
+        model=model,
+        strategy=lambda: fr.FedNTD(seed=3, fraction_evaluate=0.0),
+    )
+    assert grid.fallbacks
