@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Hashable, Mapping
 from functools import partial
 from types import FunctionType
@@ -10,9 +9,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-_TORCHS = {*vars(nn.Module()), "_compiled_call_impl", "_flat_weights", "_flat_weight_refs"}
+TORCHS = {*vars(nn.Module()), "_compiled_call_impl", "_flat_weights", "_flat_weight_refs"}
 """Attributes of torch's own, of recurrent layers too: what they say is in the rest of a build."""
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_PLAIN = (type(None), int, float, str, bytes)
 
 
 def build_of(model: nn.Module) -> Hashable:
@@ -20,47 +20,29 @@ def build_of(model: nn.Module) -> Hashable:
 
     Attributes that cannot be compared count as equal only if they are the same object.
     """
-    return tuple(
-        (
-            name,
-            type(module),
-            tuple((n, *_form(p), p.requires_grad) for n, p in module._parameters.items() if p is not None),
-            tuple((n, *_form(b)) for n, b in module._buffers.items() if b is not None),
-            tuple((n, alike(v)) for n, v in vars(module).items() if n not in _TORCHS),
-            tuple(tuple(vars(module)[hooks].values()) for hooks in _HOOKS if vars(module)[hooks]),
-        )
-        for name, module in model.named_modules(remove_duplicate=False)
-    )  # fmt: skip
-
-
-class Attributes:
-    """The attributes of a model's modules, beside parameters, buffers and submodules."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model, self._build = model, build_of(model)
-        self._before = [
-            (vars(m), {n: _copied(v) for n, v in vars(m).items() if n not in _TORCHS})
-            for m in model.modules()
+    build: list[Hashable] = []
+    for name, module in model.named_modules(remove_duplicate=False):
+        own = vars(module)
+        params, buffers = own["_parameters"].items(), own["_buffers"].items()
+        build += [
+            (None, name, type(module)),
+            *((n, *_form(p), p.requires_grad, is_hooked(p)) for n, p in params if p is not None),
+            *((n, *_form(b)) for n, b in buffers if b is not None),
+            *((n, alike(own[n])) for n in own if n not in TORCHS),
+            *(tuple(own[hooks].values()) for hooks in _HOOKS if own[hooks]),
         ]
-
-    def restore(self) -> bool:
-        """Put them back as they were; return whether they had changed."""
-        if build_of(self._model) == self._build:
-            return False
-        for found, before in self._before:
-            for n in [n for n in found if n not in _TORCHS and n not in before]:
-                del found[n]
-            found.update({n: _copied(v) for n, v in before.items()})
-        return True
+    return tuple(build)
 
 
-def _copied(value: Any) -> Any:
-    return copy.copy(value) if isinstance(value, list | dict | set) else value
+def is_hooked(parameter: Tensor) -> bool:
+    """Whether a parameter has hooks of its own."""
+    found: Any = parameter
+    return bool(found._backward_hooks or found._post_accumulate_grad_hooks)
 
 
 def alike(value: Any) -> Hashable:
     """Return a key that is equal for values that do the same, also functions of one code and closure."""
-    if value is None or isinstance(value, int | float | str | bytes):
+    if isinstance(value, _PLAIN):
         return value
     if isinstance(value, nn.Module):
         if any(True for _ in value.parameters()):

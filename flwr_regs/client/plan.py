@@ -23,6 +23,7 @@ from torch.utils.data import (
 from torch.utils.data._utils.collate import default_collate, default_convert
 
 from flwr_regs.client.batches import Pairs, batch_size, cycle, mapped, tensors, to_device
+from flwr_regs.client.reached import Reached
 
 
 class CannotStack(Exception):
@@ -44,6 +45,10 @@ class Plan:
     source : sequence of Tensor
         Inputs and targets of the whole data set.
     batches : sequence of (inputs, targets)
+    versions : sequence of int
+        How often the tensors of `source` had been changed in place.
+    held : Reached or None
+        What the data held in Python; None if they are indexed.
     """
 
     data: Pairs
@@ -53,6 +58,8 @@ class Plan:
     sizes: tuple[int, ...] = ()
     source: tuple[Tensor, ...] = ()
     batches: tuple[tuple[Any, Any], ...] = ()
+    versions: tuple[int, ...] = ()
+    held: Reached | None = None
 
     def __len__(self) -> int:
         return len(self.forms)
@@ -85,6 +92,16 @@ class Plan:
     def size(self, step: int) -> int:
         """Return the number of examples of a step."""
         return batch_size(self.batches[step][1]) if self.rows is None else self.sizes[step]
+
+    def is_stale(self) -> bool:
+        """Whether the data have changed since; what they held in Python is then put back.
+
+        Clients may share their data, and switch them to the one that is made last.
+        """
+        if self.held is not None:
+            return self.held.restore()
+        loader: Any = self.data.source
+        return loader.dataset.tensors is not self.source or self.versions != _versions(self.source)
 
     def one_pass(self) -> Plan:
         """Return the batches of one pass over the data, as it yields them behind the round's steps."""
@@ -208,11 +225,42 @@ def draw(data: Pairs, seed: int, steps: int) -> Plan:
             generator = torch.Generator().manual_seed(seed)
             drawn = _drawn(order, generator, steps)
             source: Any = loader.dataset
-            return Plan(data, seed, generator.get_state(), *drawn, source.tensors)
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed)
-        batches = tuple(itertools.islice(cycle(data), steps))
-        return Plan(data, seed, torch.default_generator.get_state(), batches=batches)
+            versions = _versions(source.tensors)
+            after = generator.get_state()
+            return Plan(data, seed, after, *drawn, source.tensors, versions=versions)
+    held = Reached(_parts(loader), copies=False)
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(seed)
+            batches = _kept(itertools.islice(cycle(data), steps))
+            after = torch.default_generator.get_state()
+    finally:
+        changed = held.restore()
+    if changed:  # else a further pass, or a client that trains by itself, draws others
+        raise CannotStack("its data change as they are drawn")
+    return Plan(data, seed, after, batches=batches, held=held)
+
+
+def _parts(data: Any) -> tuple[Any, ...]:
+    """Return what of the data may change as it is drawn."""
+    if isinstance(data, DataLoader):
+        return data.dataset, data.sampler, data.batch_sampler, data.collate_fn
+    return (data,)
+
+
+def _versions(found: Sequence[Tensor]) -> tuple[int, ...]:
+    return tuple(t._version for t in found)
+
+
+def _kept(drawn: Iterator[tuple[Any, Any]]) -> tuple[tuple[Any, Any], ...]:
+    """Return the batches; raise CannotStack if each is written where the first was."""
+    first = next(drawn)
+    before = [t.clone() for t in tensors(first)]
+    batches = (first, *drawn)
+    for now, then in zip(tensors(first), before, strict=True):
+        if now.layout == torch.strided and bool(((now != then) & (then == then)).any()):
+            raise CannotStack("its batches are written into the same memory")
+    return batches
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from flwr_regs.client.plan import CannotStack, Planned
 from flwr_regs.client.stack_data import over_data
 from flwr_regs.client.stack_gradient import vmapped
 from flwr_regs.client.stack_view import Member, View, joined
+from flwr_regs.client.stack_watch import Watch
 from flwr_regs.term import Arrays, ClientContext, Slot
 
 Slots = Slot | list[Slot]
@@ -95,7 +96,7 @@ def _under_vmap(
         changed = sent is not delta
         return sent, upload, kept
 
-    with torch.no_grad():
+    with torch.no_grad(), Watch(view.shared.model):
         sent, upload, kept = call(end)
     return sent if changed else delta, upload, kept
 
@@ -145,7 +146,7 @@ def _context_of(view: View, held: Held, member: Member, row: int) -> ClientConte
         budget_steps=taken,
         momentum=view.momentum,
         broadcast=joined(view.received, to_device(member.broadcast, shared.device)),
-        client=to_device(member.client, shared.device),
+        client=to_device({t: dict(own) for t, own in member.client.items()}, shared.device),
         label_counts=None if counts is None else view.of_every_class(counts[row]),
         client_id=member.client_id,
         batch_size=view.batch_size,

@@ -14,10 +14,14 @@ from torch.func import vmap
 from flwr_regs.client.corrections import owner
 from flwr_regs.client.plan import Batch, CannotStack
 from flwr_regs.client.stack_view import View, random_state
-from flwr_regs.term import Arrays, Slot
+from flwr_regs.client.stack_watch import Watch
+from flwr_regs.term import Arrays, ClientContext, Slot
 
 IGNORED = -100
 """Targets that ``cross_entropy`` leaves out, by its default."""
+REGISTER = 16
+"""Numbers of a processor's register. Where a row of logits does not fill one, torch takes the softmax one
+number at a time; along another axis it does not, with the same bits."""
 
 
 @dataclass(frozen=True)
@@ -61,9 +65,18 @@ class Gradient:
             not adding and not watching and view.shared.task.loss_fn is nn.functional.cross_entropy
         )
         self._elementwise = not watching and all(t.elementwise for t in self._acting)
+        self._context: tuple[Any, ClientContext] | None = None  # of all members at once
+        self._watch, self._watched = Watch(view.shared.model), False
 
     def of(self, part: Part) -> tuple[dict[str, Tensor | None], Tensor, Arrays]:
         """Return (the corrected gradients, the members' losses without those of terms, new buffers)."""
+        if self._watched and not self._watch.always:
+            return self._of(part)
+        self._watched = True
+        with self._watch:
+            return self._of(part)
+
+    def _of(self, part: Part) -> tuple[dict[str, Tensor | None], Tensor, Arrays]:
         view, values, acting = self._view, part.values, bool(self._acting)
         before = random_state(view.shared.device) if acting and not self._elementwise else None
         run = self._bare if self._plain else self._whole
@@ -150,7 +163,19 @@ class Gradient:
     def _at_once(self, given: Arrays, params: Arrays, mine: dict[str, Any]) -> Arrays:
         """Return what elementwise terms make of all members' gradients; raise where it takes vmap."""
         view, before = self._view, random_state(self._view.shared.device)
-        shapes = {n: given[n][0] for n in view.start}
+        if self._context is None or self._context[0] is not mine:  # as in the last step
+            self._context = mine, self._context_of_all({n: given[n][0] for n in view.start}, mine)
+        ctx = self._context[1]
+        found = view.shared.term.correct(given, {n: params[n] for n in view.start}, ctx)
+        if not all(map(torch.equal, before, random_state(view.shared.device))):
+            raise CannotStack(
+                "an elementwise term draws numbers, which may be the same for all members"
+            )
+        return {n: g.expand(given[n].shape) for n, g in found.items()}
+
+    def _context_of_all(self, shapes: Arrays, mine: dict[str, Any]) -> ClientContext:
+        """Return the context of all members; raise CannotStack for slots that might not broadcast."""
+        view = self._view
         for slot in (mine["client"], mine["broadcast"]):
             _check_owned(slot, shapes, stacked=True)
         _check_owned(view.received, shapes, stacked=False)
@@ -158,13 +183,7 @@ class Gradient:
         names += [] if "planned" in view.alike else ["planned_steps"]
         names += [] if "budget" in view.alike else ["num_steps", "budget_steps"]
         odd: dict[str, Any] = {n: Differs(n) for n in names}
-        ctx = view.context(mine, **odd, gradient_at=partial(_not_alike, "gradient_at"))
-        found = view.shared.term.correct(given, {n: params[n] for n in view.start}, ctx)
-        if not all(map(torch.equal, before, random_state(view.shared.device))):
-            raise CannotStack(
-                "an elementwise term draws numbers, which may be the same for all members"
-            )
-        return {n: g.expand(given[n].shape) for n, g in found.items()}
+        return view.context(mine, **odd, gradient_at=partial(_not_alike, "gradient_at"))
 
 
 class Differs:
@@ -191,7 +210,10 @@ def _cross_entropy(output: Any, targets: Any) -> Tensor:
     classes = isinstance(targets, Tensor) and not targets.is_floating_point() and targets.ndim == 2
     if not classes or not isinstance(output, Tensor) or output.ndim != 3:
         return vmapped(loss)(output, targets)  # type: ignore[no-any-return]
-    each = loss(output.flatten(0, 1), targets.flatten(), reduction="none").view(targets.shape)
+    if output.shape[2] < REGISTER:
+        each = loss(output.transpose(1, 2).contiguous(), targets, reduction="none")
+    else:
+        each = loss(output.flatten(0, 1), targets.flatten(), reduction="none").view(targets.shape)
     mean: Tensor = each.sum(1) / (targets != IGNORED).sum(1)
     return mean
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from abc import ABC, abstractmethod
+from collections.abc import Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NoReturn
@@ -11,6 +12,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 from torch.func import grad
+from torch.overrides import TorchFunctionMode
 
 from flwr_regs.chain import Chain
 from flwr_regs.client.features import FeatureTap, OutputTap, evaluating
@@ -64,6 +66,20 @@ class Shared:
     precision: torch.dtype | None = None
 
 
+class Packed(Mapping[str, Tensor], ABC):
+    """A member's slot in a form in which those of all members become tensors at once."""
+
+    @property
+    @abstractmethod
+    def form(self) -> Hashable:
+        """What slots share that :meth:`stacked` takes together."""
+
+    @staticmethod
+    @abstractmethod
+    def stacked(slots: Sequence[Any]) -> dict[str, Tensor]:
+        """Return slots of one form as one, with a first axis over them."""
+
+
 @dataclass(frozen=True)
 class Member:
     """One client of a stack.
@@ -77,7 +93,7 @@ class Member:
     own : Arrays
         The entries of its model that are not those of the others: private ones.
     broadcast, client : Slot
-        The terms' slots that are its own, as tensors.
+        The terms' slots that are its own: tensors, or `Packed` ones.
     client_id : int
     label_counts : Tensor or None
     """
@@ -94,7 +110,15 @@ class Member:
 class Number(Tensor):
     """A number of one member under vmap, such as its id: good to calculate with, but no key and no text."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Return what the function makes of it: again such a number, if all else is plain."""
+        with torch._C.DisableTorchFunctionSubclass():
+            found = func(*args, **(kwargs or {}))
+        plain = all(type(a) in (cls, int, float) for a in args)
+        return found.as_subclass(cls) if plain and type(found) is Tensor else found
 
     def _raise(self, *_: Any) -> NoReturn:
         raise CannotStack("a term looks up a number that differs between the members")
@@ -123,6 +147,8 @@ class View:
         As in the contexts.
     classes : int
         Of the model's output; 0 before the first forward pass.
+    parameters : sequence of str
+        The names of the model's parameters.
 
     In its methods, `mine` is what is one client's (slots, id, numbers), and `teacher` its buffers and
     private entries at the round's start.
@@ -138,23 +164,34 @@ class View:
     momentum: float | None = None
     batch_size: int = 0
     classes: int = 0
+    parameters: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        self.parameters = [n for n, _ in self.shared.model.named_parameters()]
 
     def call(self, inputs: Any, targets: Any, values: Arrays, buffers: Arrays) -> Any:
         """Return the logits of one member; `buffers` then hold what the forward pass has made of them."""
         task = self.shared.task
         args, kwargs = task.arguments(inputs, targets)
         given = {**self.rest, **values, **buffers}
-        with self._precision():
+        for n in self.parameters:
+            if n in given:
+                given[n]._is_param = True  # isinstance(..., nn.Parameter), as by itself
+        with self._kernels():
             output = called(self.shared.model, given, args, kwargs)
         buffers.update({n: given[n] for n in buffers})
+        if any(given[n] is not v for n, v in values.items()):  # by itself it keeps them
+            raise CannotStack(
+                "its model changes its parameters, or its buffers where it does not train"
+            )
         return task.logits(output)
 
-    @contextmanager
-    def _precision(self) -> Iterator[None]:
+    def _kernels(self) -> AbstractContextManager[Any]:
+        """Return the context of a forward pass."""
         shared = self.shared
-        on = shared.precision is not None
-        with torch.autocast(shared.device.type, dtype=shared.precision, enabled=on):
-            yield
+        if shared.precision is None:
+            return Products()
+        return torch.autocast(shared.device.type, dtype=shared.precision)
 
     def of_every_class(self, counts: Tensor) -> Tensor:
         """Return label counts with an entry for each class of the output, once there was one."""
@@ -242,6 +279,22 @@ class View:
             return grad(whole)(params, copies, own)  # type: ignore[no-any-return]
         finally:
             set_random_state(shared.device, now)
+
+
+class Products(TorchFunctionMode):
+    """Linear layers as ``W xᵀ``: under vmap, a weight's gradient then lies in memory as the weight does.
+
+    Of ``x Wᵀ`` it is transposed, and all that is done with both takes several times as long.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:  # fmt: skip
+        if func is nn.functional.linear and not kwargs and args[0].ndim == args[1].ndim == 2:
+            x, weight, bias = args
+            product = (weight @ x.T).T
+            return product if bias is None else product + bias
+        return func(*args, **(kwargs or {}))
 
 
 def random_state(device: torch.device) -> list[Tensor]:

@@ -16,15 +16,17 @@ import torch
 from torch import Tensor, nn
 
 from flwr_regs.chain import layers_of
-from flwr_regs.client.alike import Attributes
 from flwr_regs.client.batches import mapped, to_device
 from flwr_regs.client.features import FeatureTap, OutputTap, evaluating
 from flwr_regs.client.optimizer import momentum_of
 from flwr_regs.client.plan import CannotStack, Feed
+from flwr_regs.client.reached import Reached
+from flwr_regs.client.received import seeded
 from flwr_regs.client.stack_data import over_data
 from flwr_regs.client.stack_finish import Held, OtherDraws, Slots, finish
 from flwr_regs.client.stack_gradient import Gradient, Part, vmapped
-from flwr_regs.client.stack_view import Member, Shared, View
+from flwr_regs.client.stack_view import Member, Packed, Shared, View
+from flwr_regs.client.stack_watch import Watch
 from flwr_regs.term import Arrays, Slot
 
 ELEMENTWISE = (
@@ -95,14 +97,18 @@ class Stack:
         return self._unchanged(self._probe)
 
     def _unchanged(self, call: Callable[[], _T]) -> _T:
-        """Return what a call does; raise CannotStack if the model has changed its attributes."""
-        attributes = Attributes(self._shared.model)
+        """Return what a call does; raise CannotStack if it has changed Python values."""
+        shared, model = self._shared, self._shared.model
+        others = shared.task.loss_fn, shared.task.output_fn, shared.make, *shared.term.terms
+        reached = Reached([model], model), Reached(others, model)
         try:
             result = call()
         finally:
-            changed = attributes.restore()
-        if changed:
+            by_model, by_others = (found.restore() for found in reached)
+        if by_model:
             raise CannotStack("its model changes its own attributes")
+        if by_others:
+            raise CannotStack("its loss, optimiser or method changes what it holds")
         return result
 
     def _run(self) -> StackedResult:
@@ -124,6 +130,7 @@ class Stack:
         with ExitStack() as stack, torch.no_grad():
             self._prepare(stack)
             stack.enter_context(OtherDraws())
+            stack.enter_context(Watch(shared.model))
             view = self._view
             view.batch_size = self._members[0].plan.size(0)
 
@@ -140,9 +147,7 @@ class Stack:
 
     def _prepare(self, stack: ExitStack) -> None:
         shared = self._shared
-        gpus = [shared.device] if shared.device.type == "cuda" else []
-        stack.enter_context(torch.random.fork_rng(devices=gpus))
-        torch.manual_seed(self._seed)
+        stack.enter_context(seeded(self._seed, shared.device))
         shared.model.to(shared.device).train()
         self._view = self._load()
 
@@ -187,6 +192,7 @@ class Stack:
         if (counts := self._label_counts()) is not None:
             each["counts"] = counts.to(shared.device)
         self._held = Held(values, inner, own, at_start, each)
+        self._of_each = self._taken(slice(None))
         return View(shared, start, rest, to_device(shared.broadcast, shared.device), alike)
 
     def _open_taps(self, stack: ExitStack) -> None:
@@ -199,10 +205,6 @@ class Stack:
                 tap.check(shared.task.output(shared.model, inputs, targets))
         for name in layers_of(terms):
             self._view.layers[name] = stack.enter_context(OutputTap(shared.model, name))
-        for module in shared.model.modules():
-            if isinstance(module, nn.Embedding) and module.padding_idx is not None:
-                handle = module.register_forward_hook(_padded, prepend=True)
-                stack.callback(handle.remove)
 
     def _make_optimizer(self) -> tuple[torch.optim.Optimizer, Arrays]:
         """Return the client's optimiser over the stacked parameters, and these.
@@ -212,8 +214,10 @@ class Stack:
         """
         shared = self._shared
         named = dict(shared.model.named_parameters())
-        of_one = {n: named[n] for n in shared.trained}
+        of_one = {n: _copied(named[n]) for n in shared.trained}
         made = shared.make(list(of_one.values()), lr=shared.lr)
+        if any(p._version or not p.requires_grad or _hooks(p) for p in of_one.values()):
+            raise CannotStack("its optimiser's factory changes the parameters")
         if not is_elementwise(made):
             raise CannotStack(f"{type(made).__name__} is not known to treat each number alone")
         hooks = made._optimizer_step_pre_hooks, made._optimizer_step_post_hooks
@@ -225,6 +229,7 @@ class Stack:
             raise CannotStack("its optimiser holds parameters that are not its model's")
         for group in made.param_groups:
             group["params"] = [place[id(p)] for p in group["params"]]
+        self._fused = any(group.get("fused") for group in made.param_groups)
         state, k = dict(made.state), self._rows
         made.state.clear()
         for p, entries in state.items():
@@ -243,7 +248,7 @@ class Stack:
             def begin(mine: dict[str, Any]) -> Arrays:
                 return term.start(view.start, view.context(mine))
 
-            with torch.no_grad():
+            with torch.no_grad(), Watch(self._shared.model):
                 for n, p in vmapped(begin)(self._held.mine).items():
                     self._held.values[n].copy_(p)
         view.batch_size = self._members[0].plan.size(0)
@@ -269,15 +274,21 @@ class Stack:
                     state[key] = v[:active]
             p.grad = None
             p.data = self._held.values[n][:active]
-        self._rows = active
+        self._rows, self._of_each = active, self._taken(slice(0, active))
+
+    def _laid_out(self, g: Tensor, p: Tensor) -> Tensor:
+        """Return a gradient as an optimiser takes it: a fused one, without a check, by place in memory."""
+        if not self._fused or g.stride() == p.stride():
+            return g.to(p.dtype)
+        return torch.empty_like(p).copy_(g)
 
     def _step(self, step: int) -> None:
         """Put the corrected gradients of a step into the parameters."""
         forms = [m.plan.forms[step] for m in self._members[: self._rows]]
         if len(set(forms)) == 1:
-            found = self._gradients(step, slice(0, self._rows))
+            found = self._gradients(step)
             for n, p in self._leaves.items():
-                p.grad = None if (g := found[n]) is None else g.to(p.dtype)
+                p.grad = None if (g := found[n]) is None else self._laid_out(g, p)
             self._clip()
             return
         parts: dict[Any, list[int]] = {}
@@ -285,33 +296,50 @@ class Stack:
             parts.setdefault(form, []).append(row)
         for p in self._leaves.values():
             p.grad = torch.zeros_like(p)
-        for rows in parts.values():
+        for number, rows in enumerate(parts.values()):
             for n, g in self._gradients(
                 step, torch.tensor(rows, device=self._shared.device)
             ).items():
                 leaf = self._leaves[n]
+                if number and (g is None) != (leaf.grad is None):
+                    raise CannotStack(f"the loss depends on {n} in some batches only")
                 if g is None:
                     leaf.grad = None
                 elif leaf.grad is not None:
                     leaf.grad[rows] = g.to(leaf.dtype)
         self._clip()
 
-    def _gradients(self, step: int, rows: slice | Tensor) -> dict[str, Tensor | None]:
-        """Return the corrected gradients of some rows, whose batches of this step have one shape."""
-        chosen = range(self._rows) if isinstance(rows, slice) else rows.tolist()
-        values = {n: p.detach()[rows].requires_grad_() for n, p in self._leaves.items()}
+    def _gradients(self, step: int, rows: Tensor | None = None) -> dict[str, Tensor | None]:
+        """Return the corrected gradients of some rows (default: all left), whose batches have one shape."""
+        values, held = {n: p.detach() for n, p in self._leaves.items()}, self._held
+        chosen: Sequence[int] = range(self._rows)
+        of_each = self._of_each
+        if rows is not None:
+            chosen, of_each = rows.tolist(), self._taken(rows)
+            values = {n: v[rows] for n, v in values.items()}
+        batch = self._feed.batch(step, chosen)
+        part = Part({n: v.requires_grad_() for n, v in values.items()}, batch, *of_each)
+        mine = [*part.values.values(), *part.own.values(), *part.teacher.values()]
+        inputs = [] if self._members[0].plan.rows is not None else batch.leaves
+        before = _versions(mine), _versions(inputs)
+        grads, losses, new = self._gradient.of(part)
+        if _versions(mine) != before[0]:
+            raise CannotStack("its model changes its parameters in the forward pass")
+        if _versions(inputs) != before[1]:  # by themselves they may be those of later steps, too
+            raise CannotStack("its model changes its inputs")
+        where = slice(0, self._rows) if rows is None else rows
+        self._losses[where] += losses * self._members[chosen[0]].plan.size(step)
+        for n, b in new.items():
+            if b.shape[1:] != held.buffers[n].shape[1:] or b.dtype != held.buffers[n].dtype:
+                raise CannotStack(f"its model changes the shape or dtype of its buffer {n}")
+            held.buffers[n][where] = b
+        return grads
+
+    def _taken(self, rows: slice | Tensor) -> tuple[Arrays, dict[str, Any], Arrays, Arrays]:
+        """Return some rows of what the members hold beside trained parameters: views, of a slice."""
         held = self._held
         of_each = held.buffers, held.mine, held.own, held.at_start
-        batch = self._feed.batch(step, chosen)
-        part = Part(values, batch, *(_taken(tree, rows) for tree in of_each))
-        before = [v._version for v in values.values()]
-        grads, losses, new = self._gradient.of(part)
-        if [v._version for v in values.values()] != before:
-            raise CannotStack("its model changes its parameters in the forward pass")
-        self._losses[rows] += losses * self._members[chosen[0]].plan.size(step)
-        for n, b in new.items():
-            held.buffers[n][rows] = b
-        return grads
+        return mapped(of_each, lambda t: t[rows])  # type: ignore[no-any-return]
 
     def _clip(self) -> None:
         """Scale each member's gradients down to the config's norm: see :func:`.optimizer.clip`."""
@@ -366,10 +394,15 @@ def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
     return kind.__module__.partition(".")[0] == "torch" and kind.__name__ in ELEMENTWISE
 
 
-def _padded(layer: nn.Embedding, inputs: tuple[Any, ...], output: Tensor) -> Tensor:
-    """Let no gradient reach an embedding's padding entry: under vmap torch forgets ``padding_idx``."""
-    is_padding = (inputs[0] == layer.padding_idx).unsqueeze(-1)
-    return torch.where(is_padding, output.detach(), output)
+def _copied(parameter: nn.Parameter) -> nn.Parameter:
+    """Return a copy of a parameter with its attributes, which a factory may read."""
+    made = nn.Parameter(parameter.detach().clone())
+    vars(made).update(vars(parameter))
+    return made
+
+
+def _hooks(parameter: nn.Parameter) -> bool:
+    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
 
 def _one_each(key: str, value: Any, p: Tensor) -> bool:
@@ -377,14 +410,17 @@ def _one_each(key: str, value: Any, p: Tensor) -> bool:
     return isinstance(value, Tensor) and key != "step" and value.shape == p.shape
 
 
-def _taken(tree: Any, rows: slice | Tensor) -> Any:
-    """Return some rows of each tensor in nested dicts."""
-    return mapped(tree, lambda t: t[rows])
+def _versions(found: Sequence[Tensor]) -> list[int]:
+    """Return how often each of some tensors was changed in place."""
+    return [t._version for t in found]
 
 
 def _stacked(slots: Sequence[Slot], device: torch.device) -> Slot:
     """Return the members' slots as one, with a first axis over them."""
-    return {
-        t: {key: torch.stack([s[t][key] for s in slots]).to(device) for key in own}
-        for t, own in slots[0].items()
-    }
+    out: Slot = {}
+    for t, own in slots[0].items():
+        each = [slot[t] for slot in slots]
+        packed = isinstance(own, Packed)
+        found = own.stacked(each) if packed else {k: torch.stack([s[k] for s in each]) for k in own}
+        out[t] = to_device(found, device)
+    return out

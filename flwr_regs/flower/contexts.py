@@ -68,7 +68,7 @@ class Contexts(Mapping[int, Context]):
         }
 
     def restore(self, states: Mapping[int, RecordDict]) -> None:
-        """Continue from a snapshot; raise ValueError if it is of other clients."""
+        """Continue from a snapshot, which does not change; raise ValueError if it is of other clients."""
         ends = min(states, default=None), max(states, default=None)
         if ends != (min(self._nodes), max(self._nodes)) or not all(n in self for n in states):
             first, last = ends
@@ -76,8 +76,12 @@ class Contexts(Mapping[int, Context]):
             raise ValueError(
                 f"the checkpoint holds the state of {count} clients, but this grid has {len(self)}"
             )
+        copies = {
+            node: RecordDict({k: r.copy() for k, r in state.items()})
+            for node, state in states.items()
+        }
         for node, context in self._made.items():
-            context.state = states.get(node, RecordDict())
-        for node, state in states.items():
+            context.state = copies.get(node, RecordDict())
+        for node, state in copies.items():
             if state:
                 self[node].state = state

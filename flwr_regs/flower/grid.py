@@ -55,6 +55,12 @@ class InProcessGrid(Grid):
     round. And the workers share torch's threads, on whose number its sums may depend:
     ``torch.set_num_threads(1)`` before the run excludes that.
 
+    A worker has its own copy of what the app's modules hold, and a client may have another worker in
+    each round. So what lasts must be in ``Context.state``: loaders with a generator of their own, or other
+    objects that an app keeps from round to round, and changes of a context's configs, are not the same as
+    with ``workers=1``. Of torch's settings a worker has the default dtype, the precision of products and
+    whether algorithms are deterministic.
+
     Each worker imports the app's modules, once, which takes some seconds. So a script must start the
     training under ``if __name__ == "__main__":``. The workers end with the grid, with `close`, or with this
     process.

@@ -6,6 +6,7 @@ Loaded in every ClientApp process, before the user's `client_fn` runs: no torch 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 from logging import DEBUG, INFO
 from typing import Any
 
@@ -197,6 +198,12 @@ def _arrays(content: RecordDict) -> ArrayRecord:
     return arrays_in(content)[keys.ARRAYS]
 
 
+@lru_cache(maxsize=16)  # many clients have the same ones; Flower checks what it makes anew
+def _numbers(*values: int) -> ConfigRecord:
+    """Return an entry of numbers, by the names of `_UNTRAINED`."""
+    return ConfigRecord(dict(zip(_UNTRAINED, values, strict=True)))
+
+
 class NodeState:
     """A client's memory between rounds, in ``Context.state``.
 
@@ -299,8 +306,7 @@ class NodeState:
         for name, record in before.items():
             self._records[self._prefix + name + BEFORE] = record
         values = (self._round, earlier, self._probing, loaded)
-        entry = ConfigRecord({k: int(v) for k, v in zip(_UNTRAINED, values, strict=True)})
-        self._records[trained] = entry
+        self._records[trained] = _numbers(*map(int, values)).copy()
 
     def keep_model(self, model: ArrayRecord) -> None:
         """Keep the global model of this round."""

@@ -7,7 +7,7 @@ by itself: CannotStack says why.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -16,7 +16,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from torch import Tensor, nn
 
 from flwr_regs.chain import Chain
-from flwr_regs.client.alike import alike, build_of
+from flwr_regs.client.alike import alike, build_of, is_hooked
 from flwr_regs.client.batches import (
     Pairs,
     count_examples,
@@ -25,7 +25,7 @@ from flwr_regs.client.batches import (
 from flwr_regs.client.custody import check_custody
 from flwr_regs.client.plan import CannotStack, draw
 from flwr_regs.client.received import method_of
-from flwr_regs.client.stack_view import Member
+from flwr_regs.client.stack_view import Member, Packed
 from flwr_regs.client.state import ClientState
 from flwr_regs.client.trained import trained_parameters
 from flwr_regs.flower.client import RegClient
@@ -44,6 +44,17 @@ _Record = TypeVar("_Record", ArrayRecord, ConfigRecord)
 _OVERRIDES = ("fit", "to_client", "_task", "_method_name", "_named")
 
 
+SEVERAL = -1
+
+
+class SharedModel(CannotStack):
+    """A client's `model` is another's too: what is private on one by itself goes on to the next."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__("its model is another client's too, and holds private entries")
+        self.model = model
+
+
 class Cohort:
     """The train messages that were pushed at once, and the groups in which their clients train.
 
@@ -51,10 +62,17 @@ class Cohort:
     ----------
     messages : sequence of Message
     precision : torch.dtype or None
+    owners : mapping of nn.Module to int
+        The node whose client has a model; SEVERAL if several clients have the same one.
     """
 
-    def __init__(self, messages: Sequence[Message], precision: torch.dtype | None) -> None:
-        self._precision = precision
+    def __init__(
+        self,
+        messages: Sequence[Message],
+        precision: torch.dtype | None,
+        owners: MutableMapping[nn.Module, int],
+    ) -> None:
+        self._precision, self._owners = precision, owners
         ids: dict[str, set[int]] = {}
         for message in messages:
             for name, record in message.content.items():
@@ -63,8 +81,6 @@ class Cohort:
         self._decoded: dict[int, tuple[ArrayRecord, NDArrays]] = {}
         self._models: list[_Model] = []
         self._recipes: list[Recipe] = []
-        self._model: nn.Module | None = None  # of the last client, and its build
-        self._build = 0
         self._builds: dict[Hashable, int] = {}  # build -> its number
         self._plain: set[type] = set()  # classes that train as RegClient does
         self.groups: dict[Hashable, Group] = {}
@@ -89,11 +105,10 @@ class Cohort:
             raise CannotStack("it keeps frozen parameters of the server's")
         sent = self._sent(config, content, node)
         candidate = self._candidate(message, before, context, client, recipe, node, own, sent)
-        if client.model is not self._model:
-            self._model, self._build = client.model, self._build_of(client)
         member, task = candidate.member, client._task
+        loss = alike((task.loss_fn, task.target_key, task.output_fn))
         key = (
-            id(recipe), id(sent), self._build, alike((task.loss_fn, task.target_key, task.output_fn)),
+            id(recipe), id(sent), self._number(client, candidate.build), loss,
             alike(client.optimizer), str(client.device), client.classifier, member.plan.kind,
             member.plan.forms[0], _form(member.broadcast), _form(member.client), *member.own,
             _counted(recipe.term, member),
@@ -113,12 +128,17 @@ class Cohort:
         group.add(candidate)
         return key
 
-    def _build_of(self, client: RegClient) -> int:
-        """Return the number of the build of a client's model; raise CannotStack if it is compiled."""
-        number = self._builds.get(build := build_of(client.model))
+    def _number(self, client: RegClient, build: Hashable) -> int:
+        """Return the number of the build of a client's model.
+
+        Raises CannotStack for a compiled model, and for one with hooks on its parameters.
+        """
+        number = self._builds.get(build)
         if number is None:
             if any(name.endswith("_orig_mod") for name, _ in client.model.named_modules()):
                 raise CannotStack(f"{type(client).__name__} has a compiled model")
+            if any(map(is_hooked, client.model.parameters())):
+                raise CannotStack(f"{type(client).__name__} has hooks on its model's parameters")
             number = self._builds[build] = len(self._builds)
         return number
 
@@ -159,19 +179,23 @@ class Cohort:
         if not most:
             raise CannotStack("it takes no step")
         private = self._private(model, term, slots) if recipe.withholds else {}
+        if self._owners.setdefault(model, context.node_id) != context.node_id:
+            self._owners[model] = SEVERAL
+            if private:
+                raise SharedModel(model)
         member = Member(
             draw(pairs, own[keys.SEED_KEY], most),
             planned,
             private,
             self._broadcast(term, message.content, False),
-            {n: dict(slot) for n, slot in {**entering.settled, **entering.pending}.items() if slot},
+            {n: slot for n, slot in {**entering.settled, **entering.pending}.items() if slot},
             own.get(keys.CLIENT_KEY, -1),
             _label_counts(pairs, own[keys.SEED_KEY]) if "label_counts" in recipe.needs else None,
         )
         fresh = bool(private) and keys.PRIVATE_KEY not in slots
         return Candidate(
             message, before, context, client, recipe, node, slots, entering, lost, fresh, member,
-            count_examples(pairs), own[keys.SEED_KEY],
+            count_examples(pairs), own[keys.SEED_KEY], build_of(model),
         )  # fmt: skip
 
     def _held(self, name: str, record: ArrayRecord, recipe: Recipe) -> Mapping[str, Any]:
@@ -188,10 +212,6 @@ class Cohort:
         chosen = term.private(list(entries))
         mine = {n: v.detach().clone() for n, v in entries.items() if n in chosen}
         if not mine or keys.PRIVATE_KEY not in slots:
-            if mine and model is self._model:
-                raise CannotStack(
-                    "its model is another client's too, and holds new private entries"
-                )
             return mine
         kept = self._read(slots[keys.PRIVATE_KEY])
         if {n: a.shape for n, a in kept.items()} != {n: tuple(v.shape) for n, v in mine.items()}:
@@ -262,8 +282,6 @@ def check_client(client: Any, plain: set[type]) -> None:
         raise CannotStack(f"{name} has a {given[0]}")
     if client.keep_optimizer:
         raise CannotStack(f"{name} keeps its optimiser")
-    if any(p._backward_hooks or p._post_accumulate_grad_hooks for p in client.model.parameters()):
-        raise CannotStack(f"{name} has hooks on its model's parameters")
 
 
 def check_message(config: Mapping[str, Any], content: RecordDict) -> None:
@@ -297,10 +315,13 @@ def _counted(term: Chain, member: Member) -> Hashable:
 
 def _form(slots: Slot) -> Hashable:
     """Return which arrays there are in slots, and of which shape."""
-    return tuple(
-        (t, tuple((k, tuple(a.shape), a.dtype) for k, a in sorted(own.items())))
-        for t, own in sorted(slots.items())
-    )
+    return tuple((t, _form_of(own)) for t, own in sorted(slots.items()))
+
+
+def _form_of(slot: Mapping[str, Tensor]) -> Hashable:
+    if isinstance(slot, Packed):
+        return slot.form
+    return tuple((k, tuple(a.shape), a.dtype) for k, a in sorted(slot.items()))
 
 
 def _equal(a: ArrayRecord | None, b: ArrayRecord | None) -> bool:

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import gc
 import time
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from logging import INFO
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from flwr.app import Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.common.logger import log
+from torch import nn
 
 from flwr_regs.client.plan import CannotStack
 from flwr_regs.flower.app import ClientFn, NumPyClientApp, client_app
 from flwr_regs.flower.grid import InProcessGrid, numbered
 from flwr_regs.flower.mods import ContextMod
-from flwr_regs.flower.stacked_clients import Cohort
+from flwr_regs.flower.stacked_clients import Cohort, SharedModel
 from flwr_regs.flower.stacked_group import Candidate, Group
 from flwr_regs.wire import keys
 from flwr_regs.wire.errors import described
@@ -86,16 +90,21 @@ class StackedGrid(InProcessGrid):
         self._measure = measure
         self._paces: dict[Hashable, Pace] = {}
         self._for_workers: list[Message] = []
+        self._owners: MutableMapping[nn.Module, int] = WeakKeyDictionary()
+        self._rests = False
         self.fallbacks: dict[str, int] = {}
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         """Run the clients; their replies wait for `pull_messages`."""
-        messages = [numbered(message) for message in messages]
+        with self._no_collection():
+            return self._pushed([numbered(message) for message in messages])
+
+    def _pushed(self, messages: Sequence[Message]) -> list[str]:
         training = [m for m in messages if m.metadata.message_type in STACKED]
         if len(training) > 1 and (why := self._refusal()):
             self._note(CannotStack(why), len(training))
             training = []
-        cohort, waiting = Cohort(training, self._precision), set[int]()
+        cohort, waiting = Cohort(training, self._precision, self._owners), set[int]()
         self._for_workers.clear()  # of a push that was interrupted
         for message in messages:
             node = message.metadata.dst_node_id
@@ -112,6 +121,31 @@ class StackedGrid(InProcessGrid):
             waiting.add(node)
         self._train_all(cohort)
         return [message.metadata.message_id for message in messages]
+
+    @contextmanager
+    def _no_collection(self) -> Iterator[None]:
+        """Let Python's garbage collector rest: a stack's clients live until all have trained.
+
+        It would look at them again and again, and at all of torch's and Flower's objects in most rounds.
+        """
+        self._rests = rests = gc.isenabled()
+        gc.disable()
+        try:
+            yield
+        finally:
+            self._rests = False
+            if rests:
+                gc.enable()
+
+    def _serve(self, message: Message, app: ClientApp) -> str:
+        """Run a client by itself, and collect what it leaves behind."""
+        if not self._rests:
+            return super()._serve(message, app)
+        gc.enable()
+        try:
+            return super()._serve(message, app)
+        finally:
+            gc.disable()
 
     def _train_all(self, cohort: Cohort) -> None:
         for key in list(cohort.groups):
@@ -155,11 +189,20 @@ class StackedGrid(InProcessGrid):
         try:
             key = cohort.admit(message, context, client, before)
         except Exception as error:  # by itself it says what is wrong, if anything is
+            if isinstance(error, SharedModel):
+                self._train_owners(cohort, error)
             self._note(error)
             self._serve_alone(message, partial(_given, client), before)
             return
         if cohort.groups[key].is_full(self._memory):
             self._train(cohort.groups.pop(key))
+
+    def _train_owners(self, cohort: Cohort, error: SharedModel) -> None:
+        """Train the clients that have the same model, one by one, before the next has it."""
+        for key, group in list(cohort.groups.items()):
+            if any(c.client.model is error.model for c in group.candidates):
+                self._note(error, len(group.candidates))
+                self._one_by_one(cohort.groups.pop(key).candidates)
 
     def _train(self, group: Group) -> None:
         """Train a group; if that fails, one by one."""
@@ -194,7 +237,11 @@ class StackedGrid(InProcessGrid):
 
     def _one_by_one(self, candidates: Sequence[Candidate]) -> None:
         for c in candidates:
-            self._serve_alone(c.message, partial(_given, c.client), c.before)
+            if c.is_stale() and isinstance(self._app, NumPyClientApp):  # it is made once more
+                c.context.state = RecordDict(dict(c.before))
+                self._serve_alone(c.message, self._app.client_fn, c.before)
+            else:
+                self._serve_alone(c.message, partial(_given, c.client), c.before)
 
     def _serve_alone(
         self, message: Message, client_fn: ClientFn, before: Mapping[str, Any]

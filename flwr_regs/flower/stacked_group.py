@@ -93,7 +93,7 @@ class Recipe:
 class Candidate:
     """A client that can train in a stack, with what it brings; the model travels apart.
 
-    `before` is its state before `client_fn`.
+    `before` is its state before `client_fn`, `build` that of its model.
     """
 
     message: Message
@@ -109,6 +109,11 @@ class Candidate:
     member: Member
     examples: int
     seed: int
+    build: Hashable
+
+    def is_stale(self) -> bool:
+        """Whether its data or model have changed since it was made, as those of several clients may."""
+        return self.member.plan.is_stale() or build_of(self.client.model) != self.build
 
 
 class Group:
@@ -230,6 +235,8 @@ class Group:
 
         Whatever is raised, no client's state has changed by then.
         """
+        if self._is_stale():
+            raise CannotStack("its data or model are other clients' too, which have changed them")
         members = [c.member for c in self.candidates]
         stack = Stack(self.shared, members, self.candidates[0].seed)
         make = (
@@ -244,6 +251,13 @@ class Group:
                 c.node.keep_model(make.record)
         pairs = zip(self.candidates, made, strict=True)
         return [Message(content, reply_to=c.message) for c, (content, _) in pairs]
+
+    def _is_stale(self) -> bool:
+        """Whether what the stack reads of its clients has changed."""
+        again = self.recipe.probes or any(t.acts("finish") for t in self.recipe.term.terms)
+        read = (c.member.plan for c in self.candidates)
+        stale = any(p.is_stale() for p in read if again or p.rows is not None)
+        return stale or build_of(self.shared.model) != self.candidates[0].build
 
     def _trained(self, stack: Stack) -> StackedResult:
         """Run the stack. What does not travel is then as before; raise CannotStack if the round changes it.

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from copy import copy
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -13,13 +12,15 @@ from flwr.app import Array, ArrayRecord
 from torch import Tensor
 
 from flwr_regs.client.stack_finish import Slots
+from flwr_regs.client.stack_view import Packed
 from flwr_regs.client.state import to_numpy
 from flwr_regs.term import Slot
-from flwr_regs.wire.records import from_record, to_array
+from flwr_regs.wire.arrays import plain_name
+from flwr_regs.wire.records import from_record, read_entry, to_array
 
 
-class Kept(Mapping[str, Tensor]):
-    """A slot that is a record, decoded when it is read: most are only passed on."""
+class Kept(Packed):
+    """A slot that is a record, decoded when it is read: most are only passed on, or stacked."""
 
     def __init__(self, record: ArrayRecord) -> None:
         self.record = record
@@ -27,6 +28,29 @@ class Kept(Mapping[str, Tensor]):
     @cached_property
     def _tensors(self) -> dict[str, Tensor]:
         return {k: torch.from_numpy(a) for k, a in from_record(self.record).items()}
+
+    @cached_property
+    def form(self) -> Hashable:
+        """All that the record says beside numbers: names, labels, headers, and how many bytes there are."""
+        return tuple(
+            (k, a.dtype, tuple(a.shape), a.stype, _header(a.data), len(a.data))
+            for k, a in sorted(self.record.items())
+        )
+
+    @staticmethod
+    def stacked(slots: Sequence[Any]) -> dict[str, Tensor]:
+        """Return slots of one form as one. What is wrong with one is so with all, and raises."""
+        found = {}
+        for key, first in slots[0].record.items():
+            one = read_entry(key, first)
+            start = len(first.data) - one.nbytes
+            if one.flags.c_contiguous:
+                each = [np.frombuffer(s.record[key].data, one.dtype, -1, start) for s in slots]
+            else:
+                each = [read_entry(key, s.record[key]).reshape(-1) for s in slots]
+            rows = np.concatenate(each).reshape(len(slots), *one.shape)
+            found[plain_name(key)] = torch.from_numpy(rows)
+        return found
 
     def __getitem__(self, key: str) -> Tensor:
         return self._tensors[key]
@@ -69,6 +93,12 @@ class Writer:
         return self._notes[key]
 
 
+def _header(data: bytes) -> bytes:
+    """Return the header of a ``.npy`` of version 1, which says itself how long it is; else all of it."""
+    end = 10 + int.from_bytes(data[8:10], "little")
+    return data[:end] if data[6:8] == b"\x01\x00" else data
+
+
 def filled(arrays: Mapping[str, Array]) -> ArrayRecord:
     """Return a record of these arrays."""
     record = ArrayRecord()
@@ -87,6 +117,6 @@ def written(stacked: np.ndarray) -> Sequence[Array]:
     header = like.data[: len(like.data) - first.nbytes]
     found = []
     for row in rows.reshape(len(rows), -1).view(np.uint8):
-        found.append(one := copy(like))  # Flower checks what it makes anew
-        one.data = b"".join((header, row.data))
+        found.append(one := object.__new__(Array))  # Flower checks what it makes anew
+        vars(one).update(vars(like), data=b"".join((header, row.data)))
     return found

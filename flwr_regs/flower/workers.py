@@ -119,7 +119,7 @@ class Workers:
                     break
                 waiting.remove(k)
                 at[worker] = k
-                self._send(worker, (messages[k], contexts[k], _seed(messages[k])))
+                self._send(worker, (messages[k], contexts[k], _seed(messages[k]), _settings()))
             ended: Any = wait(list(at))
             for worker in ended:
                 k = at.pop(worker)
@@ -200,6 +200,18 @@ def _seed(message: Message) -> int:
     return zlib.crc32(f"{base} {said.dst_node_id} {said.group_id} {said.message_type}".encode())
 
 
+def _settings() -> tuple[Any, ...] | None:
+    """Return what a script may have set in this process's torch, and on which a client's bits depend."""
+    if (torch := sys.modules.get("torch")) is None:
+        return None
+    return (
+        torch.get_default_dtype(),
+        torch.get_float32_matmul_precision(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
+
+
 def _work(connection: Connection, threads: int, level: int) -> None:
     """Run in a process of its own: serve messages until the grid's process is gone."""
     import torch  # not where the server is
@@ -220,9 +232,14 @@ def _work(connection: Connection, threads: int, level: int) -> None:
     connection.send(_READY)
     while True:
         try:
-            message, context, seed = connection.recv()
+            message, context, seed, settings = connection.recv()
         except (EOFError, OSError):
             return
+        if settings is not None:
+            dtype, precision, deterministic, warns = settings
+            torch.set_default_dtype(dtype)
+            torch.set_float32_matmul_precision(precision)
+            torch.use_deterministic_algorithms(deterministic, warn_only=warns)
         random.seed(seed)
         np.random.seed(seed)  # noqa: NPY002  # for code that draws so
         torch.manual_seed(seed)

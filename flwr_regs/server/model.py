@@ -18,7 +18,7 @@ from flwr_regs.server.network import culprits
 from flwr_regs.server.robust import RobustMeans, check_reached
 from flwr_regs.server.round import RoundFailed
 from flwr_regs.server.step import Stepped, as_step, stepped
-from flwr_regs.server.updates import Reply, Sums, mean_delta, sums_of, update_of
+from flwr_regs.server.updates import Reply, Sums, mean_delta, sums_of, updates_of
 from flwr_regs.term import ServerContext, Slot, mean_of_slots
 from flwr_regs.wire.arrays import (
     NDArrays,
@@ -412,11 +412,11 @@ class GlobalModel:
         wrong: dict[int, str] = {}
         if not any(isinstance(t, Folds) for t in self._term.terms):
             return folded
-        for pid, reply in replies.items():
-            delta = update_of(reply, given, self.fixed)
+        for pid, delta in updates_of(replies, given, self.fixed):
+            uploads = replies[pid].uploads
             acc = folded if robust is None else {}
             try:
-                folded = self._term.fold(acc, pid, delta, reply.uploads, ctx.weights[pid], ctx)
+                folded = self._term.fold(acc, pid, delta, uploads, ctx.weights[pid], ctx)
                 each[pid] = folded
             except Exception as error:  # whatever an upload makes a term raise
                 why = one_line(str(error)) or type(error).__name__

@@ -7,7 +7,7 @@ code is decoded for one client at a time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -122,6 +122,13 @@ class Moves:
                 self._sparse[pid].read(part, out[i])
             else:
                 out[i] = 0.0
+
+    def update(self, pid: int, like: np.ndarray) -> np.ndarray:
+        """Return all of a client's ``v_k − w_t``, in the shape of `like` and as it lies in memory."""
+        update = np.empty(like.size)
+        for part in blocks(like.size):
+            self.read([pid], part, update[None, part])
+        return update.reshape(like.shape, order=order_of(like))
 
     def _fill(self, rows: Sequence[_Row], part: slice, out: np.ndarray) -> None:
         """Read rows that are all of one kind."""
@@ -275,19 +282,19 @@ def mean_delta(
     return sums_of(base, replies, weights, scaled, fixed).whole(base)
 
 
-def update_of(
-    reply: Reply, base: Mapping[str, np.ndarray], fixed: Collection[str]
-) -> dict[str, np.ndarray]:
-    """Return one client's ``v_k − w_t`` of the trained arrays, in float64."""
-    alone, out = {0: reply.open}, {}
-    for name, w in base.items():
-        if name not in fixed:
-            order = order_of(w)
-            moves, update = Moves(name, w, alone, order), np.empty(w.size)
-            for part in blocks(w.size):
-                moves.read([0], part, update[None, part])
-            out[name] = update.reshape(w.shape, order=order)
-    return out
+def updates_of(
+    replies: Mapping[int, Reply], base: Mapping[str, np.ndarray], fixed: Collection[str]
+) -> Iterator[tuple[int, dict[str, np.ndarray]]]:
+    """Yield each client with its ``v_k − w_t`` of the trained arrays, in float64."""
+    trained = {n: w for n, w in base.items() if n not in fixed}
+
+    def moves_of(some: Mapping[int, Reply]) -> list[Moves]:
+        return [Moves(n, w, some, order_of(w)) for n, w in trained.items()]
+
+    together = moves_of({p: r for p, r in replies.items() if r.coded is None})
+    for pid, reply in replies.items():  # a coded update is a model's memory: one at a time
+        moves = together if reply.coded is None else moves_of({pid: reply.open})
+        yield pid, {m.name: m.update(pid, trained[m.name]) for m in moves}
 
 
 def update_norm(reply: Reply, base: Mapping[str, np.ndarray], fixed: Collection[str]) -> float:

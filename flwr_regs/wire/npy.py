@@ -81,20 +81,21 @@ def read_header(data: Any) -> Header:
         raise Unreadable(
             f"its header claims {size} bytes, expected at most {min(LONGEST_HEADER, len(data) - start)}"
         )
-    dtype, shape, fortran = _parsed(data[start : start + size])
-    _check_size(dtype, shape, len(data) - start - size)
+    dtype, shape, fortran, needed = _parsed(data[start : start + size])
+    if (came := len(data) - start - size) != needed:
+        raise Unreadable(f"its shape {shape} of {dtype} needs {needed} bytes, but {came} came")
     return Header(dtype, shape, fortran, start + size)
 
 
 @lru_cache(maxsize=1024)  # all clients send the same headers
-def _parsed(text: bytes) -> tuple[np.dtype[Any], tuple[int, ...], bool]:
-    """Return (dtype, shape, whether the order is Fortran's) of a header's text."""
+def _parsed(text: bytes) -> tuple[np.dtype[Any], tuple[int, ...], bool, int]:
+    """Return (dtype, shape, whether the order is Fortran's, bytes of the numbers) of a header's text."""
     if (found := _HEADER.fullmatch(text)) is None:
         raise Unreadable(f"its header is {quoted(text, 120)}, expected dtype, order and shape")
     order, kind, width, fortran, lengths = found.groups()
     dtype = _dtype(order.decode(), kind.decode(), int(width or 0))
     shape = tuple(int(n) for n in lengths.split(b",") if n.strip())
-    return dtype, shape, fortran == b"True"
+    return dtype, shape, fortran == b"True", _size(dtype, shape)
 
 
 def _dtype(order: str, kind: str, width: int) -> np.dtype[Any]:
@@ -107,15 +108,16 @@ def _dtype(order: str, kind: str, width: int) -> np.dtype[Any]:
     return np.dtype(f"<{kind}{width}")
 
 
-def _check_size(dtype: np.dtype[Any], shape: tuple[int, ...], came: int) -> None:
-    """Raise Unreadable unless a shape needs just the bytes that came. Python's integers do not overflow."""
+def _size(dtype: np.dtype[Any], shape: tuple[int, ...]) -> int:
+    """Return the bytes of an array; raise Unreadable for more than numpy counts."""
     if len(shape) > MOST_DIMENSIONS:
         raise Unreadable(f"it has {len(shape)} dimensions, expected at most {MOST_DIMENSIONS}")
-    needed = span = dtype.itemsize
+    needed = span = dtype.itemsize  # Python's integers do not overflow
     for n in shape:
         needed, span = needed * n, span * max(n, 1)
-    if needed != came or span > sys.maxsize:
-        raise Unreadable(f"its shape {shape} of {dtype} needs {needed} bytes, but {came} came")
+    if span > sys.maxsize:
+        raise Unreadable(f"its shape {shape} of {dtype} is beyond what an array can have")
+    return needed
 
 
 def is_plain(array: np.ndarray) -> bool:

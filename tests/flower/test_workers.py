@@ -139,6 +139,17 @@ def test_workers_give_the_same_bits(method: str, pair: tuple[InProcessGrid, ...]
     assert len(pool(pair[1])) == 2
 
 
+def test_workers_have_the_default_dtype(pair: tuple[InProcessGrid, ...]) -> None:
+    torch.set_default_dtype(torch.float64)
+    try:
+        one, two = (bits(train(grid, "FedAvg"), grid) for grid in pair)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert one == two
+    one, two = (bits(train(grid, "FedAvg"), grid) for grid in pair)  # with the former one again
+    assert one == two
+
+
 def test_an_interrupted_run_ends_the_workers_and_is_resumed_with_the_same_bits(
     pair: tuple[InProcessGrid, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from flwr_regs.server.updates import Reply, mean_delta, update_norm, update_of
+from flwr_regs.server.updates import Reply, mean_delta, update_norm, updates_of
 from flwr_regs.wire.arrays import LARGEST, ProtocolError, check_finite
 from flwr_regs.wire.blocks import BLOCK, square_sum
 from flwr_regs.wire.npy import npy_bytes, read_array, sealed, write_array
@@ -132,10 +132,12 @@ def test_half_precision_is_widened_block_by_block(half: str) -> None:
 
 def test_one_clients_update_and_its_norm() -> None:
     base = model()
-    for reply in replies(base).values():
+    came = replies(base)
+    got = dict(updates_of(came, base, ["f2 one"]))
+    assert list(got) == list(came)
+    for pid, reply in came.items():
         update = {n: moved(reply, n, finite(w)) for n, w in base.items() if n != "f2 one"}
-        got = update_of(reply, base, ["f2 one"])
-        same(got, update, laid=False)
+        same(got[pid], update, laid=False)
         norm = np.sqrt(sum(float((u**2).sum()) for u in update.values()))
         assert update_norm(reply, base, ["f2 one"]) == pytest.approx(norm, rel=1e-12)
         total = sum(square_sum(u) for u in update.values())
