@@ -291,7 +291,7 @@ class Products(TorchFunctionMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:  # fmt: skip
         if func is nn.functional.linear and not kwargs and args[0].ndim == args[1].ndim == 2:
-            x, weight, bias = args
+            x, weight, bias = (*args, None)[:3]
             product = (weight @ x.T).T
             return product if bias is None else product + bias
         return func(*args, **(kwargs or {}))

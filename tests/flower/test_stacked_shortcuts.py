@@ -39,9 +39,10 @@ def test_the_cross_entropy_of_all_members_is_that_of_each(classes: int) -> None:
 @pytest.mark.parametrize("shape", [(8, 6), (8, 3, 6), (6,)], ids=str)
 def test_a_linear_layer_gives_the_same(shape: tuple[int, ...], bias: bool) -> None:
     layer, x = nn.Linear(6, 4, bias=bias), torch.randn(shape, requires_grad=True)
-    plain = layer(x)
+    plain, product = layer(x), nn.functional.linear(x, layer.weight)
     with Products():
         found = layer(x)
+        torch.testing.assert_close(nn.functional.linear(x, layer.weight), product)
     torch.testing.assert_close(found, plain)
     of = [x, *layer.parameters()]
     mine, others = (torch.autograd.grad(y.square().sum(), of) for y in (found, plain))
