@@ -566,6 +566,20 @@ class Shuffled:
         return iter(self.draws.sample(range(self.size), self.size))
 
 
+class InPlace:
+    """A sampler that shuffles a list of its own."""
+
+    def __init__(self, k: int) -> None:
+        self.order, self.rounds = list(range(150)), k
+
+    def __len__(self) -> int:
+        return SIZES[0] // 2
+
+    def __iter__(self) -> Any:
+        self.order.append(self.order.pop(0))
+        return iter([i % 10 for i in self.order[: len(self)]])
+
+
 class Buffered:
     """Batches that are written into the same memory."""
 
@@ -588,6 +602,7 @@ class Buffered:
 DATA: dict[str, Any] = {
     "augmented": lambda k: DataLoader(Noisy(k), 8, shuffle=True),
     "sampled": lambda k: DataLoader(data_of(k).dataset, 8, sampler=Shuffled(k)),
+    "in place": lambda k: DataLoader(data_of(k).dataset, 8, sampler=InPlace(k)),
     "buffered": lambda k: Buffered(k, "torch"),
     "numpy": lambda k: Buffered(k, "numpy"),
 }
