@@ -28,10 +28,11 @@ LONG = 100
 """Entries of a container that are looked at."""
 LARGE = 2**16
 """Numbers of an array, or entries of a container, that are copied, so that they can be put back."""
-_LIBRARIES = frozenset(
-    "abc builtins collections dataclasses enum flwr functools logging numpy pandas scipy threading torch "
-    "torchvision transformers types typing".split()
-)
+_LIBRARIES = {
+    *("abc", "builtins", "collections", "dataclasses", "enum", "flwr", "functools", "logging"),
+    *("numpy", "pandas", "scipy", "threading", "torch", "torchvision", "transformers", "types"),
+    "typing",
+}
 """Packages whose objects and functions are not looked into."""
 _ATOMS = (int, float, complex, str, bytes, bool, type(None))
 _PLAIN = (*_ATOMS, list, dict, set, deque)
