@@ -24,23 +24,16 @@ OLD = "_bit_generator"
 """The generator of numpy's RandomState."""
 MOST = 10_000
 """Values that are looked at."""
-LONG = 1000
-"""Values in a container that is not looked at."""
+LONG = 100
+"""Entries of a container that are looked at."""
 LARGE = 2**16
-"""Numbers of an array that is copied, so that it can be put back."""
+"""Numbers of an array, or entries of a container, that are copied, so that they can be put back."""
 _LIBRARIES = {
-    *("builtins", "torch", "numpy", "flwr", "logging", "threading", "functools", "types", "typing"),
-    *(
-        "abc",
-        "enum",
-        "dataclasses",
-        "collections",
-        "torchvision",
-        "transformers",
-        "scipy",
-        "pandas",
-    ),
+    *("abc", "builtins", "collections", "dataclasses", "enum", "flwr", "functools", "logging"),
+    *("numpy", "pandas", "scipy", "threading", "torch", "torchvision", "transformers", "types"),
+    "typing",
 }
+"""Packages whose objects and functions are not looked into."""
 _ATOMS = (int, float, complex, str, bytes, bool, type(None))
 _PLAIN = (*_ATOMS, list, dict, set, deque)
 _Restore = Callable[[], bool]
@@ -90,13 +83,9 @@ class Reached:
             yield from (value.__self__, value.__func__)
         elif isinstance(value, partial):
             yield from (value.func, *value.args, *value.keywords.values())
-        elif isinstance(value, dict | list | deque | set) and len(value) > LONG:
-            pass
-        elif isinstance(value, dict):
-            yield from self._dict(value, list(value))
-        elif isinstance(value, list | deque | set):
-            self._restores.append(partial(_refilled, value, value.copy()))
-            yield from value
+        elif isinstance(value, dict | list | deque | set):
+            if len(value) <= LARGE:
+                yield from self._container(value)
         elif isinstance(value, tuple | frozenset):
             yield from value
         elif isinstance(value, Tensor | np.ndarray):
@@ -148,6 +137,14 @@ class Reached:
         before = {key: held[key] for key in keys}
         self._restores.append(partial(_refill, held, before, skipped, whole))
         yield from before.values()
+
+    def _container(self, value: Any) -> Iterator[Any]:
+        if isinstance(value, dict):
+            entries = list(self._dict(value, list(value)))
+        else:
+            self._restores.append(partial(_refilled, value, value.copy()))
+            entries = list(value)
+        yield from entries if len(entries) <= LONG else ()
 
     def _class(self, kind: type) -> Iterator[Any]:
         """Note the values that a class has for all its objects; yield them, its functions and its bases."""

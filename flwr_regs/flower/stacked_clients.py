@@ -24,6 +24,7 @@ from flwr_regs.client.batches import (
 )
 from flwr_regs.client.custody import check_custody
 from flwr_regs.client.plan import CannotStack, draw
+from flwr_regs.client.reached import Reached
 from flwr_regs.client.received import method_of
 from flwr_regs.client.stack_view import Member, Packed
 from flwr_regs.client.state import ClientState
@@ -196,6 +197,7 @@ class Cohort:
         return Candidate(
             message, before, context, client, recipe, node, slots, entering, lost, fresh, member,
             count_examples(pairs), own[keys.SEED_KEY], build_of(model),
+            Reached((client.loss_fn, client.output_fn, client.optimizer, type(model))),
         )  # fmt: skip
 
     def _held(self, name: str, record: ArrayRecord, recipe: Recipe) -> Mapping[str, Any]:

@@ -236,8 +236,10 @@ class StackedGrid(InProcessGrid):
         return self._paces.setdefault(group.kind, Pace()) if measure else Pace(0)
 
     def _one_by_one(self, candidates: Sequence[Candidate]) -> None:
+        # Before any of them changes what others have too; each puts back what was its own.
+        stale = [c.is_stale() for c in candidates]
         for c in candidates:
-            if c.is_stale() and isinstance(self._app, NumPyClientApp):  # it is made once more
+            if any(stale) and isinstance(self._app, NumPyClientApp):  # it is made once more
                 c.context.state = RecordDict(dict(c.before))
                 self._serve_alone(c.message, self._app.client_fn, c.before)
             else:

@@ -26,6 +26,7 @@ from flwr_regs.client.frozen import held_still
 from flwr_regs.client.loading import load, tied_names
 from flwr_regs.client.optimizer import optimizer_of
 from flwr_regs.client.plan import CannotStack
+from flwr_regs.client.reached import Reached
 from flwr_regs.client.received import plain
 from flwr_regs.client.stack_finish import Slots
 from flwr_regs.client.stack_view import Member, Shared
@@ -110,10 +111,15 @@ class Candidate:
     examples: int
     seed: int
     build: Hashable
+    held: Reached
 
     def is_stale(self) -> bool:
-        """Whether its data or model have changed since it was made, as those of several clients may."""
-        return self.member.plan.is_stale() or build_of(self.client.model) != self.build
+        """Whether what it is made of has changed since, as `client_fn` may do for the next client.
+
+        What its loss, optimiser or model read in Python is then put back.
+        """
+        changed = self.held.restore()
+        return changed or self.member.plan.is_stale() or build_of(self.client.model) != self.build
 
 
 class Group:
@@ -236,7 +242,9 @@ class Group:
         Whatever is raised, no client's state has changed by then.
         """
         if self._is_stale():
-            raise CannotStack("its data or model are other clients' too, which have changed them")
+            raise CannotStack(
+                "its data, model or loss are other clients' too, which have changed them"
+            )
         members = [c.member for c in self.candidates]
         stack = Stack(self.shared, members, self.candidates[0].seed)
         make = (
@@ -257,6 +265,7 @@ class Group:
         again = self.recipe.probes or any(t.acts("finish") for t in self.recipe.term.terms)
         read = (c.member.plan for c in self.candidates)
         stale = any(p.is_stale() for p in read if again or p.rows is not None)
+        stale = stale or any(c.held.restore() for c in self.candidates)
         return stale or build_of(self.shared.model) != self.candidates[0].build
 
     def _trained(self, stack: Stack) -> StackedResult:

@@ -483,6 +483,29 @@ def test_attributes_that_a_shared_model_is_given_are_each_clients_own() -> None:
     assert run(app, model=lambda: Given(scaled)).fallbacks
 
 
+SETTINGS = {"factor": 1.0}
+
+
+def by_settings(output: Any, targets: Any) -> Any:
+    return SETTINGS["factor"] * cross_entropy(output, targets)
+
+
+def rate_by_settings(params: Any, lr: float) -> Any:
+    return torch.optim.SGD(params, lr=lr * SETTINGS["factor"])
+
+
+@pytest.mark.parametrize(
+    "given", [{"loss_fn": by_settings}, {"optimizer": rate_by_settings}], ids=["loss", "optimiser"]
+)
+def test_settings_that_are_made_for_each_client_are_its_own(given: Any) -> None:
+    def client_fn(context: Any) -> Any:
+        k = int(context.node_config["partition-id"])
+        SETTINGS["factor"] = 1.0 + k
+        return fr.FedAvgClient(perceptron(), data_of(k), device="cpu", **given)
+
+    assert run(lambda: fr.client_app(client_fn)).fallbacks
+
+
 class Switched(torch.utils.data.Dataset[Any]):
     """The data of the client that was made last."""
 
@@ -566,6 +589,20 @@ class Shuffled:
         return iter(self.draws.sample(range(self.size), self.size))
 
 
+class InPlace:
+    """A sampler that shuffles a list of its own."""
+
+    def __init__(self, k: int) -> None:
+        self.order, self.rounds = list(range(150)), k
+
+    def __len__(self) -> int:
+        return SIZES[0] // 2
+
+    def __iter__(self) -> Any:
+        self.order.append(self.order.pop(0))
+        return iter([i % 10 for i in self.order[: len(self)]])
+
+
 class Buffered:
     """Batches that are written into the same memory."""
 
@@ -588,6 +625,7 @@ class Buffered:
 DATA: dict[str, Any] = {
     "augmented": lambda k: DataLoader(Noisy(k), 8, shuffle=True),
     "sampled": lambda k: DataLoader(data_of(k).dataset, 8, sampler=Shuffled(k)),
+    "in place": lambda k: DataLoader(data_of(k).dataset, 8, sampler=InPlace(k)),
     "buffered": lambda k: Buffered(k, "torch"),
     "numpy": lambda k: Buffered(k, "numpy"),
 }
