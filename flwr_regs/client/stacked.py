@@ -100,16 +100,25 @@ class Stack:
         """Return what a call does; raise CannotStack if it has changed Python values."""
         shared, model = self._shared, self._shared.model
         others = shared.task.loss_fn, shared.task.output_fn, shared.make, *shared.term.terms
-        reached = Reached([model], model), Reached(others, model)
+        self._reached = {
+            "its model changes its own attributes": Reached([model], model),
+            "its loss, optimiser or method changes what it holds": Reached(others, model),
+        }
         try:
             result = call()
-        finally:
-            by_model, by_others = (found.restore() for found in reached)
-        if by_model:
-            raise CannotStack("its model changes its own attributes")
-        if by_others:
-            raise CannotStack("its loss, optimiser or method changes what it holds")
+        except BaseException:
+            self._put_back()
+            raise
+        self._check_values()
         return result
+
+    def _put_back(self) -> list[str]:
+        """Put Python values back as they were; return what has changed them."""
+        return [why for why, values in self._reached.items() if values.restore()]
+
+    def _check_values(self) -> None:
+        if changed := self._put_back():
+            raise CannotStack(changed[0])
 
     def _run(self) -> StackedResult:
         with ExitStack() as stack:
@@ -123,6 +132,10 @@ class Stack:
                     self._leave(sum(s > step for s in self._steps))
                     self._step(step)
                     self._optimizer.step()
+                    if (
+                        not step
+                    ):  # most that changes does so at once: then the other steps are not lost
+                        self._check_values()
             return self._finish()
 
     def _probe(self) -> tuple[Slot, Slot]:
