@@ -29,7 +29,7 @@ from flwr_regs.wire.arrays import (
     tie,
     untrainable,
 )
-from flwr_regs.wire.blocks import BLOCK, flat, order_of
+from flwr_regs.wire.blocks import flat, order_of
 from flwr_regs.wire.delta import decoded
 from flwr_regs.wire.errors import described
 from flwr_regs.wire.frozen import frozen_digest
@@ -350,7 +350,8 @@ class GlobalModel:
 
             return read
 
-        new = stepped(model, reader, kept, BLOCK if sums is None else sums.width)
+        blocks = () if sums is None else (sums.width, sums.threads)
+        new = stepped(model, reader, kept, *blocks)
         return new, {
             n: step[n] if n in step else kept[n] for n in model
         } if self._keeps_step else None

@@ -10,7 +10,7 @@ import numpy as np
 
 from flwr_regs.server.updates import pieces
 from flwr_regs.wire.arrays import NDArrays, add
-from flwr_regs.wire.blocks import BLOCK, flat, order_of, spread_over_threads
+from flwr_regs.wire.blocks import BLOCK, MOST_THREADS, flat, order_of, spread_over_threads
 from flwr_regs.wire.npy import Blank
 
 Read = Callable[[str, slice], np.ndarray]
@@ -41,11 +41,12 @@ def stepped(
     reader: Callable[[], Read],
     kept: Mapping[str, np.ndarray],
     width: int = BLOCK,
+    most: int = MOST_THREADS,
 ) -> Stepped:
     """Return the model after a step, which is read in the dtypes of the model, at most `width` at a time.
 
-    `reader` makes what reads the step, once for each thread. The step is written into the arrays of `kept`
-    too, those that are there; they lie in memory as the model's do.
+    At most `most` threads read. `reader` makes what reads the step, once for each thread. The step is
+    written into the arrays of `kept` too, those that are there; they lie in memory as the model's do.
     """
     old = {n: flat(w) for n, w in model.items()}
     new = {n: Blank(w.dtype, w.shape, order_of(w) == "F") for n, w in model.items()}
@@ -69,7 +70,7 @@ def stepped(
 
         return work
 
-    spread_over_threads(jobs, worker)
+    spread_over_threads(jobs, worker, most)
     sums = {n: sum(squares[n, at] for at in range(0, w.size, width)) for n, w in old.items()}
     return Stepped({n: a.seal() for n, a in new.items()}, sums, moved)
 

@@ -23,6 +23,8 @@ ROWS = 10
 """Clients that are read at a time."""
 NARROW, BESIDE = 1 << 13, 20
 """The least coordinates of a block; blocks of all threads together have one in so many of the model's."""
+WIDE = 1 << 14
+"""Coordinates of a block for which another thread pays: in narrower ones they wait for Python's lock."""
 
 
 @dataclass(frozen=True)
@@ -166,9 +168,9 @@ class Sums:
 
     Attributes
     ----------
-    width : int
+    width, threads : int
         Coordinates of a block; a reader reads at most so many at a time. Wide blocks need fewer calls, and
-        more memory.
+        more memory. So fewer threads read a small model.
     """
 
     def __init__(
@@ -183,8 +185,9 @@ class Sums:
         kept = {} if coded else base
         self._moves = {n: Moves(n, w, replies, order_of(w)) for n, w in kept.items()}
         self._rows = min(ROWS, max((len(m.senders) for m in self._moves.values()), default=0))
-        size, self.width = sum(w.size for w in base.values()), BLOCK
-        while self.width > NARROW and self.width * (self._rows + 3) * threads() * BESIDE > size:
+        beside = sum(w.size for w in base.values()) // ((self._rows + 3) * BESIDE)
+        self.threads, self.width = max(1, min(threads(), beside // WIDE)), BLOCK
+        while self.width > NARROW and self.width * self.threads > beside:
             self.width //= 2
 
     def reader(self) -> Callable[[str, slice], np.ndarray]:
@@ -225,7 +228,8 @@ class Sums:
 
             return work
 
-        spread_over_threads(pieces({n: a.size for n, a in out.items()}, self.width), worker)
+        jobs = pieces({n: a.size for n, a in out.items()}, self.width)
+        spread_over_threads(jobs, worker, self.threads)
         return {
             n: a.reshape(self._base[n].shape, order=order_of(self._base[n])) for n, a in out.items()
         }

@@ -24,13 +24,15 @@ def blocks(size: int, width: int = BLOCK) -> Iterator[slice]:
         yield slice(start, min(start + width, size))
 
 
-def spread_over_threads(jobs: Sequence[Job], worker: Callable[[], Callable[[Job], None]]) -> None:
-    """Do all jobs, each in one of some threads; `worker` makes what does them, once for each thread.
+def spread_over_threads(
+    jobs: Sequence[Job], worker: Callable[[], Callable[[Job], None]], most: int = MOST_THREADS
+) -> None:
+    """Do all jobs, each in one of at most so many threads; `worker` makes what does them, one for each.
 
     NumPy works on blocks without Python's lock. There are no more threads than the environment variable
     OMP_NUM_THREADS allows. What a job does must not depend on the others.
     """
-    number = min(threads(), len(jobs) // WORTH_A_THREAD)
+    number = min(most, threads(), len(jobs) // WORTH_A_THREAD)
     left = iter(jobs)
 
     def work() -> None:
