@@ -30,6 +30,7 @@ def measure(effort: Effort) -> list[Row]:
         ("InProcessGrid", "FedAvg"),
         ("InProcessGrid", "EFL"),
         ("StackedGrid", "FedAvg"),
+        ("StackedGrid", "SCAFFOLD"),
     ):
         if (kind := getattr(fr, name, None)) is not None:
             calls[f"{method}, {name}"] = jobs.side(method, kind(jobs.app(method), number))
