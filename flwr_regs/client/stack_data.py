@@ -205,7 +205,10 @@ def over_data(
     few : bool
         Also if few of the data are of one size; else that raises CannotStack.
     """
-    view = replace(view, shared=replace(view.shared, precision=None))
+    full = replace(view.shared, precision=None)
+    view = replace(
+        view, shared=full, as_products=False
+    )  # Fisher information looks for linear layers
     groups: dict[Any, list[int]] = {}
     for row, plan in enumerate(passes):
         groups.setdefault((plan.kind, plan.forms), []).append(row)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NoReturn
@@ -147,6 +147,8 @@ class View:
         As in the contexts.
     classes : int
         Of the model's output; 0 before the first forward pass.
+    as_products : bool
+        Whether linear layers run as `Products`.
     parameters : sequence of str
         The names of the model's parameters.
 
@@ -164,6 +166,7 @@ class View:
     momentum: float | None = None
     batch_size: int = 0
     classes: int = 0
+    as_products: bool = True
     parameters: Sequence[str] = ()
 
     def __post_init__(self) -> None:
@@ -190,7 +193,7 @@ class View:
         """Return the context of a forward pass."""
         shared = self.shared
         if shared.precision is None:
-            return Products()
+            return Products() if self.as_products else nullcontext()
         return torch.autocast(shared.device.type, dtype=shared.precision)
 
     def of_every_class(self, counts: Tensor) -> Tensor:

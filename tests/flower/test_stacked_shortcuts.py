@@ -8,10 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from flwr.app import ConfigRecord
+from flwr.app import ArrayRecord, ConfigRecord
 from torch import nn
 
 import flwr_regs as fr
+from flwr_regs.client import stack_data
+from flwr_regs.client.fisher_layers import of_layers
 from flwr_regs.client.stack_gradient import REGISTER, Gradient, _cross_entropy, vmapped
 from flwr_regs.client.stack_view import Products
 from flwr_regs.flower.stacked_records import Kept, filled
@@ -47,6 +49,30 @@ def test_a_linear_layer_gives_the_same(shape: tuple[int, ...], bias: bool) -> No
     of = [x, *layer.parameters()]
     mine, others = (torch.autograd.grad(y.square().sum(), of) for y in (found, plain))
     torch.testing.assert_close(mine, others)
+
+
+def test_fisher_information_finds_the_linear_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[set[str]] = []
+    of = stack_data.layers_of_stack
+
+    def spy(*given: Any) -> Any:
+        layers = of(*given)
+        found.append(of_layers(layers))
+        return layers
+
+    monkeypatch.setattr(stack_data, "layers_of_stack", spy)
+    app = app_of(
+        fr.EFLClient, loader=lambda k, shuffle=True: [(torch.ones(4, 6), torch.arange(4) % 3)]
+    )
+    grid = Stacked(app(), 3)
+    fr.EFL(lam=0.1, seed=3, fraction_evaluate=0.0).start(
+        grid=grid,
+        initial_arrays=ArrayRecord(perceptron().state_dict()),
+        num_rounds=1,
+        train_config=ConfigRecord({"lr": 0.1, "local-steps": 1}),
+    )
+    assert not grid.fallbacks
+    assert found == [set(perceptron().state_dict())]
 
 
 def test_gradients_lie_as_their_parameters_do(monkeypatch: pytest.MonkeyPatch) -> None:
