@@ -63,9 +63,8 @@ class Pairs:
         return len(self.source)  # type: ignore[arg-type]
 
     def _pair(self, batch: Any) -> tuple[Any, Any]:
-        if (
-            isinstance(batch, (list, tuple)) and len(batch) == 2
-        ):  # quicker than a union, in each step
+        # in each step: a union would take longer
+        if isinstance(batch, (list, tuple)) and len(batch) == 2:
             return batch[0], batch[1]
         if not isinstance(batch, Mapping):
             size = f" of {len(batch)} entries" if isinstance(batch, list | tuple) else ""

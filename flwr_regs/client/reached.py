@@ -11,6 +11,7 @@ import random
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from operator import is_
 from types import CodeType, FunctionType, MethodType
 from typing import Any
 
@@ -28,6 +29,9 @@ LONG = 100
 """Entries of a container that are looked at."""
 LARGE = 2**16
 """Numbers of an array, or entries of a container, that are copied, so that they can be put back."""
+MANY = 2**10
+"""Entries of a container that are all looked at where arrays are not; of a longer list, some are. Data sets
+have tens of thousands, and each client looks."""
 _LIBRARIES = {
     *("abc", "builtins", "collections", "dataclasses", "enum", "flwr", "functools", "logging"),
     *("numpy", "pandas", "scipy", "threading", "torch", "torchvision", "transformers", "types"),
@@ -84,10 +88,13 @@ class Reached:
         elif isinstance(value, partial):
             yield from (value.func, *value.args, *value.keywords.values())
         elif isinstance(value, dict | list | deque | set):
-            if len(value) <= LARGE:
+            if len(value) <= (LARGE if self._copies else MANY):
                 yield from self._container(value)
+            elif not self._copies:
+                copy = value.copy() if isinstance(value, list) and len(value) <= LARGE else None
+                self._restores.append(partial(_reset_long, value, len(value), copy))
         elif isinstance(value, tuple | frozenset):
-            yield from value
+            yield from value if len(value) <= LONG else ()
         elif isinstance(value, Tensor | np.ndarray):
             self._array(value)
         elif isinstance(value, random.Random):
@@ -199,6 +206,8 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def _refill(held: dict[Any, Any], before: dict[Any, Any], skipped: Any, whole: bool) -> bool:
+    if held.keys() == before.keys() and all(map(is_, held.values(), before.values())):
+        return False  # quick: there may be many
     mine = [k for k in held if k not in skipped] if whole else [k for k in before if k in held]
     if len(mine) == len(before) and all(k in before and _same(held[k], before[k]) for k in mine):
         return False
@@ -217,10 +226,24 @@ def _reset_class(kind: type, before: dict[str, Any]) -> bool:
 
 
 def _refilled(value: Any, before: Any) -> bool:
-    if len(value) == len(before) and all(map(_same, value, before)):
-        return False
+    if len(value) == len(before):
+        if isinstance(value, set):  # in no order
+            same = value == before
+        else:  # the first is quick: there may be many
+            same = all(map(is_, value, before)) or all(map(_same, value, before))
+        if same:
+            return False
     value.clear()
     (value.update if isinstance(value, set) else value.extend)(before)
+    return True
+
+
+def _reset_long(value: Any, length: int, before: list[Any] | None) -> bool:
+    some = slice(None, None, max(length // LONG, 1))
+    if len(value) == length and (before is None or all(map(is_, value[some], before[some]))):
+        return False
+    if before is not None:
+        value[:] = before
     return True
 
 

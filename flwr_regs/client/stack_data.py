@@ -205,10 +205,8 @@ def over_data(
     few : bool
         Also if few of the data are of one size; else that raises CannotStack.
     """
-    full = replace(view.shared, precision=None)
-    view = replace(
-        view, shared=full, as_products=False
-    )  # Fisher information looks for linear layers
+    # Fisher information looks for linear layers
+    view = replace(view, shared=replace(view.shared, precision=None), as_products=False)
     groups: dict[Any, list[int]] = {}
     for row, plan in enumerate(passes):
         groups.setdefault((plan.kind, plan.forms), []).append(row)

@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import flwr_regs as fr
+from flwr_regs.client.reached import MANY
 from tests.flower.test_stacked import (
     SIZES,
     OneByOne,
@@ -592,8 +593,8 @@ class Shuffled:
 class InPlace:
     """A sampler that shuffles a list of its own."""
 
-    def __init__(self, k: int) -> None:
-        self.order, self.rounds = list(range(150)), k
+    def __init__(self, k: int, length: int) -> None:
+        self.order, self.rounds = list(range(length)), k
 
     def __len__(self) -> int:
         return SIZES[0] // 2
@@ -625,7 +626,8 @@ class Buffered:
 DATA: dict[str, Any] = {
     "augmented": lambda k: DataLoader(Noisy(k), 8, shuffle=True),
     "sampled": lambda k: DataLoader(data_of(k).dataset, 8, sampler=Shuffled(k)),
-    "in place": lambda k: DataLoader(data_of(k).dataset, 8, sampler=InPlace(k)),
+    "in place": lambda k: DataLoader(data_of(k).dataset, 8, sampler=InPlace(k, 150)),
+    "long": lambda k: DataLoader(data_of(k).dataset, 8, sampler=InPlace(k, MANY + 150)),
     "buffered": lambda k: Buffered(k, "torch"),
     "numpy": lambda k: Buffered(k, "numpy"),
 }
