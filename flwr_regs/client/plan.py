@@ -101,7 +101,7 @@ class Plan:
         if self.held is not None:
             return self.held.restore()
         loader: Any = self.data.source
-        return loader.dataset.tensors is not self.source or self.versions != _versions(self.source)
+        return loader.dataset.tensors is not self.source or self.versions != versions(self.source)
 
     def one_pass(self) -> Plan:
         """Return the batches of one pass over the data, as it yields them behind the round's steps."""
@@ -225,9 +225,10 @@ def draw(data: Pairs, seed: int, steps: int) -> Plan:
             generator = torch.Generator().manual_seed(seed)
             drawn = _drawn(order, generator, steps)
             source: Any = loader.dataset
-            versions = _versions(source.tensors)
             after = generator.get_state()
-            return Plan(data, seed, after, *drawn, source.tensors, versions=versions)
+            return Plan(
+                data, seed, after, *drawn, source.tensors, versions=versions(source.tensors)
+            )
     held = Reached(_parts(loader), copies=False)
     try:
         with torch.random.fork_rng(devices=[]):
@@ -248,7 +249,8 @@ def _parts(data: Any) -> tuple[Any, ...]:
     return (data,)
 
 
-def _versions(found: Sequence[Tensor]) -> tuple[int, ...]:
+def versions(found: Sequence[Tensor]) -> tuple[int, ...]:
+    """Return how often each of some tensors was changed in place."""
     return tuple(t._version for t in found)
 
 

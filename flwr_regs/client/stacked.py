@@ -16,10 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from flwr_regs.chain import layers_of
+from flwr_regs.client.alike import is_hooked
 from flwr_regs.client.batches import mapped, to_device
 from flwr_regs.client.features import FeatureTap, OutputTap, evaluating
 from flwr_regs.client.optimizer import momentum_of
-from flwr_regs.client.plan import CannotStack, Feed
+from flwr_regs.client.plan import CannotStack, Feed, versions
 from flwr_regs.client.reached import Reached
 from flwr_regs.client.received import seeded
 from flwr_regs.client.stack_data import over_data
@@ -132,9 +133,7 @@ class Stack:
                     self._leave(sum(s > step for s in self._steps))
                     self._step(step)
                     self._optimizer.step()
-                    if (
-                        not step
-                    ):  # most that changes does so at once: then the other steps are not lost
+                    if not step:  # what changes mostly does so at once: no other step is lost
                         self._check_values()
             return self._finish()
 
@@ -229,7 +228,7 @@ class Stack:
         named = dict(shared.model.named_parameters())
         of_one = {n: _copied(named[n]) for n in shared.trained}
         made = shared.make(list(of_one.values()), lr=shared.lr)
-        if any(p._version or not p.requires_grad or _hooks(p) for p in of_one.values()):
+        if any(p._version or not p.requires_grad or is_hooked(p) for p in of_one.values()):
             raise CannotStack("its optimiser's factory changes the parameters")
         if not is_elementwise(made):
             raise CannotStack(f"{type(made).__name__} is not known to treat each number alone")
@@ -334,11 +333,11 @@ class Stack:
         part = Part({n: v.requires_grad_() for n, v in values.items()}, batch, *of_each)
         mine = [*part.values.values(), *part.own.values(), *part.teacher.values()]
         inputs = [] if self._members[0].plan.rows is not None else batch.leaves
-        before = _versions(mine), _versions(inputs)
+        before = versions(mine), versions(inputs)
         grads, losses, new = self._gradient.of(part)
-        if _versions(mine) != before[0]:
+        if versions(mine) != before[0]:
             raise CannotStack("its model changes its parameters in the forward pass")
-        if _versions(inputs) != before[1]:  # by themselves they may be those of later steps, too
+        if versions(inputs) != before[1]:  # by themselves they may be those of later steps, too
             raise CannotStack("its model changes its inputs")
         where = slice(0, self._rows) if rows is None else rows
         self._losses[where] += losses * self._members[chosen[0]].plan.size(step)
@@ -414,18 +413,9 @@ def _copied(parameter: nn.Parameter) -> nn.Parameter:
     return made
 
 
-def _hooks(parameter: nn.Parameter) -> bool:
-    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
-
-
 def _one_each(key: str, value: Any, p: Tensor) -> bool:
     """Whether an entry of an optimiser's state has a number for each of the parameter."""
     return isinstance(value, Tensor) and key != "step" and value.shape == p.shape
-
-
-def _versions(found: Sequence[Tensor]) -> list[int]:
-    """Return how often each of some tensors was changed in place."""
-    return [t._version for t in found]
 
 
 def _stacked(slots: Sequence[Slot], device: torch.device) -> Slot:

@@ -27,7 +27,7 @@ def blocks(size: int, width: int = BLOCK) -> Iterator[slice]:
 def spread_over_threads(
     jobs: Sequence[Job], worker: Callable[[], Callable[[Job], None]], most: int = MOST_THREADS
 ) -> None:
-    """Do all jobs, each in one of at most so many threads; `worker` makes what does them, one for each.
+    """Do all jobs in `most` threads at most; `worker` makes what does them, once for each thread.
 
     NumPy works on blocks without Python's lock. There are no more threads than the environment variable
     OMP_NUM_THREADS allows. What a job does must not depend on the others.
