@@ -24,8 +24,9 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorData
 
 import flwr_regs as fr
 from benchmarks.common import NOT_FINITE, filled, table
-from flwr_regs.experiments import data, models
-from flwr_regs.experiments.partitions import partition
+from flwr_regs.experiments.data import arrays as data
+from flwr_regs.experiments.models import models
+from flwr_regs.experiments.partition.partitions import partition
 
 ROOT = Path(__file__).parents[1]
 OUT = ROOT / "docs" / "studies" / "attacks.jsonl"

@@ -20,7 +20,7 @@ from flwr.app import ArrayRecord, ConfigRecord
 from torch import nn
 
 import flwr_regs as fr
-from flwr_regs.server.checkpoint import latest
+from flwr_regs.server.checkpoint.checkpoint import latest
 
 
 class Elsewhere(fr.InProcessGrid):

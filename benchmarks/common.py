@@ -31,8 +31,9 @@ from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
 
 import flwr_regs as fr
-from flwr_regs.experiments import data, models
-from flwr_regs.experiments.partitions import partition
+from flwr_regs.experiments.data import arrays as data
+from flwr_regs.experiments.models import models
+from flwr_regs.experiments.partition.partitions import partition
 
 NOT_FINITE = r"NaN|nan|infinity|inf\b|beyond"
 """What the server says of a reply, or a step, that has left the numbers: the training diverges."""

@@ -19,12 +19,14 @@ from pathlib import Path
 from typing import Any
 
 from flwr_regs import METHODS
-from flwr_regs.experiments import cli, plots, records
-from flwr_regs.experiments.calls import parse_methods
-from flwr_regs.experiments.records import Run
-from flwr_regs.experiments.results import Results, number, per_cent
-from flwr_regs.experiments.settings import DEFAULTS
-from flwr_regs.experiments.tuning import Bench
+from flwr_regs.experiments import cli
+from flwr_regs.experiments.report import plots
+from flwr_regs.experiments.report.results import Results, number, per_cent
+from flwr_regs.experiments.run import run_records as records
+from flwr_regs.experiments.run.run_records import Run
+from flwr_regs.experiments.run.tuning import Bench
+from flwr_regs.experiments.settings.calls import parse_methods
+from flwr_regs.experiments.settings.settings import DEFAULTS
 
 ROOT = Path(__file__).parents[1]
 STUDIES = ROOT / "docs" / "studies"

@@ -15,28 +15,27 @@ from flwr_regs.methods.registry import METHODS as _METHODS
 from flwr_regs.methods.registry import TERMS as _TERMS
 
 if TYPE_CHECKING:
-    from flwr_regs.client.saved import load_private as load_private
+    from flwr_regs.client.memory.saved import load_private as load_private
     from flwr_regs.experiments.simulation import simulate as simulate
     from flwr_regs.flower.app import RegClientApp as RegClientApp
     from flwr_regs.flower.app import client_app as client_app
     from flwr_regs.flower.client import RegClient as RegClient
     from flwr_regs.flower.client_round import ClientRound as ClientRound
     from flwr_regs.flower.client_round import load_model as load_model
-    from flwr_regs.flower.grid import InProcessGrid as InProcessGrid
-    from flwr_regs.flower.legacy.strategy import LegacyStrategy as LegacyStrategy
-    from flwr_regs.flower.stacked_grid import StackedGrid as StackedGrid
+    from flwr_regs.flower.grids.in_process import InProcessGrid as InProcessGrid
+    from flwr_regs.flower.grids.stacked_grid import StackedGrid as StackedGrid
     from flwr_regs.flower.strategy import RegStrategy as RegStrategy
     from flwr_regs.flower.writers import JsonLines as JsonLines
     from flwr_regs.flower.writers import TensorBoard as TensorBoard
     from flwr_regs.methods.registry import *
-    from flwr_regs.server.aggregators import CenteredClipping as CenteredClipping
-    from flwr_regs.server.aggregators import CoordinateMedian as CoordinateMedian
-    from flwr_regs.server.aggregators import GeometricMedian as GeometricMedian
-    from flwr_regs.server.aggregators import Krum as Krum
-    from flwr_regs.server.aggregators import Mean as Mean
-    from flwr_regs.server.aggregators import NormBound as NormBound
-    from flwr_regs.server.aggregators import TrimmedMean as TrimmedMean
-    from flwr_regs.server.checkpoint import CheckpointError as CheckpointError
+    from flwr_regs.server.aggregate.aggregators import CenteredClipping as CenteredClipping
+    from flwr_regs.server.aggregate.aggregators import CoordinateMedian as CoordinateMedian
+    from flwr_regs.server.aggregate.aggregators import GeometricMedian as GeometricMedian
+    from flwr_regs.server.aggregate.aggregators import Krum as Krum
+    from flwr_regs.server.aggregate.aggregators import Mean as Mean
+    from flwr_regs.server.aggregate.aggregators import NormBound as NormBound
+    from flwr_regs.server.aggregate.aggregators import TrimmedMean as TrimmedMean
+    from flwr_regs.server.checkpoint.checkpoint import CheckpointError as CheckpointError
     from flwr_regs.server.privacy import CentralDP as CentralDP
     from flwr_regs.server.round import RoundFailed as RoundFailed
     from flwr_regs.server.round import TooFewReplies as TooFewReplies
@@ -54,11 +53,10 @@ _HOME = {
     "RegClient": "flower.client",
     "ClientRound": "flower.client_round",
     "load_model": "flower.client_round",
-    "load_private": "client.saved",
-    "InProcessGrid": "flower.grid",
-    "StackedGrid": "flower.stacked_grid",
+    "load_private": "client.memory.saved",
+    "InProcessGrid": "flower.grids.in_process",
+    "StackedGrid": "flower.grids.stacked_grid",
     "float32_arrays": "wire.records",
-    "LegacyStrategy": "flower.legacy.strategy",
     "RegStrategy": "flower.strategy",
     "JsonLines": "flower.writers",
     "TensorBoard": "flower.writers",
@@ -67,14 +65,14 @@ _HOME = {
     "RoundFailed": "server.round",
     "TooFewReplies": "server.round",
     "CentralDP": "server.privacy",
-    "CenteredClipping": "server.aggregators",
-    "CoordinateMedian": "server.aggregators",
-    "GeometricMedian": "server.aggregators",
-    "Krum": "server.aggregators",
-    "Mean": "server.aggregators",
-    "NormBound": "server.aggregators",
-    "TrimmedMean": "server.aggregators",
-    "CheckpointError": "server.checkpoint",
+    "CenteredClipping": "server.aggregate.aggregators",
+    "CoordinateMedian": "server.aggregate.aggregators",
+    "GeometricMedian": "server.aggregate.aggregators",
+    "Krum": "server.aggregate.aggregators",
+    "Mean": "server.aggregate.aggregators",
+    "NormBound": "server.aggregate.aggregators",
+    "TrimmedMean": "server.aggregate.aggregators",
+    "CheckpointError": "server.checkpoint.checkpoint",
     "METHODS": "methods.registry",
     "Method": "methods.registry",
     "TERMS": "methods.registry",

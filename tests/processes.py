@@ -18,7 +18,7 @@ import numpy as np
 from safetensors.numpy import load_file
 
 from flwr_regs import InProcessGrid
-from flwr_regs.experiments import comparison
+from flwr_regs.experiments.run import comparison
 from simulations.client_app import app
 from tests.conftest import ROOT
 from tests.experiments.test_experiments import job

@@ -8,7 +8,7 @@ import re
 import pytest
 
 from benchmarks import comparisons
-from flwr_regs.experiments.tuning import Bench
+from flwr_regs.experiments.run.tuning import Bench
 from tests.conftest import ROOT
 
 STUDIES = sorted(path.parent.name for path in comparisons.STUDIES.glob("*/bench.json"))

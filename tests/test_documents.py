@@ -11,10 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from flwr_regs.experiments import cli, commands, protocol_runs, resources
-from flwr_regs.experiments.engine import Plan
-from flwr_regs.experiments.job import Job
-from flwr_regs.experiments.tuning import Bench
+from flwr_regs.experiments import cli, commands
+from flwr_regs.experiments.cards import protocol_runs
+from flwr_regs.experiments.run import resources
+from flwr_regs.experiments.run.engine import Plan
+from flwr_regs.experiments.run.tuning import Bench
+from flwr_regs.experiments.settings.job import Job
 from tests.conftest import ROOT
 
 TUTORIALS = [

@@ -18,9 +18,9 @@ from flwr.clientapp import ClientApp
 from torch.utils.data import DataLoader, TensorDataset
 
 import flwr_regs as fr
-from flwr_regs.client.training import local_round
+from flwr_regs.client.train.local_training import local_round
 from flwr_regs.methods.registry import METHODS
-from flwr_regs.server.network import name_failures
+from flwr_regs.server.exchange.network import name_failures
 from flwr_regs.wire.errors import described
 from tests.conftest import ROOT, make_clients, make_model
 
@@ -125,7 +125,7 @@ def test_without_a_line_of_the_users_it_is_ours() -> None:
         namespace["run"]()
     raised.value.__traceback__ = raised.tb.tb_next  # without this file's frame
     text = described(raised.value)
-    assert "flwr_regs/client/batches.py, line " in text
+    assert "flwr_regs/client/train/batches.py, line " in text
     assert "site-packages" not in text
     assert text.endswith(")")
     assert ": raise" not in text  # the text of the error says more

@@ -14,8 +14,8 @@ import pytest
 
 import flwr_regs as fr
 from flwr_regs.experiments import methods_table
-from flwr_regs.experiments.build import build, catalogue
-from flwr_regs.experiments.calls import parse_methods
+from flwr_regs.experiments.settings.build import build, catalogue
+from flwr_regs.experiments.settings.calls import parse_methods
 from tests.conftest import ROOT
 
 FOLDER = ROOT / "docs" / "methods"

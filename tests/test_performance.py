@@ -17,7 +17,7 @@ from benchmarks.common import filled
 from benchmarks.speed import __main__ as command
 from benchmarks.speed import aggregation, clients, jobs, peers, report, step, targets
 from benchmarks.speed.timing import QUICK, interleaved, ratios, spread
-from flwr_regs.experiments.resources import Taken
+from flwr_regs.experiments.run.resources import Taken
 
 IN_PROCESS = [name for name in command.PARTS if name != "ray"]
 

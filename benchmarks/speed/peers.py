@@ -7,12 +7,12 @@ from functools import partial
 from pathlib import Path
 
 import flwr_regs as fr
+from benchmarks.conformity.environments import CannotRun, default_folder, drive, prepare
+from benchmarks.conformity.libraries import LIBRARIES, Library
+from benchmarks.conformity.loops import Task
+from benchmarks.conformity.model import initial
 from benchmarks.speed import jobs
 from benchmarks.speed.timing import Effort, Row, say, spread, threads
-from flwr_regs.conformity.environments import CannotRun, default_folder, drive, prepare
-from flwr_regs.conformity.libraries import LIBRARIES, Library
-from flwr_regs.conformity.loops import Task
-from flwr_regs.conformity.model import initial
 
 NAMES = {"fedjax": "FedJAX 0.0.17", "pfl": "pfl-research 0.6.0"}
 TURNS, WARM, ROUNDS = 3, 2, 5

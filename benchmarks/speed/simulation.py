@@ -39,7 +39,12 @@ def _run(side: str, clients: int, rounds: int) -> Row:
     say(f"ray: {side}, {rounds} rounds of {clients} clients")
     with tempfile.TemporaryDirectory(prefix="speed-", ignore_cleanup_errors=True) as folder:
         out = Path(folder, "rounds.json")
-        keeper = [sys.executable, "-m", "flwr_regs.experiments.keeper", str(Path(folder, "kept"))]
+        keeper = [
+            sys.executable,
+            "-m",
+            "flwr_regs.experiments.run.keeper",
+            str(Path(folder, "kept")),
+        ]
         command = [*keeper, sys.executable, "-m", "benchmarks.speed.simulation", side]
         command += [str(clients), str(rounds), str(out)]
         path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
@@ -90,7 +95,7 @@ def run(side: str, clients: int, rounds: int, out: Path) -> None:
     from flwr.simulation import run_simulation
 
     from benchmarks.speed import jobs
-    from flwr_regs.experiments.keeper import descendants
+    from flwr_regs.experiments.run.keeper import descendants
 
     seconds: list[float] = []
     memory: list[int] = []

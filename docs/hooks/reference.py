@@ -15,8 +15,8 @@ ROOT = Path(__file__).parents[2]
 ALSO = {
     "flwr_regs.chain.chain": "flwr_regs.chain.chain",
     "flwr_regs.testing.check_method": "flwr_regs.testing.check.check_method",
-    "flwr_regs.client.local_round": "flwr_regs.client.training.local_round",
-    "flwr_regs.client.LocalTraining": "flwr_regs.client.training.LocalTraining",
+    "flwr_regs.client.local_round": "flwr_regs.client.train.local_training.local_round",
+    "flwr_regs.client.LocalTraining": "flwr_regs.client.train.local_training.LocalTraining",
 }
 """Public names that are not in ``flwr_regs.__all__`` -> where they are defined."""
 PAGES = {
@@ -48,7 +48,7 @@ def page_of(path: str) -> str:
     """Return the page on which a name stands."""
     if path.startswith("flwr_regs.methods.") and ".registry." not in path:
         return "api-methods"
-    if path.startswith("flwr_regs.client.saved."):  # what a client's `save_private` left
+    if path.startswith("flwr_regs.client.memory.saved."):  # what a client's `save_private` left
         return "api-flower"
     terms = ("term", "abilities", "chain", "testing", "client", "methods")
     return "api-terms" if path.split(".")[1] in terms else "api-flower"

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from flwr_regs.chain import Chain
-from flwr_regs.client.frozen import frozen_part, held_still
-from flwr_regs.client.trained import Every, every_parameter, first_names
+from flwr_regs.client.frozen_parameters import frozen_part, held_still
+from flwr_regs.client.train.trainable import Every, every_parameter, first_names
 from flwr_regs.wire import keys
 from flwr_regs.wire.arrays import ProtocolError, check_arrays, unpack
 

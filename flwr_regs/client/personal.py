@@ -18,18 +18,18 @@ from torch import nn
 
 from flwr_regs.abilities import Personalises
 from flwr_regs.chain import Chain
-from flwr_regs.client.batches import Batches, to_device
 from flwr_regs.client.calibration import calibrate
-from flwr_regs.client.classifier import find_classifier
-from flwr_regs.client.evaluation import score
-from flwr_regs.client.measures import Measures
-from flwr_regs.client.optimizer import OptimizerFn
-from flwr_regs.client.received import plain, seeded
-from flwr_regs.client.result import LocalResult
-from flwr_regs.client.saved import Folder, Saved
-from flwr_regs.client.state import ClientState, to_numpy
-from flwr_regs.client.task import Task
-from flwr_regs.client.trained import trained_parameters
+from flwr_regs.client.measure.accuracy import score
+from flwr_regs.client.measure.classifier import find_classifier
+from flwr_regs.client.measure.context_functions import Measures
+from flwr_regs.client.memory.saved import Folder, Saved
+from flwr_regs.client.memory.state import ClientState, to_numpy
+from flwr_regs.client.round_message import plain, seeded
+from flwr_regs.client.train.batches import Batches, to_device
+from flwr_regs.client.train.client_result import LocalResult
+from flwr_regs.client.train.optimizer import OptimizerFn
+from flwr_regs.client.train.task import Task
+from flwr_regs.client.train.trainable import trained_parameters
 from flwr_regs.term import Slot
 from flwr_regs.wire import keys
 from flwr_regs.wire.arrays import NDArrays

@@ -7,8 +7,10 @@ import shlex
 from collections.abc import Sequence
 from typing import Any
 
-from flwr_regs.experiments import metrics, needs, protocols
-from flwr_regs.experiments.protocols import Card
+from flwr_regs.experiments.cards import protocols
+from flwr_regs.experiments.cards.protocols import Card
+from flwr_regs.experiments.data import needs
+from flwr_regs.experiments.report import metrics
 
 
 def needed(card: Card, data_dir: str = "", look: bool = True) -> str:

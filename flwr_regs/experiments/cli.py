@@ -68,7 +68,8 @@ def _main(argv: Sequence[str] | None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     import flwr_regs
-    from flwr_regs.experiments import commands, protocol_runs
+    from flwr_regs.experiments import commands
+    from flwr_regs.experiments.cards import protocol_runs
 
     parser = Parser(
         prog="flwr-regs",
@@ -195,14 +196,15 @@ def _parser() -> argparse.ArgumentParser:
 
 def _as_setting(word: str) -> str:
     """Return how to write a setting that stands there as an option."""
-    from flwr_regs.experiments.settings import DEFAULTS
+    from flwr_regs.experiments.settings.settings import DEFAULTS
 
     name = word.lstrip("-").partition("=")[0].replace("_", "-")
     return f"; {name} is a setting: {name}=..." if name in DEFAULTS else ""
 
 
 def _plot(args: argparse.Namespace) -> int:
-    from flwr_regs.experiments import partition_plot, protocol_runs
+    from flwr_regs.experiments.cards import protocol_runs
+    from flwr_regs.experiments.report import partition_plot
     from flwr_regs.experiments.words import job_of
 
     if args.what != "partition":
@@ -218,8 +220,8 @@ def _plot(args: argparse.Namespace) -> int:
 
 
 def _draw_again(folder: Path) -> None:
-    from flwr_regs.experiments.engine import Plan
-    from flwr_regs.experiments.tuning import Bench
+    from flwr_regs.experiments.run.engine import Plan
+    from flwr_regs.experiments.run.tuning import Bench
 
     tuned = (folder / "bench.json").is_file()
     results = Bench.kept(folder) if tuned else Plan.load(folder).results(folder)
@@ -228,7 +230,8 @@ def _draw_again(folder: Path) -> None:
 
 
 def _protocols(args: argparse.Namespace) -> int:
-    from flwr_regs.experiments import cards_table, protocols
+    from flwr_regs.experiments import cards_table
+    from flwr_regs.experiments.cards import protocols
 
     if args.name and "=" in args.name and not args.name.endswith(".toml"):
         args.name, args.settings = None, [args.name, *args.settings]
@@ -247,15 +250,13 @@ def _protocols(args: argparse.Namespace) -> int:
 
 def _list(args: argparse.Namespace) -> int:
     import flwr_regs
-    from flwr_regs.experiments import (
-        data,
-        methods_table,
-        metrics,
-        models,
-        partitions,
-        settings,
-    )
-    from flwr_regs.experiments.nets import catalogue
+    from flwr_regs.experiments import methods_table
+    from flwr_regs.experiments.data import arrays as data
+    from flwr_regs.experiments.models import architectures as catalogue
+    from flwr_regs.experiments.models import models
+    from flwr_regs.experiments.partition import partitions
+    from flwr_regs.experiments.report import metrics
+    from flwr_regs.experiments.settings import settings
     from flwr_regs.wire.config import nearest
 
     if args.what == "methods" and getattr(args, "name", None):

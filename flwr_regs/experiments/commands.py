@@ -15,14 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import flwr_regs
-from flwr_regs.experiments.engine import PLAN, Plan
-from flwr_regs.experiments.folders import locked
-from flwr_regs.experiments.job import Job
-from flwr_regs.experiments.records import Run
-from flwr_regs.experiments.results import Results, provenance
-from flwr_regs.experiments.rows import last
-from flwr_regs.experiments.settings import DEFAULTS
-from flwr_regs.experiments.tuning import Bench
+from flwr_regs.experiments.report.results import Results, provenance
+from flwr_regs.experiments.report.rows import last
+from flwr_regs.experiments.run.engine import PLAN, Plan
+from flwr_regs.experiments.run.folders import locked
+from flwr_regs.experiments.run.run_records import Run
+from flwr_regs.experiments.run.tuning import Bench
+from flwr_regs.experiments.settings.job import Job
+from flwr_regs.experiments.settings.settings import DEFAULTS
 from flwr_regs.experiments.words import check_seeds, job_of, numbers, out_folder, plan_of
 
 SEEDS, TUNING_SEEDS, TRIALS = "1,2,3,4,5", "101", 8
@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
 
 def resources(args: argparse.Namespace) -> int:
     """Train one client, and print what it takes."""
-    from flwr_regs.experiments.resources import measure
+    from flwr_regs.experiments.run.resources import measure
 
     job = job_of(args, [])
     print(measure(job).text(job.num_clients))
@@ -139,8 +139,8 @@ def _train(
     plan: Plan, folder: Path, workers: int, runner: str = "process", gpus: float = 0.0
 ) -> None:
     """Train what a plan lacks, and show it."""
-    from flwr_regs.experiments import engine, flower_run
-    from flwr_regs.experiments.progress import progress
+    from flwr_regs.experiments.run import engine, flower_run
+    from flwr_regs.experiments.run.progress import progress
 
     missing = plan.missing(folder)
     if not missing:
@@ -194,7 +194,7 @@ def keeping(folder: Path, command: str, whole: Path | None = None) -> Iterator[N
 
 
 def _dry_run(plan: Plan, workers: int, after: Plan | None = None) -> int:
-    from flwr_regs.experiments.estimate import estimate
+    from flwr_regs.experiments.run.estimate import estimate
 
     if not plan.jobs and after:
         plan, after = after, None

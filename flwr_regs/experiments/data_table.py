@@ -9,8 +9,8 @@ import re
 import sys
 from pathlib import Path
 
-from flwr_regs.experiments.augment import AUGMENTATIONS
-from flwr_regs.experiments.sources.catalogue import SOURCES
+from flwr_regs.experiments.data.augment import AUGMENTATIONS
+from flwr_regs.experiments.data.sources.readers import SOURCES
 
 MARK = re.compile(r"(<!-- (data sets|augmentations) -->\n).*?(?=<!-- end -->)", re.DOTALL)
 

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import flwr_regs
-from flwr_regs.experiments.build import build
-from flwr_regs.experiments.calls import parse_methods
+from flwr_regs.experiments.settings.build import build
+from flwr_regs.experiments.settings.calls import parse_methods
 from flwr_regs.methods.properties import Properties, properties
 from flwr_regs.methods.registry import FAMILIES, Method
 

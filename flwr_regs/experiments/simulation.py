@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from flwr_regs.experiments import engine, flower_run
-from flwr_regs.experiments.job import Job
-from flwr_regs.experiments.progress import Progress, progress
-from flwr_regs.experiments.results import Results, provenance
-from flwr_regs.experiments.settings import key
-from flwr_regs.experiments.user_code import offer
+from flwr_regs.experiments.report.results import Results, provenance
+from flwr_regs.experiments.run import engine, flower_run
+from flwr_regs.experiments.run.progress import Progress, progress
+from flwr_regs.experiments.settings.job import Job
+from flwr_regs.experiments.settings.settings import key
+from flwr_regs.experiments.settings.user_code import offer
 
 RUNNERS = ("process", "stacked", "ray")
 

@@ -10,12 +10,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from flwr_regs.experiments import calls
-from flwr_regs.experiments.build import with_argument
-from flwr_regs.experiments.engine import PLAN, Plan
-from flwr_regs.experiments.folders import check_writable, new_folder
-from flwr_regs.experiments.job import Job
-from flwr_regs.experiments.settings import read
+from flwr_regs.experiments.run.engine import PLAN, Plan
+from flwr_regs.experiments.run.folders import check_writable, new_folder
+from flwr_regs.experiments.settings import calls
+from flwr_regs.experiments.settings.build import with_argument
+from flwr_regs.experiments.settings.job import Job
+from flwr_regs.experiments.settings.settings import read
 
 
 def plan_of(args: argparse.Namespace) -> Plan:

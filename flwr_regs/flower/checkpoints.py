@@ -18,8 +18,14 @@ from flwr.common.logger import log
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result
 
-from flwr_regs.server.checkpoint import Checkpoint, CheckpointError, Folder, latest, versions
-from flwr_regs.server.fingerprint import differences
+from flwr_regs.server.checkpoint.checkpoint import (
+    Checkpoint,
+    CheckpointError,
+    Folder,
+    latest,
+    versions,
+)
+from flwr_regs.server.checkpoint.fingerprint import differences
 from flwr_regs.server.options import Options
 from flwr_regs.server.training import Training
 from flwr_regs.wire.files import write_atomically

@@ -14,19 +14,19 @@ from flwr.common import Code, FitIns, FitRes, Parameters, Status
 from torch import nn
 
 from flwr_regs.chain import Chain, name_of
-from flwr_regs.client.batches import Batches, check_batches, label_counts, resolve_device
-from flwr_regs.client.classifier import find_classifier
-from flwr_regs.client.custody import Pins, check_custody, pinned
 from flwr_regs.client.loading import load
-from flwr_regs.client.measures import Measures
-from flwr_regs.client.optimizer import KeptOptimizer, OptimizerFn
+from flwr_regs.client.measure.classifier import find_classifier
+from flwr_regs.client.measure.context_functions import Measures
+from flwr_regs.client.memory.pinned import Pins, check_custody, pinned
+from flwr_regs.client.memory.saved import Folder, evaluated_state
+from flwr_regs.client.memory.state import to_numpy
 from flwr_regs.client.personal import evaluate, trained_model
-from flwr_regs.client.received import Received, evaluated_term, seeded
-from flwr_regs.client.result import LocalResult
-from flwr_regs.client.saved import Folder, evaluated_state
-from flwr_regs.client.state import to_numpy
-from flwr_regs.client.task import LossFn, OutputFn, Task, uncompiled
-from flwr_regs.client.training import local_round
+from flwr_regs.client.round_message import Received, evaluated_term, seeded
+from flwr_regs.client.train.batches import Batches, check_batches, label_counts, resolve_device
+from flwr_regs.client.train.client_result import LocalResult
+from flwr_regs.client.train.local_training import local_round
+from flwr_regs.client.train.optimizer import KeptOptimizer, OptimizerFn
+from flwr_regs.client.train.task import LossFn, OutputFn, Task, uncompiled
 from flwr_regs.flower.refusal import unreadable
 from flwr_regs.term import NOT_NEGATIVE, SWITCH, Range, Term
 from flwr_regs.wire import keys
@@ -56,7 +56,7 @@ class RegClient(NumPyClient):
         ``loss_fn(output, targets) -> scalar``, a mean over the batch. None: the model returns its loss.
     target_key, output_fn : str, callable, optional
         The key of the targets in batches that are mappings, and ``output_fn(output) -> logits``; both are
-        found if they have usual names: see :class:`flwr_regs.client.task.Task`.
+        found if they have usual names: see :class:`flwr_regs.client.train.task.Task`.
     optimizer : callable, optional
         ``optimizer(params, lr=lr)``, this client's own; use ``functools.partial`` for more. None: what the
         strategy's `train_config` describes by ``"optimizer"``, ``"momentum"`` and ``"weight-decay"``, by

@@ -16,7 +16,7 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result
 
 from flwr_regs.flower.checkpoints import Checkpoints
-from flwr_regs.flower.network import GridNetwork
+from flwr_regs.flower.grids.grid_network import GridNetwork
 from flwr_regs.server.options import Options, as_many
 from flwr_regs.server.round import TooFewReplies
 

@@ -213,7 +213,7 @@ class NodeState:
     What counts at once (private entries, and slots of terms that keep ``"always"``) is there twice: as the
     last round left it, and under ``<slot>.before`` as it was before that round. A server that repeats a
     round, because it was resumed from a checkpoint or tries again, gets the client of that time. Other
-    slots do not need this: see `client/state.py`.
+    slots do not need this: see `client/memory/state.py`.
     """
 
     def __init__(self, context: Context, config: Mapping[str, Any]) -> None:

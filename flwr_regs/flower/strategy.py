@@ -18,12 +18,12 @@ from flwr_regs.abilities import Steers
 from flwr_regs.chain import chain, name_of
 from flwr_regs.flower.accounting import AccountedBudget
 from flwr_regs.flower.checkpoints import Checkpoints, guarded
+from flwr_regs.flower.grids.grid_network import GridNetwork, Paused
 from flwr_regs.flower.loop import EvaluateFn, Loop
-from flwr_regs.flower.network import GridNetwork, Paused
 from flwr_regs.server.arguments import check_arguments
+from flwr_regs.server.checkpoint.fingerprint import fingerprint
+from flwr_regs.server.client_metrics import mean_metrics
 from flwr_regs.server.evaluation import evaluation
-from flwr_regs.server.fingerprint import fingerprint
-from flwr_regs.server.metrics import mean_metrics
 from flwr_regs.server.options import Options
 from flwr_regs.server.round import Round
 from flwr_regs.server.training import Training
@@ -337,7 +337,7 @@ class RegStrategy(Strategy):
         self.options.check_train_config(config)
         self.term.restrict(config)
         if any(isinstance(t, Steers) for t in self.term.terms) and {*config} & {*OPTIMIZER_KEYS}:
-            from flwr_regs.client.optimizer import optimizer_of  # loads torch
+            from flwr_regs.client.train.optimizer import optimizer_of  # loads torch
 
             self.term.client_optimizer(optimizer_of(config))
 

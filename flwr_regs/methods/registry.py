@@ -14,33 +14,33 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:  # what type checkers see; a test compares it with the rows
-    from flwr_regs.methods.apfl import *
-    from flwr_regs.methods.ditto import *
-    from flwr_regs.methods.efl import *
-    from flwr_regs.methods.fedadc import *
-    from flwr_regs.methods.fedamp import *
-    from flwr_regs.methods.fedavg import *
-    from flwr_regs.methods.fedbabu import *
-    from flwr_regs.methods.fedbn import *
-    from flwr_regs.methods.fedcm import *
-    from flwr_regs.methods.fedcurv import *
-    from flwr_regs.methods.feddyn import *
-    from flwr_regs.methods.fedexp import *
-    from flwr_regs.methods.fedfor import *
-    from flwr_regs.methods.fedgkd import *
-    from flwr_regs.methods.fednova import *
-    from flwr_regs.methods.fedntd import *
-    from flwr_regs.methods.fedopt import *
-    from flwr_regs.methods.fedprox import *
-    from flwr_regs.methods.gate import *
-    from flwr_regs.methods.logits import *
-    from flwr_regs.methods.mime import *
-    from flwr_regs.methods.moon import *
-    from flwr_regs.methods.qfedavg import *
-    from flwr_regs.methods.rfedavg import *
-    from flwr_regs.methods.sam import *
-    from flwr_regs.methods.scaffold import *
-    from flwr_regs.methods.ternary import *
+    from flwr_regs.methods.client_loss.fedgkd import *
+    from flwr_regs.methods.client_loss.fedntd import *
+    from flwr_regs.methods.client_loss.logits import *
+    from flwr_regs.methods.client_loss.moon import *
+    from flwr_regs.methods.client_loss.rfedavg import *
+    from flwr_regs.methods.client_step.efl import *
+    from flwr_regs.methods.client_step.fedadc import *
+    from flwr_regs.methods.client_step.fedcm import *
+    from flwr_regs.methods.client_step.fedcurv import *
+    from flwr_regs.methods.client_step.feddyn import *
+    from flwr_regs.methods.client_step.fedfor import *
+    from flwr_regs.methods.client_step.fedprox import *
+    from flwr_regs.methods.client_step.gate import *
+    from flwr_regs.methods.client_step.mime import *
+    from flwr_regs.methods.client_step.sam import *
+    from flwr_regs.methods.client_step.scaffold import *
+    from flwr_regs.methods.client_step.ternary import *
+    from flwr_regs.methods.personal.apfl import *
+    from flwr_regs.methods.personal.ditto import *
+    from flwr_regs.methods.personal.fedamp import *
+    from flwr_regs.methods.personal.fedbabu import *
+    from flwr_regs.methods.personal.fedbn import *
+    from flwr_regs.methods.server_step.fedavg import *
+    from flwr_regs.methods.server_step.fedexp import *
+    from flwr_regs.methods.server_step.fednova import *
+    from flwr_regs.methods.server_step.fedopt import *
+    from flwr_regs.methods.server_step.qfedavg import *
 
 
 FAMILIES: dict[str, str] = {
@@ -119,14 +119,14 @@ class Method:
         return (self.name, self.client, *(t for t in self.terms if t not in TERMS))
 
 
-TERMS: dict[str, str] = {"SparseTernary": "ternary"}
+TERMS: dict[str, str] = {"SparseTernary": "client_step.ternary"}
 """Terms that are no method's own, but compose with any: name -> file in ``flwr_regs/methods/``."""
 
 
 def _rows() -> Iterator[Method]:
     yield Method(
         name="FedAvg",
-        module="fedavg",
+        module="server_step.fedavg",
         terms=(),
         example="FedAvg()",
         paper="McMahan et al. 2017; Wang et al. 2021, Alg. 1",
@@ -135,7 +135,7 @@ def _rows() -> Iterator[Method]:
     )
     yield Method(
         name="FedProx",
-        module="fedprox",
+        module="client_step.fedprox",
         terms=("Proximal",),
         example="FedProx(mu=0.1)",
         paper="Li et al. 2020, Alg. 2",
@@ -144,7 +144,7 @@ def _rows() -> Iterator[Method]:
     )
     yield Method(
         name="FedFOR",
-        module="fedfor",
+        module="client_step.fedfor",
         terms=("FirstOrder",),
         example="FedFOR()",
         paper="Tian, Smith, Kira 2022, Alg. 1",
@@ -155,7 +155,7 @@ def _rows() -> Iterator[Method]:
     )
     yield Method(
         name="FedCM",
-        module="fedcm",
+        module="client_step.fedcm",
         terms=("ClientMomentum",),
         example="FedCM(alpha=0.1)",
         paper="Xu, Wang et al. 2021, Alg. 2",
@@ -166,7 +166,7 @@ def _rows() -> Iterator[Method]:
     )
     yield Method(
         name="FedSAM",
-        module="sam",
+        module="client_step.sam",
         terms=("LocalPerturbation",),
         example="FedSAM(rho=0.05)",
         paper="Qu et al. 2022, Alg. 1",
@@ -176,7 +176,7 @@ def _rows() -> Iterator[Method]:
     )
     yield Method(
         name="FedLESAM",
-        module="sam",
+        module="client_step.sam",
         terms=("GlobalPerturbation",),
         example="FedLESAM(rho=0.05)",
         paper="Fan et al. 2024",
@@ -188,7 +188,7 @@ def _rows() -> Iterator[Method]:
     )
     yield Method(
         name="FedExP",
-        module="fedexp",
+        module="server_step.fedexp",
         terms=("Extrapolation",),
         example="FedExP(eps=0.001)",
         paper="Jhunjhunwala et al. 2023, Alg. 1",
@@ -197,7 +197,7 @@ def _rows() -> Iterator[Method]:
     )
     yield Method(
         name="QFedAvg",
-        module="qfedavg",
+        module="server_step.qfedavg",
         terms=("FairWeights",),
         example="QFedAvg(q=1.0)",
         paper="Li, Sanjabi et al. 2020, Alg. 2",
@@ -208,7 +208,7 @@ def _rows() -> Iterator[Method]:
     )
     yield Method(
         name="FedADC",
-        module="fedadc",
+        module="client_step.fedadc",
         terms=("EmbeddedMomentum",),
         example="FedADC(beta=0.9)",
         paper="Ozfatura et al. 2021, Alg. 3, 4",
@@ -219,7 +219,7 @@ def _rows() -> Iterator[Method]:
     )
     yield Method(
         name="FedADCPlus",
-        module="fedadc",
+        module="client_step.fedadc",
         terms=("SelfDistillation", "EmbeddedMomentum"),
         example="FedADCPlus(beta=0.9, lam=0.35)",
         paper="Ozfatura et al. 2021, Sec. III, Eq. 7",
@@ -231,7 +231,7 @@ def _rows() -> Iterator[Method]:
     )
     yield Method(
         name="SlowMo",
-        module="fedadc",
+        module="client_step.fedadc",
         terms=("SlowMomentum",),
         example="SlowMo(beta=0.9)",
         paper="Wang et al. 2019; Ozfatura et al. 2021, Alg. 2",
@@ -240,7 +240,7 @@ def _rows() -> Iterator[Method]:
     )
     yield Method(
         name="SCAFFOLD",
-        module="scaffold",
+        module="client_step.scaffold",
         terms=("ControlVariates",),
         example="SCAFFOLD()",
         paper="Karimireddy et al. 2020, Alg. 1",
@@ -252,7 +252,7 @@ def _rows() -> Iterator[Method]:
     )
     yield Method(
         name="FedDyn",
-        module="feddyn",
+        module="client_step.feddyn",
         terms=("DynamicRegulariser",),
         example="FedDyn(alpha=0.1)",
         paper="Acar et al. 2021, Alg. 1",
@@ -263,7 +263,7 @@ def _rows() -> Iterator[Method]:
     )
     yield Method(
         name="FedNova",
-        module="fednova",
+        module="server_step.fednova",
         terms=("NormalizedAveraging",),
         example="FedNova()",
         paper="Wang et al. 2020, Sec. 4",
@@ -272,7 +272,7 @@ def _rows() -> Iterator[Method]:
     )
     yield Method(
         name="VRLSGD",
-        module="gate",
+        module="client_step.gate",
         terms=("GradientTracking",),
         example="VRLSGD()",
         paper="Liang et al. 2019, Alg. 1",
@@ -284,7 +284,7 @@ def _rows() -> Iterator[Method]:
     )
     yield Method(
         name="FedGATE",
-        module="gate",
+        module="client_step.gate",
         terms=("GradientTracking",),
         example="FedGATE(server_lr=1.5)",
         paper="Haddadpour et al. 2021, Alg. 2",
@@ -296,7 +296,7 @@ def _rows() -> Iterator[Method]:
     )
     yield Method(
         name="FedOpt",
-        module="fedopt",
+        module="server_step.fedopt",
         terms=("TorchServerOptimizer",),
         example="FedOpt(server_optimizer='SGD', lr=0.7, momentum=0.9, nesterov=True)",
         paper="Wang et al. 2021, Alg. 1",
@@ -305,7 +305,7 @@ def _rows() -> Iterator[Method]:
     )
     yield Method(
         name="FedAvgM",
-        module="fedopt",
+        module="server_step.fedopt",
         terms=("TorchServerOptimizer",),
         example="FedAvgM(server_lr=1.0, momentum=0.9)",
         paper="Hsu et al. 2019",
@@ -314,7 +314,7 @@ def _rows() -> Iterator[Method]:
     )
     yield Method(
         name="FedAdagrad",
-        module="fedopt",
+        module="server_step.fedopt",
         terms=("AdaptiveServer",),
         example="FedAdagrad(server_lr=0.1)",
         paper="Reddi et al. 2021, Alg. 2",
@@ -323,7 +323,7 @@ def _rows() -> Iterator[Method]:
     )
     yield Method(
         name="FedAdam",
-        module="fedopt",
+        module="server_step.fedopt",
         terms=("AdaptiveServer",),
         example="FedAdam(server_lr=0.1)",
         paper="Reddi et al. 2021, Alg. 2",
@@ -332,7 +332,7 @@ def _rows() -> Iterator[Method]:
     )
     yield Method(
         name="FedYogi",
-        module="fedopt",
+        module="server_step.fedopt",
         terms=("AdaptiveServer",),
         example="FedYogi(server_lr=0.1)",
         paper="Reddi et al. 2021, Alg. 2",
@@ -341,7 +341,7 @@ def _rows() -> Iterator[Method]:
     )
     yield Method(
         name="Mime",
-        module="mime",
+        module="client_step.mime",
         terms=("CorrectedMomentum",),
         example="Mime(beta=0.9)",
         paper="Karimireddy, Jaggi et al. 2021, Alg. 1",
@@ -354,7 +354,7 @@ def _rows() -> Iterator[Method]:
     )
     yield Method(
         name="MimeLite",
-        module="mime",
+        module="client_step.mime",
         terms=("FixedMomentum",),
         example="MimeLite(beta=0.9)",
         paper="Karimireddy, Jaggi et al. 2021, Alg. 1",
@@ -366,7 +366,7 @@ def _rows() -> Iterator[Method]:
     )
     yield Method(
         name="RFedAvg",
-        module="rfedavg",
+        module="client_loss.rfedavg",
         terms=("FeatureTable",),
         example="RFedAvg(lam=0.001)",
         paper="Wang, Tong et al. 2023, Alg. 1",
@@ -378,7 +378,7 @@ def _rows() -> Iterator[Method]:
     )
     yield Method(
         name="RFedAvgPlus",
-        module="rfedavg",
+        module="client_loss.rfedavg",
         terms=("LeaveOneOutMean",),
         example="RFedAvgPlus(lam=0.1)",
         paper="Wang, Tong et al. 2023, Alg. 2",
@@ -390,7 +390,7 @@ def _rows() -> Iterator[Method]:
     )
     yield Method(
         name="MOON",
-        module="moon",
+        module="client_loss.moon",
         terms=("ModelContrast",),
         example="MOON(mu=5.0)",
         paper="Li, He, Song 2021, Sec. 3, Alg. 1",
@@ -402,7 +402,7 @@ def _rows() -> Iterator[Method]:
     )
     yield Method(
         name="FedNTD",
-        module="fedntd",
+        module="client_loss.fedntd",
         terms=("NotTrueDistillation",),
         example="FedNTD(beta=1.0)",
         paper="Lee et al. 2022, Sec. 3, Alg. 1",
@@ -412,7 +412,7 @@ def _rows() -> Iterator[Method]:
     )
     yield Method(
         name="FedLC",
-        module="logits",
+        module="client_loss.logits",
         terms=("LogitCalibration",),
         example="FedLC(tau=1.0)",
         paper="Zhang et al. 2022, Sec. 4",
@@ -421,7 +421,7 @@ def _rows() -> Iterator[Method]:
     )
     yield Method(
         name="FedRS",
-        module="logits",
+        module="client_loss.logits",
         terms=("RestrictedSoftmax",),
         example="FedRS(alpha=0.5)",
         paper="Li, Zhan 2021, Sec. 4",
@@ -430,7 +430,7 @@ def _rows() -> Iterator[Method]:
     )
     yield Method(
         name="FedGKD",
-        module="fedgkd",
+        module="client_loss.fedgkd",
         terms=("PastModels",),
         example="FedGKD(gamma=0.2)",
         paper="Yao et al. 2021",
@@ -441,7 +441,7 @@ def _rows() -> Iterator[Method]:
     )
     yield Method(
         name="EFL",
-        module="efl",
+        module="client_step.efl",
         terms=("Elastic", "SparseTernary"),
         example="EFL(lam=1.0, density_up=0.01, density_down=0.01)",
         paper="Ma et al. 2021, Alg. 1-2, Eqs. 2-6",
@@ -456,7 +456,7 @@ def _rows() -> Iterator[Method]:
     )
     yield Method(
         name="FedCurv",
-        module="fedcurv",
+        module="client_step.fedcurv",
         terms=("Curvature",),
         example="FedCurv(lam=1.0)",
         paper="Shoham et al. 2019, Eqs. 4-6",
@@ -471,7 +471,7 @@ def _rows() -> Iterator[Method]:
     )
     yield Method(
         name="FedBN",
-        module="fedbn",
+        module="personal.fedbn",
         terms=("LocalBatchNorm",),
         example="FedBN()",
         paper="Li, Jiang et al. 2021, Alg. 1",
@@ -482,7 +482,7 @@ def _rows() -> Iterator[Method]:
     )
     yield Method(
         name="FedPer",
-        module="fedbn",
+        module="personal.fedbn",
         terms=("Private",),
         example="FedPer(patterns='head.*')",
         paper="Arivazhagan et al. 2019",
@@ -493,7 +493,7 @@ def _rows() -> Iterator[Method]:
     )
     yield Method(
         name="Ditto",
-        module="ditto",
+        module="personal.ditto",
         terms=("PersonalModel",),
         example="Ditto(lam=0.1)",
         paper="Li, Hu et al. 2021, Alg. 1",
@@ -505,7 +505,7 @@ def _rows() -> Iterator[Method]:
     )
     yield Method(
         name="APFL",
-        module="apfl",
+        module="personal.apfl",
         terms=("MixedModel",),
         example="APFL(alpha=0.5)",
         paper="Deng et al. 2020, Alg. 1",
@@ -517,7 +517,7 @@ def _rows() -> Iterator[Method]:
     )
     yield Method(
         name="FedBABU",
-        module="fedbabu",
+        module="personal.fedbabu",
         terms=("FixedHead",),
         example="FedBABU()",
         paper="Oh et al. 2022, Alg. 1",
@@ -526,7 +526,7 @@ def _rows() -> Iterator[Method]:
     )
     yield Method(
         name="FedAMP",
-        module="fedamp",
+        module="personal.fedamp",
         terms=("CloudModel",),
         example="FedAMP(lam=0.1, alpha=0.1, sigma=1.0)",
         paper="Huang et al. 2021, Alg. 1",

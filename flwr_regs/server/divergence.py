@@ -22,7 +22,7 @@ from typing import Any
 
 from flwr_regs.abilities import Compresses
 from flwr_regs.chain import Chain
-from flwr_regs.server.metrics import usable
+from flwr_regs.server.client_metrics import usable
 from flwr_regs.server.options import Options
 from flwr_regs.server.round import Round, RoundFailed
 

@@ -8,13 +8,13 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from flwr_regs.server.cohorts import EVALUATION, uniform_cohort
-from flwr_regs.server.frozen import Frozen, differing, out_of_sync
-from flwr_regs.server.losses import lost_before
-from flwr_regs.server.metrics import common_metrics, read_metrics
-from flwr_regs.server.network import Course, Network, name_failures, read_each
-from flwr_regs.server.outbox import client_seed
-from flwr_regs.server.replies import output_layer
+from flwr_regs.server.client_metrics import common_metrics, read_metrics
+from flwr_regs.server.exchange.frozen import Frozen, differing, out_of_sync
+from flwr_regs.server.exchange.network import Course, Network, name_failures, read_each
+from flwr_regs.server.exchange.outbox import client_seed
+from flwr_regs.server.exchange.replies import output_layer
+from flwr_regs.server.population.cohorts import EVALUATION, uniform_cohort
+from flwr_regs.server.population.lost_state import lost_before
 from flwr_regs.server.round import RoundFailed
 from flwr_regs.server.training import Training
 from flwr_regs.wire import keys

@@ -11,7 +11,7 @@ from typing import Any, Self, TypeVar
 import numpy as np
 
 from flwr_regs.chain import Chain
-from flwr_regs.server.aggregators import Aggregator, Mean
+from flwr_regs.server.aggregate.aggregators import Aggregator, Mean
 from flwr_regs.server.privacy import CentralDP
 from flwr_regs.server.refusals import check
 from flwr_regs.wire import keys
@@ -81,7 +81,7 @@ class Options:
         How the updates, and what else the clients upload, become one: `Mean()`, `CoordinateMedian()`,
         `TrimmedMean(share)`, `Krum(byzantine, keep)`, `GeometricMedian()`, `NormBound(max_norm)`,
         `CenteredClipping(radius, iters)`, or one of your own
-        (:class:`flwr_regs.server.aggregators.Aggregator`). Only `Mean` weighs clients by p_k. See
+        (:class:`flwr_regs.server.aggregate.aggregators.Aggregator`). Only `Mean` weighs clients by p_k. See
         docs/robustness.md.
     max_weight : float, optional
         No p_k is above this share, from above 0 to 1. What is cut off goes to the other clients in

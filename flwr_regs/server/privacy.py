@@ -32,9 +32,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from flwr_regs.server.aggregation import MeanOfUpdates
+from flwr_regs.server.aggregate.updates import Moves, Reply
+from flwr_regs.server.aggregate.weights import MeanOfUpdates
 from flwr_regs.server.round import Round
-from flwr_regs.server.updates import Moves, Reply
 from flwr_regs.term import NOT_NEGATIVE, POSITIVE
 from flwr_regs.wire.arrays import NDArrays, statistics
 from flwr_regs.wire.blocks import blocks

@@ -8,7 +8,7 @@ from datetime import timedelta
 from os import fspath
 from typing import Any
 
-from flwr_regs.server.aggregators import Aggregator, Mean
+from flwr_regs.server.aggregate.aggregators import Aggregator, Mean
 from flwr_regs.server.privacy import CentralDP
 from flwr_regs.wire import keys
 from flwr_regs.wire.precision import DTYPES

@@ -11,26 +11,26 @@ from typing import Any
 from uuid import uuid4
 
 from flwr_regs.abilities import Compresses, Probes, Weighs
-from flwr_regs.server.aggregation import (
+from flwr_regs.server.aggregate.aggregators import TooFewVectors
+from flwr_regs.server.aggregate.robust_round import Aggregation, AggregatorFailed
+from flwr_regs.server.aggregate.weights import (
     Stats,
     StepScaling,
     UnusableReplies,
     WithheldStats,
     update_weights,
 )
-from flwr_regs.server.aggregators import TooFewVectors
+from flwr_regs.server.client_metrics import common_metrics, usable
 from flwr_regs.server.divergence import DivergenceGuard
-from flwr_regs.server.exchange import Exchange
-from flwr_regs.server.losses import name_losses
-from flwr_regs.server.metrics import common_metrics, usable
-from flwr_regs.server.model import GlobalModel
-from flwr_regs.server.network import Course, Network, name_failures
+from flwr_regs.server.exchange.first_exchange import Exchange
+from flwr_regs.server.exchange.network import Course, Network, name_failures
+from flwr_regs.server.exchange.replies import Reader, Usable
+from flwr_regs.server.global_model import GlobalModel
 from flwr_regs.server.options import Options
-from flwr_regs.server.participation import Participation
-from flwr_regs.server.population import Population
+from flwr_regs.server.population.lost_state import name_losses
+from flwr_regs.server.population.participation import Participation
+from flwr_regs.server.population.population import Population
 from flwr_regs.server.privacy import Budget, PrivateRounds, refuse_statistics
-from flwr_regs.server.replies import Reader, Usable
-from flwr_regs.server.robust import Aggregation, AggregatorFailed
 from flwr_regs.server.round import Round, RoundFailed, TooFewReplies
 from flwr_regs.term import ServerContext
 from flwr_regs.wire import keys

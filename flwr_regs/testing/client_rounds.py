@@ -15,18 +15,18 @@ from torch.nn.functional import cross_entropy
 
 from flwr_regs.abilities import Probes, TakesBack
 from flwr_regs.chain import chain
-from flwr_regs.client.corrections import owner
-from flwr_regs.client.result import LocalResult
-from flwr_regs.client.trained import trained_parameters
-from flwr_regs.client.training import local_round
+from flwr_regs.client.train.client_result import LocalResult
+from flwr_regs.client.train.corrections import owner
+from flwr_regs.client.train.local_training import local_round
+from flwr_regs.client.train.trainable import trained_parameters
 from flwr_regs.flower.app import RegClientApp
 from flwr_regs.flower.client_round import ClientRound
-from flwr_regs.flower.grid import InProcessGrid
+from flwr_regs.flower.grids.in_process import InProcessGrid
 from flwr_regs.term import Arrays, ClientContext, ServerContext, Slot, Term
 from flwr_regs.testing import problem, spies
-from flwr_regs.testing.cohort import cohort_round
 from flwr_regs.testing.method import LawBroken, Method, Skipped, agree, by_round
 from flwr_regs.testing.problem import make_clients, make_model, train
+from flwr_regs.testing.stacked_hooks import cohort_round
 
 
 def pure(method: Method) -> None:

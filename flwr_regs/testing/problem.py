@@ -14,7 +14,7 @@ from torch import nn
 from torch.func import functional_call
 
 from flwr_regs.flower.app import client_app
-from flwr_regs.flower.grid import InProcessGrid
+from flwr_regs.flower.grids.in_process import InProcessGrid
 from flwr_regs.wire import keys
 
 Batch = tuple[torch.Tensor, torch.Tensor]

@@ -11,8 +11,8 @@ from typing import Any, ClassVar
 import numpy as np
 
 from flwr_regs.abilities import Recovers
-from flwr_regs.flower.grid import InProcessGrid
-from flwr_regs.methods.fedavg import FedAvg, FedAvgClient
+from flwr_regs.flower.grids.in_process import InProcessGrid
+from flwr_regs.methods.server_step.fedavg import FedAvg, FedAvgClient
 from flwr_regs.term import Arrays, ClientContext, ServerContext, Slot, Term
 from flwr_regs.testing import problem
 from flwr_regs.testing.method import LawBroken, Method, Skipped, agree, by_round

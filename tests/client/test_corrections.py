@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from flwr_regs import FirstOrder, Proximal
 from flwr_regs.chain import chain
-from flwr_regs.client import corrections
-from flwr_regs.client.corrections import Corrections, owner
-from flwr_regs.client.training import LocalTraining, local_round
+from flwr_regs.client.train import corrections
+from flwr_regs.client.train.corrections import Corrections, owner
+from flwr_regs.client.train.local_training import LocalTraining, local_round
 from flwr_regs.term import Arrays, ClientContext, Slot, Term
 from flwr_regs.testing import Method
 from flwr_regs.testing.problem import train

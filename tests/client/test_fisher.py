@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
-from flwr_regs.client import fisher
-from flwr_regs.client.batches import NO_DATA
-from flwr_regs.client.fisher import fisher_diagonal
+from flwr_regs.client.measure import fisher
+from flwr_regs.client.measure.fisher import fisher_diagonal
+from flwr_regs.client.train.batches import NO_DATA
 from tests.conftest import close, make_model
 from tests.oracles.model import gradient
 

@@ -12,9 +12,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from flwr_regs import FirstOrder, Proximal
 from flwr_regs.chain import chain
-from flwr_regs.client import corrections
-from flwr_regs.client.sliced_sgd import SlicedSGD
-from flwr_regs.client.training import local_round
+from flwr_regs.client.train import corrections
+from flwr_regs.client.train.local_training import local_round
+from flwr_regs.client.train.sliced_sgd import SlicedSGD
 from flwr_regs.term import Term
 
 SLICE = 64  # a vector of torch's has fewer entries

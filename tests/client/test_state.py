@@ -24,7 +24,7 @@ from flwr_regs import (
     client_app,
 )
 from flwr_regs.chain import chain
-from flwr_regs.client.state import ClientState
+from flwr_regs.client.memory.state import ClientState
 from flwr_regs.testing.problem import RepeatingGrid
 from flwr_regs.wire import keys
 from tests.conftest import budgeted, close, make_clients, make_model, run

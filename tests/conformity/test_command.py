@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flwr_regs.conformity import cli, environments, host
-from flwr_regs.conformity.libraries import LIBRARIES
-from flwr_regs.conformity.loops import federate
-from flwr_regs.conformity.task import small_task
+from benchmarks.conformity import cli, environments, host
+from benchmarks.conformity.libraries import LIBRARIES
+from benchmarks.conformity.loops import federate
+from benchmarks.conformity.task import small_task
 from tests.conftest import ROOT
 
 EXAMPLE = re.findall(

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flwr_regs.conformity.behaviours import METHODS, apply_to
-from flwr_regs.conformity.compare import TOLERANCE, judge
-from flwr_regs.conformity.loops import federate
-from flwr_regs.conformity.task import small_task
+from benchmarks.conformity.behaviours import METHODS, apply_to
+from benchmarks.conformity.compare import TOLERANCE, judge
+from benchmarks.conformity.loops import federate
+from benchmarks.conformity.task import small_task
 from tests.sampling import sampled
 
 TASK, MOMENTUM = small_task(), small_task(0.7)

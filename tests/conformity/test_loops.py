@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from flwr_regs.conformity import model as kit
-from flwr_regs.conformity.behaviours import METHODS
-from flwr_regs.conformity.loops import Task, federate
-from flwr_regs.conformity.task import small_task
+from benchmarks.conformity import model as kit
+from benchmarks.conformity.behaviours import METHODS
+from benchmarks.conformity.loops import Task, federate
+from benchmarks.conformity.task import small_task
 from tests.oracles.fedavg import fedavg
 from tests.oracles.fedprox import fedprox
 from tests.oracles.local_sgd import local_sgd

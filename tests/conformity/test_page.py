@@ -10,8 +10,8 @@ import pytest
 
 from benchmarks import conformity as study
 from benchmarks.common import filled
-from flwr_regs.conformity.behaviours import BEHAVIOURS
-from flwr_regs.conformity.libraries import LIBRARIES
+from benchmarks.conformity.behaviours import BEHAVIOURS
+from benchmarks.conformity.libraries import LIBRARIES
 
 
 def test_the_page_holds_what_the_results_say() -> None:

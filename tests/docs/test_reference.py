@@ -6,8 +6,11 @@ import re
 
 import pytest
 
-from flwr_regs.experiments import cards_table, metrics, protocols, settings
+from flwr_regs.experiments import cards_table
+from flwr_regs.experiments.cards import protocols
 from flwr_regs.experiments.methods_table import properties_of
+from flwr_regs.experiments.report import metrics
+from flwr_regs.experiments.settings import settings
 from flwr_regs.methods.registry import METHODS
 from flwr_regs.server.round import Round
 from flwr_regs.wire import config, keys

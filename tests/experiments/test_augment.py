@@ -12,8 +12,10 @@ import torch
 from flwr.app import ArrayRecord, ConfigRecord
 
 from flwr_regs import FedAvg, FedAvgClient, InProcessGrid, client_app
-from flwr_regs.experiments import augment, clients, data
-from flwr_regs.experiments.job import Job
+from flwr_regs.experiments.data import arrays as data
+from flwr_regs.experiments.data import augment
+from flwr_regs.experiments.run import clients
+from flwr_regs.experiments.settings.job import Job
 from tests.experiments.sources import made
 
 PICTURES = torch.rand(64, 3, 12, 10, generator=torch.Generator().manual_seed(0))

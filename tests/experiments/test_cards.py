@@ -8,10 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from flwr_regs.experiments import cards_table, protocols
-from flwr_regs.experiments.job import Job
-from flwr_regs.experiments.protocols import Card
-from flwr_regs.experiments.sources.catalogue import parsed
+from flwr_regs.experiments import cards_table
+from flwr_regs.experiments.cards import protocols
+from flwr_regs.experiments.cards.protocols import Card
+from flwr_regs.experiments.data.sources.readers import parsed
+from flwr_regs.experiments.settings.job import Job
 
 OF_PAPERS = [
     *(f"fedfor-{n}" for n in ("t1", "t2", "t3", "t4", "t5", "f3")),

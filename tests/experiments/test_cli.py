@@ -17,8 +17,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flwr_regs.experiments import cli, records, tuning, words
-from flwr_regs.experiments.engine import Plan
+from flwr_regs.experiments import cli, words
+from flwr_regs.experiments.run import run_records as records
+from flwr_regs.experiments.run import tuning
+from flwr_regs.experiments.run.engine import Plan
 from tests.conftest import ROOT
 
 QUICK = ["rounds=2", "local-epochs=1"]

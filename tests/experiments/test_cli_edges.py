@@ -17,10 +17,12 @@ from typing import Any
 
 import pytest
 
-from flwr_regs.experiments import engine, estimate, flower_run, records, tuning, words
-from flwr_regs.experiments.engine import Plan
-from flwr_regs.experiments.job import Job
-from flwr_regs.experiments.progress import Progress
+from flwr_regs.experiments import words
+from flwr_regs.experiments.run import engine, estimate, flower_run, tuning
+from flwr_regs.experiments.run import run_records as records
+from flwr_regs.experiments.run.engine import Plan
+from flwr_regs.experiments.run.progress import Progress
+from flwr_regs.experiments.settings.job import Job
 from tests.conftest import ROOT
 from tests.experiments.test_cli import FLAT, QUICK, run
 

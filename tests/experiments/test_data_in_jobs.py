@@ -10,9 +10,10 @@ import pytest
 import torch
 
 import flwr_regs
-from flwr_regs.experiments import clients, data
-from flwr_regs.experiments.job import Job
-from flwr_regs.experiments.quadratic import Quadratic
+from flwr_regs.experiments.data import arrays as data
+from flwr_regs.experiments.models.quadratic import Quadratic
+from flwr_regs.experiments.run import clients
+from flwr_regs.experiments.settings.job import Job
 from tests.experiments.sources import made
 
 COMMON = {"methods": "FedAvg", "num-clients": 5, "partition": "iid"}
@@ -63,7 +64,7 @@ def test_the_quadratics_have_their_own_model_and_loss() -> None:
 
 
 def flwr_regs_model(dataset: str) -> Any:
-    from flwr_regs.experiments import models
+    from flwr_regs.experiments.models import models
 
     return models.build(dataset, "auto", 1)
 

@@ -12,8 +12,12 @@ import numpy as np
 import pytest
 
 from flwr_regs import InProcessGrid
-from flwr_regs.experiments import comparison, data, models, settings, words
-from flwr_regs.experiments.job import Job
+from flwr_regs.experiments import words
+from flwr_regs.experiments.data import arrays as data
+from flwr_regs.experiments.models import models
+from flwr_regs.experiments.run import comparison
+from flwr_regs.experiments.settings import settings
+from flwr_regs.experiments.settings.job import Job
 from simulations.client_app import app
 from tests.conftest import ROOT
 
@@ -344,7 +348,7 @@ def test_any_method_can_be_compared_under_stragglers() -> None:
 
 
 def test_each_domain_shows_the_same_images_otherwise() -> None:
-    from flwr_regs.experiments.domains import DOMAINS, shifted
+    from flwr_regs.experiments.data.domains import DOMAINS, shifted
 
     x = data.load("digits-domains", "").train_x[:50]
     seen = [shifted(x, d, 3) for d in range(len(DOMAINS))]

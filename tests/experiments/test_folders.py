@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from flwr_regs.experiments.cli import main
-from flwr_regs.experiments.folders import locked, new_folder
+from flwr_regs.experiments.run.folders import locked, new_folder
 from tests.conftest import ROOT
 
 SMALL = ["rounds=1", "num-clients=2", "methods=FedAvg"]
@@ -68,7 +68,15 @@ def test_a_keeper_ends_all_that_a_command_started_when_its_asker_is_killed(tmp_p
     pids, folder = tmp_path / "pids", tmp_path / "folder"
     folder.mkdir()
     orphan = f"sh -c 'setsid sleep 600 & echo $! >> {pids}' & sleep 600 & echo $! >> {pids}; wait"
-    keeper = [sys.executable, "-m", "flwr_regs.experiments.keeper", str(folder), "sh", "-c", orphan]
+    keeper = [
+        sys.executable,
+        "-m",
+        "flwr_regs.experiments.run.keeper",
+        str(folder),
+        "sh",
+        "-c",
+        orphan,
+    ]
     asker = subprocess.Popen(
         [
             sys.executable,

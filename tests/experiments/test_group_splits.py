@@ -8,8 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flwr_regs.experiments.group_splits import test_split as split_test  # pytest collects `test_…`
-from flwr_regs.experiments.partitions import partition, partition_hash
+from flwr_regs.experiments.partition.group_splits import (
+    test_split as split_test,  # pytest collects `test_…`
+)
+from flwr_regs.experiments.partition.partitions import partition, partition_hash
 
 Array = np.ndarray[Any, Any]
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from flwr_regs.experiments import metrics
-from flwr_regs.experiments.records import Run
-from flwr_regs.experiments.settings import DEFAULTS
+from flwr_regs.experiments.report import metrics
+from flwr_regs.experiments.run.run_records import Run
+from flwr_regs.experiments.settings.settings import DEFAULTS
 
 
 def entry(t: int, **more: Any) -> dict[str, Any]:

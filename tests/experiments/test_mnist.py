@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from torchvision.datasets import mnist as torchvisions
 
-from flwr_regs.experiments import data, mnist
+from flwr_regs.experiments.data import arrays as data
+from flwr_regs.experiments.data import mnist
 
 
 def contents() -> dict[str, bytes]:

@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from flwr_regs.experiments import data, models
-from flwr_regs.experiments.nets import catalogue
+from flwr_regs.experiments.data import arrays as data
+from flwr_regs.experiments.models import architectures as catalogue
+from flwr_regs.experiments.models import models
 from tests.conftest import ROOT
 
 
@@ -233,7 +234,7 @@ def test_small_images_are_not_shrunk_by_the_first_layers(shaped: Any) -> None:
 
 def test_a_shortcut_has_no_parameters() -> None:
     """He et al.'s option A: every second pixel, and zeros for the new channels."""
-    from flwr_regs.experiments.nets.residual import Block
+    from flwr_regs.experiments.models.residual import Block
 
     block = Block(4, 8).eval()
     nn.init.zeros_(block.conv2.weight)

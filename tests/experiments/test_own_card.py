@@ -9,10 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from flwr_regs.experiments import cards_table, commands, engine, protocol_runs, protocols
-from flwr_regs.experiments.build import bare, client_class
-from flwr_regs.experiments.records import Run
-from flwr_regs.experiments.results import BRIEF, Results
+from flwr_regs.experiments import cards_table, commands
+from flwr_regs.experiments.cards import protocol_runs, protocols
+from flwr_regs.experiments.report.results import BRIEF, Results
+from flwr_regs.experiments.run import engine
+from flwr_regs.experiments.run.run_records import Run
+from flwr_regs.experiments.settings.build import bare, client_class
 from tests.conftest import ROOT
 from tests.experiments.test_cli import run
 

@@ -12,8 +12,13 @@ import numpy as np
 import pytest
 
 from flwr_regs.experiments import cli
-from flwr_regs.experiments.partitions import BY_GROUP, PARTITIONS, partition, partition_hash
-from flwr_regs.experiments.settings import DEFAULTS
+from flwr_regs.experiments.partition.partitions import (
+    BY_GROUP,
+    PARTITIONS,
+    partition,
+    partition_hash,
+)
+from flwr_regs.experiments.settings.settings import DEFAULTS
 from tests.conftest import ROOT
 
 Array = np.ndarray[Any, Any]
@@ -396,7 +401,7 @@ def test_an_impossible_partition_is_refused_in_one_line_before_anything_starts(
     def started(*_: Any) -> str:
         raise AssertionError("a simulation was started")
 
-    monkeypatch.setattr("flwr_regs.experiments.engine.execute", started)
+    monkeypatch.setattr("flwr_regs.experiments.run.engine.execute", started)
     monkeypatch.chdir(tmp_path)
     end = [*settings.split(), "methods=FedAvg"]
     for command in (["run"], ["sweep", "lr", "--values=0.1", "--seeds=1"]):

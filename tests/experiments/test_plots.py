@@ -15,8 +15,8 @@ import pytest
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 
-from flwr_regs.experiments import drawing, plots
-from flwr_regs.experiments.plots import Curve
+from flwr_regs.experiments.report import drawing, plots
+from flwr_regs.experiments.report.plots import Curve
 
 NAN = float("nan")
 WORDS = ["FedAvg", "FedFOR(alpha=0.5)", "a b", "x" * 40, "$_^{", "FedBN+FedFOR(alpha=0.1, lr=0.05)"]
@@ -420,7 +420,7 @@ def test_bad_input_is_named(call: Any, sentence: str) -> None:
 
 
 def test_without_matplotlib_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "flwr_regs.experiments.drawing")
+    monkeypatch.delitem(sys.modules, "flwr_regs.experiments.report.drawing")
     monkeypatch.delattr(sys.modules["flwr_regs.experiments"], "drawing")
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     for draw in (lambda: plots.accuracy([run("A", 1, [0.5])]), lambda: plots.labels([[1]])):

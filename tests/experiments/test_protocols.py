@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 
-from flwr_regs.experiments import cli, needs, protocol_runs, protocols
-from flwr_regs.experiments.job import Job
-from flwr_regs.experiments.partitions import partition, partition_hash
+from flwr_regs.experiments import cli
+from flwr_regs.experiments.cards import protocol_runs, protocols
+from flwr_regs.experiments.data import needs
+from flwr_regs.experiments.partition.partitions import partition, partition_hash
+from flwr_regs.experiments.settings.job import Job
 from tests.experiments.test_cards import CARDS
 
 ONE_OF_EACH = ["fedfor-t1", "fedadc-f1", "rfedavg-t1", "efl-f1", "field-guide-t1", "flute-lr-mnist"]
@@ -389,7 +391,7 @@ def test_a_plan_has_the_hash_of_each_partition() -> None:
 
 
 def smoke(name: str, capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
-    monkeypatch.setattr("flwr_regs.experiments.sources.files.DOWNLOADS", "nowhere")
+    monkeypatch.setattr("flwr_regs.experiments.data.sources.data_files.DOWNLOADS", "nowhere")
     assert run("bench", name, "--smoke", "out=here") == 0
     card = protocols.load(name)
     out = capsys.readouterr().out

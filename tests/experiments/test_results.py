@@ -12,10 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flwr_regs.experiments import records, rows
-from flwr_regs.experiments.records import Recorder, Run
-from flwr_regs.experiments.results import Results, number
-from flwr_regs.experiments.settings import DEFAULTS
+from flwr_regs.experiments.report import rows
+from flwr_regs.experiments.report.results import Results, number
+from flwr_regs.experiments.run import run_records as records
+from flwr_regs.experiments.run.run_records import Recorder, Run
+from flwr_regs.experiments.settings.settings import DEFAULTS
 
 NAN = "RoundFailed: round 3 of X diverged: array 'w' holds NaN or infinity"
 

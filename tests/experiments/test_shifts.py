@@ -12,8 +12,10 @@ import numpy as np
 import pytest
 from flwr.app import Context, RecordDict
 
-from flwr_regs.experiments import clients, data, shifts
-from flwr_regs.experiments.job import Job
+from flwr_regs.experiments.data import arrays as data
+from flwr_regs.experiments.partition import shifts
+from flwr_regs.experiments.run import clients
+from flwr_regs.experiments.settings.job import Job
 
 Array = np.ndarray[Any, Any]
 
@@ -224,7 +226,7 @@ def test_the_server_tests_with_the_rounds_labels(monkeypatch: pytest.MonkeyPatch
     settings |= {"lr": 1e-30, "seeds": [5], "partition": "label-swaps-rounds"}
     (run,) = simulate(**settings, swap_probability=1.0).runs
     digits = data.load("digits")
-    from flwr_regs.experiments import models
+    from flwr_regs.experiments.models import models
 
     model = models.build("digits", "auto", 5).eval()
     import torch

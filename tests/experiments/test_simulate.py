@@ -16,7 +16,7 @@ from torch import nn
 import flwr_regs
 from flwr_regs import FedFOR, Term, simulate
 from flwr_regs.experiments import cli
-from flwr_regs.experiments.engine import Plan
+from flwr_regs.experiments.run.engine import Plan
 from tests.conftest import ROOT
 
 QUICK: dict[str, Any] = {"rounds": 2, "local_epochs": 1}

@@ -7,8 +7,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from flwr_regs.experiments import data, needs, subset
-from flwr_regs.experiments.job import Job
+from flwr_regs.experiments.data import arrays as data
+from flwr_regs.experiments.data import needs, subset
+from flwr_regs.experiments.settings.job import Job
 
 DIGITS = data.load("digits")
 GROUPED = replace(

@@ -11,7 +11,7 @@ from flwr.app import Array, ArrayRecord, Message, MetricRecord, RecordDict
 
 import flwr_regs as fr
 from flwr_regs import InProcessGrid, SparseTernary
-from flwr_regs.server.replies import Reader
+from flwr_regs.server.exchange.replies import Reader
 from flwr_regs.testing.problem import app_of
 from flwr_regs.wire import keys
 from flwr_regs.wire.records import from_record

@@ -15,8 +15,8 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import flwr_regs as fr
-from flwr_regs.server import frozen as server_frozen
-from flwr_regs.server.frozen import ASK_ABOVE, MOST_SENT
+from flwr_regs.server.exchange import frozen as server_frozen
+from flwr_regs.server.exchange.frozen import ASK_ABOVE, MOST_SENT
 from flwr_regs.term import Term
 from flwr_regs.wire import keys
 from flwr_regs.wire.arrays import ProtocolError

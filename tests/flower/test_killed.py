@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from flwr_regs.server.checkpoint import latest
+from flwr_regs.server.checkpoint.checkpoint import latest
 from tests.conftest import ROOT
 from tests.flower.killed import METHODS
 

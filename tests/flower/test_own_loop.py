@@ -45,7 +45,7 @@ from flwr_regs import (
     Term,
     load_model,
 )
-from flwr_regs.server.population import PopulationError
+from flwr_regs.server.population.population import PopulationError
 from flwr_regs.testing import Method
 from tests.conftest import ROOT, close, make_clients, make_model, run
 from tests.laws import CASES

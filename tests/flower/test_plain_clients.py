@@ -18,7 +18,7 @@ from torch import nn
 
 import flwr_regs as fr
 from flwr_regs import InProcessGrid, RegClientApp, RoundFailed, client_app
-from flwr_regs.methods.fedadc import SlowMomentum
+from flwr_regs.methods.client_step.fedadc import SlowMomentum
 from flwr_regs.term import Term
 from flwr_regs.testing.problem import SerialisingGrid
 from tests.conftest import close, make_clients, make_model, run

@@ -18,9 +18,9 @@ from flwr_regs import (
     SCAFFOLDClient,
     StackedGrid,
 )
-from flwr_regs.flower.network import GridNetwork
-from flwr_regs.server.network import Request
-from flwr_regs.server.population import PopulationError
+from flwr_regs.flower.grids.grid_network import GridNetwork
+from flwr_regs.server.exchange.network import Request
+from flwr_regs.server.population.population import PopulationError
 from flwr_regs.testing.problem import app_of, make_clients, make_model
 from flwr_regs.wire import keys
 from flwr_regs.wire.parcel import Parcel

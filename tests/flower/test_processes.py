@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from safetensors.numpy import load_file
 
-from flwr_regs.experiments.comparison import file_name
+from flwr_regs.experiments.run.comparison import file_name
 from tests.conftest import ROOT
 from tests.processes import (
     BIN,

@@ -20,7 +20,7 @@ from flwr.serverapp import NeighboringRelation, PrivacyConfig, RdpAccountant, Sa
 import flwr_regs as fr
 from flwr_regs import CheckpointError, InProcessGrid
 from flwr_regs.flower.checkpoints import LEDGER
-from flwr_regs.server.checkpoint import Folder, latest, rounds_in
+from flwr_regs.server.checkpoint.checkpoint import Folder, latest, rounds_in
 from flwr_regs.testing import problem
 from tests.conftest import budgeted, make_clients, make_model
 from tests.laws import CASES

@@ -16,12 +16,12 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import flwr_regs as fr
-from flwr_regs.client import stack_finish
-from flwr_regs.client.batches import Pairs
-from flwr_regs.client.plan import draw
-from flwr_regs.client.replay import Replay
-from flwr_regs.client.stack_gradient import Gradient
-from flwr_regs.flower.stacked_grid import STACKED, Pace
+from flwr_regs.client.train.batches import Pairs
+from flwr_regs.client.train.replay import Replay
+from flwr_regs.cohort import finishing as stack_finish
+from flwr_regs.cohort.batch_plan import draw
+from flwr_regs.cohort.gradients_of_stack import Gradient
+from flwr_regs.flower.grids.stacked_grid import STACKED, Pace
 from flwr_regs.methods.properties import properties
 from flwr_regs.testing import problem
 from tests.laws import CASES

@@ -12,11 +12,11 @@ from flwr.app import ArrayRecord, ConfigRecord
 from torch import nn
 
 import flwr_regs as fr
-from flwr_regs.client import stack_data
-from flwr_regs.client.fisher_layers import of_layers
-from flwr_regs.client.stack_gradient import REGISTER, Gradient, _cross_entropy, vmapped
-from flwr_regs.client.stack_view import Products
-from flwr_regs.flower.stacked_records import Kept, filled
+from flwr_regs.client.measure.fisher_layers import of_layers
+from flwr_regs.cohort import data_functions as stack_data
+from flwr_regs.cohort.gradients_of_stack import REGISTER, Gradient, _cross_entropy, vmapped
+from flwr_regs.cohort.member_view import Products
+from flwr_regs.flower.grids.stacked_records import Kept, filled
 from flwr_regs.wire.arrays import ProtocolError
 from flwr_regs.wire.records import to_array
 from tests.flower.test_stacked import Stacked, app_of, perceptron, run

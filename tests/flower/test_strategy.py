@@ -35,8 +35,8 @@ from flwr_regs import (
     RoundFailed,
     client_app,
 )
-from flwr_regs.flower.contexts import Contexts
-from flwr_regs.server.population import PopulationError
+from flwr_regs.flower.grids.contexts import Contexts
+from flwr_regs.server.population.population import PopulationError
 from flwr_regs.term import Term
 from flwr_regs.wire import keys
 from flwr_regs.wire.parcel import Parcel, Record

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import flwr_regs as fr
 from flwr_regs import InProcessGrid, client_app
-from flwr_regs.flower import workers
+from flwr_regs.flower.grids import workers
 from flwr_regs.flower.node import failure
 from tests.conftest import ROOT
 from tests.federation import until

@@ -12,8 +12,8 @@ import torch
 
 import flwr_regs as fr
 from flwr_regs.abilities import Compresses
-from flwr_regs.experiments.build import build, client_class
-from flwr_regs.experiments.calls import parse_methods
+from flwr_regs.experiments.settings.build import build, client_class
+from flwr_regs.experiments.settings.calls import parse_methods
 from flwr_regs.wire.keys import INCOMPLETE_KEY
 from tests.conftest import make_clients, make_model, run
 from tests.sampling import sampled

@@ -33,8 +33,8 @@ from flwr_regs import (
     client_app,
 )
 from flwr_regs.chain import chain
-from flwr_regs.client.training import local_round
-from flwr_regs.methods.ternary import decode, encode, sparse_ternary
+from flwr_regs.client.train.local_training import local_round
+from flwr_regs.methods.client_step.ternary import decode, encode, sparse_ternary
 from flwr_regs.term import ClientContext, ServerContext
 from flwr_regs.testing.problem import (
     Point,
@@ -848,7 +848,7 @@ def test_a_probe_without_its_vector_costs_only_its_client() -> None:
 
 
 def test_the_log_of_steps_is_bounded_in_steps_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flwr_regs.server.model.MOST_STEPS", 3)
+    monkeypatch.setattr("flwr_regs.server.global_model.MOST_STEPS", 3)
     strategy = EFL(0.0, 0.01, 0.01, seed=1, fraction_evaluate=0.0)
     run(strategy, EFLClient, rounds=6, model=wide_model, clients=make_clients(4, torch.float32))
     assert list(strategy.training.model.coded_steps) == [4, 5, 6]

@@ -10,7 +10,7 @@ from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
 
 import flwr_regs as fr
 from flwr_regs.chain import chain
-from flwr_regs.server.model import GlobalModel
+from flwr_regs.server.global_model import GlobalModel
 from flwr_regs.term import ServerContext
 from flwr_regs.testing.problem import (
     Point,

@@ -12,9 +12,9 @@ import torch
 
 from flwr_regs import FedADC, FedFOR, FedFORClient, FirstOrder
 from flwr_regs.chain import chain
-from flwr_regs.client.optimizer import momentum_of
-from flwr_regs.client.training import LocalTraining, local_round
-from flwr_regs.methods import once
+from flwr_regs.client.train.local_training import LocalTraining, local_round
+from flwr_regs.client.train.optimizer import momentum_of
+from flwr_regs.methods.parts import once
 from flwr_regs.testing.problem import start_weights
 from tests.conftest import budgeted, close, make_clients, make_model, run, to_numpy
 from tests.oracles.fedfor import fedfor

@@ -11,9 +11,9 @@ import torch
 from flwr.app import Message, RecordDict
 from torch import nn
 
-import flwr_regs.client.fisher
+import flwr_regs.client.measure.fisher
 from flwr_regs import EFL, EFLClient, Elastic, InProcessGrid
-from flwr_regs.methods.fisher_code import SumsCode
+from flwr_regs.methods.parts.fisher_code import SumsCode
 from flwr_regs.term import ClientContext, ServerContext
 from flwr_regs.testing.problem import app_of, start_weights
 from flwr_regs.wire.records import from_record, to_record
@@ -227,9 +227,9 @@ def test_the_fisher_information_is_computed_only_when_it_is_sent(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     calls = []
-    original = flwr_regs.client.fisher.fisher_diagonal
+    original = flwr_regs.client.measure.fisher.fisher_diagonal
     monkeypatch.setattr(
-        "flwr_regs.client.measures.fisher_diagonal",
+        "flwr_regs.client.measure.context_functions.fisher_diagonal",
         lambda *a, **k: calls.append(1) or original(*a, **k),
     )
     strategy = EFL(0.4, sums_every=3, seed=1, fraction_evaluate=0.0)

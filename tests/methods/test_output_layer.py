@@ -12,8 +12,8 @@ from torch import nn
 
 import flwr_regs as fr
 from flwr_regs import InProcessGrid, RoundFailed
-from flwr_regs.client.classifier import announce, makes
-from flwr_regs.server.replies import output_layer
+from flwr_regs.client.measure.classifier import announce, makes
+from flwr_regs.server.exchange.replies import output_layer
 from flwr_regs.testing.problem import app_of
 from flwr_regs.wire import keys
 from flwr_regs.wire.parcel import Parcel

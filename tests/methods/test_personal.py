@@ -400,7 +400,7 @@ def test_without_evaluations_the_last_rounds_own_model_is_there(tmp_path: Path) 
 
 
 def test_a_disk_that_fails_costs_no_round(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from flwr_regs.client import saved
+    from flwr_regs.client.memory import saved
 
     write = saved.Generation.write
 

@@ -20,8 +20,8 @@ from torch import nn
 
 import flwr_regs as fr
 from flwr_regs.experiments import cli, methods_table
-from flwr_regs.experiments.build import build, client_class
-from flwr_regs.experiments.calls import parse_methods
+from flwr_regs.experiments.settings.build import build, client_class
+from flwr_regs.experiments.settings.calls import parse_methods
 from flwr_regs.flower.strategy import RegStrategy
 from flwr_regs.methods import registry
 from flwr_regs.methods.properties import properties
@@ -95,7 +95,7 @@ def test_mypy_knows_each_class() -> None:
         [sys.executable, "-m", "mypy", "--strict", "-c", code],
         cwd=ROOT, capture_output=True, text=True, check=False,
     )  # fmt: skip
-    assert 'Revealed type is "flwr_regs.methods.fedfor.FedFOR"' in run.stdout
+    assert 'Revealed type is "flwr_regs.methods.client_step.fedfor.FedFOR"' in run.stdout
     assert "methods.fedfor.FirstOrder" in run.stdout
     assert run.stdout.count("error:") == 1
     assert "Incompatible types in assignment" in run.stdout

@@ -27,7 +27,7 @@ from flwr_regs import (
     RFedAvgPlusClient,
     client_app,
 )
-from flwr_regs.client.features import FeatureTap
+from flwr_regs.client.measure.features import FeatureTap
 from flwr_regs.term import ClientContext
 from flwr_regs.wire import keys
 from tests.conftest import close, make_clients, make_model, run

@@ -12,8 +12,8 @@ import torch
 from flwr.app import Array, ArrayRecord, Message
 
 import flwr_regs as fr
-from flwr_regs.flower.grid import InProcessGrid
-from flwr_regs.server.aggregators import TooFewVectors
+from flwr_regs.flower.grids.in_process import InProcessGrid
+from flwr_regs.server.aggregate.aggregators import TooFewVectors
 from flwr_regs.term import ServerContext
 from flwr_regs.testing import problem
 from flwr_regs.testing.problem import NDArrays, ReversingGrid, SerialisingGrid

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from flwr_regs.server.network import Course, Network, Replies, Request
+from flwr_regs.server.exchange.network import Course, Network, Replies, Request
 from flwr_regs.wire import keys
 from flwr_regs.wire.arrays import NDArrays, mask
 from flwr_regs.wire.parcel import Parcel, Record

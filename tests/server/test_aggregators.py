@@ -12,10 +12,10 @@ import pytest
 
 import flwr_regs as fr
 from flwr_regs.chain import chain
-from flwr_regs.server import aggregators
-from flwr_regs.server.aggregation import cut_weights
-from flwr_regs.server.aggregators import Aggregate, Aggregator, TooFewVectors, Vectors
-from flwr_regs.server.network import Request
+from flwr_regs.server.aggregate import aggregators
+from flwr_regs.server.aggregate.aggregators import Aggregate, Aggregator, TooFewVectors, Vectors
+from flwr_regs.server.aggregate.weights import cut_weights
+from flwr_regs.server.exchange.network import Request
 from flwr_regs.server.options import Options
 from flwr_regs.server.round import RoundFailed
 from flwr_regs.server.training import Training

@@ -21,8 +21,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load
 
-from flwr_regs.server import checkpoint
-from flwr_regs.server.checkpoint import (
+from flwr_regs.server.checkpoint import checkpoint
+from flwr_regs.server.checkpoint.checkpoint import (
     CheckpointError,
     DamagedCheckpoint,
     Folder,
@@ -30,9 +30,9 @@ from flwr_regs.server.checkpoint import (
     read,
     rounds_in,
 )
-from flwr_regs.server.fingerprint import differences
-from flwr_regs.server.frozen import Frozen
-from flwr_regs.server.values import Store, from_json, safetensors_of, to_json
+from flwr_regs.server.checkpoint.fingerprint import differences
+from flwr_regs.server.checkpoint.values import Store, from_json, safetensors_of, to_json
+from flwr_regs.server.exchange.frozen import Frozen
 from tests.conftest import ROOT
 from tests.server.network import NumpyNetwork, quadratic, run
 from tests.server.test_training import CENTRE, CONFIG, CURVATURE, training
@@ -226,7 +226,7 @@ def test_other_folders_are_refused_with_the_reason(tmp_path: Path) -> None:
 
 def test_a_folder_is_for_one_run(tmp_path: Path) -> None:
     first = Folder(tmp_path)
-    code = f"from flwr_regs.server.checkpoint import Folder; Folder({str(tmp_path)!r})"
+    code = f"from flwr_regs.server.checkpoint.checkpoint import Folder; Folder({str(tmp_path)!r})"
     other = subprocess.run([sys.executable, "-c", code], cwd=ROOT, text=True, capture_output=True)
     assert f"another run (process {os.getpid()}) writes its checkpoints" in other.stderr
     with pytest.raises(CheckpointError, match="give each run a folder of its own"):

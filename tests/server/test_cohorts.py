@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from flwr_regs.server.cohorts import CoverageError, class_covering_cohort, uniform_cohort
+from flwr_regs.server.population.cohorts import CoverageError, class_covering_cohort, uniform_cohort
 
 
 def test_cohorts_cover_every_class_and_are_seeded() -> None:

@@ -13,7 +13,7 @@ import torch
 
 import flwr_regs as fr
 from flwr_regs.server.divergence import Signs, suspects
-from flwr_regs.server.network import Request
+from flwr_regs.server.exchange.network import Request
 from flwr_regs.server.round import RoundFailed
 from flwr_regs.testing import Method
 from flwr_regs.wire.parcel import Parcel

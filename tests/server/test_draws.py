@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from flwr_regs.server.draws import uniforms
+from flwr_regs.server.population.draws import uniforms
 
 CLIENTS = [0, 1, 2, 77, 2**16, 2**31, 2**32 - 1, 2**32, 2**63 + 17, 2**64 - 1]
 

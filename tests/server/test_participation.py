@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from flwr_regs.server.participation import Participation
+from flwr_regs.server.aggregate.updates import Reply
+from flwr_regs.server.population.participation import Participation
 from flwr_regs.server.round import Round
-from flwr_regs.server.updates import Reply
 
 REPLY = Reply({}, {}, {}, 1.0)  # of a client that reports no steps
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from flwr_regs.server.network import Request
-from flwr_regs.server.population import Population, PopulationError
+from flwr_regs.server.exchange.network import Request
+from flwr_regs.server.population.population import Population, PopulationError
 from flwr_regs.wire.parcel import Parcel
 from tests.server.network import NumpyNetwork
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from flwr_regs.server.sorting import MOST_ROWS, sorted_rows
+from flwr_regs.server.aggregate.sorting import MOST_ROWS, sorted_rows
 
 
 @pytest.mark.parametrize("n", [*range(1, 20), 33, 64, 100, MOST_ROWS, MOST_ROWS + 1])

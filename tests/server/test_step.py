@@ -12,10 +12,10 @@ import pytest
 
 import flwr_regs as fr
 from flwr_regs.chain import chain
-from flwr_regs.methods.fedfor import FirstOrder
-from flwr_regs.server.model import GlobalModel
-from flwr_regs.server.step import as_step, stepped
-from flwr_regs.server.updates import Reply
+from flwr_regs.methods.client_step.fedfor import FirstOrder
+from flwr_regs.server.aggregate.step import as_step, stepped
+from flwr_regs.server.aggregate.updates import Reply
+from flwr_regs.server.global_model import GlobalModel
 from flwr_regs.term import ServerContext, Slot, Term
 from flwr_regs.wire import blocks
 from flwr_regs.wire.arrays import NDArrays, add

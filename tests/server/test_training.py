@@ -13,7 +13,7 @@ import pytest
 
 from flwr_regs.chain import chain
 from flwr_regs.server.evaluation import evaluation
-from flwr_regs.server.network import Request
+from flwr_regs.server.exchange.network import Request
 from flwr_regs.server.options import Options
 from flwr_regs.server.round import RoundFailed
 from flwr_regs.server.training import Training
@@ -184,7 +184,7 @@ def test_what_only_clients_know_is_learnt_from_their_first_replies() -> None:
 
 def test_evaluation_cohorts_are_drawn_with_a_key_of_their_own() -> None:
     """Neither training's cohorts, nor those that class-covering cohorts try."""
-    from flwr_regs.server.cohorts import uniform_cohort
+    from flwr_regs.server.population.cohorts import uniform_cohort
 
     n = 12
     train = training(fraction_train=0.5, fraction_evaluate=0.5, min_evaluate_nodes=1)

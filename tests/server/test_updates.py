@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from flwr_regs.server.updates import Reply, mean_delta, update_norm, updates_of
+from flwr_regs.server.aggregate.updates import Reply, mean_delta, update_norm, updates_of
 from flwr_regs.wire.arrays import LARGEST, ProtocolError, check_finite
 from flwr_regs.wire.blocks import BLOCK, square_sum
 from flwr_regs.wire.npy import npy_bytes, read_array, sealed, write_array

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from flwr_regs import FedFOR, FedFORClient, FirstOrder, RegStrategy
-from flwr_regs.client.state import ClientState
+from flwr_regs.client.memory.state import ClientState
 from flwr_regs.term import Arrays, ClientContext, ServerContext, Slot, Term
 from flwr_regs.testing import LAWS, Exempt, LawBroken, Method, check_method
 from flwr_regs.testing.problem import settled
@@ -247,7 +247,7 @@ def test_a_slot_that_outlives_an_unused_reply_is_found(monkeypatch: pytest.Monke
 
 
 def test_steps_that_were_not_done_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    from flwr_regs.server.aggregation import Stats
+    from flwr_regs.server.aggregate.weights import Stats
 
     monkeypatch.setattr(Stats, "num_steps", Stats.planned_steps)
     with pytest.raises(LawBroken, match=r"^law 'incomplete/what is seen' .*'1'\[1\]\[0\] is 6"):

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from flwr_regs.experiments import data
+from flwr_regs.experiments.data import arrays as data
 
 
 @pytest.fixture(autouse=True)

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from flwr_regs.experiments.sources import fedbn
-from flwr_regs.experiments.sources.texts import WINDOW
+from flwr_regs.experiments.data.sources import digit_domains as fedbn
+from flwr_regs.experiments.data.sources.texts import WINDOW
 
 RNG = np.random.default_rng(0)
 PLAY = """First Citizen:

@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from flwr_regs.experiments import data, models
-from flwr_regs.experiments.augment import AUGMENTATIONS
+from flwr_regs.experiments.data import arrays as data
+from flwr_regs.experiments.data.augment import AUGMENTATIONS
+from flwr_regs.experiments.data.sources import readers as catalogue
 from flwr_regs.experiments.data_table import filled
-from flwr_regs.experiments.quadratic import LOSSES
-from flwr_regs.experiments.sources import catalogue
+from flwr_regs.experiments.models import models
+from flwr_regs.experiments.models.quadratic import LOSSES
 from tests.experiments.sources.made import MADE, NEEDS
 
 DOCS = Path(__file__).parents[3] / "docs"

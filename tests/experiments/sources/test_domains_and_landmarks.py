@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from flwr_regs.experiments import data
-from flwr_regs.experiments.sources import fedbn, pickles
+from flwr_regs.experiments.data import arrays as data
+from flwr_regs.experiments.data.sources import digit_domains as fedbn
+from flwr_regs.experiments.data.sources import pickles
 from tests.experiments.sources import made
 
 

@@ -15,8 +15,8 @@ import pytest
 from PIL import Image
 from torchvision import datasets as torchvisions
 
-from flwr_regs.experiments import data
-from flwr_regs.experiments.sources import pictures
+from flwr_regs.experiments.data import arrays as data
+from flwr_regs.experiments.data.sources import pictures
 from tests.experiments.sources import made
 
 

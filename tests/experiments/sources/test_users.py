@@ -9,8 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from flwr_regs.experiments import data
-from flwr_regs.experiments.sources import files, texts, writers
+from flwr_regs.experiments.data import arrays as data
+from flwr_regs.experiments.data.sources import data_files as files
+from flwr_regs.experiments.data.sources import handwriting as writers
+from flwr_regs.experiments.data.sources import texts
 from tests.experiments.sources import made
 
 

@@ -1,0 +1,7 @@
+"""``python -m benchmarks.conformity``: see `cli.py`."""
+
+import sys
+
+from .cli import main
+
+sys.exit(main())

@@ -1,0 +1,1 @@
+"""What is measured over a client's data: features, Fisher information, accuracy. Plain torch."""

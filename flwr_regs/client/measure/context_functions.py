@@ -1,0 +1,212 @@
+"""What a client can measure of its model: functions over its data and over one batch. Plain torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flwr_regs.client.measure.features import FeatureTap, evaluating, tap_of
+from flwr_regs.client.measure.fisher import fisher_diagonal
+from flwr_regs.client.train.batches import Batches, batch_size, to_device
+from flwr_regs.client.train.replay import Replay
+from flwr_regs.client.train.task import Task
+from flwr_regs.cohort.batch_plan import Planned
+from flwr_regs.term import Arrays, ClientContext
+
+
+class Measures:
+    """Measurements of a model at any parameters, for the terms' contexts.
+
+    The model stays as it is: its parameters, buffers and modes, and torch's random state. A generator
+    that belongs to the loader advances.
+
+    Parameters
+    ----------
+    model : nn.Module
+        On `device`. Parameters that are not given to a measurement keep the model's values.
+    data : iterable of batches
+    task : Task
+        How the model is called, and the loss.
+    device : torch.device
+    classifier : str, optional
+        Name of the output layer, for features.
+
+    What is no parameter of the method's, buffers (BatchNorm's statistics) and private entries, has the
+    model's present values in a measurement over the data. `output_at` and `features_at`, which are for
+    teachers, see the values at the round's start; so does all that is measured at the very arrays of
+    ``w_t``, which :meth:`context` is given as `start`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        data: Batches,
+        task: Task,
+        device: torch.device,
+        classifier: str | None = None,
+    ) -> None:
+        self.model, self.task, self.device = model, task, device
+        self.data = task.pairs(data)
+        self.classifier = classifier
+        self._start: Arrays = {}
+        self._rest: Arrays = {}  # of the model that holds `start`: buffers, private entries
+
+    def context(self, start: Arrays, lr: float, *, read: bool = True, **own: Any) -> ClientContext:
+        """Return a client's context with the functions over its data; `own` are other fields.
+
+        Not `read`: no term calls them, so the rest of the model is not copied.
+        """
+        self._start = start
+        if read:
+            others = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
+            rest = {**others, **dict(self.model.named_buffers())}
+            self._rest = {n: t.detach().clone() for n, t in rest.items() if n not in start}
+        ctx = ClientContext(
+            start=start,
+            lr=lr,
+            loss_fn=self.task.loss,
+            mean_loss=self.mean_loss,
+            mean_gradient=self.mean_gradient,
+            mean_features=self.mean_features,
+            fisher=self.fisher,
+            **own,
+        )
+        if "train" in own:
+            return ctx
+        replay = Replay(self.data, self.device)
+        return replace(ctx, train=partial(self.train, ctx, replay))
+
+    def train(
+        self,
+        ctx: ClientContext,
+        replay: Replay | Planned,
+        params: Arrays,
+        loss: Callable[[Arrays, ClientContext], Any],
+        steps: int,
+        after: Callable[[Arrays], Arrays] | None = None,
+    ) -> Arrays:
+        """Train arrays of any names by plain SGD: see :class:`ClientContext`.
+
+        The model's own mode holds: dropout and batch statistics as in the client's steps.
+        """
+        if not ctx.lr:
+            raise RuntimeError("there is no learning rate to train with: no round has been trained")
+        values = {n: p.detach().clone() for n, p in params.items()}
+        for inputs, targets in replay.again(int(steps)):
+            leaves = {n: v.requires_grad_() for n, v in values.items()}
+            here = replace(
+                ctx,
+                broadcast={},
+                client={},
+                inputs=inputs,
+                targets=targets,
+                output_at=partial(self.call, inputs, targets),
+                features_at=partial(self._features, inputs),
+            )
+            with torch.enable_grad():
+                grads = gradients(loss(leaves, here), leaves)
+            values = {n: v.detach() - ctx.lr * grads[n] for n, v in leaves.items()}
+            values = values if after is None else after(values)
+        return {n: v.detach() for n, v in values.items()}
+
+    def output_at(self, inputs: Any, targets: Any, params: Arrays) -> Any:
+        """Return the model's output on a batch, in eval mode; differentiable."""
+        with evaluating(self.model):
+            return self.call(inputs, targets, {**self._rest, **params})
+
+    def features_at(self, inputs: Any, params: Arrays, layer: str | None = None) -> Tensor:
+        """Return the input of the output layer on a batch, ``(batch, d)``, in eval mode; differentiable.
+
+        With a `layer`, return the output of that one.
+        """
+        with evaluating(self.model):
+            return self._features(inputs, {**self._rest, **params}, layer)
+
+    def _features(self, inputs: Any, params: Arrays, layer: str | None = None) -> Tensor:
+        with tap_of(self.model, layer, self.classifier) as tap:
+            self.call(inputs, None, params)
+            return tap.value  # type: ignore[no-any-return]
+
+    def call(self, inputs: Any, targets: Any, params: Arrays) -> Any:
+        """Return the model's output on a batch in its present mode; its buffers stay as they are.
+
+        Slots hold half precision as float32: `params` count in the model's own dtypes.
+        """
+        mine = {n: b.clone() for n, b in self.model.named_buffers()} if self.model.training else {}
+        own = {n: p.to(self._dtypes.get(n, p.dtype)) for n, p in params.items()}
+        return self.task.output(self.model, inputs, targets, {**mine, **own})
+
+    @cached_property
+    def _dtypes(self) -> dict[str, torch.dtype]:
+        return {n: p.dtype for n, p in self.model.named_parameters()}
+
+    def _whole(self, params: Arrays) -> Arrays:
+        """Return the parameters, with the rest of the model at the start if they are ``w_t`` itself."""
+        at_start = all(params.get(n) is p for n, p in self._start.items())
+        return {**self._rest, **params} if at_start else params
+
+    @torch.no_grad()
+    def mean_loss(self, params: Arrays) -> Tensor:
+        """Return the mean loss over the data, a scalar, in eval mode."""
+        total, count = torch.zeros((), device=self.device, dtype=torch.float64), 0
+        whole = self._whole(params)
+        for inputs, targets in self._batches():
+            size = batch_size(targets)
+            total += self._loss(inputs, targets, whole).double() * size
+            count += size
+        wide = torch.promote_types(next(iter(params.values())).dtype, torch.float32)
+        return (total / count).to(wide)
+
+    def mean_gradient(self, params: Arrays) -> Arrays:
+        """Return the gradient of :meth:`mean_loss`, in the parameters' dtypes or a wider one."""
+        leaves = {n: p.detach().requires_grad_() for n, p in params.items()}
+        whole = {**self._whole(params), **leaves}
+        wide = {n: torch.promote_types(p.dtype, torch.float32) for n, p in leaves.items()}
+        total, count = {n: torch.zeros_like(p, dtype=wide[n]) for n, p in leaves.items()}, 0
+        with torch.enable_grad():
+            for inputs, targets in self._batches():
+                loss = self._loss(inputs, targets, whole)
+                size = batch_size(targets)
+                for n, g in gradients(loss, leaves).items():
+                    total[n] += g.to(wide[n]) * size
+                count += size
+        return {n: t / count for n, t in total.items()}
+
+    def mean_features(self, params: Arrays, batches: int | None = None) -> Tensor:
+        """Return the mean feature ``(d,)`` over the data, or over its first batches, in eval mode."""
+        with FeatureTap(self.model, self.classifier) as tap:
+            return tap.mean(self.data, self.device, self._whole(params), batches, self.task)
+
+    def fisher(self, params: Arrays, max_samples: int | None = None) -> Arrays:
+        """Return the diagonal of the empirical Fisher information: see :func:`fisher_diagonal`."""
+        return fisher_diagonal(
+            self.model,
+            self.data,
+            device=self.device,
+            params=self._whole(params),
+            max_samples=max_samples,
+            **vars(self.task),
+        )
+
+    def _loss(self, inputs: Any, targets: Any, params: Arrays) -> Tensor:
+        with evaluating(self.model):
+            return self.task.loss(self.call(inputs, targets, params), targets)
+
+    def _batches(self) -> Iterator[tuple[Any, Any]]:
+        with torch.random.fork_rng(devices=[]):
+            for inputs, targets in self.data:
+                yield to_device(inputs, self.device), to_device(targets, self.device)
+
+
+def gradients(loss: Tensor, leaves: Arrays) -> Arrays:
+    """Return the gradient of `loss`; zero for a leaf that it does not depend on."""
+    if not loss.requires_grad:
+        return {n: torch.zeros_like(p) for n, p in leaves.items()}
+    found = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
+    pairs = zip(leaves.items(), found, strict=True)
+    return {n: torch.zeros_like(p) if g is None else g for (n, p), g in pairs}

@@ -1,0 +1,185 @@
+"""Features: the input of the output layer, or a layer's output, read by hooks on the user's model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from itertools import islice
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from flwr_regs.client.measure.classifier import announce, find_classifier, makes, named_layer
+from flwr_regs.client.train.batches import Batches, batch_size, to_device
+from flwr_regs.client.train.task import Task
+
+
+class Tap:
+    """Hooks on layers of a model; until `close`, modules that are compiled in place run uncompiled."""
+
+    def __init__(self, model: nn.Module, handles: Iterable[RemovableHandle]) -> None:
+        self._model = model
+        self._handles = tuple(handles)
+        # Compiled code may run an older hook or none: compiled modules run uncompiled meanwhile.
+        self._compiled = {m: m._compiled_call_impl for m in model.modules()}
+        for module in self._compiled:
+            module._compiled_call_impl = None
+
+    @property
+    def value(self) -> Any:
+        """What the hooks saw in the last forward pass, ``(batch, d)``."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Remove the hooks, and let compiled modules run compiled again; a second time does nothing.
+
+        Several taps on one model are closed last first.
+        """
+        for module, impl in self._compiled.items():
+            module._compiled_call_impl = impl
+        self._compiled = {}
+        for handle in self._handles:
+            handle.remove()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class OutputTap(Tap):
+    """A hook on one layer; its output in the last forward pass is `value`.
+
+    Parameters
+    ----------
+    model : nn.Module
+    layer : str
+        Its name. ValueError if the model has none of that name.
+    """
+
+    def __init__(self, model: nn.Module, layer: str) -> None:
+        self._layer = layer
+        self._output: Any = None
+        super().__init__(model, [named_layer(model, layer).register_forward_hook(self._keep)])
+
+    def _keep(self, layer: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+        self._output = output
+
+    @property
+    def value(self) -> Any:
+        """The output, ``(batch, d)``; ValueError if the last forward pass has not made one."""
+        if not isinstance(self._output, Tensor):
+            found = "is not used" if self._output is None else "makes no tensor"
+            raise ValueError(
+                f"layer '{self._layer}' {found} in the forward pass of {type(self._model).__name__}; name "
+                "another layer, or call the model itself if it is torch.compile(model)"
+            )
+        return self._output.flatten(1)
+
+    def close(self) -> None:
+        super().close()
+        self._output = None
+
+
+class FeatureTap(Tap):
+    """A hook on the output layer, named `layer`; its input in the last forward pass is `value`.
+
+    Parameters
+    ----------
+    model : nn.Module
+    classifier : str, optional
+        Name of the output layer; default: the last ``nn.Linear``. ValueError if there is none.
+    """
+
+    def __init__(self, model: nn.Module, classifier: str | None = None) -> None:
+        self.layer, self._named = find_classifier(model, classifier), classifier is not None
+        self._input: Any = None
+        self._output: Any = None
+        layer = model.get_submodule(self.layer)
+        before = layer.register_forward_pre_hook(self._keep)
+        self._after = layer.register_forward_hook(self._keep_output)
+        super().__init__(model, (before, self._after))
+        if classifier is None:
+            announce(type(model).__name__, self.layer)
+
+    def _keep(self, layer: nn.Module, inputs: tuple[Any, ...]) -> None:
+        self._input = inputs[0].flatten(1)
+
+    def _keep_output(self, layer: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+        self._output = output
+
+    @property
+    def value(self) -> Any:
+        """The features, ``(batch, d)``; ValueError if the last forward pass has not used the layer."""
+        if self._input is None:
+            raise ValueError(
+                f"the forward pass of {type(self._model).__name__} does not use its output layer "
+                f"'{self.layer}', {self._why}; name the layer that makes the logits with classifier=, or "
+                "call the model itself if it is torch.compile(model)"
+            )
+        return self._input
+
+    @property
+    def _why(self) -> str:
+        return "which classifier= names" if self._named else "its last nn.Linear"
+
+    def check(self, logits: Any) -> None:
+        """Raise ValueError unless the layer makes the `logits` of the last forward pass.
+
+        A layer that the user has named need only be used. Call it once, after the first forward pass.
+        """
+        _ = self.value
+        if not self._named and not makes(logits, self._output):
+            raise ValueError(
+                f"the output of {type(self._model).__name__} is not that of its output layer "
+                f"'{self.layer}', {self._why}; name the layer that makes the logits with classifier="
+            )
+        self._output = None
+        self._after.remove()
+
+    def close(self) -> None:
+        super().close()
+        self._input = self._output = None
+
+    @torch.no_grad()
+    def mean(
+        self,
+        data: Batches,
+        device: torch.device,
+        params: dict[str, Tensor] | None = None,
+        batches: int | None = None,
+        task: Task | None = None,
+    ) -> Tensor:
+        """Return the mean feature ``(d,)`` over `data` (or its first `batches`), in eval mode.
+
+        `params` replace the model's parameters of the same names. The process's random state and the
+        model's mode do not change.
+        """
+        total, count, task = torch.zeros((), device=device), 0, task or Task()
+        with torch.random.fork_rng(devices=[]), evaluating(self._model):
+            for inputs, targets in islice(task.pairs(data), batches):
+                task.output(self._model, to_device(inputs, device), params=params)
+                wide = torch.promote_types(self.value.dtype, torch.float32)  # half is too coarse
+                total = total + self.value.sum(0, dtype=wide)
+                count += batch_size(targets)
+        return total / count
+
+
+def tap_of(model: nn.Module, layer: str | None, classifier: str | None = None) -> Tap:
+    """Return a tap on the output of `layer`; without one, on the input of the output layer."""
+    return FeatureTap(model, classifier) if layer is None else OutputTap(model, layer)
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Put a model into eval mode; then give each module its own mode back."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training

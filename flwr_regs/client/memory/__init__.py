@@ -1,0 +1,1 @@
+"""What a client keeps between rounds, and where. Plain torch."""

@@ -1,0 +1,121 @@
+"""Self-confidence distillation from the round's global model, and that model's outputs.
+
+Source: Ozfatura, Ozfatura, Gündüz, "FedADC" (2021), Sec. III, Eqs. 7-9.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from flwr_regs.client.train.batches import mapped, tensors
+from flwr_regs.client.train.task import Task
+from flwr_regs.term import ClientContext
+
+
+def self_confidence_loss(base: Any, ctx: ClientContext, lam: float, temperature: float) -> Any:
+    """Return ``(1−λ) base + λ T² KL(p̂ ‖ p)`` on the batch of `ctx` (Eq. 7).
+
+    ``p = softmax(logits/T)``, teacher ``p̃ = softmax(w_t's logits/T)``; ``p̂_i = (1 − ρ_i) p̃_i`` for i ≠ y
+    (Eq. 8) and ``p̂_y = 1 − Σ_{i≠y} p̂_i`` (Eq. 9), ``ρ_i = γ_i / max γ`` from the client's class shares γ.
+
+    Raises ValueError as `check_classes` does.
+    """
+    check_classes(ctx, "self-distillation")
+    wide = torch.promote_types(ctx.output.dtype, torch.float32)  # half loses small values
+    log_p = F.log_softmax(ctx.output.to(wide) / temperature, dim=-1)
+    teacher = F.softmax(ctx.start_output.to(wide) / temperature, dim=-1)
+    counts = every_count(ctx).to(torch.float64)
+    confidence = (counts / counts.max()).to(log_p.dtype)  # ρ; 0 for a class that is absent
+    true = one_hot(ctx)
+    others = torch.where(true, 0.0, (1 - confidence) * teacher)  # Eq. 8
+    own = (1 - others.sum(-1, keepdim=True)).clamp(min=0)  # Eq. 9; rounding may fall below 0
+    target = torch.where(true, own, others)
+    # as F.kl_div to the bit, which vmap runs client by client
+    divergence = (torch.xlogy(target, target) - target * log_p).sum() / len(log_p)
+    return (1 - lam) * base + lam * temperature**2 * divergence
+
+
+def check_classes(ctx: ClientContext, who: str) -> None:
+    """Raise ValueError unless the batch is a classification's.
+
+    The output is class logits ``(batch, classes)``, the labels are integers ``(batch,)``, and, if they are
+    counted, every label has a logit. `who` begins the sentence.
+    """
+    shapes = [getattr(a, "shape", None) for a in (ctx.output, ctx.targets)]
+    fits = [shape is not None and len(shape) == n for shape, n in zip(shapes, (2, 1), strict=True)]
+    if not all(fits) or ctx.output.shape[-1] < 2 or ctx.targets.is_floating_point():
+        found = " and ".join(
+            type(a).__name__ if shape is None else f"{a.dtype} {tuple(shape)}"
+            for a, shape in zip((ctx.output, ctx.targets), shapes, strict=True)
+        )
+        raise ValueError(
+            f"{who} needs logits (batch, classes) and integer labels (batch,), not {found}"
+        )
+    if ctx.label_counts is not None and ctx.label_counts.shape[-1] > ctx.output.shape[-1]:
+        raise ValueError(
+            f"the data has labels up to {ctx.label_counts.shape[-1] - 1}, the model "
+            f"{ctx.output.shape[-1]} outputs"
+        )
+
+
+def every_count(ctx: ClientContext) -> Tensor:
+    """Return the client's label counts with an entry for each logit, ``(classes,)``."""
+    counts: Tensor = ctx.label_counts
+    return F.pad(counts, (0, ctx.output.shape[-1] - counts.shape[-1]))
+
+
+def one_hot(ctx: ClientContext) -> Tensor:
+    """Return where the labels of the batch are, booleans ``(batch, classes)``."""
+    # F.one_hot checks the values, which vmap does not allow
+    classes = torch.arange(ctx.output.shape[-1], device=ctx.output.device)
+    return ctx.targets.unsqueeze(-1) == classes  # type: ignore[no-any-return]
+
+
+def divergence(teacher: Tensor, student: Tensor, temperature: float) -> Tensor:
+    """Return ``T² KL(softmax(teacher/T) ‖ softmax(student/T))``, the mean over a batch of logits.
+
+    No gradient flows to the teacher. Half precision, which loses small values, is widened.
+    """
+    wide = torch.promote_types(student.dtype, torch.float32)
+    log_q = F.log_softmax(teacher.detach().to(wide) / temperature, dim=-1)
+    log_p = F.log_softmax(student.to(wide) / temperature, dim=-1)
+    return temperature**2 * (log_q.exp() * (log_q - log_p)).sum() / len(log_p)  # F.kl_div's bits
+
+
+class StartOutputs:
+    """The outputs of a model in its current state and eval mode, computed once for each example.
+
+    An example is identified by its content, so any shuffling loader works. If a loader augments an example
+    anew on each pass, each result counts as another example.
+    """
+
+    def __init__(self, model: nn.Module, task: Task | None = None) -> None:
+        self._task = task or Task()
+        self._model = copy.deepcopy(model).eval().requires_grad_(False)
+        self._known: dict[bytes, Tensor] = {}
+
+    @torch.no_grad()
+    def __call__(self, inputs: Any, device: torch.device) -> Tensor:
+        """Return the outputs on a batch."""
+        found = [t.detach().cpu().contiguous() for t in tensors(inputs)]
+        if not found:
+            raise TypeError(f"inputs must be or contain tensors, not {type(inputs).__name__}")
+        # as bytes: numpy has no bfloat16
+        leaves = [t.reshape(len(t), -1).view(torch.uint8).numpy() for t in found]
+        keys = [
+            hashlib.blake2b(b"".join(a[i].tobytes() for a in leaves), digest_size=16).digest()
+            for i in range(len(leaves[0]))
+        ]
+        new = {k: i for i, k in enumerate(keys) if k not in self._known}
+        if new:
+            rows = list(new.values())
+            chosen = mapped(inputs, lambda tensor: tensor[rows].to(device))
+            outputs = self._task.output(self._model, chosen)
+            self._known.update(zip(new, outputs, strict=True))
+        return torch.stack([self._known[k] for k in keys])

@@ -1,0 +1,364 @@
+"""The batches of a client's local steps, drawn ahead as the client's own loop would draw them. Plain torch.
+
+A `DataLoader` over a plain `TensorDataset` is not iterated: its order is drawn, its tensors are indexed.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    RandomSampler,
+    SequentialSampler,
+    TensorDataset,
+)
+from torch.utils.data._utils.collate import default_collate, default_convert
+
+from flwr_regs.client.train.batches import Pairs, batch_size, cycle, mapped, tensors, to_device
+from flwr_regs.cohort.reached import Reached
+
+
+class CannotStack(Exception):
+    """Why a client cannot train as one of a stack; it then trains by itself."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The batches of one client's round.
+
+    Attributes
+    ----------
+    after : Tensor
+        The state of torch's random generator behind all that the loader drew.
+    rows : Tensor or None
+        The rows of `source` of all steps, one after the other; None if `batches` are drawn.
+    sizes : sequence of int
+        How many of the rows are each step's.
+    source : sequence of Tensor
+        Inputs and targets of the whole data set.
+    batches : sequence of (inputs, targets)
+    versions : sequence of int
+        How often the tensors of `source` had been changed in place.
+    held : Reached or None
+        What the data held in Python; None if they are indexed.
+    """
+
+    data: Pairs
+    seed: int
+    after: Tensor
+    rows: Tensor | None = None
+    sizes: tuple[int, ...] = ()
+    source: tuple[Tensor, ...] = ()
+    batches: tuple[tuple[Any, Any], ...] = ()
+    versions: tuple[int, ...] = ()
+    held: Reached | None = None
+
+    def __len__(self) -> int:
+        return len(self.forms)
+
+    def batch(self, step: int) -> tuple[Any, Any]:
+        """Return the inputs and targets of a step."""
+        if self.rows is None:
+            return self.batches[step]
+        rows = self.rows_of(step, step + 1)
+        inputs, targets = (t.index_select(0, rows) for t in self.source)
+        return inputs, targets
+
+    def rows_of(self, first: int, end: int) -> Tensor:
+        """Return the rows of the steps from `first` to before `end`."""
+        assert self.rows is not None
+        return self.rows[sum(self.sizes[:first]) : sum(self.sizes[:end])]
+
+    @cached_property
+    def forms(self) -> tuple[Any, ...]:
+        """What two batches share that can be stacked, for each step: structure, shapes, dtypes."""
+        return tuple(map(_form, self.batches)) if self.rows is None else self.sizes
+
+    @property
+    def kind(self) -> Any:
+        """What the batches of two plans share that can be in one stack."""
+        if self.rows is None:
+            return "drawn"
+        return tuple((t.shape[1:], t.dtype) for t in self.source)
+
+    def size(self, step: int) -> int:
+        """Return the number of examples of a step."""
+        return batch_size(self.batches[step][1]) if self.rows is None else self.sizes[step]
+
+    def is_stale(self) -> bool:
+        """Whether the data have changed since; what they held in Python is then put back.
+
+        Clients may share their data, and switch them to the one that is made last.
+        """
+        if self.held is not None:
+            return self.held.restore()
+        loader: Any = self.data.source
+        return loader.dataset.tensors is not self.source or self.versions != versions(self.source)
+
+    def one_pass(self) -> Plan:
+        """Return the batches of one pass over the data, as it yields them behind the round's steps."""
+        loader: Any = self.data.source
+        if self.rows is None:
+            with torch.random.fork_rng(devices=[]):
+                torch.set_rng_state(self.after)
+                return replace(self, batches=tuple(self.data))
+        order = _order_of(loader)
+        assert order is not None
+        generator = torch.Generator()
+        generator.set_state(self.after)
+        rows, sizes = _drawn(order, generator, len(loader))
+        return replace(self, rows=rows, sizes=sizes)
+
+    @property
+    def trained(self) -> int:
+        """The number of examples of all steps."""
+        return sum(map(self.size, range(len(self))))
+
+    @property
+    def nbytes(self) -> int:
+        """The memory that the drawn batches hold, beside the data set itself."""
+        if self.rows is not None:
+            return self.rows.nbytes
+        return sum(t.nbytes for t in tensors(self.batches))
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A stacked batch: its tensors, and how one client's is put together of them."""
+
+    like: Any
+    leaves: list[Tensor]
+
+    def rebuilt(self, leaves: Sequence[Tensor]) -> tuple[Any, Any]:
+        """Return inputs and targets of these tensors."""
+        found = iter(leaves)
+        inputs, targets = (mapped(part, lambda _: next(found)) for part in self.like)
+        return inputs, targets
+
+
+class Feed:
+    """The stacked batches of some plans.
+
+    Where the next steps have equal batches, their rows are gathered at once, up to `memory` bytes.
+    """
+
+    def __init__(self, plans: Sequence[Plan], device: torch.device, memory: int = 2**26) -> None:
+        self._plans, self._device, self._memory = plans, device, memory
+        self._steps = range(0)
+        self._ahead: list[Tensor] = []
+        self._ends: list[int] = []
+
+    def batch(self, step: int, rows: Sequence[int]) -> Batch:
+        """Return the batches of a step of the plans in `rows`; each a tensor over `rows` first."""
+        if isinstance(rows, range) and self._plans[0].rows is not None:
+            if step not in self._steps:
+                self._gather(step, len(rows))
+            if step in self._steps:
+                i = step - self._steps.start
+                start, end = self._ends[i], self._ends[i + 1]
+                leaves = [t[: len(rows), start:end] for t in self._ahead]
+                return Batch((leaves[0], leaves[1]), leaves)
+        each = [self._plans[row].batch(step) for row in rows]
+        stacked = [torch.stack(parts) for parts in zip(*map(tensors, each), strict=True)]
+        return Batch(each[0], [t.to(self._device) for t in stacked])
+
+    def _gather(self, step: int, active: int) -> None:
+        """Gather the rows of the next steps in which the first plans have batches of one size."""
+        plans = self._plans[:active]
+        first = plans[0]
+        row = active * sum(t[:1].nbytes for t in first.source)
+        sizes, ends = zip(*(p.forms[step:] for p in plans), strict=False), [0]
+        for of_step in sizes:
+            most = self._memory // max(row, 1)
+            if len(set(of_step)) > 1 or (len(ends) > 1 and ends[-1] + of_step[0] > most):
+                break
+            ends.append(ends[-1] + of_step[0])
+        self._steps, self._ends = range(step, step + len(ends) - 1), ends
+        if not self._steps:
+            return
+        ahead = [
+            torch.empty((active, ends[-1], *t.shape[1:]), dtype=t.dtype, device=t.device)
+            for t in first.source
+        ]
+        for plan, *outs in zip(plans, *(out.unbind(0) for out in ahead), strict=True):
+            chosen = plan.rows_of(step, self._steps.stop)
+            for t, out in zip(plan.source, outs, strict=True):
+                torch.index_select(t, 0, chosen, out=out)
+        self._ahead = [t.to(self._device) for t in ahead]
+
+
+@dataclass(frozen=True)
+class Planned:
+    """The batches of a plan, as a :class:`.replay.Replay` that draws them again on a device."""
+
+    plan: Plan
+    device: torch.device
+
+    def again(self, steps: int) -> Iterator[tuple[Any, Any]]:
+        """Yield `steps` batches, those of the plan first."""
+        plan = self.plan
+        plan = plan if steps <= len(plan) else draw(plan.data, plan.seed, steps)
+        return (to_device(plan.batch(step), self.device) for step in range(steps))
+
+
+def draw(data: Pairs, seed: int, steps: int) -> Plan:
+    """Return the batches of a round of `steps`, as they come with torch's generator at `seed`.
+
+    The process's random state does not change. Raises CannotStack for a loader with a random generator of
+    its own, or with worker processes: their draws cannot be taken back.
+    """
+    loader = data.source
+    if isinstance(loader, DataLoader):
+        if loader.generator is not None or _own_generator(loader):
+            raise CannotStack("its loader has a random generator of its own")
+        if loader.num_workers:
+            raise CannotStack("its loader has worker processes")
+        if (order := _order_of(loader)) is not None:
+            generator = torch.Generator().manual_seed(seed)
+            drawn = _drawn(order, generator, steps)
+            source: Any = loader.dataset
+            after = generator.get_state()
+            return Plan(
+                data, seed, after, *drawn, source.tensors, versions=versions(source.tensors)
+            )
+    held = Reached(_parts(loader), copies=False)
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(seed)
+            batches = _kept(itertools.islice(cycle(data), steps))
+            after = torch.default_generator.get_state()
+    finally:
+        changed = held.restore()
+    if changed:  # else a further pass, or a client that trains by itself, draws others
+        raise CannotStack("its data change as they are drawn")
+    return Plan(data, seed, after, batches=batches, held=held)
+
+
+def _parts(data: Any) -> tuple[Any, ...]:
+    """Return what of the data may change as it is drawn."""
+    if isinstance(data, DataLoader):
+        return data.dataset, data.sampler, data.batch_sampler, data.collate_fn
+    return (data,)
+
+
+def versions(found: Sequence[Tensor]) -> tuple[int, ...]:
+    """Return how often each of some tensors was changed in place."""
+    return tuple(t._version for t in found)
+
+
+def _kept(drawn: Iterator[tuple[Any, Any]]) -> tuple[tuple[Any, Any], ...]:
+    """Return the batches; raise CannotStack if each is written where the first was."""
+    first = next(drawn)
+    before = [t.clone() for t in tensors(first)]
+    batches = (first, *drawn)
+    for now, then in zip(tensors(first), before, strict=True):
+        if now.layout == torch.strided and bool(((now != then) & (then == then)).any()):
+            raise CannotStack("its batches are written into the same memory")
+    return batches
+
+
+@dataclass(frozen=True)
+class _Order:
+    """How a plain loader goes through its examples."""
+
+    examples: int
+    size: int
+    drop_last: bool
+    shuffle: bool
+
+
+def _order_of(loader: DataLoader[Any]) -> _Order | None:
+    """Return the order of a plain loader of pairs of tensors; None for any other."""
+    batches: Any
+    if loader.batch_sampler is None:  # its sampler makes the batches, and each is one indexing
+        batches, whole = loader.sampler, default_convert
+    else:
+        batches, whole = loader.batch_sampler, default_collate
+    dataset: Any = loader.dataset
+    sampler: Any = getattr(batches, "sampler", None)
+    plain = (
+        type(loader) is DataLoader
+        and type(dataset) is TensorDataset
+        and len(dataset.tensors) == 2
+        and type(batches) is BatchSampler
+        and loader.collate_fn is whole
+        and not loader.pin_memory
+        and _draws_are_known()
+    )
+    if not plain:
+        return None
+    n = len(dataset)
+    shuffle = type(sampler) is RandomSampler and not sampler.replacement and len(sampler) == n
+    in_order = type(sampler) is SequentialSampler and len(sampler) == n
+    if (not shuffle and not in_order) or sampler.data_source is not dataset:
+        return None
+    return _Order(n, batches.batch_size, batches.drop_last, shuffle)
+
+
+def _drawn(order: _Order, generator: torch.Generator, steps: int) -> tuple[Tensor, tuple[int, ...]]:
+    """Return the rows of the next steps, and the steps' sizes, drawn from `generator` as a loader draws."""
+    full = order.examples - order.examples % order.size if order.drop_last else order.examples
+    number = torch.empty((), dtype=torch.int64)
+    passes: list[Tensor] = []
+    sizes: list[int] = []
+    while full and len(sizes) < steps:
+        number.random_(generator=generator)  # the seed of its workers
+        if order.shuffle:
+            own = torch.Generator().manual_seed(int(number.random_(generator=generator)))
+            rows = torch.randperm(order.examples, generator=own)
+        else:
+            rows = torch.arange(order.examples)
+        passes.append(rows[:full])
+        sizes += [min(order.size, full - i) for i in range(0, full, order.size)]
+    rows = passes[0] if len(passes) == 1 else torch.cat([torch.arange(0), *passes])
+    return rows[: sum(sizes[:steps])], tuple(sizes[:steps])
+
+
+@cache
+def _draws_are_known() -> bool:
+    """Whether this version of torch draws as :func:`_drawn` does; else every loader is iterated."""
+    data = torch.arange(7)
+    loader = DataLoader(TensorDataset(data, data), batch_size=3, shuffle=True)
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(5)
+        found = [inputs for _ in range(2) for inputs, _ in loader]
+        after = torch.default_generator.get_state()
+    generator = torch.Generator().manual_seed(5)
+    rows, sizes = _drawn(_Order(7, 3, False, True), generator, len(found))
+    alike = torch.equal(rows, torch.cat(found)) and sizes == tuple(map(len, found))
+    return alike and torch.equal(generator.get_state(), after)
+
+
+def _own_generator(loader: DataLoader[Any]) -> bool:
+    sampler = getattr(loader, "sampler", None)
+    inner = getattr(getattr(loader, "batch_sampler", None), "sampler", None)
+    return any(getattr(s, "generator", None) is not None for s in (sampler, inner))
+
+
+def _form(batch: Any) -> Any:
+    """Return the shapes and dtypes of a batch, nested as it is.
+
+    Raises CannotStack for a batch that holds more than tensors and plain values: a stack has the first
+    client's, and whether others are equal is not known.
+    """
+    nested = mapped(batch, lambda _: torch.empty(0))
+    if odd := _odd(nested):
+        raise CannotStack(f"its batches hold a {odd}")
+    return (repr(nested), *((t.shape, t.dtype) for t in tensors(batch)))
+
+
+def _odd(value: Any) -> str:
+    """Return the type of something in a nested value that is not plain; "" if all is."""
+    if isinstance(value, dict | list | tuple):
+        parts = value.values() if isinstance(value, dict) else value
+        return next(filter(None, map(_odd, parts)), "")
+    plain = value is None or isinstance(value, Tensor | int | float | str | bytes)
+    return "" if plain else type(value).__name__

@@ -1,0 +1,265 @@
+"""What `finish` may ask of a client's whole data, for the clients of a stack at once. Plain torch."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import islice
+from operator import itemgetter
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.func import grad, vmap
+
+from flwr_regs.client.measure.features import FeatureTap, evaluating
+from flwr_regs.client.measure.fisher import joined
+from flwr_regs.client.measure.fisher_layers import (
+    Layers,
+    factors,
+    find_layers,
+    of_layers,
+    with_inputs,
+)
+from flwr_regs.client.train.batches import batch_size, mapped, tensors
+from flwr_regs.cohort.batch_plan import Batch, CannotStack, Feed, Plan
+from flwr_regs.cohort.gradients_of_stack import vmapped
+from flwr_regs.cohort.member_view import View
+from flwr_regs.term import Arrays
+
+MEMORY = 32 * 2**20
+"""Bytes of the gradients of single samples that are formed at once, over all members."""
+DATA = 2**26
+"""Bytes of the members' data that are gathered at once."""
+
+
+@dataclass(frozen=True)
+class OverData:
+    """The functions over the data of members with the same number of equal batches, under vmap.
+
+    They do for each member what :class:`.measures.Measures` does for one client.
+
+    Attributes
+    ----------
+    view : View
+    batches : sequence of Batch
+        One pass over the members' data, stacked.
+    layers : Layers
+        The model's layers whose samples' gradients need not be formed.
+    members : int
+    """
+
+    view: View
+    batches: Sequence[Batch]
+    layers: Layers
+    members: int
+
+    def functions(
+        self, leaves: Sequence[list[Tensor]], end: Arrays, teacher: Arrays
+    ) -> dict[str, Callable[..., Any]]:
+        """Return the functions of one member, as fields of its context.
+
+        `leaves` are its batches; `end` is what its model holds at the round's end, `teacher` what it held
+        at its start beside what terms see.
+        """
+        given = leaves, end, teacher
+        return {
+            "mean_loss": partial(self._mean_loss, *given),
+            "mean_gradient": partial(self._mean_gradient, *given),
+            "mean_features": partial(self._mean_features, *given),
+            "fisher": partial(self._fisher, *given),
+        }
+
+    def _whole(self, end: Arrays, teacher: Arrays, params: Arrays) -> Arrays:
+        """Return the model's values: with `params` that are ``w_t`` itself, as it was at the start."""
+        at_start = all(params.get(n) is p for n, p in self.view.start.items())
+        return {**(teacher if at_start else end), **params}
+
+    def _pass(self, leaves: Sequence[list[Tensor]]) -> Iterator[tuple[Any, Any, int]]:
+        for batch, mine in zip(self.batches, leaves, strict=True):
+            inputs, targets = batch.rebuilt(mine)
+            yield inputs, targets, batch_size(targets)
+
+    def _loss(self, values: Arrays, inputs: Any, targets: Any) -> Tensor:
+        return self.view.shared.task.loss(self.view.call(inputs, targets, values, {}), targets)
+
+    def _mean_loss(
+        self, leaves: Sequence[list[Tensor]], end: Arrays, teacher: Arrays, params: Arrays
+    ) -> Tensor:
+        shared, whole = self.view.shared, self._whole(end, teacher, params)
+        total, count = torch.zeros((), dtype=torch.float64, device=shared.device), 0
+        with evaluating(shared.model):
+            for inputs, targets, size in self._pass(leaves):
+                total = total + self._loss(whole, inputs, targets).double() * size
+                count += size
+        return (total / count).to(_wide(next(iter(params.values()))))
+
+    def _mean_gradient(
+        self, leaves: Sequence[list[Tensor]], end: Arrays, teacher: Arrays, params: Arrays
+    ) -> Arrays:
+        whole, count = self._whole(end, teacher, params), 0
+        total: Arrays = {n: torch.zeros_like(p, dtype=_wide(p)) for n, p in params.items()}
+        with evaluating(self.view.shared.model):
+            for inputs, targets, size in self._pass(leaves):
+
+                def loss(p: Arrays, inputs: Any = inputs, targets: Any = targets) -> Tensor:
+                    return self._loss({**whole, **p}, inputs, targets)
+
+                for n, g in grad(loss)(params).items():
+                    total[n] = total[n] + g.to(total[n].dtype) * size
+                count += size
+        return {n: t / count for n, t in total.items()}
+
+    def _mean_features(
+        self,
+        leaves: Sequence[list[Tensor]],
+        end: Arrays,
+        teacher: Arrays,
+        params: Arrays,
+        batches: int | None = None,
+    ) -> Tensor:
+        shared, whole = self.view.shared, self._whole(end, teacher, params)
+        total, count = torch.zeros((), device=shared.device), 0
+        with FeatureTap(shared.model, shared.classifier) as tap, evaluating(shared.model):
+            for inputs, _, size in islice(self._pass(leaves), batches):
+                self.view.call(inputs, None, whole, {})
+                total = total + tap.value.sum(0, dtype=_wide(tap.value))
+                count += size
+        return total / count
+
+    def _fisher(
+        self,
+        leaves: Sequence[list[Tensor]],
+        end: Arrays,
+        teacher: Arrays,
+        params: Arrays,
+        max_samples: int | None = None,
+    ) -> Arrays:
+        model, whole = self.view.shared.model, self._whole(end, teacher, params)
+        own = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        held = {**self.view.rest, **whole}
+        values: Arrays = {n: held[n] for n in own}
+        known = of_layers(self.layers)
+        rest = {n: v for n, v in values.items() if n not in known}
+        zeros = {names: layer.like for names, layer in self.layers.items()}
+        sizes = [v.nbytes for v in rest.values()] + [x.size for x in self.layers.values()]
+        chunk = max(1, MEMORY // (self.members * sum(sizes)))
+        total: Arrays = {n: torch.zeros_like(v, dtype=_wide(v)) for n, v in values.items()}
+
+        def nll(p: Arrays, sample: Any) -> Tensor:
+            inputs, targets = mapped(sample, lambda t: t[None])
+            return self._loss({**whole, **p}, inputs, targets)
+
+        of_each = vmap(with_inputs(nll, values, self.layers), in_dims=(None, None, 0))
+        pairs = ((inputs, targets) for inputs, targets, _ in self._pass(leaves))
+        limit, seen = sys.maxsize if max_samples is None else max_samples, 0
+        with evaluating(model):
+            for batch, size in joined(pairs, chunk, limit, self.view.shared.device):
+                for first in range(0, size, chunk):
+                    some = slice(first, min(first + chunk, size))
+                    samples = mapped(batch, itemgetter(some))
+                    (grads, outputs), rows = of_each(rest, zeros, samples)
+                    self._add(total, grads, outputs, rows)
+                seen += size
+        return {n: t / seen for n, t in total.items()}
+
+    def _add(self, total: Arrays, grads: Arrays, outputs: Any, rows: Any) -> None:
+        """Add the squares of some samples' gradients: see :func:`.fisher_layers.add_layers`."""
+        for n, g in grads.items():
+            total[n] = total[n] + g.to(total[n].dtype).square().sum(0)
+        for names, layer in self.layers.items():
+            g, a = outputs[names].flatten(1), rows[names].flatten(1)
+            if layer.bias:
+                total[layer.bias] = total[layer.bias] + g.to(total[layer.bias].dtype).square().sum(
+                    0
+                )
+            if layer.weight:
+                t = total[layer.weight]
+                left, right = factors(g.to(t.dtype), a.to(t.dtype))
+                total[layer.weight] = t + left @ right
+
+
+def over_data(
+    view: View,
+    passes: Sequence[Plan],
+    end: Arrays,
+    teacher: Arrays,
+    given: tuple[Any, ...],
+    one: Callable[..., Any],
+    few: bool = False,
+) -> Any:
+    """Return what ``one(*given, functions)`` is for each member, stacked.
+
+    Parameters
+    ----------
+    view : View
+    passes : sequence of Plan
+        The members' data, each as one pass.
+    end, teacher : Arrays
+        What the members' models hold at the round's end, and beside what terms see at its start.
+    given : tuple
+        Nested dicts of stacked tensors.
+    one : callable
+    few : bool
+        Also if few of the data are of one size; else that raises CannotStack.
+    """
+    # Fisher information looks for linear layers
+    view = replace(view, shared=replace(view.shared, precision=None), as_products=False)
+    groups: dict[Any, list[int]] = {}
+    for row, plan in enumerate(passes):
+        groups.setdefault((plan.kind, plan.forms), []).append(row)
+    if 2 * len(groups) > len(passes) and not few:
+        raise CannotStack("the sizes of the members' data differ")
+    parts: list[Any] = []
+    order: list[int] = []
+    for rows in groups.values():
+        first = passes[rows[0]]
+        size = sum(t.nbytes for i in range(len(first)) for t in tensors(first.batch(i)))
+        most = max(DATA // max(size, 1), 1)
+        for some in (rows[i : i + most] for i in range(0, len(rows), most)):
+            feed = Feed([passes[row] for row in some], view.shared.device, DATA)
+            batches = [feed.batch(i, range(len(some))) for i in range(len(first))]
+            taken = mapped((end, teacher, given), itemgetter(some))
+            mine = {n: t[0] for n, t in taken[0].items()}
+            data = OverData(view, batches, layers_of_stack(view, batches[0], mine), len(some))
+
+            def member(leaves: Any, taken: Any, data: OverData = data) -> Any:
+                end, teacher, given = taken
+                return one(*given, data.functions(leaves, end, teacher))
+
+            parts.append(vmapped(member)([b.leaves for b in batches], taken))
+            order += some
+    back = torch.tensor(order, device=view.shared.device).argsort()
+    return _concatenated(parts, back)
+
+
+def _concatenated(parts: Sequence[Any], order: Tensor) -> Any:
+    """Return nested values of tensors as one, with the rows in another order."""
+    first = parts[0]
+    if isinstance(first, Tensor):
+        return torch.cat(list(parts))[order]
+    if isinstance(first, dict):
+        return {k: _concatenated([part[k] for part in parts], order) for k in first}
+    return tuple(_concatenated(some, order) for some in zip(*parts, strict=True))
+
+
+def layers_of_stack(view: View, batch: Batch, values: Arrays) -> Layers:
+    """Return the layers that :func:`.fisher_layers.find_layers` finds, with one member's `values`."""
+    shared = view.shared
+    own = {n: p for n, p in shared.model.named_parameters() if p.requires_grad}
+    whole = {**view.rest, **values}
+
+    def nll(p: Arrays, sample: Any) -> Tensor:
+        inputs, targets = mapped(sample, lambda t: t[None])
+        given = {**whole, **p}
+        return shared.task.loss(view.call(inputs, targets, given, {}), targets)
+
+    sample: Any = batch.rebuilt([t[0, 0] for t in batch.leaves])
+    with evaluating(shared.model):
+        return find_layers(shared.model, nll, {n: whole.get(n, p) for n, p in own.items()}, sample)
+
+
+def _wide(tensor: Tensor) -> torch.dtype:
+    return torch.promote_types(tensor.dtype, torch.float32)

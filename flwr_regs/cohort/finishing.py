@@ -1,0 +1,164 @@
+"""The end of a stack's round: the terms' `finish`, for all members at once if possible. Plain torch."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from flwr_regs.client.measure.context_functions import Measures
+from flwr_regs.client.train.batches import to_device
+from flwr_regs.cohort.batch_plan import CannotStack, Planned
+from flwr_regs.cohort.data_functions import over_data
+from flwr_regs.cohort.gradients_of_stack import vmapped
+from flwr_regs.cohort.member_view import Member, View, joined
+from flwr_regs.cohort.stack_watch import Watch
+from flwr_regs.term import Arrays, ClientContext, Slot
+
+Slots = Slot | list[Slot]
+"""The members' slots: one whose entries have a first axis over them, or a list where they are not alike."""
+Ended = tuple[Arrays, Slots, Slots]
+"""What `finish` returns: the members' updates, uploads and kept slots."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """What the members hold; the first axis of every tensor is that of the members.
+
+    Attributes
+    ----------
+    values, buffers, own : Arrays
+        Trained parameters, buffers, and other entries of which some are a member's own.
+    at_start : Arrays
+        The model's entries at the round's start beside what terms see of them.
+    mine : dict
+        Slots, ids, label counts, and the numbers of steps that differ.
+    """
+
+    values: Arrays
+    buffers: Arrays
+    own: Arrays
+    at_start: Arrays
+    mine: dict[str, Any]
+
+    @property
+    def entries(self) -> Arrays:
+        """All that the members' models now hold."""
+        return {**self.values, **self.buffers, **self.own}
+
+
+class OtherDraws:
+    """Raises CannotStack if anything in its block draws from `random` or numpy's global generator.
+
+    It would draw once for all members. Then, and after any other error, both generators are as they were.
+    """
+
+    def __enter__(self) -> None:
+        self._python, self._numpy = random.getstate(), np.random.get_state()  # noqa: NPY002
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        found: Any = np.random.get_state()  # noqa: NPY002
+        before: Any = self._numpy
+        same = np.array_equal(found[1], before[1]) and found[2:] == before[2:]
+        if same and random.getstate() == self._python:
+            return
+        random.setstate(self._python)
+        np.random.set_state(self._numpy)  # noqa: NPY002
+        if kind is None:
+            raise CannotStack("its model or method draws from random or numpy.random")
+
+
+def finish(view: View, held: Held, members: Sequence[Member], delta: Arrays) -> Ended:
+    """Run the terms' `finish` for all members; the updates are `delta` itself if no term changes it."""
+    # most hooks need no data; some fail under vmap, or have an error of their own
+    for together in (_together, _over_data):
+        with suppress(Exception), OtherDraws():
+            return together(view, held, members, delta)
+    return _each(view, held, members, delta)
+
+
+def _under_vmap(
+    view: View, delta: Arrays, call: Callable[[Callable[..., Any]], tuple[Arrays, Slot, Slot]]
+) -> Ended:
+    """Let `call` run one member's `finish` for all members, and return what comes of it."""
+    changed = False
+
+    def end(delta: Arrays, mine: dict[str, Any], functions: Mapping[str, Any] | None = None) -> Any:
+        nonlocal changed
+        sent, upload, kept = view.shared.term.finish(delta, view.context(mine, **(functions or {})))
+        changed = sent is not delta
+        return sent, upload, kept
+
+    with torch.no_grad(), Watch(view.shared.model):
+        sent, upload, kept = call(end)
+    return sent if changed else delta, upload, kept
+
+
+def _together(view: View, held: Held, _: Sequence[Member], delta: Arrays) -> Ended:
+    return _under_vmap(view, delta, lambda end: vmapped(end)(delta, held.mine))
+
+
+def _over_data(view: View, held: Held, members: Sequence[Member], delta: Arrays) -> Ended:
+    """Run the terms' `finish` under vmap, with the functions over the members' data."""
+    passes = [m.plan.one_pass() for m in members]
+    given = delta, held.mine
+    return _under_vmap(
+        view, delta, lambda end: over_data(view, passes, held.entries, held.at_start, given, end)
+    )
+
+
+def _each(view: View, held: Held, members: Sequence[Member], delta: Arrays) -> Ended:
+    """Run the terms' `finish` client by client, with the functions over each client's data."""
+    sent, uploads, slots, changed = list[Arrays](), list[Slot](), list[Slot](), False
+    for row, member in enumerate(members):
+        mine = {n: d[row] for n, d in delta.items()}
+        one, upload, kept = view.shared.term.finish(mine, _context_of(view, held, member, row))
+        changed |= one is not mine
+        sent.append(one)
+        uploads.append(upload)
+        slots.append(kept)
+    stacked = {n: torch.stack([one[n] for one in sent]) for n in delta}
+    return stacked if changed else delta, uploads, slots
+
+
+def _context_of(view: View, held: Held, member: Member, row: int) -> ClientContext:
+    """Return a member's context behind its steps; the model then holds the member's values."""
+    shared, counts = view.shared, held.mine.get("counts")
+    torch.set_rng_state(member.plan.after)
+    _fill(
+        shared.model, {**view.rest, **view.start, **{n: t[row] for n, t in held.at_start.items()}}
+    )
+    data = member.plan.data
+    measures = Measures(shared.model, data, shared.task, shared.device, shared.classifier)
+    taken = len(member.plan)
+    ctx = measures.context(
+        {n: w.clone() for n, w in view.start.items()},
+        shared.lr,
+        num_steps=taken,
+        planned_steps=member.planned_steps,
+        budget_steps=taken,
+        momentum=view.momentum,
+        broadcast=joined(view.received, to_device(member.broadcast, shared.device)),
+        client=to_device({t: dict(own) for t, own in member.client.items()}, shared.device),
+        label_counts=None if counts is None else view.of_every_class(counts[row]),
+        client_id=member.client_id,
+        batch_size=view.batch_size,
+        config=shared.config,
+    )
+    _fill(shared.model, {n: t[row] for n, t in held.entries.items()})
+    return replace(ctx, train=partial(measures.train, ctx, Planned(member.plan, shared.device)))
+
+
+@torch.no_grad()
+def _fill(model: nn.Module, values: Arrays) -> None:
+    """Write values into the model."""
+    entries = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    for n, v in values.items():
+        entries[n].copy_(v)

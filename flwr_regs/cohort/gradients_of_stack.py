@@ -1,0 +1,230 @@
+"""The gradients of one step of a stack of clients, under ``torch.func.vmap`` if need be. Plain torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.func import vmap
+
+from flwr_regs.client.train.corrections import owner
+from flwr_regs.cohort.batch_plan import Batch, CannotStack
+from flwr_regs.cohort.member_view import View, random_state
+from flwr_regs.cohort.stack_watch import Watch
+from flwr_regs.term import Arrays, ClientContext, Slot
+
+IGNORED = -100
+"""Targets that ``cross_entropy`` leaves out, by its default."""
+REGISTER = 16
+"""Numbers of a processor's register. Where a row of logits does not fill one, torch takes the softmax one
+number at a time; along another axis it does not, with the same bits."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """The members whose batches of a step have one shape; the first axis of all tensors is theirs.
+
+    Attributes
+    ----------
+    values : Arrays
+        Trained parameters; they require gradients.
+    batch : Batch
+    buffers : Arrays
+    mine : dict
+        Slots and numbers: see :class:`.stack_view.View`.
+    own, teacher : Arrays
+        Private entries that are not trained; buffers and private entries at the round's start.
+    """
+
+    values: Arrays
+    batch: Batch
+    buffers: Arrays
+    mine: dict[str, Any]
+    own: Arrays
+    teacher: Arrays
+
+
+class Gradient:
+    """The corrected gradients of the steps of one round.
+
+    Hooks run under vmap. What needs no vmap does without: the cross entropy, if no term adds to the loss,
+    and the corrections of terms that are `elementwise`, which broadcast over the members.
+    """
+
+    def __init__(self, view: View) -> None:
+        self._view = view
+        terms = view.shared.term.terms
+        self._acting = [t for t in terms if t.acts("correct")]
+        adding = any(t.acts("loss") for t in terms)
+        watching = any(t.needs for t in terms)
+        self._plain = (
+            not adding and not watching and view.shared.task.loss_fn is nn.functional.cross_entropy
+        )
+        self._elementwise = not watching and all(t.elementwise for t in self._acting)
+        self._context: tuple[Any, ClientContext] | None = None  # of all members at once
+        self._watch, self._watched = Watch(view.shared.model), False
+
+    def of(self, part: Part) -> tuple[dict[str, Tensor | None], Tensor, Arrays]:
+        """Return (the corrected gradients, the members' losses without those of terms, new buffers)."""
+        if self._watched and not self._watch.always:
+            return self._of(part)
+        self._watched = True
+        with self._watch:
+            return self._of(part)
+
+    def _of(self, part: Part) -> tuple[dict[str, Tensor | None], Tensor, Arrays]:
+        view, values, acting = self._view, part.values, bool(self._acting)
+        before = random_state(view.shared.device) if acting and not self._elementwise else None
+        run = self._bare if self._plain else self._whole
+        losses, base, new, extra, layers = run(part)
+        found = torch.autograd.grad(losses.sum(), list(values.values()), allow_unused=True)
+        grads: dict[str, Any] = dict(zip(values, found, strict=True))
+        for n in view.start:
+            grads[n] = torch.zeros_like(values[n]) if grads[n] is None else grads[n]
+        if acting:
+            with torch.no_grad():
+                given = {n: grads[n] for n in view.start}
+                grads |= self._corrected(given, part, extra, layers, before)
+        return grads, base, new
+
+    def _bare(self, part: Part) -> tuple[Tensor, Tensor, Arrays, Arrays, Arrays]:
+        """Return what :meth:`_whole` does, where the loss is the mean cross entropy of a batch."""
+        view, batch = self._view, part.batch
+
+        def forward(v: Arrays, b: Arrays, leaves: list[Tensor], own: Arrays) -> Any:
+            buffers = dict(b)
+            output = view.call(*batch.rebuilt(leaves), {**own, **v}, buffers)
+            return output, buffers
+
+        output, new = vmapped(forward)(part.values, part.buffers, batch.leaves, part.own)
+        targets = part.batch.rebuilt(part.batch.leaves)[1]
+        loss = _cross_entropy(output, targets)
+        return loss, loss.detach().float(), new, {"output": output.detach()}, {}
+
+    def _whole(self, part: Part) -> tuple[Tensor, Tensor, Arrays, Arrays, Arrays]:
+        """Return (whole losses, losses, new buffers, what the forward pass has shown, layers' outputs)."""
+        view, shared, acting = self._view, self._view.shared, bool(self._acting)
+
+        def objective(
+            v: Arrays, b: Arrays, leaves: list[Tensor], mine: dict[str, Any], own: Arrays, teacher: Arrays
+        ) -> Any:  # fmt: skip
+            inputs, targets = part.batch.rebuilt(leaves)
+            buffers = dict(b)
+            output = view.call(inputs, targets, {**own, **v}, buffers)
+            base = shared.task.loss(output, targets)
+            ctx = view.at(mine, teacher, inputs, targets, output)
+            loss = shared.term.loss(base, {n: v[n] for n in view.start}, ctx)
+            watched = {"output": output, "start_output": ctx.start_output, "features": ctx.features}
+            extra = {k: t.detach() for k, t in watched.items() if acting and t is not None}
+            layers = {k: t.detach() for k, t in ctx.layers.items()} if acting else {}
+            return loss, base.detach().float(), buffers, extra, layers
+
+        args = part.buffers, part.batch.leaves, part.mine, part.own, part.teacher
+        return vmapped(objective)(part.values, *args)  # type: ignore[no-any-return]
+
+    def _corrected(
+        self,
+        given: Arrays,
+        part: Part,
+        extra: Arrays,
+        layers: Arrays,
+        before: Sequence[Tensor] | None,
+    ) -> Arrays:
+        """Return what the terms make of the gradients."""
+        params = {n: p.detach() for n, p in part.values.items()}
+        if self._elementwise:
+            try:
+                return self._at_once(given, params, part.mine)
+            except Exception:  # a term asks for what differs between the members
+                self._elementwise = False
+        view = self._view
+
+        def corrected(
+            g: Arrays, v: Arrays, b: Arrays, leaves: list[Tensor], mine: dict[str, Any], own: Arrays,
+            teacher: Arrays, extra: Arrays, layers: Arrays,
+        ) -> Arrays:  # fmt: skip
+            inputs, targets = part.batch.rebuilt(leaves)
+            private = {n: v[n] for n in v if n not in view.start}
+            ctx = view.at(mine, teacher, inputs, targets, None, extra, layers)
+            again: Any = partial(_not_alike, "gradient_at")
+            if before is not None:
+                rest = {**own, **private}
+                again = partial(view.gradient_at, mine, teacher, inputs, targets, b, rest, before)
+            ctx = replace(ctx, gradient_at=again)
+            return view.shared.term.correct(g, {n: v[n] for n in view.start}, ctx)
+
+        args = part.buffers, part.batch.leaves, part.mine, part.own, part.teacher, extra, layers
+        return vmapped(corrected)(given, params, *args)  # type: ignore[no-any-return]
+
+    def _at_once(self, given: Arrays, params: Arrays, mine: dict[str, Any]) -> Arrays:
+        """Return what elementwise terms make of all members' gradients; raise where it takes vmap."""
+        view, before = self._view, random_state(self._view.shared.device)
+        if self._context is None or self._context[0] is not mine:  # as in the last step
+            self._context = mine, self._context_of_all({n: given[n][0] for n in view.start}, mine)
+        ctx = self._context[1]
+        found = view.shared.term.correct(given, {n: params[n] for n in view.start}, ctx)
+        if not all(map(torch.equal, before, random_state(view.shared.device))):
+            raise CannotStack(
+                "an elementwise term draws numbers, which may be the same for all members"
+            )
+        return {n: g.expand(given[n].shape) for n, g in found.items()}
+
+    def _context_of_all(self, shapes: Arrays, mine: dict[str, Any]) -> ClientContext:
+        """Return the context of all members; raise CannotStack for slots that might not broadcast."""
+        view = self._view
+        for slot in (mine["client"], mine["broadcast"]):
+            _check_owned(slot, shapes, stacked=True)
+        _check_owned(view.received, shapes, stacked=False)
+        names = ["inputs", "targets", "output", "client_id", "label_counts"]
+        names += [] if "planned" in view.alike else ["planned_steps"]
+        names += [] if "budget" in view.alike else ["num_steps", "budget_steps"]
+        odd: dict[str, Any] = {n: Differs(n) for n in names}
+        return view.context(mine, **odd, gradient_at=partial(_not_alike, "gradient_at"))
+
+
+class Differs:
+    """A field of a context that differs between the members of a stack; any use of it raises."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def _raise(self, *_: Any) -> NoReturn:
+        _not_alike(self._name)
+
+    __getattr__ = __eq__ = __ne__ = __hash__ = __bool__ = __len__ = __iter__ = _raise
+    __index__ = __int__ = __float__ = __getitem__ = __contains__ = __str__ = __repr__ = _raise
+
+
+def vmapped(one: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function of one member as a function of all; each draws numbers of its own."""
+    return vmap(one, randomness="different")
+
+
+def _cross_entropy(output: Any, targets: Any) -> Tensor:
+    """Return each member's ``cross_entropy(output, targets)``."""
+    loss = nn.functional.cross_entropy
+    classes = isinstance(targets, Tensor) and not targets.is_floating_point() and targets.ndim == 2
+    if not classes or not isinstance(output, Tensor) or output.ndim != 3:
+        return vmapped(loss)(output, targets)  # type: ignore[no-any-return]
+    if output.shape[2] < REGISTER:
+        each = loss(output.transpose(1, 2).contiguous(), targets, reduction="none")
+    else:
+        each = loss(output.flatten(0, 1), targets.flatten(), reduction="none").view(targets.shape)
+    mean: Tensor = each.sum(1) / (targets != IGNORED).sum(1)
+    return mean
+
+
+def _check_owned(slots: Slot, params: Mapping[str, Tensor], stacked: bool) -> None:
+    """Raise CannotStack for an entry that is not of a parameter's shape, so that it might not broadcast."""
+    for slot in slots.values():
+        for key, value in slot.items():
+            if owner(key, value[0] if stacked else value, params) is None:
+                raise CannotStack(f"the entry {key} is not of a parameter's shape")
+
+
+def _not_alike(name: str, *_: Any) -> NoReturn:
+    raise CannotStack(f"an elementwise term asks for {name}, which differs between the members")

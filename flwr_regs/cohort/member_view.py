@@ -1,0 +1,322 @@
+"""What one client of a stack sees under ``torch.func.vmap``: its model, its contexts. Plain torch."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.func import grad
+from torch.overrides import TorchFunctionMode
+
+from flwr_regs.chain import Chain
+from flwr_regs.client.measure.features import FeatureTap, OutputTap, evaluating
+from flwr_regs.client.train.optimizer import OptimizerFn
+from flwr_regs.client.train.task import Task, called
+from flwr_regs.cohort.batch_plan import CannotStack, Plan
+from flwr_regs.term import Arrays, ClientContext, Slot
+
+OVER_THE_DATA = ("mean_loss", "mean_gradient", "mean_features", "fisher", "train")
+"""Functions of a context over a client's whole data; in a stack `finish` alone has them."""
+
+
+@dataclass(frozen=True)
+class Shared:
+    """What the clients of a stack share.
+
+    Attributes
+    ----------
+    model : nn.Module
+        Of the clients' build. Its values do not matter, but for those that are nowhere else; they change.
+    term : Chain
+    task : Task
+    device : torch.device
+    start : Arrays
+        The model's entries at the round's start, by ``state_dict`` name; a member's own take precedence.
+    trained, shared : sequence of str
+        The parameters that are trained, and those of them that terms see.
+    lr : float
+    make : callable
+        The optimiser's factory, as the method has adapted it.
+    broadcast : Slot
+        The terms' slots that are the same for all.
+    config : mapping
+    classifier : str or None
+    precision : torch.dtype or None
+        Of the forward pass, by torch's autocast.
+    """
+
+    model: nn.Module
+    term: Chain
+    task: Task
+    device: torch.device
+    start: Arrays
+    trained: Sequence[str]
+    shared: Sequence[str]
+    lr: float
+    make: OptimizerFn
+    broadcast: Slot = field(default_factory=dict)
+    config: Mapping[str, Any] = field(default_factory=dict)
+    classifier: str | None = None
+    precision: torch.dtype | None = None
+
+
+class Packed(Mapping[str, Tensor], ABC):
+    """A member's slot in a form in which those of all members become tensors at once."""
+
+    @property
+    @abstractmethod
+    def form(self) -> Hashable:
+        """What slots share that :meth:`stacked` takes together."""
+
+    @staticmethod
+    @abstractmethod
+    def stacked(slots: Sequence[Any]) -> dict[str, Tensor]:
+        """Return slots of one form as one, with a first axis over them."""
+
+
+@dataclass(frozen=True)
+class Member:
+    """One client of a stack.
+
+    Attributes
+    ----------
+    plan : Plan
+        The batches of its steps.
+    planned_steps : int
+        E; it takes ``len(plan)`` steps.
+    own : Arrays
+        The entries of its model that are not those of the others: private ones.
+    broadcast, client : Slot
+        The terms' slots that are its own: tensors, or `Packed` ones.
+    client_id : int
+    label_counts : Tensor or None
+    """
+
+    plan: Plan
+    planned_steps: int
+    own: Arrays = field(default_factory=dict)
+    broadcast: Slot = field(default_factory=dict)
+    client: Slot = field(default_factory=dict)
+    client_id: int = -1
+    label_counts: Tensor | None = None
+
+
+class Number(Tensor):
+    """A number of one member under vmap, such as its id: good to calculate with, but no key and no text."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Return what the function makes of it: again such a number, if all else is plain."""
+        with torch._C.DisableTorchFunctionSubclass():
+            found = func(*args, **(kwargs or {}))
+        plain = all(type(a) in (cls, int, float) for a in args)
+        return found.as_subclass(cls) if plain and type(found) is Tensor else found
+
+    def _raise(self, *_: Any) -> NoReturn:
+        raise CannotStack("a term looks up a number that differs between the members")
+
+    __hash__ = __format__ = __repr__ = __str__ = _raise  # type: ignore[assignment]
+
+
+@dataclass
+class View:
+    """The parts of a stack that its clients share, and what each of them sees.
+
+    Attributes
+    ----------
+    shared : Shared
+    start : Arrays
+        ``w_t``, what terms see of it, on the device.
+    rest : Arrays
+        The entries of the model that are neither trained nor any client's own.
+    received : Slot
+        The broadcasts that all clients share, on the device.
+    alike : mapping
+        The numbers of steps, "budget" and "planned", that are the same for all.
+    tap, layers : FeatureTap, dict of str to OutputTap
+        On the model, where a term needs them.
+    momentum, batch_size : float or None, int
+        As in the contexts.
+    classes : int
+        Of the model's output; 0 before the first forward pass.
+    as_products : bool
+        Whether linear layers run as `Products`.
+    parameters : sequence of str
+        The names of the model's parameters.
+
+    In its methods, `mine` is what is one client's (slots, id, numbers), and `teacher` its buffers and
+    private entries at the round's start.
+    """
+
+    shared: Shared
+    start: Arrays
+    rest: Arrays
+    received: Slot
+    alike: Mapping[str, int]
+    tap: FeatureTap | None = None
+    layers: dict[str, OutputTap] = field(default_factory=dict)
+    momentum: float | None = None
+    batch_size: int = 0
+    classes: int = 0
+    as_products: bool = True
+    parameters: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        self.parameters = [n for n, _ in self.shared.model.named_parameters()]
+
+    def call(self, inputs: Any, targets: Any, values: Arrays, buffers: Arrays) -> Any:
+        """Return the logits of one member; `buffers` then hold what the forward pass has made of them."""
+        task = self.shared.task
+        args, kwargs = task.arguments(inputs, targets)
+        given = {**self.rest, **values, **buffers}
+        for n in self.parameters:
+            if n in given:
+                given[n]._is_param = True  # isinstance(..., nn.Parameter), as by itself
+        with self._kernels():
+            output = called(self.shared.model, given, args, kwargs)
+        buffers.update({n: given[n] for n in buffers})
+        if any(given[n] is not v for n, v in values.items()):  # by itself it keeps them
+            raise CannotStack(
+                "its model changes its parameters, or its buffers where it does not train"
+            )
+        return task.logits(output)
+
+    def _kernels(self) -> AbstractContextManager[Any]:
+        """Return the context of a forward pass."""
+        shared = self.shared
+        if shared.precision is None:
+            return Products() if self.as_products else nullcontext()
+        return torch.autocast(shared.device.type, dtype=shared.precision)
+
+    def of_every_class(self, counts: Tensor) -> Tensor:
+        """Return label counts with an entry for each class of the output, once there was one."""
+        return nn.functional.pad(counts, (0, max(self.classes - counts.shape[0], 0)))
+
+    def context(self, mine: dict[str, Any], **more: Any) -> ClientContext:
+        """Return one member's context, under vmap."""
+        shared, counts = self.shared, mine.get("counts")
+        numbers = {k: mine[k].as_subclass(Number) for k in ("id", "budget", "planned") if k in mine}
+        budget, planned = (self.alike.get(k, numbers.get(k)) for k in ("budget", "planned"))
+        own: dict[str, Any] = {
+            "start": self.start,
+            "lr": shared.lr,
+            "num_steps": budget,
+            "planned_steps": planned,
+            "budget_steps": budget,
+            "momentum": self.momentum,
+            "broadcast": joined(self.received, mine["broadcast"]),
+            "client": mine["client"],
+            "loss_fn": shared.task.loss,
+            "client_id": numbers["id"],
+            "batch_size": self.batch_size,
+            "label_counts": None if counts is None else self.of_every_class(counts),
+            "config": shared.config,
+            **{name: partial(_not_in_a_stack, name) for name in OVER_THE_DATA},
+        }
+        return ClientContext(**own | more)
+
+    def at(
+        self, mine: dict[str, Any], teacher: Arrays, inputs: Any, targets: Any, output: Any,
+        extra: Arrays | None = None, layers: Arrays | None = None,
+    ) -> ClientContext:  # fmt: skip
+        """Return one member's context of a step, under vmap; `extra` is what the forward pass has shown."""
+        if extra is None:
+            layers = {name: tap.value for name, tap in self.layers.items()}
+            extra = {"output": output, "features": None if self.tap is None else self.tap.value}
+        logits = extra.get("output")
+        if isinstance(logits, Tensor) and logits.ndim == 2:
+            self.classes = logits.shape[1]
+        ctx = self.context(
+            mine,
+            inputs=inputs,
+            targets=targets,
+            layers=layers or {},
+            output_at=partial(self._output_at, teacher, inputs, targets),
+            features_at=partial(self._features_at, teacher, inputs),
+            **extra,
+        )
+        needs = any("start_output" in t.needs for t in self.shared.term.terms)
+        if needs and ctx.start_output is None:
+            with torch.no_grad():
+                there = self._output_at(teacher, inputs, None, self.start)
+            ctx = replace(ctx, start_output=there)
+        return ctx
+
+    def _output_at(self, teacher: Arrays, inputs: Any, targets: Any, params: Arrays) -> Any:
+        with evaluating(self.shared.model):
+            return self.call(inputs, targets, {**teacher, **params}, {})
+
+    def _features_at(
+        self, teacher: Arrays, inputs: Any, params: Arrays, layer: str | None = None
+    ) -> Tensor:
+        tap = self.tap if layer is None else self.layers.get(layer)
+        if tap is None:
+            raise CannotStack(f"a term asks for features that it does not need: {layer!r}")
+        self._output_at(teacher, inputs, None, params)
+        return tap.value  # type: ignore[no-any-return]
+
+    def gradient_at(
+        self, mine: Any, teacher: Arrays, inputs: Any, targets: Any, buffers: Arrays, own: Arrays,
+        before: Sequence[Tensor], params: Arrays,
+    ) -> Arrays:  # fmt: skip
+        """Return the gradient of a step's whole loss at other parameters, with the step's dropout mask."""
+        shared = self.shared
+
+        def whole(p: Arrays, b: Arrays, own: Arrays) -> Tensor:
+            output = self.call(inputs, targets, {**own, **p}, dict(b))
+            ctx = self.at(mine, teacher, inputs, targets, output)
+            return shared.term.loss(shared.task.loss(output, targets), p, ctx)  # type: ignore[no-any-return]
+
+        now = random_state(shared.device)
+        set_random_state(shared.device, before)
+        try:
+            copies = {n: b.clone() for n, b in buffers.items()}
+            return grad(whole)(params, copies, own)  # type: ignore[no-any-return]
+        finally:
+            set_random_state(shared.device, now)
+
+
+class Products(TorchFunctionMode):
+    """Linear layers as ``W xᵀ``: under vmap, a weight's gradient then lies in memory as the weight does.
+
+    Of ``x Wᵀ`` it is transposed, and all that is done with both takes several times as long.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:  # fmt: skip
+        if func is nn.functional.linear and not kwargs and args[0].ndim == args[1].ndim == 2:
+            x, weight, bias = (*args, None)[:3]
+            product = (weight @ x.T).T
+            return product if bias is None else product + bias
+        return func(*args, **(kwargs or {}))
+
+
+def random_state(device: torch.device) -> list[Tensor]:
+    """Return the states of torch's random generators, that of the CPU first."""
+    own = [torch.cuda.get_rng_state(device)] if device.type == "cuda" else []
+    return [torch.get_rng_state(), *own]
+
+
+def set_random_state(device: torch.device, states: Sequence[Tensor]) -> None:
+    """Put torch's random generators into these states."""
+    torch.set_rng_state(states[0])
+    for state in states[1:]:
+        torch.cuda.set_rng_state(state, device)
+
+
+def _not_in_a_stack(name: str, *_: Any, **__: Any) -> Any:
+    raise CannotStack(f"a term asks for {name} within a step")
+
+
+def joined(first: Slot, second: Slot) -> Slot:
+    """Return two slots by term as one."""
+    return {t: {**first.get(t, {}), **second.get(t, {})} for t in {**first, **second}}

@@ -1,0 +1,429 @@
+"""A cohort's local training in one set of kernels: clients stacked under ``torch.func.vmap``. Plain torch.
+
+The clients of a stack share the model's build, the method and the optimiser. Their values, batches, slots
+and numbers of steps are their own. Nothing is padded: a client that is done leaves the stack, and in each
+step the clients whose batches have one shape go together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from flwr_regs.chain import layers_of
+from flwr_regs.client.measure.features import FeatureTap, OutputTap, evaluating
+from flwr_regs.client.round_message import seeded
+from flwr_regs.client.train.batches import mapped, to_device
+from flwr_regs.client.train.optimizer import momentum_of
+from flwr_regs.cohort.alike import is_hooked
+from flwr_regs.cohort.batch_plan import CannotStack, Feed, versions
+from flwr_regs.cohort.data_functions import over_data
+from flwr_regs.cohort.finishing import Held, OtherDraws, Slots, finish
+from flwr_regs.cohort.gradients_of_stack import Gradient, Part, vmapped
+from flwr_regs.cohort.member_view import Member, Packed, Shared, View
+from flwr_regs.cohort.reached import Reached
+from flwr_regs.cohort.stack_watch import Watch
+from flwr_regs.term import Arrays, Slot
+
+ELEMENTWISE = (
+    *("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "ASGD", "RMSprop"),
+    "Rprop",
+)
+"""torch's optimisers that treat each number alone: for a stack of clients they do what they do for one."""
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class StackedResult:
+    """The round of a stack; the first axis of every tensor is that of the members.
+
+    Attributes
+    ----------
+    state : Arrays
+        Trained parameters and buffers at the end.
+    delta, upload, client : Arrays, Slot, Slot
+        As in :class:`.result.LocalResult`.
+    losses : sequence of float
+    examples : sequence of int
+    output_layer : str or None
+    """
+
+    state: Arrays
+    delta: Arrays
+    upload: Slots
+    client: Slots
+    losses: Sequence[float]
+    examples: Sequence[int]
+    output_layer: str | None = None
+
+
+class Stack:
+    """The local training of some clients at once.
+
+    Parameters
+    ----------
+    shared : Shared
+    members : sequence of Member
+        Each with at least one step.
+    seed : int
+        For what the model draws, such as dropout.
+
+    `run` raises CannotStack, or whatever torch or a hook raises under vmap; the clients then have to train
+    one by one. Nothing but the values of ``shared.model`` has changed by then. A model that changes its
+    attributes as it runs does not stack: it would be called once for all members.
+    """
+
+    def __init__(self, shared: Shared, members: Sequence[Member], seed: int) -> None:
+        self._shared, self._seed = shared, seed
+        order = sorted(range(len(members)), key=lambda k: -len(members[k].plan))
+        self._order, self._members = order, [members[k] for k in order]
+        self._steps = [len(m.plan) for m in self._members]
+        self._rows = len(members)
+        self._feed = Feed([m.plan for m in self._members], shared.device)
+        self._losses = torch.zeros(self._rows, device=shared.device)
+        self._examples = [m.plan.trained for m in self._members]
+
+    def run(self) -> StackedResult:
+        """Train for the round."""
+        return self._unchanged(self._run)
+
+    def probe(self) -> tuple[Slot, Slot]:
+        """Return the terms' uploads and client slots of a first exchange; plans are passes of the data."""
+        return self._unchanged(self._probe)
+
+    def _unchanged(self, call: Callable[[], _T]) -> _T:
+        """Return what a call does; raise CannotStack if it has changed Python values."""
+        shared, model = self._shared, self._shared.model
+        others = shared.task.loss_fn, shared.task.output_fn, shared.make, *shared.term.terms
+        self._reached = {
+            "its model changes its own attributes": Reached([model], model),
+            "its loss, optimiser or method changes what it holds": Reached(others, model),
+        }
+        try:
+            result = call()
+        except BaseException:
+            self._put_back()
+            raise
+        self._check_values()
+        return result
+
+    def _put_back(self) -> list[str]:
+        """Put Python values back as they were; return what has changed them."""
+        return [why for why, values in self._reached.items() if values.restore()]
+
+    def _check_values(self) -> None:
+        if changed := self._put_back():
+            raise CannotStack(changed[0])
+
+    def _run(self) -> StackedResult:
+        with ExitStack() as stack:
+            self._prepare(stack)
+            self._open_taps(stack)
+            self._optimizer, self._leaves = self._make_optimizer()
+            with OtherDraws():
+                self._begin()
+                self._gradient = Gradient(self._view)
+                for step in range(max(self._steps)):
+                    self._leave(sum(s > step for s in self._steps))
+                    self._step(step)
+                    self._optimizer.step()
+                    if not step:  # what changes mostly does so at once: no other step is lost
+                        self._check_values()
+            return self._finish()
+
+    def _probe(self) -> tuple[Slot, Slot]:
+        shared = self._shared
+        with ExitStack() as stack, torch.no_grad():
+            self._prepare(stack)
+            stack.enter_context(OtherDraws())
+            stack.enter_context(Watch(shared.model))
+            view = self._view
+            view.batch_size = self._members[0].plan.size(0)
+
+            def one(mine: dict[str, Any], functions: dict[str, Any]) -> Any:
+                own = {"num_steps": 0, "planned_steps": 0, "budget_steps": 0, "broadcast": {}}
+                return shared.term.probe(view.context(mine, **own, **functions))
+
+            passes, held = [m.plan for m in self._members], self._held
+            given = passes, held.entries, held.at_start, (held.mine,)
+            upload, kept = over_data(view, *given, one, few=True)
+        return self._in_order(upload), self._in_order(kept)
+
+    # before the steps
+
+    def _prepare(self, stack: ExitStack) -> None:
+        shared = self._shared
+        stack.enter_context(seeded(self._seed, shared.device))
+        shared.model.to(shared.device).train()
+        self._view = self._load()
+
+    def _load(self) -> View:
+        """Stack what the members hold; views of the trained parameters are stepped."""
+        shared, members, k = self._shared, self._members, self._rows
+        parameters = {n: p.detach() for n, p in shared.model.named_parameters()}
+        buffers = dict(shared.model.named_buffers())
+        mine = {n for m in members for n in m.own}
+
+        def stacked(name: str, own: Tensor) -> Tensor:
+            one: Tensor = shared.start.get(name, own).to(shared.device)
+            if name not in mine:
+                return one.expand(k, *one.shape).clone()
+            return torch.stack([m.own.get(name, one).to(shared.device) for m in members])
+
+        def stacks(of: Arrays, names: Collection[str]) -> Arrays:
+            return {n: stacked(n, of[n]) for n in names}
+
+        values = stacks(parameters, shared.trained)
+        inner = stacks(buffers, buffers)
+        still = [n for n in parameters if n not in values]
+        own = stacks(parameters, [n for n in still if n in mine])
+        rest = {n: shared.start.get(n, parameters[n]).to(shared.device)
+                for n in still if n not in mine}  # fmt: skip
+        start = {n: shared.start[n].to(shared.device) for n in shared.shared}
+        private = {n: v for n, v in values.items() if n not in start}
+        at_start = {n: t.clone() for n, t in (inner | own | private).items()}
+        steps = {"budget": self._steps, "planned": [m.planned_steps for m in members]}
+        alike = {name: of[0] for name, of in steps.items() if len(set(of)) == 1}
+        kind = torch.promote_types(next(iter(start.values())).dtype, torch.float32)
+        each: dict[str, Any] = {
+            "client": _stacked([m.client for m in members], shared.device),
+            "broadcast": _stacked([m.broadcast for m in members], shared.device),
+            "id": torch.tensor([m.client_id for m in members], device=shared.device),
+            **{
+                name: torch.tensor(of, dtype=kind, device=shared.device)
+                for name, of in steps.items()
+                if name not in alike
+            },
+        }
+        if (counts := self._label_counts()) is not None:
+            each["counts"] = counts.to(shared.device)
+        self._held = Held(values, inner, own, at_start, each)
+        self._of_each = self._taken(slice(None))
+        return View(shared, start, rest, to_device(shared.broadcast, shared.device), alike)
+
+    def _open_taps(self, stack: ExitStack) -> None:
+        shared = self._shared
+        terms = shared.term.terms
+        if any("features" in t.needs for t in terms):
+            self._view.tap = tap = stack.enter_context(FeatureTap(shared.model, shared.classifier))
+            inputs, targets = to_device(self._members[0].plan.batch(0), shared.device)
+            with evaluating(shared.model):
+                tap.check(shared.task.output(shared.model, inputs, targets))
+        for name in layers_of(terms):
+            self._view.layers[name] = stack.enter_context(OutputTap(shared.model, name))
+
+    def _make_optimizer(self) -> tuple[torch.optim.Optimizer, Arrays]:
+        """Return the client's optimiser over the stacked parameters, and these.
+
+        It is made for one client, so that a factory which looks at the parameters sees their shapes; then
+        the stacked ones take their places.
+        """
+        shared = self._shared
+        named = dict(shared.model.named_parameters())
+        of_one = {n: _copied(named[n]) for n in shared.trained}
+        made = shared.make(list(of_one.values()), lr=shared.lr)
+        if any(p._version or not p.requires_grad or is_hooked(p) for p in of_one.values()):
+            raise CannotStack("its optimiser's factory changes the parameters")
+        if not is_elementwise(made):
+            raise CannotStack(f"{type(made).__name__} is not known to treat each number alone")
+        hooks = made._optimizer_step_pre_hooks, made._optimizer_step_post_hooks
+        if any(hooks) or "step" in vars(made):  # they may see one client's parameters
+            raise CannotStack(f"its {type(made).__name__} has hooks or a step of its own")
+        leaves = {n: nn.Parameter(v) for n, v in self._held.values.items()}
+        place = {id(p): leaves[n] for n, p in of_one.items()}
+        if any(id(p) not in place for group in made.param_groups for p in group["params"]):
+            raise CannotStack("its optimiser holds parameters that are not its model's")
+        for group in made.param_groups:
+            group["params"] = [place[id(p)] for p in group["params"]]
+        self._fused = any(group.get("fused") for group in made.param_groups)
+        state, k = dict(made.state), self._rows
+        made.state.clear()
+        for p, entries in state.items():
+            made.state[place[id(p)]] = {
+                key: v.expand(k, *v.shape).clone() if _one_each(key, v, p) else v
+                for key, v in entries.items()
+            }
+        return made, leaves
+
+    def _begin(self) -> None:
+        """Let the terms choose where the steps start."""
+        view, term = self._view, self._shared.term
+        view.momentum = momentum_of(self._optimizer)
+        if any(t.acts("start") for t in term.terms):
+
+            def begin(mine: dict[str, Any]) -> Arrays:
+                return term.start(view.start, view.context(mine))
+
+            with torch.no_grad(), Watch(self._shared.model):
+                for n, p in vmapped(begin)(self._held.mine).items():
+                    self._held.values[n].copy_(p)
+        view.batch_size = self._members[0].plan.size(0)
+
+    def _label_counts(self) -> Tensor | None:
+        """Return the members' label counts, with an entry for each class of any of them."""
+        counts = [m.label_counts for m in self._members if m.label_counts is not None]
+        if len(counts) < len(self._members):
+            return None
+        classes = max(len(c) for c in counts)
+        return torch.stack([nn.functional.pad(c, (0, classes - len(c))) for c in counts])
+
+    # a step
+
+    def _leave(self, active: int) -> None:
+        """Let the members go whose steps are done: their rows stay as they are."""
+        if active == self._rows:
+            return
+        for n, p in self._leaves.items():
+            state = self._optimizer.state.get(p, {})
+            for key, v in state.items():
+                if isinstance(v, Tensor) and v.shape == p.shape:
+                    state[key] = v[:active]
+            p.grad = None
+            p.data = self._held.values[n][:active]
+        self._rows, self._of_each = active, self._taken(slice(0, active))
+
+    def _laid_out(self, g: Tensor, p: Tensor) -> Tensor:
+        """Return a gradient as an optimiser takes it: a fused one, without a check, by place in memory."""
+        if not self._fused or g.stride() == p.stride():
+            return g.to(p.dtype)
+        return torch.empty_like(p).copy_(g)
+
+    def _step(self, step: int) -> None:
+        """Put the corrected gradients of a step into the parameters."""
+        forms = [m.plan.forms[step] for m in self._members[: self._rows]]
+        if len(set(forms)) == 1:
+            found = self._gradients(step)
+            for n, p in self._leaves.items():
+                p.grad = None if (g := found[n]) is None else self._laid_out(g, p)
+            self._clip()
+            return
+        parts: dict[Any, list[int]] = {}
+        for row, form in enumerate(forms):
+            parts.setdefault(form, []).append(row)
+        for p in self._leaves.values():
+            p.grad = torch.zeros_like(p)
+        for number, rows in enumerate(parts.values()):
+            for n, g in self._gradients(
+                step, torch.tensor(rows, device=self._shared.device)
+            ).items():
+                leaf = self._leaves[n]
+                if number and (g is None) != (leaf.grad is None):
+                    raise CannotStack(f"the loss depends on {n} in some batches only")
+                if g is None:
+                    leaf.grad = None
+                elif leaf.grad is not None:
+                    leaf.grad[rows] = g.to(leaf.dtype)
+        self._clip()
+
+    def _gradients(self, step: int, rows: Tensor | None = None) -> dict[str, Tensor | None]:
+        """Return the corrected gradients of some rows (default: all left), whose batches have one shape."""
+        values, held = {n: p.detach() for n, p in self._leaves.items()}, self._held
+        chosen: Sequence[int] = range(self._rows)
+        of_each = self._of_each
+        if rows is not None:
+            chosen, of_each = rows.tolist(), self._taken(rows)
+            values = {n: v[rows] for n, v in values.items()}
+        batch = self._feed.batch(step, chosen)
+        part = Part({n: v.requires_grad_() for n, v in values.items()}, batch, *of_each)
+        mine = [*part.values.values(), *part.own.values(), *part.teacher.values()]
+        inputs = [] if self._members[0].plan.rows is not None else batch.leaves
+        before = versions(mine), versions(inputs)
+        grads, losses, new = self._gradient.of(part)
+        if versions(mine) != before[0]:
+            raise CannotStack("its model changes its parameters in the forward pass")
+        if versions(inputs) != before[1]:  # by themselves they may be those of later steps, too
+            raise CannotStack("its model changes its inputs")
+        where = slice(0, self._rows) if rows is None else rows
+        self._losses[where] += losses * self._members[chosen[0]].plan.size(step)
+        for n, b in new.items():
+            if b.shape[1:] != held.buffers[n].shape[1:] or b.dtype != held.buffers[n].dtype:
+                raise CannotStack(f"its model changes the shape or dtype of its buffer {n}")
+            held.buffers[n][where] = b
+        return grads
+
+    def _taken(self, rows: slice | Tensor) -> tuple[Arrays, dict[str, Any], Arrays, Arrays]:
+        """Return some rows of what the members hold beside trained parameters: views, of a slice."""
+        held = self._held
+        of_each = held.buffers, held.mine, held.own, held.at_start
+        return mapped(of_each, lambda t: t[rows])  # type: ignore[no-any-return]
+
+    def _clip(self) -> None:
+        """Scale each member's gradients down to the config's norm: see :func:`.optimizer.clip`."""
+        norm = self._shared.config.get("clip-norm")
+        grads = [p.grad for p in self._leaves.values() if p.grad is not None]
+        if norm is None or not grads:
+            return
+        wide = [g.to(torch.promote_types(g.dtype, torch.float32)) for g in grads]
+        wide = [
+            w.unsqueeze(-1).flatten(1) for w in wide
+        ]  # a member's number has no axis of its own
+        each = torch.stack([torch.linalg.vector_norm(w, dim=1) for w in wide])
+        scale = (norm / (torch.linalg.vector_norm(each, dim=0) + 1e-6)).clamp(max=1.0)
+        for g in grads:
+            g.mul_(scale.view(-1, *[1] * (g.ndim - 1)).to(g.dtype))
+
+    # after the steps
+
+    def _finish(self) -> StackedResult:
+        """Run the terms' `finish`, and return what came of the round in the members' order."""
+        view, values = self._view, self._held.values
+        delta = {n: values[n] - view.start[n] for n in view.start}
+        sent, uploads, slots = finish(view, self._held, self._members, delta)
+        if sent is not delta:
+            for n, start in view.start.items():
+                values[n].copy_(start + sent[n])
+        losses = (self._losses.double().cpu() / torch.tensor(self._examples)).tolist()
+        return StackedResult(
+            self._in_order(self._held.entries),
+            self._in_order(sent),
+            self._in_order(uploads),
+            self._in_order(slots),
+            self._in_order(losses),
+            self._in_order(self._examples),
+            None if view.tap is None else view.tap.layer,
+        )
+
+    def _in_order(self, tree: Any) -> Any:
+        """Return nested dicts of stacked tensors, or a list, in the members' order, on the CPU."""
+        back = sorted(range(len(self._order)), key=self._order.__getitem__)
+        if isinstance(tree, list):
+            return [to_device(tree[row], "cpu") for row in back]
+        if back == sorted(back):
+            return to_device(tree, "cpu")
+        index = torch.tensor(back, device=self._shared.device)
+        return mapped(tree, lambda t: t[index].cpu())
+
+
+def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimiser is known to do for a stack of clients what it does for one."""
+    kind = type(optimizer)
+    return kind.__module__.partition(".")[0] == "torch" and kind.__name__ in ELEMENTWISE
+
+
+def _copied(parameter: nn.Parameter) -> nn.Parameter:
+    """Return a copy of a parameter with its attributes, which a factory may read."""
+    made = nn.Parameter(parameter.detach().clone())
+    vars(made).update(vars(parameter))
+    return made
+
+
+def _one_each(key: str, value: Any, p: Tensor) -> bool:
+    """Whether an entry of an optimiser's state has a number for each of the parameter."""
+    return isinstance(value, Tensor) and key != "step" and value.shape == p.shape
+
+
+def _stacked(slots: Sequence[Slot], device: torch.device) -> Slot:
+    """Return the members' slots as one, with a first axis over them."""
+    out: Slot = {}
+    for t, own in slots[0].items():
+        each = [slot[t] for slot in slots]
+        packed = isinstance(own, Packed)
+        found = own.stacked(each) if packed else {k: torch.stack([s[k] for s in each]) for k in own}
+        out[t] = to_device(found, device)
+    return out

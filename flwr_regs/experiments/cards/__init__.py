@@ -1,0 +1,1 @@
+"""Protocol cards: tables and figures of papers as settings, and their runs."""

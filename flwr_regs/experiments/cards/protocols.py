@@ -1,0 +1,452 @@
+"""Protocol cards: a table or figure of a paper as settings, methods, tuning grids and reported numbers.
+
+A card is a TOML file: one of ``flwr_regs/experiments/cards/``, or a user's own. docs/protocols.md says what
+it holds. ``flwr-regs bench CARD`` runs it.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from importlib.resources import files
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+from flwr_regs.experiments.data.arrays import DATASETS
+from flwr_regs.experiments.models.models import MODELS
+from flwr_regs.experiments.partition.partitions import PARTITIONS
+from flwr_regs.experiments.report import metrics
+from flwr_regs.experiments.run.tuning import FIXED, Bench, Space
+from flwr_regs.experiments.settings import build, settings
+from flwr_regs.experiments.settings.calls import Call, parse_methods
+from flwr_regs.wire.config import nearest
+
+FOLDER = files("flwr_regs.experiments") / "cards"
+LEVELS = ("paper", "reduced", "stand-in")
+"""What a card's settings are: the source's, as far as its text says them; smaller ones; or ones with other
+data or another model."""
+KEYS = {
+    "title": "what is compared, in a line",
+    "source": "who published it",
+    "where": "the table or figure there",
+    "setting": "paper, reduced or stand-in: what [settings] are",
+    "hashes": "data set = its hash, as results have it in protocol.json; a run on other data says so",
+    "departures": "sentences: what the source reports, how the card differs from it, what it leaves open",
+    "extends": "the name of a card whose keys this one has too, but for those that it has itself",
+    "pick": "with extends: the names of the panels that it takes",
+    "metrics": "what the source reports: `flwr-regs list metrics`",
+    "trials": "how many settings are tried for each method, at most",
+    "seeds": "of the test",
+    "tuning-seeds": "of tuning",
+    "tune": "what is tried, as bench --tune takes it",
+    "settings": "as on the command line",
+    "reduced": "settings for two processor cores, in place of those above",
+    "methods": "name = a call, or {call, settings, panels}: its own settings, the panels that have it",
+    "panels": "the columns of a table, the curves of a figure: {name, settings, reduced, reports}",
+}
+"""A card's keys -> what they hold."""
+NEEDED = ("title", "source", "where", "setting", "metrics", "settings", "methods")
+METHOD_KEYS = ("call", "settings", "panels")
+PANEL_KEYS = ("name", "settings", "reduced", "reports")
+OPEN = {"dataset": DATASETS, "model": MODELS, "partition": PARTITIONS}
+"""Settings whose value may be the name of something that this version does not have."""
+SMOKE = {
+    "rounds": 2,
+    "examples": 200,
+    "num-classes": 3,
+    "num-clients": 2,
+    "local-steps": 1,
+    "examples-per-client": 8,  # Fisher information is of all of them, one by one
+    "held-out-clients": 0,
+    "test-examples": 10,
+    "straggler-share": 0.0,  # of one step, a slow client takes none
+    "drop-out": 0.0,
+    "checkpoint-every": 0.0,
+}
+"""What ``--smoke`` sets."""
+SMOKE_MOST = {"batch-size": 4, "classes-per-client": 3, "shards-per-client": 3, "ensemble": 2}
+"""The largest values that ``--smoke`` leaves."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A method of a card: its name there, its call, its own settings, and the panels that have it (all)."""
+
+    name: str
+    call: str
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    panels: tuple[str, ...] = ()
+
+    @property
+    def label(self) -> str:
+        """The call as tables write it."""
+        (label,) = parse_methods(self.call)
+        return label
+
+
+@dataclass(frozen=True)
+class Panel:
+    """A column of a table or a curve's setting.
+
+    Attributes
+    ----------
+    name : str
+    settings, reduced : dict
+        In place of the card's.
+    reports : dict
+        Metric -> method's name -> what the source reports: a number, or (mean, standard deviation);
+        accuracies in per cent.
+    """
+
+    name: str
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    reduced: Mapping[str, Any] = field(default_factory=dict)
+    reports: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Card:
+    """A protocol; see :data:`KEYS`."""
+
+    name: str
+    title: str
+    source: str
+    where: str
+    setting: str
+    metrics: tuple[str, ...]
+    settings: Mapping[str, Any]
+    rows: tuple[Row, ...]
+    panels: tuple[Panel, ...]
+    reduced: Mapping[str, Any]
+    tune: tuple[str, ...]
+    trials: int
+    seeds: tuple[int, ...]
+    tuning_seeds: tuple[int, ...]
+    departures: tuple[str, ...]
+    hashes: Mapping[str, str]
+
+    @property
+    def levels(self) -> list[str]:
+        """What the card can be run at: its setting, and ``reduced`` if it has settings for that."""
+        small = self.reduced or any(panel.reduced for panel in self.panels)
+        return list(dict.fromkeys([self.setting, *(["reduced"] if small else [])]))
+
+    def panel(self, name: str) -> Panel:
+        """Return a panel; ValueError with the nearest name if there is none."""
+        names = [panel.name for panel in self.panels]
+        if name not in names:
+            raise ValueError(
+                f"card '{self.name}' has no panel '{name}'{nearest(name, names)}; it has "
+                f"{'; '.join(names)}"
+            )
+        return self.panels[names.index(name)]
+
+    def rows_of(self, panel: Panel) -> list[Row]:
+        """Return the methods of a panel, in order."""
+        return [row for row in self.rows if not row.panels or panel.name in row.panels]
+
+    def settings_of(self, panel: Panel, level: str = "") -> dict[str, Any]:
+        """Return the settings of a panel, without its methods; ValueError for a level that there is not."""
+        level = level or self.setting
+        if level not in self.levels:
+            raise ValueError(
+                f"card '{self.name}' has no setting '{level}', only {' and '.join(self.levels)}"
+            )
+        found = {**self.settings, **panel.settings}
+        return found if level == self.setting else {**found, **self.reduced, **panel.reduced}
+
+    def bench(self, panel: Panel, level: str = "", given: Mapping[str, Any] | None = None) -> Bench:
+        """Return the tuned comparison of a panel.
+
+        Parameters
+        ----------
+        panel : Panel
+        level : str
+            One of `levels`; empty: the card's setting.
+        given : dict, optional
+            Settings that win over the card's and the methods' own; they are not tuned.
+        """
+        given = dict(given or {})
+        rows = self.rows_of(panel)
+        found = {**self.settings_of(panel, level), **given}
+        found["methods"] = "; ".join(row.label for row in rows)
+        own = {r.label: {k: v for k, v in r.settings.items() if k not in given} for r in rows}
+        spaces = [text for text in self.tune if Space.read(text).key not in given]
+        tune = [t for t in spaces if any(Space.read(t).applies(row.label) for row in rows)]
+        return Bench(
+            *(found, tuple(tune), self.trials, self.seeds, self.tuning_seeds),
+            own={label: mine for label, mine in own.items() if mine},
+        )
+
+    def smoke(self, panel: Panel, level: str, given: Mapping[str, Any]) -> Bench:
+        """Return a comparison that takes seconds: see :data:`SMOKE`; the first and the last method train.
+
+        All methods of the panel are checked. What is `given` wins.
+        """
+        checked = self.bench(panel, level, {**given, "rounds": SMOKE["rounds"]})
+        small = {**SMOKE, **given}
+        settings_now = {**settings.DEFAULTS, **checked.settings}
+        small |= {k: min(settings_now[k], most) for k, most in SMOKE_MOST.items() if k not in given}
+        if settings_now["fraction-train"] < 1:
+            small.setdefault("fraction-train", 0.5)
+        rows = self.rows_of(panel)
+        ends = replace(self, rows=(rows[0], *rows[1:][-1:]), tune=())
+        bench = replace(ends.bench(panel, level, small), seeds=self.seeds[:1])
+        for row in rows:
+            whole = replace(bench, settings={**bench.settings, "methods": row.label})
+            # with what tuning would try first: a wrong parameter in `tune` is found too
+            point = checked.trials_of(row.label)[0]
+            replace(whole, own=checked.own).job(row.label, point, self.seeds[0], tuning=False)
+        return bench
+
+    @cached_property
+    def lacks(self) -> list[str]:
+        """What the card names and this version does not have, such as ``dataset gld-23k``."""
+        found: dict[str, None] = {}
+        for panel in self.panels:
+            for level in self.levels:
+                here = {**settings.DEFAULTS, **self.settings_of(panel, level)}
+                for what, known in OPEN.items():
+                    name = here[what].partition("(")[0]
+                    if name not in known and ":" not in name:
+                        found[f"{what} '{here[what]}'{nearest(name, known)}"] = None
+        return list(found)
+
+    @property
+    def datasets(self) -> list[str]:
+        """The data sets of all panels, at the card's own setting, without their arguments."""
+        each = [
+            {**settings.DEFAULTS, **self.settings_of(panel)}["dataset"] for panel in self.panels
+        ]
+        return list(dict.fromkeys(name.partition("(")[0] for name in each))
+
+
+def names() -> list[str]:
+    """Return the names of the package's cards, in order of source, tables and figures."""
+    found = [p.name.removesuffix(".toml") for p in FOLDER.iterdir() if p.name.endswith(".toml")]
+    return sorted(
+        found, key=lambda n: [int(p) if p.isdigit() else p for p in re.split(r"(\d+)", n)]
+    )
+
+
+def load(name: str) -> Card:
+    """Return a card of the package by its name, or a user's by its path, which ends in ``.toml``.
+
+    Raises ValueError if there is none, or if it is wrong; the message has the card, the key and what was
+    expected.
+    """
+    own = name.endswith(".toml")
+    if own and not Path(name).expanduser().is_file():
+        raise ValueError(f"there is no card at {name}")
+    if not own and name not in names():
+        raise ValueError(
+            f"there is no card '{name}'{nearest(name, names())} (`flwr-regs protocols` shows all; your own "
+            "is a path that ends in .toml)"
+        )
+    path = Path(name).expanduser() if own else FOLDER / f"{name}.toml"
+    try:
+        return read(path.read_text(encoding="utf-8"), Path(name).stem if own else name)
+    except ValueError as error:
+        raise ValueError(f"card '{name}': {error}") from error
+
+
+def read(text: str, name: str) -> Card:
+    """Return the card of a TOML text; ValueError that says which key is wrong."""
+    found = tomllib.loads(text)
+    _known(found, KEYS, "")
+    if base := found.get("extends"):
+        found = _extended(found, _text(base, "extends"))
+    elif "pick" in found:
+        raise ValueError("'pick' goes with 'extends' alone: it takes panels of another card")
+    for key in NEEDED:
+        if key not in found:
+            raise ValueError(f"it lacks '{key}': {KEYS[key]}")
+    if found["setting"] not in LEVELS:
+        raise ValueError(f"'setting' must be one of {', '.join(LEVELS)}, not {found['setting']!r}")
+    panels = tuple(_panel(p, i) for i, p in enumerate(found.get("panels", [{}]), 1))
+    card = Card(
+        name=name,
+        **{key: _text(found[key], key) for key in ("title", "source", "where", "setting")},
+        metrics=_texts(found["metrics"], "metrics"),
+        settings=_settings(found["settings"], "settings"),
+        rows=tuple(_row(n, m) for n, m in found["methods"].items()),
+        panels=panels,
+        reduced=_settings(found.get("reduced", {}), "reduced"),
+        tune=_texts(found.get("tune", []), "tune"),
+        trials=_count(found.get("trials", 8), "trials"),
+        seeds=_numbers(found.get("seeds", [1, 2, 3]), "seeds"),
+        tuning_seeds=_numbers(found.get("tuning-seeds", [101]), "tuning-seeds"),
+        departures=_texts(found.get("departures", []), "departures"),
+        hashes={k: _text(v, k) for k, v in _table(found.get("hashes", {}), "hashes").items()},
+    )
+    _check(card)
+    return card
+
+
+def _extended(found: Mapping[str, Any], base: str) -> dict[str, Any]:
+    """Return a card's keys with those of the card that it extends."""
+    if base not in names():
+        raise ValueError(f"'extends': there is no card '{base}'{nearest(base, names())}")
+    under = tomllib.loads((FOLDER / f"{base}.toml").read_text(encoding="utf-8"))
+    if "extends" in under:
+        raise ValueError(f"'extends': card '{base}' extends another one itself")
+    picked = found.get("pick")
+    if picked is not None:
+        there = {panel["name"]: panel for panel in under["panels"]}
+        for name in _texts(picked, "pick"):
+            if name not in there:
+                raise ValueError(
+                    f"'pick': card '{base}' has no panel '{name}'{nearest(name, there)}"
+                )
+        under["panels"] = [there[name] for name in picked]
+        left = [name for name in there if name not in picked]
+        methods = {name: _without(left, method) for name, method in under["methods"].items()}
+        under["methods"] = {name: method for name, method in methods.items() if method}
+    merged = {**under, **found}
+    for key in ("settings", "reduced"):
+        merged[key] = {**under.get(key, {}), **found.get(key, {})}
+    return merged
+
+
+def _without(left: Sequence[str], method: Any) -> Any:
+    """Return a card's method without these panels; None where it has no other."""
+    if isinstance(method, str) or "panels" not in method:
+        return method
+    panels = [name for name in method["panels"] if name not in left]
+    return {**method, "panels": panels} if panels else None
+
+
+def _check(card: Card) -> None:
+    """Raise ValueError for what does not fit together in a card."""
+    if not card.metrics:
+        raise ValueError("'metrics' is empty: name what is measured (`flwr-regs list metrics`)")
+    for key in card.metrics:
+        if key not in metrics.METRICS:
+            raise ValueError(f"'metrics': there is no '{key}'{nearest(key, metrics.METRICS)}")
+    if card.trials < 1:
+        raise ValueError("'trials' must be at least 1, not 0")
+    titles = [panel.name for panel in card.panels]
+    if len({*titles}) < len(titles):
+        raise ValueError(f"'panels': two have one name: {', '.join(titles)}")
+    labels: dict[str, str] = {}
+    for row in card.rows:
+        for name in row.panels:
+            card.panel(name)
+        if not row.panels and labels.setdefault(row.label, row.name) != row.name:
+            raise ValueError(f"'methods': {row.name} and {labels[row.label]} are one call")
+    for panel in card.panels:
+        if not (rows := card.rows_of(panel)):
+            raise ValueError(f"panel '{panel.name}' has no method")
+        for metric, values in panel.reports.items():
+            where = f"panel '{panel.name}', 'reports'"
+            if metric not in metrics.METRICS:
+                raise ValueError(f"{where}: no metric '{metric}'{nearest(metric, metrics.METRICS)}")
+            for name, value in values.items():
+                if name not in (known := [row.name for row in rows]):
+                    raise ValueError(f"{where}: no method '{name}'{nearest(name, known)}")
+                _reported(value, f"{where}, {metric}, {name}")
+    for text in card.tune:
+        space = Space.read(text)
+        if not any(space.applies(row.label) for row in card.rows):
+            raise ValueError(f"'tune': no method of the card has {space.key}")
+
+
+def _panel(found: Any, number: int) -> Panel:
+    if not isinstance(found, Mapping):
+        raise ValueError(f"'panels' must be tables [[panels]], not {found!r}")
+    _known(found, PANEL_KEYS, f"panel {number}")
+    name = _text(found.get("name", "all"), f"name of panel {number}")
+    own = [_settings(found.get(key, {}), f"panel '{name}', {key}") for key in PANEL_KEYS[1:3]]
+    where = f"panel '{name}', reports"
+    reports = _table(found.get("reports", {}), where)
+    for metric, values in reports.items():
+        _table(values, f"{where}, {metric}")
+    return Panel(name, own[0], own[1], reports)
+
+
+def _row(name: str, found: Any) -> Row:
+    table = {"call": found} if isinstance(found, str) else found
+    if not isinstance(table, Mapping) or not isinstance(table.get("call"), str):
+        raise ValueError(f"method '{name}' must be a call, or a table with a call, not {found!r}")
+    _known(table, METHOD_KEYS, f"method '{name}'")
+    called = parse_methods(table["call"])
+    if len(called) != 1:
+        raise ValueError(f"method '{name}' must be one call, not {table['call']!r}")
+    for call in next(iter(called.values())):
+        _exists(call)
+    own = _settings(table.get("settings", {}), f"method '{name}', settings")
+    return Row(
+        name, table["call"], own, _texts(table.get("panels", []), f"method '{name}', panels")
+    )
+
+
+def _exists(call: Call) -> None:
+    if ":" not in call.target:  # a user's own is looked up when the card runs
+        build.find(call)
+
+
+def _settings(found: Any, where: str) -> dict[str, Any]:
+    """Return settings, checked; names that this version does not have stand in :data:`OPEN`'s alone."""
+    table = _table(found, where)
+    if wrong := [key for key in table if key in FIXED and key != "held-out-share"]:
+        raise ValueError(f"{where}: '{wrong[0]}' is no setting of a card")
+    plain = {
+        key: value
+        for key, value in table.items()
+        if not (key in OPEN and isinstance(value, str) and re.fullmatch(r"[\w().,=-]+", value))
+    }
+    try:
+        settings.checked(plain)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
+    return table
+
+
+def _known(found: Iterable[str], known: Iterable[str], where: str) -> None:
+    for key in found:
+        if key not in known:
+            there = f"{where}: " if where else ""
+            raise ValueError(f"{there}unknown key '{key}'{nearest(key, known)}")
+
+
+def _reported(value: Any, where: str) -> None:
+    several = value if isinstance(value, list) else [value]
+    if len(several) not in (1, 2) or any(
+        isinstance(v, bool) or not isinstance(v, int | float) or not isfinite(v) for v in several
+    ):
+        raise ValueError(f"{where}: expected a number, or [mean, deviation], not {value!r}")
+
+
+def _table(found: Any, where: str) -> dict[str, Any]:
+    if not isinstance(found, Mapping):
+        raise ValueError(f"{where}: expected a table, not {found!r}")
+    return dict(found)
+
+
+def _text(found: Any, where: str) -> str:
+    if not isinstance(found, str) or not found.strip():
+        raise ValueError(f"'{where}' must be text, not {found!r}")
+    return found
+
+
+def _count(found: Any, where: str) -> int:
+    if type(found) is not int or found < 1:
+        raise ValueError(f"'{where}' must be a whole number of at least 1, not {found!r}")
+    return found
+
+
+def _texts(found: Any, where: str) -> tuple[str, ...]:
+    if not isinstance(found, list) or not all(isinstance(f, str) for f in found):
+        raise ValueError(f"'{where}' must be a list of texts, not {found!r}")
+    return tuple(found)
+
+
+def _numbers(found: Sequence[Any], where: str) -> tuple[int, ...]:
+    good = isinstance(found, list) and all(type(f) is int and f >= 0 for f in found)
+    if not good or not found or len({*found}) < len(found):
+        raise ValueError(f"'{where}' must be different whole numbers, not {found!r}")
+    return tuple(found)

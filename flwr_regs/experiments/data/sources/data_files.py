@@ -1,0 +1,120 @@
+"""The user's files: where they are looked for, what is said when they are missing, and pictures in them."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from flwr_regs.experiments.extras import missing_extra
+
+Array = np.ndarray[Any, Any]
+Parts = dict[str, Any]
+"""The fields of :class:`flwr_regs.experiments.data.arrays.Data`, by name."""
+
+DOWNLOADS = "~/.cache/flwr_regs"
+
+
+def root(data_dir: str) -> Path:
+    """Return the folder of a data-dir; empty: the one that downloads go to."""
+    return Path(data_dir or DOWNLOADS).expanduser()
+
+
+def found(data_dir: str, folders: Iterable[str], *patterns: str) -> list[list[Path]] | None:
+    """Return the files of each pattern, sorted, from the first folder that has some of each; else None.
+
+    `folders` are relative to the data-dir; "" is the data-dir itself.
+    """
+    for folder in folders:
+        files = [sorted((root(data_dir) / folder).glob(pattern)) for pattern in patterns]
+        if all(files):
+            return files
+    return None
+
+
+def absent(dataset: str, data_dir: str, what: str, how: str) -> FileNotFoundError:
+    """Return the error for files that are not there: which, where they are expected, how to get them."""
+    where = f"data-dir, {root(data_dir)}" if data_dir else "data-dir, which is not set"
+    return FileNotFoundError(
+        f"dataset '{dataset}' needs {what} in {where}; {how}, and set data-dir to their folder"
+    )
+
+
+def inside(folder: Path, name: str) -> Path:
+    """Return a file that a list names, relative to a folder; ValueError if it lies outside of it."""
+    path = Path(name)
+    if path.is_absolute() or ".." in path.parts:
+        raise ValueError(f"a list in {folder} names '{name}', which is outside of this folder")
+    return folder / path
+
+
+def picture(source: Path | bytes, mode: str, size: int = 0) -> Array:
+    """Return a picture as uint8 ``(channels, height, width)``; `size` scales it to a square.
+
+    `mode` is Pillow's: ``"L"`` for grey, ``"RGB"``. Pixels between are linear, with antialiasing.
+    """
+    try:
+        from PIL import Image
+    except ImportError as error:
+        raise missing_extra("pillow, which comes with torchvision", "reading pictures") from error
+    with Image.open(io.BytesIO(source) if isinstance(source, bytes) else source) as image:
+        plain = image.convert(mode)
+        if size and plain.size != (size, size):
+            plain = plain.resize((size, size), Image.Resampling.BILINEAR)
+        pixels = np.asarray(plain)
+    return pixels[None] if pixels.ndim == 2 else pixels.transpose(2, 0, 1)
+
+
+def pictures(sources: Sequence[Path | bytes], mode: str, size: int) -> Array:
+    """Return pictures as float32 in [0, 1], ``(n, channels, size, size)``."""
+    if size < 1:
+        raise ValueError(f"size must be at least 1, not {size}")
+    out = np.empty((len(sources), 1 if mode == "L" else 3, size, size), np.float32)
+    for i, source in enumerate(sources):
+        out[i] = picture(source, mode, size)
+    out /= 255
+    return out
+
+
+def standardised(x: Array, mean: Sequence[float], std: Sequence[float]) -> Array:
+    """Return images in [0, 1], ``(n, channels, height, width)``, with these moments taken out, in place."""
+    x -= np.array(mean, np.float32)[:, None, None]
+    x /= np.array(std, np.float32)[:, None, None]
+    return x
+
+
+def by_group(
+    train: Mapping[str, tuple[Array, Array]], test: Mapping[str, tuple[Array, Array]]
+) -> Parts:
+    """Return groups' examples in order of the groups' names, as one data set.
+
+    Parameters
+    ----------
+    train, test : mapping
+        Group -> (inputs, labels). The two may differ in their groups.
+    """
+    names = sorted({*train, *test})
+    parts: Parts = {}
+    for part, key, of in (("train", "groups", train), ("test", "test_groups", test)):
+        mine = [(i, *of[name]) for i, name in enumerate(names) if name in of and len(of[name][1])]
+        if not mine:
+            raise ValueError(f"the {part} data has no examples")
+        parts[f"{part}_x"] = np.concatenate([x for _, x, _ in mine])
+        parts[f"{part}_y"] = np.concatenate([y for _, _, y in mine]).astype(np.int64)
+        parts[key] = np.repeat([i for i, _, _ in mine], [len(y) for _, _, y in mine]).astype(
+            np.int64
+        )
+    return parts
+
+
+def drawn(names: Iterable[str], count: int) -> list[str]:
+    """Return `count` of the names, drawn from seed 0, in order; 0: all; ValueError if there are fewer."""
+    every = sorted(names)
+    if count > len(every):
+        raise ValueError(f"there are {len(every)} users, but {count} are asked for")
+    if not count:
+        return every
+    return sorted(np.random.default_rng(0).choice(every, count, replace=False).tolist())

@@ -1,0 +1,165 @@
+"""Three data sets in domains, as FedBN ships them (Li et al. 2021); a group is a domain.
+
+They are those of github.com/med-air/FedBN. The lists and the digits are pickles, which are read without
+executing what they hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from flwr_regs.experiments.data.sources import data_files as files
+from flwr_regs.experiments.data.sources import pickles
+from flwr_regs.experiments.data.sources.data_files import Array, Parts
+
+DIGITS = ("MNIST", "SVHN", "USPS", "SynthDigits", "MNIST_M")
+OFFICE = ("amazon", "caltech", "dslr", "webcam")
+DOMAINNET = ("clipart", "infograph", "painting", "quickdraw", "real", "sketch")
+OFFICE_CLASSES = (
+    *("back_pack", "bike", "calculator", "headphones", "keyboard"),
+    *("laptop_computer", "monitor", "mouse", "mug", "projector"),
+)
+DOMAINNET_CLASSES = (
+    *("bird", "feather", "headphones", "ice_cream", "teapot"),
+    *("tiger", "whale", "windmill", "wine_glass", "zebra"),
+)
+PARTS_OF_DIGITS = 10
+HOW = "get them by the links in the README of github.com/med-air/FedBN"
+
+
+def digits_five(data_dir: str, share: float = 0.1) -> Parts:
+    """Return five sets of real digits, 28 x 28 in colour, in [-1, 1]; groups are the domains.
+
+    As FedBN's ``fed_digits.py``: the first `share`, in tenths, of the 7,438 training images that each
+    domain has in ``DOMAIN/partitions/train_part*.pkl``, and all of ``DOMAIN/test.pkl``.
+    """
+    tenths = round(share * PARTS_OF_DIGITS)
+    if not 1 <= tenths <= PARTS_OF_DIGITS:
+        raise ValueError(f"share must be from 0.1 to 1, not {share}")
+    folder = _folder(
+        "digits-five",
+        data_dir,
+        ("", "digit_dataset", "data"),
+        [f"{d}/partitions/train_part{k}.pkl" for d in DIGITS for k in range(tenths)]
+        + [f"{d}/test.pkl" for d in DIGITS],
+    )
+    train, test = {}, {}
+    for i, domain in enumerate(DIGITS):
+        pieces = [folder / domain / f"partitions/train_part{k}.pkl" for k in range(tenths)]
+        parts = [_digits(path) for path in pieces]
+        train[str(i)] = tuple(np.concatenate(of) for of in zip(*parts, strict=True))
+        test[str(i)] = _digits(folder / domain / "test.pkl")
+    return files.by_group(train, test)  # type: ignore[arg-type]
+
+
+def _digits(path: Path) -> tuple[Array, Array]:
+    """Return the images of a pickle (images, labels) in [-1, 1]."""
+    images, labels = _pair(path)
+    if images.ndim not in (3, 4) or images.dtype != np.uint8:
+        raise ValueError(
+            f"{path} has images of shape {images.shape} and type {images.dtype}; expected bytes of shape "
+            "(n, height, width) or (n, height, width, 3)"
+        )
+    colour = images if images.ndim == 4 else np.repeat(images[..., None], 3, axis=3)
+    return _scaled(colour, 28) * 2 - 1, labels.astype(np.int64).reshape(-1)
+
+
+def _scaled(images: Array, size: int) -> Array:
+    """Return images in bytes, ``(n, height, width, 3)``, as float32 ``(n, 3, size, size)`` in [0, 1]."""
+    from PIL import Image
+
+    out = np.empty((len(images), 3, size, size), np.float32)
+    for i, pixels in enumerate(images):
+        if pixels.shape[:2] != (size, size):
+            scaled = Image.fromarray(pixels).resize((size, size), Image.Resampling.BILINEAR)
+            pixels = np.asarray(scaled)
+        out[i] = pixels.transpose(2, 0, 1)
+    out /= 255
+    return out
+
+
+def office_caltech(data_dir: str, share: float = 0.5, size: int = 256) -> Parts:
+    """Return Office-Caltech10 in [0, 1], 10 classes, groups amazon, caltech, dslr and webcam.
+
+    As FedBN's ``fed_office.py``: scaled to 256 x 256; of each domain, as many training images as `share`
+    of those of the smallest one, from the first on; all test images. Training batches are flipped and
+    rotated by up to 30 degrees.
+    """
+    return _listed(
+        "office-caltech", data_dir, "office_caltech_10", OFFICE, OFFICE_CLASSES, share, size
+    )
+
+
+def domainnet(data_dir: str, share: float = 0.05, size: int = 256) -> Parts:
+    """Return ten classes of DomainNet in [0, 1]; groups are its six domains.
+
+    As FedBN's ``fed_domainnet.py``, see :func:`office_caltech`. A test image of 256 x 256 takes 0.8 MB.
+    """
+    return _listed("domainnet", data_dir, "DomainNet", DOMAINNET, DOMAINNET_CLASSES, share, size)
+
+
+def _listed(
+    dataset: str,
+    data_dir: str,
+    name: str,
+    domains: Sequence[str],
+    classes: Sequence[str],
+    share: float,
+    size: int,
+) -> Parts:
+    """Return the pictures of ``NAME/DOMAIN_train.pkl`` and ``…_test.pkl``, each (paths, class names)."""
+    if not 0 < share <= 1:
+        raise ValueError(f"share must be above 0 and at most 1, not {share}")
+    needed = [f"{name}/{d}_{part}.pkl" for d in domains for part in ("train", "test")]
+    folder = _folder(dataset, data_dir, ("", "data", ".."), needed)
+    lists = {
+        (d, part): _pair(folder / name / f"{d}_{part}.pkl")
+        for d in domains
+        for part in ("train", "test")
+    }
+    fewest = int(min(len(lists[d, "train"][0]) for d in domains) * share)
+    if fewest == 0:
+        raise ValueError(f"share={share} of the smallest domain's training images is none")
+
+    def read(domain: str, part: str) -> tuple[Array, Array]:
+        paths, names = (of[: fewest if part == "train" else None] for of in lists[domain, part])
+        if unknown := sorted({str(n) for n in names} - {*classes}):
+            raise ValueError(
+                f"a list of {dataset} has the class '{unknown[0]}'; expected {', '.join(classes)}"
+            )
+        where = [files.inside(folder, str(path)) for path in paths]
+        if missing := [path for path in where if not path.is_file()]:
+            raise FileNotFoundError(
+                f"dataset '{dataset}': {len(missing)} of {len(where)} pictures of {domain} are missing, "
+                f"such as {missing[0]}; {HOW}"
+            )
+        labels = np.array([classes.index(str(n)) for n in names], np.int64)
+        return files.pictures(where, "RGB", size), labels
+
+    parts = files.by_group(
+        {str(i): read(d, "train") for i, d in enumerate(domains)},
+        {str(i): read(d, "test") for i, d in enumerate(domains)},
+    )
+    return {**parts, "augment": "flip-rotate"}
+
+
+def _folder(dataset: str, data_dir: str, below: Sequence[str], needed: Sequence[str]) -> Path:
+    """Return the first of these folders that has all the files that are needed."""
+    for name in below:
+        folder = files.root(data_dir) / name
+        if all((folder / path).is_file() for path in needed):
+            return folder
+    gone = [path for path in needed if not (files.root(data_dir) / path).is_file()]
+    raise files.absent(dataset, data_dir, f"{len(needed)} files such as {gone[0]}", HOW)
+
+
+def _pair(path: Path) -> tuple[Any, Any]:
+    """Return the two arrays of a pickle, of the same length."""
+    found = pickles.read(path)
+    if not (isinstance(found, tuple | list) and len(found) == 2 and len(found[0]) == len(found[1])):
+        raise ValueError(f"{path} does not hold two arrays of the same length")
+    return np.asarray(found[0]), np.asarray(found[1])

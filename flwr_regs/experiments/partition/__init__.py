@@ -1,0 +1,1 @@
+"""Which examples each client holds, and how its data shift."""

@@ -1,0 +1,233 @@
+"""Partitions: which examples each client holds, as the papers split a data set. numpy only."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from flwr_regs.experiments.partition import group_splits, label_splits, shifts
+
+Array = np.ndarray[Any, Any]
+
+PARTITIONS = {
+    "shards": "shards-per-client label-sorted shards of one label each",
+    "shards-mcmahan": "shards-per-client label-sorted shards of equal size; one may hold two labels",
+    "classes": "exactly classes-per-client classes",
+    "dirichlet-hsu": "clients of equal size, each with class shares drawn by dirichlet-alpha",
+    "dirichlet-niid-bench": "each class spread over the clients by shares drawn by dirichlet-alpha",
+    "dirichlet": "another name of dirichlet-niid-bench",
+    "similarity": "similarity per cent of the data at random, the rest sorted by label",
+    "iid": "at random",
+    "pachinko": "clients of equal size; shares of coarse and fine labels by pachinko-alpha and -beta",
+    "quantity": "at random, in sizes drawn by quantity-alpha",
+    "noise": "as iid, with Gaussian noise of a level of its own on the inputs: up to noise-level",
+    "domains": "one domain; the clients of a domain share it at random",
+    "natural": "the examples of one writer, speaker or user",
+    "interpolated": "as natural, with a share of interpolation shuffled across clients",
+    "long-tail-rounds": "in each round a new random sample, trimmed to a long tail of classes",
+    "label-swaps-rounds": "as domains or iid; in each round two labels swap by swap-probability",
+}
+"""Name -> what each client gets, in one line."""
+BY_GROUP = ("domains", "natural", "interpolated")
+"""The partitions that need the group (writer, speaker, user or domain) of each example."""
+BY_ROUND = ("long-tail-rounds", "label-swaps-rounds")
+"""The partitions whose data changes from round to round: see `flwr_regs.experiments.partition.shifts`."""
+
+
+def partition(
+    labels: Array,
+    kind: str,
+    num_clients: int,
+    seed: int,
+    *,
+    shards_per_client: int = 2,
+    classes_per_client: int = 2,
+    dirichlet_alpha: float = 0.1,
+    similarity: float = 0.0,
+    groups: Array | None = None,
+    fine_labels: Array | None = None,
+    pachinko_alpha: float = 0.1,
+    pachinko_beta: float = 10.0,
+    quantity_alpha: float = 0.5,
+    interpolation: float = 0.5,
+    sample_share: float = 0.1,
+    long_tail: float = 100.0,
+) -> list[Array]:
+    """Split ``range(len(labels))`` into `num_clients` index arrays, drawn from `seed` alone.
+
+    Every example goes to exactly one client, but for ``natural``, ``interpolated`` (groups that no client
+    stands for are left out) and ``long-tail-rounds`` (clients draw from all examples).
+
+    Parameters
+    ----------
+    labels : integers, ``(n,)``; the coarse ones for ``pachinko``
+    kind : str
+        See below.
+    num_clients, seed : int
+    groups : the writer, speaker, user or domain of each example, ``(n,)``; for the kinds in `BY_GROUP`
+    fine_labels : the fine labels, ``(n,)``, for ``pachinko``
+    **settings
+        Each belongs to the kinds that name it.
+
+    ``shards``
+        FedADC's sort-and-partition (Ozfatura et al. 2021, Sec. IV-B2): at most s = `shards_per_client`
+        labels for each client. The examples are sorted by label and cut into n·s shards of one label each,
+        as equal in size as can be; each client gets s of them at random. With fewer shards than labels this
+        is ``shards-mcmahan``.
+    ``shards-mcmahan``
+        McMahan et al. (2017), Sec. 3: n·s shards of equal size. Where classes differ in size, some of them
+        hold two labels. Where none does, this is ``shards``.
+    ``classes``
+        EFL's (Ma et al. 2021, Sec. 5.2): exactly m = `classes_per_client` classes for each client. Classes
+        are cut into n·m blocks as for ``shards``, and no client gets two of one class.
+    ``dirichlet-hsu``
+        Hsu et al. (2019): clients of equal size. Each draws class shares q from Dir(α · prior), the prior
+        being the data's class shares, and its examples by q without replacement. When a class runs
+        out, q is renormalised over the others. So the last clients get what the first have left.
+    ``dirichlet-niid-bench``, ``dirichlet``
+        Yurochkin et al. (2019) and NIID-Bench (Li et al. 2022): each class is spread over the clients by
+        shares from Dir(α), drawn again until each client has 10 examples. NIID-Bench's code also gives
+        nothing more to a client that has 1/n of the data; its paper does not, and nor does this.
+    ``similarity``
+        rFedAvg's (Wang et al. 2023, Sec. VI): this per cent of the data is IID, the rest is sorted by
+        label and cut in order.
+    ``iid``
+        At random.
+    ``pachinko``
+        Reddi et al. (2021), App. F: clients of equal size. Each draws shares of the coarse labels from
+        Dir(`pachinko_alpha`), and of each coarse label's fine ones from Dir(`pachinko_beta`), then its
+        examples by them without replacement; the shares of what runs out go to its siblings.
+    ``quantity``
+        NIID-Bench's: at random, in sizes drawn from Dir(`quantity_alpha`), again until each has 10.
+    ``noise``
+        NIID-Bench's: ``iid``; client k's inputs get noise (`flwr_regs.experiments.partition.shifts.noisy`).
+    ``domains``
+        Client k gets examples of group k mod g (FedBN, Li et al. 2021, with as many clients as domains).
+        The clients of one group share it equally, at random.
+    ``natural``
+        Each client gets all examples of one group (LEAF, Caldas et al. 2018); if there are more groups than
+        clients, they are drawn at random.
+    ``interpolated``
+        Field Guide (Wang et al. 2021), Sec. 4.3.3: ``natural``, with a share `interpolation` of each
+        client's examples pooled, shuffled and dealt back. 0 is ``natural``, 1 has IID clients of its sizes.
+    ``long-tail-rounds``
+        FedFOR's prior shift: `flwr_regs.experiments.partition.shifts.long_tail` by `sample_share` and `long_tail`;
+        here for round 1.
+    ``label-swaps-rounds``
+        FedFOR's concept shift, `flwr_regs.experiments.partition.shifts.swapped`. The examples are split as by
+        ``domains`` if there are `groups`, else as by ``iid``; they stay, and their labels change.
+
+    Raises ValueError, with the reason, for a split that is impossible.
+    """
+    if kind not in PARTITIONS:
+        raise ValueError(f"partition must be one of {', '.join(PARTITIONS)}, not {kind!r}")
+    _check_settings(
+        {"similarity": (similarity, 100), "interpolation": (interpolation, 1)},
+        {
+            "dirichlet_alpha": dirichlet_alpha,
+            "pachinko_alpha": pachinko_alpha,
+            "pachinko_beta": pachinko_beta,
+            "quantity_alpha": quantity_alpha,
+        },
+    )
+    labels = np.asarray(labels)
+    rng = np.random.default_rng(seed)
+    n, s = num_clients, shards_per_client
+    given = {"groups": groups, "fine_labels": fine_labels}
+
+    def per_example(name: str) -> Array:
+        return _per_example(name, given[name], len(labels))
+
+    def random() -> list[Array]:
+        return np.array_split(rng.permutation(len(labels)), n)
+
+    def by_domain() -> list[Array]:
+        return group_splits.domains(per_example("groups"), n, rng)
+
+    split: dict[str, Callable[[], list[Array]]] = {
+        "iid": random,
+        "noise": random,
+        "shards": lambda: label_splits.shards(labels, n, s, rng),
+        "shards-mcmahan": lambda: label_splits.mcmahan(labels, n, s, rng),
+        "classes": lambda: label_splits.exact_classes(labels, n, classes_per_client, rng),
+        "dirichlet-hsu": lambda: label_splits.by_client(labels, n, dirichlet_alpha, rng),
+        "dirichlet-niid-bench": lambda: label_splits.by_class(labels, n, dirichlet_alpha, rng),
+        "dirichlet": lambda: label_splits.by_class(labels, n, dirichlet_alpha, rng),
+        "similarity": lambda: label_splits.sorted_but(labels, n, similarity, rng),
+        "pachinko": lambda: label_splits.pachinko(
+            labels, per_example("fine_labels"), n, pachinko_alpha, pachinko_beta, rng
+        ),
+        "quantity": lambda: _quantity(len(labels), n, quantity_alpha, rng),
+        "domains": by_domain,
+        "natural": lambda: group_splits.natural(per_example("groups"), n, rng),
+        "interpolated": lambda: group_splits.interpolated(
+            per_example("groups"), n, interpolation, rng
+        ),
+        "long-tail-rounds": lambda: [
+            shifts.long_tail(labels, k, 1, seed, share=sample_share, ratio=long_tail)
+            for k in range(n)
+        ],
+        "label-swaps-rounds": random if groups is None else by_domain,
+    }
+    try:
+        if n > len(labels) and kind != "long-tail-rounds":
+            raise ValueError("each client needs an example: use fewer clients")
+        parts = split[kind]()
+        if empty := sum(len(p) == 0 for p in parts):
+            raise ValueError(f"{empty} of the clients would get no data: use fewer clients")
+    except ValueError as error:
+        what = f"partition '{kind}' of {len(labels)} examples over {n} clients"
+        raise ValueError(f"{what}: {error}") from error
+    return parts
+
+
+def partition_hash(parts: Sequence[Array]) -> str:
+    """Return 16 hex digits that tell one partition from another, the same on every platform.
+
+    They are of the clients' sizes and examples, in their order.
+
+    >>> partition_hash([np.array([0, 2]), np.array([1])])
+    '363a551de55f8c05'
+    """
+    digest = hashlib.sha256()
+    for rows in [np.array([len(p) for p in parts]), *parts]:
+        digest.update(np.ascontiguousarray(rows, "<i8").tobytes())
+    return digest.hexdigest()[:16]
+
+
+def _quantity(total: int, n: int, alpha: float, rng: np.random.Generator) -> list[Array]:
+    """Return a random split in sizes from Dir(α), each at least `label_splits.FEWEST`."""
+    order = rng.permutation(total)
+    for _ in range(label_splits.TRIES):
+        cuts = (np.cumsum(rng.dirichlet(np.full(n, alpha)))[:-1] * total).astype(int)
+        parts = np.split(order, cuts)
+        if min(map(len, parts)) >= label_splits.FEWEST:
+            return parts
+    raise ValueError(
+        f"no draw of {label_splits.TRIES} gave each client {label_splits.FEWEST} examples: use fewer "
+        "clients, or a larger quantity-alpha"
+    )
+
+
+def _per_example(name: str, found: Array | None, count: int) -> Array:
+    """Return `found`; ValueError if there is none, or not one for each example."""
+    if found is None:
+        what = "group (writer, speaker, user or domain)" if name == "groups" else "fine label"
+        raise ValueError(f"the data does not say the {what} of each example ({name})")
+    found = np.asarray(found)
+    if found.shape != (count,):
+        raise ValueError(f"{name} has the shape {found.shape}, expected {(count,)}")
+    return found
+
+
+def _check_settings(shares: dict[str, tuple[float, float]], positive: dict[str, float]) -> None:
+    for name, (value, top) in shares.items():
+        if not 0 <= value <= top:
+            unit = " per cent" if top == 100 else ""
+            raise ValueError(f"{name} must be from 0 to {top}{unit}, not {value}")
+    for name, value in positive.items():
+        if not value > 0:
+            raise ValueError(f"{name} must be above 0, not {value}")

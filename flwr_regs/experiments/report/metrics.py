@@ -1,0 +1,236 @@
+"""What papers report of a run, computed from its recorded history: see :data:`METRICS`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from flwr_regs.experiments.report import rows
+from flwr_regs.experiments.run.run_records import Run
+
+DOWN_MB, UP_MB, SLOWER, FIXED_SECONDS = 0.75, 0.25, 7.0, 10.0
+"""The Field Guide's model of a round on phones (Wang et al. 2021, Sec. 5.4, Eqs. 9 and 10): MB a second
+down and up, how much slower a phone is than the simulation, and seconds that a client takes beside."""
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A number of a run.
+
+    Attributes
+    ----------
+    meaning : str
+    unit : str
+        ``%`` (the number is a fraction, shown in per cent), or what is counted.
+    of : callable
+        The run's number; None if its history does not have it.
+    beside : bool
+        Whether the first method's number is subtracted, seed by seed.
+    """
+
+    meaning: str
+    unit: str
+    of: Callable[[Run], float | None]
+    beside: bool = False
+
+
+def best(run: Run, share: float = 1.0) -> float | None:
+    """Return the best accuracy in this share of the planned rounds, from the first on."""
+    last = run.job["rounds"] * share
+    found = [test["accuracy"] for test in run.trained if test["round"] <= last]
+    return max(found, default=None)
+
+
+def best_mean_over_participants(run: Run) -> float | None:
+    """Return the best round's mean over the clients that were tested of each one's own accuracy.
+
+    It is the accuracy of a client's own model, where the method gives it one (EFL's Sec. 5.2: BMTA).
+    """
+    return max((float(np.mean(each)) for each in _tested(run)), default=None)
+
+
+def training_loss(run: Run) -> float | None:
+    """Return the mean training loss for one example over the last round."""
+    found = [e["train_metrics"] for e in run.rounds if "train_metrics" in e]
+    value = found[-1].get("train-loss") if found else None
+    return None if value is None else float(value)
+
+
+def rounds_to(run: Run) -> float | None:
+    """Return the first round at or above ``target-accuracy``; None if there is none."""
+    return rows.first_at(run.trained, run.job["target-accuracy"])
+
+
+def worst_share(run: Run, share: float) -> float | None:
+    """Return the mean accuracy of the worst share of the clients, at least one, with the final model."""
+    each = sorted(run.per_client.get("clients", ()))
+    return float(np.mean(each[: max(int(len(each) * share), 1)])) if each else None
+
+
+def bytes_of_a_turn(run: Run, *ways: str) -> float | None:
+    """Return the bytes of a client's average turn, such as ``bytes_down``."""
+    sent = [b for way in ways for r in run.rounds for b in r.get(way, {}).values()]
+    turns = sum(len(r.get(ways[0], {})) for r in run.rounds)
+    return float(sum(sent)) / turns if turns else None
+
+
+def deployed_seconds(run: Run) -> float | None:
+    """Return the estimated seconds of a mean round on phones, by the Field Guide's Eqs. 9 and 10.
+
+    The simulation's time of a client is the round's ``clients`` phase divided by its cohort.
+    """
+    each = []
+    for entry in run.rounds:
+        seconds, cohort = entry.get("seconds", {}), entry.get("cohort", ())
+        if "clients" not in seconds or not cohort:
+            continue
+        down, up = (
+            max(entry.get(way, {0: 0}).values(), default=0) / 1e6
+            for way in ("bytes_down", "bytes_up")
+        )
+        trained = (seconds["clients"] + seconds.get("probe", 0.0)) / len(cohort)
+        computed = SLOWER * trained + FIXED_SECONDS + seconds.get("aggregate", 0.0)
+        each.append(down / DOWN_MB + up / UP_MB + computed)
+    return float(np.mean(each)) if each else None
+
+
+def _tested(run: Run) -> Iterator[list[float]]:
+    for entry in run.rounds:
+        clients = entry.get("evaluate", {}).get("clients", {})
+        if clients:
+            yield [c.get("personal-accuracy", c["accuracy"]) for c in clients.values()]
+
+
+def _at_target(of: Callable[[Run], list[float]]) -> Callable[[Run], float | None]:
+    def value(run: Run) -> float | None:
+        reached = rounds_to(run)
+        return None if reached is None else of(run)[int(reached) - 1]
+
+    return value
+
+
+def _processed(run: Run) -> list[float]:
+    return [float(n) for n in np.cumsum([e.get("examples_processed", 0) for e in run.rounds])]
+
+
+def _whole(of: Callable[[Run], list[float]]) -> Callable[[Run], float | None]:
+    return lambda run: of(run)[-1] if run.rounds else None
+
+
+def _personal(run: Run) -> float | None:
+    each = list(_tested(run))
+    return float(np.mean(each[-1])) if each else None
+
+
+def _tests(name: str) -> Callable[[Run], float | None]:
+    return lambda run: run.trained[-1].get(name) if run.trained else None
+
+
+def _exchanges(run: Run) -> float | None:
+    each = [2.0 if entry.get("bytes_probe_down") else 1.0 for entry in run.rounds]
+    return float(np.mean(each)) if each else None
+
+
+METRICS: dict[str, Metric] = {
+    "final": Metric("accuracy after the last round", "%", _tests("accuracy")),
+    "last5": Metric(
+        "mean accuracy of the last five rounds", "%", lambda r: rows.last(r) if r.trained else None
+    ),
+    "best": Metric("best accuracy", "%", best),
+    "best-half": Metric(
+        "best accuracy in the first half of the rounds", "%", lambda r: best(r, 0.5)
+    ),
+    "mean": Metric(
+        "mean accuracy over the rounds",
+        "%",
+        lambda r: float(np.mean(r.accuracy)) if r.trained else None,
+    ),
+    "best-participants": Metric(
+        "best mean over the clients' own test accuracies (BMTA)", "%", best_mean_over_participants
+    ),
+    "clients": Metric(
+        "mean over the clients' own test accuracies after the last round", "%", _personal
+    ),
+    "ensemble": Metric("accuracy of the last models' mean prediction", "%", _tests("ensemble")),
+    "worst": Metric("accuracy of the worst client", "%", lambda r: worst_share(r, 0.0)),
+    "worst-tenth": Metric(
+        "mean accuracy of the worst tenth of the clients", "%", lambda r: worst_share(r, 0.1)
+    ),
+    "training-loss": Metric("mean training loss in the last round", "loss", training_loss),
+    "rounds-to": Metric("rounds to the target accuracy", "rounds", rounds_to),
+    "seconds-to": Metric("seconds to the target accuracy", "s", _at_target(lambda r: r.clock)),
+    "megabytes-to": Metric(
+        "10^6 bytes a client to the target accuracy", "MB", _at_target(lambda r: r.megabytes)
+    ),
+    "gradients-to": Metric(
+        "gradient evaluations to the target accuracy", "gradients", _at_target(_processed)
+    ),
+    "seconds-round": Metric(
+        "mean seconds of a round",
+        "s",
+        lambda r: r.clock[-1] / len(r.rounds) if r.rounds else None,
+    ),
+    "deployed-seconds": Metric(
+        "estimated seconds of a round on phones (Field Guide, Eqs. 9, 10)", "s", deployed_seconds
+    ),
+    "gradients": Metric(
+        "gradient evaluations of the whole run, all clients", "gradients", _whole(_processed)
+    ),
+    "bits": Metric(
+        "bits communicated, both ways, all clients, the whole run",
+        "bits",
+        lambda r: 8e6 * r.megabytes[-1] * r.clients if r.rounds else None,
+    ),
+    "bytes-down": Metric(
+        "bytes that a client receives in a turn",
+        "bytes",
+        lambda r: bytes_of_a_turn(r, "bytes_down", "bytes_ahead"),
+    ),
+    "bytes-up": Metric(
+        "bytes that a client sends in a turn", "bytes", lambda r: bytes_of_a_turn(r, "bytes_up")
+    ),
+    "bytes-beside": Metric(
+        "bytes that a client receives in a turn beyond the first method's",
+        "bytes",
+        lambda r: bytes_of_a_turn(r, "bytes_down", "bytes_ahead"),
+        beside=True,
+    ),
+    "exchanges": Metric("exchanges of a round", "exchanges", _exchanges),
+}
+"""Name -> metric, as a card names it."""
+
+
+def mean_and_spread(
+    name: str, runs: Sequence[Run], first: Sequence[Run] = ()
+) -> tuple[float | None, float | None, int]:
+    """Return (mean, sample standard deviation, number) of a metric over the runs that ended and have it.
+
+    `first` are the first method's runs, for a metric beside it. The standard deviation of fewer than two is
+    None.
+    """
+    metric = METRICS[name]
+    base = {run.seed: metric.of(run) if metric.beside else 0.0 for run in first or runs}
+    values = []
+    for run in runs:
+        value, less = metric.of(run) if run.whole else None, base.get(run.seed)
+        if value is not None and less is not None:
+            values.append(float(value) - less)
+    return rows.mean(values), rows.deviation(values), len(values)
+
+
+def shown(name: str, value: float | None, spread: float | None = None) -> str:
+    """Return a metric's cell: accuracies in per cent."""
+    if value is None:
+        return "–"
+    scale, digits = (100.0, 2) if METRICS[name].unit == "%" else (1.0, 3)
+
+    def cell(x: float) -> str:
+        y: Any = scale * x
+        if digits == 2:
+            return f"{y:.2f}"
+        return f"{y:,.0f}" if abs(y) >= 100 else f"{y:.3g}"
+
+    return cell(value) + ("" if spread is None else f" ± {cell(spread)}")

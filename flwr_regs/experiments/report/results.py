@@ -1,0 +1,356 @@
+"""The results of runs: tables for a terminal, a paper and a notebook, pictures, and their folder."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+import platform
+import subprocess
+from collections.abc import Iterable, Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import flwr_regs
+from flwr_regs.experiments.extras import missing_extra
+from flwr_regs.experiments.report import rows
+from flwr_regs.experiments.run import run_records as records
+from flwr_regs.experiments.run.run_records import Run
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.figure import Figure
+
+PICTURES = {"accuracy": "round", "megabytes": "megabytes", "seconds": "seconds"}
+"""Picture of accuracies -> its x axis."""
+
+BRIEF = 12
+"""Characters of the first row's name in a heading, at most: a terminal has 80."""
+LATEX = str.maketrans(
+    {c: f"\\{c}" for c in "%_&#${}"}
+    | {"±": r"$\pm$", "–": "--", "<": r"$<$", ">": r"$>$", '"': "''"}
+    | {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
+)
+"""Characters as LaTeX writes them."""
+
+
+class Results:
+    """Runs, and what can be made of them.
+
+    Attributes
+    ----------
+    runs : list of Run
+        One for each label and seed.
+    notes : list of str
+        Printed below the table.
+    heading : str
+        What the labels are: ``method``, a setting's name, or ``case``.
+    ordered : bool
+        Whether the labels are the values of an ordered parameter.
+    baseline : str
+        If set, a label: the table has 95 % intervals, and each row's paired difference to this one.
+    """
+
+    def __init__(
+        self,
+        runs: Sequence[Run],
+        notes: Sequence[str] = (),
+        heading: str = "method",
+        ordered: bool = False,
+        baseline: str = "",
+    ) -> None:
+        if not runs:
+            raise ValueError("there are no runs yet")
+        self.runs, self.notes, self.heading, self.ordered = [*runs], [*notes], heading, ordered
+        self.baseline = baseline
+
+    @property
+    def seeds(self) -> list[int]:
+        """The seeds, in order of their first run."""
+        return list(dict.fromkeys(run.seed for run in self.runs))
+
+    @property
+    def target(self) -> float:
+        """The target accuracy, a fraction."""
+        return float(self.runs[0].job["target-accuracy"])
+
+    @property
+    def _goal(self) -> str:
+        return f"{100 * self.target:.4g}%"
+
+    @property
+    def title(self) -> str:
+        """The data, the partition and the clients in words."""
+        clients = _either(run.clients for run in self.runs)
+        return f"{self._of('dataset')}, partition {self._of('partition')}, {clients} clients"
+
+    def _of(self, setting: str) -> str:
+        """Return a setting's value, or its values where the runs differ."""
+        return _either(run.job[setting] for run in self.runs)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return a row for each label: see :func:`flwr_regs.experiments.report.rows.rows`."""
+        return rows.rows(self.runs, self.target, self.baseline)
+
+    def table(self) -> pd.DataFrame:
+        """Return a DataFrame with a row for each method; accuracies are fractions.
+
+        Its columns are those of :func:`flwr_regs.experiments.report.rows.rows`.
+        Raises ImportError if pandas is not installed.
+        """
+        try:
+            import pandas as pd
+        except ImportError as error:
+            raise missing_extra("pandas", "the table as a DataFrame") from error
+        return pd.DataFrame(self.rows()).set_index("method")
+
+    def plot(self, x: str = "round") -> Figure:
+        """Return a matplotlib Figure: accuracy against ``round``, ``megabytes`` or ``seconds``.
+
+        With ``clients``, each client's accuracy with the final model.
+        """
+        from flwr_regs.experiments.report import plots
+
+        curves = [self._curve(run, plots.Curve) for run in self.runs if run.accuracy]
+        if x == "clients":
+            return plots.clients(curves, title=self.title)
+        return plots.accuracy(
+            curves, x=x, target=self.target, title=self.title, ordered=self.ordered
+        )
+
+    @staticmethod
+    def _curve(run: Run, kind: Any) -> Any:
+        """Return what the pictures need of a run."""
+        first = len(run.test) - len(run.trained)  # the initial model: no bytes, no time
+        return kind(
+            label=run.label,
+            seed=run.seed,
+            rounds=[point["round"] for point in run.test],
+            accuracy=[point["accuracy"] for point in run.test],
+            megabytes=[0.0] * first + [run.megabytes[p["round"] - 1] for p in run.trained],
+            seconds=[0.0] * first + [run.clock[p["round"] - 1] for p in run.trained],
+            clients=run.per_client.get("clients", ()),
+            stopped="" if run.ended and not run.error else run.error or "stopped",
+        )
+
+    def text(self) -> str:
+        """Return the table for a terminal of 80 columns, and what it needs to be read."""
+        try:
+            from rich import box
+            from rich.console import Console
+            from rich.table import Table
+        except ImportError as error:
+            raise missing_extra("rich", "the table") from error
+        out = io.StringIO()
+        console = Console(file=out, width=80, highlight=False, markup=False, emoji=False)
+        grid = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+        cells = [self._cells(row) for row in self.rows()]
+        for column in cells[0]:
+            left = column == self.heading
+            grid.add_column(
+                column, justify="left" if left else "right", no_wrap=not left, overflow="fold"
+            )
+        for line in cells:
+            grid.add_row(*line.values())
+        console.print(grid)
+        for text in [*self._legend(), *self.warnings(), *self._beside()]:
+            console.print(text)
+        for note in self.notes:
+            console.print(f"NOTE: {note}")
+        return "\n".join(line.rstrip() for line in out.getvalue().splitlines()) + "\n"
+
+    def _cells(self, row: Mapping[str, Any]) -> dict[str, str]:
+        """Return a row's cells by heading."""
+        several = len(self.seeds) > 1
+        reached = "–" if row["rounds_to_target"] is None else f"{row['rounds_to_target']:.0f}"
+        if several:
+            reached += f" ({row['reached']} of {row['n']})"
+        cells = {self.heading: row["method"]}
+        if self.baseline:
+            cells["last 5"] = per_cent(row["last5"], row["last5_interval"])
+            first = self.baseline if len(self.baseline) <= BRIEF else "first"
+            cells[f"vs {first}"] = per_cent(row["difference"], row["difference_interval"])
+        else:
+            cells["last 5"] = per_cent(row["last5"], row["last5_std"])
+            cells["final"] = per_cent(row["final"], row["final_std"])
+        if not several:
+            cells["best"] = per_cent(row["best"])
+        cells |= {f"to {self._goal}": reached, "worst": per_cent(row["worst_client"])}
+        cells["MB"] = number(row["mb"])
+        cpu = row["processor_seconds"]
+        cells["CPU s" if cpu is not None else "s"] = number(row["seconds"] if cpu is None else cpu)
+        return cells
+
+    def _legend(self) -> list[str]:
+        job = self.runs[0].job
+        seeds = ", ".join(map(str, self.seeds))
+        n = len(self.seeds)
+        data = "the server's test set"
+        if job["held-out-clients"]:
+            data = "the held-out clients' data"
+        elif job["held-out-share"]:
+            data = "what the clients hold out"
+        worst = "worst: the lowest expected accuracy of a client, from its label shares"
+        if (
+            any("evaluate" in entry for run in self.runs for entry in run.rounds)
+            and not job["personalise"]
+        ):
+            own = ", ".join(rows.with_own_models(self.runs))
+            data, worst = (
+                "what the clients test, a mean over clients"
+                + (f" (models of the clients' own: {own})" if own else ""),
+                "worst: the lowest of a client, on its own test data",
+            )
+        what = "95 % interval" if self.baseline else "sample standard deviation"
+        spread = f"mean ± {what}, n = {n} (seeds {seeds})" if n > 1 else f"n = 1 (seed {seeds})"
+        return [
+            f"{self.title}, {self._of('rounds')} rounds; accuracy in % on {data}; {spread}.",
+            f"last 5: mean of the last five rounds; to {self._goal}: rounds to it; {worst}; MB: "
+            "per client, both ways, the whole training.",
+        ]
+
+    def warnings(self) -> list[str]:
+        """Say what went wrong: see :func:`flwr_regs.experiments.report.rows.warnings`."""
+        return rows.warnings(self.runs)
+
+    def _beside(self) -> list[str]:
+        """Return what only some runs have: privacy, personalised models."""
+        said = []
+        for row in self.rows():
+            if "personal" in row:
+                said.append(
+                    f"{row['method']}, mean over the clients' own test data: global model "
+                    f"{row['own']:.2%}, personalised {row['personal']:.2%}"
+                )
+            if row.get("epsilon") is not None:
+                said.append(
+                    f"{row['method']}: epsilon {row['epsilon']:.3g} at delta {row['delta']:g}, one client "
+                    f"replaced; {row['clipped']:.0%} of the updates were clipped"
+                )
+        return said
+
+    def csv(self) -> str:
+        """Return the table as CSV, every column, accuracies as fractions."""
+        out = io.StringIO()
+        found = self.rows()
+        names = dict.fromkeys(name for row in found for name in row)
+        writer = csv.DictWriter(out, list(names), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(found)
+        return out.getvalue()
+
+    def latex(self) -> str:
+        """Return the table for a paper; it needs the LaTeX package booktabs."""
+        cells = [self._cells(row) for row in self.rows()]
+        lines = [[*cells[0]], *([*line.values()] for line in cells)]
+        body = [" & ".join(c.translate(LATEX) for c in line) + r" \\" for line in lines]
+        legend = " ".join(self._legend()).translate(LATEX)
+        return "\n".join(
+            [
+                *(
+                    f"% {legend}",
+                    rf"\begin{{tabular}}{{l{'r' * (len(cells[0]) - 1)}}}",
+                    r"\toprule",
+                ),
+                *(body[0], r"\midrule", *body[1:], r"\bottomrule", r"\end{tabular}", ""),
+            ]
+        )
+
+    def history(self) -> dict[str, Any]:
+        """Return all runs as one document: ``methods`` has an entry for each label (and seed)."""
+        several = len(self.seeds) > 1
+        return {
+            "job": self.runs[0].job,
+            "clients": self.runs[0].clients,
+            "notes": self.notes,
+            "methods": {
+                f"{r.label}, seed {r.seed}" if several else r.label: r.entry() for r in self.runs
+            },
+            "summary": self.rows(),
+        }
+
+    def save_tables(self, folder: Path) -> None:
+        """Write the tables into a folder: as text, CSV and LaTeX."""
+        write(folder / "table.txt", self.text())
+        write(folder / "table.csv", self.csv())
+        write(folder / "table.tex", self.latex())
+
+    def save(self, folder: Path, pictures: bool = True) -> None:
+        """Write the tables, ``history.json`` and the pictures (PNG and PDF) into a folder."""
+        self.save_tables(folder)
+        write(folder / "history.json", json.dumps(records.strict(self.history()), indent=1))
+        if pictures and any(run.accuracy for run in self.runs):
+            from flwr_regs.experiments.report import plots
+
+            for name, x in PICTURES.items():
+                plots.save(self.plot(x), folder / name)
+            if any(run.per_client for run in self.runs):
+                plots.save(self.plot("clients"), folder / "clients")
+
+
+def _either(values: Iterable[Any]) -> str:
+    """Return what all values are, or all of them if they are few."""
+    found = dict.fromkeys(map(str, values))
+    return " or ".join(found) if len(found) < 4 else "various"
+
+
+def per_cent(value: float | None, spread: float | None = None) -> str:
+    """Return a cell: a fraction in per cent, and its spread if there is one."""
+    if value is None:
+        return "–"
+    return f"{100 * value:.2f}" + ("" if spread is None else f" ± {100 * spread:.2f}")
+
+
+def number(value: float | None) -> str:
+    """Return a cell of three digits."""
+    if value is None:
+        return "–"
+    return f"{value:.0f}" if value >= 100 else f"{value:#.3g}".rstrip(".")
+
+
+def write(path: Path, text: str) -> None:
+    """Write a file whole or not at all."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)  # after Ctrl-C, or on a full disk
+
+
+def provenance(command: Sequence[str]) -> dict[str, Any]:
+    """Return what produced some results: the command, the versions, and the commit of a checkout."""
+    versions = {"python": platform.python_version(), "flwr-regs": flwr_regs.__version__}
+    for package in ("flwr", "torch", "numpy", "ray"):
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return {
+        "command": [*command],
+        "versions": versions,
+        "commit": _commit(),
+        "platform": f"{platform.system()} {platform.machine()}, {os.cpu_count()} processors",
+    }
+
+
+def _commit() -> str | None:
+    """Return the commit of the checkout that the package is imported from, if it is one."""
+    home = str(Path(flwr_regs.__file__).parent)
+    words = (
+        ["ls-files", "--error-unmatch", "__init__.py"],
+        ["rev-parse", "HEAD"],
+        ["status", "--porcelain"],
+    )
+    try:
+        said = [
+            subprocess.run(
+                ["git", "-C", home, *w], capture_output=True, text=True, timeout=10, check=True
+            )
+            for w in words
+        ]
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return said[1].stdout.strip() + ("-dirty" if said[2].stdout.strip() else "")

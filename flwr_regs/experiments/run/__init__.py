@@ -1,0 +1,1 @@
+"""Runs comparisons: in one process, in workers, in Ray; tunes, resumes, records."""

@@ -1,0 +1,162 @@
+"""The client side: one partition's data, and a client of the method that the server runs."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+from flwr.app import Context, Message
+from flwr.client import NumPyClient
+
+from flwr_regs import client_app
+from flwr_regs.flower.mods import ContextMod
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.utils.data import TensorDataset
+
+    from flwr_regs.experiments.data.arrays import Data
+    from flwr_regs.experiments.settings.job import Job
+
+
+def _with_method(message: Message, context: Context) -> Context:
+    """Pass the message's method and round to `client_fn`: a comparison runs several methods in one app."""
+    config: dict[str, Any] = dict(message.content.config_records.get("config") or {})
+    current: dict[str, str | int] = {
+        "method": str(config.get("regs.method", "")),  # a query has none
+        "round": int(config.get("server-round", 0)),
+    }
+    return Context(  # Flower refuses a changed run_config; the state is the node's own
+        context.run_id,
+        context.node_id,
+        context.node_config,
+        context.state,
+        {**context.run_config, **current},
+    )
+
+
+MOST_KEPT = 2**28
+"""The bytes of clients' examples that a process keeps beside the data set: MNIST's, for one."""
+
+
+class _Kept:
+    """Clients' examples of one job and round, as far as they fit: each client asks for its own again.
+
+    What does not fit is made anew. It never takes the place of what is there, since all clients have their
+    turn before the first one comes again.
+    """
+
+    def __init__(self) -> None:
+        self._of: tuple[object, ...] = ()
+        self._dataset: Data | None = None
+        self._found: dict[int, tuple[TensorDataset, TensorDataset | None]] = {}
+        self._bytes = 0
+
+    def __call__(
+        self, job: Job, num_partitions: int, pid: int, server_round: int = 0
+    ) -> tuple[TensorDataset, TensorDataset | None]:
+        """Return a client's training data in a round, and its test data if it tests."""
+        dataset = job.data()
+        of = job, num_partitions, server_round
+        if of != self._of or dataset is not self._dataset:
+            self._of, self._dataset, self._found, self._bytes = of, dataset, {}, 0
+        if pid in self._found:
+            return self._found[pid]
+        made = _made(job, dataset, num_partitions, pid, server_round)
+        size = sum(t.nbytes for part in made if part is not None for t in part.tensors)
+        if self._bytes + size <= MOST_KEPT:
+            self._found[pid] = made
+            self._bytes += size
+        return made
+
+
+_data = _Kept()
+
+
+def _made(
+    job: Job, dataset: Data, num_partitions: int, pid: int, server_round: int
+) -> tuple[TensorDataset, TensorDataset | None]:
+    import numpy as np
+    import torch
+    from torch.utils.data import TensorDataset
+
+    from flwr_regs.experiments.data import arrays as data
+    from flwr_regs.experiments.data import domains
+    from flwr_regs.experiments.data.augment import Augmented
+    from flwr_regs.experiments.partition import shifts
+
+    held_out, trained = job.split(job.rows(dataset, num_partitions, pid, server_round))
+
+    def tensors(x: Any, y: Any, part: int) -> tuple[torch.Tensor, torch.Tensor]:
+        if job.dataset.endswith("-domains"):
+            x = domains.shifted(x, pid % len(domains.DOMAINS), job.seed + len(y))
+        if job.partition == "noise":
+            x = shifts.noisy(x, pid, num_partitions, job.noise_level, job.seed, part)
+        y = job.labels(y, dataset.num_classes, server_round)
+        return torch.from_numpy(x), torch.from_numpy(y)
+
+    own = tensors(dataset.train_x[trained], dataset.train_y[trained], 0)
+    train = Augmented(dataset.augment, *own) if dataset.augment else TensorDataset(*own)
+    if len(held_out):
+        x = data.untouched(dataset.train_x[held_out], dataset.augment)
+        return train, TensorDataset(*tensors(x, dataset.train_y[held_out], 1))
+    if not job.tested_on_clients:
+        return train, None
+    mine = job.test_rows(dataset, num_partitions, pid)
+    if job.test_examples:
+        mine = np.random.default_rng((job.seed, pid)).permutation(mine)[: job.test_examples]
+    return train, TensorDataset(*tensors(dataset.test_x[mine], dataset.test_y[mine], 1))
+
+
+def _model(job: Job) -> nn.Module:
+    """Return a new model; the server's weights replace its own.
+
+    One of the package's is a copy: to draw a large model's weights takes longer than its first steps. A
+    user's own may not be one that can be copied.
+    """
+    from flwr_regs.experiments.models import models
+
+    return models.build(*job.model_arguments) if ":" in job.model else deepcopy(_drawn(job))
+
+
+@lru_cache(maxsize=1)
+def _drawn(job: Job) -> nn.Module:
+    from flwr_regs.experiments.models import models
+
+    return models.build(*job.model_arguments)
+
+
+def client_fn(context: Context) -> NumPyClient:
+    """Build the client of ``node_config["partition-id"]``."""
+    # Imported here: on a SuperNode every message starts a process that loads this file.
+    from torch.utils.data import BatchSampler, DataLoader, RandomSampler
+
+    from flwr_regs.experiments.models.quadratic import LOSSES
+    from flwr_regs.experiments.settings.build import bare, client_class
+    from flwr_regs.experiments.settings.job import Job
+
+    settings = dict(context.run_config)
+    method, server_round = str(settings.pop("method")), int(settings.pop("round"))
+    job = Job.from_run_config(settings)
+    pid = int(context.node_config["partition-id"])
+    total = int(context.node_config["num-partitions"])
+    train, test = _data(job, total, pid, server_round if job.by_round else 0)
+    # Shuffled batches; each is one indexing of the tensors.
+    sampler = BatchSampler(RandomSampler(train), job.batch_size, drop_last=False)
+    planned = job.local_steps or job.local_epochs * len(sampler)
+    parts: dict[str, Any] = {
+        "model": _model(job),
+        "train_data": DataLoader(train, batch_size=None, sampler=sampler),
+        "eval_data": None if test is None else DataLoader(test, batch_size=1000),
+        "loss_fn": LOSSES[job.data().loss],
+        "share_label_counts": True,  # simulated data has no secrets
+        "step_budget": job.step_budget(server_round, pid, planned),
+    }
+    for strategy in bare(job.methods, job.code_dir).values():
+        if method in ("", strategy.method_name):
+            return client_class(strategy)(**parts)
+    raise ValueError(f"the server runs '{method}', which is none of the job's {job.method_names}")
+
+
+app = client_app(client_fn, mods=[ContextMod(_with_method)])

@@ -1,0 +1,198 @@
+"""Runs in Flower's Ray simulation, with a reliable end.
+
+``flwr run`` exits 0 when a run failed. It leaves a server behind that keeps the folder and environment of
+its first start, and it installs the app's dependencies again for every run. Here a plan gets a SuperLink of
+its own, and an app in a temporary folder; each of its seeds is one Flower run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from http.client import HTTPConnection
+from pathlib import Path
+from typing import IO
+
+from flwr_regs.experiments.extras import missing_extra
+from flwr_regs.experiments.run import run_records as records
+from flwr_regs.experiments.run.engine import Plan
+from flwr_regs.experiments.run.progress import Progress
+from flwr_regs.experiments.run.run_records import Run
+from flwr_regs.experiments.settings import settings
+from flwr_regs.experiments.settings.job import Job
+
+PYPROJECT = """[project]
+name = "flwr-regs-run"
+version = "1.0.0"
+[tool.flwr.app]
+publisher = "flwr-regs"
+[tool.flwr.app.components]
+serverapp = "server_app:app"
+clientapp = "client_app:app"
+[tool.flwr.app.config]
+"""
+APPS = {
+    "server_app.py": "from flwr_regs.experiments import server\n\napp = server.app\n",
+    "client_app.py": "from flwr_regs.experiments import clients\n\napp = clients.app\n",
+}
+"""Flower looks for an assignment to ``app`` before it imports a file."""
+
+
+def execute(plan: Plan, folder: Path, progress: Progress, gpus: float = 0.0) -> list[Run]:
+    """Train what the plan lacks in `folder` by Ray, and return its runs; `gpus` is each client's share.
+
+    The labels of the plan must be its methods. The output of Flower and Ray goes to ``flower.log``.
+    Raises ImportError without Ray; RuntimeError if Flower does not start, or ends before a method of ours
+    has begun.
+    """
+    if importlib.util.find_spec("ray") is None:
+        raise missing_extra("ray", "Flower's simulation")
+    missing = plan.missing(folder)
+    with (
+        progress,
+        tempfile.TemporaryDirectory(prefix="flwr-regs-", ignore_cleanup_errors=True) as temporary,
+        (folder / "flower.log").open("a") as log,
+    ):
+        home = Path(temporary)
+        write_app(home / "app")
+        env = environment(home)
+        with superlink(home, env) as port:
+            (home / "config.toml").write_text(
+                f'[superlink]\ndefault = "job"\n[superlink.job]\n'
+                f'address = "127.0.0.1:{port}"\ninsecure = true\n'
+            )
+            for seed in dict.fromkeys(job.seed for _, job in missing):
+                jobs = [job for _, job in missing if job.seed == seed]
+                begun = {run.label for run in plan.recorded(folder) if run.seed == seed}
+                _run_seed(jobs, folder, progress, home, log, gpus)
+                names = {j.method_names[0] for j in jobs}
+                runs = [r for r in plan.recorded(folder) if r.seed == seed and r.label in names]
+                if lost := names - {run.label for run in runs} - begun:
+                    raise RuntimeError(
+                        f"Flower's run ended before {', '.join(sorted(lost))} began: see {log.name}"
+                    )
+                for run in runs:
+                    progress.ended(run.label, seed, run.stopped)
+                    model = folder / f"{records.file_name(run.label)}.safetensors"
+                    if len(plan.seeds) > 1 and model.is_file():
+                        named = records.file_name(plan.model_name(run.label, jobs[0]))
+                        model.replace(folder / f"{named}.safetensors")
+    return plan.recorded(folder)
+
+
+def write_app(folder: Path) -> None:
+    """Write the Flower app of a comparison into a new folder."""
+    folder.mkdir()
+    (folder / "pyproject.toml").write_text(PYPROJECT + settings.toml())
+    for name, text in APPS.items():
+        (folder / name).write_text(text)
+
+
+def environment(home: Path) -> dict[str, str]:
+    """Return the environment of Flower's processes: a home of their own, nothing installed."""
+    tools = Path(sys.executable).parent  # this environment's commands, even if it is not activated
+    return {
+        **os.environ,
+        "FLWR_HOME": str(home),
+        "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
+        "FLWR_DISABLE_UPDATE_CHECK": "1",
+        "NO_PROXY": "127.0.0.1",
+        "no_proxy": "127.0.0.1",
+        "PATH": f"{tools}{os.pathsep}{os.environ.get('PATH', '')}",
+    }
+
+
+def _run_seed(
+    jobs: Sequence[Job], folder: Path, progress: Progress, home: Path, log: IO[str], gpus: float
+) -> None:
+    """Run the methods of one seed as one Flower run, and tell its progress from the records."""
+    job = replace(jobs[0], methods="; ".join(j.methods for j in jobs), out=str(folder))
+    changed = {k: v for k, v in job.config.items() if v != settings.DEFAULTS[k]}
+    lines = [f"{key} = {json.dumps(value, ensure_ascii=False)}" for key, value in changed.items()]
+    (home / "run.toml").write_text("\n".join(lines))
+    command = ["flwr", "run", str(home / "app"), "job", "--stream"]
+    command += ["--run-config", str(home / "run.toml"), "--federation-config"]
+    command.append(f"num-supernodes={job.num_clients} client-resources-num-cpus=1")
+    if gpus:
+        command[-1] += f" client-resources-num-gpus={gpus}"
+    process = subprocess.Popen(  # it ends when its SuperLink is gone
+        command, env=environment(home), stdout=log, stderr=log, start_new_session=True
+    )
+    paths = {m: records.record_path(folder, m, job.seed) for m in job.method_names}
+    old = {m: path.stat().st_mtime for m, path in paths.items() if path.is_file()}
+    shown: dict[str, int] = {}
+    try:
+        while True:
+            code = process.poll()
+            for method, path in paths.items():
+                if not path.is_file() or path.stat().st_mtime == old.get(method):
+                    continue
+                run = records.read(path)
+                if run is not None and run.test and len(run.test) != shown.get(method):
+                    shown[method] = len(run.test)
+                    now = run.test[-1]
+                    progress.round(method, job.seed, now["round"], now["accuracy"])
+            if code is not None:
+                return
+            time.sleep(0.3)
+    finally:
+        if process.poll() is None:
+            process.kill()
+
+
+@contextlib.contextmanager
+def superlink(home: Path, env: dict[str, str]) -> Iterator[int]:
+    """Start a SuperLink for simulations on a free port of 127.0.0.1; stop all of it at the end."""
+    ports = []
+    with contextlib.ExitStack() as held:  # both held open, so that they differ
+        for _ in range(2):
+            s = held.enter_context(socket.socket())
+            s.bind(("127.0.0.1", 0))
+            ports.append(s.getsockname()[1])
+    keeper = [sys.executable, "-m", "flwr_regs.experiments.run.keeper", str(home)]
+    command = [*keeper, "flower-superlink", "--insecure", "--simulation", "--host", "127.0.0.1"]
+    command += ["--port", str(ports[0]), "--control-api-address", f"127.0.0.1:{ports[1]}"]
+    log = home / "superlink.log"
+    with log.open("w") as sink:
+        process = subprocess.Popen(
+            command,
+            env=env,
+            stdin=subprocess.PIPE,  # the keeper ends everything when this is closed, or we are killed
+            stdout=sink,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    try:
+        deadline = time.monotonic() + 60
+        while not _healthy(ports[0]):
+            if process.poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError(f"the SuperLink did not start:\n{log.read_text()[-2000:]}")
+            time.sleep(0.2)
+        yield ports[0]
+    finally:
+        assert process.stdin is not None
+        process.stdin.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(10)
+        process.kill()
+
+
+def _healthy(port: int) -> bool:
+    """Return whether a server reports that it is healthy; never through a proxy."""
+    connection = HTTPConnection("127.0.0.1", port, timeout=2)
+    try:
+        connection.request("GET", "/health")
+        return connection.getresponse().status == 200
+    except OSError:
+        return False
+    finally:
+        connection.close()

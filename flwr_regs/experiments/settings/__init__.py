@@ -1,0 +1,1 @@
+"""What a comparison's settings are, and how text becomes values."""

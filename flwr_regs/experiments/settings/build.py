@@ -1,0 +1,259 @@
+"""From calls to strategies and clients.
+
+A part of a method is one of the package's strategies (`FedFOR`) or terms (`SparseTernary`), or a reference
+to a user's own (``mine.py:name``): a Strategy or Term class, a term, a list of terms, or a function that
+returns one of these.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+import flwr_regs
+from flwr_regs.abilities import Compresses
+from flwr_regs.experiments.settings.calls import Call, parse_methods
+from flwr_regs.experiments.settings.user_code import load
+from flwr_regs.flower.client import RegClient
+from flwr_regs.flower.strategy import RegStrategy
+from flwr_regs.server.options import Options
+from flwr_regs.term import Term
+from flwr_regs.wire.config import nearest
+
+VALUES = (
+    *("CenteredClipping", "CoordinateMedian", "GeometricMedian", "Krum", "Mean", "NormBound"),
+    *("TrimmedMean", "CentralDP", "Patience", "Target"),
+)
+"""The calls that an argument of a method may be."""
+SHARED = ("weighting", "incomplete", "downlink")
+"""The settings that a composition takes from its strategies, if nobody gives them."""
+
+
+def build(calls: Sequence[Call], folder: str = "", **common: Any) -> RegStrategy:
+    """Return the strategy of a method's parts.
+
+    Several parts become one list of terms. Those that compress come last, those that read the update come
+    behind those that shift the start, those that change the mean behind a server's optimiser. Weighting,
+    downlink and treatment of incomplete clients are those of the first strategy that has another than the
+    usual one: FedBN+SCAFFOLD weighs as SCAFFOLD does.
+
+    Parameters
+    ----------
+    calls : sequence of Call
+        The parts. Beside its own parameters, each takes the settings of every strategy.
+    folder : str
+        Where references begin, see :func:`flwr_regs.experiments.settings.user_code.load`.
+    **common
+        Settings of the strategy; what a call says wins.
+
+    Raises
+    ------
+    ValueError, TypeError
+        With the text of the part in front: an unknown name, a wrong, missing or unknown argument; or parts
+        that do not compose.
+    """
+    strategies: list[RegStrategy] = []
+    terms: list[Term] = []
+    given: dict[str, Any] = {}  # by the calls themselves
+    extra = {k: v for k, v in common.items() if k not in Options.names()}
+    for call in calls:
+        with named(str(call)):
+            call = _with_values(call)
+            kind = find(call, folder)
+            if len(calls) == 1 and _is_strategy(kind):
+                return _strategy(kind, call, common)
+            for name in set(call.kwargs) & Options.names():
+                if given.setdefault(name, call.kwargs[name]) != call.kwargs[name]:
+                    raise ValueError(f"another part says {name}={given[name]!r}: give it once")
+            if _is_strategy(kind):
+                made = _strategy(kind, call, extra)
+                strategies.append(made)
+                terms += made.term.terms
+            else:
+                terms += _terms(kind, call)
+    shared = {
+        name: value
+        for name in SHARED
+        for s in reversed(strategies)
+        if (value := getattr(s, name)) != getattr(Options, name)
+    }
+    settings = {k: v for k, v in common.items() if k in Options.names()}
+    with named("+".join(map(str, calls))):
+        return RegStrategy(_in_order(terms), **{**shared, **settings, **given})
+
+
+@lru_cache(maxsize=64)
+def bare(methods: str, folder: str) -> Mapping[str, RegStrategy]:
+    """Return label -> strategy without the job's settings, of each method in a text.
+
+    Raises ValueError or TypeError as :func:`parse_methods` and :func:`build` do, and ValueError if clients
+    could not tell two of the methods apart.
+    """
+    made = {label: build(calls, folder) for label, calls in parse_methods(methods).items()}
+    clients: dict[str, tuple[str, Any]] = {}
+    for label, strategy in made.items():
+        terms = client_class(strategy).terms
+        other, others = clients.setdefault(strategy.method_name, (label, terms))
+        if terms != others:
+            raise ValueError(
+                f"'{other}' and '{label}' are both named '{strategy.method_name}', but their terms "
+                "differ: give one strategy's class a 'method' of its own"
+            )
+    return made
+
+
+def client_class(strategy: RegStrategy) -> type[RegClient]:
+    """Return the class of a strategy's clients.
+
+    That is the class in the strategy's module with its name and ``Client``, such as `FedFORClient`. Other
+    strategies, and compositions, get a class made from the strategy's terms.
+    """
+    kind = type(strategy)
+    own = getattr(sys.modules.get(kind.__module__), f"{kind.__name__}Client", None)
+    if kind is not RegStrategy and isinstance(own, type) and issubclass(own, RegClient):
+        return own
+    terms = tuple(type(t) for t in strategy.term.terms if not t.server_only)
+    made = {"method": kind.method, "terms": terms}
+    return type(f"{kind.__name__}Client", (RegClient,), made)
+
+
+@contextmanager
+def named(text: str) -> Iterator[None]:
+    """Put the text of a part or method in front of the ValueError or TypeError that it raises."""
+    try:
+        yield
+    except (ValueError, TypeError) as error:
+        kind = TypeError if isinstance(error, TypeError) else ValueError
+        raise kind(f"'{text}': {error}") from error
+
+
+def find(call: Call, folder: str = "") -> Any:
+    """Return the class, term, list or function that a call names; ValueError if there is none."""
+    if ":" in call.target:
+        return load(call.target, folder)
+    if call.target in (names := catalogue()):
+        return getattr(flwr_regs, call.target)
+    raise ValueError(
+        f"the package has no strategy or term '{call.target}'"
+        f"{nearest(call.target, names)} (`flwr-regs list methods` shows all; your own is mine.py:name)"
+    )
+
+
+def catalogue() -> list[str]:
+    """Return the names that need no module: the registry's strategies and terms."""
+    rows = flwr_regs.METHODS.values()
+    terms = [name for row in rows for name in row.terms]
+    return list(dict.fromkeys([row.name for row in rows] + terms + list(flwr_regs.TERMS)))
+
+
+def with_argument(methods: str, target: str, name: str, value: Any, folder: str = "") -> str:
+    """Return `methods` with one argument of each call of `target` replaced or added.
+
+    Raises ValueError if no part of `methods` is a call of `target`, or as :func:`parse_methods` does.
+    """
+    made = []
+    for calls in parse_methods(methods).values():
+        changed = [_with(c, name, value, folder) if c.target == target else c for c in calls]
+        made.append("+".join(map(str, changed)))
+    every = [c.target for calls in parse_methods(methods).values() for c in calls]
+    if target not in every:
+        raise ValueError(f"'{target}' is none of the methods {every}{nearest(target, every)}")
+    return "; ".join(made)
+
+
+def _with(call: Call, name: str, value: Any, folder: str) -> Call:
+    with named(str(call)):
+        found = find(call, folder)
+    names = [*inspect.signature(found).parameters] if call.args else []
+    if name in names[: len(call.args)]:
+        args = list(call.args)
+        args[names.index(name)] = value
+        return replace(call, args=tuple(args))
+    return replace(call, kwargs={**call.kwargs, name: value}, called=True)
+
+
+def _with_values(call: Call) -> Call:
+    """Return a call with what its arguments' own calls make: aggregators, privacy, stopping conditions."""
+
+    def made(value: Any) -> Any:
+        if not isinstance(value, Call):
+            return value
+        if value.target not in VALUES:
+            raise ValueError(
+                f"an argument may be a call of {', '.join(VALUES)}; not of {value.target}"
+            )
+        kind = getattr(flwr_regs, value.target)
+        with named(str(value)):
+            _checked(kind, value, value.kwargs)
+            return kind(*map(made, value.args), **{k: made(v) for k, v in value.kwargs.items()})
+
+    return replace(
+        call, args=tuple(map(made, call.args)), kwargs={k: made(v) for k, v in call.kwargs.items()}
+    )
+
+
+def _is_strategy(found: Any) -> bool:
+    return isinstance(found, type) and issubclass(found, RegStrategy)
+
+
+def _strategy(kind: type[RegStrategy], call: Call, common: Mapping[str, Any]) -> RegStrategy:
+    signature = _checked(kind, call, call.kwargs)
+    # a server optimiser's schedule is a parameter of its own, and no setting of every strategy
+    known = Options.names() | set(signature.parameters)
+    positional = [*signature.parameters][: len(call.args)]
+    common = {k: v for k, v in common.items() if k in known and k not in positional}
+    return kind(*call.args, **{**common, **call.kwargs})
+
+
+def _terms(found: Any, call: Call) -> list[Term]:
+    """Return the terms of a part that is no strategy."""
+    if call.called or isinstance(found, type):
+        if not callable(found):
+            raise TypeError(f"{found!r} cannot be called: leave out the parentheses")
+        own = {k: v for k, v in call.kwargs.items() if k not in Options.names()}
+        _checked(found, call, own)
+        found = found(*call.args, **own)
+    terms = list(found) if isinstance(found, list | tuple) else [found]
+    if not terms or not all(isinstance(t, Term) for t in terms):
+        raise TypeError(
+            "expected a strategy that derives from RegStrategy, a term, or a list of terms, not a value of "
+            f"type {type(found).__name__}"
+        )
+    return terms
+
+
+def _checked(kind: Any, call: Call, kwargs: Mapping[str, Any]) -> inspect.Signature:
+    """Return the signature; raise TypeError for an argument that is missing, unknown or too many."""
+    signature = inspect.signature(kind)
+    named = [n for n, p in signature.parameters.items() if p.kind is not p.VAR_KEYWORD]
+    if not any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values()):
+        for name in kwargs.keys() - set(named):
+            takes = f"it takes {', '.join(named)}" if named else "it takes none"
+            raise TypeError(f"there is no argument '{name}'{nearest(name, named)} ({takes})")
+    try:
+        signature.bind(*call.args, **kwargs)
+    except TypeError as error:
+        row = flwr_regs.METHODS.get(call.target)
+        example = row.example if row else f"{call.target}({', '.join(n + '=...' for n in named)})"
+        known = {*named, *Options.names()}
+        odd = [f"; there is no argument '{n}'{nearest(n, known)}" for n in kwargs if n not in known]
+        raise TypeError(f"{error}{''.join(odd)}; for example {example}") from None
+    return signature
+
+
+def _in_order(terms: Sequence[Term]) -> list[Term]:
+    def reads_the_update(t: Term) -> bool:  # must stand behind a term that shifts the start
+        return type(t).finish is not Term.finish and type(t).start is Term.start
+
+    def follows_the_owner(t: Term) -> bool:  # its update comes before a server optimiser's
+        return t.acts("update") and not (t.owns_step or t.keeps_delta)
+
+    def place(t: Term) -> tuple[bool, bool, bool]:
+        return isinstance(t, Compresses), follows_the_owner(t), reads_the_update(t)
+
+    return sorted(terms, key=place)

@@ -1,0 +1,1 @@
+"""Grids that train in this process, or in processes of its own, and what reaches clients through a grid."""

@@ -1,0 +1,234 @@
+"""The server's network over a Flower grid: sends parcels as messages, and returns replies as parcels."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from typing import Generic, TypeVar
+
+from flwr.app import Error, Message
+from flwr.common.constant import ErrorCode
+from flwr.serverapp import Grid
+
+from flwr_regs.server.exchange.network import Course, Replies, Request, read_each
+from flwr_regs.wire import keys
+from flwr_regs.wire.errors import described
+from flwr_regs.wire.parcel import Parcel
+from flwr_regs.wire.records import Writer, held, parcel_of
+from flwr_regs.wire.text import one_line
+
+T = TypeVar("T")
+OURS = "flwr_regs.flower."
+"""The folder whose grids may answer for their clients."""
+
+
+class GridNetwork:
+    """A :class:`flwr_regs.server.exchange.network.Network` over a grid.
+
+    Parameters
+    ----------
+    grid : Grid
+    timeout : float or None
+        Seconds to wait for replies, unless a call sets a smaller limit. None: without end.
+    """
+
+    def __init__(self, grid: Grid, timeout: float | None = 3600.0) -> None:
+        self._grid = grid
+        self._timeout = timeout
+
+    def nodes(self) -> list[int]:
+        """Return the ids of the nodes that are connected now."""
+        return list(self._grid.get_node_ids())
+
+    def ask(self, request: Request, timeout: float | None = None) -> Replies:
+        """Send a request and wait for its replies, at most `timeout` seconds."""
+        if request.kind == keys.IDENTIFY and (known := self._known(request)) is not None:
+            return known
+        return replies_to(request, self.exchange(messages_of([request]), timeout))
+
+    def exchange(
+        self,
+        messages: Sequence[Message],
+        timeout: float | None = None,
+        early: Callable[[Message], None] | None = None,
+    ) -> list[Message]:
+        """Push messages; pull their replies until all have come, or the time is over.
+
+        `early` is called with each reply that comes while others are awaited.
+        Only the grid's ``push_messages`` and ``pull_messages`` are used. A grid that has all replies
+        when a push returns says so with an attribute ``replies_at_once = True``.
+        """
+        if not messages:
+            return []
+        limit = min((t for t in (self._timeout, timeout) if t is not None), default=None)
+        began = time.monotonic()
+        # Flower's grid gives None for a message that it could not send: nobody will reply to it.
+        pushed = zip(self._grid.push_messages(messages), messages, strict=False)
+        waiting = {i: message for i, message in pushed if i}
+        expected, replies = len(waiting), list[Message]()
+        at_once = getattr(self._grid, "replies_at_once", False)
+        while True:
+            came = self._pull(waiting)
+            for reply in came:
+                waiting.pop(reply.metadata.reply_to_message_id, None)
+            replies += came
+            spent = time.monotonic() - began
+            left = math.inf if limit is None else limit - spent
+            if len(replies) >= expected or left <= 0 or at_once:
+                return replies
+            if early is not None and came:
+                for reply in came:
+                    early(reply)
+                continue  # others may have come meanwhile
+            time.sleep(min(max(0.01, 0.1 * spent), 1.0, left))
+
+    def _known(self, request: Request) -> Replies | None:
+        """Return what nodes would say of their partitions, where the grid knows it; None elsewhere.
+
+        100,000 messages take some ten seconds. They are sent all the same if the grid's messages pass
+        through anything that is not of this package, such as a subclass.
+        """
+        ways = self._grid.push_messages, self._grid.pull_messages
+        if not all(str(getattr(way, "__module__", "")).startswith(OURS) for way in ways):
+            return None
+        find = getattr(self._grid, "identities", None)
+        try:
+            said = None if find is None else find(request.nodes.values())
+        except Exception:  # such as a partition id that is no number: asked, its node says so
+            said = None
+        if said is None:
+            return None
+        return Replies({pid: Parcel(config=said[node]) for pid, node in request.nodes.items()})
+
+    def _pull(self, waiting: Mapping[str, Message]) -> list[Message]:
+        """Return the replies that have come; one that Flower cannot read becomes an error of its client.
+
+        Flower raises for all that it pulls if one cannot be read, so they are then pulled one by one. If
+        each of these raises too, and the grid cannot name its nodes either, the link is down.
+        """
+        try:
+            return list(self._grid.pull_messages(list(waiting)))
+        except Exception as error:
+            replies, raised = list[Message](), 0
+            for key, message in waiting.items():
+                try:
+                    replies += self._grid.pull_messages([key])
+                except Exception as its_own:
+                    raised += 1
+                    why = f"its reply cannot be read: {described(its_own)}"
+                    unread = Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, why)
+                    replies.append(Message(unread, reply_to=message))
+            if raised == len(waiting) and not self._connected():
+                raise error
+            return replies
+
+    def _connected(self) -> bool:
+        """Whether the grid still reaches what is behind it."""
+        try:
+            self.nodes()
+        except Exception:
+            return False
+        return True
+
+
+class Paused(Generic[T]):
+    """A course that waits for the replies to its messages."""
+
+    def __init__(self, course: Course[T]) -> None:
+        self._course = course
+        self._requests = next(course)
+        self.messages = messages_of(self._requests)
+        self._early: dict[int, tuple[object, Parcel]] = {}  # client -> what came, and as a parcel
+        self._client_of: dict[int, int] = {}
+
+    def early(self, reply: Message) -> None:
+        """Read a reply while others are awaited, so that less is left to do when all have come."""
+        if reply.has_error():
+            return
+        for request in self._requests:
+            if request.early is None or request.kind != reply.metadata.message_type:
+                continue
+            self._client_of = self._client_of or {n: p for p, n in request.nodes.items()}
+            pid = self._client_of.get(reply.metadata.src_node_id)
+            with suppress(Exception):  # it is read again with the others, and named then
+                if pid is not None:
+                    self._early[pid] = held(reply.content), parcel_of(reply.content)
+                    request.early(pid, self._early[pid][1])
+
+    def _parcel(self, pid: int, reply: Message) -> Parcel:
+        """Return a reply as a parcel: the one that was read early, if nothing has changed it since."""
+        early = self._early.pop(pid, None)
+        if early is not None and early[0] == held(reply.content):
+            return early[1]
+        return parcel_of(reply.content)
+
+    def resume(self, replies: Iterable[Message]) -> T:
+        """Run the course to its end with these replies to its messages."""
+        replies = list(replies)
+        try:
+            self._course.send([replies_to(r, replies, self._parcel) for r in self._requests])
+        except StopIteration as done:
+            return done.value  # type: ignore[no-any-return]
+        raise RuntimeError("a course pauses only once")
+
+
+def messages_of(requests: Iterable[Request]) -> list[Message]:
+    """Return the messages of requests; a record that goes to many clients is serialised once."""
+    writer = Writer()
+    messages = []
+    for request in requests:
+        for pid, parcel in request.parcels.items():
+            content = writer.content_of(parcel)
+            messages.append(Message(content, request.nodes[pid], request.kind))
+    return messages
+
+
+def reason_of(reply: Message) -> str:
+    """Return why a reply is an error: what the client's code raised, or Flower's code and text."""
+    code, reason = reply.error.code, one_line(str(reply.error.reason))
+    return (
+        reason if code == ErrorCode.CLIENT_APP_RAISED_EXCEPTION else f"error code {code}: {reason}"
+    )
+
+
+def _parcel_of(pid: int, reply: Message) -> Parcel:
+    return parcel_of(reply.content)
+
+
+def replies_to(
+    request: Request,
+    replies: Iterable[Message],
+    read: Callable[[int, Message], Parcel] = _parcel_of,
+) -> Replies:
+    """Return, by partition id, those of the `replies` that belong to one request, as `read` reads them.
+
+    Flower reports a lost node as an error from node 1, and says nothing of a node that missed the timeout.
+    So a client without a reply counts as failed.
+    """
+    client_of = {node: pid for pid, node in request.nodes.items()}
+    contents: dict[int, Message] = {}
+    failures: dict[int, str] = {}
+    stray: list[str] = []
+    for reply in replies:
+        if (reply.metadata.message_type == keys.PREFETCH) != (request.kind == keys.PREFETCH):
+            continue
+        pid = client_of.get(reply.metadata.src_node_id)
+        if reply.has_error():
+            why = reason_of(reply)
+            if pid is None:
+                stray.append(why)
+            else:
+                failures[pid] = why
+        elif pid is not None:
+            contents[pid] = reply
+    came, unread = read_each(contents, read)
+    failures |= unread
+    silent = [pid for pid in request.parcels if pid not in came and pid not in failures]
+    why = "no reply" + (f" ({one_line('; '.join(stray))})" if stray else " in time")
+    failures |= dict.fromkeys(silent, why)
+    # in the order of the request: that of arrival differs from run to run
+    came = {p: came[p] for p in request.parcels if p in came}
+    failures = {p: failures[p] for p in request.parcels if p in failures}
+    return Replies(came, failures, silent)

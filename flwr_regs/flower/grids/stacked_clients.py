@@ -1,0 +1,339 @@
+"""Clients that train in one stack: what each brings, and which go together.
+
+It does for many clients at once what node.py, translation.py, client/round_message.py and the NumPyClient do for
+one. What they share (the config, the model, the method) is read once. Whoever needs more than that trains
+by itself: CannotStack says why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
+from torch import Tensor, nn
+
+from flwr_regs.chain import Chain
+from flwr_regs.client.memory.pinned import check_custody
+from flwr_regs.client.memory.state import ClientState
+from flwr_regs.client.round_message import method_of
+from flwr_regs.client.train.batches import (
+    Pairs,
+    count_examples,
+    label_counts,
+)
+from flwr_regs.client.train.trainable import trained_parameters
+from flwr_regs.cohort.alike import alike, build_of, is_hooked
+from flwr_regs.cohort.batch_plan import CannotStack, draw
+from flwr_regs.cohort.member_view import Member, Packed
+from flwr_regs.cohort.reached import Reached
+from flwr_regs.flower.client import RegClient
+from flwr_regs.flower.grids.stacked_group import Candidate, Group, Recipe
+from flwr_regs.flower.grids.stacked_records import Kept
+from flwr_regs.flower.node import NodeState, check_incoming
+from flwr_regs.term import Slot
+from flwr_regs.wire import keys
+from flwr_regs.wire.arrays import NDArrays
+from flwr_regs.wire.delta import model_from
+from flwr_regs.wire.records import from_record, to_record
+
+OWN_KEYS = (keys.SEED_KEY, keys.CLIENT_KEY, keys.USED_KEY)
+"""Entries of a message's config that are one client's."""
+_Record = TypeVar("_Record", ArrayRecord, ConfigRecord)
+_OVERRIDES = ("fit", "to_client", "_task", "_method_name", "_named")
+
+
+SEVERAL = -1
+
+
+class SharedModel(CannotStack):
+    """A client's `model` is another's too: what is private on one by itself goes on to the next."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__("its model is another client's too, and holds private entries")
+        self.model = model
+
+
+class Cohort:
+    """The train messages that were pushed at once, and the groups in which their clients train.
+
+    Parameters
+    ----------
+    messages : sequence of Message
+    precision : torch.dtype or None
+    owners : mapping of nn.Module to int
+        The node whose client has a model; SEVERAL if several clients have the same one.
+    """
+
+    def __init__(
+        self,
+        messages: Sequence[Message],
+        precision: torch.dtype | None,
+        owners: MutableMapping[nn.Module, int],
+    ) -> None:
+        self._precision, self._owners = precision, owners
+        ids: dict[str, set[int]] = {}
+        for message in messages:
+            for name, record in message.content.items():
+                ids.setdefault(name, set()).add(id(record))
+        self._alike = {name for name, found in ids.items() if len(found) == 1}
+        self._decoded: dict[int, tuple[ArrayRecord, NDArrays]] = {}
+        self._models: list[_Model] = []
+        self._recipes: list[Recipe] = []
+        self._builds: dict[Hashable, int] = {}  # build -> its number
+        self._plain: set[type] = set()  # classes that train as RegClient does
+        self.groups: dict[Hashable, Group] = {}
+
+    def admit(
+        self, message: Message, context: Context, client: Any, before: Mapping[str, Any]
+    ) -> Hashable:
+        """Put a client into its group; return the group's key. Raises CannotStack if it has none.
+
+        `before` is its state before `client_fn`.
+        """
+        check_client(client, self._plain)
+        content = message.content
+        entries: dict[str, Any] = dict(_record(content, keys.CONFIG, ConfigRecord).items())
+        check_incoming(entries, context)
+        config = dict(entries)
+        own = {k: config.pop(k) for k in OWN_KEYS if k in config}
+        check_message(config, content)
+        recipe = self._recipe(client, config)
+        node = NodeState(context, entries)
+        if node.frozen is not None:
+            raise CannotStack("it keeps frozen parameters of the server's")
+        sent = self._sent(config, content, node)
+        candidate = self._candidate(message, before, context, client, recipe, node, own, sent)
+        member, task = candidate.member, client._task
+        loss = alike((task.loss_fn, task.target_key, task.output_fn))
+        key = (
+            id(recipe), id(sent), self._number(client, candidate.build), loss,
+            alike(client.optimizer), str(client.device), client.classifier, member.plan.kind,
+            member.plan.forms[0], _form(member.broadcast), _form(member.client), *member.own,
+            _counted(recipe.term, member),
+            tuple(n for n in content if n in self._alike),  # the first client's are all clients'
+        )  # fmt: skip
+        if (group := self.groups.get(key)) is None:
+            shared = self._broadcast(recipe.term, content, True)
+            if sent.step is not None:
+                trained = trained_parameters(client.model, recipe.term)
+                steps = {n: torch.from_numpy(a) for n, a in sent.step.items() if n in trained}
+                lr: Any = config[keys.PREVIOUS_LR_KEY]
+                recovered = recipe.term.recover(steps, lr)
+                for name, slot in recovered.items():
+                    shared[name] = {**slot, **shared.get(name, {})}
+            group = Group(candidate, sent.record, sent.arrays, shared, self._precision)
+            self.groups[key] = group
+        group.add(candidate)
+        return key
+
+    def _number(self, client: RegClient, build: Hashable) -> int:
+        """Return the number of the build of a client's model.
+
+        Raises CannotStack for a compiled model, and for one with hooks on its parameters.
+        """
+        number = self._builds.get(build)
+        if number is None:
+            if any(name.endswith("_orig_mod") for name, _ in client.model.named_modules()):
+                raise CannotStack(f"{type(client).__name__} has a compiled model")
+            if any(map(is_hooked, client.model.parameters())):
+                raise CannotStack(f"{type(client).__name__} has hooks on its model's parameters")
+            number = self._builds[build] = len(self._builds)
+        return number
+
+    def _recipe(self, client: RegClient, config: Mapping[str, Any]) -> Recipe:
+        """Return the method of a message, read and checked once for all clients of a kind."""
+        kind = (type(client).__name__, client.method, tuple(client.terms))
+        for found in self._recipes:
+            if found.kind == kind and found.config == config:
+                return found
+        method = client._method_name()
+        who = f"this client is {type(client).__name__} ({method})"
+        term = method_of(method, client.terms, who, config)
+        term.restrict(config)
+        if config.get(keys.PROBE_KEY) and any("label_counts" in t.needs for t in term.terms):
+            raise CannotStack("a first exchange with label counts goes one by one")
+        self._recipes.append(Recipe(kind, config, method, term))
+        return self._recipes[-1]
+
+    def _candidate(
+        self, message: Message, before: Mapping[str, Any], context: Context, client: RegClient,
+        recipe: Recipe, node: NodeState, own: Mapping[str, Any], sent: _Model,
+    ) -> Candidate:  # fmt: skip
+        term, model, pairs = recipe.term, client.model, client._task.pairs(client.train_data)
+        check_custody(client.private, model, term)
+        slots = node.entering()
+        held = {n: self._held(n, r, recipe) for n, r in slots.items() if n != keys.PRIVATE_KEY}
+        config = {**recipe.config, **own, **held}
+        kept = ClientState.read(term, config)
+        update: NDArrays = {}
+        if held and recipe.takes_back:
+            trained = trained_parameters(model, term)
+            update = {n: a for n, a in sent.arrays.items() if n in trained}
+        entering, lost = kept.entering(term, config, update)
+        lost |= keys.USED_KEY in config and kept == ClientState()
+        planned = recipe.steps(pairs)
+        budget = None if recipe.probes else client.step_budget
+        most = planned if budget is None else min(planned, budget)
+        if not most:
+            raise CannotStack("it takes no step")
+        private = self._private(model, term, slots) if recipe.withholds else {}
+        if self._owners.setdefault(model, context.node_id) != context.node_id:
+            self._owners[model] = SEVERAL
+            if private:
+                raise SharedModel(model)
+        member = Member(
+            draw(pairs, own[keys.SEED_KEY], most),
+            planned,
+            private,
+            self._broadcast(term, message.content, False),
+            {n: slot for n, slot in {**entering.settled, **entering.pending}.items() if slot},
+            own.get(keys.CLIENT_KEY, -1),
+            _label_counts(pairs, own[keys.SEED_KEY]) if "label_counts" in recipe.needs else None,
+        )
+        fresh = bool(private) and keys.PRIVATE_KEY not in slots
+        return Candidate(
+            message, before, context, client, recipe, node, slots, entering, lost, fresh, member,
+            count_examples(pairs), own[keys.SEED_KEY], build_of(model),
+            Reached((client.loss_fn, client.output_fn, client.optimizer, type(model))),
+        )  # fmt: skip
+
+    def _held(self, name: str, record: ArrayRecord, recipe: Recipe) -> Mapping[str, Any]:
+        """Return a slot that the node kept; the note on the last round in numpy."""
+        if name == keys.PENDING_KEY:
+            return self._read(record)
+        return dict(Kept(record)) if recipe.takes_back else Kept(record)  # a term may change it
+
+    def _private(
+        self, model: nn.Module, term: Chain, slots: Mapping[str, ArrayRecord]
+    ) -> dict[str, Tensor]:
+        """Return a client's private entries: those that its node kept, or its model's own."""
+        entries = model.state_dict()
+        chosen = term.private(list(entries))
+        mine = {n: v.detach().clone() for n, v in entries.items() if n in chosen}
+        if not mine or keys.PRIVATE_KEY not in slots:
+            return mine
+        kept = self._read(slots[keys.PRIVATE_KEY])
+        if {n: a.shape for n, a in kept.items()} != {n: tuple(v.shape) for n, v in mine.items()}:
+            raise CannotStack("the private entries that it kept are not its model's")
+        return {n: torch.from_numpy(kept[n]).to(v.dtype) for n, v in mine.items()}
+
+    def _read(self, record: ArrayRecord) -> NDArrays:
+        """Return the arrays of a record; decoded once, however many clients have it."""
+        if id(record) not in self._decoded:
+            self._decoded[id(record)] = record, from_record(record)
+        return self._decoded[id(record)][1]
+
+    def _broadcast(self, term: Chain, content: RecordDict, shared: bool) -> Slot:
+        """Return the terms' broadcasts that all clients share, or those that are one client's own."""
+        found: Slot = {}
+        for t in term.terms:
+            name = f"{t.name}.broadcast"
+            if name in content and (name in self._alike) == shared:
+                arrays = self._read(_record(content, name, ArrayRecord))
+                found[t.name] = {k: torch.from_numpy(a) for k, a in arrays.items()}
+        return found
+
+    def _sent(self, config: Mapping[str, Any], content: RecordDict, node: NodeState) -> _Model:
+        """Return the global model of a message; rebuilt once for all that kept the same one."""
+        record = _record(content, keys.ARRAYS, ArrayRecord)
+        base = None
+        if keys.DOWNLINK_KEY in config:
+            base = node.kept_model(config[keys.BASE_ROUND_KEY])
+            if base is None:
+                raise CannotStack("it lacks the model that the message builds on")
+        for found in self._models:
+            if _equal(found.came, record) and _equal(found.base, base):
+                return found
+        arrays, step, kept = self._read(record), None, record
+        if base is not None:
+            arrays, step = model_from(config, arrays, self._read(base))
+            kept = base if config[keys.DOWNLINK_KEY] == "kept" else to_record(arrays)
+        self._models.append(_Model(record, base, kept, arrays, step))
+        return self._models[-1]
+
+
+@dataclass(frozen=True)
+class _Model:
+    """A global model as it `came`, upon a `base`; and what became of it."""
+
+    came: ArrayRecord
+    base: ArrayRecord | None
+    record: ArrayRecord
+    arrays: NDArrays
+    step: NDArrays | None
+
+
+def check_client(client: Any, plain: set[type]) -> None:
+    """Raise CannotStack for a client that does not train as every RegClient does.
+
+    Its class is noted in `plain` if it overrides nothing.
+    """
+    if not isinstance(client, RegClient):
+        raise CannotStack(f"{type(client).__name__} is no client of this package")
+    name, kind, own = type(client).__name__, type(client), vars(client)
+    for method in _OVERRIDES:
+        changed = kind not in plain and getattr(kind, method) is not getattr(RegClient, method)
+        if changed or method in own:
+            raise CannotStack(f"{name} has a {method} of its own")
+    plain.add(kind)
+    settings = ("time_budget", "save_private")
+    if given := [s for s in settings if getattr(client, s) is not None]:
+        raise CannotStack(f"{name} has a {given[0]}")
+    if client.keep_optimizer:
+        raise CannotStack(f"{name} keeps its optimiser")
+
+
+def check_message(config: Mapping[str, Any], content: RecordDict) -> None:
+    """Raise CannotStack for a message that needs more than a stack does."""
+    reasons = {
+        keys.ASK_KEY: "the server asks for frozen parameters",
+        keys.HALF_KEY: "the model travels in half precision",
+    }
+    for key, why in reasons.items():
+        if config.get(key):
+            raise CannotStack(why)
+    if config.get(keys.DOWNLINK_KEY) == "coded":
+        raise CannotStack("the downlink is coded")
+    if keys.FROZEN in content:
+        raise CannotStack("frozen parameters come with the message")
+
+
+def _record(content: RecordDict, name: str, kind: type[_Record]) -> _Record:
+    """Return a record of a message; Flower's own views of a content are made anew at each call."""
+    if not isinstance(found := content.get(name), kind):
+        raise CannotStack(f"the message holds no {kind.__name__} '{name}'")
+    return found
+
+
+def _counted(term: Chain, member: Member) -> Hashable:
+    """Return whether there are label counts; if `start` may read them, how many: it sees no more."""
+    counts = member.label_counts
+    reads = any(t.acts("start") for t in term.terms)
+    return counts is not None and (not reads or len(counts))
+
+
+def _form(slots: Slot) -> Hashable:
+    """Return which arrays there are in slots, and of which shape."""
+    return tuple((t, _form_of(own)) for t, own in sorted(slots.items()))
+
+
+def _form_of(slot: Mapping[str, Tensor]) -> Hashable:
+    if isinstance(slot, Packed):
+        return slot.form
+    return tuple((k, tuple(a.shape), a.dtype) for k, a in sorted(slot.items()))
+
+
+def _equal(a: ArrayRecord | None, b: ArrayRecord | None) -> bool:
+    if a is None or b is None or a is b:
+        return a is b
+    return a.keys() == b.keys() and all(a[n].data == b[n].data for n in a)
+
+
+def _label_counts(pairs: Pairs, seed: int) -> Tensor:
+    """Return the client's label counts, as :class:`.training.LocalTraining` counts them."""
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        return label_counts(pairs)

@@ -1,0 +1,347 @@
+"""FedADC: the server's momentum embedded in the clients' steps, so that it also controls drift.
+
+| *Init*       ``m_1 = 0``
+| *Broadcast*  ``w_t`` and ``m_t = (w_{t−1} − w_t)/(α η)``, which follows from the last global step
+| *Step*       with ``m̄ = β_l m_t / K_k``, Alg. 3:
+|              Nesterov (red): ``v ← v − η m̄``, then ``v ← v − η ∇f_k(v)``
+|              heavy ball (blue): ``v ← v − η (∇f_k(v) + m̄)``
+|              double momentum (Alg. 4): ``u_1 = g_1``, ``u_τ = φ u_{τ−1} + (1−φ) g_τ``,
+|              ``v ← v − η (m̄ + u_τ)``
+| *Upload*     ``v_k``
+| *Update*     ``Δ̄ = (1/η) Σ p_k (w_t − v_k)``, ``m_{t+1} = Δ̄ + (β_g − β_l) m_t``,
+|              ``w_{t+1} = w_t − α η m_{t+1}``
+
+The Nesterov loop runs as one shift by ``−η m̄``, then heavy-ball steps, then one shift back by ``+η m̄``.
+With SGD this visits the same points. The client's optimiser must be SGD without momentum, because any
+other would transform m̄ together with the gradients. The momentum has gradient units, so η may change
+over rounds (the paper divides by the η of the round). Each client divides by its own number of steps K_k:
+the planned number E, or its step budget if that is smaller. Under a time budget it is E: the steps are
+not known beforehand. With ``incomplete="scale"`` every client divides by E, whatever its budget, because
+the server scales its whole update by ``E / s_k``, the momentum's part included. The paper has one H for all
+clients. Alg. 4's
+second momentum is torch's ``SGD(momentum=φ, dampening=φ)``: its average leaves a constant m̄ in every
+gradient unchanged.
+
+**FedADC+** (Sec. III) adds self-confidence distillation to the local loss, Eq. 7:
+``(1−λ) CE + λ T² KL(p̂ ‖ p)``, ``p = softmax(logits/T)``, teacher ``p̃ = softmax(w_t's logits/T)``,
+``ρ_i = γ_i / max γ`` from the client's class shares γ, ``p̂_i = (1 − ρ_i) p̃_i`` for i ≠ y and
+``p̂_y = 1 − Σ_{i≠y} p̂_i``. The paper states neither T² nor T. T² and the default T = 4 come from the
+implementation that it names (CS-KD). The formula is in client/train/distillation.py, because personalisation
+(Sec. IV-D, client/calibration.py) uses it too.
+
+**SlowMo** (Alg. 2) has momentum on the server only: ``m ← β m + Δ̄``, ``w ← w − α η m``.
+
+Source: Ozfatura, Ozfatura, Gündüz, "FedADC: Accelerated federated learning with drift control"
+(2021), Alg. 2-4, Eq. 7; Wang et al., "SlowMo" (2019).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar
+
+from flwr_regs.client.train.distillation import self_confidence_loss
+from flwr_regs.flower.client import RegClient
+from flwr_regs.flower.strategy import RegStrategy
+from flwr_regs.methods.parts.last_step import steps_to_spread
+from flwr_regs.methods.parts.sgd import unlike_sgd
+from flwr_regs.term import (
+    DECAY,
+    POSITIVE,
+    SHARE,
+    Arrays,
+    ClientContext,
+    Range,
+    ServerContext,
+    Slot,
+    Term,
+)
+
+__all__ = [
+    "EmbeddedMomentum",
+    "FedADC",
+    "FedADCClient",
+    "FedADCPlus",
+    "FedADCPlusClient",
+    "SelfDistillation",
+    "SlowMo",
+    "SlowMoClient",
+    "SlowMomentum",
+]
+
+
+@dataclass(frozen=True)
+class EmbeddedMomentum(Term):
+    """FedADC's momentum, on the clients and on the server.
+
+    Parameters
+    ----------
+    beta_local, beta_global : float
+        β_l and β_g, in [0, 1): the share of the momentum that the clients' steps embed, and the total
+        decay of the momentum.
+    alpha : float
+        Server step size α > 0.
+    variant : {"nesterov", "heavy-ball"}
+        The red or the blue lines of Alg. 3.
+    local_momentum : float, optional
+        φ of Alg. 4, in [0, 1). Its step is the heavy-ball one; `variant` has no effect then.
+    """
+
+    name: ClassVar[str] = "fedadc"
+    owns_step: ClassVar[bool] = True
+    elementwise: ClassVar[bool] = True
+    ranges: ClassVar[Mapping[str, Range]] = {
+        "beta_local": DECAY,
+        "beta_global": DECAY,
+        "alpha": POSITIVE,
+        "local_momentum": DECAY,
+    }
+    beta_local: float
+    beta_global: float
+    alpha: float = 1.0
+    variant: str = "nesterov"
+    local_momentum: float | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.variant not in ("nesterov", "heavy-ball"):
+            raise ValueError(f"variant must be 'nesterov' or 'heavy-ball', not {self.variant!r}")
+        if self.local_momentum is not None and self.beta_local != self.beta_global:
+            raise ValueError("Alg. 4 (local_momentum) has one beta for clients and server")
+
+    @property
+    def _shifted(self) -> bool:
+        return self.variant == "nesterov" and self.local_momentum is None
+
+    def broadcast(self, server: Slot, ctx: ServerContext) -> Slot:
+        if ctx.previous_step is None or ctx.previous_lr is None:
+            return {}  # m_1 = 0
+        return self.recover(ctx.previous_step, ctx.previous_lr)
+
+    def recover(self, step: Arrays, lr: float) -> Slot:
+        return {n: -s / (self.alpha * lr) for n, s in step.items()}  # line 19 solved for m_{t+1}
+
+    def _per_step(self, ctx: ClientContext) -> Arrays:
+        steps = steps_to_spread(ctx)
+        return {n: self.beta_local * m / steps for n, m in ctx.broadcast.items()}  # line 5
+
+    def client_optimizer(self, optimizer: Any) -> Any:
+        if what := unlike_sgd(optimizer, ["momentum"]):
+            raise ValueError(
+                "FedADC's clients run SGD without momentum of their own: FedADC adds m̄ to the gradients, "
+                f"which {what} would accumulate or rescale; for the paper's "
+                "local momentum (Alg. 4) give the strategy local_momentum=..."
+            )
+        if self.local_momentum is None:
+            return optimizer
+        return partial(optimizer, momentum=self.local_momentum, dampening=self.local_momentum)
+
+    def start(self, params: Arrays, ctx: ClientContext) -> Arrays:
+        m = self._per_step(ctx)
+        if not self._shifted or not m:
+            return params
+        return {n: p - ctx.lr * m[n] for n, p in params.items()}  # line 7, once
+
+    def correct(self, grads: Arrays, params: Arrays, ctx: ClientContext) -> Arrays:
+        m = self._per_step(ctx)
+        return {n: g + m[n] for n, g in grads.items()} if m else grads  # line 11
+
+    def finish(self, delta: Arrays, ctx: ClientContext) -> tuple[Arrays, Slot, Slot]:
+        m = self._per_step(ctx)
+        if self._shifted and m:
+            delta = {n: d + ctx.lr * m[n] for n, d in delta.items()}  # undo the shift
+        return delta, {}, {}
+
+    def update(
+        self, server: Slot, delta: Arrays, uploads: Mapping[int, Slot], ctx: ServerContext
+    ) -> tuple[Slot, Arrays]:
+        m = {n: -d / ctx.lr for n, d in delta.items()}  # Δ̄, line 16
+        if server:
+            m = {n: b + (self.beta_global - self.beta_local) * server[n] for n, b in m.items()}
+        return m, {n: -self.alpha * ctx.lr * b for n, b in m.items()}  # lines 17, 19
+
+
+@dataclass(frozen=True)
+class SelfDistillation(Term):
+    """FedADC+'s self-confidence distillation from the round's global model (Eq. 7).
+
+    Needs integer labels and a model whose output is class logits ``(batch, classes)``. Composes with any
+    method.
+
+    Parameters
+    ----------
+    lam : float
+        λ in [0, 1]; 0 gives the plain loss.
+    temperature : float
+        T > 0 of both softmaxes.
+    """
+
+    name: ClassVar[str] = "self-distillation"
+    needs: ClassVar[Collection[str]] = ("start_output", "label_counts")
+    ranges: ClassVar[Mapping[str, Range]] = {"lam": SHARE, "temperature": POSITIVE}
+    lam: float = 0.35
+    temperature: float = 4.0
+
+    def loss(self, base: Any, params: Arrays, ctx: ClientContext) -> Any:
+        return self_confidence_loss(base, ctx, self.lam, self.temperature)
+
+
+@dataclass(frozen=True)
+class SlowMomentum(Term):
+    """SlowMo's server momentum (Alg. 2); clients train as in FedAvg.
+
+    Parameters
+    ----------
+    beta : float
+        Momentum β in [0, 1).
+    alpha : float
+        Server step size α > 0.
+    """
+
+    name: ClassVar[str] = "slowmo"
+    owns_step: ClassVar[bool] = True
+    ranges: ClassVar[Mapping[str, Range]] = {"beta": DECAY, "alpha": POSITIVE}
+    beta: float
+    alpha: float = 1.0
+
+    def update(
+        self, server: Slot, delta: Arrays, uploads: Mapping[int, Slot], ctx: ServerContext
+    ) -> tuple[Slot, Arrays]:
+        m = {n: -d / ctx.lr for n, d in delta.items()}  # Alg. 2, line 12
+        if server:
+            m = {n: self.beta * server[n] + g for n, g in m.items()}  # line 14
+        return m, {n: -self.alpha * ctx.lr * b for n, b in m.items()}  # line 16
+
+
+def _momentum(
+    beta: float,
+    beta_local: float | None,
+    beta_global: float | None,
+    alpha: float,
+    variant: str,
+    local_momentum: float | None,
+) -> EmbeddedMomentum:
+    DECAY.check("FedADC", "beta", beta)  # the term has other names for it
+    return EmbeddedMomentum(
+        beta if beta_local is None else beta_local,
+        beta if beta_global is None else beta_global,
+        alpha,
+        variant,
+        local_momentum,
+    )
+
+
+class FedADC(RegStrategy):
+    """Accelerated federated learning with drift control (Alg. 3 and 4).
+
+    Parameters
+    ----------
+    beta : float
+        β_l = β_g, as in the paper's experiments.
+    beta_local, beta_global : float, optional
+        Override `beta` on the clients or on the server.
+    alpha : float
+        Server step size α.
+    variant : {"nesterov", "heavy-ball"}
+        How a client applies the momentum.
+    local_momentum : float, optional
+        φ of the double momentum of Alg. 4.
+    downlink : {"model", "delta"}
+        As for :class:`flwr_regs.FedFOR`; clients compute ``m_t`` from the last step.
+    weighting : {"uniform", "num-examples"}
+        The paper uses uniform weights.
+    **kwargs
+        The arguments of every strategy: see :class:`flwr_regs.RegStrategy`.
+    """
+
+    method = "FedADC"
+
+    def __init__(
+        self,
+        beta: float = 0.9,
+        beta_local: float | None = None,
+        beta_global: float | None = None,
+        alpha: float = 1.0,
+        variant: str = "nesterov",
+        local_momentum: float | None = None,
+        *,
+        downlink: str = "model",
+        weighting: str = "uniform",
+        **kwargs: Any,
+    ) -> None:
+        term = _momentum(beta, beta_local, beta_global, alpha, variant, local_momentum)
+        super().__init__([term], downlink=downlink, weighting=weighting, **kwargs)
+
+
+class FedADCClient(RegClient):
+    """The client of :class:`FedADC`."""
+
+    method = "FedADC"
+    terms = (EmbeddedMomentum,)
+
+
+class FedADCPlus(RegStrategy):
+    """FedADC with self-confidence distillation on the clients (Sec. III).
+
+    Takes FedADC's parameters and `lam`, `temperature` of :class:`SelfDistillation`.
+    """
+
+    method = "FedADCPlus"
+
+    def __init__(
+        self,
+        beta: float = 0.9,
+        beta_local: float | None = None,
+        beta_global: float | None = None,
+        alpha: float = 1.0,
+        variant: str = "nesterov",
+        local_momentum: float | None = None,
+        lam: float = 0.35,
+        temperature: float = 4.0,
+        *,
+        downlink: str = "model",
+        weighting: str = "uniform",
+        **kwargs: Any,
+    ) -> None:
+        term = _momentum(beta, beta_local, beta_global, alpha, variant, local_momentum)
+        terms = [SelfDistillation(lam, temperature), term]
+        super().__init__(terms, downlink=downlink, weighting=weighting, **kwargs)
+
+
+class FedADCPlusClient(RegClient):
+    """The client of :class:`FedADCPlus`."""
+
+    method = "FedADCPlus"
+    terms = (SelfDistillation, EmbeddedMomentum)
+
+
+class SlowMo(RegStrategy):
+    """FedAvg with a slow momentum on the server (Alg. 2).
+
+    Parameters
+    ----------
+    beta : float
+        Momentum β in [0, 1); 0 with α = 1 is FedAvg.
+    alpha : float
+        Server step size α.
+    weighting : {"uniform", "num-examples"}
+        The paper uses uniform weights.
+    **kwargs
+        The arguments of every strategy: see :class:`flwr_regs.RegStrategy`.
+    """
+
+    method = "SlowMo"
+
+    def __init__(
+        self, beta: float, alpha: float = 1.0, *, weighting: str = "uniform", **kwargs: Any
+    ) -> None:
+        super().__init__([SlowMomentum(beta, alpha)], weighting=weighting, **kwargs)
+
+
+class SlowMoClient(RegClient):
+    """The client of :class:`SlowMo`: plain local training."""
+
+    method = "SlowMo"
+    terms = ()

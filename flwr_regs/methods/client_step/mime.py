@@ -1,0 +1,258 @@
+"""Mime and MimeLite: clients step with the server's momentum, which stands still in a round.
+
+| *Init*       ``m = 0``
+| *Probe*      only Mime; down: ``w_t`` and m; up: ``∇F_k(w_t)``, over all the client's data
+| *Broadcast*  only Mime: ``c = mean ∇F_k(w_t)``, over the clients that replied to the probe. MimeLite:
+|              ``w_t`` and m. In round 1 there is no m
+| *Step*       ``v ← v − η ((1−β) g + β m)``; Mime: ``g = ∇f_k(v) − ∇f_k(w_t) + c``, both gradients on the
+|              same batch with the same dropout mask; MimeLite: ``g = ∇f_k(v)``
+| *Upload*     ``v_k``; only MimeLite: ``∇F_k(w_t)``
+| *Update*     ``w ← mean v_k``, ``m ← (1−β) c + β m``; MimeLite: ``c = mean ∇F_k(w_t)``, over the replies
+|              that are used
+
+This is Alg. 1 with SGD with momentum as the base algorithm: ``U(g, m) = V(g, m) = (1−β) g + β m``. With
+β = 0, MimeLite is FedAvg and sends nothing beside the model; Mime keeps its correction.
+
+Mime's c is this round's, and m moves by the c that the clients were sent. A client that drops out between
+the two exchanges stays in it. All clients count alike in c, whatever the `weighting` of their models.
+
+Clients run plain SGD: with momentum, Adam or weight decay a step would not be the base algorithm's, and is
+refused. Clipping is not: it bounds the whole step. Full gradients are in eval mode, with the buffers of
+``w_t``. BatchNorm's batch statistics in the steps are then no part of c: in the mean over batches, Mime's
+correction does not cancel there.
+
+A term on the left of Mime changes the objective whose gradient is corrected, but c is that of the plain
+loss. What such a term adds at ``w_t`` itself cancels; FedProx and FedFOR add nothing there. Of entries that
+stay on the client (FedBN), MimeLite's full gradient sees the trained values, because it is computed after
+the steps.
+
+Source: Karimireddy, Jaggi, Kale, Mohri, Reddi, Stich, Suresh, "Breaking the centralized barrier for
+cross-device federated learning" (2021), Alg. 1; also known as "Mime: mimicking centralized stochastic
+algorithms in federated learning". Its server averages the clients alike, so ``weighting`` is "uniform".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+
+from flwr_regs.flower.client import RegClient
+from flwr_regs.flower.strategy import RegStrategy
+from flwr_regs.methods.parts.gradients import check_like
+from flwr_regs.methods.parts.sgd import check_plain
+from flwr_regs.term import DECAY, Arrays, ClientContext, Range, ServerContext, Slot, Term
+
+__all__ = [
+    "CorrectedMomentum",
+    "FixedMomentum",
+    "Mime",
+    "MimeClient",
+    "MimeLite",
+    "MimeLiteClient",
+]
+
+
+class _ServerMomentum(Term):
+    """The part that both terms share: the server's m, the clients' step with it, the check of uploads."""
+
+    keeps_delta: ClassVar[bool] = True
+    reads_lr: ClassVar[bool] = False
+    ranges: ClassVar[Mapping[str, Range]] = {"beta": DECAY}
+    beta: float
+
+    def client_optimizer(self, optimizer: Callable[..., Any]) -> Callable[..., Any]:
+        check_plain(optimizer, _REFUSED)
+        return optimizer
+
+    def broadcast(self, server: Slot, ctx: ServerContext) -> Slot:
+        return {key: server[key] for key in (f"m.{n}" for n in ctx.params) if key in server}
+
+    def _step(self, grads: Arrays, ctx: ClientContext) -> Arrays:
+        """Return ``U(g, m) = (1−β) g + β m``."""
+        b, m = self.beta, ctx.broadcast
+        return {n: (1 - b) * g + b * m.get(f"m.{n}", 0.0) for n, g in grads.items()}
+
+    def _moved(self, server: Slot, c: Arrays, ctx: ServerContext) -> Slot:
+        """Return the server slot with ``V(c, m) = (1−β) c + β m``."""
+        b, new = self.beta, dict(server)
+        for n, mean in c.items():
+            wide = np.promote_types(ctx.params[n].dtype, np.float32)
+            m = (1 - b) * mean + b * server.get(f"m.{n}", 0.0)
+            new[f"m.{n}"] = np.asarray(m).astype(wide)
+        return new
+
+    def check(self, upload: Slot, params: Arrays, server: Slot) -> None:
+        check_like(params, upload)
+
+
+@dataclass(frozen=True)
+class FixedMomentum(_ServerMomentum):
+    """MimeLite's steps with the server's momentum (Alg. 1).
+
+    Parameters
+    ----------
+    beta : float
+        The momentum β, in [0, 1); 0 changes nothing.
+    """
+
+    name: ClassVar[str] = "mime-lite"
+    elementwise: ClassVar[bool] = True
+    excludes: ClassVar[tuple[str, ...]] = ("mime",)
+    beta: float
+
+    def acts(self, hook: str) -> bool:
+        return super().acts(hook) and self.beta > 0
+
+    def client_optimizer(self, optimizer: Callable[..., Any]) -> Callable[..., Any]:
+        return super().client_optimizer(optimizer) if self.beta else optimizer
+
+    def correct(self, grads: Arrays, params: Arrays, ctx: ClientContext) -> Arrays:
+        return self._step(grads, ctx)
+
+    def finish(self, delta: Arrays, ctx: ClientContext) -> tuple[Arrays, Slot, Slot]:
+        return delta, ctx.mean_gradient(ctx.start) if self.beta else {}, {}
+
+    def fold(
+        self, acc: Slot, pid: int, delta: Arrays, upload: Slot, weight: float, ctx: ServerContext
+    ) -> Slot:
+        for n, g in upload.items():
+            acc[n] = acc.get(n, 0.0) + np.asarray(g, dtype=np.float64)
+        return acc
+
+    def adds(self, key: str) -> bool:
+        return True
+
+    def update(
+        self, server: Slot, delta: Arrays, uploads: Slot, ctx: ServerContext
+    ) -> tuple[Slot, Arrays]:
+        c = {n: total / len(ctx.weights) for n, total in uploads.items()}
+        return self._moved(server, c, ctx), delta
+
+
+@dataclass(frozen=True)
+class CorrectedMomentum(_ServerMomentum):
+    """Mime's steps: the server's momentum, and gradients corrected by the cohort's mean (Alg. 1).
+
+    Parameters
+    ----------
+    beta : float
+        The momentum β, in [0, 1); 0 leaves the correction.
+    """
+
+    name: ClassVar[str] = "mime"
+    robust: ClassVar[bool] = True
+    excludes: ClassVar[Mapping[str, str]] = dict.fromkeys(
+        ("mime-lite", "scaffold", "feddyn", "gradient-tracking"),
+        "each corrects the same drift or has the same momentum, which would count twice: keep one",
+    )
+    beta: float
+
+    def probe(self, ctx: ClientContext) -> tuple[Slot, Slot]:
+        return ctx.mean_gradient(ctx.start), {}
+
+    def check(self, upload: Slot, params: Arrays, server: Slot) -> None:
+        # The first probe is before the server knows which parameters are frozen or tied.
+        known = {n: p for n, p in params.items() if n in upload}
+        check_like(known or params, upload)
+
+    def agree(self, uploads: Mapping[int, Slot]) -> dict[int, str]:
+        names = {pid: sorted(u) for pid, u in uploads.items()}
+        each = [*names.values()]
+        usual = max(sorted(each, key=len, reverse=True), key=each.count, default=[])
+        return {
+            pid: f"gradients of {own}, but most clients' are of {usual}"
+            for pid, own in names.items()
+            if own != usual
+        }
+
+    def answer(self, probes: Mapping[int, Slot]) -> dict[int, Slot]:
+        total: Slot = {}
+        for probe in probes.values():
+            for n, g in probe.items():
+                total[n] = total.get(n, 0.0) + np.asarray(g, dtype=np.float64)
+        kinds = {n: g.dtype for probe in probes.values() for n, g in probe.items()}
+        mean = {n: (a / len(probes)).astype(kinds[n]) for n, a in total.items()}
+        return self._to_all(probes, mean)
+
+    def robust_answer(self, probes: Mapping[int, Slot], ctx: ServerContext) -> dict[int, Slot]:
+        return self._to_all(probes, ctx.aggregated(probes))
+
+    @staticmethod
+    def _to_all(probes: Mapping[int, Slot], mean: Arrays) -> dict[int, Slot]:
+        c = {f"c.{n}": a for n, a in mean.items()}
+        return {pid: {**c} for pid in probes}
+
+    def correct(self, grads: Arrays, params: Arrays, ctx: ClientContext) -> Arrays:
+        if missing := [n for n in grads if f"c.{n}" not in ctx.broadcast]:
+            raise ValueError(f"the round's first exchange brought no mean gradient of {missing}")
+        there = ctx.gradient_at(ctx.start)
+        return self._step(
+            {n: g - there[n] + ctx.broadcast[f"c.{n}"] for n, g in grads.items()}, ctx
+        )
+
+    def update(
+        self, server: Slot, delta: Arrays, uploads: Mapping[int, Slot], ctx: ServerContext
+    ) -> tuple[Slot, Arrays]:
+        if not self.beta:
+            return server, delta
+        sent = next(iter(ctx.answers.values()))  # the same to all
+        c = {n: np.asarray(sent[f"c.{n}"], dtype=np.float64) for n in ctx.params}
+        return self._moved(server, c, ctx), delta
+
+
+_REFUSED = "Mime's clients take the server's steps, by plain SGD, but {}: leave that out"
+
+
+class Mime(RegStrategy):
+    """Clients that take the steps of a centralised momentum method (Alg. 1).
+
+    Parameters
+    ----------
+    beta : float
+        See :class:`CorrectedMomentum`.
+    weighting : {"uniform", "num-examples"}
+        The paper uses uniform weights. The full gradients always count alike.
+    **kwargs
+        The arguments of every strategy: see :class:`flwr_regs.RegStrategy`.
+    """
+
+    method = "Mime"
+
+    def __init__(self, beta: float = 0.9, *, weighting: str = "uniform", **kwargs: Any) -> None:
+        super().__init__([CorrectedMomentum(beta)], weighting=weighting, **kwargs)
+
+
+class MimeClient(RegClient):
+    """The client of :class:`Mime`."""
+
+    method = "Mime"
+    terms = (CorrectedMomentum,)
+
+
+class MimeLite(RegStrategy):
+    """Clients that step with the server's momentum, which stands still in a round (Alg. 1).
+
+    Parameters
+    ----------
+    beta : float
+        See :class:`FixedMomentum`.
+    weighting : {"uniform", "num-examples"}
+        The paper uses uniform weights. The full gradients always count alike.
+    **kwargs
+        The arguments of every strategy: see :class:`flwr_regs.RegStrategy`.
+    """
+
+    method = "MimeLite"
+
+    def __init__(self, beta: float = 0.9, *, weighting: str = "uniform", **kwargs: Any) -> None:
+        super().__init__([FixedMomentum(beta)], weighting=weighting, **kwargs)
+
+
+class MimeLiteClient(RegClient):
+    """The client of :class:`MimeLite`."""
+
+    method = "MimeLite"
+    terms = (FixedMomentum,)

@@ -1,0 +1,199 @@
+"""SCAFFOLD: control variates correct the drift of each client's steps.
+
+| *Init*       ``c = 0``, and ``c_k = 0`` for every client
+| *Broadcast*  ``w_t`` and c, from round 2; with ``state="server"`` ``c − c_k``, to each client its own
+| *Step*       ``v ← v − η (∇f_k(v) − c_k + c)``  (Alg. 1, line 11)
+| *Upload*     ``v_k``. The client keeps ``c_k⁺`` (line 13): option 1: ``∇F_k(w_t)``, over all its data;
+|              option 2: ``c_k − c + (w_t − v_k)/(K_k η)``
+| *Update*     ``w ← w + η_g mean(v_k − w_t)``, ``c ← c + (1/N) Σ_{k∈S} (c_k⁺ − c_k)``  (line 17)
+
+Both sides compute with ``x_k = c_k⁺ − c_k + c``. With option 2 it is ``(w_t − v_k)/(K_k η)``, the mean of
+the client's corrected gradients. The server knows w_t, v_k and K_k, so nothing travels beside the model. A
+client uploads x_k with option 1. It also does where the server does not get v_k: a later term changes the
+update (compression), or it travels in half precision. The update of c is then
+``c ← c + |S|/N (mean x_k − c)``, N the population, S the replies that are used.
+
+A client's c_k⁺ counts only if the server used its reply. So ``c = Σ_k c_k / N`` whoever drops out. It fails
+if a client loses its c_k: it begins at 0, and its old share stays in c. The history names that client.
+``state="server"`` is ours: the server keeps the table of all c_k (N models), and clients keep nothing.
+
+Option 2 needs clients with plain SGD. Momentum, Adam or weight decay change what ``(w_t − v_k)/(K_k η)``
+is, and so does clipping. All are refused with option 2, but not a training loop of your own that clips.
+Option 1 goes with any optimiser.
+
+Source: Karimireddy, Kale, Mohri, Reddi, Stich, Suresh, "SCAFFOLD: Stochastic controlled averaging for
+federated learning" (2020), Alg. 1. Its server averages the clients alike, so ``weighting`` is "uniform".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from numbers import Integral
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+
+from flwr_regs.flower.client import RegClient
+from flwr_regs.flower.strategy import RegStrategy
+from flwr_regs.methods.parts.gradients import check_like
+from flwr_regs.methods.parts.sgd import check_plain, check_unclipped
+from flwr_regs.methods.server_step.fedopt import TorchServerOptimizer
+from flwr_regs.term import POSITIVE, Arrays, ClientContext, Range, ServerContext, Slot, Term
+from flwr_regs.wire import keys
+from flwr_regs.wire.arrays import LARGEST
+
+__all__ = ["SCAFFOLD", "ControlVariates", "SCAFFOLDClient"]
+
+
+@dataclass(frozen=True)
+class ControlVariates(Term):
+    """SCAFFOLD's correction ``c − c_k`` of each gradient (Alg. 1).
+
+    Parameters
+    ----------
+    option : {1, 2}
+        How a client makes its next c_k: from the gradient over all its data at ``w_t``, or from the steps
+        that it took.
+    state : {"client", "server"}
+        Who keeps c_k: each client its own, or the server all of them.
+    """
+
+    name: ClassVar[str] = "scaffold"
+    keeps_delta: ClassVar[bool] = True
+    elementwise: ClassVar[bool] = True
+    ranges: ClassVar[Mapping[str, Range]] = {
+        "option": Range("1 or 2", lambda v: v in (1, 2), Integral)
+    }
+    option: int = 2
+    state: str = "client"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.state not in ("client", "server"):
+            raise ValueError(f"state must be 'client' or 'server', not {self.state!r}")
+
+    def acts(self, hook: str) -> bool:
+        return super().acts(hook) and (self.option == 2 or hook != "client_optimizer")
+
+    def restrict(self, config: Mapping[str, Any]) -> None:
+        if self.option == 2:
+            check_unclipped(config, _REFUSED)
+
+    def client_optimizer(self, optimizer: Callable[..., Any]) -> Callable[..., Any]:
+        if self.acts("client_optimizer"):
+            check_plain(optimizer, _REFUSED)
+        return optimizer
+
+    def broadcast(self, server: Slot, ctx: ServerContext) -> Slot:
+        if self.state == "server":
+            return {}
+        return {n: server[f"c.{n}"] for n in ctx.params if f"c.{n}" in server}
+
+    def broadcast_to(self, pid: int, server: Slot, ctx: ServerContext) -> Slot:
+        if self.state == "client":
+            return {}
+        c = {n: server[f"c.{n}"] for n in ctx.params if f"c.{n}" in server}
+        return {n: a - server.get(f"c{pid}.{n}", 0) for n, a in c.items()}  # c − c_k
+
+    def _correction(self, name: str, ctx: ClientContext) -> Any:
+        """Return one parameter's ``c − c_k``; what is missing is 0."""
+        return ctx.broadcast.get(name, 0.0) - ctx.client.get(name, 0.0)
+
+    def correct(self, grads: Arrays, params: Arrays, ctx: ClientContext) -> Arrays:
+        return {n: g + self._correction(n, ctx) for n, g in grads.items()}  # line 11
+
+    def finish(self, delta: Arrays, ctx: ClientContext) -> tuple[Arrays, Slot, Slot]:
+        if self.option == 1:
+            full = ctx.mean_gradient(ctx.start)
+            x = {n: full[n] + self._correction(n, ctx) for n in delta}
+        else:
+            wide = {n: d.to(torch.promote_types(d.dtype, torch.float32)) for n, d in delta.items()}
+            x = {n: -d / (ctx.num_steps * ctx.lr) for n, d in wide.items()}
+        own = {n: a - self._correction(n, ctx) for n, a in x.items()}  # c_k⁺, line 13
+        derived = self.option == 2 and ctx.delta_is_sent and keys.HALF_KEY not in ctx.config
+        return delta, {} if derived else x, {} if self.state == "server" else own
+
+    def check(self, upload: Slot, params: Arrays, server: Slot) -> None:
+        if self.option == 2 and not upload:
+            return
+        check_like(params, upload)
+
+    def fold(
+        self, acc: Slot, pid: int, delta: Arrays, upload: Slot, weight: float, ctx: ServerContext
+    ) -> Slot:
+        for n, d in delta.items():
+            if upload:
+                x = np.asarray(upload[n], dtype=np.float64)
+            else:
+                x = -d / (ctx.replies[pid].num_steps * ctx.lr)
+            if not (abs(x) <= LARGEST).all():
+                raise ValueError(f"its change of '{n}' for each step is beyond {LARGEST:g}")
+            acc[f"c.{n}"] = acc.get(f"c.{n}", 0.0) + x
+            if self.state == "server":
+                acc[f"c{pid}.{n}"] = x
+        return acc
+
+    def adds(self, key: str) -> bool:
+        return key.startswith("c.")
+
+    def update(
+        self, server: Slot, delta: Arrays, uploads: Slot, ctx: ServerContext
+    ) -> tuple[Slot, Arrays]:
+        new, used = dict(server), len(ctx.weights)
+        for key, x in uploads.items():
+            name = key.partition(".")[2]
+            c, old = server.get(f"c.{name}", 0.0), server.get(key, 0.0)
+            shared = used / ctx.population * (x / used - c)  # line 17
+            rise = shared if self.adds(key) else x - c  # or c_k⁺ − c_k
+            wide = np.promote_types(ctx.params[name].dtype, np.float32)
+            new[key] = np.asarray(old + rise).astype(wide)
+        return new, delta
+
+
+_REFUSED = (
+    "SCAFFOLD's option 2 takes a client's control variate from its steps of plain SGD, but {}: leave that "
+    "out, or give the strategy option=1"
+)
+
+
+class SCAFFOLD(RegStrategy):
+    """Stochastic controlled averaging: control variates against client drift (Alg. 1).
+
+    Parameters
+    ----------
+    server_lr : float
+        η_g > 0, the server's step size.
+    option, state : int, str
+        See :class:`ControlVariates`.
+    weighting : {"uniform", "num-examples"}
+        The paper uses uniform weights. The control variates always count alike.
+    **kwargs
+        The arguments of every strategy: see :class:`flwr_regs.RegStrategy`.
+    """
+
+    method = "SCAFFOLD"
+
+    def __init__(
+        self,
+        server_lr: float = 1.0,
+        option: int = 2,
+        state: str = "client",
+        *,
+        weighting: str = "uniform",
+        **kwargs: Any,
+    ) -> None:
+        POSITIVE.check("SCAFFOLD", "server_lr", server_lr)
+        terms: list[Term] = [ControlVariates(option, state)]
+        if server_lr != 1:
+            terms.append(TorchServerOptimizer(partial(torch.optim.SGD, lr=server_lr)))
+        super().__init__(terms, weighting=weighting, **kwargs)
+
+
+class SCAFFOLDClient(RegClient):
+    """The client of :class:`SCAFFOLD`."""
+
+    method = "SCAFFOLD"
+    terms = (ControlVariates,)

@@ -1,0 +1,1 @@
+"""Methods with a model, or a part of one, for each client."""

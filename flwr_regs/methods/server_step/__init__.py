@@ -1,0 +1,1 @@
+"""Methods that change how the server weighs updates and steps."""

@@ -1,0 +1,1 @@
+"""From the replies to one update: weights, sums, robust means. Plain numpy."""

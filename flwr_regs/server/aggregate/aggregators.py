@@ -1,0 +1,394 @@
+"""Aggregators: how the clients' updates become one, when some of the clients may be hostile.
+
+An aggregator gets n vectors ``x_k``, one for each client, and returns one. ``x_k = (ω_k / p_k) Δ_k``, all
+trained parameters as one vector: with the weights p_k, their mean is ``Σ ω_k Δ_k``. `Mean` alone reads the
+weights; the others give each client one voice, because a client's number of examples is its own word.
+
+| `Mean`             | ``Σ p_k x_k``
+| `CoordinateMedian` | the median of each coordinate (Yin et al. 2018, Option I)
+| `TrimmedMean`      | the mean of each coordinate without its extremes (Yin et al. 2018, Option II)
+| `Krum`             | the vector with the nearest neighbours, or several's mean (Blanchard et al. 2017)
+| `GeometricMedian`  | ``argmin_z Σ ‖x_k − z‖``, by Weiszfeld's steps (Pillutla et al. 2022, Alg. 2)
+| `NormBound`        | the mean, after long vectors are scaled down (Sun et al. 2019, Sec. 4)
+| `CenteredClipping` | ``v ← v + mean(clip(x_k − v))`` (Karimireddy et al. 2021, Eq. 6)
+
+docs/robustness.md says what each assumes and costs. An aggregator of your own is any object with the method
+of :class:`Aggregator`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Integral
+from typing import Any, ClassVar, Protocol, runtime_checkable
+
+import numpy as np
+
+from flwr_regs.server.aggregate.sorting import sorted_rows
+from flwr_regs.term import COUNT, POSITIVE, Range
+from flwr_regs.wire.blocks import blocks as parts_of
+
+BLOCK = 1 << 17
+"""How many numbers of all vectors together are read at a time: 1 MiB in float64, as a core's cache has."""
+HELD = 1 << 22
+"""How many are held once they are read: 32 MiB."""
+WEISZFELD_STEPS, SMOOTHING = 100, 1e-6
+CANCELS = 1e-6
+"""A squared distance that is a smaller part of the squared norms than this has lost too many digits."""
+
+
+class TooFewVectors(Exception):
+    """There are fewer vectors than an aggregator needs; the text names it and both numbers."""
+
+
+class Vectors:
+    """One vector for each client, in float64, read in blocks of coordinates. Read-only.
+
+    Parameters
+    ----------
+    pids : sequence of int
+        The clients, by partition id; row i is that of ``pids[i]``.
+    sizes : mapping of str to int
+        The parts of a vector, in their order, and how many coordinates each has.
+    read : callable
+        ``read(part, slice, out)`` writes some coordinates of all clients' part into `out`, ``(n, m)``.
+    dtype : dtype
+        What the aggregate will be rounded to: an aggregator may return it in this dtype, or in float64.
+
+    Attributes
+    ----------
+    size : int
+        d, the coordinates of a vector. ``len(vectors)`` is n.
+    """
+
+    def __init__(
+        self,
+        pids: Sequence[int],
+        sizes: Mapping[str, int],
+        read: Callable[[str, slice, np.ndarray], None],
+        dtype: Any = np.float64,
+    ) -> None:
+        self.pids = tuple(pids)
+        self.size = sum(sizes.values())
+        self.dtype = np.dtype(dtype)
+        self._sizes, self._read = sizes, read
+        self._held: np.ndarray | None = None
+
+    def __len__(self) -> int:
+        return len(self.pids)
+
+    def blocks(self) -> Iterator[tuple[slice, np.ndarray]]:
+        """Yield (which coordinates, their values in all vectors: ``(n, m)``), from first to last.
+
+        The values are valid until the next block.
+        """
+        width = max(1, BLOCK // max(len(self), 1))
+        if self._held is not None or len(self) * self.size <= HELD:
+            held = self.matrix()
+            yield from ((at, held[:, at]) for at in parts_of(self.size, width))
+            return
+        first, rows = 0, np.empty((len(self), min(width, self.size)))
+        for name, size in self._sizes.items():
+            for part in parts_of(size, width):
+                x = rows[:, : part.stop - part.start]
+                self._read(name, part, x)
+                shown = x.view()
+                shown.setflags(write=False)
+                yield slice(first + part.start, first + part.stop), shown
+            first += size
+
+    def matrix(self) -> np.ndarray:
+        """Return all vectors, ``(n, d)``, kept from now on."""
+        if self._held is None:
+            held, first = np.empty((len(self), self.size)), 0
+            for name, size in self._sizes.items():
+                self._read(name, slice(0, size), held[:, first : first + size])
+                first += size
+            held.setflags(write=False)
+            self._held = held
+        return self._held
+
+    def norms(self, centre: np.ndarray | None = None) -> np.ndarray:
+        """Return ``‖x_k − centre‖`` (default: 0) of each vector: ``(n,)``."""
+        squares = np.zeros(len(self))
+        for at, x in self.blocks():
+            apart = x if centre is None else x - centre[at]
+            squares += np.einsum("ij,ij->i", apart, apart)
+        return np.asarray(np.sqrt(squares))
+
+    def combined(self, weights: np.ndarray, dtype: Any = np.float64) -> np.ndarray:
+        """Return ``Σ weights_k x_k``, summed in float64 in the order of the rows: ``(d,)``."""
+        return self.each(lambda x: np.einsum("k,kj->j", weights, x), dtype)
+
+    def each(
+        self, function: Callable[[np.ndarray], np.ndarray], dtype: Any = np.float64
+    ) -> np.ndarray:
+        """Return what `function` makes of each block, ``(n, m) -> (m,)``, put together: ``(d,)``."""
+        out = np.zeros(self.size, dtype)
+        for at, x in self.blocks():
+            out[at] = function(x)
+        return out
+
+
+@dataclass(frozen=True)
+class Aggregate:
+    """What an aggregator returns.
+
+    Attributes
+    ----------
+    vector : numpy.ndarray
+        ``(d,)``.
+    selected : sequence of int, optional
+        The clients whose vectors count, if the aggregator chooses some and leaves out the others. Buffers
+        and uploads then come from the same clients.
+    bounded : sequence of int
+        The clients whose vectors were scaled down.
+    """
+
+    vector: np.ndarray
+    selected: Sequence[int] | None = None
+    bounded: Sequence[int] = ()
+
+
+@runtime_checkable
+class Aggregator(Protocol):
+    """Makes one vector of the clients' vectors."""
+
+    def aggregate(self, vectors: Vectors, weights: np.ndarray) -> Aggregate | np.ndarray:
+        """Return the aggregate of n vectors, given their weights p_k, ``(n,)``, which sum to 1.
+
+        The order of the clients must not matter. Raises :class:`TooFewVectors` if n is too small. What
+        else it raises, and a result that has not d finite numbers, fails the round, and the model stays.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class _Checked:
+    """Refuses numbers out of range by their names."""
+
+    ranges: ClassVar[Mapping[str, Range]] = {}
+    optional: ClassVar[Sequence[str]] = ()
+
+    def __post_init__(self) -> None:
+        for name, good in self.ranges.items():
+            value = getattr(self, name)
+            good.check(type(self).__name__, name, value, name in self.optional)
+
+    def _need(self, least: int, vectors: Vectors) -> None:
+        if len(vectors) < least:
+            raise TooFewVectors(f"{self} needs at least {least}, and there are {len(vectors)}")
+
+
+@dataclass(frozen=True)
+class Mean(_Checked):
+    """The weighted mean, ``Σ p_k x_k = Σ ω_k Δ_k``: one client can move it anywhere.
+
+    The server never holds all updates for it: it adds them up one at a time.
+    """
+
+    def aggregate(self, vectors: Vectors, weights: np.ndarray) -> Aggregate:
+        return Aggregate(vectors.combined(weights))
+
+
+@dataclass(frozen=True)
+class CoordinateMedian(_Checked):
+    """The median of each coordinate; of an even number of clients, the mean of the middle two."""
+
+    def aggregate(self, vectors: Vectors, weights: np.ndarray) -> Aggregate:
+        return Aggregate(_median(vectors, vectors.dtype))
+
+
+def _median(vectors: Vectors, dtype: Any = np.float64) -> np.ndarray:
+    n = len(vectors)
+    middle = range((n - 1) // 2, n // 2 + 1)
+
+    def of(x: np.ndarray) -> np.ndarray:
+        low, *high = sorted_rows(x.copy(), middle)
+        return (low + high[0]) / 2 if high else low
+
+    return vectors.each(of, dtype)
+
+
+@dataclass(frozen=True)
+class TrimmedMean(_Checked):
+    """The mean of each coordinate without its smallest and largest values.
+
+    Parameters
+    ----------
+    share : float
+        From 0 to below 0.5. ``int(share · n)`` values are cut at *each* end: it bears at most so many
+        hostile clients.
+    """
+
+    ranges: ClassVar[Mapping[str, Range]] = {
+        "share": Range("a number from 0 to below 0.5", lambda v: 0 <= v < 0.5)
+    }
+    share: float
+
+    def aggregate(self, vectors: Vectors, weights: np.ndarray) -> Aggregate:
+        cut = int(self.share * len(vectors))
+        self._need(2 * cut + 1, vectors)
+        keep = range(cut, len(vectors) - cut)
+
+        def of(x: np.ndarray) -> np.ndarray:
+            first, *others = sorted_rows(x.copy(), keep)
+            return sum(others, start=first) / len(keep)
+
+        return Aggregate(vectors.each(of, vectors.dtype))
+
+
+@dataclass(frozen=True)
+class Krum(_Checked):
+    """The mean of the `keep` vectors that are nearest to their neighbours: Krum, or Multi-Krum.
+
+    A vector's score is the sum of the squared distances to its ``n − byzantine − 2`` nearest others. Of
+    equal scores, the lower partition id comes first.
+
+    Parameters
+    ----------
+    byzantine : int
+        f ≥ 0, how many hostile clients of a cohort to bear. The paper's proof asks for ``n ≥ 2f + 3``; a
+        round needs ``f + max(3, keep)`` replies.
+    keep : int
+        m ≥ 1, how many vectors to keep; 1 is Krum.
+    """
+
+    ranges: ClassVar[Mapping[str, Range]] = {
+        "byzantine": Range("a whole number of at least 0", lambda v: v >= 0, Integral),
+        "keep": COUNT,
+    }
+    byzantine: int
+    keep: int = 1
+
+    def aggregate(self, vectors: Vectors, weights: np.ndarray) -> Aggregate:
+        self._need(self.byzantine + max(3, self.keep), vectors)
+        n = len(vectors)
+        apart = _squared_distances(vectors)
+        np.fill_diagonal(apart, np.inf)
+        nearest = np.sort(apart, axis=1)[:, : n - self.byzantine - 2]
+        rows = np.sort(np.argsort(nearest.sum(axis=1), kind="stable")[: self.keep])
+        share = np.zeros(n)
+        share[rows] = 1 / len(rows)
+        return Aggregate(vectors.combined(share, vectors.dtype), [vectors.pids[i] for i in rows])
+
+
+def _squared_distances(vectors: Vectors) -> np.ndarray:
+    """Return ``‖x_i − x_j‖²``, ``(n, n)``.
+
+    ``‖x_i‖² + ‖x_j‖² − 2 x_i·x_j`` is one product of matrices; but of two vectors that are near each other,
+    as far from 0 as they are, it keeps too few digits. Their difference is then taken coordinate by
+    coordinate.
+    """
+    n = len(vectors)
+    products = np.zeros((n, n))
+    for _, x in vectors.blocks():
+        products += x @ x.T
+    squares = np.diag(products)
+    both = squares[:, None] + squares
+    apart = np.maximum(both - 2 * products, 0.0)
+    close = [(i, j) for i, j in np.argwhere(apart <= CANCELS * both).tolist() if i < j]
+    if not close:
+        return apart
+    found = np.zeros(len(close))
+    for _, x in vectors.blocks():
+        for at, (i, j) in enumerate(close):
+            gap = x[i] - x[j]
+            found[at] += np.dot(gap, gap)
+    for (i, j), square in zip(close, found, strict=True):
+        apart[i, j] = apart[j, i] = square
+    for (i, j), square in zip(close, found, strict=True):
+        if not square:  # equal vectors have equal distances, to the bit
+            apart[j] = apart[:, j] = apart[i]
+            apart[j, j] = 0.0
+    return apart
+
+
+@dataclass(frozen=True)
+class GeometricMedian(_Checked):
+    """The point with the least sum of distances to the vectors.
+
+    100 of Weiszfeld's steps from the coordinate median; a distance below ν = 1e-6 counts as ν.
+    """
+
+    def aggregate(self, vectors: Vectors, weights: np.ndarray) -> Aggregate:
+        z = _median(vectors)
+        for _ in range(WEISZFELD_STEPS):
+            pull = 1 / np.maximum(vectors.norms(z), SMOOTHING)
+            before, z = z, vectors.combined(pull / pull.sum())
+            if np.array_equal(before, z):  # so would all further steps be
+                break
+        return Aggregate(z)
+
+
+@dataclass(frozen=True)
+class NormBound(_Checked):
+    """The mean of the vectors, those scaled down that are longer than a bound.
+
+    Parameters
+    ----------
+    max_norm : float, optional
+        The bound, in the units of the parameters. None: the median of the vectors' norms. Buffers and
+        uploads have other units: theirs is always the median.
+    """
+
+    ranges: ClassVar[Mapping[str, Range]] = {"max_norm": POSITIVE}
+    optional: ClassVar[Sequence[str]] = ("max_norm",)
+    max_norm: float | None = None
+
+    def aggregate(self, vectors: Vectors, weights: np.ndarray) -> Aggregate:
+        norms = vectors.norms()
+        scale = shrink(norms, self.max_norm)
+        return Aggregate(vectors.combined(scale / len(vectors)), bounded=_below_one(vectors, scale))
+
+    def beside(self) -> NormBound:
+        return NormBound()
+
+
+@dataclass(frozen=True)
+class CenteredClipping(_Checked):
+    """``v ← v + mean_k (x_k − v) min(1, τ / ‖x_k − v‖)``, from ``v = 0``.
+
+    Parameters
+    ----------
+    radius : float or None
+        τ > 0, in the units of the parameters. None: the median of the vectors' norms. Buffers and uploads
+        have other units: theirs is always the median.
+    iters : int
+        How many times.
+    """
+
+    ranges: ClassVar[Mapping[str, Range]] = {"radius": POSITIVE, "iters": COUNT}
+    optional: ClassVar[Sequence[str]] = ("radius",)
+    radius: float | None
+    iters: int = 3
+
+    def aggregate(self, vectors: Vectors, weights: np.ndarray) -> Aggregate:
+        n, v, scale = len(vectors), np.zeros(vectors.size), np.ones(len(vectors))
+        radius = float(np.median(vectors.norms())) if self.radius is None else self.radius
+        for _ in range(self.iters):
+            scale = shrink(vectors.norms(v), radius)
+            v = v * (1 - scale.sum() / n) + vectors.combined(scale / n)
+        return Aggregate(v, bounded=_below_one(vectors, scale))
+
+    def beside(self) -> CenteredClipping:
+        return CenteredClipping(None, self.iters)
+
+
+def shrink(norms: np.ndarray, bound: float | None = None) -> np.ndarray:
+    """Return ``min(1, bound / norm)`` for each norm; the default bound is their median."""
+    most = float(np.median(norms)) if bound is None else bound
+    return np.where(norms > most, most / np.where(norms > most, norms, 1.0), 1.0)
+
+
+def _below_one(vectors: Vectors, scale: np.ndarray) -> list[int]:
+    return [pid for pid, s in zip(vectors.pids, scale, strict=True) if s < 1]
+
+
+def beside(aggregator: Any) -> Any:
+    """Return what aggregates buffers and uploads, whose units are not those of the updates.
+
+    An aggregator with an absolute bound has a method `beside` that returns one without.
+    """
+    return aggregator.beside() if hasattr(aggregator, "beside") else aggregator

@@ -1,0 +1,261 @@
+"""One round's robust aggregation: of the updates, the buffers, and what the clients upload.
+
+Everything that one client sends and that moves others goes through the strategy's aggregator:
+
+- the **updates**, all trained parameters of a client as one vector;
+- each **buffer** as a vector of its own;
+- what a term's `fold` adds up over the clients (`Adds`), as one vector a term. The sum becomes n times the
+  aggregate;
+- what a term hands to ``ctx.aggregated``.
+
+If the aggregator selects clients (Krum), it does so once in a round, by the updates. Buffers and uploads
+come from the same clients. As nobody has looked at these yet, each is scaled down to the median norm of all
+clients' first.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from flwr_regs.abilities import Adds, Folds
+from flwr_regs.chain import Chain
+from flwr_regs.server.aggregate.aggregators import (
+    Aggregate,
+    Aggregator,
+    Mean,
+    TooFewVectors,
+    Vectors,
+    beside,
+    shrink,
+)
+from flwr_regs.server.aggregate.updates import Moves, Reply
+from flwr_regs.server.aggregate.weights import UnusableReplies, aggregation_weights
+from flwr_regs.server.options import Options
+from flwr_regs.server.round import Round, RoundFailed
+from flwr_regs.term import Slot
+from flwr_regs.wire.arrays import all_finite
+from flwr_regs.wire.errors import described
+from flwr_regs.wire.text import named
+
+LOG = logging.getLogger("flwr")
+
+
+class AggregatorFailed(RoundFailed):
+    """An aggregator raised an error, or returned something else than finite numbers for each coordinate."""
+
+
+class RobustMeans:
+    """What an aggregator makes of one round's replies.
+
+    Attributes
+    ----------
+    selected : list of int or None
+        The clients that the aggregator kept; None if it does not choose, or before it has seen updates.
+    bounded : set of int
+        The clients whose updates were scaled down.
+    """
+
+    def __init__(self, aggregator: Aggregator) -> None:
+        self._aggregator = aggregator
+        self.selected: list[int] | None = None
+        self.bounded: set[int] = set()
+
+    def delta(
+        self,
+        base: Mapping[str, np.ndarray],
+        replies: Mapping[int, Reply],
+        weights: Mapping[int, float],
+        scaled: Mapping[int, float],
+        fixed: Collection[str],
+    ) -> dict[str, Any]:
+        """Return the aggregate of the updates by name, as :func:`mean_delta` does; choose the clients."""
+        self.selected = None
+        ratio = [scaled[p] / weights[p] for p in replies]
+        open_ = {p: r.open for p, r in replies.items()}  # read more than once, all of them together
+        pids, share = list(replies), np.array([weights[p] for p in replies])
+        moves: Moves | None = None
+
+        def change(name: str, part: slice, out: np.ndarray) -> None:
+            nonlocal moves
+            if moves is None or moves.name != name:
+                moves = Moves(name, base[name], open_)
+            moves.read(pids, part, out)
+
+        def update(name: str, part: slice, out: np.ndarray) -> None:
+            change(name, part, out)
+            if any(r != 1 for r in ratio):
+                np.multiply(out, np.array(ratio)[:, None], out=out)
+
+        trained = {n: w.size for n, w in base.items() if n not in fixed}
+        dtypes = {base[n].dtype for n in trained}
+        dtype = dtypes.pop() if len(dtypes) == 1 else np.float64
+        found = self._aggregate(self._aggregator, Vectors(pids, trained, update, dtype), share)
+        self.selected = None if found.selected is None else sorted(found.selected)
+        self.bounded = set(found.bounded)
+        parts = _split(found.vector, trained)
+        for name in fixed:
+            if name in base:
+                vectors = Vectors(pids, {name: base[name].size}, change)
+                parts[name] = self._beside(vectors, share).vector
+        out = {n: parts[n].reshape(w.shape) for n, w in base.items()}
+        return {
+            n: a.astype(base[n].dtype) if base[n].dtype.kind == "f" else a for n, a in out.items()
+        }
+
+    def members(self, pids: Sequence[int]) -> list[int]:
+        """Return the clients whose values count; all of them if the aggregator does not choose."""
+        return [p for p in pids if self.selected is None or p in self.selected]
+
+    def aggregated(self, values: Mapping[int, Slot]) -> Slot:
+        """Return the robust mean of one dict of arrays a client, taken as one vector: ``ctx.aggregated``.
+
+        All must have the same keys and shapes. Floats keep their dtype.
+        Raises TooFewVectors for fewer clients than the aggregator needs.
+        """
+        like = {key: np.asarray(a) for key, a in next(iter(values.values()), {}).items()}
+        rows = {p: {key: np.asarray(v[key]).reshape(-1) for key in like} for p, v in values.items()}
+        sizes = {key: a.size for key, a in like.items()}
+
+        def read(key: str, part: slice, out: np.ndarray) -> None:
+            for row, mine in zip(out, rows.values(), strict=True):
+                row[...] = mine[key][part]
+
+        vectors = Vectors(list(values), sizes, read)
+        share = np.full(len(values), 1 / max(len(values), 1))
+        parts = _split(self._beside(vectors, share).vector, sizes)
+        return {
+            key: parts[key].reshape(a.shape).astype(a.dtype if a.dtype.kind == "f" else np.float64)
+            for key, a in like.items()
+        }
+
+    def sums(self, chain: Chain, each: Mapping[int, Mapping[str, Slot]]) -> dict[str, Slot]:
+        """Return the terms' folds with robust sums in place of sums.
+
+        `each` has what `fold` makes of one client alone, by partition id and term name. Entries that a
+        term does not add up are notes of single clients; those of the clients that count are kept.
+        Raises UnusableReplies for clients with other arrays than most.
+        """
+        out: dict[str, Slot] = {}
+        for t in chain.terms:
+            if not isinstance(t, Folds):
+                continue
+            adds: Callable[[str], bool] = t.adds if isinstance(t, Adds) else lambda _: False
+            folded = {pid: slots[t.name] for pid, slots in each.items()}
+            added = {p: {k: a for k, a in s.items() if adds(k)} for p, s in folded.items()}
+            _check_alike(t.name, added)
+            total = {key: len(added) * a for key, a in self.aggregated(added).items()}
+            counted = self.members(list(folded))
+            out[t.name] = total | {
+                key: a for pid in counted for key, a in folded[pid].items() if not adds(key)
+            }
+        return out
+
+    def _beside(self, vectors: Vectors, weights: np.ndarray) -> Aggregate:
+        """Return the aggregate of values other than updates, from the clients that were selected."""
+        if not vectors.size:
+            return Aggregate(np.zeros(0))
+        if self.selected is None:
+            return self._aggregate(beside(self._aggregator), vectors, weights)
+        scale = shrink(vectors.norms())
+        mine = np.isin(vectors.pids, self.selected)
+        if not mine.any():
+            raise TooFewVectors(
+                f"{self._aggregator!r} selected the clients {self.selected}, but values came only from "
+                f"{list(vectors.pids)}"
+            )
+        return Aggregate(vectors.combined(mine * scale / mine.sum()))
+
+    def _aggregate(
+        self, aggregator: Aggregator, vectors: Vectors, weights: np.ndarray
+    ) -> Aggregate:
+        """Run an aggregator and check its result."""
+        name = f"aggregator={aggregator!r:.100}"
+        try:
+            found = aggregator.aggregate(vectors, weights)
+        except TooFewVectors:
+            raise
+        except Exception as error:
+            raise AggregatorFailed(f"{name} fails: {described(error)}") from error
+        if not isinstance(found, Aggregate):
+            found = Aggregate(found)
+        try:
+            vector = np.asarray(found.vector)
+            if vector.dtype != vectors.dtype:
+                vector = vector.astype(np.float64)
+        except (TypeError, ValueError):
+            kind = type(found.vector).__name__
+            raise AggregatorFailed(f"{name} returned a {kind}, expected numbers") from None
+        if vector.shape != (vectors.size,):
+            raise AggregatorFailed(
+                f"{name} returned an array of shape {vector.shape}, expected {(vectors.size,)}"
+            )
+        if not all_finite(vector):
+            raise AggregatorFailed(f"{name} returned NaN or infinity")
+        chosen = found.selected
+        if chosen is not None and not (len(chosen) and set(chosen) <= set(vectors.pids)):
+            raise AggregatorFailed(
+                f"{name} selected {list(chosen)!r:.100}, expected some of {list(vectors.pids)}"
+            )
+        return Aggregate(vector, chosen, found.bounded)
+
+
+class Aggregation:
+    """What `aggregator` and `max_weight` make of a training's rounds."""
+
+    def __init__(self) -> None:
+        self._warned = False
+
+    def robust(self, options: Options) -> RobustMeans | None:
+        """Return a robust aggregator's means, for one round; None for `Mean`."""
+        aggregator = options.aggregator
+        return None if isinstance(aggregator, Mean) else RobustMeans(aggregator)
+
+    def weights(self, used: Mapping[int, Reply], options: Options) -> dict[int, float]:
+        """Return ``p_k`` by partition id, none above `max_weight`."""
+        return aggregation_weights(used, options.weighting, options.max_weight)
+
+    def note(self, now: Round, options: Options, robust: RobustMeans | None) -> None:
+        """Note in a round whom the aggregator selected, and whose updates or weights were bounded."""
+        bounded = set() if robust is None else set(robust.bounded)
+        if (most := options.max_weight) is not None:
+            given = aggregation_weights(now.used, options.weighting)
+            weights = self.weights(now.used, options)
+            bounded |= {p for p in given if weights[p] < given[p]}
+            if most * len(now.used) < 1 and not self._warned:
+                self._warned, n = True, len(now.used)
+                LOG.warning(
+                    "max_weight=%g is impossible for %d replies: each weighs 1/%d", most, n, n
+                )
+        if bounded:
+            now.events["bounded"] = sorted(bounded)
+        if robust is not None and robust.selected is not None:
+            now.events["selected"] = robust.selected
+
+
+def check_reached(chain: Chain, replies: Mapping[int, Reply]) -> None:
+    """Raise UnusableReplies for clients that upload what the aggregator would not reach."""
+    reached = {t.name for t in chain.terms if chain.aggregates(t)}
+    beyond = {p: sorted(n for n, a in r.uploads.items() if a) for p, r in replies.items()}
+    why = "it sends uploads of {} beside its update, which a robust aggregator does not reach"
+    if wrong := {p: why.format(named(n)) for p, n in beyond.items() if not reached.issuperset(n)}:
+        raise UnusableReplies(wrong)
+
+
+def _split(vector: np.ndarray, sizes: Mapping[str, int]) -> dict[str, np.ndarray]:
+    """Return the parts of a vector by name."""
+    ends = np.cumsum(list(sizes.values()))[:-1]
+    return dict(zip(sizes, np.split(vector, ends), strict=True)) if sizes else {}
+
+
+def _check_alike(name: str, values: Mapping[int, Slot]) -> None:
+    """Raise UnusableReplies for clients whose arrays differ from most clients' by key or shape."""
+    kinds = {p: tuple(sorted((k, np.shape(a)) for k, a in v.items())) for p, v in values.items()}
+    usual = Counter(kinds[p] for p in sorted(kinds)).most_common(1)[0][0]
+    if wrong := [p for p, kind in kinds.items() if kind != usual]:
+        why = f"what '{name}' adds up has other arrays than most clients': expected {dict(usual)}"
+        raise UnusableReplies(dict.fromkeys(wrong, why))

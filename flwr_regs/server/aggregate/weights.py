@@ -1,0 +1,202 @@
+"""What each reply weighs, and what the server measures of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, ClassVar
+
+import numpy as np
+
+from flwr_regs.abilities import Weighs
+from flwr_regs.server.aggregate.updates import Reply, update_norm
+from flwr_regs.term import ServerContext, Slot, Term
+from flwr_regs.wire.arrays import LARGEST
+from flwr_regs.wire.errors import described
+
+STEPS = (
+    "a client reports the metrics 'local-steps' (taken) and 'planned-steps' where train_config asks for "
+    "'local-epochs' or 'local-steps'"
+)
+
+
+def aggregation_weights(
+    replies: Mapping[int, Reply], weighting: str, most: float | None = None
+) -> dict[int, float]:
+    """Return ``p_k`` by partition id; they sum to one over the used replies.
+
+    ``n_k / Σ n`` for ``"num-examples"``, ``1/|S_t|`` for ``"uniform"``; then :func:`cut_weights`.
+    """
+    raw = {k: r.num_examples if weighting == "num-examples" else 1.0 for k, r in replies.items()}
+    total = sum(raw.values())
+    weights = {k: v / total for k, v in raw.items()}
+    return weights if most is None else cut_weights(weights, most)
+
+
+def cut_weights(weights: Mapping[int, float], most: float) -> dict[int, float]:
+    """Return weights of which none is above `most`; they keep their sum of 1.
+
+    What is cut off goes to the others in proportion to theirs, again and again until none is above. If
+    that is impossible, all are equal.
+    """
+    if most * len(weights) <= 1:
+        return dict.fromkeys(weights, 1 / len(weights))
+    new, full = dict(weights), set[int]()
+    while above := {k for k, p in new.items() if p > most and k not in full}:
+        full |= above
+        rest = sum(weights[k] for k in weights if k not in full)
+        left = 1 - most * len(full)
+        new = {k: most if k in full else p * (left / rest) for k, p in weights.items()}
+    return new
+
+
+class UnusableReplies(Exception):
+    """Replies that a term cannot work with: partition id -> why."""
+
+    def __init__(self, why: Mapping[int, str]) -> None:
+        super().__init__(dict(why))
+        self.why = dict(why)
+
+
+@dataclass(frozen=True)
+class Stats:
+    """What the server measured of one reply: see :class:`flwr_regs.term.ReplyStats`."""
+
+    _pid: int
+    _reply: Reply
+    _base: Mapping[str, np.ndarray]
+    _fixed: Collection[str]
+
+    @property
+    def num_examples(self) -> float:
+        return self._reply.num_examples
+
+    @property
+    def num_steps(self) -> int:
+        return self._steps[0]
+
+    @property
+    def planned_steps(self) -> int:
+        return self._steps[1]
+
+    @property
+    def _steps(self) -> tuple[int, int]:
+        if self._reply.steps is None:
+            raise UnusableReplies(
+                {self._pid: f"it reports no steps, which the method reads; {STEPS}"}
+            )
+        return self._reply.steps
+
+    @property
+    def loss(self) -> float:
+        loss = self._reply.metrics.get("train-loss")
+        if not isinstance(loss, int | float) or not abs(loss) <= LARGEST:
+            raise UnusableReplies(
+                {self._pid: f"its train-loss is {loss!r:.40}, which the method reads"}
+            )
+        return float(loss)
+
+    @cached_property
+    def norm(self) -> float:
+        return update_norm(self._reply, self._base, self._fixed)
+
+
+@dataclass(frozen=True)
+class StepScaling(Term):
+    """``incomplete="scale"``: a client that took ``s_k`` of its E steps weighs ``E / s_k`` times as much.
+
+    Source: EFL (2021), Sec. 4.2.
+    """
+
+    name: ClassVar[str] = "step-scaling"
+
+    def weigh(
+        self, weights: Mapping[int, float], uploads: Mapping[int, Slot], ctx: ServerContext
+    ) -> dict[int, float]:
+        r = ctx.replies
+        return {k: p * r[k].planned_steps / r[k].num_steps for k, p in weights.items()}  # p_k^τ
+
+
+class WithheldStats(Mapping[int, Stats]):
+    """In place of the replies' measures under privacy: they get no noise."""
+
+    def __getitem__(self, pid: int) -> Stats:
+        raise ValueError(
+            "privacy=CentralDP(...): a term reads ctx.replies, what was measured of single replies, which "
+            "gets no noise; leave it out"
+        )
+
+    def __iter__(self) -> Iterator[int]:
+        self[0]
+        return iter(())
+
+    def __len__(self) -> int:
+        return len(list(self))
+
+
+def update_weights(
+    weigher: Weighs | None, name: str, replies: Mapping[int, Reply], ctx: ServerContext
+) -> Mapping[int, float]:
+    """Return ``ω_k`` by partition id; ``p_k`` without a weigher. `name` is the weigher's, for errors.
+
+    Raises UnusableReplies for replies without which `weigh` works, and ValueError if it never does.
+    """
+    if weigher is None:
+        return ctx.weights
+
+    def weigh(pids: Collection[int]) -> dict[int, float]:
+        total = sum(ctx.weights[p] for p in pids)
+        part = {
+            p: ctx.weights[p] / total if len(pids) < len(replies) else ctx.weights[p] for p in pids
+        }
+        uploads = {p: replies[p].uploads for p in pids}
+        found = {p: r for p, r in ctx.replies.items() if p in pids}
+        scaled = weigher.weigh(part, uploads, replace(ctx, weights=part, replies=found))
+        if not isinstance(scaled, Mapping) or set(scaled) != set(pids):
+            raise TypeError(
+                f"expected a weight for each of the clients {sorted(pids)}, not {scaled!r:.200}"
+            )
+        numbers = {p: float(scaled[p]) for p in pids}
+        if wrong := {p: w for p, w in numbers.items() if not abs(w) <= LARGEST}:
+            raise TypeError(f"the weights {wrong} are no usable numbers")
+        return numbers
+
+    def fails(pids: Collection[int]) -> str:
+        try:
+            weigh(pids)
+        except UnusableReplies:
+            return ""  # names its client itself
+        except Exception as error:
+            return described(error)
+        return ""
+
+    try:
+        return weigh(list(replies))
+    except UnusableReplies:
+        raise
+    except Exception as error:
+        why = f"weigh of '{name}' fails: {described(error)}"
+        alone = {p: fails([p]) for p in replies}
+        if all(alone.values()):  # for every reply: leave one out
+            others = {p: [q for q in replies if q != p] for p in replies}
+            alone = {p: why for p, rest in others.items() if rest and not fails(rest)}
+        if culprits := {p: f"weigh of '{name}': {y}" for p, y in alone.items() if y}:
+            raise UnusableReplies(culprits) from error
+        raise ValueError(why) from error
+
+
+MeanOfUpdates = Callable[
+    [
+        Mapping[str, np.ndarray],
+        Mapping[int, Reply],
+        Mapping[int, float],
+        Mapping[int, float],
+        Collection[str],
+    ],
+    dict[str, Any],
+]
+"""A mean of the replies: (model, replies, ``p_k``, ``ω_k``, names that are not trained) -> ``Δ``.
+
+``Σ ω_k (v_k − w_t)`` for trained arrays, ``Σ p_k (v_k − w_t)`` for the others.
+"""

@@ -1,0 +1,1 @@
+"""A training on the disk: written whole or not at all, checked when read."""

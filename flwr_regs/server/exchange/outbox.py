@@ -1,0 +1,113 @@
+"""The content of a round's messages, client by client."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from flwr_regs.server.exchange.downlink import Downlink
+from flwr_regs.server.exchange.frozen import Frozen, differing
+from flwr_regs.term import Slot
+from flwr_regs.wire import keys
+from flwr_regs.wire.parcel import Parcel, Record
+
+LOG = logging.getLogger("flwr")
+
+
+def client_seed(seed: int, number: int, pid: int) -> int:
+    """Return the seed of one client in one round, from (seed, round, partition id) alone."""
+    return int(np.random.SeedSequence((seed, number, pid)).generate_state(1)[0])
+
+
+class Outbox:
+    """The content of a round's messages.
+
+    Parameters
+    ----------
+    number, seed : int
+        The round and the run's seed.
+    config : mapping
+        The round's config, the same for every client.
+    downlink : Downlink
+    held : mapping
+        Partition id -> the round whose model that client last kept.
+    used : mapping
+        Partition id -> the last round in which its reply was used, for clients that keep state.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        seed: int,
+        config: Mapping[str, Any],
+        downlink: Downlink,
+        held: Mapping[int, int],
+        used: Mapping[int, int],
+    ) -> None:
+        self._number = number
+        self._seed = seed
+        self._config = config
+        self.downlink = downlink
+        self._held = held
+        self._used = used
+        self.broadcasts: Mapping[int, Slot] = {}
+        """Client -> its own broadcasts, after a first exchange."""
+        self.frozen: dict[int, Record] = {}
+        """Client -> the frozen parameters, for its next message: it holds others."""
+
+    def train(self, pid: int, lost: bool = False) -> Parcel:
+        """Return a client's train message; one that `lost` its model gets everything."""
+        return self._parcel(pid, None if lost else self._held.get(pid))
+
+    def probe(self, pid: int, lost: bool = False) -> Parcel:
+        """Return a client's message of the round's first exchange."""
+        return self._parcel(pid, None if lost else self._held.get(pid), probe=True)
+
+    def ahead(self, model: Record) -> Parcel:
+        """Return the message that sends ``w_t`` ahead to a client of the next cohort."""
+        names = (keys.METHOD_KEY, keys.START_KEY, keys.ROUND_KEY)
+        return Parcel({keys.ARRAYS: model}, {k: self._config[k] for k in names})
+
+    def catch_up(
+        self, lost: Mapping[int, Parcel], frozen: Frozen | None, tries: int
+    ) -> dict[int, str]:
+        """Prepare what clients say that they lack; return why some of them cannot have it.
+
+        `lost` are their replies. Each is served twice at most: with its model, and then with its frozen
+        parameters, if they differ from the others'.
+        """
+        differ = differing(lost, frozen)
+        why = "it says that it lacks the model that it was just sent"
+        refused = {p: why for p in lost if tries == 2 or (tries == 1 and p not in differ)}
+        if frozen is not None and (reason := frozen.refusal()):
+            refused |= dict.fromkeys(differ, reason)
+        elif frozen is not None and differ:
+            LOG.info("clients %s hold other frozen parameters; they get these once", differ)
+            self.frozen = dict.fromkeys(differ, frozen.record)
+        gone = [p for p in lost if p in self._held and p not in refused and p not in differ]
+        if gone:
+            LOG.warning("clients %s have lost their model; sending the full pair", gone)
+        return refused
+
+    def _parcel(self, pid: int, held_round: int | None, probe: bool = False) -> Parcel:
+        records, entries = self.downlink.content(held_round, probe)
+        mine = {} if probe or self.downlink.asks else self.downlink.own(pid)
+        for slots in (mine, self.broadcasts.get(pid, {})):
+            for name, slot in slots.items():
+                if slot:
+                    key = f"{name}.broadcast"
+                    records = {**records, key: Record({**records.get(key, {}), **slot})}
+        if pid in self.frozen:
+            records = {**records, keys.FROZEN: self.frozen.pop(pid)}
+        own: dict[str, Any] = {
+            keys.SEED_KEY: client_seed(self._seed, self._number, pid),
+            keys.CLIENT_KEY: pid,
+        }
+        if pid in self._used:
+            own[keys.USED_KEY] = self._used[pid]
+        if probe:
+            own |= {keys.PROBE_KEY: True, keys.KEEP_KEY: True}
+        return Parcel(records, {**self._config, **entries, **own})

@@ -1,0 +1,360 @@
+"""Replies: each becomes a checked value, or a named failure of its client."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from typing import Any
+
+import numpy as np
+
+from flwr_regs.abilities import Folds
+from flwr_regs.chain import Chain
+from flwr_regs.server.aggregate.updates import Reply
+from flwr_regs.server.aggregate.weights import STEPS
+from flwr_regs.server.client_metrics import read_metrics, usable
+from flwr_regs.server.exchange.frozen import Frozen, agree_on_frozen
+from flwr_regs.server.exchange.network import culprits, read_each
+from flwr_regs.server.global_model import GlobalModel
+from flwr_regs.term import Slot
+from flwr_regs.wire import keys
+from flwr_regs.wire.arrays import (
+    LARGEST,
+    NDArrays,
+    ProtocolError,
+    check_arrays,
+    check_finite,
+    check_tied,
+    in_code_order,
+    unmask,
+    untrainable,
+)
+from flwr_regs.wire.delta import decoded
+from flwr_regs.wire.errors import described
+from flwr_regs.wire.frozen import read_said
+from flwr_regs.wire.parcel import Parcel
+from flwr_regs.wire.precision import Widened, from_half
+from flwr_regs.wire.sparse import sparse
+from flwr_regs.wire.text import LONGEST_NAME, quoted, shown
+
+RANGE = {"float16": 65504.0}
+"""The largest number that a reply may hold, where that is less than `LARGEST`, by the wire's precision."""
+
+
+_UNSAID = object()
+"""In place of the mask of a client that sent none."""
+MOST_PARTS = 100
+"""Masks of one round that are kept."""
+
+
+@dataclass(frozen=True)
+class Usable:
+    """The usable replies of a round, by partition id, and why the others are not usable.
+
+    The clients agree on `buffers`, the arrays that they do not train, and on `tied`, the other names of
+    tied weights (other name -> trained name), and on what is `frozen`. All are None if no reply is usable;
+    `frozen` also if it was known before.
+    """
+
+    replies: dict[int, Reply]
+    failures: dict[int, str]
+    buffers: frozenset[str] | None
+    tied: Mapping[str, str] | None
+    frozen: Frozen | None = None
+
+
+@dataclass(frozen=True)
+class Reader:
+    """Reads the replies to a round's train messages.
+
+    Attributes
+    ----------
+    method : str
+        The name that clients must report; a method of the server alone also takes clients that report none.
+    term : Chain
+        Checks the uploads.
+    model : GlobalModel
+    weighted_by_key : str
+        The metric that counts a client's examples.
+    counts_steps : str
+        The setting that needs each client's steps; "" if none does.
+    """
+
+    method: str
+    term: Chain
+    model: GlobalModel
+    weighted_by_key: str
+    counts_steps: str = ""
+    _parts: dict[bytes, tuple[NDArrays, frozenset[str], NDArrays]] = field(default_factory=dict)
+    _early: dict[int, tuple[Parcel, NDArrays, tuple[Reply, frozenset[str]]]] = field(
+        default_factory=dict
+    )
+
+    def read_early(self, config: Mapping[str, Any], pid: int, parcel: Parcel) -> None:
+        """Read a reply while others are awaited; one that cannot be used is read again with the others."""
+        if parcel.says(keys.OUT_OF_SYNC_KEY):
+            return
+        with suppress(Exception):
+            self._early[pid] = parcel, self.model.model, self.read(pid, parcel, config)
+
+    def _read_once(
+        self, pid: int, parcel: Parcel, config: Mapping[str, Any]
+    ) -> tuple[Reply, frozenset[str]]:
+        """Return what was read early, if reply and model are still the same; else read now."""
+        early = self._early.pop(pid, None)
+        if early is not None and early[0] is parcel and early[1] is self.model.model:
+            return early[2]
+        return self.read(pid, parcel, config)
+
+    def read_all(self, came: Mapping[int, Parcel], config: Mapping[str, Any]) -> Usable:
+        """Check replies one by one and against each other; `config` is the round's.
+
+        Replies are read in the order of partition ids, so the order of arrival does not change the result.
+        """
+        read, failures = read_each(came, lambda pid, parcel: self._read_once(pid, parcel, config))
+        replies = {pid: reply for pid, (reply, _) in read.items()}
+        buffers = {pid: fixed for pid, (_, fixed) in read.items()}
+        agreed, wrong = agree_on_buffers(buffers, self.model.buffers)
+        replies = {pid: reply for pid, reply in replies.items() if pid not in wrong}
+        tied, other = agree_on_ties(replies, self.model.tied)
+        replies = {pid: reply for pid, reply in replies.items() if pid not in other}
+        frozen: Frozen | None = None
+        if self.model.frozen is None and replies:
+            said = {pid: read_said(came[pid].config) for pid in replies}
+            frozen, unlike = agree_on_frozen(said, self.model.model)
+            other |= unlike
+            replies = {pid: reply for pid, reply in replies.items() if pid not in other}
+        active = {p: r.uploads for p, r in replies.items() if r.steps is None or r.steps[0]}
+        unlike = disagreeing(self.term, active)
+        replies = {pid: reply for pid, reply in replies.items() if pid not in unlike}
+        unlike = {pid: shown(why) for pid, why in {**wrong, **other, **unlike}.items()}
+        return Usable(replies, {**failures, **unlike}, agreed, tied, frozen)
+
+    def read(
+        self, pid: int, parcel: Parcel, config: Mapping[str, Any]
+    ) -> tuple[Reply, frozenset[str]]:
+        """Return a client's checked reply, and the names of the arrays that it does not train.
+
+        Raises
+        ------
+        ProtocolError
+            Another method's client, records missing, arrays that do not match the global model by name,
+            shape or dtype, NaN or infinity, no positive number of examples, an upload that a term cannot
+            use, or steps that the round did not ask for.
+        """
+        what = f"the reply of client {pid}"
+        self._check_sender(what, parcel)
+        metrics, count = read_metrics(pid, parcel, self.weighted_by_key)
+        model, entries, half = self.model.model, parcel.config, str(config.get(keys.HALF_KEY, ""))
+        try:
+            arrays: Mapping[str, np.ndarray] = dict(parcel.records[keys.ARRAYS])
+            if half:
+                arrays = from_half(arrays, {**entries, keys.HALF_KEY: half})
+            uploads = read_uploads(what, parcel)
+            ours = keys.METHOD_KEY in entries
+            said = entries.get(keys.BUFFERS_KEY) if keys.BUFFERS_KEY in entries else _UNSAID
+            buffers, trained = self._parted(said)
+            if keys.FROZEN_KEY in entries or keys.FROZEN_DIGEST_KEY in entries:
+                read_said(entries, trained)
+            tied: dict[str, str] = {}
+            if keys.TIED_KEY in entries:
+                tied = check_tied(entries[keys.TIED_KEY], model, buffers)
+            delta, coded, expected = NDArrays(), None, model
+            if keys.UPDATE_KEY in entries:
+                coded = self._decoder(entries[keys.UPDATE_KEY], trained)
+                delta = coded()
+                expected = {n: model[n] for n in arrays if n in buffers}
+            steps = _steps(metrics, config, count, ours)
+            if steps is None and self.counts_steps:
+                raise ProtocolError(
+                    f"it reports no steps, which {self.counts_steps} needs; {STEPS}"
+                )
+            if steps is None or steps[0]:
+                self.term.check(uploads, trained, self.model.server)
+        except (ValueError, TypeError, EOFError) as error:
+            raise ProtocolError(f"{what} cannot be used: {error}") from error
+        largest = RANGE.get(half, LARGEST)
+        if isinstance(arrays, Widened):
+            check_arrays(arrays.outline(), expected, what)
+            check_finite(arrays.doubtful(largest), what, model, largest)
+        else:
+            check_arrays(arrays, expected, what)
+            check_finite(arrays, what, model, largest)
+        check_finite(delta, what, largest=LARGEST)
+        if largest < LARGEST:  # the mean would be beyond what can be sent
+            for n, d in delta.items():
+                check_finite({n: model[n] + d}, what, model, largest)
+        for name in self._folding & set(uploads):  # decoded again when it is folded
+            uploads[name] = parcel.records[f"{name}.upload"]
+        small = sparse(delta)
+        # else it is decoded again when it is summed: all updates together are many models
+        again = coded if small is None else None
+        return Reply(arrays, uploads, metrics, count, small or {}, steps, tied, again), buffers
+
+    @cached_property
+    def _folding(self) -> frozenset[str]:
+        return frozenset(t.name for t in self.term.terms if isinstance(t, Folds))
+
+    def _parted(self, said: Any) -> tuple[frozenset[str], NDArrays]:
+        """Return (the arrays that a client does not train, the others), given its mask or `_UNSAID`.
+
+        Raises ProtocolError for another mask than the model's.
+        """
+        model = self.model.model
+        if not isinstance(said, bytes):  # all clients say the same: each mask is read once
+            fixed = untrainable(model) if said is _UNSAID else unmask(said, model)
+            return fixed, {n: a for n, a in model.items() if n not in fixed}
+        known = self._parts.get(said)
+        if known is None or known[0] is not model:
+            fixed = unmask(said, model)
+            known = model, fixed, {n: a for n, a in model.items() if n not in fixed}
+            if len(self._parts) < MOST_PARTS:
+                self._parts[said] = known
+        return known[1:]
+
+    def _decoder(self, code: Any, names: Iterable[str]) -> Callable[[], NDArrays]:
+        """Return what makes an update from its code."""
+        coder = self.term.coder("finish")
+        if coder is None or not isinstance(code, bytes):
+            raise ProtocolError("it holds a coded update, but the method has no code for updates")
+        like = in_code_order(self.model.model, names)
+        return partial(decoded, coder.decode, code, like, "its update")
+
+    def _check_sender(self, what: str, parcel: Parcel) -> None:
+        """Raise ProtocolError for another method's client, or a reply without arrays."""
+        plain = self.term.plain and keys.METHOD_KEY not in parcel.config
+        if not plain and parcel.config.get(keys.METHOD_KEY) != self.method:
+            theirs = parcel.config.get(keys.METHOD_KEY, "one that names no method")
+            theirs = shown(theirs if isinstance(theirs, str) else quoted(theirs), LONGEST_NAME)
+            named = (
+                ""
+                if "+" in self.method or "-" in self.method
+                else f"flwr_regs.{self.method}Client, or "
+            )
+            raise ProtocolError(
+                f"{what} does not come from a {self.method} client but from {theirs}; use {named}"
+                "RegClient or ClientRound with the strategy's terms"
+            )
+        if keys.ARRAYS not in parcel.records:
+            raise ProtocolError(
+                f"{what} must hold an ArrayRecord '{keys.ARRAYS}', but holds {parcel.names}"
+            )
+
+
+def read_uploads(what: str, parcel: Parcel) -> Slot:
+    """Return the terms' uploads by term name; raise ProtocolError unless all are finite numbers."""
+    uploads: Slot = {}
+    for key, record in parcel.records.items():
+        if key.endswith(".upload"):
+            name = key.removesuffix(".upload")
+            where = f"{what}, upload of '{shown(name, LONGEST_NAME)}'"
+            try:
+                uploads[name] = dict(record)
+            except ProtocolError as error:
+                raise ProtocolError(f"{where}: {error}") from error
+            check_finite(uploads[name], where, largest=LARGEST)
+    return uploads
+
+
+def _steps(
+    metrics: Mapping[str, Any], config: Mapping[str, Any], count: float, ours: bool
+) -> tuple[int, int] | None:
+    """Return ``s_k`` and E as the client reports them; raise ValueError unless the round allows them.
+
+    None if the round asks for no duration, or for a client that is not `ours` and reports none.
+    """
+    taken, planned = metrics.get("local-steps"), metrics.get("planned-steps")
+    asked, epochs = config.get("local-steps"), config.get("local-epochs", 0)
+    if not (asked or epochs) or (not ours and (taken is None or planned is None)):
+        return None
+    most = asked or epochs * count  # a step is at least one example
+    if (
+        not usable(taken)
+        or not usable(planned)
+        or not isinstance(taken, int)
+        or not isinstance(planned, int)
+        or not 0 <= taken <= planned <= most
+        or (asked and planned != asked)
+        or planned == 0
+    ):
+        raise ValueError(
+            f"{quoted(taken, 40)} local steps of {quoted(planned, 40)}, where the round asked for "
+            + (f"{asked}" if asked else f"at most {most:.0f}")
+        )
+    return taken, planned
+
+
+def disagreeing(term: Chain, uploads: Mapping[int, Slot], probing: bool = False) -> dict[int, str]:
+    """Return why, by partition id, for uploads that do not fit the others', or that make `agree` raise.
+
+    Raises ValueError if `agree` fails and no client is the cause.
+    """
+    try:
+        return {pid: shown(why) for pid, why in term.agree(uploads, probing).items()}
+    except Exception as error:
+
+        def fails(pids: Collection[int]) -> str:
+            try:
+                term.agree({p: uploads[p] for p in pids}, probing)
+            except Exception as its_own:
+                return f"its upload cannot be compared with the others': {described(its_own)}"
+            return ""
+
+        if not (found := culprits(list(uploads), fails)):
+            raise ValueError(f"the uploads cannot be compared: {described(error)}") from error
+        rest = {p: u for p, u in uploads.items() if p not in found}
+        return {**found, **disagreeing(term, rest, probing)}
+
+
+def agree_on_buffers(
+    buffers: Mapping[int, frozenset[str]], known: frozenset[str] | None
+) -> tuple[frozenset[str] | None, dict[int, str]]:
+    """Return (the arrays that are not trained, client -> why for clients that disagree).
+
+    `known` is the result of earlier rounds. Without it the majority decides. Without a majority all
+    clients fail, since averaging models that train different parameters would hide a mistake.
+    """
+    if known is None:
+        ranking = Counter(buffers.values()).most_common(2)
+        if len(ranking) == 1 or (len(ranking) == 2 and ranking[0][1] > ranking[1][1]):
+            known = ranking[0][0]
+    wrong = {}
+    for pid, mine in buffers.items():
+        if known is None:
+            wrong[pid] = "the clients disagree, half against half, on which parameters they train"
+        elif mine != known:
+            wrong[pid] = (
+                f"client {pid} trains other parameters than the others; they differ in "
+                f"{sorted(mine ^ known)}"
+            )
+    return known, wrong
+
+
+def agree_on_ties(
+    replies: Mapping[int, Reply], known: Mapping[str, str] | None
+) -> tuple[Mapping[str, str] | None, dict[int, str]]:
+    """Return (other name -> trained name of tied weights, client -> why for clients that disagree).
+
+    `known` is the result of earlier rounds. Without it the majority decides, or the lowest partition id:
+    clients that train the same parameters, but tie others, have built one model in two orders.
+    """
+    if known is None and replies:
+        said = Counter(tuple(sorted(replies[pid].tied.items())) for pid in sorted(replies))
+        known = dict(said.most_common(1)[0][0])
+    return known, {
+        pid: f"client {pid} ties other weights than the others: {dict(r.tied)}, not {dict(known or {})}"
+        for pid, r in replies.items()
+        if r.tied != known
+    }
+
+
+def output_layer(came: Mapping[int, Parcel]) -> str | dict[int, str] | None:
+    """Return the output layer that the clients report, by partition id if they differ; None without."""
+    said = {pid: came[pid].config.get(keys.LAYER_KEY) for pid in sorted(came)}
+    named = {p: shown(name, LONGEST_NAME) for p, name in said.items() if isinstance(name, str)}
+    if len(set(named.values())) > 1:
+        return named
+    return next(iter(named.values()), None)

@@ -1,0 +1,461 @@
+"""The server's half of a method: the global model, the terms' server slots, and their updates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import numpy as np
+
+from flwr_regs.abilities import Folds
+from flwr_regs.chain import Chain
+from flwr_regs.server.aggregate.aggregators import TooFewVectors
+from flwr_regs.server.aggregate.robust_round import RobustMeans, check_reached
+from flwr_regs.server.aggregate.step import Stepped, as_step, stepped
+from flwr_regs.server.aggregate.updates import Reply, Sums, mean_delta, sums_of, updates_of
+from flwr_regs.server.aggregate.weights import MeanOfUpdates, UnusableReplies
+from flwr_regs.server.exchange.frozen import Frozen
+from flwr_regs.server.exchange.network import culprits
+from flwr_regs.server.round import RoundFailed
+from flwr_regs.term import ServerContext, Slot, mean_of_slots
+from flwr_regs.wire.arrays import (
+    NDArrays,
+    check_arrays,
+    check_finite,
+    digest,
+    in_code_order,
+    tie,
+    untrainable,
+)
+from flwr_regs.wire.blocks import flat, order_of
+from flwr_regs.wire.delta import decoded
+from flwr_regs.wire.errors import described
+from flwr_regs.wire.frozen import frozen_digest
+from flwr_regs.wire.precision import narrow, widen
+from flwr_regs.wire.text import one_line
+
+MOST_STEPS = 50
+"""Coded steps to keep. Each step that a client missed costs it a pass over the whole model."""
+
+
+SERVER_HOOKS = (
+    *("broadcast", "broadcast_to", "weigh", "fold", "update", "release"),
+    *("robust_answer", "recover"),
+)
+"""The hooks and abilities that get a `ServerContext`, or the last step: they may read that step."""
+T = TypeVar("T")
+
+
+class GlobalModel:
+    """The global model and the terms' server slots.
+
+    Parameters
+    ----------
+    term : Chain
+        The method.
+    model : NDArrays
+        ``w_1``, parameters and buffers.
+    half : {"bfloat16", "float16"}, optional
+        The precision of float32 arrays when they travel.
+    keeps_step : bool
+        Whether the last step is needed even if no term reads it: a downlink sends it.
+
+    Attributes
+    ----------
+    model : NDArrays
+        ``w_t``; without the frozen parameters, once they are known.
+    frozen : Frozen or None
+        The parameters that no client trains. None before the first replies.
+    step : NDArrays or None
+        ``w_t − w_{t−1}`` in the model's dtypes, exactly as it was added; None before the first step, and
+        where nothing needs it.
+    previous_lr : float or None
+        The learning rate of the round that made `step`.
+    server : Slot
+        The terms' server slots.
+    buffers : frozenset of str, or None
+        Arrays of the model that the clients do not train: buffers, and the other names of tied weights.
+        None before the first replies; until then, arrays that cannot be trained and BatchNorm's
+        statistics count as buffers.
+    tied : mapping of str to str, or None
+        Tied weights, other name -> trained name.
+    coded_steps : dict of int to bytes
+        If the method has a code for its steps: round -> its coded step. The last steps, at most
+        `MOST_STEPS` and together at most as large as the model.
+    changed : dict of str to int
+        Array -> the last round that changed it.
+
+    Raises
+    ------
+    ValueError
+        No arrays, complex ones, or NaN; with `half`, no float32 array, or values beyond its range.
+    """
+
+    def __init__(
+        self, term: Chain, model: NDArrays, half: str | None = None, keeps_step: bool = False
+    ) -> None:
+        if not model:
+            raise ValueError("initial_arrays is empty: pass ArrayRecord(model.state_dict())")
+        if found := [n for n, a in model.items() if np.iscomplexobj(a)]:
+            raise ValueError(f"complex arrays cannot be averaged here, but {found} are")
+        if found := [n for n, a in model.items() if a.dtype.kind == "f" and _has_nan(a)]:
+            raise ValueError(f"initial_arrays: {found} hold NaN")
+        if half and not any(a.dtype == np.float32 for a in model.values()):
+            raise ValueError(
+                f"wire_dtype='{half}' rounds float32 arrays, but initial_arrays holds only "
+                f"{sorted({str(a.dtype) for a in model.values()})}; pass "
+                "ArrayRecord(model.float().state_dict()) or flwr_regs.float32_arrays(model)"
+            )
+        self._term = term
+        self._half = half
+        self._keeps_step = keeps_step or any(
+            t.averages or any(t.acts(hook) for hook in SERVER_HOOKS) for t in term.terms
+        )
+        self._rounded = (model, self._as_given(model))
+        self.model = model
+        self._names = list(model)
+        self.frozen: Frozen | None = None
+        self.step: NDArrays | None = None
+        self.previous_lr: float | None = None
+        self.buffers: frozenset[str] | None = None
+        self.tied: Mapping[str, str] | None = None
+        self.server: Slot = term.init(self._trainable(model))
+        self.coded_steps: dict[int, bytes] = {}
+        self.changed = dict.fromkeys(model, 0)
+
+    @property
+    def given(self) -> NDArrays:
+        """``w_t`` as the clients get it: rounded to the wire's precision, in the model's dtypes."""
+        if self._rounded[0] is not self.model:
+            self._rounded = (self.model, self._as_given(self.model))
+        return self._rounded[1]
+
+    def _as_given(self, model: NDArrays) -> NDArrays:
+        if self._half is None:
+            return model
+        coded = [n for n, a in model.items() if a.dtype == np.float32]
+        return widen(narrow(model, self._half), coded, self._half)
+
+    @contextmanager
+    def attempt(self) -> Iterator[None]:
+        """Take back what changes inside if it ends in an error, so that a failed attempt binds nobody."""
+        before = dict(vars(self))
+        try:
+            yield
+        except BaseException:
+            vars(self).update(before)
+            raise
+
+    def agree(self, buffers: frozenset[str] | None, tied: Mapping[str, str] | None) -> None:
+        """Note what the clients agree on; `init` runs again if it first got arrays that are not trained."""
+        if self.buffers is None and buffers is not None and buffers != self.fixed:
+            self.server = self._term.init({n: a for n, a in self.model.items() if n not in buffers})
+        self.buffers, self.tied = buffers, tied
+
+    def hold(self, frozen: Frozen) -> None:
+        """Note the parameters that no client trains, before the first step; they leave `model`."""
+        before = self._trainable(self.model)
+        self.frozen = frozen
+        self.model = {n: a for n, a in self.model.items() if n not in frozen.names}
+        self.changed = dict.fromkeys(self.model, 0)
+        if self.buffers is not None:
+            self.buffers -= frozen.names
+        if before.keys() & frozen.names:
+            self.server = self._term.init(self._trainable(self.model))
+
+    @property
+    def whole(self) -> NDArrays:
+        """``w_t`` with the frozen parameters, in the order of `initial_arrays`."""
+        held = {} if self.frozen is None else self.frozen.arrays
+        return {n: held[n] if n in held else self.model[n] for n in self._names}
+
+    @property
+    def mean_of_two(self) -> NDArrays | None:
+        """``(w_{t−1} + w_t) / 2`` as :attr:`whole`, integers as in ``w_t``; None before the first step."""
+        if self.step is None:
+            return None
+        half = {n: s / 2 for n, s in self.step.items() if s.dtype.kind == "f" and n in self.model}
+        return {
+            n: np.asarray(a - half[n], dtype=a.dtype) if n in half else a
+            for n, a in self.whole.items()
+        }
+
+    @property
+    def fixed(self) -> frozenset[str]:
+        """The arrays that are not trained, as far as is known."""
+        if self.buffers is not None:
+            return self.buffers
+        return untrainable(self.model) | frozenset(self._term.frozen(self._names))
+
+    def snapshot(self) -> dict[str, Any]:
+        """Return what a checkpoint holds of it; later rounds do not change it."""
+        held = self.frozen
+        return {
+            "model": self.model,
+            "frozen": held and {"names": held.names, "arrays": held.arrays, "said": held.said},
+            "step": self.step,
+            "previous_lr": self.previous_lr,
+            "server": self.server,
+            "buffers": self.buffers,
+            "tied": self.tied,
+            "coded_steps": dict(self.coded_steps),
+            "changed": dict(self.changed),
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continue from a snapshot."""
+        held = state["frozen"]
+        self.frozen = held and Frozen(**held)
+        self.model, self.step, self.server = state["model"], state["step"], state["server"]
+        self.previous_lr, self.buffers = state["previous_lr"], state["buffers"]
+        self.tied, self.changed = state["tied"], state["changed"]
+        self.coded_steps = state["coded_steps"]
+
+    def context(self, server_round: int, lr: float, population: int) -> ServerContext:
+        """Return the context of the terms' server hooks in a round."""
+        step = None if self.step is None else self._trainable(self.step)
+        return ServerContext(
+            server_round, lr, self._trainable(self.model), step, self.previous_lr, population
+        )
+
+    def adopt(self, model: NDArrays) -> bool:
+        """Continue from `model`; return whether it differs from the current one.
+
+        The caller may have changed it between rounds. The last step then ends at the new model.
+        """
+        check_arrays(model, self.whole, "the arrays handed to configure_train")
+        other = False
+        if self.frozen is not None and self.frozen.arrays:
+            held = {n: model[n] for n in self.frozen.arrays}
+            if other := frozen_digest(held) != self.frozen.digest:
+                self.frozen = replace(self.frozen, arrays=held)
+            model = {n: a for n, a in model.items() if n not in held}
+        model = tie(model, self.tied or {})  # a tied weight has one value under all its names
+        if digest(model) == digest(self.model):
+            return other
+        check_finite(model, "the arrays handed to configure_train", self.model)
+        if self.step is not None:
+            moved = {n: model[n] - w for n, w in self.model.items() if w.dtype.kind == "f"}
+            self.step = {
+                n: as_step(self.model[n], s + moved[n]) if n in moved else s
+                for n, s in self.step.items()
+            }
+        self.model = model
+        return True
+
+    def advance(
+        self,
+        replies: Mapping[int, Reply],
+        ctx: ServerContext,
+        scaled: Mapping[int, float],
+        mean: MeanOfUpdates | None = None,
+        watch: Callable[[float], None] | None = None,
+        robust: RobustMeans | None = None,
+    ) -> None:
+        """Average the replies, let the terms make the step, and move by it.
+
+        `ctx` has the weights ``p_k``, `scaled` are ``ω_k``. `mean` averages the replies (default: their
+        weighted sums); a private one clips and adds noise before any term sees the mean. `robust`, if there
+        is one, is in place of `mean`, and of all sums of uploads. `watch` gets the squared length of the
+        step of the trained arrays before the model moves.
+
+        The step is rounded to the model's dtype, and the model moves by exactly this step. So a client
+        that adds the same step to the same model gets the same bits.
+
+        With half precision, an update is counted from the rounded ``w_t`` that the client got. It is added
+        to the float32 ``w_t``, so that small steps add up.
+
+        Raises UnusableReplies for those that a term cannot fold, and ProtocolError if the new model is not
+        finite or beyond the range of the wire's precision; also what `watch` and `robust` raise. Nothing
+        has changed then.
+        """
+        given, fixed = self.given, self.fixed
+        if robust is not None:
+            check_reached(self._term, replies)
+            mean = robust.delta
+        server, code, step, sums = self.server, None, NDArrays(), None
+        if mean is None and not any(
+            t.acts(hook) for t in self._term.terms for hook in ("fold", "update", "release")
+        ):
+            sums = sums_of(given, replies, ctx.weights, scaled, fixed)  # they are the step
+            if self._half:
+                means = self._means(sums.whole(self._to_means), given)
+                step = {n: s for n, s in means.items() if n not in (self.tied or {})}
+        else:
+            delta = (mean or mean_delta)(given, replies, ctx.weights, scaled, fixed)
+            counted = list(replies)
+            if robust is not None:  # it has chosen the clients now
+                ctx = replace(ctx, aggregated=robust.aggregated)
+                counted = robust.members(counted)
+            server, step, code = self._released(replies, counted, ctx, given, delta, robust)
+        step = {n: as_step(self.model[n], s) for n, s in step.items()}
+        new, kept = self._stepped(step, sums)
+        check_finite(new.model, "the new global model", self.model)
+        as_given = self._as_given(new.model)
+        if watch is not None:
+            watch(sum(self._trainable(new.squares).values()))
+        if code is not None:
+            self._log(ctx.round, code, sum(w.nbytes for w in new.model.values()))
+        self.server, self.step, self.model = server, kept, new.model
+        self._rounded = (new.model, as_given)
+        self.previous_lr = ctx.lr
+        self.changed |= dict.fromkeys(new.moved, ctx.round)
+
+    def _released(
+        self,
+        replies: Mapping[int, Reply],
+        counted: Collection[int],
+        ctx: ServerContext,
+        given: NDArrays,
+        delta: NDArrays,
+        robust: RobustMeans | None,
+    ) -> tuple[Slot, NDArrays, bytes | None]:
+        """Return (the terms' server slots, the step that they make, its code if it has one)."""
+        folded = self._fold(replies, ctx, given, robust)
+        if self._half:
+            delta |= self._means(delta, given)
+        updates = {pid: replies[pid] for pid in counted}
+        server, step = self._updated(updates, ctx, given, self._trainable(delta), folded)
+        server, step = self._term.release(server, step, ctx)
+        code = None
+        if (coder := self._term.coder("release")) is not None:  # the clients get the decoded step
+            mine = {n: as_step(self.model[n], s) for n, s in step.items()}
+            check_finite(mine, "the global step")
+            code = coder.encode(in_code_order(mine, mine))
+            like = in_code_order(self.model, mine)
+            step = decoded(coder.decode, code, like, "the global step")
+        return server, {**delta, **tie(step, self.tied or {})}, code
+
+    def _stepped(self, step: NDArrays, sums: Sums | None) -> tuple[Stepped, NDArrays | None]:
+        """Return (the model after the step, the step if it is to be kept).
+
+        `step` has arrays of the step in the model's dtypes; `sums` are the others', read in blocks.
+        """
+        model, tied = self.model, self.tied or {}
+        kept = NDArrays()
+        if self._keeps_step:
+            kept = {n: np.empty_like(w) for n, w in model.items() if n not in step}
+        made = {n: flat(step[n], order_of(model[n])) for n in step}
+        old = {n: flat(model[n]) for n in model if n not in step}
+
+        def reader() -> Callable[[str, slice], np.ndarray]:
+            total = None if sums is None else sums.reader()
+
+            def read(name: str, part: slice) -> np.ndarray:
+                if total is None or name in made:
+                    return made[name][part]
+                return as_step(old[name][part], total(tied.get(name, name), part))
+
+            return read
+
+        blocks = () if sums is None else (sums.width, sums.threads)
+        new = stepped(model, reader, kept, *blocks)
+        return new, {
+            n: step[n] if n in step else kept[n] for n in model
+        } if self._keeps_step else None
+
+    def _updated(
+        self,
+        replies: Mapping[int, Reply],
+        ctx: ServerContext,
+        given: NDArrays,
+        delta: NDArrays,
+        folded: dict[str, Slot],
+    ) -> tuple[Slot, Any]:
+        """Return what the terms' `update` makes of the replies; raise UnusableReplies for some of them.
+
+        To find these, hooks run again without some of the clients: hooks are pure.
+        """
+        uploads = {pid: r.uploads for pid, r in replies.items()}
+        try:
+            return self._term.update(self.server, delta, uploads, ctx, folded)
+        except (UnusableReplies, RoundFailed, TooFewVectors):  # the aggregator's own
+            raise
+        except Exception as error:
+            if not any(slot for upload in uploads.values() for slot in upload.values()):
+                raise
+            raised = error
+
+        def fails(pids: Collection[int]) -> str:
+            some = {p: replies[p] for p in pids}
+            total = sum(ctx.weights[p] for p in pids)
+            weights = {p: ctx.weights[p] / total for p in pids}
+            measured = {p: r for p, r in ctx.replies.items() if p in pids}
+            less = replace(ctx, weights=weights, replies=measured, aggregated=mean_of_slots)
+            try:
+                own = {p: uploads[p] for p in pids}
+                self._term.update(
+                    self.server, delta, own, less, self._fold(some, less, given, None)
+                )
+            except Exception as error:
+                return f"its upload cannot be used: {described(error)}"
+            return ""
+
+        if wrong := culprits(list(replies), fails):
+            raise UnusableReplies(wrong)
+        raise raised
+
+    def _fold(
+        self,
+        replies: Mapping[int, Reply],
+        ctx: ServerContext,
+        given: NDArrays,
+        robust: RobustMeans | None,
+    ) -> dict[str, Slot]:
+        """Return what the terms that fold made of the uploads, one client's at a time.
+
+        A `robust` aggregator gets what `fold` makes of each client alone.
+        """
+        folded: dict[str, Slot] = {}
+        each: dict[int, dict[str, Slot]] = {}
+        wrong: dict[int, str] = {}
+        if not any(isinstance(t, Folds) for t in self._term.terms):
+            return folded
+        for pid, delta in updates_of(replies, given, self.fixed):
+            uploads = replies[pid].uploads
+            acc = folded if robust is None else {}
+            try:
+                folded = self._term.fold(acc, pid, delta, uploads, ctx.weights[pid], ctx)
+                each[pid] = folded
+            except Exception as error:  # whatever an upload makes a term raise
+                why = one_line(str(error)) or type(error).__name__
+                wrong[pid] = f"its upload cannot be used: {why}"
+        if wrong:
+            raise UnusableReplies(wrong)
+        return folded if robust is None else robust.sums(self._term, each)
+
+    def _log(self, number: int, code: bytes, size: int) -> None:
+        """Keep a coded step, and forget the oldest ones beyond `size` bytes together."""
+        steps = self.coded_steps
+        steps[number] = code
+        while len(steps) > MOST_STEPS or sum(map(len, steps.values())) > size:
+            del steps[min(steps)]
+
+    def _means(self, delta: NDArrays, given: NDArrays) -> NDArrays:
+        """Return the steps of the float32 arrays that are not trained: directly to the clients' mean.
+
+        A step counted from the rounded ``w_t`` would add its rounding error: a variance near zero could
+        become negative. Arrays that no client changed, such as frozen parameters, keep the server's values.
+        """
+        with np.errstate(invalid="ignore"):  # an infinite constant
+            return {
+                n: np.where(delta[n] == 0, 0, delta[n] + (given[n] - self.model[n]))
+                for n in self._to_means
+            }
+
+    @property
+    def _to_means(self) -> list[str]:
+        """The float32 arrays that are not trained."""
+        return [n for n in self.buffers or () if self.model[n].dtype == np.float32]
+
+    def _trainable(self, arrays: Mapping[str, T]) -> dict[str, T]:
+        fixed = self.fixed
+        return {n: a for n, a in arrays.items() if n not in fixed}
+
+
+def _has_nan(array: np.ndarray) -> bool:
+    return array.size > 0 and bool(
+        np.isnan(array.max())
+    )  # the largest of some numbers and a NaN is NaN

@@ -1,0 +1,102 @@
+"""Cohorts: the clients that take part in a round. Each draw depends on a key alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+
+from flwr_regs.server.population.draws import uniforms
+
+TRAINING: tuple[int, ...] = ()
+EVALUATION = (1,)
+"""Purposes of a draw. Draws for different purposes are independent, whatever their keys."""
+
+
+def further(attempt: int) -> tuple[int, ...]:
+    """Return the purpose of a training cohort at an attempt at its round, from 0."""
+    return (2, attempt) if attempt else TRAINING
+
+
+class CoverageError(ValueError):
+    """No cohort of the requested size was found whose clients together hold every class."""
+
+
+def uniform_cohort(
+    clients: Iterable[int], key: tuple[int, ...], size: int, purpose: tuple[int, ...] = TRAINING
+) -> list[int]:
+    """Return `size` clients, sorted, by (key, purpose) alone; all of them if `size` is too large.
+
+    A client's rank depends only on (key, purpose, its id). If a client is missing, another one replaces it
+    and the rest of the cohort stays.
+    """
+
+    clients = list(clients)
+    # a purpose, not a longer key: SeedSequence treats (s, t, 1) and (s, t, 1, 0) as equal
+    ranks = uniforms(clients, key, purpose)
+    return sorted(clients[i] for i in np.argsort(ranks, kind="stable")[:size])
+
+
+def class_covering_cohort(
+    label_counts: Mapping[int, Sequence[int]],
+    key: tuple[int, ...],
+    size: int,
+    classes: Iterable[int] | None = None,
+    purpose: tuple[int, ...] = TRAINING,
+) -> list[int]:
+    """Return a random cohort of `size` whose clients together hold every class (FedADC, Sec. IV-E).
+
+    Uniform over the covering cohorts: a draw that does not cover is repeated, up to 1,000 times. If
+    covering cohorts are rarer, a search finds one: it branches on the class that the fewest clients hold,
+    over clients in random order. The rest of the cohort is then drawn at random.
+
+    Parameters
+    ----------
+    label_counts : mapping
+        Client -> examples of each class; shorter lists end in zeros.
+    classes : iterable of int, optional
+        The classes to cover; default: every class from 0 to the largest one that a client holds.
+
+    Raises
+    ------
+    CoverageError
+        No client holds some of the classes (they are named), or the search found no cohort.
+    """
+    holds = {c: {i for i, n in enumerate(counts) if n > 0} for c, counts in label_counts.items()}
+    held = set().union(*holds.values())
+    must = set(range(max(held, default=-1) + 1)) if classes is None else set(classes)
+    if missing := must - held:
+        raise CoverageError(f"no client holds any example of the classes {sorted(missing)}")
+    clients = sorted(holds)
+    for attempt in range(1000):
+        cohort = uniform_cohort(clients, (*key, attempt), size, purpose)
+        if must <= set().union(*(holds[c] for c in cohort)):
+            return cohort
+    seed = np.random.SeedSequence(key, spawn_key=purpose)
+    order = [clients[i] for i in np.random.default_rng(seed).permutation(len(clients))]
+    found = _search(frozenset(must), size, {c: holds[c] & must for c in order}, [100_000])
+    if found is None:
+        raise CoverageError(
+            f"found no cohort of {size} clients that holds all of the {len(must)} classes; "
+            "draw larger cohorts"
+        )
+    return sorted(found + [c for c in order if c not in found][: size - len(found)])
+
+
+def _search(
+    left: frozenset[int], size: int, holds: Mapping[int, set[int]], budget: list[int]
+) -> list[int] | None:
+    """Return at most `size` clients that together hold `left`, or None; `budget` bounds the steps."""
+    if not left:
+        return []
+    budget[0] -= 1
+    most = max(len(h & left) for h in holds.values())
+    if budget[0] < 0 or size * most < len(left):
+        return None
+    rarest = min(left, key=lambda i: sum(i in h for h in holds.values()))
+    holders = [c for c, h in holds.items() if rarest in h]
+    for client in sorted(holders, key=lambda c: -len(holds[c] & left)):
+        rest = _search(left - holds[client], size - 1, holds, budget)
+        if rest is not None:
+            return [client, *rest]
+    return None

@@ -1,0 +1,365 @@
+"""The clients that are connected: partition ids, node ids, and label counts where they are needed."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from flwr_regs.server.client_metrics import usable
+from flwr_regs.server.exchange.network import Network, Replies, Request, name_failures, read_each
+from flwr_regs.server.population.cohorts import (
+    CoverageError,
+    class_covering_cohort,
+    further,
+    uniform_cohort,
+)
+from flwr_regs.wire import keys
+from flwr_regs.wire.arrays import ProtocolError
+from flwr_regs.wire.parcel import Parcel
+from flwr_regs.wire.text import quoted, read_json
+
+LOG = logging.getLogger("flwr")
+LONGEST = 60.0
+"""Seconds that one query may take."""
+MOST_PARTITIONS = 2**31
+"""A node's partition-id is below this, and its num-partitions at most this."""
+MOST_CLASSES = 10_000
+MOST_MISSING = 1000
+"""Missing clients that are named one by one."""
+
+
+class PopulationError(RuntimeError):
+    """The clients that came are not the population that training needs."""
+
+
+class Population:
+    """The clients of a run, by partition id.
+
+    Flower draws new node ids for each run, so cohorts are drawn over partition ids, which nodes report. A
+    node without a partition id is known by its node id: cohorts then repeat only while it keeps that id.
+
+    Parameters
+    ----------
+    minimum : int
+        Fewest clients to train with (Flower's ``min_available_nodes``).
+    expected : int or None
+        Clients to wait for; None: the nodes' own ``num-partitions``.
+    timeout : float
+        Seconds to wait for them before round 1.
+
+    Attributes
+    ----------
+    refused : dict of int to str
+        Node -> why it does not take part, of those connected at the last :meth:`refresh`.
+    here : frozenset of int
+        The partition ids that were connected then; :attr:`connected` in no order.
+    """
+
+    def __init__(self, minimum: int, expected: int | None, timeout: float) -> None:
+        self._minimum = minimum
+        self._given = expected
+        self._timeout = timeout
+        self._node_of: dict[int, int] = {}
+        self._known: set[int] = set()  # nodes that reported their partition
+        self._totals: dict[int, int] = {}  # node -> the num-partitions that it reported
+        self.refused: dict[int, str] = {}
+        self._retry: dict[int, tuple[float, float]] = {}  # node -> (time to ask again, pause)
+        self._connected: list[int] = []
+        self._present: set[int] = set()  # the nodes then
+        self.here: frozenset[int] = frozenset()
+        self._expected = expected
+        self._complete = False
+        self._labels: dict[int, list[int]] = {}
+        self._uncounted: dict[int, str] = {}  # client -> why its label counts are not known
+        self._classes: set[int] = set()
+        self._awaited: set[int] = set()  # clients that a resumed run waits for
+
+    @property
+    def connected(self) -> list[int]:
+        """The partition ids that were connected at the last :meth:`refresh`, sorted."""
+        return self._connected
+
+    @property
+    def size(self) -> int:
+        """How many clients the run knows: those expected, or those that ever came, if they are more."""
+        return max(self._expected or 0, len(self._node_of))
+
+    def snapshot(self) -> dict[str, Any]:
+        """Return what a checkpoint holds of it."""
+        return {
+            "nodes": dict(self._node_of),
+            "totals": dict(self._totals),
+            "expected": self._expected,
+            "connected": list(self._connected),
+            "labels": dict(self._labels),
+            "uncounted": dict(self._uncounted),
+            "classes": set(self._classes),
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continue from a snapshot; the first refresh waits for the clients that were connected."""
+        self._node_of, self._totals = state["nodes"], state["totals"]
+        self._expected, self._uncounted = state["expected"], state["uncounted"]
+        self._awaited = set(state["connected"])
+        self._labels, self._classes = state["labels"], state["classes"]
+
+    def refresh(self, network: Network) -> list[int]:
+        """Return the partition ids of the nodes that are connected now, sorted.
+
+        The first call waits for the whole population. When the time is over, it goes on with the clients
+        that came, if they are at least `minimum`, and names the missing ones. Later calls leave out nodes
+        that left, and ask new nodes for their partitions. Nodes without a reply are asked again later.
+        A node that does not report its partition, or reports one that another node serves, is refused:
+        the others go on without it, and do not wait for it.
+
+        Raises
+        ------
+        PopulationError
+            Fewer than `minimum` clients came in time, or could take part when all expected ones were there.
+        """
+        deadline = time.monotonic() + self._timeout
+        logged = time.monotonic()
+        while True:
+            present = set(network.nodes())
+            same = present == self._present == self._known and self._complete
+            if same and not self._awaited and len(self._connected) >= max(self._minimum, 1):
+                return self._connected  # nobody came or left, and nobody is to be asked again
+            self._known &= present  # a node that comes back is asked again
+            self.refused = {n: why for n, why in self.refused.items() if n in present}
+            self._identify(network, sorted(present - self._known), present)
+            self._connected = came = sorted(p for p, n in self._node_of.items() if n in present)
+            self._present, self.here = present, frozenset(came)
+            expected, least = self._expected or 1, max(self._minimum, 1)
+            wanted = max(least, 1 if self._complete else expected - len(self.refused))
+            if self._awaited:
+                wanted = max(least, len(came) + len(self._awaited - set(came)))
+            late = time.monotonic() > deadline
+            if len(came) >= wanted or (late and len(came) >= least):
+                if not self._complete and len(came) < max(wanted, expected):
+                    LOG.warning(
+                        "training starts without %s after %.0f s", self.missing, self._timeout
+                    )
+                self._complete, self._awaited = True, set()
+                return came
+            all_here = len(came) + len(self.refused) >= max(least, expected)
+            if late or (self.refused and all_here and not self._complete):
+                raise PopulationError(self._too_few(came, wanted))
+            if time.monotonic() - logged > 10:
+                LOG.info("waiting for clients: %d of %d are connected", len(came), wanted)
+                logged = time.monotonic()
+            time.sleep(0.1)
+
+    def _too_few(self, came: list[int], wanted: int) -> str:
+        """Return why training cannot begin or go on."""
+        which = f" (partitions {came})" if len(came) <= MOST_MISSING else ""
+        if not self.refused:
+            return (
+                f"{len(came)} of {wanted} clients came within {self._timeout:.0f} s{which}; start the "
+                "others, or lower min_available_nodes or population"
+            )
+        return (
+            f"{len(came)} of {wanted} clients can take part{which}; "
+            f"{name_failures(self.refused, 'nodes', 'are refused')}"
+        )
+
+    @property
+    def missing(self) -> str:
+        """The missing clients: partitions by number if these run from 0, else a count; "" if none is."""
+        expected = self._expected or 0
+        short = expected - len(self._connected)
+        if short <= 0:
+            return ""
+        if short > MOST_MISSING:
+            return f"{short} of {expected} clients"
+        absent = sorted(set(range(expected)) - set(self._connected))
+        return f"partitions {absent}" if len(absent) == short else f"{short} of {expected} clients"
+
+    @property
+    def left_out(self) -> dict[int, str]:
+        """Node -> why it does not take part: refused, or without label counts that cohorts need."""
+        uncounted = {p: why for p, why in self._uncounted.items() if p in self.here}
+        return {**self.refused, **{self._node_of[p]: why for p, why in uncounted.items()}}
+
+    def request(self, kind: str, parcels: dict[int, Parcel]) -> Request:
+        """Return a request to some of the clients, by partition id."""
+        return Request(kind, parcels, {pid: self._node_of[pid] for pid in parcels})
+
+    def cohort(
+        self,
+        members: list[int],
+        key: tuple[int, int],
+        size: int,
+        kind: str,
+        network: Network,
+        attempt: int = 0,
+    ) -> list[int]:
+        """Return `size` of the `members` by `key` and `attempt`, "uniform" or "class-covering" (`kind`)."""
+        purpose = further(attempt)
+        if kind == "uniform":
+            return uniform_cohort(members, key, size, purpose)
+        counts, classes = self._label_counts(network)
+        here = set(members)
+        left = {p: c for p, c in counts.items() if p in here}
+        if len(left) < len(counts):  # clients were dropped
+            held = _held(left)
+            if classes - held:
+                LOG.warning("only dropped clients hold the classes %s", sorted(classes - held))
+            classes = classes & held
+        try:
+            return class_covering_cohort(left, key, size, classes, purpose)
+        except CoverageError:  # a class that one client alone claims may be its invention
+            holders = Counter(i for c in left.values() for i, n in enumerate(c) if n > 0)
+            shared = {i for i in classes if holders[i] > 1}
+            if shared == classes:
+                raise
+            LOG.warning(
+                "no cohort of %d clients holds all %d classes; classes that one client alone holds do "
+                "not count in this round",
+                *(size, len(classes)),
+            )
+            return class_covering_cohort(left, key, size, shared, purpose)
+
+    def _label_counts(self, network: Network) -> tuple[dict[int, list[int]], set[int]]:
+        """Return (each connected client's examples of each class, the classes that can be covered).
+
+        Each client is asked once. The classes run from 0 to the largest one that the first population
+        held. A class that no connected client holds is left out, with a warning.
+
+        A client that does not share its counts, which its operator must allow, is left out, with a warning.
+
+        Raises PopulationError before training if fewer than `minimum` clients share them.
+        """
+        new = [p for p in self._connected if p not in self._labels]
+        request = self.request(keys.LABELS, {p: Parcel() for p in new})
+        replies = network.ask(request, min(self._timeout, LONGEST)) if new else Replies({})
+        counted, failures = read_each(replies.came, _counts_of)
+        failures |= replies.failures
+        first = not self._labels
+        if failures:
+            why = f"class-covering cohorts need label counts: {name_failures(failures)}"
+            if first and len(counted) < max(self._minimum, 1):
+                raise PopulationError(why)
+            LOG.warning("%s; going on without them", why)
+            self._uncounted |= failures
+        self._labels |= counted | {pid: [] for pid in failures}
+        counts = {p: self._labels[p] for p in self._connected if self._labels[p]}
+        held = _held(counts)
+        if first:
+            self._classes = held
+            if gaps := set(range(max(held, default=-1) + 1)) - held:
+                LOG.warning("no client holds the classes %s", quoted(sorted(gaps)))
+            return counts, self._classes
+        if gone := self._classes - held:
+            LOG.warning("no client that is left holds the classes %s", sorted(gone))
+        return counts, self._classes & held
+
+    def _identify(self, network: Network, nodes: Iterable[int], present: set[int]) -> None:
+        """Ask `nodes` for their partitions; during training, leave out a node without a reply."""
+        began = time.monotonic()
+        self._retry = {n: again for n, again in self._retry.items() if n in present}
+        due = [n for n in nodes if n not in self._retry or self._retry[n][0] <= began]
+        if not due:
+            return
+        request = Request(keys.IDENTIFY, dict.fromkeys(due, Parcel()), {n: n for n in due})
+        replies = network.ask(request, min(self._timeout, LONGEST))
+        self._place(replies, present)
+        for node in set(due) - self._known:
+            # In training the pause doubles: otherwise a silent node would cost time in every round.
+            pause = 2 * max(self._retry.get(node, (0, 0.05))[1], time.monotonic() - began)
+            if not self._complete or node in replies.came:
+                pause = min(pause, LONGEST if self._complete else 1.0)
+            self._retry[node] = (time.monotonic() + pause, pause)
+            if node in replies.failures and node not in replies.silent:
+                self._refuse(
+                    node,
+                    f"node {node} does not report its partition ({replies.failures[node]}); build its "
+                    "ClientApp with flwr_regs.client_app, or RegClientApp for a loop of your own",
+                )
+
+    def _place(self, replies: Replies, present: set[int]) -> None:
+        """Note the partitions that nodes report."""
+        found, failures = read_each(replies.came, _identity)
+        for node, why in failures.items():
+            self._refuse(node, why)
+        placed: dict[int, int] = {}
+        for node, (pid, total) in found.items():
+            if "partition-id" not in replies.came[node].config:
+                LOG.warning("node %d has no partition-id; its node id stands in for it", node)
+            other = placed.get(pid, self._node_of.get(pid, node))
+            if other != node and other in present:
+                self._refuse(
+                    node,
+                    f"nodes {other} and {node} both serve partition-id {pid}; "
+                    "give each SuperNode a --node-config partition-id of its own",
+                )
+                continue
+            if pid in self._node_of:
+                LOG.info("partition %d is now served by node %d (restarted)", pid, node)
+            placed[pid] = node
+            self._known.add(node)
+            self._retry.pop(node, None)
+            self.refused.pop(node, None)
+            if total is not None:
+                self._totals[node] = total
+        moved = set(
+            placed.values()
+        )  # a node that comes back as another partition leaves the old one
+        self._node_of = {p: n for p, n in self._node_of.items() if n not in moved} | placed
+        if self._given is None and self._totals:  # one node's word does not count
+            said = Counter(self._totals.get(n, 0) for n in self._node_of.values())
+            self._expected = min(said, key=lambda total: (-said[total], total)) or None
+
+    def _refuse(self, node: int, why: str) -> None:
+        """Go on without a node, and say so once; it is asked again later: it may restart."""
+        if self.refused.get(node) != why:
+            LOG.warning("%s; going on without it", why)
+        self.refused[node] = why
+
+
+def _identity(node: int, reply: Parcel) -> tuple[int, int | None]:
+    """Return (the partition that a node serves, its num-partitions if it reports any).
+
+    Raises ProtocolError unless both are whole numbers in range.
+    """
+    config = reply.config
+    pid, total = config.get("partition-id", node), config.get("num-partitions")
+    whole = "partition-id" not in config or (type(pid) is int and 0 <= pid < MOST_PARTITIONS)
+    if not whole:
+        raise ProtocolError(
+            f"node {node} reports the partition-id {quoted(pid, 40)}, expected a whole number from 0 to "
+            f"{MOST_PARTITIONS - 1}"
+        )
+    if total is not None and not (type(total) is int and 0 < total <= MOST_PARTITIONS):
+        raise ProtocolError(
+            f"node {node} reports num-partitions {quoted(total, 40)}, expected a positive whole number"
+        )
+    return pid, total
+
+
+def _counts_of(pid: int, reply: Parcel) -> list[int]:
+    """Return a client's label counts; raise ProtocolError without."""
+    said: Any = reply.config.get(keys.LABELS_KEY)
+    if said is None:
+        raise ProtocolError("it does not send its label counts (a client of another library?)")
+    try:
+        counts = read_json(said)
+    except ValueError as error:
+        raise ProtocolError(f"its label counts cannot be read: {error}") from error
+    if (
+        not isinstance(counts, list)
+        or not 0 < len(counts) <= MOST_CLASSES
+        or not all(type(n) is int and usable(n) and n >= 0 for n in counts)
+    ):
+        raise ProtocolError(
+            f"its label counts are {quoted(counts, 80)}, expected at most {MOST_CLASSES} whole numbers "
+            "that are not negative"
+        )
+    return counts
+
+
+def _held(counts: dict[int, list[int]]) -> set[int]:
+    """Return the classes that at least one client holds."""
+    return {i for c in counts.values() for i, n in enumerate(c) if n > 0}
