@@ -11,10 +11,10 @@ import torch
 
 from flwr_regs.experiments.data import arrays as data
 from flwr_regs.experiments.data.augment import AUGMENTATIONS
+from flwr_regs.experiments.data.losses import LOSSES
 from flwr_regs.experiments.data.sources import readers as catalogue
 from flwr_regs.experiments.data_table import filled
 from flwr_regs.experiments.models import models
-from flwr_regs.experiments.models.quadratic import LOSSES
 from tests.experiments.sources.made import MADE, NEEDS
 
 DOCS = Path(__file__).parents[3] / "docs"
