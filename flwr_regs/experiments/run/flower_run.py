@@ -23,10 +23,10 @@ from pathlib import Path
 from typing import IO
 
 from flwr_regs.experiments.extras import missing_extra
-from flwr_regs.experiments.run import run_records as records
+from flwr_regs.experiments.report import run_records as records
+from flwr_regs.experiments.report.run_records import Run
 from flwr_regs.experiments.run.engine import Plan
 from flwr_regs.experiments.run.progress import Progress
-from flwr_regs.experiments.run.run_records import Run
 from flwr_regs.experiments.settings import settings
 from flwr_regs.experiments.settings.job import Job
 
