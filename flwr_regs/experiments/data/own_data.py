@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from flwr_regs.experiments.settings import user_code
+from flwr_regs.experiments import user_code
 
 Array = np.ndarray[Any, Any]
 NUMBERS = {"groups": "train_y", "test_groups": "test_y", "coarse": "train_y"}

@@ -14,8 +14,8 @@ import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
 from flwr.serverapp import Grid
 
-from flwr_regs.experiments.run.folders import check_writable, new_folder
-from flwr_regs.experiments.run.run_records import (
+from flwr_regs.experiments.report.folders import check_writable, new_folder
+from flwr_regs.experiments.report.run_records import (
     Recorder,
     Run,
     diverged,
