@@ -14,6 +14,7 @@ import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
 from flwr.serverapp import Grid
 
+from flwr_regs.experiments.report.folders import check_writable, new_folder
 from flwr_regs.experiments.report.run_records import (
     Recorder,
     Run,
@@ -22,7 +23,6 @@ from flwr_regs.experiments.report.run_records import (
     read,
     record_path,
 )
-from flwr_regs.experiments.run.folders import check_writable, new_folder
 from flwr_regs.experiments.settings.job import Job
 from flwr_regs.flower.strategy import RegStrategy
 from flwr_regs.server.checkpoint.checkpoint import CheckpointError, latest
