@@ -7,13 +7,13 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 from flwr_regs.server.aggregate.aggregators import TooFewVectors
+from flwr_regs.server.culprits import culprits
 from flwr_regs.server.exchange.downlink import Downlink
 from flwr_regs.server.exchange.frozen import frozen_of, out_of_sync
 from flwr_regs.server.exchange.network import (
     Network,
     Replies,
     Request,
-    culprits,
     name_failures,
     read_each,
 )
