@@ -12,10 +12,11 @@ from flwr_regs.abilities import Folds
 from flwr_regs.chain import Chain
 from flwr_regs.server.aggregate.aggregators import TooFewVectors
 from flwr_regs.server.aggregate.robust_round import RobustMeans, check_reached
-from flwr_regs.server.aggregate.updates import Reply, mean_delta, update_of
+from flwr_regs.server.aggregate.updates import mean_delta, update_of
 from flwr_regs.server.aggregate.weights import MeanOfUpdates, UnusableReplies, restricted
-from flwr_regs.server.culprits import culprits
 from flwr_regs.server.exchange.frozen import Frozen
+from flwr_regs.server.failures import culprits
+from flwr_regs.server.reply import Reply
 from flwr_regs.server.round import RoundFailed
 from flwr_regs.term import ServerContext, Slot, mean_of_slots
 from flwr_regs.wire.arrays import (

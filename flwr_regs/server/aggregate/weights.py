@@ -10,8 +10,9 @@ from typing import Any, ClassVar
 import numpy as np
 
 from flwr_regs.abilities import Weighs
-from flwr_regs.server.aggregate.updates import Reply, update_norm
-from flwr_regs.server.culprits import culprits
+from flwr_regs.server.aggregate.updates import update_norm
+from flwr_regs.server.failures import culprits
+from flwr_regs.server.reply import Reply
 from flwr_regs.term import ServerContext, Slot, Term
 from flwr_regs.wire.arrays import LARGEST
 from flwr_regs.wire.errors import described
