@@ -26,6 +26,7 @@ LOADS = {  # the libraries that a folder may load
     "wire": "numpy; `records`: Flower's record types",
     "chain": "nothing",
     "abilities": "nothing",
+    "hook_contexts": "nothing",
     "term": "nothing",
 }
 COLOURS = {"Flower": "#f6d9a8", "torch": "#cfe3f5", "numpy": "#d8ecd3", "nothing": "#eeeeee"}
