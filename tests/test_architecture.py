@@ -50,7 +50,7 @@ def test_the_picture_draws_the_linters_layers(tmp_path: Path) -> None:
     house = runpy.run_path(str(ROOT / "docs" / "figures" / "house.py"))
     drawn = [name for row in house["layers"]() for name in row]
     folders = [p.name for p in (ROOT / "flwr_regs").iterdir() if (p / "__init__.py").is_file()]
-    assert sorted(drawn) == sorted([*folders, "chain", "abilities", "term"])
+    assert sorted(drawn) == sorted([*folders, "chain", "term", "abilities", "hook_contexts"])
     assert set(house["LOADS"]) == set(drawn)
     house["draw"](tmp_path / "house.png")
     assert (tmp_path / "house.png").stat().st_size > 10_000
