@@ -46,7 +46,7 @@ class Job(Settings):
         """
         job = cls(**checked(config))
         check_train_config(job.train_config, "the run config")
-        bare(job.methods, job.code_dir)  # raises for a method that cannot be built
+        assert job.strategies  # raises for a method that cannot be built
         if (job.held_out_clients or job.personalise) and job.tested_on_clients:
             raise ValueError(
                 "held-out-clients and personalise do not go with domains or private entries, nor "
@@ -66,15 +66,30 @@ class Job(Settings):
             )
         return job
 
+    @classmethod
+    def checked(cls, config: Mapping[str, Any]) -> Job:
+        """Do :meth:`from_run_config`, and check each method with its model; ValueError for all of it."""
+        try:
+            job = cls.from_run_config(config)
+            job.check()
+        except TypeError as error:  # an argument of a method
+            raise ValueError(str(error)) from error
+        return job
+
     @property
     def config(self) -> dict[str, Any]:
         """The settings by name, as a run config has them."""
         return {key(f.name): getattr(self, f.name) for f in fields(self)}
 
     @property
+    def strategies(self) -> Mapping[str, RegStrategy]:
+        """Label -> strategy of each method, without the job's settings."""
+        return bare(self.methods, self.code_dir)
+
+    @property
     def method_names(self) -> list[str]:
         """The labels of the methods to compare, in order, without repeats."""
-        return list(parse_methods(self.methods))
+        return list(self.strategies)
 
     @property
     def tested_on_clients(self) -> bool:
@@ -82,7 +97,7 @@ class Job(Settings):
 
         Otherwise the server tests it, without private entries or domains.
         """
-        terms = [t for s in bare(self.methods, self.code_dir).values() for t in s.term.terms]
+        terms = [t for s in self.strategies.values() for t in s.term.terms]
         private = any(isinstance(t, Withholds | Personalises | FineTunes) for t in terms)
         return private or self.test_on_clients or self.dataset.endswith("-domains")
 
