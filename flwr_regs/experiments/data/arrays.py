@@ -27,7 +27,7 @@ class Data:
         The name of an augmentation for training batches, of `flwr_regs.experiments.data.augment`; empty: none.
         The test inputs have gone through its counterpart, the training inputs have not.
     loss : str
-        The name of a loss of `flwr_regs.experiments.models.quadratic`; empty: the cross-entropy.
+        The name of a loss of `flwr_regs.experiments.data.losses`; empty: the cross-entropy.
     coarse : Array or None
         The superclass of each training example, int64 ``(n,)``.
     vectors : Array or None

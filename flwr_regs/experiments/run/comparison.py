@@ -111,8 +111,8 @@ class Comparison:
 
         from flwr_regs.client.train.batches import resolve_device
         from flwr_regs.experiments.data import arrays as data
+        from flwr_regs.experiments.data.losses import LOSSES
         from flwr_regs.experiments.models import models
-        from flwr_regs.experiments.models.quadratic import LOSSES
         from flwr_regs.flower.grids.grid_network import GridNetwork
         from flwr_regs.server.population.population import Population
 
