@@ -78,9 +78,9 @@ def draw(root: Path, package: str, folders: Sequence[str], sample: int, seed: in
     chance = random.Random(seed)
     lines = chance.sample(sorted(by_line), min(sample, len(by_line)))
     mutants = []
-    for path, line in lines:
-        number, change = chance.choice(by_line[path, line])
-        mutants.append(Mutant(path, number, line, change))
+    for file, line in lines:
+        number, change = chance.choice(by_line[file, line])
+        mutants.append(Mutant(file, number, line, change))
     return mutants
 
 
