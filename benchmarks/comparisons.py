@@ -28,9 +28,9 @@ from benchmarks.common import save
 from flwr_regs import METHODS
 from flwr_regs.experiments import cli
 from flwr_regs.experiments.report import drawing
+from flwr_regs.experiments.report import run_records as records
 from flwr_regs.experiments.report.results import Results, number, per_cent
-from flwr_regs.experiments.run import run_records as records
-from flwr_regs.experiments.run.run_records import Run
+from flwr_regs.experiments.report.run_records import Run
 from flwr_regs.experiments.run.tuning import Bench
 from flwr_regs.experiments.settings.calls import parse_methods
 from flwr_regs.experiments.settings.settings import DEFAULTS
