@@ -354,7 +354,7 @@ def figure(width: float, height: float, layout: Any = "constrained") -> Figure:
 def save(picture: Figure, path: Path) -> None:
     """Write a figure as a PNG of 64 colours, a quarter of the size of one with all."""
     drawn = io.BytesIO()
-    picture.savefig(drawn, format="png", facecolor="white")
+    picture.savefig(drawn, format="png", dpi=130, facecolor="white")
     colours = Image.open(drawn).convert("RGB").quantize(64, dither=Image.Dither.NONE)
     path.parent.mkdir(parents=True, exist_ok=True)
     colours.save(path, optimize=True)
