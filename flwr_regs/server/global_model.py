@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from flwr_regs.abilities import Folds
+from flwr_regs.abilities import Averages, Folds
 from flwr_regs.chain import Chain
 from flwr_regs.server.aggregate.aggregators import TooFewVectors
 from flwr_regs.server.aggregate.robust_round import RobustMeans, check_reached
@@ -112,7 +112,8 @@ class GlobalModel:
         self._term = term
         self._half = half
         self._keeps_step = keeps_step or any(
-            t.averages or any(t.acts(hook) for hook in SERVER_HOOKS) for t in term.terms
+            isinstance(t, Averages) or any(t.acts(hook) for hook in SERVER_HOOKS)
+            for t in term.terms
         )
         self._rounded = (model, self._as_given(model))
         self.model = model

@@ -4,7 +4,7 @@ Everything that one client sends and that moves others goes through the strategy
 
 - the **updates**, all trained parameters of a client as one vector;
 - each **buffer** as a vector of its own;
-- what a term's `fold` adds up over the clients (`Adds`), as one vector a term. The sum becomes n times the
+- what a term's `fold` says it `adds` up over the clients, as one vector a term. The sum becomes n times the
   aggregate;
 - what a term hands to ``ctx.aggregated``.
 
@@ -16,12 +16,12 @@ clients' first.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from flwr_regs.abilities import Adds, Folds
+from flwr_regs.abilities import Folds
 from flwr_regs.chain import Chain
 from flwr_regs.server.aggregate.aggregators import (
     Aggregate,
@@ -135,14 +135,13 @@ class RobustMeans:
         for t in chain.terms:
             if not isinstance(t, Folds):
                 continue
-            adds: Callable[[str], bool] = t.adds if isinstance(t, Adds) else lambda _: False
             folded = {pid: slots[t.name] for pid, slots in each.items()}
-            added = {p: {k: a for k, a in s.items() if adds(k)} for p, s in folded.items()}
+            added = {p: {k: a for k, a in s.items() if t.adds(k)} for p, s in folded.items()}
             _check_alike(t.name, added)
             total = {key: len(added) * a for key, a in self.aggregated(added).items()}
             counted = self.members(list(folded))
             out[t.name] = total | {
-                key: a for pid in counted for key, a in folded[pid].items() if not adds(key)
+                key: a for pid in counted for key, a in folded[pid].items() if not t.adds(key)
             }
         return out
 

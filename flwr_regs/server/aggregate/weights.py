@@ -105,7 +105,7 @@ class Stats:
 
 
 @dataclass(frozen=True)
-class StepScaling(Term):
+class StepScaling(Term, Weighs):
     """``incomplete="scale"``: a client that took ``s_k`` of its E steps weighs ``E / s_k`` times as much.
 
     Source: EFL (2021), Sec. 4.2.
