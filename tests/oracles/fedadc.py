@@ -27,8 +27,9 @@ def fedadc(
 ) -> list[Params]:
     """Return the global model after each round; the first eight arguments as in ``fedavg``.
 
-    ``steps_done``: for each round, the clients whose step budget ends before their E steps : their momentum is divided by the budget under "average", by E
-    under "scale", where their change weighs E / s_k times as much.
+    ``steps_done``: for each round, the clients whose step budget ends before their E steps: their
+    momentum is divided by the budget under "average", by E under "scale", where their change weighs
+    E / s_k times as much.
 
     ``variant``: "nesterov" (Alg. 3, red) or "heavy-ball" (Alg. 3, blue). With ``local_momentum``
     (phi) the round is Alg. 4's instead: ``variant`` and ``beta_global`` then have no part, as
