@@ -16,7 +16,7 @@ from functools import lru_cache
 from typing import Any
 
 import flwr_regs
-from flwr_regs.abilities import Compresses
+from flwr_regs.abilities import Compresses, Steps
 from flwr_regs.experiments.settings.calls import Call, parse_methods
 from flwr_regs.experiments.user_code import load
 from flwr_regs.flower.client import RegClient
@@ -249,6 +249,6 @@ def _checked(kind: Any, call: Call, kwargs: Mapping[str, Any]) -> inspect.Signat
 
 def _place(term: Term) -> tuple[bool, bool, bool]:
     """Return what a list of terms is sorted by; see :func:`build`."""
-    changes_the_mean = term.acts("update") and not (term.owns_step or term.keeps_delta)
+    changes_the_mean = term.acts("update") and not (isinstance(term, Steps) or term.keeps_delta)
     reads_the_update = type(term).finish is not Term.finish and type(term).start is Term.start
     return isinstance(term, Compresses), changes_the_mean, reads_the_update
