@@ -29,7 +29,6 @@ from flwr_regs.flower.strategy import RegStrategy
 from flwr_regs.server.checkpoint.checkpoint import CheckpointError, latest
 from flwr_regs.server.round import RoundFailed
 
-
 OnRound = Callable[[Run], None]
 """Called with the run after each round, and after the initial test."""
 

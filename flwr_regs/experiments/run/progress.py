@@ -113,7 +113,7 @@ class Bars(Progress):
     def show(self, label: str, seed: int, accuracy: float | None = None) -> None:
         """Move a label's bar."""
         done = sum(rounds for (of, _), rounds in self.seen.items() if of == label)
-        shown = {} if accuracy is None else {"accuracy": f"{accuracy:7.2%}"}
+        shown: dict[str, Any] = {} if accuracy is None else {"accuracy": f"{accuracy:7.2%}"}
         task = self.tasks[label]
         self.bars.update(task, completed=done, **shown)
         finished = self.bars.tasks[task].finished
