@@ -20,7 +20,7 @@ from typing import Any
 
 from flwr_regs import METHODS
 from flwr_regs.experiments import cli
-from flwr_regs.experiments.report import plots
+from flwr_regs.experiments.report import drawing
 from flwr_regs.experiments.report import run_records as records
 from flwr_regs.experiments.report.results import Results, number, per_cent
 from flwr_regs.experiments.report.run_records import Run
@@ -193,7 +193,7 @@ def draw() -> None:
 def _png(figure: Any, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     png, pdf = sorted(
-        plots.save(figure, path.with_suffix("")), key=lambda p: p.suffix, reverse=True
+        drawing.save(figure, path.with_suffix("")), key=lambda p: p.suffix, reverse=True
     )
     pdf.unlink()
     assert png == path

@@ -203,6 +203,7 @@ def _as_setting(word: str) -> str:
 def _plot(args: argparse.Namespace) -> int:
     from flwr_regs.experiments.cards import protocol_runs
     from flwr_regs.experiments.report import partition_plot
+    from flwr_regs.experiments.run.folders import check_writable
     from flwr_regs.experiments.words import job_of
 
     if args.what != "partition":
@@ -213,7 +214,9 @@ def _plot(args: argparse.Namespace) -> int:
             _draw_again(place)
         return 0
     job = job_of(args, [])
-    print(partition_plot.draw(job, Path(job.out) if job.out else Path.cwd()))
+    folder = Path(job.out) if job.out else Path.cwd()
+    check_writable(folder)
+    print(partition_plot.draw(job, folder))
     return 0
 
 

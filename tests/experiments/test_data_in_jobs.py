@@ -14,7 +14,7 @@ from flwr_regs.experiments.data import arrays as data
 from flwr_regs.experiments.models.quadratic import Quadratic
 from flwr_regs.experiments.run import clients
 from flwr_regs.experiments.settings.job import Job
-from tests.experiments.sources import made
+from tests.experiments.data.sources import made
 
 COMMON = {"methods": "FedAvg", "num-clients": 5, "partition": "iid"}
 

@@ -14,9 +14,9 @@ from flwr_regs.experiments.data.augment import AUGMENTATIONS
 from flwr_regs.experiments.data.losses import LOSSES
 from flwr_regs.experiments.data.sources import readers as catalogue
 from flwr_regs.experiments.models import models
-from tests.experiments.sources.made import MADE, NEEDS
+from tests.experiments.data.sources.made import MADE, NEEDS
 
-DOCS = Path(__file__).parents[3] / "docs"
+DOCS = Path(__file__).parents[4] / "docs"
 
 
 def written(dataset: str, folder: Path) -> str:

@@ -88,7 +88,7 @@ def test_a_diverged_seed_is_counted_and_voids_nothing() -> None:
     text = Results([run("A", GOOD, 1), bad]).text()
     assert "(2 of 2)" in text
     assert "1 of 2 seeds diverged" in text
-    curves = [Results._curve(r, dict) for r in (run("A", GOOD, 1), bad)]
+    curves = [*Results([run("A", GOOD, 1), bad])._curves()]
     assert [len(c["accuracy"]) for c in curves] == [8, 3]
     assert [bool(c["stopped"]) for c in curves] == [False, True]
 
@@ -234,7 +234,7 @@ def test_a_round_without_a_test_moves_no_point() -> None:
     """Where clients test, none of them may be able to once."""
     gap = run("A", [0.5, 0.6, 0.9])
     del gap.test[2]
-    curve = Results._curve(gap, dict)
+    (curve,) = Results([gap])._curves()
     assert curve["megabytes"] == [0.0, 0.75, 2.25]
     assert curve["seconds"] == [0.0, 2.5, 7.5]
     (row,) = rows.rows([gap], 0.85)

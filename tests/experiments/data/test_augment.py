@@ -16,7 +16,7 @@ from flwr_regs.experiments.data import arrays as data
 from flwr_regs.experiments.data import augment
 from flwr_regs.experiments.run import clients
 from flwr_regs.experiments.settings.job import Job
-from tests.experiments.sources import made
+from tests.experiments.data.sources import made
 
 PICTURES = torch.rand(64, 3, 12, 10, generator=torch.Generator().manual_seed(0))
 

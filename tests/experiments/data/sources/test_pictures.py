@@ -17,7 +17,7 @@ from torchvision import datasets as torchvisions
 
 from flwr_regs.experiments.data import arrays as data
 from flwr_regs.experiments.data.sources import pictures
-from tests.experiments.sources import made
+from tests.experiments.data.sources import made
 
 
 def pixels(packed: bytes) -> Any:

@@ -13,7 +13,7 @@ from flwr_regs.experiments.data import arrays as data
 from flwr_regs.experiments.data.sources import data_files as files
 from flwr_regs.experiments.data.sources import handwriting as writers
 from flwr_regs.experiments.data.sources import texts
-from tests.experiments.sources import made
+from tests.experiments.data.sources import made
 
 
 def letters(row: np.ndarray) -> str:
