@@ -36,6 +36,7 @@ from flwr_regs import (
     Term,
     client_app,
 )
+from flwr_regs.abilities import Compresses, Folds, Personalises, TakesBack, Weighs
 from tests.conftest import Batch, close, make_model, to_numpy
 from tests.oracles import outside as oracle
 from tests.oracles.outside import Told, Turn
@@ -270,7 +271,7 @@ def distance(a: Mapping[str, Any], b: Mapping[str, Any]) -> float:
 
 
 @dataclass(frozen=True)
-class Nova(Term):
+class Nova(Term, Weighs):
     """Wang et al. 2020 for plain SGD: a client's steps are its a_k. Only the server runs it."""
 
     name: ClassVar[str] = "nova"
@@ -313,7 +314,7 @@ def test_novas_weights_in_a_loop_of_ones_own() -> None:
 
 
 @dataclass(frozen=True)
-class Fair(Term):
+class Fair(Term, Weighs):
     """q-FedAvg, Li et al. 2020: a client with a large loss at w_t counts for more."""
 
     name: ClassVar[str] = "fair"
@@ -416,7 +417,7 @@ def test_the_loss_at_the_global_model_is_that_of_its_own_buffers() -> None:
 
 
 @dataclass(frozen=True)
-class Control(Term):
+class Control(Term, Folds):
     """SCAFFOLD, Karimireddy et al. 2020, with option 2.
 
     A client also uploads the control variate that it used; `folded` and `servers` keep what came.
@@ -586,7 +587,7 @@ def test_steps_that_a_time_budget_cut_off(recorded: type[Control], place: str) -
 
 
 @dataclass(frozen=True)
-class Hoard(Term):
+class Hoard(Term, Folds):
     """Folds large uploads, and looks which of the others' are still held."""
 
     name: ClassVar[str] = "hoard"
@@ -679,7 +680,7 @@ def eight_bits(x: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class EightBits(Term):
+class EightBits(Term, Compresses, TakesBack):
     """Each parameter as one byte, and what is left over with the next update.
 
     The first byte of a code is 0. `decode` does not take care: other first bytes make it raise, or
@@ -837,7 +838,7 @@ def test_a_hostile_code_costs_its_client_alone(name: str) -> None:
 
 
 @dataclass(frozen=True)
-class Own(Term):
+class Own(Term, Personalises):
     """Ditto, Li et al. 2021: beside the global model, a model of the client's own, pulled towards it."""
 
     name: ClassVar[str] = "own"

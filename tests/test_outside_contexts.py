@@ -28,6 +28,7 @@ from flwr_regs import (
     Term,
     client_app,
 )
+from flwr_regs.abilities import Addresses, Agrees, Checks, Freezes, Personalises, Weighs
 from tests.conftest import close, make_model, to_numpy
 from tests.oracles import outside as oracle
 from tests.oracles.outside import Turn
@@ -134,7 +135,7 @@ def test_a_term_has_an_ability_by_having_its_methods() -> None:
 
 
 @dataclass(frozen=True)
-class Addressed(Term):
+class Addressed(Term, Addresses):
     """Sends everyone the round, and each client its own number; clients send both back."""
 
     name: ClassVar[str] = "addressed"
@@ -175,7 +176,7 @@ def test_each_client_gets_what_is_addressed_to_it(kind: Any, downlink: str) -> N
 
 
 @dataclass(frozen=True)
-class Still(Term):
+class Still(Term, Freezes):
     """Holds the parameters of a layer still, and notes which ones its hooks see."""
 
     name: ClassVar[str] = "still"
@@ -272,7 +273,7 @@ ERRORS = [
 
 
 @dataclass(frozen=True)
-class Checked(Term):
+class Checked(Term, Checks):
     """Uploads the client's number; the server refuses number 2."""
 
     name: ClassVar[str] = "checked"
@@ -322,7 +323,7 @@ def test_an_upload_that_is_refused_costs_its_client_alone(
 
 
 @dataclass(frozen=True)
-class Fitting(Term):
+class Fitting(Term, Agrees):
     """Uploads a table, which has another size on client 2; the uploads must be of one size."""
 
     name: ClassVar[str] = "fitting"
@@ -666,7 +667,7 @@ def test_more_steps_of_a_second_model_go_on_through_the_data(place: str) -> None
 
 
 @dataclass(frozen=True)
-class Server(Term):
+class Server(Term, Weighs):
     """Notes the server's contexts."""
 
     name: ClassVar[str] = "server-notes"
@@ -759,7 +760,7 @@ def test_a_personal_model_of_a_client_without_state_is_the_global_one() -> None:
 
 
 @dataclass(frozen=True)
-class Tuned(Term):
+class Tuned(Term, Personalises):
     """Fine-tunes the global model where it is evaluated."""
 
     name: ClassVar[str] = "tuned"

@@ -14,6 +14,7 @@ from flwr_regs.experiments.partition import shifts
 from flwr_regs.experiments.partition.partitions import BY_GROUP
 from flwr_regs.experiments.report import cell_pictures as cells
 from flwr_regs.experiments.report import drawing
+from flwr_regs.experiments.report.folders import check_writable
 from flwr_regs.experiments.settings.job import Job
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ def draw(job: Job, folder: Path) -> str:
     where these decide. ``partition-inputs``: the same images as several clients have them, where clients
     change theirs. ``partition-rounds``: what changes from round to round. Each as PNG and PDF.
     """
+    check_writable(folder)
     title = f"{job.dataset}, partition {job.partition}, {job.num_clients} clients, seed {job.seed}"
     written = [
         path

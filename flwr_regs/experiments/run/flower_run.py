@@ -41,8 +41,8 @@ clientapp = "client_app:app"
 [tool.flwr.app.config]
 """
 APPS = {
-    "server_app.py": "from flwr_regs.experiments import server\n\napp = server.app\n",
-    "client_app.py": "from flwr_regs.experiments import clients\n\napp = clients.app\n",
+    "server_app.py": "from flwr_regs.experiments.run import server_app\n\napp = server_app.app\n",
+    "client_app.py": "from flwr_regs.experiments.run import clients\n\napp = clients.app\n",
 }
 """Flower looks for an assignment to ``app`` before it imports a file."""
 
