@@ -26,7 +26,7 @@ def test_a_client_tests_on_its_own_groups_and_classes(tmp_path: Path) -> None:
     whole = data.load(job.dataset, job.data_dir)
     assert whole.groups is not None
     assert whole.test_groups is not None
-    for pid, rows in enumerate(job.parts(whole.train_y, 5)):
+    for pid, rows in enumerate(job.parts_of(whole, 5)):
         train, test = clients._data(job, 5, pid)
         assert test is not None
         mine = np.isin(whole.test_groups, whole.groups[rows]) & np.isin(
@@ -52,7 +52,7 @@ def test_held_out_examples_and_clients_never_come_from_the_test_data(
         assert not rows[0] & rows[1]
         assert {value % 2 for value in rows[0] | rows[1]} == {0}
     others = Job.from_run_config({**COMMON, "held-out-clients": 2})
-    parts = others.parts(whole.train_y, 5)
+    parts = others.parts_of(whole, 5)
     assert len(parts) == 7
     assert len({*np.concatenate(parts).tolist()}) == 100
 

@@ -32,8 +32,8 @@ def build(
     dataset, data_dir, code_dir : str
         As for :func:`flwr_regs.experiments.data.arrays.load`.
     kind : str
-        A name of `NETS` in `flwr_regs.experiments.models.architectures`: a paper's model, sized by the data's
-        inputs and classes. Or ``auto``: cnn-bn for domains, char-lstm for integers, the point of
+        A name of `NETS` in `flwr_regs.experiments.models.architectures`: a paper's model, sized by the
+        data's inputs and classes. Or ``auto``: cnn-bn for domains, char-lstm for integers, the point of
         quadratics, cnn for images of at least 16 x 16, else mlp. Or a reference to a class or function that
         returns a module, called without arguments.
     projection : int
@@ -112,8 +112,8 @@ def check(
     Raises
     ------
     ValueError
-        As :func:`build` and :func:`flwr_regs.experiments.data.arrays.load` do; or the model raises, or its output
-        has another shape.
+        As :func:`build` and :func:`flwr_regs.experiments.data.arrays.load` do; or the model raises, or its
+        output has another shape.
     """
     examples, classes = two_examples(dataset, data_dir, code_dir)
     model = build(dataset, kind, seed, data_dir, code_dir, projection)

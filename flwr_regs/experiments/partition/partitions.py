@@ -114,11 +114,11 @@ def partition(
         Field Guide (Wang et al. 2021), Sec. 4.3.3: ``natural``, with a share `interpolation` of each
         client's examples pooled, shuffled and dealt back. 0 is ``natural``, 1 has IID clients of its sizes.
     ``long-tail-rounds``
-        FedFOR's prior shift: `flwr_regs.experiments.partition.shifts.long_tail` by `sample_share` and `long_tail`;
-        here for round 1.
+        FedFOR's prior shift: `flwr_regs.experiments.partition.shifts.long_tail` by `sample_share` and
+        `long_tail`; here for round 1.
     ``label-swaps-rounds``
-        FedFOR's concept shift, `flwr_regs.experiments.partition.shifts.swapped`. The examples are split as by
-        ``domains`` if there are `groups`, else as by ``iid``; they stay, and their labels change.
+        FedFOR's concept shift, `flwr_regs.experiments.partition.shifts.swapped`. The examples are split
+        as by ``domains`` if there are `groups`, else as by ``iid``; they stay, and their labels change.
 
     Raises ValueError, with the reason, for a split that is impossible.
     """
