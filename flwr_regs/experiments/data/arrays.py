@@ -15,9 +15,11 @@ DATASETS = {name: source.meaning for name, source in SOURCES.items()}
 """Name -> its meaning in one line. Any other data set is a reference, such as ``mine.py:load``."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Data:
     """Inputs (float32 or integers, ``(n, ...)``) and labels (int64 from 0 on, ``(n,)``).
+
+    Two of them are equal if they are one object, so that what follows from one can be kept.
 
     Attributes
     ----------
