@@ -215,7 +215,10 @@ def test_own_pictures_may_be_augmented_and_other_inputs_not() -> None:
             r"groups has the shape \(2,\) .*expected one integer from 0 on for each of",
         ),
         ({"groups": np.full(len(PARTS[1]), 0.5)}, "groups has .*entries of type float64"),
-        ({"groups": np.full(len(PARTS[1]), -1)}, "groups has the number -1; expected integers from 0 on"),
+        (
+            {"groups": np.full(len(PARTS[1]), -1)},
+            "groups has the number -1; expected integers from 0 on",
+        ),
         ({"augment": "mixup"}, "augment must be one of '', 'crop-flip', .*, not 'mixup'"),
         ({"loss": "hinge"}, "loss must be one of '', 'half-square', not 'hinge'"),
         ({"train_y": None}, "expected one integer"),
