@@ -85,18 +85,6 @@ def test_inputs_are_float32_or_integers_that_torch_knows(given: Any, kept: Any) 
     assert torch.from_numpy(got).tolist() == x.tolist()
 
 
-def test_half_precision_tensors_and_gradients_are_taken() -> None:
-    x = torch.ones(3, 2, dtype=torch.bfloat16, requires_grad=True)
-    got = fields_of((x, Y[:3], x, Y[:3]), "x.py:load")["train_x"]
-    assert got.dtype == np.float32
-
-
-def test_classes_are_counted_over_both_parts() -> None:
-    labels = np.array([0, 1, 2, 3])
-    assert data.Data(X[:4], labels[:3], X[:4], labels).num_classes == 4
-    assert data.load("digits").num_classes == 10
-
-
 def test_random_transforms_are_the_same_in_every_process() -> None:
     def noisy(x: Any, y: Any) -> Any:
         return x + torch.randn(1).numpy() + np.random.rand() + random.random(), y  # noqa: NPY002

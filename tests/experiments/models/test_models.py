@@ -153,6 +153,7 @@ STATED = {
     "vgg11": 865_482,  # Sattler et al. 2020, Tab. II
     "resnet50": 25_557_032,  # torchvision's page of the model
     "mobilenetv2-gn": 3_504_872,  # the same; GroupNorm has as many as BatchNorm
+    "alexnet": 57_044_810 + 2 * 9344,  # torchvision's for 10 classes, and BatchNorm
     "char-lstm": 820_522 - 10 * 265 + 2048,  # Reddi et al. 2021, Tab. 9: 90 characters, one bias
 }
 

@@ -133,14 +133,6 @@ def test_the_table_fits_80_columns(seeds: int, baseline: str) -> None:
     assert float(lines[0]["final"]) == pytest.approx(0.94)
 
 
-def test_a_data_frame_has_a_row_for_each_method() -> None:
-    table = Results([run("A", GOOD), run("B", [0.1], 1, error=NAN, diverged=True)]).table()
-    assert table.index.tolist() == ["A", "B"]
-    assert table.loc["A", "final"] == 0.94
-    assert table["final"].isna().tolist() == [False, True]
-    assert table["diverged"].tolist() == [0, 1]
-
-
 def test_a_record_is_there_after_each_round_and_when_a_line_is_torn(tmp_path: Path) -> None:
     whole = run("A+B(x='1')", GOOD)
     now = run(whole.label, [])
@@ -223,11 +215,6 @@ def test_the_words_fit_every_run() -> None:
     text = " ".join(made.text().split())
     assert "digits, partition shards or iid, 4 clients, 30 or 7 rounds;" in text
     assert "to 92.5%: rounds to it" in text
-
-
-def test_a_short_run_can_collapse() -> None:
-    assert rows.collapsed(run("A", [0.5, 0.9, 0.1, 0.1]))
-    assert not rows.collapsed(run("A", [0.5, 0.9]))
 
 
 def test_a_round_without_a_test_moves_no_point() -> None:

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-import flwr_regs
 from flwr_regs.experiments.data import arrays as data
 from flwr_regs.experiments.models.quadratic import Quadratic
 from flwr_regs.experiments.run import clients
@@ -73,18 +72,3 @@ def flwr_regs_model(dataset: str) -> Any:
 def test_a_setting_that_is_no_data_set_with_arguments_is_refused(wrong: str) -> None:
     with pytest.raises(ValueError, match="'dataset' must be one of digits, "):
         Job.from_run_config({**COMMON, "dataset": wrong})
-
-
-def test_a_data_set_with_arguments_is_compared() -> None:
-    result = flwr_regs.simulate(
-        "FedAvg",
-        dataset="synthetic(0.5, 0.5, clients=4)",
-        partition="iid",
-        num_clients=4,
-        rounds=2,
-        local_epochs=1,
-        seeds=[1],
-    )
-    (run,) = result.runs
-    assert [entry["round"] for entry in run.test][-1] == 2
-    assert run.test[-1]["loss"] < run.test[0]["loss"]
