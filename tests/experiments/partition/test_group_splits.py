@@ -65,13 +65,13 @@ def test_interpolation_goes_from_natural_to_iid_and_keeps_the_sizes() -> None:
     assert [set(p) for p in split(groups, "interpolated", 3, interpolation=0.0)] == natural
     own = {share: np.zeros(3) for share in (0.4, 1.0)}
     for share, mean in own.items():
-        for seed in range(200):
+        for seed in range(100):
             parts = split(groups, "interpolated", 3, seed, interpolation=share)
             assert [len(p) for p in parts] == sizes.tolist()
             assert sorted(np.concatenate(parts)) == list(range(400))
-            mean += [(groups[p] == k).mean() / 200 for k, p in enumerate(parts)]
+            mean += [(groups[p] == k).mean() / 100 for k, p in enumerate(parts)]
     for share, mean in own.items():
-        np.testing.assert_allclose(mean, 1 - share + share * sizes / 400, atol=0.01)
+        np.testing.assert_allclose(mean, 1 - share + share * sizes / 400, atol=0.015)
 
 
 def test_groups_are_needed_and_one_for_each_example() -> None:
@@ -94,13 +94,13 @@ def test_groups_are_needed_and_one_for_each_example() -> None:
 
 def test_quantities_are_dirichlet_and_the_rest_is_iid() -> None:
     """A client's share: mean 1/n, variance (n − 1)/(n² (nα + 1)); 10 examples bind too seldom to show."""
-    n, alpha, draws = 4, 5.0, 1500
+    n, alpha, draws = 4, 5.0, 500
     labels = grouped([1000] * 4)
     parts = [partition(labels, "quantity", n, s, quantity_alpha=alpha) for s in range(draws)]
     shares = np.array([[len(p) for p in found] for found in parts]) / 4000
     variance = (n - 1) / (n**2 * (n * alpha + 1))
     assert abs(shares.mean(0) - 1 / n).max() < 4.5 * np.sqrt(variance / draws)
-    np.testing.assert_allclose(shares.var(0).mean(), variance, rtol=0.06)
+    np.testing.assert_allclose(shares.var(0).mean(), variance, rtol=0.1)
     kinds = np.array([[(labels[p] == c).mean() for c in range(4)] for p in parts[0]])
     assert abs(kinds - 0.25).max() < 0.1
 
@@ -140,7 +140,7 @@ def leaf_by_leaf(fine: list[list[int]], n: int, alpha: float, beta: float, rng: 
 
 def test_pachinko_is_the_plain_loop_where_labels_run_out() -> None:
     """Mean and spread of each client's count of each fine label."""
-    sizes, draws = [[3, 5], [8], [2, 2, 4]], 1200
+    sizes, draws = [[3, 5], [8], [2, 2, 4]], 500
     flat = [size for counts in sizes for size in counts]
     order = np.random.default_rng(0).permutation(sum(flat))
     fine = np.repeat(np.arange(6), flat)[order]
@@ -160,25 +160,7 @@ def test_pachinko_is_the_plain_loop_where_labels_run_out() -> None:
     assert (got.sum(2) == 8).all()
     error = np.sqrt((want.var(0) + got.var(0)) / draws)
     assert (abs(want.mean(0) - got.mean(0)) < 4.5 * error).all()
-    np.testing.assert_allclose(got.var(0), want.var(0), rtol=0.25)
-
-
-def test_a_pachinko_clients_coarse_labels_are_dirichlet() -> None:
-    """A client of size M has a coarse label with variance M p (1 − p)(M + A)/(1 + A), A = 4 α."""
-    coarse, m, draws, a = grouped([300] * 4), 100, 800, 4 * 0.5
-    fine = 3 * coarse + np.arange(1200) % 3
-    counts = np.array(
-        [
-            np.bincount(coarse[part], minlength=4)
-            for s in range(draws)
-            for part in partition(coarse, "pachinko", 12, s, fine_labels=fine, pachinko_alpha=0.5)[
-                :1
-            ]
-        ]
-    )
-    variance = m * 0.25 * 0.75 * (m + a) / (1 + a)
-    assert abs(counts.mean(0) - 25).max() < 4.5 * np.sqrt(variance / draws)
-    np.testing.assert_allclose(counts.var(0).mean(), variance, rtol=0.08)
+    np.testing.assert_allclose(got.var(0), want.var(0), rtol=0.4)
 
 
 # test data

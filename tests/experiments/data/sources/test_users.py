@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 
@@ -10,25 +9,12 @@ import numpy as np
 import pytest
 
 from flwr_regs.experiments.data import arrays as data
-from flwr_regs.experiments.data.sources import data_files as files
-from flwr_regs.experiments.data.sources import handwriting as writers
 from flwr_regs.experiments.data.sources import texts
-from tests.experiments.sources import made
+from tests.experiments.data.sources import made
 
 
 def letters(row: np.ndarray) -> str:
     return "".join((*texts.LETTERS, "#")[i] for i in row)
-
-
-def test_femnist_from_leaf(tmp_path: Path) -> None:
-    made.femnist(tmp_path / "femnist")
-    got = data.load("femnist", str(tmp_path))
-    assert got.groups is not None
-    assert got.test_groups is not None
-    assert got.groups.tolist() == [0] * 4 + [1] * 4  # f0, f1, whatever their order in the file
-    assert got.test_groups.tolist() == [0, 0, 1, 1]
-    assert got.train_y.tolist() == [0, 1, 2, 3] * 2
-    np.testing.assert_allclose(got.train_x[:4, 0, 0, 0], [0, 0.1, 0.2, 0.3], rtol=1e-6)
 
 
 def test_femnist_from_tffs_files(tmp_path: Path) -> None:
@@ -55,14 +41,6 @@ def test_femnist_from_tffs_files(tmp_path: Path) -> None:
         data.load("femnist(writers=4)", str(tmp_path))
 
 
-def test_users_are_drawn_at_random_and_always_the_same() -> None:
-    every = [f"u{i:02d}" for i in range(40)]
-    chosen = files.drawn(every[::-1], 10)
-    assert chosen == sorted({*chosen}) == files.drawn(every, 10)
-    assert chosen != every[:10]
-    assert files.drawn(every[::-1], 0) == every
-
-
 def test_a_test_file_is_another_than_the_training_file(tmp_path: Path) -> None:
     """And has only the writers that are asked for."""
     pytest.importorskip("h5py")
@@ -74,24 +52,6 @@ def test_a_test_file_is_another_than_the_training_file(tmp_path: Path) -> None:
         made.hdf5(tmp_path / f"tff/fed_emnist_{part}.h5", {"f0": columns})
     got = data.load("femnist", str(tmp_path / "tff"))
     assert (got.train_y.tolist(), got.test_y.tolist()) == ([3], [9])
-
-
-def test_a_share_of_rows_and_the_rest_have_one_each() -> None:
-    rows = list(range(10))
-    assert writers.cut(rows, 0.8) == (rows[:8], rows[8:])
-    assert writers.cut(rows, 0.05) == (rows[:1], rows[1:])
-    assert writers.cut(rows, 0.99) == (rows[:9], rows[9:])
-    assert writers.cut([7], 0.8) == ([7], [])
-
-
-def test_tweets_are_in_order_of_year_month_day_and_hour() -> None:
-    dates = [
-        "Wed Dec 31 10:00:00 PST 2008",
-        "Mon Apr 20 10:00:00 PDT 2009",
-        "Mon Apr 20 11:00:00 PDT 2009",
-        "Fri May 01 09:00:00 PDT 2009",
-    ]
-    assert sorted((dates[i] for i in (2, 3, 0, 1)), key=texts._time) == dates
 
 
 def test_femnist_from_the_hubs_parquet(tmp_path: Path) -> None:
@@ -162,15 +122,6 @@ def test_a_text_without_speakers_is_refused(tmp_path: Path) -> None:
     (tmp_path / "input.txt").write_text("To be: or not\nto be\n")
     with pytest.raises(ValueError, match="no speaker with 2 lines; expected a line 'NAME:'"):
         data.load("shakespeare", str(tmp_path))
-
-
-@pytest.mark.skipif("DATA_DIR" not in os.environ, reason="DATA_DIR names no folder of real data")
-def test_real_shakespeare_has_some_270_speakers() -> None:
-    got = data.load("shakespeare", os.environ["DATA_DIR"])
-    assert got.groups is not None
-    assert 260 < got.groups.max() + 1 < 280
-    assert 0.75 < len(got.train_y) / (len(got.train_y) + len(got.test_y)) < 0.85
-    assert (got.train_y == len(texts.LETTERS)).mean() < 1e-4  # few other characters
 
 
 def test_sentiment140_by_account_and_time(tmp_path: Path) -> None:

@@ -38,23 +38,6 @@ def test_each_client_has_a_linear_model_and_inputs_of_its_own() -> None:
     np.testing.assert_allclose(largest.std(0), np.arange(1.0, 61) ** -0.6, rtol=0.15)
 
 
-def test_iid_clients_share_one_model() -> None:
-    got = data.load("synthetic(iid=True, clients=50)")
-    assert abs(got.train_x.mean(0)).max() < 4.5 / np.sqrt(len(got.train_x))
-    x, y = torch.from_numpy(got.train_x), torch.from_numpy(got.train_y)
-    model = torch.nn.Linear(60, 10)
-    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=200)
-
-    def loss() -> torch.Tensor:
-        optimizer.zero_grad()
-        value = torch.nn.functional.cross_entropy(model(x), y)
-        value.backward()
-        return value
-
-    optimizer.step(loss)
-    assert (model(x).argmax(1) == y).double().mean() > 0.97
-
-
 @pytest.mark.parametrize(("spread", "curvature"), [(1.0, 2.0), (0.0, 1.0), (3.0, 0.0)])
 def test_a_clients_mean_loss_is_its_quadratic(spread: float, curvature: float) -> None:
     got = data.load(f"quadratics(clients=3, dimension=4, spread={spread}, curvature={curvature})")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import os
 import pickle
 import sys
 from pathlib import Path
@@ -17,7 +16,7 @@ from torchvision import datasets as torchvisions
 
 from flwr_regs.experiments.data import arrays as data
 from flwr_regs.experiments.data.sources import pictures
-from tests.experiments.sources import made
+from tests.experiments.data.sources import made
 
 
 def pixels(packed: bytes) -> Any:
@@ -56,15 +55,6 @@ def test_cifars_parquets_hold_packed_pictures(tmp_path: Path) -> None:
     assert (got.train_y.tolist(), got.test_y.tolist()) == ([2, 0, 1], [2])
     assert got.augment == "crop-flip"
     assert got.coarse is None
-
-
-def test_cifar_by_picture_is_standardised_by_itself_where_it_is_tested(tmp_path: Path) -> None:
-    pytest.importorskip("pyarrow")
-    made.cifar(tmp_path, 10)
-    got = data.load("cifar10(augment='crop-24')", str(tmp_path))
-    assert got.train_x.max() > 200  # bytes: a part is standardised after it was cut out
-    np.testing.assert_allclose(got.test_x.reshape(10, -1).mean(1), 0, atol=1e-5)
-    np.testing.assert_allclose(got.test_x.reshape(10, -1).std(1), 1, rtol=1e-5)
 
 
 def test_cifar100_has_its_superclasses(tmp_path: Path) -> None:
@@ -133,16 +123,6 @@ def test_without_flwr_datasets_the_hub_is_refused(monkeypatch: pytest.MonkeyPatc
         data.load("cifar10(hub=True)")
 
 
-def test_without_pyarrow_parquets_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for part in ("train", "test"):
-        (tmp_path / f"{part}.parquet").write_bytes(b"")
-    monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(ImportError, match="reading parquet files needs pyarrow: pip install"):
-        data.load("cifar10", str(tmp_path))
-
-
 def test_a_table_without_labels_is_refused(tmp_path: Path) -> None:
     pytest.importorskip("pyarrow")
     for part in ("train", "test"):
@@ -167,22 +147,3 @@ def test_a_folder_of_clients_pictures(tmp_path: Path) -> None:
     assert got.groups is not None
     assert got.groups.tolist() == [0] * 6 + [1] * 6  # ann, bob
     assert got.train_y.tolist() == [0, 0, 0, 1, 1, 1] * 2
-
-
-@pytest.mark.skipif("DATA_DIR" not in os.environ, reason="DATA_DIR names no folder of real data")
-def test_real_cifar_has_the_moments_that_it_is_normalised_with() -> None:
-    pytest.importorskip("pyarrow")
-    got = data.load("cifar10", os.environ["DATA_DIR"])
-    assert (got.train_x.shape, got.test_x.shape) == ((50000, 3, 32, 32), (10000, 3, 32, 32))
-    assert np.bincount(got.train_y).tolist() == [5000] * 10
-    # the pictures may have been packed with losses
-    np.testing.assert_allclose(got.train_x.mean((0, 2, 3)), 0, atol=2e-3)
-    np.testing.assert_allclose(got.train_x.std((0, 2, 3)), 1, atol=1e-2)
-
-
-@pytest.mark.skipif("DATA_DIR" not in os.environ, reason="DATA_DIR names no folder of real data")
-def test_real_mnist_has_the_moments_that_it_is_normalised_with() -> None:
-    got = data.load("mnist", os.environ["DATA_DIR"])
-    assert (got.train_x.shape, got.test_x.shape) == ((60000, 1, 28, 28), (10000, 1, 28, 28))
-    assert abs(got.train_x.mean()) < 1e-3
-    assert abs(got.train_x.std() - 1) < 1e-3

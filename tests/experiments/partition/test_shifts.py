@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from flwr.app import Context, RecordDict
 
 from flwr_regs.experiments.data import arrays as data
 from flwr_regs.experiments.partition import shifts
@@ -56,14 +54,14 @@ def test_a_round_has_a_long_tail_of_a_random_sample() -> None:
         assert len(set(rows)) == len(rows)
         assert sorted(np.bincount(labels[rows], minlength=5), reverse=True) == want
     first, seen = Counter[int](), np.zeros(1000)
-    for server_round in range(1, 401):
+    for server_round in range(1, 201):
         rows = shifts.long_tail(labels, 3, server_round, 0, share=0.2, ratio=10.0)
         first[int(np.bincount(labels[rows], minlength=5).argmax())] += 1
         seen[rows] += 1
-    assert min(first.values()) > 50  # 80 expected of each class
+    assert min(first.values()) > 20  # 40 expected of each class
     per_round = 0.2 * np.mean([10 ** (-i / 4) for i in range(5)])
-    np.testing.assert_allclose(seen.mean() / 400, per_round, rtol=0.05)
-    assert seen.max() < 36 + 5 * 6  # 36 expected: no example is preferred
+    np.testing.assert_allclose(seen.mean() / 200, per_round, rtol=0.05)
+    assert seen.max() < 18 + 5 * 4.3  # 18 expected: no example is preferred
 
 
 def test_a_round_of_a_client_is_its_own_and_can_be_repeated() -> None:
@@ -138,16 +136,6 @@ def test_a_clients_data_follow_the_round_alone() -> None:
     assert not plain.by_round
 
 
-def test_a_client_trains_on_the_messages_round() -> None:
-    job = job_of(partition="label-swaps-rounds", swap_probability=1.0)
-    for server_round in (0, 3):
-        config = {**job.config, "method": "", "round": server_round}
-        node = {"partition-id": 2, "num-partitions": 10}
-        client = clients.client_fn(Context(1, 2, node, RecordDict(), config))
-        trained = client.train_data.dataset.tensors[1]
-        assert np.array_equal(trained, clients._data(job, 10, 2, server_round)[0].tensors[1])
-
-
 def test_noise_is_on_a_clients_training_and_test_inputs() -> None:
     noise = job_of(partition="noise", noise_level=0.2, test_on_clients=True)
     plain = job_of(partition="iid", test_on_clients=True)
@@ -188,38 +176,13 @@ def test_a_pachinko_partition_needs_coarse_labels() -> None:
     assert min(kinds) < 4  # Dir(0.1) over five
 
 
-@pytest.mark.parametrize(
-    "partition", ["long-tail-rounds", "label-swaps-rounds", "noise", "quantity"]
-)
-def test_a_comparison_runs_and_repeats(partition: str, tmp_path: Path) -> None:
-    from flwr_regs import simulate
-
-    def accuracies() -> list[float]:
-        result = simulate(
-            methods="FedAvg",
-            partition=partition,
-            rounds=2,
-            num_clients=4,
-            local_epochs=1,
-            swap_probability=1.0,
-            sample_share=0.3,
-            seeds=[1],
-        )
-        (run,) = result.runs
-        return [point["accuracy"] for point in run.test]
-
-    first = accuracies()
-    assert len(first) == 3
-    assert first == accuracies()
-
-
 def test_the_server_tests_with_the_rounds_labels(monkeypatch: pytest.MonkeyPatch) -> None:
     """A model that never learns has the accuracy of the labels that the test data have in each round."""
     from flwr_regs import simulate
 
     settings: dict[str, Any] = {
         "methods": "FedAvg",
-        "rounds": 6,
+        "rounds": 4,
         "num_clients": 2,
         "local_steps": 1,
     }

@@ -153,6 +153,7 @@ STATED = {
     "vgg11": 865_482,  # Sattler et al. 2020, Tab. II
     "resnet50": 25_557_032,  # torchvision's page of the model
     "mobilenetv2-gn": 3_504_872,  # the same; GroupNorm has as many as BatchNorm
+    "alexnet": 57_044_810 + 2 * 9344,  # torchvision's for 10 classes, and BatchNorm
     "char-lstm": 820_522 - 10 * 265 + 2048,  # Reddi et al. 2021, Tab. 9: 90 characters, one bias
 }
 
@@ -169,26 +170,21 @@ def test_a_model_has_as_many_parameters_as_its_source_states(name: str) -> None:
     assert parameters(name) == STATED[name]
 
 
-def test_parameters_follow_from_torchvisions() -> None:
-    from torchvision.models import alexnet, resnet18
-
-    with torch.device("meta"):
-        plain, small = alexnet(num_classes=10), resnet18(num_classes=100)
-    sizes = 64 + 192 + 384 + 256 + 256 + 4096 + 4096  # BatchNorm: two for each channel
-    assert parameters("alexnet") == _count(plain) + 2 * sizes
-    stem = 3 * 64 * (7**2 - 3**2)
-    assert parameters("resnet18-gn") == _count(small) - stem
-
-
 def _count(model: nn.Module) -> int:
     return sum(p.numel() for p in model.parameters())
 
 
-SHAPES = {"alexnet": (3, 64, 64), "vgg11": (3, 32, 32), "mobilenetv2-gn": (3, 32, 32)}
+SHAPES = {"vgg11": (3, 32, 32), "mobilenetv2-gn": (3, 32, 32)}
 
 
-@pytest.mark.parametrize("projection", [0, 6])
-@pytest.mark.parametrize("name", catalogue.NETS)
+@pytest.mark.parametrize(
+    ("name", "projection"),
+    [
+        *(("mlp", 0), ("lenet", 6), ("cnn-4-4", 0), ("vgg9", 6), ("vgg11", 0), ("resnet8", 6)),
+        *(("resnet18-gn", 0), ("mobilenetv2-gn", 6), ("digits-convnet", 0), ("char-lstm", 6)),
+        ("sentiment-lstm", 0),
+    ],
+)
 def test_a_step_moves_every_parameter(name: str, projection: int, shaped: Any) -> None:
     """On the data's shape, classes and vocabulary; twice the same from a seed."""
     words = catalogue.NETS[name].words
@@ -287,19 +283,18 @@ def test_given_word_vectors_stay_fixed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(again[0].embedding.weight, torch.from_numpy(vectors))
 
 
-@pytest.mark.parametrize("name", ["resnet8", "char-lstm"])
-def test_methods_train_the_models(name: str, tmp_path: Path) -> None:
+def test_methods_train_a_model(tmp_path: Path) -> None:
     """With a head, features, Fisher information. MOON's z is the head's output, named or not."""
     from flwr_regs import simulate
 
-    draw = "rng.integers(0, 3, (48, 5))" if name == "char-lstm" else "rng.random((48, 1, 8, 8))"
+    draw = "rng.integers(0, 3, (48, 5))"
     (tmp_path / "mine.py").write_text(
         f"import numpy as np\ndef load():\n    rng = np.random.default_rng(0)\n    x = {draw}\n"
         "    y = np.arange(48) % 3\n    return x, y, x, y\n"
     )
     by_name = "MOON(projection='projection')"
     settings: dict[str, Any] = {"dataset": "mine.py:load", "code_dir": str(tmp_path)}
-    settings |= {"model": name, "projection": 4, "partition": "iid", "num_clients": 2}
+    settings |= {"model": "char-lstm", "projection": 4, "partition": "iid", "num_clients": 2}
     result = simulate(
         methods=f"MOON, {by_name}, RFedAvgPlus(lam=0.1), FedCurv(lam=1.0)",
         **settings,

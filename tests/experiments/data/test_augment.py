@@ -16,24 +16,9 @@ from flwr_regs.experiments.data import arrays as data
 from flwr_regs.experiments.data import augment
 from flwr_regs.experiments.run import clients
 from flwr_regs.experiments.settings.job import Job
-from tests.experiments.sources import made
+from tests.experiments.data.sources import made
 
 PICTURES = torch.rand(64, 3, 12, 10, generator=torch.Generator().manual_seed(0))
-
-
-@pytest.mark.parametrize("name", augment.AUGMENTATIONS)
-def test_equal_seeds_give_equal_pictures(name: str) -> None:
-    x, change = torch.rand(5, 3, 32, 32), augment.AUGMENTATIONS[name]
-
-    def drawn(seed: int) -> torch.Tensor:
-        torch.manual_seed(seed)
-        return change.train(x)
-
-    before = x.clone()
-    assert torch.equal(drawn(1), drawn(1))
-    assert torch.equal(drawn(1), drawn(2)) == (name == "")
-    assert torch.equal(change.test(x), change.test(x))
-    assert torch.equal(x, before)  # not in place
 
 
 def test_half_of_the_pictures_are_flipped() -> None:
@@ -56,15 +41,6 @@ def test_a_crop_is_a_part_and_every_place_is_drawn() -> None:
     assert counts.min() > 150  # of 222 expected
     offset = torch.arange(4.0)[:, None] * 5 + torch.arange(3.0)
     assert torch.equal(got, (corners[:, None, None] + offset)[:, None].expand(2000, 2, 4, 3))
-
-
-def test_crop_flip_pads_with_zeros() -> None:
-    torch.manual_seed(0)
-    got = augment.AUGMENTATIONS["crop-flip"].train(torch.ones(500, 3, 8, 8))
-    assert {*got.unique().tolist()} == {0.0, 1.0}
-    shares = got.mean((1, 2, 3))
-    assert shares.min() == pytest.approx(16 / 64)  # 4 off each side
-    assert shares.max() == 1
 
 
 def test_the_middle_of_a_picture_is_standardised_by_itself() -> None:
@@ -143,8 +119,8 @@ def cifar(tmp_path: Path) -> str:
     return str(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["crop-flip", "crop-24"])
-def test_held_out_examples_are_not_augmented(name: str, cifar: str) -> None:
+def test_held_out_examples_are_not_augmented(cifar: str) -> None:
+    name = "crop-24"
     job = settings(
         **{"dataset": f"cifar10(augment='{name}')", "data-dir": cifar, "held-out-share": 0.4}
     )
@@ -191,9 +167,8 @@ def trained(name: str) -> list[np.ndarray]:
     return result.arrays.to_numpy_ndarrays()
 
 
-@pytest.mark.parametrize("name", ["crop-flip", "flip-rotate"])
-def test_two_runs_are_equal_to_the_bit(name: str) -> None:
-    first, again, plain = trained(name), trained(name), trained("")
+def test_two_runs_are_equal_to_the_bit() -> None:
+    first, again, plain = (trained(name) for name in ("crop-flip", "crop-flip", ""))
     for a, b in zip(first, again, strict=True):
         np.testing.assert_array_equal(a, b)
     assert any((a != b).any() for a, b in zip(first, plain, strict=True))

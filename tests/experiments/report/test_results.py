@@ -88,7 +88,7 @@ def test_a_diverged_seed_is_counted_and_voids_nothing() -> None:
     text = Results([run("A", GOOD, 1), bad]).text()
     assert "(2 of 2)" in text
     assert "1 of 2 seeds diverged" in text
-    curves = [Results._curve(r, dict) for r in (run("A", GOOD, 1), bad)]
+    curves = [*Results([run("A", GOOD, 1), bad])._curves()]
     assert [len(c["accuracy"]) for c in curves] == [8, 3]
     assert [bool(c["stopped"]) for c in curves] == [False, True]
 
@@ -131,14 +131,6 @@ def test_the_table_fits_80_columns(seeds: int, baseline: str) -> None:
     lines = list(csv.DictReader(io.StringIO(Results(every).csv())))
     assert [line["method"] for line in lines] == ["FedAvg", long]
     assert float(lines[0]["final"]) == pytest.approx(0.94)
-
-
-def test_a_data_frame_has_a_row_for_each_method() -> None:
-    table = Results([run("A", GOOD), run("B", [0.1], 1, error=NAN, diverged=True)]).table()
-    assert table.index.tolist() == ["A", "B"]
-    assert table.loc["A", "final"] == 0.94
-    assert table["final"].isna().tolist() == [False, True]
-    assert table["diverged"].tolist() == [0, 1]
 
 
 def test_a_record_is_there_after_each_round_and_when_a_line_is_torn(tmp_path: Path) -> None:
@@ -225,16 +217,11 @@ def test_the_words_fit_every_run() -> None:
     assert "to 92.5%: rounds to it" in text
 
 
-def test_a_short_run_can_collapse() -> None:
-    assert rows.collapsed(run("A", [0.5, 0.9, 0.1, 0.1]))
-    assert not rows.collapsed(run("A", [0.5, 0.9]))
-
-
 def test_a_round_without_a_test_moves_no_point() -> None:
     """Where clients test, none of them may be able to once."""
     gap = run("A", [0.5, 0.6, 0.9])
     del gap.test[2]
-    curve = Results._curve(gap, dict)
+    (curve,) = Results([gap])._curves()
     assert curve["megabytes"] == [0.0, 0.75, 2.25]
     assert curve["seconds"] == [0.0, 2.5, 7.5]
     (row,) = rows.rows([gap], 0.85)

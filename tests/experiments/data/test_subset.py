@@ -28,12 +28,6 @@ def test_a_part_has_so_many_examples_of_so_many_classes() -> None:
     assert subset.fingerprint(part) == subset.fingerprint(again)
 
 
-def test_without_a_number_all_examples_stay() -> None:
-    part = subset.reduced(DIGITS, 0, 4, 0)
-    assert len(part.train_y) == (DIGITS.train_y < 4).sum()
-    assert len(part.test_y) == (DIGITS.test_y < 4).sum()
-
-
 def test_groups_have_equal_shares_and_everything_stays_together() -> None:
     part = subset.reduced(GROUPED, 60, 0, 3)
     assert part.groups is not None
@@ -49,15 +43,8 @@ def test_groups_have_equal_shares_and_everything_stays_together() -> None:
     assert [row % 7 for row in rows] == part.test_groups.tolist()
 
 
-def test_a_part_is_of_the_whole_and_not_its_beginning() -> None:
-    made = replace(DIGITS, train_y=np.arange(len(DIGITS.train_y)))
-    assert subset.reduced(made, 100, 0, 5).train_y.mean() > 500  # 718 expected
-
-
-@pytest.mark.parametrize("name", sorted(data.DATASETS))
+@pytest.mark.parametrize("name", ["synthetic", "emnist", "cifar10", "shakespeare"])
 def test_records_have_the_shape_of_the_data_set(name: str) -> None:
-    if name == "image-folder":
-        pytest.skip("a user's own pictures have no shape of their own")
     examples, classes = data.two_examples(name)
     made = subset.records(name)
     assert made.train_x.shape == (subset.RECORDS, *examples.shape[1:])

@@ -71,11 +71,6 @@ def test_each_metric_is_what_its_meaning_says(name: str, value: float | None) ->
     assert found == (None if value is None else pytest.approx(value))
 
 
-def test_all_metrics_have_a_case_above() -> None:
-    (mark,) = test_each_metric_is_what_its_meaning_says.pytestmark
-    assert {case[0] for case in mark.args[1]} | {"bytes-beside"} == {*metrics.METRICS}
-
-
 def test_participants_count_with_their_own_models() -> None:
     one = {0: {"accuracy": 0.2, "personal-accuracy": 0.6}, 1: {"accuracy": 0.8}}
     run = made([0.2, 0.3], evaluate={"clients": one})
@@ -84,27 +79,25 @@ def test_participants_count_with_their_own_models() -> None:
     assert metrics.METRICS["clients"].of(run) == pytest.approx(0.5)
 
 
-def test_the_half_is_of_the_planned_rounds() -> None:
-    run = made([0.1, 0.2, 0.3, 0.4])
-    run.job["rounds"] = 8
-    assert metrics.METRICS["best-half"].of(run) == 0.4
-
-
-def test_the_last_five_rounds_are_not_all() -> None:
-    run = made([0.9, 0.1, 0.2, 0.3, 0.4, 1.0])
-    assert metrics.METRICS["last5"].of(run) == pytest.approx(0.4)
-    assert metrics.METRICS["mean"].of(run) == pytest.approx(2.9 / 6)
-
-
-def test_a_target_is_reached_where_it_is_met() -> None:
-    assert metrics.METRICS["rounds-to"].of(made([0.4, 0.5, 0.6])) == 2
-
-
-def test_the_worst_tenth_is_of_the_clients() -> None:
-    run = made([0.5])
+def test_metrics_are_of_the_rounds_clients_and_messages_that_they_name() -> None:
+    values = {name: metric.of for name, metric in metrics.METRICS.items()}
+    run = made([0.9, 0.1, 0.5, 0.3, 0.4, 1.0], bytes_down={0: 300, 1: 100}, bytes_up={0: 5, 1: 50})
+    run.job["rounds"] = 3  # planned: the first is its half
+    run.test[-1]["ensemble"] = 0.7
     run.per_client = {"clients": [0.01 * i for i in reversed(range(39))]}
-    assert metrics.METRICS["worst"].of(run) == 0
-    assert metrics.METRICS["worst-tenth"].of(run) == pytest.approx(0.01)  # three of 39
+    assert values["best-half"](run) == 0.9
+    assert values["last5"](run) == pytest.approx(0.46)
+    assert values["mean"](run) == pytest.approx(3.2 / 6)
+    assert values["ensemble"](run) == 0.7
+    assert values["worst"](run) == 0
+    assert values["worst-tenth"](run) == pytest.approx(0.01)  # three of 39
+    phones = 3e-4 / 0.75 + 5e-5 / 0.25 + 7 * 0.75 + 10 + 0.5  # they wait for the largest messages
+    assert values["deployed-seconds"](run) == pytest.approx(phones, abs=1e-6)
+    run.job["target-accuracy"] = 0.5
+    assert values["rounds-to"](made([0.4, 0.5, 0.6])) == 2  # where it is met
+    for name in ("rounds-to", "seconds-to", "megabytes-to", "gradients-to"):
+        assert values[name](made([0.2, 0.3])) is None
+    assert {of(Run("A", "A", 1, {**DEFAULTS}, 4, {})) for of in values.values()} == {None}
 
 
 def test_what_is_sent_before_a_round_or_in_a_first_exchange_counts() -> None:
@@ -116,29 +109,6 @@ def test_what_is_sent_before_a_round_or_in_a_first_exchange_counts() -> None:
     plain, probed = (metrics.METRICS["deployed-seconds"].of(r) for r in (made([0.5]), run))
     assert plain is not None
     assert probed == pytest.approx(plain + 7 * 0.25)
-
-
-def test_a_round_on_phones_waits_for_the_largest_messages() -> None:
-    run = made([0.5], bytes_down={0: 300, 1: 100}, bytes_up={0: 5, 1: 50})
-    want = 3e-4 / 0.75 + 5e-5 / 0.25 + 7 * 0.75 + 10 + 0.5
-    assert metrics.METRICS["deployed-seconds"].of(run) == pytest.approx(want, abs=1e-6)
-
-
-def test_the_ensemble_is_tested_beside_the_model() -> None:
-    run = made([0.5, 0.6])
-    run.test[-1]["ensemble"] = 0.7
-    assert metrics.METRICS["ensemble"].of(run) == 0.7
-
-
-def test_a_target_that_is_not_reached_has_no_rounds() -> None:
-    run = made([0.2, 0.3])
-    for name in ("rounds-to", "seconds-to", "megabytes-to", "gradients-to"):
-        assert metrics.METRICS[name].of(run) is None
-
-
-def test_a_run_without_rounds_has_no_numbers() -> None:
-    run = Run("A", "A", 1, {**DEFAULTS}, 4, {})
-    assert {metric.of(run) for metric in metrics.METRICS.values()} == {None}
 
 
 def test_means_are_over_the_seeds_that_ended_and_beside_the_first_method() -> None:

@@ -9,13 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-import flwr_regs
 from flwr_regs.experiments.data import arrays as data
-from flwr_regs.experiments.data.domains import DOMAINS, shifted
 from flwr_regs.experiments.models.quadratic import Quadratic
 from flwr_regs.experiments.run import clients
 from flwr_regs.experiments.settings.job import Job
-from tests.experiments.sources import made
+from tests.experiments.data.sources import made
 
 COMMON = {"methods": "FedAvg", "num-clients": 5, "partition": "iid"}
 
@@ -74,37 +72,3 @@ def flwr_regs_model(dataset: str) -> Any:
 def test_a_setting_that_is_no_data_set_with_arguments_is_refused(wrong: str) -> None:
     with pytest.raises(ValueError, match="'dataset' must be one of digits, "):
         Job.from_run_config({**COMMON, "dataset": wrong})
-
-
-def test_a_data_set_with_arguments_is_compared() -> None:
-    result = flwr_regs.simulate(
-        "FedAvg",
-        dataset="synthetic(0.5, 0.5, clients=4)",
-        partition="iid",
-        num_clients=4,
-        rounds=2,
-        local_epochs=1,
-        seeds=[1],
-    )
-    (run,) = result.runs
-    assert [entry["round"] for entry in run.test][-1] == 2
-    assert run.test[-1]["loss"] < run.test[0]["loss"]
-
-
-def test_each_domain_shows_the_same_images_otherwise() -> None:
-    x = data.load("digits-domains", "").train_x[:50]
-    seen = [shifted(x, d, 3) for d in range(len(DOMAINS))]
-    for image in seen:
-        assert image.shape == x.shape
-        assert image.dtype == np.float32
-        assert image.min() >= 0
-        assert image.max() <= 1
-    assert (seen[0] == x).all()
-    np.testing.assert_allclose(seen[1], 1 - x)
-    np.testing.assert_array_equal(seen[3][0, 0, :, 0], x[0, 0, 0, ::-1])  # the top row, at the left
-    assert (seen[4][:, :, ::2, ::2] == seen[4][:, :, 1::2, 1::2]).all()  # half the resolution
-    assert abs(seen[2] - x).mean() > 0.1
-    assert (seen[2] == shifted(x, 2, 3)).all()
-    assert (seen[2] != shifted(x, 2, 4)).any()
-    photo = abs(seen[2] - x)  # where the image is black, the photograph shows
-    assert len(np.unique(photo[x == 0])) > 100
