@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Collection, Iterator, Mapping
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
@@ -15,7 +16,6 @@ from flwr.app import ArrayRecord, ConfigRecord, Context, Message
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-import flwr_regs
 from flwr_regs import (
     ClientContext,
     ClientRound,
@@ -28,18 +28,21 @@ from flwr_regs import (
     Term,
     client_app,
 )
-from flwr_regs.abilities import Addresses, Agrees, Checks, Freezes, Personalises, Weighs
+from flwr_regs.abilities import (
+    Addresses,
+    Agrees,
+    Checks,
+    Folds,
+    Freezes,
+    Personalises,
+    Weighs,
+)
 from tests.conftest import close, make_model, to_numpy
 from tests.oracles import outside as oracle
 from tests.oracles.outside import Turn
-from tests.test_outside import (
+from tests.term_runs import (
     LR,
     Arrays,
-    Control,
-    EightBits,
-    Fair,
-    Nova,
-    Own,
     SerialisingGrid,
     Slot,
     both_grids,
@@ -101,37 +104,6 @@ def own_app(
             return loop.reply()
 
     return app
-
-
-# abilities are had by having their methods
-
-
-def test_a_term_has_an_ability_by_having_its_methods() -> None:
-    abilities = flwr_regs.abilities
-    terms = [Nova(), Fair(1.0), Control(), EightBits(), Own(0.1), Term()]
-    for name, having in {
-        "Weighs": {Nova, Fair},
-        "Folds": {Control},
-        "Compresses": {EightBits},
-        "TakesBack": {EightBits},
-        "Personalises": {Own},
-        "Probes": set(),
-        "Recovers": set(),
-        "Addresses": set(),
-        "Withholds": set(),
-        "Freezes": set(),
-        "Checks": set(),
-        "Agrees": set(),
-        "Steers": set(),
-        "Restricts": set(),
-    }.items():
-        ability = getattr(abilities, name)
-        assert {type(t) for t in terms if isinstance(t, ability)} == having, name
-    assert [t.server_only for t in terms] == [True, False, False, False, False, True]
-    assert Fair(2.0).config() == {"fair.q": 2.0}
-
-
-# messages of one's own
 
 
 @dataclass(frozen=True)
@@ -737,6 +709,25 @@ def test_what_a_term_reads_on_the_server() -> None:
 # the evaluation sees what a client has
 
 
+@dataclass(frozen=True)
+class Own(Term, Personalises):
+    """Ditto, Li et al. 2021: beside the global model, a model of the client's own, pulled towards it."""
+
+    name: ClassVar[str] = "own"
+    keeps: ClassVar[str] = "always"
+    lam: float
+
+    def finish(self, delta: Arrays, ctx: ClientContext) -> tuple[Arrays, Slot, Slot]:
+        def loss(u: Arrays, at: ClientContext) -> Any:
+            pull = sum(((u[n] - ctx.start[n]) ** 2).sum() for n in u)
+            return ctx.loss_fn(at.output_at(u), at.targets) + self.lam / 2 * pull
+
+        return delta, {}, ctx.train(ctx.client or ctx.start, loss, ctx.num_steps)
+
+    def personal(self, params: Arrays, ctx: ClientContext) -> Arrays:
+        return dict(ctx.client) if ctx.client else params
+
+
 def test_a_personal_model_of_a_client_without_state_is_the_global_one() -> None:
     """`personal` on a client that never trained; evaluation of the clients that took part differs."""
     data = make_data()
@@ -799,3 +790,56 @@ class TooEarly(Term):
 def test_a_function_that_is_not_there_says_so() -> None:
     with pytest.raises(RoundFailed, match=r"gradient_at is there in `correct`"):
         train(RegStrategy([TooEarly()], **ALL), numpy_app([TooEarly], make_data()), rounds=1)
+
+
+@dataclass(frozen=True)
+class Hoard(Term, Folds):
+    """Folds large uploads, and looks which of the others' are still held."""
+
+    name: ClassVar[str] = "hoard"
+    first: ClassVar[list[Slot]] = []
+    held: ClassVar[list[list[int]]] = []
+    seen: ClassVar[dict[int, Any]] = {}
+
+    def finish(self, delta: Arrays, ctx: ClientContext) -> tuple[Arrays, Slot, Slot]:
+        return delta, {"big": torch.full((5000,), 1.0 + ctx.client_id)}, {}
+
+    def fold(
+        self, acc: Slot, pid: int, delta: Arrays, upload: Slot, weight: float, ctx: ServerContext
+    ) -> Slot:
+        if not self.seen:
+            self.first.append(dict(acc))
+        self.held.append([k for k, ref in self.seen.items() if ref() is not None])
+        self.seen[pid] = weakref.ref(upload["big"])
+        assert weight == ctx.weights[pid]
+        norm = sum((d**2).sum() for d in delta.values()) ** 0.5
+        assert norm == pytest.approx(ctx.replies[pid].norm)
+        acc[str(pid)] = upload["big"][0] * 1
+        return acc
+
+    def update(
+        self, server: Slot, delta: Arrays, uploads: Mapping[Any, Any], ctx: ServerContext
+    ) -> tuple[Slot, Arrays]:
+        assert uploads == {str(k): 1.0 + k for k in sorted(ctx.replies)}
+        assert list(ctx.replies) == sorted(ctx.replies)
+        self.seen.clear()
+        return server, delta
+
+
+class Backwards(SerialisingGrid):
+    """Returns replies last first."""
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        return list(super().pull_messages(message_ids))[::-1]
+
+
+@pytest.mark.parametrize("kind", [InProcessGrid, Backwards])
+def test_uploads_are_folded_one_at_a_time(kind: Any) -> None:
+    for record in (Hoard.first, Hoard.held, Hoard.seen):
+        record.clear()
+    strategy = RegStrategy([Hoard()], seed=3, fraction_evaluate=0.0)
+    train(strategy, numpy_app([Hoard], make_data()), kind=kind, rounds=2)
+    assert not any(entry["failures"] for entry in strategy.history)
+    assert Hoard.first == [{}, {}]
+    assert len(Hoard.held) == 10
+    assert Hoard.held == [[]] * 10
