@@ -153,7 +153,7 @@ def test_held_out_examples_are_not_augmented(name: str, cifar: str) -> None:
     assert isinstance(train, augment.Augmented)
     assert not isinstance(held_out, augment.Augmented)
     whole = data.load(job.dataset, cifar)
-    rows, _ = job.split(job.parts(whole.train_y, 2)[0])
+    rows, _ = job.split(job.parts_of(whole, 2)[0])
     want = augment.AUGMENTATIONS[name].test(torch.from_numpy(whole.train_x[rows]))
     assert torch.equal(held_out.tensors[0], want)
     first, again = train[[0, 1]][0], train[[0, 1]][0]

@@ -11,6 +11,7 @@ import torch
 
 import flwr_regs
 from flwr_regs.experiments.data import arrays as data
+from flwr_regs.experiments.data.domains import DOMAINS, shifted
 from flwr_regs.experiments.models.quadratic import Quadratic
 from flwr_regs.experiments.run import clients
 from flwr_regs.experiments.settings.job import Job
@@ -26,7 +27,7 @@ def test_a_client_tests_on_its_own_groups_and_classes(tmp_path: Path) -> None:
     whole = data.load(job.dataset, job.data_dir)
     assert whole.groups is not None
     assert whole.test_groups is not None
-    for pid, rows in enumerate(job.parts(whole.train_y, 5)):
+    for pid, rows in enumerate(job.parts_of(whole, 5)):
         train, test = clients._data(job, 5, pid)
         assert test is not None
         mine = np.isin(whole.test_groups, whole.groups[rows]) & np.isin(
@@ -52,7 +53,7 @@ def test_held_out_examples_and_clients_never_come_from_the_test_data(
         assert not rows[0] & rows[1]
         assert {value % 2 for value in rows[0] | rows[1]} == {0}
     others = Job.from_run_config({**COMMON, "held-out-clients": 2})
-    parts = others.parts(whole.train_y, 5)
+    parts = others.parts_of(whole, 5)
     assert len(parts) == 7
     assert len({*np.concatenate(parts).tolist()}) == 100
 
@@ -88,3 +89,22 @@ def test_a_data_set_with_arguments_is_compared() -> None:
     (run,) = result.runs
     assert [entry["round"] for entry in run.test][-1] == 2
     assert run.test[-1]["loss"] < run.test[0]["loss"]
+
+
+def test_each_domain_shows_the_same_images_otherwise() -> None:
+    x = data.load("digits-domains", "").train_x[:50]
+    seen = [shifted(x, d, 3) for d in range(len(DOMAINS))]
+    for image in seen:
+        assert image.shape == x.shape
+        assert image.dtype == np.float32
+        assert image.min() >= 0
+        assert image.max() <= 1
+    assert (seen[0] == x).all()
+    np.testing.assert_allclose(seen[1], 1 - x)
+    np.testing.assert_array_equal(seen[3][0, 0, :, 0], x[0, 0, 0, ::-1])  # the top row, at the left
+    assert (seen[4][:, :, ::2, ::2] == seen[4][:, :, 1::2, 1::2]).all()  # half the resolution
+    assert abs(seen[2] - x).mean() > 0.1
+    assert (seen[2] == shifted(x, 2, 3)).all()
+    assert (seen[2] != shifted(x, 2, 4)).any()
+    photo = abs(seen[2] - x)  # where the image is black, the photograph shows
+    assert len(np.unique(photo[x == 0])) > 100

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import partial
-from itertools import permutations, product
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -17,18 +17,15 @@ import flwr_regs as fr
 from flwr_regs.client.train.local_training import local_round
 from flwr_regs.term import ServerContext
 from flwr_regs.testing.problem import (
-    Point,
     SerialisingGrid,
     app_of,
-    half_squared_error,
-    quadratic_clients,
     start_weights,
     train,
 )
 from flwr_regs.wire import keys
 from tests.conftest import budgeted, close, make_clients, make_model, to_numpy
 from tests.oracles.mime import mime
-from tests.oracles.model import Params, gradient
+from tests.oracles.model import Params
 from tests.sampling import sampled
 
 BOTH: dict[str, tuple[Any, Any]] = {
@@ -175,23 +172,11 @@ def test_a_clients_own_optimiser_is_refused_too(name: str) -> None:
         train(make(0.5, **QUIET), client, rounds=1, optimizer=torch.optim.AdamW)
 
 
-def test_clipping_goes_with_both() -> None:
-    for make, client in BOTH.values():
-        strategy = make(0.5, **QUIET)
-        train(strategy, client, rounds=1, length={"local-epochs": 1, "clip-norm": 0.5})
-        assert strategy.history[0]["replies"] == [0, 1, 2, 3]
-
-
 @pytest.mark.parametrize("name", BOTH)
 @pytest.mark.parametrize("beta", [-0.1, 1.0, True, float("nan")])
 def test_a_wrong_beta(name: str, beta: Any) -> None:
     with pytest.raises(ValueError, match="beta must be a number from 0 to below 1, not"):
         BOTH[name][0](beta)
-
-
-def test_without_the_first_exchange_mime_does_not_train() -> None:
-    with pytest.raises(ValueError, match="first exchange brought no mean gradient of"):
-        local_round(make_model(), fr.CorrectedMomentum(0.5), make_clients()[0], lr=0.1, steps=1)
 
 
 # what clients may claim
@@ -263,126 +248,4 @@ def test_a_robust_c_is_the_aggregators() -> None:
 # what travels
 
 
-@pytest.mark.parametrize(
-    ("name", "beta", "down", "up"),
-    [
-        ("mime", 0.5, {"mime.broadcast"}, set()),
-        ("mime", 0.0, {"mime.broadcast"}, set()),
-        ("mime-lite", 0.5, {"mime-lite.broadcast"}, {"mime-lite.upload"}),
-        ("mime-lite", 0.0, set(), set()),
-    ],
-)
-def test_what_travels_beside_the_model(name: str, beta: float, down: Any, up: Any) -> None:
-    """In the last train message and its reply; Mime's probe holds the full gradient."""
-    sent: dict[str, set[str]] = {}
-    broadcast = set[str]()
-
-    class Noting(fr.InProcessGrid):
-        def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-            messages = list(messages)
-            for m in messages:
-                records = m.content.array_records
-                sent[m.metadata.message_type] = set(records) - {"arrays"}
-                for key in set(records) - {"arrays"}:
-                    broadcast.update(n.partition(".")[0] for n in records[key])
-            return super().push_messages(messages)
-
-        def pull_messages(self, ids: Iterable[str]) -> Iterable[Message]:
-            replies = list(super().pull_messages(ids))
-            for m in replies:
-                kind = m.metadata.message_type + " reply"
-                sent[kind] = set(m.content.array_records) - {"arrays"}
-            return replies
-
-    make, client = BOTH[name]
-    grid = Noting(app_of(client, make_clients(2)), 2)
-    train(make(beta, **QUIET), client, rounds=3, grid=grid)
-    assert (sent["train"], sent["train reply"]) == (down, up)
-    assert sent.get(f"{keys.PROBE} reply", set()) == ({"mime.upload"} if name == "mime" else set())
-    assert broadcast == ({"c"} if name == "mime" else set()) | ({"m"} if beta else set())
-
-
 # beside other terms
-
-
-@pytest.mark.parametrize("lite", [False, True], ids=["Mime", "MimeLite"])
-@pytest.mark.parametrize("left", [False, True], ids=["FedProx right", "FedProx left"])
-def test_fedprox_beside_it_pulls_by_its_side(lite: bool, left: bool) -> None:
-    """On the left its pull is part of g, on the right it is added to the step as it stands."""
-    beta, mu = 0.6, 0.7
-    mine = fr.FixedMomentum(beta) if lite else fr.CorrectedMomentum(beta)
-    terms = [fr.Proximal(mu), mine] if left else [mine, fr.Proximal(mu)]
-    strategy = fr.RegStrategy(terms, weighting="uniform", **QUIET)
-    client = partial(fr.RegClient, terms=[type(t) for t in terms])
-    found = train(strategy, client, rounds=3)
-    data, w = to_numpy(make_clients()), start_weights()
-    m = {n: np.zeros_like(a) for n, a in w.items()}
-    for t in range(3):
-        full = [mean_of([gradient(w, x, y) for x, y in c]) for c in data]
-        c = mean_of(full)
-        ends = []
-        for batches in data:
-            v = w
-            for x, y in batches * 2:
-                g, at = gradient(v, x, y), gradient(w, x, y)
-                for n in g:
-                    drift = 0.0 if lite else c[n] - at[n]
-                    pull = mu * (v[n] - w[n])
-                    inside, outside = (pull, 0.0) if left else (0.0, pull)
-                    g[n] = (1 - beta) * (g[n] + drift + inside) + beta * m[n] + outside
-                v = {n: v[n] - 0.2 * g[n] for n in v}
-            ends.append(v)
-        w, m = mean_of(ends), {n: (1 - beta) * c[n] + beta * m[n] for n in m}
-        close(found[t], w, 1e-10)
-
-
-def mean_of(parts: list[Params]) -> Params:
-    """The plain mean; the clients' batches are of one size."""
-    return {n: sum(p[n] for p in parts) / len(parts) for n in parts[0]}
-
-
-def test_other_drift_corrections_are_refused_beside_mime() -> None:
-    beside = [fr.ControlVariates(), fr.DynamicRegulariser(0.1), fr.FixedMomentum(0.5)]
-    for other in beside:
-        for terms in ([fr.CorrectedMomentum(0.5), other], [other, fr.CorrectedMomentum(0.5)]):
-            with pytest.raises(ValueError, match="count twice: keep one"):
-                fr.RegStrategy(terms)
-
-
-def test_scaffold_beside_mimelite_is_exact() -> None:
-    """``c_k − c`` becomes the difference of the clients' gradients, whichever of the two stands left."""
-    for terms in permutations([fr.FixedMomentum(0.5), fr.ControlVariates()]):
-        models = train(
-            fr.RegStrategy(terms, weighting="uniform", **QUIET),
-            partial(fr.RegClient, terms=[type(t) for t in terms]),
-            rounds=120,
-            clients=quadratic_clients((1.0, 4.0), (-1.0, 2.0)),
-            model=Point,
-            lr=0.1,
-            length={"local-steps": 5},
-            loss_fn=half_squared_error,
-        )
-        assert models[-1]["v"] == pytest.approx(1.4, abs=1e-6)
-
-
-@sampled("name,beside", list(product(BOTH, ["FedFOR", "FedBN", "ternary", "bfloat16"])), 2)
-def test_it_trains_beside_others(name: str, beside: str) -> None:
-    """Its numbers alone are the oracle's; here, that nothing is refused, and that each has its effect."""
-    mine: Any = fr.CorrectedMomentum(0.5) if name == "mime" else fr.FixedMomentum(0.5)
-    terms = {
-        "FedFOR": [fr.FirstOrder(0.3), mine],
-        "FedBN": [fr.LocalBatchNorm(), mine],
-        "ternary": [mine, fr.SparseTernary(0.3)],
-        "bfloat16": [mine],
-    }[beside]
-    settings: dict[str, Any] = {"wire_dtype": "bfloat16"} if beside == "bfloat16" else {}
-    model = partial(make_model, torch.float32, batch_norm=beside == "FedBN")
-    data = make_clients(3, torch.float32)
-    models = {}
-    for kind in (terms, [t for t in terms if t is not mine]):
-        strategy = fr.RegStrategy(kind, weighting="uniform", **QUIET, **settings)
-        client = partial(fr.RegClient, terms=[type(t) for t in kind])
-        models[len(kind)] = train(strategy, client, rounds=3, clients=data, model=model)[-1]
-        assert [e["replies"] for e in strategy.history] == [[0, 1, 2]] * 3
-    with_it, without = models.values()
-    assert max(abs(with_it[n] - without[n]).max() for n in without) > 1e-3

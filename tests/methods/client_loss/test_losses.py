@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
-from itertools import cycle, product
-from types import SimpleNamespace
+from itertools import cycle
 from typing import Any, ClassVar
 
 import numpy as np
@@ -19,19 +17,16 @@ from torch.nn import functional as F
 
 import flwr_regs as fr
 from flwr_regs.chain import chain
-from flwr_regs.client.train.local_training import LocalTraining, local_round
+from flwr_regs.client.train.local_training import local_round
 from flwr_regs.term import Arrays, ClientContext, ServerContext, Term
 from flwr_regs.testing import spies
 from flwr_regs.testing.problem import SerialisingGrid, app_of, start_weights, train
-from tests.conftest import budgeted, close, make_clients, make_model, run, to_numpy
+from tests.conftest import budgeted, close, make_clients, make_model, to_numpy
 from tests.oracles import fedgkd as gkd
 from tests.oracles import fedntd as ntd
 from tests.oracles import logits as changed
 from tests.oracles import moon as contrast
-from tests.oracles.averaged import Turn, averaged, sgd
-from tests.oracles.model import Batch, Client, Params, dlogits_backprop, gradient, logits
-from tests.oracles.pairs import composed
-from tests.sampling import sampled
+from tests.oracles.model import Params
 
 SOME = {"seed": 8, "fraction_train": 0.6, "min_train_nodes": 1, "fraction_evaluate": 0.0}
 SHORT = [{}, {1: 2, 3: 1}, {0: 3}, {2: 4, 4: 1}]  # round -> client -> steps that it has time for
@@ -273,20 +268,6 @@ def test_a_wrong_projection_is_named(layer: str, why: str) -> None:
     assert not any(m._forward_hooks for m in model.modules())
 
 
-@pytest.mark.parametrize("layer", ["", 3])
-def test_a_projection_is_a_layers_name(layer: Any) -> None:
-    with pytest.raises(ValueError, match="projection must be a layer's name, or None, not"):
-        fr.MOON(projection=layer)
-
-
-def test_a_layer_is_not_seen_in_a_compiled_model() -> None:
-    model = torch.compile(make_model(), backend="eager")
-    loop = LocalTraining(model, fr.ModelContrast(1.0, 0.5, "1"), make_clients()[0], lr=0.1, steps=1)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="reads features, which a compiled model does not show"):
-        loop.loss(torch.zeros(()), None, None, torch.zeros(2, 3))
-    loop.close()
-
-
 @dataclass(frozen=True)
 class Again(Term):
     """Computes each gradient a second time."""
@@ -440,105 +421,7 @@ def test_targets_that_are_no_class_labels_are_refused(name: str, kind: str) -> N
         CLASSES[name].loss(torch.zeros(()), {}, ctx)
 
 
-@pytest.mark.parametrize("name", ["FedLC", "FedRS"])
-def test_labels_without_a_logit_are_refused(name: str) -> None:
-    ctx = batch(torch.zeros(2, 3), torch.zeros(2).long(), label_counts=torch.ones(5))
-    with pytest.raises(ValueError, match="the data has labels up to 4, the model 3 outputs"):
-        CLASSES[name].loss(torch.zeros(()), {}, ctx)
-
-
-class Judge(nn.Sequential):
-    """Returns its own loss if it gets the labels, as models of Hugging Face do."""
-
-    def forward(self, x: Tensor, labels: Tensor | None = None) -> Any:
-        z = super().forward(x)
-        return SimpleNamespace(
-            logits=z, loss=None if labels is None else F.cross_entropy(z, labels)
-        )
-
-
-@pytest.mark.parametrize("name", [*CLASSES, "MOON"])
-def test_models_that_compute_their_loss(name: str) -> None:
-    """Changed logits have no such loss; other losses are added to it."""
-    term = CLASSES.get(name, fr.ModelContrast(5.0))
-    settings: dict[str, Any] = {"lr": 0.2, "steps": 3, "device": "cpu"}
-    if name == "MOON":
-        settings["client"] = {n: p + 0.3 for n, p in state().items()}
-
-    def judged() -> Any:
-        return local_round(Judge(*make_model()), term, make_clients()[0], loss_fn=None, **settings)
-
-    if name in ("FedLC", "FedRS"):
-        with pytest.raises(
-            ValueError, match=f"{name} needs the loss of changed logits, .*pass loss_fn="
-        ):
-            judged()
-        return
-    plain = local_round(make_model(), term, make_clients()[0], **settings)
-    for n, a in judged().state.items():
-        torch.testing.assert_close(a, plain.state[n], rtol=0, atol=0)
-
-
-class Parts(nn.Sequential):
-    """Takes its inputs in two parts."""
-
-    def forward(self, left: Tensor, right: Tensor) -> Any:
-        return super().forward(torch.cat([left, right], 1))
-
-
-@pytest.mark.parametrize("name", [*CLASSES, "MOON"])
-def test_batches_may_be_mappings(name: str) -> None:
-    term = CLASSES.get(name, fr.ModelContrast(5.0))
-    settings: dict[str, Any] = {"lr": 0.2, "steps": 3, "device": "cpu"}
-    if name == "MOON":
-        settings["client"] = {n: p + 0.3 for n, p in state().items()}
-    pairs = make_clients()[0]
-    parts = [{"left": x[:, :1], "right": x[:, 1:], "label": y} for x, y in pairs]
-    found = local_round(Parts(*make_model()), term, parts, **settings).state
-    for n, a in local_round(make_model(), term, pairs, **settings).state.items():
-        torch.testing.assert_close(a, found[n], rtol=0, atol=0)
-
-
-def test_moon_goes_with_any_task() -> None:
-    """It reads features alone: here a regression on sequences."""
-    model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2))
-    data = [(torch.randn(5, 7, 4), torch.randn(5, 7, 2))]
-    last = {n: p.detach() + 1.0 for n, p in model.named_parameters()}
-    ends = [
-        local_round(
-            deepcopy(model),
-            term,
-            data,
-            lr=0.1,
-            steps=2,
-            loss_fn=F.mse_loss,
-            client=last,
-            device="cpu",
-        ).state
-        for term in (fr.ModelContrast(5.0), Term())
-    ]
-    assert max(float((ends[0][n] - ends[1][n]).abs().max()) for n in last) > 1e-3
-
-
 # FedGKD's server
-
-
-@pytest.mark.parametrize("models", [1, 3])
-def test_the_server_keeps_as_many_models_as_the_teacher_has_and_no_more(models: int) -> None:
-    """A teacher travels from round 2 on, if it has more than one model."""
-    strategy = fr.FedGKD(1.5, models, seed=3, fraction_evaluate=0.0)
-    ages: list[set[str]] = []
-
-    def after(number: int) -> None:
-        if number:
-            slot = strategy.training.model.server["past-models"]
-            ages.append({key.partition(".")[0] for key in slot})
-
-    train(strategy, fr.FedGKDClient, rounds=5, on_round=after)
-    assert ages == [{str(a) for a in range(1, min(t, models - 1) + 1)} for t in range(1, 6)]
-    size = sum(a.nbytes for a in start_weights().values())
-    down = [min(e["bytes_down"].values()) for e in strategy.history]
-    assert [b >= down[0] + size for b in down] == [models > 1 and t > 0 for t in range(5)]
 
 
 def test_the_teacher_is_the_mean_in_the_models_dtype() -> None:
@@ -556,44 +439,6 @@ def test_the_teacher_is_the_mean_in_the_models_dtype() -> None:
 # beside other methods
 
 
-class Part:
-    """A method's part of the local gradient, from its oracle."""
-
-    def __init__(self, term: Term, data: list[Client]) -> None:
-        self.term, self.data = term, data
-        self.past: dict[int, Params] = {}
-        self.last: dict[int, Params] = {}
-        self.before: dict[int, Params] = {}
-
-    def __call__(self, t: int, k: int, v: Params, w: Params, pair: Batch) -> Params:
-        self.past[t] = w
-        x, y = pair
-        term = self.term
-        if isinstance(term, fr.ModelContrast):
-            if k not in self.last:
-                return {}
-            _, g = contrast.contrast(v, w, self.last[k], x, term.temperature)
-            return {n: term.mu * a for n, a in g.items()}
-        if isinstance(term, fr.NotTrueDistillation):
-            _, g = ntd.distillation(v, w, x, y, term.temperature)
-            return {n: term.beta * a for n, a in g.items()}
-        if isinstance(term, fr.PastModels):
-            teacher = gkd.mean([self.past[s] for s in sorted(self.past)[-term.models :]])
-            _, g = gkd.distillation(v, teacher, x, term.temperature)
-            return {n: term.gamma / 2 * a for n, a in g.items()}
-        counts = changed.counted(self.data[k], 3)
-        loss = (
-            changed.calibrated(counts, term.tau, term.absent)
-            if isinstance(term, fr.LogitCalibration)
-            else changed.restricted(counts, term.alpha)  # type: ignore[attr-defined]
-        )
-        g, plain = dlogits_backprop(v, x, loss(logits(v, x), y)[1]), gradient(v, x, y)
-        return {n: g[n] - plain[n] for n in g}
-
-    def ended(self, k: int, v: Params) -> None:
-        self.last[k] = v
-
-
 OURS = [
     fr.ModelContrast(5.0),
     fr.NotTrueDistillation(1.5),
@@ -601,50 +446,6 @@ OURS = [
     fr.RestrictedSoftmax(0.3),
     fr.PastModels(1.5, 2),
 ]
-BESIDE = [fr.Proximal(0.7), fr.FirstOrder(0.6), fr.SparseTernary(0.3, 0.4), fr.ControlVariates()]
-
-
-@sampled("ours,other", list(product(OURS, BESIDE)), 5, lambda t: t.name)
-def test_beside_another_method(ours: Term, other: Term) -> None:
-    """Both act with their own strength; a compressed update is what the server averages."""
-    data = to_numpy(make_clients(3))
-    strategy = fr.RegStrategy([ours, other], seed=3, fraction_evaluate=0.0)
-    kinds = [type(ours), type(other)]
-    found = run(
-        strategy, fr.RegClient, rounds=3, clients=make_clients(3), train={"local-epochs": 1}, terms=kinds
-    )  # fmt: skip
-    part = Part(ours, data)
-    if not isinstance(other, fr.ControlVariates):
-        expected = composed(
-            start_weights(), data, 3, lambda t: 0.2, {other.name: dict(vars(other))},
-            more=part, ended=part.ended,
-        )  # fmt: skip
-    else:
-        expected = controlled(part, data, 3)
-    close(found, expected, 1e-10)
-
-
-def controlled(part: Part, data: list[Client], rounds: int) -> Params:
-    """SCAFFOLD, option 2, all clients, weights n_k / n, with a further part of the loss."""
-    zero = {n: np.zeros_like(a) for n, a in start_weights().items()}
-    c, own, new = [zero], dict.fromkeys(range(len(data)), zero), dict[int, Params]()
-
-    def local(turn: Turn) -> Params:
-        def more(v: Params, pair: Batch) -> Params:
-            extra = part(turn.t, turn.k, v, turn.w, pair)
-            return {n: extra.get(n, 0.0) - own[turn.k][n] + c[0][n] for n in v}
-
-        v, span = sgd(turn.w, turn.batches, turn.eta, more), len(turn.batches) * turn.eta
-        part.ended(turn.k, v)
-        new[turn.k] = {n: own[turn.k][n] - c[0][n] + (turn.w[n] - v[n]) / span for n in v}
-        return v
-
-    def after(_w: Params, _used: dict[int, Params]) -> None:
-        own.update(new)
-        c[0] = {n: sum(a[n] for a in own.values()) / len(data) for n in zero}
-
-    w = start_weights()
-    return averaged(local, w, data, rounds, lambda t: 0.2, 1, after=after)[-1]
 
 
 def test_two_changes_of_the_logits_are_refused() -> None:

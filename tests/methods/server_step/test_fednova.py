@@ -14,16 +14,12 @@ import torch
 import flwr_regs as fr
 from flwr_regs.abilities import Weighs
 from flwr_regs.term import Term
-from flwr_regs.testing.problem import sgd_pull, start_weights, train
+from flwr_regs.testing.problem import start_weights, train
 from tests.conftest import budgeted, close, make_clients, make_model, to_numpy
-from tests.laws import heavy_ball, pulled
 from tests.methods.watching import (
-    CURVATURES,
     SHORT,
     SOME,
-    between,
     composed,
-    settles,
     untouched,
     watched,
 )
@@ -49,53 +45,7 @@ def test_some_clients_of_which_some_stop_early(
         close(a, b, 1e-10)
 
 
-def test_with_equal_steps_it_is_fedavg() -> None:
-    """With momentum, FedAvg on clients with that momentum."""
-    for rho in (0.0, 0.5):
-        length = {"local-steps": 4}
-        strategy = fr.FedNova(momentum=rho, seed=3)
-        found = train(strategy, fr.FedNovaClient, rounds=2, length=length)
-        more = {**length, "momentum": rho} if rho else length
-        plain = train(fr.FedAvg(seed=3), fr.FedAvgClient, rounds=2, length=more)
-        close(found[-1], plain[-1], 1e-12)
-
-
 # where it settles: one client takes 1 of 5 steps
-
-TAKEN = {1: 1}
-STEPS = (5, 1)
-EXACT = between([a / 2 for a in CURVATURES])
-
-
-def bias(lr: float, settings: dict[str, float], normalised: bool) -> float:
-    """Where Σ p_k D_k / a_k = 0, D_k what K_k steps move for c − w = 1; FedAvg's without a_k."""
-    parts = []
-    for a, steps in zip(CURVATURES, STEPS, strict=True):
-        norm = float(steps)
-        if rho := settings.get("momentum"):
-            moved = heavy_ball(a, lr, steps, rho)
-            norm = sum((1 - rho ** (steps - i)) / (1 - rho) for i in range(steps))
-        elif mu := settings.get("mu"):
-            moved = pulled(a, lr, steps, mu)
-            norm = sum((1 - lr * mu) ** i for i in range(steps))
-        else:
-            moved = sgd_pull(a, lr, steps)
-        parts.append(moved / (norm if normalised else 1))
-    return between(parts)
-
-
-@pytest.mark.parametrize("settings", KINDS, ids=str)
-def test_where_it_settles_under_unequal_steps(settings: dict[str, float]) -> None:
-    """Small steps bring it to the minimum; FedAvg stays where clients count by their steps."""
-    common: dict[str, Any] = {"seed": 3, "weighting": "uniform", "fraction_evaluate": 0.0}
-    found = settles(fr.FedNova(**settings, **common), fr.FedNovaClient, TAKEN, rounds=20)
-    assert found == pytest.approx(bias(0.1, settings, True), abs=1e-4)
-    if settings:
-        return
-    found = settles(fr.FedAvg(**common), fr.FedAvgClient, TAKEN, rounds=20)
-    assert found == pytest.approx(bias(0.1, {}, False), abs=1e-4)
-    assert abs(bias(1e-4, {}, True) - EXACT) < 1e-3
-    assert abs(bias(1e-4, {}, False) - EXACT) > 0.5
 
 
 def half_step(params: Any) -> torch.optim.Optimizer:
@@ -194,16 +144,6 @@ def test_a_pull_beyond_its_limit_is_refused_before_any_client_is_contacted() -> 
 def test_a_clients_own_optimiser_is_refused(optimizer: Any) -> None:
     with pytest.raises(fr.RoundFailed, match="weighs their gradients in another way"):
         train(fr.FedNova(seed=1), fr.FedNovaClient, rounds=1, optimizer=optimizer)
-
-
-@pytest.mark.parametrize("last", [True, False])
-def test_a_term_that_needs_plain_sgd_sees_its_momentum(last: bool) -> None:
-    """On either side of it: a term that only looks at the optimiser looks again at the end."""
-    terms: list[Term] = [fr.ControlVariates(), fr.NormalizedAveraging(momentum=0.5)]
-    terms = terms if last else terms[::-1]
-    strategy = fr.RegStrategy(terms, seed=1)
-    with pytest.raises(fr.RoundFailed, match=r"option 2.*SGD with momentum takes other ones"):
-        train(strategy, composed(*terms), rounds=1)
 
 
 # what a client may claim

@@ -92,57 +92,7 @@ def test_a_client_that_lost_its_last_model_is_named() -> None:
     assert abs(kept[3]["0.weight"] - models[3]["0.weight"]).max() > 1e-5
 
 
-def test_a_reply_that_is_not_used_still_brought_fedlesams_client_the_model() -> None:
-    client = budgeted(fr.FedLESAMClient, [{}, {1: 1}, {}])
-    settings = {"seed": 3, "fraction_evaluate": 0.0, "incomplete": "drop"}
-    strategy = fr.FedLESAM(0.1, lr_schedule=lambda t: 0.9**t, **settings)
-    found = train(strategy, client, rounds=ROUNDS, clients=make_clients(5), lr=0.2)
-    assert 1 not in strategy.history[1]["replies"]
-    done = ([{}, {1: 1}, {}] * 2)[:ROUNDS]
-    close(found[-1], expected(strategy.history, fedlesam, rho=0.1, steps_done=done)[-1], 1e-10)
-
-
 # beside other terms
-
-OTHERS: list[Term] = [
-    fr.Proximal(0.4),
-    fr.FirstOrder(0.3),
-    fr.ControlVariates(),
-    fr.LocalBatchNorm(),
-    fr.SparseTernary(0.3),
-]
-OWN: list[Term] = [
-    fr.ClientMomentum(0.4),
-    fr.LocalPerturbation(0.1),
-    fr.GlobalPerturbation(0.1),
-    fr.Extrapolation(),
-    fr.FairWeights(1.0),
-]
-
-
-@sampled("own,other", list(product(OWN, OTHERS)), 6, lambda t: t.name)
-def test_each_trains_beside_other_terms(own: Term, other: Term) -> None:
-    """As well behind them, but for compression; and the model is not the one without them."""
-    last = isinstance(other, fr.SparseTernary)
-    terms = [own, other] if last else [other, own]
-    norm = isinstance(other, fr.LocalBatchNorm)
-
-    def trained(chosen: list[Term]) -> dict[str, np.ndarray]:
-        kinds = [type(t) for t in chosen if not t.server_only]
-        strategy = fr.RegStrategy(
-            chosen, seed=3, fraction_evaluate=0.0, lr_schedule=lambda t: 0.9**t, weighting="uniform"
-        )
-        models = train(
-            strategy, fr.RegClient, rounds=2, clients=make_clients(2), terms=kinds,
-            model=lambda: make_model(batch_norm=norm),
-        )  # fmt: skip
-        assert [e["failures"] for e in strategy.history] == [{}] * 2
-        return models[-1]
-
-    both = trained(terms)
-    assert all(np.isfinite(a).all() for a in both.values())
-    for alone in (trained([own]), trained([other])):
-        assert max(abs(both[n] - alone[n]).max() for n in both) > 1e-5
 
 
 def test_what_stands_left_of_them_is_part_of_their_gradient() -> None:
@@ -215,11 +165,6 @@ def test_what_cannot_stand_beside_each_other(terms: list[Term], why: str) -> Non
         chain(terms)
 
 
-def test_two_terms_cannot_both_weigh() -> None:
-    with pytest.raises(ValueError, match=r"incomplete='scale' weighs .* and so does 'qfedavg'"):
-        fr.QFedAvg(1.0, incomplete="scale")
-
-
 @pytest.mark.parametrize(
     ("make", "why"),
     [
@@ -234,9 +179,3 @@ def test_two_terms_cannot_both_weigh() -> None:
 def test_wrong_parameters(make: Any, why: str) -> None:
     with pytest.raises(ValueError, match=why):
         make()
-
-
-def test_all_weigh_clients_alike_by_default() -> None:
-    for make, _, _, own in METHODS.values():
-        assert make(**own).weighting == "uniform"
-        assert make(**own, weighting="num-examples").weighting == "num-examples"

@@ -10,11 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from flwr.app import ConfigRecord, Message
+from flwr.app import Message
 
 import flwr_regs as fr
-from flwr_regs.client.train.local_training import local_round
-from flwr_regs.term import ServerContext, Term
+from flwr_regs.term import Term
 from flwr_regs.testing import spies
 from flwr_regs.testing.problem import app_of, start_weights, train
 from flwr_regs.wire.arrays import pack, unpack
@@ -102,22 +101,6 @@ def test_a_client_that_lost_its_control_variate_is_named() -> None:
     close(c, controls[-1][0], 1e-10)
     mean = sum(found.kept[8, k]["0.weight"] for k in range(5)) / 5
     assert abs(c["0.weight"] - mean).max() > 1e-3
-
-
-def test_float32_keeps_the_mean_too() -> None:
-    """c_k is computed on both sides, from the client's update and from what of it arrives."""
-    calls: list[spies.LocalCall] = []
-    strategy, single = fr.SCAFFOLD(seed=3, fraction_evaluate=0.0), torch.float32
-    with spies.recorded(calls):
-        train(
-            strategy, fr.SCAFFOLDClient, rounds=10, clients=make_clients(4, single),
-            model=partial(make_model, single),
-        )  # fmt: skip
-    c = strategy.training.model.server["scaffold"]
-    for n in start_weights():
-        kept = [call.result.client["scaffold"][n].numpy() for call in calls[-4:]]
-        assert c[f"c.{n}"].dtype == kept[0].dtype == np.float32
-        np.testing.assert_allclose(c[f"c.{n}"], sum(kept) / 4, rtol=0, atol=2e-6)
 
 
 # what travels
@@ -224,14 +207,6 @@ def test_option_2_refuses_a_clients_own_optimiser(optimizer: Any, why: str) -> N
     train(fr.SCAFFOLD(seed=1, option=1), fr.SCAFFOLDClient, rounds=1, optimizer=optimizer)
 
 
-def test_a_client_checks_its_rounds_config_too() -> None:
-    with pytest.raises(ValueError, match="clip-norm"):
-        local_round(
-            make_model(), fr.ControlVariates(), make_clients()[0], lr=0.1, steps=1,
-            config={"clip-norm": 1.0},
-        )  # fmt: skip
-
-
 def test_wrong_parameters() -> None:
     with pytest.raises(ValueError, match="option must be 1 or 2, not 3"):
         fr.SCAFFOLD(option=3)
@@ -294,21 +269,6 @@ def test_a_client_cannot_claim_more_steps_than_its_round_has() -> None:
     assert "where the round asked for 3" in strategy.history[0]["failures"][2]
 
 
-def test_what_adds_up_over_clients_is_not_a_clients_own() -> None:
-    """A robust aggregator takes the sums apart by this."""
-    term = fr.ControlVariates(state="server")
-    ctx = ServerContext(1, 0.1, {"3.w": np.zeros(2)}, population=4, weights={3: 0.5, 7: 0.5})
-    acc: Any = {}
-    for pid in ctx.weights:
-        acc = term.fold(acc, pid, {"3.w": np.zeros(2)}, {"3.w": np.full(2, pid)}, 0.5, ctx)
-    assert {key for key in acc if term.adds(key)} == {"c.3.w"}
-    assert {key for key in acc if not term.adds(key)} == {"c3.3.w", "c7.3.w"}
-    server, _ = term.update({}, {}, acc, ctx)
-    np.testing.assert_allclose(server["c.3.w"], 10 / 4)
-    assert term.broadcast_to(7, server, ctx)["3.w"] == pytest.approx(10 / 4 - 7)
-    assert term.broadcast_to(1, server, ctx)["3.w"] == pytest.approx(10 / 4)
-
-
 AGGREGATORS = [fr.CoordinateMedian(), fr.Krum(1, keep=3), fr.NormBound()]
 
 
@@ -341,11 +301,3 @@ def test_a_hostile_control_variate_does_not_pass_beside_a_robust_mean(
         largest[how] = max(abs(a).max() for key, a in server.items() if key.startswith("c."))
     assert largest[aggregator] < 2
     assert largest[fr.Mean()] > 1e4
-
-
-def test_the_servers_step_size_is_torchs_sgd() -> None:
-    config = ConfigRecord(fr.SCAFFOLD(server_lr=0.5).term.config())
-    assert dict(config) == {"scaffold.option": 2, "scaffold.state": "client"}
-    names = [t.name for t in fr.SCAFFOLD(server_lr=0.5).term.terms]
-    assert names == ["scaffold", "server-optimizer"]
-    assert [t.name for t in fr.SCAFFOLD().term.terms] == ["scaffold"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable
 from typing import Any
 
@@ -10,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 from flwr.app import Array, ConfigRecord, Message, RecordDict
-from flwr.client import NumPyClient
 from torch import nn
 
 from flwr_regs import (
@@ -34,8 +32,8 @@ from flwr_regs import (
 )
 from flwr_regs.chain import chain
 from flwr_regs.client.train.local_training import local_round
-from flwr_regs.methods.client_step.ternary import decode, encode, sparse_ternary
-from flwr_regs.term import ClientContext, ServerContext
+from flwr_regs.methods.client_step.ternary import decode, sparse_ternary
+from flwr_regs.term import ClientContext
 from flwr_regs.testing.problem import (
     Point,
     SerialisingGrid,
@@ -100,43 +98,6 @@ def test_two_quadratic_clients_reach_the_fixed_point_of_the_elastic_term() -> No
     assert abs(got - plain) > 0.01
 
 
-def test_the_fisher_information_is_taken_over_samples_and_can_be_capped() -> None:
-    data = make_clients()[3]
-    uploads = []
-    for samples in (None, 7):
-        result = local_round(make_model(), Elastic(0.5, samples), data, lr=0.1, steps=3)
-        uploads.append(result.upload)
-    first = [(data[0][0], data[0][1]), (data[1][0][:2], data[1][1][:2])]
-    model = make_model()
-    model.load_state_dict(local_round(make_model(), Elastic(0.0), data, lr=0.1, steps=3).state)
-    u = {n: torch.zeros_like(p) for n, p in model.named_parameters()}
-    for x, y in ((x, y) for xs, ys in first for x, y in zip(xs, ys, strict=True)):
-        model.zero_grad()
-        nn.functional.cross_entropy(model(x[None]), y[None]).backward()
-        u = {n: u[n] + p.grad**2 / 7 for n, p in model.named_parameters()}
-    close(
-        uploads[1], {k: u[k[2:]].float() if k[0] == "U" else a for k, a in uploads[1].items()}, 1e-7
-    )
-    assert max(abs(uploads[0][k] - a).max() for k, a in uploads[1].items()) > 1e-3
-    assert {a.dtype for a in uploads[0].values()} == {torch.float32}
-
-
-def test_the_bytes_of_the_elastic_sums_are_counted() -> None:
-    def wide() -> nn.Module:
-        torch.manual_seed(0)
-        return nn.Sequential(nn.Linear(4, 300), nn.Tanh(), nn.Linear(300, 3))
-
-    data = make_clients(4, torch.float32)
-    bytes_of = {}
-    for lam in (0.0, 0.1):
-        strategy = FedCurv(lam, seed=1, fraction_evaluate=0.0)
-        run(strategy, FedCurvClient, clients=data, model=wide)
-        bytes_of[lam] = [strategy.history[-1][way][0] for way in ("bytes_down", "bytes_up")]
-    size = 4 * sum(p.numel() for p in wide().parameters())
-    for sums, plain, elastic in zip((2, 1), bytes_of[0.0], bytes_of[0.1], strict=True):
-        assert elastic - plain == pytest.approx(sums * size, rel=0.1)  # U and V down, U up
-
-
 # ST
 
 
@@ -154,13 +115,6 @@ def test_st_keeps_exactly_k_and_of_equal_ones_the_first() -> None:
     assert all((t.abs() == 12.5 / 6).all() for t in everything.values())
 
 
-def test_st_of_nothing_is_nothing_and_codes_well() -> None:
-    zero = {"a": torch.tensor([0.0, -0.0]), "b": torch.zeros(())}
-    sent = {n: t.numpy() for n, t in sparse_ternary(zero, 0.5).items()}
-    assert not any(np.signbit(a).any() for a in sent.values())
-    close(decode(encode(sent), sent), sent, 0.0)
-
-
 def test_the_residual_loses_nothing() -> None:
     """What was sent over many rounds plus what is kept is what there was to send."""
     g = torch.Generator().manual_seed(1)
@@ -173,35 +127,6 @@ def test_the_residual_loses_nothing() -> None:
         total, sent_total = total + delta["w"], sent_total + sent["w"]
         assert int((sent["w"] != 0).sum()) == 5
     torch.testing.assert_close(sent_total + kept["w"], total)
-
-
-def dilutions(caplog: pytest.LogCaptureFixture) -> int:
-    found = sum("is diluted" in r.getMessage() for r in caplog.records)
-    caplog.clear()
-    return found
-
-
-@pytest.mark.parametrize(("filled", "said"), [(0, 0), (2, 1), (3, 0), (10, 0)])
-def test_more_entries_kept_than_are_not_zero_dilute_mu(
-    filled: int, said: int, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Three of ten are kept; of all zeros none is missed."""
-    caplog.set_level(logging.WARNING, logger="flwr")
-    step = {"w": np.where(np.arange(10) < filled, 2.0, 0.0)}
-    ctx = ServerContext(1, 0.1, {"w": np.zeros(10)})
-    _, sent = SparseTernary(density_down=0.3).release({}, step, ctx)
-    assert dilutions(caplog) == said
-    assert sent["w"].max() == pytest.approx(2.0 * min(filled, 3) / 3)
-
-
-def test_dilution_is_named_once_in_a_training(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.WARNING, logger="flwr")
-    strategy = EFL(0.0, 0.05, 0.9, seed=1, fraction_evaluate=0.0)
-    for _ in range(2):
-        run(strategy, EFLClient, rounds=4)
-        assert dilutions(caplog) == 1
-    run(EFL(0.0, 0.05, 0.05, seed=1, fraction_evaluate=0.0), EFLClient, rounds=4)
-    assert dilutions(caplog) == 0
 
 
 @pytest.mark.parametrize("density", [0.0, -0.1, 1.1, float("nan")])
@@ -337,50 +262,6 @@ def test_a_client_that_lost_its_state_is_served_in_the_round() -> None:
         grid=grid_of(EFLClient, 3, Forgetful),
     )
     assert all(e["replies"] == [0, 1, 2] and not e["failures"] for e in strategy.history)
-
-
-def test_a_client_whose_model_is_stale_is_served_in_the_round() -> None:
-    """It finds that out where the method decodes the steps, and replies to the message that it got."""
-    kinds = []
-
-    class Stale(InProcessGrid):
-        def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-            for key, record in self._contexts[1002].state.array_records.items():
-                if key.endswith(".model"):
-                    name = next(iter(record))
-                    record[name] = Array(record[name].numpy() + 1e-9)
-            ids = list(super().push_messages(messages))
-            kinds.extend(self._replies[i].metadata.message_type for i in ids)
-            return ids
-
-    strategy = EFL(0.0, 0.05, 0.05, seed=4, fraction_evaluate=0.0)
-    grid = grid_of(EFLClient, 3, Stale)
-    got = run(strategy, EFLClient, rounds=4, model=wide_model, grid=grid)
-    assert all(e["replies"] == [0, 1, 2] and not e["failures"] for e in strategy.history)
-    for entry in strategy.history[1:]:
-        assert (
-            entry["bytes_down"][2] > 2 * entry["bytes_down"][0]
-        )  # the steps in vain, then the model
-    assert {k for k in kinds if not k.startswith("query")} == {"train"}
-    want = EFL(0.0, 0.05, 0.05, seed=4, fraction_evaluate=0.0)
-    close(got, run(want, EFLClient, rounds=4, model=wide_model, grid=grid_of(EFLClient, 3)), 0.0)
-
-
-def test_what_travels_is_small() -> None:
-    """An update of 3,603 parameters: a hundredth of it is 36 positions and signs."""
-
-    def mlp() -> nn.Module:
-        torch.manual_seed(0)
-        return nn.Sequential(nn.Linear(4, 450), nn.Tanh(), nn.Linear(450, 3))
-
-    strategy = EFL(0.0, 0.01, 0.01, seed=1, fraction_evaluate=0.0)
-    run(strategy, EFLClient, clients=make_clients(4, torch.float32), model=mlp)
-    dense = FedAvg(seed=1, fraction_evaluate=0.0)
-    run(dense, FedAvgClient, clients=make_clients(4, torch.float32), model=mlp)
-    overhead = 600  # names of settings and metrics
-    for way in ("bytes_down", "bytes_up"):
-        assert strategy.history[-1][way][0] < overhead
-        assert dense.history[-1][way][0] > 4 * 3603
 
 
 @pytest.mark.parametrize(
@@ -544,19 +425,6 @@ def test_a_round_in_which_everybody_is_inactive_fails_loudly() -> None:
         run(FedAvg(seed=1), budgeted(FedAvgClient, [dict.fromkeys(range(4), 0)]))
 
 
-def test_a_time_budget_stops_a_client_early() -> None:
-    result = local_round(
-        make_model(), SparseTernary(), make_clients()[3], lr=0.1, epochs=10**6, max_seconds=0.2
-    )
-    assert 0 < result.num_steps < result.planned_steps == 5 * 10**6
-    assert result.examples_processed == 5 * result.num_steps
-    none = local_round(
-        make_model(), SparseTernary(), make_clients()[3], lr=0.1, epochs=1, max_seconds=0.0
-    )
-    assert none.num_steps == 0
-    close(none.state, make_model().state_dict(), 0.0)
-
-
 def test_an_inactive_client_keeps_its_residual_and_a_shifted_start_is_undone() -> None:
     term = EmbeddedMomentum(0.5, 0.5)
     m = {n: torch.ones_like(p) for n, p in make_model().named_parameters()}
@@ -602,12 +470,6 @@ def test_an_often_inactive_client_is_dropped_by_eq_9_and_the_schedule_restarts()
     assert strategy.history[2]["dropped_for_good"] == [1]
     assert strategy.history[2]["shift"] == {"arrived": [], "departed": [1]}
     assert [e["lr"] for e in strategy.history[:4]] == [0.2, 0.1, 0.2, 0.1]
-
-
-def test_a_bound_above_the_share_drops_nobody() -> None:
-    strategy = FedAvg(seed=3, drop_inactive=90.0, fraction_evaluate=0.0)
-    run(strategy, budgeted(FedAvgClient, [{1: 0}, {1: 0}, {}, {}]), rounds=8)
-    assert all(e["cohort"] == [0, 1, 2, 3] for e in strategy.history)
 
 
 def test_the_schedule_restarts_when_a_client_arrives() -> None:
@@ -706,17 +568,6 @@ def test_buffers_are_averaged_whatever_the_parameters_weigh() -> None:
     assert abs(ends["scale"]["0.weight"] - ends["average"]["0.weight"]).max() > 1e-3
 
 
-def test_nan_is_not_swallowed() -> None:
-    got = sparse_ternary({"a": torch.tensor([1.0, float("nan"), 2.0])}, 0.3)
-    assert got["a"].isnan().all()
-    sick = [(torch.full((5, 4), float("nan")).double(), torch.zeros(5).long())]
-    strategy = EFL(0.0, 0.1, 0.1, seed=1, fraction_evaluate=0.0)
-    run(strategy, EFLClient, clients=[*make_clients(), sick])
-    for entry in strategy.history:
-        assert list(entry["failures"]) == [4]
-        assert "NaN" in entry["failures"][4]
-
-
 def test_the_order_of_terms_is_checked() -> None:
     with pytest.raises(ValueError, match="put them behind 'fedadc'"):
         chain([Elastic(0.1), EmbeddedMomentum(0.5, 0.5)])
@@ -799,22 +650,6 @@ def test_steps_that_the_round_did_not_ask_for_cost_only_their_client(told: Any, 
     assert "where the round asked for" in strategy.history[0]["failures"][0]
 
 
-def test_a_plain_clients_own_metrics_are_its_own() -> None:
-    """One that names no method may call anything "local-steps"."""
-
-    class Plain(NumPyClient):
-        def fit(self, parameters: Any, config: Any) -> Any:
-            return parameters, 5, {"local-steps": 0}
-
-        def evaluate(self, parameters: Any, config: Any) -> Any:
-            return 0.5, 5, {"local-steps": -1}
-
-    strategy = FedAvg(seed=1)
-    run(strategy, lambda *a, **k: Plain())
-    assert strategy.history[-1]["replies"] == [0, 1, 2, 3]
-    assert not strategy.history[-1]["evaluate"]["failures"]
-
-
 def test_a_probing_method_compresses_the_model_of_its_probe() -> None:
     terms = [LeaveOneOutMean(0.1), Elastic(0.1), SparseTernary(0.05, 0.05)]
     strategy = RegStrategy(terms, seed=1, fraction_evaluate=0.0)
@@ -835,23 +670,6 @@ def test_a_client_that_never_finds_its_model_is_given_up() -> None:
     for entry in strategy.history:
         assert entry["replies"] == [0, 2]
         assert "it says that it lacks the model" in entry["failures"][1]
-
-
-def test_a_probe_without_its_vector_costs_only_its_client() -> None:
-    def how(reply: Message) -> None:
-        if reply.metadata.message_type == keys.PROBE and reply.metadata.src_node_id == 1001:
-            del reply.content["rfedavg-plus.upload"]
-
-    strategy = RFedAvgPlus(0.1, seed=1, fraction_evaluate=0.0)
-    run(strategy, RFedAvgPlusClient, rounds=2, grid=spoiling(RFedAvgPlusClient, 3, how))
-    assert "expected one vector 'delta'" in strategy.history[-1]["failures"][1]
-
-
-def test_the_log_of_steps_is_bounded_in_steps_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flwr_regs.server.global_model.MOST_STEPS", 3)
-    strategy = EFL(0.0, 0.01, 0.01, seed=1, fraction_evaluate=0.0)
-    run(strategy, EFLClient, rounds=6, model=wide_model, clients=make_clients(4, torch.float32))
-    assert list(strategy.training.model.coded_steps) == [4, 5, 6]
 
 
 def test_what_compression_does_not_go_with_is_refused() -> None:

@@ -13,8 +13,7 @@ from torch import nn
 
 import flwr_regs.client.measure.fisher
 from flwr_regs import EFL, EFLClient, Elastic, InProcessGrid
-from flwr_regs.methods.parts.fisher_code import SumsCode
-from flwr_regs.term import ClientContext, ServerContext
+from flwr_regs.methods.client_step.fisher_code import SumsCode
 from flwr_regs.testing.problem import app_of, start_weights
 from flwr_regs.wire.records import from_record, to_record
 from tests.conftest import budgeted, close, make_clients, run, to_numpy
@@ -54,24 +53,6 @@ def test_the_largest_entries_arrive_and_of_equal_ones_the_first() -> None:
     close(through(SumsCode(density=1.0), sums), {k: a.numpy() for k, a in sums.items()}, 0.0)
 
 
-@pytest.mark.parametrize("n", [1, 255, 256, 257, 1000, 70_000])
-@pytest.mark.parametrize("density", [0.001, 0.1, 1.0])
-def test_positions_take_little_more_than_a_byte(n: int, density: float) -> None:
-    """Wherever they lie: spread, in the last blocks, or, all being equal, in the first."""
-    code, k = SumsCode(half=True, density=density), max(int(n * density + 1e-9), 1)
-    g = torch.Generator().manual_seed(n)
-    for u in (torch.rand(n, generator=g), torch.arange(n).float() + 1, torch.ones(n)):
-        sums = {"U.w": u, "V.w": 2 * u}
-        coded = code.encode(sums)
-        assert sum(a.numel() * a.element_size() for a in coded.values()) == (
-            (2 + 2 + 1) * k + 2 * -(-n // 256) + 8
-        )
-        got = through(code, sums)
-        kept = np.argsort(-u.numpy(), kind="stable")[:k]
-        assert set(np.flatnonzero(got["U.w"])) == set(kept)
-        np.testing.assert_allclose(got["V.w"][kept], 2 * u.numpy()[kept], rtol=2**-11)
-
-
 @pytest.mark.parametrize("largest", [0.0, 1e-42, 1e-12, 1.0, 1e9, 1e15])
 def test_sixteen_bits_hold_any_range(largest: float) -> None:
     """A relative error of 2⁻¹¹ for entries within 2⁻²⁹ of the largest, and nothing becomes infinite."""
@@ -98,13 +79,6 @@ def test_sixteen_bits_hold_any_range(largest: float) -> None:
 def test_options_out_of_range_are_refused(settings: Any, match: str) -> None:
     with pytest.raises(ValueError, match=match):
         EFL(0.1, **settings)
-
-
-def test_thirty_two_bits_of_every_round_are_the_default() -> None:
-    """To the bit."""
-    options = {"seed": 1, "fraction_evaluate": 0.0}
-    plain = run(EFL(0.4, **options), EFLClient, rounds=3)
-    close(run(EFL(0.4, sums_bits=32, sums_every=1, **options), EFLClient, rounds=3), plain, 0.0)
 
 
 # uploads that lie
@@ -237,16 +211,6 @@ def test_the_fisher_information_is_computed_only_when_it_is_sent(
     assert len(calls) == 3 * 4  # rounds 1, 4 and 7
 
 
-@pytest.mark.parametrize(("made", "pulls"), [(4, True), (1, False)])
-def test_an_older_message_that_a_client_kept_does_not_pull(made: int, pulls: bool) -> None:
-    """A node that was set back to an earlier state, behind the server's back."""
-    kept = {"U.w": torch.ones(3), "V.w": torch.zeros(3), "made": torch.tensor(made)}
-    w = {"w": torch.ones(3)}
-    ctx = ClientContext(w, 0.1, 1, broadcast={"made": torch.tensor(4)}, client=kept)
-    got = Elastic(0.5, sums_every=3).correct({"w": torch.zeros(3)}, w, ctx)["w"]
-    assert (got == (0.5 if pulls else 0.0)).all()
-
-
 class Wide(nn.Sequential):
     """24,003 parameters."""
 
@@ -262,22 +226,6 @@ def wide_run(rounds: int, grid: type[InProcessGrid] = InProcessGrid, **options: 
     app = app_of(EFLClient, data, Wide)
     run(strategy, EFLClient, rounds=rounds, model=Wide, grid=grid(app, 3))
     return strategy.history
-
-
-@pytest.mark.parametrize(
-    ("options", "of_dense"),
-    [
-        ({"sums_bits": 16}, 1 / 2),
-        ({"sums_density": 0.1}, 0.1 * 9 / 8),
-        ({"sums_density": 0.1, "sums_bits": 16}, 0.1 * 5 / 8),
-    ],
-    ids=str,
-)
-def test_the_sums_are_that_much_smaller_both_ways(options: Any, of_dense: float) -> None:
-    dense, overhead = 8 * 24_003, 3000  # headers, names, settings, and the coded update
-    entry = wide_run(3, **options)[-1]
-    for way in ("bytes_down", "bytes_up"):
-        assert abs(entry[way][0] - of_dense * dense) < overhead
 
 
 def test_sums_of_every_third_round_travel_once() -> None:
@@ -314,15 +262,3 @@ def test_a_client_that_lost_the_sums_gets_them_a_round_later() -> None:
         False,
         False,
     ]  # in round 3 the model, of half that size
-
-
-def test_the_server_keeps_the_message_alone() -> None:
-    """The slot between rounds is what is sent, not the dense sums."""
-    term = Elastic(1.0, sums_bits=16, sums_density=0.1)
-    upload = {key: a for key, a in honest().items() if key != "holds"}
-    ctx = ServerContext(1, 0.1, PARAMS)
-    acc = term.fold({}, 0, PARAMS, upload, 1.0, ctx)
-    server, _ = term.update({}, PARAMS, acc, ctx)
-    assert {key: a.shape for key, a in term.broadcast(server, ctx).items()} == {
-        key: a.shape for key, a in upload.items()
-    }

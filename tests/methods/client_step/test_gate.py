@@ -17,16 +17,13 @@ from flwr_regs.term import ServerContext
 from flwr_regs.testing.problem import start_weights, train
 from tests.conftest import budgeted, close, make_clients, make_model, to_numpy
 from tests.methods.watching import (
-    CURVATURES,
     LOST,
     SHORT,
     SOME,
     Arrays,
     Forgetful,
     Watched,
-    between,
     composed,
-    settles,
     untouched,
     watched,
 )
@@ -81,29 +78,6 @@ def test_some_clients_of_which_some_stop_early(
     assert seen > 20
 
 
-@pytest.mark.parametrize("server_lr", [1.0, 0.6])
-def test_with_everyone_and_equal_steps_it_is_scaffold(server_lr: float) -> None:
-    """Option 2, and d_k is c_k − c. With some clients a round it is not."""
-    every = {"seed": 3, "fraction_evaluate": 0.0}
-    gate = fr.FedGATE(server_lr, **every) if server_lr != 1 else fr.VRLSGD(**every)
-    client = fr.FedGATEClient if server_lr != 1 else fr.VRLSGDClient
-    scaffold = fr.SCAFFOLD(server_lr, **every)
-    a = watched(gate, client, "gradient-tracking", length=STEPS, rounds=5)
-    b = watched(scaffold, fr.SCAFFOLDClient, "scaffold", length=STEPS, rounds=5)
-    for x, y in zip(a.models, b.models, strict=True):
-        close(x, y, 1e-12)
-    for k in range(5):
-        c, own = b.server[-1], b.kept[5, k]
-        close(complete(a, k, 5), {n: own[n] - c[f"c.{n}"] for n in own}, 1e-12)
-
-
-def test_with_some_clients_it_is_not_scaffold() -> None:
-    a = train(fr.VRLSGD(**SOME), fr.VRLSGDClient, clients=make_clients(5), length=STEPS)
-    b = train(fr.SCAFFOLD(**SOME), fr.SCAFFOLDClient, clients=make_clients(5), length=STEPS)
-    close(a[0], b[0], 1e-12)
-    assert abs(a[-1]["0.weight"] - b[-1]["0.weight"]).max() > 1e-4
-
-
 def test_a_client_that_lost_its_correction_is_named() -> None:
     """It begins at 0, although the server sends what it has for it."""
     strategy = fr.FedGATE(0.7, seed=3, fraction_evaluate=0.0)
@@ -129,19 +103,6 @@ def test_the_server_keeps_the_means_that_clients_still_need() -> None:
     assert {key.partition(".")[0] for key in every.server[-1]} == {"last", "3"}
 
 
-@pytest.mark.parametrize("wire", ["bfloat16", None])
-def test_the_corrections_sum_to_zero_where_models_are_rounded(wire: str | None) -> None:
-    strategy = fr.VRLSGD(seed=3, fraction_evaluate=0.0, wire_dtype=wire)
-    found = watched(
-        strategy, fr.VRLSGDClient, "gradient-tracking", rounds=4, length=STEPS, **SINGLE
-    )
-    own = [complete(found, k, 4) for k in range(4)]
-    for n in start_weights():
-        assert own[0][n].dtype == np.float32
-        np.testing.assert_allclose(sum(d[n] for d in own), 0, rtol=0, atol=2e-6)
-        assert max(abs(d[n]).max() for d in own) > 1e-2
-
-
 def test_compression_leaves_out_what_the_clients_have_yet_to_send() -> None:
     """Σ d_k = −Σ R_k / (K η), R_k the residual of client k."""
     terms = [fr.GradientTracking(), fr.SparseTernary(0.3)]
@@ -158,16 +119,6 @@ def test_compression_leaves_out_what_the_clients_have_yet_to_send() -> None:
 
 
 # where it settles
-
-
-@pytest.mark.parametrize("steps", [{}, {1: 2}])
-def test_where_it_settles(steps: dict[int, int]) -> None:
-    """At the minimum with equal steps; else where Σ K_k ∇F_k = 0."""
-    strategy = fr.FedGATE(0.8, seed=3, fraction_evaluate=0.0)
-    taken = [steps.get(k, 5) for k in range(2)]
-    found = settles(strategy, fr.FedGATEClient, steps)
-    parts = [a * s for a, s in zip(CURVATURES, taken, strict=True)]
-    assert found == pytest.approx(between(parts), abs=1e-5)
 
 
 # beside a server's optimiser
@@ -195,20 +146,6 @@ def test_the_mean_is_that_before_a_servers_optimiser() -> None:
 
 
 # what is refused
-
-
-@pytest.mark.parametrize(
-    ("key", "value", "why"),
-    [
-        ("momentum", 0.9, "SGD with momentum takes other ones"),
-        ("optimizer", "Adam", "Adam takes other ones"),
-        ("clip-norm", 1.0, "'clip-norm' in the train config clips their gradients"),
-    ],
-)
-def test_a_config_is_refused_before_any_client_is_contacted(key: str, value: Any, why: str) -> None:
-    config = {"local-epochs": 1, key: value}
-    with untouched(fr.VRLSGDClient) as grid, pytest.raises(ValueError, match=f"drift.*{why}"):
-        train(fr.VRLSGD(seed=1), fr.VRLSGDClient, grid=grid, length=config)
 
 
 def test_scaled_clients_are_refused_before_any_client_is_contacted() -> None:

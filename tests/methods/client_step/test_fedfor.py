@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from flwr_regs import FedADC, FedFOR, FedFORClient, FirstOrder
-from flwr_regs.chain import chain
-from flwr_regs.client.train.local_training import LocalTraining, local_round
+from flwr_regs import FedFOR, FedFORClient, FirstOrder
+from flwr_regs.client.train.local_training import local_round
 from flwr_regs.client.train.optimizer import momentum_of
 from flwr_regs.methods.parts import once
 from flwr_regs.testing.problem import start_weights
@@ -77,10 +76,6 @@ def strengths(alpha: float | None, make: Any = SGD, steps: int = 4, **settings: 
     return found
 
 
-def test_a_time_budget_does_not_change_it() -> None:
-    assert strengths(None, steps=10**6, max_seconds=0.05)[0] == 2 / 10**6
-
-
 @pytest.mark.parametrize(
     ("make", "m"),
     [
@@ -107,14 +102,6 @@ def test_the_momentum_of_an_optimiser(make: Any, m: float | None) -> None:
         assert before - p.item() == pytest.approx(1 / (1 - m))
 
 
-def test_double_momentum_beside_it_is_none() -> None:
-    """Alg. 4's average leaves a constant gradient unchanged."""
-    terms = [*FedADC(local_momentum=0.6).term.terms, FirstOrder()]
-    loop = LocalTraining(make_model(), chain(terms), make_clients()[0], lr=0.1, epochs=1)
-    loop.optimizer(SGD)
-    assert loop._ctx.momentum == pytest.approx(0.0)
-
-
 # What is logged
 
 
@@ -138,30 +125,6 @@ def test_an_optimiser_without_momentum_is_noted_once_in_a_training(logged: Any) 
     run(FedFOR(0.1, **OPTIONS), FedFORClient, rounds=3, lr=0.01, optimizer=torch.optim.Adam)
     run(FedFOR(**OPTIONS), FedFORClient, rounds=3)
     assert len(logged(logging.WARNING)) == 2
-
-
-def test_an_own_loop_that_makes_its_optimiser_itself_has_momentum_0(logged: Any) -> None:
-    for mine in (True, False):
-        model, data = make_model(), make_clients()[0]
-        g = {n: torch.ones_like(p) for n, p in model.named_parameters()}
-        loop = LocalTraining(model, FirstOrder(), data, lr=0.1, epochs=1, broadcast=g, device="cpu")
-        make = partial(SGD, momentum=0.5)
-        opt = loop.optimizer(make) if mine else make(model.parameters(), lr=0.1)
-        grown = []
-        for x, y in loop.batches():
-            opt.zero_grad()
-            output = model(x)
-            loss = loop.loss(torch.nn.functional.cross_entropy(output, y), x, y, output)
-            torch.autograd.backward(loss)
-            with torch.no_grad():
-                for p in model.parameters():
-                    p += 1.0  # away from w_t along g: all opposing, so that α itself is added
-            before = next(model.parameters()).grad.clone()  # type: ignore[union-attr]
-            loop.correct()
-            grown.append(next(model.parameters()).grad - before)  # type: ignore[operator]
-        k = len(grown)
-        torch.testing.assert_close(grown[0], torch.full_like(grown[0], (1.0 if mine else 2.0) / k))
-        assert len(logged(logging.WARNING)) == (0 if mine else 1)
 
 
 @pytest.mark.parametrize("m", [0.0, 0.5])

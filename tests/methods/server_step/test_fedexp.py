@@ -69,12 +69,6 @@ def test_the_history_has_the_metrics_of_the_mean_of_the_last_two_models() -> Non
     assert not any("averaged_metrics" in e for e in plain.history)
 
 
-def test_no_mean_is_evaluated_if_the_model_was_not() -> None:
-    seen: list[int] = []
-    train(fr.FedExP(**OFF), fr.FedExPClient, rounds=2, on_round=seen.append)
-    assert seen == [0, 1, 2]
-
-
 def test_the_mean_of_two_models_keeps_dtypes_and_whole_numbers() -> None:
     first = {"w": np.array([1.0, 3.0], np.float32), "n": np.array(4), "mask": np.array([np.inf])}
     model = GlobalModel(chain([]), first)
@@ -135,16 +129,3 @@ def test_one_large_update_does_not_make_the_step_size_large() -> None:
     exact = np.mean(honest) / (2 * (np.sum(mean**2) + 1e-3))
     assert step_size(False, 1.0) == pytest.approx(max(1.0, float(exact)))
     assert step_size(True, 1e6) < 3 * step_size(True, 1.0)
-
-
-def test_central_privacy_does_not_cover_single_norms() -> None:
-    with pytest.raises(ValueError, match=r"privacy=CentralDP\(...\).*fedexp"):
-        fr.FedExP(privacy=fr.CentralDP(1.0, 1.0))
-
-
-def test_a_comparison_has_one_row_a_round_and_the_mean_in_its_history() -> None:
-    (run,) = fr.simulate("FedExP", seeds=(1,), rounds=2, local_epochs=1).runs
-    assert [t["round"] for t in run.test] == [0, 1, 2]
-    for entry, row in zip(run.rounds, run.test[1:], strict=True):
-        assert entry["server_metrics"]["accuracy"] == row["accuracy"]
-        assert 0 < entry["averaged_metrics"]["accuracy"] <= 1

@@ -77,16 +77,6 @@ def test_a_client_that_lost_its_term_is_named() -> None:
     assert abs(found.server[-1]["0.weight"] - mean).max() > 1e-4
 
 
-@pytest.mark.parametrize("wire", ["bfloat16", "float16", None])
-def test_h_is_the_clients_own_mean_where_models_are_rounded(wire: str | None) -> None:
-    strategy = fr.FedDyn(0.3, seed=3, fraction_evaluate=0.0, wire_dtype=wire)
-    found = watched(strategy, fr.FedDynClient, "feddyn", rounds=6, **SINGLE)
-    for n, h in found.server[-1].items():
-        assert h.dtype == found.kept[6, 0][n].dtype == np.float32
-        mean = sum(found.kept[6, k][n] for k in range(4)) / 4
-        np.testing.assert_allclose(h, mean, rtol=0, atol=1e-6)
-
-
 def test_compression_leaves_out_what_the_clients_have_yet_to_send() -> None:
     """h = mean(h_k + α R_k), R_k the residual of client k."""
     terms = [fr.DynamicRegulariser(0.3), fr.SparseTernary(0.3)]
@@ -101,24 +91,6 @@ def test_compression_leaves_out_what_the_clients_have_yet_to_send() -> None:
 # where it settles
 
 EXACT = between([a / 2 for a in CURVATURES])
-
-
-@pytest.mark.parametrize(
-    "beside",
-    [
-        [],
-        [fr.NormalizedAveraging()],
-        pytest.param([fr.Proximal(0.5)], marks=pytest.mark.full),
-        pytest.param([fr.FirstOrder(0.2)], marks=pytest.mark.full),
-    ],
-    ids=["alone", "FedNova", "FedProx", "FedFOR"],
-)
-def test_it_settles_at_the_minimum_whatever_the_steps(beside: list[Any]) -> None:
-    """One client takes 1 of 5 steps; test_fednova.py has where FedAvg settles then."""
-    terms = [*beside, fr.DynamicRegulariser(2.0)]
-    strategy = fr.RegStrategy(terms, seed=3, weighting="uniform", fraction_evaluate=0.0)
-    found = settles(strategy, composed(*terms), {1: 1}, rounds=80 if len(terms) > 1 else 30)
-    assert found == pytest.approx(EXACT, abs=1e-4)
 
 
 @pytest.mark.parametrize("alpha", [5.0, 7.0])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import struct
-import sys
 import zlib
 
 import numpy as np
@@ -84,28 +83,6 @@ def test_every_magnitude(mu):
     assert equal(decode(encode(arrays), arrays), arrays)
 
 
-def test_layouts_of_memory():
-    a = ternary(60, 0.5, np.random.default_rng(3)).reshape(6, 10)
-    want = encode({"a": np.ascontiguousarray(a.T)})
-    assert encode({"a": a.T}) == want
-    assert encode({"a": a.T.astype(">f4")}) == want
-    read_only = a.T.copy()
-    read_only.flags.writeable = False
-    assert encode({"a": read_only}) == want
-    big = {"a": a.T.astype(">f4")}
-    got = decode(want, big)["a"]
-    assert got.dtype == np.dtype(">f4")
-    assert np.array_equal(got, a.T)
-
-
-def test_negative_zero_counts_as_zero():
-    arrays = {"a": np.array([-0.0, 0.5, -0.5, 0.0], np.float32)}
-    got = decode(encode(arrays), arrays)
-    assert equal(got, arrays)
-    assert not np.signbit(got["a"][0])
-    assert encode({"a": np.array([-0.0])}) == encode({"a": np.array([0.0])})
-
-
 def test_mixed_dtypes():
     rng = np.random.default_rng(4)
     for _ in range(100 * FUZZ):
@@ -122,24 +99,10 @@ def test_mixed_dtypes():
     assert codec.HEADER.unpack_from(encode(arrays))[5] == 0.1
 
 
-def test_zero_arrays_may_be_too_narrow_for_mu():
-    arrays = {"a": np.zeros(3, np.float16), "b": np.array([1e300, 0])}
-    assert equal(decode(encode(arrays), arrays), arrays)
-
-
 def test_nothing_to_code_takes_the_header_alone():
     for arrays in ({}, {"a": np.zeros((0, 3))}, {"a": np.zeros(10**6, np.float32)}):
         assert len(encode(arrays)) == 48
         assert equal(decode(encode(arrays), arrays), arrays)
-
-
-def test_chunks_have_no_effect_on_bytes(monkeypatch):
-    arrays = {"a": SMALL, "b": np.flip(SMALL).reshape(4, 50)}
-    want = encode(arrays)
-    for chunk in (1, 7, 199, 200):
-        monkeypatch.setattr(codec, "CHUNK", chunk)
-        assert encode(arrays) == want
-        assert equal(decode(want, arrays), arrays)
 
 
 @pytest.mark.parametrize("density", [0.001, 0.003, 0.01, 0.03, 0.1])
@@ -150,17 +113,6 @@ def test_size_is_near_the_entropy_bound(density):
     h = -density * np.log2(density) - (1 - density) * np.log2(1 - density)
     assert len(payload) * 8 / n <= 1.02 * (h + density) + 64 * 8 / n
     assert equal(decode(payload, {"a": a}), {"a": a})
-
-
-@pytest.mark.parametrize("n", [1, 2, 10, 1000, 10**6])
-def test_overhead_over_the_entropy_of_the_counts(n):
-    rng = np.random.default_rng(6)
-    for density in (0, 1e-6, 1e-4, 0.01, 0.3, 0.66, 0.99, 1):
-        for positive in (0.0, 0.01, 0.5, 1.0):
-            a = ternary(n, density, rng, positive=positive)
-            p = np.array([(a > 0).mean(), (a < 0).mean(), (a == 0).mean()])
-            entropy = -n * sum(x * np.log2(x) for x in p if x)
-            assert len(encode({"a": a})) <= entropy / 8 + 64
 
 
 def test_the_bytes_of_version_1():
@@ -242,12 +194,6 @@ def test_every_truncation_and_extension_is_seen():
             decode(extra[:47] + payload, LIKE)
 
 
-@pytest.mark.parametrize("payload", [None, "text", 7, bytearray(60), memoryview(bytes(60)), []])
-def test_payload_must_be_bytes(payload):
-    with pytest.raises(CodecError, match="must be bytes"):
-        decode(payload, LIKE)
-
-
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
@@ -319,14 +265,6 @@ def test_a_like_that_does_not_fit():
         decode(huge, {"a": np.zeros(200, np.float16)})
 
 
-def test_random_bytes():
-    rng = np.random.default_rng(9)
-    for like in (LIKE, {}):
-        for _ in range(3000 * FUZZ):
-            with pytest.raises(CodecError):
-                decode(rng.bytes(int(rng.integers(0, 200))), like)
-
-
 def test_what_decodes_is_what_encode_writes():
     """Random counts and bodies under a right CRC: refused, or the one message of what comes out."""
     rng = np.random.default_rng(10)
@@ -351,12 +289,3 @@ def test_what_decodes_is_what_encode_writes():
         accepted += 1
         assert encode(got) == payload
     assert accepted > 50
-
-
-def test_a_missing_library_is_named(monkeypatch):
-    payload = encode(LIKE)
-    monkeypatch.setitem(sys.modules, "constriction", None)
-    with pytest.raises(ImportError, match="needs the package 'constriction'"):
-        decode(payload, LIKE)
-    with pytest.raises(ImportError, match="needs the package 'constriction'"):
-        encode(LIKE)

@@ -11,21 +11,15 @@ import pytest
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Context
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
 
 from flwr_regs import (
     EmbeddedMomentum,
     FedADC,
     FedADCClient,
     FedADCPlus,
-    FedADCPlusClient,
     FedAvg,
     FedAvgClient,
-    FedFOR,
-    FedFORClient,
     InProcessGrid,
-    RegClient,
-    RegStrategy,
     RoundFailed,
     SelfDistillation,
     SlowMo,
@@ -35,15 +29,14 @@ from flwr_regs import (
 from flwr_regs.chain import chain
 from flwr_regs.client.measure.classifier import find_classifier
 from flwr_regs.client.train import local_training as training_module
-from flwr_regs.client.train.batches import label_counts
 from flwr_regs.client.train.distillation import StartOutputs
-from flwr_regs.client.train.local_training import LocalTraining, local_round
+from flwr_regs.client.train.local_training import LocalTraining
 from flwr_regs.client.train.task import Task
 from flwr_regs.server.population.population import PopulationError
 from flwr_regs.term import ClientContext
 from flwr_regs.testing.problem import start_weights
 from tests.conftest import budgeted, close, make_clients, make_model, run, to_numpy
-from tests.flower.test_strategy import ForgetfulGrid, app_of, start
+from tests.flower.test_strategy import app_of, start
 from tests.oracles import distillation
 from tests.oracles.fedadc import fedadc
 
@@ -72,13 +65,6 @@ def test_in_sync_the_momentum_costs_nothing_down() -> None:
     assert all(b / one_model < 1.02 for b in bytes_down["delta"])
 
 
-def test_a_lost_momentum_is_noticed_and_sent_again() -> None:
-    settings: dict[str, Any] = {"beta": 0.6, "seed": 2, "fraction_evaluate": 0.0}
-    a = start(FedADC(**settings), InProcessGrid(app_of(FedADCClient), 4), 5)
-    b = start(FedADC(**settings, downlink="delta"), ForgetfulGrid(app_of(FedADCClient), 4), 5)
-    close(*({k: v.numpy() for k, v in r.arrays.items()} for r in (a, b)), 0.0)
-
-
 @pytest.mark.parametrize(
     "optimizer",
     [torch.optim.Adam, partial(torch.optim.SGD, momentum=0.9)],
@@ -91,10 +77,6 @@ def test_a_client_optimiser_that_would_add_the_momentum_up_is_refused(
     strategy = FedADC(local_momentum=local_momentum, fraction_evaluate=0.0)
     with pytest.raises(RoundFailed, match="SGD without momentum of their own"):
         run(strategy, FedADCClient, optimizer=optimizer)
-
-
-def test_weight_decay_is_fine() -> None:
-    run(FedADC(beta=0.5), FedADCClient, optimizer=partial(torch.optim.SGD, weight_decay=0.01))
 
 
 @pytest.mark.parametrize(
@@ -164,26 +146,6 @@ def test_the_loss_and_its_gradient_are_the_oracles(counts: list[int]) -> None:
     )
 
 
-def test_the_teacher_runs_once_for_each_example_and_round() -> None:
-    """Through a shuffling loader, three epochs; and again in the next round."""
-    x = torch.randn(23, 4, dtype=torch.float64)
-    data = TensorDataset(x, torch.arange(23) % 3)
-    seen = []
-
-    class Counting(nn.Linear):
-        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-            if not self.weight.requires_grad:  # only the teacher is frozen
-                seen.append(len(inputs))
-            return super().forward(inputs)
-
-    model = Counting(4, 3, dtype=torch.float64)
-    for _ in range(2):
-        seen.clear()
-        loader = DataLoader(data, batch_size=5, shuffle=True)
-        local_round(model, chain([SelfDistillation()]), loader, lr=0.1, epochs=3, device="cpu")
-        assert sum(seen) == 23
-
-
 def test_the_teacher_is_the_model_as_it_was_in_eval_mode() -> None:
     model = make_model(batch_norm=True)
     x = make_clients()[1][0][0]
@@ -195,44 +157,6 @@ def test_the_teacher_is_the_model_as_it_was_in_eval_mode() -> None:
     torch.testing.assert_close(taught(x, torch.device("cpu")), want)
     flipped = taught(x.flip(0), torch.device("cpu"))
     torch.testing.assert_close(flipped, want.flip(0), rtol=0, atol=0)
-
-
-def test_the_teacher_takes_nested_inputs() -> None:
-    class Two(nn.Module):
-        def forward(self, inputs: dict[str, Any]) -> torch.Tensor:
-            return inputs["a"] + inputs["b"][0]
-
-    batch = {"a": torch.arange(6.0).reshape(3, 2), "b": (torch.ones(3, 2), "text")}
-    got = StartOutputs(Two())(batch, torch.device("cpu"))
-    torch.testing.assert_close(got, batch["a"] + 1)
-
-
-def test_counting_labels_leaves_the_random_state_alone() -> None:
-    data = TensorDataset(torch.zeros(9, 1), torch.tensor([0, 2, 2, 0, 0, 2, 2, 2, 2]))
-    torch.manual_seed(3)
-    before = torch.random.get_rng_state()
-    assert label_counts(DataLoader(data, batch_size=2, shuffle=True)).tolist() == [3, 0, 6]
-    assert torch.equal(before, torch.random.get_rng_state())
-    with pytest.raises(TypeError, match="integer class labels"):
-        label_counts([(torch.zeros(1, 1), torch.zeros(1))])
-
-
-def test_distillation_composes_with_another_method() -> None:
-    from flwr_regs import FirstOrder
-
-    strategy = RegStrategy([SelfDistillation(0.0), FirstOrder(0.5)], seed=1)
-    got = run(strategy, RegClient, terms=[SelfDistillation, FirstOrder])
-    close(got, run(FedFOR(alpha=0.5, seed=1), FedFORClient), 1e-12)
-    other = RegStrategy([SelfDistillation(0.5), FirstOrder(0.5)], seed=1)
-    moved = run(other, RegClient, terms=[SelfDistillation, FirstOrder])
-    assert max(np.abs(moved[n] - got[n]).max() for n in got) > 1e-3
-
-
-def test_fedadcplus_runs_with_float32_and_unequal_betas() -> None:
-    model, clients = heavy()
-    strategy = FedADCPlus(beta_local=0.4, beta_global=0.8, seed=1)
-    got = run(strategy, FedADCPlusClient, clients=clients, model=model)
-    assert all(np.isfinite(a).all() for a in got.values())
 
 
 # Personalisation
@@ -263,16 +187,6 @@ def test_clients_report_a_personalised_accuracy_and_the_global_model_stays(kind:
         assert 0 <= metrics["personal-accuracy"] <= 1
     averaged = result.evaluate_metrics_clientapp[2]
     assert averaged["personal-accuracy"] > averaged["accuracy"]
-
-
-def test_the_kinds_differ_and_the_penalties_hold_back() -> None:
-    losses = {}
-    for kind in ("plain", "proximal", "distil", "both"):
-        extra = {"personal-mu": 1.0} if kind in ("proximal", "both") else {}
-        _, clients = evaluated({**PERSONAL, "personalise": kind, **extra})
-        losses[kind] = clients[0]["personal-loss"]
-    assert len(set(losses.values())) == 4
-    assert losses["plain"] < losses["proximal"]
 
 
 def test_only_the_classifier_is_trained() -> None:
@@ -379,24 +293,6 @@ def test_overlap_gives_the_same_weights_with_only_the_step_on_the_critical_path(
     for now, later in zip(histories[True], histories[True][1:], strict=False):
         assert set(now["bytes_ahead"]) == set(later["cohort"]) - set(now["cohort"])
     assert "bytes_ahead" not in histories[True][-1]  # nobody comes after the last round
-
-
-def test_overlap_leaves_client_state_alone_and_survives_a_forgetful_node() -> None:
-    strategy = FedADC(
-        beta=0.6, downlink="delta", overlap=True, seed=2, fraction_train=0.5, min_train_nodes=2
-    )
-    plain = FedADC(beta=0.6, seed=2, fraction_train=0.5, min_train_nodes=2)
-    a = start(plain, InProcessGrid(app_of(FedADCClient), 4), 6)
-    b = start(strategy, ForgetfulGrid(app_of(FedADCClient), 4), 6)
-    close(*({k: v.numpy() for k, v in r.arrays.items()} for r in (a, b)), 0.0)
-
-
-def test_the_terms_are_importable_and_named() -> None:
-    assert EmbeddedMomentum(0.9, 0.9).config()["fedadc.beta_local"] == 0.9
-    assert "fedadc.local_momentum" not in EmbeddedMomentum(0.9, 0.9).config()
-    assert EmbeddedMomentum.from_config(EmbeddedMomentum(0.9, 0.8, 0.5).config()) == (
-        EmbeddedMomentum(0.9, 0.8, 0.5)
-    )
 
 
 def test_a_late_client_that_does_not_tell_is_left_out() -> None:
@@ -526,12 +422,6 @@ def test_personalisation_of_odd_classifiers() -> None:
     frozen = make_model()
     frozen[2].bias.requires_grad_(False)
     assert torch.equal(mine(frozen)[2].bias, frozen[2].bias)
-
-
-def test_evaluation_alone_is_in_the_history() -> None:
-    strategy = FedAvg(seed=1, fraction_train=0.0)
-    start(strategy, InProcessGrid(app_of(), 3), 2)
-    assert [len(e["evaluate"]["clients"]) for e in strategy.history] == [3, 3]
 
 
 DONE = [{0: 1, 3: 2}, {1: 3}, {0: 3, 2: 1, 3: 9}, {}, {3: 1}]

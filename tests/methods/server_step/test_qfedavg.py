@@ -10,12 +10,9 @@ import pytest
 import torch
 
 import flwr_regs as fr
-from flwr_regs.client.train.local_training import local_round
 from flwr_regs.term import ServerContext
 from flwr_regs.testing.problem import start_weights, train
-from tests.conftest import close, make_clients, make_model, to_numpy
-from tests.oracles.model import loss
-from tests.oracles.rounds import examples
+from tests.conftest import close, make_clients
 
 PARAMS = {n: a.astype(np.float32) for n, a in start_weights().items()}
 
@@ -82,21 +79,6 @@ def test_no_claim_makes_a_weight_large(q: float, robust: bool, claim: float, nor
         low, high = np.min([honest, *bounds], axis=0), np.max([honest, *bounds], axis=0)
         assert (found[1:] > 0.2 * low[1:]).all()
         assert (found[1:] < 5 * high[1:] + 1e-12).all()
-
-
-def test_clients_without_a_loss_leave_the_model_as_it_is() -> None:
-    for q in (1.0, 3.0):
-        assert weights(q, [0.0, 0.0], [0.1, 0.2]).tolist() == [0.0, 0.0]
-        assert weights(q, [0.0, 0.0], [0.0, 0.0]).tolist() == [0.0, 0.0]
-
-
-def test_a_client_sends_its_loss_at_the_global_model_over_all_its_data() -> None:
-    client = make_clients()[2]
-    [data] = to_numpy([client])
-    got = local_round(make_model(), fr.FairWeights(1.0), client, lr=0.2, steps=3, device="cpu")
-    whole = sum(len(y) / examples(data) * loss(start_weights(), x, y) for x, y in data)
-    assert got.upload["loss"].dtype == torch.float64
-    assert got.upload["loss"].item() == pytest.approx(whole, abs=1e-12)
 
 
 @pytest.mark.parametrize(

@@ -313,46 +313,6 @@ def test_a_wrong_part_is_refused() -> None:
         evaluated(fr.FedAvg(seed=2), fr.FedAvgClient, config, model=still)
 
 
-@pytest.mark.parametrize(
-    ("strategy", "client"),
-    [(fr.FedBN, fr.FedBNClient), (lambda **s: fr.FedPer("3.*", **s), fr.FedPerClient)],
-    ids=["FedBN", "FedPer"],
-)
-def test_private_entries_make_the_evaluated_model_the_clients_own(
-    strategy: Any, client: Any
-) -> None:
-    found, _ = evaluated(strategy(seed=2), client, model=partial(make_model, batch_norm=True))
-    for metrics in found.values():
-        assert metrics["personal-accuracy"] == metrics["accuracy"]
-        assert metrics["personal-loss"] == metrics["loss"]
-    plain, _ = evaluated(fr.FedAvg(seed=2), fr.FedAvgClient)
-    assert not any(key.startswith("personal") for m in plain.values() for key in m)
-
-
-@pytest.mark.parametrize("name", ["Ditto", "APFL", "FedBABU", "FedBABU-head", "FedAMP"])
-def test_before_any_training_the_own_model_is_the_global_one(name: str) -> None:
-    """But for FedBABU with a learning rate of its own, which needs no round."""
-    method = METHODS[name]
-    strategy = method.strategy(**method.settings, seed=1, fraction_train=0.0)
-    train(strategy, method.client, rounds=1, clients=make_clients(3))
-    assert len(strategy.history[-1]["evaluate"]["clients"]) == 3
-    for metrics in strategy.history[-1]["evaluate"]["clients"].values():
-        same = metrics["personal-loss"] == pytest.approx(metrics["loss"], abs=1e-12)
-        assert same == (name != "FedBABU-head")
-
-
-def test_on_skewed_labels_clients_own_models_are_better() -> None:
-    """Two clients have the same inputs, with the labels swapped."""
-    g = torch.Generator().manual_seed(0)
-    x = torch.randn(40, 4, generator=g, dtype=torch.float64)
-    y = (x[:, 0] > 0).long()
-    data = [[(x, y)], [(x, 1 - y)]]
-    for strategy, client in ((fr.Ditto(seed=1), fr.DittoClient), (fr.APFL(seed=1), fr.APFLClient)):
-        train(strategy, client, rounds=10, clients=data, lr=0.5)
-        mean = strategy.history[-1]["evaluate_metrics"]
-        assert mean["personal-accuracy"] > mean["accuracy"] + 0.2
-
-
 # saving
 
 SAVED: dict[str, tuple[Any, Any, dict[str, Any]]] = {
@@ -379,24 +339,6 @@ def test_the_evaluated_own_model_can_be_loaded(name: str, tmp_path: Path) -> Non
         x, y = (torch.cat(each) for each in zip(*batches, strict=True))
         loss = nn.functional.cross_entropy(model(x), y).item()
         assert found[k]["personal-loss"] == pytest.approx(loss, abs=1e-9)
-
-
-def test_without_evaluations_the_last_rounds_own_model_is_there(tmp_path: Path) -> None:
-    """The client trained since it was last evaluated: then it is the newer one, too."""
-    for fraction in (0.0, 1.0):
-        calls: list[spies.LocalCall] = []
-        strategy = fr.Ditto(seed=2, fraction_evaluate=fraction, min_evaluate_nodes=0)
-        with spies.recorded(calls):
-            train(
-                strategy, partial(fr.DittoClient, save_private=tmp_path), rounds=2,
-                clients=make_clients(3),
-            )  # fmt: skip
-        for call in calls[-3:]:
-            own = fr.load_private(tmp_path, call.client)
-            assert own.keys() == make_model().state_dict().keys()
-            for n, u in call.result.client["ditto"].items():
-                assert torch.equal(own[n], u)
-        del calls[:]
 
 
 def test_a_disk_that_fails_costs_no_round(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -437,26 +379,6 @@ def test_the_output_layer_is_held_still_and_travels_once() -> None:
     head = sum(a.nbytes for n, a in start.items() if n.startswith("2."))
     assert down[0] - down[1] > 0.9 * head - 100
     assert down[1] == down[2]
-
-
-@pytest.mark.parametrize(
-    ("names", "layer", "head"),
-    [
-        (["0.weight", "0.bias", "2.weight", "2.bias"], None, {"2.weight", "2.bias"}),
-        (["fc.weight", "bn.weight", "bn.bias", "bn.running_mean"], None, {"fc.weight"}),
-        (["body.0.weight", "head.weight", "scale"], None, {"head.weight"}),
-        (["head.a.weight", "head.b.weight", "aux.weight"], "head.*", {"head.a.weight", "head.b.weight"}),
-    ],
-)  # fmt: skip
-def test_the_output_layer_among_names(names: list[str], layer: Any, head: set[str]) -> None:
-    assert fr.FixedHead(layer=layer).frozen(names) == head
-
-
-def test_a_layer_that_is_not_there() -> None:
-    with pytest.raises(ValueError, match=r"'fc\.\*' matches none"):
-        fr.FixedHead(layer="fc.*").frozen(["a.weight"])
-    with pytest.raises(ValueError, match="no layer with a weight"):
-        fr.FixedHead().frozen(["scale"])
 
 
 # FedAMP

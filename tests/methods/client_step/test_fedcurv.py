@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from flwr.app import Message, RecordDict
+from flwr.app import Message
 
 from flwr_regs import (
     Curvature,
@@ -26,10 +25,7 @@ from flwr_regs import (
 )
 from flwr_regs.term import ClientContext, ServerContext, Term
 from flwr_regs.testing.problem import (
-    Point,
     app_of,
-    half_squared_error,
-    quadratic_clients,
     start_weights,
 )
 from tests.conftest import budgeted, close, make_clients, make_model, run, to_numpy
@@ -81,39 +77,6 @@ def test_rounding_makes_no_curvature_negative() -> None:
     assert Curvature(1.0).sums("w", ctx)[0] == 0.0
 
 
-def test_two_quadratic_clients_reach_the_fixed_point() -> None:
-    """f_k(v) = a/2 (v − c)², the other's u_j = a_j² (v_j − c_j)² pulls with 2 λ u_j towards v_j.
-
-    K steps from w end at v* + (1 − η (a + 2λu_j))^K (w − v*), v* = (a c + 2λ u_j v_j)/(a + 2λu_j).
-    """
-    curvature, centre, lr, steps, lam = (1.0, 4.0), (-1.0, 2.0), 0.1, 5, 0.05
-    w, fishers, ends = 0.0, [0.0, 0.0], [0.0, 0.0]
-    for _ in range(300):
-        new = []
-        for k, (a, c) in enumerate(zip(curvature, centre, strict=True)):
-            pull = 2 * lam * fishers[1 - k]
-            rest = (a * c + pull * ends[1 - k]) / (a + pull)
-            new.append(rest + (1 - lr * (a + pull)) ** steps * (w - rest))
-        ends = new
-        fishers = [(a * (v - c)) ** 2 for a, c, v in zip(curvature, centre, ends, strict=True)]
-        w = 1 / 3 * ends[0] + 2 / 3 * ends[1]
-    got, plain = (
-        run(
-            FedCurv(lam=strength, seed=3, fraction_evaluate=0.0),
-            FedCurvClient,
-            rounds=300,
-            clients=quadratic_clients(curvature, centre),
-            model=Point,
-            lr=lr,
-            train={"local-steps": steps},
-            loss_fn=half_squared_error,
-        )["v"][0]
-        for strength in (lam, 0.0)
-    )
-    assert got == pytest.approx(w, abs=1e-6)
-    assert abs(got - plain) > 0.01
-
-
 def expected(cohorts: list[list[int]], n: int, **options: Any) -> dict[str, np.ndarray]:
     """The oracle's last model, for clients of unequal size and two epochs."""
     clients = to_numpy(make_clients(n))
@@ -141,28 +104,6 @@ def test_a_dropped_reply_is_not_subtracted() -> None:
     used = [e["replies"] for e in strategy.history]
     assert used[:4] == [[0, 1, 2, 3], [0, 2, 3], [0, 1, 2], [0, 2, 3]]
     close(got, expected(used, 4), 1e-10)
-
-
-class Forgetful(InProcessGrid):
-    """Client 2 loses its state before round 3."""
-
-    rounds = 0
-
-    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        messages = list(messages)
-        self.rounds += any(m.metadata.message_type == "train" for m in messages)
-        if self.rounds == 3:
-            self._contexts[1002].state = RecordDict()
-        return super().push_messages(messages)
-
-
-def test_a_client_that_lost_its_state_is_pulled_by_its_own_share_too() -> None:
-    strategy = FedCurv(0.4, seed=5, fraction_evaluate=0.0)
-    grid = Forgetful(app_of(FedCurvClient, make_clients()), 4)
-    got = run(strategy, FedCurvClient, rounds=4, grid=grid)
-    everyone = [[0, 1, 2, 3]] * 4
-    close(got, expected(everyone, 4, lost=[set(), set(), {2}, set()]), 1e-10)
-    assert strategy.history[2]["lost_state"] == [2]
 
 
 # What the server computes of v̂_k = u_k ⊙ v_k
@@ -200,27 +141,6 @@ def test_the_product_with_the_model_travels_only_where_the_server_lacks_the_mode
     assert sent([term, SparseTernary(None, 0.5)]) == {"U"}
     assert sent([term, SparseTernary(0.5)]) == {"U", "V"}
     assert sent([term], wire_dtype="bfloat16") == {"U", "V"}
-
-
-def test_the_servers_product_is_the_clients_up_to_rounding() -> None:
-    """Within two roundings of float32, of u (|w_t| + |Δ|); and from what came, w_t + Δ."""
-    rng = np.random.default_rng(0)
-    start, delta, u = (rng.normal(size=1000).astype(np.float32) * s for s in (1, 1e-3, 1e3))
-    given = {n: torch.from_numpy(a) for n, a in (("w", start), ("d", delta))}
-    ctx = ClientContext({"w": given["w"]}, 0.1, 3, fisher=lambda *_: {"w": torch.from_numpy(u**2)})
-    server = ServerContext(1, 0.1, {"w": start})
-    slots = []
-    for plain in (True, False):
-        here = replace(ctx, delta_is_sent=plain)
-        _, upload, own = Curvature(0.4).finish({"w": given["d"]}, here)
-        assert ("V.w" in upload) != plain
-        arrays = {k: a.numpy() for k, a in upload.items()}
-        # the reply holds v_k, not the difference
-        came = (start + delta).astype(np.float64) - start
-        slots.append(Curvature(0.4).fold({}, 0, {"w": came}, arrays, 1.0, server))
-        error = abs(slots[-1]["V.w"] - own["V.w"].numpy())
-        assert (error <= 2**-22 * u**2 * (abs(start) + abs(delta))).all()
-    np.testing.assert_array_equal(slots[0]["U.w"], slots[1]["U.w"])
 
 
 def test_a_product_beyond_all_bounds_costs_its_client() -> None:

@@ -12,28 +12,17 @@ from flwr.app import Message, RecordDict
 from torch import nn
 
 from flwr_regs import (
-    EFL,
-    Elastic,
-    EmbeddedMomentum,
     FedAvg,
     FedAvgClient,
     FedBN,
     FedBNClient,
     FedPer,
     FedPerClient,
-    FirstOrder,
     InProcessGrid,
-    LeaveOneOutMean,
     LocalBatchNorm,
     Private,
-    Proximal,
-    RegClient,
-    RegStrategy,
-    SelfDistillation,
-    SparseTernary,
     client_app,
 )
-from flwr_regs.abilities import Compresses
 from flwr_regs.testing.problem import SerialisingGrid
 from flwr_regs.wire import keys
 from flwr_regs.wire.records import from_record
@@ -142,18 +131,6 @@ def test_clients_evaluate_with_their_own_batch_norm() -> None:
         assert told == pytest.approx(np.mean(losses), abs=1e-12)
 
 
-def test_a_client_that_sits_out_keeps_its_entries() -> None:
-    grid = grid_of(FedBNClient, n=5)
-    strategy = FedBN(seed=1, fraction_train=0.4, min_train_nodes=1, fraction_evaluate=0.0)
-    run(strategy, FedBNClient, rounds=6, model=model, grid=grid)
-    turns = {p: sum(p in e["cohort"] for e in strategy.history) for p in range(5)}
-    batches = {p: 2 + p for p in range(5)}
-    assert max(turns.values()) > 1
-    for pid, n in turns.items():
-        if n:  # two epochs a turn, all of them counted
-            assert private_of(grid, pid)["1.num_batches_tracked"] == 2 * batches[pid] * n
-
-
 def test_a_client_that_lost_its_state_goes_on_with_its_own_model_and_is_named(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -171,43 +148,6 @@ def test_a_client_that_lost_its_state_goes_on_with_its_own_model_and_is_named(
     assert caplog.text.count("clients [1] have lost their private entries") == 3
     run(strategy, FedBNClient, model=model, grid=grid_of(FedBNClient))
     assert [e["lost_private"] for e in strategy.history] == [[]] * 4
-
-
-def test_personal_layers_are_the_same_mechanism() -> None:
-    grid = grid_of(FedPerClient)
-    got = run(FedPer("3.*", seed=1), FedPerClient, rounds=3, model=model, grid=grid)
-    assert not any(k.startswith("3.") for k in got)
-    assert not any(k.startswith("3.") for k in grid.names)
-    assert private_of(grid, 0).keys() == {"3.weight", "3.bias"}
-    assert abs(private_of(grid, 0)["3.weight"] - private_of(grid, 1)["3.weight"]).max() > 1e-3
-
-
-COMPOSITIONS = [
-    [FirstOrder(0.5)],
-    [EmbeddedMomentum(0.5, 0.5)],
-    [Proximal(0.3)],
-    [Elastic(0.2)],
-    [Elastic(0.2), SparseTernary(0.3, 0.3)],
-    [SelfDistillation(0.3), EmbeddedMomentum(0.5, 0.5), SparseTernary(0.3, 0.3)],
-    [LeaveOneOutMean(0.1)],
-]
-
-
-@pytest.mark.parametrize("terms", COMPOSITIONS, ids=lambda t: "+".join(x.name for x in t))
-@pytest.mark.parametrize("downlink", ["model", "delta"])
-def test_fedbn_goes_on_top_of_any_method(terms: list[Any], downlink: str) -> None:
-    last = [t for t in terms if isinstance(t, Compresses)]
-    both = [*[t for t in terms if t not in last], LocalBatchNorm(), *last]
-    settings: dict[str, Any] = {"seed": 1, "downlink": downlink}
-    kinds = [type(t) for t in both]
-    grid = grid_of(RegClient, terms=kinds)
-    strategy = RegStrategy(both, **settings)
-    got = run(strategy, RegClient, model=model, grid=grid)
-    assert not any(e["failures"] for e in strategy.history)
-    assert not BN & grid.names
-    plain = run(FedBN(seed=1), FedBNClient, model=model, clients=make_clients(3))
-    assert got.keys() == plain.keys()
-    assert max(abs(got[k] - plain[k]).max() for k in got) > 1e-4
 
 
 @pytest.mark.parametrize(
@@ -249,7 +189,3 @@ def test_batch_norm_inside_blocks_is_found() -> None:
     ]
     assert LocalBatchNorm().private(names[:4]) == {"block.bn.weight", "block.bn.running_mean"}
     assert "running_mean" in LocalBatchNorm().private(names)
-
-
-def test_efl_accepts_it_as_a_name() -> None:
-    assert EFL(0.1).term.private(["a"]) == set()

@@ -85,32 +85,6 @@ def test_it_is_exact_right_of_fedadcs_momentum(term: Term) -> None:
     torch.testing.assert_close(new, V - LR * (GRAD + 0.6 * M / 5 + pull(term.name, new)))
 
 
-def test_left_of_fedadcs_momentum_its_shift_follows_the_implicit_step() -> None:
-    shift = LR * 0.6 * M / 5
-    new = step(Proximal(LAM, implicit=True), EmbeddedMomentum(0.6, 0.6))
-    torch.testing.assert_close(new + shift, step(Proximal(LAM, implicit=True)))
-
-
-def test_it_is_stable_under_momentum() -> None:
-    """Heavy-ball steps of the pull alone, of which the explicit ones explode."""
-    for implicit in (True, False):
-        v, b = V, torch.zeros(3, dtype=torch.float64)
-        for _ in range(200):
-            ctx = ClientContext(start={"w": START}, lr=LR, num_steps=1)
-            term = Proximal(1000.0, implicit)
-            b = 0.9 * b + term.correct({"w": 0 * V}, {"w": v}, ctx)["w"]
-            v = v - LR * b
-        assert bool((v - START).abs().max() < 1e-3) == implicit
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
-def test_gradients_keep_their_dtype(dtype: torch.dtype) -> None:
-    slot = {k: a.float() for k, a in SLOTS["elastic"].items()}
-    ctx = ClientContext(start={"w": START.to(dtype)}, lr=LR, num_steps=5, broadcast=slot)
-    for term in TERMS[:2]:
-        assert term.correct({"w": GRAD.to(dtype)}, {"w": V.to(dtype)}, ctx)["w"].dtype == dtype
-
-
 METHODS = [
     (EFL, EFLClient, 100.0),
     (FedCurv, FedCurvClient, 100.0),
