@@ -272,7 +272,8 @@ class Declared:
     keeps: ClassVar[str] = "if-used"
     """When the client slot of `finish` counts: "if-used" (the server used the reply), or "always"."""
     elementwise: ClassVar[bool] = False
-    """True if `correct` may be evaluated on slices of some parameters, in one axis and without the others.
+    """True if `correct` treats each number alone, so that a stack corrects all its members at once, and it may
+    be evaluated on slices of some parameters, in one axis and without the others.
     `start`, and what slots hold under a parameter's name or ``<key>.<name>`` in its shape, is cut alike;
     all else is there whole. Such a term does not call `gradient_at`."""
     owns_step: ClassVar[bool] = False

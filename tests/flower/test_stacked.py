@@ -21,7 +21,7 @@ from flwr_regs.client.train.replay import Replay
 from flwr_regs.cohort import finishing as stack_finish
 from flwr_regs.cohort.batch_plan import draw
 from flwr_regs.cohort.gradients_of_stack import Gradient
-from flwr_regs.flower.grids.stacked_grid import STACKED, Pace
+from flwr_regs.flower.grids.stacked_grid import STACKED
 from flwr_regs.methods.properties import properties
 from flwr_regs.testing import problem
 from tests.laws import CASES
