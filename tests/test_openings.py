@@ -25,7 +25,7 @@ from flwr_regs import (
     client_app,
     load_model,
 )
-from flwr_regs.client.train.local_training import local_round
+from flwr_regs.client.local_training import local_round
 from tests.conftest import budgeted, close, make_clients, make_model, run
 
 Arrays = dict[str, Any]

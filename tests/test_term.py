@@ -173,7 +173,7 @@ def test_the_seam_needs_no_flwr() -> None:
     import subprocess
     import sys
 
-    code = "import sys, flwr_regs.client.train.local_training; sys.exit('flwr' in sys.modules)"
+    code = "import sys, flwr_regs.client.local_training; sys.exit('flwr' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

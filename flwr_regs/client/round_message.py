@@ -147,7 +147,7 @@ class Received:
 
     @property
     def duration(self) -> dict[str, Any]:
-        """The round's parameters for :class:`flwr_regs.client.train.local_training.LocalTraining`."""
+        """The round's parameters for :class:`flwr_regs.client.local_training.LocalTraining`."""
         return {
             "lr": self._config["lr"],
             "epochs": self._config.get("local-epochs"),

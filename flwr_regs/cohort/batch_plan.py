@@ -100,6 +100,11 @@ class Plan:
         rows, sizes = _drawn(order, generator, len(loader))
         return replace(self, rows=rows, sizes=sizes)
 
+    def again(self, device: torch.device, steps: int) -> Iterator[tuple[Any, Any]]:
+        """Yield `steps` batches on a device, those of the plan first."""
+        plan = self if steps <= len(self) else draw(self.data, self.seed, steps)
+        return (to_device(plan.batch(step), device) for step in range(steps))
+
     @property
     def trained(self) -> int:
         """The number of examples of all steps."""
@@ -176,20 +181,6 @@ class Feed:
             for t, out in zip(plan.source, outs, strict=True):
                 torch.index_select(t, 0, chosen, out=out)
         self._ahead = [t.to(self._device) for t in ahead]
-
-
-@dataclass(frozen=True)
-class Planned:
-    """The batches of a plan, as a :class:`.replay.Replay` that draws them again on a device."""
-
-    plan: Plan
-    device: torch.device
-
-    def again(self, steps: int) -> Iterator[tuple[Any, Any]]:
-        """Yield `steps` batches, those of the plan first."""
-        plan = self.plan
-        plan = plan if steps <= len(plan) else draw(plan.data, plan.seed, steps)
-        return (to_device(plan.batch(step), self.device) for step in range(steps))
 
 
 def draw(data: Pairs, seed: int, steps: int, indexed: bool = True) -> Plan:

@@ -13,7 +13,6 @@ from torch import nn
 
 from flwr_regs.client.measure.context_functions import Measures
 from flwr_regs.client.train.batches import to_device
-from flwr_regs.cohort.batch_plan import Planned
 from flwr_regs.cohort.data_functions import over_data
 from flwr_regs.cohort.member_view import Member, View, joined
 from flwr_regs.term import Arrays, ClientContext, Slot
@@ -128,7 +127,8 @@ def _context_of(view: View, held: Held, member: Member, row: int) -> ClientConte
         config=shared.config,
     )
     _fill(shared.model, {n: t[row] for n, t in held.entries.items()})
-    return replace(ctx, train=partial(measures.train, ctx, Planned(member.plan, shared.device)))
+    again = partial(member.plan.again, shared.device)
+    return replace(ctx, train=partial(measures.train, ctx, again))
 
 
 @torch.no_grad()

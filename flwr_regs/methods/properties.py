@@ -17,8 +17,8 @@ from torch import nn
 
 from flwr_regs.abilities import Folds, Personalises, Probes, Withholds
 from flwr_regs.chain import Chain, layers_of
+from flwr_regs.client.local_training import local_round
 from flwr_regs.client.measure.context_functions import Measures
-from flwr_regs.client.train.local_training import local_round
 from flwr_regs.client.train.task import Task
 from flwr_regs.cohort.stacked_training import is_elementwise
 from flwr_regs.flower.strategy import RegStrategy

@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import flwr_regs as fr
+
 MANY = 1024
 from tests.flower.test_stacked import (
     SIZES,

@@ -12,7 +12,7 @@ import torch
 
 from flwr_regs import FedADC, FedFOR, FedFORClient, FirstOrder
 from flwr_regs.chain import chain
-from flwr_regs.client.train.local_training import LocalTraining, local_round
+from flwr_regs.client.local_training import LocalTraining, local_round
 from flwr_regs.client.train.optimizer import momentum_of
 from flwr_regs.methods.parts import once
 from flwr_regs.testing.problem import start_weights

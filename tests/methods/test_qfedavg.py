@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import flwr_regs as fr
-from flwr_regs.client.train.local_training import local_round
+from flwr_regs.client.local_training import local_round
 from flwr_regs.term import ServerContext
 from flwr_regs.testing.problem import start_weights, train
 from tests.conftest import close, make_clients, make_model, to_numpy

@@ -13,7 +13,7 @@ import torch
 from flwr.app import ConfigRecord, Message
 
 import flwr_regs as fr
-from flwr_regs.client.train.local_training import local_round
+from flwr_regs.client.local_training import local_round
 from flwr_regs.term import ServerContext, Term
 from flwr_regs.testing import spies
 from flwr_regs.testing.problem import app_of, start_weights, train

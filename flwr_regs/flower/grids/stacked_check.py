@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from flwr_regs.client.loading import load
+from flwr_regs.client.local_training import local_round
 from flwr_regs.client.round_message import first_exchange, seeded
-from flwr_regs.client.train.local_training import local_round
 from flwr_regs.cohort.batch_plan import Plan, draw
 from flwr_regs.cohort.member_view import joined
 from flwr_regs.cohort.stacked_training import Stack, StackedResult

@@ -335,7 +335,7 @@ class LocalTraining:
     def _train(
         self, params: Arrays, loss: Callable[[Arrays, ClientContext], Any], steps: int, **how: Any
     ) -> Arrays:
-        return self._measures.train(self._ctx, self._replay, params, loss, steps, **how)
+        return self._measures.train(self._ctx, self._replay.again, params, loss, steps, **how)
 
     def close(self) -> None:
         """Take the hooks off the model; `finish` does it, so this is for a round that ends before."""
