@@ -178,10 +178,13 @@ class View:
         args, kwargs = task.arguments(inputs, targets)
         given = {**self.rest, **values, **buffers}
         shared = self.shared
-        cast, plain = shared.precision, shared.precision is None
+        cast, same = (
+            shared.precision,
+            shared.randomness == "same",
+        )  # in the same places in memory, too
         with (
-            torch.autocast(shared.device.type, dtype=cast, enabled=not plain),
-            Kernels(plain and self.as_products),
+            torch.autocast(shared.device.type, dtype=cast, enabled=cast is not None),
+            Kernels(self.as_products and cast is None and not same),
         ):
             output = called(self.shared.model, given, args, kwargs)
         buffers.update({n: given[n] for n in buffers})

@@ -47,10 +47,6 @@ class StackedResult:
     losses : sequence of float
     examples : sequence of int
     output_layer : str or None
-    drew : bool
-        Whether random numbers were drawn beside those of the batches.
-    optimizer : str
-        The name of its class.
     """
 
     state: Arrays
@@ -60,8 +56,6 @@ class StackedResult:
     losses: Sequence[float]
     examples: Sequence[int]
     output_layer: str | None = None
-    drew: bool = False
-    optimizer: str = "SGD"
 
 
 class Stack:
@@ -119,21 +113,15 @@ class Stack:
             given = passes, held.entries, held.at_start, (held.mine,)
             upload, kept = over_data(view, *given, one, few=True)
             slots = self._in_order(upload), self._in_order(kept)
-            return StackedResult({}, {}, *slots, (), (), drew=self._drew())
+            return StackedResult({}, {}, *slots, (), ())
 
     # before the steps
 
     def _prepare(self, stack: ExitStack) -> None:
         shared = self._shared
         stack.enter_context(seeded(self._seed, shared.device))
-        self._seeded = random_state(shared.device)
         shared.model.to(shared.device).train()
         self._view = self._load()
-
-    def _drew(self) -> bool:
-        """Whether random numbers were drawn since the round began."""
-        drawn = random_state(self._shared.device)
-        return not all(map(torch.equal, self._seeded, drawn))
 
     def _load(self) -> View:
         """Stack what the members hold; views of the trained parameters are stepped."""
@@ -199,8 +187,9 @@ class Stack:
         shared = self._shared
         named = dict(shared.model.named_parameters())
         of_one = {n: _copied(named[n]) for n in shared.trained}
+        before = random_state(shared.device)
         made = shared.make(list(of_one.values()), lr=shared.lr)
-        if self._drew():
+        if not all(map(torch.equal, before, random_state(shared.device))):
             raise CannotStack("its optimiser's factory draws random numbers")
         if not is_elementwise(made):
             raise CannotStack(f"{type(made).__name__} is not known to treat each number alone")
@@ -348,8 +337,6 @@ class Stack:
             self._in_order(losses),
             self._in_order(self._examples),
             None if view.tap is None else view.tap.layer,
-            self._drew(),
-            type(self._optimizer).__name__,
         )
 
     def _in_order(self, tree: Any) -> Any:

@@ -27,6 +27,8 @@ from flwr_regs.wire.errors import described
 ALONE = "no other client of the cohort is like it"
 STACKED = ("train", keys.PROBE)
 SLOWER = "a stack of such clients is slower"
+KINDS = 100
+"""Kinds of clients that are remembered; a model whose attributes change is of a new kind in each round."""
 PRECISIONS = {"float32": None, "bfloat16": torch.bfloat16}
 
 
@@ -204,14 +206,16 @@ class StackedGrid(InProcessGrid):
             raise CannotStack(kind.refused or SLOWER)
         if len(group.candidates) == 1:
             raise CannotStack(ALONE)
-        result, this_round = group.run(), int(group.recipe.config[keys.ROUND_KEY])
+        this_round = int(group.recipe.config[keys.ROUND_KEY])
         self._kinds[kind.like] = kind
+        if len(self._kinds) > KINDS:
+            del self._kinds[next(iter(self._kinds))]
         if self._check is not False and this_round >= kind.due:
-            if where := difference(group, result, self._made_anew):
+            if where := difference(group, self._made_anew):
                 kind.refused = f"{where} between a stack and a client alone: see docs/stacked.md"
                 raise OtherResults(kind.refused)
             kind.due = math.inf if self._check == "first" else this_round + self._check
-        return group.replies(result)
+        return group.replies(group.run())
 
     def _made_anew(self, candidate: Candidate, context: Context | None = None) -> Any:
         """Return a candidate's client as `client_fn` makes it; `context` is a copy if it is not given."""
