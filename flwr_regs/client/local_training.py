@@ -20,7 +20,6 @@ from flwr_regs.chain import Chain, layers_of
 from flwr_regs.client.measure.context_functions import Measures, gradients
 from flwr_regs.client.measure.features import FeatureTap, OutputTap, Tap
 from flwr_regs.client.train.client_result import LocalResult
-from flwr_regs.client.train.corrections import Corrections
 from flwr_regs.client.train.distillation import StartOutputs
 from flwr_regs.client.train.loss_sum import LossSum
 from flwr_regs.client.train.optimizer import (
@@ -162,9 +161,9 @@ class LocalTraining:
             client_id=client_id,
             config=config or {},
         )
-        self._corrections = Corrections(term, self._params, self._ctx)
+        self._corrects = bool(whole.overriding("correct"))
         self._adds_loss = bool(whole.overriding("loss"))
-        self._reads_steps = self._adds_loss or bool(whole.overriding("correct"))
+        self._reads_steps = self._adds_loss or self._corrects
         self._in_step = self._in_loss = False
         self._step_ctx, self._losses = self._ctx, LossSum()
         self._taken = self._processed = 0
@@ -280,12 +279,10 @@ class LocalTraining:
             **self._tapped(),
         )
 
-    def correct(self, optimizer: torch.optim.Optimizer | None = None) -> None:
+    def correct(self) -> None:
         """Correct the gradients in place, then clip them if the config says so.
 
-        A loop that next calls ``optimizer.step()``, and does not look at the gradients, may hand in the
-        optimiser. Where it saves time, the step of large parameters is then taken here, with the same
-        bits, and their gradients are None, so that the optimiser passes them over.
+        A parameter that the loss does not depend on has gradient zero, as under ``torch.func.grad``.
 
         Raises RuntimeError if the step skipped `loss` or backward, or if the loop has made its optimiser
         itself where the method adapts it or the config describes it.
@@ -298,7 +295,15 @@ class LocalTraining:
             raise RuntimeError("backward() did not go through what loss() returned")
         if why := self._optimizer.missing:
             raise RuntimeError(f"{why}: use optimizer()")
-        self._corrections(self._step_ctx, None if self._clip_norm is not None else optimizer)
+        for p in self._params.values():
+            if p.grad is None:
+                p.grad = torch.zeros_like(p)
+        if self._corrects:
+            grads: Arrays = {n: p.grad for n, p in self._params.items()}
+            corrected = self._term.correct(grads, self._values, self._step_ctx)
+            for n, p in self._params.items():
+                if corrected[n] is not p.grad:  # a float32 term widens a half-precision gradient
+                    p.grad = corrected[n].to(p.dtype)
         for p in self._held:
             p.grad = None  # then an optimiser passes it over, weight decay and momentum too
         if self._clip_norm is not None:
@@ -330,7 +335,7 @@ class LocalTraining:
     def _train(
         self, params: Arrays, loss: Callable[[Arrays, ClientContext], Any], steps: int, **how: Any
     ) -> Arrays:
-        return self._measures.train(self._ctx, self._replay, params, loss, steps, **how)
+        return self._measures.train(self._ctx, self._replay.again, params, loss, steps, **how)
 
     def close(self) -> None:
         """Take the hooks off the model; `finish` does it, so this is for a round that ends before."""
@@ -393,7 +398,7 @@ def local_round(
         opt.zero_grad(set_to_none=True)
         loss = training.unwatched_objective(*batch)
         torch.autograd.backward(loss)
-        training.correct(opt)
+        training.correct()
         return loss
 
     try:
