@@ -21,8 +21,6 @@ from flwr_regs.server.options import Options, as_many
 from flwr_regs.server.round import TooFewReplies
 
 EvaluateFn = Callable[[int, ArrayRecord], MetricRecord | None]
-OF_START = ("retries", "deadline", "stop_when", "on_round", "checkpoint_dir")
-"""Settings that only this loop follows; other loops refuse or ignore them."""
 
 
 class Driven(Protocol):

@@ -122,7 +122,7 @@ class RegStrategy(Strategy):
     @property
     def arrays(self) -> ArrayRecord:
         """The current global model; after an error, that of the last good round."""
-        return to_record(self.training.model.whole)
+        return to_record(self.training.model.model)
 
     @property
     def averaged_arrays(self) -> ArrayRecord | None:
@@ -250,8 +250,8 @@ class RegStrategy(Strategy):
     def initialize_parameters(self, client_manager: Any) -> None:
         """Refuse Flower's older server, which calls this first."""
         raise TypeError(
-            f"{type(self).__name__} is a strategy of the Message API: for ServerAppComponents wrap it in "
-            "flwr_regs.LegacyStrategy (docs/migration.md)"
+            f"{type(self).__name__} is a strategy of the Message API, not for ServerAppComponents: use "
+            "ServerApp with @app.main and strategy.start (docs/migration.md)"
         )
 
     def configure_train(

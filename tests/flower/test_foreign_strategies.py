@@ -111,15 +111,14 @@ def test_records_of_other_names_are_refused(caplog: pytest.LogCaptureFixture) ->
             start(strategy(fraction_train=0.0), APPS[name]())
 
 
-@pytest.mark.parametrize("initial", [True, False], ids=["initial model", "from a client"])
-@pytest.mark.parametrize("app", ["client_app", "ClientApp"])
+@pytest.mark.parametrize(("app", "initial"), [("client_app", True), ("ClientApp", False)])
 def test_an_older_strategy_is_refused(app: str, initial: bool) -> None:
     arrays = [v.numpy() for v in make_model(torch.float32).state_dict().values()]
     given = ndarrays_to_parameters(arrays) if initial else None
     strategy = older.FedAvg(initial_parameters=given, on_fit_config_fn=lambda t: dict(CONFIG))
     parts = ServerAppComponents(strategy=strategy, config=ServerConfig(num_rounds=2))
     server = ServerApp(server_fn=lambda context: parts)
-    why = WHY if app == "ClientApp" else "wrap its strategy in flwr_regs.LegacyStrategy"
+    why = WHY if app == "ClientApp" else "use ServerApp with @app.main and strategy.start"
     its = (ClientApp if app == "ClientApp" else client_app)(lambda context: client_of(context))
     with pytest.raises(ValueError, match=why):
         server(InProcessGrid(its, 6), Context(1, 1, {}, RecordDict(), {}))

@@ -8,16 +8,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 
-import numpy as np
 import pytest
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.client import NumPyClient
-from flwr.server import ServerApp, ServerAppComponents, ServerConfig
 from torch import nn
 
 import flwr_regs as fr
-from flwr_regs import InProcessGrid, RegClientApp, RoundFailed, client_app
+from flwr_regs import RegClientApp, RoundFailed, client_app
 from flwr_regs.methods.client_step.fedadc import SlowMomentum
 from flwr_regs.term import Term
 from flwr_regs.testing.problem import SerialisingGrid
@@ -263,15 +261,3 @@ def test_steps_that_nobody_asked_for_do_not_count() -> None:
     strategy = fr.FedAdam(seed=1)
     start(strategy, plain_app(Poses))
     assert strategy.history[0]["steps"] == {}
-
-
-def test_an_older_server_takes_plain_clients_too() -> None:
-    strategy = fr.FedYogi(seed=1)
-    initial = make_model().state_dict()
-    adapter = fr.LegacyStrategy(strategy, initial, num_rounds=3, train_config={})
-    parts = ServerAppComponents(strategy=adapter, config=ServerConfig(num_rounds=3))
-    server = ServerApp(server_fn=lambda context: parts)
-    server(InProcessGrid(plain_app(), 4), Context(1, 1, {}, RecordDict(), {}))
-    want, _ = start(fr.FedYogi(seed=1), plain_app())
-    close({n: a.numpy() for n, a in strategy.arrays.items()}, want, 0.0)
-    assert any(np.abs(want[n] - initial[n].numpy()).max() > 1e-3 for n in want)

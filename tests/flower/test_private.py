@@ -116,13 +116,8 @@ HOSTILE: dict[str, tuple[Callable[..., Any], Any, Any]] = {
 
 
 @pytest.mark.parametrize("case", HOSTILE)
-def test_a_round_that_asks_for_a_pinned_entry_is_refused(
-    case: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_round_that_asks_for_a_pinned_entry_is_refused(case: str) -> None:
     strategy, client, build = HOSTILE[case]
-    monkeypatch.setattr(
-        "flwr_regs.server.exchange.downlink.ASK_ABOVE", 0
-    )  # what is frozen is asked for
     grid = grid_of(client, build, private=PINS)
     hostile = strategy(seed=1)
     with pytest.raises((fr.RoundFailed, ValueError)) as raised:

@@ -312,19 +312,3 @@ def test_tensorboard_gets_a_rounds_numbers(tmp_path: Path) -> None:
     assert {"evaluate_metrics/accuracy", "bytes_up", "seconds/clients"} <= set(
         read.Tags()["scalars"]
     )
-
-
-@pytest.mark.parametrize(
-    "setting",
-    [
-        {"retries": 1},
-        {"deadline": 5.0},
-        {"stop_when": fr.Target(1)},
-        {"on_round": print},
-        {"checkpoint_dir": "x"},
-    ],
-    ids=str,
-)
-def test_flowers_older_server_refuses_what_only_start_follows(setting: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=f"{next(iter(setting))}.* need strategy.start"):
-        fr.LegacyStrategy(fr.FedAvg(**setting), arrays(), num_rounds=1, train_config=CONFIG)

@@ -1292,6 +1292,6 @@ def test_an_unknown_argument_is_named_with_what_was_meant(wrong: Any, match: str
         FedProx(0.1, **wrong)
 
 
-def test_an_older_server_is_told_of_the_adapter() -> None:
-    with pytest.raises(TypeError, match=r"LegacyStrategy .docs/migration.md"):
+def test_an_older_server_is_told_what_to_use_instead() -> None:
+    with pytest.raises(TypeError, match=r"@app.main and strategy.start .docs/migration.md"):
         FedAvg().initialize_parameters(None)
