@@ -21,9 +21,9 @@ from typing import Any
 from flwr_regs import METHODS
 from flwr_regs.experiments import cli
 from flwr_regs.experiments.report import plots
+from flwr_regs.experiments.report import run_records as records
 from flwr_regs.experiments.report.results import Results, number, per_cent
-from flwr_regs.experiments.run import run_records as records
-from flwr_regs.experiments.run.run_records import Run
+from flwr_regs.experiments.report.run_records import Run
 from flwr_regs.experiments.run.tuning import Bench
 from flwr_regs.experiments.settings.calls import parse_methods
 from flwr_regs.experiments.settings.settings import DEFAULTS

@@ -1,7 +1,7 @@
 """What known deviations from the papers cost: the tables and the picture of docs/conformity.md.
 
-``python -m benchmarks.conformity measure`` trains what ``docs/studies/conformity.jsonl`` lacks, on the
-bundled digits, with the loops of ``benchmarks.conformity``; ``python -m benchmarks.conformity report``
+``python -m benchmarks.conformity_page measure`` trains what ``docs/studies/conformity.jsonl`` lacks, on the
+bundled digits, with the loops of ``benchmarks.conformity``; ``python -m benchmarks.conformity_page report``
 writes the page's tables and draws its picture. Nothing is tuned.
 """
 

@@ -7,13 +7,11 @@ import inspect
 import re
 from collections.abc import Callable
 from dataclasses import fields
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 import flwr_regs as fr
-from flwr_regs.experiments import methods_table
 from flwr_regs.experiments.settings.build import build, catalogue
 from flwr_regs.experiments.settings.calls import parse_methods
 from tests.conftest import ROOT
@@ -29,11 +27,11 @@ rows = pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 
 
 def of(row: fr.Method) -> str:
-    return PAGES.get(Path(methods_table.page(row)).name, "")
+    return PAGES.get(f"{row.name.lower()}.md", "")
 
 
 def test_each_row_has_a_page_and_each_page_a_row() -> None:
-    assert {*PAGES} == {Path(methods_table.page(row)).name for row in ROWS} | {"terms.md"}
+    assert {*PAGES} == {f"{row.name.lower()}.md" for row in ROWS} | {"terms.md"}
 
 
 @rows
@@ -46,22 +44,6 @@ def test_a_page_has_its_parts_in_order(row: fr.Method) -> None:
     assert f"**Use it when** {row.use_when}. " in " ".join(text.split())
     assert f"<!-- costs: {row.name} -->\n" in text
     assert f"<!-- composes: {row.name} -->\n" in text
-
-
-@pytest.mark.parametrize("name", ["../methods.md", *PAGES])
-def test_what_comes_from_the_package_is_as_it_says(name: str) -> None:
-    """Else run ``python -m flwr_regs.experiments.methods_table docs/methods.md docs/methods/*.md``."""
-    text = (FOLDER / name).read_text()
-    assert text == methods_table.filled(text)
-    readme = (ROOT / "README.md").read_text()
-    assert "<!-- guide -->" in readme
-    assert readme == methods_table.filled(readme)
-
-
-def test_the_overview_links_each_page() -> None:
-    text = (FOLDER / "../methods.md").read_text()
-    assert methods_table.uses(ROWS) in text
-    assert methods_table.markdown(ROWS) in text
 
 
 @pytest.mark.parametrize("name", PAGES)

@@ -189,8 +189,6 @@ def _parser() -> argparse.ArgumentParser:
     methods = command("methods", _list, "list the methods, and what each costs")
     methods.set_defaults(what="methods")
     methods.add_argument("name", nargs="?", help="one method: its costs, and what it refuses")
-    for made in (listing, methods, cards):
-        made.add_argument("--markdown", action="store_true", help="as a table for a page")
     return parser
 
 
@@ -241,8 +239,6 @@ def _protocols(args: argparse.Namespace) -> int:
     folder = given.get("data-dir", "")
     if args.name:
         print(cards_table.one(protocols.load(args.name), folder, args.name), end="")
-    elif args.markdown:
-        print(cards_table.markdown(), end="")
     else:
         print(cards_table.table(folder), end="")
     return 0
@@ -252,7 +248,6 @@ def _list(args: argparse.Namespace) -> int:
     import flwr_regs
     from flwr_regs.experiments import methods_table
     from flwr_regs.experiments.data import arrays as data
-    from flwr_regs.experiments.models import architectures as catalogue
     from flwr_regs.experiments.models import models
     from flwr_regs.experiments.partition import partitions
     from flwr_regs.experiments.report import metrics
@@ -268,11 +263,7 @@ def _list(args: argparse.Namespace) -> int:
         print(f"{methods_table.costs(row)}\n\n{methods_table.composes(row)}")
         return 0
     if args.what == "methods":
-        methods_table.show(args.markdown)
-        return 0
-    if args.what in ("settings", "models") and args.markdown:
-        table = settings.markdown() if args.what == "settings" else catalogue.markdown()
-        print(table, end="")
+        print(methods_table.text())
         return 0
     found: Mapping[str, str] = {
         "datasets": data.DATASETS,

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import flwr_regs
+from flwr_regs.experiments.report.folders import locked
 from flwr_regs.experiments.report.results import Results, provenance
 from flwr_regs.experiments.report.rows import last
+from flwr_regs.experiments.report.run_records import Run
 from flwr_regs.experiments.run.engine import PLAN, Plan
-from flwr_regs.experiments.run.folders import locked
-from flwr_regs.experiments.run.run_records import Run
 from flwr_regs.experiments.run.tuning import Bench
 from flwr_regs.experiments.settings.job import Job
 from flwr_regs.experiments.settings.settings import DEFAULTS

@@ -10,8 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from flwr_regs.experiments.report.folders import check_writable, new_folder
 from flwr_regs.experiments.run.engine import PLAN, Plan
-from flwr_regs.experiments.run.folders import check_writable, new_folder
 from flwr_regs.experiments.settings import calls
 from flwr_regs.experiments.settings.build import with_argument
 from flwr_regs.experiments.settings.job import Job

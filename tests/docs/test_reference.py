@@ -6,11 +6,7 @@ import re
 
 import pytest
 
-from flwr_regs.experiments import cards_table
-from flwr_regs.experiments.cards import protocols
 from flwr_regs.experiments.methods_table import properties_of
-from flwr_regs.experiments.report import metrics
-from flwr_regs.experiments.settings import settings
 from flwr_regs.methods.registry import METHODS
 from flwr_regs.server.round import Round
 from flwr_regs.wire import config, keys
@@ -67,20 +63,3 @@ def test_the_guide_agrees_with_the_registry(setting: str, fits: object) -> None:
     assert len(no) > 3
     assert [n for n in yes if not fits(METHODS[n])] == []  # type: ignore[operator]
     assert [n for n in no if fits(METHODS[n])] == []  # type: ignore[operator]
-
-
-def test_the_page_of_the_settings_is_the_packages() -> None:
-    """``flwr-regs list settings --markdown`` prints its table."""
-    page = (ROOT / "docs/reference/settings.md").read_text()
-    assert page.endswith(f"\n\n{settings.markdown()}")
-
-
-def test_the_page_of_the_protocols_is_the_packages() -> None:
-    """``flwr-regs protocols --markdown`` prints its table of cards."""
-    page = (ROOT / "docs/protocols.md").read_text()
-    assert cards_table.markdown() in page
-    for name, metric in metrics.METRICS.items():
-        assert f"| `{name}` | {metric.meaning} | {metric.unit} |" in page
-    for key, meaning in protocols.KEYS.items():
-        assert f"| `{key}` | {meaning} |" in page
-    assert (ROOT / "docs/examples/own-card/card.toml").read_text() in page

@@ -19,7 +19,7 @@ from flwr.app import ArrayRecord, ConfigRecord
 from torch import nn
 
 import flwr_regs as fr
-from flwr_regs.experiments import cli, methods_table
+from flwr_regs.experiments import cli
 from flwr_regs.experiments.settings.build import build, client_class
 from flwr_regs.experiments.settings.calls import parse_methods
 from flwr_regs.flower.strategy import RegStrategy
@@ -333,15 +333,3 @@ def test_the_command_prints_each_method_in_eighty_columns(
     assert [line.split()[0] for line in lines[1 : len(ROWS) + 1]] == [row.name for row in ROWS]
     assert max(map(len, lines)) <= 80
     assert "FedFOR       both  2 (1)  1   1" in lines[3]
-    assert cli.main(["methods", "--markdown"]) == 0
-    assert capsys.readouterr().out.strip() == methods_table.markdown(ROWS)
-
-
-def test_docs_methods_has_the_registrys_rows() -> None:
-    """A method that is missing there is no error: a new one needs no other file."""
-    page = (ROOT / "docs" / "methods.md").read_text().splitlines()
-    head, rule, *wanted = methods_table.markdown(ROWS).splitlines()
-    assert [line for line in page if line.startswith("| ")][:2] == [head, rule]
-    there = [line for line in page if line.startswith("| `")]
-    assert there
-    assert [line for line in there if line not in wanted] == []

@@ -17,8 +17,8 @@ from flwr_regs.experiments.cards.protocols import Card, Panel, Row
 from flwr_regs.experiments.data import needs, subset
 from flwr_regs.experiments.report import metrics
 from flwr_regs.experiments.report.results import provenance, write
+from flwr_regs.experiments.report.run_records import file_name
 from flwr_regs.experiments.run.engine import PLAN, Plan
-from flwr_regs.experiments.run.run_records import file_name
 from flwr_regs.experiments.run.tuning import Bench, Space
 from flwr_regs.experiments.settings.calls import parse_methods, pieces
 from flwr_regs.experiments.settings.job import Job

@@ -132,7 +132,7 @@ def client_fn(context: Context) -> NumPyClient:
     # Imported here: on a SuperNode every message starts a process that loads this file.
     from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 
-    from flwr_regs.experiments.models.quadratic import LOSSES
+    from flwr_regs.experiments.data.losses import LOSSES
     from flwr_regs.experiments.settings.build import bare, client_class
     from flwr_regs.experiments.settings.job import Job
 

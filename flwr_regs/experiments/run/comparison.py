@@ -14,8 +14,8 @@ import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
 from flwr.serverapp import Grid
 
-from flwr_regs.experiments.run.folders import check_writable, new_folder
-from flwr_regs.experiments.run.run_records import (
+from flwr_regs.experiments.report.folders import check_writable, new_folder
+from flwr_regs.experiments.report.run_records import (
     Recorder,
     Run,
     diverged,
@@ -111,8 +111,8 @@ class Comparison:
 
         from flwr_regs.client.train.batches import resolve_device
         from flwr_regs.experiments.data import arrays as data
+        from flwr_regs.experiments.data.losses import LOSSES
         from flwr_regs.experiments.models import models
-        from flwr_regs.experiments.models.quadratic import LOSSES
         from flwr_regs.flower.grids.grid_network import GridNetwork
         from flwr_regs.server.population.population import Population
 

@@ -22,10 +22,10 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from flwr_regs.experiments.report import run_records as records
 from flwr_regs.experiments.report.results import Results, write
-from flwr_regs.experiments.run import run_records as records
+from flwr_regs.experiments.report.run_records import Run
 from flwr_regs.experiments.run.progress import Progress
-from flwr_regs.experiments.run.run_records import Run
 from flwr_regs.experiments.settings.job import Job
 
 PLAN = "settings.json"

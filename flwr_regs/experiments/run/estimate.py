@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import numpy as np
 
+from flwr_regs.experiments.report.run_records import Run
 from flwr_regs.experiments.run.engine import Plan, one_thread, quiet
 from flwr_regs.experiments.run.progress import duration
-from flwr_regs.experiments.run.run_records import Run
 from flwr_regs.experiments.settings.calls import parse_methods
 from flwr_regs.experiments.settings.job import Job
 

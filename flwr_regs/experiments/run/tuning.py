@@ -13,8 +13,8 @@ import numpy as np
 
 from flwr_regs.experiments.report import rows
 from flwr_regs.experiments.report.results import Results, write
+from flwr_regs.experiments.report.run_records import Run
 from flwr_regs.experiments.run.engine import PLAN, Plan
-from flwr_regs.experiments.run.run_records import Run
 from flwr_regs.experiments.settings.build import with_argument
 from flwr_regs.experiments.settings.calls import literal, parse_methods, values
 from flwr_regs.experiments.settings.job import Job

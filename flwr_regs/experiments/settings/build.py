@@ -18,7 +18,7 @@ from typing import Any
 import flwr_regs
 from flwr_regs.abilities import Compresses
 from flwr_regs.experiments.settings.calls import Call, parse_methods
-from flwr_regs.experiments.settings.user_code import load
+from flwr_regs.experiments.user_code import load
 from flwr_regs.flower.client import RegClient
 from flwr_regs.flower.strategy import RegStrategy
 from flwr_regs.server.options import Options
@@ -47,7 +47,7 @@ def build(calls: Sequence[Call], folder: str = "", **common: Any) -> RegStrategy
     calls : sequence of Call
         The parts. Beside its own parameters, each takes the settings of every strategy.
     folder : str
-        Where references begin, see :func:`flwr_regs.experiments.settings.user_code.load`.
+        Where references begin, see :func:`flwr_regs.experiments.user_code.load`.
     **common
         Settings of the strategy; what a call says wins.
 

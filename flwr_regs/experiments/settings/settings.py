@@ -321,15 +321,6 @@ def toml() -> str:
     return "\n".join(f"{value:<27}  # {meaning}" for value, meaning in lines) + "\n"
 
 
-def markdown() -> str:
-    """Return the settings as a table for a page."""
-    lines = ["| setting | default | meaning | values |", "|---|---|---|---|"]
-    for f in fields(Settings):
-        default = f"`{json.dumps(f.default)}`" if f.default != "" else "–"
-        lines.append(f"| `{key(f.name)}` | {default} | {f.metadata['meaning']} | {legal(f)} |")
-    return "\n".join(lines) + "\n"
-
-
 def _unknown(name: str) -> str:
     """Say that there is no such setting; name the nearest, or how a method's parameter is given."""
     hint = nearest(name, DEFAULTS)

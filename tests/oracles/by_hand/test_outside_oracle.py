@@ -5,9 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from . import outside as o
-from .fedavg import fedavg
-from .model import Client, Params
+from tests.oracles import outside as o
+from tests.oracles.model import Client, Params
 
 
 def model(seed: int = 0) -> Params:
@@ -24,10 +23,6 @@ def clients() -> list[Client]:
     ]
 
 
-def all_of(steps: list[int], rounds: int = 3) -> list[list[o.Turn]]:
-    return [[o.Turn(k, s, "used") for k, s in enumerate(steps)] for _ in range(rounds)]
-
-
 def apart(a: Params, b: Params) -> float:
     return max(float(np.abs(a[n] - b[n]).max()) for n in a)
 
@@ -39,26 +34,6 @@ def test_weights_worked_out_by_hand() -> None:
     assert o.fair_weights({1: 3.0, 2: 5.0}, {1: 1.0, 2: 2.0}, 1.0, 0.5) == pytest.approx(
         {1: 6 / 28, 2: 10 / 28}
     )
-
-
-@pytest.mark.parametrize("weighting", ["uniform", "num-examples"])
-def test_each_is_fedavg_where_it_must_be(weighting: str) -> None:
-    w, data = model(), clients()
-    want = fedavg(w, data, 3, lambda t: 0.2, local_steps=4, weighting=weighting)[-1]
-    same = all_of([4, 4, 4])
-    assert apart(o.nova(w, data, same, 0.2, weighting).models[-1], want) < 1e-13
-    assert apart(o.ditto(w, data, same, 0.2, weighting, 0.3).models[-1], want) < 1e-13
-    coded = o.quantised(w, data, same, 0.2, weighting).models[-1]
-    assert 1e-6 < apart(coded, want) < 0.02
-    if weighting == "uniform":
-        assert apart(o.fair(w, data, same, 0.2, 0.0).models[-1], want) < 1e-13
-        assert (
-            apart(
-                o.scaffold(w, data, same[:1], 0.2, weighting).models[0],
-                o.nova(w, data, same[:1], 0.2, weighting).models[0],
-            )
-            < 1e-13
-        )
 
 
 def test_control_variates_sum_to_the_servers_whoever_falls_out() -> None:
@@ -94,22 +69,3 @@ def test_eight_bits_are_255_values_and_nothing_is_lost_in_the_long_run() -> None
         coded = o.quantised(w, data, one_client, 0.1, "uniform", down).models[-1]
         dense = o.nova(w, data, one_client, 0.1, "uniform").models[-1]
         assert 0 < apart(coded, dense) < 0.01
-
-
-def test_a_personal_model_without_a_pull_trains_alone() -> None:
-    w, data = model(), clients()
-    told = o.ditto(w, data, all_of([2, 3, 4]), 0.2, "uniform", 0.0)
-    alone = w
-    for _ in range(3):
-        alone = o.steps_of(alone, data[2], 4, 0.2, o.plain)
-    assert apart(told.own[-1][2], alone) < 1e-14
-    assert apart(told.own[-1][2], told.models[-1]) > 1e-3
-
-
-def test_means_count_examples_not_batches() -> None:
-    w, data = model(), clients()[2]
-    whole = [(np.concatenate([x for x, _ in data]), np.concatenate([y for _, y in data]))]
-    assert o.mean_loss(w, data) == pytest.approx(o.mean_loss(w, whole))
-    assert apart(o.mean_gradient(w, data), o.plain(w, whole[0])) < 1e-14
-    np.testing.assert_allclose(o.mean_features(w, data), o.mean_features(w, whole))
-    assert o.accuracy(w, data) == pytest.approx(o.accuracy(w, whole))

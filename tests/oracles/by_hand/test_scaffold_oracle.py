@@ -2,19 +2,9 @@
 
 import numpy as np
 
-from tests.oracles.fedavg import fedavg
 from tests.oracles.model import Params, gradient
+from tests.oracles.perceptron import CLIENTS, lr, model
 from tests.oracles.scaffold import scaffold
-from tests.oracles.test_efl import CLIENTS, lr, model, same
-
-
-def test_round_1_and_a_client_alone_are_fedavg() -> None:
-    got, want = (m(model(), CLIENTS, 2, lr, 2, None, "uniform") for m in (scaffold, fedavg))
-    assert same(got[0], want[0])
-    assert not same(got[1], want[1])
-    alone = [m(model(), CLIENTS[:1], 3, lr, 2, None, "uniform") for m in (scaffold, fedavg)]
-    for a, b in zip(*alone, strict=True):
-        assert all(np.allclose(a[n], b[n], rtol=0, atol=1e-12) for n in a)
 
 
 def test_with_everyone_it_is_vrl_sgd() -> None:

@@ -5,13 +5,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.oracles.fedavg import fedavg
-from tests.oracles.model import Params, loss
-from tests.oracles.outside import Turn, fair
+from tests.oracles.model import Params
 from tests.oracles.qfedavg import qfedavg
 from tests.oracles.quadratics import CLIENTS, START, slope, whole
-from tests.oracles.test_efl import CLIENTS as PERCEPTRONS
-from tests.oracles.test_efl import lr, model, same, vector
 
 
 def height(w: Params, x: np.ndarray, y: np.ndarray) -> float:
@@ -38,31 +34,6 @@ def test_a_round_by_hand() -> None:
     assert got[0]["v"] == pytest.approx([18 / 44])
 
 
-def alike(a: list[Params], b: list[Params]) -> bool:
-    pairs = zip(a, b, strict=True)
-    return all(np.allclose(vector(x), vector(y), rtol=0, atol=1e-12) for x, y in pairs)
-
-
-def test_q_0_is_uniform_fedavg_and_weighting_plays_no_part() -> None:
-    got = qfedavg(model(), PERCEPTRONS, 3, lr, 2, None, "num-examples", q=0.0)
-    assert alike(got, fedavg(model(), PERCEPTRONS, 3, lr, 2, None, "uniform"))
-    pair = [
-        qfedavg(model(), PERCEPTRONS, 3, lr, 2, None, p, q=1.5) for p in ("num-examples", "uniform")
-    ]
-    assert all(same(a, b) for a, b in zip(*pair, strict=True))
-    assert not alike(pair[0], got)
-
-
-@pytest.mark.parametrize("q", [0.5, 1.0, 2.0])
-def test_it_is_the_plain_loop_for_unequal_steps(q: float) -> None:
-    turns = [[Turn(0, 3, "used"), Turn(1, 5, "unused"), Turn(2, 1, "used")], [Turn(1, 2, "used")]]
-    got = qfedavg(
-        model(), PERCEPTRONS, 2, lambda t: 0.2, 1, 6, cohorts=[[0, 1, 2], [1]], unused=[{1}, set()],
-        steps_done=[{0: 3, 1: 5, 2: 1}, {1: 2}], q=q,
-    )  # fmt: skip
-    assert alike(got, fair(model(), PERCEPTRONS, turns, 0.2, q).models)
-
-
 @pytest.mark.parametrize("q", [1.0, 3.0])
 def test_one_step_a_round_minimises_the_papers_objective(q: float) -> None:
     """q-FedSGD: ``sum F_k^(q+1)/(q+1)`` is least where ``sum F_k^q grad F_k = 0``."""
@@ -84,14 +55,6 @@ def test_one_step_a_round_minimises_the_papers_objective(q: float) -> None:
     average = qfedavg(START, whole(CLIENTS), 400, lambda t: 0.1, 1, 1, **{**options, "q": 0.0})[-1]
     worst = [max(height(w, x, y) for [(x, y)] in whole(CLIENTS)) for w in (v, average)]
     assert worst[0] < worst[1]
-
-
-def test_the_loss_is_the_mean_over_examples() -> None:
-    losses: list[dict[int, float]] = []
-    qfedavg(model(), PERCEPTRONS, 1, lr, q=1.0, losses=losses)
-    for k, found in losses[0].items():
-        x, y = (np.concatenate(part) for part in zip(*PERCEPTRONS[k], strict=True))
-        assert found == pytest.approx(loss(model(), x, y), abs=1e-14)
 
 
 def test_a_loss_of_0_has_a_floor_below_q_1() -> None:

@@ -1,20 +1,11 @@
 """The oracles of Mime and MimeLite checked by themselves: by hand, special cases, and fixed points."""
 
-from typing import Any
-
 import numpy as np
 import pytest
 
-from tests.oracles.fedavg import fedavg
 from tests.oracles.mime import mime, mimelite
-from tests.oracles.model import Params, gradient
+from tests.oracles.model import Params
 from tests.oracles.quadratics import CLIENTS, START, minimum, slope, whole
-from tests.oracles.test_efl import CLIENTS as PERCEPTRONS
-from tests.oracles.test_efl import lr, minus, model, same, vector
-
-
-def alike(a: Params, b: Params, tolerance: float = 1e-12) -> bool:
-    return np.allclose(vector(a), vector(b), rtol=0, atol=tolerance)
 
 
 def test_two_rounds_by_hand() -> None:
@@ -41,28 +32,6 @@ def test_two_rounds_by_hand() -> None:
     for _ in range(2):
         v_0, v_1 = v_0 - v_0 / 4 + 0.375, v_1 - (v_1 - 3) / 2 + 0.375
     assert lite[1]["v"] == pytest.approx([(v_0 + v_1) / 2])
-
-
-@pytest.mark.parametrize("weighting", ["uniform", "num-examples"])
-def test_special_cases(weighting: str) -> None:
-    options: dict[str, Any] = {"weighting": weighting}
-    # MimeLite without momentum is FedAvg.
-    lite = mimelite(model(), PERCEPTRONS, 3, lr, 2, beta=0.0, **options)
-    average = fedavg(model(), PERCEPTRONS, 3, lr, 2, None, weighting)
-    assert all(alike(a, b) for a, b in zip(lite, average, strict=True))
-    # Mime without momentum and with one step is a step down the whole loss, whatever the batch.
-    got = mime(model(), PERCEPTRONS, 1, lr, 1, 1, beta=0.0, **options)[0]
-    step = np.zeros_like(vector(model()))
-    sizes = [sum(len(y) for _, y in client) for client in PERCEPTRONS]
-    for client, n in zip(PERCEPTRONS, sizes, strict=True):
-        x, y = (np.concatenate(part) for part in zip(*client, strict=True))
-        share = 1 / 3 if weighting == "uniform" else n / sum(sizes)
-        step = step - lr(1) * share * vector(gradient(model(), x, y))
-    assert np.allclose(vector(minus(got, model())), step, rtol=0, atol=1e-14)
-    # A client alone, on its whole data: both are the same.
-    alone = whole(PERCEPTRONS)[:1]
-    pair = [m(model(), alone, 3, lr, 3, beta=0.6) for m in (mime, mimelite)]
-    assert all(alike(a, b) for a, b in zip(*pair, strict=True))
 
 
 def test_one_step_a_round_is_heavy_ball() -> None:
@@ -96,21 +65,3 @@ def test_mime_settles_at_the_optimum_and_mimelite_beside_it() -> None:
         left += q * (1 + follow * float(np.mean(a)))
     assert lite == pytest.approx(right / left, abs=1e-10)
     assert abs(lite - best) > 0.01
-
-
-def test_who_counts_in_c() -> None:
-    """Mime's c has all that answered first; MimeLite's those whose reply is used."""
-    for m, told in ((mime, [0, 1, 2]), (mimelite, [0, 2])):
-        controls: list[tuple[Params, Params]] = []
-        m(model(), PERCEPTRONS, 1, lr, beta=0.5, controls=controls, unused=[{1}])
-        c, momentum = controls[0]
-        want = np.zeros_like(vector(c))
-        for k in told:
-            x, y = (np.concatenate(part) for part in zip(*PERCEPTRONS[k], strict=True))
-            want = want + vector(gradient(model(), x, y)) / len(told)
-        assert np.allclose(vector(c), want, rtol=0, atol=1e-14)
-        assert np.allclose(vector(momentum), want / 2, rtol=0, atol=1e-14)
-    cut: dict[str, Any] = {"beta": 0.5, "steps_done": [{}, {1: 0, 0: 2}]}
-    inactive = mimelite(model(), PERCEPTRONS, 2, lr, 2, **cut)
-    absent = mimelite(model(), PERCEPTRONS, 2, lr, 2, cohorts=[[0, 1, 2], [0, 2]], **cut)
-    assert same(inactive[1], absent[1])

@@ -8,11 +8,9 @@ import pytest
 
 from tests.oracles.averaged import sgd
 from tests.oracles.fedamp import clouds, fedamp
-from tests.oracles.fedavg import fedavg
-from tests.oracles.fedprox import fedprox
 from tests.oracles.model import Params
 from tests.oracles.numeric import SOME, apart, slopes
-from tests.oracles.test_efl import CLIENTS, lr, model
+from tests.oracles.perceptron import CLIENTS, lr, model
 
 
 def run(**settings: Any) -> tuple[list[Params], list[dict[int, Params]], list[dict[int, Params]]]:
@@ -43,36 +41,6 @@ def test_cloud_models_are_half_a_gradient_step_down_the_papers_attraction() -> N
     down = slopes(attraction, own[0])
     wanted = {n: own[0][n] - 0.7 / 2 * down[n] for n in down}
     assert apart(clouds(own, 0.7, 30.0)[0], wanted) < 1e-8 < apart(wanted, own[0])
-
-
-def test_round_1_is_fedproxs() -> None:
-    found, *_ = run(cohorts=None)
-    assert apart(found[0], fedprox(model(), CLIENTS, 1, lr, 2, mu=0.5 / 0.7)[0]) < 1e-14
-    assert apart(run(cohorts=None, lam=0.0)[0][0], fedavg(model(), CLIENTS, 1, lr, 2)[0]) < 1e-14
-
-
-def test_where_none_attracts_a_client_trains_alone() -> None:
-    models, personal, sent = run(lam=0.0, sigma=1e-3)
-    alone = sgd(sgd(models[0], CLIENTS[1] * 2, lr(2)), CLIENTS[1] * 2, lr(3))
-    assert apart(personal[2][1], alone) < 1e-14
-    assert apart(sent[2][1], alone) < 1e-14
-    n = [sum(len(y) for _, y in CLIENTS[k]) for k in (1, 2)]
-    v = [personal[2][k] for k in (1, 2)]
-    mean = {name: (n[0] * v[0][name] + n[1] * v[1][name]) / sum(n) for name in alone}
-    assert apart(models[2], mean) < 1e-14
-
-
-def test_all_clients_that_have_a_model_take_part_in_the_sums() -> None:
-    """Also one that is not in the cohort; not one whose only reply was dropped."""
-    _, personal, sent = run()
-    assert sorted(sent[0]) == [0, 2]
-    both = clouds({k: personal[0][k] for k in (0, 2)}, 0.7, 5.0)
-    assert apart(sent[0][0], both[0]) < 1e-15
-    assert apart(sent[2][0], clouds(personal[2], 0.7, 5.0)[0]) < 1e-15
-    _, personal, sent = run(unused=[{0}, {0}, {2}, set()])
-    assert sorted(sent[1]) == [1, 2]
-    assert sorted(personal[0]) == [0, 2]
-    assert apart(sent[2][2], clouds({1: personal[2][1], 2: personal[1][2]}, 0.7, 5.0)[2]) < 1e-15
 
 
 def test_a_pull_towards_the_cloud_model() -> None:

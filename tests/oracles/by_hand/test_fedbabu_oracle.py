@@ -3,12 +3,11 @@
 import numpy as np
 import pytest
 
-from tests.oracles.averaged import sgd
 from tests.oracles.fedavg import fedavg
-from tests.oracles.fedbabu import fedbabu, fine_tuned, part_of
-from tests.oracles.model import Params, gradient, loss
+from tests.oracles.fedbabu import fedbabu, part_of
+from tests.oracles.model import loss
 from tests.oracles.numeric import SOME, apart, slopes
-from tests.oracles.test_efl import CLIENTS, lr, model
+from tests.oracles.perceptron import CLIENTS, lr, model
 
 HEAD = ("2.weight", "2.bias")
 
@@ -28,18 +27,3 @@ def test_a_part_goes_down_the_loss(part: str) -> None:
     for name in found:
         trained = part == "all" or (name in HEAD) == (part == "head")
         assert abs(found[name] - (wanted[name] if trained else 0.0)).max() < 1e-8
-
-
-def test_personal_models_start_at_the_new_global_model() -> None:
-    personal: list[dict[int, Params]] = []
-    models = fedbabu(model(), CLIENTS, 2, lr, 2, personal_lr=0.1, personal=personal)
-    assert apart(personal[1][2], sgd(models[1], CLIENTS[2] * 5, 0.1)) == 0.0
-    found: list[dict[int, Params]] = []
-    fedbabu(model(), CLIENTS, 2, lr, 2, personal_part="head", personal_epochs=1, personal=found)
-    w = models[1]
-    for x, y in CLIENTS[1]:
-        w = w | {name: w[name] - lr(2) * gradient(w, x, y)[name] for name in HEAD}
-    assert apart(found[1][1], w) < 1e-15
-    assert apart(fine_tuned(models[1], CLIENTS[1], lr(2), "head", 1), w) < 1e-15
-    with pytest.raises(ValueError, match="feet"):
-        part_of("feet")

@@ -5,15 +5,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.oracles.fedavg import fedavg
-from tests.oracles.fedprox import fedprox
 from tests.oracles.model import gradient, loss
+from tests.oracles.perceptron import CLIENTS as PERCEPTRONS
+from tests.oracles.perceptron import minus, model, vector
 from tests.oracles.quadratics import CLIENTS, START, slope, whole
 from tests.oracles.sam import ahead, fedlesam, fedsam
-from tests.oracles.test_efl import CLIENTS as PERCEPTRONS
-from tests.oracles.test_efl import lr, minus, model, same, vector
-
-METHODS = [fedsam, fedlesam]
 
 
 def one(c: float) -> Any:
@@ -36,19 +32,6 @@ def test_fedlesam_by_hand() -> None:
     # Round 1, plain: 1, 1.75. Round 2: d = 0 - 1.75, gradients at v - 0.5: v -= (v - 4.5)/4.
     assert got[0]["v"] == pytest.approx([1.75])
     assert got[1]["v"] == pytest.approx([1.75 + 2.75 * 0.4375])
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_without_a_radius_it_is_fedavg(method: Any) -> None:
-    for weighting in ("uniform", "num-examples"):
-        plain = method(model(), PERCEPTRONS, 3, lr, 2, None, weighting, rho=0.0)
-        want = fedavg(model(), PERCEPTRONS, 3, lr, 2, None, weighting)
-        pulled = method(model(), PERCEPTRONS, 3, lr, 2, None, weighting, rho=0.0, mu=0.6)
-        prox = fedprox(model(), PERCEPTRONS, 3, lr, 2, None, weighting, mu=0.6)
-        for a, b, c, d in zip(plain, want, pulled, prox, strict=True):
-            assert np.allclose(vector(a), vector(b), rtol=0, atol=1e-12)
-            assert np.allclose(vector(c), vector(d), rtol=0, atol=1e-12)
-        assert not same(pulled[-1], method(model(), PERCEPTRONS, 3, lr, 2, rho=0.2, mu=0.6)[-1])
 
 
 def test_the_whole_loss_is_ascended() -> None:
@@ -83,29 +66,6 @@ def test_the_whole_loss_is_ascended() -> None:
     assert np.allclose(vector(got), vector(want), rtol=0, atol=1e-14)
 
 
-def test_the_last_model_received_is_kept_whatever_became_of_the_reply() -> None:
-    """Client 1's reply of round 2 is dropped; in round 3 its w_old is round 2's model all the same."""
-    run = (model(), PERCEPTRONS, 3, lr, 2)
-    full, half = [0, 1, 2], [0, 2]
-    dropped = fedlesam(*run, rho=0.3, unused=[set(), {1}, set()])
-    inactive = fedlesam(*run, rho=0.3, steps_done=[{}, {1: 0}, {}])
-    absent = fedlesam(*run, rho=0.3, cohorts=[full, half, full])
-    assert same(dropped[1], absent[1])
-    assert same(dropped[2], inactive[2])
-    assert not same(dropped[2], absent[2])
-    alone = fedlesam(*run, rho=0.3, cohorts=[full, half, [1]])
-    d = minus(model(), alone[1])  # its last model is the first one
-
-    def moved(v: Any, x: Any, y: Any) -> Any:
-        return gradient(ahead(v, 0.3, d), x, y)
-
-    want = fedavg(alone[1], [PERCEPTRONS[1]], 1, lambda t: lr(3), 2)
-    by_hand = fedsam(alone[1], [PERCEPTRONS[1]], 1, lambda t: lr(3), 2, rho=0.0, slope=moved)
-    assert np.allclose(vector(alone[2]), vector(by_hand[0]), rtol=0, atol=1e-14)
-    forgot = fedlesam(*run, rho=0.3, cohorts=[full, half, [1]], lost=[set(), set(), {1}])
-    assert np.allclose(vector(forgot[2]), vector(want[0]), rtol=0, atol=1e-14)
-
-
 def test_where_fedsam_settles() -> None:
     """On a line, a client at v < c goes towards c + rho: sum pull_k (c_k + rho sign(c_k - w) - w) = 0."""
     data, eta, steps, rho = whole(CLIENTS), 0.05, 3, 0.2
@@ -116,12 +76,3 @@ def test_where_fedsam_settles() -> None:
     plain = (pull * c).sum() / pull.sum()
     assert got == pytest.approx((pull * (c + rho * np.sign(c - got))).sum() / pull.sum(), abs=1e-10)
     assert abs(got - plain) > 1e-3
-
-
-def test_fedlesam_settles_near_fedavg() -> None:
-    """Its fixed point is FedAvg's, where w_old = w_t; beside it, rho keeps it from coming to rest."""
-    run = (whole(CLIENTS), 150, lambda t: 0.1, 1, 3)
-    average = fedsam(START, *run, rho=0.0, slope=slope)[-1]["v"][0]
-    for rho in (0.1, 0.01):
-        last = fedlesam(START, *run, rho=rho, slope=slope)[-20:]
-        assert max(abs(a["v"][0] - average) for a in last) < 2 * rho

@@ -6,8 +6,6 @@ import pytest
 from tests.oracles.feddyn import feddyn
 from tests.oracles.model import Params
 from tests.oracles.quadratics import CLIENTS, START, minimum, slope, whole
-from tests.oracles.test_efl import CLIENTS as PERCEPTRONS
-from tests.oracles.test_efl import lr, model, same
 
 
 def test_two_rounds_by_hand() -> None:
@@ -43,35 +41,3 @@ def test_it_settles_at_the_optimum_however_many_steps() -> None:
         assert h["v"] == pytest.approx([0.0], abs=1e-9)
         for h_k, [(x, y)] in zip(own, whole(CLIENTS), strict=True):
             assert h_k["v"] == pytest.approx(slope(got[-1], x, y)["v"], abs=1e-8)
-
-
-def test_h_is_the_mean_of_h_k_whoever_falls_out() -> None:
-    controls: list[tuple[Params, list[Params]]] = []
-    options = {
-        "cohorts": [[0, 2], [0, 1, 2], [1, 2], [0, 1]],
-        "unused": [set(), {1}, set(), {0}],
-        "steps_done": [{}, {2: 0}, {2: 1}, {}],
-    }
-    got = feddyn(model(), PERCEPTRONS, 4, lr, 2, alpha=0.3, controls=controls, **options)
-    for h, own in controls:
-        for n in h:
-            assert np.allclose(h[n], sum(o[n] for o in own) / 3, rtol=0, atol=1e-14)
-    same_used = feddyn(
-        model(), PERCEPTRONS, 4, lr, 2, alpha=0.3, cohorts=[[0, 2], [0], [1, 2], [1]],
-        steps_done=[{}, {}, {2: 1}, {}],
-    )  # fmt: skip
-    assert all(same(a, b) for a, b in zip(got, same_used, strict=True))
-
-
-def test_a_lost_h_k_stays_in_h() -> None:
-    controls: list[tuple[Params, list[Params]]] = []
-    lost = [set[int](), {1}, set[int]()]
-    feddyn(model(), PERCEPTRONS, 3, lr, alpha=0.3, controls=controls, lost=lost)
-    whole_run: list[tuple[Params, list[Params]]] = []
-    feddyn(model(), PERCEPTRONS, 3, lr, alpha=0.3, controls=whole_run)
-    share = controls[0][1][1]["2.bias"] / 3
-    for h, own in controls[1:]:
-        mean = sum(o["2.bias"] for o in own) / 3
-        assert np.allclose(h["2.bias"] - mean, share, rtol=0, atol=1e-14)
-    assert abs(share).max() > 1e-4
-    assert not same(whole_run[1][1][1], controls[1][1][1])

@@ -1,7 +1,6 @@
 """FedNTD, FedLC, FedRS and FedGKD checked by themselves: finite differences, FedAvg, cases by hand."""
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -9,11 +8,10 @@ import pytest
 
 from tests.oracles import fedgkd, fedntd
 from tests.oracles.averaged import sgd
-from tests.oracles.fedgkd import mean
-from tests.oracles.logits import Loss, calibrated, counted, fedlc, fedrs, restricted
+from tests.oracles.logits import Loss, calibrated, counted, restricted
 from tests.oracles.model import Params, loss
-from tests.oracles.numeric import SOME, apart, from_fedavg, slopes
-from tests.oracles.test_efl import CLIENTS, lr, model
+from tests.oracles.numeric import apart, slopes
+from tests.oracles.perceptron import CLIENTS, lr, model
 
 X, Y = CLIENTS[0][0]
 
@@ -76,44 +74,6 @@ def test_changed_cross_entropies_by_hand() -> None:
     assert counted(CLIENTS[0], 3) == [
         sum(int((y == c).sum()) for _, y in CLIENTS[0]) for c in range(3)
     ]
-
-
-@pytest.mark.parametrize("lacks", [[1.0, 1.0, 1.0], [1.0, 0.0, 1.0]])
-def test_neutral_losses_are_the_cross_entropy(lacks: list[float]) -> None:
-    counts = [int(5 * a) for a in lacks]
-    z, y = np.random.default_rng(3).normal(size=(3, 3)), np.array([0, 2, 2])
-    w = {**model(), "2.weight": np.zeros((3, 4)), "2.bias": z[0]}
-    plain = loss(w, X[:1], y[:1])
-    for of in (calibrated(counts, 0.0, None), restricted(counts, 1.0)):
-        assert of(z[:1], y[:1])[0] == pytest.approx(plain, abs=1e-14)
-
-
-METHODS: list[tuple[Callable[..., list[Params]], dict[str, Any], dict[str, Any]]] = [
-    (fedntd.fedntd, {"beta": 0.0}, {}),
-    (fedlc, {"tau": 0.0}, {}),
-    (fedrs, {"alpha": 1.0}, {}),
-    (fedgkd.fedgkd, {"gamma": 0.0}, {}),
-]
-
-
-@pytest.mark.parametrize(("oracle", "neutral", "other"), METHODS)
-def test_neutral_is_fedavg(
-    oracle: Callable[..., list[Params]], neutral: dict[str, Any], other: dict[str, Any]
-) -> None:
-    assert max(from_fedavg(oracle, **neutral)) < 1e-14
-    assert from_fedavg(oracle, **other)[0] > 1e-3
-
-
-def test_the_teacher_is_the_mean_of_the_last_models() -> None:
-    teachers: list[Params] = []
-    models = fedgkd.fedgkd(model(), CLIENTS, 4, lr, 2, cohorts=SOME, buffer=2, teachers=teachers)
-    all_models = [model(), *models]
-    assert apart(teachers[0], model()) == 0.0
-    for t in (1, 2, 3):
-        a, b = all_models[t - 1], all_models[t]
-        assert apart(teachers[t], {name: (a[name] + b[name]) / 2 for name in a}) < 1e-15
-    one = mean(models[:1])
-    assert apart(one, models[0]) == 0.0
 
 
 @pytest.mark.parametrize("name", ["FedNTD", "FedGKD"])

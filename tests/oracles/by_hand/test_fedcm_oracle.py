@@ -3,11 +3,9 @@
 import numpy as np
 import pytest
 
-from tests.oracles.fedavg import fedavg
 from tests.oracles.fedcm import fedcm
+from tests.oracles.perceptron import minus
 from tests.oracles.quadratics import CLIENTS, START, slope, whole
-from tests.oracles.test_efl import CLIENTS as PERCEPTRONS
-from tests.oracles.test_efl import lr, minus, model, same, vector
 
 
 def test_two_rounds_by_hand() -> None:
@@ -26,16 +24,6 @@ def test_two_rounds_by_hand() -> None:
     paper = fedcm(*run, alpha=0.5, slope=slope, steps_done=[{0: 1}, {0: 1}], first_round="paper")
     # Half the gradient: v_1 -= (v - 2)/4 twice: 0.5, 0.875.
     assert paper[0]["v"] == pytest.approx([0.4375])
-
-
-def test_fedavg_is_a_special_case() -> None:
-    got = fedcm(model(), PERCEPTRONS, 3, lr, 2, alpha=1.0)
-    want = fedavg(model(), PERCEPTRONS, 3, lr, 2, None, "uniform")
-    for a, b in zip(got, want, strict=True):
-        assert np.allclose(vector(a), vector(b), rtol=0, atol=1e-12)
-    some = fedcm(model(), PERCEPTRONS, 3, lr, 2, alpha=0.3)
-    assert np.allclose(vector(some[0]), vector(want[0]), rtol=0, atol=1e-12)
-    assert not same(some[1], got[1])
 
 
 def test_without_gradients_a_rounds_step_goes_on() -> None:
@@ -68,13 +56,3 @@ def test_it_settles_where_fedavg_with_alphas_rate_does() -> None:
     c = np.array([np.mean(x * y) for [(x, y)] in data]) / a
     pull = 1 - (1 - 0.06 * a) ** 5
     assert got == pytest.approx([(pull * c).sum() / pull.sum()], abs=1e-10)
-
-
-def test_who_counts() -> None:
-    cut = {"alpha": 0.5, "steps_done": [{}, {1: 0}, {}]}
-    inactive = fedcm(model(), PERCEPTRONS, 3, lr, 2, **cut)
-    unused = fedcm(model(), PERCEPTRONS, 3, lr, 2, alpha=0.5, unused=[set(), {1}, set()])
-    absent = fedcm(
-        model(), PERCEPTRONS, 3, lr, 2, alpha=0.5, cohorts=[[0, 1, 2], [0, 2], [0, 1, 2]]
-    )
-    assert all(same(a, b) and same(b, c) for a, b, c in zip(inactive, unused, absent, strict=True))

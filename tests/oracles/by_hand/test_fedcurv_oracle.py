@@ -6,7 +6,7 @@ from tests.oracles.efl import fisher
 from tests.oracles.fedavg import fedavg
 from tests.oracles.fedcurv import fedcurv
 from tests.oracles.model import Params, gradient
-from tests.oracles.test_efl import CLIENTS, lr, model, same, vector
+from tests.oracles.perceptron import CLIENTS, lr, model, vector
 
 
 def first_models() -> list[Params]:
@@ -52,14 +52,3 @@ def test_nothing_is_subtracted_by_a_client_that_is_not_in_the_sums() -> None:
     # nor by one that was there in an earlier round: as if it had forgotten
     cohorts = [[0, 1, 2], [0, 1], [2]]
     assert np.array_equal(stepped(cohorts)[0], stepped(cohorts, [set(), set(), {2}])[0])
-
-
-def test_a_client_alone_and_round_1_are_fedavg() -> None:
-    got = fedcurv(model(), CLIENTS[:1], 3, lr, 2, None, "uniform", lam=5.0)
-    want = fedavg(model(), CLIENTS[:1], 3, lr, 2, None, "uniform")
-    assert all(
-        np.allclose(vector(a), vector(b), atol=1e-12) for a, b in zip(got, want, strict=True)
-    )
-    got, want = fedcurv(model(), CLIENTS, 2, lr, lam=5.0), fedavg(model(), CLIENTS, 2, lr)
-    assert same(got[0], want[0])
-    assert not same(got[1], want[1])

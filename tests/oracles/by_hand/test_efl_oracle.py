@@ -5,56 +5,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.oracles.efl import compress, efl, fisher, float32
+from tests.oracles.efl import compress, efl, fisher
 from tests.oracles.fedavg import fedavg
-from tests.oracles.model import Client, Params, gradient, log_softmax, logits, loss
-
-D, H, C = 3, 4, 3
-SIZE = H * D + H + C * H + C
-
-
-def model(seed: int = 0) -> Params:
-    rng = np.random.default_rng(seed)
-    return {
-        "0.weight": rng.normal(size=(H, D)),
-        "0.bias": rng.normal(size=H),
-        "2.weight": rng.normal(size=(C, H)),
-        "2.bias": rng.normal(size=C),
-    }
-
-
-def client(seed: int, sizes: list[int]) -> Client:
-    rng = np.random.default_rng(seed)
-    return [(rng.normal(size=(b, D)), rng.integers(0, C, size=b)) for b in sizes]
-
-
-CLIENTS = [client(1, [4, 4, 1]), client(2, [5, 2]), client(3, [3])]
-
-
-def lr(t: int) -> float:
-    return 0.3 / t
-
-
-def lr_first_round_only(t: int) -> float:
-    return 0.3 if t == 1 else 0.0
-
-
-def vector(w: Params) -> np.ndarray:
-    return np.concatenate([value.ravel() for value in w.values()])
-
-
-def minus(a: Params, b: Params) -> Params:
-    return {name: a[name] - b[name] for name in a}
-
-
-def same(a: Params, b: Params) -> bool:
-    return list(a) == list(b) and all(np.array_equal(a[name], b[name]) for name in a)
-
-
-def nudged(w: Params, name: str, index: tuple[int, ...], step: float) -> Params:
-    moved = {key: value.copy() for key, value in w.items()}
-    moved[name][index] += step
-    return moved
+from tests.oracles.model import Params, log_softmax, logits, loss
+from tests.oracles.perceptron import (
+    CLIENTS,
+    lr,
+    lr_first_round_only,
+    minus,
+    model,
+    nudged,
+    same,
+    vector,
+)
 
 
 def test_fisher_is_the_mean_squared_per_sample_gradient() -> None:
@@ -73,25 +36,6 @@ def test_fisher_is_the_mean_squared_per_sample_gradient() -> None:
             down = log_likelihoods(nudged(w, name, index, -h))
             slopes = (up - down) / (2 * h)
             assert got[name][index] == pytest.approx((slopes**2).mean(), rel=1e-6, abs=1e-10)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"epochs": 2, "weighting": "uniform"},
-        {"local_steps": 4, "cohorts": [[0, 1], [2], [2, 0], [1]]},
-    ],
-)
-def test_without_its_terms_it_is_fedavg_exactly(options: dict[str, Any]) -> None:
-    want = fedavg(model(), CLIENTS, 4, lr, **options)
-    got = efl(model(), CLIENTS, 4, lr, **options, lam=0.0)
-    assert len(got) == 4
-    assert all(same(a, b) for a, b in zip(got, want, strict=True))
-
-
-def test_first_round_is_fedavg_for_any_lam() -> None:
-    assert same(efl(model(), CLIENTS, 1, lr, lam=5.0)[0], fedavg(model(), CLIENTS, 1, lr)[0])
 
 
 @pytest.mark.parametrize(
@@ -118,18 +62,6 @@ def test_compress_count_is_not_lost_to_rounding() -> None:
     assert 100 * 0.29 < 29
     got = compress({"a": np.arange(1.0, 101.0)}, 0.29)
     assert np.count_nonzero(got["a"]) == 29
-
-
-def test_density_one_gives_all_entries_plus_or_minus_mu() -> None:
-    w = model()
-    change = minus(fedavg(w, CLIENTS[:1], 1, lr)[0], w)
-    moved = compress(change, 1.0)
-    mu = np.abs(vector(change)).mean()
-    assert np.allclose(vector(moved), mu * np.sign(vector(change)), rtol=1e-12, atol=0)
-    sides: list[dict[str, Any]] = [{"density_up": 1.0}, {"density_down": 1.0}]
-    for densities in sides:
-        got = minus(efl(w, CLIENTS[:1], 1, lr, lam=0.0, **densities)[0], w)
-        assert np.allclose(np.abs(vector(got)), mu, rtol=1e-9, atol=0)
 
 
 @pytest.mark.parametrize("side", ["density_up", "density_down"])
@@ -192,38 +124,3 @@ def test_incomplete_weights_are_not_normalised_again() -> None:
     second = minus(fedavg(w, CLIENTS[1:2], 1, lr)[0], w)
     want = vector(w) + 3 * 9 / 16 * vector(first) + 7 / 16 * vector(second)
     assert np.allclose(vector(got), want, rtol=1e-12, atol=1e-14)
-
-
-def test_inactive_is_the_same_as_absent() -> None:
-    options: dict[str, Any] = {"lam": 0.4, "density_up": 0.3, "density_down": 0.6}
-    absent = efl(model(), CLIENTS, 3, lr, cohorts=[[0, 1, 2], [0, 2], [0, 1, 2]], **options)
-    inactive = efl(model(), CLIENTS, 3, lr, steps_done=[{}, {1: 0}, {}], **options)
-    assert all(same(a, b) for a, b in zip(absent, inactive, strict=True))
-
-
-@pytest.mark.parametrize("steps", [{0: 0, 1: 0, 2: 0}, {1: 3}, {1: -1}])
-def test_impossible_steps_are_refused(steps: dict[int, int]) -> None:
-    with pytest.raises(ValueError, match="round 1"):
-        efl(model(), CLIENTS, 1, lr, lam=0.0, steps_done=[steps])
-
-
-def test_float32_fisher_rounds_what_travels() -> None:
-    w, lam = model(), 0.7
-    models = [fedavg(w, [batches], 1, lr)[0] for batches in CLIENTS]
-    u_sum, v_sum = np.zeros(SIZE), np.zeros(SIZE)
-    for v, batches in zip(models, CLIENTS, strict=True):
-        u = float32(fisher(v, batches))
-        u_sum += vector(u)
-        v_sum += vector(float32({name: u[name] * v[name] for name in v}))
-    u_sum = u_sum.astype(np.float32).astype(np.float64)
-    v_sum = v_sum.astype(np.float32).astype(np.float64)
-
-    cohorts = [[0, 1, 2], [2]]  # client 2 takes one step
-    exact = efl(w, CLIENTS, 2, lr, cohorts=cohorts, lam=lam)
-    got = efl(w, CLIENTS, 2, lr, cohorts=cohorts, lam=lam, float32_fisher=True)
-    assert same(got[0], exact[0])
-    assert not same(got[1], exact[1])
-    assert np.allclose(vector(got[1]), vector(exact[1]), rtol=0, atol=1e-6)
-    at = vector(got[0])
-    grad = vector(gradient(got[0], *CLIENTS[2][0])) + lam * (u_sum * at - v_sum)
-    assert np.allclose(vector(got[1]), at - lr(2) * grad, rtol=1e-14, atol=1e-15)
