@@ -147,8 +147,8 @@ class ClientContext:
     start: Arrays
     lr: Any
     num_steps: Any
-    planned_steps: Any = 0
-    budget_steps: Any = 0
+    planned_steps: Any = None
+    budget_steps: Any = None
     momentum: float | None = None
     broadcast: Slot = field(default_factory=dict)
     client: Slot = field(default_factory=dict)
@@ -175,7 +175,7 @@ class ClientContext:
 
     def __post_init__(self) -> None:
         for name in ("budget_steps", "planned_steps"):  # a round without a budget
-            if isinstance(value := getattr(self, name), int) and not value:
+            if getattr(self, name) is None:
                 object.__setattr__(self, name, self.num_steps)
 
 

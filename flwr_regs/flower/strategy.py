@@ -272,18 +272,10 @@ class RegStrategy(Strategy):
             return []
         if self._trained is not None:
             log(WARNING, "the round before round %d was never aggregated", server_round)
+            self._trained = None  # it leaves the training as it was, before the next one begins
         network = GridNetwork(grid, self._timeout)
         self._trained = Paused(self.training.round(server_round, config, network))
         return self._trained.messages
-
-    def read_early(self, reply: Message) -> None:
-        """Read a reply to a train message while others are awaited.
-
-        `start` calls this with each reply that comes before the last. What it finds counts only if
-        `aggregate_train` gets the same reply; the result is the same without it.
-        """
-        if self._trained is not None:
-            self._trained.early(reply)
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]

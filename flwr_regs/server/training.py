@@ -146,28 +146,20 @@ class Training:
     def snapshot(self) -> dict[str, Any]:
         """Return what a checkpoint holds of it, beside the history; later rounds do not change it."""
         return {
+            **self._bound(),
             "start": self.start_id,
-            "model": self.model.snapshot(),
             "population": self.population.snapshot(),
-            "participation": self._participation.snapshot(),
             "privacy": self._privacy.snapshot(),
-            "guard": self._guard.snapshot(),
-            "held": dict(self._held),
-            "used": dict(self.used),
-            "trained": set(self.trained),
             "evaluated": self.evaluated,
         }
 
     def restore(self, state: Mapping[str, Any], history: Sequence[dict[str, Any]]) -> None:
         """Continue from a snapshot and its history."""
         self.identity[keys.START_KEY] = state["start"]
-        self.model.restore(state["model"])
+        self._bind(state)
         self.population.restore(state["population"])
-        self._participation.restore(state["participation"])
         self._privacy.restore(state["privacy"])
-        self._guard.restore(state["guard"])
-        self._held, self.used = state["held"], state["used"]
-        self.trained, self.evaluated = state["trained"], state["evaluated"]
+        self.evaluated = state["evaluated"]
         self.history[:] = history
 
     def round(self, number: int, config: Mapping[str, Any], network: Network) -> Course[Round]:
@@ -182,11 +174,32 @@ class Training:
             Fewer than `min_replies` usable replies, or a diverged model; at signs of divergence too if the
             strategy says so. The model stays as it was.
         """
-        with self.model.attempt():
+        before = self._bound()
+        try:
             return (yield from self._round(number, config, network))
+        except BaseException:  # a failed round binds nobody
+            self._bind(before)
+            raise
+
+    def _bound(self) -> dict[str, Any]:
+        """Return what a round changes, and a failed one leaves as it was: see :meth:`snapshot`."""
+        return {
+            "model": self.model.snapshot(),
+            "participation": self._participation.snapshot(),
+            "guard": self._guard.snapshot(),
+            "held": dict(self._held),
+            "used": dict(self.used),
+            "trained": set(self.trained),
+        }
+
+    def _bind(self, state: Mapping[str, Any]) -> None:
+        self.model.restore(state["model"])
+        self._participation.restore(state["participation"])
+        self._guard.restore(state["guard"])
+        self._held, self.used, self.trained = state["held"], state["used"], state["trained"]
 
     def _round(self, number: int, config: Mapping[str, Any], network: Network) -> Course[Round]:
-        """Run one round; an error may leave the model half changed."""
+        """Run one round; an error may leave the training half changed."""
         term, options = self.options.term, self.options
         now, failed = Round(number), self._failed(number)
         connected = self.population.refresh(network)
@@ -216,9 +229,7 @@ class Training:
             now.asked = exchange.probe()
             self._held |= dict.fromkeys(now.asked, number)
             now.lap("probe")
-        reader = self._reader()
-        early = partial(reader.read_early, now.config)
-        requests = [replace(exchange.train(now.asked), early=early)]
+        requests = [exchange.train(now.asked)]
         if options.overlap and number != self.num_rounds:
             later = self._draw(number + 1, members, network)
             requests += exchange.ahead(p for p in later if p in here)
@@ -228,7 +239,7 @@ class Training:
         exchange.collect(came)
         now.lap("clients")
 
-        usable = self._read(now, reader)
+        usable = self._read(now)
         self._participation.select(now)
         name_losses(now, self.trained)
         if failed is not None:  # its entry is among the attempts of the new one
@@ -304,13 +315,11 @@ class Training:
             **({keys.HALF_KEY: options.wire_dtype} if options.wire_dtype else {}),
         }
 
-    def _reader(self) -> Reader:
+    def _read(self, now: Round) -> Usable:
+        """Check the replies; note the usable ones, and why the others are not."""
         options = self.options
         by, counts_steps = options.weighted_by_key, options.counts_steps
-        return Reader(self.method, options.term, self.model, by, counts_steps)
-
-    def _read(self, now: Round, reader: Reader) -> Usable:
-        """Check the replies; note the usable ones, and why the others are not."""
+        reader = Reader(self.method, options.term, self.model, by, counts_steps)
         usable = reader.read_all(now.came, now.config)
         fixed = (usable.buffers or frozenset()) - set(usable.tied or ())
         uncovered = self._privacy.uncovered(usable.replies, self.model.given, fixed)

@@ -66,8 +66,8 @@ def vectors(x: np.ndarray) -> Vectors:
     parts = {"a": x[:, :3], "b": x[:, 3:3], "c": x[:, 3:]}
     sizes = {name: part.shape[1] for name, part in parts.items()}
 
-    def read(name: str, at: slice, out: np.ndarray) -> None:
-        out[...] = parts[name][:, at]
+    def read(name: str, at: slice) -> np.ndarray:
+        return parts[name][:, at].copy()
 
     return Vectors(range(len(x)), sizes, read)
 
@@ -87,7 +87,7 @@ def test_each_aggregator_is_its_papers(
     found = result(aggregator, x)
     scale = 1e-9 * max(1.0, float(np.abs(found).max()))
     np.testing.assert_allclose(found, expected(x.tolist()), rtol=0, atol=scale)
-    monkeypatch.setattr(aggregators, "BLOCK", 2 * n)
+    monkeypatch.setattr(aggregators, "READ", 2 * n)
     np.testing.assert_allclose(result(aggregator, x), found, rtol=0, atol=scale)
     monkeypatch.setattr(aggregators, "HELD", 0)
     np.testing.assert_allclose(result(aggregator, x), found, rtol=0, atol=scale)

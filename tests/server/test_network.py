@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from flwr_regs.server.exchange.network import culprits, read_each
+from flwr_regs.server.culprits import culprits
+from flwr_regs.server.exchange.network import read_each
 from flwr_regs.wire.arrays import ProtocolError
 
 

@@ -77,8 +77,8 @@ def load(dataset: str, data_dir: str = "", code_dir: str = "") -> Data:
         data.
     """
     if ":" in dataset:
-        from flwr_regs.experiments.data import own_data
         from flwr_regs.experiments import user_code
+        from flwr_regs.experiments.data import own_data
 
         found = user_code.call(dataset, code_dir, seed=0)  # the same data in every process and run
         data = Data(**own_data.fields_of(found, dataset))

@@ -33,7 +33,7 @@ from flwr_regs.server.aggregate.aggregators import (
     beside,
     shrink,
 )
-from flwr_regs.server.aggregate.updates import Moves, Reply
+from flwr_regs.server.aggregate.updates import Moves, Reply, summed_dtype
 from flwr_regs.server.aggregate.weights import UnusableReplies, aggregation_weights
 from flwr_regs.server.options import Options
 from flwr_regs.server.round import Round, RoundFailed
@@ -75,26 +75,22 @@ class RobustMeans:
     ) -> dict[str, Any]:
         """Return the aggregate of the updates by name, as :func:`mean_delta` does; choose the clients."""
         self.selected = None
-        ratio = [scaled[p] / weights[p] for p in replies]
-        open_ = {p: r.open for p, r in replies.items()}  # read more than once, all of them together
+        ratio = np.array([[scaled[p] / weights[p]] for p in replies])
+        opened = {
+            p: r.open for p, r in replies.items()
+        }  # read more than once, all of them together
         pids, share = list(replies), np.array([weights[p] for p in replies])
         moves: Moves | None = None
 
-        def change(name: str, part: slice, out: np.ndarray) -> None:
+        def change(name: str, part: slice) -> np.ndarray:
             nonlocal moves
             if moves is None or moves.name != name:
-                moves = Moves(name, base[name], open_)
-            moves.read(pids, part, out)
-
-        def update(name: str, part: slice, out: np.ndarray) -> None:
-            change(name, part, out)
-            if any(r != 1 for r in ratio):
-                np.multiply(out, np.array(ratio)[:, None], out=out)
+                moves = Moves(name, base[name], opened)
+            return np.stack([moves.read(p, part) for p in pids])
 
         trained = {n: w.size for n, w in base.items() if n not in fixed}
-        dtypes = {base[n].dtype for n in trained}
-        dtype = dtypes.pop() if len(dtypes) == 1 else np.float64
-        found = self._aggregate(self._aggregator, Vectors(pids, trained, update, dtype), share)
+        updates = Vectors(pids, trained, lambda name, part: ratio * change(name, part))
+        found = self._aggregate(self._aggregator, updates, share)
         self.selected = None if found.selected is None else sorted(found.selected)
         self.bounded = set(found.bounded)
         parts = _split(found.vector, trained)
@@ -102,9 +98,9 @@ class RobustMeans:
             if name in base:
                 vectors = Vectors(pids, {name: base[name].size}, change)
                 parts[name] = self._beside(vectors, share).vector
-        out = {n: parts[n].reshape(w.shape) for n, w in base.items()}
         return {
-            n: a.astype(base[n].dtype) if base[n].dtype.kind == "f" else a for n, a in out.items()
+            n: parts.pop(n).astype(summed_dtype(w), copy=False).reshape(w.shape)
+            for n, w in base.items()
         }
 
     def members(self, pids: Sequence[int]) -> list[int]:
@@ -121,9 +117,8 @@ class RobustMeans:
         rows = {p: {key: np.asarray(v[key]).reshape(-1) for key in like} for p, v in values.items()}
         sizes = {key: a.size for key, a in like.items()}
 
-        def read(key: str, part: slice, out: np.ndarray) -> None:
-            for row, mine in zip(out, rows.values(), strict=True):
-                row[...] = mine[key][part]
+        def read(key: str, part: slice) -> np.ndarray:
+            return np.stack([row[key][part] for row in rows.values()]).astype(np.float64)
 
         vectors = Vectors(list(values), sizes, read)
         share = np.full(len(values), 1 / max(len(values), 1))
@@ -184,9 +179,7 @@ class RobustMeans:
         if not isinstance(found, Aggregate):
             found = Aggregate(found)
         try:
-            vector = np.asarray(found.vector)
-            if vector.dtype != vectors.dtype:
-                vector = vector.astype(np.float64)
+            vector = np.asarray(found.vector, np.float64)
         except (TypeError, ValueError):
             kind = type(found.vector).__name__
             raise AggregatorFailed(f"{name} returned a {kind}, expected numbers") from None

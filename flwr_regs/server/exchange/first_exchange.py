@@ -7,12 +7,12 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from flwr_regs.server.aggregate.aggregators import TooFewVectors
+from flwr_regs.server.culprits import culprits
 from flwr_regs.server.exchange.downlink import Downlink
 from flwr_regs.server.exchange.network import (
     Network,
     Replies,
     Request,
-    culprits,
     name_failures,
     read_each,
 )

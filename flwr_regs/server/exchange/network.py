@@ -27,15 +27,11 @@ class Request:
         Partition id -> content.
     nodes : mapping of int to int
         Partition id -> the node that serves it.
-    early : callable, optional
-        ``early(pid, reply)`` may be called with a reply while others are awaited, in any order. If it is,
-        the same object is among the :class:`Replies`. It raises nothing.
     """
 
     kind: str
     parcels: Mapping[int, Parcel]
     nodes: Mapping[int, int]
-    early: Callable[[int, Parcel], None] | None = None
 
 
 @dataclass(frozen=True)
@@ -84,33 +80,6 @@ def read_each(
         except Exception as error:
             failures[pid] = shown(f"the reply of client {pid} cannot be read: {described(error)}")
     return values, failures
-
-
-def culprits(pids: Collection[int], fails: Callable[[list[int]], str]) -> dict[int, str]:
-    """Return which clients make a step over all of them fail, and why; none if it fails without any client.
-
-    `fails` returns why the step fails for some clients, or "". A culprit fails alone, or the others do not
-    fail without it. Where that finds nobody, clients are taken one by one: one with whom it fails is left
-    out.
-    """
-    everyone = list(pids)
-    if not (why := fails(everyone)):
-        return {}
-    found = {p: y for p in everyone if (y := fails([p]))}
-    if 0 < len(found) < len(everyone) and not fails([p for p in everyone if p not in found]):
-        return found
-    if len(everyone) > 1:
-        others = {p: [q for q in everyone if q != p] for p in everyone}
-        if found := {p: why for p, rest in others.items() if not fails(rest)}:
-            return found
-    good: list[int] = []
-    found = {}
-    for p in everyone:
-        if reason := fails([*good, p]):
-            found[p] = reason
-        else:
-            good.append(p)
-    return found if good else {}
 
 
 MOST_NAMED = 10
