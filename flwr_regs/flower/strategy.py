@@ -12,14 +12,14 @@ from typing import Any, ClassVar
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.common.logger import log
 from flwr.serverapp import Grid
-from flwr.serverapp.strategy import Result, Strategy
+from flwr.serverapp.strategy import Result
 
 from flwr_regs.abilities import Steers
 from flwr_regs.chain import chain, name_of
 from flwr_regs.flower.accounting import AccountedBudget
 from flwr_regs.flower.checkpoints import Checkpoints, guarded
 from flwr_regs.flower.grids.grid_network import GridNetwork, Paused
-from flwr_regs.flower.loop import EvaluateFn, Loop
+from flwr_regs.flower.loop import Driven, EvaluateFn, Loop
 from flwr_regs.server.arguments import check_arguments
 from flwr_regs.server.checkpoint.fingerprint import fingerprint
 from flwr_regs.server.client_metrics import mean_metrics
@@ -42,7 +42,7 @@ WRAPPED = (
 )
 
 
-class RegStrategy(Strategy):
+class RegStrategy(Driven):
     """A strategy for any list of terms; the named strategies fix their terms.
 
     Parameters
