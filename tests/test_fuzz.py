@@ -31,7 +31,7 @@ from tests.damage import (
 )
 
 FUZZ = int(os.environ.get("FUZZ", "1"))
-EXAMPLES = 130
+EXAMPLES = 25
 """Damaged runs of each method; each has two rounds, two evaluations and an identity."""
 NAMES = ["arrays", "config", "metrics", "rfedavg.upload", ".upload", "x.upload", ANSI]
 KEYS = [

@@ -104,8 +104,7 @@ def start(
     return {n: a.numpy() for n, a in result.arrays.items()}, result
 
 
-@pytest.mark.parametrize("kind", APPS)
-@pytest.mark.parametrize("name", SERVERS)
+@pytest.mark.parametrize(("name", "kind"), list(zip(SERVERS, [*APPS] * 4, strict=True)))
 def test_plain_clients_train_as_ours_do_without_a_word_in_the_config(name: str, kind: str) -> None:
     make, client = SERVERS[name]
     config = {"lr": RATE} if name in NEEDS_LR else None
@@ -249,15 +248,3 @@ def test_a_method_that_reads_steps_refuses_a_client_that_reports_none() -> None:
     start(fr.RegStrategy([PerStep()], seed=1), plain_app(Stops), {"lr": 0.1, "local-steps": 2})
     with pytest.raises(RoundFailed, match="it reports no steps, which the method reads"):
         start(fr.RegStrategy([PerStep()], seed=1), plain_app())
-
-
-class Poses(Plain):
-    """Says that it is ours and has taken steps, though nobody asked for any."""
-
-    metrics: ClassVar[dict[str, Any]] = {"regs.method": "FedAdam", "local-steps": 10**9}
-
-
-def test_steps_that_nobody_asked_for_do_not_count() -> None:
-    strategy = fr.FedAdam(seed=1)
-    start(strategy, plain_app(Poses))
-    assert strategy.history[0]["steps"] == {}
