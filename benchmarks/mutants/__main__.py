@@ -78,9 +78,9 @@ def draw(root: Path, package: str, folders: Sequence[str], sample: int, seed: in
     chance = random.Random(seed)
     lines = chance.sample(sorted(by_line), min(sample, len(by_line)))
     mutants = []
-    for path, line in lines:
-        number, change = chance.choice(by_line[path, line])
-        mutants.append(Mutant(path, number, line, change))
+    for file, line in lines:
+        number, change = chance.choice(by_line[file, line])
+        mutants.append(Mutant(file, number, line, change))
     return mutants
 
 
@@ -253,9 +253,6 @@ def try_all(
     jobs: int,
 ) -> None:
     """Judge the mutants, `jobs` at a time, and write what became of them into them."""
-    for name in WARM:
-        with contextlib.suppress(ImportError):
-            importlib.import_module(name)
     waiting = list(mutants)
     running: dict[int, tuple[Mutant, float, float, Any]] = {}
     begun = time.monotonic()
@@ -335,6 +332,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--seconds", type=float, default=60, help="of tests for a mutant (60)")
     parser.add_argument("--jobs", type=int, default=2, help="mutants at a time (2)")
     parser.add_argument("--json", type=Path, help="write each mutant's fate to this file")
+    parser.add_argument("--warm", nargs="*", default=WARM, help="modules to load once, before")
     given = parser.parse_args(argv)
     root = given.root.resolve()
     paths = os.pathsep.join(dict.fromkeys([str(root), str(HERE)]))
@@ -352,6 +350,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     if not mutants:
         sys.exit(f"no line to break in {', '.join(given.folders)} of {root / given.package}")
     tests = record(mark(mutants, root, given.package), root, given.tests)
+    for name in given.warm:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
     try_all(mutants, tests, root, given.most, given.seconds, given.jobs)
     print(table(mutants, root, given.package))
     if given.json:

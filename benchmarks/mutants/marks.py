@@ -1,9 +1,9 @@
 """Which tests run which lines: marks in the package's functions, and a pytest plugin that reads them.
 
 The plan (a JSON file that `MUTANTS_PLAN` names) lists marks: a file, a line, and whether the mark stands
-before the statement at this line or at the start of the function that begins there. A mark sets one byte of
-shared memory, so that processes forked by a test count too. Each worker of pytest-xdist appends to a file of
-its own, one line for each test.
+before the statement at this line or at the start of the function that begins there. A mark sets one byte
+of shared memory, so that processes forked by a test count too. Each worker of pytest-xdist appends to a
+file of its own, one line for each test.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """One line made wrong: the usual operators of mutation testing (mutmut, cosmic-ray), on syntax trees.
 
 Own code: both tools write each mutant to a file and start the suite anew for it, and neither samples lines
-or knows which tests run a line. What no test could see, or what only words show, is not changed: docstrings,
-annotations, decorators, messages of errors and logs, `__all__`, blocks for type checkers.
+or knows which tests run a line. What no test could see, or what only words show, is not changed:
+docstrings, annotations, decorators, messages of errors and logs, `__all__`, blocks for type checkers.
 """
 
 from __future__ import annotations

@@ -63,7 +63,7 @@ class ClientRound(LocalTraining):
     model : nn.Module
         The global model is loaded into it by name; it is trained in place.
     train_data, loss_fn, target_key, output_fn, device, classifier, train_mode, max_steps, max_seconds
-        As for :class:`flwr_regs.client.train.local_training.LocalTraining`; ``n_k`` counts the data's examples.
+        As for :class:`.LocalTraining`; ``n_k`` counts the examples of the data.
     private, save_private, keep_optimizer : str or sequence of str, str or path, bool
         What never leaves this client, the folder where it saves what it keeps, and whether its optimiser,
         which must come from ``loop.optimizer(...)``, keeps its state: see :class:`flwr_regs.RegClient`.

@@ -8,13 +8,14 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from flwr_regs.abilities import Folds
+from flwr_regs.abilities import Averages, Folds
 from flwr_regs.chain import Chain
 from flwr_regs.server.aggregate.aggregators import TooFewVectors
 from flwr_regs.server.aggregate.robust_round import RobustMeans, check_reached
-from flwr_regs.server.aggregate.updates import Reply, mean_delta, update_of
+from flwr_regs.server.aggregate.updates import mean_delta, update_of
 from flwr_regs.server.aggregate.weights import MeanOfUpdates, UnusableReplies, restricted
-from flwr_regs.server.culprits import culprits
+from flwr_regs.server.failures import culprits
+from flwr_regs.server.reply import Reply
 from flwr_regs.server.round import RoundFailed
 from flwr_regs.term import ServerContext, Slot, mean_of_slots
 from flwr_regs.wire.arrays import (
@@ -110,7 +111,8 @@ class GlobalModel:
         self._term = term
         self._half = half
         self._keeps_step = keeps_step or any(
-            t.averages or any(t.acts(hook) for hook in SERVER_HOOKS) for t in term.terms
+            isinstance(t, Averages) or any(t.acts(hook) for hook in SERVER_HOOKS)
+            for t in term.terms
         )
         self._rounded = (model, self._as_given(model))
         self.model = model

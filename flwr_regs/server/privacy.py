@@ -32,8 +32,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from flwr_regs.server.aggregate.updates import Reply, summed_dtype, update_of
+from flwr_regs.server.aggregate.updates import summed_dtype, update_of
 from flwr_regs.server.aggregate.weights import MeanOfUpdates
+from flwr_regs.server.reply import Reply
 from flwr_regs.server.round import Round
 from flwr_regs.term import NOT_NEGATIVE, POSITIVE
 from flwr_regs.wire.arrays import NDArrays, statistics

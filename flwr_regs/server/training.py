@@ -11,26 +11,29 @@ from typing import Any
 from uuid import uuid4
 
 from flwr_regs.abilities import Compresses, Probes, Weighs
-from flwr_regs.server.aggregate.aggregators import TooFewVectors
-from flwr_regs.server.aggregate.robust_round import Aggregation, AggregatorFailed
+from flwr_regs.server.aggregate.aggregators import Mean, TooFewVectors
+from flwr_regs.server.aggregate.robust_round import AggregatorFailed, RobustMeans
 from flwr_regs.server.aggregate.weights import (
     Stats,
     StepScaling,
     UnusableReplies,
     WithheldStats,
+    aggregation_weights,
     update_weights,
 )
 from flwr_regs.server.client_metrics import common_metrics, usable
 from flwr_regs.server.divergence import DivergenceGuard
 from flwr_regs.server.exchange.first_exchange import Exchange
-from flwr_regs.server.exchange.network import Course, Network, name_failures
+from flwr_regs.server.exchange.network import Course, Network
 from flwr_regs.server.exchange.replies import Reader, Usable
+from flwr_regs.server.failures import name_failures
 from flwr_regs.server.global_model import GlobalModel
 from flwr_regs.server.options import Options
 from flwr_regs.server.population.lost_state import name_losses
 from flwr_regs.server.population.participation import Participation
 from flwr_regs.server.population.population import Population
 from flwr_regs.server.privacy import Budget, PrivateRounds, refuse_statistics
+from flwr_regs.server.reply import Reply
 from flwr_regs.server.round import Round, RoundFailed, TooFewReplies
 from flwr_regs.term import ServerContext
 from flwr_regs.wire import keys
@@ -113,7 +116,7 @@ class Training:
             options.incomplete, options.drop_inactive, options.restart_lr, num_rounds or 1
         )
         self._guard = DivergenceGuard()
-        self._aggregation = Aggregation()
+        self._warned_of_weights = False
         self._held: dict[int, int] = {}  # client -> round whose model it last kept
         self.evaluated = False
         self.trained: set[int] = set()
@@ -219,7 +222,7 @@ class Training:
         now.config = self._config(now, config)
         term.restrict(now.config)  # with this round's learning rate
         memory = (self._held, self.used)
-        exchange = Exchange(now, options, self.model, self.population, network, memory)
+        exchange = Exchange(now, options, self.model, self.population.request, network, memory)
         now.lap("configure")
 
         here = self.population.here
@@ -333,7 +336,7 @@ class Training:
         """Average the used replies and move the model; RoundFailed if they are too few or it diverges."""
         now.check_enough(self.options.min_replies, self.method)
         self.model.agree(usable.buffers, usable.tied, usable.frozen)
-        mean, robust = self._privacy.mean(now), self._aggregation.robust(self.options)
+        mean, robust = self._privacy.mean(now), self._robust()
         watch = partial(self._guard.watch, now, self.options, self.method)
         while True:
             now.check_enough(self.options.min_replies, self.method)
@@ -341,7 +344,7 @@ class Training:
             try:
                 scaled = update_weights(*self._weigher, now.used, now.context)
                 self.model.advance(now.used, now.context, scaled, mean, watch, robust)
-                self._aggregation.note(now, self.options, robust)
+                self._note_bounds(now, robust)
                 return
             except UnusableReplies as error:  # go on without these clients
                 why = {p: shown(f"the reply of client {p}: {y}") for p, y in error.why.items()}
@@ -365,7 +368,7 @@ class Training:
         """Return the context of the terms' server hooks; with weights and replies, once there are any."""
         lr = math.nan if now.lr is None else now.lr
         context = self.model.context(now.number, lr, self.population.size)
-        if (robust := self._aggregation.robust(self.options)) is not None:
+        if (robust := self._robust()) is not None:
             context = replace(context, aggregated=robust.aggregated, robust=True)
         if not now.used:
             return context
@@ -373,10 +376,36 @@ class Training:
         measured = {p: Stats(p, r, given, fixed) for p, r in now.used.items()}
         return replace(
             context,
-            weights=self._aggregation.weights(now.used, self.options),
+            weights=self._weights(now.used),
             replies=measured if self.options.privacy is None else WithheldStats(),
             answers=now.answers,
         )
+
+    def _weights(self, used: Mapping[int, Reply]) -> dict[int, float]:
+        """Return ``p_k`` by partition id, none above `max_weight`."""
+        return aggregation_weights(used, self.options.weighting, self.options.max_weight)
+
+    def _robust(self) -> RobustMeans | None:
+        """Return a robust aggregator's means, for one round; None for `Mean`."""
+        aggregator = self.options.aggregator
+        return None if isinstance(aggregator, Mean) else RobustMeans(aggregator)
+
+    def _note_bounds(self, now: Round, robust: RobustMeans | None) -> None:
+        """Note in a round whom the aggregator selected, and whose updates or weights were bounded."""
+        bounded = set() if robust is None else set(robust.bounded)
+        if (most := self.options.max_weight) is not None:
+            given = aggregation_weights(now.used, self.options.weighting)
+            weights, n = self._weights(now.used), len(now.used)
+            bounded |= {p for p in given if weights[p] < given[p]}
+            if most * n < 1 and not self._warned_of_weights:
+                self._warned_of_weights = True
+                LOG.warning(
+                    "max_weight=%g is impossible for %d replies: each weighs 1/%d", most, n, n
+                )
+        if bounded:
+            now.events["bounded"] = sorted(bounded)
+        if robust is not None and robust.selected is not None:
+            now.events["selected"] = robust.selected
 
     @property
     def _weigher(self) -> tuple[Weighs | None, str]:

@@ -6,7 +6,6 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import product
 from typing import Any, ClassVar
 
 import pytest
@@ -44,7 +43,6 @@ from flwr_regs.server.population.population import PopulationError
 from flwr_regs.testing import Method
 from tests.conftest import ROOT, close, make_clients, make_model, run
 from tests.laws import CASES
-from tests.sampling import sampled
 
 Loop = Callable[[ClientRound, nn.Module, Any], None]
 
@@ -110,14 +108,10 @@ def own_app(
     return app
 
 
-LOOPS: list[Loop] = [plain_loop, scaled_loop]
-
-
-@sampled(
-    "case,loop",
-    list(product(CASES, LOOPS)),
-    5,
-    lambda v: v.name if isinstance(v, Method) else v.__name__,
+@pytest.mark.parametrize(
+    ("case", "loop"),
+    [*((case, plain_loop) for case in CASES[::7]), *((case, scaled_loop) for case in CASES[3::20])],
+    ids=lambda v: v.name if isinstance(v, Method) else v.__name__,
 )
 def test_a_loop_of_ones_own_equals_the_client(case: Method, loop: Loop) -> None:
     settings = {**case.settings, "seed": 3, "fraction_train": 0.75}
@@ -330,7 +324,7 @@ def test_mistakes_are_refused(method: Any, loop: Loop, match: str) -> None:
         run(FedADC(0.5, seed=3), FedADCClient, grid=InProcessGrid(own_app(method, loop), 4))
 
 
-@sampled("case", CASES, 3, lambda c: c.name)
+@pytest.mark.parametrize("case", CASES[::8], ids=lambda c: c.name)
 def test_an_optimizer_of_ones_own_is_fine_where_the_method_has_no_say(case: Method) -> None:
     strategy = case.strategy(**case.settings, seed=3)
     grid = InProcessGrid(own_app(case.client, without("optimizer")), 4)

@@ -18,6 +18,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import flwr_regs as fr
+from flwr_regs.abilities import Addresses
 from tests.flower.test_stacked import SIZES, Stacked, app_of, compare, data_of, perceptron, run
 
 
@@ -314,7 +315,7 @@ def test_a_term_gives_the_same(name: str) -> None:
 
 def test_a_broadcast_for_one_client_reaches_no_other() -> None:
     @dataclass(frozen=True)
-    class Only(fr.Term):
+    class Only(fr.Term, Addresses):
         name: ClassVar[str] = "only"
 
         def broadcast_to(self, pid: int, server: Any, ctx: Any) -> Mapping[str, Any]:

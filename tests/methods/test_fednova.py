@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import flwr_regs as fr
+from flwr_regs.abilities import Weighs
 from flwr_regs.term import Term
 from flwr_regs.testing.problem import sgd_pull, start_weights, train
 from tests.conftest import budgeted, close, make_clients, make_model, to_numpy
@@ -124,7 +125,7 @@ def test_buffers_keep_their_weights() -> None:
 
 
 @dataclass(frozen=True)
-class Equal(Term):
+class Equal(Term, Weighs):
     """It weighs all clients alike."""
 
     name: ClassVar[str] = "equal"

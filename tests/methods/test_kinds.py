@@ -18,6 +18,7 @@ from torch.nn.functional import cross_entropy
 
 import flwr_regs as fr
 from flwr_regs import InProcessGrid, RoundFailed, Term
+from flwr_regs.abilities import Personalises
 from flwr_regs.testing.problem import Batch, app_of
 from tests.conftest import ROOT, make_clients, make_model
 
@@ -301,7 +302,7 @@ def test_a_loop_of_ones_own_takes_the_same_arguments() -> None:
 
 
 @dataclass(frozen=True)
-class OneStep(Term):
+class OneStep(Term, Personalises):
     """Each client evaluates the global model after one full-batch step on its own data."""
 
     name: ClassVar[str] = "one-step"

@@ -16,7 +16,7 @@ from torch import nn
 
 import flwr_regs as fr
 from flwr_regs import InProcessGrid, RoundFailed, client_app
-from flwr_regs.server.aggregate.updates import Reply
+from flwr_regs.server.reply import Reply
 from flwr_regs.server.exchange.replies import agree_on_ties
 from flwr_regs.wire.arrays import ProtocolError, check_tied
 from flwr_regs.wire.records import from_record

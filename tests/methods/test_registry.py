@@ -19,6 +19,7 @@ from flwr.app import ArrayRecord, ConfigRecord
 from torch import nn
 
 import flwr_regs as fr
+from flwr_regs.abilities import Checks, Folds, Weighs
 from flwr_regs.experiments import cli
 from flwr_regs.experiments.settings.build import build, client_class
 from flwr_regs.experiments.settings.calls import parse_methods
@@ -215,7 +216,7 @@ def test_robust_is_what_a_robust_aggregator_accepts(row: fr.Method) -> None:
 
 
 @dataclass(frozen=True)
-class Sums(Term):
+class Sums(Term, Folds, Checks):
     """Each client sends its update again; the server adds them up, one at a time."""
 
     name: ClassVar[str] = "sums"
@@ -241,7 +242,7 @@ class Unsaid(Sums):
     adds = None  # type: ignore[assignment]
 
 
-class Squares(Sums):
+class Squares(Sums, Folds):
     """It adds up squares instead: the server needs each client's own."""
 
     name: ClassVar[str] = "squares"
@@ -251,7 +252,7 @@ class Squares(Sums):
 
 
 @dataclass(frozen=True)
-class Scalar(Term):
+class Scalar(Term, Checks):
     """Each client sends one number, which the server keeps by client."""
 
     name: ClassVar[str] = "scalar"
@@ -266,7 +267,7 @@ class Scalar(Term):
 
 
 @dataclass(frozen=True)
-class Equal(Term):
+class Equal(Term, Weighs):
     """It weighs all clients alike."""
 
     name: ClassVar[str] = "equal"

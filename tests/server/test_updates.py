@@ -9,7 +9,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from flwr_regs.server.aggregate.updates import Reply, mean_delta, update_norm, update_of
+from flwr_regs.server.aggregate.updates import mean_delta, update_norm, update_of
+from flwr_regs.server.reply import Reply
 from flwr_regs.wire.arrays import LARGEST, ProtocolError, check_finite
 from flwr_regs.wire.npy import npy_bytes, read_array, sealed, write_array
 from flwr_regs.wire.pieces import PIECE, square_sum
@@ -130,7 +131,7 @@ def test_half_precision_is_widened_block_by_block(half: str) -> None:
 def test_one_clients_update_and_its_norm() -> None:
     base = model()
     came = replies(base)
-    for pid, reply in came.items():
+    for reply in came.values():
         update = {n: moved(reply, n, finite(w)) for n, w in base.items() if n != "f2 one"}
         same(dict(update_of(reply, base, ["f2 one"])), update)
         norm = np.sqrt(sum(float((u**2).sum()) for u in update.values()))

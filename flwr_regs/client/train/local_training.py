@@ -171,7 +171,7 @@ class LocalTraining:
         self._clip_norm: float | None = self._ctx.config.get("clip-norm")
         self._optimizer = ClientOptimizer(whole, self._trained, self._ctx.config, self._kept)
         self._went_back = False
-        begin = term.start(self._ctx.start, self._ctx)
+        begin = term.start(self._ctx.start, self._ctx) if self.num_steps else self._ctx.start
         if begin is not self._ctx.start:
             _write(self._values, begin)
 

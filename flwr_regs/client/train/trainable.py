@@ -38,7 +38,7 @@ def trained_parameters(
 def trainable(model: nn.Module) -> dict[str, Tensor]:
     """Return what a model's clients train, for ``initial_arrays=ArrayRecord(trainable(model))``.
 
-    That is its ``state_dict`` without the parameters that have ``requires_grad=False``: trainable parameters,
+    That is its ``state_dict`` without the parameters that have ``requires_grad=False``: trained parameters,
     and buffers, which are averaged. The clients hold the rest, such as a pretrained backbone, and only a
     digest of it travels.
     """

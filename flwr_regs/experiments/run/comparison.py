@@ -6,6 +6,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -65,11 +66,9 @@ def run(job: Job, grid: Grid, folder: Path | None) -> dict[str, Any]:
         say(f"NOTE: {note}")
 
     def show(run: Run) -> None:
-        if folder is not None and run.test:
-            now = run.test[-1]
-            say(
-                f"{run.label:<10} round {now['round']:>4}/{job.rounds}   accuracy {now['accuracy']:7.2%}"
-            )
+        if folder is not None:
+            at = f"round {run.test[-1]['round']:>4}/{job.rounds}"
+            say(f"{run.label:<10} {at}   accuracy {run.test[-1]['accuracy']:7.2%}")
 
     runs, failed = [], list[Exception]()
     for method in job.method_names:
@@ -81,14 +80,14 @@ def run(job: Job, grid: Grid, folder: Path | None) -> dict[str, Any]:
             runs.append(comparison.last)
             if folder is not None:
                 results.Results(runs, comparison.notes).save(folder, pictures=False)
-    found = results.Results(runs, comparison.notes)
+    trained = results.Results(runs, comparison.notes)
     if folder is not None:
-        found.save(folder)
-        say(found.text().rstrip())
+        trained.save(folder)
+        say(trained.text().rstrip())
         say(f"results: {folder}")
     if failed:
         raise failed[0]
-    return found.history()
+    return trained.history()
 
 
 class Comparison:
@@ -202,24 +201,20 @@ class Comparison:
 
         def test(server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
             run.rounds = strategy.history if server_round else []
-            if [t["round"] for t in run.test[-1:]] == [server_round]:  # the mean of two models
-                if job.tested_on_clients:
-                    return None
-                loss, share = self._measured(arrays, server_round)
-                return MetricRecord({"loss": loss, "accuracy": share})
+            again = [t["round"] for t in run.test[-1:]] == [server_round]  # the mean of two models
             if not job.tested_on_clients:
-                loss, share = self._measured(arrays, server_round)
-            elif server_round == 0:
-                return None
-            elif not (last := strategy.history[-1])["evaluate"]["clients"]:
-                return None  # this time, none of them could
+                figures = self._measured(arrays, server_round)
+            elif server_round == 0 or again or not strategy.history[-1]["evaluate"]["clients"]:
+                return None  # no client has tested it
             else:
-                loss, share = (float(np.mean(_on_clients(last, m))) for m in ("loss", "accuracy"))
-            together = self._together(arrays, server_round)
-            run.test.append({"round": server_round, "loss": loss, "accuracy": share, **together})
-            recorder.round(run)
-            on_round(run)
-            return MetricRecord({"loss": loss, "accuracy": share})
+                tested = strategy.history[-1]
+                figures = {m: float(_on_clients(tested, m).mean()) for m in ("loss", "accuracy")}
+            if not again:
+                together = self._together(arrays, server_round)
+                run.test.append({"round": server_round, **figures, **together})
+                recorder.round(run)
+                on_round(run)
+            return MetricRecord(figures)
 
         began, ticks = time.monotonic(), clock() if clock else 0.0
         try:
@@ -263,15 +258,12 @@ class Comparison:
             return None
         path = record_path(folder, run.label, run.seed)
         record = read(path) if path.is_file() else None
-        try:
-            found = latest(checkpoints)
-        except CheckpointError:
-            found = None
-        if record is not None and found is not None:
-            points = [point for point in record.test if point["round"] <= found.round]
-            if points and points[-1]["round"] == found.round:
-                run.test, run.rounds = points, list(found.history)
-                return found.path
+        with suppress(CheckpointError):
+            checkpoint = latest(checkpoints)
+            points = [p for p in record.test if p["round"] <= checkpoint.round] if record else []
+            if points and points[-1]["round"] == checkpoint.round:
+                run.test, run.rounds = points, list(checkpoint.history)
+                return checkpoint.path
         shutil.rmtree(checkpoints, ignore_errors=True)
         return None
 
@@ -297,11 +289,11 @@ class Comparison:
         guess = sum(self._last[1:], self._last[0]).argmax(1)
         return {"ensemble": float((guess == self._targets(server_round)).double().mean())}
 
-    def _measured(self, arrays: ArrayRecord, server_round: int) -> tuple[float, float]:
-        """Return (mean loss, accuracy) of a model on the test data, as it is in a round."""
+    def _measured(self, arrays: ArrayRecord, server_round: int) -> dict[str, float]:
+        """Return a model's mean loss and accuracy on the test data, as it is in a round."""
         output, y = self._outputs(arrays), self._targets(server_round)
-        loss = self.loss_fn(output, y)
-        return float(loss), float((output.argmax(1) == y).double().mean())
+        accuracy = (output.argmax(1) == y).double().mean()
+        return {"loss": float(self.loss_fn(output, y)), "accuracy": float(accuracy)}
 
     def _targets(self, server_round: int) -> Any:
         """Return the labels of the test data in a round."""

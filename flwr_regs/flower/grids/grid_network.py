@@ -11,7 +11,8 @@ from flwr.app import Error, Message
 from flwr.common.constant import ErrorCode
 from flwr.serverapp import Grid
 
-from flwr_regs.server.exchange.network import Course, Replies, Request, read_each
+from flwr_regs.server.exchange.network import Course, Replies, Request
+from flwr_regs.server.failures import read_each
 from flwr_regs.wire import keys
 from flwr_regs.wire.errors import described
 from flwr_regs.wire.parcel import Parcel

@@ -4,7 +4,7 @@ Everything that one client sends and that moves others goes through the strategy
 
 - the **updates**, all trained parameters of a client as one vector;
 - each **buffer** as a vector of its own;
-- what a term's `fold` adds up over the clients (`Adds`), as one vector a term. The sum becomes n times the
+- what a term's `fold` says it `adds` up over the clients, as one vector a term. The sum becomes n times the
   aggregate;
 - what a term hands to ``ctx.aggregated``.
 
@@ -15,34 +15,30 @@ clients' first.
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from flwr_regs.abilities import Adds, Folds
+from flwr_regs.abilities import Folds
 from flwr_regs.chain import Chain
 from flwr_regs.server.aggregate.aggregators import (
     Aggregate,
     Aggregator,
-    Mean,
     TooFewVectors,
     Vectors,
     beside,
     shrink,
 )
-from flwr_regs.server.aggregate.updates import Moves, Reply, summed_dtype
-from flwr_regs.server.aggregate.weights import UnusableReplies, aggregation_weights
-from flwr_regs.server.options import Options
-from flwr_regs.server.round import Round, RoundFailed
+from flwr_regs.server.aggregate.updates import Moves, summed_dtype
+from flwr_regs.server.aggregate.weights import UnusableReplies
+from flwr_regs.server.reply import Reply
+from flwr_regs.server.round import RoundFailed
 from flwr_regs.term import Slot
 from flwr_regs.wire.arrays import all_finite
 from flwr_regs.wire.errors import described
 from flwr_regs.wire.text import named
-
-LOG = logging.getLogger("flwr")
 
 
 class AggregatorFailed(RoundFailed):
@@ -139,14 +135,13 @@ class RobustMeans:
         for t in chain.terms:
             if not isinstance(t, Folds):
                 continue
-            adds: Callable[[str], bool] = t.adds if isinstance(t, Adds) else lambda _: False
             folded = {pid: slots[t.name] for pid, slots in each.items()}
-            added = {p: {k: a for k, a in s.items() if adds(k)} for p, s in folded.items()}
+            added = {p: {k: a for k, a in s.items() if t.adds(k)} for p, s in folded.items()}
             _check_alike(t.name, added)
             total = {key: len(added) * a for key, a in self.aggregated(added).items()}
             counted = self.members(list(folded))
             out[t.name] = total | {
-                key: a for pid in counted for key, a in folded[pid].items() if not adds(key)
+                key: a for pid in counted for key, a in folded[pid].items() if not t.adds(key)
             }
         return out
 
@@ -195,39 +190,6 @@ class RobustMeans:
                 f"{name} selected {list(chosen)!r:.100}, expected some of {list(vectors.pids)}"
             )
         return Aggregate(vector, chosen, found.bounded)
-
-
-class Aggregation:
-    """What `aggregator` and `max_weight` make of a training's rounds."""
-
-    def __init__(self) -> None:
-        self._warned = False
-
-    def robust(self, options: Options) -> RobustMeans | None:
-        """Return a robust aggregator's means, for one round; None for `Mean`."""
-        aggregator = options.aggregator
-        return None if isinstance(aggregator, Mean) else RobustMeans(aggregator)
-
-    def weights(self, used: Mapping[int, Reply], options: Options) -> dict[int, float]:
-        """Return ``p_k`` by partition id, none above `max_weight`."""
-        return aggregation_weights(used, options.weighting, options.max_weight)
-
-    def note(self, now: Round, options: Options, robust: RobustMeans | None) -> None:
-        """Note in a round whom the aggregator selected, and whose updates or weights were bounded."""
-        bounded = set() if robust is None else set(robust.bounded)
-        if (most := options.max_weight) is not None:
-            given = aggregation_weights(now.used, options.weighting)
-            weights = self.weights(now.used, options)
-            bounded |= {p for p in given if weights[p] < given[p]}
-            if most * len(now.used) < 1 and not self._warned:
-                self._warned, n = True, len(now.used)
-                LOG.warning(
-                    "max_weight=%g is impossible for %d replies: each weighs 1/%d", most, n, n
-                )
-        if bounded:
-            now.events["bounded"] = sorted(bounded)
-        if robust is not None and robust.selected is not None:
-            now.events["selected"] = robust.selected
 
 
 def check_reached(chain: Chain, replies: Mapping[int, Reply]) -> None:

@@ -10,8 +10,9 @@ from typing import Any, ClassVar
 import numpy as np
 
 from flwr_regs.abilities import Weighs
-from flwr_regs.server.aggregate.updates import Reply, update_norm
-from flwr_regs.server.culprits import culprits
+from flwr_regs.server.aggregate.updates import update_norm
+from flwr_regs.server.failures import culprits
+from flwr_regs.server.reply import Reply
 from flwr_regs.term import ServerContext, Slot, Term
 from flwr_regs.wire.arrays import LARGEST
 from flwr_regs.wire.errors import described
@@ -104,7 +105,7 @@ class Stats:
 
 
 @dataclass(frozen=True)
-class StepScaling(Term):
+class StepScaling(Term, Weighs):
     """``incomplete="scale"``: a client that took ``s_k`` of its E steps weighs ``E / s_k`` times as much.
 
     Source: EFL (2021), Sec. 4.2.

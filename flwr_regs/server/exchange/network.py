@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from collections.abc import Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
-from flwr_regs.wire.arrays import ProtocolError
-from flwr_regs.wire.errors import described
 from flwr_regs.wire.parcel import Parcel
-from flwr_regs.wire.text import shown
 
-S = TypeVar("S")
 T = TypeVar("T")
 
 
@@ -60,41 +56,3 @@ class Network(Protocol):
 
 Course = Generator[Sequence[Request], Sequence[Replies], T]
 """Work that pauses once for the clients: it yields requests, receives the replies, and returns a T."""
-
-
-def read_each(
-    came: Mapping[int, S], read: Callable[[int, S], T]
-) -> tuple[dict[int, T], dict[int, str]]:
-    """Return (what `read` makes of each reply, why it makes nothing of the others), in the order of ids.
-
-    Here alone a client's reply becomes a value or a named failure. Whatever it makes `read` raise, also for
-    want of memory or of stack, costs this client only.
-    """
-    values: dict[int, T] = {}
-    failures: dict[int, str] = {}
-    for pid in sorted(came):
-        try:
-            values[pid] = read(pid, came[pid])
-        except ProtocolError as error:
-            failures[pid] = shown(error)
-        except Exception as error:
-            failures[pid] = shown(f"the reply of client {pid} cannot be read: {described(error)}")
-    return values, failures
-
-
-MOST_NAMED = 10
-"""Clients, and errors, that a message names; the history has all."""
-
-
-def name_failures(failures: Mapping[int, str], who: str = "clients", what: str = "failed") -> str:
-    """Name the failed clients with their errors: each error once, on its own line if there are several."""
-    by_reason: dict[str, list[int]] = {}
-    for pid, why in sorted(failures.items()):
-        by_reason.setdefault(why, []).append(pid)
-    groups = []
-    for why, pids in list(by_reason.items())[:MOST_NAMED]:
-        more = f" and {len(pids) - MOST_NAMED} more" if len(pids) > MOST_NAMED else ""
-        groups.append(f"{who} {pids[:MOST_NAMED]}{more} {what}: {why}")
-    if rest := list(by_reason.values())[MOST_NAMED:]:
-        groups.append(f"{sum(map(len, rest))} more {who} {what} with {len(rest)} other errors")
-    return groups[0] if len(groups) == 1 else "".join(f"\n  {group}" for group in groups)

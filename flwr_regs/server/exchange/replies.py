@@ -12,12 +12,11 @@ import numpy as np
 
 from flwr_regs.abilities import Folds
 from flwr_regs.chain import Chain
-from flwr_regs.server.aggregate.updates import Reply
 from flwr_regs.server.aggregate.weights import STEPS
 from flwr_regs.server.client_metrics import read_metrics, usable
-from flwr_regs.server.culprits import culprits
-from flwr_regs.server.exchange.network import read_each
+from flwr_regs.server.failures import culprits, read_each
 from flwr_regs.server.global_model import GlobalModel
+from flwr_regs.server.reply import Reply
 from flwr_regs.term import Slot
 from flwr_regs.wire import keys
 from flwr_regs.wire.arrays import (
