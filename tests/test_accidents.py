@@ -181,11 +181,6 @@ def test_accident_in_a_reply(what: str) -> None:
     costs_only_its_client(*REPLIES[what])
 
 
-def test_accident_integers_of_2_62() -> None:
-    change = with_arrays(lambda a: np.full_like(a, 2**62), "1.num_batches_tracked")
-    costs_only_its_client(change, "holds values beyond ±1e+15", "FedAdam-buffers")
-
-
 def test_accident_a_million_times_the_update() -> None:
     """It cannot be told from an honest reply alone: the mean takes it, and the run goes on."""
     strategy = played(with_arrays(lambda a: a * 1e6))

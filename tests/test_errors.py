@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import logging
 import math
 from collections.abc import Callable
 from typing import Any
@@ -88,46 +87,12 @@ def test_a_term_that_raises_names_its_line() -> None:
         )
 
 
-def test_an_own_loop_names_its_line() -> None:
-    app = fr.RegClientApp()
-
-    @app.train()
-    def train(message: Message, context: Context) -> Message:
-        loop = fr.ClientRound(message, fr.FedAvgClient, make_model(), None)  # type: ignore[arg-type]
-        return loop.reply()
-
-    text, _ = failed_round(app)
-    assert "train_data is None" in text
-    assert "test_errors.py, line" in text
-    assert ": loop = fr.ClientRound(message, " in text
-
-
 def test_a_long_text_of_many_lines_becomes_a_short_one() -> None:
     text = described(RuntimeError("a\n  b " * 1000))
     assert text.startswith("RuntimeError: a b a b ")
     assert len(text) < 600
     assert "\n" not in text
     assert described(ValueError()) == "ValueError"
-
-
-def test_a_clients_traceback_is_in_the_log_only_on_demand(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    data = make_clients()[0]
-    app = app_of(lambda: fr.FedAvgClient(make_model(), data, loss_fn=users_loss))
-    logger = logging.getLogger("flwr")
-    propagates, logger.propagate = logger.propagate, True
-    try:
-        with caplog.at_level(logging.INFO, logger="flwr"):
-            failed_round(app)
-        assert "Traceback" not in caplog.text
-        assert len(caplog.text.splitlines()) < 15
-        caplog.clear()
-        with caplog.at_level(logging.DEBUG, logger="flwr"):
-            failed_round(app)
-        assert "Traceback" in caplog.text
-    finally:
-        logger.propagate = propagates
 
 
 def test_a_failed_client_keeps_the_state_that_it_had() -> None:
@@ -341,17 +306,6 @@ def test_a_wrong_hyper_parameter_is_named_with_its_method(
         assert text.startswith(f"{method}: {name} must be "), (value, text)
         assert text.endswith(f"not {value!r}"), (value, text)
         assert len(text.splitlines()) == 1
-
-
-@pytest.mark.parametrize(("method", "name", "example", "default"), PARAMETERS, ids=NAMES)
-def test_a_numpy_number_is_a_number(
-    method: str, name: str, example: dict[str, Any], default: Any
-) -> None:
-    value = example.get(name, default)
-    if isinstance(value, float):
-        getattr(fr, method)(**{**example, name: np.float64(value)})
-    if type(value) is int:
-        getattr(fr, method)(**{**example, name: np.int64(value)})
 
 
 def test_a_term_and_a_users_own_method_are_named_too() -> None:

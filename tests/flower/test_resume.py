@@ -19,7 +19,7 @@ from flwr.serverapp import NeighboringRelation, PrivacyConfig, RdpAccountant, Sa
 import flwr_regs as fr
 from flwr_regs import CheckpointError, InProcessGrid
 from flwr_regs.flower.checkpoints import LEDGER
-from flwr_regs.server.checkpoint.checkpoint import Folder, latest, rounds_in
+from flwr_regs.server.checkpoint.checkpoint import Folder, latest
 from flwr_regs.testing import problem
 from tests.conftest import budgeted, make_clients, make_model
 from tests.laws import CASES
@@ -226,25 +226,6 @@ def test_what_nodes_save_themselves_is_not_lost_in_a_new_run(name: str, tmp_path
     assert [e["lost_state"] + e["lost_private"] for e in again.history] == [[]] * ROUNDS
 
 
-def test_a_checkpoint_may_be_named_and_the_run_goes_on_elsewhere(tmp_path: Path) -> None:
-    case = OF["SlowMo"]
-    train(case.build(checkpoint_dir=tmp_path / "one"), case.grid(), case, num_rounds=3)
-    again = case.build(checkpoint_dir=tmp_path / "two")
-    train(again, case.grid(), case, resume_from=tmp_path / "one" / "round-000002")
-    assert timeless(again.history) == timeless(unbroken(case)[0].history)
-    assert sorted(rounds_in(tmp_path / "two")) == [3, 4]
-    assert sorted(rounds_in(tmp_path / "one")) == [2, 3]
-    without = case.build()  # resumed, and saved nowhere
-    train(without, case.grid(), case, resume_from=tmp_path / "one")
-    assert bits(without.arrays) == bits(again.arrays)
-    with pytest.raises(CheckpointError, match="round-000004, which is later than round-000003"):
-        train(
-            case.build(checkpoint_dir=tmp_path / "two"),
-            *(case.grid(), case),
-            resume_from=tmp_path / "two" / "round-000003",
-        )
-
-
 def test_a_finished_run_is_resumed_to_train_longer_or_to_return_its_result(tmp_path: Path) -> None:
     case = OF["FedADC-delta"]
     result = train(case.build(checkpoint_dir=tmp_path), case.grid(), case)
@@ -313,17 +294,6 @@ def test_another_training_is_refused_before_a_client_is_asked(
         with pytest.raises(CheckpointError, match=r"holds checkpoints|is no folder"):
             train(fr.FedFOR(0.5, seed=3, checkpoint_dir=two_rounds), grid, **resume)
     Folder(two_rounds, latest(two_rounds)).close()  # no lock is left
-
-
-def test_what_may_differ_and_a_seed_that_was_drawn(tmp_path: Path) -> None:
-    first = fr.FedAvg(checkpoint_dir=tmp_path, fraction_train=0.7)
-    train(first, OF["FedAvg"].grid(), num_rounds=2)
-    again = fr.FedAvg(fraction_train=0.7, wait_timeout=5, min_replies=2, on_divergence="stop")
-    train(again, OF["FedAvg"].grid(), resume_from=tmp_path, timeout=60)
-    assert again.seed == first.seed
-    whole = fr.FedAvg(seed=first.seed, fraction_train=0.7)
-    train(whole, OF["FedAvg"].grid())
-    assert bits(whole.arrays) == bits(again.arrays)
 
 
 def test_a_grid_with_other_clients_is_refused(tmp_path: Path) -> None:

@@ -100,20 +100,6 @@ def test_a_new_cohort_is_drawn_and_the_next_rounds_draw_as_ever(caplog: Any) -> 
     assert "attempt 3 of 3" in caplog.text
 
 
-def test_round_1_is_tried_again_in_the_same_training() -> None:
-    """It keeps what `start` was told (T, for drop_inactive) and the first attempt's entry."""
-    settings = {"seed": 3, "fraction_train": 0.34, "min_train_nodes": 2, "min_replies": 2}
-    strategy = fr.FedAvg(**settings, retries=1, drop_inactive=1.0)
-    lost = Lossy(app_of(), 6, lambda push, kind, reply: kind == "train" and push == 1)
-    trained(strategy, lost, 2)
-    assert [e["round"] for e in strategy.history] == [1, 2]
-    (attempt,) = strategy.history[0]["attempts"]
-    assert "needed 2" in attempt["failed"]
-    assert attempt["cohort"] != strategy.history[0]["cohort"]
-    trained(strategy, fr.InProcessGrid(app_of(), 6), 1)  # another `start` is another training
-    assert [e["cohort"] for e in strategy.history] == [attempt["cohort"]]
-
-
 def test_too_few_attempts_end_the_training_with_the_model_before() -> None:
     strategy = fr.FedAvg(seed=3, retries=1, min_replies=6)
     grid = Lossy(app_of(), 6, lambda push, kind, reply: kind == "train" and push > 1)
@@ -218,16 +204,6 @@ def test_training_ends_early_by_its_history(stop: Any, after: int) -> None:
     assert ("stopped" in strategy.history[-1]) == (after < 7)
     assert max(result.evaluate_metrics_serverapp) == after
     assert strategy.history[-1]["server_metrics"]["accuracy"] == after / 10
-
-
-def test_clients_metrics_count_where_the_server_has_none_and_unknown_ones_are_named(
-    caplog: Any,
-) -> None:
-    strategy = fr.FedAvg(seed=1, stop_when=[fr.Target(0.0), fr.Target(1.0, "f1")])
-    trained(strategy, fr.InProcessGrid(app_of(), 2), 3)
-    assert strategy.history[0]["stopped"].startswith("accuracy ")
-    assert strategy.history[0]["evaluate_metrics"].keys() >= {"accuracy", "loss"}
-    assert "no 'f1' in round 1, only ['accuracy', " in caplog.text
 
 
 def test_callbacks_get_their_own_copy_may_fail_and_may_end_the_training(caplog: Any) -> None:

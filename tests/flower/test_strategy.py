@@ -22,7 +22,6 @@ from flwr_regs import (
     FedAvg,
     FedAvgClient,
     FedBN,
-    FedBNClient,
     FedFOR,
     FedFORClient,
     FedProx,
@@ -508,12 +507,6 @@ def test_the_wrong_client_class_names_both() -> None:
         start(FedFOR(alpha=0.1), InProcessGrid(app_of(FedProxClient), 3))
 
 
-def test_a_model_that_differs_from_the_servers_is_named() -> None:
-    other = partial(make_model, batch_norm=True)
-    with pytest.raises(RoundFailed, match=r"arrays do not match the model.*missing \['1.bias'"):
-        start(FedAvg(), InProcessGrid(app_of(model=other), 3))
-
-
 def test_a_client_cannot_evaluate_without_data() -> None:
     def no_eval(pid: int, client: Any) -> Any:
         client.eval_data = None
@@ -521,15 +514,6 @@ def test_a_client_cannot_evaluate_without_data() -> None:
 
     with pytest.raises(RoundFailed, match=r"could evaluate.*without eval_data"):
         start(FedAvg(), InProcessGrid(app_of(sabotage=no_eval), 3))
-
-
-def test_a_strategy_that_names_no_method_is_refused() -> None:
-    grid = InProcessGrid(app_of(), 3)
-    ids = list(grid.get_node_ids())
-    content = RecordDict({"arrays": _arrays(), "config": CONFIG})
-    (reply,) = grid.send_and_receive([Message(content, ids[0], "train")])
-    with pytest.raises(ValueError, match=r"strategy named no method; use flwr_regs\.FedAvg"):
-        reply.content["arrays"].to_numpy_ndarrays()
 
 
 def test_client_fn_must_return_a_client() -> None:
@@ -692,14 +676,6 @@ def test_a_message_that_could_not_be_sent_is_a_client_without_a_reply() -> None:
     assert [e["failures"] for e in strategy.history] == [{1: "no reply in time"}] * 2
 
 
-def test_evaluation_alone_leaves_private_entries_with_the_clients() -> None:
-    model = partial(make_model, batch_norm=True)
-    strategy = FedBN(seed=1, fraction_train=0.0)
-    grid = InProcessGrid(app_of(FedBNClient, model), 3)
-    strategy.start(grid, ArrayRecord(model().state_dict()), num_rounds=2, train_config=CONFIG)
-    assert [len(e["evaluate"]["clients"]) for e in strategy.history] == [3, 3]
-
-
 def test_a_training_that_drops_clients_must_say_how_long_it_is() -> None:
     strategy = FedAvg(seed=1, drop_inactive=1.0)
     with pytest.raises(ValueError, match="drop_inactive needs the number of rounds"):
@@ -744,25 +720,6 @@ def test_half_against_half_is_everybodys_failure() -> None:
 
     with pytest.raises(RoundFailed, match="half against half"):
         start(FedAvg(seed=1), InProcessGrid(app_of(sabotage=freeze), 4))
-
-
-def test_min_replies_may_be_met_exactly() -> None:
-    strategy = FedAvg(seed=1, min_replies=2, fraction_evaluate=0.0)
-    start(strategy, InProcessGrid(app_of(sabotage=broken), 3), 2)
-    assert strategy.history[-1]["replies"] == [0, 2]
-
-
-def test_a_numpy_learning_rate_does_not_change_the_dtype() -> None:
-    model = partial(make_model, torch.float32)
-    strategy = FedFOR(alpha=0.5, seed=1, lr_schedule=lambda t: np.float64(1.0))
-    run(
-        strategy,
-        FedFORClient,
-        clients=make_clients(3, torch.float32),
-        model=model,
-        lr=np.float64(0.1),
-    )
-    assert all(e["failures"] == {} for e in strategy.history)
 
 
 def test_a_step_that_overflows_ends_the_run_before_it_is_taken() -> None:
@@ -830,19 +787,6 @@ def test_an_infinite_constant_is_no_divergence() -> None:
     close({n: got[n] for n in plain}, plain, 0.0)
 
 
-def test_a_metric_cannot_pass_for_the_number_of_examples() -> None:
-    class Sly(Plain):
-        def fit(self, parameters: Any, config: Any) -> Any:
-            arrays, count, _ = super().fit(parameters, config)
-            return arrays, count, {"num-examples": 10**6}
-
-    clients = make_clients()
-    app = client_app(lambda c: Sly(make_model(), clients[c.node_config["partition-id"]]))
-    result = start(FedAvg(seed=1, fraction_evaluate=0.0), InProcessGrid(app, 4))
-    want = run(FedAvg(seed=1), FedAvgClient, rounds=2, train={"local-epochs": 1})
-    close({k: a.numpy() for k, a in result.arrays.items()}, want, 1e-12)
-
-
 def test_clients_and_rounds_shuffle_differently() -> None:
     """Two clients with the same data, and one client in two rounds."""
     seen: dict[tuple[int, int], tuple[float, ...]] = {}
@@ -894,59 +838,6 @@ def test_what_is_no_classification_has_no_accuracy() -> None:
     names = json.dumps(list(net.state_dict()))
     _, count, metrics = client.evaluate(client.get_parameters({}), {keys.NAMES_KEY: names})
     assert (count, metrics) == (3, {})
-
-
-def test_a_boolean_buffer_follows_the_majority() -> None:
-    """Clients 0 and 1 (5 examples a batch: 10 and 15 of 45) say yes, client 2 (20) no."""
-
-    def model() -> nn.Module:
-        m = make_model()
-        m.register_buffer("flag", torch.tensor([False, True]))
-        return m
-
-    class Flagging(FedAvgClient):
-        def fit(self, parameters: Any, config: Any) -> Any:
-            arrays, count, metrics = super().fit(parameters, config)
-            names = list(self.model.state_dict())
-            arrays[names.index("flag")] = np.array([count < 20, count >= 20])
-            return arrays, count, metrics
-
-    strategy = FedAvg(seed=1, fraction_evaluate=0.0)
-    got = run(strategy, Flagging, clients=make_clients(3), model=model, rounds=1)
-    assert got["flag"].tolist() == [True, False]  # 25 of 45 against 20
-
-
-def test_a_client_that_fails_when_the_full_pair_is_sent_again_is_named() -> None:
-    def weak(pid: int, client: Any) -> Any:
-        if pid != 1:
-            return client
-        fit = client.fit
-
-        def bad(parameters: Any, config: Any) -> Any:
-            if config["server-round"] == 3:
-                raise OSError("gave up")
-            return fit(parameters, config)
-
-        client.fit = bad
-        return client
-
-    strategy = FedFOR(alpha=0.5, downlink="delta", seed=2, fraction_evaluate=0.0)
-    start(strategy, ForgetfulGrid(app_of(FedFORClient, sabotage=weak), 4), 3)
-    assert list(strategy.history[2]["failures"]) == [1]
-    assert "gave up" in strategy.history[2]["failures"][1]
-    assert strategy.history[2]["replies"] == [0, 2, 3]
-
-
-def test_the_grid_gives_a_raising_client_its_state_back() -> None:
-    def client_fn(context: Context) -> Any:
-        context.state["mine"] = ConfigRecord({"n": 1})
-        raise OSError("after writing")
-
-    grid = InProcessGrid(client_app(client_fn), 1)
-    content = RecordDict({"arrays": _arrays(), "config": CONFIG})
-    (reply,) = grid.send_and_receive([Message(content, 1000, "train")])
-    assert "after writing" in reply.error.reason
-    assert "mine" not in grid._contexts[1000].state
 
 
 @pytest.mark.parametrize(

@@ -138,17 +138,6 @@ def test_workers_give_the_same_bits(method: str, pair: tuple[InProcessGrid, ...]
     assert len(pool(pair[1])) == 2
 
 
-def test_workers_have_the_default_dtype(pair: tuple[InProcessGrid, ...]) -> None:
-    torch.set_default_dtype(torch.float64)
-    try:
-        one, two = (bits(train(grid, "FedAvg"), grid) for grid in pair)
-    finally:
-        torch.set_default_dtype(torch.float32)
-    assert one == two
-    one, two = (bits(train(grid, "FedAvg"), grid) for grid in pair)  # with the former one again
-    assert one == two
-
-
 def test_an_interrupted_run_ends_the_workers_and_is_resumed_with_the_same_bits(
     pair: tuple[InProcessGrid, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -252,13 +241,6 @@ def test_an_app_that_cannot_be_sent_is_refused_with_the_remedy(
         InProcessGrid(app, 3, workers=2)
     InProcessGrid(app, 3, workers=1)
     InProcessGrid(client_app(client_fn), 3, workers=2)
-
-
-def test_an_inner_function_is_sent_with_cloudpickle() -> None:
-    cloudpickle = pytest.importorskip("cloudpickle")
-    held = torch.arange(3)
-    app = client_app(lambda context: Counting(context) if len(held) else None)  # type: ignore[arg-type, return-value]
-    assert isinstance(pickle.loads(cloudpickle.dumps(app)), type(app))
 
 
 @pytest.mark.parametrize("number", [0, True, "2"])

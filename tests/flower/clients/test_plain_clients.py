@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -167,16 +166,6 @@ class Shrinks(Term):
         return server, {n: 0.5 * d for n, d in delta.items()}
 
 
-@dataclass(frozen=True)
-class ShrinksWithoutLr(Shrinks):
-    name: ClassVar[str] = "shrinks-without-lr"
-    reads_lr: ClassVar[bool] = False
-
-    def update(self, server: Any, delta: Any, uploads: Any, ctx: Any) -> Any:
-        assert math.isnan(ctx.lr)
-        return super().update(server, delta, uploads, ctx)
-
-
 @pytest.mark.parametrize(
     ("strategy", "config", "why"),
     [
@@ -199,14 +188,6 @@ def test_what_the_server_itself_needs_is_missed_before_a_client_is_asked(
 ) -> None:
     with pytest.raises(ValueError, match=why):
         strategy.prepare(2, train_config=config)
-
-
-def test_a_term_that_says_that_it_reads_no_learning_rate_gets_none() -> None:
-    got, _ = start(fr.RegStrategy([ShrinksWithoutLr()], seed=1), plain_app())
-    want = run(
-        fr.RegStrategy([Shrinks()], seed=1), fr.FedAvgClient, rounds=3, train={"local-epochs": 1}
-    )
-    close(got, want, 1e-12)
 
 
 class Stops(Plain):

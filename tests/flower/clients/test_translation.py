@@ -137,15 +137,6 @@ def test_any_client_of_flowers_is_called(name: str) -> None:
     assert ("mine" in metrics) == (name == "one with a to_client of its own")
 
 
-def test_a_client_without_fit_says_so() -> None:
-    class Evaluates(NumPyClient):
-        def evaluate(self, parameters: Any, config: Any) -> Any:
-            return 0.5, 1, {}
-
-    assert "does not implement `fit`" in str(reply_of(Evaluates())[0].error.reason)
-    assert not reply_of(Evaluates(), "evaluate")[0].has_error()
-
-
 @pytest.mark.parametrize("name", ["RFedAvgPlus"])
 def test_a_training_has_the_same_bits_on_both_ways(
     name: str, monkeypatch: pytest.MonkeyPatch

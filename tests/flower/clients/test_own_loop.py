@@ -207,40 +207,6 @@ def test_keys_of_ones_own_reach_every_place_untouched() -> None:
         run(RegStrategy([Reading()], **settings), Client, rounds=1, train=length, terms=[Reading])
 
 
-def test_a_loop_that_trains_where_nothing_is_asked_is_told_so() -> None:
-    def eager(loop: ClientRound, model: nn.Module, make: Any) -> None:
-        optimizer = loop.optimizer(make)
-        for inputs, targets in make_clients(1)[0]:
-            optimizer.zero_grad()
-            output = model(inputs)
-            loop.loss(cross_entropy(output, targets), inputs, targets, output).backward()
-            loop.correct()
-            optimizer.step()
-
-    strategy = RegStrategy([LeaveOneOutMean(0.1)], seed=1)
-    with pytest.raises(RoundFailed, match="2 local steps, but the round asked for 0"):
-        run(strategy, RegClient, grid=InProcessGrid(own_app([LeaveOneOutMean], eager), 4))
-
-
-def test_an_own_optimizer_and_clipping_take_part() -> None:
-    def clipping(loop: ClientRound, model: nn.Module, make: Any, norm: float) -> None:
-        optimizer = loop.optimizer(make)
-        for inputs, targets in loop.batches():
-            optimizer.zero_grad()
-            output = model(inputs)
-            loop.loss(cross_entropy(output, targets), inputs, targets, output).backward()
-            loop.correct()
-            nn.utils.clip_grad_norm_(model.parameters(), norm)
-            optimizer.step()
-
-    make = partial(torch.optim.AdamW, weight_decay=0.1)
-    want = run(FedFOR(0.5, seed=3), FedFORClient, optimizer=make)
-    for norm, same in ((1e9, True), (0.01, False)):
-        app = own_app(FedFORClient, partial(clipping, norm=norm), make=make)
-        got = run(FedFOR(0.5, seed=3), FedFORClient, grid=InProcessGrid(app, 4))
-        assert (max(abs(got[n] - want[n]).max() for n in got) < 1e-12) == same
-
-
 def test_label_counts_are_told_only_where_the_app_tells_them() -> None:
     data = make_clients()
 
