@@ -51,12 +51,13 @@ def load(
             raise ProtocolError(
                 f"the global model: '{name}' and '{first}' are one parameter here, but differ"
             )
-    mine = {n: entries[n] for n in private}
+    own_values = {n: entries[n] for n in private}
     if keys.PRIVATE_KEY in config:
         kept = unpack(config[keys.PRIVATE_KEY])
-        mine = _as_held({n: torch.from_numpy(a) for n, a in kept.items()}, mine, "bfloat16")
-        check_arrays(mine, {n: entries[n] for n in private}, "this client's private entries")
-    _write(model, entries, {**given, **mine})
+        tensors = {n: torch.from_numpy(a) for n, a in kept.items()}
+        own_values = _as_held(tensors, own_values, "bfloat16")
+        check_arrays(own_values, {n: entries[n] for n in private}, "this client's private entries")
+    _write(model, entries, {**given, **own_values})
     return private, frozen_digest
 
 
@@ -123,14 +124,14 @@ def _as_held(
 
     No value changes. Raises ProtocolError for a bfloat16 model if the arrays did not travel in bfloat16.
     """
-    if half != "bfloat16" and (found := [n for n, v in held.items() if v.dtype == torch.bfloat16]):
+    if half != "bfloat16" and (names := [n for n, v in held.items() if v.dtype == torch.bfloat16]):
         raise ProtocolError(
-            f"this client's model holds bfloat16 in {found}, which travels only if the strategy has "
+            f"this client's model holds bfloat16 in {names}, which travels only if the strategy has "
             f"wire_dtype='bfloat16', not {half!r} (and then initial_arrays in float32); frozen parameters "
             "need not travel: flwr_regs.trainable(model)"
         )
-    own = getattr(torch, half) if half else None
+    dtype = getattr(torch, half) if half else None
     return {
-        n: a.to(own) if a.dtype == torch.float32 and n in held and held[n].dtype == own else a
+        n: a.to(dtype) if a.dtype == torch.float32 and n in held and held[n].dtype == dtype else a
         for n, a in arrays.items()
     }

@@ -159,15 +159,15 @@ class Loop:
 
     def _stopped(self, entry: dict[str, Any]) -> bool:
         """Return whether a `stop_when` ends the training after this entry; note why."""
-        found = False
+        stopped = False
         for condition in as_many(self.strategy.options.stop_when):
             why = _called("stop_when", condition, self.strategy.history, entry["round"])
-            found |= bool(why)
+            stopped |= bool(why)
             if why and "stopped" not in entry:
                 entry["stopped"] = (
                     why if isinstance(why, str) else f"{condition!r} returned {why!r}"
                 )
-        return found
+        return stopped
 
 
 def _called(setting: str, function: Callable[[Any], Any], argument: Any, number: int) -> Any:

@@ -238,11 +238,11 @@ class RegStrategy(Driven):
         self._check_train(train_config or {})
         evaluate = {**(evaluate_config or {})}
         check_evaluate_config(evaluate)
-        own = self.term.personalising
-        if own and "personalise" in evaluate:
+        personalising = self.term.personalising
+        if personalising and "personalise" in evaluate:
             raise ValueError(
-                f"evaluate_config asks for a personalised model, but {own} gives each client one of its "
-                "own: leave 'personalise' out"
+                f"evaluate_config asks for a personalised model, but {personalising} gives each client one "
+                "of its own: leave 'personalise' out"
             )
         self._num_rounds, self._timeout, self._wrapped = num_rounds, timeout, False
         return ConfigRecord({**(train_config or {})}), ConfigRecord(evaluate)
