@@ -72,8 +72,8 @@ def _guard(mod: Mod) -> Mod:
             )
         if running := statistics(content.array_records.get(keys.ARRAYS) or ()):
             return refuse(
-                f"BatchNorm's statistics {running}, which do not bear noise: use GroupNorm, or FedBN, which "
-                "keeps them here"
+                f"BatchNorm's statistics {running}, which do not bear noise: use GroupNorm, or FedBN, "
+                "which keeps them here"
             )
 
         def checked(message: Message, context: Context) -> Message:
