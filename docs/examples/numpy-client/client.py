@@ -43,7 +43,7 @@ def train(message, context):
         raise ValueError("this client speaks protocol 3 of flwr-regs, and FedAvg and FedFOR")
     if own := {"optimizer", "momentum", "weight-decay", "clip-norm", "regs.wire-dtype"} & {*config}:
         raise ValueError(f"this client runs plain SGD in float32, but the config has {sorted(own)}")
-    if {"regs.downlink", "regs.ask-frozen"} & {*config}:  # it keeps no model, and freezes nothing
+    if {"regs.downlink", "regs.frozen-digest"} & {*config}:  # it keeps no model, and freezes nothing
         lacks = {"regs.out-of-sync": True, "regs.frozen": "[]", "regs.frozen-digest": ""}
         return Message(RecordDict({"config": ConfigRecord(lacks)}), reply_to=message)
     start = {name: array.numpy() for name, array in message.content["arrays"].items()}
