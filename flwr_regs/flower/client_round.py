@@ -13,12 +13,12 @@ from torch import nn
 
 from flwr_regs.chain import name_of
 from flwr_regs.client.loading import load
+from flwr_regs.client.local_training import LocalTraining
 from flwr_regs.client.memory.pinned import Pins, check_custody
 from flwr_regs.client.memory.saved import Folder, evaluated_state
 from flwr_regs.client.personal import own_model, trained_model
 from flwr_regs.client.round_message import Received, evaluated_term, seeded
 from flwr_regs.client.train.batches import Batches, resolve_device
-from flwr_regs.client.train.local_training import LocalTraining
 from flwr_regs.client.train.optimizer import KeptOptimizer, OptimizerFn
 from flwr_regs.client.train.task import LossFn, OutputFn, Task, uncompiled
 from flwr_regs.flower.client import RegClient
