@@ -14,19 +14,17 @@ from flwr.clientapp import ClientApp
 from torch.nn.functional import cross_entropy
 
 from flwr_regs.abilities import Probes, TakesBack
-from flwr_regs.chain import chain
 from flwr_regs.client.train.client_result import LocalResult
 from flwr_regs.client.train.corrections import owner
 from flwr_regs.client.train.local_training import local_round
-from flwr_regs.client.train.trainable import trained_parameters
 from flwr_regs.flower.app import RegClientApp
 from flwr_regs.flower.client_round import ClientRound
 from flwr_regs.flower.grids.in_process import InProcessGrid
+from flwr_regs.flower.grids.stacked_grid import StackedGrid
 from flwr_regs.term import Arrays, ClientContext, ServerContext, Slot, Term
 from flwr_regs.testing import problem, spies
 from flwr_regs.testing.method import LawBroken, Method, Skipped, agree, by_round
 from flwr_regs.testing.problem import make_clients, make_model, train
-from flwr_regs.testing.stacked_hooks import cohort_round
 
 
 def pure(method: Method) -> None:
@@ -43,14 +41,14 @@ def pure(method: Method) -> None:
         raise LawBroken("; ".join(dict.fromkeys(found)))
 
 
-def local_calls(method: Method, **settings: Any) -> list[spies.LocalCall]:
-    """Return every client's round in a run of three; Skipped if the method's client has its own loop."""
+def looped(method: Method, **settings: Any) -> tuple[list[spies.LocalCall], list[problem.NDArrays]]:
+    """Return every client's round in a run, and its models; Skipped if the client has its own loop."""
     calls: list[spies.LocalCall] = []
     with spies.recorded(calls):
-        train(method.build(seed=3), method.make_client, rounds=3, **settings)
+        models = train(method.build(seed=3), method.make_client, **settings)
     if not calls:
         raise Skipped("its client does not train in the package's loop")
-    return calls
+    return calls, models
 
 
 def again(call: spies.LocalCall, **settings: Any) -> LocalResult:
@@ -75,7 +73,7 @@ def flat(slots: Slot) -> dict[str, Any]:
 def runners(method: Method, loop: str) -> None:
     """To the bit. The plain loop runs the recorded rounds last first, so that nothing can be left over."""
     if loop == "plain":
-        for call in reversed(local_calls(method)):
+        for call in reversed(looped(method, rounds=3)[0]):
             same_result(again(call), call.result, f"client {call.client} in the plain loop")
         return
     options = {"seed": 3, "fraction_train": 0.75, "fraction_evaluate": 0.0}
@@ -131,63 +129,25 @@ class Remember(Term):
 
 
 def stacked(method: Method, remembering: bool) -> None:
-    """The last of three rounds, with ragged step counts; 1e-12, or 1e-6 for arrays in float32."""
+    """Clients with unequal steps, after each round; 1e-12, or 1e-6 for arrays in float32."""
     if remembering:
         strategy, client = method.beside(Remember(0.1), seed=3)
         method = replace(method, strategy=strategy, client=client, settings={})
-    calls = sorted(local_calls(method)[-4:], key=lambda c: c.client)
-    steps = [c.result.num_steps for c in calls]
-    x, y = (
-        torch.stack(
-            [torch.stack([c.data[s % len(c.data)][i] for s in range(max(steps))]) for c in calls]
-        )
-        for i in (0, 1)
-    )
-    whole = [[torch.cat([batch[i] for batch in c.data]) for c in calls] for i in (0, 1)]
-    pad = torch.nn.utils.rnn.pad_sequence
-    model, term = make_model(), calls[0].term
-    model.load_state_dict(calls[0].weights)
-    trained = trained_parameters(model, chain([term]))
-    model.requires_grad_(False)
-    try:
-        delta, upload, kept = cohort_round(
-            model,
-            term,
-            {n: p.detach() for n, p in trained.items()},
-            x,
-            y,
-            torch.tensor(steps),
-            calls[0].settings["lr"],
-            stack([c.settings["broadcast"] for c in calls]),
-            stack([c.settings["client"] for c in calls]),
-            torch.stack([torch.bincount(labels, minlength=3) for labels in whole[1]]),
-            pad(whole[0], True, float("nan")),
-            pad(whole[1], True),
-            "2",
-        )
-    except LawBroken:
-        raise
-    except Exception as error:  # whatever torch.func raises
-        raise LawBroken(f"it does not run: {type(error).__name__}: {error}") from error
-    for k, call in enumerate(calls):
-        pairs = [("update", delta, call.result.delta)]
-        pairs += [("upload", flat(upload), flat(call.result.upload))]
-        pairs += [("client slot", flat(kept), flat(call.result.client))]
-        for what, of_all, expected in pairs:
-            found = {n: a[k] for n, a in of_all.items()}
-            single = any(a.dtype == torch.float32 for a in expected.values())
-            agree(found, expected, 1e-6 if single else 1e-12, f"{what} of client {call.client}")
-
-
-def stack(slots: Sequence[Slot]) -> Slot:
-    """Return the clients' slots as one, with a first axis over the clients."""
-    first = flat(slots[0])
-    for k, slot in enumerate(slots):
-        if flat(slot).keys() != first.keys():
-            raise LawBroken(f"client {k} holds {sorted(flat(slot))}, client 0 {sorted(first)}")
-    return {
-        t: {n: torch.stack([s[t][n] for s in slots]) for n in own} for t, own in slots[0].items()
-    }
+    if method.build().term.coder("release") is not None:
+        raise Skipped("the model travels in a code")
+    calls, expected = looped(method)
+    data = make_clients()
+    grid = StackedGrid(problem.app_of(method.make_client, data), len(data))
+    found = train(method.build(seed=3), method.make_client, grid=grid)
+    if grid.fallbacks:
+        raise LawBroken(f"it does not run: {'; '.join(grid.fallbacks)}")
+    kept = [
+        a
+        for c in calls
+        for slots in (c.result.upload, c.result.client)
+        for a in flat(slots).values()
+    ]
+    by_round(found, expected, 1e-6 if any(a.dtype == torch.float32 for a in kept) else 1e-12)
 
 
 def unused(method: Method, what: str) -> None:
@@ -271,7 +231,7 @@ def incomplete(method: Method, where: str) -> None:
     """
     budget = 5
     if where == "client":
-        for call in local_calls(method, step_budget=budget):
+        for call in looped(method, rounds=3, step_budget=budget)[0]:
             asked = {"epochs": None, "steps": call.result.num_steps, "max_steps": None}
             same_result(
                 call.result,
