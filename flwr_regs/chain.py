@@ -34,6 +34,11 @@ _WARNED_OF: set[type[Term]] = set()
 NEEDS = ("features", "start_output", "label_counts")
 OUTPUT_OF = "output of "  # a layer's name follows
 KEEPS = ("if-used", "always")
+ONLY_ONE: tuple[tuple[tuple[type, ...], str], ...] = (
+    ((Steps,), "own the server's step"),
+    ((Weighs,), "weigh the clients' updates"),
+    ((Personalises, FineTunes), "give the clients models of their own"),
+)
 HOOKS = ("start", "loss", "correct", "finish", "init", "broadcast", "update", "release")
 
 
@@ -193,10 +198,8 @@ class Chain(
             if not isinstance(t, Probes):
                 continue
             own = _uploads_of(t, probes)
-            if ctx is not None and ctx.robust:
-                answers = t.robust_answer(own, ctx)
-            else:
-                answers = t.answer(own)
+            plain = ctx is None or not ctx.robust
+            answers = t.answer(own) if plain or ctx is None else t.robust_answer(own, ctx)
             for pid, slot in answers.items():
                 out[pid][t.name] = slot
         return out
@@ -399,16 +402,10 @@ def chain(terms: Sequence[Term]) -> Chain:
                 f"'{t.name}' and {others} are versions of one term and together would count twice: "
                 "keep one"
             )
-    if len(owners := [t.name for t in terms if isinstance(t, Steps)]) > 1:
-        raise ValueError(f"only one term can own the server's step, but {owners} all do: keep one")
-    if len(weighers := [t.name for t in terms if isinstance(t, Weighs)]) > 1:
-        raise ValueError(
-            f"only one term can weigh the clients' updates, but {weighers} all do: keep one"
-        )
-    if len(own := Chain(tuple(terms)).personalising) > 1:
-        raise ValueError(
-            f"only one term can give the clients models of their own, but {own} all do: keep one"
-        )
+    for abilities, what in ONLY_ONE:
+        if len(several := [t.name for t in terms if isinstance(t, abilities)]) > 1:
+            raise ValueError(f"only one term can {what}, but {several} all do: keep one")
+    owners = [t.name for t in terms if isinstance(t, Steps)]
     ahead = terms[: names.index(owners[0])] if owners else []
     if late := [t.name for t in ahead if t.acts("update") and not t.keeps_delta]:
         raise ValueError(

@@ -42,8 +42,8 @@ import numpy as np
 from flwr_regs.abilities import Agrees, Checks, Folds, Probes, Steers
 from flwr_regs.flower.client import RegClient
 from flwr_regs.flower.strategy import RegStrategy
-from flwr_regs.methods.parts.gradients import check_like
 from flwr_regs.methods.parts.sgd import check_plain
+from flwr_regs.methods.parts.uploads import check_like
 from flwr_regs.term import DECAY, Arrays, ClientContext, Range, ServerContext, Slot, Term
 
 __all__ = [

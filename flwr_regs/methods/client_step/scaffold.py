@@ -39,8 +39,8 @@ import torch
 from flwr_regs.abilities import Addresses, Checks, Folds, Restricts, Steers
 from flwr_regs.flower.client import RegClient
 from flwr_regs.flower.strategy import RegStrategy
-from flwr_regs.methods.parts.gradients import check_like
 from flwr_regs.methods.parts.sgd import check_plain, check_unclipped
+from flwr_regs.methods.parts.uploads import check_like
 from flwr_regs.methods.server_step.fedopt import TorchServerOptimizer
 from flwr_regs.term import POSITIVE, Arrays, ClientContext, Range, ServerContext, Slot, Term
 from flwr_regs.wire import keys

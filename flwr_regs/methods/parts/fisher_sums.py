@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from flwr_regs.abilities import Checks, Folds
+from flwr_regs.methods.parts.uploads import check_arrays
 from flwr_regs.term import (
     COUNT,
     NOT_NEGATIVE,
@@ -92,15 +93,11 @@ class FisherSums(Term, Folds, Checks):
     def check(self, upload: Slot, params: Arrays, server: Slot) -> None:
         both = any(key.startswith("V.") for key in upload)  # all of them, or none
         kinds = ("UV" if both else "U") if self.lam else ""
-        expected = {f"{s}.{n}": p.shape for n, p in params.items() for s in kinds}
-        if upload.keys() != expected.keys():
-            raise ValueError(f"arrays {sorted(upload)}, expected {sorted(expected)}")
-        for key, shape in expected.items():
-            a = upload[key]
-            if a.shape != shape or a.dtype != np.float32:
-                raise ValueError(f"'{key}' is {a.dtype} {a.shape}, expected float32 {shape}")
-            if key.startswith("U.") and (a < 0).any():
-                raise ValueError(f"'{key}' holds negative squares")
+        check_arrays(
+            upload, {f"{s}.{n}": ("float32", p.shape) for n, p in params.items() for s in kinds}
+        )
+        if negative := [k for k, a in upload.items() if k.startswith("U.") and (a < 0).any()]:
+            raise ValueError(f"'{negative[0]}' holds negative squares")
 
     def fold(
         self,
