@@ -198,8 +198,8 @@ class Chain(
             if not isinstance(t, Probes):
                 continue
             own = _uploads_of(t, probes)
-            plain = ctx is None or not ctx.robust
-            answers = t.answer(own) if plain or ctx is None else t.robust_answer(own, ctx)
+            robust = ctx if ctx is not None and ctx.robust else None
+            answers = t.answer(own) if robust is None else t.robust_answer(own, robust)
             for pid, slot in answers.items():
                 out[pid][t.name] = slot
         return out
