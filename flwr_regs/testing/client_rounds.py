@@ -29,16 +29,16 @@ from flwr_regs.testing.problem import make_clients, make_model, train
 
 def pure(method: Method) -> None:
     """Every call of every hook in a run with partial participation and step budgets."""
-    found: list[str] = []
-    with spies.spied(method.terms, spies.ARGUMENTS, spies.impurities(found)):
+    faults: list[str] = []
+    with spies.spied(method.terms, spies.ARGUMENTS, spies.impurities(faults)):
         train(
             method.build(seed=3, fraction_train=0.75),
             method.make_client,
             rounds=3,
             step_budget=6,
         )
-    if found:
-        raise LawBroken("; ".join(dict.fromkeys(found)))
+    if faults:
+        raise LawBroken("; ".join(dict.fromkeys(faults)))
 
 
 def looped(method: Method, **settings: Any) -> tuple[list[spies.LocalCall], list[problem.NDArrays]]:
@@ -58,11 +58,11 @@ def again(call: spies.LocalCall, **settings: Any) -> LocalResult:
     return local_round(model, call.term, call.data, **{**call.settings, **settings})
 
 
-def same_result(found: LocalResult, expected: LocalResult, where: str) -> None:
+def same_result(actual: LocalResult, expected: LocalResult, where: str) -> None:
     """Raise LawBroken unless two clients' rounds sent and kept the same bits."""
-    agree(found.state, expected.state, 0.0, f"{where}, the model")
+    agree(actual.state, expected.state, 0.0, f"{where}, the model")
     for slot in ("upload", "client"):
-        agree(flat(getattr(found, slot)), flat(getattr(expected, slot)), 0.0, f"{where}, {slot}")
+        agree(flat(getattr(actual, slot)), flat(getattr(expected, slot)), 0.0, f"{where}, {slot}")
 
 
 def flat(slots: Slot) -> dict[str, Any]:
@@ -79,8 +79,8 @@ def runners(method: Method, loop: str) -> None:
     options = {"seed": 3, "fraction_train": 0.75, "fraction_evaluate": 0.0}
     expected = train(method.build(**options), method.make_client)
     grid = InProcessGrid(own_loop(method), len(make_clients()))
-    found = train(method.build(**options), method.make_client, grid=grid)
-    by_round(found, expected, 0.0)
+    actual = train(method.build(**options), method.make_client, grid=grid)
+    by_round(actual, expected, 0.0)
 
 
 def own_loop(method: Method) -> ClientApp:
@@ -92,8 +92,8 @@ def own_loop(method: Method) -> ClientApp:
 
     @app.train()
     def fit(message: Message, context: Context) -> Message:
-        model, mine = make_model(), data[int(context.node_config["partition-id"])]
-        loop = ClientRound(message, kind, model, mine, device="cpu")
+        model, batches = make_model(), data[int(context.node_config["partition-id"])]
+        loop = ClientRound(message, kind, model, batches, device="cpu")
         optimizer = loop.optimizer(torch.optim.SGD)
         for inputs, targets in loop.batches():
             optimizer.zero_grad()
@@ -138,7 +138,7 @@ def stacked(method: Method, remembering: bool) -> None:
     calls, expected = looped(method)
     data = make_clients()
     grid = StackedGrid(problem.app_of(method.make_client, data), len(data))
-    found = train(method.build(seed=3), method.make_client, grid=grid)
+    actual = train(method.build(seed=3), method.make_client, grid=grid)
     if grid.fallbacks:
         raise LawBroken(f"it does not run: {'; '.join(grid.fallbacks)}")
     kept = [
@@ -147,7 +147,7 @@ def stacked(method: Method, remembering: bool) -> None:
         for slots in (c.result.upload, c.result.client)
         for a in flat(slots).values()
     ]
-    by_round(found, expected, 1e-6 if any(a.dtype == torch.float32 for a in kept) else 1e-12)
+    by_round(actual, expected, 1e-6 if any(a.dtype == torch.float32 for a in kept) else 1e-12)
 
 
 def unused(method: Method, what: str) -> None:
@@ -172,14 +172,14 @@ SHORT = 2  # the client that takes fewer steps in round 2
 
 def with_short_client(method: Method, budget: int) -> list[problem.NDArrays]:
     """Return the models of a run in which one client gets `budget` steps in round 2, and is dropped."""
-    data, now = make_clients(), [0]
+    data, round_number = make_clients(), [0]
 
-    def client(model: Any, mine: Any, *rest: Any, **settings: Any) -> Any:
-        steps = budget if mine is data[SHORT] and now[0] == 2 else None
-        return method.make_client(model, mine, *rest, step_budget=steps, **settings)
+    def client(model: Any, batches: Any, *rest: Any, **settings: Any) -> Any:
+        steps = budget if batches is data[SHORT] and round_number[0] == 2 else None
+        return method.make_client(model, batches, *rest, step_budget=steps, **settings)
 
     def next_round(number: int) -> None:
-        now[0] = number + 1
+        round_number[0] = number + 1
 
     strategy = method.build(seed=3, incomplete="drop", fraction_evaluate=0.0)
     return train(strategy, client, clients=data, on_round=next_round)
@@ -257,7 +257,7 @@ def slices(method: Method) -> None:
     terms = [t for t in method.terms if t.elementwise]
     if not terms:
         raise Skipped("no term says that it is elementwise")
-    found: list[str] = []
+    faults: list[str] = []
 
     def spy(term: Term, hook: str, original: Any, args: tuple[Any, ...]) -> Any:
         out = original(term, *args)
@@ -278,13 +278,13 @@ def slices(method: Method) -> None:
             try:
                 agree(original(term, cut(grads), cut(params), part), cut(out), 0.0, "`correct`")
             except Exception as error:  # whatever the term raises on a slice
-                found.append(f"'{term.name}', on half {half + 1} of {names}: {error}")
+                faults.append(f"'{term.name}', on half {half + 1} of {names}: {error}")
         return out
 
     with spies.spied(terms, ["correct"], spy):
         train(method.build(seed=3, fraction_evaluate=0.0), method.make_client, rounds=3)
-    if found:
-        raise LawBroken(found[0])
+    if faults:
+        raise LawBroken(faults[0])
 
 
 def _half(array: Any, half: int) -> Any:

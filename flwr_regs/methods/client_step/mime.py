@@ -163,9 +163,9 @@ class CorrectedMomentum(_ServerMomentum, Probes, Agrees):
         each = [*names.values()]
         usual = max(sorted(each, key=len, reverse=True), key=each.count, default=[])
         return {
-            pid: f"gradients of {own}, but most clients' are of {usual}"
-            for pid, own in names.items()
-            if own != usual
+            pid: f"gradients of {sent}, but most clients' are of {usual}"
+            for pid, sent in names.items()
+            if sent != usual
         }
 
     def answer(self, probes: Mapping[int, Slot]) -> dict[int, Slot]:
