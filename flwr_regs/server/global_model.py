@@ -274,12 +274,16 @@ class GlobalModel:
             step[name] = as_step(w, step[name])
         new = _after(self.model, step)
         check_finite(new, "the new global model", self.model)
+        square = sum(map(square_sum, self._trainable(step).values()))
+        moved = [n for n, s in step.items() if s.any()]
+        if not self._keeps_step:
+            step = {}  # before another model is made
         as_given = self._as_given(new)
         if watch is not None:
-            watch(sum(map(square_sum, self._trainable(step).values())))
+            watch(square)
         if code is not None:
             self._log(ctx.round, code, sum(w.nbytes for w in new.values()))
-        self.changed |= dict.fromkeys((n for n, s in step.items() if s.any()), ctx.round)
+        self.changed |= dict.fromkeys(moved, ctx.round)
         self.server, self.step = server, step if self._keeps_step else None
         self.model, self._rounded = new, (new, as_given)
         self.previous_lr = ctx.lr

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-PIECE = 1 << 16
-"""Coordinates of a piece: half a MiB in float64, which a processor's cache holds."""
+PIECE = 1 << 14
+"""Coordinates of a piece: in float64, a processor's cache holds those of many clients."""
 
 
 def pieces(size: int, width: int = PIECE) -> Iterator[slice]:

@@ -61,6 +61,19 @@ def test_culprits() -> None:
     assert culprits([0], lambda pids: "why") == {}
 
 
+@pytest.mark.parametrize("odd", [0, 17, 62])
+def test_a_culprit_among_many_is_found_in_few_steps(odd: int) -> None:
+    """It fails only beside others. Looking at each client's absence would look at n² of them."""
+    clients, looked_at = list(range(63)), list[int]()
+
+    def fails(pids: Collection[int]) -> str:
+        looked_at.append(len(pids))
+        return "why" if odd in pids and len(pids) > 1 else ""
+
+    assert culprits(clients, fails) == {odd: "why"}
+    assert sum(looked_at) < 4 * len(clients) * len(clients).bit_length() < len(clients) ** 2
+
+
 def test_a_step_without_its_culprits_succeeds() -> None:
     def fails(pids: Collection[int]) -> str:
         return "why" if {1, 3} & set(pids) and len(pids) > 1 else ""

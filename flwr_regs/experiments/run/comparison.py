@@ -326,7 +326,7 @@ def _on_clients(entry: dict[str, Any], metric: str = "accuracy") -> Any:
     """
     by_client = entry["evaluate"]["clients"]
     each = (by_client[pid] for pid in sorted(by_client))
-    return np.array([found.get(f"personal-{metric}", found[metric]) for found in each])
+    return np.array([told.get(f"personal-{metric}", told[metric]) for told in each])
 
 
 def _spread(each: Any) -> dict[str, Any]:

@@ -82,7 +82,7 @@ class RobustMeans:
             nonlocal moves
             if moves is None or moves.name != name:
                 moves = Moves(name, base[name], opened)
-            return np.stack([moves.read(p, part) for p in pids])
+            return moves.read(pids, part)
 
         trained = {n: w.size for n, w in base.items() if n not in fixed}
         updates = Vectors(pids, trained, lambda name, part: ratio * change(name, part))

@@ -7,7 +7,7 @@ client at a time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,8 @@ from flwr_regs.wire.pieces import pieces, square_sum
 from flwr_regs.wire.precision import Widened
 
 WHOLE = slice(None)
+TOGETHER = 32
+"""Clients whose pieces are read and summed at a time."""
 
 
 class Moves:
@@ -45,26 +47,32 @@ class Moves:
             if name in r.arrays and name not in r.delta
         }
 
-    def read(self, pid: int, part: slice = WHOLE) -> np.ndarray:
-        """Return some coordinates of a client's ``v_k − w_t``; zeros if it did not send the array."""
-        if pid in self._delta:
-            return self._delta[pid][part].astype(np.float64)
-        if pid not in self._sent:
-            return np.zeros(self._w[part].size)
-        vector, widen = self._sent[pid]
+    def read(self, pids: Sequence[int], part: slice = WHOLE) -> np.ndarray:
+        """Return some coordinates of clients' ``v_k − w_t``, a row each; zeros if one sent none."""
+        base = self._w[part].astype(np.float64)
+        rows = np.empty((len(pids), base.size))
         with np.errstate(invalid="ignore"):  # inf − inf
-            move: np.ndarray = np.subtract(widen(vector[part]), self._w[part], dtype=np.float64)
+            for row, pid in zip(rows, pids, strict=True):
+                if pid in self._delta:
+                    row[:] = self._delta[pid][part]
+                elif pid in self._sent:
+                    vector, widen = self._sent[pid]
+                    row[:] = widen(vector[part])
+                    row -= base
+                else:
+                    row[:] = 0.0
         if self._constant is not None:
-            move[self._constant[part]] = 0.0
-        return move
+            rows[:, self._constant[part]] = 0.0
+        return rows
 
-    def add(self, total: np.ndarray, weights: Mapping[int, float], part: slice = WHOLE) -> None:
-        """Add ``ω_k (v_k − w_t)`` of each client that sent the array, in the order of the weights."""
-        for pid, weight in weights.items():
-            if pid in self._sent or pid in self._delta:
-                move = self.read(pid, part)
-                move *= weight
-                total += move
+    def weighted(self, weights: Mapping[int, float], part: slice = WHOLE) -> np.ndarray:
+        """Return ``Σ ω_k (v_k − w_t)``, added up in the order of the weights."""
+        total = np.zeros(self._w[part].size)
+        senders = [p for p in weights if p in self._sent or p in self._delta]
+        for first in range(0, len(senders), TOGETHER):
+            pids = senders[first : first + TOGETHER]
+            total += np.einsum("k,kj->j", [weights[p] for p in pids], self.read(pids, part))
+        return total
 
 
 def _as_sent(
@@ -93,15 +101,13 @@ def mean_delta(
     if any(r.coded is not None for r in replies.values()):
         totals = {n: np.zeros(w.size) for n, w in base.items()}
         for pid in replies:
-            _add_update(totals, base, {pid: replies[pid]}, by)
+            _add_update(totals, base, replies[pid], {n: by[n][pid] for n in base})
         return {n: totals.pop(n).astype(summed_dtype(w)).reshape(w.shape) for n, w in base.items()}
     means = {}
     for name, w in base.items():
         moves, mean = Moves(name, w, replies), np.empty(w.size, summed_dtype(w))
         for part in pieces(w.size):
-            total = np.zeros(mean[part].size)
-            moves.add(total, by[name], part)
-            mean[part] = total
+            mean[part] = moves.weighted(by[name], part)
         means[name] = mean.reshape(w.shape)
     return means
 
@@ -109,15 +115,15 @@ def mean_delta(
 def _add_update(
     totals: Mapping[str, np.ndarray],
     base: Mapping[str, np.ndarray],
-    one: Mapping[int, Reply],
-    by: Mapping[str, Mapping[int, float]],
+    reply: Reply,
+    weights: Mapping[str, float],
 ) -> None:
     """Add one client's weighted update, which is decoded here and forgotten at the end."""
-    opened = {pid: reply.open for pid, reply in one.items()}
+    alone = {0: reply.open}
     for name, w in base.items():
-        moves = Moves(name, w, opened)
+        moves = Moves(name, w, alone)
         for part in pieces(w.size):
-            moves.add(totals[name][part], by[name], part)
+            totals[name][part] += moves.weighted({0: weights[name]}, part)
 
 
 def summed_dtype(w: np.ndarray) -> np.dtype[Any]:
@@ -132,7 +138,7 @@ def update_of(
     alone = {0: reply.open}
     for name, w in base.items():
         if name not in fixed:
-            yield name, Moves(name, w, alone).read(0).reshape(w.shape)
+            yield name, Moves(name, w, alone).read([0]).reshape(w.shape)
 
 
 def update_norm(reply: Reply, base: Mapping[str, np.ndarray], fixed: Collection[str]) -> float:
