@@ -15,7 +15,6 @@ from torch import nn
 
 from flwr_regs import FedFOR, InProcessGrid
 from flwr_regs.experiments import user_code
-from flwr_regs.experiments.data import arrays as data
 from flwr_regs.experiments.models import models
 from flwr_regs.experiments.run import clients, comparison
 from flwr_regs.experiments.settings.calls import parse_methods
@@ -62,12 +61,6 @@ def test_a_file_is_a_target_wherever_it_lies(target: str) -> None:
     assert [(c.target, c.kwargs) for c in called] == [(target, {"x": 1}), ("FedBN", {})]
     assert [(c.target, c.called) for c in bare] == [(target, False)]
     assert parse_methods("; ".join(parse_methods(text))) == parse_methods(text)
-
-
-@pytest.mark.parametrize("text", ["mine.py:", "mine.py:1", ".py:Clip", "a/.py:Clip", "a:b.py:Clip"])
-def test_half_a_reference_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match=r"expected a method such as FedFOR.*mine\.py:MyTerm"):
-        parse_methods(text)
 
 
 # what is loaded
@@ -126,16 +119,6 @@ def test_what_cannot_be_loaded_is_said_in_one_sentence(
         with pytest.raises(ValueError, match=message) as caught:
             load(name, str(folder))
         assert "\n" not in str(caught.value)
-
-
-def test_a_file_that_failed_can_be_mended(folder: Path) -> None:
-    with pytest.raises(ValueError, match="there is no folder '/nowhere' on this machine"):
-        load("mine:Decay", "/nowhere")
-    (folder / "bad.py").write_text("raise OSError")
-    with pytest.raises(ValueError, match="OSError"):
-        load("bad.py:X", str(folder))
-    (folder / "bad.py").write_text("X = 'mended now'")
-    assert load("bad.py:X", str(folder)) == "mended now"
 
 
 # what is called
@@ -276,32 +259,6 @@ def test_the_example_runs_with_its_command_and_learns() -> None:
     assert not any(r["failures"] for e in (plain, clipped) for r in e["rounds"])
 
 
-def test_objects_of_this_process_are_compared_and_learn_from_tokens() -> None:
-    """Integers of any shape stay integers; three classes are three outputs and shares."""
-    rng = np.random.default_rng(0)
-    y = np.arange(240) % 3
-    x = rng.integers(0, 5, (240, 6)) + 5 * (rng.random((240, 6)) < 0.5) * y[:, None]
-
-    def tokens() -> Any:
-        return x[:180], y[:180], x[180:], y[180:]
-
-    class Bag(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embed, self.classes = nn.EmbeddingBag(15, 8), nn.Linear(8, 3)
-
-        def forward(self, ids: Any) -> Any:
-            return self.classes(self.embed(ids))
-
-    one = job(
-        dataset=offer(tokens), model=offer(Bag), methods="FedAvg", num_clients=4, partition="iid",
-        lr=1.0, rounds=8,
-    )  # fmt: skip
-    (entry,) = run(one).values()
-    assert final(entry) > 0.8
-    assert len(entry["per_client"]["clients"]) == 4
-
-
 def test_each_job_has_its_own_data_on_the_clients() -> None:
     """Two data sets of one name in one process, as in a notebook whose cell has changed."""
 
@@ -335,8 +292,3 @@ def test_a_users_data_that_cannot_be_split_is_refused() -> None:
         one = job(dataset=reference, model="mlp", **{"num_clients": 3, **settings})
         with pytest.raises(ValueError, match=message):
             one.check_data()
-
-
-def test_named_data_are_not_loaded_to_check_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(data, "load", lambda *_: pytest.fail("loaded"))
-    job(dataset="mnist", methods="FedAvg").check()

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 import flwr_regs as fr
 from flwr_regs.chain import chain
-from flwr_regs.client.train.local_training import local_round
+from flwr_regs.client.local_training import local_round
 from flwr_regs.term import Arrays, ClientContext, ServerContext, Term
 from flwr_regs.testing import spies
 from flwr_regs.testing.problem import SerialisingGrid, app_of, start_weights, train

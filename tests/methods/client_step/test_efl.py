@@ -31,7 +31,7 @@ from flwr_regs import (
     client_app,
 )
 from flwr_regs.chain import chain
-from flwr_regs.client.train.local_training import local_round
+from flwr_regs.client.local_training import local_round
 from flwr_regs.methods.client_step.ternary import decode, sparse_ternary
 from flwr_regs.term import ClientContext
 from flwr_regs.testing.problem import (

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import flwr_regs as fr
-from flwr_regs.client.train.local_training import local_round
+from flwr_regs.client.local_training import local_round
 from flwr_regs.methods.parts import once
 from flwr_regs.testing.problem import Point, half_squared_error, quadratic_clients, train
 from tests.conftest import make_clients, make_model

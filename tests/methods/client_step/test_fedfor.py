@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from flwr_regs import FedFOR, FedFORClient, FirstOrder
-from flwr_regs.client.train.local_training import local_round
+from flwr_regs.client.local_training import local_round
 from flwr_regs.client.train.optimizer import momentum_of
 from flwr_regs.methods.parts import once
 from flwr_regs.testing.problem import start_weights

@@ -14,7 +14,7 @@ from flwr.app import Error, Message
 from torch import nn
 
 import flwr_regs as fr
-from flwr_regs.client.train.local_training import local_round
+from flwr_regs.client.local_training import local_round
 from flwr_regs.term import ServerContext
 from flwr_regs.testing.problem import (
     SerialisingGrid,

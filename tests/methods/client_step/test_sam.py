@@ -10,7 +10,7 @@ from torch import nn
 
 import flwr_regs as fr
 from flwr_regs.chain import chain
-from flwr_regs.client.train.local_training import local_round
+from flwr_regs.client.local_training import local_round
 from flwr_regs.term import Term
 from flwr_regs.testing.problem import (
     Point,

@@ -16,7 +16,7 @@ from flwr.app import Message, RecordDict
 
 import flwr_regs as fr
 from flwr_regs.chain import chain
-from flwr_regs.client.train.local_training import local_round
+from flwr_regs.client.local_training import local_round
 from flwr_regs.term import Term
 from flwr_regs.testing.problem import app_of, start_weights, train
 from flwr_regs.wire import keys
