@@ -1,6 +1,6 @@
 """Hostile clients against each aggregator and several methods: the tables of docs/robustness.md.
 
-``python -m benchmarks.attacks measure`` trains what ``docs/studies/attacks.jsonl`` lacks, on the bundled
+``python -m benchmarks.attacks measure`` trains what ``docs/studies/attacks.jsonl.gz`` lacks, on the bundled
 digits; ``python -m benchmarks.attacks report`` writes the page's tables. Two of ten clients are hostile.
 Nothing is tuned: one learning rate, one setting of each method and of each aggregator.
 """
@@ -8,7 +8,6 @@ Nothing is tuned: one learning rate, one setting of each method and of each aggr
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import re
 import time
@@ -23,13 +22,13 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
 
 import flwr_regs as fr
-from benchmarks.common import NOT_FINITE, filled, table
+from benchmarks.common import NOT_FINITE, filled, read_lines, table, write_lines
 from flwr_regs.experiments.data import arrays as data
 from flwr_regs.experiments.models import models
 from flwr_regs.experiments.partition.partitions import partition
 
 ROOT = Path(__file__).parents[1]
-OUT = ROOT / "docs" / "studies" / "attacks.jsonl"
+OUT = ROOT / "docs" / "studies" / "attacks.jsonl.gz"
 PAGE = ROOT / "docs" / "robustness.md"
 CLIENTS, HOSTILE, ROUNDS, SEEDS = 10, 2, 10, (1, 2, 3)
 TRAIN = {"lr": 0.2, "local-steps": 8}
@@ -202,21 +201,17 @@ def accuracy_of(net: Any, arrays: ArrayRecord) -> float | None:
 
 
 def read(path: Path = OUT) -> dict[Key, dict[str, Any]]:
-    """Return the finished runs of a file, without a last line that is not whole."""
-    text = path.read_text() if path.exists() else ""
-    lines = [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
-    return {(x["method"], x["aggregator"], x["attack"], x["seed"]): x for x in lines}
+    """Return the finished runs of a file."""
+    return {(x["method"], x["aggregator"], x["attack"], x["seed"]): x for x in read_lines(path)}
 
 
 def measure(path: Path = OUT) -> None:
     """Train what the file lacks."""
     done = read(path)
-    path.write_text("".join(json.dumps(x) + "\n" for x in done.values()))
     for key in runs():
         if key not in done:
-            line = train(*key)
-            with path.open("a") as file:
-                file.write(json.dumps(line) + "\n")
+            line = done[key] = train(*key)
+            write_lines(path, done.values())
             print(*key, line["accuracy"], f"{line['seconds']} s", flush=True)
 
 

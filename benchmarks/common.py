@@ -1,4 +1,4 @@
-"""What the studies share: data, models, one training, and a file with a JSON line for each finished run.
+"""What the studies share: data, models, one training, and a file with a line for each finished run.
 
 A study lists its runs, and `Results.finish` does those that its file does not hold yet: a study that was
 stopped goes on where it was. A run is one training by the package's Strategy, NumPyClients and grid.
@@ -7,6 +7,8 @@ stopped goes on where it was. A run is one training by the package's Strategy, N
 from __future__ import annotations
 
 import argparse
+import gzip
+import io
 import json
 import logging
 import multiprocessing
@@ -26,6 +28,7 @@ import torch
 from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from PIL import Image
 from scipy.stats import t as student
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
@@ -231,6 +234,21 @@ def train(run: Run, data_dir: str = "", **own: Any) -> dict[str, Any]:
     }
 
 
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """Return the lines of a study's compressed file, none if there is no file."""
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in gzip.decompress(path.read_bytes()).splitlines()]
+
+
+def write_lines(path: Path, lines: Iterable[Mapping[str, Any]]) -> None:
+    """Write a study's file, as a whole or not at all; equal lines give equal bytes."""
+    text = "".join(json.dumps(line, sort_keys=True) + "\n" for line in lines)
+    part = path.with_name(f".{path.name}")
+    part.write_bytes(gzip.compress(text.encode(), mtime=0))
+    part.replace(path)
+
+
 class Results:
     """The finished runs of a file, one JSON line each; `finish` adds to it, but not with no `processes`."""
 
@@ -244,13 +262,8 @@ class Results:
         self.path, self.data_dir, self.processes = path, data_dir, processes
         self._train = trains or train
         self.lines: dict[str, dict[str, Any]] = {}
-        if path.exists():
-            text = path.read_text()
-            whole = text[: text.rfind("\n") + 1]  # a study that was killed may leave half a line
-            if whole != text:
-                path.write_text(whole)
-            for line in map(json.loads, whole.splitlines()):
-                self.lines[_key_of(line)] = line
+        for line in read_lines(path):
+            self.lines[_key_of(line)] = line
         self._began, self._done = time.monotonic(), 0.0
 
     def __getitem__(self, run: Run) -> dict[str, Any]:
@@ -285,8 +298,7 @@ class Results:
 
     def _keep(self, run: Run, line: dict[str, Any], left: float) -> None:
         self.lines[run.key] = line
-        with self.path.open("a") as file:
-            file.write(json.dumps(line, sort_keys=True) + "\n")
+        write_lines(self.path, self.lines.values())
         self._done += run.cost
         minutes = (time.monotonic() - self._began) / self._done * left / 60
         found = "diverged" if line["diverged"] else f"{line['accuracy']:.2%}"
@@ -337,6 +349,15 @@ def figure(width: float, height: float, layout: Any = "constrained") -> Figure:
     made = Figure(figsize=(width, height), layout=layout, dpi=130)
     FigureCanvasAgg(made)
     return made
+
+
+def save(picture: Figure, path: Path) -> None:
+    """Write a figure as a PNG of 64 colours, a quarter of the size of one with all."""
+    drawn = io.BytesIO()
+    picture.savefig(drawn, format="png", dpi=130, facecolor="white")
+    colours = Image.open(drawn).convert("RGB").quantize(64, dither=Image.Dither.NONE)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    colours.save(path, optimize=True)
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

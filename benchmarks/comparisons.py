@@ -1,35 +1,43 @@
 """The comparisons that the documents show: kept results, tables, pictures, and whether they still hold.
 
 ``python -m benchmarks.comparisons keep FOLDER NAME`` keeps what ``flwr-regs bench`` wrote into FOLDER as
-``docs/studies/NAME``, without models, and with totals of rounds alone. ``... report`` writes tables into
-the pages, between ``<!-- study: NAME -->`` and ``<!-- end -->``, and draws the pictures; a mark may name
-methods, ``<!-- study: NAME: FedAvg; FedFOR -->``. ``... check`` trains one seed of every study again and
-compares; data sets that are no part of a package need ``--data-dir``.
+``docs/studies/NAME.tar.gz``, without models, and with totals of rounds alone. ``... report`` writes tables
+into the pages, between ``<!-- study: NAME -->`` and ``<!-- end -->``, and draws the pictures; a mark may
+name methods, ``<!-- study: NAME: FedAvg; FedFOR -->``. ``... check`` trains one seed of every study again
+and compares; data sets that are no part of a package need ``--data-dir``.
 """
 
 from __future__ import annotations
 
 import argparse
+import atexit
+import gzip
+import io
 import json
 import re
 import shlex
 import sys
+import tarfile
+import tempfile
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+from benchmarks.common import save
 from flwr_regs import METHODS
 from flwr_regs.experiments import cli
-from flwr_regs.experiments.report import plots
+from flwr_regs.experiments.report import drawing
+from flwr_regs.experiments.report import run_records as records
 from flwr_regs.experiments.report.results import Results, number, per_cent
-from flwr_regs.experiments.run import run_records as records
-from flwr_regs.experiments.run.run_records import Run
+from flwr_regs.experiments.report.run_records import Run
 from flwr_regs.experiments.run.tuning import Bench
 from flwr_regs.experiments.settings.calls import parse_methods
 from flwr_regs.experiments.settings.settings import DEFAULTS
 
 ROOT = Path(__file__).parents[1]
 STUDIES = ROOT / "docs" / "studies"
+ARCHIVE = ".tar.gz"
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 MARK = re.compile(r"(<!-- (study|command): ([\w-]+)(?:: (.*?))? -->\n).*?(?=<!-- end -->)", re.S)
 MANY = 8
@@ -39,21 +47,48 @@ ELSEWHERE = ("out", "code-dir", "data-dir")
 
 
 def keep(source: Path, target: Path) -> None:
-    """Copy a benchmark's records without what no document needs, and without paths."""
-    bench, target = Bench.load(source), target
-    (target / "runs").mkdir(parents=True, exist_ok=True)
+    """Pack a benchmark's records without what no document needs, and without paths."""
+    bench = Bench.load(source)
+    texts: dict[str, str] = {}
     for name in ("bench.json", "settings.json"):
         found = json.loads((source / name).read_text())
         found["command"] = command(bench)
         for settings in [found.get("bench", {}).get("settings", {}), *_settings(found)]:
             for key in ELSEWHERE:
                 settings.pop(key, None)
-        (target / name).write_text(json.dumps(found, indent=1) + "\n")
+        texts[name] = json.dumps(found, indent=1) + "\n"
     for path in sorted((source / "runs").glob("*.jsonl")):
         run = records.read(path)
         assert run is not None, path
         lines = [{"run": _head(run)}, *_rounds(run), {"end": _end(run)}]
-        (target / "runs" / path.name).write_text("".join(json.dumps(x) + "\n" for x in lines))
+        texts[f"runs/{path.name}"] = "".join(json.dumps(x) + "\n" for x in lines)
+    pack(texts, target)
+
+
+def pack(texts: dict[str, str], target: Path) -> None:
+    """Write files into one archive; equal files give equal bytes."""
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w") as archive:
+        for name, text in texts.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(text.encode())
+            archive.addfile(info, io.BytesIO(text.encode()))
+    target.write_bytes(gzip.compress(packed.getvalue(), mtime=0))
+
+
+def studies() -> list[str]:
+    """Return the names of the kept studies."""
+    return sorted(path.name.removesuffix(ARCHIVE) for path in STUDIES.glob(f"*{ARCHIVE}"))
+
+
+@cache
+def unpacked(name: str) -> Path:
+    """Return a folder with a kept study's files, which goes when the process ends."""
+    folder = tempfile.TemporaryDirectory()
+    atexit.register(folder.cleanup)
+    with tarfile.open(STUDIES / f"{name}{ARCHIVE}") as archive:
+        archive.extractall(folder.name, filter="data")
+    return Path(folder.name)
 
 
 def _settings(found: dict[str, Any]) -> list[dict[str, Any]]:
@@ -106,7 +141,7 @@ def command(bench: Bench) -> list[str]:
 
 def results(name: str) -> Results:
     """Return the results of a kept study, compared with its first method."""
-    folder = STUDIES / name
+    folder = unpacked(name)
     methods = [*Bench.load(folder).labels]
     found = [records.read(path) for path in sorted((folder / "runs").glob("*.jsonl"))]
     runs = sorted(
@@ -117,8 +152,8 @@ def results(name: str) -> Results:
 
 def table(name: str, only: str = "") -> str:
     """Return a study's table as Markdown, and what went wrong; `only` are its rows, else all."""
-    found, bench = results(name), Bench.load(STUDIES / name)
-    chosen = json.loads((STUDIES / name / "settings.json").read_text())["chosen"]
+    found, bench = results(name), Bench.load(unpacked(name))
+    chosen = json.loads((unpacked(name) / "settings.json").read_text())["chosen"]
     target = f"to {found.target:.0%}"
     head = ["method", "last 5 rounds", f"against {found.baseline}", target, "worst client"]
     head += ["MB", f"MB {target}", "processor s", "tuned"]
@@ -158,7 +193,7 @@ def filled(text: str) -> str:
 
     def part(match: re.Match[str]) -> str:
         if match[2] == "command":
-            line = shlex.join(command(Bench.load(STUDIES / match[3])))
+            line = shlex.join(command(Bench.load(unpacked(match[3]))))
             return f"{match[1]}\n```bash\n{line}\n```\n\n"
         return f"{match[1]}\n{table(match[3], match[4] or '')}\n\n"
 
@@ -166,21 +201,19 @@ def filled(text: str) -> str:
 
 
 def draw() -> None:
-    """Draw each study's pictures, and each method beside FedAvg in the first study that has it."""
+    """Draw the pictures that pages show, and each method beside FedAvg in the first study that has it."""
     images = ROOT / "docs" / "img"
-    for folder in sorted(STUDIES.glob("*/bench.json")):
-        name = folder.parent.name
+    pages = "".join(page.read_text() for page in PAGES)
+    for name in studies():
         found = results(name)
         rows = sorted(found.rows(), key=lambda row: -(row["last5"] or 0))
         best = {row["method"] for row in rows[: MANY - 1]} | {found.baseline}
         shown = Results([r for r in found.runs if r.label in best], baseline=found.baseline)
         for x in ("round", "megabytes"):
-            _png(shown.plot(x), images / "studies" / f"{name}-{x}.png")
-    every = {
-        name: results(name) for name in ("digits", "fedopt", "domains") if (STUDIES / name).is_dir()
-    }
+            if f"img/studies/{name}-{x}.png" in pages:
+                _png(shown.plot(x), images / "studies" / f"{name}-{x}.png")
     drawn = set[str]()
-    for found in every.values():
+    for found in map(results, ("digits", "fedopt", "domains")):
         for label in dict.fromkeys(run.label for run in found.runs):
             (parts,) = parse_methods(label).values()
             target = parts[0].target
@@ -191,24 +224,20 @@ def draw() -> None:
 
 
 def _png(figure: Any, path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    png, pdf = sorted(
-        plots.save(figure, path.with_suffix("")), key=lambda p: p.suffix, reverse=True
-    )
-    pdf.unlink()
-    assert png == path
+    with drawing.style():
+        save(figure, path)
 
 
 def check(data_dir: str, tolerance: float, workers: int) -> int:
     """Train the first seed of every study again; return 1 if one comes out otherwise."""
     worst = 0
-    for path in sorted(STUDIES.glob("*/bench.json")):
-        bench = Bench.load(path.parent)
-        words = ["reproduce", str(path.parent), "--seeds", str(bench.seeds[0])]
+    for name in studies():
+        bench = Bench.load(unpacked(name))
+        words = ["reproduce", str(unpacked(name)), "--seeds", str(bench.seeds[0])]
         words += ["--tolerance", str(tolerance), "--workers", str(workers)]
         if str(bench.settings.get("dataset", DEFAULTS["dataset"])).startswith("mnist"):
             if not data_dir:
-                print(f"{path.parent.name}: skipped, since it needs --data-dir")
+                print(f"{name}: skipped, since it needs --data-dir")
                 continue
             words.append(f"data-dir={data_dir}")
         worst = max(worst, cli.main(words))
@@ -229,7 +258,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     checking.add_argument("--workers", type=int, default=2)
     given = parser.parse_args(argv)
     if given.verb == "keep":
-        keep(given.folder, STUDIES / given.name)
+        keep(given.folder, STUDIES / f"{given.name}{ARCHIVE}")
     elif given.verb == "check":
         return check(given.data_dir, given.tolerance, given.workers)
     else:

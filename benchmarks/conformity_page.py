@@ -1,8 +1,8 @@
 """What known deviations from the papers cost: the tables and the picture of docs/conformity.md.
 
-``python -m benchmarks.conformity measure`` trains what ``docs/studies/conformity.jsonl`` lacks, on the
-bundled digits, with the loops of ``benchmarks.conformity``; ``python -m benchmarks.conformity report``
-writes the page's tables and draws its picture. Nothing is tuned.
+``python -m benchmarks.conformity_page measure`` trains what ``docs/studies/conformity.jsonl.gz`` lacks, on
+the bundled digits, with the loops of ``benchmarks.conformity``; ``... report`` writes the page's tables and
+draws its picture. Nothing is tuned.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from scipy.stats import t as student
 
-from benchmarks.common import figure, filled, table
+from benchmarks.common import figure, filled, read_lines, save, table, write_lines
 from benchmarks.conformity.behaviours import BEHAVIOURS
 from benchmarks.conformity.loops import Task, rounds
 from benchmarks.conformity.model import accuracy, initial
@@ -27,7 +27,7 @@ from flwr_regs.experiments.data import arrays as data
 from flwr_regs.experiments.partition.partitions import partition
 
 ROOT = Path(__file__).parents[1]
-OUT = ROOT / "docs" / "studies" / "conformity.jsonl"
+OUT = ROOT / "docs" / "studies" / "conformity.jsonl.gz"
 LIBRARIES = ROOT / "docs" / "studies" / "conformity-libraries.json"
 PAGE = ROOT / "docs" / "conformity.md"
 PICTURE = ROOT / "docs" / "img" / "studies" / "conformity.png"
@@ -135,26 +135,22 @@ def train(row: Row, seed: int) -> float | None:
 
 
 def read(path: Path = OUT) -> dict[tuple[str, int], float | None]:
-    """Return the accuracies of finished runs, by row and seed; a half line at the end is cut off."""
-    text = path.read_text() if path.exists() else ""
-    whole = text[: text.rfind("\n") + 1]
-    if whole != text:
-        path.write_text(whole)
-    lines = map(json.loads, whole.splitlines())
-    return {(line["row"], line["seed"]): line["accuracy"] for line in lines}
+    """Return the accuracies of finished runs, by row and seed."""
+    return {(line["row"], line["seed"]): line["accuracy"] for line in read_lines(path)}
 
 
 def measure(path: Path = OUT) -> None:
     """Train what the results lack."""
-    done = read(path)
+    lines = read_lines(path)
+    done = {(line["row"], line["seed"]) for line in lines}
     for row, seed in runs():
         if (row.key, seed) in done:
             continue
         began = time.process_time()
         line = {"row": row.key, "seed": seed, "accuracy": train(row, seed)}
         line["cpu-seconds"] = round(time.process_time() - began, 2)
-        with path.open("a") as file:
-            file.write(json.dumps(line) + "\n")
+        lines.append(line)
+        write_lines(path, lines)
         print(line, flush=True)
 
 
@@ -243,8 +239,7 @@ def draw(found: Mapping[tuple[str, int], float | None], path: Path) -> None:
     axes.set_xlabel("points of accuracy against the first row\n(95 % interval)", fontsize=9)
     axes.set_ylim(at + 0.5, 0.8)
     axes.grid(axis="x", alpha=0.25)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    made.savefig(path)
+    save(made, path)
 
 
 def main() -> None:

@@ -16,10 +16,19 @@ import numpy as np
 import torch
 
 from benchmarks import common
-from benchmarks.common import TUNING_SEED, Results, Setting, bounds, figure, parser, table
+from benchmarks.common import (
+    TUNING_SEED,
+    Results,
+    Setting,
+    bounds,
+    figure,
+    parser,
+    save,
+    table,
+)
 
 ROOT = Path(__file__).parents[1]
-OUT = ROOT / "docs" / "studies" / "diloco.jsonl"
+OUT = ROOT / "docs" / "studies" / "diloco.jsonl.gz"
 SETTING = Setting(
     "digits, K 10", "digits", 10, 0.003, 5, 5, dirichlet=0.3, weight_decay=0.1, rounds=15
 )
@@ -105,7 +114,7 @@ def draw(results: Results, path: Path) -> None:
     panel.set_xticks(range(len(CELLS)), names)
     panel.set(ylabel="test accuracy (%)", xlim=(-0.5, len(CELLS) - 0.5))
     panel.grid(axis="y", alpha=0.25)
-    made.savefig(path)
+    save(made, path)
 
 
 def main() -> None:

@@ -13,10 +13,21 @@ from pathlib import Path
 import numpy as np
 from matplotlib import colormaps
 
-from benchmarks.common import Results, Run, Setting, bounds, chosen, figure, parser, percent, table
+from benchmarks.common import (
+    Results,
+    Run,
+    Setting,
+    bounds,
+    chosen,
+    figure,
+    parser,
+    percent,
+    save,
+    table,
+)
 
 ROOT = Path(__file__).parents[1]
-OUT = ROOT / "docs" / "studies" / "fedfor-alpha.jsonl"
+OUT = ROOT / "docs" / "studies" / "fedfor-alpha.jsonl.gz"
 MULTIPLES = (0.0, 0.5, 1.0, 2.0, 4.0, 8.0)
 """The values of αK/(1−m): 0 is FedAvg, 2 the default."""
 DEFAULT = 2.0
@@ -214,7 +225,7 @@ def draw_strengths(found: Sequence[Row], path: Path) -> None:
         )
     panels[0].set(ylabel="test accuracy, points above FedAvg")
     panels[0].set_ylim(bottom, 8)
-    made.savefig(path)
+    save(made, path)
 
 
 def draw_default(found: Sequence[Row], path: Path) -> None:
@@ -240,7 +251,7 @@ def draw_default(found: Sequence[Row], path: Path) -> None:
     axes.set_ylim(-0.6, len(found) - 0.4)
     axes.set_xlabel("FedFOR's default minus FedAvg, points of test accuracy")
     axes.grid(axis="x", alpha=0.25)
-    made.savefig(path)
+    save(made, path)
 
 
 def main() -> None:

@@ -13,10 +13,20 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.common import Results, Run, Setting, chosen, figure, parser, percent, table
+from benchmarks.common import (
+    Results,
+    Run,
+    Setting,
+    chosen,
+    figure,
+    parser,
+    percent,
+    save,
+    table,
+)
 
 ROOT = Path(__file__).parents[1]
-OUT = ROOT / "docs" / "studies" / "implicit-step.jsonl"
+OUT = ROOT / "docs" / "studies" / "implicit-step.jsonl.gz"
 FISHER = 100
 """The samples of a client over which the Fisher information is computed."""
 ALL = Setting("MNIST, K 20, all", "mnist", 20, 0.1, rounds=15)
@@ -114,7 +124,7 @@ def draw(results: Results, path: Path) -> None:
     made.legend(
         *panel.get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False
     )
-    made.savefig(path)
+    save(made, path)
 
 
 def main() -> None:

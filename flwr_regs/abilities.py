@@ -1,45 +1,30 @@
-"""What few methods need beyond the hooks of `Term`: small protocols, one for each ability.
+"""What few methods need beyond the eight hooks of `Term`: a base class for each ability.
 
-A term has an ability by having its methods. Whoever runs terms asks for the ability
-(``isinstance(term, Folds)``), never for a term by name.
+A term has the abilities that it inherits, ``class MyTerm(Term, Folds)``, and defines their abstract methods.
+Whoever runs terms asks ``isinstance(term, Folds)``, never for a term by name.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping
-from functools import lru_cache
-from typing import Any, Protocol, _ProtocolMeta, runtime_checkable
+from typing import Any
 
-from flwr_regs.term import Arrays, ClientContext, ServerContext, Slot
-
-
-class _Ability(_ProtocolMeta):
-    """Remembers which classes have an ability: typing looks through all attributes each time."""
-
-    def __instancecheck__(cls, instance: Any) -> bool:
-        kind: type = type(instance)
-        if _has(cls, kind):
-            return True
-        own = getattr(instance, "__dict__", {})  # an attribute of this object alone may be a method
-        named = any(name in own for name in _names(cls)) or hasattr(kind, "__getattr__")
-        return named and super().__instancecheck__(instance)
+from flwr_regs.hook_contexts import Arrays, ClientContext, ServerContext, Slot
 
 
-@lru_cache(maxsize=1024)
-def _has(ability: _Ability, kind: type) -> bool:
-    return issubclass(kind, ability)
+class Steps:
+    """Replaces the averaged delta by a server optimiser's step in `update`; one term of a chain may."""
 
 
-@lru_cache(maxsize=1024)
-def _names(kind: type) -> tuple[str, ...]:
-    """Return the methods of an ability."""
-    return tuple(name for name in vars(kind) if not name.startswith("_"))
+class Averages:
+    """Is judged by the mean of its last two global models: the history has that model's metrics too."""
 
 
-@runtime_checkable
-class Weighs(Protocol, metaclass=_Ability):
+class Weighs(ABC):
     """Sets the weights of the updates; at most one term of a chain does."""
 
+    @abstractmethod
     def weigh(
         self, weights: Mapping[int, float], uploads: Mapping[int, Slot], ctx: ServerContext
     ) -> Mapping[int, float]:
@@ -47,13 +32,12 @@ class Weighs(Protocol, metaclass=_Ability):
 
         ``Δ = Σ ω_k (v_k − w_t)`` for trained parameters. Buffers keep ``p_k``.
         """
-        ...
 
 
-@runtime_checkable
-class Folds(Protocol, metaclass=_Ability):
+class Folds(ABC):
     """Takes the uploads one at a time, so that the server never holds those of a whole cohort."""
 
+    @abstractmethod
     def fold(
         self,
         acc: Slot,
@@ -68,175 +52,155 @@ class Folds(Protocol, metaclass=_Ability):
         `delta` is the client's ``v_k − w_t`` as it arrived, `weight` its ``p_k``. `update` gets the last
         `acc` in place of the uploads. `acc` may be changed in place; the others may not.
         """
-        ...
-
-
-@runtime_checkable
-class Adds(Protocol, metaclass=_Ability):
-    """Folds by adding, so that a robust aggregator can make robust sums of what the clients send."""
 
     def adds(self, key: str) -> bool:
         """Return whether `fold` adds up this entry over the clients; others are single clients' notes.
 
-        Under a robust aggregator, `fold` is called with ``{}`` for each client. `update` gets, for these
-        entries, n times the aggregate of what came, in place of the sum.
+        A term that says so here goes with robust aggregators. `fold` is then called with ``{}`` for each
+        client, and `update` gets, for these entries, n times the aggregate of what came, in place of the sum.
         """
-        ...
+        return False
 
 
-@runtime_checkable
-class Probes(Protocol, metaclass=_Ability):
+class Probes(ABC):
     """Has a first exchange in each round, before clients train."""
 
+    @abstractmethod
     def probe(self, ctx: ClientContext) -> tuple[Slot, Slot]:
         """Return (upload, client slot) at ``w_t``. `ctx` has the functions over the client's data."""
-        ...
 
+    @abstractmethod
     def answer(self, probes: Mapping[int, Slot]) -> Mapping[int, Slot]:
         """Return each client's own broadcast, given the uploads of `probe` by partition id."""
-        ...
-
-
-@runtime_checkable
-class AnswersRobustly(Protocol, metaclass=_Ability):
-    """Has an `answer` for robust aggregators."""
 
     def robust_answer(self, probes: Mapping[int, Slot], ctx: ServerContext) -> Mapping[int, Slot]:
-        """Return what `answer` returns, with ``ctx.aggregated`` in place of every mean over clients."""
-        ...
+        """Return the answer under a robust aggregator.
+
+        A term that is `robust` has ``ctx.aggregated`` here in place of every mean over clients.
+        """
+        return self.answer(probes)
 
 
-@runtime_checkable
-class Compresses(Protocol, metaclass=_Ability):
+class Compresses(ABC):
     """Sends updates in a code of its own; comes last in a chain.
 
     A client's update is coded if the term acts in `finish`, the global step if it acts in `release`. The
     other end uses what `decode` returns; so does the server for its own step.
     """
 
+    @abstractmethod
     def encode(self, update: Mapping[str, Any]) -> bytes:
         """Return the code of an update: numpy arrays by name, in an order that both ends know."""
-        ...
 
+    @abstractmethod
     def decode(self, data: bytes, like: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the update, with the names, order, shapes and dtypes of `like`.
 
         Raises on bytes that :meth:`encode` cannot have made; that client's reply is then not used.
         """
-        ...
 
 
-@runtime_checkable
-class TakesBack(Protocol, metaclass=_Ability):
+class TakesBack(ABC):
     """Corrects its client slot if the server did not use the client's reply."""
 
+    @abstractmethod
     def unused(self, before: Slot, after: Slot, sent: Arrays) -> Slot:
         """Return the client slot, given those before and after the round, and the update that was sent.
 
         A term without this ability goes back to `before`.
         """
-        ...
 
 
-@runtime_checkable
-class Recovers(Protocol, metaclass=_Ability):
+class Recovers(ABC):
     """Has a broadcast that follows from the last global step, so that it need not travel."""
 
+    @abstractmethod
     def recover(self, step: Arrays, lr: float) -> Slot:
         """Return the broadcast, computed from ``w_t − w_{t−1}`` and the η of that round.
 
         On a ``"delta"`` downlink, a client that took part in the last round receives only these two.
         """
-        ...
 
 
-@runtime_checkable
-class Addresses(Protocol, metaclass=_Ability):
+class Addresses(ABC):
     """Sends each client something of its own."""
 
+    @abstractmethod
     def broadcast_to(self, pid: int, server: Slot, ctx: ServerContext) -> Slot:
         """Return one client's own entries; they are added to those of `broadcast`."""
-        ...
 
 
-@runtime_checkable
-class Withholds(Protocol, metaclass=_Ability):
+class Withholds(ABC):
     """Keeps entries of the model on the clients."""
 
+    @abstractmethod
     def private(self, names: Collection[str]) -> set[str]:
         """Return the ``state_dict`` names that never leave a client; no hook sees these."""
-        ...
 
 
-@runtime_checkable
-class Freezes(Protocol, metaclass=_Ability):
+class Freezes(ABC):
     """Holds parameters still."""
 
+    @abstractmethod
     def frozen(self, names: Collection[str]) -> set[str]:
         """Return the ``state_dict`` names whose parameters are not trained; no hook sees these."""
-        ...
 
 
-@runtime_checkable
-class Personalises(Protocol, metaclass=_Ability):
+class Personalises(ABC):
     """Gives each client a model of its own."""
 
+    @abstractmethod
     def personal(self, params: Arrays, ctx: ClientContext) -> Arrays:
         """Return the parameters that this client evaluates as its own, given the global ones."""
-        ...
 
 
-@runtime_checkable
-class FineTunes(Protocol, metaclass=_Ability):
+class FineTunes(ABC):
     """Evaluates as each client's own the global model, trained further on the client's data."""
 
+    @abstractmethod
     def fine_tuning(self) -> Mapping[str, Any]:
         """Return what an `evaluate_config` would say: ``"personalise"``, ``"personal-epochs"``, ...
 
         Without ``"personal-lr"``, the learning rate is that of the last round.
         """
-        ...
 
+    @abstractmethod
     def head(self, names: Collection[str]) -> set[str]:
         """Return the ``state_dict`` names of the output layer."""
-        ...
 
 
-@runtime_checkable
-class Checks(Protocol, metaclass=_Ability):
+class Checks(ABC):
     """Checks each upload; all terms with uploads should."""
 
+    @abstractmethod
     def check(self, upload: Slot, params: Arrays, server: Slot) -> None:
         """Raise for one client's upload (of `probe`, if the term probes) that is unusable."""
-        ...
 
 
-@runtime_checkable
-class Agrees(Protocol, metaclass=_Ability):
+class Agrees(ABC):
     """Has uploads that must fit each other."""
 
+    @abstractmethod
     def agree(self, uploads: Mapping[int, Slot]) -> Mapping[int, str]:
         """Return why, by partition id, for uploads that do not fit those of the others."""
-        ...
 
 
-@runtime_checkable
-class Steers(Protocol, metaclass=_Ability):
+class Steers(ABC):
     """Has a say in the client's optimiser."""
 
+    @abstractmethod
     def client_optimizer(self, make: Callable[..., Any]) -> Callable[..., Any]:
         """Return the optimiser factory for the local steps, given the client's own.
 
         A term that returns `make` itself has only looked at it. It is asked again at the end, with what
         the other terms have made of it.
         """
-        ...
 
 
-@runtime_checkable
-class Restricts(Protocol, metaclass=_Ability):
+class Restricts(ABC):
     """Does not go with every train config."""
 
+    @abstractmethod
     def restrict(self, config: Mapping[str, Any]) -> None:
         """Raise ValueError for a train config that the term cannot work with.
 
@@ -244,15 +208,11 @@ class Restricts(Protocol, metaclass=_Ability):
         config (``"lr"`` is then the round's), and by a client for its round's config. What config and
         client make of the optimiser is for :class:`Steers`.
         """
-        ...
 
 
-ABILITIES: frozenset[str] = frozenset(
-    name
-    for kind in (
-        *(Weighs, Folds, Adds, Probes, AnswersRobustly, Compresses, TakesBack, Recovers, Addresses),
-        *(Withholds, Freezes, Personalises, FineTunes, Checks, Agrees, Steers, Restricts),
-    )
-    for name in _names(kind)
+ABILITIES: tuple[type[ABC], ...] = (
+    *(Weighs, Folds, Probes, Compresses, TakesBack, Recovers, Addresses, Withholds, Freezes),
+    *(Personalises, FineTunes, Checks, Agrees, Steers, Restricts),
 )
-"""The methods of all abilities."""
+ON_CLIENTS = (Probes, Compresses, TakesBack, Recovers, Withholds, Freezes, Personalises, Steers)
+"""The abilities that a client runs."""

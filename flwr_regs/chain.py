@@ -12,9 +12,7 @@ from typing import Any, ClassVar
 from flwr_regs.abilities import (
     ABILITIES,
     Addresses,
-    Adds,
     Agrees,
-    AnswersRobustly,
     Checks,
     Compresses,
     FineTunes,
@@ -25,6 +23,7 @@ from flwr_regs.abilities import (
     Recovers,
     Restricts,
     Steers,
+    Steps,
     Weighs,
     Withholds,
 )
@@ -35,10 +34,25 @@ _WARNED_OF: set[type[Term]] = set()
 NEEDS = ("features", "start_output", "label_counts")
 OUTPUT_OF = "output of "  # a layer's name follows
 KEEPS = ("if-used", "always")
+HOOKS = ("start", "loss", "correct", "finish", "init", "broadcast", "update", "release")
 
 
 @dataclass(frozen=True)
-class Chain(Term):
+class Chain(
+    Term,
+    Weighs,
+    Folds,
+    Probes,
+    Recovers,
+    Addresses,
+    Withholds,
+    Freezes,
+    Personalises,
+    Checks,
+    Agrees,
+    Steers,
+    Restricts,
+):
     """Several terms as one; each slot maps a term's name to that term's slot.
 
     Losses, corrections, `finish`, `release` and personal models run left to right, server updates right to
@@ -155,9 +169,9 @@ class Chain(Term):
     @staticmethod
     def aggregates(term: Term) -> bool:
         """Whether all that the server makes of a term's uploads goes through the aggregator."""
-        if isinstance(term, Probes) and not isinstance(term, AnswersRobustly):
-            return False
-        return term.robust or (isinstance(term, Folds) and isinstance(term, Adds))
+        if isinstance(term, Folds) and not isinstance(term, Probes):
+            return term.robust or type(term).adds is not Folds.adds
+        return term.robust
 
     # on the server
 
@@ -179,7 +193,7 @@ class Chain(Term):
             if not isinstance(t, Probes):
                 continue
             own = _uploads_of(t, probes)
-            if ctx is not None and ctx.robust and isinstance(t, AnswersRobustly):
+            if ctx is not None and ctx.robust:
                 answers = t.robust_answer(own, ctx)
             else:
                 answers = t.answer(own)
@@ -298,10 +312,12 @@ def _warn_of_no_hook(kind: type[Term]) -> None:
     if kind in _WARNED_OF:
         return
     _WARNED_OF.add(kind)
-    hooks = [name for name in dir(Term) if not name.startswith("_")] + sorted(ABILITIES)
-    own = [n for c in kind.__mro__ if c not in (Term, *Term.__mro__) for n in vars(c)]
-    if kind is Term or set(own) & ({*hooks} - {"name", "acts", "config", "server_only"}):
+    if kind is Term or any(getattr(kind, hook) is not getattr(Term, hook) for hook in HOOKS):
         return
+    if issubclass(kind, ABILITIES):
+        return
+    hooks = [*HOOKS, *(name for ability in ABILITIES for name in ability.__abstractmethods__)]
+    own = [n for c in kind.__mro__ if c not in Term.__mro__ for n in vars(c)]
     near = [(n, m) for n in own for m in difflib.get_close_matches(n, hooks, 1, 0.75)]
     LOG.warning(
         "the term %s has no hook and no ability, so it changes nothing%s",
@@ -368,6 +384,11 @@ def chain(terms: Sequence[Term]) -> Chain:
         if strange := sorted(needs - set(NEEDS)):
             possible = [*NEEDS, f"{OUTPUT_OF}<layer>"]
             raise ValueError(f"'{t.name}' needs {strange}, but a term can need {possible}")
+        if "_checked" not in vars(t):
+            raise TypeError(
+                f"'{t.name}' has not checked its settings: {type(t).__name__}.__post_init__ must call "
+                "super().__post_init__()"
+            )
         _warn_of_no_hook(type(t))
         if t.keeps not in KEEPS:
             raise ValueError(f"'{t.name}' keeps {t.keeps!r}, expected one of {KEEPS}")
@@ -378,7 +399,7 @@ def chain(terms: Sequence[Term]) -> Chain:
                 f"'{t.name}' and {others} are versions of one term and together would count twice: "
                 "keep one"
             )
-    if len(owners := [t.name for t in terms if t.owns_step]) > 1:
+    if len(owners := [t.name for t in terms if isinstance(t, Steps)]) > 1:
         raise ValueError(f"only one term can own the server's step, but {owners} all do: keep one")
     if len(weighers := [t.name for t in terms if isinstance(t, Weighs)]) > 1:
         raise ValueError(

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 import flwr_regs as fr
+from flwr_regs.abilities import Steps
 from flwr_regs.term import Term
 from flwr_regs.testing import Exempt, Method
 from flwr_regs.testing.problem import settled, sgd_pull
@@ -203,7 +204,7 @@ def minimum(
 def control(name: str, **settings: Any) -> Method:
     """A case of SCAFFOLD, which settles where no client drifts."""
     own = {n: v for n, v in settings.items() if n != "server_lr"}
-    sgd = [t for t in fr.SCAFFOLD(**settings).term.terms if t.owns_step]
+    sgd = [t for t in fr.SCAFFOLD(**settings).term.terms if isinstance(t, Steps)]
     return case(
         name,
         fr.SCAFFOLD,
@@ -362,7 +363,7 @@ def distilled(
 ) -> Method:
     """A case of a method whose loss is one of class logits."""
     method = name.partition("-")[0]
-    counts = "label_counts" in term.needs
+    counts = term.needs is not Term.needs and "label_counts" in term.needs
     refused = (
         NO_CLASSES if counts else Exempt(NO_CLASSES.why, f"{method} needs logits .batch, class")
     )

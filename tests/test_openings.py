@@ -25,6 +25,16 @@ from flwr_regs import (
     client_app,
     load_model,
 )
+from flwr_regs.abilities import (
+    Addresses,
+    Folds,
+    Freezes,
+    Personalises,
+    Probes,
+    Recovers,
+    TakesBack,
+    Weighs,
+)
 from flwr_regs.client.local_training import local_round
 from tests.conftest import budgeted, close, make_clients, make_model, run
 
@@ -56,7 +66,7 @@ def spoiled(how: Callable[[Message], None], terms: list[Any], node: int = 1003) 
 
 
 @dataclass(frozen=True)
-class FoldsDeltas(Term):
+class FoldsDeltas(Term, Folds):
     name: ClassVar[str] = "folds-deltas"
 
     def fold(self, acc: Any, pid: int, delta: Any, upload: Any, weight: Any, ctx: Any) -> Any:
@@ -85,7 +95,7 @@ def test_noise_covers_all_that_a_term_gets_of_a_client() -> None:
 
 
 @dataclass(frozen=True)
-class LossWeights(Term):
+class LossWeights(Term, Weighs):
     name: ClassVar[str] = "loss-weights"
 
     def weigh(self, weights: Any, uploads: Any, ctx: Any) -> Any:
@@ -109,7 +119,7 @@ def test_a_loss_that_is_no_number_costs_its_client_alone(loss: float | None) -> 
 
 
 @dataclass(frozen=True)
-class Odd(Term):
+class Odd(Term, Weighs):
     """Fails in one of several ways, for client 3 or for every client."""
 
     name: ClassVar[str] = "odd"
@@ -147,7 +157,7 @@ def test_weights_that_fail_for_one_client_cost_it_alone(how: str) -> None:
 
 
 @dataclass(frozen=True)
-class Sums(Term):
+class Sums(Term, Folds):
     name: ClassVar[str] = "sums"
 
     def finish(self, delta: Arrays, ctx: ClientContext) -> Any:
@@ -180,7 +190,7 @@ def test_every_upload_that_cannot_be_folded_is_found_in_one_pass() -> None:
     calls = []
 
     @dataclass(frozen=True)
-    class Fails(Term):
+    class Fails(Term, Folds):
         name: ClassVar[str] = "fails"
 
         def fold(self, acc: Any, pid: int, delta: Any, upload: Any, weight: Any, ctx: Any) -> Any:
@@ -199,7 +209,7 @@ def test_every_upload_that_cannot_be_folded_is_found_in_one_pass() -> None:
 
 
 @dataclass(frozen=True)
-class Both(Term):
+class Both(Term, Recovers, Addresses):
     """Broadcasts the last step, which a client recovers, and a number of the client's own."""
 
     name: ClassVar[str] = "both"
@@ -273,7 +283,7 @@ def test_a_term_without_a_hook_is_warned_of_once(caplog: pytest.LogCaptureFixtur
 
 
 @dataclass(frozen=True)
-class Held(Term):
+class Held(Term, Freezes):
     name: ClassVar[str] = "held"
     needs: ClassVar[tuple[str, ...]] = ("features",)
 
@@ -307,7 +317,7 @@ def test_a_loss_without_a_gradient_says_so() -> None:
 
 
 @dataclass(frozen=True)
-class Once(Term):
+class Once(Term, Personalises):
     """Keeps something in its first round alone."""
 
     name: ClassVar[str] = "once"
@@ -379,7 +389,7 @@ def test_evaluation_sees_that_a_slot_has_ended() -> None:
 
 
 @dataclass(frozen=True)
-class ProbesAlways(Term):
+class ProbesAlways(Term, Probes):
     """Its probe returns no slot, which must leave the kept one alone."""
 
     name: ClassVar[str] = "probes-always"
@@ -407,7 +417,7 @@ def test_an_empty_slot_of_a_probe_leaves_the_kept_one() -> None:
 
 
 @dataclass(frozen=True)
-class Stumbles(Term):
+class Stumbles(Term, TakesBack):
     """Cannot take back what was not used."""
 
     name: ClassVar[str] = "stumbles"

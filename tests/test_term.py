@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from flwr_regs import FedFOR, FedProx, FirstOrder, Proximal, RegStrategy
-from flwr_regs.abilities import Restricts
+from flwr_regs.abilities import Compresses, Probes, Steps, Weighs
 from flwr_regs.chain import chain
+from flwr_regs.client.local_training import LocalTraining
 from flwr_regs.term import ClientContext, ServerContext, Term
 
 
@@ -62,9 +63,8 @@ def test_negative_strengths_are_refused(build) -> None:  # type: ignore[no-untyp
 
 
 @dataclass(frozen=True)
-class Owner(Term):
+class Owner(Term, Steps):
     name: ClassVar[str] = "owner"
-    owns_step: ClassVar[bool] = True
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class OtherOwner(Owner):
 
 
 @dataclass(frozen=True)
-class Squeeze(Term):
+class Squeeze(Term, Compresses):
     name: ClassVar[str] = "squeeze"
 
     def encode(self, update):  # type: ignore[no-untyped-def]
@@ -84,7 +84,7 @@ class Squeeze(Term):
 
 
 @dataclass(frozen=True)
-class Weigh(Term):
+class Weigh(Term, Weighs):
     name: ClassVar[str] = "weigh"
 
     def weigh(self, weights, uploads, ctx):  # type: ignore[no-untyped-def]
@@ -159,6 +159,19 @@ def test_client_hooks_run_left_to_right_and_server_updates_right_to_left() -> No
     assert term.update(server, {"w": 1.0}, {}, ServerContext(1, 0.1))[1] == {"w": 42.0}
 
 
+def test_a_step_budget_of_zero_is_zero() -> None:
+    """A context without a budget takes the steps that are known; 0 is a budget like any other."""
+    ctx = ClientContext(start={}, lr=0.1, num_steps=4)
+    assert (ctx.planned_steps, ctx.budget_steps) == (4, 4)
+    ctx = ClientContext(start={}, lr=0.1, num_steps=4, planned_steps=3, budget_steps=0)
+    assert (ctx.planned_steps, ctx.budget_steps) == (3, 0)
+    training = LocalTraining(
+        torch.nn.Linear(2, 2), Proximal(0.1), [(torch.ones(1, 2), torch.ones(1).long())],
+        lr=0.1, steps=3, device="cpu", max_steps=0,
+    )  # fmt: skip
+    assert (training._ctx.num_steps, training._ctx.budget_steps) == (0, 0)
+
+
 def test_hyper_parameters_travel_by_name_and_a_missing_one_is_named() -> None:
     assert FirstOrder(0.3).config() == {"first-order.alpha": 0.3}
     assert FirstOrder.from_config({"first-order.alpha": 0.3, "x": 1}) == FirstOrder(0.3)
@@ -177,24 +190,26 @@ def test_the_seam_needs_no_flwr() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_a_term_has_an_ability_by_having_its_methods() -> None:
-    """Of its class, or of the object; a method that is None is none. Classes are remembered."""
+def test_a_method_of_an_ability_that_is_not_inherited_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"defines fold\(\), but does not inherit Folds"):
 
-    class Without(Term):
-        pass
+        class Sums(Term):
+            def fold(self, *args: Any) -> Any: ...
 
-    class With(Term):
-        def restrict(self, config: Any) -> None: ...
+    class Half(Term, Probes):
+        def probe(self, ctx: Any) -> Any: ...
 
-    class Undone(With):
-        restrict = None  # type: ignore[assignment]
+    with pytest.raises(TypeError, match="answer"):
+        Half()  # type: ignore[abstract]
 
-    class Passes:
-        def __getattr__(self, name: str) -> Any:
-            return getattr(With(), name)
 
-    own = Without()
-    object.__setattr__(own, "restrict", lambda config: None)
-    for _ in range(2):
-        got = [isinstance(t, Restricts) for t in (Without(), With(), Undone(), Passes(), own)]
-        assert got == [False, True, False, True, True]
+def test_a_term_that_does_not_check_its_settings_is_refused() -> None:
+    @dataclass(frozen=True)
+    class Forgets(Proximal):
+        name: ClassVar[str] = "forgets"
+
+        def __post_init__(self) -> None:
+            assert self.mu != 7
+
+    with pytest.raises(TypeError, match=r"Forgets.__post_init__ must call super\(\).__post_init__"):
+        RegStrategy([Forgets(-1.0)])

@@ -1,4 +1,4 @@
-"""``python -m benchmarks.conformity``: drive other implementations, and print where they leave the paper."""
+"""``python -m benchmarks.conformity``: drive other implementations; print where they leave the paper."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """FedAvg, FedProx and SCAFFOLD as plain loops in float64, and with the behaviours of `behaviours.py`.
 
 Sources: McMahan et al. 2017, Algorithm 1 (FedAvg); Li et al. 2020, Algorithm 2 (FedProx); Karimireddy et
-al. 2020, Algorithm 1 (SCAFFOLD). ``tests/conformity`` compares them with the oracles of the package's own
-tests, which share no code with them.
+al. 2020, Algorithm 1 (SCAFFOLD). ``tests/benchmarks/conformity`` compares them with the oracles of the
+package's own tests, which share no code with them.
 """
 
 from __future__ import annotations

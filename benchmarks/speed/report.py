@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import figure, table
+from benchmarks.common import figure, save, table
 from benchmarks.speed.targets import TARGETS, Found, rows_of
 from benchmarks.speed.timing import ROOT, Row
 
@@ -191,5 +191,4 @@ def draw(found: Found, path: Path) -> None:
     axes.set_xlabel("clients a second, one thread (logarithmic scale)", fontsize=9)
     axes.grid(axis="x", alpha=0.25)
     axes.set_axisbelow(True)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    made.savefig(path)
+    save(made, path)

@@ -172,8 +172,8 @@ TARGETS = (
         ),
     ),
     *(_aggregation(clients, threads, 1.0) for clients in (10, 20) for threads in (1, 2)),
-    _models(10, "FedAvg", 1.1),
-    _models(20, "FedAvg", 1.1),
+    _models(10, "FedAvg", 2.2),
+    _models(20, "FedAvg", 2.2),
     _models(10, "FedAvg, ternary code", 3.2),
     Target("a round of 1,000 of 100,000 clients, over 1,000 of 1,000", 1.2, _population),
 )

@@ -150,9 +150,9 @@ class LocalTraining:
             {name: v.clone() for name, v in self._values.items()},
             lr,
             read=bool(terms),
-            num_steps=max(self.num_steps, 1),
+            num_steps=self.num_steps,
             planned_steps=planned,
-            budget_steps=max(self.num_steps, 1),
+            budget_steps=self.num_steps,
             broadcast=data.to_device(broadcast or {}, self.device),
             client=data.to_device(self._kept, self.device),
             gradient_at=partial(type(self)._gradient_at, me),
@@ -170,7 +170,7 @@ class LocalTraining:
         self._clip_norm: float | None = self._ctx.config.get("clip-norm")
         self._optimizer = ClientOptimizer(whole, self._trained, self._ctx.config, self._kept)
         self._went_back = False
-        begin = term.start(self._ctx.start, self._ctx)
+        begin = term.start(self._ctx.start, self._ctx) if self.num_steps else self._ctx.start
         if begin is not self._ctx.start:
             _write(self._values, begin)
 

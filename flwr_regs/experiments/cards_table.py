@@ -1,4 +1,4 @@
-"""The protocol cards as tables for a terminal and a page, and one card in full."""
+"""The protocol cards as a table for a terminal, and one card in full."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ from flwr_regs.experiments.data import needs
 from flwr_regs.experiments.report import metrics
 
 
-def needed(card: Card, data_dir: str = "", look: bool = True) -> str:
-    """Say in a line what a card needs, and what of it is not there."""
+def needed(card: Card, data_dir: str | None = None) -> str:
+    """Say in a line what a card needs; and whether it is in `data_dir`, if that is given."""
     if card.lacks:
         return "not in this version: " + ", ".join(card.lacks)
     said = []
     for name in card.datasets:
         if needs.files(name):
-            there = "there" if needs.present(name, data_dir) else "absent"
-            said.append(f"files of {name}" + (f": {there}" if look else ""))
+            said.append(f"files of {name}")
+            if data_dir is not None:
+                said[-1] += ": there" if needs.present(name, data_dir) else ": absent"
     return ", ".join(said) or "nothing"
 
 
@@ -42,19 +43,6 @@ def table(data_dir: str = "") -> str:
         "flwr-regs protocols NAME says more; flwr-regs bench NAME runs one (--smoke: seconds)",
     ]
     return "\n".join(text) + "\n"
-
-
-def markdown() -> str:
-    """Return all cards as a table for a page."""
-    lines = ["| card | what | source | setting | needs |", "|---|---|---|---|---|"]
-    for name in protocols.names():
-        card = protocols.load(name)
-        where = f"{card.source}, {card.where}"
-        levels = ", ".join(card.levels)
-        lines.append(
-            f"| `{name}` | {card.title} | {where} | {levels} | {needed(card, look=False)} |"
-        )
-    return "\n".join(lines) + "\n"
 
 
 def one(card: Card, data_dir: str = "", name: str = "") -> str:

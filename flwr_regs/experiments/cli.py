@@ -83,114 +83,73 @@ def _parser() -> argparse.ArgumentParser:
         made.set_defaults(do=do)
         return made
 
+    def trains(made: argparse.ArgumentParser, seeds: str, default: str, words: str) -> None:
+        made.add_argument("--seeds", default=seeds, help=f"separated by commas ({default})")
+        made.add_argument("--workers", type=int, default=1, help="runs at a time (1)")
+        text = "go on with results: train what is missing"
+        made.add_argument("--resume", type=Path, metavar="FOLDER", help=text)
+        text = "say what would run and how long it takes"
+        made.add_argument("--dry-run", action="store_true", help=text)
+        text = "take the defaults from the pyproject.toml of this folder"
+        made.add_argument("--app", type=Path, help=text)
+        made.add_argument("settings", nargs="*", metavar=words, help="such as lr=0.1")
+
     run = command("run", commands.run, "compare methods, in one process or in Ray", EPILOG)
     runners = ("process", "stacked", "ray")
     run.add_argument("--runner", choices=runners, default="process", help="(process)")
     run.add_argument("--gpus-per-client", type=float, default=0.0, help="in Ray, e.g. 0.1 (0)")
-    sweep = command(
-        "sweep",
-        commands.run,
-        "try values of one setting or parameter, or cases of any kind",
-        EPILOG,
-    )
-    sweep.add_argument(
-        "key", nargs="?", help="a setting, such as lr, or a parameter, such as FedFOR.alpha"
-    )
+    trains(run, "", "the setting seed", "key=value")
+    text = "try values of one setting or parameter, or cases of any kind"
+    sweep = command("sweep", commands.run, text, EPILOG)
+    text = "a setting, such as lr, or a parameter, such as FedFOR.alpha"
+    sweep.add_argument("key", nargs="?", help=text)
     sweep.add_argument("--values", help="separated by commas or semicolons")
-    sweep.add_argument(
-        *("--case", "-c"),
-        action="append",
-        default=[],
-        metavar="LABEL: key=value ...",
-        help="in place of a key: a row of the table, its label and its settings",
-    )
-    bench = command(
-        *(
-            "bench",
-            protocol_runs.bench,
-            "tune each method equally on held-out data, then test it over seeds",
-        ),
-        "The exit status is 1 if a method diverges, fails, collapses, or has replies rejected. "
-        + EPILOG,
-    )
-    bench.add_argument(
-        *("--tune", "-t"),
-        action="append",
-        default=[],
-        metavar="KEY=LOW..HIGH",
-        help="what is tried: lr=0.02..2, FedFOR.alpha=0.01..1, or values: lr=0.1,0.3",
-    )
-    shown = {"trials": commands.TRIALS, "seeds": commands.TUNING_SEEDS}
-    bench.add_argument(
-        "--trials", type=int, help=f"for each method ({shown['trials']}, or the card's)"
-    )
-    bench.add_argument(
-        "--tuning-seeds", default="", help=f"separated by commas ({shown['seeds']}, or the card's)"
-    )
-    bench.add_argument(
-        "--setting", default="", help="with a card: paper or reduced (the card's own)"
-    )
-    bench.add_argument(
-        "--methods", default="", help="with a card: its methods by name, or calls (all of its own)"
-    )
-    bench.add_argument("--panels", default="", help="with a card: some, separated by commas (all)")
-    bench.add_argument(
-        "--smoke",
-        action="store_true",
-        help="with a card: one panel, 200 examples, 2 rounds: seconds",
-    )
-    for made, seeds in ((run, ""), (sweep, "1,2,3"), (bench, "")):
-        default = (
-            f"{commands.SEEDS}, or the card's" if made is bench else seeds or "the setting seed"
-        )
-        made.add_argument("--seeds", default=seeds, help=f"separated by commas ({default})")
-        made.add_argument("--workers", type=int, default=1, help="runs at a time (1)")
-        made.add_argument(
-            "--resume",
-            type=Path,
-            metavar="FOLDER",
-            help="go on with results: train what is missing",
-        )
-        made.add_argument(
-            "--dry-run", action="store_true", help="say what would run and how long it takes"
-        )
-        made.add_argument(
-            "--app", type=Path, help="take the defaults from the pyproject.toml of this folder"
-        )
-        words = "[card] key=value" if made is bench else "key=value"
-        made.add_argument("settings", nargs="*", metavar=words, help="such as lr=0.1")
-    again = command("reproduce", commands.reproduce, "train runs of results again, and compare")
+    text = "in place of a key: a row of the table, its label and its settings"
+    listed: dict[str, Any] = {"action": "append", "default": []}
+    sweep.add_argument("--case", "-c", **listed, metavar="LABEL: key=value ...", help=text)
+    trains(sweep, "1,2,3", "1,2,3", "key=value")
+    text = "tune each method equally on held-out data, then test it over seeds"
+    wrong = "The exit status is 1 if a method diverges, fails, collapses, or has replies rejected. "
+    bench = command("bench", protocol_runs.bench, text, wrong + EPILOG)
+    text = "what is tried: lr=0.02..2, FedFOR.alpha=0.01..1, or values: lr=0.1,0.3"
+    bench.add_argument("--tune", "-t", **listed, metavar="KEY=LOW..HIGH", help=text)
+    for name, text in (
+        ("--tuning-seeds", f"separated by commas ({commands.TUNING_SEEDS}, or the card's)"),
+        ("--setting", "with a card: paper or reduced (the card's own)"),
+        ("--methods", "with a card: its methods by name, or calls (all of its own)"),
+        ("--panels", "with a card: some, separated by commas (all)"),
+    ):
+        bench.add_argument(name, default="", help=text)
+    text = f"for each method ({commands.TRIALS}, or the card's)"
+    bench.add_argument("--trials", type=int, help=text)
+    text = "with a card: one panel, 200 examples, 2 rounds: seconds"
+    bench.add_argument("--smoke", action="store_true", help=text)
+    trains(bench, "", f"{commands.SEEDS}, or the card's", "[card] key=value")
+    text = "train runs of results again, and compare"
+    again = command("reproduce", commands.reproduce, text)
     again.add_argument("folder", type=Path, help="the results")
     again.add_argument("--seeds", default="", help="those to train, separated by commas (all)")
-    again.add_argument(
-        "--tolerance", type=float, default=0.5, help="largest difference, in points (0.5)"
-    )
+    text = "largest difference, in points (0.5)"
+    again.add_argument("--tolerance", type=float, default=0.5, help=text)
     again.add_argument("--workers", type=int, default=1, help="runs at a time (1)")
     again.add_argument("settings", nargs="*", metavar="data-dir=...", help="where files are here")
-    taken = command(
-        "resources",
-        commands.resources,
-        "train one client, and say what to give each client in Ray",
-        EPILOG,
-    )
-    taken.add_argument("--app", type=Path, help=argparse.SUPPRESS)
+    text = "train one client, and say what to give each client in Ray"
+    taken = command("resources", commands.resources, text, EPILOG)
     taken.add_argument("settings", nargs="*", metavar="key=value", help="such as model=cnn")
     plot = command("plot", _plot, "draw results again, or a partition's labels", EPILOG)
     plot.add_argument("what", help="a results' folder, or the word partition")
     plot.add_argument("settings", nargs="*", metavar="key=value", help="of the partition")
-    plot.add_argument("--app", type=Path, help=argparse.SUPPRESS)
+    for made in (taken, plot):
+        made.add_argument("--app", type=Path, help=argparse.SUPPRESS)
     cards = command("protocols", _protocols, "list the protocol cards, or say what one holds")
     cards.add_argument("name", nargs="?", help="a card's name, or the path of your own")
     cards.add_argument("settings", nargs="*", metavar="data-dir=...", help="where files are here")
     listing = command("list", _list, "list what there is")
-    listing.add_argument(
-        "what", choices=("methods", "datasets", "models", "partitions", "settings", "metrics")
-    )
+    kinds = ("methods", "datasets", "models", "partitions", "settings", "metrics")
+    listing.add_argument("what", choices=kinds)
     methods = command("methods", _list, "list the methods, and what each costs")
     methods.set_defaults(what="methods")
     methods.add_argument("name", nargs="?", help="one method: its costs, and what it refuses")
-    for made in (listing, methods, cards):
-        made.add_argument("--markdown", action="store_true", help="as a table for a page")
     return parser
 
 
@@ -205,6 +164,8 @@ def _as_setting(word: str) -> str:
 def _plot(args: argparse.Namespace) -> int:
     from flwr_regs.experiments.cards import protocol_runs
     from flwr_regs.experiments.report import partition_plot
+    from flwr_regs.experiments.run.engine import Plan
+    from flwr_regs.experiments.run.tuning import Bench
     from flwr_regs.experiments.words import job_of
 
     if args.what != "partition":
@@ -212,21 +173,14 @@ def _plot(args: argparse.Namespace) -> int:
         if args.settings:
             raise ValueError(f"results are drawn as they are: leave out {args.settings[0]}")
         for place in protocol_runs.places(folder):
-            _draw_again(place)
+            tuned = (place / "bench.json").is_file()
+            results = Bench.kept(place) if tuned else Plan.load(place).results(place)
+            results.save(place)
+            print(results.text() + f"results: {place}")
         return 0
-    job = job_of(args, [])
-    print(partition_plot.draw(job, Path(job.out) if job.out else Path.cwd()))
+    job = job_of(args)
+    print(partition_plot.draw(job, Path(job.out or ".").absolute()))
     return 0
-
-
-def _draw_again(folder: Path) -> None:
-    from flwr_regs.experiments.run.engine import Plan
-    from flwr_regs.experiments.run.tuning import Bench
-
-    tuned = (folder / "bench.json").is_file()
-    results = Bench.kept(folder) if tuned else Plan.load(folder).results(folder)
-    results.save(folder)
-    print(results.text() + f"results: {folder}")
 
 
 def _protocols(args: argparse.Namespace) -> int:
@@ -241,8 +195,6 @@ def _protocols(args: argparse.Namespace) -> int:
     folder = given.get("data-dir", "")
     if args.name:
         print(cards_table.one(protocols.load(args.name), folder, args.name), end="")
-    elif args.markdown:
-        print(cards_table.markdown(), end="")
     else:
         print(cards_table.table(folder), end="")
     return 0
@@ -252,37 +204,30 @@ def _list(args: argparse.Namespace) -> int:
     import flwr_regs
     from flwr_regs.experiments import methods_table
     from flwr_regs.experiments.data import arrays as data
-    from flwr_regs.experiments.models import architectures as catalogue
     from flwr_regs.experiments.models import models
     from flwr_regs.experiments.partition import partitions
     from flwr_regs.experiments.report import metrics
     from flwr_regs.experiments.settings import settings
     from flwr_regs.wire.config import nearest
 
-    if args.what == "methods" and getattr(args, "name", None):
-        if args.name not in flwr_regs.METHODS:
-            raise ValueError(
-                f"there is no method '{args.name}'{nearest(args.name, flwr_regs.METHODS)}"
-            )
-        row = flwr_regs.METHODS[args.name]
+    if args.what == "methods":
+        if not (name := getattr(args, "name", None)):
+            print(methods_table.text())
+            return 0
+        if name not in flwr_regs.METHODS:
+            raise ValueError(f"there is no method '{name}'{nearest(name, flwr_regs.METHODS)}")
+        row = flwr_regs.METHODS[name]
         print(f"{methods_table.costs(row)}\n\n{methods_table.composes(row)}")
         return 0
-    if args.what == "methods":
-        methods_table.show(args.markdown)
-        return 0
-    if args.what in ("settings", "models") and args.markdown:
-        table = settings.markdown() if args.what == "settings" else catalogue.markdown()
-        print(table, end="")
-        return 0
-    found: Mapping[str, str] = {
+    meanings: Mapping[str, str] = {
         "datasets": data.DATASETS,
         "models": models.MODELS,
         "partitions": partitions.PARTITIONS,
         "settings": settings.meanings(),
         "metrics": {name: metric.meaning for name, metric in metrics.METRICS.items()},
     }[args.what]
-    width = max(map(len, found))
-    for name, meaning in found.items():
+    width = max(map(len, meanings))
+    for name, meaning in meanings.items():
         print(f"{name:<{width}}  {meaning}")
     if args.what in ("datasets", "models"):
         print(f"\nyour own: {args.what[:-1]}=mine.py:name, or module:name")

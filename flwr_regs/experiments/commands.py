@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import flwr_regs
+from flwr_regs.experiments.report.folders import locked
 from flwr_regs.experiments.report.results import Results, provenance
 from flwr_regs.experiments.report.rows import last
+from flwr_regs.experiments.report.run_records import Run
 from flwr_regs.experiments.run.engine import PLAN, Plan
-from flwr_regs.experiments.run.folders import locked
-from flwr_regs.experiments.run.run_records import Run
 from flwr_regs.experiments.run.tuning import Bench
 from flwr_regs.experiments.settings.job import Job
 from flwr_regs.experiments.settings.settings import DEFAULTS
@@ -33,22 +33,19 @@ BESIDE_RESUME = ("--resume", "--workers", "--runner", "--gpus-per-client", "--dr
 
 def run(args: argparse.Namespace) -> int:
     """Do ``run`` or ``sweep``."""
-    if args.resume:
-        if (args.resume / "bench.json").exists():
-            raise ValueError(f"{args.resume} holds a benchmark: flwr-regs bench --resume")
-        plan, folder = Plan.load(resumed(args)), args.resume
-    else:
-        plan = plan_of(args)
-        folder = None
+    if args.resume and (args.resume / "bench.json").exists():
+        raise ValueError(f"{args.resume} holds a benchmark: flwr-regs bench --resume")
+    folder = args.resume
+    plan = Plan.load(resumed(args)) if folder else plan_of(args)
     plan.check()
     runner = getattr(args, "runner", "process")
     if runner == "ray" and any([label] != job.method_names for label, job in plan.jobs):
         raise ValueError(f"--runner ray trains methods, and the rows of {folder} are others")
     if args.dry_run:
         return _dry_run(replace(plan, jobs=plan.missing(folder)) if folder else plan, args.workers)
-    folder = folder or out_folder(plan.jobs[0][1])
+    folder = folder or out_folder(plan.jobs[0][1].out)
     if not args.resume:
-        plan.save(folder, provenance(said(args)))
+        plan.save(folder, provenance(["flwr-regs", *args.words]))
     with locked(folder), keeping(folder, args.command):
         _train(plan, folder, args.workers, runner, getattr(args, "gpus_per_client", 0.0))
         return _report(plan.results(folder), folder, plan)
@@ -58,7 +55,7 @@ def resources(args: argparse.Namespace) -> int:
     """Train one client, and print what it takes."""
     from flwr_regs.experiments.run.resources import measure
 
-    job = job_of(args, [])
+    job = job_of(args)
     print(measure(job).text(job.num_clients))
     return 0
 
@@ -71,18 +68,17 @@ def bench(args: argparse.Namespace) -> int:
     else:
         args.seeds, args.tuning_seeds = args.seeds or SEEDS, args.tuning_seeds or TUNING_SEEDS
         check_seeds(args)
-        job = job_of(args, [])
+        job = job_of(args)
         changed = {k: v for k, v in job.config.items() if v != DEFAULTS[k]}
         seeds = numbers(args.seeds, "--seeds"), numbers(args.tuning_seeds, "--tuning-seeds")
-        bench = Bench(
-            changed, tuple(args.tune), TRIALS if args.trials is None else args.trials, *seeds
-        )
+        trials = TRIALS if args.trials is None else args.trials
+        bench = Bench(changed, tuple(args.tune), trials, *seeds)
     bench.check()
     if args.dry_run:
         return dry_bench(bench, args.workers, folder if args.resume else None)
     if not args.resume:
-        folder = out_folder(job)
-        came = provenance(said(args))
+        folder = out_folder(job.out)
+        came = provenance(["flwr-regs", *args.words])
         bench.save(folder, came)
     results, status = train_bench(bench, folder, came, args.workers)
     return 1 if went_wrong(results) else status
@@ -102,7 +98,7 @@ def train_bench(
     """
     trials = folder / "tuning"
     with locked(folder), keeping(folder, "bench", whole):
-        chosen: dict[str, dict[str, str]] = {row: {} for row in bench.labels}
+        chosen = bench.untuned
         if bench.spaces:
             tuning = bench.tuning()
             if not (trials / PLAN).is_file():
@@ -115,7 +111,7 @@ def train_bench(
         plan.save(folder, came)
         print(f"test: {folder}", flush=True)
         _train(plan, folder, workers)
-        results = bench.results(plan, folder, bench.notes(chosen))
+        results = plan.results(folder, bench.notes(chosen), baseline=True)
         return results, _report(results, folder, plan, pictures)
 
 
@@ -127,7 +123,7 @@ def went_wrong(results: Results) -> bool:
 
 def dry_bench(bench: Bench, workers: int, folder: Path | None) -> int:
     """Say what a benchmark would run, or what is missing in its folder."""
-    test = bench.test({row: {} for row in bench.labels})
+    test = bench.test(bench.untuned)
     tuning = bench.tuning() if bench.spaces else replace(test, jobs=[])
     if folder is not None:  # the chosen settings of the test are not known before tuning ends
         tuning = replace(tuning, jobs=tuning.missing(folder / "tuning"))
@@ -207,12 +203,7 @@ def _dry_run(plan: Plan, workers: int, after: Plan | None = None) -> int:
 
 def resumed(args: argparse.Namespace) -> Path:
     """Return the folder to go on with; ValueError if the words ask for other settings too."""
-    if (
-        args.settings
-        or getattr(args, "key", None)
-        or getattr(args, "case", None)
-        or getattr(args, "tune", None)
-    ):
+    if args.settings or any(getattr(args, name, None) for name in ("key", "case", "tune")):
         raise ValueError("--resume takes its settings from the folder: leave the others out")
     for word in args.words:
         name = word.partition("=")[0]
@@ -222,52 +213,44 @@ def resumed(args: argparse.Namespace) -> Path:
     return folder
 
 
-def said(args: argparse.Namespace) -> list[str]:
-    return ["flwr-regs", *args.words]
-
-
 def reproduce(args: argparse.Namespace) -> int:
     """Train runs of a folder again, in a temporary one; return 1 if one of them comes out otherwise."""
     here = dict(text.partition("=")[::2] for text in args.settings)
     if wrong := [name for name in here if name not in ("data-dir", "code-dir")]:
         raise ValueError(f"only data-dir and code-dir may change, not {', '.join(wrong)}")
-    plan = Plan.load(args.folder)
-    seeds = numbers(args.seeds, "--seeds") if args.seeds else plan.seeds
+    kept = Plan.load(args.folder)
+    seeds = numbers(args.seeds, "--seeds") if args.seeds else kept.seeds
     changed = {"out": "", "code-dir": os.getcwd(), **here}
     jobs = [
         (label, Job.from_run_config({**job.config, **changed}))
-        for label, job in plan.jobs
+        for label, job in kept.jobs
         if job.seed in seeds
     ]
     if not jobs:
-        raise ValueError(f"{args.folder} has no run of the seeds {args.seeds}, only {plan.seeds}")
-    old = {(run.label, run.seed): run for run in plan.recorded(args.folder)}
-    plan = Plan(jobs, plan.heading, plan.ordered)
+        raise ValueError(f"{args.folder} has no run of the seeds {args.seeds}, only {kept.seeds}")
+    old = {(run.label, run.seed): run for run in kept.recorded(args.folder)}
+    plan = replace(kept, jobs=jobs)
     plan.check()
     equal = 0
     with tempfile.TemporaryDirectory(prefix="flwr-regs-") as temporary:
         _train(plan, Path(temporary), args.workers)
         for run in plan.recorded(Path(temporary)):
-            there = _outcome(old.get((run.label, run.seed)))
-            now = _outcome(run)
-            same = there == now != "missing"
-            if isinstance(there, float) and isinstance(now, float):
-                same = abs(there - now) <= args.tolerance
+            said, accuracy = _outcome(old.get((run.label, run.seed)))
+            said_here, accuracy_here = _outcome(run)
+            same = said == said_here != "missing"
+            if accuracy is not None and accuracy_here is not None:
+                same = abs(accuracy - accuracy_here) <= args.tolerance
             equal += same
             print(
-                f"{run.label}, seed {run.seed}: {_shown(there)} there, {_shown(now)} here"
+                f"{run.label}, seed {run.seed}: {said} there, {said_here} here"
                 + ("" if same else "  DIFFERS")
             )
     print(f"{equal} of {len(jobs)} runs are equal within {args.tolerance:g} points")
     return 0 if equal == len(jobs) else 1
 
 
-def _outcome(run: Run | None) -> float | str:
-    """Return a run's last five rounds in per cent, or why it has none."""
+def _outcome(run: Run | None) -> tuple[str, float | None]:
+    """Return a run's last five rounds in per cent, as text and as a number, or why it has none."""
     if run is None or not run.ended:
-        return "missing"
-    return "diverged" if run.diverged else 100 * last(run)
-
-
-def _shown(outcome: float | str) -> str:
-    return outcome if isinstance(outcome, str) else f"{outcome:.2f} %"
+        return "missing", None
+    return ("diverged", None) if run.diverged else (f"{100 * last(run):.2f} %", 100 * last(run))

@@ -1,25 +1,17 @@
-"""``flwr-regs methods``: the registry as a table for a terminal, a pipe or a page.
-
-What the pages of the methods take from the package stands there between ``<!-- costs: FedFOR -->`` and
-``<!-- end -->``. ``python -m flwr_regs.experiments.methods_table docs/methods.md docs/methods/*.md`` makes
-these parts anew; a test compares them.
-"""
+"""``flwr-regs methods``: the registry as a table, and what one method costs and refuses."""
 
 from __future__ import annotations
 
 import inspect
-import re
-import sys
 import textwrap
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import flwr_regs
 from flwr_regs.experiments.settings.build import build
 from flwr_regs.experiments.settings.calls import parse_methods
 from flwr_regs.methods.properties import Properties, properties
-from flwr_regs.methods.registry import FAMILIES, Method
+from flwr_regs.methods.registry import Method
 
 LEGEND = """\
 for       device: a client may take part only once; silo: the same clients again
@@ -38,11 +30,6 @@ Each row is for the call below."""
 HEAD = (
     *("method", "for", "down", "up", "trips", "state", "SecAgg", "DP", "robust", "streams", "stacks"),
 )  # fmt: skip
-MARKDOWN = (
-    *("method", "paper", "for", "client keeps", "down", "up", "and, small", "exchanges"),
-    "beside a gradient a step",
-    *("secure aggregation", "central DP", "robust", "streams", "stacks"),
-)  # fmt: skip
 
 
 def properties_of(row: Method) -> Properties:
@@ -51,9 +38,9 @@ def properties_of(row: Method) -> Properties:
     return properties(build(calls))
 
 
-def text(rows: Iterable[Method]) -> str:
-    """Return the table as plain text, at most 80 columns wide."""
-    cells = [HEAD, *(_short(row) for row in rows)]
+def text() -> str:
+    """Return the registry as plain text, at most 80 columns wide."""
+    cells = [HEAD, *map(_short, flwr_regs.METHODS.values())]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = [
         "  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in cells
@@ -72,47 +59,6 @@ def calls() -> str:
         lines += textwrap.wrap(
             f"{name}({', '.join(arguments)})", 78, initial_indent="  ", subsequent_indent="    "
         )
-    return "\n".join(lines)
-
-
-def markdown(rows: Iterable[Method]) -> str:
-    """Return the table of docs/methods.md, with every column."""
-    lines = [MARKDOWN, ("---",) * len(MARKDOWN)]
-    for row in rows:
-        p = properties_of(row)
-        goes_with = (p.secure_aggregation, p.central_dp, p.robust, p.streams, p.stacks)
-        words = (f"`{row.example}`", row.paper, _setting(row), row.state or "–")
-        cost = (
-            _down(row),
-            f"{row.up:g}",
-            row.beside or "–",
-            str(row.exchanges),
-            row.gradients or "–",
-        )
-        lines.append((*words, *cost, *map(_mark, goes_with)))
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def page(row: Method) -> str:
-    """Return the path of a method's page, from docs/methods.md."""
-    return f"methods/{row.name.lower()}.md"
-
-
-def uses(rows: Iterable[Method]) -> str:
-    """Return a list of links to the methods' pages, with what each is for."""
-    return "\n".join(
-        f"- [{row.name}]({page(row)}): use it when {row.use_when or '–'}." for row in rows
-    )
-
-
-def guide(rows: Iterable[Method]) -> str:
-    """Return README's table: links to the methods' pages, by what they are for."""
-    rows = list(rows)
-    lines = ["| for | methods |", "|---|---|"]
-    for family, words in FAMILIES.items():
-        links = [f"[{row.name}](docs/{page(row)})" for row in rows if row.family == family]
-        if links:
-            lines.append(f"| {words} | {', '.join(links)} |")
     return "\n".join(lines)
 
 
@@ -199,78 +145,23 @@ def _refusal(methods: str, settings: Mapping[str, Any]) -> str:
     return ""
 
 
-PARTS: Mapping[str, Callable[[Any], str]] = {
-    "costs": costs,
-    "composes": composes,
-    "uses": uses,
-    "guide": guide,
-    "table": lambda rows: markdown(rows),
-}
-"""The part of a page that a mark names -> its text. A mark without a method's name is for all rows."""
-MARK = re.compile(rf"(<!-- ({'|'.join(PARTS)})(?:: (\w+))? -->\n).*?(?=<!-- end -->)", re.S)
-
-
-def filled(text: str) -> str:
-    """Return a page with the parts that come from the package made anew."""
-
-    def part(match: re.Match[str]) -> str:
-        of = flwr_regs.METHODS[match[3]] if match[3] else list(flwr_regs.METHODS.values())
-        return f"{match[1]}\n{PARTS[match[2]](of)}\n\n"
-
-    return MARK.sub(part, text)
-
-
-def show(as_markdown: bool) -> None:
-    """Print the registry: as Markdown, as a drawn table on a terminal, else as plain text."""
-    rows = flwr_regs.METHODS.values()
-    if as_markdown:
-        print(markdown(rows))
-        return
-    try:
-        from rich import box
-        from rich.console import Console
-        from rich.table import Table
-    except ImportError:  # the extra "simulation"
-        print(text(rows))
-        return
-    if not sys.stdout.isatty():
-        print(text(rows))
-        return
-    table = Table(box=box.SIMPLE_HEAD)
-    for column in (*HEAD, "paper"):
-        table.add_column(column, overflow="fold")
-    for row in rows:
-        table.add_row(*_short(row), row.paper)
-    console = Console()
-    console.print(table)
-    console.print(f"{LEGEND}\n{calls()}", markup=False, highlight=False)
-
-
 def _short(row: Method) -> tuple[str, ...]:
     p = properties_of(row)
     small = "+" if row.beside else ""
     flags = (not p.stateless, p.secure_aggregation, p.central_dp, p.robust, p.streams, p.stacks)
     up = f"{row.up:g}{small}"
-    return (row.name, row.setting, _down(row) + small, up, str(row.exchanges), *map(_mark, flags))
+    return (row.name, row.setting, down(row) + small, up, str(row.exchanges), *map(_mark, flags))
 
 
 def _models(size: float) -> str:
     return f"{size:g} model" + "s" * (size != 1)
 
 
-def _down(row: Method) -> str:
+def down(row: Method) -> str:
+    """Return what a client receives in a round, in models; in brackets: with ``downlink="delta"``."""
     delta = "" if row.down_delta is None else f" ({row.down_delta:g})"
     return f"{row.down:g}{delta}"
 
 
-def _setting(row: Method) -> str:
-    return row.setting if row.setting == "both" else f"cross-{row.setting}"
-
-
 def _mark(yes: bool) -> str:
     return "yes" if yes else "–"
-
-
-if __name__ == "__main__":
-    for path in map(Path, sys.argv[1:]):
-        path.write_text(filled(path.read_text()))

@@ -15,7 +15,7 @@ from flwr_regs.experiments.run import engine, flower_run
 from flwr_regs.experiments.run.progress import Progress, progress
 from flwr_regs.experiments.settings.job import Job
 from flwr_regs.experiments.settings.settings import key
-from flwr_regs.experiments.settings.user_code import offer
+from flwr_regs.experiments.user_code import offer
 
 RUNNERS = ("process", "stacked", "ray")
 

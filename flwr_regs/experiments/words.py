@@ -10,8 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from flwr_regs.experiments.report.folders import check_writable, new_folder
 from flwr_regs.experiments.run.engine import PLAN, Plan
-from flwr_regs.experiments.run.folders import check_writable, new_folder
 from flwr_regs.experiments.settings import calls
 from flwr_regs.experiments.settings.build import with_argument
 from flwr_regs.experiments.settings.job import Job
@@ -22,15 +22,14 @@ def plan_of(args: argparse.Namespace) -> Plan:
     """Return the runs that the words ask for."""
     heading, cases = _cases(args)
     check_seeds(args, [word for own in cases.values() for word in own])
-    several = {label: len(job_of(args, own).method_names) > 1 for label, own in cases.items()}
     jobs = []
     for label, own in cases.items():
         job = job_of(args, own)
         seeds = numbers(args.seeds, "--seeds") if args.seeds else (job.seed,)
-        for method in job.method_names:
-            row = method if not label else f"{label}, {method}" if several[label] else label
-            for seed in seeds:
-                jobs.append((row, replace(job, methods=method, seed=seed)))
+        methods = job.method_names
+        for method in methods:
+            row = method if not label else f"{label}, {method}" if len(methods) > 1 else label
+            jobs += [(row, replace(job, methods=method, seed=seed)) for seed in seeds]
     jobs.sort(key=lambda one: seeds.index(one[1].seed))  # whole comparisons first
     ordered = heading not in ("method", "case") and all(map(_is_number, cases))
     return Plan.fair(jobs, heading, ordered)
@@ -58,15 +57,12 @@ def _cases(args: argparse.Namespace) -> tuple[str, dict[str, list[str]]]:
     if not dot:
         return args.key, {v: [f"{args.key}={v}"] for v in calls.values(args.values)}
     given = [s.removeprefix("methods=") for s in args.settings if s.startswith("methods=")]
-    return args.key, {
-        v: [
-            "methods="
-            + with_argument(
-                given[-1] if given else target, target, name, calls.literal(v), os.getcwd()
-            )
-        ]
-        for v in calls.values(args.values)
-    }
+    methods = given[-1] if given else target
+
+    def called(value: str) -> str:
+        return with_argument(methods, target, name, calls.literal(value), os.getcwd())
+
+    return args.key, {v: [f"methods={called(v)}"] for v in calls.values(args.values)}
 
 
 def card_of(args: argparse.Namespace) -> str:
@@ -86,7 +82,7 @@ def check_seeds(args: argparse.Namespace, own: Sequence[str] = ()) -> None:
         raise ValueError(f"'seed' does not count beside --seeds ({args.seeds}): leave it out")
 
 
-def job_of(args: argparse.Namespace, own: Sequence[str]) -> Job:
+def job_of(args: argparse.Namespace, own: Sequence[str] = ()) -> Job:
     return read_settings([*args.settings, *own], args.app)
 
 
@@ -96,13 +92,7 @@ def read_settings(settings: Sequence[str], app: Path | None = None) -> Job:
     What they leave out has its default: the package's, or that of ``[tool.flwr.app.config]`` in the
     pyproject.toml of the folder `app`. Raises ValueError or OSError that says what is wrong.
     """
-    given = given_settings(settings, app)
-    try:
-        job = Job.from_run_config(given)
-        job.check()
-    except TypeError as error:  # an argument of a method
-        raise ValueError(str(error)) from error
-    return job
+    return Job.checked(given_settings(settings, app))
 
 
 def given_settings(settings: Sequence[str], app: Path | None = None) -> dict[str, Any]:
@@ -138,24 +128,19 @@ def read_case(text: str) -> tuple[str, list[str]]:
 def numbers(text: str, option: str) -> tuple[int, ...]:
     """Return the whole numbers of an option, separated by commas; ValueError for anything else."""
     try:
-        found = tuple(int(part) for part in text.split(",") if part.strip())
+        several = tuple(int(part) for part in text.split(",") if part.strip())
     except ValueError:
-        found = ()
-    if not found or min(found) < 0 or max(found) >= 2**63 or len({*found}) < len(found):
+        several = ()
+    if not several or min(several) < 0 or max(several) >= 2**63 or len({*several}) < len(several):
         raise ValueError(f"{option} must be different whole numbers such as 1,2,3, not '{text}'")
-    return found
+    return several
 
 
-def out_folder(job: Job) -> Path:
-    """Return (and make) the job's ``out``, by default ``results/<time>`` in the current folder.
+def out_folder(out: str) -> Path:
+    """Return (and make) the folder that `out` names, by default ``results/<time>`` in the current one.
 
     Raises ValueError if it holds results already, or cannot be written.
     """
-    return named_folder(job.out)
-
-
-def named_folder(out: str) -> Path:
-    """Return (and make) the folder of results that `out` names: see :func:`out_folder`."""
     if not out:
         return new_folder(Path.cwd() / "results")
     folder = Path(out)
@@ -168,11 +153,7 @@ def named_folder(out: str) -> Path:
 
 
 def _is_number(text: str) -> bool:
-    return isinstance(_quietly(text), int | float)
-
-
-def _quietly(text: str) -> Any:
     try:
-        return calls.literal(text)
+        return isinstance(calls.literal(text), int | float)
     except ValueError:
-        return None
+        return False

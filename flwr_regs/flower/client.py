@@ -134,7 +134,9 @@ class RegClient(NumPyClient):
         _WHOLE.check(who, "step_budget", step_budget, optional=True)
         NOT_NEGATIVE.check(who, "time_budget", time_budget, optional=True)
         SWITCH.check(who, "keep_optimizer", keep_optimizer)
-        if classifier is not None or any("features" in t.needs for t in self.terms):
+        # needs may be a property, which the settings decide
+        declared: list[Any] = [t.needs for t in self.terms if not isinstance(t.needs, property)]
+        if classifier is not None or any("features" in needs for needs in declared):
             find_classifier(uncompiled(model), classifier)  # raises here, before any round
         pinned(private, uncompiled(model))  # raises here, before any round
         self.model = model

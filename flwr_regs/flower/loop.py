@@ -42,10 +42,6 @@ class Driven(Protocol):
         """Begin a round."""
         ...
 
-    def read_early(self, reply: Message) -> None:
-        """Read a reply while others are awaited."""
-        ...
-
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
@@ -121,7 +117,7 @@ class Loop:
         for attempt in count(1):
             options = self.strategy.options
             messages = self.strategy.configure_train(number, arrays, self.train, self.grid)
-            replies = self._exchange(messages, self.strategy.read_early)
+            replies = self._exchange(messages)
             try:
                 new, metrics = self.strategy.aggregate_train(number, replies)
                 break
@@ -170,11 +166,9 @@ class Loop:
             self.result.evaluate_metrics_serverapp[number] = metrics
         return metrics
 
-    def _exchange(
-        self, messages: Iterable[Message], early: Callable[[Message], None] | None = None
-    ) -> list[Message]:
+    def _exchange(self, messages: Iterable[Message]) -> list[Message]:
         network = GridNetwork(self.grid, self.timeout)
-        return network.exchange(list(messages), self.strategy.options.deadline, early)
+        return network.exchange(list(messages), self.strategy.options.deadline)
 
     def _ends(self, entry: dict[str, Any]) -> bool:
         """Ask `stop_when` and hand the finished entry to `on_round`; return whether training ends early."""

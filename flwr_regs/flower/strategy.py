@@ -14,7 +14,7 @@ from flwr.common.logger import log
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
-from flwr_regs.abilities import Steers
+from flwr_regs.abilities import Averages, Steers
 from flwr_regs.chain import chain, name_of
 from flwr_regs.flower.accounting import AccountedBudget
 from flwr_regs.flower.checkpoints import Checkpoints, guarded
@@ -127,7 +127,7 @@ class RegStrategy(Strategy):
     @property
     def averaged_arrays(self) -> ArrayRecord | None:
         """The mean of the last two global models, if a term is judged by it; None before the first step."""
-        if self._training is None or not any(t.averages for t in self.term.terms):
+        if self._training is None or not any(isinstance(t, Averages) for t in self.term.terms):
             return None
         mean = self.training.model.mean_of_two
         return None if mean is None else to_record(mean)
@@ -272,18 +272,10 @@ class RegStrategy(Strategy):
             return []
         if self._trained is not None:
             log(WARNING, "the round before round %d was never aggregated", server_round)
+            self._trained = None  # it leaves the training as it was, before the next one begins
         network = GridNetwork(grid, self._timeout)
         self._trained = Paused(self.training.round(server_round, config, network))
         return self._trained.messages
-
-    def read_early(self, reply: Message) -> None:
-        """Read a reply to a train message while others are awaited.
-
-        `start` calls this with each reply that comes before the last. What it finds counts only if
-        `aggregate_train` gets the same reply; the result is the same without it.
-        """
-        if self._trained is not None:
-            self._trained.early(reply)
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]

@@ -20,7 +20,7 @@ from dataclasses import fields
 from statistics import median
 from typing import Any
 
-from flwr_regs.abilities import Compresses
+from flwr_regs.abilities import Compresses, Steps
 from flwr_regs.chain import Chain
 from flwr_regs.server.client_metrics import usable
 from flwr_regs.server.options import Options
@@ -142,7 +142,7 @@ def suspects(term: Chain, config: Mapping[str, Any], lr: float | None) -> list[s
     found = []
     for t in term.terms:
         numbers = [(f, v) for f in fields(t) if _is_number(v := getattr(t, f.name))]
-        if not numbers and t.owns_step:
+        if not numbers and isinstance(t, Steps):
             found.append(f"learning rate of the '{t.name}'")
         for i, (f, value) in enumerate(numbers):
             high = value > f.default if _is_number(f.default) else i == 0

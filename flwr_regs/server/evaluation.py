@@ -10,9 +10,10 @@ from typing import Any
 
 from flwr_regs.server.client_metrics import common_metrics, read_metrics
 from flwr_regs.server.exchange.frozen import Frozen, differing, out_of_sync
-from flwr_regs.server.exchange.network import Course, Network, name_failures, read_each
+from flwr_regs.server.exchange.network import Course, Network
 from flwr_regs.server.exchange.outbox import client_seed
 from flwr_regs.server.exchange.replies import output_layer
+from flwr_regs.server.failures import name_failures, read_each
 from flwr_regs.server.population.cohorts import EVALUATION, uniform_cohort
 from flwr_regs.server.population.lost_state import lost_before
 from flwr_regs.server.round import RoundFailed

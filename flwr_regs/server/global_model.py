@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
 
 import numpy as np
 
-from flwr_regs.abilities import Folds
+from flwr_regs.abilities import Averages, Folds
 from flwr_regs.chain import Chain
 from flwr_regs.server.aggregate.aggregators import TooFewVectors
 from flwr_regs.server.aggregate.robust_round import RobustMeans, check_reached
-from flwr_regs.server.aggregate.step import Stepped, as_step, stepped
-from flwr_regs.server.aggregate.updates import Reply, Sums, mean_delta, sums_of, updates_of
-from flwr_regs.server.aggregate.weights import MeanOfUpdates, UnusableReplies
+from flwr_regs.server.aggregate.updates import mean_delta, update_of
+from flwr_regs.server.aggregate.weights import MeanOfUpdates, UnusableReplies, restricted
 from flwr_regs.server.exchange.frozen import Frozen
-from flwr_regs.server.exchange.network import culprits
+from flwr_regs.server.failures import culprits
+from flwr_regs.server.reply import Reply
 from flwr_regs.server.round import RoundFailed
 from flwr_regs.term import ServerContext, Slot, mean_of_slots
 from flwr_regs.wire.arrays import (
     NDArrays,
+    add,
     check_arrays,
     check_finite,
     digest,
@@ -29,10 +29,11 @@ from flwr_regs.wire.arrays import (
     tie,
     untrainable,
 )
-from flwr_regs.wire.blocks import flat, order_of
 from flwr_regs.wire.delta import decoded
 from flwr_regs.wire.errors import described
 from flwr_regs.wire.frozen import frozen_digest
+from flwr_regs.wire.npy import Blank
+from flwr_regs.wire.pieces import square_sum
 from flwr_regs.wire.precision import narrow, widen
 from flwr_regs.wire.text import one_line
 
@@ -111,7 +112,8 @@ class GlobalModel:
         self._term = term
         self._half = half
         self._keeps_step = keeps_step or any(
-            t.averages or any(t.acts(hook) for hook in SERVER_HOOKS) for t in term.terms
+            isinstance(t, Averages) or any(t.acts(hook) for hook in SERVER_HOOKS)
+            for t in term.terms
         )
         self._rounded = (model, self._as_given(model))
         self.model = model
@@ -137,16 +139,6 @@ class GlobalModel:
             return model
         coded = [n for n, a in model.items() if a.dtype == np.float32]
         return widen(narrow(model, self._half), coded, self._half)
-
-    @contextmanager
-    def attempt(self) -> Iterator[None]:
-        """Take back what changes inside if it ends in an error, so that a failed attempt binds nobody."""
-        before = dict(vars(self))
-        try:
-            yield
-        except BaseException:
-            vars(self).update(before)
-            raise
 
     def agree(self, buffers: frozenset[str] | None, tied: Mapping[str, str] | None) -> None:
         """Note what the clients agree on; `init` runs again if it first got arrays that are not trained."""
@@ -207,11 +199,7 @@ class GlobalModel:
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue from a snapshot."""
         held = state["frozen"]
-        self.frozen = held and Frozen(**held)
-        self.model, self.step, self.server = state["model"], state["step"], state["server"]
-        self.previous_lr, self.buffers = state["previous_lr"], state["buffers"]
-        self.tied, self.changed = state["tied"], state["changed"]
-        self.coded_steps = state["coded_steps"]
+        vars(self).update(state, frozen=held and Frozen(**held))
 
     def context(self, server_round: int, lr: float, population: int) -> ServerContext:
         """Return the context of the terms' server hooks in a round."""
@@ -275,33 +263,30 @@ class GlobalModel:
         if robust is not None:
             check_reached(self._term, replies)
             mean = robust.delta
-        server, code, step, sums = self.server, None, NDArrays(), None
-        if mean is None and not any(
-            t.acts(hook) for t in self._term.terms for hook in ("fold", "update", "release")
-        ):
-            sums = sums_of(given, replies, ctx.weights, scaled, fixed)  # they are the step
-            if self._half:
-                means = self._means(sums.whole(self._to_means), given)
-                step = {n: s for n, s in means.items() if n not in (self.tied or {})}
-        else:
-            delta = (mean or mean_delta)(given, replies, ctx.weights, scaled, fixed)
-            counted = list(replies)
-            if robust is not None:  # it has chosen the clients now
-                ctx = replace(ctx, aggregated=robust.aggregated)
-                counted = robust.members(counted)
-            server, step, code = self._released(replies, counted, ctx, given, delta, robust)
-        step = {n: as_step(self.model[n], s) for n, s in step.items()}
-        new, kept = self._stepped(step, sums)
-        check_finite(new.model, "the new global model", self.model)
-        as_given = self._as_given(new.model)
+        server, code = self.server, None
+        step = (mean or mean_delta)(given, replies, ctx.weights, scaled, fixed)
+        counted = list(replies)
+        if robust is not None:  # it has chosen the clients now
+            ctx = replace(ctx, aggregated=robust.aggregated)
+            counted = robust.members(counted)
+        server, step, code = self._released(replies, counted, ctx, given, step, robust)
+        for name, w in self.model.items():
+            step[name] = as_step(w, step[name])
+        new = _after(self.model, step)
+        check_finite(new, "the new global model", self.model)
+        square = sum(map(square_sum, self._trainable(step).values()))
+        moved = [n for n, s in step.items() if s.any()]
+        if not self._keeps_step:
+            step = {}  # before another model is made
+        as_given = self._as_given(new)
         if watch is not None:
-            watch(sum(self._trainable(new.squares).values()))
+            watch(square)
         if code is not None:
-            self._log(ctx.round, code, sum(w.nbytes for w in new.model.values()))
-        self.server, self.step, self.model = server, kept, new.model
-        self._rounded = (new.model, as_given)
+            self._log(ctx.round, code, sum(w.nbytes for w in new.values()))
+        self.changed |= dict.fromkeys(moved, ctx.round)
+        self.server, self.step = server, step if self._keeps_step else None
+        self.model, self._rounded = new, (new, as_given)
         self.previous_lr = ctx.lr
-        self.changed |= dict.fromkeys(new.moved, ctx.round)
 
     def _released(
         self,
@@ -328,34 +313,6 @@ class GlobalModel:
             step = decoded(coder.decode, code, like, "the global step")
         return server, {**delta, **tie(step, self.tied or {})}, code
 
-    def _stepped(self, step: NDArrays, sums: Sums | None) -> tuple[Stepped, NDArrays | None]:
-        """Return (the model after the step, the step if it is to be kept).
-
-        `step` has arrays of the step in the model's dtypes; `sums` are the others', read in blocks.
-        """
-        model, tied = self.model, self.tied or {}
-        kept = NDArrays()
-        if self._keeps_step:
-            kept = {n: np.empty_like(w) for n, w in model.items() if n not in step}
-        made = {n: flat(step[n], order_of(model[n])) for n in step}
-        old = {n: flat(model[n]) for n in model if n not in step}
-
-        def reader() -> Callable[[str, slice], np.ndarray]:
-            total = None if sums is None else sums.reader()
-
-            def read(name: str, part: slice) -> np.ndarray:
-                if total is None or name in made:
-                    return made[name][part]
-                return as_step(old[name][part], total(tied.get(name, name), part))
-
-            return read
-
-        blocks = () if sums is None else (sums.width, sums.threads)
-        new = stepped(model, reader, kept, *blocks)
-        return new, {
-            n: step[n] if n in step else kept[n] for n in model
-        } if self._keeps_step else None
-
     def _updated(
         self,
         replies: Mapping[int, Reply],
@@ -380,15 +337,11 @@ class GlobalModel:
 
         def fails(pids: Collection[int]) -> str:
             some = {p: replies[p] for p in pids}
-            total = sum(ctx.weights[p] for p in pids)
-            weights = {p: ctx.weights[p] / total for p in pids}
-            measured = {p: r for p, r in ctx.replies.items() if p in pids}
-            less = replace(ctx, weights=weights, replies=measured, aggregated=mean_of_slots)
+            fewer = replace(restricted(ctx, pids), aggregated=mean_of_slots)
             try:
-                own = {p: uploads[p] for p in pids}
-                self._term.update(
-                    self.server, delta, own, less, self._fold(some, less, given, None)
-                )
+                folded = self._fold(some, fewer, given, None)
+                of_some = {p: uploads[p] for p in pids}
+                self._term.update(self.server, delta, of_some, fewer, folded)
             except Exception as error:
                 return f"its upload cannot be used: {described(error)}"
             return ""
@@ -413,11 +366,11 @@ class GlobalModel:
         wrong: dict[int, str] = {}
         if not any(isinstance(t, Folds) for t in self._term.terms):
             return folded
-        for pid, delta in updates_of(replies, given, self.fixed):
-            uploads = replies[pid].uploads
+        for pid, reply in replies.items():
+            delta = dict(update_of(reply, given, self.fixed))
             acc = folded if robust is None else {}
             try:
-                folded = self._term.fold(acc, pid, delta, uploads, ctx.weights[pid], ctx)
+                folded = self._term.fold(acc, pid, delta, reply.uploads, ctx.weights[pid], ctx)
                 each[pid] = folded
             except Exception as error:  # whatever an upload makes a term raise
                 why = one_line(str(error)) or type(error).__name__
@@ -442,13 +395,9 @@ class GlobalModel:
         with np.errstate(invalid="ignore"):  # an infinite constant
             return {
                 n: np.where(delta[n] == 0, 0, delta[n] + (given[n] - self.model[n]))
-                for n in self._to_means
+                for n in self.buffers or ()
+                if self.model[n].dtype == np.float32
             }
-
-    @property
-    def _to_means(self) -> list[str]:
-        """The float32 arrays that are not trained."""
-        return [n for n in self.buffers or () if self.model[n].dtype == np.float32]
 
     def _trainable(self, arrays: Mapping[str, T]) -> dict[str, T]:
         fixed = self.fixed
@@ -459,3 +408,22 @@ def _has_nan(array: np.ndarray) -> bool:
     return array.size > 0 and bool(
         np.isnan(array.max())
     )  # the largest of some numbers and a NaN is NaN
+
+
+def _after(model: NDArrays, step: Mapping[str, np.ndarray]) -> NDArrays:
+    """Return the model after a step; each array is as it is sent, so that no message copies it."""
+    new = {}
+    for name, w in model.items():
+        blank = Blank(w.dtype, w.shape)
+        add(w.reshape(-1), step[name].reshape(-1), out=blank.vector)
+        new[name] = blank.seal()
+    return new
+
+
+def as_step(base: np.ndarray, delta: Any) -> np.ndarray:
+    """Return a step in the dtype of `base`, so that it can be added; rounded for integers."""
+    if base.dtype == np.bool_:  # the mean's majority, as a flip
+        return np.asarray(base ^ (base + np.asarray(delta) > 0.5))
+    if np.issubdtype(base.dtype, np.integer):
+        return np.asarray(np.rint(delta)).astype(base.dtype)
+    return np.asarray(delta).astype(base.dtype, copy=False)

@@ -32,12 +32,13 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from flwr_regs.server.aggregate.updates import Moves, Reply
+from flwr_regs.server.aggregate.updates import summed_dtype, update_of
 from flwr_regs.server.aggregate.weights import MeanOfUpdates
+from flwr_regs.server.reply import Reply
 from flwr_regs.server.round import Round
 from flwr_regs.term import NOT_NEGATIVE, POSITIVE
 from flwr_regs.wire.arrays import NDArrays, statistics
-from flwr_regs.wire.blocks import blocks
+from flwr_regs.wire.pieces import square_sum
 from flwr_regs.wire.text import named
 
 
@@ -111,30 +112,26 @@ def private_mean(
     Sums in float64, in the order of `replies`. Each result has its dtype in `base`, the global model.
     Arrays that are not `trained` do not move.
     """
-    names = sorted(trained)
-    total = np.zeros(sum(base[n].size for n in names))
-    update = np.empty_like(total)
+    total = {n: np.zeros(base[n].shape) for n in sorted(trained)}
+    fixed = base.keys() - total.keys()
     clipped = 0
     for reply in replies.values():
-        alone, rest = {0: reply.open}, update
-        for n in names:
-            moves, part, rest = Moves(n, base[n], alone), rest[: base[n].size], rest[base[n].size :]
-            for at in blocks(part.size):
-                moves.read([0], at, part[None, at])
+        update = dict(update_of(reply, base, fixed))
         with np.errstate(over="ignore"):
-            norm = float(np.linalg.norm(update))
+            norm = math.sqrt(sum(map(square_sum, update.values())))
         clipped += norm > dp.clip_norm
         if math.isfinite(norm):  # an update that overflows counts as zero
-            update *= min(1.0, dp.clip_norm / max(norm, 1e-300))
-            total += update
-    mean = total / cohort_size
-    if dp.noise_multiplier > 0:
-        std = dp.noise_multiplier * dp.clip_norm / cohort_size
-        mean += np.random.default_rng().normal(0.0, std, mean.size)  # from the system's entropy
-    out = {n: np.zeros_like(w, dtype=np.float64) for n, w in base.items() if n not in trained}
-    for n in names:
-        w, part, mean = base[n], mean[: base[n].size], mean[base[n].size :]
-        out[n] = part.reshape(w.shape).astype(w.dtype if w.dtype.kind == "f" else np.float64)
+            factor = min(1.0, dp.clip_norm / max(norm, 1e-300))
+            for name, move in update.items():
+                total[name] += factor * move
+    noise = np.random.default_rng()  # from the system's entropy
+    std = dp.noise_multiplier * dp.clip_norm / cohort_size
+    out = {n: np.zeros(base[n].shape) for n in fixed}
+    for name, sum_ in total.items():
+        mean = sum_ / cohort_size
+        if std > 0:
+            mean += noise.normal(0.0, std, mean.shape)
+        out[name] = mean.astype(summed_dtype(base[name]))
     return out, clipped / max(len(replies), 1)
 
 

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from flwr_regs.server.aggregate.updates import Reply
-from flwr_regs.server.exchange.network import name_failures
+from flwr_regs.server.failures import name_failures
+from flwr_regs.server.reply import Reply
 from flwr_regs.term import ServerContext, Slot
 from flwr_regs.wire.parcel import Parcel
 

@@ -11,26 +11,29 @@ from typing import Any
 from uuid import uuid4
 
 from flwr_regs.abilities import Compresses, Probes, Weighs
-from flwr_regs.server.aggregate.aggregators import TooFewVectors
-from flwr_regs.server.aggregate.robust_round import Aggregation, AggregatorFailed
+from flwr_regs.server.aggregate.aggregators import Mean, TooFewVectors
+from flwr_regs.server.aggregate.robust_round import AggregatorFailed, RobustMeans
 from flwr_regs.server.aggregate.weights import (
     Stats,
     StepScaling,
     UnusableReplies,
     WithheldStats,
+    aggregation_weights,
     update_weights,
 )
 from flwr_regs.server.client_metrics import common_metrics, usable
 from flwr_regs.server.divergence import DivergenceGuard
 from flwr_regs.server.exchange.first_exchange import Exchange
-from flwr_regs.server.exchange.network import Course, Network, name_failures
+from flwr_regs.server.exchange.network import Course, Network
 from flwr_regs.server.exchange.replies import Reader, Usable
+from flwr_regs.server.failures import name_failures
 from flwr_regs.server.global_model import GlobalModel
 from flwr_regs.server.options import Options
 from flwr_regs.server.population.lost_state import name_losses
 from flwr_regs.server.population.participation import Participation
 from flwr_regs.server.population.population import Population
 from flwr_regs.server.privacy import Budget, PrivateRounds, refuse_statistics
+from flwr_regs.server.reply import Reply
 from flwr_regs.server.round import Round, RoundFailed, TooFewReplies
 from flwr_regs.term import ServerContext
 from flwr_regs.wire import keys
@@ -113,7 +116,7 @@ class Training:
             options.incomplete, options.drop_inactive, options.restart_lr, num_rounds or 1
         )
         self._guard = DivergenceGuard()
-        self._aggregation = Aggregation()
+        self._warned_of_weights = False
         self._held: dict[int, int] = {}  # client -> round whose model it last kept
         self.evaluated = False
         self.trained: set[int] = set()
@@ -146,28 +149,20 @@ class Training:
     def snapshot(self) -> dict[str, Any]:
         """Return what a checkpoint holds of it, beside the history; later rounds do not change it."""
         return {
+            **self._bound(),
             "start": self.start_id,
-            "model": self.model.snapshot(),
             "population": self.population.snapshot(),
-            "participation": self._participation.snapshot(),
             "privacy": self._privacy.snapshot(),
-            "guard": self._guard.snapshot(),
-            "held": dict(self._held),
-            "used": dict(self.used),
-            "trained": set(self.trained),
             "evaluated": self.evaluated,
         }
 
     def restore(self, state: Mapping[str, Any], history: Sequence[dict[str, Any]]) -> None:
         """Continue from a snapshot and its history."""
         self.identity[keys.START_KEY] = state["start"]
-        self.model.restore(state["model"])
+        self._bind(state)
         self.population.restore(state["population"])
-        self._participation.restore(state["participation"])
         self._privacy.restore(state["privacy"])
-        self._guard.restore(state["guard"])
-        self._held, self.used = state["held"], state["used"]
-        self.trained, self.evaluated = state["trained"], state["evaluated"]
+        self.evaluated = state["evaluated"]
         self.history[:] = history
 
     def round(self, number: int, config: Mapping[str, Any], network: Network) -> Course[Round]:
@@ -182,11 +177,32 @@ class Training:
             Fewer than `min_replies` usable replies, or a diverged model; at signs of divergence too if the
             strategy says so. The model stays as it was.
         """
-        with self.model.attempt():
+        before = self._bound()
+        try:
             return (yield from self._round(number, config, network))
+        except BaseException:  # a failed round binds nobody
+            self._bind(before)
+            raise
+
+    def _bound(self) -> dict[str, Any]:
+        """Return what a round changes, and a failed one leaves as it was: see :meth:`snapshot`."""
+        return {
+            "model": self.model.snapshot(),
+            "participation": self._participation.snapshot(),
+            "guard": self._guard.snapshot(),
+            "held": dict(self._held),
+            "used": dict(self.used),
+            "trained": set(self.trained),
+        }
+
+    def _bind(self, state: Mapping[str, Any]) -> None:
+        self.model.restore(state["model"])
+        self._participation.restore(state["participation"])
+        self._guard.restore(state["guard"])
+        self._held, self.used, self.trained = state["held"], state["used"], state["trained"]
 
     def _round(self, number: int, config: Mapping[str, Any], network: Network) -> Course[Round]:
-        """Run one round; an error may leave the model half changed."""
+        """Run one round; an error may leave the training half changed."""
         term, options = self.options.term, self.options
         now, failed = Round(number), self._failed(number)
         connected = self.population.refresh(network)
@@ -207,7 +223,7 @@ class Training:
         term.restrict(now.config)  # with this round's learning rate
         memory = (self._held, self.used)
         exchange = Exchange(
-            now, options, self.model, self.population, network, memory, self._context
+            now, options, self.model, self.population.request, network, memory, self._context
         )
         now.lap("configure")
 
@@ -218,9 +234,7 @@ class Training:
             now.asked = exchange.probe()
             self._held |= dict.fromkeys(now.asked, number)
             now.lap("probe")
-        reader = self._reader()
-        early = partial(reader.read_early, now.config)
-        requests = [replace(exchange.train(now.asked), early=early)]
+        requests = [exchange.train(now.asked)]
         if options.overlap and number != self.num_rounds:
             later = self._draw(number + 1, members, network)
             requests += exchange.ahead(p for p in later if p in here)
@@ -230,7 +244,7 @@ class Training:
         exchange.collect(came)
         now.lap("clients")
 
-        usable = self._read(now, reader)
+        usable = self._read(now)
         self._participation.select(now)
         name_losses(now, self.trained)
         if failed is not None:  # its entry is among the attempts of the new one
@@ -305,13 +319,11 @@ class Training:
             **({keys.HALF_KEY: options.wire_dtype} if options.wire_dtype else {}),
         }
 
-    def _reader(self) -> Reader:
+    def _read(self, now: Round) -> Usable:
+        """Check the replies; note the usable ones, and why the others are not."""
         options = self.options
         by, counts_steps = options.weighted_by_key, options.counts_steps
-        return Reader(self.method, options.term, self.model, by, counts_steps)
-
-    def _read(self, now: Round, reader: Reader) -> Usable:
-        """Check the replies; note the usable ones, and why the others are not."""
+        reader = Reader(self.method, options.term, self.model, by, counts_steps)
         usable = reader.read_all(now.came, now.config)
         fixed = (usable.buffers or frozenset()) - set(usable.tied or ())
         uncovered = self._privacy.uncovered(usable.replies, self.model.given, fixed)
@@ -327,7 +339,7 @@ class Training:
         self.model.agree(usable.buffers, usable.tied)
         if usable.frozen is not None:
             self.model.hold(usable.frozen)
-        mean, robust = self._privacy.mean(now), self._aggregation.robust(self.options)
+        mean, robust = self._privacy.mean(now), self._robust()
         watch = partial(self._guard.watch, now, self.options, self.method)
         while True:
             now.check_enough(self.options.min_replies, self.method)
@@ -335,7 +347,7 @@ class Training:
             try:
                 scaled = update_weights(*self._weigher, now.used, now.context)
                 self.model.advance(now.used, now.context, scaled, mean, watch, robust)
-                self._aggregation.note(now, self.options, robust)
+                self._note_bounds(now, robust)
                 return
             except UnusableReplies as error:  # go on without these clients
                 why = {p: shown(f"the reply of client {p}: {y}") for p, y in error.why.items()}
@@ -359,7 +371,7 @@ class Training:
         """Return the context of the terms' server hooks; with weights and replies, once there are any."""
         lr = math.nan if now.lr is None else now.lr
         context = self.model.context(now.number, lr, self.population.size)
-        if (robust := self._aggregation.robust(self.options)) is not None:
+        if (robust := self._robust()) is not None:
             context = replace(context, aggregated=robust.aggregated, robust=True)
         if not now.used:
             return context
@@ -367,10 +379,36 @@ class Training:
         measured = {p: Stats(p, r, given, fixed) for p, r in now.used.items()}
         return replace(
             context,
-            weights=self._aggregation.weights(now.used, self.options),
+            weights=self._weights(now.used),
             replies=measured if self.options.privacy is None else WithheldStats(),
             answers=now.answers,
         )
+
+    def _weights(self, used: Mapping[int, Reply]) -> dict[int, float]:
+        """Return ``p_k`` by partition id, none above `max_weight`."""
+        return aggregation_weights(used, self.options.weighting, self.options.max_weight)
+
+    def _robust(self) -> RobustMeans | None:
+        """Return a robust aggregator's means, for one round; None for `Mean`."""
+        aggregator = self.options.aggregator
+        return None if isinstance(aggregator, Mean) else RobustMeans(aggregator)
+
+    def _note_bounds(self, now: Round, robust: RobustMeans | None) -> None:
+        """Note in a round whom the aggregator selected, and whose updates or weights were bounded."""
+        bounded = set() if robust is None else set(robust.bounded)
+        if (most := self.options.max_weight) is not None:
+            given = aggregation_weights(now.used, self.options.weighting)
+            weights, n = self._weights(now.used), len(now.used)
+            bounded |= {p for p in given if weights[p] < given[p]}
+            if most * n < 1 and not self._warned_of_weights:
+                self._warned_of_weights = True
+                LOG.warning(
+                    "max_weight=%g is impossible for %d replies: each weighs 1/%d", most, n, n
+                )
+        if bounded:
+            now.events["bounded"] = sorted(bounded)
+        if robust is not None and robust.selected is not None:
+            now.events["selected"] = robust.selected
 
     @property
     def _weigher(self) -> tuple[Weighs | None, str]:

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import safetensors.numpy
 
-from flwr_regs.wire.blocks import blocks, flat, order_of
 from flwr_regs.wire.keys import TIED_KEY
+from flwr_regs.wire.pieces import pieces
 from flwr_regs.wire.text import named, quoted, read_json
 
 NDArrays = dict[str, np.ndarray]
@@ -205,7 +205,7 @@ def _within(a: np.ndarray, largest: float) -> bool:
     if not a.size:
         return True
     if a.dtype.kind == "f" and a.dtype.itemsize >= 4:
-        vector = flat(a)
+        vector = a.reshape(-1)
         if np.dot(vector, vector) < min(largest, _SUMMED) ** 2 / 16:
             return True
     if a.dtype.kind == "f":
@@ -216,10 +216,9 @@ def _within(a: np.ndarray, largest: float) -> bool:
 
 def _beyond(a: np.ndarray, fixed: np.ndarray | None, largest: float) -> str:
     """Return what an array holds beside usable numbers and the constants of `fixed`; "" if nothing."""
-    order = order_of(a)
-    vector, found = flat(a, order), ""
-    constants = None if fixed is None else flat(np.broadcast_to(fixed, a.shape), order)
-    for part in blocks(vector.size):
+    vector, found = a.reshape(-1), ""
+    constants = None if fixed is None else np.broadcast_to(fixed, a.shape).reshape(-1)
+    for part in pieces(vector.size):
         x = vector[part]
         good = np.isfinite(x)
         small = good if _bounded(a.dtype, largest) else good & (x <= largest) & (x >= -largest)

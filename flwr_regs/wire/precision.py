@@ -17,7 +17,7 @@ import numpy as np
 
 from flwr_regs.wire import keys
 from flwr_regs.wire.arrays import NDArrays, ProtocolError, mask, unmask
-from flwr_regs.wire.blocks import blocks, flat
+from flwr_regs.wire.pieces import pieces
 
 DTYPES = ("bfloat16", "float16")
 LARGEST = {"bfloat16": "3.39e38", "float16": "65504"}
@@ -88,10 +88,8 @@ class Widened(Mapping[str, np.ndarray]):
         return {n: self[n] for n in self if n not in self._coded or not self._within(n, limit)}
 
     def _within(self, name: str, limit: int) -> bool:
-        bits = flat(self._arrays[name]).view(np.uint16)
-        return all(
-            int((bits[part] & MAGNITUDE).max()) <= limit for part in blocks(bits.size, 1 << 17)
-        )
+        bits = self._arrays[name].reshape(-1).view(np.uint16)
+        return all(int((bits[part] & MAGNITUDE).max()) <= limit for part in pieces(bits.size))
 
     def __getitem__(self, name: str) -> np.ndarray:
         raw, widens = self.raw(name)

@@ -173,19 +173,6 @@ def parcel_of(content: RecordDict) -> Parcel:
     return Parcel(records, config, metrics, size)
 
 
-def held(content: RecordDict) -> object:
-    """Return what a content holds; two are equal if nothing has changed. No bytes of arrays are copied."""
-    found: dict[str, object] = {}
-    for name, record in content.items():
-        if isinstance(record, ArrayRecord):
-            found[name] = {k: (a.dtype, a.shape, a.stype, a.data) for k, a in record.items()}
-        else:
-            values: dict[str, Any] = dict(record.items())
-            lists = {k: list(v) for k, v in values.items() if isinstance(v, list)}
-            found[name] = (type(record), values | lists)
-    return found
-
-
 class _Unread(Mapping[str, np.ndarray]):
     """The arrays of a record, each decoded when it is read: as views of their bytes, or as copies.
 

@@ -22,6 +22,7 @@ from torch.utils.data import (
 )
 
 from flwr_regs import MOON, Ditto, FedSAM
+from flwr_regs.abilities import Freezes
 from flwr_regs.chain import chain
 from flwr_regs.client.local_training import LocalTraining, local_round
 from flwr_regs.client.train.batches import as_pairs, count_examples, to_device
@@ -234,7 +235,7 @@ def test_the_mean_loss_of_a_model_in_half_precision_does_not_overflow() -> None:
 
 
 @dataclass(frozen=True)
-class Hold(Term):
+class Hold(Term, Freezes):
     """Holds one layer still."""
 
     name: ClassVar[str] = "hold"

@@ -31,6 +31,7 @@ from flwr_regs import (
     RegClientApp,
     RoundFailed,
 )
+from flwr_regs.abilities import Freezes
 from flwr_regs.chain import chain
 from flwr_regs.client.local_training import LocalTraining, local_round
 from flwr_regs.client.train.optimizer import clip, optimizer_of, steps_alone
@@ -164,7 +165,7 @@ def test_a_client_has_one_optimiser() -> None:
 
 
 @dataclass(frozen=True)
-class Still(Term):
+class Still(Term, Freezes):
     """Holds the first layer's weight."""
 
     name: ClassVar[str] = "still"

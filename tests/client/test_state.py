@@ -23,6 +23,7 @@ from flwr_regs import (
     Term,
     client_app,
 )
+from flwr_regs.abilities import Compresses, Folds, Personalises, Probes, TakesBack
 from flwr_regs.chain import chain
 from flwr_regs.client.memory.state import ClientState
 from flwr_regs.testing.problem import RepeatingGrid
@@ -52,7 +53,7 @@ class CountAlways(Count):
 
 
 @dataclass(frozen=True)
-class Return(Count):
+class Return(Count, TakesBack):
     """Adds what was sent and not used to its slot."""
 
     name: ClassVar[str] = "return"
@@ -66,7 +67,7 @@ class Return(Count):
 
 
 @dataclass(frozen=True)
-class Code(Term):
+class Code(Term, Compresses):
     """Sends updates as plain doubles, in a code of its own."""
 
     name: ClassVar[str] = "code"
@@ -178,7 +179,7 @@ def test_a_client_that_lost_its_state_is_named() -> None:
 
 
 @dataclass(frozen=True)
-class Mine(Term):
+class Mine(Term, Personalises):
     """A client's own model is its last local one."""
 
     name: ClassVar[str] = "mine"
@@ -253,7 +254,7 @@ def test_a_client_whose_model_is_of_a_repeated_round_asks_for_the_whole() -> Non
 
 
 @dataclass(frozen=True)
-class Asked(Term):
+class Asked(Term, Probes):
     """Keeps what its probe measured until the round ends, and from then on if the round was used."""
 
     name: ClassVar[str] = "asked"
@@ -281,7 +282,7 @@ def test_a_probes_slot_is_there_in_its_round_and_pending_with_it() -> None:
 
 
 @dataclass(frozen=True)
-class Picky(Term):
+class Picky(Term, Folds):
     """Cannot fold what client 2 sends in round 2."""
 
     name: ClassVar[str] = "picky"
@@ -313,7 +314,7 @@ def test_an_upload_that_cannot_be_folded_costs_its_client_alone() -> None:
 
 
 @dataclass(frozen=True)
-class Coarse(Term):
+class Coarse(Term, Compresses):
     """Codes updates and steps as half precision: a code that loses something."""
 
     name: ClassVar[str] = "coarse"

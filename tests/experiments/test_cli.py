@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from flwr_regs.experiments import cli, words
-from flwr_regs.experiments.run import run_records as records
+from flwr_regs.experiments.report import run_records as records
 from flwr_regs.experiments.run import tuning
 from flwr_regs.experiments.run.engine import Plan
 from tests.conftest import ROOT

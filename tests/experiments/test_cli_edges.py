@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 
 from flwr_regs.experiments import words
+from flwr_regs.experiments.report import run_records as records
 from flwr_regs.experiments.run import engine, estimate, flower_run, tuning
-from flwr_regs.experiments.run import run_records as records
 from flwr_regs.experiments.run.engine import Plan
 from flwr_regs.experiments.run.progress import Progress
 from flwr_regs.experiments.settings.job import Job

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from flwr_regs.experiments.cli import main
-from flwr_regs.experiments.run.folders import locked, new_folder
+from flwr_regs.experiments.report.folders import locked, new_folder
 from tests.conftest import ROOT
 
 SMALL = ["rounds=1", "num-clients=2", "methods=FedAvg"]

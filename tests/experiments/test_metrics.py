@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from flwr_regs.experiments.report import metrics
-from flwr_regs.experiments.run.run_records import Run
+from flwr_regs.experiments.report.run_records import Run
 from flwr_regs.experiments.settings.settings import DEFAULTS
 
 

@@ -12,8 +12,8 @@ import pytest
 from flwr_regs.experiments import cards_table, commands
 from flwr_regs.experiments.cards import protocol_runs, protocols
 from flwr_regs.experiments.report.results import BRIEF, Results
+from flwr_regs.experiments.report.run_records import Run
 from flwr_regs.experiments.run import engine
-from flwr_regs.experiments.run.run_records import Run
 from flwr_regs.experiments.settings.build import bare, client_class
 from tests.conftest import ROOT
 from tests.experiments.test_cli import run

@@ -13,7 +13,7 @@ from torch.utils.data import Dataset, Subset, TensorDataset
 from flwr_regs.experiments.data import arrays as data
 from flwr_regs.experiments.data.arrays import Data
 from flwr_regs.experiments.data.own_data import arrays, fields_of
-from flwr_regs.experiments.settings.user_code import offer
+from flwr_regs.experiments.user_code import offer
 
 X = np.random.default_rng(0).normal(size=(12, 3, 2))
 Y = np.arange(12) % 3

@@ -430,5 +430,3 @@ def test_the_cards_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("protocols", "rfedavg-t1") == 0
     known = f"hashes of the data: mnist {needs.HASHES['mnist']}, cifar10 not known"
     assert known in capsys.readouterr().out
-    assert run("protocols", "--markdown") == 0
-    assert "| `fedfor-t1` |" in capsys.readouterr().out

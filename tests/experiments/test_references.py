@@ -14,14 +14,14 @@ import torch
 from torch import nn
 
 from flwr_regs import FedFOR, InProcessGrid
+from flwr_regs.experiments import user_code
 from flwr_regs.experiments.data import arrays as data
 from flwr_regs.experiments.models import models
 from flwr_regs.experiments.run import clients, comparison
-from flwr_regs.experiments.settings import user_code
 from flwr_regs.experiments.settings.build import bare, build, client_class
 from flwr_regs.experiments.settings.calls import parse_methods
 from flwr_regs.experiments.settings.job import Job
-from flwr_regs.experiments.settings.user_code import call, load, offer
+from flwr_regs.experiments.user_code import call, load, offer
 from tests.conftest import ROOT
 from tests.experiments.test_experiments import job
 from tests.experiments.test_user_code import OWN

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from flwr_regs.experiments.report import rows
+from flwr_regs.experiments.report import run_records as records
 from flwr_regs.experiments.report.results import Results, number
-from flwr_regs.experiments.run import run_records as records
-from flwr_regs.experiments.run.run_records import Recorder, Run
+from flwr_regs.experiments.report.run_records import Recorder, Run
 from flwr_regs.experiments.settings.settings import DEFAULTS
 
 NAN = "RoundFailed: round 3 of X diverged: array 'w' holds NaN or infinity"

@@ -12,7 +12,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from flwr_regs.experiments.cli import main
-from flwr_regs.experiments.run import run_records as records
+from flwr_regs.experiments.report import run_records as records
 from tests.processes import BIN, environment
 
 METHOD = "EFL(1.0, density_up=0.1, density_down=0.1)"  # the clients keep residuals, the server too

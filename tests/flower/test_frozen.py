@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import flwr_regs as fr
+from flwr_regs.abilities import Freezes
 from flwr_regs.server.exchange import frozen as server_frozen
 from flwr_regs.server.exchange.frozen import ASK_ABOVE, MOST_SENT
 from flwr_regs.term import Term
@@ -119,7 +120,7 @@ def test_only_what_is_trained_travels_and_the_model_is_as_by_hand(width: int) ->
     assert all("frozen_sent" not in e and not e["failures"] for e in strategy.history)
 
 
-class FixedHead(Term):
+class FixedHead(Term, Freezes):
     """Holds the output layer still, as FedBABU does: the server's own, which no client has."""
 
     name: ClassVar[str] = "fixed-head"

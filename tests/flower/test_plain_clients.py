@@ -18,6 +18,7 @@ from torch import nn
 
 import flwr_regs as fr
 from flwr_regs import InProcessGrid, RegClientApp, RoundFailed, client_app
+from flwr_regs.abilities import Weighs
 from flwr_regs.methods.client_step.fedadc import SlowMomentum
 from flwr_regs.term import Term
 from flwr_regs.testing.problem import SerialisingGrid
@@ -239,7 +240,7 @@ def test_steps_count_where_a_plain_client_reports_them(setting: dict[str, Any]) 
 
 
 @dataclass(frozen=True)
-class PerStep(Term):
+class PerStep(Term, Weighs):
     name: ClassVar[str] = "per-step"
     reads_lr: ClassVar[bool] = False
 

@@ -19,7 +19,8 @@ from flwr.app import ArrayRecord, ConfigRecord
 from torch import nn
 
 import flwr_regs as fr
-from flwr_regs.experiments import cli, methods_table
+from flwr_regs.abilities import Checks, Folds, Weighs
+from flwr_regs.experiments import cli
 from flwr_regs.experiments.settings.build import build, client_class
 from flwr_regs.experiments.settings.calls import parse_methods
 from flwr_regs.flower.strategy import RegStrategy
@@ -215,7 +216,7 @@ def test_robust_is_what_a_robust_aggregator_accepts(row: fr.Method) -> None:
 
 
 @dataclass(frozen=True)
-class Sums(Term):
+class Sums(Term, Folds, Checks):
     """Each client sends its update again; the server adds them up, one at a time."""
 
     name: ClassVar[str] = "sums"
@@ -241,7 +242,7 @@ class Unsaid(Sums):
     adds = None  # type: ignore[assignment]
 
 
-class Squares(Sums):
+class Squares(Sums, Folds):
     """It adds up squares instead: the server needs each client's own."""
 
     name: ClassVar[str] = "squares"
@@ -251,7 +252,7 @@ class Squares(Sums):
 
 
 @dataclass(frozen=True)
-class Scalar(Term):
+class Scalar(Term, Checks):
     """Each client sends one number, which the server keeps by client."""
 
     name: ClassVar[str] = "scalar"
@@ -266,7 +267,7 @@ class Scalar(Term):
 
 
 @dataclass(frozen=True)
-class Equal(Term):
+class Equal(Term, Weighs):
     """It weighs all clients alike."""
 
     name: ClassVar[str] = "equal"
@@ -333,15 +334,3 @@ def test_the_command_prints_each_method_in_eighty_columns(
     assert [line.split()[0] for line in lines[1 : len(ROWS) + 1]] == [row.name for row in ROWS]
     assert max(map(len, lines)) <= 80
     assert "FedFOR       both  2 (1)  1   1" in lines[3]
-    assert cli.main(["methods", "--markdown"]) == 0
-    assert capsys.readouterr().out.strip() == methods_table.markdown(ROWS)
-
-
-def test_docs_methods_has_the_registrys_rows() -> None:
-    """A method that is missing there is no error: a new one needs no other file."""
-    page = (ROOT / "docs" / "methods.md").read_text().splitlines()
-    head, rule, *wanted = methods_table.markdown(ROWS).splitlines()
-    assert [line for line in page if line.startswith("| ")][:2] == [head, rule]
-    there = [line for line in page if line.startswith("| `")]
-    assert there
-    assert [line for line in there if line not in wanted] == []

@@ -1,6 +1,6 @@
 """Robust aggregators from their papers, in plain loops over lists of floats.
 
-Each takes n vectors, lists of d floats, and returns one; sources as in flwr_regs/server/aggregate/aggregators.py.
+Each takes n vectors, lists of d floats, and returns one; sources as in aggregators.py of the server.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ import numpy as np
 
 from .fedavg import fedavg
 from .model import Params
-from .test_efl import CLIENTS, lr, model
+from .perceptron import CLIENTS, lr, model
 
 SOME = [[0, 2], [0, 1, 2], [1, 2], [0, 1]]
 """Cohorts of four rounds, of `CLIENTS`."""

@@ -1,4 +1,4 @@
-"""Plain loops for tests/test_outside.py, in float64 and one client after another.
+"""Plain loops for tests/test_hook_contexts.py, in float64 and one client after another.
 
 FedNova (Wang et al. 2020), q-FedAvg (Li et al. 2020), SCAFFOLD with option 2 (Karimireddy et al. 2020),
 8 bits a parameter with what is left over (both ways), and Ditto (Li et al. 2021).
@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .model import Batch, Client, Params, features, gradient, logits, loss
+from .model import Batch, Client, Params, features, gradient, loss
 
 
 class Turn(NamedTuple):
@@ -99,11 +99,6 @@ def mean_features(w: Params, client: Client) -> np.ndarray:
     return mean
 
 
-def accuracy(w: Params, client: Client) -> float:
-    right = sum(int((logits(w, x).argmax(axis=1) == y).sum()) for x, y in client)
-    return right / examples(client)
-
-
 def nova_weights(p: dict[int, float], a: dict[int, float]) -> dict[int, float]:
     """w_k = p_k (sum_j p_j a_j) / a_k."""
     effective = sum(p[k] * a[k] for k in p)
@@ -128,134 +123,3 @@ def nova(
 
 def squared_norm(delta: Params) -> float:
     return float(sum((d**2).sum() for d in delta.values()))
-
-
-def fair_weights(
-    losses: dict[int, float], squares: dict[int, float], q: float, lr: float
-) -> dict[int, float]:
-    """L F_k^q / sum_j (q F_j^(q-1) ||L D_j||^2 + L F_j^q), L = 1/lr; `squares` are ||D_j||^2."""
-    big = 1 / lr
-    below = 0.0
-    for j, f in losses.items():
-        below += q * f ** (q - 1) * big**2 * squares[j] + big * f**q
-    return {k: big * f**q / below for k, f in losses.items()}
-
-
-def fair(w: Params, clients: list[Client], rounds: list[list[Turn]], lr: float, q: float) -> Told:
-    told = Told()
-    for turns in rounds:
-        deltas = {t.k: moved(w, clients[t.k], t.steps, lr) for t in used(turns)}
-        omega = fair_weights(
-            {k: mean_loss(w, clients[k]) for k in deltas},
-            {k: squared_norm(d) for k, d in deltas.items()},
-            q,
-            lr,
-        )
-        w = {n: w[n] + sum(omega[k] * d[n] for k, d in deltas.items()) for n in w}
-        told.models.append(w)
-    return told
-
-
-def scaffold(
-    w: Params, clients: list[Client], rounds: list[list[Turn]], lr: float, weighting: str
-) -> Told:
-    """SCAFFOLD with option 2 and eta_g = 1; all of `clients` are the population."""
-    told = Told()
-    c = {n: np.zeros_like(a) for n, a in w.items()}
-    own = {k: copy(c) for k in range(len(clients))}
-    for r, turns in enumerate(rounds, 1):
-        p = base_weights(turns, clients, weighting)
-        step, rise = (copy({n: np.zeros_like(a) for n, a in w.items()}) for _ in range(2))
-        for t in turns:
-            c_k = own[t.k]
-            told.c_used[r, t.k] = c_k
-
-            def corrected(v: Params, batch: Batch, c: Params = c, c_k: Params = c_k) -> Params:
-                g = plain(v, batch)
-                return {n: g[n] - c_k[n] + c[n] for n in v}
-
-            v = steps_of(w, clients[t.k], t.steps, lr, corrected)
-            new = {n: c_k[n] - c[n] + (w[n] - v[n]) / (t.steps * lr) for n in w}
-            if t.fate == "used":
-                step = {n: step[n] + p[t.k] * (v[n] - w[n]) for n in w}
-                rise = {n: rise[n] + (new[n] - c_k[n]) for n in w}
-                own[t.k] = new
-        w = {n: w[n] + step[n] for n in w}
-        c = {n: c[n] + rise[n] / len(clients) for n in w}
-        told.models.append(w)
-        told.c.append(c)
-        told.own.append(dict(own))
-    return told
-
-
-def eight_bits(x: np.ndarray) -> np.ndarray:
-    """The nearest of 255 values, evenly from -max|x| to max|x|."""
-    top = np.abs(x).max()
-    if top == 0:
-        return np.zeros_like(x)
-    out: np.ndarray = np.rint(x * 127 / top) * top / 127
-    return out
-
-
-def quantised(
-    w: Params,
-    clients: list[Client],
-    rounds: list[list[Turn]],
-    lr: float,
-    weighting: str,
-    down: bool = False,
-) -> Told:
-    """What a code leaves over is added to the next update; one that was not used, as a whole."""
-    told = Told()
-    zero = {n: np.zeros_like(a) for n, a in w.items()}
-    left, left_down = dict.fromkeys(range(len(clients)), zero), zero
-    for turns in rounds:
-        p = base_weights(turns, clients, weighting)
-        step = copy(zero)
-        for t in turns:
-            delta = moved(w, clients[t.k], t.steps, lr)
-            whole = {n: delta[n] + left[t.k][n] for n in w}
-            sent = {n: eight_bits(whole[n]) for n in w}
-            if t.fate == "used":
-                step = {n: step[n] + p[t.k] * sent[n] for n in w}
-                left[t.k] = {n: whole[n] - sent[n] for n in w}
-            elif t.fate == "unused":
-                left[t.k] = whole
-        if down:
-            whole = {n: step[n] + left_down[n] for n in w}
-            step = {n: eight_bits(whole[n]) for n in w}
-            left_down = {n: whole[n] - step[n] for n in w}
-        w = {n: w[n] + step[n] for n in w}
-        told.models.append(w)
-    return told
-
-
-def ditto(
-    w: Params,
-    clients: list[Client],
-    rounds: list[list[Turn]],
-    lr: float,
-    weighting: str,
-    lam: float,
-) -> Told:
-    """FedAvg, and u_k -= lr (grad F_k(u_k) + lam (u_k - w_t)) on the same batches; u_k is always kept."""
-    told = Told()
-    own: dict[int, Params] = {}
-    for turns in rounds:
-        p = base_weights(turns, clients, weighting)
-        step = {n: np.zeros_like(a) for n, a in w.items()}
-        for t in turns:
-            if t.fate == "used":
-                delta = moved(w, clients[t.k], t.steps, lr)
-                step = {n: step[n] + p[t.k] * delta[n] for n in w}
-            if t.fate != "lost":
-
-                def pulled(u: Params, batch: Batch, w: Params = w) -> Params:
-                    g = plain(u, batch)
-                    return {n: g[n] + lam * (u[n] - w[n]) for n in u}
-
-                own[t.k] = steps_of(own.get(t.k, w), clients[t.k], t.steps, lr, pulled)
-        w = {n: w[n] + step[n] for n in w}
-        told.models.append(w)
-        told.own.append(dict(own))
-    return told

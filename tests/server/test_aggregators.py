@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import flwr_regs as fr
+from flwr_regs.abilities import Checks, Folds
 from flwr_regs.chain import chain
 from flwr_regs.server.aggregate import aggregators
 from flwr_regs.server.aggregate.aggregators import Aggregate, Aggregator, TooFewVectors, Vectors
@@ -66,8 +67,8 @@ def vectors(x: np.ndarray) -> Vectors:
     parts = {"a": x[:, :3], "b": x[:, 3:3], "c": x[:, 3:]}
     sizes = {name: part.shape[1] for name, part in parts.items()}
 
-    def read(name: str, at: slice, out: np.ndarray) -> None:
-        out[...] = parts[name][:, at]
+    def read(name: str, at: slice) -> np.ndarray:
+        return parts[name][:, at].copy()
 
     return Vectors(range(len(x)), sizes, read)
 
@@ -87,7 +88,7 @@ def test_each_aggregator_is_its_papers(
     found = result(aggregator, x)
     scale = 1e-9 * max(1.0, float(np.abs(found).max()))
     np.testing.assert_allclose(found, expected(x.tolist()), rtol=0, atol=scale)
-    monkeypatch.setattr(aggregators, "BLOCK", 2 * n)
+    monkeypatch.setattr(aggregators, "READ", 2 * n)
     np.testing.assert_allclose(result(aggregator, x), found, rtol=0, atol=scale)
     monkeypatch.setattr(aggregators, "HELD", 0)
     np.testing.assert_allclose(result(aggregator, x), found, rtol=0, atol=scale)
@@ -392,7 +393,7 @@ def test_too_few_replies_fail_the_round() -> None:
 
 
 @dataclass(frozen=True)
-class Sums(Term):
+class Sums(Term, Folds, Checks):
     """Adds up what clients send; notes who came."""
 
     name: ClassVar[str] = "sums"
@@ -416,7 +417,7 @@ class Sums(Term):
 
 
 @dataclass(frozen=True)
-class Asks(Term):
+class Asks(Term, Checks):
     """Takes the mean of what clients send from its context."""
 
     name: ClassVar[str] = "asks"
@@ -499,7 +500,7 @@ class Quiet(Term):
 
 
 def test_uploads_that_the_aggregator_does_not_reach_are_refused() -> None:
-    class Checked(Quiet):
+    class Checked(Quiet, Checks):
         def check(self, upload: Slot, params: Any, server: Slot) -> None: ...
 
     with pytest.raises(ValueError, match=r"Krum.* does not reach .*\['quiet'\].*ctx.aggregated"):

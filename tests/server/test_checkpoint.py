@@ -362,7 +362,7 @@ NOT_KEPT = {
     *("_minimum", "_given", "_timeout"),
     *("_incomplete", "_bound", "_restart", "_num_rounds"),
     *("_dp", "_budget", "ledger", "cohort_seed"),  # a secret one is drawn anew
-    "_aggregation",  # settings, and whether it has warned
+    "_warned_of_weights",
     *(
         "refused",
         "_connected",

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import pytest
 
 import flwr_regs as fr
+from flwr_regs.abilities import Weighs
 from flwr_regs.server.options import Options
 from flwr_regs.server.refusals import PAIRS, RANGES
 
@@ -83,7 +84,7 @@ def test_a_setting_that_is_assigned_later_is_checked_and_used() -> None:
 
 
 @dataclass(frozen=True)
-class Even(fr.Term):
+class Even(fr.Term, Weighs):
     name: ClassVar[str] = "even"
 
     def weigh(self, weights: Any, uploads: Any, ctx: Any) -> Any:

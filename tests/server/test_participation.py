@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from flwr_regs.server.aggregate.updates import Reply
 from flwr_regs.server.population.participation import Participation
+from flwr_regs.server.reply import Reply
 from flwr_regs.server.round import Round
 
 REPLY = Reply({}, {}, {}, 1.0)  # of a client that reports no steps

@@ -32,8 +32,8 @@ from flwr_regs import CentralDP, InProcessGrid, RoundFailed, client_app
 from flwr_regs.experiments.settings.build import build, client_class
 from flwr_regs.experiments.settings.calls import parse_methods
 from flwr_regs.methods.properties import properties
-from flwr_regs.server.aggregate.updates import Reply
 from flwr_regs.server.privacy import private_mean
+from flwr_regs.server.reply import Reply
 from flwr_regs.term import Term
 from flwr_regs.wire.arrays import NDArrays
 from flwr_regs.wire.records import from_record

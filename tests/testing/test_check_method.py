@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from flwr_regs import FedFOR, FedFORClient, FirstOrder, RegStrategy
+from flwr_regs.abilities import Recovers
 from flwr_regs.client.memory.state import ClientState
 from flwr_regs.term import Arrays, ClientContext, ServerContext, Slot, Term
 from flwr_regs.testing import LAWS, Exempt, LawBroken, Method, check_method
@@ -176,7 +177,7 @@ class Normed(Anchor):
         return {n: g / (1 + (g**2).sum()) for n, g in grads.items()}
 
 
-class Doubled(Anchor):
+class Doubled(Anchor, Recovers):
     """Recovers twice what it sends."""
 
     def broadcast(self, server: Slot, ctx: ServerContext) -> Slot:

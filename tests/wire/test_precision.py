@@ -18,8 +18,8 @@ import flwr_regs as fr
 from flwr_regs import InProcessGrid, RoundFailed, client_app
 from flwr_regs.chain import chain
 from flwr_regs.client.measure.features import FeatureTap
-from flwr_regs.server.aggregate.updates import Reply
 from flwr_regs.server.global_model import GlobalModel
+from flwr_regs.server.reply import Reply
 from flwr_regs.term import ClientContext
 from flwr_regs.testing.problem import SerialisingGrid
 from flwr_regs.wire import keys

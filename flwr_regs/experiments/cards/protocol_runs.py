@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import csv
-import io
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
+
+import pandas as pd
 
 from flwr_regs.experiments import commands
 from flwr_regs.experiments.cards import protocols
@@ -17,12 +17,12 @@ from flwr_regs.experiments.cards.protocols import Card, Panel, Row
 from flwr_regs.experiments.data import needs, subset
 from flwr_regs.experiments.report import metrics
 from flwr_regs.experiments.report.results import provenance, write
+from flwr_regs.experiments.report.run_records import file_name
 from flwr_regs.experiments.run.engine import PLAN, Plan
-from flwr_regs.experiments.run.run_records import file_name
 from flwr_regs.experiments.run.tuning import Bench, Space
 from flwr_regs.experiments.settings.calls import parse_methods, pieces
 from flwr_regs.experiments.settings.job import Job
-from flwr_regs.experiments.words import card_of, given_settings, named_folder, numbers
+from flwr_regs.experiments.words import card_of, given_settings, numbers, out_folder
 
 PROTOCOL = "protocol.json"
 """In a results' folder: the card, and where its panels are."""
@@ -49,10 +49,9 @@ def run(args: argparse.Namespace, name: str) -> int:
         if name:
             raise ValueError("--resume takes its card from the folder: leave the name out")
         folder = commands.resumed(args)
-        kept = json.loads((folder / PROTOCOL).read_text(encoding="utf-8"))
-        card = kept_card(folder)
+        kept = _kept(folder)
+        card, smoke = kept_card(kept["card"]), kept["smoke"]
         benches = {panel: Bench.load(folder / where) for panel, where in kept["panels"].items()}
-        smoke = kept["smoke"]
     else:
         card, benches = planned(args, name)
         smoke = args.smoke
@@ -67,8 +66,8 @@ def run(args: argparse.Namespace, name: str) -> int:
         return status
     if not args.resume:
         settings = given_settings(args.settings, args.app)
-        folder = named_folder(str(settings.get("out", "")))
-        save(folder, card, benches, provenance(commands.said(args)), smoke)
+        folder = out_folder(str(settings.get("out", "")))
+        save(folder, card, benches, provenance(["flwr-regs", *args.words]), smoke)
     return _train(card, benches, folder, args.workers, smoke)
 
 
@@ -97,7 +96,7 @@ def planned(args: argparse.Namespace, name: str) -> tuple[Card, dict[str, Bench]
     panels = asked_panels(card, args.panels) or [*card.panels]
     if args.smoke:
         panels = panels[:1]
-    make = smoke if args.smoke else Card.bench
+    make = Card.smoke if args.smoke else Card.bench
     return card, {panel.name: make(card, panel, args.setting, given) for panel in panels}
 
 
@@ -108,15 +107,6 @@ def asked_panels(card: Card, text: str) -> list[Panel]:
     return [card.panel(name) for name in asked]
 
 
-def smoke(card: Card, panel: Panel, level: str, given: Mapping[str, Any]) -> Bench:
-    """Return a panel's smoke test; where its data's files are absent, on records that stand in for them."""
-    bench = card.smoke(panel, level, given)
-    dataset, folder = (str(bench.settings.get(key, "")) for key in ("dataset", "data-dir"))
-    if needs.present(dataset, folder):
-        return bench
-    return replace(bench, settings={**bench.settings, "synthetic": True})
-
-
 def with_methods(card: Card, text: str) -> Card:
     """Return the card with these methods alone: its own by their names there, any other as a call."""
     rows: list[Row] = []
@@ -124,21 +114,10 @@ def with_methods(card: Card, text: str) -> Card:
     for piece in rejoined([piece for _, piece in pieces(text, ",;")], own) or [text]:
         labels = [piece] if piece in own else parse_methods(piece)
         for label in labels:
-            found = [r for r in card.rows if label in (r.name, r.label)] or [Row(label, label)]
-            rows += [r for r in found if r not in rows]
-    names = {row.name for row in rows}
-    panels = [
-        replace(
-            panel,
-            reports={
-                metric: {name: value for name, value in values.items() if name in names}
-                for metric, values in panel.reports.items()
-            },
-        )
-        for panel in card.panels
-    ]
+            meant = [r for r in card.rows if label in (r.name, r.label)] or [Row(label, label)]
+            rows += [r for r in meant if r not in rows]
     spaces = [t for t in card.tune if any(Space.read(t).applies(r.label) for r in rows)]
-    return replace(card, rows=tuple(rows), panels=tuple(panels), tune=tuple(spaces))
+    return replace(card, rows=tuple(rows), tune=tuple(spaces))
 
 
 def rejoined(parts: Sequence[str], names: Sequence[str]) -> list[str]:
@@ -149,12 +128,12 @@ def rejoined(parts: Sequence[str], names: Sequence[str]) -> list[str]:
     """
     left = [part.strip() for part in parts if part.strip()]
     whole = {tuple(part.strip() for part in name.split(",")): name for name in names}
-    found = []
+    rejoined_parts = []
     while left:
         most = next((k for k in range(len(left), 1, -1) if tuple(left[:k]) in whole), 1)
-        found.append(whole.get(tuple(left[:most]), left[0]))
+        rejoined_parts.append(whole.get(tuple(left[:most]), left[0]))
         del left[:most]
-    return found
+    return rejoined_parts
 
 
 def save(
@@ -165,82 +144,52 @@ def save(
     for panel, bench in benches.items():
         (folder / where[panel]).mkdir(parents=True, exist_ok=True)
         bench.save(folder / where[panel], came)
-    rows = [{"name": r.name, "call": r.call, "panels": [*r.panels]} for r in card.rows]
-    reports = {panel: card.panel(panel).reports for panel in benches}
-    datasets = [Job.from_run_config(dict(bench.settings)).dataset for bench in benches.values()]
-    kept = {
-        **came,
-        "card": card.name,
-        "title": card.title,
-        "source": card.source,
-        "where": card.where,
-        "setting": card.setting,
-        "metrics": [*card.metrics],
-        "hashes": {},
-        "expected": {n: h for n in datasets if (h := needs.expected(n, card.hashes))},
-        "notes": {},
-        "smoke": smoke,
-        "panels": where,
-        "rows": rows,
-        "reports": reports,
-    }
-    write(folder / PROTOCOL, json.dumps(kept, indent=1))
+    kept = {"card": asdict(card), "hashes": {}, "notes": {}, "smoke": smoke, "panels": where}
+    write(folder / PROTOCOL, json.dumps({**came, **kept}, indent=1))
 
 
-def kept_card(folder: Path) -> Card:
-    """Return what a results' folder holds of its card: all that the report needs."""
-    kept = json.loads((folder / PROTOCOL).read_text(encoding="utf-8"))
-    return Card(
-        name=kept["card"],
-        title=kept["title"],
-        source=kept["source"],
-        where=kept["where"],
-        setting=kept["setting"],
-        metrics=tuple(kept["metrics"]),
-        settings={},
-        rows=tuple(Row(r["name"], r["call"], {}, tuple(r["panels"])) for r in kept["rows"]),
-        panels=tuple(Panel(name, {}, {}, kept["reports"][name]) for name in kept["panels"]),
-        reduced={},
-        tune=(),
-        trials=1,
-        seeds=(),
-        tuning_seeds=(),
-        departures=(),
-        hashes=kept["expected"],
-    )
+def _kept(folder: Path) -> dict[str, Any]:
+    """Return what :func:`save` wrote into a results' folder, and what the runs added."""
+    kept: dict[str, Any] = json.loads((folder / PROTOCOL).read_text(encoding="utf-8"))
+    return kept
+
+
+def kept_card(kept: Mapping[str, Any]) -> Card:
+    """Return the card that a results' folder keeps."""
+    rows = tuple(Row(**row) for row in kept["rows"])
+    return Card(**{**kept, "rows": rows, "panels": tuple(Panel(**p) for p in kept["panels"])})
 
 
 def _train(
     card: Card, benches: Mapping[str, Bench], folder: Path, workers: int, smoke: bool
 ) -> int:
-    status = 0
-    kept = json.loads((folder / PROTOCOL).read_text(encoding="utf-8"))
-    where, kept["notes"] = kept["panels"], kept.get("notes", {})
-    found: dict[str, str] = {}
+    status, kept = 0, _kept(folder)
+    seen: dict[str, str] = {}
     for panel, bench in benches.items():
         print(f"{card.name}, {card.source}, {card.where}: {panel}", flush=True)
-        said = notes(card, bench, smoke, found, kept["hashes"])
+        said = notes(card, bench, smoke, seen, kept["hashes"])
         for note in said:
             print(f"NOTE: {note}", flush=True)
-        kept["hashes"] = {**found, **kept["hashes"]}
+        kept["hashes"] = {**seen, **kept["hashes"]}
         kept["notes"][panel] = [*dict.fromkeys([*kept["notes"].get(panel, []), *said])]
         write(folder / PROTOCOL, json.dumps(kept, indent=1))
-        there = folder / where[panel]
+        there = folder / kept["panels"][panel]
         came = bench.provenance(there)
         results, ended = commands.train_bench(bench, there, came, workers, not smoke, folder)
         wrong = not smoke and commands.went_wrong(results)
         status = max(status, ended, int(wrong))
     rows = report_rows(card, folder)
-    write(folder / "protocol.csv", as_csv(rows))
+    table = pd.DataFrame(rows, columns=[*rows[0]] if rows else ["panel"])
+    write(folder / "protocol.csv", table.to_csv(index=False))
     write(folder / "protocol.txt", text := as_text(card, rows, kept["notes"]))
     print(text + f"results: {folder}", flush=True)
     return status
 
 
 def notes(
-    card: Card, bench: Bench, smoke: bool, found: dict[str, str], before: Mapping[str, str]
+    card: Card, bench: Bench, smoke: bool, seen: dict[str, str], before: Mapping[str, str]
 ) -> list[str]:
-    """Return what the reader must know of the data of a panel; add the data's hash to `found`.
+    """Return what the reader must know of the data of a panel; add the data's hash to `seen`.
 
     `before` are the hashes when the run began, where this goes on with it.
     """
@@ -253,14 +202,15 @@ def notes(
         ]
     if smoke:
         return ["a smoke test: its accuracies say nothing"]
-    if name not in found:
-        found[name] = subset.fingerprint(replace(job, examples=0, num_classes=0).data())
-    now, said = found[name], []
-    if (known := needs.expected(name, card.hashes)) and now != known:
-        said.append(f"the hash of {name} is {now}, the card's {known}: these are other data")
-    if (old := before.get(name, now)) != now:
+    if name not in seen:
+        seen[name] = subset.fingerprint(replace(job, examples=0, num_classes=0).data())
+    said = []
+    if (known := needs.expected(name, card.hashes)) and seen[name] != known:
+        said.append(f"the hash of {name} is {seen[name]}, the card's {known}: these are other data")
+    if (old := before.get(name, seen[name])) != seen[name]:
         said.append(
-            f"the hash of {name} is {now}, but it was {old} when this run began: these are other data"
+            f"the hash of {name} is {seen[name]}, but it was {old} when this run began: these are other "
+            "data"
         )
     return said
 
@@ -269,9 +219,8 @@ def places(folder: Path) -> list[Path]:
     """Return the folders with results: of a card's panels those whose test has begun, or itself."""
     if not (folder / PROTOCOL).is_file():
         return [folder]
-    kept = json.loads((folder / PROTOCOL).read_text(encoding="utf-8"))["panels"]
-    begun = [folder / place for place in kept.values() if (folder / place / PLAN).is_file()]
-    return begun or [folder / place for place in kept.values()][:1]
+    panels = [folder / place for place in _kept(folder)["panels"].values()]
+    return [place for place in panels if (place / PLAN).is_file()] or panels[:1]
 
 
 def report_rows(card: Card, folder: Path) -> list[dict[str, Any]]:
@@ -279,9 +228,9 @@ def report_rows(card: Card, folder: Path) -> list[dict[str, Any]]:
 
     Accuracies are fractions; the source's too.
     """
-    where = json.loads((folder / PROTOCOL).read_text(encoding="utf-8"))["panels"]
-    found = []
-    for name, place in where.items():
+    names = ("panel", "method", "metric", "value", "std", "n", "source_value", "source_std")
+    rows = []
+    for name, place in _kept(folder)["panels"].items():
         if not (folder / place / PLAN).is_file():
             continue
         panel = card.panel(name)
@@ -292,42 +241,16 @@ def report_rows(card: Card, folder: Path) -> list[dict[str, Any]]:
         for row in card.rows_of(panel):
             if row.label not in labels:  # a smoke test trains two of them
                 continue
-            mine = [run for run in runs if run.label == labels[row.label]]
+            of_row = [run for run in runs if run.label == labels[row.label]]
             for metric in card.metrics:
-                value, spread, n = metrics.mean_and_spread(metric, mine, first)
+                ours = metrics.mean_and_spread(metric, of_row, first)
+                scale = 0.01 if metrics.METRICS[metric].unit == "%" else 1.0
                 reported = panel.reports.get(metric, {}).get(row.name)
-                theirs = _fractions(metric, reported)
-                found.append(
-                    {
-                        "panel": name,
-                        "method": row.name,
-                        "metric": metric,
-                        "value": value,
-                        "std": spread,
-                        "n": n,
-                        "source_value": theirs[0],
-                        "source_std": theirs[1],
-                    }
-                )
-    return found
-
-
-def _fractions(metric: str, reported: Any) -> tuple[float | None, float | None]:
-    """Return what a source reports, as our metrics count: accuracies as fractions."""
-    if reported is None:
-        return None, None
-    scale = 0.01 if metrics.METRICS[metric].unit == "%" else 1.0
-    value, *spread = reported if isinstance(reported, list) else [reported]
-    return scale * value, scale * spread[0] if spread else None
-
-
-def as_csv(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return the report's rows as CSV."""
-    out = io.StringIO()
-    writer = csv.DictWriter(out, [*rows[0]] if rows else ["panel"], lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    return out.getvalue()
+                theirs = reported if isinstance(reported, list) else [reported]
+                scaled = [None if value is None else scale * value for value in theirs]
+                cells = (name, row.name, metric, *ours, *scaled, None)
+                rows.append(dict(zip(names, cells, strict=False)))
+    return rows
 
 
 def as_text(
@@ -339,11 +262,11 @@ def as_text(
     """
     lines = [f"{card.title} ({card.source}, {card.where}); in brackets what the source reports"]
     for panel in dict.fromkeys(row["panel"] for row in rows):
-        mine = [row for row in rows if row["panel"] == panel]
-        names = list(dict.fromkeys(row["method"] for row in mine))
-        cells = [["", *card.metrics]]
-        for name in names:
-            cells.append([name, *(_cell(r) for r in mine if r["method"] == name)])
+        methods: dict[str, list[str]] = {"": [*card.metrics]}
+        for row in rows:
+            if row["panel"] == panel:
+                methods.setdefault(row["method"], []).append(_cell(row))
+        cells = [[name, *texts] for name, texts in methods.items()]
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
         lines += ["", panel]
         lines += [

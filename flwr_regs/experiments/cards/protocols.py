@@ -16,6 +16,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
+from flwr_regs.experiments.data import needs
 from flwr_regs.experiments.data.arrays import DATASETS
 from flwr_regs.experiments.models.models import MODELS
 from flwr_regs.experiments.partition.partitions import PARTITIONS
@@ -172,49 +173,55 @@ class Card:
         """
         given = dict(given or {})
         rows = self.rows_of(panel)
-        found = {**self.settings_of(panel, level), **given}
-        found["methods"] = "; ".join(row.label for row in rows)
+        merged = {**self.settings_of(panel, level), **given}
+        merged["methods"] = "; ".join(row.label for row in rows)
         own = {r.label: {k: v for k, v in r.settings.items() if k not in given} for r in rows}
-        spaces = [text for text in self.tune if Space.read(text).key not in given]
-        tune = [t for t in spaces if any(Space.read(t).applies(row.label) for row in rows)]
+        tune = [
+            text
+            for text, space in zip(self.tune, map(Space.read, self.tune), strict=True)
+            if space.key not in given and any(space.applies(row.label) for row in rows)
+        ]
         return Bench(
-            *(found, tuple(tune), self.trials, self.seeds, self.tuning_seeds),
-            own={label: mine for label, mine in own.items() if mine},
+            *(merged, tuple(tune), self.trials, self.seeds, self.tuning_seeds),
+            own={label: settings for label, settings in own.items() if settings},
         )
 
     def smoke(self, panel: Panel, level: str, given: Mapping[str, Any]) -> Bench:
         """Return a comparison that takes seconds: see :data:`SMOKE`; the first and the last method train.
 
-        All methods of the panel are checked. What is `given` wins.
+        All methods of the panel are checked. What is `given` wins. Where the files of the data are absent,
+        random records stand in for them.
         """
         checked = self.bench(panel, level, {**given, "rounds": SMOKE["rounds"]})
-        small = {**SMOKE, **given}
-        settings_now = {**settings.DEFAULTS, **checked.settings}
-        small |= {k: min(settings_now[k], most) for k, most in SMOKE_MOST.items() if k not in given}
-        if settings_now["fraction-train"] < 1:
-            small.setdefault("fraction-train", 0.5)
+        whole = {**settings.DEFAULTS, **checked.settings}
+        small = {k: min(whole[k], most) for k, most in SMOKE_MOST.items()}
+        if whole["fraction-train"] < 1:
+            small["fraction-train"] = 0.5
+        if not needs.present(str(whole["dataset"]), str(whole["data-dir"])):
+            small["synthetic"] = True
+        small = {**SMOKE, **small, **given}
         rows = self.rows_of(panel)
         ends = replace(self, rows=(rows[0], *rows[1:][-1:]), tune=())
         bench = replace(ends.bench(panel, level, small), seeds=self.seeds[:1])
+        every = replace(bench, own=checked.own)
         for row in rows:
-            whole = replace(bench, settings={**bench.settings, "methods": row.label})
             # with what tuning would try first: a wrong parameter in `tune` is found too
             point = checked.trials_of(row.label)[0]
-            replace(whole, own=checked.own).job(row.label, point, self.seeds[0], tuning=False)
+            every.job(row.label, point, self.seeds[0], tuning=False)
         return bench
 
     @cached_property
     def lacks(self) -> list[str]:
         """What the card names and this version does not have, such as ``dataset gld-23k``."""
-        found: dict[str, None] = {}
+        absent: dict[str, None] = {}
         for panel in self.panels:
             for level in self.levels:
-                here = {**settings.DEFAULTS, **self.settings_of(panel, level)}
+                merged = {**settings.DEFAULTS, **self.settings_of(panel, level)}
                 for what, known in OPEN.items():
-                    name = here[what].partition("(")[0]
+                    name = merged[what].partition("(")[0]
                     if name not in known and ":" not in name:
-                        found[f"{what} '{here[what]}'{nearest(name, known)}"] = None
-        return list(found)
+                        absent[f"{what} '{merged[what]}'{nearest(name, known)}"] = None
+        return list(absent)
 
     @property
     def datasets(self) -> list[str]:

@@ -27,7 +27,7 @@ class Data:
         The name of an augmentation for training batches, of `flwr_regs.experiments.data.augment`; empty: none.
         The test inputs have gone through its counterpart, the training inputs have not.
     loss : str
-        The name of a loss of `flwr_regs.experiments.models.quadratic`; empty: the cross-entropy.
+        The name of a loss of `flwr_regs.experiments.data.losses`; empty: the cross-entropy.
     coarse : Array or None
         The superclass of each training example, int64 ``(n,)``.
     vectors : Array or None
@@ -77,8 +77,8 @@ def load(dataset: str, data_dir: str = "", code_dir: str = "") -> Data:
         data.
     """
     if ":" in dataset:
+        from flwr_regs.experiments import user_code
         from flwr_regs.experiments.data import own_data
-        from flwr_regs.experiments.settings import user_code
 
         found = user_code.call(dataset, code_dir, seed=0)  # the same data in every process and run
         data = Data(**own_data.fields_of(found, dataset))

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from flwr_regs.experiments.data.sources.readers import SOURCES, parsed
 from flwr_regs.experiments.data.sources.data_files import root
+from flwr_regs.experiments.data.sources.readers import SOURCES, parsed
 
 HASHES: dict[str, str] = {
     "digits": "497f557db34b9619",

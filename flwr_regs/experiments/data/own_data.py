@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from flwr_regs.experiments.settings import user_code
+from flwr_regs.experiments import user_code
 
 Array = np.ndarray[Any, Any]
 NUMBERS = {"groups": "train_y", "test_groups": "test_y", "coarse": "train_y"}
@@ -50,7 +50,7 @@ def fields_of(found: Any, reference: str) -> dict[str, Any]:
 def _further(given: Mapping[str, Any], lengths: Mapping[str, int]) -> dict[str, Any]:
     """Return what a mapping has beside the four arrays, checked; `lengths` are those that are expected."""
     from flwr_regs.experiments.data.augment import AUGMENTATIONS  # these load torch
-    from flwr_regs.experiments.models.quadratic import LOSSES
+    from flwr_regs.experiments.data.losses import LOSSES
 
     legal: dict[str, Collection[str]] = {"augment": AUGMENTATIONS, "loss": LOSSES}
     found: dict[str, Any] = {}

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
-
-import torch
 
 from flwr_regs.experiments.models import body, convolutional, dense, recurrent, residual
 
@@ -139,30 +136,3 @@ NETS = {
         classes=2,
     ),
 }
-
-
-def parameters(name: str) -> int:
-    """Return how many parameters a model of `NETS` has on its example; no memory is spent on them.
-
-    The LSTMs have as many integers as classes there, but the one of words 10,000.
-    """
-    net = NETS[name]
-    size: Any = net.example
-    if net.words:
-        size = 10_000 if name == "sentiment-lstm" else net.classes
-    with torch.device("meta"):
-        made = body.model(net.make(size), net.classes)
-    return sum(p.numel() for p in made.parameters())
-
-
-def markdown() -> str:
-    """Return the models as a table for a page."""
-    lines = ["| `model` | layers | source | smallest input | parameters |", "|---|---|---|---|---|"]
-    for name, net in NETS.items():
-        least = f"{net.smallest} x {net.smallest}" if net.smallest else "any"
-        on = f"{net.classes} classes" if net.words else " x ".join(map(str, net.example))
-        on += "" if net.words else f", {net.classes} classes"
-        count = f"{parameters(name):,} ({on})"
-        least = "integers" if net.words else least
-        lines.append(f"| `{name}` | {net.meaning} | {net.source} | {least} | {count} |")
-    return "\n".join(lines) + "\n"

@@ -8,11 +8,11 @@ import numpy as np
 import torch
 from torch import nn
 
+from flwr_regs.experiments import user_code
 from flwr_regs.experiments.data.arrays import kind_of, load, two_examples
 from flwr_regs.experiments.models import body
 from flwr_regs.experiments.models.architectures import NETS
 from flwr_regs.experiments.models.quadratic import Quadratic
-from flwr_regs.experiments.settings import user_code
 
 MODELS = {
     "auto": "cnn for images of at least 16 x 16, else mlp; cnn-bn for data sets named -domains; "

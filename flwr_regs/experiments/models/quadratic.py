@@ -1,8 +1,6 @@
-"""The model and the loss of the data set ``quadratics``: a point, and its distance from optima."""
+"""The model of the data set ``quadratics``: a point."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -17,15 +15,3 @@ class Quadratic(nn.Module):
 
     def forward(self, rows: Tensor) -> Tensor:
         return (rows[:, :-1] @ self.x - rows[:, -1])[:, None]
-
-
-def half_square(output: Tensor, labels: Tensor) -> Tensor:
-    """Return the mean of half the squared outputs; the labels have no meaning."""
-    return output.square().mean() / 2
-
-
-LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "": nn.functional.cross_entropy,
-    "half-square": half_square,
-}
-"""The loss of a data set by its name."""

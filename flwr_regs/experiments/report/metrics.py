@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from flwr_regs.experiments.report import rows
-from flwr_regs.experiments.run.run_records import Run
+from flwr_regs.experiments.report.run_records import Run
 
 DOWN_MB, UP_MB, SLOWER, FIXED_SECONDS = 0.75, 0.25, 7.0, 10.0
 """The Field Guide's model of a round on phones (Wang et al. 2021, Sec. 5.4, Eqs. 9 and 10): MB a second

@@ -13,7 +13,7 @@ from flwr_regs.experiments.data import domains
 from flwr_regs.experiments.partition import shifts
 from flwr_regs.experiments.partition.partitions import BY_GROUP
 from flwr_regs.experiments.report import plots, shift_pictures
-from flwr_regs.experiments.run.folders import check_writable
+from flwr_regs.experiments.report.folders import check_writable
 from flwr_regs.experiments.settings.job import Job
 
 if TYPE_CHECKING:

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 import flwr_regs
 from flwr_regs.experiments.extras import missing_extra
 from flwr_regs.experiments.report import rows
-from flwr_regs.experiments.run import run_records as records
-from flwr_regs.experiments.run.run_records import Run
+from flwr_regs.experiments.report import run_records as records
+from flwr_regs.experiments.report.run_records import Run
 
 if TYPE_CHECKING:
     import pandas as pd

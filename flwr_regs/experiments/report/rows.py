@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from flwr_regs.experiments.run.run_records import Run
+from flwr_regs.experiments.report.run_records import Run
 
 LAST = 5
 """Accuracies are means over this many last rounds, so that one lucky round counts less."""

@@ -50,7 +50,7 @@ class _Kept:
     def __init__(self) -> None:
         self._of: tuple[object, ...] = ()
         self._dataset: Data | None = None
-        self._found: dict[int, tuple[TensorDataset, TensorDataset | None]] = {}
+        self._kept: dict[int, tuple[TensorDataset, TensorDataset | None]] = {}
         self._bytes = 0
 
     def __call__(
@@ -60,13 +60,13 @@ class _Kept:
         dataset = job.data()
         of = job, num_partitions, server_round
         if of != self._of or dataset is not self._dataset:
-            self._of, self._dataset, self._found, self._bytes = of, dataset, {}, 0
-        if pid in self._found:
-            return self._found[pid]
+            self._of, self._dataset, self._kept, self._bytes = of, dataset, {}, 0
+        if pid in self._kept:
+            return self._kept[pid]
         made = _made(job, dataset, num_partitions, pid, server_round)
         size = sum(t.nbytes for part in made if part is not None for t in part.tensors)
         if self._bytes + size <= MOST_KEPT:
-            self._found[pid] = made
+            self._kept[pid] = made
             self._bytes += size
         return made
 
@@ -96,17 +96,17 @@ def _made(
         y = job.labels(y, dataset.num_classes, server_round)
         return torch.from_numpy(x), torch.from_numpy(y)
 
-    own = tensors(dataset.train_x[trained], dataset.train_y[trained], 0)
-    train = Augmented(dataset.augment, *own) if dataset.augment else TensorDataset(*own)
+    examples = tensors(dataset.train_x[trained], dataset.train_y[trained], 0)
+    train = Augmented(dataset.augment, *examples) if dataset.augment else TensorDataset(*examples)
     if len(held_out):
         x = data.untouched(dataset.train_x[held_out], dataset.augment)
         return train, TensorDataset(*tensors(x, dataset.train_y[held_out], 1))
     if not job.tested_on_clients:
         return train, None
-    mine = job.test_rows(dataset, num_partitions, pid)
+    rows = job.test_rows(dataset, num_partitions, pid)
     if job.test_examples:
-        mine = np.random.default_rng((job.seed, pid)).permutation(mine)[: job.test_examples]
-    return train, TensorDataset(*tensors(dataset.test_x[mine], dataset.test_y[mine], 1))
+        rows = np.random.default_rng((job.seed, pid)).permutation(rows)[: job.test_examples]
+    return train, TensorDataset(*tensors(dataset.test_x[rows], dataset.test_y[rows], 1))
 
 
 def _model(job: Job) -> nn.Module:
@@ -127,18 +127,24 @@ def _drawn(job: Job) -> nn.Module:
     return models.build(*job.model_arguments)
 
 
+@lru_cache(maxsize=2)
+def _job(settings: tuple[tuple[str, Any], ...]) -> Job:
+    from flwr_regs.experiments.settings.job import Job
+
+    return Job.from_run_config(dict(settings))
+
+
 def client_fn(context: Context) -> NumPyClient:
     """Build the client of ``node_config["partition-id"]``."""
     # Imported here: on a SuperNode every message starts a process that loads this file.
     from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 
-    from flwr_regs.experiments.models.quadratic import LOSSES
-    from flwr_regs.experiments.settings.build import bare, client_class
-    from flwr_regs.experiments.settings.job import Job
+    from flwr_regs.experiments.data.losses import LOSSES
+    from flwr_regs.experiments.settings.build import client_class
 
     settings = dict(context.run_config)
     method, server_round = str(settings.pop("method")), int(settings.pop("round"))
-    job = Job.from_run_config(settings)
+    job = _job(tuple(settings.items()))
     pid = int(context.node_config["partition-id"])
     total = int(context.node_config["num-partitions"])
     train, test = _data(job, total, pid, server_round if job.by_round else 0)
@@ -153,7 +159,7 @@ def client_fn(context: Context) -> NumPyClient:
         "share_label_counts": True,  # simulated data has no secrets
         "step_budget": job.step_budget(server_round, pid, planned),
     }
-    for strategy in bare(job.methods, job.code_dir).values():
+    for strategy in job.strategies.values():
         if method in ("", strategy.method_name):
             return client_class(strategy)(**parts)
     raise ValueError(f"the server runs '{method}', which is none of the job's {job.method_names}")

@@ -6,6 +6,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,8 @@ import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
 from flwr.serverapp import Grid
 
-from flwr_regs.experiments.run.folders import check_writable, new_folder
-from flwr_regs.experiments.run.run_records import (
+from flwr_regs.experiments.report.folders import check_writable, new_folder
+from flwr_regs.experiments.report.run_records import (
     Recorder,
     Run,
     diverged,
@@ -27,6 +28,7 @@ from flwr_regs.experiments.settings.job import Job
 from flwr_regs.flower.strategy import RegStrategy
 from flwr_regs.server.checkpoint.checkpoint import CheckpointError, latest
 from flwr_regs.server.round import RoundFailed
+
 
 OnRound = Callable[[Run], None]
 """Called with the run after each round, and after the initial test."""
@@ -65,11 +67,9 @@ def run(job: Job, grid: Grid, folder: Path | None) -> dict[str, Any]:
         say(f"NOTE: {note}")
 
     def show(run: Run) -> None:
-        if folder is not None and run.test:
-            now = run.test[-1]
-            say(
-                f"{run.label:<10} round {now['round']:>4}/{job.rounds}   accuracy {now['accuracy']:7.2%}"
-            )
+        if folder is not None:
+            at = f"round {run.test[-1]['round']:>4}/{job.rounds}"
+            say(f"{run.label:<10} {at}   accuracy {run.test[-1]['accuracy']:7.2%}")
 
     runs, failed = [], list[Exception]()
     for method in job.method_names:
@@ -81,14 +81,14 @@ def run(job: Job, grid: Grid, folder: Path | None) -> dict[str, Any]:
             runs.append(comparison.last)
             if folder is not None:
                 results.Results(runs, comparison.notes).save(folder, pictures=False)
-    found = results.Results(runs, comparison.notes)
+    trained = results.Results(runs, comparison.notes)
     if folder is not None:
-        found.save(folder)
-        say(found.text().rstrip())
+        trained.save(folder)
+        say(trained.text().rstrip())
         say(f"results: {folder}")
     if failed:
         raise failed[0]
-    return found.history()
+    return trained.history()
 
 
 class Comparison:
@@ -111,8 +111,8 @@ class Comparison:
 
         from flwr_regs.client.train.batches import resolve_device
         from flwr_regs.experiments.data import arrays as data
+        from flwr_regs.experiments.data.losses import LOSSES
         from flwr_regs.experiments.models import models
-        from flwr_regs.experiments.models.quadratic import LOSSES
         from flwr_regs.flower.grids.grid_network import GridNetwork
         from flwr_regs.server.population.population import Population
 
@@ -202,24 +202,20 @@ class Comparison:
 
         def test(server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
             run.rounds = strategy.history if server_round else []
-            if [t["round"] for t in run.test[-1:]] == [server_round]:  # the mean of two models
-                if job.tested_on_clients:
-                    return None
-                loss, share = self._measured(arrays, server_round)
-                return MetricRecord({"loss": loss, "accuracy": share})
+            again = [t["round"] for t in run.test[-1:]] == [server_round]  # the mean of two models
             if not job.tested_on_clients:
-                loss, share = self._measured(arrays, server_round)
-            elif server_round == 0:
-                return None
-            elif not (last := strategy.history[-1])["evaluate"]["clients"]:
-                return None  # this time, none of them could
+                figures = self._measured(arrays, server_round)
+            elif server_round == 0 or again or not strategy.history[-1]["evaluate"]["clients"]:
+                return None  # no client has tested it
             else:
-                loss, share = (float(np.mean(_on_clients(last, m))) for m in ("loss", "accuracy"))
-            together = self._together(arrays, server_round)
-            run.test.append({"round": server_round, "loss": loss, "accuracy": share, **together})
-            recorder.round(run)
-            on_round(run)
-            return MetricRecord({"loss": loss, "accuracy": share})
+                tested = strategy.history[-1]
+                figures = {m: float(_on_clients(tested, m).mean()) for m in ("loss", "accuracy")}
+            if not again:
+                together = self._together(arrays, server_round)
+                run.test.append({"round": server_round, **figures, **together})
+                recorder.round(run)
+                on_round(run)
+            return MetricRecord(figures)
 
         began, ticks = time.monotonic(), clock() if clock else 0.0
         try:
@@ -263,15 +259,12 @@ class Comparison:
             return None
         path = record_path(folder, run.label, run.seed)
         record = read(path) if path.is_file() else None
-        try:
-            found = latest(checkpoints)
-        except CheckpointError:
-            found = None
-        if record is not None and found is not None:
-            points = [point for point in record.test if point["round"] <= found.round]
-            if points and points[-1]["round"] == found.round:
-                run.test, run.rounds = points, list(found.history)
-                return found.path
+        with suppress(CheckpointError):
+            checkpoint = latest(checkpoints)
+            points = [p for p in record.test if p["round"] <= checkpoint.round] if record else []
+            if points and points[-1]["round"] == checkpoint.round:
+                run.test, run.rounds = points, list(checkpoint.history)
+                return checkpoint.path
         shutil.rmtree(checkpoints, ignore_errors=True)
         return None
 
@@ -297,11 +290,11 @@ class Comparison:
         guess = sum(self._last[1:], self._last[0]).argmax(1)
         return {"ensemble": float((guess == self._targets(server_round)).double().mean())}
 
-    def _measured(self, arrays: ArrayRecord, server_round: int) -> tuple[float, float]:
-        """Return (mean loss, accuracy) of a model on the test data, as it is in a round."""
+    def _measured(self, arrays: ArrayRecord, server_round: int) -> dict[str, float]:
+        """Return a model's mean loss and accuracy on the test data, as it is in a round."""
         output, y = self._outputs(arrays), self._targets(server_round)
-        loss = self.loss_fn(output, y)
-        return float(loss), float((output.argmax(1) == y).double().mean())
+        accuracy = (output.argmax(1) == y).double().mean()
+        return {"loss": float(self.loss_fn(output, y)), "accuracy": float(accuracy)}
 
     def _targets(self, server_round: int) -> Any:
         """Return the labels of the test data in a round."""

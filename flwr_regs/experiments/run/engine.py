@@ -17,15 +17,16 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from flwr_regs.experiments.report import run_records as records
 from flwr_regs.experiments.report.results import Results, write
-from flwr_regs.experiments.run import run_records as records
+from flwr_regs.experiments.report.run_records import Run
+from flwr_regs.experiments.run.comparison import Comparison, OnRound
 from flwr_regs.experiments.run.progress import Progress
-from flwr_regs.experiments.run.run_records import Run
 from flwr_regs.experiments.settings.job import Job
 
 PLAN = "settings.json"
@@ -98,14 +99,11 @@ class Plan:
         """
         path = folder / PLAN
         try:
-            found = json.loads(path.read_text(encoding="utf-8"))
-            jobs = [(r["label"], Job.from_run_config(r["settings"])) for r in found["runs"]]
-            more = {
-                k: v for k, v in found.items() if k not in ("runs", "heading", "ordered", "seeds")
-            }
+            kept = json.loads(path.read_text(encoding="utf-8"))
+            jobs = [(r["label"], Job.from_run_config(r["settings"])) for r in kept.pop("runs")]
             if not jobs:
                 raise ValueError("it has no runs")
-            return cls(jobs, found["heading"], found["ordered"], more)
+            return cls(jobs, kept.pop("heading"), kept.pop("ordered"), kept)
         except FileNotFoundError as error:
             raise ValueError(f"{folder} holds no results: it has no {PLAN}") from error
         except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -115,23 +113,19 @@ class Plan:
     def recorded(self, folder: Path) -> list[Run]:
         """Return the plan's runs that have trained at all, as far as they got, in its order."""
         paths = [records.record_path(folder, label, job.seed) for label, job in self.jobs]
-        found = [records.read(path) if path.is_file() else None for path in paths]
-        return [run for run in found if run is not None]
-
-    def begun(self, folder: Path) -> list[Run]:
-        """Return what :meth:`recorded` does; ValueError if that is nothing."""
-        if not (found := self.recorded(folder)):
-            raise ValueError(f"{folder} has no runs yet")
-        return found
+        return [run for path in paths if path.is_file() and (run := records.read(path))]
 
     def missing(self, folder: Path) -> list[tuple[str, Job]]:
         """Return the runs that have not ended."""
         done = {(run.label, run.seed) for run in self.recorded(folder) if run.ended}
         return [(label, job) for label, job in self.jobs if (label, job.seed) not in done]
 
-    def results(self, folder: Path) -> Results:
-        """Return the results so far; ValueError if there are none."""
-        return Results(self.begun(folder), (), self.heading, self.ordered)
+    def results(self, folder: Path, notes: Sequence[str] = (), baseline: bool = False) -> Results:
+        """Return the results so far, compared with the first row if asked; ValueError without any."""
+        if not (runs := self.recorded(folder)):
+            raise ValueError(f"{folder} has no runs yet")
+        first = runs[0].label if baseline else ""
+        return Results(runs, notes, self.heading, self.ordered, first)
 
     def model_name(self, label: str, job: Job) -> str:
         """Return the name of a run's model file."""
@@ -161,9 +155,11 @@ def execute(
     runs = {(run.label, run.seed): run for run in known if run.ended}
     keys = [(label, job.seed) for label, job in plan.jobs]
     missing = [one for one, key in zip(plan.jobs, keys, strict=True) if key not in runs]
+    trained = (train(plan, *one, folder, progress.round, stacked) for one in missing)
+    if workers > 1:
+        trained = _in_workers(plan, missing, folder, progress, workers, stacked)
     with progress:
-        train = _here if workers == 1 else _in_workers
-        for run in train(plan, missing, folder, progress, workers, stacked):
+        for run in trained:
             runs[run.label, run.seed] = run
             progress.ended(run.label, run.seed, run.stopped)
             if folder:
@@ -178,27 +174,43 @@ def train(
     """Train one run in this process; an error ends the run, and the run says why."""
     from flwr_regs import InProcessGrid, StackedGrid
     from flwr_regs.experiments.run.clients import app
-    from flwr_regs.experiments.run.comparison import Comparison
 
     grid = StackedGrid if stacked else InProcessGrid
 
     def on_round(run: Run) -> None:
-        if run.test:
-            now = run.test[-1]
-            told(label, job.seed, now["round"], now["accuracy"])
+        told(label, job.seed, run.test[-1]["round"], run.test[-1]["accuracy"])
 
     with quiet() as warned, one_thread():
         _warm_up()
         comparison = Comparison(job, grid(app, job.num_clients, job.config))
         (method,) = job.method_names
-        name, places = plan.model_name(label, job), (folder, on_round, time.process_time)
-        own = None
+        model, checkpoints = plan.model_name(label, job), None
         if folder is not None and job.checkpoint_every:
-            own = folder / "checkpoints" / f"{records.file_name(label)}-seed{job.seed}"
+            checkpoints = folder / "checkpoints" / f"{records.file_name(label)}-seed{job.seed}"
         try:
-            return comparison.train(method, label, name, *places, warned, own)
+            return comparison.train(
+                *(method, label, model, folder, on_round, time.process_time, warned, checkpoints)
+            )
         except Exception:
             return comparison.last
+
+
+def try_out(job: Job, on_round: OnRound = lambda run: None) -> dict[str, Any]:
+    """Train two rounds of the job's first method, no client slow; return the second one's entry.
+
+    The first round tells less: some methods take it easy there. Raises RuntimeError if the run would fail.
+    """
+    from flwr_regs import InProcessGrid
+    from flwr_regs.experiments.run.clients import app
+
+    short = replace(job, rounds=2, cohorts="uniform", straggler_share=0.0, drop_out=0.0)
+    with quiet(), one_thread():
+        comparison = Comparison(short, InProcessGrid(app, short.num_clients, short.config))
+        try:
+            comparison.train(job.method_names[0], on_round=on_round)
+        except Exception as error:
+            raise RuntimeError(f"{job.method_names[0]}: {comparison.last.error}") from error
+    return comparison.last.rounds[-1]
 
 
 @lru_cache(maxsize=1)
@@ -210,18 +222,6 @@ def _warm_up() -> None:
     loss = torch.nn.functional.cross_entropy(model(torch.zeros(2, 1, 3, 3)), torch.tensor([0, 1]))
     loss.backward()  # type: ignore[no-untyped-call]
     torch.optim.SGD(model.parameters(), 0.1).step()
-
-
-def _here(
-    plan: Plan,
-    jobs: Sequence[tuple[str, Job]],
-    folder: Path | None,
-    progress: Progress,
-    _: int,
-    stacked: bool,
-) -> Iterator[Run]:
-    for label, job in jobs:
-        yield train(plan, label, job, folder, progress.round, stacked)
 
 
 def _in_workers(
@@ -251,7 +251,7 @@ def _in_workers(
             f"a worker process was killed, perhaps for want of memory{again}"
         ) from error
     except BaseException:
-        for process in multiprocessing.active_children():
+        for process in [*(pool._processes or {}).values()]:  # its own, and no other child of ours
             process.kill()
         raise
     finally:
@@ -279,7 +279,7 @@ def _end_with_parent() -> None:
 
 
 def _work(plan: Plan, label: str, job: Job, folder: Path | None, stacked: bool) -> Run:
-    return train(plan, label, job, folder, lambda *now: _QUEUE.put(now), stacked)
+    return train(plan, label, job, folder, lambda *news: _QUEUE.put(news), stacked)
 
 
 class _Collector(logging.Handler):

@@ -8,9 +8,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from flwr_regs.experiments.run.engine import Plan, one_thread, quiet
+from flwr_regs.experiments.run.engine import Plan, try_out
 from flwr_regs.experiments.run.progress import duration
-from flwr_regs.experiments.run.run_records import Run
 from flwr_regs.experiments.settings.calls import parse_methods
 from flwr_regs.experiments.settings.job import Job
 
@@ -54,31 +53,17 @@ def seconds(job: Job) -> float:
 
     Raises RuntimeError if the run would fail at once.
     """
-    from flwr_regs import InProcessGrid
-    from flwr_regs.experiments.run.clients import app
-    from flwr_regs.experiments.run.comparison import Comparison
-
-    tiny = replace(job, rounds=2, cohorts="uniform", straggler_share=0.0, drop_out=0.0)
-    tiny = replace(tiny, fraction_train=min(job.fraction_train, CLIENTS / job.num_clients))
+    tiny = replace(job, fraction_train=min(job.fraction_train, CLIENTS / job.num_clients))
     spent: dict[int, tuple[float, float]] = {}  # steps -> of a client, of the server and its test
-    with quiet(), one_thread():
-        for steps in (1, *STEPS):  # the first one warms up
-            short = replace(tiny, local_steps=steps)
-            comparison = Comparison(short, InProcessGrid(app, short.num_clients, short.config))
-            tests = [time.monotonic()]
-
-            def tested(_: Run, tests: list[float] = tests) -> None:
-                tests.append(time.monotonic())
-
-            try:
-                comparison.train(job.methods, on_round=tested)
-            except Exception as error:
-                raise RuntimeError(f"{job.methods}: {comparison.last.error}") from error
-            entry = comparison.last.rounds[-1]  # the second: some methods take it easy in the first
-            phases = dict(entry.get("seconds", {}))
-            clients = sum(phases.pop(name, 0.0) for name in ("clients", "probe"))
-            test = 0.0 if job.tested_on_clients else tests[1] - tests[0]
-            spent[steps] = clients / len(entry["cohort"]), sum(phases.values()) + test
+    for steps in (1, *STEPS):  # the first one warms up
+        tests = [time.monotonic()]
+        entry = try_out(
+            replace(tiny, local_steps=steps), lambda _, tests=tests: tests.append(time.monotonic())
+        )
+        phases = dict(entry.get("seconds", {}))
+        clients = sum(phases.pop(name, 0.0) for name in ("clients", "probe"))
+        test = 0.0 if job.tested_on_clients else tests[1] - tests[0]
+        spent[steps] = clients / len(entry["cohort"]), sum(phases.values()) + test
     (few, rest), (more, _) = (spent[steps] for steps in STEPS)
     step = max(more - few, 0.0) / (STEPS[1] - STEPS[0])
     cohort = max(int(job.num_clients * job.fraction_train), 1)

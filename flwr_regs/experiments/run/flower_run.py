@@ -23,10 +23,10 @@ from pathlib import Path
 from typing import IO
 
 from flwr_regs.experiments.extras import missing_extra
-from flwr_regs.experiments.run import run_records as records
+from flwr_regs.experiments.report import run_records as records
+from flwr_regs.experiments.report.run_records import Run
 from flwr_regs.experiments.run.engine import Plan
 from flwr_regs.experiments.run.progress import Progress
-from flwr_regs.experiments.run.run_records import Run
 from flwr_regs.experiments.settings import settings
 from flwr_regs.experiments.settings.job import Job
 
@@ -41,8 +41,8 @@ clientapp = "client_app:app"
 [tool.flwr.app.config]
 """
 APPS = {
-    "server_app.py": "from flwr_regs.experiments import server\n\napp = server.app\n",
-    "client_app.py": "from flwr_regs.experiments import clients\n\napp = clients.app\n",
+    "server_app.py": "from flwr_regs.experiments.run import server_app\n\napp = server_app.app\n",
+    "client_app.py": "from flwr_regs.experiments.run import clients\n\napp = clients.app\n",
 }
 """Flower looks for an assignment to ``app`` before it imports a file."""
 

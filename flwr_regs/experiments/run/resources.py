@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from flwr_regs.experiments.run.engine import one_thread, quiet
+from flwr_regs.experiments.run.engine import try_out
 from flwr_regs.experiments.settings.job import Job
 
 MARGIN = 1.2
@@ -70,21 +70,8 @@ def measure(job: Job) -> Taken:
     On a GPU, all that is in use there counts: measure where nothing else runs. Raises RuntimeError if the
     run would fail.
     """
-    from flwr_regs import InProcessGrid
-    from flwr_regs.experiments.run.clients import app
-    from flwr_regs.experiments.run.comparison import Comparison
-
-    one = replace(job, rounds=2, cohorts="uniform", straggler_share=0.0, drop_out=0.0)
-    one = replace(one, fraction_train=1 / job.num_clients)
-    with quiet(), one_thread():
-        comparison = Comparison(one, InProcessGrid(app, one.num_clients, one.config))
-        try:
-            comparison.train(one.method_names[0])
-        except Exception as error:
-            raise RuntimeError(f"{one.method_names[0]}: {comparison.last.error}") from error
-    entry = comparison.last.rounds[-1]
-    phases = entry["seconds"]
-    spent = sum(phases.get(name, 0.0) for name in ("clients", "probe"))
+    entry = try_out(replace(job, fraction_train=1 / job.num_clients))
+    spent = sum(entry["seconds"].get(name, 0.0) for name in ("clients", "probe"))
     return Taken(spent / len(entry["cohort"]), _resident(), *_gpu())
 
 

@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +16,8 @@ import numpy as np
 
 from flwr_regs.experiments.report import rows
 from flwr_regs.experiments.report.results import Results, write
+from flwr_regs.experiments.report.run_records import Run
 from flwr_regs.experiments.run.engine import PLAN, Plan
-from flwr_regs.experiments.run.run_records import Run
 from flwr_regs.experiments.settings.build import with_argument
 from flwr_regs.experiments.settings.calls import literal, parse_methods, values
 from flwr_regs.experiments.settings.job import Job
@@ -125,89 +128,67 @@ class Bench:
             if not any(map(space.applies, self.methods)):
                 raise ValueError(f"--tune {space.key}: none of {', '.join(self.methods)} has this")
 
-    @property
+    @cached_property
     def methods(self) -> list[str]:
         """The methods to compare."""
         return list(parse_methods(str(self.settings.get("methods", DEFAULTS["methods"]))))
 
-    @property
+    @cached_property
     def labels(self) -> dict[str, str]:
         """Row -> method. A row's name leaves out what is tuned, unless two rows had the same then."""
         tuned = {space.key for space in self.spaces}
-
-        def short(method: str) -> str:
+        names = []
+        for method in self.methods:
             (calls,) = parse_methods(method).values()
-            return "+".join(
-                str(
-                    replace(
-                        c,
-                        kwargs={
-                            k: v for k, v in c.kwargs.items() if f"{c.target}.{k}" not in tuned
-                        },
-                    )
-                )
-                for c in calls
-            )
-
-        names = [short(method) for method in self.methods]
+            untuned = [
+                {k: v for k, v in call.kwargs.items() if f"{call.target}.{k}" not in tuned}
+                for call in calls
+            ]
+            parts = [replace(c, kwargs=kw) for c, kw in zip(calls, untuned, strict=True)]
+            names.append("+".join(map(str, parts)))
         return {
             name if names.count(name) == 1 else method: method
             for name, method in zip(names, self.methods, strict=True)
         }
 
-    @property
+    @cached_property
     def spaces(self) -> list[Space]:
         """What is tried."""
         return [Space.read(text) for text in self.tune]
-
-    def spaces_of(self, method: str) -> list[Space]:
-        """Return what is tried for a method."""
-        fixed = self.own.get(method, {})
-        return [s for s in self.spaces if s.applies(method) and s.key not in fixed]
 
     def trials_of(self, method: str) -> list[dict[str, str]]:
         """Return the points that are tried for a method: key -> value, spread evenly (Sobol's sequence)."""
         from torch.quasirandom import SobolEngine
 
-        mine = self.spaces_of(method)
-        if not mine:
+        fixed = self.own.get(method, {})
+        spaces = [s for s in self.spaces if s.applies(method) and s.key not in fixed]
+        if not spaces:
             return [{}]
-        engine = SobolEngine(len(mine), scramble=True, seed=0)  # type: ignore[no-untyped-call]
-        shares = engine.draw(8 * self.trials).tolist()  # whole numbers and choices come twice
-        if all(space.choices for space in mine):  # the whole grid, where it is no larger
-            grid = np.stack(np.meshgrid(*(np.arange(len(s.choices)) for s in mine)), -1)
-            cells = grid.reshape(-1, len(mine)) / [len(s.choices) for s in mine] + 1e-9
-            shares = cells.tolist() if len(cells) <= self.trials else shares
-        points = [
-            {space.key: space.at(share) for space, share in zip(mine, point, strict=True)}
-            for point in shares
-        ]
-        different = dict.fromkeys(tuple(p.items()) for p in points)
-        return [dict(items) for items in different][: self.trials]
+        keys = [space.key for space in spaces]
+        grid = list(product(*(space.choices for space in spaces)))
+        if not 0 < len(grid) <= self.trials:  # else the whole grid
+            engine = SobolEngine(len(spaces), scramble=True, seed=0)  # type: ignore[no-untyped-call]
+            shares = engine.draw(8 * self.trials).tolist()  # whole numbers and choices come twice
+            grid = [tuple(s.at(x) for s, x in zip(spaces, point, strict=True)) for point in shares]
+        different = [*dict.fromkeys(grid)][: self.trials]
+        return [dict(zip(keys, values, strict=True)) for values in different]
 
     def job(self, method: str, point: Mapping[str, str], seed: int, tuning: bool) -> Job:
         """Return the job of a method at a point of its space."""
         own = self.own.get(method, {})
         settings: dict[str, Any] = {**self.settings, **own, "methods": method, "seed": seed}
         share = settings.pop("held-out-share", HELD_OUT)
+        folder = str(settings.get("code-dir") or os.getcwd())
         for key, value in point.items():
             target, dot, name = key.rpartition(".")
             if dot:
-                folder = str(settings.get("code-dir") or os.getcwd())
-                changed = with_argument(
-                    str(settings["methods"]), target, name, literal(value), folder
-                )
-                settings["methods"] = changed
+                called = with_argument(settings["methods"], target, name, literal(value), folder)
+                settings["methods"] = called
             else:
                 settings[key] = read(key, value)
         if tuning:  # the test is on other data than tuning
             settings["held-out-share"] = share
-        try:
-            job = Job.from_run_config(settings)
-            job.check()
-        except TypeError as error:  # an argument of a method
-            raise ValueError(str(error)) from error
-        return job
+        return Job.checked(settings)
 
     def tuning(self) -> Plan:
         """Return the plan of the trials."""
@@ -221,11 +202,16 @@ class Bench:
             "trial",
         )
 
+    @property
+    def untuned(self) -> dict[str, dict[str, str]]:
+        """Row -> the point of a method that nothing is tuned for."""
+        return {row: {} for row in self.labels}
+
     def check(self) -> None:
         """Raise ValueError or OSError for what can be known to be impossible before anything trains."""
         if self.spaces:
             self.tuning().check()
-        self.test({row: {} for row in self.labels}).check()
+        self.test(self.untuned).check()
 
     def chosen(self, runs: Sequence[Run]) -> dict[str, dict[str, str]]:
         """Return row -> the point with the highest mean of the last five rounds on held-out data.
@@ -234,29 +220,29 @@ class Bench:
         """
         best = {}
         for row, method in self.labels.items():
+            tried = self.trials_of(method)
             scores = []
-            for point in self.trials_of(method):
-                mine = [r for r in runs if r.label == _label(row, point)]
-                good = mine and not any(r.error for r in mine)
-                scores.append((np.mean([rows.last(r) for r in mine]) if good else -1.0, point))
-            score, best[row] = max(scores, key=lambda s: s[0])
-            if score < 0:
+            for point in tried:
+                of_point = [r for r in runs if r.label == _label(row, point)]
+                good = of_point and not any(r.error for r in of_point)
+                scores.append(np.mean([rows.last(r) for r in of_point]) if good else -1.0)
+            if max(scores) < 0:
                 raise RuntimeError(
                     f"{row}: every one of its {len(scores)} trials failed or diverged"
                 )
+            best[row] = tried[int(np.argmax(scores))]
         return best
 
     def test(self, chosen: Mapping[str, Mapping[str, str]]) -> Plan:
         """Return the plan of the test, each method with what tuning chose."""
-        methods = self.labels
         plan = Plan.fair(
             [
-                (row, self.job(methods[row], point, seed, tuning=False))
+                (row, self.job(self.labels[row], point, seed, tuning=False))
                 for row, point in chosen.items()
                 for seed in self.seeds
             ]
         )
-        tried = {row: len(self.trials_of(methods[row])) for row in chosen}
+        tried = {row: len(self.trials_of(self.labels[row])) for row in chosen}
         return replace(plan, more={"chosen": chosen, "trials": tried})
 
     def notes(self, chosen: Mapping[str, Mapping[str, str]]) -> list[str]:
@@ -264,14 +250,15 @@ class Bench:
         said: list[str] = []
         for row, point in chosen.items() if self.spaces else ():
             tried = self.trials_of(self.labels[row])
-            words = (
-                ", ".join(f"{key} = {value}" for key, value in point.items()) or "nothing to tune"
+            best = ", ".join(f"{key} = {value}" for key, value in point.items())
+            said.append(
+                f"{row}: {best or 'nothing to tune'}; the best of {len(tried)} on held-out data"
             )
-            said.append(f"{row}: {words}; the best of {len(tried)} on held-out data")
             for key, value in point.items():
-                every = sorted(float(p[key]) for p in tried if _is_number(p[key]))
-                if len(every) == len(tried) > 2 and float(value) in (every[0], every[-1]):
-                    said[-1] += f" ({key} is at the edge of what was tried)"
+                with suppress(ValueError):  # not a number
+                    every = [float(other[key]) for other in tried]
+                    if len(tried) > 2 and float(value) in (min(every), max(every)):
+                        said[-1] += f" ({key} is at the edge of what was tried)"
         return said
 
     def save(self, folder: Path, provenance: Mapping[str, Any]) -> None:
@@ -285,19 +272,16 @@ class Bench:
         if not path.is_file():
             raise ValueError(f"{folder} holds no benchmark: it has no bench.json")
         try:
-            found = json.loads(path.read_text(encoding="utf-8"))["bench"]
-            given: dict[str, Any] = {
-                k: tuple(v) if isinstance(v, list) else v for k, v in found.items()
-            }
-            return cls(**given)
+            kept = json.loads(path.read_text(encoding="utf-8"))["bench"]
+            return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in kept.items()})
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{path} is damaged, or of another version: {error!r}") from error
 
     @staticmethod
     def provenance(folder: Path) -> dict[str, Any]:
         """Return what produces a benchmark's folder."""
-        found = json.loads((folder / "bench.json").read_text(encoding="utf-8"))
-        return {k: v for k, v in found.items() if k != "bench"}
+        kept = json.loads((folder / "bench.json").read_text(encoding="utf-8"))
+        return {k: v for k, v in kept.items() if k != "bench"}
 
     @classmethod
     def kept(cls, folder: Path) -> Results:
@@ -306,22 +290,9 @@ class Bench:
             raise ValueError(
                 f"{folder} is still tuning: go on with flwr-regs bench --resume {folder}"
             )
-        bench, plan = cls.load(folder), Plan.load(folder)
-        return bench.results(plan, folder, bench.notes(plan.more["chosen"]))
-
-    def results(self, plan: Plan, folder: Path, notes: Sequence[str]) -> Results:
-        """Return the test's results so far, compared with the first method."""
-        runs = plan.begun(folder)
-        return Results(runs, notes, baseline=runs[0].label)
+        plan = Plan.load(folder)
+        return plan.results(folder, cls.load(folder).notes(plan.more["chosen"]), baseline=True)
 
 
 def _label(row: str, point: Mapping[str, str]) -> str:
     return f"{row} [{', '.join(f'{key}={value}' for key, value in point.items())}]"
-
-
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True

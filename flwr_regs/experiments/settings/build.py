@@ -16,9 +16,9 @@ from functools import lru_cache
 from typing import Any
 
 import flwr_regs
-from flwr_regs.abilities import Compresses
+from flwr_regs.abilities import Compresses, Steps
 from flwr_regs.experiments.settings.calls import Call, parse_methods
-from flwr_regs.experiments.settings.user_code import load
+from flwr_regs.experiments.user_code import load
 from flwr_regs.flower.client import RegClient
 from flwr_regs.flower.strategy import RegStrategy
 from flwr_regs.server.options import Options
@@ -47,7 +47,7 @@ def build(calls: Sequence[Call], folder: str = "", **common: Any) -> RegStrategy
     calls : sequence of Call
         The parts. Beside its own parameters, each takes the settings of every strategy.
     folder : str
-        Where references begin, see :func:`flwr_regs.experiments.settings.user_code.load`.
+        Where references begin, see :func:`flwr_regs.experiments.user_code.load`.
     **common
         Settings of the strategy; what a call says wins.
 
@@ -251,7 +251,7 @@ def _in_order(terms: Sequence[Term]) -> list[Term]:
         return type(t).finish is not Term.finish and type(t).start is Term.start
 
     def follows_the_owner(t: Term) -> bool:  # its update comes before a server optimiser's
-        return t.acts("update") and not (t.owns_step or t.keeps_delta)
+        return t.acts("update") and not (isinstance(t, Steps) or t.keeps_delta)
 
     def place(t: Term) -> tuple[bool, bool, bool]:
         return isinstance(t, Compresses), follows_the_owner(t), reads_the_update(t)

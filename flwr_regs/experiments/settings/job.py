@@ -27,6 +27,13 @@ from flwr_regs.wire.config import check_train_config
 if TYPE_CHECKING:
     from flwr.app import ArrayRecord
 
+PARTITION_SETTINGS = (
+    *("seed", "shards_per_client", "classes_per_client", "dirichlet_alpha", "similarity"),
+    *("pachinko_alpha", "pachinko_beta", "quantity_alpha", "interpolation", "sample_share"),
+    "long_tail",
+)
+"""The settings that a partition takes beside its kind and the number of clients."""
+
 
 @dataclass(frozen=True)
 class Job(Settings):
@@ -46,7 +53,7 @@ class Job(Settings):
         """
         job = cls(**checked(config))
         check_train_config(job.train_config, "the run config")
-        bare(job.methods, job.code_dir)  # raises for a method that cannot be built
+        assert job.strategies  # raises for a method that cannot be built
         if (job.held_out_clients or job.personalise) and job.tested_on_clients:
             raise ValueError(
                 "held-out-clients and personalise do not go with domains or private entries, nor "
@@ -66,15 +73,30 @@ class Job(Settings):
             )
         return job
 
+    @classmethod
+    def checked(cls, config: Mapping[str, Any]) -> Job:
+        """Do :meth:`from_run_config`, and check each method with its model; ValueError for all of it."""
+        try:
+            job = cls.from_run_config(config)
+            job.check()
+        except TypeError as error:  # an argument of a method
+            raise ValueError(str(error)) from error
+        return job
+
     @property
     def config(self) -> dict[str, Any]:
         """The settings by name, as a run config has them."""
         return {key(f.name): getattr(self, f.name) for f in fields(self)}
 
     @property
+    def strategies(self) -> Mapping[str, RegStrategy]:
+        """Label -> strategy of each method, without the job's settings."""
+        return bare(self.methods, self.code_dir)
+
+    @property
     def method_names(self) -> list[str]:
         """The labels of the methods to compare, in order, without repeats."""
-        return list(parse_methods(self.methods))
+        return list(self.strategies)
 
     @property
     def tested_on_clients(self) -> bool:
@@ -82,94 +104,62 @@ class Job(Settings):
 
         Otherwise the server tests it, without private entries or domains.
         """
-        terms = [t for s in bare(self.methods, self.code_dir).values() for t in s.term.terms]
+        terms = [t for s in self.strategies.values() for t in s.term.terms]
         private = any(isinstance(t, Withholds | Personalises | FineTunes) for t in terms)
         return private or self.test_on_clients or self.dataset.endswith("-domains")
 
     @property
     def train_config(self) -> dict[str, Any]:
         """The ``train_config`` of every round."""
-        steps, epochs = self.local_steps, self.local_epochs
-        zero_is_off = {
+        given = {
+            "lr": self.lr,
+            "local-steps": self.local_steps,
+            "local-epochs": 0 if self.local_steps else self.local_epochs,
+            "optimizer": "" if self.optimizer == "SGD" else self.optimizer,
             "momentum": self.momentum,
             "weight-decay": self.weight_decay,
             "clip-norm": self.clip_norm,
         }
-        return {
-            "lr": self.lr,
-            **({"local-steps": steps} if steps else {"local-epochs": epochs}),
-            **({} if self.optimizer == "SGD" else {"optimizer": self.optimizer}),
-            **{key: value for key, value in zero_is_off.items() if value},
-        }
+        return {name: value for name, value in given.items() if value}  # zero is off
 
     def data(self) -> Data:
         """Return the data set, or what `examples`, `num-classes` and `synthetic` leave or make of it.
 
         Raises ImportError, OSError or ValueError as :func:`flwr_regs.experiments.data.arrays.load` does.
         """
-        groups = self.num_clients + self.held_out_clients
-        return _data(
-            self.dataset,
-            self.data_dir,
-            self.code_dir,
-            self.synthetic,
-            self.examples,
-            self.num_classes,
-            groups if self.examples else 0,
-        )
+        groups = self.num_clients + self.held_out_clients if self.examples else 0
+        source = self.dataset, self.data_dir, self.code_dir
+        return _data(*source, self.synthetic, self.examples, self.num_classes, groups)
 
     @property
     def model_arguments(self) -> tuple[str, str, int, str, str, int]:
         """The arguments of :func:`flwr_regs.experiments.models.models.build`."""
-        own = self.dataset, self.model, self.seed, self.data_dir, self.code_dir
-        return (*own, self.projection)
+        source = self.dataset, self.model, self.seed, self.data_dir, self.code_dir
+        return (*source, self.projection)
 
     def parts_of(self, data: Data, num_clients: int) -> list[np.ndarray]:
         """Return the examples of each training client, then of each held-out one."""
-        return self.parts(data.train_y, num_clients, data.groups, data.coarse)
-
-    def parts(
-        self,
-        labels: np.ndarray,
-        num_clients: int,
-        groups: np.ndarray | None = None,
-        coarse: np.ndarray | None = None,
-    ) -> list[np.ndarray]:
-        """Do :meth:`parts_of` from what it needs of the data."""
-        settings: dict[str, Any] = {
-            "kind": self.partition,
-            "num_clients": num_clients + self.held_out_clients,
-            "seed": self.seed,
-            "shards_per_client": self.shards_per_client,
-            "classes_per_client": self.classes_per_client,
-            "dirichlet_alpha": self.dirichlet_alpha,
-            "similarity": self.similarity,
-            "pachinko_alpha": self.pachinko_alpha,
-            "pachinko_beta": self.pachinko_beta,
-            "quantity_alpha": self.quantity_alpha,
-            "interpolation": self.interpolation,
-            "sample_share": self.sample_share,
-            "long_tail": self.long_tail,
-        }
+        settings: dict[str, Any] = {name: getattr(self, name) for name in PARTITION_SETTINGS}
+        settings |= {"kind": self.partition, "num_clients": num_clients + self.held_out_clients}
 
         def split() -> list[np.ndarray]:
-            of, fine = labels, None
+            labels, fine_labels = data.train_y, None
             if self.partition == "pachinko":
-                if coarse is None:
+                if data.coarse is None:
                     raise ValueError(
                         f"partition 'pachinko': dataset '{self.dataset}' does not say the coarse label of "
                         "each example"
                     )
-                of, fine = coarse, labels
-            found = partition(of, groups=groups, fine_labels=fine, **settings)
+                labels, fine_labels = data.coarse, data.train_y
+            parts = partition(labels, groups=data.groups, fine_labels=fine_labels, **settings)
             if self.examples_per_client:
                 rng = np.random.default_rng(self.seed)
-                found = [rng.permutation(p)[: self.examples_per_client] for p in found]
-            return found
+                parts = [rng.permutation(p)[: self.examples_per_client] for p in parts]
+            return parts
 
         # one process serves many clients, methods and seeds
         key = self.dataset, self.examples_per_client, *settings.values()
-        return _PARTS.get([labels, groups, coarse], key, split)
+        return _PARTS.get([data.train_y, data.groups, data.coarse], key, split)
 
     def partition_hash(self) -> str:
         """Return the hash of the split: equal ones have the same examples on the same clients."""
@@ -184,21 +174,18 @@ class Job(Settings):
         """Return a client's training examples in a round, those that it holds out among them."""
         if self.partition != "long-tail-rounds":
             return self.parts_of(data, num_clients)[pid]
-        found = shifts.long_tail(
-            *(data.train_y, pid, server_round, self.seed),
-            share=self.sample_share,
-            ratio=self.long_tail,
-        )
+        drawn = data.train_y, pid, server_round, self.seed
+        rows = shifts.long_tail(*drawn, share=self.sample_share, ratio=self.long_tail)
         if not self.examples_per_client:
-            return found
-        return np.random.default_rng(self.seed).permutation(found)[: self.examples_per_client]
+            return rows
+        return np.random.default_rng(self.seed).permutation(rows)[: self.examples_per_client]
 
     def labels(self, y: np.ndarray, num_classes: int, server_round: int) -> np.ndarray:
         """Return the labels that examples have in a round."""
         if self.partition != "label-swaps-rounds":
             return y
-        now = shifts.swapped(num_classes, server_round, self.seed, self.swap_probability)
-        return np.asarray(now[y], y.dtype)
+        classes = shifts.swapped(num_classes, server_round, self.seed, self.swap_probability)
+        return np.asarray(classes[y], y.dtype)
 
     def test_rows(self, data: Data, num_clients: int, pid: int) -> np.ndarray:
         """Return the test examples of a client that tests the model."""
@@ -208,12 +195,12 @@ class Job(Settings):
             kinds = data.groups, data.test_groups
         elif self.test_split == "classes":
             return np.flatnonzero(np.isin(data.test_y, data.train_y[parts[pid]]))
-        mine = _TESTS.get(
+        by_client = _TESTS.get(
             [*kinds, parts],
             (num_clients, self.seed),
             lambda: test_split(kinds[0], parts[:num_clients], kinds[1], self.seed),
         )
-        return mine[pid]
+        return by_client[pid]
 
     def label_counts(self) -> np.ndarray:
         """Return how many examples of each class each training client has: (clients, classes), int64."""
@@ -282,10 +269,8 @@ class Job(Settings):
         }
         if self.dp_clip_norm:
             common["privacy"] = self.privacy()
-        if self.weighting != "paper":
-            common["weighting"] = self.weighting
-        if self.incomplete != "paper":
-            common["incomplete"] = self.incomplete
+        papers = {"weighting": self.weighting, "incomplete": self.incomplete}
+        common |= {name: value for name, value in papers.items() if value != "paper"}
         (calls,) = parse_methods(method).values()
         return build(calls, self.code_dir, **common)
 
@@ -323,12 +308,10 @@ class Job(Settings):
             return None
         # the tag 2 separates these draws from the cohorts', from (seed, round, client)
         client = np.random.default_rng((self.seed, pid, 0, 2))
-        slow, speed = (
-            client.random() < self.straggler_share,
-            client.uniform(self.straggler_speed, 1),
-        )
+        slow = client.random() < self.straggler_share
+        speed = client.uniform(self.straggler_speed, 1) if slow else 1.0
         luck = np.random.default_rng((self.seed, pid, server_round, 2)).random()
-        return 0 if luck < self.drop_out else int(planned * speed) if slow else planned
+        return 0 if luck < self.drop_out else int(planned * speed)
 
 
 _PARTS = Recent[list[np.ndarray]](8)
@@ -362,7 +345,7 @@ def _data(
 ) -> Data:
     from flwr_regs.experiments.data import subset
 
-    found = (subset.records if synthetic else load)(dataset, data_dir, code_dir)
+    data = (subset.records if synthetic else load)(dataset, data_dir, code_dir)
     if examples or num_classes:
-        return subset.reduced(found, examples, num_classes, num_groups)
-    return found
+        return subset.reduced(data, examples, num_classes, num_groups)
+    return data

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import operator
 import tomllib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields
@@ -292,24 +293,17 @@ def legal(f: Any) -> str:
     if rule["choices"]:
         text = f"one of {', '.join(rule['choices'])}"
         text += f", or your own such as {rule['own']}" if rule["own"] else ""
-    if rule["above"] is not None:
-        text += f" above {rule['above']}"
-    if rule["low"] is not None:
-        text += f" of at least {rule['low']}"
-    if rule["below"] is not None:
-        text += f" below {rule['below']}"
-    if rule["high"] is not None:
-        text += f" up to {rule['high']}"
-    return text
+    bounds = [(words, rule[name]) for name, (_, words) in _BOUNDS.items()]
+    return text + "".join(f" {words} {bound}" for words, bound in bounds if bound is not None)
 
 
 def meanings() -> dict[str, str]:
     """Return setting -> its default and meaning, for a terminal."""
-    found = {}
-    for f in fields(Settings):
-        default = "" if f.default == "" else f" [{json.dumps(f.default).strip(chr(34))}]"
-        found[key(f.name)] = f.metadata["meaning"] + default
-    return found
+    return {
+        key(f.name): f.metadata["meaning"]
+        + ("" if f.default == "" else f" [{json.dumps(f.default).strip(chr(34))}]")
+        for f in fields(Settings)
+    }
 
 
 def toml() -> str:
@@ -319,15 +313,6 @@ def toml() -> str:
         for f in fields(Settings)
     ]
     return "\n".join(f"{value:<27}  # {meaning}" for value, meaning in lines) + "\n"
-
-
-def markdown() -> str:
-    """Return the settings as a table for a page."""
-    lines = ["| setting | default | meaning | values |", "|---|---|---|---|"]
-    for f in fields(Settings):
-        default = f"`{json.dumps(f.default)}`" if f.default != "" else "–"
-        lines.append(f"| `{key(f.name)}` | {default} | {f.metadata['meaning']} | {legal(f)} |")
-    return "\n".join(lines) + "\n"
 
 
 def _unknown(name: str) -> str:
@@ -354,10 +339,10 @@ def _checked(name: str, value: Any, f: Any) -> Any:
             and value not in rule["choices"]
             and not (rule["own"] and (":" in str(value) or _called(value, rule["choices"])))
         )
-        or (rule["above"] is not None and not value > rule["above"])
-        or (rule["below"] is not None and not value < rule["below"])
-        or (rule["low"] is not None and not value >= rule["low"])
-        or (rule["high"] is not None and not value <= rule["high"])
+        or any(
+            rule[name] is not None and not holds(value, rule[name])
+            for name, (holds, _) in _BOUNDS.items()
+        )
     )
     if wrong:
         hint = nearest(str(value), rule["choices"]) if rule["choices"] else ""
@@ -371,6 +356,13 @@ def _called(value: Any, choices: Collection[str]) -> bool:
     return bool(bracket) and name in choices and rest.endswith(")")
 
 
+_BOUNDS = {
+    "above": (operator.gt, "above"),
+    "low": (operator.ge, "of at least"),
+    "below": (operator.lt, "below"),
+    "high": (operator.le, "up to"),
+}
+"""Bound -> what holds for a value and the bound, and how that is said."""
 _WORDS: dict[Any, str] = {
     int: "a whole number",
     float: "a number",

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Generic, TypeVar
 
 from flwr.app import Error, Message
 from flwr.common.constant import ErrorCode
 from flwr.serverapp import Grid
 
-from flwr_regs.server.exchange.network import Course, Replies, Request, read_each
+from flwr_regs.server.exchange.network import Course, Replies, Request
+from flwr_regs.server.failures import read_each
 from flwr_regs.wire import keys
 from flwr_regs.wire.errors import described
 from flwr_regs.wire.parcel import Parcel
-from flwr_regs.wire.records import Writer, held, parcel_of
+from flwr_regs.wire.records import Writer, parcel_of
 from flwr_regs.wire.text import one_line
 
 T = TypeVar("T")
@@ -48,15 +48,9 @@ class GridNetwork:
             return known
         return replies_to(request, self.exchange(messages_of([request]), timeout))
 
-    def exchange(
-        self,
-        messages: Sequence[Message],
-        timeout: float | None = None,
-        early: Callable[[Message], None] | None = None,
-    ) -> list[Message]:
+    def exchange(self, messages: Sequence[Message], timeout: float | None = None) -> list[Message]:
         """Push messages; pull their replies until all have come, or the time is over.
 
-        `early` is called with each reply that comes while others are awaited.
         Only the grid's ``push_messages`` and ``pull_messages`` are used. A grid that has all replies
         when a push returns says so with an attribute ``replies_at_once = True``.
         """
@@ -78,10 +72,6 @@ class GridNetwork:
             left = math.inf if limit is None else limit - spent
             if len(replies) >= expected or left <= 0 or at_once:
                 return replies
-            if early is not None and came:
-                for reply in came:
-                    early(reply)
-                continue  # others may have come meanwhile
             time.sleep(min(max(0.01, 0.1 * spent), 1.0, left))
 
     def _known(self, request: Request) -> Replies | None:
@@ -140,35 +130,12 @@ class Paused(Generic[T]):
         self._course = course
         self._requests = next(course)
         self.messages = messages_of(self._requests)
-        self._early: dict[int, tuple[object, Parcel]] = {}  # client -> what came, and as a parcel
-        self._client_of: dict[int, int] = {}
-
-    def early(self, reply: Message) -> None:
-        """Read a reply while others are awaited, so that less is left to do when all have come."""
-        if reply.has_error():
-            return
-        for request in self._requests:
-            if request.early is None or request.kind != reply.metadata.message_type:
-                continue
-            self._client_of = self._client_of or {n: p for p, n in request.nodes.items()}
-            pid = self._client_of.get(reply.metadata.src_node_id)
-            with suppress(Exception):  # it is read again with the others, and named then
-                if pid is not None:
-                    self._early[pid] = held(reply.content), parcel_of(reply.content)
-                    request.early(pid, self._early[pid][1])
-
-    def _parcel(self, pid: int, reply: Message) -> Parcel:
-        """Return a reply as a parcel: the one that was read early, if nothing has changed it since."""
-        early = self._early.pop(pid, None)
-        if early is not None and early[0] == held(reply.content):
-            return early[1]
-        return parcel_of(reply.content)
 
     def resume(self, replies: Iterable[Message]) -> T:
         """Run the course to its end with these replies to its messages."""
         replies = list(replies)
         try:
-            self._course.send([replies_to(r, replies, self._parcel) for r in self._requests])
+            self._course.send([replies_to(r, replies) for r in self._requests])
         except StopIteration as done:
             return done.value  # type: ignore[no-any-return]
         raise RuntimeError("a course pauses only once")
@@ -193,16 +160,8 @@ def reason_of(reply: Message) -> str:
     )
 
 
-def _parcel_of(pid: int, reply: Message) -> Parcel:
-    return parcel_of(reply.content)
-
-
-def replies_to(
-    request: Request,
-    replies: Iterable[Message],
-    read: Callable[[int, Message], Parcel] = _parcel_of,
-) -> Replies:
-    """Return, by partition id, those of the `replies` that belong to one request, as `read` reads them.
+def replies_to(request: Request, replies: Iterable[Message]) -> Replies:
+    """Return, by partition id, those of the `replies` that belong to one request.
 
     Flower reports a lost node as an error from node 1, and says nothing of a node that missed the timeout.
     So a client without a reply counts as failed.
@@ -223,7 +182,7 @@ def replies_to(
                 failures[pid] = why
         elif pid is not None:
             contents[pid] = reply
-    came, unread = read_each(contents, read)
+    came, unread = read_each(contents, lambda _, reply: parcel_of(reply.content))
     failures |= unread
     silent = [pid for pid in request.parcels if pid not in came and pid not in failures]
     why = "no reply" + (f" ({one_line('; '.join(stray))})" if stray else " in time")

@@ -27,7 +27,7 @@ Source: Li, He, Song, "Model-contrastive federated learning" (2021), Sec. 3, Alg
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -68,9 +68,10 @@ class ModelContrast(Term):
         layer = self.projection
         if layer is not None and (not isinstance(layer, str) or not layer):
             raise ValueError(f"projection must be a layer's name, or None, not {layer!r}")
-        # the class itself has no needs: a model without an output layer may name a layer here
-        needs = ("features",) if layer is None else (OUTPUT_OF + layer,)
-        object.__setattr__(self, "needs", needs)
+
+    @property
+    def needs(self) -> Collection[str]:
+        return ("features",) if self.projection is None else (OUTPUT_OF + self.projection,)
 
     def loss(self, base: Any, params: Arrays, ctx: ClientContext) -> Any:
         if not ctx.client:

@@ -47,6 +47,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
+from flwr_regs.abilities import Addresses, Agrees, Checks, Probes
 from flwr_regs.flower.client import RegClient
 from flwr_regs.flower.strategy import RegStrategy
 from flwr_regs.methods.parts.once import log_once
@@ -80,10 +81,8 @@ NOBODY = -2
 """The id of a row of the table that is no single client's; -1 is that of a client without one."""
 
 
-class _Means(Term):
+class _Means(Term, Checks, Agrees):
     """The part that both terms share: the upload is one δ, as long as the others'."""
-
-    robust: ClassVar[bool] = True
 
     def check(self, upload: Slot, params: Arrays, server: Slot) -> None:
         if upload.keys() != {"delta"}:
@@ -106,7 +105,7 @@ class _Means(Term):
 
 
 @dataclass(frozen=True)
-class FeatureTable(_Means):
+class FeatureTable(_Means, Addresses):
     """rFedAvg's regulariser: distance to the table of all clients' δ (Alg. 1).
 
     Parameters
@@ -118,6 +117,7 @@ class FeatureTable(_Means):
     """
 
     name: ClassVar[str] = "rfedavg"
+    robust: ClassVar[bool] = True
     keeps_delta: ClassVar[bool] = True
     excludes: ClassVar[tuple[str, ...]] = ("rfedavg-plus",)
     needs: ClassVar[Collection[str]] = ("features",)
@@ -166,7 +166,7 @@ class FeatureTable(_Means):
 
 
 @dataclass(frozen=True)
-class LeaveOneOutMean(_Means):
+class LeaveOneOutMean(_Means, Probes):
     """rFedAvg+'s regulariser: distance to the mean of the other clients' δ (Alg. 2).
 
     Parameters
@@ -203,8 +203,10 @@ class LeaveOneOutMean(_Means):
         super().__post_init__()
         if self.noise_std > 0 and self.clip_norm is None:
             raise ValueError("noise_std without clip_norm protects nothing: give both")
-        if self.sum_only:  # no aggregator sees the single δ
-            object.__setattr__(self, "robust", False)
+
+    @property
+    def robust(self) -> bool:
+        return not self.sum_only  # no aggregator sees the single δ behind a sum
 
     def probe(self, ctx: ClientContext) -> tuple[Slot, Slot]:
         d = ctx.mean_features(ctx.start, self.delta_batches)  # δ^k with w_t

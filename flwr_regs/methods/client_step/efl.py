@@ -38,6 +38,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
+from flwr_regs.abilities import Addresses
 from flwr_regs.flower.client import RegClient
 from flwr_regs.flower.strategy import RegStrategy
 from flwr_regs.methods.client_step.ternary import SparseTernary
@@ -52,7 +53,7 @@ NOTES = ("warned", "due", "made", "age", "holders")
 
 
 @dataclass(frozen=True)
-class Elastic(FisherSums):
+class Elastic(FisherSums, Addresses):
     """The gradient of ``λ/2 Σ_i (v − v_i)ᵀ diag(F_i) (v − v_i)``, the v_i of the last round (Eq. 2).
 
     Parameters
@@ -95,10 +96,9 @@ class Elastic(FisherSums):
     sums_every: int | None = None
     sums_density: float | None = None
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.sums_density is not None:  # positions in the whole model
-            object.__setattr__(self, "elementwise", False)
+    @property
+    def elementwise(self) -> bool:
+        return self.sums_density is None  # positions are in the whole model
 
     @property
     def _code(self) -> SumsCode:

@@ -42,6 +42,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 
+from flwr_regs.abilities import Recovers, Steers, Steps
 from flwr_regs.client.train.distillation import self_confidence_loss
 from flwr_regs.flower.client import RegClient
 from flwr_regs.flower.strategy import RegStrategy
@@ -73,7 +74,7 @@ __all__ = [
 
 
 @dataclass(frozen=True)
-class EmbeddedMomentum(Term):
+class EmbeddedMomentum(Term, Steps, Recovers, Steers):
     """FedADC's momentum, on the clients and on the server.
 
     Parameters
@@ -90,7 +91,6 @@ class EmbeddedMomentum(Term):
     """
 
     name: ClassVar[str] = "fedadc"
-    owns_step: ClassVar[bool] = True
     elementwise: ClassVar[bool] = True
     ranges: ClassVar[Mapping[str, Range]] = {
         "beta_local": DECAY,
@@ -189,7 +189,7 @@ class SelfDistillation(Term):
 
 
 @dataclass(frozen=True)
-class SlowMomentum(Term):
+class SlowMomentum(Term, Steps):
     """SlowMo's server momentum (Alg. 2); clients train as in FedAvg.
 
     Parameters
@@ -201,7 +201,6 @@ class SlowMomentum(Term):
     """
 
     name: ClassVar[str] = "slowmo"
-    owns_step: ClassVar[bool] = True
     ranges: ClassVar[Mapping[str, Range]] = {"beta": DECAY, "alpha": POSITIVE}
     beta: float
     alpha: float = 1.0

@@ -30,6 +30,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from flwr_regs.abilities import Addresses
 from flwr_regs.flower.client import RegClient
 from flwr_regs.flower.strategy import RegStrategy
 from flwr_regs.methods.parts.fisher_sums import FisherSums
@@ -39,7 +40,7 @@ __all__ = ["Curvature", "FedCurv", "FedCurvClient"]
 
 
 @dataclass(frozen=True)
-class Curvature(FisherSums):
+class Curvature(FisherSums, Addresses):
     """The gradient of ``λ Σ_{i≠k} (v − v_i)ᵀ diag(F_i) (v − v_i)``, the v_i of the last round (Eq. 4).
 
     Parameters
@@ -53,6 +54,7 @@ class Curvature(FisherSums):
     """
 
     name: ClassVar[str] = "fedcurv"
+    elementwise: ClassVar[bool] = True
     excludes: ClassVar[tuple[str, ...]] = ("elastic",)
     times: ClassVar[float] = 2.0  # (v − v_i)² has no ½ before it
 

@@ -31,6 +31,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from flwr_regs.abilities import Folds, Steps
 from flwr_regs.flower.client import RegClient
 from flwr_regs.flower.strategy import RegStrategy
 from flwr_regs.methods.parts.sent import as_sent
@@ -40,7 +41,7 @@ __all__ = ["DynamicRegulariser", "FedDyn", "FedDynClient"]
 
 
 @dataclass(frozen=True)
-class DynamicRegulariser(Term):
+class DynamicRegulariser(Term, Steps, Folds):
     """FedDyn's linear term ``−⟨h_k, v⟩`` and its pull ``α/2 ‖v − w_t‖²``.
 
     Parameters
@@ -51,8 +52,6 @@ class DynamicRegulariser(Term):
     """
 
     name: ClassVar[str] = "feddyn"
-    owns_step: ClassVar[bool] = True
-    reads_lr: ClassVar[bool] = False
     elementwise: ClassVar[bool] = True
     excludes: ClassVar[Mapping[str, str]] = {
         "scaffold": "each corrects the same drift, which would count twice: keep one"

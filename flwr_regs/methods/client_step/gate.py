@@ -39,6 +39,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from flwr_regs.abilities import Addresses, Restricts, Steers
 from flwr_regs.flower.client import RegClient
 from flwr_regs.flower.strategy import RegStrategy
 from flwr_regs.methods.parts.sent import as_sent
@@ -50,7 +51,7 @@ __all__ = ["VRLSGD", "FedGATE", "FedGATEClient", "GradientTracking", "VRLSGDClie
 
 
 @dataclass(frozen=True)
-class GradientTracking(Term):
+class GradientTracking(Term, Addresses, Steers, Restricts):
     """The correction ``−d_k`` of each gradient, and FedGATE's step size γ.
 
     Parameters
@@ -60,7 +61,6 @@ class GradientTracking(Term):
     """
 
     name: ClassVar[str] = "gradient-tracking"
-    reads_lr: ClassVar[bool] = False
     elementwise: ClassVar[bool] = True
     excludes: ClassVar[Mapping[str, str]] = {
         **dict.fromkeys(

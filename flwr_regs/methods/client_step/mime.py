@@ -39,6 +39,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from flwr_regs.abilities import Agrees, Checks, Folds, Probes, Steers
 from flwr_regs.flower.client import RegClient
 from flwr_regs.flower.strategy import RegStrategy
 from flwr_regs.methods.parts.gradients import check_like
@@ -55,11 +56,10 @@ __all__ = [
 ]
 
 
-class _ServerMomentum(Term):
+class _ServerMomentum(Term, Checks, Steers):
     """The part that both terms share: the server's m, the clients' step with it, the check of uploads."""
 
     keeps_delta: ClassVar[bool] = True
-    reads_lr: ClassVar[bool] = False
     ranges: ClassVar[Mapping[str, Range]] = {"beta": DECAY}
     beta: float
 
@@ -89,7 +89,7 @@ class _ServerMomentum(Term):
 
 
 @dataclass(frozen=True)
-class FixedMomentum(_ServerMomentum):
+class FixedMomentum(_ServerMomentum, Folds):
     """MimeLite's steps with the server's momentum (Alg. 1).
 
     Parameters
@@ -133,7 +133,7 @@ class FixedMomentum(_ServerMomentum):
 
 
 @dataclass(frozen=True)
-class CorrectedMomentum(_ServerMomentum):
+class CorrectedMomentum(_ServerMomentum, Probes, Agrees):
     """Mime's steps: the server's momentum, and gradients corrected by the cohort's mean (Alg. 1).
 
     Parameters

@@ -36,6 +36,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
+from flwr_regs.abilities import Addresses, Checks, Folds, Restricts, Steers
 from flwr_regs.flower.client import RegClient
 from flwr_regs.flower.strategy import RegStrategy
 from flwr_regs.methods.parts.gradients import check_like
@@ -49,7 +50,7 @@ __all__ = ["SCAFFOLD", "ControlVariates", "SCAFFOLDClient"]
 
 
 @dataclass(frozen=True)
-class ControlVariates(Term):
+class ControlVariates(Term, Folds, Addresses, Checks, Steers, Restricts):
     """SCAFFOLD's correction ``c − c_k`` of each gradient (Alg. 1).
 
     Parameters

@@ -49,6 +49,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
+from flwr_regs.abilities import Compresses, TakesBack
 from flwr_regs.term import FRACTION, Arrays, ClientContext, Range, ServerContext, Slot, Term
 
 __all__ = ["SparseTernary"]
@@ -69,7 +70,7 @@ CHUNK = 1 << 18
 
 
 @dataclass(frozen=True)
-class SparseTernary(Term):
+class SparseTernary(Term, Compresses, TakesBack):
     """Sparse ternary compression ST with residuals (Alg. 2); composes with any method, as the last term.
 
     With `density_down`, clients must hold the model that the step changes: the strategy then uses the

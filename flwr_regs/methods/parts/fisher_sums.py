@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
+from flwr_regs.abilities import Checks, Folds
 from flwr_regs.term import (
     COUNT,
     NOT_NEGATIVE,
@@ -28,7 +29,7 @@ LOG = logging.getLogger("flwr")
 
 
 @dataclass(frozen=True)
-class FisherSums(Term):
+class FisherSums(Term, Folds, Checks):
     """A pull to the clients' last models, weighted by their Fisher information: EFL's and FedCurv's.
 
     Clients upload ``u_k``, and the server sums ``u_k`` and ``v̂_k = u_k ⊙ v_k``. It computes v̂_k from the
@@ -37,7 +38,6 @@ class FisherSums(Term):
     """
 
     keeps_delta: ClassVar[bool] = True
-    elementwise: ClassVar[bool] = True
     times: ClassVar[float] = 1.0
     """The pull is this many times ``λ (U ⊙ v − V)``."""
     ranges: ClassVar[Mapping[str, Range]] = {

@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from flwr_regs.abilities import Recovers
 from flwr_regs.term import Arrays, ClientContext, ServerContext, Slot, Term
 from flwr_regs.wire import keys
 
 
 @dataclass(frozen=True)
-class LastStep(Term):
+class LastStep(Term, Recovers):
     """A term that broadcasts ``g = (w_{t−1} − w_t) / η``, η of the round that made it; none in round 1."""
 
     def broadcast(self, server: Slot, ctx: ServerContext) -> Slot:

@@ -29,6 +29,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from flwr_regs.abilities import Personalises
 from flwr_regs.flower.client import RegClient
 from flwr_regs.flower.strategy import RegStrategy
 from flwr_regs.term import SHARE, SWITCH, Arrays, ClientContext, Range, Slot, Term
@@ -39,7 +40,7 @@ WEIGHT = "a"  # beside the entries "u.<name>"
 
 
 @dataclass(frozen=True)
-class MixedModel(Term):
+class MixedModel(Term, Personalises):
     """A mixture of a model of the client's own and the global one (Alg. 1).
 
     Parameters

@@ -25,6 +25,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from flwr_regs.abilities import Personalises
 from flwr_regs.flower.client import RegClient
 from flwr_regs.flower.strategy import RegStrategy
 from flwr_regs.term import NOT_NEGATIVE, POSITIVE, Arrays, ClientContext, Range, Slot, Term
@@ -33,7 +34,7 @@ __all__ = ["Ditto", "DittoClient", "PersonalModel"]
 
 
 @dataclass(frozen=True)
-class PersonalModel(Term):
+class PersonalModel(Term, Personalises):
     """A model of the client's own, pulled towards the global one (Alg. 1).
 
     Parameters

@@ -32,6 +32,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from flwr_regs.abilities import Addresses, Checks, Folds, Personalises
 from flwr_regs.flower.client import RegClient
 from flwr_regs.flower.strategy import RegStrategy
 from flwr_regs.term import (
@@ -49,7 +50,7 @@ __all__ = ["CloudModel", "FedAMP", "FedAMPClient"]
 
 
 @dataclass(frozen=True)
-class CloudModel(Term):
+class CloudModel(Term, Folds, Addresses, Personalises, Checks):
     """A start for each client, mixed of its model and those of similar clients (Alg. 1).
 
     Parameters

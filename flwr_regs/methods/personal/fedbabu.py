@@ -23,6 +23,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from flwr_regs.abilities import FineTunes, Freezes
 from flwr_regs.flower.client import RegClient
 from flwr_regs.flower.strategy import RegStrategy
 from flwr_regs.term import COUNT, POSITIVE, Range, Term
@@ -33,7 +34,7 @@ __all__ = ["FedBABU", "FedBABUClient", "FixedHead"]
 
 
 @dataclass(frozen=True)
-class FixedHead(Term):
+class FixedHead(Term, Freezes, FineTunes):
     """The output layer is not trained; an evaluation trains the global model further (Alg. 1).
 
     Parameters

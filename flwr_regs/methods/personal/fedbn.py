@@ -24,6 +24,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from flwr_regs.abilities import Withholds
 from flwr_regs.flower.client import RegClient
 from flwr_regs.flower.strategy import RegStrategy
 from flwr_regs.term import Term
@@ -35,7 +36,7 @@ STATISTIC = "running_mean"
 
 
 @dataclass(frozen=True)
-class LocalBatchNorm(Term):
+class LocalBatchNorm(Term, Withholds):
     """BatchNorm's parameters and statistics are private.
 
     The term finds a BatchNorm layer by its ``running_mean``, because the server sees names and no modules.
@@ -56,7 +57,7 @@ class LocalBatchNorm(Term):
 
 
 @dataclass(frozen=True)
-class Private(Term):
+class Private(Term, Withholds):
     """Named entries of the model are private.
 
     Parameters
@@ -70,6 +71,7 @@ class Private(Term):
     patterns: str
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not isinstance(self.patterns, str):
             raise ValueError(f"patterns must be a string of names, not {self.patterns!r}")
         split(self.patterns, "patterns")

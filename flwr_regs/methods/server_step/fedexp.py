@@ -31,6 +31,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from flwr_regs.abilities import Averages, Folds, Steps
 from flwr_regs.flower.client import RegClient
 from flwr_regs.flower.strategy import RegStrategy
 from flwr_regs.term import POSITIVE, Arrays, Range, ServerContext, Slot, Term
@@ -39,7 +40,7 @@ __all__ = ["Extrapolation", "FedExP", "FedExPClient"]
 
 
 @dataclass(frozen=True)
-class Extrapolation(Term):
+class Extrapolation(Term, Steps, Averages, Folds):
     """FedExP's step ``η_g Δ̄``. Its server slot has the last η_g, as ``"server-lr"``.
 
     Parameters
@@ -49,9 +50,7 @@ class Extrapolation(Term):
     """
 
     name: ClassVar[str] = "fedexp"
-    owns_step: ClassVar[bool] = True
     reads_lr: ClassVar[bool] = False
-    averages: ClassVar[bool] = True
     ranges: ClassVar[Mapping[str, Range]] = {"eps": POSITIVE}
     eps: float = 1e-3
 

@@ -34,6 +34,7 @@ from functools import partial
 from statistics import median
 from typing import Any, ClassVar
 
+from flwr_regs.abilities import Restricts, Steers, Weighs
 from flwr_regs.flower.client import RegClient
 from flwr_regs.flower.strategy import RegStrategy
 from flwr_regs.methods.parts.sgd import unlike_sgd
@@ -52,7 +53,7 @@ __all__ = ["FedNova", "FedNovaClient", "NormalizedAveraging"]
 
 
 @dataclass(frozen=True)
-class NormalizedAveraging(Term):
+class NormalizedAveraging(Term, Weighs, Steers, Restricts):
     """FedNova's weights ``p_k τ_eff / a_k``, and the local momentum or pull that ``a_k`` accounts for.
 
     Parameters

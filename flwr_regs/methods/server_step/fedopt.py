@@ -30,6 +30,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
+from flwr_regs.abilities import Steps
 from flwr_regs.flower.client import RegClient
 from flwr_regs.flower.strategy import RegStrategy
 from flwr_regs.server.options import Options
@@ -65,7 +66,7 @@ Schedule = Callable[[int], float]
 
 
 @dataclass(frozen=True)
-class TorchServerOptimizer(Term):
+class TorchServerOptimizer(Term, Steps):
     """``w_{t+1} = ServerOpt(w_t, −Δ)`` with a torch optimiser (Alg. 1).
 
     Parameters
@@ -77,12 +78,12 @@ class TorchServerOptimizer(Term):
     """
 
     name: ClassVar[str] = "server-optimizer"
-    owns_step: ClassVar[bool] = True
     reads_lr: ClassVar[bool] = False
     make: Callable[[list[torch.Tensor]], torch.optim.Optimizer]
     schedule: Schedule | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         _check_schedule(self.schedule)
         if not callable(self.make):
             raise TypeError(
@@ -162,7 +163,7 @@ def _wide(array: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class AdaptiveServer(Term):
+class AdaptiveServer(Term, Steps):
     """FedAdagrad, FedAdam and FedYogi as in Reddi et al., Alg. 2.
 
     Parameters
@@ -182,7 +183,6 @@ class AdaptiveServer(Term):
     """
 
     name: ClassVar[str] = "adaptive-server"
-    owns_step: ClassVar[bool] = True
     reads_lr: ClassVar[bool] = False
     ranges: ClassVar[Mapping[str, Range]] = {
         "lr": POSITIVE,

@@ -32,6 +32,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from flwr_regs.abilities import Checks, Weighs
 from flwr_regs.flower.client import RegClient
 from flwr_regs.flower.strategy import RegStrategy
 from flwr_regs.term import NOT_NEGATIVE, Arrays, ClientContext, Range, ServerContext, Slot, Term
@@ -47,7 +48,7 @@ NO_LOSS = 1e-100
 
 
 @dataclass(frozen=True)
-class FairWeights(Term):
+class FairWeights(Term, Weighs, Checks):
     """q-FedAvg's weights of the updates.
 
     Parameters

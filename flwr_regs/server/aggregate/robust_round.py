@@ -4,7 +4,7 @@ Everything that one client sends and that moves others goes through the strategy
 
 - the **updates**, all trained parameters of a client as one vector;
 - each **buffer** as a vector of its own;
-- what a term's `fold` adds up over the clients (`Adds`), as one vector a term. The sum becomes n times the
+- what a term's `fold` says it `adds` up over the clients, as one vector a term. The sum becomes n times the
   aggregate;
 - what a term hands to ``ctx.aggregated``.
 
@@ -15,34 +15,30 @@ clients' first.
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from flwr_regs.abilities import Adds, Folds
+from flwr_regs.abilities import Folds
 from flwr_regs.chain import Chain
 from flwr_regs.server.aggregate.aggregators import (
     Aggregate,
     Aggregator,
-    Mean,
     TooFewVectors,
     Vectors,
     beside,
     shrink,
 )
-from flwr_regs.server.aggregate.updates import Moves, Reply
-from flwr_regs.server.aggregate.weights import UnusableReplies, aggregation_weights
-from flwr_regs.server.options import Options
-from flwr_regs.server.round import Round, RoundFailed
+from flwr_regs.server.aggregate.updates import Moves, summed_dtype
+from flwr_regs.server.aggregate.weights import UnusableReplies
+from flwr_regs.server.reply import Reply
+from flwr_regs.server.round import RoundFailed
 from flwr_regs.term import Slot
 from flwr_regs.wire.arrays import all_finite
 from flwr_regs.wire.errors import described
 from flwr_regs.wire.text import named
-
-LOG = logging.getLogger("flwr")
 
 
 class AggregatorFailed(RoundFailed):
@@ -75,26 +71,22 @@ class RobustMeans:
     ) -> dict[str, Any]:
         """Return the aggregate of the updates by name, as :func:`mean_delta` does; choose the clients."""
         self.selected = None
-        ratio = [scaled[p] / weights[p] for p in replies]
-        open_ = {p: r.open for p, r in replies.items()}  # read more than once, all of them together
+        ratio = np.array([[scaled[p] / weights[p]] for p in replies])
+        opened = {
+            p: r.open for p, r in replies.items()
+        }  # read more than once, all of them together
         pids, share = list(replies), np.array([weights[p] for p in replies])
         moves: Moves | None = None
 
-        def change(name: str, part: slice, out: np.ndarray) -> None:
+        def change(name: str, part: slice) -> np.ndarray:
             nonlocal moves
             if moves is None or moves.name != name:
-                moves = Moves(name, base[name], open_)
-            moves.read(pids, part, out)
-
-        def update(name: str, part: slice, out: np.ndarray) -> None:
-            change(name, part, out)
-            if any(r != 1 for r in ratio):
-                np.multiply(out, np.array(ratio)[:, None], out=out)
+                moves = Moves(name, base[name], opened)
+            return moves.read(pids, part)
 
         trained = {n: w.size for n, w in base.items() if n not in fixed}
-        dtypes = {base[n].dtype for n in trained}
-        dtype = dtypes.pop() if len(dtypes) == 1 else np.float64
-        found = self._aggregate(self._aggregator, Vectors(pids, trained, update, dtype), share)
+        updates = Vectors(pids, trained, lambda name, part: ratio * change(name, part))
+        found = self._aggregate(self._aggregator, updates, share)
         self.selected = None if found.selected is None else sorted(found.selected)
         self.bounded = set(found.bounded)
         parts = _split(found.vector, trained)
@@ -102,9 +94,9 @@ class RobustMeans:
             if name in base:
                 vectors = Vectors(pids, {name: base[name].size}, change)
                 parts[name] = self._beside(vectors, share).vector
-        out = {n: parts[n].reshape(w.shape) for n, w in base.items()}
         return {
-            n: a.astype(base[n].dtype) if base[n].dtype.kind == "f" else a for n, a in out.items()
+            n: parts.pop(n).astype(summed_dtype(w), copy=False).reshape(w.shape)
+            for n, w in base.items()
         }
 
     def members(self, pids: Sequence[int]) -> list[int]:
@@ -121,9 +113,8 @@ class RobustMeans:
         rows = {p: {key: np.asarray(v[key]).reshape(-1) for key in like} for p, v in values.items()}
         sizes = {key: a.size for key, a in like.items()}
 
-        def read(key: str, part: slice, out: np.ndarray) -> None:
-            for row, mine in zip(out, rows.values(), strict=True):
-                row[...] = mine[key][part]
+        def read(key: str, part: slice) -> np.ndarray:
+            return np.stack([row[key][part] for row in rows.values()]).astype(np.float64)
 
         vectors = Vectors(list(values), sizes, read)
         share = np.full(len(values), 1 / max(len(values), 1))
@@ -144,14 +135,13 @@ class RobustMeans:
         for t in chain.terms:
             if not isinstance(t, Folds):
                 continue
-            adds: Callable[[str], bool] = t.adds if isinstance(t, Adds) else lambda _: False
             folded = {pid: slots[t.name] for pid, slots in each.items()}
-            added = {p: {k: a for k, a in s.items() if adds(k)} for p, s in folded.items()}
+            added = {p: {k: a for k, a in s.items() if t.adds(k)} for p, s in folded.items()}
             _check_alike(t.name, added)
             total = {key: len(added) * a for key, a in self.aggregated(added).items()}
             counted = self.members(list(folded))
             out[t.name] = total | {
-                key: a for pid in counted for key, a in folded[pid].items() if not adds(key)
+                key: a for pid in counted for key, a in folded[pid].items() if not t.adds(key)
             }
         return out
 
@@ -184,9 +174,7 @@ class RobustMeans:
         if not isinstance(found, Aggregate):
             found = Aggregate(found)
         try:
-            vector = np.asarray(found.vector)
-            if vector.dtype != vectors.dtype:
-                vector = vector.astype(np.float64)
+            vector = np.asarray(found.vector, np.float64)
         except (TypeError, ValueError):
             kind = type(found.vector).__name__
             raise AggregatorFailed(f"{name} returned a {kind}, expected numbers") from None
@@ -202,39 +190,6 @@ class RobustMeans:
                 f"{name} selected {list(chosen)!r:.100}, expected some of {list(vectors.pids)}"
             )
         return Aggregate(vector, chosen, found.bounded)
-
-
-class Aggregation:
-    """What `aggregator` and `max_weight` make of a training's rounds."""
-
-    def __init__(self) -> None:
-        self._warned = False
-
-    def robust(self, options: Options) -> RobustMeans | None:
-        """Return a robust aggregator's means, for one round; None for `Mean`."""
-        aggregator = options.aggregator
-        return None if isinstance(aggregator, Mean) else RobustMeans(aggregator)
-
-    def weights(self, used: Mapping[int, Reply], options: Options) -> dict[int, float]:
-        """Return ``p_k`` by partition id, none above `max_weight`."""
-        return aggregation_weights(used, options.weighting, options.max_weight)
-
-    def note(self, now: Round, options: Options, robust: RobustMeans | None) -> None:
-        """Note in a round whom the aggregator selected, and whose updates or weights were bounded."""
-        bounded = set() if robust is None else set(robust.bounded)
-        if (most := options.max_weight) is not None:
-            given = aggregation_weights(now.used, options.weighting)
-            weights = self.weights(now.used, options)
-            bounded |= {p for p in given if weights[p] < given[p]}
-            if most * len(now.used) < 1 and not self._warned:
-                self._warned, n = True, len(now.used)
-                LOG.warning(
-                    "max_weight=%g is impossible for %d replies: each weighs 1/%d", most, n, n
-                )
-        if bounded:
-            now.events["bounded"] = sorted(bounded)
-        if robust is not None and robust.selected is not None:
-            now.events["selected"] = robust.selected
 
 
 def check_reached(chain: Chain, replies: Mapping[int, Reply]) -> None:

@@ -10,7 +10,9 @@ from typing import Any, ClassVar
 import numpy as np
 
 from flwr_regs.abilities import Weighs
-from flwr_regs.server.aggregate.updates import Reply, update_norm
+from flwr_regs.server.aggregate.updates import update_norm
+from flwr_regs.server.failures import culprits
+from flwr_regs.server.reply import Reply
 from flwr_regs.term import ServerContext, Slot, Term
 from flwr_regs.wire.arrays import LARGEST
 from flwr_regs.wire.errors import described
@@ -103,7 +105,7 @@ class Stats:
 
 
 @dataclass(frozen=True)
-class StepScaling(Term):
+class StepScaling(Term, Weighs):
     """``incomplete="scale"``: a client that took ``s_k`` of its E steps weighs ``E / s_k`` times as much.
 
     Source: EFL (2021), Sec. 4.2.
@@ -146,13 +148,8 @@ def update_weights(
         return ctx.weights
 
     def weigh(pids: Collection[int]) -> dict[int, float]:
-        total = sum(ctx.weights[p] for p in pids)
-        part = {
-            p: ctx.weights[p] / total if len(pids) < len(replies) else ctx.weights[p] for p in pids
-        }
-        uploads = {p: replies[p].uploads for p in pids}
-        found = {p: r for p, r in ctx.replies.items() if p in pids}
-        scaled = weigher.weigh(part, uploads, replace(ctx, weights=part, replies=found))
+        some = ctx if len(pids) == len(replies) else restricted(ctx, pids)
+        scaled = weigher.weigh(some.weights, {p: replies[p].uploads for p in pids}, some)
         if not isinstance(scaled, Mapping) or set(scaled) != set(pids):
             raise TypeError(
                 f"expected a weight for each of the clients {sorted(pids)}, not {scaled!r:.200}"
@@ -168,7 +165,7 @@ def update_weights(
         except UnusableReplies:
             return ""  # names its client itself
         except Exception as error:
-            return described(error)
+            return f"weigh of '{name}' fails: {described(error)}"
         return ""
 
     try:
@@ -176,14 +173,17 @@ def update_weights(
     except UnusableReplies:
         raise
     except Exception as error:
-        why = f"weigh of '{name}' fails: {described(error)}"
-        alone = {p: fails([p]) for p in replies}
-        if all(alone.values()):  # for every reply: leave one out
-            others = {p: [q for q in replies if q != p] for p in replies}
-            alone = {p: why for p, rest in others.items() if rest and not fails(rest)}
-        if culprits := {p: f"weigh of '{name}': {y}" for p, y in alone.items() if y}:
-            raise UnusableReplies(culprits) from error
-        raise ValueError(why) from error
+        if wrong := culprits(list(replies), fails):
+            raise UnusableReplies(wrong) from error
+        raise ValueError(f"weigh of '{name}' fails: {described(error)}") from error
+
+
+def restricted(ctx: ServerContext, pids: Collection[int]) -> ServerContext:
+    """Return the context of a round in which only these clients' replies are used."""
+    total = sum(ctx.weights[p] for p in pids)
+    weights = {p: ctx.weights[p] / total for p in pids}
+    measured = {p: r for p, r in ctx.replies.items() if p in pids}
+    return replace(ctx, weights=weights, replies=measured)
 
 
 MeanOfUpdates = Callable[

@@ -9,19 +9,12 @@ from typing import Any
 from flwr_regs.server.aggregate.aggregators import TooFewVectors
 from flwr_regs.server.exchange.downlink import Downlink
 from flwr_regs.server.exchange.frozen import frozen_of, out_of_sync
-from flwr_regs.server.exchange.network import (
-    Network,
-    Replies,
-    Request,
-    culprits,
-    name_failures,
-    read_each,
-)
+from flwr_regs.server.exchange.network import Network, Replies, Request
 from flwr_regs.server.exchange.outbox import Outbox
 from flwr_regs.server.exchange.replies import disagreeing, output_layer, read_uploads
+from flwr_regs.server.failures import culprits, name_failures, read_each
 from flwr_regs.server.global_model import GlobalModel
 from flwr_regs.server.options import Options
-from flwr_regs.server.population.population import Population
 from flwr_regs.server.round import Round
 from flwr_regs.term import ServerContext, Slot
 from flwr_regs.wire import keys
@@ -39,7 +32,9 @@ class Exchange:
     ----------
     now : Round
         Begun: its cohort, config and context are known. What is sent and what comes is noted in it.
-    options, model, population, network : Options, GlobalModel, Population, Network
+    options, model, network : Options, GlobalModel, Network
+    request : callable
+        Makes a request of messages by partition id: :meth:`Population.request`.
     memory : tuple of mapping
         (client -> the round whose model it last kept, client -> the last round that used its reply).
     context : callable
@@ -51,7 +46,7 @@ class Exchange:
         now: Round,
         options: Options,
         model: GlobalModel,
-        population: Population,
+        request: Callable[[str, dict[int, Parcel]], Request],
         network: Network,
         memory: tuple[Mapping[int, int], Mapping[int, int]],
         context: Callable[[Round], ServerContext],
@@ -59,7 +54,7 @@ class Exchange:
         self._now = now
         self._options = options
         self._model = model
-        self._population = population
+        self._request = request
         self._network = network
         self._context = context
         seed, config = options.seed, now.config
@@ -77,7 +72,7 @@ class Exchange:
         for pid, parcel in parcels.items():
             before = now.bytes_down.get(pid, (now.probe_down or {}).get(pid, 0))
             now.bytes_down[pid] = before + parcel.nbytes
-        return self._population.request("train", parcels)
+        return self._request("train", parcels)
 
     def ahead(self, clients: Iterable[int]) -> list[Request]:
         """Return the messages that send ``w_t`` to the next cohort, except to clients of this one.
@@ -89,7 +84,7 @@ class Exchange:
         model, now = Record(self._model.model), self._now
         parcels = {p: self._outbox.ahead(model) for p in sorted(set(clients) - set(now.cohort))}
         now.bytes_ahead = {pid: parcel.nbytes for pid, parcel in parcels.items()}
-        return [self._population.request(keys.PREFETCH, parcels)]
+        return [self._request(keys.PREFETCH, parcels)]
 
     def probe(self) -> list[int]:
         """Run the first exchange, ``w_t`` down and the terms' probes up; return the clients that replied.
@@ -104,7 +99,7 @@ class Exchange:
         waiting, tries = now.asked, 0
         while waiting:
             parcels = {pid: outbox.probe(pid, lost=tries > 0) for pid in waiting}
-            replies = self._ask(self._population.request(keys.PROBE, parcels))
+            replies = self._ask(self._request(keys.PROBE, parcels))
             now.failures |= replies.failures
             now.miss(replies.silent, self._options.deadline)
             for pid, parcel in parcels.items():

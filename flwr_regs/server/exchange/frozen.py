@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from flwr_regs.server.exchange.network import read_each
+from flwr_regs.server.failures import read_each
 from flwr_regs.wire import keys
 from flwr_regs.wire.arrays import NDArrays
 from flwr_regs.wire.frozen import frozen_digest, read_said

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from collections.abc import Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
-from flwr_regs.wire.arrays import ProtocolError
-from flwr_regs.wire.errors import described
 from flwr_regs.wire.parcel import Parcel
-from flwr_regs.wire.text import shown
 
-S = TypeVar("S")
 T = TypeVar("T")
 
 
@@ -27,15 +23,11 @@ class Request:
         Partition id -> content.
     nodes : mapping of int to int
         Partition id -> the node that serves it.
-    early : callable, optional
-        ``early(pid, reply)`` may be called with a reply while others are awaited, in any order. If it is,
-        the same object is among the :class:`Replies`. It raises nothing.
     """
 
     kind: str
     parcels: Mapping[int, Parcel]
     nodes: Mapping[int, int]
-    early: Callable[[int, Parcel], None] | None = None
 
 
 @dataclass(frozen=True)
@@ -64,68 +56,3 @@ class Network(Protocol):
 
 Course = Generator[Sequence[Request], Sequence[Replies], T]
 """Work that pauses once for the clients: it yields requests, receives the replies, and returns a T."""
-
-
-def read_each(
-    came: Mapping[int, S], read: Callable[[int, S], T]
-) -> tuple[dict[int, T], dict[int, str]]:
-    """Return (what `read` makes of each reply, why it makes nothing of the others), in the order of ids.
-
-    Here alone a client's reply becomes a value or a named failure. Whatever it makes `read` raise, also for
-    want of memory or of stack, costs this client only.
-    """
-    values: dict[int, T] = {}
-    failures: dict[int, str] = {}
-    for pid in sorted(came):
-        try:
-            values[pid] = read(pid, came[pid])
-        except ProtocolError as error:
-            failures[pid] = shown(error)
-        except Exception as error:
-            failures[pid] = shown(f"the reply of client {pid} cannot be read: {described(error)}")
-    return values, failures
-
-
-def culprits(pids: Collection[int], fails: Callable[[list[int]], str]) -> dict[int, str]:
-    """Return which clients make a step over all of them fail, and why; none if it fails without any client.
-
-    `fails` returns why the step fails for some clients, or "". A culprit fails alone, or the others do not
-    fail without it. Where that finds nobody, clients are taken one by one: one with whom it fails is left
-    out.
-    """
-    everyone = list(pids)
-    if not (why := fails(everyone)):
-        return {}
-    found = {p: y for p in everyone if (y := fails([p]))}
-    if 0 < len(found) < len(everyone) and not fails([p for p in everyone if p not in found]):
-        return found
-    if len(everyone) > 1:
-        others = {p: [q for q in everyone if q != p] for p in everyone}
-        if found := {p: why for p, rest in others.items() if not fails(rest)}:
-            return found
-    good: list[int] = []
-    found = {}
-    for p in everyone:
-        if reason := fails([*good, p]):
-            found[p] = reason
-        else:
-            good.append(p)
-    return found if good else {}
-
-
-MOST_NAMED = 10
-"""Clients, and errors, that a message names; the history has all."""
-
-
-def name_failures(failures: Mapping[int, str], who: str = "clients", what: str = "failed") -> str:
-    """Name the failed clients with their errors: each error once, on its own line if there are several."""
-    by_reason: dict[str, list[int]] = {}
-    for pid, why in sorted(failures.items()):
-        by_reason.setdefault(why, []).append(pid)
-    groups = []
-    for why, pids in list(by_reason.items())[:MOST_NAMED]:
-        more = f" and {len(pids) - MOST_NAMED} more" if len(pids) > MOST_NAMED else ""
-        groups.append(f"{who} {pids[:MOST_NAMED]}{more} {what}: {why}")
-    if rest := list(by_reason.values())[MOST_NAMED:]:
-        groups.append(f"{sum(map(len, rest))} more {who} {what} with {len(rest)} other errors")
-    return groups[0] if len(groups) == 1 else "".join(f"\n  {group}" for group in groups)

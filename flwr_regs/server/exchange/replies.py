@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
@@ -13,12 +12,12 @@ import numpy as np
 
 from flwr_regs.abilities import Folds
 from flwr_regs.chain import Chain
-from flwr_regs.server.aggregate.updates import Reply
 from flwr_regs.server.aggregate.weights import STEPS
 from flwr_regs.server.client_metrics import read_metrics, usable
 from flwr_regs.server.exchange.frozen import Frozen, agree_on_frozen
-from flwr_regs.server.exchange.network import culprits, read_each
+from flwr_regs.server.failures import culprits, read_each
 from flwr_regs.server.global_model import GlobalModel
+from flwr_regs.server.reply import Reply
 from flwr_regs.term import Slot
 from flwr_regs.wire import keys
 from flwr_regs.wire.arrays import (
@@ -37,7 +36,6 @@ from flwr_regs.wire.errors import described
 from flwr_regs.wire.frozen import read_said
 from flwr_regs.wire.parcel import Parcel
 from flwr_regs.wire.precision import Widened, from_half
-from flwr_regs.wire.sparse import sparse
 from flwr_regs.wire.text import LONGEST_NAME, quoted, shown
 
 RANGE = {"float16": 65504.0}
@@ -89,32 +87,13 @@ class Reader:
     weighted_by_key: str
     counts_steps: str = ""
     _parts: dict[bytes, tuple[NDArrays, frozenset[str], NDArrays]] = field(default_factory=dict)
-    _early: dict[int, tuple[Parcel, NDArrays, tuple[Reply, frozenset[str]]]] = field(
-        default_factory=dict
-    )
-
-    def read_early(self, config: Mapping[str, Any], pid: int, parcel: Parcel) -> None:
-        """Read a reply while others are awaited; one that cannot be used is read again with the others."""
-        if parcel.says(keys.OUT_OF_SYNC_KEY):
-            return
-        with suppress(Exception):
-            self._early[pid] = parcel, self.model.model, self.read(pid, parcel, config)
-
-    def _read_once(
-        self, pid: int, parcel: Parcel, config: Mapping[str, Any]
-    ) -> tuple[Reply, frozenset[str]]:
-        """Return what was read early, if reply and model are still the same; else read now."""
-        early = self._early.pop(pid, None)
-        if early is not None and early[0] is parcel and early[1] is self.model.model:
-            return early[2]
-        return self.read(pid, parcel, config)
 
     def read_all(self, came: Mapping[int, Parcel], config: Mapping[str, Any]) -> Usable:
         """Check replies one by one and against each other; `config` is the round's.
 
         Replies are read in the order of partition ids, so the order of arrival does not change the result.
         """
-        read, failures = read_each(came, lambda pid, parcel: self._read_once(pid, parcel, config))
+        read, failures = read_each(came, lambda pid, parcel: self.read(pid, parcel, config))
         replies = {pid: reply for pid, (reply, _) in read.items()}
         buffers = {pid: fixed for pid, (_, fixed) in read.items()}
         agreed, wrong = agree_on_buffers(buffers, self.model.buffers)
@@ -162,10 +141,10 @@ class Reader:
             tied: dict[str, str] = {}
             if keys.TIED_KEY in entries:
                 tied = check_tied(entries[keys.TIED_KEY], model, buffers)
-            delta, coded, expected = NDArrays(), None, model
+            update, coded, expected = NDArrays(), None, model
             if keys.UPDATE_KEY in entries:
                 coded = self._decoder(entries[keys.UPDATE_KEY], trained)
-                delta = coded()
+                update = coded()
                 expected = {n: model[n] for n in arrays if n in buffers}
             steps = _steps(metrics, config, count, ours)
             if steps is None and self.counts_steps:
@@ -183,16 +162,14 @@ class Reader:
         else:
             check_arrays(arrays, expected, what)
             check_finite(arrays, what, model, largest)
-        check_finite(delta, what, largest=LARGEST)
+        check_finite(update, what, largest=LARGEST)
         if largest < LARGEST:  # the mean would be beyond what can be sent
-            for n, d in delta.items():
+            for n, d in update.items():
                 check_finite({n: model[n] + d}, what, model, largest)
         for name in self._folding & set(uploads):  # decoded again when it is folded
             uploads[name] = parcel.records[f"{name}.upload"]
-        small = sparse(delta)
-        # else it is decoded again when it is summed: all updates together are many models
-        again = coded if small is None else None
-        return Reply(arrays, uploads, metrics, count, small or {}, steps, tied, again), buffers
+        # a coded update is decoded again when it is summed: all of them together are many models
+        return Reply(arrays, uploads, metrics, count, {}, steps, tied, coded), buffers
 
     @cached_property
     def _folding(self) -> frozenset[str]:

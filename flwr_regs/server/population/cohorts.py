@@ -6,14 +6,15 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
-from flwr_regs.server.population.draws import uniforms
+TRAINING = (0, 0)
+EVALUATION = (1, 0)
+"""Purposes of a draw. Draws for different purposes are independent, whatever their keys, and none of them
+is a client's own seed, which has no purpose."""
+MOST_RANKS = 1 << 22
+"""Ids below this get a number each, whoever is connected."""
 
-TRAINING: tuple[int, ...] = ()
-EVALUATION = (1,)
-"""Purposes of a draw. Draws for different purposes are independent, whatever their keys."""
 
-
-def further(attempt: int) -> tuple[int, ...]:
+def further(attempt: int) -> tuple[int, int]:
     """Return the purpose of a training cohort at an attempt at its round, from 0."""
     return (2, attempt) if attempt else TRAINING
 
@@ -23,17 +24,27 @@ class CoverageError(ValueError):
 
 
 def uniform_cohort(
-    clients: Iterable[int], key: tuple[int, ...], size: int, purpose: tuple[int, ...] = TRAINING
+    clients: Iterable[int], key: tuple[int, ...], size: int, purpose: tuple[int, int] = TRAINING
 ) -> list[int]:
     """Return `size` clients, sorted, by (key, purpose) alone; all of them if `size` is too large.
 
-    A client's rank depends only on (key, purpose, its id). If a client is missing, another one replaces it
-    and the rest of the cohort stays.
+    A partition's rank depends only on (key, purpose, its id). If a client is missing, another one replaces
+    it and the rest of the cohort stays. Clients known by node ids, which are large, are ranked by place.
     """
+    return _drawn(sorted(clients), size, _generator(key, purpose))
 
-    clients = list(clients)
-    # a purpose, not a longer key: SeedSequence treats (s, t, 1) and (s, t, 1, 0) as equal
-    ranks = uniforms(clients, key, purpose)
+
+def _generator(key: tuple[int, ...], purpose: tuple[int, int]) -> np.random.Generator:
+    # a purpose, not a longer key: SeedSequence treats (s, t) and (s, t, 0) as equal
+    return np.random.default_rng(np.random.SeedSequence(key, spawn_key=purpose))
+
+
+def _drawn(clients: list[int], size: int, generator: np.random.Generator) -> list[int]:
+    """Return `size` of some sorted clients, sorted: those with the smallest numbers drawn."""
+    most = max(clients, default=-1) + 1
+    ranks = (
+        generator.random(most)[clients] if most <= MOST_RANKS else generator.random(len(clients))
+    )
     return sorted(clients[i] for i in np.argsort(ranks, kind="stable")[:size])
 
 
@@ -42,7 +53,7 @@ def class_covering_cohort(
     key: tuple[int, ...],
     size: int,
     classes: Iterable[int] | None = None,
-    purpose: tuple[int, ...] = TRAINING,
+    purpose: tuple[int, int] = TRAINING,
 ) -> list[int]:
     """Return a random cohort of `size` whose clients together hold every class (FedADC, Sec. IV-E).
 
@@ -68,12 +79,12 @@ def class_covering_cohort(
     if missing := must - held:
         raise CoverageError(f"no client holds any example of the classes {sorted(missing)}")
     clients = sorted(holds)
-    for attempt in range(1000):
-        cohort = uniform_cohort(clients, (*key, attempt), size, purpose)
+    generator = _generator(key, purpose)
+    for _ in range(1000):
+        cohort = _drawn(clients, size, generator)
         if must <= set().union(*(holds[c] for c in cohort)):
             return cohort
-    seed = np.random.SeedSequence(key, spawn_key=purpose)
-    order = [clients[i] for i in np.random.default_rng(seed).permutation(len(clients))]
+    order = [clients[i] for i in generator.permutation(len(clients))]
     found = _search(frozenset(must), size, {c: holds[c] & must for c in order}, [100_000])
     if found is None:
         raise CoverageError(

@@ -9,7 +9,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from flwr_regs.server.client_metrics import usable
-from flwr_regs.server.exchange.network import Network, Replies, Request, name_failures, read_each
+from flwr_regs.server.exchange.network import Network, Replies, Request
+from flwr_regs.server.failures import name_failures, read_each
 from flwr_regs.server.population.cohorts import (
     CoverageError,
     class_covering_cohort,

@@ -11,10 +11,9 @@ import torch
 
 from flwr_regs.experiments.data import arrays as data
 from flwr_regs.experiments.data.augment import AUGMENTATIONS
+from flwr_regs.experiments.data.losses import LOSSES
 from flwr_regs.experiments.data.sources import readers as catalogue
-from flwr_regs.experiments.data_table import filled
 from flwr_regs.experiments.models import models
-from flwr_regs.experiments.models.quadratic import LOSSES
 from tests.experiments.sources.made import MADE, NEEDS
 
 DOCS = Path(__file__).parents[3] / "docs"
@@ -127,11 +126,3 @@ def test_the_pages_own_data_and_model_go_together(tmp_path: Path) -> None:
     assert got.groups is not None
     assert (len(got.train_y), len(got.test_y), got.groups.max()) == (800, 200, 9)
     models.check("mine.py:load", "mine.py:Net", 1, "", str(tmp_path))
-
-
-def test_the_page_has_the_table_of_data_sets() -> None:
-    page = (DOCS / "data.md").read_text()
-    assert filled(page) == page
-    assert [*data.DATASETS] == re.findall(r"^\| `([a-z0-9-]+)` \|", page, re.M)[
-        1 : len(data.DATASETS) + 1
-    ]

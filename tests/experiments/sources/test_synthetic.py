@@ -8,7 +8,8 @@ import torch
 
 import flwr_regs
 from flwr_regs.experiments.data import arrays as data
-from flwr_regs.experiments.models.quadratic import Quadratic, half_square
+from flwr_regs.experiments.data.losses import half_square
+from flwr_regs.experiments.models.quadratic import Quadratic
 
 
 def test_equal_seeds_give_equal_data_and_others_others() -> None:

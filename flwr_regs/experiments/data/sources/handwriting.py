@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from flwr_regs.experiments.extras import missing_extra
 from flwr_regs.experiments.data.sources import data_files as files
 from flwr_regs.experiments.data.sources import tables
 from flwr_regs.experiments.data.sources.data_files import Array, Parts
+from flwr_regs.experiments.extras import missing_extra
 
 Users = dict[str, tuple[Any, Any]]
 """User -> (inputs, labels), as a file has them."""

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 
 from flwr_regs.experiments.data import mnist as idx
-from flwr_regs.experiments.extras import missing_extra
 from flwr_regs.experiments.data.sources import data_files as files
 from flwr_regs.experiments.data.sources import tables
 from flwr_regs.experiments.data.sources.data_files import Array, Parts
+from flwr_regs.experiments.extras import missing_extra
 
 FASHION = ((0.2860,), (0.3530,))
 CIFAR = {

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from flwr_regs.experiments.data.sources import data_files as files
-from flwr_regs.experiments.data.sources import tables
 from flwr_regs.experiments.data.sources import handwriting as writers
+from flwr_regs.experiments.data.sources import tables
 from flwr_regs.experiments.data.sources.data_files import Array, Parts
 
 LETTERS = "\n !\"&'(),-.0123456789:;>?ABCDEFGHIJKLMNOPQRSTUVWXYZ[]abcdefghijklmnopqrstuvwxyz}"

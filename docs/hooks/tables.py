@@ -1,0 +1,182 @@
+"""The tables of the pages that come from the package: methods, data sets, models, settings, cards.
+
+They stand between a mark, such as ``<!-- costs: FedFOR -->``, and ``<!-- end -->``. The site has them as
+the package is; ``python docs/hooks/tables.py README.md docs/*.md docs/*/*.md`` writes them into the files, for
+whoever reads these.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT))
+
+import torch  # noqa: E402
+
+from flwr_regs.experiments import cards_table, methods_table  # noqa: E402
+from flwr_regs.experiments.cards import protocols  # noqa: E402
+from flwr_regs.experiments.data.augment import AUGMENTATIONS  # noqa: E402
+from flwr_regs.experiments.data.sources.readers import SOURCES  # noqa: E402
+from flwr_regs.experiments.models import body  # noqa: E402
+from flwr_regs.experiments.models.architectures import NETS  # noqa: E402
+from flwr_regs.experiments.report.metrics import METRICS  # noqa: E402
+from flwr_regs.experiments.settings.settings import Settings, key, legal  # noqa: E402
+from flwr_regs.methods.registry import FAMILIES, METHODS, Method  # noqa: E402
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a Markdown table."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def methods() -> str:
+    """Return every column of the registry, and what a method goes with."""
+    head = (
+        *("method", "paper", "for", "client keeps", "down", "up", "and, small", "exchanges"),
+        "beside a gradient a step",
+        *("secure aggregation", "central DP", "robust", "streams", "stacks"),
+    )
+    rows = []
+    for row in METHODS.values():
+        p = methods_table.properties_of(row)
+        goes = (p.secure_aggregation, p.central_dp, p.robust, p.streams, p.stacks)
+        cells = (
+            *(f"`{row.example}`", row.paper),
+            row.setting if row.setting == "both" else f"cross-{row.setting}",
+            row.state or "–",
+            *(methods_table.down(row), f"{row.up:g}", row.beside or "–"),
+            *(str(row.exchanges), row.gradients or "–"),
+        )
+        rows.append([*cells, *("yes" if yes else "–" for yes in goes)])
+    return table(head, rows)
+
+
+def page(row: Method) -> str:
+    """Return the path of a method's page, from docs/methods.md."""
+    return f"methods/{row.name.lower()}.md"
+
+
+def uses() -> str:
+    """Return a list of links to the methods' pages, with what each is for."""
+    return "\n".join(
+        f"- [{row.name}]({page(row)}): use it when {row.use_when or '–'}."
+        for row in METHODS.values()
+    )
+
+
+def guide() -> str:
+    """Return README's table: links to the methods' pages, by what they are for."""
+    lines = {}
+    for family, words in FAMILIES.items():
+        rows = [row for row in METHODS.values() if row.family == family]
+        lines[words] = ", ".join(f"[{row.name}](docs/{page(row)})" for row in rows)
+    return table(("for", "methods"), [line for line in lines.items() if line[1]])
+
+
+def data_sets() -> str:
+    """Return the data sets: name, meaning, files, group and arguments."""
+    rows = []
+    for name, source in SOURCES.items():
+        arguments = ", ".join(f"`{key}={value!r}`" for key, value in source.arguments.items())
+        cells = source.meaning, source.files, source.groups or "–", arguments or "–"
+        rows.append((f"`{name}`", *cells))
+    head = ("`dataset`", "what", "files in `data-dir`", "a group is", "arguments")
+    return table(head, rows)
+
+
+def augmentations() -> str:
+    """Return the augmentations: name and meaning."""
+    rows = [(f"`{name or chr(34) * 2}`", one.meaning) for name, one in AUGMENTATIONS.items()]
+    return table(("`augment`", "training batches"), rows)
+
+
+def models() -> str:
+    """Return the models: layers, source, smallest input, and parameters on an example."""
+    rows = []
+    for name, net in NETS.items():
+        least = f"{net.smallest} x {net.smallest}" if net.smallest else "any"
+        least = "integers" if net.words else least
+        on = "" if net.words else " x ".join(map(str, net.example)) + ", "
+        size: Any = net.example
+        if net.words:
+            size = 10_000 if name == "sentiment-lstm" else net.classes
+        with torch.device("meta"):
+            made = body.model(net.make(size), net.classes)
+        count = sum(p.numel() for p in made.parameters())
+        cells = net.meaning, net.source, least, f"{count:,} ({on}{net.classes} classes)"
+        rows.append((f"`{name}`", *cells))
+    return table(("`model`", "layers", "source", "smallest input", "parameters"), rows)
+
+
+def settings() -> str:
+    """Return the settings: default, meaning and legal values."""
+    rows = []
+    for f in fields(Settings):
+        default = f"`{json.dumps(f.default)}`" if f.default != "" else "–"
+        rows.append((f"`{key(f.name)}`", default, f.metadata["meaning"], legal(f)))
+    return table(("setting", "default", "meaning", "values"), rows)
+
+
+def cards() -> str:
+    """Return the protocol cards, and what each needs."""
+    rows = []
+    for name in protocols.names():
+        card = protocols.load(name)
+        where, levels = f"{card.source}, {card.where}", ", ".join(card.levels)
+        rows.append((f"`{name}`", card.title, where, levels, cards_table.needed(card)))
+    return table(("card", "what", "source", "setting", "needs"), rows)
+
+
+def metrics() -> str:
+    """Return the metrics that a card can name."""
+    rows = [(f"`{name}`", metric.meaning, metric.unit) for name, metric in METRICS.items()]
+    return table(("metric", "meaning", "unit"), rows)
+
+
+PARTS: dict[str, Callable[[], str]] = {
+    "uses": uses,
+    "guide": guide,
+    "table": methods,
+    "data sets": data_sets,
+    "augmentations": augmentations,
+    "models": models,
+    "settings": settings,
+    "cards": cards,
+    "metrics": metrics,
+}
+"""What a mark names -> its table."""
+OF_A_METHOD = {"costs": methods_table.costs, "composes": methods_table.composes}
+"""What a mark with a method's name names -> its text."""
+MARK = re.compile(
+    rf"(<!-- ({'|'.join([*PARTS, *OF_A_METHOD])})(?:: (\w+))? -->\n).*?(?=<!-- end -->)", re.S
+)
+
+
+def filled(text: str) -> str:
+    """Return a page with the parts that come from the package made anew."""
+
+    def part(match: re.Match[str]) -> str:
+        made = OF_A_METHOD[match[2]](METHODS[match[3]]) if match[3] else PARTS[match[2]]()
+        return f"{match[1]}\n{made}\n\n"
+
+    return MARK.sub(part, text)
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """Fill a page of the site."""
+    return filled(markdown)
+
+
+if __name__ == "__main__":
+    for path in map(Path, sys.argv[1:]):
+        before = path.read_text()
+        if (after := filled(before)) != before:
+            path.write_text(after)

@@ -1,0 +1,1 @@
+"""Data sets as arrays: the package's and a user's own."""

@@ -1,0 +1,87 @@
+"""The clients that fail: found, noted with the reason, and named."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from typing import TypeVar
+
+from flwr_regs.wire.arrays import ProtocolError
+from flwr_regs.wire.errors import described
+from flwr_regs.wire.text import shown
+
+S = TypeVar("S")
+T = TypeVar("T")
+
+MOST_NAMED = 10
+"""Clients, and errors, that a message names; the history has all."""
+Fails = Callable[[list[int]], str]
+"""Returns why a step over some clients fails, or ""."""
+
+
+def culprits(pids: Collection[int], fails: Fails) -> dict[int, str]:
+    """Return which clients make a step over all of them fail, and why; none if it fails without any client.
+
+    A culprit fails alone, or the others do not fail without it. Of n clients, `fails` looks at each alone
+    once, and at O(log n) further groups for each culprit that does not fail alone.
+    """
+    everyone = list(pids)
+    if not fails(everyone):
+        return {}
+    alone = {p: why for p in everyone if (why := fails([p]))}
+    if len(alone) == len(everyone):  # perhaps it needs several clients
+        alone = {}
+    rest = [p for p in everyone if p not in alone]
+    found = alone | (_to_leave_out([], rest, fails) if fails(rest) else {})
+    return found if len(found) < len(everyone) else {}
+
+
+def _to_leave_out(good: list[int], suspects: list[int], fails: Fails) -> dict[int, str]:
+    """Return those of the suspects with whom the `good` ones fail, and why; some of them do.
+
+    They are halved again and again. A half that does not fail counts as good, the larger one first.
+    """
+    if len(suspects) == 1:
+        return {suspects[0]: fails([*good, *suspects])}
+    second, first = suspects[: len(suspects) // 2], suspects[len(suspects) // 2 :]
+    first_fails = fails([*good, *first])
+    if first_fails and not fails([*good, *second]):
+        first, second, first_fails = second, first, ""
+    found = _to_leave_out(good, first, fails) if first_fails else {}
+    good = [*good, *(p for p in first if p not in found)]
+    if fails([*good, *second]):
+        found |= _to_leave_out(good, second, fails)
+    return found
+
+
+def read_each(
+    came: Mapping[int, S], read: Callable[[int, S], T]
+) -> tuple[dict[int, T], dict[int, str]]:
+    """Return (what `read` makes of each reply, why it makes nothing of the others), in the order of ids.
+
+    Here alone a client's reply becomes a value or a named failure. Whatever it makes `read` raise, also for
+    want of memory or of stack, costs this client only.
+    """
+    values: dict[int, T] = {}
+    failures: dict[int, str] = {}
+    for pid in sorted(came):
+        try:
+            values[pid] = read(pid, came[pid])
+        except ProtocolError as error:
+            failures[pid] = shown(error)
+        except Exception as error:
+            failures[pid] = shown(f"the reply of client {pid} cannot be read: {described(error)}")
+    return values, failures
+
+
+def name_failures(failures: Mapping[int, str], who: str = "clients", what: str = "failed") -> str:
+    """Name the failed clients with their errors: each error once, on its own line if there are several."""
+    by_reason: dict[str, list[int]] = {}
+    for pid, why in sorted(failures.items()):
+        by_reason.setdefault(why, []).append(pid)
+    groups = []
+    for why, pids in list(by_reason.items())[:MOST_NAMED]:
+        more = f" and {len(pids) - MOST_NAMED} more" if len(pids) > MOST_NAMED else ""
+        groups.append(f"{who} {pids[:MOST_NAMED]}{more} {what}: {why}")
+    if rest := list(by_reason.values())[MOST_NAMED:]:
+        groups.append(f"{sum(map(len, rest))} more {who} {what} with {len(rest)} other errors")
+    return groups[0] if len(groups) == 1 else "".join(f"\n  {group}" for group in groups)

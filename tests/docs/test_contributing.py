@@ -1,0 +1,46 @@
+"""CONTRIBUTING.md's example of a new method: its patch applies, and meets the laws."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT
+
+PATCH = ROOT / "docs" / "examples" / "new-method" / "fedinit.patch"
+
+
+def test_the_patch_applies() -> None:
+    done = subprocess.run(["git", "apply", "--check", str(PATCH)], cwd=ROOT, capture_output=True)
+    assert not done.returncode, done.stderr.decode()
+
+
+@pytest.mark.full
+def test_the_example_meets_the_laws(tmp_path: Path) -> None:
+    def git(*words: str, at: Path = tmp_path) -> str:
+        done = subprocess.run(["git", *words], cwd=at, capture_output=True, text=True, check=True)
+        return done.stdout
+
+    for name in git("ls-files", at=ROOT).splitlines():
+        if (ROOT / name).is_file():
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / name).write_bytes((ROOT / name).read_bytes())
+    git("init", "--quiet")
+    git("add", "--all")
+    as_someone = ("-c", "user.name=Someone", "-c", "user.email=someone@example.org")
+    git(*as_someone, "commit", "--quiet", "--message", "The tree as it is")
+    git("apply", str(PATCH))
+    git("add", "--all")
+    files = ("tests/methods/test_laws.py", "tests/methods/test_registry.py")
+    laws = ("-m", "pytest", *files, "-k", "FedInit or registry", "-n", "0", "-q")
+    done = subprocess.run(
+        [sys.executable, *laws, "-m", "not flower"], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout
+    passed = re.search(r"(\d+) passed", done.stdout)
+    assert passed is not None
+    assert int(passed[1]) > 100

@@ -1,0 +1,114 @@
+"""The commands, units and containers of docs/deployment.md: their flags exist."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shlex
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+import yaml
+from flwr.cli.app import app as flwr_app
+from flwr.superlink.cli.flower_superlink import _parse_args_run_superlink
+from flwr.supernode.cli.flower_supernode import _parse_args_run_supernode
+
+from tests.conftest import ROOT
+from tests.docs.test_tutorials import blocks
+
+FILES = ROOT / "docs/examples/deployment"
+PAGE = ROOT / "docs/deployment.md"
+UNITS = sorted(FILES.glob("*.service"))
+COMPOSE: dict[str, Any] = yaml.safe_load((FILES / "compose.yaml").read_text())
+
+
+def unit(path: Path) -> dict[str, list[str]]:
+    """The settings of a systemd unit: key -> values, in order."""
+    found: dict[str, list[str]] = {}
+    for line in path.read_text().replace("\\\n", " ").splitlines():
+        if line and line[0] not in "#[":
+            key, _, value = line.partition("=")
+            found.setdefault(key, []).append(value.strip())
+    return found
+
+
+def commands_of(page: Path) -> Iterator[list[str]]:
+    for block in blocks(page, "bash"):
+        for line in block.splitlines():
+            yield shlex.split(line, comments=True)
+
+
+def started() -> Iterator[Any]:
+    """(where, words) of each SuperLink and SuperNode that the page and its files start."""
+    for words in commands_of(PAGE):
+        if words[0] in PARSERS:
+            yield pytest.param(words, id=f"page-{words[0]}")
+    for path in UNITS:
+        (command,) = unit(path)["ExecStart"]
+        yield pytest.param(shlex.split(command), id=path.name)
+    for name, service in COMPOSE["services"].items():
+        yield pytest.param(shlex.split(service["command"]), id=f"compose-{name}")
+
+
+PARSERS = {
+    "flower-superlink": _parse_args_run_superlink,
+    "flower-supernode": _parse_args_run_supernode,
+}
+STARTED = list(started())
+
+
+@pytest.mark.parametrize("words", STARTED)
+def test_flower_accepts_the_command_and_calls_no_flag_of_it_old(words: list[str]) -> None:
+    parser: argparse.ArgumentParser = PARSERS[Path(words[0]).name]()
+    parser.exit_on_error = False
+    known = parser.parse_args([re.sub(r"^\$\{PORT\}$", "9400", w) for w in words[1:]])
+    assert not getattr(known, "insecure", False)
+    helps = {flag: a.help or "" for a in parser._actions for flag in a.option_strings}
+    for flag in (w for w in words if w.startswith("--")):
+        assert "eprecated" not in helps[flag], flag
+
+
+FLWR = [w for w in commands_of(PAGE) if w[0] == "flwr"]
+
+
+@pytest.mark.parametrize("words", FLWR, ids=" ".join)
+def test_flwr_has_the_commands_and_options_of_the_page(words: list[str]) -> None:
+    command: Any = typer.main.get_command(flwr_app)
+    rest = words[1:]
+    while hasattr(command, "commands"):
+        command = command.commands[rest.pop(0)]
+    options = {o for p in command.params for o in (*p.opts, *p.secondary_opts)}
+    assert {w for w in rest if w.startswith("-")} <= options
+
+
+def test_the_run_config_of_the_page_is_the_apps() -> None:
+    import tomllib
+
+    from flwr.cli.run.run import parse_config_args
+
+    project = tomllib.loads((FILES / "app" / "pyproject.toml").read_text())
+    known = project["tool"]["flwr"]["app"]["config"]
+    given = [w[w.index("-c") + 1] for w in FLWR if "-c" in w]
+    assert given
+    for text in given:
+        config = parse_config_args([text])
+        assert {k: type(v) for k, v in config.items()} == {k: type(known[k]) for k in config}
+
+
+def test_the_certificates_are_made_and_fit(tmp_path: Path) -> None:
+    script = str(FILES / "certificates.sh")
+    for _ in range(2):  # the second time with the authority that is there
+        words = ["bash", script, "superlink.example.org", "192.0.2.10"]
+        subprocess.run(words, cwd=tmp_path, check=True, capture_output=True, timeout=120)
+    check = ["openssl", "verify", "-CAfile", "ca.crt", "-verify_hostname", "superlink.example.org"]
+    for more in ([], ["-verify_ip", "192.0.2.10"]):
+        done = subprocess.run([*check, *more, "server.crt"], cwd=tmp_path, capture_output=True)
+        assert done.returncode == 0, done.stderr
+    wrong = [*check[:-1], "other.example.org", "server.crt"]
+    assert subprocess.run(wrong, cwd=tmp_path, capture_output=True).returncode != 0
+    for key in ("ca.key", "server.key"):
+        assert (tmp_path / key).stat().st_mode & 0o077 == 0

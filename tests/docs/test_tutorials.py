@@ -1,0 +1,126 @@
+"""The code and the commands in the documents run as they stand there."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from flwr_regs.experiments import cli, commands
+from flwr_regs.experiments.cards import protocol_runs
+from flwr_regs.experiments.run import resources
+from flwr_regs.experiments.run.engine import Plan
+from flwr_regs.experiments.run.tuning import Bench
+from flwr_regs.experiments.settings.job import Job
+from tests.conftest import ROOT
+
+TUTORIALS = [
+    *("own-method", "protocols"),
+    *("tutorials/comparison", "tutorials/deploy", "tutorials/fedfor"),
+]
+PAGES = sorted([*(ROOT / "docs").rglob("*.md"), ROOT / "README.md"])
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    """The code blocks of a page, without the lines of three backticks."""
+    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.M | re.S)
+
+
+@pytest.mark.parametrize("name", TUTORIALS)
+def test_the_code_of_a_tutorial_runs_from_top_to_bottom(
+    name: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    tutorial = ROOT / f"docs/{name}.md"
+    torch.set_num_threads(1)  # small models
+    names: dict[str, Any] = {}
+    code = blocks(tutorial, "python")
+    assert code
+    for block in code:
+        exec(compile(block, tutorial.name, "exec", dont_inherit=True), names)
+    printed = capsys.readouterr().out
+    if tutorial.stem == "own-method":
+        losses = [float(x) for x in re.findall(r"[\d.]+", printed)]
+        assert len(losses) == 3
+        assert losses[-1] < losses[0]
+    if tutorial.stem == "fedfor":
+        claimed, found = (
+            float(re.search(r"accuracy ([\d.]+)%", text).group(1))  # type: ignore[union-attr]
+            for text in (tutorial.read_text(), printed)
+        )
+        assert abs(claimed - found) < 2  # processors differ
+
+
+COMMANDS = [
+    line
+    for page in PAGES
+    for block in blocks(page, "bash")
+    for line in block.splitlines()
+    if re.match(r"(\.venv/bin/)?flwr-regs ", line)
+]
+OWN = """
+from dataclasses import dataclass
+from typing import ClassVar
+
+from flwr_regs import Term
+
+
+@dataclass(frozen=True)
+class Decay(Term):
+    name: ClassVar[str] = "decay"
+    rate: float
+
+    def correct(self, grads, params, ctx):
+        return {n: g + self.rate * params[n] for n, g in grads.items()}
+"""
+
+
+class Nothing:
+    """Results of runs that were not trained."""
+
+    @staticmethod
+    def rows() -> list[dict[str, int]]:
+        return []
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_each_command_of_the_documents_is_accepted(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its settings and methods are checked as for a run; nothing is trained."""
+    (tmp_path / "my_module.py").write_text(OWN)
+    example = ROOT / "docs/examples/own-comparison/mine.py"
+    (tmp_path / "mine.py").write_text(example.read_text())
+    decay = blocks(ROOT / "docs/own-method.md", "python")[0]
+    (tmp_path / "decay.py").write_text(decay)
+    card = ROOT / "docs/examples/own-card/card.toml"
+    (tmp_path / "card.toml").write_text(card.read_text())
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "my_module", raising=False)
+    monkeypatch.setattr(commands, "_train", lambda *_: None)
+    monkeypatch.setattr(commands, "_report", lambda *_: 0)
+    monkeypatch.setattr(Plan, "check", lambda _: None)  # it loads the data
+    monkeypatch.setattr(Job, "partition_hash", lambda _: "")  # so does this
+    monkeypatch.setattr(Plan, "results", lambda *_: None)
+    monkeypatch.setattr(
+        Bench, "chosen", lambda b, _: {row: b.trials_of(m)[0] for row, m in b.labels.items()}
+    )
+    monkeypatch.setattr(Bench, "results", lambda *_: Nothing)
+    monkeypatch.setattr(resources, "measure", lambda _: resources.Taken(1.0, 1))
+    monkeypatch.setattr(protocol_runs, "notes", lambda *_: [])  # they load the data
+    for folder in ("DIR", "/data"):
+        command = command.replace(f"data-dir={folder}", f"data-dir={tmp_path}")
+    line = shlex.split(command, comments=True)[1:]
+    if line[0] in ("plot", "reproduce") or "--resume" in line:  # of results that the reader has
+        cli._parser().parse_args(line)
+    else:
+        assert cli.main(line) == 0

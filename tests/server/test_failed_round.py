@@ -1,0 +1,101 @@
+"""A round that fails, however late, binds nobody: the training goes on as if it had not been."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from flwr.app import ArrayRecord, ConfigRecord, Context, MetricRecord
+from torch import nn
+
+import flwr_regs as fr
+from flwr_regs.methods.client_step.scaffold import ControlVariates
+from flwr_regs.term import Arrays, ClientContext
+from tests.conftest import close
+
+CONFIG = ConfigRecord({"lr": 0.1, "local-steps": 2})
+CLIENTS = 3
+
+
+@dataclass(frozen=True)
+class Watched(ControlVariates):
+    """Notes c, and the c_k that each client holds, at the first step of a round."""
+
+    seen: ClassVar[dict[int, tuple[Any, Any]]] = {}
+
+    def correct(self, grads: Arrays, params: Arrays, ctx: ClientContext) -> Arrays:
+        own = {n: deepcopy(ctx.client.get(n, 0 * g)) for n, g in grads.items()}
+        self.seen[int(ctx.client_id)] = dict(ctx.broadcast), own
+        return super().correct(grads, params, ctx)
+
+
+def grid_of(*terms: type[fr.Term]) -> fr.InProcessGrid:
+    def client_fn(context: Context) -> Any:
+        k = int(context.node_config["partition-id"])
+        x = torch.randn(4, 40, generator=torch.Generator().manual_seed(k)) + k
+        return fr.RegClient(nn.Linear(40, 2), [(x, torch.tensor([0, 1, 0, 1]))], terms=list(terms))
+
+    return fr.InProcessGrid(fr.client_app(client_fn), CLIENTS)
+
+
+def fails_in(number: int) -> Callable[..., Any]:
+    rounds = list[int]()
+
+    def mean(contents: Any, key: str) -> Any:
+        rounds.append(len(rounds) + 1)
+        if len(rounds) == number:
+            raise ZeroDivisionError("of the user's own")
+        return MetricRecord({"mean": 1.0})
+
+    return mean
+
+
+def rounds_of(strategy: Any, grid: Any, numbers: Collection[int]) -> ArrayRecord:
+    """A loop of one's own, which goes on after a round whose metrics fail."""
+    torch.manual_seed(0)
+    arrays = ArrayRecord(nn.Linear(40, 2).state_dict())
+    for number in numbers:
+        messages = list(strategy.configure_train(number, arrays, CONFIG, grid))
+        try:
+            arrays, _ = strategy.aggregate_train(number, grid.send_and_receive(messages))
+        except ZeroDivisionError:
+            assert strategy.history[-1]["failed"] == "of the user's own"
+    return arrays
+
+
+@pytest.mark.parametrize("terms", [[Watched()], [Watched(), fr.SparseTernary(density_down=0.5)]])
+def test_control_variates_keep_their_mean_after_a_round_that_failed_late(terms: Any) -> None:
+    strategy = fr.RegStrategy(terms, seed=1, train_metrics_aggr_fn=fails_in(2))
+    strategy.prepare(5, None, CONFIG, ConfigRecord({}))
+    rounds_of(strategy, grid_of(*map(type, terms)), [1, 2, 3, 4])
+    broadcast = Watched.seen[0][0]
+    assert len(Watched.seen) == CLIENTS
+    for name, c in broadcast.items():
+        mean = sum(own[name] for _, own in Watched.seen.values()) / CLIENTS
+        assert float(abs(c).max()) > 1e-3
+        close({name: c}, {name: mean}, 1e-6)
+
+
+def test_what_a_round_would_change_is_as_before_it() -> None:
+    """Model, slots, coded steps and what is known of the clients."""
+    terms = [Watched(), fr.SparseTernary(density_down=0.5)]
+    strategy = fr.RegStrategy(terms, seed=1, train_metrics_aggr_fn=fails_in(2))
+    strategy.prepare(5, None, CONFIG, ConfigRecord({}))
+    grid = grid_of(Watched, fr.SparseTernary)
+    arrays = rounds_of(strategy, grid, [1])
+    before = deepcopy(strategy.training.snapshot())
+    messages = list(strategy.configure_train(2, arrays, CONFIG, grid))
+    with pytest.raises(ZeroDivisionError):
+        strategy.aggregate_train(2, grid.send_and_receive(messages))
+    after = strategy.training.snapshot()
+    close(after["model"]["model"], before["model"]["model"], 0.0)
+    for name in ("held", "used", "trained", "participation", "guard"):
+        assert after[name] == before[name], name
+    for name in ("coded_steps", "changed", "server", "step"):
+        assert repr(after["model"][name]) == repr(before["model"][name]), name
+    assert before["model"]["coded_steps"]
+    assert before["used"]
