@@ -15,11 +15,9 @@ import flwr_regs as fr
 from flwr_regs.server.divergence import Signs, suspects
 from flwr_regs.server.exchange.network import Request
 from flwr_regs.server.round import RoundFailed
-from flwr_regs.testing import Method
 from flwr_regs.wire.parcel import Parcel
 from tests.conftest import make_clients, make_model
 from tests.conftest import run as train
-from tests.laws import CASES
 from tests.server.network import NumpyNetwork, quadratic, run
 from tests.server.test_training import CENTRE, CURVATURE, training
 
@@ -230,13 +228,3 @@ def test_a_training_that_diverges_is_stopped_with_its_likely_parameter(
     assert ["divergence" in e for e in strategy.history] == [False] * (
         len(strategy.history) - 1
     ) + [True]
-
-
-@pytest.mark.parametrize(
-    "method", [m for m in CASES if "fixed-point" in m.exempt], ids=lambda m: m.name
-)
-def test_an_ordinary_run_shows_no_sign(method: Method) -> None:
-    """The law "fixed-point" asks this of the other methods, in a hundred rounds to convergence."""
-    strategy = method.build(**QUIET)
-    train(strategy, method.make_client, rounds=9)
-    assert not [e["divergence"] for e in strategy.history if "divergence" in e]

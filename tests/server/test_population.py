@@ -104,7 +104,7 @@ def test_fewer_than_the_minimum_is_an_error_that_counts_them() -> None:
         Population(4, 5, 0.2).refresh(network_of(3))
 
 
-ODD: list[Any] = ["x", [1], -1, math.nan, 2**31, 10**400, True, 1.0, b"1", "1"]
+ODD: list[Any] = [[1], -1, math.nan, 2**31, True, "1"]
 
 
 @pytest.mark.parametrize("odd", ODD, ids=[f"{type(v).__name__}-{str(v)[:5]}" for v in ODD])

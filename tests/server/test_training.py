@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -22,7 +20,6 @@ from flwr_regs.wire import keys
 from flwr_regs.wire.arrays import NDArrays
 from flwr_regs.wire.frozen import said
 from flwr_regs.wire.parcel import Parcel, Record
-from tests.conftest import ROOT
 from tests.server.network import NumpyNetwork, quadratic, run
 
 CONFIG = {"lr": 0.1, "local-steps": 3}
@@ -39,20 +36,6 @@ def training(
     options = Options.of(chain(terms), seed=3, min_train_nodes=1, **settings)
     w = {"w": np.zeros(2)} if model is None else model
     return Training(options, "FedAvg", w, num_rounds, mean_of)
-
-
-def test_client_server_and_wire_load_without_flower_and_the_server_without_torch() -> None:
-    code = f"""
-import importlib, pathlib, sys
-sys.modules["flwr"] = None
-for folder in ("server", "wire", "client"):
-    if folder == "client":
-        assert "torch" not in sys.modules
-    for path in sorted(pathlib.Path({str(ROOT)!r}, "flwr_regs", folder).glob("*.py")):
-        if path.stem not in ("__init__", "records"):
-            importlib.import_module(f"flwr_regs.{{folder}}.{{path.stem}}")
-"""
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 
 
 def test_whole_rounds_without_flower_are_the_closed_form() -> None:

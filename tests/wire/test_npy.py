@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays_of
 
 from flwr_regs.wire.arrays import ProtocolError, pack, unpack
-from flwr_regs.wire.npy import Unreadable, read_array
+from flwr_regs.wire.npy import Blank, Unreadable, npy_bytes, read_array, sealed, write_array
 from flwr_regs.wire.records import (
     from_record,
     labelled,
@@ -160,3 +160,28 @@ def test_metrics_are_flowers_whatever_was_before() -> None:
     for bad in (True, "1", None):
         with pytest.raises(TypeError):
             metrics_of({"n": bad, "x": 0.5})
+
+
+WRITTEN = [
+    np.asarray(1.5), np.zeros((0, 3)), np.ones((7, 5), "f2"), np.arange(24).reshape(2, 3, 4),
+    np.asfortranarray(np.arange(12.0).reshape(3, 4)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("array", WRITTEN, ids=lambda a: str(a.shape))
+def test_a_sealed_array_is_written_without_a_copy(array: np.ndarray) -> None:
+    data, view = write_array(array), sealed(array)
+    assert len(data) == npy_bytes(array)
+    np.testing.assert_array_equal(view, array)
+    assert not view.flags.writeable
+    blank = Blank(array.dtype, array.shape)
+    assert not blank.vector.any()
+    blank.vector[:] = array.reshape(-1)
+    filled = blank.seal()
+    np.testing.assert_array_equal(filled, array)
+    if array.size:
+        assert write_array(view) is write_array(view)
+        assert write_array(filled) is write_array(filled)
+    if array.ndim and len(array) > 1:  # a part, or another order, is another array
+        for other in (view[1:], view[::-1], view.reshape(-1)[:1]):
+            np.testing.assert_array_equal(read_array(write_array(other)), other)
