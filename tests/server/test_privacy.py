@@ -268,25 +268,7 @@ def test_no_seed_has_a_part_in_the_noise() -> None:
     assert not np.isin(once(), once()).any()
 
 
-def test_frozen_parameters_and_dtypes_stay() -> None:
-    def frozen() -> nn.Module:
-        model = make_model(torch.float32)
-        model[0].weight.requires_grad_(False)
-        return model
-
-    strategy = fr.FedAvg("uniform", seed=1, fraction_evaluate=0.0, privacy=CentralDP(1.0, 1.0))
-    got = run(strategy, fr.FedAvgClient, clients=make_clients(dtype=torch.float32), model=frozen)
-    np.testing.assert_array_equal(got["0.weight"], frozen().state_dict()["0.weight"].numpy())
-    assert np.abs(got["2.weight"] - frozen().state_dict()["2.weight"].numpy()).min() > 0
-    assert {a.dtype for a in got.values()} == {np.dtype(np.float32)}
-
-
 # Central DP: epsilon
-
-
-def by_hand(rdp: Callable[[float], float], delta: float = 1e-5) -> float:
-    """From Rényi to (ε, δ): Canonne, Kamath, Steinke 2020, Prop. 12."""
-    return min(rdp(a) + math.log1p(-1 / a) - math.log(delta * a) / (a - 1) for a in ORDERS)
 
 
 def private_run(population: int, model: Any, fraction: float, z: float, **settings: Any) -> Any:
@@ -317,18 +299,6 @@ def test_epsilon_is_that_of_dp_accounting_for_fixed_cohorts() -> None:
         assert entry["epsilon"] == pytest.approx(theirs.get_epsilon(1e-5), rel=1e-12)
         assert entry["delta"] == 1e-5
     assert strategy.privacy.accountant.num_releases == 3
-
-
-@pytest.mark.parametrize(
-    ("model", "factor"),
-    [(PLAIN, 1), (AMPLIFIED, 4)],  # (sensitivity / C)²: a client less, or another one
-)
-def test_epsilon_without_amplification_is_the_closed_form(model: Any, factor: int) -> None:
-    strategy, grid = private_run(4, model, 1.0, 3.0)
-    start(strategy, grid)
-    for t, entry in enumerate(strategy.history, start=1):
-        expected = by_hand(partial(lambda t, a: t * a * factor / (2 * 3.0**2), t))
-        assert entry["epsilon"] == pytest.approx(expected, rel=1e-9)
 
 
 @pytest.mark.parametrize("model", [PLAIN, AMPLIFIED])
@@ -413,28 +383,6 @@ class Sneaky(Term):
 
     def finish(self, delta: Any, ctx: Any) -> Any:
         return delta, {"secret": torch.ones(3)}, {}
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda p: fr.FedAvg(privacy=p), r"CentralDP.*num-examples.*use weighting='uniform'"),
-        (lambda p: fr.FedCurv(0.5, weighting="uniform", privacy=p), r"\['fedcurv'\] send more"),
-        (lambda p: fr.RFedAvg(0.5, weighting="uniform", privacy=p), r"\['rfedavg'\] send more"),
-        (lambda p: fr.RFedAvgPlus(0.5, weighting="uniform", privacy=p), r"\['rfedavg-plus'\]"),
-        (
-            lambda p: fr.FedADC(cohorts="class-covering", privacy=p),
-            r"label counts without noise.*use cohorts='uniform'",
-        ),
-        (lambda p: fr.FedADC(incomplete="scale", privacy=p), "incomplete='scale' weighs"),
-        (lambda p: fr.EFL(0.0, weighting="uniform", privacy=p), "incomplete='scale' weighs"),
-        (lambda p: fr.FedADC(drop_inactive=1.0, privacy=p), "drop_inactive draws .* who failed"),
-    ],
-)
-def test_what_noise_does_not_cover_is_refused_when_built(make: Any, message: str) -> None:
-    for counted in (accountant(4), accountant(4, PLAIN), None):
-        with pytest.raises(ValueError, match=message):
-            make(CentralDP(1.0, 1.0, counted))
 
 
 def test_numbers_out_of_range_are_refused() -> None:
@@ -615,19 +563,6 @@ def test_what_clients_are_told_of_the_last_step_is_the_released_one(row: str) ->
     for t, (before, after) in enumerate([(w1, w2), (w2, w3)], start=1):
         (told,) = (v for k, v in grid.sent[3 * t].items() if k.endswith(".broadcast"))
         close(told, {n: (before[n] - after[n]) / 0.2 for n in before}, 1e-12)
-
-
-def test_a_client_that_clips_less_than_the_server_is_clipped_again() -> None:
-    plain = start(
-        strategy_of("FedAvg", privacy=CentralDP(0.1, 0.0)),
-        InProcessGrid(app_of(fr.FedAvgClient), 3),
-    )
-    app = app_of(fr.FedAvgClient, mods=[fixedclipping_mod])
-    lax = strategy_of("FedAvg", privacy=CentralDP(0.1, 0.0))
-    close(start(lax, InProcessGrid(app, 3), 3, make_model, {"clipping_norm": 5.0}), plain, 1e-12)
-    strict = strategy_of("FedAvg", privacy=CentralDP(0.1, 0.0))
-    start(strict, InProcessGrid(app, 3), 3, make_model, {"clipping_norm": 0.05})
-    assert [e["clipped"] for e in strict.history] == [0.0] * 3
 
 
 def test_a_mod_sends_on_no_upload_that_nobody_declared() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from flwr.app import ConfigRecord, RecordDict
+from flwr.app import ConfigRecord
 from torch import nn
 
 import flwr_regs as fr
@@ -30,8 +30,6 @@ from tests.methods.test_models import (
     Method,
     batch_norm,
     by_hand,
-    composed,
-    failures,
     images,
     perceptron,
     train,
@@ -172,26 +170,6 @@ def test_large_integers_and_doubles_travel_as_they_are() -> None:
     assert got["trained"].all()
 
 
-class Forgetful(SerialisingGrid):
-    """Partition 1 loses its state between the two exchanges of every round."""
-
-    def push_messages(self, messages: Any) -> Any:
-        messages = list(messages)
-        if messages[0].metadata.message_type == "train":
-            self._contexts[1001].state = RecordDict()
-        return super().push_messages(messages)
-
-
-def test_a_client_that_lost_the_model_of_its_probe_is_sent_it_again() -> None:
-    kind = replace(PLAIN, wire="bfloat16")
-    method = composed(fr.LeaveOneOutMean(0.1))
-    plain, want = train(kind, method, grid=SerialisingGrid)
-    strategy, got = train(kind, method, grid=Forgetful)
-    assert not failures(strategy)
-    close(got, want, 0.0)
-    assert strategy.history[1]["bytes_down"][1] > plain.history[1]["bytes_down"][1] + 60
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_private_entries_are_not_rounded_on_the_client(dtype: torch.dtype) -> None:
     kind = Kind("bn", batch_norm, images, dtype, "bfloat16")
@@ -264,36 +242,6 @@ def test_a_model_that_leaves_the_range_ends_the_run_before_it_is_taken() -> None
     )
     with pytest.raises(RoundFailed, match=r"diverged: array '.*' holds values beyond ±65504"):
         train(replace(PLAIN, wire="float16"), method)
-
-
-@pytest.mark.parametrize(
-    ("kind", "settings", "match"),
-    [
-        (
-            Kind("", perceptron, dtype=torch.float64),
-            {"wire_dtype": "bfloat16"},
-            r"only \['float64'\]",
-        ),
-        (
-            Kind("", perceptron, dtype=torch.bfloat16, wire="bfloat16"),
-            {"wire_dtype": None},
-            "holds bfloat16 in .*only if the strategy has wire_dtype='bfloat16', not None",
-        ),
-        (
-            Kind("", perceptron, dtype=torch.bfloat16, wire="bfloat16"),
-            {"wire_dtype": "float16"},
-            "holds bfloat16 in .*wire_dtype='bfloat16', not 'float16'",
-        ),
-        (
-            Kind("", perceptron, dtype=torch.float16, wire="float16"),
-            {"wire_dtype": "bfloat16"},
-            "dtype torch.float32, expected torch.float16",
-        ),
-    ],
-)
-def test_models_of_another_precision_are_refused(kind: Kind, settings: Any, match: str) -> None:
-    with pytest.raises((RoundFailed, ValueError), match=match):
-        train(kind, METHODS[0], **settings)
 
 
 def test_a_reply_that_is_not_in_the_rounds_precision_is_named() -> None:
