@@ -6,9 +6,7 @@ are loaded when first used, so that importing one file of the package loads no m
 
 from __future__ import annotations
 
-import sys
 from importlib import import_module
-from opcode import opmap
 from typing import TYPE_CHECKING, Any
 
 from flwr_regs.methods.registry import METHODS as _METHODS
@@ -88,21 +86,16 @@ __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        why = f"module 'flwr_regs' has no attribute '{name}'"
-        if name == "wrap":
-            why += "; Flower's privacy wrappers are not supported, use privacy=CentralDP(...)"
-        elif not name.startswith("_"):
-            from flwr_regs.wire.config import nearest
+    if name in _HOME:
+        return getattr(import_module(f"flwr_regs.{_HOME[name]}"), name)
+    why = f"module 'flwr_regs' has no attribute '{name}'"
+    if name == "wrap":
+        why += "; Flower's privacy wrappers are not supported, use privacy=CentralDP(...)"
+    elif not name.startswith("_"):
+        from flwr_regs.wire.config import nearest
 
-            why += nearest(name, _HOME)
-        caller = sys._getframe(1)
-        importing = caller.f_code.co_code[caller.f_lasti] == opmap["IMPORT_FROM"]
-        if importing and f"{__name__}.{name}" not in sys.modules:
-            # `from flwr_regs import name`: Python would replace an AttributeError's text by its own
-            raise ImportError(why, name=__name__)
-        raise AttributeError(why)
-    return getattr(import_module(f"flwr_regs.{_HOME[name]}"), name)
+        why += nearest(name, _HOME)
+    raise AttributeError(why)
 
 
 def __dir__() -> list[str]:

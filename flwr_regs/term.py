@@ -164,8 +164,10 @@ class Term:
 
     @property
     def needs(self) -> Collection[str]:
-        """What the term reads in every step, and what costs: "features", "output of <layer>",
-        "start_output", "label_counts"."""
+        """What the term reads in every step, and what costs.
+
+        Some of "features", "output of <layer>", "start_output", "label_counts".
+        """
         return ()
 
     @property
@@ -180,7 +182,10 @@ class Term:
     @property
     def robust(self) -> bool:
         """True if what a client uploads reaches the server's slot and the other clients only through
-        ``ctx.aggregated``, or as the client's own entry. A term that says what it `adds` need not say so."""
+        ``ctx.aggregated``, or as the client's own entry.
+
+        A term that says what it `adds` need not say so.
+        """
         return False
 
     def acts(self, hook: str) -> bool:

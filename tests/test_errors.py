@@ -18,7 +18,7 @@ from flwr.clientapp import ClientApp
 from torch.utils.data import DataLoader, TensorDataset
 
 import flwr_regs as fr
-from flwr_regs.client.train.local_training import local_round
+from flwr_regs.client.local_training import local_round
 from flwr_regs.methods.registry import METHODS
 from flwr_regs.server.failures import name_failures
 from flwr_regs.wire.errors import described

@@ -35,7 +35,7 @@ from flwr_regs.abilities import (
     TakesBack,
     Weighs,
 )
-from flwr_regs.client.train.local_training import local_round
+from flwr_regs.client.local_training import local_round
 from tests.conftest import budgeted, close, make_clients, make_model, run
 
 Arrays = dict[str, Any]

@@ -11,7 +11,7 @@ import torch
 from flwr_regs import FedFOR, FedProx, FirstOrder, Proximal, RegStrategy
 from flwr_regs.abilities import Compresses, Probes, Steps, Weighs
 from flwr_regs.chain import chain
-from flwr_regs.client.train.local_training import LocalTraining
+from flwr_regs.client.local_training import LocalTraining
 from flwr_regs.term import ClientContext, ServerContext, Term
 
 
@@ -186,7 +186,7 @@ def test_the_seam_needs_no_flwr() -> None:
     import subprocess
     import sys
 
-    code = "import sys, flwr_regs.client.train.local_training; sys.exit('flwr' in sys.modules)"
+    code = "import sys, flwr_regs.client.local_training; sys.exit('flwr' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

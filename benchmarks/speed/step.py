@@ -23,7 +23,7 @@ from benchmarks.speed.timing import (
     threads,
     timed,
 )
-from flwr_regs.client.train.local_training import local_round
+from flwr_regs.client.local_training import local_round
 from flwr_regs.testing import spies
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], int, int]] = {

@@ -15,8 +15,8 @@ ROOT = Path(__file__).parents[2]
 ALSO = {
     "flwr_regs.chain.chain": "flwr_regs.chain.chain",
     "flwr_regs.testing.check_method": "flwr_regs.testing.check.check_method",
-    "flwr_regs.client.local_round": "flwr_regs.client.train.local_training.local_round",
-    "flwr_regs.client.LocalTraining": "flwr_regs.client.train.local_training.LocalTraining",
+    "flwr_regs.client.local_round": "flwr_regs.client.local_training.local_round",
+    "flwr_regs.client.LocalTraining": "flwr_regs.client.local_training.LocalTraining",
 }
 """Public names that are not in ``flwr_regs.__all__`` -> where they are defined."""
 PAGES = {

@@ -27,11 +27,11 @@ import torch
 from torch import nn
 
 from flwr_regs.chain import chain
+from flwr_regs.client.local_training import local_round
 from flwr_regs.client.measure.classifier import find_classifier
 from flwr_regs.client.measure.features import FeatureTap
 from flwr_regs.client.train.batches import Batches
 from flwr_regs.client.train.distillation import self_confidence_loss
-from flwr_regs.client.train.local_training import local_round
 from flwr_regs.client.train.optimizer import OptimizerFn
 from flwr_regs.client.train.replay import Replay
 from flwr_regs.client.train.task import Task

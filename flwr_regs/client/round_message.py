@@ -34,8 +34,8 @@ from flwr_regs.client.train.batches import (
 from flwr_regs.client.train.batches import label_counts as count_labels
 from flwr_regs.client.train.client_result import LocalResult
 from flwr_regs.client.train.task import Task
-from flwr_regs.client.train.trainable import every_parameter, trained_parameters
-from flwr_regs.term import Term
+from flwr_regs.client.train.trainable import every_parameter, private_entries, trained_parameters
+from flwr_regs.term import Slot, Term
 from flwr_regs.wire import keys
 from flwr_regs.wire.arrays import (
     ForeignStrategy,
@@ -147,7 +147,7 @@ class Received:
 
     @property
     def duration(self) -> dict[str, Any]:
-        """The round's parameters for :class:`flwr_regs.client.train.local_training.LocalTraining`."""
+        """The round's parameters for :class:`flwr_regs.client.local_training.LocalTraining`."""
         return {
             "lr": self._config["lr"],
             "epochs": self._config.get("local-epochs"),
@@ -155,12 +155,8 @@ class Received:
             "broadcast": self.broadcast,
             "client": self.client,
             "client_id": self._config.get(keys.CLIENT_KEY, -1),
-            "config": self._plain,
+            "config": plain(self._config),
         }
-
-    @property
-    def _plain(self) -> dict[str, Any]:
-        return plain(self._config)
 
     def reply(
         self, result: LocalResult, own_model: Callable[..., NDArrays] = lambda **_: {}
@@ -212,31 +208,23 @@ class Received:
         self, data: Batches, device: torch.device, classifier: str | None, task: Task
     ) -> tuple[int, dict[str, Any]]:
         """Return the reply to the first exchange: (``n_k``, the terms' probes at ``w_t``)."""
-        pairs = task.pairs(data)
-        count_batches(pairs)  # raises if there is no data
-        self._model.to(device)
-        params = {n: p.detach() for n, p in self._model.named_parameters() if n in self._trainable}
-        shared = {n: p for n, p in params.items() if n not in self.private}
-        measures = Measures(self._model, pairs, task, device, classifier)
-        with torch.random.fork_rng(devices=[]):
-            _, targets = next(iter(pairs))
-        needs = {need for t in self.term.terms for need in t.needs}
-        ctx = measures.context(
-            shared,
-            self._config["lr"],
-            num_steps=0,
-            client=to_device(self.client, device),
-            label_counts=count_labels(pairs).to(device) if "label_counts" in needs else None,
+        upload, kept = first_exchange(
+            self._model,
+            self.term,
+            data,
+            task,
+            lr=self._config["lr"],
+            device=device,
+            classifier=classifier,
+            client=self.client,
             client_id=self._config.get(keys.CLIENT_KEY, -1),
-            batch_size=batch_size(targets),
-            config=self._plain,
+            config=plain(self._config),
         )
-        upload, kept = self.term.probe(ctx)
         metrics: dict[str, Any] = {keys.METHOD_KEY: self._method}
-        metrics |= state.packed(to_device(upload, "cpu"), "upload")
-        metrics |= state.entries(self.term, self._kept, to_device(kept, "cpu"))
+        metrics |= state.packed(upload, "upload")
+        metrics |= state.entries(self.term, self._kept, kept)
         own = unpack(self._config[keys.PRIVATE_KEY]) if keys.PRIVATE_KEY in self._config else {}
-        return count_examples(pairs), self._for_node(metrics, own)
+        return count_examples(task.pairs(data)), self._for_node(metrics, own)
 
     def _still(self) -> NDArrays:
         """Return the frozen parameters as loaded. A copy of a large part does not stay through training."""
@@ -258,6 +246,42 @@ class Received:
             kept[keys.FROZEN_KEPT_KEY] = pack(self._still())
         reply = {**metrics, **kept, **({keys.LOST_KEY: True} if self._lost else {})}
         return reply if self._saved is None else reply | self._saved.leaving(reply)
+
+
+def first_exchange(
+    model: nn.Module,
+    term: Chain,
+    data: Batches,
+    task: Task,
+    *,
+    lr: float,
+    device: torch.device,
+    classifier: str | None,
+    client: Slot,
+    client_id: int,
+    config: Mapping[str, Any],
+) -> tuple[Slot, Slot]:
+    """Return the terms' (uploads, client slots) of a first exchange, on the CPU; `model` holds ``w_t``."""
+    pairs = task.pairs(data)
+    count_batches(pairs)  # raises if there is no data
+    model.to(device)
+    private = private_entries(model, term)
+    trained = trained_parameters(model, term)
+    with torch.random.fork_rng(devices=[]):
+        _, targets = next(iter(pairs))
+    needs = {need for t in term.terms for need in t.needs}
+    ctx = Measures(model, pairs, task, device, classifier).context(
+        {n: p.detach() for n, p in trained.items() if n not in private},
+        lr,
+        num_steps=0,
+        client=to_device(client, device),
+        label_counts=count_labels(pairs).to(device) if "label_counts" in needs else None,
+        client_id=client_id,
+        batch_size=batch_size(targets),
+        config=config,
+    )
+    upload, kept = term.probe(ctx)
+    return to_device(upload, "cpu"), to_device(kept, "cpu")
 
 
 def evaluated_term(method: str, terms: Terms, config: Mapping[str, Any]) -> Chain:

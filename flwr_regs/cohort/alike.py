@@ -26,18 +26,12 @@ def build_of(model: nn.Module) -> Hashable:
         params, buffers = own["_parameters"].items(), own["_buffers"].items()
         build += [
             (None, name, type(module)),
-            *((n, *_form(p), p.requires_grad, is_hooked(p)) for n, p in params if p is not None),
+            *((n, *_form(p), p.requires_grad) for n, p in params if p is not None),
             *((n, *_form(b)) for n, b in buffers if b is not None),
             *((n, alike(own[n])) for n in own if n not in TORCHS),
             *(tuple(own[hooks].values()) for hooks in _HOOKS if own[hooks]),
         ]
     return tuple(build)
-
-
-def is_hooked(parameter: Tensor) -> bool:
-    """Whether a parameter has hooks of its own."""
-    found: Any = parameter
-    return bool(found._backward_hooks or found._post_accumulate_grad_hooks)
 
 
 def alike(value: Any) -> Hashable:

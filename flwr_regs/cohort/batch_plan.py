@@ -23,7 +23,6 @@ from torch.utils.data import (
 from torch.utils.data._utils.collate import default_collate, default_convert
 
 from flwr_regs.client.train.batches import Pairs, batch_size, cycle, mapped, tensors, to_device
-from flwr_regs.cohort.reached import Reached
 
 
 class CannotStack(Exception):
@@ -45,10 +44,6 @@ class Plan:
     source : sequence of Tensor
         Inputs and targets of the whole data set.
     batches : sequence of (inputs, targets)
-    versions : sequence of int
-        How often the tensors of `source` had been changed in place.
-    held : Reached or None
-        What the data held in Python; None if they are indexed.
     """
 
     data: Pairs
@@ -58,8 +53,6 @@ class Plan:
     sizes: tuple[int, ...] = ()
     source: tuple[Tensor, ...] = ()
     batches: tuple[tuple[Any, Any], ...] = ()
-    versions: tuple[int, ...] = ()
-    held: Reached | None = None
 
     def __len__(self) -> int:
         return len(self.forms)
@@ -93,16 +86,6 @@ class Plan:
         """Return the number of examples of a step."""
         return batch_size(self.batches[step][1]) if self.rows is None else self.sizes[step]
 
-    def is_stale(self) -> bool:
-        """Whether the data have changed since; what they held in Python is then put back.
-
-        Clients may share their data, and switch them to the one that is made last.
-        """
-        if self.held is not None:
-            return self.held.restore()
-        loader: Any = self.data.source
-        return loader.dataset.tensors is not self.source or self.versions != versions(self.source)
-
     def one_pass(self) -> Plan:
         """Return the batches of one pass over the data, as it yields them behind the round's steps."""
         loader: Any = self.data.source
@@ -117,6 +100,11 @@ class Plan:
         rows, sizes = _drawn(order, generator, len(loader))
         return replace(self, rows=rows, sizes=sizes)
 
+    def again(self, device: torch.device, steps: int) -> Iterator[tuple[Any, Any]]:
+        """Yield `steps` batches on a device, those of the plan first."""
+        plan = self if steps <= len(self) else draw(self.data, self.seed, steps)
+        return (to_device(plan.batch(step), device) for step in range(steps))
+
     @property
     def trained(self) -> int:
         """The number of examples of all steps."""
@@ -125,9 +113,9 @@ class Plan:
     @property
     def nbytes(self) -> int:
         """The memory that the drawn batches hold, beside the data set itself."""
-        if self.rows is not None:
-            return self.rows.nbytes
-        return sum(t.nbytes for t in tensors(self.batches))
+        return (
+            sum(t.nbytes for t in tensors(self.batches)) if self.rows is None else self.rows.nbytes
+        )
 
 
 @dataclass(frozen=True)
@@ -195,25 +183,12 @@ class Feed:
         self._ahead = [t.to(self._device) for t in ahead]
 
 
-@dataclass(frozen=True)
-class Planned:
-    """The batches of a plan, as a :class:`.replay.Replay` that draws them again on a device."""
-
-    plan: Plan
-    device: torch.device
-
-    def again(self, steps: int) -> Iterator[tuple[Any, Any]]:
-        """Yield `steps` batches, those of the plan first."""
-        plan = self.plan
-        plan = plan if steps <= len(plan) else draw(plan.data, plan.seed, steps)
-        return (to_device(plan.batch(step), self.device) for step in range(steps))
-
-
-def draw(data: Pairs, seed: int, steps: int) -> Plan:
+def draw(data: Pairs, seed: int, steps: int, indexed: bool = True) -> Plan:
     """Return the batches of a round of `steps`, as they come with torch's generator at `seed`.
 
-    The process's random state does not change. Raises CannotStack for a loader with a random generator of
-    its own, or with worker processes: their draws cannot be taken back.
+    The process's random state does not change. Not `indexed`: every loader is iterated. Raises CannotStack
+    for a loader with a random generator of its own, or with worker processes: their draws cannot be taken
+    back.
     """
     loader = data.source
     if isinstance(loader, DataLoader):
@@ -221,48 +196,15 @@ def draw(data: Pairs, seed: int, steps: int) -> Plan:
             raise CannotStack("its loader has a random generator of its own")
         if loader.num_workers:
             raise CannotStack("its loader has worker processes")
-        if (order := _order_of(loader)) is not None:
+        if indexed and (order := _order_of(loader)) is not None:
             generator = torch.Generator().manual_seed(seed)
-            drawn = _drawn(order, generator, steps)
-            source: Any = loader.dataset
-            after = generator.get_state()
-            return Plan(
-                data, seed, after, *drawn, source.tensors, versions=versions(source.tensors)
-            )
-    held = Reached(_parts(loader), copies=False)
-    try:
-        with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(seed)
-            batches = _kept(itertools.islice(cycle(data), steps))
-            after = torch.default_generator.get_state()
-    finally:
-        changed = held.restore()
-    if changed:  # else a further pass, or a client that trains by itself, draws others
-        raise CannotStack("its data change as they are drawn")
-    return Plan(data, seed, after, batches=batches, held=held)
-
-
-def _parts(data: Any) -> tuple[Any, ...]:
-    """Return what of the data may change as it is drawn."""
-    if isinstance(data, DataLoader):
-        return data.dataset, data.sampler, data.batch_sampler, data.collate_fn
-    return (data,)
-
-
-def versions(found: Sequence[Tensor]) -> tuple[int, ...]:
-    """Return how often each of some tensors was changed in place."""
-    return tuple(t._version for t in found)
-
-
-def _kept(drawn: Iterator[tuple[Any, Any]]) -> tuple[tuple[Any, Any], ...]:
-    """Return the batches; raise CannotStack if each is written where the first was."""
-    first = next(drawn)
-    before = [t.clone() for t in tensors(first)]
-    batches = (first, *drawn)
-    for now, then in zip(tensors(first), before, strict=True):
-        if now.layout == torch.strided and bool(((now != then) & (then == then)).any()):
-            raise CannotStack("its batches are written into the same memory")
-    return batches
+            rows, sizes = _drawn(order, generator, steps)
+            dataset: Any = loader.dataset
+            return Plan(data, seed, generator.get_state(), rows, sizes, dataset.tensors)
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        batches = tuple(itertools.islice(cycle(data), steps))
+        return Plan(data, seed, torch.default_generator.get_state(), batches=batches)
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,6 @@ from flwr_regs.client.measure.fisher_layers import (
 )
 from flwr_regs.client.train.batches import batch_size, mapped, tensors
 from flwr_regs.cohort.batch_plan import Batch, CannotStack, Feed, Plan
-from flwr_regs.cohort.gradients_of_stack import vmapped
 from flwr_regs.cohort.member_view import View
 from flwr_regs.term import Arrays
 
@@ -229,7 +228,7 @@ def over_data(
                 end, teacher, given = taken
                 return one(*given, data.functions(leaves, end, teacher))
 
-            parts.append(vmapped(member)([b.leaves for b in batches], taken))
+            parts.append(view.vmapped(member)([b.leaves for b in batches], taken))
             order += some
     back = torch.tensor(order, device=view.shared.device).argsort()
     return _concatenated(parts, back)

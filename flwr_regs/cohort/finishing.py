@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
 from flwr_regs.client.measure.context_functions import Measures
 from flwr_regs.client.train.batches import to_device
-from flwr_regs.cohort.batch_plan import CannotStack, Planned
 from flwr_regs.cohort.data_functions import over_data
-from flwr_regs.cohort.gradients_of_stack import vmapped
 from flwr_regs.cohort.member_view import Member, View, joined
-from flwr_regs.cohort.stack_watch import Watch
 from flwr_regs.term import Arrays, ClientContext, Slot
 
 Slots = Slot | list[Slot]
@@ -54,32 +49,11 @@ class Held:
         return {**self.values, **self.buffers, **self.own}
 
 
-class OtherDraws:
-    """Raises CannotStack if anything in its block draws from `random` or numpy's global generator.
-
-    It would draw once for all members. Then, and after any other error, both generators are as they were.
-    """
-
-    def __enter__(self) -> None:
-        self._python, self._numpy = random.getstate(), np.random.get_state()  # noqa: NPY002
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        found: Any = np.random.get_state()  # noqa: NPY002
-        before: Any = self._numpy
-        same = np.array_equal(found[1], before[1]) and found[2:] == before[2:]
-        if same and random.getstate() == self._python:
-            return
-        random.setstate(self._python)
-        np.random.set_state(self._numpy)  # noqa: NPY002
-        if kind is None:
-            raise CannotStack("its model or method draws from random or numpy.random")
-
-
 def finish(view: View, held: Held, members: Sequence[Member], delta: Arrays) -> Ended:
     """Run the terms' `finish` for all members; the updates are `delta` itself if no term changes it."""
     # most hooks need no data; some fail under vmap, or have an error of their own
     for together in (_together, _over_data):
-        with suppress(Exception), OtherDraws():
+        with suppress(Exception):
             return together(view, held, members, delta)
     return _each(view, held, members, delta)
 
@@ -96,13 +70,13 @@ def _under_vmap(
         changed = sent is not delta
         return sent, upload, kept
 
-    with torch.no_grad(), Watch(view.shared.model):
+    with torch.no_grad():
         sent, upload, kept = call(end)
     return sent if changed else delta, upload, kept
 
 
 def _together(view: View, held: Held, _: Sequence[Member], delta: Arrays) -> Ended:
-    return _under_vmap(view, delta, lambda end: vmapped(end)(delta, held.mine))
+    return _under_vmap(view, delta, lambda end: view.vmapped(end)(delta, held.mine))
 
 
 def _over_data(view: View, held: Held, members: Sequence[Member], delta: Arrays) -> Ended:
@@ -153,7 +127,8 @@ def _context_of(view: View, held: Held, member: Member, row: int) -> ClientConte
         config=shared.config,
     )
     _fill(shared.model, {n: t[row] for n, t in held.entries.items()})
-    return replace(ctx, train=partial(measures.train, ctx, Planned(member.plan, shared.device)))
+    again = partial(member.plan.again, shared.device)
+    return replace(ctx, train=partial(measures.train, ctx, again))
 
 
 @torch.no_grad()

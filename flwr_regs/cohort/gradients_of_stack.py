@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.func import vmap
 
-from flwr_regs.client.train.corrections import owner
 from flwr_regs.cohort.batch_plan import Batch, CannotStack
-from flwr_regs.cohort.member_view import View, random_state
-from flwr_regs.cohort.stack_watch import Watch
+from flwr_regs.cohort.member_view import View, owner, random_state
 from flwr_regs.term import Arrays, ClientContext, Slot
 
 IGNORED = -100
 """Targets that ``cross_entropy`` leaves out, by its default."""
-REGISTER = 16
-"""Numbers of a processor's register. Where a row of logits does not fill one, torch takes the softmax one
-number at a time; along another axis it does not, with the same bits."""
 
 
 @dataclass(frozen=True)
@@ -66,17 +60,9 @@ class Gradient:
         )
         self._elementwise = not watching and all(t.elementwise for t in self._acting)
         self._context: tuple[Any, ClientContext] | None = None  # of all members at once
-        self._watch, self._watched = Watch(view.shared.model), False
 
     def of(self, part: Part) -> tuple[dict[str, Tensor | None], Tensor, Arrays]:
         """Return (the corrected gradients, the members' losses without those of terms, new buffers)."""
-        if self._watched and not self._watch.always:
-            return self._of(part)
-        self._watched = True
-        with self._watch:
-            return self._of(part)
-
-    def _of(self, part: Part) -> tuple[dict[str, Tensor | None], Tensor, Arrays]:
         view, values, acting = self._view, part.values, bool(self._acting)
         before = random_state(view.shared.device) if acting and not self._elementwise else None
         run = self._bare if self._plain else self._whole
@@ -100,9 +86,9 @@ class Gradient:
             output = view.call(*batch.rebuilt(leaves), {**own, **v}, buffers)
             return output, buffers
 
-        output, new = vmapped(forward)(part.values, part.buffers, batch.leaves, part.own)
+        output, new = view.vmapped(forward)(part.values, part.buffers, batch.leaves, part.own)
         targets = part.batch.rebuilt(part.batch.leaves)[1]
-        loss = _cross_entropy(output, targets)
+        loss = _cross_entropy(view, output, targets)
         return loss, loss.detach().float(), new, {"output": output.detach()}, {}
 
     def _whole(self, part: Part) -> tuple[Tensor, Tensor, Arrays, Arrays, Arrays]:
@@ -124,7 +110,7 @@ class Gradient:
             return loss, base.detach().float(), buffers, extra, layers
 
         args = part.buffers, part.batch.leaves, part.mine, part.own, part.teacher
-        return vmapped(objective)(part.values, *args)  # type: ignore[no-any-return]
+        return view.vmapped(objective)(part.values, *args)  # type: ignore[no-any-return]
 
     def _corrected(
         self,
@@ -158,7 +144,7 @@ class Gradient:
             return view.shared.term.correct(g, {n: v[n] for n in view.start}, ctx)
 
         args = part.buffers, part.batch.leaves, part.mine, part.own, part.teacher, extra, layers
-        return vmapped(corrected)(given, params, *args)  # type: ignore[no-any-return]
+        return view.vmapped(corrected)(given, params, *args)  # type: ignore[no-any-return]
 
     def _at_once(self, given: Arrays, params: Arrays, mine: dict[str, Any]) -> Arrays:
         """Return what elementwise terms make of all members' gradients; raise where it takes vmap."""
@@ -199,21 +185,13 @@ class Differs:
     __index__ = __int__ = __float__ = __getitem__ = __contains__ = __str__ = __repr__ = _raise
 
 
-def vmapped(one: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function of one member as a function of all; each draws numbers of its own."""
-    return vmap(one, randomness="different")
-
-
-def _cross_entropy(output: Any, targets: Any) -> Tensor:
+def _cross_entropy(view: View, output: Any, targets: Any) -> Tensor:
     """Return each member's ``cross_entropy(output, targets)``."""
     loss = nn.functional.cross_entropy
     classes = isinstance(targets, Tensor) and not targets.is_floating_point() and targets.ndim == 2
     if not classes or not isinstance(output, Tensor) or output.ndim != 3:
-        return vmapped(loss)(output, targets)  # type: ignore[no-any-return]
-    if output.shape[2] < REGISTER:
-        each = loss(output.transpose(1, 2).contiguous(), targets, reduction="none")
-    else:
-        each = loss(output.flatten(0, 1), targets.flatten(), reduction="none").view(targets.shape)
+        return view.vmapped(loss)(output, targets)  # type: ignore[no-any-return]
+    each = loss(output.flatten(0, 1), targets.flatten(), reduction="none").view(targets.shape)
     mean: Tensor = each.sum(1) / (targets != IGNORED).sum(1)
     return mean
 

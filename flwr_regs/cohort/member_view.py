@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.func import grad
+from torch.func import grad, vmap
 from torch.overrides import TorchFunctionMode
 
 from flwr_regs.chain import Chain
@@ -49,6 +48,8 @@ class Shared:
     classifier : str or None
     precision : torch.dtype or None
         Of the forward pass, by torch's autocast.
+    randomness : str
+        "different": each member draws numbers of its own; "same": all draw the same.
     """
 
     model: nn.Module
@@ -64,6 +65,7 @@ class Shared:
     config: Mapping[str, Any] = field(default_factory=dict)
     classifier: str | None = None
     precision: torch.dtype | None = None
+    randomness: str = "different"
 
 
 class Packed(Mapping[str, Tensor], ABC):
@@ -148,9 +150,7 @@ class View:
     classes : int
         Of the model's output; 0 before the first forward pass.
     as_products : bool
-        Whether linear layers run as `Products`.
-    parameters : sequence of str
-        The names of the model's parameters.
+        Whether linear layers run as products: see :class:`Kernels`.
 
     In its methods, `mine` is what is one client's (slots, id, numbers), and `teacher` its buffers and
     private entries at the round's start.
@@ -167,34 +167,28 @@ class View:
     batch_size: int = 0
     classes: int = 0
     as_products: bool = True
-    parameters: Sequence[str] = ()
 
-    def __post_init__(self) -> None:
-        self.parameters = [n for n, _ in self.shared.model.named_parameters()]
+    def vmapped(self, one: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function of one member as a function of all."""
+        return vmap(one, randomness=self.shared.randomness)
 
     def call(self, inputs: Any, targets: Any, values: Arrays, buffers: Arrays) -> Any:
         """Return the logits of one member; `buffers` then hold what the forward pass has made of them."""
         task = self.shared.task
         args, kwargs = task.arguments(inputs, targets)
         given = {**self.rest, **values, **buffers}
-        for n in self.parameters:
-            if n in given:
-                given[n]._is_param = True  # isinstance(..., nn.Parameter), as by itself
-        with self._kernels():
+        shared = self.shared
+        cast, same = (
+            shared.precision,
+            shared.randomness == "same",
+        )  # in the same places in memory, too
+        with (
+            torch.autocast(shared.device.type, dtype=cast, enabled=cast is not None),
+            Kernels(self.as_products and cast is None and not same),
+        ):
             output = called(self.shared.model, given, args, kwargs)
         buffers.update({n: given[n] for n in buffers})
-        if any(given[n] is not v for n, v in values.items()):  # by itself it keeps them
-            raise CannotStack(
-                "its model changes its parameters, or its buffers where it does not train"
-            )
         return task.logits(output)
-
-    def _kernels(self) -> AbstractContextManager[Any]:
-        """Return the context of a forward pass."""
-        shared = self.shared
-        if shared.precision is None:
-            return Products() if self.as_products else nullcontext()
-        return torch.autocast(shared.device.type, dtype=shared.precision)
 
     def of_every_class(self, counts: Tensor) -> Tensor:
         """Return label counts with an entry for each class of the output, once there was one."""
@@ -284,20 +278,50 @@ class View:
             set_random_state(shared.device, now)
 
 
-class Products(TorchFunctionMode):
+class Kernels(TorchFunctionMode):
     """Linear layers as ``W xᵀ``: under vmap, a weight's gradient then lies in memory as the weight does.
 
-    Of ``x Wᵀ`` it is transposed, and all that is done with both takes several times as long.
+    Of ``x Wᵀ`` it is transposed, and all that is done with both takes several times as long. Embeddings
+    are checked and padded here: see :func:`_embedded`.
+
+    Parameters
+    ----------
+    products : bool
+        False: linear layers run as they are.
     """
+
+    def __init__(self, products: bool = True) -> None:
+        super().__init__()
+        self._products = products
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:  # fmt: skip
-        if func is nn.functional.linear and not kwargs and args[0].ndim == args[1].ndim == 2:
+        linear = self._products and func is nn.functional.linear and not kwargs
+        if linear and args[0].ndim == args[1].ndim == 2:
             x, weight, bias = (*args, None)[:3]
             product = (weight @ x.T).T
             return product if bias is None else product + bias
+        if func is nn.functional.embedding:
+            return _embedded(func, *args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
+
+
+def _embedded(
+    func: Callable[..., Tensor], indices: Tensor, weight: Tensor, padding_idx: int | None = None,
+    *args: Any, **kwargs: Any,
+) -> Tensor:  # fmt: skip
+    """Return an embedding. Under vmap torch forgets ``padding_idx``, and reads other members' rows."""
+    rows, bare = weight.shape[0], indices
+    while torch._C._functorch.is_functorch_wrapped_tensor(bare):
+        bare = torch._C._functorch.get_unwrapped(bare)
+    if bare.numel() and not 0 <= int(bare.min()) <= int(bare.max()) < rows:
+        raise CannotStack(f"an index of an embedding is out of range, which has {rows} rows")
+    output = func(indices, weight, None, *args, **kwargs)
+    if padding_idx is None:
+        return output
+    is_padding = (indices == padding_idx % rows).unsqueeze(-1)
+    return torch.where(is_padding, output.detach(), output)
 
 
 def random_state(device: torch.device) -> list[Tensor]:
@@ -315,6 +339,17 @@ def set_random_state(device: torch.device, states: Sequence[Tensor]) -> None:
 
 def _not_in_a_stack(name: str, *_: Any, **__: Any) -> Any:
     raise CannotStack(f"a term asks for {name} within a step")
+
+
+def owner(key: str, array: Any, params: Mapping[str, Any]) -> str | None:
+    """Return the parameter of which the entry `key` of a slot is cut as well, if any.
+
+    That is the one with the longest name that `key` is, or ends with behind a dot; of the same shape.
+    """
+    words = key.split(".")
+    names = (".".join(words[i:]) for i in range(len(words)))
+    shape = getattr(array, "shape", None)
+    return next((n for n in names if n in params and params[n].shape == shape), None)
 
 
 def joined(first: Slot, second: Slot) -> Slot:

@@ -7,10 +7,10 @@ step the clients whose batches have one shape go together.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,14 +20,11 @@ from flwr_regs.client.measure.features import FeatureTap, OutputTap, evaluating
 from flwr_regs.client.round_message import seeded
 from flwr_regs.client.train.batches import mapped, to_device
 from flwr_regs.client.train.optimizer import momentum_of
-from flwr_regs.cohort.alike import is_hooked
-from flwr_regs.cohort.batch_plan import CannotStack, Feed, versions
+from flwr_regs.cohort.batch_plan import CannotStack, Feed
 from flwr_regs.cohort.data_functions import over_data
-from flwr_regs.cohort.finishing import Held, OtherDraws, Slots, finish
-from flwr_regs.cohort.gradients_of_stack import Gradient, Part, vmapped
-from flwr_regs.cohort.member_view import Member, Packed, Shared, View
-from flwr_regs.cohort.reached import Reached
-from flwr_regs.cohort.stack_watch import Watch
+from flwr_regs.cohort.finishing import Held, Slots, finish
+from flwr_regs.cohort.gradients_of_stack import Gradient, Part
+from flwr_regs.cohort.member_view import Member, Packed, Shared, View, random_state
 from flwr_regs.term import Arrays, Slot
 
 ELEMENTWISE = (
@@ -35,8 +32,6 @@ ELEMENTWISE = (
     "Rprop",
 )
 """torch's optimisers that treat each number alone: for a stack of clients they do what they do for one."""
-
-_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -75,8 +70,7 @@ class Stack:
         For what the model draws, such as dropout.
 
     `run` raises CannotStack, or whatever torch or a hook raises under vmap; the clients then have to train
-    one by one. Nothing but the values of ``shared.model`` has changed by then. A model that changes its
-    attributes as it runs does not stack: it would be called once for all members.
+    one by one. Nothing but the values of ``shared.model`` has changed by then.
     """
 
     def __init__(self, shared: Shared, members: Sequence[Member], seed: int) -> None:
@@ -91,58 +85,23 @@ class Stack:
 
     def run(self) -> StackedResult:
         """Train for the round."""
-        return self._unchanged(self._run)
-
-    def probe(self) -> tuple[Slot, Slot]:
-        """Return the terms' uploads and client slots of a first exchange; plans are passes of the data."""
-        return self._unchanged(self._probe)
-
-    def _unchanged(self, call: Callable[[], _T]) -> _T:
-        """Return what a call does; raise CannotStack if it has changed Python values."""
-        shared, model = self._shared, self._shared.model
-        others = shared.task.loss_fn, shared.task.output_fn, shared.make, *shared.term.terms
-        self._reached = {
-            "its model changes its own attributes": Reached([model], model),
-            "its loss, optimiser or method changes what it holds": Reached(others, model),
-        }
-        try:
-            result = call()
-        except BaseException:
-            self._put_back()
-            raise
-        self._check_values()
-        return result
-
-    def _put_back(self) -> list[str]:
-        """Put Python values back as they were; return what has changed them."""
-        return [why for why, values in self._reached.items() if values.restore()]
-
-    def _check_values(self) -> None:
-        if changed := self._put_back():
-            raise CannotStack(changed[0])
-
-    def _run(self) -> StackedResult:
         with ExitStack() as stack:
             self._prepare(stack)
             self._open_taps(stack)
             self._optimizer, self._leaves = self._make_optimizer()
-            with OtherDraws():
-                self._begin()
-                self._gradient = Gradient(self._view)
-                for step in range(max(self._steps)):
-                    self._leave(sum(s > step for s in self._steps))
-                    self._step(step)
-                    self._optimizer.step()
-                    if not step:  # what changes mostly does so at once: no other step is lost
-                        self._check_values()
+            self._begin()
+            self._gradient = Gradient(self._view)
+            for step in range(max(self._steps)):
+                self._leave(sum(s > step for s in self._steps))
+                self._step(step)
+                self._optimizer.step()
             return self._finish()
 
-    def _probe(self) -> tuple[Slot, Slot]:
+    def probe(self) -> StackedResult:
+        """Return a first exchange: the terms' uploads and client slots; plans are passes of the data."""
         shared = self._shared
         with ExitStack() as stack, torch.no_grad():
             self._prepare(stack)
-            stack.enter_context(OtherDraws())
-            stack.enter_context(Watch(shared.model))
             view = self._view
             view.batch_size = self._members[0].plan.size(0)
 
@@ -153,7 +112,8 @@ class Stack:
             passes, held = [m.plan for m in self._members], self._held
             given = passes, held.entries, held.at_start, (held.mine,)
             upload, kept = over_data(view, *given, one, few=True)
-        return self._in_order(upload), self._in_order(kept)
+            slots = self._in_order(upload), self._in_order(kept)
+            return StackedResult({}, {}, *slots, (), ())
 
     # before the steps
 
@@ -227,14 +187,12 @@ class Stack:
         shared = self._shared
         named = dict(shared.model.named_parameters())
         of_one = {n: _copied(named[n]) for n in shared.trained}
+        before = random_state(shared.device)
         made = shared.make(list(of_one.values()), lr=shared.lr)
-        if any(p._version or not p.requires_grad or is_hooked(p) for p in of_one.values()):
-            raise CannotStack("its optimiser's factory changes the parameters")
+        if not all(map(torch.equal, before, random_state(shared.device))):
+            raise CannotStack("its optimiser's factory draws random numbers")
         if not is_elementwise(made):
             raise CannotStack(f"{type(made).__name__} is not known to treat each number alone")
-        hooks = made._optimizer_step_pre_hooks, made._optimizer_step_post_hooks
-        if any(hooks) or "step" in vars(made):  # they may see one client's parameters
-            raise CannotStack(f"its {type(made).__name__} has hooks or a step of its own")
         leaves = {n: nn.Parameter(v) for n, v in self._held.values.items()}
         place = {id(p): leaves[n] for n, p in of_one.items()}
         if any(id(p) not in place for group in made.param_groups for p in group["params"]):
@@ -260,8 +218,8 @@ class Stack:
             def begin(mine: dict[str, Any]) -> Arrays:
                 return term.start(view.start, view.context(mine))
 
-            with torch.no_grad(), Watch(self._shared.model):
-                for n, p in vmapped(begin)(self._held.mine).items():
+            with torch.no_grad():
+                for n, p in view.vmapped(begin)(self._held.mine).items():
                     self._held.values[n].copy_(p)
         view.batch_size = self._members[0].plan.size(0)
 
@@ -331,14 +289,7 @@ class Stack:
             values = {n: v[rows] for n, v in values.items()}
         batch = self._feed.batch(step, chosen)
         part = Part({n: v.requires_grad_() for n, v in values.items()}, batch, *of_each)
-        mine = [*part.values.values(), *part.own.values(), *part.teacher.values()]
-        inputs = [] if self._members[0].plan.rows is not None else batch.leaves
-        before = versions(mine), versions(inputs)
         grads, losses, new = self._gradient.of(part)
-        if versions(mine) != before[0]:
-            raise CannotStack("its model changes its parameters in the forward pass")
-        if versions(inputs) != before[1]:  # by themselves they may be those of later steps, too
-            raise CannotStack("its model changes its inputs")
         where = slice(0, self._rows) if rows is None else rows
         self._losses[where] += losses * self._members[chosen[0]].plan.size(step)
         for n, b in new.items():
@@ -360,9 +311,8 @@ class Stack:
         if norm is None or not grads:
             return
         wide = [g.to(torch.promote_types(g.dtype, torch.float32)) for g in grads]
-        wide = [
-            w.unsqueeze(-1).flatten(1) for w in wide
-        ]  # a member's number has no axis of its own
+        # a member's number has no axis of its own
+        wide = [w.unsqueeze(-1).flatten(1) for w in wide]
         each = torch.stack([torch.linalg.vector_norm(w, dim=1) for w in wide])
         scale = (norm / (torch.linalg.vector_norm(each, dim=0) + 1e-6)).clamp(max=1.0)
         for g in grads:

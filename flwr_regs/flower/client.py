@@ -15,6 +15,7 @@ from torch import nn
 
 from flwr_regs.chain import Chain, name_of
 from flwr_regs.client.loading import load
+from flwr_regs.client.local_training import local_round
 from flwr_regs.client.measure.classifier import find_classifier
 from flwr_regs.client.measure.context_functions import Measures
 from flwr_regs.client.memory.pinned import Pins, check_custody, pinned
@@ -24,7 +25,6 @@ from flwr_regs.client.personal import evaluate, trained_model
 from flwr_regs.client.round_message import Received, evaluated_term, seeded
 from flwr_regs.client.train.batches import Batches, check_batches, label_counts, resolve_device
 from flwr_regs.client.train.client_result import LocalResult
-from flwr_regs.client.train.local_training import local_round
 from flwr_regs.client.train.optimizer import KeptOptimizer, OptimizerFn
 from flwr_regs.client.train.task import LossFn, OutputFn, Task, uncompiled
 from flwr_regs.flower.refusal import unreadable

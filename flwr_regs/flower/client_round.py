@@ -13,12 +13,12 @@ from torch import nn
 
 from flwr_regs.chain import name_of
 from flwr_regs.client.loading import load
+from flwr_regs.client.local_training import LocalTraining
 from flwr_regs.client.memory.pinned import Pins, check_custody
 from flwr_regs.client.memory.saved import Folder, evaluated_state
 from flwr_regs.client.personal import own_model, trained_model
 from flwr_regs.client.round_message import Received, evaluated_term, seeded
 from flwr_regs.client.train.batches import Batches, resolve_device
-from flwr_regs.client.train.local_training import LocalTraining
 from flwr_regs.client.train.optimizer import KeptOptimizer, OptimizerFn
 from flwr_regs.client.train.task import LossFn, OutputFn, Task, uncompiled
 from flwr_regs.flower.client import RegClient
@@ -63,7 +63,7 @@ class ClientRound(LocalTraining):
     model : nn.Module
         The global model is loaded into it by name; it is trained in place.
     train_data, loss_fn, target_key, output_fn, device, classifier, train_mode, max_steps, max_seconds
-        As for :class:`flwr_regs.client.train.local_training.LocalTraining`; ``n_k`` counts the data's examples.
+        As for :class:`flwr_regs.client.local_training.LocalTraining`; ``n_k`` counts the data's examples.
     private, save_private, keep_optimizer : str or sequence of str, str or path, bool
         What never leaves this client, the folder where it saves what it keeps, and whether its optimiser,
         which must come from ``loop.optimizer(...)``, keeps its state: see :class:`flwr_regs.RegClient`.

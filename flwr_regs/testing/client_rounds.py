@@ -15,10 +15,10 @@ from torch.nn.functional import cross_entropy
 
 from flwr_regs.abilities import Probes, TakesBack
 from flwr_regs.chain import chain
+from flwr_regs.client.local_training import local_round
 from flwr_regs.client.train.client_result import LocalResult
-from flwr_regs.client.train.corrections import owner
-from flwr_regs.client.train.local_training import local_round
 from flwr_regs.client.train.trainable import trained_parameters
+from flwr_regs.cohort.member_view import owner
 from flwr_regs.flower.app import RegClientApp
 from flwr_regs.flower.client_round import ClientRound
 from flwr_regs.flower.grids.in_process import InProcessGrid

@@ -12,8 +12,8 @@ from unittest import mock
 import numpy as np
 import torch
 
+from flwr_regs.client.local_training import local_round
 from flwr_regs.client.train.client_result import LocalResult
-from flwr_regs.client.train.local_training import local_round
 from flwr_regs.flower import client as client_module
 from flwr_regs.term import Term
 

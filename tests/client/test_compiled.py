@@ -13,9 +13,9 @@ from torch import nn
 import flwr_regs as fr
 from flwr_regs import InProcessGrid
 from flwr_regs.chain import chain
+from flwr_regs.client.local_training import LocalTraining, local_round
 from flwr_regs.client.measure.features import FeatureTap
 from flwr_regs.client.measure.fisher import fisher_diagonal
-from flwr_regs.client.train.local_training import LocalTraining, local_round
 from flwr_regs.methods.client_loss.rfedavg import LeaveOneOutMean
 from flwr_regs.testing.problem import app_of
 from flwr_regs.wire.records import parcel_of

@@ -14,8 +14,8 @@ from torch.nn.functional import cross_entropy
 
 import flwr_regs as fr
 from flwr_regs.chain import Chain
+from flwr_regs.client.local_training import LocalTraining
 from flwr_regs.client.memory.state import packed, slots
-from flwr_regs.client.train.local_training import LocalTraining
 from flwr_regs.client.train.optimizer import KeptOptimizer, load_state, state_of
 from flwr_regs.testing.problem import RepeatingGrid, SerialisingGrid, app_of, train
 from flwr_regs.wire.config import OPTIMIZERS

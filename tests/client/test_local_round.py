@@ -24,8 +24,8 @@ from torch.utils.data import (
 from flwr_regs import MOON, Ditto, FedSAM
 from flwr_regs.abilities import Freezes
 from flwr_regs.chain import chain
+from flwr_regs.client.local_training import LocalTraining, local_round
 from flwr_regs.client.train.batches import as_pairs, count_examples, to_device
-from flwr_regs.client.train.local_training import LocalTraining, local_round
 from flwr_regs.client.train.loss_sum import LossSum
 from flwr_regs.term import Term
 from tests.conftest import make_clients, make_model

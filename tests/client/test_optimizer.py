@@ -33,7 +33,7 @@ from flwr_regs import (
 )
 from flwr_regs.abilities import Freezes
 from flwr_regs.chain import chain
-from flwr_regs.client.train.local_training import LocalTraining, local_round
+from flwr_regs.client.local_training import LocalTraining, local_round
 from flwr_regs.client.train.optimizer import clip, optimizer_of, steps_alone
 from flwr_regs.term import Term
 from flwr_regs.testing import Method

@@ -10,11 +10,11 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from flwr_regs.chain import chain
+from flwr_regs.client.local_training import LocalTraining, local_round
 from flwr_regs.client.measure.context_functions import Measures
 from flwr_regs.client.measure.features import FeatureTap
 from flwr_regs.client.measure.fisher import fisher_diagonal
 from flwr_regs.client.train.batches import Keywords, as_pairs, label_counts, to_device
-from flwr_regs.client.train.local_training import LocalTraining, local_round
 from flwr_regs.client.train.task import Task
 from tests.conftest import make_clients, make_model
 from tests.methods.test_kinds import Halves, Judges, as_dicts

@@ -20,7 +20,7 @@ import flwr_regs as fr
 from flwr_regs import InProcessGrid, RoundFailed, Term
 from flwr_regs.abilities import Personalises
 from flwr_regs.testing.problem import Batch, app_of
-from tests.conftest import ROOT, make_clients, make_model
+from tests.conftest import make_clients, make_model
 
 Data = list[Any]
 
@@ -239,15 +239,6 @@ def plain(method: str) -> tuple[dict[str, np.ndarray], list[Any]]:
     return train(KINDS[0], method)
 
 
-def rows() -> list[str]:
-    """The first cells of the page's tables of kinds."""
-    page = (ROOT / "docs" / "models.md").read_text().split("<!-- kinds -->")[1].split("\n## ")[0]
-    return [r for r in re.findall(r"^\| (.+?) \|", page, re.MULTILINE) if r not in HEADS]
-
-
-HEADS = ("a batch is", "the model returns", "the model is")
-
-
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("kind", [k for k in KINDS if not k.refused], ids=lambda k: k.row)
 def test_a_kind_that_works_equals_pairs_and_tensors_to_the_bit(kind: Kind, method: str) -> None:
@@ -261,44 +252,6 @@ def test_a_kind_that_works_equals_pairs_and_tensors_to_the_bit(kind: Kind, metho
 def test_a_kind_that_does_not_work_is_refused_with_a_sentence(kind: Kind) -> None:
     with pytest.raises((RoundFailed, ValueError), match=re.compile(kind.refused, re.DOTALL)):
         train(kind, kind.method)
-
-
-def test_each_row_of_the_page_is_a_case_and_the_other_way_round() -> None:
-    assert sorted(set(rows())) == sorted({k.row for k in KINDS})
-
-
-def test_a_loop_of_ones_own_takes_the_same_arguments() -> None:
-    """Compiled, with mappings under another key and an output of another name."""
-    app = fr.RegClientApp()
-
-    @app.train()
-    def one(message: Any, context: Any) -> Any:
-        data = as_dicts("img", "digit")(make_clients()[context.node_config["partition-id"]])
-        plain_model = returns(lambda logits: {"scores": logits})()
-        model = torch.compile(plain_model, backend="eager")
-        loop = fr.ClientRound(
-            message, fr.FedAvgClient, model, data, device="cpu",
-            target_key="digit", output_fn=lambda output: output["scores"],
-        )  # fmt: skip
-        optimizer = loop.optimizer(torch.optim.SGD)
-        for inputs, targets in loop.batches():
-            optimizer.zero_grad()
-            output = model(inputs)
-            base = cross_entropy(output["scores"], targets)
-            loop.loss(base, inputs, targets, output).backward()
-            loop.correct()
-            optimizer.step()
-        return loop.reply()
-
-    result = fr.FedAvg(seed=1, fraction_evaluate=0.0).start(
-        InProcessGrid(app, 4),
-        ArrayRecord(make_model().state_dict()),
-        num_rounds=2,
-        train_config=ConfigRecord({"lr": 0.2, "local-epochs": 2}),
-    )
-    want, _ = plain("FedAvg")
-    for name, array in result.arrays.items():
-        np.testing.assert_array_equal(array.numpy(), want[name], err_msg=name)
 
 
 @dataclass(frozen=True)

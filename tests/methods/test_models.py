@@ -16,10 +16,8 @@ from torch import nn
 
 import flwr_regs as fr
 from flwr_regs import InProcessGrid, RoundFailed, client_app
-from flwr_regs.server.reply import Reply
 from flwr_regs.server.exchange.replies import agree_on_ties
-from flwr_regs.wire.arrays import ProtocolError, check_tied
-from flwr_regs.wire.records import from_record
+from flwr_regs.server.reply import Reply
 from tests.conftest import Batch, close
 from tests.laws import CASES
 from tests.sampling import sampled
@@ -452,30 +450,6 @@ def test_frozen_parameters_are_constants(method: Method) -> None:
     close({n: got[n] for n in want}, want, 0.0)
 
 
-@pytest.mark.parametrize(
-    ("strategy", "client"), [(fr.FedFOR, fr.FedFORClient), (fr.FedBN, fr.FedBNClient)]
-)
-def test_a_real_resnet18_trains(strategy: Any, client: Any) -> None:
-    from torchvision.models import resnet18
-
-    def small(pid: int, dtype: torch.dtype) -> list[Batch]:
-        g = torch.Generator().manual_seed(pid)
-        return [(torch.randn(3, 3, 32, 32, generator=g), torch.arange(3) + pid)]
-
-    kind = Kind("resnet18", lambda: resnet18(num_classes=4), small)
-    made, got = train(kind, Method("resnet18", strategy, client), rounds=2)
-    assert not failures(made)
-    start = {n: a.numpy() for n, a in kind.arrays().items()}
-    bn = {n for n in start if "bn" in n or "downsample.1" in n}
-    assert got.keys() == (start.keys() - bn if strategy is fr.FedBN else start.keys())
-    for n, a in got.items():
-        assert a.dtype == start[n].dtype
-        assert np.isfinite(a).all()
-        assert (a != start[n]).any(), n
-    if strategy is fr.FedFOR:
-        assert got["bn1.num_batches_tracked"] == 4
-
-
 # Tied weights: what clients say of them is checked
 
 
@@ -496,17 +470,6 @@ def test_tied_weights_are_private_as_a_whole() -> None:
         train(replace(TIED, private="b.*"), Method("FedPer", fr.FedPer, fr.FedPerClient))
     _, got = train(replace(TIED, private="a.*,b.*"), Method("FedPer", fr.FedPer, fr.FedPerClient))
     assert got.keys() == {"head.weight", "head.bias"}
-
-
-@pytest.mark.parametrize(
-    "told",
-    ["[1]", "{", '{"a.bias": "a.weight"}', '{"b.weight": "x"}', '{"b.weight": "b.bias"}', b"", 3],
-)
-def test_a_wrong_word_on_ties_is_refused(told: Any) -> None:
-    model = from_record(TIED.arrays())
-    assert check_tied('{"b.weight": "a.weight"}', model, {"b.weight"}) == {"b.weight": "a.weight"}
-    with pytest.raises(ProtocolError, match=r"'regs\.tied' must map"):
-        check_tied(told, model, {"b.weight"})
 
 
 def test_clients_that_tie_otherwise_are_named() -> None:

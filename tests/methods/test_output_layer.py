@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ from torch import nn
 
 import flwr_regs as fr
 from flwr_regs import InProcessGrid, RoundFailed
-from flwr_regs.client.measure.classifier import announce, makes
+from flwr_regs.client.measure.classifier import makes
 from flwr_regs.server.exchange.replies import output_layer
 from flwr_regs.testing.problem import app_of
 from flwr_regs.wire import keys
@@ -56,24 +55,6 @@ def train(reader: str, model: Any = make_model, **settings: Any) -> Any:
     return made
 
 
-@pytest.mark.parametrize("reader", READERS)
-def test_the_history_names_the_output_layer(reader: str) -> None:
-    assert [e["output_layer"] for e in train(reader).history] == ["2", "2"]
-    named = train(reader, Net, classifier="head")
-    assert [e["output_layer"] for e in named.history] == ["head", "head"]
-
-
-def test_a_method_that_reads_no_features_names_none() -> None:
-    made = fr.FedAvg()
-    made.start(
-        InProcessGrid(app_of(fr.FedAvgClient, make_clients()), 4),
-        ArrayRecord(make_model().state_dict()),
-        num_rounds=1,
-        train_config=ConfigRecord({"lr": 0.1, "local-epochs": 1}),
-    )
-    assert "output_layer" not in made.history[0]
-
-
 def test_clients_with_other_layers_are_named_one_by_one() -> None:
     def reply(name: Any) -> Parcel:
         return Parcel({}, {} if name is None else {keys.LAYER_KEY: name})
@@ -81,17 +62,6 @@ def test_clients_with_other_layers_are_named_one_by_one() -> None:
     assert output_layer({2: reply("a"), 1: reply("a"), 3: reply(None)}) == "a"
     assert output_layer({2: reply("a"), 1: reply("b")}) == {1: "b", 2: "a"}
     assert output_layer({2: reply(7)}) is None
-
-
-def test_the_layer_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
-    announce.cache_clear()
-    with caplog.at_level(logging.INFO, "flwr"):
-        train("RFedAvgPlus")
-        train("calibration")
-    said = [r for r in caplog.records if "classifier=" in r.getMessage()]
-    assert [(r.name, r.levelname, r.getMessage()) for r in said] == [
-        ("flwr", "INFO", "Sequential: its output layer is '2'; name another with classifier=")
-    ]
 
 
 @pytest.mark.parametrize("reader", READERS)

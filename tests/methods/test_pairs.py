@@ -7,10 +7,9 @@ the papers' formulas (oracles/pairs.py).
 from __future__ import annotations
 
 import itertools
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from typing import Any, ClassVar
 
 import numpy as np
@@ -21,8 +20,7 @@ from flwr_regs import RegClient, RegStrategy
 from flwr_regs.abilities import Steps
 from flwr_regs.chain import chain
 from flwr_regs.term import ServerContext, Term
-from flwr_regs.testing import LAWS, Method
-from tests.conftest import ROOT, close, make_clients, make_model, run, to_numpy
+from tests.conftest import close, make_clients, make_model, run, to_numpy
 from tests.laws import server_sgd
 from tests.oracles.pairs import composed
 from tests.sampling import sampled
@@ -158,12 +156,6 @@ def difference(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> float:
     return max(np.abs(a[n] - b[n]).max() for n in a.keys() & b.keys())
 
 
-def test_the_terms_here_are_public_and_each_is_here_once() -> None:
-    """A new term need not be here: the rules of composing know no term by name."""
-    assert {kind.__name__ for kind in KINDS} <= set(fr.__all__)
-    assert len(set(KINDS)) == len(KINDS)
-
-
 @pytest.mark.parametrize("left", TERMS, ids=lambda t: t.name)
 def test_a_pair_composes_or_is_refused_with_a_sentence(left: Term) -> None:
     """Every pair: this costs next to nothing."""
@@ -206,23 +198,6 @@ def test_a_pair_is_what_the_formulas_say(pair: Pair) -> None:
     close(trained(pair), by_formula(pair), 1e-10)
 
 
-@pytest.mark.parametrize(
-    "momentum",
-    [
-        fr.EmbeddedMomentum(0.5, 0.7, 0.9, "heavy-ball"),
-        fr.EmbeddedMomentum(0.6, 0.6, 0.9, local_momentum=0.5),
-    ],
-    ids=["heavy ball", "double momentum"],
-)
-@pytest.mark.parametrize(
-    "other",
-    [t for t in TERMS if not isinstance(t, Steps) and not has(type(t), "private")],
-    ids=lambda t: t.name,
-)
-def test_the_other_momenta_compose_as_the_formulas_say(momentum: Term, other: Term) -> None:
-    close(trained((momentum, other)), by_formula((momentum, other)), 1e-10)
-
-
 @of_pairs([p for p in COMPOSING if any(isinstance(t, fr.LocalBatchNorm) for t in p)])
 def test_local_batch_norm_is_private_entries_by_another_name(pair: Pair) -> None:
     """So that what the formulas say of these holds for it; they know no BatchNorm."""
@@ -236,12 +211,6 @@ def test_local_batch_norm_is_private_entries_by_another_name(pair: Pair) -> None
 # Not stacked: terms without a client hook, and private entries, which are the training loop's own business
 # (no hook sees them). Nor are BatchNorm's running statistics, written in place, and double momentum, which
 # is torch's optimiser: neither can run under vmap.
-STACKED = [p for p in COMPOSING if not any(t.server_only or has(type(t), "private") for t in p)]
-
-
-@of_pairs(STACKED)
-def test_a_stacked_pair_equals_the_loop(pair: Pair) -> None:
-    LAWS["stacked"].judge(Method(partial(RegStrategy, pair), None, pair), "alone")
 
 
 # What chain() goes by
@@ -290,11 +259,6 @@ def test_no_one_alters_the_step_after_its_owner_made_it(owner: Term) -> None:
     close(got, owner.update(owner.init(params), halves, {}, ctx)[1], 0.0)
 
 
-def test_an_update_behind_no_owner_may_stand_anywhere() -> None:
-    chain([Halve(), fr.Proximal(1.0)])
-    chain([fr.Proximal(1.0), Halve()])
-
-
 @dataclass(frozen=True)
 class Measure(Term):
     """Looks at the update."""
@@ -321,31 +285,3 @@ def test_a_chain_among_terms_counts_as_its_own_terms() -> None:
 
 
 # The document
-
-
-def test_the_document_shows_what_composes() -> None:
-    text = (ROOT / "docs/architecture.md").read_text()
-    rows = re.findall(r"^\| (\d+) `(\w+)` \|(.+)\|$", text, flags=re.MULTILINE)
-    assert [name for _, name, _ in rows] == [k.__name__ for k in KINDS]
-    assert [int(i) for i, _, _ in rows] == list(range(1, len(KINDS) + 1))
-    for a, (_, _, cells) in zip(TERMS, rows, strict=True):
-        shown = [c.strip() for c in cells.split("|")]
-        assert shown == [symbol(a, b) for b in TERMS], a.name
-
-
-def symbol(a: Term, b: Term) -> str:
-    """How the document shows a pair, by what chain() says of both its orders."""
-    if a is b:
-        return ""
-    here, there = accepted((a, b)), accepted((b, a))
-    if here and there:
-        return "+" if commute((a, b)) else "±"
-    return {(True, False): "L", (False, True): "R", (False, False): "–"}[here, there]
-
-
-def accepted(pair: Pair) -> bool:
-    try:
-        chain(pair)
-    except ValueError:
-        return False
-    return True

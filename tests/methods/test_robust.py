@@ -13,7 +13,6 @@ from flwr.app import Array, ArrayRecord, Message
 
 import flwr_regs as fr
 from flwr_regs.flower.grids.in_process import InProcessGrid
-from flwr_regs.server.aggregate.aggregators import TooFewVectors
 from flwr_regs.term import ServerContext
 from flwr_regs.testing import problem
 from flwr_regs.testing.problem import NDArrays, ReversingGrid, SerialisingGrid
@@ -155,35 +154,6 @@ def test_one_hostile_client_moves_the_model_boundedly(
     assert apart(attacked, clean(name, aggregator)) < NEAR
 
 
-@pytest.mark.parametrize(
-    ("name", "what"), [("FedAvg", "both"), *((name, "uploads") for name in UPLOADING)]
-)
-def test_a_client_that_moves_the_mean_far_moves_the_median_little(name: str, what: str) -> None:
-    median = fr.CoordinateMedian()
-    assert apart(trained(name, median, what)[0], clean(name, median)) < NEAR
-    try:
-        moved = apart(trained(name, fr.Mean(), what)[0], clean(name, fr.Mean()))
-    except fr.RoundFailed:
-        moved = np.inf  # it diverged
-    assert moved > FAR
-
-
-@pytest.mark.parametrize("name", UPLOADING)
-def test_without_attackers_uploads_still_count(name: str) -> None:
-    """A robust aggregator does not switch a method's term off."""
-    aggregator = fr.NormBound()
-    settings: dict[str, Any] = {"aggregator": aggregator, "seed": 3, "fraction_evaluate": 0.0}
-    if name == "Mime":  # no setting of it is FedAvg
-        off, client = fr.FedAvg(weighting="uniform", **settings), fr.FedAvgClient
-    else:
-        off, client = getattr(fr, name)(0.0, **settings), METHODS[name][1]
-    data = make_clients(N)
-    plain = problem.train(off, client, rounds=2, clients=data, lr=0.1, length={"local-steps": 3})[
-        -1
-    ]
-    assert apart(plain, clean(name, aggregator)) > 1e-5
-
-
 @sampled(
     "name,aggregator,variant",
     [
@@ -238,17 +208,6 @@ def test_each_client_gets_the_aggregate_of_the_others_features() -> None:
     assert all(len(call) == 4 for call in calls)
     assert plus.robust_answer({1: {"delta": deltas[1]}}, ctx) == {1: {}}
     assert table.broadcast_to(1, {"1": deltas[1]}, ctx) == {}
-
-
-def test_a_table_with_too_few_rows_has_no_term_yet(caplog: pytest.LogCaptureFixture) -> None:
-    def aggregated(values: Any) -> Any:
-        raise TooFewVectors("Krum needs 4")
-
-    ctx = ServerContext(2, 0.1, aggregated=aggregated, robust=True)
-    with caplog.at_level("WARNING", logger="flwr"):
-        slot = fr.FeatureTable(0.1).broadcast_to(0, {"1": np.ones(2)}, ctx)
-    assert slot == {}
-    assert "'rfedavg' has no term yet: Krum needs 4" in caplog.text
 
 
 def test_too_few_feature_means_fail_the_round() -> None:

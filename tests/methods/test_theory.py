@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import flwr_regs as fr
-from flwr_regs.client.train.local_training import local_round
+from flwr_regs.client.local_training import local_round
 from flwr_regs.term import Term
 from flwr_regs.testing.problem import (
     Point,

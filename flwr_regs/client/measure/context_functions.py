@@ -15,7 +15,6 @@ from flwr_regs.client.measure.fisher import fisher_diagonal
 from flwr_regs.client.train.batches import Batches, batch_size, to_device
 from flwr_regs.client.train.replay import Replay
 from flwr_regs.client.train.task import Task
-from flwr_regs.cohort.batch_plan import Planned
 from flwr_regs.term import Arrays, ClientContext
 
 
@@ -78,26 +77,25 @@ class Measures:
         )
         if "train" in own:
             return ctx
-        replay = Replay(self.data, self.device)
-        return replace(ctx, train=partial(self.train, ctx, replay))
+        return replace(ctx, train=partial(self.train, ctx, Replay(self.data, self.device).again))
 
     def train(
         self,
         ctx: ClientContext,
-        replay: Replay | Planned,
+        again: Callable[[int], Iterator[tuple[Any, Any]]],
         params: Arrays,
         loss: Callable[[Arrays, ClientContext], Any],
         steps: int,
         after: Callable[[Arrays], Arrays] | None = None,
     ) -> Arrays:
-        """Train arrays of any names by plain SGD: see :class:`ClientContext`.
+        """Train arrays of any names by plain SGD: see :class:`ClientContext`; `again` draws the batches.
 
         The model's own mode holds: dropout and batch statistics as in the client's steps.
         """
         if not ctx.lr:
             raise RuntimeError("there is no learning rate to train with: no round has been trained")
         values = {n: p.detach().clone() for n, p in params.items()}
-        for inputs, targets in replay.again(int(steps)):
+        for inputs, targets in again(int(steps)):
             leaves = {n: v.requires_grad_() for n, v in values.items()}
             here = replace(
                 ctx,

@@ -1,13 +1,13 @@
 """Clients that train in one stack: what each brings, and which go together.
 
-It does for many clients at once what node.py, translation.py, client/round_message.py and the NumPyClient do for
-one. What they share (the config, the model, the method) is read once. Whoever needs more than that trains
-by itself: CannotStack says why.
+It does for many clients at once what node.py, translation.py, client/round_message.py and the
+NumPyClient do for one. What they share (the config, the model, the method) is read once. Whoever needs
+more than that trains by itself: CannotStack says why.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, MutableMapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -25,12 +25,11 @@ from flwr_regs.client.train.batches import (
     label_counts,
 )
 from flwr_regs.client.train.trainable import trained_parameters
-from flwr_regs.cohort.alike import alike, build_of, is_hooked
+from flwr_regs.cohort.alike import alike, build_of
 from flwr_regs.cohort.batch_plan import CannotStack, draw
 from flwr_regs.cohort.member_view import Member, Packed
-from flwr_regs.cohort.reached import Reached
 from flwr_regs.flower.client import RegClient
-from flwr_regs.flower.grids.stacked_group import Candidate, Group, Recipe
+from flwr_regs.flower.grids.stacked_group import Candidate, Group, Kind, Recipe
 from flwr_regs.flower.grids.stacked_records import Kept
 from flwr_regs.flower.node import NodeState, check_incoming
 from flwr_regs.term import Slot
@@ -45,17 +44,6 @@ _Record = TypeVar("_Record", ArrayRecord, ConfigRecord)
 _OVERRIDES = ("fit", "to_client", "_task", "_method_name", "_named")
 
 
-SEVERAL = -1
-
-
-class SharedModel(CannotStack):
-    """A client's `model` is another's too: what is private on one by itself goes on to the next."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__("its model is another client's too, and holds private entries")
-        self.model = model
-
-
 class Cohort:
     """The train messages that were pushed at once, and the groups in which their clients train.
 
@@ -63,17 +51,17 @@ class Cohort:
     ----------
     messages : sequence of Message
     precision : torch.dtype or None
-    owners : mapping of nn.Module to int
-        The node whose client has a model; SEVERAL if several clients have the same one.
+    kinds : mapping
+        The kinds of clients that earlier cohorts had.
     """
 
     def __init__(
         self,
         messages: Sequence[Message],
         precision: torch.dtype | None,
-        owners: MutableMapping[nn.Module, int],
+        kinds: Mapping[Hashable, Kind],
     ) -> None:
-        self._precision, self._owners = precision, owners
+        self._precision, self._kinds = precision, dict(kinds)
         ids: dict[str, set[int]] = {}
         for message in messages:
             for name, record in message.content.items():
@@ -82,16 +70,20 @@ class Cohort:
         self._decoded: dict[int, tuple[ArrayRecord, NDArrays]] = {}
         self._models: list[_Model] = []
         self._recipes: list[Recipe] = []
-        self._builds: dict[Hashable, int] = {}  # build -> its number
         self._plain: set[type] = set()  # classes that train as RegClient does
         self.groups: dict[Hashable, Group] = {}
 
     def admit(
-        self, message: Message, context: Context, client: Any, before: Mapping[str, Any]
+        self,
+        message: Message,
+        context: Context,
+        client: Any,
+        before: Mapping[str, Any],
+        drawn: Tensor,
     ) -> Hashable:
         """Put a client into its group; return the group's key. Raises CannotStack if it has none.
 
-        `before` is its state before `client_fn`.
+        `before` is its state before `client_fn`, and `drawn` that of torch's random generator.
         """
         check_client(client, self._plain)
         content = message.content
@@ -104,17 +96,31 @@ class Cohort:
         node = NodeState(context, entries)
         if node.frozen is not None:
             raise CannotStack("it keeps frozen parameters of the server's")
+        if any(name.endswith("_orig_mod") for name, _ in client.model.named_modules()):
+            raise CannotStack(f"{type(client).__name__} has a compiled model")
+        called = alike((client.loss_fn, client.target_key, client.output_fn, client.optimizer))
+        build = build_of(client.model)
+        like = recipe.kind, recipe.probes, build, called, str(client.device), client.classifier
+        kind = self._kinds.setdefault(like, Kind(like))
+        if kind.refused:
+            raise CannotStack(kind.refused)
         sent = self._sent(config, content, node)
-        candidate = self._candidate(message, before, context, client, recipe, node, own, sent)
-        member, task = candidate.member, client._task
-        loss = alike((task.loss_fn, task.target_key, task.output_fn))
+        candidate = self._candidate(
+            message, before, drawn, context, client, recipe, node, own, sent
+        )
+        member = candidate.member
         key = (
-            id(recipe), id(sent), self._number(client, candidate.build), loss,
-            alike(client.optimizer), str(client.device), client.classifier, member.plan.kind,
-            member.plan.forms[0], _form(member.broadcast), _form(member.client), *member.own,
+            id(recipe),
+            id(sent),
+            kind,
+            member.plan.kind,
+            member.plan.forms[0],
+            _form(member.broadcast),
+            _form(member.client),
+            tuple(member.own),
             _counted(recipe.term, member),
             tuple(n for n in content if n in self._alike),  # the first client's are all clients'
-        )  # fmt: skip
+        )
         if (group := self.groups.get(key)) is None:
             shared = self._broadcast(recipe.term, content, True)
             if sent.step is not None:
@@ -124,24 +130,10 @@ class Cohort:
                 recovered = recipe.term.recover(steps, lr)
                 for name, slot in recovered.items():
                     shared[name] = {**slot, **shared.get(name, {})}
-            group = Group(candidate, sent.record, sent.arrays, shared, self._precision)
+            group = Group(candidate, sent.record, sent.arrays, shared, self._precision, kind)
             self.groups[key] = group
         group.add(candidate)
         return key
-
-    def _number(self, client: RegClient, build: Hashable) -> int:
-        """Return the number of the build of a client's model.
-
-        Raises CannotStack for a compiled model, and for one with hooks on its parameters.
-        """
-        number = self._builds.get(build)
-        if number is None:
-            if any(name.endswith("_orig_mod") for name, _ in client.model.named_modules()):
-                raise CannotStack(f"{type(client).__name__} has a compiled model")
-            if any(map(is_hooked, client.model.parameters())):
-                raise CannotStack(f"{type(client).__name__} has hooks on its model's parameters")
-            number = self._builds[build] = len(self._builds)
-        return number
 
     def _recipe(self, client: RegClient, config: Mapping[str, Any]) -> Recipe:
         """Return the method of a message, read and checked once for all clients of a kind."""
@@ -159,8 +151,8 @@ class Cohort:
         return self._recipes[-1]
 
     def _candidate(
-        self, message: Message, before: Mapping[str, Any], context: Context, client: RegClient,
-        recipe: Recipe, node: NodeState, own: Mapping[str, Any], sent: _Model,
+        self, message: Message, before: Mapping[str, Any], drawn: Tensor, context: Context,
+        client: RegClient, recipe: Recipe, node: NodeState, own: Mapping[str, Any], sent: _Model,
     ) -> Candidate:  # fmt: skip
         term, model, pairs = recipe.term, client.model, client._task.pairs(client.train_data)
         check_custody(client.private, model, term)
@@ -180,10 +172,6 @@ class Cohort:
         if not most:
             raise CannotStack("it takes no step")
         private = self._private(model, term, slots) if recipe.withholds else {}
-        if self._owners.setdefault(model, context.node_id) != context.node_id:
-            self._owners[model] = SEVERAL
-            if private:
-                raise SharedModel(model)
         member = Member(
             draw(pairs, own[keys.SEED_KEY], most),
             planned,
@@ -195,9 +183,8 @@ class Cohort:
         )
         fresh = bool(private) and keys.PRIVATE_KEY not in slots
         return Candidate(
-            message, before, context, client, recipe, node, slots, entering, lost, fresh, member,
-            count_examples(pairs), own[keys.SEED_KEY], build_of(model),
-            Reached((client.loss_fn, client.output_fn, client.optimizer, type(model))),
+            message, before, drawn, context, client, recipe, node, slots, entering, lost, fresh,
+            member, count_examples(pairs), own[keys.SEED_KEY],
         )  # fmt: skip
 
     def _held(self, name: str, record: ArrayRecord, recipe: Recipe) -> Mapping[str, Any]:

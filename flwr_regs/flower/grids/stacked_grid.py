@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-import gc
+import math
 import time
-from collections.abc import Hashable, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from functools import partial
-from logging import INFO
-from typing import Any
-from weakref import WeakKeyDictionary
+from logging import INFO, WARNING
+from typing import Any, Literal
 
 import torch
-from flwr.app import Message, RecordDict
+from flwr.app import Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.common.logger import log
-from torch import nn
 
 from flwr_regs.cohort.batch_plan import CannotStack
 from flwr_regs.flower.app import ClientFn, NumPyClientApp, client_app
 from flwr_regs.flower.grids.in_process import InProcessGrid, numbered
-from flwr_regs.flower.grids.stacked_clients import Cohort, SharedModel
-from flwr_regs.flower.grids.stacked_group import Candidate, Group
+from flwr_regs.flower.grids.stacked_check import difference
+from flwr_regs.flower.grids.stacked_clients import Cohort
+from flwr_regs.flower.grids.stacked_group import Candidate, Group, Kind
 from flwr_regs.flower.mods import ContextMod
 from flwr_regs.wire import keys
 from flwr_regs.wire.errors import described
@@ -30,7 +27,13 @@ from flwr_regs.wire.errors import described
 ALONE = "no other client of the cohort is like it"
 STACKED = ("train", keys.PROBE)
 SLOWER = "a stack of such clients is slower"
+KINDS = 100
+"""Kinds of clients that are remembered; a model whose attributes change is of a new kind in each round."""
 PRECISIONS = {"float32": None, "bfloat16": torch.bfloat16}
+
+
+class OtherResults(CannotStack):
+    """A stack's result is not that of its clients alone."""
 
 
 class StackedGrid(InProcessGrid):
@@ -49,10 +52,13 @@ class StackedGrid(InProcessGrid):
         Bytes that a stack may take, roughly; a larger cohort trains in several.
     precision : {"float32", "bfloat16"}
         ``"bfloat16"`` runs the forward pass in torch's autocast: faster on a GPU, less exact.
-    measure : bool, optional
+    measure : bool
         Whether a few clients of the first rounds train both ways, and the others in the faster one from
-        then on. Default: for models with convolutions or recurrent layers on a CPU. Two runs may then
-        differ by rounding.
+        then on. Two runs may then differ by rounding.
+    check : "first", int or False
+        When two clients of a kind also train alone, to compare the results: in the kind's first stacked
+        round, every so many rounds, or never. If they differ beyond rounding, the whole kind trains one by
+        one from then on, in this round too, and a warning says which entry differs.
 
     Attributes
     ----------
@@ -62,7 +68,7 @@ class StackedGrid(InProcessGrid):
     Raises
     ------
     ValueError
-        No client; no memory; an unknown precision.
+        No client; no memory; an unknown precision; a wrong `check`.
 
     Examples
     --------
@@ -78,7 +84,8 @@ class StackedGrid(InProcessGrid):
         workers: int = 1,
         memory: int = 2**30,
         precision: str = "float32",
-        measure: bool | None = None,
+        measure: bool = False,
+        check: Literal["first", False] | int = "first",
     ) -> None:
         super().__init__(client_app, num_clients, run_config, workers=workers)
         if memory < 1:
@@ -86,27 +93,25 @@ class StackedGrid(InProcessGrid):
         if precision not in PRECISIONS:
             expected = ", ".join(PRECISIONS)
             raise ValueError(f"precision must be one of {expected}, not {precision!r}")
+        rounds = isinstance(check, int) and not isinstance(check, bool) and check > 0
+        if check != "first" and check is not False and not rounds:
+            raise ValueError(f"check must be 'first', a number of rounds or False, not {check!r}")
         self._memory, self._precision = memory, PRECISIONS[precision]
-        self._measure = measure
-        self._paces: dict[Hashable, Pace] = {}
+        self._measure, self._check = measure, check
+        self._kinds: dict[Hashable, Kind] = {}
         self._for_workers: list[Message] = []
-        self._owners: MutableMapping[nn.Module, int] = WeakKeyDictionary()
-        self._rests = False
         self.fallbacks: dict[str, int] = {}
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         """Run the clients; their replies wait for `pull_messages`."""
-        with self._no_collection():
-            return self._pushed([numbered(message) for message in messages])
-
-    def _pushed(self, messages: Sequence[Message]) -> list[str]:
-        training = [m for m in messages if m.metadata.message_type in STACKED]
+        sent = [numbered(message) for message in messages]
+        training = [m for m in sent if m.metadata.message_type in STACKED]
         if len(training) > 1 and (why := self._refusal()):
             self._note(CannotStack(why), len(training))
             training = []
-        cohort, waiting = Cohort(training, self._precision, self._owners), set[int]()
+        cohort, waiting = Cohort(training, self._precision, self._kinds), set[int]()
         self._for_workers.clear()  # of a push that was interrupted
-        for message in messages:
+        for message in sent:
             node = message.metadata.dst_node_id
             if node in waiting:  # its messages count in their order
                 self._train_all(cohort)
@@ -120,32 +125,7 @@ class StackedGrid(InProcessGrid):
                 self._for_workers.append(message)
             waiting.add(node)
         self._train_all(cohort)
-        return [message.metadata.message_id for message in messages]
-
-    @contextmanager
-    def _no_collection(self) -> Iterator[None]:
-        """Let Python's garbage collector rest: a stack's clients live until all have trained.
-
-        It would look at them again and again, and at all of torch's and Flower's objects in most rounds.
-        """
-        self._rests = rests = gc.isenabled()
-        gc.disable()
-        try:
-            yield
-        finally:
-            self._rests = False
-            if rests:
-                gc.enable()
-
-    def _serve(self, message: Message, app: ClientApp) -> str:
-        """Run a client by itself, and collect what it leaves behind."""
-        if not self._rests:
-            return super()._serve(message, app)
-        gc.enable()
-        try:
-            return super()._serve(message, app)
-        finally:
-            gc.disable()
+        return [message.metadata.message_id for message in sent]
 
     def _train_all(self, cohort: Cohort) -> None:
         for key in list(cohort.groups):
@@ -168,16 +148,20 @@ class StackedGrid(InProcessGrid):
         others = [m for m in self._app.own_mods if not isinstance(m, ContextMod)]
         return "the app has mods" if others else ""
 
+    def _made(self, message: Message, context: Context) -> Any:
+        """Return the client that a message is for."""
+        assert isinstance(self._app, NumPyClientApp)
+        for mod in self._app.own_mods:
+            context = mod.change(message, context)  # type: ignore[attr-defined]
+        return self._app.client_fn(context)
+
     def _admit(self, cohort: Cohort, message: Message) -> None:
         """Put a message's client into a group, or run it at once."""
-        assert isinstance(self._app, NumPyClientApp)
         context = self._contexts[message.metadata.dst_node_id]
         before = {key: record.copy() for key, record in context.state.items()}
+        drawn = torch.get_rng_state()
         try:
-            seen = context
-            for mod in self._app.own_mods:
-                seen = mod.change(message, seen)  # type: ignore[attr-defined]
-            client: Any = self._app.client_fn(seen)
+            client = self._made(message, context)
         except Exception as error:  # whatever the user's code raises: once more, for its message
             raised = error
 
@@ -187,63 +171,68 @@ class StackedGrid(InProcessGrid):
             self._serve_alone(message, again, before)
             return
         try:
-            key = cohort.admit(message, context, client, before)
+            key = cohort.admit(message, context, client, before, drawn)
         except Exception as error:  # by itself it says what is wrong, if anything is
-            if isinstance(error, SharedModel):
-                self._train_owners(cohort, error)
             self._note(error)
-            self._serve_alone(message, partial(_given, client), before)
+            self._serve_alone(message, lambda _: client, before)
             return
         if cohort.groups[key].is_full(self._memory):
             self._train(cohort.groups.pop(key))
 
-    def _train_owners(self, cohort: Cohort, error: SharedModel) -> None:
-        """Train the clients that have the same model, one by one, before the next has it."""
-        for key, group in list(cohort.groups.items()):
-            if any(c.client.model is error.model for c in group.candidates):
-                self._note(error, len(group.candidates))
-                self._one_by_one(cohort.groups.pop(key).candidates)
-
     def _train(self, group: Group) -> None:
-        """Train a group; if that fails, one by one."""
-        pace = self._pace(group)
-        if not pace.stacks:
-            self._note(CannotStack(SLOWER), len(group.candidates))
-            self._one_by_one(group.candidates)
-            return
-        alone, began = group.part(pace.trial), time.perf_counter()
-        candidates = group.candidates
+        """Train a group; if that fails, or its result is not that of clients alone, one by one."""
+        kind, candidates = group.kind, group.candidates
+        alone = group.part(2) if self._measure and kind.trials and not kind.refused else []
+        began = time.perf_counter()
         try:
-            if len(candidates) == 1:
-                raise CannotStack(ALONE)
-            replies = group.run()
+            replies = self._stacked(group)
         except Exception as error:  # whatever torch or a hook raises under vmap
             self._note(error, len(candidates))
-            self._one_by_one([*candidates, *alone])
+            self._one_by_one(candidates)
             return
-        for c, reply in zip(candidates, replies, strict=True):
+        for c, reply in zip(group.candidates, replies, strict=True):
             self._keep(c.message, reply)
         if alone:
             between = time.perf_counter()
             self._one_by_one(alone)
             self._run_workers()
             seconds = between - began, time.perf_counter() - between
-            pace.note(seconds[0] / len(candidates), seconds[1] / len(alone))
+            kind.timed(seconds[0] / len(group.candidates), seconds[1] / len(alone))
 
-    def _pace(self, group: Group) -> Pace:
-        """Return what is known of the speed of clients of a kind."""
-        measure = group.may_lose if self._measure is None else self._measure
-        return self._paces.setdefault(group.kind, Pace()) if measure else Pace(0)
+    def _stacked(self, group: Group) -> list[Message]:
+        """Return the replies of a group's clients; raise whatever forbids that they train together."""
+        kind = group.kind
+        if kind.refused or not kind.stacks:
+            raise CannotStack(kind.refused or SLOWER)
+        if len(group.candidates) == 1:
+            raise CannotStack(ALONE)
+        this_round = int(group.recipe.config[keys.ROUND_KEY])
+        self._kinds[kind.like] = kind
+        if len(self._kinds) > KINDS:
+            del self._kinds[next(iter(self._kinds))]
+        if self._check is not False and this_round >= kind.due:
+            if where := difference(group, self._made_anew):
+                kind.refused = f"{where} between a stack and a client alone: see docs/stacked.md"
+                raise OtherResults(kind.refused)
+            kind.due = math.inf if self._check == "first" else this_round + self._check
+        return group.replies(group.run())
+
+    def _made_anew(self, candidate: Candidate, context: Context | None = None) -> Any:
+        """Return a candidate's client as `client_fn` makes it; `context` is a copy if it is not given."""
+        own = candidate.context
+        if context is None:
+            state = RecordDict({key: record.copy() for key, record in candidate.before.items()})
+            ids = own.run_id, own.node_id, own.node_config
+            context = Context(*ids, state, own.run_config)
+        with torch.random.fork_rng(devices=[]):
+            torch.set_rng_state(candidate.drawn)
+            return self._made(candidate.message, context)
 
     def _one_by_one(self, candidates: Sequence[Candidate]) -> None:
-        # Before any of them changes what others have too; each puts back what was its own.
-        stale = [c.is_stale() for c in candidates]
+        """Run clients by themselves; each is made once more, as others may have changed what it holds."""
         for c in candidates:
-            if any(stale) and isinstance(self._app, NumPyClientApp):  # it is made once more
-                c.context.state = RecordDict(dict(c.before))
-                self._serve_alone(c.message, self._app.client_fn, c.before)
-            else:
-                self._serve_alone(c.message, partial(_given, c.client), c.before)
+            c.context.state = RecordDict(dict(c.before))
+            self._serve_alone(c.message, partial(self._made_anew, c), c.before)
 
     def _serve_alone(
         self, message: Message, client_fn: ClientFn, before: Mapping[str, Any]
@@ -265,42 +254,6 @@ class StackedGrid(InProcessGrid):
         """Count clients that train by themselves, and log the reason once."""
         why = str(error) if isinstance(error, CannotStack) else described(error)
         if why not in self.fallbacks and why != ALONE:
-            log(INFO, "StackedGrid: clients train one by one: %s", why)
+            level = WARNING if isinstance(error, OtherResults) else INFO
+            log(level, "StackedGrid: clients train one by one: %s", why)
         self.fallbacks[why] = self.fallbacks.get(why, 0) + clients
-
-
-@dataclass
-class Pace:
-    """How fast clients of one kind train both ways.
-
-    Attributes
-    ----------
-    trials : int
-        How often both ways are still to be tried; the first time warms up.
-    stacks : bool
-        Whether stacked is faster, as far as is known.
-    """
-
-    trials: int = 2
-    stacks: bool = True
-
-    @property
-    def trial(self) -> int:
-        """How many clients of the next stack train by themselves."""
-        return 2 if self.trials else 0
-
-    def note(self, stacked: float, alone: float) -> None:
-        """Take the seconds of a client both ways."""
-        self.trials -= 1
-        if not self.trials:
-            self.stacks = stacked <= alone
-            log(
-                INFO,
-                "StackedGrid: a client takes %.3g s in a stack, %.3g s by itself: from now on %s",
-                *(stacked, alone, "in stacks" if self.stacks else "one by one"),
-            )
-
-
-def _given(client: Any, _: Any) -> Any:
-    """Return a client that is there already, as `client_fn`."""
-    return client

@@ -6,11 +6,13 @@ import json
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from logging import INFO
 from typing import Any
 
 import numpy as np
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.common.logger import log
 from torch import Tensor, nn
 
 from flwr_regs.abilities import TakesBack, Withholds
@@ -27,11 +29,8 @@ from flwr_regs.client.train.batches import (
 )
 from flwr_regs.client.train.optimizer import optimizer_of
 from flwr_regs.client.train.trainable import trained_parameters
-from flwr_regs.cohort.alike import build_of
 from flwr_regs.cohort.batch_plan import CannotStack
-from flwr_regs.cohort.finishing import Slots
 from flwr_regs.cohort.member_view import Member, Shared
-from flwr_regs.cohort.reached import Reached
 from flwr_regs.cohort.stacked_training import Stack, StackedResult
 from flwr_regs.flower.client import RegClient
 from flwr_regs.flower.grids.stacked_records import Writer, filled, written
@@ -94,11 +93,12 @@ class Recipe:
 class Candidate:
     """A client that can train in a stack, with what it brings; the model travels apart.
 
-    `before` is its state before `client_fn`, `build` that of its model.
+    `before` is its state before `client_fn`, and `drawn` that of torch's random generator.
     """
 
     message: Message
     before: Mapping[str, Any]
+    drawn: Tensor
     context: Context
     client: RegClient
     recipe: Recipe
@@ -110,16 +110,42 @@ class Candidate:
     member: Member
     examples: int
     seed: int
-    build: Hashable
-    held: Reached
 
-    def is_stale(self) -> bool:
-        """Whether what it is made of has changed since, as `client_fn` may do for the next client.
 
-        What its loss, optimiser or model read in Python is then put back.
-        """
-        changed = self.held.restore()
-        return changed or self.member.plan.is_stale() or build_of(self.client.model) != self.build
+@dataclass(eq=False)
+class Kind:
+    """What is known of the clients that could train in one stack, in this round and in later ones.
+
+    Attributes
+    ----------
+    like : Hashable
+        What they share: method, model, loss, optimiser, device.
+    refused : str
+        Why they train one by one; "" if they do not.
+    due : float
+        The round from which on their next stack is checked.
+    trials : int
+        How often both ways are still to be timed; the first time warms up.
+    stacks : bool
+        Whether stacked is faster, as far as is known.
+    """
+
+    like: Hashable
+    refused: str = ""
+    due: float = 0
+    trials: int = 2
+    stacks: bool = True
+
+    def timed(self, stacked: float, alone: float) -> None:
+        """Take the seconds of a client both ways."""
+        self.trials -= 1
+        if not self.trials:
+            self.stacks = stacked <= alone
+            log(
+                INFO,
+                "StackedGrid: a client takes %.3g s in a stack, %.3g s by itself: from now on %s",
+                *(stacked, alone, "in stacks" if self.stacks else "one by one"),
+            )
 
 
 class Group:
@@ -133,6 +159,7 @@ class Group:
         The global model, as it came, and decoded.
     broadcast : Slot
     precision : torch.dtype or None
+    kind : Kind
     """
 
     def __init__(
@@ -142,11 +169,13 @@ class Group:
         arrays: NDArrays,
         broadcast: Slot,
         precision: torch.dtype | None,
+        kind: Kind,
     ) -> None:
         client, term, config = first.client, first.recipe.term, first.recipe.config
         model = client.model
         self.recipe, self.record, self.arrays = first.recipe, record, arrays
         self.candidates: list[Candidate] = []
+        self.kind = kind
         self._fixed = self._fixed_of(model)
         private, anew = load(model, term, arrays, config)
         if anew:
@@ -210,21 +239,6 @@ class Group:
         self.candidates.append(candidate)
         self._drawn += candidate.member.plan.nbytes
 
-    @property
-    def kind(self) -> Hashable:
-        """What decides how fast its clients train."""
-        first = self.candidates[0].member
-        terms = tuple(type(t) for t in self.recipe.term.terms)
-        what = first.plan.forms[0], terms, self.recipe.probes
-        return build_of(self.shared.model), *what, str(self.shared.device)
-
-    @property
-    def may_lose(self) -> bool:
-        """Whether a loop may be faster: convolutions and recurrent layers on a CPU."""
-        model, on_cpu = self.shared.model, self.shared.device.type == "cpu"
-        slow = (nn.modules.conv._ConvNd, nn.RNNBase)
-        return on_cpu and any(isinstance(m, slow) for m in model.modules())
-
     def part(self, clients: int) -> list[Candidate]:
         """Take some clients out of the group, if it is large enough; return them."""
         if not clients or len(self.candidates) < 2 * clients:
@@ -236,22 +250,30 @@ class Group:
         """Whether another client would take more than `memory` bytes."""
         return (len(self.candidates) + 1) * self._one + self._drawn > memory
 
-    def run(self) -> list[Message]:
-        """Train the clients; return their replies, in their order.
+    def run(self, stack: Stack | None = None) -> StackedResult:
+        """Train the clients in a stack; default: all of them. No client's state has changed by then.
 
-        Whatever is raised, no client's state has changed by then.
+        What does not travel is then as before; raise CannotStack if the round changes it. A client may keep
+        its model for the next round, and with it such a buffer.
         """
-        if self._is_stale():
-            raise CannotStack(
-                "its data, model or loss are other clients' too, which have changed them"
-            )
-        members = [c.member for c in self.candidates]
-        stack = Stack(self.shared, members, self.candidates[0].seed)
-        make = (
-            ProbeReplies(self, *stack.probe())
-            if self.recipe.probes
-            else Replies(self, self._trained(stack))
-        )
+        model = self.shared.model
+        held = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        if stack is None:
+            stack = Stack(self.shared, [c.member for c in self.candidates], self.candidates[0].seed)
+        try:
+            result = stack.probe() if self.recipe.probes else stack.run()
+        finally:
+            with torch.no_grad():
+                for n, v in self._fixed.items():
+                    held[n].copy_(v)
+        fixed = {n: result.state[n] for n in self._fixed if n in result.state}
+        if odd := [n for n, v in fixed.items() if any(one.ne(self._fixed[n]).any() for one in v)]:
+            raise CannotStack(f"the round changes {odd}, which the model's state_dict lacks")
+        return result
+
+    def replies(self, result: StackedResult) -> list[Message]:
+        """Return the clients' replies, in their order; their nodes keep what belongs to them."""
+        make = (ProbeReplies if self.recipe.probes else Replies)(self, result)
         made = [make.content(k, c) for k, c in enumerate(self.candidates)]
         for c, (_, kept) in zip(self.candidates, made, strict=True):
             c.node.keep_slots(kept)
@@ -260,42 +282,16 @@ class Group:
         pairs = zip(self.candidates, made, strict=True)
         return [Message(content, reply_to=c.message) for c, (content, _) in pairs]
 
-    def _is_stale(self) -> bool:
-        """Whether what the stack reads of its clients has changed."""
-        again = self.recipe.probes or any(t.acts("finish") for t in self.recipe.term.terms)
-        read = (c.member.plan for c in self.candidates)
-        stale = any(p.is_stale() for p in read if again or p.rows is not None)
-        stale = stale or any(c.held.restore() for c in self.candidates)
-        return stale or build_of(self.shared.model) != self.candidates[0].build
-
-    def _trained(self, stack: Stack) -> StackedResult:
-        """Run the stack. What does not travel is then as before; raise CannotStack if the round changes it.
-
-        A client may keep its model for the next round, and with it such a buffer.
-        """
-        model = self.shared.model
-        held = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-        try:
-            result = stack.run()
-        finally:
-            with torch.no_grad():
-                for n, v in self._fixed.items():
-                    held[n].copy_(v)
-        found = {n: result.state[n] for n in self._fixed if n in result.state}
-        if odd := [n for n, v in found.items() if any(one.ne(self._fixed[n]).any() for one in v)]:
-            raise CannotStack(f"the round changes {odd}, which the model's state_dict lacks")
-        return result
-
 
 class ProbeReplies:
     """The contents of the replies to a first exchange."""
 
-    def __init__(self, group: Group, upload: Slots, client: Slots) -> None:
+    def __init__(self, group: Group, result: StackedResult) -> None:
         self._last: dict[str, tuple[Any, Mapping[str, Any]]] = {}
         self._term, self._writer = group.recipe.term, Writer()
         self._texts: dict[str, Any] = {keys.METHOD_KEY: group.recipe.method}
-        self._upload = self._writer.slots(upload, len(group.candidates))
-        self._client = self._writer.slots(client, len(group.candidates))
+        self._upload = self._writer.slots(result.upload, len(group.candidates))
+        self._client = self._writer.slots(result.client, len(group.candidates))
         self.record = group.record
 
     def content(self, k: int, c: Candidate) -> tuple[RecordDict, dict[str, ArrayRecord]]:
@@ -341,7 +337,7 @@ class Replies(ProbeReplies):
     """The contents of a stack's replies."""
 
     def __init__(self, group: Group, result: StackedResult) -> None:
-        super().__init__(group, result.upload, result.client)
+        super().__init__(group, result)
         self._group, self._result = group, result
         given, first, held = group.arrays, group.first, group.shared.start
         self._coder = self._term.coder("finish")

@@ -16,7 +16,7 @@ be subtracted: its own stays in.
 
 For v̂_k the server needs each client's own update, which secure aggregation would hide.
 
-EFL's elastic term (methods/client_step/efl.py) has half this strength, and its sums include the client's own share.
+EFL's elastic term (efl.py) has half this strength, and its sums include the client's own share.
 ``implicit=True`` is our addition, as there: it divides by ``1 + 2 η λ (U − u_k)``.
 
 Source: Shoham et al., "Overcoming forgetting in federated learning on non-IID data" (2019), Eqs. 4-6. The

@@ -51,30 +51,41 @@ def inside(folder: Path, name: str) -> Path:
     return folder / path
 
 
-def picture(source: Path | bytes, mode: str, size: int = 0) -> Array:
-    """Return a picture as uint8 ``(channels, height, width)``; `size` scales it to a square.
+def pictures(
+    sources: Sequence[Path | bytes | Array], mode: str, size: int, centre: float = 1.0
+) -> Array:
+    """Return pictures as float32 in [0, 1], ``(n, channels, size, size)``.
 
-    `mode` is Pillow's: ``"L"`` for grey, ``"RGB"``. Pixels between are linear, with antialiasing.
+    Parameters
+    ----------
+    sources : a file, its bytes, or pixels in bytes, ``(height, width[, 3])``, for each picture
+    mode : str
+        Pillow's: ``"L"`` for grey, ``"RGB"``.
+    size : int
+        They are scaled to a square of it. Pixels between are linear, with antialiasing.
+    centre : float
+        The part of height and width that is kept, in the middle.
     """
     try:
         from PIL import Image
     except ImportError as error:
         raise missing_extra("pillow, which comes with torchvision", "reading pictures") from error
-    with Image.open(io.BytesIO(source) if isinstance(source, bytes) else source) as image:
-        plain = image.convert(mode)
-        if size and plain.size != (size, size):
-            plain = plain.resize((size, size), Image.Resampling.BILINEAR)
-        pixels = np.asarray(plain)
-    return pixels[None] if pixels.ndim == 2 else pixels.transpose(2, 0, 1)
-
-
-def pictures(sources: Sequence[Path | bytes], mode: str, size: int) -> Array:
-    """Return pictures as float32 in [0, 1], ``(n, channels, size, size)``."""
     if size < 1:
         raise ValueError(f"size must be at least 1, not {size}")
     out = np.empty((len(sources), 1 if mode == "L" else 3, size, size), np.float32)
     for i, source in enumerate(sources):
-        out[i] = picture(source, mode, size)
+        if isinstance(source, np.ndarray):
+            image: Image.Image = Image.fromarray(source)
+        else:
+            image = Image.open(io.BytesIO(source) if isinstance(source, bytes) else source)
+        with image:
+            left, top = (int(edge * (1 - centre) / 2) for edge in image.size)
+            width, height = image.size
+            plain = image.convert(mode).crop((left, top, width - left, height - top))
+            if plain.size != (size, size):
+                plain = plain.resize((size, size), Image.Resampling.BILINEAR)
+            pixels = np.asarray(plain)
+        out[i] = pixels if mode == "L" else pixels.transpose(2, 0, 1)
     out /= 255
     return out
 

@@ -64,22 +64,7 @@ def _digits(path: Path) -> tuple[Array, Array]:
             f"{path} has images of shape {images.shape} and type {images.dtype}; expected bytes of shape "
             "(n, height, width) or (n, height, width, 3)"
         )
-    colour = images if images.ndim == 4 else np.repeat(images[..., None], 3, axis=3)
-    return _scaled(colour, 28) * 2 - 1, labels.astype(np.int64).reshape(-1)
-
-
-def _scaled(images: Array, size: int) -> Array:
-    """Return images in bytes, ``(n, height, width, 3)``, as float32 ``(n, 3, size, size)`` in [0, 1]."""
-    from PIL import Image
-
-    out = np.empty((len(images), 3, size, size), np.float32)
-    for i, pixels in enumerate(images):
-        if pixels.shape[:2] != (size, size):
-            scaled = Image.fromarray(pixels).resize((size, size), Image.Resampling.BILINEAR)
-            pixels = np.asarray(scaled)
-        out[i] = pixels.transpose(2, 0, 1)
-    out /= 255
-    return out
+    return files.pictures(images, "RGB", 28) * 2 - 1, labels.astype(np.int64).reshape(-1)
 
 
 def office_caltech(data_dir: str, share: float = 0.5, size: int = 256) -> Parts:

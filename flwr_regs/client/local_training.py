@@ -1,0 +1,421 @@
+"""A client's round: the only training loop in the package. Plain torch, without flwr.
+
+:class:`LocalTraining` is a method's part in any training loop; :func:`local_round` is the package's loop.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any, cast
+from weakref import proxy
+
+import torch
+from torch import Tensor, nn
+
+import flwr_regs.client.train.batches as data
+from flwr_regs.chain import Chain, layers_of
+from flwr_regs.client.measure.context_functions import Measures, gradients
+from flwr_regs.client.measure.features import FeatureTap, OutputTap, Tap
+from flwr_regs.client.train.client_result import LocalResult
+from flwr_regs.client.train.distillation import StartOutputs
+from flwr_regs.client.train.loss_sum import LossSum
+from flwr_regs.client.train.optimizer import (
+    ClientOptimizer,
+    OptimizerFn,
+    clip,
+    momentum_of,
+    steps_alone,
+)
+from flwr_regs.client.train.replay import Replay
+from flwr_regs.client.train.task import LossFn, OutputFn, Task, uncompiled
+from flwr_regs.client.train.trainable import every_parameter, private_entries, trained_parameters
+from flwr_regs.term import Arrays, ClientContext, Slot, Term, changed
+from flwr_regs.wire.config import check_optimizer
+
+
+class LocalTraining:
+    """A method's part in a client's local steps, for a training loop of any kind.
+
+    Build it when the model holds ``w_t``. For each step of the client's optimiser, the loop calls `loss`
+    after the forward pass, runs backward on the result, and calls `correct`, after AMP's unscaling and
+    before clipping. At the end it calls `finish`.
+
+    Parameters
+    ----------
+    model : nn.Module
+        Trained in place. Parameters with ``requires_grad=False`` do not change. ``torch.compile(model)``
+        runs compiled in the steps of `local_round`, but for a method that reads features.
+    term : Term
+        The method; ``chain(...)`` of several.
+    train_data : iterable of batches
+        Pairs of (inputs, targets), or mappings. Must allow several iterations, as a DataLoader or a list.
+    lr, epochs, steps : float, int, int
+        Client learning rate η; exactly one of `epochs` and `steps`. Steps cycle through the data.
+    loss_fn, target_key, output_fn : callable, str, callable
+        The loss (None: the model's own), the key of the targets in batches that are mappings, and where the
+        logits are in the model's output: see :class:`flwr_regs.client.train.task.Task`.
+    broadcast, client : Slot
+        The term's broadcast, and the client slot that this client kept from its last round.
+    device, train_mode : str or torch.device, bool
+        ``"auto"``: the accelerator, if there is one. False trains with the model in eval mode.
+    classifier, client_id, max_steps, max_seconds : str, int, int, float
+        The output layer (default: the last ``nn.Linear``) and the partition id, for terms that need them.
+        The client's budget: `batches` stops when it is spent, possibly before the first step.
+    config : mapping, optional
+        The round's config. Terms read it; ``"optimizer"``, ``"momentum"`` and ``"weight-decay"`` describe
+        the client's optimiser, and ``"clip-norm"`` is the largest norm of a step's gradient, over all that
+        is trained as one vector. `correct` clips, after the terms.
+
+    Raises
+    ------
+    ValueError, TypeError
+        No training data; not exactly one of `epochs` and `steps`; data that can be iterated only once;
+        batches without clear targets; an output without logits; an output layer that does not make them;
+        a wrong optimiser, momentum, weight decay or norm in `config`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        term: Term,
+        train_data: data.Batches,
+        *,
+        lr: float,
+        epochs: int | None = None,
+        steps: int | None = None,
+        loss_fn: LossFn | None = nn.functional.cross_entropy,
+        target_key: str | None = None,
+        output_fn: OutputFn | None = None,
+        device: str | torch.device = "auto",
+        broadcast: Slot | None = None,
+        client: Slot | None = None,
+        train_mode: bool = True,
+        classifier: str | None = None,
+        client_id: int = -1,
+        max_steps: int | None = None,
+        max_seconds: float | None = None,
+        config: Mapping[str, Any] | None = None,
+    ) -> None:
+        if (epochs is None) == (steps is None) or (epochs or steps or 0) < 1:
+            both = f"epochs={epochs} and steps={steps}"
+            raise ValueError(f"exactly one of epochs and steps must be positive, but {both}")
+        check_optimizer(config or {}, "config")
+        data.check_batches(train_data, "train_data")
+        self._called = model
+        self.model = model = uncompiled(model)
+        self.lr, self.device = lr, data.resolve_device(device)
+        self._task = Task(loss_fn, target_key, output_fn)
+        self._data = pairs = self._task.pairs(train_data)
+        self._term, self._kept = term, client or {}
+        terms = term.terms if isinstance(term, Chain) else (term,)
+        self._whole = whole = Chain(terms)
+        whole.restrict(config or {})
+        data.move(model, self.device)
+        model.train(train_mode)
+        private = private_entries(model, whole)
+        every = every_parameter(model)
+        self._trained = trained_parameters(model, whole, every)
+        mine = {id(p) for p in self._trained.values()}
+        self._held = [p for _, p in every if p.requires_grad and id(p) not in mine]
+        self._params = {name: p for name, p in self._trained.items() if name not in private}
+        if not self._params:
+            raise ValueError(
+                f"{type(model).__name__} shares no parameter with requires_grad=True"
+                + (" that the method does not hold still" if self._held else "")
+            )
+        planned = steps or (epochs or 0) * data.count_batches(pairs)
+        self.planned_steps = planned
+        self.num_steps = planned if max_steps is None else min(planned, max_steps)
+        self._deadline = time.monotonic() + (math.inf if max_seconds is None else max_seconds)
+        needs = {need for t in terms for need in t.needs}
+        self._teacher = StartOutputs(model, self._task) if "start_output" in needs else None
+        self._tap = FeatureTap(model, classifier) if "features" in needs else None
+        self._layers = {name: OutputTap(model, name) for name in layers_of(terms)}
+        # in the order in which they are made
+        self._taps: list[Tap] = [*filter(None, [self._tap]), *self._layers.values()]
+        counts = data.label_counts(pairs) if "label_counts" in needs else None
+        self._measures = measures = Measures(model, pairs, self._task, self.device, classifier)
+        whole_gradients = any(t.acts("correct") and not t.elementwise for t in terms)
+        self._replay = Replay(
+            pairs,
+            self.device,
+            batches=whole_gradients or any(t.acts("finish") for t in terms),  # for `train`
+            forwards=whole_gradients,  # for `gradient_at`
+        )
+        me = proxy(self)  # no cycle: what a round held is freed at its end, not by a collection
+        self._ctx = measures.context(
+            {name: v.clone() for name, v in self._values.items()},
+            lr,
+            read=bool(terms),
+            num_steps=self.num_steps,
+            planned_steps=planned,
+            budget_steps=self.num_steps,
+            broadcast=data.to_device(broadcast or {}, self.device),
+            client=data.to_device(self._kept, self.device),
+            gradient_at=partial(type(self)._gradient_at, me),
+            train=partial(type(self)._train, me),
+            label_counts=data.to_device(counts, self.device),
+            client_id=client_id,
+            config=config or {},
+        )
+        self._corrects = bool(whole.overriding("correct"))
+        self._adds_loss = bool(whole.overriding("loss"))
+        self._reads_steps = self._adds_loss or self._corrects
+        self._in_step = self._in_loss = False
+        self._step_ctx, self._losses = self._ctx, LossSum()
+        self._taken = self._processed = 0
+        self._clip_norm: float | None = self._ctx.config.get("clip-norm")
+        self._optimizer = ClientOptimizer(whole, self._trained, self._ctx.config, self._kept)
+        self._went_back = False
+        begin = term.start(self._ctx.start, self._ctx) if self.num_steps else self._ctx.start
+        if begin is not self._ctx.start:
+            _write(self._values, begin)
+
+    @property
+    def _values(self) -> Arrays:
+        return {n: p.detach() for n, p in self._params.items()}  # views of the model
+
+    def _tapped(self) -> dict[str, Any]:
+        """Return what the taps saw in the last forward pass, as fields of a context."""
+        if not self._taps:
+            return {}
+        layers = {name: tap.value for name, tap in self._layers.items()}
+        return {"features": None if self._tap is None else self._tap.value, "layers": layers}
+
+    def optimizer(self, make: OptimizerFn | None = None) -> torch.optim.Optimizer:
+        """Return the client's optimiser ``make(params, lr=lr)``, adapted by the method.
+
+        Without `make` it is the one that the round's config describes, or SGD. It holds what is trained and
+        nothing else: weight decay and momentum move no parameter that is held still. With `KeptOptimizer`
+        among the terms it goes on with the state of the client's last round.
+
+        Raises ValueError if there is `make`, and the config sets an optimiser, momentum or weight decay;
+        and if the state is to be kept of an optimiser that the method makes.
+        """
+        made = self._optimizer.made(make, self.lr)
+        self._ctx = changed(self._ctx, momentum=momentum_of(made))
+        if not self._in_step:
+            self._step_ctx = self._ctx
+        return made
+
+    def batches(self) -> Iterator[tuple[Any, Any]]:
+        """Yield (inputs, targets) on the device for each local step, until a budget is spent.
+
+        Several inputs of a mapping are a dict for ``model(**inputs)``.
+        """
+        drawn = self._replay.draw(self.num_steps)
+        for _ in range(self.num_steps):
+            if time.monotonic() >= self._deadline:
+                return
+            yield next(drawn)
+
+    def loss(self, base: Tensor, inputs: Any, targets: Any, output: Any) -> Tensor:
+        """Return the local objective from a batch's plain loss; call it right after the forward pass.
+
+        `output` is what the model returned. Raises TypeError if it holds no logits, and ValueError for a
+        method that reads features if the model was given compiled.
+        """
+        if self._taps and self._called is not self.model:
+            raise ValueError(
+                "the method reads features, which a compiled model does not show: give and call the model "
+                "without torch.compile"
+            )
+        loss = self._objective(base, inputs, targets, self._task.logits(output))
+        return self._watched(loss)
+
+    def objective(self, inputs: Any, targets: Any) -> Tensor:
+        """Return the local objective on a batch: the forward pass, `loss_fn` and `loss` in one."""
+        return self._watched(self.unwatched_objective(inputs, targets))
+
+    def unwatched_objective(self, inputs: Any, targets: Any) -> Tensor:
+        """Return `objective`, for a loop that is sure to run backward on it: `correct` does not check."""
+        model = self.model if self._taps else self._called  # compiled, it does not run hooks
+        output = self._task.output(model, inputs, targets)
+        return self._objective(self._task.loss(output, targets), inputs, targets, output)
+
+    def _watched(self, loss: Tensor) -> Tensor:
+        """Return the loss; `correct` then demands that backward goes through it."""
+        self._went_back = False
+        loss.register_hook(lambda _: setattr(self, "_went_back", True))  # type: ignore[no-untyped-call]
+        return loss
+
+    def _objective(self, base: Tensor, inputs: Any, targets: Any, output: Any) -> Tensor:
+        size = data.batch_size(targets)
+        self._losses.add(base, size)
+        self._processed += size
+        if not self._ctx.batch_size:
+            if self._tap is not None:
+                self._tap.check(output)
+            self._ctx = changed(self._with_every_class(output), batch_size=size)
+        self._step_ctx = self._of_step(inputs, targets, output)
+        self._in_step = True
+        loss = base
+        if self._adds_loss:
+            self._in_loss = True
+            loss = cast(Tensor, self._term.loss(base, self._params, self._step_ctx))
+            self._in_loss = False
+        self._went_back = True
+        if not loss.requires_grad:
+            raise RuntimeError(
+                "the loss depends on no parameter that is trained: nothing can be learnt"
+            )
+        return loss
+
+    def _of_step(self, inputs: Any, targets: Any, output: Any) -> ClientContext:
+        """Return the context of a step; without its fields, if no term reads them."""
+        if not self._reads_steps:
+            return self._ctx
+        return changed(
+            self._ctx,
+            inputs=inputs,
+            targets=targets,
+            output=output,
+            start_output=self._teacher(inputs, self.device) if self._teacher else None,
+            output_at=partial(self._measures.output_at, inputs, targets),
+            features_at=partial(self._measures.features_at, inputs),
+            **self._tapped(),
+        )
+
+    def correct(self) -> None:
+        """Correct the gradients in place, then clip them if the config says so.
+
+        A parameter that the loss does not depend on has gradient zero, as under ``torch.func.grad``.
+
+        Raises RuntimeError if the step skipped `loss` or backward, or if the loop has made its optimiser
+        itself where the method adapts it or the config describes it.
+        """
+        if not self._in_step:
+            raise RuntimeError(
+                "call correct() once per step, after loss(): it saw no loss since the last step"
+            )
+        if not self._went_back:
+            raise RuntimeError("backward() did not go through what loss() returned")
+        if why := self._optimizer.missing:
+            raise RuntimeError(f"{why}: use optimizer()")
+        for p in self._params.values():
+            if p.grad is None:
+                p.grad = torch.zeros_like(p)
+        if self._corrects:
+            grads: Arrays = {n: p.grad for n, p in self._params.items()}
+            corrected = self._term.correct(grads, self._values, self._step_ctx)
+            for n, p in self._params.items():
+                if corrected[n] is not p.grad:  # a float32 term widens a half-precision gradient
+                    p.grad = corrected[n].to(p.dtype)
+        for p in self._held:
+            p.grad = None  # then an optimiser passes it over, weight decay and momentum too
+        if self._clip_norm is not None:
+            clip(self._trained.values(), self._clip_norm)
+        self._step_ctx, self._in_step = self._ctx, False
+        self._taken += 1
+
+    def _with_every_class(self, output: Any) -> ClientContext:
+        """Return the round's context, whose label counts have an entry for each class of the output."""
+        counts = self._ctx.label_counts
+        if counts is None or not isinstance(output, Tensor) or output.ndim != 2:
+            return self._ctx
+        if (more := output.shape[1] - len(counts)) <= 0:
+            return self._ctx
+        return changed(self._ctx, label_counts=nn.functional.pad(counts, (0, more)))
+
+    def _gradient_at(self, params: Arrays) -> Arrays:
+        """Return the gradient of the present step's whole loss at other parameters."""
+        ctx = self._step_ctx
+        if not self._in_step or self._in_loss or not self._replay.forwards:
+            raise RuntimeError("gradient_at is there in `correct`, within a step")
+        leaves = {n: p.detach().requires_grad_() for n, p in params.items()}
+        with torch.enable_grad(), self._replay.as_in_forward():
+            output = self._measures.call(ctx.inputs, ctx.targets, leaves)
+            there = changed(ctx, output=output, **self._tapped())
+            loss = self._term.loss(ctx.loss_fn(output, ctx.targets), leaves, there)
+        return gradients(loss, leaves)
+
+    def _train(
+        self, params: Arrays, loss: Callable[[Arrays, ClientContext], Any], steps: int, **how: Any
+    ) -> Arrays:
+        return self._measures.train(self._ctx, self._replay.again, params, loss, steps, **how)
+
+    def close(self) -> None:
+        """Take the hooks off the model; `finish` does it, so this is for a round that ends before."""
+        for tap in reversed(self._taps):
+            tap.close()
+
+    def finish(self, steps: int | None = None) -> LocalResult:
+        """Return the round's result. Give `steps` if `correct` was not called once per step."""
+        taken = self._taken if steps is None else steps
+        if taken > self.num_steps:
+            raise ValueError(f"{taken} local steps, but the round asked for {self.num_steps}")
+        data.move(self.model, self.device)  # a trainer may have moved it
+        start = self._ctx.start
+        if not taken:  # an inactive client: its model and state do not change
+            first = self._term.start(start, self._ctx)
+            if any((v != first[n].to(v.dtype)).any() for n, v in self._values.items()):
+                raise RuntimeError("the model has moved, but correct() was never called")
+            _write(self._values, start)
+        delta = {name: v - start[name] for name, v in self._values.items()}
+        ctx = changed(self._ctx, num_steps=taken)
+        sent, upload, kept = self._term.finish(delta, ctx) if taken else (delta, {}, self._kept)
+        if taken:
+            kept = {**kept, **self._optimizer.kept()}
+        if sent is not delta:  # else the model already is w_t + delta, unrounded
+            _write(self._values, {name: start[name] + sent[name] for name in start})
+        for p in self._trained.values():
+            p.grad = None
+        self.close()
+        return LocalResult(
+            state={k: v.detach().cpu().clone() for k, v in self.model.state_dict().items()},
+            delta=data.to_device(sent, "cpu"),
+            upload=data.to_device(upload, "cpu"),
+            client=data.to_device(kept, "cpu"),
+            num_examples=data.count_examples(self._data),
+            num_steps=taken,
+            planned_steps=self.planned_steps,
+            examples_processed=self._processed,
+            loss=self._losses.total() / max(self._processed, 1),
+            output_layer=None if self._tap is None else self._tap.layer,
+        )
+
+
+def local_round(
+    model: nn.Module,
+    term: Term,
+    train_data: data.Batches,
+    *,
+    optimizer: OptimizerFn | None = None,
+    **kwargs: Any,
+) -> LocalResult:
+    """Train `model` in place from ``w_t`` for one round; parameters as for :class:`LocalTraining`.
+
+    `optimizer` is the client's own ``optimizer(params, lr=lr)``. None: what `config` describes, or SGD.
+    """
+    training = LocalTraining(model, term, train_data, **kwargs)
+    opt = training.optimizer(optimizer)
+    at_once, taken = steps_alone(opt), 0
+
+    def corrected(batch: tuple[Any, Any]) -> Any:
+        opt.zero_grad(set_to_none=True)
+        loss = training.unwatched_objective(*batch)
+        torch.autograd.backward(loss)
+        training.correct()
+        return loss
+
+    try:
+        for batch in training.batches():
+            if at_once:
+                corrected(batch)
+                opt.step()
+            else:
+                opt.step(partial(corrected, batch))
+            taken += 1
+        return training.finish(taken)
+    finally:
+        training.close()
+
+
+@torch.no_grad()
+def _write(values: dict[str, Tensor], new: Arrays) -> None:
+    """Copy `new` into the model's parameters."""
+    for name, v in values.items():
+        v.copy_(new[name])

@@ -1,0 +1,153 @@
+"""q-FedAvg: its weights, what clients may claim, and hostile losses."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import flwr_regs as fr
+from flwr_regs.term import ServerContext
+from flwr_regs.testing.problem import start_weights, train
+from tests.conftest import close, make_clients
+
+PARAMS = {n: a.astype(np.float32) for n, a in start_weights().items()}
+
+
+@dataclass
+class Measured:
+    """A reply, as far as the weights read it."""
+
+    norm: float
+    num_examples: int = 1
+    num_steps: int = 1
+    planned_steps: int = 1
+    loss: float = 0.0
+
+
+def weights(
+    q: float, losses: list[float], norms: list[float], robust: bool = False, lr: float = 0.1
+) -> np.ndarray:
+    """The term's ω_k for equal p_k; with a robust aggregator too."""
+    share = dict.fromkeys(range(len(losses)), 1 / len(losses))
+    replies = {k: Measured(n) for k, n in enumerate(norms)}
+    ctx = ServerContext(2, lr, weights=share, replies=replies, robust=robust)
+    uploads = {k: {"loss": np.asarray(f)} for k, f in enumerate(losses)}
+    found = fr.FairWeights(q).weigh(share, uploads, ctx)
+    return np.array([found[k] for k in share])
+
+
+def by_formula(q: float, losses: list[float], norms: list[float], lr: float = 0.1) -> np.ndarray:
+    """METHODS' formula as it stands."""
+    scale = 1 / lr
+    f = np.maximum(losses, 1e-12) if q < 1 else np.array(losses)
+    h = [q * a ** (q - 1) * (scale * n) ** 2 + scale * a**q for a, n in zip(f, norms, strict=True)]
+    return np.asarray(scale * f**q / sum(h))
+
+
+@pytest.mark.parametrize("q", [0.0, 0.3, 1.0, 2.5, 15.0])
+def test_the_weights_are_the_formulas(q: float) -> None:
+    losses, norms = [0.5, 2.0, 0.01, 1.0], [0.1, 0.5, 0.02, 0.0]
+    found = weights(q, losses, norms)
+    np.testing.assert_allclose(found, by_formula(q, losses, norms), rtol=1e-12)
+    if not q:
+        assert found.tolist() == [0.25] * 4
+    if q < 1:
+        zero = [0.0, *losses[1:]]
+        np.testing.assert_allclose(weights(q, zero, norms), by_formula(q, zero, norms), rtol=1e-12)
+
+
+@pytest.mark.parametrize("q", [0.3, 1.0, 2.0, 40.0])
+@pytest.mark.parametrize("robust", [False, True])
+@pytest.mark.parametrize("claim", [0.0, 1e-300, 1e15])
+@pytest.mark.parametrize("norm", [0.0, 1e15])
+def test_no_claim_makes_a_weight_large(q: float, robust: bool, claim: float, norm: float) -> None:
+    """Together at most 1, or with a robust aggregator each; and none is NaN."""
+    found = weights(q, [claim, 0.5, 2.0, 1.0, 0.8], [norm, 0.1, 0.5, 0.2, 0.1], robust)
+    assert (found >= 0).all()
+    assert (found <= 1).all()
+    assert robust or found.sum() <= 1 + 1e-12
+    if claim == 1e15 and not norm:
+        assert found[0] > 0.999
+    if robust:  # one claim changes the others' weights by what one client changes a median
+        honest = weights(q, [0.7, 0.5, 2.0, 1.0, 0.8], [0.1, 0.1, 0.5, 0.2, 0.1], True)
+        bounds = [weights(q, [f, 0.5, 2.0, 1.0, 0.8], [n, 0.1, 0.5, 0.2, 0.1], True)
+                  for f in (0.5, 2.0) for n in (0.1, 0.5)]  # fmt: skip
+        low, high = np.min([honest, *bounds], axis=0), np.max([honest, *bounds], axis=0)
+        assert (found[1:] > 0.2 * low[1:]).all()
+        assert (found[1:] < 5 * high[1:] + 1e-12).all()
+
+
+@pytest.mark.parametrize(
+    ("upload", "why"),
+    [
+        ({}, "expected one float 'loss'"),
+        ({"loss": np.zeros(2)}, "expected one float 'loss'"),
+        ({"loss": np.asarray(1)}, "expected one float 'loss'"),
+        ({"loss": np.asarray(1.0), "more": np.asarray(1.0)}, "expected one float 'loss'"),
+        ({"loss": np.asarray(-0.5)}, "a mean loss of -0.5, but its power needs at least 0"),
+    ],
+)
+def test_a_wrong_upload_costs_its_client(upload: Any, why: str) -> None:
+    fr.FairWeights(1.0).check({"loss": np.asarray(0.5)}, PARAMS, {})
+    with pytest.raises(ValueError, match=why):
+        fr.FairWeights(1.0).check(upload, PARAMS, {})
+
+
+def lying(claim: float) -> Any:
+    """A client class of which one sends another loss."""
+
+    @dataclass(frozen=True)
+    class Lies(fr.FairWeights):
+        def finish(self, delta: Any, ctx: Any) -> Any:
+            delta, upload, kept = super().finish(delta, ctx)
+            return (
+                delta,
+                {"loss": torch.full_like(upload["loss"], claim)}
+                if (ctx.client_id == 2)
+                else upload,
+                kept,
+            )
+
+    class Client(fr.QFedAvgClient):
+        terms = (Lies,)
+
+    return Client
+
+
+def run(client: Any, **settings: Any) -> tuple[Any, Any]:
+    strategy = fr.QFedAvg(1.0, seed=3, fraction_evaluate=0.0, **settings)
+    models = train(strategy, client, rounds=2, clients=make_clients(5), length={"local-steps": 3})
+    return models, strategy
+
+
+def test_a_loss_of_1e15_makes_the_step_its_clients_update() -> None:
+    (model, *_), _ = run(lying(1e15))
+    alone = fr.FedAvg(seed=3, fraction_evaluate=0.0)
+    (own, *_) = train(
+        alone,
+        fr.FedAvgClient,
+        rounds=1,
+        clients=[make_clients(5)[2]] * 2,
+        length={"local-steps": 3},
+    )
+    close(model, own, 1e-10)
+
+
+def test_with_a_robust_aggregator_a_false_loss_moves_the_model_little() -> None:
+    median = fr.CoordinateMedian()
+    honest = run(fr.QFedAvgClient, aggregator=median)[0][-1]
+    moved = max(abs(honest[n] - a).max() for n, a in start_weights().items())
+    for claim in (0.0, 1e15):
+        found, strategy = run(lying(claim), aggregator=median)
+        assert all(e["replies"] == [0, 1, 2, 3, 4] for e in strategy.history)
+        assert max(abs(found[-1][n] - honest[n]).max() for n in honest) < moved
+
+
+def test_a_negative_loss_costs_its_client_the_reply() -> None:
+    _, strategy = run(lying(-1.0))
+    assert [e["replies"] for e in strategy.history] == [[0, 1, 3, 4]] * 2
+    assert "a mean loss of -1" in strategy.history[0]["failures"][2]
