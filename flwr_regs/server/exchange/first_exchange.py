@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from flwr_regs.server.aggregate.aggregators import TooFewVectors
@@ -140,15 +140,12 @@ class Exchange:
         except TooFewVectors as error:
             return {}, dict.fromkeys(probes, f"in the first exchange, {error}")
         except Exception as error:  # whatever a probe makes a term raise
-
-            def fails(pids: Collection[int]) -> str:
-                try:
-                    term.answer({p: probes[p] for p in pids})
-                except Exception as its_own:
-                    return f"its probe cannot be used: {described(its_own)}"
-                return ""
-
-            if not (wrong := culprits(list(probes), fails)):
+            wrong = culprits(
+                probes,
+                lambda pids: term.answer({p: probes[p] for p in pids}),
+                "its probe cannot be used",
+            )
+            if not wrong:
                 raise ValueError(f"the probes cannot be used: {described(error)}") from error
             rest, more = self._answer({p: u for p, u in probes.items() if p not in wrong})
             return rest, {**wrong, **more}

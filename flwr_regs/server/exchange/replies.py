@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
@@ -272,15 +272,12 @@ def disagreeing(term: Chain, uploads: Mapping[int, Slot], probing: bool = False)
     try:
         return {pid: shown(why) for pid, why in term.agree(uploads, probing).items()}
     except Exception as error:
-
-        def fails(pids: Collection[int]) -> str:
-            try:
-                term.agree({p: uploads[p] for p in pids}, probing)
-            except Exception as its_own:
-                return f"its upload cannot be compared with the others': {described(its_own)}"
-            return ""
-
-        if not (found := culprits(list(uploads), fails)):
+        found = culprits(
+            uploads,
+            lambda pids: term.agree({p: uploads[p] for p in pids}, probing),
+            "its upload cannot be compared with the others'",
+        )
+        if not found:
             raise ValueError(f"the uploads cannot be compared: {described(error)}") from error
         rest = {p: u for p, u in uploads.items() if p not in found}
         return {**found, **disagreeing(term, rest, probing)}
