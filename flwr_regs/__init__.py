@@ -14,6 +14,7 @@ from flwr_regs.methods.registry import TERMS as _TERMS
 
 if TYPE_CHECKING:
     from flwr_regs.client.memory.saved import load_private as load_private
+    from flwr_regs.client.train.trainable import trainable as trainable
     from flwr_regs.experiments.simulation import simulate as simulate
     from flwr_regs.flower.app import RegClientApp as RegClientApp
     from flwr_regs.flower.app import client_app as client_app
@@ -55,6 +56,7 @@ _HOME = {
     "InProcessGrid": "flower.grids.in_process",
     "StackedGrid": "flower.grids.stacked_grid",
     "float32_arrays": "wire.records",
+    "trainable": "client.train.trainable",
     "RegStrategy": "flower.strategy",
     "JsonLines": "flower.writers",
     "TensorBoard": "flower.writers",

@@ -1,9 +1,9 @@
 """FedBABU: clients train the body of the model; its output layer stays as it was at first.
 
-| *Init*       the output layer of ``w_1``, which never changes; it travels once, to a client without it
-| *Broadcast*  the body of ``w_t``
+| *Init*       the output layer of ``w_1``, which never changes
+| *Broadcast*  ``w_t``: the body, and that layer beside it
 | *Step*       ``v ← ClientOpt(v, ∇f_k(v))`` on the body alone
-| *Upload*     the body of ``v_k``, ``n_k``
+| *Upload*     ``v_k``, ``n_k``
 | *Update*     as FedAvg, on the body
 
 The output layer is held still against the optimiser's momentum and weight decay, too. Clients keep nothing
