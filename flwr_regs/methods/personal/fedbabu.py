@@ -70,7 +70,11 @@ class FixedHead(Term, Freezes, FineTunes):
         layers: dict[str, set[str]] = {}
         for n in names:
             layers.setdefault(n.rpartition(".")[0], set()).add(n.rpartition(".")[2])
-        weighted = [k for k, own in layers.items() if "weight" in own and "running_mean" not in own]
+        weighted = [
+            k
+            for k, entries in layers.items()
+            if "weight" in entries and "running_mean" not in entries
+        ]
         if not weighted:
             raise ValueError(
                 "FedBABU found no layer with a weight to hold still: name the output layer with layer="
