@@ -122,8 +122,10 @@ class DivergenceGuard:
             return
         self._warned = True
         likely = ", or ".join(suspects(options.term, this_round.config, this_round.lr))
-        text = f"round {this_round.number} of {method} looks like divergence: {sign}; "
+        text = (
+            f"round {this_round.number} of {method} looks like divergence: {sign}; "
             f"try a smaller {likely}"
+        )
         this_round.events["divergence"] = text
         if stop:
             raise RoundFailed(
