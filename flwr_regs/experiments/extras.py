@@ -19,20 +19,20 @@ def install_command(extra: str) -> str:
     installed at all (the sources are on Python's path), what to call in the clone.
     """
     try:
-        found = distribution(NAME)
+        installed = distribution(NAME)
     except PackageNotFoundError:
         return f'pip install -e ".[{extra}]" in the clone'
-    origin = json.loads(found.read_text("direct_url.json") or "{}")
+    origin = json.loads(installed.read_text("direct_url.json") or "{}")
     if origin.get("dir_info", {}).get("editable"):
         clone = url2pathname(urlparse(origin["url"]).path)
         return f'pip install -e "{clone}[{extra}]"'
-    return " ".join(["pip install", *packages_of(extra, found)])
+    return " ".join(["pip install", *packages_of(extra, installed)])
 
 
-def packages_of(extra: str, found: Distribution) -> list[str]:
+def packages_of(extra: str, installed: Distribution) -> list[str]:
     """Return the packages of an extra, as `pip install` takes them; ValueError without such an extra."""
     names = []
-    for requirement in found.requires or ():
+    for requirement in installed.requires or ():
         what, _, marker = requirement.partition(";")
         if re.search(rf"extra == ['\"]{re.escape(extra)}['\"]", marker):
             needed = what.strip()

@@ -10,7 +10,6 @@ from typing import Any
 import flwr_regs
 from flwr_regs.experiments.settings.build import build
 from flwr_regs.experiments.settings.calls import parse_methods
-from flwr_regs.methods.properties import Properties, properties
 from flwr_regs.methods.registry import Method
 
 LEGEND = """\
@@ -30,12 +29,6 @@ Each row is for the call below."""
 HEAD = (
     *("method", "for", "down", "up", "trips", "state", "SecAgg", "DP", "robust", "streams", "stacks"),
 )  # fmt: skip
-
-
-def properties_of(row: Method) -> Properties:
-    """Return the properties of a row's example."""
-    (calls,) = parse_methods(row.example).values()
-    return properties(build(calls))
 
 
 def text() -> str:
@@ -64,14 +57,13 @@ def calls() -> str:
 
 def costs(row: Method) -> str:
     """Return the table of a method's page on what it costs and goes with."""
-    p = properties_of(row)
     down = f"{_models(row.down)} to each client"
     if row.down_delta is not None:
         down += f'; {_models(row.down_delta)} with `downlink="delta"`, if it is in sync'
     goes = {
-        "secure aggregation": p.secure_aggregation,
-        "central differential privacy": p.central_dp,
-        "robust aggregators": p.robust,
+        "secure aggregation": row.secure_aggregation,
+        "central differential privacy": row.central_dp,
+        "robust aggregators": row.robust,
     }
     lines = {
         f"`{row.example}`": "cost",
@@ -146,9 +138,11 @@ def _refusal(methods: str, settings: Mapping[str, Any]) -> str:
 
 
 def _short(row: Method) -> tuple[str, ...]:
-    p = properties_of(row)
     small = "+" if row.beside else ""
-    flags = (not p.stateless, p.secure_aggregation, p.central_dp, p.robust, p.streams, p.stacks)
+    flags = (
+        *(bool(row.state), row.secure_aggregation, row.central_dp),
+        *(row.robust, row.streams, row.stacks),
+    )
     up = f"{row.up:g}{small}"
     return (row.name, row.setting, down(row) + small, up, str(row.exchanges), *map(_mark, flags))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -84,9 +85,7 @@ def simulate(
         raise ValueError(f"workers must be at least 1, not {workers}")
     if runner not in RUNNERS:
         raise ValueError(f"runner must be one of {', '.join(RUNNERS)}, not {runner!r}")
-    several = (
-        [methods] if isinstance(methods, str) or not isinstance(methods, list | tuple) else methods
-    )
+    several = methods if isinstance(methods, list | tuple) else [methods]
     given = {
         key(name): value.item() if isinstance(value, np.generic) else value
         for name, value in settings.items()
@@ -104,8 +103,7 @@ def simulate(
     for seed in seeds:
         job = Job.from_run_config({**given, "seed": seed})
         job.check()
-        one = [(m, Job.from_run_config({**job.config, "methods": m})) for m in job.method_names]
-        jobs += one
+        jobs += [(method, replace(job, methods=method)) for method in job.method_names]
     plan = engine.Plan.fair(jobs)
     plan.check()
     bars = (progress if show else Progress)([(label, j.seed, j.rounds) for label, j in jobs])

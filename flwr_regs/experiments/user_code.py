@@ -66,16 +66,16 @@ def load(reference: str, folder: str = "") -> Any:
         _importable(folder)
     if is_file := source.endswith(".py"):
         path = (Path(folder) / Path(source).expanduser()).resolve()
-        source, found = str(path), _file(path)
+        source, thing = str(path), _file(path)
     else:
-        found = _module(source, folder)
+        thing = _module(source, folder)
     for step in name.split("."):
-        if not hasattr(found, step):
-            known = [n for n in dir(found) if not n.startswith("_")]
+        if not hasattr(thing, step):
+            known = [n for n in dir(thing) if not n.startswith("_")]
             where = f"'{source}'" if is_file else source
             raise ValueError(f"there is no '{step}' in {where}{nearest(step, known)}")
-        found = getattr(found, step)
-    return found
+        thing = getattr(thing, step)
+    return thing
 
 
 def offer(thing: Any) -> str:
@@ -103,20 +103,20 @@ def call(reference: str, folder: str, seed: int) -> Any:
         As :func:`load` does; or it cannot be called without arguments, or it raises (the message has the
         user's file and line).
     """
-    found = load(reference, folder)
-    if not callable(found):
+    thing = load(reference, folder)
+    if not callable(thing):
         raise ValueError(
-            f"'{reference}' is of type {type(found).__name__}; expected a function or a class"
+            f"'{reference}' is of type {type(thing).__name__}; expected a function or a class"
         )
     try:
-        inspect.signature(found).bind()
+        inspect.signature(thing).bind()
     except TypeError as error:
         raise ValueError(f"'{reference}' is called without arguments, but: {error}") from error
     except ValueError:  # a builtin without a signature
         pass
     with seeded(seed):
         try:
-            return found()
+            return thing()
         except Exception as error:
             raise ValueError(f"'{reference}' failed: {said(error)}") from error
 

@@ -21,10 +21,10 @@ from flwr_regs.experiments.settings.settings import read
 def plan_of(args: argparse.Namespace) -> Plan:
     """Return the runs that the words ask for."""
     heading, cases = _cases(args)
-    check_seeds(args, [word for own in cases.values() for word in own])
+    check_seeds(args, [word for given in cases.values() for word in given])
     jobs = []
-    for label, own in cases.items():
-        job = job_of(args, own)
+    for label, given in cases.items():
+        job = job_of(args, given)
         seeds = numbers(args.seeds, "--seeds") if args.seeds else (job.seed,)
         methods = job.method_names
         for method in methods:
@@ -76,14 +76,14 @@ def card_of(args: argparse.Namespace) -> str:
     return str(named[0])
 
 
-def check_seeds(args: argparse.Namespace, own: Sequence[str] = ()) -> None:
+def check_seeds(args: argparse.Namespace, more: Sequence[str] = ()) -> None:
     """Raise ValueError for the setting ``seed`` where ``--seeds``, or its default, would win."""
-    if args.seeds and any(word.startswith("seed=") for word in [*args.settings, *own]):
+    if args.seeds and any(word.startswith("seed=") for word in [*args.settings, *more]):
         raise ValueError(f"'seed' does not count beside --seeds ({args.seeds}): leave it out")
 
 
-def job_of(args: argparse.Namespace, own: Sequence[str] = ()) -> Job:
-    return read_settings([*args.settings, *own], args.app)
+def job_of(args: argparse.Namespace, more: Sequence[str] = ()) -> Job:
+    return read_settings([*args.settings, *more], args.app)
 
 
 def read_settings(settings: Sequence[str], app: Path | None = None) -> Job:

@@ -1,8 +1,7 @@
 """The registry: one row per method. A new method adds its row here, and its file to the imports below.
 
 The public names of the methods, ``flwr-regs methods`` and docs/methods.md come from the rows. Tests check
-the tables of the documents, and what a row says of bytes, exchanges and state. What follows from a
-method's hooks stands in no row: see :mod:`flwr_regs.methods.properties`.
+the tables of the documents, and what a row says against small trainings.
 
 Plain data: importing this file loads neither torch nor Flower.
 """
@@ -90,6 +89,18 @@ class Method:
         What a client computes beside one gradient a step.
     exchanges : int
         Requests to a client and replies in one round.
+    secure_aggregation : bool
+        The server needs only sums over the clients: it reads no client's own update, upload or steps.
+    central_dp : bool
+        Clients send their update alone, and all weigh alike: clipping and noise cover it.
+    robust : bool
+        All that the server makes of the clients' uploads goes through the strategy's aggregator, so that a
+        robust one covers it.
+    streams : bool
+        The server never holds the uploads of a whole cohort: there are none, or each is folded in.
+    stacks : bool
+        A cohort can run as one, under ``torch.func.vmap``: clients that run SGD by default then have an
+        optimiser that treats each number alone, and the model does not come in a code.
     """
 
     name: str
@@ -107,6 +118,11 @@ class Method:
     beside: str = ""
     gradients: str = ""
     exchanges: int = 1
+    secure_aggregation: bool = True
+    central_dp: bool = True
+    robust: bool = True
+    streams: bool = True
+    stacks: bool = True
 
     @property
     def client(self) -> str:
@@ -194,6 +210,8 @@ def _rows() -> Iterator[Method]:
         paper="Jhunjhunwala et al. 2023, Alg. 1",
         family="server",
         use_when="clients differ, so that their mean is a short step, and you can change nothing on them",
+        secure_aggregation=False,
+        central_dp=False,
     )
     yield Method(
         name="QFedAvg",
@@ -205,6 +223,9 @@ def _rows() -> Iterator[Method]:
         use_when="the loss should be spread evenly over the clients, at some cost to the mean",
         beside="its loss at the global model, up",
         gradients="the loss of all its data once a round",
+        secure_aggregation=False,
+        central_dp=False,
+        streams=False,
     )
     yield Method(
         name="FedADC",
@@ -249,6 +270,8 @@ def _rows() -> Iterator[Method]:
         setting="silo",
         state="its control variate",
         down=2,
+        secure_aggregation=False,
+        central_dp=False,
     )
     yield Method(
         name="FedDyn",
@@ -260,6 +283,7 @@ def _rows() -> Iterator[Method]:
         use_when="labels are skewed, the same clients come back again and again, and 1 model down must do",
         setting="silo",
         state="its linear term",
+        central_dp=False,
     )
     yield Method(
         name="FedNova",
@@ -269,6 +293,8 @@ def _rows() -> Iterator[Method]:
         paper="Wang et al. 2020, Sec. 4",
         family="drift",
         use_when="clients take unequally many local steps, and none should count more for that",
+        secure_aggregation=False,
+        central_dp=False,
     )
     yield Method(
         name="VRLSGD",
@@ -351,6 +377,8 @@ def _rows() -> Iterator[Method]:
         up=2,
         gradients="a second gradient a step, and the gradient over all its data once a round",
         exchanges=2,
+        central_dp=False,
+        streams=False,
     )
     yield Method(
         name="MimeLite",
@@ -363,6 +391,7 @@ def _rows() -> Iterator[Method]:
         down=2,
         up=2,
         gradients="the gradient over all its data once a round",
+        central_dp=False,
     )
     yield Method(
         name="RFedAvg",
@@ -375,6 +404,9 @@ def _rows() -> Iterator[Method]:
         setting="silo",
         beside="a feature mean of each client of the federation down, one up",
         gradients="the features of all its data once a round",
+        secure_aggregation=False,
+        central_dp=False,
+        streams=False,
     )
     yield Method(
         name="RFedAvgPlus",
@@ -387,6 +419,9 @@ def _rows() -> Iterator[Method]:
         beside="a feature mean down, one up",
         gradients="the features of all its data once a round",
         exchanges=2,
+        secure_aggregation=False,
+        central_dp=False,
+        streams=False,
     )
     yield Method(
         name="MOON",
@@ -453,6 +488,9 @@ def _rows() -> Iterator[Method]:
         up=2,
         beside="the coded step down, the coded update up",
         gradients="a gradient of each of its samples once a round",
+        secure_aggregation=False,
+        central_dp=False,
+        stacks=False,
     )
     yield Method(
         name="FedCurv",
@@ -468,6 +506,8 @@ def _rows() -> Iterator[Method]:
         up=2,
         beside="whether its last reply was used, down",
         gradients="a gradient of each of its samples once a round",
+        secure_aggregation=False,
+        central_dp=False,
     )
     yield Method(
         name="FedBN",
@@ -535,6 +575,8 @@ def _rows() -> Iterator[Method]:
         setting="silo",
         state="its own model",
         down=2,
+        secure_aggregation=False,
+        central_dp=False,
     )
 
 

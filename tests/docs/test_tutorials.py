@@ -110,11 +110,10 @@ def test_each_command_of_the_documents_is_accepted(
     monkeypatch.setattr(commands, "_report", lambda *_: 0)
     monkeypatch.setattr(Plan, "check", lambda _: None)  # it loads the data
     monkeypatch.setattr(Job, "partition_hash", lambda _: "")  # so does this
-    monkeypatch.setattr(Plan, "results", lambda *_: None)
+    monkeypatch.setattr(Plan, "results", lambda *_, **__: Nothing)
     monkeypatch.setattr(
         Bench, "chosen", lambda b, _: {row: b.trials_of(m)[0] for row, m in b.labels.items()}
     )
-    monkeypatch.setattr(Bench, "results", lambda *_: Nothing)
     monkeypatch.setattr(resources, "measure", lambda _: resources.Taken(1.0, 1))
     monkeypatch.setattr(protocol_runs, "notes", lambda *_: [])  # they load the data
     for folder in ("DIR", "/data"):

@@ -38,15 +38,10 @@ PARSED: list[tuple[str, list[list[tuple[str, tuple[Any, ...], dict[str, Any]]]]]
 
 @pytest.mark.parametrize(("text", "expected"), PARSED, ids=[t for t, _ in PARSED])
 def test_a_text_is_methods_parts_and_literals(text: str, expected: Any) -> None:
-    found = [[(c.target, c.args, c.kwargs) for c in m] for m in parse_methods(text).values()]
-    assert found == expected
-
-
-@pytest.mark.parametrize("text", [t for t, _ in PARSED])
-def test_a_label_means_the_same_methods_and_is_its_own_label(text: str) -> None:
-    labels = list(parse_methods(text))
-    assert list(parse_methods("; ".join(labels))) == labels
-    assert list(parse_methods("; ".join(labels)).values()) == list(parse_methods(text).values())
+    methods = parse_methods(text)
+    assert [[(c.target, c.args, c.kwargs) for c in m] for m in methods.values()] == expected
+    again = parse_methods("; ".join(methods))  # a label means the same, and is its own label
+    assert list(again.items()) == list(methods.items())
 
 
 def test_equal_methods_count_once_and_others_are_rows_of_their_own() -> None:
@@ -76,12 +71,10 @@ def test_equal_methods_count_once_and_others_are_rows_of_their_own() -> None:
         ("A(x=heavy-ball)", "not heavy - ball; text needs quotes: 'heavy-ball'"),
         ("A(open.x('f'))", "argument 1 must be a literal: a number, quoted text, True"),
         ("A(x=B(y=z))", "the argument 'x': the argument 'y' must be a literal"),
-        ("A(*[1])", "argument 1 must be a literal"),
         ("A(**{'x': 1})", "expected each argument by its name once, not '**'"),
         ("A(x=1, x=2)", "expected each argument by its name once, not 'x' twice"),
         ("A(1 2)", "'A(1 2)': the arguments are not Python (invalid syntax"),
         ("A(1)(2)", "expected one pair of parentheses after 'A'"),
-        ("A(1).b", "'A(1).b': expected one pair of parentheses"),
         ("mine:", "'mine:': expected a method such as"),
     ],
 )
@@ -151,21 +144,17 @@ def test_a_schedule_reaches_the_server_optimisers_alone() -> None:
         ("FedFOO(a=1)", ValueError, "'FedFOO(a=1)': the package has no strategy or term 'FedFOO'; did you"),
         ("FedFOR(alfa=1)", TypeError, "takes no argument 'alfa'; did you mean 'alpha'?"),
         ("FedFOR(alpha=-1)", ValueError, "'FedFOR(alpha=-1)': FedFOR: alpha must be a number of"),
-        ("FedADC(variant='x')", ValueError, "'FedADC(variant='x')': variant must be 'nesterov' or"),
-        ("FedADC(downlink='x')", ValueError, "downlink must be 'model' or 'delta', not 'x'"),
         ("FedProx", TypeError, "'FedProx': missing a required argument: 'mu'; for example FedProx(mu=0.1)"),
         ("FedAvg+FedPer", TypeError, "'FedPer': missing a required argument: 'patterns'; for example"),
         ("FedFOR(1, alpha=2)", TypeError, "multiple values for argument 'alpha'"),
         ("FedFOR(1, 'delta', 3)", TypeError, "too many positional arguments; for example FedFOR"),
         ("Proximal(m=1)", TypeError, "there is no argument 'm'; did you mean 'mu'? (it takes mu, imp"),
-        ("FedADC+FedAdam", ValueError, "'FedADC+FedAdam': only one term can own the server's step"),
         ("FedBN(seed=1)+FedFOR(seed=2)", ValueError, "'FedFOR(seed=2)': another part says seed=1"),
         ("FedOpt('SGDD')", ValueError, "torch.optim has no class 'SGDD'; did you mean 'SGD'?"),
         ("nowhere:X", ValueError, "'nowhere:X': there is no module 'nowhere' on Python's path"),
         ("flwr_regs:FedAvgg", ValueError, "there is no 'FedAvgg' in flwr_regs; did you mean 'FedAvg'?"),
         ("math:floor(2.5)", TypeError, "expected a strategy that derives from RegStrategy, a term, or"),
         ("math:pi()", TypeError, "3.14159"),
-        ("flwr.serverapp.strategy:FedAvg()", TypeError, "expected a strategy that derives from RegStrat"),
     ],
 )  # fmt: skip
 def test_a_wrong_call_is_refused_with_its_part(text: str, kind: Any, message: str) -> None:
@@ -228,11 +217,8 @@ def test_nesterov_without_a_momentum_takes_fedavgms() -> None:
     [
         ("Sgd", {}, "torch.optim has no class 'Sgd'; did you mean 'SGD'?"),
         ("Optimizer", {}, "torch.optim has no class 'Optimizer'"),
-        ("lr_scheduler", {}, "torch.optim has no class 'lr_scheduler'"),
         ("SGD", {"momentun": 1}, "neither torch's SGD nor a strategy takes 'momentun'; did you mean 'mom"),
-        ("SGD", {"wieghting": 1}, "takes 'wieghting'; did you mean 'weighting'?"),
         ("SGD", {"params": 1}, "takes 'params'"),
-        ("SGD", {"lr": -1.0}, "Invalid learning rate: -1.0"),
         ("SGD", {"momentum": 0.0, "nesterov": True}, "Nesterov momentum requires a momentum"),
     ],
 )  # fmt: skip
@@ -244,7 +230,6 @@ def test_fedopt_refuses_what_torch_does_not_have(name: str, kwargs: Any, message
 @pytest.mark.parametrize(
     ("methods", "target", "name", "expected"),
     [
-        ("FedFOR", "FedFOR", "alpha", "FedFOR(alpha=9)"),
         ("FedFOR(0.5, seed=1)", "FedFOR", "alpha", "FedFOR(9, seed=1)"),
         ("FedFOR(alpha=0.5)+FedBN", "FedFOR", "alpha", "FedFOR(alpha=9)+FedBN"),
         ("FedAvg, FedADC(0.5)", "FedADC", "seed", "FedAvg; FedADC(0.5, seed=9)"),

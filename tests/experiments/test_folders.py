@@ -52,42 +52,19 @@ def test_a_second_run_in_one_folder_is_refused(
     assert main(["run", "--resume", str(out)]) == 0
 
 
-def test_wrong_usage_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
-    for words in (["run", "--workers", "many"], ["walk"], ["run", "--fast"], []):
-        with pytest.raises(SystemExit) as end:
-            main(words)
-        assert end.value.code == 2
-        said = capsys.readouterr().err
-        assert said.startswith("flwr-regs")
-        assert said.count("\n") == 1
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="others have no /proc")
 def test_a_keeper_ends_all_that_a_command_started_when_its_asker_is_killed(tmp_path: Path) -> None:
     """Also a process that left its parent and its session, as Ray's do."""
     pids, folder = tmp_path / "pids", tmp_path / "folder"
     folder.mkdir()
     orphan = f"sh -c 'setsid sleep 600 & echo $! >> {pids}' & sleep 600 & echo $! >> {pids}; wait"
-    keeper = [
-        sys.executable,
-        "-m",
-        "flwr_regs.experiments.run.keeper",
-        str(folder),
-        "sh",
-        "-c",
-        orphan,
-    ]
-    asker = subprocess.Popen(
-        [
-            sys.executable,
-            "-c",
-            "import subprocess, sys, time\n"
-            "subprocess.Popen(sys.argv[1:], stdin=subprocess.PIPE, start_new_session=True)\n"
-            "time.sleep(600)",
-            *keeper,
-        ],
-        cwd=ROOT,
+    keeper = ["-m", "flwr_regs.experiments.run.keeper", str(folder), "sh", "-c", orphan]
+    asks = (
+        "import subprocess, sys, time\n"
+        "subprocess.Popen(sys.argv[1:], stdin=subprocess.PIPE, start_new_session=True)\n"
+        "time.sleep(600)"
     )
+    asker = subprocess.Popen([sys.executable, "-c", asks, sys.executable, *keeper], cwd=ROOT)
     deadline = time.monotonic() + 60
     while not (pids.is_file() and len(pids.read_text().split()) == 2):
         assert time.monotonic() < deadline

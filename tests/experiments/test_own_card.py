@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -29,15 +28,7 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = (ROOT / "docs/examples/own-card/card.toml").read_text()
     Path(CARD).write_text(text.replace("rounds = 20", "rounds = 2\nlocal-epochs = 1"))
     page = (ROOT / "docs/protocols.md").read_text()
-    mine = page.split("```python\n")[1].split("```")[0]
-    Path("mine.py").write_text(mine)
-
-
-@pytest.fixture
-def trained(capsys: pytest.CaptureFixture[str]) -> Path:
-    assert run("bench", CARD, "--seeds", "1", "--trials", "1", "out=my results") in (0, 1)
-    capsys.readouterr()
-    return Path("my results")
+    Path("mine.py").write_text(page.split("```python\n")[1].split("```")[0])
 
 
 def test_what_it_says_to_do_can_be_pasted() -> None:
@@ -46,21 +37,7 @@ def test_what_it_says_to_do_can_be_pasted() -> None:
     assert "flwr-regs bench 'my cards/card.toml' --setting reduced\n" in said
 
 
-def test_all_panels_are_drawn_again(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    places = protocol_runs.places(trained)
-    assert len(places) == 2
-    for place in places:
-        (place / "accuracy.png").unlink()
-    assert run("plot", str(trained)) == 0
-    assert all((place / "accuracy.png").is_file() for place in places)
-    (places[1] / "settings.json").unlink()  # its test has not begun
-    assert protocol_runs.places(trained) == places[:1]
-    (places[0] / "settings.json").unlink()
-    assert run("plot", str(trained)) == 2
-    assert "is still tuning" in capsys.readouterr().err
-
-
-def test_an_interrupted_card_is_resumed_as_a_whole(
+def test_an_interrupted_card_is_resumed_as_a_whole_and_drawn_again(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def interrupted(*_: object) -> None:
@@ -73,14 +50,29 @@ def test_an_interrupted_card_is_resumed_as_a_whole(
     assert f"flwr-regs bench --resume '{here}'\n" in capsys.readouterr().err
     assert run("bench", "--resume", str(here)) in (0, 1)
     assert (here / "protocol.txt").is_file()
-
-
-def test_a_folder_without_runs_is_named(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    place = protocol_runs.places(trained)[0]
-    for path in (place / "runs").iterdir():
+    places = protocol_runs.places(here)
+    assert len(places) == 2
+    for place in places:
+        (place / "accuracy.png").unlink()
+    assert run("plot", str(here)) == 0
+    assert all((place / "accuracy.png").is_file() for place in places)
+    runs: list[Run] = commands.Plan.load(places[0]).recorded(places[0])
+    long = "FedAvg(weighting='uniform')"
+    assert len(long) > BRIEF
+    first = [replace(r, label=long) if r.label == runs[0].label else r for r in runs]
+    text = Results(first, baseline=long).text()
+    assert "vs first" in text
+    assert "FedAvg(weighting=" in text  # in one line: a long heading left three characters for it
+    assert "vs FedAvg" in Results(runs, baseline="FedAvg").text()
+    for path in (places[0] / "runs").iterdir():
         path.unlink()
-    assert run("plot", str(place)) == 2
-    assert f"{place} has no runs yet" in capsys.readouterr().err
+    assert run("plot", str(places[0])) == 2
+    assert f"{places[0]} has no runs yet" in capsys.readouterr().err
+    (places[1] / "settings.json").unlink()  # its test has not begun
+    assert protocol_runs.places(here) == places[:1]
+    (places[0] / "settings.json").unlink()
+    assert run("plot", str(here)) == 2
+    assert "is still tuning" in capsys.readouterr().err
 
 
 def test_a_smoke_test_finds_a_wrong_parameter_of_tuning(
@@ -93,37 +85,6 @@ def test_a_smoke_test_finds_a_wrong_parameter_of_tuning(
     assert "there is no argument 'nrm'; did you mean 'norm'" in err
     assert err.count("\n") == 1
     assert not Path("results").exists()
-
-
-@pytest.mark.parametrize(
-    ("text", "found"),
-    [
-        ("", []),
-        ("a, half, b", ["a, half", "b"]),
-        ("b,a, half", ["b", "a, half"]),
-        ("a; a, half ;b", ["a", "a, half", "b"]),
-    ],
-)
-def test_a_panels_name_may_have_a_comma(text: str, found: list[str]) -> None:
-    card = protocols.load(CARD)
-    card = replace(card, panels=tuple(map(protocols.Panel, ("a", "a, half", "b"))))
-    assert [panel.name for panel in protocol_runs.asked_panels(card, text)] == found
-    with pytest.raises(ValueError, match=r"no panel 'c'.* it has a; a, half; b"):
-        protocol_runs.asked_panels(card, "a, c")
-
-
-def test_a_long_first_method_leaves_a_table_legible(trained: Path) -> None:
-    """It stood in the heading of a column, and left the methods three characters in a line."""
-    path = protocol_runs.places(trained)[0] / "settings.json"
-    assert json.loads(path.read_text())["heading"] == "method"
-    runs: list[Run] = commands.Plan.load(path.parent).recorded(path.parent)
-    long = "FedAvg(weighting='uniform')"
-    assert len(long) > BRIEF
-    first = [replace(r, label=long) if r.label == runs[0].label else r for r in runs]
-    text = Results(first, baseline=long).text()
-    assert "vs first" in text
-    assert "FedAvg(weighting=" in text  # in one line
-    assert "vs FedAvg" in Results(runs, baseline="FedAvg").text()
 
 
 def test_the_pages_strategy_has_its_own_clients_and_equals_its_terms() -> None:

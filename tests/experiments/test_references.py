@@ -15,10 +15,8 @@ from torch import nn
 
 from flwr_regs import FedFOR, InProcessGrid
 from flwr_regs.experiments import user_code
-from flwr_regs.experiments.data import arrays as data
 from flwr_regs.experiments.models import models
 from flwr_regs.experiments.run import clients, comparison
-from flwr_regs.experiments.settings.build import bare, build, client_class
 from flwr_regs.experiments.settings.calls import parse_methods
 from flwr_regs.experiments.settings.job import Job
 from flwr_regs.experiments.user_code import call, load, offer
@@ -65,12 +63,6 @@ def test_a_file_is_a_target_wherever_it_lies(target: str) -> None:
     assert parse_methods("; ".join(parse_methods(text))) == parse_methods(text)
 
 
-@pytest.mark.parametrize("text", ["mine.py:", "mine.py:1", ".py:Clip", "a/.py:Clip", "a:b.py:Clip"])
-def test_half_a_reference_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match=r"expected a method such as FedFOR.*mine\.py:MyTerm"):
-        parse_methods(text)
-
-
 # what is loaded
 
 
@@ -81,14 +73,7 @@ def test_a_file_is_one_module_however_it_is_named(
     monkeypatch.setenv("HOME", str(folder))
     (folder / "link.py").symlink_to(folder / "mine.py")
     first = load("mine.py:Decay", str(folder))
-    again = [
-        "mine.py",
-        "./mine.py",
-        "my sub/../mine.py",
-        "~/mine.py",
-        f"{folder}/mine.py",
-        "link.py",
-    ]
+    again = ["mine.py", "my sub/../mine.py", "~/mine.py", f"{folder}/mine.py", "link.py"]
     assert {load(f"{path}:Decay", str(folder)) for path in again} == {first}
     assert load("mine.py:Decay") is load("mine:Decay", str(folder)) is first
     other = load("my sub/mine.py:Decay", str(folder))
@@ -100,11 +85,6 @@ def test_a_file_is_one_module_however_it_is_named(
         assert pickle.loads(pickle.dumps(kind(0.5))) == kind(0.5)
 
 
-def test_a_module_that_is_imported_already_is_not_loaded_again(folder: Path) -> None:
-    first = load("mine:Decay", str(folder))
-    assert load(f"{folder}/mine.py:Decay") is first
-
-
 def test_a_file_imports_the_files_beside_it_and_they_import_it(folder: Path) -> None:
     (folder / "beside.py").write_text("import mine\nDecay = mine.Decay\n")
     with (folder / "mine.py").open("a") as file:
@@ -112,28 +92,18 @@ def test_a_file_imports_the_files_beside_it_and_they_import_it(folder: Path) -> 
     assert load(f"{folder}/mine.py:twin")() is load(f"{folder}/mine.py:Decay")
 
 
-def test_a_strategys_client_stands_in_its_file(folder: Path) -> None:
-    special, decayed = bare("mine.py:Special, mine.py:Decayed", str(folder)).values()
-    assert client_class(special).__module__ == type(special).__module__
-    assert client_class(special).__name__ == "SpecialClient"
-    assert client_class(decayed).terms == (load("mine.py:Decay", str(folder)),)
-    (calls,) = parse_methods("FedAvg+mine.py:Decay(rate=0.5)").values()
-    assert build(calls, str(folder)).term.config()["decay.rate"] == 0.5
-
-
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("Mine.py:Decay", None, r"^there is no file '.*/Mine.py'; did you mean 'mine.py'\?$"),
         ("no/mine.py:Decay", None, r"^there is no file '.*/no/mine.py'$"),
         ("mine.py:decoy", None, r"^there is no 'decoy' in '.*/mine.py'; did you mean 'Decay'\?$"),
-        ("mine.py:make()", None, r"^there is no 'make\(\)' in '.*/mine.py'; did you mean 'make'\?$"),
         ("bad.py:X", "x = 1\nx.y\n", r"importing '.*/bad.py' failed: Attrib.* \(.*/bad.py, line 2\)$"),
+        ("mine:decoy", None, r"^there is no 'decoy' in mine; did you mean 'Decay'\?$"),
+        ("mine.dep:Decay", None, "there is no module 'mine.dep' in "),
+        ("mine.py:Decay.rat", None, "there is no 'rat' in '.*/mine.py'; did you mean 'rate'"),
         ("bad.py:X", "x = 1\nx = (\n", r"SyntaxError: '\(' was never closed \(.*/bad.py, line 2\)$"),
         ("bad.py:X", "import not_there\n", r"ModuleNotFoundError: .*not_there.* \(.*/bad.py, line 1\)$"),
-        ("bad.py:X", "\nimport json\njson.loads('')", r"JSONDecodeError: .*/bad.py, line 3\)$"),
         ("bad.py:X", "import sys\nsys.exit('stop')", r"SystemExit: stop \(.*/bad.py, line 2\)$"),
-        ("bad.py:X", "raise ValueError('a\\nb')", r"failed: ValueError: a \(.*/bad.py, line 1\)$"),
         ("here:Nobody", None, "'here:Nobody' is an object of another process: .* name a file"),
     ],
 )  # fmt: skip
@@ -146,14 +116,6 @@ def test_what_cannot_be_loaded_is_said_in_one_sentence(
         with pytest.raises(ValueError, match=message) as caught:
             load(name, str(folder))
         assert "\n" not in str(caught.value)
-
-
-def test_a_file_that_failed_can_be_mended(folder: Path) -> None:
-    (folder / "bad.py").write_text("raise OSError")
-    with pytest.raises(ValueError, match="OSError"):
-        load("bad.py:X", str(folder))
-    (folder / "bad.py").write_text("X = 'mended now'")
-    assert load("bad.py:X", str(folder)) == "mended now"
 
 
 # what is called
@@ -246,11 +208,9 @@ def test_a_users_model_has_weights_of_the_seed() -> None:
         (net(columns=9), r"turns 2 examples of shape \(1, 8, 8\) \(float32\) of dataset 'digits' into "
                          r"\(2, 9\); expected a tensor of shape \(2, 10\): an output for each of"),
         (net(output=lambda layer, x: x), r"into \(2, 1, 8, 8\); expected a tensor of shape \(2, 10\)"),
-        (net(output=lambda layer, x: layer(x[:1].flatten(1))), r"into \(1, 10\); expected"),
         (net(output=lambda layer, x: {"logits": x}), r"into a value of type dict; expected a"),
         (net(output=lambda layer, x: layer(x)), rf"RuntimeError: .*mat1 and.* \({__file__}, line"),
         (Wide(), "is a module already, with weights that no seed has drawn; expected its class, or a"),
-        (lambda: 3, "returned a value of type int; expected a torch.nn.Module"),
         (lambda: nn.LazyLinear(10), "has the parameter 'weight' without a size: give its layer"),
     ],
 )  # fmt: skip
@@ -294,32 +254,6 @@ def test_the_example_runs_with_its_command_and_learns() -> None:
     assert not any(r["failures"] for e in (plain, clipped) for r in e["rounds"])
 
 
-def test_objects_of_this_process_are_compared_and_learn_from_tokens() -> None:
-    """Integers of any shape stay integers; three classes are three outputs and shares."""
-    rng = np.random.default_rng(0)
-    y = np.arange(240) % 3
-    x = rng.integers(0, 5, (240, 6)) + 5 * (rng.random((240, 6)) < 0.5) * y[:, None]
-
-    def tokens() -> Any:
-        return x[:180], y[:180], x[180:], y[180:]
-
-    class Bag(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embed, self.classes = nn.EmbeddingBag(15, 8), nn.Linear(8, 3)
-
-        def forward(self, ids: Any) -> Any:
-            return self.classes(self.embed(ids))
-
-    one = job(
-        dataset=offer(tokens), model=offer(Bag), methods="FedAvg", num_clients=4, partition="iid",
-        lr=1.0, rounds=8,
-    )  # fmt: skip
-    (entry,) = run(one).values()
-    assert final(entry) > 0.8
-    assert len(entry["per_client"]["clients"]) == 4
-
-
 def test_each_job_has_its_own_data_on_the_clients() -> None:
     """Two data sets of one name in one process, as in a notebook whose cell has changed."""
 
@@ -334,44 +268,3 @@ def test_each_job_has_its_own_data_on_the_clients() -> None:
     for one, level in zip(jobs, (1.0, 2.0), strict=True):
         train, _ = clients._data(one, 2, 0)
         assert train.tensors[0].unique().tolist() == [level]
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"dataset": "mnits"}, r"'dataset' must be one of .*mine.py:load, not 'mnits'; did you mean 'mn"),
-        ({"model": "CNN"}, r"'model' must be one of auto.*mine.py:Net, not 'CNN'; did you mean 'cnn'"),
-        ({"learning_rate": 1}, r"^unknown setting 'learning-rate'; did you mean 'lr'\? \(`flwr-regs list"),
-        ({"xyz": 1}, r"^unknown setting 'xyz' \(`flwr-regs list settings` shows all\)$"),
-        ({"fedprox_mu": 1}, r"in its call, such as methods='FedProx\(mu=\.\.\.\)'"),
-        ({"methods": "fedavg"}, r"^'fedavg': .*'fedavg'; did you mean 'FedAvg'\? \(`flwr-regs list meth"),
-        ({"methods": "mine.py:Clip", "code_dir": "/tmp"}, r"^'mine.py:Clip': there is no file '/tmp/mine"),
-    ],
-)  # fmt: skip
-def test_a_wrong_name_gets_the_nearest_one(settings: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        job(**settings)
-
-
-def test_a_users_data_that_cannot_be_split_is_refused() -> None:
-    def small() -> Any:
-        return np.ones((6, 2)), np.arange(6) % 2, np.ones((2, 2)), np.arange(2)
-
-    reference = offer(small)
-    for settings, message in [
-        ({"num_clients": 7}, "6 examples over 7 clients: each client needs an example"),
-        ({"partition": "classes", "classes_per_client": 3}, "no client can hold 3 classes of 2"),
-        ({"partition": "dirichlet", "num_clients": 2}, "each client needs 10 examples"),
-        (
-            {"partition": "similarity", "similarity": 50, "num_clients": 6},
-            "3 of the clients would get no",
-        ),
-    ]:
-        one = job(dataset=reference, model="mlp", **{"num_clients": 3, **settings})
-        with pytest.raises(ValueError, match=message):
-            one.check_data()
-
-
-def test_named_data_are_not_loaded_to_check_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(data, "load", lambda *_: pytest.fail("loaded"))
-    job(dataset="mnist", methods="FedAvg").check()

@@ -7,28 +7,25 @@ import importlib
 import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from flwr.app import ArrayRecord, ConfigRecord
+from flwr.app import Array, ArrayRecord, ConfigRecord
 from torch import nn
 
 import flwr_regs as fr
-from flwr_regs.abilities import Checks, Folds, Weighs
+from flwr_regs.abilities import Folds
+from flwr_regs.chain import Chain
 from flwr_regs.experiments import cli
 from flwr_regs.experiments.settings.build import build, client_class
 from flwr_regs.experiments.settings.calls import parse_methods
 from flwr_regs.flower.strategy import RegStrategy
 from flwr_regs.methods import registry
-from flwr_regs.methods.properties import properties
-from flwr_regs.term import Term
 from tests.conftest import ROOT
-from tests.laws import CASES
 
 ROWS = list(fr.METHODS.values())
 PACKAGE = ROOT / "flwr_regs"
@@ -97,7 +94,7 @@ def test_mypy_knows_each_class() -> None:
         cwd=ROOT, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert 'Revealed type is "flwr_regs.methods.client_step.fedfor.FedFOR"' in run.stdout
-    assert "methods.fedfor.FirstOrder" in run.stdout
+    assert "methods.client_step.fedfor.FirstOrder" in run.stdout
     assert run.stdout.count("error:") == 1
     assert "Incompatible types in assignment" in run.stdout
 
@@ -181,22 +178,13 @@ def test_what_a_client_keeps_is_in_its_row(row: fr.Method) -> None:
     if row.exchanges > 1:  # the model of the first exchange waits for the second
         state = {k: v for k, v in state.items() if not k.endswith((".model", ".round"))}
     assert bool(row.state) == bool(state)
-    assert bool(row.state) != properties(example(row)).stateless
     assert row.setting == "silo" or not row.state
-
-
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_a_term_uploads_in_the_trial_exactly_if_the_chain_says_so(case: Any) -> None:
-    strategy = RegStrategy(case.terms)
-    alike = strategy.term.weigher is None
-    assert properties(strategy).central_dp == (alike and not strategy.term.uploading)
 
 
 @rows
 def test_central_dp_is_what_a_strategy_accepts(row: fr.Method) -> None:
-    expected = properties(example(row)).central_dp
     private = {"privacy": fr.CentralDP(1.0, 0.0), "weighting": "uniform"}
-    if expected:
+    if row.central_dp:
         example(row, **private)
     else:
         with pytest.raises(ValueError, match=r"privacy=CentralDP\(...\): "):
@@ -205,121 +193,93 @@ def test_central_dp_is_what_a_strategy_accepts(row: fr.Method) -> None:
 
 @rows
 def test_robust_is_what_a_robust_aggregator_accepts(row: fr.Method) -> None:
-    if properties(example(row)).robust:
+    if row.robust:
         example(row, aggregator=fr.Krum(1))
     else:
         with pytest.raises(ValueError, match=r"aggregator=Krum\(.*\) does not reach"):
             example(row, aggregator=fr.Krum(1))
 
 
-# derived columns
+class MeanGrid(fr.InProcessGrid):
+    """Gives the server the clients' mean in place of each one's arrays."""
+
+    def pull_messages(self, message_ids: Any) -> Any:
+        replies = list(super().pull_messages(message_ids))
+        slots = [[*r.content.array_records.values()] for r in replies]
+        for records in zip(*slots, strict=True):
+            for key in records[0]:
+                each = [record[key].numpy() for record in records]
+                if each[0].dtype.kind == "f":
+                    for record in records:
+                        record[key] = Array(np.asarray(np.mean(each, axis=0, dtype=each[0].dtype)))
+        return replies
 
 
-@dataclass(frozen=True)
-class Sums(Term, Folds, Checks):
-    """Each client sends its update again; the server adds them up, one at a time."""
+@cache
+def unequal(name: str, grid: type[fr.InProcessGrid]) -> tuple[Mapping[str, Any], bool]:
+    """The global model of clients with as many examples but not steps; whether uploads were held."""
+    held = []
 
-    name: ClassVar[str] = "sums"
+    def check(self: Chain, upload: Any, *more: Any, **kwargs: Any) -> None:
+        folding = {t.name for t in self.terms if isinstance(t, Folds)}
+        held.extend(term for term, slot in upload.items() if slot and term not in folding)
+        original(self, upload, *more, **kwargs)
 
-    def finish(self, delta: Any, ctx: Any) -> Any:
-        return delta, dict(delta), {}
+    strategy, original = example(fr.METHODS[name], fraction_evaluate=0.0), Chain.check
+    g = torch.Generator().manual_seed(1)
+    data = [
+        [(torch.randn(12 // n, 400, generator=g, dtype=torch.float64), torch.arange(12 // n) % 2)]
+        * n
+        for n in (1, 2, 3, 4)
+    ]
+    client = client_class(strategy)
 
-    def check(self, upload: Any, params: Any, server: Any) -> None: ...
+    def client_fn(context: Any) -> Any:
+        mine = data[context.node_config["partition-id"]]
+        return client(Net().double(), mine, mine, device="cpu")
 
-    def adds(self, key: str) -> bool:
-        return True
-
-    def fold(self, acc: Any, pid: int, delta: Any, upload: Any, weight: float, ctx: Any) -> Any:
-        return {n: acc.get(n, 0.0) + np.asarray(a) for n, a in upload.items()}
-
-    def update(self, server: Any, delta: Any, uploads: Any, ctx: Any) -> Any:
-        return uploads, delta
-
-
-class Unsaid(Sums):
-    """It does not say what it adds up."""
-
-    adds = None  # type: ignore[assignment]
-
-
-class Squares(Sums, Folds):
-    """It adds up squares instead: the server needs each client's own."""
-
-    name: ClassVar[str] = "squares"
-
-    def fold(self, acc: Any, pid: int, delta: Any, upload: Any, weight: float, ctx: Any) -> Any:
-        return {n: acc.get(n, 0.0) + np.asarray(a) ** 2 for n, a in upload.items()}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Chain, "check", check)
+        strategy.start(
+            grid=grid(fr.client_app(client_fn), 4),
+            initial_arrays=ArrayRecord(Net().double().state_dict()),
+            num_rounds=2,
+            train_config=ConfigRecord({"lr": 0.1, "local-epochs": 1}),
+        )
+    return {n: a.numpy() for n, a in strategy.arrays.items()}, bool(held)
 
 
-@dataclass(frozen=True)
-class Scalar(Term, Checks):
-    """Each client sends one number, which the server keeps by client."""
-
-    name: ClassVar[str] = "scalar"
-
-    def finish(self, delta: Any, ctx: Any) -> Any:
-        return delta, {"n": torch.ones(())}, {"n": torch.ones(())}
-
-    def check(self, upload: Any, params: Any, server: Any) -> None: ...
-
-    def update(self, server: Any, delta: Any, uploads: Any, ctx: Any) -> Any:
-        return {str(k): u["n"] * k for k, u in uploads.items()}, delta
+@rows
+def test_the_server_needs_only_sums_if_a_row_says_so(row: fr.Method) -> None:
+    if row.name == "EFL":  # codes have no mean
+        assert not row.secure_aggregation
+        return
+    expected, _ = unequal(row.name, fr.InProcessGrid)
+    got, _ = unequal(row.name, MeanGrid)
+    off = max(np.abs(got[n] - a).max() for n, a in expected.items())
+    assert (off < 1e-9) == row.secure_aggregation, off
 
 
-@dataclass(frozen=True)
-class Equal(Term, Weighs):
-    """It weighs all clients alike."""
-
-    name: ClassVar[str] = "equal"
-
-    def weigh(self, weights: Any, uploads: Any, ctx: Any) -> Any:
-        return {k: 1 / len(weights) for k in weights}
+@rows
+def test_the_server_holds_no_cohorts_uploads_if_a_row_says_so(row: fr.Method) -> None:
+    _, held = unequal(row.name, fr.InProcessGrid)
+    assert row.streams == (not held)
 
 
-ALL = {"stateless", "streams", "stacks", "secure_aggregation", "central_dp", "robust"}
-
-
-@pytest.mark.parametrize(
-    ("term", "lacks"),
-    [
-        (fr.FirstOrder(1.0), set()),
-        (Sums(), {"central_dp"}),
-        (Unsaid(), {"central_dp", "robust"}),
-        (Squares(), {"central_dp", "secure_aggregation"}),
-        (Scalar(), {"stateless", "streams", "central_dp", "robust", "secure_aggregation"}),
-        (Equal(), {"central_dp", "secure_aggregation"}),
-        (fr.LocalBatchNorm(), {"stateless"}),
-        (fr.EmbeddedMomentum(0.5, 0.5, local_momentum=0.5), set()),
-        (fr.SparseTernary(0.1), {"stateless", "secure_aggregation"}),
-        (fr.SparseTernary(None, 0.1), {"stateless", "stacks"}),
-        (fr.Elastic(1.0), {"central_dp", "secure_aggregation"}),
-        (fr.Elastic(0.0), set()),
-        (fr.Elastic(1.0, sums_bits=16), {"central_dp", "secure_aggregation"}),
-        (
-            fr.Elastic(1.0, sums_every=2, sums_density=0.1),
-            {"stateless", "central_dp", "secure_aggregation"},
-        ),
-        (fr.FeatureTable(0.1), {"streams", "secure_aggregation", "central_dp"}),
-        (fr.LeaveOneOutMean(0.1), {"streams", "secure_aggregation", "central_dp"}),
-        (fr.LeaveOneOutMean(0.1, sum_only=True), {"streams", "central_dp", "robust"}),
-    ],
-    ids=lambda x: x.name if isinstance(x, Term) else "",
-)
-def test_properties_follow_from_the_hooks(term: Term, lacks: set[str]) -> None:
-    found = vars(properties(RegStrategy([term])))
-    assert {name for name, holds in found.items() if holds} == ALL - lacks
-
-
-def test_a_layer_that_a_term_names_is_there_in_the_trial() -> None:
-    """At any depth: properties are asked of a strategy whose model is not known."""
-    found = [properties(fr.MOON(projection=layer)) for layer in ("encoder.head.2", "0", "body")]
-    assert found == [properties(fr.MOON())] * 3
-
-
-def test_scaled_incomplete_clients_need_each_clients_steps() -> None:
-    found = properties(fr.FedAvg(incomplete="scale"))
-    assert not found.secure_aggregation
-    assert not found.central_dp
+@pytest.mark.parametrize("name", ["EFL", "FedAdam", "FedDyn", "Mime"])
+def test_a_cohort_runs_as_one_if_a_row_says_so(name: str) -> None:
+    strategy = example(fr.METHODS[name])
+    data = [[(torch.zeros(4, 400), torch.arange(4) % 2)] * 2] * 2
+    client = client_class(strategy)
+    app = fr.client_app(lambda c: client(Net(), data[0], data[0], device="cpu"))
+    grid = fr.StackedGrid(app, 2)
+    strategy.start(
+        grid=grid,
+        initial_arrays=ArrayRecord(Net().state_dict()),
+        num_rounds=2,
+        train_config=ConfigRecord({"lr": 0.1, "local-epochs": 1}),
+    )
+    assert fr.METHODS[name].stacks == (not grid.fallbacks)
 
 
 # the tables

@@ -1,4 +1,4 @@
-"""APFL. METHODS.md "Comparators"; Deng, Kamani, Mahdavi 2020, "Adaptive personalized federated learning".
+"""APFL. Deng, Kamani, Mahdavi 2020, "Adaptive personalized federated learning".
 
 Alg. 1 ("Local Descent APFL"), with v for the copy of the global model, u for the client's own, and
 ``mixed = a u + (1 - a) v``. On one batch, a local step is::
@@ -16,7 +16,7 @@ next step. It is clipped to [0, 1], where the paper seeks it.
 to u: by the chain rule ``a grad f(mixed)``. The paper's analysis has it so: there the mixed model moves by
 ``- a^2 eta grad f(mixed) - (1 - a) eta grad f(v)``. ``chain=False`` leaves the factor out.
 
-**How often a is learnt.** METHODS.md does not say, and the paper's text speaks of every communication
+**How often a is learnt.** The paper's text speaks of every communication
 round: ``every="step"``, with every batch, or ``"round"``, with the first batch of a round alone.
 """
 

@@ -1,4 +1,4 @@
-"""FedAvg's rounds around another client: METHODS.md "FedAvg", for oracles whose server is FedAvg's."""
+"""FedAvg's rounds around another client, for oracles whose server is FedAvg's."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,6 +1,6 @@
 """FedADC+: FedADC with self-confidence knowledge distillation.
 
-METHODS.md "FedADC+"; fedadc.txt Sec. III, Eqs. 6-9, and Alg. 3 for the rounds.
+Ozfatura et al. 2021, Sec. III, Eqs. 6-9, and Alg. 3 for the rounds.
 """
 
 import math
@@ -58,7 +58,7 @@ def loss_and_gradient(
                 kl -= p_hat[b, i] * (log_p[b, i] - math.log(p_hat[b, i]))
     ce /= size
     kl /= size
-    value = (1.0 - lam) * ce + lam * temperature**2 * kl  # Eq. 7, with METHODS.md's T^2
+    value = (1.0 - lam) * ce + lam * temperature**2 * kl  # Eq. 7, with the T^2 of CS-KD
 
     # d CE/dz = q - onehot(y);  d KL/dz = (p - p_hat) / T, as sum_i p_hat_i = 1;  both / B
     g = np.zeros_like(z)
@@ -105,7 +105,7 @@ def fedadc_plus(
         eta = lr(t)
         cohort = list(range(len(clients))) if cohorts is None else cohorts[t - 1]
 
-        # Aggregation weights p_k, normalised over the cohort (METHODS.md, Notation).
+        # Aggregation weights p_k, normalised over the cohort.
         if weighting == "num-examples":
             n = [sum(len(y) for _, y in clients[k]) for k in cohort]
             p = [n_k / sum(n) for n_k in n]
@@ -122,7 +122,7 @@ def fedadc_plus(
                     counts[label] += 1.0
             steps = epochs * len(batches) if local_steps is None else local_steps  # K_k
             v = {name: value.copy() for name, value in w_t.items()}  # Alg. 3 line 4
-            # line 5, H being the client's own number of steps K_k (METHODS.md)
+            # line 5, H being the client's own number of steps K_k
             m_bar = {name: beta_local * m_t[name] / steps for name in v}
             for step in range(steps):  # line 6
                 x, y = batches[step % len(batches)]

@@ -1,4 +1,4 @@
-"""Ditto. METHODS.md "Comparators"; Li, Hu, Beirami, Smith 2021, Alg. 1, beside FedAvg or FedProx.
+"""Ditto. Li, Hu, Beirami, Smith 2021, Alg. 1, beside FedAvg or FedProx.
 
 The paper is "Ditto: fair and robust federated learning through personalization".
 """

@@ -1,6 +1,6 @@
-"""EFL. METHODS.md "EFL" and "Notation"; efl.txt Alg. 1-2, Eqs. 2-6 and Sec. 4.2.
+"""EFL. Ma et al. 2021, Alg. 1-2, Eqs. 2-6 and Sec. 4.2.
 
-METHODS.md rules where the paper's boxes differ: ST picks by |T| (Alg. 2 thresholds T), and the
+Where the paper's boxes differ from its text: ST picks by |T| (Alg. 2 thresholds T), and the
 server moves by ST(D), what it sends (Alg. 1 and Eq. 6 move by D and keep the residual of it too).
 """
 
@@ -112,7 +112,7 @@ def efl(
 ) -> list[Params]:
     """Return the global model after each round; the first eight arguments as in ``fedavg``.
 
-    ``implicit`` divides the local gradient by 1 + eta lam U (METHODS.md). ``density_up`` and
+    ``implicit`` divides the local gradient by 1 + eta lam U. ``density_up`` and
     ``density_down`` are q of ST at the clients and at the server; None sends as
     it is and keeps no residual. ``steps_done[t - 1]`` maps a client to s_k, the number of its E
     steps that it finished in round t: all of them where it is not named, and with 0 it is left out
@@ -147,7 +147,7 @@ def efl(
         if not used:
             raise ValueError(f"round {t}: no client finished a step")
 
-        # p_k, normalised over the clients whose reply is used (METHODS.md, Notation).
+        # p_k, normalised over the clients whose reply is used.
         if weighting == "num-examples":
             n = [sum(len(y) for _, y in clients[k]) for k in used]
             p = [n_k / sum(n) for n_k in n]
@@ -204,7 +204,7 @@ def efl(
             moved = compress(delta, density_down)
             residual_server = {name: delta[name] - moved[name] for name in w_t}  # R = D - ST(D)
             delta = moved
-        w_t = {name: w_t[name] + delta[name] for name in w_t}  # METHODS.md: w <- w + ST(D)
+        w_t = {name: w_t[name] + delta[name] for name in w_t}  # w <- w + ST(D)
 
         history.append(w_t)
         if (t - 1) % sums_every:

@@ -1,4 +1,4 @@
-"""FedADC. METHODS.md "FedADC"; fedadc.txt Alg. 3 (red, blue) and Alg. 4 (double momentum)."""
+"""FedADC. Ozfatura et al. 2021, Alg. 3 (red, blue) and Alg. 4 (double momentum)."""
 
 from collections.abc import Callable
 
@@ -27,9 +27,9 @@ def fedadc(
 ) -> list[Params]:
     """Return the global model after each round; the first eight arguments as in ``fedavg``.
 
-    ``steps_done``: for each round, the clients whose step budget ends before their E steps (METHODS.md,
-    "Incomplete clients and momentum"): their momentum is divided by the budget under "average", by E
-    under "scale", where their change weighs E / s_k times as much.
+    ``steps_done``: for each round, the clients whose step budget ends before their E steps: their
+    momentum is divided by the budget under "average", by E under "scale", where their change weighs
+    E / s_k times as much.
 
     ``variant``: "nesterov" (Alg. 3, red) or "heavy-ball" (Alg. 3, blue). With ``local_momentum``
     (phi) the round is Alg. 4's instead: ``variant`` and ``beta_global`` then have no part, as
@@ -46,7 +46,7 @@ def fedadc(
         eta = lr(t)
         cohort = list(range(len(clients))) if cohorts is None else cohorts[t - 1]
 
-        # Aggregation weights p_k, normalised over the cohort (METHODS.md, Notation).
+        # Aggregation weights p_k, normalised over the cohort.
         if weighting == "num-examples":
             n = [sum(len(y) for _, y in clients[k]) for k in cohort]
             p = [n_k / sum(n) for n_k in n]
@@ -59,7 +59,7 @@ def fedadc(
             planned = epochs * len(batches) if local_steps is None else local_steps  # E
             steps = planned if steps_done is None else steps_done[t - 1].get(k, planned)  # K_k
             v = {name: value.copy() for name, value in w_t.items()}  # Alg. 3 line 4
-            # line 5, H being the client's own number of steps K_k, or E (METHODS.md)
+            # line 5, H being the client's own number of steps K_k, or E
             divisor = planned if incomplete == "scale" else steps
             if incomplete == "scale":
                 p[i] = p[i] * planned / steps

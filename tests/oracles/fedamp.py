@@ -1,4 +1,4 @@
-"""FedAMP. METHODS.md "Comparators"; Huang et al. 2021, Alg. 1.
+"""FedAMP. Huang et al. 2021, Alg. 1.
 
 The paper is "Personalized cross-silo federated learning on non-IID data". With v_k client k's model,
 ``u_k = (1 - sum_{j != k} xi_kj) v_k + sum_{j != k} xi_kj v_j``, ``xi_kj = alpha A'(|v_k - v_j|^2)``,

@@ -1,4 +1,4 @@
-"""FedAvg. METHODS.md "FedAvg"; field-guide.txt Eq. 3 and Alg. 1; fedadc.txt Alg. 1."""
+"""FedAvg. Wang et al. 2021 (the field guide), Eq. 3 and Alg. 1; Ozfatura et al. 2021, Alg. 1."""
 
 from collections.abc import Callable
 
@@ -29,7 +29,7 @@ def fedavg(
         eta = lr(t)
         cohort = list(range(len(clients))) if cohorts is None else cohorts[t - 1]
 
-        # Aggregation weights p_k, normalised over the cohort (METHODS.md, Notation).
+        # Aggregation weights p_k, normalised over the cohort.
         if weighting == "num-examples":
             n = [sum(len(y) for _, y in clients[k]) for k in cohort]
             p = [n_k / sum(n) for n_k in n]

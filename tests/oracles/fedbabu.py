@@ -1,4 +1,4 @@
-"""FedBABU. METHODS.md "Comparators"; Oh, Kim, Yun 2022, Alg. 1.
+"""FedBABU. Oh, Kim, Yun 2022, Alg. 1.
 
 The paper is "FedBABU: toward enhanced representation for federated image classification". Clients train the
 body alone: the output layer stays the initial model's. At evaluation, a client fine-tunes the global model.

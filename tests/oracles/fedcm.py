@@ -1,4 +1,4 @@
-"""FedCM. METHODS.md "Comparators"; Xu et al. 2021, Alg. 2.
+"""FedCM. Xu et al. 2021, Alg. 2.
 
 ``v -= eta (alpha grad f + (1 - alpha) D_t)``, D_t the last global step as a gradient of one local step.
 """

@@ -1,4 +1,4 @@
-"""FedCurv. METHODS.md "FedCurv" under "EFL"; Shoham et al. 2019, Eqs. 4-6."""
+"""FedCurv. Shoham et al. 2019, Eqs. 4-6."""
 
 from collections.abc import Callable
 
@@ -25,7 +25,7 @@ def fedcurv(
 ) -> list[Params]:
     """Return the global model after each round; the first eight arguments as in ``fedavg``.
 
-    ``implicit`` divides the local gradient by 1 + 2 eta lam (U - u_k) (METHODS.md).
+    ``implicit`` divides the local gradient by 1 + 2 eta lam (U - u_k).
 
     ``cohorts`` are the clients whose replies are used: what others compute changes nothing. The
     clients of ``lost[t - 1]`` have lost what they kept before round t. ``float32_fisher`` rounds
@@ -42,7 +42,7 @@ def fedcurv(
         eta = lr(t)
         cohort = list(range(len(clients))) if cohorts is None else cohorts[t - 1]
 
-        # p_k, normalised over the clients whose reply is used (METHODS.md, Notation).
+        # p_k, normalised over the clients whose reply is used.
         if weighting == "num-examples":
             n = [sum(len(y) for _, y in clients[k]) for k in cohort]
             p = [n_k / sum(n) for n_k in n]

@@ -1,4 +1,4 @@
-"""FedDyn. METHODS.md "Comparators"; Acar et al. 2021, Alg. 1.
+"""FedDyn. Acar et al. 2021, Alg. 1.
 
 The paper's local objective is ``f_k(v) - <h_k, v> + alpha/2 |v - w_t|^2``, h_k being its gradient of the
 client's loss at the end of the client's last turn. It is followed by SGD here, not minimised exactly.

@@ -1,4 +1,4 @@
-"""FedExP. METHODS.md "Comparators"; Jhunjhunwala et al. 2023, Alg. 1.
+"""FedExP. Jhunjhunwala et al. 2023, Alg. 1.
 
 ``eta_g = max(1, sum |D_k|^2 / (2 M (|D|^2 + eps)))`` over the M replies, D their mean; then
 ``w_{t+1} = w_t + eta_g D``. With weights p_k of their own, sum_k p_k |D_k|^2 takes the place of the mean.

@@ -1,4 +1,4 @@
-"""FedFOR. METHODS.md "FedFOR"; fedfor.txt Eqs. 4-7 and Alg. 1 (formulas lost in the text)."""
+"""FedFOR. Tian et al. 2022, Eqs. 4-7 and Alg. 1 (formulas lost in the text)."""
 
 from collections.abc import Callable
 
@@ -23,7 +23,7 @@ def fedfor(
 ) -> list[Params]:
     """Return the global model after each round; arguments as in ``fedavg``, ``alpha`` >= 0.
 
-    ``alpha`` None is METHODS.md's default, 2 (1 - m) / K_k. ``momentum`` is m, of the clients' heavy-ball
+    ``alpha`` None is the default, 2 (1 - m) / K_k. ``momentum`` is m, of the clients' heavy-ball
     SGD, fresh each round; ``max_steps[k]`` is the step budget of client k, known beforehand.
     """
     if weighting not in ("num-examples", "uniform"):
@@ -35,7 +35,7 @@ def fedfor(
         eta = lr(t)
         cohort = list(range(len(clients))) if cohorts is None else cohorts[t - 1]
 
-        # Aggregation weights p_k, normalised over the cohort (METHODS.md, Notation).
+        # Aggregation weights p_k, normalised over the cohort.
         if weighting == "num-examples":
             n = [sum(len(y) for _, y in clients[k]) for k in cohort]
             p = [n_k / sum(n) for n_k in n]

@@ -1,4 +1,4 @@
-"""FedGKD. METHODS.md "Comparators"; Yao et al. 2021.
+"""FedGKD. Yao et al. 2021.
 
 The paper is "Local-global knowledge distillation in heterogeneous federated learning with non-IID data".
 The local loss is ``CE + (gamma/2) T^2 KL(teacher || student)``.

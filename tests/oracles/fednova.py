@@ -1,4 +1,4 @@
-"""FedNova. METHODS.md "Comparators"; Wang et al. 2020, Sec. 4 ("normalized averaging").
+"""FedNova. Wang et al. 2020, Sec. 4 ("normalized averaging").
 
 A client's change is ``-eta G_k a_k``: its gradients in the columns of G_k, times what each counts in the
 end. The server takes ``tau_eff = sum p_k |a_k|_1`` times the mean of the changes over |a_k|_1.

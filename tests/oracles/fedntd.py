@@ -1,4 +1,4 @@
-"""FedNTD. METHODS.md "Comparators"; Lee et al. 2022, Alg. 1.
+"""FedNTD. Lee et al. 2022, Alg. 1.
 
 The paper is "Preservation of the global knowledge by not-true distillation in federated learning". The
 local loss is ``CE + beta L_NTD``.

@@ -1,6 +1,6 @@
 """Server optimisers over FedAvg's clients: SGD, FedAvgM, FedAdagrad, FedAdam, FedYogi.
 
-METHODS.md "FedAvg / generalised FedAvg"; field-guide.txt Alg. 1; Reddi et al., "Adaptive Federated
+Wang et al. 2021 (the field guide), Alg. 1; Reddi et al., "Adaptive Federated
 Optimization" (arXiv 2003.00295), Alg. 2. That paper has two readings of its second moment, which
 differ when beta1 > 0 (see ``second_moment`` below).
 """
@@ -55,7 +55,7 @@ def fedopt(
         eta = lr(t)
         cohort = list(range(len(clients))) if cohorts is None else cohorts[t - 1]
 
-        # Aggregation weights p_k, normalised over the cohort (METHODS.md, Notation).
+        # Aggregation weights p_k, normalised over the cohort.
         if weighting == "num-examples":
             n = [sum(len(y) for _, y in clients[k]) for k in cohort]
             p = [n_k / sum(n) for n_k in n]

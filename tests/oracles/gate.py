@@ -1,4 +1,4 @@
-"""VRL-SGD and FedGATE. METHODS.md "Comparators"; Liang et al. 2019, Alg. 1; Haddadpour et al. 2021, Alg. 2.
+"""VRL-SGD and FedGATE. Liang et al. 2019, Alg. 1; Haddadpour et al. 2021, Alg. 2.
 
 FedGATE without compression: VRL-SGD with a step size of the server, after what the clients follow.
 """

@@ -1,6 +1,6 @@
 """FedLC and FedRS: cross-entropies of logits that a client's own label counts change.
 
-METHODS.md "Comparators"; Zhang et al. 2022, "Federated learning with label distribution skew via logits
+Zhang et al. 2022, "Federated learning with label distribution skew via logits
 calibration" (FedLC), and Li, Zhan 2021, "FedRS: federated learning with restricted softmax for label
 distribution non-IID data". The counts n_c are of all the client's examples.
 """

@@ -1,4 +1,4 @@
-"""Mime and MimeLite. METHODS.md "Comparators"; Karimireddy et al. 2021, the boxes of both, base SGDm.
+"""Mime and MimeLite. Karimireddy et al. 2021, the boxes of both, base SGDm.
 
 The server's statistics are the momentum m, which starts at 0 and stays as it is during a round:
 ``v -= eta ((1 - beta) g + beta m)``, then ``m <- (1 - beta) c + beta m`` once, on the server.

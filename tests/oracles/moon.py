@@ -1,4 +1,4 @@
-"""MOON. METHODS.md "Comparators"; Li, He, Song 2021, "Model-contrastive federated learning", Alg. 1.
+"""MOON. Li, He, Song 2021, "Model-contrastive federated learning", Alg. 1.
 
 The local loss is ``CE + mu l_con``, ``l_con = -log(e^{s_g/tau} / (e^{s_g/tau} + e^{s_p/tau}))``, the mean
 over the batch; s_g and s_p are the cosines of z, a layer's output, with that of the global model w_t and

@@ -1,4 +1,4 @@
-"""Several terms at once: METHODS.md's formulas for each, in one plain loop.
+"""Several terms at once: the formulas of each, in one plain loop.
 
 Every line names its method's oracle or equation; what is not asked for is left out of the loop.
 """

@@ -1,4 +1,4 @@
-"""q-FedAvg. METHODS.md "Comparators"; Li et al. 2020, Alg. 2, with L = 1/eta.
+"""q-FedAvg. Li et al. 2020, Alg. 2, with L = 1/eta.
 
 ``Dw_k = L (w_t - v_k)``, ``D_k = F_k^q Dw_k``, ``h_k = q F_k^(q-1) |Dw_k|^2 + L F_k^q``, and the server
 takes ``w_{t+1} = w_t - sum D_k / sum h_k``, with F_k the client's mean loss at w_t.

@@ -1,4 +1,4 @@
-"""rFedAvg and rFedAvg+. METHODS.md "rFedAvg, rFedAvg+"; rfedavg.txt Eqs. 2-5, Alg. 1 and Alg. 2.
+"""rFedAvg and rFedAvg+. Wang, Tong et al. 2023, Eqs. 2-5, Alg. 1 and Alg. 2.
 
 The regulariser acts on phi = tanh(x W1' + b1), the input of the output layer. On each batch it
 takes phi_bar, the batch mean of phi; the deltas it is compared with are constants.
@@ -59,13 +59,13 @@ def rfedavg(
     if weighting not in ("num-examples", "uniform"):
         raise ValueError(weighting)
     w_t = {name: value.copy() for name, value in w.items()}
-    table: dict[int, np.ndarray] = {}  # Alg. 1 line 1; METHODS.md: empty until a client replies
+    table: dict[int, np.ndarray] = {}  # Alg. 1 line 1; empty until a client replies
     history = []
     for t in range(1, rounds + 1):  # line 2
         eta = lr(t)
         cohort = list(range(len(clients))) if cohorts is None else cohorts[t - 1]
 
-        # Aggregation weights p_k, normalised over the cohort (METHODS.md, Notation).
+        # Aggregation weights p_k, normalised over the cohort.
         if weighting == "num-examples":
             n = [sum(len(y) for _, y in clients[k]) for k in cohort]
             p = [n_k / sum(n) for n_k in n]
@@ -89,7 +89,7 @@ def rfedavg(
                     grad = {name: grad[name] + lam / len(others) * d_distance[name] for name in v}
                 v = {name: v[name] - eta * grad[name] for name in v}  # line 9
             models.append(v)  # line 11
-            # lines 10 and 11, with the final local model v_k (METHODS.md)
+            # lines 10 and 11, with the final local model v_k
             replies[k] = delta(v, batches)
 
         # line 12: w <- sum_k p_k v_k
@@ -128,7 +128,7 @@ def rfedavg_plus(
         eta = lr(t)
         cohort = list(range(len(clients))) if cohorts is None else cohorts[t - 1]
 
-        # Aggregation weights p_k, normalised over the cohort (METHODS.md, Notation).
+        # Aggregation weights p_k, normalised over the cohort.
         if weighting == "num-examples":
             n = [sum(len(y) for _, y in clients[k]) for k in cohort]
             p = [n_k / sum(n) for n_k in n]

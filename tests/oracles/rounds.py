@@ -78,7 +78,7 @@ class Round:
 
 
 def weights_of(clients: list[Client], used: list[int], weighting: str) -> dict[int, float]:
-    """Return p_k, normalised over the clients of ``used`` (METHODS.md, Notation)."""
+    """Return p_k, normalised over the clients of ``used``."""
     if weighting not in ("num-examples", "uniform"):
         raise ValueError(weighting)
     n = {k: float(examples(clients[k])) if weighting == "num-examples" else 1.0 for k in used}

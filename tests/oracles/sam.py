@@ -1,4 +1,4 @@
-"""FedSAM and FedLESAM. METHODS.md "Comparators"; Qu et al. 2022, Alg. 1; Fan et al. 2024, Alg. 1.
+"""FedSAM and FedLESAM. Qu et al. 2022, Alg. 1; Fan et al. 2024, Alg. 1.
 
 Both take each gradient at ``v + rho d/|d|`` on the same batch: d is that batch's gradient at v in FedSAM,
 and ``w_old - w_t`` in FedLESAM. Where d is 0 or missing the gradient is taken at v.

@@ -1,4 +1,4 @@
-"""SCAFFOLD. METHODS.md "Comparators"; Karimireddy et al. 2020, Alg. 1."""
+"""SCAFFOLD. Karimireddy et al. 2020, Alg. 1."""
 
 from collections.abc import Callable
 

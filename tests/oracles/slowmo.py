@@ -1,4 +1,4 @@
-"""SlowMo. METHODS.md "FedADC" (its last line); fedadc.txt Alg. 2."""
+"""SlowMo. Ozfatura et al. 2021, Alg. 2."""
 
 from collections.abc import Callable
 
@@ -30,7 +30,7 @@ def slowmo(
         eta = lr(t)
         cohort = list(range(len(clients))) if cohorts is None else cohorts[t - 1]
 
-        # Aggregation weights p_k, normalised over the cohort (METHODS.md, Notation).
+        # Aggregation weights p_k, normalised over the cohort.
         if weighting == "num-examples":
             n = [sum(len(y) for _, y in clients[k]) for k in cohort]
             p = [n_k / sum(n) for n_k in n]

@@ -110,9 +110,9 @@ def asked_panels(card: Card, text: str) -> list[Panel]:
 def with_methods(card: Card, text: str) -> Card:
     """Return the card with these methods alone: its own by their names there, any other as a call."""
     rows: list[Row] = []
-    own = [row.name for row in card.rows]
-    for piece in rejoined([piece for _, piece in pieces(text, ",;")], own) or [text]:
-        labels = [piece] if piece in own else parse_methods(piece)
+    names = [row.name for row in card.rows]
+    for piece in rejoined([piece for _, piece in pieces(text, ",;")], names) or [text]:
+        labels = [piece] if piece in names else parse_methods(piece)
         for label in labels:
             meant = [r for r in card.rows if label in (r.name, r.label)] or [Row(label, label)]
             rows += [r for r in meant if r not in rows]

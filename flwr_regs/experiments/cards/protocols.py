@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from importlib.resources import files
@@ -23,7 +23,7 @@ from flwr_regs.experiments.partition.partitions import PARTITIONS
 from flwr_regs.experiments.report import metrics
 from flwr_regs.experiments.run.tuning import FIXED, Bench, Space
 from flwr_regs.experiments.settings import build, settings
-from flwr_regs.experiments.settings.calls import Call, parse_methods
+from flwr_regs.experiments.settings.calls import parse_methods
 from flwr_regs.wire.config import nearest
 
 FOLDER = files("flwr_regs.experiments") / "cards"
@@ -157,8 +157,8 @@ class Card:
             raise ValueError(
                 f"card '{self.name}' has no setting '{level}', only {' and '.join(self.levels)}"
             )
-        found = {**self.settings, **panel.settings}
-        return found if level == self.setting else {**found, **self.reduced, **panel.reduced}
+        paper = {**self.settings, **panel.settings}
+        return paper if level == self.setting else {**paper, **self.reduced, **panel.reduced}
 
     def bench(self, panel: Panel, level: str = "", given: Mapping[str, Any] | None = None) -> Bench:
         """Return the tuned comparison of a panel.
@@ -234,9 +234,9 @@ class Card:
 
 def names() -> list[str]:
     """Return the names of the package's cards, in order of source, tables and figures."""
-    found = [p.name.removesuffix(".toml") for p in FOLDER.iterdir() if p.name.endswith(".toml")]
+    stems = [p.name.removesuffix(".toml") for p in FOLDER.iterdir() if p.name.endswith(".toml")]
     return sorted(
-        found, key=lambda n: [int(p) if p.isdigit() else p for p in re.split(r"(\d+)", n)]
+        stems, key=lambda n: [int(p) if p.isdigit() else p for p in re.split(r"(\d+)", n)]
     )
 
 
@@ -246,85 +246,83 @@ def load(name: str) -> Card:
     Raises ValueError if there is none, or if it is wrong; the message has the card, the key and what was
     expected.
     """
-    own = name.endswith(".toml")
-    if own and not Path(name).expanduser().is_file():
+    path = Path(name).expanduser()
+    is_path = path.suffix == ".toml"
+    if is_path and not path.is_file():
         raise ValueError(f"there is no card at {name}")
-    if not own and name not in names():
+    if not is_path and name not in names():
         raise ValueError(
             f"there is no card '{name}'{nearest(name, names())} (`flwr-regs protocols` shows all; your own "
             "is a path that ends in .toml)"
         )
-    path = Path(name).expanduser() if own else FOLDER / f"{name}.toml"
+    file = path if is_path else FOLDER / f"{name}.toml"
     try:
-        return read(path.read_text(encoding="utf-8"), Path(name).stem if own else name)
+        return read(file.read_text(encoding="utf-8"), path.stem if is_path else name)
     except ValueError as error:
         raise ValueError(f"card '{name}': {error}") from error
 
 
 def read(text: str, name: str) -> Card:
     """Return the card of a TOML text; ValueError that says which key is wrong."""
-    found = tomllib.loads(text)
-    _known(found, KEYS, "")
-    if base := found.get("extends"):
-        found = _extended(found, _text(base, "extends"))
-    elif "pick" in found:
+    given = tomllib.loads(text)
+    _known(given, KEYS)
+    if base := given.get("extends"):
+        given = _extended(given, _text(base, "extends"))
+    elif "pick" in given:
         raise ValueError("'pick' goes with 'extends' alone: it takes panels of another card")
     for key in NEEDED:
-        if key not in found:
+        if key not in given:
             raise ValueError(f"it lacks '{key}': {KEYS[key]}")
-    if found["setting"] not in LEVELS:
-        raise ValueError(f"'setting' must be one of {', '.join(LEVELS)}, not {found['setting']!r}")
-    panels = tuple(_panel(p, i) for i, p in enumerate(found.get("panels", [{}]), 1))
+    if given["setting"] not in LEVELS:
+        raise ValueError(f"'setting' must be one of {', '.join(LEVELS)}, not {given['setting']!r}")
+    trials = given.get("trials", 8)
+    if type(trials) is not int or trials < 1:
+        raise ValueError(f"'trials' must be a whole number of at least 1, not {trials!r}")
+    hashes = _table(given.get("hashes", {}), "hashes")
     card = Card(
         name=name,
-        **{key: _text(found[key], key) for key in ("title", "source", "where", "setting")},
-        metrics=_texts(found["metrics"], "metrics"),
-        settings=_settings(found["settings"], "settings"),
-        rows=tuple(_row(n, m) for n, m in found["methods"].items()),
-        panels=panels,
-        reduced=_settings(found.get("reduced", {}), "reduced"),
-        tune=_texts(found.get("tune", []), "tune"),
-        trials=_count(found.get("trials", 8), "trials"),
-        seeds=_numbers(found.get("seeds", [1, 2, 3]), "seeds"),
-        tuning_seeds=_numbers(found.get("tuning-seeds", [101]), "tuning-seeds"),
-        departures=_texts(found.get("departures", []), "departures"),
-        hashes={k: _text(v, k) for k, v in _table(found.get("hashes", {}), "hashes").items()},
+        **{key: _text(given[key], key) for key in ("title", "source", "where", "setting")},
+        metrics=_texts(given["metrics"], "metrics"),
+        settings=_settings(given["settings"], "settings"),
+        rows=tuple(_row(n, method) for n, method in given["methods"].items()),
+        panels=tuple(_panel(p, i) for i, p in enumerate(given.get("panels", [{}]), 1)),
+        reduced=_settings(given.get("reduced", {}), "reduced"),
+        tune=_texts(given.get("tune", []), "tune"),
+        trials=trials,
+        seeds=_numbers(given.get("seeds", [1, 2, 3]), "seeds"),
+        tuning_seeds=_numbers(given.get("tuning-seeds", [101]), "tuning-seeds"),
+        departures=_texts(given.get("departures", []), "departures"),
+        hashes={dataset: _text(value, dataset) for dataset, value in hashes.items()},
     )
     _check(card)
     return card
 
 
-def _extended(found: Mapping[str, Any], base: str) -> dict[str, Any]:
+def _extended(given: Mapping[str, Any], base: str) -> dict[str, Any]:
     """Return a card's keys with those of the card that it extends."""
     if base not in names():
         raise ValueError(f"'extends': there is no card '{base}'{nearest(base, names())}")
     under = tomllib.loads((FOLDER / f"{base}.toml").read_text(encoding="utf-8"))
     if "extends" in under:
         raise ValueError(f"'extends': card '{base}' extends another one itself")
-    picked = found.get("pick")
-    if picked is not None:
-        there = {panel["name"]: panel for panel in under["panels"]}
-        for name in _texts(picked, "pick"):
-            if name not in there:
+    if "pick" in given:
+        panels = {panel["name"]: panel for panel in under["panels"]}
+        picked = _texts(given["pick"], "pick")
+        for name in picked:
+            if name not in panels:
                 raise ValueError(
-                    f"'pick': card '{base}' has no panel '{name}'{nearest(name, there)}"
+                    f"'pick': card '{base}' has no panel '{name}'{nearest(name, panels)}"
                 )
-        under["panels"] = [there[name] for name in picked]
-        left = [name for name in there if name not in picked]
-        methods = {name: _without(left, method) for name, method in under["methods"].items()}
-        under["methods"] = {name: method for name, method in methods.items() if method}
-    merged = {**under, **found}
+        under["panels"] = [panels[name] for name in picked]
+        for name, method in [*under["methods"].items()]:
+            if not isinstance(method, str) and "panels" in method:
+                method["panels"] = [panel for panel in method["panels"] if panel in picked]
+                if not method["panels"]:
+                    del under["methods"][name]
+    merged = {**under, **given}
     for key in ("settings", "reduced"):
-        merged[key] = {**under.get(key, {}), **found.get(key, {})}
+        merged[key] = {**under.get(key, {}), **given.get(key, {})}
     return merged
-
-
-def _without(left: Sequence[str], method: Any) -> Any:
-    """Return a card's method without these panels; None where it has no other."""
-    if isinstance(method, str) or "panels" not in method:
-        return method
-    panels = [name for name in method["panels"] if name not in left]
-    return {**method, "panels": panels} if panels else None
 
 
 def _check(card: Card) -> None:
@@ -334,8 +332,6 @@ def _check(card: Card) -> None:
     for key in card.metrics:
         if key not in metrics.METRICS:
             raise ValueError(f"'metrics': there is no '{key}'{nearest(key, metrics.METRICS)}")
-    if card.trials < 1:
-        raise ValueError("'trials' must be at least 1, not 0")
     titles = [panel.name for panel in card.panels]
     if len({*titles}) < len(titles):
         raise ValueError(f"'panels': two have one name: {', '.join(titles)}")
@@ -346,59 +342,61 @@ def _check(card: Card) -> None:
         if not row.panels and labels.setdefault(row.label, row.name) != row.name:
             raise ValueError(f"'methods': {row.name} and {labels[row.label]} are one call")
     for panel in card.panels:
-        if not (rows := card.rows_of(panel)):
+        if not (known := [row.name for row in card.rows_of(panel)]):
             raise ValueError(f"panel '{panel.name}' has no method")
         for metric, values in panel.reports.items():
             where = f"panel '{panel.name}', 'reports'"
             if metric not in metrics.METRICS:
                 raise ValueError(f"{where}: no metric '{metric}'{nearest(metric, metrics.METRICS)}")
             for name, value in values.items():
-                if name not in (known := [row.name for row in rows]):
+                if name not in known:
                     raise ValueError(f"{where}: no method '{name}'{nearest(name, known)}")
-                _reported(value, f"{where}, {metric}, {name}")
-    for text in card.tune:
-        space = Space.read(text)
+                numbers = value if isinstance(value, list) else [value]
+                if len(numbers) not in (1, 2) or not all(
+                    type(v) in (int, float) and isfinite(v) for v in numbers
+                ):
+                    raise ValueError(
+                        f"{where}, {metric}, {name}: expected a number, or [mean, deviation], not {value!r}"
+                    )
+    for space in map(Space.read, card.tune):
         if not any(space.applies(row.label) for row in card.rows):
             raise ValueError(f"'tune': no method of the card has {space.key}")
 
 
-def _panel(found: Any, number: int) -> Panel:
-    if not isinstance(found, Mapping):
-        raise ValueError(f"'panels' must be tables [[panels]], not {found!r}")
-    _known(found, PANEL_KEYS, f"panel {number}")
-    name = _text(found.get("name", "all"), f"name of panel {number}")
-    own = [_settings(found.get(key, {}), f"panel '{name}', {key}") for key in PANEL_KEYS[1:3]]
+def _panel(given: Any, number: int) -> Panel:
+    if not isinstance(given, Mapping):
+        raise ValueError(f"'panels' must be tables [[panels]], not {given!r}")
+    _known(given, PANEL_KEYS, f"panel {number}: ")
+    name = _text(given.get("name", "all"), f"name of panel {number}")
+    settings, reduced = (
+        _settings(given.get(key, {}), f"panel '{name}', {key}") for key in ("settings", "reduced")
+    )
     where = f"panel '{name}', reports"
-    reports = _table(found.get("reports", {}), where)
+    reports = _table(given.get("reports", {}), where)
     for metric, values in reports.items():
         _table(values, f"{where}, {metric}")
-    return Panel(name, own[0], own[1], reports)
+    return Panel(name, settings, reduced, reports)
 
 
-def _row(name: str, found: Any) -> Row:
-    table = {"call": found} if isinstance(found, str) else found
+def _row(name: str, given: Any) -> Row:
+    where = f"method '{name}'"
+    table = {"call": given} if isinstance(given, str) else given
     if not isinstance(table, Mapping) or not isinstance(table.get("call"), str):
-        raise ValueError(f"method '{name}' must be a call, or a table with a call, not {found!r}")
-    _known(table, METHOD_KEYS, f"method '{name}'")
-    called = parse_methods(table["call"])
-    if len(called) != 1:
-        raise ValueError(f"method '{name}' must be one call, not {table['call']!r}")
-    for call in next(iter(called.values())):
-        _exists(call)
-    own = _settings(table.get("settings", {}), f"method '{name}', settings")
-    return Row(
-        name, table["call"], own, _texts(table.get("panels", []), f"method '{name}', panels")
-    )
+        raise ValueError(f"{where} must be a call, or a table with a call, not {given!r}")
+    _known(table, METHOD_KEYS, f"{where}: ")
+    methods = parse_methods(table["call"])
+    if len(methods) != 1:
+        raise ValueError(f"{where} must be one call, not {table['call']!r}")
+    for call in next(iter(methods.values())):
+        if ":" not in call.target:  # a user's own is looked up when the card runs
+            build.find(call)
+    settings = _settings(table.get("settings", {}), f"{where}, settings")
+    return Row(name, table["call"], settings, _texts(table.get("panels", []), f"{where}, panels"))
 
 
-def _exists(call: Call) -> None:
-    if ":" not in call.target:  # a user's own is looked up when the card runs
-        build.find(call)
-
-
-def _settings(found: Any, where: str) -> dict[str, Any]:
+def _settings(given: Any, where: str) -> dict[str, Any]:
     """Return settings, checked; names that this version does not have stand in :data:`OPEN`'s alone."""
-    table = _table(found, where)
+    table = _table(given, where)
     if wrong := [key for key in table if key in FIXED and key != "held-out-share"]:
         raise ValueError(f"{where}: '{wrong[0]}' is no setting of a card")
     plain = {
@@ -413,47 +411,32 @@ def _settings(found: Any, where: str) -> dict[str, Any]:
     return table
 
 
-def _known(found: Iterable[str], known: Iterable[str], where: str) -> None:
-    for key in found:
+def _known(given: Iterable[str], known: Iterable[str], where: str = "") -> None:
+    for key in given:
         if key not in known:
-            there = f"{where}: " if where else ""
-            raise ValueError(f"{there}unknown key '{key}'{nearest(key, known)}")
+            raise ValueError(f"{where}unknown key '{key}'{nearest(key, known)}")
 
 
-def _reported(value: Any, where: str) -> None:
-    several = value if isinstance(value, list) else [value]
-    if len(several) not in (1, 2) or any(
-        isinstance(v, bool) or not isinstance(v, int | float) or not isfinite(v) for v in several
-    ):
-        raise ValueError(f"{where}: expected a number, or [mean, deviation], not {value!r}")
+def _table(value: Any, where: str) -> dict[str, Any]:
+    if not isinstance(value, Mapping):
+        raise ValueError(f"{where}: expected a table, not {value!r}")
+    return dict(value)
 
 
-def _table(found: Any, where: str) -> dict[str, Any]:
-    if not isinstance(found, Mapping):
-        raise ValueError(f"{where}: expected a table, not {found!r}")
-    return dict(found)
+def _text(value: Any, where: str) -> str:
+    if not isinstance(value, str) or not value.strip():
+        raise ValueError(f"'{where}' must be text, not {value!r}")
+    return value
 
 
-def _text(found: Any, where: str) -> str:
-    if not isinstance(found, str) or not found.strip():
-        raise ValueError(f"'{where}' must be text, not {found!r}")
-    return found
+def _texts(value: Any, where: str) -> tuple[str, ...]:
+    if not isinstance(value, list) or not all(isinstance(text, str) for text in value):
+        raise ValueError(f"'{where}' must be a list of texts, not {value!r}")
+    return tuple(value)
 
 
-def _count(found: Any, where: str) -> int:
-    if type(found) is not int or found < 1:
-        raise ValueError(f"'{where}' must be a whole number of at least 1, not {found!r}")
-    return found
-
-
-def _texts(found: Any, where: str) -> tuple[str, ...]:
-    if not isinstance(found, list) or not all(isinstance(f, str) for f in found):
-        raise ValueError(f"'{where}' must be a list of texts, not {found!r}")
-    return tuple(found)
-
-
-def _numbers(found: Sequence[Any], where: str) -> tuple[int, ...]:
-    good = isinstance(found, list) and all(type(f) is int and f >= 0 for f in found)
-    if not good or not found or len({*found}) < len(found):
-        raise ValueError(f"'{where}' must be different whole numbers, not {found!r}")
-    return tuple(found)
+def _numbers(value: Any, where: str) -> tuple[int, ...]:
+    good = isinstance(value, list) and all(type(n) is int and n >= 0 for n in value)
+    if not good or not value or len({*value}) < len(value):
+        raise ValueError(f"'{where}' must be different whole numbers, not {value!r}")
+    return tuple(value)

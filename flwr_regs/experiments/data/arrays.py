@@ -15,17 +15,19 @@ DATASETS = {name: source.meaning for name, source in SOURCES.items()}
 """Name -> its meaning in one line. Any other data set is a reference, such as ``mine.py:load``."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Data:
     """Inputs (float32 or integers, ``(n, ...)``) and labels (int64 from 0 on, ``(n,)``).
+
+    Two of them are equal if they are one object, so that what follows from one can be kept.
 
     Attributes
     ----------
     groups, test_groups : Array or None
         The writer, speaker, user or domain of each example, from 0 on, int64 ``(n,)``.
     augment : str
-        The name of an augmentation for training batches, of `flwr_regs.experiments.data.augment`; empty: none.
-        The test inputs have gone through its counterpart, the training inputs have not.
+        The name of an augmentation for training batches, of `flwr_regs.experiments.data.augment`; empty:
+        none. The test inputs have gone through its counterpart, the training inputs have not.
     loss : str
         The name of a loss of `flwr_regs.experiments.data.losses`; empty: the cross-entropy.
     coarse : Array or None
@@ -60,7 +62,7 @@ def load(dataset: str, data_dir: str = "", code_dir: str = "") -> Data:
     dataset : str
         A name of `DATASETS`, with arguments if it needs some: ``femnist(writers=100)``; its reader in
         sources/ says what they mean. Or a reference, such as ``mine.py:load``, which is called without
-        arguments: see :func:`flwr_regs.experiments.data.own_data.arrays`.
+        arguments: see :func:`flwr_regs.experiments.data.own_data.fields_of`.
     data_dir : str
         The folder that has its files, or receives them (default ``~/.cache/flwr_regs``).
     code_dir : str

@@ -11,122 +11,118 @@ import numpy as np
 from flwr_regs.experiments import user_code
 
 Array = np.ndarray[Any, Any]
+NAMES = ("train_x", "train_y", "test_x", "test_y")
 NUMBERS = {"groups": "train_y", "test_groups": "test_y", "coarse": "train_y"}
 """Whole numbers that a data set may have for each example -> the labels of these examples."""
-NAMES = ("train_x", "train_y", "test_x", "test_y")
 EXPECTED = (
     "expected (train_x, train_y, test_x, test_y), ((train_x, train_y), (test_x, test_y)), two "
     "map-style datasets (train, test), or a dict with these four names and groups"
 )
 
 
-def fields_of(found: Any, reference: str) -> dict[str, Any]:
-    """Return the fields of :class:`flwr_regs.experiments.data.arrays.Data` of what a user's function returned.
+def fields_of(returned: Any, reference: str) -> dict[str, Any]:
+    """Return the fields of `flwr_regs.experiments.data.arrays.Data` of what a user's function returned.
 
     Parameters
     ----------
-    found : tuple, mapping or Data
-        What :func:`arrays` takes; or a mapping with the four names, and any other field of `Data`, such as
-        ``groups``; or a `Data`.
-    reference : str
-        What returned it; messages begin with it.
-
-    Raises ValueError as :func:`arrays` does, or for another name, or groups that do not fit their examples.
-    """
-    given = found
-    if is_dataclass(found) and not isinstance(found, type):
-        given = {field.name: getattr(found, field.name) for field in fields(found)}
-    if not isinstance(given, Mapping):
-        return dict(zip(NAMES, arrays(found, reference), strict=True))
-    if missing := [name for name in NAMES if name not in given]:
-        raise ValueError(f"'{reference}': it returned a mapping without '{missing[0]}'; {EXPECTED}")
-    four = dict(zip(NAMES, arrays([given[name] for name in NAMES], reference), strict=True))
-    try:
-        return {**four, **_further(given, {key: len(four[of]) for key, of in NUMBERS.items()})}
-    except ValueError as error:
-        raise ValueError(f"'{reference}': {error}") from error
-
-
-def _further(given: Mapping[str, Any], lengths: Mapping[str, int]) -> dict[str, Any]:
-    """Return what a mapping has beside the four arrays, checked; `lengths` are those that are expected."""
-    from flwr_regs.experiments.data.augment import AUGMENTATIONS  # these load torch
-    from flwr_regs.experiments.data.losses import LOSSES
-
-    legal: dict[str, Collection[str]] = {"augment": AUGMENTATIONS, "loss": LOSSES}
-    found: dict[str, Any] = {}
-    for key, value in given.items():
-        if key in NAMES or value is None:
-            continue
-        if key in NUMBERS:
-            found[key] = _numbers(key, _numpy(value), lengths[key])
-        elif key in legal:
-            if value not in legal[key]:
-                raise ValueError(
-                    f"{key} must be one of {', '.join(map(repr, legal[key]))}, not {value!r}"
-                )
-            found[key] = value
-        elif key == "vectors":
-            found[key] = _plain(_numpy(value))
-        else:
-            every = ", ".join((*NAMES, *NUMBERS, *legal, "vectors"))
-            raise ValueError(f"it returned a mapping with the key '{key}'; expected {every}")
-    return found
-
-
-def _numbers(name: str, of: Array, count: int) -> Array:
-    """Return whole numbers from 0 on, one for each example."""
-    if of.dtype.kind not in "iu" or of.shape != (count,) or of.min() < 0:
-        raise ValueError(
-            f"{name} has the shape {of.shape} and entries of type {of.dtype}; expected one integer from 0 "
-            f"on for each of {count} examples"
-        )
-    return of.astype(np.int64)
-
-
-def arrays(found: Any, reference: str) -> tuple[Array, Array, Array, Array]:
-    """Return training inputs, training labels, test inputs and test labels.
-
-    Parameters
-    ----------
-    found : tuple
+    returned : tuple, mapping or Data
         Four arrays or tensors; or two pairs of them, one for training and one for testing; or two map-style
         data sets, whose items are pairs (input, label) or mappings with one input and one label (under a
-        usual key, see `flwr_regs.client.train.batches.TARGET_KEYS`).
+        usual key, see `flwr_regs.client.train.batches.TARGET_KEYS`). Or a mapping with the four names, and
+        any other field of `Data`, such as ``groups``; or a `Data`.
     reference : str
         What returned it; messages begin with it.
 
     Returns
     -------
-    tuple of numpy.ndarray
-        Inputs in float32 or integers, of any shape ``(n, ...)``; labels in int64, ``(n,)``.
+    dict
+        Inputs in float32 or integers, of any shape ``(n, ...)``; labels in int64, ``(n,)``; and what else
+        was given.
 
     Raises
     ------
     ValueError
         It is something else; or a part is empty, its lengths or shapes differ, an input is not finite, a
-        label is no integer from 0 on, or a class has no training example.
+        label or group is no integer from 0 on, a class has no training example, or a name is another.
     """
     try:
-        parts = [_numpy(part) for part in _four(found)]
-        for name, part in zip(NAMES, parts, strict=True):
-            (_check_inputs if name.endswith("x") else _check_labels)(name, part)
-        _check_together(*parts)
+        return _checked(returned)
     except ValueError as error:
         raise ValueError(f"'{reference}': {error}") from error
-    train_x, train_y, test_x, test_y = parts
-    return _plain(train_x), train_y.astype(np.int64), _plain(test_x), test_y.astype(np.int64)
 
 
-def _four(found: Any) -> Iterator[Any]:
+def _checked(returned: Any) -> dict[str, Any]:
+    given = returned
+    if is_dataclass(returned) and not isinstance(returned, type):
+        given = {field.name: getattr(returned, field.name) for field in fields(returned)}
+    if isinstance(given, Mapping) and (missing := [name for name in NAMES if name not in given]):
+        raise ValueError(f"it returned a mapping without '{missing[0]}'; {EXPECTED}")
+    named = isinstance(given, Mapping)
+    four = [given[name] for name in NAMES] if named else _four(given)
+    x, y, test_x, test_y = parts = [_numpy(part) for part in four]
+    for name, part in zip(NAMES, parts, strict=True):
+        if name.endswith("x"):
+            _check_inputs(name, part)
+        else:
+            _check_labels(name, part, None)
+    for what, inputs, labels in (("train", x, y), ("test", test_x, test_y)):
+        if len(inputs) != len(labels):
+            raise ValueError(
+                f"{what}_x has {len(inputs)} examples, but {what}_y has {len(labels)} labels"
+            )
+    if x.shape[1:] != test_x.shape[1:] or x.dtype.kind != test_x.dtype.kind:
+        shapes = [f"{of.shape[1:]} and type {of.dtype}" for of in (x, test_x)]
+        raise ValueError(
+            f"an input of train_x has the shape {shapes[0]}, but one of test_x {shapes[1]}"
+        )
+    classes = int(max(y.max(), test_y.max())) + 1
+    if gaps := sorted(set(range(min(classes, len(y) + 1))) - set(y.tolist())):
+        raise ValueError(
+            f"no training example has the label {gaps[0]}, but the largest label is {classes - 1}; "
+            "expected labels from 0 on without gaps"
+        )
+    four = [_plain(x), y.astype(np.int64), _plain(test_x), test_y.astype(np.int64)]
+    made = dict(zip(NAMES, four, strict=True))
+    return {**made, **_further(given, made)} if named else made
+
+
+def _further(given: Mapping[str, Any], four: Mapping[str, Array]) -> dict[str, Any]:
+    """Return what a mapping has beside the four arrays, checked."""
+    from flwr_regs.experiments.data.augment import AUGMENTATIONS  # these load torch
+    from flwr_regs.experiments.data.losses import LOSSES
+
+    legal: dict[str, Collection[str]] = {"augment": AUGMENTATIONS, "loss": LOSSES}
+    more: dict[str, Any] = {}
+    for key, value in given.items():
+        if key in NAMES or value is None:
+            continue
+        if key in NUMBERS:
+            more[key] = _numpy(value)
+            _check_labels(key, more[key], len(four[NUMBERS[key]]))
+            more[key] = more[key].astype(np.int64)
+        elif key in legal:
+            if value not in legal[key]:
+                raise ValueError(
+                    f"{key} must be one of {', '.join(map(repr, legal[key]))}, not {value!r}"
+                )
+            more[key] = value
+        elif key == "vectors":
+            more[key] = _plain(_numpy(value))
+        else:
+            every = ", ".join((*NAMES, *NUMBERS, *legal, "vectors"))
+            raise ValueError(f"it returned a mapping with the key '{key}'; expected {every}")
+    return more
+
+
+def _four(returned: Any) -> Iterator[Any]:
     """Yield the four parts of what a user's function returned."""
-    if isinstance(found, list | tuple) and len(found) == 4:
-        yield from found
+    if isinstance(returned, list | tuple) and len(returned) == 4:
+        yield from returned
         return
-    if not isinstance(found, list | tuple) or len(found) != 2:
-        raise ValueError(f"it returned a value of {_kind(found)}; {EXPECTED}")
-    pairs = [isinstance(part, list | tuple) and len(part) == 2 for part in found]
-    for part, pair, what in zip(found, pairs, ("training", "test"), strict=True):
-        if pair:
+    if not isinstance(returned, list | tuple) or len(returned) != 2:
+        raise ValueError(f"it returned a value of {_kind(returned)}; {EXPECTED}")
+    for part, what in zip(returned, ("training", "test"), strict=True):
+        if isinstance(part, list | tuple) and len(part) == 2:
             yield from part
         elif (
             isinstance(part, Mapping | list | tuple)
@@ -177,40 +173,25 @@ def _check_inputs(name: str, x: Array) -> None:
         raise ValueError(f"{name} has entries of type {x.dtype}; expected floats or integers")
     if x.ndim == 0 or x.size == 0:
         raise ValueError(f"{name} has no examples: its shape is {x.shape}")
-    if x.dtype.kind == "f":
-        wrong = np.flatnonzero(~np.isfinite(x.reshape(len(x), -1)).all(axis=1))
-        if len(wrong):
-            raise ValueError(
-                f"{name} has NaN or infinity in {len(wrong)} of {len(x)} examples, the first in {name}"
-                f"[{wrong[0]}]"
-            )
-
-
-def _check_labels(name: str, y: Array) -> None:
-    if y.dtype.kind not in "iu" or y.ndim != 1:
+    wrong = np.flatnonzero(~np.isfinite(x.reshape(len(x), -1)).all(axis=1))
+    if len(wrong):
         raise ValueError(
-            f"{name} has the shape {y.shape} and entries of type {y.dtype}; expected one integer from 0 on "
-            "for each example, shape (n,)"
+            f"{name} has NaN or infinity in {len(wrong)} of {len(x)} examples, the first in {name}"
+            f"[{wrong[0]}]"
         )
-    if len(y) and y.min() < 0:
-        raise ValueError(f"{name} has the label {y.min()}; expected integers from 0 on")
 
 
-def _check_together(train_x: Array, train_y: Array, test_x: Array, test_y: Array) -> None:
-    for what, x, y in (("train", train_x, train_y), ("test", test_x, test_y)):
-        if len(x) != len(y):
-            raise ValueError(f"{what}_x has {len(x)} examples, but {what}_y has {len(y)} labels")
-    if train_x.shape[1:] != test_x.shape[1:] or train_x.dtype.kind != test_x.dtype.kind:
-        shapes = [f"{x.shape[1:]} and type {x.dtype}" for x in (train_x, test_x)]
+def _check_labels(name: str, y: Array, count: int | None) -> None:
+    """Check that these are whole numbers from 0 on: labels, or one for each of `count` examples."""
+    if y.dtype.kind not in "iu" or y.ndim != 1 or count not in (None, len(y)):
+        each = "each example, shape (n,)" if count is None else f"each of {count} examples"
         raise ValueError(
-            f"an input of train_x has the shape {shapes[0]}, but one of test_x {shapes[1]}"
+            f"{name} has the shape {y.shape} and entries of type {y.dtype}; expected one integer from 0 "
+            f"on for {each}"
         )
-    classes = int(max(train_y.max(), test_y.max())) + 1
-    if missing := sorted(set(range(min(classes, len(train_y) + 1))) - set(train_y.tolist())):
-        raise ValueError(
-            f"no training example has the label {missing[0]}, but the largest label is {classes - 1}; "
-            "expected labels from 0 on without gaps"
-        )
+    if y.size and y.min() < 0:
+        what = "label" if count is None else "number"
+        raise ValueError(f"{name} has the {what} {y.min()}; expected integers from 0 on")
 
 
 def _plain(x: Array) -> Array:
@@ -221,10 +202,10 @@ def _plain(x: Array) -> Array:
     return np.ascontiguousarray(x, dtype=np.int64 if wide else x.dtype.newbyteorder("="))
 
 
-def _kind(found: Any) -> str:
+def _kind(value: Any) -> str:
     """Describe a value by its type, and its length or shape."""
-    if isinstance(found, list | tuple):
-        return f"type {type(found).__name__} and length {len(found)}"
-    shape = getattr(found, "shape", None)
+    if isinstance(value, list | tuple):
+        return f"type {type(value).__name__} and length {len(value)}"
+    shape = getattr(value, "shape", None)
     also = f" and shape {tuple(shape)}" if isinstance(shape, tuple) else ""
-    return f"type {type(found).__name__}{also}"
+    return f"type {type(value).__name__}{also}"

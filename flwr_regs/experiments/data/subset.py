@@ -31,18 +31,15 @@ def reduced(data: Data, examples: int, num_classes: int, num_groups: int) -> Dat
         Counts where `examples` is not 0.
     """
     test = max(round(examples * TEST_SHARE), 1) if examples else 0
-    train_rows = _rows(data.train_y, data.groups, examples, num_classes, num_groups)
-    test_rows = _rows(data.test_y, data.test_groups, test, num_classes, num_groups)
-    return replace(
-        data,
-        train_x=data.train_x[train_rows],
-        train_y=data.train_y[train_rows],
-        test_x=data.test_x[test_rows],
-        test_y=data.test_y[test_rows],
-        groups=None if data.groups is None else data.groups[train_rows],
-        test_groups=None if data.test_groups is None else data.test_groups[test_rows],
-        coarse=None if data.coarse is None else data.coarse[train_rows],
-    )
+    kept: dict[str, Any] = {}
+    for names, labels, groups, count in (
+        (("train_x", "train_y", "groups", "coarse"), data.train_y, data.groups, examples),
+        (("test_x", "test_y", "test_groups"), data.test_y, data.test_groups, test),
+    ):
+        rows = _rows(labels, groups, count, num_classes, num_groups)
+        whole = {name: getattr(data, name) for name in names}
+        kept |= {name: part[rows] for name, part in whole.items() if part is not None}
+    return replace(data, **kept)
 
 
 def _rows(

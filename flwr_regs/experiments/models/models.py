@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -32,8 +31,8 @@ def build(
     dataset, data_dir, code_dir : str
         As for :func:`flwr_regs.experiments.data.arrays.load`.
     kind : str
-        A name of `NETS` in `flwr_regs.experiments.models.architectures`: a paper's model, sized by the data's
-        inputs and classes. Or ``auto``: cnn-bn for domains, char-lstm for integers, the point of
+        A name of `NETS` in `flwr_regs.experiments.models.architectures`: a paper's model, sized by the
+        data's inputs and classes. Or ``auto``: cnn-bn for domains, char-lstm for integers, the point of
         quadratics, cnn for images of at least 16 x 16, else mlp. Or a reference to a class or function that
         returns a module, called without arguments.
     projection : int
@@ -50,58 +49,43 @@ def build(
             raise ValueError(f"setting 'projection' does not go with your own model '{kind}'")
         return _own(kind, code_dir, seed)
     examples, classes = two_examples(dataset, data_dir, code_dir)
-    shape = examples.shape[1:]
-    if kind == "auto" and dataset.partition("(")[0] == "quadratics":
-        return Quadratic(shape[0] - 1)
+    shape, integers = examples.shape[1:], examples.dtype.kind in "iu"
     side = min(shape[1:]) if len(shape) == 3 else 0
-    kind = _auto(dataset, examples, side) if kind == "auto" else kind
+    if kind == "auto":
+        if dataset.partition("(")[0] == "quadratics":
+            return Quadratic(shape[0] - 1)
+        kind = "cnn" if side >= 16 else "char-lstm" if integers and len(shape) == 1 else "mlp"
+        kind = "cnn-bn" if dataset.endswith("-domains") else kind
     net = NETS[kind]
     if net.smallest and side < net.smallest:
         raise ValueError(
             f"model '{kind}' needs images of shape (channels, height, width), at least {net.smallest} x "
             f"{net.smallest}; an input of dataset '{dataset}' has the shape {shape}"
         )
-    if net.words != (examples.dtype.kind in "iu") or (net.words and len(shape) != 1):
+    if net.words != integers or (net.words and len(shape) != 1):
         wanted = "sequences of integers, shape (length,)" if net.words else "inputs of floats"
         hint = "" if net.words else "convert them, as in x / 255, or "
         raise ValueError(
             f"model '{kind}' needs {wanted}, but an input of dataset '{dataset}' has {examples.dtype} and "
             f"the shape {shape}: {hint}set model to another, or to your own, such as mine.py:Net"
         )
-    size: Any = _vocabulary(dataset, data_dir, code_dir) if net.words else shape
+    size: list[Any] = [shape]
+    if net.words:
+        tokens = 0 if ":" in dataset else kind_of(dataset).tokens
+        vectors = kind == "sentiment-lstm" and (":" in dataset or "vectors" in dataset)
+        if vectors or not tokens:
+            data = load(dataset, data_dir, code_dir)
+            most = int(max(data.train_x.max(), data.test_x.max())) + 1
+            tokens = tokens or max(data.num_classes, most)
+        size = [tokens]
+        if vectors and data.vectors is not None:
+            size.append(torch.from_numpy(data.vectors.copy()))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        vectors = _vectors(dataset, data_dir, code_dir) if kind == "sentiment-lstm" else None
-        sized = net.make(size) if vectors is None else net.make(size, vectors)
-        made = body.model(sized, classes, projection)
+        made = body.model(net.make(*size), classes, projection)
     if side and kind not in ("logistic", "mlp"):
         return made.to(memory_format=torch.channels_last)  # 1.7 times faster on a CPU
     return made
-
-
-def _auto(dataset: str, examples: np.ndarray, side: int) -> str:
-    """Return the kind that suits the data."""
-    if dataset.endswith("-domains"):
-        return "cnn-bn"
-    if examples.dtype.kind in "iu" and examples.ndim == 2:
-        return "char-lstm"
-    return "cnn" if side >= 16 else "mlp"
-
-
-def _vocabulary(dataset: str, data_dir: str, code_dir: str) -> int:
-    """Return how many integers the inputs have, from 0 on: no fewer than there are classes."""
-    if ":" not in dataset and (tokens := kind_of(dataset).tokens):
-        return tokens
-    data = load(dataset, data_dir, code_dir)
-    return max(data.num_classes, int(max(data.train_x.max(), data.test_x.max())) + 1)
-
-
-def _vectors(dataset: str, data_dir: str, code_dir: str) -> torch.Tensor | None:
-    """Return the vectors of the words, ``(vocabulary, length)``, where the data has them."""
-    if ":" not in dataset and "vectors" not in dataset:  # saves loading it
-        return None
-    found = load(dataset, data_dir, code_dir).vectors
-    return None if found is None else torch.from_numpy(found.copy())
 
 
 def check(
@@ -112,8 +96,8 @@ def check(
     Raises
     ------
     ValueError
-        As :func:`build` and :func:`flwr_regs.experiments.data.arrays.load` do; or the model raises, or its output
-        has another shape.
+        As :func:`build` and :func:`flwr_regs.experiments.data.arrays.load` do; or the model raises, or its
+        output has another shape.
     """
     examples, classes = two_examples(dataset, data_dir, code_dir)
     model = build(dataset, kind, seed, data_dir, code_dir, projection)

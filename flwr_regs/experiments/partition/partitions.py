@@ -114,38 +114,46 @@ def partition(
         Field Guide (Wang et al. 2021), Sec. 4.3.3: ``natural``, with a share `interpolation` of each
         client's examples pooled, shuffled and dealt back. 0 is ``natural``, 1 has IID clients of its sizes.
     ``long-tail-rounds``
-        FedFOR's prior shift: `flwr_regs.experiments.partition.shifts.long_tail` by `sample_share` and `long_tail`;
-        here for round 1.
+        FedFOR's prior shift: `flwr_regs.experiments.partition.shifts.long_tail` by `sample_share` and
+        `long_tail`; here for round 1.
     ``label-swaps-rounds``
-        FedFOR's concept shift, `flwr_regs.experiments.partition.shifts.swapped`. The examples are split as by
-        ``domains`` if there are `groups`, else as by ``iid``; they stay, and their labels change.
+        FedFOR's concept shift, `flwr_regs.experiments.partition.shifts.swapped`. The examples are split
+        as by ``domains`` if there are `groups`, else as by ``iid``; they stay, and their labels change.
 
     Raises ValueError, with the reason, for a split that is impossible.
     """
     if kind not in PARTITIONS:
         raise ValueError(f"partition must be one of {', '.join(PARTITIONS)}, not {kind!r}")
-    _check_settings(
-        {"similarity": (similarity, 100), "interpolation": (interpolation, 1)},
-        {
-            "dirichlet_alpha": dirichlet_alpha,
-            "pachinko_alpha": pachinko_alpha,
-            "pachinko_beta": pachinko_beta,
-            "quantity_alpha": quantity_alpha,
-        },
-    )
+    for name, value, top in (("similarity", similarity, 100), ("interpolation", interpolation, 1)):
+        if not 0 <= value <= top:
+            unit = " per cent" if top == 100 else ""
+            raise ValueError(f"{name} must be from 0 to {top}{unit}, not {value}")
+    for name, value in (
+        ("dirichlet_alpha", dirichlet_alpha),
+        ("pachinko_alpha", pachinko_alpha),
+        ("pachinko_beta", pachinko_beta),
+        ("quantity_alpha", quantity_alpha),
+    ):
+        if not value > 0:
+            raise ValueError(f"{name} must be above 0, not {value}")
     labels = np.asarray(labels)
     rng = np.random.default_rng(seed)
     n, s = num_clients, shards_per_client
-    given = {"groups": groups, "fine_labels": fine_labels}
 
-    def per_example(name: str) -> Array:
-        return _per_example(name, given[name], len(labels))
+    def per_example(name: str, values: Array | None) -> Array:
+        if values is None:
+            what = "group (writer, speaker, user or domain)" if name == "groups" else "fine label"
+            raise ValueError(f"the data does not say the {what} of each example ({name})")
+        values = np.asarray(values)
+        if values.shape != labels.shape:
+            raise ValueError(f"{name} has the shape {values.shape}, expected {labels.shape}")
+        return values
 
     def random() -> list[Array]:
         return np.array_split(rng.permutation(len(labels)), n)
 
     def by_domain() -> list[Array]:
-        return group_splits.domains(per_example("groups"), n, rng)
+        return group_splits.domains(per_example("groups", groups), n, rng)
 
     split: dict[str, Callable[[], list[Array]]] = {
         "iid": random,
@@ -158,13 +166,13 @@ def partition(
         "dirichlet": lambda: label_splits.by_class(labels, n, dirichlet_alpha, rng),
         "similarity": lambda: label_splits.sorted_but(labels, n, similarity, rng),
         "pachinko": lambda: label_splits.pachinko(
-            labels, per_example("fine_labels"), n, pachinko_alpha, pachinko_beta, rng
+            labels, per_example("fine_labels", fine_labels), n, pachinko_alpha, pachinko_beta, rng
         ),
         "quantity": lambda: _quantity(len(labels), n, quantity_alpha, rng),
         "domains": by_domain,
-        "natural": lambda: group_splits.natural(per_example("groups"), n, rng),
+        "natural": lambda: group_splits.natural(per_example("groups", groups), n, rng),
         "interpolated": lambda: group_splits.interpolated(
-            per_example("groups"), n, interpolation, rng
+            per_example("groups", groups), n, interpolation, rng
         ),
         "long-tail-rounds": lambda: [
             shifts.long_tail(labels, k, 1, seed, share=sample_share, ratio=long_tail)
@@ -210,24 +218,3 @@ def _quantity(total: int, n: int, alpha: float, rng: np.random.Generator) -> lis
         f"no draw of {label_splits.TRIES} gave each client {label_splits.FEWEST} examples: use fewer "
         "clients, or a larger quantity-alpha"
     )
-
-
-def _per_example(name: str, found: Array | None, count: int) -> Array:
-    """Return `found`; ValueError if there is none, or not one for each example."""
-    if found is None:
-        what = "group (writer, speaker, user or domain)" if name == "groups" else "fine label"
-        raise ValueError(f"the data does not say the {what} of each example ({name})")
-    found = np.asarray(found)
-    if found.shape != (count,):
-        raise ValueError(f"{name} has the shape {found.shape}, expected {(count,)}")
-    return found
-
-
-def _check_settings(shares: dict[str, tuple[float, float]], positive: dict[str, float]) -> None:
-    for name, (value, top) in shares.items():
-        if not 0 <= value <= top:
-            unit = " per cent" if top == 100 else ""
-            raise ValueError(f"{name} must be from 0 to {top}{unit}, not {value}")
-    for name, value in positive.items():
-        if not value > 0:
-            raise ValueError(f"{name} must be above 0, not {value}")

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -40,23 +39,13 @@ class Metric:
 def best(run: Run, share: float = 1.0) -> float | None:
     """Return the best accuracy in this share of the planned rounds, from the first on."""
     last = run.job["rounds"] * share
-    found = [test["accuracy"] for test in run.trained if test["round"] <= last]
-    return max(found, default=None)
-
-
-def best_mean_over_participants(run: Run) -> float | None:
-    """Return the best round's mean over the clients that were tested of each one's own accuracy.
-
-    It is the accuracy of a client's own model, where the method gives it one (EFL's Sec. 5.2: BMTA).
-    """
-    return max((float(np.mean(each)) for each in _tested(run)), default=None)
+    return max((t["accuracy"] for t in run.trained if t["round"] <= last), default=None)
 
 
 def training_loss(run: Run) -> float | None:
     """Return the mean training loss for one example over the last round."""
-    found = [e["train_metrics"] for e in run.rounds if "train_metrics" in e]
-    value = found[-1].get("train-loss") if found else None
-    return None if value is None else float(value)
+    metrics = [e["train_metrics"] for e in run.rounds if "train_metrics" in e]
+    return metrics[-1].get("train-loss") if metrics else None
 
 
 def rounds_to(run: Run) -> float | None:
@@ -68,13 +57,6 @@ def worst_share(run: Run, share: float) -> float | None:
     """Return the mean accuracy of the worst share of the clients, at least one, with the final model."""
     each = sorted(run.per_client.get("clients", ()))
     return float(np.mean(each[: max(int(len(each) * share), 1)])) if each else None
-
-
-def bytes_of_a_turn(run: Run, *ways: str) -> float | None:
-    """Return the bytes of a client's average turn, such as ``bytes_down``."""
-    sent = [b for way in ways for r in run.rounds for b in r.get(way, {}).values()]
-    turns = sum(len(r.get(ways[0], {})) for r in run.rounds)
-    return float(sum(sent)) / turns if turns else None
 
 
 def deployed_seconds(run: Run) -> float | None:
@@ -97,11 +79,14 @@ def deployed_seconds(run: Run) -> float | None:
     return float(np.mean(each)) if each else None
 
 
-def _tested(run: Run) -> Iterator[list[float]]:
-    for entry in run.rounds:
-        clients = entry.get("evaluate", {}).get("clients", {})
-        if clients:
-            yield [c.get("personal-accuracy", c["accuracy"]) for c in clients.values()]
+def _tested(run: Run) -> list[float]:
+    """Return each tested round's mean over its clients: of a client's own model where it has one."""
+    entries = [e.get("evaluate", {}).get("clients", {}).values() for e in run.rounds]
+    return [
+        float(np.mean([c.get("personal-accuracy", c["accuracy"]) for c in clients]))
+        for clients in entries
+        if clients
+    ]
 
 
 def _at_target(of: Callable[[Run], list[float]]) -> Callable[[Run], float | None]:
@@ -114,15 +99,6 @@ def _at_target(of: Callable[[Run], list[float]]) -> Callable[[Run], float | None
 
 def _processed(run: Run) -> list[float]:
     return [float(n) for n in np.cumsum([e.get("examples_processed", 0) for e in run.rounds])]
-
-
-def _whole(of: Callable[[Run], list[float]]) -> Callable[[Run], float | None]:
-    return lambda run: of(run)[-1] if run.rounds else None
-
-
-def _personal(run: Run) -> float | None:
-    each = list(_tested(run))
-    return float(np.mean(each[-1])) if each else None
 
 
 def _tests(name: str) -> Callable[[Run], float | None]:
@@ -149,10 +125,14 @@ METRICS: dict[str, Metric] = {
         lambda r: float(np.mean(r.accuracy)) if r.trained else None,
     ),
     "best-participants": Metric(
-        "best mean over the clients' own test accuracies (BMTA)", "%", best_mean_over_participants
+        "best mean over the clients' own test accuracies (BMTA)",
+        "%",
+        lambda r: max(_tested(r), default=None),
     ),
     "clients": Metric(
-        "mean over the clients' own test accuracies after the last round", "%", _personal
+        "mean over the clients' own test accuracies after the last round",
+        "%",
+        lambda r: next(reversed(_tested(r)), None),
     ),
     "ensemble": Metric("accuracy of the last models' mean prediction", "%", _tests("ensemble")),
     "worst": Metric("accuracy of the worst client", "%", lambda r: worst_share(r, 0.0)),
@@ -177,7 +157,9 @@ METRICS: dict[str, Metric] = {
         "estimated seconds of a round on phones (Field Guide, Eqs. 9, 10)", "s", deployed_seconds
     ),
     "gradients": Metric(
-        "gradient evaluations of the whole run, all clients", "gradients", _whole(_processed)
+        "gradient evaluations of the whole run, all clients",
+        "gradients",
+        lambda r: next(reversed(_processed(r)), None),
     ),
     "bits": Metric(
         "bits communicated, both ways, all clients, the whole run",
@@ -187,15 +169,17 @@ METRICS: dict[str, Metric] = {
     "bytes-down": Metric(
         "bytes that a client receives in a turn",
         "bytes",
-        lambda r: bytes_of_a_turn(r, "bytes_down", "bytes_ahead"),
+        lambda r: rows.bytes_of_a_turn(r, "bytes_down", "bytes_ahead"),
     ),
     "bytes-up": Metric(
-        "bytes that a client sends in a turn", "bytes", lambda r: bytes_of_a_turn(r, "bytes_up")
+        "bytes that a client sends in a turn",
+        "bytes",
+        lambda r: rows.bytes_of_a_turn(r, "bytes_up"),
     ),
     "bytes-beside": Metric(
         "bytes that a client receives in a turn beyond the first method's",
         "bytes",
-        lambda r: bytes_of_a_turn(r, "bytes_down", "bytes_ahead"),
+        lambda r: rows.bytes_of_a_turn(r, "bytes_down", "bytes_ahead"),
         beside=True,
     ),
     "exchanges": Metric("exchanges of a round", "exchanges", _exchanges),
@@ -228,9 +212,8 @@ def shown(name: str, value: float | None, spread: float | None = None) -> str:
     scale, digits = (100.0, 2) if METRICS[name].unit == "%" else (1.0, 3)
 
     def cell(x: float) -> str:
-        y: Any = scale * x
         if digits == 2:
-            return f"{y:.2f}"
-        return f"{y:,.0f}" if abs(y) >= 100 else f"{y:.3g}"
+            return f"{scale * x:.2f}"
+        return f"{x:,.0f}" if abs(x) >= 100 else f"{x:.3g}"
 
     return cell(value) + ("" if spread is None else f" ± {cell(spread)}")

@@ -1,36 +1,135 @@
-"""Pictures fit for a paper: accuracy over rounds, bytes or seconds; clients; the labels of a partition.
+"""Pictures of runs, fit for a paper: accuracy over rounds, bytes or seconds, and the spread over clients.
 
-The functions return matplotlib figures and never touch pyplot's state. Each raises ImportError without
-matplotlib; the message names the extra to install.
+The functions return matplotlib figures and never touch pyplot's state.
 """
 
 from __future__ import annotations
 
-import os
+from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 
-from flwr_regs.experiments.report.curves import (
-    Curve,
-    Method,
-    group,
-    mean_over_seeds,
-    positions,
-    seeds_in_words,
-)
-from flwr_regs.experiments.report.label_spread import labels
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
-__all__ = ["Curve", "accuracy", "clients", "labels", "save"]
+from flwr_regs.experiments.report import drawing
 
 AXES = {"round": "round", "megabytes": "megabytes per client, down and up", "seconds": "seconds"}
 LOG_ABOVE = 30  # times: from the smallest to the largest total, for a logarithmic axis
+
+
+@dataclass(frozen=True)
+class Curve:
+    """One run: one method, one seed.
+
+    Attributes
+    ----------
+    label : the method, or a sweep's value; the runs of one label are its seeds
+    seed : the run's seed
+    rounds : the rounds with a measured accuracy, increasing; round 0 is the untrained model
+    accuracy : fractions, one for each of `rounds`; may hold NaN
+    megabytes : 10^6 bytes down and up until the end of each of `rounds`, per client of the population
+    seconds : training time until the end of each of `rounds`
+    clients : each client's accuracy (a fraction) with the final model; empty if not measured
+    stopped : why the run diverged or failed after the last of `rounds`; empty if it did not
+
+    Raises ValueError if the lengths differ or the rounds do not increase.
+    """
+
+    label: str
+    seed: int
+    rounds: Sequence[int]
+    accuracy: Sequence[float]
+    megabytes: Sequence[float]
+    seconds: Sequence[float]
+    clients: Sequence[float] = ()
+    stopped: str = ""
+
+    def __post_init__(self) -> None:
+        for name in ("accuracy", "megabytes", "seconds"):
+            if len(getattr(self, name)) != len(self.rounds):
+                raise ValueError(
+                    f"run {self.label!r}, seed {self.seed}: {name} has {len(getattr(self, name))} values "
+                    f"for {len(self.rounds)} rounds: expected one for each round"
+                )
+        if (np.diff(self.rounds) <= 0).any():
+            raise ValueError(f"run {self.label!r}, seed {self.seed}: rounds must increase")
+
+    @property
+    def broken(self) -> bool:
+        """Whether the run stopped, measured nothing, or has an accuracy that is not finite."""
+        return bool(self.stopped) or not len(self.rounds) or not np.isfinite(self.accuracy).all()
+
+    def points(self, x: str) -> pd.DataFrame:
+        """Return ``x`` and ``y``, the accuracy in per cent, by round."""
+        across = np.asarray(self.rounds if x == "round" else getattr(self, x), float)
+        if not np.isfinite(across).all():
+            raise ValueError(
+                f"run {self.label!r}, seed {self.seed}: {x} holds values that are not finite"
+            )
+        up = 100 * np.asarray(self.accuracy, float)
+        return pd.DataFrame({"x": across, "y": up}, index=self.rounds)
+
+
+@dataclass(frozen=True)
+class Method:
+    """The runs of one label: whole ones, which are averaged, and broken ones."""
+
+    label: str
+    whole: list[Curve]
+    broken: list[Curve]
+
+    @property
+    def text(self) -> str:
+        """The label, with the number of stopped runs if there are any."""
+        if not self.broken:
+            return self.label
+        runs = len(self.whole) + len(self.broken)
+        return f"{self.label} ({len(self.broken)}\u00a0of\u00a0{runs}\u00a0stopped)"
+
+    def mean(self, x: str) -> pd.DataFrame:
+        """Return ``x``, ``y`` and ``deviation`` by round, of the rounds that all whole runs have."""
+        runs = {c.seed: c.points(x) for c in self.whole}
+        joined = pd.concat(runs, axis=1, join="inner").swaplevel(axis=1)
+        if joined.empty:
+            raise ValueError(f"the runs of {self.label!r} have no round in common")
+        columns = {"x": joined["x"].mean(axis=1), "y": joined["y"].mean(axis=1)}
+        return pd.DataFrame({**columns, "deviation": joined["y"].std(axis=1)})
+
+
+def by_label(curves: Sequence[Curve]) -> list[Method]:
+    """Return the curves by label, in the order of the labels' first runs."""
+    if not curves:
+        raise ValueError("there are no curves to draw: expected at least one run")
+    for (label, seed), count in Counter((c.label, c.seed) for c in curves).items():
+        if count > 1:
+            raise ValueError(
+                f"{label!r} has {count} runs with seed {seed}: expected one for each seed"
+            )
+    methods = {c.label: Method(c.label, [], []) for c in curves}
+    for curve in curves:
+        method = methods[curve.label]
+        (method.broken if curve.broken else method.whole).append(curve)
+    return [*methods.values()]
+
+
+def seeds_in_words(methods: Sequence[Method]) -> str:
+    """Return the caption's words on n: the usual n, and the methods that have another."""
+    numbers = {m.label: len(m.whole) for m in methods if m.whole}
+    if not numbers:
+        return ""
+    usual = max(Counter(numbers.values()).items(), key=lambda item: (item[1], item[0]))[0]
+    others: dict[int, list[str]] = {}
+    for label, n in numbers.items():
+        if n != usual:
+            others.setdefault(n, []).append(label)
+    rest = "; ".join(f"{', '.join(labels)}: n = {n}" for n, labels in others.items())
+    return f"n = {usual} seed{'s' * (usual > 1)}" + (f" ({rest})" if rest else "")
 
 
 def accuracy(
@@ -57,128 +156,94 @@ def accuracy(
         ``"seconds"``
     target : an accuracy (a fraction) to mark
     title : one sentence above the axes
-    ordered : whether the labels are an ordered parameter's values, given in order: so are the colours then
+    ordered : whether the labels are an ordered parameter's values, given in order: so are the colours and
+        the list of labels then; else the list is in the order of the lines' ends
     measured : what the accuracy is, for the axis
 
     Returns
     -------
-    the figure, 6.3 inches wide and at least 3.9 high; :func:`save` writes it
+    the figure, 6.3 inches wide; :func:`flwr_regs.experiments.report.drawing.save` writes it
 
     Raises ValueError if there are no curves, `x` is another word, a label has a seed twice or seeds
     without a common round, or an x is not finite.
     """
-    from flwr_regs.experiments.report import drawing
-
     if x not in AXES:
         raise ValueError(f"x is {x!r}: expected one of {', '.join(AXES)}")
-    methods = group(curves)
+    methods = by_label(curves)
+    totals = [c.points(x)["x"].max() for m in methods for c in m.whole or m.broken]
+    positive = [total for total in totals if total > 0]
+    log = x == "megabytes" and bool(positive) and max(positive) > LOG_ABOVE * min(positive)
     with drawing.style():
-        figure, axes = drawing.canvas()
-        log = x == "megabytes" and _logarithmic(methods)
-        labels = []
+        figure = drawing.canvas()
+        axes = figure.add_subplot()
+        lines = []
         for index, method in enumerate(methods):
             look = drawing.look(index, len(methods), ordered)
-            text = method.text.replace(method.count, method.count.replace(" ", "\u00a0"))
-            labels.append(drawing.Label(text, *_draw(axes, method, x, log, look)))
-        mark = None
+            lines.append((_draw(axes, method, x, log, look), method.text, look))
         if target is not None:
             look = {"color": "0.35", "linestyle": (0, (1, 2)), "linewidth": 0.9, "zorder": 2.5}
             axes.axhline(100 * target, gid="target", **look)
-        _limits(axes, x, log)
-        if target is not None:
-            mark = drawing.Label(
-                f"target {100 * target:.4g} %", look, (axes.get_xlim()[1], 100 * target)
+            lines.append((100 * target, f"target {100 * target:.4g} %", look))
+        if not ordered:
+            lines.sort(key=lambda line: -line[0])
+        axes.margins(x=0.015, y=0.04)
+        low, top = axes.get_ylim()
+        axes.set_ylim(max(low, -4), min(top, 104))
+        axes.yaxis.set_major_locator(MaxNLocator(10, steps=[1, 2, 5, 10]))
+        if log:
+            axes.set_xscale("log")
+            axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+            axes.xaxis.set_minor_formatter(NullFormatter())
+        elif x == "round":
+            axes.xaxis.set_major_locator(
+                MaxNLocator(8, integer=True, min_n_ticks=1, steps=[1, 2, 5, 10])
             )
         axes.set(xlabel=AXES[x], ylabel=f"{measured} (%)")
-        if len(labels) > drawing.AT_THE_LINES and not ordered:  # a list in the order of the ends
-            labels.sort(key=lambda label: -label.end[1] if label.end else np.inf)
+        legend = axes.legend(
+            [Line2D([], [], **look) for _, _, look in lines],
+            [drawing.wrap(figure, text, 1.55, 8) for _, text, _ in lines],
+            loc="upper left",
+            bbox_to_anchor=(1, 1),
+            frameon=False,
+            handlelength=2.7,
+        )
+        for text in legend.get_texts():
+            text.set(parse_math=False, gid="label")
+        height = max(3.1, legend.get_window_extent().height / figure.dpi)
         caption = f"{seeds}." if (seeds := seeds_in_words(methods)) else ""
         if any(len(m.whole) > 1 for m in methods):
             caption = f"Mean and standard deviation over {caption}"
         if any(m.broken for m in methods):
             caption += " Thin line with a cross: a run that stopped there"
             caption += "; it is in no mean." if seeds else "; none finished."
-        right, height, write = drawing.margin(figure, axes, labels, mark)
-        drawing.frame(
-            figure, axes, title=title, caption=caption.strip(), right=right, at_least=height
-        )
-        write()
+        drawing.finish(figure, axes, height, title, caption.strip())
     return figure
 
 
-def _logarithmic(methods: Sequence[Method]) -> bool:
-    totals = [
-        max(positions(c, "megabytes"), default=0) for m in methods for c in m.whole or m.broken
-    ]
-    positive = [t for t in totals if t > 0]
-    return bool(positive) and max(positive) > LOG_ABOVE * min(positive)
-
-
-def _draw(
-    axes: Axes, method: Method, x: str, log: bool, look: dict[str, Any]
-) -> tuple[dict[str, Any], tuple[float, float] | None]:
-    """Draw a method's runs; return the look of its label's sample and the end of its line."""
-    ends: list[tuple[float, float]] = []
-    thin = {**look, "linestyle": "-", "linewidth": 0.6, "label": "_stopped"}
-    cross: dict[str, Any] = {
-        "marker": "x",
-        "markersize": 4.5,
-        "markeredgewidth": 1,
-        "clip_on": False,
-    }
+def _draw(axes: Axes, method: Method, x: str, log: bool, look: dict[str, Any]) -> float:
+    """Draw a method's runs; return the height at which its line ends."""
+    end = -np.inf
+    thin = {**look, "linestyle": "-", "linewidth": 0.6}
+    cross: dict[str, Any] = {"marker": "x", "markersize": 4.5, "markeredgewidth": 1}
     for curve in method.broken:
-        finite = np.isfinite(curve.accuracy)
-        length = len(finite) if finite.all() else int(finite.argmin())
-        across = np.asarray(positions(curve, x)[:length], float)
-        up = 100 * np.asarray(curve.accuracy[:length], float)
-        shown = across > 0 if log else slice(None)
-        across, up = across[shown], up[shown]
-        axes.plot(across, up, gid=f"stopped {method.label}", **thin)
-        axes.plot(across[-1:], up[-1:], gid=f"cross {method.label}", **thin, **cross)
-        ends += [(float(a), float(u)) for a, u in zip(across[-1:], up[-1:], strict=True)]
+        points = curve.points(x)
+        points = points[np.isfinite(points["y"]).cummin() & (not log or points["x"] > 0)]
+        axes.plot(points["x"], points["y"], gid=f"stopped {method.label}", **thin)
+        last = points[-1:]
+        axes.plot(last["x"], last["y"], gid=f"cross {method.label}", clip_on=False, **thin, **cross)
+        end = max([end, *last["y"]])
     if not method.whole:
-        return thin, max(ends, default=None)
-    across, mean, deviation = mean_over_seeds(method, x)
+        return end
+    mean = method.mean(x)
     if log:
-        shown = across > 0
-        across, mean, deviation = across[shown], mean[shown], deviation[shown]
+        mean = mean[mean["x"] > 0]
     if len(method.whole) > 1:
+        edges = mean["y"] - mean["deviation"], mean["y"] + mean["deviation"]
         fill: dict[str, Any] = {"color": look["color"], "alpha": 0.16, "linewidth": 0, "zorder": 2}
-        gid = f"band {method.label}"
-        axes.fill_between(across, mean - deviation, mean + deviation, gid=gid, **fill)
+        axes.fill_between(mean["x"], *edges, gid=f"band {method.label}", **fill)
     dot: dict[str, Any] = {"marker": "o", "markersize": 4} if len(mean) == 1 else {}
-    axes.plot(across, mean, gid=f"mean {method.label}", label=method.text, **look, **dot)
-    return look, (float(across[-1]), float(mean[-1])) if len(mean) else None
-
-
-def _limits(axes: Axes, x: str, log: bool) -> None:
-    """Set limits with a margin around what is drawn, and ticks: whole rounds, plain numbers."""
-    from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
-
-    drawn = [line.get_xydata() for line in axes.lines if line.get_gid() != "target"]
-    points = np.concatenate([np.asarray(d, float).reshape(-1, 2) for d in drawn])
-    high = [np.asarray(path.vertices)[:, 1] for c in axes.collections for path in c.get_paths()]
-    flat = [
-        np.asarray(line.get_ydata(), float) for line in axes.lines if line.get_gid() == "target"
-    ]
-    up = np.clip(np.concatenate([points[:, 1], *high, *flat]), 0, 100)
-    low, top = (up.min(), up.max()) if len(up) else (0.0, 100.0)
-    room = max(0.04 * (top - low), (0.5 - top + low) / 2)
-    axes.set_ylim(low - room, top + room)
-    axes.yaxis.set_major_locator(MaxNLocator(10, steps=[1, 2, 5, 10]))
-    left, right = (points[:, 0].min(), points[:, 0].max()) if len(points) else (1.0, 2.0)
-    if log:
-        axes.set_xscale("log")
-        axes.set_xlim(left / 1.08, right * 1.08)
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-        axes.xaxis.set_minor_formatter(NullFormatter())
-        return
-    room = 0.015 * (right - left) or 0.5
-    axes.set_xlim(left - room, right + room)
-    if x == "round":
-        axes.xaxis.set_major_locator(
-            MaxNLocator(8, integer=True, min_n_ticks=1, steps=[1, 2, 5, 10])
-        )
+    axes.plot(mean["x"], mean["y"], gid=f"mean {method.label}", **look, **dot)
+    return float(mean["y"].iloc[-1]) if len(mean) else end
 
 
 def clients(curves: Sequence[Curve], *, title: str = "", measured: str = "test accuracy") -> Figure:
@@ -190,9 +255,7 @@ def clients(curves: Sequence[Curve], *, title: str = "", measured: str = "test a
 
     Raises ValueError if there are no curves, a label has a seed twice, or no run holds clients' accuracies.
     """
-    from flwr_regs.experiments.report import drawing
-
-    methods = group(curves)
+    methods = by_label(curves)
     pooled = [100 * np.array([a for c in m.whole for a in c.clients], float) for m in methods]
     values = [np.sort(v[np.isfinite(v)]) for v in pooled]
     every = np.concatenate(values)
@@ -200,72 +263,40 @@ def clients(curves: Sequence[Curve], *, title: str = "", measured: str = "test a
         raise ValueError(
             "no whole run holds the clients' accuracies: expected them in Curve.clients"
         )
-    low, top = every.min(), every.max()
-    column = max((top - low) / 75, 1e-9)  # about a point's width
-    columns = [np.round((v - low) / column).astype(int) for v in values]
+    column = max(np.ptp(every) / 75, 1e-9)  # about a point's width
+    columns = [np.round((v - every.min()) / column).astype(int) for v in values]
     levels = [np.arange(len(c)) - np.searchsorted(c, c) for c in columns]
-    step = min(0.09, 0.6 / (1 + max(level.max() for level in levels if len(level))))
+    step = min(0.09, 0.6 / (1 + np.concatenate(levels).max()))
     with drawing.style():
-        figure, axes = drawing.canvas(2.0)
+        figure = drawing.canvas()
+        axes = figure.add_subplot()
+        dot = {"linestyle": "", "marker": "o", "markersize": 3, "markeredgewidth": 0, "alpha": 0.55}
         for row, method in enumerate(methods):
             colour = drawing.look(row, len(methods), False)["color"]
-            dot: dict[str, Any] = {
-                "linestyle": "",
-                "marker": "o",
-                "markersize": 3,
-                "markeredgewidth": 0,
-                "alpha": 0.55,
-            }
-            x = low + column * columns[row]
-            axes.plot(
-                x, row - step * levels[row], color=colour, gid=f"points {method.label}", **dot
-            )
+            bar: dict[str, Any] = {"color": colour}
+            x = every.min() + column * columns[row]
+            y = row - step * levels[row]
+            axes.plot(x, y, color=colour, gid=f"points {method.label}", **dot)  # type: ignore[arg-type]
             if len(x):
                 first, median, third = np.quantile(values[row], [0.25, 0.5, 0.75])
-                bar: dict[str, Any] = {"color": colour, "gid": f"quartiles {method.label}"}
+                bar["gid"] = f"quartiles {method.label}"
                 axes.plot([first, third], [row + 0.16] * 2, linewidth=3.5, alpha=0.45, **bar)
                 bar["gid"] = f"median {method.label}"
                 axes.plot([median] * 2, [row + 0.09, row + 0.23], linewidth=1.8, **bar)
         names = [drawing.wrap(figure, m.text, 1.6, 8) for m in methods]
         axes.set_yticks(range(len(methods)), names, fontsize=8, parse_math=False)
-        room = max(0.03 * (top - low), 0.25)
-        axes.set(xlim=(low - room, top + room), ylim=(len(methods) - 0.62, -0.75))
+        axes.margins(x=0.03)
+        axes.set_ylim(len(methods) - 0.62, -0.75)
         axes.set_xlabel(f"{measured} of a client with the final model (%)")
         axes.grid(visible=False, axis="y")
         axes.tick_params(axis="y", length=0)
         sizes = sorted({len(c.clients) for m in methods for c in m.whole if len(c.clients)})
-        number = "to".join(f" {n} " for n in dict.fromkeys((sizes[0], sizes[-1])))
+        number = " to ".join(str(n) for n in dict.fromkeys((sizes[0], sizes[-1])))
         seeds = seeds_in_words([m for m, v in zip(methods, values, strict=True) if len(v)])
         caption = (
-            f"Points:{number}clients of each seed. Bars: median and quartiles over them, {seeds}."
+            f"Points: {number} clients of each seed. Bars: median and quartiles over them, {seeds}."
         )
         lines = 1 + max(name.count("\n") for name in names)
         row_height = max(0.5 if len(methods) <= 8 else 0.34, 0.05 + 0.14 * lines)
-        tall = row_height * len(methods)
-        drawing.frame(figure, axes, title=title, caption=caption, at_least=tall)
+        drawing.finish(figure, axes, row_height * len(methods), title, caption)
     return figure
-
-
-def save(figure: Figure, path: str | Path) -> list[Path]:
-    """Write `path` as PNG (200 dots per inch) and PDF, and return the two paths.
-
-    `path` may end in ``.png`` or ``.pdf``, or in neither. A file is replaced as a whole or not at all.
-    Nothing in it depends on the date, so equal figures give equal bytes.
-    """
-    from flwr_regs.experiments.report import drawing
-
-    base = Path(path)
-    base = base.with_suffix("") if base.suffix in (".png", ".pdf") else base
-    base.parent.mkdir(parents=True, exist_ok=True)
-    written = []
-    for kind, undated in (("png", "Software"), ("pdf", "CreationDate")):
-        final = base.with_name(f"{base.name}.{kind}")
-        part = base.with_name(f".{base.name}.{os.getpid()}.{kind}")
-        try:
-            with drawing.style():
-                figure.savefig(part, format=kind, dpi=200, metadata={undated: None})
-            part.replace(final)
-        finally:
-            part.unlink(missing_ok=True)
-        written.append(final)
-    return written

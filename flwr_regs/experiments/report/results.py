@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import csv
 import io
 import json
 import os
 import platform
 import subprocess
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -77,10 +76,6 @@ class Results:
         return float(self.runs[0].job["target-accuracy"])
 
     @property
-    def _goal(self) -> str:
-        return f"{100 * self.target:.4g}%"
-
-    @property
     def title(self) -> str:
         """The data, the partition and the clients in words."""
         clients = _either(run.clients for run in self.runs)
@@ -113,27 +108,32 @@ class Results:
         """
         from flwr_regs.experiments.report import plots
 
-        curves = [self._curve(run, plots.Curve) for run in self.runs if run.accuracy]
+        curves = [plots.Curve(**fields) for fields in self._curves()]
         if x == "clients":
             return plots.clients(curves, title=self.title)
         return plots.accuracy(
             curves, x=x, target=self.target, title=self.title, ordered=self.ordered
         )
 
-    @staticmethod
-    def _curve(run: Run, kind: Any) -> Any:
-        """Return what the pictures need of a run."""
-        first = len(run.test) - len(run.trained)  # the initial model: no bytes, no time
-        return kind(
-            label=run.label,
-            seed=run.seed,
-            rounds=[point["round"] for point in run.test],
-            accuracy=[point["accuracy"] for point in run.test],
-            megabytes=[0.0] * first + [run.megabytes[p["round"] - 1] for p in run.trained],
-            seconds=[0.0] * first + [run.clock[p["round"] - 1] for p in run.trained],
-            clients=run.per_client.get("clients", ()),
-            stopped="" if run.ended and not run.error else run.error or "stopped",
-        )
+    def _curves(self) -> Iterator[dict[str, Any]]:
+        """Yield what the pictures need of each run that was tested."""
+        for run in self.runs:
+            if not run.accuracy:
+                continue
+            first = len(run.test) - len(run.trained)  # the initial model: no bytes, no time
+            spent = {
+                name: [0.0] * first + [values[p["round"] - 1] for p in run.trained]
+                for name, values in (("megabytes", run.megabytes), ("seconds", run.clock))
+            }
+            yield {
+                "label": run.label,
+                "seed": run.seed,
+                "rounds": [point["round"] for point in run.test],
+                "accuracy": [point["accuracy"] for point in run.test],
+                **spent,
+                "clients": run.per_client.get("clients", ()),
+                "stopped": "" if run.ended and not run.error else run.error or "stopped",
+            }
 
     def text(self) -> str:
         """Return the table for a terminal of 80 columns, and what it needs to be read."""
@@ -161,9 +161,9 @@ class Results:
             console.print(f"NOTE: {note}")
         return "\n".join(line.rstrip() for line in out.getvalue().splitlines()) + "\n"
 
-    def _cells(self, row: Mapping[str, Any]) -> dict[str, str]:
+    def _cells(self, row: dict[str, Any]) -> dict[str, str]:
         """Return a row's cells by heading."""
-        several = len(self.seeds) > 1
+        several, goal = len(self.seeds) > 1, f"{100 * self.target:.4g}%"
         reached = "–" if row["rounds_to_target"] is None else f"{row['rounds_to_target']:.0f}"
         if several:
             reached += f" ({row['reached']} of {row['n']})"
@@ -177,7 +177,7 @@ class Results:
             cells["final"] = per_cent(row["final"], row["final_std"])
         if not several:
             cells["best"] = per_cent(row["best"])
-        cells |= {f"to {self._goal}": reached, "worst": per_cent(row["worst_client"])}
+        cells |= {f"to {goal}": reached, "worst": per_cent(row["worst_client"])}
         cells["MB"] = number(row["mb"])
         cpu = row["processor_seconds"]
         cells["CPU s" if cpu is not None else "s"] = number(row["seconds"] if cpu is None else cpu)
@@ -185,7 +185,7 @@ class Results:
 
     def _legend(self) -> list[str]:
         job = self.runs[0].job
-        seeds = ", ".join(map(str, self.seeds))
+        seeds, goal = ", ".join(map(str, self.seeds)), f"{100 * self.target:.4g}%"
         n = len(self.seeds)
         data = "the server's test set"
         if job["held-out-clients"]:
@@ -197,17 +197,20 @@ class Results:
             any("evaluate" in entry for run in self.runs for entry in run.rounds)
             and not job["personalise"]
         ):
-            own = ", ".join(rows.with_own_models(self.runs))
-            data, worst = (
-                "what the clients test, a mean over clients"
-                + (f" (models of the clients' own: {own})" if own else ""),
-                "worst: the lowest of a client, on its own test data",
-            )
+            labels = [
+                label
+                for label, runs in rows.by_label(self.runs).items()
+                if any("personal-accuracy" in c for r in runs for c in rows.tests_of_clients(r))
+            ]
+            data = "what the clients test, a mean over clients"
+            if labels:
+                data += f" (models of the clients' own: {', '.join(labels)})"
+            worst = "worst: the lowest of a client, on its own test data"
         what = "95 % interval" if self.baseline else "sample standard deviation"
         spread = f"mean ± {what}, n = {n} (seeds {seeds})" if n > 1 else f"n = 1 (seed {seeds})"
         return [
             f"{self.title}, {self._of('rounds')} rounds; accuracy in % on {data}; {spread}.",
-            f"last 5: mean of the last five rounds; to {self._goal}: rounds to it; {worst}; MB: "
+            f"last 5: mean of the last five rounds; to {goal}: rounds to it; {worst}; MB: "
             "per client, both ways, the whole training.",
         ]
 
@@ -233,30 +236,21 @@ class Results:
 
     def csv(self) -> str:
         """Return the table as CSV, every column, accuracies as fractions."""
-        out = io.StringIO()
-        found = self.rows()
-        names = dict.fromkeys(name for row in found for name in row)
-        writer = csv.DictWriter(out, list(names), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(found)
-        return out.getvalue()
+        return str(self.table().to_csv())
 
     def latex(self) -> str:
         """Return the table for a paper; it needs the LaTeX package booktabs."""
         cells = [self._cells(row) for row in self.rows()]
-        lines = [[*cells[0]], *([*line.values()] for line in cells)]
-        body = [" & ".join(c.translate(LATEX) for c in line) + r" \\" for line in lines]
-        legend = " ".join(self._legend()).translate(LATEX)
-        return "\n".join(
-            [
-                *(
-                    f"% {legend}",
-                    rf"\begin{{tabular}}{{l{'r' * (len(cells[0]) - 1)}}}",
-                    r"\toprule",
-                ),
-                *(body[0], r"\midrule", *body[1:], r"\bottomrule", r"\end{tabular}", ""),
-            ]
-        )
+        body = [
+            " & ".join(cell.translate(LATEX) for cell in line) + r" \\"
+            for line in (cells[0], *(row.values() for row in cells))
+        ]
+        lines = [
+            "% " + " ".join(self._legend()).translate(LATEX),
+            rf"\begin{{tabular}}{{l{'r' * (len(cells[0]) - 1)}}}",
+            *(r"\toprule", body[0], r"\midrule", *body[1:], r"\bottomrule", r"\end{tabular}", ""),
+        ]
+        return "\n".join(lines)
 
     def history(self) -> dict[str, Any]:
         """Return all runs as one document: ``methods`` has an entry for each label (and seed)."""
@@ -282,18 +276,17 @@ class Results:
         self.save_tables(folder)
         write(folder / "history.json", json.dumps(records.strict(self.history()), indent=1))
         if pictures and any(run.accuracy for run in self.runs):
-            from flwr_regs.experiments.report import plots
+            from flwr_regs.experiments.report import drawing
 
-            for name, x in PICTURES.items():
-                plots.save(self.plot(x), folder / name)
-            if any(run.per_client for run in self.runs):
-                plots.save(self.plot("clients"), folder / "clients")
+            several = any(run.per_client for run in self.runs)
+            for name, x in [*PICTURES.items(), *([("clients", "clients")] if several else [])]:
+                drawing.save(self.plot(x), folder / name)
 
 
 def _either(values: Iterable[Any]) -> str:
     """Return what all values are, or all of them if they are few."""
-    found = dict.fromkeys(map(str, values))
-    return " or ".join(found) if len(found) < 4 else "various"
+    different = dict.fromkeys(map(str, values))
+    return " or ".join(different) if len(different) < 4 else "various"
 
 
 def per_cent(value: float | None, spread: float | None = None) -> str:
@@ -338,19 +331,15 @@ def provenance(command: Sequence[str]) -> dict[str, Any]:
 
 def _commit() -> str | None:
     """Return the commit of the checkout that the package is imported from, if it is one."""
-    home = str(Path(flwr_regs.__file__).parent)
-    words = (
-        ["ls-files", "--error-unmatch", "__init__.py"],
-        ["rev-parse", "HEAD"],
-        ["status", "--porcelain"],
-    )
+    home = Path(flwr_regs.__file__).parent
+
+    def git(*words: str) -> str:
+        asked = ["git", "-C", str(home), *words]
+        return subprocess.run(asked, capture_output=True, text=True, timeout=10, check=True).stdout
+
     try:
-        said = [
-            subprocess.run(
-                ["git", "-C", home, *w], capture_output=True, text=True, timeout=10, check=True
-            )
-            for w in words
-        ]
+        git("ls-files", "--error-unmatch", "__init__.py")
+        dirty = "-dirty" if git("status", "--porcelain").strip() else ""
+        return git("rev-parse", "HEAD").strip() + dirty
     except (OSError, subprocess.SubprocessError):
         return None
-    return said[1].stdout.strip() + ("-dirty" if said[2].stdout.strip() else "")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -40,19 +40,27 @@ def rows(runs: Sequence[Run], target: float, baseline: str = "") -> list[dict[st
         With a `baseline` (a label): half the width of the 95 % interval of ``last5`` (Student's t over
         seeds); the mean paired difference of ``last5`` to the baseline on the same seeds, and its interval.
     """
-    by_label: dict[str, list[Run]] = {}
-    for run in runs:
-        by_label.setdefault(run.label, []).append(run)
-    found = [_row(label, mine, target) for label, mine in by_label.items()]
+    made = [_row(label, of_label, target) for label, of_label in by_label(runs).items()]
     if baseline:
-        known = {r.seed: last(r) for r in by_label[baseline] if r.whole}
-        for row, mine in zip(found, by_label.values(), strict=True):
-            whole = [r for r in mine if r.whole]
-            paired = [last(r) - known[r.seed] for r in whole if r.seed in known]
-            row["last5_interval"] = interval([last(r) for r in whole])
-            row["difference"] = None if row["method"] == baseline else mean(paired)
-            row["difference_interval"] = None if row["method"] == baseline else interval(paired)
-    return found
+        ends = {
+            label: {r.seed: last(r) for r in of_label if r.whole}
+            for label, of_label in by_label(runs).items()
+        }
+        for row, values in zip(made, ends.values(), strict=True):
+            paired = [v - ends[baseline][s] for s, v in values.items() if s in ends[baseline]]
+            if row["method"] == baseline:
+                paired = []
+            row["last5_interval"] = interval([*values.values()])
+            row["difference"], row["difference_interval"] = mean(paired), interval(paired)
+    return made
+
+
+def by_label(runs: Sequence[Run]) -> dict[str, list[Run]]:
+    """Return label -> its runs, in order."""
+    return {
+        label: [r for r in runs if r.label == label]
+        for label in dict.fromkeys(r.label for r in runs)
+    }
 
 
 def _row(label: str, runs: Sequence[Run], target: float) -> dict[str, Any]:
@@ -79,15 +87,34 @@ def _row(label: str, runs: Sequence[Run], target: float) -> dict[str, Any]:
         "mb_to_target": mean([r.megabytes[t - 1] for t, r in reached]),
         "reached": len(reached),
         "mb": mean([r.megabytes[-1] for r in whole]),
-        "mb_down": mean([_turn(r, "bytes_down", "bytes_ahead") for r in runs if r.rounds]),
-        "mb_up": mean([_turn(r, "bytes_up") for r in runs if r.rounds]),
+    }
+    for name, ways in (("mb_down", ("bytes_down", "bytes_ahead")), ("mb_up", ("bytes_up",))):
+        row[name] = mean([(bytes_of_a_turn(r, *ways) or 0.0) / 1e6 for r in runs if r.rounds])
+    row |= {
         "seconds": mean([r.seconds for r in whole]),
         "processor_seconds": mean(
             [r.processor_seconds for r in whole if r.processor_seconds is not None]
         ),
         "failures": sum(r.rejected for r in runs),
     }
-    return row | _private(runs) | _personal(whole)
+    if private := [r.rounds for r in runs if r.rounds and "clipped" in r.rounds[-1]]:
+        spent = [entries[-1].get("epsilon") for entries in private]
+        row |= {
+            "epsilon": mean([epsilon for epsilon in spent if epsilon is not None]),
+            "delta": private[0][-1].get("delta"),
+            "clipped": mean([float(np.mean([e["clipped"] for e in each])) for each in private]),
+        }
+    tested = [[*tests_of_clients(r)] for r in whole if r.rounds and r.job["personalise"]]
+    if tested := [clients for clients in tested if clients]:
+        for name, metric in (("own", "accuracy"), ("personal", "personal-accuracy")):
+            row[name] = mean([float(np.mean([c[metric] for c in each])) for each in tested])
+    return row
+
+
+def tests_of_clients(run: Run) -> Iterator[dict[str, Any]]:
+    """Yield what each client tested after the last round."""
+    if run.rounds:
+        yield from run.rounds[-1].get("evaluate", {}).get("clients", {}).values()
 
 
 def first_at(tests: Sequence[dict[str, Any]], target: float) -> int | None:
@@ -109,43 +136,40 @@ def collapsed(run: Run) -> bool:
 
 def warnings(runs: Sequence[Run]) -> list[str]:
     """Say which methods diverged, failed, collapsed or had replies rejected: a sentence each."""
-    said = []
-    for label in dict.fromkeys(run.label for run in runs):
-        mine = [r for r in runs if r.label == label]
+    sentences = []
+    for label, of_label in by_label(runs).items():
+        seeds = f"{len(of_label)} seed{'s' * (len(of_label) > 1)}"
         for what, bad in (
-            ("diverged", [r for r in mine if r.diverged]),
-            ("failed", [r for r in mine if r.error and not r.diverged]),
-            ("unfinished, in no mean", [r for r in mine if not r.ended and not r.error]),
+            ("diverged", [r for r in of_label if r.diverged]),
+            ("failed", [r for r in of_label if r.error and not r.diverged]),
+            ("unfinished, in no mean", [r for r in of_label if not r.ended and not r.error]),
         ):
             if bad:
-                said.append(
-                    f"{label}: {len(bad)} of {_seeds(len(mine))} {what}; seed {bad[0].seed}: "
+                sentences.append(
+                    f"{label}: {len(bad)} of {seeds} {what}; seed {bad[0].seed}: "
                     f"{bad[0].stopped[:160]}"
                 )
-        whole = [r for r in mine if r.whole]
+        whole = [r for r in of_label if r.whole]
         if fallen := [r for r in whole if collapsed(r)]:
-            r = fallen[0]
-            best = max(r.trained, key=lambda test: float(test["accuracy"]))
-            said.append(
-                f"{label}: {len(fallen)} of {_seeds(len(mine))} collapsed; seed {r.seed} ends at "
-                f"{r.accuracy[-1]:.1%}, its best was {best['accuracy']:.1%} in round {best['round']}"
+            run = fallen[0]
+            best = max(run.trained, key=lambda test: float(test["accuracy"]))
+            sentences.append(
+                f"{label}: {len(fallen)} of {seeds} collapsed; seed {run.seed} ends at "
+                f"{run.accuracy[-1]:.1%}, its best was {best['accuracy']:.1%} in round {best['round']}"
             )
-        told = dict.fromkeys(text for r in mine for text in r.warnings)
-        told |= dict.fromkeys(e["divergence"] for r in whole for e in r.rounds if "divergence" in e)
-        said += [f"{label}: {text}" for text in [*told][:2]]
-        if count := sum(r.rejected for r in whole):
-            first = next(r for r in whole if r.rejected)
-            entry = next(e for e in first.rounds if e.get("failures"))
+        logged = dict.fromkeys(text for r in of_label for text in r.warnings)
+        logged |= dict.fromkeys(
+            e["divergence"] for r in whole for e in r.rounds if "divergence" in e
+        )
+        sentences += [f"{label}: {text}" for text in [*logged][:2]]
+        if rejecting := [r for r in whole if r.rejected]:
+            entry = next(e for e in rejecting[0].rounds if e.get("failures"))
             pid, why = next(iter(entry["failures"].items()))
-            said.append(
-                f"{label}: {count} replies were rejected, the first in round {entry['round']} of seed "
-                f"{first.seed}: client {pid}: {why[:120]}"
+            sentences.append(
+                f"{label}: {sum(r.rejected for r in whole)} replies were rejected, the first in round "
+                f"{entry['round']} of seed {rejecting[0].seed}: client {pid}: {why[:120]}"
             )
-    return said
-
-
-def _seeds(count: int) -> str:
-    return f"{count} seed{'s' * (count > 1)}"
+    return sentences
 
 
 def mean(values: Sequence[float]) -> float | None:
@@ -160,57 +184,15 @@ def deviation(values: Sequence[float]) -> float | None:
 
 def interval(values: Sequence[float]) -> float | None:
     """Return half the width of the mean's 95 % interval (Student's t); None of fewer than two values."""
-    from scipy.stats import t
+    from scipy import stats
 
-    spread = deviation(values)
-    if spread is None:
+    if len(values) < 2:
         return None
-    return float(t.ppf(0.975, len(values) - 1) * spread / len(values) ** 0.5)
+    return float(stats.t.ppf(0.975, len(values) - 1) * stats.sem(values))
 
 
-def _turn(run: Run, *ways: str) -> float:
-    """Return the megabytes of a client's average turn."""
+def bytes_of_a_turn(run: Run, *ways: str) -> float | None:
+    """Return the bytes of a client's average turn, such as ``bytes_down``."""
     sent = [b for way in ways for r in run.rounds for b in r.get(way, {}).values()]
     turns = sum(len(r.get(ways[0], {})) for r in run.rounds)
-    return float(sum(sent)) / max(turns, 1) / 1e6
-
-
-def _private(runs: Sequence[Run]) -> dict[str, Any]:
-    """Return epsilon, delta and the share of the updates that were clipped, where there are any."""
-    private = [r for r in runs if r.rounds and "clipped" in r.rounds[-1]]
-    if not private:
-        return {}
-    ends = [r.rounds[-1] for r in private]
-    return {
-        "epsilon": mean([e["epsilon"] for e in ends if e.get("epsilon") is not None]),
-        "delta": ends[0].get("delta"),
-        "clipped": mean([float(np.mean([e["clipped"] for e in r.rounds])) for r in private]),
-    }
-
-
-def _personal(runs: Sequence[Run]) -> dict[str, Any]:
-    """Return the mean accuracy of the global and of the personalised models on the clients' own data."""
-    found: dict[str, list[float]] = {"accuracy": [], "personal-accuracy": []}
-    for run in runs:
-        clients = (
-            run.rounds[-1].get("evaluate", {}).get("clients", {}).values() if run.rounds else ()
-        )
-        for metric, values in found.items():
-            if clients and run.job["personalise"]:
-                values.append(float(np.mean([c[metric] for c in clients])))
-    own, personal = map(mean, found.values())
-    return {} if own is None else {"own": own, "personal": personal}
-
-
-def with_own_models(runs: Sequence[Run]) -> list[str]:
-    """Return the labels of the methods whose clients test models of their own."""
-    tested = {
-        run.label: run.rounds[-1].get("evaluate", {}).get("clients", {})
-        for run in runs
-        if run.rounds
-    }
-    return [
-        label
-        for label, clients in tested.items()
-        if any("personal-accuracy" in found for found in clients.values())
-    ]
+    return float(sum(sent)) / turns if turns else None

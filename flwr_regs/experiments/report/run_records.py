@@ -18,6 +18,8 @@ from typing import Any
 
 import numpy as np
 
+END = ("per_client", "seconds", "processor_seconds", "error", "warnings", "diverged", "ended")
+"""What a record's last line holds."""
 NOT_FINITE = re.compile(r"NaN|nan|infinity|\binf\b|beyond|diverge")
 """What the server says of a reply, a step or a round that has left the numbers."""
 
@@ -114,8 +116,8 @@ class Run:
 
     def entry(self) -> dict[str, Any]:
         """Return the run as an entry of ``history.json``."""
-        found = {k: v for k, v in vars(self).items() if k not in ("job", "clients", "ended")}
-        return {k: v for k, v in found.items() if v not in ("", None, False, [])}
+        fields = {k: v for k, v in vars(self).items() if k not in ("job", "clients", "ended")}
+        return {k: v for k, v in fields.items() if v not in ("", None, False, [])}
 
 
 def file_name(label: str) -> str:
@@ -161,16 +163,7 @@ class Recorder:
         """Write what is left, and the end if there is one; close the file."""
         for entry in run.rounds[self._rounds :]:
             self._write({"round": entry})
-        names = (
-            "per_client",
-            "seconds",
-            "processor_seconds",
-            "error",
-            "warnings",
-            "diverged",
-            "ended",
-        )
-        self._write({"end": {name: getattr(run, name) for name in names}})
+        self._write({"end": {name: getattr(run, name) for name in END}})
         if self._file is not None:
             self._file.close()
 

@@ -29,7 +29,6 @@ from flwr_regs.flower.strategy import RegStrategy
 from flwr_regs.server.checkpoint.checkpoint import CheckpointError, latest
 from flwr_regs.server.round import RoundFailed
 
-
 OnRound = Callable[[Run], None]
 """Called with the run after each round, and after the initial test."""
 
@@ -327,7 +326,7 @@ def _on_clients(entry: dict[str, Any], metric: str = "accuracy") -> Any:
     """
     by_client = entry["evaluate"]["clients"]
     each = (by_client[pid] for pid in sorted(by_client))
-    return np.array([found.get(f"personal-{metric}", found[metric]) for found in each])
+    return np.array([told.get(f"personal-{metric}", told[metric]) for told in each])
 
 
 def _spread(each: Any) -> dict[str, Any]:

@@ -139,8 +139,8 @@ def _run_seed(
                 run = records.read(path)
                 if run is not None and run.test and len(run.test) != shown.get(method):
                     shown[method] = len(run.test)
-                    now = run.test[-1]
-                    progress.round(method, job.seed, now["round"], now["accuracy"])
+                    test = run.test[-1]
+                    progress.round(method, job.seed, test["round"], test["accuracy"])
             if code is not None:
                 return
             time.sleep(0.3)

@@ -1,8 +1,8 @@
 """Ends a command, and all that it started, when the process that asked for it is gone: however it died.
 
-``python -m flwr_regs.experiments.run.keeper FOLDER COMMAND …`` runs the command until it ends, or until its own
-standard input is closed, as it is when the process at its other end dies. Then it removes FOLDER. Ray's
-processes leave the session and the parent that started them; on Linux the keeper adopts them.
+``python -m flwr_regs.experiments.run.keeper FOLDER COMMAND …`` runs the command until it ends, or until
+its own standard input is closed, as it is when the process at its other end dies. Then it removes FOLDER.
+Ray's processes leave the session and the parent that started them; on Linux the keeper adopts them.
 """
 
 from __future__ import annotations
@@ -61,10 +61,10 @@ def descendants(pid: int) -> list[int]:
         with contextlib.suppress(OSError, ValueError):
             # "pid (name) state ppid …", and the name may hold spaces and brackets
             parents[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
-    found = [pid]
-    for one in found:
-        found += [child for child, parent in parents.items() if parent == one]
-    return found[1:]
+    family = [pid]
+    for one in family:
+        family += [child for child, parent in parents.items() if parent == one]
+    return family[1:]
 
 
 if __name__ == "__main__":

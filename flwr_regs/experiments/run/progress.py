@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Sequence
-from typing import Any, TextIO
+from typing import Any
 
 LINES = 10
 """Plain lines for each run, about."""
@@ -21,11 +21,10 @@ class Progress:
     """
 
     def __init__(self, runs: Sequence[tuple[str, int, int]]) -> None:
-        self.runs = runs
-        self.total = sum(rounds for _, _, rounds in runs)
-        self.done, self.seen = 0, dict[tuple[str, int], int]()
+        self.rounds = {(label, seed): rounds for label, seed, rounds in runs}
+        self.seen = dict.fromkeys(self.rounds, 0)
         self.first: tuple[float, int] | None = (
-            None  # the time of the first news, and the rounds done then
+            None  # the first news: its time, the rounds done then
         )
 
     def __enter__(self) -> Progress:
@@ -36,57 +35,54 @@ class Progress:
 
     def round(self, label: str, seed: int, server_round: int, accuracy: float) -> None:
         """Note that a run has trained a round (0: tested the initial model) and show it."""
-        self.done += server_round - self.seen.get((label, seed), 0)
         self.seen[label, seed] = server_round
-        self.first = self.first or (time.monotonic(), self.done)
-        self.show(label, seed, server_round, accuracy)
-
-    def show(self, label: str, seed: int, server_round: int, accuracy: float) -> None:
-        """Show a round."""
+        self.first = self.first or (time.monotonic(), sum(self.seen.values()))
+        self.show(label, seed, accuracy)
 
     def ended(self, label: str, seed: int, note: str) -> None:
         """Note that a run has ended; `note` says why if it was early."""
-        rounds = next(r for n, s, r in self.runs if (n, s) == (label, seed))
-        self.done += rounds - self.seen.get((label, seed), 0)
-        self.seen[label, seed] = rounds
+        self.seen[label, seed] = self.rounds[label, seed]
+        self.show(label, seed)
+        if note:
+            self.say(f"{label}, seed {seed}: {note[:300]}")
+
+    def show(self, label: str, seed: int, accuracy: float | None = None) -> None:
+        """Show a round; without an accuracy, the end of a run."""
+
+    def say(self, text: str) -> None:
+        """Print a line."""
 
     def left(self) -> str:
         """Say how long the rest takes, if it goes on as it did."""
-        began, before = self.first or (0.0, self.done)
-        if self.done == before or self.done == self.total:
+        done, total = sum(self.seen.values()), sum(self.rounds.values())
+        began, before = self.first or (0.0, done)
+        if done in (before, total):
             return ""
-        seconds = (time.monotonic() - began) / (self.done - before) * (self.total - self.done)
+        seconds = (time.monotonic() - began) / (done - before) * (total - done)
         return f"{duration(seconds)} left"
 
 
 class Lines(Progress):
-    """Plain lines, for a file or a pipe."""
+    """Plain lines, for a file or a pipe: about ten a run, the first round, and then every tenth of them."""
 
-    def __init__(self, runs: Sequence[tuple[str, int, int]], out: TextIO | None = None) -> None:
-        super().__init__(runs)
-        self.out = out or sys.stdout
-        self.width = max((len(label) for label, _, _ in runs), default=0)
-        self.several = len({seed for _, seed, _ in runs}) > 1
+    def show(self, label: str, seed: int, accuracy: float | None = None) -> None:
+        """Print some of the rounds."""
+        server_round, rounds = self.seen[label, seed], self.rounds[label, seed]
+        last = server_round in (1, rounds)
+        if accuracy is None or not (
+            last or (server_round and not server_round % max(rounds // LINES, 1))
+        ):
+            return
+        width = min(max(len(label) for label, _ in self.rounds), 32)
+        of = f" seed {seed}" if len({seed for _, seed in self.rounds}) > 1 else ""
+        self.say(
+            f"{label:<{width}}{of} round {server_round:>4}/{rounds}   accuracy {accuracy:7.2%}   "
+            f"{self.left()}"
+        )
 
-    def show(self, label: str, seed: int, server_round: int, accuracy: float) -> None:
-        """Print about ten lines a run: the first round, and then every tenth of them."""
-        rounds = next(r for n, s, r in self.runs if (n, s) == (label, seed))
-        every = max(rounds // LINES, 1)
-        if server_round in (1, rounds) or (server_round and server_round % every == 0):
-            of = f" seed {seed}" if self.several else ""
-            self._say(
-                f"{label:<{min(self.width, 32)}}{of} round {server_round:>4}/{rounds}   accuracy "
-                f"{accuracy:7.2%}   {self.left()}"
-            )
-
-    def ended(self, label: str, seed: int, note: str) -> None:
-        """Print why a run ended early."""
-        super().ended(label, seed, note)
-        if note:
-            self._say(f"{label}, seed {seed}: {note[:300]}")
-
-    def _say(self, text: str) -> None:
-        print(text.rstrip(), file=self.out, flush=True)
+    def say(self, text: str) -> None:
+        """Print a line without delay."""
+        print(text.rstrip(), flush=True)
 
 
 class Bars(Progress):
@@ -94,25 +90,18 @@ class Bars(Progress):
 
     def __init__(self, runs: Sequence[tuple[str, int, int]]) -> None:
         super().__init__(runs)
-        from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
         from rich.progress import Progress as RichProgress
 
         short = TextColumn("{task.description}", markup=False)
         columns: list[Any] = [short, BarColumn(None), MofNCompleteColumn()]
         columns += [TextColumn("{task.fields[accuracy]}"), TextColumn("{task.fields[left]}")]
-        self.console = Console()
-        self.bars = RichProgress(*columns, console=self.console, expand=True)
-        rounds: dict[str, int] = {}
-        for label, _, count in runs:
-            rounds[label] = rounds.get(label, 0) + count
-        self.rounds = rounds
-        self.tasks = {
-            label: self.bars.add_task(
-                label if len(label) <= 30 else label[:29] + "…", total=n, accuracy="", left=""
-            )
-            for label, n in rounds.items()
-        }
+        self.bars = RichProgress(*columns, expand=True)
+        self.tasks = {}
+        for label in dict.fromkeys(label for label, _ in self.rounds):
+            name = label if len(label) <= 30 else label[:29] + "…"
+            total = sum(rounds for (of, _), rounds in self.rounds.items() if of == label)
+            self.tasks[label] = self.bars.add_task(name, total=total, accuracy="", left="")
 
     def __enter__(self) -> Bars:
         self.bars.start()
@@ -121,20 +110,18 @@ class Bars(Progress):
     def __exit__(self, *_: object) -> None:
         self.bars.stop()
 
-    def show(self, label: str, seed: int, server_round: int, accuracy: float) -> None:
+    def show(self, label: str, seed: int, accuracy: float | None = None) -> None:
         """Move a label's bar."""
-        done = sum(t for (name, _), t in self.seen.items() if name == label)
-        text = f"{accuracy:7.2%}"
-        self.bars.update(self.tasks[label], completed=done, accuracy=text, left=self.left())
+        done = sum(rounds for (of, _), rounds in self.seen.items() if of == label)
+        shown: dict[str, Any] = {} if accuracy is None else {"accuracy": f"{accuracy:7.2%}"}
+        task = self.tasks[label]
+        self.bars.update(task, completed=done, **shown)
+        finished = self.bars.tasks[task].finished
+        self.bars.update(task, left="" if finished else self.left())
 
-    def ended(self, label: str, seed: int, note: str) -> None:
-        """Fill a run's share of its bar; print why it ended early."""
-        super().ended(label, seed, note)
-        done = sum(t for (name, _), t in self.seen.items() if name == label)
-        left = self.left() if done < self.rounds[label] else ""
-        self.bars.update(self.tasks[label], completed=done, left=left)
-        if note:
-            self.console.print(f"{label}, seed {seed}: {note[:300]}", markup=False, highlight=False)
+    def say(self, text: str) -> None:
+        """Print a line above the bars."""
+        self.bars.console.print(text, markup=False, highlight=False)
 
 
 def progress(runs: Sequence[tuple[str, int, int]]) -> Progress:

@@ -84,7 +84,7 @@ def build(calls: Sequence[Call], folder: str = "", **common: Any) -> RegStrategy
     }
     settings = {k: v for k, v in common.items() if k in Options.names()}
     with named("+".join(map(str, calls))):
-        return RegStrategy(_in_order(terms), **{**shared, **settings, **given})
+        return RegStrategy(sorted(terms, key=_place), **{**shared, **settings, **given})
 
 
 @lru_cache(maxsize=64)
@@ -114,9 +114,9 @@ def client_class(strategy: RegStrategy) -> type[RegClient]:
     strategies, and compositions, get a class made from the strategy's terms.
     """
     kind = type(strategy)
-    own = getattr(sys.modules.get(kind.__module__), f"{kind.__name__}Client", None)
-    if kind is not RegStrategy and isinstance(own, type) and issubclass(own, RegClient):
-        return own
+    named_so = getattr(sys.modules.get(kind.__module__), f"{kind.__name__}Client", None)
+    if kind is not RegStrategy and isinstance(named_so, type) and issubclass(named_so, RegClient):
+        return named_so
     terms = tuple(type(t) for t in strategy.term.terms if not t.server_only)
     made = {"method": kind.method, "terms": terms}
     return type(f"{kind.__name__}Client", (RegClient,), made)
@@ -156,20 +156,20 @@ def with_argument(methods: str, target: str, name: str, value: Any, folder: str 
 
     Raises ValueError if no part of `methods` is a call of `target`, or as :func:`parse_methods` does.
     """
-    made = []
-    for calls in parse_methods(methods).values():
-        changed = [_with(c, name, value, folder) if c.target == target else c for c in calls]
-        made.append("+".join(map(str, changed)))
-    every = [c.target for calls in parse_methods(methods).values() for c in calls]
+    parsed = parse_methods(methods).values()
+    every = [c.target for calls in parsed for c in calls]
     if target not in every:
         raise ValueError(f"'{target}' is none of the methods {every}{nearest(target, every)}")
-    return "; ".join(made)
+    return "; ".join(
+        "+".join(str(_with(c, name, value, folder) if c.target == target else c) for c in calls)
+        for calls in parsed
+    )
 
 
 def _with(call: Call, name: str, value: Any, folder: str) -> Call:
     with named(str(call)):
-        found = find(call, folder)
-    names = [*inspect.signature(found).parameters] if call.args else []
+        kind = find(call, folder)
+    names = [*inspect.signature(kind).parameters] if call.args else []
     if name in names[: len(call.args)]:
         args = list(call.args)
         args[names.index(name)] = value
@@ -197,8 +197,8 @@ def _with_values(call: Call) -> Call:
     )
 
 
-def _is_strategy(found: Any) -> bool:
-    return isinstance(found, type) and issubclass(found, RegStrategy)
+def _is_strategy(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, RegStrategy)
 
 
 def _strategy(kind: type[RegStrategy], call: Call, common: Mapping[str, Any]) -> RegStrategy:
@@ -210,19 +210,20 @@ def _strategy(kind: type[RegStrategy], call: Call, common: Mapping[str, Any]) ->
     return kind(*call.args, **{**common, **call.kwargs})
 
 
-def _terms(found: Any, call: Call) -> list[Term]:
-    """Return the terms of a part that is no strategy."""
-    if call.called or isinstance(found, type):
-        if not callable(found):
-            raise TypeError(f"{found!r} cannot be called: leave out the parentheses")
-        own = {k: v for k, v in call.kwargs.items() if k not in Options.names()}
-        _checked(found, call, own)
-        found = found(*call.args, **own)
-    terms = list(found) if isinstance(found, list | tuple) else [found]
+def _terms(kind: Any, call: Call) -> list[Term]:
+    """Return the terms of a part that is no strategy: a class, a function, a term or a list of terms."""
+    made = kind
+    if call.called or isinstance(kind, type):
+        if not callable(kind):
+            raise TypeError(f"{kind!r} cannot be called: leave out the parentheses")
+        kwargs = {k: v for k, v in call.kwargs.items() if k not in Options.names()}
+        _checked(kind, call, kwargs)
+        made = kind(*call.args, **kwargs)
+    terms = list(made) if isinstance(made, list | tuple) else [made]
     if not terms or not all(isinstance(t, Term) for t in terms):
         raise TypeError(
             "expected a strategy that derives from RegStrategy, a term, or a list of terms, not a value of "
-            f"type {type(found).__name__}"
+            f"type {type(made).__name__}"
         )
     return terms
 
@@ -246,14 +247,8 @@ def _checked(kind: Any, call: Call, kwargs: Mapping[str, Any]) -> inspect.Signat
     return signature
 
 
-def _in_order(terms: Sequence[Term]) -> list[Term]:
-    def reads_the_update(t: Term) -> bool:  # must stand behind a term that shifts the start
-        return type(t).finish is not Term.finish and type(t).start is Term.start
-
-    def follows_the_owner(t: Term) -> bool:  # its update comes before a server optimiser's
-        return t.acts("update") and not (isinstance(t, Steps) or t.keeps_delta)
-
-    def place(t: Term) -> tuple[bool, bool, bool]:
-        return isinstance(t, Compresses), follows_the_owner(t), reads_the_update(t)
-
-    return sorted(terms, key=place)
+def _place(term: Term) -> tuple[bool, bool, bool]:
+    """Return what a list of terms is sorted by; see :func:`build`."""
+    changes_the_mean = term.acts("update") and not (isinstance(term, Steps) or term.keeps_delta)
+    reads_the_update = type(term).finish is not Term.finish and type(term).start is Term.start
+    return isinstance(term, Compresses), changes_the_mean, reads_the_update

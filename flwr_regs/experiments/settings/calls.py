@@ -173,17 +173,17 @@ def pieces(text: str, separators: str) -> Iterator[tuple[int, str]]:
 
 def values(text: str) -> list[str]:
     """Return the values of ``--values``, separated as methods are."""
-    found = [v.strip() for _, v in pieces(text, ",;") if v.strip()]
-    if not found:
+    several = [v.strip() for _, v in pieces(text, ",;") if v.strip()]
+    if not several:
         raise ValueError(f"--values holds no value: {text!r}; for example --values 0.1,0.5")
-    return found
+    return several
 
 
 def words(text: str) -> list[str]:
     """Return the words of a shell line; quotes and spaces inside brackets stay as they are."""
-    found = [w for _, w in pieces(text, " \t\n") if w]
+    pieces_of_line = [w for _, w in pieces(text, " \t\n") if w]
     # a quote outside brackets encloses the value, as in a shell
-    return [w if _BRACKETED.fullmatch(w) else "".join(shlex.split(w)) for w in found]
+    return [w if _BRACKETED.fullmatch(w) else "".join(shlex.split(w)) for w in pieces_of_line]
 
 
 _BRACKETED = re.compile(r"[^'\"(\[{]*[(\[{].*", re.DOTALL)

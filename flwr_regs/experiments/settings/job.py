@@ -13,7 +13,6 @@ import numpy as np
 import flwr_regs
 from flwr_regs.abilities import FineTunes, Personalises, Withholds
 from flwr_regs.experiments.data.arrays import Data, load
-from flwr_regs.experiments.data.recent import Recent
 from flwr_regs.experiments.extras import install_command
 from flwr_regs.experiments.partition import shifts
 from flwr_regs.experiments.partition.group_splits import test_split
@@ -139,27 +138,7 @@ class Job(Settings):
 
     def parts_of(self, data: Data, num_clients: int) -> list[np.ndarray]:
         """Return the examples of each training client, then of each held-out one."""
-        settings: dict[str, Any] = {name: getattr(self, name) for name in PARTITION_SETTINGS}
-        settings |= {"kind": self.partition, "num_clients": num_clients + self.held_out_clients}
-
-        def split() -> list[np.ndarray]:
-            labels, fine_labels = data.train_y, None
-            if self.partition == "pachinko":
-                if data.coarse is None:
-                    raise ValueError(
-                        f"partition 'pachinko': dataset '{self.dataset}' does not say the coarse label of "
-                        "each example"
-                    )
-                labels, fine_labels = data.coarse, data.train_y
-            parts = partition(labels, groups=data.groups, fine_labels=fine_labels, **settings)
-            if self.examples_per_client:
-                rng = np.random.default_rng(self.seed)
-                parts = [rng.permutation(p)[: self.examples_per_client] for p in parts]
-            return parts
-
-        # one process serves many clients, methods and seeds
-        key = self.dataset, self.examples_per_client, *settings.values()
-        return _PARTS.get([data.train_y, data.groups, data.coarse], key, split)
+        return _parts(self, data, num_clients)
 
     def partition_hash(self) -> str:
         """Return the hash of the split: equal ones have the same examples on the same clients."""
@@ -189,18 +168,11 @@ class Job(Settings):
 
     def test_rows(self, data: Data, num_clients: int, pid: int) -> np.ndarray:
         """Return the test examples of a client that tests the model."""
-        parts = self.parts_of(data, num_clients)
-        kinds = data.train_y, data.test_y
-        if self.partition in BY_GROUP and data.groups is not None and data.test_groups is not None:
-            kinds = data.groups, data.test_groups
-        elif self.test_split == "classes":
-            return np.flatnonzero(np.isin(data.test_y, data.train_y[parts[pid]]))
-        by_client = _TESTS.get(
-            [*kinds, parts],
-            (num_clients, self.seed),
-            lambda: test_split(kinds[0], parts[:num_clients], kinds[1], self.seed),
-        )
-        return by_client[pid]
+        by_group = self.partition in BY_GROUP and data.groups is not None
+        if self.test_split == "classes" and not (by_group and data.test_groups is not None):
+            own = data.train_y[self.parts_of(data, num_clients)[pid]]
+            return np.flatnonzero(np.isin(data.test_y, own))
+        return _test_parts(self, data, num_clients)[pid]
 
     def label_counts(self) -> np.ndarray:
         """Return how many examples of each class each training client has: (clients, classes), int64."""
@@ -314,8 +286,31 @@ class Job(Settings):
         return 0 if luck < self.drop_out else int(planned * speed)
 
 
-_PARTS = Recent[list[np.ndarray]](8)
-_TESTS = Recent[list[np.ndarray]](8)
+@lru_cache(maxsize=8)  # one process serves many clients
+def _parts(job: Job, data: Data, num_clients: int) -> list[np.ndarray]:
+    settings: dict[str, Any] = {name: getattr(job, name) for name in PARTITION_SETTINGS}
+    settings |= {"kind": job.partition, "num_clients": num_clients + job.held_out_clients}
+    labels, fine_labels = data.train_y, None
+    if job.partition == "pachinko":
+        if data.coarse is None:
+            raise ValueError(
+                f"partition 'pachinko': dataset '{job.dataset}' does not say the coarse label of each "
+                "example"
+            )
+        labels, fine_labels = data.coarse, data.train_y
+    parts = partition(labels, groups=data.groups, fine_labels=fine_labels, **settings)
+    if job.examples_per_client:
+        rng = np.random.default_rng(job.seed)
+        parts = [rng.permutation(p)[: job.examples_per_client] for p in parts]
+    return parts
+
+
+@lru_cache(maxsize=8)
+def _test_parts(job: Job, data: Data, num_clients: int) -> list[np.ndarray]:
+    train, test = data.train_y, data.test_y
+    if job.partition in BY_GROUP and data.groups is not None and data.test_groups is not None:
+        train, test = data.groups, data.test_groups
+    return test_split(train, _parts(job, data, num_clients)[:num_clients], test, job.seed)
 
 
 def _start(dataset: str, model: str, *more: Any) -> ArrayRecord:

@@ -9,7 +9,7 @@ their data determine it:
 | *Upload*     ``u_k = diag F_k(v_k)`` and, if the update is compressed, ``v̂_k = u_k ⊙ v_k``, as float32
 | *Update*     as FedAvg; keeps the sums ``U`` and ``V``
 
-**Sparse ternary compression** both ways, with residuals, is a term of its own: methods/client_step/ternary.py.
+**Sparse ternary compression** both ways, with residuals, is a term of its own: ternary.py.
 
 **Incomplete clients** weigh more: a client that took ``s_k`` of its E steps gets ``p_k^τ = (E / s_k) p_k``
 (Sec. 4.2; not renormalised). A client with ``s_k = 0`` is left out.
@@ -22,10 +22,10 @@ element by element. This is the implicit Euler step of the pull, ``v' = v − η
 stable for every λ. The explicit step is stable while ``η λ max U < 2``; a λ beyond that gives one warning.
 
 **How the sums travel** is by option, ours too: in 16 bits, every n rounds, the entries of largest Fisher
-information alone (``sums_bits``, ``sums_every``, ``sums_density``; methods/parts/fisher_code.py has the code).
+information alone (``sums_bits``, ``sums_every``, ``sums_density``; fisher_code.py has the code).
 
 Sources: Ma, Lu, Lu, Li, Yi, Cui, "Towards heterogeneous clients with elastic federated learning" (2021),
-Alg. 1-2, Eqs. 2-6, Sec. 4. methods/client_step/fedcurv.py has Shoham et al.'s term, which leaves out the client's own.
+Alg. 1-2, Eqs. 2-6, Sec. 4. fedcurv.py has Shoham et al.'s term, which leaves out the client's own.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ import torch
 from flwr_regs.abilities import Addresses
 from flwr_regs.flower.client import RegClient
 from flwr_regs.flower.strategy import RegStrategy
+from flwr_regs.methods.client_step.fisher_code import SumsCode
 from flwr_regs.methods.client_step.ternary import SparseTernary
-from flwr_regs.methods.parts.fisher_code import SumsCode
 from flwr_regs.methods.parts.fisher_sums import FisherSums
 from flwr_regs.term import COUNT, FRACTION, Arrays, ClientContext, Range, ServerContext, Slot
 
@@ -134,20 +134,20 @@ class Elastic(FisherSums, Addresses):
         return {key: a for key, a in slot.items() if key != "due"}
 
     def correct(self, grads: Arrays, params: Arrays, ctx: ClientContext) -> Arrays:
-        slot, now = self._in_use(ctx), ctx.broadcast.get("made")
-        if not (message := sums_of(slot)) or (self._keeps and now is None):
+        slot, newest = self._in_use(ctx), ctx.broadcast.get("made")
+        if not (message := sums_of(slot)) or (self._keeps and newest is None):
             return grads
         sums = self._code.decode(message, grads)
         if self._keeps:  # an older message does not count
-            sums = {key: a * (slot["made"] == now) for key, a in sums.items()}
+            sums = {key: a * (slot["made"] == newest) for key, a in sums.items()}
         return super().correct(grads, params, replace(ctx, broadcast=sums))
 
     def finish(self, delta: Arrays, ctx: ClientContext) -> tuple[Arrays, Slot, Slot]:
         upload: Slot = {}
         if self.lam and (not self._keeps or "due" in ctx.broadcast):
-            own = self.measured(delta, ctx)
+            client_sums = self.measured(delta, ctx)
             plain = self._code == SumsCode()
-            upload = self.uploaded(own, ctx) if plain else self._code.encode(own)
+            upload = self.uploaded(client_sums, ctx) if plain else self._code.encode(client_sums)
         if not self._keeps:
             return delta, upload, {}
         kept = {key: a.clone() for key, a in self._in_use(ctx).items()}

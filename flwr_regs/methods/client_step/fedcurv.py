@@ -16,7 +16,7 @@ be subtracted: its own stays in.
 
 For v̂_k the server needs each client's own update, which secure aggregation would hide.
 
-EFL's elastic term (methods/client_step/efl.py) has half this strength, and its sums include the client's own share.
+EFL's elastic term (efl.py) has half this strength, and its sums include the client's own share.
 ``implicit=True`` is our addition, as there: it divides by ``1 + 2 η λ (U − u_k)``.
 
 Source: Shoham et al., "Overcoming forgetting in federated learning on non-IID data" (2019), Eqs. 4-6. The
@@ -72,8 +72,8 @@ class Curvature(FisherSums, Addresses):
         ]  # rounding can make it negative
 
     def finish(self, delta: Arrays, ctx: ClientContext) -> tuple[Arrays, Slot, Slot]:
-        own = self.measured(delta, ctx)
-        return delta, self.uploaded({k: a.clone() for k, a in own.items()}, ctx), own
+        measured = self.measured(delta, ctx)
+        return delta, self.uploaded({k: a.clone() for k, a in measured.items()}, ctx), measured
 
     def update(
         self, server: Slot, delta: Arrays, uploads: Slot, ctx: ServerContext

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,30 +51,41 @@ def inside(folder: Path, name: str) -> Path:
     return folder / path
 
 
-def picture(source: Path | bytes, mode: str, size: int = 0) -> Array:
-    """Return a picture as uint8 ``(channels, height, width)``; `size` scales it to a square.
+def pictures(
+    sources: Sequence[Path | bytes | Array], mode: str, size: int, centre: float = 1.0
+) -> Array:
+    """Return pictures as float32 in [0, 1], ``(n, channels, size, size)``.
 
-    `mode` is Pillow's: ``"L"`` for grey, ``"RGB"``. Pixels between are linear, with antialiasing.
+    Parameters
+    ----------
+    sources : a file, its bytes, or pixels in bytes, ``(height, width[, 3])``, for each picture
+    mode : str
+        Pillow's: ``"L"`` for grey, ``"RGB"``.
+    size : int
+        They are scaled to a square of it. Pixels between are linear, with antialiasing.
+    centre : float
+        The part of height and width that is kept, in the middle.
     """
     try:
         from PIL import Image
     except ImportError as error:
         raise missing_extra("pillow, which comes with torchvision", "reading pictures") from error
-    with Image.open(io.BytesIO(source) if isinstance(source, bytes) else source) as image:
-        plain = image.convert(mode)
-        if size and plain.size != (size, size):
-            plain = plain.resize((size, size), Image.Resampling.BILINEAR)
-        pixels = np.asarray(plain)
-    return pixels[None] if pixels.ndim == 2 else pixels.transpose(2, 0, 1)
-
-
-def pictures(sources: Sequence[Path | bytes], mode: str, size: int) -> Array:
-    """Return pictures as float32 in [0, 1], ``(n, channels, size, size)``."""
     if size < 1:
         raise ValueError(f"size must be at least 1, not {size}")
     out = np.empty((len(sources), 1 if mode == "L" else 3, size, size), np.float32)
     for i, source in enumerate(sources):
-        out[i] = picture(source, mode, size)
+        if isinstance(source, np.ndarray):
+            image: Image.Image = Image.fromarray(source)
+        else:
+            image = Image.open(io.BytesIO(source) if isinstance(source, bytes) else source)
+        with image:
+            left, top = (int(edge * (1 - centre) / 2) for edge in image.size)
+            width, height = image.size
+            plain = image.convert(mode).crop((left, top, width - left, height - top))
+            if plain.size != (size, size):
+                plain = plain.resize((size, size), Image.Resampling.BILINEAR)
+            pixels = np.asarray(plain)
+        out[i] = pixels if mode == "L" else pixels.transpose(2, 0, 1)
     out /= 255
     return out
 
@@ -87,27 +98,34 @@ def standardised(x: Array, mean: Sequence[float], std: Sequence[float]) -> Array
 
 
 def by_group(
-    train: Mapping[str, tuple[Array, Array]], test: Mapping[str, tuple[Array, Array]]
+    train: Mapping[str, Any],
+    test: Mapping[str, Any],
+    convert: Callable[..., tuple[Array, Array]] = lambda x, y: (x, y),
 ) -> Parts:
     """Return groups' examples in order of the groups' names, as one data set.
 
     Parameters
     ----------
     train, test : mapping
-        Group -> (inputs, labels). The two may differ in their groups.
+        Group -> what `convert` makes inputs and labels of. The two may differ in their groups.
     """
     names = sorted({*train, *test})
     parts: Parts = {}
-    for part, key, of in (("train", "groups", train), ("test", "test_groups", test)):
-        mine = [(i, *of[name]) for i, name in enumerate(names) if name in of and len(of[name][1])]
-        if not mine:
+    for part, key, groups in (("train", "groups", train), ("test", "test_groups", test)):
+        made = [(i, *convert(*groups[name])) for i, name in enumerate(names) if name in groups]
+        made = [(i, x, y) for i, x, y in made if len(y)]
+        if not made:
             raise ValueError(f"the {part} data has no examples")
-        parts[f"{part}_x"] = np.concatenate([x for _, x, _ in mine])
-        parts[f"{part}_y"] = np.concatenate([y for _, _, y in mine]).astype(np.int64)
-        parts[key] = np.repeat([i for i, _, _ in mine], [len(y) for _, _, y in mine]).astype(
-            np.int64
-        )
+        parts[f"{part}_x"] = np.concatenate([x for _, x, _ in made])
+        parts[f"{part}_y"] = np.concatenate([y for _, _, y in made]).astype(np.int64)
+        parts[key] = np.concatenate([np.full(len(y), i, np.int64) for i, _, y in made])
     return parts
+
+
+def cut(rows: Sequence[Any], share: float) -> tuple[Sequence[Any], Sequence[Any]]:
+    """Return the first `share` of the rows and the rest, each of at least one where there are two."""
+    first = min(max(int(len(rows) * share), 1), max(len(rows) - 1, 1))
+    return rows[:first], rows[first:]
 
 
 def drawn(names: Iterable[str], count: int) -> list[str]:

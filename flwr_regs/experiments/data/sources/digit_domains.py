@@ -50,10 +50,10 @@ def digits_five(data_dir: str, share: float = 0.1) -> Parts:
     train, test = {}, {}
     for i, domain in enumerate(DIGITS):
         pieces = [folder / domain / f"partitions/train_part{k}.pkl" for k in range(tenths)]
-        parts = [_digits(path) for path in pieces]
-        train[str(i)] = tuple(np.concatenate(of) for of in zip(*parts, strict=True))
+        images, labels = zip(*map(_digits, pieces), strict=True)
+        train[str(i)] = np.concatenate(images), np.concatenate(labels)
         test[str(i)] = _digits(folder / domain / "test.pkl")
-    return files.by_group(train, test)  # type: ignore[arg-type]
+    return files.by_group(train, test)
 
 
 def _digits(path: Path) -> tuple[Array, Array]:
@@ -64,22 +64,7 @@ def _digits(path: Path) -> tuple[Array, Array]:
             f"{path} has images of shape {images.shape} and type {images.dtype}; expected bytes of shape "
             "(n, height, width) or (n, height, width, 3)"
         )
-    colour = images if images.ndim == 4 else np.repeat(images[..., None], 3, axis=3)
-    return _scaled(colour, 28) * 2 - 1, labels.astype(np.int64).reshape(-1)
-
-
-def _scaled(images: Array, size: int) -> Array:
-    """Return images in bytes, ``(n, height, width, 3)``, as float32 ``(n, 3, size, size)`` in [0, 1]."""
-    from PIL import Image
-
-    out = np.empty((len(images), 3, size, size), np.float32)
-    for i, pixels in enumerate(images):
-        if pixels.shape[:2] != (size, size):
-            scaled = Image.fromarray(pixels).resize((size, size), Image.Resampling.BILINEAR)
-            pixels = np.asarray(scaled)
-        out[i] = pixels.transpose(2, 0, 1)
-    out /= 255
-    return out
+    return files.pictures(images, "RGB", 28) * 2 - 1, labels.astype(np.int64).reshape(-1)
 
 
 def office_caltech(data_dir: str, share: float = 0.5, size: int = 256) -> Parts:
@@ -117,16 +102,14 @@ def _listed(
     needed = [f"{name}/{d}_{part}.pkl" for d in domains for part in ("train", "test")]
     folder = _folder(dataset, data_dir, ("", "data", ".."), needed)
     lists = {
-        (d, part): _pair(folder / name / f"{d}_{part}.pkl")
-        for d in domains
+        part: {d: _pair(folder / name / f"{d}_{part}.pkl") for d in domains}
         for part in ("train", "test")
     }
-    fewest = int(min(len(lists[d, "train"][0]) for d in domains) * share)
+    fewest = int(min(len(paths) for paths, _ in lists["train"].values()) * share)
     if fewest == 0:
         raise ValueError(f"share={share} of the smallest domain's training images is none")
 
-    def read(domain: str, part: str) -> tuple[Array, Array]:
-        paths, names = (of[: fewest if part == "train" else None] for of in lists[domain, part])
+    def read(domain: str, paths: Any, names: Any) -> tuple[Array, Array]:
         if unknown := sorted({str(n) for n in names} - {*classes}):
             raise ValueError(
                 f"a list of {dataset} has the class '{unknown[0]}'; expected {', '.join(classes)}"
@@ -140,11 +123,11 @@ def _listed(
         labels = np.array([classes.index(str(n)) for n in names], np.int64)
         return files.pictures(where, "RGB", size), labels
 
-    parts = files.by_group(
-        {str(i): read(d, "train") for i, d in enumerate(domains)},
-        {str(i): read(d, "test") for i, d in enumerate(domains)},
+    train, test = (
+        {str(i): (d, *(of[:most] for of in pairs[d])) for i, d in enumerate(domains)}
+        for pairs, most in ((lists["train"], fewest), (lists["test"], None))
     )
-    return {**parts, "augment": "flip-rotate"}
+    return {**files.by_group(train, test, read), "augment": "flip-rotate"}
 
 
 def _folder(dataset: str, data_dir: str, below: Sequence[str], needed: Sequence[str]) -> Path:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import csv
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
+import pandas as pd
 
 from flwr_regs.experiments.data.sources import data_files as files
 from flwr_regs.experiments.data.sources.data_files import Array, Parts
@@ -51,71 +51,42 @@ def _landmarks(dataset: str, data_dir: str, size: int, most: int) -> Parts:
     (train_table,), (test_table,) = found
     train = _rows(train_table, "user_id", "image_id", "class")
     test = _rows(test_table, "image_id", "class")
-    counts: dict[str, int] = {}
-    kept = []
-    for row in train:
-        counts[row["user_id"]] = counts.get(row["user_id"], 0) + 1
-        if not most or counts[row["user_id"]] <= most:
-            kept.append(row)
-    place = {user: i for i, user in enumerate(sorted(counts))}
+    users = train.groupby("user_id").ngroup()  # in order of their names
+    kept = (train.groupby("user_id").cumcount() < most) | (most == 0)
+    folder = train_table.parent
     return {
-        "train_x": _pictures(dataset, train_table.parent, kept, size),
-        "train_y": _classes(kept),
-        "groups": np.array([place[row["user_id"]] for row in kept], np.int64),
-        "test_x": _pictures(dataset, train_table.parent, test, size, CENTRE),
-        "test_y": _classes(test),
+        "train_x": _pictures(dataset, folder, train["image_id"][kept], size),
+        "train_y": train["class"][kept].to_numpy(np.int64),
+        "groups": users[kept].to_numpy(np.int64),
+        "test_x": _pictures(dataset, folder, test["image_id"], size, CENTRE),
+        "test_y": test["class"].to_numpy(np.int64),
         "augment": "cut-flip",
     }
 
 
-def _rows(path: Path, *columns: str) -> list[dict[str, str]]:
-    with path.open(encoding="utf-8", newline="") as file:
-        rows = list(csv.DictReader(file))
-    if not rows or not {*columns} <= {*rows[0]}:
+def _rows(path: Path, *columns: str) -> pd.DataFrame:
+    rows = pd.read_csv(path, dtype=str)
+    if rows.empty or not {*columns} <= {*rows}:
         raise ValueError(
-            f"{path} has the columns {', '.join(rows[0]) if rows else 'of no row'}; expected "
+            f"{path} has the columns {', '.join(rows) if len(rows) else 'of no row'}; expected "
             f"{', '.join(columns)}"
         )
     return rows
 
 
-def _classes(rows: list[dict[str, str]]) -> Array:
-    return np.array([int(row["class"]) for row in rows], np.int64)
-
-
 def _pictures(
-    dataset: str, folder: Path, rows: list[dict[str, str]], size: int, centre: float = 1.0
+    dataset: str, folder: Path, names: Iterable[str], size: int, centre: float = 1.0
 ) -> Array:
-    where = [_place(folder, row["image_id"]) for row in rows]
-    if missing := [row["image_id"] for row, path in zip(rows, where, strict=True) if path is None]:
+    """Return the pictures of these names in [-1, 1]."""
+    paths, missing = [], []
+    for name in names:
+        nested = files.inside(folder / "train", f"{'/'.join(name[:3])}/{name}.jpg")
+        flat = folder / "images" / f"{name}.jpg"
+        paths.append(flat if flat.is_file() else nested)
+        missing += [] if paths[-1].is_file() else [name]
+    if missing:
         raise FileNotFoundError(
-            f"dataset '{dataset}': {len(missing)} of {len(rows)} pictures are missing in {folder}, such as "
-            f"images/{missing[0]}.jpg"
+            f"dataset '{dataset}': {len(missing)} of {len(paths)} pictures are missing in {folder}, "
+            f"such as images/{missing[0]}.jpg"
         )
-    out = np.empty((len(rows), 3, size, size), np.float32)
-    for i, path in enumerate(where):
-        out[i] = _middle(path, size, centre)
-    out /= 127.5
-    out -= 1
-    return out
-
-
-def _place(folder: Path, name: str) -> Path | None:
-    nested = files.inside(folder, f"{'/'.join(name[:3])}/{name}.jpg")
-    for path in (folder / "images" / f"{name}.jpg", folder / "train" / nested.relative_to(folder)):
-        if path.is_file():
-            return path
-    return None
-
-
-def _middle(path: Any, size: int, centre: float) -> Array:
-    """Return the middle part of a picture, scaled to a square."""
-    whole = files.picture(path, "RGB")
-    if centre < 1:
-        height, width = whole.shape[1:]
-        top, left = (int(edge * (1 - centre) / 2) for edge in (height, width))
-        whole = whole[:, top : height - top, left : width - left]
-    from PIL import Image
-
-    cut = Image.fromarray(np.ascontiguousarray(whole.transpose(1, 2, 0)))
-    return np.asarray(cut.resize((size, size), Image.Resampling.BILINEAR)).transpose(2, 0, 1)
+    return files.pictures(paths, "RGB", size, centre) * 2 - 1

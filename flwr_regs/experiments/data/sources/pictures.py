@@ -6,18 +6,19 @@ channel.
 
 from __future__ import annotations
 
+import shutil
+from contextlib import suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
 
-from flwr_regs.experiments.data import mnist as idx
 from flwr_regs.experiments.data.sources import data_files as files
 from flwr_regs.experiments.data.sources import tables
 from flwr_regs.experiments.data.sources.data_files import Array, Parts
 from flwr_regs.experiments.extras import missing_extra
 
-FASHION = ((0.2860,), (0.3530,))
 CIFAR = {
     10: ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
     100: ((0.5071, 0.4866, 0.4409), (0.2673, 0.2564, 0.2762)),
@@ -43,7 +44,7 @@ def digits(data_dir: str) -> Parts:
 
 def mnist(data_dir: str) -> Parts:
     """Return MNIST, standardised."""
-    return _shifted(mnist_grey(data_dir), 0.1307, 0.3081)
+    return _idx(data_dir, "MNIST", 0.1307, 0.3081)
 
 
 def mnist_grey(data_dir: str) -> Parts:
@@ -51,19 +52,18 @@ def mnist_grey(data_dir: str) -> Parts:
     return _idx(data_dir, "MNIST")
 
 
-def _idx(data_dir: str, kind: str) -> Parts:
-    """Return torchvision's `kind` of MNIST in [0, 1]."""
-    try:
-        train_x, train_y, test_x, test_y = idx.read(data_dir, kind)
-    except ImportError as error:
-        raise missing_extra("torchvision", kind) from error
-    return _parts(_grey(train_x), train_y, _grey(test_x), test_y)
-
-
 def fashion_mnist(data_dir: str) -> Parts:
     """Return Fashion-MNIST, standardised."""
-    (mean,), (std,) = FASHION
-    return _shifted(_idx(data_dir, "FashionMNIST"), mean, std)
+    return _idx(data_dir, "FashionMNIST", 0.2860, 0.3530)
+
+
+def _idx(data_dir: str, kind: str, mean: float = 0.0, std: float = 1.0) -> Parts:
+    """Return torchvision's `kind` of MNIST, of [0, 1] with these moments taken out."""
+    train, test = _torchvision(kind, kind, data_dir)
+    (train_x, train_y), (test_x, test_y) = (
+        ((_grey(part.data.numpy()) - mean) / std, part.targets.numpy()) for part in (train, test)
+    )
+    return _parts(train_x.astype(np.float32), train_y, test_x.astype(np.float32), test_y)
 
 
 def emnist(data_dir: str, split: str = "balanced") -> Parts:
@@ -180,20 +180,26 @@ def _indices(names: list[str], every: list[str]) -> Array:
 def _torchvision(kind: str, dataset: str, data_dir: str, **settings: Any) -> list[Any]:
     """Return torchvision's training and test set; they are downloaded if they are not in the data-dir.
 
-    torchvision checks the files' MD5 sums before it reads CIFAR's pickles.
+    What is missing or incomplete comes into a temporary folder first, and moves when all is there. A packed
+    file of MNIST (``.gz``) that is there already is not downloaded again. torchvision checks the files' MD5
+    sums before it reads CIFAR's pickles.
     """
     try:
         from torchvision import datasets
     except ImportError as error:
         raise missing_extra("torchvision", kind) from error
     root, make = files.root(data_dir), getattr(datasets, kind)
-    try:
+    with suppress(Exception):  # of torchvision, for files that are missing or incomplete
         return [make(root, train=t, **settings) for t in (True, False)]
-    except RuntimeError:  # torchvision's for files that are missing or incomplete
-        pass
     try:
         root.mkdir(parents=True, exist_ok=True)
-        return [make(root, train=t, download=True, **settings) for t in (True, False)]
+        with TemporaryDirectory(dir=root, prefix=f"{kind}-") as made:
+            for packed in root.glob(f"{kind}/raw/*.gz"):
+                (Path(made) / kind / "raw").mkdir(parents=True, exist_ok=True)
+                shutil.copy(packed, Path(made) / kind / "raw")
+            parts = [make(made, train=t, download=True, **settings) for t in (True, False)]
+            shutil.copytree(made, root, dirs_exist_ok=True)
+        return parts
     except Exception as error:  # of torchvision, urllib, zipfile or the disk
         why = next(iter(str(error).splitlines()), "").rstrip(": ") or type(error).__name__
         also = ", or train*.parquet and test*.parquet of the hub" if kind[:5] == "CIFAR" else ""
@@ -215,9 +221,3 @@ def _parts(train_x: Array, train_y: Array, test_x: Array, test_y: Array) -> Part
         "test_x": test_x,
         "test_y": test_y.astype(np.int64),
     }
-
-
-def _shifted(parts: Parts, mean: float, std: float) -> Parts:
-    for key in ("train_x", "test_x"):
-        parts[key] = ((parts[key] - mean) / std).astype(np.float32)
-    return parts

@@ -1,0 +1,283 @@
+"""Partitions: the law of each, over sampled seeds, numbers of clients and label distributions."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+
+from flwr_regs.experiments.partition.partitions import (
+    BY_GROUP,
+    PARTITIONS,
+    partition,
+    partition_hash,
+)
+
+Array = np.ndarray[Any, Any]
+LABELS = np.random.default_rng(0).integers(0, 10, 1000)
+
+
+def labels_of(sizes: Any, seed: int = 0) -> Array:
+    """Shuffled labels with so many examples of each; names that are no range."""
+    return np.random.default_rng(seed).permutation(np.repeat(3 * np.arange(len(sizes)) + 5, sizes))
+
+
+def held(labels: Array, parts: list[Array]) -> Array:
+    """The examples of each label (column) that each client (row) holds."""
+    return np.array([[(labels[p] == c).sum() for c in np.unique(labels)] for p in parts])
+
+
+def sampled(count: int) -> Any:
+    """(labels, clients, shards or classes for each, seed), most of them possible."""
+    rng = np.random.default_rng(5)
+    for seed in range(count):
+        sizes = rng.integers(1, 40, rng.integers(1, 9)) ** rng.integers(1, 3)
+        yield labels_of(sizes, seed), int(rng.integers(1, 15)), int(rng.integers(1, 5)), seed
+
+
+@pytest.mark.parametrize("kind", PARTITIONS)
+def test_every_example_goes_to_one_client_and_the_seed_decides(kind: str) -> None:
+    """But for groups that no client has, and for clients that draw from all examples."""
+    settings: dict[str, Any] = {"dirichlet_alpha": 0.5, "similarity": 30.0, "quantity_alpha": 5.0}
+    settings |= {"groups": np.arange(1000) % 23, "fine_labels": 5 * LABELS + np.arange(1000) % 5}
+    parts = partition(LABELS, kind, 20, 3, **settings)
+    again, other = (partition(LABELS, kind, 20, s, **settings) for s in (3, 4))
+    assert all(np.array_equal(a, b) for a, b in zip(parts, again, strict=True))
+    assert not all(np.array_equal(a, b) for a, b in zip(parts, other, strict=True))
+    split = 0
+    for labels, n, s, seed in sampled(30):
+        settings |= {"shards_per_client": s, "classes_per_client": s, "sample_share": 0.5}
+        settings |= {
+            "groups": np.arange(len(labels)) % 14,
+            "fine_labels": np.arange(len(labels)) % 3,
+        }
+        try:
+            parts = partition(labels, kind, n, seed, **settings)
+        except ValueError:
+            continue
+        split += 1
+        assert len(parts) == n
+        assert min(map(len, parts)) > 0
+        assert all(p.dtype == np.int64 and len(set(p.tolist())) == len(p) for p in parts)
+        if kind != "long-tail-rounds":
+            held = sorted(np.concatenate(parts))
+            whole = kind not in (*BY_GROUP, "label-swaps-rounds")
+            assert held == list(range(len(labels))) if whole else len(set(held)) == len(held)
+    assert split > 8
+
+
+# shards
+
+
+def test_a_client_gets_at_most_its_number_of_labels_wherever_that_is_possible() -> None:
+    seen = {"possible": 0, "more labels than shards": 0, "more clients than examples": 0}
+    for labels, n, s, seed in sampled(80):
+        if n > len(labels):
+            seen["more clients than examples"] += 1
+            with pytest.raises(ValueError, match="each client needs an example"):
+                partition(labels, "shards", n, seed, shards_per_client=s)
+            continue
+        parts = partition(labels, "shards", n, seed, shards_per_client=s)
+        possible = len(np.unique(labels)) <= n * s
+        seen["possible" if possible else "more labels than shards"] += 1
+        assert ((held(labels, parts) > 0).sum(1) <= s).all() == possible
+    assert seen["possible"] > 30
+    assert seen["more labels than shards"]
+    few = labels_of([3, 1, 4])  # more shards than examples
+    assert ((held(few, partition(few, "shards", 5, 0, shards_per_client=3)) > 0).sum(1) <= 3).all()
+
+
+def least_squares(sizes: list[int], shards: int) -> int:
+    """The least sum of squared sizes, over every way to cut classes into so many non-empty shards."""
+    best = 10**9
+    for cuts in itertools.product(*(range(1, c + 1) for c in sizes)):
+        if sum(cuts) == shards:
+            each = [
+                c // k + (i < c % k) for c, k in zip(sizes, cuts, strict=True) for i in range(k)
+            ]
+            best = min(best, sum(x * x for x in each))
+    return best
+
+
+def test_shards_are_as_equal_in_size_as_shards_of_one_label_can_be() -> None:
+    """With one shard for each client, a client's size is its shard's."""
+    rng = np.random.default_rng(1)
+    for seed in range(20):
+        sizes = rng.integers(1, 13, 3).tolist()
+        n = int(rng.integers(3, min(sum(sizes), 12) + 1))
+        parts = partition(labels_of(sizes), "shards", n, seed, shards_per_client=1)
+        assert sum(len(p) ** 2 for p in parts) == least_squares(sizes, n)
+
+
+def test_mcmahans_shards_are_equal_in_size_and_dealt_at_random() -> None:
+    labels = labels_of([24, 35, 61])
+    for n, s in itertools.product(range(1, 7), range(1, 5)):
+        cut = np.array_split(np.argsort(labels, kind="stable"), n * s)
+        deal = np.random.default_rng(9).permutation(n * s).reshape(n, s)
+        got = partition(labels, "shards-mcmahan", n, 9, shards_per_client=s)
+        for mine, hand in zip(got, deal, strict=True):
+            assert np.array_equal(mine, np.concatenate([cut[j] for j in hand]))
+
+
+# classes
+
+
+def exists(sizes: list[int], n: int, m: int) -> bool:
+    """Whether n clients can hold exactly m classes each, and together all examples; by trying all."""
+    hands = itertools.combinations(range(len(sizes)), m)
+    for dealt in itertools.product(list(hands), repeat=n):
+        served = Counter(c for hand in dealt for c in hand)
+        if all(1 <= served[c] <= size for c, size in enumerate(sizes)):
+            return True
+    return False
+
+
+def test_a_client_gets_exactly_its_number_of_classes_wherever_that_is_possible() -> None:
+    rng = np.random.default_rng(2)
+    outcomes = Counter[bool]()
+    for seed in range(50):
+        sizes = rng.integers(1, 5, rng.integers(1, 5)).tolist()
+        n, m = int(rng.integers(1, 5)), int(rng.integers(1, 4))
+        labels = labels_of(sizes)
+        try:
+            parts = partition(labels, "classes", n, seed, classes_per_client=m)
+        except ValueError:
+            possible = False
+        else:
+            possible = True
+            assert ((held(labels, parts) > 0).sum(1) == m).all()
+        assert possible == exists(sizes, n, m)
+        outcomes[possible] += 1
+    assert min(outcomes.values()) > 10
+
+
+# Dirichlet, client by client
+
+
+def test_hsus_clients_are_of_equal_size() -> None:
+    for labels, n, _, seed in sampled(60):
+        if n <= len(labels):
+            sizes = [len(p) for p in partition(labels, "dirichlet-hsu", n, seed)]
+            assert max(sizes) - min(sizes) <= 1
+
+
+def one_by_one(sizes: list[int], n: int, alpha: float, rng: np.random.Generator) -> Array:
+    """Hsu's split as he tells it: one example after the other, and without the classes that are gone."""
+    left, total, got = list(sizes), sum(sizes), []
+    for _ in range(n):
+        gammas = [rng.gamma(alpha * c / total) for c in sizes]
+        mine = [0] * len(sizes)
+        for _ in range(total // n):
+            weights = [g if has else 0.0 for g, has in zip(gammas, left, strict=True)]
+            at, c = rng.random() * sum(weights), 0
+            while at >= weights[c] or not left[c]:
+                at -= weights[c]
+                c += 1
+            mine[c] += 1
+            left[c] -= 1
+        got.append(mine)
+    return np.array(got)
+
+
+def test_a_class_that_runs_out_leaves_its_share_to_the_others() -> None:
+    """Mean and spread of each client's counts against the plain loop; most classes run out."""
+    sizes, alpha, draws = [3, 6, 9], 4.0, 1000
+    labels, rng = labels_of(sizes), np.random.default_rng(7)
+    want = np.array([one_by_one(sizes, 3, alpha, rng) for _ in range(draws)])
+    got = np.array(
+        [
+            held(labels, partition(labels, "dirichlet-hsu", 3, s, dirichlet_alpha=alpha))
+            for s in range(draws)
+        ]
+    )
+    error = np.sqrt((want.var(0) + got.var(0)) / draws)
+    assert (abs(want.mean(0) - got.mean(0)) < 4.5 * error).all()
+    np.testing.assert_allclose(got.var(0), want.var(0), rtol=0.2)
+
+
+# Dirichlet, class by class
+
+
+def test_each_client_of_a_class_wise_split_gets_ten_examples() -> None:
+    """It is the first draw that gives them, of NIID-Bench's loop; `dirichlet` is its other name."""
+    tries = 0
+    for seed in range(8):
+        rng, fewest = np.random.default_rng(seed), 0
+        while fewest < 10:
+            tries += 1
+            want: list[list[int]] = [[] for _ in range(16)]
+            for c in range(10):
+                mine = rng.permutation(np.flatnonzero(c == LABELS))
+                at = [0, *(np.cumsum(rng.dirichlet([0.2] * 16)) * len(mine)).astype(int)]
+                at[-1] = len(mine)
+                for k in range(16):
+                    want[k] += mine[at[k] : at[k + 1]].tolist()
+            fewest = min(map(len, want))
+        for kind in ("dirichlet-niid-bench", "dirichlet"):
+            got = partition(LABELS, kind, 16, seed, dirichlet_alpha=0.2)
+            assert [p.tolist() for p in got] == want
+    assert tries > 10
+
+
+def test_a_round_is_drawn_for_each_client_and_a_domains_labels_swap_within_it() -> None:
+    first, second = partition(LABELS, "long-tail-rounds", 2, 3, sample_share=0.5)
+    assert {*first.tolist()} != {*second.tolist()}
+    groups = np.arange(1000) % 4
+    parts = partition(LABELS, "label-swaps-rounds", 8, 3, groups=groups)
+    assert [{*groups[p].tolist()} for p in parts] == [{k % 4} for k in range(8)]
+
+
+HASHES = {
+    "shards": "8b3433dc7698998a",
+    "shards-mcmahan": "490e1dc0212da93d",
+    "classes": "baae5d992c3aa95c",
+    "dirichlet-hsu": "7bcec90a4bdd3f23",
+    "dirichlet-niid-bench": "89fc2208bfb3e68e",
+    "dirichlet": "89fc2208bfb3e68e",
+    "similarity": "71654cbf26521357",
+    "iid": "9aab667de9edeb1c",
+    "pachinko": "1dbca2019a54e463",
+    "quantity": "4b3e5095716c844d",
+    "noise": "9aab667de9edeb1c",
+    "domains": "2a5d94003354809c",
+    "natural": "2e80ca9f12ac7d15",
+    "interpolated": "950e3a92bfdb4b50",
+    "long-tail-rounds": "0fe4db5173f5d7c4",
+    "label-swaps-rounds": "2a5d94003354809c",
+}
+
+
+@pytest.mark.parametrize("kind", PARTITIONS)
+def test_a_partition_is_the_same_in_each_version(kind: str) -> None:
+    """Results have these hashes, and a card's settings must lead to the same clients in years."""
+    labels, rest = np.arange(700) ** 2 % 11 % 7, np.arange(700) % 21
+    settings: dict[str, Any] = {"dirichlet_alpha": 0.7, "similarity": 30.0, "sample_share": 0.4}
+    settings |= {"groups": rest, "fine_labels": 3 * labels + rest // 7, "shards_per_client": 3}
+    parts = partition(labels, kind, 9, 5, classes_per_client=3, **settings)
+    assert partition_hash(parts) == HASHES[kind]
+
+
+# what is impossible
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "message"),
+    [
+        ("shard", {}, "partition must be one of shards, .*not 'shard'"),
+        ("similarity", {"similarity": 150.0}, "from 0 to 100 per cent, not 150"),
+        ("dirichlet", {"dirichlet_alpha": 0.0}, "dirichlet_alpha must be above 0, not 0"),
+        ("iid", {"n": 2000}, "1000 examples over 2000 clients: each client needs an example"),
+        ("classes", {}, "2 of 10 classes would be left out: use more clients"),
+        ("classes", {"classes_per_client": 11}, "no client can hold 11 classes of 10"),
+        ("classes", {"n": 150, "classes_per_client": 10}, "too small to serve 150 clients"),
+        ("dirichlet", {"n": 12, "dirichlet_alpha": 1e-6}, "no draw of 1000 gave each client 10"),
+        ("dirichlet", {"n": 150}, "over 150 clients: each client needs 10 examples"),
+    ],
+)
+def test_what_is_impossible_is_said(kind: str, settings: dict[str, Any], message: str) -> None:
+    given = {"n": 4, **settings}
+    with pytest.raises(ValueError, match=message):
+        partition(LABELS, kind, given.pop("n"), 1, **given)

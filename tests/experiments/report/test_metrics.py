@@ -1,0 +1,140 @@
+"""What papers report, computed from hand-made histories."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from flwr_regs.experiments.report import metrics
+from flwr_regs.experiments.report.run_records import Run
+from flwr_regs.experiments.settings.settings import DEFAULTS
+
+
+def entry(t: int, **more: Any) -> dict[str, Any]:
+    """A round with two clients: 100 bytes down and 50 up each, 2 seconds, 30 examples."""
+    return {
+        "round": t,
+        "cohort": [0, 1],
+        "bytes_down": {0: 100, 1: 100},
+        "bytes_up": {0: 50, 1: 50},
+        "seconds": {"clients": 1.5, "aggregate": 0.5},
+        "examples_processed": 30,
+        "train_metrics": {"train-loss": 1.0 / t},
+        **more,
+    }
+
+
+def made(accuracy: list[float], seed: int = 1, **more: Any) -> Run:
+    """A run of as many rounds, whose initial model has 10 %."""
+    job = {**DEFAULTS, "rounds": len(accuracy), "target-accuracy": 0.5}
+    run = Run("A", "A", seed, job, 4, {}, ended=True)
+    run.test = [{"round": t, "accuracy": a} for t, a in enumerate([0.1, *accuracy])]
+    run.rounds = [entry(t, **more) for t in range(1, len(accuracy) + 1)]
+    run.per_client = {"clients": [0.9, 0.5, 0.7, 0.8]}
+    return run
+
+
+RUN = made([0.2, 0.6, 0.4, 0.8])
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("final", 0.8),
+        ("last5", 0.5),
+        ("best", 0.8),
+        ("best-half", 0.6),
+        ("mean", 0.5),
+        ("worst", 0.5),
+        ("worst-tenth", 0.5),
+        ("training-loss", 0.25),
+        ("rounds-to", 2),
+        ("seconds-to", 4.0),
+        ("megabytes-to", 600 / 4 / 1e6),
+        ("gradients-to", 60),
+        ("seconds-round", 2.0),
+        ("gradients", 120),
+        ("bits", 8 * 4 * 300),
+        ("bytes-down", 100),
+        ("bytes-up", 50),
+        ("exchanges", 1),
+        # 100 B at 0.75 MB/s, 50 B at 0.25 MB/s, 7 times half of 1.5 s, 10 s, and the server's half
+        ("deployed-seconds", 1e-4 / 0.75 + 5e-5 / 0.25 + 7 * 0.75 + 10 + 0.5),
+        ("best-participants", None),
+        ("clients", None),
+        ("ensemble", None),
+    ],
+)
+def test_each_metric_is_what_its_meaning_says(name: str, value: float | None) -> None:
+    found = metrics.METRICS[name].of(RUN)
+    assert found == (None if value is None else pytest.approx(value))
+
+
+def test_participants_count_with_their_own_models() -> None:
+    one = {0: {"accuracy": 0.2, "personal-accuracy": 0.6}, 1: {"accuracy": 0.8}}
+    run = made([0.2, 0.3], evaluate={"clients": one})
+    run.rounds[1]["evaluate"] = {"clients": {0: {"accuracy": 0.5}, 1: {"accuracy": 0.5}}}
+    assert metrics.METRICS["best-participants"].of(run) == pytest.approx(0.7)
+    assert metrics.METRICS["clients"].of(run) == pytest.approx(0.5)
+
+
+def test_metrics_are_of_the_rounds_clients_and_messages_that_they_name() -> None:
+    values = {name: metric.of for name, metric in metrics.METRICS.items()}
+    run = made([0.9, 0.1, 0.5, 0.3, 0.4, 1.0], bytes_down={0: 300, 1: 100}, bytes_up={0: 5, 1: 50})
+    run.job["rounds"] = 3  # planned: the first is its half
+    run.test[-1]["ensemble"] = 0.7
+    run.per_client = {"clients": [0.01 * i for i in reversed(range(39))]}
+    assert values["best-half"](run) == 0.9
+    assert values["last5"](run) == pytest.approx(0.46)
+    assert values["mean"](run) == pytest.approx(3.2 / 6)
+    assert values["ensemble"](run) == 0.7
+    assert values["worst"](run) == 0
+    assert values["worst-tenth"](run) == pytest.approx(0.01)  # three of 39
+    phones = 3e-4 / 0.75 + 5e-5 / 0.25 + 7 * 0.75 + 10 + 0.5  # they wait for the largest messages
+    assert values["deployed-seconds"](run) == pytest.approx(phones, abs=1e-6)
+    run.job["target-accuracy"] = 0.5
+    assert values["rounds-to"](made([0.4, 0.5, 0.6])) == 2  # where it is met
+    for name in ("rounds-to", "seconds-to", "megabytes-to", "gradients-to"):
+        assert values[name](made([0.2, 0.3])) is None
+    assert {of(Run("A", "A", 1, {**DEFAULTS}, 4, {})) for of in values.values()} == {None}
+
+
+def test_what_is_sent_before_a_round_or_in_a_first_exchange_counts() -> None:
+    run = made([0.5], bytes_ahead={0: 30, 1: 10}, bytes_probe_down={0: 7, 1: 7})
+    run.rounds[0]["seconds"]["probe"] = 0.5
+    assert metrics.METRICS["bytes-down"].of(run) == 120
+    assert metrics.METRICS["exchanges"].of(run) == 2
+    assert metrics.mean_and_spread("bytes-beside", [run], [made([0.5])])[0] == 20
+    plain, probed = (metrics.METRICS["deployed-seconds"].of(r) for r in (made([0.5]), run))
+    assert plain is not None
+    assert probed == pytest.approx(plain + 7 * 0.25)
+
+
+def test_means_are_over_the_seeds_that_ended_and_beside_the_first_method() -> None:
+    runs = [made([0.4], seed=1), made([0.6], seed=2), made([0.9], seed=3)]
+    runs[2].ended = False
+    assert metrics.mean_and_spread("final", runs) == pytest.approx((0.5, 0.02**0.5, 2))
+    more = [made([0.4], seed=1, bytes_down={0: 130, 1: 150}), made([0.6], seed=2)]
+    assert metrics.mean_and_spread("bytes-beside", more, runs) == pytest.approx((20, 800**0.5, 2))
+    assert metrics.mean_and_spread("bytes-beside", runs, runs)[0] == 0
+    # each seed beside its own; one that the first method does not have is left out
+    first = [made([0.4], seed=1), made([0.6], seed=2, bytes_down={0: 110, 1: 130})]
+    more = [made([0.4], seed=s, bytes_down={0: 130, 1: 150}) for s in (1, 2, 3)]
+    assert metrics.mean_and_spread("bytes-beside", more, first) == pytest.approx((30, 200**0.5, 2))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "spread", "text"),
+    [
+        ("final", 0.12345, None, "12.35"),
+        ("final", 0.5, 0.0123, "50.00 ± 1.23"),
+        ("bytes-down", 19948.0, None, "19,948"),
+        ("training-loss", 0.1234, None, "0.123"),
+        ("rounds-to", None, None, "–"),
+    ],
+)
+def test_accuracies_are_shown_in_per_cent(
+    name: str, value: float | None, spread: float | None, text: str
+) -> None:
+    assert metrics.shown(name, value, spread) == text

@@ -1,0 +1,110 @@
+"""Flower's own strategies with our clients: refused, so that no run completes without training."""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.common import ndarrays_to_parameters
+from flwr.server import ServerApp, ServerAppComponents, ServerConfig
+from flwr.server import strategy as older
+from flwr.serverapp import strategy as flowers
+
+from flwr_regs import (
+    ClientRound,
+    FedFORClient,
+    InProcessGrid,
+    RegClientApp,
+    client_app,
+    load_model,
+)
+from flwr_regs.testing.problem import SerialisingGrid
+from tests.conftest import make_clients, make_model
+
+CONFIG = {"lr": 0.1, "local-epochs": 1}
+WHY = "refused by the client: this client is FedFORClient .*use flwr_regs.FedFOR or RegStrategy"
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> None:
+    logging.getLogger("flwr").setLevel(logging.CRITICAL)
+
+
+def client_of(context: Context, kind: Any = FedFORClient) -> Any:
+    data = make_clients(6, torch.float32)[context.node_config["partition-id"]]
+    return kind(make_model(torch.float32), data, data)
+
+
+def own_loop() -> RegClientApp:
+    app = RegClientApp()
+
+    @app.train()
+    def train(message: Message, context: Context) -> Message:
+        data = make_clients(6, torch.float32)[context.node_config["partition-id"]]
+        return ClientRound(message, FedFORClient, make_model(torch.float32), data).reply()
+
+    @app.evaluate()
+    def evaluate(message: Message, context: Context) -> Message:
+        load_model(message, FedFORClient, make_model(torch.float32))
+        raise AssertionError("there was a model")
+
+    return app
+
+
+APPS = {
+    "client_app": lambda: client_app(client_of),
+    "to_client": lambda: client_app(lambda context: client_of(context).to_client()),
+    "own loop": own_loop,
+}
+
+
+def start(strategy: Any, app: Any, grid: Any = SerialisingGrid) -> Any:
+    return strategy.start(
+        grid=grid(app, 6),
+        initial_arrays=ArrayRecord(make_model(torch.float32).state_dict()),
+        num_rounds=2,
+        train_config=ConfigRecord(CONFIG),
+    )
+
+
+@pytest.mark.parametrize(
+    ("make", "app"),
+    [
+        *((flowers.FedAvg, app) for app in APPS),
+        (flowers.Krum, "client_app"),
+        (partial(flowers.QFedAvg, client_learning_rate=0.1), "client_app"),
+    ],
+)
+def test_the_run_ends_in_round_one_and_says_why(make: Any, app: str) -> None:
+    why = WHY.replace("FedFORClient", "a loop of FedFORClient") if app == "own loop" else WHY
+    with pytest.raises(ValueError, match=why):
+        start(make(), APPS[app]())
+
+
+def test_records_of_other_names_are_refused(caplog: pytest.LogCaptureFixture) -> None:
+    strategy = partial(flowers.FedAvg, arrayrecord_key="model")
+    with pytest.raises(
+        ValueError, match=r"holds no ArrayRecord 'arrays', only \['config', 'model'"
+    ):
+        start(strategy(), APPS["client_app"]())
+    for name in ("client_app", "own loop"):  # evaluation alone: Flower's error, our log
+        with pytest.raises(Exception, match="exactly one MetricRecord"):
+            start(strategy(fraction_train=0.0), APPS[name]())
+
+
+@pytest.mark.parametrize(("app", "initial"), [("client_app", True), ("ClientApp", False)])
+def test_an_older_strategy_is_refused(app: str, initial: bool) -> None:
+    arrays = [v.numpy() for v in make_model(torch.float32).state_dict().values()]
+    given = ndarrays_to_parameters(arrays) if initial else None
+    strategy = older.FedAvg(initial_parameters=given, on_fit_config_fn=lambda t: dict(CONFIG))
+    parts = ServerAppComponents(strategy=strategy, config=ServerConfig(num_rounds=2))
+    server = ServerApp(server_fn=lambda context: parts)
+    why = WHY if app == "ClientApp" else "use ServerApp with @app.main and strategy.start"
+    its = (ClientApp if app == "ClientApp" else client_app)(lambda context: client_of(context))
+    with pytest.raises(ValueError, match=why):
+        server(InProcessGrid(its, 6), Context(1, 1, {}, RecordDict(), {}))

@@ -1,0 +1,381 @@
+"""A method in a training loop of one's own equals the package's client; mistakes are refused."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from flwr_regs import (
+    ClientContext,
+    ClientRound,
+    EmbeddedMomentum,
+    FedADC,
+    FedADCClient,
+    FedBN,
+    FedBNClient,
+    FedFOR,
+    FedFORClient,
+    FirstOrder,
+    InProcessGrid,
+    LeaveOneOutMean,
+    LocalBatchNorm,
+    Proximal,
+    RegClient,
+    RegClientApp,
+    RegStrategy,
+    RoundFailed,
+    SelfDistillation,
+    SparseTernary,
+    Term,
+    load_model,
+)
+from flwr_regs.server.population.population import PopulationError
+from flwr_regs.testing import Method
+from tests.conftest import ROOT, close, make_clients, make_model, run
+from tests.laws import CASES
+
+Loop = Callable[[ClientRound, nn.Module, Any], None]
+
+
+def plain_loop(loop: ClientRound, model: nn.Module, make: Any) -> None:
+    """What anybody writes, with the three calls."""
+    optimizer = loop.optimizer(make)
+    for inputs, targets in loop.batches():
+        optimizer.zero_grad()
+        output = model(inputs)
+        loop.loss(cross_entropy(output, targets), inputs, targets, output).backward()
+        loop.correct()
+        optimizer.step()
+
+
+def scaled_loop(loop: ClientRound, model: nn.Module, make: Any) -> None:
+    """As under AMP: the loss is scaled by a power of two, the gradients are unscaled, then clipped."""
+    optimizer = loop.optimizer(make)
+    for inputs, targets in loop.batches():
+        optimizer.zero_grad()
+        output = model(inputs)
+        loss = loop.loss(cross_entropy(output, targets), inputs, targets, output)
+        (loss * 2.0**16).backward()
+        for p in model.parameters():
+            assert p.grad is not None
+            p.grad /= 2.0**16
+        loop.correct()
+        nn.utils.clip_grad_norm_(model.parameters(), 1e9)
+        optimizer.step()
+
+
+def own_app(
+    method: Any,
+    loop: Loop = plain_loop,
+    model: Callable[[], nn.Module] = make_model,
+    make: Any = torch.optim.SGD,
+    n: int = 4,
+    **kwargs: Any,
+) -> RegClientApp:
+    """A Message-API app whose train function is `loop`."""
+    app = RegClientApp()
+    data = make_clients(n)
+
+    @app.train()
+    def train(message: Message, context: Context) -> Message:
+        net = model()
+        mine = data[int(context.node_config["partition-id"])]
+        round_ = ClientRound(message, method, net, mine, device="cpu", **kwargs)
+        loop(round_, net, make)
+        return round_.reply({"mine": 2.5})
+
+    @app.evaluate()
+    def evaluate(message: Message, context: Context) -> Message:
+        net = model()
+        load_model(message, method, net)
+        net.eval()
+        mine = data[int(context.node_config["partition-id"])]
+        with torch.no_grad():
+            losses = [float(cross_entropy(net(x), y)) for x, y in mine]
+        metrics = {"loss": sum(losses) / len(losses), "num-examples": sum(len(y) for _, y in mine)}
+        return Message(RecordDict({"metrics": MetricRecord(metrics)}), reply_to=message)
+
+    return app
+
+
+@pytest.mark.parametrize(
+    ("case", "loop"),
+    [*((case, plain_loop) for case in CASES[::7]), *((case, scaled_loop) for case in CASES[3::20])],
+    ids=lambda v: v.name if isinstance(v, Method) else v.__name__,
+)
+def test_a_loop_of_ones_own_equals_the_client(case: Method, loop: Loop) -> None:
+    settings = {**case.settings, "seed": 3, "fraction_train": 0.75}
+    mine, theirs = case.strategy(**settings), case.strategy(**settings)
+    want = run(theirs, case.client)
+    got = run(mine, case.client, grid=InProcessGrid(own_app(case.client, loop), 4))
+    assert not any(e["failures"] for e in mine.history)
+    close(got, want, 0.0 if loop is plain_loop else 1e-12)
+    for a, b in zip(mine.history, theirs.history, strict=True):
+        assert a["train_metrics"].pop("mine") == 2.5
+        if loop is plain_loop:
+            assert a["train_metrics"] == b["train_metrics"]
+        for pid, told in a["evaluate"]["clients"].items():
+            assert told["loss"] == pytest.approx(b["evaluate"]["clients"][pid]["loss"], abs=1e-9)
+
+
+COMPOSITIONS = [
+    [SelfDistillation(0.3), EmbeddedMomentum(0.5, 0.5), SparseTernary(0.3, 0.3)],
+    [FirstOrder(0.5), Proximal(0.2)],
+    [EmbeddedMomentum(0.5, 0.5), LeaveOneOutMean(0.3, sum_only=True)],
+]
+
+
+@pytest.mark.parametrize(
+    ("terms", "downlink"), list(zip(COMPOSITIONS, ["model", "delta", "model"], strict=True))
+)
+def test_compositions_too(terms: list[Any], downlink: str) -> None:
+    kinds = [type(t) for t in terms]
+    want = run(RegStrategy(terms, seed=3, downlink=downlink), RegClient, terms=kinds)
+    strategy = RegStrategy(terms, seed=3, downlink=downlink)
+    got = run(strategy, RegClient, grid=InProcessGrid(own_app(kinds), 4))
+    assert not any(e["failures"] for e in strategy.history)
+    close(got, want, 0.0)
+
+
+def test_private_entries_in_a_loop_of_ones_own() -> None:
+    model = partial(make_model, torch.float64, True)
+    theirs, mine = FedBN(seed=1), FedBN(seed=1)
+    want = run(theirs, FedBNClient, model=model)
+    app = own_app(FedBNClient, model=model)
+    got = run(mine, FedBNClient, model=model, grid=InProcessGrid(app, 4))
+    close(got, want, 0.0)
+    a, b = (s.history[-1]["evaluate"]["clients"] for s in (mine, theirs))
+    assert {p: m["loss"] for p, m in a.items()} != {}
+    for pid in a:  # with BatchNorm of its own
+        assert a[pid]["loss"] == pytest.approx(b[pid]["loss"], abs=1e-9)
+    own = [LocalBatchNorm, FirstOrder]
+    app = own_app(own, model=model)
+    both = RegStrategy([LocalBatchNorm(), FirstOrder(0.5)], seed=1)
+    got = run(both, RegClient, model=model, grid=InProcessGrid(app, 4))
+    assert not any(n.startswith("1.") for n in got)
+
+
+OWN = {"user.number": 3, "user.text": "a", "user.bytes": b"b"}
+
+
+def own_keys(config: Any) -> dict[str, Any]:
+    return {key: value for key, value in config.items() if key.startswith("user.")}
+
+
+@dataclass(frozen=True)
+class Reading(Term):
+    name: ClassVar[str] = "reading"
+    seen: ClassVar[list[Any]] = []
+
+    def correct(self, grads: Any, params: Any, ctx: ClientContext) -> Any:
+        self.seen.append(own_keys(ctx.config))
+        return grads
+
+
+def test_keys_of_ones_own_reach_every_place_untouched() -> None:
+    class Client(RegClient):
+        def fit(self, parameters: Any, config: Any) -> Any:
+            Reading.seen.append(own_keys(config))
+            return super().fit(parameters, config)
+
+    def loop(round_: ClientRound, model: nn.Module, make: Any) -> None:
+        Reading.seen.append(own_keys(round_.config))
+        assert round_.config["lr"] == 0.2
+        plain_loop(round_, model, make)
+
+    lists = {**OWN, "user.list": [1, 2]}
+    settings: dict[str, Any] = {"seed": 5, "fraction_evaluate": 0.0}
+    grid = InProcessGrid(own_app([Reading], loop), 4)
+    for train, where in ((OWN, None), (lists, grid)):
+        Reading.seen.clear()
+        length = {"local-steps": 1, **train}
+        clients = {"terms": [Reading]} if where is None else {"grid": where}
+        run(RegStrategy([Reading()], **settings), Client, rounds=1, train=length, **clients)
+        assert Reading.seen == [train] * 8
+    length = {"local-steps": 1, **lists}
+    with pytest.raises(RoundFailed, match=r"lists in \['user.list'\].*json.dumps"):
+        run(RegStrategy([Reading()], **settings), Client, rounds=1, train=length, terms=[Reading])
+
+
+def test_label_counts_are_told_only_where_the_app_tells_them() -> None:
+    data = make_clients()
+
+    def counts(context: Context) -> Sequence[int]:
+        mine = data[int(context.node_config["partition-id"])]
+        return torch.bincount(torch.cat([y for _, y in mine]), minlength=3).tolist()
+
+    def app_with(label_counts: Any) -> RegClientApp:
+        app = RegClientApp(label_counts=label_counts)
+        app._registered_funcs |= own_app(FedFORClient)._registered_funcs
+        return app
+
+    def strategy() -> FedFOR:
+        return FedFOR(seed=3, cohorts="class-covering", fraction_train=0.5)
+
+    mine, theirs = strategy(), strategy()
+    run(mine, FedFORClient, grid=InProcessGrid(app_with(counts), 4))
+    run(theirs, FedFORClient, share_label_counts=True)
+    assert [e["cohort"] for e in mine.history] == [e["cohort"] for e in theirs.history]
+    with pytest.raises(PopulationError, match="need label counts"):
+        run(strategy(), FedFORClient, grid=InProcessGrid(app_with(None), 4))
+
+
+def without(*left_out: str) -> Loop:
+    """A loop that forgets some of the calls."""
+
+    def loop(round_: ClientRound, model: nn.Module, make: Any) -> None:
+        if "optimizer" in left_out:
+            optimizer = make(model.parameters(), lr=round_.lr)
+        else:
+            optimizer = round_.optimizer(make)
+        for inputs, targets in round_.batches():
+            optimizer.zero_grad()
+            output = model(inputs)
+            loss = cross_entropy(output, targets)
+            if "loss" not in left_out:
+                loss = round_.loss(loss, inputs, targets, output)
+            loss.backward()
+            if "correct" not in left_out:
+                round_.correct()
+            optimizer.step()
+
+    return loop
+
+
+def discarding(round_: ClientRound, model: nn.Module, make: Any) -> None:
+    optimizer = round_.optimizer(make)
+    for inputs, targets in round_.batches():
+        optimizer.zero_grad()
+        output = model(inputs)
+        loss = cross_entropy(output, targets)
+        round_.loss(2 * loss, inputs, targets, output)
+        loss.backward()
+        round_.correct()
+        optimizer.step()
+
+
+def too_long(round_: ClientRound, model: nn.Module, make: Any) -> None:
+    plain_loop(round_, model, make)
+    plain_loop(round_, model, make)
+
+
+@pytest.mark.parametrize(
+    ("method", "loop", "match"),
+    [
+        (FedADCClient, without("loss"), "it saw no loss since"),
+        (FedADCClient, without("correct"), "has moved, but correct.. was never called"),
+        (FedADCClient, without("loss", "correct"), "has moved, but correct.. was never called"),
+        (FedADCClient, discarding, "backward.. did not go through what loss.. returned"),
+        (FedADCClient, without("optimizer"), "has a say in the client's optimiser"),
+        (FedADCClient, too_long, "8 local steps, but the round asked for 4"),
+        (FedFORClient, plain_loop, "a loop of FedFORClient .* the strategy runs 'FedADC'"),
+        ([FirstOrder], plain_loop, "a loop of terms .first-order.* the strategy runs 'FedADC'"),
+        (FirstOrder, plain_loop, "method must be a named client"),
+        (RegClient, plain_loop, "method must be a named client"),
+        ("FedADC", plain_loop, "method must be a named client"),
+    ],
+)
+def test_mistakes_are_refused(method: Any, loop: Loop, match: str) -> None:
+    with pytest.raises(RoundFailed, match=match):
+        run(FedADC(0.5, seed=3), FedADCClient, grid=InProcessGrid(own_app(method, loop), 4))
+
+
+@pytest.mark.parametrize("case", CASES[::8], ids=lambda c: c.name)
+def test_an_optimizer_of_ones_own_is_fine_where_the_method_has_no_say(case: Method) -> None:
+    strategy = case.strategy(**case.settings, seed=3)
+    grid = InProcessGrid(own_app(case.client, without("optimizer")), 4)
+    if any(t.acts("client_optimizer") for t in case.terms):
+        with pytest.raises(RoundFailed, match="has a say in the client's optimiser"):
+            run(strategy, case.client, rounds=2, grid=grid)
+        return
+    got = run(strategy, case.client, rounds=2, grid=grid)
+    close(got, run(case.strategy(**case.settings, seed=3), case.client, rounds=2), 0.0)
+
+
+def test_a_train_function_that_returns_nothing_is_told_so() -> None:
+    app = RegClientApp()
+
+    @app.train()
+    def train(message: Message, context: Context) -> Any:
+        return None
+
+    with pytest.raises(
+        RoundFailed, match="train function returned None, expected a Message such as"
+    ):
+        run(FedFOR(seed=3), FedFORClient, grid=InProcessGrid(app, 4))
+
+
+def test_flowers_own_client_app_is_refused_with_what_to_do() -> None:
+    app = ClientApp()
+
+    @app.train()
+    def train(message: Message, context: Context) -> Message:
+        raise AssertionError("never trained")
+
+    with pytest.raises(PopulationError, match="or RegClientApp for a loop of your own"):
+        run(FedFOR(seed=3), FedFORClient, grid=InProcessGrid(app, 4))
+
+
+def test_a_message_of_another_strategy_is_refused() -> None:
+    message = Message(RecordDict({"config": ConfigRecord()}), 1, "train")
+    with pytest.raises(ValueError, match="expected 'arrays' and 'config' of a strategy"):
+        ClientRound(message, FedFORClient, make_model(), make_clients()[0], device="cpu")
+
+
+def test_a_message_that_is_not_for_training_is_refused() -> None:
+    message = Message(RecordDict({"config": ConfigRecord()}), 1, "evaluate")
+    with pytest.raises(
+        ValueError, match="for train messages, not 'evaluate'; to evaluate, use load"
+    ):
+        ClientRound(message, FedFORClient, make_model(), make_clients()[0], device="cpu")
+
+
+def test_the_model_may_be_moved_by_a_trainer() -> None:
+    """As Lightning does in the end: parameters get new storage."""
+
+    def moving(loop: ClientRound, model: nn.Module, make: Any) -> None:
+        plain_loop(loop, model, make)
+        for p in model.parameters():
+            p.data = p.data.clone()
+
+    settings: dict[str, Any] = {
+        "beta": 0.6,
+        "seed": 3,
+    }  # shifts the start, so that it writes in the end
+    want = run(FedADC(**settings), FedADCClient)
+    app = own_app(FedADCClient, moving)
+    close(run(FedADC(**settings), FedADCClient, grid=InProcessGrid(app, 4)), want, 0.0)
+
+
+def test_the_page_runs_as_written() -> None:
+    """docs/own-loop.md, on the client of a run, with what it takes for granted filled in."""
+    page = (ROOT / "docs" / "own-loop.md").read_text()
+    client, server = re.findall(r"```python\n(.*?)```", page, flags=re.S)
+    data = make_clients()
+    names: dict[str, Any] = {
+        "Net": make_model,
+        "my_loader": lambda context: data[int(context.node_config["partition-id"])],
+        "torch": torch,
+        "cross_entropy": cross_entropy,
+        "my_test": lambda model, context: (
+            float(sum(p.detach().sum() for p in model.parameters())),
+            5,
+        ),
+    }
+    exec(client, names)
+    exec(server, names | {"grid": InProcessGrid(names["app"], 4)}, told := {})
+    history = told["strategy"].history
+    assert not any(e["failures"] or e["evaluate"]["failures"] for e in history)
+    assert history[-1]["train_metrics"]["my-metric"] == 1.0
+    losses = [e["evaluate"]["clients"][0]["loss"] for e in history]
+    assert len(set(losses)) == 10  # the model moves, and is loaded

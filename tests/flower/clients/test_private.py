@@ -1,0 +1,415 @@
+"""What a client keeps to itself: entries that no server gets, and state on the client's own disk."""
+
+from __future__ import annotations
+
+import logging
+import os
+import stat
+from collections.abc import Callable, Iterable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import Message, MetricRecord, RecordDict
+from flwr.common.serde import recorddict_to_proto
+from torch import nn
+
+import flwr_regs as fr
+from flwr_regs import client_app, load_private
+from flwr_regs.testing.problem import SerialisingGrid
+from flwr_regs.wire import files, keys
+from tests.conftest import close, make_clients, make_model, run
+
+PINS = "3.*"
+LAYER = {"3.weight", "3.bias"}
+
+
+def model() -> nn.Sequential:
+    return make_model(batch_norm=True)
+
+
+class Tapped(SerialisingGrid):
+    """Keeps the bytes and the errors of every reply, and may change messages first."""
+
+    change: Callable[[Message], None] = staticmethod(lambda m: None)
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.replies: list[Message] = []
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        messages = list(messages)
+        for m in messages:
+            self.change(m)
+        ids = list(super().push_messages(messages))
+        self.replies += [self._replies[i] for i in ids]
+        return ids
+
+    @property
+    def sent(self) -> bytes:
+        """All that left the clients."""
+        good = [m for m in self.replies if not m.has_error()]
+        errors = [m.error.reason or "" for m in self.replies if m.has_error()]
+        parts = [recorddict_to_proto(m.content).SerializeToString() for m in good]
+        return b"".join(parts) + "".join(errors).encode()
+
+
+def grid_of(
+    client: Any,
+    build: Callable[[], nn.Module] = model,
+    kind: Any = Tapped,
+    n: int = 3,
+    **settings: Any,
+) -> Any:
+    data = make_clients(n)
+
+    def client_fn(context: Any) -> Any:
+        mine = data[context.node_config["partition-id"]]
+        return client(build(), mine, mine, device="cpu", **settings)
+
+    return kind(client_app(client_fn), n)
+
+
+def leaked(sent: bytes, values: Iterable[np.ndarray]) -> bool:
+    """Whether any entry of the arrays is among the bytes, in double or single precision."""
+    entries = [x for a in values for x in np.asarray(a, np.float64).ravel() if abs(x) > 1e-3]
+    assert entries
+    return any(x.tobytes() in sent or np.float32(x).tobytes() in sent for x in entries)
+
+
+def pinned_values() -> list[np.ndarray]:
+    return [v.numpy() for n, v in model().state_dict().items() if n in LAYER]
+
+
+def frozen_head() -> nn.Module:
+    m = model()
+    m[3].requires_grad_(False)
+    return m
+
+
+def tied() -> nn.Module:
+    """The pinned entries under another name."""
+    m = model()
+    m.add_module("other", m[3])
+    return m
+
+
+HOSTILE: dict[str, tuple[Callable[..., Any], Any, Any]] = {
+    # the strategy, the client, its model
+    "FedAvg": (fr.FedAvg, fr.FedAvgClient, model),
+    "FedAvg for a FedPer client": (fr.FedAvg, fr.FedPerClient, model),
+    "a narrower list": (lambda **o: fr.FedPer("3.weight", **o), fr.FedPerClient, model),
+    "another list": (lambda **o: fr.FedPer("0.*", **o), fr.FedPerClient, model),
+    "BatchNorm alone": (fr.FedBN, fr.FedBNClient, model),
+    "Fisher sums": (lambda **o: fr.EFL(0.1, **o), fr.EFLClient, model),
+    "Fisher information": (lambda **o: fr.FedCurv(0.1, **o), fr.FedCurvClient, model),
+    "a probe": (lambda **o: fr.RFedAvgPlus(0.1, **o), fr.RFedAvgPlusClient, model),
+    "a method of the server": (lambda **o: fr.FedAdam(server_lr=0.1, **o), fr.FedAdamClient, model),
+    "frozen": (fr.FedAvg, fr.FedAvgClient, frozen_head),
+    "half of tied weights": (lambda **o: fr.FedPer("3.*", **o), fr.FedPerClient, tied),
+}
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_a_round_that_asks_for_a_pinned_entry_is_refused(case: str) -> None:
+    strategy, client, build = HOSTILE[case]
+    grid = grid_of(client, build, private=PINS)
+    hostile = strategy(seed=1)
+    with pytest.raises((fr.RoundFailed, ValueError)) as raised:
+        run(hostile, client, rounds=1, model=build, grid=grid)
+    trained = [m for m in grid.replies if m.has_error()]
+    assert len(trained) == 3
+    for m in trained:
+        assert "keeps [" in m.error.reason or "FedPerClient" in m.error.reason
+    assert "3.weight" in str(raised.value) or "FedPer" in str(raised.value)
+    if "one parameter" not in str(raised.value):
+        assert set(hostile.history[-1]["failures"]) == {0, 1, 2}
+    assert not leaked(grid.sent, pinned_values())
+
+
+def test_what_a_client_sends_is_found() -> None:
+    """A client without pins that takes no step sends the values back."""
+    grid = grid_of(fr.FedAvgClient, step_budget=0)
+    with pytest.raises(fr.RoundFailed):
+        run(fr.FedAvg(seed=1), fr.FedAvgClient, rounds=1, model=model, grid=grid)
+    assert leaked(grid.sent, pinned_values())
+
+
+def test_an_evaluation_that_overwrites_a_pinned_entry_is_refused() -> None:
+    grid = grid_of(fr.FedAvgClient, private=(PINS,))
+    strategy = fr.FedAvg(seed=1, fraction_train=0.0)
+    with pytest.raises(fr.RoundFailed, match=r"keeps \['3.bias', '3.weight'\] to itself"):
+        run(strategy, fr.FedAvgClient, rounds=1, model=model, grid=grid)
+    assert not leaked(grid.sent, pinned_values())
+
+
+def test_a_strategy_that_withholds_more_is_served_and_gets_no_pinned_value() -> None:
+    """Neither those of the start nor of any round, in training, probes, uploads and evaluation."""
+    terms: list[fr.Term] = [fr.LeaveOneOutMean(0.1), fr.Elastic(0.1), fr.Private("1.*, 3.bias")]
+    kinds = [type(t) for t in terms]
+    ends = []
+    for pins in ((), "3.bias,1.weight"):
+        seen: list[np.ndarray] = [model().state_dict()["3.bias"].numpy()]
+
+        class Watched(Tapped):
+            def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+                ids = super().push_messages(messages)
+                for context in self._contexts.values():
+                    for key, record in context.state.array_records.items():
+                        if key.endswith(keys.PRIVATE_KEY):
+                            seen.append(record["3.bias"].numpy())  # noqa: B023
+                return ids
+
+        grid = grid_of(fr.RegClient, kind=Watched, terms=kinds, private=pins)
+        strategy = fr.RegStrategy(terms, seed=1)
+        ends.append(run(strategy, fr.RegClient, rounds=3, model=model, grid=grid))
+        assert len(seen) > 10
+        assert not leaked(grid.sent, seen)
+        trained = [m.content.array_records["arrays"] for m in grid.replies if "arrays" in m.content]
+        assert leaked(grid.sent, [trained[-1]["3.weight"].numpy()])
+    close(ends[0], ends[1], 0.0)
+
+
+def forged(key: str, value: Any) -> Callable[[Message], None]:
+    def change(message: Message) -> None:
+        if message.metadata.message_type == "train":
+            message.content.config_records["config"][key] = value
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "why"),
+    [
+        (keys.PRIVATE_KEY, b"", "which a node keeps for itself alone"),
+        ("private.client", b"", "which a node keeps for itself alone"),
+        (keys.START_KEY, "../../etc", "hexadecimal digits"),
+        (keys.START_KEY, "abc.regs", "hexadecimal digits"),
+        (keys.START_KEY, "", "hexadecimal digits"),
+        (keys.CLIENT_KEY, 7, "this node serves"),
+        (keys.CLIENT_KEY, "../1", "this node serves"),
+    ],
+)
+def test_a_message_that_reaches_for_a_nodes_state_is_refused(
+    key: str, value: Any, why: str, tmp_path: Path
+) -> None:
+    grid = grid_of(fr.FedPerClient, private=PINS, save_private=tmp_path / "mine")
+    grid.change = forged(key, value)
+    with pytest.raises(fr.RoundFailed, match=why):
+        run(fr.FedPer(PINS, seed=1), fr.FedPerClient, rounds=1, model=model, grid=grid)
+    assert not (tmp_path / "mine").exists()
+
+
+def test_an_older_server_gets_no_pinned_entry() -> None:
+    data = make_clients(1)[0]
+    client = fr.FedPerClient(model(), data, private=PINS)
+    with pytest.raises(PermissionError, match=r"\['3.bias', '3.weight'\] to itself"):
+        client.get_parameters({})
+    with pytest.raises(ValueError, match=r"'head\.\*' matches none of the model's arrays"):
+        fr.FedPerClient(model(), data, private="head.*")
+    with pytest.raises(ValueError, match="private must be a string of names"):
+        fr.FedPerClient(model(), data, private=[3])  # type: ignore[list-item]
+
+
+class Wiping(SerialisingGrid):
+    """Restarts nodes, which lose their contexts: client 1 before round 2, all from round 3 on."""
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        messages = list(messages)
+        for m in messages:
+            config = m.content.config_records.get("config", {})
+            number, node = config.get(keys.ROUND_KEY, 0), m.metadata.dst_node_id
+            if number > 2 or (number, node) == (2, 1001):
+                self._contexts[node].state = RecordDict()
+        return super().push_messages(messages)
+
+
+class Returning(Wiping):
+    """Repeats each round too, as a server that was killed after the clients had trained."""
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        messages = list(messages)
+        for m in messages:
+            if m.metadata.message_type == "train":
+                first = Message(m.content, m.metadata.dst_node_id, "train", group_id="0")
+                list(self.pull_messages(super().push_messages([first])))
+        return super().push_messages(messages)
+
+
+SAVING: dict[str, tuple[Callable[..., Any], Any]] = {
+    "FedBN": (fr.FedBN, fr.FedBNClient),
+    "FedPer": (lambda **o: fr.FedPer(PINS, **o), fr.FedPerClient),
+    "EFL": (lambda **o: fr.EFL(0.1, density_up=0.3, **o), fr.EFLClient),
+    "Ditto": (fr.Ditto, fr.DittoClient),
+}
+
+
+@pytest.mark.parametrize(("name", "grid"), list(zip(SAVING, [Wiping, Returning] * 2, strict=True)))
+def test_a_node_that_was_restarted_goes_on_with_what_it_saved(
+    name: str, grid: Any, tmp_path: Path
+) -> None:
+    build, client = SAVING[name]
+    unbroken, broken = build(seed=1), build(seed=1)
+    expected = run(unbroken, client, rounds=4, model=model, grid=grid_of(client, kind=Tapped))
+    restarting = grid_of(client, kind=grid, save_private=tmp_path)
+    found = run(broken, client, rounds=4, model=model, grid=restarting)
+    close(found, expected, 0.0)
+    for a, b in zip(unbroken.history, broken.history, strict=True):
+        assert a["evaluate"]["clients"] == b["evaluate"]["clients"]
+        assert not b["lost_private"] + b["lost_state"]
+        assert "lost_private" not in b["evaluate"]
+    assert len(list(tmp_path.glob("partition-1/*/round-*"))) == 2
+
+
+@pytest.mark.parametrize("name", ["FedBN", "EFL", "Ditto"])
+def test_a_node_that_saved_nothing_is_named(name: str) -> None:
+    build, client = SAVING[name]
+    strategy = build(seed=1)
+    run(strategy, client, rounds=3, model=model, grid=grid_of(client, kind=Wiping))
+    kind = "lost_private" if name in ("FedBN", "FedPer") else "lost_state"
+    assert [e[kind] for e in strategy.history] == [[], [1], [0, 1, 2]]
+    if kind == "lost_private":
+        assert strategy.history[2]["evaluate"]["lost_private"] == [0, 1, 2]
+
+
+@cache
+def usual() -> dict[str, np.ndarray]:
+    """FedPer's model after four rounds."""
+    grid = grid_of(fr.FedPerClient)
+    return run(fr.FedPer(PINS, seed=1), fr.FedPerClient, rounds=4, model=model, grid=grid)
+
+
+def broken(name: str) -> Callable[..., Any]:
+    def fails(*_: Any, **__: Any) -> Any:
+        raise OSError(28, f"No space left on device ({name})")
+
+    return fails
+
+
+STEPS = ["open", "replace", "sync_folder", "iterdir"]
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_a_disk_that_fails_costs_a_warning(
+    step: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In round 3 alone; before and after it all files are whole."""
+    where: Any = {"sync_folder": files, "iterdir": Path}.get(step, os)
+
+    def fault(message: Message) -> None:
+        monkeypatch.undo()
+        config = message.content.config_records.get("config", {})
+        if config.get(keys.ROUND_KEY) == 3 and message.metadata.message_type == "train":
+            monkeypatch.setattr(where, step, broken(step))
+
+    grid = grid_of(fr.FedPerClient, save_private=tmp_path)
+    grid.change = fault
+    strategy = fr.FedPer(PINS, seed=1)
+    caplog.set_level(logging.WARNING, "flwr")
+    found = run(strategy, fr.FedPerClient, rounds=4, model=model, grid=grid)
+    monkeypatch.undo()
+    close(found, usual(), 0.0)
+    assert [e.get("not_saved", []) for e in strategy.history] == [[], [], [0, 1, 2], []]
+    for pid in range(3):
+        (folder,) = tmp_path.glob(f"partition-{pid}/*")
+        assert sorted(p.name for p in folder.iterdir())[-1] == "round-000004.safetensors"
+        load_private(tmp_path, pid)
+
+
+DAMAGE: dict[str, Callable[[Path], Any]] = {
+    "empty": lambda p: p.write_bytes(b""),
+    "truncated": lambda p: p.write_bytes(p.read_bytes()[:-9]),
+    "a value": lambda p: p.write_bytes(p.read_bytes()[:-1] + b"\x01"),
+    "a round": lambda p: p.write_bytes(p.read_bytes().replace(b'round\\": 2', b'round\\": 3')),
+    "another round": lambda p: p.write_bytes(p.with_name("round-000001.safetensors").read_bytes()),
+    "a folder": lambda p: (p.unlink(), p.mkdir()),
+    "no JSON": lambda p: p.write_bytes(b"\xff" * 100),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_file_is_a_named_loss(damage: str, tmp_path: Path) -> None:
+    class Damaging(Wiping):
+        def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+            messages = list(messages)
+            for m in messages:
+                config = m.content.config_records.get("config", {})
+                ours = (config.get(keys.ROUND_KEY), m.metadata.dst_node_id) == (3, 1001)
+                if ours and m.metadata.message_type == "train":
+                    (newest,) = tmp_path.glob("partition-1/*/round-000002.safetensors")
+                    DAMAGE[damage](newest)
+            return super().push_messages(messages)
+
+    strategy = fr.RegStrategy([fr.Elastic(0.1), fr.Private(PINS)], seed=1)
+    kinds = [fr.Elastic, fr.Private]
+    grid = grid_of(fr.RegClient, kind=Damaging, terms=kinds, save_private=tmp_path)
+    run(strategy, fr.RegClient, rounds=3, model=model, grid=grid)
+    assert [e["lost_private"] for e in strategy.history] == [[], [], [1]]
+    assert [e["lost_state"] for e in strategy.history] == [[], [], [1]]
+
+
+def test_personal_parts_can_be_loaded_into_a_model(tmp_path: Path) -> None:
+    strategy = fr.FedPer(PINS, seed=1)
+    grid = grid_of(fr.FedPerClient, save_private=tmp_path)
+    arrays = run(strategy, fr.FedPerClient, rounds=3, model=model, grid=grid)
+    mine = model()
+    mine.load_state_dict({n: torch.from_numpy(a) for n, a in arrays.items()}, strict=False)
+    found = load_private(tmp_path, 1)
+    assert found.keys() == LAYER
+    mine.load_state_dict(found, strict=False)
+    mine.eval()
+    data = make_clients(3)[1]
+    with torch.no_grad():
+        loss = sum(float(nn.functional.cross_entropy(mine(x), y)) * len(y) for x, y in data)
+    claimed = strategy.history[-1]["evaluate"]["clients"][1]["loss"]
+    assert loss / sum(len(y) for _, y in data) == pytest.approx(claimed, abs=1e-12)
+    (start,) = [p.name for p in (tmp_path / "partition-1").iterdir()]
+    assert load_private(tmp_path, 1, start).keys() == LAYER
+    with pytest.raises(FileNotFoundError, match=r"partition-9 has the trainings \[\]"):
+        load_private(tmp_path, 9)
+    with pytest.raises(FileNotFoundError, match=f"{start}.*, not 'abc'"):
+        load_private(tmp_path, 1, "abc")
+    paths = [tmp_path / "partition-1", *tmp_path.glob("partition-1/**/*")]
+    modes = {stat.S_IMODE(p.stat().st_mode) for p in paths if p.is_dir()}
+    assert modes == {0o700}
+    assert {stat.S_IMODE(p.stat().st_mode) for p in paths if p.is_file()} == {0o600}
+    assert sorted(p.name[:8] for p in paths if p.is_file()) == ["round-00"] * 2
+
+
+def test_an_own_loop_pins_and_saves(tmp_path: Path) -> None:
+    """The same bits as the package's client, with nodes that are restarted."""
+    app, data = fr.RegClientApp(), make_clients(3)
+    mine: dict[str, Any] = {"private": PINS, "save_private": tmp_path}
+
+    @app.train()
+    def train(message: Message, context: Any) -> Message:
+        own, batches = model(), data[context.node_config["partition-id"]]
+        loop = fr.ClientRound(message, fr.FedPerClient, own, batches, device="cpu", **mine)
+        optimizer = loop.optimizer()
+        for inputs, targets in loop.batches():
+            optimizer.zero_grad()
+            loop.objective(inputs, targets).backward()
+            loop.correct()
+            optimizer.step()
+        return loop.reply()
+
+    heads: dict[int, torch.Tensor] = {}
+
+    @app.evaluate()
+    def evaluate(message: Message, context: Any) -> Message:
+        own = model()
+        fr.load_model(message, fr.FedPerClient, own, **mine)
+        heads[context.node_config["partition-id"]] = own.state_dict()["3.bias"].clone()
+        metrics = MetricRecord({"loss": 1.0, "num-examples": 1})
+        return Message(RecordDict({"metrics": metrics}), reply_to=message)
+
+    strategy = fr.FedPer(PINS, seed=1)
+    found = run(strategy, fr.FedPerClient, rounds=4, model=model, grid=Wiping(app, 3))
+    close(found, usual(), 0.0)
+    for pid, head in heads.items():
+        torch.testing.assert_close(head, load_private(tmp_path, pid)["3.bias"], rtol=0, atol=0)
+    with pytest.raises(fr.RoundFailed, match=r"keeps \['3.bias', '3.weight'\] to itself"):
+        run(fr.FedPer("0.*", seed=1), fr.FedPerClient, rounds=1, model=model, grid=Wiping(app, 3))

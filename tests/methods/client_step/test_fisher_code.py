@@ -1,0 +1,264 @@
+"""How EFL's sums travel: their code, rounds without new ones, bytes, and clients that lie."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import Message, RecordDict
+from torch import nn
+
+import flwr_regs.client.measure.fisher
+from flwr_regs import EFL, EFLClient, Elastic, InProcessGrid
+from flwr_regs.methods.client_step.fisher_code import SumsCode
+from flwr_regs.testing.problem import app_of, start_weights
+from flwr_regs.wire.records import from_record, to_record
+from tests.conftest import budgeted, close, make_clients, run, to_numpy
+from tests.oracles.efl import efl
+
+Slot = dict[str, Any]
+
+
+def sums_like(u: list[float], **shapes: tuple[int, ...]) -> Slot:
+    """U as one vector over the parameters by name, and V = −U."""
+    flat, out, start = torch.tensor(u), {}, 0
+    for name in sorted(shapes):
+        size = int(np.prod(shapes[name]))
+        out[f"U.{name}"] = flat[start : start + size].reshape(shapes[name])
+        out[f"V.{name}"] = -out[f"U.{name}"]
+        start += size
+    return out
+
+
+def through(code: SumsCode, sums: Slot) -> Slot:
+    """What arrives, as `check` and `fold` see it."""
+    params = {key[2:]: np.asarray(a) for key, a in sums.items() if key[0] == "U"}
+    return code.checked({key: a.numpy() for key, a in code.encode(sums).items()}, params)
+
+
+# the code
+
+
+def test_the_largest_entries_arrive_and_of_equal_ones_the_first() -> None:
+    sums = sums_like([1.0, 5.0, 3.0, 3.0, 0.0, 3.0], b=(2,), a=(2, 2))  # a comes first
+    got = through(SumsCode(density=0.5), sums)
+    np.testing.assert_array_equal(got["U.a"], [[0.0, 5.0], [3.0, 3.0]])
+    np.testing.assert_array_equal(got["U.b"], [0.0, 0.0])
+    np.testing.assert_array_equal(got["V.a"], -got["U.a"])
+    one = through(SumsCode(density=1e-9), sums)
+    assert sum(np.count_nonzero(a) for key, a in one.items() if key[0] == "U") == 1
+    close(through(SumsCode(density=1.0), sums), {k: a.numpy() for k, a in sums.items()}, 0.0)
+
+
+@pytest.mark.parametrize("largest", [0.0, 1e-42, 1e-12, 1.0, 1e9, 1e15])
+def test_sixteen_bits_hold_any_range(largest: float) -> None:
+    """A relative error of 2⁻¹¹ for entries within 2⁻²⁹ of the largest, and nothing becomes infinite."""
+    u = torch.tensor([1.0, 0.3, 1e-4, 2.0**-29, 2.0**-60, 0.0]) * largest
+    got = through(SumsCode(half=True), {"U.w": u, "V.w": -u})
+    big = u.numpy() if largest > 1e-30 else u.numpy()[:0]  # subnormal numbers have fewer digits
+    assert np.isfinite(got["U.w"]).all()
+    np.testing.assert_allclose(got["U.w"][:4][: len(big)], big[:4], rtol=2**-10.9)
+    np.testing.assert_allclose(got["U.w"], u.numpy(), rtol=0, atol=2.0**-11 * largest)
+    np.testing.assert_array_equal(got["V.w"], -got["U.w"])
+
+
+@pytest.mark.parametrize(
+    ("settings", "match"),
+    [
+        ({"sums_bits": 8}, "EFL: sums_bits must be 16 or 32, or None, not 8"),
+        ({"sums_every": 0}, "sums_every must be a whole number of at least 1, or None, not 0"),
+        ({"sums_every": 1.5}, "sums_every must be"),
+        ({"sums_density": 0.0}, "sums_density must be a number above 0, up to 1, or None"),
+        ({"sums_density": float("nan")}, "sums_density must be a number above 0, up to 1, or None"),
+    ],
+    ids=str,
+)
+def test_options_out_of_range_are_refused(settings: Any, match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        EFL(0.1, **settings)
+
+
+# uploads that lie
+
+PARAMS = {"w": np.zeros((30, 10)), "b": np.zeros(7)}  # 307 entries in two blocks
+ALL = Elastic(1.0, sums_bits=16, sums_every=2, sums_density=0.1)
+
+
+def honest() -> dict[str, np.ndarray]:
+    u = torch.rand(307, generator=torch.Generator().manual_seed(1)).tolist()
+    slot = SumsCode(half=True, density=0.1).encode(sums_like(u, b=(7,), w=(30, 10)))
+    return {key: a.numpy() for key, a in slot.items()} | {"holds": np.array(0)}
+
+
+def replaced(**entries: Any) -> Callable[[Slot], Slot]:
+    return lambda slot: {**slot, **entries}
+
+
+def shifted(slot: Slot) -> Slot:
+    """As many positions, all in a block of which only 51 entries exist: the last is beyond the end."""
+    return {**slot, "counts": np.array([0, 30], np.int16), "low": np.arange(22, 52, dtype=np.uint8)}
+
+
+def twice(slot: Slot) -> Slot:
+    low = slot["low"].copy()
+    low[1] = low[0]
+    return {**slot, "low": low}
+
+
+def without(key: str) -> Callable[[Slot], Slot]:
+    return lambda slot: {k: a for k, a in slot.items() if k != key}
+
+
+HUGE = np.full(2, 2**14, np.int16)
+LIES: list[tuple[str, Callable[[Slot], Slot]]] = [
+    ("expected", without("U")),
+    ("expected", without("scale")),
+    ("expected", replaced(more=np.zeros(3, np.float32))),
+    ("'U' is float32", lambda s: {**s, "U": s["U"].astype(np.float32)}),
+    ("'V' is float16", lambda s: {**s, "V": s["V"][:-1]}),
+    ("'low' is int64", lambda s: {**s, "low": s["low"].astype(np.int64)}),
+    ("'counts' is int16", replaced(counts=np.zeros(3, np.int16))),
+    ("'counts' must add up to 30", replaced(counts=np.array([-1, 31], np.int16))),
+    ("'counts' must add up to 30", replaced(counts=HUGE)),
+    ("positions must ascend", twice),
+    ("positions must ascend", shifted),
+    ("positions must ascend", lambda s: {**s, "low": s["low"][::-1].copy()}),
+    ("negative squares", lambda s: {**s, "U": -s["U"]}),
+    ("'scale' is", replaced(scale=np.array([0.0, 1.0], np.float32))),
+    ("'scale' is", replaced(scale=np.array([1.0, -1.0], np.float32))),
+    ("'U.w' holds values beyond", replaced(scale=np.array([1e13, 1.0], np.float32))),
+    ("'holds' is", without("holds")),
+    ("'holds' is", replaced(holds=np.zeros(3, np.int64))),
+    ("'holds' is", replaced(holds=np.array(0.5))),
+]
+
+
+@pytest.mark.parametrize(("match", "lie"), LIES)
+def test_a_lie_is_refused(match: str, lie: Callable[[Slot], Slot]) -> None:
+    ALL.check(honest(), PARAMS, {})
+    with pytest.raises(ValueError, match=match):
+        ALL.check(lie(honest()), PARAMS, {})
+
+
+def test_sums_that_were_not_asked_for_are_refused() -> None:
+    server = {"age": np.array(1), "made": np.array(1)}
+    ALL.check({"holds": np.array(10**9)}, PARAMS, server)
+    with pytest.raises(ValueError, match="expected 'holds' alone in this round"):
+        ALL.check(honest(), PARAMS, server)
+    with pytest.raises(ValueError, match="expected"):
+        ALL.check({"holds": np.array(0)}, PARAMS, {})
+
+
+class Lying(InProcessGrid):
+    """Client 1's upload is changed on its way."""
+
+    lie: Callable[[Slot], Slot]
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        ids = list(super().push_messages(messages))
+        for reply in (self._replies[i] for i in ids):
+            record = reply.content.array_records.get("elastic.upload")
+            if record is not None and reply.metadata.src_node_id == 1001:
+                reply.content["elastic.upload"] = to_record(self.lie(from_record(record)))
+        return ids
+
+
+def test_a_lie_costs_its_client_the_reply() -> None:
+    grid = Lying(app_of(EFLClient, make_clients()), 4)
+    grid.lie = lambda slot: {**slot, "low": np.zeros_like(slot["low"])} if "low" in slot else slot
+    strategy = EFL(0.4, sums_every=2, sums_density=0.3, seed=1, fraction_evaluate=0.0)
+    run(strategy, EFLClient, rounds=4, grid=grid)
+    assert [e["replies"] for e in strategy.history] == [[0, 2, 3], [0, 1, 2, 3]] * 2
+    assert "positions must ascend" in strategy.history[2]["failures"][1]
+
+
+# rounds without new sums
+
+
+def expected(cohorts: list[list[int]], n: int, **options: Any) -> dict[str, np.ndarray]:
+    settings = {"epochs": 2, "cohorts": cohorts, "float32_fisher": True, "lam": 0.4, **options}
+    return efl(start_weights(), to_numpy(make_clients(n)), len(cohorts), lambda t: 0.2, **settings)[
+        -1
+    ]
+
+
+def test_whoever_takes_part_uses_the_last_sums() -> None:
+    """Also a client that holds older ones, or whose reply with these was not used."""
+    done = [{}, {1: 2}, {3: 1}, {1: 1}, {}]
+    strategy = EFL(
+        0.4, incomplete="drop", sums_every=3, seed=5, fraction_train=0.6, fraction_evaluate=0.0
+    )
+    got = run(strategy, budgeted(EFLClient, done), rounds=9, clients=make_clients(5))
+    used = [e["replies"] for e in strategy.history]
+    assert any(e["incomplete"] for e in strategy.history)
+    close(got, expected(used, 5, sums_every=3), 1e-10)
+
+
+def test_the_fisher_information_is_computed_only_when_it_is_sent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls = []
+    original = flwr_regs.client.measure.fisher.fisher_diagonal
+    monkeypatch.setattr(
+        "flwr_regs.client.measure.context_functions.fisher_diagonal",
+        lambda *a, **k: calls.append(1) or original(*a, **k),
+    )
+    strategy = EFL(0.4, sums_every=3, seed=1, fraction_evaluate=0.0)
+    run(strategy, EFLClient, rounds=7)
+    assert len(calls) == 3 * 4  # rounds 1, 4 and 7
+
+
+class Wide(nn.Sequential):
+    """24,003 parameters."""
+
+    def __init__(self) -> None:
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            super().__init__(nn.Linear(4, 3000), nn.Tanh(), nn.Linear(3000, 3))
+
+
+def wide_run(rounds: int, grid: type[InProcessGrid] = InProcessGrid, **options: Any) -> list[Any]:
+    data = make_clients(3, torch.float32)
+    strategy = EFL(0.1, 0.01, 0.01, seed=1, fraction_evaluate=0.0, **options)
+    app = app_of(EFLClient, data, Wide)
+    run(strategy, EFLClient, rounds=rounds, model=Wide, grid=grid(app, 3))
+    return strategy.history
+
+
+def test_sums_of_every_third_round_travel_once() -> None:
+    history = wide_run(7, sums_every=3)
+    dense = 8 * 24_003
+    up = [e["bytes_up"][0] > dense for e in history]
+    down = [e["bytes_down"][0] > dense for e in history]
+    assert up == [True, False, False, True, False, False, True]
+    assert down == [False, True, False, False, True, False, False]
+
+
+class Forgetful(InProcessGrid):
+    """Client 1 loses its state before round 3."""
+
+    rounds = 0
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        messages = list(messages)
+        self.rounds += any(m.metadata.message_type == "train" for m in messages)
+        if self.rounds == 3:
+            self._contexts[1001].state = RecordDict()
+        return super().push_messages(messages)
+
+
+def test_a_client_that_lost_the_sums_gets_them_a_round_later() -> None:
+    history = wide_run(6, Forgetful, sums_every=5)
+    assert not any(e["failures"] for e in history)
+    down = [e["bytes_down"][1] > 8 * 24_003 for e in history]
+    assert down == [
+        False,
+        True,
+        False,
+        True,
+        False,
+        False,
+    ]  # in round 3 the model, of half that size
