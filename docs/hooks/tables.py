@@ -46,8 +46,7 @@ def methods() -> str:
     )
     rows = []
     for row in METHODS.values():
-        p = methods_table.properties_of(row)
-        goes = (p.secure_aggregation, p.central_dp, p.robust, p.streams, p.stacks)
+        goes = (row.secure_aggregation, row.central_dp, row.robust, row.streams, row.stacks)
         cells = (
             *(f"`{row.example}`", row.paper),
             row.setting if row.setting == "both" else f"cross-{row.setting}",
