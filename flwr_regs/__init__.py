@@ -14,6 +14,7 @@ from flwr_regs.methods.registry import TERMS as _TERMS
 
 if TYPE_CHECKING:
     from flwr_regs.client.memory.saved import load_private as load_private
+    from flwr_regs.client.train.trainable import trainable as trainable
     from flwr_regs.experiments.simulation import simulate as simulate
     from flwr_regs.flower.app import RegClientApp as RegClientApp
     from flwr_regs.flower.app import client_app as client_app
@@ -44,39 +45,36 @@ if TYPE_CHECKING:
     from flwr_regs.term import Term as Term
     from flwr_regs.wire.records import float32_arrays as float32_arrays
 
+_MODULES = {
+    "experiments.simulation": ("simulate",),
+    "flower.app": ("RegClientApp", "client_app"),
+    "flower.client": ("RegClient",),
+    "flower.client_round": ("ClientRound", "load_model"),
+    "client.memory.saved": ("load_private",),
+    "client.train.trainable": ("trainable",),
+    "flower.grids.in_process": ("InProcessGrid",),
+    "flower.grids.stacked_grid": ("StackedGrid",),
+    "wire.records": ("float32_arrays",),
+    "flower.strategy": ("RegStrategy",),
+    "flower.writers": ("JsonLines", "TensorBoard"),
+    "server.stopping": ("Patience", "Target"),
+    "server.round": ("RoundFailed", "TooFewReplies"),
+    "server.privacy": ("CentralDP",),
+    "server.aggregate.aggregators": (
+        "CenteredClipping",
+        "CoordinateMedian",
+        "GeometricMedian",
+        "Krum",
+        "Mean",
+        "NormBound",
+        "TrimmedMean",
+    ),
+    "server.checkpoint.checkpoint": ("CheckpointError",),
+    "methods.registry": ("METHODS", "Method", "TERMS"),
+    "term": ("ClientContext", "ServerContext", "Term"),
+}
 _HOME = {
-    "simulate": "experiments.simulation",
-    "RegClientApp": "flower.app",
-    "client_app": "flower.app",
-    "RegClient": "flower.client",
-    "ClientRound": "flower.client_round",
-    "load_model": "flower.client_round",
-    "load_private": "client.memory.saved",
-    "InProcessGrid": "flower.grids.in_process",
-    "StackedGrid": "flower.grids.stacked_grid",
-    "float32_arrays": "wire.records",
-    "RegStrategy": "flower.strategy",
-    "JsonLines": "flower.writers",
-    "TensorBoard": "flower.writers",
-    "Patience": "server.stopping",
-    "Target": "server.stopping",
-    "RoundFailed": "server.round",
-    "TooFewReplies": "server.round",
-    "CentralDP": "server.privacy",
-    "CenteredClipping": "server.aggregate.aggregators",
-    "CoordinateMedian": "server.aggregate.aggregators",
-    "GeometricMedian": "server.aggregate.aggregators",
-    "Krum": "server.aggregate.aggregators",
-    "Mean": "server.aggregate.aggregators",
-    "NormBound": "server.aggregate.aggregators",
-    "TrimmedMean": "server.aggregate.aggregators",
-    "CheckpointError": "server.checkpoint.checkpoint",
-    "METHODS": "methods.registry",
-    "Method": "methods.registry",
-    "TERMS": "methods.registry",
-    "ClientContext": "term",
-    "ServerContext": "term",
-    "Term": "term",
+    **{name: module for module, names in _MODULES.items() for name in names},
     **{name: f"methods.{row.module}" for row in _METHODS.values() for name in row.names},
     **{name: f"methods.{module}" for name, module in _TERMS.items()},
 }

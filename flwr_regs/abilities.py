@@ -1,7 +1,7 @@
 """What few methods need beyond the eight hooks of `Term`: a base class for each ability.
 
-A term has the abilities that it inherits, ``class MyTerm(Term, Folds)``, and defines their abstract methods.
-Whoever runs terms asks ``isinstance(term, Folds)``, never for a term by name.
+A term has the abilities that it inherits, ``class MyTerm(Term, Folds)``, and defines their abstract
+methods. Whoever runs terms asks ``isinstance(term, Folds)``, never for a term by name.
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ class Folds(ABC):
         """Return whether `fold` adds up this entry over the clients; others are single clients' notes.
 
         A term that says so here goes with robust aggregators. `fold` is then called with ``{}`` for each
-        client, and `update` gets, for these entries, n times the aggregate of what came, in place of the sum.
+        client, and `update` gets, for these entries, n times the aggregate of what came, in place of the
+        sum.
         """
         return False
 

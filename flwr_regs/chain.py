@@ -34,6 +34,11 @@ _WARNED_OF: set[type[Term]] = set()
 NEEDS = ("features", "start_output", "label_counts")
 OUTPUT_OF = "output of "  # a layer's name follows
 KEEPS = ("if-used", "always")
+ONLY_ONE: tuple[tuple[tuple[type, ...], str], ...] = (
+    ((Steps,), "own the server's step"),
+    ((Weighs,), "weigh the clients' updates"),
+    ((Personalises, FineTunes), "give the clients models of their own"),
+)
 HOOKS = ("start", "loss", "correct", "finish", "init", "broadcast", "update", "release")
 
 
@@ -91,8 +96,8 @@ class Chain(
         for i, t in enumerate(self.terms):
             right = self.terms[i + 1 :]
             last = not any(r.acts("finish") and not r.keeps_update for r in right)
-            own = own_context(ctx, t, delta_is_sent=last)
-            delta, upload[t.name], client[t.name] = t.finish(delta, own)
+            context = own_context(ctx, t, delta_is_sent=last)
+            delta, upload[t.name], client[t.name] = t.finish(delta, context)
         return delta, upload, client
 
     def probe(self, ctx: ClientContext) -> tuple[Slot, Slot]:
@@ -139,10 +144,10 @@ class Chain(
         return {n for t in self.terms if isinstance(t, Withholds) for n in t.private(names)}
 
     def frozen(self, names: Collection[str]) -> set[str]:
-        found = {n for t in self.terms if isinstance(t, Freezes) for n in t.frozen(names)}
-        if unknown := sorted(found - set(names)):
+        frozen = {n for t in self.terms if isinstance(t, Freezes) for n in t.frozen(names)}
+        if unknown := sorted(frozen - set(names)):
             raise ValueError(f"frozen: the model has no {unknown}, only {sorted(names)}")
-        return found
+        return frozen
 
     def coder(self, hook: str) -> Compresses | None:
         """Return the term in whose code the update of `hook` ("finish" or "release") travels."""
@@ -163,8 +168,8 @@ class Chain(
     @property
     def unaggregated(self) -> list[str]:
         """The terms whose uploads a robust aggregator does not reach."""
-        mine = [t for t in self.terms if t.name in self.uploading]
-        return [t.name for t in mine if not self.aggregates(t)]
+        uploading = self.uploading
+        return [t.name for t in self.terms if t.name in uploading and not self.aggregates(t)]
 
     @staticmethod
     def aggregates(term: Term) -> bool:
@@ -182,8 +187,8 @@ class Chain(
         return {t.name: t.broadcast(server[t.name], ctx) for t in self.terms}
 
     def broadcast_to(self, pid: int, server: Slot, ctx: ServerContext) -> Slot:
-        mine = [t for t in self.terms if isinstance(t, Addresses)]
-        return {t.name: t.broadcast_to(pid, server[t.name], ctx) for t in mine}
+        addressing = [t for t in self.terms if isinstance(t, Addresses)]
+        return {t.name: t.broadcast_to(pid, server[t.name], ctx) for t in addressing}
 
     def answer(
         self, probes: Mapping[int, Slot], ctx: ServerContext | None = None
@@ -192,21 +197,19 @@ class Chain(
         for t in self.terms:
             if not isinstance(t, Probes):
                 continue
-            own = _uploads_of(t, probes)
-            if ctx is not None and ctx.robust:
-                answers = t.robust_answer(own, ctx)
-            else:
-                answers = t.answer(own)
+            sent = _uploads_of(t, probes)
+            robust = ctx if ctx is not None and ctx.robust else None
+            answers = t.answer(sent) if robust is None else t.robust_answer(sent, robust)
             for pid, slot in answers.items():
                 out[pid][t.name] = slot
         return out
 
     def check(self, upload: Slot, params: Arrays, server: Slot, probing: bool = False) -> None:
         """Check the uploads of one client's probe or (not `probing`) reply; errors name the term."""
-        mine = {t.name: t for t in self.terms if self._sends(t, probing)}
-        if unknown := sorted(set(upload) - set(mine)):
-            raise ValueError(f"uploads of {unknown}, expected {sorted(mine)} at most")
-        for name, t in mine.items():
+        sending = {t.name: t for t in self.terms if self._sends(t, probing)}
+        if unknown := sorted(set(upload) - set(sending)):
+            raise ValueError(f"uploads of {unknown}, expected {sorted(sending)} at most")
+        for name, t in sending.items():
             if isinstance(t, Checks):
                 try:
                     t.check(upload.get(name, {}), params, server.get(name, {}))
@@ -220,11 +223,11 @@ class Chain(
         for t in self.terms:
             if not self._sends(t, probing):
                 continue
-            own = _uploads_of(t, uploads)
-            found = t.agree(own) if isinstance(t, Agrees) else {}
+            sent = _uploads_of(t, uploads)
+            reasons = t.agree(sent) if isinstance(t, Agrees) else {}
             if not isinstance(t, Agrees | Checks):
-                found = _unlike_most(own)
-            wrong |= {p: f"upload of '{t.name}': {y}" for p, y in found.items() if p in uploads}
+                reasons = _unlike_most(sent)
+            wrong |= {p: f"upload of '{t.name}': {y}" for p, y in reasons.items() if p in uploads}
         return wrong
 
     @staticmethod
@@ -261,8 +264,8 @@ class Chain(
     ) -> Slot:
         for t in self.terms:
             if isinstance(t, Folds):
-                own = dict(upload.get(t.name, {}))  # read now, one client's at a time
-                acc[t.name] = t.fold(acc.get(t.name, {}), pid, delta, own, weight, ctx)
+                sent = dict(upload.get(t.name, {}))  # read here, one client's at a time
+                acc[t.name] = t.fold(acc.get(t.name, {}), pid, delta, sent, weight, ctx)
         return acc
 
     def update(
@@ -275,11 +278,11 @@ class Chain(
     ) -> tuple[Slot, Arrays]:
         new: Slot = {}
         for t in reversed(self.terms):
-            own = _uploads_of(t, uploads)
+            sent = _uploads_of(t, uploads)
             if isinstance(t, Folds):
-                own = (folded or {}).get(t.name, {})
-            here = replace(ctx, answers=_uploads_of(t, ctx.answers)) if ctx.answers else ctx
-            new[t.name], delta = t.update(server[t.name], delta, own, here)
+                sent = (folded or {}).get(t.name, {})
+            context = replace(ctx, answers=_uploads_of(t, ctx.answers)) if ctx.answers else ctx
+            new[t.name], delta = t.update(server[t.name], delta, sent, context)
         return new, delta
 
     def release(self, server: Slot, step: Arrays, ctx: ServerContext) -> tuple[Slot, Arrays]:
@@ -317,8 +320,8 @@ def _warn_of_no_hook(kind: type[Term]) -> None:
     if issubclass(kind, ABILITIES):
         return
     hooks = [*HOOKS, *(name for ability in ABILITIES for name in ability.__abstractmethods__)]
-    own = [n for c in kind.__mro__ if c not in Term.__mro__ for n in vars(c)]
-    near = [(n, m) for n in own for m in difflib.get_close_matches(n, hooks, 1, 0.75)]
+    defined = [n for c in kind.__mro__ if c not in Term.__mro__ for n in vars(c)]
+    near = [(n, m) for n in defined for m in difflib.get_close_matches(n, hooks, 1, 0.75)]
     LOG.warning(
         "the term %s has no hook and no ability, so it changes nothing%s",
         kind.__name__,
@@ -340,18 +343,18 @@ def gradient_after(left: tuple[Term, ...], ctx: ClientContext) -> Callable[[Arra
 def _unlike_most(uploads: Mapping[int, Slot]) -> dict[int, str]:
     """Return why, for uploads with an array of another shape or dtype than most have under its key."""
     kinds: dict[str, Counter[Any]] = {}
-    mine = {
+    sent = {
         pid: {key: (tuple(a.shape), str(a.dtype)) for key, a in upload.items()}
-        for pid, upload in uploads.items()
+        for pid, upload in sorted(uploads.items())
     }
-    for pid in sorted(mine):
-        for key, kind in mine[pid].items():
+    for kinds_by_key in sent.values():
+        for key, kind in kinds_by_key.items():
             kinds.setdefault(key, Counter())[kind] += 1
-    usual = {key: found.most_common(1)[0][0] for key, found in kinds.items()}
+    usual = {key: count.most_common(1)[0][0] for key, count in kinds.items()}
     return {
         pid: f"'{key}' is {kind}, but most clients' {usual[key]}"
-        for pid, found in mine.items()
-        for key, kind in found.items()
+        for pid, kinds_by_key in sent.items()
+        for key, kind in kinds_by_key.items()
         if kind != usual[key]
     }
 
@@ -399,16 +402,10 @@ def chain(terms: Sequence[Term]) -> Chain:
                 f"'{t.name}' and {others} are versions of one term and together would count twice: "
                 "keep one"
             )
-    if len(owners := [t.name for t in terms if isinstance(t, Steps)]) > 1:
-        raise ValueError(f"only one term can own the server's step, but {owners} all do: keep one")
-    if len(weighers := [t.name for t in terms if isinstance(t, Weighs)]) > 1:
-        raise ValueError(
-            f"only one term can weigh the clients' updates, but {weighers} all do: keep one"
-        )
-    if len(own := Chain(tuple(terms)).personalising) > 1:
-        raise ValueError(
-            f"only one term can give the clients models of their own, but {own} all do: keep one"
-        )
+    for abilities, what in ONLY_ONE:
+        if len(several := [t.name for t in terms if isinstance(t, abilities)]) > 1:
+            raise ValueError(f"only one term can {what}, but {several} all do: keep one")
+    owners = [t.name for t in terms if isinstance(t, Steps)]
     ahead = terms[: names.index(owners[0])] if owners else []
     if late := [t.name for t in ahead if t.acts("update") and not t.keeps_delta]:
         raise ValueError(

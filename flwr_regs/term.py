@@ -22,33 +22,12 @@ from numbers import Integral, Real
 from typing import Any, ClassVar, Self
 
 from flwr_regs.abilities import ABILITIES, ON_CLIENTS
-from flwr_regs.hook_contexts import (
-    Arrays,
-    ClientContext,
-    ServerContext,
-    Slot,
-    changed,
-    mean_of_slots,
-)
-
-__all__ = [
-    "COUNT",
-    "DECAY",
-    "FRACTION",
-    "NOT_NEGATIVE",
-    "POSITIVE",
-    "SHARE",
-    "SWITCH",
-    "Arrays",
-    "ClientContext",
-    "ParameterError",
-    "Range",
-    "ServerContext",
-    "Slot",
-    "Term",
-    "changed",
-    "mean_of_slots",
-]
+from flwr_regs.hook_contexts import Arrays as Arrays
+from flwr_regs.hook_contexts import ClientContext as ClientContext
+from flwr_regs.hook_contexts import ServerContext as ServerContext
+from flwr_regs.hook_contexts import Slot as Slot
+from flwr_regs.hook_contexts import changed as changed
+from flwr_regs.hook_contexts import mean_of_slots as mean_of_slots
 
 
 class ParameterError(ValueError):
@@ -120,27 +99,39 @@ class Term:
     class attributes; where it depends on a term's fields, a subclass overrides a property or a method.
     What few methods need is an ability that the class inherits too: ``class MyTerm(Term, Folds)``. Raises
     TypeError for a class that defines an ability's method without inheriting the ability.
+
+    Attributes
+    ----------
+    name : str
+        The term's name, in messages and slots.
+    keeps : {"if-used", "always"}
+        When the client slot of `finish` counts: if the server used the reply, or in any case.
+    keeps_delta : bool
+        `update` returns `delta` unchanged; an `update` that changes it stands right of the term that
+        `Steps`.
+    keeps_update : bool
+        `finish` returns `delta` unchanged: what stands on the left then knows what is sent.
+    reads_lr : bool
+        False if no server hook reads ``ctx.lr``: then a term of the server alone needs no learning rate.
+    excludes : collection of str
+        Names of terms that are other versions of this one; a chain holds only one version. A mapping to the
+        reason excludes terms for another reason.
+    ranges : mapping of str to Range
+        Field -> the values that it may have, checked when the term is built; None too, if it is the
+        default. A `__post_init__` of a term's own calls this one first.
+    server_only : bool
+        Whether only the server runs it: it has no hook or ability of a client. Its fields do not travel.
+        Derived.
     """
 
     name: ClassVar[str] = "identity"
     keeps: ClassVar[str] = "if-used"
-    """When the client slot of `finish` counts: "if-used" (the server used the reply), or "always"."""
     keeps_delta: ClassVar[bool] = False
-    """True if `update` returns `delta` unchanged; an `update` that changes it stands right of the term
-    that `Steps`."""
     keeps_update: ClassVar[bool] = False
-    """True if `finish` returns `delta` unchanged: what stands on the left then knows what is sent."""
     reads_lr: ClassVar[bool] = True
-    """False if no server hook reads ``ctx.lr``: then a term of the server alone needs no learning rate."""
     excludes: ClassVar[Collection[str]] = ()
-    """Names of terms that are other versions of this one; a chain holds only one version. A mapping to the
-    reason excludes terms for another reason."""
     ranges: ClassVar[Mapping[str, Range]] = {}
-    """Field -> the values that it may have, checked when the term is built; None too, if it is the default.
-    A `__post_init__` of a term's own calls this one first."""
     server_only: ClassVar[bool] = True
-    """Whether only the server runs it: it has no hook or ability of a client. Its fields do not travel.
-    Derived."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

@@ -114,7 +114,6 @@ OTHER_CLIENTS = Exempt(
 NEVER_AT_REST = Exempt(
     "Its perturbation stays ρ long, whichever way w moves last; test_sam.py has where that ends."
 )
-TORCHS_MOMENTUM = Exempt("Its second momentum is torch's optimiser, which keeps state in place.")
 
 
 def adc(name: str, **settings: Any) -> Method:
@@ -132,7 +131,6 @@ def adc(name: str, **settings: Any) -> Method:
         fedadc,
         {**betas, **full},
         neutral_is_exact=False,
-        exempt={"stacked": TORCHS_MOMENTUM} if "local_momentum" in settings else {},
     )
 
 
@@ -257,7 +255,7 @@ def nova(name: str, **settings: Any) -> Method:
         [fr.NormalizedAveraging(**settings)],
         fednova,
         settings,
-        exempt={**exempt, **({"stacked": TORCHS_MOMENTUM} if "momentum" in settings else {})},
+        exempt=exempt,
         **({} if "mu" in settings else {"fixed_point": ball}),
     )
 

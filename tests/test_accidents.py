@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import logging
 import re
-import struct
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -18,8 +17,6 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, Re
 
 import flwr_regs as fr
 from flwr_regs import InProcessGrid
-from flwr_regs.testing.problem import app_of
-from tests.conftest import make_clients, make_model
 from tests.damage import ANSI, BAD, CASES, DEEP, NOT_ARRAYS, Playback
 from tests.test_fuzz import recorded
 
@@ -107,81 +104,81 @@ def with_bytes(name: str) -> Change:
     return with_arrays(lambda _: NOT_ARRAYS[name])
 
 
-def test_accident_raises() -> None:
-    costs_only_its_client(lambda _: "ValueError: disk on fire", "disk on fire")
+def without(record: str, key: str = "") -> Change:
+    """Return a change that takes a record, or one entry of it, away."""
 
-
-def test_accident_nan() -> None:
-    costs_only_its_client(with_arrays(lambda a: a * np.nan), "'0.weight' holds NaN or infinity")
-
-
-def test_accident_infinity() -> None:
-    costs_only_its_client(with_arrays(lambda a: a + np.inf), "'0.weight' holds NaN or infinity")
-
-
-def test_accident_wrong_names() -> None:
     def change(content: RecordDict) -> RecordDict:
-        record = content.array_records["arrays"]
-        record["other\x1b"] = record["0.weight"]
-        del record["0.weight"]
+        if key:
+            del content[record][key]  # type: ignore[attr-defined]
+        else:
+            del content[record]
         return content
 
-    costs_only_its_client(change, r"missing ['0.weight'], unexpected ['other\\x1b']")
+    return change
 
 
-def test_accident_wrong_shapes() -> None:
-    costs_only_its_client(with_arrays(lambda a: a[:1]), "has shape (1, 4), expected (6, 4)")
+def renamed(content: RecordDict) -> RecordDict:
+    record = content.array_records["arrays"]
+    record["other\x1b"] = record["0.weight"]
+    del record["0.weight"]
+    return content
 
 
-def test_accident_wrong_dtypes() -> None:
-    change = with_arrays(lambda a: a.astype(np.float32))
-    costs_only_its_client(change, "has dtype float32, expected float64")
+def mislabelled(content: RecordDict) -> RecordDict:
+    record = content.array_records["arrays"]
+    old = record["0.weight"]
+    record["0.weight"] = Array("float64", (2**40, 2**40), old.stype, old.data)
+    return content
 
 
-def test_accident_wrong_labels() -> None:
-    def change(content: RecordDict) -> RecordDict:
-        record = content.array_records["arrays"]
-        old = record["0.weight"]
-        record["0.weight"] = Array("float64", (2**40, 2**40), old.stype, old.data)
-        return content
+NOT_NPY = "it is not numpy's .npy format"
+REPLIES: dict[str, tuple[Change, str]] = {
+    "raises": (lambda _: "ValueError: disk on fire", "disk on fire"),
+    "never answers": (lambda _: None, "no reply"),
+    "nan": (with_arrays(lambda a: a * np.nan), "'0.weight' holds NaN or infinity"),
+    "infinity": (with_arrays(lambda a: a + np.inf), "'0.weight' holds NaN or infinity"),
+    "weights of 3e38": (
+        with_arrays(lambda a: np.full_like(a, 3e38)),
+        "'0.weight' holds values beyond ±1e+15",
+    ),
+    "wrong names": (renamed, r"missing ['0.weight'], unexpected ['other\\x1b']"),
+    "wrong shapes": (with_arrays(lambda a: a[:1]), "has shape (1, 4), expected (6, 4)"),
+    "wrong dtypes": (
+        with_arrays(lambda a: a.astype(np.float32)),
+        "has dtype float32, expected float64",
+    ),
+    "wrong labels": (mislabelled, "has shape (6, 4), but is labelled [1099511627776,"),
+    "too few arrays": (without("arrays", "2.bias"), "missing ['2.bias'], unexpected []"),
+    "no arrays": (without("arrays"), "must hold an ArrayRecord 'arrays'"),
+    "no metrics": (
+        without("metrics"),
+        "must hold a MetricRecord 'metrics', but holds ['arrays', 'config']",
+    ),
+    "zip": (with_bytes("zip"), NOT_NPY),
+    "pickle": (with_bytes("pickle"), NOT_NPY),
+    "terabyte header": (with_bytes("terabyte"), "needs 1099511627776 bytes, but 0 came"),
+    "empty array": (with_arrays(lambda _: np.zeros(0)), "has shape (0,), expected (6, 4)"),
+    "no bytes": (with_bytes("nothing"), NOT_NPY),
+    "deep JSON": (with_config("regs.tied", DEEP), "'regs.tied' must map names"),
+    "no mask": (with_config("regs.not-trainable", "text"), "expected a mask of 4 bits"),
+    "a long mask": (with_config("regs.not-trainable", b"\0\0"), "expected a mask of 4 bits"),
+    "a mask beyond": (with_config("regs.not-trainable", b"\x01"), "has more of them set"),
+    "more steps": (with_metric("local-steps", 10**6), "1000000 local steps of"),
+    "nan steps": (with_metric("planned-steps", float("nan")), "local steps of nan"),
+    "another method": (with_config("regs.method", "FedAvg"), "does not come from a FedFOR client"),
+    **{
+        f"n = {n}": (
+            with_metric("num-examples", n),
+            "'num-examples' must be a number from 1e-15 to 1e+15",
+        )
+        for n in (0, float("nan"), 2e15, 5e-324, [1, 2], None)
+    },
+}
 
-    costs_only_its_client(change, "has shape (6, 4), but is labelled [1099511627776,")
 
-
-def test_accident_too_few_arrays() -> None:
-    def change(content: RecordDict) -> RecordDict:
-        del content.array_records["arrays"]["2.bias"]
-        return content
-
-    costs_only_its_client(change, "missing ['2.bias'], unexpected []")
-
-
-def test_accident_no_metrics() -> None:
-    def change(content: RecordDict) -> RecordDict:
-        del content["metrics"]
-        return content
-
-    costs_only_its_client(
-        change, "must hold a MetricRecord 'metrics', but holds ['arrays', 'config']"
-    )
-
-
-@pytest.mark.parametrize(
-    "n", [0, -1, float("nan"), float("inf"), 10**18, 2e15, 5e-324, [1, 2], None]
-)
-def test_accident_n(n: Any) -> None:
-    change = with_metric("num-examples", n)
-    costs_only_its_client(change, "'num-examples' must be a number from 1e-15 to 1e+15")
-
-
-def test_accident_weights_of_3e38() -> None:
-    change = with_arrays(lambda a: np.full_like(a, 3e38))
-    costs_only_its_client(change, "'0.weight' holds values beyond ±1e+15")
-
-
-def test_accident_integers_of_2_62() -> None:
-    change = with_arrays(lambda a: np.full_like(a, 2**62), "1.num_batches_tracked")
-    costs_only_its_client(change, "holds values beyond ±1e+15", "FedAdam-buffers")
+@pytest.mark.parametrize("what", REPLIES)
+def test_accident_in_a_reply(what: str) -> None:
+    costs_only_its_client(*REPLIES[what])
 
 
 def test_accident_a_million_times_the_update() -> None:
@@ -192,35 +189,9 @@ def test_accident_a_million_times_the_update() -> None:
     assert 1e4 < largest < 1e15
 
 
-def test_accident_zip() -> None:
-    costs_only_its_client(with_bytes("zip"), "it is not numpy's .npy format")
-
-
-def test_accident_npz() -> None:
-    costs_only_its_client(with_bytes("npz"), "it is not numpy's .npy format")
-
-
-def test_accident_pickle() -> None:
-    costs_only_its_client(with_bytes("pickle"), "it is not numpy's .npy format")
-
-
 def test_accident_array_of_objects(capsys: pytest.CaptureFixture[str]) -> None:
     costs_only_its_client(with_bytes("objects"), "its dtype is '|O0', expected")
     assert "unpickled" not in capsys.readouterr().out
-
-
-def test_accident_terabyte_header() -> None:
-    costs_only_its_client(with_bytes("terabyte"), "needs 1099511627776 bytes, but 0 came")
-
-
-def test_accident_empty_array() -> None:
-    costs_only_its_client(with_arrays(lambda _: np.zeros(0)), "has shape (0,), expected (6, 4)")
-    costs_only_its_client(with_bytes("nothing"), "it is not numpy's .npy format")
-
-
-def test_accident_deep_json() -> None:
-    costs_only_its_client(with_config("regs.tied", DEEP), "'regs.tied' must map names")
-    costs_only_its_client(with_config("regs.frozen", DEEP), "'regs.frozen' must be a JSON list")
 
 
 def test_accident_20_megabytes_of_text(caplog: pytest.LogCaptureFixture) -> None:
@@ -251,7 +222,7 @@ def test_accident_ansi_codes(caplog: pytest.LogCaptureFixture) -> None:
     assert re.sub(r"\n  |\t[>└├]", "", lines).isprintable()  # ours
 
 
-@pytest.mark.parametrize("pid", ["x", [1], -1, float("nan"), 2**40, True, 1.5, b"\xff", 0])
+@pytest.mark.parametrize("pid", ["x", -1, float("nan"), 2**40, True, 0])
 def test_accident_partition_id(pid: Any) -> None:
     """Text, a list, negative, NaN, huge, of another kind, or another node's: the node is refused."""
     change = with_config("partition-id", pid)
@@ -265,18 +236,12 @@ def test_accident_partition_id(pid: Any) -> None:
         np.testing.assert_array_equal(array.numpy(), want[name].numpy())
 
 
-@pytest.mark.parametrize("total", [10**12, 1, 2**31 - 1, 0, -4, "x"])
+@pytest.mark.parametrize("total", [10**12, 1, "x"])
 def test_accident_num_partitions(total: Any) -> None:
     """One node's word for their number does not count: nobody waits, N is what most nodes say."""
     strategy = played(with_config("num-partitions", total), kinds=["query.flwr_regs"])
     assert {e["population"] for e in strategy.history} <= {3, 4}
     assert strategy.training.population.size == 4
-
-
-def test_accident_another_method() -> None:
-    costs_only_its_client(
-        with_config("regs.method", "FedAvg"), "does not come from a FedFOR client"
-    )
 
 
 def test_accident_another_protocol() -> None:
@@ -299,10 +264,6 @@ def test_accident_another_protocol() -> None:
     strategy = case.start(grid)
     assert [e["replies"] for e in strategy.history] == [OTHERS, OTHERS]
     assert "speaks protocol 3, but the strategy speaks 1" in strategy.history[0]["failures"][BAD]
-
-
-def test_accident_never_answers() -> None:
-    costs_only_its_client(lambda _: None, "no reply")
 
 
 def test_accident_comes_late() -> None:
@@ -424,49 +385,6 @@ def with_delta(content: RecordDict, delta: Any) -> RecordDict:
 def test_accident_in_a_first_exchange(what: str) -> None:
     change, reason = PROBES[what]
     costs_only_its_client(change, reason, "RFedAvgPlus", ["query.flwr_regs_probe"])
-
-
-@pytest.mark.parametrize("what", sorted(set(PROBES) - {"raises", "silent", "none"}))
-def test_accident_in_an_upload(what: str) -> None:
-    change, reason = PROBES[what]
-    costs_only_its_client(change, reason, "RFedAvg")
-
-
-@pytest.mark.parametrize("size", [1, 7])
-def test_accident_a_wrong_delta_came_first(size: int) -> None:
-    """It alone replied in round 1. The others' δ are right, and the table heals."""
-    case = CASES["RFedAvg"]
-    liar: set[int] = {1}
-
-    def client(*args: Any, **settings: Any) -> Any:
-        made = fr.RFedAvgClient(*args, **settings)
-        fit, mine = made.fit, len(args[1]) == 2 + BAD
-
-        def odd(parameters: Any, config: Any) -> Any:
-            number = config["server-round"]
-            if not mine and number in liar:
-                raise ValueError("not yet")
-            arrays, n, metrics = fit(parameters, config)
-            if mine and number in liar:
-                metrics["rfedavg.upload"] = packed(np.ones(size))
-            return arrays, n, metrics
-
-        made.fit = odd  # type: ignore[method-assign]
-        return made
-
-    grid = InProcessGrid(app_of(client, make_clients(4), make_model), 4)
-    strategy = case.start(grid, rounds=3)
-    assert [e["replies"] for e in strategy.history] == [[BAD], [0, 1, 2, 3], [0, 1, 2, 3]]
-    table = strategy.training.model.server["rfedavg"]
-    assert {pid: d.shape for pid, d in table.items()} == {str(p): (6,) for p in range(4)}
-
-
-def packed(delta: np.ndarray) -> bytes:
-    """Return a δ as a NumPyClient sends it."""
-    head = json.dumps(
-        {"delta": {"dtype": "F64", "shape": [delta.size], "data_offsets": [0, delta.nbytes]}}
-    ).encode()
-    return struct.pack("<Q", len(head)) + head + delta.tobytes()
 
 
 def test_accident_a_message_that_flower_cannot_read() -> None:

@@ -1,4 +1,4 @@
-"""Loads a round's arrays into a client's model: shared ones, private ones, and frozen ones."""
+"""Loads a round's arrays into a client's model: shared ones and private ones."""
 
 from __future__ import annotations
 
@@ -10,10 +10,15 @@ import torch
 from torch import nn
 
 from flwr_regs.chain import Chain
-from flwr_regs.client.frozen_parameters import frozen_part, held_still
-from flwr_regs.client.train.trainable import Every, every_parameter, first_names
+from flwr_regs.client.memory.state import to_numpy
+from flwr_regs.client.train.trainable import (
+    Every,
+    every_parameter,
+    first_names,
+    trained_parameters,
+)
 from flwr_regs.wire import keys
-from flwr_regs.wire.arrays import ProtocolError, check_arrays, unpack
+from flwr_regs.wire.arrays import OTHER_FROZEN, ProtocolError, check_arrays, digest, unpack
 
 
 def load(
@@ -22,43 +27,48 @@ def load(
     arrays: Mapping[str, np.ndarray],
     config: Mapping[str, Any],
     every: Every | None = None,
-) -> tuple[list[str], bool]:
+) -> tuple[list[str], str]:
     """Load the global model by name, and this client's private entries.
 
-    Returns the private names, and whether frozen parameters came that differ from this client's own: they
-    will not come again.
-    Raises ProtocolError naming an array that does not fit, and OutOfSync if the frozen parameters are not
-    the server's.
+    Parameters that this client does not train may be missing from the `arrays`: it holds them itself.
+    Returns the private names, and the digest of what it so holds ("" if nothing).
+    Raises ProtocolError naming an array that does not fit, and for another digest than the other clients'.
     """
     every = every_parameter(model) if every is None else every
     entries = model.state_dict()
     chosen = term.private(list(entries))
     private = [n for n in entries if n in chosen]
-    own = held_still(model, term, chosen, every)
-    frozen = frozen_part(own, arrays, config)
-    shared = {n: v for n, v in entries.items() if n not in chosen and (n in arrays or n not in own)}
+    frozen = frozen_rest(model, term, [*arrays, *private], every)
+    frozen_digest = digest({n: to_numpy(entries[n]) for n in frozen}) if frozen else ""
+    shared = {n: v for n, v in entries.items() if n not in chosen and n not in frozen}
     tensors = {n: torch.from_numpy(np.asarray(a)) for n, a in arrays.items()}
-    for n in own.keys() & tensors.keys():  # no update is lost in a frozen array's own precision
-        if tensors[n].is_floating_point() and entries[n].is_floating_point():
-            tensors[n] = tensors[n].to(entries[n].dtype)
-    moving = {n: v for n, v in shared.items() if n not in own}
-    given = _as_held(tensors, moving, config.get(keys.HALF_KEY))
+    given = _as_held(tensors, shared, config.get(keys.HALF_KEY))
     check_arrays(given, shared, "the global model")
+    if config.get(keys.FROZEN_DIGEST_KEY, frozen_digest) != frozen_digest:
+        raise ProtocolError(OTHER_FROZEN)
     for name, first in tied_names(model, private, every).items():
         if name in given and not torch.equal(given[name], given[first]):
             raise ProtocolError(
                 f"the global model: '{name}' and '{first}' are one parameter here, but differ"
             )
-    mine = {n: entries[n] for n in private}
+    own_values = {n: entries[n] for n in private}
     if keys.PRIVATE_KEY in config:
         kept = unpack(config[keys.PRIVATE_KEY])
-        mine = _as_held({n: torch.from_numpy(a) for n, a in kept.items()}, mine, "bfloat16")
-        check_arrays(mine, {n: entries[n] for n in private}, "this client's private entries")
-    exact = keys.HALF_KEY not in config
-    anew = any(exact and n in arrays and not np.array_equal(a, arrays[n]) for n, a in own.items())
-    held = {n: torch.from_numpy(a) for n, a in frozen.items()}
-    _write(model, entries, {**held, **given, **mine})
-    return private, anew
+        tensors = {n: torch.from_numpy(a) for n, a in kept.items()}
+        own_values = _as_held(tensors, own_values, "bfloat16")
+        check_arrays(own_values, {n: entries[n] for n in private}, "this client's private entries")
+    _write(model, entries, {**given, **own_values})
+    return private, frozen_digest
+
+
+def frozen_rest(model: nn.Module, term: Chain, known: Collection[str], every: Every) -> list[str]:
+    """Return the parameters that this client does not train, but those whose names are `known`."""
+    known = set(known)
+    others = [(n, p) for n, p in every if n not in known]
+    if not others:
+        return []
+    trained = {id(p) for p in trained_parameters(model, term, every).values()}
+    return [n for n, p in others if id(p) not in trained]
 
 
 _WAYS = ("state_dict", "load_state_dict", "_save_to_state_dict", "_load_from_state_dict")
@@ -114,13 +124,14 @@ def _as_held(
 
     No value changes. Raises ProtocolError for a bfloat16 model if the arrays did not travel in bfloat16.
     """
-    if half != "bfloat16" and (found := [n for n, v in held.items() if v.dtype == torch.bfloat16]):
+    if half != "bfloat16" and (names := [n for n, v in held.items() if v.dtype == torch.bfloat16]):
         raise ProtocolError(
-            f"this client's model holds bfloat16 in {found}, which travels only if the strategy has "
-            f"wire_dtype='bfloat16', not {half!r} (and then initial_arrays in float32)"
+            f"this client's model holds bfloat16 in {names}, which travels only if the strategy has "
+            f"wire_dtype='bfloat16', not {half!r} (and then initial_arrays in float32); frozen parameters "
+            "need not travel: flwr_regs.trainable(model)"
         )
-    own = getattr(torch, half) if half else None
+    dtype = getattr(torch, half) if half else None
     return {
-        n: a.to(own) if a.dtype == torch.float32 and n in held and held[n].dtype == own else a
+        n: a.to(dtype) if a.dtype == torch.float32 and n in held and held[n].dtype == dtype else a
         for n, a in arrays.items()
     }

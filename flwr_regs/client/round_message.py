@@ -17,7 +17,6 @@ import torch
 from torch import nn
 
 from flwr_regs.chain import Chain, chain
-from flwr_regs.client.frozen_parameters import held_still
 from flwr_regs.client.loading import load, tied_names
 from flwr_regs.client.measure.context_functions import Measures
 from flwr_regs.client.memory import state
@@ -49,7 +48,6 @@ from flwr_regs.wire.arrays import (
 from flwr_regs.wire.config import check_evaluate_config, check_train_config
 from flwr_regs.wire.delta import decoded_model
 from flwr_regs.wire.errors import described
-from flwr_regs.wire.frozen import said
 
 LOG = logging.getLogger("flwr")
 Terms = Sequence[type[Term]]
@@ -116,7 +114,7 @@ class Received:
         elif keys.STEP_KEY in config:
             step = unpack(config[keys.STEP_KEY])
         self._every = every = every_parameter(model)
-        self.private, self._anew = load(model, self.term, self._arrays, config, every)
+        self.private, self._frozen_digest = load(model, self.term, self._arrays, config, every)
         self._trainable = set(trained_parameters(model, self.term, every))
         self.broadcast = state.slots(self.term, config, "broadcast")
         if step is not None:
@@ -179,8 +177,8 @@ class Received:
             "examples-processed": result.examples_processed,
         }
         metrics |= state.packed(result.upload, "upload")
-        if keys.FROZEN_DIGEST_KEY not in self._config and (still := self._still()):
-            metrics |= said(still)  # the server has yet to know
+        if self._frozen_digest and keys.FROZEN_DIGEST_KEY not in self._config:
+            metrics[keys.FROZEN_DIGEST_KEY] = self._frozen_digest  # the server has yet to know
         if result.output_layer is not None:
             metrics[keys.LAYER_KEY] = result.output_layer
         if tied:
@@ -226,24 +224,18 @@ class Received:
         own = unpack(self._config[keys.PRIVATE_KEY]) if keys.PRIVATE_KEY in self._config else {}
         return count_examples(task.pairs(data)), self._for_node(metrics, own)
 
-    def _still(self) -> NDArrays:
-        """Return the frozen parameters as loaded. A copy of a large part does not stay through training."""
-        return held_still(self._model, self.term, self.private, self._every)
-
     def _for_node(
         self, metrics: Mapping[str, Any], private: Mapping[str, np.ndarray]
     ) -> dict[str, Any]:
         """Return a reply's `metrics`, with what the node keeps beside the slots; write all that is kept.
 
-        That is private entries, a model that came coded, and frozen parameters that are not this model's.
+        That is private entries, and a model that came coded.
         """
         kept: dict[str, Any] = {keys.PRIVATE_KEY: pack(private)} if private else {}
         if private and keys.PRIVATE_KEY not in self._config:
             kept[keys.FRESH_KEY] = True  # new or lost: the server knows which
         if self._coded:
             kept[keys.MODEL_KEY] = pack(self._arrays)
-        if self._anew:
-            kept[keys.FROZEN_KEPT_KEY] = pack(self._still())
         reply = {**metrics, **kept, **({keys.LOST_KEY: True} if self._lost else {})}
         return reply if self._saved is None else reply | self._saved.leaving(reply)
 

@@ -61,12 +61,12 @@ class AccountedBudget:
 
         Raises ValueError if it has counted others, or is set otherwise.
         """
-        mine, then = self.snapshot()["compositions"], spent["compositions"]
-        if mine[: len(then)] == then:  # the same accountant, which lived on
+        counted, then = self.snapshot()["compositions"], spent["compositions"]
+        if counted[: len(then)] == then:  # the same accountant, which lived on
             return
-        if then[: len(mine)] != mine:
+        if then[: len(counted)] != counted:
             raise ValueError(
-                f"the privacy accountant has counted {len(mine)} releases that are not the checkpoint's "
+                f"the privacy accountant has counted {len(counted)} releases that are not the checkpoint's "
                 f"{len(then)}: pass a new accountant, which then counts the checkpoint's"
             )
         self._accountant.load_state_dict(dict(spent))

@@ -106,28 +106,29 @@ class Checkpoints:
     def check(self, fingerprint: Mapping[str, Mapping[str, Any]], num_rounds: int) -> None:
         """Raise CheckpointError unless the checkpoint is of this training, and not beyond its end."""
         self._same = fingerprint
-        if (found := self.resumed) is None:
+        if (resumed := self.resumed) is None:
             if self._folder is not None and (self._folder.path / LEDGER).exists():
                 raise CheckpointError(
                     f"{self._folder.path} holds {LEDGER}, the releases of a run that ended before its "
                     "first checkpoint: count them with an accountant of yours, and name another folder"
                 )
             return
-        if other := differences(found.state["fingerprint"], fingerprint):
+        if other := differences(resumed.state["fingerprint"], fingerprint):
             raise CheckpointError(
-                f"{found.path} is of another training: {'; '.join(other)}; resume with the same settings, "
-                "or begin a new training with its model as initial_arrays"
+                f"{resumed.path} is of another training: {'; '.join(other)}; resume with the same "
+                "settings, or begin a new training with its model as initial_arrays"
             )
-        if found.round > num_rounds:
+        if resumed.round > num_rounds:
             raise CheckpointError(
-                f"{found.path} is of round {found.round}, beyond num_rounds={num_rounds}; this is the total"
+                f"{resumed.path} is of round {resumed.round}, beyond num_rounds={num_rounds}; this is the "
+                "total"
             )
-        if found.versions != versions():
+        if resumed.versions != versions():
             log(
                 WARNING,
                 "%s was written with %s, this is %s",
-                found.path,
-                found.versions,
+                resumed.path,
+                resumed.versions,
                 versions(),
             )
 
@@ -136,24 +137,24 @@ class Checkpoints:
 
         Raises CheckpointError if the clients are others, or the privacy spent is not known.
         """
-        found = self.resumed
-        assert found is not None
-        state = found.state
+        resumed = self.resumed
+        assert resumed is not None
+        state = resumed.state
         if (spent := state["training"]["privacy"]["spent"]) is not None:
-            state["training"]["privacy"]["spent"] = self._spent(found, spent)
+            state["training"]["privacy"]["spent"] = self._spent(resumed, spent)
         try:
-            training.restore(state["training"], found.history)
+            training.restore(state["training"], resumed.history)
             if state["clients"] is not None and isinstance(self._grid, KeepsClients):
                 clients = {n: _records(s) for n, s in state["clients"].items()}
                 self._grid.restore(clients)
-        except KeyError as error:  # as another version of the package wrote it
-            raise CheckpointError(f"{found.path} cannot be resumed: it lacks {error}") from error
-        except (ValueError, TypeError) as error:
-            raise CheckpointError(f"{found.path} cannot be resumed: {error}") from error
+        except (KeyError, ValueError, TypeError) as error:
+            # another version of the package may not have written a key
+            why = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
+            raise CheckpointError(f"{resumed.path} cannot be resumed: {why}") from error
         for phase in _PHASES:
             rounds = {t: MetricRecord(m) for t, m in state["result"][phase].items()}
             getattr(self._result, phase).update(rounds)
-        log(INFO, "Resuming after round %d, from %s", found.round, found.path)
+        log(INFO, "Resuming after round %d, from %s", resumed.round, resumed.path)
 
     def watch(self, training: Training) -> None:
         """Save this training from now on."""
@@ -225,9 +226,9 @@ class Checkpoints:
                 "run would not count it: training ends before the round's mean is used"
             ) from error
 
-    def _spent(self, found: Checkpoint, spent: Mapping[str, Any]) -> Mapping[str, Any]:
+    def _spent(self, checkpoint: Checkpoint, spent: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return what was spent up to a checkpoint and since; raise CheckpointError if it is not known."""
-        home = found.path.parent
+        home = checkpoint.path.parent
         if self._folder is None or self._folder.path.resolve() != home.resolve():
             raise CheckpointError(
                 f"a run with a privacy accountant goes on only with checkpoint_dir={str(home)!r}: that "
@@ -235,7 +236,7 @@ class Checkpoints:
             )
         try:
             ledger = json.loads((home / LEDGER).read_text())
-            if ledger["start"] != found.state["training"]["start"]:
+            if ledger["start"] != checkpoint.state["training"]["start"]:
                 raise ValueError("it is of another training")
             since, then = ledger["spent"]["compositions"], spent["compositions"]
             if since[: len(then)] != then:
@@ -243,10 +244,10 @@ class Checkpoints:
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise CheckpointError(
                 f"{home / LEDGER} cannot be used ({error}): it is not known what was released after "
-                f"{found.path.name}"
+                f"{checkpoint.path.name}"
             ) from error
         if more := len(since) - len(then):
-            log(WARNING, "%d releases after %s were lost, but count", more, found.path.name)
+            log(WARNING, "%d releases after %s were lost, but count", more, checkpoint.path.name)
         whole: Mapping[str, Any] = ledger["spent"]
         return whole
 

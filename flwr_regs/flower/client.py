@@ -172,8 +172,8 @@ class RegClient(NumPyClient):
 
     def get_parameters(self, config: Mapping[str, Any]) -> NDArrayList:
         """Return the model's ``state_dict`` values; PermissionError if some are pinned to this client."""
-        if mine := sorted(pinned(self.private, uncompiled(self.model))):
-            raise PermissionError(f"this client keeps {mine} to itself (private={self.private!r})")
+        if kept := sorted(pinned(self.private, uncompiled(self.model))):
+            raise PermissionError(f"this client keeps {kept} to itself (private={self.private!r})")
         return [to_numpy(v).copy() for v in uncompiled(self.model).state_dict().values()]
 
     def fit(

@@ -63,7 +63,7 @@ class ClientRound(LocalTraining):
     model : nn.Module
         The global model is loaded into it by name; it is trained in place.
     train_data, loss_fn, target_key, output_fn, device, classifier, train_mode, max_steps, max_seconds
-        As for :class:`flwr_regs.client.local_training.LocalTraining`; ``n_k`` counts the data's examples.
+        As for :class:`.LocalTraining`; ``n_k`` counts the examples of the data.
     private, save_private, keep_optimizer : str or sequence of str, str or path, bool
         What never leaves this client, the folder where it saves what it keeps, and whether its optimiser,
         which must come from ``loop.optimizer(...)``, keeps its state: see :class:`flwr_regs.RegClient`.
@@ -153,8 +153,8 @@ class ClientRound(LocalTraining):
             )
             arrays = {}
         else:
-            own = partial(trained_model, self._received.term, self._measures, result)
-            sent, entries = self._received.reply(result, own)
+            personal_model = partial(trained_model, self._received.term, self._measures, result)
+            sent, entries = self._received.reply(result, personal_model)
             arrays, count = {keys.ARRAYS: to_record(sent)}, result.num_examples
         records, numbers, texts = sorted_entries({**(metrics or {}), **entries})
         numbers["num-examples"] = count  # n_k, even if `metrics` holds another
@@ -210,8 +210,12 @@ def load_model(
     if not personal:
         return
     where, task = resolve_device(device), Task(loss_fn, target_key, output_fn)
-    own: dict[str, Any] = {"classifier": classifier, "optimizer": optimizer, "folder": save_private}
-    made = own_model(model, term, train_data, config, task=task, device=where, **own)
+    further: dict[str, Any] = {
+        "classifier": classifier,
+        "optimizer": optimizer,
+        "folder": save_private,
+    }
+    made = own_model(model, term, train_data, config, task=task, device=where, **further)
     if made is not None:
         model.load_state_dict(made.state_dict())
     elif not term.private(list(model.state_dict())):

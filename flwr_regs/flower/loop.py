@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import copy
 import time
+from abc import abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import count
 from logging import INFO, WARNING
-from typing import Any, Protocol
+from typing import Any
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.common.logger import log
 from flwr.serverapp import Grid
-from flwr.serverapp.strategy import Result
+from flwr.serverapp.strategy import Result, Strategy
 
 from flwr_regs.flower.checkpoints import Checkpoints
 from flwr_regs.flower.grids.grid_network import GridNetwork
@@ -21,44 +22,18 @@ from flwr_regs.server.options import Options, as_many
 from flwr_regs.server.round import TooFewReplies
 
 EvaluateFn = Callable[[int, ArrayRecord], MetricRecord | None]
-OF_START = ("retries", "deadline", "stop_when", "on_round", "checkpoint_dir")
-"""Settings that only this loop follows; other loops refuse or ignore them."""
 
 
-class Driven(Protocol):
-    """The strategy as this loop sees it: Flower's four methods, settings and history."""
+class Driven(Strategy):
+    """Flower's strategy as this loop drives it: with settings, a history, and the last two models' mean."""
 
     options: Options
     history: list[dict[str, Any]]
 
     @property
+    @abstractmethod
     def averaged_arrays(self) -> ArrayRecord | None:
         """The mean of the last two global models, for a method that is judged by it."""
-        ...
-
-    def configure_train(
-        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
-    ) -> Iterable[Message]:
-        """Begin a round."""
-        ...
-
-    def aggregate_train(
-        self, server_round: int, replies: Iterable[Message]
-    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """End a round."""
-        ...
-
-    def configure_evaluate(
-        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
-    ) -> Iterable[Message]:
-        """Begin an evaluation by clients."""
-        ...
-
-    def aggregate_evaluate(
-        self, server_round: int, replies: Iterable[Message]
-    ) -> MetricRecord | None:
-        """End an evaluation."""
-        ...
 
 
 @dataclass
@@ -96,7 +71,8 @@ class Loop:
         """Train from `arrays` on; return the result."""
         began = time.monotonic()
         if self.saved.resumed is None:
-            self._test(0, arrays)
+            if (metrics := self._test(0, arrays)) is not None:
+                self.result.evaluate_metrics_serverapp[0] = metrics
         else:
             self.result.arrays = arrays
             if self._stopped(self.strategy.history[-1]):
@@ -147,23 +123,19 @@ class Loop:
             self.result.evaluate_metrics_clientapp[number] = metrics
         if (metrics := self._test(number, arrays)) is not None:
             history[-1]["server_metrics"] = dict(metrics)
-            self._test_mean(number, history[-1])
+            self.result.evaluate_metrics_serverapp[number] = metrics
+            mean = self.strategy.averaged_arrays
+            if mean is not None and (
+                metrics := self._test(number, mean, ", mean of the last two models")
+            ):
+                history[-1]["averaged_metrics"] = dict(metrics)
         return history[-1]
 
-    def _test_mean(self, number: int, entry: dict[str, Any]) -> None:
-        """Evaluate the mean of the last two models on the server, for a method that is judged by it."""
-        mean = self.strategy.averaged_arrays
-        metrics = self.evaluate_fn(number, mean) if self.evaluate_fn and mean is not None else None
-        if metrics is not None:
-            log(INFO, "\t└──> evaluate_fn, mean of the last two models: %s", metrics)
-            entry["averaged_metrics"] = dict(metrics)
-
-    def _test(self, number: int, arrays: ArrayRecord) -> MetricRecord | None:
+    def _test(self, number: int, arrays: ArrayRecord, what: str = "") -> MetricRecord | None:
         """Evaluate on the server."""
         metrics = self.evaluate_fn(number, arrays) if self.evaluate_fn else None
         if metrics is not None:
-            log(INFO, "\t└──> evaluate_fn: %s", metrics)
-            self.result.evaluate_metrics_serverapp[number] = metrics
+            log(INFO, "\t└──> evaluate_fn%s: %s", what, metrics)
         return metrics
 
     def _exchange(self, messages: Iterable[Message]) -> list[Message]:
@@ -187,15 +159,15 @@ class Loop:
 
     def _stopped(self, entry: dict[str, Any]) -> bool:
         """Return whether a `stop_when` ends the training after this entry; note why."""
-        found = False
+        stopped = False
         for condition in as_many(self.strategy.options.stop_when):
             why = _called("stop_when", condition, self.strategy.history, entry["round"])
-            found |= bool(why)
+            stopped |= bool(why)
             if why and "stopped" not in entry:
                 entry["stopped"] = (
                     why if isinstance(why, str) else f"{condition!r} returned {why!r}"
                 )
-        return found
+        return stopped
 
 
 def _called(setting: str, function: Callable[[Any], Any], argument: Any, number: int) -> Any:

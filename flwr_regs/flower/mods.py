@@ -70,10 +70,10 @@ def _guard(mod: Mod) -> Mod:
             return refuse(
                 f"'{beside}', whose clients send more than their model: that stays unprotected"
             )
-        if found := statistics(content.array_records.get(keys.ARRAYS) or ()):
+        if running := statistics(content.array_records.get(keys.ARRAYS) or ()):
             return refuse(
-                f"BatchNorm's statistics {found}, which do not bear noise: use GroupNorm, or FedBN, which "
-                "keeps them here"
+                f"BatchNorm's statistics {running}, which do not bear noise: use GroupNorm, or FedBN, "
+                "which keeps them here"
             )
 
         def checked(message: Message, context: Context) -> Message:

@@ -20,9 +20,8 @@ from flwr_regs.wire import keys
 from flwr_regs.wire.arrays import ForeignStrategy, NDArrays, ProtocolError, pack, unpack
 from flwr_regs.wire.delta import KINDS, OutOfSync, model_from, packed_steps
 from flwr_regs.wire.errors import described
-from flwr_regs.wire.frozen import read_said
 from flwr_regs.wire.precision import from_half, to_half
-from flwr_regs.wire.records import arrays_in, from_record, identity_reply, record_of, to_record
+from flwr_regs.wire.records import arrays_in, from_record, identity_reply, to_record
 
 BEFORE = ".before"
 AT_ONCE = (".always.client", keys.PRIVATE_KEY)
@@ -61,31 +60,25 @@ def node_mod(message: Message, context: Context, call_next: ClientAppCallable) -
     kind = message_type.split(".")[0]
     if message_type != keys.PROBE and kind not in ("train", "evaluate"):
         return call_next(message, context)
-    asked = bool(config.get(keys.ASK_KEY))
     if keys.HALVES_KEY in config:
         in_full = from_half(from_record(_arrays(content)), config)
         content[keys.ARRAYS] = to_record(in_full)
         del config[keys.HALVES_KEY]
     older = any(key.startswith(("fitins.", "evaluateins.")) for key in content)
-    entries: Mapping[str, Any] = {}
     before = {key: record.copy() for key, record in context.state.items()}
     try:
-        reply = _served(message, context, call_next, state, config)
-        if not asked:
-            return reply
-    except OutOfSync as error:  # the server then sends what this client lacks
-        entries = error.entries
+        return _served(message, context, call_next, state, config)
+    except OutOfSync:  # the server then sends the model
+        message.metadata.message_type = message_type
+        out_of_sync = ConfigRecord({keys.OUT_OF_SYNC_KEY: True})
+        return Message(RecordDict({keys.CONFIG: out_of_sync}), reply_to=message)
     except ForeignStrategy as error:
         message.metadata.message_type = message_type
         return refusal(message, str(error), older)
     except Exception as error:  # whatever the user's code raises
-        if not asked:  # when asked, code that is not ours, or that fails, says nothing
-            message.metadata.message_type = message_type
-            context.state = RecordDict(before)
-            return failure(message, error)
-    message.metadata.message_type = message_type
-    out_of_sync = ConfigRecord({keys.OUT_OF_SYNC_KEY: True, **entries})
-    return Message(RecordDict({keys.CONFIG: out_of_sync}), reply_to=message)
+        message.metadata.message_type = message_type
+        context.state = RecordDict(before)
+        return failure(message, error)
 
 
 def check_incoming(config: Mapping[str, Any], context: Context) -> None:
@@ -149,12 +142,7 @@ def _served(
         if name.endswith(".broadcast") or name == keys.STEP_KEY:
             slots[name] = arrays[name]
             del content[name]
-    if keys.FROZEN in arrays:
-        state.keep_frozen(arrays[keys.FROZEN])
-        del content[keys.FROZEN]
     packed = {name: pack(from_record(record)) for name, record in slots.items()}
-    if (frozen := state.frozen) is not None:
-        packed[keys.FROZEN_KEPT_KEY] = pack(from_record(frozen))
     inside = config.copy()
     if keys.START_KEY in config:  # an evaluation too may need what this client saved
         mine = int(context.node_config.get("partition-id", context.node_id))
@@ -176,13 +164,8 @@ def _served(
     unpacked = {k: to_record(unpack(entries.pop(k))) for k in kept}  # type: ignore[arg-type]
     if keys.MODEL_KEY in unpacked:
         model = unpacked.pop(keys.MODEL_KEY)
-    if keys.FROZEN_KEPT_KEY in unpacked:
-        state.keep_frozen(unpacked.pop(keys.FROZEN_KEPT_KEY))
     if state.ahead and any(name.endswith(AT_ONCE) for name in slots):
         entries[keys.AHEAD_KEY] = True
-    held, _ = read_said(entries)
-    if model is not None and held:  # these do not come again
-        model = record_of({n: a for n, a in model.items() if n not in held})
     state.keep_slots(unpacked, bool(entries.pop(keys.LOADED_KEY, False)))
     if config.get(keys.KEEP_KEY) and model is not None:
         state.keep_model(model)
@@ -277,16 +260,6 @@ class NodeState:
         if kept is None or kept["round"] != server_round:
             return None
         return arrays_in(self._records)[self._prefix + "model"]
-
-    @property
-    def frozen(self) -> ArrayRecord | None:
-        """The frozen parameters that the server sent, because this client's own differ."""
-        return arrays_in(self._records).get(self._prefix + "frozen")
-
-    def keep_frozen(self, frozen: ArrayRecord) -> None:
-        """Keep the server's frozen parameters."""
-        self._forget(lambda key: not key.startswith(self._prefix))
-        self._records[self._prefix + "frozen"] = frozen
 
     def keep_slots(self, slots: Mapping[str, ArrayRecord], loaded: bool = False) -> None:
         """Keep this round's slots instead of earlier ones; `loaded`: the round began with saved ones."""

@@ -12,14 +12,14 @@ from typing import Any, ClassVar
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.common.logger import log
 from flwr.serverapp import Grid
-from flwr.serverapp.strategy import Result, Strategy
+from flwr.serverapp.strategy import Result
 
 from flwr_regs.abilities import Averages, Steers
 from flwr_regs.chain import chain, name_of
 from flwr_regs.flower.accounting import AccountedBudget
 from flwr_regs.flower.checkpoints import Checkpoints, guarded
 from flwr_regs.flower.grids.grid_network import GridNetwork, Paused
-from flwr_regs.flower.loop import EvaluateFn, Loop
+from flwr_regs.flower.loop import Driven, EvaluateFn, Loop
 from flwr_regs.server.arguments import check_arguments
 from flwr_regs.server.checkpoint.fingerprint import fingerprint
 from flwr_regs.server.client_metrics import mean_metrics
@@ -42,7 +42,7 @@ WRAPPED = (
 )
 
 
-class RegStrategy(Strategy):
+class RegStrategy(Driven):
     """A strategy for any list of terms; the named strategies fix their terms.
 
     Parameters
@@ -122,7 +122,7 @@ class RegStrategy(Strategy):
     @property
     def arrays(self) -> ArrayRecord:
         """The current global model; after an error, that of the last good round."""
-        return to_record(self.training.model.whole)
+        return to_record(self.training.model.model)
 
     @property
     def averaged_arrays(self) -> ArrayRecord | None:
@@ -238,11 +238,11 @@ class RegStrategy(Strategy):
         self._check_train(train_config or {})
         evaluate = {**(evaluate_config or {})}
         check_evaluate_config(evaluate)
-        own = self.term.personalising
-        if own and "personalise" in evaluate:
+        personalising = self.term.personalising
+        if personalising and "personalise" in evaluate:
             raise ValueError(
-                f"evaluate_config asks for a personalised model, but {own} gives each client one of its "
-                "own: leave 'personalise' out"
+                f"evaluate_config asks for a personalised model, but {personalising} gives each client one "
+                "of its own: leave 'personalise' out"
             )
         self._num_rounds, self._timeout, self._wrapped = num_rounds, timeout, False
         return ConfigRecord({**(train_config or {})}), ConfigRecord(evaluate)
@@ -250,8 +250,8 @@ class RegStrategy(Strategy):
     def initialize_parameters(self, client_manager: Any) -> None:
         """Refuse Flower's older server, which calls this first."""
         raise TypeError(
-            f"{type(self).__name__} is a strategy of the Message API: for ServerAppComponents wrap it in "
-            "flwr_regs.LegacyStrategy (docs/migration.md)"
+            f"{type(self).__name__} is a strategy of the Message API, not for ServerAppComponents: use "
+            "ServerApp with @app.main and strategy.start (docs/migration.md)"
         )
 
     def configure_train(

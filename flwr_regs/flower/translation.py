@@ -20,7 +20,7 @@ from flwr_regs.wire.arrays import ForeignStrategy, NDArrays, ProtocolError
 from flwr_regs.wire.records import labelled, metrics_of, read_entry, record_of, sorted_entries
 from flwr_regs.wire.text import names_text, read_json
 
-_OLDER = "it comes from an older server: wrap its strategy in flwr_regs.LegacyStrategy"
+_OLDER = "it comes from Flower's older server: use ServerApp with @app.main and strategy.start"
 Make = Callable[[Context], NumPyClient | Client]
 Called = tuple[list[Any], dict[str, Any], Mapping[str, Any]]
 """The arrays that a client returned (or their ``.npy``), what it measured, and its metrics."""

@@ -99,14 +99,14 @@ class TensorBoard:
 
 def numbers(entry: Mapping[str, Any]) -> dict[str, float]:
     """Return the numbers of a round's entry that are worth a curve, by path: metrics, seconds, totals."""
-    found: dict[str, float] = {}
+    curves: dict[str, float] = {}
     for key, value in entry.items():
         if key.endswith("_metrics") or key == "seconds":
-            found |= {f"{key}/{k}": v for k, v in value.items() if isinstance(v, int | float)}
+            curves |= {f"{key}/{k}": v for k, v in value.items() if isinstance(v, int | float)}
         elif key.startswith("bytes_"):
-            found[key] = sum(value.values())
+            curves[key] = sum(value.values())
         elif key in ("replies", "failures", "late"):
-            found[key] = len(value)
+            curves[key] = len(value)
         elif isinstance(value, int | float) and key != "round":
-            found[key] = value
-    return found
+            curves[key] = value
+    return curves

@@ -5,11 +5,9 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from flwr_regs.server.client_metrics import common_metrics, read_metrics
-from flwr_regs.server.exchange.frozen import Frozen, differing, out_of_sync
 from flwr_regs.server.exchange.network import Course, Network
 from flwr_regs.server.exchange.outbox import client_seed
 from flwr_regs.server.exchange.replies import output_layer
@@ -51,11 +49,8 @@ def evaluation(
     shared = {name: a for name, a in model.items() if name in now.model}
     halved, entries = to_half(tie(shared, now.tied or {}), options.wire_dtype)
     arrays = {keys.ARRAYS: Record(halved)}
-    frozen = now.frozen or Frozen()
-    if shared.keys() != model.keys():  # the caller's own model, whole
-        frozen = replace(frozen, arrays={n: model.get(n, a) for n, a in frozen.arrays.items()})
-    if frozen.digest:
-        entries = {**entries, keys.FROZEN_DIGEST_KEY: frozen.digest}
+    if now.frozen:
+        entries = {**entries, keys.FROZEN_DIGEST_KEY: now.frozen}
     common = {**config, **entries, **training.identity, keys.ROUND_KEY: number}
     personal = options.term.personalising
 
@@ -73,17 +68,6 @@ def evaluation(
     (replies,) = yield [training.population.request("evaluate", parcels)]
 
     failures, came = dict(replies.failures), dict(replies.came)
-    if lacking := differing(out_of_sync(came), frozen):
-        if why := frozen.refusal():
-            failures |= dict.fromkeys(lacking, why)
-        else:
-            record = {keys.FROZEN: frozen.record}
-            again = {p: Parcel({**arrays, **record}, parcels[p].config) for p in lacking}
-            more = network.ask(training.population.request("evaluate", again), options.deadline)
-            failures |= more.failures
-            came |= more.came
-            bytes_down |= {p: bytes_down[p] + parcel.nbytes for p, parcel in again.items()}
-        came = {p: reply for p, reply in came.items() if p not in failures}
     read, unread = read_each(came, lambda p, reply: read_metrics(p, reply, options.weighted_by_key))
     metrics = {pid: dict(found) for pid, (found, _) in read.items()}
     failures |= unread

@@ -14,7 +14,6 @@ from flwr_regs.server.aggregate.aggregators import TooFewVectors
 from flwr_regs.server.aggregate.robust_round import RobustMeans, check_reached
 from flwr_regs.server.aggregate.updates import mean_delta, update_of
 from flwr_regs.server.aggregate.weights import MeanOfUpdates, UnusableReplies, restricted
-from flwr_regs.server.exchange.frozen import Frozen
 from flwr_regs.server.failures import culprits
 from flwr_regs.server.reply import Reply
 from flwr_regs.server.round import RoundFailed
@@ -31,7 +30,6 @@ from flwr_regs.wire.arrays import (
 )
 from flwr_regs.wire.delta import decoded
 from flwr_regs.wire.errors import described
-from flwr_regs.wire.frozen import frozen_digest
 from flwr_regs.wire.npy import Blank
 from flwr_regs.wire.pieces import square_sum
 from flwr_regs.wire.precision import narrow, widen
@@ -66,9 +64,10 @@ class GlobalModel:
     Attributes
     ----------
     model : NDArrays
-        ``w_t``; without the frozen parameters, once they are known.
-    frozen : Frozen or None
-        The parameters that no client trains. None before the first replies.
+        ``w_t``.
+    frozen : str or None
+        The digest of the frozen parameters that only the clients hold; "" if there are none. None before
+        the first replies.
     step : NDArrays or None
         ``w_t − w_{t−1}`` in the model's dtypes, exactly as it was added; None before the first step, and
         where nothing needs it.
@@ -117,8 +116,7 @@ class GlobalModel:
         )
         self._rounded = (model, self._as_given(model))
         self.model = model
-        self._names = list(model)
-        self.frozen: Frozen | None = None
+        self.frozen: str | None = None
         self.step: NDArrays | None = None
         self.previous_lr: float | None = None
         self.buffers: frozenset[str] | None = None
@@ -140,38 +138,26 @@ class GlobalModel:
         coded = [n for n, a in model.items() if a.dtype == np.float32]
         return widen(narrow(model, self._half), coded, self._half)
 
-    def agree(self, buffers: frozenset[str] | None, tied: Mapping[str, str] | None) -> None:
+    def agree(
+        self,
+        buffers: frozenset[str] | None,
+        tied: Mapping[str, str] | None,
+        frozen: str | None = None,
+    ) -> None:
         """Note what the clients agree on; `init` runs again if it first got arrays that are not trained."""
         if self.buffers is None and buffers is not None and buffers != self.fixed:
             self.server = self._term.init({n: a for n, a in self.model.items() if n not in buffers})
-        self.buffers, self.tied = buffers, tied
-
-    def hold(self, frozen: Frozen) -> None:
-        """Note the parameters that no client trains, before the first step; they leave `model`."""
-        before = self._trainable(self.model)
-        self.frozen = frozen
-        self.model = {n: a for n, a in self.model.items() if n not in frozen.names}
-        self.changed = dict.fromkeys(self.model, 0)
-        if self.buffers is not None:
-            self.buffers -= frozen.names
-        if before.keys() & frozen.names:
-            self.server = self._term.init(self._trainable(self.model))
-
-    @property
-    def whole(self) -> NDArrays:
-        """``w_t`` with the frozen parameters, in the order of `initial_arrays`."""
-        held = {} if self.frozen is None else self.frozen.arrays
-        return {n: held[n] if n in held else self.model[n] for n in self._names}
+        self.buffers, self.tied, self.frozen = buffers, tied, frozen
 
     @property
     def mean_of_two(self) -> NDArrays | None:
-        """``(w_{t−1} + w_t) / 2`` as :attr:`whole`, integers as in ``w_t``; None before the first step."""
+        """``(w_{t−1} + w_t) / 2``, integers as in ``w_t``; None before the first step."""
         if self.step is None:
             return None
         half = {n: s / 2 for n, s in self.step.items() if s.dtype.kind == "f" and n in self.model}
         return {
             n: np.asarray(a - half[n], dtype=a.dtype) if n in half else a
-            for n, a in self.whole.items()
+            for n, a in self.model.items()
         }
 
     @property
@@ -179,14 +165,13 @@ class GlobalModel:
         """The arrays that are not trained, as far as is known."""
         if self.buffers is not None:
             return self.buffers
-        return untrainable(self.model) | frozenset(self._term.frozen(self._names))
+        return untrainable(self.model) | frozenset(self._term.frozen(self.model))
 
     def snapshot(self) -> dict[str, Any]:
         """Return what a checkpoint holds of it; later rounds do not change it."""
-        held = self.frozen
         return {
             "model": self.model,
-            "frozen": held and {"names": held.names, "arrays": held.arrays, "said": held.said},
+            "frozen": self.frozen,
             "step": self.step,
             "previous_lr": self.previous_lr,
             "server": self.server,
@@ -198,8 +183,7 @@ class GlobalModel:
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue from a snapshot."""
-        held = state["frozen"]
-        vars(self).update(state, frozen=held and Frozen(**held))
+        vars(self).update(state)
 
     def context(self, server_round: int, lr: float, population: int) -> ServerContext:
         """Return the context of the terms' server hooks in a round."""
@@ -213,16 +197,10 @@ class GlobalModel:
 
         The caller may have changed it between rounds. The last step then ends at the new model.
         """
-        check_arrays(model, self.whole, "the arrays handed to configure_train")
-        other = False
-        if self.frozen is not None and self.frozen.arrays:
-            held = {n: model[n] for n in self.frozen.arrays}
-            if other := frozen_digest(held) != self.frozen.digest:
-                self.frozen = replace(self.frozen, arrays=held)
-            model = {n: a for n, a in model.items() if n not in held}
+        check_arrays(model, self.model, "the arrays handed to configure_train")
         model = tie(model, self.tied or {})  # a tied weight has one value under all its names
         if digest(model) == digest(self.model):
-            return other
+            return False
         check_finite(model, "the arrays handed to configure_train", self.model)
         if self.step is not None:
             moved = {n: model[n] - w for n, w in self.model.items() if w.dtype.kind == "f"}

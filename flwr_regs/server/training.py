@@ -222,9 +222,7 @@ class Training:
         now.config = self._config(now, config)
         term.restrict(now.config)  # with this round's learning rate
         memory = (self._held, self.used)
-        exchange = Exchange(
-            now, options, self.model, self.population.request, network, memory, self._context
-        )
+        exchange = Exchange(now, options, self.model, self.population.request, network, memory)
         now.lap("configure")
 
         here = self.population.here
@@ -316,6 +314,7 @@ class Training:
             **({} if now.lr is None else {"lr": now.lr}),
             keys.ROUND_KEY: now.number,
             keys.PROTOCOL_KEY: keys.PROTOCOL,
+            **({keys.FROZEN_DIGEST_KEY: self.model.frozen} if self.model.frozen else {}),
             **({keys.HALF_KEY: options.wire_dtype} if options.wire_dtype else {}),
         }
 
@@ -336,9 +335,7 @@ class Training:
     def _advance(self, now: Round, usable: Usable) -> None:
         """Average the used replies and move the model; RoundFailed if they are too few or it diverges."""
         now.check_enough(self.options.min_replies, self.method)
-        self.model.agree(usable.buffers, usable.tied)
-        if usable.frozen is not None:
-            self.model.hold(usable.frozen)
+        self.model.agree(usable.buffers, usable.tied, usable.frozen)
         mean, robust = self._privacy.mean(now), self._robust()
         watch = partial(self._guard.watch, now, self.options, self.method)
         while True:

@@ -14,43 +14,41 @@ from flwr.clientapp import ClientApp
 from torch.nn.functional import cross_entropy
 
 from flwr_regs.abilities import Probes, TakesBack
-from flwr_regs.chain import chain
 from flwr_regs.client.local_training import local_round
 from flwr_regs.client.train.client_result import LocalResult
-from flwr_regs.client.train.trainable import trained_parameters
 from flwr_regs.cohort.member_view import owner
 from flwr_regs.flower.app import RegClientApp
 from flwr_regs.flower.client_round import ClientRound
 from flwr_regs.flower.grids.in_process import InProcessGrid
+from flwr_regs.flower.grids.stacked_grid import StackedGrid
 from flwr_regs.term import Arrays, ClientContext, ServerContext, Slot, Term
 from flwr_regs.testing import problem, spies
 from flwr_regs.testing.method import LawBroken, Method, Skipped, agree, by_round
 from flwr_regs.testing.problem import make_clients, make_model, train
-from flwr_regs.testing.stacked_hooks import cohort_round
 
 
 def pure(method: Method) -> None:
     """Every call of every hook in a run with partial participation and step budgets."""
-    found: list[str] = []
-    with spies.spied(method.terms, spies.ARGUMENTS, spies.impurities(found)):
+    faults: list[str] = []
+    with spies.spied(method.terms, spies.ARGUMENTS, spies.impurities(faults)):
         train(
             method.build(seed=3, fraction_train=0.75),
             method.make_client,
             rounds=3,
             step_budget=6,
         )
-    if found:
-        raise LawBroken("; ".join(dict.fromkeys(found)))
+    if faults:
+        raise LawBroken("; ".join(dict.fromkeys(faults)))
 
 
-def local_calls(method: Method, **settings: Any) -> list[spies.LocalCall]:
-    """Return every client's round in a run of three; Skipped if the method's client has its own loop."""
+def looped(method: Method, **settings: Any) -> tuple[list[spies.LocalCall], list[problem.NDArrays]]:
+    """Return every client's round in a run, and its models; Skipped if the client has its own loop."""
     calls: list[spies.LocalCall] = []
     with spies.recorded(calls):
-        train(method.build(seed=3), method.make_client, rounds=3, **settings)
+        models = train(method.build(seed=3), method.make_client, **settings)
     if not calls:
         raise Skipped("its client does not train in the package's loop")
-    return calls
+    return calls, models
 
 
 def again(call: spies.LocalCall, **settings: Any) -> LocalResult:
@@ -60,11 +58,11 @@ def again(call: spies.LocalCall, **settings: Any) -> LocalResult:
     return local_round(model, call.term, call.data, **{**call.settings, **settings})
 
 
-def same_result(found: LocalResult, expected: LocalResult, where: str) -> None:
+def same_result(actual: LocalResult, expected: LocalResult, where: str) -> None:
     """Raise LawBroken unless two clients' rounds sent and kept the same bits."""
-    agree(found.state, expected.state, 0.0, f"{where}, the model")
+    agree(actual.state, expected.state, 0.0, f"{where}, the model")
     for slot in ("upload", "client"):
-        agree(flat(getattr(found, slot)), flat(getattr(expected, slot)), 0.0, f"{where}, {slot}")
+        agree(flat(getattr(actual, slot)), flat(getattr(expected, slot)), 0.0, f"{where}, {slot}")
 
 
 def flat(slots: Slot) -> dict[str, Any]:
@@ -75,14 +73,14 @@ def flat(slots: Slot) -> dict[str, Any]:
 def runners(method: Method, loop: str) -> None:
     """To the bit. The plain loop runs the recorded rounds last first, so that nothing can be left over."""
     if loop == "plain":
-        for call in reversed(local_calls(method)):
+        for call in reversed(looped(method, rounds=3)[0]):
             same_result(again(call), call.result, f"client {call.client} in the plain loop")
         return
     options = {"seed": 3, "fraction_train": 0.75, "fraction_evaluate": 0.0}
     expected = train(method.build(**options), method.make_client)
     grid = InProcessGrid(own_loop(method), len(make_clients()))
-    found = train(method.build(**options), method.make_client, grid=grid)
-    by_round(found, expected, 0.0)
+    actual = train(method.build(**options), method.make_client, grid=grid)
+    by_round(actual, expected, 0.0)
 
 
 def own_loop(method: Method) -> ClientApp:
@@ -94,8 +92,8 @@ def own_loop(method: Method) -> ClientApp:
 
     @app.train()
     def fit(message: Message, context: Context) -> Message:
-        model, mine = make_model(), data[int(context.node_config["partition-id"])]
-        loop = ClientRound(message, kind, model, mine, device="cpu")
+        model, batches = make_model(), data[int(context.node_config["partition-id"])]
+        loop = ClientRound(message, kind, model, batches, device="cpu")
         optimizer = loop.optimizer(torch.optim.SGD)
         for inputs, targets in loop.batches():
             optimizer.zero_grad()
@@ -131,63 +129,25 @@ class Remember(Term):
 
 
 def stacked(method: Method, remembering: bool) -> None:
-    """The last of three rounds, with ragged step counts; 1e-12, or 1e-6 for arrays in float32."""
+    """Clients with unequal steps, after each round; 1e-12, or 1e-6 for arrays in float32."""
     if remembering:
         strategy, client = method.beside(Remember(0.1), seed=3)
         method = replace(method, strategy=strategy, client=client, settings={})
-    calls = sorted(local_calls(method)[-4:], key=lambda c: c.client)
-    steps = [c.result.num_steps for c in calls]
-    x, y = (
-        torch.stack(
-            [torch.stack([c.data[s % len(c.data)][i] for s in range(max(steps))]) for c in calls]
-        )
-        for i in (0, 1)
-    )
-    whole = [[torch.cat([batch[i] for batch in c.data]) for c in calls] for i in (0, 1)]
-    pad = torch.nn.utils.rnn.pad_sequence
-    model, term = make_model(), calls[0].term
-    model.load_state_dict(calls[0].weights)
-    trained = trained_parameters(model, chain([term]))
-    model.requires_grad_(False)
-    try:
-        delta, upload, kept = cohort_round(
-            model,
-            term,
-            {n: p.detach() for n, p in trained.items()},
-            x,
-            y,
-            torch.tensor(steps),
-            calls[0].settings["lr"],
-            stack([c.settings["broadcast"] for c in calls]),
-            stack([c.settings["client"] for c in calls]),
-            torch.stack([torch.bincount(labels, minlength=3) for labels in whole[1]]),
-            pad(whole[0], True, float("nan")),
-            pad(whole[1], True),
-            "2",
-        )
-    except LawBroken:
-        raise
-    except Exception as error:  # whatever torch.func raises
-        raise LawBroken(f"it does not run: {type(error).__name__}: {error}") from error
-    for k, call in enumerate(calls):
-        pairs = [("update", delta, call.result.delta)]
-        pairs += [("upload", flat(upload), flat(call.result.upload))]
-        pairs += [("client slot", flat(kept), flat(call.result.client))]
-        for what, of_all, expected in pairs:
-            found = {n: a[k] for n, a in of_all.items()}
-            single = any(a.dtype == torch.float32 for a in expected.values())
-            agree(found, expected, 1e-6 if single else 1e-12, f"{what} of client {call.client}")
-
-
-def stack(slots: Sequence[Slot]) -> Slot:
-    """Return the clients' slots as one, with a first axis over the clients."""
-    first = flat(slots[0])
-    for k, slot in enumerate(slots):
-        if flat(slot).keys() != first.keys():
-            raise LawBroken(f"client {k} holds {sorted(flat(slot))}, client 0 {sorted(first)}")
-    return {
-        t: {n: torch.stack([s[t][n] for s in slots]) for n in own} for t, own in slots[0].items()
-    }
+    if method.build().term.coder("release") is not None:
+        raise Skipped("the model travels in a code")
+    calls, expected = looped(method)
+    data = make_clients()
+    grid = StackedGrid(problem.app_of(method.make_client, data), len(data))
+    actual = train(method.build(seed=3), method.make_client, grid=grid)
+    if grid.fallbacks:
+        raise LawBroken(f"it does not run: {'; '.join(grid.fallbacks)}")
+    kept = [
+        a
+        for c in calls
+        for slots in (c.result.upload, c.result.client)
+        for a in flat(slots).values()
+    ]
+    by_round(actual, expected, 1e-6 if any(a.dtype == torch.float32 for a in kept) else 1e-12)
 
 
 def unused(method: Method, what: str) -> None:
@@ -212,14 +172,14 @@ SHORT = 2  # the client that takes fewer steps in round 2
 
 def with_short_client(method: Method, budget: int) -> list[problem.NDArrays]:
     """Return the models of a run in which one client gets `budget` steps in round 2, and is dropped."""
-    data, now = make_clients(), [0]
+    data, round_number = make_clients(), [0]
 
-    def client(model: Any, mine: Any, *rest: Any, **settings: Any) -> Any:
-        steps = budget if mine is data[SHORT] and now[0] == 2 else None
-        return method.make_client(model, mine, *rest, step_budget=steps, **settings)
+    def client(model: Any, batches: Any, *rest: Any, **settings: Any) -> Any:
+        steps = budget if batches is data[SHORT] and round_number[0] == 2 else None
+        return method.make_client(model, batches, *rest, step_budget=steps, **settings)
 
     def next_round(number: int) -> None:
-        now[0] = number + 1
+        round_number[0] = number + 1
 
     strategy = method.build(seed=3, incomplete="drop", fraction_evaluate=0.0)
     return train(strategy, client, clients=data, on_round=next_round)
@@ -271,7 +231,7 @@ def incomplete(method: Method, where: str) -> None:
     """
     budget = 5
     if where == "client":
-        for call in local_calls(method, step_budget=budget):
+        for call in looped(method, rounds=3, step_budget=budget)[0]:
             asked = {"epochs": None, "steps": call.result.num_steps, "max_steps": None}
             same_result(
                 call.result,
@@ -297,7 +257,7 @@ def slices(method: Method) -> None:
     terms = [t for t in method.terms if t.elementwise]
     if not terms:
         raise Skipped("no term says that it is elementwise")
-    found: list[str] = []
+    faults: list[str] = []
 
     def spy(term: Term, hook: str, original: Any, args: tuple[Any, ...]) -> Any:
         out = original(term, *args)
@@ -318,13 +278,13 @@ def slices(method: Method) -> None:
             try:
                 agree(original(term, cut(grads), cut(params), part), cut(out), 0.0, "`correct`")
             except Exception as error:  # whatever the term raises on a slice
-                found.append(f"'{term.name}', on half {half + 1} of {names}: {error}")
+                faults.append(f"'{term.name}', on half {half + 1} of {names}: {error}")
         return out
 
     with spies.spied(terms, ["correct"], spy):
         train(method.build(seed=3, fraction_evaluate=0.0), method.make_client, rounds=3)
-    if found:
-        raise LawBroken(found[0])
+    if faults:
+        raise LawBroken(faults[0])
 
 
 def _half(array: Any, half: int) -> Any:

@@ -36,18 +36,20 @@ class Law:
         exempt = method.exempt.get(self.name) or method.exempt.get(f"{self.name}/{variant}")
         if exempt is None and broken is None:
             return "passed"
-        found = f"{type(broken).__name__}: {broken}"
+        raised = f"{type(broken).__name__}: {broken}"
         if exempt is None:
             raise LawBroken(
-                f"{at}: {broken if isinstance(broken, LawBroken) else found}"
+                f"{at}: {broken if isinstance(broken, LawBroken) else raised}"
             ) from broken
         stated = f"the method is exempt from it (“{exempt.why}”), but"
         if broken is None:
             raise LawBroken(f"{at}: {stated} meets it: leave out the exemption")
         if exempt.refusal is None and not isinstance(broken, LawBroken):
-            raise LawBroken(f"{at}: {stated} does not run; name the `refusal`: {found}") from broken
+            raise LawBroken(
+                f"{at}: {stated} does not run; name the `refusal`: {raised}"
+            ) from broken
         if exempt.refusal is not None and (
             isinstance(broken, LawBroken) or not re.search(exempt.refusal, str(broken))
         ):
-            raise LawBroken(f"{at}: {stated} not refused with '{exempt.refusal}': {found}")
+            raise LawBroken(f"{at}: {stated} not refused with '{exempt.refusal}': {raised}")
         return f"exempt: {exempt.why}"

@@ -89,8 +89,8 @@ class Method:
         last = [t for t in self.terms if isinstance(t, Compresses)]
         rest = [t for t in self.terms if not isinstance(t, Compresses)]
         terms = [other, *rest, *last] if first else [*rest, other, *last]
-        own = self.build().options
-        kept = {name: getattr(own, name) for name in Options.names()}
+        chosen = self.build().options
+        kept = {name: getattr(chosen, name) for name in Options.names()}
         return RegStrategy(terms, **{**kept, **options}), _composed(terms)
 
 
@@ -109,13 +109,13 @@ def _built(
 
 
 def agree(
-    found: Mapping[str, Any], expected: Mapping[str, Any], tolerance: float, where: str
+    actual: Mapping[str, Any], expected: Mapping[str, Any], tolerance: float, where: str
 ) -> None:
     """Raise LawBroken naming the entry that is furthest off, unless all are within `tolerance`."""
-    if found.keys() != expected.keys():
-        raise LawBroken(f"{where}: arrays {sorted(found)}, expected {sorted(expected)}")
+    if actual.keys() != expected.keys():
+        raise LawBroken(f"{where}: arrays {sorted(actual)}, expected {sorted(expected)}")
     for name in expected:
-        a, b = (np.asarray(x[name], dtype=np.float64) for x in (found, expected))
+        a, b = (np.asarray(x[name], dtype=np.float64) for x in (actual, expected))
         if a.shape != b.shape:
             raise LawBroken(f"{where}: '{name}' has shape {a.shape}, expected {b.shape}")
         off = np.where(a == b, 0.0, np.abs(a - b))
@@ -129,10 +129,10 @@ def agree(
 
 
 def by_round(
-    found: Sequence[Mapping[str, Any]], expected: Sequence[Mapping[str, Any]], tolerance: float
+    actual: Sequence[Mapping[str, Any]], expected: Sequence[Mapping[str, Any]], tolerance: float
 ) -> None:
     """Raise LawBroken at the first round whose models differ."""
-    if len(found) != len(expected):
-        raise LawBroken(f"{len(found)} rounds, expected {len(expected)}")
-    for t, (a, b) in enumerate(zip(found, expected, strict=True), start=1):
+    if len(actual) != len(expected):
+        raise LawBroken(f"{len(actual)} rounds, expected {len(expected)}")
+    for t, (a, b) in enumerate(zip(actual, expected, strict=True), start=1):
         agree(a, b, tolerance, f"after round {t}")

@@ -59,8 +59,8 @@ def gradient(weights: NDArrays, x: np.ndarray, y: np.ndarray) -> NDArrays:
     leaves = {n: torch.from_numpy(w).requires_grad_() for n, w in weights.items()}
     output = functional_call(make_model(), leaves, (torch.from_numpy(x),))
     loss = nn.functional.cross_entropy(output, torch.from_numpy(y))
-    found = torch.autograd.grad(loss, list(leaves.values()))
-    return {n: g.numpy() for n, g in zip(leaves, found, strict=True)}
+    gradients = torch.autograd.grad(loss, list(leaves.values()))
+    return {n: g.numpy() for n, g in zip(leaves, gradients, strict=True)}
 
 
 def to_numpy(clients: Sequence[Sequence[Batch]]) -> list[list[tuple[np.ndarray, np.ndarray]]]:
@@ -130,8 +130,8 @@ def app_of(
     """Return an app of ``client(model, train_data, eval_data, device="cpu", **settings)``."""
 
     def client_fn(context: Any) -> Any:
-        mine = clients[context.node_config["partition-id"]]
-        return client(model(), mine, mine, device="cpu", **settings)
+        batches = clients[context.node_config["partition-id"]]
+        return client(model(), batches, batches, device="cpu", **settings)
 
     return client_app(client_fn)
 

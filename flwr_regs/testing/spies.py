@@ -77,7 +77,7 @@ def _as_hook(hook: str, original: Hook, spy: Spy) -> Hook:
     return method
 
 
-def impurities(found: list[str]) -> Spy:
+def impurities(faults: list[str]) -> Spy:
     """Return a spy that notes in `found` each hook that is not a pure function of its arguments."""
 
     def spy(term: Term, hook: str, original: Hook, args: tuple[Any, ...]) -> Any:
@@ -86,20 +86,20 @@ def impurities(found: list[str]) -> Spy:
         before = {path: _copied(a) for path, a in inputs.items()}
         again = (copy.deepcopy(args[0]), *args[1:]) if hook == "fold" else args
         out = original(term, *args)
-        mine = {p: a for p, a in inputs.items() if not (hook == "fold" and _within(p, "acc"))}
-        changed = [path for path, a in mine.items() if not _equal(a, before[path])]
-        found.extend(f"{who} changes {path} in place" for path in changed)
+        unchanging = {p: a for p, a in inputs.items() if not (hook == "fold" and _within(p, "acc"))}
+        changed = [path for path, a in unchanging.items() if not _equal(a, before[path])]
+        faults.extend(f"{who} changes {path} in place" for path in changed)
         results = dict(_leaves(out, "its result"))
         for path, a in results.items():
             for source, b in inputs.items():
                 handed = any(_within(source, name) for name in HANDED_ON.get(hook, ()))
                 if not handed and _share(a, b):
-                    found.append(f"{who}: {path} shares memory with {source}, expected a copy")
+                    faults.append(f"{who}: {path} shares memory with {source}, expected a copy")
         if not changed:
             second = dict(_leaves(original(term, *again), "its result"))
             other = [p for p in results if p not in second or not _equal(results[p], second[p])]
             if other or second.keys() != results.keys():
-                found.append(
+                faults.append(
                     f"{who} gives another result the second time that it gets the same arguments "
                     f"({', '.join(other) or 'other entries'}): it keeps something outside its slots, or "
                     "draws random numbers"

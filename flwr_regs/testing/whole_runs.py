@@ -36,14 +36,14 @@ def neutral(method: Method) -> None:
     if method.neutral is None:
         raise Skipped("no neutral settings are given")
     strategy = method.build_neutral(seed=3)
-    found = train(strategy, method.make_client)
-    by_round(found, fedavg_run(strategy.weighting), 0.0 if method.neutral_is_exact else 1e-6)
+    actual = train(strategy, method.make_client)
+    by_round(actual, fedavg_run(strategy.weighting), 0.0 if method.neutral_is_exact else 1e-6)
 
 
 def moves(method: Method) -> None:
     """By more than 1e-3 after four rounds."""
-    plain, found = fedavg_run(method.build().weighting)[-1], usual_run(method)[-1]
-    apart = np.concatenate([np.ravel(found[n] - plain[n]) for n in plain])
+    plain, actual = fedavg_run(method.build().weighting)[-1], usual_run(method)[-1]
+    apart = np.concatenate([np.ravel(actual[n] - plain[n]) for n in plain])
     if not (apart.max() > 1e-3 and apart.min() < -1e-3):
         raise LawBroken(
             "expected differences from FedAvg's model above 1e-3 and below -1e-3, found "
@@ -72,7 +72,7 @@ def oracle(
     strategy = method.build(
         **options, seed=11, lr_schedule=falling, fraction_train=share, min_train_nodes=1
     )
-    found = train(strategy, method.make_client, rounds=5, clients=clients, length=length)
+    actual = train(strategy, method.make_client, rounds=5, clients=clients, length=length)
     cohorts = [entry["cohort"] for entry in strategy.history]
     arguments = {
         "epochs": length.get("local-epochs", 1),
@@ -97,7 +97,7 @@ def oracle(
         **taken,
         **method.oracle_settings,
     )
-    by_round(found, expected, method.tolerance)
+    by_round(actual, expected, method.tolerance)
 
 
 def state(method: Method) -> None:
@@ -121,11 +121,11 @@ def downlinks(method: Method) -> None:
     """What clients recover from the last step gives the bits of what is sent."""
     if not any(isinstance(t, Recovers) for t in method.terms):
         raise Skipped("no term recovers its broadcast from the last step")
-    found, expected = (
+    actual, expected = (
         train(method.build(seed=3, downlink=kind), method.make_client)
         for kind in ("delta", "model")
     )
-    by_round(found, expected, 0.0)
+    by_round(actual, expected, 0.0)
 
 
 def order(method: Method, what: str) -> None:
@@ -134,8 +134,8 @@ def order(method: Method, what: str) -> None:
         by_round(on(problem.ReversingGrid, method), usual_run(method), 0.0)
         return
     backwards = make_clients()[::-1]
-    found = train(method.build(seed=3), method.make_client, clients=backwards)
-    by_round(found, usual_run(method), 1e-12)
+    actual = train(method.build(seed=3), method.make_client, clients=backwards)
+    by_round(actual, usual_run(method), 1e-12)
 
 
 @dataclass(frozen=True)
@@ -159,8 +159,8 @@ class Nothing(Term):
 
 def identity(method: Method, first: bool) -> None:
     """First, or last (but ahead of a term that compresses)."""
-    found = train(*method.beside(Nothing(), first=first, seed=3))
-    by_round(found, usual_run(method), 0.0)
+    actual = train(*method.beside(Nothing(), first=first, seed=3))
+    by_round(actual, usual_run(method), 0.0)
 
 
 def fixed_point(method: Method) -> None:
@@ -171,7 +171,7 @@ def fixed_point(method: Method) -> None:
     strategy = method.build(**{**method.settling, "seed": 3, "fraction_evaluate": 0.0})
     weights = (1 / 2, 1 / 2) if strategy.weighting == "uniform" else (1 / 3, 2 / 3)
     expected = method.fixed_point(curvatures, centres, weights, lr, steps)
-    found = train(
+    actual = train(
         strategy,
         method.make_client,
         rounds=120,
@@ -181,6 +181,6 @@ def fixed_point(method: Method) -> None:
         length={"local-steps": steps},
         loss_fn=problem.half_squared_error,
     )
-    agree(found[-1], {"v": np.array([expected])}, 1e-6, "after 120 rounds")
+    agree(actual[-1], {"v": np.array([expected])}, 1e-6, "after 120 rounds")
     if signs := [e["divergence"] for e in strategy.history if "divergence" in e]:
         raise LawBroken(signs[0])

@@ -22,6 +22,12 @@ _SUMMED = 1e18
 """Squares up to that of this number, and sums of some of them, are finite in float32."""
 
 
+OTHER_FROZEN = (
+    "this client holds other frozen parameters than the others: build its model from the same pretrained "
+    "weights, or give them in initial_arrays"
+)
+
+
 class ProtocolError(ValueError):
     """A message that the receiver cannot act on: wrong method, version, names, shapes or values."""
 

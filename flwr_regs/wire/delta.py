@@ -27,17 +27,7 @@ KINDS = ("delta", "coded", "kept")
 
 
 class OutOfSync(Exception):
-    """The client lacks what the message builds on; the server then sends it.
-
-    Parameters
-    ----------
-    entries : mapping, optional
-        What the client says of the frozen parameters that it holds.
-    """
-
-    def __init__(self, entries: Mapping[str, Any] | None = None) -> None:
-        super().__init__()
-        self.entries = dict(entries or {})
+    """The client lacks the model that the message builds on; the server then sends it."""
 
 
 def model_from(

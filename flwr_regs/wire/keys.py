@@ -8,10 +8,9 @@ that has one, and the ConfigRecord ``"config"``. What ``"arrays"`` holds depends
 - ``"coded"``: the buffers that changed; ``regs.steps`` holds the steps in the method's code;
 - ``"kept"``: nothing, because the client got the model with the round's probe.
 
-What no client trains (frozen parameters) is not in it: clients hold it, and ``regs.frozen-digest`` says
-which. A client whose own digest differs says so (``regs.out-of-sync``) and gets the ArrayRecord
-``"frozen"`` once. Until the server knows what is frozen, a small model travels whole. A larger one does not
-travel before ``regs.ask-frozen`` has asked the clients for the names.
+Parameters that no client trains may be missing from the global model: clients hold them. A client sends
+their digest, ``regs.frozen-digest``, with its reply. Once clients have agreed on one, messages hold it, and
+a client with another digest refuses them.
 
 With ``regs.wire-dtype``, the float32 arrays that ``regs.halves`` marks have 16 bits, in both directions
 (precision.py). A reply holds ``"arrays"``, ``"<term>.upload"``, ``"metrics"`` (numbers) and ``"config"``
@@ -31,7 +30,6 @@ PROTOCOL = 3
 ARRAYS = "arrays"
 CONFIG = "config"
 METRICS = "metrics"
-FROZEN = "frozen"
 IDENTIFY = "query.flwr_regs"
 LABELS = "query.flwr_regs_labels"
 PREFETCH = "query.flwr_regs_prefetch"
@@ -57,10 +55,7 @@ LOADED_KEY = "regs.loaded"
 UNSAVED_KEY = "regs.not-saved"
 USED_KEY = "regs.used-round"
 KEEPS_KEY = "regs.keeps-state"
-FROZEN_KEY = "regs.frozen"
 FROZEN_DIGEST_KEY = "regs.frozen-digest"
-FROZEN_KEPT_KEY = "regs.frozen.client"
-ASK_KEY = "regs.ask-frozen"
 LAYER_KEY = "regs.output-layer"
 LOST_KEY = "regs.lost-state"
 AHEAD_KEY = "regs.state-ahead"

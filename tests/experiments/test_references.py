@@ -95,10 +95,8 @@ def test_a_file_imports_the_files_beside_it_and_they_import_it(folder: Path) -> 
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("Mine.py:Decay", None, r"^there is no file '.*/Mine.py'; did you mean 'mine.py'\?$"),
         ("no/mine.py:Decay", None, r"^there is no file '.*/no/mine.py'$"),
         ("mine.py:decoy", None, r"^there is no 'decoy' in '.*/mine.py'; did you mean 'Decay'\?$"),
-        ("mine.py:make()", None, r"^there is no 'make\(\)' in '.*/mine.py'; did you mean 'make'\?$"),
         ("bad.py:X", "x = 1\nx.y\n", r"importing '.*/bad.py' failed: Attrib.* \(.*/bad.py, line 2\)$"),
         ("mine:decoy", None, r"^there is no 'decoy' in mine; did you mean 'Decay'\?$"),
         ("mine.dep:Decay", None, "there is no module 'mine.dep' in "),
@@ -106,7 +104,6 @@ def test_a_file_imports_the_files_beside_it_and_they_import_it(folder: Path) -> 
         ("bad.py:X", "x = 1\nx = (\n", r"SyntaxError: '\(' was never closed \(.*/bad.py, line 2\)$"),
         ("bad.py:X", "import not_there\n", r"ModuleNotFoundError: .*not_there.* \(.*/bad.py, line 1\)$"),
         ("bad.py:X", "import sys\nsys.exit('stop')", r"SystemExit: stop \(.*/bad.py, line 2\)$"),
-        ("bad.py:X", "raise ValueError('a\\nb')", r"failed: ValueError: a \(.*/bad.py, line 1\)$"),
         ("here:Nobody", None, "'here:Nobody' is an object of another process: .* name a file"),
     ],
 )  # fmt: skip
@@ -211,11 +208,9 @@ def test_a_users_model_has_weights_of_the_seed() -> None:
         (net(columns=9), r"turns 2 examples of shape \(1, 8, 8\) \(float32\) of dataset 'digits' into "
                          r"\(2, 9\); expected a tensor of shape \(2, 10\): an output for each of"),
         (net(output=lambda layer, x: x), r"into \(2, 1, 8, 8\); expected a tensor of shape \(2, 10\)"),
-        (net(output=lambda layer, x: layer(x[:1].flatten(1))), r"into \(1, 10\); expected"),
         (net(output=lambda layer, x: {"logits": x}), r"into a value of type dict; expected a"),
         (net(output=lambda layer, x: layer(x)), rf"RuntimeError: .*mat1 and.* \({__file__}, line"),
         (Wide(), "is a module already, with weights that no seed has drawn; expected its class, or a"),
-        (lambda: 3, "returned a value of type int; expected a torch.nn.Module"),
         (lambda: nn.LazyLinear(10), "has the parameter 'weight' without a size: give its layer"),
     ],
 )  # fmt: skip
@@ -273,22 +268,3 @@ def test_each_job_has_its_own_data_on_the_clients() -> None:
     for one, level in zip(jobs, (1.0, 2.0), strict=True):
         train, _ = clients._data(one, 2, 0)
         assert train.tensors[0].unique().tolist() == [level]
-
-
-def test_a_users_data_that_cannot_be_split_is_refused() -> None:
-    def small() -> Any:
-        return np.ones((6, 2)), np.arange(6) % 2, np.ones((2, 2)), np.arange(2)
-
-    reference = offer(small)
-    for settings, message in [
-        ({"num_clients": 7}, "6 examples over 7 clients: each client needs an example"),
-        ({"partition": "classes", "classes_per_client": 3}, "no client can hold 3 classes of 2"),
-        ({"partition": "dirichlet", "num_clients": 2}, "each client needs 10 examples"),
-        (
-            {"partition": "similarity", "similarity": 50, "num_clients": 6},
-            "3 of the clients would get no",
-        ),
-    ]:
-        one = job(dataset=reference, model="mlp", **{"num_clients": 3, **settings})
-        with pytest.raises(ValueError, match=message):
-            one.check_data()

@@ -7,20 +7,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Message
 from flwr.clientapp import ClientApp
 
 from flwr_regs import (
     SCAFFOLD,
-    FedAvg,
-    FedAvgClient,
     InProcessGrid,
     SCAFFOLDClient,
     StackedGrid,
 )
 from flwr_regs.flower.grids.grid_network import GridNetwork
 from flwr_regs.server.exchange.network import Request
-from flwr_regs.server.population.population import PopulationError
 from flwr_regs.testing.problem import app_of, make_clients, make_model
 from flwr_regs.wire import keys
 from flwr_regs.wire.parcel import Parcel
@@ -106,47 +103,6 @@ def test_a_grid_that_handles_messages_itself_sees_all_of_them(way: Any) -> None:
     assert [e["cohort"] for e in strategy.history] == [e["cohort"] for e in other.history]
 
 
-def test_an_app_of_flowers_own_is_asked_and_refused() -> None:
-    grid = InProcessGrid(ClientApp(), CLIENTS)
-    assert grid.identities(list(grid.get_node_ids())) is None
-    with pytest.raises(PopulationError, match=r"does not report its partition"):
-        train(FedAvg(seed=1, wait_timeout=5.0), grid)
-
-
-def test_a_partition_id_that_is_no_number_costs_its_node_alone() -> None:
-    strategy = FedAvg(seed=1, fraction_evaluate=0.0, wait_timeout=5.0)
-    grid = InProcessGrid(app(FedAvgClient), CLIENTS)
-    grid._contexts[1002].node_config["partition-id"] = "two"
-    train(strategy, grid, 1)
-    assert strategy.history[0]["cohort"] == [0, 1, 3, 4, 5]
-    assert [*strategy.history[0]["refused"]] == [1002]
-
-
-def test_only_clients_that_train_are_made() -> None:
-    grid = InProcessGrid(app(), CLIENTS)
-    train(strategy := half(), grid, 1)
-    cohort = strategy.history[0]["cohort"]
-    assert sorted(grid._contexts._made) == [1000 + p for p in cohort]
-    assert len(cohort) < CLIENTS == len(grid._contexts)
-    for node in (999, 1000 + CLIENTS):
-        assert node not in grid._contexts
-        with pytest.raises(KeyError):
-            grid._contexts[node]
-
-
-def test_a_context_has_what_it_had() -> None:
-    settings = {"a": 1}
-    grid = InProcessGrid(app(), 3, settings)
-    settings["a"] = 2
-    context = grid._contexts[1001]
-    assert grid._contexts[1001] is context
-    assert (context.run_id, context.node_id, context.run_config) == (1, 1001, {"a": 1})
-    assert context.node_config == {"partition-id": 1, "num-partitions": 3}
-    assert context.state == RecordDict()
-    context.run_config["a"] = 3
-    assert grid._contexts[1002].run_config == {"a": 1}
-
-
 def test_a_snapshot_holds_those_that_keep_something_and_goes_back() -> None:
     grid = InProcessGrid(app(), CLIENTS)
     train(strategy := half(), grid, 1)
@@ -178,13 +134,3 @@ def test_a_snapshot_of_other_clients_is_refused() -> None:
             grid.restore(other.snapshot())
     with pytest.raises(ValueError, match="holds the state of 0 clients"):
         grid.restore({})
-
-
-def test_a_resumed_run_equals_an_unbroken_one(tmp_path: Any) -> None:
-    whole = half()
-    want = train(whole, InProcessGrid(app(), CLIENTS), 4)
-    before = half(checkpoint_dir=tmp_path)
-    train(before, InProcessGrid(app(), CLIENTS), 2)
-    after = half(checkpoint_dir=tmp_path)
-    got = train(after, InProcessGrid(app(), CLIENTS), 4, resume_from=tmp_path)
-    equal(got, want)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import pickle
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -29,9 +31,6 @@ CLIENTS = 4
 METHODS: dict[str, dict[str, Any]] = {
     "FedAvg": {},
     "SCAFFOLD": {},
-    "EFL": {"lam": 0.1},
-    "FedADC": {},
-    "Ditto": {"lam": 0.1},
     "RFedAvgPlus": {"lam": 0.1},
     "FedBN": {},
 }
@@ -139,23 +138,14 @@ def test_workers_give_the_same_bits(method: str, pair: tuple[InProcessGrid, ...]
     assert len(pool(pair[1])) == 2
 
 
-def test_workers_have_the_default_dtype(pair: tuple[InProcessGrid, ...]) -> None:
-    torch.set_default_dtype(torch.float64)
-    try:
-        one, two = (bits(train(grid, "FedAvg"), grid) for grid in pair)
-    finally:
-        torch.set_default_dtype(torch.float32)
-    assert one == two
-    one, two = (bits(train(grid, "FedAvg"), grid) for grid in pair)  # with the former one again
-    assert one == two
-
-
 def test_an_interrupted_run_ends_the_workers_and_is_resumed_with_the_same_bits(
     pair: tuple[InProcessGrid, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = train(pair[0], "SCAFFOLD", 3)
     train(pair[1], "SCAFFOLD", 2, checkpoint_dir=tmp_path)
     old = pool(pair[1])
+    foreign = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(300,))
+    foreign.start()  # a user's own child, such as a loader's worker
 
     def interrupted(connections: Any) -> Any:
         raise KeyboardInterrupt
@@ -167,6 +157,8 @@ def test_an_interrupted_run_ends_the_workers_and_is_resumed_with_the_same_bits(
     assert len(old) == 2
     assert not pool(pair[1])
     assert not any(p.is_alive() for p in old)
+    assert foreign.is_alive()
+    foreign.kill()
     resumed = train(pair[1], "SCAFFOLD", 3, checkpoint_dir=tmp_path, resume_from=tmp_path)
     assert bits(whole, pair[0])[:2] == bits(resumed, pair[1])[:2]
 
@@ -203,13 +195,12 @@ def test_messages_to_one_client_are_served_in_their_order(pair: tuple[InProcessG
     assert os.getpid() not in {m["pid"] for m in metrics}
 
 
-@pytest.mark.parametrize("raises", [False, True])
-def test_clients_that_do_not_stack_go_to_the_workers_of_a_stacked_grid(raises: bool) -> None:
+def test_clients_that_do_not_stack_go_to_the_workers_of_a_stacked_grid() -> None:
     """A client's state is as if `client_fn` had been called once; client 1 may raise there."""
     found = []
     for number in (1, 2):
         grid = fr.StackedGrid(client_app(client_fn), CLIENTS, workers=number)
-        more = {"mixed": True, "raises": raises}
+        more = {"mixed": True, "raises": True}
         result = train(grid, "SCAFFOLD", rounds=3, clients=more)
         found.append((bits(result, grid), grid.fallbacks))
         if number == 2:
@@ -217,7 +208,7 @@ def test_clients_that_do_not_stack_go_to_the_workers_of_a_stacked_grid(raises: b
         grid.close()
     (alone, fallbacks), (spread, others) = found
     assert fallbacks == others
-    assert sum(fallbacks.values()) == (9 if raises else 6)
+    assert sum(fallbacks.values()) == 9
     assert spread == alone
 
 
@@ -252,14 +243,7 @@ def test_an_app_that_cannot_be_sent_is_refused_with_the_remedy(
     InProcessGrid(client_app(client_fn), 3, workers=2)
 
 
-def test_an_inner_function_is_sent_with_cloudpickle() -> None:
-    cloudpickle = pytest.importorskip("cloudpickle")
-    held = torch.arange(3)
-    app = client_app(lambda context: Counting(context) if len(held) else None)  # type: ignore[arg-type, return-value]
-    assert isinstance(pickle.loads(cloudpickle.dumps(app)), type(app))
-
-
-@pytest.mark.parametrize("number", [0, -1, 1.5, True, "2"])
+@pytest.mark.parametrize("number", [0, True, "2"])
 def test_a_wrong_number_of_workers_is_refused(number: Any) -> None:
     with pytest.raises(ValueError, match="workers must be a whole number of at least 1, not"):
         InProcessGrid(client_app(client_fn), 3, workers=number)
@@ -275,13 +259,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize(
-    "end",
-    [
-        "pass",
-        pytest.param("import os; os.kill(os.getpid(), 9)", id="killed", marks=pytest.mark.full),
-    ],
-)
+@pytest.mark.parametrize("end", ["import os; os.kill(os.getpid(), 9)"], ids=["killed"])
 def test_no_worker_outlives_the_grids_process(end: str, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT.format(end=end))
@@ -289,7 +267,7 @@ def test_no_worker_outlives_the_grids_process(end: str, tmp_path: Path) -> None:
     ran = subprocess.run(
         [sys.executable, script], capture_output=True, text=True, env=environment, timeout=200
     )
-    assert ran.returncode == (0 if end == "pass" else -9), ran.stderr
+    assert ran.returncode == -9, ran.stderr
     pids = [int(pid) for pid in ran.stdout.split()]
     assert len(pids) == 2
     until("the workers are gone", lambda: not any(map(alive, pids)), 30)

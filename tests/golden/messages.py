@@ -67,7 +67,7 @@ def _value(key: str, value: Any) -> Any:
 
 
 def _code(data: bytes) -> dict[str, Any]:
-    """Return a sparse ternary message: methods/client_step/ternary.py has its format. Its CRC follows from the rest."""
+    """Return a sparse ternary message, as in ternary.py. Its CRC follows from the rest."""
     _, version, n, plus, minus, mu, words, _ = struct.unpack("<3sBQQQdQI", data[:48])
     head = {"version": version, "n": n, "plus": plus, "minus": minus, "words": words}
     return {"STC": head, "mu": _value("", mu), "body": data[48:].hex()}

@@ -159,7 +159,7 @@ def messages(name: str, app: ClientApp | None = None) -> list[dict[str, Any]]:
     settings = {"seed": 5, "fraction_evaluate": 0.0 if s.evaluate is None else 1.0, **s.settings}
     s.strategy(**settings).start(
         grid=grid,
-        initial_arrays=ArrayRecord(model().state_dict()),
+        initial_arrays=ArrayRecord(fr.trainable(model(s.frozen))),
         num_rounds=s.rounds,
         train_config=ConfigRecord({"lr": 0.1, **s.train}),
         evaluate_config=ConfigRecord({**(s.evaluate or {})}),

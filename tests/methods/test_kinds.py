@@ -7,6 +7,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import product
 from typing import Any, ClassVar
 
 import numpy as np
@@ -21,6 +22,7 @@ from flwr_regs import InProcessGrid, RoundFailed, Term
 from flwr_regs.abilities import Personalises
 from flwr_regs.testing.problem import Batch, app_of
 from tests.conftest import make_clients, make_model
+from tests.sampling import sampled
 
 Data = list[Any]
 
@@ -239,8 +241,12 @@ def plain(method: str) -> tuple[dict[str, np.ndarray], list[Any]]:
     return train(KINDS[0], method)
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("kind", [k for k in KINDS if not k.refused], ids=lambda k: k.row)
+@sampled(
+    "kind,method",
+    list(product([k for k in KINDS if not k.refused], METHODS)),
+    2,
+    lambda value: value if isinstance(value, str) else value.row,
+)
 def test_a_kind_that_works_equals_pairs_and_tensors_to_the_bit(kind: Kind, method: str) -> None:
     (got, heard), (want, wanted) = train(kind, method), plain(method)
     for name, array in want.items():

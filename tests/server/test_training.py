@@ -20,7 +20,6 @@ from flwr_regs.server.training import Training
 from flwr_regs.term import Arrays, ServerContext, Slot, Term
 from flwr_regs.wire import keys
 from flwr_regs.wire.arrays import NDArrays
-from flwr_regs.wire.frozen import said
 from flwr_regs.wire.parcel import Parcel, Record
 from tests.conftest import ROOT
 from tests.server.network import NumpyNetwork, quadratic, run
@@ -243,25 +242,3 @@ def test_a_client_that_leaves_still_counts_in_the_population() -> None:
     network.here.discard(101)
     run(train.round(2, CONFIG, network), network)
     assert term.seen == [(3, [0, 1, 2]), (3, [0, 2])]
-
-
-def test_what_a_failed_attempt_heard_of_frozen_parameters_binds_nobody() -> None:
-    """One client says that it trains nothing, while the others are late."""
-    good, frozen = quadratic(CURVATURE, CENTRE), {0: {"w": np.zeros(1)}}
-
-    def client(k: int, request: Request, parcel: Parcel) -> Parcel | str | None:
-        if late and k and request.kind == "train":
-            return None
-        if parcel.config.get(keys.ASK_KEY):
-            return Parcel(config={keys.OUT_OF_SYNC_KEY: True, **said(frozen.get(k, {}))})
-        return good(k, request, parcel)
-
-    network, late = NumpyNetwork(3, client), True
-    train = training((), {"w": np.zeros(70_000)}, min_replies=2)
-    with pytest.raises(RoundFailed, match="usable replies from a cohort of 3, needed 2"):
-        run(train.round(1, CONFIG, network), network)
-    late, frozen[0] = False, {}
-    run(train.round(1, CONFIG, network), network)
-    assert train.model.frozen is not None
-    assert (train.model.frozen.names, train.history[0]["replies"]) == (frozenset(), [0, 1, 2])
-    assert (train.model.model["w"] != 0).all()

@@ -150,6 +150,8 @@ class Hidden(Anchor):
 
 
 class Branches(Anchor):
+    elementwise: ClassVar[bool] = False
+
     def correct(self, grads: Arrays, params: Arrays, ctx: ClientContext) -> Arrays:
         return {n: g if (g > 0).all() else 0.5 * g for n, g in grads.items()}
 

@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 from transformers import BertConfig, BertForSequenceClassification
 
-from flwr_regs import FedProx, FedProxClient, client_app
+from flwr_regs import FedProx, FedProxClient, client_app, trainable
 
 TOPICS, WORDS, LENGTH = 4, 81, 16
 
@@ -38,11 +38,6 @@ def build() -> nn.Module:
     )
     adapters = LoraConfig(r=4, target_modules=["query", "value"], modules_to_save=["classifier"])
     return get_peft_model(backbone, adapters)
-
-
-def trained_part(model: nn.Module) -> ArrayRecord:
-    """The adapters and the output layer: all that the server needs."""
-    return ArrayRecord({n: p.detach() for n, p in model.named_parameters() if p.requires_grad})
 
 
 def load_data(partition_id: int, num_partitions: int) -> tuple[Any, Any]:
@@ -82,7 +77,7 @@ def main(grid: Grid, context: Context) -> None:
     strategy = FedProx(mu=0.01, seed=7)
     strategy.start(
         grid=grid,
-        initial_arrays=trained_part(build()),
+        initial_arrays=ArrayRecord(trainable(build())),  # adapters and the output layer
         num_rounds=int(context.run_config["rounds"]),
         train_config=ConfigRecord({"lr": 0.01, "local-epochs": 2}),
     )

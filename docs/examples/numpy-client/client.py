@@ -43,9 +43,11 @@ def train(message, context):
         raise ValueError("this client speaks protocol 3 of flwr-regs, and FedAvg and FedFOR")
     if own := {"optimizer", "momentum", "weight-decay", "clip-norm", "regs.wire-dtype"} & {*config}:
         raise ValueError(f"this client runs plain SGD in float32, but the config has {sorted(own)}")
-    if {"regs.downlink", "regs.ask-frozen"} & {*config}:  # it keeps no model, and freezes nothing
-        lacks = {"regs.out-of-sync": True, "regs.frozen": "[]", "regs.frozen-digest": ""}
-        return Message(RecordDict({"config": ConfigRecord(lacks)}), reply_to=message)
+    if "regs.frozen-digest" in config:
+        raise ValueError("this client holds no frozen parameters")
+    if "regs.downlink" in config:  # it keeps no model
+        lacks = ConfigRecord({"regs.out-of-sync": True})
+        return Message(RecordDict({"config": lacks}), reply_to=message)
     start = {name: array.numpy() for name, array in message.content["arrays"].items()}
     batches = load(context.node_config["partition-id"])
     steps = config.get("local-steps") or config["local-epochs"] * len(batches)

@@ -166,9 +166,8 @@ class Saved:
         It takes the place of what was written of this round and of later ones: the server repeats them. A
         disk that is full or read-only costs a warning.
         """
-        again = (keys.MODEL_KEY, keys.FROZEN_KEPT_KEY)  # the server sends these again
         slots = {k: v for k, v in reply.items() if k.endswith(".client") and isinstance(v, bytes)}
-        slots = {k: v for k, v in slots.items() if k not in again}
+        slots.pop(keys.MODEL_KEY, None)  # the server sends it again
         number = self._number
         new = Generation(self._method, number, self._probing, self._earlier, slots)
         loaded = {keys.LOADED_KEY: True} if self._loaded else {}

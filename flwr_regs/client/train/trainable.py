@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torch import nn
+from torch import Tensor, nn
 
 from flwr_regs.abilities import Freezes, Withholds
 from flwr_regs.chain import Chain
@@ -33,6 +33,17 @@ def trained_parameters(
     frozen = term.frozen(list(model.state_dict()))
     held = {id(p) for name, p in every if name in frozen}
     return {name: p for name, p in named.items() if id(p) not in held}
+
+
+def trainable(model: nn.Module) -> dict[str, Tensor]:
+    """Return what a model's clients train, for ``initial_arrays=ArrayRecord(trainable(model))``.
+
+    That is its ``state_dict`` without the parameters that have ``requires_grad=False``: trained parameters,
+    and buffers, which are averaged. The clients hold the rest, such as a pretrained backbone, and only a
+    digest of it travels.
+    """
+    frozen = {name for name, p in every_parameter(model) if not p.requires_grad}
+    return {name: v for name, v in model.state_dict().items() if name not in frozen}
 
 
 def freezes(term: Chain) -> bool:

@@ -65,10 +65,10 @@ def _checked(returned: Any) -> dict[str, Any]:
             _check_inputs(name, part)
         else:
             _check_labels(name, part, None)
-    for part, inputs, labels in (("train", x, y), ("test", test_x, test_y)):
+    for what, inputs, labels in (("train", x, y), ("test", test_x, test_y)):
         if len(inputs) != len(labels):
             raise ValueError(
-                f"{part}_x has {len(inputs)} examples, but {part}_y has {len(labels)} labels"
+                f"{what}_x has {len(inputs)} examples, but {what}_y has {len(labels)} labels"
             )
     if x.shape[1:] != test_x.shape[1:] or x.dtype.kind != test_x.dtype.kind:
         shapes = [f"{of.shape[1:]} and type {of.dtype}" for of in (x, test_x)]

@@ -31,7 +31,7 @@ def reduced(data: Data, examples: int, num_classes: int, num_groups: int) -> Dat
         Counts where `examples` is not 0.
     """
     test = max(round(examples * TEST_SHARE), 1) if examples else 0
-    kept: dict[str, Array] = {}
+    kept: dict[str, Any] = {}
     for names, labels, groups, count in (
         (("train_x", "train_y", "groups", "coarse"), data.train_y, data.groups, examples),
         (("test_x", "test_y", "test_groups"), data.test_y, data.test_groups, test),

@@ -28,15 +28,15 @@ class Contexts(Mapping[int, Context]):
         self._made: dict[int, Context] = {}
 
     def __getitem__(self, node: int) -> Context:
-        if (found := self._made.get(node)) is None:
-            found = self._made[node] = Context(
+        if (context := self._made.get(node)) is None:
+            context = self._made[node] = Context(
                 run_id=1,
                 node_id=node,
                 node_config=self.node_config(node),
                 state=RecordDict(),
                 run_config=dict(self._run_config),
             )
-        return found
+        return context
 
     def __contains__(self, node: object) -> bool:
         return node in self._nodes

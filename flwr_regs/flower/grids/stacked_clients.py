@@ -91,11 +91,9 @@ class Cohort:
         check_incoming(entries, context)
         config = dict(entries)
         own = {k: config.pop(k) for k in OWN_KEYS if k in config}
-        check_message(config, content)
+        check_message(config)
         recipe = self._recipe(client, config)
         node = NodeState(context, entries)
-        if node.frozen is not None:
-            raise CannotStack("it keeps frozen parameters of the server's")
         if any(name.endswith("_orig_mod") for name, _ in client.model.named_modules()):
             raise CannotStack(f"{type(client).__name__} has a compiled model")
         called = alike((client.loss_fn, client.target_key, client.output_fn, client.optimizer))
@@ -273,19 +271,12 @@ def check_client(client: Any, plain: set[type]) -> None:
         raise CannotStack(f"{name} keeps its optimiser")
 
 
-def check_message(config: Mapping[str, Any], content: RecordDict) -> None:
+def check_message(config: Mapping[str, Any]) -> None:
     """Raise CannotStack for a message that needs more than a stack does."""
-    reasons = {
-        keys.ASK_KEY: "the server asks for frozen parameters",
-        keys.HALF_KEY: "the model travels in half precision",
-    }
-    for key, why in reasons.items():
-        if config.get(key):
-            raise CannotStack(why)
+    if config.get(keys.HALF_KEY):
+        raise CannotStack("the model travels in half precision")
     if config.get(keys.DOWNLINK_KEY) == "coded":
         raise CannotStack("the downlink is coded")
-    if keys.FROZEN in content:
-        raise CannotStack("frozen parameters come with the message")
 
 
 def _record(content: RecordDict, name: str, kind: type[_Record]) -> _Record:

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from flwr_regs.abilities import TakesBack, Withholds
 from flwr_regs.chain import Chain
-from flwr_regs.client.frozen_parameters import held_still
 from flwr_regs.client.loading import load, tied_names
 from flwr_regs.client.memory import state
 from flwr_regs.client.memory.state import ClientState, to_numpy
@@ -38,7 +37,6 @@ from flwr_regs.flower.node import AT_ONCE, NodeState
 from flwr_regs.term import Slot
 from flwr_regs.wire import keys
 from flwr_regs.wire.arrays import NDArrays, in_code_order, mask
-from flwr_regs.wire.frozen import read_said, said
 from flwr_regs.wire.records import to_array
 
 COPIES = 6
@@ -177,22 +175,19 @@ class Group:
         self.candidates: list[Candidate] = []
         self.kind = kind
         self._fixed = self._fixed_of(model)
-        private, anew = load(model, term, arrays, config)
-        if anew:
-            raise CannotStack("its frozen parameters are not the server's")
+        private, frozen_digest = load(model, term, arrays, config)
         trained = list(trained_parameters(model, term))
         tied = {n: f for n, f in tied_names(model, private).items() if f in trained}
         names, shared = list(arrays), [n for n in trained if n not in private]
         if not shared:
             raise CannotStack("it trains no parameter that is shared")
         buffers = [n for n in names if n not in shared]
-        still = held_still(model, term, private)
         self.texts: dict[str, Any] = {
             keys.METHOD_KEY: self.recipe.method,
             keys.BUFFERS_KEY: mask(buffers, names),
         }
-        if keys.FROZEN_DIGEST_KEY not in config and still:
-            self.texts |= said(still)
+        if keys.FROZEN_DIGEST_KEY not in config and frozen_digest:
+            self.texts[keys.FROZEN_DIGEST_KEY] = frozen_digest
         if tied:
             self.texts[keys.TIED_KEY] = json.dumps(tied)
         self._tied, self.private = tied_names(model, ()), private
@@ -359,8 +354,7 @@ class Replies(ProbeReplies):
         if result.output_layer is not None:
             texts[keys.LAYER_KEY] = result.output_layer
         self._texts = texts
-        names, _ = read_said(texts)
-        self.record = ArrayRecord({n: a for n, a in group.record.items() if n not in names})
+        self.record = group.record
         sends = group.recipe.takes_back or coded
         self._sent = {n: _numpy(d, given[n].dtype) for n, d in result.delta.items() if sends}
         own = {n: result.state[first.get(n, n)] for n in group.private}

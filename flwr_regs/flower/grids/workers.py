@@ -137,16 +137,16 @@ class Workers:
         method = multiprocessing.get_context("spawn")
         new: dict[Connection, BaseProcess] = {}
         for _ in range(number):
-            mine, theirs = method.Pipe()
+            connection, theirs = method.Pipe()
             level = logging.getLogger("flwr").level
             # No daemon: a client's DataLoader may have processes of its own.
             process: BaseProcess = method.Process(
                 target=_work, args=(theirs, share, level), daemon=False
             )
-            self._running[mine] = new[mine] = process
             process.start()
+            self._running[connection] = new[connection] = process
             theirs.close()
-            self._send(mine, self._app)
+            self._send(connection, self._app)
         for worker, process in new.items():
             try:
                 said = worker.recv()
@@ -182,11 +182,9 @@ def _end(running: dict[Connection, BaseProcess]) -> None:
         worker.close()
     running.clear()
     for process in processes:
-        if process.pid is not None:
-            process.kill()
+        process.kill()
     for process in processes:
-        if process.pid is not None:
-            process.join()
+        process.join()
 
 
 def _seed(message: Message) -> int:

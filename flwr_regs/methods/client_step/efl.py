@@ -134,20 +134,20 @@ class Elastic(FisherSums, Addresses):
         return {key: a for key, a in slot.items() if key != "due"}
 
     def correct(self, grads: Arrays, params: Arrays, ctx: ClientContext) -> Arrays:
-        slot, now = self._in_use(ctx), ctx.broadcast.get("made")
-        if not (message := sums_of(slot)) or (self._keeps and now is None):
+        slot, newest = self._in_use(ctx), ctx.broadcast.get("made")
+        if not (message := sums_of(slot)) or (self._keeps and newest is None):
             return grads
         sums = self._code.decode(message, grads)
         if self._keeps:  # an older message does not count
-            sums = {key: a * (slot["made"] == now) for key, a in sums.items()}
+            sums = {key: a * (slot["made"] == newest) for key, a in sums.items()}
         return super().correct(grads, params, replace(ctx, broadcast=sums))
 
     def finish(self, delta: Arrays, ctx: ClientContext) -> tuple[Arrays, Slot, Slot]:
         upload: Slot = {}
         if self.lam and (not self._keeps or "due" in ctx.broadcast):
-            own = self.measured(delta, ctx)
+            client_sums = self.measured(delta, ctx)
             plain = self._code == SumsCode()
-            upload = self.uploaded(own, ctx) if plain else self._code.encode(own)
+            upload = self.uploaded(client_sums, ctx) if plain else self._code.encode(client_sums)
         if not self._keeps:
             return delta, upload, {}
         kept = {key: a.clone() for key, a in self._in_use(ctx).items()}

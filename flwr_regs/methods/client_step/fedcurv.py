@@ -72,8 +72,8 @@ class Curvature(FisherSums, Addresses):
         ]  # rounding can make it negative
 
     def finish(self, delta: Arrays, ctx: ClientContext) -> tuple[Arrays, Slot, Slot]:
-        own = self.measured(delta, ctx)
-        return delta, self.uploaded({k: a.clone() for k, a in own.items()}, ctx), own
+        measured = self.measured(delta, ctx)
+        return delta, self.uploaded({k: a.clone() for k, a in measured.items()}, ctx), measured
 
     def update(
         self, server: Slot, delta: Arrays, uploads: Slot, ctx: ServerContext

@@ -29,6 +29,7 @@ import numpy as np
 import torch
 
 from flwr_regs.methods.client_step.ternary import entries_kept
+from flwr_regs.methods.parts.uploads import check_arrays
 from flwr_regs.term import Arrays, Slot
 from flwr_regs.wire.arrays import LARGEST, check_finite
 
@@ -92,23 +93,18 @@ class SumsCode:
         """
         if not self.half and self.density is None:
             return dict(slot)
-        value = np.dtype(np.float16 if self.half else np.float32)
+        value = "float16" if self.half else "float32"
         n = sum(p.size for p in params.values())
-        kinds: dict[str, tuple[Any, tuple[int, ...]]]
+        kinds: dict[str, tuple[str, tuple[int, ...]]]
         if self.density is None:
             kinds = {f"{s}.{name}": (value, p.shape) for name, p in params.items() for s in "UV"}
         else:
             k = entries_kept(n, self.density)
-            kinds = {"U": (value, (k,)), "V": (value, (k,)), "low": (np.dtype(np.uint8), (k,))}
-            kinds["counts"] = (np.dtype(np.int16), (-(-n // BLOCK),))
+            kinds = {"U": (value, (k,)), "V": (value, (k,)), "low": ("uint8", (k,))}
+            kinds["counts"] = ("int16", (-(-n // BLOCK),))
         if self.half:
-            kinds["scale"] = (np.dtype(np.float32), (2,))
-        if slot.keys() != kinds.keys():
-            raise ValueError(f"arrays {sorted(slot)}, expected {sorted(kinds)}")
-        for key, (dtype, shape) in kinds.items():
-            a = slot[key]
-            if a.dtype != dtype or a.shape != shape:
-                raise ValueError(f"'{key}' is {a.dtype} {a.shape}, expected {dtype} {shape}")
+            kinds["scale"] = ("float32", (2,))
+        check_arrays(slot, kinds)
         if self.half and not (slot["scale"] > 0).all():
             raise ValueError(f"'scale' is {slot['scale']}, expected positive numbers")
         if self.density is not None:

@@ -42,8 +42,8 @@ import numpy as np
 from flwr_regs.abilities import Agrees, Checks, Folds, Probes, Steers
 from flwr_regs.flower.client import RegClient
 from flwr_regs.flower.strategy import RegStrategy
-from flwr_regs.methods.parts.gradients import check_like
 from flwr_regs.methods.parts.sgd import check_plain
+from flwr_regs.methods.parts.uploads import check_like
 from flwr_regs.term import DECAY, Arrays, ClientContext, Range, ServerContext, Slot, Term
 
 __all__ = [
@@ -163,9 +163,9 @@ class CorrectedMomentum(_ServerMomentum, Probes, Agrees):
         each = [*names.values()]
         usual = max(sorted(each, key=len, reverse=True), key=each.count, default=[])
         return {
-            pid: f"gradients of {own}, but most clients' are of {usual}"
-            for pid, own in names.items()
-            if own != usual
+            pid: f"gradients of {sent}, but most clients' are of {usual}"
+            for pid, sent in names.items()
+            if sent != usual
         }
 
     def answer(self, probes: Mapping[int, Slot]) -> dict[int, Slot]:

@@ -39,8 +39,8 @@ import torch
 from flwr_regs.abilities import Addresses, Checks, Folds, Restricts, Steers
 from flwr_regs.flower.client import RegClient
 from flwr_regs.flower.strategy import RegStrategy
-from flwr_regs.methods.parts.gradients import check_like
 from flwr_regs.methods.parts.sgd import check_plain, check_unclipped
+from flwr_regs.methods.parts.uploads import check_like
 from flwr_regs.methods.server_step.fedopt import TorchServerOptimizer
 from flwr_regs.term import POSITIVE, Arrays, ClientContext, Range, ServerContext, Slot, Term
 from flwr_regs.wire import keys
@@ -113,9 +113,9 @@ class ControlVariates(Term, Folds, Addresses, Checks, Steers, Restricts):
         else:
             wide = {n: d.to(torch.promote_types(d.dtype, torch.float32)) for n, d in delta.items()}
             x = {n: -d / (ctx.num_steps * ctx.lr) for n, d in wide.items()}
-        own = {n: a - self._correction(n, ctx) for n, a in x.items()}  # c_k⁺, line 13
+        next_c = {n: a - self._correction(n, ctx) for n, a in x.items()}  # c_k⁺, line 13
         derived = self.option == 2 and ctx.delta_is_sent and keys.HALF_KEY not in ctx.config
-        return delta, {} if derived else x, {} if self.state == "server" else own
+        return delta, {} if derived else x, {} if self.state == "server" else next_c
 
     def check(self, upload: Slot, params: Arrays, server: Slot) -> None:
         if self.option == 2 and not upload:

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from flwr_regs.abilities import Checks, Folds
+from flwr_regs.methods.parts.uploads import check_arrays
 from flwr_regs.term import (
     COUNT,
     NOT_NEGATIVE,
@@ -75,10 +76,10 @@ class FisherSums(Term, Folds, Checks):
     def finish(self, delta: Arrays, ctx: ClientContext) -> tuple[Arrays, Slot, Slot]:
         return delta, self.uploaded(self.measured(delta, ctx), ctx), {}
 
-    def uploaded(self, own: Slot, ctx: ClientContext) -> Slot:
+    def uploaded(self, client_sums: Slot, ctx: ClientContext) -> Slot:
         """Return what of `measured` the server cannot compute."""
         plain = ctx.delta_is_sent and keys.HALF_KEY not in ctx.config
-        return {k: a for k, a in own.items() if k.startswith("U.") or not plain}
+        return {k: a for k, a in client_sums.items() if k.startswith("U.") or not plain}
 
     def measured(self, delta: Arrays, ctx: ClientContext) -> Slot:
         """Return this client's ``u_k`` and ``v̂_k``, in float32; nothing if λ is 0."""
@@ -86,21 +87,19 @@ class FisherSums(Term, Folds, Checks):
             return {}
         end = {n: ctx.start[n] + d for n, d in delta.items()}  # v_k
         u = ctx.fisher(end, self.fisher_samples)
-        own = {f"U.{n}": u[n].to(torch.float32) for n in end}
-        return own | {f"V.{n}": (own[f"U.{n}"] * end[n]).to(torch.float32) for n in end}
+        client_sums = {f"U.{n}": u[n].to(torch.float32) for n in end}
+        return client_sums | {
+            f"V.{n}": (client_sums[f"U.{n}"] * end[n]).to(torch.float32) for n in end
+        }
 
     def check(self, upload: Slot, params: Arrays, server: Slot) -> None:
         both = any(key.startswith("V.") for key in upload)  # all of them, or none
         kinds = ("UV" if both else "U") if self.lam else ""
-        expected = {f"{s}.{n}": p.shape for n, p in params.items() for s in kinds}
-        if upload.keys() != expected.keys():
-            raise ValueError(f"arrays {sorted(upload)}, expected {sorted(expected)}")
-        for key, shape in expected.items():
-            a = upload[key]
-            if a.shape != shape or a.dtype != np.float32:
-                raise ValueError(f"'{key}' is {a.dtype} {a.shape}, expected float32 {shape}")
-            if key.startswith("U.") and (a < 0).any():
-                raise ValueError(f"'{key}' holds negative squares")
+        check_arrays(
+            upload, {f"{s}.{n}": ("float32", p.shape) for n, p in params.items() for s in kinds}
+        )
+        if negative := [k for k, a in upload.items() if k.startswith("U.") and (a < 0).any()]:
+            raise ValueError(f"'{negative[0]}' holds negative squares")
 
     def fold(
         self,

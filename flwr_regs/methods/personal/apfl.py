@@ -70,11 +70,11 @@ class MixedModel(Term, Personalises):
         def clipped(p: Arrays) -> Arrays:
             return {**p, WEIGHT: p[WEIGHT].clamp(0, 1)}
 
-        own = {f"u.{n}": ctx.client.get(f"u.{n}", w) for n, w in ctx.start.items()}
-        own[WEIGHT] = self._share(ctx)
-        both = {**own, **{f"v.{n}": w for n, w in ctx.start.items()}}
+        kept = {f"u.{n}": ctx.client.get(f"u.{n}", w) for n, w in ctx.start.items()}
+        kept[WEIGHT] = self._share(ctx)
+        both = {**kept, **{f"v.{n}": w for n, w in ctx.start.items()}}
         end = ctx.train(both, loss, ctx.num_steps, after=clipped)
-        return delta, {}, {key: end[key] for key in own}
+        return delta, {}, {key: end[key] for key in kept}
 
     def _share(self, ctx: ClientContext) -> Any:
         """Return a_k as the client's last round left it."""

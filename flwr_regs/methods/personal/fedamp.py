@@ -97,20 +97,20 @@ class CloudModel(Term, Folds, Addresses, Personalises, Checks):
             who, _, name = key.partition(".")
             if name in ctx.params:
                 models.setdefault(who, {})[name] = v
-        mine = models.pop(f"v{pid}", None)
-        if mine is None:
+        model = models.pop(f"v{pid}", None)
+        if model is None:
             return {}
-        xi = {who: self._similarity(mine, other) for who, other in models.items()}
+        xi = {who: self._similarity(model, other) for who, other in models.items()}
         most = max(sum(xi.values()), 1.0)
         return {
             n: v + sum(x / most * (models[who][n] - v) for who, x in xi.items())
-            for n, v in mine.items()
+            for n, v in model.items()
         }
 
-    def _similarity(self, mine: Arrays, other: Arrays) -> float:
+    def _similarity(self, model: Arrays, other: Arrays) -> float:
         """Return ``ξ = α A'(‖v_k − v_j‖²)``, where A is the paper's ``1 − e^{−x/σ}``."""
         x = 0.0
-        for n, v in mine.items():
+        for n, v in model.items():
             apart = (v - other[n]).reshape(-1).astype(np.float64)
             x += float(apart @ apart)
         return self.alpha * math.exp(-x / self.sigma) / self.sigma

@@ -1,9 +1,9 @@
 """FedBABU: clients train the body of the model; its output layer stays as it was at first.
 
-| *Init*       the output layer of ``w_1``, which never changes; it travels once, to a client without it
-| *Broadcast*  the body of ``w_t``
+| *Init*       the output layer of ``w_1``, which never changes
+| *Broadcast*  ``w_t``: the body, and that layer beside it
 | *Step*       ``v ← ClientOpt(v, ∇f_k(v))`` on the body alone
-| *Upload*     the body of ``v_k``, ``n_k``
+| *Upload*     ``v_k``, ``n_k``
 | *Update*     as FedAvg, on the body
 
 The output layer is held still against the optimiser's momentum and weight decay, too. Clients keep nothing
@@ -70,7 +70,11 @@ class FixedHead(Term, Freezes, FineTunes):
         layers: dict[str, set[str]] = {}
         for n in names:
             layers.setdefault(n.rpartition(".")[0], set()).add(n.rpartition(".")[2])
-        weighted = [k for k, own in layers.items() if "weight" in own and "running_mean" not in own]
+        weighted = [
+            k
+            for k, entries in layers.items()
+            if "weight" in entries and "running_mean" not in entries
+        ]
         if not weighted:
             raise ValueError(
                 "FedBABU found no layer with a weight to hold still: name the output layer with layer="

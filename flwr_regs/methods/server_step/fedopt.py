@@ -278,14 +278,14 @@ def _named_optimizer(
             f"server_optimizer: torch.optim has no class '{name}'{nearest(name, optimizers)}"
         )
     parameters = inspect.signature(optimizers[name]).parameters
-    own = set(parameters) - {"params"}
+    taken = set(parameters) - {"params"}
     settings = Options.names()
-    for argument in kwargs.keys() - own - settings:
+    for argument in kwargs.keys() - taken - settings:
         raise TypeError(
-            f"neither torch's {name} nor a strategy takes '{argument}'{nearest(argument, own | settings)}"
+            f"neither torch's {name} nor a strategy takes '{argument}'{nearest(argument, taken | settings)}"
         )
     given = {k: v for k, v in kwargs.items() if k not in settings}
-    if given.get("nesterov") and "momentum" in own:
+    if given.get("nesterov") and "momentum" in taken:
         given.setdefault("momentum", 0.9)
     for argument, value in given.items():
         default = parameters[argument].default

@@ -68,8 +68,8 @@ class FairWeights(Term, Weighs, Checks):
 
     def check(self, upload: Slot, params: Arrays, server: Slot) -> None:
         if upload.keys() != {"loss"} or upload["loss"].shape or upload["loss"].dtype.kind != "f":
-            found = {key: (str(a.dtype), a.shape) for key, a in upload.items()}
-            raise ValueError(f"{found}, expected one float 'loss' of shape ()")
+            kinds = {key: (str(a.dtype), a.shape) for key, a in upload.items()}
+            raise ValueError(f"{kinds}, expected one float 'loss' of shape ()")
         if not upload["loss"] >= 0:
             loss = float(upload["loss"])
             raise ValueError(f"a mean loss of {loss:.3g}, but its power needs at least 0")

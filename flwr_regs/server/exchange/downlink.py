@@ -6,9 +6,6 @@
 others are sent. A method with a code for its steps sends them coded, and a client that missed rounds
 also gets their steps. Any other client gets the full pair, and so does a client for which the full pair
 is smaller. A client that finds that it lost its model gets the full pair in the same round.
-
-What no client trains is in none of these. Before the server knows what that is, it sends a large model only
-after it has asked.
 """
 
 from __future__ import annotations
@@ -19,7 +16,6 @@ from typing import Any
 
 from flwr_regs.abilities import Addresses, Recovers
 from flwr_regs.chain import Chain
-from flwr_regs.server.exchange.frozen import ASK_ABOVE
 from flwr_regs.server.global_model import GlobalModel
 from flwr_regs.term import ServerContext, Slot
 from flwr_regs.wire import keys
@@ -56,9 +52,6 @@ class Downlink:
         self._ctx = ctx
         self._half = half
         self._since: dict[tuple[int, bool], Content] = {}
-        size = sum(a.nbytes for a in model.model.values())
-        self.asks = model.frozen is None and size > ASK_ABOVE
-        """Whether the messages ask first which parameters the clients hold frozen."""
 
     def content(self, held_round: int | None, probe: bool = False) -> Content:
         """Return (records, config entries) for a client that last kept the model of `held_round`.
@@ -66,15 +59,6 @@ class Downlink:
         A `probe` is the first exchange of a round with two: it sends no broadcasts. The second sends only
         the broadcasts to a client that got ``w_t`` in the first.
         """
-        if self.asks:
-            return {keys.ARRAYS: Record()}, {keys.ASK_KEY: True}
-        records, entries = self._content(held_round, probe)
-        frozen = self._model.frozen
-        if frozen is None or not frozen.digest:
-            return records, entries
-        return records, {**entries, keys.FROZEN_DIGEST_KEY: frozen.digest}
-
-    def _content(self, held_round: int | None, probe: bool) -> Content:
         if held_round == self._round:
             return {keys.ARRAYS: Record(), **self._broadcasts}, {
                 keys.KEEP_KEY: self._mode == "delta",

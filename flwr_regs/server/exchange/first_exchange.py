@@ -8,7 +8,6 @@ from typing import Any
 
 from flwr_regs.server.aggregate.aggregators import TooFewVectors
 from flwr_regs.server.exchange.downlink import Downlink
-from flwr_regs.server.exchange.frozen import frozen_of, out_of_sync
 from flwr_regs.server.exchange.network import Network, Replies, Request
 from flwr_regs.server.exchange.outbox import Outbox
 from flwr_regs.server.exchange.replies import disagreeing, output_layer, read_uploads
@@ -16,7 +15,7 @@ from flwr_regs.server.failures import culprits, name_failures, read_each
 from flwr_regs.server.global_model import GlobalModel
 from flwr_regs.server.options import Options
 from flwr_regs.server.round import Round
-from flwr_regs.term import ServerContext, Slot
+from flwr_regs.term import Slot
 from flwr_regs.wire import keys
 from flwr_regs.wire.arrays import ProtocolError
 from flwr_regs.wire.errors import described
@@ -37,8 +36,6 @@ class Exchange:
         Makes a request of messages by partition id: :meth:`Population.request`.
     memory : tuple of mapping
         (client -> the round whose model it last kept, client -> the last round that used its reply).
-    context : callable
-        Makes the round's context anew, once it is known what the clients hold frozen.
     """
 
     def __init__(
@@ -49,21 +46,16 @@ class Exchange:
         request: Callable[[str, dict[int, Parcel]], Request],
         network: Network,
         memory: tuple[Mapping[int, int], Mapping[int, int]],
-        context: Callable[[Round], ServerContext],
     ) -> None:
         self._now = now
         self._options = options
         self._model = model
         self._request = request
         self._network = network
-        self._context = context
         seed, config = options.seed, now.config
-        self._outbox = Outbox(now.number, seed, config, self._downlink(), *memory)
-
-    def _downlink(self) -> Downlink:
-        o, context = self._options, self._now.context
-        assert context is not None
-        return Downlink(o.downlink, o.term, self._model, context, o.wire_dtype)
+        assert now.context is not None
+        downlink = Downlink(options.downlink, options.term, model, now.context, options.wire_dtype)
+        self._outbox = Outbox(now.number, seed, config, downlink, *memory)
 
     def train(self, clients: Iterable[int], lost: bool = False) -> Request:
         """Return the train messages, and count their bytes; `lost` clients get everything."""
@@ -75,12 +67,7 @@ class Exchange:
         return self._request("train", parcels)
 
     def ahead(self, clients: Iterable[int]) -> list[Request]:
-        """Return the messages that send ``w_t`` to the next cohort, except to clients of this one.
-
-        There are none while it is not known what the clients hold frozen.
-        """
-        if self._outbox.downlink.asks:
-            return []
+        """Return the messages that send ``w_t`` to the next cohort, except to clients of this one."""
         model, now = Record(self._model.model), self._now
         parcels = {p: self._outbox.ahead(model) for p in sorted(set(clients) - set(now.cohort))}
         now.bytes_ahead = {pid: parcel.nbytes for pid, parcel in parcels.items()}
@@ -180,19 +167,10 @@ class Exchange:
     ) -> tuple[dict[int, Parcel], list[int]]:
         """Return (the other replies, the clients to send what they say that they lack).
 
-        A client that cannot be sent it is named among the failures, and so is one that still lacks it after
-        two `tries`: its model, and then its frozen parameters.
+        That is its model. A client that says so again is named among the failures.
         """
-        now, outbox, lost = self._now, self._outbox, out_of_sync(came)
+        lost = [p for p, reply in came.items() if reply.says(keys.OUT_OF_SYNC_KEY)]
         others = {p: reply for p, reply in came.items() if p not in lost}
-        if lost and outbox.downlink.asks:
-            if (frozen := frozen_of(lost, self._model.model)) is not None:
-                self._model.hold(frozen)
-            now.context = self._context(now)
-            outbox.downlink = self._downlink()
-            outbox.downlink.asks = False  # without an answer, the replies to the whole model tell
-        refused = outbox.catch_up(lost, self._model.frozen, tries)
-        now.failures |= refused
-        if outbox.frozen:
-            now.events["frozen_sent"] = sorted({*now.events.get("frozen_sent", []), *outbox.frozen})
+        refused = self._outbox.catch_up(lost, tries)
+        self._now.failures |= refused
         return others, [p for p in lost if p not in refused]

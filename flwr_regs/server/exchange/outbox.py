@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy as np
 
 from flwr_regs.server.exchange.downlink import Downlink
-from flwr_regs.server.exchange.frozen import Frozen, differing
 from flwr_regs.term import Slot
 from flwr_regs.wire import keys
 from flwr_regs.wire.parcel import Parcel, Record
@@ -55,8 +54,6 @@ class Outbox:
         self._used = used
         self.broadcasts: Mapping[int, Slot] = {}
         """Client -> its own broadcasts, after a first exchange."""
-        self.frozen: dict[int, Record] = {}
-        """Client -> the frozen parameters, for its next message: it holds others."""
 
     def train(self, pid: int, lost: bool = False) -> Parcel:
         """Return a client's train message; one that `lost` its model gets everything."""
@@ -71,37 +68,22 @@ class Outbox:
         names = (keys.METHOD_KEY, keys.START_KEY, keys.ROUND_KEY)
         return Parcel({keys.ARRAYS: model}, {k: self._config[k] for k in names})
 
-    def catch_up(
-        self, lost: Mapping[int, Parcel], frozen: Frozen | None, tries: int
-    ) -> dict[int, str]:
-        """Prepare what clients say that they lack; return why some of them cannot have it.
-
-        `lost` are their replies. Each is served twice at most: with its model, and then with its frozen
-        parameters, if they differ from the others'.
-        """
-        differ = differing(lost, frozen)
-        why = "it says that it lacks the model that it was just sent"
-        refused = {p: why for p in lost if tries == 2 or (tries == 1 and p not in differ)}
-        if frozen is not None and (reason := frozen.refusal()):
-            refused |= dict.fromkeys(differ, reason)
-        elif frozen is not None and differ:
-            LOG.info("clients %s hold other frozen parameters; they get these once", differ)
-            self.frozen = dict.fromkeys(differ, frozen.record)
-        gone = [p for p in lost if p in self._held and p not in refused and p not in differ]
-        if gone:
+    def catch_up(self, lost: Collection[int], tries: int) -> dict[int, str]:
+        """Say which clients have `lost` their model; return why some of them cannot have it once more."""
+        if tries:
+            return dict.fromkeys(lost, "it says that it lacks the model that it was just sent")
+        if gone := [p for p in lost if p in self._held]:
             LOG.warning("clients %s have lost their model; sending the full pair", gone)
-        return refused
+        return {}
 
     def _parcel(self, pid: int, held_round: int | None, probe: bool = False) -> Parcel:
         records, entries = self.downlink.content(held_round, probe)
-        mine = {} if probe or self.downlink.asks else self.downlink.own(pid)
+        mine = {} if probe else self.downlink.own(pid)
         for slots in (mine, self.broadcasts.get(pid, {})):
             for name, slot in slots.items():
                 if slot:
                     key = f"{name}.broadcast"
                     records = {**records, key: Record({**records.get(key, {}), **slot})}
-        if pid in self.frozen:
-            records = {**records, keys.FROZEN: self.frozen.pop(pid)}
         own: dict[str, Any] = {
             keys.SEED_KEY: client_seed(self._seed, self._number, pid),
             keys.CLIENT_KEY: pid,

@@ -14,7 +14,6 @@ from flwr_regs.abilities import Folds
 from flwr_regs.chain import Chain
 from flwr_regs.server.aggregate.weights import STEPS
 from flwr_regs.server.client_metrics import read_metrics, usable
-from flwr_regs.server.exchange.frozen import Frozen, agree_on_frozen
 from flwr_regs.server.failures import culprits, read_each
 from flwr_regs.server.global_model import GlobalModel
 from flwr_regs.server.reply import Reply
@@ -22,6 +21,7 @@ from flwr_regs.term import Slot
 from flwr_regs.wire import keys
 from flwr_regs.wire.arrays import (
     LARGEST,
+    OTHER_FROZEN,
     NDArrays,
     ProtocolError,
     check_arrays,
@@ -33,7 +33,6 @@ from flwr_regs.wire.arrays import (
 )
 from flwr_regs.wire.delta import decoded
 from flwr_regs.wire.errors import described
-from flwr_regs.wire.frozen import read_said
 from flwr_regs.wire.parcel import Parcel
 from flwr_regs.wire.precision import Widened, from_half
 from flwr_regs.wire.text import LONGEST_NAME, quoted, shown
@@ -53,15 +52,15 @@ class Usable:
     """The usable replies of a round, by partition id, and why the others are not usable.
 
     The clients agree on `buffers`, the arrays that they do not train, and on `tied`, the other names of
-    tied weights (other name -> trained name), and on what is `frozen`. All are None if no reply is usable;
-    `frozen` also if it was known before.
+    tied weights (other name -> trained name), and on the `frozen` digest of what only they hold. All are
+    None if no reply is usable.
     """
 
     replies: dict[int, Reply]
     failures: dict[int, str]
     buffers: frozenset[str] | None
     tied: Mapping[str, str] | None
-    frozen: Frozen | None = None
+    frozen: str | None = None
 
 
 @dataclass(frozen=True)
@@ -100,12 +99,10 @@ class Reader:
         replies = {pid: reply for pid, reply in replies.items() if pid not in wrong}
         tied, other = agree_on_ties(replies, self.model.tied)
         replies = {pid: reply for pid, reply in replies.items() if pid not in other}
-        frozen: Frozen | None = None
-        if self.model.frozen is None and replies:
-            said = {pid: read_said(came[pid].config) for pid in replies}
-            frozen, unlike = agree_on_frozen(said, self.model.model)
-            other |= unlike
-            replies = {pid: reply for pid, reply in replies.items() if pid not in other}
+        digests = {pid: came[pid].config.get(keys.FROZEN_DIGEST_KEY, "") for pid in replies}
+        frozen, unlike = agree_on_frozen(digests, self.model.frozen)
+        other |= unlike
+        replies = {pid: reply for pid, reply in replies.items() if pid not in other}
         active = {p: r.uploads for p, r in replies.items() if r.steps is None or r.steps[0]}
         unlike = disagreeing(self.term, active)
         replies = {pid: reply for pid, reply in replies.items() if pid not in unlike}
@@ -136,8 +133,11 @@ class Reader:
             ours = keys.METHOD_KEY in entries
             said = entries.get(keys.BUFFERS_KEY) if keys.BUFFERS_KEY in entries else _UNSAID
             buffers, trained = self._parted(said)
-            if keys.FROZEN_KEY in entries or keys.FROZEN_DIGEST_KEY in entries:
-                read_said(entries, trained)
+            digest = entries.get(keys.FROZEN_DIGEST_KEY, "")
+            if not isinstance(digest, str) or len(digest) > LONGEST_NAME:
+                raise ProtocolError(
+                    f"'{keys.FROZEN_DIGEST_KEY}' must be a digest, not {quoted(digest)}"
+                )
             tied: dict[str, str] = {}
             if keys.TIED_KEY in entries:
                 tied = check_tied(entries[keys.TIED_KEY], model, buffers)
@@ -326,6 +326,21 @@ def agree_on_ties(
         for pid, r in replies.items()
         if r.tied != known
     }
+
+
+def agree_on_frozen(
+    said: Mapping[int, Any], known: str | None
+) -> tuple[str | None, dict[int, str]]:
+    """Return (the digest of the frozen parameters that only clients hold, client -> why for others).
+
+    `known` is the result of earlier rounds: messages hold it, clients then compare, and say nothing.
+    Without it the majority decides, or the lowest partition id.
+    """
+    agreed = known
+    if agreed is None and said:
+        agreed = Counter(said[pid] for pid in sorted(said)).most_common(1)[0][0]
+    wrong = [p for p, digest in said.items() if digest != agreed and (digest or known is None)]
+    return agreed, dict.fromkeys(wrong, OTHER_FROZEN)
 
 
 def output_layer(came: Mapping[int, Parcel]) -> str | dict[int, str] | None:

@@ -21,15 +21,6 @@ from tests.experiments.data.sources import made
 PICTURES = torch.rand(64, 3, 12, 10, generator=torch.Generator().manual_seed(0))
 
 
-def test_half_of_the_pictures_are_flipped() -> None:
-    torch.manual_seed(0)
-    got = augment.flipped(PICTURES)
-    as_is = [torch.equal(a, b) for a, b in zip(got, PICTURES, strict=True)]
-    turned = [torch.equal(a, b.flip(2)) for a, b in zip(got, PICTURES, strict=True)]
-    assert all(a != b for a, b in zip(as_is, turned, strict=True))
-    assert 20 < sum(turned) < 44
-
-
 def test_a_crop_is_a_part_and_every_place_is_drawn() -> None:
     torch.manual_seed(0)
     x = torch.arange(6.0 * 5).reshape(1, 1, 6, 5).expand(2000, 2, 6, 5)

@@ -72,12 +72,6 @@ def test_the_packages_data_have_these_layers_and_weights(dataset: str, kind: str
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_auto_is_one_kind_for_each_data_set() -> None:
-    for dataset, kind in AUTO.items():
-        auto, named = (models.build(dataset, k, 0).state_dict() for k in ("auto", kind))
-        assert {n: a.shape for n, a in auto.items()} == {n: a.shape for n, a in named.items()}
-
-
 @pytest.fixture
 def shaped(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A data set of given inputs, under the reference x.py:load."""
@@ -94,13 +88,8 @@ def shaped(monkeypatch: pytest.MonkeyPatch) -> Any:
     ("shape", "kinds", "auto"),
     [
         ((5,), ["mlp"], "mlp"),
-        ((4, 7), ["mlp"], "mlp"),
-        ((20, 20), ["mlp"], "mlp"),
         ((3, 8, 9), ["mlp", "cnn", "cnn-bn"], "mlp"),
-        ((2, 15, 40), ["mlp", "cnn", "cnn-bn"], "mlp"),
         ((3, 16, 16), ["mlp", "cnn", "cnn-bn"], "cnn"),
-        ((3, 32, 35), ["mlp", "cnn", "cnn-bn"], "cnn"),
-        ((2, 3, 4, 5), ["mlp"], "mlp"),
     ],
 )
 def test_a_model_is_made_for_the_datas_shape(
@@ -120,15 +109,6 @@ def test_a_model_is_made_for_the_datas_shape(
         if kind == "cnn":  # auto takes it where it is McMahan et al.'s
             assert (built[0].kernel_size == (5, 5)) == (auto == "cnn")
         assert (models.build("x.py:load", "auto", 0).state_dict().keys() == names) == (kind == auto)
-
-
-@pytest.mark.parametrize("shape", [(3, 7, 32), (3, 32, 7), (28, 28, 3), (28, 28)])
-def test_an_image_that_is_too_small_for_a_cnn_is_refused(shape: Any, shaped: Any) -> None:
-    shaped(shape)
-    with pytest.raises(
-        ValueError, match=r"'cnn' needs images of shape \(channels, height, width\)"
-    ):
-        models.build("x.py:load", "cnn", 0)
 
 
 def test_the_packages_models_refuse_integers(shaped: Any) -> None:

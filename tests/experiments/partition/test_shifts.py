@@ -136,19 +136,6 @@ def test_a_clients_data_follow_the_round_alone() -> None:
     assert not plain.by_round
 
 
-def test_noise_is_on_a_clients_training_and_test_inputs() -> None:
-    noise = job_of(partition="noise", noise_level=0.2, test_on_clients=True)
-    plain = job_of(partition="iid", test_on_clients=True)
-    for part, (found, want) in enumerate(
-        zip(clients._data(noise, 10, 7, 0), clients._data(plain, 10, 7, 0), strict=True)
-    ):
-        assert found is not None
-        assert want is not None
-        assert np.array_equal(found.tensors[1], want.tensors[1])
-        x = want.tensors[0].numpy()
-        assert np.array_equal(found.tensors[0], shifts.noisy(x, 7, 10, 0.2, 7, part))
-
-
 def test_clients_test_on_their_own_kind(monkeypatch: pytest.MonkeyPatch) -> None:
     digits = data.load("digits")
     job = job_of(partition="dirichlet", dirichlet_alpha=0.5, test_split="matched")

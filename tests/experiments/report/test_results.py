@@ -207,16 +207,6 @@ def test_labels_have_files_of_their_own_that_systems_take(tmp_path: Path) -> Non
         assert path.is_file()
 
 
-def test_the_words_fit_every_run() -> None:
-    made = Results([run("A", GOOD), run("B", GOOD)])
-    made.runs[1].job |= {"partition": "iid", "rounds": 7}
-    for r in made.runs:
-        r.job["target-accuracy"] = 0.925
-    text = " ".join(made.text().split())
-    assert "digits, partition shards or iid, 4 clients, 30 or 7 rounds;" in text
-    assert "to 92.5%: rounds to it" in text
-
-
 def test_a_round_without_a_test_moves_no_point() -> None:
     """Where clients test, none of them may be able to once."""
     gap = run("A", [0.5, 0.6, 0.9])

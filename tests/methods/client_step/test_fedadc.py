@@ -27,9 +27,9 @@ from flwr_regs import (
     client_app,
 )
 from flwr_regs.chain import chain
+from flwr_regs.client import local_training as training_module
 from flwr_regs.client.local_training import LocalTraining
 from flwr_regs.client.measure.classifier import find_classifier
-from flwr_regs.client import local_training as training_module
 from flwr_regs.client.train.distillation import StartOutputs
 from flwr_regs.client.train.task import Task
 from flwr_regs.server.population.population import PopulationError

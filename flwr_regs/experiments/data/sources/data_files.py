@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -98,27 +98,34 @@ def standardised(x: Array, mean: Sequence[float], std: Sequence[float]) -> Array
 
 
 def by_group(
-    train: Mapping[str, tuple[Array, Array]], test: Mapping[str, tuple[Array, Array]]
+    train: Mapping[str, Any],
+    test: Mapping[str, Any],
+    convert: Callable[..., tuple[Array, Array]] = lambda x, y: (x, y),
 ) -> Parts:
     """Return groups' examples in order of the groups' names, as one data set.
 
     Parameters
     ----------
     train, test : mapping
-        Group -> (inputs, labels). The two may differ in their groups.
+        Group -> what `convert` makes inputs and labels of. The two may differ in their groups.
     """
     names = sorted({*train, *test})
     parts: Parts = {}
-    for part, key, of in (("train", "groups", train), ("test", "test_groups", test)):
-        mine = [(i, *of[name]) for i, name in enumerate(names) if name in of and len(of[name][1])]
-        if not mine:
+    for part, key, groups in (("train", "groups", train), ("test", "test_groups", test)):
+        made = [(i, *convert(*groups[name])) for i, name in enumerate(names) if name in groups]
+        made = [(i, x, y) for i, x, y in made if len(y)]
+        if not made:
             raise ValueError(f"the {part} data has no examples")
-        parts[f"{part}_x"] = np.concatenate([x for _, x, _ in mine])
-        parts[f"{part}_y"] = np.concatenate([y for _, _, y in mine]).astype(np.int64)
-        parts[key] = np.repeat([i for i, _, _ in mine], [len(y) for _, _, y in mine]).astype(
-            np.int64
-        )
+        parts[f"{part}_x"] = np.concatenate([x for _, x, _ in made])
+        parts[f"{part}_y"] = np.concatenate([y for _, _, y in made]).astype(np.int64)
+        parts[key] = np.concatenate([np.full(len(y), i, np.int64) for i, _, y in made])
     return parts
+
+
+def cut(rows: Sequence[Any], share: float) -> tuple[Sequence[Any], Sequence[Any]]:
+    """Return the first `share` of the rows and the rest, each of at least one where there are two."""
+    first = min(max(int(len(rows) * share), 1), max(len(rows) - 1, 1))
+    return rows[:first], rows[first:]
 
 
 def drawn(names: Iterable[str], count: int) -> list[str]:

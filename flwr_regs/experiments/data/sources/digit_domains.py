@@ -50,10 +50,10 @@ def digits_five(data_dir: str, share: float = 0.1) -> Parts:
     train, test = {}, {}
     for i, domain in enumerate(DIGITS):
         pieces = [folder / domain / f"partitions/train_part{k}.pkl" for k in range(tenths)]
-        parts = [_digits(path) for path in pieces]
-        train[str(i)] = tuple(np.concatenate(of) for of in zip(*parts, strict=True))
+        images, labels = zip(*map(_digits, pieces), strict=True)
+        train[str(i)] = np.concatenate(images), np.concatenate(labels)
         test[str(i)] = _digits(folder / domain / "test.pkl")
-    return files.by_group(train, test)  # type: ignore[arg-type]
+    return files.by_group(train, test)
 
 
 def _digits(path: Path) -> tuple[Array, Array]:
@@ -102,16 +102,14 @@ def _listed(
     needed = [f"{name}/{d}_{part}.pkl" for d in domains for part in ("train", "test")]
     folder = _folder(dataset, data_dir, ("", "data", ".."), needed)
     lists = {
-        (d, part): _pair(folder / name / f"{d}_{part}.pkl")
-        for d in domains
+        part: {d: _pair(folder / name / f"{d}_{part}.pkl") for d in domains}
         for part in ("train", "test")
     }
-    fewest = int(min(len(lists[d, "train"][0]) for d in domains) * share)
+    fewest = int(min(len(paths) for paths, _ in lists["train"].values()) * share)
     if fewest == 0:
         raise ValueError(f"share={share} of the smallest domain's training images is none")
 
-    def read(domain: str, part: str) -> tuple[Array, Array]:
-        paths, names = (of[: fewest if part == "train" else None] for of in lists[domain, part])
+    def read(domain: str, paths: Any, names: Any) -> tuple[Array, Array]:
         if unknown := sorted({str(n) for n in names} - {*classes}):
             raise ValueError(
                 f"a list of {dataset} has the class '{unknown[0]}'; expected {', '.join(classes)}"
@@ -125,11 +123,11 @@ def _listed(
         labels = np.array([classes.index(str(n)) for n in names], np.int64)
         return files.pictures(where, "RGB", size), labels
 
-    parts = files.by_group(
-        {str(i): read(d, "train") for i, d in enumerate(domains)},
-        {str(i): read(d, "test") for i, d in enumerate(domains)},
+    train, test = (
+        {str(i): (d, *(of[:most] for of in pairs[d])) for i, d in enumerate(domains)}
+        for pairs, most in ((lists["train"], fewest), (lists["test"], None))
     )
-    return {**parts, "augment": "flip-rotate"}
+    return {**files.by_group(train, test, read), "augment": "flip-rotate"}
 
 
 def _folder(dataset: str, data_dir: str, below: Sequence[str], needed: Sequence[str]) -> Path:

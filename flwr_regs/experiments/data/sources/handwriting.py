@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ import numpy as np
 
 from flwr_regs.experiments.data.sources import data_files as files
 from flwr_regs.experiments.data.sources import tables
-from flwr_regs.experiments.data.sources.data_files import Array, Parts
+from flwr_regs.experiments.data.sources.data_files import Parts
 from flwr_regs.experiments.extras import missing_extra
 
 Users = dict[str, tuple[Any, Any]]
@@ -37,13 +37,13 @@ def femnist(data_dir: str, writers: int = 0, hub: bool = False) -> Parts:
         train, test = _of_table(tables.downloaded("flwrlabs/femnist", "train"), writers)
     elif h5:
         (first,), (last,) = h5
-        users = files.drawn(hdf5_users(first), writers)
+        users = files.drawn(hdf5(first), writers)
         train, test = (
-            {user: (of["pixels"], of["label"]) for user, of in hdf5(path, users)}
+            {user: (of["pixels"], of["label"]) for user, of in hdf5(path, users).items()}
             for path in (first, last)
         )
     elif leaf:
-        train, test = (users_of(part) for part in leaf)
+        train, test = map(users_of, leaf)
         train = {user: train[user] for user in files.drawn(train, writers)}
     elif parquet:
         train, test = _of_table(tables.read(parquet[0]), writers)
@@ -57,27 +57,25 @@ def femnist(data_dir: str, writers: int = 0, hub: bool = False) -> Parts:
     if writers:  # without, test writers may be others: LEAF can also split by writer
         test = {user: of for user, of in test.items() if user in train}
     return files.by_group(
-        {user: _images(*of) for user, of in train.items()},
-        {user: _images(*of) for user, of in test.items()},
+        train,
+        test,
+        lambda x, y: (np.asarray(x, np.float32).reshape(-1, 1, 28, 28), np.ravel(np.asarray(y))),
     )
 
 
-def _images(x: Any, y: Any) -> tuple[Array, Array]:
-    images = np.asarray(x, np.float32).reshape(-1, 1, 28, 28)
-    return images, np.asarray(y, np.int64).reshape(-1)
-
-
-def _of_table(table: Any, writers: int) -> tuple[Users, Users]:
-    ids, labels = (tables.column(table, name) for name in ("writer_id", "character"))
-    packed, mine = tables.column(table, "image"), rows_by(ids)
-    train: Users = {}
-    test: Users = {}
-    for user in files.drawn(mine, writers):
-        first, last = cut(mine[user], TRAINED)
-        for part, rows in ((train, first), (test, last)):
-            images = files.pictures([packed[i] for i in rows], "L", 28)
-            part[user] = (images, [labels[i] for i in rows])
-    return train, test
+def _of_table(table: Any, writers: int) -> list[Users]:
+    ids, labels, packed = (
+        tables.column(table, name) for name in ("writer_id", "character", "image")
+    )
+    rows: dict[str, list[int]] = {}
+    for i, user in enumerate(ids):
+        rows.setdefault(str(user), []).append(i)
+    parts: list[Users] = [{}, {}]
+    for user in files.drawn(rows, writers):
+        for part, own in zip(parts, files.cut(rows[user], TRAINED), strict=True):
+            images = files.pictures([packed[i] for i in own], "L", 28)
+            part[user] = (images, [labels[i] for i in own])
+    return parts
 
 
 def users_of(paths: Iterable[Path]) -> Users:
@@ -99,42 +97,24 @@ def users_of(paths: Iterable[Path]) -> Users:
     return found
 
 
-def hdf5_users(path: Path) -> list[str]:
-    """Return the users of a file of TFF's; ImportError without h5py, ValueError for another layout."""
-    with _opened(path) as file:
-        return list(file["examples"])
+def hdf5(path: Path, users: Iterable[str] | None = None) -> dict[str, dict[str, Any]]:
+    """Return user -> columns of a file of TFF's, ``examples/USER/COLUMN``; with no `users`, their names.
 
-
-def hdf5(path: Path, users: Iterable[str]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield (user, columns) of those of the users that a file of TFF's has: ``examples/USER/COLUMN``."""
-    with _opened(path) as file:
-        for user in users:
-            if user in file["examples"]:
-                columns = file["examples"][user]
-                yield user, {name: columns[name][()] for name in columns}
-
-
-def _opened(path: Path) -> Any:
+    Users that the file does not have are left out. Raises ImportError without h5py, ValueError for another
+    layout.
+    """
     try:
         import h5py
     except ImportError as error:
         raise missing_extra("h5py", f"reading {path.name}", "hdf5") from error
-    file = h5py.File(path, "r")
-    if "examples" not in file:
-        file.close()
-        raise ValueError(f"{path} has no group 'examples'; expected TFF's examples/USER/COLUMN")
-    return file
-
-
-def rows_by(ids: Iterable[Any]) -> dict[str, list[int]]:
-    """Return user -> the rows that are theirs, in order."""
-    rows: dict[str, list[int]] = {}
-    for i, user in enumerate(ids):
-        rows.setdefault(str(user), []).append(i)
-    return rows
-
-
-def cut(rows: list[int], share: float) -> tuple[list[int], list[int]]:
-    """Return the first `share` of the rows and the rest, each of at least one where there are two."""
-    first = min(max(int(len(rows) * share), 1), max(len(rows) - 1, 1))
-    return rows[:first], rows[first:]
+    with h5py.File(path, "r") as file:
+        if "examples" not in file:
+            raise ValueError(f"{path} has no group 'examples'; expected TFF's examples/USER/COLUMN")
+        examples = file["examples"]
+        if users is None:
+            return {user: {} for user in examples}
+        return {
+            user: {name: values[()] for name, values in examples[user].items()}
+            for user in users
+            if user in examples
+        }

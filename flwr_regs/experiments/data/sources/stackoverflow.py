@@ -48,15 +48,13 @@ def stackoverflow(
         )
     (train,), (test,), (counts,) = found
     vocabulary = _vocabulary(counts, words)
-    chosen = files.drawn(writers.hdf5_users(train), users)
+    chosen = files.drawn(writers.hdf5(train), users)
+    first, last = (
+        {user: [columns["tokens"]] for user, columns in writers.hdf5(path, chosen).items()}
+        for path in (train, test)
+    )
     return files.by_group(
-        *(
-            {
-                user: _examples(columns["tokens"], vocabulary, words, length, most)
-                for user, columns in writers.hdf5(path, chosen)
-            }
-            for path in (train, test)
-        )
+        first, last, lambda sentences: _examples(sentences, vocabulary, words, length, most)
     )
 
 

@@ -42,14 +42,11 @@ def shakespeare(data_dir: str, least: int = 2) -> Parts:
     """
     folders = ("", "shakespeare", "shakespeare/data")
     if leaf := files.found(data_dir, folders, "train/*.json", "test/*.json"):
-        train, test = (writers.users_of(part) for part in leaf)
-        return files.by_group(
-            {user: _windows_of(*of) for user, of in train.items()},
-            {user: _windows_of(*of) for user, of in test.items()},
-        )
-    listed = files.found(data_dir, folders, "*.txt")
-    texts = [p for p in (listed or [[]])[0] if p.name in ("input.txt", "shakespeare.txt")]
-    texts = texts or (listed[0] if listed and len(listed[0]) == 1 else [])
+        train, test = map(writers.users_of, leaf)
+        return files.by_group(train, test, _windows_of)
+    ((*every,),) = files.found(data_dir, folders, "*.txt") or [[]]
+    texts = [p for p in every if p.name in ("input.txt", "shakespeare.txt")]
+    texts = texts or (every if len(every) == 1 else [])
     if not texts:
         raise files.absent(
             "shakespeare",
@@ -65,15 +62,11 @@ def shakespeare(data_dir: str, least: int = 2) -> Parts:
             f"{texts[0]} has no speaker with {least} lines; expected a line 'NAME:' after an empty "
             "line, and then what is said"
         )
-    halves = {name: writers.cut(list(range(len(of))), TRAINED) for name, of in spoken.items()}
-    train_text, test_text = (
-        {name: "\n".join(of[i] for i in halves[name][part]) for name, of in spoken.items()}
+    first, last = (
+        {name: ["\n".join(files.cut(of, TRAINED)[part])] for name, of in spoken.items()}
         for part in (0, 1)
     )
-    return files.by_group(
-        {name: windows(text) for name, text in train_text.items()},
-        {name: windows(text) for name, text in test_text.items()},
-    )
+    return files.by_group(first, last, windows)
 
 
 def speeches(path: Path) -> dict[str, list[str]]:
@@ -153,10 +146,8 @@ def sentiment140(
         word: i + 2
         for i, (word, _) in enumerate(sorted(counts.items(), key=lambda c: (-c[1], c[0]))[:words])
     }
-    parts = files.by_group(
-        {user: _tokens(train[user], place) for user in chosen},
-        {user: _tokens(test[user], place) for user in chosen if user in test},
-    )
+    first, last = ({u: [part[u]] for u in chosen if u in part} for part in (train, test))
+    parts = files.by_group(first, last, lambda tweets: _tokens(tweets, place))
     if vectors:
         parts["vectors"] = _vectors(files.root(data_dir) / vectors, place, words + 2)
     return parts
@@ -169,14 +160,14 @@ Tweets = dict[str, list[tuple[str, int]]]
 def _tweets(data_dir: str, hub: bool) -> tuple[Tweets, Tweets]:
     leaf = files.found(data_dir, SEED_FOLDERS, "train/*.json", "test/*.json")
     if leaf and not hub:
-        train, test = (writers.users_of(part) for part in leaf)
-        return tuple(  # type: ignore[return-value]
+        train, test = (
             {
                 user: [(row[-1], int(y)) for row, y in zip(*of, strict=True)]
-                for user, of in p.items()
+                for user, of in writers.users_of(part).items()
             }
-            for p in (train, test)
+            for part in leaf
         )
+        return train, test
     parquet = files.found(data_dir, SEED_FOLDERS, "train*.parquet")
     raw = files.found(data_dir, SEED_FOLDERS, "training*.csv")
     if hub:
@@ -194,17 +185,14 @@ def _tweets(data_dir: str, hub: bool) -> tuple[Tweets, Tweets]:
             "get one from Go et al., the hub's stanfordnlp/sentiment140 or LEAF, or say "
             "sentiment140(hub=True)",
         )
-    mine: dict[str, list[tuple[tuple[int, int, int, str], str, int]]] = {}
+    tweets: dict[str, list[tuple[tuple[int, int, int, str], str, int]]] = {}
     for user, date, text, polarity in rows:
-        mine.setdefault(user, []).append((_time(date), text, int(polarity == 4)))
-    train_part: Tweets = {}
-    test_part: Tweets = {}
-    for user, tweets in mine.items():
-        ordered = [(text, label) for _, text, label in sorted(tweets)]
-        first, last = writers.cut(list(range(len(ordered))), TRAINED)
-        train_part[user] = [ordered[i] for i in first]
-        test_part[user] = [ordered[i] for i in last]
-    return train_part, test_part
+        tweets.setdefault(user, []).append((_time(date), text, int(polarity == 4)))
+    parts: tuple[Tweets, Tweets] = {}, {}
+    for user, own in tweets.items():
+        ordered = [(text, label) for _, text, label in sorted(own)]
+        parts[0][user], parts[1][user] = map(list, files.cut(ordered, TRAINED))
+    return parts
 
 
 def _of_csv(path: Path) -> Iterator[tuple[str, str, str, int]]:

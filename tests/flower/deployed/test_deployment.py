@@ -30,10 +30,8 @@ PAGE = ROOT / "docs/deployment.md"
 NODES = 3
 METHODS = [
     "FedFOR(alpha=0.1, downlink='delta')",
-    "FedADC()",
     "EFL(lam=0.1, density_up=0.1, density_down=0.1)",
     "RFedAvgPlus(lam=0.01)",
-    "SCAFFOLD()",
 ]
 
 

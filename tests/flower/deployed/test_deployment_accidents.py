@@ -60,11 +60,6 @@ def check_one_reply_lost(found: Outcome, why: str, rounds: int = 2) -> None:
 
 
 @full
-def test_accident_client_raises(played: Callable[[Case], Outcome]) -> None:
-    check_one_reply_lost(played(scenarios.client_raises), "the data of this client cannot be read")
-
-
-@full
 def test_accident_client_dies(played: Callable[[Case], Outcome]) -> None:
     check_one_reply_lost(played(scenarios.client_dies), "error code 8")
 
@@ -77,14 +72,6 @@ def test_accident_node_killed(played: Callable[[Case], Outcome]) -> None:
     assert found.lost == "the reply of client 1 in round 1"
     assert [entry["replies"] for entry in found.history] == [[0, 2], [0, 2], [0, 1, 2]]
     assert_same(found.model, plain_mean([[0, 2], [0, 2], [0, 1, 2]]))
-
-
-@full
-def test_accident_node_terminated(played: Callable[[Case], Outcome]) -> None:
-    found = played(scenarios.node_terminated)
-    assert "error code 5" in found.sees
-    assert found.lost == "the reply of client 1 in round 1"
-    assert found.history[-1]["replies"] == [0, 1, 2]
 
 
 @full
