@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import flwr_regs as fr
+from flwr_regs.abilities import Addresses
 from flwr_regs.client.train.batches import Pairs
 from flwr_regs.client.train.replay import Replay
 from flwr_regs.cohort import finishing as stack_finish
@@ -966,7 +967,7 @@ def test_a_term_gives_the_same(name: str) -> None:
 
 def test_a_broadcast_for_one_client_reaches_no_other() -> None:
     @dataclass(frozen=True)
-    class Only(fr.Term):
+    class Only(fr.Term, Addresses):
         name: ClassVar[str] = "only"
 
         def broadcast_to(self, pid: int, server: Any, ctx: Any) -> Mapping[str, Any]:
