@@ -1,5 +1,7 @@
 """``python -m benchmarks.size``: code lines and files of each folder, of the package and of its tests.
 
+``... report`` writes the package's table, rooms within their folders, into docs/architecture.md.
+
 A code line holds code: blank lines, comments and docstrings do not count. A folder's row counts what lies
 below it too, so that a room's lines are in its folder's; `share` is of the whole tree.
 """
@@ -8,12 +10,15 @@ from __future__ import annotations
 
 import ast
 import io
+import sys
 import tokenize
 from collections import Counter
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 TREES = ("flwr_regs", "tests")
+PAGE = ROOT / "docs" / "architecture.md"
+BEGIN, END = "<!-- size -->\n", "<!-- end -->"
 NO_CODE = {
     *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT),
     *(tokenize.ENDMARKER, tokenize.ENCODING),
@@ -37,8 +42,11 @@ def code_lines(source: str) -> int:
     return len(lines)
 
 
-def table(tree: str, root: Path = ROOT) -> str:
-    """Return the Markdown table of one tree: folder, files directly in it, code lines, share."""
+def table(tree: str, root: Path = ROOT, depth: int = 9) -> str:
+    """Return the Markdown table of one tree: folder, files directly in it, code lines, share.
+
+    Folders more than `depth` below the tree's root are left out; their lines count in those above.
+    """
     lines: Counter[Path] = Counter()
     files: Counter[Path] = Counter()
     for path in sorted((root / tree).rglob("*.py")):
@@ -49,10 +57,18 @@ def table(tree: str, root: Path = ROOT) -> str:
     total = lines[Path(tree)]
     rows = ["| folder | files | code lines | share |", "|---|---|---|---|"]
     for folder in sorted(files):
+        if len(folder.parts) > depth + 1:
+            continue
         share = f"{lines[folder] / total:.0%}"
         rows.append(f"| `{folder.as_posix()}/` | {files[folder]} | {lines[folder]:,} | {share} |")
     return "\n".join(rows)
 
 
 if __name__ == "__main__":
-    print("\n\n".join(table(tree) for tree in TREES))
+    if sys.argv[1:] == ["report"]:
+        before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
+        _, _, after = rest.partition(END)
+        tables = "\n\n".join(table(tree, depth=1) for tree in TREES)
+        PAGE.write_text(f"{before}{BEGIN}{tables}\n{END}{after}", encoding="utf-8")
+    else:
+        print("\n\n".join(table(tree) for tree in TREES))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 import traceback
@@ -56,10 +55,10 @@ def measure(
 
 def keep(out: Path, tag: str, name: str, found: dict[str, Any]) -> None:
     """Put one part's results into the file."""
-    known = json.loads(out.read_text()) if out.exists() else {}
+    known = report.kept(out)
     parts = {**known.get(tag, {}), name: found}
     known[tag] = {n: parts[n] for n in PARTS if n in parts}
-    out.write_text(json.dumps(known, indent=1, ensure_ascii=False) + "\n")
+    report.keep(out, known)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -78,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     shown.add_argument("--print", action="store_true", help="print the tables, and write nothing")
     given = parser.parse_args(argv)
     if given.verb == "report":
-        found = json.loads(given.json.read_text())
+        found = report.kept(given.json)
         if given.print:
             print("\n\n".join(report.tables(found).values()))
         else:
@@ -89,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     out = given.json or (Path("speed-quick.json") if given.quick else report.OUT)
     parts = given.parts or list(PARTS)
     failed = measure(parts, out, given.tag, given.quick)
-    tables = report.tables(found := json.loads(out.read_text()) if out.exists() else {})
+    tables = report.tables(found := report.kept(out))
     print("\n\n".join(tables[n] for n in ("targets", *parts, "machine") if n in tables))
     if out == report.OUT:
         publish(found)

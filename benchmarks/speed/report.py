@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,12 +12,27 @@ from benchmarks.common import figure, save, table
 from benchmarks.speed.targets import TARGETS, Found, rows_of
 from benchmarks.speed.timing import ROOT, Row
 
-OUT = ROOT / "docs" / "studies" / "speed.json"
+OUT = ROOT / "docs" / "studies" / "speed.json.gz"
 PAGE = ROOT / "docs" / "performance.md"
 PICTURE = ROOT / "docs" / "img" / "performance.png"
 TAGS = ("before", "now")
 """Results before the work on speed, and those of the present code."""
 MISSING = "not measured"
+
+
+def kept(path: Path) -> dict[str, Any]:
+    """Return the results of a file, none if there is no file; a ``.gz`` is compressed."""
+    if not path.exists():
+        return {}
+    data = path.read_bytes()
+    found: dict[str, Any] = json.loads(gzip.decompress(data) if path.suffix == ".gz" else data)
+    return found
+
+
+def keep(path: Path, found: Mapping[str, Any]) -> None:
+    """Write results to a file."""
+    data = (json.dumps(found, indent=1, ensure_ascii=False) + "\n").encode()
+    path.write_bytes(gzip.compress(data, mtime=0) if path.suffix == ".gz" else data)
 
 
 def tables(found: Found) -> dict[str, str]:

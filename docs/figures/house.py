@@ -6,6 +6,7 @@ The layers are those that import-linter checks (pyproject.toml); each box says t
 from __future__ import annotations
 
 import ast
+import sys
 import textwrap
 import tomllib
 from pathlib import Path
@@ -15,12 +16,16 @@ from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
 
 ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.common import save  # noqa: E402 (found from there)
+
 LOADS = {  # the libraries that a folder may load
     "experiments": "Flower, torch, …",
     "testing": "Flower, torch",
-    "conformity": "numpy",
     "methods": "Flower, torch",
     "flower": "Flower, torch",
+    "cohort": "torch",
     "client": "torch",
     "server": "numpy",
     "wire": "numpy; `records`: Flower's record types",
@@ -45,12 +50,13 @@ def sentence(name: str) -> str:
     path = ROOT / "flwr_regs" / name
     source = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
     doc = ast.get_docstring(ast.parse(source.read_text())) or ""
-    return doc.split("\n\n")[0].replace("\n", " ").partition(" (")[0].rstrip(".:") + "."
+    first = doc.split("\n\n")[0].replace("\n", " ").replace("`", "").partition(" (")[0]
+    return first.partition(". ")[0].rstrip(".:") + "."
 
 
 def draw(target: Path) -> None:
     """Write the picture."""
-    figure = Figure(figsize=(9.2, 7.4), dpi=150)
+    figure = Figure(figsize=(9.2, 8.2), dpi=150)
     FigureCanvasAgg(figure)
     axes = figure.add_axes((0, 0, 1, 1))
     axes.set_axis_off()
@@ -75,20 +81,31 @@ def draw(target: Path) -> None:
             axes.add_patch(box)
             path = ROOT / "flwr_regs" / name
             title = f"{name}/" if path.is_dir() else f"{name}.py"
+            narrow = len(row) > 2  # the seam, which loads nothing
+            size = 10 if narrow else 12
             axes.text(
-                left + 0.15, bottom + 0.82, title, fontsize=12, weight="bold", family="monospace"
+                left + 0.15, bottom + 0.82, title, fontsize=size, weight="bold", family="monospace"
             )
+            if not narrow:
+                loads = f"loads {LOADS[name]}"
+                axes.text(left + width - 0.15, bottom + 0.84, loads, fontsize=8, ha="right")
+            said = sentence(name)
+            said = said.partition(":")[0].rstrip(".") + "." if narrow else said
+            words = textwrap.fill(said, int(width * (14 if narrow else 12.5)))
             axes.text(
-                left + width - 0.15, bottom + 0.84, f"loads {LOADS[name]}", fontsize=8, ha="right"
+                left + 0.15,
+                bottom + 0.63,
+                words,
+                fontsize=size - 2 if narrow else 9,
+                va="top",
+                linespacing=1.3,
             )
-            words = textwrap.fill(sentence(name), int(width * 12.5))
-            axes.text(left + 0.15, bottom + 0.63, words, fontsize=9, va="top", linespacing=1.3)
         if i:
             arrow = FancyArrowPatch(
                 (5, bottom - 0.02), (5, bottom - 0.43), arrowstyle="-|>", mutation_scale=14
             )
             axes.add_patch(arrow)
-    figure.savefig(target)
+    save(figure, target)
 
 
 if __name__ == "__main__":

@@ -282,6 +282,3 @@ def test_a_chain_among_terms_counts_as_its_own_terms() -> None:
     assert chain([fr.FirstOrder(1.0), inner]) == chain([fr.FirstOrder(1.0), *inner.terms])
     with pytest.raises(ValueError, match="only one term can own"):
         chain([inner, fr.EmbeddedMomentum(0.5, 0.5)])
-
-
-# The document
