@@ -214,7 +214,7 @@ class Comparison:
                 run.test.append({"round": server_round, **figures, **together})
                 recorder.round(run)
                 on_round(run)
-            return MetricRecord(figures)
+            return MetricRecord({**figures})
 
         began, ticks = time.monotonic(), clock() if clock else 0.0
         try:

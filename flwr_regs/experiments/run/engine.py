@@ -155,9 +155,11 @@ def execute(
     runs = {(run.label, run.seed): run for run in known if run.ended}
     keys = [(label, job.seed) for label, job in plan.jobs]
     missing = [one for one, key in zip(plan.jobs, keys, strict=True) if key not in runs]
-    trained = (train(plan, *one, folder, progress.round, stacked) for one in missing)
+    trained: Iterator[Run]
     if workers > 1:
         trained = _in_workers(plan, missing, folder, progress, workers, stacked)
+    else:
+        trained = (train(plan, *one, folder, progress.round, stacked) for one in missing)
     with progress:
         for run in trained:
             runs[run.label, run.seed] = run

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from flwr_regs.experiments.report.run_records import Run
 from flwr_regs.experiments.run.engine import Plan, try_out
 from flwr_regs.experiments.run.progress import duration
 from flwr_regs.experiments.settings.calls import parse_methods
@@ -57,9 +58,11 @@ def seconds(job: Job) -> float:
     spent: dict[int, tuple[float, float]] = {}  # steps -> of a client, of the server and its test
     for steps in (1, *STEPS):  # the first one warms up
         tests = [time.monotonic()]
-        entry = try_out(
-            replace(tiny, local_steps=steps), lambda _, tests=tests: tests.append(time.monotonic())
-        )
+
+        def tested(_: Run, tests: list[float] = tests) -> None:
+            tests.append(time.monotonic())
+
+        entry = try_out(replace(tiny, local_steps=steps), tested)
         phases = dict(entry.get("seconds", {}))
         clients = sum(phases.pop(name, 0.0) for name in ("clients", "probe"))
         test = 0.0 if job.tested_on_clients else tests[1] - tests[0]

@@ -225,7 +225,7 @@ class Bench:
             for point in tried:
                 of_point = [r for r in runs if r.label == _label(row, point)]
                 good = of_point and not any(r.error for r in of_point)
-                scores.append(np.mean([rows.last(r) for r in of_point]) if good else -1.0)
+                scores.append(float(np.mean([rows.last(r) for r in of_point])) if good else -1.0)
             if max(scores) < 0:
                 raise RuntimeError(
                     f"{row}: every one of its {len(scores)} trials failed or diverged"
@@ -273,7 +273,10 @@ class Bench:
             raise ValueError(f"{folder} holds no benchmark: it has no bench.json")
         try:
             kept = json.loads(path.read_text(encoding="utf-8"))["bench"]
-            return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in kept.items()})
+            given: dict[str, Any] = {
+                k: tuple(v) if isinstance(v, list) else v for k, v in kept.items()
+            }
+            return cls(**given)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{path} is damaged, or of another version: {error!r}") from error
 

@@ -9,7 +9,7 @@ import json
 import math
 import operator
 import tomllib
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -356,7 +356,7 @@ def _called(value: Any, choices: Collection[str]) -> bool:
     return bool(bracket) and name in choices and rest.endswith(")")
 
 
-_BOUNDS = {
+_BOUNDS: dict[str, tuple[Callable[[Any, Any], bool], str]] = {
     "above": (operator.gt, "above"),
     "low": (operator.ge, "of at least"),
     "below": (operator.lt, "below"),
