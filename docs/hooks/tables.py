@@ -1,8 +1,8 @@
 """The tables of the pages that come from the package: methods, data sets, models, settings, cards.
 
 They stand between a mark, such as ``<!-- costs: FedFOR -->``, and ``<!-- end -->``. The site has them as
-the package is; ``python docs/hooks/tables.py README.md docs/*.md docs/*/*.md`` writes them into the files, for
-whoever reads these.
+the package is; ``python docs/hooks/tables.py README.md docs/*.md docs/*/*.md`` writes them into the files,
+for whoever reads these.
 """
 
 from __future__ import annotations
