@@ -1,7 +1,7 @@
 """The tables of the pages that come from the package: methods, data sets, models, settings, cards.
 
 They stand between a mark, such as ``<!-- costs: FedFOR -->``, and ``<!-- end -->``. The site has them as
-the package is; ``python docs/hooks/tables.py README.md docs/*.md docs/*/*.md`` writes them into the files,
+the package is. ``python docs/hooks/tables.py README.md docs/*.md docs/*/*.md`` writes them into the files,
 for whoever reads these.
 """
 
@@ -46,8 +46,7 @@ def methods() -> str:
     )
     rows = []
     for row in METHODS.values():
-        p = methods_table.properties_of(row)
-        goes = (p.secure_aggregation, p.central_dp, p.robust, p.streams, p.stacks)
+        goes = (row.secure_aggregation, row.central_dp, row.robust, row.streams, row.stacks)
         cells = (
             *(f"`{row.example}`", row.paper),
             row.setting if row.setting == "both" else f"cross-{row.setting}",

@@ -57,7 +57,7 @@ def load(
         tensors = {n: torch.from_numpy(a) for n, a in kept.items()}
         own_values = _as_held(tensors, own_values, "bfloat16")
         check_arrays(own_values, {n: entries[n] for n in private}, "this client's private entries")
-    _write(model, entries, {**given, **own_values})
+    model.load_state_dict({**entries, **given, **own_values})
     return private, frozen_digest
 
 
@@ -69,34 +69,6 @@ def frozen_rest(model: nn.Module, term: Chain, known: Collection[str], every: Ev
         return []
     trained = {id(p) for p in trained_parameters(model, term, every).values()}
     return [n for n, p in others if id(p) not in trained]
-
-
-_WAYS = ("state_dict", "load_state_dict", "_save_to_state_dict", "_load_from_state_dict")
-_HOOKS = ("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks", "_state_dict_hooks")
-
-
-def _write(model: nn.Module, entries: dict[str, Any], values: dict[str, torch.Tensor]) -> None:
-    """Write checked values into the `entries` of a model's ``state_dict``, which are views of it.
-
-    As ``load_state_dict`` does. It is called where a layer may load in a way of its own.
-    """
-    plain = all(type(entry) is torch.Tensor for entry in entries.values())
-    if not (plain and all(map(_loads_plainly, model.modules()))):
-        model.load_state_dict({**entries, **values})
-        return
-    with torch.no_grad():
-        for name, value in values.items():
-            entries[name].copy_(value)
-
-
-def _loads_plainly(module: nn.Module) -> bool:
-    """Whether a layer saves and loads as torch's own do: no method, hook or state of its own."""
-    kind, own = type(module), vars(module)
-    return (
-        all(getattr(kind, way) is getattr(nn.Module, way) and way not in own for way in _WAYS)
-        and kind.get_extra_state is nn.Module.get_extra_state
-        and not any(own.get(hooks, True) for hooks in _HOOKS)
-    )
 
 
 def tied_names(

@@ -113,7 +113,7 @@ class LocalTraining:
         terms = term.terms if isinstance(term, Chain) else (term,)
         self._whole = whole = Chain(terms)
         whole.restrict(config or {})
-        data.move(model, self.device)
+        model.to(self.device)
         model.train(train_mode)
         private = private_entries(model, whole)
         every = every_parameter(model)
@@ -347,7 +347,7 @@ class LocalTraining:
         taken = self._taken if steps is None else steps
         if taken > self.num_steps:
             raise ValueError(f"{taken} local steps, but the round asked for {self.num_steps}")
-        data.move(self.model, self.device)  # a trainer may have moved it
+        self.model.to(self.device)  # a trainer may have moved it
         start = self._ctx.start
         if not taken:  # an inactive client: its model and state do not change
             first = self._term.start(start, self._ctx)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -61,14 +61,10 @@ class Plan:
         """Return the inputs and targets of a step."""
         if self.rows is None:
             return self.batches[step]
-        rows = self.rows_of(step, step + 1)
+        first = sum(self.sizes[:step])
+        rows = self.rows[first : first + self.sizes[step]]
         inputs, targets = (t.index_select(0, rows) for t in self.source)
         return inputs, targets
-
-    def rows_of(self, first: int, end: int) -> Tensor:
-        """Return the rows of the steps from `first` to before `end`."""
-        assert self.rows is not None
-        return self.rows[sum(self.sizes[:first]) : sum(self.sizes[:end])]
 
     @cached_property
     def forms(self) -> tuple[Any, ...]:
@@ -132,55 +128,11 @@ class Batch:
         return inputs, targets
 
 
-class Feed:
-    """The stacked batches of some plans.
-
-    Where the next steps have equal batches, their rows are gathered at once, up to `memory` bytes.
-    """
-
-    def __init__(self, plans: Sequence[Plan], device: torch.device, memory: int = 2**26) -> None:
-        self._plans, self._device, self._memory = plans, device, memory
-        self._steps = range(0)
-        self._ahead: list[Tensor] = []
-        self._ends: list[int] = []
-
-    def batch(self, step: int, rows: Sequence[int]) -> Batch:
-        """Return the batches of a step of the plans in `rows`; each a tensor over `rows` first."""
-        if isinstance(rows, range) and self._plans[0].rows is not None:
-            if step not in self._steps:
-                self._gather(step, len(rows))
-            if step in self._steps:
-                i = step - self._steps.start
-                start, end = self._ends[i], self._ends[i + 1]
-                leaves = [t[: len(rows), start:end] for t in self._ahead]
-                return Batch((leaves[0], leaves[1]), leaves)
-        each = [self._plans[row].batch(step) for row in rows]
-        stacked = [torch.stack(parts) for parts in zip(*map(tensors, each), strict=True)]
-        return Batch(each[0], [t.to(self._device) for t in stacked])
-
-    def _gather(self, step: int, active: int) -> None:
-        """Gather the rows of the next steps in which the first plans have batches of one size."""
-        plans = self._plans[:active]
-        first = plans[0]
-        row = active * sum(t[:1].nbytes for t in first.source)
-        sizes, ends = zip(*(p.forms[step:] for p in plans), strict=False), [0]
-        for of_step in sizes:
-            most = self._memory // max(row, 1)
-            if len(set(of_step)) > 1 or (len(ends) > 1 and ends[-1] + of_step[0] > most):
-                break
-            ends.append(ends[-1] + of_step[0])
-        self._steps, self._ends = range(step, step + len(ends) - 1), ends
-        if not self._steps:
-            return
-        ahead = [
-            torch.empty((active, ends[-1], *t.shape[1:]), dtype=t.dtype, device=t.device)
-            for t in first.source
-        ]
-        for plan, *outs in zip(plans, *(out.unbind(0) for out in ahead), strict=True):
-            chosen = plan.rows_of(step, self._steps.stop)
-            for t, out in zip(plan.source, outs, strict=True):
-                torch.index_select(t, 0, chosen, out=out)
-        self._ahead = [t.to(self._device) for t in ahead]
+def stacked(plans: Sequence[Plan], step: int, device: torch.device) -> Batch:
+    """Return a step's batches of some plans as one, each tensor over the plans first."""
+    each = [plan.batch(step) for plan in plans]
+    leaves = [torch.stack(parts) for parts in zip(*map(tensors, each), strict=True)]
+    return Batch(each[0], [t.to(device) for t in leaves])
 
 
 def draw(data: Pairs, seed: int, steps: int, indexed: bool = True) -> Plan:
@@ -233,7 +185,6 @@ def _order_of(loader: DataLoader[Any]) -> _Order | None:
         and type(batches) is BatchSampler
         and loader.collate_fn is whole
         and not loader.pin_memory
-        and _draws_are_known()
     )
     if not plain:
         return None
@@ -262,21 +213,6 @@ def _drawn(order: _Order, generator: torch.Generator, steps: int) -> tuple[Tenso
         sizes += [min(order.size, full - i) for i in range(0, full, order.size)]
     rows = passes[0] if len(passes) == 1 else torch.cat([torch.arange(0), *passes])
     return rows[: sum(sizes[:steps])], tuple(sizes[:steps])
-
-
-@cache
-def _draws_are_known() -> bool:
-    """Whether this version of torch draws as :func:`_drawn` does; else every loader is iterated."""
-    data = torch.arange(7)
-    loader = DataLoader(TensorDataset(data, data), batch_size=3, shuffle=True)
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(5)
-        found = [inputs for _ in range(2) for inputs, _ in loader]
-        after = torch.default_generator.get_state()
-    generator = torch.Generator().manual_seed(5)
-    rows, sizes = _drawn(_Order(7, 3, False, True), generator, len(found))
-    alike = torch.equal(rows, torch.cat(found)) and sizes == tuple(map(len, found))
-    return alike and torch.equal(generator.get_state(), after)
 
 
 def _own_generator(loader: DataLoader[Any]) -> bool:

@@ -24,7 +24,7 @@ from flwr_regs.client.measure.fisher_layers import (
     with_inputs,
 )
 from flwr_regs.client.train.batches import batch_size, mapped, tensors
-from flwr_regs.cohort.batch_plan import Batch, CannotStack, Feed, Plan
+from flwr_regs.cohort.batch_plan import Batch, CannotStack, Plan, stacked
 from flwr_regs.cohort.member_view import View
 from flwr_regs.term import Arrays
 
@@ -218,8 +218,8 @@ def over_data(
         size = sum(t.nbytes for i in range(len(first)) for t in tensors(first.batch(i)))
         most = max(DATA // max(size, 1), 1)
         for some in (rows[i : i + most] for i in range(0, len(rows), most)):
-            feed = Feed([passes[row] for row in some], view.shared.device, DATA)
-            batches = [feed.batch(i, range(len(some))) for i in range(len(first))]
+            chosen = [passes[row] for row in some]
+            batches = [stacked(chosen, i, view.shared.device) for i in range(len(first))]
             taken = mapped((end, teacher, given), itemgetter(some))
             mine = {n: t[0] for n, t in taken[0].items()}
             data = OverData(view, batches, layers_of_stack(view, batches[0], mine), len(some))

@@ -8,14 +8,11 @@ from functools import partial
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from flwr_regs.cohort.batch_plan import Batch, CannotStack
 from flwr_regs.cohort.member_view import View, owner, random_state
 from flwr_regs.term import Arrays, ClientContext, Slot
-
-IGNORED = -100
-"""Targets that ``cross_entropy`` leaves out, by its default."""
 
 
 @dataclass(frozen=True)
@@ -45,19 +42,15 @@ class Part:
 class Gradient:
     """The corrected gradients of the steps of one round.
 
-    Hooks run under vmap. What needs no vmap does without: the cross entropy, if no term adds to the loss,
-    and the corrections of terms that are `elementwise`, which broadcast over the members.
+    Hooks run under vmap, but for the corrections of terms that are `elementwise`: these broadcast over the
+    members.
     """
 
     def __init__(self, view: View) -> None:
         self._view = view
         terms = view.shared.term.terms
         self._acting = [t for t in terms if t.acts("correct")]
-        adding = any(t.acts("loss") for t in terms)
         watching = any(t.needs for t in terms)
-        self._plain = (
-            not adding and not watching and view.shared.task.loss_fn is nn.functional.cross_entropy
-        )
         self._elementwise = not watching and all(t.elementwise for t in self._acting)
         self._context: tuple[Any, ClientContext] | None = None  # of all members at once
 
@@ -65,8 +58,7 @@ class Gradient:
         """Return (the corrected gradients, the members' losses without those of terms, new buffers)."""
         view, values, acting = self._view, part.values, bool(self._acting)
         before = random_state(view.shared.device) if acting and not self._elementwise else None
-        run = self._bare if self._plain else self._whole
-        losses, base, new, extra, layers = run(part)
+        losses, base, new, extra, layers = self._whole(part)
         found = torch.autograd.grad(losses.sum(), list(values.values()), allow_unused=True)
         grads: dict[str, Any] = dict(zip(values, found, strict=True))
         for n in view.start:
@@ -76,20 +68,6 @@ class Gradient:
                 given = {n: grads[n] for n in view.start}
                 grads |= self._corrected(given, part, extra, layers, before)
         return grads, base, new
-
-    def _bare(self, part: Part) -> tuple[Tensor, Tensor, Arrays, Arrays, Arrays]:
-        """Return what :meth:`_whole` does, where the loss is the mean cross entropy of a batch."""
-        view, batch = self._view, part.batch
-
-        def forward(v: Arrays, b: Arrays, leaves: list[Tensor], own: Arrays) -> Any:
-            buffers = dict(b)
-            output = view.call(*batch.rebuilt(leaves), {**own, **v}, buffers)
-            return output, buffers
-
-        output, new = view.vmapped(forward)(part.values, part.buffers, batch.leaves, part.own)
-        targets = part.batch.rebuilt(part.batch.leaves)[1]
-        loss = _cross_entropy(view, output, targets)
-        return loss, loss.detach().float(), new, {"output": output.detach()}, {}
 
     def _whole(self, part: Part) -> tuple[Tensor, Tensor, Arrays, Arrays, Arrays]:
         """Return (whole losses, losses, new buffers, what the forward pass has shown, layers' outputs)."""
@@ -183,17 +161,6 @@ class Differs:
 
     __getattr__ = __eq__ = __ne__ = __hash__ = __bool__ = __len__ = __iter__ = _raise
     __index__ = __int__ = __float__ = __getitem__ = __contains__ = __str__ = __repr__ = _raise
-
-
-def _cross_entropy(view: View, output: Any, targets: Any) -> Tensor:
-    """Return each member's ``cross_entropy(output, targets)``."""
-    loss = nn.functional.cross_entropy
-    classes = isinstance(targets, Tensor) and not targets.is_floating_point() and targets.ndim == 2
-    if not classes or not isinstance(output, Tensor) or output.ndim != 3:
-        return view.vmapped(loss)(output, targets)  # type: ignore[no-any-return]
-    each = loss(output.flatten(0, 1), targets.flatten(), reduction="none").view(targets.shape)
-    mean: Tensor = each.sum(1) / (targets != IGNORED).sum(1)
-    return mean
 
 
 def _check_owned(slots: Slot, params: Mapping[str, Tensor], stacked: bool) -> None:

@@ -20,7 +20,7 @@ from flwr_regs.client.measure.features import FeatureTap, OutputTap, evaluating
 from flwr_regs.client.round_message import seeded
 from flwr_regs.client.train.batches import mapped, to_device
 from flwr_regs.client.train.optimizer import momentum_of
-from flwr_regs.cohort.batch_plan import CannotStack, Feed
+from flwr_regs.cohort.batch_plan import CannotStack, stacked
 from flwr_regs.cohort.data_functions import over_data
 from flwr_regs.cohort.finishing import Held, Slots, finish
 from flwr_regs.cohort.gradients_of_stack import Gradient, Part
@@ -79,7 +79,6 @@ class Stack:
         self._order, self._members = order, [members[k] for k in order]
         self._steps = [len(m.plan) for m in self._members]
         self._rows = len(members)
-        self._feed = Feed([m.plan for m in self._members], shared.device)
         self._losses = torch.zeros(self._rows, device=shared.device)
         self._examples = [m.plan.trained for m in self._members]
 
@@ -130,14 +129,14 @@ class Stack:
         buffers = dict(shared.model.named_buffers())
         mine = {n for m in members for n in m.own}
 
-        def stacked(name: str, own: Tensor) -> Tensor:
+        def of_all(name: str, own: Tensor) -> Tensor:
             one: Tensor = shared.start.get(name, own).to(shared.device)
             if name not in mine:
                 return one.expand(k, *one.shape).clone()
             return torch.stack([m.own.get(name, one).to(shared.device) for m in members])
 
         def stacks(of: Arrays, names: Collection[str]) -> Arrays:
-            return {n: stacked(n, of[n]) for n in names}
+            return {n: of_all(n, of[n]) for n in names}
 
         values = stacks(parameters, shared.trained)
         inner = stacks(buffers, buffers)
@@ -287,11 +286,12 @@ class Stack:
         if rows is not None:
             chosen, of_each = rows.tolist(), self._taken(rows)
             values = {n: v[rows] for n, v in values.items()}
-        batch = self._feed.batch(step, chosen)
+        plans = [self._members[row].plan for row in chosen]
+        batch = stacked(plans, step, self._shared.device)
         part = Part({n: v.requires_grad_() for n, v in values.items()}, batch, *of_each)
         grads, losses, new = self._gradient.of(part)
         where = slice(0, self._rows) if rows is None else rows
-        self._losses[where] += losses * self._members[chosen[0]].plan.size(step)
+        self._losses[where] += losses * plans[0].size(step)
         for n, b in new.items():
             if b.shape[1:] != held.buffers[n].shape[1:] or b.dtype != held.buffers[n].dtype:
                 raise CannotStack(f"its model changes the shape or dtype of its buffer {n}")

@@ -59,9 +59,9 @@ def one(card: Card, data_dir: str = "", name: str = "") -> str:
         lines.append("reduced: " + _words(card.reduced))
     lines += ["", "methods:"]
     for row in card.rows:
-        own = f"  with {_words(row.settings)}" if row.settings else ""
+        settings = f"  with {_words(row.settings)}" if row.settings else ""
         some = f"  (in {', '.join(row.panels)})" if row.panels else ""
-        lines.append(f"  {row.name}: {row.call}{own}{some}")
+        lines.append(f"  {row.name}: {row.call}{settings}{some}")
     seeds = ", ".join(map(str, card.seeds))
     lines += ["", f"seeds: {seeds}"]
     if card.tune:

@@ -107,7 +107,7 @@ class DivergenceGuard:
         self._signs.restore(state["signs"])
         self._warned = state["warned"]
 
-    def watch(self, now: Round, options: Options, method: str, square: float) -> None:
+    def watch(self, this_round: Round, options: Options, method: str, square: float) -> None:
         """Judge a round by the squared length of its step (of the trained arrays), before the model moves.
 
         The first sign is logged, and is the history's ``"divergence"`` of that round. Under ``privacy=``
@@ -115,17 +115,18 @@ class DivergenceGuard:
 
         Raises RoundFailed at every sign if ``on_divergence="stop"``.
         """
-        loss = None if options.privacy is not None else _usual_loss(now)
-        sign = self._signs.look(math.sqrt(square), now.lr, loss)
+        loss = None if options.privacy is not None else _usual_loss(this_round)
+        sign = self._signs.look(math.sqrt(square), this_round.lr, loss)
         stop = options.on_divergence == "stop"
         if not sign or (self._warned and not stop):
             return
         self._warned = True
-        likely = ", or ".join(suspects(options.term, now.config, now.lr))
+        likely = ", or ".join(suspects(options.term, this_round.config, this_round.lr))
         text = (
-            f"round {now.number} of {method} looks like divergence: {sign}; try a smaller {likely}"
+            f"round {this_round.number} of {method} looks like divergence: {sign}; "
+            f"try a smaller {likely}"
         )
-        now.events["divergence"] = text
+        this_round.events["divergence"] = text
         if stop:
             raise RoundFailed(
                 f"{text} (on_divergence='stop': `strategy.arrays` is the model before this round)"
@@ -154,9 +155,9 @@ def suspects(term: Chain, config: Mapping[str, Any], lr: float | None) -> list[s
     return found
 
 
-def _usual_loss(now: Round) -> float | None:
+def _usual_loss(this_round: Round) -> float | None:
     """Return the median of the used replies' training losses; None if under half of them have a number."""
-    losses = [reply.metrics.get("train-loss") for reply in now.used.values()]
+    losses = [reply.metrics.get("train-loss") for reply in this_round.used.values()]
     numbers = [loss if usable(loss) else math.inf for loss in losses if _is_number(loss)]
     return float(median(numbers)) if 2 * len(numbers) > len(losses) else None
 

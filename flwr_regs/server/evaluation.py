@@ -45,19 +45,19 @@ def evaluation(
     connected = training.population.refresh(network)
     size = max(int(len(connected) * options.fraction_evaluate), options.min_evaluate_nodes)
     cohort = uniform_cohort(connected, (options.seed, number), size, EVALUATION)
-    now = training.model
-    shared = {name: a for name, a in model.items() if name in now.model}
-    halved, entries = to_half(tie(shared, now.tied or {}), options.wire_dtype)
+    global_model = training.model
+    shared = {name: a for name, a in model.items() if name in global_model.model}
+    halved, entries = to_half(tie(shared, global_model.tied or {}), options.wire_dtype)
     arrays = {keys.ARRAYS: Record(halved)}
-    if now.frozen:
-        entries = {**entries, keys.FROZEN_DIGEST_KEY: now.frozen}
+    if global_model.frozen:
+        entries = {**entries, keys.FROZEN_DIGEST_KEY: global_model.frozen}
     common = {**config, **entries, **training.identity, keys.ROUND_KEY: number}
     personal = options.term.personalising
 
     def parcel(pid: int) -> Parcel:
         own: dict[str, Any] = {keys.SEED_KEY: client_seed(options.seed, number, pid)}
         if personal:
-            lr = now.previous_lr or 0.0
+            lr = global_model.previous_lr or 0.0
             own |= {keys.PERSONAL_KEY: ",".join(personal), keys.CLIENT_KEY: pid, keys.LR_KEY: lr}
         return Parcel(arrays, {**common, **own})
 

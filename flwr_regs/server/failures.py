@@ -14,16 +14,39 @@ T = TypeVar("T")
 
 MOST_NAMED = 10
 """Clients, and errors, that a message names; the history has all."""
-Fails = Callable[[list[int]], str]
-"""Returns why a step over some clients fails, or ""."""
 
 
-def culprits(pids: Collection[int], fails: Fails) -> dict[int, str]:
+def culprits(
+    pids: Collection[int],
+    step: Callable[[list[int]], object],
+    what: str,
+    passing: tuple[type[Exception], ...] = (),
+) -> dict[int, str]:
     """Return which clients make a step over all of them fail, and why; none if it fails without any client.
 
-    A culprit fails alone, or the others do not fail without it. Of n clients, `fails` looks at each alone
-    once, and at O(log n) further groups for each culprit that does not fail alone.
+    A culprit fails alone, or the others do not fail without it. Of n clients, `step` takes each alone once,
+    and O(log n) further groups for each culprit that does not fail alone.
+
+    Parameters
+    ----------
+    pids : collection of int
+    step : callable
+        Does the step for some clients; raises if it fails.
+    what : str
+        Begins the reason; what was raised follows.
+    passing : tuple of exception classes
+        What may be raised without a failure: it names its clients itself.
     """
+
+    def fails(some: list[int]) -> str:
+        try:
+            step(some)
+        except passing:
+            return ""
+        except Exception as error:
+            return f"{what}: {described(error)}"
+        return ""
+
     everyone = list(pids)
     if not fails(everyone):
         return {}
@@ -35,7 +58,9 @@ def culprits(pids: Collection[int], fails: Fails) -> dict[int, str]:
     return found if len(found) < len(everyone) else {}
 
 
-def _to_leave_out(good: list[int], suspects: list[int], fails: Fails) -> dict[int, str]:
+def _to_leave_out(
+    good: list[int], suspects: list[int], fails: Callable[[list[int]], str]
+) -> dict[int, str]:
     """Return those of the suspects with whom the `good` ones fail, and why; some of them do.
 
     They are halved again and again. A half that does not fail counts as good, the larger one first.

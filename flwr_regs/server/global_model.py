@@ -29,7 +29,6 @@ from flwr_regs.wire.arrays import (
     untrainable,
 )
 from flwr_regs.wire.delta import decoded
-from flwr_regs.wire.errors import described
 from flwr_regs.wire.npy import Blank
 from flwr_regs.wire.pieces import square_sum
 from flwr_regs.wire.precision import narrow, widen
@@ -313,18 +312,13 @@ class GlobalModel:
                 raise
             raised = error
 
-        def fails(pids: Collection[int]) -> str:
+        def update(pids: Collection[int]) -> None:
             some = {p: replies[p] for p in pids}
             fewer = replace(restricted(ctx, pids), aggregated=mean_of_slots)
-            try:
-                folded = self._fold(some, fewer, given, None)
-                of_some = {p: uploads[p] for p in pids}
-                self._term.update(self.server, delta, of_some, fewer, folded)
-            except Exception as error:
-                return f"its upload cannot be used: {described(error)}"
-            return ""
+            folded = self._fold(some, fewer, given, None)
+            self._term.update(self.server, delta, {p: uploads[p] for p in pids}, fewer, folded)
 
-        if wrong := culprits(list(replies), fails):
+        if wrong := culprits(replies, update, "its upload cannot be used"):
             raise UnusableReplies(wrong)
         raise raised
 

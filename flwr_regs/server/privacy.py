@@ -215,10 +215,10 @@ class PrivateRounds:
             self._population = connected
         return self._population if self._dp.amplified else connected
 
-    def check_budget(self, now: Round) -> None:
+    def check_budget(self, this_round: Round) -> None:
         """Raise the accountant's error for a round that it does not allow, before messages are sent."""
         if self._budget is not None:
-            self._budget.check(now.number, len(now.cohort))
+            self._budget.check(this_round.number, len(this_round.cohort))
 
     def uncovered(
         self, replies: Mapping[int, Reply], model: NDArrays, buffers: Iterable[str]
@@ -240,17 +240,19 @@ class PrivateRounds:
                 found[pid] = f"it changed {changed}, which are not trained and would get no noise"
         return found
 
-    def mean(self, now: Round) -> MeanOfUpdates | None:
+    def mean(self, this_round: Round) -> MeanOfUpdates | None:
         """Return the private mean of replies, which notes its cost in the round; None without privacy."""
-        dp, cohort = self._dp, len(now.cohort)
+        dp, cohort = self._dp, len(this_round.cohort)
         if dp is None:
             return None
 
         def noisy(base: Any, replies: Any, weights: Any, scaled: Any, fixed: Any) -> dict[str, Any]:
             trained = [n for n in base if n not in fixed]
-            delta, now.events["clipped"] = private_mean(base, replies, trained, dp, cohort)
+            delta, this_round.events["clipped"] = private_mean(base, replies, trained, dp, cohort)
             if self._budget is not None:
-                now.events["epsilon"], now.events["delta"] = self._budget.spend(cohort)
+                this_round.events["epsilon"], this_round.events["delta"] = self._budget.spend(
+                    cohort
+                )
                 if self.ledger is not None:
                     self.ledger(self._budget.snapshot())
             return delta

@@ -204,69 +204,73 @@ class Training:
     def _round(self, number: int, config: Mapping[str, Any], network: Network) -> Course[Round]:
         """Run one round; an error may leave the training half changed."""
         term, options = self.options.term, self.options
-        now, failed = Round(number), self._failed(number)
+        this_round, failed = Round(number), self._failed(number)
         connected = self.population.refresh(network)
         if self.population.missing:
-            now.events["missing"] = self.population.missing
+            this_round.events["missing"] = self.population.missing
         clients = self._privacy.members(connected)
-        now.population = len(clients)
+        this_round.population = len(clients)
         if failed is not None:
-            now.continue_from(failed)
-        members = self._participation.remaining(clients, now)
-        now.cohort = self._draw(number, members, network, failed)
+            this_round.continue_from(failed)
+        members = self._participation.remaining(clients, this_round)
+        this_round.cohort = self._draw(number, members, network, failed)
         if left_out := self.population.left_out:
-            now.events["refused"] = left_out
-        self._privacy.check_budget(now)
-        now.lr = self._learning_rate(number, config.get("lr"))
-        now.context = self._context(now)
-        now.config = self._config(now, config)
-        term.restrict(now.config)  # with this round's learning rate
+            this_round.events["refused"] = left_out
+        self._privacy.check_budget(this_round)
+        this_round.lr = self._learning_rate(number, config.get("lr"))
+        this_round.context = self._context(this_round)
+        this_round.config = self._config(this_round, config)
+        term.restrict(this_round.config)  # with this round's learning rate
         memory = (self._held, self.used)
-        exchange = Exchange(now, options, self.model, self.population.request, network, memory)
-        now.lap("configure")
+        exchange = Exchange(
+            this_round, options, self.model, self.population.request, network, memory
+        )
+        this_round.lap("configure")
 
         here = self.population.here
-        now.asked = [p for p in now.cohort if p in here]
-        now.failures = dict.fromkeys(set(now.cohort) - set(now.asked), "it has left")
+        this_round.asked = [p for p in this_round.cohort if p in here]
+        this_round.failures = dict.fromkeys(
+            set(this_round.cohort) - set(this_round.asked), "it has left"
+        )
         if any(isinstance(t, Probes) for t in term.terms):
-            now.asked = exchange.probe()
-            self._held |= dict.fromkeys(now.asked, number)
-            now.lap("probe")
-        requests = [exchange.train(now.asked)]
+            this_round.asked = exchange.probe()
+            self._held |= dict.fromkeys(this_round.asked, number)
+            this_round.lap("probe")
+        requests = [exchange.train(this_round.asked)]
         if options.overlap and number != self.num_rounds:
             later = self._draw(number + 1, members, network)
             requests += exchange.ahead(p for p in later if p in here)
-        LOG.info("configure_train: cohort of %d (out of %d)", len(now.cohort), len(members))
+        LOG.info("configure_train: cohort of %d (out of %d)", len(this_round.cohort), len(members))
 
         came, *acknowledged = yield requests
         exchange.collect(came)
-        now.lap("clients")
+        this_round.lap("clients")
 
-        usable = self._read(now)
-        self._participation.select(now)
-        name_losses(now, self.trained)
+        usable = self._read(this_round)
+        self._participation.select(this_round)
+        name_losses(this_round, self.trained)
         if failed is not None:  # its entry is among the attempts of the new one
             self.history.pop()
-        self.history.append(entry := now.entry())
+        self.history.append(entry := this_round.entry())
         try:
-            self._advance(now, usable)
-            self._participation.note(now)
-            self._held |= dict.fromkeys(now.came, number)
+            self._advance(this_round, usable)
+            self._participation.note(this_round)
+            self._held |= dict.fromkeys(this_round.came, number)
             self._held |= {p: number for replies in acknowledged for p in replies.came}
-            self.trained |= set(now.used)
-            keeping = {p for p in now.used if now.came[p].says(keys.KEEPS_KEY)}
-            for p in set(now.used) - keeping:
+            self.trained |= set(this_round.used)
+            keeping = {p for p in this_round.used if this_round.came[p].says(keys.KEEPS_KEY)}
+            for p in set(this_round.used) - keeping:
                 self.used.pop(p, None)
             # Krum leaves out the uploads of clients that it did not select
-            counted = set(now.events.get("selected", now.used))
+            counted = set(this_round.events.get("selected", this_round.used))
             self.used |= dict.fromkeys(keeping & counted, number)
-            self._measure(now)
+            self._measure(this_round)
         except Exception as error:
-            now.events["failed"] = str(error)
+            this_round.events["failed"] = str(error)
             raise
         finally:
-            entry |= now.entry()  # also what a failed round has cost
-        return now
+            entry |= this_round.entry()  # also what a failed round has cost
+        return this_round
 
     def _failed(self, number: int) -> dict[str, Any] | None:
         """Return the entry of the last attempt at this round, if it failed."""
@@ -300,7 +304,7 @@ class Training:
             raise ValueError(f"lr_schedule({on_schedule}) makes the learning rate {lr}")
         return lr
 
-    def _config(self, now: Round, config: Mapping[str, Any]) -> dict[str, Any]:
+    def _config(self, this_round: Round, config: Mapping[str, Any]) -> dict[str, Any]:
         """Return the round's config, the same for every client."""
         options, term = self.options, self.options.term
         codes = bool(term.coder("finish") or term.coder("release"))
@@ -311,74 +315,76 @@ class Training:
             **self.identity,
             **({keys.BESIDE_KEY: ", ".join(beside)} if beside else {}),
             **({keys.INCOMPLETE_KEY: "scale"} if options.incomplete == "scale" else {}),
-            **({} if now.lr is None else {"lr": now.lr}),
-            keys.ROUND_KEY: now.number,
+            **({} if this_round.lr is None else {"lr": this_round.lr}),
+            keys.ROUND_KEY: this_round.number,
             keys.PROTOCOL_KEY: keys.PROTOCOL,
             **({keys.FROZEN_DIGEST_KEY: self.model.frozen} if self.model.frozen else {}),
             **({keys.HALF_KEY: options.wire_dtype} if options.wire_dtype else {}),
         }
 
-    def _read(self, now: Round) -> Usable:
+    def _read(self, this_round: Round) -> Usable:
         """Check the replies; note the usable ones, and why the others are not."""
         options = self.options
         by, counts_steps = options.weighted_by_key, options.counts_steps
         reader = Reader(self.method, options.term, self.model, by, counts_steps)
-        usable = reader.read_all(now.came, now.config)
+        usable = reader.read_all(this_round.came, this_round.config)
         fixed = (usable.buffers or frozenset()) - set(usable.tied or ())
         uncovered = self._privacy.uncovered(usable.replies, self.model.given, fixed)
-        now.failures = {**now.failures, **usable.failures, **uncovered}
-        now.received = {p: reply for p, reply in usable.replies.items() if p not in uncovered}
-        if failed := {p: why for p, why in now.failures.items() if p in now.asked}:
+        this_round.failures = {**this_round.failures, **usable.failures, **uncovered}
+        this_round.received = {
+            p: reply for p, reply in usable.replies.items() if p not in uncovered
+        }
+        if failed := {p: why for p, why in this_round.failures.items() if p in this_round.asked}:
             LOG.warning("\t> %s", name_failures(failed))  # the others were named before
         return usable
 
-    def _advance(self, now: Round, usable: Usable) -> None:
+    def _advance(self, this_round: Round, usable: Usable) -> None:
         """Average the used replies and move the model; RoundFailed if they are too few or it diverges."""
-        now.check_enough(self.options.min_replies, self.method)
+        this_round.check_enough(self.options.min_replies, self.method)
         self.model.agree(usable.buffers, usable.tied, usable.frozen)
-        mean, robust = self._privacy.mean(now), self._robust()
-        watch = partial(self._guard.watch, now, self.options, self.method)
+        mean, robust = self._privacy.mean(this_round), self._robust()
+        watch = partial(self._guard.watch, this_round, self.options, self.method)
         while True:
-            now.check_enough(self.options.min_replies, self.method)
-            now.context = self._context(now)  # the trained arrays are known now
+            this_round.check_enough(self.options.min_replies, self.method)
+            this_round.context = self._context(this_round)  # the trained arrays are known now
             try:
-                scaled = update_weights(*self._weigher, now.used, now.context)
-                self.model.advance(now.used, now.context, scaled, mean, watch, robust)
-                self._note_bounds(now, robust)
+                scaled = update_weights(*self._weigher, this_round.used, this_round.context)
+                self.model.advance(this_round.used, this_round.context, scaled, mean, watch, robust)
+                self._note_bounds(this_round, robust)
                 return
             except UnusableReplies as error:  # go on without these clients
                 why = {p: shown(f"the reply of client {p}: {y}") for p, y in error.why.items()}
-                now.failures |= why
-                now.used = {p: r for p, r in now.used.items() if p not in why}
+                this_round.failures |= why
+                this_round.used = {p: r for p, r in this_round.used.items() if p not in why}
                 LOG.warning("\t> %s", name_failures(why))
             except TooFewVectors as error:
-                raise TooFewReplies(f"round {now.number} of {self.method}: {error}") from error
+                raise TooFewReplies(
+                    f"round {this_round.number} of {self.method}: {error}"
+                ) from error
             except AggregatorFailed as error:
-                text = (
-                    f"round {now.number} of {self.method}: {error}; the model is as it was before"
-                )
+                text = f"round {this_round.number} of {self.method}: {error}; the model is as it was before"
                 raise AggregatorFailed(text) from error
             except ProtocolError as error:
                 raise RoundFailed(
-                    f"round {now.number} of {self.method} diverged: {error}; `strategy.arrays` is "
+                    f"round {this_round.number} of {self.method} diverged: {error}; `strategy.arrays` is "
                     "the model before it; try a smaller learning rate"
                 ) from error
 
-    def _context(self, now: Round) -> ServerContext:
+    def _context(self, this_round: Round) -> ServerContext:
         """Return the context of the terms' server hooks; with weights and replies, once there are any."""
-        lr = math.nan if now.lr is None else now.lr
-        context = self.model.context(now.number, lr, self.population.size)
+        lr = math.nan if this_round.lr is None else this_round.lr
+        context = self.model.context(this_round.number, lr, self.population.size)
         if (robust := self._robust()) is not None:
             context = replace(context, aggregated=robust.aggregated, robust=True)
-        if not now.used:
+        if not this_round.used:
             return context
         given, fixed = self.model.given, self.model.fixed
-        measured = {p: Stats(p, r, given, fixed) for p, r in now.used.items()}
+        measured = {p: Stats(p, r, given, fixed) for p, r in this_round.used.items()}
         return replace(
             context,
-            weights=self._weights(now.used),
+            weights=self._weights(this_round.used),
             replies=measured if self.options.privacy is None else WithheldStats(),
-            answers=now.answers,
+            answers=this_round.answers,
         )
 
     def _weights(self, used: Mapping[int, Reply]) -> dict[int, float]:
@@ -390,12 +396,12 @@ class Training:
         aggregator = self.options.aggregator
         return None if isinstance(aggregator, Mean) else RobustMeans(aggregator)
 
-    def _note_bounds(self, now: Round, robust: RobustMeans | None) -> None:
+    def _note_bounds(self, this_round: Round, robust: RobustMeans | None) -> None:
         """Note in a round whom the aggregator selected, and whose updates or weights were bounded."""
         bounded = set() if robust is None else set(robust.bounded)
         if (most := self.options.max_weight) is not None:
-            given = aggregation_weights(now.used, self.options.weighting)
-            weights, n = self._weights(now.used), len(now.used)
+            given = aggregation_weights(this_round.used, self.options.weighting)
+            weights, n = self._weights(this_round.used), len(this_round.used)
             bounded |= {p for p in given if weights[p] < given[p]}
             if most * n < 1 and not self._warned_of_weights:
                 self._warned_of_weights = True
@@ -403,9 +409,9 @@ class Training:
                     "max_weight=%g is impossible for %d replies: each weighs 1/%d", most, n, n
                 )
         if bounded:
-            now.events["bounded"] = sorted(bounded)
+            this_round.events["bounded"] = sorted(bounded)
         if robust is not None and robust.selected is not None:
-            now.events["selected"] = robust.selected
+            this_round.events["selected"] = robust.selected
 
     @property
     def _weigher(self) -> tuple[Weighs | None, str]:
@@ -416,16 +422,18 @@ class Training:
         found = next((t.name for t in chain.terms if isinstance(t, Weighs)), "")
         return (chain if found else None), found  # the chain hands each term its own uploads
 
-    def _measure(self, now: Round) -> None:
+    def _measure(self, this_round: Round) -> None:
         """Note the mean of the clients' metrics, and what the round took."""
-        used = now.used
+        used = this_round.used
         processed = [reply.metrics.get("examples-processed", 0) for reply in used.values()]
-        now.examples_processed = sum(n for n in processed if isinstance(n, int) and usable(n))
+        this_round.examples_processed = sum(
+            n for n in processed if isinstance(n, int) and usable(n)
+        )
         reported, left_out = common_metrics({pid: reply.metrics for pid, reply in used.items()})
         if left_out:
-            now.events["metrics_left_out"] = left_out
-        now.metrics = dict(self.mean_of_metrics("train", reported)) if reported else {}
-        now.lap("aggregate")
+            this_round.events["metrics_left_out"] = left_out
+        this_round.metrics = dict(self.mean_of_metrics("train", reported)) if reported else {}
+        this_round.lap("aggregate")
 
 
 def _shared(options: Options, model: NDArrays) -> NDArrays:

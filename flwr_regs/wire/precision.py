@@ -69,9 +69,9 @@ class Widened(Mapping[str, np.ndarray]):
                 )
         self._arrays, self._coded, self._dtype = arrays, coded, dtype
 
-    def raw(self, name: str) -> tuple[np.ndarray, Callable[[np.ndarray], np.ndarray] | None]:
-        """Return an array as it travelled, and what widens it, or a part of it; None if nothing does."""
-        return self._arrays[name], WIDEN[self._dtype] if name in self._coded else None
+    def raw(self, name: str) -> tuple[np.ndarray, Callable[[np.ndarray], np.ndarray]]:
+        """Return an array as it travelled, and what widens it, or a part of it."""
+        return self._arrays[name], WIDEN[self._dtype] if name in self._coded else np.asarray
 
     def outline(self) -> NDArrays:
         """Return arrays of the same shapes and dtypes, for checks: nothing is widened."""
@@ -93,7 +93,7 @@ class Widened(Mapping[str, np.ndarray]):
 
     def __getitem__(self, name: str) -> np.ndarray:
         raw, widens = self.raw(name)
-        return raw if widens is None else widens(raw)
+        return widens(raw)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._arrays)

@@ -14,7 +14,7 @@ from torch.nn.functional import cross_entropy
 from flwr_regs.client.measure import fisher
 from flwr_regs.client.measure.fisher_layers import find_layers, of_layers
 from tests.client.test_fisher import go, make_data, odd, plain
-from tests.conftest import close, make_model
+from tests.conftest import close
 
 
 class Called(nn.Module):
@@ -197,30 +197,6 @@ def test_squares_are_those_of_each_samples_own_gradient(
     assert found == [names, names]
 
 
-def test_no_gradient_of_a_sample_is_formed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So memory allows for many more samples at a time: inputs and outputs count."""
-    sizes = []
-
-    def vmap(f: Any, in_dims: Any) -> Any:
-        def of_rows(rest: Any, zeros: Any, rows: Tensor) -> Any:
-            assert not rest
-            sizes.append(len(rows))
-            return torch.func.vmap(f, in_dims)(rest, zeros, rows)
-
-        return of_rows
-
-    monkeypatch.setattr(fisher, "vmap", vmap)
-    model, ((x, y),) = odd(nn.Linear, 4, 3), make_data((8,))
-    close(go(model, [(x, y)], memory=3 * (4 + 3) * 8), plain(model, x, y), 1e-15)
-    assert sizes == [3, 3, 2]
-
-
-def test_a_loss_that_weighs_classes_weighs_none_in_a_batch_of_one() -> None:
-    model, ((x, y),) = make_model(), make_data((9,))
-    weighted = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 5.0, 20.0]).double())
-    close(go(model, [(x, y)], weighted), plain(model, x, y), 1e-14)
-
-
 def test_numbers_whose_own_squares_have_no_float() -> None:
     """Large inputs and small gradients, or the reverse, as long as their product has a square."""
     y = torch.tensor([0, 1])
@@ -264,15 +240,3 @@ def test_a_layer_that_is_called_otherwise_than_it_was_found_goes_by_vmap(way: st
     got = go(model, data)
     model.calls = 1
     close(got, plain(model, x, y), 1e-14)
-
-
-def test_compiled_and_scripted_models_are_left_to_vmap() -> None:
-    def nll(p: Any, row: Tensor) -> Tensor:
-        raise AssertionError
-
-    model = nn.Sequential(nn.Linear(4, 3))
-    params = dict(model.named_parameters())
-    model[0]._compiled_call_impl = model[0]  # as by model[0].compile()
-    assert find_layers(model, nll, params, torch.tensor(0)) == {}
-    scripted = torch.jit.script(nn.Linear(4, 3))
-    assert find_layers(nn.Sequential(scripted), nll, params, torch.tensor(0)) == {}

@@ -11,7 +11,6 @@ from torch import nn
 
 from flwr_regs import FedBN, FedPer
 from flwr_regs.chain import Chain, chain
-from flwr_regs.client import loading
 from flwr_regs.client.loading import load
 from flwr_regs.wire.arrays import pack
 
@@ -83,26 +82,3 @@ def test_private_entries_come_from_the_node(term: Chain) -> None:
     assert private == list(mine) != []
     for n, v in model.state_dict().items():
         np.testing.assert_array_equal(v.numpy(), {**shared, **mine}[n])
-
-
-@pytest.mark.parametrize(
-    ("name", "plainly"), [("plain", True), ("own way", False), ("hook", False)]
-)
-def test_only_a_model_without_a_way_of_its_own_is_copied_into(
-    name: str, plainly: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    called = []
-    way = nn.Module.load_state_dict
-    model = MODELS[name]()
-    monkeypatch.setattr(
-        nn.Module, "load_state_dict", lambda *a, **k: called.append(1) or way(*a, **k)
-    )
-    load(model, chain([]), values_of(model), {})
-    assert bool(called) is not plainly
-
-
-def test_a_method_of_one_layer_alone_counts() -> None:
-    model = nn.Sequential(nn.Linear(2, 3))
-    assert loading._loads_plainly(model[0])
-    model[0].state_dict = lambda *a, **k: {}  # type: ignore[method-assign]
-    assert not loading._loads_plainly(model[0])

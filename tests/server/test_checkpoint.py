@@ -6,7 +6,6 @@ import contextlib
 import json
 import logging
 import os
-import resource
 import shutil
 import subprocess
 import sys
@@ -94,7 +93,7 @@ VALUES = st.recursive(
 )
 
 
-@settings(max_examples=80, derandomize=True, deadline=None)
+@settings(max_examples=30, derandomize=True, deadline=None)
 @given(VALUES)
 def test_a_value_comes_back_to_the_bit(value: Any) -> None:
     store = Store()
@@ -121,15 +120,6 @@ def test_what_cannot_be_kept_is_named_with_its_place(value: Any) -> None:
         TypeError, match=r"^the state\['terms'\]\[1\] is .* of type .*; only numbers"
     ):
         to_json({"terms": [0, value]}, Store(), "the state")
-
-
-@pytest.mark.parametrize(
-    "text",
-    ['{"$what": 1}', '{"$array": ["7"]}', '{"$float": "x"}', '{"$tuple": 1}', '{"$dict": [1]}'],
-)
-def test_what_is_no_value_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match=r"is no value|could not convert"):
-        from_json(json.loads(text), {})
 
 
 def written(folder: Path, *numbers: int) -> None:
@@ -159,7 +149,7 @@ def test_every_damage_is_refused(tmp_path: Path) -> None:
     place = tmp_path / "round-000003"
     for path in sorted(place.iterdir()):
         good = path.read_bytes()
-        for i in range(0, len(good), max(1, len(good) // 40)):
+        for i in range(0, len(good), max(1, len(good) // 8)):
             for bad in (
                 good[:i] + bytes([good[i] ^ 1]) + good[i + 1 :],
                 good[:i],
@@ -323,28 +313,6 @@ def test_a_failure_at_any_step_leaves_the_checkpoints_that_were_there(
                 break
             again += 1
         assert again > 20
-
-
-def test_a_full_disk_leaves_the_checkpoint_before(tmp_path: Path) -> None:
-    """The system's own limit on the size of a file, in the middle of a write."""
-    mine = Folder(tmp_path)
-    mine.save(1, STATE, HISTORY[:1])
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
-    try:
-        with pytest.raises(OSError, match="File too large"):
-            mine.save(2, {"w": np.zeros(50_000)}, HISTORY[:2])
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert [p.name for p in tmp_path.glob("*round*")] == ["round-000001"]
-    mine.save(2, STATE, HISTORY[:2])
-    assert latest(tmp_path).round == 2
-
-
-def test_a_history_with_arrays_is_refused(tmp_path: Path) -> None:
-    mine = Folder(tmp_path)
-    with pytest.raises(TypeError, match="entry 0 holds arrays or bytes"):
-        mine.save(1, STATE, [{"x": np.zeros(2)}])
 
 
 def test_the_last_entry_of_the_history_may_still_change(tmp_path: Path) -> None:

@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
+import numpy as np
 import pytest
 
-from flwr_regs.server.population.cohorts import CoverageError, class_covering_cohort, uniform_cohort
+from flwr_regs.server.population.cohorts import (
+    EVALUATION,
+    TRAINING,
+    CoverageError,
+    class_covering_cohort,
+    further,
+    uniform_cohort,
+)
 
 
 def test_cohorts_cover_every_class_and_are_seeded() -> None:
@@ -39,3 +49,35 @@ def test_a_cover_is_found_where_greed_alone_fails() -> None:
     counts = {c: [1, 1, 0, 1, 1, 0] for c in range(201)}
     counts |= {201: [1, 1, 1, 0, 0, 0], 202: [0, 0, 0, 1, 1, 1]}
     assert class_covering_cohort(counts, (0, 1), 2) == [201, 202]
+
+
+@pytest.mark.parametrize("base", [0, 2**40])
+def test_a_cohort_is_uniform_and_seeded(base: int) -> None:
+    """Of partitions, and of nodes without one, whose ids are large."""
+    clients = range(base, base + 20)
+    drawn = [uniform_cohort(clients, (7, t), 5) for t in range(400)]
+    assert drawn == [uniform_cohort(reversed(clients), (7, t), 5) for t in range(400)]
+    counts = Counter(c for cohort in drawn for c in cohort)
+    assert sorted(counts) == list(clients)
+    assert all(abs(n - 100) < 45 for n in counts.values())  # 5 standard deviations
+    assert all(cohort == sorted(set(cohort)) for cohort in drawn)
+    assert uniform_cohort(clients, (7, 1), 99) == list(clients)
+
+
+def test_a_missing_client_is_replaced_and_the_rest_of_the_cohort_stays() -> None:
+    cohort = uniform_cohort(range(30), (3, 1), 8)
+    others = uniform_cohort([c for c in range(30) if c != cohort[2]], (3, 1), 8)
+    assert len(set(cohort) & set(others)) == 7
+
+
+def test_a_cohort_does_not_follow_from_the_clients_own_seeds() -> None:
+    """Training, evaluation, a further attempt, and a client's shuffling are draws of their own."""
+    clients = range(40)
+    own = [np.random.default_rng(np.random.SeedSequence((5, 2, pid))).random() for pid in clients]
+    by_own_seeds = sorted(int(pid) for pid in np.argsort(own)[:10])
+    purposes = (TRAINING, EVALUATION, further(1), further(2))
+    drawn = [uniform_cohort(clients, (5, 2), 10, purpose) for purpose in purposes]
+    assert len({tuple(c) for c in (by_own_seeds, *drawn)}) == 5
+    first = np.random.SeedSequence((5, 2, 0)).generate_state(4).tolist()  # client 0's
+    streams = [np.random.SeedSequence((5, 2), spawn_key=p).generate_state(4) for p in purposes]
+    assert first not in [stream.tolist() for stream in streams]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from typing import Any
 
 import pytest
@@ -42,23 +41,31 @@ def test_an_interrupt_is_not_a_client_s_doing() -> None:
         read_each({0: 0}, read)
 
 
+def step_of(bad: Any) -> Any:
+    def step(pids: list[int]) -> None:
+        if bad(set(pids)):
+            raise ValueError("odd")
+
+    return step
+
+
 def test_culprits() -> None:
     everyone = [0, 1, 2, 3, 4]
 
-    def of(bad: Any) -> dict[int, str]:
-        return culprits(everyone, lambda pids: "why" if bad(set(pids)) else "")
+    def of(bad: Any) -> set[int]:
+        return set(culprits(everyone, step_of(bad), "it fails"))
 
     def has(*names: int) -> Any:
         return lambda pids: bool(pids & set(names))
 
-    assert of(has()) == {}
-    assert of(has(3)) == {3: "why"}
-    assert of(has(0, 3)) == {0: "why", 3: "why"}
-    assert of(lambda pids: True) == {}  # not a client's doing
-    assert of(lambda pids: 3 in pids and len(pids) > 2) == {3: "why"}  # harmless alone
-    assert of(lambda pids: len(pids) < 2 or 3 in pids) == {3: "why"}  # needs two clients
+    assert of(has()) == set()
+    assert of(has(3)) == {3}
+    assert of(has(0, 3)) == {0, 3}
+    assert of(lambda pids: True) == set()  # not a client's doing
+    assert of(lambda pids: 3 in pids and len(pids) > 2) == {3}  # harmless alone
+    assert of(lambda pids: len(pids) < 2 or 3 in pids) == {3}  # needs two clients
     assert of(lambda pids: {1, 2} <= pids)  # one of two that do not go together
-    assert culprits([0], lambda pids: "why") == {}
+    assert culprits([0], step_of(lambda pids: True), "it fails") == {}
 
 
 @pytest.mark.parametrize("odd", [0, 17, 62])
@@ -66,18 +73,20 @@ def test_a_culprit_among_many_is_found_in_few_steps(odd: int) -> None:
     """It fails only beside others. Looking at each client's absence would look at n² of them."""
     clients, looked_at = list(range(63)), list[int]()
 
-    def fails(pids: Collection[int]) -> str:
+    def bad(pids: set[int]) -> bool:
         looked_at.append(len(pids))
-        return "why" if odd in pids and len(pids) > 1 else ""
+        return odd in pids and len(pids) > 1
 
-    assert culprits(clients, fails) == {odd: "why"}
-    assert sum(looked_at) < 4 * len(clients) * len(clients).bit_length() < len(clients) ** 2
+    (why,) = culprits(clients, step_of(bad), "it fails").values()
+    assert list(culprits(clients, step_of(bad), "it fails")) == [odd]
+    assert why.startswith("it fails: ValueError: odd")
+    assert sum(looked_at) / 2 < 4 * len(clients) * len(clients).bit_length() < len(clients) ** 2
 
 
 def test_a_step_without_its_culprits_succeeds() -> None:
-    def fails(pids: Collection[int]) -> str:
-        return "why" if {1, 3} & set(pids) and len(pids) > 1 else ""
+    def bad(pids: set[int]) -> bool:
+        return bool({1, 3} & pids) and len(pids) > 1
 
-    left = [p for p in range(6) if p not in culprits(range(6), fails)]
-    assert not fails(left)
+    left = {p for p in range(6) if p not in culprits(range(6), step_of(bad), "it fails")}
+    assert not bad(left)
     assert len(left) == 4

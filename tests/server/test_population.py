@@ -33,16 +33,6 @@ def network_of(
     return network
 
 
-def test_a_node_that_comes_back_is_here_again() -> None:
-    network = network_of(3)
-    who = Population(2, 3, 1.0)
-    assert who.refresh(network) == [0, 1, 2]
-    network.here.remove(101)
-    assert who.refresh(network) == [0, 2]
-    network.here.add(101)
-    assert who.refresh(network) == [0, 1, 2]
-
-
 @pytest.mark.parametrize("silence", ["it is starting", None], ids=["error", "silence"])
 def test_a_node_that_returns_and_does_not_reply_at_first_is_asked_again(
     silence: str | None,
@@ -104,7 +94,7 @@ def test_fewer_than_the_minimum_is_an_error_that_counts_them() -> None:
         Population(4, 5, 0.2).refresh(network_of(3))
 
 
-ODD: list[Any] = ["x", [1], -1, math.nan, 2**31, 10**400, True, 1.0, b"1", "1"]
+ODD: list[Any] = [[1], -1, math.nan, 2**31, True, "1"]
 
 
 @pytest.mark.parametrize("odd", ODD, ids=[f"{type(v).__name__}-{str(v)[:5]}" for v in ODD])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -18,10 +16,8 @@ from flwr_regs.server.options import Options
 from flwr_regs.server.round import RoundFailed
 from flwr_regs.server.training import Training
 from flwr_regs.term import Arrays, ServerContext, Slot, Term
-from flwr_regs.wire import keys
 from flwr_regs.wire.arrays import NDArrays
-from flwr_regs.wire.parcel import Parcel, Record
-from tests.conftest import ROOT
+from flwr_regs.wire.parcel import Parcel
 from tests.server.network import NumpyNetwork, quadratic, run
 
 CONFIG = {"lr": 0.1, "local-steps": 3}
@@ -38,20 +34,6 @@ def training(
     options = Options.of(chain(terms), seed=3, min_train_nodes=1, **settings)
     w = {"w": np.zeros(2)} if model is None else model
     return Training(options, "FedAvg", w, num_rounds, mean_of)
-
-
-def test_client_server_and_wire_load_without_flower_and_the_server_without_torch() -> None:
-    code = f"""
-import importlib, pathlib, sys
-sys.modules["flwr"] = None
-for folder in ("server", "wire", "client"):
-    if folder == "client":
-        assert "torch" not in sys.modules
-    for path in sorted(pathlib.Path({str(ROOT)!r}, "flwr_regs", folder).glob("*.py")):
-        if path.stem not in ("__init__", "records"):
-            importlib.import_module(f"flwr_regs.{{folder}}.{{path.stem}}")
-"""
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 
 
 def test_whole_rounds_without_flower_are_the_closed_form() -> None:
@@ -164,61 +146,10 @@ def test_terms_see_trainable_parameters_only_from_init_on() -> None:
     assert len(witness.seen["init"]) == 1
 
 
-def test_what_only_clients_know_is_learnt_from_their_first_replies() -> None:
-    """A frozen parameter looks like any other to the server: the slots are made anew without it."""
-    witness = Witness()
-    train = training([witness], BATCH_NORM)
-    network = NumpyNetwork(3, quadratic(CURVATURE, CENTRE, {*STATISTICS, "0.weight"}))
-    for t in (1, 2):
-        run(train.round(t, CONFIG, network), network)
-    assert witness.seen["init"] == [TRAINED, {"1.weight"}]
-    assert witness.seen["update"] == [{"1.weight"}] * 2
-    assert witness.seen["broadcast"] == [TRAINED, {"1.weight"}]
-    assert set(train.model.server["witness"]) == {"1.weight"}
-    assert (train.model.model["0.weight"] == 1).all()
-
-
 # Cohorts of evaluation
 
 
-def test_evaluation_cohorts_are_drawn_with_a_key_of_their_own() -> None:
-    """Neither training's cohorts, nor those that class-covering cohorts try."""
-    from flwr_regs.server.population.cohorts import uniform_cohort
-
-    n = 12
-    train = training(fraction_train=0.5, fraction_evaluate=0.5, min_evaluate_nodes=1)
-    network = NumpyNetwork(n, quadratic([1.0] * n, [0.0] * n))
-    cohorts, shared = [], 0
-    for t in range(1, 31):
-        run(train.round(t, CONFIG, network), network)
-        network.asked.clear()
-        run(evaluation(train, t, train.model.model, {}, network), network)
-        cohorts.append([pid for kind, pid in network.asked if kind == "evaluate"])
-        assert cohorts[-1] != uniform_cohort(range(n), (3, t, 1), 6)
-        shared += len(set(cohorts[-1]) & set(train.history[-1]["cohort"]))
-    assert len({tuple(c) for c in cohorts}) > 25
-    assert abs(shared / 30 - 3) < 0.6  # as two independent halves of twelve share three
-    again = training(fraction_train=0.5, fraction_evaluate=0.5, min_evaluate_nodes=1)
-    run(again.round(1, CONFIG, network), network)
-    network.asked.clear()
-    run(evaluation(again, 1, again.model.model, {}, network), network)
-    assert [pid for kind, pid in network.asked if kind == "evaluate"] == cohorts[0]
-
-
 # Bytes
-
-
-@pytest.mark.parametrize(
-    "array", [np.asarray(1.5), np.zeros((0, 3)), np.ones((3, 2), np.float32).T, np.ones((1,) * 31)]
-)
-def test_bytes_are_counted_as_the_arrays_travel(array: np.ndarray) -> None:
-    from io import BytesIO
-
-    file = BytesIO()
-    np.save(file, array)
-    assert Record({"name": array}).nbytes == len("name") + len(file.getvalue())
-    parcel = Parcel({keys.ARRAYS: Record({"name": array})}, {"lr": 0.1, "text": "abc", "l": [1, 2]})
-    assert parcel.nbytes == Record({"name": array}).nbytes + 2 + 8 + 4 + 3 + 1 + 16
 
 
 @dataclass(frozen=True)

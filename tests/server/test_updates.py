@@ -1,18 +1,23 @@
-"""Sums of updates in blocks against whole arrays: equal bits; and the memory that they take."""
+"""Sums of updates against their definition in whole arrays, the step that follows, and their memory."""
 
 from __future__ import annotations
 
 import tracemalloc
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 
+import flwr_regs as fr
+from flwr_regs.chain import chain
+from flwr_regs.server.aggregate import updates
 from flwr_regs.server.aggregate.updates import mean_delta, update_norm, update_of
+from flwr_regs.server.global_model import GlobalModel, as_step
 from flwr_regs.server.reply import Reply
-from flwr_regs.wire.arrays import LARGEST, ProtocolError, check_finite
-from flwr_regs.wire.npy import npy_bytes, read_array, sealed, write_array
+from flwr_regs.term import ServerContext, Slot, Term
+from flwr_regs.wire.arrays import LARGEST, ProtocolError, add, check_finite
 from flwr_regs.wire.pieces import PIECE, square_sum
 from flwr_regs.wire.precision import Widened, narrow
 
@@ -28,7 +33,7 @@ def whole(
     scaled: Mapping[int, float],
     fixed: Collection[str],
 ) -> Arrays:
-    """The definition, in whole arrays: what `mean_delta` did before it worked in blocks."""
+    """The definition, of `mean_delta`, in whole arrays."""
     out = {}
     for name, w in base.items():
         by = weights if name in fixed else scaled
@@ -93,18 +98,29 @@ def same(got: Mapping[str, np.ndarray], expected: Mapping[str, np.ndarray]) -> N
         b = got[name]
         assert isinstance(b, np.ndarray)
         assert (b.dtype, b.shape) == (a.dtype, a.shape), name
-        assert b.tobytes() == a.tobytes(), name
+        np.testing.assert_allclose(b, a, rtol=1e-14, atol=1e-14, err_msg=name)
 
 
 WEIGHTS = {0: 0.1, 3: 0.3, 6: 0.25, 9: 0.2, 12: 0.15}
 SCALED = {p: w / 3 for p, w in WEIGHTS.items()}
 
 
-def test_sums_in_blocks_equal_those_of_whole_arrays() -> None:
+def test_sums_are_those_of_whole_arrays() -> None:
     base, fixed = model(), ["f8 matrix", "i8 one", "? matrix"]
     came = replies(base)
     expected = whole(base, came, WEIGHTS, SCALED, fixed)
     same(mean_delta(base, came, WEIGHTS, SCALED, fixed), expected)
+
+
+def test_more_clients_than_are_read_at_a_time() -> None:
+    n = updates.TOGETHER + 3
+    base = {"w": np.linspace(-1, 1, PIECE + 5)}
+    rng = np.random.default_rng(0)
+    came = {k: Reply({"w": base["w"] + rng.normal(size=PIECE + 5)}, {}, {}, 1.0) for k in range(n)}
+    weights = {k: (k + 1) / n for k in range(n)}
+    expected = sum(weights[k] * (r.arrays["w"] - base["w"]) for k, r in came.items())
+    found = mean_delta(base, came, {}, weights, [])["w"]
+    np.testing.assert_allclose(found, expected, rtol=1e-12, atol=1e-12)
 
 
 def test_sums_equal_where_an_update_is_decoded_again() -> None:
@@ -118,7 +134,7 @@ def test_sums_equal_where_an_update_is_decoded_again() -> None:
 
 
 @pytest.mark.parametrize("half", ["bfloat16", "float16"])
-def test_half_precision_is_widened_block_by_block(half: str) -> None:
+def test_half_precision_is_widened_piece_by_piece(half: str) -> None:
     base = model()
     floats = [n for n, a in base.items() if a.dtype == np.float32]
     all_sent = {k: dict(r.arrays) for k, r in replies(base).items() if not r.delta}
@@ -167,19 +183,60 @@ def test_a_large_integer_is_found() -> None:
         check_finite(spoilt("i8 long", 10**16), "it", base, LARGEST)
 
 
-def test_a_sealed_array_is_written_without_a_copy() -> None:
-    for name, a in model().items():
-        data = write_array(a)
-        assert len(data) == npy_bytes(a)
-        view = sealed(a)
-        same({name: view}, {name: a})
-        assert not view.flags.writeable
-        if a.size:
-            assert write_array(view) is write_array(view)
-            assert write_array(read_array(data)) is data
-        if a.ndim and len(a) > 1:  # a part, or another order, is another array
-            for other in (view[1:], view[::-1], view.reshape(-1)[:1]):
-                assert np.array_equal(read_array(write_array(other)), other)
+CONTEXT = ServerContext(1, 0.1, weights=WEIGHTS)
+
+
+@dataclass(frozen=True)
+class Same(Term):
+    """Has an `update`; changes nothing."""
+
+    name: ClassVar[str] = "same"
+
+    def update(self, server: Slot, delta: Any, uploads: Any, ctx: Any) -> tuple[Slot, Any]:
+        return server, delta
+
+
+def advanced(terms: Any, base: Arrays, came: Mapping[int, Reply], **how: Any) -> GlobalModel:
+    found = GlobalModel(chain(terms), base, **how)
+    found.agree(found.fixed | {"f4 matrix", "f4 tied"}, {"f4 tied": "f4 long"})
+    found.advance(came, CONTEXT, SCALED)
+    return found
+
+
+@pytest.mark.parametrize("half", [None, "bfloat16"])
+def test_the_model_moves_by_the_step_that_is_kept(half: str | None) -> None:
+    """In each dtype; tied weights are one; a constant and what nobody moved stay."""
+    base = model()
+    base |= {"f4 tied": base["f4 long"].copy()}
+    came = replies(base)
+    found = advanced([], base, came, half=half, keeps_step=True)
+    fixed = [n for n in base if n in (found.buffers or ())]
+    step = whole(found.given if half else base, came, WEIGHTS, SCALED, fixed)
+    assert found.step is not None
+    for name, w in base.items():
+        if name == "f4 tied":
+            np.testing.assert_array_equal(found.model[name], found.model["f4 long"])
+        elif not half:
+            np.testing.assert_array_equal(found.model[name], add(w, found.step[name]), name)
+            np.testing.assert_allclose(found.step[name], as_step(w, step[name]), rtol=1e-14)
+    assert {n for n, t in found.changed.items() if t} == {
+        n for n, s in found.step.items() if s.any()
+    }
+    assert found.changed["mask"] == 0
+    coded = {**came, 6: replace(came[6], delta={}, coded=lambda: came[6].delta)}
+    for terms, sent in ([Same()], came), ([], coded), ([Same()], coded):
+        same(advanced(terms, base, sent, half=half, keeps_step=True).model, found.model)
+
+
+@pytest.mark.parametrize(
+    ("terms", "how", "keeps"),
+    [([], {}, False), ([], {"keeps_step": True}, True), ([fr.FirstOrder(0.1)], {}, True)],
+)
+def test_the_last_step_is_kept_where_something_may_read_it(
+    terms: Any, how: Any, keeps: bool
+) -> None:
+    base = {**model(), "f4 tied": model()["f4 long"]}
+    assert (advanced(terms, base, replies(base), **how).step is not None) == keeps
 
 
 def peak(work: Callable[[], object]) -> int:
@@ -195,13 +252,15 @@ def peak(work: Callable[[], object]) -> int:
         tracemalloc.stop()
 
 
-def test_a_sum_takes_hardly_more_memory_than_its_result() -> None:
+def test_a_round_takes_the_memory_of_its_step_and_of_the_new_model() -> None:
     base = {f"w{i}": np.ones((PIECE, 64), np.float32) for i in range(3)}
     came = {
         k: Reply({n: w + np.float32(k) for n, w in base.items()}, {}, {}, 1.0) for k in range(3)
     }
     weights, size = dict.fromkeys(came, 1 / 3), sum(w.nbytes for w in base.values())
-    assert peak(lambda: mean_delta(base, came, weights, weights, [])) < 1.1 * size
+    assert peak(lambda: mean_delta(base, came, weights, weights, [])) < 1.3 * size
+    ctx, state = ServerContext(1, 0.1, weights=weights), GlobalModel(chain([]), base)
+    assert peak(lambda: state.advance(came, ctx, weights)) < 2.2 * size
 
     def coded() -> Arrays:
         return {n: np.full_like(w, 0.5) for n, w in base.items()}

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -11,33 +9,27 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from flwr.app import ConfigRecord, RecordDict
+from flwr.app import ConfigRecord
 from torch import nn
 
 import flwr_regs as fr
 from flwr_regs import InProcessGrid, RoundFailed, client_app
 from flwr_regs.chain import chain
-from flwr_regs.client.measure.features import FeatureTap
 from flwr_regs.server.global_model import GlobalModel
 from flwr_regs.server.reply import Reply
-from flwr_regs.term import ClientContext
 from flwr_regs.testing.problem import SerialisingGrid
 from flwr_regs.wire import keys
 from flwr_regs.wire import precision as half
 from flwr_regs.wire.arrays import ProtocolError
-from flwr_regs.wire.records import from_record, parcel_of
+from flwr_regs.wire.records import from_record
 from tests.conftest import Batch, close
 from tests.methods.test_models import (
-    KINDS,
     METHODS,
     Counting,
     Kind,
     Method,
-    app_of,
     batch_norm,
     by_hand,
-    composed,
-    failures,
     images,
     perceptron,
     train,
@@ -157,48 +149,6 @@ def test_steps_below_the_wires_resolution_add_up_on_the_server() -> None:
     assert values[-1] == 1 - 2.0**-8  # the next below 1
 
 
-def wide() -> nn.Module:
-    return nn.Sequential(nn.Linear(4, 400), nn.Linear(400, 40), nn.Tanh(), nn.Linear(40, 3))
-
-
-@pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize(
-    "method", [METHODS[0], composed(fr.LeaveOneOutMean(0.1))], ids=lambda m: m.name
-)
-def test_the_history_counts_half_the_bytes(method: Method, dtype: str) -> None:
-    full, _ = train(Kind("wide", wide), method, grid=Watching)
-    less, _ = train(Kind("wide", wide, wire=dtype), method, grid=Watching)
-    assert not failures(less)
-
-    def bytes_of(strategy: Any) -> np.ndarray:
-        e = strategy.history[-1]
-        own = [e["bytes_down"][0], e["bytes_up"][0], e["evaluate"]["bytes_down"][0]]
-        return np.array([*own, *([e["bytes_probe_down"][0]] if "bytes_probe_down" in e else [])])
-
-    share = bytes_of(less) / bytes_of(full)
-    assert (share > 0.49).all()
-    assert (share < 0.56).all()  # names and numpy's headers are as long
-
-
-def test_bytes_are_those_of_the_messages() -> None:
-    grids = []
-
-    def grid(*args: Any) -> Watching:
-        grids.append(Watching(*args))
-        return grids[0]
-
-    strategy, _ = train(Kind("wide", wide, wire="bfloat16"), METHODS[0], rounds=1, grid=grid)
-    down = [c for kind, c in grids[0].down if kind == "train"]
-    assert strategy.history[0]["bytes_down"][0] == parcel_of(down[0]).nbytes
-    raw = sum(len(a.data) for a in down[0]["arrays"].values())
-    entries = sum(p.numel() for p in wide().parameters())
-    assert raw == 2 * entries + 6 * 128  # numpy's header is 128 bytes an array
-    assert {a.dtype for a in down[0]["arrays"].values()} == {"uint16"}
-    up = next(c for c in grids[0].up if "arrays" in c)
-    assert {a.dtype for a in up["arrays"].values()} == {"uint16"}
-    assert strategy.history[0]["bytes_up"][0] < 1.05 * raw + 800
-
-
 class Precise(Counting):
     """Holds a large integer, and a double that no cast of the model reaches."""
 
@@ -218,26 +168,6 @@ def test_large_integers_and_doubles_travel_as_they_are() -> None:
     assert got["steps"] == 2**40 + 1 + 3 * 16
     assert (got["third"].dtype, float(got["third"])) == (np.float64, 1 / 3)
     assert got["trained"].all()
-
-
-class Forgetful(SerialisingGrid):
-    """Partition 1 loses its state between the two exchanges of every round."""
-
-    def push_messages(self, messages: Any) -> Any:
-        messages = list(messages)
-        if messages[0].metadata.message_type == "train":
-            self._contexts[1001].state = RecordDict()
-        return super().push_messages(messages)
-
-
-def test_a_client_that_lost_the_model_of_its_probe_is_sent_it_again() -> None:
-    kind = replace(PLAIN, wire="bfloat16")
-    method = composed(fr.LeaveOneOutMean(0.1))
-    plain, want = train(kind, method, grid=SerialisingGrid)
-    strategy, got = train(kind, method, grid=Forgetful)
-    assert not failures(strategy)
-    close(got, want, 0.0)
-    assert strategy.history[1]["bytes_down"][1] > plain.history[1]["bytes_down"][1] + 60
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -314,63 +244,6 @@ def test_a_model_that_leaves_the_range_ends_the_run_before_it_is_taken() -> None
         train(replace(PLAIN, wire="float16"), method)
 
 
-@pytest.mark.parametrize(
-    ("build", "match"),
-    [
-        (
-            lambda: fr.FedAvg(wire_dtype="int8"),
-            r"wire_dtype must be one of \('bfloat16', 'float16'\)",
-        ),
-        (lambda: fr.FedFOR(wire_dtype="float16", downlink="delta"), "needs downlink='model'"),
-        (lambda: fr.EFL(0.1, 0.1, None, wire_dtype="bfloat16"), "does not go with compression"),
-        (lambda: fr.EFL(0.1, None, 0.1, wire_dtype="bfloat16"), "does not go with compression"),
-    ],
-)
-def test_what_half_precision_does_not_go_with_is_refused(build: Any, match: str) -> None:
-    with pytest.raises(ValueError, match=match):
-        build()
-
-
-@pytest.mark.parametrize(
-    ("kind", "settings", "match"),
-    [
-        (
-            Kind("", perceptron, dtype=torch.float64),
-            {"wire_dtype": "bfloat16"},
-            r"only \['float64'\]",
-        ),
-        (
-            Kind("", perceptron, dtype=torch.bfloat16, wire="bfloat16"),
-            {"wire_dtype": None},
-            "holds bfloat16 in .*only if the strategy has wire_dtype='bfloat16', not None",
-        ),
-        (
-            Kind("", perceptron, dtype=torch.bfloat16, wire="bfloat16"),
-            {"wire_dtype": "float16"},
-            "holds bfloat16 in .*wire_dtype='bfloat16', not 'float16'",
-        ),
-        (
-            Kind("", perceptron, dtype=torch.float16, wire="float16"),
-            {"wire_dtype": "bfloat16"},
-            "dtype torch.float32, expected torch.float16",
-        ),
-    ],
-)
-def test_models_of_another_precision_are_refused(kind: Kind, settings: Any, match: str) -> None:
-    with pytest.raises((RoundFailed, ValueError), match=match):
-        train(kind, METHODS[0], **settings)
-
-
-def test_a_start_beyond_the_range_is_refused() -> None:
-    def build() -> nn.Module:
-        model = perceptron()
-        model.register_buffer("mask", torch.full((2,), torch.finfo(torch.float32).min))
-        return model
-
-    with pytest.raises(ValueError, match="'mask' holds values beyond"):
-        train(Kind("", build, wire="bfloat16"), METHODS[0])
-
-
 def test_a_reply_that_is_not_in_the_rounds_precision_is_named() -> None:
     class Bare(InProcessGrid):
         def push_messages(self, messages: Any) -> Any:
@@ -399,11 +272,6 @@ def test_float32_arrays_leaves_the_model_as_it_is() -> None:
         assert torch.equal(again.state_dict()[n], v)
 
 
-def test_a_client_gives_a_bfloat16_model_as_float32() -> None:
-    client = fr.FedAvgClient(perceptron().to(torch.bfloat16), [])
-    assert {a.dtype for a in client.get_parameters({})} == {np.dtype(np.float32)}
-
-
 def test_mods_see_float32() -> None:
     seen = []
 
@@ -424,78 +292,3 @@ def test_mods_see_float32() -> None:
         train_config=ConfigRecord({"lr": 0.1, "local-epochs": 2}),
     )
     assert seen == [{"float32"}] * 6
-
-
-def test_the_mods_import_no_torch() -> None:
-    code = "import sys, flwr_regs.flower.app; assert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True)
-
-
-def test_features_are_summed_in_float32() -> None:
-    """A bfloat16 sum of ones stops at 256."""
-    model = nn.Sequential(nn.Linear(1, 2)).to(torch.bfloat16)
-    ones = [(torch.ones(1, 1, dtype=torch.bfloat16), torch.zeros(1))] * 400
-    assert FeatureTap(model).mean(ones, torch.device("cpu")).tolist() == [1.0]
-
-
-@pytest.mark.parametrize("dtype", HALVES)
-def test_distillation_is_computed_in_float32(dtype: str) -> None:
-    g = torch.Generator().manual_seed(1)
-    term = fr.SelfDistillation(1.0, 2.0)
-    outputs = [(4 * torch.randn(6, 3, generator=g)).to(getattr(torch, dtype)) for _ in range(2)]
-
-    def loss(wide: bool) -> torch.Tensor:
-        a, b = (o.float() if wide else o for o in outputs)
-        ctx = ClientContext(
-            start={},
-            lr=0.1,
-            num_steps=1,
-            targets=torch.arange(6) % 3,
-            output=a,
-            start_output=b,
-            label_counts=torch.tensor([1, 2, 3]),
-        )
-        return term.loss(torch.zeros(()), {}, ctx)  # type: ignore[no-any-return]
-
-    assert float(loss(False)) == float(loss(True))
-
-
-@pytest.mark.parametrize(
-    "kind",  # a tied embedding is refused, being its own classifier
-    [k for k in KINDS if "16" in k.name and "tied" not in k.name],
-    ids=lambda k: k.name,
-)
-def test_half_precision_can_be_personalised(kind: Kind) -> None:
-    strategy = fr.FedAvg(seed=2, wire_dtype=kind.wire)
-    strategy.start(
-        InProcessGrid(app_of(kind, METHODS[0]), 2),
-        kind.arrays(),
-        num_rounds=1,
-        train_config=ConfigRecord({"lr": 0.1, "local-epochs": 1}),
-        evaluate_config=ConfigRecord({"personalise": "both", "personal-lr": 0.05}),
-    )
-    assert not failures(strategy)
-    assert "personal-accuracy" in strategy.history[0]["evaluate"]["clients"][1]
-
-
-def test_private_bfloat16_needs_no_half_precision_on_the_wire() -> None:
-    class Mixed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.body, self.head = nn.Linear(4, 4), nn.Linear(4, 3, dtype=torch.bfloat16)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.head(self.body(x).to(torch.bfloat16)).float()  # type: ignore[no-any-return]
-
-    strategy = fr.FedPer("head.*", seed=2)
-
-    def client_fn(context: Any) -> Any:
-        return fr.FedPerClient(Mixed(), vectors(0), vectors(0), device="cpu")
-
-    strategy.start(
-        InProcessGrid(client_app(client_fn), 2),
-        fr.float32_arrays(Mixed()),
-        num_rounds=2,
-        train_config=ConfigRecord({"lr": 0.1, "local-epochs": 1}),
-    )
-    assert not failures(strategy)

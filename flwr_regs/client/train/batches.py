@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 Batches = Iterable[Any]
 """Batches, such as a DataLoader: pairs of (inputs, targets), or mappings with an entry for the targets."""
@@ -227,15 +227,6 @@ def to_device(value: Any, device: str | torch.device) -> Any:
         return value.to(device)
     place = torch.device(device)
     return mapped(value, lambda tensor: tensor.to(place))
-
-
-def move(model: nn.Module, device: torch.device) -> None:
-    """Move a model that is not on the device; ``model.to`` goes through all of it even if it is there."""
-    for module in model.modules():
-        for tensor in (*module._parameters.values(), *module._buffers.values()):
-            if tensor is not None and tensor.device != device:
-                model.to(device)
-                return
 
 
 def label_counts(data: Pairs) -> Tensor:

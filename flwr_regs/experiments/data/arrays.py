@@ -82,8 +82,10 @@ def load(dataset: str, data_dir: str = "", code_dir: str = "") -> Data:
         from flwr_regs.experiments import user_code
         from flwr_regs.experiments.data import own_data
 
-        found = user_code.call(dataset, code_dir, seed=0)  # the same data in every process and run
-        data = Data(**own_data.fields_of(found, dataset))
+        returned = user_code.call(
+            dataset, code_dir, seed=0
+        )  # the same data in every process and run
+        data = Data(**own_data.fields_of(returned, dataset))
     else:
         source, arguments = parsed(dataset)
         data = Data(**source.read(data_dir, **arguments))

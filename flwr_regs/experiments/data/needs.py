@@ -43,5 +43,5 @@ def present(dataset: str, data_dir: str = "") -> bool:
     patterns = re.findall(r"`([\w*/.-]*[*/.][\w*/.-]*)`", files(dataset))
     folder = root(data_dir)
     places = [folder, folder / dataset.partition("(")[0]]
-    found = (place.glob(p.rstrip("/")) for place in places for p in patterns)
-    return not files(dataset) or any(next(each, None) for each in found)
+    matches = (place.glob(p.rstrip("/")) for place in places for p in patterns)
+    return not files(dataset) or any(next(each, None) for each in matches)

@@ -50,8 +50,8 @@ def _rows(
         order = order[labels[order] < num_classes]
     if examples and groups is not None:
         most = max(-(-examples // num_groups), 1)
-        mine = [order[groups[order] == g][:most] for g in range(num_groups)]
-        order = np.concatenate(mine)
+        of_groups = [order[groups[order] == g][:most] for g in range(num_groups)]
+        order = np.concatenate(of_groups)
     return order[:examples] if examples else order
 
 
@@ -82,10 +82,10 @@ def records(dataset: str, data_dir: str = "", code_dir: str = "") -> Data:
 
 def fingerprint(data: Data) -> str:
     """Return 16 hexadecimal digits of the arrays: equal data, in the same order, has the same ones."""
-    found = blake2b(digest_size=8)
+    digest = blake2b(digest_size=8)
     for field in fields(data):
         part = getattr(data, field.name)
         if isinstance(part, np.ndarray):
-            found.update(f"{field.name} {part.shape} {part.dtype}".encode())
-            found.update(np.ascontiguousarray(part).data)
-    return found.hexdigest()
+            digest.update(f"{field.name} {part.shape} {part.dtype}".encode())
+            digest.update(np.ascontiguousarray(part).data)
+    return digest.hexdigest()

@@ -110,17 +110,17 @@ def check(
         raise ValueError(f"model '{kind}' fails on {what}: {user_code.said(error)}") from error
     shape = tuple(output.shape) if isinstance(output, torch.Tensor) else ()
     if len(shape) != 2 or shape[0] != len(examples) or shape[1] < classes:
-        found = shape or f"a value of type {type(output).__name__}"
+        outcome = shape or f"a value of type {type(output).__name__}"
         raise ValueError(
-            f"model '{kind}' turns {what} into {found}; expected a tensor of shape "
+            f"model '{kind}' turns {what} into {outcome}; expected a tensor of shape "
             f"{(len(examples), classes)}: an output for each of {classes} classes"
         )
     return model.train()
 
 
 def _own(reference: str, folder: str, seed: int) -> nn.Module:
-    found = user_code.load(reference, folder)
-    if isinstance(found, nn.Module):
+    named = user_code.load(reference, folder)
+    if isinstance(named, nn.Module):
         raise ValueError(
             f"'{reference}' is a module already, with weights that no seed has drawn; expected its class, "
             "or a function that returns a new module"

@@ -11,22 +11,22 @@ Array = np.ndarray[Any, Any]
 
 def natural(groups: Array, n: int, rng: np.random.Generator) -> list[Array]:
     """Return one group for each of n clients: n groups at random, in order. Nobody has the others."""
-    found = np.unique(groups)
-    if n > len(found):
+    kinds = np.unique(groups)
+    if n > len(kinds):
         raise ValueError(
-            f"the data has {len(found)} groups, one for each client: use fewer clients, or "
+            f"the data has {len(kinds)} groups, one for each client: use fewer clients, or "
             "partition=domains, where clients share a group"
         )
-    chosen = np.sort(rng.permutation(len(found))[:n])
-    return [np.flatnonzero(groups == g) for g in found[chosen]]
+    chosen = np.sort(rng.permutation(len(kinds))[:n])
+    return [np.flatnonzero(groups == g) for g in kinds[chosen]]
 
 
 def domains(groups: Array, n: int, rng: np.random.Generator) -> list[Array]:
     """Return client k's share of group k mod g: a group's clients get equal random pieces of it."""
-    found = np.unique(groups)
+    kinds = np.unique(groups)
     parts: dict[int, Array] = {}
-    for i, g in enumerate(found[:n]):
-        clients = range(i, n, len(found))
+    for i, g in enumerate(kinds[:n]):
+        clients = range(i, n, len(kinds))
         rows = rng.permutation(np.flatnonzero(groups == g))
         parts |= dict(zip(clients, np.array_split(rows, len(clients)), strict=True))
     return [parts[client] for client in range(n)]
@@ -68,18 +68,18 @@ def test_split(train: Array, parts: list[Array], test: Array, seed: int) -> list
     )  # of each kind
     order = np.argsort(test, kind="stable")
     ends = [np.searchsorted(test, kinds, side, sorter=order) for side in ("left", "right")]
-    mine: list[list[Array]] = [[np.zeros(0, np.int64)] for _ in parts]
+    chunks_of: list[list[Array]] = [[np.zeros(0, np.int64)] for _ in parts]
     for counts, first, last in zip(held.T, *ends, strict=True):
         if first == last:
             continue
         rows = rng.permutation(order[first:last])
         cuts = np.rint(np.cumsum(counts)[:-1] / counts.sum() * len(rows)).astype(int)
-        for client, chunk in zip(mine, np.split(rows, cuts), strict=True):
+        for client, chunk in zip(chunks_of, np.split(rows, cuts), strict=True):
             client.append(chunk)
-    found = [np.concatenate(chunks) for chunks in mine]
-    if none := sum(len(rows) == 0 for rows in found):
+    test_parts = [np.concatenate(chunks) for chunks in chunks_of]
+    if none := sum(len(rows) == 0 for rows in test_parts):
         raise ValueError(
             f"{none} of {len(parts)} clients would get no test data by their training data's distribution: "
             "use fewer clients, or test-split=classes"
         )
-    return found
+    return test_parts

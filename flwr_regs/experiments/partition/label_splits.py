@@ -65,9 +65,9 @@ def exact_classes(labels: Array, n: int, m: int, rng: np.random.Generator) -> li
         # m draws without replacement, by what is left (Efraimidis, Spirakis 2006). A class with as many
         # blocks as there are clients left comes first, or some client would have to take it twice.
         key = rng.exponential(size=len(left)) / np.maximum(left, 1e-300)
-        mine = np.argsort(np.where(left == n - others, -1.0, key))[:m]
-        left[mine] -= 1
-        parts[client] = np.concatenate([blocks[c].pop() for c in mine])
+        chosen = np.argsort(np.where(left == n - others, -1.0, key))[:m]
+        left[chosen] -= 1
+        parts[client] = np.concatenate([blocks[c].pop() for c in chosen])
     return [parts[client] for client in range(n)]
 
 
@@ -101,13 +101,13 @@ def pachinko(
     for client in range(n):
         size = len(coarse) // n + (client < len(coarse) % n)
         room = np.array([counts.sum() for counts in left])
-        mine = []
+        chunks = []
         for i, count in enumerate(_drawn(size, np.full(len(trees), alpha), room, rng)):
             if count:
                 taken = _drawn(count, np.full(len(trees[i]), beta), left[i], rng)
                 left[i] = left[i] - taken
-                mine.append(_taken(trees[i], left[i], taken))
-        parts.append(np.concatenate(mine))
+                chunks.append(_taken(trees[i], left[i], taken))
+        parts.append(np.concatenate(chunks))
     return parts
 
 
@@ -144,9 +144,9 @@ def by_class(labels: Array, n: int, alpha: float, rng: np.random.Generator) -> l
     for _ in range(TRIES):
         parts: list[list[Array]] = [[] for _ in range(n)]
         for c in classes:
-            mine = rng.permutation(c)
-            cuts = np.cumsum(rng.dirichlet(np.full(n, alpha)))[:-1] * len(mine)
-            for client, chunk in zip(parts, np.split(mine, cuts.astype(int)), strict=True):
+            rows = rng.permutation(c)
+            cuts = np.cumsum(rng.dirichlet(np.full(n, alpha)))[:-1] * len(rows)
+            for client, chunk in zip(parts, np.split(rows, cuts.astype(int)), strict=True):
                 client.append(chunk)
         joined = [np.concatenate(p) for p in parts]
         short = sum(len(p) < FEWEST for p in joined)

@@ -65,9 +65,9 @@ def long_tail(
     classes = rng.permutation(np.unique(labels))
     kept = []
     for i, label in enumerate(classes):
-        mine = rows[labels[rows] == label]
+        of_label = rows[labels[rows] == label]
         part = ratio ** (-i / max(len(classes) - 1, 1))
-        kept.append(mine[: max(1, round(part * len(mine)))])
+        kept.append(of_label[: max(1, round(part * len(of_label)))])
     return np.concatenate(kept)
 
 

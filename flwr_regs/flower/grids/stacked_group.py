@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from logging import INFO
@@ -282,7 +282,6 @@ class ProbeReplies:
     """The contents of the replies to a first exchange."""
 
     def __init__(self, group: Group, result: StackedResult) -> None:
-        self._last: dict[str, tuple[Any, Mapping[str, Any]]] = {}
         self._term, self._writer = group.recipe.term, Writer()
         self._texts: dict[str, Any] = {keys.METHOD_KEY: group.recipe.method}
         self._upload = self._writer.slots(result.upload, len(group.candidates))
@@ -310,22 +309,9 @@ class ProbeReplies:
         uploads = self._upload[k].items()
         found: dict[str, Any] = {f"{t}.upload": self._writer.record(own) for t, own in uploads}
         found |= records
-        found[keys.METRICS] = self._like("numbers", MetricRecord, numbers)
-        found[keys.CONFIG] = self._like("texts", ConfigRecord, texts)
+        found[keys.METRICS] = MetricRecord(dict(numbers))
+        found[keys.CONFIG] = ConfigRecord(texts)
         return RecordDict(found), kept
-
-    def _like(self, name: str, kind: Callable[..., Any], values: Mapping[str, Any]) -> Any:
-        """Return a record of these values: a copy of the last client's, which Flower has checked."""
-        like, known = self._last.get(name, (None, {}))
-        if like is None or known.keys() != values.keys():
-            record = kind(dict(values))
-        else:
-            record = like.copy()
-            for key, value in values.items():
-                if value is not known[key] and value != known[key]:
-                    record[key] = value
-        self._last[name] = record, values
-        return record
 
 
 class Replies(ProbeReplies):

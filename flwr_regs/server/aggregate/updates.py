@@ -79,8 +79,8 @@ def _as_sent(
     arrays: Mapping[str, np.ndarray], name: str
 ) -> tuple[np.ndarray, Callable[[np.ndarray], np.ndarray]]:
     """Return an array as it travelled, as a vector, and what widens a part of it."""
-    raw, widen = arrays.raw(name) if isinstance(arrays, Widened) else (arrays[name], None)
-    return raw.reshape(-1), widen or (lambda part: part)
+    raw, widen = arrays.raw(name) if isinstance(arrays, Widened) else (arrays[name], np.asarray)
+    return raw.reshape(-1), widen
 
 
 def mean_delta(

@@ -159,21 +159,12 @@ def update_weights(
             raise TypeError(f"the weights {wrong} are no usable numbers")
         return numbers
 
-    def fails(pids: Collection[int]) -> str:
-        try:
-            weigh(pids)
-        except UnusableReplies:
-            return ""  # names its client itself
-        except Exception as error:
-            return f"weigh of '{name}' fails: {described(error)}"
-        return ""
-
     try:
         return weigh(list(replies))
     except UnusableReplies:
         raise
     except Exception as error:
-        if wrong := culprits(list(replies), fails):
+        if wrong := culprits(replies, weigh, f"weigh of '{name}' fails", (UnusableReplies,)):
             raise UnusableReplies(wrong) from error
         raise ValueError(f"weigh of '{name}' fails: {described(error)}") from error
 

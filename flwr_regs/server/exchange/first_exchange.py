@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from flwr_regs.server.aggregate.aggregators import TooFewVectors
@@ -29,7 +29,7 @@ class Exchange:
 
     Parameters
     ----------
-    now : Round
+    this_round : Round
         Begun: its cohort, config and context are known. What is sent and what comes is noted in it.
     options, model, network : Options, GlobalModel, Network
     request : callable
@@ -40,37 +40,41 @@ class Exchange:
 
     def __init__(
         self,
-        now: Round,
+        this_round: Round,
         options: Options,
         model: GlobalModel,
         request: Callable[[str, dict[int, Parcel]], Request],
         network: Network,
         memory: tuple[Mapping[int, int], Mapping[int, int]],
     ) -> None:
-        self._now = now
+        self._round = this_round
         self._options = options
         self._model = model
         self._request = request
         self._network = network
-        seed, config = options.seed, now.config
-        assert now.context is not None
-        downlink = Downlink(options.downlink, options.term, model, now.context, options.wire_dtype)
-        self._outbox = Outbox(now.number, seed, config, downlink, *memory)
+        seed, config = options.seed, this_round.config
+        assert this_round.context is not None
+        downlink = Downlink(
+            options.downlink, options.term, model, this_round.context, options.wire_dtype
+        )
+        self._outbox = Outbox(this_round.number, seed, config, downlink, *memory)
 
     def train(self, clients: Iterable[int], lost: bool = False) -> Request:
         """Return the train messages, and count their bytes; `lost` clients get everything."""
-        now = self._now
+        this_round = self._round
         parcels = {pid: self._outbox.train(pid, lost) for pid in clients}
         for pid, parcel in parcels.items():
-            before = now.bytes_down.get(pid, (now.probe_down or {}).get(pid, 0))
-            now.bytes_down[pid] = before + parcel.nbytes
+            before = this_round.bytes_down.get(pid, (this_round.probe_down or {}).get(pid, 0))
+            this_round.bytes_down[pid] = before + parcel.nbytes
         return self._request("train", parcels)
 
     def ahead(self, clients: Iterable[int]) -> list[Request]:
         """Return the messages that send ``w_t`` to the next cohort, except to clients of this one."""
-        model, now = Record(self._model.model), self._now
-        parcels = {p: self._outbox.ahead(model) for p in sorted(set(clients) - set(now.cohort))}
-        now.bytes_ahead = {pid: parcel.nbytes for pid, parcel in parcels.items()}
+        model, this_round = Record(self._model.model), self._round
+        parcels = {
+            p: self._outbox.ahead(model) for p in sorted(set(clients) - set(this_round.cohort))
+        }
+        this_round.bytes_ahead = {pid: parcel.nbytes for pid, parcel in parcels.items()}
         return [self._request(keys.PREFETCH, parcels)]
 
     def probe(self) -> list[int]:
@@ -79,40 +83,40 @@ class Exchange:
         A client without a reply is left out of the round and named among its failures. A client that lost
         its model is asked once more, with the model.
         """
-        now, outbox = self._now, self._outbox
-        assert now.context is not None
+        this_round, outbox = self._round, self._outbox
+        assert this_round.context is not None
         term, uploads = self._options.term, dict[int, dict[str, Any]]()
-        now.probe_down, now.probe_up = dict.fromkeys(now.asked, 0), {}
-        waiting, tries = now.asked, 0
+        this_round.probe_down, this_round.probe_up = dict.fromkeys(this_round.asked, 0), {}
+        waiting, tries = this_round.asked, 0
         while waiting:
             parcels = {pid: outbox.probe(pid, lost=tries > 0) for pid in waiting}
             replies = self._ask(self._request(keys.PROBE, parcels))
-            now.failures |= replies.failures
-            now.miss(replies.silent, self._options.deadline)
+            this_round.failures |= replies.failures
+            this_round.miss(replies.silent, self._options.deadline)
             for pid, parcel in parcels.items():
-                now.probe_down[pid] += parcel.nbytes
+                this_round.probe_down[pid] += parcel.nbytes
             came, waiting = self._lacking(replies.came, tries)
             found, failures = read_each(came, self._read_probe)
-            now.failures |= failures
+            this_round.failures |= failures
             uploads |= found
-            now.probe_up |= {pid: came[pid].nbytes for pid in found}
-            now.lost_state += [pid for pid in found if came[pid].says(keys.LOST_KEY)]
+            this_round.probe_up |= {pid: came[pid].nbytes for pid in found}
+            this_round.lost_state += [pid for pid in found if came[pid].says(keys.LOST_KEY)]
             tries += 1
         unlike = disagreeing(term, uploads, probing=True)
         uploads = {pid: uploads[pid] for pid in sorted(uploads) if pid not in unlike}
-        now.failures |= unlike
-        now.answers, wrong = self._answer(uploads)
-        outbox.broadcasts = now.answers
-        now.failures |= wrong
-        if now.failures:
-            LOG.warning("\t> in the first exchange: %s", name_failures(now.failures))
+        this_round.failures |= unlike
+        this_round.answers, wrong = self._answer(uploads)
+        outbox.broadcasts = this_round.answers
+        this_round.failures |= wrong
+        if this_round.failures:
+            LOG.warning("\t> in the first exchange: %s", name_failures(this_round.failures))
         return [pid for pid in uploads if pid not in wrong]
 
     def _read_probe(self, pid: int, reply: Parcel) -> Slot:
         """Return a client's checked probe."""
-        assert self._now.context is not None
+        assert self._round.context is not None
         found = read_uploads(f"the probe of client {pid}", reply)
-        params, server = self._now.context.params, self._model.server
+        params, server = self._round.context.params, self._model.server
         try:
             self._options.term.check(found, params, server, probing=True)
         except ValueError as error:
@@ -121,28 +125,25 @@ class Exchange:
 
     def _answer(self, probes: Mapping[int, Slot]) -> tuple[Mapping[int, Slot], dict[int, str]]:
         """Return (each client's own broadcasts, client -> why its probe cannot be used)."""
-        term, ctx = self._options.term, self._now.context
+        term, ctx = self._options.term, self._round.context
         try:
             return term.answer(probes, ctx), {}
         except TooFewVectors as error:
             return {}, dict.fromkeys(probes, f"in the first exchange, {error}")
         except Exception as error:  # whatever a probe makes a term raise
-
-            def fails(pids: Collection[int]) -> str:
-                try:
-                    term.answer({p: probes[p] for p in pids})
-                except Exception as its_own:
-                    return f"its probe cannot be used: {described(its_own)}"
-                return ""
-
-            if not (wrong := culprits(list(probes), fails)):
+            wrong = culprits(
+                probes,
+                lambda pids: term.answer({p: probes[p] for p in pids}),
+                "its probe cannot be used",
+            )
+            if not wrong:
                 raise ValueError(f"the probes cannot be used: {described(error)}") from error
             rest, more = self._answer({p: u for p, u in probes.items() if p not in wrong})
             return rest, {**wrong, **more}
 
     def collect(self, replies: Replies) -> None:
         """Note the replies; send a client what it lacks (a restarted node its model), and wait."""
-        now, failures, tries = self._now, dict(replies.failures), 0
+        this_round, failures, tries = self._round, dict(replies.failures), 0
         silent = list(replies.silent)
         came, lost = self._lacking(replies.came, tries)
         while lost:
@@ -151,13 +152,13 @@ class Exchange:
             silent += again.silent
             tries += 1
             came, lost = self._lacking(came | dict(again.came), tries)
-        now.came = came
-        before = now.probe_up or {}
-        now.bytes_up = {p: reply.nbytes + before.get(p, 0) for p, reply in came.items()}
-        now.failures = {**failures, **now.failures}
-        now.miss(silent, self._options.deadline)
+        this_round.came = came
+        before = this_round.probe_up or {}
+        this_round.bytes_up = {p: reply.nbytes + before.get(p, 0) for p, reply in came.items()}
+        this_round.failures = {**failures, **this_round.failures}
+        this_round.miss(silent, self._options.deadline)
         if (layer := output_layer(came)) is not None:
-            now.events["output_layer"] = layer
+            this_round.events["output_layer"] = layer
 
     def _ask(self, request: Request) -> Replies:
         return self._network.ask(request, self._options.deadline)
@@ -172,5 +173,5 @@ class Exchange:
         lost = [p for p, reply in came.items() if reply.says(keys.OUT_OF_SYNC_KEY)]
         others = {p: reply for p, reply in came.items() if p not in lost}
         refused = self._outbox.catch_up(lost, tries)
-        self._now.failures |= refused
+        self._round.failures |= refused
         return others, [p for p in lost if p not in refused]

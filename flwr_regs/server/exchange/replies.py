@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
 
@@ -43,8 +43,6 @@ RANGE = {"float16": 65504.0}
 
 _UNSAID = object()
 """In place of the mask of a client that sent none."""
-MOST_PARTS = 100
-"""Masks of one round that are kept."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +83,6 @@ class Reader:
     model: GlobalModel
     weighted_by_key: str
     counts_steps: str = ""
-    _parts: dict[bytes, tuple[NDArrays, frozenset[str], NDArrays]] = field(default_factory=dict)
 
     def read_all(self, came: Mapping[int, Parcel], config: Mapping[str, Any]) -> Usable:
         """Check replies one by one and against each other; `config` is the round's.
@@ -181,16 +178,8 @@ class Reader:
         Raises ProtocolError for another mask than the model's.
         """
         model = self.model.model
-        if not isinstance(said, bytes):  # all clients say the same: each mask is read once
-            fixed = untrainable(model) if said is _UNSAID else unmask(said, model)
-            return fixed, {n: a for n, a in model.items() if n not in fixed}
-        known = self._parts.get(said)
-        if known is None or known[0] is not model:
-            fixed = unmask(said, model)
-            known = model, fixed, {n: a for n, a in model.items() if n not in fixed}
-            if len(self._parts) < MOST_PARTS:
-                self._parts[said] = known
-        return known[1:]
+        fixed = untrainable(model) if said is _UNSAID else unmask(said, model)
+        return fixed, {n: a for n, a in model.items() if n not in fixed}
 
     def _decoder(self, code: Any, names: Iterable[str]) -> Callable[[], NDArrays]:
         """Return what makes an update from its code."""
@@ -272,15 +261,12 @@ def disagreeing(term: Chain, uploads: Mapping[int, Slot], probing: bool = False)
     try:
         return {pid: shown(why) for pid, why in term.agree(uploads, probing).items()}
     except Exception as error:
-
-        def fails(pids: Collection[int]) -> str:
-            try:
-                term.agree({p: uploads[p] for p in pids}, probing)
-            except Exception as its_own:
-                return f"its upload cannot be compared with the others': {described(its_own)}"
-            return ""
-
-        if not (found := culprits(list(uploads), fails)):
+        found = culprits(
+            uploads,
+            lambda pids: term.agree({p: uploads[p] for p in pids}, probing),
+            "its upload cannot be compared with the others'",
+        )
+        if not found:
             raise ValueError(f"the uploads cannot be compared: {described(error)}") from error
         rest = {p: u for p, u in uploads.items() if p not in found}
         return {**found, **disagreeing(term, rest, probing)}

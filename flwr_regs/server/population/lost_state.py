@@ -12,30 +12,32 @@ from flwr_regs.wire.parcel import Parcel
 LOG = logging.getLogger("flwr")
 
 
-def name_losses(now: Round, trained: Collection[int]) -> None:
+def name_losses(this_round: Round, trained: Collection[int]) -> None:
     """Name the clients of a round that lost what they kept; `trained` are those that trained before.
 
     Losses of earlier attempts at the round are in it already, and stay.
     """
 
     def who(key: str) -> list[int]:
-        return sorted(p for p, reply in now.came.items() if reply.says(key))
+        return sorted(p for p, reply in this_round.came.items() if reply.says(key))
 
-    anew = {p for p in who(keys.FRESH_KEY) if p in now.used and p in trained}
-    now.lost_private = sorted({*now.lost_private, *anew})
-    now.lost_state = sorted({*now.lost_state, *who(keys.LOST_KEY)})
-    if now.lost_state:
-        LOG.warning("clients %s have lost their state and began anew without", now.lost_state)
+    anew = {p for p in who(keys.FRESH_KEY) if p in this_round.used and p in trained}
+    this_round.lost_private = sorted({*this_round.lost_private, *anew})
+    this_round.lost_state = sorted({*this_round.lost_state, *who(keys.LOST_KEY)})
+    if this_round.lost_state:
+        LOG.warning(
+            "clients %s have lost their state and began anew without", this_round.lost_state
+        )
     if ahead := who(keys.AHEAD_KEY):
-        now.events["state_ahead"] = ahead
+        this_round.events["state_ahead"] = ahead
         LOG.warning("clients %s keep what they have of rounds after this one", ahead)
     if unsaved := who(keys.UNSAVED_KEY):
-        now.events["not_saved"] = unsaved
+        this_round.events["not_saved"] = unsaved
         LOG.warning("clients %s could not save what they keep", unsaved)
-    if now.lost_private:
+    if this_round.lost_private:
         LOG.warning(
             "clients %s have lost their private entries and began anew with their model's own",
-            now.lost_private,
+            this_round.lost_private,
         )
 
 

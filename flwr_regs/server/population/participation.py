@@ -64,7 +64,7 @@ class Participation:
         self._dropped, self._members = state["dropped"], state["members"]
         self._seen, self._departed = state["seen"], state["departed"]
 
-    def remaining(self, members: list[int], now: Round) -> list[int]:
+    def remaining(self, members: list[int], this_round: Round) -> list[int]:
         """Return the clients that the cohort is drawn from; note drops and shifts in the round.
 
         A client is not dropped before its second turn, and comes back only if no other client is
@@ -73,7 +73,7 @@ class Participation:
         """
         if self._bound is not None:
             steps = median_low(self._planned.values()) if self._planned else 1
-            self._drop(members, self._bound / (self._num_rounds * steps), now)
+            self._drop(members, self._bound / (self._num_rounds * steps), this_round)
         left = [p for p in members if p not in self._dropped] if self._dropped else members
         if not left:
             LOG.warning("only dropped clients are connected: taking %s back", members)
@@ -81,16 +81,16 @@ class Participation:
         if self._members is not None and left != self._members:
             arrived = sorted(set(left) - set(self._members))
             departed = sorted(set(self._members) - set(left))
-            now.events["shift"] = {"arrived": arrived, "departed": departed}
+            this_round.events["shift"] = {"arrived": arrived, "departed": departed}
             if self._restart and (set(arrived) - self._seen or set(departed) - self._departed):
-                self._origin = now.number
+                self._origin = this_round.number
             self._departed |= set(departed)
         if left != self._members:
             self._seen |= set(left)
         self._members = left
         return left
 
-    def _drop(self, members: list[int], limit: float, now: Round) -> None:
+    def _drop(self, members: list[int], limit: float, this_round: Round) -> None:
         """Drop the clients that were inactive in more than the share `limit` of their turns (Eq. 9)."""
         left = set(members) - self._dropped
         for pid, turns in self._turns.items():
@@ -99,7 +99,7 @@ class Participation:
             if pid not in self._dropped and turns >= 2 and inactive / turns > limit and others:
                 self._dropped.add(pid)
                 left.discard(pid)
-                now.events.setdefault("dropped_for_good", []).append(pid)
+                this_round.events.setdefault("dropped_for_good", []).append(pid)
                 LOG.warning(
                     "client %d was inactive in %d of %d turns, more than %.3g: dropped (Eq. 9)",
                     *(pid, inactive, turns, limit),
@@ -109,26 +109,30 @@ class Participation:
         """Return the round that the learning rate's schedule is called with."""
         return number - self._origin + 1
 
-    def select(self, now: Round) -> None:
+    def select(self, this_round: Round) -> None:
         """Choose the replies that are used; note in the round who was incomplete or inactive."""
-        received = now.received
+        received = this_round.received
         steps = {pid: reply.steps for pid, reply in received.items() if reply.steps is not None}
         inactive = {pid for pid, (taken, _) in steps.items() if taken == 0}
         active = set(received) - inactive
-        now.steps = {pid: taken for pid, (taken, _) in steps.items()}
-        now.inactive = sorted(inactive)
-        now.incomplete = sorted(p for p, (taken, planned) in steps.items() if 0 < taken < planned)
-        unused = set(now.incomplete) if self._incomplete == "drop" else set()
-        now.used = {pid: r for pid, r in received.items() if pid in active - unused}
+        this_round.steps = {pid: taken for pid, (taken, _) in steps.items()}
+        this_round.inactive = sorted(inactive)
+        this_round.incomplete = sorted(
+            p for p, (taken, planned) in steps.items() if 0 < taken < planned
+        )
+        unused = set(this_round.incomplete) if self._incomplete == "drop" else set()
+        this_round.used = {pid: r for pid, r in received.items() if pid in active - unused}
 
-    def note(self, now: Round) -> None:
+    def note(self, this_round: Round) -> None:
         """Count the turns of a round that moved the model.
 
         A client that took no step is inactive. For Eq. 9, so is one that did not reply, unless it was late:
         the deadline is the server's.
         """
-        active = set(now.received) - set(now.inactive)
-        for pid in set(now.cohort) - set(now.late):
+        active = set(this_round.received) - set(this_round.inactive)
+        for pid in set(this_round.cohort) - set(this_round.late):
             self._turns[pid] = self._turns.get(pid, 0) + 1
             self._inactive[pid] = self._inactive.get(pid, 0) + (pid not in active)
-        self._planned |= {p: r.steps[1] for p, r in now.received.items() if r.steps is not None}
+        self._planned |= {
+            p: r.steps[1] for p, r in this_round.received.items() if r.steps is not None
+        }

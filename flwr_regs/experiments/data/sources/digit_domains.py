@@ -142,7 +142,7 @@ def _folder(dataset: str, data_dir: str, below: Sequence[str], needed: Sequence[
 
 def _pair(path: Path) -> tuple[Any, Any]:
     """Return the two arrays of a pickle, of the same length."""
-    found = pickles.read(path)
-    if not (isinstance(found, tuple | list) and len(found) == 2 and len(found[0]) == len(found[1])):
+    pair = pickles.read(path)
+    if not (isinstance(pair, tuple | list) and len(pair) == 2 and len(pair[0]) == len(pair[1])):
         raise ValueError(f"{path} does not hold two arrays of the same length")
-    return np.asarray(found[0]), np.asarray(found[1])
+    return np.asarray(pair[0]), np.asarray(pair[1])

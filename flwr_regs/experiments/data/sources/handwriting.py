@@ -83,18 +83,18 @@ def users_of(paths: Iterable[Path]) -> Users:
 
     Raises ValueError, with the file, for another layout.
     """
-    found: Users = {}
+    users: Users = {}
     for path in paths:
         try:
             data = json.loads(path.read_text())
             for user in data["users"]:
-                found[user] = (data["user_data"][user]["x"], data["user_data"][user]["y"])
+                users[user] = (data["user_data"][user]["x"], data["user_data"][user]["y"])
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(
                 f"{path} is not in LEAF's format ({type(error).__name__}: {error}); expected "
                 '{"users": [...], "user_data": {user: {"x": [...], "y": [...]}}}'
             ) from error
-    return found
+    return users
 
 
 def hdf5(path: Path, users: Iterable[str] | None = None) -> dict[str, dict[str, Any]]:

@@ -95,16 +95,16 @@ def _cifar(classes: int, data_dir: str, augment: str, hub: bool) -> Parts:
     folders = ("", name, f"{name}/plain_text", "plain_text", f"{name}/{name}")
     parquets = files.found(data_dir, folders, "train*.parquet", "test*.parquet")
     if hub:
-        found = [_rows(tables.downloaded(f"uoft-cs/{name}", p)) for p in ("train", "test")]
+        parts_read = [_rows(tables.downloaded(f"uoft-cs/{name}", p)) for p in ("train", "test")]
     elif parquets:
-        found = [_rows(tables.read(part)) for part in parquets]
+        parts_read = [_rows(tables.read(part)) for part in parquets]
     else:
         kind = f"CIFAR{classes}"
-        found = [
+        parts_read = [
             (p.data.transpose(0, 3, 1, 2).astype(np.float32) / 255, np.array(p.targets), None)
             for p in _torchvision(kind, name, data_dir)
         ]
-    (train_x, train_y, coarse), (test_x, test_y, _) = found
+    (train_x, train_y, coarse), (test_x, test_y, _) = parts_read
     if augment == "crop-24":
         train_x, test_x = train_x * np.float32(255), test_x * np.float32(255)
     else:

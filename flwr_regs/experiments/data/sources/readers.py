@@ -64,8 +64,8 @@ class Source:
     def read(self) -> Callable[..., Parts]:
         """The reader."""
         module, _, name = self.reader.partition(":")
-        found = importlib.import_module(f"{__package__}.{module}")
-        return getattr(found, name)  # type: ignore[no-any-return]
+        home = importlib.import_module(f"{__package__}.{module}")
+        return getattr(home, name)  # type: ignore[no-any-return]
 
     @property
     def arguments(self) -> dict[str, Any]:

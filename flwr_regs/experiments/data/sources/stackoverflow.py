@@ -36,17 +36,17 @@ def stackoverflow(
 
     Tests are on what the same users wrote later, ``stackoverflow_test.h5``.
     """
-    found = files.found(
+    paths = files.found(
         data_dir, FOLDERS, "stackoverflow_train.h5", "stackoverflow_test.h5", COUNTS
     )
-    if found is None:
+    if paths is None:
         raise files.absent(
             "stackoverflow",
             data_dir,
             f"stackoverflow_train.h5, stackoverflow_test.h5 and {COUNTS}",
             HOW,
         )
-    (train,), (test,), (counts,) = found
+    (train,), (test,), (counts,) = paths
     vocabulary = _vocabulary(counts, words)
     chosen = files.drawn(writers.hdf5(train), users)
     first, last = (

@@ -233,8 +233,8 @@ def _split(text: str) -> list[str]:
 def _tokens(tweets: list[tuple[str, int]], place: dict[str, int]) -> tuple[Array, Array]:
     x = np.full((len(tweets), TWEET), PADDING, np.int32)
     for i, (text, _) in enumerate(tweets):
-        found = [place.get(word, UNKNOWN) for word in _split(text)[:TWEET]]
-        x[i, : len(found)] = found
+        tokens = [place.get(word, UNKNOWN) for word in _split(text)[:TWEET]]
+        x[i, : len(tokens)] = tokens
     return x, np.array([label for _, label in tweets], np.int64)
 
 
