@@ -211,8 +211,9 @@ def _changed(node: ast.expr, place: Place) -> Iterator[ast.expr]:
         case ast.Constant(value=bool()):
             yield ast.Constant(not node.value)
         case ast.Constant(value=int() | float()):
-            yield ast.Constant(node.value + 1)  # type: ignore[operator]
-            yield ast.Constant(node.value - 1)  # type: ignore[operator]
+            for value in (node.value + 1, node.value - 1):  # type: ignore[operator]
+                if value != node.value:  # 1e100 + 1 is 1e100
+                    yield ast.Constant(value)
 
 
 def _of_text_or_type(node: ast.BinOp, place: Place) -> bool:
