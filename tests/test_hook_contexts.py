@@ -39,6 +39,7 @@ from flwr_regs.abilities import (
 )
 from tests.conftest import close, make_model, to_numpy
 from tests.oracles import outside as oracle
+from tests.oracles.model import logits
 from tests.oracles.outside import Turn
 from tests.term_runs import (
     LR,
@@ -543,9 +544,9 @@ def test_what_a_term_reads_on_a_client(place: str) -> None:
         near = partial(np.testing.assert_allclose, rtol=0, atol=1e-10)
         near(seen["base"], oracle.loss(w, x, y))
         near(seen["loss_fn"], oracle.loss(w, x, y))
-        near(seen["output"], oracle.logits(w, x))
-        near(seen["output_at"], oracle.logits(w, x))
-        near(seen["start_output"], oracle.logits(seen["start"], x))
+        near(seen["output"], logits(w, x))
+        near(seen["output_at"], logits(w, x))
+        near(seen["start_output"], logits(seen["start"], x))
         near(seen["features"], oracle.features(w, x))
         near(seen["features_at"], oracle.features(w, x))
         near(seen["features_at_start"], oracle.features(seen["start"], x))

@@ -350,7 +350,7 @@ class LocalTraining:
         self.model.to(self.device)  # a trainer may have moved it
         start = self._ctx.start
         if not taken:  # an inactive client: its model and state do not change
-            first = self._term.start(start, self._ctx)
+            first = self._term.start(start, self._ctx) if self.num_steps else start
             if any((v != first[n].to(v.dtype)).any() for n, v in self._values.items()):
                 raise RuntimeError("the model has moved, but correct() was never called")
             _write(self._values, start)
