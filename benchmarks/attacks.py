@@ -23,7 +23,7 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorData
 
 import flwr_regs as fr
 from benchmarks.common import NOT_FINITE, filled, read_lines, table, write_lines
-from flwr_regs.experiments.data import arrays as data
+from flwr_regs.experiments.data import datasets as data
 from flwr_regs.experiments.models import models
 from flwr_regs.experiments.partition.partitions import partition
 

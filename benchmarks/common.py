@@ -34,7 +34,7 @@ from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
 
 import flwr_regs as fr
-from flwr_regs.experiments.data import arrays as data
+from flwr_regs.experiments.data import datasets as data
 from flwr_regs.experiments.models import models
 from flwr_regs.experiments.partition.partitions import partition
 

@@ -23,7 +23,7 @@ from benchmarks.common import figure, filled, read_lines, save, table, write_lin
 from benchmarks.conformity.behaviours import BEHAVIOURS
 from benchmarks.conformity.loops import Task, rounds
 from benchmarks.conformity.model import accuracy, initial
-from flwr_regs.experiments.data import arrays as data
+from flwr_regs.experiments.data import datasets as data
 from flwr_regs.experiments.partition.partitions import partition
 
 ROOT = Path(__file__).parents[1]

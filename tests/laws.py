@@ -14,33 +14,33 @@ from flwr_regs.abilities import Steps
 from flwr_regs.term import Term
 from flwr_regs.testing import Exempt, Method
 from flwr_regs.testing.problem import settled, sgd_pull
-from tests.oracles.apfl import apfl
-from tests.oracles.distillation import fedadc_plus
-from tests.oracles.ditto import ditto
-from tests.oracles.efl import efl
-from tests.oracles.fedadc import fedadc
-from tests.oracles.fedamp import fedamp
-from tests.oracles.fedavg import fedavg
-from tests.oracles.fedbabu import fedbabu
-from tests.oracles.fedcm import fedcm
-from tests.oracles.fedcurv import fedcurv
-from tests.oracles.feddyn import feddyn
-from tests.oracles.fedexp import fedexp
-from tests.oracles.fedfor import fedfor
-from tests.oracles.fedgkd import fedgkd
-from tests.oracles.fednova import fednova
-from tests.oracles.fedntd import fedntd
-from tests.oracles.fedopt import fedopt
-from tests.oracles.fedprox import fedprox
-from tests.oracles.gate import fedgate, vrlsgd
-from tests.oracles.logits import fedlc, fedrs
-from tests.oracles.mime import mime, mimelite
-from tests.oracles.moon import moon
-from tests.oracles.qfedavg import qfedavg
-from tests.oracles.rfedavg import rfedavg, rfedavg_plus
-from tests.oracles.sam import fedlesam, fedsam
-from tests.oracles.scaffold import scaffold
-from tests.oracles.slowmo import slowmo
+from tests.oracles.client_loss.distillation import fedadc_plus
+from tests.oracles.client_loss.fedgkd import fedgkd
+from tests.oracles.client_loss.fedntd import fedntd
+from tests.oracles.client_loss.logits import fedlc, fedrs
+from tests.oracles.client_loss.moon import moon
+from tests.oracles.client_loss.rfedavg import rfedavg, rfedavg_plus
+from tests.oracles.client_step.efl import efl
+from tests.oracles.client_step.fedadc import fedadc
+from tests.oracles.client_step.fedcm import fedcm
+from tests.oracles.client_step.fedcurv import fedcurv
+from tests.oracles.client_step.feddyn import feddyn
+from tests.oracles.client_step.fedfor import fedfor
+from tests.oracles.client_step.fedprox import fedprox
+from tests.oracles.client_step.gate import fedgate, vrlsgd
+from tests.oracles.client_step.mime import mime, mimelite
+from tests.oracles.client_step.sam import fedlesam, fedsam
+from tests.oracles.client_step.scaffold import scaffold
+from tests.oracles.personal.apfl import apfl
+from tests.oracles.personal.ditto import ditto
+from tests.oracles.personal.fedamp import fedamp
+from tests.oracles.personal.fedbabu import fedbabu
+from tests.oracles.server_step.fedavg import fedavg
+from tests.oracles.server_step.fedexp import fedexp
+from tests.oracles.server_step.fednova import fednova
+from tests.oracles.server_step.fedopt import fedopt
+from tests.oracles.server_step.qfedavg import qfedavg
+from tests.oracles.server_step.slowmo import slowmo
 
 
 def case(

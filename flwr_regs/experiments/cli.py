@@ -203,7 +203,7 @@ def _protocols(args: argparse.Namespace) -> int:
 def _list(args: argparse.Namespace) -> int:
     import flwr_regs
     from flwr_regs.experiments import methods_table
-    from flwr_regs.experiments.data import arrays as data
+    from flwr_regs.experiments.data import datasets as data
     from flwr_regs.experiments.models import models
     from flwr_regs.experiments.partition import partitions
     from flwr_regs.experiments.report import metrics

@@ -31,6 +31,7 @@ def blocks(page: Path, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.M | re.S)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", TUTORIALS)
 def test_the_code_of_a_tutorial_runs_from_top_to_bottom(
     name: str,

@@ -107,6 +107,7 @@ def test_results_are_not_overwritten_and_drawn_again(
         assert "nowhere holds no " in capsys.readouterr().err
 
 
+@pytest.mark.full
 def test_what_is_missing_is_trained_by_workers_to_the_same_bits(
     here: Path, trained: tuple[Path, str]
 ) -> None:

@@ -37,6 +37,7 @@ def test_what_it_says_to_do_can_be_pasted() -> None:
     assert "flwr-regs bench 'my cards/card.toml' --setting reduced\n" in said
 
 
+@pytest.mark.full
 def test_an_interrupted_card_is_resumed_as_a_whole_and_drawn_again(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -104,6 +104,7 @@ def test_the_command_fills_in_the_folder_where_it_runs(
     assert words.read_settings([f"methods={name}:Decay"]).code_dir == str(code_dir)
 
 
+@pytest.mark.full
 def test_a_sweep_runs_a_users_term_in_worker_processes(folder: Any) -> None:
     """From the user's folder, by the installed command."""
     code_dir, name = folder

@@ -83,6 +83,7 @@ def test_a_row_names_the_classes_of_its_example(row: fr.Method) -> None:
     assert tuple(type(t).__name__ for t in strategy.term.terms) == row.terms
 
 
+@pytest.mark.full
 def test_mypy_knows_each_class() -> None:
     code = "from flwr_regs import FedFOR, FedFORClient, FirstOrder, SparseTernary, Term\n"
     code += (

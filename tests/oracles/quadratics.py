@@ -6,7 +6,7 @@ client's two batches differ, in size too.
 
 import numpy as np
 
-from .model import Client, Params
+from tests.oracles.model import Client, Params
 
 CLIENTS: list[Client] = [
     [(np.array([1.0, 3.0]), np.array([2.0, -1.0])), (np.array([0.5]), np.array([4.0]))],

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .model import Client, Params
+from tests.oracles.model import Client, Params
 
 Slope = Callable[[Params, np.ndarray, np.ndarray], Params]
 """The gradient of the mean loss of a batch, at given parameters; ``model.gradient`` by default."""

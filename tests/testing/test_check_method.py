@@ -16,7 +16,7 @@ from flwr_regs.client.memory.state import ClientState
 from flwr_regs.term import Arrays, ClientContext, ServerContext, Slot, Term
 from flwr_regs.testing import LAWS, Exempt, LawBroken, Method, check_method
 from flwr_regs.testing.problem import settled
-from tests.oracles.fedfor import fedfor
+from tests.oracles.client_step.fedfor import fedfor
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ EXPECTED = (
 
 
 def fields_of(returned: Any, reference: str) -> dict[str, Any]:
-    """Return the fields of `flwr_regs.experiments.data.arrays.Data` of what a user's function returned.
+    """Return the fields of `flwr_regs.experiments.data.datasets.Data` of what a user's function returned.
 
     Parameters
     ----------

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from flwr_regs.experiments.data.arrays import Array, Data, two_examples
+from flwr_regs.experiments.data.datasets import Array, Data, two_examples
 
 TEST_SHARE = 0.2
 """Test examples for each training example that is kept."""

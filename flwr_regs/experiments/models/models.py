@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from flwr_regs.experiments import user_code
-from flwr_regs.experiments.data.arrays import kind_of, load, two_examples
+from flwr_regs.experiments.data.datasets import kind_of, load, two_examples
 from flwr_regs.experiments.models import body
 from flwr_regs.experiments.models.architectures import NETS
 from flwr_regs.experiments.models.quadratic import Quadratic
@@ -29,7 +29,7 @@ def build(
     Parameters
     ----------
     dataset, data_dir, code_dir : str
-        As for :func:`flwr_regs.experiments.data.arrays.load`.
+        As for :func:`flwr_regs.experiments.data.datasets.load`.
     kind : str
         A name of `NETS` in `flwr_regs.experiments.models.architectures`: a paper's model, sized by the
         data's inputs and classes. Or ``auto``: cnn-bn for domains, char-lstm for integers, the point of
@@ -96,8 +96,8 @@ def check(
     Raises
     ------
     ValueError
-        As :func:`build` and :func:`flwr_regs.experiments.data.arrays.load` do; or the model raises, or its
-        output has another shape.
+        As :func:`build` and :func:`flwr_regs.experiments.data.datasets.load` do; or the model raises, or
+        its output has another shape.
     """
     examples, classes = two_examples(dataset, data_dir, code_dir)
     model = build(dataset, kind, seed, data_dir, code_dir, projection)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from flwr_regs.experiments.data import domains
-from flwr_regs.experiments.data.arrays import Data
+from flwr_regs.experiments.data.datasets import Data
 from flwr_regs.experiments.partition import shifts
 from flwr_regs.experiments.partition.partitions import BY_GROUP
 from flwr_regs.experiments.report import cell_pictures as cells

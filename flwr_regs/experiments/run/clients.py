@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.utils.data import TensorDataset
 
-    from flwr_regs.experiments.data.arrays import Data
+    from flwr_regs.experiments.data.datasets import Data
     from flwr_regs.experiments.settings.job import Job
 
 
@@ -81,7 +81,7 @@ def _made(
     import torch
     from torch.utils.data import TensorDataset
 
-    from flwr_regs.experiments.data import arrays as data
+    from flwr_regs.experiments.data import datasets as data
     from flwr_regs.experiments.data import domains
     from flwr_regs.experiments.data.augment import Augmented
     from flwr_regs.experiments.partition import shifts

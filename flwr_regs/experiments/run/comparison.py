@@ -109,7 +109,7 @@ class Comparison:
         import torch
 
         from flwr_regs.client.train.batches import resolve_device
-        from flwr_regs.experiments.data import arrays as data
+        from flwr_regs.experiments.data import datasets as data
         from flwr_regs.experiments.data.losses import LOSSES
         from flwr_regs.experiments.models import models
         from flwr_regs.flower.grids.grid_network import GridNetwork

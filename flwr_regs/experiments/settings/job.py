@@ -12,7 +12,7 @@ import numpy as np
 
 import flwr_regs
 from flwr_regs.abilities import FineTunes, Personalises, Withholds
-from flwr_regs.experiments.data.arrays import Data, load
+from flwr_regs.experiments.data.datasets import Data, load
 from flwr_regs.experiments.extras import install_command
 from flwr_regs.experiments.partition import shifts
 from flwr_regs.experiments.partition.group_splits import test_split
@@ -124,7 +124,7 @@ class Job(Settings):
     def data(self) -> Data:
         """Return the data set, or what `examples`, `num-classes` and `synthetic` leave or make of it.
 
-        Raises ImportError, OSError or ValueError as :func:`flwr_regs.experiments.data.arrays.load` does.
+        Raises ImportError, OSError or ValueError as :func:`flwr_regs.experiments.data.datasets.load` does.
         """
         groups = self.num_clients + self.held_out_clients if self.examples else 0
         source = self.dataset, self.data_dir, self.code_dir
@@ -211,7 +211,7 @@ class Job(Settings):
     def check_data(self) -> None:
         """Load the data set; raise ValueError if it cannot be split over `num_clients` as asked.
 
-        Raises ImportError or OSError as :func:`flwr_regs.experiments.data.arrays.load` does.
+        Raises ImportError or OSError as :func:`flwr_regs.experiments.data.datasets.load` does.
         """
         data = self.data()
         self.parts_of(data, self.num_clients)

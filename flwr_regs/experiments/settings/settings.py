@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from flwr_regs.experiments.data.arrays import DATASETS
+from flwr_regs.experiments.data.datasets import DATASETS
 from flwr_regs.experiments.models.models import MODELS
 from flwr_regs.experiments.partition.partitions import PARTITIONS
 from flwr_regs.experiments.settings.build import catalogue

@@ -14,11 +14,11 @@ from benchmarks.conformity import model as kit
 from benchmarks.conformity.behaviours import METHODS
 from benchmarks.conformity.loops import Task, federate
 from benchmarks.conformity.task import small_task
-from tests.oracles.fedavg import fedavg
-from tests.oracles.fedprox import fedprox
+from tests.oracles.client_step.fedprox import fedprox
+from tests.oracles.client_step.scaffold import scaffold
 from tests.oracles.local_sgd import local_sgd
 from tests.oracles.model import Client, gradient
-from tests.oracles.scaffold import scaffold
+from tests.oracles.server_step.fedavg import fedavg
 
 TASK = small_task()
 ALL = replace(TASK, cohorts=(tuple(range(5)),) * 3)

@@ -12,8 +12,8 @@ import torch
 from flwr.app import ArrayRecord, ConfigRecord
 
 from flwr_regs import FedAvg, FedAvgClient, InProcessGrid, client_app
-from flwr_regs.experiments.data import arrays as data
 from flwr_regs.experiments.data import augment
+from flwr_regs.experiments.data import datasets as data
 from flwr_regs.experiments.run import clients
 from flwr_regs.experiments.settings.job import Job
 from tests.experiments.data.sources import made

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from flwr_regs.experiments.data import arrays as data
+from flwr_regs.experiments.data import datasets as data
 from flwr_regs.experiments.models.quadratic import Quadratic
 from flwr_regs.experiments.run import clients
 from flwr_regs.experiments.settings.job import Job

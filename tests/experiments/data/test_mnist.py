@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from torchvision.datasets import mnist as torchvisions
 
-from flwr_regs.experiments.data import arrays as data
+from flwr_regs.experiments.data import datasets as data
 
 
 def contents() -> dict[str, bytes]:

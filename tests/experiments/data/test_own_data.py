@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch.utils.data import Dataset, TensorDataset
 
-from flwr_regs.experiments.data import arrays as data
-from flwr_regs.experiments.data.arrays import Data
+from flwr_regs.experiments.data import datasets as data
+from flwr_regs.experiments.data.datasets import Data
 from flwr_regs.experiments.data.own_data import fields_of
 from flwr_regs.experiments.user_code import offer
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from flwr_regs.experiments.data import arrays as data
+from flwr_regs.experiments.data import datasets as data
 from flwr_regs.experiments.data import needs, subset
 from flwr_regs.experiments.settings.job import Job
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flwr_regs.experiments.data import arrays as data
+from flwr_regs.experiments.data import datasets as data
 from flwr_regs.experiments.partition import shifts
 from flwr_regs.experiments.run import clients
 from flwr_regs.experiments.settings.job import Job

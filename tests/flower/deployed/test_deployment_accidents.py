@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests import scenarios
+from tests import accidents
+from tests.accidents import Outcome
 from tests.federation import Federation
 from tests.processes import assert_same
-from tests.scenarios import Outcome
 
 pytestmark = [pytest.mark.timeout(900)]
 # The others cost a minute each, and show what tests in one process show too.
@@ -37,7 +37,7 @@ def played(shared: Federation, tmp_path: Path) -> Iterator[Callable[[Case], Outc
 
 def plain_mean(rounds: list[list[int]]) -> dict[str, np.ndarray]:
     """The model after rounds with these clients, by plain loops: each moves halfway to its number."""
-    model = scenarios.initial()
+    model = accidents.initial()
     for clients in rounds:
         weights = [10 + pid for pid in clients]
         for name, value in model.items():
@@ -47,7 +47,7 @@ def plain_mean(rounds: list[list[int]]) -> dict[str, np.ndarray]:
 
 
 def test_the_oracle_is_a_run_in_one_process() -> None:
-    assert_same(scenarios.unbroken(rounds=3), plain_mean([[0, 1, 2]] * 3))
+    assert_same(accidents.unbroken(rounds=3), plain_mean([[0, 1, 2]] * 3))
 
 
 def check_one_reply_lost(found: Outcome, why: str, rounds: int = 2) -> None:
@@ -61,13 +61,13 @@ def check_one_reply_lost(found: Outcome, why: str, rounds: int = 2) -> None:
 
 @full
 def test_accident_client_dies(played: Callable[[Case], Outcome]) -> None:
-    check_one_reply_lost(played(scenarios.client_dies), "error code 8")
+    check_one_reply_lost(played(accidents.client_dies), "error code 8")
 
 
 @flower
 def test_accident_node_killed(played: Callable[[Case], Outcome]) -> None:
     """It comes back with its key, and takes part in round 3."""
-    found = played(scenarios.node_killed)
+    found = played(accidents.node_killed)
     assert "error code 5" in found.sees
     assert found.lost == "the reply of client 1 in round 1"
     assert [entry["replies"] for entry in found.history] == [[0, 2], [0, 2], [0, 1, 2]]
@@ -80,7 +80,7 @@ def test_accident_restarted_with_keys(played: Callable[[Case], Outcome]) -> None
 
     Whether the node is back in round 2 depends on when Flower notices that it was gone.
     """
-    found = played(scenarios.restarted_with_keys)
+    found = played(accidents.restarted_with_keys)
     assert "Failed to activate SuperNode. (exit status 1)" in found.sees
     assert "no reply" in found.sees
     assert found.lost == "the reply of client 1 in round 1"
@@ -92,7 +92,7 @@ def test_accident_restarted_with_keys(played: Callable[[Case], Outcome]) -> None
 
 @full
 def test_accident_node_silent_deadline(played: Callable[[Case], Outcome]) -> None:
-    found = played(scenarios.node_silent_deadline)
+    found = played(accidents.node_silent_deadline)
     assert "deadline" in found.sees
     assert found.history[0]["late"] == [1]
     assert found.history[0]["replies"] == [0, 2]
@@ -101,13 +101,13 @@ def test_accident_node_silent_deadline(played: Callable[[Case], Outcome]) -> Non
 @flower
 def test_accident_serverapp_killed(played: Callable[[Case], Outcome]) -> None:
     """The run is reported as failed; a new one goes on to the bits of an unbroken one."""
-    check_resumed(played(scenarios.serverapp_killed))
+    check_resumed(played(accidents.serverapp_killed))
 
 
 @flower
 def test_accident_superlink_killed(played: Callable[[Case], Outcome]) -> None:
     """Keys and runs are in the database; a new run goes on to the bits of an unbroken one."""
-    check_resumed(played(scenarios.superlink_killed))
+    check_resumed(played(accidents.superlink_killed))
 
 
 def check_resumed(found: Outcome) -> None:
@@ -115,7 +115,7 @@ def check_resumed(found: Outcome) -> None:
     assert [entry["replies"] for entry in found.history] == [[0, 1, 2]] * 3
     want = plain_mean([[0, 1, 2]] * 3)
     assert_same(found.model, want)
-    unbroken = scenarios.unbroken(rounds=3)
+    unbroken = accidents.unbroken(rounds=3)
     assert {n: a.tobytes() for n, a in found.model.items()} == {
         n: a.tobytes() for n, a in unbroken.items()
     }
@@ -124,7 +124,7 @@ def check_resumed(found: Outcome) -> None:
 @flower
 def test_accident_unknown_key(played: Callable[[Case], Outcome], shared: Federation) -> None:
     """It is turned away; the others stay connected."""
-    found = played(scenarios.unknown_key)
+    found = played(accidents.unknown_key)
     assert "Failed to activate SuperNode" in found.sees
     assert "exit status 1" in found.sees
     assert all(shared.processes[f"node{i}"].poll() is None for i in range(shared.nodes))
@@ -132,7 +132,7 @@ def test_accident_unknown_key(played: Callable[[Case], Outcome], shared: Federat
 
 @flower
 def test_accident_clock_ahead(played: Callable[[Case], Outcome]) -> None:
-    found = played(scenarios.clock_ahead)
+    found = played(accidents.clock_ahead)
     assert found.sees.endswith("activate-node 401")
 
 
@@ -140,7 +140,7 @@ def test_accident_clock_ahead(played: Callable[[Case], Outcome]) -> None:
 def test_a_node_that_trusts_signed_apps_refuses_one_of_a_folder(
     played: Callable[[Case], Outcome],
 ) -> None:
-    found = played(scenarios.unsigned_app)
+    found = played(accidents.unsigned_app)
     assert "The FAB could not be verified" in found.sees
 
 
@@ -148,7 +148,7 @@ def test_a_node_that_trusts_signed_apps_refuses_one_of_a_folder(
 def test_accident_disk_full(played: Callable[[Case], Outcome]) -> None:
     """The run goes on without the checkpoint, and says so."""
     try:
-        found = played(scenarios.disk_full)
+        found = played(accidents.disk_full)
     except subprocess.CalledProcessError as error:
         pytest.skip(f"no right to mount a small disk: {error}; test_resume.py fills one without")
     assert "No space left on device" in found.sees

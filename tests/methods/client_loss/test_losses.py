@@ -22,10 +22,10 @@ from flwr_regs.term import Arrays, ClientContext, ServerContext, Term
 from flwr_regs.testing import spies
 from flwr_regs.testing.problem import SerialisingGrid, app_of, start_weights, train
 from tests.conftest import budgeted, close, make_clients, make_model, to_numpy
-from tests.oracles import fedgkd as gkd
-from tests.oracles import fedntd as ntd
-from tests.oracles import logits as changed
-from tests.oracles import moon as contrast
+from tests.oracles.client_loss import fedgkd as gkd
+from tests.oracles.client_loss import fedntd as ntd
+from tests.oracles.client_loss import logits as changed
+from tests.oracles.client_loss import moon as contrast
 from tests.oracles.model import Params
 
 SOME = {"seed": 8, "fraction_train": 0.6, "min_train_nodes": 1, "fraction_evaluate": 0.0}

@@ -29,7 +29,7 @@ from flwr_regs.term import ClientContext
 from flwr_regs.wire import keys
 from tests.conftest import close, make_clients, make_model, run
 from tests.flower.test_strategy import app_of, start
-from tests.oracles.rfedavg import delta
+from tests.oracles.client_loss.rfedavg import delta
 
 QUIET: dict[str, Any] = {"seed": 3, "fraction_evaluate": 0.0}
 

@@ -44,7 +44,7 @@ from flwr_regs.testing.problem import (
 from flwr_regs.wire import keys
 from flwr_regs.wire.records import from_record
 from tests.conftest import budgeted, close, make_clients, make_model, run, to_numpy
-from tests.oracles.efl import efl
+from tests.oracles.client_step.efl import efl
 
 # The elastic term
 

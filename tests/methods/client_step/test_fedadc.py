@@ -37,8 +37,8 @@ from flwr_regs.term import ClientContext
 from flwr_regs.testing.problem import start_weights
 from tests.conftest import budgeted, close, make_clients, make_model, run, to_numpy
 from tests.flower.test_strategy import app_of, start
-from tests.oracles import distillation
-from tests.oracles.fedadc import fedadc
+from tests.oracles.client_loss import distillation
+from tests.oracles.client_step.fedadc import fedadc
 
 
 def heavy(n: int = 4) -> tuple[Any, Any]:

@@ -29,7 +29,7 @@ from flwr_regs.testing.problem import (
     start_weights,
 )
 from tests.conftest import budgeted, close, make_clients, make_model, run, to_numpy
-from tests.oracles.fedcurv import fedcurv
+from tests.oracles.client_step.fedcurv import fedcurv
 
 U = [torch.tensor([1.0, 2.0, 0.0]), torch.tensor([0.5, 0.0, 3.0])]
 ENDS = [torch.tensor([1.0, 0.5, 2.0]), torch.tensor([2.0, -1.0, 0.0])]

@@ -26,7 +26,7 @@ from tests.methods.watching import (
     settles,
     watched,
 )
-from tests.oracles.feddyn import feddyn
+from tests.oracles.client_step.feddyn import feddyn
 from tests.oracles.model import Params
 from tests.sampling import sampled
 

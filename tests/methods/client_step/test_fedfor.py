@@ -16,7 +16,7 @@ from flwr_regs.client.train.optimizer import momentum_of
 from flwr_regs.methods.parts import once
 from flwr_regs.testing.problem import start_weights
 from tests.conftest import budgeted, close, make_clients, make_model, run, to_numpy
-from tests.oracles.fedfor import fedfor
+from tests.oracles.client_step.fedfor import fedfor
 
 OPTIONS: dict[str, Any] = {"seed": 3, "fraction_evaluate": 0.0}
 SGD = torch.optim.SGD

@@ -17,7 +17,7 @@ from flwr_regs.methods.client_step.fisher_code import SumsCode
 from flwr_regs.testing.problem import app_of, start_weights
 from flwr_regs.wire.records import from_record, to_record
 from tests.conftest import budgeted, close, make_clients, run, to_numpy
-from tests.oracles.efl import efl
+from tests.oracles.client_step.efl import efl
 
 Slot = dict[str, Any]
 

@@ -27,7 +27,7 @@ from tests.methods.watching import (
     untouched,
     watched,
 )
-from tests.oracles.gate import fedgate
+from tests.oracles.client_step.gate import fedgate
 from tests.oracles.model import Params
 from tests.sampling import sampled
 

@@ -24,7 +24,7 @@ from flwr_regs.testing.problem import (
 )
 from flwr_regs.wire import keys
 from tests.conftest import budgeted, close, make_clients, make_model, to_numpy
-from tests.oracles.mime import mime
+from tests.oracles.client_step.mime import mime
 from tests.oracles.model import Params
 from tests.sampling import sampled
 

@@ -28,8 +28,8 @@ from tests.methods.watching import (
     untouched,
     watched,
 )
+from tests.oracles.client_step.scaffold import scaffold
 from tests.oracles.model import Params
-from tests.oracles.scaffold import scaffold
 from tests.sampling import sampled
 
 

@@ -21,11 +21,11 @@ from flwr_regs.term import Term
 from flwr_regs.testing.problem import app_of, start_weights, train
 from flwr_regs.wire import keys
 from tests.conftest import budgeted, close, make_clients, make_model, to_numpy
-from tests.oracles.fedcm import fedcm
-from tests.oracles.fedexp import fedexp
+from tests.oracles.client_step.fedcm import fedcm
+from tests.oracles.client_step.sam import fedlesam, fedsam
 from tests.oracles.model import Params, gradient
-from tests.oracles.qfedavg import qfedavg
-from tests.oracles.sam import fedlesam, fedsam
+from tests.oracles.server_step.fedexp import fedexp
+from tests.oracles.server_step.qfedavg import qfedavg
 from tests.sampling import sampled
 
 METHODS: dict[str, tuple[Any, Any, Any, dict[str, Any]]] = {

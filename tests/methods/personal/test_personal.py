@@ -22,11 +22,11 @@ from flwr_regs.testing import spies
 from flwr_regs.testing.problem import SerialisingGrid, app_of, start_weights, train
 from flwr_regs.wire import keys
 from tests.conftest import budgeted, close, make_clients, make_model, to_numpy
-from tests.oracles.apfl import apfl, mixed
-from tests.oracles.ditto import ditto
-from tests.oracles.fedamp import fedamp
-from tests.oracles.fedbabu import fedbabu, fine_tuned
 from tests.oracles.model import Params, log_softmax, logits
+from tests.oracles.personal.apfl import apfl, mixed
+from tests.oracles.personal.ditto import ditto
+from tests.oracles.personal.fedamp import fedamp
+from tests.oracles.personal.fedbabu import fedbabu, fine_tuned
 from tests.sampling import sampled
 
 SOME = {"seed": 8, "fraction_train": 0.6, "min_train_nodes": 1}

@@ -23,7 +23,7 @@ from flwr_regs.testing.problem import (
 )
 from flwr_regs.wire.records import from_record
 from tests.conftest import close, make_clients, make_model, to_numpy
-from tests.oracles.fedexp import fedexp
+from tests.oracles.server_step.fedexp import fedexp
 
 CLIENTS = make_clients(4)
 OFF = {"seed": 3, "fraction_evaluate": 0.0}

@@ -23,7 +23,7 @@ from tests.methods.watching import (
     untouched,
     watched,
 )
-from tests.oracles.fednova import fednova
+from tests.oracles.server_step.fednova import fednova
 from tests.sampling import sampled
 
 KINDS: list[dict[str, float]] = [{}, {"momentum": 0.6}, {"mu": 0.8}]

@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 
-from tests.oracles.apfl import apfl, mixed
 from tests.oracles.averaged import sgd
 from tests.oracles.model import Params, loss
 from tests.oracles.numeric import SOME, apart, slopes
 from tests.oracles.perceptron import CLIENTS, lr, model
+from tests.oracles.personal.apfl import apfl, mixed
 
 Own = list[dict[int, tuple[Params, float]]]
 

@@ -1,9 +1,9 @@
 """The Ditto oracle checked by itself: finite differences, FedAvg and FedProx, what is kept."""
 
-from tests.oracles.ditto import pulled
 from tests.oracles.model import Params, loss
 from tests.oracles.numeric import apart, slopes
 from tests.oracles.perceptron import CLIENTS, model
+from tests.oracles.personal.ditto import pulled
 
 
 def test_a_personal_step_goes_down_its_objective() -> None:

@@ -5,8 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.oracles.efl import compress, efl, fisher
-from tests.oracles.fedavg import fedavg
+from tests.oracles.client_step.efl import compress, efl, fisher
 from tests.oracles.model import Params, log_softmax, logits, loss
 from tests.oracles.perceptron import (
     CLIENTS,
@@ -18,6 +17,7 @@ from tests.oracles.perceptron import (
     same,
     vector,
 )
+from tests.oracles.server_step.fedavg import fedavg
 
 
 def test_fisher_is_the_mean_squared_per_sample_gradient() -> None:

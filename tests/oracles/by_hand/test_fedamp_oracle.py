@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from tests.oracles.averaged import sgd
-from tests.oracles.fedamp import clouds, fedamp
 from tests.oracles.model import Params
 from tests.oracles.numeric import SOME, apart, slopes
 from tests.oracles.perceptron import CLIENTS, lr, model
+from tests.oracles.personal.fedamp import clouds, fedamp
 
 
 def run(**settings: Any) -> tuple[list[Params], list[dict[int, Params]], list[dict[int, Params]]]:

@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 
-from tests.oracles.fedavg import fedavg
-from tests.oracles.fedbabu import fedbabu, part_of
 from tests.oracles.model import loss
 from tests.oracles.numeric import SOME, apart, slopes
 from tests.oracles.perceptron import CLIENTS, lr, model
+from tests.oracles.personal.fedbabu import fedbabu, part_of
+from tests.oracles.server_step.fedavg import fedavg
 
 HEAD = ("2.weight", "2.bias")
 

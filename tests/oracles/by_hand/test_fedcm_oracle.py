@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from tests.oracles.fedcm import fedcm
+from tests.oracles.client_step.fedcm import fedcm
 from tests.oracles.perceptron import minus
 from tests.oracles.quadratics import CLIENTS, START, slope, whole
 

@@ -2,11 +2,11 @@
 
 import numpy as np
 
-from tests.oracles.efl import fisher
-from tests.oracles.fedavg import fedavg
-from tests.oracles.fedcurv import fedcurv
+from tests.oracles.client_step.efl import fisher
+from tests.oracles.client_step.fedcurv import fedcurv
 from tests.oracles.model import Params, gradient
 from tests.oracles.perceptron import CLIENTS, lr, model, vector
+from tests.oracles.server_step.fedavg import fedavg
 
 
 def first_models() -> list[Params]:

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from tests.oracles.feddyn import feddyn
+from tests.oracles.client_step.feddyn import feddyn
 from tests.oracles.model import Params
 from tests.oracles.quadratics import CLIENTS, START, minimum, slope, whole
 

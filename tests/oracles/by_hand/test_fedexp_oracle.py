@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from tests.oracles.fedexp import fedexp
 from tests.oracles.model import Params
 from tests.oracles.quadratics import CLIENTS, START, slope, whole
+from tests.oracles.server_step.fedexp import fedexp
 
 
 def test_a_round_by_hand() -> None:

@@ -2,8 +2,8 @@
 
 import pytest
 
-from tests.oracles.fednova import counts, fednova
 from tests.oracles.quadratics import CLIENTS, START, minimum, slope, whole
+from tests.oracles.server_step.fednova import counts, fednova
 
 
 def test_what_each_gradient_counts() -> None:

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from tests.oracles.gate import fedgate
+from tests.oracles.client_step.gate import fedgate
 from tests.oracles.model import Params
 from tests.oracles.quadratics import CLIENTS, START, minimum, slope, whole
 

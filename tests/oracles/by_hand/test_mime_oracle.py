@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from tests.oracles.mime import mime, mimelite
+from tests.oracles.client_step.mime import mime, mimelite
 from tests.oracles.model import Params
 from tests.oracles.quadratics import CLIENTS, START, minimum, slope, whole
 

@@ -5,8 +5,8 @@ import math
 import numpy as np
 import pytest
 
+from tests.oracles.client_loss.moon import contrast
 from tests.oracles.model import Params
-from tests.oracles.moon import contrast
 from tests.oracles.numeric import apart, slopes
 from tests.oracles.perceptron import CLIENTS, model
 

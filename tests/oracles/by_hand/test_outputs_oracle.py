@@ -6,9 +6,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.oracles import fedgkd, fedntd
 from tests.oracles.averaged import sgd
-from tests.oracles.logits import Loss, calibrated, counted, restricted
+from tests.oracles.client_loss import fedgkd, fedntd
+from tests.oracles.client_loss.logits import Loss, calibrated, counted, restricted
 from tests.oracles.model import Params, loss
 from tests.oracles.numeric import apart, slopes
 from tests.oracles.perceptron import CLIENTS, lr, model

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from tests.oracles.model import Params
-from tests.oracles.qfedavg import qfedavg
 from tests.oracles.quadratics import CLIENTS, START, slope, whole
+from tests.oracles.server_step.qfedavg import qfedavg
 
 
 def height(w: Params, x: np.ndarray, y: np.ndarray) -> float:

@@ -5,11 +5,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.oracles.client_step.sam import ahead, fedlesam, fedsam
 from tests.oracles.model import gradient, loss
 from tests.oracles.perceptron import CLIENTS as PERCEPTRONS
 from tests.oracles.perceptron import minus, model, vector
 from tests.oracles.quadratics import CLIENTS, START, slope, whole
-from tests.oracles.sam import ahead, fedlesam, fedsam
 
 
 def one(c: float) -> Any:

@@ -2,9 +2,9 @@
 
 import numpy as np
 
+from tests.oracles.client_step.scaffold import scaffold
 from tests.oracles.model import Params, gradient
 from tests.oracles.perceptron import CLIENTS, lr, model
-from tests.oracles.scaffold import scaffold
 
 
 def test_with_everyone_it_is_vrl_sgd() -> None:

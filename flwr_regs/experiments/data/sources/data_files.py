@@ -13,7 +13,7 @@ from flwr_regs.experiments.extras import missing_extra
 
 Array = np.ndarray[Any, Any]
 Parts = dict[str, Any]
-"""The fields of :class:`flwr_regs.experiments.data.arrays.Data`, by name."""
+"""The fields of :class:`flwr_regs.experiments.data.datasets.Data`, by name."""
 
 DOWNLOADS = "~/.cache/flwr_regs"
 

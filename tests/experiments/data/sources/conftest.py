@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from flwr_regs.experiments.data import arrays as data
+from flwr_regs.experiments.data import datasets as data
 
 
 @pytest.fixture(autouse=True)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from flwr_regs.experiments.data import arrays as data
+from flwr_regs.experiments.data import datasets as data
 from flwr_regs.experiments.data.augment import AUGMENTATIONS
 from flwr_regs.experiments.data.losses import LOSSES
 from flwr_regs.experiments.data.sources import readers as catalogue

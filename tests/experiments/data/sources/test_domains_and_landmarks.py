@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from flwr_regs.experiments.data import arrays as data
+from flwr_regs.experiments.data import datasets as data
 from flwr_regs.experiments.data.sources import digit_domains as fedbn
 from flwr_regs.experiments.data.sources import pickles
 from tests.experiments.data.sources import made

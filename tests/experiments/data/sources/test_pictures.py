@@ -14,7 +14,7 @@ import pytest
 from PIL import Image
 from torchvision import datasets as torchvisions
 
-from flwr_regs.experiments.data import arrays as data
+from flwr_regs.experiments.data import datasets as data
 from flwr_regs.experiments.data.sources import pictures
 from tests.experiments.data.sources import made
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import flwr_regs
-from flwr_regs.experiments.data import arrays as data
+from flwr_regs.experiments.data import datasets as data
 from flwr_regs.experiments.data.losses import half_square
 from flwr_regs.experiments.models.quadratic import Quadratic
 

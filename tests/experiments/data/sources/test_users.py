@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from flwr_regs.experiments.data import arrays as data
+from flwr_regs.experiments.data import datasets as data
 from flwr_regs.experiments.data.sources import texts
 from tests.experiments.data.sources import made
 

@@ -1,0 +1,62 @@
+"""FedNTD. Lee et al. 2022, Alg. 1.
+
+The paper is "Preservation of the global knowledge by not-true distillation in federated learning". The
+local loss is ``CE + beta L_NTD``.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from tests.oracles.averaged import Turn, averaged, sgd
+from tests.oracles.model import Batch, Client, Params, dlogits_backprop, log_softmax, logits
+
+
+def not_true(z: np.ndarray, y: np.ndarray, tau: float) -> np.ndarray:
+    """Return log softmax(z/tau) (B, c - 1) over the classes other than the true one, in their order."""
+    others = [[z[b, i] / tau for i in range(z.shape[1]) if i != y[b]] for b in range(len(y))]
+    return log_softmax(np.array(others))
+
+
+def distillation(
+    w: Params, w_global: Params, x: np.ndarray, y: np.ndarray, tau: float
+) -> tuple[float, Params]:
+    """Return ``tau^2 KL(q_g || q)`` on one batch, its mean, and its gradient with respect to ``w``.
+
+    q and q_g are the softmaxes of the model's and of the global model's not-true logits; q_g is constant.
+    """
+    z = logits(w, x)
+    log_q, log_teacher = not_true(z, y, tau), not_true(logits(w_global, x), y, tau)
+    value, g = 0.0, np.zeros_like(z)
+    for b in range(len(y)):
+        others = [i for i in range(z.shape[1]) if i != y[b]]
+        for j, i in enumerate(others):
+            p = math.exp(log_teacher[b, j])
+            value += tau**2 * p * (log_teacher[b, j] - log_q[b, j]) / len(y)
+            # d KL(q_g || q)/d z_i = (q_i - q_g,i) / tau; the true class's logit has no part in it
+            g[b, i] = tau**2 * (math.exp(log_q[b, j]) - p) / tau / len(y)
+    return value, dlogits_backprop(w, x, g)
+
+
+def fedntd(
+    w: Params,
+    clients: list[Client],
+    rounds: int,
+    lr: Callable[[int], float],
+    *args: Any,
+    beta: float = 1.0,
+    tau: float = 1.0,
+    **how: Any,
+) -> list[Params]:
+    """Return the global model after each round; the other arguments as in ``rounds.averaged``."""
+
+    def local(turn: Turn) -> Params:
+        def more(v: Params, batch: Batch) -> Params:
+            _, g = distillation(v, turn.w, *batch, tau)
+            return {name: beta * g[name] for name in g}
+
+        return sgd(turn.w, turn.batches, turn.eta, more)
+
+    return averaged(local, w, clients, rounds, lr, *args, **how)

@@ -1,0 +1,106 @@
+"""MOON. Li, He, Song 2021, "Model-contrastive federated learning", Alg. 1.
+
+The local loss is ``CE + mu l_con``, ``l_con = -log(e^{s_g/tau} / (e^{s_g/tau} + e^{s_p/tau}))``, the mean
+over the batch; s_g and s_p are the cosines of z, a layer's output, with that of the global model w_t and
+of the client's last local model. Those two are constants. Where a client has no last model, the loss is
+CE.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from tests.oracles.averaged import Turn, averaged, sgd
+from tests.oracles.model import (
+    Batch,
+    Client,
+    Params,
+    dfeatures_backprop,
+    dlogits_backprop,
+    features,
+    logits,
+)
+
+
+def output(w: Params, x: np.ndarray, projection: str) -> np.ndarray:
+    """Return z (B, width): the output of the layer "0" (linear), "1" (tanh) or "2" (logits)."""
+    if projection == "0":
+        linear: np.ndarray = x @ w["0.weight"].T + w["0.bias"]
+        return linear
+    return features(w, x) if projection == "1" else logits(w, x)
+
+
+def backprop(w: Params, x: np.ndarray, g: np.ndarray, projection: str) -> Params:
+    """Return d loss/d parameters, given ``g`` = d loss/d z (B, width)."""
+    if projection == "0":
+        zero = {name: np.zeros_like(value) for name, value in w.items()}
+        return {**zero, "0.weight": g.T @ x, "0.bias": g.sum(axis=0)}
+    return (dfeatures_backprop if projection == "1" else dlogits_backprop)(w, x, g)
+
+
+def cosine(a: np.ndarray, b: np.ndarray) -> float:
+    """Return the cosine of two vectors, neither of them zero."""
+    return float(a @ b / math.sqrt((a @ a) * (b @ b)))
+
+
+def contrast(
+    w: Params, w_global: Params, last: Params, x: np.ndarray, tau: float, projection: str = "1"
+) -> tuple[float, Params]:
+    """Return l_con on one batch, and its gradient with respect to ``w``."""
+    z, z_g, z_p = (output(m, x, projection) for m in (w, w_global, last))
+    value, g = 0.0, np.zeros_like(z)
+    for b in range(len(x)):
+        s_g, s_p = cosine(z[b], z_g[b]), cosine(z[b], z_p[b])
+        # -log(e^{s_g/tau} / (e^{s_g/tau} + e^{s_p/tau})) = log(1 + e^{(s_p - s_g)/tau})
+        ratio = math.exp((s_p - s_g) / tau)
+        value += math.log(1.0 + ratio) / len(x)
+        slope = ratio / (1.0 + ratio) / tau / len(x)  # d value/d s_p = -d value/d s_g
+        square = float(z[b] @ z[b])
+        for other, s, sign in ((z_g[b], s_g, -1.0), (z_p[b], s_p, 1.0)):
+            # d cos(z, o)/d z = o/(|z||o|) - cos z/|z|^2
+            d_cosine = other / math.sqrt(square * float(other @ other)) - s * z[b] / square
+            g[b] = g[b] + sign * slope * d_cosine
+    return value, backprop(w, x, g, projection)
+
+
+def moon(
+    w: Params,
+    clients: list[Client],
+    rounds: int,
+    lr: Callable[[int], float],
+    *args: Any,
+    mu: float = 5.0,
+    tau: float = 0.5,
+    projection: str = "1",
+    kept: list[dict[int, Params]] | None = None,
+    **how: Any,
+) -> list[Params]:
+    """Return the global model after each round; the other arguments as in ``rounds.averaged``.
+
+    A client's last local model is the one that it last made, whether or not the server used it; with none
+    (its first round, or it lost its state) it trains without l_con. ``kept`` is a list that takes all
+    clients' last models after each round.
+    """
+    last: dict[int, Params] = {}
+
+    def local(turn: Turn) -> Params:
+        def con(v: Params, batch: Batch) -> Params:
+            if turn.k not in last:
+                return {}
+            _, g = contrast(v, turn.w, last[turn.k], batch[0], tau, projection)
+            return {name: mu * g[name] for name in g}
+
+        v = sgd(turn.w, turn.batches, turn.eta, con)
+        last[turn.k] = v
+        return v
+
+    def after(_w: Params, _used: dict[int, Params]) -> None:
+        if kept is not None:
+            kept.append(dict(last))
+
+    return averaged(
+        local, w, clients, rounds, lr, *args,
+        forget=lambda k: last.pop(k, None), after=after, **how,
+    )  # fmt: skip
