@@ -1,0 +1,47 @@
+"""What comes of a decoder, and of bytes that a method's decoder cannot read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from flwr_regs.wire.arrays import ProtocolError
+from flwr_regs.wire.delta import decoded
+
+LIKE = {"w": np.zeros((2, 3), np.float32), "b": np.zeros(3, np.float32)}
+
+
+def test_what_decodes_has_the_names_shapes_and_dtypes_that_were_asked_for() -> None:
+    given = {name: a + 1 for name, a in LIKE.items()}
+    update = decoded(lambda data, like: given, b"code", LIKE, "the update")
+    for name, array in LIKE.items():
+        np.testing.assert_array_equal(update[name], array + 1)
+
+
+def raises(error: Exception) -> Callable[..., Any]:
+    def decode(data: bytes, like: Any) -> Any:
+        raise error
+
+    return decode
+
+
+@pytest.mark.parametrize(
+    "decode",
+    [
+        raises(KeyError("w")),
+        raises(MemoryError()),
+        raises(RecursionError("too deep")),
+        lambda data, like: None,
+        lambda data, like: {"w": like["w"]},
+        lambda data, like: {**like, "more": like["b"]},
+        lambda data, like: {**like, "b": like["b"][:2]},
+        lambda data, like: {**like, "b": like["b"].astype(np.complex128)},
+    ],
+    ids=["KeyError", "MemoryError", "RecursionError", "none", "missing", "more", "shape", "dtype"],
+)
+def test_whatever_a_decoder_does_is_named_and_costs_one_reply(decode: Callable[..., Any]) -> None:
+    with pytest.raises(ProtocolError, match="the update"):
+        decoded(decode, b"code", LIKE, "the update")
