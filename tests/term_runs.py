@@ -21,7 +21,7 @@ from flwr_regs import (
     client_app,
 )
 from tests.conftest import Batch, close, make_model
-from tests.oracles.outside import Told
+from tests.oracles.plain_steps import Told
 
 Arrays = dict[str, Any]
 

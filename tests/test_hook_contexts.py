@@ -38,9 +38,9 @@ from flwr_regs.abilities import (
     Weighs,
 )
 from tests.conftest import close, make_model, to_numpy
-from tests.oracles import outside as oracle
+from tests.oracles import plain_steps as oracle
 from tests.oracles.model import logits
-from tests.oracles.outside import Turn
+from tests.oracles.plain_steps import Turn
 from tests.term_runs import (
     LR,
     Arrays,
