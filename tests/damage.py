@@ -26,7 +26,6 @@ from flwr.app import (
     Message,
     RecordDict,
 )
-from flwr.common.serde import recorddict_to_proto
 from torch import nn
 
 import flwr_regs as fr
@@ -95,15 +94,6 @@ class Playback(InProcessGrid):
 def copied(content: RecordDict) -> RecordDict:
     """Return a copy of a content; its arrays' bytes are shared."""
     return RecordDict({name: record.copy() for name, record in content.items()})
-
-
-def sendable(content: RecordDict) -> bool:
-    """Whether Flower can send a content."""
-    try:
-        recorddict_to_proto(content)
-    except (ValueError, TypeError, UnicodeEncodeError, struct.error):
-        return False
-    return True
 
 
 # Methods

@@ -1,13 +1,10 @@
 """What the tests of the oracles share: derivatives by central differences, models side by side."""
 
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 
 from tests.oracles.model import Params
-from tests.oracles.perceptron import CLIENTS, lr, model
-from tests.oracles.server_step.fedavg import fedavg
 
 SOME = [[0, 2], [0, 1, 2], [1, 2], [0, 1]]
 """Cohorts of four rounds, of `CLIENTS`."""
@@ -31,12 +28,3 @@ def apart(a: Params, b: Params) -> float:
     """Return the largest difference of two models with the same names."""
     assert a.keys() == b.keys()
     return max(float(abs(a[name] - b[name]).max()) for name in a)
-
-
-def from_fedavg(oracle: Callable[..., list[Params]], **settings: Any) -> list[float]:
-    """Return how far the oracle is from FedAvg after each of four rounds of some of three clients."""
-    runs = [
-        m(model(), CLIENTS, 4, lr, 2, cohorts=SOME, **more)
-        for m, more in ((oracle, settings), (fedavg, {}))
-    ]
-    return [apart(a, b) for a, b in zip(*runs, strict=True)]

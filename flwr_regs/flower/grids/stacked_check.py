@@ -28,17 +28,8 @@ TOLERANCES = {torch.float64: 1e-4, None: 5e-2}
 """The precision of the check -> what rounding may change, of the norm of the update. Where the model does
 not run in float64, its own precision is taken, in which a small gradient may have any sign."""
 DRAWS = (
-    *(
-        "rand",
-        "normal",
-        "uniform",
-        "bernoulli",
-        "multinomial",
-        "poisson",
-        "binomial",
-        "exponential",
-    ),
-    *("geometric", "cauchy", "gamma", "dirichlet", "gumbel", "rrelu"),
+    *("rand", "normal", "uniform", "bernoulli", "multinomial", "poisson", "binomial"),
+    *("exponential", "geometric", "cauchy", "gamma", "dirichlet", "gumbel", "rrelu"),
 )
 """Parts of the names of torch's functions that draw random numbers, beside dropout."""
 
