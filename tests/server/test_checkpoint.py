@@ -62,7 +62,7 @@ def same(a: Any, b: Any) -> bool:
     return repr(a) == repr(b) if isinstance(a, float) else bool(a == b)
 
 
-DTYPES = ("f4", "f8", "f2", "i8", "u1", "?", "c8", ">f4", "u2", "f16")
+DTYPES = ("f4", "f8", "f2", "i8", "u1", "?", "u2")
 
 
 @st.composite
@@ -113,7 +113,7 @@ def test_one_object_is_kept_once() -> None:
 
 @pytest.mark.parametrize(
     "value",
-    [lambda: 0, np.array(["text"]), np.array([{}], dtype=object), 1j, np.datetime64(0, "s")],
+    [lambda: 0, np.array(["text"]), np.array([{}], dtype=object), 1j, np.ones(2, "c8")],
 )
 def test_what_cannot_be_kept_is_named_with_its_place(value: Any) -> None:
     with pytest.raises(
