@@ -103,10 +103,11 @@ class GlobalModel(Snapshots):
     ) -> None:
         if not model:
             raise ValueError("initial_arrays is empty: pass ArrayRecord(model.state_dict())")
-        if found := [n for n, a in model.items() if np.iscomplexobj(a)]:
-            raise ValueError(f"complex arrays cannot be averaged here, but {found} are")
-        if found := [n for n, a in model.items() if a.dtype.kind == "f" and _has_nan(a)]:
-            raise ValueError(f"initial_arrays: {found} hold NaN")
+        floats = {n: a for n, a in model.items() if a.dtype.kind == "f"}
+        if unusual := [n for n, a in model.items() if np.iscomplexobj(a)]:
+            raise ValueError(f"complex arrays cannot be averaged here, but {unusual} are")
+        if unusual := [n for n, a in floats.items() if np.isnan(a.max(initial=-np.inf))]:
+            raise ValueError(f"initial_arrays: {unusual} hold NaN")
         if half and not any(a.dtype == np.float32 for a in model.values()):
             raise ValueError(
                 f"wire_dtype='{half}' rounds float32 arrays, but initial_arrays holds only "
@@ -271,10 +272,10 @@ class GlobalModel(Snapshots):
         server, step = self._term.release(server, step, ctx)
         code = None
         if (coder := self._term.coder("release")) is not None:  # the clients get the decoded step
-            mine = {n: as_step(self.model[n], s) for n, s in step.items()}
-            check_finite(mine, "the global step")
-            code = coder.encode(in_code_order(mine, mine))
-            like = in_code_order(self.model, mine)
+            rounded = {n: as_step(self.model[n], s) for n, s in step.items()}
+            check_finite(rounded, "the global step")
+            code = coder.encode(in_code_order(rounded, rounded))
+            like = in_code_order(self.model, rounded)
             step = decoded(coder.decode, code, like, "the global step")
         return server, {**delta, **tie(step, self.tied or {})}, code
 
@@ -362,12 +363,6 @@ class GlobalModel(Snapshots):
     def _trainable(self, arrays: Mapping[str, T]) -> dict[str, T]:
         fixed = self.fixed
         return {n: a for n, a in arrays.items() if n not in fixed}
-
-
-def _has_nan(array: np.ndarray) -> bool:
-    return array.size > 0 and bool(
-        np.isnan(array.max())
-    )  # the largest of some numbers and a NaN is NaN
 
 
 def _after(model: NDArrays, step: Mapping[str, np.ndarray]) -> NDArrays:

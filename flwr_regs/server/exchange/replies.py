@@ -163,15 +163,15 @@ class Reader:
         """Raise ProtocolError for another method's client, or a reply without arrays."""
         plain = self.options.term.plain and keys.METHOD_KEY not in parcel.config
         if not plain and parcel.config.get(keys.METHOD_KEY) != self.method:
-            theirs = parcel.config.get(keys.METHOD_KEY, "one that names no method")
-            theirs = shown(theirs if isinstance(theirs, str) else quoted(theirs), LONGEST_NAME)
+            sender = parcel.config.get(keys.METHOD_KEY, "one that names no method")
+            sender = shown(sender if isinstance(sender, str) else quoted(sender), LONGEST_NAME)
             named = (
                 ""
                 if "+" in self.method or "-" in self.method
                 else f"flwr_regs.{self.method}Client, or "
             )
             raise ProtocolError(
-                f"{what} does not come from a {self.method} client but from {theirs}; use {named}"
+                f"{what} does not come from a {self.method} client but from {sender}; use {named}"
                 "RegClient or ClientRound with the strategy's terms"
             )
         if keys.ARRAYS not in parcel.records:

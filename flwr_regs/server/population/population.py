@@ -268,11 +268,11 @@ class Population(Snapshots):
 
     def _place(self, replies: Replies, present: set[int]) -> None:
         """Note the partitions that nodes report."""
-        found, failures = read_each(replies.came, _identity)
+        reported, failures = read_each(replies.came, _identity)
         for node, why in failures.items():
             self._refuse(node, why)
         placed: dict[int, int] = {}
-        for node, (pid, total) in found.items():
+        for node, (pid, total) in reported.items():
             if "partition-id" not in replies.came[node].config:
                 LOG.warning("node %d has no partition-id; its node id stands in for it", node)
             other = placed.get(pid, self.nodes.get(pid, node))
