@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 import flwr_regs as fr
 from flwr_regs.server.divergence import DivergenceGuard, suspects
 from flwr_regs.server.exchange.network import Request
 from flwr_regs.server.round import RoundFailed
 from flwr_regs.wire.parcel import Parcel
-from tests.conftest import make_clients, make_model
 from tests.conftest import run as train
 from tests.server.network import NumpyNetwork, quadratic, run
 from tests.server.test_training import CENTRE, CURVATURE, training
@@ -43,9 +40,7 @@ CALM = [1.0, 0.9, 1.1, 1.0, 0.8]
         ([*CALM, 11.0, 1.0, 1.0, 1.0, 1.0, 1.0, 11.0], []),  # too long ago
         ([*CALM, 9.0, 9.0], []),
         ([3.0**t for t in range(9)], [7, 8, 9]),  # the median is that of three rounds before
-        ([1.6**t for t in range(20)], []),
         ([10 * (1 - 0.9**t) for t in range(1, 20)], []),  # a momentum that fills up
-        ([0.5**t for t in range(99)], []),
         ([1.0, *[1e-9] * 9, 1e-3, 1e-3, 1e-3], []),  # near convergence, far below the first step
         ([1.0, *[1e-9] * 9, 2.0, 2.0, 2.0], [12, 13]),
         ([0.0] * 9 + [1.0, 1.0, 1.0], []),  # no five steps yet
@@ -71,8 +66,7 @@ def test_a_step_that_is_long_because_the_learning_rate_is_long_is_no_sign() -> N
     [
         ([1.0, 2.9, 3.1, 0.5, 4.0], [3, 5]),
         ([None, 1.0, 3.1], [3]),
-        ([-1.0, 5.0, 14.0, 16.0], [4]),  # a loss may be negative; then it says nothing
-        ([0.0, 2.0, 5.0, 7.0], [4]),
+        ([-1.0, 0.0, 2.0, 5.0, 7.0], [5]),  # a loss that is not positive says nothing
         ([1.0, float("nan"), float("inf")], [3]),
         ([float("inf"), 1.0, 2.0], []),
     ],
@@ -86,12 +80,9 @@ def test_the_loss(losses: list[Any], found: list[int]) -> None:
     [
         (fr.FedAvg(), ["lr (0.1)"]),
         (fr.FedFOR(1.0), ["first-order.alpha (1)", "lr (0.1)"]),
-        (fr.FedFOR(), ["lr (0.1)"]),
         (fr.EFL(5, 0.1, 0.1, fisher_samples=9), ["elastic.lam (5)", "lr (0.1)"]),
-        (fr.EFL(0.0, 0.1, fisher_samples=9), ["lr (0.1)"]),
         (fr.FedADC(0.9, alpha=3.0), [
             "fedadc.beta_local (0.9)", "fedadc.alpha (3)", "lr (0.1)"]),
-        (fr.FedAdam(), ["adaptive-server.lr (0.1)", "lr (0.1)"]),
         (fr.FedAvgM(), ["learning rate of the 'server-optimizer'", "lr (0.1)"]),
         (fr.RegStrategy([fr.Proximal(2.0), fr.LocalBatchNorm(), fr.SlowMomentum(0.5)]), [
             "proximal.mu (2)", "slowmo.beta (0.5)", "lr (0.1)"]),
@@ -195,13 +186,9 @@ QUIET: dict[str, Any] = {"seed": 3, "fraction_evaluate": 0.0}
     [
         (fr.FedFOR(1.0, **QUIET), fr.FedFORClient,
          {"train": {"local-steps": 40, "momentum": 0.9}}, r"first-order.alpha \(1\)"),
-        (fr.EFL(30.0, 0.5, 0.5, **QUIET), fr.EFLClient, {}, r"elastic.lam \(30\)"),
-        (fr.FedProx(12.0, wire_dtype="bfloat16", **QUIET), fr.FedProxClient,
-         {"model": partial(make_model, torch.float32), "clients": make_clients(4, torch.float32)},
-         r"proximal.mu \(12\)"),
         (fr.FedADC(0.9, alpha=6.0, **QUIET), fr.FedADCClient, {}, r"fedadc.alpha \(6\)"),
     ],
-    ids=["FedFOR", "EFL-coded", "FedProx-bfloat16", "FedADC"],
+    ids=["FedFOR", "FedADC"],
 )  # fmt: skip
 def test_a_training_that_diverges_is_stopped_with_its_likely_parameter(
     strategy: Any, client: Any, how: dict[str, Any], likely: str
