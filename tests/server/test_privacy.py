@@ -1,10 +1,10 @@
-"""Central DP against an oracle, its epsilon, and which method is compatible with Flower's mods."""
+"""Central DP against an oracle, its epsilon, and Flower's mods beside it."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -20,12 +20,11 @@ from flwr.serverapp.strategy import DifferentialPrivacyServerSideFixedClipping
 from torch import nn
 
 import flwr_regs as fr
-from flwr_regs import CentralDP, InProcessGrid, RoundFailed, client_app
+from flwr_regs import CentralDP, InProcessGrid, client_app
 from flwr_regs.experiments.settings.build import build, client_class
 from flwr_regs.experiments.settings.calls import parse_methods
-from flwr_regs.server.privacy import private_mean
+from flwr_regs.server.privacy import PrivateRounds, private_mean
 from flwr_regs.server.reply import Reply
-from flwr_regs.term import Term
 from flwr_regs.wire.arrays import NDArrays
 from flwr_regs.wire.records import from_record
 from tests.conftest import close, make_clients, make_model, run, to_numpy
@@ -327,16 +326,6 @@ def test_cohorts_that_count_for_privacy_do_not_follow_from_the_seed() -> None:
 # Central DP: what is refused
 
 
-@dataclass(frozen=True)
-class Sneaky(Term):
-    """A user's term that uploads without saying so."""
-
-    name = "sneaky"
-
-    def finish(self, delta: Any, ctx: Any) -> Any:
-        return delta, {"secret": torch.ones(3)}, {}
-
-
 def test_numbers_out_of_range_are_refused() -> None:
     poisson = PrivacyConfig(1e-5, 4, NeighboringRelation.ADD_OR_REMOVE_ONE, SamplingMethod.POISSON)
     for arguments, message in [
@@ -366,36 +355,21 @@ def test_batch_norm_is_refused_before_training_unless_private() -> None:
     assert sorted(got) == ["0.bias", "0.weight", "3.bias", "3.weight"]
 
 
-class Counting(nn.Module):
-    """A linear model with a buffer that training changes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 3).to(torch.float64)
-        nn.init.zeros_(self.linear.weight)
-        nn.init.zeros_(self.linear.bias)
-        self.register_buffer("seen", torch.zeros(()))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.training:
-            self.seen += len(x)
-        out: torch.Tensor = self.linear(x)
-        return out
-
-
-def test_a_reply_that_changes_a_buffer_is_left_out() -> None:
-    strategy = fr.FedAvg("uniform", seed=1, fraction_evaluate=0.0, privacy=CentralDP(1.0, 0.0))
-    with pytest.raises(RoundFailed, match=r"changed \['seen'\], which are not trained"):
-        start(strategy, InProcessGrid(app_of(fr.FedAvgClient, Counting), 4), 1, Counting)
-
-
-def test_an_upload_that_no_term_declared_is_left_out() -> None:
-    strategy = fr.RegStrategy(
-        [Sneaky()], weighting="uniform", fraction_evaluate=0.0, privacy=CentralDP(1.0, 1.0)
-    )
-    client = partial(fr.RegClient, terms=[Sneaky])
-    with pytest.raises(RoundFailed, match=r"sends uploads of \['sneaky'\] beside its update"):
-        start(strategy, InProcessGrid(app_of(client), 4), 1)
+def test_what_would_get_no_noise_is_left_out() -> None:
+    """A buffer that changed, and an upload that no term declared."""
+    model = {"w": np.zeros(2), "seen": np.zeros(())}
+    replies = {
+        0: reply_of({"w": [1.0, 1.0], "seen": 0.0}),
+        1: reply_of({"w": [1.0, 1.0], "seen": 4.0}),
+        2: replace(reply_of({"w": [1.0, 1.0]}), uploads={"sneaky": {"secret": np.ones(3)}}),
+        3: replace(reply_of({"w": [1.0, 1.0]}), uploads={"nothing": {}}),
+    }
+    private = PrivateRounds(CentralDP(1.0, 0.0), 1, None)
+    assert private.uncovered(replies, model, ["seen"]) == {
+        1: "it changed ['seen'], which are not trained and would get no noise",
+        2: "it sends uploads of ['sneaky'] beside its update, which get no noise",
+    }
+    assert PrivateRounds(None, 1, None).uncovered(replies, model, ["seen"]) == {}
 
 
 # Flower's mods, and its wrappers
@@ -472,11 +446,3 @@ def test_what_clients_are_told_of_the_last_step_is_the_released_one(row: str) ->
     for t, (before, after) in enumerate([(w1, w2), (w2, w3)], start=1):
         (told,) = (v for k, v in grid.sent[3 * t].items() if k.endswith(".broadcast"))
         close(told, {n: (before[n] - after[n]) / 0.2 for n in before}, 1e-12)
-
-
-def test_a_mod_sends_on_no_upload_that_nobody_declared() -> None:
-    strategy = fr.RegStrategy([Sneaky()], **UNIFORM, seed=1)
-    client = partial(fr.RegClient, terms=[Sneaky])
-    app = app_of(client, mods=[LocalDpMod(1.0, 0.1, 1.0, 1e-5)])
-    with pytest.raises(RoundFailed, match=r"sneaky\.upload.*stays unprotected"):
-        start(strategy, InProcessGrid(app, 3), 1)
