@@ -40,7 +40,8 @@ from flwr_regs.abilities import (
 from tests.conftest import close, make_model, to_numpy
 from tests.oracles import plain_steps as oracle
 from tests.oracles.model import logits
-from tests.oracles.plain_steps import Turn
+from tests.oracles.rounds import examples
+from tests.oracles.server_step.fedavg import fedavg
 from tests.term_runs import (
     LR,
     Arrays,
@@ -271,10 +272,10 @@ class Checked(Term, Checks):
         return {"rounds": server["rounds"] + 1}, delta
 
 
-def without(client: int, data: Any, rounds: int) -> oracle.Told:
-    """FedAvg of the other clients: with equal steps, FedNova's weights are p_k."""
-    turns = [Turn(k, 4, "unused" if k == client else "used") for k in range(len(data))]
-    return oracle.nova(start_weights(), to_numpy(data), [turns] * rounds, LR, "num-examples")
+def without(client: int, data: Any, rounds: int) -> list[Arrays]:
+    """FedAvg of the other clients."""
+    others = [{client}] * rounds
+    return fedavg(start_weights(), to_numpy(data), rounds, lambda t: LR, 1, 4, unused=others)
 
 
 @pytest.mark.parametrize("error", ERRORS)
@@ -450,10 +451,10 @@ def test_a_sharpness_aware_step(kind: Any) -> None:
 
     def uphill(v: Arrays, batch: Any) -> Arrays:
         g = oracle.plain(v, batch)
-        norm = oracle.squared_norm(g) ** 0.5
+        norm = oracle.square(g) ** 0.5
         return oracle.plain({n: v[n] + rho * g[n] / norm for n in v}, batch)
 
-    n = [oracle.examples(c) for c in clients]
+    n = [examples(c) for c in clients]
     for _ in range(3):
         ends = [oracle.steps_of(w, c, 2 * len(c), LR, uphill) for c in clients]
         w = {k: sum(m * v[k] for m, v in zip(n, ends, strict=True)) / sum(n) for k in w}
@@ -675,7 +676,7 @@ def test_what_a_term_reads_on_the_server() -> None:
     )
     got = train(strategy, numpy_app([Server], data, budget=budget), rounds=4)
     models = [start_weights(), *got]
-    n = [oracle.examples(c) for c in to_numpy(data)]
+    n = [examples(c) for c in to_numpy(data)]
     clients = to_numpy(data)
     for t, ctx in enumerate(NOTES["ctx"], 1):
         cohort = sorted(strategy.history[t - 1]["cohort"])
@@ -701,7 +702,7 @@ def test_what_a_term_reads_on_the_server() -> None:
             assert (reply.num_examples, reply.num_steps) == (n[k], steps)
             assert reply.planned_steps == planned
             delta = oracle.moved(models[t - 1], clients[k], steps, LR / t)
-            assert reply.norm == pytest.approx(oracle.squared_norm(delta) ** 0.5, abs=1e-9)
+            assert reply.norm == pytest.approx(oracle.square(delta) ** 0.5, abs=1e-9)
             assert np.isfinite(reply.loss)
             want = {m: want[m] + 0.5 * n[k] / total * delta[m] for m in want}
         close(models[t], {m: models[t - 1][m] + want[m] for m in want}, 1e-5)
