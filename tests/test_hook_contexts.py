@@ -32,6 +32,7 @@ from flwr_regs.testing.problem import ReversingGrid, SerialisingGrid
 from tests.conftest import Batch, close, make_model, to_numpy
 from tests.oracles import plain_steps as oracle
 from tests.oracles.model import logits
+from tests.oracles.rounds import examples
 
 Arrays = dict[str, Any]
 Slot = dict[str, Any]
@@ -154,7 +155,7 @@ def train(
 
 def averaged(ends: Mapping[int, Arrays]) -> Arrays:
     """The mean of the clients' models, by their numbers of examples."""
-    n = {k: oracle.examples(CLIENTS[k]) for k in ends}
+    n = {k: examples(CLIENTS[k]) for k in ends}
     return {m: sum(n[k] * end[m] for k, end in ends.items()) / sum(n.values()) for m in START}
 
 
@@ -592,7 +593,7 @@ def test_what_a_term_reads_on_the_server() -> None:
     strategy = RegStrategy([Server()], fraction_train=0.6, lr_schedule=lambda t: 1 / t, **ALL)
     got = train(strategy, numpy_app([Server], budget=3), rounds=4)
     models = [START, *got]
-    n = [oracle.examples(c) for c in CLIENTS]
+    n = [examples(c) for c in CLIENTS]
     for t, ctx in enumerate(NOTES["ctx"], 1):
         cohort = sorted(strategy.history[t - 1]["cohort"])
         total = sum(n[k] for k in cohort)
@@ -615,7 +616,7 @@ def test_what_a_term_reads_on_the_server() -> None:
             assert (reply.num_examples, reply.num_steps) == (n[k], steps)
             assert reply.planned_steps == planned
             delta = oracle.moved(models[t - 1], CLIENTS[k], steps, LR / t)
-            assert reply.norm == pytest.approx(oracle.squared_norm(delta) ** 0.5, abs=1e-9)
+            assert reply.norm == pytest.approx(oracle.square(delta) ** 0.5, abs=1e-9)
             assert np.isfinite(reply.loss)
             want = {m: want[m] + 0.5 * n[k] / total * delta[m] for m in want}
         close(models[t], {m: models[t - 1][m] + want[m] for m in want}, 1e-5)
@@ -638,7 +639,7 @@ class Hoard(Term, Folds):
         assert not any(ref() is not None for ref in self.seen.values())
         self.seen[pid] = weakref.ref(upload["big"])
         assert weight == ctx.weights[pid]
-        assert oracle.squared_norm(delta) ** 0.5 == pytest.approx(ctx.replies[pid].norm)
+        assert oracle.square(delta) ** 0.5 == pytest.approx(ctx.replies[pid].norm)
         acc[str(pid)] = upload["big"][0] * 1
         return acc
 

@@ -17,6 +17,7 @@ from flwr_regs.server.aggregate.weights import MeanOfUpdates, UnusableReplies, r
 from flwr_regs.server.failures import culprits
 from flwr_regs.server.reply import Reply
 from flwr_regs.server.round import RoundFailed
+from flwr_regs.server.snapshots import Snapshots
 from flwr_regs.term import ServerContext, Slot, mean_of_slots
 from flwr_regs.wire.arrays import (
     NDArrays,
@@ -46,7 +47,7 @@ SERVER_HOOKS = (
 T = TypeVar("T")
 
 
-class GlobalModel:
+class GlobalModel(Snapshots):
     """The global model and the terms' server slots.
 
     Parameters
@@ -91,6 +92,11 @@ class GlobalModel:
     ValueError
         No arrays, complex ones, or NaN; with `half`, no float32 array, or values beyond its range.
     """
+
+    kept = (
+        *("model", "frozen", "step", "previous_lr", "server", "buffers", "tied"),
+        *("coded_steps", "changed"),
+    )
 
     def __init__(
         self, term: Chain, model: NDArrays, half: str | None = None, keeps_step: bool = False
@@ -165,24 +171,6 @@ class GlobalModel:
         if self.buffers is not None:
             return self.buffers
         return untrainable(self.model) | frozenset(self._term.frozen(self.model))
-
-    def snapshot(self) -> dict[str, Any]:
-        """Return what a checkpoint holds of it; later rounds do not change it."""
-        return {
-            "model": self.model,
-            "frozen": self.frozen,
-            "step": self.step,
-            "previous_lr": self.previous_lr,
-            "server": self.server,
-            "buffers": self.buffers,
-            "tied": self.tied,
-            "coded_steps": dict(self.coded_steps),
-            "changed": dict(self.changed),
-        }
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue from a snapshot."""
-        vars(self).update(state)
 
     def context(self, server_round: int, lr: float, population: int) -> ServerContext:
         """Return the context of the terms' server hooks in a round."""

@@ -90,8 +90,6 @@ def test_each_aggregator_is_its_papers(
     np.testing.assert_allclose(found, expected(x.tolist()), rtol=0, atol=scale)
     monkeypatch.setattr(aggregators, "READ", 2 * n)
     np.testing.assert_allclose(result(aggregator, x), found, rtol=0, atol=scale)
-    monkeypatch.setattr(aggregators, "HELD", 0)
-    np.testing.assert_allclose(result(aggregator, x), found, rtol=0, atol=scale)
     np.testing.assert_allclose(result(aggregator, x[::-1]), found, rtol=0, atol=scale)
 
 
@@ -329,14 +327,13 @@ def broken(vectors: Vectors) -> Any:
         (broken, "aggregator=Own.*fails: KeyError: 'gone'"),
         (lambda v: np.zeros(v.size + 1), r"returned an array of shape \(10,\), expected \(9,\)"),
         (lambda v: np.full(v.size, np.nan), "returned NaN or infinity"),
-        (lambda v: ["a"] * v.size, "returned a list, expected numbers"),
-        (lambda v: None, r"returned (a NoneType|NaN|an array)"),
+        (lambda v: ["a"] * v.size, "returned a list, expected an array of numbers"),
+        (lambda v: None, "returned a NoneType"),
         (
             lambda v: Aggregate(np.zeros(v.size), [77]),
             r"selected \[77\], expected some of \[0, 1, 2\]",
         ),
         (lambda v: Aggregate(np.zeros(v.size), []), r"selected \[\]"),
-        (lambda v: v.matrix().__setitem__(0, 1.0), "read-only"),
     ],
 )
 def test_a_broken_aggregator_fails_the_round_by_its_name(back: Any, sentence: str) -> None:

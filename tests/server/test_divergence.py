@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import flwr_regs as fr
-from flwr_regs.server.divergence import Signs, suspects
+from flwr_regs.server.divergence import DivergenceGuard, suspects
 from flwr_regs.server.exchange.network import Request
 from flwr_regs.server.round import RoundFailed
 from flwr_regs.wire.parcel import Parcel
@@ -26,9 +26,9 @@ UNSTABLE = {"lr": 0.8, "local-steps": 3}  # client 1: (1 - 0.8 * 4)^3 = -10.6, a
 
 def rounds_with_a_sign(steps: Any, losses: Any = None, lr: Any = None) -> list[int]:
     """The rounds, from 1, that show a sign."""
-    signs = Signs()
+    guard = DivergenceGuard()
     lr, losses = lr or [1.0] * len(steps), losses or [None] * len(steps)
-    looks = [signs.look(*each) for each in zip(steps, lr, losses, strict=True)]
+    looks = [guard.look(*each) for each in zip(steps, lr, losses, strict=True)]
     return [t for t, sign in enumerate(looks, start=1) if sign]
 
 
@@ -138,14 +138,11 @@ def test_stop_keeps_the_model_and_the_history_of_the_rounds_before() -> None:
     one = training(on_divergence="stop")
     for t in (1, 2):
         run(one.round(t, {"lr": 0.1, "local-steps": 3}, network), network)
-    before = (one.model.model, one.model.step, one.model.server)
+    before = one.model.snapshot()
     for _ in range(2):
         with pytest.raises(RoundFailed, match=r"loss is over 3 times .*\(3.5 against 1\).*stop"):
             run(one.round(3, {"lr": 0.1, "local-steps": 3}, network), network)
-    assert all(
-        a is b
-        for a, b in zip(before, (one.model.model, one.model.step, one.model.server), strict=True)
-    )
+    np.testing.assert_equal(one.model.snapshot(), before)
     assert [e["round"] for e in one.history] == [1, 2, 3]
     assert "divergence" in one.history[2]
     assert one.history[2]["replies"] == [0, 1, 2]

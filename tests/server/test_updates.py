@@ -13,6 +13,7 @@ import pytest
 import flwr_regs as fr
 from flwr_regs.chain import chain
 from flwr_regs.server.aggregate import updates
+from flwr_regs.server.aggregate.robust_round import RobustMeans
 from flwr_regs.server.aggregate.updates import mean_delta, update_norm, update_of
 from flwr_regs.server.global_model import GlobalModel, as_step
 from flwr_regs.server.reply import Reply
@@ -259,8 +260,10 @@ def test_a_round_takes_the_memory_of_its_step_and_of_the_new_model() -> None:
     }
     weights, size = dict.fromkeys(came, 1 / 3), sum(w.nbytes for w in base.values())
     assert peak(lambda: mean_delta(base, came, weights, weights, [])) < 1.3 * size
-    ctx, state = ServerContext(1, 0.1, weights=weights), GlobalModel(chain([]), base)
-    assert peak(lambda: state.advance(came, ctx, weights)) < 2.2 * size
+    ctx = ServerContext(1, 0.1, weights=weights)
+    for robust in (None, RobustMeans(fr.CoordinateMedian()), RobustMeans(fr.Krum(0))):
+        state = GlobalModel(chain([]), base)
+        assert peak(lambda: state.advance(came, ctx, weights, robust=robust)) < 2.3 * size
 
     def coded() -> Arrays:
         return {n: np.full_like(w, 0.5) for n, w in base.items()}
