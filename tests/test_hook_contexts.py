@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -26,9 +25,9 @@ from flwr_regs import (
     ServerContext,
     Term,
 )
-from flwr_regs.abilities import Addresses, Agrees, Checks, Folds, Freezes, Weighs
+from flwr_regs.abilities import Agrees, Checks, Freezes, Weighs
 from flwr_regs.testing import problem
-from flwr_regs.testing.problem import ReversingGrid, SerialisingGrid
+from flwr_regs.testing.problem import SerialisingGrid
 from tests.conftest import Batch, close, make_model, to_numpy
 from tests.oracles import plain_steps as oracle
 from tests.oracles.model import logits
@@ -157,41 +156,6 @@ def averaged(ends: Mapping[int, Arrays]) -> Arrays:
     """The mean of the clients' models, by their numbers of examples."""
     n = {k: examples(CLIENTS[k]) for k in ends}
     return {m: sum(n[k] * end[m] for k, end in ends.items()) / sum(n.values()) for m in START}
-
-
-@dataclass(frozen=True)
-class Addressed(Term, Addresses):
-    """Sends everyone the round, and each client its own number; clients send both back."""
-
-    name: ClassVar[str] = "addressed"
-
-    def broadcast(self, server: Slot, ctx: ServerContext) -> Slot:
-        return {"round": np.full(3, float(ctx.round))}
-
-    def broadcast_to(self, pid: int, server: Slot, ctx: ServerContext) -> Slot:
-        return {"own": np.array([10.0 * pid + ctx.round])}
-
-    def finish(self, delta: Arrays, ctx: ClientContext) -> tuple[Arrays, Slot, Slot]:
-        back = {n: 1 * a for n, a in ctx.broadcast.items()}
-        return delta, back | {"id": torch.tensor(float(ctx.client_id))}, {}
-
-    def update(
-        self, server: Slot, delta: Arrays, uploads: Mapping[Any, Any], ctx: ServerContext
-    ) -> tuple[Slot, Arrays]:
-        note("uploads", {k: numbers(u) for k, u in uploads.items()})
-        return server, delta
-
-
-@pytest.mark.parametrize("downlink", ["model", "delta"])
-def test_each_client_gets_what_is_addressed_to_it(downlink: str) -> None:
-    strategy = RegStrategy([Addressed()], downlink=downlink, fraction_train=0.6, **ALL)
-    train(strategy, numpy_app([Addressed]), rounds=4)
-    for t, (uploads, entry) in enumerate(zip(NOTES["uploads"], strategy.history, strict=True), 1):
-        assert sorted(uploads) == sorted(entry["cohort"])
-        for k, upload in uploads.items():
-            assert upload["own"].tolist() == [10 * k + t]
-            assert upload["round"].tolist() == [t, t, t]
-            assert upload["id"] == k
 
 
 # parameters that stand still
@@ -620,40 +584,3 @@ def test_what_a_term_reads_on_the_server() -> None:
             assert np.isfinite(reply.loss)
             want = {m: want[m] + 0.5 * n[k] / total * delta[m] for m in want}
         close(models[t], {m: models[t - 1][m] + want[m] for m in want}, 1e-5)
-
-
-@dataclass(frozen=True)
-class Hoard(Term, Folds):
-    """Folds large uploads, and looks which of the others' are still held."""
-
-    name: ClassVar[str] = "hoard"
-    seen: ClassVar[dict[int, Any]] = {}
-
-    def finish(self, delta: Arrays, ctx: ClientContext) -> tuple[Arrays, Slot, Slot]:
-        return delta, {"big": torch.full((5000,), 1.0 + ctx.client_id)}, {}
-
-    def fold(
-        self, acc: Slot, pid: int, delta: Arrays, upload: Slot, weight: float, ctx: ServerContext
-    ) -> Slot:
-        assert self.seen or not acc
-        assert not any(ref() is not None for ref in self.seen.values())
-        self.seen[pid] = weakref.ref(upload["big"])
-        assert weight == ctx.weights[pid]
-        assert oracle.square(delta) ** 0.5 == pytest.approx(ctx.replies[pid].norm)
-        acc[str(pid)] = upload["big"][0] * 1
-        return acc
-
-    def update(
-        self, server: Slot, delta: Arrays, uploads: Mapping[Any, Any], ctx: ServerContext
-    ) -> tuple[Slot, Arrays]:
-        assert uploads == {str(k): 1.0 + k for k in sorted(ctx.replies)}
-        assert list(ctx.replies) == sorted(ctx.replies) == list(self.seen)
-        self.seen.clear()
-        return server, delta
-
-
-def test_uploads_are_folded_one_at_a_time_in_the_clients_order() -> None:
-    """Whatever the order in which replies come."""
-    strategy = RegStrategy([Hoard()], **ALL)
-    train(strategy, numpy_app([Hoard]), kind=ReversingGrid, rounds=2)
-    assert not any(entry["failures"] for entry in strategy.history)
