@@ -37,7 +37,7 @@ def ditto(
     for r in rounds_of(*run, **how):
         for k in r.lost:
             own.pop(k, None)
-        for k in r.cohort:
+        for k in r.trained:
             own[k] = pulled(r, k, own.get(k, w), w, personal_lr or r.eta, lam)
         w = r.mean({k: pulled(r, k, w, w, r.eta, mu) for k in r.used})
         models.append(w)
