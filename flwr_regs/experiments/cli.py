@@ -203,8 +203,8 @@ def _protocols(args: argparse.Namespace) -> int:
 def _list(args: argparse.Namespace) -> int:
     import flwr_regs
     from flwr_regs.experiments import methods_table
-    from flwr_regs.experiments.data import datasets as data
-    from flwr_regs.experiments.models import models
+    from flwr_regs.experiments.data.catalogue import DATASETS
+    from flwr_regs.experiments.models.architectures import MODELS
     from flwr_regs.experiments.partition import partitions
     from flwr_regs.experiments.report import metrics
     from flwr_regs.experiments.settings import settings
@@ -220,8 +220,8 @@ def _list(args: argparse.Namespace) -> int:
         print(f"{methods_table.costs(row)}\n\n{methods_table.composes(row)}")
         return 0
     meanings: Mapping[str, str] = {
-        "datasets": data.DATASETS,
-        "models": models.MODELS,
+        "datasets": DATASETS,
+        "models": MODELS,
         "partitions": partitions.PARTITIONS,
         "settings": settings.meanings(),
         "metrics": {name: metric.meaning for name, metric in metrics.METRICS.items()},

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from flwr_regs.experiments.data import needs
-from flwr_regs.experiments.data.datasets import DATASETS
-from flwr_regs.experiments.models.models import MODELS
+from flwr_regs.experiments.data.catalogue import DATASETS
+from flwr_regs.experiments.models.architectures import MODELS
 from flwr_regs.experiments.partition.partitions import PARTITIONS
 from flwr_regs.experiments.report import metrics
 from flwr_regs.experiments.run.tuning import FIXED, Bench, Space

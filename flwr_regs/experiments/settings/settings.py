@@ -13,8 +13,8 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from flwr_regs.experiments.data.datasets import DATASETS
-from flwr_regs.experiments.models.models import MODELS
+from flwr_regs.experiments.data.catalogue import DATASETS
+from flwr_regs.experiments.models.architectures import MODELS
 from flwr_regs.experiments.partition.partitions import PARTITIONS
 from flwr_regs.experiments.settings.build import catalogue
 from flwr_regs.wire.config import OPTIMIZERS, nearest
