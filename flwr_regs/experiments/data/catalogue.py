@@ -81,7 +81,7 @@ def kind_of(dataset: str) -> Kind:
     shape = tuple(given[size] if isinstance(size, str) else size for size in source.shape)
     if given.get("augment") == "crop-24":
         shape = (shape[0], 24, 24)
-    kind = {"shape": shape, "classes": source.classes, "tokens": source.tokens}
+    kind: dict[str, Any] = {"shape": shape, "classes": source.classes, "tokens": source.tokens}
     changed = _BY_ARGUMENTS[name](given) if name in _BY_ARGUMENTS else {}
     return Kind(**kind | changed)
 
