@@ -14,6 +14,7 @@ from flwr_regs.experiments import cli
 from flwr_regs.experiments.cards import protocol_runs, protocols
 from flwr_regs.experiments.data import needs
 from flwr_regs.experiments.data.catalogue import SOURCES
+from flwr_regs.experiments.partition.client_data import data_of
 from flwr_regs.experiments.partition.partitions import partition, partition_hash
 from flwr_regs.experiments.settings.job import Job
 from tests.experiments.test_cards import SAMPLED
@@ -351,7 +352,7 @@ def test_data_as_the_card_has_them_are_not_remarked_on(capsys: pytest.CaptureFix
     runs = json.loads(Path("here/settings.json").read_text())["runs"]
     for r in runs:  # a plan has the hash of each partition
         job = Job.from_run_config(r["settings"])
-        parts = partition(job.data().train_y, "iid", 3, job.seed)
+        parts = partition(data_of(job).train_y, "iid", 3, job.seed)
         assert r["partition"] == partition_hash(parts)
 
 

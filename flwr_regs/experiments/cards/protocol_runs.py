@@ -15,6 +15,7 @@ from flwr_regs.experiments import commands
 from flwr_regs.experiments.cards import protocols
 from flwr_regs.experiments.cards.protocols import Card, Panel, Row
 from flwr_regs.experiments.data import needs, subset
+from flwr_regs.experiments.partition.client_data import data_of
 from flwr_regs.experiments.report import metrics
 from flwr_regs.experiments.report.results import provenance, write
 from flwr_regs.experiments.report.run_records import file_name
@@ -203,7 +204,7 @@ def notes(
     if smoke:
         return ["a smoke test: its accuracies say nothing"]
     if name not in seen:
-        seen[name] = subset.fingerprint(replace(job, examples=0, num_classes=0).data())
+        seen[name] = subset.fingerprint(data_of(replace(job, examples=0, num_classes=0)))
     said = []
     if (known := needs.expected(name, card.hashes)) and seen[name] != known:
         said.append(f"the hash of {name} is {seen[name]}, the card's {known}: these are other data")

@@ -10,13 +10,13 @@ from flwr.app import Context, Message
 from flwr.client import NumPyClient
 
 from flwr_regs import client_app
+from flwr_regs.experiments.partition.client_data import ClientData, client_data_of
 from flwr_regs.flower.mods import ContextMod
 
 if TYPE_CHECKING:
     from torch import nn
     from torch.utils.data import TensorDataset
 
-    from flwr_regs.experiments.data.datasets import Data
     from flwr_regs.experiments.settings.job import Job
 
 
@@ -49,7 +49,6 @@ class _Kept:
 
     def __init__(self) -> None:
         self._of: tuple[object, ...] = ()
-        self._dataset: Data | None = None
         self._kept: dict[int, tuple[TensorDataset, TensorDataset | None]] = {}
         self._bytes = 0
 
@@ -57,13 +56,13 @@ class _Kept:
         self, job: Job, num_partitions: int, pid: int, server_round: int = 0
     ) -> tuple[TensorDataset, TensorDataset | None]:
         """Return a client's training data in a round, and its test data if it tests."""
-        dataset = job.data()
-        of = job, num_partitions, server_round
-        if of != self._of or dataset is not self._dataset:
-            self._of, self._dataset, self._kept, self._bytes = of, dataset, {}, 0
+        clients = client_data_of(job, num_partitions)
+        of = job, clients, server_round
+        if of != self._of:
+            self._of, self._kept, self._bytes = of, {}, 0
         if pid in self._kept:
             return self._kept[pid]
-        made = _made(job, dataset, num_partitions, pid, server_round)
+        made = _made(job, clients, pid, server_round)
         size = sum(t.nbytes for part in made if part is not None for t in part.tensors)
         if self._bytes + size <= MOST_KEPT:
             self._kept[pid] = made
@@ -75,9 +74,8 @@ _data = _Kept()
 
 
 def _made(
-    job: Job, dataset: Data, num_partitions: int, pid: int, server_round: int
+    job: Job, clients: ClientData, pid: int, server_round: int
 ) -> tuple[TensorDataset, TensorDataset | None]:
-    import numpy as np
     import torch
     from torch.utils.data import TensorDataset
 
@@ -86,14 +84,15 @@ def _made(
     from flwr_regs.experiments.data.augment import Augmented
     from flwr_regs.experiments.partition import shifts
 
-    held_out, trained = job.split(job.rows(dataset, num_partitions, pid, server_round))
+    dataset = clients.data
+    held_out, trained = clients.split(clients.rows(pid, server_round))
 
     def tensors(x: Any, y: Any, part: int) -> tuple[torch.Tensor, torch.Tensor]:
         if job.dataset.endswith("-domains"):
             x = domains.shifted(x, pid % len(domains.DOMAINS), job.seed + len(y))
         if job.partition == "noise":
-            x = shifts.noisy(x, pid, num_partitions, job.noise_level, job.seed, part)
-        y = job.labels(y, dataset.num_classes, server_round)
+            x = shifts.noisy(x, pid, clients.num_clients, job.noise_level, job.seed, part)
+        y = clients.labels(y, server_round)
         return torch.from_numpy(x), torch.from_numpy(y)
 
     examples = tensors(dataset.train_x[trained], dataset.train_y[trained], 0)
@@ -103,9 +102,7 @@ def _made(
         return train, TensorDataset(*tensors(x, dataset.train_y[held_out], 1))
     if not job.tested_on_clients:
         return train, None
-    rows = job.test_rows(dataset, num_partitions, pid)
-    if job.test_examples:
-        rows = np.random.default_rng((job.seed, pid)).permutation(rows)[: job.test_examples]
+    rows = clients.test_rows(pid)
     return train, TensorDataset(*tensors(dataset.test_x[rows], dataset.test_y[rows], 1))
 
 
@@ -147,7 +144,8 @@ def client_fn(context: Context) -> NumPyClient:
     job = _job(tuple(settings.items()))
     pid = int(context.node_config["partition-id"])
     total = int(context.node_config["num-partitions"])
-    train, test = _data(job, total, pid, server_round if job.by_round else 0)
+    clients = client_data_of(job, total)
+    train, test = _data(job, total, pid, server_round if clients.by_round else 0)
     # Shuffled batches; each is one indexing of the tensors.
     sampler = BatchSampler(RandomSampler(train), job.batch_size, drop_last=False)
     planned = job.local_steps or job.local_epochs * len(sampler)
@@ -155,9 +153,9 @@ def client_fn(context: Context) -> NumPyClient:
         "model": _model(job),
         "train_data": DataLoader(train, batch_size=None, sampler=sampler),
         "eval_data": None if test is None else DataLoader(test, batch_size=1000),
-        "loss_fn": LOSSES[job.data().loss],
+        "loss_fn": LOSSES[clients.data.loss],
         "share_label_counts": True,  # simulated data has no secrets
-        "step_budget": job.step_budget(server_round, pid, planned),
+        "step_budget": clients.step_budget(server_round, pid, planned),
     }
     for strategy in job.strategies.values():
         if method in ("", strategy.method_name):

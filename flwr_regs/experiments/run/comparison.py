@@ -15,6 +15,7 @@ import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
 from flwr.serverapp import Grid
 
+from flwr_regs.experiments.partition.client_data import client_data_of
 from flwr_regs.experiments.report.folders import check_writable, new_folder
 from flwr_regs.experiments.report.run_records import (
     Recorder,
@@ -117,7 +118,6 @@ class Comparison:
 
         job.check()
         self.job, self.grid = job, grid
-        dataset = job.data()
         self.model = models.build(*job.model_arguments)
         self.start = ArrayRecord(self.model.state_dict())
         clients = len(Population(1, None, 120.0).refresh(GridNetwork(grid)))
@@ -130,26 +130,23 @@ class Comparison:
                 f'"num-supernodes={job.num_clients} client-resources-num-cpus=1"'
             )
         try:
-            parts = job.parts_of(dataset, clients)
+            self.data = client_data_of(job, clients)
+            assert self.data.parts  # raises for a partition that is impossible
         except ValueError as error:
             raise ValueError(". NOTE: ".join([str(error), *self.notes])) from error
-        x, y = dataset.test_x, dataset.test_y
-        held_out = None
-        if job.held_out_clients:
-            held_out = np.concatenate(parts[clients:])
-        elif job.held_out_share:
-            held_out = np.concatenate([job.split(p)[0] for p in parts[:clients]])
-        if held_out is not None:
-            x = data.untouched(dataset.train_x[held_out], dataset.augment)
-            y = dataset.train_y[held_out]
+        dataset = self.data.data
+        trained_on, rows = self.data.server_rows()
+        if trained_on:
+            x = data.untouched(dataset.train_x[rows], dataset.augment)
+            y = dataset.train_y[rows]
+        else:
+            x, y = dataset.test_x[rows], dataset.test_y[rows]
         self.device = resolve_device("auto")
         self.test_x = torch.from_numpy(x).to(self.device)
         self.test_y = torch.from_numpy(y).to(self.device)
         self.num_classes, self.loss_fn = dataset.num_classes, LOSSES[dataset.loss]
-        counts = [
-            np.bincount(dataset.train_y[p], minlength=self.num_classes) for p in parts[:clients]
-        ]
-        self.shares = np.stack([c / c.sum() for c in counts])  # each client's class shares
+        counts = self.data.label_counts
+        self.shares = counts / counts.sum(1, keepdims=True)  # each client's class shares
 
     def train(
         self,
@@ -301,7 +298,7 @@ class Comparison:
 
         if self.job.partition != "label-swaps-rounds":
             return self.test_y
-        classes = self.job.labels(np.arange(self.num_classes), self.num_classes, server_round)
+        classes = self.data.labels(np.arange(self.num_classes), server_round)
         return torch.from_numpy(classes).to(self.device)[self.test_y]
 
     def _per_client(self, strategy: RegStrategy) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from flwr_regs.experiments.partition.client_data import client_data_of
 from flwr_regs.experiments.report import run_records as records
 from flwr_regs.experiments.report.results import Results, write
 from flwr_regs.experiments.report.run_records import Run
@@ -85,7 +86,7 @@ class Plan:
     def save(self, folder: Path, provenance: Mapping[str, Any]) -> None:
         """Write the plan, with the hash of each run's partition, and what produces it."""
         runs = [
-            {"label": label, "settings": job.config, "partition": job.partition_hash()}
+            {"label": label, "settings": job.config, "partition": client_data_of(job).hash}
             for label, job in self.jobs
         ]
         plan = {"heading": self.heading, "ordered": self.ordered, "seeds": self.seeds, **self.more}

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from flwr_regs.experiments.partition.client_data import client_data_of
 from flwr_regs.experiments.report.run_records import Run
 from flwr_regs.experiments.run.engine import Plan, try_out
 from flwr_regs.experiments.run.progress import duration
@@ -77,5 +78,5 @@ def planned_steps(job: Job) -> float:
     """Return a client's mean number of local steps in a round."""
     if job.local_steps:
         return float(job.local_steps)
-    sizes = job.label_counts().sum(1)
+    sizes = client_data_of(job).label_counts.sum(1)
     return float(np.mean(np.ceil(sizes / job.batch_size)) * job.local_epochs)

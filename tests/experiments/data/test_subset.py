@@ -9,6 +9,7 @@ import pytest
 
 from flwr_regs.experiments.data import catalogue, subset
 from flwr_regs.experiments.data import datasets as data
+from flwr_regs.experiments.partition.client_data import client_data_of, data_of
 from flwr_regs.experiments.settings.job import Job
 
 DIGITS = data.load("digits")
@@ -68,8 +69,8 @@ def test_a_hash_changes_with_any_number_and_any_order() -> None:
 
 def test_a_job_has_what_its_settings_leave() -> None:
     job = Job.from_run_config({"examples": 50, "num-classes": 2})
-    assert np.bincount(job.data().train_y).sum() == 50
-    assert job.label_counts().sum() == 50
-    assert job.data() is job.data()
-    synthetic = Job.from_run_config({"synthetic": True, "dataset": "mnist"}).data()
-    assert synthetic.train_x.shape == (200, 1, 28, 28)
+    clients = client_data_of(job)
+    assert len(clients.data.train_y) == clients.label_counts.sum() == 50
+    assert client_data_of(job) is clients
+    synthetic = Job.from_run_config({"synthetic": True, "dataset": "mnist"})
+    assert data_of(synthetic).train_x.shape == (200, 1, 28, 28)
