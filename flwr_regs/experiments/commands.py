@@ -108,7 +108,9 @@ def save(experiment: Experiment, folder: Path, came: Mapping[str, Any]) -> None:
         text = card_files.text(replace(experiment, panels=(panel,)), made)
         write(place / card_files.FILE, text)
     if len(experiment.panels) > 1:
-        write(folder / card_files.FILE, card_files.text(experiment, {**came, "card": experiment.name}))
+        write(
+            folder / card_files.FILE, card_files.text(experiment, {**came, "card": experiment.name})
+        )
 
 
 def _train_panel(
@@ -116,7 +118,9 @@ def _train_panel(
 ) -> int:
     """Tune and test in a panel's folder, as far as that is not done; return the exit status."""
     if experiment.metrics:
-        print(f"{experiment.name}, {experiment.source}, {experiment.where}: {panel.name}", flush=True)
+        print(
+            f"{experiment.name}, {experiment.source}, {experiment.where}: {panel.name}", flush=True
+        )
         for note in panel.notes:
             print(f"NOTE: {note}", flush=True)
     chosen: dict[str, Point] = {}
@@ -199,9 +203,7 @@ def _train(
     engine.execute(runs, folder, bars, args.workers, args.runner == "stacked", tables)
 
 
-def _save_tables(
-    folder: Path, heading: str, ordered: bool, records: Sequence[RunRecord]
-) -> None:
+def _save_tables(folder: Path, heading: str, ordered: bool, records: Sequence[RunRecord]) -> None:
     Results(records, (), heading, ordered).save_tables(folder)
 
 

@@ -53,7 +53,9 @@ def experiment_of(args: argparse.Namespace) -> tuple[Experiment, str]:
         more["tuning_seeds"] = numbers(args.tuning_seeds or TUNING_SEEDS, "--tuning-seeds")
     experiment = Experiment.of_methods(given, seeds, **more)
     if cases:
-        rows = [row for label, case in cases.items() for row in _rows(args, label, case, experiment)]
+        rows = [
+            row for label, case in cases.items() for row in _rows(args, label, case, experiment)
+        ]
         experiment = replace(experiment, rows=tuple(rows))
     return experiment, out
 
@@ -79,7 +81,9 @@ def _of_card(args: argparse.Namespace, name: str) -> tuple[Experiment, str]:
         "seeds": numbers(args.seeds, "--seeds") if args.seeds else (),
         "tuning_seeds": numbers(args.tuning_seeds, "--tuning-seeds") if args.tuning_seeds else (),
     }
-    card = replace(card, **{key: value for key, value in changed.items() if value not in ((), None)})
+    card = replace(
+        card, **{key: value for key, value in changed.items() if value not in ((), None)}
+    )
     card = replace(card, settings={"code-dir": folder, **card.settings}).given(given)
     return choices.smoke(card, given) if args.smoke else card, out
 

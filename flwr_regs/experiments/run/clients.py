@@ -167,7 +167,9 @@ def client_fn(context: Context) -> NumPyClient:
     for _, strategy in runs:
         if method in ("", strategy.method_name):
             return client_class(strategy)(**parts)
-    raise ValueError(f"the server runs '{method}', which is none of {[run.method for run, _ in runs]}")
+    raise ValueError(
+        f"the server runs '{method}', which is none of {[run.method for run, _ in runs]}"
+    )
 
 
 app = client_app(client_fn, mods=[ContextMod(_with_method)])

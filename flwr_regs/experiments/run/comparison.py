@@ -249,7 +249,9 @@ class Comparison:
                 shutil.rmtree(checkpoints, ignore_errors=True)
         return run
 
-    def _resumed(self, run: RunRecord, folder: Path | None, checkpoints: Path | None) -> Path | None:
+    def _resumed(
+        self, run: RunRecord, folder: Path | None, checkpoints: Path | None
+    ) -> Path | None:
         """Take up a run where its last checkpoint was; return the checkpoint, None to begin anew.
 
         A checkpoint without the record of its rounds is of no use, and is removed.

@@ -27,6 +27,7 @@ from flwr_regs.experiments.report.run_records import RunRecord
 from flwr_regs.experiments.run.comparison import Comparison, OnRound
 from flwr_regs.experiments.run.progress import Progress
 
+
 def execute(
     runs: Sequence[Run],
     folder: Path | None,
@@ -101,9 +102,7 @@ def try_out(run: Run, on_round: OnRound = lambda run: None) -> dict[str, Any]:
     from flwr_regs import InProcessGrid
     from flwr_regs.experiments.run.clients import app
 
-    short = replace(
-        run.settings, rounds=2, cohorts="uniform", straggler_share=0.0, drop_out=0.0
-    )
+    short = replace(run.settings, rounds=2, cohorts="uniform", straggler_share=0.0, drop_out=0.0)
     with quiet(), one_thread():
         comparison = Comparison(short, InProcessGrid(app, short.num_clients, short.config))
         try:
@@ -135,9 +134,7 @@ def _in_workers(
     queue = context.SimpleQueue()
     pool = ProcessPoolExecutor(workers, context, initializer=_begin_worker, initargs=(queue,))
     try:
-        waiting: set[Future[RunRecord]] = {
-            pool.submit(_work, run, folder, stacked) for run in runs
-        }
+        waiting: set[Future[RunRecord]] = {pool.submit(_work, run, folder, stacked) for run in runs}
         while waiting:
             done, waiting = wait(waiting, timeout=0.2)
             while not queue.empty():
