@@ -105,10 +105,12 @@ class TakesBack(ABC):
     """Corrects its client slot if the server did not use the client's reply."""
 
     @abstractmethod
-    def unused(self, before: Slot, after: Slot, sent: Arrays) -> Slot:
-        """Return the client slot, given those before and after the round, and the update that was sent.
+    def unused(self, before: Slot, after: Slot) -> Slot:
+        """Return the client slot after a round whose reply came, but was not used.
 
-        A term without this ability goes back to `before`.
+        `after` is what `finish` returned, `before` the slot of the last round that was used. What the round
+        has sent is known only if `finish` has put it into its slot. Without this ability, the client goes
+        back to `before`; so does every client whose reply did not come.
         """
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from flwr_regs.chain import Chain
-from flwr_regs.client.memory.state import to_numpy
+from flwr_regs.client.memory import to_numpy
 from flwr_regs.client.train.trainable import (
     Every,
     every_parameter,
@@ -18,7 +18,37 @@ from flwr_regs.client.train.trainable import (
     trained_parameters,
 )
 from flwr_regs.wire import keys
-from flwr_regs.wire.arrays import OTHER_FROZEN, ProtocolError, check_arrays, digest, unpack
+from flwr_regs.wire.arrays import OTHER_FROZEN, ProtocolError, check_arrays, digest
+from flwr_regs.wire.patterns import matching, split
+
+Pins = str | Sequence[str]
+"""Shell patterns on ``state_dict`` names: one text with commas, or several."""
+
+
+def pinned(pins: Pins, model: nn.Module) -> set[str]:
+    """Return the names of the model's entries that `pins` match, and of those in the same memory.
+
+    Raises ValueError for a pattern that matches nothing.
+    """
+    if not pins:
+        return set()
+    entries = model.state_dict()
+    chosen = matching(split(pins, "private"), list(entries))
+    places = {entries[n].data_ptr() for n in chosen if entries[n].numel()}
+    return chosen | {n for n, v in entries.items() if v.numel() and v.data_ptr() in places}
+
+
+def check_custody(pins: Pins, model: nn.Module, term: Chain) -> None:
+    """Raise ProtocolError if the strategy's method does not withhold every pinned entry."""
+    entries = pinned(pins, model)
+    if not entries:
+        return
+    if asked := sorted(entries - term.private(list(model.state_dict()))):
+        raise ProtocolError(
+            f"this client keeps {asked} to itself (private={pins!r}), but the strategy's method would "
+            f"send and overwrite them: withhold them on the server too, such as with "
+            f"Private({','.join(asked)!r}) among its terms"
+        )
 
 
 def load(
@@ -26,15 +56,15 @@ def load(
     term: Chain,
     arrays: Mapping[str, np.ndarray],
     config: Mapping[str, Any],
-    every: Every | None = None,
+    own: Mapping[str, torch.Tensor] | None = None,
 ) -> tuple[list[str], str]:
-    """Load the global model by name, and this client's private entries.
+    """Load the global model by name, and this client's `own` private entries (None: the model's).
 
     Parameters that this client does not train may be missing from the `arrays`: it holds them itself.
     Returns the private names, and the digest of what it so holds ("" if nothing).
     Raises ProtocolError naming an array that does not fit, and for another digest than the other clients'.
     """
-    every = every_parameter(model) if every is None else every
+    every = every_parameter(model)
     entries = model.state_dict()
     chosen = term.private(list(entries))
     private = [n for n in entries if n in chosen]
@@ -52,11 +82,13 @@ def load(
                 f"the global model: '{name}' and '{first}' are one parameter here, but differ"
             )
     own_values = {n: entries[n] for n in private}
-    if keys.PRIVATE_KEY in config:
-        kept = unpack(config[keys.PRIVATE_KEY])
-        tensors = {n: torch.from_numpy(a) for n, a in kept.items()}
-        own_values = _as_held(tensors, own_values, "bfloat16")
-        check_arrays(own_values, {n: entries[n] for n in private}, "this client's private entries")
+    if own is not None:
+        check_arrays(
+            mine := _as_held({**own}, own_values, "bfloat16"),
+            own_values,
+            "this client's private entries",
+        )
+        own_values = mine
     model.load_state_dict({**entries, **given, **own_values})
     return private, frozen_digest
 

@@ -22,9 +22,8 @@ from flwr_regs.client.calibration import calibrate
 from flwr_regs.client.measure.accuracy import score
 from flwr_regs.client.measure.classifier import find_classifier
 from flwr_regs.client.measure.context_functions import Measures
-from flwr_regs.client.memory.saved import Folder, Saved
-from flwr_regs.client.memory.state import ClientState, to_numpy
-from flwr_regs.client.round_message import plain, seeded
+from flwr_regs.client.member import plain, seeded
+from flwr_regs.client.memory import Folder, Root, to_numpy
 from flwr_regs.client.train.batches import Batches, to_device
 from flwr_regs.client.train.client_result import LocalResult
 from flwr_regs.client.train.optimizer import OptimizerFn
@@ -40,17 +39,18 @@ def own_model(
     term: Chain,
     train_data: Batches,
     config: Mapping[str, Any],
+    slots: Slot,
     *,
     task: Task,
     device: torch.device,
     classifier: str | None = None,
     optimizer: OptimizerFn | None = None,
-    folder: Folder = None,
+    folder: Root = None,
 ) -> nn.Module | None:
     """Return this client's own model, in an evaluation; None if nothing makes one.
 
     `model` holds the global model and this client's private entries. It may change. `config` is the
-    evaluate config, with this client's slots. With a `folder` the model is also saved.
+    evaluate config, `slots` what the terms remember. With a `folder` the model is also saved.
     """
     made: nn.Module | None = None
     with seeded(config.get(keys.SEED_KEY, 0), device):
@@ -67,11 +67,10 @@ def own_model(
                 }
                 made = calibrate(model, train_data, how, classifier=classifier, **own)
         elif any(isinstance(t, Personalises) for t in term.terms):
-            slots = ClientState.read(term, config).latest(term)
             measures = Measures(model, train_data, task, device, classifier)
             made = personalised(term, measures, slots, config[keys.LR_KEY], config)
     if made is not None and folder is not None and keys.START_KEY in config:
-        Saved(folder, config).keep_personal(entries_of(made, model))
+        Folder(folder, config).write_personal(entries_of(made, model))
     return made
 
 
@@ -142,6 +141,7 @@ def evaluate(
     eval_data: Batches,
     train_data: Batches,
     config: Mapping[str, Any],
+    slots: Slot,
     *,
     task: Task,
     device: torch.device,
@@ -157,7 +157,7 @@ def evaluate(
     loss, count, scores = score(model, eval_data, task, device)
     names = list(model.state_dict())
     own = {"task": task, "device": device, "classifier": classifier, **how}
-    made = own_model(model, term, train_data, config, **own)
+    made = own_model(model, term, train_data, config, slots, **own)
     metrics: dict[str, Any] = {**scores}
     if made is not None:
         own_loss, _, own_scores = score(made, eval_data, task, device)

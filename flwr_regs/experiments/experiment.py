@@ -91,9 +91,7 @@ class Run:
         strategy = self.strategy()
         with named(self.method):
             strategy.check_model(_start(*settings.model_arguments))
-            strategy.prepare(
-                settings.rounds, None, settings.train_config, settings.evaluate_config
-            )
+            strategy.prepare(settings.rounds, None, settings.train_config, settings.evaluate_config)
 
 
 @dataclass(frozen=True)
