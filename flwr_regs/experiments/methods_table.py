@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import flwr_regs
-from flwr_regs.experiments.settings.build import build
-from flwr_regs.experiments.settings.calls import parse_methods
+from flwr_regs.experiments.calls import parse_methods
+from flwr_regs.experiments.report.terminal import columns
 from flwr_regs.methods.registry import Method
 
 LEGEND = """\
@@ -34,11 +34,7 @@ HEAD = (
 def text() -> str:
     """Return the registry as plain text, at most 80 columns wide."""
     cells = [HEAD, *map(_short, flwr_regs.METHODS.values())]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    lines = [
-        "  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in cells
-    ]
-    return "\n".join([*lines, "", LEGEND, calls()])
+    return "\n".join([*columns(cells), "", LEGEND, calls()])
 
 
 def calls() -> str:

@@ -16,7 +16,7 @@ from flwr_regs.experiments.partition.partitions import BY_GROUP
 from flwr_regs.experiments.report import cell_pictures as cells
 from flwr_regs.experiments.report import drawing
 from flwr_regs.experiments.report.folders import check_writable
-from flwr_regs.experiments.settings.job import Job
+from flwr_regs.experiments.settings import Settings
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -26,7 +26,7 @@ COLUMNS = 6  # clients whose inputs a picture shows at most
 EXAMPLES = 3  # of each
 
 
-def draw(job: Job, folder: Path) -> str:
+def draw(job: Settings, folder: Path) -> str:
     """Write the pictures of a job's partition into `folder`; return what to print.
 
     ``partition``: how many examples of each class each client holds. ``partition-groups``: of each group,
@@ -53,7 +53,7 @@ def draw(job: Job, folder: Path) -> str:
     return "\n".join(lines)
 
 
-def _pictures(job: Job, title: str) -> Iterator[tuple[str, Figure]]:
+def _pictures(job: Settings, title: str) -> Iterator[tuple[str, Figure]]:
     clients = client_data_of(job)
     data = clients.data
     by_round = job.partition == "long-tail-rounds"
@@ -80,7 +80,7 @@ def _pictures(job: Job, title: str) -> Iterator[tuple[str, Figure]]:
         yield "partition-rounds", cells.swaps(np.stack(maps), title=title)
 
 
-def _inputs(job: Job, data: Data, title: str) -> Figure:
+def _inputs(job: Settings, data: Data, title: str) -> Figure:
     """Draw the first examples as some clients have them."""
     if job.partition == "noise":
         clients = np.unique(np.linspace(0, job.num_clients - 1, COLUMNS).round().astype(int))

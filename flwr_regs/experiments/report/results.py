@@ -11,17 +11,13 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import pandas as pd
-from rich import box
-from rich.console import Console
-from rich.table import Table
-
 import flwr_regs
 from flwr_regs.experiments.report import rows
 from flwr_regs.experiments.report.folders import write
-from flwr_regs.experiments.report.run_records import Run
+from flwr_regs.experiments.report.run_records import RunRecord
 
 if TYPE_CHECKING:
+    import pandas as pd
     from matplotlib.figure import Figure
 
 PICTURES = {"accuracy": "round", "megabytes": "megabytes", "seconds": "seconds"}
@@ -36,7 +32,7 @@ class Results:
 
     Attributes
     ----------
-    runs : list of Run
+    runs : list of RunRecord
         One for each label and seed.
     notes : list of str
         Printed below the table.
@@ -50,7 +46,7 @@ class Results:
 
     def __init__(
         self,
-        runs: Sequence[Run],
+        runs: Sequence[RunRecord],
         notes: Sequence[str] = (),
         heading: str = "method",
         ordered: bool = False,
@@ -90,6 +86,8 @@ class Results:
 
         Its columns are those of :func:`flwr_regs.experiments.report.rows.rows`.
         """
+        import pandas as pd
+
         return pd.DataFrame(self.rows()).set_index("method")
 
     def plot(self, x: str = "round") -> Figure:
@@ -128,6 +126,10 @@ class Results:
 
     def text(self) -> str:
         """Return the table for a terminal of 80 columns, and what it needs to be read."""
+        from rich import box
+        from rich.console import Console
+        from rich.table import Table
+
         out = io.StringIO()
         console = Console(file=out, width=80, highlight=False, markup=False, emoji=False)
         grid = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
@@ -218,6 +220,8 @@ class Results:
 
     def latex(self) -> str:
         """Return the table for a paper; it needs the LaTeX package booktabs."""
+        import pandas as pd
+
         cells = pd.DataFrame([self._cells(row) for row in self.rows()])
         columns = "l" + "r" * (len(cells.columns) - 1)
         body = cells.to_latex(index=False, escape=True, column_format=columns)

@@ -6,9 +6,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
-import pandas as pd
 
-from flwr_regs.experiments.report.run_records import Run
+from flwr_regs.experiments.report.run_records import RunRecord
 
 LAST = 5
 """Accuracies are means over this many last rounds, so that one lucky round counts less."""
@@ -24,7 +23,7 @@ SOME = ("epsilon", "delta", "clipped", "own", "personal")
 """Figures that a row has only where its runs have them."""
 
 
-def rows(runs: Sequence[Run], target: float, baseline: str = "") -> list[dict[str, Any]]:
+def rows(runs: Sequence[RunRecord], target: float, baseline: str = "") -> list[dict[str, Any]]:
     """Return a row for each label, in order.
 
     Accuracies are fractions, means over the seeds that ran to their end, ``..._std`` their sample standard
@@ -52,6 +51,8 @@ def rows(runs: Sequence[Run], target: float, baseline: str = "") -> list[dict[st
         Where there is privacy: what it spent, and the share of clipped updates. Where models were
         personalised: the mean accuracy on the clients' own data, of the global model and of theirs.
     """
+    import pandas as pd
+
     numbers = pd.DataFrame([_figures(run, target) for run in runs], dtype=float)
     groups = numbers.groupby([run.label for run in runs], sort=False)
     means, deviations, sums = groups.mean(), groups.std(), groups.sum()
@@ -77,7 +78,7 @@ def rows(runs: Sequence[Run], target: float, baseline: str = "") -> list[dict[st
     return table
 
 
-def by_label(runs: Sequence[Run]) -> dict[str, list[Run]]:
+def by_label(runs: Sequence[RunRecord]) -> dict[str, list[RunRecord]]:
     """Return label -> its runs, in order."""
     return {
         label: [r for r in runs if r.label == label]
@@ -85,7 +86,7 @@ def by_label(runs: Sequence[Run]) -> dict[str, list[Run]]:
     }
 
 
-def _figures(run: Run, target: float) -> dict[str, float | None]:
+def _figures(run: RunRecord, target: float) -> dict[str, float | None]:
     """Return one run's figures; None, or nothing, where it has none."""
     reached = first_at(run.trained, target)
     figures: dict[str, float | None] = dict.fromkeys((*COUNTED, *SPREAD, *MEANS, *SOME))
@@ -126,7 +127,7 @@ def _or_none(value: float) -> float | None:
     return None if np.isnan(value) else float(value)
 
 
-def tests_of_clients(run: Run) -> Iterator[dict[str, Any]]:
+def tests_of_clients(run: RunRecord) -> Iterator[dict[str, Any]]:
     """Yield what each client tested after the last round."""
     if run.rounds:
         yield from run.rounds[-1].get("evaluate", {}).get("clients", {}).values()
@@ -137,19 +138,19 @@ def first_at(tests: Sequence[dict[str, Any]], target: float) -> int | None:
     return next((test["round"] for test in tests if test["accuracy"] >= target), None)
 
 
-def last(run: Run) -> float:
+def last(run: RunRecord) -> float:
     """Return the mean accuracy of a run's last five rounds, or of as many as it has."""
     return float(np.mean(run.accuracy[-LAST:]))
 
 
-def collapsed(run: Run) -> bool:
+def collapsed(run: RunRecord) -> bool:
     """Return whether a run ends far below its best: see :data:`COLLAPSE`."""
     several = min(LAST, (len(run.accuracy) + 1) // 2)  # a short run can collapse too
     means = np.convolve(run.accuracy, np.ones(several) / several, "valid")
     return bool(means.max() - means[-1] > COLLAPSE)
 
 
-def warnings(runs: Sequence[Run]) -> list[str]:
+def warnings(runs: Sequence[RunRecord]) -> list[str]:
     """Say which methods diverged, failed, collapsed or had replies rejected: a sentence each."""
     sentences = []
     for label, of_label in by_label(runs).items():
@@ -187,6 +188,16 @@ def warnings(runs: Sequence[Run]) -> list[str]:
     return sentences
 
 
+def mean(values: Sequence[float]) -> float | None:
+    """Return the mean; None of nothing."""
+    return float(np.mean(values)) if values else None
+
+
+def deviation(values: Sequence[float]) -> float | None:
+    """Return the sample standard deviation; None of fewer than two values."""
+    return float(np.std(values, ddof=1)) if len(values) > 1 else None
+
+
 def interval(values: Sequence[float]) -> float | None:
     """Return half the width of the mean's 95 % interval (Student's t); None of fewer than two values."""
     from scipy import stats
@@ -196,7 +207,7 @@ def interval(values: Sequence[float]) -> float | None:
     return float(stats.t.ppf(0.975, len(values) - 1) * stats.sem(values))
 
 
-def bytes_of_a_turn(run: Run, *ways: str) -> float | None:
+def bytes_of_a_turn(run: RunRecord, *ways: str) -> float | None:
     """Return the bytes of a client's average turn, such as ``bytes_down``."""
     sent = [b for way in ways for r in run.rounds for b in r.get(way, {}).values()]
     turns = sum(len(r.get(ways[0], {})) for r in run.rounds)

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from flwr_regs.experiments.experiment import Run
 from flwr_regs.experiments.report.folders import write, writing
 
 HEAD = ("label", "method", "seed", "job", "clients", "settings")
@@ -28,7 +29,7 @@ NOT_FINITE = re.compile(r"NaN|nan|infinity|\binf\b|beyond|diverge")
 
 
 @dataclass
-class Run:
+class RunRecord:
     """One run, as far as it got.
 
     Attributes
@@ -131,7 +132,7 @@ class Recorder:
     A run that goes on has rounds already: they replace what is there in one step.
     """
 
-    def __init__(self, folder: Path | None, run: Run) -> None:
+    def __init__(self, folder: Path | None, run: RunRecord) -> None:
         self._path = None if folder is None else record_path(folder, run.label, run.seed)
         self._rounds = len(run.rounds)
         lines: list[dict[str, Any]] = [{"run": {name: getattr(run, name) for name in HEAD}}]
@@ -141,15 +142,15 @@ class Recorder:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             write(self._path, "".join(map(_line, lines)))
 
-    def round(self, run: Run) -> None:
+    def round(self, run: RunRecord) -> None:
         """Write what is new since the last call: rounds, and the last test."""
         self._append(*self._new(run), {"test": run.test[-1]})
 
-    def end(self, run: Run) -> None:
+    def end(self, run: RunRecord) -> None:
         """Write what is left, and the end."""
         self._append(*self._new(run), {"end": {name: getattr(run, name) for name in END}})
 
-    def _new(self, run: Run) -> list[dict[str, Any]]:
+    def _new(self, run: RunRecord) -> list[dict[str, Any]]:
         new = [{"round": entry} for entry in run.rounds[self._rounds :]]
         self._rounds = len(run.rounds)
         return new
@@ -169,7 +170,23 @@ def record_path(folder: Path, label: str, seed: int) -> Path:
     return folder / "runs" / f"{file_name(label)}-seed{seed}.jsonl"
 
 
-def read(path: Path) -> Run:
+def recorded(runs: Iterable[Run], folder: Path) -> list[RunRecord]:
+    """Return those of some runs that have trained at all, as far as they got, in order.
+
+    Raises ValueError for a damaged record, as :func:`read` does.
+    """
+    paths = [record_path(folder, run.label, run.seed) for run in runs]
+    return [read(path) for path in paths if path.is_file()]
+
+
+def missing(runs: Iterable[Run], folder: Path) -> list[Run]:
+    """Return the runs that have not ended."""
+    runs = [*runs]
+    ended = {(record.label, record.seed) for record in recorded(runs, folder) if record.ended}
+    return [run for run in runs if (run.label, run.seed) not in ended]
+
+
+def read(path: Path) -> RunRecord:
     """Return the run of a record, as far as it got.
 
     The last line may be torn: the process was killed while it wrote it. Raises ValueError for any other
@@ -185,7 +202,7 @@ def read(path: Path) -> Run:
                 if 1 < number == len(lines):
                     break
                 raise ValueError(f"line {number} is no JSON") from error
-        run = Run(**contents[0]["run"])
+        run = RunRecord(**contents[0]["run"])
         for content in contents[1:]:
             if "round" in content:
                 run.rounds.append(content["round"])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from copy import deepcopy
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
@@ -12,6 +12,7 @@ from flwr.client import NumPyClient
 from flwr.clientapp import ClientApp
 
 from flwr_regs import client_app
+from flwr_regs.experiments.experiment import Experiment, Run
 from flwr_regs.experiments.partition.client_data import ClientData, client_data_of
 from flwr_regs.flower.mods import ContextMod
 
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.utils.data import TensorDataset
 
-    from flwr_regs.experiments.experiment import Run
 
 MOST_KEPT = 2**28
 """The bytes of clients' examples that a process keeps beside the data set: MNIST's, for one."""
@@ -76,7 +76,7 @@ class ClientFactory:
         # Shuffled batches; each is one indexing of the tensors.
         sampler = BatchSampler(RandomSampler(train), settings.batch_size, drop_last=False)
         planned = settings.local_steps or settings.local_epochs * len(sampler)
-        return self._class(
+        client: NumPyClient = self._class(
             model=self.new_model(),
             train_data=DataLoader(train, batch_size=None, sampler=sampler),
             eval_data=None if test is None else DataLoader(test, batch_size=1000),
@@ -84,6 +84,7 @@ class ClientFactory:
             share_label_counts=True,  # simulated data has no secrets
             step_budget=clients.step_budget(server_round, pid, planned),
         )
+        return client
 
     @cached_property
     def _class(self) -> Any:
@@ -172,11 +173,16 @@ def with_message(message: Message, context: Context) -> Context:
     )
 
 
+def runs_of_config(config: Mapping[str, Any]) -> list[Run]:
+    """Return the runs of a Flower app's run config, unchecked."""
+    experiment = Experiment.of_methods(config).fair()
+    (panel,) = experiment.panels
+    return experiment.tests(panel)
+
+
 @lru_cache(maxsize=2)
 def _factories(settings: tuple[tuple[str, Any], ...], num_clients: int) -> dict[str, ClientFactory]:
     """Return method -> the factory of its clients, of a run config; one process serves many clients."""
-    from flwr_regs.experiments.experiment import runs_of_config
-
     runs = runs_of_config(dict(settings))
     clients = client_data_of(runs[0].settings, num_clients)
     return {run.strategy().method_name: ClientFactory(run, clients) for run in runs}

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +29,6 @@ from flwr_regs.experiments.run.estimate import announcement
 from flwr_regs.experiments.run.process_state import quiet, threads, warm_up
 from flwr_regs.experiments.run.progress import Heartbeat, Progress
 from flwr_regs.experiments.run.trainer import Trainer
-
-News = Callable[..., None]
-"""Called with a name of a method of `Progress`, and its arguments."""
 
 
 def execute(
@@ -72,8 +70,7 @@ def execute(
     if workers > 1:
         trained = _in_workers(lacking, folder, progress, workers, stacked)
     else:
-        news: News = lambda name, *told: getattr(progress, name)(*told)
-        trained = (train(run, folder, news, stacked, grid=grid) for run in lacking)
+        trained = (train(run, folder, progress, stacked, grid=grid) for run in lacking)
     keys = [(run.label, run.seed) for run in runs]
     with progress:
         for record in trained:
@@ -86,7 +83,7 @@ def execute(
 def train(
     run: Run,
     folder: Path | None,
-    news: News,
+    progress: Progress,
     stacked: bool = False,
     workers: int = 1,
     grid: Grid | None = None,
@@ -95,9 +92,10 @@ def train(
     from flwr_regs import InProcessGrid, StackedGrid
 
     def on_round(record: RunRecord) -> None:
-        news("round", run.label, run.seed, record.test[-1]["round"], record.test[-1]["accuracy"])
+        test = record.test[-1]
+        progress.round(run.label, run.seed, test["round"], test["accuracy"])
 
-    heartbeat = Heartbeat(lambda text: news("within", run.label, run.seed, text))
+    heartbeat = Heartbeat(partial(progress.within, run.label, run.seed))
     with quiet() as warned, threads(1) as allowed, heartbeat:
         warm_up()
         clients = client_data_of(run.settings, 0 if grid is None else len([*grid.get_node_ids()]))
@@ -128,8 +126,8 @@ def _in_workers(
         while waiting:
             done, waiting = wait(waiting, timeout=0.2)
             while not queue.empty():
-                name, *told = queue.get()
-                getattr(progress, name)(*told)
+                news, told = queue.get()
+                getattr(progress, news)(*told)
             for future in sorted(done, key=lambda f: f.exception() is not None):  # results first
                 yield future.result()
     except BrokenProcessPool as error:
@@ -165,5 +163,15 @@ def _end_with_parent() -> None:
         os._exit(1)
 
 
+class _ToParent(Progress):
+    """Passes a worker's news on."""
+
+    def round(self, *told: Any) -> None:
+        _QUEUE.put(("round", told))
+
+    def within(self, *told: Any) -> None:
+        _QUEUE.put(("within", told))
+
+
 def _work(run: Run, folder: Path | None, stacked: bool, workers: int) -> RunRecord:
-    return train(run, folder, lambda *news: _QUEUE.put(news), stacked, workers)
+    return train(run, folder, _ToParent([]), stacked, workers)

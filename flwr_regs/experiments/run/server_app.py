@@ -10,7 +10,7 @@ from pathlib import Path
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
-from flwr_regs.experiments.experiment import Run, runs_of_config
+from flwr_regs.experiments.experiment import Experiment, Run
 from flwr_regs.experiments.partition.client_data import client_data_of
 from flwr_regs.experiments.report.folders import check_writable, new_folder
 from flwr_regs.experiments.report.results import Results
@@ -25,7 +25,9 @@ app = ServerApp()
 @app.main()
 def main(grid: Grid, context: Context) -> None:
     """Train and compare the methods of the run config."""
-    runs = runs_of_config(context.run_config)
+    experiment = Experiment.of_methods(context.run_config).checked()
+    (panel,) = experiment.panels
+    runs = experiment.tests(panel)
     logging.getLogger("flwr").setLevel(logging.WARNING)  # the comparison prints its own progress
     compare(runs, grid, results_folder(runs[0].settings.out))
 
