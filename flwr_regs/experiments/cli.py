@@ -6,7 +6,7 @@ import argparse
 import os
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -164,7 +164,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _as_setting(word: str) -> str:
     """Return how to write a setting that stands there as an option."""
-    from flwr_regs.experiments.settings.settings import DEFAULTS
+    from flwr_regs.experiments.settings import DEFAULTS
 
     name = word.lstrip("-").partition("=")[0].replace("_", "-")
     return f"; {name} is a setting: {name}=..." if name in DEFAULTS else ""

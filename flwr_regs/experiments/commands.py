@@ -123,12 +123,15 @@ def _train_panel(
         )
         for note in panel.notes:
             print(f"NOTE: {note}", flush=True)
-    chosen: dict[str, Point] = {}
+    chosen: Mapping[str, Point] = {}
     if experiment.tune:
         print(f"tuning on held-out data: {folder / 'tuning'}", flush=True)
         (folder / "tuning").mkdir(exist_ok=True)
         _train(experiment.trial_runs(panel), folder / "tuning", "trial", args)
-        chosen = _chosen(experiment, panel, folder)
+        chosen = chosen_of(experiment, panel, folder)
+        _, made = card_files.of_folder(folder)
+        alone = replace(experiment, panels=(panel,))
+        write(folder / card_files.FILE, card_files.text(alone, {**made, "chosen": chosen}))
     if experiment.baseline:
         print(f"test: {folder}", flush=True)
     tests = experiment.tests(panel, chosen)
@@ -147,9 +150,16 @@ def _train_panel(
     return 1 if failed or nothing or missing(tests, folder) else 0
 
 
-def _chosen(experiment: Experiment, panel: Panel, folder: Path) -> dict[str, Point]:
+def chosen_of(experiment: Experiment, panel: Panel, folder: Path) -> Mapping[str, Point]:
+    """Return what tuning has chosen in a panel's folder: label -> point; nothing without tuning."""
     from flwr_regs.experiments.run import tuning
 
+    if not experiment.tune:
+        return {}
+    _, made = card_files.of_folder(folder)
+    if "chosen" in made:
+        chosen: Mapping[str, Point] = made["chosen"]
+        return chosen
     records = recorded(experiment.trial_runs(panel), folder / "tuning")
     return tuning.chosen(experiment, panel, records)
 
@@ -165,9 +175,7 @@ def results_of(experiment: Experiment, panel: Panel, folder: Path) -> Results:
                 f"{folder} is still tuning: go on with flwr-regs bench --resume {folder}"
             )
         raise ValueError(f"{folder} has no runs yet")
-    notes = []
-    if experiment.tune:
-        notes = tuning.notes(experiment, panel, _chosen(experiment, panel, folder))
+    notes = tuning.notes(experiment, panel, chosen_of(experiment, panel, folder))
     first = records[0].label if experiment.baseline else ""
     return Results(records, notes, experiment.heading, experiment.ordered, first)
 
@@ -296,7 +304,7 @@ def reproduce(args: argparse.Namespace) -> int:
     _check_runner(args, again)
     equal, total = 0, 0
     for panel, place in places(kept, args.folder):
-        chosen = _chosen(kept, panel, place) if kept.tune else {}
+        chosen = chosen_of(kept, panel, place)
         runs = replace(kept, seeds=trained).given(here).tests(panel, chosen)
         old = {(record.label, record.seed): record for record in recorded(runs, place)}
         with tempfile.TemporaryDirectory(prefix="flwr-regs-") as temporary:

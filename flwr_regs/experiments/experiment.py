@@ -1,7 +1,7 @@
 """What is compared, on what, under which settings: an `Experiment`, and the `Run`s that it is made of.
 
-Both are values. Text becomes an `Experiment` at an edge: words.py (the command line), cards/card_files.py (a
-card, a folder's experiment.toml), simulation.py, or run/server_app.py (Flower's run config).
+Both are values. Text becomes an `Experiment` at an edge: words.py (the command line), cards/card_files.py
+(a card, a folder's experiment.toml), simulation.py, or run/server_app.py (Flower's run config).
 """
 
 from __future__ import annotations
@@ -87,15 +87,11 @@ class Run:
         from flwr_regs.experiments.strategies import named
 
         settings = self.settings
-        try:
-            settings.check()
-            strategy = self.strategy()
-            with named(self.method):
-                strategy.check_model(_start(*settings.model_arguments))
-                configs = settings.train_config, settings.evaluate_config
-                strategy.prepare(settings.rounds, None, *configs)
-        except TypeError as error:  # an argument of a method
-            raise ValueError(str(error)) from error
+        settings.check()
+        strategy = self.strategy()
+        with named(self.method):
+            strategy.check_model(_start(*settings.model_arguments))
+            strategy.prepare(settings.rounds, None, settings.train_config, settings.evaluate_config)
 
 
 @dataclass(frozen=True)
@@ -306,7 +302,11 @@ class Experiment:
         from flwr_regs.experiments.strategies import check_apart, is_private
 
         tests = self.tests(panel)
-        strategies = check_apart({run.method: run for run in tests}.values())
+        different = {run.method: run for run in tests}.values()
+        try:
+            strategies = check_apart(different)
+        except TypeError as error:  # an argument of a method
+            raise ValueError(str(error)) from error
         if not (
             any(
                 r.settings.test_on_clients or r.settings.dataset.endswith("-domains") for r in tests

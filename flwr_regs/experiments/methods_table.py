@@ -94,6 +94,8 @@ def composes(row: Method) -> str:
 
 def others(row: Method) -> dict[str, str]:
     """Return name -> call of all that a method can be composed with: the other methods, and terms."""
+    from flwr_regs.experiments.strategies import build
+
     calls = {r.name: r.example for r in flwr_regs.METHODS.values() if r.name != row.name}
     for r in flwr_regs.METHODS.values():
         if len(r.terms) > 1:  # else its term is what its method adds
@@ -125,6 +127,8 @@ def _refusals(row: Method) -> Iterator[tuple[str, str]]:
 
 def _refusal(methods: str, settings: Mapping[str, Any]) -> str:
     """Return why a composition is refused, without its own text in front; "" if it is built."""
+    from flwr_regs.experiments.strategies import build
+
     ((label, parts),) = parse_methods(methods).items()
     try:
         build(parts, **settings)

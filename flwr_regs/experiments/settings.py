@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from flwr_regs.experiments.calls import catalogue
-from flwr_regs.experiments.data.datasets import DATASETS
-from flwr_regs.experiments.models.models import MODELS
+from flwr_regs.experiments.data.catalogue import DATASETS
+from flwr_regs.experiments.models.architectures import MODELS
 from flwr_regs.experiments.partition.partitions import PARTITIONS
 from flwr_regs.wire.config import OPTIMIZERS, check_train_config, nearest
 
@@ -420,8 +420,8 @@ def dead(runs: Iterable[Settings]) -> str:
             owner = needs.partition("=")[0]
             said = "is" if "=" in needs else "has its default,"
             return (
-                f"setting '{key(name)}' does nothing where {owner} {said} {settings.config[owner]!r}: leave "
-                f"it out, or set {needs.replace(',', ' or ')}"
+                f"setting '{key(name)}' does nothing where {owner} {said} {settings.config[owner]!r}: "
+                f"leave it out, or set {needs.replace(',', ' or ')}"
             )
     return ""
 

@@ -1,4 +1,4 @@
-"""What tuning tries for one setting, such as ``lr``, or one method's parameter, such as ``FedFOR.alpha``."""
+"""What tuning tries: for a setting, such as ``lr``, or a method's parameter, such as ``FedFOR.alpha``."""
 
 from __future__ import annotations
 

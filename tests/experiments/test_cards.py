@@ -11,8 +11,8 @@ import pytest
 from flwr_regs.experiments import cards_table
 from flwr_regs.experiments.cards import protocols
 from flwr_regs.experiments.cards.protocols import Card
+from flwr_regs.experiments.data.catalogue import parsed
 from flwr_regs.experiments.data.datasets import Data
-from flwr_regs.experiments.data.sources.readers import parsed
 from flwr_regs.experiments.partition.client_data import ClientData
 from flwr_regs.experiments.settings.job import Job
 

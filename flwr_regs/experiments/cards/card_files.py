@@ -1,7 +1,7 @@
 """Cards: TOML files that hold an experiment, such as a table of a paper with its reported numbers.
 
-They are those of ``flwr_regs/experiments/cards/``, a user's own, and the experiment.toml of a results' folder.
-docs/protocols.md says what they hold. ``flwr-regs bench CARD`` runs one.
+They are those of ``flwr_regs/experiments/cards/``, a user's own, and the experiment.toml of a results'
+folder. docs/protocols.md says what they hold. ``flwr-regs bench CARD`` runs one.
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from flwr_regs.experiments.data import catalogue, subset
 from flwr_regs.experiments.data import datasets as data
-from flwr_regs.experiments.data import needs, subset
 from flwr_regs.experiments.partition.client_data import client_data_of, data_of
 from flwr_regs.experiments.settings.job import Job
 
@@ -59,7 +59,7 @@ def test_records_have_the_shape_of_the_data_set(name: str) -> None:
 
 def test_a_hash_changes_with_any_number_and_any_order() -> None:
     whole = subset.fingerprint(DIGITS)
-    assert whole == needs.HASHES["digits"]
+    assert whole == catalogue.SOURCES["digits"].hash
     other = DIGITS.train_y.copy()
     other[0] += 1
     assert subset.fingerprint(replace(DIGITS, train_y=other)) != whole
