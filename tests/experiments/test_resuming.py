@@ -22,7 +22,7 @@ from flwr_regs.experiments.report import run_records as records
 from flwr_regs.experiments.run import engine
 from flwr_regs.experiments.run.engine import Plan
 from flwr_regs.experiments.run.progress import Progress
-from flwr_regs.experiments.settings.job import Job
+from flwr_regs.experiments.settings import Settings
 from tests.conftest import ROOT
 
 METHOD = "EFL(1.0, density_up=0.1, density_down=0.1)"  # the clients keep residuals, the server too
@@ -174,7 +174,7 @@ def test_a_pool_that_is_stopped_ends_its_own_workers_alone() -> None:
     child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,))
     child.start()
     try:
-        job = Job.from_run_config({"methods": "FedAvg", "rounds": 3000, "checkpoint-every": 0.0})
+        job = Settings.of({"methods": "FedAvg", "rounds": 3000, "checkpoint-every": 0.0})
         plan = Plan([("FedAvg", job)])
         with pytest.raises(KeyboardInterrupt):
             engine.execute(plan, None, Stopped([("FedAvg", 7, 3000)]), workers=2)
