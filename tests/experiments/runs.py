@@ -15,8 +15,7 @@ def runs_of(**settings: Any) -> list[Run]:
     """Return the checked runs of settings, whose names have underscores."""
     given = {key(name): value for name, value in settings.items()}
     experiment = Experiment.of_methods(given).checked()
-    (panel,) = experiment.panels
-    return experiment.tests(panel)
+    return experiment.tests(*experiment.panels)
 
 
 def trained(**settings: Any) -> dict[str, RunRecord]:
