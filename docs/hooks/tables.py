@@ -27,7 +27,7 @@ from flwr_regs.experiments.data.catalogue import SOURCES  # noqa: E402
 from flwr_regs.experiments.models import body  # noqa: E402
 from flwr_regs.experiments.models.architectures import NETS  # noqa: E402
 from flwr_regs.experiments.report.metrics import METRICS  # noqa: E402
-from flwr_regs.experiments.settings.settings import Settings, key, legal  # noqa: E402
+from flwr_regs.experiments.settings import Settings, key, legal  # noqa: E402
 from flwr_regs.methods.registry import FAMILIES, METHODS, Method  # noqa: E402
 
 

@@ -14,7 +14,7 @@ from flwr_regs import InProcessGrid
 from flwr_regs.experiments import words
 from flwr_regs.experiments.partition.client_data import client_data_of
 from flwr_regs.experiments.run import comparison
-from flwr_regs.experiments.settings import settings
+from flwr_regs.experiments import settings
 from flwr_regs.experiments.settings.job import Job
 from simulations.client_app import app
 from tests.conftest import ROOT

@@ -20,7 +20,7 @@ from flwr_regs.experiments.partition.partitions import BY_GROUP
 from flwr_regs.experiments.report import drawing
 from flwr_regs.experiments.report.drawing import Look, Picture
 from flwr_regs.experiments.report.folders import check_writable
-from flwr_regs.experiments.settings.job import Job
+from flwr_regs.experiments.settings import Settings
 
 ROUNDS = 20  # that a picture shows at most
 COLUMNS = 6  # clients whose inputs a picture shows at most
@@ -28,19 +28,19 @@ EXAMPLES = 3  # of each
 MOST = 250  # cells: more numbers than this nobody reads
 
 
-def draw(job: Job, folder: Path, look: Look | None = None) -> str:
-    """Write the pictures of a job's partition into `folder`; return what to print.
+def draw(settings: Settings, folder: Path, look: Look | None = None) -> str:
+    """Write the pictures of a partition into `folder`; return what to print.
 
     ``partition``: how many examples of each class each client holds. ``partition-groups``: of each group,
     where these decide. ``partition-inputs``: the same images as several clients have them, where clients
     change theirs. ``partition-rounds``: what changes from round to round. Each as PNG and PDF.
     """
     check_writable(folder)
-    title = f"{job.dataset}, partition {job.partition}, {job.num_clients} clients, seed {job.seed}"
-    clients = client_data_of(job)
+    title = f"{settings.dataset}, partition {settings.partition}, {settings.num_clients} clients, seed {settings.seed}"
+    clients = client_data_of(settings)
     written = []
     with drawing.style(look or Look()):
-        for name, picture in _pictures(job, clients, title, look or Look()):
+        for name, picture in _pictures(settings, clients, title, look or Look()):
             written += drawing.save(picture, folder / name)
     counts = clients.label_counts
     sizes, kinds = counts.sum(1), (counts > 0).sum(1)
@@ -55,26 +55,28 @@ def draw(job: Job, folder: Path, look: Look | None = None) -> str:
 
 
 def _pictures(
-    job: Job, clients: ClientData, title: str, look: Look
+    settings: Settings, clients: ClientData, title: str, look: Look
 ) -> Iterator[tuple[str, Picture]]:
     data = clients.data
-    by_round = job.partition == "long-tail-rounds"
+    by_round = settings.partition == "long-tail-rounds"
     first = " in round 1" if by_round else ""
     yield "partition", label_counts(clients.label_counts, look, title + first)
-    if data.groups is not None and job.partition in (*BY_GROUP, "label-swaps-rounds"):
+    if data.groups is not None and settings.partition in (*BY_GROUP, "label-swaps-rounds"):
         groups = data.groups.max() + 1
         counts = [np.bincount(data.groups[rows], minlength=groups) for rows in clients.parts]
         yield "partition-groups", label_counts(np.stack(counts), look, title, row="group")
-    if data.train_x.ndim == 4 and (job.partition == "noise" or job.dataset.endswith("-domains")):
-        yield "partition-inputs", _inputs(job, data.train_x[:EXAMPLES], title, look)
-    rounds = range(min(job.rounds, ROUNDS) + 1)
+    if data.train_x.ndim == 4 and (
+        settings.partition == "noise" or settings.dataset.endswith("-domains")
+    ):
+        yield "partition-inputs", _inputs(settings, data.train_x[:EXAMPLES], title, look)
+    rounds = range(min(settings.rounds, ROUNDS) + 1)
     if by_round:
         drawn = [data.train_y[clients.rows(0, t)] for t in rounds[1:]]
         counts = [np.bincount(y, minlength=data.num_classes) for y in drawn]
         words = {"column": "round", "who": f"In rounds 1 to {rounds[-1]}, client 0 has"}
         yield "partition-rounds", label_counts(np.stack(counts), look, title, first=1, **words)
-    if job.partition == "label-swaps-rounds":
-        swaps = data.num_classes, job.seed, job.swap_probability
+    if settings.partition == "label-swaps-rounds":
+        swaps = data.num_classes, settings.seed, settings.swap_probability
         table = np.stack([shifts.swapped(swaps[0], t, *swaps[1:]) for t in rounds])
         yield "partition-rounds", label_swaps(table, look, title)
 
@@ -141,24 +143,24 @@ def label_counts(
     return picture
 
 
-def _inputs(job: Job, examples: np.ndarray, title: str, look: Look) -> Picture:
+def _inputs(settings: Settings, examples: np.ndarray, title: str, look: Look) -> Picture:
     """Draw examples as some clients have them."""
-    if job.partition == "noise":
-        clients = np.unique(np.linspace(0, job.num_clients - 1, COLUMNS).round().astype(int))
+    if settings.partition == "noise":
+        clients = np.unique(np.linspace(0, settings.num_clients - 1, COLUMNS).round().astype(int))
         caption = "The same examples, with each client's noise on them."
     else:
-        clients = np.arange(min(job.num_clients, len(domains.DOMAINS)))
+        clients = np.arange(min(settings.num_clients, len(domains.DOMAINS)))
         caption = "The same examples in each client's domain."
     columns, names = [], []
     for client in clients.tolist():
         x, name = examples, f"client {client}"
-        if job.dataset.endswith("-domains"):
+        if settings.dataset.endswith("-domains"):
             domain = client % len(domains.DOMAINS)
-            x = domains.shifted(x, domain, job.seed)
+            x = domains.shifted(x, domain, settings.seed)
             name += f": {domains.DOMAINS[domain]}"
-        if job.partition == "noise":
-            x = shifts.noisy(x, client, job.num_clients, job.noise_level, job.seed)
-            variance = shifts.noise_variance(client, job.num_clients, job.noise_level)
+        if settings.partition == "noise":
+            x = shifts.noisy(x, client, settings.num_clients, settings.noise_level, settings.seed)
+            variance = shifts.noise_variance(client, settings.num_clients, settings.noise_level)
             name += f": variance {variance:.3g}"
         columns.append(x)
         names.append(name)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from copy import deepcopy
+from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from flwr.app import Context, Message
 from flwr.client import NumPyClient
 
-from flwr_regs import client_app
+from flwr_regs import RegStrategy, client_app
 from flwr_regs.experiments.partition.client_data import ClientData, client_data_of
 from flwr_regs.flower.mods import ContextMod
 
@@ -17,7 +18,8 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.utils.data import TensorDataset
 
-    from flwr_regs.experiments.settings.job import Job
+    from flwr_regs.experiments.experiment import Run
+    from flwr_regs.experiments.settings import Settings
 
 
 def _with_method(message: Message, context: Context) -> Context:
@@ -53,7 +55,7 @@ class _Kept:
         self._bytes = 0
 
     def __call__(
-        self, job: Job, num_partitions: int, pid: int, server_round: int = 0
+        self, job: Settings, num_partitions: int, pid: int, server_round: int = 0
     ) -> tuple[TensorDataset, TensorDataset | None]:
         """Return a client's training data in a round, and its test data if it tests."""
         clients = client_data_of(job, num_partitions)
@@ -74,7 +76,7 @@ _data = _Kept()
 
 
 def _made(
-    job: Job, clients: ClientData, pid: int, server_round: int
+    job: Settings, clients: ClientData, pid: int, server_round: int
 ) -> tuple[TensorDataset, TensorDataset | None]:
     import torch
     from torch.utils.data import TensorDataset
@@ -100,13 +102,13 @@ def _made(
     if len(held_out):
         x = data.untouched(dataset.train_x[held_out], dataset.augment)
         return train, TensorDataset(*tensors(x, dataset.train_y[held_out], 1))
-    if not job.tested_on_clients:
+    if not job.test_on_clients:
         return train, None
     rows = clients.test_rows(pid)
     return train, TensorDataset(*tensors(dataset.test_x[rows], dataset.test_y[rows], 1))
 
 
-def _model(job: Job) -> nn.Module:
+def _model(job: Settings) -> nn.Module:
     """Return a new model; the server's weights replace its own.
 
     One of the package's is a copy: to draw a large model's weights takes longer than its first steps. A
@@ -118,17 +120,21 @@ def _model(job: Job) -> nn.Module:
 
 
 @lru_cache(maxsize=1)
-def _drawn(job: Job) -> nn.Module:
+def _drawn(job: Settings) -> nn.Module:
     from flwr_regs.experiments.models import models
 
     return models.build(*job.model_arguments)
 
 
 @lru_cache(maxsize=2)
-def _job(settings: tuple[tuple[str, Any], ...]) -> Job:
-    from flwr_regs.experiments.settings.job import Job
+def _runs(config: tuple[tuple[str, Any], ...]) -> list[tuple[Run, RegStrategy]]:
+    """Return the runs of a run config, each with its strategy, without the settings."""
+    from flwr_regs.experiments.experiment import Experiment
+    from flwr_regs.experiments.strategies import check_apart
 
-    return Job.from_run_config(dict(settings))
+    experiment = Experiment.of_methods(dict(config)).fair()
+    runs = experiment.tests(*experiment.panels)
+    return list(zip(runs, check_apart(runs), strict=True))
 
 
 def client_fn(context: Context) -> NumPyClient:
@@ -137,11 +143,12 @@ def client_fn(context: Context) -> NumPyClient:
     from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 
     from flwr_regs.experiments.data.losses import LOSSES
-    from flwr_regs.experiments.settings.build import client_class
+    from flwr_regs.experiments.strategies import client_class
 
-    settings = dict(context.run_config)
-    method, server_round = str(settings.pop("method")), int(settings.pop("round"))
-    job = _job(tuple(settings.items()))
+    config = dict(context.run_config)
+    method, server_round = str(config.pop("method")), int(config.pop("round"))
+    runs = _runs(tuple(config.items()))
+    job = replace(runs[0][0].settings, methods="")  # they share the data
     pid = int(context.node_config["partition-id"])
     total = int(context.node_config["num-partitions"])
     clients = client_data_of(job, total)
@@ -157,10 +164,12 @@ def client_fn(context: Context) -> NumPyClient:
         "share_label_counts": True,  # simulated data has no secrets
         "step_budget": clients.step_budget(server_round, pid, planned),
     }
-    for strategy in job.strategies.values():
+    for _, strategy in runs:
         if method in ("", strategy.method_name):
             return client_class(strategy)(**parts)
-    raise ValueError(f"the server runs '{method}', which is none of the job's {job.method_names}")
+    raise ValueError(
+        f"the server runs '{method}', which is none of {[run.method for run, _ in runs]}"
+    )
 
 
 app = client_app(client_fn, mods=[ContextMod(_with_method)])
