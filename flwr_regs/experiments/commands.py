@@ -17,8 +17,8 @@ from typing import Any
 import flwr_regs
 from flwr_regs.experiments.cards import card_files, choices
 from flwr_regs.experiments.experiment import Experiment, Panel, Run
-from flwr_regs.experiments.report.folders import locked
-from flwr_regs.experiments.report.results import Results, provenance, write
+from flwr_regs.experiments.report.folders import locked, write
+from flwr_regs.experiments.report.results import Results, provenance
 from flwr_regs.experiments.report.rows import last
 from flwr_regs.experiments.report.run_records import RunRecord, file_name, missing, recorded
 from flwr_regs.experiments.space import Point
@@ -242,7 +242,8 @@ def _dry_run(experiment: Experiment, panel: Panel, folder: Path, workers: int) -
         print(f"{experiment.name}, {panel.name}:")
     lacking = missing(experiment.trial_runs(panel), folder / "tuning")
     lacking += missing(experiment.tests(panel), folder)
-    print(estimate(lacking, workers) if lacking else "nothing is missing")
+    for line in estimate(lacking, workers) if lacking else ["nothing is missing"]:
+        print(line, flush=True)
 
 
 def _report_card(experiment: Experiment, folder: Path) -> None:

@@ -36,7 +36,8 @@ def draw(settings: Settings, folder: Path, look: Look | None = None) -> str:
     change theirs. ``partition-rounds``: what changes from round to round. Each as PNG and PDF.
     """
     check_writable(folder)
-    title = f"{settings.dataset}, partition {settings.partition}, {settings.num_clients} clients, seed {settings.seed}"
+    split = f"{settings.dataset}, partition {settings.partition}"
+    title = f"{split}, {settings.num_clients} clients, seed {settings.seed}"
     clients = client_data_of(settings)
     written = []
     with drawing.style(look or Look()):
