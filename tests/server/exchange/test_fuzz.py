@@ -1,6 +1,6 @@
 """Whatever one client sends, the run goes on, the client is named, and the others make the model.
 
-Real replies are damaged at random (tests/damage.py). ``FUZZ`` multiplies the examples.
+Real replies are damaged at random (damage.py). ``FUZZ`` multiplies the examples.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.damage import (
+from tests.server.exchange.damage import (
     ANSI,
     BAD,
     BEYOND,
