@@ -339,8 +339,6 @@ def test_numbers_out_of_range_are_refused() -> None:
     ]:
         with pytest.raises(ValueError, match=message):
             CentralDP(*arguments)
-    with pytest.raises(ValueError, match="no accountant"):
-        _ = CentralDP(1.0, 1.0).accounted_multiplier
 
 
 def test_batch_norm_is_refused_before_training_unless_private() -> None:
