@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import flwr_regs
-from flwr_regs.experiments.settings.build import build
-from flwr_regs.experiments.settings.calls import parse_methods
+from flwr_regs.experiments.calls import parse_methods
+from flwr_regs.experiments.report.terminal import columns
 from flwr_regs.methods.registry import Method
 
 LEGEND = """\
@@ -34,11 +34,7 @@ HEAD = (
 def text() -> str:
     """Return the registry as plain text, at most 80 columns wide."""
     cells = [HEAD, *map(_short, flwr_regs.METHODS.values())]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    lines = [
-        "  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in cells
-    ]
-    return "\n".join([*lines, "", LEGEND, calls()])
+    return "\n".join([*columns(cells), "", LEGEND, calls()])
 
 
 def calls() -> str:
@@ -98,6 +94,8 @@ def composes(row: Method) -> str:
 
 def others(row: Method) -> dict[str, str]:
     """Return name -> call of all that a method can be composed with: the other methods, and terms."""
+    from flwr_regs.experiments.strategies import build
+
     calls = {r.name: r.example for r in flwr_regs.METHODS.values() if r.name != row.name}
     for r in flwr_regs.METHODS.values():
         if len(r.terms) > 1:  # else its term is what its method adds
@@ -129,6 +127,8 @@ def _refusals(row: Method) -> Iterator[tuple[str, str]]:
 
 def _refusal(methods: str, settings: Mapping[str, Any]) -> str:
     """Return why a composition is refused, without its own text in front; "" if it is built."""
+    from flwr_regs.experiments.strategies import build
+
     ((label, parts),) = parse_methods(methods).items()
     try:
         build(parts, **settings)

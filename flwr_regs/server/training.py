@@ -324,9 +324,7 @@ class Training:
 
     def _read(self, this_round: Round) -> Usable:
         """Check the replies; note the usable ones, and why the others are not."""
-        options = self.options
-        by, counts_steps = options.weighted_by_key, options.counts_steps
-        reader = Reader(self.method, options.term, self.model, by, counts_steps)
+        reader = Reader(self.method, self.options, self.model)
         usable = reader.read_all(this_round.came, this_round.config)
         fixed = (usable.buffers or frozenset()) - set(usable.tied or ())
         uncovered = self._privacy.uncovered(usable.replies, self.model.given, fixed)

@@ -11,8 +11,9 @@ import pytest
 from flwr_regs.experiments import cards_table
 from flwr_regs.experiments.cards import protocols
 from flwr_regs.experiments.cards.protocols import Card
+from flwr_regs.experiments.data.catalogue import parsed
 from flwr_regs.experiments.data.datasets import Data
-from flwr_regs.experiments.data.sources.readers import parsed
+from flwr_regs.experiments.partition.client_data import ClientData
 from flwr_regs.experiments.settings.job import Job
 
 OF_PAPERS = [
@@ -154,7 +155,7 @@ def test_every_partition_can_be_drawn(name: str) -> None:
             *(labels[:, None], labels, labels[:1, None], labels[:1]),
             groups=None if groups is None else np.arange(total) % groups,
         )
-        parts = job.parts_of(data, job.num_clients)
+        parts = ClientData(job, data, job.num_clients).parts
         assert len(parts) == job.num_clients
         assert all(len(part) for part in parts)
 

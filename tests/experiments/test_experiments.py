@@ -12,8 +12,9 @@ import pytest
 
 from flwr_regs import InProcessGrid
 from flwr_regs.experiments import words
+from flwr_regs.experiments.partition.client_data import client_data_of
 from flwr_regs.experiments.run import comparison
-from flwr_regs.experiments.settings import settings
+from flwr_regs.experiments import settings
 from flwr_regs.experiments.settings.job import Job
 from simulations.client_app import app
 from tests.conftest import ROOT
@@ -211,8 +212,7 @@ def test_a_method_that_fails_leaves_its_history_and_the_model_before(
 
 
 def test_a_held_out_share_is_not_trained_on() -> None:
-    settings = job(held_out_share=0.25)
-    held_out, trained = settings.split(np.arange(40))
+    held_out, trained = client_data_of(job(held_out_share=0.25)).split(np.arange(40))
     assert (len(held_out), len(trained)) == (10, 30)
     assert not set(held_out) & set(trained)
     examples = []
@@ -254,7 +254,7 @@ def test_methods_compose_from_settings_alone(tmp_path: Path) -> None:
 
 
 def test_stragglers_are_a_function_of_seed_partition_and_round() -> None:
-    settings = job(straggler_share=0.5, straggler_speed=0.2, drop_out=0.1)
+    settings = client_data_of(job(straggler_share=0.5, straggler_speed=0.2, drop_out=0.1))
     done = np.array([[settings.step_budget(t, p, 100) for p in range(40)] for t in range(1, 41)])
     again = [[settings.step_budget(t, p, 100) for p in range(40)] for t in range(1, 41)]
     assert (done == again).all()
@@ -268,8 +268,9 @@ def test_stragglers_are_a_function_of_seed_partition_and_round() -> None:
     assert 50 < managed.mean() < 70
     quick = [p for p in range(40) if p not in slow]
     assert set(np.unique(done[:, quick])) == {0, 100}
-    assert job().step_budget(1, 0, 100) is None
-    assert (np.array([job(drop_out=0.5).step_budget(1, p, 9) for p in range(9)]) % 9 == 0).all()
+    assert client_data_of(job()).step_budget(1, 0, 100) is None
+    dropping = client_data_of(job(drop_out=0.5))
+    assert (np.array([dropping.step_budget(1, p, 9) for p in range(9)]) % 9 == 0).all()
 
 
 def test_any_method_can_be_compared_under_stragglers() -> None:

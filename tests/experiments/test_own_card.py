@@ -13,7 +13,7 @@ from flwr_regs.experiments.cards import protocol_runs, protocols
 from flwr_regs.experiments.report.results import BRIEF, Results
 from flwr_regs.experiments.report.run_records import Run
 from flwr_regs.experiments.run import engine
-from flwr_regs.experiments.settings.build import bare, client_class
+from flwr_regs.experiments.strategies import bare, client_class
 from tests.conftest import ROOT
 from tests.experiments.test_cli import run
 

@@ -13,6 +13,8 @@ import pytest
 from flwr_regs.experiments import cli
 from flwr_regs.experiments.cards import protocol_runs, protocols
 from flwr_regs.experiments.data import needs
+from flwr_regs.experiments.data.catalogue import SOURCES
+from flwr_regs.experiments.partition.client_data import data_of
 from flwr_regs.experiments.partition.partitions import partition, partition_hash
 from flwr_regs.experiments.settings.job import Job
 from tests.experiments.test_cards import SAMPLED
@@ -345,12 +347,12 @@ def test_data_as_the_card_has_them_are_not_remarked_on(capsys: pytest.CaptureFix
     assert run("bench", "card.toml", *words, "examples=100", "num-classes=2") in (0, 1)
     assert "NOTE" not in capsys.readouterr().out.partition("test: ")[0]
     kept = json.loads(Path("here/protocol.json").read_text())
-    assert kept["hashes"] == {"digits": needs.HASHES["digits"]}  # of all of it
+    assert kept["hashes"] == {"digits": SOURCES["digits"].hash}  # of all of it
     assert kept["notes"] == {"one": []}
     runs = json.loads(Path("here/settings.json").read_text())["runs"]
     for r in runs:  # a plan has the hash of each partition
         job = Job.from_run_config(r["settings"])
-        parts = partition(job.data().train_y, "iid", 3, job.seed)
+        parts = partition(data_of(job).train_y, "iid", 3, job.seed)
         assert r["partition"] == partition_hash(parts)
 
 
@@ -378,5 +380,5 @@ def test_the_cards_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("protocols", "card.toml") == 0
     assert "the source's final: FedAvg 50; Mine 60.5 ± 1.5" in capsys.readouterr().out
     assert run("protocols", "rfedavg-t1") == 0
-    known = f"hashes of the data: mnist {needs.HASHES['mnist']}, cifar10 not known"
+    known = f"hashes of the data: mnist {SOURCES['mnist'].hash}, cifar10 not known"
     assert known in capsys.readouterr().out

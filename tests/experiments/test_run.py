@@ -15,7 +15,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from flwr_regs import METHODS
-from flwr_regs.experiments.settings.calls import parse_methods
+from flwr_regs.experiments.calls import parse_methods
 from tests.conftest import ROOT
 from tests.experiments.test_user_code import OWN
 from tests.processes import BIN, SMALL, assert_same, command, environment, in_process

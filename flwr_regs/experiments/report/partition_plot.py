@@ -11,11 +11,12 @@ import numpy as np
 from flwr_regs.experiments.data import domains
 from flwr_regs.experiments.data.datasets import Data
 from flwr_regs.experiments.partition import shifts
+from flwr_regs.experiments.partition.client_data import client_data_of
 from flwr_regs.experiments.partition.partitions import BY_GROUP
 from flwr_regs.experiments.report import cell_pictures as cells
 from flwr_regs.experiments.report import drawing
 from flwr_regs.experiments.report.folders import check_writable
-from flwr_regs.experiments.settings.job import Job
+from flwr_regs.experiments.settings import Settings
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -25,7 +26,7 @@ COLUMNS = 6  # clients whose inputs a picture shows at most
 EXAMPLES = 3  # of each
 
 
-def draw(job: Job, folder: Path) -> str:
+def draw(job: Settings, folder: Path) -> str:
     """Write the pictures of a job's partition into `folder`; return what to print.
 
     ``partition``: how many examples of each class each client holds. ``partition-groups``: of each group,
@@ -39,33 +40,35 @@ def draw(job: Job, folder: Path) -> str:
         for name, figure in _pictures(job, title)
         for path in drawing.save(figure, folder / name)
     ]
-    counts = job.label_counts()
+    clients = client_data_of(job)
+    counts = clients.label_counts
     sizes, kinds = counts.sum(1), (counts > 0).sum(1)
     lines = [
         title,
         f"examples a client: {sizes.min()} to {sizes.max()}; "
         f"labels a client: {kinds.min()} to {kinds.max()}",
-        f"partition hash: {job.partition_hash()}",
+        f"partition hash: {clients.hash}",
         *map(str, written),
     ]
     return "\n".join(lines)
 
 
-def _pictures(job: Job, title: str) -> Iterator[tuple[str, Figure]]:
-    data = job.data()
+def _pictures(job: Settings, title: str) -> Iterator[tuple[str, Figure]]:
+    clients = client_data_of(job)
+    data = clients.data
     by_round = job.partition == "long-tail-rounds"
     first = " in round 1" if by_round else ""
-    yield "partition", cells.labels(job.label_counts(), title=title + first)
+    yield "partition", cells.labels(clients.label_counts, title=title + first)
     groups = data.groups
     if groups is not None and job.partition in (*BY_GROUP, "label-swaps-rounds"):
-        parts = job.parts_of(data, job.num_clients)[: job.num_clients]
-        table = np.stack([np.bincount(groups[p], minlength=groups.max() + 1) for p in parts])
+        groups_of = [np.bincount(groups[p], minlength=groups.max() + 1) for p in clients.parts]
+        table = np.stack(groups_of)
         yield "partition-groups", cells.labels(table, title=title, rows="group")
     if data.train_x.ndim == 4 and (job.partition == "noise" or job.dataset.endswith("-domains")):
         yield "partition-inputs", _inputs(job, data, title)
     last = min(job.rounds, ROUNDS)
     if by_round:
-        rounds = [job.rows(data, job.num_clients, 0, t) for t in range(1, last + 1)]
+        rounds = [clients.rows(0, t) for t in range(1, last + 1)]
         counts = [np.bincount(data.train_y[r], minlength=data.num_classes) for r in rounds]
         words = {"columns": "round", "who": f"In rounds 1 to {last}, client 0 has"}
         yield "partition-rounds", cells.labels(np.stack(counts), title=title, first=1, **words)
@@ -77,7 +80,7 @@ def _pictures(job: Job, title: str) -> Iterator[tuple[str, Figure]]:
         yield "partition-rounds", cells.swaps(np.stack(maps), title=title)
 
 
-def _inputs(job: Job, data: Data, title: str) -> Figure:
+def _inputs(job: Settings, data: Data, title: str) -> Figure:
     """Draw the first examples as some clients have them."""
     if job.partition == "noise":
         clients = np.unique(np.linspace(0, job.num_clients - 1, COLUMNS).round().astype(int))

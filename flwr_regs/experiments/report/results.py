@@ -16,7 +16,7 @@ import flwr_regs
 from flwr_regs.experiments.extras import missing_extra
 from flwr_regs.experiments.report import rows
 from flwr_regs.experiments.report import run_records as records
-from flwr_regs.experiments.report.run_records import Run
+from flwr_regs.experiments.report.run_records import RunRecord
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -54,7 +54,7 @@ class Results:
 
     def __init__(
         self,
-        runs: Sequence[Run],
+        runs: Sequence[RunRecord],
         notes: Sequence[str] = (),
         heading: str = "method",
         ordered: bool = False,

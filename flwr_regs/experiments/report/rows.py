@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from flwr_regs.experiments.report.run_records import Run
+from flwr_regs.experiments.report.run_records import RunRecord
 
 LAST = 5
 """Accuracies are means over this many last rounds, so that one lucky round counts less."""
@@ -15,7 +15,7 @@ COLLAPSE = 0.1
 """A run has collapsed if its last rounds' mean is this far below its best mean of as many rounds."""
 
 
-def rows(runs: Sequence[Run], target: float, baseline: str = "") -> list[dict[str, Any]]:
+def rows(runs: Sequence[RunRecord], target: float, baseline: str = "") -> list[dict[str, Any]]:
     """Return a row for each label, in order.
 
     Accuracies are fractions, means over the seeds that ran to their end, ``..._std`` their sample standard
@@ -55,7 +55,7 @@ def rows(runs: Sequence[Run], target: float, baseline: str = "") -> list[dict[st
     return made
 
 
-def by_label(runs: Sequence[Run]) -> dict[str, list[Run]]:
+def by_label(runs: Sequence[RunRecord]) -> dict[str, list[RunRecord]]:
     """Return label -> its runs, in order."""
     return {
         label: [r for r in runs if r.label == label]
@@ -63,7 +63,7 @@ def by_label(runs: Sequence[Run]) -> dict[str, list[Run]]:
     }
 
 
-def _row(label: str, runs: Sequence[Run], target: float) -> dict[str, Any]:
+def _row(label: str, runs: Sequence[RunRecord], target: float) -> dict[str, Any]:
     whole = [r for r in runs if r.whole]
     reached = [(t, r) for r in runs if (t := first_at(r.trained, target)) is not None]
     row: dict[str, Any] = {
@@ -111,7 +111,7 @@ def _row(label: str, runs: Sequence[Run], target: float) -> dict[str, Any]:
     return row
 
 
-def tests_of_clients(run: Run) -> Iterator[dict[str, Any]]:
+def tests_of_clients(run: RunRecord) -> Iterator[dict[str, Any]]:
     """Yield what each client tested after the last round."""
     if run.rounds:
         yield from run.rounds[-1].get("evaluate", {}).get("clients", {}).values()
@@ -122,19 +122,19 @@ def first_at(tests: Sequence[dict[str, Any]], target: float) -> int | None:
     return next((test["round"] for test in tests if test["accuracy"] >= target), None)
 
 
-def last(run: Run) -> float:
+def last(run: RunRecord) -> float:
     """Return the mean accuracy of a run's last five rounds, or of as many as it has."""
     return float(np.mean(run.accuracy[-LAST:]))
 
 
-def collapsed(run: Run) -> bool:
+def collapsed(run: RunRecord) -> bool:
     """Return whether a run ends far below its best: see :data:`COLLAPSE`."""
     several = min(LAST, (len(run.accuracy) + 1) // 2)  # a short run can collapse too
     means = np.convolve(run.accuracy, np.ones(several) / several, "valid")
     return bool(means.max() - means[-1] > COLLAPSE)
 
 
-def warnings(runs: Sequence[Run]) -> list[str]:
+def warnings(runs: Sequence[RunRecord]) -> list[str]:
     """Say which methods diverged, failed, collapsed or had replies rejected: a sentence each."""
     sentences = []
     for label, of_label in by_label(runs).items():
@@ -191,7 +191,7 @@ def interval(values: Sequence[float]) -> float | None:
     return float(stats.t.ppf(0.975, len(values) - 1) * stats.sem(values))
 
 
-def bytes_of_a_turn(run: Run, *ways: str) -> float | None:
+def bytes_of_a_turn(run: RunRecord, *ways: str) -> float | None:
     """Return the bytes of a client's average turn, such as ``bytes_down``."""
     sent = [b for way in ways for r in run.rounds for b in r.get(way, {}).values()]
     turns = sum(len(r.get(ways[0], {})) for r in run.rounds)

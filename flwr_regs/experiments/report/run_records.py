@@ -18,6 +18,8 @@ from typing import Any
 
 import numpy as np
 
+from flwr_regs.experiments.experiment import Run
+
 END = ("per_client", "seconds", "processor_seconds", "error", "warnings", "diverged", "ended")
 """What a record's last line holds."""
 NOT_FINITE = re.compile(r"NaN|nan|infinity|\binf\b|beyond|diverge")
@@ -25,7 +27,7 @@ NOT_FINITE = re.compile(r"NaN|nan|infinity|\binf\b|beyond|diverge")
 
 
 @dataclass
-class Run:
+class RunRecord:
     """One run, as far as it got.
 
     Attributes
@@ -133,7 +135,7 @@ class Recorder:
     A run that goes on has rounds already: they replace what is there in one step.
     """
 
-    def __init__(self, folder: Path | None, run: Run) -> None:
+    def __init__(self, folder: Path | None, run: RunRecord) -> None:
         self._rounds = 0
         self._file = None
         if folder is not None:
@@ -151,7 +153,7 @@ class Recorder:
         if folder is not None:
             os.replace(beside, path)
 
-    def round(self, run: Run) -> None:
+    def round(self, run: RunRecord) -> None:
         """Write what is new since the last call: rounds, and the last test."""
         new = [{"round": r} for r in run.rounds[self._rounds :]] or [{}]
         self._rounds = len(run.rounds)
@@ -159,7 +161,7 @@ class Recorder:
             self._write(line)
         self._write({**new[-1], "test": run.test[-1]})
 
-    def end(self, run: Run) -> None:
+    def end(self, run: RunRecord) -> None:
         """Write what is left, and the end if there is one; close the file."""
         for entry in run.rounds[self._rounds :]:
             self._write({"round": entry})
@@ -178,7 +180,20 @@ def record_path(folder: Path, label: str, seed: int) -> Path:
     return folder / "runs" / f"{file_name(label)}-seed{seed}.jsonl"
 
 
-def read(path: Path) -> Run | None:
+def recorded(runs: Iterable[Run], folder: Path) -> list[RunRecord]:
+    """Return those of some runs that have trained at all, as far as they got, in order."""
+    paths = [record_path(folder, run.label, run.seed) for run in runs]
+    return [record for path in paths if path.is_file() and (record := read(path))]
+
+
+def missing(runs: Iterable[Run], folder: Path) -> list[Run]:
+    """Return the runs that have not ended."""
+    runs = [*runs]
+    ended = {(record.label, record.seed) for record in recorded(runs, folder) if record.ended}
+    return [run for run in runs if (run.label, run.seed) not in ended]
+
+
+def read(path: Path) -> RunRecord | None:
     """Return the run of a record, as far as it got; None if its first line is not whole."""
     lines: list[dict[str, Any]] = []
     for text in path.read_bytes().splitlines():
@@ -189,7 +204,7 @@ def read(path: Path) -> Run | None:
     if not lines or "run" not in lines[0]:
         return None
     try:
-        run = Run(**lines[0]["run"])
+        run = RunRecord(**lines[0]["run"])
     except TypeError as error:
         raise ValueError(f"{path} is damaged, or of another version: {error}") from error
     for line in lines[1:]:

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 from copy import deepcopy
+from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from flwr.app import Context, Message
 from flwr.client import NumPyClient
 
-from flwr_regs import client_app
+from flwr_regs import RegStrategy, client_app
+from flwr_regs.experiments.partition.client_data import ClientData, client_data_of
 from flwr_regs.flower.mods import ContextMod
 
 if TYPE_CHECKING:
     from torch import nn
     from torch.utils.data import TensorDataset
 
-    from flwr_regs.experiments.data.datasets import Data
-    from flwr_regs.experiments.settings.job import Job
+    from flwr_regs.experiments.experiment import Run
+    from flwr_regs.experiments.settings import Settings
 
 
 def _with_method(message: Message, context: Context) -> Context:
@@ -49,21 +51,20 @@ class _Kept:
 
     def __init__(self) -> None:
         self._of: tuple[object, ...] = ()
-        self._dataset: Data | None = None
         self._kept: dict[int, tuple[TensorDataset, TensorDataset | None]] = {}
         self._bytes = 0
 
     def __call__(
-        self, job: Job, num_partitions: int, pid: int, server_round: int = 0
+        self, job: Settings, num_partitions: int, pid: int, server_round: int = 0
     ) -> tuple[TensorDataset, TensorDataset | None]:
         """Return a client's training data in a round, and its test data if it tests."""
-        dataset = job.data()
-        of = job, num_partitions, server_round
-        if of != self._of or dataset is not self._dataset:
-            self._of, self._dataset, self._kept, self._bytes = of, dataset, {}, 0
+        clients = client_data_of(job, num_partitions)
+        of = job, clients, server_round
+        if of != self._of:
+            self._of, self._kept, self._bytes = of, {}, 0
         if pid in self._kept:
             return self._kept[pid]
-        made = _made(job, dataset, num_partitions, pid, server_round)
+        made = _made(job, clients, pid, server_round)
         size = sum(t.nbytes for part in made if part is not None for t in part.tensors)
         if self._bytes + size <= MOST_KEPT:
             self._kept[pid] = made
@@ -75,9 +76,8 @@ _data = _Kept()
 
 
 def _made(
-    job: Job, dataset: Data, num_partitions: int, pid: int, server_round: int
+    job: Settings, clients: ClientData, pid: int, server_round: int
 ) -> tuple[TensorDataset, TensorDataset | None]:
-    import numpy as np
     import torch
     from torch.utils.data import TensorDataset
 
@@ -86,14 +86,15 @@ def _made(
     from flwr_regs.experiments.data.augment import Augmented
     from flwr_regs.experiments.partition import shifts
 
-    held_out, trained = job.split(job.rows(dataset, num_partitions, pid, server_round))
+    dataset = clients.data
+    held_out, trained = clients.split(clients.rows(pid, server_round))
 
     def tensors(x: Any, y: Any, part: int) -> tuple[torch.Tensor, torch.Tensor]:
         if job.dataset.endswith("-domains"):
             x = domains.shifted(x, pid % len(domains.DOMAINS), job.seed + len(y))
         if job.partition == "noise":
-            x = shifts.noisy(x, pid, num_partitions, job.noise_level, job.seed, part)
-        y = job.labels(y, dataset.num_classes, server_round)
+            x = shifts.noisy(x, pid, clients.num_clients, job.noise_level, job.seed, part)
+        y = clients.labels(y, server_round)
         return torch.from_numpy(x), torch.from_numpy(y)
 
     examples = tensors(dataset.train_x[trained], dataset.train_y[trained], 0)
@@ -101,15 +102,13 @@ def _made(
     if len(held_out):
         x = data.untouched(dataset.train_x[held_out], dataset.augment)
         return train, TensorDataset(*tensors(x, dataset.train_y[held_out], 1))
-    if not job.tested_on_clients:
+    if not job.test_on_clients:
         return train, None
-    rows = job.test_rows(dataset, num_partitions, pid)
-    if job.test_examples:
-        rows = np.random.default_rng((job.seed, pid)).permutation(rows)[: job.test_examples]
+    rows = clients.test_rows(pid)
     return train, TensorDataset(*tensors(dataset.test_x[rows], dataset.test_y[rows], 1))
 
 
-def _model(job: Job) -> nn.Module:
+def _model(job: Settings) -> nn.Module:
     """Return a new model; the server's weights replace its own.
 
     One of the package's is a copy: to draw a large model's weights takes longer than its first steps. A
@@ -121,17 +120,21 @@ def _model(job: Job) -> nn.Module:
 
 
 @lru_cache(maxsize=1)
-def _drawn(job: Job) -> nn.Module:
+def _drawn(job: Settings) -> nn.Module:
     from flwr_regs.experiments.models import models
 
     return models.build(*job.model_arguments)
 
 
 @lru_cache(maxsize=2)
-def _job(settings: tuple[tuple[str, Any], ...]) -> Job:
-    from flwr_regs.experiments.settings.job import Job
+def _runs(config: tuple[tuple[str, Any], ...]) -> list[tuple[Run, RegStrategy]]:
+    """Return the runs of a run config, each with its strategy, without the settings."""
+    from flwr_regs.experiments.experiment import Experiment
+    from flwr_regs.experiments.strategies import check_apart
 
-    return Job.from_run_config(dict(settings))
+    experiment = Experiment.of_methods(dict(config)).fair()
+    runs = experiment.tests(*experiment.panels)
+    return list(zip(runs, check_apart(runs), strict=True))
 
 
 def client_fn(context: Context) -> NumPyClient:
@@ -140,14 +143,16 @@ def client_fn(context: Context) -> NumPyClient:
     from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 
     from flwr_regs.experiments.data.losses import LOSSES
-    from flwr_regs.experiments.settings.build import client_class
+    from flwr_regs.experiments.strategies import client_class
 
-    settings = dict(context.run_config)
-    method, server_round = str(settings.pop("method")), int(settings.pop("round"))
-    job = _job(tuple(settings.items()))
+    config = dict(context.run_config)
+    method, server_round = str(config.pop("method")), int(config.pop("round"))
+    runs = _runs(tuple(config.items()))
+    job = replace(runs[0][0].settings, methods="")  # they share the data
     pid = int(context.node_config["partition-id"])
     total = int(context.node_config["num-partitions"])
-    train, test = _data(job, total, pid, server_round if job.by_round else 0)
+    clients = client_data_of(job, total)
+    train, test = _data(job, total, pid, server_round if clients.by_round else 0)
     # Shuffled batches; each is one indexing of the tensors.
     sampler = BatchSampler(RandomSampler(train), job.batch_size, drop_last=False)
     planned = job.local_steps or job.local_epochs * len(sampler)
@@ -155,14 +160,16 @@ def client_fn(context: Context) -> NumPyClient:
         "model": _model(job),
         "train_data": DataLoader(train, batch_size=None, sampler=sampler),
         "eval_data": None if test is None else DataLoader(test, batch_size=1000),
-        "loss_fn": LOSSES[job.data().loss],
+        "loss_fn": LOSSES[clients.data.loss],
         "share_label_counts": True,  # simulated data has no secrets
-        "step_budget": job.step_budget(server_round, pid, planned),
+        "step_budget": clients.step_budget(server_round, pid, planned),
     }
-    for strategy in job.strategies.values():
+    for _, strategy in runs:
         if method in ("", strategy.method_name):
             return client_class(strategy)(**parts)
-    raise ValueError(f"the server runs '{method}', which is none of the job's {job.method_names}")
+    raise ValueError(
+        f"the server runs '{method}', which is none of {[run.method for run, _ in runs]}"
+    )
 
 
 app = client_app(client_fn, mods=[ContextMod(_with_method)])

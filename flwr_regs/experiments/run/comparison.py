@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -15,33 +15,38 @@ import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
 from flwr.serverapp import Grid
 
+from flwr_regs.experiments.experiment import Run
+from flwr_regs.experiments.partition.client_data import client_data_of
 from flwr_regs.experiments.report.folders import check_writable, new_folder
 from flwr_regs.experiments.report.run_records import (
     Recorder,
-    Run,
+    RunRecord,
     diverged,
-    file_name,
     read,
     record_path,
 )
-from flwr_regs.experiments.settings.job import Job
+from flwr_regs.experiments.settings import Settings
 from flwr_regs.flower.strategy import RegStrategy
 from flwr_regs.server.checkpoint.checkpoint import CheckpointError, latest
 from flwr_regs.server.round import RoundFailed
 
-OnRound = Callable[[Run], None]
+OnRound = Callable[[RunRecord], None]
 """Called with the run after each round, and after the initial test."""
 
 
-def results_folder(job: Job) -> Path:
+def results_folder(out: str) -> Path:
     """Return (and make) the folder for the results.
 
-    It is ``out`` if that is set. Else it is ``results/<time>`` in the server's folder, if that is a
+    It is `out` if that is set. Else it is ``results/<time>`` in the server's folder, if that is a
     writable checkout of this project, and a folder under the home folder if not: Flower's local server
     keeps the folder of its first start, whatever the folder of a later ``flwr run``.
     """
-    if job.out:
-        folder = Path(job.out)
+    if out and not Path(out).is_absolute():
+        raise ValueError(
+            f"setting 'out' must be an absolute path, not '{out}': Flower runs the server in another folder"
+        )
+    if out:
+        folder = Path(out)
         check_writable(folder)
         return folder
     try:
@@ -53,25 +58,25 @@ def results_folder(job: Job) -> Path:
     return new_folder(Path.home() / "flwr-regs-results")
 
 
-def run(job: Job, grid: Grid, folder: Path | None) -> dict[str, Any]:
-    """Train every method of `job` on `grid`, report into `folder`, and return the history.
+def run(methods: Sequence[Run], grid: Grid, folder: Path | None) -> dict[str, Any]:
+    """Train runs that share their settings on `grid`, report into `folder`, and return the history.
 
     Records and models are written as they come. A method that diverges is a result; any other failure of
     a method is raised when all have had their turn. With no folder, nothing is written or printed.
     """
     from flwr_regs.experiments.report import results
 
-    comparison = Comparison(job, grid)
+    comparison = Comparison(methods[0].settings, grid)
     for note in comparison.notes:
         say(f"NOTE: {note}")
 
-    def show(run: Run) -> None:
+    def show(run: RunRecord) -> None:
         if folder is not None:
-            at = f"round {run.test[-1]['round']:>4}/{job.rounds}"
+            at = f"round {run.test[-1]['round']:>4}/{run.job['rounds']}"
             say(f"{run.label:<10} {at}   accuracy {run.test[-1]['accuracy']:7.2%}")
 
     runs, failed = [], list[Exception]()
-    for method in job.method_names:
+    for method in methods:
         try:
             comparison.train(method, folder=folder, on_round=show)
         except Exception as error:
@@ -91,7 +96,7 @@ def run(job: Job, grid: Grid, folder: Path | None) -> dict[str, Any]:
 
 
 class Comparison:
-    """A job's data and model, and the course of each method on them.
+    """Data and a model, and the course of each method on them.
 
     Raises ValueError for settings or a partition that are impossible, before any client starts.
 
@@ -99,13 +104,13 @@ class Comparison:
     ----------
     notes : list of str
         What the user should know beside the figures.
-    last : Run
+    last : RunRecord
         The last run, as far as it got.
     """
 
-    last: Run
+    last: RunRecord
 
-    def __init__(self, job: Job, grid: Grid) -> None:
+    def __init__(self, settings: Settings, grid: Grid) -> None:
         import torch
 
         from flwr_regs.client.train.batches import resolve_device
@@ -115,62 +120,54 @@ class Comparison:
         from flwr_regs.flower.grids.grid_network import GridNetwork
         from flwr_regs.server.population.population import Population
 
-        job.check()
-        self.job, self.grid = job, grid
-        dataset = job.data()
-        self.model = models.build(*job.model_arguments)
+        self.settings, self.grid = settings, grid
+        self.model = models.build(*settings.model_arguments)
         self.start = ArrayRecord(self.model.state_dict())
         clients = len(Population(1, None, 120.0).refresh(GridNetwork(grid)))
         self.clients, self.notes = clients, list[str]()
-        if clients != job.num_clients:
+        if clients != settings.num_clients:
             self.notes.append(
-                f"this run has {clients} SuperNodes, but num-clients asks for {job.num_clients}: the data "
+                f"this run has {clients} SuperNodes, but num-clients asks for {settings.num_clients}: the data "
                 f"is split over {clients} clients. Flower starts 2 unless told otherwise; use "
                 f"`flwr-regs run`, or: flwr run . --stream --federation-config "
-                f'"num-supernodes={job.num_clients} client-resources-num-cpus=1"'
+                f'"num-supernodes={settings.num_clients} client-resources-num-cpus=1"'
             )
         try:
-            parts = job.parts_of(dataset, clients)
+            self.data = client_data_of(settings, clients)
+            assert self.data.parts  # raises for a partition that is impossible
         except ValueError as error:
             raise ValueError(". NOTE: ".join([str(error), *self.notes])) from error
-        x, y = dataset.test_x, dataset.test_y
-        held_out = None
-        if job.held_out_clients:
-            held_out = np.concatenate(parts[clients:])
-        elif job.held_out_share:
-            held_out = np.concatenate([job.split(p)[0] for p in parts[:clients]])
-        if held_out is not None:
-            x = data.untouched(dataset.train_x[held_out], dataset.augment)
-            y = dataset.train_y[held_out]
+        dataset = self.data.data
+        trained_on, rows = self.data.server_rows()
+        if trained_on:
+            x = data.untouched(dataset.train_x[rows], dataset.augment)
+            y = dataset.train_y[rows]
+        else:
+            x, y = dataset.test_x[rows], dataset.test_y[rows]
         self.device = resolve_device("auto")
         self.test_x = torch.from_numpy(x).to(self.device)
         self.test_y = torch.from_numpy(y).to(self.device)
         self.num_classes, self.loss_fn = dataset.num_classes, LOSSES[dataset.loss]
-        counts = [
-            np.bincount(dataset.train_y[p], minlength=self.num_classes) for p in parts[:clients]
-        ]
-        self.shares = np.stack([c / c.sum() for c in counts])  # each client's class shares
+        counts = self.data.label_counts
+        self.shares = counts / counts.sum(1, keepdims=True)  # each client's class shares
 
     def train(
         self,
-        method: str,
-        label: str = "",
-        model: str = "",
+        method: Run,
         folder: Path | None = None,
         on_round: OnRound = lambda run: None,
         clock: Callable[[], float] | None = None,
         warnings: Collection[str] = (),
         checkpoints: Path | None = None,
-    ) -> Run:
+    ) -> RunRecord:
         """Train one method and return its run; a run that diverged says so.
 
         Parameters
         ----------
-        method, label : str
-            The method, and its row in the tables (default: the method).
-        model, folder : str, Path, optional
-            The folder gets the record, round by round, and at the end the model under this name (default:
-            the method's).
+        method : Run
+            With the comparison's settings, or settings that differ in the method alone.
+        folder : Path, optional
+            It gets the record, round by round, and at the end the model.
         on_round : callable
         clock : callable, optional
             Counts the processor's seconds of all that trains.
@@ -187,22 +184,24 @@ class Comparison:
         """
         from safetensors.torch import save_file
 
-        job, strategy = self.job, self.job.strategy(method)
+        settings, strategy = self.settings, method.strategy()
         self._last: list[Any] = []  # the probabilities of the last global models
-        run = self.last = Run(
-            *(label or method, method, job.seed, job.config, self.clients, strategy.term.config())
+        config = {**settings.config, "methods": method.method}
+        run = self.last = RunRecord(
+            *(method.label, method.method, settings.seed, config),
+            *(self.clients, strategy.term.config()),
         )
         resumed = self._resumed(run, folder, checkpoints)
         if checkpoints is not None:
             strategy.checkpoint_dir = checkpoints
-            strategy.checkpoint_every = timedelta(seconds=job.checkpoint_every)
+            strategy.checkpoint_every = timedelta(seconds=settings.checkpoint_every)
         recorder = Recorder(folder, run)
         before = sum(run.clock[-1:])
 
         def test(server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
             run.rounds = strategy.history if server_round else []
             again = [t["round"] for t in run.test[-1:]] == [server_round]  # the mean of two models
-            if not job.tested_on_clients:
+            if not settings.test_on_clients:
                 figures = self._measured(arrays, server_round)
             elif server_round == 0 or again or not strategy.history[-1]["evaluate"]["clients"]:
                 return None  # no client has tested it
@@ -221,9 +220,9 @@ class Comparison:
             strategy.start(
                 grid=self.grid,
                 initial_arrays=self.start,
-                num_rounds=job.rounds,
-                train_config=ConfigRecord(job.train_config),
-                evaluate_config=ConfigRecord(job.evaluate_config),
+                num_rounds=settings.rounds,
+                train_config=ConfigRecord(settings.train_config),
+                evaluate_config=ConfigRecord(settings.evaluate_config),
                 evaluate_fn=test,
                 resume_from=resumed,
             )
@@ -241,7 +240,8 @@ class Comparison:
             if strategy.history:
                 run.per_client = self._per_client(strategy)
                 if folder is not None:
-                    path = folder / f"{file_name(model or method)}.safetensors"
+                    name = record_path(folder, run.label, run.seed).stem
+                    path = folder / f"{name}.safetensors"
                     save_file(strategy.arrays.to_torch_state_dict(), path)
             run.warnings = [*warnings]
             recorder.end(run)
@@ -249,7 +249,9 @@ class Comparison:
                 shutil.rmtree(checkpoints, ignore_errors=True)
         return run
 
-    def _resumed(self, run: Run, folder: Path | None, checkpoints: Path | None) -> Path | None:
+    def _resumed(
+        self, run: RunRecord, folder: Path | None, checkpoints: Path | None
+    ) -> Path | None:
         """Take up a run where its last checkpoint was; return the checkpoint, None to begin anew.
 
         A checkpoint without the record of its rounds is of no use, and is removed.
@@ -282,10 +284,10 @@ class Comparison:
         FedADC's temporal ensemble (Sec. IV-E): the mean of the probabilities that the last `ensemble`
         global models give. A run that is taken up begins the ensemble anew.
         """
-        if not self.job.ensemble or self.job.tested_on_clients or server_round == 0:
+        if not self.settings.ensemble or self.settings.test_on_clients or server_round == 0:
             return {}
         self._last.append(self._outputs(arrays).softmax(1))
-        del self._last[: -self.job.ensemble]
+        del self._last[: -self.settings.ensemble]
         guess = sum(self._last[1:], self._last[0]).argmax(1)
         return {"ensemble": float((guess == self._targets(server_round)).double().mean())}
 
@@ -299,16 +301,16 @@ class Comparison:
         """Return the labels of the test data in a round."""
         import torch
 
-        if self.job.partition != "label-swaps-rounds":
+        if self.settings.partition != "label-swaps-rounds":
             return self.test_y
-        classes = self.job.labels(np.arange(self.num_classes), self.num_classes, server_round)
+        classes = self.data.labels(np.arange(self.num_classes), server_round)
         return torch.from_numpy(classes).to(self.device)[self.test_y]
 
     def _per_client(self, strategy: RegStrategy) -> dict[str, Any]:
         """Return each client's accuracy, or the expected one on new data of its label distribution."""
         import torch
 
-        if self.job.tested_on_clients:
+        if self.settings.test_on_clients:
             tested = [e for e in strategy.history if "evaluate" in e]
             return _spread(_on_clients(tested[-1])) if tested else {}
         y = self._targets(strategy.history[-1]["round"])

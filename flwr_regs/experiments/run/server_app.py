@@ -7,15 +7,16 @@ import logging
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
+from flwr_regs.experiments.experiment import Experiment
 from flwr_regs.experiments.run.comparison import results_folder, run
-from flwr_regs.experiments.settings.job import Job
 
 app = ServerApp()
 
 
 @app.main()
 def main(grid: Grid, context: Context) -> None:
-    """Train and compare the methods of the job."""
-    job = Job.from_run_config(context.run_config)
+    """Train and compare the methods of the run config."""
+    experiment = Experiment.of_methods(context.run_config).checked()
     logging.getLogger("flwr").setLevel(logging.WARNING)  # the comparison prints its own progress
-    run(job, grid, results_folder(job))
+    runs = experiment.tests(*experiment.panels)
+    run(runs, grid, results_folder(runs[0].settings.out))

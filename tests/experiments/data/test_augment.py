@@ -14,6 +14,7 @@ from flwr.app import ArrayRecord, ConfigRecord
 from flwr_regs import FedAvg, FedAvgClient, InProcessGrid, client_app
 from flwr_regs.experiments.data import augment
 from flwr_regs.experiments.data import datasets as data
+from flwr_regs.experiments.partition.client_data import client_data_of
 from flwr_regs.experiments.run import clients
 from flwr_regs.experiments.settings.job import Job
 from tests.experiments.data.sources import made
@@ -120,7 +121,8 @@ def test_held_out_examples_are_not_augmented(cifar: str) -> None:
     assert isinstance(train, augment.Augmented)
     assert not isinstance(held_out, augment.Augmented)
     whole = data.load(job.dataset, cifar)
-    rows, _ = job.split(job.parts_of(whole, 2)[0])
+    shared = client_data_of(job)
+    rows, _ = shared.split(shared.parts[0])
     want = augment.AUGMENTATIONS[name].test(torch.from_numpy(whole.train_x[rows]))
     assert torch.equal(held_out.tensors[0], want)
     first, again = train[[0, 1]][0], train[[0, 1]][0]

@@ -11,6 +11,8 @@ import torch
 
 from flwr_regs.experiments.data import datasets as data
 from flwr_regs.experiments.models.quadratic import Quadratic
+from flwr_regs.experiments.partition import client_data
+from flwr_regs.experiments.partition.client_data import client_data_of
 from flwr_regs.experiments.run import clients
 from flwr_regs.experiments.settings.job import Job
 from tests.experiments.data.sources import made
@@ -25,7 +27,7 @@ def test_a_client_tests_on_its_own_groups_and_classes(tmp_path: Path) -> None:
     whole = data.load(job.dataset, job.data_dir)
     assert whole.groups is not None
     assert whole.test_groups is not None
-    for pid, rows in enumerate(job.parts_of(whole, 5)):
+    for pid, rows in enumerate(client_data_of(job).parts):
         train, test = clients._data(job, 5, pid)
         assert test is not None
         mine = np.isin(whole.test_groups, whole.groups[rows]) & np.isin(
@@ -42,7 +44,7 @@ def test_held_out_examples_and_clients_never_come_from_the_test_data(
     """Each training input of this data set is even, each test input odd."""
     x = np.arange(200, dtype=np.float32)[:, None]
     whole = data.Data(x[::2], np.arange(100) % 2, x[1::2], np.arange(100) % 2)
-    monkeypatch.setattr(Job, "data", lambda _: whole)
+    monkeypatch.setattr(client_data, "data_of", lambda _: whole)
     share = Job.from_run_config({**COMMON, "held-out-share": 0.3})
     for pid in range(5):
         train, held_out = clients._data(share, 5, pid)
@@ -51,9 +53,11 @@ def test_held_out_examples_and_clients_never_come_from_the_test_data(
         assert not rows[0] & rows[1]
         assert {value % 2 for value in rows[0] | rows[1]} == {0}
     others = Job.from_run_config({**COMMON, "held-out-clients": 2})
-    parts = others.parts_of(whole, 5)
-    assert len(parts) == 7
-    assert len({*np.concatenate(parts).tolist()}) == 100
+    shared = client_data_of(others)
+    trained_on, rows = shared.server_rows()
+    assert trained_on
+    assert len(shared.parts) == 5
+    assert sorted(np.concatenate([*shared.parts, rows])) == list(range(100))
 
 
 def test_the_quadratics_have_their_own_model_and_loss() -> None:

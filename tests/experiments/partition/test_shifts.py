@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from flwr_regs.experiments.data import datasets as data
-from flwr_regs.experiments.partition import shifts
+from flwr_regs.experiments.partition import client_data, shifts
+from flwr_regs.experiments.partition.client_data import ClientData, client_data_of
 from flwr_regs.experiments.run import clients
 from flwr_regs.experiments.settings.job import Job
 
@@ -81,11 +82,11 @@ def test_a_round_of_a_client_is_its_own_and_can_be_repeated() -> None:
 
 def test_what_a_long_tail_holds_out_is_never_trained_on() -> None:
     job = job_of(partition="long-tail-rounds", sample_share=0.5, held_out_share=0.25, long_tail=4.0)
-    digits = data.load("digits")
+    shared = client_data_of(job)
     out, used = set[int](), set[int]()
     for pid in range(3):
         for server_round in range(1, 6):
-            held, trained = job.split(job.rows(digits, 10, pid, server_round))
+            held, trained = shared.split(shared.rows(pid, server_round))
             assert 0.1 < len(held) / (len(held) + len(trained)) < 0.4
             out |= set(held.tolist())
             used |= set(trained.tolist())
@@ -132,20 +133,20 @@ def test_a_clients_data_follow_the_round_alone() -> None:
             assert want is not None
             assert np.array_equal(part.tensors[0], want.tensors[0])
             assert np.array_equal(part.tensors[1], now[want.tensors[1]])
-    assert job.by_round
-    assert not plain.by_round
+    assert client_data_of(job).by_round
+    assert not client_data_of(plain).by_round
 
 
 def test_clients_test_on_their_own_kind(monkeypatch: pytest.MonkeyPatch) -> None:
     digits = data.load("digits")
     job = job_of(partition="dirichlet", dirichlet_alpha=0.5, test_split="matched")
-    mine = [job.test_rows(digits, 10, pid) for pid in range(10)]
+    mine = [client_data_of(job).test_rows(pid) for pid in range(10)]
     assert sorted(np.concatenate(mine)) == list(range(len(digits.test_y)))
     groups, test_groups = np.arange(1437) % 10, np.arange(360) % 10
     made = data.Data(
         *(digits.train_x, digits.train_y, digits.test_x, digits.test_y), groups, test_groups
     )
-    monkeypatch.setattr(Job, "data", lambda _: made)
+    monkeypatch.setattr(client_data, "data_of", lambda _: made)
     job = job_of(partition="natural", test_on_clients=True)
     train, test = clients._data(job, 10, 4, 0)
     assert test is not None
@@ -157,7 +158,7 @@ def test_a_pachinko_partition_needs_coarse_labels() -> None:
     job, digits = job_of(partition="pachinko"), data.load("digits")
     with pytest.raises(ValueError, match="dataset 'digits' does not say the coarse label"):
         job.check_data()
-    parts = job.parts_of(replace(digits, coarse=digits.train_y // 2), 10)
+    parts = ClientData(job, replace(digits, coarse=digits.train_y // 2), 10).parts
     assert sorted(np.concatenate(parts)) == list(range(len(digits.train_y)))
     kinds = [len(set(digits.train_y[p] // 2)) for p in parts]
     assert min(kinds) < 4  # Dir(0.1) over five

@@ -16,7 +16,7 @@ from flwr_regs.experiments.report import rows
 from flwr_regs.experiments.report import run_records as records
 from flwr_regs.experiments.report.results import Results, number
 from flwr_regs.experiments.report.run_records import Recorder, Run
-from flwr_regs.experiments.settings.settings import DEFAULTS
+from flwr_regs.experiments.settings import DEFAULTS
 
 NAN = "RoundFailed: round 3 of X diverged: array 'w' holds NaN or infinity"
 

@@ -1,0 +1,227 @@
+"""Which examples each client has: to train on, held out and to test on, from round to round."""
+
+from __future__ import annotations
+
+from collections import namedtuple
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Any
+
+import numpy as np
+
+from flwr_regs.experiments.data import subset
+from flwr_regs.experiments.data.datasets import Data, load
+from flwr_regs.experiments.partition import shifts
+from flwr_regs.experiments.partition.group_splits import test_split
+from flwr_regs.experiments.partition.partitions import BY_GROUP, BY_ROUND, partition, partition_hash
+
+Array = np.ndarray[Any, Any]
+
+PARTITION_SETTINGS = (
+    *("seed", "shards_per_client", "classes_per_client", "dirichlet_alpha", "similarity"),
+    *("pachinko_alpha", "pachinko_beta", "quantity_alpha", "interpolation", "sample_share"),
+    "long_tail",
+)
+"""The settings that a partition takes beside its kind and the number of clients."""
+DataSettings = namedtuple(
+    "DataSettings",
+    "seed dataset partition shards_per_client classes_per_client dirichlet_alpha similarity "
+    "pachinko_alpha pachinko_beta quantity_alpha interpolation sample_share long_tail "
+    "swap_probability examples_per_client held_out_clients held_out_share personalise "
+    "test_split test_examples straggler_share straggler_speed drop_out",
+)
+"""The settings that decide which examples a client has: runs that share them share a `ClientData`."""
+
+
+@dataclass(frozen=True, eq=False)
+class ClientData:
+    """The examples of each client, as rows of the data set; all draws are from the settings' seed.
+
+    Attributes
+    ----------
+    settings : DataSettings
+        Or a :class:`flwr_regs.experiments.settings.settings.Settings`, which has the same names.
+    data : Data
+    num_clients : int
+        The clients that train.
+    """
+
+    settings: Any
+    data: Data
+    num_clients: int
+
+    @cached_property
+    def _all_parts(self) -> list[Array]:
+        settings, data = self.settings, self.data
+        given: dict[str, Any] = {name: getattr(settings, name) for name in PARTITION_SETTINGS}
+        labels, fine_labels = data.train_y, None
+        if settings.partition == "pachinko":
+            if data.coarse is None:
+                raise ValueError(
+                    f"partition 'pachinko': dataset '{settings.dataset}' does not say the coarse label of "
+                    "each example"
+                )
+            labels, fine_labels = data.coarse, data.train_y
+        clients = self.num_clients + settings.held_out_clients
+        parts = partition(
+            labels,
+            settings.partition,
+            clients,
+            groups=data.groups,
+            fine_labels=fine_labels,
+            **given,
+        )
+        if settings.examples_per_client:
+            parts = [self._shuffled(rows)[: settings.examples_per_client] for rows in parts]
+        return parts
+
+    def _shuffled(self, rows: Array) -> Array:
+        return np.random.default_rng(self.settings.seed).permutation(rows)
+
+    @cached_property
+    def parts(self) -> list[Array]:
+        """The examples of each training client; where they change, those of round 1.
+
+        Raises ValueError for a partition that is impossible.
+        """
+        return self._all_parts[: self.num_clients]
+
+    @property
+    def hash(self) -> str:
+        """The hash of the split: equal ones have the same examples on the same clients."""
+        return partition_hash(self.parts)
+
+    @property
+    def label_counts(self) -> Array:
+        """How many examples of each class each training client has: (clients, classes), int64."""
+        classes, labels = self.data.num_classes, self.data.train_y
+        return np.stack([np.bincount(labels[rows], minlength=classes) for rows in self.parts])
+
+    @property
+    def by_round(self) -> bool:
+        """Whether a client's data changes from round to round."""
+        return self.settings.partition in BY_ROUND
+
+    def rows(self, pid: int, server_round: int) -> Array:
+        """Return a client's training examples in a round, those that it holds out among them."""
+        settings = self.settings
+        if settings.partition != "long-tail-rounds":
+            return self.parts[pid]
+        drawn = self.data.train_y, pid, server_round, settings.seed
+        rows = shifts.long_tail(*drawn, share=settings.sample_share, ratio=settings.long_tail)
+        if settings.examples_per_client:
+            rows = self._shuffled(rows)[: settings.examples_per_client]
+        return rows
+
+    def split(self, rows: Array) -> tuple[Array, Array]:
+        """Return a client's examples as (held out, trained on)."""
+        share = 0.2 if self.settings.personalise else self.settings.held_out_share
+        if share == 0:
+            return rows[:0], rows
+        if self.settings.partition == "long-tail-rounds":
+            out = shifts.held_out(rows, share, self.settings.seed)
+            return rows[out], rows[~out]
+        count = int(len(rows) * share)
+        return self._shuffled(rows)[:count], self._shuffled(rows)[count:]
+
+    def test_rows(self, pid: int) -> Array:
+        """Return the test examples of a client that tests the model."""
+        settings, data = self.settings, self.data
+        if settings.test_split == "classes" and self._groups is None:
+            rows = np.flatnonzero(np.isin(data.test_y, data.train_y[self.parts[pid]]))
+        else:
+            rows = self._test_parts[pid]
+        return self._bounded(rows, (settings.seed, pid))
+
+    @cached_property
+    def _test_parts(self) -> list[Array]:
+        train, test = self._groups or (self.data.train_y, self.data.test_y)
+        return test_split(train, self.parts, test, self.settings.seed)
+
+    @property
+    def _groups(self) -> tuple[Array, Array] | None:
+        """The groups of the training and of the test examples, where they decide who has what."""
+        train, test = self.data.groups, self.data.test_groups
+        if self.settings.partition not in BY_GROUP or train is None or test is None:
+            return None
+        return train, test
+
+    def _bounded(self, rows: Array, seed: Any) -> Array:
+        """Return `test_examples` of some rows at random, if that is set."""
+        if not self.settings.test_examples:
+            return rows
+        return np.random.default_rng(seed).permutation(rows)[: self.settings.test_examples]
+
+    def server_rows(self) -> tuple[bool, Array]:
+        """Return (whether they are training examples, the rows that the server tests on)."""
+        settings = self.settings
+        if settings.held_out_clients:
+            rows = np.concatenate(self._all_parts[self.num_clients :])
+        elif settings.held_out_share:
+            rows = np.concatenate([self.split(rows)[0] for rows in self.parts])
+        else:
+            return False, self._bounded(np.arange(len(self.data.test_y)), settings.seed)
+        return True, self._bounded(rows, settings.seed)
+
+    def labels(self, y: Array, server_round: int) -> Array:
+        """Return the labels that examples of the classes `y` have in a round."""
+        if self.settings.partition != "label-swaps-rounds":
+            return y
+        drawn = server_round, self.settings.seed, self.settings.swap_probability
+        return np.asarray(shifts.swapped(self.data.num_classes, *drawn)[y], y.dtype)
+
+    def step_budget(self, server_round: int, pid: int, planned: int) -> int | None:
+        """Return how many local steps a client can take in a round; None means all.
+
+        The straggler model: a share of the clients is slow. Each slow client has its own speed between
+        ``straggler-speed`` and 1, the fraction of its steps that it takes. Any client may drop out of a
+        round and take no step. All draws depend on (seed, partition, round) alone.
+        """
+        settings = self.settings
+        if settings.straggler_share == 0 and settings.drop_out == 0:
+            return None
+        # the tag 2 separates these draws from the cohorts', from (seed, round, client)
+        client = np.random.default_rng((settings.seed, pid, 0, 2))
+        slow = client.random() < settings.straggler_share
+        speed = client.uniform(settings.straggler_speed, 1) if slow else 1.0
+        luck = np.random.default_rng((settings.seed, pid, server_round, 2)).random()
+        return 0 if luck < settings.drop_out else int(planned * speed)
+
+
+def client_data_of(settings: Any, num_clients: int = 0) -> ClientData:
+    """Return the clients' data of :class:`Settings`, made once for all runs that share it.
+
+    `num_clients` is how many there are, by default as many as the settings say. Raises as
+    :func:`data_of` does.
+    """
+    shared = DataSettings(*(getattr(settings, name) for name in DataSettings._fields))
+    return _client_data(shared, data_of(settings), num_clients or settings.num_clients)
+
+
+_client_data = lru_cache(maxsize=8)(ClientData)
+
+
+def data_of(settings: Any) -> Data:
+    """Return the data set of :class:`Settings`, or what `examples`, `num-classes` and `synthetic` leave.
+
+    Raises ImportError, OSError or ValueError as :func:`flwr_regs.experiments.data.datasets.load` does.
+    """
+    groups = settings.num_clients + settings.held_out_clients if settings.examples else 0
+    source = settings.dataset, settings.data_dir, settings.code_dir
+    return _data(*source, settings.synthetic, settings.examples, settings.num_classes, groups)
+
+
+@lru_cache(maxsize=2)
+def _data(
+    dataset: str,
+    data_dir: str,
+    code_dir: str,
+    synthetic: bool,
+    examples: int,
+    num_classes: int,
+    num_groups: int,
+) -> Data:
+    data = (subset.records if synthetic else load)(dataset, data_dir, code_dir)
+    if examples or num_classes:
+        return subset.reduced(data, examples, num_classes, num_groups)
+    return data
