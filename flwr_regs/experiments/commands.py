@@ -17,8 +17,8 @@ from typing import Any
 import flwr_regs
 from flwr_regs.experiments.cards import card_files, choices
 from flwr_regs.experiments.experiment import Experiment, Panel, Run
-from flwr_regs.experiments.report.folders import locked
-from flwr_regs.experiments.report.results import Results, provenance, write
+from flwr_regs.experiments.report.folders import locked, write
+from flwr_regs.experiments.report.results import Results, provenance
 from flwr_regs.experiments.report.rows import last
 from flwr_regs.experiments.report.run_records import RunRecord, file_name, missing, recorded
 from flwr_regs.experiments.space import Point
@@ -105,8 +105,7 @@ def save(experiment: Experiment, folder: Path, came: Mapping[str, Any]) -> None:
         tests = experiment.tests(panel)
         partitions = {str(run.seed): client_data_of(run.settings).hash for run in tests}
         made = {**came, "card": experiment.name, "partitions": partitions}
-        text = card_files.text(replace(experiment, panels=(panel,)), made)
-        write(place / card_files.FILE, text)
+        write(place / card_files.FILE, card_files.text(experiment.only(panel), made))
     if len(experiment.panels) > 1:
         write(
             folder / card_files.FILE, card_files.text(experiment, {**came, "card": experiment.name})
@@ -130,8 +129,8 @@ def _train_panel(
         _train(experiment.trial_runs(panel), folder / "tuning", "trial", args)
         chosen = chosen_of(experiment, panel, folder)
         _, made = card_files.of_folder(folder)
-        alone = replace(experiment, panels=(panel,))
-        write(folder / card_files.FILE, card_files.text(alone, {**made, "chosen": chosen}))
+        text = card_files.text(experiment.only(panel), {**made, "chosen": chosen})
+        write(folder / card_files.FILE, text)
     if experiment.baseline:
         print(f"test: {folder}", flush=True)
     tests = experiment.tests(panel, chosen)
@@ -242,7 +241,8 @@ def _dry_run(experiment: Experiment, panel: Panel, folder: Path, workers: int) -
         print(f"{experiment.name}, {panel.name}:")
     lacking = missing(experiment.trial_runs(panel), folder / "tuning")
     lacking += missing(experiment.tests(panel), folder)
-    print(estimate(lacking, workers) if lacking else "nothing is missing")
+    for line in estimate(lacking, workers) if lacking else ["nothing is missing"]:
+        print(line, flush=True)
 
 
 def _report_card(experiment: Experiment, folder: Path) -> None:

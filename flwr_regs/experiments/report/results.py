@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import os
 import platform
 import subprocess
@@ -13,9 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import flwr_regs
-from flwr_regs.experiments.extras import missing_extra
 from flwr_regs.experiments.report import rows
-from flwr_regs.experiments.report import run_records as records
+from flwr_regs.experiments.report.folders import write
 from flwr_regs.experiments.report.run_records import RunRecord
 
 if TYPE_CHECKING:
@@ -27,12 +25,6 @@ PICTURES = {"accuracy": "round", "megabytes": "megabytes", "seconds": "seconds"}
 
 BRIEF = 12
 """Characters of the first row's name in a heading, at most: a terminal has 80."""
-LATEX = str.maketrans(
-    {c: f"\\{c}" for c in "%_&#${}"}
-    | {"±": r"$\pm$", "–": "--", "<": r"$<$", ">": r"$>$", '"': "''"}
-    | {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
-)
-"""Characters as LaTeX writes them."""
 
 
 class Results:
@@ -40,7 +32,7 @@ class Results:
 
     Attributes
     ----------
-    runs : list of Run
+    runs : list of RunRecord
         One for each label and seed.
     notes : list of str
         Printed below the table.
@@ -93,12 +85,9 @@ class Results:
         """Return a DataFrame with a row for each method; accuracies are fractions.
 
         Its columns are those of :func:`flwr_regs.experiments.report.rows.rows`.
-        Raises ImportError if pandas is not installed.
         """
-        try:
-            import pandas as pd
-        except ImportError as error:
-            raise missing_extra("pandas", "the table as a DataFrame") from error
+        import pandas as pd
+
         return pd.DataFrame(self.rows()).set_index("method")
 
     def plot(self, x: str = "round") -> Figure:
@@ -137,28 +126,23 @@ class Results:
 
     def text(self) -> str:
         """Return the table for a terminal of 80 columns, and what it needs to be read."""
-        try:
-            from rich import box
-            from rich.console import Console
-            from rich.table import Table
-        except ImportError as error:
-            raise missing_extra("rich", "the table") from error
+        from rich import box
+        from rich.console import Console
+        from rich.table import Table
+
         out = io.StringIO()
         console = Console(file=out, width=80, highlight=False, markup=False, emoji=False)
         grid = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
         cells = [self._cells(row) for row in self.rows()]
-        for column in cells[0]:
-            left = column == self.heading
-            grid.add_column(
-                column, justify="left" if left else "right", no_wrap=not left, overflow="fold"
-            )
+        grid.add_column(self.heading, overflow="fold")
+        for column in [*cells[0]][1:]:
+            grid.add_column(column, justify="right", no_wrap=True, overflow="fold")
         for line in cells:
             grid.add_row(*line.values())
         console.print(grid)
-        for text in [*self._legend(), *self.warnings(), *self._beside()]:
+        notes = [f"NOTE: {note}" for note in self.notes]
+        for text in [*self._legend(), *self.warnings(), *self._beside(), *notes]:
             console.print(text)
-        for note in self.notes:
-            console.print(f"NOTE: {note}")
         return "\n".join(line.rstrip() for line in out.getvalue().splitlines()) + "\n"
 
     def _cells(self, row: dict[str, Any]) -> dict[str, str]:
@@ -234,47 +218,25 @@ class Results:
                 )
         return said
 
-    def csv(self) -> str:
-        """Return the table as CSV, every column, accuracies as fractions."""
-        return str(self.table().to_csv())
-
     def latex(self) -> str:
         """Return the table for a paper; it needs the LaTeX package booktabs."""
-        cells = [self._cells(row) for row in self.rows()]
-        body = [
-            " & ".join(cell.translate(LATEX) for cell in line) + r" \\"
-            for line in (cells[0], *(row.values() for row in cells))
-        ]
-        lines = [
-            "% " + " ".join(self._legend()).translate(LATEX),
-            rf"\begin{{tabular}}{{l{'r' * (len(cells[0]) - 1)}}}",
-            *(r"\toprule", body[0], r"\midrule", *body[1:], r"\bottomrule", r"\end{tabular}", ""),
-        ]
-        return "\n".join(lines)
+        import pandas as pd
 
-    def history(self) -> dict[str, Any]:
-        """Return all runs as one document: ``methods`` has an entry for each label (and seed)."""
-        several = len(self.seeds) > 1
-        return {
-            "job": self.runs[0].job,
-            "clients": self.runs[0].clients,
-            "notes": self.notes,
-            "methods": {
-                f"{r.label}, seed {r.seed}" if several else r.label: r.entry() for r in self.runs
-            },
-            "summary": self.rows(),
-        }
+        cells = pd.DataFrame([self._cells(row) for row in self.rows()])
+        columns = "l" + "r" * (len(cells.columns) - 1)
+        body = cells.to_latex(index=False, escape=True, column_format=columns)
+        legend = " ".join(self._legend())
+        return f"% {legend}\n{body}"
 
     def save_tables(self, folder: Path) -> None:
-        """Write the tables into a folder: as text, CSV and LaTeX."""
+        """Write the tables into a folder: as text, LaTeX, and every column as CSV."""
         write(folder / "table.txt", self.text())
-        write(folder / "table.csv", self.csv())
         write(folder / "table.tex", self.latex())
+        write(folder / "summary.csv", self.table().to_csv())
 
     def save(self, folder: Path, pictures: bool = True) -> None:
-        """Write the tables, ``history.json`` and the pictures (PNG and PDF) into a folder."""
+        """Write the tables and the pictures (PNG and PDF) into a folder."""
         self.save_tables(folder)
-        write(folder / "history.json", json.dumps(records.strict(self.history()), indent=1))
         if pictures and any(run.accuracy for run in self.runs):
             from flwr_regs.experiments.report import drawing
 
@@ -301,16 +263,6 @@ def number(value: float | None) -> str:
     if value is None:
         return "–"
     return f"{value:.0f}" if value >= 100 else f"{value:#.3g}".rstrip(".")
-
-
-def write(path: Path, text: str) -> None:
-    """Write a file whole or not at all."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        temporary.write_text(text, encoding="utf-8")
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)  # after Ctrl-C, or on a full disk
 
 
 def provenance(command: Sequence[str]) -> dict[str, Any]:
