@@ -104,7 +104,7 @@ def planned(*line: str) -> Experiment:
         ('"Table 1"', '" "', "'where' must be text, not ' '"),
         ('tune = ["lr=0.1,0.3"]', "tune = [1]", "'tune' must be a list of texts, not [1]"),
         ('FedAvg = "FedAvg"', 'FedAvg = "FedProx(muu=1)"', "no argument 'muu'; did you mean 'mu'"),
-        ('FedAvg = "FedAvg"', 'FedAvg = "mine.py:Slow(rate=0.5)"', "stands here twice: name each"),
+        ('FedAvg = "FedAvg"', 'FedAvg = "mine.py:Slow"', "stands here twice: name each"),
         ('call = "mine.py:Slow', 'cal = "mine.py:Slow', "must be a call, or a table with a call"),
         ("local-steps = 2", "similarity = 2", "'similarity' does nothing with partition=iid"),
     ],
@@ -231,7 +231,7 @@ def test_a_smoke_test_is_small_and_checks_all_methods() -> None:
     card = planned("card.toml", "--smoke", "num-clients=4")
     assert (card.seeds, card.tune, card.smoke, len(card.panels)) == ((1,), (), True, 1)
     first, last = card.tests(*card.panels)
-    assert (first.label, last.label) == ("FedAvg", "mine.py:Slow(rate=0.5)")
+    assert (first.label, last.label) == ("FedAvg", "mine.py:Slow")
     small = last.settings
     assert (small.rounds, small.examples, small.num_clients, small.lr) == (2, 200, 4, 0.2)
     assert small.batch_size <= 4
@@ -297,7 +297,7 @@ def test_a_card_is_run_beside_its_source_and_other_data_are_said(
     assert [panel["notes"] for panel in kept["panels"]] == [[said]] * 2
     two = tomllib.loads(Path("here/two/experiment.toml").read_text())
     assert "lr" in two["made"]["chosen"]["FedAvg"]
-    assert two["made"]["chosen"]["mine.py:Slow(rate=0.5)"] == {}  # its own rate is not tuned
+    assert two["made"]["chosen"]["mine.py:Slow"] == {}  # its own rate is not tuned
     before = rows("here")
     Path("here/protocol.csv").unlink()
     assert run("bench", "--resume", "here") in (0, 1)
