@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     read the output, such as ``head``, has enough.
     """
     try:
-        status = _main(argv)
+        status = _main(sys.argv[1:] if argv is None else argv)
         sys.stdout.flush()
         return status
     except BrokenPipeError:
@@ -41,7 +41,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
-def _main(argv: Sequence[str] | None) -> int:
+def parsed(argv: Sequence[str]) -> argparse.Namespace:
+    """Return the words of a command line by name; exit with status 2 if they are none."""
     parser = _parser()
     args, rest = parser.parse_known_args(argv)
     # settings, and the name of a card, may stand on either side of an option
@@ -50,9 +51,14 @@ def _main(argv: Sequence[str] | None) -> int:
         parser.error(f"unrecognized arguments: {' '.join(wrong)}{_as_setting(wrong[0])}")
     if "settings" in args:
         args.settings = [*args.settings, *rest]
-    args.words = [*(sys.argv[1:] if argv is None else argv)]
+    args.words = [*argv]
     if getattr(args, "workers", 1) < 1:
         parser.error(f"--workers must be at least 1, not {args.workers}")
+    return args
+
+
+def _main(argv: Sequence[str]) -> int:
+    args = parsed(argv)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         return _do(args)

@@ -105,8 +105,7 @@ def save(experiment: Experiment, folder: Path, came: Mapping[str, Any]) -> None:
         tests = experiment.tests(panel)
         partitions = {str(run.seed): client_data_of(run.settings).hash for run in tests}
         made = {**came, "card": experiment.name, "partitions": partitions}
-        text = card_files.text(replace(experiment, panels=(panel,)), made)
-        write(place / card_files.FILE, text)
+        write(place / card_files.FILE, card_files.text(experiment.only(panel), made))
     if len(experiment.panels) > 1:
         write(
             folder / card_files.FILE, card_files.text(experiment, {**came, "card": experiment.name})
@@ -130,8 +129,8 @@ def _train_panel(
         _train(experiment.trial_runs(panel), folder / "tuning", "trial", args)
         chosen = chosen_of(experiment, panel, folder)
         _, made = card_files.of_folder(folder)
-        alone = replace(experiment, panels=(panel,))
-        write(folder / card_files.FILE, card_files.text(alone, {**made, "chosen": chosen}))
+        text = card_files.text(experiment.only(panel), {**made, "chosen": chosen})
+        write(folder / card_files.FILE, text)
     if experiment.baseline:
         print(f"test: {folder}", flush=True)
     tests = experiment.tests(panel, chosen)

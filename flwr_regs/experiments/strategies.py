@@ -18,13 +18,13 @@ import flwr_regs
 from flwr_regs.abilities import Compresses, FineTunes, Personalises, Steps, Withholds
 from flwr_regs.experiments.calls import Call, check_name, text_of
 from flwr_regs.experiments.user_code import load
-from flwr_regs.flower.client import RegClient
 from flwr_regs.flower.strategy import RegStrategy
 from flwr_regs.server.options import Options
 from flwr_regs.term import Term
 from flwr_regs.wire.config import nearest
 
 if TYPE_CHECKING:
+    from flwr_regs import RegClient
     from flwr_regs.experiments.experiment import Run
 
 VALUES = (
@@ -121,6 +121,8 @@ def client_class(strategy: RegStrategy) -> type[RegClient]:
     That is the class in the strategy's module with its name and ``Client``, such as `FedFORClient`. Other
     strategies, and compositions, get a class made from the strategy's terms.
     """
+    from flwr_regs.flower.client import RegClient
+
     kind = type(strategy)
     named_so = getattr(sys.modules.get(kind.__module__), f"{kind.__name__}Client", None)
     if kind is not RegStrategy and isinstance(named_so, type) and issubclass(named_so, RegClient):

@@ -22,7 +22,7 @@ from flwr_regs.wire.records import (
     read_entry,
     written,
 )
-from tests.damage import NOT_ARRAYS, npy
+from tests.server.exchange.damage import NOT_ARRAYS, npy
 
 DTYPES = ["?", "i1", "<i2", "<i4", "<i8", "u1", "<u2", "<u4", "<u8", "<f2", "<f4", "<f8"]
 

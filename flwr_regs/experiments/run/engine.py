@@ -174,4 +174,4 @@ class _ToParent(Progress):
 
 
 def _work(run: Run, folder: Path | None, stacked: bool, workers: int) -> RunRecord:
-    return train(run, folder, _ToParent([]), stacked, workers)
+    return train(run, folder, _ToParent(), stacked, workers)

@@ -25,7 +25,7 @@ class Progress:
 
     quiet = True
 
-    def __init__(self, runs: Sequence[tuple[str, int, int]]) -> None:
+    def __init__(self, runs: Sequence[tuple[str, int, int]] = ()) -> None:
         self.rounds = {(label, seed): rounds for label, seed, rounds in runs}
         self.seen = dict.fromkeys(self.rounds, 0)
         self.first: tuple[float, int] | None = None  # the first news: its time, the rounds done
@@ -44,7 +44,7 @@ class Progress:
 
     def ended(self, label: str, seed: int, note: str) -> None:
         """Note that a run has ended; `note` says why if it was early."""
-        self.seen[label, seed] = self.rounds[label, seed]
+        self.seen[label, seed] = self.rounds.get((label, seed), 0)
         self.show(label, seed)
         if note:
             self.say(f"{label}, seed {seed}: {note[:300]}")
