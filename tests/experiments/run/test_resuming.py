@@ -20,10 +20,6 @@ from flwr_regs.experiments.cli import main
 from flwr_regs.experiments.report import run_records as records
 from flwr_regs.experiments.run import engine
 from flwr_regs.experiments.run.progress import Progress
-<<<<<<< HEAD:tests/experiments/run/test_resuming.py
-=======
-from flwr_regs.experiments.settings import Settings
->>>>>>> values:tests/experiments/test_resuming.py
 from tests.conftest import ROOT
 from tests.experiments.runs import runs_of
 
@@ -173,12 +169,7 @@ def test_a_pool_that_is_stopped_ends_its_own_workers_alone() -> None:
     child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,))
     child.start()
     try:
-<<<<<<< HEAD:tests/experiments/run/test_resuming.py
         runs = runs_of(methods="FedAvg", rounds=3000, checkpoint_every=0.0)
-=======
-        job = Settings.of({"methods": "FedAvg", "rounds": 3000, "checkpoint-every": 0.0})
-        plan = Plan([("FedAvg", job)])
->>>>>>> values:tests/experiments/test_resuming.py
         with pytest.raises(KeyboardInterrupt):
             engine.execute(runs, None, Stopped(), workers=2)
         assert multiprocessing.active_children() == [child]
