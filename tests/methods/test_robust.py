@@ -24,8 +24,11 @@ N, LIAR = 7, 3
 NAMED = {c.name: c for c in CASES}
 METHODS = {c.strategy.__name__: c for c in reversed(CASES)}  # the first case of each
 METHODS |= {name: NAMED[name] for name in ("SCAFFOLD-option-1", "SCAFFOLD-server")}
-METHODS |= {"EFL": NAMED["EFL-sums-16"], "EFL-coded": NAMED["EFL"]}
-METHODS["FedPer"] = Method(fr.FedPer, fr.FedPerClient, [], settings={"patterns": "2.*"})
+METHODS |= {
+    "EFL": Method(fr.EFL, fr.EFLClient, [], settings={"lam": 0.3}),
+    "EFL-coded": NAMED["EFL"],
+    "FedPer": Method(fr.FedPer, fr.FedPerClient, [], settings={"patterns": "2.*"}),
+}
 UPLOADING = ("RFedAvg", "RFedAvgPlus", "EFL", "FedCurv", "Mime", "MimeLite", "SCAFFOLD-option-1")
 AGGREGATORS = (
     fr.CoordinateMedian(),
