@@ -173,7 +173,9 @@ class RobustMeans:
             result = Aggregate(result)
         vector, chosen = result.vector, result.selected
         if not isinstance(vector, np.ndarray) or vector.dtype.kind not in "fiu":
-            raise AggregatorFailed(f"{name} returned a {type(vector).__name__}, expected an array of numbers")
+            raise AggregatorFailed(
+                f"{name} returned a {type(vector).__name__}, expected an array of numbers"
+            )
         if vector.shape != (vectors.size,):
             raise AggregatorFailed(
                 f"{name} returned an array of shape {vector.shape}, expected {(vectors.size,)}"
