@@ -50,7 +50,7 @@ class OverData:
     members : int
     leaves : sequence of list of Tensor
         The member's own batches.
-    end, teacher : Arrays
+    end, at_start : Arrays
         What its model holds at the round's end, and what it held at its start beside what terms see.
     """
 
@@ -60,7 +60,7 @@ class OverData:
     members: int
     leaves: Sequence[list[Tensor]]
     end: Arrays
-    teacher: Arrays
+    at_start: Arrays
 
     @property
     def functions(self) -> dict[str, Callable[..., Any]]:
@@ -74,8 +74,8 @@ class OverData:
 
     def _whole(self, params: Arrays) -> Arrays:
         """Return the model's values: with `params` that are ``w_t`` itself, as it was at the start."""
-        at_start = all(params.get(n) is p for n, p in self.view.start.items())
-        return {**(self.teacher if at_start else self.end), **params}
+        is_start = all(params.get(n) is p for n, p in self.view.start.items())
+        return {**(self.at_start if is_start else self.end), **params}
 
     def _pass(self) -> Iterator[tuple[Any, Any, int]]:
         for batch, leaves in zip(self.batches, self.leaves, strict=True):
@@ -164,7 +164,7 @@ def over_data(
     view: View,
     passes: Sequence[Plan],
     end: Arrays,
-    teacher: Arrays,
+    at_start: Arrays,
     given: tuple[Any, ...],
     one: Callable[..., Any],
     few: bool = False,
@@ -176,7 +176,7 @@ def over_data(
     view : View
     passes : sequence of Plan
         The members' data, each as one pass.
-    end, teacher : Arrays
+    end, at_start : Arrays
         What the members' models hold at the round's end, and beside what terms see at its start.
     given : tuple
         Nested dicts of stacked tensors.
@@ -200,14 +200,14 @@ def over_data(
         for some in (rows[i : i + most] for i in range(0, len(rows), most)):
             chosen = [passes[row] for row in some]
             batches = [stacked(chosen, i, view.shared.device) for i in range(len(first))]
-            taken = mapped((end, teacher, given), itemgetter(some))
+            taken = mapped((end, at_start, given), itemgetter(some))
             first_end = {n: t[0] for n, t in taken[0].items()}
             layers = layers_of_stack(view, batches[0], first_end)
             shared = partial(OverData, view, batches, layers, len(some))
 
             def member(leaves: Any, taken: Any, shared: Any = shared) -> Any:
-                end, teacher, given = taken
-                return one(*given, shared(leaves, end, teacher).functions)
+                end, at_start, given = taken
+                return one(*given, shared(leaves, end, at_start).functions)
 
             parts.append(view.vmapped(member)([b.leaves for b in batches], taken))
             order += some
@@ -228,7 +228,7 @@ def _concatenated(parts: Sequence[Any], order: Tensor) -> Any:
 def layers_of_stack(view: View, batch: Batch, values: Arrays) -> Layers:
     """Return the layers that :func:`.fisher_layers.find_layers` finds, with one member's `values`."""
     shared = view.shared
-    own = {n: p for n, p in shared.model.named_parameters() if p.requires_grad}
+    trained = {n: p for n, p in shared.model.named_parameters() if p.requires_grad}
     whole = {**view.rest, **values}
 
     def nll(p: Arrays, sample: Any) -> Tensor:
@@ -238,7 +238,9 @@ def layers_of_stack(view: View, batch: Batch, values: Arrays) -> Layers:
 
     sample: Any = batch.rebuilt([t[0, 0] for t in batch.leaves])
     with evaluating(shared.model):
-        return find_layers(shared.model, nll, {n: whole.get(n, p) for n, p in own.items()}, sample)
+        return find_layers(
+            shared.model, nll, {n: whole.get(n, p) for n, p in trained.items()}, sample
+        )
 
 
 def _wide(tensor: Tensor) -> torch.dtype:
