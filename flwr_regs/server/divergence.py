@@ -115,19 +115,19 @@ def suspects(term: Chain, config: Mapping[str, Any], lr: float | None) -> list[s
     Of each term: its first hyper-parameter that is a number, which is its strength, and those above their
     default. A term that compresses has none.
     """
-    found = []
+    likely = []
     for t in term.terms:
         numbers = [(f, v) for f in fields(t) if _is_number(v := getattr(t, f.name))]
         if not numbers and isinstance(t, Steps):
-            found.append(f"learning rate of the '{t.name}'")
+            likely.append(f"learning rate of the '{t.name}'")
         for i, (f, value) in enumerate(numbers):
             high = value > f.default if _is_number(f.default) else i == 0
             if value > 0 and (i == 0 or high) and not isinstance(t, Compresses):
-                found.append(f"{t.name}.{f.name} ({value:g})")
-    found.append("lr" if lr is None else f"lr ({lr:g})")
+                likely.append(f"{t.name}.{f.name} ({value:g})")
+    likely.append("lr" if lr is None else f"lr ({lr:g})")
     if momentum := config.get("momentum"):
-        found.append(f"momentum ({momentum:g})")
-    return found
+        likely.append(f"momentum ({momentum:g})")
+    return likely
 
 
 def _usual_loss(this_round: Round) -> float | None:

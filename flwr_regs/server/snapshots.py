@@ -1,4 +1,4 @@
-"""What a part of a training keeps between rounds: for a checkpoint, and to go back to after a failed round."""
+"""What a part of a training keeps between rounds: for checkpoints, and to go back to after a failure."""
 
 from __future__ import annotations
 

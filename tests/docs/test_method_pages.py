@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 import flwr_regs as fr
-from flwr_regs.experiments.settings.build import build
-from flwr_regs.experiments.settings.calls import parse_methods
+from flwr_regs.experiments.calls import parse_methods
+from flwr_regs.experiments.strategies import build
 from tests.conftest import ROOT
 
 FOLDER = ROOT / "docs" / "methods"

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import flwr_regs as fr
-from flwr_regs.experiments.settings import calls
-from flwr_regs.experiments.settings.build import bare, build, client_class, with_argument
-from flwr_regs.experiments.settings.calls import Call, parse_methods
+from flwr_regs.experiments import calls
+from flwr_regs.experiments.strategies import bare, build, client_class, with_argument
+from flwr_regs.experiments.calls import Call, parse_methods
 
 B = Call("B", (), {}, called=True)
 C = Call("C", (1,), {"y": "d,e"}, called=True)

@@ -17,7 +17,7 @@ from flwr_regs import FedFOR, InProcessGrid
 from flwr_regs.experiments import user_code
 from flwr_regs.experiments.models import models
 from flwr_regs.experiments.run import clients, comparison
-from flwr_regs.experiments.settings.calls import parse_methods
+from flwr_regs.experiments.calls import parse_methods
 from flwr_regs.experiments.settings.job import Job
 from flwr_regs.experiments.user_code import call, load, offer
 from tests.conftest import ROOT

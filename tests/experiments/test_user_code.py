@@ -11,7 +11,7 @@ import pytest
 
 from flwr_regs.experiments import cli, words
 from flwr_regs.experiments.run.engine import Plan
-from flwr_regs.experiments.settings.build import bare, client_class
+from flwr_regs.experiments.strategies import bare, client_class
 from tests.experiments.test_experiments import in_process, job
 from tests.processes import BIN, command, environment
 

@@ -25,7 +25,7 @@ from flwr_regs import InProcessGrid, client_app
 from flwr_regs.flower.grids import workers
 from flwr_regs.flower.node import failure
 from tests.conftest import ROOT
-from tests.federation import until
+from tests.flower.deployed.federation import until
 
 CLIENTS = 4
 METHODS = ("RFedAvgPlus", "FedBN", "SCAFFOLD")

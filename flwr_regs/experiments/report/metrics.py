@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from flwr_regs.experiments.report import rows
-from flwr_regs.experiments.report.run_records import Run
+from flwr_regs.experiments.report.run_records import RunRecord
 
 DOWN_MB, UP_MB, SLOWER, FIXED_SECONDS = 0.75, 0.25, 7.0, 10.0
 """The Field Guide's model of a round on phones (Wang et al. 2021, Sec. 5.4, Eqs. 9 and 10): MB a second
@@ -32,34 +32,34 @@ class Metric:
 
     meaning: str
     unit: str
-    of: Callable[[Run], float | None]
+    of: Callable[[RunRecord], float | None]
     beside: bool = False
 
 
-def best(run: Run, share: float = 1.0) -> float | None:
+def best(run: RunRecord, share: float = 1.0) -> float | None:
     """Return the best accuracy in this share of the planned rounds, from the first on."""
     last = run.job["rounds"] * share
     return max((t["accuracy"] for t in run.trained if t["round"] <= last), default=None)
 
 
-def training_loss(run: Run) -> float | None:
+def training_loss(run: RunRecord) -> float | None:
     """Return the mean training loss for one example over the last round."""
     metrics = [e["train_metrics"] for e in run.rounds if "train_metrics" in e]
     return metrics[-1].get("train-loss") if metrics else None
 
 
-def rounds_to(run: Run) -> float | None:
+def rounds_to(run: RunRecord) -> float | None:
     """Return the first round at or above ``target-accuracy``; None if there is none."""
     return rows.first_at(run.trained, run.job["target-accuracy"])
 
 
-def worst_share(run: Run, share: float) -> float | None:
+def worst_share(run: RunRecord, share: float) -> float | None:
     """Return the mean accuracy of the worst share of the clients, at least one, with the final model."""
     each = sorted(run.per_client.get("clients", ()))
     return float(np.mean(each[: max(int(len(each) * share), 1)])) if each else None
 
 
-def deployed_seconds(run: Run) -> float | None:
+def deployed_seconds(run: RunRecord) -> float | None:
     """Return the estimated seconds of a mean round on phones, by the Field Guide's Eqs. 9 and 10.
 
     The simulation's time of a client is the round's ``clients`` phase divided by its cohort.
@@ -79,7 +79,7 @@ def deployed_seconds(run: Run) -> float | None:
     return float(np.mean(each)) if each else None
 
 
-def _tested(run: Run) -> list[float]:
+def _tested(run: RunRecord) -> list[float]:
     """Return each tested round's mean over its clients: of a client's own model where it has one."""
     entries = [e.get("evaluate", {}).get("clients", {}).values() for e in run.rounds]
     return [
@@ -89,23 +89,23 @@ def _tested(run: Run) -> list[float]:
     ]
 
 
-def _at_target(of: Callable[[Run], list[float]]) -> Callable[[Run], float | None]:
-    def value(run: Run) -> float | None:
+def _at_target(of: Callable[[RunRecord], list[float]]) -> Callable[[RunRecord], float | None]:
+    def value(run: RunRecord) -> float | None:
         reached = rounds_to(run)
         return None if reached is None else of(run)[int(reached) - 1]
 
     return value
 
 
-def _processed(run: Run) -> list[float]:
+def _processed(run: RunRecord) -> list[float]:
     return [float(n) for n in np.cumsum([e.get("examples_processed", 0) for e in run.rounds])]
 
 
-def _tests(name: str) -> Callable[[Run], float | None]:
+def _tests(name: str) -> Callable[[RunRecord], float | None]:
     return lambda run: run.trained[-1].get(name) if run.trained else None
 
 
-def _exchanges(run: Run) -> float | None:
+def _exchanges(run: RunRecord) -> float | None:
     each = [2.0 if entry.get("bytes_probe_down") else 1.0 for entry in run.rounds]
     return float(np.mean(each)) if each else None
 
@@ -188,7 +188,7 @@ METRICS: dict[str, Metric] = {
 
 
 def mean_and_spread(
-    name: str, runs: Sequence[Run], first: Sequence[Run] = ()
+    name: str, runs: Sequence[RunRecord], first: Sequence[RunRecord] = ()
 ) -> tuple[float | None, float | None, int]:
     """Return (mean, sample standard deviation, number) of a metric over the runs that ended and have it.
 

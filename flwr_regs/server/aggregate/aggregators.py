@@ -40,7 +40,7 @@ class TooFewVectors(Exception):
 
 
 class Vectors:
-    """One vector for each client, in float64, read some coordinates at a time: they are never all in memory.
+    """One vector for each client, in float64, read some coordinates at a time, never all together.
 
     Parameters
     ----------

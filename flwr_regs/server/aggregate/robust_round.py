@@ -150,13 +150,13 @@ class RobustMeans:
         if self.selected is None:
             return self._aggregate(beside(self._aggregator), vectors, weights)
         scale = shrink(vectors.norms())
-        mine = np.isin(vectors.pids, self.selected)
-        if not mine.any():
+        chosen = np.isin(vectors.pids, self.selected)
+        if not chosen.any():
             raise TooFewVectors(
                 f"{self._aggregator!r} selected the clients {self.selected}, but values came only from "
                 f"{list(vectors.pids)}"
             )
-        return Aggregate(vectors.combined(mine * scale / mine.sum()))
+        return Aggregate(vectors.combined(chosen * scale / chosen.sum()))
 
     def _aggregate(
         self, aggregator: Aggregator, vectors: Vectors, weights: np.ndarray

@@ -8,7 +8,7 @@ import pytest
 
 from flwr_regs.experiments.report import metrics
 from flwr_regs.experiments.report.run_records import Run
-from flwr_regs.experiments.settings.settings import DEFAULTS
+from flwr_regs.experiments.settings import DEFAULTS
 
 
 def entry(t: int, **more: Any) -> dict[str, Any]:

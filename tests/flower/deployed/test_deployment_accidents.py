@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests import accidents
-from tests.accidents import Outcome
-from tests.federation import Federation
+from tests.flower.deployed import accidents
+from tests.flower.deployed.accidents import Outcome
+from tests.flower.deployed.federation import Federation
 from tests.processes import assert_same
 
 pytestmark = [pytest.mark.timeout(900)]

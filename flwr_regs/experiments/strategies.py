@@ -1,0 +1,243 @@
+"""From calls to strategies and clients.
+
+A part of a method is one of the package's strategies (`FedFOR`) or terms (`SparseTernary`), or a reference
+to a user's own (``mine.py:name``): a Strategy or Term class, a term, a list of terms, or a function that
+returns one of these.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import flwr_regs
+from flwr_regs.abilities import Compresses, FineTunes, Personalises, Steps, Withholds
+from flwr_regs.experiments.calls import Call, check_name, text_of
+from flwr_regs.experiments.user_code import load
+from flwr_regs.flower.strategy import RegStrategy
+from flwr_regs.server.options import Options
+from flwr_regs.term import Term
+from flwr_regs.wire.config import nearest
+
+if TYPE_CHECKING:
+    from flwr_regs import RegClient
+    from flwr_regs.experiments.experiment import Run
+
+VALUES = (
+    *("CenteredClipping", "CoordinateMedian", "GeometricMedian", "Krum", "Mean", "NormBound"),
+    *("TrimmedMean", "CentralDP", "Patience", "Target"),
+)
+"""The calls that an argument of a method may be."""
+SHARED = ("weighting", "incomplete", "downlink")
+"""The settings that a composition takes from its strategies, if nobody gives them."""
+
+
+def build(calls: Sequence[Call], folder: str = "", **common: Any) -> RegStrategy:
+    """Return the strategy of a method's parts.
+
+    Several parts become one list of terms. Those that compress come last, those that read the update come
+    behind those that shift the start, those that change the mean behind a server's optimiser. Weighting,
+    downlink and treatment of incomplete clients are those of the first strategy that has another than the
+    usual one: FedBN+SCAFFOLD weighs as SCAFFOLD does.
+
+    Parameters
+    ----------
+    calls : sequence of Call
+        The parts. Beside its own parameters, each takes the settings of every strategy.
+    folder : str
+        Where references begin, see :func:`flwr_regs.experiments.user_code.load`.
+    **common
+        Settings of the strategy; what a call says wins.
+
+    Raises
+    ------
+    ValueError, TypeError
+        With the text of the part in front: an unknown name, a wrong, missing or unknown argument; or parts
+        that do not compose.
+    """
+    strategies: list[RegStrategy] = []
+    terms: list[Term] = []
+    given: dict[str, Any] = {}  # by the calls themselves
+    extra = {k: v for k, v in common.items() if k not in Options.names()}
+    for call in calls:
+        with named(str(call)):
+            call = _with_values(call)
+            kind = find(call, folder)
+            if len(calls) == 1 and _is_strategy(kind):
+                return _strategy(kind, call, common)
+            for name in set(call.kwargs) & Options.names():
+                if given.setdefault(name, call.kwargs[name]) != call.kwargs[name]:
+                    raise ValueError(f"another part says {name}={given[name]!r}: give it once")
+            if _is_strategy(kind):
+                made = _strategy(kind, call, extra)
+                strategies.append(made)
+                terms += made.term.terms
+            else:
+                terms += _terms(kind, call)
+    shared = {
+        name: value
+        for name in SHARED
+        for s in reversed(strategies)
+        if (value := getattr(s, name)) != getattr(Options, name)
+    }
+    settings = {k: v for k, v in common.items() if k in Options.names()}
+    with named(text_of(calls)):
+        return RegStrategy(sorted(terms, key=_place), **{**shared, **settings, **given})
+
+
+def check_apart(runs: Iterable[Run]) -> list[RegStrategy]:
+    """Return each run's strategy without its settings, after a check that clients can tell them apart.
+
+    Raises ValueError or TypeError as :func:`build` does, and ValueError if two strategies have one name and
+    different terms.
+    """
+    strategies = []
+    clients: dict[str, tuple[str, Any]] = {}
+    for run in runs:
+        strategy = build(run.calls, run.settings.code_dir)
+        terms = client_class(strategy).terms
+        other, others = clients.setdefault(strategy.method_name, (run.method, terms))
+        if terms != others:
+            raise ValueError(
+                f"'{other}' and '{run.method}' are both named '{strategy.method_name}', but their terms "
+                "differ: give one strategy's class a 'method' of its own"
+            )
+        strategies.append(strategy)
+    return strategies
+
+
+def is_private(strategy: RegStrategy) -> bool:
+    """Return whether its clients keep entries of the model, so that they alone can test it."""
+    return any(isinstance(t, Withholds | Personalises | FineTunes) for t in strategy.term.terms)
+
+
+def client_class(strategy: RegStrategy) -> type[RegClient]:
+    """Return the class of a strategy's clients.
+
+    That is the class in the strategy's module with its name and ``Client``, such as `FedFORClient`. Other
+    strategies, and compositions, get a class made from the strategy's terms.
+    """
+    from flwr_regs.flower.client import RegClient
+
+    kind = type(strategy)
+    named_so = getattr(sys.modules.get(kind.__module__), f"{kind.__name__}Client", None)
+    if kind is not RegStrategy and isinstance(named_so, type) and issubclass(named_so, RegClient):
+        return named_so
+    terms = tuple(type(t) for t in strategy.term.terms if not t.server_only)
+    made = {"method": kind.method, "terms": terms}
+    return type(f"{kind.__name__}Client", (RegClient,), made)
+
+
+@contextmanager
+def named(text: str) -> Iterator[None]:
+    """Put the text of a part or method in front of the ValueError or TypeError that it raises."""
+    try:
+        yield
+    except (ValueError, TypeError) as error:
+        kind = TypeError if isinstance(error, TypeError) else ValueError
+        raise kind(f"'{text}': {error}") from error
+
+
+def find(call: Call, folder: str = "") -> Any:
+    """Return the class, term, list or function that a call names; ValueError if there is none."""
+    check_name(call)
+    return load(call.target, folder) if ":" in call.target else getattr(flwr_regs, call.target)
+
+
+def with_argument(
+    calls: Sequence[Call], target: str, name: str, value: Any, folder: str = ""
+) -> tuple[Call, ...]:
+    """Return a method with one argument of each call of `target` replaced or added."""
+    return tuple(_with(c, name, value, folder) if c.target == target else c for c in calls)
+
+
+def _with(call: Call, name: str, value: Any, folder: str) -> Call:
+    with named(str(call)):
+        kind = find(call, folder)
+    names = [*inspect.signature(kind).parameters] if call.args else []
+    if name in names[: len(call.args)]:
+        args = list(call.args)
+        args[names.index(name)] = value
+        return replace(call, args=tuple(args))
+    return replace(call, kwargs={**call.kwargs, name: value}, called=True)
+
+
+def _with_values(call: Call) -> Call:
+    """Return a call with what its arguments' own calls make: aggregators, privacy, stopping conditions."""
+
+    def made(value: Any) -> Any:
+        if not isinstance(value, Call):
+            return value
+        if value.target not in VALUES:
+            raise ValueError(
+                f"an argument may be a call of {', '.join(VALUES)}; not of {value.target}"
+            )
+        kind = getattr(flwr_regs, value.target)
+        with named(str(value)):
+            _checked(kind, value, value.kwargs)
+            return kind(*map(made, value.args), **{k: made(v) for k, v in value.kwargs.items()})
+
+    return replace(
+        call, args=tuple(map(made, call.args)), kwargs={k: made(v) for k, v in call.kwargs.items()}
+    )
+
+
+def _is_strategy(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, RegStrategy)
+
+
+def _strategy(kind: type[RegStrategy], call: Call, common: Mapping[str, Any]) -> RegStrategy:
+    signature = _checked(kind, call, call.kwargs)
+    # a server optimiser's schedule is a parameter of its own, and no setting of every strategy
+    known = Options.names() | set(signature.parameters)
+    positional = [*signature.parameters][: len(call.args)]
+    common = {k: v for k, v in common.items() if k in known and k not in positional}
+    return kind(*call.args, **{**common, **call.kwargs})
+
+
+def _terms(kind: Any, call: Call) -> list[Term]:
+    """Return the terms of a part that is no strategy: a class, a function, a term or a list of terms."""
+    made = kind
+    if call.called or isinstance(kind, type):
+        if not callable(kind):
+            raise TypeError(f"{kind!r} cannot be called: leave out the parentheses")
+        kwargs = {k: v for k, v in call.kwargs.items() if k not in Options.names()}
+        _checked(kind, call, kwargs)
+        made = kind(*call.args, **kwargs)
+    terms = list(made) if isinstance(made, list | tuple) else [made]
+    if not terms or not all(isinstance(t, Term) for t in terms):
+        raise TypeError(
+            "expected a strategy that derives from RegStrategy, a term, or a list of terms, not a value of "
+            f"type {type(made).__name__}"
+        )
+    return terms
+
+
+def _checked(kind: Any, call: Call, kwargs: Mapping[str, Any]) -> inspect.Signature:
+    """Return the signature; raise TypeError for an argument that is missing, unknown or too many."""
+    signature = inspect.signature(kind)
+    named = [n for n, p in signature.parameters.items() if p.kind is not p.VAR_KEYWORD]
+    if not any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values()):
+        for name in kwargs.keys() - set(named):
+            takes = f"it takes {', '.join(named)}" if named else "it takes none"
+            raise TypeError(f"there is no argument '{name}'{nearest(name, named)} ({takes})")
+    try:
+        signature.bind(*call.args, **kwargs)
+    except TypeError as error:
+        row = flwr_regs.METHODS.get(call.target)
+        example = row.example if row else f"{call.target}({', '.join(n + '=...' for n in named)})"
+        known = {*named, *Options.names()}
+        odd = [f"; there is no argument '{n}'{nearest(n, known)}" for n in kwargs if n not in known]
+        raise TypeError(f"{error}{''.join(odd)}; for example {example}") from None
+    return signature
+
+
+def _place(term: Term) -> tuple[bool, bool, bool]:
+    """Return what a list of terms is sorted by; see :func:`build`."""
+    changes_the_mean = term.acts("update") and not (isinstance(term, Steps) or term.keeps_delta)
+    reads_the_update = type(term).finish is not Term.finish and type(term).start is Term.start
+    return isinstance(term, Compresses), changes_the_mean, reads_the_update

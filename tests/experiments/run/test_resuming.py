@@ -1,0 +1,197 @@
+"""Commands that are stopped or killed: what ends with them, what is kept, and how they go on."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from flwr_regs.experiments.cli import main
+from flwr_regs.experiments.report import run_records as records
+from flwr_regs.experiments.run import engine
+from flwr_regs.experiments.run.progress import Progress
+from tests.conftest import ROOT
+from tests.experiments.runs import runs_of
+
+METHOD = "EFL(1.0, density_up=0.1, density_down=0.1)"  # the clients keep residuals, the server too
+WORDS = ["num-clients=3", "rounds=40", "checkpoint-every=0.001", "fraction-train=0.7"]
+WORDS += [f"methods={METHOD}", "examples-per-client=20"]
+LONG = ["run", "methods=FedAvg", "rounds=3000", "out=here", "--seeds", "1,2,3", "--workers", "2"]
+MAIN = "import sys; from flwr_regs.experiments.cli import main; sys.exit(main())"
+linux = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+
+
+@pytest.fixture(autouse=True)
+def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+@contextlib.contextmanager
+def started(*line: str) -> Iterator[subprocess.Popen[bytes]]:
+    """A command in a process group of its own, as at a terminal; the group's processes end with it."""
+    with Path("log").open("w") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-c", MAIN, *line],
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        )
+    try:
+        yield process
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def processes_of(group: int, word: str = "") -> list[int]:
+    """The processes of a group whose command holds a word: the workers' is spawn_main."""
+    pids = []
+    for proc in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            command = (proc / "cmdline").read_text()
+            if command and word in command and os.getpgid(int(proc.name)) == group:
+                pids.append(int(proc.name))
+    return pids
+
+
+def until(there: Callable[[], bool], seconds: float = 150) -> bool:
+    end = time.monotonic() + seconds
+    while not there() and time.monotonic() < end:
+        time.sleep(0.05)
+    return there()
+
+
+def two_train() -> bool:
+    runs = [records.read(path) for path in Path("here/runs").glob("*.jsonl")]
+    return sum(bool(r.accuracy) for r in runs) == 2
+
+
+def lines(folder: Path) -> int:
+    """The lines of the run's record so far."""
+    path = records.record_path(folder, METHOD, 7)
+    return len(path.read_text().splitlines()) if path.is_file() else 0
+
+
+def test_a_killed_run_goes_on_in_the_middle_to_the_bit() -> None:
+    whole, broken = Path("whole"), Path("broken")
+    assert main(["run", *WORDS, f"out={whole}"]) == 0
+    assert not list((whole / "checkpoints").iterdir())
+    with started("run", *WORDS, f"out={broken}") as process:
+        assert until(lambda: lines(broken) >= 17), Path("log").read_text()
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    if lines(broken) > 82:
+        pytest.skip("the run was faster than its end")
+    assert list((broken / "checkpoints").iterdir())
+    assert main(["run", "--resume", str(broken)]) == 0
+    model = f"{records.record_path(whole, METHOD, 7).stem}.safetensors"
+    a, b = load_file(whole / model), load_file(broken / model)
+    for name in a:
+        np.testing.assert_array_equal(a[name], b[name])
+    ours, theirs = (records.read(records.record_path(f, METHOD, 7)) for f in (whole, broken))
+    assert ours.test == theirs.test
+    assert [r["cohort"] for r in ours.rounds] == [r["cohort"] for r in theirs.rounds]
+    assert theirs.processor_seconds is None  # not all of it ran in one process
+    assert not list((broken / "checkpoints").iterdir())
+
+
+def test_a_checkpoint_without_its_record_is_not_used() -> None:
+    out = Path("out").resolve()
+    assert main(["run", *WORDS, "rounds=3", f"out={out}"]) == 0
+    path = records.record_path(out, METHOD, 7)
+    before = load_file(out / f"{path.stem}.safetensors")
+    (out / "checkpoints" / path.stem / "round-000002").mkdir(parents=True)
+    path.write_text("".join(f"{line}\n" for line in path.read_text().splitlines()[:2]))
+    assert main(["run", "--resume", str(out)]) == 0
+    after = load_file(out / f"{path.stem}.safetensors")
+    assert all(np.array_equal(before[n], after[n]) for n in before)
+
+
+@linux
+def test_one_press_of_ctrl_c_ends_all_at_once_and_loses_nothing() -> None:
+    with started(*LONG) as process:
+        assert until(two_train), Path("log").read_text()
+        os.killpg(process.pid, signal.SIGINT)
+        assert process.wait(60) == 130, Path("log").read_text()
+        assert until(lambda: not processes_of(process.pid), 20)
+    text = Path("log").read_text()
+    assert "go on with: flwr-regs run --resume" in text
+    assert "Traceback" not in text
+    assert "FedAvg" in Path("here/summary.csv").read_text()
+    runs = [records.read(path) for path in Path("here/runs").glob("*.jsonl")]
+    assert sum(len(r.accuracy) for r in runs) >= 2
+    assert not any(r.ended for r in runs)
+
+
+@linux
+def test_a_worker_that_is_killed_says_how_to_go_on() -> None:
+    with started(*LONG) as process:
+        assert until(two_train), Path("log").read_text()
+        os.kill(processes_of(process.pid, "spawn_main")[0], signal.SIGKILL)
+        assert process.wait(30) == 1
+        assert not processes_of(process.pid, "spawn_main")
+    text = Path("log").read_text()
+    assert "go on with --resume" in text
+    assert "Traceback" not in text
+
+
+@pytest.mark.full
+@linux
+def test_workers_end_with_a_parent_that_is_killed() -> None:
+    """Else they and the command that resumes write into the same records."""
+    with started(*LONG) as process:
+        assert until(two_train), Path("log").read_text()
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+        assert until(lambda: not processes_of(process.pid, "spawn_main"), 20)
+
+
+def test_a_pool_that_is_stopped_ends_its_own_workers_alone() -> None:
+    """A notebook's other child processes go on."""
+
+    class Stopped(Progress):
+        def round(self, *_: object) -> None:
+            raise KeyboardInterrupt
+
+    child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,))
+    child.start()
+    try:
+        runs = runs_of(methods="FedAvg", rounds=3000, checkpoint_every=0.0)
+        with pytest.raises(KeyboardInterrupt):
+            engine.execute(runs, None, Stopped(), workers=2)
+        assert multiprocessing.active_children() == [child]
+        assert child.is_alive()
+    finally:
+        child.kill()
+        child.join()
+
+
+def test_ctrl_c_while_it_starts_is_one_line() -> None:
+    with started("list", "methods") as process:
+        assert until(lambda: "/torch/" in Path(f"/proc/{process.pid}/maps").read_text())
+        os.killpg(process.pid, signal.SIGINT)
+        status = process.wait(30)
+    assert (status, Path("log").read_text()) == (130, "flwr-regs: interrupted\n")
+
+
+def test_a_reader_that_has_enough_ends_the_command_without_a_word() -> None:
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    process = subprocess.Popen([sys.executable, "-c", MAIN, "methods"], **pipes, cwd=ROOT)
+    assert process.stdout is not None
+    process.stdout.close()
+    assert process.wait(120) == 141
+    assert process.stderr is not None
+    assert process.stderr.read() == b""

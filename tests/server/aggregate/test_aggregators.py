@@ -1,0 +1,450 @@
+"""Aggregators against plain loops, and what they make of a whole round."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+
+import flwr_regs as fr
+from flwr_regs.abilities import Checks, Folds
+from flwr_regs.chain import chain
+from flwr_regs.server.aggregate import aggregators
+from flwr_regs.server.aggregate.aggregators import Aggregate, Aggregator, TooFewVectors, Vectors
+from flwr_regs.server.aggregate.weights import cut_weights
+from flwr_regs.server.exchange.network import Request
+from flwr_regs.server.options import Options
+from flwr_regs.server.round import RoundFailed
+from flwr_regs.server.training import Training
+from flwr_regs.term import ParameterError, Slot, Term
+from flwr_regs.wire import keys
+from flwr_regs.wire.arrays import NDArrays, mask
+from flwr_regs.wire.parcel import Parcel, Record
+from tests.oracles import aggregators as oracle
+from tests.server.network import NumpyNetwork, run
+
+Rows = list[list[float]]
+CASES: list[tuple[Any, Callable[[Rows], list[float]]]] = [
+    (fr.CoordinateMedian(), oracle.coordinate_median),
+    (fr.TrimmedMean(0.2), lambda xs: oracle.trimmed_mean(xs, 0.2)),
+    (fr.TrimmedMean(0.49), lambda xs: oracle.trimmed_mean(xs, 0.49)),
+    (fr.TrimmedMean(0.0), oracle.mean),
+    (fr.Krum(1), lambda xs: oracle.krum(xs, 1, 1)[0]),
+    (fr.Krum(0, 3), lambda xs: oracle.krum(xs, 0, 3)[0]),
+    (fr.Krum(2, 3), lambda xs: oracle.krum(xs, 2, 3)[0]),
+    (fr.GeometricMedian(), oracle.geometric_median),
+    (fr.NormBound(), lambda xs: oracle.norm_bound(xs, None)),
+    (fr.NormBound(0.7), lambda xs: oracle.norm_bound(xs, 0.7)),
+    (fr.CenteredClipping(0.5), lambda xs: oracle.centered_clipping(xs, 0.5, 3)),
+    (fr.CenteredClipping(None, 2), lambda xs: oracle.centered_clipping(xs, None, 2)),
+]
+ROBUST: dict[Any, Callable[[Rows], list[float]] | None] = {
+    # with the oracle for buffers and uploads, whose units are not those of the updates
+    fr.CoordinateMedian(): oracle.coordinate_median,
+    fr.TrimmedMean(0.25): lambda xs: oracle.trimmed_mean(xs, 0.25),
+    fr.GeometricMedian(): oracle.geometric_median,
+    fr.NormBound(): lambda xs: oracle.norm_bound(xs, None),
+    fr.CenteredClipping(1.0): lambda xs: oracle.centered_clipping(xs, None, 3),
+    fr.Krum(1): None,  # the mean of those that it kept, clipped
+    fr.Krum(1, 3): None,
+}
+
+
+def of_kept(rows: Rows, kept: list[int], heard: Rows | None = None) -> list[float]:
+    """Krum's mean of values other than updates: none is longer than the median of those that came."""
+    most = oracle.middle([oracle.norm(r) for r in heard or rows])
+    return oracle.mean([oracle.clipped(rows[k], most) for k in kept])
+
+
+def matrix(n: int, seed: int = 0) -> np.ndarray:
+    """n vectors of 7 numbers; with ties, an outlier of 1e9, and one that is zero."""
+    x = np.random.default_rng(seed).normal(size=(n, 7)) + 0.5
+    x[1] = x[0]
+    x[2] = 1e9
+    x[3] = 0.0
+    return x
+
+
+def vectors(x: np.ndarray) -> Vectors:
+    """The rows of a matrix, in three parts."""
+    parts = {"a": x[:, :3], "b": x[:, 3:3], "c": x[:, 3:]}
+    sizes = {name: part.shape[1] for name, part in parts.items()}
+
+    def read(name: str, at: slice) -> np.ndarray:
+        return parts[name][:, at].copy()
+
+    return Vectors(range(len(x)), sizes, read)
+
+
+def result(aggregator: Any, x: np.ndarray) -> np.ndarray:
+    weights = np.full(len(x), 1 / len(x))
+    return np.asarray(aggregator.aggregate(vectors(x), weights).vector)
+
+
+@pytest.mark.parametrize("n", [6, 7])
+@pytest.mark.parametrize(("aggregator", "expected"), CASES, ids=[repr(c[0]) for c in CASES])
+def test_each_aggregator_is_its_papers(
+    aggregator: Any, expected: Any, n: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To 1e-9, in one block and in blocks of two coordinates; and the clients' order does not matter."""
+    x = matrix(n, seed=n)
+    found = result(aggregator, x)
+    scale = 1e-9 * max(1.0, float(np.abs(found).max()))
+    np.testing.assert_allclose(found, expected(x.tolist()), rtol=0, atol=scale)
+    monkeypatch.setattr(aggregators, "READ", 2 * n)
+    np.testing.assert_allclose(result(aggregator, x), found, rtol=0, atol=scale)
+    np.testing.assert_allclose(result(aggregator, x[::-1]), found, rtol=0, atol=scale)
+
+
+@pytest.mark.parametrize(("byzantine", "keep"), [(0, 1), (1, 2), (2, 4)])
+def test_krum_keeps_the_clients_with_the_least_scores(byzantine: int, keep: int) -> None:
+    """Of equal scores the first: rows 0 and 1 are equal."""
+    x = matrix(8)
+    found = fr.Krum(byzantine, keep).aggregate(vectors(x), np.ones(8))
+    assert list(found.selected or ()) == oracle.krum(x.tolist(), byzantine, keep)[1]
+    ties = fr.Krum(0).aggregate(vectors(np.ones((4, 7))), np.ones(4))
+    assert ties.selected == [0]
+
+
+@pytest.mark.parametrize("offset", [0.0, 1.0, 1e6, 1e9])
+def test_krum_tells_vectors_apart_that_are_near_each_other_and_far_from_zero(offset: float) -> None:
+    """``‖x‖² + ‖y‖² − 2 x·y`` alone would lose their distance. Equal ones have equal distances."""
+    x = np.random.default_rng(5).integers(-9, 9, (9, 7)) / 8 + offset
+    x[7] = x[4]
+    found = aggregators._squared_distances(vectors(x))
+    gaps = x[:, None] - x
+    np.testing.assert_allclose(found, (gaps**2).sum(axis=-1), rtol=1e-9)
+    np.testing.assert_array_equal(np.delete(found[4], [4, 7]), np.delete(found[7], [4, 7]))
+    assert found[4, 7] == 0
+
+
+def test_the_mean_weighs_and_names_nobody() -> None:
+    x, p = matrix(5), np.array([0.1, 0.2, 0.3, 0.15, 0.25])
+    found = fr.Mean().aggregate(vectors(x), p)
+    np.testing.assert_allclose(found.vector, oracle.mean(x.tolist(), p.tolist()), rtol=1e-12)
+    assert (found.selected, list(found.bounded)) == (None, [])
+
+
+@pytest.mark.parametrize(
+    ("aggregator", "n"), [(fr.Krum(1), 3), (fr.Krum(2, 4), 5), (fr.Krum(0), 2)], ids=repr
+)
+def test_too_few_vectors_are_refused_with_both_numbers(aggregator: Any, n: int) -> None:
+    text = f"Krum\\(.*\\) needs at least {n + 1}, and there are {n}"
+    with pytest.raises(TooFewVectors, match=text):
+        result(aggregator, np.ones((n, 7)))
+    result(aggregator, np.ones((n + 1, 7)))
+
+
+@pytest.mark.parametrize(
+    ("make", "sentence"),
+    [
+        (lambda: fr.TrimmedMean(0.5), "TrimmedMean: share must be a number from 0 to below 0.5"),
+        (lambda: fr.Krum(1.5), "byzantine must be"),  # type: ignore[arg-type]
+        (lambda: fr.NormBound(0.0), "NormBound: max_norm must be a positive number, or None"),
+    ],
+)
+def test_wrong_arguments_are_refused_by_name(make: Any, sentence: str) -> None:
+    with pytest.raises(ParameterError, match=sentence):
+        make()
+
+
+# Weights
+
+
+@pytest.mark.parametrize("most", [0.2, 0.3, 0.45, 1.0])
+@pytest.mark.parametrize("counts", [(1, 2, 3, 4, 10), (1e15, 1, 2, 3, 5), (3, 3, 3, 1, 1)], ids=str)
+def test_weights_are_cut_and_spread_in_proportion(counts: Any, most: float) -> None:
+    total = math.fsum(counts)
+    weights = {k: n / total for k, n in enumerate(counts)}
+    found = cut_weights(weights, most)
+    expected = oracle.cut_weights(weights, most)
+    assert found == pytest.approx(expected, rel=1e-9)
+    assert sum(found.values()) == pytest.approx(1.0)
+    assert max(found.values()) <= most
+
+
+# A round
+
+
+STATISTICS = ("norm.running_mean", "norm.num_batches_tracked")
+MODEL: NDArrays = {
+    "w": np.linspace(-1, 1, 6).reshape(2, 3),
+    "b": np.zeros(3, np.float32),
+    "norm.running_mean": np.zeros(3, np.float32),
+    "norm.num_batches_tracked": np.asarray(4),
+}
+
+
+def reply_arrays(k: int, seed: int, scale: float = 1.0) -> NDArrays:
+    rng = np.random.default_rng([seed, k])
+    out = {n: w + scale * rng.normal(0.3, 1.0, w.shape).astype(w.dtype) for n, w in MODEL.items()}
+    return out | {"norm.num_batches_tracked": np.asarray(4 + (k + 2) * (1 + round(scale > 1) * 99))}
+
+
+def network(
+    n: int, seed: int = 0, hostile: int | None = None, uploads: Any = lambda k: {}
+) -> NumpyNetwork:
+    """Clients with random models, ``k + 1`` examples, and ``k + 1`` of 4 steps."""
+
+    def client(k: int, request: Request, parcel: Parcel) -> Parcel:
+        if request.kind == keys.IDENTIFY:
+            return Parcel(config={"partition-id": k, "num-partitions": n})
+        arrays = reply_arrays(k, seed, 1e6 if k == hostile else 1.0)
+        extra = {f"{name}.upload": Record(slot) for name, slot in uploads(k).items()}
+        method = parcel.config[keys.METHOD_KEY]
+        return Parcel(
+            {keys.ARRAYS: Record(arrays), **extra},
+            {
+                keys.METHOD_KEY: method,
+                keys.BUFFERS_KEY: mask(STATISTICS, arrays),
+                keys.KEEPS_KEY: True,
+            },
+            {"num-examples": k + 1, "local-steps": min(k + 1, 4), "planned-steps": 4},
+        )
+
+    return NumpyNetwork(n, client)
+
+
+def training(terms: Any = (), **settings: Any) -> Training:
+    options = Options.of(chain(terms), seed=3, min_train_nodes=1, **settings)
+    model = {n: w.copy() for n, w in MODEL.items()}
+    return Training(options, "FedAvg", model, 5, lambda kind, metrics: {})
+
+
+CONFIG = {"lr": 0.1, "local-steps": 4}
+
+
+def moved(train: Training, net: NumpyNetwork, rounds: int = 1) -> NDArrays:
+    for t in range(1, rounds + 1):
+        run(train.round(t, CONFIG, net), net)
+    return train.model.model
+
+
+@pytest.mark.parametrize("incomplete", ["average", "scale"])
+@pytest.mark.parametrize("aggregator", ROBUST, ids=repr)
+def test_a_round_is_the_aggregate_of_scaled_updates_and_of_each_buffer(
+    aggregator: Any, incomplete: str
+) -> None:
+    """Trained parameters are one vector of x_k = (ω_k / p_k) Δ_k; buffers are never scaled."""
+    n = 6
+    train = training(aggregator=aggregator, incomplete=incomplete)
+    found = moved(train, network(n, hostile=4))
+    names = ("w", "b")
+    gaps = [
+        {m: (arrays[m].astype(np.float64) - w).ravel().tolist() for m, w in MODEL.items()}
+        for arrays in (reply_arrays(k, 0, 1e6 if k == 4 else 1.0) for k in range(n))
+    ]
+    ratios = [4 / min(k + 1, 4) if incomplete == "scale" else 1.0 for k in range(n)]
+    x = [[r * v for m in names for v in gap[m]] for gap, r in zip(gaps, ratios, strict=True)]
+    expected, kept = ROBUST[aggregator], None
+    if expected is None:
+        step, kept = oracle.krum(x, aggregator.byzantine, aggregator.keep)
+    elif isinstance(aggregator, fr.CenteredClipping):
+        step = oracle.centered_clipping(x, 1.0, 3)
+    else:
+        step = expected(x)
+    np.testing.assert_allclose(
+        np.concatenate([(found[m] - MODEL[m]).ravel() for m in names]), step, rtol=0, atol=1e-6
+    )
+    for m in STATISTICS:
+        rows = [gap[m] for gap in gaps]
+        change = np.asarray(of_kept(rows, kept or []) if expected is None else expected(rows))
+        whole = np.rint(change) if MODEL[m].dtype.kind == "i" else change
+        np.testing.assert_allclose((found[m] - MODEL[m]).ravel(), whole, rtol=0, atol=1e-5)
+    entry = train.history[0]
+    assert entry.get("selected") == kept
+    bounds = isinstance(aggregator, fr.NormBound | fr.CenteredClipping)
+    assert ("bounded" in entry) == bounds
+
+
+def test_a_cut_weight_is_named_and_an_impossible_bound_warned_of_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    train = training(max_weight=0.3)
+    moved(train, network(5), rounds=2)
+    assert [e["bounded"] for e in train.history] == [[4], [4]]
+    gap = reply_arrays(4, 0)["b"].astype(np.float64)
+    others = sum((k + 1) / 10 * 0.7 * reply_arrays(k, 0)["b"].astype(np.float64) for k in range(4))
+    one = training(max_weight=0.3)
+    np.testing.assert_allclose(moved(one, network(5))["b"], 0.3 * gap + others, atol=1e-6)
+    caplog.clear()
+    few = training(max_weight=0.1)
+    with caplog.at_level("WARNING", logger="flwr"):
+        moved(few, network(5), rounds=2)
+    said = [r.getMessage() for r in caplog.records if "max_weight" in r.getMessage()]
+    assert said == ["max_weight=0.1 is impossible for 5 replies: each weighs 1/5"]
+    assert few.history[0]["bounded"] == [3, 4]
+
+
+# Own aggregators
+
+
+@dataclass(frozen=True)
+class Own:
+    """Returns what it is given."""
+
+    back: Any
+
+    def aggregate(self, vectors: Vectors, weights: np.ndarray) -> Any:
+        return self.back(vectors)
+
+
+def broken(vectors: Vectors) -> Any:
+    raise KeyError("gone")
+
+
+@pytest.mark.parametrize(
+    ("back", "sentence"),
+    [
+        (broken, "aggregator=Own.*fails: KeyError: 'gone'"),
+        (lambda v: np.zeros(v.size + 1), r"returned an array of shape \(10,\), expected \(9,\)"),
+        (lambda v: np.full(v.size, np.nan), "returned NaN or infinity"),
+        (lambda v: ["a"] * v.size, "returned a list, expected an array of numbers"),
+        (lambda v: None, "returned a NoneType"),
+        (
+            lambda v: Aggregate(np.zeros(v.size), [77]),
+            r"selected \[77\], expected some of \[0, 1, 2\]",
+        ),
+        (lambda v: Aggregate(np.zeros(v.size), []), r"selected \[\]"),
+    ],
+)
+def test_a_broken_aggregator_fails_the_round_by_its_name(back: Any, sentence: str) -> None:
+    train = training(aggregator=Own(back))
+    assert isinstance(Own(back), Aggregator)
+    with pytest.raises(RoundFailed, match=f"round 1 of FedAvg: (?s:.*){sentence}"):
+        moved(train, network(3))
+    for name, w in MODEL.items():
+        np.testing.assert_array_equal(train.model.model[name], w)
+    assert train.history[0]["replies"] == [0, 1, 2]
+
+
+# Uploads
+
+
+@dataclass(frozen=True)
+class Sums(Term, Folds, Checks):
+    """Adds up what clients send; notes who came."""
+
+    name: ClassVar[str] = "sums"
+    keeps_delta: ClassVar[bool] = True
+
+    def finish(self, delta: Any, ctx: Any) -> Any:
+        return delta, {"u": delta["w"]}, {}
+
+    def check(self, upload: Slot, params: Any, server: Slot) -> None:
+        if set(upload) != {"u"}:
+            raise ValueError("expected 'u'")
+
+    def adds(self, key: str) -> bool:
+        return key == "u"
+
+    def fold(self, acc: Slot, pid: int, delta: Any, upload: Slot, weight: float, ctx: Any) -> Slot:
+        return {**acc, "u": acc.get("u", 0.0) + upload["u"], f"came.{pid}": np.asarray(1)}
+
+    def update(self, server: Slot, delta: Any, uploads: Slot, ctx: Any) -> Any:
+        return dict(uploads), delta
+
+
+@dataclass(frozen=True)
+class Asks(Term, Checks):
+    """Takes the mean of what clients send from its context."""
+
+    name: ClassVar[str] = "asks"
+    robust: ClassVar[bool] = True
+    keeps_delta: ClassVar[bool] = True
+
+    def finish(self, delta: Any, ctx: Any) -> Any:
+        return delta, {"u": delta["w"]}, {}
+
+    def check(self, upload: Slot, params: Any, server: Slot) -> None:
+        if set(upload) != {"u"}:
+            raise ValueError("expected 'u'")
+
+    def update(self, server: Slot, delta: Any, uploads: Mapping[int, Slot], ctx: Any) -> Any:
+        return {**ctx.aggregated(uploads), "came": np.array(sorted(uploads))}, delta
+
+
+def sent(k: int, hostile: int | None = None) -> np.ndarray:
+    return np.random.default_rng([7, k]).normal(1.0, 0.3, (2, 2)) * (1e9 if k == hostile else 1.0)
+
+
+def uploads_of(name: str, hostile: int | None = None) -> Any:
+    return lambda k: {name: {"u": sent(k, hostile)}}
+
+
+@pytest.mark.parametrize("aggregator", ROBUST, ids=repr)
+@pytest.mark.parametrize("term", [Sums(), Asks()], ids=lambda t: t.name)
+def test_uploads_go_through_the_aggregator(term: Any, aggregator: Any) -> None:
+    """Also from a client whose update is as good as any: it may be among those that Krum keeps."""
+    n = 9
+    slots = []
+    for hostile in (None, 0, 5, 8):
+        train = training([term], aggregator=aggregator)
+        train.method = "FedAvg"
+        net = network(n, uploads=uploads_of(term.name, hostile))
+        moved(train, net)
+        slots.append(train.model.server[term.name])
+    kept = train.history[0].get("selected", list(range(n)))
+    rows = [sent(k).ravel().tolist() for k in range(n)]
+    krum, times = isinstance(aggregator, fr.Krum), n if term.name == "sums" else 1
+    if krum:
+        u = of_kept(rows, kept, None if term.name == "sums" else [rows[k] for k in kept])
+    else:
+        u = ROBUST[aggregator](rows)
+    np.testing.assert_allclose(slots[0]["u"].ravel(), np.array(u) * times, rtol=1e-9)
+    came = {int(k[5:]) for k in slots[0] if k.startswith("came.")}
+    assert kept == (sorted(came) if term.name == "sums" else slots[0]["came"].tolist())
+    if krum and term.name == "asks":
+        return  # of one client alone there is no median
+    for slot in slots[1:]:
+        assert np.abs(slot["u"] - slots[0]["u"]).max() < 3 * times
+
+
+@dataclass(frozen=True)
+class Quiet(Term):
+    """Uploads without a check, and says nothing of aggregators."""
+
+    name: ClassVar[str] = "quiet"
+
+    def finish(self, delta: Any, ctx: Any) -> Any:
+        return delta, {"u": delta["w"]}, {}
+
+
+def test_uploads_that_the_aggregator_does_not_reach_are_refused() -> None:
+    class Checked(Quiet, Checks):
+        def check(self, upload: Slot, params: Any, server: Slot) -> None: ...
+
+    with pytest.raises(ValueError, match=r"Krum.* does not reach .*\['quiet'\].*ctx.aggregated"):
+        training([Checked()], aggregator=fr.Krum(1))
+    training([Checked()])
+    train = training([Quiet()], aggregator=fr.CoordinateMedian())  # seen only when they come
+    names = {1: "quiet", 2: "\x1b" * 10**6}
+    net = network(6, uploads=lambda k: {names[k]: {"u": sent(k)}} if k in names else {})
+    moved(train, net)
+    assert train.history[0]["replies"] == [0, 3, 4, 5]
+    why = train.history[0]["failures"]
+    assert "uploads of ['quiet'] beside its update" in why[1]
+    assert len(why[2]) <= 600
+    assert why[2].isprintable()
+
+
+def test_clients_that_krum_leaves_out_keep_their_state() -> None:
+    """They are not told that their reply was used; those that it kept are."""
+    seen: dict[int, list[Any]] = {}
+    net = network(6)
+    inner = net._client
+
+    def spy(k: int, request: Request, parcel: Parcel) -> Any:
+        if request.kind == "train":
+            seen.setdefault(k, []).append(parcel.config.get(keys.USED_KEY))
+        return inner(k, request, parcel)
+
+    net._client = spy
+    train = training(aggregator=fr.Krum(1, 2))
+    moved(train, net, rounds=2)
+    kept = train.history[0]["selected"]
+    assert {k for k, said in seen.items() if said[1] == 1} == set(kept)

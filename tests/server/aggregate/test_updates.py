@@ -1,0 +1,261 @@
+"""Sums of updates against their definition in whole arrays, the step that follows, and their memory."""
+
+from __future__ import annotations
+
+import tracemalloc
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+
+import flwr_regs as fr
+from flwr_regs.chain import chain
+from flwr_regs.server.aggregate import updates
+from flwr_regs.server.aggregate.robust_round import RobustMeans
+from flwr_regs.server.aggregate.updates import mean_delta, update_norm, update_of
+from flwr_regs.server.global_model import GlobalModel, as_step
+from flwr_regs.server.reply import Reply
+from flwr_regs.term import ServerContext, Slot, Term
+from flwr_regs.wire.arrays import LARGEST, ProtocolError, add, check_finite
+from flwr_regs.wire.pieces import PIECE, square_sum
+from flwr_regs.wire.precision import Widened, narrow
+
+Arrays = dict[str, np.ndarray]
+DTYPES = ("f2", "f4", "f8", "i1", "u1", "i4", "i8", "?")
+SHAPES = {"0-d": (), "empty": (0, 3), "one": (1,), "matrix": (7, 5), "long": (PIECE + 3,)}
+
+
+def whole(
+    base: Mapping[str, np.ndarray],
+    replies: Mapping[int, Reply],
+    weights: Mapping[int, float],
+    scaled: Mapping[int, float],
+    fixed: Collection[str],
+) -> Arrays:
+    """The definition, of `mean_delta`, in whole arrays."""
+    out = {}
+    for name, w in base.items():
+        by = weights if name in fixed else scaled
+        w64 = finite(w)
+        total = np.zeros_like(w64)
+        for k, reply in replies.items():
+            if name in reply.delta or name in reply.arrays:
+                total += by[k] * moved(reply, name, w64)
+        out[name] = total.astype(w.dtype) if np.issubdtype(w.dtype, np.floating) else total
+    return out
+
+
+def moved(reply: Reply, name: str, w64: np.ndarray) -> np.ndarray:
+    if name in reply.delta:
+        return reply.delta[name].astype(np.float64)
+    if name in reply.arrays:
+        return np.asarray(finite(reply.arrays[name]) - w64)
+    return np.zeros_like(w64)
+
+
+def finite(array: np.ndarray) -> np.ndarray:
+    wide = array.astype(np.float64)
+    wide[~np.isfinite(wide)] = 0.0
+    return wide
+
+
+def drawn(rng: np.random.Generator, dtype: str, shape: tuple[int, ...]) -> np.ndarray:
+    if dtype == "?":
+        return np.asarray(rng.random(shape) < 0.5)
+    return np.asarray(rng.standard_normal(shape) * 9 + 20).astype(dtype)
+
+
+def model() -> Arrays:
+    """All dtypes and shapes, both orders, and a mask with infinite constants."""
+    rng = np.random.default_rng(0)
+    arrays = {f"{d} {s}": drawn(rng, d, shape) for d in DTYPES for s, shape in SHAPES.items()}
+    arrays |= {f"{d} turned": np.asfortranarray(drawn(rng, d, (6, 4))) for d in ("f4", "i8")}
+    mask = np.zeros((9, 9), np.float32)
+    mask[3:] = -np.inf
+    return arrays | {"mask": mask}
+
+
+def replies(base: Arrays, n: int = 5) -> dict[int, Reply]:
+    """Some send all arrays, some differences, some not all; in the order of ids 0, 3, 6, …"""
+    found = {}
+    for k in range(n):
+        rng = np.random.default_rng(k + 1)
+        arrays = {}
+        for name, w in base.items():
+            v = drawn(rng, name.split()[0], w.shape) if name != "mask" else w.copy()
+            arrays[name] = np.asfortranarray(v) if "turned" in name and k % 2 else v
+        sent = {n: arrays.pop(n) for n in list(arrays) if k == 2 and n.startswith("f4")}
+        if k == 3:
+            del arrays["f8 long"]
+        found[3 * k] = Reply(arrays, {}, {}, 1.0, sent)
+    return found
+
+
+def same(got: Mapping[str, np.ndarray], expected: Mapping[str, np.ndarray]) -> None:
+    assert list(got) == list(expected)
+    for name, a in expected.items():
+        b = got[name]
+        assert isinstance(b, np.ndarray)
+        assert (b.dtype, b.shape) == (a.dtype, a.shape), name
+        np.testing.assert_allclose(b, a, rtol=1e-14, atol=1e-14, err_msg=name)
+
+
+WEIGHTS = {0: 0.1, 3: 0.3, 6: 0.25, 9: 0.2, 12: 0.15}
+SCALED = {p: w / 3 for p, w in WEIGHTS.items()}
+
+
+def test_sums_are_those_of_whole_arrays() -> None:
+    base, fixed = model(), ["f8 matrix", "i8 one", "? matrix"]
+    came = replies(base)
+    expected = whole(base, came, WEIGHTS, SCALED, fixed)
+    same(mean_delta(base, came, WEIGHTS, SCALED, fixed), expected)
+
+
+def test_more_clients_than_are_read_at_a_time() -> None:
+    n = updates.TOGETHER + 3
+    base = {"w": np.linspace(-1, 1, PIECE + 5)}
+    rng = np.random.default_rng(0)
+    came = {k: Reply({"w": base["w"] + rng.normal(size=PIECE + 5)}, {}, {}, 1.0) for k in range(n)}
+    weights = {k: (k + 1) / n for k in range(n)}
+    expected = sum(weights[k] * (r.arrays["w"] - base["w"]) for k, r in came.items())
+    found = mean_delta(base, came, {}, weights, [])["w"]
+    np.testing.assert_allclose(found, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_sums_equal_where_an_update_is_decoded_again() -> None:
+    base = model()
+    came = replies(base)
+    coded = {**came, 6: replace(came[6], delta={}, coded=lambda: came[6].delta)}
+    same(
+        mean_delta(base, coded, WEIGHTS, SCALED, ["mask"]),
+        whole(base, came, WEIGHTS, SCALED, ["mask"]),
+    )
+
+
+@pytest.mark.parametrize("half", ["bfloat16", "float16"])
+def test_half_precision_is_widened_piece_by_piece(half: str) -> None:
+    base = model()
+    floats = [n for n, a in base.items() if a.dtype == np.float32]
+    all_sent = {k: dict(r.arrays) for k, r in replies(base).items() if not r.delta}
+    sent = {k: Widened(narrow(arrays, half), floats, half) for k, arrays in all_sent.items()}
+    came = {k: Reply(arrays, {}, {}, 1.0) for k, arrays in sent.items()}
+    widened = {k: replace(r, arrays=dict(r.arrays)) for k, r in came.items()}
+    same(mean_delta(base, came, WEIGHTS, SCALED, []), whole(base, widened, WEIGHTS, SCALED, []))
+
+
+def test_one_clients_update_and_its_norm() -> None:
+    base = model()
+    came = replies(base)
+    for reply in came.values():
+        update = {n: moved(reply, n, finite(w)) for n, w in base.items() if n != "f2 one"}
+        same(dict(update_of(reply, base, ["f2 one"])), update)
+        norm = np.sqrt(sum(float((u**2).sum()) for u in update.values()))
+        assert update_norm(reply, base, ["f2 one"]) == pytest.approx(norm, rel=1e-12)
+        total = sum(square_sum(u) for u in update.values())
+        assert total == pytest.approx(norm**2, rel=1e-12)
+
+
+def spoilt(name: str, value: float) -> Arrays:
+    arrays = model()
+    arrays[name].reshape(-1)[-1] = value
+    return arrays
+
+
+@pytest.mark.parametrize("name", ["f2 long", "f4 long", "f8 long", "f4 0-d", "f8 one", "mask"])
+def test_a_value_that_is_not_usable_is_found(name: str) -> None:
+    base = model()
+    check_finite(base, "it", base, LARGEST)
+    for value, why in ((np.nan, "NaN or infinity"), (np.inf, "NaN or infinity")):
+        with pytest.raises(ProtocolError, match=f"it: array '{name}' holds {why}"):
+            check_finite(spoilt(name, value), "it", base, LARGEST)
+    if name[:2] != "f2":
+        check_finite(spoilt(name, -1e15 if name[:2] == "f8" else -9.9e14), "it", base, LARGEST)
+        with pytest.raises(ProtocolError, match=f"'{name}' holds values beyond ±1e\\+15"):
+            check_finite(spoilt(name, -1.1e15), "it", base, LARGEST)
+        constant = spoilt(name, 3e15)
+        check_finite(constant, "it", constant, LARGEST)  # the model's own may stay
+
+
+CONTEXT = ServerContext(1, 0.1, weights=WEIGHTS)
+
+
+@dataclass(frozen=True)
+class Same(Term):
+    """Has an `update`; changes nothing."""
+
+    name: ClassVar[str] = "same"
+
+    def update(self, server: Slot, delta: Any, uploads: Any, ctx: Any) -> tuple[Slot, Any]:
+        return server, delta
+
+
+def advanced(terms: Any, base: Arrays, came: Mapping[int, Reply], **how: Any) -> GlobalModel:
+    found = GlobalModel(chain(terms), base, **how)
+    found.agree(found.fixed | {"f4 matrix", "f4 tied"}, {"f4 tied": "f4 long"})
+    found.advance(came, CONTEXT, SCALED)
+    return found
+
+
+@pytest.mark.parametrize("half", [None, "bfloat16"])
+def test_the_model_moves_by_the_step_that_is_kept(half: str | None) -> None:
+    """In each dtype; tied weights are one; a constant and what nobody moved stay."""
+    base = model()
+    base |= {"f4 tied": base["f4 long"].copy()}
+    came = replies(base)
+    found = advanced([], base, came, half=half, keeps_step=True)
+    fixed = [n for n in base if n in (found.buffers or ())]
+    step = whole(found.given if half else base, came, WEIGHTS, SCALED, fixed)
+    assert found.step is not None
+    for name, w in base.items():
+        if name == "f4 tied":
+            np.testing.assert_array_equal(found.model[name], found.model["f4 long"])
+        elif not half:
+            np.testing.assert_array_equal(found.model[name], add(w, found.step[name]), name)
+            np.testing.assert_allclose(found.step[name], as_step(w, step[name]), rtol=1e-14)
+    assert {n for n, t in found.changed.items() if t} == {
+        n for n, s in found.step.items() if s.any()
+    }
+    assert found.changed["mask"] == 0
+    coded = {**came, 6: replace(came[6], delta={}, coded=lambda: came[6].delta)}
+    for terms, sent in ([Same()], came), ([], coded), ([Same()], coded):
+        same(advanced(terms, base, sent, half=half, keeps_step=True).model, found.model)
+
+
+def peak(work: Callable[[], object]) -> int:
+    """The most memory that `work` took at a time beyond what was there, in bytes."""
+    tracemalloc.start()
+    try:
+        before = tracemalloc.get_traced_memory()[0]
+        tracemalloc.reset_peak()
+        result = work()
+        del result
+        return tracemalloc.get_traced_memory()[1] - before
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_round_takes_the_memory_of_its_step_and_of_the_new_model() -> None:
+    base = {f"w{i}": np.ones((PIECE, 64), np.float32) for i in range(3)}
+    came = {
+        k: Reply({n: w + np.float32(k) for n, w in base.items()}, {}, {}, 1.0) for k in range(3)
+    }
+    weights, size = dict.fromkeys(came, 1 / 3), sum(w.nbytes for w in base.values())
+    assert peak(lambda: mean_delta(base, came, weights, weights, [])) < 1.3 * size
+    ctx = ServerContext(1, 0.1, weights=weights)
+    for robust in (None, RobustMeans(fr.CoordinateMedian()), RobustMeans(fr.Krum(0))):
+        advance = partial(GlobalModel(chain([]), base).advance, came, ctx, weights, robust=robust)
+        assert peak(advance) < 2.3 * size
+
+    def coded() -> Arrays:
+        return {n: np.full_like(w, 0.5) for n, w in base.items()}
+
+    codes = {k: Reply({}, {}, {}, 1.0, coded=coded) for k in came}
+    assert peak(lambda: mean_delta(base, codes, weights, weights, [])) < 3.2 * size
+
+
+def test_a_check_takes_no_memory_of_an_arrays_size() -> None:
+    base = {"w": np.full(40 * PIECE, 2e15, np.float32)}
+    assert peak(lambda: check_finite(base, "it", base, LARGEST)) < base["w"].nbytes / 10

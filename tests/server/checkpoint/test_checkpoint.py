@@ -1,0 +1,360 @@
+"""Checkpoints on the disk: values come back to the bit, damage is refused, no failure loses the last."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.numpy import load
+
+from flwr_regs.server.checkpoint import checkpoint
+from flwr_regs.server.checkpoint.checkpoint import (
+    CheckpointError,
+    DamagedCheckpoint,
+    Folder,
+    latest,
+    read,
+    rounds_in,
+)
+from flwr_regs.server.checkpoint.fingerprint import differences
+from flwr_regs.server.checkpoint.values import Store, from_json, safetensors_of, to_json
+from tests.conftest import ROOT
+from tests.server.network import NumpyNetwork, quadratic, run
+from tests.server.test_training import CENTRE, CONFIG, CURVATURE, training
+
+STATE: dict[str, Any] = {
+    "model": {"w": np.arange(6, dtype=np.float32), "n": np.array(3)},
+    "steps": {4: b"code", 5: b""},
+    "loss": float("nan"),
+}
+HISTORY = [{"round": t, "failures": {0: "none", 2: "late"}} for t in (1, 2, 3)]
+
+
+def same(a: Any, b: Any) -> bool:
+    """Whether two values are of equal types and bits."""
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, np.ndarray | np.generic):
+        orders = (a.flags.f_contiguous, b.flags.f_contiguous)
+        return (a.dtype, a.shape, a.tobytes(), orders[0]) == (
+            b.dtype,
+            b.shape,
+            b.tobytes(),
+            orders[1],
+        )
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(same, a, b))
+    if isinstance(a, dict):
+        return list(map(repr, a)) == list(map(repr, b)) and all(map(same, a.values(), b.values()))
+    return repr(a) == repr(b) if isinstance(a, float) else bool(a == b)
+
+
+DTYPES = ("f4", "f8", "f2", "i8", "u1", "?", "u2")
+
+
+@st.composite
+def arrays(draw: Any) -> Any:
+    shape = tuple(draw(st.lists(st.integers(0, 3), max_size=3)))
+    size = int(np.prod(shape))
+    raw = np.array(draw(st.lists(st.integers(0, 1), min_size=size, max_size=size)), "i8")
+    array = raw.reshape(shape).astype(draw(st.sampled_from(DTYPES)))
+    if array.dtype.kind == "f" and draw(st.booleans()):
+        array = array * np.array(np.nan, array.dtype)
+    return array[()] if draw(st.booleans()) and not shape else np.asarray(array, order="F")
+
+
+SCALARS = (
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary(max_size=9)
+)
+KEYS = st.text(max_size=3) | st.integers() | st.just("$array") | st.tuples(st.integers(), st.text())
+VALUES = st.recursive(
+    SCALARS | arrays(),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.tuples(inner, inner)
+        | st.dictionaries(KEYS, inner, max_size=3)
+        | st.sets(st.integers(), max_size=3)
+        | st.frozensets(st.text(max_size=2), max_size=3)
+    ),
+    max_leaves=12,
+)
+
+
+@settings(max_examples=30, derandomize=True, deadline=None)
+@given(VALUES)
+def test_a_value_comes_back_to_the_bit(value: Any) -> None:
+    store = Store()
+    text = json.dumps(to_json(value, store))
+    found = from_json(json.loads(text), load(b"".join(map(bytes, safetensors_of(store.arrays)))))
+    assert same(found, value), (found, value)
+
+
+def test_one_object_is_kept_once() -> None:
+    store, model, data = Store(), np.ones(3), b"bytes"
+    written = to_json([model, {"a": model}, data, bytes(bytearray(data))], store)
+    assert len(store.arrays) == 2
+    found = from_json(written, dict(store.arrays))
+    assert found[0] is not found[1]["a"]
+    assert found[2] is found[3]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [lambda: 0, np.array(["text"]), np.array([{}], dtype=object), 1j, np.ones(2, "c8")],
+)
+def test_what_cannot_be_kept_is_named_with_its_place(value: Any) -> None:
+    with pytest.raises(
+        TypeError, match=r"^the state\['terms'\]\[1\] is .* of type .*; only numbers"
+    ):
+        to_json({"terms": [0, value]}, Store(), "the state")
+
+
+def written(folder: Path, *numbers: int) -> None:
+    """Save checkpoints of some rounds."""
+    mine = Folder(folder, latest(folder) if folder.exists() and rounds_in(folder) else None)
+    for number in numbers:
+        mine.save(number, {**STATE, "number": number}, HISTORY[:number])
+    mine.close()
+
+
+def test_the_last_two_are_kept_and_read_back(tmp_path: Path) -> None:
+    written(tmp_path, 1, 2, 3)
+    assert sorted(p.name for p in tmp_path.iterdir()) == [".lock", "round-000002", "round-000003"]
+    found = latest(tmp_path)
+    assert (found.round, found.path) == (3, tmp_path / "round-000003")
+    assert same(found.state, {**STATE, "number": 3})
+    assert same(found.history, HISTORY)
+    assert found.versions["numpy"] == np.__version__
+    assert same(read(tmp_path / "round-000002").history, HISTORY[:2])
+    assert (tmp_path / "round-000003").stat().st_mode & 0o077 == 0
+    assert {p.stat().st_mode & 0o777 for p in (tmp_path / "round-000003").iterdir()} == {0o600}
+
+
+def test_every_damage_is_refused(tmp_path: Path) -> None:
+    """A byte changed, lost or added, at places all over each file; and a file that is gone."""
+    written(tmp_path, 3)
+    place = tmp_path / "round-000003"
+    for path in sorted(place.iterdir()):
+        good = path.read_bytes()
+        for i in range(0, len(good), max(1, len(good) // 8)):
+            for bad in (
+                good[:i] + bytes([good[i] ^ 1]) + good[i + 1 :],
+                good[:i],
+                good[:i] + b" " + good[i:],
+            ):
+                path.write_bytes(bad)
+                with pytest.raises(
+                    DamagedCheckpoint, match=rf"round-000003 is damaged.*{path.name}"
+                ):
+                    read(place)
+        path.unlink()
+        with pytest.raises(DamagedCheckpoint, match=path.name):
+            read(place)
+        path.write_bytes(good)
+    assert read(place).round == 3
+
+
+def test_a_damaged_newest_checkpoint_gives_way_to_the_one_before(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    written(tmp_path, 1, 2)
+    (tmp_path / "round-000002" / "state.json").unlink()
+    with caplog.at_level(logging.WARNING, "flwr"):
+        found = latest(tmp_path)
+    assert found.round == 1
+    assert "round-000002 is damaged" in caplog.text
+    assert "going back to round-000001" in caplog.text
+    with pytest.raises(DamagedCheckpoint, match=r"state\.json: No such file"):
+        latest(tmp_path / "round-000002")
+    written(tmp_path, 2)  # the run goes on, and what is damaged is out of its way
+    assert latest(tmp_path).round == 2
+    assert list(tmp_path.glob("damaged-round-000002-*"))
+    for number in (1, 2):
+        (tmp_path / f"round-00000{number}" / "manifest.json").write_text("{}")
+    with pytest.raises(
+        CheckpointError, match=r"round-000002 is damaged.*; .*round-000001 is damaged"
+    ):
+        latest(tmp_path)
+
+
+def sealed(place: Path, **changes: Any) -> None:
+    """Change a manifest as a writer would have written it."""
+    manifest = json.loads((place / "manifest.json").read_text())
+    (place / "manifest.json").write_bytes(checkpoint._sealed({**manifest, **changes}))
+
+
+def test_other_folders_are_refused_with_the_reason(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="no folder"):
+        latest(tmp_path / "nowhere")
+    with pytest.raises(CheckpointError, match="it is empty"):
+        latest(tmp_path)
+    (tmp_path / "model.pt").touch()
+    with pytest.raises(CheckpointError, match=r"holds no checkpoint, only model\.pt"):
+        latest(tmp_path)
+    written(tmp_path, 1, 2)
+    sealed(tmp_path / "round-000002", format=checkpoint.FORMAT + 1)
+    with pytest.raises(CheckpointError, match="format 2, written by flwr_regs"):
+        latest(tmp_path)  # not the older one: nothing is damaged
+    sealed(tmp_path / "round-000002", format=1, kind="something else")
+    with pytest.raises(CheckpointError, match="is a 'something else'"):
+        latest(tmp_path)
+
+
+def test_a_folder_is_for_one_run(tmp_path: Path) -> None:
+    first = Folder(tmp_path)
+    code = f"from flwr_regs.server.checkpoint.checkpoint import Folder; Folder({str(tmp_path)!r})"
+    other = subprocess.run([sys.executable, "-c", code], cwd=ROOT, text=True, capture_output=True)
+    assert f"another run (process {os.getpid()}) writes its checkpoints" in other.stderr
+    with pytest.raises(CheckpointError, match="give each run a folder of its own"):
+        Folder(tmp_path)
+    first.save(1, STATE, HISTORY[:1])
+    first.close()
+    with pytest.raises(
+        CheckpointError, match=r"holds checkpoints \(round-000001\): go on .*resume_from"
+    ):
+        Folder(tmp_path)
+    one = latest(tmp_path)
+    Folder(tmp_path, one).close()
+    shutil.copytree(tmp_path, tmp_path / "copy")
+    with pytest.raises(CheckpointError, match="of another run"):
+        Folder(tmp_path / "copy", one)
+    written(tmp_path, 2)
+    with pytest.raises(CheckpointError, match="round-000002, which is later than round-000001"):
+        Folder(tmp_path, one)
+    assert latest(tmp_path).round == 2
+
+
+def test_a_folder_that_cannot_be_written_is_refused_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match=r"file/here cannot be written \(Not a directory\)"):
+        Folder(tmp_path / "file" / "here")
+    fail_at(monkeypatch, 2, OSError(30, "Read-only file system"))
+    with pytest.raises(CheckpointError, match="Read-only file system"):
+        Folder(tmp_path)
+    monkeypatch.undo()
+    Folder(tmp_path).close()  # the lock is free
+
+
+class Killed(BaseException):
+    """The process ends here: nobody cleans up."""
+
+
+def fail_at(monkeypatch: pytest.MonkeyPatch, number: int, error: BaseException) -> list[str]:
+    """Let the `number`-th call that changes the disk fail, from 1; return the calls as they come."""
+    calls: list[str] = []
+
+    def failing(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if name == "open" and not args[1] & os.O_CREAT:
+                return real(*args, **kwargs)
+            calls.append(name)
+            if len(calls) == number:
+                raise error
+            if len(calls) > number and isinstance(error, Killed):
+                raise Killed
+            return real(*args, **kwargs)
+
+        return call
+
+    for name in ("open", "fsync", "rename", "mkdir"):
+        monkeypatch.setattr(os, name, failing(name, getattr(os, name)))
+    if isinstance(error, Killed):
+        monkeypatch.setattr(shutil, "rmtree", lambda *_, **__: None)
+    return calls
+
+
+def test_a_failure_at_any_step_leaves_the_checkpoints_that_were_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At each call that makes, syncs or renames: an error of the disk, and the end of the process."""
+    monkeypatch.setattr(os, "fsync", lambda _: None)  # the calls count, not the disk
+    with monkeypatch.context() as patch:
+        calls = fail_at(patch, 0, OSError())
+        written(tmp_path / "whole", 1, 2, 3)
+    assert {"open", "fsync", "rename", "mkdir"} == {*calls}
+    for error in (OSError(28, "No space left on device"), Killed()):
+        again = 1
+        while True:
+            folder = tmp_path / f"{type(error).__name__}-{again}"
+            written(folder, 1, 2)
+            mine = Folder(folder, latest(folder))
+            with monkeypatch.context() as patch:
+                calls = fail_at(patch, again, error)
+                with contextlib.suppress(type(error)):
+                    mine.save(2, {**STATE, "number": 2}, HISTORY[:2])
+                    mine.save(3, {**STATE, "number": 3}, HISTORY)
+                done = len(calls) < again
+            assert latest(folder).round in (2, 3)  # before anything is cleaned
+            if isinstance(error, OSError):
+                mine.save(3, {**STATE, "number": 3}, HISTORY)
+                assert latest(folder).round == 3
+                assert not list(folder.glob(".part-*"))
+            mine.close()
+            Folder(folder, latest(folder)).close()  # the next run cleans
+            left = {p.name for p in folder.iterdir()} - {".lock"}
+            assert left <= {"round-000001", "round-000002", "round-000003"}
+            assert same(latest(folder).state, {**STATE, "number": latest(folder).round})
+            if done:
+                break
+            again += 1
+        assert again > 20
+
+
+def test_the_last_entry_of_the_history_may_still_change(tmp_path: Path) -> None:
+    mine, history = Folder(tmp_path), [{"round": 1}]
+    mine.save(1, STATE, history)
+    history[-1]["stopped"] = "so be it"  # type: ignore[assignment]
+    mine.save(1, STATE, history)
+    assert latest(tmp_path).history == [{"round": 1, "stopped": "so be it"}]
+
+
+def test_a_resumed_training_goes_on_and_a_snapshot_stays_as_it_was() -> None:
+    settings = {"drop_inactive": 50.0, "restart_lr": True, "downlink": "delta"}
+    whole, network = training(**settings), NumpyNetwork(3, quadratic(CURVATURE, CENTRE))
+    for t in (1, 2):
+        run(whole.round(t, CONFIG, network), network)
+    network.here -= {101}  # a shift
+    run(whole.round(3, CONFIG, network), network)
+    store = Store()
+    kept, history = whole.snapshot(), json.dumps(whole.history)
+    before = json.dumps(to_json(kept, store))
+    for t in (4, 5):
+        run(whole.round(t, CONFIG, network), network)
+    assert json.dumps(to_json(kept, Store())) == before
+    again = training(**settings)
+    again.restore(from_json(json.loads(before), dict(store.arrays)), json.loads(history))
+    for t in (4, 5):
+        run(again.round(t, CONFIG, network), network)
+    assert same(again.model.model, whole.model.model)
+    assert {k: v for k, v in again.history[-1].items() if k != "seconds"} == {
+        k: v for k, v in whole.history[-1].items() if k != "seconds"
+    }
+
+
+def test_differences_name_what_changed() -> None:
+    then = {"method": {"method": "FedADC"}, "setting": {"seed": 1, "gone": 2}, "train_config": {}}
+    now = {
+        "method": {"method": "FedFOR"},
+        "setting": {"seed": 2, "new": 3},
+        "train_config": {"lr": 0.1},
+    }
+    assert differences(then, now) == [
+        "method was 'FedADC', now it is 'FedFOR'",
+        "setting seed was 1, now it is 2",
+        "train_config lr was 'absent', now it is 0.1",
+    ]
+    assert differences(now, now) == []

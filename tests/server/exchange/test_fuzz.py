@@ -1,0 +1,246 @@
+"""Whatever one client sends, the run goes on, the client is named, and the others make the model.
+
+Real replies are damaged at random (damage.py). ``FUZZ`` multiplies the examples.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from flwr_regs.wire import keys
+from tests.server.exchange.damage import (
+    ANSI,
+    BAD,
+    BEYOND,
+    CASES,
+    DEEP,
+    LONG,
+    NOT_ARRAYS,
+    VALUES,
+    Playback,
+    Recording,
+    arrays_like,
+)
+
+FUZZ = int(os.environ.get("FUZZ", "1"))
+EXAMPLES = 25
+"""Damaged runs of each method; each has two rounds, two evaluations and an identity."""
+NAMES = ["arrays", "config", "metrics", "rfedavg.upload", ".upload", "x.upload", ANSI]
+KEYS = [
+    *(value for name, value in vars(keys).items() if name.endswith("_KEY")),
+    *("partition-id", "num-partitions", "num-examples", "train-loss", "loss", "local-steps"),
+    *("planned-steps", "examples-processed", "accuracy", "", ANSI, LONG[:100_000]),
+]
+
+
+@cache
+def recorded(name: str) -> tuple[Any, Any, Any]:
+    """Return (the replies of a method's clients, the model and history of the run without the bad one)."""
+    case = CASES[name]
+    grid = Recording(case.app(), 4)
+    strategy = case.start(grid)
+    return grid.kept, strategy.arrays, strategy.history
+
+
+class Damage:
+    """A few changes to a reply's content, drawn one by one."""
+
+    def __init__(self, draw: st.DrawFn) -> None:
+        self._draw = draw
+        self._plan = [
+            (draw(st.sampled_from(list(CHANGES))), draw(st.integers(0, 2**31)))
+            for _ in range(draw(st.integers(1, 3)))
+        ]
+
+    def __repr__(self) -> str:
+        return f"Damage({self._plan})"
+
+    def __call__(self, content: RecordDict) -> RecordDict:
+        for change, seed in self._plan:
+            rng = np.random.default_rng(seed)
+            CHANGES[change](content, rng)
+        return content
+
+
+def pick(rng: np.random.Generator, options: Any) -> Any:
+    options = list(options)
+    return options[int(rng.integers(len(options)))] if options else None
+
+
+def drop_record(content: RecordDict, rng: np.random.Generator) -> None:
+    if name := pick(rng, content):
+        del content[name]
+
+
+def rename_record(content: RecordDict, rng: np.random.Generator) -> None:
+    if name := pick(rng, content):
+        record = content[name]
+        del content[name]
+        content[pick(rng, NAMES)] = record
+
+
+def retype_record(content: RecordDict, rng: np.random.Generator) -> None:
+    kinds = [ArrayRecord({"a": Array(np.ones(2))}), ConfigRecord({"a": LONG}), MetricRecord()]
+    content[pick(rng, [*content, *NAMES])] = pick(rng, kinds)
+
+
+def readable(value: Array) -> Any:
+    """Return an array's content; two numbers for one that an earlier change has made unreadable."""
+    try:
+        array = value.numpy()
+    except Exception:
+        array = None
+    usual = isinstance(array, np.ndarray) and array.dtype.kind in "biuf"
+    return array if usual else np.ones(2)
+
+
+def change_array(content: RecordDict, rng: np.random.Generator) -> None:
+    record = content.array_records.get(pick(rng, content.array_records) or "")
+    if not record:
+        return
+    name = pick(rng, record)
+    value = record[name]
+    what = pick(rng, ["drop", "rename", "bytes", "labels", "other", "other"])
+    if what in ("drop", "rename"):
+        del record[name]
+    if what == "rename":
+        record[pick(rng, ["x", "", ANSI, LONG, "_orig_mod." + name, name + "."])] = value
+    if what == "bytes":
+        data = bytearray(value.data or b"\0")
+        how = pick(rng, ["flip", "cut", "more", "none"])
+        if how == "flip":
+            for at in rng.integers(len(data), size=3):
+                data[at] ^= 1 << int(rng.integers(8))
+        whole = {"cut": bytes(data[: int(rng.integers(len(data)))]), "more": bytes(data) + b"\0"}
+        new = whole.get(how) or (bytes(data) if how == "flip" else pick(rng, NOT_ARRAYS.values()))
+        record[name] = Array(value.dtype, value.shape, value.stype, new)
+    if what == "labels":
+        dtype, shape = (
+            pick(rng, ["", "float16", "object", LONG]),
+            pick(rng, [(), (1,), (2**62,) * 3]),
+        )
+        stype = pick(rng, [value.stype, "pickle", "numpy.ndarray"])
+        record[name] = Array(dtype, shape, stype, value.data)
+    if what == "other":
+        record[name] = pick(rng, arrays_like(readable(value)))
+
+
+def change_config(content: RecordDict, rng: np.random.Generator) -> None:
+    record = content.config_records.get("config", ConfigRecord())
+    name = pick(rng, [*record, *record, *KEYS])
+    what = pick(rng, ["drop", "set", "set", "cut", "flip", "many"])
+    old = record.get(name)
+    if what == "drop" and name in record:
+        del record[name]
+    elif what in ("cut", "flip") and isinstance(old, bytes) and old:
+        data = bytearray(old)
+        data[int(rng.integers(len(data)))] ^= 1 << int(rng.integers(8))
+        record[name] = bytes(data) if what == "flip" else old[: int(rng.integers(len(old)))]
+    elif what == "many" and rng.random() < 0.1:
+        for i in range(2000):
+            record[f"{i}"] = i
+    else:
+        record[name] = pick(rng, VALUES)
+    content["config"] = record
+
+
+def change_metric(content: RecordDict, rng: np.random.Generator) -> None:
+    record = content.metric_records.get("metrics", MetricRecord())
+    name = pick(rng, [*record, *record, *KEYS])
+    if rng.random() < 0.2 and name in record:
+        del record[name]
+    else:
+        record[name] = pick(rng, [*BEYOND, [], [1, 2], [float("nan")] * 5000])
+    content["metrics"] = record
+
+
+CHANGES: dict[str, Any] = {
+    "drop record": drop_record,
+    "rename record": rename_record,
+    "retype record": retype_record,
+    "array": change_array,
+    "array again": change_array,
+    "config": change_config,
+    "config again": change_config,
+    "metric": change_metric,
+}
+MESSAGES = [
+    *("train", "train", "train", "evaluate", "query.flwr_regs", "query.flwr_regs_probe"),
+    "query.flwr_regs_labels",
+]
+
+
+@st.composite
+def damages(draw: st.DrawFn) -> Any:
+    """A way to damage the replies to some kinds of message, in one round or in all."""
+    kinds = {draw(st.sampled_from(MESSAGES))} | ({"train"} if draw(st.booleans()) else set())
+    number = draw(st.sampled_from([0, 1, 2]))
+    special = draw(st.sampled_from(["", "", "", "", "", "", "error", "silence"]))
+    text = draw(st.sampled_from([ANSI, LONG, "", DEEP])) if special == "error" else ""
+    return kinds, number, special, text, Damage(draw)
+
+
+def check(name: str, damage: Any) -> None:
+    """The one property."""
+    kinds, number, special, text, change = damage
+    kept, model, history = recorded(name)
+
+    def how(kind: str, at: int, content: RecordDict) -> Any:
+        if kind not in kinds or number not in (0, at):
+            return content
+        return {"error": text, "silence": None}.get(special, "") if special else change(content)
+
+    strategy = CASES[name].start(Playback(kept, how))
+    assert len(strategy.history) == 2
+    others = [p for p in range(4) if p != BAD]
+    used = False
+    for entry in strategy.history:
+        assert [p for p in entry["replies"] if p in others] == others, entry["failures"]
+        assert all(p not in entry["failures"] for p in others), entry["failures"]
+        evaluation = entry["evaluate"]
+        assert all(p in evaluation["clients"] for p in others), evaluation["failures"]
+        replied = BAD in entry["replies"]
+        used |= bool(set(entry["replies"]) - set(others))
+        if not replied and BAD in entry["cohort"]:
+            assert BAD in entry["failures"] or BAD in entry["inactive"] + entry["incomplete"]
+        if BAD not in entry["cohort"]:
+            other = set(entry["cohort"]) - set(others)  # it says that it serves another partition
+            assert other or "missing" in entry or 1000 + BAD in entry.get("refused", {})
+    written = json.dumps(strategy.history)
+    assert len(written) < 60_000
+    for entry in strategy.history:
+        for why in [*entry["failures"].values(), *entry.get("refused", {}).values()]:
+            assert len(why) <= 700
+            assert why.isprintable()
+    got = {n: a.numpy() for n, a in strategy.arrays.items()}
+    assert all(np.isfinite(a).all() for a in got.values())
+    if not used and name != "private":  # its noise differs from run to run
+        want = {n: a.numpy() for n, a in model.items()}
+        assert all(np.array_equal(got[n], want[n]) for n in want)
+        for entry, expected in zip(strategy.history, history, strict=True):
+            assert entry["train_metrics"] == expected["train_metrics"]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_damaged_reply_costs_its_client_alone(name: str) -> None:
+    @settings(
+        max_examples=EXAMPLES * FUZZ,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(damages())
+    def run(damage: Any) -> None:
+        check(name, damage)
+
+    run()
