@@ -13,9 +13,8 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import flwr_regs as fr
-from flwr_regs.chain import Chain
-from flwr_regs.client.memory.state import packed, slots
-from flwr_regs.client.train.optimizer import KeptOptimizer, load_state, state_of
+from flwr_regs.client.memory import decode, encode
+from flwr_regs.client.train.optimizer import load_state, state_of
 from flwr_regs.testing.problem import RepeatingGrid, SerialisingGrid, app_of, train
 from tests.conftest import close, make_clients, make_model
 
@@ -149,7 +148,7 @@ def test_each_optimiser_goes_on_where_it_was(name: str) -> None:
     optimizer = fresh(model)
     steps(model, optimizer)
     state = state_of(optimizer, dict(model.named_parameters()))
-    kept = slots(Chain((KeptOptimizer(),)), packed({"optimizer": state}, "client"), "client")
+    kept = decode(encode({"optimizer": state}))
     again = make_model(dtype)
     again.load_state_dict(model.state_dict())
     restored = fresh(again)
