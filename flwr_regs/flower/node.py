@@ -133,8 +133,7 @@ def _make_plain(content: RecordDict, config: ConfigRecord, state: NodeState) -> 
 
 
 def opened(message: Message, context: Context) -> dict[str, Any]:
-    """Return the records beside a message's arrays: broadcasts, the last step, what the client remembers.
-    """
+    """Return what came beside the arrays: broadcasts, the last step, what the client remembers."""
     state = NodeState(context, _config(message.content))
     return {**_taken(context), keys.MEMORY: state.memory}
 

@@ -97,7 +97,12 @@ def _checked(content: RecordDict, kind: str) -> tuple[NDArrays, dict[str, Any]]:
 
 
 def _is_plain(client: NumPyClient | Client, kind: str) -> bool:
-    """Whether Flower would call this client's `fit` or `evaluate` and nothing else."""
+    """Whether Flower would call this client's `fit` or `evaluate` and nothing else.
+
+    A client of this package is always called so: Flower's own way carries no records.
+    """
+    if getattr(client, "takes_records", False):
+        return True
     method, home = _METHODS[kind], type(client).to_client.__module__
     return (
         isinstance(client, NumPyClient)
