@@ -350,7 +350,7 @@ def load_private(
         for part in (PERSONAL, PRIVATE):
             if part in snapshot:
                 return dict(snapshot[part])
-    raise ValueError(f"{paths[chosen][-1]}: clients of this method keep no entries of the model")
+    raise ValueError(f"{paths[chosen][0]}: clients of this method keep no entries of the model")
 
 
 def _newest(folder: Path) -> list[Path]:

@@ -25,13 +25,13 @@ from flwr_regs.server.client_metrics import common_metrics, usable
 from flwr_regs.server.divergence import DivergenceGuard
 from flwr_regs.server.exchange.first_exchange import Exchange
 from flwr_regs.server.exchange.network import Course, Network
+from flwr_regs.server.exchange.remembered import Remembered, name_losses
 from flwr_regs.server.exchange.replies import Reader, Usable
 from flwr_regs.server.failures import name_failures
 from flwr_regs.server.global_model import GlobalModel
 from flwr_regs.server.options import Options
 from flwr_regs.server.population.participation import Participation
 from flwr_regs.server.population.population import Population
-from flwr_regs.server.population.remembered import Remembered, name_losses
 from flwr_regs.server.privacy import Budget, PrivateRounds, refuse_statistics
 from flwr_regs.server.reply import Reply
 from flwr_regs.server.round import Round, RoundFailed, TooFewReplies

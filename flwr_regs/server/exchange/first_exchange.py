@@ -10,11 +10,11 @@ from flwr_regs.server.aggregate.aggregators import TooFewVectors
 from flwr_regs.server.exchange.downlink import Downlink
 from flwr_regs.server.exchange.network import Network, Replies, Request
 from flwr_regs.server.exchange.outbox import Outbox
+from flwr_regs.server.exchange.remembered import Remembered
 from flwr_regs.server.exchange.replies import disagreeing, output_layer, read_uploads
 from flwr_regs.server.failures import culprits, name_failures, read_each
 from flwr_regs.server.global_model import GlobalModel
 from flwr_regs.server.options import Options
-from flwr_regs.server.population.remembered import Remembered
 from flwr_regs.server.round import Round
 from flwr_regs.term import Slot
 from flwr_regs.wire import keys

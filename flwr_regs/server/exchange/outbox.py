@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from flwr_regs.server.exchange.downlink import Downlink
-from flwr_regs.server.population.remembered import Remembered
+from flwr_regs.server.exchange.remembered import Remembered
 from flwr_regs.term import Slot
 from flwr_regs.wire import keys
 from flwr_regs.wire.parcel import Parcel, Record
