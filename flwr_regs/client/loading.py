@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -51,56 +52,65 @@ def check_custody(pins: Pins, model: nn.Module, term: Chain) -> None:
         )
 
 
+@dataclass(frozen=True)
+class Layout:
+    """What a method makes of a model's entries.
+
+    Attributes
+    ----------
+    private, trained : list of str, dict of str to Parameter
+        The entries that stay with the client; the parameters that it trains, by their first names.
+    tied : dict of str to str
+        The other names of trained parameters -> the first.
+    frozen_digest : str
+        Of the parameters that do not travel, as this client does not train them; "" if there are none.
+    """
+
+    private: list[str]
+    trained: dict[str, nn.Parameter]
+    tied: dict[str, str]
+    frozen_digest: str
+
+
 def load(
     model: nn.Module,
     term: Chain,
     arrays: Mapping[str, np.ndarray],
     config: Mapping[str, Any],
     own: Mapping[str, torch.Tensor] | None = None,
-) -> tuple[list[str], str]:
+) -> Layout:
     """Load the global model by name, and this client's `own` private entries (None: the model's).
 
     Parameters that this client does not train may be missing from the `arrays`: it holds them itself.
-    Returns the private names, and the digest of what it so holds ("" if nothing).
     Raises ProtocolError naming an array that does not fit, and for another digest than the other clients'.
     """
-    every = every_parameter(model)
-    entries = model.state_dict()
+    every, entries = every_parameter(model), model.state_dict()
     chosen = term.private(list(entries))
     private = [n for n in entries if n in chosen]
-    frozen = frozen_rest(model, term, [*arrays, *private], every)
-    frozen_digest = digest({n: to_numpy(entries[n]) for n in frozen}) if frozen else ""
-    shared = {n: v for n, v in entries.items() if n not in chosen and n not in frozen}
+    trained = trained_parameters(model, term, every)
+    ids = {id(p) for p in trained.values()}
+    held = {n for n, p in every if n not in arrays and n not in chosen and id(p) not in ids}
+    frozen_digest = digest({n: to_numpy(entries[n]) for n in held}) if held else ""
+    shared = {n: v for n, v in entries.items() if n not in chosen and n not in held}
     tensors = {n: torch.from_numpy(np.asarray(a)) for n, a in arrays.items()}
     given = _as_held(tensors, shared, config.get(keys.HALF_KEY))
     check_arrays(given, shared, "the global model")
     if config.get(keys.FROZEN_DIGEST_KEY, frozen_digest) != frozen_digest:
         raise ProtocolError(OTHER_FROZEN)
-    for name, first in tied_names(model, private, every).items():
+    tied = tied_names(model, private, every)
+    for name, first in tied.items():
         if name in given and not torch.equal(given[name], given[first]):
             raise ProtocolError(
                 f"the global model: '{name}' and '{first}' are one parameter here, but differ"
             )
-    own_values = {n: entries[n] for n in private}
+    values = {n: entries[n] for n in private}
     if own is not None:
-        check_arrays(
-            mine := _as_held({**own}, own_values, "bfloat16"),
-            own_values,
-            "this client's private entries",
-        )
-        own_values = mine
-    model.load_state_dict({**entries, **given, **own_values})
-    return private, frozen_digest
-
-
-def frozen_rest(model: nn.Module, term: Chain, known: Collection[str], every: Every) -> list[str]:
-    """Return the parameters that this client does not train, but those whose names are `known`."""
-    known = set(known)
-    others = [(n, p) for n, p in every if n not in known]
-    if not others:
-        return []
-    trained = {id(p) for p in trained_parameters(model, term, every).values()}
-    return [n for n, p in others if id(p) not in trained]
+        kept = _as_held({**own}, values, "bfloat16")
+        check_arrays(kept, values, "this client's private entries")
+        values = kept
+    model.load_state_dict({**entries, **given, **values})
+    tied = {n: first for n, first in tied.items() if first in trained}
+    return Layout(private, trained, tied, frozen_digest)
 
 
 def tied_names(

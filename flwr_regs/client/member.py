@@ -19,7 +19,7 @@ from torch import nn
 
 from flwr_regs.chain import Chain, chain
 from flwr_regs.client import memory
-from flwr_regs.client.loading import Pins, check_custody, load, tied_names
+from flwr_regs.client.loading import Layout, Pins, check_custody, load
 from flwr_regs.client.measure.context_functions import Measures
 from flwr_regs.client.memory import Begun, Folder, Memory, Root, to_numpy
 from flwr_regs.client.train.batches import (
@@ -33,7 +33,7 @@ from flwr_regs.client.train.batches import label_counts as count_labels
 from flwr_regs.client.train.client_result import LocalResult
 from flwr_regs.client.train.optimizer import KeptOptimizer
 from flwr_regs.client.train.task import Task
-from flwr_regs.client.train.trainable import every_parameter, private_entries, trained_parameters
+from flwr_regs.client.train.trainable import private_entries, trained_parameters
 from flwr_regs.term import Slot, Term
 from flwr_regs.wire import keys
 from flwr_regs.wire.arrays import ForeignStrategy, NDArrays, ProtocolError, in_code_order, mask
@@ -68,24 +68,6 @@ class Identity:
     private: Pins = ()
     folder: Root = None
     keeps_optimizer: bool = False
-
-
-@dataclass(frozen=True)
-class Layout:
-    """Which entries of a model are private, trained or tied, and the digest of what does not travel."""
-
-    private: Collection[str]
-    trained: Collection[str]
-    tied: Mapping[str, str]
-    frozen_digest: str
-
-    @classmethod
-    def of(cls, model: nn.Module, term: Chain, private: Collection[str], digest: str) -> Layout:
-        """Return a model's layout."""
-        every = every_parameter(model)
-        trained = set(trained_parameters(model, term, every))
-        tied = tied_names(model, private, every)
-        return cls(private, trained, {n: f for n, f in tied.items() if f in trained}, digest)
 
 
 @dataclass(frozen=True)
@@ -168,8 +150,7 @@ def begin(message: Parcel, held: Memory, model: nn.Module, who: Identity) -> Mem
             )
         arrays, step = decoded_model(config, arrays, coder.decode)
     begun = memory.begin(held, term, config, bool(private_entries(model, term)))
-    private, digest = load(model, term, arrays, config, begun.private)
-    layout = Layout.of(model, term, private, digest)
+    layout = load(model, term, arrays, config, begun.private)
     broadcast = broadcast_of(term, message.records, step, layout.trained, config)
     return Member(who, term, config, arrays, layout, broadcast, held, begun)
 

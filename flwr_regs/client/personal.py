@@ -68,7 +68,7 @@ def own_model(
                 made = calibrate(model, train_data, how, classifier=classifier, **own)
         elif any(isinstance(t, Personalises) for t in term.terms):
             measures = Measures(model, train_data, task, device, classifier)
-            made = personalised(term, measures, slots, config[keys.LR_KEY], config)
+            made = personalised(term, measures, slots, config[keys.PREVIOUS_LR_KEY], config)
     if made is not None and folder is not None and keys.START_KEY in config:
         Folder(folder, config).write_personal(entries_of(made, model))
     return made
@@ -83,7 +83,7 @@ def _fine_tuning(term: Chain, config: Mapping[str, Any]) -> Mapping[str, Any] | 
         return config
     if term.tuner is None:
         return None
-    return {"personal-lr": config[keys.LR_KEY], **term.tuner.fine_tuning()}
+    return {"personal-lr": config[keys.PREVIOUS_LR_KEY], **term.tuner.fine_tuning()}
 
 
 def personalised(

@@ -59,7 +59,7 @@ def evaluation(
             **training.remembered.entries(pid),
         }
         if options.term.personalising:
-            own_entries[keys.LR_KEY] = global_model.previous_lr or 0.0
+            own_entries[keys.PREVIOUS_LR_KEY] = global_model.previous_lr or 0.0
         return Parcel(arrays, {**common, **own_entries})
 
     parcels = {pid: parcel(pid) for pid in cohort}

@@ -78,7 +78,7 @@ def test_private_entries_come_from_the_node(term: Chain) -> None:
     mine = {n: a + 1 for n, a in arrays.items() if n in term.private(list(arrays))}
     shared = {n: a for n, a in arrays.items() if n not in mine}
     own = {n: torch.as_tensor(a) for n, a in mine.items()}
-    private, _ = load(model, term, shared, {}, own)
+    private = load(model, term, shared, {}, own).private
     assert private == list(mine) != []
     for n, v in model.state_dict().items():
         np.testing.assert_array_equal(v.numpy(), {**shared, **mine}[n])

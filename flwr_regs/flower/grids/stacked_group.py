@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from flwr_regs.abilities import Withholds
 from flwr_regs.chain import Chain
 from flwr_regs.client.loading import load, tied_names
-from flwr_regs.client.member import Layout, end, end_probe, plain
 from flwr_regs.client.member import Member as ClientMember
+from flwr_regs.client.member import end, end_probe, plain
 from flwr_regs.client.memory import Begun, Memory
 from flwr_regs.client.train.batches import (
     Pairs,
@@ -148,9 +148,8 @@ class Group:
         self.candidates: list[Candidate] = []
         self.kind = kind
         self._fixed = self._fixed_of(model)
-        private, frozen_digest = load(model, term, arrays, config)
-        self.layout = Layout.of(model, term, private, frozen_digest)
-        trained = list(trained_parameters(model, term))
+        self.layout = load(model, term, arrays, config)
+        private, trained = self.layout.private, list(self.layout.trained)
         shared = [n for n in trained if n not in private]
         if not shared:
             raise CannotStack("it trains no parameter that is shared")
