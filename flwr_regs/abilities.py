@@ -200,6 +200,36 @@ class Steers(ABC):
         """
 
 
+class Carries(ABC):
+    """Says with which state the client's optimiser begins, and reads its state at the end.
+
+    In `finish`, ``ctx.optimizer_state`` has that state: arrays under ``"<entry>.<parameter>"``, by torch's
+    names, such as ``"exp_avg_sq.0.weight"``; ``"step"``, which all parameters share, stands alone.
+    """
+
+    @abstractmethod
+    def optimizer_start(self, ctx: ClientContext) -> Arrays:
+        """Return the state before the first step, in the same keys; ``{}`` for a fresh optimiser.
+
+        What is given for a parameter is all of its state.
+        """
+
+
+class Perturbs(ABC):
+    """Takes the batch's loss and gradient elsewhere, in one forward and backward pass.
+
+    Where the perturbation depends on the gradient at `params`, use ``ctx.gradient_at`` in `correct`.
+    """
+
+    @abstractmethod
+    def point(self, params: Arrays, ctx: ClientContext) -> Arrays:
+        """Return the parameters at which a step takes its loss and gradient, in place of `params`.
+
+        `loss` hooks see these; `correct` and the optimiser go on from `params`. Several such terms of a chain
+        follow each other from left to right. `ctx` has no batch yet.
+        """
+
+
 class Restricts(ABC):
     """Does not go with every train config."""
 
@@ -215,7 +245,10 @@ class Restricts(ABC):
 
 ABILITIES: tuple[type[ABC], ...] = (
     *(Weighs, Folds, Probes, Compresses, TakesBack, Recovers, Addresses, Withholds, Freezes),
-    *(Personalises, FineTunes, Checks, Agrees, Steers, Restricts),
+    *(Personalises, FineTunes, Checks, Agrees, Steers, Carries, Perturbs, Restricts),
 )
-ON_CLIENTS = (Probes, Compresses, TakesBack, Recovers, Withholds, Freezes, Personalises, Steers)
+ON_CLIENTS = (
+    *(Probes, Compresses, TakesBack, Recovers, Withholds, Freezes, Personalises, Steers),
+    *(Carries, Perturbs),
+)
 """The abilities that a client runs."""

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from flwr_regs.abilities import Compresses
 from flwr_regs.chain import Chain, chain
 from flwr_regs.client import memory
 from flwr_regs.client.loading import Layout, Pins, check_custody, load
@@ -398,7 +399,10 @@ def method_of(who: Identity, config: Mapping[str, Any]) -> Chain:
 def _built(who: Identity, config: Mapping[str, Any]) -> list[Term]:
     """Return the terms with a message's hyper-parameters; the server's own terms have none in it."""
     terms = [t.from_config(config) for t in who.terms if not t.server_only]
-    return [KeptOptimizer(), *terms] if who.keeps_optimizer else terms
+    if who.keeps_optimizer:  # a term that compresses stays last
+        compresses = bool(terms) and isinstance(terms[-1], Compresses)
+        terms.insert(len(terms) - compresses, KeptOptimizer())
+    return terms
 
 
 def plain(config: Mapping[str, Any]) -> dict[str, Any]:

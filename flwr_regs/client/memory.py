@@ -120,6 +120,8 @@ def end(
     held = [label(used), label(came), *([] if probe else [label(number, True)])]
     held += [key for key in memory if probe and key.startswith("round")]
     kept = {key: memory[key] for key in sorted({*held}) if key in memory}
+    for key in {label(n) for n in (used, came) if n and not probe} - kept.keys():
+        kept[key] = encode({}, method, key)  # it is lost, and the reply says so: once
     snapshot = {n: s for n, s in slots.items() if s}
     snapshot |= {PRIVATE: {**private}} if private else {}
     if snapshot or (memory and not probe):

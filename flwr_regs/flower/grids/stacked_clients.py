@@ -15,6 +15,7 @@ import torch
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from torch import Tensor, nn
 
+from flwr_regs.abilities import Carries
 from flwr_regs.chain import Chain
 from flwr_regs.client.loading import check_custody
 from flwr_regs.client.member import method_of
@@ -135,7 +136,7 @@ class Cohort:
     def _recipe(self, client: RegClient, config: Mapping[str, Any]) -> Recipe:
         """Return the method of a message, read and checked once for all clients of a kind."""
         who = client._identity
-        kind = (who.who, who.method, tuple(who.terms))
+        kind = (who.who, who.method, tuple(who.terms), who.keeps_optimizer)
         for found in self._recipes:
             if found.kind == kind and found.config == config:
                 return found
@@ -143,6 +144,8 @@ class Cohort:
         term.restrict(config)
         if config.get(keys.PROBE_KEY) and any("label_counts" in t.needs for t in term.terms):
             raise CannotStack("a first exchange with label counts goes one by one")
+        if carrying := [t.name for t in term.terms if isinstance(t, Carries)]:
+            raise CannotStack(f"{carrying} carry the optimiser's state")
         self._recipes.append(Recipe(kind, config, term))
         return self._recipes[-1]
 
@@ -247,8 +250,6 @@ def check_client(client: Any, plain: set[type]) -> None:
     settings = ("time_budget", "save_private")
     if given := [s for s in settings if getattr(client, s) is not None]:
         raise CannotStack(f"{name} has a {given[0]}")
-    if client.keep_optimizer:
-        raise CannotStack(f"{name} keeps its optimiser")
 
 
 def check_message(config: Mapping[str, Any]) -> None:
