@@ -214,8 +214,7 @@ class RegClient(NumPyClient):
                     **vars(task),
                     **member.duration,
                 )
-                measures = Measures(model, data, task, device, self.classifier)
-                own_model = partial(trained_model, member.term, measures, result)
+                own_model = partial(trained_model, member.term, self._measures, result)
                 reply, held = end(member, result, own_model)
         arrays = dict(reply.records.pop(keys.ARRAYS, {}))  # type: ignore[attr-defined]
         metrics = {**(reply.metrics or {}), **reply.config, **reply.records, keys.MEMORY: held}
@@ -238,23 +237,11 @@ class RegClient(NumPyClient):
                 f"{type(self).__name__} was built without eval_data; "
                 "pass it, or set fraction_evaluate=0 on the strategy"
             )
-        model, (parcel, held) = (
-            uncompiled(self.model),
-            self._message(parameters, config, evaluating=True),
-        )
-        term, slots, lost = evaluated(parcel, held, model, self._identity)
+        parcel, held = self._message(parameters, config, evaluating=True)
+        term, slots, lost = evaluated(parcel, held, uncompiled(self.model), self._identity)
+        how = {"optimizer": self.optimizer, "folder": self.save_private}
         loss, count, metrics = evaluate(
-            model,
-            term,
-            self.eval_data,
-            self.train_data,
-            parcel.config,
-            slots,
-            classifier=self.classifier,
-            task=self._task,
-            optimizer=self.optimizer,
-            device=resolve_device(self.device),
-            folder=self.save_private,
+            self._measures, term, self.eval_data, parcel.config, slots, **how
         )
         return loss, count, metrics | lost
 
@@ -274,6 +261,11 @@ class RegClient(NumPyClient):
     @property
     def _task(self) -> Task:
         return Task(self.loss_fn, self.target_key, self.output_fn)
+
+    @property
+    def _measures(self) -> Measures:
+        model, device = uncompiled(self.model), resolve_device(self.device)
+        return Measures(model, self.train_data, self._task, device, self.classifier)
 
     @property
     def _identity(self) -> Identity:

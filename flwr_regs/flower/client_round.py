@@ -15,6 +15,7 @@ from torch import nn
 from flwr_regs.chain import name_of
 from flwr_regs.client.loading import Pins
 from flwr_regs.client.local_training import LocalTraining
+from flwr_regs.client.measure.context_functions import Measures
 from flwr_regs.client.member import Identity, begin, end, evaluated, probe, seeded
 from flwr_regs.client.memory import Memory, Root
 from flwr_regs.client.personal import own_model, trained_model
@@ -202,15 +203,9 @@ def load_model(
     term, slots, _ = evaluated(parcel, held, model, identity)
     if not personal:
         return
-    where, task = resolve_device(device), Task(loss_fn, target_key, output_fn)
-    further: dict[str, Any] = {
-        "classifier": classifier,
-        "optimizer": optimizer,
-        "folder": save_private,
-    }
-    made = own_model(
-        model, term, train_data, parcel.config, slots, task=task, device=where, **further
-    )
+    task = Task(loss_fn, target_key, output_fn)
+    measures = Measures(model, train_data, task, resolve_device(device), classifier)
+    made = own_model(measures, term, parcel.config, slots, optimizer, save_private)
     if made is not None:
         model.load_state_dict(made.state_dict())
     elif not term.private(list(model.state_dict())):
