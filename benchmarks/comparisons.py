@@ -20,6 +20,7 @@ import sys
 import tarfile
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -27,13 +28,14 @@ from typing import Any
 from benchmarks.common import save
 from flwr_regs import METHODS
 from flwr_regs.experiments import cli
+from flwr_regs.experiments.calls import parse_methods, text_of
+from flwr_regs.experiments.cards import card_files
+from flwr_regs.experiments.experiment import Experiment
 from flwr_regs.experiments.report import drawing
 from flwr_regs.experiments.report import run_records as records
 from flwr_regs.experiments.report.results import Results, number, per_cent
-from flwr_regs.experiments.report.run_records import Run
-from flwr_regs.experiments.run.tuning import Bench
-from flwr_regs.experiments.settings.calls import parse_methods
-from flwr_regs.experiments.settings.settings import DEFAULTS
+from flwr_regs.experiments.report.run_records import RunRecord
+from flwr_regs.experiments.settings import DEFAULTS
 
 ROOT = Path(__file__).parents[1]
 STUDIES = ROOT / "docs" / "studies"
@@ -48,15 +50,10 @@ ELSEWHERE = ("out", "code-dir", "data-dir")
 
 def keep(source: Path, target: Path) -> None:
     """Pack a benchmark's records without what no document needs, and without paths."""
-    bench = Bench.load(source)
-    texts: dict[str, str] = {}
-    for name in ("bench.json", "settings.json"):
-        found = json.loads((source / name).read_text())
-        found["command"] = command(bench)
-        for settings in [found.get("bench", {}).get("settings", {}), *_settings(found)]:
-            for key in ELSEWHERE:
-                settings.pop(key, None)
-        texts[name] = json.dumps(found, indent=1) + "\n"
+    experiment, made = card_files.of_folder(source)
+    settings = {key: value for key, value in experiment.settings.items() if key not in ELSEWHERE}
+    made["command"] = command(experiment)
+    texts = {card_files.FILE: card_files.text(replace(experiment, settings=settings), made)}
     for path in sorted((source / "runs").glob("*.jsonl")):
         run = records.read(path)
         assert run is not None, path
@@ -91,17 +88,13 @@ def unpacked(name: str) -> Path:
     return Path(folder.name)
 
 
-def _settings(found: dict[str, Any]) -> list[dict[str, Any]]:
-    return [run["settings"] for run in found.get("runs", ())]
-
-
-def _head(run: Run) -> dict[str, Any]:
+def _head(run: RunRecord) -> dict[str, Any]:
     job = {**run.job, **dict.fromkeys(ELSEWHERE, "")}
     names = ("label", "method", "seed", "clients", "settings")
     return {**{name: getattr(run, name) for name in names}, "job": job}
 
 
-def _rounds(run: Run) -> list[dict[str, Any]]:
+def _rounds(run: RunRecord) -> list[dict[str, Any]]:
     lines: list[dict[str, Any]] = [
         {"test": _test(point)} for point in run.test if not point["round"]
     ]
@@ -119,41 +112,43 @@ def _test(point: dict[str, Any]) -> dict[str, Any]:
     return {"round": point["round"], "accuracy": round(point["accuracy"], 5)}
 
 
-def _end(run: Run) -> dict[str, Any]:
+def _end(run: RunRecord) -> dict[str, Any]:
     names = ("seconds", "processor_seconds", "error", "warnings", "diverged", "ended")
     clients = {k: v for k, v in run.per_client.items() if k in ("worst", "std")}
     clients["clients"] = [round(a, 4) for a in run.per_client.get("clients", ())]
     return {**{name: getattr(run, name) for name in names}, "per_client": clients}
 
 
-def command(bench: Bench) -> list[str]:
+def command(experiment: Experiment) -> list[str]:
     """Return the command that makes a benchmark's results."""
-    words = ["flwr-regs", "bench"]
-    for key, value in bench.settings.items():
+    methods = "; ".join(text_of(row.calls) for row in experiment.rows)
+    words = ["flwr-regs", "bench", f"methods={methods}"]
+    for key, value in experiment.settings.items():
         if key == "data-dir":
             words.append("data-dir=DIR")
         elif key not in ELSEWHERE:
             words.append(f"{key}={value}")
-    words += [word for space in bench.tune for word in ("--tune", space)]
-    words += ["--trials", str(bench.trials), "--seeds", ",".join(map(str, bench.seeds))]
-    return [*words, "--tuning-seeds", ",".join(map(str, bench.tuning_seeds))]
+    words += [word for space in experiment.tune for word in ("--tune", space.text)]
+    words += ["--trials", str(experiment.trials), "--seeds", ",".join(map(str, experiment.seeds))]
+    return [*words, "--tuning-seeds", ",".join(map(str, experiment.tuning_seeds))]
+
+
+def labels(experiment: Experiment) -> list[str]:
+    """Return the rows of a benchmark."""
+    return [*experiment.rows_of(*experiment.panels)]
 
 
 def results(name: str) -> Results:
     """Return the results of a kept study, compared with its first method."""
     folder = unpacked(name)
-    methods = [*Bench.load(folder).labels]
-    found = [records.read(path) for path in sorted((folder / "runs").glob("*.jsonl"))]
-    runs = sorted(
-        (run for run in found if run is not None), key=lambda r: (methods.index(r.label), r.seed)
-    )
-    return Results(runs, baseline=methods[0])
+    experiment, _ = card_files.of_folder(folder)
+    runs = experiment.tests(*experiment.panels)
+    return Results(records.recorded(runs, folder), baseline=runs[0].label)
 
 
 def table(name: str, only: str = "") -> str:
     """Return a study's table as Markdown, and what went wrong; `only` are its rows, else all."""
-    found, bench = results(name), Bench.load(unpacked(name))
-    chosen = json.loads((unpacked(name) / "settings.json").read_text())["chosen"]
+    found, (experiment, made) = results(name), card_files.of_folder(unpacked(name))
     target = f"to {found.target:.0%}"
     head = ["method", "last 5 rounds", f"against {found.baseline}", target, "worst client"]
     head += ["MB", f"MB {target}", "processor s", "tuned"]
@@ -166,7 +161,7 @@ def table(name: str, only: str = "") -> str:
         reached = "–"
         if row["rounds_to_target"] is not None:
             reached = f"{row['rounds_to_target']:.0f} ({row['reached']} of {row['n']})"
-        point = chosen[row["method"]]
+        point = made["chosen"][row["method"]]
         names = {key: key.rpartition(".")[2] for key in point}
         once = {k: n if [*names.values()].count(n) == 1 else k for k, n in names.items()}
         tuned = ", ".join(f"{once[key]} {value}" for key, value in point.items())
@@ -181,7 +176,7 @@ def table(name: str, only: str = "") -> str:
     text += [
         "",
         f"Test accuracy in per cent, mean and 95 % interval over the seeds {seeds} (Student's t); "
-        f"differences are paired by seed. Tuned: the best of {bench.trials} trials on held-out data.",
+        f"differences are paired by seed. Tuned: the best of {experiment.trials} trials on held-out data.",
     ]
     shown = Results([run for run in found.runs if run.label in wanted])
     text += [f"\n**{warning}**" for warning in shown.warnings()]
@@ -193,7 +188,7 @@ def filled(text: str) -> str:
 
     def part(match: re.Match[str]) -> str:
         if match[2] == "command":
-            line = shlex.join(command(Bench.load(unpacked(match[3]))))
+            line = shlex.join(command(card_files.of_folder(unpacked(match[3]))[0]))
             return f"{match[1]}\n```bash\n{line}\n```\n\n"
         return f"{match[1]}\n{table(match[3], match[4] or '')}\n\n"
 
@@ -224,7 +219,7 @@ def draw() -> None:
 
 
 def _png(figure: Any, path: Path) -> None:
-    with drawing.style():
+    with drawing.style(drawing.Look()):
         save(figure, path)
 
 
@@ -232,10 +227,10 @@ def check(data_dir: str, tolerance: float, workers: int) -> int:
     """Train the first seed of every study again; return 1 if one comes out otherwise."""
     worst = 0
     for name in studies():
-        bench = Bench.load(unpacked(name))
-        words = ["reproduce", str(unpacked(name)), "--seeds", str(bench.seeds[0])]
+        experiment, _ = card_files.of_folder(unpacked(name))
+        words = ["reproduce", str(unpacked(name)), "--seeds", str(experiment.seeds[0])]
         words += ["--tolerance", str(tolerance), "--workers", str(workers)]
-        if str(bench.settings.get("dataset", DEFAULTS["dataset"])).startswith("mnist"):
+        if str(experiment.settings.get("dataset", DEFAULTS["dataset"])).startswith("mnist"):
             if not data_dir:
                 print(f"{name}: skipped, since it needs --data-dir")
                 continue

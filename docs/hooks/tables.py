@@ -23,11 +23,11 @@ import torch  # noqa: E402
 from flwr_regs.experiments import cards_table, methods_table  # noqa: E402
 from flwr_regs.experiments.cards import protocols  # noqa: E402
 from flwr_regs.experiments.data.augment import AUGMENTATIONS  # noqa: E402
-from flwr_regs.experiments.data.sources.readers import SOURCES  # noqa: E402
+from flwr_regs.experiments.data.catalogue import SOURCES  # noqa: E402
 from flwr_regs.experiments.models import body  # noqa: E402
 from flwr_regs.experiments.models.architectures import NETS  # noqa: E402
 from flwr_regs.experiments.report.metrics import METRICS  # noqa: E402
-from flwr_regs.experiments.settings.settings import Settings, key, legal  # noqa: E402
+from flwr_regs.experiments.settings import Settings, key, legal  # noqa: E402
 from flwr_regs.methods.registry import FAMILIES, METHODS, Method  # noqa: E402
 
 

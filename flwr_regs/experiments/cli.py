@@ -6,7 +6,7 @@ import argparse
 import os
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     read the output, such as ``head``, has enough.
     """
     try:
-        status = _main(argv)
+        status = _main(sys.argv[1:] if argv is None else argv)
         sys.stdout.flush()
         return status
     except BrokenPipeError:
@@ -41,7 +41,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
-def _main(argv: Sequence[str] | None) -> int:
+def parsed(argv: Sequence[str]) -> argparse.Namespace:
+    """Return the words of a command line by name; exit with status 2 if they are none."""
     parser = _parser()
     args, rest = parser.parse_known_args(argv)
     # settings, and the name of a card, may stand on either side of an option
@@ -50,12 +51,17 @@ def _main(argv: Sequence[str] | None) -> int:
         parser.error(f"unrecognized arguments: {' '.join(wrong)}{_as_setting(wrong[0])}")
     if "settings" in args:
         args.settings = [*args.settings, *rest]
-    args.words = [*(sys.argv[1:] if argv is None else argv)]
+    args.words = [*argv]
     if getattr(args, "workers", 1) < 1:
         parser.error(f"--workers must be at least 1, not {args.workers}")
+    return args
+
+
+def _main(argv: Sequence[str]) -> int:
+    args = parsed(argv)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
-        return int(args.do(args))
+        return _do(args)
     except BrokenPipeError:
         raise
     except (ValueError, OSError, ImportError) as error:
@@ -66,10 +72,19 @@ def _main(argv: Sequence[str] | None) -> int:
         return 1
 
 
+def _do(args: argparse.Namespace) -> int:
+    if args.do in ("listing", "protocols"):
+        from flwr_regs.experiments import listings
+
+        print(listings.listing(args) if args.do == "listing" else listings.protocols(args))
+        return 0
+    from flwr_regs.experiments import commands
+
+    return int(getattr(commands, args.do)(args))
+
+
 def _parser() -> argparse.ArgumentParser:
     import flwr_regs
-    from flwr_regs.experiments import commands
-    from flwr_regs.experiments.cards import protocol_runs
 
     parser = Parser(
         prog="flwr-regs",
@@ -78,13 +93,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"flwr-regs {flwr_regs.__version__}")
     verbs = parser.add_subparsers(dest="command", required=True)
 
-    def command(name: str, do: Any, text: str, epilog: str = "") -> argparse.ArgumentParser:
+    def command(name: str, do: str, text: str, epilog: str = "") -> argparse.ArgumentParser:
         made = verbs.add_parser(name, help=text, description=text, epilog=epilog)
         made.set_defaults(do=do)
         return made
 
-    def trains(made: argparse.ArgumentParser, seeds: str, default: str, words: str) -> None:
-        made.add_argument("--seeds", default=seeds, help=f"separated by commas ({default})")
+    def trains(made: argparse.ArgumentParser, seeds: str, words: str) -> None:
+        made.add_argument("--seeds", default="", help=f"separated by commas ({seeds})")
         made.add_argument("--workers", type=int, default=1, help="runs at a time (1)")
         text = "go on with results: train what is missing"
         made.add_argument("--resume", type=Path, metavar="FOLDER", help=text)
@@ -94,39 +109,39 @@ def _parser() -> argparse.ArgumentParser:
         made.add_argument("--app", type=Path, help=text)
         made.add_argument("settings", nargs="*", metavar=words, help="such as lr=0.1")
 
-    run = command("run", commands.run, "compare methods, in one process or in Ray", EPILOG)
+    run = command("run", "train", "compare methods, in one process or in Ray", EPILOG)
     runners = ("process", "stacked", "ray")
     run.add_argument("--runner", choices=runners, default="process", help="(process)")
     run.add_argument("--gpus-per-client", type=float, default=0.0, help="in Ray, e.g. 0.1 (0)")
-    trains(run, "", "the setting seed", "key=value")
+    trains(run, "the setting seed", "key=value")
     text = "try values of one setting or parameter, or cases of any kind"
-    sweep = command("sweep", commands.run, text, EPILOG)
+    sweep = command("sweep", "train", text, EPILOG)
     text = "a setting, such as lr, or a parameter, such as FedFOR.alpha"
     sweep.add_argument("key", nargs="?", help=text)
     sweep.add_argument("--values", help="separated by commas or semicolons")
     text = "in place of a key: a row of the table, its label and its settings"
     listed: dict[str, Any] = {"action": "append", "default": []}
     sweep.add_argument("--case", "-c", **listed, metavar="LABEL: key=value ...", help=text)
-    trains(sweep, "1,2,3", "1,2,3", "key=value")
+    trains(sweep, "1,2,3", "key=value")
     text = "tune each method equally on held-out data, then test it over seeds"
     wrong = "The exit status is 1 if a method diverges, fails, collapses, or has replies rejected. "
-    bench = command("bench", protocol_runs.bench, text, wrong + EPILOG)
+    bench = command("bench", "train", text, wrong + EPILOG)
     text = "what is tried: lr=0.02..2, FedFOR.alpha=0.01..1, or values: lr=0.1,0.3"
     bench.add_argument("--tune", "-t", **listed, metavar="KEY=LOW..HIGH", help=text)
     for name, text in (
-        ("--tuning-seeds", f"separated by commas ({commands.TUNING_SEEDS}, or the card's)"),
+        ("--tuning-seeds", "separated by commas (101, or the card's)"),
         ("--setting", "with a card: paper or reduced (the card's own)"),
         ("--methods", "with a card: its methods by name, or calls (all of its own)"),
         ("--panels", "with a card: some, separated by commas (all)"),
     ):
         bench.add_argument(name, default="", help=text)
-    text = f"for each method ({commands.TRIALS}, or the card's)"
+    text = "for each method (8, or the card's)"
     bench.add_argument("--trials", type=int, help=text)
     text = "with a card: one panel, 200 examples, 2 rounds: seconds"
     bench.add_argument("--smoke", action="store_true", help=text)
-    trains(bench, "", f"{commands.SEEDS}, or the card's", "[card] key=value")
+    trains(bench, "1,2,3,4,5, or the card's", "[card] key=value")
     text = "train runs of results again, and compare"
-    again = command("reproduce", commands.reproduce, text)
+    again = command("reproduce", "reproduce", text)
     again.add_argument("folder", type=Path, help="the results")
     again.add_argument("--seeds", default="", help="those to train, separated by commas (all)")
     text = "largest difference, in points (0.5)"
@@ -134,101 +149,37 @@ def _parser() -> argparse.ArgumentParser:
     again.add_argument("--workers", type=int, default=1, help="runs at a time (1)")
     again.add_argument("settings", nargs="*", metavar="data-dir=...", help="where files are here")
     text = "train one client, and say what to give each client in Ray"
-    taken = command("resources", commands.resources, text, EPILOG)
+    taken = command("resources", "resources", text, EPILOG)
     taken.add_argument("settings", nargs="*", metavar="key=value", help="such as model=cnn")
-    plot = command("plot", _plot, "draw results again, or a partition's labels", EPILOG)
+    plot = command("plot", "plot", "draw results again, or a partition's labels", EPILOG)
     plot.add_argument("what", help="a results' folder, or the word partition")
     plot.add_argument("settings", nargs="*", metavar="key=value", help="of the partition")
+    plot.add_argument("--title", help="in place of the data and the partition")
+    plot.add_argument("--size", type=_inches, metavar="WIDTHxHEIGHT", help="in inches: 3.3x2.5")
+    plot.add_argument("--font-size", type=float, default=8.0, help="in points (8)")
     for made in (taken, plot):
         made.add_argument("--app", type=Path, help=argparse.SUPPRESS)
-    cards = command("protocols", _protocols, "list the protocol cards, or say what one holds")
+    cards = command("protocols", "protocols", "list the protocol cards, or say what one holds")
     cards.add_argument("name", nargs="?", help="a card's name, or the path of your own")
     cards.add_argument("settings", nargs="*", metavar="data-dir=...", help="where files are here")
-    listing = command("list", _list, "list what there is")
+    listing = command("list", "listing", "list what there is")
     kinds = ("methods", "datasets", "models", "partitions", "settings", "metrics")
     listing.add_argument("what", choices=kinds)
-    methods = command("methods", _list, "list the methods, and what each costs")
+    methods = command("methods", "listing", "list the methods, and what each costs")
     methods.set_defaults(what="methods")
     methods.add_argument("name", nargs="?", help="one method: its costs, and what it refuses")
     return parser
 
 
+def _inches(text: str) -> tuple[float, float]:
+    """Return the width and height of ``3.3x2.5``."""
+    width, height = map(float, text.split("x"))
+    return width, height
+
+
 def _as_setting(word: str) -> str:
     """Return how to write a setting that stands there as an option."""
-    from flwr_regs.experiments.settings.settings import DEFAULTS
+    from flwr_regs.experiments.settings import DEFAULTS
 
     name = word.lstrip("-").partition("=")[0].replace("_", "-")
     return f"; {name} is a setting: {name}=..." if name in DEFAULTS else ""
-
-
-def _plot(args: argparse.Namespace) -> int:
-    from flwr_regs.experiments.cards import protocol_runs
-    from flwr_regs.experiments.report import partition_plot
-    from flwr_regs.experiments.run.engine import Plan
-    from flwr_regs.experiments.run.tuning import Bench
-    from flwr_regs.experiments.words import job_of
-
-    if args.what != "partition":
-        folder = Path(args.what)
-        if args.settings:
-            raise ValueError(f"results are drawn as they are: leave out {args.settings[0]}")
-        for place in protocol_runs.places(folder):
-            tuned = (place / "bench.json").is_file()
-            results = Bench.kept(place) if tuned else Plan.load(place).results(place)
-            results.save(place)
-            print(results.text() + f"results: {place}")
-        return 0
-    job = job_of(args)
-    print(partition_plot.draw(job, Path(job.out or ".").absolute()))
-    return 0
-
-
-def _protocols(args: argparse.Namespace) -> int:
-    from flwr_regs.experiments import cards_table
-    from flwr_regs.experiments.cards import protocols
-
-    if args.name and "=" in args.name and not args.name.endswith(".toml"):
-        args.name, args.settings = None, [args.name, *args.settings]
-    given = dict(text.partition("=")[::2] for text in args.settings)
-    if wrong := [name for name in given if name != "data-dir"]:
-        raise ValueError(f"protocols takes data-dir=..., not {wrong[0]}")
-    folder = given.get("data-dir", "")
-    if args.name:
-        print(cards_table.one(protocols.load(args.name), folder, args.name), end="")
-    else:
-        print(cards_table.table(folder), end="")
-    return 0
-
-
-def _list(args: argparse.Namespace) -> int:
-    import flwr_regs
-    from flwr_regs.experiments import methods_table
-    from flwr_regs.experiments.data import datasets as data
-    from flwr_regs.experiments.models import models
-    from flwr_regs.experiments.partition import partitions
-    from flwr_regs.experiments.report import metrics
-    from flwr_regs.experiments.settings import settings
-    from flwr_regs.wire.config import nearest
-
-    if args.what == "methods":
-        if not (name := getattr(args, "name", None)):
-            print(methods_table.text())
-            return 0
-        if name not in flwr_regs.METHODS:
-            raise ValueError(f"there is no method '{name}'{nearest(name, flwr_regs.METHODS)}")
-        row = flwr_regs.METHODS[name]
-        print(f"{methods_table.costs(row)}\n\n{methods_table.composes(row)}")
-        return 0
-    meanings: Mapping[str, str] = {
-        "datasets": data.DATASETS,
-        "models": models.MODELS,
-        "partitions": partitions.PARTITIONS,
-        "settings": settings.meanings(),
-        "metrics": {name: metric.meaning for name, metric in metrics.METRICS.items()},
-    }[args.what]
-    width = max(map(len, meanings))
-    for name, meaning in meanings.items():
-        print(f"{name:<{width}}  {meaning}")
-    if args.what in ("datasets", "models"):
-        print(f"\nyour own: {args.what[:-1]}=mine.py:name, or module:name")
-    return 0

@@ -1,255 +1,367 @@
-"""What ``flwr-regs run``, ``sweep``, ``bench``, ``reproduce`` and ``resources`` do."""
+"""What ``flwr-regs run``, ``sweep``, ``bench``, ``plot``, ``reproduce`` and ``resources`` do."""
 
 from __future__ import annotations
 
 import argparse
-import os
 import shlex
 import signal
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import flwr_regs
-from flwr_regs.experiments.report.folders import locked
+from flwr_regs.experiments.cards import card_files, choices
+from flwr_regs.experiments.experiment import Experiment, Panel, Run
+from flwr_regs.experiments.report.folders import locked, write
 from flwr_regs.experiments.report.results import Results, provenance
 from flwr_regs.experiments.report.rows import last
-from flwr_regs.experiments.report.run_records import Run
-from flwr_regs.experiments.run.engine import PLAN, Plan
-from flwr_regs.experiments.run.tuning import Bench
-from flwr_regs.experiments.settings.job import Job
-from flwr_regs.experiments.settings.settings import DEFAULTS
-from flwr_regs.experiments.words import check_seeds, job_of, numbers, out_folder, plan_of
+from flwr_regs.experiments.report.run_records import (
+    RunRecord,
+    file_name,
+    missing,
+    record_path,
+    recorded,
+)
+from flwr_regs.experiments.space import Point
+from flwr_regs.experiments.words import experiment_of, first_run, given_folders, numbers, out_folder
 
-SEEDS, TUNING_SEEDS, TRIALS = "1,2,3,4,5", "101", 8
-"""Of `bench`, where neither the words nor a card say otherwise."""
 BESIDE_RESUME = ("--resume", "--workers", "--runner", "--gpus-per-client", "--dry-run")
 """The options that count beside ``--resume``."""
+PLACES = ("out", "code-dir", "data-dir")
+"""Settings that are folders of a machine."""
 
 
-def run(args: argparse.Namespace) -> int:
-    """Do ``run`` or ``sweep``."""
-    if args.resume and (args.resume / "bench.json").exists():
-        raise ValueError(f"{args.resume} holds a benchmark: flwr-regs bench --resume")
-    folder = args.resume
-    plan = Plan.load(resumed(args)) if folder else plan_of(args)
-    plan.check()
-    runner = getattr(args, "runner", "process")
-    if runner == "ray" and any([label] != job.method_names for label, job in plan.jobs):
-        raise ValueError(f"--runner ray trains methods, and the rows of {folder} are others")
-    if args.dry_run:
-        return _dry_run(replace(plan, jobs=plan.missing(folder)) if folder else plan, args.workers)
-    folder = folder or out_folder(plan.jobs[0][1].out)
-    if not args.resume:
-        plan.save(folder, provenance(["flwr-regs", *args.words]))
-    with locked(folder), keeping(folder, args.command):
-        _train(plan, folder, args.workers, runner, getattr(args, "gpus_per_client", 0.0))
-        return _report(plan.results(folder), folder, plan)
-
-
-def resources(args: argparse.Namespace) -> int:
-    """Train one client, and print what it takes."""
-    from flwr_regs.experiments.run.resources import measure
-
-    job = job_of(args)
-    print(measure(job).text(job.num_clients))
-    return 0
-
-
-def bench(args: argparse.Namespace) -> int:
-    """Tune, then test."""
+def train(args: argparse.Namespace) -> int:
+    """Do ``run``, ``sweep`` or ``bench``."""
     if args.resume:
-        bench, folder = Bench.load(resumed(args)), args.resume
-        came = bench.provenance(folder)  # it may be resumed by another version
+        experiment, folder, out = _resumed(args), args.resume, ""
     else:
-        args.seeds, args.tuning_seeds = args.seeds or SEEDS, args.tuning_seeds or TUNING_SEEDS
-        check_seeds(args)
-        job = job_of(args)
-        changed = {k: v for k, v in job.config.items() if v != DEFAULTS[k]}
-        seeds = numbers(args.seeds, "--seeds"), numbers(args.tuning_seeds, "--tuning-seeds")
-        trials = TRIALS if args.trials is None else args.trials
-        bench = Bench(changed, tuple(args.tune), trials, *seeds)
-    bench.check()
+        experiment, out = experiment_of(args)
+    experiment = experiment.checked()
+    _check_runner(args, experiment)
+    experiment.check_data()
     if args.dry_run:
-        return dry_bench(bench, args.workers, folder if args.resume else None)
-    if not args.resume:
-        folder = out_folder(job.out)
-        came = provenance(["flwr-regs", *args.words])
-        bench.save(folder, came)
-    results, status = train_bench(bench, folder, came, args.workers)
-    return 1 if went_wrong(results) else status
-
-
-def train_bench(
-    bench: Bench,
-    folder: Path,
-    came: Mapping[str, Any],
-    workers: int,
-    pictures: bool = True,
-    whole: Path | None = None,
-) -> tuple[Results, int]:
-    """Tune and test in a folder, as far as that is not done; return the results and the exit status.
-
-    `whole` is the folder to go on with, if this one is a part of it.
-    """
-    trials = folder / "tuning"
-    with locked(folder), keeping(folder, "bench", whole):
-        chosen = bench.untuned
-        if bench.spaces:
-            tuning = bench.tuning()
-            if not (trials / PLAN).is_file():
-                trials.mkdir(exist_ok=True)
-                tuning.save(trials, {})
-            print(f"tuning on held-out data: {trials}", flush=True)
-            _train(tuning, trials, workers)
-            chosen = bench.chosen(tuning.recorded(trials))
-        plan = bench.test(chosen)
-        plan.save(folder, came)
-        print(f"test: {folder}", flush=True)
-        _train(plan, folder, workers)
-        results = plan.results(folder, bench.notes(chosen), baseline=True)
-        return results, _report(results, folder, plan, pictures)
-
-
-def went_wrong(results: Results) -> bool:
-    """Return whether a method of a benchmark diverged, failed, collapsed, or had replies rejected."""
-    wrong = ("diverged", "failed", "collapsed", "failures")
-    return any(row[what] for row in results.rows() for what in wrong)
-
-
-def dry_bench(bench: Bench, workers: int, folder: Path | None) -> int:
-    """Say what a benchmark would run, or what is missing in its folder."""
-    test = bench.test(bench.untuned)
-    tuning = bench.tuning() if bench.spaces else replace(test, jobs=[])
-    if folder is not None:  # the chosen settings of the test are not known before tuning ends
-        tuning = replace(tuning, jobs=tuning.missing(folder / "tuning"))
-        test = replace(test, jobs=test.missing(folder))
-    return _dry_run(tuning, workers, test)
-
-
-def _train(
-    plan: Plan, folder: Path, workers: int, runner: str = "process", gpus: float = 0.0
-) -> None:
-    """Train what a plan lacks, and show it."""
-    from flwr_regs.experiments.run import engine, flower_run
-    from flwr_regs.experiments.run.progress import progress
-
-    missing = plan.missing(folder)
-    if not missing:
-        return
-    job, n = missing[0][1], len({label for label, _ in missing})
-    rows = plan.heading if plan.heading in ("method", "case", "trial") else "value"
-    print(
-        f"flwr-regs {flwr_regs.__version__}: {n} {rows}{'s' * (n > 1)}, "
-        f"seed{'s' * (len(plan.seeds) > 1)} {', '.join(map(str, plan.seeds))}, {job.rounds} rounds; "
-        f"{job.dataset}, partition {job.partition} over {job.num_clients} clients\nresults: {folder}",
-        flush=True,
-    )
-    bars = progress([(label, job.seed, job.rounds) for label, job in missing])
-    if runner == "ray":
-        flower_run.execute(plan, folder, bars, gpus)
-    else:
-        engine.execute(plan, folder, bars, workers, runner == "stacked")
-
-
-def _report(results: Results, folder: Path, plan: Plan, pictures: bool = True) -> int:
-    """Write and print what came out; return the exit status."""
-    results.save(folder, pictures)
-    print(results.text() + f"results: {folder}", flush=True)
-    failed = [run for run in results.runs if not run.ended]
-    for run in failed:
-        print(f"flwr-regs: {run.label}, seed {run.seed}, failed: {run.error}", file=sys.stderr)
-    nothing = plan.heading != "method" and all(run.error for run in results.runs)
-    return 1 if failed or nothing or plan.missing(folder) else 0
-
-
-@contextmanager
-def keeping(folder: Path, command: str, whole: Path | None = None) -> Iterator[None]:
-    """Say where the results so far are, and how to go on, if this is interrupted.
-
-    `whole` is as in :func:`train_bench`.
-    """
-    try:
-        yield
-    except (KeyboardInterrupt, SystemExit) as error:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second press must not cut this short
-        print(
-            f"\nflwr-regs: interrupted; every round so far is in {folder}\n"
-            f"go on with: flwr-regs {command} --resume {shlex.quote(str(whole or folder))}",
-            file=sys.stderr,
-            flush=True,
-        )
-        for results in (folder, folder / "tuning"):
-            with suppress(ValueError):  # no plan there, or no run yet
-                Plan.load(results).results(results).save(results, pictures=False)
-        raise SystemExit(130 if isinstance(error, KeyboardInterrupt) else error.code) from None
-
-
-def _dry_run(plan: Plan, workers: int, after: Plan | None = None) -> int:
-    from flwr_regs.experiments.run.estimate import estimate
-
-    if not plan.jobs and after:
-        plan, after = after, None
-    if not plan.jobs:
-        print("nothing is missing")
+        for panel, place in places(experiment, args.resume or Path("nowhere")):
+            _dry_run(experiment, panel, place, args.workers)
         return 0
-    print(estimate(plan, workers, after))
-    return 0
+    if not args.resume:
+        folder = out_folder(out)
+    if experiment.metrics:
+        experiment = choices.with_notes(experiment)
+    if not args.resume:
+        save(experiment, folder, provenance(["flwr-regs", *args.words]))
+    status = 0
+    with locked(folder), keeping(experiment, folder, args.command):
+        for panel, place in places(experiment, folder):
+            status = max(status, _train_panel(args, experiment, panel, place))
+    if experiment.metrics:
+        _report_card(experiment, folder)
+    return status
 
 
-def resumed(args: argparse.Namespace) -> Path:
-    """Return the folder to go on with; ValueError if the words ask for other settings too."""
+def _check_runner(args: argparse.Namespace, experiment: Experiment) -> None:
+    """Raise ValueError for options of a runner that cannot be, or do nothing."""
+    args.runner = getattr(args, "runner", "process")
+    args.gpus = getattr(args, "gpus_per_client", 0.0)
+    if args.runner != "ray":
+        if args.gpus:
+            raise ValueError("--gpus-per-client goes with --runner ray")
+        return
+    if args.workers > 1:
+        raise ValueError("--workers does not go with --runner ray, where Ray decides")
+    if experiment.heading != "method":
+        raise ValueError("--runner ray trains methods, and these rows are others")
+    if args.gpus:
+        import torch
+
+        if not torch.cuda.is_available():
+            raise ValueError(
+                f"--gpus-per-client {args.gpus:g}: torch finds no CUDA GPU here; leave it out"
+            )
+
+
+def _resumed(args: argparse.Namespace) -> Experiment:
+    """Return the experiment to go on with; ValueError if the words ask for other things too."""
     if args.settings or any(getattr(args, name, None) for name in ("key", "case", "tune")):
         raise ValueError("--resume takes its settings from the folder: leave the others out")
     for word in args.words:
         name = word.partition("=")[0]
         if name.startswith("--") and not any(option.startswith(name) for option in BESIDE_RESUME):
             raise ValueError(f"--resume takes what {name} says from the folder: leave it out")
-    folder: Path = args.resume
-    return folder
+    experiment, _ = card_files.of_folder(args.resume)
+    if experiment.baseline != (args.command == "bench"):
+        what, command = ("a benchmark", "bench") if experiment.baseline else ("a comparison", "run")
+        raise ValueError(f"{args.resume} holds {what}: flwr-regs {command} --resume")
+    return experiment
+
+
+def places(experiment: Experiment, folder: Path) -> list[tuple[Panel, Path]]:
+    """Return each panel, and the folder of its results in the experiment's."""
+    alone = len(experiment.panels) == 1
+    return [(p, folder if alone else folder / file_name(p.name)) for p in experiment.panels]
+
+
+def save(experiment: Experiment, folder: Path, came: Mapping[str, Any]) -> None:
+    """Write experiment.toml into the results' folder, and of each panel into its own."""
+    from flwr_regs.experiments.partition.client_data import client_data_of
+
+    for panel, place in places(experiment, folder):
+        place.mkdir(parents=True, exist_ok=True)
+        tests = experiment.tests(panel)
+        partitions = {str(run.seed): client_data_of(run.settings).hash for run in tests}
+        made = {**came, "card": experiment.name, "partitions": partitions}
+        write(place / card_files.FILE, card_files.text(experiment.only(panel), made))
+    if len(experiment.panels) > 1:
+        write(
+            folder / card_files.FILE, card_files.text(experiment, {**came, "card": experiment.name})
+        )
+
+
+def _train_panel(
+    args: argparse.Namespace, experiment: Experiment, panel: Panel, folder: Path
+) -> int:
+    """Tune and test in a panel's folder, as far as that is not done; return the exit status."""
+    if experiment.metrics:
+        print(
+            f"{experiment.name}, {experiment.source}, {experiment.where}: {panel.name}", flush=True
+        )
+        for note in panel.notes:
+            print(f"NOTE: {note}", flush=True)
+    chosen = _tuned(args, experiment, panel, folder)
+    if experiment.baseline:
+        print(f"test: {folder}", flush=True)
+    tests = experiment.tests(panel, chosen)
+    check_records(tests, folder)
+    _train(tests, folder, experiment.heading, args, experiment.ordered)
+    results = results_of(experiment, panel, folder)
+    results.save(folder, pictures=not experiment.smoke)
+    print(results.text() + f"results: {folder}", flush=True)
+    failed = [run for run in results.runs if not run.ended]
+    for run in failed:
+        print(f"flwr-regs: {run.label}, seed {run.seed}, failed: {run.error}", file=sys.stderr)
+    wrong = ("diverged", "failed", "collapsed", "failures")
+    judged = experiment.baseline and not experiment.smoke
+    if judged and any(row[what] for row in results.rows() for what in wrong):
+        return 1
+    nothing = all(run.error for run in results.runs)
+    return 1 if failed or nothing or missing(tests, folder) else 0
+
+
+def _tuned(
+    args: argparse.Namespace, experiment: Experiment, panel: Panel, folder: Path
+) -> Mapping[str, Point]:
+    """Return what tuning chooses, which experiment.toml keeps; train the trials that it needs."""
+    from flwr_regs.experiments.run import tuning
+
+    _, made = card_files.of_folder(folder)
+    if experiment.tune and "chosen" not in made:
+        print(f"tuning on held-out data: {folder / 'tuning'}", flush=True)
+        (folder / "tuning").mkdir(exist_ok=True)
+        trials = experiment.trial_runs(panel)
+        _train(trials, folder / "tuning", "trial", args)
+        made["chosen"] = tuning.chosen(experiment, panel, recorded(trials, folder / "tuning"))
+        write(folder / card_files.FILE, card_files.text(experiment.only(panel), made))
+    return chosen_of(experiment, folder)
+
+
+def chosen_of(experiment: Experiment, folder: Path) -> Mapping[str, Point]:
+    """Return what tuning has chosen in a panel's folder: label -> point; nothing without tuning.
+
+    Raises ValueError if it has not chosen yet.
+    """
+    _, made = card_files.of_folder(folder)
+    if experiment.tune and "chosen" not in made:
+        raise ValueError(f"{folder} is still tuning: go on with flwr-regs bench --resume {folder}")
+    chosen: Mapping[str, Point] = made.get("chosen", {})
+    return chosen
+
+
+def check_records(runs: Sequence[Run], folder: Path) -> list[str]:
+    """Return a note on records that are of none of the runs; ValueError for one of other settings."""
+    settings = {(run.label, run.seed): run.settings.config for run in runs}
+    for record in recorded(runs, folder):
+        wanted = settings[record.label, record.seed]
+        if other := [k for k in wanted if k not in PLACES and record.job.get(k) != wanted[k]]:
+            path = record_path(folder, record.label, record.seed)
+            raise ValueError(f"{path} is of another experiment: it differs in {', '.join(other)}")
+    ours = {record_path(folder, run.label, run.seed) for run in runs}
+    foreign = sorted({*(folder / "runs").glob("*")} - ours)
+    names = ", ".join(str(path.relative_to(folder)) for path in foreign)
+    return [f"no run of {card_files.FILE}: {names}"] if foreign else []
+
+
+def results_of(experiment: Experiment, panel: Panel, folder: Path) -> Results:
+    """Return the results so far in a panel's folder; ValueError without any."""
+    from flwr_regs.experiments.run import tuning
+
+    chosen = chosen_of(experiment, folder)
+    tests = experiment.tests(panel, chosen)
+    if not (records := recorded(tests, folder)):
+        raise ValueError(f"{folder} has no runs yet")
+    notes = [*tuning.notes(experiment, panel, chosen), *check_records(tests, folder)]
+    first = records[0].label if experiment.baseline else ""
+    return Results(records, notes, experiment.heading, experiment.ordered, first)
+
+
+def _train(
+    runs: Sequence[Run],
+    folder: Path,
+    heading: str,
+    args: argparse.Namespace,
+    ordered: bool = False,
+) -> None:
+    """Train what is missing of some runs, and show it."""
+    from flwr_regs.experiments.run import engine, flower_run
+    from flwr_regs.experiments.run.progress import progress
+
+    if not (lacking := missing(runs, folder)):
+        return
+    settings, n = lacking[0].settings, len({run.label for run in lacking})
+    rows = heading if heading in ("method", "case", "trial") else "value"
+    seeds = list(dict.fromkeys(run.seed for run in runs))
+    print(
+        f"flwr-regs {flwr_regs.__version__}: {n} {rows}{'s' * (n > 1)}, "
+        f"seed{'s' * (len(seeds) > 1)} {', '.join(map(str, seeds))}, {settings.rounds} rounds; "
+        f"{settings.dataset}, partition {settings.partition} over {settings.num_clients} clients\n"
+        f"results: {folder}",
+        flush=True,
+    )
+    bars = progress([(run.label, run.seed, run.settings.rounds) for run in lacking])
+    if args.runner == "ray":
+        flower_run.execute(runs, folder, bars, args.gpus)
+        return
+    tables = partial(_save_tables, folder, heading, ordered)
+    engine.execute(runs, folder, bars, args.workers, args.runner == "stacked", tables)
+
+
+def _save_tables(folder: Path, heading: str, ordered: bool, records: Sequence[RunRecord]) -> None:
+    Results(records, (), heading, ordered).save_tables(folder)
+
+
+@contextmanager
+def keeping(experiment: Experiment, folder: Path, command: str) -> Iterator[None]:
+    """Say where the results so far are, and how to go on, if this is interrupted."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit) as error:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second press must not cut this short
+        print(
+            f"\nflwr-regs: interrupted; every round so far is in {folder}\n"
+            f"go on with: flwr-regs {command} --resume {shlex.quote(str(folder))}",
+            file=sys.stderr,
+            flush=True,
+        )
+        for panel, place in places(experiment, folder):
+            with suppress(ValueError):  # no run yet
+                results_of(experiment, panel, place).save(place, pictures=False)
+        raise SystemExit(130 if isinstance(error, KeyboardInterrupt) else error.code) from None
+
+
+def _dry_run(experiment: Experiment, panel: Panel, folder: Path, workers: int) -> None:
+    """Say what a panel would run, or what is missing in its folder."""
+    from flwr_regs.experiments.run.estimate import estimate
+
+    if experiment.metrics:
+        print(f"{experiment.name}, {panel.name}:")
+    begun = (folder / card_files.FILE).is_file()
+    chosen = begun and "chosen" in card_files.of_folder(folder)[1]
+    lacking = [] if chosen else missing(experiment.trial_runs(panel), folder / "tuning")
+    lacking += missing(experiment.tests(panel), folder)
+    for line in estimate(lacking, workers) if lacking else ["nothing is missing"]:
+        print(line, flush=True)
+
+
+def _report_card(experiment: Experiment, folder: Path) -> None:
+    """Write and print what a card's experiment gave beside what its source reports."""
+    import pandas as pd
+
+    from flwr_regs.experiments.cards import card_report
+
+    named = {panel.name: place for panel, place in places(experiment, folder)}
+    rows = card_report.report_rows(experiment, named)
+    table = pd.DataFrame(rows, columns=[*rows[0]] if rows else ["panel"])
+    write(folder / "protocol.csv", table.to_csv(index=False))
+    write(folder / "protocol.txt", text := card_report.as_text(experiment, rows))
+    print(text + f"results: {folder}", flush=True)
+
+
+def plot(args: argparse.Namespace) -> int:
+    """Do ``plot``: draw results again, or a partition."""
+    from flwr_regs.experiments.report.drawing import Look
+
+    look = Look(args.title, args.size, args.font_size)
+    if args.what == "partition":
+        from flwr_regs.experiments.report import partition_plot
+
+        run, out = first_run(args)
+        print(partition_plot.draw(run.settings, Path(out).absolute(), look))
+        return 0
+    if args.settings:
+        raise ValueError(f"results are drawn as they are: leave out {args.settings[0]}")
+    folder = Path(args.what)
+    experiment, _ = card_files.of_folder(folder)
+    every = places(experiment, folder)
+    begun = [(panel, place) for panel, place in every if recorded(experiment.tests(panel), place)]
+    for panel, place in begun or every[:1]:
+        results = results_of(experiment, panel, place)
+        results.save(place, look=look)
+        print(results.text() + f"results: {place}")
+    return 0
+
+
+def resources(args: argparse.Namespace) -> int:
+    """Train one client, and print what it takes."""
+    from flwr_regs.experiments.run.resources import measure
+
+    run, _ = first_run(args)
+    print(measure(run).text(run.settings.num_clients))
+    return 0
 
 
 def reproduce(args: argparse.Namespace) -> int:
     """Train runs of a folder again, in a temporary one; return 1 if one of them comes out otherwise."""
-    here = dict(text.partition("=")[::2] for text in args.settings)
-    if wrong := [name for name in here if name not in ("data-dir", "code-dir")]:
-        raise ValueError(f"only data-dir and code-dir may change, not {', '.join(wrong)}")
-    kept = Plan.load(args.folder)
+    here = given_folders(args.settings)
+    kept, _ = card_files.of_folder(args.folder)
     seeds = numbers(args.seeds, "--seeds") if args.seeds else kept.seeds
-    changed = {"out": "", "code-dir": os.getcwd(), **here}
-    jobs = [
-        (label, Job.from_run_config({**job.config, **changed}))
-        for label, job in kept.jobs
-        if job.seed in seeds
-    ]
-    if not jobs:
-        raise ValueError(f"{args.folder} has no run of the seeds {args.seeds}, only {kept.seeds}")
-    old = {(run.label, run.seed): run for run in kept.recorded(args.folder)}
-    plan = replace(kept, jobs=jobs)
-    plan.check()
-    equal = 0
-    with tempfile.TemporaryDirectory(prefix="flwr-regs-") as temporary:
-        _train(plan, Path(temporary), args.workers)
-        for run in plan.recorded(Path(temporary)):
-            said, accuracy = _outcome(old.get((run.label, run.seed)))
-            said_here, accuracy_here = _outcome(run)
-            same = said == said_here != "missing"
-            if accuracy is not None and accuracy_here is not None:
-                same = abs(accuracy - accuracy_here) <= args.tolerance
-            equal += same
-            print(
-                f"{run.label}, seed {run.seed}: {said} there, {said_here} here"
-                + ("" if same else "  DIFFERS")
-            )
-    print(f"{equal} of {len(jobs)} runs are equal within {args.tolerance:g} points")
-    return 0 if equal == len(jobs) else 1
+    if not (trained := tuple(seed for seed in kept.seeds if seed in seeds)):
+        raise ValueError(
+            f"{args.folder} has no run of the seeds {args.seeds}, only {[*kept.seeds]}"
+        )
+    again = replace(kept, seeds=trained, tune=()).given(here).checked()
+    again.check_data()
+    _check_runner(args, again)
+    equal, total = 0, 0
+    for panel, place in places(kept, args.folder):
+        chosen = chosen_of(kept, place)
+        check_records(kept.tests(panel, chosen), place)
+        runs = replace(kept, seeds=trained).given(here).tests(panel, chosen)
+        old = {(record.label, record.seed): record for record in recorded(runs, place)}
+        with tempfile.TemporaryDirectory(prefix="flwr-regs-") as temporary:
+            _train(runs, Path(temporary), kept.heading, args)
+            for record in recorded(runs, Path(temporary)):
+                total += 1
+                equal += _is_equal(old.get((record.label, record.seed)), record, args.tolerance)
+    print(f"{equal} of {total} runs are equal within {args.tolerance:g} points")
+    return 0 if equal == total else 1
 
 
-def _outcome(run: Run | None) -> tuple[str, float | None]:
+def _is_equal(old: RunRecord | None, new: RunRecord, tolerance: float) -> bool:
+    """Say what a run gave there and here; return whether that is the same within a tolerance."""
+    (there, accuracy), (here, accuracy_here) = _outcome(old), _outcome(new)
+    same = there == here != "missing"
+    if accuracy is not None and accuracy_here is not None:
+        same = abs(accuracy - accuracy_here) <= tolerance
+    differs = "" if same else "  DIFFERS"
+    print(f"{new.label}, seed {new.seed}: {there} there, {here} here{differs}")
+    return same
+
+
+def _outcome(run: RunRecord | None) -> tuple[str, float | None]:
     """Return a run's last five rounds in per cent, as text and as a number, or why it has none."""
     if run is None or not run.ended:
         return "missing", None

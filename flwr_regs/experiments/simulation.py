@@ -5,18 +5,19 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Iterable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from flwr_regs.experiments.commands import save
+from flwr_regs.experiments.experiment import Experiment
 from flwr_regs.experiments.report.results import Results, provenance
 from flwr_regs.experiments.run import engine, flower_run
 from flwr_regs.experiments.run.progress import Progress, progress
-from flwr_regs.experiments.settings.job import Job
-from flwr_regs.experiments.settings.settings import key
+from flwr_regs.experiments.settings import key
 from flwr_regs.experiments.user_code import offer
+from flwr_regs.experiments.words import out_folder
 
 RUNNERS = ("process", "stacked", "ray")
 
@@ -79,6 +80,8 @@ def simulate(
     seeds = [s.item() if isinstance(s, np.generic) else s for s in seeds]
     if not seeds:
         raise ValueError("seeds must hold a seed, such as (1, 2, 3)")
+    if len({*seeds}) < len(seeds):
+        raise ValueError(f"seeds must differ, not {seeds}")
     if "seed" in settings:
         raise ValueError("simulate takes seeds=(1, 2, 3), not seed")
     if workers < 1:
@@ -99,29 +102,25 @@ def simulate(
             "other processes find methods, data set and model by name alone: give 'mine.py:name', or "
             "use runner='process' with workers=1"
         )
-    jobs = []
-    for seed in seeds:
-        job = Job.from_run_config({**given, "seed": seed})
-        job.check()
-        jobs += [(method, replace(job, methods=method)) for method in job.method_names]
-    plan = engine.Plan.fair(jobs)
-    plan.check()
-    bars = (progress if show else Progress)([(label, j.seed, j.rounds) for label, j in jobs])
+    experiment = Experiment.of_methods(given, seeds).checked()
+    experiment.check_data()
+    (panel,) = experiment.panels
+    runs = experiment.tests(panel)
+    bars = (progress if show else Progress)(
+        [(run.label, run.seed, run.settings.rounds) for run in runs]
+    )
     with tempfile.TemporaryDirectory(prefix="flwr-regs-") as temporary:
         folder = Path(out if out is not None else temporary).expanduser().resolve()
-        folder.mkdir(parents=True, exist_ok=True)
         if out is not None:
-            if (folder / engine.PLAN).exists():
-                raise ValueError(f"{folder} holds results: give another out=")
-            plan.save(folder, provenance(["flwr_regs.simulate"]))
+            save(experiment, out_folder(str(folder)), provenance(["flwr_regs.simulate"]))
         if runner == "ray":
-            runs = flower_run.execute(plan, folder, bars)
+            records = flower_run.execute(runs, folder, bars)
         else:
             kept = folder if out is not None else None
-            runs = engine.execute(plan, kept, bars, workers, runner == "stacked")
-        if failed := [run for run in runs if not run.ended]:
+            records = engine.execute(runs, kept, bars, workers, runner == "stacked")
+        if failed := [record for record in records if not record.ended]:
             raise RuntimeError(f"{failed[0].label}, seed {failed[0].seed}: {failed[0].error}")
-        results = Results(runs)
+        results = Results(records)
         if out is not None:
             results.save(folder)
     return results

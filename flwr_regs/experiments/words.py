@@ -1,48 +1,99 @@
-"""What the words of the command line ask for: settings, rows, seeds and folders."""
+"""What the words of the command line ask for: an experiment, settings, seeds and folders."""
 
 from __future__ import annotations
 
 import argparse
 import os
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from flwr_regs.experiments.calls import literal, parse_methods, text_of, values, words
+from flwr_regs.experiments.cards import card_files, choices
+from flwr_regs.experiments.experiment import Experiment, Row, Run
 from flwr_regs.experiments.report.folders import check_writable, new_folder
-from flwr_regs.experiments.run.engine import PLAN, Plan
-from flwr_regs.experiments.settings import calls
-from flwr_regs.experiments.settings.build import with_argument
-from flwr_regs.experiments.settings.job import Job
-from flwr_regs.experiments.settings.settings import read
+from flwr_regs.experiments.settings import Settings, read
+from flwr_regs.experiments.space import Space
+from flwr_regs.wire.config import nearest
+
+SEEDS, SWEEP_SEEDS, TUNING_SEEDS, TRIALS = "1,2,3,4,5", "1,2,3", "101", 8
+"""Of `bench`, of `sweep`, and of tuning, where neither the words nor a card say otherwise."""
+OF_CARDS = ("setting", "methods", "panels", "smoke")
+"""Options of `bench`, with a card alone."""
 
 
-def plan_of(args: argparse.Namespace) -> Plan:
-    """Return the runs that the words ask for."""
-    heading, cases = _cases(args)
-    check_seeds(args, [word for given in cases.values() for word in given])
-    jobs = []
-    for label, given in cases.items():
-        job = job_of(args, given)
-        seeds = numbers(args.seeds, "--seeds") if args.seeds else (job.seed,)
-        methods = job.method_names
-        for method in methods:
-            row = method if not label else f"{label}, {method}" if len(methods) > 1 else label
-            jobs += [(row, replace(job, methods=method, seed=seed)) for seed in seeds]
-    jobs.sort(key=lambda one: seeds.index(one[1].seed))  # whole comparisons first
-    ordered = heading not in ("method", "case") and all(map(_is_number, cases))
-    return Plan.fair(jobs, heading, ordered)
+def experiment_of(args: argparse.Namespace) -> tuple[Experiment, str]:
+    """Return what the words of ``run``, ``sweep`` or ``bench`` ask for, and the folder for its results.
+
+    Raises ValueError or OSError that says what is wrong.
+    """
+    if args.command == "bench":
+        if card := _card_of(args):
+            return _of_card(args, card)
+        if wrong := [option for option in OF_CARDS if getattr(args, option)]:
+            raise ValueError(
+                f"--{wrong[0]} goes with a card, such as: flwr-regs bench fedadc-t1 (`flwr-regs protocols` "
+                "shows all)"
+            )
+    default = {"run": "", "sweep": SWEEP_SEEDS, "bench": SEEDS}[args.command]
+    args.seeds = args.seeds or default
+    heading, cases = _cases(args) if args.command == "sweep" else ("method", {})
+    every_word = [*args.settings, *(word for case in cases.values() for word in case)]
+    if args.seeds and any(word.startswith("seed=") for word in every_word):
+        raise ValueError(f"'seed' does not count beside --seeds ({args.seeds}): leave it out")
+    given = settings_of(args)
+    out = str(given.pop("out", ""))
+    seeds = numbers(args.seeds, "--seeds") if args.seeds else ()
+    more: dict[str, Any] = {"heading": heading}
+    if args.command == "bench":
+        trials = TRIALS if args.trials is None else args.trials
+        more |= {"baseline": True, "tune": tuple(map(Space.read, args.tune)), "trials": trials}
+        more["tuning_seeds"] = numbers(args.tuning_seeds or TUNING_SEEDS, "--tuning-seeds")
+    experiment = Experiment.of_methods(given, seeds, **more)
+    if cases:
+        rows = [
+            row for label, case in cases.items() for row in _rows(args, label, case, experiment)
+        ]
+        experiment = replace(experiment, rows=tuple(rows))
+    return experiment, out
+
+
+def _of_card(args: argparse.Namespace, name: str) -> tuple[Experiment, str]:
+    """Return the experiment of a card as the words change it."""
+    given = settings_of(args)
+    folder = given.pop("code-dir") if not _gives(args, "code-dir") else given["code-dir"]
+    out, methods = str(given.pop("out", "")), str(given.pop("methods", "")) or args.methods
+    if "seed" in given:
+        raise ValueError("'seed' does not count beside a card's seeds: give --seeds")
+    card = card_files.load(name)
+    if absent := card_files.lacks(card):
+        raise ValueError(
+            f"card '{name}' needs what this version does not have: {', '.join(absent)}"
+        )
+    card = choices.at(card, args.setting)
+    card = choices.with_methods(card, methods) if methods else card
+    card = card.only(*choices.panels_of(card, args.panels))
+    changed = {
+        "tune": tuple(map(Space.read, args.tune)),
+        "trials": args.trials,
+        "seeds": numbers(args.seeds, "--seeds") if args.seeds else (),
+        "tuning_seeds": numbers(args.tuning_seeds, "--tuning-seeds") if args.tuning_seeds else (),
+    }
+    card = replace(
+        card, **{key: value for key, value in changed.items() if value not in ((), None)}
+    )
+    card = replace(card, settings={"code-dir": folder, **card.settings}).given(given)
+    return choices.smoke(card, given) if args.smoke else card, out
 
 
 def _cases(args: argparse.Namespace) -> tuple[str, dict[str, list[str]]]:
-    """Return (what the rows are, label -> its own settings); the label of methods alone is empty."""
-    if args.command == "run":
-        return "method", {"": []}
+    """Return (what a sweep's rows are, label -> the words of its own settings)."""
     if args.key is not None and "=" in args.key:  # argparse took a setting for it
         args.settings, args.key = [args.key, *args.settings], None
     if args.case:
-        pairs = [read_case(text) for text in args.case]
+        pairs = [_case(text) for text in args.case]
         if args.key or args.values:
             raise ValueError("sweep takes a key and --values, or --case: not both")
         if len(cases := dict(pairs)) < len(pairs):
@@ -53,76 +104,97 @@ def _cases(args: argparse.Namespace) -> tuple[str, dict[str, list[str]]]:
             "sweep needs a key and --values, such as: sweep lr --values 0.1,0.3; or a "
             "--case 'LABEL: key=value ...' for each row"
         )
-    target, dot, name = args.key.rpartition(".")
-    if not dot:
-        return args.key, {v: [f"{args.key}={v}"] for v in calls.values(args.values)}
-    given = [s.removeprefix("methods=") for s in args.settings if s.startswith("methods=")]
-    methods = given[-1] if given else target
-
-    def called(value: str) -> str:
-        return with_argument(methods, target, name, calls.literal(value), os.getcwd())
-
-    return args.key, {v: [f"methods={called(v)}"] for v in calls.values(args.values)}
+    several = values(args.values)
+    if len({*several}) < len(several):
+        raise ValueError(f"--values has a value twice: {args.values}")
+    target, dot, _ = args.key.rpartition(".")
+    if dot and not _gives(args, "methods"):
+        args.settings = [*args.settings, f"methods={target}"]
+    return args.key, {value: [] if dot else [f"{args.key}={value}"] for value in several}
 
 
-def card_of(args: argparse.Namespace) -> str:
+def _rows(
+    args: argparse.Namespace, label: str, case: Sequence[str], experiment: Experiment
+) -> list[Row]:
+    """Return the rows of a sweep's case: one for each method."""
+    own = read_words(case)
+    methods = [row.calls for row in experiment.rows]
+    if "methods" in own:
+        methods = [*parse_methods(str(own.pop("methods"))).values()]
+    target, dot, name = ("", "", "") if args.case else args.key.rpartition(".")
+    if dot:
+        from flwr_regs.experiments.strategies import with_argument
+
+        every = [call.target for calls in methods for call in calls]
+        if target not in every:
+            raise ValueError(f"'{target}' is none of the methods {every}{nearest(target, every)}")
+        folder = str(experiment.settings.get("code-dir", ""))
+        value = literal(label)
+        methods = [with_argument(calls, target, name, value, folder) for calls in methods]
+    several = len(methods) > 1
+    names = [f"{label}, {text_of(calls)}" if several else label for calls in methods]
+    return [Row(name, calls, own) for name, calls in zip(names, methods, strict=True)]
+
+
+def _card_of(args: argparse.Namespace) -> str:
     """Return (and take out of the settings) the first word that is no setting: a card's name or path."""
     named = [word for word in args.settings if "=" not in word or word.endswith(".toml")]
-    if not named:
-        return ""
     if len(named) > 1:
         raise ValueError(f"one card at a time, not {' and '.join(named)}; settings are key=value")
-    args.settings = [word for word in args.settings if word != named[0]]
-    return str(named[0])
+    args.settings = [word for word in args.settings if word not in named]
+    return named[0] if named else ""
 
 
-def check_seeds(args: argparse.Namespace, more: Sequence[str] = ()) -> None:
-    """Raise ValueError for the setting ``seed`` where ``--seeds``, or its default, would win."""
-    if args.seeds and any(word.startswith("seed=") for word in [*args.settings, *more]):
-        raise ValueError(f"'seed' does not count beside --seeds ({args.seeds}): leave it out")
+def _gives(args: argparse.Namespace, name: str) -> bool:
+    return any(word.startswith(f"{name}=") for word in args.settings)
 
 
-def job_of(args: argparse.Namespace, more: Sequence[str] = ()) -> Job:
-    return read_settings([*args.settings, *more], args.app)
+def first_run(args: argparse.Namespace) -> tuple[Run, str]:
+    """Return the first run of the settings, checked, and the folder that they name."""
+    given = settings_of(args)
+    out = str(given.pop("out", ""))
+    experiment = Experiment.of_methods(given).checked()
+    return experiment.tests(*experiment.panels)[0], out
 
 
-def read_settings(settings: Sequence[str], app: Path | None = None) -> Job:
-    """Return the checked job of words ``key=value``.
+def settings_of(args: argparse.Namespace) -> dict[str, Any]:
+    """Return what the words ``key=value`` give, checked one by one, with absolute folders.
 
-    What they leave out has its default: the package's, or that of ``[tool.flwr.app.config]`` in the
-    pyproject.toml of the folder `app`. Raises ValueError or OSError that says what is wrong.
+    What they leave out is taken from ``[tool.flwr.app.config]`` in the pyproject.toml of ``--app``. Raises
+    ValueError that says what is wrong.
     """
-    return Job.checked(given_settings(settings, app))
-
-
-def given_settings(settings: Sequence[str], app: Path | None = None) -> dict[str, Any]:
-    """Return what the words ``key=value`` give, with absolute folders; see :func:`read_settings`."""
     given: dict[str, Any] = {}
-    if app is not None:
-        pyproject = app.resolve() / "pyproject.toml"
+    if args.app is not None:
+        pyproject = args.app.resolve() / "pyproject.toml"
         if not pyproject.is_file():
-            raise ValueError(f"{app.resolve()} holds no pyproject.toml (see --app)")
+            raise ValueError(f"{args.app.resolve()} holds no pyproject.toml (see --app)")
         tool = tomllib.loads(pyproject.read_text()).get("tool", {})
         given |= tool.get("flwr", {}).get("app", {}).get("config", {})
+    given |= read_words(args.settings)
+    return {"code-dir": os.getcwd(), **{k: v for k, v in given.items() if k != "code-dir" or v}}
+
+
+def read_words(settings: Sequence[str]) -> dict[str, Any]:
+    """Return the settings of words ``key=value``, checked one by one."""
+    given: dict[str, Any] = {}
     for text in settings:
         name, equals, value = text.partition("=")
         if not equals:
             raise ValueError(f"'{text}' is not of the form key=value")
         given[name] = read(name, value)
-    if not given.get("code-dir"):
-        given["code-dir"] = os.getcwd()
+    Settings.of(given)
     for name in ("out", "code-dir", "data-dir"):  # whatever folder the results are taken up in
-        if isinstance(given.get(name), str) and given[name]:
+        if given.get(name):
             given[name] = str(Path(given[name]).expanduser().resolve())
     return given
 
 
-def read_case(text: str) -> tuple[str, list[str]]:
+def _case(text: str) -> tuple[str, list[str]]:
     """Return (label, settings) of ``"LABEL: key=value key=value"``; raise ValueError for any other text."""
     label, colon, settings = text.partition(":")
     if not colon or not label.strip():
         raise ValueError(f"--case must look like 'LABEL: key=value ...', not '{text}'")
-    return " ".join(label.split()), calls.words(settings)
+    return " ".join(label.split()), words(settings)
 
 
 def numbers(text: str, option: str) -> tuple[int, ...]:
@@ -145,15 +217,16 @@ def out_folder(out: str) -> Path:
         return new_folder(Path.cwd() / "results")
     folder = Path(out)
     check_writable(folder)
-    if any((folder / name).exists() for name in (PLAN, "bench.json", "protocol.json")):
+    if (folder / card_files.FILE).exists():
         raise ValueError(
             f"{folder} holds results: go on with --resume {folder}, or give another out="
         )
     return folder
 
 
-def _is_number(text: str) -> bool:
-    try:
-        return isinstance(calls.literal(text), int | float)
-    except ValueError:
-        return False
+def given_folders(settings: Sequence[str]) -> Mapping[str, Any]:
+    """Return the folders that ``reproduce`` may be given."""
+    here = read_words(settings)
+    if wrong := [name for name in here if name not in ("data-dir", "code-dir")]:
+        raise ValueError(f"only data-dir and code-dir may change, not {', '.join(wrong)}")
+    return {"code-dir": os.getcwd(), **here}

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import json
-
 from benchmarks import comparisons
-from flwr_regs.experiments.run.tuning import Bench
+from flwr_regs.experiments.cards import card_files
 
 
 def test_studies_are_fair() -> None:
     """As many trials for each method, tuned apart from the test, and five seeds."""
     for name in comparisons.studies():
         folder = comparisons.unpacked(name)
-        bench, found = Bench.load(folder), comparisons.results(name)
-        assert len(bench.seeds) >= 5
-        assert not {*bench.seeds} & {*bench.tuning_seeds}
+        study, found = card_files.of_folder(folder)[0], comparisons.results(name)
+        assert len(study.seeds) >= 5
+        assert not {*study.seeds} & {*study.tuning_seeds}
         assert [(r.label, r.seed) for r in found.runs] == [
-            (row, s) for row in bench.labels for s in bench.seeds
+            (row, s) for row in comparisons.labels(study) for s in study.seeds
         ]
-        settings = json.loads((folder / "settings.json").read_text())
-        assert {*settings["trials"].values()} == {bench.trials}
+        assert {len(study.points_of(row)) for row in study.rows} == {study.trials}
 
 
 def test_the_tables_arithmetic_is_that_of_the_records() -> None:

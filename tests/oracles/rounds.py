@@ -57,8 +57,8 @@ class Round:
     """One round: ``t`` (from 1), ``eta``, and the clients that take part.
 
     ``cohort`` are the clients asked; ``planned`` has their E steps, ``steps`` the s_k that they take.
-    ``used`` are those whose reply the server uses: not one with s_k = 0, which is inactive. ``p`` are their
-    weights, of sum 1. ``lost`` are the clients that have lost what they kept before this round.
+    ``trained`` are those with s_k > 0, and ``used`` those of them whose reply the server uses. ``p`` are
+    their weights, of sum 1. ``lost`` are the clients that have lost what they kept before this round.
     """
 
     t: int
@@ -68,6 +68,7 @@ class Round:
     cohort: list[int]
     planned: dict[int, int]
     steps: dict[int, int]
+    trained: list[int]
     used: list[int]
     p: dict[int, float]
     lost: set[int]
@@ -130,6 +131,7 @@ def rounds_of(
             steps[k] = planned[k] if steps_done is None else steps_done[t - 1].get(k, planned[k])
             assert 0 <= steps[k] <= planned[k], (t, k)
         dropped = unused[t - 1] if unused else set()
-        used = [k for k in cohort if steps[k] > 0 and k not in dropped]
+        trained = [k for k in cohort if steps[k] > 0]
+        used = [k for k in trained if k not in dropped]
         p, gone = weights_of(clients, used, weighting), lost[t - 1] if lost else set()
-        yield Round(t, lr(t), clients, slope, cohort, planned, steps, used, p, gone)
+        yield Round(t, lr(t), clients, slope, cohort, planned, steps, trained, used, p, gone)

@@ -7,12 +7,9 @@ from functools import cached_property, lru_cache
 
 import numpy as np
 
-from flwr_regs.experiments.data.sources.readers import SOURCES, Kind, parsed
+from flwr_regs.experiments.data.catalogue import SOURCES, kind_of, parsed
 
 Array = np.ndarray
-
-DATASETS = {name: source.meaning for name, source in SOURCES.items()}
-"""Name -> its meaning in one line. Any other data set is a reference, such as ``mine.py:load``."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,7 +57,7 @@ def load(dataset: str, data_dir: str = "", code_dir: str = "") -> Data:
     Parameters
     ----------
     dataset : str
-        A name of `DATASETS`, with arguments if it needs some: ``femnist(writers=100)``; its reader in
+        A name of the catalogue, with arguments if it needs some: ``femnist(writers=100)``; its reader in
         sources/ says what they mean. Or a reference, such as ``mine.py:load``, which is called without
         arguments: see :func:`flwr_regs.experiments.data.own_data.fields_of`.
     data_dir : str
@@ -82,13 +79,12 @@ def load(dataset: str, data_dir: str = "", code_dir: str = "") -> Data:
         from flwr_regs.experiments import user_code
         from flwr_regs.experiments.data import own_data
 
-        returned = user_code.call(
-            dataset, code_dir, seed=0
-        )  # the same data in every process and run
+        # seeded: the same data in every process and run
+        returned = user_code.call(dataset, code_dir, seed=0)
         data = Data(**own_data.fields_of(returned, dataset))
     else:
-        source, arguments = parsed(dataset)
-        data = Data(**source.read(data_dir, **arguments))
+        name, arguments = parsed(dataset)
+        data = Data(**SOURCES[name].read(data_dir, **arguments))
     if not data.augment:
         return data
     if data.train_x.ndim != 4 or data.train_x.dtype != np.float32:
@@ -118,9 +114,3 @@ def two_examples(dataset: str, data_dir: str = "", code_dir: str = "") -> tuple[
         return np.zeros((2, *kind.shape), np.int32 if kind.tokens else np.float32), kind.classes
     data = load(dataset, data_dir, code_dir)
     return data.test_x[:2], data.num_classes
-
-
-def kind_of(dataset: str) -> Kind:
-    """Return what the examples of one of the package's data sets are, without its files."""
-    source, arguments = parsed(dataset)
-    return source.kind(arguments)

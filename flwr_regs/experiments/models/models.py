@@ -8,17 +8,11 @@ import torch
 from torch import nn
 
 from flwr_regs.experiments import user_code
-from flwr_regs.experiments.data.datasets import kind_of, load, two_examples
+from flwr_regs.experiments.data.catalogue import kind_of
+from flwr_regs.experiments.data.datasets import load, two_examples
 from flwr_regs.experiments.models import body
 from flwr_regs.experiments.models.architectures import NETS
 from flwr_regs.experiments.models.quadratic import Quadratic
-
-MODELS = {
-    "auto": "cnn for images of at least 16 x 16, else mlp; cnn-bn for data sets named -domains; "
-    "char-lstm for integers; a point for quadratics",
-    **{name: f"{net.meaning} ({net.source})".removesuffix(" (–)") for name, net in NETS.items()},
-}
-"""Name -> its meaning in one line. Any other model is a reference, such as ``mine.py:Net``."""
 
 
 def build(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from flwr_regs.experiments.report import rows
-from flwr_regs.experiments.report.run_records import Run
+from flwr_regs.experiments.report.run_records import RunRecord
 
 DOWN_MB, UP_MB, SLOWER, FIXED_SECONDS = 0.75, 0.25, 7.0, 10.0
 """The Field Guide's model of a round on phones (Wang et al. 2021, Sec. 5.4, Eqs. 9 and 10): MB a second
@@ -22,44 +22,44 @@ class Metric:
     Attributes
     ----------
     meaning : str
-    unit : str
-        ``%`` (the number is a fraction, shown in per cent), or what is counted.
     of : callable
         The run's number; None if its history does not have it.
+    unit : str
+        ``%`` (the number is a fraction, shown in per cent), or what is counted.
     beside : bool
         Whether the first method's number is subtracted, seed by seed.
     """
 
     meaning: str
-    unit: str
-    of: Callable[[Run], float | None]
+    of: Callable[[RunRecord], float | None]
+    unit: str = "%"
     beside: bool = False
 
 
-def best(run: Run, share: float = 1.0) -> float | None:
+def best(run: RunRecord, share: float = 1.0) -> float | None:
     """Return the best accuracy in this share of the planned rounds, from the first on."""
     last = run.job["rounds"] * share
     return max((t["accuracy"] for t in run.trained if t["round"] <= last), default=None)
 
 
-def training_loss(run: Run) -> float | None:
+def training_loss(run: RunRecord) -> float | None:
     """Return the mean training loss for one example over the last round."""
     metrics = [e["train_metrics"] for e in run.rounds if "train_metrics" in e]
     return metrics[-1].get("train-loss") if metrics else None
 
 
-def rounds_to(run: Run) -> float | None:
+def rounds_to(run: RunRecord) -> float | None:
     """Return the first round at or above ``target-accuracy``; None if there is none."""
     return rows.first_at(run.trained, run.job["target-accuracy"])
 
 
-def worst_share(run: Run, share: float) -> float | None:
+def worst_share(run: RunRecord, share: float) -> float | None:
     """Return the mean accuracy of the worst share of the clients, at least one, with the final model."""
     each = sorted(run.per_client.get("clients", ()))
-    return float(np.mean(each[: max(int(len(each) * share), 1)])) if each else None
+    return rows.mean(each[: max(int(len(each) * share), 1)])
 
 
-def deployed_seconds(run: Run) -> float | None:
+def deployed_seconds(run: RunRecord) -> float | None:
     """Return the estimated seconds of a mean round on phones, by the Field Guide's Eqs. 9 and 10.
 
     The simulation's time of a client is the round's ``clients`` phase divided by its cohort.
@@ -76,10 +76,10 @@ def deployed_seconds(run: Run) -> float | None:
         trained = (seconds["clients"] + seconds.get("probe", 0.0)) / len(cohort)
         computed = SLOWER * trained + FIXED_SECONDS + seconds.get("aggregate", 0.0)
         each.append(down / DOWN_MB + up / UP_MB + computed)
-    return float(np.mean(each)) if each else None
+    return rows.mean(each)
 
 
-def _tested(run: Run) -> list[float]:
+def _tested(run: RunRecord) -> list[float]:
     """Return each tested round's mean over its clients: of a client's own model where it has one."""
     entries = [e.get("evaluate", {}).get("clients", {}).values() for e in run.rounds]
     return [
@@ -89,106 +89,95 @@ def _tested(run: Run) -> list[float]:
     ]
 
 
-def _at_target(of: Callable[[Run], list[float]]) -> Callable[[Run], float | None]:
-    def value(run: Run) -> float | None:
+def _at_target(of: Callable[[RunRecord], list[float]]) -> Callable[[RunRecord], float | None]:
+    def value(run: RunRecord) -> float | None:
         reached = rounds_to(run)
         return None if reached is None else of(run)[int(reached) - 1]
 
     return value
 
 
-def _processed(run: Run) -> list[float]:
+def _processed(run: RunRecord) -> list[float]:
     return [float(n) for n in np.cumsum([e.get("examples_processed", 0) for e in run.rounds])]
 
 
-def _tests(name: str) -> Callable[[Run], float | None]:
+def _tests(name: str) -> Callable[[RunRecord], float | None]:
     return lambda run: run.trained[-1].get(name) if run.trained else None
 
 
-def _exchanges(run: Run) -> float | None:
-    each = [2.0 if entry.get("bytes_probe_down") else 1.0 for entry in run.rounds]
-    return float(np.mean(each)) if each else None
+def _received(run: RunRecord) -> float | None:
+    return rows.bytes_of_a_turn(run, "bytes_down", "bytes_ahead")
+
+
+def _exchanges(run: RunRecord) -> float | None:
+    return rows.mean([2.0 if entry.get("bytes_probe_down") else 1.0 for entry in run.rounds])
 
 
 METRICS: dict[str, Metric] = {
-    "final": Metric("accuracy after the last round", "%", _tests("accuracy")),
+    "final": Metric("accuracy after the last round", _tests("accuracy")),
     "last5": Metric(
-        "mean accuracy of the last five rounds", "%", lambda r: rows.last(r) if r.trained else None
+        "mean accuracy of the last five rounds", lambda r: rows.last(r) if r.trained else None
     ),
-    "best": Metric("best accuracy", "%", best),
-    "best-half": Metric(
-        "best accuracy in the first half of the rounds", "%", lambda r: best(r, 0.5)
-    ),
-    "mean": Metric(
-        "mean accuracy over the rounds",
-        "%",
-        lambda r: float(np.mean(r.accuracy)) if r.trained else None,
-    ),
+    "best": Metric("best accuracy", best),
+    "best-half": Metric("best accuracy in the first half of the rounds", lambda r: best(r, 0.5)),
+    "mean": Metric("mean accuracy over the rounds", lambda r: rows.mean(r.accuracy)),
     "best-participants": Metric(
         "best mean over the clients' own test accuracies (BMTA)",
-        "%",
         lambda r: max(_tested(r), default=None),
     ),
     "clients": Metric(
         "mean over the clients' own test accuracies after the last round",
-        "%",
         lambda r: next(reversed(_tested(r)), None),
     ),
-    "ensemble": Metric("accuracy of the last models' mean prediction", "%", _tests("ensemble")),
-    "worst": Metric("accuracy of the worst client", "%", lambda r: worst_share(r, 0.0)),
+    "ensemble": Metric("accuracy of the last models' mean prediction", _tests("ensemble")),
+    "worst": Metric("accuracy of the worst client", lambda r: worst_share(r, 0.0)),
     "worst-tenth": Metric(
-        "mean accuracy of the worst tenth of the clients", "%", lambda r: worst_share(r, 0.1)
+        "mean accuracy of the worst tenth of the clients", lambda r: worst_share(r, 0.1)
     ),
-    "training-loss": Metric("mean training loss in the last round", "loss", training_loss),
-    "rounds-to": Metric("rounds to the target accuracy", "rounds", rounds_to),
-    "seconds-to": Metric("seconds to the target accuracy", "s", _at_target(lambda r: r.clock)),
+    "training-loss": Metric("mean training loss in the last round", training_loss, "loss"),
+    "rounds-to": Metric("rounds to the target accuracy", rounds_to, "rounds"),
+    "seconds-to": Metric("seconds to the target accuracy", _at_target(lambda r: r.clock), "s"),
     "megabytes-to": Metric(
-        "10^6 bytes a client to the target accuracy", "MB", _at_target(lambda r: r.megabytes)
+        "10^6 bytes a client to the target accuracy", _at_target(lambda r: r.megabytes), "MB"
     ),
     "gradients-to": Metric(
-        "gradient evaluations to the target accuracy", "gradients", _at_target(_processed)
+        "gradient evaluations to the target accuracy", _at_target(_processed), "gradients"
     ),
     "seconds-round": Metric(
-        "mean seconds of a round",
-        "s",
-        lambda r: r.clock[-1] / len(r.rounds) if r.rounds else None,
+        "mean seconds of a round", lambda r: r.clock[-1] / len(r.rounds) if r.rounds else None, "s"
     ),
     "deployed-seconds": Metric(
-        "estimated seconds of a round on phones (Field Guide, Eqs. 9, 10)", "s", deployed_seconds
+        "estimated seconds of a round on phones (Field Guide, Eqs. 9, 10)", deployed_seconds, "s"
     ),
     "gradients": Metric(
         "gradient evaluations of the whole run, all clients",
-        "gradients",
         lambda r: next(reversed(_processed(r)), None),
+        "gradients",
     ),
     "bits": Metric(
         "bits communicated, both ways, all clients, the whole run",
-        "bits",
         lambda r: 8e6 * r.megabytes[-1] * r.clients if r.rounds else None,
+        "bits",
     ),
-    "bytes-down": Metric(
-        "bytes that a client receives in a turn",
-        "bytes",
-        lambda r: rows.bytes_of_a_turn(r, "bytes_down", "bytes_ahead"),
-    ),
+    "bytes-down": Metric("bytes that a client receives in a turn", _received, "bytes"),
     "bytes-up": Metric(
         "bytes that a client sends in a turn",
-        "bytes",
         lambda r: rows.bytes_of_a_turn(r, "bytes_up"),
+        "bytes",
     ),
     "bytes-beside": Metric(
         "bytes that a client receives in a turn beyond the first method's",
+        _received,
         "bytes",
-        lambda r: rows.bytes_of_a_turn(r, "bytes_down", "bytes_ahead"),
         beside=True,
     ),
-    "exchanges": Metric("exchanges of a round", "exchanges", _exchanges),
+    "exchanges": Metric("exchanges of a round", _exchanges, "exchanges"),
 }
 """Name -> metric, as a card names it."""
 
 
 def mean_and_spread(
-    name: str, runs: Sequence[Run], first: Sequence[Run] = ()
+    name: str, runs: Sequence[RunRecord], first: Sequence[RunRecord] = ()
 ) -> tuple[float | None, float | None, int]:
     """Return (mean, sample standard deviation, number) of a metric over the runs that ended and have it.
 
@@ -209,11 +198,10 @@ def shown(name: str, value: float | None, spread: float | None = None) -> str:
     """Return a metric's cell: accuracies in per cent."""
     if value is None:
         return "–"
-    scale, digits = (100.0, 2) if METRICS[name].unit == "%" else (1.0, 3)
 
     def cell(x: float) -> str:
-        if digits == 2:
-            return f"{scale * x:.2f}"
+        if METRICS[name].unit == "%":
+            return f"{100 * x:.2f}"
         return f"{x:,.0f}" if abs(x) >= 100 else f"{x:.3g}"
 
     return cell(value) + ("" if spread is None else f" ± {cell(spread)}")

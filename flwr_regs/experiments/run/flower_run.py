@@ -22,13 +22,13 @@ from http.client import HTTPConnection
 from pathlib import Path
 from typing import IO
 
+from flwr_regs.experiments import settings
+from flwr_regs.experiments.experiment import Run
 from flwr_regs.experiments.extras import missing_extra
 from flwr_regs.experiments.report import run_records as records
-from flwr_regs.experiments.report.run_records import Run
-from flwr_regs.experiments.run.engine import Plan
-from flwr_regs.experiments.run.progress import Progress
-from flwr_regs.experiments.settings import settings
-from flwr_regs.experiments.settings.job import Job
+from flwr_regs.experiments.report.run_records import RunRecord
+from flwr_regs.experiments.run.estimate import announcement
+from flwr_regs.experiments.run.progress import Heartbeat, Progress
 
 PYPROJECT = """[project]
 name = "flwr-regs-run"
@@ -47,46 +47,50 @@ APPS = {
 """Flower looks for an assignment to ``app`` before it imports a file."""
 
 
-def execute(plan: Plan, folder: Path, progress: Progress, gpus: float = 0.0) -> list[Run]:
-    """Train what the plan lacks in `folder` by Ray, and return its runs; `gpus` is each client's share.
+def execute(
+    runs: Sequence[Run], folder: Path, progress: Progress, gpus: float = 0.0
+) -> list[RunRecord]:
+    """Train what is missing of some runs by Ray, and return their records; `gpus` is each client's share.
 
-    The labels of the plan must be its methods. The output of Flower and Ray goes to ``flower.log``.
+    The labels of the runs must be their methods. The output of Flower and Ray goes to ``flower.log``.
     Raises ImportError without Ray; RuntimeError if Flower does not start, or ends before a method of ours
     has begun.
     """
     if importlib.util.find_spec("ray") is None:
         raise missing_extra("ray", "Flower's simulation")
-    missing = plan.missing(folder)
+    missing = records.missing(runs, folder)
+    if missing and not progress.quiet:
+        announcement(missing, 1, progress)
     with (
         progress,
         tempfile.TemporaryDirectory(prefix="flwr-regs-", ignore_cleanup_errors=True) as temporary,
         (folder / "flower.log").open("a") as log,
+        Heartbeat(progress.say) as heartbeat,
     ):
         home = Path(temporary)
         write_app(home / "app")
-        env = environment(home)
-        with superlink(home, env) as port:
+        heartbeat.at(f"Flower starts, its log is {log.name}")
+        with superlink(home, environment(home)) as port:
             (home / "config.toml").write_text(
                 f'[superlink]\ndefault = "job"\n[superlink.job]\n'
                 f'address = "127.0.0.1:{port}"\ninsecure = true\n'
             )
-            for seed in dict.fromkeys(job.seed for _, job in missing):
-                jobs = [job for _, job in missing if job.seed == seed]
-                begun = {run.label for run in plan.recorded(folder) if run.seed == seed}
-                _run_seed(jobs, folder, progress, home, log, gpus)
-                names = {j.method_names[0] for j in jobs}
-                runs = [r for r in plan.recorded(folder) if r.seed == seed and r.label in names]
-                if lost := names - {run.label for run in runs} - begun:
+            for seed in dict.fromkeys(run.seed for run in missing):
+                of_seed = [run for run in missing if run.seed == seed]
+                begun = {record.label for record in records.recorded(of_seed, folder)}
+                for record in _new_records(of_seed, folder, home, log, gpus):
+                    test = record.test[-1]
+                    progress.round(record.label, seed, test["round"], test["accuracy"])
+                    rounds = f"{test['round']} of {record.job['rounds']} rounds in Ray"
+                    heartbeat.at(f"{record.label}: {rounds}")
+                trained = records.recorded(of_seed, folder)
+                if lost := {run.label for run in of_seed} - {r.label for r in trained} - begun:
                     raise RuntimeError(
                         f"Flower's run ended before {', '.join(sorted(lost))} began: see {log.name}"
                     )
-                for run in runs:
-                    progress.ended(run.label, seed, run.stopped)
-                    model = folder / f"{records.file_name(run.label)}.safetensors"
-                    if len(plan.seeds) > 1 and model.is_file():
-                        named = records.file_name(plan.model_name(run.label, jobs[0]))
-                        model.replace(folder / f"{named}.safetensors")
-    return plan.recorded(folder)
+                for record in trained:
+                    progress.ended(record.label, seed, record.stopped)
+    return records.recorded(runs, folder)
 
 
 def write_app(folder: Path) -> None:
@@ -111,39 +115,39 @@ def environment(home: Path) -> dict[str, str]:
     }
 
 
-def _run_seed(
-    jobs: Sequence[Job], folder: Path, progress: Progress, home: Path, log: IO[str], gpus: float
-) -> None:
-    """Run the methods of one seed as one Flower run, and tell its progress from the records."""
-    job = replace(jobs[0], methods="; ".join(j.methods for j in jobs), out=str(folder))
-    changed = {k: v for k, v in job.config.items() if v != settings.DEFAULTS[k]}
+def _new_records(
+    runs: Sequence[Run], folder: Path, home: Path, log: IO[str], gpus: float
+) -> Iterator[RunRecord]:
+    """Run the methods of one seed as one Flower run; yield each record that has a new test."""
+    first = runs[0].settings
+    methods = "; ".join(run.method for run in runs)
+    changed = replace(first, methods=methods, out=str(folder)).changed
     lines = [f"{key} = {json.dumps(value, ensure_ascii=False)}" for key, value in changed.items()]
     (home / "run.toml").write_text("\n".join(lines))
-    command = ["flwr", "run", str(home / "app"), "job", "--stream"]
-    command += ["--run-config", str(home / "run.toml"), "--federation-config"]
-    command.append(f"num-supernodes={job.num_clients} client-resources-num-cpus=1")
+    federation = f"num-supernodes={first.num_clients} client-resources-num-cpus=1"
     if gpus:
-        command[-1] += f" client-resources-num-gpus={gpus}"
+        federation += f" client-resources-num-gpus={gpus}"
+    command = ["flwr", "run", str(home / "app"), "job", "--stream"]
+    command += ["--run-config", str(home / "run.toml"), "--federation-config", federation]
+    paths = [records.record_path(folder, run.label, run.seed) for run in runs]
+    changed_at = {path: path.stat().st_mtime for path in paths if path.is_file()}
     process = subprocess.Popen(  # it ends when its SuperLink is gone
         command, env=environment(home), stdout=log, stderr=log, start_new_session=True
     )
-    paths = {m: records.record_path(folder, m, job.seed) for m in job.method_names}
-    old = {m: path.stat().st_mtime for m, path in paths.items() if path.is_file()}
-    shown: dict[str, int] = {}
+    tests = dict.fromkeys(paths, 0)
     try:
-        while True:
-            code = process.poll()
-            for method, path in paths.items():
-                if not path.is_file() or path.stat().st_mtime == old.get(method):
-                    continue
-                run = records.read(path)
-                if run is not None and run.test and len(run.test) != shown.get(method):
-                    shown[method] = len(run.test)
-                    test = run.test[-1]
-                    progress.round(method, job.seed, test["round"], test["accuracy"])
-            if code is not None:
-                return
+        ended = False
+        while not ended:
             time.sleep(0.3)
+            ended = process.poll() is not None
+            for path in paths:
+                if not path.is_file() or path.stat().st_mtime == changed_at.get(path):
+                    continue
+                changed_at[path] = path.stat().st_mtime
+                record = records.read(path)
+                if len(record.test) > tests[path]:
+                    tests[path] = len(record.test)
+                    yield record
     finally:
         if process.poll() is None:
             process.kill()

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
-from flwr_regs.experiments.run.engine import try_out
-from flwr_regs.experiments.settings.job import Job
+from flwr_regs.experiments.experiment import Run
+from flwr_regs.experiments.run.estimate import try_out
 
 MARGIN = 1.2
 """The memory that is asked for, over what was seen: an allocator's needs differ from round to round."""
@@ -64,13 +64,13 @@ class Taken:
         return "\n".join([*lines, f'--federation-config "num-supernodes={clients} {option}"'])
 
 
-def measure(job: Job) -> Taken:
-    """Train one client of the job's first method for two rounds, and return what it took.
+def measure(run: Run) -> Taken:
+    """Train one client of a run for two rounds, and return what it took.
 
     On a GPU, all that is in use there counts: measure where nothing else runs. Raises RuntimeError if the
     run would fail.
     """
-    entry = try_out(replace(job, fraction_train=1 / job.num_clients))
+    entry = try_out(run)
     spent = sum(entry["seconds"].get(name, 0.0) for name in ("clients", "probe"))
     return Taken(spent / len(entry["cohort"]), _resident(), *_gpu())
 

@@ -76,7 +76,7 @@ def moon(
     for r in rounds_of(*run, **how):
         for k in r.lost:
             last.pop(k, None)
-        for k in r.cohort:
+        for k in r.trained:
             v = w
             for x, y in r.batches(k):
                 g = contrast(v, w, last[k], x, tau, projection)[1] if k in last else {}

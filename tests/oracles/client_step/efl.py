@@ -102,7 +102,9 @@ def efl(
     models = []
     for r in rounds_of(*run, **how):  # Alg. 1: for each round
         delta, u_sum, v_sum = zeros(w), zeros(w), zeros(w)
-        for k in r.used:  # Alg. 1, ClientUpdate
+        for k in r.lost:
+            residuals.pop(k, None)
+        for k in r.trained:  # Alg. 1, ClientUpdate
             v = w
             for x, y in r.batches(k):  # for j = 0, ..., s_k - 1
                 # Eq. 3: + lam/2 v'Uv - lam v'V, so grad += lam (U * v - V)
@@ -111,11 +113,12 @@ def efl(
                 if implicit:
                     grad = {n: grad[n] / (1.0 + r.eta * lam * sums[0][n]) for n in v}
                 v = plus(v, -r.eta, grad)  # Eq. 4
-            change = minus(v, w)
-            if density_up is not None:
-                total = plus(change, 1.0, residuals.get(k, zeros(w)))  # D_k = R_k + v_k - w_t
-                change = compress(total, density_up)
-                residuals[k] = minus(total, change)  # Eq. 5, kept until the client's next turn
+            total = plus(minus(v, w), 1.0, residuals.get(k, zeros(w)))  # D_k = R_k + v_k - w_t
+            change = compress(total, density_up)
+            if density_up is not None:  # Eq. 5, kept until the client's next turn
+                residuals[k] = minus(total, change) if k in r.used else total
+            if k not in r.used:
+                continue
             # Sec. 4.2: D = R^G + sum_k p_k^tau ST(D_k), p_k^tau = E p_k / s_k, not normalised again
             delta = plus(delta, r.p[k] * r.planned[k] / r.steps[k], change)
             # u_k = diag(I_k), v^_k = diag(I_k) v_k, at v_k itself, before any compression

@@ -52,7 +52,7 @@ def fedlesam(
             for x, y in r.batches(k):
                 v = plus(v, -r.eta, r.slope(ahead(v, rho, d), x, y))
             ends[k] = v
-        last |= dict.fromkeys(r.cohort, w)
+        last |= dict.fromkeys(r.trained, w)
         w = r.mean(ends)
         models.append(w)
     return models

@@ -51,7 +51,7 @@ def apfl(
         for k in r.lost:
             own.pop(k, None)
         ends = {}
-        for k in r.cohort:
+        for k in r.trained:
             v = w
             u, a = own.get(k, (w, alpha))
             for x, y in r.batches(k):

@@ -47,7 +47,7 @@ def fedamp(
     seen, made, u_next = dict[int, Params](), dict[int, Params](), dict[int, Params]()
     models = []
     for r in rounds_of(*run, **how):
-        for k in r.cohort:
+        for k in r.trained:
             v = u = u_next.get(k, w)
             for x, y in r.batches(k):
                 v = plus(v, -r.eta, plus(r.slope(v, x, y), lam / alpha, minus(v, u)))

@@ -90,17 +90,16 @@ def pictures(
     return out
 
 
-def standardised(x: Array, mean: Sequence[float], std: Sequence[float]) -> Array:
-    """Return images in [0, 1], ``(n, channels, height, width)``, with these moments taken out, in place."""
-    x -= np.array(mean, np.float32)[:, None, None]
-    x /= np.array(std, np.float32)[:, None, None]
-    return x
+def parts_of(train: tuple[Array, Array], test: tuple[Array, Array]) -> Parts:
+    """Return (inputs, labels) for training and for testing as the fields of a data set."""
+    parts = {"train_x": train[0], "train_y": train[1], "test_x": test[0], "test_y": test[1]}
+    return parts | {name: parts[name].astype(np.int64) for name in ("train_y", "test_y")}
 
 
 def by_group(
     train: Mapping[str, Any],
     test: Mapping[str, Any],
-    convert: Callable[..., tuple[Array, Array]] = lambda x, y: (x, y),
+    convert: Callable[[Any], tuple[Array, Array]] = lambda pair: pair,
 ) -> Parts:
     """Return groups' examples in order of the groups' names, as one data set.
 
@@ -110,19 +109,19 @@ def by_group(
         Group -> what `convert` makes inputs and labels of. The two may differ in their groups.
     """
     names = sorted({*train, *test})
-    parts: Parts = {}
-    for part, key, groups in (("train", "groups", train), ("test", "test_groups", test)):
-        made = [(i, *convert(*groups[name])) for i, name in enumerate(names) if name in groups]
-        made = [(i, x, y) for i, x, y in made if len(y)]
-        if not made:
+    joined: list[Any] = []
+    of_groups = []
+    for part, groups in (("train", train), ("test", test)):
+        pairs = {i: convert(groups[name]) for i, name in enumerate(names) if name in groups}
+        pairs = {i: pair for i, pair in pairs.items() if len(pair[1])}
+        if not pairs:
             raise ValueError(f"the {part} data has no examples")
-        parts[f"{part}_x"] = np.concatenate([x for _, x, _ in made])
-        parts[f"{part}_y"] = np.concatenate([y for _, _, y in made]).astype(np.int64)
-        parts[key] = np.concatenate([np.full(len(y), i, np.int64) for i, _, y in made])
-    return parts
+        joined.append(tuple(map(np.concatenate, zip(*pairs.values(), strict=True))))
+        of_groups.append(np.repeat([*pairs], [len(y) for _, y in pairs.values()]))
+    return {**parts_of(*joined), "groups": of_groups[0], "test_groups": of_groups[1]}
 
 
-def cut(rows: Sequence[Any], share: float) -> tuple[Sequence[Any], Sequence[Any]]:
+def cut(rows: Any, share: float) -> tuple[Any, Any]:
     """Return the first `share` of the rows and the rest, each of at least one where there are two."""
     first = min(max(int(len(rows) * share), 1), max(len(rows) - 1, 1))
     return rows[:first], rows[first:]

@@ -27,11 +27,16 @@ DOMAINNET_CLASSES = (
     *("bird", "feather", "headphones", "ice_cream", "teapot"),
     *("tiger", "whale", "windmill", "wine_glass", "zebra"),
 )
+LISTED = {
+    "office-caltech": ("office_caltech_10", OFFICE, OFFICE_CLASSES),
+    "domainnet": ("DomainNet", DOMAINNET, DOMAINNET_CLASSES),
+}
+"""Data set -> its folder, domains and classes."""
 PARTS_OF_DIGITS = 10
 HOW = "get them by the links in the README of github.com/med-air/FedBN"
 
 
-def digits_five(data_dir: str, share: float = 0.1) -> Parts:
+def digits_five(data_dir: str, share: float) -> Parts:
     """Return five sets of real digits, 28 x 28 in colour, in [-1, 1]; groups are the domains.
 
     As FedBN's ``fed_digits.py``: the first `share`, in tenths, of the 7,438 training images that each
@@ -40,20 +45,19 @@ def digits_five(data_dir: str, share: float = 0.1) -> Parts:
     tenths = round(share * PARTS_OF_DIGITS)
     if not 1 <= tenths <= PARTS_OF_DIGITS:
         raise ValueError(f"share must be from 0.1 to 1, not {share}")
-    folder = _folder(
-        "digits-five",
-        data_dir,
-        ("", "digit_dataset", "data"),
-        [f"{d}/partitions/train_part{k}.pkl" for d in DIGITS for k in range(tenths)]
-        + [f"{d}/test.pkl" for d in DIGITS],
-    )
-    train, test = {}, {}
-    for i, domain in enumerate(DIGITS):
-        pieces = [folder / domain / f"partitions/train_part{k}.pkl" for k in range(tenths)]
-        images, labels = zip(*map(_digits, pieces), strict=True)
-        train[str(i)] = np.concatenate(images), np.concatenate(labels)
-        test[str(i)] = _digits(folder / domain / "test.pkl")
-    return files.by_group(train, test)
+    train = {
+        str(i): [f"{domain}/partitions/train_part{k}.pkl" for k in range(tenths)]
+        for i, domain in enumerate(DIGITS)
+    }
+    test = {str(i): [f"{domain}/test.pkl"] for i, domain in enumerate(DIGITS)}
+    needed = [path for paths in (*train.values(), *test.values()) for path in paths]
+    folder = _folder("digits-five", data_dir, ("", "digit_dataset", "data"), needed)
+
+    def read(paths: list[str]) -> tuple[Array, Array]:
+        images, labels = zip(*(_digits(folder / path) for path in paths), strict=True)
+        return np.concatenate(images), np.concatenate(labels)
+
+    return files.by_group(train, test, read)
 
 
 def _digits(path: Path) -> tuple[Array, Array]:
@@ -64,69 +68,45 @@ def _digits(path: Path) -> tuple[Array, Array]:
             f"{path} has images of shape {images.shape} and type {images.dtype}; expected bytes of shape "
             "(n, height, width) or (n, height, width, 3)"
         )
-    return files.pictures(images, "RGB", 28) * 2 - 1, labels.astype(np.int64).reshape(-1)
+    return files.pictures(images, "RGB", 28) * 2 - 1, labels.reshape(-1)
 
 
-def office_caltech(data_dir: str, share: float = 0.5, size: int = 256) -> Parts:
-    """Return Office-Caltech10 in [0, 1], 10 classes, groups amazon, caltech, dslr and webcam.
+def listed(data_dir: str, dataset: str, share: float, size: int) -> Parts:
+    """Return Office-Caltech10 or ten classes of DomainNet in [0, 1]; groups are the domains.
 
-    As FedBN's ``fed_office.py``: scaled to 256 x 256; of each domain, as many training images as `share`
-    of those of the smallest one, from the first on; all test images. Training batches are flipped and
-    rotated by up to 30 degrees.
+    As FedBN's ``fed_office.py`` and ``fed_domainnet.py``, from ``FOLDER/DOMAIN_train.pkl`` and
+    ``…_test.pkl``, each (paths, class names): scaled to 256 x 256; of each domain, as many training images
+    as `share` of those of the smallest one, from the first on; all test images. Training batches are
+    flipped and rotated by up to 30 degrees. A test image of 256 x 256 takes 0.8 MB.
     """
-    return _listed(
-        "office-caltech", data_dir, "office_caltech_10", OFFICE, OFFICE_CLASSES, share, size
-    )
-
-
-def domainnet(data_dir: str, share: float = 0.05, size: int = 256) -> Parts:
-    """Return ten classes of DomainNet in [0, 1]; groups are its six domains.
-
-    As FedBN's ``fed_domainnet.py``, see :func:`office_caltech`. A test image of 256 x 256 takes 0.8 MB.
-    """
-    return _listed("domainnet", data_dir, "DomainNet", DOMAINNET, DOMAINNET_CLASSES, share, size)
-
-
-def _listed(
-    dataset: str,
-    data_dir: str,
-    name: str,
-    domains: Sequence[str],
-    classes: Sequence[str],
-    share: float,
-    size: int,
-) -> Parts:
-    """Return the pictures of ``NAME/DOMAIN_train.pkl`` and ``…_test.pkl``, each (paths, class names)."""
     if not 0 < share <= 1:
         raise ValueError(f"share must be above 0 and at most 1, not {share}")
-    needed = [f"{name}/{d}_{part}.pkl" for d in domains for part in ("train", "test")]
+    name, domains, classes = LISTED[dataset]
+    needed = [f"{name}/{domain}_{part}.pkl" for domain in domains for part in ("train", "test")]
     folder = _folder(dataset, data_dir, ("", "data", ".."), needed)
-    lists = {
-        part: {d: _pair(folder / name / f"{d}_{part}.pkl") for d in domains}
+    train, test = (
+        {str(i): _pair(folder / name / f"{d}_{part}.pkl") for i, d in enumerate(domains)}
         for part in ("train", "test")
-    }
-    fewest = int(min(len(paths) for paths, _ in lists["train"].values()) * share)
+    )
+    fewest = int(min(len(paths) for paths, _ in train.values()) * share)
     if fewest == 0:
         raise ValueError(f"share={share} of the smallest domain's training images is none")
+    train = {i: (paths[:fewest], names[:fewest]) for i, (paths, names) in train.items()}
 
-    def read(domain: str, paths: Any, names: Any) -> tuple[Array, Array]:
-        if unknown := sorted({str(n) for n in names} - {*classes}):
+    def read(pair: tuple[Array, Array]) -> tuple[Array, Array]:
+        if unknown := sorted({*map(str, pair[1])} - {*classes}):
             raise ValueError(
                 f"a list of {dataset} has the class '{unknown[0]}'; expected {', '.join(classes)}"
             )
-        where = [files.inside(folder, str(path)) for path in paths]
+        where = [files.inside(folder, str(path)) for path in pair[0]]
         if missing := [path for path in where if not path.is_file()]:
             raise FileNotFoundError(
-                f"dataset '{dataset}': {len(missing)} of {len(where)} pictures of {domain} are missing, "
+                f"dataset '{dataset}': {len(missing)} of {len(where)} pictures of a domain are missing, "
                 f"such as {missing[0]}; {HOW}"
             )
-        labels = np.array([classes.index(str(n)) for n in names], np.int64)
+        labels = np.array([classes.index(str(label)) for label in pair[1]])
         return files.pictures(where, "RGB", size), labels
 
-    train, test = (
-        {str(i): (d, *(of[:most] for of in pairs[d])) for i, d in enumerate(domains)}
-        for pairs, most in ((lists["train"], fewest), (lists["test"], None))
-    )
     return {**files.by_group(train, test, read), "augment": "flip-rotate"}
 
 

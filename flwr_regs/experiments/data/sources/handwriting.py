@@ -11,7 +11,7 @@ import numpy as np
 
 from flwr_regs.experiments.data.sources import data_files as files
 from flwr_regs.experiments.data.sources import tables
-from flwr_regs.experiments.data.sources.data_files import Parts
+from flwr_regs.experiments.data.sources.data_files import Array, Parts
 from flwr_regs.experiments.extras import missing_extra
 
 Users = dict[str, tuple[Any, Any]]
@@ -21,7 +21,7 @@ TRAINED = 0.9
 """The share of a writer's examples that trains, where the files have no test split: LEAF's, TFF's too."""
 
 
-def femnist(data_dir: str, writers: int = 0, hub: bool = False) -> Parts:
+def femnist(data_dir: str, writers: int, hub: bool) -> Parts:
     """Return FEMNIST (Caldas et al. 2018) in [0, 1], 28 x 28, 62 classes; groups are the writers.
 
     Paper is 1 and ink 0, as in LEAF and TFF. `writers` keeps so many of them, drawn from seed 0. From
@@ -56,25 +56,21 @@ def femnist(data_dir: str, writers: int = 0, hub: bool = False) -> Parts:
         )
     if writers:  # without, test writers may be others: LEAF can also split by writer
         test = {user: of for user, of in test.items() if user in train}
-    return files.by_group(
-        train,
-        test,
-        lambda x, y: (np.asarray(x, np.float32).reshape(-1, 1, 28, 28), np.ravel(np.asarray(y))),
-    )
+
+    def convert(of: tuple[Any, Any]) -> tuple[Array, Array]:
+        return np.asarray(of[0], np.float32).reshape(-1, 1, 28, 28), np.ravel(np.asarray(of[1]))
+
+    return files.by_group(train, test, convert)
 
 
 def _of_table(table: Any, writers: int) -> list[Users]:
-    ids, labels, packed = (
-        tables.column(table, name) for name in ("writer_id", "character", "image")
-    )
-    rows: dict[str, list[int]] = {}
-    for i, user in enumerate(ids):
-        rows.setdefault(str(user), []).append(i)
+    users = np.array(tables.column(table, "writer_id"), str)
+    labels, packed = (np.array(tables.column(table, name)) for name in ("character", "image"))
     parts: list[Users] = [{}, {}]
-    for user in files.drawn(rows, writers):
-        for part, own in zip(parts, files.cut(rows[user], TRAINED), strict=True):
-            images = files.pictures([packed[i] for i in own], "L", 28)
-            part[user] = (images, [labels[i] for i in own])
+    for user in files.drawn(set(users.tolist()), writers):
+        rows = np.flatnonzero(users == user)
+        for part, chosen in zip(parts, files.cut(rows, TRAINED), strict=True):
+            part[user] = files.pictures([*packed[chosen]], "L", 28), labels[chosen]
     return parts
 
 

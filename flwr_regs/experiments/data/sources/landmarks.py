@@ -20,22 +20,13 @@ CENTRE = 0.875
 """The part of a test picture's height and width that is kept: Inception's preprocessing."""
 
 
-def gld_23k(data_dir: str, size: int = 224, most: int = 64) -> Parts:
-    """Return GLD-23k (Hsu et al. 2020): 203 classes, 233 photographers; see :func:`_landmarks`."""
-    return _landmarks("gld-23k", data_dir, size, most)
+def landmarks(data_dir: str, dataset: str, size: int, most: int) -> Parts:
+    """Return GLD-23k or GLD-160k (Hsu et al. 2020): pictures in [-1, 1], ``(n, 3, size, size)``.
 
-
-def gld_160k(data_dir: str, size: int = 224, most: int = 64) -> Parts:
-    """Return GLD-160k (Hsu et al. 2020): 2,028 classes, 1,262 photographers; see :func:`_landmarks`."""
-    return _landmarks("gld-160k", data_dir, size, most)
-
-
-def _landmarks(dataset: str, data_dir: str, size: int, most: int) -> Parts:
-    """Return pictures in [-1, 1], ``(n, 3, size, size)``; groups are the photographers.
-
-    As in the Field Guide's code (Wang et al. 2021, App. B): at most `most` pictures of each photographer
-    (0: all); the middle of test pictures, 87.5 % of each side; training batches are cut out at random and
-    flipped, but their colours are not changed. The test pictures have no photographer, and so no group.
+    Groups are the photographers. As in the Field Guide's code (Wang et al. 2021, App. B): at most `most`
+    pictures of each photographer (0: all); the middle of test pictures, 87.5 % of each side; training
+    batches are cut out at random and flipped, but their colours are not changed. The test pictures have no
+    photographer, and so no group.
 
     The tables are TFF's, with the columns user_id, image_id and class. The pictures are ``images/ID.jpg``,
     or ``train/a/b/c/ID.jpg`` with the first three characters of the ID as folders, as Google ships them.
@@ -54,14 +45,11 @@ def _landmarks(dataset: str, data_dir: str, size: int, most: int) -> Parts:
     users = train.groupby("user_id").ngroup()  # in order of their names
     kept = (train.groupby("user_id").cumcount() < most) | (most == 0)
     folder = train_table.parent
-    return {
-        "train_x": _pictures(dataset, folder, train["image_id"][kept], size),
-        "train_y": train["class"][kept].to_numpy(np.int64),
-        "groups": users[kept].to_numpy(np.int64),
-        "test_x": _pictures(dataset, folder, test["image_id"], size, CENTRE),
-        "test_y": test["class"].to_numpy(np.int64),
-        "augment": "cut-flip",
-    }
+    train_x = _pictures(dataset, folder, train["image_id"][kept], size, 1.0)
+    test_x = _pictures(dataset, folder, test["image_id"], size, CENTRE)
+    train_y, test_y = train["class"][kept].to_numpy(), test["class"].to_numpy()
+    parts = files.parts_of((train_x, train_y), (test_x, test_y))
+    return {**parts, "groups": users[kept].to_numpy(np.int64), "augment": "cut-flip"}
 
 
 def _rows(path: Path, *columns: str) -> pd.DataFrame:
@@ -74,9 +62,7 @@ def _rows(path: Path, *columns: str) -> pd.DataFrame:
     return rows
 
 
-def _pictures(
-    dataset: str, folder: Path, names: Iterable[str], size: int, centre: float = 1.0
-) -> Array:
+def _pictures(dataset: str, folder: Path, names: Iterable[str], size: int, centre: float) -> Array:
     """Return the pictures of these names in [-1, 1]."""
     paths, missing = [], []
     for name in names:

@@ -18,9 +18,7 @@ COUNTS = "stackoverflow.word_count"
 PADDING = 0
 
 
-def stackoverflow(
-    data_dir: str, users: int = 100, words: int = 10000, length: int = 20, most: int = 64
-) -> Parts:
+def stackoverflow(data_dir: str, users: int, words: int, length: int, most: int) -> Parts:
     """Return the words before each word of a sentence and the word itself; groups are the users.
 
     As in the Field Guide's code (Wang et al. 2021, App. B): the first `length` words of a sentence, the
@@ -36,26 +34,20 @@ def stackoverflow(
 
     Tests are on what the same users wrote later, ``stackoverflow_test.h5``.
     """
-    paths = files.found(
-        data_dir, FOLDERS, "stackoverflow_train.h5", "stackoverflow_test.h5", COUNTS
-    )
+    names = "stackoverflow_train.h5", "stackoverflow_test.h5", COUNTS
+    paths = files.found(data_dir, FOLDERS, *names)
     if paths is None:
-        raise files.absent(
-            "stackoverflow",
-            data_dir,
-            f"stackoverflow_train.h5, stackoverflow_test.h5 and {COUNTS}",
-            HOW,
-        )
+        what = f"stackoverflow_train.h5, stackoverflow_test.h5 and {COUNTS}"
+        raise files.absent("stackoverflow", data_dir, what, HOW)
     (train,), (test,), (counts,) = paths
     vocabulary = _vocabulary(counts, words)
     chosen = files.drawn(writers.hdf5(train), users)
-    first, last = (
-        {user: [columns["tokens"]] for user, columns in writers.hdf5(path, chosen).items()}
-        for path in (train, test)
-    )
-    return files.by_group(
-        first, last, lambda sentences: _examples(sentences, vocabulary, words, length, most)
-    )
+    first, last = (writers.hdf5(path, chosen) for path in (train, test))
+
+    def convert(columns: Any) -> tuple[Array, Array]:
+        return _examples(columns["tokens"][:most], vocabulary, words, length)
+
+    return files.by_group(first, last, convert)
 
 
 def _vocabulary(path: Path, words: int) -> dict[str, int]:
@@ -75,12 +67,12 @@ def _vocabulary(path: Path, words: int) -> dict[str, int]:
 
 
 def _examples(
-    sentences: Any, vocabulary: dict[str, int], words: int, length: int, most: int
+    sentences: Any, vocabulary: dict[str, int], words: int, length: int
 ) -> tuple[Array, Array]:
     other, begin, end = words + 1, words + 2, words + 3
     x: list[list[int]] = []
     y: list[int] = []
-    for sentence in sentences[:most]:
+    for sentence in sentences:
         text = sentence.decode() if isinstance(sentence, bytes) else str(sentence)
         tokens = [begin, *(vocabulary.get(word, other) for word in text.split()[:length])]
         if len(tokens) <= length:

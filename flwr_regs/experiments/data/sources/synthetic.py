@@ -12,12 +12,7 @@ TRAINED = 0.9
 
 
 def synthetic(
-    data_dir: str,
-    alpha: float = 1.0,
-    beta: float = 1.0,
-    clients: int = 30,
-    seed: int = 0,
-    iid: bool = False,
+    data_dir: str, alpha: float, beta: float, clients: int, seed: int, iid: bool
 ) -> Parts:
     """Return Synthetic(alpha, beta) of FedProx (Li et al. 2020, Sec. 5.1 and App. C.1); groups are clients.
 
@@ -55,12 +50,7 @@ def synthetic(
 
 
 def quadratics(
-    data_dir: str,
-    clients: int = 10,
-    dimension: int = 10,
-    spread: float = 1.0,
-    curvature: float = 1.0,
-    seed: int = 0,
+    data_dir: str, clients: int, dimension: int, spread: float, curvature: float, seed: int
 ) -> Parts:
     """Return F_i(x) = 1/2 |A_i^(1/2) (x - c_i)|^2 of each client i as data with a loss; groups are clients.
 
@@ -92,12 +82,5 @@ def quadratics(
         rows.append(np.column_stack([a, a @ optimum]).astype(np.float32))
     x, n = np.concatenate(rows), clients * dimension
     y, groups = np.zeros(n, np.int64), np.repeat(np.arange(clients), dimension)
-    return {
-        "train_x": x,
-        "train_y": y,
-        "test_x": x.copy(),
-        "test_y": y.copy(),
-        "groups": groups,
-        "test_groups": groups.copy(),
-        "loss": "half-square",
-    }
+    both = files.parts_of((x, y), (x, y))
+    return {**both, "groups": groups, "test_groups": groups, "loss": "half-square"}

@@ -4,23 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flwr_regs.experiments.extras import missing_extra
 
+if TYPE_CHECKING:
+    import pandas as pd
 
-def read(files: Sequence[Path]) -> Any:
-    """Return parquet files as one pyarrow table; ImportError without pyarrow."""
+
+def read(files: Sequence[Path]) -> pd.DataFrame:
+    """Return parquet files as one table; ImportError without pandas or pyarrow."""
     try:
-        import pyarrow as arrow
-        import pyarrow.parquet as parquet
+        import pandas as pd
+
+        return pd.concat([pd.read_parquet(file) for file in files], ignore_index=True)
     except ImportError as error:
         raise missing_extra("pyarrow", "reading parquet files") from error
-    return arrow.concat_tables([parquet.read_table(file) for file in files])
 
 
-def downloaded(name: str, split: str) -> Any:
-    """Return a split of a data set of the hub as a table, with the library under flwr-datasets.
+def downloaded(name: str, split: str) -> pd.DataFrame:
+    """Return a split of a data set of the hub, with the library under flwr-datasets.
 
     Raises ImportError, with the command that installs it, if it is missing.
     """
@@ -30,20 +33,15 @@ def downloaded(name: str, split: str) -> Any:
         raise ImportError(
             f"downloading '{name}' needs flwr-datasets: pip install \"flwr-datasets[vision]\""
         ) from error
-    return load_dataset(name, split=split).data.table
+    return load_dataset(name, split=split).to_pandas()
 
 
-def column(table: Any, *names: str) -> list[Any]:
+def column(table: pd.DataFrame, *names: str) -> list[Any]:
     """Return the first of these columns that a table has; pictures as their bytes, still packed.
 
     Raises ValueError, with the columns that there are, if it has none of them.
     """
     for name in names:
-        if name in table.column_names:
-            values = table.column(name).to_pylist()
-            if values and isinstance(values[0], dict):
-                return [value["bytes"] for value in values]
-            return list(values)
-    raise ValueError(
-        f"a table has the columns {', '.join(table.column_names)}; expected {' or '.join(names)}"
-    )
+        if name in table:
+            return [v["bytes"] if isinstance(v, dict) else v for v in table[name].tolist()]
+    raise ValueError(f"a table has the columns {', '.join(table)}; expected {' or '.join(names)}")

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import csv
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
+import pandas as pd
 
 from flwr_regs.experiments.data.sources import data_files as files
 from flwr_regs.experiments.data.sources import handwriting as writers
@@ -27,10 +26,11 @@ TWEET = 25
 PADDING, UNKNOWN = 0, 1
 """The tokens of no word, and of a word outside of the vocabulary; words follow."""
 WORD = re.compile(r"[\w']+|[.,!?;]")
-SEED_FOLDERS = ("", "sent140", "sentiment140", "sent140/data")
+SENT_FOLDERS = ("", "sent140", "sentiment140", "sent140/data")
+CSV_FIELDS = ["sentiment", "id", "date", "query", "user", "text"]
 
 
-def shakespeare(data_dir: str, least: int = 2) -> Parts:
+def shakespeare(data_dir: str, least: int) -> Parts:
     """Return 80 characters and the one after them, for each character that a speaker says.
 
     Inputs are int32 ``(n, 80)``, places in `LETTERS`; what is before a speaker's first character is blank,
@@ -54,16 +54,15 @@ def shakespeare(data_dir: str, least: int = 2) -> Parts:
             "input.txt, a text with lines NAME:, or LEAF's train/*.json and test/*.json",
             "get one from Project Gutenberg or run LEAF's preprocess.sh",
         )
-    spoken = {
-        name: lines for name, lines in speeches(texts[0]).items() if len(lines) >= max(least, 2)
-    }
-    if not spoken:
+    spoken = speeches(texts[0])
+    enough = {name: lines for name, lines in spoken.items() if len(lines) >= max(least, 2)}
+    if not enough:
         raise ValueError(
             f"{texts[0]} has no speaker with {least} lines; expected a line 'NAME:' after an empty "
             "line, and then what is said"
         )
     first, last = (
-        {name: ["\n".join(files.cut(of, TRAINED)[part])] for name, of in spoken.items()}
+        {name: "\n".join(files.cut(lines, TRAINED)[part]) for name, lines in enough.items()}
         for part in (0, 1)
     )
     return files.by_group(first, last, windows)
@@ -87,7 +86,7 @@ def windows(text: str) -> tuple[Array, Array]:
     """Return each character's (80 characters before it, place in `LETTERS`)."""
     codes = encoded(" " * WINDOW + text)
     views = np.lib.stride_tricks.sliding_window_view(codes[:-1], WINDOW)
-    return views.astype(np.int32), codes[WINDOW:].astype(np.int64)
+    return views.astype(np.int32), codes[WINDOW:]
 
 
 def encoded(text: str) -> Array:
@@ -98,22 +97,18 @@ def encoded(text: str) -> Array:
 _PLACE = {c: i for i, c in enumerate(LETTERS)}
 
 
-def _windows_of(x: Sequence[str], y: Sequence[str]) -> tuple[Array, Array]:
+def _windows_of(pair: tuple[Sequence[str], Sequence[str]]) -> tuple[Array, Array]:
     """Return what LEAF's texts of 80 characters, and single ones, are."""
+    x, y = pair
     if wrong := [t for t in x if len(t) != WINDOW]:
         raise ValueError(
             f"LEAF's Shakespeare has texts of {WINDOW} characters, not {len(wrong[0])}"
         )
-    return encoded("".join(x)).reshape(-1, WINDOW), encoded("".join(y)).astype(np.int64)
+    return encoded("".join(x)).reshape(-1, WINDOW), encoded("".join(y))
 
 
 def sentiment140(
-    data_dir: str,
-    users: int = 0,
-    least: int = 10,
-    words: int = 10000,
-    vectors: str = "",
-    hub: bool = False,
+    data_dir: str, users: int, least: int, words: int, vectors: str, hub: bool
 ) -> Parts:
     """Return tweets (Go et al. 2009) as 25 words each, label 1 if it is happy; groups are accounts.
 
@@ -137,45 +132,56 @@ def sentiment140(
     split.
     """
     train, test = _tweets(data_dir, hub)
-    enough = {user for user in train if len(train[user]) + len(test.get(user, ())) >= least}
+    sizes = pd.concat([train, test])["user"].value_counts()
+    enough = {*sizes.index[sizes >= least]} & {*train["user"]}
     if not enough:
         raise ValueError(f"sentiment140 has no account with {least} tweets: set least=1")
     chosen = files.drawn(enough, users)
-    counts = Counter(word for user in chosen for text, _ in train[user] for word in _split(text))
-    place = {
-        word: i + 2
-        for i, (word, _) in enumerate(sorted(counts.items(), key=lambda c: (-c[1], c[0]))[:words])
-    }
-    first, last = ({u: [part[u]] for u in chosen if u in part} for part in (train, test))
-    parts = files.by_group(first, last, lambda tweets: _tokens(tweets, place))
+    train, test = (part[part["user"].isin(chosen)] for part in (train, test))
+    counts = Counter(word for text in train["text"] for word in _split(text))
+    frequent = sorted(counts, key=lambda word: (-counts[word], word))[:words]
+    place = {word: i for i, word in enumerate(frequent, start=2)}
+
+    def tokens(tweets: pd.DataFrame) -> tuple[Array, Array]:
+        x = np.full((len(tweets), TWEET), PADDING, np.int32)
+        for row, text in zip(x, tweets["text"], strict=True):
+            known = [place.get(word, UNKNOWN) for word in _split(text)[:TWEET]]
+            row[: len(known)] = known
+        return x, tweets["label"].to_numpy()
+
+    parts = files.by_group(dict([*train.groupby("user")]), dict([*test.groupby("user")]), tokens)
     if vectors:
         parts["vectors"] = _vectors(files.root(data_dir) / vectors, place, words + 2)
     return parts
 
 
-Tweets = dict[str, list[tuple[str, int]]]
-"""Account -> (text, label) of its tweets, in order of time."""
+def _split(text: str) -> list[str]:
+    return WORD.findall(text.lower())
 
 
-def _tweets(data_dir: str, hub: bool) -> tuple[Tweets, Tweets]:
-    leaf = files.found(data_dir, SEED_FOLDERS, "train/*.json", "test/*.json")
+def _tweets(data_dir: str, hub: bool) -> list[pd.DataFrame]:
+    """Return the training and the test tweets: user, text and label, a user's in order of time."""
+    leaf = files.found(data_dir, SENT_FOLDERS, "train/*.json", "test/*.json")
+    raw = files.found(data_dir, SENT_FOLDERS, "training*.csv")
+    parquet = files.found(data_dir, SENT_FOLDERS, "train*.parquet")
     if leaf and not hub:
-        train, test = (
-            {
-                user: [(row[-1], int(y)) for row, y in zip(*of, strict=True)]
-                for user, of in writers.users_of(part).items()
-            }
+        return [
+            pd.DataFrame(
+                [
+                    (user, row[-1], int(label))
+                    for user, of in writers.users_of(part).items()
+                    for row, label in zip(*of, strict=True)
+                ],
+                columns=["user", "text", "label"],
+            )
             for part in leaf
-        )
-        return train, test
-    parquet = files.found(data_dir, SEED_FOLDERS, "train*.parquet")
-    raw = files.found(data_dir, SEED_FOLDERS, "training*.csv")
+        ]
     if hub:
-        rows = _of_table(tables.downloaded("stanfordnlp/sentiment140", "train"))
+        tweets = tables.downloaded("stanfordnlp/sentiment140", "train")
     elif raw:
-        rows = _of_csv(raw[0][0])
+        tweets = read_csv(raw[0][0])
     elif parquet:
-        rows = _of_table(tables.read(parquet[0]))
+        tweets = tables.read(parquet[0])
     else:
         raise files.absent(
             "sentiment140",
@@ -185,57 +191,40 @@ def _tweets(data_dir: str, hub: bool) -> tuple[Tweets, Tweets]:
             "get one from Go et al., the hub's stanfordnlp/sentiment140 or LEAF, or say "
             "sentiment140(hub=True)",
         )
-    tweets: dict[str, list[tuple[tuple[int, int, int, str], str, int]]] = {}
-    for user, date, text, polarity in rows:
-        tweets.setdefault(user, []).append((_time(date), text, int(polarity == 4)))
-    parts: tuple[Tweets, Tweets] = {}, {}
-    for user, own in tweets.items():
-        ordered = [(text, label) for _, text, label in sorted(own)]
-        parts[0][user], parts[1][user] = map(list, files.cut(ordered, TRAINED))
-    return parts
+    columns = {name: tables.column(tweets, name) for name in ("user", "date", "text", "sentiment")}
+    tweets = pd.DataFrame(columns).assign(
+        time=_times(columns["date"]),
+        label=lambda rows: (rows["sentiment"].astype(int) == 4).astype(int),
+    )
+    tweets = tweets.sort_values(["time", "text", "label"])
+    of_user = tweets.groupby("user")
+    size, rank = of_user["text"].transform("size"), of_user.cumcount()
+    train = rank < (size * TRAINED).astype(int).clip(1, (size - 1).clip(1))
+    return [tweets[train], tweets[~train]]
 
 
-def _of_csv(path: Path) -> Iterator[tuple[str, str, str, int]]:
-    """Yield (account, date, text, polarity) of polarity, id, date, query, account, text."""
-    with path.open(encoding="latin-1", newline="") as file:
-        for number, row in enumerate(csv.reader(file), start=1):
-            if len(row) != 6:
-                raise ValueError(
-                    f"{path}, line {number} has {len(row)} fields; expected polarity, id, date, query, "
-                    "user, text"
-                )
-            yield row[4], row[2], row[5], int(row[0])
-
-
-def _of_table(table: Any) -> Iterator[tuple[str, str, str, int]]:
-    columns = [tables.column(table, name) for name in ("user", "date", "text", "sentiment")]
-    yield from zip(*columns, strict=True)
-
-
-def _time(date: str) -> tuple[int, int, int, str]:
-    """Return when, so that it sorts: of ``Mon Apr 06 22:19:45 PDT 2009``."""
+def read_csv(path: Path) -> pd.DataFrame:
+    """Return the tweets as Go et al. ship them."""
     try:
-        _, month, day, clock, _, year = date.split()
-        return int(year), _MONTHS.index(month), int(day), clock
+        rows = pd.read_csv(path, header=None, dtype=str, keep_default_na=False, encoding="latin-1")
+    except ValueError as error:
+        raise ValueError(f"{path} is no table of tweets: {error}") from error
+    if rows.shape[1] != len(CSV_FIELDS):
+        raise ValueError(
+            f"{path} has lines of {rows.shape[1]} fields; expected polarity, id, date, query, user, text"
+        )
+    return rows.set_axis(CSV_FIELDS, axis=1)
+
+
+def _times(dates: Sequence[str]) -> pd.Series:
+    """Return when, on the clock of each date, such as ``Mon Apr 06 22:19:45 PDT 2009``."""
+    try:
+        plain = pd.Series(dates).str.replace(r" [A-Z]+ (?=\d+$)", " ", regex=True)
+        return pd.to_datetime(plain, format="%a %b %d %H:%M:%S %Y")
     except ValueError as error:
         raise ValueError(
-            f"a tweet's date is '{date}'; expected one such as 'Mon Apr 06 22:19:45 PDT 2009'"
+            f"a tweet has no date such as 'Mon Apr 06 22:19:45 PDT 2009': {error}"
         ) from error
-
-
-_MONTHS = ("Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec")
-
-
-def _split(text: str) -> list[str]:
-    return WORD.findall(text.lower())
-
-
-def _tokens(tweets: list[tuple[str, int]], place: dict[str, int]) -> tuple[Array, Array]:
-    x = np.full((len(tweets), TWEET), PADDING, np.int32)
-    for i, (text, _) in enumerate(tweets):
-        tokens = [place.get(word, UNKNOWN) for word in _split(text)[:TWEET]]
-        x[i, : len(tokens)] = tokens
-    return x, np.array([label for _, label in tweets], np.int64)
 
 
 def _vectors(path: Path, place: dict[str, int], tokens: int) -> Array:

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
+from flwr_regs.experiments.data import catalogue
 from flwr_regs.experiments.data import datasets as data
 from flwr_regs.experiments.data.augment import AUGMENTATIONS
 from flwr_regs.experiments.data.losses import LOSSES
-from flwr_regs.experiments.data.sources import readers as catalogue
 from flwr_regs.experiments.models import models
 from tests.experiments.data.sources.made import MADE, NEEDS
 
@@ -30,7 +30,7 @@ def written(dataset: str, folder: Path) -> str:
 @pytest.mark.parametrize("dataset", MADE)
 def test_a_reader_returns_what_the_catalogue_promises(dataset: str, tmp_path: Path) -> None:
     got = data.load(dataset, written(dataset, tmp_path))
-    kind, n = data.kind_of(dataset), len(got.train_y)
+    kind, n = catalogue.kind_of(dataset), len(got.train_y)
     assert got.test_x.shape == (len(got.test_y), *kind.shape)
     assert len(got.train_x) == n
     assert got.train_x.dtype == got.test_x.dtype == (np.int32 if kind.tokens else np.float32)
@@ -50,7 +50,7 @@ def test_a_reader_returns_what_the_catalogue_promises(dataset: str, tmp_path: Pa
     assert change.train(batch).shape == (3, *kind.shape)
     assert change.test(batch).shape == (3, *kind.shape)
     assert got.loss in LOSSES
-    source, _ = catalogue.parsed(dataset)
+    source = catalogue.SOURCES[catalogue.parsed(dataset)[0]]
     assert bool(source.groups) >= (got.groups is not None)
     if got.groups is not None:
         tested = [] if got.test_groups is None else got.test_groups.tolist()

@@ -114,7 +114,7 @@ def test_a_list_with_a_wrong_entry_is_refused(tmp_path: Path) -> None:
         (
             (["gone.png", *paths[1:]], labels),
             FileNotFoundError,
-            "1 of 10 pictures of real are missing",
+            "1 of 10 pictures of a domain are missing",
         ),
         (
             (paths[1:], labels),

@@ -9,21 +9,23 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import flwr_regs
-from flwr_regs.abilities import Compresses, Steps
-from flwr_regs.experiments.settings.calls import Call, parse_methods
+from flwr_regs.abilities import Compresses, FineTunes, Personalises, Steps, Withholds
+from flwr_regs.experiments.calls import Call, check_name, text_of
 from flwr_regs.experiments.user_code import load
-from flwr_regs.flower.client import RegClient
 from flwr_regs.flower.strategy import RegStrategy
 from flwr_regs.server.options import Options
 from flwr_regs.term import Term
 from flwr_regs.wire.config import nearest
+
+if TYPE_CHECKING:
+    from flwr_regs import RegClient
+    from flwr_regs.experiments.experiment import Run
 
 VALUES = (
     *("CenteredClipping", "CoordinateMedian", "GeometricMedian", "Krum", "Mean", "NormBound"),
@@ -53,7 +55,7 @@ def build(calls: Sequence[Call], folder: str = "", **common: Any) -> RegStrategy
 
     Raises
     ------
-    ValueError, TypeError
+    ValueError
         With the text of the part in front: an unknown name, a wrong, missing or unknown argument; or parts
         that do not compose.
     """
@@ -83,28 +85,33 @@ def build(calls: Sequence[Call], folder: str = "", **common: Any) -> RegStrategy
         if (value := getattr(s, name)) != getattr(Options, name)
     }
     settings = {k: v for k, v in common.items() if k in Options.names()}
-    with named("+".join(map(str, calls))):
+    with named(text_of(calls)):
         return RegStrategy(sorted(terms, key=_place), **{**shared, **settings, **given})
 
 
-@lru_cache(maxsize=64)
-def bare(methods: str, folder: str) -> Mapping[str, RegStrategy]:
-    """Return label -> strategy without the job's settings, of each method in a text.
+def check_apart(runs: Iterable[Run]) -> list[RegStrategy]:
+    """Return each run's strategy without its settings, after a check that clients can tell them apart.
 
-    Raises ValueError or TypeError as :func:`parse_methods` and :func:`build` do, and ValueError if clients
-    could not tell two of the methods apart.
+    Raises ValueError as :func:`build` does, and if two strategies have one name and different terms.
     """
-    made = {label: build(calls, folder) for label, calls in parse_methods(methods).items()}
+    strategies = []
     clients: dict[str, tuple[str, Any]] = {}
-    for label, strategy in made.items():
+    for run in runs:
+        strategy = build(run.calls, run.settings.code_dir)
         terms = client_class(strategy).terms
-        other, others = clients.setdefault(strategy.method_name, (label, terms))
+        other, others = clients.setdefault(strategy.method_name, (run.method, terms))
         if terms != others:
             raise ValueError(
-                f"'{other}' and '{label}' are both named '{strategy.method_name}', but their terms "
+                f"'{other}' and '{run.method}' are both named '{strategy.method_name}', but their terms "
                 "differ: give one strategy's class a 'method' of its own"
             )
-    return made
+        strategies.append(strategy)
+    return strategies
+
+
+def is_private(strategy: RegStrategy) -> bool:
+    """Return whether its clients keep entries of the model, so that they alone can test it."""
+    return any(isinstance(t, Withholds | Personalises | FineTunes) for t in strategy.term.terms)
 
 
 def client_class(strategy: RegStrategy) -> type[RegClient]:
@@ -113,6 +120,8 @@ def client_class(strategy: RegStrategy) -> type[RegClient]:
     That is the class in the strategy's module with its name and ``Client``, such as `FedFORClient`. Other
     strategies, and compositions, get a class made from the strategy's terms.
     """
+    from flwr_regs.flower.client import RegClient
+
     kind = type(strategy)
     named_so = getattr(sys.modules.get(kind.__module__), f"{kind.__name__}Client", None)
     if kind is not RegStrategy and isinstance(named_so, type) and issubclass(named_so, RegClient):
@@ -124,46 +133,24 @@ def client_class(strategy: RegStrategy) -> type[RegClient]:
 
 @contextmanager
 def named(text: str) -> Iterator[None]:
-    """Put the text of a part or method in front of the ValueError or TypeError that it raises."""
+    """Put the text of a part or method in front of the error that it raises, which becomes a ValueError."""
     try:
         yield
     except (ValueError, TypeError) as error:
-        kind = TypeError if isinstance(error, TypeError) else ValueError
-        raise kind(f"'{text}': {error}") from error
+        raise ValueError(f"'{text}': {error}") from error
 
 
 def find(call: Call, folder: str = "") -> Any:
     """Return the class, term, list or function that a call names; ValueError if there is none."""
-    if ":" in call.target:
-        return load(call.target, folder)
-    if call.target in (names := catalogue()):
-        return getattr(flwr_regs, call.target)
-    raise ValueError(
-        f"the package has no strategy or term '{call.target}'"
-        f"{nearest(call.target, names)} (`flwr-regs list methods` shows all; your own is mine.py:name)"
-    )
+    check_name(call)
+    return load(call.target, folder) if ":" in call.target else getattr(flwr_regs, call.target)
 
 
-def catalogue() -> list[str]:
-    """Return the names that need no module: the registry's strategies and terms."""
-    rows = flwr_regs.METHODS.values()
-    terms = [name for row in rows for name in row.terms]
-    return list(dict.fromkeys([row.name for row in rows] + terms + list(flwr_regs.TERMS)))
-
-
-def with_argument(methods: str, target: str, name: str, value: Any, folder: str = "") -> str:
-    """Return `methods` with one argument of each call of `target` replaced or added.
-
-    Raises ValueError if no part of `methods` is a call of `target`, or as :func:`parse_methods` does.
-    """
-    parsed = parse_methods(methods).values()
-    every = [c.target for calls in parsed for c in calls]
-    if target not in every:
-        raise ValueError(f"'{target}' is none of the methods {every}{nearest(target, every)}")
-    return "; ".join(
-        "+".join(str(_with(c, name, value, folder) if c.target == target else c) for c in calls)
-        for calls in parsed
-    )
+def with_argument(
+    calls: Sequence[Call], target: str, name: str, value: Any, folder: str = ""
+) -> tuple[Call, ...]:
+    """Return a method with one argument of each call of `target` replaced or added."""
+    return tuple(_with(c, name, value, folder) if c.target == target else c for c in calls)
 
 
 def _with(call: Call, name: str, value: Any, folder: str) -> Call:

@@ -2,7 +2,7 @@
 
 Commas and semicolons separate methods, ``+`` joins the parts of one, none of them inside brackets or
 quotes. A part is a name, a reference to the user's own code (``mine.py:name``, ``module:name``), or a call
-of either, with literals as arguments. Nothing is imported or evaluated here; build.py does that.
+of either, with literals as arguments. Nothing is imported or evaluated here; strategies.py does that.
 """
 
 from __future__ import annotations
@@ -10,9 +10,12 @@ from __future__ import annotations
 import ast
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
+
+from flwr_regs.methods.registry import METHODS, TERMS
+from flwr_regs.wire.config import nearest
 
 _DOTTED = r"[^\W\d]\w*(\.[^\W\d]\w*)*"
 _FILE = r"[^'\"()\[\]{}:\n]*[^'\"()\[\]{}:\n/]\.py"  # a path; commas and + have separated before
@@ -52,21 +55,45 @@ class Call:
 
 
 def parse_methods(text: str) -> dict[str, tuple[Call, ...]]:
-    """Return label -> parts, in order. The label is the method's text in one form; equal ones count once.
+    """Return label -> parts, in order. The label is the method's text in one form.
 
     Raises
     ------
     ValueError
-        The sentence names the part, and says what was expected and where.
+        The sentence names the part, and says what was expected and where. Also where a method stands twice.
     """
     methods = {}
     for start, one in pieces(text, ",;"):
         if one.strip():
             parts = tuple(_part(part, start + at, text) for at, part in pieces(one, "+"))
-            methods["+".join(map(str, parts))] = parts
+            if text_of(parts) in methods:
+                raise ValueError(
+                    f"'{text_of(parts)}' stands twice in {text!r}: name each method once"
+                )
+            methods[text_of(parts)] = parts
     if not methods:
         raise ValueError(f"there is no method in {text!r}; for example: FedAvg, FedFOR(alpha=0.5)")
     return methods
+
+
+def text_of(calls: Iterable[Call]) -> str:
+    """Return a method's text in one form: its label."""
+    return "+".join(map(str, calls))
+
+
+def catalogue() -> list[str]:
+    """Return the names that need no module: the registry's strategies and terms."""
+    terms = [name for row in METHODS.values() for name in row.terms]
+    return list(dict.fromkeys([row.name for row in METHODS.values()] + terms + list(TERMS)))
+
+
+def check_name(call: Call) -> None:
+    """Raise ValueError if a call is neither of the package nor of a user's own code."""
+    if ":" not in call.target and call.target not in (names := catalogue()):
+        raise ValueError(
+            f"the package has no strategy or term '{call.target}'"
+            f"{nearest(call.target, names)} (`flwr-regs list methods` shows all; your own is mine.py:name)"
+        )
 
 
 def _part(text: str, start: int, whole: str) -> Call:

@@ -1,0 +1,60 @@
+"""What a card's experiment gave, beside what its source reports."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from flwr_regs.experiments.experiment import Experiment
+from flwr_regs.experiments.report import metrics
+from flwr_regs.experiments.report.run_records import recorded
+from flwr_regs.experiments.report.terminal import columns
+
+
+def report_rows(card: Experiment, places: Mapping[str, Path]) -> list[dict[str, Any]]:
+    """Return a row for each panel, method and metric: ours, and what the source reports.
+
+    `places` are the folders of the panels, by name. Accuracies are fractions; the source's too.
+    """
+    names = ("panel", "method", "metric", "value", "std", "n", "source_value", "source_std")
+    rows = []
+    for panel in card.panels:
+        runs = recorded(card.tests(panel), places[panel.name])
+        labels = card.rows_of(panel)
+        first = [run for run in runs if run.label == next(iter(labels))]
+        for label, row in labels.items() if runs else ():
+            of_row = [run for run in runs if run.label == label]
+            for metric in card.metrics:
+                ours = metrics.mean_and_spread(metric, of_row, first)
+                scale = 0.01 if metrics.METRICS[metric].unit == "%" else 1.0
+                reported = panel.reports.get(metric, {}).get(row.name)
+                theirs = reported if isinstance(reported, list) else [reported]
+                scaled = [None if value is None else scale * value for value in theirs]
+                cells = (panel.name, row.name, metric, *ours, *scaled, None)
+                rows.append(dict(zip(names, cells, strict=False)))
+    return rows
+
+
+def as_text(card: Experiment, rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return the report for a terminal: a line for each method of a panel, the source's in brackets."""
+    lines = [f"{card.title} ({card.source}, {card.where}); in brackets what the source reports"]
+    for panel in card.panels:
+        methods: dict[str, list[str]] = {"": [*card.metrics]}
+        for row in rows:
+            if row["panel"] == panel.name:
+                methods.setdefault(row["method"], []).append(_cell(row))
+        if len(methods) > 1:
+            lines += ["", panel.name]
+            lines += columns([[name, *cells] for name, cells in methods.items()], right=True)
+            lines += [f"NOTE: {note}" for note in panel.notes]
+    lines += ["", *(f"{m}: {metrics.METRICS[m].meaning}" for m in card.metrics)]
+    return "\n".join(lines) + "\n"
+
+
+def _cell(row: Mapping[str, Any]) -> str:
+    name = row["metric"]
+    ours = metrics.shown(name, row["value"], row["std"])
+    if row["source_value"] is None:
+        return ours
+    return f"{ours} [{metrics.shown(name, row['source_value'], row['source_std'])}]"

@@ -1,0 +1,144 @@
+"""What can be chosen of a card: its level, some of its panels and methods, a smoke test."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from flwr_regs.experiments.calls import parse_methods, pieces, text_of
+from flwr_regs.experiments.cards.card_files import panel_of
+from flwr_regs.experiments.data import needs, subset
+from flwr_regs.experiments.experiment import Experiment, Panel, Row
+from flwr_regs.experiments.settings import DEFAULTS
+
+SMOKE = {
+    "rounds": 2,
+    "examples": 200,
+    "num-classes": 3,
+    "num-clients": 2,
+    "local-steps": 1,
+    "examples-per-client": 8,  # Fisher information is of all of them, one by one
+    "held-out-clients": 0,
+    "test-examples": 10,
+    "straggler-share": 0.0,  # of one step, a slow client takes none
+    "drop-out": 0.0,
+    "checkpoint-every": 0.0,
+}
+"""What ``--smoke`` sets."""
+SMOKE_MOST = {"batch-size": 4, "classes-per-client": 3, "shards-per-client": 3, "ensemble": 2}
+"""The largest values that ``--smoke`` leaves."""
+
+
+def levels(card: Experiment) -> list[str]:
+    """Return what a card can be run at: its setting, and ``reduced`` if it has settings for that."""
+    small = card.reduced or any(panel.reduced for panel in card.panels)
+    return list(dict.fromkeys([card.setting, *(["reduced"] if small else [])]))
+
+
+def at(card: Experiment, level: str = "") -> Experiment:
+    """Return a card at a level alone, by default at its setting; ValueError if it has no such level."""
+    level = level or card.setting
+    if level not in levels(card):
+        raise ValueError(
+            f"card '{card.name}' has no setting '{level}', only {' and '.join(levels(card))}"
+        )
+    panels = tuple(
+        replace(
+            p,
+            settings=dict(p.settings)
+            if level == card.setting
+            else {**p.settings, **card.reduced, **p.reduced},
+            reduced={},
+        )
+        for p in card.panels
+    )
+    return replace(card, panels=panels, reduced={}, setting=level)
+
+
+def panels_of(card: Experiment, text: str) -> tuple[Panel, ...]:
+    """Return the panels of names that commas or semicolons separate; a name may have commas itself."""
+    titles = [panel.name for panel in card.panels]
+    asked = [name for part in text.split(";") for name in rejoined(part.split(","), titles)]
+    return tuple(panel_of(card, name) for name in asked) or card.panels
+
+
+def with_methods(card: Experiment, text: str) -> Experiment:
+    """Return the card with these methods alone: its own by their names there, any other as a call."""
+    rows: list[Row] = []
+    titles = [row.name for row in card.rows]
+    for piece in rejoined([piece for _, piece in pieces(text, ",;")], titles) or [text]:
+        methods = {piece: ()} if piece in titles else parse_methods(piece)
+        for label, calls in methods.items():
+            meant = [r for r in card.rows if label in (r.name, text_of(r.calls))]
+            rows += [r for r in meant or [Row(label, calls)] if r not in rows]
+    spaces = [space for space in card.tune if any(space.applies(r.calls) for r in rows)]
+    return replace(card, rows=tuple(rows), tune=tuple(spaces))
+
+
+def rejoined(parts: Sequence[str], names: Sequence[str]) -> list[str]:
+    """Return the parts of a list, which commas separate; parts that together are one of `names` are one.
+
+    >>> rejoined(["MNIST", " sim 0%", "all"], ["MNIST, sim 0%", "all"])
+    ['MNIST, sim 0%', 'all']
+    """
+    left = [part.strip() for part in parts if part.strip()]
+    whole = {tuple(part.strip() for part in name.split(",")): name for name in names}
+    rejoined_parts = []
+    while left:
+        most = next((k for k in range(len(left), 1, -1) if tuple(left[:k]) in whole), 1)
+        rejoined_parts.append(whole.get(tuple(left[:most]), left[0]))
+        del left[:most]
+    return rejoined_parts
+
+
+def smoke(card: Experiment, given: Mapping[str, Any]) -> Experiment:
+    """Return a comparison that takes seconds: see :data:`SMOKE`; the first panel's first and last method.
+
+    All methods of the panel are checked. What is `given` wins. Where the files of the data are absent,
+    random records stand in for them.
+    """
+    first = card.panels[0]
+    whole = {**DEFAULTS, **card.settings, **first.settings, **given}
+    small = {key: min(whole[key], most) for key, most in SMOKE_MOST.items()}
+    if whole["fraction-train"] < 1:
+        small["fraction-train"] = 0.5
+    if not needs.present(str(whole["dataset"]), str(whole["data-dir"])):
+        small["synthetic"] = True
+    tried = replace(card.only(first), seeds=card.seeds[:1], smoke=True)
+    tried = tried.given({**SMOKE, **small, **given})
+    rows = tried.rows_of(first)
+    for label, row in rows.items():  # with what tuning would try first: a wrong parameter is found
+        tried.run_of(tried.panels[0], label, tried.points_of(row)[0], tried.seeds[0]).check()
+    ends = [*rows.values()]
+    return replace(tried, rows=(ends[0], *ends[1:][-1:]), tune=())
+
+
+def with_notes(experiment: Experiment) -> Experiment:
+    """Return a card's experiment with notes: what the reader must know of the data of each panel.
+
+    The hashes become those of the data that are here.
+    """
+    from flwr_regs.experiments.partition.client_data import data_of
+
+    hashes = dict(experiment.hashes)
+    panels = []
+    for panel in experiment.panels:
+        settings = experiment.tests(panel)[0].settings
+        name, notes = settings.dataset, list(panel.notes)
+        if settings.synthetic:
+            notes = [
+                f"the files of {name} are not here: this run is on {subset.RECORDS} random records of "
+                "their shape, and its accuracies say nothing"
+            ]
+        elif experiment.smoke:
+            notes = ["a smoke test: its accuracies say nothing"]
+        else:
+            seen = subset.fingerprint(data_of(replace(settings, examples=0, num_classes=0)))
+            if (known := needs.expected(name, experiment.hashes)) and seen != known:
+                notes.append(
+                    f"the hash of {name} is {seen}, not {known} as the card says: these are other data"
+                )
+            hashes[name] = seen
+        panels.append(replace(panel, notes=tuple(dict.fromkeys(notes))))
+    return replace(experiment, panels=tuple(panels), hashes=hashes)

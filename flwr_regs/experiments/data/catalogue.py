@@ -1,0 +1,146 @@
+"""All data sets of the package, as catalogue.toml lists them, and their names with arguments.
+
+Nothing here loads numpy or a reader before data is read.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import tomllib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from flwr_regs.wire.config import nearest
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What a data set's examples are, known without its files.
+
+    Attributes
+    ----------
+    shape : tuple of int
+        Of one input.
+    classes : int
+        The number of classes; of a user's own pictures, the least that makes sense.
+    tokens : int
+        The number of different tokens of integer inputs; 0: the inputs are floats.
+    """
+
+    shape: tuple[int, ...]
+    classes: int
+    tokens: int = 0
+
+
+@dataclass(frozen=True)
+class Source:
+    """One data set; catalogue.toml says what each field is."""
+
+    meaning: str
+    files: str
+    reader: str
+    shape: tuple[int | str, ...]
+    classes: int
+    tokens: int = 0
+    groups: str = ""
+    hash: str = ""
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    choices: Mapping[str, Iterable[Any]] = field(default_factory=dict)
+
+    def read(self, data_dir: str, **arguments: Any) -> dict[str, Any]:
+        """Return the fields of `flwr_regs.experiments.data.datasets.Data`."""
+        module, _, name = self.reader.partition(":")
+        reader = getattr(importlib.import_module(f"{__package__}.sources.{module}"), name)
+        return reader(data_dir, **self.fixed, **arguments)  # type: ignore[no-any-return]
+
+
+_CATALOGUE = Path(__file__).with_name("catalogue.toml").read_text(encoding="utf-8")
+SOURCES = {name: Source(**row) for name, row in tomllib.loads(_CATALOGUE).items()}
+"""Name -> data set. A name can have arguments, as in ``synthetic(alpha=0.5, beta=0.5)``."""
+DATASETS = {name: source.meaning for name, source in SOURCES.items()}
+"""Name -> its meaning in one line. Any other data set is a reference, such as ``mine.py:load``."""
+
+_BY_ARGUMENTS: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
+    "emnist": lambda given: {"classes": SOURCES["emnist"].choices["split"][given["split"]]},  # type: ignore[index]
+    "sentiment140": lambda given: {"tokens": given["words"] + 2},
+    "quadratics": lambda given: {"shape": (given["dimension"] + 1,)},
+    "stackoverflow": lambda given: dict.fromkeys(("classes", "tokens"), given["words"] + 4),
+    "image-folder": lambda given: {"shape": (1 if given["grey"] else 3, *2 * [given["size"]])},
+}
+"""Name -> what the arguments change in its kind."""
+
+
+def kind_of(dataset: str) -> Kind:
+    """Return what the examples of one of the package's data sets are, without its files."""
+    name, given = parsed(dataset)
+    source = SOURCES[name]
+    shape = tuple(given[size] if isinstance(size, str) else size for size in source.shape)
+    if given.get("augment") == "crop-24":
+        shape = (shape[0], 24, 24)
+    kind: dict[str, Any] = {"shape": shape, "classes": source.classes, "tokens": source.tokens}
+    changed = _BY_ARGUMENTS[name](given) if name in _BY_ARGUMENTS else {}
+    return Kind(**kind | changed)
+
+
+def parsed(dataset: str) -> tuple[str, dict[str, Any]]:
+    """Return the name and all arguments of a data set's text, such as ``femnist(writers=100)``.
+
+    Raises ValueError for a name or an argument that does not exist, or for a value that is no literal or of
+    another type than the default.
+    """
+    name, bracket, rest = dataset.partition("(")
+    name = name.strip()
+    if name not in SOURCES:
+        raise ValueError(
+            f"there is no data set '{name}'{nearest(name, SOURCES)}; there are {', '.join(SOURCES)}"
+        )
+    source = SOURCES[name]
+    given = dict(source.arguments)
+    if bracket and not given:
+        raise ValueError(f"dataset '{dataset}': {name} takes no arguments, and no parentheses")
+    if bracket:
+        for key, value in _literals(rest, dataset, name, given).items():
+            given[key] = _typed(value, given[key], f"dataset '{dataset}': {key}")
+    for key, choices in source.choices.items():
+        if given[key] not in choices:
+            raise ValueError(
+                f"dataset '{dataset}': {key} must be one of {', '.join(map(repr, choices))}, not "
+                f"{given[key]!r}"
+            )
+    return name, given
+
+
+def _literals(rest: str, dataset: str, name: str, legal: Mapping[str, Any]) -> dict[str, Any]:
+    """Return argument -> value of what follows the bracket."""
+    try:
+        call = ast.parse(f"f({rest}", mode="eval").body
+        if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name):
+            raise ValueError
+        pairs = [*zip(legal, call.args, strict=False)]
+        pairs += [(str(keyword.arg), keyword.value) for keyword in call.keywords]
+        values = {key: ast.literal_eval(value) for key, value in pairs}
+        if not len(values) == len(call.args) + len(call.keywords) or not {*values} <= {*legal}:
+            raise ValueError
+    except (SyntaxError, ValueError) as error:
+        arguments = ", ".join(f"{key}={default!r}" for key, default in legal.items())
+        raise ValueError(
+            f"dataset '{dataset}': expected {name}(...) with literals for some of its arguments, "
+            f"{arguments}"
+        ) from error
+    return values
+
+
+def _typed(value: Any, default: Any, what: str) -> Any:
+    """Return a value as the default's type; ValueError if it is none."""
+    kind = type(default)
+    if kind is float and type(value) is int:
+        return float(value)
+    if type(value) is not kind:
+        raise ValueError(f"{what} must be like its default {default!r}, not {value!r}")
+    if kind is int and value < 0:
+        raise ValueError(f"{what} must be at least 0, not {value}")
+    return value

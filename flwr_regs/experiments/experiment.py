@@ -1,0 +1,411 @@
+"""What is compared, on what, under which settings: an `Experiment`, and the `Run`s that it is made of.
+
+Both are values. Text becomes an `Experiment` at an edge: words.py (the command line), cards/card_files.py
+(a card, a folder's experiment.toml), simulation.py, or run/server_app.py (Flower's run config).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache
+from typing import TYPE_CHECKING, Any
+
+from flwr_regs.experiments.calls import Call, check_name, parse_methods, text_of
+from flwr_regs.experiments.settings import DEFAULTS, Settings, dead
+from flwr_regs.experiments.space import Point, Space, points, shown
+
+if TYPE_CHECKING:
+    from flwr.app import ArrayRecord
+
+    from flwr_regs import CentralDP, RegStrategy
+
+HELD_OUT = 0.2
+"""The share of each client's data that tuning measures on, unless held-out-share says otherwise."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One method with one seed.
+
+    Attributes
+    ----------
+    label : str
+        Its row in the tables.
+    settings : Settings
+        With its own seed; `methods` is its method alone.
+    calls : tuple of Call
+        The method, parsed.
+    """
+
+    label: str
+    settings: Settings
+    calls: tuple[Call, ...] = field(compare=False)
+
+    @property
+    def method(self) -> str:
+        """The method in one form of spaces and quotes."""
+        return self.settings.methods
+
+    @property
+    def seed(self) -> int:
+        """The seed of all that is drawn."""
+        return self.settings.seed
+
+    def strategy(self) -> RegStrategy:
+        """Return a new strategy of the method, with the settings; what the method's calls say wins.
+
+        Raises as :func:`flwr_regs.experiments.strategies.build` does.
+        """
+        from flwr_regs.experiments.strategies import build
+
+        settings = self.settings
+        common: dict[str, Any] = {
+            "seed": settings.seed,
+            "lr_schedule": lambda t: settings.lr_decay ** (t - 1),
+            "server_lr_schedule": lambda t: settings.server_lr_decay ** (t - 1),
+            "fraction_train": settings.fraction_train,
+            "min_train_nodes": 1,
+            "min_available_nodes": 1,
+            "min_evaluate_nodes": 1,
+            "fraction_evaluate": float(bool(settings.personalise or settings.test_on_clients)),
+            "cohorts": settings.cohorts,
+            "overlap": settings.overlap,
+            "wire_dtype": settings.wire_dtype or None,
+            "drop_inactive": settings.drop_inactive or None,
+            "restart_lr": settings.restart_lr,
+            "on_divergence": settings.on_divergence,
+        }
+        if settings.dp_clip_norm:
+            common["privacy"] = _privacy(settings)
+        papers = {"weighting": settings.weighting, "incomplete": settings.incomplete}
+        common |= {name: value for name, value in papers.items() if value != "paper"}
+        return build(self.calls, settings.code_dir, **common)
+
+    def check(self) -> None:
+        """Raise ValueError if the method refuses its settings, the model or the optimiser."""
+        from flwr_regs.experiments.strategies import named
+
+        settings = self.settings
+        settings.check()
+        strategy = self.strategy()
+        with named(self.method):
+            strategy.check_model(_start(*settings.model_arguments))
+            strategy.prepare(settings.rounds, None, settings.train_config, settings.evaluate_config)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A method to compare.
+
+    Attributes
+    ----------
+    name : str
+        Its name in a card, or the label of a sweep's row.
+    calls : tuple of Call
+    settings : dict
+        Its own; they are not tuned for it.
+    panels : tuple of str
+        The panels that have it; empty: all.
+    """
+
+    name: str
+    calls: tuple[Call, ...]
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    panels: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Panel:
+    """A column of a table or a curve's setting.
+
+    Attributes
+    ----------
+    name : str
+    settings, reduced : dict
+        In place of the experiment's.
+    reports : dict
+        Metric -> row's name -> what the source reports: a number, or (mean, standard deviation); accuracies
+        in per cent.
+    notes : tuple of str
+        What a reader must know of its data.
+    """
+
+    name: str = "all"
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    reduced: Mapping[str, Any] = field(default_factory=dict)
+    reports: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """What is compared, on what, under which settings; see KEYS in cards/card_files.py.
+
+    `settings` are those that all runs have, by name. With `baseline`, rows are compared with the first one;
+    such a benchmark tunes each method on held-out data before it is tested.
+    """
+
+    settings: Mapping[str, Any]
+    rows: tuple[Row, ...]
+    seeds: tuple[int, ...]
+    panels: tuple[Panel, ...] = (Panel(),)
+    tune: tuple[Space, ...] = ()
+    trials: int = 8
+    tuning_seeds: tuple[int, ...] = (101,)
+    heading: str = "method"
+    baseline: bool = False
+    smoke: bool = False
+    name: str = ""
+    title: str = ""
+    source: str = ""
+    where: str = ""
+    setting: str = ""
+    metrics: tuple[str, ...] = ()
+    reduced: Mapping[str, Any] = field(default_factory=dict)
+    departures: tuple[str, ...] = ()
+    hashes: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of_methods(
+        cls, settings: Mapping[str, Any], seeds: Sequence[int] = (), **more: Any
+    ) -> Experiment:
+        """Return the comparison of the methods in settings, by default with the seed in them."""
+        methods = parse_methods(str(settings.get("methods", DEFAULTS["methods"])))
+        common = {k: v for k, v in settings.items() if k not in ("methods", "seed")}
+        rows = tuple(Row(text, calls) for text, calls in methods.items())
+        seeds = tuple(seeds) or (settings.get("seed", DEFAULTS["seed"]),)
+        return cls(common, rows, seeds, **more)
+
+    @property
+    def ordered(self) -> bool:
+        """Whether the rows are the values of an ordered parameter."""
+        return self.heading not in ("method", "case") and all(_is_number(r.name) for r in self.rows)
+
+    def rows_of(self, panel: Panel) -> dict[str, Row]:
+        """Return label -> row of a panel, in order.
+
+        A sweep's rows have their names. The label of a method is its text without what is tuned, unless two
+        rows had the same then.
+        """
+        rows = [row for row in self.rows if not row.panels or panel.name in row.panels]
+        if self.heading != "method":
+            return {row.name: row for row in rows}
+        tuned = {space.key for space in self.tune}
+        untuned = [
+            text_of(
+                replace(
+                    c, kwargs={k: v for k, v in c.kwargs.items() if f"{c.target}.{k}" not in tuned}
+                )
+                for c in row.calls
+            )
+            for row in rows
+        ]
+        labels = [
+            label if untuned.count(label) == 1 else text_of(row.calls)
+            for label, row in zip(untuned, rows, strict=True)
+        ]
+        if len({*labels}) < len(labels):
+            twice = next(label for label in labels if labels.count(label) > 1)
+            raise ValueError(f"'{twice}' stands here twice: name each method once")
+        return dict(zip(labels, rows, strict=True))
+
+    def points_of(self, row: Row) -> list[Point]:
+        """Return the points that are tried for a method."""
+        spaces = [s for s in self.tune if s.applies(row.calls) and s.key not in row.settings]
+        return points(spaces, self.trials)
+
+    def tests(self, panel: Panel, chosen: Mapping[str, Point] | None = None) -> list[Run]:
+        """Return the runs of a panel, each method at the point that tuning has chosen for its label."""
+        pairs = [(seed, label) for seed in self.seeds for label in self.rows_of(panel)]
+        if self.baseline:  # else whole comparisons come first
+            pairs = [(seed, label) for label in self.rows_of(panel) for seed in self.seeds]
+        return [
+            self.run_of(panel, label, (chosen or {}).get(label, {}), seed) for seed, label in pairs
+        ]
+
+    def trial_runs(self, panel: Panel) -> list[Run]:
+        """Return the runs that tuning needs: each method at each of its points."""
+        if not self.tune:
+            return []
+        return [
+            self.run_of(panel, label, point, seed, trial=True)
+            for label, row in self.rows_of(panel).items()
+            for point in self.points_of(row)
+            for seed in self.tuning_seeds
+        ]
+
+    def run_of(self, panel: Panel, label: str, point: Point, seed: int, trial: bool = False) -> Run:
+        row = self.rows_of(panel)[label]
+        settings = {**self.settings, **panel.settings, **row.settings}
+        if self.baseline:  # the test is on other data than tuning
+            share = settings.pop("held-out-share", HELD_OUT)
+            settings |= {"held-out-share": share} if trial else {}
+        if panel.settings.get("test-on-clients"):  # for all: rows compare so
+            settings["test-on-clients"] = True
+        calls = row.calls
+        for key, value in point.items():
+            target, dot, name = key.rpartition(".")
+            if dot:
+                from flwr_regs.experiments.strategies import with_argument
+
+                calls = with_argument(calls, target, name, value, settings.get("code-dir", ""))
+            else:
+                settings[key] = value
+        settings |= {"methods": text_of(calls), "seed": seed}
+        return Run(trial_label(label, point) if trial else label, Settings.of(settings), calls)
+
+    @cached_property
+    def runs(self) -> list[Run]:
+        """The runs of all panels, trials among them, before anything is tuned."""
+        return [
+            run for panel in self.panels for run in [*self.trial_runs(panel), *self.tests(panel)]
+        ]
+
+    def fair(self) -> Experiment:
+        """Return the experiment in which the clients test every method of a panel if they must test one.
+
+        They must if they are told to, have domains of their own, or the method keeps entries private.
+        """
+        return replace(self, panels=tuple(map(self._on_clients, self.panels)))
+
+    def checked(self) -> Experiment:
+        """Return the experiment as :meth:`fair` says, after a check of its settings, methods and models.
+
+        Raises ValueError that says what is wrong.
+        """
+        if both := {*self.seeds} & {*(self.tuning_seeds if self.tune else ())}:
+            raise ValueError(f"seeds {sorted(both)} are both for tuning and for the test")
+        if len(self.tune) > len({space.key for space in self.tune}):
+            raise ValueError(f"--tune names a key twice: {', '.join(s.text for s in self.tune)}")
+        if self.trials < 1:
+            raise ValueError(f"--trials must be at least 1, not {self.trials}")
+        if self.baseline and any(run.settings.held_out_clients for run in self.runs):
+            raise ValueError(
+                "bench tests on the test set and tunes on held-out-share: leave held-out-clients out"
+            )
+        for row in self.rows:
+            for call in row.calls:
+                check_name(call)
+        for space in self.tune:
+            if not any(space.applies(row.calls) for row in self.rows):
+                texts = ", ".join(text_of(row.calls) for row in self.rows)
+                raise ValueError(f"--tune {space.key}: none of {texts} has this")
+        for run in self.runs:
+            run.settings.check()
+        self._refuse_dead(self.runs, but="test-on-clients")  # before anything is loaded
+        whole = self.fair()
+        self._refuse_dead(whole.runs)
+        for run in {(run.label, run.method): run for run in whole.runs}.values():
+            run.check()
+        return whole
+
+    def _refuse_dead(self, runs: Sequence[Run], but: str = "") -> None:
+        if not self.smoke and (said := dead([run.settings for run in runs], but)):
+            raise ValueError(said)
+
+    def _on_clients(self, panel: Panel) -> Panel:
+        from flwr_regs.experiments.strategies import check_apart, is_private
+
+        tests = self.tests(panel)
+        strategies = check_apart({run.method: run for run in tests}.values())
+        if not (
+            any(
+                r.settings.test_on_clients or r.settings.dataset.endswith("-domains") for r in tests
+            )
+            or any(map(is_private, strategies))
+        ):
+            return panel
+        return replace(panel, settings={**panel.settings, "test-on-clients": True})
+
+    def check_data(self) -> None:
+        """Load the data sets; raise ValueError if one cannot be split over the clients as asked.
+
+        Raises ImportError or OSError as :func:`flwr_regs.experiments.data.datasets.load` does.
+        """
+        from flwr_regs.experiments.partition.client_data import client_data_of
+
+        for run in self.runs:
+            clients = client_data_of(run.settings)
+            assert clients.parts  # raises for a partition that is impossible
+            if run.settings.test_on_clients:
+                clients.test_rows(0)
+
+    def only(self, *panels: Panel) -> Experiment:
+        """Return the experiment with these panels alone, and the rows that they have."""
+        names = {panel.name for panel in panels}
+        rows = tuple(
+            replace(row, panels=tuple(name for name in row.panels if name in names))
+            for row in self.rows
+            if not row.panels or names & {*row.panels}
+        )
+        return replace(self, panels=panels, rows=rows)
+
+    def given(self, settings: Mapping[str, Any]) -> Experiment:
+        """Return the experiment with settings that win over all others; they are not tuned."""
+
+        def without(mine: Mapping[str, Any]) -> dict[str, Any]:
+            return {key: value for key, value in mine.items() if key not in settings}
+
+        return replace(
+            self,
+            settings={**self.settings, **settings},
+            rows=tuple(replace(row, settings=without(row.settings)) for row in self.rows),
+            panels=tuple(replace(p, settings=without(p.settings)) for p in self.panels),
+            tune=tuple(space for space in self.tune if space.key not in settings),
+        )
+
+
+def trial_label(label: str, point: Point) -> str:
+    """Return the label of a trial."""
+    return f"{label} [{shown(point)}]"
+
+
+def _is_number(text: str) -> bool:
+    try:
+        return bool(float(text)) or True
+    except ValueError:
+        return False
+
+
+def _privacy(settings: Settings) -> CentralDP:
+    """Return central differential privacy with a new accountant, for one client replaced."""
+    from flwr_regs import CentralDP
+
+    if settings.dp_noise == 0:
+        return CentralDP(settings.dp_clip_norm, 0.0)
+    from flwr.serverapp import NeighboringRelation, PrivacyConfig, RdpAccountant, SamplingMethod
+
+    from flwr_regs.experiments.extras import install_command
+
+    config = PrivacyConfig(
+        target_delta=settings.dp_delta,
+        population_size=settings.num_clients,
+        neighboring_relation=NeighboringRelation.REPLACE_ONE,
+        sampling_method=SamplingMethod.WITHOUT_REPLACEMENT,
+    )
+    # Every order gives a bound; the smallest counts. The default's large ones take half a second each.
+    orders = (*(1 + x / 10 for x in range(1, 20)), *range(3, 33), 40, 48, 64, 128)
+    try:
+        accountant = RdpAccountant(config, tuple(map(float, orders)))
+    except ImportError as error:
+        raise ValueError(
+            f"setting 'dp-clip-norm' needs dp-accounting: {install_command('privacy')}, or "
+            "dp-noise=0, which protects nobody"
+        ) from error
+    return CentralDP(settings.dp_clip_norm, settings.dp_noise, accountant)
+
+
+def _start(dataset: str, model: str, *more: Any) -> ArrayRecord:
+    """Return the initial model, after a check; one of the package's is drawn once for many methods."""
+    known = ":" not in dataset + model and not dataset.startswith("image-folder")
+    return (_known_start if known else _known_start.__wrapped__)(dataset, model, *more)
+
+
+@lru_cache(maxsize=2)
+def _known_start(*arguments: Any) -> ArrayRecord:
+    from flwr.app import ArrayRecord
+
+    from flwr_regs.experiments.models import models
+
+    return ArrayRecord(models.check(*arguments).state_dict())

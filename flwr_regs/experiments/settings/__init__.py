@@ -1,1 +1,0 @@
-"""What a comparison's settings are, and how text becomes values."""

@@ -1,0 +1,105 @@
+"""What tuning tries: for a setting, such as ``lr``, or a method's parameter, such as ``FedFOR.alpha``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+from flwr_regs.experiments.calls import Call, literal, values
+from flwr_regs.experiments.settings import DEFAULTS, read
+from flwr_regs.wire.config import nearest
+
+FIXED = ("methods", "seed", "out", "code-dir", "data-dir", "held-out-clients", "held-out-share")
+"""Settings that no trial may change."""
+Point = Mapping[str, Any]
+"""Key -> value: a setting, or a parameter of a method."""
+
+
+@dataclass(frozen=True)
+class Space:
+    """What is tried for one key.
+
+    Attributes
+    ----------
+    text : str
+        As it was given.
+    key : str
+    low, high : float
+        A range, in which the logarithm is uniform.
+    choices : tuple
+        Or these values.
+    """
+
+    text: str
+    key: str
+    low: float = 0.0
+    high: float = 0.0
+    choices: tuple[Any, ...] = ()
+
+    @classmethod
+    def read(cls, text: str) -> Space:
+        """Return the space of ``lr=0.02..2`` or ``lr=0.1,0.2``; ValueError for other text."""
+        key, equals, given = (part.strip() for part in text.partition("="))
+        low, dots, high = given.partition("..")
+        if not equals or not key or not given:
+            raise ValueError(
+                f"--tune must look like lr=0.02..2 or FedFOR.alpha=0.1,1, not '{text}'"
+            )
+        if "." not in key and key not in DEFAULTS:
+            raise ValueError(f"--tune {text}: unknown setting '{key}'{nearest(key, DEFAULTS)}")
+        if key in FIXED:
+            raise ValueError(f"--tune {text}: the setting '{key}' cannot be tuned")
+        if not dots:
+            return cls(text, key, choices=tuple(value_of(key, one) for one in values(given)))
+        try:
+            ends = float(low), float(high)
+        except ValueError:
+            ends = (0.0, 0.0)
+        if not 0 < ends[0] < ends[1]:
+            raise ValueError(
+                f"--tune {text}: a range is LOW..HIGH, two numbers with 0 < LOW < HIGH"
+            )
+        return cls(text, key, *ends)
+
+    def at(self, share: float) -> Any:
+        """Return the value at a share of the space, from 0 up to 1."""
+        if self.choices:
+            return self.choices[int(share * len(self.choices))]
+        value = self.low * (self.high / self.low) ** share
+        return round(value) if type(DEFAULTS.get(self.key)) is int else float(f"{value:.3g}")
+
+    def applies(self, calls: Iterable[Call]) -> bool:
+        """Return whether a method has what this is about."""
+        target, dot, _ = self.key.rpartition(".")
+        return not dot or target in [call.target for call in calls]
+
+
+def value_of(key: str, text: str) -> Any:
+    """Return the value of a setting, or of a method's parameter, that a text gives."""
+    return literal(text) if "." in key else read(key, text)
+
+
+def points(spaces: Sequence[Space], trials: int) -> list[Point]:
+    """Return different points that are tried: the whole grid if it is small, else Sobol's sequence."""
+    if not spaces:
+        return [{}]
+    grid = list(product(*(space.choices for space in spaces)))
+    if not 0 < len(grid) <= trials:
+        from torch.quasirandom import SobolEngine
+
+        engine = SobolEngine(len(spaces), scramble=True, seed=0)  # type: ignore[no-untyped-call]
+        shares = engine.draw(8 * trials).tolist()  # whole numbers and choices come twice
+        grid = [tuple(s.at(x) for s, x in zip(spaces, point, strict=True)) for point in shares]
+    tried: dict[str, Point] = {}
+    for one in grid:
+        point = dict(zip((space.key for space in spaces), one, strict=True))
+        tried.setdefault(shown(point), point)
+    return list(tried.values())[:trials]
+
+
+def shown(point: Point, equals: str = "=") -> str:
+    """Return a point as text."""
+    texts = (f"{value:g}" if type(value) is float else f"{value}" for value in point.values())
+    return ", ".join(f"{key}{equals}{text}" for key, text in zip(point, texts, strict=True))
