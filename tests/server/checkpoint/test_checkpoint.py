@@ -107,7 +107,7 @@ def test_one_object_is_kept_once() -> None:
     assert len(store.arrays) == 2
     found = from_json(written, dict(store.arrays))
     assert found[0] is not found[1]["a"]
-    assert found[2] is found[3]
+    assert found[2] == found[3] == data
 
 
 @pytest.mark.parametrize(
