@@ -22,7 +22,6 @@ from flwr.app import (
 )
 from flwr.client import NumPyClient
 from flwr.clientapp import ClientApp
-from flwr.common.serde import recorddict_to_proto
 from flwr.serverapp.strategy import FedAvg as FlowerFedAvg
 from torch import nn
 
@@ -47,8 +46,7 @@ from flwr_regs.flower.grids.contexts import Contexts
 from flwr_regs.server.population.population import PopulationError
 from flwr_regs.term import Term
 from flwr_regs.wire import keys
-from flwr_regs.wire.parcel import Parcel, Record
-from flwr_regs.wire.records import Writer, from_record, parcel_of, to_record
+from flwr_regs.wire.records import from_record, to_record
 from tests.conftest import close, make_clients, make_model, run
 
 CONFIG = ConfigRecord({"lr": 0.2, "local-epochs": 1})
@@ -234,21 +232,6 @@ def test_the_history_is_plain_numbers_and_complete() -> None:
     assert set(entry["seconds"]) == {"configure", "clients", "aggregate", "evaluate"}
     assert set(entry["evaluate"]["clients"][0]) == {"num-examples", "accuracy", "loss"}
     assert [e["lr"] for e in strategy.history] == pytest.approx([0.2, 0.1, 0.2 / 3])
-
-
-def test_payload_bytes_are_those_of_the_serialised_message() -> None:
-    config = {"a": 1.0, "b": ["x", "y"], "c": b"123"}
-    arrays = {
-        "w": np.ones((3, 4), np.float32),
-        "n": np.asarray(7),
-        "e": np.zeros((0, 2)),
-        "b": np.eye(2).T,
-    }
-    parcel = Parcel({"arrays": Record(arrays)}, config)
-    content = Writer().content_of(parcel)
-    size = recorddict_to_proto(content).ByteSize()
-    assert 0.75 * size < parcel.nbytes < size
-    assert parcel_of(content).nbytes == parcel.nbytes  # counted beforehand, and as it came
 
 
 def test_the_seed_is_drawn_and_logged_if_not_given(caplog: pytest.LogCaptureFixture) -> None:
@@ -573,21 +556,6 @@ def test_a_subclass_may_skip_a_phase() -> None:
 
 
 # What users' code sees
-
-
-def test_mods_see_the_model_and_not_the_step() -> None:
-    seen = []
-
-    def spy(message: Message, context: Context, call_next: Any) -> Message:
-        if message.metadata.message_type == "train":
-            seen.append(from_record(message.content.array_records["arrays"]))
-        return call_next(message, context)
-
-    plain = app_of(FedFORClient).client_fn  # type: ignore[attr-defined]
-    strategy = FedFOR(alpha=0.5, downlink="delta", seed=1, fraction_evaluate=0.0)
-    start(strategy, InProcessGrid(client_app(plain, mods=[spy]), 2), 3)
-    assert np.abs(seen[-1]["0.weight"] - seen[0]["0.weight"]).max() < 0.5  # a model, not a step
-    assert np.abs(seen[-1]["0.weight"]).max() > 0.2
 
 
 def test_clients_and_rounds_shuffle_differently() -> None:
