@@ -25,7 +25,7 @@ from flwr_regs import (
     ServerContext,
     Term,
 )
-from flwr_regs.abilities import Agrees, Checks, Freezes, Weighs
+from flwr_regs.abilities import Agrees, Checks, Weighs
 from flwr_regs.testing import problem
 from flwr_regs.testing.problem import SerialisingGrid
 from tests.conftest import Batch, close, make_model, to_numpy
@@ -156,82 +156,6 @@ def averaged(ends: Mapping[int, Arrays]) -> Arrays:
     """The mean of the clients' models, by their numbers of examples."""
     n = {k: examples(CLIENTS[k]) for k in ends}
     return {m: sum(n[k] * end[m] for k, end in ends.items()) / sum(n.values()) for m in START}
-
-
-# parameters that stand still
-
-
-@dataclass(frozen=True)
-class Still(Term, Freezes):
-    """Holds the parameters of a layer still, and notes which ones its hooks see."""
-
-    name: ClassVar[str] = "still"
-    layer: str
-
-    def frozen(self, names: Collection[str]) -> set[str]:
-        return {n for n in names if n.startswith(self.layer)}
-
-    def start(self, params: Arrays, ctx: ClientContext) -> Arrays:
-        note("names", set(params) | set(ctx.start))
-        return params
-
-    def correct(self, grads: Arrays, params: Arrays, ctx: ClientContext) -> Arrays:
-        note("names", set(grads) | set(params))
-        return grads
-
-    def finish(self, delta: Arrays, ctx: ClientContext) -> tuple[Arrays, Slot, Slot]:
-        note("names", set(delta))
-        return delta, {}, {}
-
-    def init(self, params: Arrays) -> Slot:
-        note("names", set(params))
-        return {n: 0 * a for n, a in params.items()}
-
-    def update(
-        self, server: Slot, delta: Arrays, uploads: Mapping[Any, Any], ctx: ServerContext
-    ) -> tuple[Slot, Arrays]:
-        note("names", set(delta) | set(ctx.params) | set(server))
-        return server, delta
-
-    def release(self, server: Slot, step: Arrays, ctx: ServerContext) -> tuple[Slot, Arrays]:
-        note("names", set(step))
-        return server, step
-
-
-MOMENTUM = partial(torch.optim.SGD, momentum=0.9, weight_decay=0.1)
-DECAYED = partial(torch.optim.AdamW, weight_decay=0.1)
-
-
-@pytest.mark.parametrize(
-    ("place", "make", "layer"),
-    [("client", DECAYED, "0."), ("client", MOMENTUM, "2.bias"), ("own loop", MOMENTUM, "0.")],
-)
-def test_a_frozen_parameter_stands_still_and_no_hook_sees_it(
-    place: str, make: Any, layer: str
-) -> None:
-    """Against a plain loop in torch that does not train it."""
-    app = PLACES[place]([Still], optimizer=make)
-    got = train(RegStrategy([Still(layer)], **ALL), app, rounds=2)
-    want: Any = START
-    for _ in range(2):
-        ends = {}
-        for k, batches in enumerate(DATA):
-            model = make_model()
-            model.load_state_dict({n: torch.from_numpy(a) for n, a in want.items()})
-            trained = [p for n, p in model.named_parameters() if not n.startswith(layer)]
-            optimizer = make(trained, lr=LR)
-            for x, y in batches * 2:
-                optimizer.zero_grad()
-                cross_entropy(model(x), y).backward()
-                optimizer.step()
-            ends[k] = numbers(model.state_dict())
-        want = averaged(ends)
-    close(got[-1], want, 1e-5)
-    for name in START:
-        same = np.array_equal(got[-1][name], START[name])
-        assert same == name.startswith(layer), name
-    assert NOTES["names"]
-    assert all(names == {k for k in START if not k.startswith(layer)} for names in NOTES["names"])
 
 
 # uploads that cannot be used

@@ -23,18 +23,16 @@ from flwr_regs import (
     Term,
 )
 from flwr_regs.abilities import (
-    Addresses,
     Folds,
     Freezes,
     Personalises,
     Probes,
-    Recovers,
     TakesBack,
     Weighs,
 )
 from flwr_regs.client.local_training import local_round
 from flwr_regs.testing.problem import app_of
-from tests.conftest import budgeted, close, make_clients, make_model, run
+from tests.conftest import budgeted, make_clients, make_model, run
 
 Arrays = dict[str, Any]
 QUIET: dict[str, Any] = {"seed": 3, "fraction_evaluate": 0.0}
@@ -154,37 +152,6 @@ def test_an_upload_unlike_the_others_costs_its_client_without_a_check(value: np.
         reply.content.array_records["sums.upload"]["0.bias"] = Array(value)
 
     costs_client_3(RegStrategy([Sums()], **QUIET), "'0.bias' is", Spoiled(how, [Sums]))
-
-
-# abilities that meet
-
-
-@dataclass(frozen=True)
-class Both(Term, Recovers, Addresses):
-    """Broadcasts the last step, which a client recovers, and a number of the client's own."""
-
-    name: ClassVar[str] = "both"
-
-    def broadcast(self, server: Any, ctx: Any) -> Any:
-        return {} if ctx.previous_step is None else self.recover(ctx.previous_step, ctx.previous_lr)
-
-    def recover(self, step: Any, lr: float) -> Any:
-        return {n: s / lr for n, s in step.items()}
-
-    def broadcast_to(self, pid: int, server: Any, ctx: Any) -> Any:
-        return {"mine": np.asarray(0.1 * pid)}
-
-    def correct(self, grads: Arrays, params: Arrays, ctx: ClientContext) -> Arrays:
-        b = ctx.broadcast
-        return {n: g + b["mine"] * b[n] if n in b else g for n, g in grads.items()}
-
-
-def test_what_is_recovered_stands_beside_what_came_for_this_client() -> None:
-    ends = [
-        run(RegStrategy([Both()], downlink=kind, **QUIET), RegClient, terms=[Both])
-        for kind in ("model", "delta")
-    ]
-    close(ends[0], ends[1], 0.0)
 
 
 # errors in the middle
