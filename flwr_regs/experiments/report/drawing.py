@@ -23,15 +23,6 @@ except ImportError as error:
 
 PAD = 0.06  # at the figure's edge
 
-# Seven colours and five dashes: 35 looks before one comes again.
-DASHES: tuple[Any, ...] = (
-    "-",
-    (0, (4, 1.5)),
-    (0, (6, 1.5, 1, 1.5)),
-    (0, (1.2, 1.2)),
-    (0, (9, 1.5, 1, 1.5, 1, 1.5)),
-)
-
 
 @dataclass(frozen=True)
 class Look:
@@ -81,18 +72,12 @@ def line(index: int, count: int, ordered: bool) -> dict[str, Any]:
     Later lines are thinner, and dashed lines lie above solid ones, so that one of two equal lines shows
     through the other.
     """
+    cycle = rcParams["axes.prop_cycle"].by_key()
+    colour, dashes = (cycle[name][index % 35] for name in ("color", "linestyle"))
     if ordered:  # the map's last colours are too light for a line on white
-        colour: Any = colormaps[rcParams["image.cmap"]](0.82 * index / max(count - 1, 1))
-    else:
-        colours = rcParams["axes.prop_cycle"].by_key()["color"]
-        colour = "#" + colours[index % len(colours)].lstrip("#")
-    dashes = DASHES[index % len(DASHES)]
-    return {
-        "color": colour,
-        "linestyle": dashes,
-        "linewidth": 1.1 + 0.7 / (1 + index),
-        "zorder": 3 + (dashes != "-") + index / 1000,
-    }
+        colour = colormaps[rcParams["image.cmap"]](0.82 * index / max(count - 1, 1))
+    width, layer = 1.1 + 0.7 / (1 + index), 3 + (dashes != "-") + index / 1000
+    return {"color": colour, "linestyle": dashes, "linewidth": width, "zorder": layer}
 
 
 def wrap(text: str, width: float, scale: float = 1.0) -> str:

@@ -6,10 +6,12 @@ import io
 import os
 import platform
 import subprocess
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 import flwr_regs
 from flwr_regs.experiments.report import rows
@@ -21,7 +23,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from flwr_regs.experiments.report.drawing import Look, Picture
-    from flwr_regs.experiments.report.plots import Curve
 
 PICTURES = {
     "accuracy": ("round", "accuracy"),
@@ -128,11 +129,13 @@ class Results:
     def _picture(self, x: str, y: str, look: Look) -> Picture:
         from flwr_regs.experiments.report import plots
 
-        curves = [*self._curves()]
         if x == "clients":
-            return plots.over_clients(curves, title=self.title, look=look)
+            whole = [run for run in self.runs if run.whole]
+            clients = {(r.label, r.seed): r.per_client.get("clients", ()) for r in whole}
+            in_per_cent = {run: 100 * np.array(each, float) for run, each in clients.items()}
+            return plots.over_clients(self._points(), in_per_cent, title=self.title, look=look)
         return plots.over_rounds(
-            curves,
+            self._points(),
             x,
             y,
             target=100 * self.target if y == "accuracy" else None,
@@ -142,22 +145,23 @@ class Results:
             look=look,
         )
 
-    def _curves(self) -> Iterator[Curve]:
-        """Yield what the pictures need of each run that was tested."""
+    def _points(self) -> pd.DataFrame:
+        """Return the runs' tests, and what they cost, as `plots` takes them."""
         import pandas as pd
 
-        from flwr_regs.experiments.report.plots import Curve
-
+        tables = []
         for run in self.runs:
-            if not run.accuracy:
-                continue
-            spent = pd.DataFrame({"megabytes": run.megabytes, "seconds": run.clock})
-            spent.index += 1  # the initial model, round 0, has cost nothing
-            points = pd.DataFrame(run.test)[["round", "accuracy", "loss"]].astype(float)
-            points["accuracy"] *= 100
-            points = points.join(spent, on="round").fillna({"megabytes": 0.0, "seconds": 0.0})
-            stopped = "" if run.ended and not run.error else run.error or "stopped"
-            yield Curve(run.label, run.seed, points, run.per_client.get("clients", ()), stopped)
+            if run.accuracy:
+                spent = pd.DataFrame({"megabytes": run.megabytes, "seconds": run.clock})
+                spent.index += 1  # the initial model, round 0, has cost nothing
+                points = pd.DataFrame(run.test)[["round", "accuracy", "loss"]].astype(float)
+                points = points.join(spent, on="round").fillna({"megabytes": 0.0, "seconds": 0.0})
+                points["accuracy"] *= 100
+                stopped = not run.ended or bool(run.error)
+                tables.append(points.assign(label=run.label, seed=run.seed, stopped=stopped))
+        if not tables:
+            raise ValueError("there is nothing to draw: no run was tested")
+        return pd.concat(tables)
 
     def text(self) -> str:
         """Return the table for a terminal of 80 columns, and what it needs to be read."""

@@ -17,22 +17,28 @@ from matplotlib.text import Text
 
 from flwr_regs.experiments.report import drawing, partition_plot, plots
 from flwr_regs.experiments.report.drawing import Look
-from flwr_regs.experiments.report.plots import Curve
 from flwr_regs.experiments.report.results import Results
-from tests.experiments.report.test_results import run as recorded
+from flwr_regs.experiments.report.run_records import RunRecord
+from flwr_regs.experiments.settings import DEFAULTS
 
 NAN = float("nan")
 WORDS = ["FedAvg", "FedFOR(alpha=0.5)", "a b", "x" * 40, "$_^{", "FedBN+FedFOR(alpha=0.1, lr=0.05)"]
 
 
-def run(label: str, seed: int, accuracy: Any, start: int = 0, **more: Any) -> Curve:
+def run(
+    label: str, seed: int, accuracy: Any, start: int = 0, stopped: bool = False, **more: Any
+) -> pd.DataFrame:
     """A run whose rounds take 0.2 MB and 1.5 s, and whose loss is a hundredth of the accuracy."""
-    fields = {name: more.pop(name) for name in ("clients", "stopped") if name in more}
     rounds = np.arange(start, start + len(accuracy), dtype=float)
-    accuracy = np.asarray(accuracy, float)
-    columns = {"round": rounds, "accuracy": accuracy, "loss": accuracy / 100}
-    columns |= {"megabytes": 0.2 * rounds, "seconds": 1.5 * rounds, **more}
-    return Curve(label, seed, pd.DataFrame(columns), **fields)
+    columns = {"accuracy": accuracy, "loss": np.asarray(accuracy, float) / 100, **more}
+    columns = {"megabytes": 0.2 * rounds, "seconds": 1.5 * rounds, **columns}
+    return pd.DataFrame(
+        {"label": label, "seed": seed, "stopped": stopped, "round": rounds, **columns}
+    )
+
+
+def drawn(curves: list[pd.DataFrame], *axes: str, **settings: Any) -> drawing.Picture:
+    return plots.over_rounds(pd.concat(curves), *axes, **settings)
 
 
 def sampled(seeds: int, rounds: int = 6, seed: int = 0) -> Any:
@@ -57,18 +63,18 @@ def assert_legible(figure: Figure) -> None:
 
 
 def assert_texts_apart(figure: Figure) -> None:
-    drawn = []
+    written = []
     draw = Text.draw
 
     def noted(text: Text, *args: Any, **kwargs: Any) -> None:  # there are more texts than are drawn
         if text.get_visible() and text.get_text().strip():
-            drawn.append(text)
+            written.append(text)
         draw(text, *args, **kwargs)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Text, "draw", noted)
         figure.draw_without_rendering()
-    boxes = [(text.get_text(), text.get_window_extent()) for text in drawn]
+    boxes = [(text.get_text(), text.get_window_extent()) for text in written]
     assert len(boxes) > 3
     for name, box in boxes:
         assert min(box.x0, box.y0) >= 0, name
@@ -88,7 +94,7 @@ def test_line_and_band_are_the_mean_and_its_spread(x: str, y: str, interval: boo
     spent = 1 + np.arange(6) + sampled(4, seed=1)
     pairs = enumerate(zip(values, spent, strict=True))
     curves = [run("A", k, v, megabytes=s, seconds=2 * s) for k, (v, s) in pairs]
-    figure = plots.over_rounds(curves, x, y, interval=interval)
+    figure = drawn(curves, x, y, interval=interval)
     values = values / 100 if y == "loss" else values
     (line,) = artists(figure, "mean A")
     expected = {"round": np.arange(6), "megabytes": spent.mean(0), "seconds": 2 * spent.mean(0)}[x]
@@ -96,46 +102,44 @@ def test_line_and_band_are_the_mean_and_its_spread(x: str, y: str, interval: boo
     np.testing.assert_allclose(line.get_ydata(), values.mean(0))
     spread = values.std(0, ddof=1) * (3.182446 / 2 if interval else 1)  # t(0.975, 3), 4 seeds
     (band,) = artists(figure, "band A")
-    drawn = band.get_paths()[0].vertices
+    edges = band.get_paths()[0].vertices
     for edge in (values.mean(0) - spread, values.mean(0) + spread):
         for point in zip(expected, edge, strict=True):
-            assert np.isclose(drawn, point, rtol=1e-6).all(axis=1).any()
+            assert np.isclose(edges, point, rtol=1e-6).all(axis=1).any()
     words = "95 % interval" if interval else "standard deviation"
     assert text_of(figure, "caption") == f"Mean and {words} over n = 4 seeds."
 
 
 def test_seeds_are_averaged_over_the_rounds_that_all_of_them_have() -> None:
     few, many = run("A", 2, [40, 50], start=1), run("A", 1, [10, 20, 30, 40])
-    (line,) = artists(plots.over_rounds([many, few]), "mean A")
+    (line,) = artists(drawn([many, few]), "mean A")
     assert list(line.get_xdata()) == [1, 2]
     np.testing.assert_allclose(line.get_ydata(), [30, 40])
-    with pytest.raises(ValueError, match="'A' have no round in common"):
-        plots.over_rounds([few, run("A", 1, [10], start=3)])
+    assert not artists(drawn([few, run("A", 1, [10], start=3)]), "mean A")  # none in common
     with pytest.raises(ValueError, match="'time': expected one of round, megabytes"):
-        plots.over_rounds([few], "time")
+        drawn([few], "time")
 
 
 def test_stopped_runs_are_drawn_to_where_they_stop_and_counted() -> None:
     whole = sampled(2)
     broken = [
-        run("A", 3, [10, 20, 15], stopped="loss is inf"),
+        run("A", 3, [10, 20, 15], stopped=True),
         run("A", 4, [10, 30, 40, NAN, 50, 60]),
-        run("A", 6, [], stopped="no client came"),
     ]
     others = [run("B", k, v) for k, v in enumerate(sampled(3))]
     curves = [*broken, *(run("A", k, v) for k, v in enumerate(whole)), *others]
-    figure = plots.over_rounds(curves)
+    figure = drawn(curves)
     np.testing.assert_allclose(artists(figure, "mean A")[0].get_ydata(), whole.mean(0))
     lines = artists(figure, "stopped A")
-    assert [list(line.get_xdata()) for line in lines] == [[0, 1, 2], [0, 1, 2], []]
+    assert [list(line.get_xdata()) for line in lines] == [[0, 1, 2], [0, 1, 2]]
     assert list(lines[1].get_ydata()) == [10, 30, 40]
-    assert [list(c.get_ydata()) for c in artists(figure, "cross A")] == [[15], [40], []]
-    assert "A (3 of 5 stopped)" in text_of(figure, "label")
+    assert [list(c.get_ydata()) for c in artists(figure, "cross A")] == [[15], [40]]
+    assert "A (2 of 4 stopped)" in text_of(figure, "label")
     assert text_of(figure, "caption") == (
         "Mean and standard deviation over n = 3 seeds (A: n = 2). "
         "Thin line with a cross: a run that stopped there; it is in no mean."
     )
-    assert "none finished" in text_of(plots.over_rounds(broken), "caption")
+    assert "none finished" in text_of(drawn(broken), "caption")
 
 
 @pytest.mark.parametrize(
@@ -145,9 +149,9 @@ def test_axes_are_logarithmic_only_where_values_differ_much(x: str, wide: bool) 
     total = 31 if wide else 29
     spent = {"A": np.array([0, 0.5, 1]), "B": np.array([0, 0.5, 1]) * total}
     two = [run(k, 1, [10, 50, 60], megabytes=s, seconds=s) for k, s in spent.items()]
-    axes = plots.over_rounds(two, x).axes[0]
+    axes = drawn(two, x).axes[0]
     assert axes.get_xscale() == ("log" if wide and x == "megabytes" else "linear")
-    steep = plots.over_rounds([run("A", 1, [1, total])], y="loss").axes[0]
+    steep = drawn([run("A", 1, [1, total])], y="loss").axes[0]
     assert steep.get_yscale() == ("log" if wide else "linear")
 
 
@@ -162,24 +166,25 @@ def test_thirty_five_lines_differ_and_ordered_colours_grow_lighter() -> None:
 
 
 def test_clients_quartiles_are_over_the_whole_runs() -> None:
-    values = sampled(3, 20) / 100
-    curves = [run("A", k, [50], clients=v) for k, v in enumerate(values)]
-    curves += [run("A", 9, [50], clients=[0.0] * 20, stopped="loss")]
-    curves += [run("B", 1, [50], clients=[*values[0], NAN])]
-    figure = plots.over_clients(curves)
+    values = sampled(3, 20)
+    clients = {("A", seed): of for seed, of in enumerate(values)}
+    clients["B", 1] = np.array([*values[0], NAN])
+    points = [run("A", s, [50], stopped=s == 9) for s in (0, 1, 2, 9)] + [run("B", 1, [50])]
+    figure = plots.over_clients(pd.concat(points), clients)
     for label, expected in (("A", values.ravel()), ("B", values[0])):
-        quartiles = np.quantile(100 * expected, [0.25, 0.5, 0.75])
+        quartiles = np.quantile(expected, [0.25, 0.5, 0.75])
         (bar,), (middle,) = (artists(figure, f"{n} {label}") for n in ("quartiles", "median"))
         np.testing.assert_allclose(bar.get_xdata(), quartiles[::2])
         np.testing.assert_allclose(middle.get_xdata(), [quartiles[1]] * 2)
-        (points,) = artists(figure, f"points {label}")
-        moved = np.sort(points.get_xdata()) - np.sort(100 * expected)
+        (dots,) = artists(figure, f"points {label}")
+        moved = np.sort(dots.get_xdata()) - np.sort(expected)
         assert np.abs(moved).max() <= 70 / 150
-        assert len({*zip(points.get_xdata(), points.get_ydata(), strict=True)}) == expected.size
+        assert len({*zip(dots.get_xdata(), dots.get_ydata(), strict=True)}) == expected.size
+    assert figure.axes[0].get_yticklabels()[0].get_text() == "A (1\u00a0of\u00a04\u00a0stopped)"
     assert "20 to 21 clients" in text_of(figure, "caption")
     assert "n = 3 seeds (B: n = 1)" in text_of(figure, "caption")
     with pytest.raises(ValueError, match="no whole run holds the clients' accuracies"):
-        plots.over_clients([run("A", 1, [50])])
+        plots.over_clients(pd.concat(points), {("A", 1): []})
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -194,7 +199,7 @@ def test_labels_stand_in_the_order_of_the_lines_and_no_text_covers_another(seed:
         curves += [run(label, k, [10, 40, ends[label]], **known) for k in range(2)]
     title = " ".join(rng.choice(WORDS, rng.integers(0, 14)))
     ordered, x = bool(seed % 2), str(rng.choice([*plots.X]))
-    figure = plots.over_rounds(curves, x, title=title, target=92.5, ordered=ordered)
+    figure = drawn(curves, x, title=title, target=92.5, ordered=ordered)
     assert_legible(figure)
     assert all(t.get_window_extent().x0 > figure.axes[0].bbox.x1 for t in artists(figure, "label"))
     wanted = [*ends, "target 92.5 %"]
@@ -206,7 +211,7 @@ def test_labels_stand_in_the_order_of_the_lines_and_no_text_covers_another(seed:
 @pytest.mark.parametrize(("first", "last"), [(0, 30), (5, 7), (4, 4)])
 def test_round_ticks_are_whole_and_of_measured_rounds(first: int, last: int) -> None:
     accuracy = np.linspace(20, 80, last - first + 1)
-    axes = plots.over_rounds([run("A", 1, accuracy, start=first)]).axes[0]
+    axes = drawn([run("A", 1, accuracy, start=first)]).axes[0]
     low, high = axes.get_xlim()
     ticks = [t for t in axes.get_xticks() if low <= t <= high]
     assert 1 <= len(ticks) <= 10
@@ -250,7 +255,7 @@ def test_files_are_whole_and_equal_whatever_the_users_style(
 ) -> None:
     def picture() -> drawing.Picture:
         curves = [run(label, k, v) for label in "AB" for k, v in enumerate(sampled(3))]
-        return plots.over_rounds(curves, target=85, title="one")
+        return drawn(curves, target=85, title="one")
 
     paths = drawing.save(picture(), tmp_path / "new/alpha=0.1")
     assert [p.name for p in paths] == ["alpha=0.1.png", "alpha=0.1.pdf"]
@@ -274,15 +279,30 @@ def test_files_are_whole_and_equal_whatever_the_users_style(
 
 
 def test_results_have_a_loss_curve_and_the_users_look(tmp_path: Path) -> None:
-    accuracy = [[0.5, 0.7], [0.6, 0.9]]
-    results = Results([recorded("A", a, s) for s, a in enumerate(accuracy)], baseline="A")
+    """Of two clients of four, each gets 1 MB and sends 0.5 MB in a round of 2.5 s."""
+    records = []
+    for seed in (1, 2):
+        record = RunRecord("A", "A", seed, {**DEFAULTS, "seed": seed}, 4, {}, ended=True)
+        record.test = [{"round": t, "loss": 2.0 - t, "accuracy": seed / 4} for t in range(3)]
+        record.rounds = [
+            {
+                "round": t,
+                "seconds": {"clients": 2.0, "aggregate": 0.5},
+                **{way: {0: b, 1: b} for way, b in (("bytes_down", 1e6), ("bytes_up", 5e5))},
+            }
+            for t in (1, 2)
+        ]
+        records.append(record)
+    del records[1].test[1]  # a round without a test moves no point
+    results = Results(records, baseline="A")
+    points = results._points()
+    assert points["megabytes"].tolist() == [0, 0.75, 1.5, 0, 1.5]
+    assert points["seconds"].tolist() == [0, 2.5, 5, 0, 5]
     figure = results.plot("megabytes", "loss", title="mine", size=(4, 3), font_size=10)
     assert text_of(figure, "title") == "mine"
     assert tuple(figure.get_size_inches()) == (4, 3)
     assert figure.axes[0].xaxis.label.get_size() == 10
-    (line,) = artists(figure, "mean A")
-    assert line.get_xdata().tolist() == [0, 0.75, 1.5]
-    assert line.get_ydata().tolist() == [1, 1, 1]
+    assert artists(figure, "mean A")[0].get_ydata().tolist() == [2, 0]
     assert "95 % interval" in text_of(figure, "caption")  # as in the table
     assert not artists(figure, "target")  # it is an accuracy
     results.save(tmp_path)
