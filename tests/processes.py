@@ -17,11 +17,11 @@ from urllib.request import urlopen
 import numpy as np
 from safetensors.numpy import load_file
 
-from flwr_regs import InProcessGrid
-from flwr_regs.experiments.run import comparison
-from simulations.client_app import app
+from flwr_regs.experiments.report.run_records import record_path
+from flwr_regs.experiments.run.engine import execute
+from flwr_regs.experiments.run.progress import Progress
 from tests.conftest import ROOT
-from tests.experiments.test_experiments import job
+from tests.experiments.runs import runs_of
 
 BIN = Path(sys.executable).parent
 
@@ -74,11 +74,10 @@ SMALL: dict[str, Any] = {"rounds": 3, "local_epochs": 1}
 
 def in_process(folder: Path, method: str = "FedFOR", **settings: Any) -> dict[str, np.ndarray]:
     """The final model of a method of the job, in this process."""
-    folder.mkdir()
-    one = job(**{**settings, "methods": method})
-    config = {k.replace("_", "-"): v for k, v in vars(one).items()}
-    comparison.run(one, InProcessGrid(app, one.num_clients, config), folder)
-    return dict(load_file(folder / f"{comparison.file_name(method)}.safetensors"))
+    runs = runs_of(**settings, methods=method)
+    (record,) = execute(runs, folder, Progress())
+    path = record_path(folder, record.label, record.seed)
+    return dict(load_file(folder / f"{path.stem}.safetensors"))
 
 
 def assert_same(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> None:

@@ -55,17 +55,21 @@ class Call:
 
 
 def parse_methods(text: str) -> dict[str, tuple[Call, ...]]:
-    """Return label -> parts, in order. The label is the method's text in one form; equal ones count once.
+    """Return label -> parts, in order. The label is the method's text in one form.
 
     Raises
     ------
     ValueError
-        The sentence names the part, and says what was expected and where.
+        The sentence names the part, and says what was expected and where. Also where a method stands twice.
     """
     methods = {}
     for start, one in pieces(text, ",;"):
         if one.strip():
             parts = tuple(_part(part, start + at, text) for at, part in pieces(one, "+"))
+            if text_of(parts) in methods:
+                raise ValueError(
+                    f"'{text_of(parts)}' stands twice in {text!r}: name each method once"
+                )
             methods[text_of(parts)] = parts
     if not methods:
         raise ValueError(f"there is no method in {text!r}; for example: FedAvg, FedFOR(alpha=0.5)")

@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     read the output, such as ``head``, has enough.
     """
     try:
-        status = _main(argv)
+        status = _main(sys.argv[1:] if argv is None else argv)
         sys.stdout.flush()
         return status
     except BrokenPipeError:
@@ -41,7 +41,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
-def _main(argv: Sequence[str] | None) -> int:
+def parsed(argv: Sequence[str]) -> argparse.Namespace:
+    """Return the words of a command line by name; exit with status 2 if they are none."""
     parser = _parser()
     args, rest = parser.parse_known_args(argv)
     # settings, and the name of a card, may stand on either side of an option
@@ -50,9 +51,14 @@ def _main(argv: Sequence[str] | None) -> int:
         parser.error(f"unrecognized arguments: {' '.join(wrong)}{_as_setting(wrong[0])}")
     if "settings" in args:
         args.settings = [*args.settings, *rest]
-    args.words = [*(sys.argv[1:] if argv is None else argv)]
+    args.words = [*argv]
     if getattr(args, "workers", 1) < 1:
         parser.error(f"--workers must be at least 1, not {args.workers}")
+    return args
+
+
+def _main(argv: Sequence[str]) -> int:
+    args = parsed(argv)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         return _do(args)
@@ -148,6 +154,9 @@ def _parser() -> argparse.ArgumentParser:
     plot = command("plot", "plot", "draw results again, or a partition's labels", EPILOG)
     plot.add_argument("what", help="a results' folder, or the word partition")
     plot.add_argument("settings", nargs="*", metavar="key=value", help="of the partition")
+    plot.add_argument("--title", help="in place of the data and the partition")
+    plot.add_argument("--size", type=_inches, metavar="WIDTHxHEIGHT", help="in inches: 3.3x2.5")
+    plot.add_argument("--font-size", type=float, default=8.0, help="in points (8)")
     for made in (taken, plot):
         made.add_argument("--app", type=Path, help=argparse.SUPPRESS)
     cards = command("protocols", "protocols", "list the protocol cards, or say what one holds")
@@ -160,6 +169,12 @@ def _parser() -> argparse.ArgumentParser:
     methods.set_defaults(what="methods")
     methods.add_argument("name", nargs="?", help="one method: its costs, and what it refuses")
     return parser
+
+
+def _inches(text: str) -> tuple[float, float]:
+    """Return the width and height of ``3.3x2.5``."""
+    width, height = map(float, text.split("x"))
+    return width, height
 
 
 def _as_setting(word: str) -> str:

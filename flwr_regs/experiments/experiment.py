@@ -91,9 +91,7 @@ class Run:
         strategy = self.strategy()
         with named(self.method):
             strategy.check_model(_start(*settings.model_arguments))
-            strategy.prepare(
-                settings.rounds, None, settings.train_config, settings.evaluate_config
-            )
+            strategy.prepare(settings.rounds, None, settings.train_config, settings.evaluate_config)
 
 
 @dataclass(frozen=True)
@@ -293,22 +291,24 @@ class Experiment:
             if not any(space.applies(row.calls) for row in self.rows):
                 texts = ", ".join(text_of(row.calls) for row in self.rows)
                 raise ValueError(f"--tune {space.key}: none of {texts} has this")
+        for run in self.runs:
+            run.settings.check()
+        self._refuse_dead(self.runs, but="test-on-clients")  # before anything is loaded
         whole = self.fair()
-        if not self.smoke and (said := dead(run.settings for run in whole.runs)):
-            raise ValueError(said)
+        self._refuse_dead(whole.runs)
         for run in {(run.label, run.method): run for run in whole.runs}.values():
             run.check()
         return whole
+
+    def _refuse_dead(self, runs: Sequence[Run], but: str = "") -> None:
+        if not self.smoke and (said := dead([run.settings for run in runs], but)):
+            raise ValueError(said)
 
     def _on_clients(self, panel: Panel) -> Panel:
         from flwr_regs.experiments.strategies import check_apart, is_private
 
         tests = self.tests(panel)
-        different = {run.method: run for run in tests}.values()
-        try:
-            strategies = check_apart(different)
-        except TypeError as error:  # an argument of a method
-            raise ValueError(str(error)) from error
+        strategies = check_apart({run.method: run for run in tests}.values())
         if not (
             any(
                 r.settings.test_on_clients or r.settings.dataset.endswith("-domains") for r in tests
@@ -330,6 +330,16 @@ class Experiment:
             assert clients.parts  # raises for a partition that is impossible
             if run.settings.test_on_clients:
                 clients.test_rows(0)
+
+    def only(self, *panels: Panel) -> Experiment:
+        """Return the experiment with these panels alone, and the rows that they have."""
+        names = {panel.name for panel in panels}
+        rows = tuple(
+            replace(row, panels=tuple(name for name in row.panels if name in names))
+            for row in self.rows
+            if not row.panels or names & {*row.panels}
+        )
+        return replace(self, panels=panels, rows=rows)
 
     def given(self, settings: Mapping[str, Any]) -> Experiment:
         """Return the experiment with settings that win over all others; they are not tuned."""

@@ -6,8 +6,6 @@ import argparse
 from collections.abc import Mapping
 
 from flwr_regs.experiments.report.terminal import columns
-from flwr_regs.methods.registry import METHODS
-from flwr_regs.wire.config import nearest
 
 
 def listing(args: argparse.Namespace) -> str:
@@ -15,11 +13,8 @@ def listing(args: argparse.Namespace) -> str:
     from flwr_regs.experiments import methods_table
 
     if args.what == "methods":
-        if not (name := getattr(args, "name", None)):
-            return methods_table.text()
-        if name not in METHODS:
-            raise ValueError(f"there is no method '{name}'{nearest(name, METHODS)}")
-        return f"{methods_table.costs(METHODS[name])}\n\n{methods_table.composes(METHODS[name])}"
+        name = getattr(args, "name", None)
+        return methods_table.one(name) if name else methods_table.text()
     lines = columns([[name, meaning] for name, meaning in _meanings(args.what).items()])
     if args.what in ("datasets", "models"):
         lines += ["", f"your own: {args.what[:-1]}=mine.py:name, or module:name"]

@@ -7,10 +7,10 @@ import textwrap
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import flwr_regs
-from flwr_regs.experiments.calls import parse_methods
+from flwr_regs.experiments.calls import catalogue, parse_methods
 from flwr_regs.experiments.report.terminal import columns
-from flwr_regs.methods.registry import Method
+from flwr_regs.methods.registry import METHODS, TERMS, Method
+from flwr_regs.wire.config import nearest
 
 LEGEND = """\
 for       device: a client may take part only once; silo: the same clients again
@@ -33,22 +33,33 @@ HEAD = (
 
 def text() -> str:
     """Return the registry as plain text, at most 80 columns wide."""
-    cells = [HEAD, *map(_short, flwr_regs.METHODS.values())]
+    cells = [HEAD, *map(_short, METHODS.values())]
     return "\n".join([*columns(cells), "", LEGEND, calls()])
 
 
 def calls() -> str:
-    """Return how methods and terms are written in ``methods=``, with their arguments."""
-    names = [t for row in flwr_regs.METHODS.values() for t in row.terms] + [*flwr_regs.TERMS]
+    """Return how methods are written in ``methods=``, and the terms that compose with them."""
+    names = [t for row in METHODS.values() for t in row.terms] + [*TERMS]
     lines = ["methods, as calls with their own arguments:"]
-    lines += [f"  {row.example}" for row in flwr_regs.METHODS.values()]
-    lines += ["terms, which compose with + (FedADC+SparseTernary(density_up=0.01)):"]
-    for name in dict.fromkeys(names):
-        arguments = inspect.signature(getattr(flwr_regs, name)).parameters
-        lines += textwrap.wrap(
-            f"{name}({', '.join(arguments)})", 78, initial_indent="  ", subsequent_indent="    "
-        )
-    return "\n".join(lines)
+    lines += [f"  {row.example}" for row in METHODS.values()]
+    lines += [
+        "terms, which compose with + (FedADC+SparseTernary(density_up=0.01)); `flwr-regs methods"
+    ]
+    lines += ["SparseTernary` shows the arguments of one:"]
+    indents = {"initial_indent": "  ", "subsequent_indent": "  "}
+    return "\n".join([*lines, *textwrap.wrap(", ".join(dict.fromkeys(names)), 78, **indents)])
+
+
+def one(name: str) -> str:
+    """Return what a method costs and goes with, or a term's arguments; ValueError for another name."""
+    if name in METHODS:
+        return f"{costs(METHODS[name])}\n\n{composes(METHODS[name])}"
+    if name not in catalogue():
+        raise ValueError(f"there is no method '{name}'{nearest(name, catalogue())}")
+    import flwr_regs
+
+    term = getattr(flwr_regs, name)
+    return f"{name}{inspect.signature(term)}\n\n{inspect.getdoc(term)}"
 
 
 def costs(row: Method) -> str:
@@ -96,12 +107,12 @@ def others(row: Method) -> dict[str, str]:
     """Return name -> call of all that a method can be composed with: the other methods, and terms."""
     from flwr_regs.experiments.strategies import build
 
-    calls = {r.name: r.example for r in flwr_regs.METHODS.values() if r.name != row.name}
-    for r in flwr_regs.METHODS.values():
+    calls = {r.name: r.example for r in METHODS.values() if r.name != row.name}
+    for r in METHODS.values():
         if len(r.terms) > 1:  # else its term is what its method adds
             (parts,) = parse_methods(r.example).values()
             calls |= {type(t).__name__: repr(t) for t in build(parts).term.terms}
-    taken = {r.terms for r in flwr_regs.METHODS.values() if len(r.terms) == 1}
+    taken = {r.terms for r in METHODS.values() if len(r.terms) == 1}
     single = {names[0] for names in taken} | set(row.terms)
     return {name: call for name, call in calls.items() if name not in single}
 
@@ -116,11 +127,13 @@ SETTINGS: Mapping[str, Mapping[str, Any]] = {
 
 def _refusals(row: Method) -> Iterator[tuple[str, str]]:
     """Yield (what a method refuses, why)."""
+    from flwr_regs import CentralDP
+
     for name, call in others(row).items():
         if why := _refusal(f"{row.example}+{call}", {}):
             yield f"`{name}`", why
     for name, given in SETTINGS.items():
-        noise = {"privacy": flwr_regs.CentralDP(1.0, 1.0)} if "privacy" in name else {}
+        noise = {"privacy": CentralDP(1.0, 1.0)} if "privacy" in name else {}
         if why := _refusal(row.example, {**given, **noise}):
             yield f"`{name}`", why
 

@@ -9,7 +9,7 @@ import json
 import math
 import operator
 import tomllib
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
@@ -403,26 +403,19 @@ def read(name: str, text: str) -> Any:
         return text
 
 
-def dead(runs: Iterable[Settings]) -> str:
-    """Say which setting does nothing in any of some runs that have it; "" if there is none."""
-    unmet: dict[str, Settings] = {}
-    met = set()
-    for settings in runs:
-        for f in fields(Settings):
-            if f.metadata["needs"] and getattr(settings, f.name) != f.default:
-                if settings.meets(f.metadata["needs"]):
-                    met.add(f.name)
-                else:
-                    unmet.setdefault(f.name, settings)
-    for name, settings in unmet.items():
-        if name not in met:
-            needs = FIELDS[key(name)].metadata["needs"]
-            owner = needs.partition("=")[0]
-            said = "is" if "=" in needs else "has its default,"
-            return (
-                f"setting '{key(name)}' does nothing where {owner} {said} {settings.config[owner]!r}: "
-                f"leave it out, or set {needs.replace(',', ' or ')}"
-            )
+def dead(runs: Sequence[Settings], but: str = "") -> str:
+    """Say which setting does nothing in any of the runs that have it; "" if there is none.
+
+    Settings that need the setting `but` are left out.
+    """
+    for name, f in FIELDS.items():
+        needs = f.metadata["needs"]
+        owner, equals, values = needs.partition("=")
+        having = [run for run in runs if needs and getattr(run, f.name) != f.default]
+        if having and owner != but and not any(run.meets(needs) for run in having):
+            value = json.dumps(having[0].config[owner]).strip('"')
+            wanted = f"{owner}={values.replace(',', ' or ')}" if equals else f"a value for {owner}"
+            return f"setting '{name}' does nothing with {owner}={value}: leave it out, or give {wanted}"
     return ""
 
 

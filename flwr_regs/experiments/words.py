@@ -73,8 +73,8 @@ def _of_card(args: argparse.Namespace, name: str) -> tuple[Experiment, str]:
             f"card '{name}' needs what this version does not have: {', '.join(absent)}"
         )
     card = choices.at(card, args.setting)
-    card = replace(card, panels=choices.panels_of(card, args.panels))
     card = choices.with_methods(card, methods) if methods else card
+    card = card.only(*choices.panels_of(card, args.panels))
     changed = {
         "tune": tuple(map(Space.read, args.tune)),
         "trials": args.trials,

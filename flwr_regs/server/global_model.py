@@ -236,9 +236,12 @@ class GlobalModel(Snapshots):
             ctx = replace(ctx, aggregated=robust.aggregated)
             counted = robust.members(counted)
         server, step, code = self._released(replies, counted, ctx, given, step, robust)
+        new = {}
         for name, w in self.model.items():
             step[name] = as_step(w, step[name])
-        new = _after(self.model, step)
+            blank = Blank(w.dtype, w.shape)  # as it is sent, so that no message copies it
+            add(w.reshape(-1), step[name].reshape(-1), out=blank.vector)
+            new[name] = blank.seal()
         check_finite(new, "the new global model", self.model)
         square = sum(map(square_sum, self._trainable(step).values()))
         moved = [n for n, s in step.items() if s.any()]
@@ -248,7 +251,7 @@ class GlobalModel(Snapshots):
         if watch is not None:
             watch(square)
         if code is not None:
-            self._log(ctx.round, code, sum(w.nbytes for w in new.values()))
+            self._keep_code(ctx.round, code)
         self.changed |= dict.fromkeys(moved, ctx.round)
         self.server, self.step = server, step if self._keeps_step else None
         self.model, self._rounded = new, (new, as_given)
@@ -340,9 +343,9 @@ class GlobalModel(Snapshots):
             raise UnusableReplies(wrong)
         return folded if robust is None else robust.sums(self._term, each)
 
-    def _log(self, number: int, code: bytes, size: int) -> None:
-        """Keep a coded step, and forget the oldest ones beyond `size` bytes together."""
-        steps = self.coded_steps
+    def _keep_code(self, number: int, code: bytes) -> None:
+        """Keep a coded step; forget the oldest ones beyond `MOST_STEPS`, and beyond the model's size."""
+        steps, size = self.coded_steps, sum(w.nbytes for w in self.model.values())
         steps[number] = code
         while len(steps) > MOST_STEPS or sum(map(len, steps.values())) > size:
             del steps[min(steps)]
@@ -363,16 +366,6 @@ class GlobalModel(Snapshots):
     def _trainable(self, arrays: Mapping[str, T]) -> dict[str, T]:
         fixed = self.fixed
         return {n: a for n, a in arrays.items() if n not in fixed}
-
-
-def _after(model: NDArrays, step: Mapping[str, np.ndarray]) -> NDArrays:
-    """Return the model after a step; each array is as it is sent, so that no message copies it."""
-    new = {}
-    for name, w in model.items():
-        blank = Blank(w.dtype, w.shape)
-        add(w.reshape(-1), step[name].reshape(-1), out=blank.vector)
-        new[name] = blank.seal()
-    return new
 
 
 def as_step(base: np.ndarray, delta: Any) -> np.ndarray:

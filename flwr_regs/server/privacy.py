@@ -94,8 +94,6 @@ class CentralDP:
     @property
     def accounted_multiplier(self) -> float:
         """The accountant's noise multiplier: the noise's standard deviation over the sensitivity."""
-        if self.accountant is None:
-            raise ValueError("there is no accountant")
         replaced = self.accountant.config.neighboring_relation.value == "replace-one"
         return self.noise_multiplier / (2 if replaced else 1)
 

@@ -65,22 +65,6 @@ class Tied(nn.Module):
         return self.head(torch.tanh(self.second(self.hold(self.first(x) * self.scale))))
 
 
-class Convolving(nn.Module):
-    """Two channels of 3 pixels, a convolution, GroupNorm and BatchNorm."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        with torch.random.fork_rng():
-            torch.default_generator.manual_seed(2)
-            self.conv, self.head = nn.Conv1d(2, 4, 3, padding=1), nn.Linear(12, 3)
-        self.group, self.batch = nn.GroupNorm(2, 4), nn.BatchNorm1d(4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the logits."""
-        x = torch.relu(self.batch(self.group(self.conv(x.view(-1, 2, 3)))))
-        return self.head(x.flatten(1))
-
-
 class Words(nn.Module):
     """An embedding whose entry for padding is not trained."""
 
@@ -303,7 +287,6 @@ SAME: dict[str, Cohort] = {
     ),
     "numbers of steps": Cohort("FedCM", {"alpha": 0.3}, config=TWO_EPOCHS),
     "tied and frozen": Cohort(model=Tied),
-    "convolution": Cohort(model=Convolving),
     "dicts": Cohort(model=Named, loader=in_dicts, settings={"loss_fn": None}),
     "padding": Cohort(model=Words),
     "a layer with two names": Cohort(model=Twice),
@@ -421,32 +404,10 @@ def drawn_rate(params: Any, lr: float) -> Any:
     return torch.optim.SGD(params, lr=lr * (1 + float(torch.rand(()))))
 
 
-def own_loop() -> Any:
-    """Return an app that trains in a loop of its own."""
-    app = fr.RegClientApp()
-
-    @app.train()
-    def fit(message: Message, context: Any) -> Message:
-        data = data_of(int(context.node_config["partition-id"]), shuffle=False)
-        loop = fr.ClientRound(message, fr.FedAvgClient, model := perceptron(), data, device="cpu")
-        optimizer = loop.optimizer()
-        for inputs, targets in loop.batches():
-            optimizer.zero_grad()
-            output = model(inputs)
-            base = nn.functional.cross_entropy(output, targets)
-            torch.autograd.backward(loop.loss(base, inputs, targets, output))
-            loop.correct()
-            optimizer.step()
-        return loop.reply()
-
-    return app
-
-
 Once = partial(Cohort, rounds=1)
 REASONS: dict[str, Cohort] = {
     "OwnFit has a fit of its own": Once(client=OwnFit),
     "the app has mods": Once(mods=[passing]),
-    "only an app of client_app(client_fn) shows its clients": Once(),
     "its loader has a random generator of its own": Once(loader=with_generator),
     "LBFGS is not known to treat each number alone": Once(config={"optimizer": "LBFGS"}),
     "FedAvgClient keeps its optimiser": Once(settings={"keep_optimizer": True}),
@@ -467,8 +428,7 @@ REASONS: dict[str, Cohort] = {
 @pytest.mark.parametrize("reason", REASONS)
 def test_what_cannot_stack_trains_one_by_one_and_says_why(reason: str, caplog: Any) -> None:
     caplog.set_level(logging.INFO, logger="flwr")
-    app = own_loop if reason.startswith("only an app") else None
-    grid = compare(REASONS[reason], app)
+    grid = compare(REASONS[reason])
     assert sum(grid.fallbacks.values()) == len(SIZES)
     (said,) = grid.fallbacks
     assert reason in said

@@ -18,7 +18,6 @@ from flwr.app import (
     Context,
     Error,
     Message,
-    MetricRecord,
     RecordDict,
 )
 from flwr.client import NumPyClient
@@ -343,13 +342,6 @@ MISTAKES: list[tuple[Callable[[], Any], type[Exception], str]] = [
         r"lr_schedule\(1\) makes the learning rate 0",
     ),
     (
-        lambda: FedAvg(drop_inactive=1.0).configure_train(
-            1, initial(), CONFIG, Untouchable(app_of(), 3)
-        ),
-        ValueError,
-        "drop_inactive needs the number of rounds",
-    ),
-    (
         lambda: start(
             FedAvg(),
             InProcessGrid(ClientApp(lambda c: FedAvgClient(make_model(), []).to_client()), 3),
@@ -581,23 +573,6 @@ def test_a_subclass_may_skip_a_phase() -> None:
 
 
 # What users' code sees
-
-
-def test_a_users_mean_of_the_metrics_sees_the_round_it_is_for() -> None:
-    seen: list[int] = []
-
-    def mean(records: Any, key: str) -> MetricRecord:
-        seen.append(strategy.history[-1]["round"])
-        if len(seen) == 2:
-            raise KeyError("mine")
-        return MetricRecord({"n": len(records)})
-
-    strategy = FedFOR(0.5, "delta", seed=1, train_metrics_aggr_fn=mean, fraction_evaluate=0.0)
-    with pytest.raises(KeyError, match="mine"):
-        start(strategy, InProcessGrid(app_of(FedFORClient), 3), 3)
-    assert seen == [1, 2]
-    assert strategy.history[0]["train_metrics"] == {"n": 3}
-    assert strategy.history[1]["replies"] == [0, 1, 2]
 
 
 def test_mods_see_the_model_and_not_the_step() -> None:

@@ -32,6 +32,7 @@ from tests.oracles.central_dp import central_dp
 
 ORDERS = (2.0, 3.0, 4.0, 8.0, 16.0, 32.0)
 AMPLIFIED = (SamplingMethod.WITHOUT_REPLACEMENT, NeighboringRelation.REPLACE_ONE)
+UNIFORM: dict[str, Any] = {"weighting": "uniform", "fraction_evaluate": 0.0}
 PLAIN = (SamplingMethod.NO_AMPLIFICATION, NeighboringRelation.ADD_OR_REMOVE_ONE)
 
 
@@ -66,13 +67,14 @@ def app_of(
     model: Callable[[], nn.Module] = make_model,
     mods: Any = (),
     clients: Any = None,
-    change: Callable[[int, Any], Any] = lambda pid, c: c,
+    failing: Any = (),
 ) -> Any:
     data = clients or make_clients()
 
     def client_fn(context: Any) -> Any:
         pid = int(context.node_config["partition-id"])
-        return change(pid, client(model(), data[pid], data[pid], device="cpu"))
+        batches = [] if pid in failing else data[pid]
+        return client(model(), batches, data[pid], device="cpu")
 
     return client_app(client_fn, mods=mods)
 
@@ -95,51 +97,34 @@ def start(
 
 # Central DP: clip and mean
 
-METHODS: dict[str, tuple[Any, Any, dict[str, Any], dict[str, Any]]] = {
-    "fedavg": (partial(fr.FedAvg, weighting="uniform"), fr.FedAvgClient, {}, {}),
-    "fedadc": (
-        fr.FedADC,
-        fr.FedADCClient,
-        {"beta_local": 0.5, "beta_global": 0.8, "alpha": 0.9},
-        {"beta_local": 0.5, "beta_global": 0.8, "alpha": 0.9},
-    ),
-}
-
-
-def failing(pid: int, client: Any) -> Any:
-    if pid == 2:
-        client.train_data = []
-    return client
-
 
 @pytest.mark.parametrize(
-    ("method", "failed"),
-    [("fedavg", {2}), ("fedadc", set())],
+    ("strategy", "client", "settings", "failed"),
+    [
+        (fr.FedAvg, fr.FedAvgClient, {}, [2]),
+        (
+            fr.FedADC,
+            fr.FedADCClient,
+            {"beta_local": 0.5, "beta_global": 0.8, "alpha": 0.9},
+            [],
+        ),
+    ],
 )
-def test_without_noise_it_is_clip_and_mean(method: str, failed: set[int]) -> None:
-    strategy_class, client, ours, oracle_settings = METHODS[method]
-    clip = 0.6
-    strategy = strategy_class(**ours, seed=3, fraction_evaluate=0.0, privacy=CentralDP(clip, 0.0))
-    app = app_of(client, change=failing if failed else lambda pid, c: c)
-    got = start(strategy, InProcessGrid(app, 4))
+def test_without_noise_it_is_clip_and_mean(
+    strategy: Any, client: Any, settings: dict[str, float], failed: list[int]
+) -> None:
+    clip, method = 0.6, strategy.__name__.lower()
+    strategy = strategy(**settings, **UNIFORM, seed=3, privacy=CentralDP(clip, 0.0))
+    got = start(strategy, InProcessGrid(app_of(client, failing=failed), 4))
     first = {n: p.numpy() for n, p in make_model().state_dict().items()}
-    want, clipped = central_dp(
-        first,
-        to_numpy(make_clients()),
-        3,
-        0.2,
-        2,
-        method,
-        clip,
-        frozenset(failed),
-        **oracle_settings,
-    )
+    data = to_numpy(make_clients())
+    want, clipped = central_dp(first, data, 3, 0.2, 2, method, clip, frozenset(failed), **settings)
     close(got, want[-1], 1e-10)
     replies = 4 - len(failed)
     assert 0 < clipped < 3 * replies  # some are clipped and some are not
     told = sum(entry["clipped"] * replies for entry in strategy.history)
     assert told == pytest.approx(clipped)
-    assert [list(e["failures"]) for e in strategy.history] == [sorted(failed)] * 3
+    assert [list(e["failures"]) for e in strategy.history] == [failed] * 3
 
 
 def reply_of(arrays: dict[str, Any], **delta: Any) -> Reply:
@@ -242,13 +227,7 @@ def test_no_seed_has_a_part_in_the_noise() -> None:
 def private_run(population: int, model: Any, fraction: float, z: float, **settings: Any) -> Any:
     privacy = CentralDP(0.5, z, accountant(population, model, settings.pop("limit", None)))
     strategy = fr.FedAvg(
-        "uniform",
-        seed=1,
-        fraction_evaluate=0.0,
-        fraction_train=fraction,
-        min_train_nodes=1,
-        privacy=privacy,
-        **settings,
+        seed=1, fraction_train=fraction, min_train_nodes=1, privacy=privacy, **UNIFORM, **settings
     )
     grid = Watching(app_of(fr.FedAvgClient, clients=make_clients(population)), population)
     return strategy, grid
@@ -339,8 +318,6 @@ def test_numbers_out_of_range_are_refused() -> None:
     ]:
         with pytest.raises(ValueError, match=message):
             CentralDP(*arguments)
-    with pytest.raises(ValueError, match="no accountant"):
-        _ = CentralDP(1.0, 1.0).accounted_multiplier
 
 
 def test_batch_norm_is_refused_before_training_unless_private() -> None:
@@ -373,9 +350,6 @@ def test_what_would_get_no_noise_is_left_out() -> None:
 
 
 # Flower's mods, and its wrappers
-
-
-UNIFORM: dict[str, Any] = {"weighting": "uniform"}
 
 
 def strategy_of(row: str, **settings: Any) -> Any:

@@ -160,8 +160,14 @@ def text(experiment: Experiment, made: Mapping[str, Any]) -> str:
         more = {key: value for key, value in more.items() if value}
         return {"call": text_of(of.calls), **more} if more else text_of(of.calls)
 
+    titles = [one.name for one in experiment.rows]
+
     def panel(of: Panel) -> dict[str, Any]:
         fields = {key: getattr(of, key) for key in PANEL_KEYS}
+        fields["reports"] = {
+            metric: {name: value for name, value in values.items() if name in titles}
+            for metric, values in of.reports.items()
+        }
         return {key: value for key, value in fields.items() if value}
 
     of = experiment

@@ -48,6 +48,33 @@ def check_writable(folder: Path) -> None:
         ) from error
 
 
+class CannotWrite(OSError):
+    """Results cannot be written; the message names the file, and says how to go on."""
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Name the file, and how to go on, if it cannot be written: the disk may be full."""
+    try:
+        yield
+    except OSError as error:
+        raise CannotWrite(
+            f"{path} cannot be written ({error.strerror or error}); all that was written before is kept: "
+            "make room, and go on with --resume"
+        ) from error
+
+
+def write(path: Path, text: str) -> None:
+    """Write a file whole or not at all."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with writing(path):
+            temporary.write_text(text, encoding="utf-8")
+            temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)  # after Ctrl-C, or on a full disk
+
+
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
     """Keep other processes from writing results into a folder; ValueError if one does so already."""

@@ -3,36 +3,38 @@
 from __future__ import annotations
 
 import io
-import json
 import os
 import platform
 import subprocess
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 import flwr_regs
-from flwr_regs.experiments.extras import missing_extra
 from flwr_regs.experiments.report import rows
-from flwr_regs.experiments.report import run_records as records
+from flwr_regs.experiments.report.folders import write
 from flwr_regs.experiments.report.run_records import RunRecord
 
 if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.figure import Figure
 
-PICTURES = {"accuracy": "round", "megabytes": "megabytes", "seconds": "seconds"}
-"""Picture of accuracies -> its x axis."""
+    from flwr_regs.experiments.report.drawing import Look, Picture
+
+PICTURES = {
+    "accuracy": ("round", "accuracy"),
+    "loss": ("round", "loss"),
+    "megabytes": ("megabytes", "accuracy"),
+    "seconds": ("seconds", "accuracy"),
+    "clients": ("clients", "accuracy"),
+}
+"""Picture -> its axes."""
 
 BRIEF = 12
 """Characters of the first row's name in a heading, at most: a terminal has 80."""
-LATEX = str.maketrans(
-    {c: f"\\{c}" for c in "%_&#${}"}
-    | {"±": r"$\pm$", "–": "--", "<": r"$<$", ">": r"$>$", '"': "''"}
-    | {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
-)
-"""Characters as LaTeX writes them."""
 
 
 class Results:
@@ -40,7 +42,7 @@ class Results:
 
     Attributes
     ----------
-    runs : list of Run
+    runs : list of RunRecord
         One for each label and seed.
     notes : list of str
         Printed below the table.
@@ -93,72 +95,93 @@ class Results:
         """Return a DataFrame with a row for each method; accuracies are fractions.
 
         Its columns are those of :func:`flwr_regs.experiments.report.rows.rows`.
-        Raises ImportError if pandas is not installed.
         """
-        try:
-            import pandas as pd
-        except ImportError as error:
-            raise missing_extra("pandas", "the table as a DataFrame") from error
+        import pandas as pd
+
         return pd.DataFrame(self.rows()).set_index("method")
 
-    def plot(self, x: str = "round") -> Figure:
-        """Return a matplotlib Figure: accuracy against ``round``, ``megabytes`` or ``seconds``.
+    def plot(
+        self,
+        x: str = "round",
+        y: str = "accuracy",
+        *,
+        title: str | None = None,
+        size: tuple[float, float] | None = None,
+        font_size: float = 8.0,
+    ) -> Figure:
+        """Return a matplotlib Figure: accuracy or ``loss`` against ``round``, ``megabytes`` or ``seconds``.
 
-        With ``clients``, each client's accuracy with the final model.
+        With ``x="clients"``, each client's accuracy with the final model.
+
+        Parameters
+        ----------
+        title : str
+            Above the axes, by default the data and the partition; empty: none.
+        size : (float, float)
+            Width and height in inches, by default 6.3 and as high as it needs.
+        font_size : float
+            In points.
         """
+        from flwr_regs.experiments.report.drawing import Look
+
+        return self._picture(x, y, Look(title, size, font_size))
+
+    def _picture(self, x: str, y: str, look: Look) -> Picture:
         from flwr_regs.experiments.report import plots
 
-        curves = [plots.Curve(**fields) for fields in self._curves()]
         if x == "clients":
-            return plots.clients(curves, title=self.title)
-        return plots.accuracy(
-            curves, x=x, target=self.target, title=self.title, ordered=self.ordered
+            whole = [run for run in self.runs if run.whole]
+            clients = {(r.label, r.seed): r.per_client.get("clients", ()) for r in whole}
+            in_per_cent = {run: 100 * np.array(each, float) for run, each in clients.items()}
+            return plots.over_clients(self._points(), in_per_cent, title=self.title, look=look)
+        return plots.over_rounds(
+            self._points(),
+            x,
+            y,
+            target=100 * self.target if y == "accuracy" else None,
+            title=self.title,
+            ordered=self.ordered,
+            interval=bool(self.baseline),
+            look=look,
         )
 
-    def _curves(self) -> Iterator[dict[str, Any]]:
-        """Yield what the pictures need of each run that was tested."""
+    def _points(self) -> pd.DataFrame:
+        """Return the runs' tests, and what they cost, as `plots` takes them."""
+        import pandas as pd
+
+        tables = []
         for run in self.runs:
-            if not run.accuracy:
-                continue
-            first = len(run.test) - len(run.trained)  # the initial model: no bytes, no time
-            spent = {
-                name: [0.0] * first + [values[p["round"] - 1] for p in run.trained]
-                for name, values in (("megabytes", run.megabytes), ("seconds", run.clock))
-            }
-            yield {
-                "label": run.label,
-                "seed": run.seed,
-                "rounds": [point["round"] for point in run.test],
-                "accuracy": [point["accuracy"] for point in run.test],
-                **spent,
-                "clients": run.per_client.get("clients", ()),
-                "stopped": "" if run.ended and not run.error else run.error or "stopped",
-            }
+            if run.accuracy:
+                spent = pd.DataFrame({"megabytes": run.megabytes, "seconds": run.clock})
+                spent.index += 1  # the initial model, round 0, has cost nothing
+                points = pd.DataFrame(run.test)[["round", "accuracy", "loss"]].astype(float)
+                points = points.join(spent, on="round").fillna({"megabytes": 0.0, "seconds": 0.0})
+                points["accuracy"] *= 100
+                stopped = not run.ended or bool(run.error)
+                tables.append(points.assign(label=run.label, seed=run.seed, stopped=stopped))
+        if not tables:
+            raise ValueError("there is nothing to draw: no run was tested")
+        return pd.concat(tables)
 
     def text(self) -> str:
         """Return the table for a terminal of 80 columns, and what it needs to be read."""
-        try:
-            from rich import box
-            from rich.console import Console
-            from rich.table import Table
-        except ImportError as error:
-            raise missing_extra("rich", "the table") from error
+        from rich import box
+        from rich.console import Console
+        from rich.table import Table
+
         out = io.StringIO()
         console = Console(file=out, width=80, highlight=False, markup=False, emoji=False)
         grid = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
         cells = [self._cells(row) for row in self.rows()]
-        for column in cells[0]:
-            left = column == self.heading
-            grid.add_column(
-                column, justify="left" if left else "right", no_wrap=not left, overflow="fold"
-            )
+        grid.add_column(self.heading, overflow="fold")
+        for column in [*cells[0]][1:]:
+            grid.add_column(column, justify="right", no_wrap=True, overflow="fold")
         for line in cells:
             grid.add_row(*line.values())
         console.print(grid)
-        for text in [*self._legend(), *self.warnings(), *self._beside()]:
+        notes = [f"NOTE: {note}" for note in self.notes]
+        for text in [*self._legend(), *self.warnings(), *self._beside(), *notes]:
             console.print(text)
-        for note in self.notes:
-            console.print(f"NOTE: {note}")
         return "\n".join(line.rstrip() for line in out.getvalue().splitlines()) + "\n"
 
     def _cells(self, row: dict[str, Any]) -> dict[str, str]:
@@ -234,53 +257,32 @@ class Results:
                 )
         return said
 
-    def csv(self) -> str:
-        """Return the table as CSV, every column, accuracies as fractions."""
-        return str(self.table().to_csv())
-
     def latex(self) -> str:
         """Return the table for a paper; it needs the LaTeX package booktabs."""
-        cells = [self._cells(row) for row in self.rows()]
-        body = [
-            " & ".join(cell.translate(LATEX) for cell in line) + r" \\"
-            for line in (cells[0], *(row.values() for row in cells))
-        ]
-        lines = [
-            "% " + " ".join(self._legend()).translate(LATEX),
-            rf"\begin{{tabular}}{{l{'r' * (len(cells[0]) - 1)}}}",
-            *(r"\toprule", body[0], r"\midrule", *body[1:], r"\bottomrule", r"\end{tabular}", ""),
-        ]
-        return "\n".join(lines)
+        import pandas as pd
 
-    def history(self) -> dict[str, Any]:
-        """Return all runs as one document: ``methods`` has an entry for each label (and seed)."""
-        several = len(self.seeds) > 1
-        return {
-            "job": self.runs[0].job,
-            "clients": self.runs[0].clients,
-            "notes": self.notes,
-            "methods": {
-                f"{r.label}, seed {r.seed}" if several else r.label: r.entry() for r in self.runs
-            },
-            "summary": self.rows(),
-        }
+        cells = pd.DataFrame([self._cells(row) for row in self.rows()])
+        columns = "l" + "r" * (len(cells.columns) - 1)
+        body = cells.to_latex(index=False, escape=True, column_format=columns)
+        legend = " ".join(self._legend())
+        return f"% {legend}\n{body}"
 
     def save_tables(self, folder: Path) -> None:
-        """Write the tables into a folder: as text, CSV and LaTeX."""
+        """Write the tables into a folder: as text, LaTeX, and every column as CSV."""
         write(folder / "table.txt", self.text())
-        write(folder / "table.csv", self.csv())
         write(folder / "table.tex", self.latex())
+        write(folder / "summary.csv", self.table().to_csv())
 
-    def save(self, folder: Path, pictures: bool = True) -> None:
-        """Write the tables, ``history.json`` and the pictures (PNG and PDF) into a folder."""
+    def save(self, folder: Path, pictures: bool = True, look: Look | None = None) -> None:
+        """Write the tables and the pictures (PNG and PDF) into a folder."""
         self.save_tables(folder)
-        write(folder / "history.json", json.dumps(records.strict(self.history()), indent=1))
         if pictures and any(run.accuracy for run in self.runs):
             from flwr_regs.experiments.report import drawing
 
-            several = any(run.per_client for run in self.runs)
-            for name, x in [*PICTURES.items(), *([("clients", "clients")] if several else [])]:
-                drawing.save(self.plot(x), folder / name)
+            for name, axes in PICTURES.items():
+                if name != "clients" or any(run.per_client for run in self.runs):
+                    picture = self._picture(*axes, look or drawing.Look())
+                    drawing.save(picture, folder / name)
 
 
 def _either(values: Iterable[Any]) -> str:
@@ -301,16 +303,6 @@ def number(value: float | None) -> str:
     if value is None:
         return "–"
     return f"{value:.0f}" if value >= 100 else f"{value:#.3g}".rstrip(".")
-
-
-def write(path: Path, text: str) -> None:
-    """Write a file whole or not at all."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        temporary.write_text(text, encoding="utf-8")
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)  # after Ctrl-C, or on a full disk
 
 
 def provenance(command: Sequence[str]) -> dict[str, Any]:

@@ -13,6 +13,14 @@ LAST = 5
 """Accuracies are means over this many last rounds, so that one lucky round counts less."""
 COLLAPSE = 0.1
 """A run has collapsed if its last rounds' mean is this far below its best mean of as many rounds."""
+COUNTED = ("diverged", "failed", "unfinished", "collapsed", "reached", "failures")
+SPREAD = ("last5", "final", "best", "worst_client", "spread")
+MEANS = (
+    *("rounds_to_target", "mb_to_target", "mb", "mb_down", "mb_up", "seconds"),
+    "processor_seconds",
+)
+SOME = ("epsilon", "delta", "clipped", "own", "personal")
+"""Figures that a row has only where its runs have them."""
 
 
 def rows(runs: Sequence[RunRecord], target: float, baseline: str = "") -> list[dict[str, Any]]:
@@ -39,20 +47,35 @@ def rows(runs: Sequence[RunRecord], target: float, baseline: str = "") -> list[d
     last5_interval, difference, difference_interval
         With a `baseline` (a label): half the width of the 95 % interval of ``last5`` (Student's t over
         seeds); the mean paired difference of ``last5`` to the baseline on the same seeds, and its interval.
+    epsilon, delta, clipped, own, personal
+        Where there is privacy: what it spent, and the share of clipped updates. Where models were
+        personalised: the mean accuracy on the clients' own data, of the global model and of theirs.
     """
-    made = [_row(label, of_label, target) for label, of_label in by_label(runs).items()]
-    if baseline:
-        ends = {
-            label: {r.seed: last(r) for r in of_label if r.whole}
-            for label, of_label in by_label(runs).items()
-        }
-        for row, values in zip(made, ends.values(), strict=True):
-            paired = [v - ends[baseline][s] for s, v in values.items() if s in ends[baseline]]
-            if row["method"] == baseline:
-                paired = []
-            row["last5_interval"] = interval([*values.values()])
-            row["difference"], row["difference_interval"] = mean(paired), interval(paired)
-    return made
+    import pandas as pd
+
+    numbers = pd.DataFrame([_figures(run, target) for run in runs], dtype=float)
+    groups = numbers.groupby([run.label for run in runs], sort=False)
+    means, deviations, sums = groups.mean(), groups.std(), groups.sum()
+    ends = {
+        label: {r.seed: last(r) for r in of_label if r.whole}
+        for label, of_label in by_label(runs).items()
+    }
+    table = []
+    for label, sizes in groups.size().items():
+        row: dict[str, Any] = {"method": label, "n": int(sizes)}
+        row |= {name: int(sums[name][label]) for name in COUNTED}
+        for name in (*SPREAD, *MEANS, *(n for n in SOME if not np.isnan(means[n][label]))):
+            row[name] = _or_none(means[name][label])
+            if name in SPREAD:
+                row[f"{name}_std"] = _or_none(deviations[name][label])
+        if baseline:
+            mine, first = ends[str(label)], ends[baseline]
+            paired = [v - first[s] for s, v in mine.items() if s in first and label != baseline]
+            row["last5_interval"] = interval([*mine.values()])
+            row["difference"] = float(np.mean(paired)) if paired else None
+            row["difference_interval"] = interval(paired)
+        table.append(row)
+    return table
 
 
 def by_label(runs: Sequence[RunRecord]) -> dict[str, list[RunRecord]]:
@@ -63,52 +86,45 @@ def by_label(runs: Sequence[RunRecord]) -> dict[str, list[RunRecord]]:
     }
 
 
-def _row(label: str, runs: Sequence[RunRecord], target: float) -> dict[str, Any]:
-    whole = [r for r in runs if r.whole]
-    reached = [(t, r) for r in runs if (t := first_at(r.trained, target)) is not None]
-    row: dict[str, Any] = {
-        "method": label,
-        "n": len(runs),
-        "diverged": sum(r.diverged for r in runs),
-        "failed": sum(bool(r.error) and not r.diverged for r in runs),
-        "unfinished": sum(not r.ended and not r.error for r in runs),
-        "collapsed": sum(collapsed(r) for r in whole),
+def _figures(run: RunRecord, target: float) -> dict[str, float | None]:
+    """Return one run's figures; None, or nothing, where it has none."""
+    reached = first_at(run.trained, target)
+    figures: dict[str, float | None] = dict.fromkeys((*COUNTED, *SPREAD, *MEANS, *SOME))
+    figures |= {
+        "diverged": run.diverged,
+        "failed": bool(run.error) and not run.diverged,
+        "unfinished": not run.ended and not run.error,
+        "failures": run.rejected,
+        "reached": reached is not None,
+        "rounds_to_target": reached,
+        "mb_to_target": run.megabytes[reached - 1] if reached else None,
     }
-    for name, values in (
-        ("last5", [last(r) for r in whole]),
-        ("final", [r.accuracy[-1] for r in whole]),
-        ("best", [max(r.accuracy) for r in whole]),
-        ("worst_client", [r.per_client["worst"] for r in whole if "worst" in r.per_client]),
-        ("spread", [r.per_client["std"] for r in whole if "std" in r.per_client]),
-    ):
-        row[name], row[f"{name}_std"] = mean(values), deviation(values)
-    row |= {
-        "rounds_to_target": mean([t for t, _ in reached]),
-        "mb_to_target": mean([r.megabytes[t - 1] for t, r in reached]),
-        "reached": len(reached),
-        "mb": mean([r.megabytes[-1] for r in whole]),
-    }
-    for name, ways in (("mb_down", ("bytes_down", "bytes_ahead")), ("mb_up", ("bytes_up",))):
-        row[name] = mean([(bytes_of_a_turn(r, *ways) or 0.0) / 1e6 for r in runs if r.rounds])
-    row |= {
-        "seconds": mean([r.seconds for r in whole]),
-        "processor_seconds": mean(
-            [r.processor_seconds for r in whole if r.processor_seconds is not None]
-        ),
-        "failures": sum(r.rejected for r in runs),
-    }
-    if private := [r.rounds for r in runs if r.rounds and "clipped" in r.rounds[-1]]:
-        spent = [entries[-1].get("epsilon") for entries in private]
-        row |= {
-            "epsilon": mean([epsilon for epsilon in spent if epsilon is not None]),
-            "delta": private[0][-1].get("delta"),
-            "clipped": mean([float(np.mean([e["clipped"] for e in each])) for each in private]),
+    if run.rounds:
+        for name, ways in (("mb_down", ("bytes_down", "bytes_ahead")), ("mb_up", ("bytes_up",))):
+            figures[name] = (bytes_of_a_turn(run, *ways) or 0.0) / 1e6
+        if "clipped" in run.rounds[-1]:
+            figures |= {name: run.rounds[-1].get(name) for name in ("epsilon", "delta")}
+            figures["clipped"] = float(np.mean([entry["clipped"] for entry in run.rounds]))
+    if run.whole:
+        figures |= {
+            "collapsed": collapsed(run),
+            "last5": last(run),
+            "final": run.accuracy[-1],
+            "best": max(run.accuracy),
+            "worst_client": run.per_client.get("worst"),
+            "spread": run.per_client.get("std"),
+            "mb": run.megabytes[-1] if run.rounds else None,
+            "seconds": run.seconds,
+            "processor_seconds": run.processor_seconds,
         }
-    tested = [[*tests_of_clients(r)] for r in whole if r.rounds and r.job["personalise"]]
-    if tested := [clients for clients in tested if clients]:
-        for name, metric in (("own", "accuracy"), ("personal", "personal-accuracy")):
-            row[name] = mean([float(np.mean([c[metric] for c in each])) for each in tested])
-    return row
+        if run.job["personalise"] and (tested := [*tests_of_clients(run)]):
+            for name, metric in (("own", "accuracy"), ("personal", "personal-accuracy")):
+                figures[name] = float(np.mean([client[metric] for client in tested]))
+    return figures
+
+
+def _or_none(value: float) -> float | None:
+    return None if np.isnan(value) else float(value)
 
 
 def tests_of_clients(run: RunRecord) -> Iterator[dict[str, Any]]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 import zlib
 from collections.abc import Iterable, Sequence
@@ -19,7 +18,10 @@ from typing import Any
 import numpy as np
 
 from flwr_regs.experiments.experiment import Run
+from flwr_regs.experiments.report.folders import write, writing
 
+HEAD = ("label", "method", "seed", "job", "clients", "settings")
+"""What a record's first line holds."""
 END = ("per_client", "seconds", "processor_seconds", "error", "warnings", "diverged", "ended")
 """What a record's last line holds."""
 NOT_FINITE = re.compile(r"NaN|nan|infinity|\binf\b|beyond|diverge")
@@ -116,11 +118,6 @@ class RunRecord:
         """Replies that were not used because something was wrong with them."""
         return sum(len(r.get("failures", {})) for r in self.rounds)
 
-    def entry(self) -> dict[str, Any]:
-        """Return the run as an entry of ``history.json``."""
-        fields = {k: v for k, v in vars(self).items() if k not in ("job", "clients", "ended")}
-        return {k: v for k, v in fields.items() if v not in ("", None, False, [])}
-
 
 def file_name(label: str) -> str:
     """Return a label without what file systems refuse; a long or changed one ends in a number."""
@@ -130,49 +127,42 @@ def file_name(label: str) -> str:
 
 
 class Recorder:
-    """Writes one run's record into ``folder/runs``; with no folder, nowhere.
+    """Writes one run's record into ``folder/runs``, as it trains; with no folder, nowhere.
 
     A run that goes on has rounds already: they replace what is there in one step.
     """
 
     def __init__(self, folder: Path | None, run: RunRecord) -> None:
-        self._rounds = 0
-        self._file = None
-        if folder is not None:
-            path = record_path(folder, run.label, run.seed)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            beside = path.with_suffix(".part")
-            self._file = beside.open("w", encoding="utf-8")
-        head = ("label", "method", "seed", "job", "clients", "settings")
-        self._write({"run": {name: getattr(run, name) for name in head}})
-        for entry in run.rounds:
-            self._write({"round": entry})
-        for point in run.test:
-            self._write({"test": point})
+        self._path = None if folder is None else record_path(folder, run.label, run.seed)
         self._rounds = len(run.rounds)
-        if folder is not None:
-            os.replace(beside, path)
+        lines: list[dict[str, Any]] = [{"run": {name: getattr(run, name) for name in HEAD}}]
+        lines += [{"round": entry} for entry in run.rounds]
+        lines += [{"test": point} for point in run.test]
+        if self._path is not None:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            write(self._path, "".join(map(_line, lines)))
 
     def round(self, run: RunRecord) -> None:
         """Write what is new since the last call: rounds, and the last test."""
-        new = [{"round": r} for r in run.rounds[self._rounds :]] or [{}]
-        self._rounds = len(run.rounds)
-        for line in new[:-1]:
-            self._write(line)
-        self._write({**new[-1], "test": run.test[-1]})
+        self._append(*self._new(run), {"test": run.test[-1]})
 
     def end(self, run: RunRecord) -> None:
-        """Write what is left, and the end if there is one; close the file."""
-        for entry in run.rounds[self._rounds :]:
-            self._write({"round": entry})
-        self._write({"end": {name: getattr(run, name) for name in END}})
-        if self._file is not None:
-            self._file.close()
+        """Write what is left, and the end."""
+        self._append(*self._new(run), {"end": {name: getattr(run, name) for name in END}})
 
-    def _write(self, line: dict[str, Any]) -> None:
-        if self._file is not None:
-            self._file.write(json.dumps(strict(line)) + "\n")
-            self._file.flush()
+    def _new(self, run: RunRecord) -> list[dict[str, Any]]:
+        new = [{"round": entry} for entry in run.rounds[self._rounds :]]
+        self._rounds = len(run.rounds)
+        return new
+
+    def _append(self, *lines: dict[str, Any]) -> None:
+        if self._path is not None:
+            with writing(self._path), self._path.open("a", encoding="utf-8") as file:
+                file.write("".join(map(_line, lines)))
+
+
+def _line(content: dict[str, Any]) -> str:
+    return json.dumps(strict(content)) + "\n"
 
 
 def record_path(folder: Path, label: str, seed: int) -> Path:
@@ -181,9 +171,12 @@ def record_path(folder: Path, label: str, seed: int) -> Path:
 
 
 def recorded(runs: Iterable[Run], folder: Path) -> list[RunRecord]:
-    """Return those of some runs that have trained at all, as far as they got, in order."""
+    """Return those of some runs that have trained at all, as far as they got, in order.
+
+    Raises ValueError for a damaged record, as :func:`read` does.
+    """
     paths = [record_path(folder, run.label, run.seed) for run in runs]
-    return [record for path in paths if path.is_file() and (record := read(path))]
+    return [read(path) for path in paths if path.is_file()]
 
 
 def missing(runs: Iterable[Run], folder: Path) -> list[Run]:
@@ -193,26 +186,33 @@ def missing(runs: Iterable[Run], folder: Path) -> list[Run]:
     return [run for run in runs if (run.label, run.seed) not in ended]
 
 
-def read(path: Path) -> RunRecord | None:
-    """Return the run of a record, as far as it got; None if its first line is not whole."""
-    lines: list[dict[str, Any]] = []
-    for text in path.read_bytes().splitlines():
-        try:
-            lines.append(json.loads(text))
-        except ValueError:  # the process ended while it wrote this line
-            break
-    if not lines or "run" not in lines[0]:
-        return None
+def read(path: Path) -> RunRecord:
+    """Return the run of a record, as far as it got.
+
+    The last line may be torn: the process was killed while it wrote it. Raises ValueError for any other
+    line that cannot be read; the message names the file.
+    """
+    lines = path.read_bytes().splitlines()
+    contents: list[dict[str, Any]] = []
     try:
-        run = RunRecord(**lines[0]["run"])
-    except TypeError as error:
-        raise ValueError(f"{path} is damaged, or of another version: {error}") from error
-    for line in lines[1:]:
-        if "round" in line:
-            run.rounds.append(line["round"])
-        if "test" in line:
-            run.test.append(line["test"])
-        vars(run).update(line.get("end", {}))
+        for number, text in enumerate(lines, start=1):
+            try:
+                contents.append(json.loads(text))
+            except ValueError as error:
+                if 1 < number == len(lines):
+                    break
+                raise ValueError(f"line {number} is no JSON") from error
+        run = RunRecord(**contents[0]["run"])
+        for content in contents[1:]:
+            if "round" in content:
+                run.rounds.append(content["round"])
+            if "test" in content:
+                run.test.append(content["test"])
+            vars(run).update(content.get("end", {}))
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
+        raise ValueError(
+            f"{path} is damaged ({error}): restore it; or remove it, and --resume trains the run again"
+        ) from error
     return run
 
 

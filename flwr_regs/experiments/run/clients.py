@@ -1,16 +1,18 @@
-"""The client side: one partition's data, and a client of the method that the server runs."""
+"""The client side: one client's examples as tensors, and a client of the method that the server runs."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from copy import deepcopy
-from dataclasses import replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
 
 from flwr.app import Context, Message
 from flwr.client import NumPyClient
+from flwr.clientapp import ClientApp
 
-from flwr_regs import RegStrategy, client_app
+from flwr_regs import client_app
+from flwr_regs.experiments.experiment import Experiment, Run
 from flwr_regs.experiments.partition.client_data import ClientData, client_data_of
 from flwr_regs.flower.mods import ContextMod
 
@@ -18,12 +20,145 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.utils.data import TensorDataset
 
-    from flwr_regs.experiments.experiment import Run
-    from flwr_regs.experiments.settings import Settings
+
+MOST_KEPT = 2**28
+"""The bytes of clients' examples that a process keeps beside the data set: MNIST's, for one."""
+Examples = tuple["TensorDataset", "TensorDataset | None"]
+"""What a client trains on, and what it tests on if it tests."""
 
 
-def _with_method(message: Message, context: Context) -> Context:
-    """Pass the message's method and round to `client_fn`: a comparison runs several methods in one app."""
+class ClientFactory:
+    """Makes the clients of one run, from the run and the clients' data by value.
+
+    It keeps clients' examples as far as they fit: each client asks for its own again. What does not fit is
+    made anew, and never takes the place of what is there, since all clients have their turn before the
+    first one comes again.
+
+    Parameters
+    ----------
+    run : Run
+    clients : ClientData
+
+    Attributes
+    ----------
+    told : callable or None
+        Called with the type and the round of each message, before its client begins.
+    """
+
+    def __init__(self, run: Run, clients: ClientData) -> None:
+        self.run, self.clients = run, clients
+        self.told: Callable[[str, int], None] | None = None
+        self._round, self._kept, self._bytes = 0, dict[int, Examples](), 0
+
+    def app(self) -> ClientApp:
+        """Return the app of these clients."""
+        return client_app(self, mods=[ContextMod(self._with_round)])
+
+    def _with_round(self, message: Message, context: Context) -> Context:
+        context = with_message(message, context)
+        if self.told is not None:
+            self.told(message.metadata.message_type, int(context.run_config["round"]))
+        return context
+
+    def __call__(self, context: Context) -> NumPyClient:
+        """Return the client of ``node_config["partition-id"]``."""
+        # Imported here: on a SuperNode every message starts a process that loads this file.
+        from torch.utils.data import BatchSampler, DataLoader, RandomSampler
+
+        from flwr_regs.experiments.data.losses import LOSSES
+
+        settings, clients = self.run.settings, self.clients
+        pid, server_round = (
+            int(context.node_config["partition-id"]),
+            int(context.run_config["round"]),
+        )
+        train, test = self.examples(pid, server_round)
+        # Shuffled batches; each is one indexing of the tensors.
+        sampler = BatchSampler(RandomSampler(train), settings.batch_size, drop_last=False)
+        planned = settings.local_steps or settings.local_epochs * len(sampler)
+        client: NumPyClient = self._class(
+            model=self.new_model(),
+            train_data=DataLoader(train, batch_size=None, sampler=sampler),
+            eval_data=None if test is None else DataLoader(test, batch_size=1000),
+            loss_fn=LOSSES[clients.data.loss],
+            share_label_counts=True,  # simulated data has no secrets
+            step_budget=clients.step_budget(server_round, pid, planned),
+        )
+        return client
+
+    @cached_property
+    def _class(self) -> Any:
+        from flwr_regs.experiments.strategies import client_class
+
+        return client_class(self.run.strategy())
+
+    def examples(self, pid: int, server_round: int = 0) -> Examples:
+        """Return a client's training data in a round, and its test data if it tests."""
+        server_round *= self.clients.by_round
+        if server_round != self._round:
+            self._round, self._kept, self._bytes = server_round, {}, 0
+        if pid in self._kept:
+            return self._kept[pid]
+        made = self._made(pid, server_round)
+        size = sum(t.nbytes for part in made if part is not None for t in part.tensors)
+        if self._bytes + size <= MOST_KEPT:
+            self._kept[pid] = made
+            self._bytes += size
+        return made
+
+    def _made(self, pid: int, server_round: int) -> Examples:
+        import torch
+        from torch.utils.data import TensorDataset
+
+        from flwr_regs.experiments.data import domains
+        from flwr_regs.experiments.data.augment import Augmented
+        from flwr_regs.experiments.data.datasets import untouched
+        from flwr_regs.experiments.partition import shifts
+
+        settings, clients, data = self.run.settings, self.clients, self.clients.data
+        held_out, trained = clients.split(clients.rows(pid, server_round))
+
+        def tensors(x: Any, y: Any, part: int) -> tuple[torch.Tensor, torch.Tensor]:
+            if settings.dataset.endswith("-domains"):
+                x = domains.shifted(x, pid % len(domains.DOMAINS), settings.seed + len(y))
+            if settings.partition == "noise":
+                x = shifts.noisy(
+                    x, pid, clients.num_clients, settings.noise_level, settings.seed, part
+                )
+            return torch.from_numpy(x), torch.from_numpy(clients.labels(y, server_round))
+
+        examples = tensors(data.train_x[trained], data.train_y[trained], 0)
+        train = Augmented(data.augment, *examples) if data.augment else TensorDataset(*examples)
+        if len(held_out):
+            x, y = untouched(data.train_x[held_out], data.augment), data.train_y[held_out]
+        elif settings.test_on_clients:
+            rows = clients.test_rows(pid)
+            x, y = data.test_x[rows], data.test_y[rows]
+        else:
+            return train, None
+        return train, TensorDataset(*tensors(x, y, 1))
+
+    def new_model(self) -> nn.Module:
+        """Return a new model; the server's weights replace its own.
+
+        One of the package's is a copy: to draw a large model's weights takes longer than its first steps. A
+        user's own may not be one that can be copied.
+        """
+        from flwr_regs.experiments.models import models
+
+        if ":" in self.run.settings.model:
+            return models.build(*self.run.settings.model_arguments)
+        return deepcopy(self._drawn)
+
+    @cached_property
+    def _drawn(self) -> nn.Module:
+        from flwr_regs.experiments.models import models
+
+        return models.build(*self.run.settings.model_arguments)
+
+
+def with_message(message: Message, context: Context) -> Context:
+    """Return the context with the message's method and round, for a function that makes clients."""
     config: dict[str, Any] = dict(message.content.config_records.get("config") or {})
     current: dict[str, str | int] = {
         "method": str(config.get("regs.method", "")),  # a query has none
@@ -38,138 +173,32 @@ def _with_method(message: Message, context: Context) -> Context:
     )
 
 
-MOST_KEPT = 2**28
-"""The bytes of clients' examples that a process keeps beside the data set: MNIST's, for one."""
-
-
-class _Kept:
-    """Clients' examples of one job and round, as far as they fit: each client asks for its own again.
-
-    What does not fit is made anew. It never takes the place of what is there, since all clients have their
-    turn before the first one comes again.
-    """
-
-    def __init__(self) -> None:
-        self._of: tuple[object, ...] = ()
-        self._kept: dict[int, tuple[TensorDataset, TensorDataset | None]] = {}
-        self._bytes = 0
-
-    def __call__(
-        self, job: Settings, num_partitions: int, pid: int, server_round: int = 0
-    ) -> tuple[TensorDataset, TensorDataset | None]:
-        """Return a client's training data in a round, and its test data if it tests."""
-        clients = client_data_of(job, num_partitions)
-        of = job, clients, server_round
-        if of != self._of:
-            self._of, self._kept, self._bytes = of, {}, 0
-        if pid in self._kept:
-            return self._kept[pid]
-        made = _made(job, clients, pid, server_round)
-        size = sum(t.nbytes for part in made if part is not None for t in part.tensors)
-        if self._bytes + size <= MOST_KEPT:
-            self._kept[pid] = made
-            self._bytes += size
-        return made
-
-
-_data = _Kept()
-
-
-def _made(
-    job: Settings, clients: ClientData, pid: int, server_round: int
-) -> tuple[TensorDataset, TensorDataset | None]:
-    import torch
-    from torch.utils.data import TensorDataset
-
-    from flwr_regs.experiments.data import datasets as data
-    from flwr_regs.experiments.data import domains
-    from flwr_regs.experiments.data.augment import Augmented
-    from flwr_regs.experiments.partition import shifts
-
-    dataset = clients.data
-    held_out, trained = clients.split(clients.rows(pid, server_round))
-
-    def tensors(x: Any, y: Any, part: int) -> tuple[torch.Tensor, torch.Tensor]:
-        if job.dataset.endswith("-domains"):
-            x = domains.shifted(x, pid % len(domains.DOMAINS), job.seed + len(y))
-        if job.partition == "noise":
-            x = shifts.noisy(x, pid, clients.num_clients, job.noise_level, job.seed, part)
-        y = clients.labels(y, server_round)
-        return torch.from_numpy(x), torch.from_numpy(y)
-
-    examples = tensors(dataset.train_x[trained], dataset.train_y[trained], 0)
-    train = Augmented(dataset.augment, *examples) if dataset.augment else TensorDataset(*examples)
-    if len(held_out):
-        x = data.untouched(dataset.train_x[held_out], dataset.augment)
-        return train, TensorDataset(*tensors(x, dataset.train_y[held_out], 1))
-    if not job.test_on_clients:
-        return train, None
-    rows = clients.test_rows(pid)
-    return train, TensorDataset(*tensors(dataset.test_x[rows], dataset.test_y[rows], 1))
-
-
-def _model(job: Settings) -> nn.Module:
-    """Return a new model; the server's weights replace its own.
-
-    One of the package's is a copy: to draw a large model's weights takes longer than its first steps. A
-    user's own may not be one that can be copied.
-    """
-    from flwr_regs.experiments.models import models
-
-    return models.build(*job.model_arguments) if ":" in job.model else deepcopy(_drawn(job))
-
-
-@lru_cache(maxsize=1)
-def _drawn(job: Settings) -> nn.Module:
-    from flwr_regs.experiments.models import models
-
-    return models.build(*job.model_arguments)
+def runs_of_config(config: Mapping[str, Any]) -> list[Run]:
+    """Return the runs of a Flower app's run config, unchecked."""
+    experiment = Experiment.of_methods(config).fair()
+    (panel,) = experiment.panels
+    return experiment.tests(panel)
 
 
 @lru_cache(maxsize=2)
-def _runs(config: tuple[tuple[str, Any], ...]) -> list[tuple[Run, RegStrategy]]:
-    """Return the runs of a run config, each with its strategy, without the settings."""
-    from flwr_regs.experiments.experiment import Experiment
-    from flwr_regs.experiments.strategies import check_apart
-
-    experiment = Experiment.of_methods(dict(config)).fair()
-    runs = experiment.tests(*experiment.panels)
-    return list(zip(runs, check_apart(runs), strict=True))
+def _factories(settings: tuple[tuple[str, Any], ...], num_clients: int) -> dict[str, ClientFactory]:
+    """Return method -> the factory of its clients, of a run config; one process serves many clients."""
+    runs = runs_of_config(dict(settings))
+    clients = client_data_of(runs[0].settings, num_clients)
+    return {run.strategy().method_name: ClientFactory(run, clients) for run in runs}
 
 
 def client_fn(context: Context) -> NumPyClient:
-    """Build the client of ``node_config["partition-id"]``."""
-    # Imported here: on a SuperNode every message starts a process that loads this file.
-    from torch.utils.data import BatchSampler, DataLoader, RandomSampler
-
-    from flwr_regs.experiments.data.losses import LOSSES
-    from flwr_regs.experiments.strategies import client_class
-
-    config = dict(context.run_config)
-    method, server_round = str(config.pop("method")), int(config.pop("round"))
-    runs = _runs(tuple(config.items()))
-    job = replace(runs[0][0].settings, methods="")  # they share the data
-    pid = int(context.node_config["partition-id"])
+    """Return a client of Flower's own runtimes, which hand over the run config and a message's method."""
+    settings = dict(context.run_config)
+    method, _ = str(settings.pop("method")), settings.pop("round")
     total = int(context.node_config["num-partitions"])
-    clients = client_data_of(job, total)
-    train, test = _data(job, total, pid, server_round if clients.by_round else 0)
-    # Shuffled batches; each is one indexing of the tensors.
-    sampler = BatchSampler(RandomSampler(train), job.batch_size, drop_last=False)
-    planned = job.local_steps or job.local_epochs * len(sampler)
-    parts: dict[str, Any] = {
-        "model": _model(job),
-        "train_data": DataLoader(train, batch_size=None, sampler=sampler),
-        "eval_data": None if test is None else DataLoader(test, batch_size=1000),
-        "loss_fn": LOSSES[clients.data.loss],
-        "share_label_counts": True,  # simulated data has no secrets
-        "step_budget": clients.step_budget(server_round, pid, planned),
-    }
-    for _, strategy in runs:
-        if method in ("", strategy.method_name):
-            return client_class(strategy)(**parts)
-    raise ValueError(
-        f"the server runs '{method}', which is none of {[run.method for run, _ in runs]}"
-    )
+    factories = _factories(tuple(settings.items()), total)
+    if method and method not in factories:
+        raise ValueError(
+            f"the server runs '{method}', which is none of the run config's {[*factories]}"
+        )
+    return factories[method or next(iter(factories))](context)
 
 
-app = client_app(client_fn, mods=[ContextMod(_with_method)])
+app = client_app(client_fn, mods=[ContextMod(with_message)])

@@ -1,31 +1,34 @@
-"""Runs: one after the other in this process, or several at a time.
+"""Runs: one after the other in this process, several at a time, or on a grid that is there.
 
 A run is written while it trains, and does not train again when it is asked for in the same folder.
 """
 
 from __future__ import annotations
 
-import logging
 import multiprocessing
 import os
 import signal
 import threading
 import time
-import warnings
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
-from dataclasses import replace
-from functools import lru_cache
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from flwr.serverapp import Grid
+
 from flwr_regs.experiments.experiment import Run
+from flwr_regs.experiments.partition.client_data import client_data_of
 from flwr_regs.experiments.report import run_records as records
+from flwr_regs.experiments.report.folders import CannotWrite
 from flwr_regs.experiments.report.run_records import RunRecord
-from flwr_regs.experiments.run.comparison import Comparison, OnRound
-from flwr_regs.experiments.run.progress import Progress
+from flwr_regs.experiments.run.clients import ClientFactory
+from flwr_regs.experiments.run.estimate import announcement
+from flwr_regs.experiments.run.process_state import quiet, threads, warm_up
+from flwr_regs.experiments.run.progress import Heartbeat, Progress
+from flwr_regs.experiments.run.trainer import Trainer
 
 
 def execute(
@@ -35,11 +38,12 @@ def execute(
     workers: int = 1,
     stacked: bool = False,
     tables: Callable[[list[RunRecord]], None] = lambda _: None,
+    grid: Grid | None = None,
 ) -> list[RunRecord]:
     """Train what is missing of some runs in `folder`, and return the records of all.
 
-    Whatever ends a run early, the others have their turn; the run says why. KeyboardInterrupt and SystemExit
-    end everything at once; all rounds are on the disk by then.
+    Whatever ends a run early, the others have their turn; the record says why. KeyboardInterrupt and
+    SystemExit end everything at once, and so does a disk that is full; all rounds are on the disk by then.
 
     Parameters
     ----------
@@ -47,21 +51,26 @@ def execute(
     folder : Path or None
         None: nothing is written, and nothing is taken up.
     progress : Progress
+        Told the cost before the first round, unless it is quiet.
     workers : int
         Processes that train at a time; with 1 it is this one.
     stacked : bool
         Whether a cohort's clients train in one set of kernels.
     tables : callable
         Called with the records so far after each run.
+    grid : Grid, optional
+        Where the clients are, if they are not in this process.
     """
     known = records.recorded(runs, folder) if folder else []
     ended = {(record.label, record.seed): record for record in known if record.ended}
     lacking = [run for run in runs if (run.label, run.seed) not in ended]
+    if lacking and not progress.quiet and grid is None:
+        announcement(lacking, workers, progress)
     trained: Iterator[RunRecord]
     if workers > 1:
         trained = _in_workers(lacking, folder, progress, workers, stacked)
     else:
-        trained = (train(run, folder, progress.round, stacked) for run in lacking)
+        trained = (train(run, folder, progress, stacked, grid=grid) for run in lacking)
     keys = [(run.label, run.seed) for run in runs]
     with progress:
         for record in trained:
@@ -71,74 +80,54 @@ def execute(
     return [ended[key] for key in keys]
 
 
-def train(run: Run, folder: Path | None, told: Any, stacked: bool = False) -> RunRecord:
+def train(
+    run: Run,
+    folder: Path | None,
+    progress: Progress,
+    stacked: bool = False,
+    workers: int = 1,
+    grid: Grid | None = None,
+) -> RunRecord:
     """Train one run in this process; an error ends the run, and its record says why."""
     from flwr_regs import InProcessGrid, StackedGrid
-    from flwr_regs.experiments.run.clients import app
-
-    grid = StackedGrid if stacked else InProcessGrid
 
     def on_round(record: RunRecord) -> None:
-        told(run.label, run.seed, record.test[-1]["round"], record.test[-1]["accuracy"])
+        test = record.test[-1]
+        progress.round(run.label, run.seed, test["round"], test["accuracy"])
 
-    settings, checkpoints = run.settings, None
-    with quiet() as warned, one_thread():
-        _warm_up()
-        comparison = Comparison(settings, grid(app, settings.num_clients, settings.config))
-        if folder is not None and settings.checkpoint_every:
-            name = records.record_path(folder, run.label, run.seed).stem
-            checkpoints = folder / "checkpoints" / name
+    heartbeat = Heartbeat(partial(progress.within, run.label, run.seed))
+    with quiet() as warned, threads(1) as allowed, heartbeat:
+        warm_up()
+        clients = client_data_of(run.settings, 0 if grid is None else len([*grid.get_node_ids()]))
+        factory = ClientFactory(run, clients)
+        trainer = Trainer(run, factory, heartbeat, max(allowed // workers, 1), warned)
+        clock = None
+        if grid is None:
+            kind = StackedGrid if stacked else InProcessGrid
+            grid, clock = kind(factory.app(), clients.num_clients), time.process_time
         try:
-            return comparison.train(run, folder, on_round, time.process_time, warned, checkpoints)
+            return trainer.train(grid, folder, on_round, clock)
+        except CannotWrite:
+            raise
         except Exception:
-            return comparison.last
-
-
-def try_out(run: Run, on_round: OnRound = lambda run: None) -> dict[str, Any]:
-    """Train two rounds of a run, no client slow; return the second one's entry.
-
-    The first round tells less: some methods take it easy there. Raises RuntimeError if the run would fail.
-    """
-    from flwr_regs import InProcessGrid
-    from flwr_regs.experiments.run.clients import app
-
-    short = replace(run.settings, rounds=2, cohorts="uniform", straggler_share=0.0, drop_out=0.0)
-    with quiet(), one_thread():
-        comparison = Comparison(short, InProcessGrid(app, short.num_clients, short.config))
-        try:
-            comparison.train(replace(run, settings=short), on_round=on_round)
-        except Exception as error:
-            raise RuntimeError(f"{run.method}: {comparison.last.error}") from error
-    return comparison.last.rounds[-1]
-
-
-@lru_cache(maxsize=1)
-def _warm_up() -> None:
-    """Train a moment: what torch loads at its first step must not count as the first method's time."""
-    import torch
-
-    model = torch.nn.Sequential(torch.nn.Conv2d(1, 1, 3), torch.nn.Flatten(), torch.nn.Linear(1, 2))
-    loss = torch.nn.functional.cross_entropy(model(torch.zeros(2, 1, 3, 3)), torch.tensor([0, 1]))
-    loss.backward()  # type: ignore[no-untyped-call]
-    torch.optim.SGD(model.parameters(), 0.1).step()
+            return trainer.record
 
 
 def _in_workers(
-    runs: Sequence[Run],
-    folder: Path | None,
-    progress: Progress,
-    workers: int,
-    stacked: bool,
+    runs: Sequence[Run], folder: Path | None, progress: Progress, workers: int, stacked: bool
 ) -> Iterator[RunRecord]:
     context = multiprocessing.get_context("spawn")
     queue = context.SimpleQueue()
     pool = ProcessPoolExecutor(workers, context, initializer=_begin_worker, initargs=(queue,))
     try:
-        waiting: set[Future[RunRecord]] = {pool.submit(_work, run, folder, stacked) for run in runs}
+        waiting: set[Future[RunRecord]] = {
+            pool.submit(_work, run, folder, stacked, workers) for run in runs
+        }
         while waiting:
             done, waiting = wait(waiting, timeout=0.2)
             while not queue.empty():
-                progress.round(*queue.get())
+                news, told = queue.get()
+                getattr(progress, news)(*told)
             for future in sorted(done, key=lambda f: f.exception() is not None):  # results first
                 yield future.result()
     except BrokenProcessPool as error:
@@ -174,45 +163,15 @@ def _end_with_parent() -> None:
         os._exit(1)
 
 
-def _work(run: Run, folder: Path | None, stacked: bool) -> RunRecord:
-    return train(run, folder, lambda *news: _QUEUE.put(news), stacked)
+class _ToParent(Progress):
+    """Passes a worker's news on."""
+
+    def round(self, *told: Any) -> None:
+        _QUEUE.put(("round", told))
+
+    def within(self, *told: Any) -> None:
+        _QUEUE.put(("within", told))
 
 
-class _Collector(logging.Handler):
-    """Keeps warnings, each once; the server's list of failed clients is in the history."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.said: dict[str, None] = {}
-
-    def emit(self, record: logging.LogRecord) -> None:
-        text = record.getMessage()
-        if not text.startswith("\t>") and len(self.said) < 5:
-            self.said[text] = None
-
-
-@contextmanager
-def quiet() -> Iterator[Collection[str]]:
-    """Keep the log from the screen; return its warnings, which the table repeats."""
-    log, collector = logging.getLogger("flwr"), _Collector()
-    before, log.handlers = log.handlers, [collector]
-    try:
-        with warnings.catch_warnings():
-            # torch.func asks users to file an issue with torch, for each layer that it does not stack
-            warnings.filterwarnings("ignore", "There is a performance drop because")
-            yield collector.said
-    finally:
-        log.handlers = before
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """Let torch use one thread: small models train faster, and any number of workers gives equal bits."""
-    import torch
-
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
+def _work(run: Run, folder: Path | None, stacked: bool, workers: int) -> RunRecord:
+    return train(run, folder, _ToParent(), stacked, workers)

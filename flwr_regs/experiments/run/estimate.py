@@ -1,80 +1,182 @@
-"""How long a plan would take, from a few steps of each of its methods."""
+"""What runs cost, from one client's round and one test of a sample; the rest is arithmetic."""
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
+import torch
+from flwr.app import ArrayRecord, ConfigRecord
 
+from flwr_regs import InProcessGrid, Mean
 from flwr_regs.experiments.experiment import Run
 from flwr_regs.experiments.partition.client_data import client_data_of
-from flwr_regs.experiments.report.run_records import RunRecord
-from flwr_regs.experiments.run.engine import try_out
-from flwr_regs.experiments.run.progress import duration
-from flwr_regs.experiments.settings import Settings
+from flwr_regs.experiments.run.clients import ClientFactory
+from flwr_regs.experiments.run.process_state import quiet, threads, warm_up
+from flwr_regs.experiments.run.progress import Heartbeat, Progress, duration
+from flwr_regs.experiments.run.server_test import ServerTest
 
-STEPS = (1, 11)
-"""Local steps of the two short trainings; their difference is the cost of a step."""
-CLIENTS = 4
-"""Clients that train in them, at most."""
+STEPS = 6
+"""Local steps of the longer one of two trainings; the other has one. Their difference is a step's cost."""
+SAMPLE = 250
+"""Examples of the test that is timed."""
+DOMINANT = 0.5
+"""A share of a run's time; where tests take more, a way to shorten them is named."""
 
 
-def estimate(runs: Sequence[Run], workers: int) -> str:
-    """Return what would run and how long that would take, measured with a few clients of each method."""
-    cost: dict[tuple[str, Settings], float] = {}
-    labels: dict[str, list[float]] = {}
-    for run in runs:
-        targets = "+".join(call.target for call in run.calls)
-        alike = replace(run.settings, methods="", seed=0, lr=1.0, held_out_share=0.0)
-        if (targets, alike) not in cost:
-            cost[targets, alike] = seconds(run)
-        labels.setdefault(run.label, []).append(cost[targets, alike])
-    lines = [
-        f"{label[:50]:<50}  {len(each)} x {duration(each[0])}" for label, each in labels.items()
-    ]
-    whole = sum(map(sum, labels.values())) / min(workers, len(runs), os.cpu_count() or 1)
-    first = runs[0].settings
-    return "\n".join(
-        [
-            f"would run on {first.dataset}, partition {first.partition} over {first.num_clients} clients, "
-            f"{first.rounds} rounds of about {planned_steps(first):.0f} local steps:",
-            *lines,
-            f"in all {len(runs)} runs, about {duration(whole)} with {workers} at a time",
-        ]
+def try_out(run: Run, **changes: Any) -> dict[str, Any]:
+    """Train one client of a run for two rounds, no client slow; return the second round's entry.
+
+    The first round tells less: some methods take it easy there. `changes` are of the settings. Raises
+    RuntimeError if the run would fail.
+    """
+    few = {
+        "rounds": 2,
+        "cohorts": "uniform",
+        "straggler_share": 0.0,
+        "drop_out": 0.0,
+        "overlap": False,
+    }
+    settings = replace(run.settings, **{**few, **changes})
+    one = 1 / settings.num_clients
+    short = replace(run, settings=settings)
+    factory = ClientFactory(short, client_data_of(settings))
+    strategy = short.strategy()
+    strategy.fraction_train, strategy.aggregator = one, Mean()
+    strategy.fraction_evaluate = min(strategy.fraction_evaluate, one)
+    with quiet(), threads(1), torch.random.fork_rng(devices=[]):
+        warm_up()
+        try:
+            strategy.start(
+                grid=InProcessGrid(factory.app(), settings.num_clients),
+                initial_arrays=ArrayRecord(factory.new_model().state_dict()),
+                num_rounds=2,
+                train_config=ConfigRecord(settings.train_config),
+                evaluate_config=ConfigRecord(settings.evaluate_config),
+            )
+        except Exception as error:
+            raise RuntimeError(f"{run.method}: {type(error).__name__}: {error}") from error
+    return strategy.history[-1]
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a run costs, in seconds.
+
+    Attributes
+    ----------
+    rounds, cohort, steps : int, int, float
+        Rounds; clients that train in a round; a client's mean number of local steps.
+    client, step, server, test : float
+        A client's round of one step; each further step; the server's part of a round; the tests of a model.
+    """
+
+    rounds: int
+    cohort: int
+    steps: float
+    client: float
+    step: float
+    server: float
+    test: float
+
+    @property
+    def tests(self) -> float:
+        """Of all tests; the initial model is tested too."""
+        return (self.rounds + 1) * self.test
+
+    @property
+    def run(self) -> float:
+        """Of the run."""
+        clients = self.cohort * (self.client + (self.steps - 1) * self.step)
+        return self.rounds * (clients + self.server) + self.tests
+
+
+def cost_of(run: Run) -> Cost:
+    """Measure what a run costs; RuntimeError if it would fail."""
+    settings, clients = run.settings, client_data_of(run.settings)
+    sizes = clients.label_counts.sum(1)
+    epochs = float(np.mean(np.ceil(sizes / settings.batch_size)) * settings.local_epochs)
+    planned = float(settings.local_steps or epochs)
+    few, more = 1, max(2, min(STEPS, round(planned)))
+    spent: dict[int, float] = {}
+    for steps in (few, more):
+        phases = dict(try_out(run, local_steps=steps)["seconds"])
+        spent[steps] = phases.pop("clients", 0.0) + phases.pop("probe", 0.0)
+        on_clients = phases.pop("evaluate", 0.0)
+    test = on_clients * settings.num_clients
+    if not settings.test_on_clients:
+        test += _server_test(run)
+    return Cost(
+        rounds=settings.rounds,
+        cohort=max(int(settings.num_clients * settings.fraction_train), 1),
+        steps=planned,
+        client=spent[few],
+        step=max(spent[more] - spent[few], 0.0) / (more - few),
+        server=sum(phases.values()),
+        test=test,
     )
 
 
-def seconds(run: Run) -> float:
-    """Return about how long a run takes: a few clients train a few steps, the rest is arithmetic.
-
-    Raises RuntimeError if the run would fail at once.
-    """
-    job = run.settings
-    tiny = replace(job, fraction_train=min(job.fraction_train, CLIENTS / job.num_clients))
-    spent: dict[int, tuple[float, float]] = {}  # steps -> of a client, of the server and its test
-    for steps in (1, *STEPS):  # the first one warms up
-        tests = [time.monotonic()]
-
-        def tested(_: RunRecord, tests: list[float] = tests) -> None:
-            tests.append(time.monotonic())
-
-        entry = try_out(replace(run, settings=replace(tiny, local_steps=steps)), tested)
-        phases = dict(entry.get("seconds", {}))
-        clients = sum(phases.pop(name, 0.0) for name in ("clients", "probe"))
-        test = 0.0 if job.test_on_clients else tests[1] - tests[0]
-        spent[steps] = clients / len(entry["cohort"]), sum(phases.values()) + test
-    (few, rest), (more, _) = (spent[steps] for steps in STEPS)
-    step = max(more - few, 0.0) / (STEPS[1] - STEPS[0])
-    cohort = max(int(job.num_clients * job.fraction_train), 1)
-    return job.rounds * (cohort * (few + step * (planned_steps(job) - STEPS[0])) + rest)
+def _server_test(run: Run) -> float:
+    """Return the seconds of the server's test, from that of a sample."""
+    factory = ClientFactory(run, client_data_of(run.settings))
+    model = factory.new_model()
+    arrays = ArrayRecord(model.state_dict())
+    with threads(1) as allowed:
+        test = ServerTest(model, factory.clients, allowed)
+        test.outputs(arrays, 1)  # what torch loads at its first pass does not count
+        began = time.monotonic()
+        test.outputs(arrays, SAMPLE)
+    return (time.monotonic() - began) * max(len(test.x) / SAMPLE, 1.0)
 
 
-def planned_steps(job: Settings) -> float:
-    """Return a client's mean number of local steps in a round."""
-    if job.local_steps:
-        return float(job.local_steps)
-    sizes = client_data_of(job).label_counts.sum(1)
-    return float(np.mean(np.ceil(sizes / job.batch_size)) * job.local_epochs)
+def announcement(runs: Sequence[Run], workers: int, progress: Progress) -> None:
+    """Tell about how long some runs take, from the first of them; nothing if it would fail."""
+    with Heartbeat(progress.say) as heartbeat:
+        heartbeat.at("timing one client's steps")
+        try:
+            cost = cost_of(runs[0])
+        except RuntimeError:  # the run says it better
+            return
+    whole = cost.run * len(runs) / _at_a_time(runs, workers)
+    text = (
+        f"about {duration(whole)}: {len(runs)} run{'s' * (len(runs) > 1)} of {cost.rounds} rounds, in each "
+        f"{cost.cohort} clients with {cost.steps:.0f} steps of {1000 * cost.step:.2g} ms, and a test of "
+        f"{duration(cost.test)}"
+    )
+    settings = runs[0].settings
+    if cost.tests > DOMINANT * cost.run and cost.tests > 60 and not settings.test_examples:
+        text += " (test-examples=2000 would test on so many examples)"
+    progress.say(text)
+
+
+def estimate(runs: Sequence[Run], workers: int) -> Iterator[str]:
+    """Yield lines, as they are known, on what would run and how long that would take."""
+    first = runs[0].settings
+    yield (
+        f"would run on {first.dataset}, partition {first.partition} over {first.num_clients} clients, "
+        f"{first.rounds} rounds; now timing one client's round and a part of a test of each method:"
+    )
+    known: dict[Any, Cost] = {}
+    seconds = dict[str, list[float]]()
+    for run in runs:
+        targets = tuple(call.target for call in run.calls)
+        alike = targets, replace(run.settings, methods="", seed=0, lr=1.0, held_out_share=0.0)
+        if alike not in known:
+            known[alike] = cost_of(run)
+        seconds.setdefault(run.label, []).append(known[alike].run)
+        if len(seconds[run.label]) == 1:
+            number = sum(other.label == run.label for other in runs)
+            steps = known[alike].steps
+            each = f"{number} x {duration(known[alike].run)}, {steps:.0f} local steps a round"
+            yield f"{run.label[:50]:<50}  {each}"
+    whole = sum(map(sum, seconds.values())) / _at_a_time(runs, workers)
+    yield f"in all {len(runs)} runs, about {duration(whole)} with {workers} at a time"
+
+
+def _at_a_time(runs: Sequence[Run], workers: int) -> int:
+    return min(workers, len(runs), os.cpu_count() or 1)

@@ -27,7 +27,8 @@ from flwr_regs.experiments.experiment import Run
 from flwr_regs.experiments.extras import missing_extra
 from flwr_regs.experiments.report import run_records as records
 from flwr_regs.experiments.report.run_records import RunRecord
-from flwr_regs.experiments.run.progress import Progress
+from flwr_regs.experiments.run.estimate import announcement
+from flwr_regs.experiments.run.progress import Heartbeat, Progress
 
 PYPROJECT = """[project]
 name = "flwr-regs-run"
@@ -58,15 +59,18 @@ def execute(
     if importlib.util.find_spec("ray") is None:
         raise missing_extra("ray", "Flower's simulation")
     missing = records.missing(runs, folder)
+    if missing and not progress.quiet:
+        announcement(missing, 1, progress)
     with (
         progress,
         tempfile.TemporaryDirectory(prefix="flwr-regs-", ignore_cleanup_errors=True) as temporary,
         (folder / "flower.log").open("a") as log,
+        Heartbeat(progress.say) as heartbeat,
     ):
         home = Path(temporary)
         write_app(home / "app")
-        env = environment(home)
-        with superlink(home, env) as port:
+        heartbeat.at(f"Flower starts, its log is {log.name}")
+        with superlink(home, environment(home)) as port:
             (home / "config.toml").write_text(
                 f'[superlink]\ndefault = "job"\n[superlink.job]\n'
                 f'address = "127.0.0.1:{port}"\ninsecure = true\n'
@@ -74,7 +78,11 @@ def execute(
             for seed in dict.fromkeys(run.seed for run in missing):
                 of_seed = [run for run in missing if run.seed == seed]
                 begun = {record.label for record in records.recorded(of_seed, folder)}
-                _run_seed(of_seed, folder, progress, home, log, gpus)
+                for record in _new_records(of_seed, folder, home, log, gpus):
+                    test = record.test[-1]
+                    progress.round(record.label, seed, test["round"], test["accuracy"])
+                    rounds = f"{test['round']} of {record.job['rounds']} rounds in Ray"
+                    heartbeat.at(f"{record.label}: {rounds}")
                 trained = records.recorded(of_seed, folder)
                 if lost := {run.label for run in of_seed} - {r.label for r in trained} - begun:
                     raise RuntimeError(
@@ -107,40 +115,39 @@ def environment(home: Path) -> dict[str, str]:
     }
 
 
-def _run_seed(
-    runs: Sequence[Run], folder: Path, progress: Progress, home: Path, log: IO[str], gpus: float
-) -> None:
-    """Run the methods of one seed as one Flower run, and tell its progress from the records."""
+def _new_records(
+    runs: Sequence[Run], folder: Path, home: Path, log: IO[str], gpus: float
+) -> Iterator[RunRecord]:
+    """Run the methods of one seed as one Flower run; yield each record that has a new test."""
     first = runs[0].settings
     methods = "; ".join(run.method for run in runs)
     changed = replace(first, methods=methods, out=str(folder)).changed
     lines = [f"{key} = {json.dumps(value, ensure_ascii=False)}" for key, value in changed.items()]
     (home / "run.toml").write_text("\n".join(lines))
-    command = ["flwr", "run", str(home / "app"), "job", "--stream"]
-    command += ["--run-config", str(home / "run.toml"), "--federation-config"]
-    command.append(f"num-supernodes={first.num_clients} client-resources-num-cpus=1")
+    federation = f"num-supernodes={first.num_clients} client-resources-num-cpus=1"
     if gpus:
-        command[-1] += f" client-resources-num-gpus={gpus}"
+        federation += f" client-resources-num-gpus={gpus}"
+    command = ["flwr", "run", str(home / "app"), "job", "--stream"]
+    command += ["--run-config", str(home / "run.toml"), "--federation-config", federation]
+    paths = [records.record_path(folder, run.label, run.seed) for run in runs]
+    changed_at = {path: path.stat().st_mtime for path in paths if path.is_file()}
     process = subprocess.Popen(  # it ends when its SuperLink is gone
         command, env=environment(home), stdout=log, stderr=log, start_new_session=True
     )
-    paths = {run.label: records.record_path(folder, run.label, run.seed) for run in runs}
-    old = {m: path.stat().st_mtime for m, path in paths.items() if path.is_file()}
-    shown: dict[str, int] = {}
+    tests = dict.fromkeys(paths, 0)
     try:
-        while True:
-            code = process.poll()
-            for method, path in paths.items():
-                if not path.is_file() or path.stat().st_mtime == old.get(method):
-                    continue
-                run = records.read(path)
-                if run is not None and run.test and len(run.test) != shown.get(method):
-                    shown[method] = len(run.test)
-                    test = run.test[-1]
-                    progress.round(method, first.seed, test["round"], test["accuracy"])
-            if code is not None:
-                return
+        ended = False
+        while not ended:
             time.sleep(0.3)
+            ended = process.poll() is not None
+            for path in paths:
+                if not path.is_file() or path.stat().st_mtime == changed_at.get(path):
+                    continue
+                changed_at[path] = path.stat().st_mtime
+                record = records.read(path)
+                if len(record.test) > tests[path]:
+                    tests[path] = len(record.test)
+                    yield record
     finally:
         if process.poll() is None:
             process.kill()

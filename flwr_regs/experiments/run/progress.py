@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import sys
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 LINES = 10
 """Plain lines for each run, about."""
+SILENCE = 2.0
+"""Seconds after which a part of a round is told of; then after twice as long each time."""
 
 
 class Progress:
@@ -20,12 +23,12 @@ class Progress:
         Each run's label, seed and rounds.
     """
 
-    def __init__(self, runs: Sequence[tuple[str, int, int]]) -> None:
+    quiet = True
+
+    def __init__(self, runs: Sequence[tuple[str, int, int]] = ()) -> None:
         self.rounds = {(label, seed): rounds for label, seed, rounds in runs}
         self.seen = dict.fromkeys(self.rounds, 0)
-        self.first: tuple[float, int] | None = (
-            None  # the first news: its time, the rounds done then
-        )
+        self.first: tuple[float, int] | None = None  # the first news: its time, the rounds done
 
     def __enter__(self) -> Progress:
         return self
@@ -41,13 +44,16 @@ class Progress:
 
     def ended(self, label: str, seed: int, note: str) -> None:
         """Note that a run has ended; `note` says why if it was early."""
-        self.seen[label, seed] = self.rounds[label, seed]
+        self.seen[label, seed] = self.rounds.get((label, seed), 0)
         self.show(label, seed)
         if note:
             self.say(f"{label}, seed {seed}: {note[:300]}")
 
     def show(self, label: str, seed: int, accuracy: float | None = None) -> None:
         """Show a round; without an accuracy, the end of a run."""
+
+    def within(self, label: str, seed: int, text: str) -> None:
+        """Show what a run is at, within a round that takes long."""
 
     def say(self, text: str) -> None:
         """Print a line."""
@@ -65,20 +71,23 @@ class Progress:
 class Lines(Progress):
     """Plain lines, for a file or a pipe: about ten a run, the first round, and then every tenth of them."""
 
+    quiet = False
+
+    def _name(self, label: str, seed: int) -> str:
+        width = min(max(len(label) for label, _ in self.rounds), 32)
+        return f"{label:<{width}}" + f" seed {seed}" * (len({s for _, s in self.rounds}) > 1)
+
     def show(self, label: str, seed: int, accuracy: float | None = None) -> None:
         """Print some of the rounds."""
         server_round, rounds = self.seen[label, seed], self.rounds[label, seed]
-        last = server_round in (1, rounds)
-        if accuracy is None or not (
-            last or (server_round and not server_round % max(rounds // LINES, 1))
-        ):
-            return
-        width = min(max(len(label) for label, _ in self.rounds), 32)
-        of = f" seed {seed}" if len({seed for _, seed in self.rounds}) > 1 else ""
-        self.say(
-            f"{label:<{width}}{of} round {server_round:>4}/{rounds}   accuracy {accuracy:7.2%}   "
-            f"{self.left()}"
-        )
+        tenth = server_round and not server_round % max(rounds // LINES, 1)
+        if accuracy is not None and (tenth or server_round in (1, rounds)):
+            at = f"round {server_round:>4}/{rounds}"
+            self.say(f"{self._name(label, seed)} {at}   accuracy {accuracy:7.2%}   {self.left()}")
+
+    def within(self, label: str, seed: int, text: str) -> None:
+        """Print what a run is at."""
+        self.say(f"{self._name(label, seed)} {text}")
 
     def say(self, text: str) -> None:
         """Print a line without delay."""
@@ -87,6 +96,8 @@ class Lines(Progress):
 
 class Bars(Progress):
     """A bar for each label: rounds done over all its seeds, the last accuracy, the time left."""
+
+    quiet = False
 
     def __init__(self, runs: Sequence[tuple[str, int, int]]) -> None:
         super().__init__(runs)
@@ -119,9 +130,56 @@ class Bars(Progress):
         finished = self.bars.tasks[task].finished
         self.bars.update(task, left="" if finished else self.left())
 
+    def within(self, label: str, seed: int, text: str) -> None:
+        """Show at a label's bar what a run is at."""
+        self.bars.update(self.tasks[label], left=text)
+
     def say(self, text: str) -> None:
         """Print a line above the bars."""
         self.bars.console.print(text, markup=False, highlight=False)
+
+
+class Heartbeat:
+    """Tells what a run is at, from a thread of its own, where that takes more than `SILENCE` seconds.
+
+    Parameters
+    ----------
+    tell : callable
+        Called with the text.
+    """
+
+    def __init__(self, tell: Callable[[str], None]) -> None:
+        self._tell, self._stop = tell, threading.Event()
+        self._thread = threading.Thread(target=self._beat, daemon=True)
+        self.what = ""
+        self.at("")
+
+    def __enter__(self) -> Heartbeat:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def at(self, what: str, done: int = 0, total: int = 0) -> None:
+        """Note what the run is at now, and how much of it is done; empty: nothing that is told."""
+        if what != self.what or not done:
+            self.what, self.began, self.next = what, time.monotonic(), SILENCE
+        self.done, self.total = done, total
+
+    def _beat(self) -> None:
+        while not self._stop.wait(0.2):
+            spent = time.monotonic() - self.began
+            if not self.what or spent < self.next:
+                continue
+            self.next = 2 * spent
+            text = self.what
+            if self.total:
+                text += f", {min(self.done, self.total):,} of {self.total:,}"
+            if 0 < self.done < self.total:
+                text += f", {duration(spent / self.done * (self.total - self.done))} left"
+            self._tell(text)
 
 
 def progress(runs: Sequence[tuple[str, int, int]]) -> Progress:
@@ -132,6 +190,6 @@ def progress(runs: Sequence[tuple[str, int, int]]) -> Progress:
 def duration(seconds: float) -> str:
     """Return a time as people say it: 40 s, 12 min, 3 h 20 min."""
     if seconds < 99.5:
-        return f"{seconds:.0f} s"
+        return f"{seconds:.0f} s" if seconds >= 1 else f"{seconds:.2g} s"
     minutes = round(seconds / 60)
     return f"{minutes} min" if minutes < 100 else f"{minutes // 60} h {minutes % 60} min"

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
 from flwr_regs.experiments.experiment import Run
-from flwr_regs.experiments.run.engine import try_out
+from flwr_regs.experiments.run.estimate import try_out
 
 MARGIN = 1.2
 """The memory that is asked for, over what was seen: an allocator's needs differ from round to round."""
@@ -70,8 +70,7 @@ def measure(run: Run) -> Taken:
     On a GPU, all that is in use there counts: measure where nothing else runs. Raises RuntimeError if the
     run would fail.
     """
-    settings = replace(run.settings, fraction_train=1 / run.settings.num_clients)
-    entry = try_out(replace(run, settings=settings))
+    entry = try_out(run)
     spent = sum(entry["seconds"].get(name, 0.0) for name in ("clients", "probe"))
     return Taken(spent / len(entry["cohort"]), _resident(), *_gpu())
 

@@ -1,14 +1,23 @@
-"""The server side of a simulation in Ray: the comparison that the run config describes."""
+"""The server side of a Flower app: the comparison that the run config describes."""
 
 from __future__ import annotations
 
 import logging
+import os
+from collections.abc import Sequence
+from pathlib import Path
 
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
-from flwr_regs.experiments.experiment import Experiment
-from flwr_regs.experiments.run.comparison import results_folder, run
+from flwr_regs.experiments.experiment import Experiment, Run
+from flwr_regs.experiments.partition.client_data import client_data_of
+from flwr_regs.experiments.report.folders import check_writable, new_folder
+from flwr_regs.experiments.report.results import Results
+from flwr_regs.experiments.run.engine import execute
+from flwr_regs.experiments.run.progress import Lines
+from flwr_regs.flower.grids.grid_network import GridNetwork
+from flwr_regs.server.population.population import Population
 
 app = ServerApp()
 
@@ -17,6 +26,64 @@ app = ServerApp()
 def main(grid: Grid, context: Context) -> None:
     """Train and compare the methods of the run config."""
     experiment = Experiment.of_methods(context.run_config).checked()
+    (panel,) = experiment.panels
+    runs = experiment.tests(panel)
     logging.getLogger("flwr").setLevel(logging.WARNING)  # the comparison prints its own progress
-    runs = experiment.tests(*experiment.panels)
-    run(runs, grid, results_folder(runs[0].settings.out))
+    compare(runs, grid, results_folder(runs[0].settings.out))
+
+
+def compare(runs: Sequence[Run], grid: Grid, folder: Path) -> Results:
+    """Train the methods of one seed on a grid, and report into `folder`.
+
+    A method that diverges is a result; RuntimeError for any other failure, when all have had their turn.
+    """
+    settings, notes = runs[0].settings, list[str]()
+    clients = len(Population(1, None, 120.0).refresh(GridNetwork(grid)))
+    if clients != settings.num_clients:
+        notes.append(
+            f"this run has {clients} SuperNodes, but num-clients asks for {settings.num_clients}: the data "
+            f"is split over {clients} clients. Flower starts 2 unless told otherwise; use "
+            f"`flwr-regs run`, or: flwr run . --stream --federation-config "
+            f'"num-supernodes={settings.num_clients} client-resources-num-cpus=1"'
+        )
+    try:
+        assert client_data_of(settings, clients).parts  # raises for a partition that is impossible
+    except ValueError as error:
+        raise ValueError(". NOTE: ".join([str(error), *notes])) from error
+    progress = Lines([(run.label, run.seed, settings.rounds) for run in runs])
+    for note in notes:
+        progress.say(f"NOTE: {note}")
+    records = execute(
+        *(runs, folder, progress),
+        tables=lambda so_far: Results(so_far, notes).save_tables(folder),
+        grid=grid,
+    )
+    results = Results(records, notes)
+    results.save(folder)
+    progress.say(f"{results.text()}results: {folder}")
+    if failed := [record for record in records if not record.ended]:
+        raise RuntimeError(f"{failed[0].label}: {failed[0].error}")
+    return results
+
+
+def results_folder(out: str) -> Path:
+    """Return (and make) the folder for the results.
+
+    It is `out` if that is set. Else it is ``results/<time>`` in the server's folder, if that is a
+    writable checkout of this project, and a folder under the home folder if not: Flower's local server
+    keeps the folder of its first start, whatever the folder of a later ``flwr run``.
+    """
+    if out and not Path(out).is_absolute():
+        raise ValueError(
+            f"setting 'out' must be an absolute path, not '{out}': Flower runs the server in another folder"
+        )
+    if out:
+        check_writable(Path(out))
+        return Path(out)
+    try:
+        here = Path.cwd()
+        if (here / "simulations" / "server_app.py").is_file() and os.access(here, os.W_OK):
+            return new_folder(here / "results")
+    except FileNotFoundError:  # that first folder is gone
+        pass
+    return new_folder(Path.home() / "flwr-regs-results")

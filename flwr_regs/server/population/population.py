@@ -183,22 +183,27 @@ class Population(Snapshots):
         network: Network,
         attempt: int = 0,
     ) -> list[int]:
-        """Return `size` of the `members` by `key` and `attempt`, "uniform" or "class-covering" (`kind`)."""
+        """Return `size` of the `members` by `key` and `attempt`, "uniform" or "class-covering" (`kind`).
+
+        The classes to cover are those that the first population held; one that no member holds is left out,
+        with a warning.
+        """
         purpose = further(attempt)
         if kind == "uniform":
             return uniform_cohort(members, key, size, purpose)
-        counts, classes = self._label_counts(network)
-        here = set(members)
-        left = {p: c for p, c in counts.items() if p in here}
-        if len(left) < len(counts):  # clients were dropped
-            held = _held(left)
-            if classes - held:
-                LOG.warning("only dropped clients hold the classes %s", sorted(classes - held))
-            classes = classes & held
+        first = not self.labels
+        self._ask_for_labels(network)
+        counts = {p: self.labels[p] for p in members if self.labels.get(p)}
+        holders = Counter(i for c in counts.values() for i, n in enumerate(c) if n > 0)
+        expected = set(range(max(holders, default=-1) + 1)) if first else self.classes
+        if gone := expected - set(holders):
+            LOG.warning("no client that takes part holds the classes %s", quoted(sorted(gone)))
+        if first:
+            self.classes = set(holders)
+        classes = self.classes & set(holders)
         try:
-            return class_covering_cohort(left, key, size, classes, purpose)
+            return class_covering_cohort(counts, key, size, classes, purpose)
         except CoverageError:  # a class that one client alone claims may be its invention
-            holders = Counter(i for c in left.values() for i, n in enumerate(c) if n > 0)
             shared = {i for i in classes if holders[i] > 1}
             if shared == classes:
                 raise
@@ -207,41 +212,28 @@ class Population(Snapshots):
                 "not count in this round",
                 *(size, len(classes)),
             )
-            return class_covering_cohort(left, key, size, shared, purpose)
+            return class_covering_cohort(counts, key, size, shared, purpose)
 
-    def _label_counts(self, network: Network) -> tuple[dict[int, list[int]], set[int]]:
-        """Return (each connected client's examples of each class, the classes that can be covered).
-
-        Each client is asked once. The classes run from 0 to the largest one that the first population
-        held. A class that no connected client holds is left out, with a warning.
+    def _ask_for_labels(self, network: Network) -> None:
+        """Ask each connected client once how many examples of each class it holds.
 
         A client that does not share its counts, which its operator must allow, is left out, with a warning.
-
         Raises PopulationError before training if fewer than `minimum` clients share them.
         """
         new = [p for p in self.connected if p not in self.labels]
+        if not new:
+            return
         request = self.request(keys.LABELS, {p: Parcel() for p in new})
-        replies = network.ask(request, min(self._timeout, LONGEST)) if new else Replies({})
+        replies = network.ask(request, min(self._timeout, LONGEST))
         counted, failures = read_each(replies.came, _counts_of)
         failures |= replies.failures
-        first = not self.labels
         if failures:
             why = f"class-covering cohorts need label counts: {name_failures(failures)}"
-            if first and len(counted) < max(self._minimum, 1):
+            if not self.labels and len(counted) < max(self._minimum, 1):
                 raise PopulationError(why)
             LOG.warning("%s; going on without them", why)
             self.uncounted |= failures
         self.labels |= counted | {pid: [] for pid in failures}
-        counts = {p: self.labels[p] for p in self.connected if self.labels[p]}
-        held = _held(counts)
-        if first:
-            self.classes = held
-            if gaps := set(range(max(held, default=-1) + 1)) - held:
-                LOG.warning("no client holds the classes %s", quoted(sorted(gaps)))
-            return counts, self.classes
-        if gone := self.classes - held:
-            LOG.warning("no client that is left holds the classes %s", sorted(gone))
-        return counts, self.classes & held
 
     def _identify(self, network: Network, nodes: Iterable[int], present: set[int]) -> None:
         """Ask `nodes` for their partitions; during training, leave out a node without a reply."""
@@ -345,8 +337,3 @@ def _counts_of(pid: int, reply: Parcel) -> list[int]:
             "that are not negative"
         )
     return counts
-
-
-def _held(counts: dict[int, list[int]]) -> set[int]:
-    """Return the classes that at least one client holds."""
-    return {i for c in counts.values() for i, n in enumerate(c) if n > 0}

@@ -16,7 +16,7 @@ from flwr_regs.experiments.data import augment
 from flwr_regs.experiments.data import datasets as data
 from flwr_regs.experiments.partition.client_data import client_data_of
 from flwr_regs.experiments.run import clients
-from flwr_regs.experiments.settings.job import Job
+from flwr_regs.experiments.settings import Settings
 from tests.experiments.data.sources import made
 
 PICTURES = torch.rand(64, 3, 12, 10, generator=torch.Generator().manual_seed(0))
@@ -92,7 +92,7 @@ def test_a_cut_is_scaled_to_the_old_size_and_stays_within_the_picture() -> None:
     assert abs(area.mean() - 0.5) < 0.07
 
 
-def settings(**given: Any) -> Job:
+def settings(**given: Any) -> Settings:
     common = {
         "dataset": "cifar10",
         "methods": "FedAvg",
@@ -100,7 +100,7 @@ def settings(**given: Any) -> Job:
         "partition": "iid",
         "model": "mlp",
     }
-    return Job.from_run_config({**common, **given})
+    return Settings.of({**common, **given})
 
 
 @pytest.fixture

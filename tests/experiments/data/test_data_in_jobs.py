@@ -14,7 +14,7 @@ from flwr_regs.experiments.models.quadratic import Quadratic
 from flwr_regs.experiments.partition import client_data
 from flwr_regs.experiments.partition.client_data import client_data_of
 from flwr_regs.experiments.run import clients
-from flwr_regs.experiments.settings.job import Job
+from flwr_regs.experiments.settings import Settings
 from tests.experiments.data.sources import made
 
 COMMON = {"methods": "FedAvg", "num-clients": 5, "partition": "iid"}
@@ -23,7 +23,7 @@ COMMON = {"methods": "FedAvg", "num-clients": 5, "partition": "iid"}
 def test_a_client_tests_on_its_own_groups_and_classes(tmp_path: Path) -> None:
     made.digits_five(tmp_path)
     given = {"dataset": "digits-five", "data-dir": str(tmp_path), "test-on-clients": True}
-    job = Job.from_run_config({**COMMON, **given})
+    job = Settings.of({**COMMON, **given})
     whole = data.load(job.dataset, job.data_dir)
     assert whole.groups is not None
     assert whole.test_groups is not None
@@ -45,14 +45,14 @@ def test_held_out_examples_and_clients_never_come_from_the_test_data(
     x = np.arange(200, dtype=np.float32)[:, None]
     whole = data.Data(x[::2], np.arange(100) % 2, x[1::2], np.arange(100) % 2)
     monkeypatch.setattr(client_data, "data_of", lambda _: whole)
-    share = Job.from_run_config({**COMMON, "held-out-share": 0.3})
+    share = Settings.of({**COMMON, "held-out-share": 0.3})
     for pid in range(5):
         train, held_out = clients._data(share, 5, pid)
         assert held_out is not None
         rows = [{*part.tensors[0][:, 0].tolist()} for part in (train, held_out)]
         assert not rows[0] & rows[1]
         assert {value % 2 for value in rows[0] | rows[1]} == {0}
-    others = Job.from_run_config({**COMMON, "held-out-clients": 2})
+    others = Settings.of({**COMMON, "held-out-clients": 2})
     shared = client_data_of(others)
     trained_on, rows = shared.server_rows()
     assert trained_on
@@ -62,7 +62,7 @@ def test_held_out_examples_and_clients_never_come_from_the_test_data(
 
 def test_the_quadratics_have_their_own_model_and_loss() -> None:
     assert isinstance(flwr_regs_model("quadratics(dimension=3)"), Quadratic)
-    job = Job.from_run_config({**COMMON, "dataset": "quadratics(dimension=3)"})
+    job = Settings.of({**COMMON, "dataset": "quadratics(dimension=3)"})
     job.check()
 
 
@@ -75,4 +75,4 @@ def flwr_regs_model(dataset: str) -> Any:
 @pytest.mark.parametrize("wrong", ["synthetic(", "synthetic)", "synthetik(1)", "digits-five (1)"])
 def test_a_setting_that_is_no_data_set_with_arguments_is_refused(wrong: str) -> None:
     with pytest.raises(ValueError, match="'dataset' must be one of digits, "):
-        Job.from_run_config({**COMMON, "dataset": wrong})
+        Settings.of({**COMMON, "dataset": wrong})

@@ -10,7 +10,7 @@ import pytest
 from flwr_regs.experiments.data import catalogue, subset
 from flwr_regs.experiments.data import datasets as data
 from flwr_regs.experiments.partition.client_data import client_data_of, data_of
-from flwr_regs.experiments.settings.job import Job
+from flwr_regs.experiments.settings import Settings
 
 DIGITS = data.load("digits")
 GROUPED = replace(
@@ -68,9 +68,9 @@ def test_a_hash_changes_with_any_number_and_any_order() -> None:
 
 
 def test_a_job_has_what_its_settings_leave() -> None:
-    job = Job.from_run_config({"examples": 50, "num-classes": 2})
+    job = Settings.of({"examples": 50, "num-classes": 2})
     clients = client_data_of(job)
     assert len(clients.data.train_y) == clients.label_counts.sum() == 50
     assert client_data_of(job) is clients
-    synthetic = Job.from_run_config({"synthetic": True, "dataset": "mnist"})
+    synthetic = Settings.of({"synthetic": True, "dataset": "mnist"})
     assert data_of(synthetic).train_x.shape == (200, 1, 28, 28)

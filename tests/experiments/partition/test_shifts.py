@@ -14,13 +14,13 @@ from flwr_regs.experiments.data import datasets as data
 from flwr_regs.experiments.partition import client_data, shifts
 from flwr_regs.experiments.partition.client_data import ClientData, client_data_of
 from flwr_regs.experiments.run import clients
-from flwr_regs.experiments.settings.job import Job
+from flwr_regs.experiments.settings import Settings
 
 Array = np.ndarray[Any, Any]
 
 
-def job_of(**settings: Any) -> Job:
-    return Job.from_run_config(
+def job_of(**settings: Any) -> Settings:
+    return Settings.of(
         {"methods": "FedAvg", **{k.replace("_", "-"): v for k, v in settings.items()}}
     )
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from flwr_regs.experiments.report import metrics
-from flwr_regs.experiments.report.run_records import Run
+from flwr_regs.experiments.report.run_records import RunRecord
 from flwr_regs.experiments.settings import DEFAULTS
 
 
@@ -25,10 +25,10 @@ def entry(t: int, **more: Any) -> dict[str, Any]:
     }
 
 
-def made(accuracy: list[float], seed: int = 1, **more: Any) -> Run:
+def made(accuracy: list[float], seed: int = 1, **more: Any) -> RunRecord:
     """A run of as many rounds, whose initial model has 10 %."""
     job = {**DEFAULTS, "rounds": len(accuracy), "target-accuracy": 0.5}
-    run = Run("A", "A", seed, job, 4, {}, ended=True)
+    run = RunRecord("A", "A", seed, job, 4, {}, ended=True)
     run.test = [{"round": t, "accuracy": a} for t, a in enumerate([0.1, *accuracy])]
     run.rounds = [entry(t, **more) for t in range(1, len(accuracy) + 1)]
     run.per_client = {"clients": [0.9, 0.5, 0.7, 0.8]}
@@ -97,7 +97,7 @@ def test_metrics_are_of_the_rounds_clients_and_messages_that_they_name() -> None
     assert values["rounds-to"](made([0.4, 0.5, 0.6])) == 2  # where it is met
     for name in ("rounds-to", "seconds-to", "megabytes-to", "gradients-to"):
         assert values[name](made([0.2, 0.3])) is None
-    assert {of(Run("A", "A", 1, {**DEFAULTS}, 4, {})) for of in values.values()} == {None}
+    assert {of(RunRecord("A", "A", 1, {**DEFAULTS}, 4, {})) for of in values.values()} == {None}
 
 
 def test_what_is_sent_before_a_round_or_in_a_first_exchange_counts() -> None:

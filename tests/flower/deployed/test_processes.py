@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from safetensors.numpy import load_file
 
+from flwr_regs.experiments.report.run_records import read, record_path
 from tests.conftest import ROOT
 from tests.processes import (
     BIN,
@@ -48,8 +49,8 @@ def test_plain_flwr_run_works_and_says_that_two_supernodes_are_few(tmp_path: Pat
             stop(pid)
     assert daemon, run.stdout + run.stderr
     assert "this run has 2 SuperNodes, but num-clients asks for 10" in run.stdout
-    assert json.loads((out / "history.json").read_text())["clients"] == 2
-    assert (out / "FedAvg.safetensors").is_file()
+    assert read(record_path(out, "FedAvg", 7)).clients == 2
+    assert (out / "FedAvg-seed7.safetensors").is_file()
 
 
 @pytest.mark.parametrize(
@@ -85,20 +86,20 @@ def test_private_entries_survive_on_supernodes(tmp_path: Path) -> None:
             supernode(partition)
         args = ["run", ".", "dep", "--stream", "-c", f"{config} methods='{method}' out='{out}'"]
         run = command(BIN / "flwr", *args, env=env)
-    assert (out / "history.json").is_file(), run.stdout[-3000:] + run.stderr[-3000:]
-    rounds = json.loads((out / "history.json").read_text())["methods"][method]["rounds"]
-    assert [r["lost_private"] for r in rounds] == [[], []]
-    mine = in_process(tmp_path / "x", method, **settings)
-    assert_same(dict(load_file(out / f"{method}.safetensors")), mine)
+    assert (out / "runs").is_dir(), run.stdout[-3000:] + run.stderr[-3000:]
+    record = read(record_path(out, method, 7))
+    assert [entry["lost_private"] for entry in record.rounds] == [[], []]
+    here = in_process(tmp_path / "x", method, **settings)
+    assert_same(dict(load_file(out / f"{method}-seed7.safetensors")), here)
     told, want = (
         [
             {pid: m["accuracy"] for pid, m in r["evaluate"]["clients"].items()}
-            for r in json.loads((folder / "history.json").read_text())["methods"][method]["rounds"]
+            for r in read(record_path(folder, method, 7)).rounds
         ]
         for folder in (out, tmp_path / "x")
     )
-    for mine_, theirs in zip(told, want, strict=True):  # tested with BatchNorm of their own
-        assert mine_ == pytest.approx(theirs)
+    for there, theirs in zip(told, want, strict=True):  # tested with BatchNorm of their own
+        assert there == pytest.approx(theirs)
     assert all(len(set(clients.values())) == 2 for clients in told[1:])
 
 

@@ -1,0 +1,106 @@
+"""The server's test of a global model: outputs, loss and accuracy, and what each client can expect."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from flwr.app import ArrayRecord
+from torch import nn
+
+from flwr_regs.client.train.batches import resolve_device
+from flwr_regs.experiments.data.datasets import untouched
+from flwr_regs.experiments.data.losses import LOSSES
+from flwr_regs.experiments.partition.client_data import ClientData
+from flwr_regs.experiments.run.process_state import threads
+
+BATCH = 1000
+"""Examples of one pass; small enough for Ctrl-C to end a pass within seconds."""
+
+
+class ServerTest:
+    """Tests models of one run on the server's examples; it keeps the last outputs.
+
+    Parameters
+    ----------
+    model : nn.Module
+        Gets the weights that are tested.
+    clients : ClientData
+    many_threads : int
+        For models with recurrent layers, whose time they shorten; others use one.
+    told : callable, optional
+        Called with (examples done, examples in all).
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        clients: ClientData,
+        many_threads: int = 1,
+        told: Callable[[int, int], None] = lambda done, total: None,
+    ) -> None:
+        data, (of_training, rows) = clients.data, clients.server_rows()
+        if of_training:
+            x, y = untouched(data.train_x[rows], data.augment), data.train_y[rows]
+        else:
+            x, y = data.test_x[rows], data.test_y[rows]
+        self.device = resolve_device("auto")
+        self.model, self.clients, self._told = model.to(self.device).eval(), clients, told
+        self.x, self.y = (torch.from_numpy(part).to(self.device) for part in (x, y))
+        self.loss = LOSSES[data.loss]
+        recurrent = any(isinstance(layer, nn.RNNBase) for layer in model.modules())
+        self._threads = many_threads if recurrent else 1
+        self._ensemble: list[torch.Tensor] = []
+        self.last: torch.Tensor | None = None
+
+    def outputs(self, arrays: ArrayRecord, most: int | None = None) -> torch.Tensor:
+        """Return a model's outputs, of the first `most` examples if that is given."""
+        self.model.load_state_dict(arrays.to_torch_state_dict())
+        x, parts = self.x[:most], list[torch.Tensor]()
+        with torch.no_grad(), threads(self._threads):
+            for batch in torch.split(x, BATCH):
+                self._told(BATCH * len(parts), len(x))
+                parts.append(self.model(batch))
+        return torch.cat(parts)
+
+    def measured(
+        self, arrays: ArrayRecord, server_round: int, keep: bool = True
+    ) -> dict[str, float]:
+        """Return a model's mean loss and accuracy, with the labels of a round; keep the outputs."""
+        output = self.outputs(arrays)
+        self._targets = self._labels(server_round)
+        if keep:
+            self.last = output
+        return {"loss": float(self.loss(output, self._targets)), "accuracy": self._share(output)}
+
+    def together(self, most: int) -> dict[str, float]:
+        """Return the accuracy of the mean prediction of the last `most` models that were measured.
+
+        FedADC's temporal ensemble (Sec. IV-E): the mean of the probabilities that the last global models
+        give. A run that is taken up begins the ensemble anew.
+        """
+        assert self.last is not None
+        self._ensemble = [*self._ensemble, self.last.softmax(1)][-most:]
+        return {"ensemble": self._share(sum(self._ensemble[1:], self._ensemble[0]))}
+
+    def _share(self, output: torch.Tensor) -> float:
+        return float((output.argmax(1) == self._targets).double().mean())
+
+    def _labels(self, server_round: int) -> torch.Tensor:
+        classes = np.arange(self.clients.data.num_classes)
+        return torch.from_numpy(self.clients.labels(classes, server_round)).to(self.device)[self.y]
+
+    def expected_accuracies(self) -> Any:
+        """Return each client's expected accuracy on new data of its label distribution: ``(clients,)``.
+
+        It is that of the model whose outputs were kept last.
+        """
+        assert self.last is not None
+        counts = self.clients.label_counts
+        right = (self.last.argmax(1) == self._targets).double()
+        there = torch.bincount(self.y, minlength=counts.shape[1]).cpu().numpy()
+        hits = torch.bincount(self.y, right, minlength=counts.shape[1]).cpu().numpy()
+        seen = counts / counts.sum(1, keepdims=True) * (there > 0)  # no test data tells nothing
+        return seen @ (hits / np.maximum(there, 1)) / np.maximum(seen.sum(1), 1e-12)

@@ -1,0 +1,234 @@
+"""One run: its method trains, each round is tested and recorded, and whatever ends it is said."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable, Collection
+from contextlib import suppress
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
+from flwr.serverapp import Grid
+from safetensors.torch import save_file
+
+from flwr_regs.experiments.experiment import Run
+from flwr_regs.experiments.report.folders import CannotWrite, writing
+from flwr_regs.experiments.report.run_records import (
+    Recorder,
+    RunRecord,
+    diverged,
+    read,
+    record_path,
+)
+from flwr_regs.experiments.run.clients import ClientFactory
+from flwr_regs.experiments.run.progress import Heartbeat
+from flwr_regs.experiments.run.server_test import ServerTest
+from flwr_regs.server.checkpoint.checkpoint import CheckpointError, latest
+from flwr_regs.server.round import RoundFailed
+
+OnRound = Callable[[RunRecord], None]
+"""Called with the run's record after each round, and after the initial test."""
+
+
+class Trainer:
+    """Trains one run, and keeps its record, also of a run that fails.
+
+    Parameters
+    ----------
+    run : Run
+    factory : ClientFactory
+        Of the run's clients; it also makes the model.
+    heartbeat : Heartbeat
+        Told what the run is at.
+    threads : int
+        That a test may use.
+    warnings : collection of str
+        What the log warned of; kept in the record at the end.
+
+    Attributes
+    ----------
+    record : RunRecord
+        The run as far as it got.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        factory: ClientFactory,
+        heartbeat: Heartbeat,
+        threads: int = 1,
+        warnings: Collection[str] = (),
+    ) -> None:
+        self.run, self.heartbeat, self._warnings = run, heartbeat, warnings
+        self.strategy, clients = run.strategy(), factory.clients
+        self.start = ArrayRecord(factory.new_model().state_dict())
+        factory.told = self._client_begins
+        self._test: ServerTest | None = None
+        if not run.settings.test_on_clients:
+            told = partial(heartbeat.at, "testing examples")
+            self._test = ServerTest(factory.new_model(), clients, threads, told)
+        self.record = RunRecord(
+            *(run.label, run.method, run.seed, run.settings.config, clients.num_clients),
+            self.strategy.term.config(),
+        )
+
+    def _client_begins(self, kind: str, server_round: int) -> None:
+        """Tell that one more client of this exchange begins."""
+        share = (
+            self.strategy.fraction_evaluate
+            if kind == "evaluate"
+            else self.run.settings.fraction_train
+        )
+        total = max(int(share * self.record.clients), 1)
+        doing = "clients test" if kind == "evaluate" else "clients train"
+        what = f"round {server_round:>4}/{self.run.settings.rounds}   {doing}"
+        done = self.heartbeat.done + 1 if self.heartbeat.what == what else 0
+        self.heartbeat.at(what, done, total)
+
+    def train(
+        self,
+        grid: Grid,
+        folder: Path | None = None,
+        on_round: OnRound = lambda record: None,
+        clock: Callable[[], float] | None = None,
+    ) -> RunRecord:
+        """Train on a grid, and return the record; a run that diverged says so.
+
+        Parameters
+        ----------
+        grid : Grid
+        folder : Path, optional
+            It gets the record, round by round, checkpoints as the settings say, and at the end the model.
+            A run that it holds checkpoints of goes on from there.
+        on_round : callable
+        clock : callable, optional
+            Counts the processor's seconds of all that trains. Without it, there are no checkpoints: the
+            clients' memory is elsewhere.
+
+        Raises
+        ------
+        Exception
+            Whatever ended the run early, but divergence. `record` is the run as far as it got.
+        """
+        record, strategy, settings = self.record, self.strategy, self.run.settings
+        name = record_path(Path(), record.label, record.seed).stem
+        checkpoints = None
+        if folder is not None and settings.checkpoint_every and clock is not None:
+            checkpoints = folder / "checkpoints" / name
+            strategy.checkpoint_dir = checkpoints
+            strategy.checkpoint_every = timedelta(seconds=settings.checkpoint_every)
+        resumed = self._resumed(folder, checkpoints)
+        recorder = Recorder(folder, record)
+        before = sum(record.clock[-1:])
+        began, ticks = time.monotonic(), clock() if clock else 0.0
+        try:
+            strategy.start(
+                grid=grid,
+                initial_arrays=self.start,
+                num_rounds=settings.rounds,
+                train_config=ConfigRecord(settings.train_config),
+                evaluate_config=ConfigRecord(settings.evaluate_config),
+                evaluate_fn=partial(self._after_round, recorder, on_round),
+                resume_from=resumed,
+            )
+            record.ended = True
+        except CannotWrite:
+            raise
+        except Exception as error:
+            record.error = f"{type(error).__name__}: {error}"
+            record.rounds = strategy.history
+            record.diverged = isinstance(error, RoundFailed) and diverged(
+                record.error, record.rounds
+            )
+            record.ended = record.diverged
+            if not record.diverged:
+                raise
+        finally:  # also after Ctrl-C: nothing here takes long
+            self.heartbeat.at("")
+            record.seconds = before + time.monotonic() - began
+            record.processor_seconds = clock() - ticks if clock and resumed is None else None
+            record.warnings = [*self._warnings]
+            if strategy.history:
+                record.per_client = self._per_client()
+                if folder is not None:
+                    path = folder / f"{name}.safetensors"
+                    with writing(path):
+                        save_file(strategy.arrays.to_torch_state_dict(), path)
+            recorder.end(record)
+            if checkpoints is not None and record.ended:
+                shutil.rmtree(checkpoints, ignore_errors=True)
+        return record
+
+    def _resumed(self, folder: Path | None, checkpoints: Path | None) -> Path | None:
+        """Take up the run where its last checkpoint was; return the checkpoint, None to begin anew.
+
+        A checkpoint without the record of its rounds is of no use, and is removed.
+        """
+        if checkpoints is None or folder is None or not checkpoints.is_dir():
+            return None
+        path = record_path(folder, self.record.label, self.record.seed)
+        with suppress(CheckpointError):
+            checkpoint = latest(checkpoints)
+            test = read(path).test if path.is_file() else []
+            points = [point for point in test if point["round"] <= checkpoint.round]
+            if points and points[-1]["round"] == checkpoint.round:
+                self.record.test, self.record.rounds = points, list(checkpoint.history)
+                return checkpoint.path
+        shutil.rmtree(checkpoints, ignore_errors=True)
+        return None
+
+    def _after_round(
+        self, recorder: Recorder, on_round: OnRound, server_round: int, arrays: ArrayRecord
+    ) -> MetricRecord | None:
+        """Test a round's model, and record the round; the second time, the mean of two models."""
+        record, history = self.record, self.strategy.history
+        record.rounds = history if server_round else []
+        again = [point["round"] for point in record.test[-1:]] == [server_round]
+        if self._test is not None and again:
+            return MetricRecord({**self._test.measured(arrays, server_round, keep=False)})
+        if self._test is not None:
+            figures = self._test.measured(arrays, server_round)
+            point = {"round": server_round, **figures}
+            if (most := self.run.settings.ensemble) and server_round:
+                point |= self._test.together(most)
+        elif server_round == 0 or again or not history[-1]["evaluate"]["clients"]:
+            return None  # no client has tested it
+        else:
+            figures = {m: float(_on_clients(history[-1], m).mean()) for m in ("loss", "accuracy")}
+            point = {"round": server_round, **figures}
+        record.test.append(point)
+        recorder.round(record)
+        self.heartbeat.at("")
+        on_round(record)
+        return MetricRecord({**figures})
+
+    def _per_client(self) -> dict[str, Any]:
+        """Return each client's accuracy by the last test, or the expected one on data of its labels."""
+        if self._test is not None:
+            if self._test.last is None:
+                if not self.record.ended:
+                    return {}
+                last_round = self.strategy.history[-1]["round"]  # it was resumed at its end
+                self._test.measured(self.strategy.arrays, last_round)
+            each = self._test.expected_accuracies()
+        elif tested := [entry for entry in self.strategy.history if "evaluate" in entry]:
+            each = _on_clients(tested[-1])
+        else:
+            return {}
+        spread = {"mean": each.mean(), "std": each.std(), "worst": each.min()}
+        return {"clients": each.tolist(), **{name: float(v) for name, v in spread.items()}}
+
+
+def _on_clients(entry: dict[str, Any], metric: str = "accuracy") -> Any:
+    """Return each client's metric on its own test data, where the clients test the model.
+
+    It is that of the client's own model, where the method gives it one.
+    """
+    by_client = entry["evaluate"]["clients"]
+    each = (by_client[pid] for pid in sorted(by_client))
+    return np.array([told.get(f"personal-{metric}", told[metric]) for told in each])

@@ -1,0 +1,25 @@
+"""Runs of some settings, as the command line makes and trains them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from flwr_regs.experiments.experiment import Experiment, Run
+from flwr_regs.experiments.report.run_records import RunRecord
+from flwr_regs.experiments.run import engine
+from flwr_regs.experiments.run.progress import Progress
+from flwr_regs.experiments.settings import key
+
+
+def runs_of(**settings: Any) -> list[Run]:
+    """Return the checked runs of settings, whose names have underscores."""
+    given = {key(name): value for name, value in settings.items()}
+    experiment = Experiment.of_methods(given).checked()
+    return experiment.tests(*experiment.panels)
+
+
+def trained(**settings: Any) -> dict[str, RunRecord]:
+    """Train the methods of settings in this process, and return label -> what came out."""
+    runs = runs_of(**settings)
+    progress = Progress([(run.label, run.seed, run.settings.rounds) for run in runs])
+    return {record.label: record for record in engine.execute(runs, None, progress)}

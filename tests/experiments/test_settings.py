@@ -1,0 +1,118 @@
+"""Settings: what is refused, what does nothing, what they make of a run."""
+
+from __future__ import annotations
+
+import tomllib
+from typing import Any
+
+import pytest
+
+from flwr_regs.experiments import settings
+from flwr_regs.experiments.settings import DEFAULTS, Settings, dead, read
+from tests.conftest import ROOT
+from tests.experiments.runs import runs_of
+
+
+def test_the_app_has_the_packages_settings() -> None:
+    """``flwr run .`` and the command line have the same defaults, of the same kinds."""
+    written = (ROOT / "pyproject.toml").read_text()
+    assert settings.toml() in written
+    app = tomllib.loads(written)["tool"]["flwr"]["app"]["config"]
+    assert {k: (v, type(v)) for k, v in app.items()} == {
+        k: (v, type(v)) for k, v in DEFAULTS.items()
+    }
+
+
+def test_words_are_values() -> None:
+    words = {"lr": ".1", "rounds": "3", "overlap": "true", "model": "7", "lr-decay": "1"}
+    values = {name: read(name, text) for name, text in words.items()}
+    assert values == {"lr": 0.1, "rounds": 3, "overlap": True, "model": "7", "lr-decay": 1}
+    assert Settings.of({"lr": 1}).lr == 1.0  # flwr hands lr=1 over as an int
+    assert read("rounds", ".5") == ".5"
+
+
+def test_the_clients_optimiser_is_a_matter_of_settings() -> None:
+    assert Settings.of({}).train_config == {"lr": 0.05, "local-epochs": 5}
+    given = {"optimizer": "RMSprop", "momentum": 0.9, "weight-decay": 1e-4, "clip-norm": 1}
+    made = Settings.of({**given, "local-steps": 7}).train_config
+    assert made == {"lr": 0.05, "local-steps": 7, **given}
+    (run,) = runs_of(methods="FedAvg", on_divergence="stop", wire_dtype="float16", seed=3)
+    strategy = run.strategy()
+    assert (strategy.on_divergence, strategy.wire_dtype, strategy.seed) == ("stop", "float16", 3)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"loacl_epochs": 1}, "unknown setting 'loacl-epochs'.*did you mean 'local-epochs'"),
+        (
+            {"fedfor_alpha": 1},
+            r"'fedfor-alpha'.*stand in its call, such as methods='FedFOR\(alpha=",
+        ),
+        ({"methods": "FedAvg,FedFoo"}, "the package has no strategy or term 'FedFoo'"),
+        ({"methods": ""}, "there is no method in ''"),
+        ({"methods": "FedAvg, FedAvg()"}, "'FedAvg' stands twice in .*: name each method once"),
+        ({"optimizer": "adamw"}, "'optimizer' must be one of SGD, Adam, .*not 'adamw'"),
+        ({"momentum": 1.0}, "'momentum' must be a number of at least 0 below 1, not 1.0"),
+        ({"optimizer": "Adam", "momentum": 0.9}, "has the key 'momentum'.*Adam takes none"),
+        ({"dataset": "mnits"}, r"must be one of .*mine.py:load, not 'mnits'; did you mean 'mn"),
+        ({"model": "CNN"}, r"must be one of auto.*mine.py:Net, not 'CNN'; did you mean 'cnn'"),
+        ({"xyz": 1}, r"^unknown setting 'xyz' \(`flwr-regs list settings` shows all\)$"),
+        ({"methods": "mine.py:Clip", "code_dir": "/tmp"}, "'mine.py:Clip': there is no file '/t"),
+        ({"methods": "FedADC+FedAdam"}, "only one term can own the server's step"),
+        ({"methods": "FedBN", "held_out_clients": 2}, "do not go with domains or private entries"),
+        ({"methods": "FedADC", "momentum": 0.9}, "'FedADC': FedADC's clients run SGD without mom"),
+        ({"methods": "FedAvg,FedBN", "model": "mlp"}, "FedBN found no BatchNorm layer"),
+        ({"methods": "FedAvg", "dp_clip_norm": 0.5}, "use weighting='uniform'"),
+        ({"lr": "0.1"}, "'lr' must be a number above 0, not '0.1'"),
+        ({"lr": True}, "'lr' must be a number"),
+        ({"lr": float("inf")}, "'lr' must be a number above 0, not inf"),
+        ({"seed": 10**20}, "'seed' must be a whole number of at least 0, not 1000"),
+        ({"overlap": 1}, "'overlap' must be true or false, not 1"),
+        ({"rounds": 2.5}, "'rounds' must be a whole number of at least 1, not 2.5"),
+        ({"fraction_train": 1.5}, "'fraction-train' must be a number above 0 up to 1"),
+        ({"data_dir": "/does/not/exist"}, "'data-dir': there is no folder"),
+        ({"partition": "long-tail-rounds", "held_out_clients": 1}, "use held-out-share"),
+    ],
+)
+def test_a_wrong_setting_is_refused_with_a_sentence(given: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        runs_of(**given)
+
+
+ON = {"test-on-clients": True, "personalise": "plain", "straggler-share": 0.5, "dp-clip-norm": 0.5}
+OFF = {"local-steps=0": 1, "test-on-clients=false": True}
+"""Values of owners that a setting goes with, and those that it does not go with."""
+OWNED = [name for name, f in settings.FIELDS.items() if f.metadata["needs"]]
+
+
+@pytest.mark.parametrize("name", OWNED)
+def test_a_setting_without_its_owner_is_refused(name: str) -> None:
+    """Unless another run has both."""
+    field = settings.FIELDS[name]
+    other = (
+        "matched" if field.type == "str" else 3 if field.type == "int" else field.default / 2 or 0.3
+    )
+    owner, equals, values = field.metadata["needs"].partition("=")
+    on = read(owner, values.split(",")[0]) if equals else ON[owner]
+    off = "iid" if owner == "partition" else OFF.get(f"{owner}={values}", DEFAULTS[owner])
+    idle = Settings.of({name: other, owner: off})
+    assert f"setting '{name}' does nothing with {owner}=" in dead([idle])
+    useful = Settings.of({name: other, owner: on})
+    assert not dead([idle, useful])
+    assert not dead([Settings.of({owner: off})])
+
+
+def test_privacy_without_its_extra_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "dp_accounting", None)
+    with pytest.raises(ValueError, match=r"needs dp-accounting: pip install .*, or dp-noise=0"):
+        runs_of(weighting="uniform", dp_clip_norm=0.5)
+
+
+def test_clients_test_all_methods_if_they_must_test_one() -> None:
+    given = {"model": "cnn-bn", "partition": "iid"}
+    assert all(run.settings.test_on_clients for run in runs_of(methods="FedAvg, FedBN", **given))
+    assert not any(
+        run.settings.test_on_clients for run in runs_of(methods="FedAvg, FedFOR", **given)
+    )
+    assert runs_of(methods="FedAvg", dataset="digits-domains")[0].settings.test_on_clients
