@@ -219,7 +219,7 @@ def draw() -> None:
 
 
 def _png(figure: Any, path: Path) -> None:
-    with drawing.style():
+    with drawing.style(drawing.Look()):
         save(figure, path)
 
 

@@ -19,9 +19,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.accidents import CASES
 from tests.conftest import ROOT
-from tests.federation import Federation
+from tests.flower.deployed.accidents import CASES
+from tests.flower.deployed.federation import Federation
 
 OUT = ROOT / "docs/studies/faults.json"
 PAGE = ROOT / "docs/deployment.md"

@@ -153,7 +153,7 @@ def adaptive(name: str, strategy: Any, client: Any, **settings: Any) -> Method:
         {"server_lr": 1e9, "tau": 1e9, "beta_1": 0.0, "initial_v": 0.0},
         [term],
         fedopt,
-        {**oracle, "server": rule, "second_moment": "mean"},
+        {**oracle, "server": rule},
         neutral_is_exact=False,
         settling={"server_lr": 1.0, "tau": 1.0, "beta_1": 0.5},
     )
@@ -170,7 +170,7 @@ def elastic(name: str, lam: float, densities: Sequence[float | None], **more: An
         {"lam": 0.0},
         [fr.Elastic(lam, **more), fr.SparseTernary(**densities)],
         efl,
-        {"lam": lam, **densities, **more, "float32_fisher": True},
+        {"lam": lam, **densities, **more},
         exempt={"fixed-point": OTHER_CLIENTS} if lam else {},
     )
 
@@ -186,7 +186,7 @@ def curvature(name: str, lam: float, implicit: bool = False) -> Method:
         {"lam": 0.0},
         [fr.Curvature(**settings)],
         fedcurv,
-        {**settings, "float32_fisher": True},
+        settings,
         exempt={"fixed-point": OTHER_CLIENTS},
     )
 
@@ -437,7 +437,7 @@ def mimicking(name: str, strategy: Any, client: Any, term: Any, beta: float, **m
         {"beta": 0.0},
         [term(beta)],
         mimelite if lite else mime,
-        {"beta": beta, "c_weighting": "uniform"},
+        {"beta": beta},
         fixed_point=partial(lite_point, beta=beta) if lite else minimum,
         exempt={} if lite else {"neutral": Exempt("No setting of Mime makes it FedAvg.")},
         **more,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -13,53 +14,6 @@ from flwr_regs.abilities import Compresses, Probes, Steps, Weighs
 from flwr_regs.chain import chain
 from flwr_regs.client.local_training import LocalTraining
 from flwr_regs.term import ClientContext, ServerContext, Term
-
-
-def context(v: torch.Tensor, start: torch.Tensor, **slots: torch.Tensor) -> ClientContext:
-    return ClientContext(start={"w": start}, lr=0.1, num_steps=3, broadcast=dict(slots))
-
-
-def test_proximal_is_the_derivative_of_its_penalty() -> None:
-    v = torch.tensor([1.5, -0.5, 2.0], requires_grad=True)
-    start = torch.tensor([1.0, 0.5, 2.0])
-    (0.7 / 2 * ((v - start) ** 2).sum()).backward()
-    zero = {"w": torch.zeros(3)}
-    got = Proximal(0.7).correct(zero, {"w": v.detach()}, context(v, start))["w"]
-    torch.testing.assert_close(got, v.grad)
-    torch.testing.assert_close(got, 0.7 * torch.tensor([0.5, -1.0, 0.0]))
-
-
-def test_first_order_is_the_derivative_of_its_penalty() -> None:
-    """Eq. 7 with displacements and g of both signs, and a coordinate that has not moved."""
-    v = torch.tensor([1.5, 1.5, -0.5, -0.5, 2.0], requires_grad=True)
-    start = torch.tensor([1.0, 1.0, 0.0, 0.0, 2.0])
-    g = torch.tensor([2.0, -2.0, 2.0, -2.0, 3.0])
-    (0.6 * torch.relu(g * (v - start)).sum()).backward()
-    zero = {"w": torch.zeros(5)}
-    got = FirstOrder(0.6).correct(zero, {"w": v.detach()}, context(v, start, w=g))["w"]
-    torch.testing.assert_close(got, v.grad)
-    torch.testing.assert_close(got, 0.6 * torch.tensor([2.0, 0.0, 0.0, -2.0, 0.0]))
-
-
-def test_a_step_moves_an_opposing_coordinate_by_alpha_times_the_last_global_step() -> None:
-    before, now, eta, alpha = torch.tensor([1.0]), torch.tensor([1.4]), 0.1, 0.5
-    ctx = ServerContext(2, eta, {"w": now}, {"w": now - before}, eta)
-    g = FirstOrder(alpha).broadcast({}, ctx)["w"]
-    torch.testing.assert_close(g, (before - now) / eta)
-    v = now - 0.05  # moved back, against the last step
-    grad = FirstOrder(alpha).correct({"w": torch.zeros(1)}, {"w": v}, context(v, now, w=g))["w"]
-    torch.testing.assert_close(-eta * grad, alpha * (now - before))
-
-
-def test_first_order_uses_the_learning_rate_of_the_round_that_made_the_step() -> None:
-    ctx = ServerContext(3, 0.1, previous_step={"w": torch.tensor([0.4])}, previous_lr=0.2)
-    torch.testing.assert_close(FirstOrder(1.0).broadcast({}, ctx)["w"], torch.tensor([-2.0]))
-
-
-@pytest.mark.parametrize("build", [lambda: FedProx(mu=-0.1), lambda: FedFOR(alpha=-1.0)])
-def test_negative_strengths_are_refused(build) -> None:  # type: ignore[no-untyped-def]
-    with pytest.raises(ValueError, match="must be a number of at least 0"):
-        build()
 
 
 @dataclass(frozen=True)
@@ -76,10 +30,10 @@ class OtherOwner(Owner):
 class Squeeze(Term, Compresses):
     name: ClassVar[str] = "squeeze"
 
-    def encode(self, update):  # type: ignore[no-untyped-def]
+    def encode(self, update: Any) -> bytes:
         return b""
 
-    def decode(self, data, like):  # type: ignore[no-untyped-def]
+    def decode(self, data: Any, like: Any) -> Any:
         return dict(like)
 
 
@@ -87,7 +41,7 @@ class Squeeze(Term, Compresses):
 class Weigh(Term, Weighs):
     name: ClassVar[str] = "weigh"
 
-    def weigh(self, weights, uploads, ctx):  # type: ignore[no-untyped-def]
+    def weigh(self, weights: Any, uploads: Any, ctx: Any) -> Any:
         return weights
 
 
@@ -96,16 +50,8 @@ class WeighToo(Weigh):
     name: ClassVar[str] = "weigh-too"
 
 
-@dataclass(frozen=True)
-class Needy(Term):
-    name: ClassVar[str] = "needy"
-    needs: ClassVar[tuple[str, ...]] = ("labels",)
-
-
-@dataclass(frozen=True)
-class Keeper(Term):
-    name: ClassVar[str] = "keeper"
-    keeps: ClassVar[str] = "never"
+def with_name(name: str) -> Term:
+    return type("Named", (Term,), {"name": name})()  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize(
@@ -115,8 +61,15 @@ class Keeper(Term):
         ([Owner(), Proximal(1.0), OtherOwner()], "only one term can own.*owner.*other-owner"),
         ([Squeeze(), Proximal(1.0)], "comes last.*squeeze"),
         ([Weigh(), WeighToo()], "only one term can weigh.*weigh.*weigh-too"),
-        ([Needy()], "'needy' needs .'labels'., but a term can need"),
-        ([Keeper()], "'keeper' keeps 'never', expected one of"),
+        (
+            [type("Needy", (Term,), {"name": "needy", "needs": ("labels",)})()],
+            "'needy' needs .'labels'., but a term can need",
+        ),
+        (
+            [type("Keeper", (Term,), {"name": "keeper", "keeps": "never"})()],
+            "'keeper' keeps 'never', expected one of",
+        ),
+        *(([with_name(n)], "a term's name is part of keys") for n in ("", "regs", "a,b", "a.b")),
     ],
 )
 def test_terms_that_do_not_go_together_are_refused(terms: list[Term], message: str) -> None:
@@ -131,16 +84,16 @@ class Times(Term):
     name: ClassVar[str] = "a"
     factor: float
 
-    def loss(self, base, params, ctx):  # type: ignore[no-untyped-def]
+    def loss(self, base: Any, params: Any, ctx: Any) -> Any:
         return (base + 1) * self.factor
 
-    def correct(self, grads, params, ctx):  # type: ignore[no-untyped-def]
+    def correct(self, grads: Any, params: Any, ctx: Any) -> Any:
         return {n: (g + 1) * self.factor for n, g in grads.items()}
 
-    def finish(self, delta, ctx):  # type: ignore[no-untyped-def]
+    def finish(self, delta: Any, ctx: Any) -> Any:
         return {n: (d + 1) * self.factor for n, d in delta.items()}, {}, {}
 
-    def update(self, server, delta, uploads, ctx):  # type: ignore[no-untyped-def]
+    def update(self, server: Any, delta: Any, uploads: Any, ctx: Any) -> Any:
         return server, {n: (d + 1) * self.factor for n, d in delta.items()}
 
 
@@ -165,10 +118,9 @@ def test_a_step_budget_of_zero_is_zero() -> None:
     assert (ctx.planned_steps, ctx.budget_steps) == (4, 4)
     ctx = ClientContext(start={}, lr=0.1, num_steps=4, planned_steps=3, budget_steps=0)
     assert (ctx.planned_steps, ctx.budget_steps) == (3, 0)
-    training = LocalTraining(
-        torch.nn.Linear(2, 2), Proximal(0.1), [(torch.ones(1, 2), torch.ones(1).long())],
-        lr=0.1, steps=3, device="cpu", max_steps=0,
-    )  # fmt: skip
+    data = [(torch.ones(1, 2), torch.ones(1).long())]
+    given: dict[str, Any] = {"lr": 0.1, "steps": 3, "device": "cpu", "max_steps": 0}
+    training = LocalTraining(torch.nn.Linear(2, 2), Proximal(0.1), data, **given)
     assert (training._ctx.num_steps, training._ctx.budget_steps) == (0, 0)
 
 
@@ -179,18 +131,14 @@ def test_hyper_parameters_travel_by_name_and_a_missing_one_is_named() -> None:
     assert FirstOrder.from_config({"lr": 0.1}) == FirstOrder()
     with pytest.raises(KeyError, match=r"proximal\.mu"):
         Proximal.from_config({"lr": 0.1})
+    for build in (lambda: FedProx(mu=-0.1), lambda: FedFOR(alpha=-1.0)):
+        with pytest.raises(ValueError, match="must be a number of at least 0"):
+            build()
 
 
-def test_the_seam_needs_no_flwr() -> None:
-    """term.py and client/ are plain torch."""
-    import subprocess
-    import sys
-
-    code = "import sys, flwr_regs.client.local_training; sys.exit('flwr' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-
-
-def test_a_method_of_an_ability_that_is_not_inherited_is_refused() -> None:
+def test_a_class_that_cannot_work_is_refused_or_warned_of(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     with pytest.raises(TypeError, match=r"defines fold\(\), but does not inherit Folds"):
 
         class Sums(Term):
@@ -202,8 +150,6 @@ def test_a_method_of_an_ability_that_is_not_inherited_is_refused() -> None:
     with pytest.raises(TypeError, match="answer"):
         Half()  # type: ignore[abstract]
 
-
-def test_a_term_that_does_not_check_its_settings_is_refused() -> None:
     @dataclass(frozen=True)
     class Forgets(Proximal):
         name: ClassVar[str] = "forgets"
@@ -213,3 +159,16 @@ def test_a_term_that_does_not_check_its_settings_is_refused() -> None:
 
     with pytest.raises(TypeError, match=r"Forgets.__post_init__ must call super\(\).__post_init__"):
         RegStrategy([Forgets(-1.0)])
+
+    class Typo(Term):
+        name: ClassVar[str] = "typo"
+
+        def corect(self, grads: Any, params: Any, ctx: Any) -> Any:
+            return grads
+
+    caplog.set_level(logging.WARNING, logger="flwr")
+    for _ in range(2):
+        RegStrategy([Typo()])
+    warnings = [r.getMessage() for r in caplog.records if "Typo" in r.getMessage()]
+    assert len(warnings) == 1
+    assert "changes nothing; did you mean 'correct' with 'corect'?" in warnings[0]

@@ -171,9 +171,10 @@ TARGETS = (
             *("ratio", "median"),
         ),
     ),
-    *(_aggregation(clients, threads, 1.0) for clients in (10, 20) for threads in (1, 2)),
-    _models(10, "FedAvg", 2.2),
+    *(_aggregation(10, threads, 1.0) for threads in (1, 2)),
+    *(_aggregation(20, threads, 1.25) for threads in (1, 2)),
     _models(20, "FedAvg", 2.2),
+    *(_models(10, side, 2.2) for side in ("FedAvg", "CoordinateMedian", "Krum")),
     _models(10, "FedAvg, ternary code", 3.2),
     Target("a round of 1,000 of 100,000 clients, over 1,000 of 1,000", 1.2, _population),
 )

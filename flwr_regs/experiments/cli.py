@@ -154,6 +154,9 @@ def _parser() -> argparse.ArgumentParser:
     plot = command("plot", "plot", "draw results again, or a partition's labels", EPILOG)
     plot.add_argument("what", help="a results' folder, or the word partition")
     plot.add_argument("settings", nargs="*", metavar="key=value", help="of the partition")
+    plot.add_argument("--title", help="in place of the data and the partition")
+    plot.add_argument("--size", type=_inches, metavar="WIDTHxHEIGHT", help="in inches: 3.3x2.5")
+    plot.add_argument("--font-size", type=float, default=8.0, help="in points (8)")
     for made in (taken, plot):
         made.add_argument("--app", type=Path, help=argparse.SUPPRESS)
     cards = command("protocols", "protocols", "list the protocol cards, or say what one holds")
@@ -166,6 +169,12 @@ def _parser() -> argparse.ArgumentParser:
     methods.set_defaults(what="methods")
     methods.add_argument("name", nargs="?", help="one method: its costs, and what it refuses")
     return parser
+
+
+def _inches(text: str) -> tuple[float, float]:
+    """Return the width and height of ``3.3x2.5``."""
+    width, height = map(float, text.split("x"))
+    return width, height
 
 
 def _as_setting(word: str) -> str:

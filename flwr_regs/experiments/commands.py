@@ -292,11 +292,14 @@ def _report_card(experiment: Experiment, folder: Path) -> None:
 
 def plot(args: argparse.Namespace) -> int:
     """Do ``plot``: draw results again, or a partition."""
+    from flwr_regs.experiments.report.drawing import Look
+
+    look = Look(args.title, args.size, args.font_size)
     if args.what == "partition":
         from flwr_regs.experiments.report import partition_plot
 
         run, out = first_run(args)
-        print(partition_plot.draw(run.settings, Path(out).absolute()))
+        print(partition_plot.draw(run.settings, Path(out).absolute(), look))
         return 0
     if args.settings:
         raise ValueError(f"results are drawn as they are: leave out {args.settings[0]}")
@@ -306,7 +309,7 @@ def plot(args: argparse.Namespace) -> int:
     begun = [(panel, place) for panel, place in every if recorded(experiment.tests(panel), place)]
     for panel, place in begun or every[:1]:
         results = results_of(experiment, panel, place)
-        results.save(place)
+        results.save(place, look=look)
         print(results.text() + f"results: {place}")
     return 0
 

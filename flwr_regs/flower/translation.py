@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
-from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.client import Client, NumPyClient
 from flwr.clientapp import ClientApp
 from flwr.clientapp.typing import ClientAppCallable
@@ -17,7 +17,7 @@ from flwr.common.constant import MessageTypeLegacy
 
 from flwr_regs.wire import keys
 from flwr_regs.wire.arrays import ForeignStrategy, NDArrays, ProtocolError
-from flwr_regs.wire.records import labelled, metrics_of, read_entry, record_of, sorted_entries
+from flwr_regs.wire.records import labelled, read_entry, record_of, sorted_entries
 from flwr_regs.wire.text import names_text, read_json
 
 _OLDER = "it comes from Flower's older server: use ServerApp with @app.main and strategy.start"
@@ -60,7 +60,7 @@ def numpyclient_mod(
         named = zip(sent, fitted, strict=False)
         records[keys.ARRAYS] = record_of({name: labelled(name, data) for name, data in named})
     # n_k is fit's second value, even if its metrics hold another
-    records[keys.METRICS] = metrics_of({**numbers, **measured})
+    records[keys.METRICS] = MetricRecord({**numbers, **measured})
     if texts:
         records[keys.CONFIG] = ConfigRecord(texts)
     return Message(RecordDict(records), reply_to=message)

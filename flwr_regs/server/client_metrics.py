@@ -89,9 +89,9 @@ def common_metrics(
     counts: dict[str, list[int]] = {}  # name -> clients with a number, and with a usable one
     for m in single.values():
         for name, value in m.items():
-            found = counts.setdefault(name, [0, 0])
-            found[0] += 1
-            found[1] += usable(value)
+            count = counts.setdefault(name, [0, 0])
+            count[0] += 1
+            count[1] += usable(value)
     kept = sorted(name for name, (n, _) in counts.items() if 2 * n > len(single))
     strict = {name for name in kept if 2 * counts[name][1] > len(single)}
     left_out: dict[int, list[str]] = {}

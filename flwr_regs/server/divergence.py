@@ -25,6 +25,7 @@ from flwr_regs.chain import Chain
 from flwr_regs.server.client_metrics import usable
 from flwr_regs.server.options import Options
 from flwr_regs.server.round import Round, RoundFailed
+from flwr_regs.server.snapshots import Snapshots
 
 LOG = logging.getLogger("flwr")
 LAST = 5
@@ -32,13 +33,16 @@ STEPS, LOSS = 10.0, 3.0
 """How many times the median of the last steps, and the first round's loss, are too much."""
 
 
-class Signs:
-    """Looks at one training's rounds, one after the other; knows nothing of how they are run."""
+class DivergenceGuard(Snapshots):
+    """Applies ``on_divergence`` to one training: see the top of this file."""
+
+    kept = ("lengths", "long", "first_loss", "warned")
 
     def __init__(self) -> None:
-        self._lengths: list[tuple[float, float]] = []  # of each step, and of it in units of η
-        self._long: list[int] = []  # the numbers of the long steps, among those that are not zero
-        self._first_loss: float | None = None
+        self.lengths: list[tuple[float, float]] = []  # of each step, and of it in units of η
+        self.long: list[int] = []  # the numbers of the long steps, among those that are not zero
+        self.first_loss: float | None = None
+        self.warned = False
 
     def look(self, length: float, lr: float | None, loss: float | None) -> str:
         """Return the sign that the next round shows, or "".
@@ -53,59 +57,30 @@ class Signs:
             The training loss; None if it is not known. It is compared with the first positive one.
         """
         if length > 0:
-            self._lengths.append((length, length / (lr or 1.0)))
-            if all(map(self._is_long, zip(*self._lengths, strict=True))):
-                self._long.append(len(self._lengths))
-                if len(self._long) > 1 and self._long[-1] - self._long[-2] <= LAST:
-                    usual = median(a for a, _ in self._lengths[-LAST - 1 : -1])
+            self.lengths.append((length, length / (lr or 1.0)))
+            if all(map(self._is_long, zip(*self.lengths, strict=True))):
+                self.long.append(len(self.lengths))
+                if len(self.long) > 1 and self.long[-1] - self.long[-2] <= LAST:
+                    usual = median(a for a, _ in self.lengths[-LAST - 1 : -1])
                     return (
                         f"for the second time the global step is over {STEPS:g} times the median of the "
                         f"last {LAST} ({length:.3g} against {usual:.3g})"
                     )
         if loss is None:
             return ""
-        if self._first_loss is None and 0 < loss < math.inf:
-            self._first_loss = loss
-        if self._first_loss is not None and loss > LOSS * self._first_loss:
+        if self.first_loss is None and 0 < loss < math.inf:
+            self.first_loss = loss
+        if self.first_loss is not None and loss > LOSS * self.first_loss:
             return (
                 f"the training loss is over {LOSS:g} times the first round's ({loss:.3g} against "
-                f"{self._first_loss:.3g})"
+                f"{self.first_loss:.3g})"
             )
         return ""
-
-    def snapshot(self) -> dict[str, Any]:
-        """Return what a checkpoint holds of it."""
-        return {
-            "lengths": list(self._lengths),
-            "long": list(self._long),
-            "first_loss": self._first_loss,
-        }
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue from a snapshot."""
-        self._lengths, self._long = state["lengths"], state["long"]
-        self._first_loss = state["first_loss"]
 
     @staticmethod
     def _is_long(lengths: tuple[float, ...]) -> bool:
         *before, last = lengths
         return len(before) >= LAST and last > max(STEPS * median(before[-LAST:]), before[0])
-
-
-class DivergenceGuard:
-    """Applies ``on_divergence`` to one training: see the top of this file."""
-
-    def __init__(self) -> None:
-        self._signs, self._warned = Signs(), False
-
-    def snapshot(self) -> dict[str, Any]:
-        """Return what a checkpoint holds of it."""
-        return {"signs": self._signs.snapshot(), "warned": self._warned}
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue from a snapshot."""
-        self._signs.restore(state["signs"])
-        self._warned = state["warned"]
 
     def watch(self, this_round: Round, options: Options, method: str, square: float) -> None:
         """Judge a round by the squared length of its step (of the trained arrays), before the model moves.
@@ -116,11 +91,11 @@ class DivergenceGuard:
         Raises RoundFailed at every sign if ``on_divergence="stop"``.
         """
         loss = None if options.privacy is not None else _usual_loss(this_round)
-        sign = self._signs.look(math.sqrt(square), this_round.lr, loss)
+        sign = self.look(math.sqrt(square), this_round.lr, loss)
         stop = options.on_divergence == "stop"
-        if not sign or (self._warned and not stop):
+        if not sign or (self.warned and not stop):
             return
-        self._warned = True
+        self.warned = True
         likely = ", or ".join(suspects(options.term, this_round.config, this_round.lr))
         text = (
             f"round {this_round.number} of {method} looks like divergence: {sign}; "
@@ -140,19 +115,19 @@ def suspects(term: Chain, config: Mapping[str, Any], lr: float | None) -> list[s
     Of each term: its first hyper-parameter that is a number, which is its strength, and those above their
     default. A term that compresses has none.
     """
-    found = []
+    likely = []
     for t in term.terms:
         numbers = [(f, v) for f in fields(t) if _is_number(v := getattr(t, f.name))]
         if not numbers and isinstance(t, Steps):
-            found.append(f"learning rate of the '{t.name}'")
+            likely.append(f"learning rate of the '{t.name}'")
         for i, (f, value) in enumerate(numbers):
             high = value > f.default if _is_number(f.default) else i == 0
             if value > 0 and (i == 0 or high) and not isinstance(t, Compresses):
-                found.append(f"{t.name}.{f.name} ({value:g})")
-    found.append("lr" if lr is None else f"lr ({lr:g})")
+                likely.append(f"{t.name}.{f.name} ({value:g})")
+    likely.append("lr" if lr is None else f"lr ({lr:g})")
     if momentum := config.get("momentum"):
-        found.append(f"momentum ({momentum:g})")
-    return found
+        likely.append(f"momentum ({momentum:g})")
+    return likely
 
 
 def _usual_loss(this_round: Round) -> float | None:

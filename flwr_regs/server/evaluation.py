@@ -55,11 +55,15 @@ def evaluation(
     personal = options.term.personalising
 
     def parcel(pid: int) -> Parcel:
-        own: dict[str, Any] = {keys.SEED_KEY: client_seed(options.seed, number, pid)}
+        own_entries: dict[str, Any] = {keys.SEED_KEY: client_seed(options.seed, number, pid)}
         if personal:
             lr = global_model.previous_lr or 0.0
-            own |= {keys.PERSONAL_KEY: ",".join(personal), keys.CLIENT_KEY: pid, keys.LR_KEY: lr}
-        return Parcel(arrays, {**common, **own})
+            own_entries |= {
+                keys.PERSONAL_KEY: ",".join(personal),
+                keys.CLIENT_KEY: pid,
+                keys.LR_KEY: lr,
+            }
+        return Parcel(arrays, {**common, **own_entries})
 
     parcels = {pid: parcel(pid) for pid in cohort}
     bytes_down = {pid: parcel.nbytes for pid, parcel in parcels.items()}
@@ -69,7 +73,7 @@ def evaluation(
 
     failures, came = dict(replies.failures), dict(replies.came)
     read, unread = read_each(came, lambda p, reply: read_metrics(p, reply, options.weighted_by_key))
-    metrics = {pid: dict(found) for pid, (found, _) in read.items()}
+    metrics = {pid: dict(reported) for pid, (reported, _) in read.items()}
     failures |= unread
     if failures:
         LOG.warning("\t> evaluation: %s", name_failures(failures))

@@ -54,8 +54,8 @@ def culprits(
     if len(alone) == len(everyone):  # perhaps it needs several clients
         alone = {}
     rest = [p for p in everyone if p not in alone]
-    found = alone | (_to_leave_out([], rest, fails) if fails(rest) else {})
-    return found if len(found) < len(everyone) else {}
+    wrong = alone | (_to_leave_out([], rest, fails) if fails(rest) else {})
+    return wrong if len(wrong) < len(everyone) else {}
 
 
 def _to_leave_out(
@@ -71,11 +71,11 @@ def _to_leave_out(
     first_fails = fails([*good, *first])
     if first_fails and not fails([*good, *second]):
         first, second, first_fails = second, first, ""
-    found = _to_leave_out(good, first, fails) if first_fails else {}
-    good = [*good, *(p for p in first if p not in found)]
+    wrong = _to_leave_out(good, first, fails) if first_fails else {}
+    good = [*good, *(p for p in first if p not in wrong)]
     if fails([*good, *second]):
-        found |= _to_leave_out(good, second, fails)
-    return found
+        wrong |= _to_leave_out(good, second, fails)
+    return wrong
 
 
 def read_each(

@@ -17,6 +17,7 @@ from flwr_regs.server.aggregate.weights import MeanOfUpdates, UnusableReplies, r
 from flwr_regs.server.failures import culprits
 from flwr_regs.server.reply import Reply
 from flwr_regs.server.round import RoundFailed
+from flwr_regs.server.snapshots import Snapshots
 from flwr_regs.term import ServerContext, Slot, mean_of_slots
 from flwr_regs.wire.arrays import (
     NDArrays,
@@ -46,7 +47,7 @@ SERVER_HOOKS = (
 T = TypeVar("T")
 
 
-class GlobalModel:
+class GlobalModel(Snapshots):
     """The global model and the terms' server slots.
 
     Parameters
@@ -92,15 +93,21 @@ class GlobalModel:
         No arrays, complex ones, or NaN; with `half`, no float32 array, or values beyond its range.
     """
 
+    kept = (
+        *("model", "frozen", "step", "previous_lr", "server", "buffers", "tied"),
+        *("coded_steps", "changed"),
+    )
+
     def __init__(
         self, term: Chain, model: NDArrays, half: str | None = None, keeps_step: bool = False
     ) -> None:
         if not model:
             raise ValueError("initial_arrays is empty: pass ArrayRecord(model.state_dict())")
-        if found := [n for n, a in model.items() if np.iscomplexobj(a)]:
-            raise ValueError(f"complex arrays cannot be averaged here, but {found} are")
-        if found := [n for n, a in model.items() if a.dtype.kind == "f" and _has_nan(a)]:
-            raise ValueError(f"initial_arrays: {found} hold NaN")
+        floats = {n: a for n, a in model.items() if a.dtype.kind == "f"}
+        if unusual := [n for n, a in model.items() if np.iscomplexobj(a)]:
+            raise ValueError(f"complex arrays cannot be averaged here, but {unusual} are")
+        if unusual := [n for n, a in floats.items() if np.isnan(a.max(initial=-np.inf))]:
+            raise ValueError(f"initial_arrays: {unusual} hold NaN")
         if half and not any(a.dtype == np.float32 for a in model.values()):
             raise ValueError(
                 f"wire_dtype='{half}' rounds float32 arrays, but initial_arrays holds only "
@@ -166,24 +173,6 @@ class GlobalModel:
             return self.buffers
         return untrainable(self.model) | frozenset(self._term.frozen(self.model))
 
-    def snapshot(self) -> dict[str, Any]:
-        """Return what a checkpoint holds of it; later rounds do not change it."""
-        return {
-            "model": self.model,
-            "frozen": self.frozen,
-            "step": self.step,
-            "previous_lr": self.previous_lr,
-            "server": self.server,
-            "buffers": self.buffers,
-            "tied": self.tied,
-            "coded_steps": dict(self.coded_steps),
-            "changed": dict(self.changed),
-        }
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue from a snapshot."""
-        vars(self).update(state)
-
     def context(self, server_round: int, lr: float, population: int) -> ServerContext:
         """Return the context of the terms' server hooks in a round."""
         step = None if self.step is None else self._trainable(self.step)
@@ -247,9 +236,12 @@ class GlobalModel:
             ctx = replace(ctx, aggregated=robust.aggregated)
             counted = robust.members(counted)
         server, step, code = self._released(replies, counted, ctx, given, step, robust)
+        new = {}
         for name, w in self.model.items():
             step[name] = as_step(w, step[name])
-        new = _after(self.model, step)
+            blank = Blank(w.dtype, w.shape)  # as it is sent, so that no message copies it
+            add(w.reshape(-1), step[name].reshape(-1), out=blank.vector)
+            new[name] = blank.seal()
         check_finite(new, "the new global model", self.model)
         square = sum(map(square_sum, self._trainable(step).values()))
         moved = [n for n, s in step.items() if s.any()]
@@ -259,7 +251,7 @@ class GlobalModel:
         if watch is not None:
             watch(square)
         if code is not None:
-            self._log(ctx.round, code, sum(w.nbytes for w in new.values()))
+            self._keep_code(ctx.round, code)
         self.changed |= dict.fromkeys(moved, ctx.round)
         self.server, self.step = server, step if self._keeps_step else None
         self.model, self._rounded = new, (new, as_given)
@@ -283,10 +275,10 @@ class GlobalModel:
         server, step = self._term.release(server, step, ctx)
         code = None
         if (coder := self._term.coder("release")) is not None:  # the clients get the decoded step
-            mine = {n: as_step(self.model[n], s) for n, s in step.items()}
-            check_finite(mine, "the global step")
-            code = coder.encode(in_code_order(mine, mine))
-            like = in_code_order(self.model, mine)
+            rounded = {n: as_step(self.model[n], s) for n, s in step.items()}
+            check_finite(rounded, "the global step")
+            code = coder.encode(in_code_order(rounded, rounded))
+            like = in_code_order(self.model, rounded)
             step = decoded(coder.decode, code, like, "the global step")
         return server, {**delta, **tie(step, self.tied or {})}, code
 
@@ -351,9 +343,9 @@ class GlobalModel:
             raise UnusableReplies(wrong)
         return folded if robust is None else robust.sums(self._term, each)
 
-    def _log(self, number: int, code: bytes, size: int) -> None:
-        """Keep a coded step, and forget the oldest ones beyond `size` bytes together."""
-        steps = self.coded_steps
+    def _keep_code(self, number: int, code: bytes) -> None:
+        """Keep a coded step; forget the oldest ones beyond `MOST_STEPS`, and beyond the model's size."""
+        steps, size = self.coded_steps, sum(w.nbytes for w in self.model.values())
         steps[number] = code
         while len(steps) > MOST_STEPS or sum(map(len, steps.values())) > size:
             del steps[min(steps)]
@@ -374,22 +366,6 @@ class GlobalModel:
     def _trainable(self, arrays: Mapping[str, T]) -> dict[str, T]:
         fixed = self.fixed
         return {n: a for n, a in arrays.items() if n not in fixed}
-
-
-def _has_nan(array: np.ndarray) -> bool:
-    return array.size > 0 and bool(
-        np.isnan(array.max())
-    )  # the largest of some numbers and a NaN is NaN
-
-
-def _after(model: NDArrays, step: Mapping[str, np.ndarray]) -> NDArrays:
-    """Return the model after a step; each array is as it is sent, so that no message copies it."""
-    new = {}
-    for name, w in model.items():
-        blank = Blank(w.dtype, w.shape)
-        add(w.reshape(-1), step[name].reshape(-1), out=blank.vector)
-        new[name] = blank.seal()
-    return new
 
 
 def as_step(base: np.ndarray, delta: Any) -> np.ndarray:

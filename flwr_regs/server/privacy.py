@@ -94,8 +94,6 @@ class CentralDP:
     @property
     def accounted_multiplier(self) -> float:
         """The accountant's noise multiplier: the noise's standard deviation over the sensitivity."""
-        if self.accountant is None:
-            raise ValueError("there is no accountant")
         replaced = self.accountant.config.neighboring_relation.value == "replace-one"
         return self.noise_multiplier / (2 if replaced else 1)
 
@@ -227,18 +225,18 @@ class PrivateRounds:
 
         `buffers` are the arrays that are not trained.
         """
-        found: dict[int, str] = {}
+        reasons: dict[int, str] = {}
         for pid, reply in replies.items() if self._dp is not None else ():
             changed = [
                 n for n in buffers if n in reply.arrays and np.any(reply.arrays[n] != model[n])
             ]
             if sent := sorted(name for name, arrays in reply.uploads.items() if arrays):
-                found[pid] = (
+                reasons[pid] = (
                     f"it sends uploads of {named(sent)} beside its update, which get no noise"
                 )
             elif changed:
-                found[pid] = f"it changed {changed}, which are not trained and would get no noise"
-        return found
+                reasons[pid] = f"it changed {changed}, which are not trained and would get no noise"
+        return reasons
 
     def mean(self, this_round: Round) -> MeanOfUpdates | None:
         """Return the private mean of replies, which notes its cost in the round; None without privacy."""
@@ -265,8 +263,8 @@ def refuse_statistics(names: Iterable[str]) -> None:
 
     A central mean would release them without noise; with noise a variance may become negative.
     """
-    if found := statistics(names):
+    if refused := statistics(names):
         raise ValueError(
-            f"BatchNorm's statistics {found} are clients' data: they need noise, and noise spoils them; "
+            f"BatchNorm's statistics {refused} are clients' data: they need noise, and noise spoils them; "
             "use GroupNorm, or keep them on the clients with LocalBatchNorm() (FedBN)"
         )

@@ -90,8 +90,8 @@ class Round:
 
     def lap(self, phase: str) -> None:
         """Note the seconds since the last lap, or the round's start, as those of `phase`."""
-        now = time.monotonic()
-        self.seconds[phase], self._clock = now - self._clock, now
+        began, self._clock = self._clock, time.monotonic()
+        self.seconds[phase] = self._clock - began
 
     def miss(self, silent: Iterable[int], deadline: float | None) -> None:
         """Note clients without a reply; with a deadline they are late."""

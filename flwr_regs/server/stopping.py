@@ -44,10 +44,10 @@ class Target:
 
     def __call__(self, history: History) -> str:
         """Return why training ends; "" if it goes on."""
-        found = values(history, self.metric)
-        if not found or found[-1][0] != history[-1]["round"]:
+        reported = values(history, self.metric)
+        if not reported or reported[-1][0] != history[-1]["round"]:
             return ""
-        factor, last = sign(self.metric, self.mode), found[-1][1]
+        factor, last = sign(self.metric, self.mode), reported[-1][1]
         reached = factor * last >= factor * self.value
         return f"{self.metric} {last:.6g} reaches the target {self.value:g}" if reached else ""
 

@@ -324,9 +324,7 @@ class Training:
 
     def _read(self, this_round: Round) -> Usable:
         """Check the replies; note the usable ones, and why the others are not."""
-        options = self.options
-        by, counts_steps = options.weighted_by_key, options.counts_steps
-        reader = Reader(self.method, options.term, self.model, by, counts_steps)
+        reader = Reader(self.method, self.options, self.model)
         usable = reader.read_all(this_round.came, this_round.config)
         fixed = (usable.buffers or frozenset()) - set(usable.tied or ())
         uncovered = self._privacy.uncovered(usable.replies, self.model.given, fixed)
@@ -340,7 +338,6 @@ class Training:
 
     def _advance(self, this_round: Round, usable: Usable) -> None:
         """Average the used replies and move the model; RoundFailed if they are too few or it diverges."""
-        this_round.check_enough(self.options.min_replies, self.method)
         self.model.agree(usable.buffers, usable.tied, usable.frozen)
         mean, robust = self._privacy.mean(this_round), self._robust()
         watch = partial(self._guard.watch, this_round, self.options, self.method)
@@ -419,8 +416,8 @@ class Training:
         if self.options.incomplete == "scale":
             return StepScaling(), StepScaling.name
         chain = self.options.term
-        found = next((t.name for t in chain.terms if isinstance(t, Weighs)), "")
-        return (chain if found else None), found  # the chain hands each term its own uploads
+        name = next((t.name for t in chain.terms if isinstance(t, Weighs)), "")
+        return (chain if name else None), name  # the chain hands each term its own uploads
 
     def _measure(self, this_round: Round) -> None:
         """Note the mean of the clients' metrics, and what the round took."""

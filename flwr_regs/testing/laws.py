@@ -22,8 +22,6 @@ LAWS = {
             runs.oracle,
             {
                 "num-examples, epochs": {"weighting": "num-examples", "length": EPOCHS},
-                "num-examples, steps": {"weighting": "num-examples", "length": STEPS},
-                "uniform, epochs": {"weighting": "uniform", "length": EPOCHS},
                 "uniform, steps": {"weighting": "uniform", "length": STEPS},
                 "some clients": {"length": EPOCHS, "share": 0.6},
             },

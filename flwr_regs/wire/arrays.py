@@ -192,8 +192,8 @@ def check_finite(
             if _within(a, largest):
                 continue
             fixed = base.get(name) if base is not None else None
-            if found := _beyond(a, fixed, largest):
-                raise ProtocolError(f"{what}: array '{name}' holds {found}")
+            if wrong := _beyond(a, fixed, largest):
+                raise ProtocolError(f"{what}: array '{name}' holds {wrong}")
 
 
 def all_finite(a: np.ndarray) -> bool:
@@ -222,7 +222,7 @@ def _within(a: np.ndarray, largest: float) -> bool:
 
 def _beyond(a: np.ndarray, fixed: np.ndarray | None, largest: float) -> str:
     """Return what an array holds beside usable numbers and the constants of `fixed`; "" if nothing."""
-    vector, found = a.reshape(-1), ""
+    vector, wrong = a.reshape(-1), ""
     constants = None if fixed is None else np.broadcast_to(fixed, a.shape).reshape(-1)
     for part in pieces(vector.size):
         x = vector[part]
@@ -233,8 +233,8 @@ def _beyond(a: np.ndarray, fixed: np.ndarray | None, largest: float) -> str:
         if not np.all(good | small):
             return "NaN or infinity"
         if not np.all(small):
-            found = f"values beyond ±{largest:g}"
-    return found
+            wrong = f"values beyond ±{largest:g}"
+    return wrong
 
 
 def _bounded(dtype: np.dtype[Any], largest: float) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -41,6 +42,22 @@ EVALUATE_KEYS = (
 )
 PERSONALISE = ("plain", "proximal", "distil", "both")
 PARTS = ("head", "body", "all")
+PERSONAL: dict[str, tuple[str, Callable[[Any], bool], tuple[str, ...]]] = {
+    # numbers of personalisation: what they must be, and the kinds of it that read them
+    "personal-lr": ("a positive number", lambda v: 0 < v < math.inf, PERSONALISE),
+    "personal-epochs": ("a positive integer", lambda v: isinstance(v, int) and v >= 1, PERSONALISE),
+    "personal-mu": (
+        "a number of at least 0",
+        lambda v: 0 <= v < math.inf,
+        ("proximal", "both"),
+    ),
+    "personal-lam": ("a number from 0 to 1", lambda v: 0 <= v <= 1, ("distil", "both")),
+    "personal-temperature": (
+        "a positive number",
+        lambda v: 0 < v < math.inf,
+        ("distil", "both"),
+    ),
+}
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
@@ -56,16 +73,16 @@ def nearest(name: str, known: Iterable[str]) -> str:
     def initials(parts: list[str]) -> str:
         return "".join(part[0] for part in parts) if len(parts) > 1 else ""
 
-    mine, others = words(name), {k: words(k) for k in known}
-    if not mine:
+    given, others = words(name), {k: words(k) for k in known}
+    if not given:
         return ""
     plain = {"-".join(parts): k for k, parts in others.items()}
-    near = [plain[p] for p in difflib.get_close_matches("-".join(mine), plain, n=1)]
+    near = [plain[p] for p in difflib.get_close_matches("-".join(given), plain, n=1)]
     short = [k for k, parts in others.items() if name.lower() == initials(parts)]
-    short += [k for k in others if k.lower() == initials(mine)]
-    longer = [k for k, parts in others.items() if set(mine) <= set(parts)]
-    found = [*short, *near, *longer]
-    return f"; did you mean '{found[0]}'?" if found else ""
+    short += [k for k in others if k.lower() == initials(given)]
+    longer = [k for k, parts in others.items() if set(given) <= set(parts)]
+    similar = [*short, *near, *longer]
+    return f"; did you mean '{similar[0]}'?" if similar else ""
 
 
 NEEDS = {"lr": "the clients' learning rate", "duration": "for how long the clients train"}
@@ -107,7 +124,7 @@ def check_train_config(
         )
     if "lr" not in config and needs["lr"]:
         raise ValueError(f"{where} lacks the key 'lr', {needs['lr']}")
-    _check_number(config, where, "lr", "a positive number", lambda v: 0 < v < float("inf"))
+    _check_number(config, where, "lr", "a positive number", lambda v: 0 < v < math.inf)
     given = [k for k in ("local-epochs", "local-steps") if k in config]
     if len(given) > 1 or (not given and needs["duration"]):
         raise ValueError(
@@ -131,10 +148,11 @@ def check_optimizer(config: Mapping[str, Any], where: str) -> None:
             f"{where} key 'optimizer' must be one of {', '.join(OPTIMIZERS)} (classes of torch.optim), "
             f"not {name!r}{nearest(str(name), OPTIMIZERS)}"
         )
-    inf = float("inf")
     _check_number(config, where, "momentum", "a number from 0 to below 1", lambda v: 0 <= v < 1)
-    _check_number(config, where, "weight-decay", "a number of at least 0", lambda v: 0 <= v < inf)
-    _check_number(config, where, "clip-norm", "a positive number", lambda v: 0 < v < inf)
+    _check_number(
+        config, where, "weight-decay", "a number of at least 0", lambda v: 0 <= v < math.inf
+    )
+    _check_number(config, where, "clip-norm", "a positive number", lambda v: 0 < v < math.inf)
     for key in ("momentum", "weight-decay"):
         if key in config and key not in OPTIMIZERS[name]:
             others = ", ".join(o for o, takes in OPTIMIZERS.items() if key in takes)
@@ -170,23 +188,9 @@ def check_evaluate_config(
         return
     if kind not in PERSONALISE:
         raise ValueError(f"{where} key 'personalise' must be one of {PERSONALISE}, not {kind!r}")
-    rules: dict[str, tuple[str, Callable[[Any], bool]]] = {
-        "personal-lr": ("a positive number", lambda v: 0 < v < float("inf")),
-        "personal-epochs": ("a positive integer", lambda v: isinstance(v, int) and v >= 1),
-        "personal-mu": ("a number of at least 0", lambda v: 0 <= v < float("inf")),
-        "personal-lam": ("a number from 0 to 1", lambda v: 0 <= v <= 1),
-        "personal-temperature": ("a positive number", lambda v: 0 < v < float("inf")),
-    }
-    used: dict[str, tuple[str, ...]] = {
-        "plain": (),
-        "proximal": ("mu",),
-        "distil": ("lam", "temperature"),
-    }
-    used["both"] = (*used["proximal"], *used["distil"])
-    mine = {"personal-lr", "personal-epochs", *(f"personal-{k}" for k in used[kind])}
     if (part := config.get("personal-part", "head")) not in PARTS:
         raise ValueError(f"{where} key 'personal-part' must be one of {PARTS}, not {part!r}")
-    for key, (expected, good) in rules.items():
+    for key, (expected, good, kinds) in PERSONAL.items():
         _check_number({"personal-lr": None, **config}, where, key, expected, good)
-        if key in config and key not in mine:
+        if key in config and kind not in kinds:
             raise ValueError(f"{where} key '{key}' has no meaning for personalise = '{kind}'")

@@ -38,9 +38,9 @@ def place(error: BaseException) -> str:
     while cause is not None:
         frames += traceback.walk_tb(cause.__traceback__)
         cause = cause.__cause__
-    for mine in (_is_users, _is_ours):
-        if found := [(frame, line) for frame, line in frames if mine(frame)]:
-            frame, line = found[-1]
+    for belongs in (_is_users, _is_ours):
+        if inside := [(frame, line) for frame, line in frames if belongs(frame)]:
+            frame, line = inside[-1]
             file = frame.f_code.co_filename
             source = linecache.getline(file, line, frame.f_globals).strip()[:WIDEST]
             raised = source.startswith("raise ")  # its text says more than the line

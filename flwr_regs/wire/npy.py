@@ -90,9 +90,9 @@ def read_header(data: Any) -> Header:
 @lru_cache(maxsize=1024)  # all clients send the same headers
 def _parsed(text: bytes) -> tuple[np.dtype[Any], tuple[int, ...], bool, int]:
     """Return (dtype, shape, whether the order is Fortran's, bytes of the numbers) of a header's text."""
-    if (found := _HEADER.fullmatch(text)) is None:
+    if (match := _HEADER.fullmatch(text)) is None:
         raise Unreadable(f"its header is {quoted(text, 120)}, expected dtype, order and shape")
-    order, kind, width, fortran, lengths = found.groups()
+    order, kind, width, fortran, lengths = match.groups()
     dtype = _dtype(order.decode(), kind.decode(), int(width or 0))
     shape = tuple(int(n) for n in lengths.split(b",") if n.strip())
     return dtype, shape, fortran == b"True", _size(dtype, shape)
@@ -183,12 +183,12 @@ def _seen_through(array: np.ndarray) -> bytes | None:
     if not isinstance(base, bytes) or base[:6] != MAGIC or not array.size:
         return None
     try:
-        mine = read_array(base)
+        whole = read_array(base)
     except Unreadable:
         return None
     same = ("data", "shape", "typestr", "strides")
-    theirs, found = array.__array_interface__, mine.__array_interface__
-    return base if all(theirs[key] == found[key] for key in same) else None
+    part, all_of_it = array.__array_interface__, whole.__array_interface__
+    return base if all(part[key] == all_of_it[key] for key in same) else None
 
 
 @lru_cache(maxsize=1024)

@@ -13,20 +13,20 @@ def split(patterns: str | Sequence[str], what: str) -> tuple[str, ...]:
     """
     texts = [patterns] if isinstance(patterns, str) else patterns
     if isinstance(texts, Sequence) and all(isinstance(t, str) for t in texts):
-        found = [p.strip() for text in texts for p in text.split(",")]
-        if all(found):
-            return tuple(found)
+        names = [p.strip() for text in texts for p in text.split(",")]
+        if all(names):
+            return tuple(names)
     raise ValueError(f"{what} must be a string of names separated by commas, not {patterns!r}")
 
 
 def matching(patterns: Sequence[str], names: Collection[str]) -> set[str]:
     """Return the names that any of the patterns matches; ValueError for a pattern that matches none."""
-    found: set[str] = set()
+    matches: set[str] = set()
     for pattern in patterns:
         matched = {n for n in names if fnmatchcase(n, pattern)}
         if not matched:
             raise ValueError(
                 f"the pattern '{pattern}' matches none of the model's arrays {sorted(names)}"
             )
-        found |= matched
-    return found
+        matches |= matched
+    return matches

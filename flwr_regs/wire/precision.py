@@ -11,18 +11,18 @@ torch is imported only to round to bfloat16: a client's mod must not load it bef
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from flwr_regs.wire import keys
 from flwr_regs.wire.arrays import NDArrays, ProtocolError, mask, unmask
-from flwr_regs.wire.pieces import pieces
 
 DTYPES = ("bfloat16", "float16")
 LARGEST = {"bfloat16": "3.39e38", "float16": "65504"}
 MAGNITUDE = np.uint16(0x7FFF)
-"""All bits but the sign. The larger they are as an integer, the larger the number; NaN is the largest."""
+"""All bits but the sign."""
 INFINITE = {"bfloat16": np.uint16(0x7F80), "float16": np.uint16(0x7C00)}
 
 
@@ -34,7 +34,8 @@ def narrow(arrays: NDArrays, dtype: str) -> NDArrays:
     out = {}
     for name, a in arrays.items():
         if a.dtype == np.float32:
-            coded = _to_bfloat16(a) if dtype == "bfloat16" else _to_float16(a)
+            with np.errstate(over="ignore"):
+                coded = _to_bfloat16(a) if dtype == "bfloat16" else np.asarray(a, np.float16)
             infinite = coded.view(np.uint16) & MAGNITUDE == INFINITE[dtype]
             if infinite.any() and not np.array_equal(infinite, np.isinf(a)):
                 raise ProtocolError(
@@ -71,25 +72,18 @@ class Widened(Mapping[str, np.ndarray]):
 
     def raw(self, name: str) -> tuple[np.ndarray, Callable[[np.ndarray], np.ndarray]]:
         """Return an array as it travelled, and what widens it, or a part of it."""
-        return self._arrays[name], WIDEN[self._dtype] if name in self._coded else np.asarray
+        raw = self._arrays[name]
+        if name not in self._coded:
+            return raw, np.asarray
+        if self._dtype == "bfloat16":
+            return raw, _from_bfloat16
+        return raw, partial(np.asarray, dtype=np.float32)
 
     def outline(self) -> NDArrays:
         """Return arrays of the same shapes and dtypes, for checks: nothing is widened."""
         like = np.zeros((), np.float32)
         coded = {n: np.broadcast_to(like, self._arrays[n].shape) for n in self._coded}
         return {n: coded.get(n, a) for n, a in self._arrays.items()}
-
-    def doubtful(self, largest: float) -> NDArrays:
-        """Return the arrays that may hold NaN, infinity, or a value beyond ±`largest`; others do not."""
-        if self._dtype == "float16":
-            limit = int(np.float16(min(largest, 65504.0)).view(np.uint16))
-        else:
-            limit = int(np.float32(largest).view(np.uint32)) >> 16
-        return {n: self[n] for n in self if n not in self._coded or not self._within(n, limit)}
-
-    def _within(self, name: str, limit: int) -> bool:
-        bits = self._arrays[name].reshape(-1).view(np.uint16)
-        return all(int((bits[part] & MAGNITUDE).max()) <= limit for part in pieces(bits.size))
 
     def __getitem__(self, name: str) -> np.ndarray:
         raw, widens = self.raw(name)
@@ -123,23 +117,7 @@ def _to_bfloat16(a: np.ndarray) -> np.ndarray:
     return rounded.view(torch.int16).numpy().view(np.uint16)
 
 
-def _to_float16(a: np.ndarray) -> np.ndarray:
-    with np.errstate(over="ignore"):
-        return np.asarray(a, dtype=np.float16)
-
-
 def _from_bfloat16(coded: np.ndarray) -> np.ndarray:
     bits = coded.astype(np.uint32)
     bits <<= np.uint32(16)  # its upper half
     return bits.view(np.float32)
-
-
-def _from_float16(coded: np.ndarray) -> np.ndarray:
-    return coded.astype(np.float32)
-
-
-WIDEN: dict[str, Callable[[np.ndarray], np.ndarray]] = {
-    "bfloat16": _from_bfloat16,
-    "float16": _from_float16,
-}
-"""By precision: what widens an array, or a part of it."""

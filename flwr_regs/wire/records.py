@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from functools import cache
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
@@ -76,14 +76,14 @@ def read_entry(name: str, array: Array) -> np.ndarray:
     try:
         if array.stype != "numpy.ndarray":
             raise Unreadable(f"it is labelled {quoted(array.stype, 40)}, expected 'numpy.ndarray'")
-        found = read_array(array.data)
-        if array.dtype not in ("", _label(found.dtype)):
-            raise Unreadable(f"it is {found.dtype}, but is labelled {quoted(array.dtype, 40)}")
-        if tuple(array.shape) not in ((), found.shape):
+        read = read_array(array.data)
+        if array.dtype not in ("", _label(read.dtype)):
+            raise Unreadable(f"it is {read.dtype}, but is labelled {quoted(array.dtype, 40)}")
+        if tuple(array.shape) not in ((), read.shape):
             raise Unreadable(
-                f"it has shape {found.shape}, but is labelled {quoted(array.shape, 80)}"
+                f"it has shape {read.shape}, but is labelled {quoted(array.shape, 80)}"
             )
-        return found
+        return read
     except (Unreadable, TypeError) as error:
         raise ProtocolError(
             f"array '{shown(name, LONGEST_NAME)}' cannot be read: {error}"
@@ -126,31 +126,11 @@ class Writer:
         like = self._configs.get(names := tuple(config))
         if like is None:
             like = self._configs[names] = ConfigRecord({**config})
-        return _changed(like, config)
-
-
-def metrics_of(values: Mapping[str, Any]) -> MetricRecord:
-    """Return a record of metrics; Flower checks numbers anew only where they differ from earlier ones."""
-    like = _EARLIER.get(names := tuple(values))
-    if like is None:
-        if len(_EARLIER) == MOST_EARLIER:
-            _EARLIER.clear()
-        like = _EARLIER[names] = MetricRecord({**values})
-    return _changed(like, values)
-
-
-_EARLIER: dict[tuple[str, ...], MetricRecord] = {}
-MOST_EARLIER = 100
-R = TypeVar("R", ConfigRecord, MetricRecord)
-
-
-def _changed(like: R, values: Mapping[str, Any]) -> R:
-    """Return a copy of a record with values under the same names; those that differ are checked."""
-    record: Any = like.copy()
-    for (name, value), known in zip(values.items(), like.values(), strict=True):
-        if value is not known and not (type(value) is int is type(known) and value == known):
-            record[name] = value
-    return record  # type: ignore[no-any-return]
+        record = like.copy()
+        for (name, value), known in zip(config.items(), like.values(), strict=True):
+            if value is not known and not (type(value) is int is type(known) and value == known):
+                record[name] = value
+        return record
 
 
 def parcel_of(content: RecordDict) -> Parcel:
@@ -161,8 +141,8 @@ def parcel_of(content: RecordDict) -> Parcel:
     size = 0
     for name, record in content.items():
         if isinstance(record, ArrayRecord):
-            records[name] = mine = _Unread(plainly_named(record), name == ARRAYS)
-            size += mine.nbytes
+            records[name] = unread = _Unread(plainly_named(record), name == ARRAYS)
+            size += unread.nbytes
             continue
         scalars: dict[str, Any] = dict(record.items())
         size += scalar_bytes(scalars)
@@ -189,8 +169,8 @@ class _Unread(Mapping[str, np.ndarray]):
         return sum(len(name) + len(array.data) for name, array in self._record.items())
 
     def __getitem__(self, name: str) -> np.ndarray:
-        found = read_entry(name, self._record[name])
-        return found if self._views else found.copy(order="K")
+        array = read_entry(name, self._record[name])
+        return array if self._views else array.copy(order="K")
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._record)

@@ -19,8 +19,8 @@ def check_instances(terms: Any, who: str) -> Sequence[Term]:
             continue
         hint = " (a client's are classes)" if _is_term_class(term) else ""
         inner = getattr(term, "term", None)
-        if isinstance(inner, Term) and (own := getattr(inner, "terms", ())):
-            hint = f"; give its terms, {list(own)}"
+        if isinstance(inner, Term) and (inner_terms := getattr(inner, "terms", ())):
+            hint = f"; give its terms, {list(inner_terms)}"
         raise TypeError(
             f"{who}'s terms are instances, such as Proximal(0.1), not {_named(term)}{hint}"
         )

@@ -71,17 +71,17 @@ def read_json(value: Any, depth: int = 1, longest: int = LONGEST_JSON) -> Any:
     if len(value) > longest:
         raise ValueError(f"JSON text of {len(value)} characters, expected at most {longest}")
     try:
-        found = json.loads(value)
+        value_read = json.loads(value)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"expected JSON text, not {quoted(value, 40)}") from error
-    level, nested = [found], -1
+    level, nested = [value_read], -1
     while level:
         nested += 1
         if nested > depth:
             raise ValueError(f"JSON is nested deeper than {depth}: {quoted(value, 40)}")
         holders = [v for v in level if isinstance(v, list | dict)]
         level = [w for v in holders for w in (v.values() if isinstance(v, dict) else v)]
-    return found
+    return value_read
 
 
 @lru_cache(maxsize=16)  # a process may run many clients of one model

@@ -85,20 +85,6 @@ def test_flwr_has_the_commands_and_options_of_the_page(words: list[str]) -> None
     assert {w for w in rest if w.startswith("-")} <= options
 
 
-def test_the_run_config_of_the_page_is_the_apps() -> None:
-    import tomllib
-
-    from flwr.cli.run.run import parse_config_args
-
-    project = tomllib.loads((FILES / "app" / "pyproject.toml").read_text())
-    known = project["tool"]["flwr"]["app"]["config"]
-    given = [w[w.index("-c") + 1] for w in FLWR if "-c" in w]
-    assert given
-    for text in given:
-        config = parse_config_args([text])
-        assert {k: type(v) for k, v in config.items()} == {k: type(known[k]) for k in config}
-
-
 def test_the_certificates_are_made_and_fit(tmp_path: Path) -> None:
     script = str(FILES / "certificates.sh")
     for _ in range(2):  # the second time with the authority that is there

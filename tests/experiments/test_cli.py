@@ -341,8 +341,9 @@ def test_tuning_tries_different_points_of_the_right_kinds() -> None:
     )
     assert len({str(point) for point in tried}) == len(tried) == 4
     for point in tried:
-        assert type(point["local-epochs"]) is int and 1 <= point["local-epochs"] <= 40
-        assert type(point["restart-lr"]) is bool and 0.1 <= point["lr"] <= 1
+        assert point["local-epochs"] in range(1, 41)
+        assert type(point["restart-lr"]) is bool
+        assert 0.1 <= point["lr"] <= 1
     assert sorted(p["local-epochs"] for p in points([Space.read("local-epochs=1..3")], 3)) == [
         1,
         2,

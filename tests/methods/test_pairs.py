@@ -147,7 +147,7 @@ def by_formula(terms: Sequence[Term]) -> dict[str, np.ndarray]:
         to_numpy(make_clients(3)),
         3,
         lambda t: 0.2 * 0.8 ** (t - 1),
-        settings,
+        terms=settings,
         private=tuple(t.patterns for t in terms if isinstance(t, fr.Private)),
     )
 

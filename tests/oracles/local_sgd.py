@@ -7,9 +7,8 @@ with b zero at the start of the round. ``torch.nn.utils.clip_grad_norm_`` first 
 
 import math
 
-import numpy as np
-
-from tests.oracles.model import Client, Params, gradient
+from tests.oracles.model import Client, Params
+from tests.oracles.rounds import minus, plus, rounds_of, square, zeros
 
 
 def local_sgd(
@@ -25,24 +24,18 @@ def local_sgd(
     norm: float = math.inf,
 ) -> tuple[list[Params], int]:
     """Return the global model after each round (uniform weights), and in how many steps it clipped."""
-    history, clipped = [], 0
-    for _ in range(rounds):
-        total = {name: np.zeros_like(value) for name, value in w.items()}
-        for client in clients:
-            v = {name: value.copy() for name, value in w.items()}
-            b = {name: np.zeros_like(value) for name, value in w.items()}
-            for _ in range(epochs):
-                for x, y in client:
-                    g = gradient(v, x, y)
-                    g = {name: g[name] + mu * (v[name] - w[name]) for name in g}
-                    length = math.sqrt(sum(float((a**2).sum()) for a in g.values()))
-                    factor = min(1.0, norm / (length + 1e-6))
-                    clipped += factor < 1.0
-                    for name in v:
-                        b[name] = momentum * b[name] + factor * g[name] + decay * v[name]
-                        v[name] = v[name] - lr * b[name]
-            for name in total:
-                total[name] += (v[name] - w[name]) / len(clients)
-        w = {name: w[name] + total[name] for name in w}
-        history.append(w)
-    return history, clipped
+    models, clipped = [], 0
+    for r in rounds_of(clients, rounds, lambda t: lr, epochs, weighting="uniform"):
+        ends = {}
+        for k in r.used:
+            v, b = w, zeros(w)
+            for x, y in r.batches(k):
+                g = plus(r.slope(v, x, y), mu, minus(v, w))
+                factor = min(1.0, norm / (math.sqrt(square(g)) + 1e-6))
+                clipped += factor < 1.0
+                b = {n: momentum * b[n] + factor * g[n] + decay * v[n] for n in v}
+                v = plus(v, -lr, b)
+            ends[k] = v
+        w = r.mean(ends)
+        models.append(w)
+    return models, clipped

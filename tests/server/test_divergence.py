@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import logging
+from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 import flwr_regs as fr
-from flwr_regs.server.divergence import Signs, suspects
+from flwr_regs.server.divergence import DivergenceGuard, suspects
 from flwr_regs.server.exchange.network import Request
 from flwr_regs.server.round import RoundFailed
 from flwr_regs.wire.parcel import Parcel
-from tests.conftest import make_clients, make_model
-from tests.conftest import run as train
 from tests.server.network import NumpyNetwork, quadratic, run
 from tests.server.test_training import CENTRE, CURVATURE, training
 
@@ -26,9 +23,9 @@ UNSTABLE = {"lr": 0.8, "local-steps": 3}  # client 1: (1 - 0.8 * 4)^3 = -10.6, a
 
 def rounds_with_a_sign(steps: Any, losses: Any = None, lr: Any = None) -> list[int]:
     """The rounds, from 1, that show a sign."""
-    signs = Signs()
+    guard = DivergenceGuard()
     lr, losses = lr or [1.0] * len(steps), losses or [None] * len(steps)
-    looks = [signs.look(*each) for each in zip(steps, lr, losses, strict=True)]
+    looks = [guard.look(*each) for each in zip(steps, lr, losses, strict=True)]
     return [t for t, sign in enumerate(looks, start=1) if sign]
 
 
@@ -43,9 +40,7 @@ CALM = [1.0, 0.9, 1.1, 1.0, 0.8]
         ([*CALM, 11.0, 1.0, 1.0, 1.0, 1.0, 1.0, 11.0], []),  # too long ago
         ([*CALM, 9.0, 9.0], []),
         ([3.0**t for t in range(9)], [7, 8, 9]),  # the median is that of three rounds before
-        ([1.6**t for t in range(20)], []),
         ([10 * (1 - 0.9**t) for t in range(1, 20)], []),  # a momentum that fills up
-        ([0.5**t for t in range(99)], []),
         ([1.0, *[1e-9] * 9, 1e-3, 1e-3, 1e-3], []),  # near convergence, far below the first step
         ([1.0, *[1e-9] * 9, 2.0, 2.0, 2.0], [12, 13]),
         ([0.0] * 9 + [1.0, 1.0, 1.0], []),  # no five steps yet
@@ -71,8 +66,7 @@ def test_a_step_that_is_long_because_the_learning_rate_is_long_is_no_sign() -> N
     [
         ([1.0, 2.9, 3.1, 0.5, 4.0], [3, 5]),
         ([None, 1.0, 3.1], [3]),
-        ([-1.0, 5.0, 14.0, 16.0], [4]),  # a loss may be negative; then it says nothing
-        ([0.0, 2.0, 5.0, 7.0], [4]),
+        ([-1.0, 0.0, 2.0, 5.0, 7.0], [5]),  # a loss that is not positive says nothing
         ([1.0, float("nan"), float("inf")], [3]),
         ([float("inf"), 1.0, 2.0], []),
     ],
@@ -86,12 +80,9 @@ def test_the_loss(losses: list[Any], found: list[int]) -> None:
     [
         (fr.FedAvg(), ["lr (0.1)"]),
         (fr.FedFOR(1.0), ["first-order.alpha (1)", "lr (0.1)"]),
-        (fr.FedFOR(), ["lr (0.1)"]),
         (fr.EFL(5, 0.1, 0.1, fisher_samples=9), ["elastic.lam (5)", "lr (0.1)"]),
-        (fr.EFL(0.0, 0.1, fisher_samples=9), ["lr (0.1)"]),
         (fr.FedADC(0.9, alpha=3.0), [
             "fedadc.beta_local (0.9)", "fedadc.alpha (3)", "lr (0.1)"]),
-        (fr.FedAdam(), ["adaptive-server.lr (0.1)", "lr (0.1)"]),
         (fr.FedAvgM(), ["learning rate of the 'server-optimizer'", "lr (0.1)"]),
         (fr.RegStrategy([fr.Proximal(2.0), fr.LocalBatchNorm(), fr.SlowMomentum(0.5)]), [
             "proximal.mu (2)", "slowmo.beta (0.5)", "lr (0.1)"]),
@@ -106,14 +97,14 @@ def test_the_likely_parameters_are_the_strengths_and_the_learning_rates(
 
 
 def reporting(loss: Any) -> NumpyNetwork:
-    """Quadratic clients that report ``loss(round)``."""
+    """Quadratic clients that report ``loss(round, client)``."""
     plain = quadratic(CURVATURE, CENTRE)
 
     def client(k: int, request: Request, parcel: Parcel) -> Any:
         reply = plain(k, request, parcel)
         if request.kind == "train" and isinstance(reply, Parcel):
             number = parcel.config["server-round"]
-            reply = replace(reply, metrics={**reply.metrics, "train-loss": loss(number)})
+            reply = replace(reply, metrics={**reply.metrics, "train-loss": loss(number, k)})
         return reply
 
     return NumpyNetwork(3, client)
@@ -134,18 +125,15 @@ def test_one_warning_in_the_log_and_in_the_history(caplog: pytest.LogCaptureFixt
 
 def test_stop_keeps_the_model_and_the_history_of_the_rounds_before() -> None:
     """As a model that is not finite does. A caller that goes on is stopped at every sign."""
-    network = reporting(lambda t: 1.0 if t != 3 else 3.5)
+    network = reporting(lambda t, k: 1.0 if t != 3 else 3.5)
     one = training(on_divergence="stop")
     for t in (1, 2):
         run(one.round(t, {"lr": 0.1, "local-steps": 3}, network), network)
-    before = (one.model.model, one.model.step, one.model.server)
+    before = one.model.snapshot()
     for _ in range(2):
         with pytest.raises(RoundFailed, match=r"loss is over 3 times .*\(3.5 against 1\).*stop"):
             run(one.round(3, {"lr": 0.1, "local-steps": 3}, network), network)
-    assert all(
-        a is b
-        for a, b in zip(before, (one.model.model, one.model.step, one.model.server), strict=True)
-    )
+    np.testing.assert_equal(one.model.snapshot(), before)
     assert [e["round"] for e in one.history] == [1, 2, 3]
     assert "divergence" in one.history[2]
     assert one.history[2]["replies"] == [0, 1, 2]
@@ -156,7 +144,7 @@ def test_stop_keeps_the_model_and_the_history_of_the_rounds_before() -> None:
 
 def test_under_privacy_only_the_noised_step_is_judged() -> None:
     """Else the end of a training would tell of losses that get no noise."""
-    network = reporting(lambda t: 10.0**t)
+    network = reporting(lambda t, k: 10.0**t)
     private = training(on_divergence="stop", privacy=fr.CentralDP(1.0, 0.0), weighting="uniform")
     open_ = training(on_divergence="stop")
     run(open_.round(1, UNSTABLE, network), network)
@@ -166,53 +154,12 @@ def test_under_privacy_only_the_noised_step_is_judged() -> None:
         run(private.round(t, UNSTABLE, network), network)
 
 
-@pytest.mark.parametrize("loss", ["high", None, True])
+@pytest.mark.parametrize("loss", ["high", True])
 def test_a_loss_that_is_no_number_is_passed_over(loss: Any) -> None:
-    plain = quadratic(CURVATURE, CENTRE)
-
-    def client(k: int, request: Request, parcel: Parcel) -> Any:
-        reply = plain(k, request, parcel)
-        if request.kind == "train" and isinstance(reply, Parcel) and loss is not None:
-            own = loss if k in liars else 10.0 ** parcel.config["server-round"]
-            reply = replace(reply, metrics={**reply.metrics, "train-loss": own})
-        return reply
-
-    liars = {0, 1}
-    network, one = NumpyNetwork(3, client), training(on_divergence="stop")
-    for t in (1, 2, 3):
-        run(one.round(t, {"lr": 0.1, "local-steps": 3}, network), network)
-    if loss is not None:  # one such client does not hide what the others report
-        liars, one = {1}, training(on_divergence="stop")
+    """Most are such: nothing is known. One is: it does not hide what the others report."""
+    for liars, stopped in (({0, 1}, False), ({1}, True)):
+        network = reporting(lambda t, k, liars=liars: loss if k in liars else 10.0**t)
+        one = training(on_divergence="stop")
         run(one.round(1, {"lr": 0.1, "local-steps": 3}, network), network)
-        with pytest.raises(RoundFailed, match="training loss"):
+        with pytest.raises(RoundFailed, match="training loss") if stopped else nullcontext():
             run(one.round(2, {"lr": 0.1, "local-steps": 3}, network), network)
-
-
-# Real trainings
-
-QUIET: dict[str, Any] = {"seed": 3, "fraction_evaluate": 0.0}
-
-
-@pytest.mark.parametrize(
-    ("strategy", "client", "how", "likely"),
-    [
-        (fr.FedFOR(1.0, **QUIET), fr.FedFORClient,
-         {"train": {"local-steps": 40, "momentum": 0.9}}, r"first-order.alpha \(1\)"),
-        (fr.EFL(30.0, 0.5, 0.5, **QUIET), fr.EFLClient, {}, r"elastic.lam \(30\)"),
-        (fr.FedProx(12.0, wire_dtype="bfloat16", **QUIET), fr.FedProxClient,
-         {"model": partial(make_model, torch.float32), "clients": make_clients(4, torch.float32)},
-         r"proximal.mu \(12\)"),
-        (fr.FedADC(0.9, alpha=6.0, **QUIET), fr.FedADCClient, {}, r"fedadc.alpha \(6\)"),
-    ],
-    ids=["FedFOR", "EFL-coded", "FedProx-bfloat16", "FedADC"],
-)  # fmt: skip
-def test_a_training_that_diverges_is_stopped_with_its_likely_parameter(
-    strategy: Any, client: Any, how: dict[str, Any], likely: str
-) -> None:
-    strategy.on_divergence = "stop"
-    with pytest.raises(RoundFailed, match=f"looks like divergence: .*try a smaller .*{likely}"):
-        train(strategy, client, rounds=12, **how)
-    assert all(np.isfinite(a.numpy()).all() for a in strategy.arrays.values())
-    assert ["divergence" in e for e in strategy.history] == [False] * (
-        len(strategy.history) - 1
-    ) + [True]

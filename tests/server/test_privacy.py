@@ -1,10 +1,10 @@
-"""Central DP against an oracle, its epsilon, and which method is compatible with Flower's mods."""
+"""Central DP against an oracle, its epsilon, and Flower's mods beside it."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -16,19 +16,15 @@ from flwr.app import ArrayRecord, ConfigRecord, Message
 from flwr.clientapp.mod import LocalDpMod, adaptiveclipping_mod, fixedclipping_mod
 from flwr.serverapp import NeighboringRelation, PrivacyConfig, RdpAccountant, SamplingMethod
 from flwr.serverapp.exception import PrivacyBudgetExhausted
-from flwr.serverapp.strategy import (
-    DifferentialPrivacyClientSideAdaptiveClipping,
-    DifferentialPrivacyServerSideFixedClipping,
-)
+from flwr.serverapp.strategy import DifferentialPrivacyServerSideFixedClipping
 from torch import nn
 
 import flwr_regs as fr
-from flwr_regs import CentralDP, InProcessGrid, RoundFailed, client_app
+from flwr_regs import CentralDP, InProcessGrid, client_app
 from flwr_regs.experiments.strategies import build, client_class
 from flwr_regs.experiments.calls import parse_methods
-from flwr_regs.server.privacy import private_mean
+from flwr_regs.server.privacy import PrivateRounds, private_mean
 from flwr_regs.server.reply import Reply
-from flwr_regs.term import Term
 from flwr_regs.wire.arrays import NDArrays
 from flwr_regs.wire.records import from_record
 from tests.conftest import close, make_clients, make_model, run, to_numpy
@@ -36,6 +32,7 @@ from tests.oracles.central_dp import central_dp
 
 ORDERS = (2.0, 3.0, 4.0, 8.0, 16.0, 32.0)
 AMPLIFIED = (SamplingMethod.WITHOUT_REPLACEMENT, NeighboringRelation.REPLACE_ONE)
+UNIFORM: dict[str, Any] = {"weighting": "uniform", "fraction_evaluate": 0.0}
 PLAIN = (SamplingMethod.NO_AMPLIFICATION, NeighboringRelation.ADD_OR_REMOVE_ONE)
 
 
@@ -47,28 +44,22 @@ def accountant(
 
 
 class Watching(InProcessGrid):
-    """Keeps the train messages' arrays; `lose` may drop a reply."""
+    """Keeps the train messages' arrays, and the kinds of all messages."""
 
-    def __init__(self, *args: Any, lose: Callable[[int, int], bool] | None = None) -> None:
+    def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.sent: list[dict[str, NDArrays]] = []
         self.kinds: set[str] = set()
-        self._lose = lose
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         messages = list(messages)
         self.kinds |= {m.metadata.message_type for m in messages}
-        trained = [m for m in messages if m.metadata.message_type == "train"]
         self.sent += [
-            {k: from_record(r) for k, r in m.content.array_records.items()} for m in trained
+            {k: from_record(r) for k, r in m.content.array_records.items()}
+            for m in messages
+            if m.metadata.message_type == "train"
         ]
-        rounds = [int(m.content["config"]["server-round"]) for m in trained]  # type: ignore[call-overload,arg-type]
-        ids = list(super().push_messages(messages))
-        if self._lose is not None and rounds:
-            nodes = [m.metadata.dst_node_id - 1000 for m in messages]
-            lost = [i for i, pid in zip(ids, nodes, strict=True) if self._lose(rounds[0], pid)]
-            self._replies = {i: r for i, r in self._replies.items() if i not in lost}
-        return ids
+        return super().push_messages(messages)
 
 
 def app_of(
@@ -76,13 +67,14 @@ def app_of(
     model: Callable[[], nn.Module] = make_model,
     mods: Any = (),
     clients: Any = None,
-    change: Callable[[int, Any], Any] = lambda pid, c: c,
+    failing: Any = (),
 ) -> Any:
     data = clients or make_clients()
 
     def client_fn(context: Any) -> Any:
         pid = int(context.node_config["partition-id"])
-        return change(pid, client(model(), data[pid], data[pid], device="cpu"))
+        batches = [] if pid in failing else data[pid]
+        return client(model(), batches, data[pid], device="cpu")
 
     return client_app(client_fn, mods=mods)
 
@@ -105,63 +97,34 @@ def start(
 
 # Central DP: clip and mean
 
-METHODS: dict[str, tuple[Any, Any, dict[str, Any], dict[str, Any]]] = {
-    "fedavg": (partial(fr.FedAvg, weighting="uniform"), fr.FedAvgClient, {}, {}),
-    "fedfor": (
-        partial(fr.FedFOR, weighting="uniform"),
-        fr.FedFORClient,
-        {"alpha": 0.6},
-        {"alpha": 0.6},
-    ),
-    "slowmo": (
-        fr.SlowMo,
-        fr.SlowMoClient,
-        {"beta": 0.6, "alpha": 0.9},
-        {"beta_global": 0.6, "alpha": 0.9},
-    ),
-    "fedadc": (
-        fr.FedADC,
-        fr.FedADCClient,
-        {"beta_local": 0.5, "beta_global": 0.8, "alpha": 0.9},
-        {"beta_local": 0.5, "beta_global": 0.8, "alpha": 0.9},
-    ),
-}
-
-
-def failing(pid: int, client: Any) -> Any:
-    if pid == 2:
-        client.train_data = []
-    return client
-
 
 @pytest.mark.parametrize(
-    ("method", "failed"),
-    [("fedavg", {2}), ("fedfor", set()), ("slowmo", {2}), ("fedadc", set())],
+    ("strategy", "client", "settings", "failed"),
+    [
+        (fr.FedAvg, fr.FedAvgClient, {}, [2]),
+        (
+            fr.FedADC,
+            fr.FedADCClient,
+            {"beta_local": 0.5, "beta_global": 0.8, "alpha": 0.9},
+            [],
+        ),
+    ],
 )
-def test_without_noise_it_is_clip_and_mean(method: str, failed: set[int]) -> None:
-    strategy_class, client, ours, oracle_settings = METHODS[method]
-    clip = 0.6
-    strategy = strategy_class(**ours, seed=3, fraction_evaluate=0.0, privacy=CentralDP(clip, 0.0))
-    app = app_of(client, change=failing if failed else lambda pid, c: c)
-    got = start(strategy, InProcessGrid(app, 4))
+def test_without_noise_it_is_clip_and_mean(
+    strategy: Any, client: Any, settings: dict[str, float], failed: list[int]
+) -> None:
+    clip, method = 0.6, strategy.__name__.lower()
+    strategy = strategy(**settings, **UNIFORM, seed=3, privacy=CentralDP(clip, 0.0))
+    got = start(strategy, InProcessGrid(app_of(client, failing=failed), 4))
     first = {n: p.numpy() for n, p in make_model().state_dict().items()}
-    want, clipped = central_dp(
-        first,
-        to_numpy(make_clients()),
-        3,
-        0.2,
-        2,
-        method,
-        clip,
-        frozenset(failed),
-        **oracle_settings,
-    )
+    data = to_numpy(make_clients())
+    want, clipped = central_dp(first, data, 3, 0.2, 2, method, clip, frozenset(failed), **settings)
     close(got, want[-1], 1e-10)
     replies = 4 - len(failed)
     assert 0 < clipped < 3 * replies  # some are clipped and some are not
     told = sum(entry["clipped"] * replies for entry in strategy.history)
     assert told == pytest.approx(clipped)
-    assert [list(e["failures"]) for e in strategy.history] == [sorted(failed)] * 3
+    assert [list(e["failures"]) for e in strategy.history] == [failed] * 3
 
 
 def reply_of(arrays: dict[str, Any], **delta: Any) -> Reply:
@@ -215,39 +178,29 @@ def flat(model: dict[str, np.ndarray]) -> np.ndarray:
     return np.concatenate([a.ravel() for a in model.values()])
 
 
-def noise_of(strategy_class: Any, client: Any, rounds: int, **settings: Any) -> list[np.ndarray]:
-    """What noise of multiplier 2 changed, in two runs of the same seed."""
+@pytest.mark.parametrize(
+    ("strategy", "client", "factor"),
+    [
+        (partial(fr.FedAvg, "uniform"), fr.FedAvgClient, 1.0),
+        (partial(fr.SlowMo, beta=0.6, alpha=0.5), fr.SlowMoClient, 0.5),
+    ],
+)
+def test_the_noise_on_the_mean_has_its_size_and_is_new_each_time(
+    strategy: Any, client: Any, factor: float
+) -> None:
+    """In two runs of one seed, over a run without noise."""
     runs = [
         run(
-            strategy_class(
-                **settings,
-                seed=5,
-                fraction_evaluate=0.0,
-                privacy=CentralDP(0.1, z),
-            ),
+            strategy(seed=5, fraction_evaluate=0.0, privacy=CentralDP(0.1, z)),
             client,
-            rounds=rounds,
+            rounds=1,
             model=wide,
             train={"local-steps": 1},
         )
         for z in (0.0, 2.0, 2.0)
     ]
-    return [flat(r) - flat(runs[0]) for r in runs[1:]]
-
-
-@pytest.mark.parametrize(
-    ("strategy", "client", "settings", "factor"),
-    [
-        (fr.FedAvg, fr.FedAvgClient, {"weighting": "uniform"}, 1.0),
-        (fr.SlowMo, fr.SlowMoClient, {"beta": 0.6, "alpha": 0.5}, 0.5),
-        (fr.FedAvgM, fr.FedAvgMClient, {"weighting": "uniform", "server_lr": 3.0}, 3.0),
-    ],
-)
-def test_the_noise_on_the_mean_has_its_size_and_is_new_each_time(
-    strategy: Any, client: Any, settings: Any, factor: float
-) -> None:
     std = factor * 2.0 * 0.1 / 4  # z C / m, and then the server's step
-    a, b = noise_of(strategy, client, 1, **settings)
+    a, b = (flat(noisy) - flat(runs[0]) for noisy in runs[1:])
     for noise in (a, b):
         assert abs(noise.std() / std - 1) < 5 / math.sqrt(2 * noise.size)
         assert abs(noise.mean()) < 5 * std / math.sqrt(noise.size)
@@ -274,13 +227,7 @@ def test_no_seed_has_a_part_in_the_noise() -> None:
 def private_run(population: int, model: Any, fraction: float, z: float, **settings: Any) -> Any:
     privacy = CentralDP(0.5, z, accountant(population, model, settings.pop("limit", None)))
     strategy = fr.FedAvg(
-        "uniform",
-        seed=1,
-        fraction_evaluate=0.0,
-        fraction_train=fraction,
-        min_train_nodes=1,
-        privacy=privacy,
-        **settings,
+        seed=1, fraction_train=fraction, min_train_nodes=1, privacy=privacy, **UNIFORM, **settings
     )
     grid = Watching(app_of(fr.FedAvgClient, clients=make_clients(population)), population)
     return strategy, grid
@@ -315,23 +262,6 @@ def test_the_budget_ends_training_before_a_client_hears_of_it(model: Any) -> Non
     with pytest.raises(PrivacyBudgetExhausted, match="round 1 would"):  # it is spent for good
         start(strategy, grid, 5)
     assert len(grid.sent) == 2 * 4
-
-
-def test_two_strategies_with_one_accountant_stay_within_its_budget() -> None:
-    """What the second one spent counts for the first, whose last round failed."""
-    alone, grid = private_run(4, PLAIN, 1.0, 1.0)
-    start(alone, grid, 1)
-    shared = accountant(4, PLAIN, limit=alone.history[0]["epsilon"] * 1.001)
-    first, second = (
-        fr.FedAvg("uniform", fraction_evaluate=0.0, privacy=CentralDP(0.5, z, shared))
-        for z in (50.0, 1.0)
-    )
-    with pytest.raises(RoundFailed):
-        start(first, Watching(app_of(fr.FedAvgClient), 4, lose=lambda _, pid: True), 1)
-    start(second, grid, 1)
-    with pytest.raises(PrivacyBudgetExhausted):
-        start(first, grid, 40)
-    assert shared.get_epsilon(1e-5) <= alone.history[0]["epsilon"] * 1.001
 
 
 def test_the_population_must_be_what_the_accountant_was_told() -> None:
@@ -375,16 +305,6 @@ def test_cohorts_that_count_for_privacy_do_not_follow_from_the_seed() -> None:
 # Central DP: what is refused
 
 
-@dataclass(frozen=True)
-class Sneaky(Term):
-    """A user's term that uploads without saying so."""
-
-    name = "sneaky"
-
-    def finish(self, delta: Any, ctx: Any) -> Any:
-        return delta, {"secret": torch.ones(3)}, {}
-
-
 def test_numbers_out_of_range_are_refused() -> None:
     poisson = PrivacyConfig(1e-5, 4, NeighboringRelation.ADD_OR_REMOVE_ONE, SamplingMethod.POISSON)
     for arguments, message in [
@@ -398,8 +318,6 @@ def test_numbers_out_of_range_are_refused() -> None:
     ]:
         with pytest.raises(ValueError, match=message):
             CentralDP(*arguments)
-    with pytest.raises(ValueError, match="no accountant"):
-        _ = CentralDP(1.0, 1.0).accounted_multiplier
 
 
 def test_batch_norm_is_refused_before_training_unless_private() -> None:
@@ -414,67 +332,24 @@ def test_batch_norm_is_refused_before_training_unless_private() -> None:
     assert sorted(got) == ["0.bias", "0.weight", "3.bias", "3.weight"]
 
 
-class Counting(nn.Module):
-    """A linear model with a buffer that training changes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 3).to(torch.float64)
-        nn.init.zeros_(self.linear.weight)
-        nn.init.zeros_(self.linear.bias)
-        self.register_buffer("seen", torch.zeros(()))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.training:
-            self.seen += len(x)
-        out: torch.Tensor = self.linear(x)
-        return out
-
-
-def test_a_reply_that_changes_a_buffer_is_left_out() -> None:
-    strategy = fr.FedAvg("uniform", seed=1, fraction_evaluate=0.0, privacy=CentralDP(1.0, 0.0))
-    with pytest.raises(RoundFailed, match=r"changed \['seen'\], which are not trained"):
-        start(strategy, InProcessGrid(app_of(fr.FedAvgClient, Counting), 4), 1, Counting)
-
-
-def test_an_upload_that_no_term_declared_is_left_out() -> None:
-    strategy = fr.RegStrategy(
-        [Sneaky()], weighting="uniform", fraction_evaluate=0.0, privacy=CentralDP(1.0, 1.0)
-    )
-    client = partial(fr.RegClient, terms=[Sneaky])
-    with pytest.raises(RoundFailed, match=r"sends uploads of \['sneaky'\] beside its update"):
-        start(strategy, InProcessGrid(app_of(client), 4), 1)
+def test_what_would_get_no_noise_is_left_out() -> None:
+    """A buffer that changed, and an upload that no term declared."""
+    model = {"w": np.zeros(2), "seen": np.zeros(())}
+    replies = {
+        0: reply_of({"w": [1.0, 1.0], "seen": 0.0}),
+        1: reply_of({"w": [1.0, 1.0], "seen": 4.0}),
+        2: replace(reply_of({"w": [1.0, 1.0]}), uploads={"sneaky": {"secret": np.ones(3)}}),
+        3: replace(reply_of({"w": [1.0, 1.0]}), uploads={"nothing": {}}),
+    }
+    private = PrivateRounds(CentralDP(1.0, 0.0), 1, None)
+    assert private.uncovered(replies, model, ["seen"]) == {
+        1: "it changed ['seen'], which are not trained and would get no noise",
+        2: "it sends uploads of ['sneaky'] beside its update, which get no noise",
+    }
+    assert PrivateRounds(None, 1, None).uncovered(replies, model, ["seen"]) == {}
 
 
 # Flower's mods, and its wrappers
-
-
-@dataclass(frozen=True)
-class Way:
-    """A column of the table in docs/privacy.md: how noise is added, and which mod clients run."""
-
-    central: bool
-    mod: Any = None
-
-    def build(self, row: str, z: float, clip: float) -> Any:
-        return strategy_of(row, **({"privacy": CentralDP(clip, z)} if self.central else {}))
-
-    def mods(self, z: float, clip: float) -> list[Any]:
-        if self.mod is LocalDpMod:
-            return [LocalDpMod(clip, 0.01 * z, 1.0, 1e-5)]
-        return [self.mod] if self.mod else []
-
-    def config(self, clip: float) -> dict[str, Any]:
-        return {"clipping_norm": clip} if self.central and self.mod else {}
-
-
-WAYS = {
-    "CentralDP": Way(True),
-    "CentralDP, fixedclipping_mod": Way(True, fixedclipping_mod),
-    "CentralDP, adaptiveclipping_mod": Way(True, adaptiveclipping_mod),
-    "LocalDpMod": Way(False, LocalDpMod),
-}
-UNIFORM: dict[str, Any] = {"weighting": "uniform"}
 
 
 def strategy_of(row: str, **settings: Any) -> Any:
@@ -487,21 +362,27 @@ def client_of(row: str) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("row", "column"),
+    ("row", "mod"),
     [
-        ("FedFOR", "CentralDP"),
-        ("SlowMo", "CentralDP, fixedclipping_mod"),
-        ("FedProx", "CentralDP, adaptiveclipping_mod"),
-        ("FedADC", "LocalDpMod"),
+        ("FedFOR", None),
+        ("SlowMo", fixedclipping_mod),
+        ("FedProx", adaptiveclipping_mod),
+        ("FedADC", LocalDpMod),
     ],
 )
 def test_without_clipping_and_noise_it_is_the_method_and_noise_reaches_every_entry(
-    row: str, column: str
+    row: str, mod: Any
 ) -> None:
+    """CentralDP alone, with each clipping mod of Flower's; and its local DP in place of it."""
+
     def trained(z: float, clip: float) -> Any:
-        way = WAYS[column]
-        app = app_of(client_of(row), mods=way.mods(z, clip))
-        return start(way.build(row, z, clip), InProcessGrid(app, 3), 2, config=way.config(clip))
+        if mod is LocalDpMod:
+            settings, mods = {}, [LocalDpMod(clip, 0.01 * z, 1.0, 1e-5)]
+        else:
+            settings, mods = {"privacy": CentralDP(clip, z)}, [mod] if mod else []
+        config = {"clipping_norm": clip} if mods and settings else {}
+        grid = InProcessGrid(app_of(client_of(row), mods=mods), 3)
+        return start(strategy_of(row, **settings), grid, 2, config=config)
 
     plain = start(strategy_of(row), InProcessGrid(app_of(client_of(row)), 3), 2)
     close(trained(0.0, 1e6), plain, 1e-6)
@@ -511,39 +392,15 @@ def test_without_clipping_and_noise_it_is_the_method_and_noise_reaches_every_ent
         assert np.all(a != clipped[name])
 
 
-WRAPPERS = [
-    DifferentialPrivacyServerSideFixedClipping,
-    DifferentialPrivacyClientSideAdaptiveClipping,
-]
-
-
-@pytest.mark.parametrize("wrapper", WRAPPERS, ids=lambda w: w.__name__)
-def test_flowers_wrappers_are_refused_before_a_client_hears_of_it(wrapper: Any) -> None:
-    settings = {} if "Fixed" in wrapper.__name__ else {"initial_clipping_norm": 1.0}
-    settings |= {"clipping_norm": 1.0} if "Fixed" in wrapper.__name__ else {}
+def test_flowers_wrappers_are_refused_before_a_client_hears_of_it() -> None:
     grid = Watching(app_of(fr.FedAvgClient), 3)
     inner = strategy_of("FedAvg")
-    strategy = wrapper(inner, noise_multiplier=0.1, num_sampled_clients=3, **settings)
+    strategy = DifferentialPrivacyServerSideFixedClipping(inner, 0.1, 1.0, 3)
     with pytest.raises(ValueError, match=r"another strategy is wrapped.*privacy=CentralDP"):
         start(strategy, grid, 1)
     assert grid.kinds == set()
     start(inner, grid, 1)  # its own start is not spoilt by that
     assert len(inner.history) == 1
-
-
-def test_a_wrapper_is_found_out_after_prepare_and_without_a_summary() -> None:
-    class Quiet(fr.FedAvg):
-        def summary(self) -> None:
-            pass
-
-    grid = Watching(app_of(fr.FedAvgClient), 3)
-    inner = strategy_of("FedAvg")
-    inner.prepare(2, train_config={"lr": 0.1, "local-epochs": 1})
-    for strategy in (inner, Quiet("uniform", seed=2)):
-        wrapper = DifferentialPrivacyServerSideFixedClipping(strategy, 1.0, 1.0, 3)
-        with pytest.raises(ValueError, match="another strategy is wrapped"):
-            start(wrapper, grid, 3)
-    assert len(grid.sent) == 3  # the quiet one's first round; its noise gave the wrapper away
 
 
 def test_a_clipping_norm_without_noise_is_refused() -> None:
@@ -563,19 +420,3 @@ def test_what_clients_are_told_of_the_last_step_is_the_released_one(row: str) ->
     for t, (before, after) in enumerate([(w1, w2), (w2, w3)], start=1):
         (told,) = (v for k, v in grid.sent[3 * t].items() if k.endswith(".broadcast"))
         close(told, {n: (before[n] - after[n]) / 0.2 for n in before}, 1e-12)
-
-
-def test_a_mod_sends_on_no_upload_that_nobody_declared() -> None:
-    strategy = fr.RegStrategy([Sneaky()], **UNIFORM, seed=1)
-    client = partial(fr.RegClient, terms=[Sneaky])
-    app = app_of(client, mods=[LocalDpMod(1.0, 0.1, 1.0, 1e-5)])
-    with pytest.raises(RoundFailed, match=r"sneaky\.upload.*stays unprotected"):
-        start(strategy, InProcessGrid(app, 3), 1)
-
-
-def test_mods_of_the_older_layout_are_refused_at_once() -> None:
-    from flwr.client import mod as legacy
-
-    for mod in (legacy.fixedclipping_mod, legacy.LocalDpMod(1.0, 1.0, 1.0, 1e-5)):
-        with pytest.raises(TypeError, match=r"use the one of flwr\.clientapp\.mod"):
-            app_of(fr.FedAvgClient, mods=[mod])

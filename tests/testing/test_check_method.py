@@ -308,7 +308,7 @@ def test_an_oracle_that_knows_less_is_asked_less() -> None:
         return fedfor(w, clients, rounds, lr, epochs, weighting=weighting, alpha=0.6)
 
     case = Method(FedFOR, FedFORClient, [FirstOrder(0.6)], short, settings={"alpha": 0.6})
-    assert LAWS["oracle"].judge(case, "uniform, epochs") == "passed"
+    assert LAWS["oracle"].judge(case, "num-examples, epochs") == "passed"
     said = "skipped: the oracle takes no local_steps"
     assert LAWS["oracle"].judge(case, "uniform, steps") == said
     assert LAWS["oracle"].judge(case, "some clients") == "skipped: the oracle takes no cohorts"

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flwr.app import Array, ArrayRecord, MetricRecord
+from flwr.app import Array, ArrayRecord
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays_of
@@ -18,12 +18,11 @@ from flwr_regs.wire.npy import Blank, Unreadable, npy_bytes, read_array, sealed,
 from flwr_regs.wire.records import (
     from_record,
     labelled,
-    metrics_of,
     parcel_of,
     read_entry,
     written,
 )
-from tests.damage import NOT_ARRAYS, npy
+from tests.server.exchange.damage import NOT_ARRAYS, npy
 
 DTYPES = ["?", "i1", "<i2", "<i4", "<i8", "u1", "<u2", "<u4", "<u8", "<f2", "<f4", "<f8"]
 
@@ -116,20 +115,6 @@ def test_an_array_is_refused_as_its_bytes_are(array: np.ndarray) -> None:
             labelled("w", data)
         errors.append(str(raised.value))
     assert errors[0] == errors[1]
-
-
-def test_metrics_are_flowers_whatever_was_before() -> None:
-    rounds: list[dict[str, Any]] = [
-        *({"n": 320, "x": 0.5}, {"n": 320, "x": 0.25}, {"n": 320.0, "x": 1}, {"n": 320, "x": -0.0}),
-        *({"n": 0, "x": 0.0}, {"n": 1, "x": [1, 2]}, {"n": 1, "x": [3]}, {"x": 1, "n": 2}),
-    ]
-    made = [metrics_of(values) for values in rounds]
-    for record, values in zip(made, rounds, strict=True):
-        assert isinstance(record, MetricRecord)
-        assert repr(dict(record)) == repr(values)
-    for bad in (True, "1", None):
-        with pytest.raises(TypeError):
-            metrics_of({"n": bad, "x": 0.5})
 
 
 WRITTEN = [

@@ -18,22 +18,17 @@ from flwr_regs.chain import chain
 from flwr_regs.server.global_model import GlobalModel
 from flwr_regs.server.reply import Reply
 from flwr_regs.testing.problem import SerialisingGrid
-from flwr_regs.wire import keys
 from flwr_regs.wire import precision as half
 from flwr_regs.wire.arrays import ProtocolError
-from flwr_regs.wire.records import from_record
 from tests.conftest import Batch, close
 from tests.methods.test_models import (
     METHODS,
     Counting,
     Kind,
     Method,
-    batch_norm,
     by_hand,
-    images,
     perceptron,
     train,
-    vectors,
 )
 
 
@@ -170,28 +165,6 @@ def test_large_integers_and_doubles_travel_as_they_are() -> None:
     assert got["trained"].all()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_private_entries_are_not_rounded_on_the_client(dtype: torch.dtype) -> None:
-    kind = Kind("bn", batch_norm, images, dtype, "bfloat16")
-    grids = []
-
-    def grid(*args: Any) -> Watching:
-        grids.append(Watching(*args))
-        return grids[0]
-
-    train(kind, Method("FedBN", fr.FedBN, fr.FedBNClient), grid=grid)
-    records = grids[0]._contexts[1000].state.array_records
-    (key,) = (k for k in records if k.endswith(keys.PRIVATE_KEY))
-    kept = from_record(records[key])
-    assert {a.dtype for n, a in kept.items() if "num_batches" not in n} == {np.dtype(np.float32)}
-    short = all(
-        (in_torch(a, "bfloat16").float().numpy() == a).all()
-        for n, a in kept.items()
-        if "num_batches" not in n
-    )
-    assert short == (dtype == torch.bfloat16)
-
-
 def test_a_variance_becomes_the_clients_mean_and_stays_positive() -> None:
     model = {"w": np.float32([0.7]), "var": np.float32([0.35]), "frozen": np.float32([0.7])}
     state = GlobalModel(chain([]), model, "bfloat16")
@@ -270,25 +243,3 @@ def test_float32_arrays_leaves_the_model_as_it_is() -> None:
     again.load_state_dict(arrays.to_torch_state_dict())
     for n, v in model.state_dict().items():
         assert torch.equal(again.state_dict()[n], v)
-
-
-def test_mods_see_float32() -> None:
-    seen = []
-
-    def mod(message: Any, context: Any, call_next: Any) -> Any:
-        seen.append({a.dtype for a in message.content["arrays"].values()})
-        reply = call_next(message, context)
-        if "arrays" in reply.content:
-            seen.append({a.dtype for a in reply.content["arrays"].values()})
-        return reply
-
-    def client_fn(context: Any) -> Any:
-        return fr.FedAvgClient(PLAIN.model(), vectors(0), vectors(0), device="cpu")
-
-    fr.FedAvg(wire_dtype="bfloat16").start(
-        InProcessGrid(client_app(client_fn, mods=[mod]), 2),
-        PLAIN.arrays(),
-        num_rounds=1,
-        train_config=ConfigRecord({"lr": 0.1, "local-epochs": 2}),
-    )
-    assert seen == [{"float32"}] * 6

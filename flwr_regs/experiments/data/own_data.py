@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -46,30 +46,20 @@ def fields_of(returned: Any, reference: str) -> dict[str, Any]:
         label or group is no integer from 0 on, a class has no training example, or a name is another.
     """
     try:
-        return _checked(returned)
+        return _checked(_named(returned))
     except ValueError as error:
         raise ValueError(f"'{reference}': {error}") from error
 
 
-def _checked(returned: Any) -> dict[str, Any]:
-    given = returned
-    if is_dataclass(returned) and not isinstance(returned, type):
-        given = {field.name: getattr(returned, field.name) for field in fields(returned)}
-    if isinstance(given, Mapping) and (missing := [name for name in NAMES if name not in given]):
-        raise ValueError(f"it returned a mapping without '{missing[0]}'; {EXPECTED}")
-    named = isinstance(given, Mapping)
-    four = [given[name] for name in NAMES] if named else _four(given)
-    x, y, test_x, test_y = parts = [_numpy(part) for part in four]
-    for name, part in zip(NAMES, parts, strict=True):
-        if name.endswith("x"):
-            _check_inputs(name, part)
-        else:
-            _check_labels(name, part, None)
-    for what, inputs, labels in (("train", x, y), ("test", test_x, test_y)):
-        if len(inputs) != len(labels):
-            raise ValueError(
-                f"{what}_x has {len(inputs)} examples, but {what}_y has {len(labels)} labels"
-            )
+def _checked(given: Mapping[str, Any]) -> dict[str, Any]:
+    arrays = {name: _numpy(given[name]) for name in NAMES}
+    for part in ("train", "test"):
+        x, y = arrays[f"{part}_x"], arrays[f"{part}_y"]
+        _check_inputs(f"{part}_x", x)
+        _check_whole_numbers(f"{part}_y", y)
+        if len(x) != len(y):
+            raise ValueError(f"{part}_x has {len(x)} examples, but {part}_y has {len(y)} labels")
+    x, y, test_x, test_y = arrays.values()
     if x.shape[1:] != test_x.shape[1:] or x.dtype.kind != test_x.dtype.kind:
         shapes = [f"{of.shape[1:]} and type {of.dtype}" for of in (x, test_x)]
         raise ValueError(
@@ -81,63 +71,56 @@ def _checked(returned: Any) -> dict[str, Any]:
             f"no training example has the label {gaps[0]}, but the largest label is {classes - 1}; "
             "expected labels from 0 on without gaps"
         )
-    four = [_plain(x), y.astype(np.int64), _plain(test_x), test_y.astype(np.int64)]
-    made = dict(zip(NAMES, four, strict=True))
-    return {**made, **_further(given, made)} if named else made
+    made = {name: _plain(array) for name, array in arrays.items()}
+    made |= {name: arrays[name].astype(np.int64) for name in ("train_y", "test_y")}
+    more = {name: of for name, of in given.items() if name not in NAMES and of is not None}
+    return made | {name: _further(name, of, made) for name, of in more.items()}
 
 
-def _further(given: Mapping[str, Any], four: Mapping[str, Array]) -> dict[str, Any]:
+def _further(name: str, value: Any, made: Mapping[str, Array]) -> Any:
     """Return what a mapping has beside the four arrays, checked."""
     from flwr_regs.experiments.data.augment import AUGMENTATIONS  # these load torch
     from flwr_regs.experiments.data.losses import LOSSES
 
     legal: dict[str, Collection[str]] = {"augment": AUGMENTATIONS, "loss": LOSSES}
-    more: dict[str, Any] = {}
-    for key, value in given.items():
-        if key in NAMES or value is None:
-            continue
-        if key in NUMBERS:
-            more[key] = _numpy(value)
-            _check_labels(key, more[key], len(four[NUMBERS[key]]))
-            more[key] = more[key].astype(np.int64)
-        elif key in legal:
-            if value not in legal[key]:
-                raise ValueError(
-                    f"{key} must be one of {', '.join(map(repr, legal[key]))}, not {value!r}"
-                )
-            more[key] = value
-        elif key == "vectors":
-            more[key] = _plain(_numpy(value))
-        else:
-            every = ", ".join((*NAMES, *NUMBERS, *legal, "vectors"))
-            raise ValueError(f"it returned a mapping with the key '{key}'; expected {every}")
-    return more
+    if name in NUMBERS:
+        numbers = _numpy(value)
+        _check_whole_numbers(name, numbers, len(made[NUMBERS[name]]))
+        return numbers.astype(np.int64)
+    if name == "vectors":
+        return _plain(_numpy(value))
+    if name not in legal:
+        every = ", ".join((*NAMES, *NUMBERS, *legal, "vectors"))
+        raise ValueError(f"it returned a mapping with the key '{name}'; expected {every}")
+    if value not in legal[name]:
+        words = ", ".join(map(repr, legal[name]))
+        raise ValueError(f"{name} must be one of {words}, not {value!r}")
+    return value
 
 
-def _four(returned: Any) -> Iterator[Any]:
-    """Yield the four parts of what a user's function returned."""
-    if isinstance(returned, list | tuple) and len(returned) == 4:
-        yield from returned
-        return
-    if not isinstance(returned, list | tuple) or len(returned) != 2:
+def _named(returned: Any) -> Mapping[str, Any]:
+    """Return by their names the parts of what a user's function returned."""
+    if is_dataclass(returned) and not isinstance(returned, type):
+        return {field.name: getattr(returned, field.name) for field in fields(returned)}
+    if isinstance(returned, Mapping):
+        if missing := [name for name in NAMES if name not in returned]:
+            raise ValueError(f"it returned a mapping without '{missing[0]}'; {EXPECTED}")
+        return returned
+    if not isinstance(returned, list | tuple) or len(returned) not in (2, 4):
         raise ValueError(f"it returned a value of {_kind(returned)}; {EXPECTED}")
-    for part, what in zip(returned, ("training", "test"), strict=True):
-        if isinstance(part, list | tuple) and len(part) == 2:
-            yield from part
-        elif (
-            isinstance(part, Mapping | list | tuple)
-            or hasattr(part, "dtype")
-            or not (hasattr(part, "__getitem__") and hasattr(part, "__len__"))
-        ):
-            raise ValueError(
-                f"it returned a pair whose {what} part is of {_kind(part)}; {EXPECTED}"
-            )
-        else:
-            yield from _collected(part, what)
+    if len(returned) == 2:
+        train, test = returned
+        returned = (*_pair(train, "training"), *_pair(test, "test"))
+    return dict(zip(NAMES, returned, strict=True))
 
 
-def _collected(dataset: Any, what: str) -> tuple[Any, Any]:
-    """Return all inputs and labels of a map-style data set."""
+def _pair(part: Any, what: str) -> Any:
+    """Return all inputs and labels of a pair of them, or of a map-style data set."""
+    if isinstance(part, list | tuple) and len(part) == 2:
+        return part
+    array = isinstance(part, Mapping | list | tuple) or hasattr(part, "dtype")
+    if array or not (hasattr(part, "__getitem__") and hasattr(part, "__len__")):
+        raise ValueError(f"it returned a pair whose {what} part is of {_kind(part)}; {EXPECTED}")
     import torch
     from torch.utils.data import DataLoader
 
@@ -146,7 +129,7 @@ def _collected(dataset: Any, what: str) -> tuple[Any, Any]:
     inputs, labels = [], []
     try:
         with user_code.seeded(0):  # a random transform: the same in every process
-            for x, y in Pairs(DataLoader(dataset, batch_size=256)):
+            for x, y in Pairs(DataLoader(part, batch_size=256)):
                 if isinstance(x, Keywords):
                     raise ValueError(f"an item has several inputs {list(x)}; expected one")
                 inputs.append(torch.as_tensor(x))
@@ -181,7 +164,7 @@ def _check_inputs(name: str, x: Array) -> None:
         )
 
 
-def _check_labels(name: str, y: Array, count: int | None) -> None:
+def _check_whole_numbers(name: str, y: Array, count: int | None = None) -> None:
     """Check that these are whole numbers from 0 on: labels, or one for each of `count` examples."""
     if y.dtype.kind not in "iu" or y.ndim != 1 or count not in (None, len(y)):
         each = "each example, shape (n,)" if count is None else f"each of {count} examples"

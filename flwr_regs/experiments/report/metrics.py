@@ -22,17 +22,17 @@ class Metric:
     Attributes
     ----------
     meaning : str
-    unit : str
-        ``%`` (the number is a fraction, shown in per cent), or what is counted.
     of : callable
         The run's number; None if its history does not have it.
+    unit : str
+        ``%`` (the number is a fraction, shown in per cent), or what is counted.
     beside : bool
         Whether the first method's number is subtracted, seed by seed.
     """
 
     meaning: str
-    unit: str
     of: Callable[[RunRecord], float | None]
+    unit: str = "%"
     beside: bool = False
 
 
@@ -56,7 +56,7 @@ def rounds_to(run: RunRecord) -> float | None:
 def worst_share(run: RunRecord, share: float) -> float | None:
     """Return the mean accuracy of the worst share of the clients, at least one, with the final model."""
     each = sorted(run.per_client.get("clients", ()))
-    return float(np.mean(each[: max(int(len(each) * share), 1)])) if each else None
+    return rows.mean(each[: max(int(len(each) * share), 1)])
 
 
 def deployed_seconds(run: RunRecord) -> float | None:
@@ -76,7 +76,7 @@ def deployed_seconds(run: RunRecord) -> float | None:
         trained = (seconds["clients"] + seconds.get("probe", 0.0)) / len(cohort)
         computed = SLOWER * trained + FIXED_SECONDS + seconds.get("aggregate", 0.0)
         each.append(down / DOWN_MB + up / UP_MB + computed)
-    return float(np.mean(each)) if each else None
+    return rows.mean(each)
 
 
 def _tested(run: RunRecord) -> list[float]:
@@ -105,84 +105,73 @@ def _tests(name: str) -> Callable[[RunRecord], float | None]:
     return lambda run: run.trained[-1].get(name) if run.trained else None
 
 
+def _received(run: RunRecord) -> float | None:
+    return rows.bytes_of_a_turn(run, "bytes_down", "bytes_ahead")
+
+
 def _exchanges(run: RunRecord) -> float | None:
-    each = [2.0 if entry.get("bytes_probe_down") else 1.0 for entry in run.rounds]
-    return float(np.mean(each)) if each else None
+    return rows.mean([2.0 if entry.get("bytes_probe_down") else 1.0 for entry in run.rounds])
 
 
 METRICS: dict[str, Metric] = {
-    "final": Metric("accuracy after the last round", "%", _tests("accuracy")),
+    "final": Metric("accuracy after the last round", _tests("accuracy")),
     "last5": Metric(
-        "mean accuracy of the last five rounds", "%", lambda r: rows.last(r) if r.trained else None
+        "mean accuracy of the last five rounds", lambda r: rows.last(r) if r.trained else None
     ),
-    "best": Metric("best accuracy", "%", best),
-    "best-half": Metric(
-        "best accuracy in the first half of the rounds", "%", lambda r: best(r, 0.5)
-    ),
-    "mean": Metric(
-        "mean accuracy over the rounds",
-        "%",
-        lambda r: float(np.mean(r.accuracy)) if r.trained else None,
-    ),
+    "best": Metric("best accuracy", best),
+    "best-half": Metric("best accuracy in the first half of the rounds", lambda r: best(r, 0.5)),
+    "mean": Metric("mean accuracy over the rounds", lambda r: rows.mean(r.accuracy)),
     "best-participants": Metric(
         "best mean over the clients' own test accuracies (BMTA)",
-        "%",
         lambda r: max(_tested(r), default=None),
     ),
     "clients": Metric(
         "mean over the clients' own test accuracies after the last round",
-        "%",
         lambda r: next(reversed(_tested(r)), None),
     ),
-    "ensemble": Metric("accuracy of the last models' mean prediction", "%", _tests("ensemble")),
-    "worst": Metric("accuracy of the worst client", "%", lambda r: worst_share(r, 0.0)),
+    "ensemble": Metric("accuracy of the last models' mean prediction", _tests("ensemble")),
+    "worst": Metric("accuracy of the worst client", lambda r: worst_share(r, 0.0)),
     "worst-tenth": Metric(
-        "mean accuracy of the worst tenth of the clients", "%", lambda r: worst_share(r, 0.1)
+        "mean accuracy of the worst tenth of the clients", lambda r: worst_share(r, 0.1)
     ),
-    "training-loss": Metric("mean training loss in the last round", "loss", training_loss),
-    "rounds-to": Metric("rounds to the target accuracy", "rounds", rounds_to),
-    "seconds-to": Metric("seconds to the target accuracy", "s", _at_target(lambda r: r.clock)),
+    "training-loss": Metric("mean training loss in the last round", training_loss, "loss"),
+    "rounds-to": Metric("rounds to the target accuracy", rounds_to, "rounds"),
+    "seconds-to": Metric("seconds to the target accuracy", _at_target(lambda r: r.clock), "s"),
     "megabytes-to": Metric(
-        "10^6 bytes a client to the target accuracy", "MB", _at_target(lambda r: r.megabytes)
+        "10^6 bytes a client to the target accuracy", _at_target(lambda r: r.megabytes), "MB"
     ),
     "gradients-to": Metric(
-        "gradient evaluations to the target accuracy", "gradients", _at_target(_processed)
+        "gradient evaluations to the target accuracy", _at_target(_processed), "gradients"
     ),
     "seconds-round": Metric(
-        "mean seconds of a round",
-        "s",
-        lambda r: r.clock[-1] / len(r.rounds) if r.rounds else None,
+        "mean seconds of a round", lambda r: r.clock[-1] / len(r.rounds) if r.rounds else None, "s"
     ),
     "deployed-seconds": Metric(
-        "estimated seconds of a round on phones (Field Guide, Eqs. 9, 10)", "s", deployed_seconds
+        "estimated seconds of a round on phones (Field Guide, Eqs. 9, 10)", deployed_seconds, "s"
     ),
     "gradients": Metric(
         "gradient evaluations of the whole run, all clients",
-        "gradients",
         lambda r: next(reversed(_processed(r)), None),
+        "gradients",
     ),
     "bits": Metric(
         "bits communicated, both ways, all clients, the whole run",
-        "bits",
         lambda r: 8e6 * r.megabytes[-1] * r.clients if r.rounds else None,
+        "bits",
     ),
-    "bytes-down": Metric(
-        "bytes that a client receives in a turn",
-        "bytes",
-        lambda r: rows.bytes_of_a_turn(r, "bytes_down", "bytes_ahead"),
-    ),
+    "bytes-down": Metric("bytes that a client receives in a turn", _received, "bytes"),
     "bytes-up": Metric(
         "bytes that a client sends in a turn",
-        "bytes",
         lambda r: rows.bytes_of_a_turn(r, "bytes_up"),
+        "bytes",
     ),
     "bytes-beside": Metric(
         "bytes that a client receives in a turn beyond the first method's",
+        _received,
         "bytes",
-        lambda r: rows.bytes_of_a_turn(r, "bytes_down", "bytes_ahead"),
         beside=True,
     ),
-    "exchanges": Metric("exchanges of a round", "exchanges", _exchanges),
+    "exchanges": Metric("exchanges of a round", _exchanges, "exchanges"),
 }
 """Name -> metric, as a card names it."""
 
@@ -209,11 +198,10 @@ def shown(name: str, value: float | None, spread: float | None = None) -> str:
     """Return a metric's cell: accuracies in per cent."""
     if value is None:
         return "–"
-    scale, digits = (100.0, 2) if METRICS[name].unit == "%" else (1.0, 3)
 
     def cell(x: float) -> str:
-        if digits == 2:
-            return f"{scale * x:.2f}"
+        if METRICS[name].unit == "%":
+            return f"{100 * x:.2f}"
         return f"{x:,.0f}" if abs(x) >= 100 else f"{x:.3g}"
 
     return cell(value) + ("" if spread is None else f" ± {cell(spread)}")

@@ -1,46 +1,48 @@
-"""``flwr-regs plot partition``: which clients hold what, and what a partition changes."""
+"""``flwr-regs plot partition``: which clients hold what, and what a partition changes.
+
+As those of `plots`, the pictures are matplotlib figures without pyplot's state.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.ticker import MaxNLocator
 
 from flwr_regs.experiments.data import domains
-from flwr_regs.experiments.data.datasets import Data
 from flwr_regs.experiments.partition import shifts
-from flwr_regs.experiments.partition.client_data import client_data_of
+from flwr_regs.experiments.partition.client_data import ClientData, client_data_of
 from flwr_regs.experiments.partition.partitions import BY_GROUP
-from flwr_regs.experiments.report import cell_pictures as cells
 from flwr_regs.experiments.report import drawing
+from flwr_regs.experiments.report.drawing import Look, Picture
 from flwr_regs.experiments.report.folders import check_writable
 from flwr_regs.experiments.settings import Settings
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 ROUNDS = 20  # that a picture shows at most
 COLUMNS = 6  # clients whose inputs a picture shows at most
 EXAMPLES = 3  # of each
+MOST = 250  # cells: more numbers than this nobody reads
 
 
-def draw(job: Settings, folder: Path) -> str:
-    """Write the pictures of a job's partition into `folder`; return what to print.
+def draw(settings: Settings, folder: Path, look: Look | None = None) -> str:
+    """Write the pictures of a partition into `folder`; return what to print.
 
     ``partition``: how many examples of each class each client holds. ``partition-groups``: of each group,
     where these decide. ``partition-inputs``: the same images as several clients have them, where clients
     change theirs. ``partition-rounds``: what changes from round to round. Each as PNG and PDF.
     """
     check_writable(folder)
-    title = f"{job.dataset}, partition {job.partition}, {job.num_clients} clients, seed {job.seed}"
-    written = [
-        path
-        for name, figure in _pictures(job, title)
-        for path in drawing.save(figure, folder / name)
-    ]
-    clients = client_data_of(job)
+    split = f"{settings.dataset}, partition {settings.partition}"
+    title = f"{split}, {settings.num_clients} clients, seed {settings.seed}"
+    clients = client_data_of(settings)
+    written = []
+    with drawing.style(look or Look()):
+        for name, picture in _pictures(settings, clients, title, look or Look()):
+            written += drawing.save(picture, folder / name)
     counts = clients.label_counts
     sizes, kinds = counts.sum(1), (counts > 0).sum(1)
     lines = [
@@ -53,52 +55,189 @@ def draw(job: Settings, folder: Path) -> str:
     return "\n".join(lines)
 
 
-def _pictures(job: Settings, title: str) -> Iterator[tuple[str, Figure]]:
-    clients = client_data_of(job)
+def _pictures(
+    settings: Settings, clients: ClientData, title: str, look: Look
+) -> Iterator[tuple[str, Picture]]:
     data = clients.data
-    by_round = job.partition == "long-tail-rounds"
+    by_round = settings.partition == "long-tail-rounds"
     first = " in round 1" if by_round else ""
-    yield "partition", cells.labels(clients.label_counts, title=title + first)
-    groups = data.groups
-    if groups is not None and job.partition in (*BY_GROUP, "label-swaps-rounds"):
-        groups_of = [np.bincount(groups[p], minlength=groups.max() + 1) for p in clients.parts]
-        table = np.stack(groups_of)
-        yield "partition-groups", cells.labels(table, title=title, rows="group")
-    if data.train_x.ndim == 4 and (job.partition == "noise" or job.dataset.endswith("-domains")):
-        yield "partition-inputs", _inputs(job, data, title)
-    last = min(job.rounds, ROUNDS)
+    yield "partition", label_counts(clients.label_counts, look, title + first)
+    if data.groups is not None and settings.partition in (*BY_GROUP, "label-swaps-rounds"):
+        groups = data.groups.max() + 1
+        counts = [np.bincount(data.groups[rows], minlength=groups) for rows in clients.parts]
+        yield "partition-groups", label_counts(np.stack(counts), look, title, row="group")
+    if data.train_x.ndim == 4 and (
+        settings.partition == "noise" or settings.dataset.endswith("-domains")
+    ):
+        yield "partition-inputs", _inputs(settings, data.train_x[:EXAMPLES], title, look)
+    rounds = range(min(settings.rounds, ROUNDS) + 1)
     if by_round:
-        rounds = [clients.rows(0, t) for t in range(1, last + 1)]
-        counts = [np.bincount(data.train_y[r], minlength=data.num_classes) for r in rounds]
-        words = {"columns": "round", "who": f"In rounds 1 to {last}, client 0 has"}
-        yield "partition-rounds", cells.labels(np.stack(counts), title=title, first=1, **words)
-    if job.partition == "label-swaps-rounds":
-        maps = [
-            shifts.swapped(data.num_classes, t, job.seed, job.swap_probability)
-            for t in range(last + 1)
-        ]
-        yield "partition-rounds", cells.swaps(np.stack(maps), title=title)
+        drawn = [data.train_y[clients.rows(0, t)] for t in rounds[1:]]
+        counts = [np.bincount(y, minlength=data.num_classes) for y in drawn]
+        words = {"column": "round", "who": f"In rounds 1 to {rounds[-1]}, client 0 has"}
+        yield "partition-rounds", label_counts(np.stack(counts), look, title, first=1, **words)
+    if settings.partition == "label-swaps-rounds":
+        swaps = data.num_classes, settings.seed, settings.swap_probability
+        table = np.stack([shifts.swapped(swaps[0], t, *swaps[1:]) for t in rounds])
+        yield "partition-rounds", label_swaps(table, look, title)
 
 
-def _inputs(job: Settings, data: Data, title: str) -> Figure:
-    """Draw the first examples as some clients have them."""
-    if job.partition == "noise":
-        clients = np.unique(np.linspace(0, job.num_clients - 1, COLUMNS).round().astype(int))
+def label_counts(
+    counts: np.ndarray,
+    look: Look,
+    title: str,
+    *,
+    column: str = "client",
+    row: str = "class",
+    first: int = 0,
+    who: str = "",
+) -> Picture:
+    """Draw the label spread of a partition: a column for each client, a row for each class.
+
+    So can be drawn whatever else is counted, by `column` and `row`: a client's classes in each round, or
+    the clients' groups. A cell's colour is the number of examples; the number stands in the cell if there
+    is room for all. The bars above are the clients' totals.
+
+    Parameters
+    ----------
+    counts : how many examples of each class each client holds, integers, ``(clients, classes)``
+    title : one sentence above the axes
+    column, row : the words for one of axis 0 and one of axis 1, in the singular
+    first : the number of the first column
+    who : what the caption begins with; as in ``"10 clients hold"`` if empty
+    """
+    many, classes = counts.shape
+    totals, most = counts.sum(axis=1), max(1, counts.max())
+    tall = min(max(0.2 * classes, 0.9), 4.5)
+    with drawing.style(look):
+        picture = Picture(look)
+        above, axes = picture.subplots(2, sharex=True, height_ratios=[0.5, tall])
+        # Empty cells stay white, and the scale starts below 0, so that a single example shows.
+        shades: dict[str, Any] = {"cmap": "Blues", "vmin": -0.15 * most, "vmax": most}
+        image = _cells(axes, np.ma.masked_equal(counts.T, 0), **shades)
+        axes.set(xlabel=column, ylabel=row)
+        axes.xaxis.set_major_formatter(lambda at, _: f"{at + first:g}")
+        bar = picture.colorbar(image, ax=axes, label="examples", aspect=25, pad=0.01)
+        bar.outline.set(visible=False)
+        bar.ax.yaxis.set_major_locator(MaxNLocator(5, integer=True))
+        bar.ax.set_ylim(0, most)
+        above.grid(visible=False)
+        above.bar(range(many), totals, width=0.8, color="0.55", gid="totals")
+        above.tick_params(axis="x", bottom=False, labelbottom=False)
+        above.set(ylabel="total", ylim=(0, 1.35 * max(1, totals.max())))
+        above.set_yticks([0, totals.max()], ["0", f"{totals.max():,}"])
+        plural = "classes" if row == "class" else f"{row}s"
+        each = f"{totals.min():,} to {totals.max():,} (median {np.median(totals):,.0f})"
+        who = who or f"{many} {column}s hold"
+        caption = f"{who} {totals.sum():,} examples of {classes} {plural}, each {each}."
+        drawing.finish(picture, axes, tall, title, caption)
+        digit = 0.53 * look.font_size / 72  # a small digit's width
+        room = (axes.bbox.width / picture.dpi / many - 0.02) / digit
+        if counts.size <= MOST and len(f"{counts.max():,}") < room:
+            for (x, y), count in np.ndenumerate(counts):
+                if count:  # white says that a cell is empty
+                    _write(axes, x, y, count, "white" if count > 0.6 * most else "black")
+        if len(f"{totals.max():,}") < room:
+            above.set_yticks([])
+            for x, total in enumerate(totals):
+                _write(above, x, total, total, "black", gid="total", va="bottom")
+    return picture
+
+
+def _inputs(settings: Settings, examples: np.ndarray, title: str, look: Look) -> Picture:
+    """Draw examples as some clients have them."""
+    if settings.partition == "noise":
+        clients = np.unique(np.linspace(0, settings.num_clients - 1, COLUMNS).round().astype(int))
         caption = "The same examples, with each client's noise on them."
     else:
-        clients = np.arange(min(job.num_clients, len(domains.DOMAINS)))
+        clients = np.arange(min(settings.num_clients, len(domains.DOMAINS)))
         caption = "The same examples in each client's domain."
     columns, names = [], []
-    for client in map(int, clients):
-        x, name = data.train_x[:EXAMPLES], f"client {client}"
-        if job.dataset.endswith("-domains"):
+    for client in clients.tolist():
+        x, name = examples, f"client {client}"
+        if settings.dataset.endswith("-domains"):
             domain = client % len(domains.DOMAINS)
-            x = domains.shifted(x, domain, job.seed)
+            x = domains.shifted(x, domain, settings.seed)
             name += f": {domains.DOMAINS[domain]}"
-        if job.partition == "noise":
-            x = shifts.noisy(x, client, job.num_clients, job.noise_level, job.seed)
-            variance = shifts.noise_variance(client, job.num_clients, job.noise_level)
+        if settings.partition == "noise":
+            x = shifts.noisy(x, client, settings.num_clients, settings.noise_level, settings.seed)
+            variance = shifts.noise_variance(client, settings.num_clients, settings.noise_level)
             name += f": variance {variance:.3g}"
         columns.append(x)
         names.append(name)
-    return cells.inputs(np.stack(columns), names, title=title, caption=caption)
+    return input_columns(np.stack(columns), names, look, title, caption)
+
+
+def input_columns(
+    images: np.ndarray, names: Sequence[str], look: Look, title: str, caption: str
+) -> Picture:
+    """Draw a column of images for each client, ``(clients, examples, channels, height, width)``.
+
+    With 3 channels they are in colour, else the first channel is in grey. The darkest value of all is
+    black, the brightest white. `names` stand below the columns.
+    """
+    images = images if images.shape[2] == 3 else images[:, :, :1].repeat(3, axis=2)
+    images = (images - images.min()) / max(np.ptp(images), 1e-12)
+    clients, wide = len(images), images.shape[-1]
+    gap = max(wide // 8, 1)
+    blank = max(COLUMNS - clients, 0)  # columns, so that few clients are not drawn larger
+    tiles = np.pad(images, ((0, blank), (0, 0), (0, 0), (0, gap), (0, gap)), constant_values=1.0)
+    sheet = np.concatenate(np.concatenate(tiles.transpose(0, 1, 3, 4, 2), axis=2), axis=0)
+    with drawing.style(look):
+        picture = Picture(look)
+        axes = picture.add_subplot()
+        axes.imshow(sheet, interpolation="nearest", aspect="auto")
+        axes.spines[:].set_visible(False)
+        axes.grid(visible=False)
+        axes.tick_params(length=0)
+        width = picture.get_figwidth() - 2 * drawing.PAD
+        texts = [drawing.wrap(name, 0.85 * width / len(tiles)) for name in names]
+        axes.set_xticks((wide + gap) * np.arange(clients) + wide / 2, texts, parse_math=False)
+        axes.set(yticks=[])
+        height = width * sheet.shape[0] / sheet.shape[1]
+        drawing.finish(picture, axes, height, title, caption)
+    return picture
+
+
+def label_swaps(table: np.ndarray, look: Look, title: str) -> Picture:
+    """Draw which label each class has in each round: coloured where it is not its own.
+
+    `table` has the labels in round 0, 1, and so on, ``(rounds + 1, classes)``, as of
+    :func:`flwr_regs.experiments.partition.shifts.swapped`. A cell has its label in it if there is room for
+    all.
+    """
+    rounds, classes = table.shape
+    unmoved = table == np.arange(classes)
+    swapped = (table[1:] != table[:-1]).any(axis=1).sum()
+    with drawing.style(look):
+        picture = Picture(look)
+        axes = picture.add_subplot()
+        shades: dict[str, Any] = {"cmap": "viridis", "vmin": -0.6 * classes, "vmax": classes - 1}
+        _cells(axes, np.ma.masked_array(table, unmoved).T, **shades)
+        axes.set(xlabel="round", ylabel="class of the example")
+        if table.size <= MOST:
+            for (x, y), label in np.ndenumerate(table):
+                colour = "white" if label < 0.6 * classes else "black"
+                _write(axes, x, y, label, "0.6" if unmoved[x, y] else colour)
+        caption = (
+            "A cell is the label that a class has in a round, coloured if it is not its own. "
+            f"In {rounds - 1} rounds, two labels swap {swapped} times."
+        )
+        drawing.finish(picture, axes, min(max(0.2 * classes, 1.4), 4.5), title, caption)
+    return picture
+
+
+def _cells(axes: Axes, cells: Any, **shades: Any) -> Any:
+    """Draw a matrix as coloured cells, and ticks at whole numbers; return matplotlib's image."""
+    axes.grid(visible=False)
+    for axis, number in ((axes.yaxis, cells.shape[0]), (axes.xaxis, cells.shape[1])):
+        axis.set_major_locator(
+            MaxNLocator(min(20, number), integer=True, min_n_ticks=1, steps=[1, 2, 5, 10])
+        )
+    return axes.imshow(cells, aspect="auto", interpolation="nearest", **shades)
+
+
+def _write(axes: Axes, x: int, y: int, number: int, colour: str, **more: Any) -> None:
+    """Write a number into a cell."""
+    how: dict[str, Any] = {"ha": "center", "va": "center_baseline", "gid": "count", **more}
+    axes.text(x, y, f"{number:,}", color=colour, fontsize="small", **how)

@@ -6,10 +6,12 @@ import io
 import os
 import platform
 import subprocess
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 import flwr_regs
 from flwr_regs.experiments.report import rows
@@ -20,8 +22,16 @@ if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.figure import Figure
 
-PICTURES = {"accuracy": "round", "megabytes": "megabytes", "seconds": "seconds"}
-"""Picture of accuracies -> its x axis."""
+    from flwr_regs.experiments.report.drawing import Look, Picture
+
+PICTURES = {
+    "accuracy": ("round", "accuracy"),
+    "loss": ("round", "loss"),
+    "megabytes": ("megabytes", "accuracy"),
+    "seconds": ("seconds", "accuracy"),
+    "clients": ("clients", "accuracy"),
+}
+"""Picture -> its axes."""
 
 BRIEF = 12
 """Characters of the first row's name in a heading, at most: a terminal has 80."""
@@ -90,39 +100,68 @@ class Results:
 
         return pd.DataFrame(self.rows()).set_index("method")
 
-    def plot(self, x: str = "round") -> Figure:
-        """Return a matplotlib Figure: accuracy against ``round``, ``megabytes`` or ``seconds``.
+    def plot(
+        self,
+        x: str = "round",
+        y: str = "accuracy",
+        *,
+        title: str | None = None,
+        size: tuple[float, float] | None = None,
+        font_size: float = 8.0,
+    ) -> Figure:
+        """Return a matplotlib Figure: accuracy or ``loss`` against ``round``, ``megabytes`` or ``seconds``.
 
-        With ``clients``, each client's accuracy with the final model.
+        With ``x="clients"``, each client's accuracy with the final model.
+
+        Parameters
+        ----------
+        title : str
+            Above the axes, by default the data and the partition; empty: none.
+        size : (float, float)
+            Width and height in inches, by default 6.3 and as high as it needs.
+        font_size : float
+            In points.
         """
+        from flwr_regs.experiments.report.drawing import Look
+
+        return self._picture(x, y, Look(title, size, font_size))
+
+    def _picture(self, x: str, y: str, look: Look) -> Picture:
         from flwr_regs.experiments.report import plots
 
-        curves = [plots.Curve(**fields) for fields in self._curves()]
         if x == "clients":
-            return plots.clients(curves, title=self.title)
-        return plots.accuracy(
-            curves, x=x, target=self.target, title=self.title, ordered=self.ordered
+            whole = [run for run in self.runs if run.whole]
+            clients = {(r.label, r.seed): r.per_client.get("clients", ()) for r in whole}
+            in_per_cent = {run: 100 * np.array(each, float) for run, each in clients.items()}
+            return plots.over_clients(self._points(), in_per_cent, title=self.title, look=look)
+        return plots.over_rounds(
+            self._points(),
+            x,
+            y,
+            target=100 * self.target if y == "accuracy" else None,
+            title=self.title,
+            ordered=self.ordered,
+            interval=bool(self.baseline),
+            look=look,
         )
 
-    def _curves(self) -> Iterator[dict[str, Any]]:
-        """Yield what the pictures need of each run that was tested."""
+    def _points(self) -> pd.DataFrame:
+        """Return the runs' tests, and what they cost, as `plots` takes them."""
+        import pandas as pd
+
+        tables = []
         for run in self.runs:
-            if not run.accuracy:
-                continue
-            first = len(run.test) - len(run.trained)  # the initial model: no bytes, no time
-            spent = {
-                name: [0.0] * first + [values[p["round"] - 1] for p in run.trained]
-                for name, values in (("megabytes", run.megabytes), ("seconds", run.clock))
-            }
-            yield {
-                "label": run.label,
-                "seed": run.seed,
-                "rounds": [point["round"] for point in run.test],
-                "accuracy": [point["accuracy"] for point in run.test],
-                **spent,
-                "clients": run.per_client.get("clients", ()),
-                "stopped": "" if run.ended and not run.error else run.error or "stopped",
-            }
+            if run.accuracy:
+                spent = pd.DataFrame({"megabytes": run.megabytes, "seconds": run.clock})
+                spent.index += 1  # the initial model, round 0, has cost nothing
+                points = pd.DataFrame(run.test)[["round", "accuracy", "loss"]].astype(float)
+                points = points.join(spent, on="round").fillna({"megabytes": 0.0, "seconds": 0.0})
+                points["accuracy"] *= 100
+                stopped = not run.ended or bool(run.error)
+                tables.append(points.assign(label=run.label, seed=run.seed, stopped=stopped))
+        if not tables:
+            raise ValueError("there is nothing to draw: no run was tested")
+        return pd.concat(tables)
 
     def text(self) -> str:
         """Return the table for a terminal of 80 columns, and what it needs to be read."""
@@ -234,15 +273,16 @@ class Results:
         write(folder / "table.tex", self.latex())
         write(folder / "summary.csv", self.table().to_csv())
 
-    def save(self, folder: Path, pictures: bool = True) -> None:
+    def save(self, folder: Path, pictures: bool = True, look: Look | None = None) -> None:
         """Write the tables and the pictures (PNG and PDF) into a folder."""
         self.save_tables(folder)
         if pictures and any(run.accuracy for run in self.runs):
             from flwr_regs.experiments.report import drawing
 
-            several = any(run.per_client for run in self.runs)
-            for name, x in [*PICTURES.items(), *([("clients", "clients")] if several else [])]:
-                drawing.save(self.plot(x), folder / name)
+            for name, axes in PICTURES.items():
+                if name != "clients" or any(run.per_client for run in self.runs):
+                    picture = self._picture(*axes, look or drawing.Look())
+                    drawing.save(picture, folder / name)
 
 
 def _either(values: Iterable[Any]) -> str:

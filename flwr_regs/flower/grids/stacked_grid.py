@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from functools import partial
 from logging import INFO, WARNING
@@ -26,7 +25,6 @@ from flwr_regs.wire.errors import described
 
 ALONE = "no other client of the cohort is like it"
 STACKED = ("train", keys.PROBE)
-SLOWER = "a stack of such clients is slower"
 KINDS = 100
 """Kinds of clients that are remembered; a model whose attributes change is of a new kind in each round."""
 PRECISIONS = {"float32": None, "bfloat16": torch.bfloat16}
@@ -52,9 +50,6 @@ class StackedGrid(InProcessGrid):
         Bytes that a stack may take, roughly; a larger cohort trains in several.
     precision : {"float32", "bfloat16"}
         ``"bfloat16"`` runs the forward pass in torch's autocast: faster on a GPU, less exact.
-    measure : bool
-        Whether a few clients of the first rounds train both ways, and the others in the faster one from
-        then on. Two runs may then differ by rounding.
     check : "first", int or False
         When two clients of a kind also train alone, to compare the results: in the kind's first stacked
         round, every so many rounds, or never. If they differ beyond rounding, the whole kind trains one by
@@ -84,7 +79,6 @@ class StackedGrid(InProcessGrid):
         workers: int = 1,
         memory: int = 2**30,
         precision: str = "float32",
-        measure: bool = False,
         check: Literal["first", False] | int = "first",
     ) -> None:
         super().__init__(client_app, num_clients, run_config, workers=workers)
@@ -97,7 +91,7 @@ class StackedGrid(InProcessGrid):
         if check != "first" and check is not False and not rounds:
             raise ValueError(f"check must be 'first', a number of rounds or False, not {check!r}")
         self._memory, self._precision = memory, PRECISIONS[precision]
-        self._measure, self._check = measure, check
+        self._check = check
         self._kinds: dict[Hashable, Kind] = {}
         self._for_workers: list[Message] = []
         self.fallbacks: dict[str, int] = {}
@@ -181,29 +175,20 @@ class StackedGrid(InProcessGrid):
 
     def _train(self, group: Group) -> None:
         """Train a group; if that fails, or its result is not that of clients alone, one by one."""
-        kind, candidates = group.kind, group.candidates
-        alone = group.part(2) if self._measure and kind.trials and not kind.refused else []
-        began = time.perf_counter()
         try:
             replies = self._stacked(group)
         except Exception as error:  # whatever torch or a hook raises under vmap
-            self._note(error, len(candidates))
-            self._one_by_one(candidates)
+            self._note(error, len(group.candidates))
+            self._one_by_one(group.candidates)
             return
         for c, reply in zip(group.candidates, replies, strict=True):
             self._keep(c.message, reply)
-        if alone:
-            between = time.perf_counter()
-            self._one_by_one(alone)
-            self._run_workers()
-            seconds = between - began, time.perf_counter() - between
-            kind.timed(seconds[0] / len(group.candidates), seconds[1] / len(alone))
 
     def _stacked(self, group: Group) -> list[Message]:
         """Return the replies of a group's clients; raise whatever forbids that they train together."""
         kind = group.kind
-        if kind.refused or not kind.stacks:
-            raise CannotStack(kind.refused or SLOWER)
+        if kind.refused:
+            raise CannotStack(kind.refused)
         if len(group.candidates) == 1:
             raise CannotStack(ALONE)
         this_round = int(group.recipe.config[keys.ROUND_KEY])

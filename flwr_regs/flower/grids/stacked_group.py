@@ -6,13 +6,11 @@ import json
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from logging import INFO
 from typing import Any
 
 import numpy as np
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
-from flwr.common.logger import log
 from torch import Tensor, nn
 
 from flwr_regs.abilities import TakesBack, Withholds
@@ -122,28 +120,11 @@ class Kind:
         Why they train one by one; "" if they do not.
     due : float
         The round from which on their next stack is checked.
-    trials : int
-        How often both ways are still to be timed; the first time warms up.
-    stacks : bool
-        Whether stacked is faster, as far as is known.
     """
 
     like: Hashable
     refused: str = ""
     due: float = 0
-    trials: int = 2
-    stacks: bool = True
-
-    def timed(self, stacked: float, alone: float) -> None:
-        """Take the seconds of a client both ways."""
-        self.trials -= 1
-        if not self.trials:
-            self.stacks = stacked <= alone
-            log(
-                INFO,
-                "StackedGrid: a client takes %.3g s in a stack, %.3g s by itself: from now on %s",
-                *(stacked, alone, "in stacks" if self.stacks else "one by one"),
-            )
 
 
 class Group:
@@ -233,13 +214,6 @@ class Group:
                 raise CannotStack(f"it holds other values than the others in {odd}")
         self.candidates.append(candidate)
         self._drawn += candidate.member.plan.nbytes
-
-    def part(self, clients: int) -> list[Candidate]:
-        """Take some clients out of the group, if it is large enough; return them."""
-        if not clients or len(self.candidates) < 2 * clients:
-            return []
-        self.candidates, out = self.candidates[:-clients], self.candidates[-clients:]
-        return out
 
     def is_full(self, memory: int) -> bool:
         """Whether another client would take more than `memory` bytes."""

@@ -30,8 +30,6 @@ from flwr_regs.wire.pieces import pieces
 
 READ = 1 << 17
 """How many numbers of all vectors together are read at a time: 1 MiB in float64, as a core's cache has."""
-HELD = 1 << 22
-"""How many are held once they are read: 32 MiB."""
 WEISZFELD_STEPS, SMOOTHING = 100, 1e-6
 CANCELS = 1e-6
 """A squared distance that is a smaller part of the squared norms than this has lost too many digits."""
@@ -42,7 +40,7 @@ class TooFewVectors(Exception):
 
 
 class Vectors:
-    """One vector for each client, in float64, read some coordinates at a time. Read-only.
+    """One vector for each client, in float64, read some coordinates at a time, never all together.
 
     Parameters
     ----------
@@ -51,10 +49,14 @@ class Vectors:
     sizes : mapping of str to int
         The parts of a vector, in their order, and how many coordinates each has.
     read : callable
-        ``read(part, slice)`` returns some coordinates of all clients' part, ``(n, m)``.
+        ``read(part, slice)`` returns some coordinates of all clients' part, ``(n, m)``, as a new array.
+    dtype : dtype
+        What results are rounded to: the model's own, in which they take a model's memory.
 
     Attributes
     ----------
+    pids, dtype
+        As given.
     size : int
         d, the coordinates of a vector. ``len(vectors)`` is n.
     """
@@ -64,38 +66,28 @@ class Vectors:
         pids: Sequence[int],
         sizes: Mapping[str, int],
         read: Callable[[str, slice], np.ndarray],
+        dtype: Any = np.float64,
     ) -> None:
         self.pids = tuple(pids)
         self.size = sum(sizes.values())
+        self.dtype = dtype
         self._sizes, self._read = sizes, read
-        self._held: np.ndarray | None = None
 
     def __len__(self) -> int:
         return len(self.pids)
 
     def blocks(self) -> Iterator[tuple[slice, np.ndarray]]:
         """Yield (which coordinates, their values in all vectors: ``(n, m)``), from first to last."""
-        width = max(1, READ // max(len(self), 1))
-        if len(self) * self.size <= HELD:
-            self.matrix()
-        if self._held is not None:
-            yield from ((at, self._held[:, at]) for at in pieces(self.size, width))
-            return
         first = 0
         for name, size in self._sizes.items():
-            for part in pieces(size, width):
-                values = self._read(name, part)
-                values.setflags(write=False)
-                yield slice(first + part.start, first + part.stop), values
+            for part in pieces(size, max(1, READ // len(self))):
+                yield slice(first + part.start, first + part.stop), self._read(name, part)
             first += size
 
     def matrix(self) -> np.ndarray:
-        """Return all vectors, ``(n, d)``, kept from now on."""
-        if self._held is None:
-            parts = [self._read(name, slice(0, size)) for name, size in self._sizes.items()]
-            self._held = np.concatenate([np.empty((len(self), 0)), *parts], axis=1)
-            self._held.setflags(write=False)
-        return self._held
+        """Return all vectors, ``(n, d)``."""
+        values = [self._read(name, slice(0, size)) for name, size in self._sizes.items()]
+        return np.concatenate(values, axis=1)
 
     def norms(self, centre: np.ndarray | None = None) -> np.ndarray:
         """Return ``‖x_k − centre‖`` (default: 0) of each vector: ``(n,)``."""
@@ -111,7 +103,7 @@ class Vectors:
 
     def each(self, function: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
         """Return what `function` makes of each block, ``(n, m) -> (m,)``, put together: ``(d,)``."""
-        out = np.zeros(self.size)
+        out = np.zeros(self.size, self.dtype)
         for at, x in self.blocks():
             out[at] = function(x)
         return out
@@ -344,11 +336,12 @@ class CenteredClipping(_Checked):
     iters: int = 3
 
     def aggregate(self, vectors: Vectors, weights: np.ndarray) -> Aggregate:
-        n, v, scale = len(vectors), np.zeros(vectors.size), np.ones(len(vectors))
+        n, v = len(vectors), np.zeros(vectors.size, vectors.dtype)
         radius = float(np.median(vectors.norms())) if self.radius is None else self.radius
         for _ in range(self.iters):
             scale = shrink(vectors.norms(v), radius)
-            v = v * (1 - scale.sum() / n) + vectors.combined(scale / n)
+            v *= 1 - scale.sum() / n
+            v += vectors.combined(scale / n)
         return Aggregate(v, bounded=_below_one(vectors, scale))
 
     def beside(self) -> CenteredClipping:

@@ -72,30 +72,28 @@ class RobustMeans:
         """Return the aggregate of the updates by name, as :func:`mean_delta` does; choose the clients."""
         self.selected = None
         ratio = np.array([[scaled[p] / weights[p]] for p in replies])
-        opened = {
-            p: r.open for p, r in replies.items()
-        }  # read more than once, all of them together
+        # all updates are read together, and more than once
+        opened = {p: r.open for p, r in replies.items()}
+        moves = {n: Moves(n, w, opened) for n, w in base.items()}
         pids, share = list(replies), np.array([weights[p] for p in replies])
-        moves: Moves | None = None
-
-        def change(name: str, part: slice) -> np.ndarray:
-            nonlocal moves
-            if moves is None or moves.name != name:
-                moves = Moves(name, base[name], opened)
-            return moves.read(pids, part)
-
         trained = {n: w.size for n, w in base.items() if n not in fixed}
-        updates = Vectors(pids, trained, lambda name, part: ratio * change(name, part))
-        found = self._aggregate(self._aggregator, updates, share)
-        self.selected = None if found.selected is None else sorted(found.selected)
-        self.bounded = set(found.bounded)
-        parts = _split(found.vector, trained)
-        for name in fixed:
-            if name in base:
-                vectors = Vectors(pids, {name: base[name].size}, change)
-                parts[name] = self._beside(vectors, share).vector
+        updates = Vectors(
+            pids,
+            trained,
+            lambda name, part: ratio * moves[name].read(pids, part),
+            np.result_type(np.float16, *(summed_dtype(base[n]) for n in trained)),
+        )
+        aggregate = self._aggregate(self._aggregator, updates, share)
+        self.selected = None if aggregate.selected is None else sorted(aggregate.selected)
+        self.bounded = set(aggregate.bounded)
+        parts = _split(aggregate.vector, trained)
+        for name in base.keys() & fixed:
+            buffers = Vectors(
+                pids, {name: base[name].size}, lambda name, part: moves[name].read(pids, part)
+            )
+            parts[name] = self._beside(buffers, share).vector
         return {
-            n: parts.pop(n).astype(summed_dtype(w), copy=False).reshape(w.shape)
+            n: parts[n].astype(summed_dtype(w), copy=False).reshape(w.shape)
             for n, w in base.items()
         }
 
@@ -152,13 +150,13 @@ class RobustMeans:
         if self.selected is None:
             return self._aggregate(beside(self._aggregator), vectors, weights)
         scale = shrink(vectors.norms())
-        mine = np.isin(vectors.pids, self.selected)
-        if not mine.any():
+        chosen = np.isin(vectors.pids, self.selected)
+        if not chosen.any():
             raise TooFewVectors(
                 f"{self._aggregator!r} selected the clients {self.selected}, but values came only from "
                 f"{list(vectors.pids)}"
             )
-        return Aggregate(vectors.combined(mine * scale / mine.sum()))
+        return Aggregate(vectors.combined(chosen * scale / chosen.sum()))
 
     def _aggregate(
         self, aggregator: Aggregator, vectors: Vectors, weights: np.ndarray
@@ -166,30 +164,29 @@ class RobustMeans:
         """Run an aggregator and check its result."""
         name = f"aggregator={aggregator!r:.100}"
         try:
-            found = aggregator.aggregate(vectors, weights)
+            result = aggregator.aggregate(vectors, weights)
         except TooFewVectors:
             raise
         except Exception as error:
             raise AggregatorFailed(f"{name} fails: {described(error)}") from error
-        if not isinstance(found, Aggregate):
-            found = Aggregate(found)
-        try:
-            vector = np.asarray(found.vector, np.float64)
-        except (TypeError, ValueError):
-            kind = type(found.vector).__name__
-            raise AggregatorFailed(f"{name} returned a {kind}, expected numbers") from None
+        if not isinstance(result, Aggregate):
+            result = Aggregate(result)
+        vector, chosen = result.vector, result.selected
+        if not isinstance(vector, np.ndarray) or vector.dtype.kind not in "fiu":
+            raise AggregatorFailed(
+                f"{name} returned a {type(vector).__name__}, expected an array of numbers"
+            )
         if vector.shape != (vectors.size,):
             raise AggregatorFailed(
                 f"{name} returned an array of shape {vector.shape}, expected {(vectors.size,)}"
             )
         if not all_finite(vector):
             raise AggregatorFailed(f"{name} returned NaN or infinity")
-        chosen = found.selected
         if chosen is not None and not (len(chosen) and set(chosen) <= set(vectors.pids)):
             raise AggregatorFailed(
                 f"{name} selected {list(chosen)!r:.100}, expected some of {list(vectors.pids)}"
             )
-        return Aggregate(vector, chosen, found.bounded)
+        return result
 
 
 def check_reached(chain: Chain, replies: Mapping[int, Reply]) -> None:

@@ -72,11 +72,11 @@ class Checkpoint:
 
 def versions() -> dict[str, str]:
     """Return the versions of the libraries that a run's bits depend on."""
-    found = {}
+    installed = {}
     for name in ("flwr-regs", "flwr", "torch", "numpy"):
         with contextlib.suppress(PackageNotFoundError):
-            found[name] = version(name)
-    return found
+            installed[name] = version(name)
+    return installed
 
 
 def latest(folder: str | os.PathLike[str]) -> Checkpoint:
@@ -95,10 +95,10 @@ def latest(folder: str | os.PathLike[str]) -> Checkpoint:
     if _NAME.fullmatch(path.name) or (path / MANIFEST).exists():
         return read(path)
     try:
-        found, names = rounds_in(path), os.listdir(path)
+        checkpoints, names = rounds_in(path), os.listdir(path)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
-    if not found:
+    if not checkpoints:
         others = sorted(n for n in names if not n.startswith("."))
         holds = f"only {', '.join(others[:3])}{', …' if len(others) > 3 else ''}"
         raise CheckpointError(
@@ -106,9 +106,9 @@ def latest(folder: str | os.PathLike[str]) -> Checkpoint:
             "such as round-000012"
         )
     damaged = []
-    for number in sorted(found, reverse=True):
+    for number in sorted(checkpoints, reverse=True):
         try:
-            checkpoint = read(found[number])
+            checkpoint = read(checkpoints[number])
         except DamagedCheckpoint as error:
             damaged.append(str(error))
             continue
@@ -123,12 +123,12 @@ def rounds_in(folder: Path) -> dict[int, Path]:
 
     One that was moved away for a successor that never came counts: the process died between two moves.
     """
-    found: dict[int, Path] = {}
+    checkpoints: dict[int, Path] = {}
     for path in sorted(folder.iterdir()):  # ".old-" sorts first
         match = _NAME.fullmatch(path.name.removeprefix(OLD))
         if match and path.is_dir():
-            found[int(match[1])] = path
-    return found
+            checkpoints[int(match[1])] = path
+    return checkpoints
 
 
 def read(path: Path) -> Checkpoint:
@@ -139,15 +139,16 @@ def read(path: Path) -> Checkpoint:
     manifest = _manifest(path)
     for name, (size, digest) in manifest["files"].items():
         try:
-            found, held = _measured(path / name)
+            with open(path / name, "rb") as file:
+                held = hashlib.file_digest(file, "sha256").hexdigest()
+                length = file.tell()
         except OSError as error:
             raise DamagedCheckpoint(f"{path} is damaged: {name}: {error.strerror}") from error
-        if found != size:
+        if (length, held) != (size, digest):
             raise DamagedCheckpoint(
-                f"{path} is damaged: {name} has {found:,} bytes, but {size:,} were written"
+                f"{path} is damaged: {name} has {length:,} bytes, other ones than the {size:,} that were "
+                "written"
             )
-        if held != digest:
-            raise DamagedCheckpoint(f"{path} is damaged: {name} has other bytes than were written")
     try:
         arrays = safetensors.numpy.load_file(path / ARRAYS)
         state = from_json(json.loads((path / STATE).read_text()), arrays)
@@ -190,12 +191,6 @@ def _sealed(manifest: Mapping[str, Any]) -> bytes:
     return (json.dumps({**rest, "digest": digest}, indent=1) + "\n").encode()
 
 
-def _measured(path: Path) -> tuple[int, str]:
-    with open(path, "rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-        return file.tell(), digest
-
-
 class Folder:
     """A folder that one run writes its checkpoints into.
 
@@ -218,12 +213,15 @@ class Folder:
         self._release: Callable[[], None] | None = None
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            self._claim()
-            self._clean()
-            trial = self.path / f"{PART}{os.getpid()}"
-            trial.mkdir(mode=0o700)
-            write_synced(trial / "trial", [b"\0"])
-            shutil.rmtree(trial)
+            self._release = claim(self.path / ".lock")
+            self._bring_back()
+            for left in [*self.path.glob(f"{PART}*"), *self.path.glob(f"{OLD}*")]:  # of a crash
+                shutil.rmtree(left)
+        except BlockingIOError as error:
+            raise CheckpointError(
+                f"checkpoint_dir: another run ({error}) writes its checkpoints into {self.path}; give each "
+                "run a folder of its own"
+            ) from None
         except OSError as error:
             self.close()
             raise CheckpointError(
@@ -282,22 +280,6 @@ class Folder:
         if release is not None:
             release()
 
-    def _claim(self) -> None:
-        """Lock the folder."""
-        try:
-            self._release = claim(self.path / ".lock")
-        except BlockingIOError as error:
-            raise CheckpointError(
-                f"checkpoint_dir: another run ({error}) writes its checkpoints into {self.path}; give each "
-                "run a folder of its own"
-            ) from None
-
-    def _clean(self) -> None:
-        """Remove what a crash has left."""
-        self._bring_back()
-        for left in [*self.path.glob(f"{PART}*"), *self.path.glob(f"{OLD}*")]:
-            shutil.rmtree(left)
-
     def _bring_back(self) -> None:
         """Put a checkpoint back whose successor has not come to its place."""
         with contextlib.suppress(OSError):
@@ -309,18 +291,19 @@ class Folder:
     def _forget(self) -> None:
         """Remove all checkpoints but the last; what cannot be removed now is removed later."""
         with contextlib.suppress(OSError):
-            found = rounds_in(self.path)
-            for number in sorted(found)[:-KEPT]:
-                os.rename(found[number], self.path / f"{OLD}{found[number].name}.{os.getpid()}")
+            checkpoints = rounds_in(self.path)
+            for number in sorted(checkpoints)[:-KEPT]:
+                path = checkpoints[number]
+                os.rename(path, self.path / f"{OLD}{path.name}.{os.getpid()}")
             for old in self.path.glob(f"{OLD}*"):
                 shutil.rmtree(old, ignore_errors=True)
 
     def _set_aside(self, resumed: Checkpoint | None) -> None:
         """Raise CheckpointError for checkpoints that this run does not go on from; rename damaged ones."""
-        found = rounds_in(self.path)
-        if not found:
+        checkpoints = rounds_in(self.path)
+        if not checkpoints:
             return
-        names = ", ".join(sorted(p.name for p in found.values()))
+        names = ", ".join(sorted(p.name for p in checkpoints.values()))
         if resumed is None:
             raise CheckpointError(
                 f"checkpoint_dir: {self.path} holds checkpoints ({names}): go on from them with "
@@ -331,7 +314,7 @@ class Folder:
                 f"checkpoint_dir: {self.path} holds checkpoints ({names}) of another run than "
                 f"{resumed.path}; name another folder"
             )
-        for number, path in found.items():
+        for number, path in checkpoints.items():
             if number <= resumed.round:
                 continue
             try:

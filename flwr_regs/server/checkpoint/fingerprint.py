@@ -43,19 +43,18 @@ def fingerprint(
 
 
 def differences(
-    saved: Mapping[str, Mapping[str, Any]], mine: Mapping[str, Mapping[str, Any]]
+    saved: Mapping[str, Mapping[str, Any]], current: Mapping[str, Mapping[str, Any]]
 ) -> list[str]:
     """Return the differences of two fingerprints in words; a setting that one lacks does not count."""
-    found = []
-    for kind, now in mine.items():
-        then = saved.get(kind, {})
-        names = [n for n in {**then, **now} if kind != "setting" or (n in then and n in now)]
-        for name in names:
-            a, b = then.get(name, "absent"), now.get(name, "absent")
-            if a != b:
-                what = name if kind == "method" else f"{kind} {name}"
-                found.append(f"{what} was {a!r:.80}, now it is {b!r:.80}")
-    return found
+    changes = []
+    for kind, after in current.items():
+        before = saved.get(kind, {})
+        for name in {**before, **after}:
+            a, b = before.get(name, "absent"), after.get(name, "absent")
+            if a != b and not (kind == "setting" and "absent" in (a, b)):
+                named = name if kind == "method" else f"{kind} {name}"
+                changes.append(f"{named} was {a!r:.80}, now it is {b!r:.80}")
+    return changes
 
 
 def plain(value: Any) -> Any:

@@ -22,7 +22,7 @@ NATIVE = {
         strict=True,
     )
 }
-"""The dtypes that safetensors has; arrays of others are kept as bytes."""
+"""The dtypes that safetensors has; arrays of others are refused."""
 
 
 class Store:
@@ -101,36 +101,26 @@ def from_json(value: Any, arrays: dict[str, Any]) -> Any:
 
 
 def _array(value: Any, store: Store, where: str) -> dict[str, Any]:
-    dtype = value.dtype
-    if dtype.kind not in "biufc":
+    if value.dtype not in NATIVE:
         _refuse(value, where)
     if isinstance(value, np.generic):
-        return {"$scalar": [dtype.str, value.tobytes().hex()]}
+        return {"$scalar": [value.dtype.str, value.tobytes().hex()]}
     turned = value.flags.f_contiguous and not value.flags.c_contiguous  # sums depend on the order
     rows, how = (value.T, ["T"]) if turned else (value, [])
-    if dtype in NATIVE:
-        name = store.name(value, lambda: np.asarray(rows, order="C"))
-        return {"$array": [name, *how]}
-    name = store.name(value, lambda: np.frombuffer(rows.tobytes(), np.uint8))
-    return {"$array": [name, dtype.str, list(rows.shape), *how]}
+    return {"$array": [store.name(value, lambda: np.asarray(rows, order="C")), *how]}
 
 
 def _read_array(parts: Any, arrays: dict[str, Any]) -> np.ndarray:
-    name, *how = parts
-    turned = how[-1:] == ["T"]
-    if not how[turned:]:
-        array = np.array(arrays[name])
-    else:
-        dtype, shape = how[:2]
-        array = np.frombuffer(arrays[name].tobytes(), np.dtype(dtype)).reshape(shape).copy()
+    name, *turned = parts
+    array = np.array(arrays[name])
     return array.T if turned else array
 
 
 def _read_bytes(name: Any, arrays: dict[str, Any]) -> bytes:
     if not isinstance(arrays[name], bytes):
         arrays[name] = arrays[name].tobytes()
-    found: bytes = arrays[name]
-    return found
+    data: bytes = arrays[name]
+    return data
 
 
 def _read_scalar(parts: Any, _: Any) -> np.generic:

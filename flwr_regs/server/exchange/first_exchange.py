@@ -96,11 +96,11 @@ class Exchange:
             for pid, parcel in parcels.items():
                 this_round.probe_down[pid] += parcel.nbytes
             came, waiting = self._lacking(replies.came, tries)
-            found, failures = read_each(came, self._read_probe)
+            probes, failures = read_each(came, self._read_probe)
             this_round.failures |= failures
-            uploads |= found
-            this_round.probe_up |= {pid: came[pid].nbytes for pid in found}
-            this_round.lost_state += [pid for pid in found if came[pid].says(keys.LOST_KEY)]
+            uploads |= probes
+            this_round.probe_up |= {pid: came[pid].nbytes for pid in probes}
+            this_round.lost_state += [pid for pid in probes if came[pid].says(keys.LOST_KEY)]
             tries += 1
         unlike = disagreeing(term, uploads, probing=True)
         uploads = {pid: uploads[pid] for pid in sorted(uploads) if pid not in unlike}
@@ -115,13 +115,13 @@ class Exchange:
     def _read_probe(self, pid: int, reply: Parcel) -> Slot:
         """Return a client's checked probe."""
         assert self._round.context is not None
-        found = read_uploads(f"the probe of client {pid}", reply)
+        probe = read_uploads(f"the probe of client {pid}", reply)
         params, server = self._round.context.params, self._model.server
         try:
-            self._options.term.check(found, params, server, probing=True)
+            self._options.term.check(probe, params, server, probing=True)
         except ValueError as error:
             raise ProtocolError(str(error)) from error
-        return found
+        return probe
 
     def _answer(self, probes: Mapping[int, Slot]) -> tuple[Mapping[int, Slot], dict[int, str]]:
         """Return (each client's own broadcasts, client -> why its probe cannot be used)."""

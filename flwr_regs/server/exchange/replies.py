@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ from flwr_regs.server.aggregate.weights import STEPS
 from flwr_regs.server.client_metrics import read_metrics, usable
 from flwr_regs.server.failures import culprits, read_each
 from flwr_regs.server.global_model import GlobalModel
+from flwr_regs.server.options import Options
 from flwr_regs.server.reply import Reply
 from flwr_regs.term import Slot
 from flwr_regs.wire import keys
@@ -36,13 +37,6 @@ from flwr_regs.wire.errors import described
 from flwr_regs.wire.parcel import Parcel
 from flwr_regs.wire.precision import Widened, from_half
 from flwr_regs.wire.text import LONGEST_NAME, quoted, shown
-
-RANGE = {"float16": 65504.0}
-"""The largest number that a reply may hold, where that is less than `LARGEST`, by the wire's precision."""
-
-
-_UNSAID = object()
-"""In place of the mask of a client that sent none."""
 
 
 @dataclass(frozen=True)
@@ -69,20 +63,14 @@ class Reader:
     ----------
     method : str
         The name that clients must report; a method of the server alone also takes clients that report none.
-    term : Chain
-        Checks the uploads.
+    options : Options
+        Its terms check the uploads.
     model : GlobalModel
-    weighted_by_key : str
-        The metric that counts a client's examples.
-    counts_steps : str
-        The setting that needs each client's steps; "" if none does.
     """
 
     method: str
-    term: Chain
+    options: Options
     model: GlobalModel
-    weighted_by_key: str
-    counts_steps: str = ""
 
     def read_all(self, came: Mapping[int, Parcel], config: Mapping[str, Any]) -> Usable:
         """Check replies one by one and against each other; `config` is the round's.
@@ -90,21 +78,23 @@ class Reader:
         Replies are read in the order of partition ids, so the order of arrival does not change the result.
         """
         read, failures = read_each(came, lambda pid, parcel: self.read(pid, parcel, config))
-        replies = {pid: reply for pid, (reply, _) in read.items()}
-        buffers = {pid: fixed for pid, (_, fixed) in read.items()}
-        agreed, wrong = agree_on_buffers(buffers, self.model.buffers)
-        replies = {pid: reply for pid, reply in replies.items() if pid not in wrong}
-        tied, other = agree_on_ties(replies, self.model.tied)
-        replies = {pid: reply for pid, reply in replies.items() if pid not in other}
+        buffers, wrong = agree_on_buffers({p: b for p, (_, b) in read.items()}, self.model.buffers)
+        replies = {pid: reply for pid, (reply, _) in read.items() if pid not in wrong}
+
+        def leave_out(unlike: Mapping[int, str]) -> None:
+            for pid, why in unlike.items():
+                del replies[pid]
+                wrong[pid] = why
+
+        tied, unlike = agree_on_ties(replies, self.model.tied)
+        leave_out(unlike)
         digests = {pid: came[pid].config.get(keys.FROZEN_DIGEST_KEY, "") for pid in replies}
         frozen, unlike = agree_on_frozen(digests, self.model.frozen)
-        other |= unlike
-        replies = {pid: reply for pid, reply in replies.items() if pid not in other}
+        leave_out(unlike)
         active = {p: r.uploads for p, r in replies.items() if r.steps is None or r.steps[0]}
-        unlike = disagreeing(self.term, active)
-        replies = {pid: reply for pid, reply in replies.items() if pid not in unlike}
-        unlike = {pid: shown(why) for pid, why in {**wrong, **other, **unlike}.items()}
-        return Usable(replies, {**failures, **unlike}, agreed, tied, frozen)
+        leave_out(disagreeing(self.options.term, active))
+        failures |= {pid: shown(why) for pid, why in wrong.items()}
+        return Usable(replies, failures, buffers, tied, frozen)
 
     def read(
         self, pid: int, parcel: Parcel, config: Mapping[str, Any]
@@ -120,16 +110,18 @@ class Reader:
         """
         what = f"the reply of client {pid}"
         self._check_sender(what, parcel)
-        metrics, count = read_metrics(pid, parcel, self.weighted_by_key)
-        model, entries, half = self.model.model, parcel.config, str(config.get(keys.HALF_KEY, ""))
+        metrics, count = read_metrics(pid, parcel, self.options.weighted_by_key)
+        model, entries, half = self.model.model, parcel.config, self.options.wire_dtype
         try:
             arrays: Mapping[str, np.ndarray] = dict(parcel.records[keys.ARRAYS])
             if half:
                 arrays = from_half(arrays, {**entries, keys.HALF_KEY: half})
             uploads = read_uploads(what, parcel)
             ours = keys.METHOD_KEY in entries
-            said = entries.get(keys.BUFFERS_KEY) if keys.BUFFERS_KEY in entries else _UNSAID
-            buffers, trained = self._parted(said)
+            buffers = untrainable(model)
+            if keys.BUFFERS_KEY in entries:
+                buffers = unmask(entries[keys.BUFFERS_KEY], model)
+            trained = {n: a for n, a in model.items() if n not in buffers}
             digest = entries.get(keys.FROZEN_DIGEST_KEY, "")
             if not isinstance(digest, str) or len(digest) > LONGEST_NAME:
                 raise ProtocolError(
@@ -144,46 +136,24 @@ class Reader:
                 update = coded()
                 expected = {n: model[n] for n in arrays if n in buffers}
             steps = _steps(metrics, config, count, ours)
-            if steps is None and self.counts_steps:
-                raise ProtocolError(
-                    f"it reports no steps, which {self.counts_steps} needs; {STEPS}"
-                )
+            if steps is None and (setting := self.options.counts_steps):
+                raise ProtocolError(f"it reports no steps, which {setting} needs; {STEPS}")
             if steps is None or steps[0]:
-                self.term.check(uploads, trained, self.model.server)
+                self.options.term.check(uploads, trained, self.model.server)
         except (ValueError, TypeError, EOFError) as error:
             raise ProtocolError(f"{what} cannot be used: {error}") from error
-        largest = RANGE.get(half, LARGEST)
-        if isinstance(arrays, Widened):
-            check_arrays(arrays.outline(), expected, what)
-            check_finite(arrays.doubtful(largest), what, model, largest)
-        else:
-            check_arrays(arrays, expected, what)
-            check_finite(arrays, what, model, largest)
+        check_arrays(arrays.outline() if isinstance(arrays, Widened) else arrays, expected, what)
+        check_finite(arrays, what, model, 65504.0 if half == "float16" else LARGEST)
         check_finite(update, what, largest=LARGEST)
-        if largest < LARGEST:  # the mean would be beyond what can be sent
-            for n, d in update.items():
-                check_finite({n: model[n] + d}, what, model, largest)
-        for name in self._folding & set(uploads):  # decoded again when it is folded
-            uploads[name] = parcel.records[f"{name}.upload"]
+        for t in self.options.term.terms:
+            if isinstance(t, Folds) and t.name in uploads:  # decoded again when it is folded
+                uploads[t.name] = parcel.records[f"{t.name}.upload"]
         # a coded update is decoded again when it is summed: all of them together are many models
         return Reply(arrays, uploads, metrics, count, {}, steps, tied, coded), buffers
 
-    @cached_property
-    def _folding(self) -> frozenset[str]:
-        return frozenset(t.name for t in self.term.terms if isinstance(t, Folds))
-
-    def _parted(self, said: Any) -> tuple[frozenset[str], NDArrays]:
-        """Return (the arrays that a client does not train, the others), given its mask or `_UNSAID`.
-
-        Raises ProtocolError for another mask than the model's.
-        """
-        model = self.model.model
-        fixed = untrainable(model) if said is _UNSAID else unmask(said, model)
-        return fixed, {n: a for n, a in model.items() if n not in fixed}
-
     def _decoder(self, code: Any, names: Iterable[str]) -> Callable[[], NDArrays]:
         """Return what makes an update from its code."""
-        coder = self.term.coder("finish")
+        coder = self.options.term.coder("finish")
         if coder is None or not isinstance(code, bytes):
             raise ProtocolError("it holds a coded update, but the method has no code for updates")
         like = in_code_order(self.model.model, names)
@@ -191,17 +161,17 @@ class Reader:
 
     def _check_sender(self, what: str, parcel: Parcel) -> None:
         """Raise ProtocolError for another method's client, or a reply without arrays."""
-        plain = self.term.plain and keys.METHOD_KEY not in parcel.config
+        plain = self.options.term.plain and keys.METHOD_KEY not in parcel.config
         if not plain and parcel.config.get(keys.METHOD_KEY) != self.method:
-            theirs = parcel.config.get(keys.METHOD_KEY, "one that names no method")
-            theirs = shown(theirs if isinstance(theirs, str) else quoted(theirs), LONGEST_NAME)
+            sender = parcel.config.get(keys.METHOD_KEY, "one that names no method")
+            sender = shown(sender if isinstance(sender, str) else quoted(sender), LONGEST_NAME)
             named = (
                 ""
                 if "+" in self.method or "-" in self.method
                 else f"flwr_regs.{self.method}Client, or "
             )
             raise ProtocolError(
-                f"{what} does not come from a {self.method} client but from {theirs}; use {named}"
+                f"{what} does not come from a {self.method} client but from {sender}; use {named}"
                 "RegClient or ClientRound with the strategy's terms"
             )
         if keys.ARRAYS not in parcel.records:
@@ -261,15 +231,15 @@ def disagreeing(term: Chain, uploads: Mapping[int, Slot], probing: bool = False)
     try:
         return {pid: shown(why) for pid, why in term.agree(uploads, probing).items()}
     except Exception as error:
-        found = culprits(
+        wrong = culprits(
             uploads,
             lambda pids: term.agree({p: uploads[p] for p in pids}, probing),
             "its upload cannot be compared with the others'",
         )
-        if not found:
+        if not wrong:
             raise ValueError(f"the uploads cannot be compared: {described(error)}") from error
-        rest = {p: u for p, u in uploads.items() if p not in found}
-        return {**found, **disagreeing(term, rest, probing)}
+        rest = {p: u for p, u in uploads.items() if p not in wrong}
+        return {**wrong, **disagreeing(term, rest, probing)}
 
 
 def agree_on_buffers(
@@ -285,13 +255,13 @@ def agree_on_buffers(
         if len(ranking) == 1 or (len(ranking) == 2 and ranking[0][1] > ranking[1][1]):
             known = ranking[0][0]
     wrong = {}
-    for pid, mine in buffers.items():
+    for pid, fixed in buffers.items():
         if known is None:
             wrong[pid] = "the clients disagree, half against half, on which parameters they train"
-        elif mine != known:
+        elif fixed != known:
             wrong[pid] = (
                 f"client {pid} trains other parameters than the others; they differ in "
-                f"{sorted(mine ^ known)}"
+                f"{sorted(fixed ^ known)}"
             )
     return known, wrong
 

@@ -85,13 +85,13 @@ def class_covering_cohort(
         if must <= set().union(*(holds[c] for c in cohort)):
             return cohort
     order = [clients[i] for i in generator.permutation(len(clients))]
-    found = _search(frozenset(must), size, {c: holds[c] & must for c in order}, [100_000])
-    if found is None:
+    covering = _search(frozenset(must), size, {c: holds[c] & must for c in order}, [100_000])
+    if covering is None:
         raise CoverageError(
             f"found no cohort of {size} clients that holds all of the {len(must)} classes; "
             "draw larger cohorts"
         )
-    return sorted(found + [c for c in order if c not in found][: size - len(found)])
+    return sorted(covering + [c for c in order if c not in covering][: size - len(covering)])
 
 
 def _search(

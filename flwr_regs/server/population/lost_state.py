@@ -49,10 +49,10 @@ def lost_before(
     `trained` are the clients that had private entries, `used` those that had state.
     """
     kinds = (("lost_private", keys.FRESH_KEY, trained), ("lost_state", keys.LOST_KEY, used))
-    found = {
+    lost = {
         what: sorted(p for p in had if p in came and came[p].says(key)) for what, key, had in kinds
     }
-    for what, clients in found.items():
+    for what, clients in lost.items():
         if clients:
             LOG.warning("clients %s evaluate without what they kept (%s)", clients, what)
-    return {what: clients for what, clients in found.items() if clients}
+    return {what: clients for what, clients in lost.items() if clients}

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from statistics import median_low
-from typing import Any
 
 from flwr_regs.server.round import Round
+from flwr_regs.server.snapshots import Snapshots
 
 LOG = logging.getLogger("flwr")
 
 
-class Participation:
+class Participation(Snapshots):
     """The clients of a training, and how often each was inactive so far.
 
     Parameters
@@ -28,6 +27,8 @@ class Participation:
         T.
     """
 
+    kept = ("turns", "inactive", "planned", "dropped", "members", "seen", "departed", "origin")
+
     def __init__(
         self, incomplete: str, drop_inactive: float | None, restart_lr: bool, num_rounds: int
     ) -> None:
@@ -35,34 +36,14 @@ class Participation:
         self._bound = drop_inactive
         self._restart = restart_lr
         self._num_rounds = num_rounds
-        self._turns: dict[int, int] = {}
-        self._inactive: dict[int, int] = {}
-        self._planned: dict[int, int] = {}  # client -> the steps that it planned last
-        self._dropped: set[int] = set()
-        self._members: list[int] | None = None
-        self._seen: set[int] = set()  # clients that took part in a draw
-        self._departed: set[int] = set()  # clients that departed at least once
-        self._origin = 1
-
-    def snapshot(self) -> dict[str, Any]:
-        """Return what a checkpoint holds of it."""
-        return {
-            "turns": dict(self._turns),
-            "inactive": dict(self._inactive),
-            "planned": dict(self._planned),
-            "dropped": set(self._dropped),
-            "members": self._members,
-            "seen": set(self._seen),
-            "departed": set(self._departed),
-            "origin": self._origin,
-        }
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue from a snapshot."""
-        self._turns, self._inactive = state["turns"], state["inactive"]
-        self._planned, self._origin = state["planned"], state["origin"]
-        self._dropped, self._members = state["dropped"], state["members"]
-        self._seen, self._departed = state["seen"], state["departed"]
+        self.turns: dict[int, int] = {}
+        self.inactive: dict[int, int] = {}
+        self.planned: dict[int, int] = {}  # client -> the steps that it planned last
+        self.dropped: set[int] = set()
+        self.members: list[int] | None = None
+        self.seen: set[int] = set()  # clients that took part in a draw
+        self.departed: set[int] = set()  # clients that departed at least once
+        self.origin = 1
 
     def remaining(self, members: list[int], this_round: Round) -> list[int]:
         """Return the clients that the cohort is drawn from; note drops and shifts in the round.
@@ -72,32 +53,32 @@ class Participation:
         time that it comes and goes.
         """
         if self._bound is not None:
-            steps = median_low(self._planned.values()) if self._planned else 1
+            steps = median_low(self.planned.values()) if self.planned else 1
             self._drop(members, self._bound / (self._num_rounds * steps), this_round)
-        left = [p for p in members if p not in self._dropped] if self._dropped else members
+        left = [p for p in members if p not in self.dropped] if self.dropped else members
         if not left:
             LOG.warning("only dropped clients are connected: taking %s back", members)
-            left, self._dropped = members, set()
-        if self._members is not None and left != self._members:
-            arrived = sorted(set(left) - set(self._members))
-            departed = sorted(set(self._members) - set(left))
+            left, self.dropped = members, set()
+        if self.members is not None and left != self.members:
+            arrived = sorted(set(left) - set(self.members))
+            departed = sorted(set(self.members) - set(left))
             this_round.events["shift"] = {"arrived": arrived, "departed": departed}
-            if self._restart and (set(arrived) - self._seen or set(departed) - self._departed):
-                self._origin = this_round.number
-            self._departed |= set(departed)
-        if left != self._members:
-            self._seen |= set(left)
-        self._members = left
+            if self._restart and (set(arrived) - self.seen or set(departed) - self.departed):
+                self.origin = this_round.number
+            self.departed |= set(departed)
+        if left != self.members:
+            self.seen |= set(left)
+        self.members = left
         return left
 
     def _drop(self, members: list[int], limit: float, this_round: Round) -> None:
         """Drop the clients that were inactive in more than the share `limit` of their turns (Eq. 9)."""
-        left = set(members) - self._dropped
-        for pid, turns in self._turns.items():
-            inactive = self._inactive.get(pid, 0)
+        left = set(members) - self.dropped
+        for pid, turns in self.turns.items():
+            inactive = self.inactive.get(pid, 0)
             others = len(left) - (pid in left)
-            if pid not in self._dropped and turns >= 2 and inactive / turns > limit and others:
-                self._dropped.add(pid)
+            if pid not in self.dropped and turns >= 2 and inactive / turns > limit and others:
+                self.dropped.add(pid)
                 left.discard(pid)
                 this_round.events.setdefault("dropped_for_good", []).append(pid)
                 LOG.warning(
@@ -107,7 +88,7 @@ class Participation:
 
     def schedule_round(self, number: int) -> int:
         """Return the round that the learning rate's schedule is called with."""
-        return number - self._origin + 1
+        return number - self.origin + 1
 
     def select(self, this_round: Round) -> None:
         """Choose the replies that are used; note in the round who was incomplete or inactive."""
@@ -131,8 +112,8 @@ class Participation:
         """
         active = set(this_round.received) - set(this_round.inactive)
         for pid in set(this_round.cohort) - set(this_round.late):
-            self._turns[pid] = self._turns.get(pid, 0) + 1
-            self._inactive[pid] = self._inactive.get(pid, 0) + (pid not in active)
-        self._planned |= {
+            self.turns[pid] = self.turns.get(pid, 0) + 1
+            self.inactive[pid] = self.inactive.get(pid, 0) + (pid not in active)
+        self.planned |= {
             p: r.steps[1] for p, r in this_round.received.items() if r.steps is not None
         }

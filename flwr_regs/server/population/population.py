@@ -17,6 +17,7 @@ from flwr_regs.server.population.cohorts import (
     further,
     uniform_cohort,
 )
+from flwr_regs.server.snapshots import Snapshots
 from flwr_regs.wire import keys
 from flwr_regs.wire.arrays import ProtocolError
 from flwr_regs.wire.parcel import Parcel
@@ -36,7 +37,7 @@ class PopulationError(RuntimeError):
     """The clients that came are not the population that training needs."""
 
 
-class Population:
+class Population(Snapshots):
     """The clients of a run, by partition id.
 
     Flower draws new node ids for each run, so cohorts are drawn over partition ids, which nodes report. A
@@ -56,56 +57,41 @@ class Population:
     refused : dict of int to str
         Node -> why it does not take part, of those connected at the last :meth:`refresh`.
     here : frozenset of int
-        The partition ids that were connected then; :attr:`connected` in no order.
+        The partition ids that were connected then.
+    connected : list of int
+        The same, sorted.
     """
+
+    kept = ("nodes", "totals", "expected", "connected", "labels", "uncounted", "classes")
 
     def __init__(self, minimum: int, expected: int | None, timeout: float) -> None:
         self._minimum = minimum
         self._given = expected
         self._timeout = timeout
-        self._node_of: dict[int, int] = {}
+        self.nodes: dict[int, int] = {}
         self._known: set[int] = set()  # nodes that reported their partition
-        self._totals: dict[int, int] = {}  # node -> the num-partitions that it reported
+        self.totals: dict[int, int] = {}  # node -> the num-partitions that it reported
         self.refused: dict[int, str] = {}
         self._retry: dict[int, tuple[float, float]] = {}  # node -> (time to ask again, pause)
-        self._connected: list[int] = []
+        self.connected: list[int] = []
         self._present: set[int] = set()  # the nodes then
         self.here: frozenset[int] = frozenset()
-        self._expected = expected
+        self.expected = expected
         self._complete = False
-        self._labels: dict[int, list[int]] = {}
-        self._uncounted: dict[int, str] = {}  # client -> why its label counts are not known
-        self._classes: set[int] = set()
+        self.labels: dict[int, list[int]] = {}
+        self.uncounted: dict[int, str] = {}  # client -> why its label counts are not known
+        self.classes: set[int] = set()
         self._awaited: set[int] = set()  # clients that a resumed run waits for
-
-    @property
-    def connected(self) -> list[int]:
-        """The partition ids that were connected at the last :meth:`refresh`, sorted."""
-        return self._connected
 
     @property
     def size(self) -> int:
         """How many clients the run knows: those expected, or those that ever came, if they are more."""
-        return max(self._expected or 0, len(self._node_of))
-
-    def snapshot(self) -> dict[str, Any]:
-        """Return what a checkpoint holds of it."""
-        return {
-            "nodes": dict(self._node_of),
-            "totals": dict(self._totals),
-            "expected": self._expected,
-            "connected": list(self._connected),
-            "labels": dict(self._labels),
-            "uncounted": dict(self._uncounted),
-            "classes": set(self._classes),
-        }
+        return max(self.expected or 0, len(self.nodes))
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue from a snapshot; the first refresh waits for the clients that were connected."""
-        self._node_of, self._totals = state["nodes"], state["totals"]
-        self._expected, self._uncounted = state["expected"], state["uncounted"]
-        self._awaited = set(state["connected"])
-        self._labels, self._classes = state["labels"], state["classes"]
+        super().restore(state)
+        self._awaited = set(self.connected)
 
     def refresh(self, network: Network) -> list[int]:
         """Return the partition ids of the nodes that are connected now, sorted.
@@ -126,14 +112,14 @@ class Population:
         while True:
             present = set(network.nodes())
             same = present == self._present == self._known and self._complete
-            if same and not self._awaited and len(self._connected) >= max(self._minimum, 1):
-                return self._connected  # nobody came or left, and nobody is to be asked again
+            if same and not self._awaited and len(self.connected) >= max(self._minimum, 1):
+                return self.connected  # nobody came or left, and nobody is to be asked again
             self._known &= present  # a node that comes back is asked again
             self.refused = {n: why for n, why in self.refused.items() if n in present}
             self._identify(network, sorted(present - self._known), present)
-            self._connected = came = sorted(p for p, n in self._node_of.items() if n in present)
+            self.connected = came = sorted(p for p, n in self.nodes.items() if n in present)
             self._present, self.here = present, frozenset(came)
-            expected, least = self._expected or 1, max(self._minimum, 1)
+            expected, least = self.expected or 1, max(self._minimum, 1)
             wanted = max(least, 1 if self._complete else expected - len(self.refused))
             if self._awaited:
                 wanted = max(least, len(came) + len(self._awaited - set(came)))
@@ -169,24 +155,24 @@ class Population:
     @property
     def missing(self) -> str:
         """The missing clients: partitions by number if these run from 0, else a count; "" if none is."""
-        expected = self._expected or 0
-        short = expected - len(self._connected)
+        expected = self.expected or 0
+        short = expected - len(self.connected)
         if short <= 0:
             return ""
         if short > MOST_MISSING:
             return f"{short} of {expected} clients"
-        absent = sorted(set(range(expected)) - set(self._connected))
+        absent = sorted(set(range(expected)) - set(self.connected))
         return f"partitions {absent}" if len(absent) == short else f"{short} of {expected} clients"
 
     @property
     def left_out(self) -> dict[int, str]:
         """Node -> why it does not take part: refused, or without label counts that cohorts need."""
-        uncounted = {p: why for p, why in self._uncounted.items() if p in self.here}
-        return {**self.refused, **{self._node_of[p]: why for p, why in uncounted.items()}}
+        uncounted = {p: why for p, why in self.uncounted.items() if p in self.here}
+        return {**self.refused, **{self.nodes[p]: why for p, why in uncounted.items()}}
 
     def request(self, kind: str, parcels: dict[int, Parcel]) -> Request:
         """Return a request to some of the clients, by partition id."""
-        return Request(kind, parcels, {pid: self._node_of[pid] for pid in parcels})
+        return Request(kind, parcels, {pid: self.nodes[pid] for pid in parcels})
 
     def cohort(
         self,
@@ -197,22 +183,27 @@ class Population:
         network: Network,
         attempt: int = 0,
     ) -> list[int]:
-        """Return `size` of the `members` by `key` and `attempt`, "uniform" or "class-covering" (`kind`)."""
+        """Return `size` of the `members` by `key` and `attempt`, "uniform" or "class-covering" (`kind`).
+
+        The classes to cover are those that the first population held; one that no member holds is left out,
+        with a warning.
+        """
         purpose = further(attempt)
         if kind == "uniform":
             return uniform_cohort(members, key, size, purpose)
-        counts, classes = self._label_counts(network)
-        here = set(members)
-        left = {p: c for p, c in counts.items() if p in here}
-        if len(left) < len(counts):  # clients were dropped
-            held = _held(left)
-            if classes - held:
-                LOG.warning("only dropped clients hold the classes %s", sorted(classes - held))
-            classes = classes & held
+        first = not self.labels
+        self._ask_for_labels(network)
+        counts = {p: self.labels[p] for p in members if self.labels.get(p)}
+        holders = Counter(i for c in counts.values() for i, n in enumerate(c) if n > 0)
+        expected = set(range(max(holders, default=-1) + 1)) if first else self.classes
+        if gone := expected - set(holders):
+            LOG.warning("no client that takes part holds the classes %s", quoted(sorted(gone)))
+        if first:
+            self.classes = set(holders)
+        classes = self.classes & set(holders)
         try:
-            return class_covering_cohort(left, key, size, classes, purpose)
+            return class_covering_cohort(counts, key, size, classes, purpose)
         except CoverageError:  # a class that one client alone claims may be its invention
-            holders = Counter(i for c in left.values() for i, n in enumerate(c) if n > 0)
             shared = {i for i in classes if holders[i] > 1}
             if shared == classes:
                 raise
@@ -221,41 +212,28 @@ class Population:
                 "not count in this round",
                 *(size, len(classes)),
             )
-            return class_covering_cohort(left, key, size, shared, purpose)
+            return class_covering_cohort(counts, key, size, shared, purpose)
 
-    def _label_counts(self, network: Network) -> tuple[dict[int, list[int]], set[int]]:
-        """Return (each connected client's examples of each class, the classes that can be covered).
-
-        Each client is asked once. The classes run from 0 to the largest one that the first population
-        held. A class that no connected client holds is left out, with a warning.
+    def _ask_for_labels(self, network: Network) -> None:
+        """Ask each connected client once how many examples of each class it holds.
 
         A client that does not share its counts, which its operator must allow, is left out, with a warning.
-
         Raises PopulationError before training if fewer than `minimum` clients share them.
         """
-        new = [p for p in self._connected if p not in self._labels]
+        new = [p for p in self.connected if p not in self.labels]
+        if not new:
+            return
         request = self.request(keys.LABELS, {p: Parcel() for p in new})
-        replies = network.ask(request, min(self._timeout, LONGEST)) if new else Replies({})
+        replies = network.ask(request, min(self._timeout, LONGEST))
         counted, failures = read_each(replies.came, _counts_of)
         failures |= replies.failures
-        first = not self._labels
         if failures:
             why = f"class-covering cohorts need label counts: {name_failures(failures)}"
-            if first and len(counted) < max(self._minimum, 1):
+            if not self.labels and len(counted) < max(self._minimum, 1):
                 raise PopulationError(why)
             LOG.warning("%s; going on without them", why)
-            self._uncounted |= failures
-        self._labels |= counted | {pid: [] for pid in failures}
-        counts = {p: self._labels[p] for p in self._connected if self._labels[p]}
-        held = _held(counts)
-        if first:
-            self._classes = held
-            if gaps := set(range(max(held, default=-1) + 1)) - held:
-                LOG.warning("no client holds the classes %s", quoted(sorted(gaps)))
-            return counts, self._classes
-        if gone := self._classes - held:
-            LOG.warning("no client that is left holds the classes %s", sorted(gone))
-        return counts, self._classes & held
+            self.uncounted |= failures
+        self.labels |= counted | {pid: [] for pid in failures}
 
     def _identify(self, network: Network, nodes: Iterable[int], present: set[int]) -> None:
         """Ask `nodes` for their partitions; during training, leave out a node without a reply."""
@@ -282,14 +260,14 @@ class Population:
 
     def _place(self, replies: Replies, present: set[int]) -> None:
         """Note the partitions that nodes report."""
-        found, failures = read_each(replies.came, _identity)
+        reported, failures = read_each(replies.came, _identity)
         for node, why in failures.items():
             self._refuse(node, why)
         placed: dict[int, int] = {}
-        for node, (pid, total) in found.items():
+        for node, (pid, total) in reported.items():
             if "partition-id" not in replies.came[node].config:
                 LOG.warning("node %d has no partition-id; its node id stands in for it", node)
-            other = placed.get(pid, self._node_of.get(pid, node))
+            other = placed.get(pid, self.nodes.get(pid, node))
             if other != node and other in present:
                 self._refuse(
                     node,
@@ -297,21 +275,21 @@ class Population:
                     "give each SuperNode a --node-config partition-id of its own",
                 )
                 continue
-            if pid in self._node_of:
+            if pid in self.nodes:
                 LOG.info("partition %d is now served by node %d (restarted)", pid, node)
             placed[pid] = node
             self._known.add(node)
             self._retry.pop(node, None)
             self.refused.pop(node, None)
             if total is not None:
-                self._totals[node] = total
+                self.totals[node] = total
         moved = set(
             placed.values()
         )  # a node that comes back as another partition leaves the old one
-        self._node_of = {p: n for p, n in self._node_of.items() if n not in moved} | placed
-        if self._given is None and self._totals:  # one node's word does not count
-            said = Counter(self._totals.get(n, 0) for n in self._node_of.values())
-            self._expected = min(said, key=lambda total: (-said[total], total)) or None
+        self.nodes = {p: n for p, n in self.nodes.items() if n not in moved} | placed
+        if self._given is None and self.totals:  # one node's word does not count
+            said = Counter(self.totals.get(n, 0) for n in self.nodes.values())
+            self.expected = min(said, key=lambda total: (-said[total], total)) or None
 
     def _refuse(self, node: int, why: str) -> None:
         """Go on without a node, and say so once; it is asked again later: it may restart."""
@@ -359,8 +337,3 @@ def _counts_of(pid: int, reply: Parcel) -> list[int]:
             "that are not negative"
         )
     return counts
-
-
-def _held(counts: dict[int, list[int]]) -> set[int]:
-    """Return the classes that at least one client holds."""
-    return {i for c in counts.values() for i, n in enumerate(c) if n > 0}

@@ -21,7 +21,7 @@ from safetensors.numpy import load_file
 
 from flwr_regs import InProcessGrid
 from tests.conftest import ROOT
-from tests.federation import Federation
+from tests.flower.deployed.federation import Federation
 from tests.processes import assert_same
 
 pytestmark = [pytest.mark.flower, pytest.mark.timeout(900)]

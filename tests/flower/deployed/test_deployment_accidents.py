@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from tests import accidents
-from tests.accidents import Outcome
-from tests.federation import Federation
+from tests.flower.deployed import accidents
+from tests.flower.deployed.accidents import Outcome
+from tests.flower.deployed.federation import Federation
 from tests.processes import assert_same
 
 pytestmark = [pytest.mark.timeout(900)]
 # The others cost a minute each, and show what tests in one process show too.
 flower, full = pytest.mark.flower, pytest.mark.full
-Case = Callable[[Federation, Path], Outcome]
+Play = Callable[[Federation, Path], Outcome]
+LOST_REPLY = "the reply of client 1 in round 1"
+LOST_ROUND = "the work of round 2, which is trained again"
+OTHERS, ALL = [0, 2], [0, 1, 2]
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +31,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Federation]:
 
 
 @pytest.fixture
-def played(shared: Federation, tmp_path: Path) -> Iterator[Callable[[Case], Outcome]]:
+def played(shared: Federation, tmp_path: Path) -> Iterator[Callable[[Play], Outcome]]:
     """Plays a case on the federation; then the nodes are started anew for the next."""
     yield lambda case: case(shared, tmp_path / "play")
     if "superlink" not in shared.processes:
@@ -35,7 +39,7 @@ def played(shared: Federation, tmp_path: Path) -> Iterator[Callable[[Case], Outc
     shared.restart_nodes()
 
 
-def plain_mean(rounds: list[list[int]]) -> dict[str, np.ndarray]:
+def plain_mean(rounds: Sequence[Sequence[int]]) -> dict[str, np.ndarray]:
     """The model after rounds with these clients, by plain loops: each moves halfway to its number."""
     model = accidents.initial()
     for clients in rounds:
@@ -46,110 +50,88 @@ def plain_mean(rounds: list[list[int]]) -> dict[str, np.ndarray]:
     return {name: value.astype(np.float32) for name, value in model.items()}
 
 
-def test_the_oracle_is_a_run_in_one_process() -> None:
-    assert_same(accidents.unbroken(rounds=3), plain_mean([[0, 1, 2]] * 3))
+LOSSES: dict[str, tuple[str, str, list[list[int]]]] = {
+    "client_dies": ("error code 8", LOST_REPLY, [OTHERS, ALL]),
+    "node_killed": ("error code 5", LOST_REPLY, [OTHERS, OTHERS, ALL]),  # it comes back
+    "serverapp_killed": ("", LOST_ROUND, [ALL] * 3),  # a new run goes on
+    "superlink_killed": ("", LOST_ROUND, [ALL] * 3),  # keys and runs are in the database
+}
 
 
-def check_one_reply_lost(found: Outcome, why: str, rounds: int = 2) -> None:
-    """Client 1 is named in round 1 with the reason, its reply alone is missing, and the model fits."""
-    assert why in found.sees
-    assert found.lost == "the reply of client 1 in round 1"
-    used = [entry["replies"] for entry in found.history]
-    assert used == [[0, 2], *[[0, 1, 2]] * (rounds - 1)]
-    assert_same(found.model, plain_mean(used))
+def marked(mark: Any, *names: str) -> list[Any]:
+    return [pytest.param(name, marks=mark) for name in names]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *marked(full, "client_dies"),
+        *marked(flower, "node_killed", "serverapp_killed", "superlink_killed"),
+    ],
+)
+def test_the_run_goes_on_without_what_was_lost(
+    name: str, played: Callable[[Play], Outcome]
+) -> None:
+    """A resumed run ends at the bits of an unbroken one."""
+    (says, lost, replies), outcome = LOSSES[name], played(getattr(accidents, name))
+    assert says in outcome.sees
+    assert outcome.lost == lost
+    assert [entry["replies"] for entry in outcome.history] == replies
+    assert_same(outcome.model, plain_mean(replies))
+    if lost == LOST_ROUND:
+        unbroken = accidents.unbroken(rounds=3)
+        assert {n: a.tobytes() for n, a in outcome.model.items()} == {
+            n: a.tobytes() for n, a in unbroken.items()
+        }
 
 
 @full
-def test_accident_client_dies(played: Callable[[Case], Outcome]) -> None:
-    check_one_reply_lost(played(accidents.client_dies), "error code 8")
-
-
-@flower
-def test_accident_node_killed(played: Callable[[Case], Outcome]) -> None:
-    """It comes back with its key, and takes part in round 3."""
-    found = played(accidents.node_killed)
-    assert "error code 5" in found.sees
-    assert found.lost == "the reply of client 1 in round 1"
-    assert [entry["replies"] for entry in found.history] == [[0, 2], [0, 2], [0, 1, 2]]
-    assert_same(found.model, plain_mean([[0, 2], [0, 2], [0, 1, 2]]))
-
-
-@full
-def test_accident_restarted_with_keys(played: Callable[[Case], Outcome]) -> None:
+def test_restarted_with_keys(played: Callable[[Play], Outcome]) -> None:
     """Flower refuses the key for up to 60 s, and forgets the message; round 1 goes on without it.
 
     Whether the node is back in round 2 depends on when Flower notices that it was gone.
     """
-    found = played(accidents.restarted_with_keys)
-    assert "Failed to activate SuperNode. (exit status 1)" in found.sees
-    assert "no reply" in found.sees
-    assert found.lost == "the reply of client 1 in round 1"
-    used = [entry["replies"] for entry in found.history]
-    assert used[0] == [0, 2]
-    assert used[1] in ([0, 2], [0, 1, 2])
-    assert_same(found.model, plain_mean(used))
+    outcome = played(accidents.restarted_with_keys)
+    assert "Failed to activate SuperNode. (exit status 1)" in outcome.sees
+    assert "no reply" in outcome.sees
+    assert outcome.lost == LOST_REPLY
+    used = [entry["replies"] for entry in outcome.history]
+    assert used in ([OTHERS, OTHERS], [OTHERS, ALL])
+    assert_same(outcome.model, plain_mean(used))
 
 
 @full
-def test_accident_node_silent_deadline(played: Callable[[Case], Outcome]) -> None:
-    found = played(accidents.node_silent_deadline)
-    assert "deadline" in found.sees
-    assert found.history[0]["late"] == [1]
-    assert found.history[0]["replies"] == [0, 2]
+def test_node_silent_until_the_deadline(played: Callable[[Play], Outcome]) -> None:
+    outcome = played(accidents.node_silent_deadline)
+    assert "deadline" in outcome.sees
+    assert outcome.history[0]["late"] == [1]
+    assert outcome.history[0]["replies"] == OTHERS
 
 
-@flower
-def test_accident_serverapp_killed(played: Callable[[Case], Outcome]) -> None:
-    """The run is reported as failed; a new one goes on to the bits of an unbroken one."""
-    check_resumed(played(accidents.serverapp_killed))
+TURNED_AWAY = {
+    "unknown_key": "Failed to activate SuperNode",
+    "clock_ahead": "activate-node 401",
+    "unsigned_app": "The FAB could not be verified",
+}
 
 
-@flower
-def test_accident_superlink_killed(played: Callable[[Case], Outcome]) -> None:
-    """Keys and runs are in the database; a new run goes on to the bits of an unbroken one."""
-    check_resumed(played(accidents.superlink_killed))
-
-
-def check_resumed(found: Outcome) -> None:
-    assert found.lost == "the work of round 2, which is trained again"
-    assert [entry["replies"] for entry in found.history] == [[0, 1, 2]] * 3
-    want = plain_mean([[0, 1, 2]] * 3)
-    assert_same(found.model, want)
-    unbroken = accidents.unbroken(rounds=3)
-    assert {n: a.tobytes() for n, a in found.model.items()} == {
-        n: a.tobytes() for n, a in unbroken.items()
-    }
-
-
-@flower
-def test_accident_unknown_key(played: Callable[[Case], Outcome], shared: Federation) -> None:
-    """It is turned away; the others stay connected."""
-    found = played(accidents.unknown_key)
-    assert "Failed to activate SuperNode" in found.sees
-    assert "exit status 1" in found.sees
+@pytest.mark.parametrize(
+    "name", [*marked(flower, "unknown_key", "clock_ahead"), *marked(full, "unsigned_app")]
+)
+def test_who_is_not_trusted_is_turned_away(
+    name: str, played: Callable[[Play], Outcome], shared: Federation
+) -> None:
+    """The others stay connected."""
+    assert TURNED_AWAY[name] in played(getattr(accidents, name)).sees
     assert all(shared.processes[f"node{i}"].poll() is None for i in range(shared.nodes))
 
 
-@flower
-def test_accident_clock_ahead(played: Callable[[Case], Outcome]) -> None:
-    found = played(accidents.clock_ahead)
-    assert found.sees.endswith("activate-node 401")
-
-
 @full
-def test_a_node_that_trusts_signed_apps_refuses_one_of_a_folder(
-    played: Callable[[Case], Outcome],
-) -> None:
-    found = played(accidents.unsigned_app)
-    assert "The FAB could not be verified" in found.sees
-
-
-@full
-def test_accident_disk_full(played: Callable[[Case], Outcome]) -> None:
+def test_disk_full(played: Callable[[Play], Outcome]) -> None:
     """The run goes on without the checkpoint, and says so."""
     try:
-        found = played(accidents.disk_full)
+        outcome = played(accidents.disk_full)
     except subprocess.CalledProcessError as error:
         pytest.skip(f"no right to mount a small disk: {error}; test_resume.py fills one without")
-    assert "No space left on device" in found.sees
-    assert_same(found.model, plain_mean([[0, 1, 2]] * 2))
+    assert "No space left on device" in outcome.sees
+    assert_same(outcome.model, plain_mean([ALL] * 2))

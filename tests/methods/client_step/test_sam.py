@@ -1,9 +1,10 @@
-"""FedSAM and FedLESAM: what the second gradient leaves alone, and where they settle."""
+"""FedSAM and FedLESAM: what the second gradient leaves alone, and what stands left of the terms."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -17,31 +18,30 @@ from flwr_regs.testing.problem import (
     half_squared_error,
     quadratic_clients,
     settled,
+    start_weights,
     train,
 )
-from tests.conftest import make_clients, make_model
-
-RHO = 0.05
-CURVATURES, CENTRES = (1.0, 4.0), (-1.0, 2.0)
+from tests.conftest import close, make_clients, make_model
+from tests.oracles.model import Params, gradient
+from tests.oracles.rounds import minus, plus, square
 
 
 def one_step(term: Term, model: nn.Module, **settings: Any) -> Any:
     return local_round(model, term, make_clients()[0], lr=0.1, steps=1, device="cpu", **settings)
 
 
-def away() -> dict[str, torch.Tensor]:
-    """What FedLESAM's client kept: a model beside ``w_t``."""
-    return {n: p.detach() + 0.1 for n, p in make_model(batch_norm=True).named_parameters()}
-
-
 @pytest.mark.parametrize("term", [fr.LocalPerturbation(1.0), fr.GlobalPerturbation(1.0)])
 def test_batch_norms_statistics_are_those_of_the_first_gradient(term: Term) -> None:
-    kept = {"fedlesam": away()} if term.name == "fedlesam" else {}
-    found = one_step(chain([term]), make_model(batch_norm=True), client=kept).state
+    start = make_model(batch_norm=True)
+    beside = {
+        n: p.detach() + 0.1 for n, p in start.named_parameters()
+    }  # what FedLESAM's client kept
+    kept = {"fedlesam": beside} if term.name == "fedlesam" else {}
+    moved = one_step(chain([term]), start, client=kept).state
     plain = one_step(fr.Proximal(0.0), make_model(batch_norm=True)).state
     for n in ("1.running_mean", "1.running_var", "1.num_batches_tracked"):
-        torch.testing.assert_close(found[n], plain[n], rtol=0, atol=0)
-    assert (found["0.weight"] - plain["0.weight"]).abs().max() > 1e-5
+        torch.testing.assert_close(moved[n], plain[n], rtol=0, atol=0)
+    assert (moved["0.weight"] - plain["0.weight"]).abs().max() > 1e-5
 
 
 def test_the_dropout_mask_is_that_of_the_first_gradient() -> None:
@@ -56,21 +56,17 @@ def test_the_dropout_mask_is_that_of_the_first_gradient() -> None:
 def test_without_a_direction_there_is_no_perturbation() -> None:
     """A gradient of 0, and a model that is the one before."""
     at_rest = quadratic_clients([1.0], [0.0])[0]
-    found = local_round(
-        Point(), fr.LocalPerturbation(0.3), at_rest, lr=0.1, steps=2, device="cpu",
-        loss_fn=half_squared_error,
-    )  # fmt: skip
-    assert found.state["v"].item() == 0.0
+    term = fr.LocalPerturbation(0.3)
+    how: dict[str, Any] = {"lr": 0.1, "steps": 2, "device": "cpu", "loss_fn": half_squared_error}
+    assert local_round(Point(), term, at_rest, **how).state["v"].item() == 0.0
     same = {n: p.detach().clone() for n, p in make_model().named_parameters()}
     still = one_step(fr.GlobalPerturbation(0.3), make_model(), client=same).state
     plain = one_step(fr.GlobalPerturbation(0.0), make_model()).state
-    for n in still:
-        torch.testing.assert_close(still[n], plain[n], rtol=0, atol=1e-15)
+    close(still, plain, 1e-15)
 
 
 def test_half_precision_keeps_the_direction() -> None:
     """The squares of a gradient of 1e-4 are 0 in float16."""
-    term = fr.LocalPerturbation(1.0)
     seen = {}
 
     class Context:
@@ -78,17 +74,9 @@ def test_half_precision_keeps_the_direction() -> None:
 
     zeros = {"a": torch.zeros(3, dtype=torch.float16), "b": torch.zeros(1, dtype=torch.float16)}
     tiny = {n: torch.full_like(p, 1e-4) for n, p in zeros.items()}
-    term.correct(tiny, zeros, Context())  # type: ignore[arg-type]
+    fr.LocalPerturbation(1.0).correct(tiny, zeros, Context())  # type: ignore[arg-type]
     for n in zeros:
         torch.testing.assert_close(seen[n], torch.full_like(zeros[n], 0.5))
-
-
-def quadratics(strategy: Any, client: Any, rounds: int) -> list[float]:
-    models = train(
-        strategy, client, rounds=rounds, clients=quadratic_clients(CURVATURES, CENTRES),
-        model=Point, lr=0.1, length={"local-steps": 5}, loss_fn=half_squared_error,
-    )  # fmt: skip
-    return [float(m["v"][0]) for m in models]
 
 
 def test_fedlesam_goes_past_fedavgs_fixed_point_and_back() -> None:
@@ -96,8 +84,55 @@ def test_fedlesam_goes_past_fedavgs_fixed_point_and_back() -> None:
 
     When w no longer moves there is no perturbation, w falls back, and nears the fixed point − ρ.
     """
-    plain = settled(CURVATURES, CENTRES, (0.5, 0.5), 0.1, 5)
-    path = quadratics(fr.FedLESAM(RHO, seed=3, fraction_evaluate=0.0), fr.FedLESAMClient, 80)
-    assert path[19] == pytest.approx(plain + RHO, abs=1e-7)
-    assert min(path[30:]) == pytest.approx(plain - RHO, abs=1e-7)
-    assert max(path) <= plain + RHO + 1e-9
+    curvatures, centres, rho = (1.0, 4.0), (-1.0, 2.0), 0.05
+    plain = settled(curvatures, centres, (0.5, 0.5), 0.1, 5)
+    models = train(
+        fr.FedLESAM(rho, seed=3, fraction_evaluate=0.0), fr.FedLESAMClient, rounds=80,
+        clients=quadratic_clients(curvatures, centres), model=Point, lr=0.1,
+        length={"local-steps": 5}, loss_fn=half_squared_error,
+    )  # fmt: skip
+    path = [float(m["v"][0]) for m in models]
+    assert path[19] == pytest.approx(plain + rho, abs=1e-7)
+    assert min(path[30:]) == pytest.approx(plain - rho, abs=1e-7)
+    assert max(path) <= plain + rho + 1e-9
+
+
+def test_what_stands_left_is_part_of_their_gradient() -> None:
+    """A step of FedCM's and of FedSAM's by hand, with FedProx's pull on either side."""
+    [(x, y), *_] = data = make_clients()[0]
+    w, mu, alpha, rho = start_weights(), 0.7, 0.3, 0.1
+    first = {n: p + 0.1 for n, p in make_model().state_dict().items()}
+    v = {n: a.numpy() for n, a in first.items()}
+    g = {n: np.full_like(a, 0.1) for n, a in w.items()}
+
+    def pulled(v: Params, mu: float) -> Params:
+        return plus(gradient(v, x.numpy(), y.numpy()), mu, minus(v, w))
+
+    def blended(left: float) -> Params:
+        own = pulled(v, left)
+        return {n: alpha * own[n] + (1 - alpha) * g[n] for n in v}
+
+    def sharp(left: float) -> Params:
+        d = pulled(v, left)
+        return pulled(plus(v, rho / square(d) ** 0.5, d), left)
+
+    pull = fr.Proximal(mu)
+    for term, force in ((fr.ClientMomentum(alpha), blended), (fr.LocalPerturbation(rho), sharp)):
+        for terms, left, right in (([pull, term], mu, 0.0), ([term, pull], 0.0, mu)):
+            model = make_model()
+            step = plus(force(left), right, minus(v, w))
+
+            class Elsewhere(fr.Term):
+                """Begins the round at v."""
+
+                name = "elsewhere"
+
+                def start(self, params: Any, ctx: Any) -> Any:
+                    return first
+
+            broadcast = {"fedcm": {n: torch.from_numpy(a) for n, a in g.items()}}
+            moved = local_round(
+                model, chain([Elsewhere(), *terms]), data[:1], lr=0.2, steps=1,
+                broadcast=broadcast, device="cpu",
+            ).state  # fmt: skip
+            close({n: a.numpy() for n, a in moved.items()}, plus(v, -0.2, step), 1e-12)

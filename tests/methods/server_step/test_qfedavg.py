@@ -1,4 +1,4 @@
-"""q-FedAvg: its weights, what clients may claim, and hostile losses."""
+"""q-FedAvg: its weights, and hostile losses."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ import flwr_regs as fr
 from flwr_regs.term import ServerContext
 from flwr_regs.testing.problem import start_weights, train
 from tests.conftest import close, make_clients
-
-PARAMS = {n: a.astype(np.float32) for n, a in start_weights().items()}
 
 
 @dataclass
@@ -81,73 +79,38 @@ def test_no_claim_makes_a_weight_large(q: float, robust: bool, claim: float, nor
         assert (found[1:] < 5 * high[1:] + 1e-12).all()
 
 
-@pytest.mark.parametrize(
-    ("upload", "why"),
-    [
-        ({}, "expected one float 'loss'"),
-        ({"loss": np.zeros(2)}, "expected one float 'loss'"),
-        ({"loss": np.asarray(1)}, "expected one float 'loss'"),
-        ({"loss": np.asarray(1.0), "more": np.asarray(1.0)}, "expected one float 'loss'"),
-        ({"loss": np.asarray(-0.5)}, "a mean loss of -0.5, but its power needs at least 0"),
-    ],
-)
-def test_a_wrong_upload_costs_its_client(upload: Any, why: str) -> None:
-    fr.FairWeights(1.0).check({"loss": np.asarray(0.5)}, PARAMS, {})
-    with pytest.raises(ValueError, match=why):
-        fr.FairWeights(1.0).check(upload, PARAMS, {})
-
-
-def lying(claim: float) -> Any:
-    """A client class of which one sends another loss."""
+def run(claim: float | None = None, **settings: Any) -> tuple[Any, Any]:
+    """The models and the strategy; client 2 sends another loss."""
 
     @dataclass(frozen=True)
     class Lies(fr.FairWeights):
         def finish(self, delta: Any, ctx: Any) -> Any:
             delta, upload, kept = super().finish(delta, ctx)
-            return (
-                delta,
-                {"loss": torch.full_like(upload["loss"], claim)}
-                if (ctx.client_id == 2)
-                else upload,
-                kept,
-            )
+            if ctx.client_id == 2 and claim is not None:
+                upload = {"loss": torch.full_like(upload["loss"], claim)}
+            return delta, upload, kept
 
     class Client(fr.QFedAvgClient):
         terms = (Lies,)
 
-    return Client
-
-
-def run(client: Any, **settings: Any) -> tuple[Any, Any]:
     strategy = fr.QFedAvg(1.0, seed=3, fraction_evaluate=0.0, **settings)
-    models = train(strategy, client, rounds=2, clients=make_clients(5), length={"local-steps": 3})
+    models = train(strategy, Client, rounds=2, clients=make_clients(5), length={"local-steps": 3})
     return models, strategy
 
 
 def test_a_loss_of_1e15_makes_the_step_its_clients_update() -> None:
-    (model, *_), _ = run(lying(1e15))
+    (model, *_), _ = run(1e15)
     alone = fr.FedAvg(seed=3, fraction_evaluate=0.0)
-    (own, *_) = train(
-        alone,
-        fr.FedAvgClient,
-        rounds=1,
-        clients=[make_clients(5)[2]] * 2,
-        length={"local-steps": 3},
-    )
-    close(model, own, 1e-10)
+    data = [make_clients(5)[2]] * 2
+    how = {"rounds": 1, "clients": data, "length": {"local-steps": 3}}
+    close(model, train(alone, fr.FedAvgClient, **how)[0], 1e-10)
 
 
 def test_with_a_robust_aggregator_a_false_loss_moves_the_model_little() -> None:
     median = fr.CoordinateMedian()
-    honest = run(fr.QFedAvgClient, aggregator=median)[0][-1]
+    honest = run(aggregator=median)[0][-1]
     moved = max(abs(honest[n] - a).max() for n, a in start_weights().items())
     for claim in (0.0, 1e15):
-        found, strategy = run(lying(claim), aggregator=median)
+        models, strategy = run(claim, aggregator=median)
         assert all(e["replies"] == [0, 1, 2, 3, 4] for e in strategy.history)
-        assert max(abs(found[-1][n] - honest[n]).max() for n in honest) < moved
-
-
-def test_a_negative_loss_costs_its_client_the_reply() -> None:
-    _, strategy = run(lying(-1.0))
-    assert [e["replies"] for e in strategy.history] == [[0, 1, 3, 4]] * 2
-    assert "a mean loss of -1" in strategy.history[0]["failures"][2]
+        assert max(abs(models[-1][n] - honest[n]).max() for n in honest) < moved

@@ -4,10 +4,11 @@ Ozfatura et al. 2021, Sec. III, Eqs. 6-9, and Alg. 3 for the rounds.
 """
 
 import math
-from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
+from tests.oracles.client_step.fedadc import fedadc
 from tests.oracles.model import Client, Params, dlogits_backprop, log_softmax, logits
 
 
@@ -72,78 +73,16 @@ def loss_and_gradient(
 
 
 def fedadc_plus(
-    w: Params,
-    clients: list[Client],
-    rounds: int,
-    lr: Callable[[int], float],
-    epochs: int = 1,
-    local_steps: int | None = None,
-    weighting: str = "uniform",
-    cohorts: list[list[int]] | None = None,
-    *,
-    beta_local: float,
-    beta_global: float,
-    alpha: float = 1.0,
-    variant: str = "nesterov",
-    lam: float = 0.35,
-    temperature: float = 1.0,
+    w: Params, *run: Any, lam: float = 0.35, temperature: float = 1.0, **how: Any
 ) -> list[Params]:
-    """Return the global model after each round; the first eight arguments as in ``fedavg``.
+    """Return the global model after each round: Alg. 3 with Eq. 7 as the local loss.
 
-    Alg. 3 with Eq. 7 as the local loss. The teacher is w_t as the round received it (for the
-    Nesterov variant too: the shift moves the student only).
+    The teacher is w_t as the round received it (for the Nesterov variant too: the shift moves the student
+    only). The class counts are of all of the client's own data, over all classes.
     """
-    if weighting not in ("num-examples", "uniform"):
-        raise ValueError(weighting)
-    if variant not in ("nesterov", "heavy-ball"):
-        raise ValueError(variant)
-    w_t = {name: value.copy() for name, value in w.items()}
-    m_t = {name: np.zeros_like(value) for name, value in w.items()}  # gradient units, starts at 0
-    classes = len(w["2.bias"])
-    history = []
-    for t in range(1, rounds + 1):
-        eta = lr(t)
-        cohort = list(range(len(clients))) if cohorts is None else cohorts[t - 1]
 
-        # Aggregation weights p_k, normalised over the cohort.
-        if weighting == "num-examples":
-            n = [sum(len(y) for _, y in clients[k]) for k in cohort]
-            p = [n_k / sum(n) for n_k in n]
-        else:
-            p = [1.0 / len(cohort) for _ in cohort]
+    def local(w_t: Params, data: Client, v: Params, x: np.ndarray, y: np.ndarray) -> Params:
+        counts = np.bincount(np.concatenate([y for _, y in data]), minlength=len(w["2.bias"]))
+        return loss_and_gradient(v, w_t, x, y, counts, lam, temperature)[1]
 
-        changes = []
-        for k in cohort:
-            batches = clients[k]
-            # gamma's counts: all of the client's own data, over all c classes
-            counts = np.zeros(classes)
-            for _, labels in batches:
-                for label in labels:
-                    counts[label] += 1.0
-            steps = epochs * len(batches) if local_steps is None else local_steps  # K_k
-            v = {name: value.copy() for name, value in w_t.items()}  # Alg. 3 line 4
-            # line 5, H being the client's own number of steps K_k
-            m_bar = {name: beta_local * m_t[name] / steps for name in v}
-            for step in range(steps):  # line 6
-                x, y = batches[step % len(batches)]
-                if variant == "nesterov":
-                    v_half = {name: v[name] - eta * m_bar[name] for name in v}  # line 7 (red)
-                    # line 8 (red), with Eq. 7's loss
-                    _, grad = loss_and_gradient(v_half, w_t, x, y, counts, lam, temperature)
-                    v = {name: v_half[name] - eta * grad[name] for name in v}  # line 9 (red)
-                else:
-                    # line 10 (blue), with Eq. 7's loss
-                    _, grad = loss_and_gradient(v, w_t, x, y, counts, lam, temperature)
-                    v = {name: v[name] - eta * (grad[name] + m_bar[name]) for name in v}  # line 11
-            changes.append({name: w_t[name] - v[name] for name in v})  # line 14: D_k = w_t - v_k
-
-        # line 16: mean change in gradient units, (1/eta) sum_k p_k D_k
-        delta_bar = {
-            name: sum(p[i] * changes[i][name] for i in range(len(cohort))) / eta for name in w_t
-        }
-        # line 17
-        m_t = {name: delta_bar[name] + (beta_global - beta_local) * m_t[name] for name in w_t}
-        # line 19, with m_{t+1}
-        w_t = {name: w_t[name] - alpha * eta * m_t[name] for name in w_t}
-        history.append(w_t)
-    return history
+    return fedadc(w, *run, local=local, **how)

@@ -5,13 +5,12 @@ The local loss is ``CE + (gamma/2) T^2 KL(teacher || student)``.
 """
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from tests.oracles.averaged import Turn, averaged, sgd
-from tests.oracles.model import Batch, Client, Params, dlogits_backprop, log_softmax, logits
+from tests.oracles.model import Params, dlogits_backprop, log_softmax, logits
+from tests.oracles.rounds import plus, rounds_of, zeros
 
 
 def distillation(
@@ -31,46 +30,30 @@ def distillation(
     return value, dlogits_backprop(w, x, g)
 
 
-def mean(models: list[Params]) -> Params:
-    """Return the mean of some models' parameters."""
-    total = {name: np.zeros_like(value) for name, value in models[0].items()}
-    for model in models:
-        total = {name: total[name] + model[name] for name in total}
-    return {name: total[name] / len(models) for name in total}
-
-
 def fedgkd(
     w: Params,
-    clients: list[Client],
-    rounds: int,
-    lr: Callable[[int], float],
-    *args: Any,
+    *run: Any,
     gamma: float = 0.2,
     temperature: float = 1.0,
     buffer: int = 5,
-    teachers: list[Params] | None = None,
     **how: Any,
 ) -> list[Params]:
-    """Return the global model after each round; the other arguments as in ``rounds.averaged``.
+    """Return the global model after each round.
 
     Round t's teacher is the mean of the last ``buffer`` (M) global models, w_t the newest of them; in the
-    first M - 1 rounds of all there are. ``teachers`` is a list that takes each round's.
+    first M - 1 rounds of all there are.
     """
-    last = [w]
-
-    def local(turn: Turn) -> Params:
-        teacher = mean(last)
-
-        def more(v: Params, batch: Batch) -> Params:
-            _, g = distillation(v, teacher, batch[0], temperature)
-            return {name: gamma / 2.0 * g[name] for name in g}
-
-        return sgd(turn.w, turn.batches, turn.eta, more)
-
-    def after(new: Params, _used: dict[int, Params]) -> None:
-        if teachers is not None:
-            teachers.append(mean(last))
-        last.append(new)
-        del last[:-buffer]
-
-    return averaged(local, w, clients, rounds, lr, *args, after=after, **how)
+    models = [w]
+    for r in rounds_of(*run, **how):
+        teacher, last = zeros(w), models[-buffer:]
+        for model in last:
+            teacher = plus(teacher, 1.0 / len(last), model)
+        ends = {}
+        for k in r.used:
+            v = models[-1]
+            for x, y in r.batches(k):
+                _, g = distillation(v, teacher, x, temperature)
+                v = plus(v, -r.eta, plus(r.slope(v, x, y), gamma / 2.0, g))
+            ends[k] = v
+        models.append(r.mean(ends))
+    return models[1:]

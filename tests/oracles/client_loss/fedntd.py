@@ -5,13 +5,12 @@ local loss is ``CE + beta L_NTD``.
 """
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from tests.oracles.averaged import Turn, averaged, sgd
-from tests.oracles.model import Batch, Client, Params, dlogits_backprop, log_softmax, logits
+from tests.oracles.model import Params, dlogits_backprop, log_softmax, logits
+from tests.oracles.rounds import plus, rounds_of
 
 
 def not_true(z: np.ndarray, y: np.ndarray, tau: float) -> np.ndarray:
@@ -40,23 +39,17 @@ def distillation(
     return value, dlogits_backprop(w, x, g)
 
 
-def fedntd(
-    w: Params,
-    clients: list[Client],
-    rounds: int,
-    lr: Callable[[int], float],
-    *args: Any,
-    beta: float = 1.0,
-    tau: float = 1.0,
-    **how: Any,
-) -> list[Params]:
-    """Return the global model after each round; the other arguments as in ``rounds.averaged``."""
-
-    def local(turn: Turn) -> Params:
-        def more(v: Params, batch: Batch) -> Params:
-            _, g = distillation(v, turn.w, *batch, tau)
-            return {name: beta * g[name] for name in g}
-
-        return sgd(turn.w, turn.batches, turn.eta, more)
-
-    return averaged(local, w, clients, rounds, lr, *args, **how)
+def fedntd(w: Params, *run: Any, beta: float = 1.0, tau: float = 1.0, **how: Any) -> list[Params]:
+    """Return the global model after each round."""
+    models = []
+    for r in rounds_of(*run, **how):
+        ends = {}
+        for k in r.used:
+            v = w
+            for x, y in r.batches(k):
+                _, g = distillation(v, w, x, y, tau)
+                v = plus(v, -r.eta, plus(r.slope(v, x, y), beta, g))
+            ends[k] = v
+        w = r.mean(ends)
+        models.append(w)
+    return models

@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from tests.oracles.averaged import Turn, averaged, sgd
 from tests.oracles.model import Client, Params, dlogits_backprop
 from tests.oracles.model import logits as outputs
+from tests.oracles.rounds import plus, rounds_of
 
 Loss = Callable[[np.ndarray, np.ndarray], tuple[float, np.ndarray]]
 """(logits (B, c), labels (B,)) to (mean loss, d loss/d logits)."""
@@ -21,11 +21,7 @@ Loss = Callable[[np.ndarray, np.ndarray], tuple[float, np.ndarray]]
 
 def counted(data: Client, classes: int) -> list[int]:
     """Return how many of the client's examples have each label."""
-    counts = [0] * classes
-    for _, labels in data:
-        for label in labels:
-            counts[int(label)] += 1
-    return counts
+    return [sum(int((y == c).sum()) for _, y in data) for c in range(classes)]
 
 
 def entropy(z: list[float], label: int) -> tuple[float, list[float]]:
@@ -75,52 +71,30 @@ def restricted(counts: list[int], alpha: float) -> Loss:
     return of
 
 
-def down(loss: Loss, turn: Turn) -> Params:
-    """Return v_k: SGD down ``loss`` from w_t."""
-
-    def slope(v: Params, x: np.ndarray, y: np.ndarray) -> Params:
-        return dlogits_backprop(v, x, loss(outputs(v, x), y)[1])
-
-    return sgd(turn.w, turn.batches, turn.eta, slope=slope)
+def trained(
+    w: Params, run: Any, how: dict[str, Any], loss_of: Callable[[list[int]], Loss]
+) -> list[Params]:
+    """Return the global model after each round; each client goes down the loss of its counts."""
+    models = []
+    for r in rounds_of(*run, **how):
+        ends = {}
+        for k in r.used:
+            v, loss = w, loss_of(counted(r.clients[k], len(w["2.bias"])))
+            for x, y in r.batches(k):
+                v = plus(v, -r.eta, dlogits_backprop(v, x, loss(outputs(v, x), y)[1]))
+            ends[k] = v
+        w = r.mean(ends)
+        models.append(w)
+    return models
 
 
 def fedlc(
-    w: Params,
-    clients: list[Client],
-    rounds: int,
-    lr: Callable[[int], float],
-    *args: Any,
-    tau: float = 1.0,
-    absent: float | None = None,
-    **how: Any,
+    w: Params, *run: Any, tau: float = 1.0, absent: float | None = None, **how: Any
 ) -> list[Params]:
-    """Return the global model after each round; the other arguments as in ``rounds.averaged``.
-
-    ``tau = 0`` is FedAvg.
-    """
-
-    def local(turn: Turn) -> Params:
-        counts = counted(turn.data, len(w["2.bias"]))
-        return down(calibrated(counts, tau, absent), turn)
-
-    return averaged(local, w, clients, rounds, lr, *args, **how)
+    """Return the global model after each round; ``tau = 0`` is FedAvg."""
+    return trained(w, run, how, lambda counts: calibrated(counts, tau, absent))
 
 
-def fedrs(
-    w: Params,
-    clients: list[Client],
-    rounds: int,
-    lr: Callable[[int], float],
-    *args: Any,
-    alpha: float = 0.5,
-    **how: Any,
-) -> list[Params]:
-    """Return the global model after each round; the other arguments as in ``rounds.averaged``.
-
-    ``alpha = 1`` is FedAvg.
-    """
-
-    def local(turn: Turn) -> Params:
-        return down(restricted(counted(turn.data, len(w["2.bias"])), alpha), turn)
-
-    return averaged(local, w, clients, rounds, lr, *args, **how)
+def fedrs(w: Params, *run: Any, alpha: float = 0.5, **how: Any) -> list[Params]:
+    """Return the global model after each round; ``alpha = 1`` is FedAvg."""
+    return trained(w, run, how, lambda counts: restricted(counts, alpha))

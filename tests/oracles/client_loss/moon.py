@@ -7,21 +7,12 @@ CE.
 """
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from tests.oracles.averaged import Turn, averaged, sgd
-from tests.oracles.model import (
-    Batch,
-    Client,
-    Params,
-    dfeatures_backprop,
-    dlogits_backprop,
-    features,
-    logits,
-)
+from tests.oracles.model import Params, dfeatures_backprop, dlogits_backprop, features, logits
+from tests.oracles.rounds import plus, rounds_of
 
 
 def output(w: Params, x: np.ndarray, projection: str) -> np.ndarray:
@@ -67,40 +58,32 @@ def contrast(
 
 def moon(
     w: Params,
-    clients: list[Client],
-    rounds: int,
-    lr: Callable[[int], float],
-    *args: Any,
+    *run: Any,
     mu: float = 5.0,
     tau: float = 0.5,
     projection: str = "1",
     kept: list[dict[int, Params]] | None = None,
     **how: Any,
 ) -> list[Params]:
-    """Return the global model after each round; the other arguments as in ``rounds.averaged``.
+    """Return the global model after each round.
 
     A client's last local model is the one that it last made, whether or not the server used it; with none
     (its first round, or it lost its state) it trains without l_con. ``kept`` is a list that takes all
     clients' last models after each round.
     """
     last: dict[int, Params] = {}
-
-    def local(turn: Turn) -> Params:
-        def con(v: Params, batch: Batch) -> Params:
-            if turn.k not in last:
-                return {}
-            _, g = contrast(v, turn.w, last[turn.k], batch[0], tau, projection)
-            return {name: mu * g[name] for name in g}
-
-        v = sgd(turn.w, turn.batches, turn.eta, con)
-        last[turn.k] = v
-        return v
-
-    def after(_w: Params, _used: dict[int, Params]) -> None:
+    models = []
+    for r in rounds_of(*run, **how):
+        for k in r.lost:
+            last.pop(k, None)
+        for k in r.trained:
+            v = w
+            for x, y in r.batches(k):
+                g = contrast(v, w, last[k], x, tau, projection)[1] if k in last else {}
+                v = plus(v, -r.eta, plus(r.slope(v, x, y), mu, g))
+            last[k] = v
+        w = r.mean(last)
+        models.append(w)
         if kept is not None:
             kept.append(dict(last))
-
-    return averaged(
-        local, w, clients, rounds, lr, *args,
-        forget=lambda k: last.pop(k, None), after=after, **how,
-    )  # fmt: skip
+    return models

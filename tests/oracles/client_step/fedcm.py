@@ -3,61 +3,33 @@
 ``v -= eta (alpha grad f + (1 - alpha) D_t)``, D_t the last global step as a gradient of one local step.
 """
 
-from collections.abc import Callable
+from typing import Any
 
-import numpy as np
-
-from tests.oracles.model import Client, Params, gradient
-from tests.oracles.rounds import Slope, descend, minus, rounds_of, weighted, zeros
+from tests.oracles.model import Params
+from tests.oracles.rounds import minus, plus, rounds_of, zeros
 
 
 def fedcm(
-    w: Params,
-    clients: list[Client],
-    rounds: int,
-    lr: Callable[[int], float],
-    epochs: int = 1,
-    local_steps: int | None = None,
-    weighting: str = "uniform",
-    cohorts: list[list[int]] | None = None,
-    *,
-    alpha: float,
-    first_round: str = "fedavg",
-    divisor: str = "budget",
-    steps_done: list[dict[int, int]] | None = None,
-    unused: list[set[int]] | None = None,
-    slope: Slope = gradient,
+    w: Params, *run: Any, alpha: float, weighting: str = "uniform", **how: Any
 ) -> list[Params]:
-    """Return the global model after each round; the first eight arguments as in ``fedavg``, 0 < alpha <= 1.
+    """Return the global model after each round, 0 < alpha <= 1.
 
-    Round 1 has no last step: it is FedAvg's, or with ``first_round="paper"`` D_1 is 0, so that alpha
-    shrinks it. For each round, ``steps_done`` has the clients whose step budget ends before their E steps,
-    ``unused`` those whose reply the server drops. K_k in D_t is the budget, where there is one, or with
-    ``divisor="planned"`` always E. ``slope`` is the gradient of a batch's mean loss.
+    Round 1 has no last step: it is FedAvg's, where the paper's D_1 of 0 has alpha shrink it.
     """
-    if first_round not in ("fedavg", "paper") or divisor not in ("budget", "planned"):
-        raise ValueError(f"{first_round}, {divisor}")
-    w_t = {name: value.copy() for name, value in w.items()}
-    step: Params | None = None  # (w_{t-1} - w_t)/eta, the eta of round t-1
-    history = []
-    plan = (clients, rounds, lr, epochs, local_steps, weighting, cohorts, steps_done, unused)
-    for r in rounds_of(*plan):
+    step = zeros(w)  # (w_{t-1} - w_t)/eta, the eta of round t-1
+    models = []
+    for r in rounds_of(*run, weighting=weighting, **how):
         ends = {}
+        share = 1.0 if r.t == 1 else alpha
         for k in r.used:
-            total = zeros(w) if step is None else step
-            length = r.planned[k] if divisor == "planned" else r.steps[k]  # K_k
-            share = 1.0 if step is None and first_round == "fedavg" else alpha
-            ahead = {n: (1.0 - share) * total[n] / length for n in w}
-
-            def mixed(
-                v: Params, x: np.ndarray, y: np.ndarray, share: float = share, ahead: Params = ahead
-            ) -> Params:
-                g = slope(v, x, y)
-                return {n: share * g[n] + ahead[n] for n in v}
-
-            ends[k] = descend(w_t, clients[k], r.steps[k], r.eta, mixed)
-        w_next = weighted(ends, r.p)
-        step = {n: a / r.eta for n, a in minus(w_t, w_next).items()}
-        w_t = w_next
-        history.append(w_t)
-    return history
+            v = w
+            for x, y in r.batches(k):
+                g = r.slope(v, x, y)
+                mixed = {n: share * g[n] + (1.0 - share) * step[n] / r.steps[k] for n in v}
+                v = plus(v, -r.eta, mixed)
+            ends[k] = v
+        w_next = r.mean(ends)
+        step = {n: a / r.eta for n, a in minus(w, w_next).items()}
+        w = w_next
+        models.append(w)
+    return models

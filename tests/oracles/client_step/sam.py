@@ -4,12 +4,10 @@ Both take each gradient at ``v + rho d/|d|`` on the same batch: d is that batch'
 and ``w_old - w_t`` in FedLESAM. Where d is 0 or missing the gradient is taken at v.
 """
 
-from collections.abc import Callable
+from typing import Any
 
-import numpy as np
-
-from tests.oracles.model import Client, Params, gradient
-from tests.oracles.rounds import Slope, descend, minus, plus, rounds_of, square, weighted
+from tests.oracles.model import Params
+from tests.oracles.rounds import minus, plus, rounds_of, square
 
 
 def ahead(v: Params, rho: float, d: Params) -> Params:
@@ -19,88 +17,42 @@ def ahead(v: Params, rho: float, d: Params) -> Params:
 
 
 def fedsam(
-    w: Params,
-    clients: list[Client],
-    rounds: int,
-    lr: Callable[[int], float],
-    epochs: int = 1,
-    local_steps: int | None = None,
-    weighting: str = "uniform",
-    cohorts: list[list[int]] | None = None,
-    *,
-    rho: float,
-    mu: float = 0.0,
-    steps_done: list[dict[int, int]] | None = None,
-    unused: list[set[int]] | None = None,
-    slope: Slope = gradient,
+    w: Params, *run: Any, rho: float, weighting: str = "uniform", **how: Any
 ) -> list[Params]:
-    """Return the global model after each round; the first eight arguments as in ``fedavg``, ``rho`` >= 0.
-
-    ``mu`` is FedProx's, whose penalty is a part of the local loss. For each round, ``steps_done`` has the
-    clients whose step budget ends before their E steps, ``unused`` those whose reply the server drops.
-    ``slope`` is the gradient of a batch's mean loss.
-    """
-    w_t = {name: value.copy() for name, value in w.items()}
-    history = []
-    plan = (clients, rounds, lr, epochs, local_steps, weighting, cohorts, steps_done, unused)
-    for r in rounds_of(*plan):
-
-        def local(v: Params, x: np.ndarray, y: np.ndarray, w_t: Params = w_t) -> Params:
-            return plus(slope(v, x, y), mu, minus(v, w_t))
-
-        def sharp(v: Params, x: np.ndarray, y: np.ndarray, local: Slope = local) -> Params:
-            return local(ahead(v, rho, local(v, x, y)), x, y)
-
-        ends = {k: descend(w_t, clients[k], r.steps[k], r.eta, sharp) for k in r.used}
-        w_t = weighted(ends, r.p)
-        history.append(w_t)
-    return history
+    """Return the global model after each round, ``rho`` >= 0."""
+    models = []
+    for r in rounds_of(*run, weighting=weighting, **how):
+        ends = {}
+        for k in r.used:
+            v = w
+            for x, y in r.batches(k):
+                v = plus(v, -r.eta, r.slope(ahead(v, rho, r.slope(v, x, y)), x, y))
+            ends[k] = v
+        w = r.mean(ends)
+        models.append(w)
+    return models
 
 
 def fedlesam(
-    w: Params,
-    clients: list[Client],
-    rounds: int,
-    lr: Callable[[int], float],
-    epochs: int = 1,
-    local_steps: int | None = None,
-    weighting: str = "uniform",
-    cohorts: list[list[int]] | None = None,
-    *,
-    rho: float,
-    mu: float = 0.0,
-    steps_done: list[dict[int, int]] | None = None,
-    unused: list[set[int]] | None = None,
-    lost: list[set[int]] | None = None,
-    slope: Slope = gradient,
+    w: Params, *run: Any, rho: float, weighting: str = "uniform", **how: Any
 ) -> list[Params]:
-    """Return the global model after each round; arguments as in :func:`fedsam`.
+    """Return the global model after each round, ``rho`` >= 0.
 
-    Each client of ``cohorts`` receives the model, and keeps it until its next turn, whether its reply is
-    used or not. ``lost`` has for each round the clients that have lost what they kept before it.
+    Each client of the cohort receives the model, and keeps it until its next turn, whether its reply is
+    used or not.
     """
-    w_t = {name: value.copy() for name, value in w.items()}
     last: dict[int, Params] = {}  # client -> w_old
-    history = []
-    plan = (clients, rounds, lr, epochs, local_steps, weighting, cohorts, steps_done, unused, lost)
-    for r in rounds_of(*plan):
+    models = []
+    for r in rounds_of(*run, weighting=weighting, **how):
         for k in r.lost:
             last.pop(k, None)
         ends = {}
         for k in r.used:
-            d = minus(last.get(k, w_t), w_t)
-
-            def local(v: Params, x: np.ndarray, y: np.ndarray, w_t: Params = w_t) -> Params:
-                return plus(slope(v, x, y), mu, minus(v, w_t))
-
-            def sharp(
-                v: Params, x: np.ndarray, y: np.ndarray, d: Params = d, local: Slope = local
-            ) -> Params:
-                return local(ahead(v, rho, d), x, y)
-
-            ends[k] = descend(w_t, clients[k], r.steps[k], r.eta, sharp)
-        for k in r.cohort:
-            last[k] = w_t
-        w_t = weighted(ends, r.p)
-        history.append(w_t)
-    return history
+            v, d = w, minus(last.get(k, w), w)
+            for x, y in r.batches(k):
+                v = plus(v, -r.eta, r.slope(ahead(v, rho, d), x, y))
+            ends[k] = v
+        last |= dict.fromkeys(r.trained, w)
+        w = r.mean(ends)
+        models.append(w)
+    return models

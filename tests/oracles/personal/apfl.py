@@ -14,17 +14,15 @@ next step. It is clipped to [0, 1], where the paper seeks it.
 
 **The factor a.** The local objective is ``min_u f(a u + (1 - a) v)``, and Alg. 1's gradient is with respect
 to u: by the chain rule ``a grad f(mixed)``. The paper's analysis has it so: there the mixed model moves by
-``- a^2 eta grad f(mixed) - (1 - a) eta grad f(v)``. ``chain=False`` leaves the factor out.
+``- a^2 eta grad f(mixed) - (1 - a) eta grad f(v)``.
 
-**How often a is learnt.** The paper's text speaks of every communication
-round: ``every="step"``, with every batch, or ``"round"``, with the first batch of a round alone.
+**How often a is learnt.** With every batch; the paper's text speaks of every communication round.
 """
 
-from collections.abc import Callable
 from typing import Any
 
-from tests.oracles.averaged import Turn, averaged
-from tests.oracles.model import Client, Params, gradient
+from tests.oracles.model import Params
+from tests.oracles.rounds import minus, plus, rounds_of
 
 
 def mixed(u: Params, v: Params, a: float) -> Params:
@@ -34,50 +32,38 @@ def mixed(u: Params, v: Params, a: float) -> Params:
 
 def apfl(
     w: Params,
-    clients: list[Client],
-    rounds: int,
-    lr: Callable[[int], float],
-    *args: Any,
+    *run: Any,
     alpha: float,
     learn: bool = True,
-    chain: bool = True,
-    every: str = "step",
     personal: list[dict[int, tuple[Params, float]]] | None = None,
     **how: Any,
 ) -> list[Params]:
-    """Return the global model after each round; the other arguments as in ``rounds.averaged``.
+    """Return the global model after each round.
 
     The global model is FedAvg's, of the v. u_k starts at the w_t of the client's first round, a at
     ``alpha``; so do they after they were lost. Both are kept whether or not the server used the reply.
     ``learn=False`` keeps a fixed. ``personal`` is a list that takes (u_k, a_k) of all clients after each
     round.
     """
-    if every not in ("step", "round"):
-        raise ValueError(every)
     own: dict[int, tuple[Params, float]] = {}
-
-    def local(turn: Turn) -> Params:
-        eta = turn.eta
-        v = {name: value.copy() for name, value in turn.w.items()}
-        u, a = own.get(turn.k, (v, alpha))
-        for step, (x, y) in enumerate(turn.batches):
-            at_v, at_mixed = gradient(v, x, y), gradient(mixed(u, v, a), x, y)
-            slope = 0.0  # <u - v, grad f(mixed)>
-            for name in v:
-                slope += float(((u[name] - v[name]) * at_mixed[name]).sum())
-            factor = a if chain else 1.0
-            v = {name: v[name] - eta * at_v[name] for name in v}
-            u = {name: u[name] - eta * factor * at_mixed[name] for name in v}
-            if learn and (every == "step" or step == 0):
-                a = min(max(a - eta * slope, 0.0), 1.0)
-        own[turn.k] = u, a
-        return v
-
-    def after(_w: Params, _used: dict[int, Params]) -> None:
+    models = []
+    for r in rounds_of(*run, **how):
+        for k in r.lost:
+            own.pop(k, None)
+        ends = {}
+        for k in r.trained:
+            v = w
+            u, a = own.get(k, (w, alpha))
+            for x, y in r.batches(k):
+                at_v, at_mixed = r.slope(v, x, y), r.slope(mixed(u, v, a), x, y)
+                rise = sum(float((d * at_mixed[n]).sum()) for n, d in minus(u, v).items())
+                v = plus(v, -r.eta, at_v)
+                u = plus(u, -r.eta * a, at_mixed)
+                if learn:  # <u - v, grad f(mixed)>
+                    a = min(max(a - r.eta * rise, 0.0), 1.0)
+            own[k], ends[k] = (u, a), v
+        w = r.mean(ends)
+        models.append(w)
         if personal is not None:
             personal.append(dict(own))
-
-    return averaged(
-        local, w, clients, rounds, lr, *args,
-        forget=lambda k: own.pop(k, None), after=after, **how,
-    )  # fmt: skip
+    return models

@@ -11,35 +11,26 @@ which the paper does not have, is the mean of the v_k of a round.
 """
 
 import math
-from collections.abc import Callable
 from typing import Any
 
-from tests.oracles.averaged import Turn, averaged, sgd
-from tests.oracles.model import Client, Params
+from tests.oracles.model import Params
+from tests.oracles.rounds import minus, plus, rounds_of, square
 
 
 def clouds(own: dict[int, Params], alpha: float, sigma: float) -> dict[int, Params]:
     """Return every client's cloud model u_k, given its v_k."""
     made = {}
     for k, v in own.items():
-        others = [j for j in own if j != k]
-        xi = {}
-        for j in others:
-            square = sum(float(((v[name] - own[j][name]) ** 2).sum()) for name in v)
-            xi[j] = alpha * math.exp(-square / sigma) / sigma
-        u = {name: (1.0 - sum(xi.values())) * v[name] for name in v}
-        for j in others:
-            u = {name: u[name] + xi[j] * own[j][name] for name in v}
-        made[k] = u
+        made[k] = v
+        for j in own:
+            apart = minus(own[j], v)
+            made[k] = plus(made[k], alpha * math.exp(-square(apart) / sigma) / sigma, apart)
     return made
 
 
 def fedamp(
     w: Params,
-    clients: list[Client],
-    rounds: int,
-    lr: Callable[[int], float],
-    *args: Any,
+    *run: Any,
     lam: float,
     alpha: float,
     sigma: float,
@@ -47,31 +38,26 @@ def fedamp(
     sent: list[dict[int, Params]] | None = None,
     **how: Any,
 ) -> list[Params]:
-    """Return the mean of the clients' models after each round; other arguments: ``rounds.averaged``.
+    """Return the mean of the clients' models after each round.
 
     After each round, ``personal`` takes all clients' last v_k, whether or not the server used the reply,
     and ``sent`` all cloud models u_k as the next round sends them. Training needs no state of the clients,
     so that ``lost`` changes nothing.
     """
-    seen: dict[int, Params] = {}
-    made: dict[int, Params] = {}
-    u_next: dict[int, Params] = {}
-
-    def local(turn: Turn) -> Params:
-        u = u_next.get(turn.k, turn.w)
-
-        def pull(v: Params, _: Any) -> Params:
-            return {name: lam / alpha * (v[name] - u[name]) for name in v}
-
-        made[turn.k] = sgd(u, turn.batches, turn.eta, pull)
-        return made[turn.k]
-
-    def after(_w: Params, used: dict[int, Params]) -> None:
-        seen.update(used)
-        u_next.update(clouds(seen, alpha, sigma))
+    seen, made, u_next = dict[int, Params](), dict[int, Params](), dict[int, Params]()
+    models = []
+    for r in rounds_of(*run, **how):
+        for k in r.trained:
+            v = u = u_next.get(k, w)
+            for x, y in r.batches(k):
+                v = plus(v, -r.eta, plus(r.slope(v, x, y), lam / alpha, minus(v, u)))
+            made[k] = v
+        w = r.mean(made)
+        models.append(w)
+        seen |= {k: made[k] for k in r.used}
+        u_next = clouds(seen, alpha, sigma)
         if personal is not None:
             personal.append(dict(made))
         if sent is not None:
-            sent.append(dict(u_next))
-
-    return averaged(local, w, clients, rounds, lr, *args, after=after, **how)
+            sent.append(u_next)
+    return models

@@ -10,7 +10,6 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +61,7 @@ def same(a: Any, b: Any) -> bool:
     return repr(a) == repr(b) if isinstance(a, float) else bool(a == b)
 
 
-DTYPES = ("f4", "f8", "f2", "i8", "u1", "?", "c8", ">f4", "u2", "f16")
+DTYPES = ("f4", "f8", "f2", "i8", "u1", "?", "u2")
 
 
 @st.composite
@@ -113,7 +112,7 @@ def test_one_object_is_kept_once() -> None:
 
 @pytest.mark.parametrize(
     "value",
-    [lambda: 0, np.array(["text"]), np.array([{}], dtype=object), 1j, np.datetime64(0, "s")],
+    [lambda: 0, np.array(["text"]), np.array([{}], dtype=object), 1j, np.ones(2, "c8")],
 )
 def test_what_cannot_be_kept_is_named_with_its_place(value: Any) -> None:
     with pytest.raises(
@@ -321,64 +320,6 @@ def test_the_last_entry_of_the_history_may_still_change(tmp_path: Path) -> None:
     history[-1]["stopped"] = "so be it"  # type: ignore[assignment]
     mine.save(1, STATE, history)
     assert latest(tmp_path).history == [{"round": 1, "stopped": "so be it"}]
-
-
-NOT_KEPT = {
-    *("options", "num_rounds", "mean_of_metrics", "method", "identity"),  # of the new start
-    *("_term", "_half", "_keeps_step", "_names", "_rounded"),
-    *("_minimum", "_given", "_timeout"),
-    *("_incomplete", "_bound", "_restart", "_num_rounds"),
-    *("_dp", "_budget", "ledger", "cohort_seed"),  # a secret one is drawn anew
-    "_warned_of_weights",
-    *(
-        "refused",
-        "_connected",
-        "_present",
-        "here",
-        "_known",
-        "_retry",
-        "_complete",
-        "_awaited",
-    ),  # clients are asked again
-}
-
-
-def parts(value: Any, name: str = "training") -> dict[str, Any]:
-    """The attributes of a training and of its parts, as text, by where they are."""
-    found: dict[str, Any] = {}
-    for key, inner in vars(value).items():
-        if key in NOT_KEPT:
-            continue
-        if type(inner).__module__.startswith("flwr_regs.server") and not is_dataclass(inner):
-            found |= parts(inner, f"{name}.{key}")
-        else:
-            found[f"{name}.{key}"] = repr(inner)
-    return found
-
-
-def marked(value: Any, name: str) -> Any:
-    """A value that no training has, of the type of `value`."""
-    if isinstance(value, dict | set | list):
-        return {name: 1} if isinstance(value, dict) else type(value)([name])
-    return name
-
-
-def mark(value: Any, name: str = "training") -> None:
-    """Mark every attribute that :func:`parts` names."""
-    for key, inner in vars(value).items():
-        if type(inner).__module__.startswith("flwr_regs.server") and not is_dataclass(inner):
-            mark(inner, f"{name}.{key}")
-        elif key not in NOT_KEPT and key != "history":
-            setattr(value, key, marked(inner, f"{name}.{key}"))
-
-
-def test_every_attribute_comes_back() -> None:
-    """Whatever a round may leave in it."""
-    one, again, store = training(), training(), Store()
-    mark(one)
-    again.restore(from_json(to_json(one.snapshot(), store), dict(store.arrays)), [])
-    assert parts(again) == parts(one)
-    assert len(parts(again)) > 25
 
 
 def test_a_resumed_training_goes_on_and_a_snapshot_stays_as_it_was() -> None:

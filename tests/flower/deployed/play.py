@@ -13,7 +13,7 @@ import numpy as np
 from safetensors.numpy import load_file
 
 from tests.conftest import ROOT
-from tests.federation import Federation, until
+from tests.flower.deployed.federation import Federation, until
 
 APP = ROOT / "docs/examples/deployment/app"
 VICTIM = 1

@@ -155,17 +155,14 @@ def composed(*terms: type[Any]) -> Callable[..., Any]:
 
 SEED: dict[str, Any] = {"seed": 3}
 CASES: dict[str, Case] = {
-    "FedAvg": Case(lambda: fr.FedAvg(**SEED), fr.FedAvgClient),
     "FedFOR": Case(lambda: fr.FedFOR(alpha=0.5, **SEED), fr.FedFORClient),
     "FedADC-delta": Case(lambda: fr.FedADC(downlink="delta", **SEED), fr.FedADCClient),
     "EFL": Case(lambda: fr.EFL(0.1, 0.3, 0.3, **SEED), fr.EFLClient),
     "EFL-coded-sums": Case(
         lambda: fr.EFL(0.1, sums_bits=16, sums_density=0.5, **SEED), fr.EFLClient
     ),
-    "RFedAvg": Case(lambda: fr.RFedAvg(lam=0.1, **SEED), fr.RFedAvgClient),
     "RFedAvgPlus": Case(lambda: fr.RFedAvgPlus(lam=0.1, **SEED), fr.RFedAvgPlusClient),
     "FedCurv": Case(lambda: fr.FedCurv(0.1, **SEED), fr.FedCurvClient),
-    "FedBN": Case(lambda: fr.FedBN(**SEED), fr.FedBNClient, norm_model),
     "FedAdam-buffers": Case(lambda: fr.FedAdam(**SEED), fr.FedAdamClient, norm_model),
     "bfloat16": Case(
         lambda: fr.FedFOR(alpha=0.5, wire_dtype="bfloat16", **SEED), fr.FedFORClient, half_model
@@ -214,13 +211,6 @@ def shaped(shape: str, dtype: str = "<f8", order: str = "False", body: bytes = b
     )
 
 
-def zipped(array: Any, compressed: bool = False) -> bytes:
-    """Return an ``.npz``."""
-    file = io.BytesIO()
-    (np.savez_compressed if compressed else np.savez)(file, a=array)
-    return file.getvalue()
-
-
 def bomb() -> bytes:
     """Return a zip file of a megabyte of zeros."""
     file = io.BytesIO()
@@ -238,12 +228,9 @@ class Evil:
 
 NOT_ARRAYS: dict[str, bytes] = {
     "zip": bomb(),
-    "npz": zipped(np.zeros(3)),
-    "npz-deflated": zipped(np.zeros(1000), True),
     "pickle": pickle.dumps(Evil()),
     "objects": npy(np.array([Evil()], dtype=object)),
     "nothing": b"",
-    "magic": b"\x93NUMPY",
     "terabyte": shaped("(137438953472,)"),
     "overflow": shaped("(4294967296, 4294967296, 4294967296, 16)"),
     "wrapped": shaped("(9223372036854775807, 2)", body=b"\0" * 16),
@@ -256,12 +243,9 @@ NOT_ARRAYS: dict[str, bytes] = {
     "truncated": npy(np.zeros(3))[:-1],
     "big-endian": npy(np.zeros(3, ">f8")),
     "complex": npy(np.zeros(3, complex)),
-    "text": npy(np.array(["a"])),
-    "dates": npy(np.zeros(2, "M8[s]")),
     "record": npy(np.zeros(2, [("a", "<f8")])),
     "long-double": npy(np.zeros(2, np.longdouble)),
     "long-header": headed(" " * 60_000, 1),
-    "version-4": b"\x93NUMPY\x04\x00" + npy(np.zeros(3))[8:],
     "header-beyond": b"\x93NUMPY\x02\x00\xff\xff\xff\xff",
 }
 """What a strict reader refuses, by name."""
@@ -274,23 +258,17 @@ VALUES: list[Any] = [
     *BEYOND,
     True,
     "",
-    "x",
     ANSI,
     LONG,
     DEEP,
     '{"0.weight": "2.weight"}',
-    '{"0.bias": ["2.bias"]}',
     "[1, 2]",
-    "[[1]]",
-    "null",
     "NaN",
     b"",
     b"\xff" * 9,
     b"STC\x01" + b"\xff" * 60,
-    [],
     [1, 2],
     [float("nan")] * 3,
-    ["a", "b"],
     [b"", b"\xff"],
 ]
 """Values for a config's entry; numbers and lists of numbers go for metrics too."""
@@ -302,20 +280,13 @@ def arrays_like(value: np.ndarray) -> list[Array]:
     made = [
         *(wide * factor for factor in (-1.0, 1e6, 1e16, 1e300, np.nan, np.inf)),
         wide.astype(np.float32),
-        wide.astype(np.float16),
         np.zeros_like(value),
-        np.full_like(value, 1),
         value.reshape(-1),
         value[..., None],
         np.asfortranarray(value),
-        value.T,
         np.zeros(0),
-        np.zeros(1),
-        np.zeros(()),
         np.zeros((7, 0)),
-        np.ones(1000),
         value.astype(np.int64, casting="unsafe"),
-        np.full(value.shape, 2**62),
         np.full(value.shape, np.iinfo(np.int64).min),
         np.full(value.shape, 2**64 - 1, np.uint64),
         np.ones(value.shape, bool),

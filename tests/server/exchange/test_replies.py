@@ -1,6 +1,6 @@
 """Accidents that a client can cause: the run goes on, the client is named, the others make the model.
 
-Messages are real; client 3's replies are exchanged for what the accident makes of them (tests/damage.py).
+Messages are real; client 3's replies are exchanged for what the accident makes of them (damage.py).
 """
 
 from __future__ import annotations
@@ -15,10 +15,8 @@ import numpy as np
 import pytest
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 
-import flwr_regs as fr
-from flwr_regs import InProcessGrid
-from tests.damage import ANSI, BAD, CASES, DEEP, NOT_ARRAYS, Playback
-from tests.test_fuzz import recorded
+from tests.server.exchange.damage import ANSI, BAD, CASES, DEEP, NOT_ARRAYS, Playback
+from tests.server.exchange.test_fuzz import recorded
 
 Change = Callable[[RecordDict], RecordDict | str | None]
 OTHERS = [0, 1, 2]
@@ -90,9 +88,7 @@ def with_config(name: str, value: Any) -> Change:
     """Return a change of one config entry."""
 
     def change(content: RecordDict) -> RecordDict:
-        content.config_records.get("config", ConfigRecord())
-        if "config" not in content:
-            content["config"] = ConfigRecord()
+        content["config"] = content.config_records.get("config", ConfigRecord())
         content.config_records["config"][name] = value
         return content
 
@@ -222,79 +218,17 @@ def test_accident_ansi_codes(caplog: pytest.LogCaptureFixture) -> None:
     assert re.sub(r"\n  |\t[>└├]", "", lines).isprintable()  # ours
 
 
-@pytest.mark.parametrize("pid", ["x", -1, float("nan"), 2**40, True, 0])
-def test_accident_partition_id(pid: Any) -> None:
-    """Text, a list, negative, NaN, huge, of another kind, or another node's: the node is refused."""
-    change = with_config("partition-id", pid)
-    strategy = played(change, kinds=["query.flwr_regs"])
-    _, want, _ = recorded("FedFOR")
-    for entry in strategy.history:
-        assert entry["cohort"] == OTHERS
-        assert list(entry["refused"]) == [1000 + BAD]
-        assert "partition-id" in entry["refused"][1000 + BAD]
-    for name, array in strategy.arrays.items():
-        np.testing.assert_array_equal(array.numpy(), want[name].numpy())
-
-
-@pytest.mark.parametrize("total", [10**12, 1, "x"])
-def test_accident_num_partitions(total: Any) -> None:
-    """One node's word for their number does not count: nobody waits, N is what most nodes say."""
-    strategy = played(with_config("num-partitions", total), kinds=["query.flwr_regs"])
-    assert {e["population"] for e in strategy.history} <= {3, 4}
-    assert strategy.training.population.size == 4
-
-
-def test_accident_another_protocol() -> None:
-    """The client sees the protocol that the server speaks, and refuses it."""
-    case = CASES["FedFOR"]
-    inner = InProcessGrid(case.app(), 4)
-
-    class Older(InProcessGrid):
-        def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-            messages = list(messages)
-            for m in messages:
-                config = m.content.config_records.get("config", ConfigRecord())
-                if m.metadata.dst_node_id == 1000 + BAD and "regs.protocol" in config:
-                    content = RecordDict(dict(m.content))
-                    content["config"] = ConfigRecord({**config, "regs.protocol": 1})
-                    m.content = content
-            return super().push_messages(messages)
-
-    grid = Older(inner._app, 4)
-    strategy = case.start(grid)
-    assert [e["replies"] for e in strategy.history] == [OTHERS, OTHERS]
-    assert "speaks protocol 3, but the strategy speaks 1" in strategy.history[0]["failures"][BAD]
-
-
 def test_accident_comes_late() -> None:
     """A reply to an earlier round is not taken for one of this round."""
 
     class Late(Playback):
-        held: tuple[str, Message] | None = None
-
         def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-            replies = list(super().pull_messages(message_ids))
-            late = [r for r in replies if r.metadata.src_node_id == 1000 + BAD]
-            mine = [r for r in late if r.metadata.message_type == "train"]
-            return [r for r in replies if r not in mine]  # it is there when nobody asks any more
+            late = f"{1000 + BAD}.train"  # it is there when nobody asks any more
+            return super().pull_messages([i for i in message_ids if not i.startswith(late)])
 
     strategy = CASES["FedFOR"].start(Late(recorded("FedFOR")[0], lambda k, n, content: content))
     assert [e["replies"] for e in strategy.history] == [OTHERS, OTHERS]
     assert strategy.history[0]["failures"] == {BAD: "no reply in time"}
-
-
-def test_accident_lost_its_state() -> None:
-    """A compressing client that forgot its residual says so; it is named, and used."""
-    case = CASES["EFL"]
-
-    class Forgetful(InProcessGrid):
-        def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-            self._contexts[1000 + BAD].state = RecordDict()
-            return super().push_messages(messages)
-
-    strategy = case.start(Forgetful(case.app(), 4), rounds=3)
-    assert [e["replies"] for e in strategy.history] == [[0, 1, 2, 3]] * 3
-    assert [e["lost_state"] for e in strategy.history] == [[], [BAD], [BAD]]
 
 
 # The same through an evaluation, and through the first exchange of rFedAvg+
@@ -302,8 +236,6 @@ def test_accident_lost_its_state() -> None:
 EVALUATIONS: dict[str, tuple[Change, str]] = {
     "raises": (lambda _: "ValueError: disk on fire", "disk on fire"),
     "n": (with_metric("num-examples", 0), "'num-examples' must be a number from"),
-    "huge-n": (with_metric("num-examples", 10**18), "'num-examples' must be a number from"),
-    "list": (with_metric("num-examples", [1, 2]), "'num-examples' must be a number from"),
     "nothing": (lambda _: RecordDict(), "must hold a MetricRecord"),
     "silent": (lambda _: None, "no reply"),
     "many": (
@@ -328,45 +260,12 @@ def test_accident_in_an_evaluation(what: str) -> None:
         assert sorted(entry["evaluate"]["clients"]) == OTHERS
 
 
-@pytest.mark.parametrize("loss", [[1.0, 2.0], None, float("nan"), 1e300], ids=str)
-def test_accident_an_evaluation_without_a_usable_loss(loss: Any) -> None:
-    """Others' metrics stay; the mean is theirs; what was left out is named."""
-    means: list[Any] = []
-
-    def keep(records: list[RecordDict], by: str) -> MetricRecord:
-        means.append([r.metric_records["metrics"]["loss"] for r in records])
-        return MetricRecord({"loss": 1.0})
-
-    def how(kind: str, number: int, content: RecordDict) -> RecordDict | str | None:
-        change = with_metric("loss", loss)
-        if kind == "evaluate":
-            content.metric_records["metrics"]["odd"] = 1.0
-            return change(content)
-        return content
-
-    case = CASES["FedFOR"]
-    grid = Playback(recorded("FedFOR")[0], how)
-    strategy = fr.FedFOR(alpha=0.5, seed=3, evaluate_metrics_aggr_fn=keep, wait_timeout=0.0)
-    strategy.start(
-        grid=grid,
-        initial_arrays=ArrayRecord(case.model().state_dict()),
-        num_rounds=1,
-        train_config=ConfigRecord({"lr": 0.1, "local-steps": 2}),
-    )
-    assert [len(m) for m in means] == [3]
-    assert strategy.history[0]["evaluate"]["metrics_left_out"] == {BAD: ["loss", "odd"]}
-
-
 PROBES: dict[str, tuple[Change, str]] = {
     "raises": (lambda _: "ValueError: disk on fire", "disk on fire"),
-    "short": (lambda c: with_delta(c, np.ones(1)), "'delta' has 1 entries"),
     "long": (lambda c: with_delta(c, np.ones(7)), "'delta' has 7 entries"),
     "matrix": (lambda c: with_delta(c, np.ones((6, 1))), "expected one vector of floats"),
-    "integers": (lambda c: with_delta(c, np.ones(6, int)), "expected one vector of floats"),
-    "empty": (lambda c: with_delta(c, np.ones(0)), "expected one vector of floats"),
     "nan": (lambda c: with_delta(c, np.full(6, np.nan)), "holds NaN or infinity"),
     "huge": (lambda c: with_delta(c, np.full(6, 1e16)), "holds values beyond ±1e+15"),
-    "zip": (lambda c: with_delta(c, NOT_ARRAYS["zip"]), "it is not numpy's .npy format"),
     "none": (lambda _: RecordDict(), "arrays [], expected one vector 'delta'"),
     "silent": (lambda _: None, "no reply"),
 }
@@ -375,9 +274,7 @@ PROBES: dict[str, tuple[Change, str]] = {
 def with_delta(content: RecordDict, delta: Any) -> RecordDict:
     """Exchange the δ of a reply."""
     name = next(n for n in content.array_records if n.endswith(".upload"))
-    labels = ("float64", (6,), "numpy.ndarray")
-    array = Array(*labels, delta) if isinstance(delta, bytes) else Array(delta)
-    content[name] = ArrayRecord({"delta": array})
+    content[name] = ArrayRecord({"delta": Array(delta)})
     return content
 
 
@@ -397,23 +294,7 @@ def test_accident_a_message_that_flower_cannot_read() -> None:
                 raise ValueError("no such object")
             return super().pull_messages(ids)
 
-    class Last(Unreadable):
-        """It comes when all others have come."""
-
-        replies_at_once = False
-
-        def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-            ids = list(message_ids)
-            others = [i for i in ids if not i.startswith(f"{1000 + BAD}.train")]
-            return super().pull_messages(others or ids)
-
-    def played(kind: type[Playback]) -> fr.RegStrategy:
-        return CASES["FedFOR"].start(kind(recorded("FedFOR")[0], lambda k, n, c: c))
-
-    strategy = played(Unreadable)
-    for run in (strategy, played(Last)):
-        assert [e["replies"] for e in run.history] == [OTHERS, OTHERS]
-    assert (
-        "its reply cannot be read: ValueError: no such object"
-        in (strategy.history[0]["failures"][BAD])
-    )
+    strategy = CASES["FedFOR"].start(Unreadable(recorded("FedFOR")[0], lambda k, n, c: c))
+    assert [e["replies"] for e in strategy.history] == [OTHERS, OTHERS]
+    why = strategy.history[0]["failures"][BAD]
+    assert "its reply cannot be read: ValueError: no such object" in why

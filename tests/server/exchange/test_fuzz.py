@@ -1,6 +1,6 @@
 """Whatever one client sends, the run goes on, the client is named, and the others make the model.
 
-Real replies are damaged at random (tests/damage.py). ``FUZZ`` multiplies the examples.
+Real replies are damaged at random (damage.py). ``FUZZ`` multiplies the examples.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.damage import (
+from flwr_regs.wire import keys
+from tests.server.exchange.damage import (
     ANSI,
     BAD,
     BEYOND,
@@ -35,21 +36,7 @@ EXAMPLES = 25
 """Damaged runs of each method; each has two rounds, two evaluations and an identity."""
 NAMES = ["arrays", "config", "metrics", "rfedavg.upload", ".upload", "x.upload", ANSI]
 KEYS = [
-    *(
-        "regs.method",
-        "regs.not-trainable",
-        "regs.tied",
-        "regs.halves",
-        "regs.update",
-    ),
-    *("regs.frozen-digest", "regs.out-of-sync", "regs.lost-state", "regs.private-anew"),
-    *(
-        "regs.keeps-state",
-        "regs.output-layer",
-        "regs.label-counts",
-        "regs.protocol",
-        "regs.pending",
-    ),
+    *(value for name, value in vars(keys).items() if name.endswith("_KEY")),
     *("partition-id", "num-partitions", "num-examples", "train-loss", "loss", "local-steps"),
     *("planned-steps", "examples-processed", "accuracy", "", ANSI, LONG[:100_000]),
 ]
@@ -102,37 +89,31 @@ def rename_record(content: RecordDict, rng: np.random.Generator) -> None:
 
 
 def retype_record(content: RecordDict, rng: np.random.Generator) -> None:
-    kinds = [
-        ArrayRecord({"a": Array(np.ones(2))}),
-        ConfigRecord({"a": LONG}),
-        MetricRecord({"a": 1}),
-    ]
-    content[pick(rng, [*content, *NAMES])] = pick(rng, [*kinds, ArrayRecord(), MetricRecord()])
+    kinds = [ArrayRecord({"a": Array(np.ones(2))}), ConfigRecord({"a": LONG}), MetricRecord()]
+    content[pick(rng, [*content, *NAMES])] = pick(rng, kinds)
 
 
 def readable(value: Array) -> Any:
     """Return an array's content; two numbers for one that an earlier change has made unreadable."""
     try:
-        found = value.numpy()
+        array = value.numpy()
     except Exception:
-        found = None
-    usual = isinstance(found, np.ndarray) and found.dtype.kind in "biuf"
-    return found if usual else np.ones(2)
+        array = None
+    usual = isinstance(array, np.ndarray) and array.dtype.kind in "biuf"
+    return array if usual else np.ones(2)
 
 
 def change_array(content: RecordDict, rng: np.random.Generator) -> None:
     record = content.array_records.get(pick(rng, content.array_records) or "")
-    if record is None or not record:
+    if not record:
         return
     name = pick(rng, record)
     value = record[name]
-    what = pick(rng, ["drop", "rename", "copy", "swap", "bytes", "labels", "other", "other"])
+    what = pick(rng, ["drop", "rename", "bytes", "labels", "other", "other"])
     if what in ("drop", "rename"):
         del record[name]
-    if what in ("rename", "copy"):
+    if what == "rename":
         record[pick(rng, ["x", "", ANSI, LONG, "_orig_mod." + name, name + "."])] = value
-    if what == "swap":
-        record[name] = record[pick(rng, record)]
     if what == "bytes":
         data = bytearray(value.data or b"\0")
         how = pick(rng, ["flip", "cut", "more", "none"])
@@ -227,9 +208,9 @@ def check(name: str, damage: Any) -> None:
         assert all(p not in entry["failures"] for p in others), entry["failures"]
         evaluation = entry["evaluate"]
         assert all(p in evaluation["clients"] for p in others), evaluation["failures"]
-        mine = BAD in entry["replies"]
-        used |= mine or bool(set(entry["replies"]) - set(others))
-        if not mine and BAD in entry["cohort"]:
+        replied = BAD in entry["replies"]
+        used |= bool(set(entry["replies"]) - set(others))
+        if not replied and BAD in entry["cohort"]:
             assert BAD in entry["failures"] or BAD in entry["inactive"] + entry["incomplete"]
         if BAD not in entry["cohort"]:
             other = set(entry["cohort"]) - set(others)  # it says that it serves another partition
@@ -245,8 +226,8 @@ def check(name: str, damage: Any) -> None:
     if not used and name != "private":  # its noise differs from run to run
         want = {n: a.numpy() for n, a in model.items()}
         assert all(np.array_equal(got[n], want[n]) for n in want)
-        for mine_, theirs in zip(strategy.history, history, strict=True):
-            assert mine_["train_metrics"] == theirs["train_metrics"]
+        for entry, expected in zip(strategy.history, history, strict=True):
+            assert entry["train_metrics"] == expected["train_metrics"]
 
 
 @pytest.mark.parametrize("name", CASES)

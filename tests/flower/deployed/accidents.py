@@ -19,9 +19,9 @@ import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord
 
 from flwr_regs import FedAvg, InProcessGrid, client_app
-from tests.accident_app import Plain
-from tests.federation import Federation
-from tests.play import APP, VICTIM, Outcome, Play, lost
+from tests.flower.deployed.accident_app import Plain
+from tests.flower.deployed.federation import Federation
+from tests.flower.deployed.play import APP, VICTIM, Outcome, Play, lost
 
 OTHERS = [0, 2]
 DEADLINE = 60.0

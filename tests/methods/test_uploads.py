@@ -1,0 +1,93 @@
+"""What clients may claim: an upload of a wrong kind, or beyond all bounds, costs its client alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import flwr_regs as fr
+from flwr_regs.term import ServerContext, Term
+from flwr_regs.testing.problem import start_weights, train
+from flwr_regs.wire import keys
+
+PARAMS = {n: a.astype(np.float32) for n, a in start_weights().items()}
+SQUARES = {f"{kind}.{n}": a**2 for n, a in PARAMS.items() for kind in "UV"}
+LOSS = {"loss": np.asarray(0.5)}
+RIGHT: dict[str, tuple[Term, dict[str, Any], str]] = {
+    # a term, an upload that it takes, and one of the upload's arrays
+    "SCAFFOLD": (fr.ControlVariates(1), PARAMS, "0.bias"),
+    "Mime": (fr.CorrectedMomentum(0.5), PARAMS, "0.bias"),
+    "MimeLite": (fr.FixedMomentum(0.5), PARAMS, "0.bias"),
+    "FedCurv": (fr.Curvature(0.1), SQUARES, "U.0.bias"),
+    "EFL": (fr.Elastic(0.1), SQUARES, "V.0.bias"),
+    "RFedAvg": (fr.FeatureTable(0.1), {"delta": np.ones(3, np.float32)}, "delta"),
+    "QFedAvg": (fr.FairWeights(1.0), LOSS, "loss"),
+}
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_an_upload_of_another_kind_is_refused(name: str) -> None:
+    term, right, key = RIGHT[name]
+    term.check(right, PARAMS, {})
+    for wrong in (
+        {},
+        {**right, "more": np.zeros(1, np.float32)},
+        {**right, key: np.zeros((1, 1), np.float32)},
+        {**right, key: np.zeros(right[key].shape, np.int64)},
+    ):
+        with pytest.raises(ValueError, match=f"expected|'{key}'"):
+            term.check(wrong, PARAMS, {})
+
+
+def test_uploads_out_of_bounds_are_refused() -> None:
+    fr.ControlVariates(2).check({}, PARAMS, {})
+    with pytest.raises(ValueError, match=r"'U\.0\.bias' holds negative squares"):
+        fr.Curvature(0.1).check({**SQUARES, "U.0.bias": -SQUARES["U.0.bias"] - 1}, PARAMS, {})
+    with pytest.raises(ValueError, match="expected"):
+        fr.Curvature(0.1).check({k: SQUARES[k] for k in [*SQUARES][1:]}, PARAMS, {})
+    with pytest.raises(ValueError, match=r"a mean loss of -0.5, but its power needs at least 0"):
+        fr.FairWeights(1.0).check({"loss": np.asarray(-0.5)}, PARAMS, {})
+    with pytest.raises(ValueError, match="expected none"):
+        fr.CloudModel().check(PARAMS, PARAMS, {})
+    server = ServerContext(1, 0.1, {"w": np.full(2, 10.0, np.float32)})
+    upload = {"U.w": np.full(2, 1e15, np.float32)}
+    with pytest.raises(ValueError, match=r"its Fisher information times 'w' is beyond 1e\+15"):
+        fr.Curvature(0.4).fold({}, 0, {"w": np.zeros(2)}, upload, 1.0, server)
+
+
+def test_a_change_beyond_all_bounds_costs_its_client() -> None:
+    """An update of 5e14 is within the wire's bounds; times 1 / (K η) it is not."""
+
+    class Liar(fr.SCAFFOLDClient):
+        def fit(self, parameters: Any, config: Any) -> Any:
+            sent, n, metrics = super().fit(parameters, config)
+            if config[keys.CLIENT_KEY] == 2:
+                sent[0][0, 0] = 5e14
+            return sent, n, metrics
+
+    strategy = fr.SCAFFOLD(seed=1, fraction_evaluate=0.0)
+    train(strategy, Liar, rounds=2, length={"local-steps": 1})
+    assert [e["replies"] for e in strategy.history] == [[0, 1, 3]] * 2
+    why = strategy.history[0]["failures"][2]
+    assert "its change of '0.weight' for each step is beyond 1e+15" in why
+
+
+@pytest.mark.parametrize("told", [(6, 10**9), (11, 10), (5.5, 10), (0, 0), (-1, 10)])
+@pytest.mark.parametrize("length", [{"local-epochs": 2}, {"local-steps": 10}], ids=str)
+def test_steps_that_the_round_did_not_ask_for_cost_only_their_client(
+    told: Any, length: Any
+) -> None:
+    class Boasting(fr.FedNovaClient):
+        def fit(self, parameters: Any, config: Any) -> Any:
+            arrays, n, metrics = super().fit(parameters, config)
+            if config[keys.CLIENT_KEY] == 0:
+                metrics |= dict(zip(("local-steps", "planned-steps"), told, strict=True))
+                n = 4
+            return arrays, n, metrics
+
+    strategy = fr.FedNova(seed=1, fraction_evaluate=0.0)
+    train(strategy, Boasting, rounds=1, length=length)
+    assert strategy.history[0]["replies"] == [1, 2, 3]
+    assert "where the round asked for" in strategy.history[0]["failures"][0]

@@ -1,0 +1,29 @@
+"""Which of the clients' metrics are averaged, and who is named because theirs are not."""
+
+from __future__ import annotations
+
+import math
+
+from flwr_regs.server.client_metrics import common_metrics
+
+
+def test_metrics_of_most_clients_are_averaged_and_the_others_named() -> None:
+    usual = {"num-examples": 2, "loss": 1.0}
+    odd = {
+        3: {**usual, "loss": [1.0, 2.0]},
+        4: {**usual, "loss": math.nan},
+        5: {**usual, "loss": 1e300},
+        6: {**usual, "mine": 1.0},
+        7: {"num-examples": 2},
+    }
+    averaged, left_out = common_metrics({**dict.fromkeys(range(9), usual), **odd})
+    assert averaged == [usual] * 5  # of client 6 all but its own name
+    assert left_out == {3: ["loss"], 4: ["loss"], 5: ["loss"], 6: ["mine"], 7: ["loss"]}
+
+
+def test_a_metric_that_nobody_can_use_stays_as_it_is() -> None:
+    """A loss of NaN is news."""
+    lost = {"num-examples": 2, "loss": math.nan}
+    averaged, left_out = common_metrics({0: lost, 1: lost})
+    assert [math.isnan(m["loss"]) for m in averaged] == [True, True]
+    assert left_out == {}
