@@ -98,28 +98,6 @@ class Run:
         return self.setting.rounds * self.setting.cohort * (5 + step * self.setting.steps)
 
 
-@lru_cache(maxsize=3)
-def load(name: str, data_dir: str) -> data.Data:
-    """Return a data set: those of the package, and ``cifar10`` from folders of images.
-
-    They are ``cifar10/train/<class>/*`` and ``cifar10/test/<class>/*`` in `data_dir`. Each channel is
-    normalised by its mean and standard deviation over the training images.
-    """
-    if name != "cifar10":
-        return data.load(name, data_dir)
-    from torchvision.datasets import ImageFolder
-
-    arrays: list[Any] = []
-    for part in ("train", "test"):
-        folder = ImageFolder(str(Path(data_dir, "cifar10", part)))
-        images = [np.asarray(folder.loader(path)) for path, _ in folder.samples]
-        x = np.stack(images).transpose(0, 3, 1, 2).astype(np.float32) / 255
-        arrays += [x, np.asarray(folder.targets, dtype=np.int64)]
-    mean, std = (f(arrays[0], axis=(0, 2, 3), keepdims=True) for f in (np.mean, np.std))
-    arrays[0], arrays[2] = (((a - mean) / std).astype(np.float32) for a in arrays[::2])
-    return data.Data(*arrays)
-
-
 def model(name: str, seed: int) -> nn.Module:
     """Return a data set's model: a perceptron with 64 hidden units; for CIFAR-10 after two convolutions."""
     if name == "digits":
@@ -145,7 +123,7 @@ def clients_data(
     setting: Setting, seed: int, tuning: bool, data_dir: str
 ) -> tuple[list[DataLoader[Any]], torch.Tensor, torch.Tensor]:
     """Return each client's batches, and the images and labels that accuracy is measured on."""
-    found = load(setting.data, data_dir)
+    found = data.load(setting.data, data_dir)
     split: dict[str, Any] = {"kind": "similarity", "similarity": 20}
     if setting.dirichlet:
         split = {"kind": "dirichlet", "dirichlet_alpha": setting.dirichlet}
@@ -388,9 +366,7 @@ def _key_of(line: Mapping[str, Any]) -> str:
 def parser(doc: str, out: Path) -> argparse.ArgumentParser:
     """Return the options that the studies share."""
     made = argparse.ArgumentParser(description=doc.splitlines()[0])
-    made.add_argument(
-        "--data-dir", default="", help="the folder with MNIST/raw and cifar10/train, cifar10/test"
-    )
+    made.add_argument("--data-dir", default="", help="the folder with MNIST/raw and cifar10")
     made.add_argument("--out", type=Path, default=out, help="the file of finished runs")
     made.add_argument("--processes", type=int, default=1)
     made.add_argument(

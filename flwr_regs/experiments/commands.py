@@ -20,12 +20,20 @@ from flwr_regs.experiments.experiment import Experiment, Panel, Run
 from flwr_regs.experiments.report.folders import locked, write
 from flwr_regs.experiments.report.results import Results, provenance
 from flwr_regs.experiments.report.rows import last
-from flwr_regs.experiments.report.run_records import RunRecord, file_name, missing, recorded
+from flwr_regs.experiments.report.run_records import (
+    RunRecord,
+    file_name,
+    missing,
+    record_path,
+    recorded,
+)
 from flwr_regs.experiments.space import Point
 from flwr_regs.experiments.words import experiment_of, first_run, given_folders, numbers, out_folder
 
 BESIDE_RESUME = ("--resume", "--workers", "--runner", "--gpus-per-client", "--dry-run")
 """The options that count beside ``--resume``."""
+PLACES = ("out", "code-dir", "data-dir")
+"""Settings that are folders of a machine."""
 
 
 def train(args: argparse.Namespace) -> int:
@@ -64,6 +72,8 @@ def _check_runner(args: argparse.Namespace, experiment: Experiment) -> None:
         if args.gpus:
             raise ValueError("--gpus-per-client goes with --runner ray")
         return
+    if args.workers > 1:
+        raise ValueError("--workers does not go with --runner ray, where Ray decides")
     if experiment.heading != "method":
         raise ValueError("--runner ray trains methods, and these rows are others")
     if args.gpus:
@@ -122,18 +132,11 @@ def _train_panel(
         )
         for note in panel.notes:
             print(f"NOTE: {note}", flush=True)
-    chosen: Mapping[str, Point] = {}
-    if experiment.tune:
-        print(f"tuning on held-out data: {folder / 'tuning'}", flush=True)
-        (folder / "tuning").mkdir(exist_ok=True)
-        _train(experiment.trial_runs(panel), folder / "tuning", "trial", args)
-        chosen = chosen_of(experiment, panel, folder)
-        _, made = card_files.of_folder(folder)
-        text = card_files.text(experiment.only(panel), {**made, "chosen": chosen})
-        write(folder / card_files.FILE, text)
+    chosen = _tuned(args, experiment, panel, folder)
     if experiment.baseline:
         print(f"test: {folder}", flush=True)
     tests = experiment.tests(panel, chosen)
+    check_records(tests, folder)
     _train(tests, folder, experiment.heading, args, experiment.ordered)
     results = results_of(experiment, panel, folder)
     results.save(folder, pictures=not experiment.smoke)
@@ -149,32 +152,58 @@ def _train_panel(
     return 1 if failed or nothing or missing(tests, folder) else 0
 
 
-def chosen_of(experiment: Experiment, panel: Panel, folder: Path) -> Mapping[str, Point]:
-    """Return what tuning has chosen in a panel's folder: label -> point; nothing without tuning."""
+def _tuned(
+    args: argparse.Namespace, experiment: Experiment, panel: Panel, folder: Path
+) -> Mapping[str, Point]:
+    """Return what tuning chooses, which experiment.toml keeps; train the trials that it needs."""
     from flwr_regs.experiments.run import tuning
 
-    if not experiment.tune:
-        return {}
     _, made = card_files.of_folder(folder)
-    if "chosen" in made:
-        chosen: Mapping[str, Point] = made["chosen"]
-        return chosen
-    records = recorded(experiment.trial_runs(panel), folder / "tuning")
-    return tuning.chosen(experiment, panel, records)
+    if experiment.tune and "chosen" not in made:
+        print(f"tuning on held-out data: {folder / 'tuning'}", flush=True)
+        (folder / "tuning").mkdir(exist_ok=True)
+        trials = experiment.trial_runs(panel)
+        _train(trials, folder / "tuning", "trial", args)
+        made["chosen"] = tuning.chosen(experiment, panel, recorded(trials, folder / "tuning"))
+        write(folder / card_files.FILE, card_files.text(experiment.only(panel), made))
+    return chosen_of(experiment, folder)
+
+
+def chosen_of(experiment: Experiment, folder: Path) -> Mapping[str, Point]:
+    """Return what tuning has chosen in a panel's folder: label -> point; nothing without tuning.
+
+    Raises ValueError if it has not chosen yet.
+    """
+    _, made = card_files.of_folder(folder)
+    if experiment.tune and "chosen" not in made:
+        raise ValueError(f"{folder} is still tuning: go on with flwr-regs bench --resume {folder}")
+    chosen: Mapping[str, Point] = made.get("chosen", {})
+    return chosen
+
+
+def check_records(runs: Sequence[Run], folder: Path) -> list[str]:
+    """Return a note on records that are of none of the runs; ValueError for one of other settings."""
+    settings = {(run.label, run.seed): run.settings.config for run in runs}
+    for record in recorded(runs, folder):
+        wanted = settings[record.label, record.seed]
+        if other := [k for k in wanted if k not in PLACES and record.job.get(k) != wanted[k]]:
+            path = record_path(folder, record.label, record.seed)
+            raise ValueError(f"{path} is of another experiment: it differs in {', '.join(other)}")
+    ours = {record_path(folder, run.label, run.seed) for run in runs}
+    foreign = sorted({*(folder / "runs").glob("*")} - ours)
+    names = ", ".join(str(path.relative_to(folder)) for path in foreign)
+    return [f"no run of {card_files.FILE}: {names}"] if foreign else []
 
 
 def results_of(experiment: Experiment, panel: Panel, folder: Path) -> Results:
     """Return the results so far in a panel's folder; ValueError without any."""
     from flwr_regs.experiments.run import tuning
 
-    tests = experiment.tests(panel)
+    chosen = chosen_of(experiment, folder)
+    tests = experiment.tests(panel, chosen)
     if not (records := recorded(tests, folder)):
-        if experiment.tune:
-            raise ValueError(
-                f"{folder} is still tuning: go on with flwr-regs bench --resume {folder}"
-            )
         raise ValueError(f"{folder} has no runs yet")
-    notes = tuning.notes(experiment, panel, chosen_of(experiment, panel, folder))
+    notes = [*tuning.notes(experiment, panel, chosen), *check_records(tests, folder)]
     first = records[0].label if experiment.baseline else ""
     return Results(records, notes, experiment.heading, experiment.ordered, first)
 
@@ -239,7 +268,9 @@ def _dry_run(experiment: Experiment, panel: Panel, folder: Path, workers: int) -
 
     if experiment.metrics:
         print(f"{experiment.name}, {panel.name}:")
-    lacking = missing(experiment.trial_runs(panel), folder / "tuning")
+    begun = (folder / card_files.FILE).is_file()
+    chosen = begun and "chosen" in card_files.of_folder(folder)[1]
+    lacking = [] if chosen else missing(experiment.trial_runs(panel), folder / "tuning")
     lacking += missing(experiment.tests(panel), folder)
     for line in estimate(lacking, workers) if lacking else ["nothing is missing"]:
         print(line, flush=True)
@@ -306,7 +337,8 @@ def reproduce(args: argparse.Namespace) -> int:
     _check_runner(args, again)
     equal, total = 0, 0
     for panel, place in places(kept, args.folder):
-        chosen = chosen_of(kept, panel, place)
+        chosen = chosen_of(kept, place)
+        check_records(kept.tests(panel, chosen), place)
         runs = replace(kept, seeds=trained).given(here).tests(panel, chosen)
         old = {(record.label, record.seed): record for record in recorded(runs, place)}
         with tempfile.TemporaryDirectory(prefix="flwr-regs-") as temporary:

@@ -308,11 +308,7 @@ class Experiment:
         from flwr_regs.experiments.strategies import check_apart, is_private
 
         tests = self.tests(panel)
-        different = {run.method: run for run in tests}.values()
-        try:
-            strategies = check_apart(different)
-        except TypeError as error:  # an argument of a method
-            raise ValueError(str(error)) from error
+        strategies = check_apart({run.method: run for run in tests}.values())
         if not (
             any(
                 r.settings.test_on_clients or r.settings.dataset.endswith("-domains") for r in tests

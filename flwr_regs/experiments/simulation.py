@@ -80,6 +80,8 @@ def simulate(
     seeds = [s.item() if isinstance(s, np.generic) else s for s in seeds]
     if not seeds:
         raise ValueError("seeds must hold a seed, such as (1, 2, 3)")
+    if len({*seeds}) < len(seeds):
+        raise ValueError(f"seeds must differ, not {seeds}")
     if "seed" in settings:
         raise ValueError("simulate takes seeds=(1, 2, 3), not seed")
     if workers < 1:

@@ -55,7 +55,7 @@ def build(calls: Sequence[Call], folder: str = "", **common: Any) -> RegStrategy
 
     Raises
     ------
-    ValueError, TypeError
+    ValueError
         With the text of the part in front: an unknown name, a wrong, missing or unknown argument; or parts
         that do not compose.
     """
@@ -92,8 +92,7 @@ def build(calls: Sequence[Call], folder: str = "", **common: Any) -> RegStrategy
 def check_apart(runs: Iterable[Run]) -> list[RegStrategy]:
     """Return each run's strategy without its settings, after a check that clients can tell them apart.
 
-    Raises ValueError or TypeError as :func:`build` does, and ValueError if two strategies have one name and
-    different terms.
+    Raises ValueError as :func:`build` does, and if two strategies have one name and different terms.
     """
     strategies = []
     clients: dict[str, tuple[str, Any]] = {}
@@ -134,12 +133,11 @@ def client_class(strategy: RegStrategy) -> type[RegClient]:
 
 @contextmanager
 def named(text: str) -> Iterator[None]:
-    """Put the text of a part or method in front of the ValueError or TypeError that it raises."""
+    """Put the text of a part or method in front of the error that it raises, which becomes a ValueError."""
     try:
         yield
     except (ValueError, TypeError) as error:
-        kind = TypeError if isinstance(error, TypeError) else ValueError
-        raise kind(f"'{text}': {error}") from error
+        raise ValueError(f"'{text}': {error}") from error
 
 
 def find(call: Call, folder: str = "") -> Any:

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from flwr_regs.experiments import cli, commands
-from flwr_regs.experiments.cards import protocol_runs
-from flwr_regs.experiments.run import resources
-from flwr_regs.experiments.run.engine import Plan
-from flwr_regs.experiments.run.tuning import Bench
+from flwr_regs.experiments.cards import choices
+from flwr_regs.experiments.experiment import Experiment
+from flwr_regs.experiments.partition import client_data
+from flwr_regs.experiments.run import resources, tuning
 from tests.conftest import ROOT
 
 TUTORIALS = [
@@ -107,15 +107,16 @@ def test_each_command_of_the_documents_is_accepted(
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "my_module", raising=False)
     monkeypatch.setattr(commands, "_train", lambda *_: None)
-    monkeypatch.setattr(commands, "_report", lambda *_: 0)
-    monkeypatch.setattr(Plan, "check", lambda _: None)  # it loads the data
-    monkeypatch.setattr(Plan, "save", lambda *_: None)  # so does this
-    monkeypatch.setattr(Plan, "results", lambda *_, **__: Nothing)
+    monkeypatch.setattr(commands, "results_of", lambda *_: Nothing)
+    monkeypatch.setattr(commands, "_report_card", lambda *_: None)
+    monkeypatch.setattr(commands, "missing", lambda *_: [])
+    monkeypatch.setattr(Experiment, "check_data", lambda _: None)  # it loads the data
+    monkeypatch.setattr(client_data, "client_data_of", lambda _: Nothing)  # so does this
+    monkeypatch.setattr(choices, "with_notes", lambda experiment: experiment)
     monkeypatch.setattr(
-        Bench, "chosen", lambda b, _: {row: b.trials_of(m)[0] for row, m in b.labels.items()}
+        tuning, "chosen", lambda e, p, _: {k: e.points_of(r)[0] for k, r in e.rows_of(p).items()}
     )
     monkeypatch.setattr(resources, "measure", lambda _: resources.Taken(1.0, 1))
-    monkeypatch.setattr(protocol_runs, "notes", lambda *_: [])  # they load the data
     for folder in ("DIR", "/data"):
         command = command.replace(f"data-dir={folder}", f"data-dir={tmp_path}")
     line = shlex.split(command, comments=True)[1:]

@@ -147,7 +147,7 @@ def test_an_experiment_is_the_same_in_its_file() -> None:
 
 
 def test_what_is_given_wins_over_a_panel_over_the_card() -> None:
-    text = CARD.replace("reduced = {rounds = 1}", "reduced = {rounds = 1, lr = 0.3}", 1)
+    text = CARD.replace("rounds = 1", "rounds = 1\nlr = 0.3", 1)
     text = text.replace("{num-clients = 3}", "{num-clients = 3, rounds = 5}\nreduced = {lr = 0.4}")
     Path("card.toml").write_text(text)
 

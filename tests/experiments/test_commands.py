@@ -1,6 +1,6 @@
-"""What thirty commands print and exit with, as commands.txt keeps it.
+"""What fifty commands print and exit with, as commands.txt keeps it.
 
-``python -m tests.experiments.test_commands`` writes that file anew; read the difference before you commit it.
+``python -m tests.experiments.test_commands`` writes that file anew; read the difference before you commit.
 """
 
 from __future__ import annotations
@@ -29,8 +29,17 @@ metrics = ["final", "bytes-beside"]
 seeds = [1, 2]
 tune = ["lr=0.1,0.3"]
 trials = 2
-settings = {model = "logistic", partition = "iid", num-clients = 2, examples = 60, rounds = 2, local-steps = 2}
-reduced = {rounds = 1}
+
+[settings]
+model = "logistic"
+partition = "iid"
+num-clients = 2
+examples = 60
+rounds = 2
+local-steps = 2
+
+[reduced]
+rounds = 1
 
 [methods]
 FedAvg = "FedAvg"

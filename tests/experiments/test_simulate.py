@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +15,8 @@ from torch import nn
 import flwr_regs
 from flwr_regs import FedFOR, Term, simulate
 from flwr_regs.experiments import cli
-from flwr_regs.experiments.run.engine import Plan
+from flwr_regs.experiments.cards import card_files
+from flwr_regs.experiments.commands import results_of
 from tests.conftest import ROOT
 
 QUICK: dict[str, Any] = {"rounds": 2, "local_epochs": 1}
@@ -38,7 +38,8 @@ def test_it_is_quiet_and_gives_the_numbers_of_the_command(
     assert result.plot("megabytes").axes
     words = ["methods=FedAvg, FedFOR(alpha=0.1)", "rounds=2", "local-epochs=1", "out=here"]
     assert cli.main(["run", *words, "--seeds", "1,2"]) == 0
-    again = Plan.load(Path("here")).results(Path("here")).table()
+    experiment, _ = card_files.of_folder(Path("here"))
+    again = results_of(experiment, *experiment.panels, Path("here")).table()
     columns = ["final", "last5", "mb", "worst_client"]
     np.testing.assert_array_equal(again[columns], table[columns])
 
@@ -76,8 +77,8 @@ def test_a_notebooks_own_data_model_and_method_go_in_as_they_are() -> None:
 def test_out_keeps_everything(tmp_path: Path) -> None:
     simulate("FedAvg", seeds=[1], out=tmp_path / "kept", **QUICK)
     assert (tmp_path / "kept" / "accuracy.pdf").is_file()
-    saved = json.loads((tmp_path / "kept" / "settings.json").read_text())
-    assert saved["seeds"] == [1]
+    experiment, made = card_files.of_folder(tmp_path / "kept")
+    assert (experiment.seeds, made["command"]) == ((1,), ["flwr_regs.simulate"])
     with pytest.raises(ValueError, match="holds results"):
         simulate("FedAvg", seeds=[1], out=tmp_path / "kept", **QUICK)
 
@@ -92,7 +93,7 @@ def test_out_keeps_everything(tmp_path: Path) -> None:
         ({"seeds": ()}, "seeds"),
         ({"seed": 3}, r"simulate takes seeds=\(1, 2, 3\), not seed"),
         ({"workers": 0}, "workers must be at least 1, not 0"),
-        ({"seeds": (1, 1)}, "with seed 1 stands here twice"),
+        ({"seeds": (1, 1)}, "seeds must differ"),
         ({"dataset": lambda: 7}, "expected"),
     ],
 )

@@ -81,7 +81,8 @@ def execute(
                 for record in _new_records(of_seed, folder, home, log, gpus):
                     test = record.test[-1]
                     progress.round(record.label, seed, test["round"], test["accuracy"])
-                    heartbeat.at(f"{record.label}: round {test['round'] + 1} in Ray")
+                    rounds = f"{test['round']} of {record.job['rounds']} rounds in Ray"
+                    heartbeat.at(f"{record.label}: {rounds}")
                 trained = records.recorded(of_seed, folder)
                 if lost := {run.label for run in of_seed} - {r.label for r in trained} - begun:
                     raise RuntimeError(
