@@ -82,7 +82,11 @@ def test_the_server_tests_with_the_rounds_labels() -> None:
     """A model that never learns has the accuracy of the labels that the test data have in each round."""
     (run,) = simulate(
         methods="FedAvg",
-        rounds=4, num_clients=2, local_steps=1, lr=1e-30, seeds=[5],
+        rounds=4,
+        num_clients=2,
+        local_steps=1,
+        lr=1e-30,
+        seeds=[5],
         partition="label-swaps-rounds",
         swap_probability=1.0,
     ).runs
