@@ -109,7 +109,7 @@ NO_FEATURES = Exempt(
     "It compares what enters the output layer.", "no nn.Linear to use as its output"
 )
 OTHER_CLIENTS = Exempt(
-    "The pull towards the clients' models stays; test_efl.py and test_fedcurv.py have the points."
+    "The pull towards the clients' models stays: it settles elsewhere, by their Fisher information."
 )
 NEVER_AT_REST = Exempt(
     "Its perturbation stays ρ long, whichever way w moves last; test_sam.py has where that ends."

@@ -138,6 +138,9 @@ class Aggregator(Protocol):
 
         The order of the clients must not matter. Raises :class:`TooFewVectors` if n is too small. What
         else it raises, and a result that has not d finite numbers, fails the round, and the model stays.
+
+        One with an absolute bound also has a method `beside` that returns one without: it aggregates
+        buffers and uploads, whose units are not those of the updates.
         """
         ...
 
@@ -356,11 +359,3 @@ def shrink(norms: np.ndarray, bound: float | None = None) -> np.ndarray:
 
 def _below_one(vectors: Vectors, scale: np.ndarray) -> list[int]:
     return [pid for pid, s in zip(vectors.pids, scale, strict=True) if s < 1]
-
-
-def beside(aggregator: Any) -> Any:
-    """Return what aggregates buffers and uploads, whose units are not those of the updates.
-
-    An aggregator with an absolute bound has a method `beside` that returns one without.
-    """
-    return aggregator.beside() if hasattr(aggregator, "beside") else aggregator

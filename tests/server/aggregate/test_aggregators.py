@@ -432,6 +432,13 @@ def test_uploads_that_the_aggregator_does_not_reach_are_refused() -> None:
     assert why[2].isprintable()
 
 
+def test_other_arrays_than_most_clients_add_cost_that_client_its_reply() -> None:
+    train = training([Sums()], aggregator=fr.CoordinateMedian())
+    net = network(4, uploads=lambda k: {"sums": {"u": np.ones(3) if k == 2 else sent(k)}})
+    moved(train, net)
+    assert train.history[0]["replies"] == [0, 1, 3]
+
+
 def test_clients_that_krum_leaves_out_keep_their_state() -> None:
     """They are not told that their reply was used; those that it kept are."""
     seen: dict[int, list[Any]] = {}
