@@ -148,7 +148,7 @@ class Experiment:
 
     settings: Mapping[str, Any]
     rows: tuple[Row, ...]
-    seeds: tuple[int, ...]
+    seeds: tuple[int, ...] = (1, 2, 3)
     panels: tuple[Panel, ...] = (Panel(),)
     tune: tuple[Space, ...] = ()
     trials: int = 8
