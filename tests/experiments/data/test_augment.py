@@ -15,9 +15,9 @@ from flwr_regs import FedAvg, FedAvgClient, InProcessGrid, client_app
 from flwr_regs.experiments.data import augment
 from flwr_regs.experiments.data import datasets as data
 from flwr_regs.experiments.partition.client_data import client_data_of
-from flwr_regs.experiments.run import clients
 from flwr_regs.experiments.settings import Settings
 from tests.experiments.data.sources import made
+from tests.experiments.runs import examples_of
 
 PICTURES = torch.rand(64, 3, 12, 10, generator=torch.Generator().manual_seed(0))
 
@@ -116,7 +116,7 @@ def test_held_out_examples_are_not_augmented(cifar: str) -> None:
     job = settings(
         **{"dataset": f"cifar10(augment='{name}')", "data-dir": cifar, "held-out-share": 0.4}
     )
-    train, held_out = clients._data(job, 2, 0)
+    train, held_out = examples_of(job, 0)
     assert held_out is not None
     assert isinstance(train, augment.Augmented)
     assert not isinstance(held_out, augment.Augmented)

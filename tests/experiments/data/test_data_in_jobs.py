@@ -13,9 +13,9 @@ from flwr_regs.experiments.data import datasets as data
 from flwr_regs.experiments.models.quadratic import Quadratic
 from flwr_regs.experiments.partition import client_data
 from flwr_regs.experiments.partition.client_data import client_data_of
-from flwr_regs.experiments.run import clients
 from flwr_regs.experiments.settings import Settings
 from tests.experiments.data.sources import made
+from tests.experiments.runs import examples_of
 
 COMMON = {"methods": "FedAvg", "num-clients": 5, "partition": "iid"}
 
@@ -28,7 +28,7 @@ def test_a_client_tests_on_its_own_groups_and_classes(tmp_path: Path) -> None:
     assert whole.groups is not None
     assert whole.test_groups is not None
     for pid, rows in enumerate(client_data_of(job).parts):
-        train, test = clients._data(job, 5, pid)
+        train, test = examples_of(job, pid)
         assert test is not None
         mine = np.isin(whole.test_groups, whole.groups[rows]) & np.isin(
             whole.test_y, whole.train_y[rows]
@@ -47,7 +47,7 @@ def test_held_out_examples_and_clients_never_come_from_the_test_data(
     monkeypatch.setattr(client_data, "data_of", lambda _: whole)
     share = Settings.of({**COMMON, "held-out-share": 0.3})
     for pid in range(5):
-        train, held_out = clients._data(share, 5, pid)
+        train, held_out = examples_of(share, pid)
         assert held_out is not None
         rows = [{*part.tensors[0][:, 0].tolist()} for part in (train, held_out)]
         assert not rows[0] & rows[1]

@@ -13,8 +13,8 @@ import pytest
 from flwr_regs.experiments.data import datasets as data
 from flwr_regs.experiments.partition import client_data, shifts
 from flwr_regs.experiments.partition.client_data import ClientData, client_data_of
-from flwr_regs.experiments.run import clients
 from flwr_regs.experiments.settings import Settings
+from tests.experiments.runs import examples_of, runs_of
 
 Array = np.ndarray[Any, Any]
 
@@ -95,7 +95,7 @@ def test_what_a_long_tail_holds_out_is_never_trained_on() -> None:
     with pytest.raises(
         ValueError, match="held-out-clients does not go with partition=long-tail-rounds"
     ):
-        job_of(partition="long-tail-rounds", held_out_clients=2)
+        runs_of(partition="long-tail-rounds", held_out_clients=2)
 
 
 # label swaps
@@ -127,7 +127,7 @@ def test_a_clients_data_follow_the_round_alone() -> None:
     for server_round in (0, 1, 4):
         now = shifts.swapped(10, server_round, job.seed, 1.0)
         for part, want in zip(
-            clients._data(job, 10, 2, server_round), clients._data(plain, 10, 2, 0), strict=True
+            examples_of(job, 2, server_round), examples_of(plain, 2, 0), strict=True
         ):
             assert part is not None
             assert want is not None
@@ -148,7 +148,7 @@ def test_clients_test_on_their_own_kind(monkeypatch: pytest.MonkeyPatch) -> None
     )
     monkeypatch.setattr(client_data, "data_of", lambda _: made)
     job = job_of(partition="natural", test_on_clients=True)
-    train, test = clients._data(job, 10, 4, 0)
+    train, test = examples_of(job, 4, 0)
     assert test is not None
     assert np.array_equal(train.tensors[1], digits.train_y[groups == 4])
     assert sorted(test.tensors[1]) == sorted(digits.test_y[test_groups == 4])
@@ -157,7 +157,7 @@ def test_clients_test_on_their_own_kind(monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_pachinko_partition_needs_coarse_labels() -> None:
     job, digits = job_of(partition="pachinko"), data.load("digits")
     with pytest.raises(ValueError, match="dataset 'digits' does not say the coarse label"):
-        job.check_data()
+        assert client_data_of(job).parts
     parts = ClientData(job, replace(digits, coarse=digits.train_y // 2), 10).parts
     assert sorted(np.concatenate(parts)) == list(range(len(digits.train_y)))
     kinds = [len(set(digits.train_y[p] // 2)) for p in parts]
