@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from copy import deepcopy
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
@@ -173,32 +173,34 @@ def with_message(message: Message, context: Context) -> Context:
     )
 
 
-def runs_of_config(config: Mapping[str, Any]) -> list[Run]:
-    """Return the runs of a Flower app's run config, unchecked."""
-    experiment = Experiment.of_methods(config).fair()
+@lru_cache(maxsize=2)
+def runs_of_config(config: tuple[tuple[str, Any], ...]) -> tuple[Run, ...]:
+    """Return the runs of a Flower app's run config, unchecked; one process serves many messages."""
+    experiment = Experiment.of_methods(dict(config)).fair()
     (panel,) = experiment.panels
-    return experiment.tests(panel)
+    return tuple(experiment.tests(panel))
 
 
 @lru_cache(maxsize=2)
-def _factories(settings: tuple[tuple[str, Any], ...], num_clients: int) -> dict[str, ClientFactory]:
-    """Return method -> the factory of its clients, of a run config; one process serves many clients."""
-    runs = runs_of_config(dict(settings))
+def _factories(runs: tuple[Run, ...], num_clients: int) -> dict[str, ClientFactory]:
+    """Return method -> the factory of its clients, of runs that differ in their methods alone."""
     clients = client_data_of(runs[0].settings, num_clients)
     return {run.strategy().method_name: ClientFactory(run, clients) for run in runs}
 
 
-def client_fn(context: Context) -> NumPyClient:
-    """Return a client of Flower's own runtimes, which hand over the run config and a message's method."""
-    settings = dict(context.run_config)
-    method, _ = str(settings.pop("method")), settings.pop("round")
-    total = int(context.node_config["num-partitions"])
-    factories = _factories(tuple(settings.items()), total)
+def client_of(runs: tuple[Run, ...], context: Context) -> NumPyClient:
+    """Return the client of ``node_config["partition-id"]`` and the method that `context` has."""
+    method = str(context.run_config["method"])
+    factories = _factories(runs, int(context.node_config["num-partitions"]))
     if method and method not in factories:
-        raise ValueError(
-            f"the server runs '{method}', which is none of the run config's {[*factories]}"
-        )
+        raise ValueError(f"the server runs '{method}', which is none of the runs' {[*factories]}")
     return factories[method or next(iter(factories))](context)
+
+
+def client_fn(context: Context) -> NumPyClient:
+    """Return a client of Flower's own runtimes, which hand over the run config."""
+    config = {k: v for k, v in context.run_config.items() if k not in ("method", "round")}
+    return client_of(runs_of_config(tuple(config.items())), context)
 
 
 app = client_app(client_fn, mods=[ContextMod(with_message)])
