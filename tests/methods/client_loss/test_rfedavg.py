@@ -81,6 +81,7 @@ def test_the_losses_are_the_papers() -> None:
     for first, expected in ((0, (13 + 5) / 2), (1, 5.0), (2, 0.0)):
         value = loss(FeatureTable(0.5), ids=ids[first:], table=table[first:])
         assert value == pytest.approx(1 + 0.5 * expected)
+    assert loss(FeatureTable(0.5)) == loss(LeaveOneOutMean(0.5)) == 1.0  # nobody else is known
     value = loss(LeaveOneOutMean(0.5), mean=torch.tensor([0.5, 0.5]))
     assert value == pytest.approx(1 + 0.5 * (1.5**2 + 2.5**2))
 
