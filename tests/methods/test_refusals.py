@@ -39,6 +39,7 @@ SETTINGS: list[tuple[Callable[[], Any], str]] = [
     (lambda: fr.FedAdam(tau=0.0), "FedAdam: tau must be a positive number, not 0.0"),
     (lambda: fr.FedAdam(beta_1=1.0), "beta_1 must be a number from 0 to below 1, not 1.0"),
     (lambda: fr.AdaptiveServer("Adam", 0.1, 0.9, 0.99, 0.001), "rule must be"),
+    (lambda: fr.FedAvgM(server_lr=0.0), "FedAvgM: server_lr must be a positive number, not 0.0"),
     (lambda: fr.FedBABU("tail"), "personal_part must be one of .*, not 'tail'"),
     (lambda: fr.FedBABU(personal_epochs=0), "personal_epochs must be a whole number"),
     (lambda: fr.FedBABU(layer="a,,b"), "layer must be a string of names"),
