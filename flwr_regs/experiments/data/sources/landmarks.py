@@ -33,12 +33,7 @@ def landmarks(data_dir: str, dataset: str, size: int, most: int) -> Parts:
     """
     paths = files.found(data_dir, FOLDERS, *TABLES[dataset])
     if paths is None:
-        raise files.absent(
-            dataset,
-            data_dir,
-            f"{' and '.join(TABLES[dataset])}, and the pictures in images/",
-            "get the tables from TFF (storage.googleapis.com) and the pictures from Google Landmarks v2",
-        )
+        raise files.Missing
     (train_table,), (test_table,) = paths
     train = _rows(train_table, "user_id", "image_id", "class")
     test = _rows(test_table, "image_id", "class")
