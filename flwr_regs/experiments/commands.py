@@ -216,7 +216,7 @@ def _train(
     ordered: bool = False,
 ) -> None:
     """Train what is missing of some runs, and show it."""
-    from flwr_regs.experiments.run import engine, flower_run
+    from flwr_regs.experiments.run import engine
     from flwr_regs.experiments.run.progress import progress
 
     if not (lacking := missing(runs, folder)):
@@ -232,11 +232,8 @@ def _train(
         flush=True,
     )
     bars = progress([(run.label, run.seed, run.settings.rounds) for run in lacking])
-    if args.runner == "ray":
-        flower_run.execute(runs, folder, bars, args.gpus)
-        return
     tables = partial(_save_tables, folder, heading, ordered)
-    engine.execute(runs, folder, bars, args.workers, args.runner == "stacked", tables)
+    engine.execute(runs, folder, bars, args.workers, args.runner, tables, gpus=args.gpus)
 
 
 def _save_tables(folder: Path, heading: str, ordered: bool, records: Sequence[RunRecord]) -> None:

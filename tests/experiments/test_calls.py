@@ -49,9 +49,7 @@ def test_a_label_has_one_form_and_stands_once() -> None:
     assert list(parse_methods('FedFOR( alpha=0.50 ), FedAvg(), A("x")')) == [
         *("FedFOR(alpha=0.5)", "FedAvg", "A('x')")
     ]
-    with pytest.raises(
-        ValueError, match="'FedAvg' stands twice in 'FedAvg, FedAvg"
-    ):
+    with pytest.raises(ValueError, match="'FedAvg' stands twice in 'FedAvg, FedAvg"):
         parse_methods("FedAvg, FedAvg()")
 
 

@@ -43,8 +43,8 @@ def example(row: fr.Method, **common: Any) -> RegStrategy:
 def stars(path: Path) -> set[str]:
     """The modules that a file imports all names of, for type checkers."""
     nodes = ast.walk(ast.parse(path.read_text()))
-    found = [n for n in nodes if isinstance(n, ast.ImportFrom) and n.names[0].name == "*"]
-    return {str(n.module) for n in found}
+    all_names = [n for n in nodes if isinstance(n, ast.ImportFrom) and n.names[0].name == "*"]
+    return {str(n.module) for n in all_names}
 
 
 def test_type_checkers_see_the_names_that_are_there() -> None:
@@ -219,8 +219,8 @@ def unequal(name: str, grid: type[fr.InProcessGrid]) -> tuple[Mapping[str, Any],
     client = client_class(strategy)
 
     def client_fn(context: Any) -> Any:
-        mine = data[context.node_config["partition-id"]]
-        return client(Net().double(), mine, mine, device="cpu")
+        own_data = data[context.node_config["partition-id"]]
+        return client(Net().double(), own_data, own_data, device="cpu")
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Chain, "check", check)
