@@ -79,7 +79,7 @@ def test_quantities_are_dirichlet_and_the_rest_is_iid() -> None:
     n, alpha, draws = 4, 5.0, 500
     labels = grouped([1000] * 4)
     parts = [partition(labels, "quantity", n, s, quantity_alpha=alpha) for s in range(draws)]
-    shares = np.array([[len(p) for p in found] for found in parts]) / 4000
+    shares = np.array([[len(p) for p in draw] for draw in parts]) / 4000
     variance = (n - 1) / (n**2 * (n * alpha + 1))
     assert abs(shares.mean(0) - 1 / n).max() < 4.5 * np.sqrt(variance / draws)
     np.testing.assert_allclose(shares.var(0).mean(), variance, rtol=0.1)
@@ -135,19 +135,19 @@ def test_test_data_is_distributed_as_the_training_data() -> None:
     rng = np.random.default_rng(3)
     train, test = rng.integers(0, 5, 4000), rng.integers(0, 5, 2000)
     parts = partition(train, "dirichlet", 6, 1, dirichlet_alpha=0.5)
-    found = split_test(train, parts, test, 1)
-    assert sorted(np.concatenate(found)) == list(range(2000))
-    for mine, theirs in zip(found, parts, strict=True):
-        counts = np.bincount(train[theirs], minlength=5)
+    tests = split_test(train, parts, test, 1)
+    assert sorted(np.concatenate(tests)) == list(range(2000))
+    for own, trained in zip(tests, parts, strict=True):
+        counts = np.bincount(train[trained], minlength=5)
         scaled = counts * np.bincount(test) / np.bincount(train)
-        assert abs(np.bincount(test[mine], minlength=5) - scaled).max() <= 1
-    assert not np.array_equal(found[0], split_test(train, parts, test, 2)[0])
+        assert abs(np.bincount(test[own], minlength=5) - scaled).max() <= 1
+    assert not np.array_equal(tests[0], split_test(train, parts, test, 2)[0])
 
 
 def test_test_data_of_a_kind_that_nobody_has_is_left_out() -> None:
     train, test = np.array([0, 0, 1, 1, 2]), np.array([2, 0, 1, 1, 0, 2])
-    found = split_test(train, [np.array([0, 1]), np.array([2, 3])], test, 0)
-    assert [sorted(rows) for rows in found] == [[1, 4], [2, 3]]
+    tests = split_test(train, [np.array([0, 1]), np.array([2, 3])], test, 0)
+    assert [sorted(rows) for rows in tests] == [[1, 4], [2, 3]]
     with pytest.raises(ValueError, match="1 of 2 clients would get no test data"):
         split_test(train, [np.array([0, 1]), np.array([4])], test[1:5], 0)
 

@@ -106,8 +106,8 @@ def test_mcmahans_shards_are_equal_in_size_and_dealt_at_random() -> None:
         cut = np.array_split(np.argsort(labels, kind="stable"), n * s)
         deal = np.random.default_rng(9).permutation(n * s).reshape(n, s)
         got = partition(labels, "shards-mcmahan", n, 9, shards_per_client=s)
-        for mine, hand in zip(got, deal, strict=True):
-            assert np.array_equal(mine, np.concatenate([cut[j] for j in hand]))
+        for part, hand in zip(got, deal, strict=True):
+            assert np.array_equal(part, np.concatenate([cut[j] for j in hand]))
 
 
 def exists(sizes: list[int], n: int, m: int) -> bool:

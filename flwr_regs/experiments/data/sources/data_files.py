@@ -27,7 +27,7 @@ def root(data_dir: str) -> Path:
     return Path(data_dir or DOWNLOADS).expanduser()
 
 
-def found(data_dir: str, folders: Iterable[str], *patterns: str) -> list[list[Path]] | None:
+def matching(data_dir: str, folders: Iterable[str], *patterns: str) -> list[list[Path]] | None:
     """Return the files of each pattern, sorted, from the first folder that has some of each; else None.
 
     `folders` are relative to the data-dir; "" is the data-dir itself.

@@ -30,9 +30,9 @@ def femnist(data_dir: str, writers: int, hub: bool) -> Parts:
     for testing.
     """
     folders = ("", "femnist", "femnist/data")
-    h5 = files.found(data_dir, folders, "fed_emnist_train.h5", "fed_emnist_test.h5")
-    leaf = files.found(data_dir, folders, "train/*.json", "test/*.json")
-    parquet = files.found(data_dir, folders, "*.parquet")
+    h5 = files.matching(data_dir, folders, "fed_emnist_train.h5", "fed_emnist_test.h5")
+    leaf = files.matching(data_dir, folders, "train/*.json", "test/*.json")
+    parquet = files.matching(data_dir, folders, "*.parquet")
     if hub:
         train, test = _of_table(tables.downloaded("flwrlabs/femnist", "train"), writers)
     elif h5:

@@ -67,7 +67,7 @@ def cifar(data_dir: str, classes: int, augment: str, hub: bool) -> Parts:
     """
     name = f"cifar{classes}"
     folders = ("", name, f"{name}/plain_text", "plain_text", f"{name}/{name}")
-    parquets = files.found(data_dir, folders, "train*.parquet", "test*.parquet")
+    parquets = files.matching(data_dir, folders, "train*.parquet", "test*.parquet")
     if hub or parquets:
         if hub:
             both = [tables.downloaded(f"uoft-cs/{name}", part) for part in ("train", "test")]

@@ -34,7 +34,7 @@ def stackoverflow(data_dir: str, users: int, words: int, length: int, most: int)
     Tests are on what the same users wrote later, ``stackoverflow_test.h5``.
     """
     names = "stackoverflow_train.h5", "stackoverflow_test.h5", COUNTS
-    paths = files.found(data_dir, FOLDERS, *names)
+    paths = files.matching(data_dir, FOLDERS, *names)
     if paths is None:
         raise files.Missing
     (train,), (test,), (counts,) = paths

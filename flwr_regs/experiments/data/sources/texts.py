@@ -41,10 +41,10 @@ def shakespeare(data_dir: str, least: int) -> Parts:
     empty one begins a speech: ``input.txt``, ``shakespeare.txt`` or the only ``*.txt``.
     """
     folders = ("", "shakespeare", "shakespeare/data")
-    if leaf := files.found(data_dir, folders, "train/*.json", "test/*.json"):
+    if leaf := files.matching(data_dir, folders, "train/*.json", "test/*.json"):
         train, test = map(writers.users_of, leaf)
         return files.by_group(train, test, _windows_of)
-    ((*every,),) = files.found(data_dir, folders, "*.txt") or [[]]
+    ((*every,),) = files.matching(data_dir, folders, "*.txt") or [[]]
     texts = [p for p in every if p.name in ("input.txt", "shakespeare.txt")]
     texts = texts or (every if len(every) == 1 else [])
     if not texts:
@@ -156,9 +156,9 @@ def _split(text: str) -> list[str]:
 
 def _tweets(data_dir: str, hub: bool) -> list[pd.DataFrame]:
     """Return the training and the test tweets: user, text and label, a user's in order of time."""
-    leaf = files.found(data_dir, SENT_FOLDERS, "train/*.json", "test/*.json")
-    raw = files.found(data_dir, SENT_FOLDERS, "training*.csv")
-    parquet = files.found(data_dir, SENT_FOLDERS, "train*.parquet")
+    leaf = files.matching(data_dir, SENT_FOLDERS, "train/*.json", "test/*.json")
+    raw = files.matching(data_dir, SENT_FOLDERS, "training*.csv")
+    parquet = files.matching(data_dir, SENT_FOLDERS, "train*.parquet")
     if leaf and not hub:
         return [
             pd.DataFrame(
