@@ -46,8 +46,8 @@ def calls() -> str:
         "terms, which compose with + (FedADC+SparseTernary(density_up=0.01)); `flwr-regs methods"
     ]
     lines += ["SparseTernary` shows the arguments of one:"]
-    indents = {"initial_indent": "  ", "subsequent_indent": "  "}
-    return "\n".join([*lines, *textwrap.wrap(", ".join(dict.fromkeys(names)), 78, **indents)])
+    terms = textwrap.wrap(", ".join(dict.fromkeys(names)), 76)
+    return "\n".join([*lines, *(f"  {line}" for line in terms)])
 
 
 def one(name: str) -> str:

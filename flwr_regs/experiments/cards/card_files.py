@@ -94,39 +94,42 @@ def read(text: str, name: str) -> Experiment:
     return card
 
 
-def text(experiment: Experiment, made: Mapping[str, Any]) -> str:
+def text(experiment: Experiment, made: Mapping[str, Any] | None = None) -> str:
     """Return an experiment as a TOML text, which :func:`read` takes; `made` is what has made it."""
     import tomli_w
 
-    def row(of: Row) -> Any:
-        more = {"settings": dict(of.settings), "panels": [*of.panels]}
-        more = {key: value for key, value in more.items() if value}
-        return {"call": text_of(of.calls), **more} if more else text_of(of.calls)
+    plain = not any(of.settings or of.panels for of in experiment.rows)  # TOML has tables last
 
-    titles = [one.name for one in experiment.rows]
+    def row(of: Row) -> Any:
+        call = text_of(of.calls)
+        return call if plain else _filled({**vars(of), "name": None, "calls": None, "call": call})
 
     def panel(of: Panel) -> dict[str, Any]:
-        fields = {key: getattr(of, key) for key in PANEL_KEYS}
-        fields["reports"] = {
-            metric: {name: value for name, value in values.items() if name in titles}
+        reports = {
+            metric: {row.name: values[row.name] for row in experiment.rows if row.name in values}
             for metric, values in of.reports.items()
         }
-        return {key: value for key, value in fields.items() if value}
+        return _filled({**{key: getattr(of, key) for key in PANEL_KEYS}, "reports": reports})
 
-    of = experiment
-    given = {
-        **{key: getattr(of, key) for key in ("title", "source", "where", "setting", "heading")},
-        **{key: [*getattr(of, key)] for key in ("metrics", "departures", "seeds")},
-        "tune": [space.text for space in of.tune],
-        **({"trials": of.trials, "tuning-seeds": [*of.tuning_seeds]} if of.tune else {}),
-        **{key: dict(getattr(of, key)) for key in ("hashes", "reduced")},
-    }
-    whole = {key: value for key, value in given.items() if value}
-    whole |= {"baseline": of.baseline, "smoke": of.smoke, "settings": dict(of.settings)}
-    whole["methods"] = {one.name: row(one) for one in of.rows}
-    whole["panels"] = [*map(panel, of.panels)]
-    whole["made"] = {key: value for key, value in made.items() if value is not None}
-    return tomli_w.dumps(whole)
+    fields = {key: getattr(experiment, key.replace("-", "_"), None) for key in KEYS}
+    untuned = {} if experiment.tune else {"trials": None, "tuning-seeds": None}
+    return tomli_w.dumps(
+        _filled(
+            {
+                **fields,
+                **untuned,
+                "tune": [space.text for space in experiment.tune],
+                "methods": {one.name: row(one) for one in experiment.rows},
+                "panels": [*map(panel, experiment.panels)],
+                "made": _filled(made or {}),
+            }
+        )
+    )
+
+
+def _filled(table: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a table says: no None, and nothing empty."""
+    return {key: value for key, value in table.items() if value not in (None, "", (), [], {})}
 
 
 def _extended(given: Mapping[str, Any], base: str) -> dict[str, Any]:
