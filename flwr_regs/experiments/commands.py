@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import flwr_regs
 from flwr_regs.experiments.cards import card_files, choices
@@ -36,6 +36,9 @@ from flwr_regs.experiments.words import (
     out_folder,
     read_words,
 )
+
+if TYPE_CHECKING:
+    from flwr_regs.experiments.report.drawing import Look
 
 BESIDE_RESUME = ("--resume", "--workers", "--runner", "--gpus-per-client", "--dry-run")
 """The options that count beside ``--resume``."""
@@ -220,7 +223,7 @@ def _train(
     ordered: bool = False,
 ) -> None:
     """Train what is missing of some runs, and show it."""
-    from flwr_regs.experiments.run import engine, flower_run
+    from flwr_regs.experiments.run import engine
     from flwr_regs.experiments.run.progress import progress
 
     if not (lacking := missing(runs, folder)):
@@ -236,14 +239,12 @@ def _train(
         flush=True,
     )
     bars = progress([(run.label, run.seed, run.settings.rounds) for run in lacking])
-    if args.runner == "ray":
-        flower_run.execute(runs, folder, bars, args.gpus_per_client)
-        return
 
     def tables(records: Sequence[RunRecord]) -> None:
         Results(records, (), heading, ordered).save_tables(folder)
 
-    engine.execute(runs, folder, bars, args.workers, args.runner == "stacked", tables)
+    gpus = args.gpus_per_client
+    engine.execute(runs, folder, bars, args.workers, args.runner, tables, gpus=gpus)
 
 
 @contextmanager
@@ -295,14 +296,11 @@ def _report_card(experiment: Experiment, folder: Path) -> None:
 
 def plot(args: argparse.Namespace) -> int:
     """Do ``plot``: draw results again, or a partition."""
-    from flwr_regs.experiments.report.drawing import Look
-
-    look = Look(args.title, args.size, args.font_size)
     if args.what == "partition":
         from flwr_regs.experiments.report import partition_plot
 
         run, out = first_run(args)
-        print(partition_plot.draw(run.settings, Path(out).absolute(), look))
+        print(partition_plot.draw(run.settings, Path(out).absolute(), _look(args)))
         return 0
     if args.settings:
         raise ValueError(f"results are drawn as they are: leave out {args.settings[0]}")
@@ -312,9 +310,15 @@ def plot(args: argparse.Namespace) -> int:
     begun = [(panel, place) for panel, place in every if recorded(experiment.tests(panel), place)]
     for panel, place in begun or every[:1]:
         results = results_of(experiment, panel, place)
-        results.save(place, look=look)
+        results.save(place, look=_look(args))
         print(results.text() + f"results: {place}")
     return 0
+
+
+def _look(args: argparse.Namespace) -> Look:
+    from flwr_regs.experiments.report.drawing import Look
+
+    return Look(args.title, args.size, args.font_size)
 
 
 def resources(args: argparse.Namespace) -> int:
