@@ -12,7 +12,7 @@ from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
 
 from flwr_regs.experiments.calls import Call, check_name, parse_methods, text_of
-from flwr_regs.experiments.settings import DEFAULTS, Settings, dead
+from flwr_regs.experiments.settings import Settings, dead
 from flwr_regs.experiments.space import Point, Space, points, shown
 
 if TYPE_CHECKING:
@@ -171,11 +171,10 @@ class Experiment:
         cls, settings: Mapping[str, Any], seeds: Sequence[int] = (), **more: Any
     ) -> Experiment:
         """Return the comparison of the methods in settings, by default with the seed in them."""
-        methods = parse_methods(str(settings.get("methods", DEFAULTS["methods"])))
-        common = {k: v for k, v in settings.items() if k not in ("methods", "seed")}
-        rows = tuple(Row(text, calls) for text, calls in methods.items())
-        seeds = tuple(seeds) or (settings.get("seed", DEFAULTS["seed"]),)
-        return cls(common, rows, seeds, **more)
+        whole = Settings.of(settings)
+        rows = tuple(Row(text, calls) for text, calls in parse_methods(whole.methods).items())
+        common = {k: v for k, v in whole.changed.items() if k not in ("methods", "seed")}
+        return cls(common, rows, tuple(seeds) or (whole.seed,), **more)
 
     @property
     def ordered(self) -> bool:
