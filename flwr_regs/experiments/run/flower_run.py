@@ -1,9 +1,8 @@
 """Runs in Flower's Ray simulation, in a process of their own, and with a reliable end.
 
 ``flwr run`` exits 0 when a run failed. It leaves a server behind that keeps the folder and environment of
-``flwr run`` exits 0 when a run failed. It leaves a server behind that keeps the folder and environment of
 its first start, and it installs the app's dependencies again for every run. So a process under a keeper
-runs the same apps, and Ray's processes end with it: ``python -m flwr_regs.experiments.run.flower_run FILE``.
+runs the same apps (``python -m flwr_regs.experiments.run.flower_run FILE``); Ray's processes end with it.
 """
 
 from __future__ import annotations
