@@ -14,12 +14,12 @@ import pytest
 import torch
 from flwr.app import ArrayRecord, ConfigRecord
 from flwr.clientapp import ClientApp
+from flwr_regs.experiments.settings.build import build
+from flwr_regs.experiments.settings.calls import parse_methods
 from torch.utils.data import DataLoader, TensorDataset
 
 import flwr_regs as fr
 from flwr_regs.client.local_training import local_round
-from flwr_regs.experiments.settings.build import build
-from flwr_regs.experiments.settings.calls import parse_methods
 from flwr_regs.methods.registry import METHODS
 from flwr_regs.server.failures import name_failures
 from flwr_regs.term import ParameterError

@@ -148,7 +148,7 @@ class Experiment:
 
     settings: Mapping[str, Any]
     rows: tuple[Row, ...]
-    seeds: tuple[int, ...]
+    seeds: tuple[int, ...] = (1, 2, 3)
     panels: tuple[Panel, ...] = (Panel(),)
     tune: tuple[Space, ...] = ()
     trials: int = 8
@@ -308,7 +308,8 @@ class Experiment:
         from flwr_regs.experiments.strategies import check_apart, is_private
 
         tests = self.tests(panel)
-        strategies = check_apart({run.method: run for run in tests}.values())
+        methods = {run.method: run.calls for run in tests}
+        strategies = check_apart(methods, tests[0].settings.code_dir)
         if not (
             any(
                 r.settings.test_on_clients or r.settings.dataset.endswith("-domains") for r in tests

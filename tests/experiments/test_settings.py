@@ -83,22 +83,21 @@ def test_a_wrong_setting_is_refused_with_a_sentence(given: Any, message: str) ->
 ON = {"test-on-clients": True, "personalise": "plain", "straggler-share": 0.5, "dp-clip-norm": 0.5}
 OFF = {"local-steps=0": 1, "test-on-clients=false": True}
 """Values of owners that a setting goes with, and those that it does not go with."""
-OWNED = [name for name, f in settings.FIELDS.items() if f.metadata["needs"]]
+OWNED = [name for name, of in settings.SETTINGS.items() if of.needs]
 
 
 @pytest.mark.parametrize("name", OWNED)
 def test_a_setting_without_its_owner_is_refused(name: str) -> None:
     """Unless another run has both."""
-    field = settings.FIELDS[name]
-    other = (
-        "matched" if field.type == "str" else 3 if field.type == "int" else field.default / 2 or 0.3
-    )
-    owner, equals, values = field.metadata["needs"].partition("=")
+    of = settings.SETTINGS[name]
+    owner, equals, values = of.needs.partition("=")
     on = read(owner, values.split(",")[0]) if equals else ON[owner]
-    off = "iid" if owner == "partition" else OFF.get(f"{owner}={values}", DEFAULTS[owner])
-    idle = Settings.of({name: other, owner: off})
+    off = "iid" if owner == "partition" else OFF.get(of.needs, DEFAULTS[owner])
+    value = {str: "matched", int: 3, float: 0.3}[type(of.default)]
+    value = 1.5 if name == "long-tail" else value
+    idle = Settings.of({name: value, owner: off})
     assert f"setting '{name}' does nothing with {owner}=" in dead([idle])
-    useful = Settings.of({name: other, owner: on})
+    useful = Settings.of({name: value, owner: on})
     assert not dead([idle, useful])
     assert not dead([Settings.of({owner: off})])
 

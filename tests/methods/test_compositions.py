@@ -9,8 +9,8 @@ import pytest
 
 import flwr_regs as fr
 from flwr_regs.abilities import Compresses
-from flwr_regs.experiments.strategies import build
 from flwr_regs.experiments.calls import parse_methods
+from flwr_regs.experiments.strategies import build
 from flwr_regs.wire.keys import INCOMPLETE_KEY
 
 CALLS = {row.name: row.example for row in fr.METHODS.values()} | {

@@ -21,8 +21,8 @@ import flwr_regs as fr
 from flwr_regs.abilities import Folds
 from flwr_regs.chain import Chain
 from flwr_regs.experiments import cli
-from flwr_regs.experiments.strategies import build, client_class
 from flwr_regs.experiments.calls import parse_methods
+from flwr_regs.experiments.strategies import build, client_class
 from flwr_regs.flower.strategy import RegStrategy
 from flwr_regs.methods import registry
 from tests.conftest import ROOT

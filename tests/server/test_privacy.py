@@ -21,8 +21,8 @@ from torch import nn
 
 import flwr_regs as fr
 from flwr_regs import CentralDP, InProcessGrid, client_app
-from flwr_regs.experiments.strategies import build, client_class
 from flwr_regs.experiments.calls import parse_methods
+from flwr_regs.experiments.strategies import build, client_class
 from flwr_regs.server.privacy import PrivateRounds, private_mean
 from flwr_regs.server.reply import Reply
 from flwr_regs.wire.arrays import NDArrays

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import flwr_regs as fr
-from flwr_regs.experiments.strategies import build
 from flwr_regs.experiments.calls import parse_methods
+from flwr_regs.experiments.strategies import build
 from flwr_regs.term import ServerContext
 from flwr_regs.testing.problem import train
 from tests.conftest import close
