@@ -118,10 +118,7 @@ def simulate(runs: Sequence[Run], folder: Path, gpus: float) -> None:
         server,
         SimulatedClients(tuple(runs)).app(),
         runs[0].settings.num_clients,
-        backend_config={
-            "client_resources": {"num_cpus": 1, "num_gpus": gpus},
-            "init_args": {"address": "local", "num_cpus": os.cpu_count() or 1},
-        },
+        backend_config={"client_resources": {"num_cpus": 1, "num_gpus": gpus}},
     )
 
 
