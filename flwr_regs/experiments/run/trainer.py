@@ -79,14 +79,10 @@ class Trainer:
 
     def _client_begins(self, kind: str, server_round: int) -> None:
         """Tell that one more client of this exchange begins."""
-        share = (
-            self.strategy.fraction_evaluate
-            if kind == "evaluate"
-            else self.run.settings.fraction_train
-        )
+        phase = "evaluate" if kind == "evaluate" else "train"
+        share = getattr(self.strategy, f"fraction_{phase}")
         total = max(int(share * self.record.clients), 1)
-        doing = "clients test" if kind == "evaluate" else "clients train"
-        what = f"round {server_round:>4}/{self.run.settings.rounds}   {doing}"
+        what = f"round {server_round:>4}/{self.run.settings.rounds}   clients {phase}"
         done = self.heartbeat.done + 1 if self.heartbeat.what == what else 0
         self.heartbeat.at(what, done, total)
 
