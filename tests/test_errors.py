@@ -234,8 +234,8 @@ WRONG: tuple[Any, ...] = ("0.1", [0.1], math.nan, math.inf, True, object())
 
 @pytest.mark.parametrize("method", METHODS)
 def test_a_wrong_hyper_parameter_is_named_with_its_term(method: str) -> None:
-    (calls,) = parse_methods(METHODS[method].example).values()
-    for term in build(calls).term.terms:
+    strategy = eval(METHODS[method].example, {method: getattr(fr, method)})
+    for term in strategy.term.terms:
         numbers = [f for f in fields(term) if isinstance(getattr(term, f.name), int | float)]
         for f, wrong in product(numbers, WRONG):
             if wrong is True and isinstance(getattr(term, f.name), bool):

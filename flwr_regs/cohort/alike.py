@@ -22,14 +22,14 @@ def build_of(model: nn.Module) -> Hashable:
     """
     build: list[Hashable] = []
     for name, module in model.named_modules(remove_duplicate=False):
-        own = vars(module)
-        params, buffers = own["_parameters"].items(), own["_buffers"].items()
+        attributes = vars(module)
+        params, buffers = attributes["_parameters"].items(), attributes["_buffers"].items()
         build += [
             (None, name, type(module)),
             *((n, *_form(p), p.requires_grad) for n, p in params if p is not None),
             *((n, *_form(b)) for n, b in buffers if b is not None),
-            *((n, alike(own[n])) for n in own if n not in TORCHS),
-            *(tuple(own[hooks].values()) for hooks in _HOOKS if own[hooks]),
+            *((n, alike(a)) for n, a in attributes.items() if n not in TORCHS),
+            *(tuple(attributes[hooks].values()) for hooks in _HOOKS if attributes[hooks]),
         ]
     return tuple(build)
 

@@ -123,8 +123,8 @@ class Batch:
 
     def rebuilt(self, leaves: Sequence[Tensor]) -> tuple[Any, Any]:
         """Return inputs and targets of these tensors."""
-        found = iter(leaves)
-        inputs, targets = (mapped(part, lambda _: next(found)) for part in self.like)
+        tensors_ = iter(leaves)
+        inputs, targets = (mapped(part, lambda _: next(tensors_)) for part in self.like)
         return inputs, targets
 
 
@@ -205,8 +205,8 @@ def _drawn(order: _Order, generator: torch.Generator, steps: int) -> tuple[Tenso
     while full and len(sizes) < steps:
         number.random_(generator=generator)  # the seed of its workers
         if order.shuffle:
-            own = torch.Generator().manual_seed(int(number.random_(generator=generator)))
-            rows = torch.randperm(order.examples, generator=own)
+            shuffling = torch.Generator().manual_seed(int(number.random_(generator=generator)))
+            rows = torch.randperm(order.examples, generator=shuffling)
         else:
             rows = torch.arange(order.examples)
         passes.append(rows[:full])

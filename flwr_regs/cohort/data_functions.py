@@ -36,9 +36,9 @@ DATA = 2**26
 
 @dataclass(frozen=True)
 class OverData:
-    """The functions over the data of members with the same number of equal batches, under vmap.
+    """The functions over one member's data under vmap; all members have the same number of equal batches.
 
-    They do for each member what :class:`.measures.Measures` does for one client.
+    They do for each member what :class:`.context_functions.Measures` does for one client.
 
     Attributes
     ----------
@@ -48,98 +48,80 @@ class OverData:
     layers : Layers
         The model's layers whose samples' gradients need not be formed.
     members : int
+    leaves : sequence of list of Tensor
+        The member's own batches.
+    end, at_start : Arrays
+        What its model holds at the round's end, and what it held at its start beside what terms see.
     """
 
     view: View
     batches: Sequence[Batch]
     layers: Layers
     members: int
+    leaves: Sequence[list[Tensor]]
+    end: Arrays
+    at_start: Arrays
 
-    def functions(
-        self, leaves: Sequence[list[Tensor]], end: Arrays, teacher: Arrays
-    ) -> dict[str, Callable[..., Any]]:
-        """Return the functions of one member, as fields of its context.
-
-        `leaves` are its batches; `end` is what its model holds at the round's end, `teacher` what it held
-        at its start beside what terms see.
-        """
-        given = leaves, end, teacher
+    @property
+    def functions(self) -> dict[str, Callable[..., Any]]:
+        """The functions as fields of the member's context."""
         return {
-            "mean_loss": partial(self._mean_loss, *given),
-            "mean_gradient": partial(self._mean_gradient, *given),
-            "mean_features": partial(self._mean_features, *given),
-            "fisher": partial(self._fisher, *given),
+            "mean_loss": self._mean_loss,
+            "mean_gradient": self._mean_gradient,
+            "mean_features": self._mean_features,
+            "fisher": self._fisher,
         }
 
-    def _whole(self, end: Arrays, teacher: Arrays, params: Arrays) -> Arrays:
+    def _whole(self, params: Arrays) -> Arrays:
         """Return the model's values: with `params` that are ``w_t`` itself, as it was at the start."""
-        at_start = all(params.get(n) is p for n, p in self.view.start.items())
-        return {**(teacher if at_start else end), **params}
+        is_start = all(params.get(n) is p for n, p in self.view.start.items())
+        return {**(self.at_start if is_start else self.end), **params}
 
-    def _pass(self, leaves: Sequence[list[Tensor]]) -> Iterator[tuple[Any, Any, int]]:
-        for batch, mine in zip(self.batches, leaves, strict=True):
-            inputs, targets = batch.rebuilt(mine)
+    def _pass(self) -> Iterator[tuple[Any, Any, int]]:
+        for batch, leaves in zip(self.batches, self.leaves, strict=True):
+            inputs, targets = batch.rebuilt(leaves)
             yield inputs, targets, batch_size(targets)
 
     def _loss(self, values: Arrays, inputs: Any, targets: Any) -> Tensor:
         return self.view.shared.task.loss(self.view.call(inputs, targets, values, {}), targets)
 
-    def _mean_loss(
-        self, leaves: Sequence[list[Tensor]], end: Arrays, teacher: Arrays, params: Arrays
-    ) -> Tensor:
-        shared, whole = self.view.shared, self._whole(end, teacher, params)
-        total, count = torch.zeros((), dtype=torch.float64, device=shared.device), 0
-        with evaluating(shared.model):
-            for inputs, targets, size in self._pass(leaves):
+    def _mean_loss(self, params: Arrays) -> Tensor:
+        whole, count = self._whole(params), 0
+        total = torch.zeros((), dtype=torch.float64, device=self.view.shared.device)
+        with evaluating(self.view.shared.model):
+            for inputs, targets, size in self._pass():
                 total = total + self._loss(whole, inputs, targets).double() * size
                 count += size
         return (total / count).to(_wide(next(iter(params.values()))))
 
-    def _mean_gradient(
-        self, leaves: Sequence[list[Tensor]], end: Arrays, teacher: Arrays, params: Arrays
-    ) -> Arrays:
-        whole, count = self._whole(end, teacher, params), 0
+    def _mean_gradient(self, params: Arrays) -> Arrays:
+        whole, count = self._whole(params), 0
         total: Arrays = {n: torch.zeros_like(p, dtype=_wide(p)) for n, p in params.items()}
+
+        def loss(p: Arrays, inputs: Any, targets: Any) -> Tensor:
+            return self._loss({**whole, **p}, inputs, targets)
+
         with evaluating(self.view.shared.model):
-            for inputs, targets, size in self._pass(leaves):
-
-                def loss(p: Arrays, inputs: Any = inputs, targets: Any = targets) -> Tensor:
-                    return self._loss({**whole, **p}, inputs, targets)
-
-                for n, g in grad(loss)(params).items():
+            for inputs, targets, size in self._pass():
+                for n, g in grad(loss)(params, inputs, targets).items():
                     total[n] = total[n] + g.to(total[n].dtype) * size
                 count += size
         return {n: t / count for n, t in total.items()}
 
-    def _mean_features(
-        self,
-        leaves: Sequence[list[Tensor]],
-        end: Arrays,
-        teacher: Arrays,
-        params: Arrays,
-        batches: int | None = None,
-    ) -> Tensor:
-        shared, whole = self.view.shared, self._whole(end, teacher, params)
+    def _mean_features(self, params: Arrays, batches: int | None = None) -> Tensor:
+        shared, whole = self.view.shared, self._whole(params)
         total, count = torch.zeros((), device=shared.device), 0
         with FeatureTap(shared.model, shared.classifier) as tap, evaluating(shared.model):
-            for inputs, _, size in islice(self._pass(leaves), batches):
+            for inputs, _, size in islice(self._pass(), batches):
                 self.view.call(inputs, None, whole, {})
                 total = total + tap.value.sum(0, dtype=_wide(tap.value))
                 count += size
         return total / count
 
-    def _fisher(
-        self,
-        leaves: Sequence[list[Tensor]],
-        end: Arrays,
-        teacher: Arrays,
-        params: Arrays,
-        max_samples: int | None = None,
-    ) -> Arrays:
-        model, whole = self.view.shared.model, self._whole(end, teacher, params)
-        own = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    def _fisher(self, params: Arrays, max_samples: int | None = None) -> Arrays:
+        shared, whole = self.view.shared, self._whole(params)
         held = {**self.view.rest, **whole}
-        values: Arrays = {n: held[n] for n in own}
+        values: Arrays = {n: held[n] for n, p in shared.model.named_parameters() if p.requires_grad}
         known = of_layers(self.layers)
         rest = {n: v for n, v in values.items() if n not in known}
         zeros = {names: layer.like for names, layer in self.layers.items()}
@@ -152,13 +134,12 @@ class OverData:
             return self._loss({**whole, **p}, inputs, targets)
 
         of_each = vmap(with_inputs(nll, values, self.layers), in_dims=(None, None, 0))
-        pairs = ((inputs, targets) for inputs, targets, _ in self._pass(leaves))
+        pairs = ((inputs, targets) for inputs, targets, _ in self._pass())
         limit, seen = sys.maxsize if max_samples is None else max_samples, 0
-        with evaluating(model):
-            for batch, size in joined(pairs, chunk, limit, self.view.shared.device):
+        with evaluating(self.view.shared.model):
+            for batch, size in joined(pairs, chunk, limit, shared.device):
                 for first in range(0, size, chunk):
-                    some = slice(first, min(first + chunk, size))
-                    samples = mapped(batch, itemgetter(some))
+                    samples = mapped(batch, itemgetter(slice(first, min(first + chunk, size))))
                     (grads, outputs), rows = of_each(rest, zeros, samples)
                     self._add(total, grads, outputs, rows)
                 seen += size
@@ -171,20 +152,19 @@ class OverData:
         for names, layer in self.layers.items():
             g, a = outputs[names].flatten(1), rows[names].flatten(1)
             if layer.bias:
-                total[layer.bias] = total[layer.bias] + g.to(total[layer.bias].dtype).square().sum(
-                    0
-                )
+                bias = total[layer.bias]
+                total[layer.bias] = bias + g.to(bias.dtype).square().sum(0)
             if layer.weight:
-                t = total[layer.weight]
-                left, right = factors(g.to(t.dtype), a.to(t.dtype))
-                total[layer.weight] = t + left @ right
+                weight = total[layer.weight]
+                left, right = factors(g.to(weight.dtype), a.to(weight.dtype))
+                total[layer.weight] = weight + left @ right
 
 
 def over_data(
     view: View,
     passes: Sequence[Plan],
     end: Arrays,
-    teacher: Arrays,
+    at_start: Arrays,
     given: tuple[Any, ...],
     one: Callable[..., Any],
     few: bool = False,
@@ -196,7 +176,7 @@ def over_data(
     view : View
     passes : sequence of Plan
         The members' data, each as one pass.
-    end, teacher : Arrays
+    end, at_start : Arrays
         What the members' models hold at the round's end, and beside what terms see at its start.
     given : tuple
         Nested dicts of stacked tensors.
@@ -220,13 +200,14 @@ def over_data(
         for some in (rows[i : i + most] for i in range(0, len(rows), most)):
             chosen = [passes[row] for row in some]
             batches = [stacked(chosen, i, view.shared.device) for i in range(len(first))]
-            taken = mapped((end, teacher, given), itemgetter(some))
-            mine = {n: t[0] for n, t in taken[0].items()}
-            data = OverData(view, batches, layers_of_stack(view, batches[0], mine), len(some))
+            taken = mapped((end, at_start, given), itemgetter(some))
+            first_end = {n: t[0] for n, t in taken[0].items()}
+            layers = layers_of_stack(view, batches[0], first_end)
+            shared = partial(OverData, view, batches, layers, len(some))
 
-            def member(leaves: Any, taken: Any, data: OverData = data) -> Any:
-                end, teacher, given = taken
-                return one(*given, data.functions(leaves, end, teacher))
+            def member(leaves: Any, taken: Any, shared: Any = shared) -> Any:
+                end, at_start, given = taken
+                return one(*given, shared(leaves, end, at_start).functions)
 
             parts.append(view.vmapped(member)([b.leaves for b in batches], taken))
             order += some
@@ -247,7 +228,7 @@ def _concatenated(parts: Sequence[Any], order: Tensor) -> Any:
 def layers_of_stack(view: View, batch: Batch, values: Arrays) -> Layers:
     """Return the layers that :func:`.fisher_layers.find_layers` finds, with one member's `values`."""
     shared = view.shared
-    own = {n: p for n, p in shared.model.named_parameters() if p.requires_grad}
+    trained = {n: p for n, p in shared.model.named_parameters() if p.requires_grad}
     whole = {**view.rest, **values}
 
     def nll(p: Arrays, sample: Any) -> Tensor:
@@ -257,7 +238,9 @@ def layers_of_stack(view: View, batch: Batch, values: Arrays) -> Layers:
 
     sample: Any = batch.rebuilt([t[0, 0] for t in batch.leaves])
     with evaluating(shared.model):
-        return find_layers(shared.model, nll, {n: whole.get(n, p) for n, p in own.items()}, sample)
+        return find_layers(
+            shared.model, nll, {n: whole.get(n, p) for n, p in trained.items()}, sample
+        )
 
 
 def _wide(tensor: Tensor) -> torch.dtype:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from flwr_regs.client.measure.context_functions import Measures
-from flwr_regs.client.train.batches import to_device
+from flwr_regs.client.train.batches import mapped, to_device
 from flwr_regs.cohort.data_functions import over_data
 from flwr_regs.cohort.member_view import Member, View, joined
 from flwr_regs.term import Arrays, ClientContext, Slot
@@ -29,72 +29,77 @@ class Held:
 
     Attributes
     ----------
-    values, buffers, own : Arrays
-        Trained parameters, buffers, and other entries of which some are a member's own.
+    values : Arrays
+        Trained parameters.
+    buffers, private : Arrays
+        Buffers, and other entries that are not trained, of which some are a member's own.
     at_start : Arrays
         The model's entries at the round's start beside what terms see of them.
-    mine : dict
+    told : dict
         Slots, ids, label counts, and the numbers of steps that differ.
     """
 
     values: Arrays
     buffers: Arrays
-    own: Arrays
+    private: Arrays
     at_start: Arrays
-    mine: dict[str, Any]
+    told: dict[str, Any]
+
+    def rows(self, some: slice | Tensor) -> dict[str, Any]:
+        """Return what some members hold beside trained parameters: views, of a slice."""
+        whole = {
+            "buffers": self.buffers,
+            "told": self.told,
+            "private": self.private,
+            "at_start": self.at_start,
+        }
+        return mapped(whole, lambda t: t[some])  # type: ignore[no-any-return]
 
     @property
     def entries(self) -> Arrays:
         """All that the members' models now hold."""
-        return {**self.values, **self.buffers, **self.own}
+        return {**self.values, **self.buffers, **self.private}
 
 
 def finish(view: View, held: Held, members: Sequence[Member], delta: Arrays) -> Ended:
     """Run the terms' `finish` for all members; the updates are `delta` itself if no term changes it."""
     # most hooks need no data; some fail under vmap, or have an error of their own
-    for together in (_together, _over_data):
+    for with_data in (False, True):
         with suppress(Exception):
-            return together(view, held, members, delta)
+            return _under_vmap(view, held, members, delta, with_data)
     return _each(view, held, members, delta)
 
 
 def _under_vmap(
-    view: View, delta: Arrays, call: Callable[[Callable[..., Any]], tuple[Arrays, Slot, Slot]]
+    view: View, held: Held, members: Sequence[Member], delta: Arrays, with_data: bool
 ) -> Ended:
-    """Let `call` run one member's `finish` for all members, and return what comes of it."""
+    """Run the terms' `finish` under vmap, or also with the functions over the members' data."""
     changed = False
 
-    def end(delta: Arrays, mine: dict[str, Any], functions: Mapping[str, Any] | None = None) -> Any:
+    def end(delta: Arrays, told: dict[str, Any], functions: Mapping[str, Any] | None = None) -> Any:
         nonlocal changed
-        sent, upload, kept = view.shared.term.finish(delta, view.context(mine, **(functions or {})))
+        sent, upload, kept = view.shared.term.finish(delta, view.context(told, **(functions or {})))
         changed = sent is not delta
         return sent, upload, kept
 
+    given = delta, held.told
     with torch.no_grad():
-        sent, upload, kept = call(end)
+        if with_data:
+            passes = [m.plan.one_pass() for m in members]
+            ended = over_data(view, passes, held.entries, held.at_start, given, end)
+        else:
+            ended = view.vmapped(end)(*given)
+    sent, upload, kept = ended
     return sent if changed else delta, upload, kept
-
-
-def _together(view: View, held: Held, _: Sequence[Member], delta: Arrays) -> Ended:
-    return _under_vmap(view, delta, lambda end: view.vmapped(end)(delta, held.mine))
-
-
-def _over_data(view: View, held: Held, members: Sequence[Member], delta: Arrays) -> Ended:
-    """Run the terms' `finish` under vmap, with the functions over the members' data."""
-    passes = [m.plan.one_pass() for m in members]
-    given = delta, held.mine
-    return _under_vmap(
-        view, delta, lambda end: over_data(view, passes, held.entries, held.at_start, given, end)
-    )
 
 
 def _each(view: View, held: Held, members: Sequence[Member], delta: Arrays) -> Ended:
     """Run the terms' `finish` client by client, with the functions over each client's data."""
     sent, uploads, slots, changed = list[Arrays](), list[Slot](), list[Slot](), False
     for row, member in enumerate(members):
-        mine = {n: d[row] for n, d in delta.items()}
-        one, upload, kept = view.shared.term.finish(mine, _context_of(view, held, member, row))
-        changed |= one is not mine
+        given = {n: d[row] for n, d in delta.items()}
+        one, upload, kept = view.shared.term.finish(given, _context_of(view, held, member, row))
+        changed |= one is not given
         sent.append(one)
         uploads.append(upload)
         slots.append(kept)
@@ -104,7 +109,7 @@ def _each(view: View, held: Held, members: Sequence[Member], delta: Arrays) -> E
 
 def _context_of(view: View, held: Held, member: Member, row: int) -> ClientContext:
     """Return a member's context behind its steps; the model then holds the member's values."""
-    shared, counts = view.shared, held.mine.get("counts")
+    shared, counts = view.shared, held.told.get("counts")
     torch.set_rng_state(member.plan.after)
     _fill(
         shared.model, {**view.rest, **view.start, **{n: t[row] for n, t in held.at_start.items()}}
@@ -120,7 +125,7 @@ def _context_of(view: View, held: Held, member: Member, row: int) -> ClientConte
         budget_steps=taken,
         momentum=view.momentum,
         broadcast=joined(view.received, to_device(member.broadcast, shared.device)),
-        client=to_device({t: dict(own) for t, own in member.client.items()}, shared.device),
+        client=to_device({t: dict(slot) for t, slot in member.client.items()}, shared.device),
         label_counts=None if counts is None else view.of_every_class(counts[row]),
         client_id=member.client_id,
         batch_size=view.batch_size,

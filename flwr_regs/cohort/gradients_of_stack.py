@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from flwr_regs.client.train.batches import mapped
 from flwr_regs.cohort.batch_plan import Batch, CannotStack
 from flwr_regs.cohort.member_view import View, owner, random_state
 from flwr_regs.term import Arrays, ClientContext, Slot
@@ -24,19 +25,13 @@ class Part:
     values : Arrays
         Trained parameters; they require gradients.
     batch : Batch
-    buffers : Arrays
-    mine : dict
-        Slots and numbers: see :class:`.stack_view.View`.
-    own, teacher : Arrays
-        Private entries that are not trained; buffers and private entries at the round's start.
+    rows : dict
+        What else is each member's: see :class:`.member_view.View`.
     """
 
     values: Arrays
     batch: Batch
-    buffers: Arrays
-    mine: dict[str, Any]
-    own: Arrays
-    teacher: Arrays
+    rows: dict[str, Any]
 
 
 class Gradient:
@@ -58,96 +53,86 @@ class Gradient:
         """Return (the corrected gradients, the members' losses without those of terms, new buffers)."""
         view, values, acting = self._view, part.values, bool(self._acting)
         before = random_state(view.shared.device) if acting and not self._elementwise else None
-        losses, base, new, extra, layers = self._whole(part)
-        found = torch.autograd.grad(losses.sum(), list(values.values()), allow_unused=True)
-        grads: dict[str, Any] = dict(zip(values, found, strict=True))
+        losses, base, buffers, shown = self._losses(part)
+        raw = torch.autograd.grad(losses.sum(), list(values.values()), allow_unused=True)
+        grads: dict[str, Any] = dict(zip(values, raw, strict=True))
         for n in view.start:
             grads[n] = torch.zeros_like(values[n]) if grads[n] is None else grads[n]
         if acting:
             with torch.no_grad():
-                given = {n: grads[n] for n in view.start}
-                grads |= self._corrected(given, part, extra, layers, before)
-        return grads, base, new
+                grads |= self._corrected({n: grads[n] for n in view.start}, part, shown, before)
+        return grads, base, buffers
 
-    def _whole(self, part: Part) -> tuple[Tensor, Tensor, Arrays, Arrays, Arrays]:
-        """Return (whole losses, losses, new buffers, what the forward pass has shown, layers' outputs)."""
+    def _losses(self, part: Part) -> tuple[Tensor, Tensor, Arrays, dict[str, Any]]:
+        """Return (whole losses, losses, new buffers, what the forward pass has shown the terms)."""
         view, shared, acting = self._view, self._view.shared, bool(self._acting)
 
-        def objective(
-            v: Arrays, b: Arrays, leaves: list[Tensor], mine: dict[str, Any], own: Arrays, teacher: Arrays
-        ) -> Any:  # fmt: skip
+        def objective(values: Arrays, leaves: list[Tensor], row: dict[str, Any]) -> Any:
             inputs, targets = part.batch.rebuilt(leaves)
-            buffers = dict(b)
-            output = view.call(inputs, targets, {**own, **v}, buffers)
+            buffers = dict(row["buffers"])
+            output = view.call(inputs, targets, {**row["private"], **values}, buffers)
             base = shared.task.loss(output, targets)
-            ctx = view.at(mine, teacher, inputs, targets, output)
-            loss = shared.term.loss(base, {n: v[n] for n in view.start}, ctx)
-            watched = {"output": output, "start_output": ctx.start_output, "features": ctx.features}
-            extra = {k: t.detach() for k, t in watched.items() if acting and t is not None}
-            layers = {k: t.detach() for k, t in ctx.layers.items()} if acting else {}
-            return loss, base.detach().float(), buffers, extra, layers
+            ctx = view.at(row, inputs, targets, view.shown(output))
+            loss = shared.term.loss(base, {n: values[n] for n in view.start}, ctx)
+            shown: dict[str, Any] = {"layers": ctx.layers if acting else {}}
+            for name in ("output", "start_output", "features") if acting else ():
+                if (value := getattr(ctx, name)) is not None:
+                    shown[name] = value
+            return loss, base.detach().float(), buffers, mapped(shown, Tensor.detach)
 
-        args = part.buffers, part.batch.leaves, part.mine, part.own, part.teacher
-        return view.vmapped(objective)(part.values, *args)  # type: ignore[no-any-return]
+        return view.vmapped(objective)(part.values, part.batch.leaves, part.rows)  # type: ignore[no-any-return]
 
     def _corrected(
-        self,
-        given: Arrays,
-        part: Part,
-        extra: Arrays,
-        layers: Arrays,
-        before: Sequence[Tensor] | None,
+        self, given: Arrays, part: Part, shown: dict[str, Any], before: Sequence[Tensor] | None
     ) -> Arrays:
         """Return what the terms make of the gradients."""
-        params = {n: p.detach() for n, p in part.values.items()}
+        values = {n: p.detach() for n, p in part.values.items()}
         if self._elementwise:
             try:
-                return self._at_once(given, params, part.mine)
+                return self._at_once(given, values, part.rows["told"])
             except Exception:  # a term asks for what differs between the members
                 self._elementwise = False
         view = self._view
 
         def corrected(
-            g: Arrays, v: Arrays, b: Arrays, leaves: list[Tensor], mine: dict[str, Any], own: Arrays,
-            teacher: Arrays, extra: Arrays, layers: Arrays,
-        ) -> Arrays:  # fmt: skip
+            grads: Arrays, values: Arrays, leaves: list[Tensor], row: dict[str, Any], shown: Any
+        ) -> Arrays:
             inputs, targets = part.batch.rebuilt(leaves)
-            private = {n: v[n] for n in v if n not in view.start}
-            ctx = view.at(mine, teacher, inputs, targets, None, extra, layers)
             again: Any = partial(_not_alike, "gradient_at")
             if before is not None:
-                rest = {**own, **private}
-                again = partial(view.gradient_at, mine, teacher, inputs, targets, b, rest, before)
-            ctx = replace(ctx, gradient_at=again)
-            return view.shared.term.correct(g, {n: v[n] for n in view.start}, ctx)
+                private = {n: v for n, v in values.items() if n not in view.start}
+                rest = row | {"private": row["private"] | private}
+                again = partial(view.gradient_at, rest, inputs, targets, before)
+            ctx = replace(view.at(row, inputs, targets, shown), gradient_at=again)
+            return view.shared.term.correct(grads, {n: values[n] for n in view.start}, ctx)
 
-        args = part.buffers, part.batch.leaves, part.mine, part.own, part.teacher, extra, layers
-        return view.vmapped(corrected)(given, params, *args)  # type: ignore[no-any-return]
+        args = part.batch.leaves, part.rows, shown
+        return view.vmapped(corrected)(given, values, *args)  # type: ignore[no-any-return]
 
-    def _at_once(self, given: Arrays, params: Arrays, mine: dict[str, Any]) -> Arrays:
+    def _at_once(self, given: Arrays, params: Arrays, told: dict[str, Any]) -> Arrays:
         """Return what elementwise terms make of all members' gradients; raise where it takes vmap."""
         view, before = self._view, random_state(self._view.shared.device)
-        if self._context is None or self._context[0] is not mine:  # as in the last step
-            self._context = mine, self._context_of_all({n: given[n][0] for n in view.start}, mine)
+        if self._context is None or self._context[0] is not told:  # as in the last step
+            self._context = told, self._context_of_all({n: given[n][0] for n in view.start}, told)
         ctx = self._context[1]
-        found = view.shared.term.correct(given, {n: params[n] for n in view.start}, ctx)
+        corrected = view.shared.term.correct(given, {n: params[n] for n in view.start}, ctx)
         if not all(map(torch.equal, before, random_state(view.shared.device))):
             raise CannotStack(
                 "an elementwise term draws numbers, which may be the same for all members"
             )
-        return {n: g.expand(given[n].shape) for n, g in found.items()}
+        return {n: g.expand(given[n].shape) for n, g in corrected.items()}
 
-    def _context_of_all(self, shapes: Arrays, mine: dict[str, Any]) -> ClientContext:
+    def _context_of_all(self, shapes: Arrays, told: dict[str, Any]) -> ClientContext:
         """Return the context of all members; raise CannotStack for slots that might not broadcast."""
         view = self._view
-        for slot in (mine["client"], mine["broadcast"]):
+        for slot in (told["client"], told["broadcast"]):
             _check_owned(slot, shapes, stacked=True)
         _check_owned(view.received, shapes, stacked=False)
         names = ["inputs", "targets", "output", "client_id", "label_counts"]
         names += [] if "planned" in view.alike else ["planned_steps"]
         names += [] if "budget" in view.alike else ["num_steps", "budget_steps"]
         odd: dict[str, Any] = {n: Differs(n) for n in names}
-        return view.context(mine, **odd, gradient_at=partial(_not_alike, "gradient_at"))
+        return view.context(told, **odd, gradient_at=partial(_not_alike, "gradient_at"))
 
 
 class Differs:

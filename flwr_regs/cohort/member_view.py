@@ -92,8 +92,8 @@ class Member:
         The batches of its steps.
     planned_steps : int
         E; it takes ``len(plan)`` steps.
-    own : Arrays
-        The entries of its model that are not those of the others: private ones.
+    private : Arrays
+        The entries of its model that are not those of the others.
     broadcast, client : Slot
         The terms' slots that are its own: tensors, or `Packed` ones.
     client_id : int
@@ -102,7 +102,7 @@ class Member:
 
     plan: Plan
     planned_steps: int
-    own: Arrays = field(default_factory=dict)
+    private: Arrays = field(default_factory=dict)
     broadcast: Slot = field(default_factory=dict)
     client: Slot = field(default_factory=dict)
     client_id: int = -1
@@ -118,9 +118,9 @@ class Number(Tensor):
     ) -> Any:
         """Return what the function makes of it: again such a number, if all else is plain."""
         with torch._C.DisableTorchFunctionSubclass():
-            found = func(*args, **(kwargs or {}))
+            result = func(*args, **(kwargs or {}))
         plain = all(type(a) in (cls, int, float) for a in args)
-        return found.as_subclass(cls) if plain and type(found) is Tensor else found
+        return result.as_subclass(cls) if plain and type(result) is Tensor else result
 
     def _raise(self, *_: Any) -> NoReturn:
         raise CannotStack("a term looks up a number that differs between the members")
@@ -152,8 +152,9 @@ class View:
     as_products : bool
         Whether linear layers run as products: see :class:`Kernels`.
 
-    In its methods, `mine` is what is one client's (slots, id, numbers), and `teacher` its buffers and
-    private entries at the round's start.
+    In its methods, `told` is what one client is told (slots, id, numbers), and a `row` all that is its own:
+    its `told`, its "buffers", its "private" entries that are not trained, and "at_start", what its model
+    held at the round's start beside what terms see.
     """
 
     shared: Shared
@@ -194,20 +195,20 @@ class View:
         """Return label counts with an entry for each class of the output, once there was one."""
         return nn.functional.pad(counts, (0, max(self.classes - counts.shape[0], 0)))
 
-    def context(self, mine: dict[str, Any], **more: Any) -> ClientContext:
+    def context(self, told: dict[str, Any], **more: Any) -> ClientContext:
         """Return one member's context, under vmap."""
-        shared, counts = self.shared, mine.get("counts")
-        numbers = {k: mine[k].as_subclass(Number) for k in ("id", "budget", "planned") if k in mine}
+        shared, counts = self.shared, told.get("counts")
+        numbers = {k: told[k].as_subclass(Number) for k in ("id", "budget", "planned") if k in told}
         budget, planned = (self.alike.get(k, numbers.get(k)) for k in ("budget", "planned"))
-        own: dict[str, Any] = {
+        fields: dict[str, Any] = {
             "start": self.start,
             "lr": shared.lr,
             "num_steps": budget,
             "planned_steps": planned,
             "budget_steps": budget,
             "momentum": self.momentum,
-            "broadcast": joined(self.received, mine["broadcast"]),
-            "client": mine["client"],
+            "broadcast": joined(self.received, told["broadcast"]),
+            "client": told["client"],
             "loss_fn": shared.task.loss,
             "client_id": numbers["id"],
             "batch_size": self.batch_size,
@@ -215,67 +216,72 @@ class View:
             "config": shared.config,
             **{name: partial(_not_in_a_stack, name) for name in OVER_THE_DATA},
         }
-        return ClientContext(**own | more)
+        return ClientContext(**fields | more)
+
+    def shown(self, output: Any) -> dict[str, Any]:
+        """Return the fields of a context that come of a forward pass."""
+        layers = {name: tap.value for name, tap in self.layers.items()}
+        features = None if self.tap is None else self.tap.value
+        return {"output": output, "features": features, "layers": layers}
 
     def at(
-        self, mine: dict[str, Any], teacher: Arrays, inputs: Any, targets: Any, output: Any,
-        extra: Arrays | None = None, layers: Arrays | None = None,
-    ) -> ClientContext:  # fmt: skip
-        """Return one member's context of a step, under vmap; `extra` is what the forward pass has shown."""
-        if extra is None:
-            layers = {name: tap.value for name, tap in self.layers.items()}
-            extra = {"output": output, "features": None if self.tap is None else self.tap.value}
-        logits = extra.get("output")
+        self, row: dict[str, Any], inputs: Any, targets: Any, shown: Mapping[str, Any]
+    ) -> ClientContext:
+        """Return one member's context of a step, under vmap; `shown` is what the forward pass has shown."""
+        at_start, logits = row["at_start"], shown.get("output")
         if isinstance(logits, Tensor) and logits.ndim == 2:
             self.classes = logits.shape[1]
         ctx = self.context(
-            mine,
+            row["told"],
             inputs=inputs,
             targets=targets,
-            layers=layers or {},
-            output_at=partial(self._output_at, teacher, inputs, targets),
-            features_at=partial(self._features_at, teacher, inputs),
-            **extra,
+            output_at=partial(self._output_at, at_start, inputs, targets),
+            features_at=partial(self._features_at, at_start, inputs),
+            **shown,
         )
         needs = any("start_output" in t.needs for t in self.shared.term.terms)
         if needs and ctx.start_output is None:
             with torch.no_grad():
-                there = self._output_at(teacher, inputs, None, self.start)
+                there = self._output_at(at_start, inputs, None, self.start)
             ctx = replace(ctx, start_output=there)
         return ctx
 
-    def _output_at(self, teacher: Arrays, inputs: Any, targets: Any, params: Arrays) -> Any:
+    def _output_at(self, at_start: Arrays, inputs: Any, targets: Any, params: Arrays) -> Any:
         with evaluating(self.shared.model):
-            return self.call(inputs, targets, {**teacher, **params}, {})
+            return self.call(inputs, targets, {**at_start, **params}, {})
 
     def _features_at(
-        self, teacher: Arrays, inputs: Any, params: Arrays, layer: str | None = None
+        self, at_start: Arrays, inputs: Any, params: Arrays, layer: str | None = None
     ) -> Tensor:
         tap = self.tap if layer is None else self.layers.get(layer)
         if tap is None:
             raise CannotStack(f"a term asks for features that it does not need: {layer!r}")
-        self._output_at(teacher, inputs, None, params)
+        self._output_at(at_start, inputs, None, params)
         return tap.value  # type: ignore[no-any-return]
 
     def gradient_at(
-        self, mine: Any, teacher: Arrays, inputs: Any, targets: Any, buffers: Arrays, own: Arrays,
-        before: Sequence[Tensor], params: Arrays,
-    ) -> Arrays:  # fmt: skip
+        self,
+        row: dict[str, Any],
+        inputs: Any,
+        targets: Any,
+        before: Sequence[Tensor],
+        params: Arrays,
+    ) -> Arrays:
         """Return the gradient of a step's whole loss at other parameters, with the step's dropout mask."""
         shared = self.shared
 
-        def whole(p: Arrays, b: Arrays, own: Arrays) -> Tensor:
-            output = self.call(inputs, targets, {**own, **p}, dict(b))
-            ctx = self.at(mine, teacher, inputs, targets, output)
-            return shared.term.loss(shared.task.loss(output, targets), p, ctx)  # type: ignore[no-any-return]
+        def whole(params: Arrays, buffers: Arrays, private: Arrays) -> Tensor:
+            output = self.call(inputs, targets, {**private, **params}, dict(buffers))
+            ctx = self.at(row, inputs, targets, self.shown(output))
+            return shared.term.loss(shared.task.loss(output, targets), params, ctx)  # type: ignore[no-any-return]
 
-        now = random_state(shared.device)
+        after = random_state(shared.device)
         set_random_state(shared.device, before)
         try:
-            copies = {n: b.clone() for n, b in buffers.items()}
-            return grad(whole)(params, copies, own)  # type: ignore[no-any-return]
+            copies = {n: b.clone() for n, b in row["buffers"].items()}
+            return grad(whole)(params, copies, row["private"])  # type: ignore[no-any-return]
         finally:
-            set_random_state(shared.device, now)
+            set_random_state(shared.device, after)
 
 
 class Kernels(TorchFunctionMode):
@@ -326,8 +332,8 @@ def _embedded(
 
 def random_state(device: torch.device) -> list[Tensor]:
     """Return the states of torch's random generators, that of the CPU first."""
-    own = [torch.cuda.get_rng_state(device)] if device.type == "cuda" else []
-    return [torch.get_rng_state(), *own]
+    cuda = [torch.cuda.get_rng_state(device)] if device.type == "cuda" else []
+    return [torch.get_rng_state(), *cuda]
 
 
 def set_random_state(device: torch.device, states: Sequence[Tensor]) -> None:

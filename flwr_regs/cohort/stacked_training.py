@@ -104,12 +104,12 @@ class Stack:
             view = self._view
             view.batch_size = self._members[0].plan.size(0)
 
-            def one(mine: dict[str, Any], functions: dict[str, Any]) -> Any:
-                own = {"num_steps": 0, "planned_steps": 0, "budget_steps": 0, "broadcast": {}}
-                return shared.term.probe(view.context(mine, **own, **functions))
+            def one(told: dict[str, Any], functions: dict[str, Any]) -> Any:
+                none = {"num_steps": 0, "planned_steps": 0, "budget_steps": 0, "broadcast": {}}
+                return shared.term.probe(view.context(told, **none, **functions))
 
             passes, held = [m.plan for m in self._members], self._held
-            given = passes, held.entries, held.at_start, (held.mine,)
+            given = passes, held.entries, held.at_start, (held.told,)
             upload, kept = over_data(view, *given, one, few=True)
             slots = self._in_order(upload), self._in_order(kept)
             return StackedResult({}, {}, *slots, (), ())
@@ -127,26 +127,29 @@ class Stack:
         shared, members, k = self._shared, self._members, self._rows
         parameters = {n: p.detach() for n, p in shared.model.named_parameters()}
         buffers = dict(shared.model.named_buffers())
-        mine = {n for m in members for n in m.own}
-
-        def of_all(name: str, own: Tensor) -> Tensor:
-            one: Tensor = shared.start.get(name, own).to(shared.device)
-            if name not in mine:
-                return one.expand(k, *one.shape).clone()
-            return torch.stack([m.own.get(name, one).to(shared.device) for m in members])
+        own_names = {n for m in members for n in m.private}
 
         def stacks(of: Arrays, names: Collection[str]) -> Arrays:
             return {n: of_all(n, of[n]) for n in names}
 
+        def of_all(name: str, value: Tensor) -> Tensor:
+            one: Tensor = shared.start.get(name, value).to(shared.device)
+            if name not in own_names:
+                return one.expand(k, *one.shape).clone()
+            return torch.stack([m.private.get(name, one).to(shared.device) for m in members])
+
         values = stacks(parameters, shared.trained)
         inner = stacks(buffers, buffers)
-        still = [n for n in parameters if n not in values]
-        own = stacks(parameters, [n for n in still if n in mine])
-        rest = {n: shared.start.get(n, parameters[n]).to(shared.device)
-                for n in still if n not in mine}  # fmt: skip
+        still = {n: p for n, p in parameters.items() if n not in values}
+        private = stacks(still, own_names & still.keys())
+        rest = {
+            n: shared.start.get(n, p).to(shared.device)
+            for n, p in still.items()
+            if n not in own_names
+        }
         start = {n: shared.start[n].to(shared.device) for n in shared.shared}
-        private = {n: v for n, v in values.items() if n not in start}
-        at_start = {n: t.clone() for n, t in (inner | own | private).items()}
+        unseen = {n: v for n, v in values.items() if n not in start}
+        at_start = {n: t.clone() for n, t in (inner | private | unseen).items()}
         steps = {"budget": self._steps, "planned": [m.planned_steps for m in members]}
         alike = {name: of[0] for name, of in steps.items() if len(set(of)) == 1}
         kind = torch.promote_types(next(iter(start.values())).dtype, torch.float32)
@@ -162,8 +165,8 @@ class Stack:
         }
         if (counts := self._label_counts()) is not None:
             each["counts"] = counts.to(shared.device)
-        self._held = Held(values, inner, own, at_start, each)
-        self._of_each = self._taken(slice(None))
+        self._held = Held(values, inner, private, at_start, each)
+        self._of_each = self._held.rows(slice(None))
         return View(shared, start, rest, to_device(shared.broadcast, shared.device), alike)
 
     def _open_taps(self, stack: ExitStack) -> None:
@@ -214,11 +217,11 @@ class Stack:
         view.momentum = momentum_of(self._optimizer)
         if any(t.acts("start") for t in term.terms):
 
-            def begin(mine: dict[str, Any]) -> Arrays:
-                return term.start(view.start, view.context(mine))
+            def begin(told: dict[str, Any]) -> Arrays:
+                return term.start(view.start, view.context(told))
 
             with torch.no_grad():
-                for n, p in view.vmapped(begin)(self._held.mine).items():
+                for n, p in view.vmapped(begin)(self._held.told).items():
                     self._held.values[n].copy_(p)
         view.batch_size = self._members[0].plan.size(0)
 
@@ -243,7 +246,7 @@ class Stack:
                     state[key] = v[:active]
             p.grad = None
             p.data = self._held.values[n][:active]
-        self._rows, self._of_each = active, self._taken(slice(0, active))
+        self._rows, self._of_each = active, self._held.rows(slice(0, active))
 
     def _laid_out(self, g: Tensor, p: Tensor) -> Tensor:
         """Return a gradient as an optimiser takes it: a fused one, without a check, by place in memory."""
@@ -255,9 +258,9 @@ class Stack:
         """Put the corrected gradients of a step into the parameters."""
         forms = [m.plan.forms[step] for m in self._members[: self._rows]]
         if len(set(forms)) == 1:
-            found = self._gradients(step)
+            grads = self._gradients(step)
             for n, p in self._leaves.items():
-                p.grad = None if (g := found[n]) is None else self._laid_out(g, p)
+                p.grad = None if (g := grads[n]) is None else self._laid_out(g, p)
             self._clip()
             return
         parts: dict[Any, list[int]] = {}
@@ -284,11 +287,11 @@ class Stack:
         chosen: Sequence[int] = range(self._rows)
         of_each = self._of_each
         if rows is not None:
-            chosen, of_each = rows.tolist(), self._taken(rows)
+            chosen, of_each = rows.tolist(), held.rows(rows)
             values = {n: v[rows] for n, v in values.items()}
         plans = [self._members[row].plan for row in chosen]
         batch = stacked(plans, step, self._shared.device)
-        part = Part({n: v.requires_grad_() for n, v in values.items()}, batch, *of_each)
+        part = Part({n: v.requires_grad_() for n, v in values.items()}, batch, of_each)
         grads, losses, new = self._gradient.of(part)
         where = slice(0, self._rows) if rows is None else rows
         self._losses[where] += losses * plans[0].size(step)
@@ -297,12 +300,6 @@ class Stack:
                 raise CannotStack(f"its model changes the shape or dtype of its buffer {n}")
             held.buffers[n][where] = b
         return grads
-
-    def _taken(self, rows: slice | Tensor) -> tuple[Arrays, dict[str, Any], Arrays, Arrays]:
-        """Return some rows of what the members hold beside trained parameters: views, of a slice."""
-        held = self._held
-        of_each = held.buffers, held.mine, held.own, held.at_start
-        return mapped(of_each, lambda t: t[rows])  # type: ignore[no-any-return]
 
     def _clip(self) -> None:
         """Scale each member's gradients down to the config's norm: see :func:`.optimizer.clip`."""
@@ -371,9 +368,11 @@ def _one_each(key: str, value: Any, p: Tensor) -> bool:
 def _stacked(slots: Sequence[Slot], device: torch.device) -> Slot:
     """Return the members' slots as one, with a first axis over them."""
     out: Slot = {}
-    for t, own in slots[0].items():
+    for t, first in slots[0].items():
         each = [slot[t] for slot in slots]
-        packed = isinstance(own, Packed)
-        found = own.stacked(each) if packed else {k: torch.stack([s[k] for s in each]) for k in own}
-        out[t] = to_device(found, device)
-    return out
+        out[t] = (
+            first.stacked(each)
+            if isinstance(first, Packed)
+            else {k: torch.stack([s[k] for s in each]) for k in first}
+        )
+    return to_device(out, device)  # type: ignore[no-any-return]

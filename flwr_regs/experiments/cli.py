@@ -95,7 +95,7 @@ def _parser() -> argparse.ArgumentParser:
 
     def command(name: str, do: str, text: str, epilog: str = "") -> argparse.ArgumentParser:
         made = verbs.add_parser(name, help=text, description=text, epilog=epilog)
-        made.set_defaults(do=do)
+        made.set_defaults(do=do, runner="process", gpus_per_client=0.0)
         return made
 
     def trains(made: argparse.ArgumentParser, seeds: str, words: str) -> None:

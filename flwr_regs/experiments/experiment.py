@@ -215,6 +215,12 @@ class Experiment:
         spaces = [s for s in self.tune if s.applies(row.calls) and s.key not in row.settings]
         return points(spaces, self.trials)
 
+    @property
+    def panel(self) -> Panel:
+        """The panel of an experiment that has one."""
+        (panel,) = self.panels
+        return panel
+
     def tests(self, panel: Panel, chosen: Mapping[str, Point] | None = None) -> list[Run]:
         """Return the runs of a panel, each method at the point that tuning has chosen for its label."""
         pairs = [(seed, label) for seed in self.seeds for label in self.rows_of(panel)]

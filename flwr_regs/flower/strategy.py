@@ -13,6 +13,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDic
 from flwr.common.logger import log
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result
+from flwr.serverapp.strategy.strategy_utils import aggregate_metricrecords
 
 from flwr_regs.abilities import Averages, Steers
 from flwr_regs.chain import chain, name_of
@@ -22,7 +23,6 @@ from flwr_regs.flower.grids.grid_network import GridNetwork, Paused
 from flwr_regs.flower.loop import Driven, EvaluateFn, Loop
 from flwr_regs.server.arguments import check_arguments
 from flwr_regs.server.checkpoint.fingerprint import fingerprint
-from flwr_regs.server.client_metrics import mean_metrics
 from flwr_regs.server.evaluation import evaluation
 from flwr_regs.server.options import Options
 from flwr_regs.server.round import Round
@@ -360,8 +360,6 @@ class RegStrategy(Driven):
     def _mean_of_metrics(
         self, kind: str, metrics: Sequence[Mapping[str, Any]]
     ) -> Mapping[str, Any]:
-        given, by = getattr(self.options, f"{kind}_metrics_aggr_fn"), self.options.weighted_by_key
-        if given is None:
-            return mean_metrics(metrics, by)
+        mean = getattr(self.options, f"{kind}_metrics_aggr_fn") or aggregate_metricrecords
         records = [RecordDict({keys.METRICS: MetricRecord({**m})}) for m in metrics]
-        return given(records, by)  # type: ignore[no-any-return]
+        return mean(records, self.options.weighted_by_key)

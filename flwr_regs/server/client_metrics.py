@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from flwr_regs.wire.arrays import LARGEST, ProtocolError
@@ -53,23 +53,6 @@ def read_metrics(pid: int, parcel: Parcel, weighted_by_key: str) -> tuple[Mappin
         if not isinstance(value, list) or len(value) <= MOST_ENTRIES
     }
     return kept, float(count or 0)
-
-
-def mean_metrics(metrics: Sequence[Mapping[str, Any]], weighted_by_key: str) -> dict[str, float]:
-    """Return the mean of the clients' metrics, weighted by one of them, which is left out.
-
-    It is Flower's ``aggregate_metricrecords`` to the bit, for metrics of :func:`common_metrics`.
-    """
-    total = sum(m[weighted_by_key] for m in metrics)
-    mean: dict[str, float] = {}
-    for m in metrics:
-        share = m[weighted_by_key] / total
-        for name, value in m.items():
-            if name in mean:
-                mean[name] += value * share
-            elif name != weighted_by_key:
-                mean[name] = value * share
-    return mean
 
 
 def common_metrics(

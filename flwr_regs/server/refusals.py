@@ -46,10 +46,6 @@ def _one_of(*values: Any) -> Callable[[Any], bool]:
     return lambda value: value in values
 
 
-def _share(value: Any) -> bool:
-    return bool(0.0 <= value <= 1.0)
-
-
 def _whole(value: Any) -> bool:
     return bool(int(value) == value)
 
@@ -61,8 +57,7 @@ def _count(value: Any) -> bool:
 RANGES: list[tuple[str, Callable[[Any], bool], str]] = [
     # setting, what it must satisfy, and the sentence if it does not
     ("weighting", _one_of("num-examples", "uniform"), "be 'num-examples' or 'uniform', not {!r}"),
-    ("seed", _whole, "be a whole number, not {!r}"),
-    ("seed", lambda v: v >= 0, "not be negative, but is {!r}"),
+    ("seed", _count, "be a whole number of at least 0, not {!r}"),
     ("downlink", _one_of("model", "delta"), "be 'model' or 'delta', not {!r}"),
     ("wire_dtype", _one_of(None, *DTYPES), f"be one of {DTYPES} or None, not {{!r}}"),
     ("lr_schedule", callable, "be a function of the round, not {!r}"),
@@ -104,11 +99,14 @@ RANGES: list[tuple[str, Callable[[Any], bool], str]] = [
         "be at least 1 round, or a positive timedelta, not {!r}",
     ),
     ("wait_timeout", lambda v: v >= 0, "not be negative, but is {!r}"),
-    ("fraction_train", _share, "lie in [0, 1], not {!r}"),
-    ("fraction_evaluate", _share, "lie in [0, 1], not {!r}"),
-    ("min_train_nodes", _count, "be a whole number of at least 0, not {!r}"),
-    ("min_evaluate_nodes", _count, "be a whole number of at least 0, not {!r}"),
-    ("min_available_nodes", _count, "be a whole number of at least 0, not {!r}"),
+    *(
+        (name, lambda v: 0.0 <= v <= 1.0, "lie in [0, 1], not {!r}")
+        for name in ("fraction_train", "fraction_evaluate")
+    ),
+    *(
+        (name, _count, "be a whole number of at least 0, not {!r}")
+        for name in ("min_train_nodes", "min_evaluate_nodes", "min_available_nodes")
+    ),
 ]
 
 

@@ -149,22 +149,16 @@ def check_tied(
     return tied
 
 
-def check_names(names: Iterable[str], expected: Iterable[str], what: str) -> None:
-    """Raise ProtocolError naming the arrays that are missing from `what` or unknown to it."""
-    names, expected = set(names), set(expected)
-    if names != expected:
-        raise ProtocolError(
-            f"{what}: arrays do not match the model by name: missing "
-            f"{named(expected - names)}, unexpected {named(names - expected)}"
-        )
-
-
 def check_arrays(arrays: Mapping[str, Any], expected: Mapping[str, Any], what: str) -> None:
     """Raise ProtocolError naming the first array whose name, shape or dtype is not as expected.
 
     Arrays are numpy or torch; `arrays` and `expected` must be of the same kind.
     """
-    check_names(arrays, expected, what)
+    if arrays.keys() != expected.keys():
+        raise ProtocolError(
+            f"{what}: arrays do not match the model by name: missing "
+            f"{named(expected.keys() - arrays.keys())}, unexpected {named(arrays.keys() - expected.keys())}"
+        )
     for name, want in expected.items():
         got = arrays[name]
         if tuple(got.shape) != tuple(want.shape):

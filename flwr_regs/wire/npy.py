@@ -136,19 +136,12 @@ def write_array(array: np.ndarray) -> bytes:
     )
 
 
-def sealed(array: np.ndarray) -> np.ndarray:
-    """Return an array as a read-only view of its ``.npy``."""
-    return read_array(write_array(array))
-
-
 class Blank:
     """An array that is filled in, and then sealed, without a copy of it.
 
     Parameters
     ----------
     dtype, shape
-    fortran : bool
-        Whether the numbers lie in Fortran's order.
 
     Attributes
     ----------
@@ -156,8 +149,8 @@ class Blank:
         The numbers as they lie in memory, zeros at first; gone once the array is sealed.
     """
 
-    def __init__(self, dtype: np.dtype[Any], shape: tuple[int, ...], fortran: bool = False) -> None:
-        header = _header(dtype, shape, fortran)
+    def __init__(self, dtype: np.dtype[Any], shape: tuple[int, ...]) -> None:
+        header = _header(dtype, shape, False)
         # CPython lends out and hands back the memory of bytes that nothing else holds
         self._file = BytesIO(bytes(len(header) + math.prod(shape) * dtype.itemsize))
         self._file.write(header)

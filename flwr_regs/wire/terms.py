@@ -10,10 +10,7 @@ from flwr_regs.term import Term
 
 def check_instances(terms: Any, who: str) -> Sequence[Term]:
     """Return the terms of a strategy of class `who`; TypeError unless they are a list of instances."""
-    if not isinstance(terms, Sequence) or isinstance(terms, str):
-        raise TypeError(
-            f"{who} takes a list of terms, such as {who}([Proximal(0.1)]), not {_named(terms)}"
-        )
+    _check_list(terms, who, f"terms, such as {who}([Proximal(0.1)])")
     for term in terms:
         if isinstance(term, Term):
             continue
@@ -24,15 +21,12 @@ def check_instances(terms: Any, who: str) -> Sequence[Term]:
         raise TypeError(
             f"{who}'s terms are instances, such as Proximal(0.1), not {_named(term)}{hint}"
         )
-    return terms
+    return list(terms)
 
 
 def check_classes(terms: Any, who: str) -> tuple[type[Term], ...]:
     """Return the terms of a client of class `who`; TypeError unless they are a list of classes."""
-    if not isinstance(terms, Sequence) or isinstance(terms, str):
-        raise TypeError(
-            f"{who} takes a list of classes of terms, such as terms=[Proximal], not {_named(terms)}"
-        )
+    _check_list(terms, who, "classes of terms, such as terms=[Proximal]")
     for term in terms:
         if not _is_term_class(term):
             hint = "; its hyper-parameters come from the strategy" * isinstance(term, Term)
@@ -40,6 +34,11 @@ def check_classes(terms: Any, who: str) -> tuple[type[Term], ...]:
                 f"{who}'s terms are classes, such as Proximal, not {_named(term)}{hint}"
             )
     return tuple(terms)
+
+
+def _check_list(terms: Any, who: str, expected: str) -> None:
+    if not isinstance(terms, Sequence) or isinstance(terms, str):
+        raise TypeError(f"{who} takes a list of {expected}, not {_named(terms)}")
 
 
 def _is_term_class(term: Any) -> bool:

@@ -64,12 +64,12 @@ def named(names: Iterable[Any]) -> str:
     return f"[{first}]{more}"
 
 
-def read_json(value: Any, depth: int = 1, longest: int = LONGEST_JSON) -> Any:
+def read_json(value: Any, depth: int = 1) -> Any:
     """Return what a JSON text holds, lists and objects at most `depth` deep; else raise ValueError."""
     if not isinstance(value, str):
         raise ValueError(f"expected JSON text, not {quoted(value, 40)}")
-    if len(value) > longest:
-        raise ValueError(f"JSON text of {len(value)} characters, expected at most {longest}")
+    if len(value) > LONGEST_JSON:
+        raise ValueError(f"JSON text of {len(value)} characters, expected at most {LONGEST_JSON}")
     try:
         value_read = json.loads(value)
     except (ValueError, RecursionError) as error:

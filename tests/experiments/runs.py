@@ -5,12 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from flwr_regs.experiments.experiment import Experiment, Run
-from flwr_regs.experiments.partition.client_data import client_data_of
 from flwr_regs.experiments.report.run_records import RunRecord
 from flwr_regs.experiments.run import engine
-from flwr_regs.experiments.run.clients import ClientFactory, Examples
 from flwr_regs.experiments.run.progress import Progress
-from flwr_regs.experiments.settings import Settings, key
+from flwr_regs.experiments.settings import key
 
 
 def runs_of(**settings: Any) -> list[Run]:
@@ -18,12 +16,6 @@ def runs_of(**settings: Any) -> list[Run]:
     given = {key(name): value for name, value in settings.items()}
     experiment = Experiment.of_methods(given).checked()
     return experiment.tests(*experiment.panels)
-
-
-def examples_of(settings: Settings, pid: int, server_round: int = 0) -> Examples:
-    """Return what a client trains on in a round, and what it tests on."""
-    factory = ClientFactory(Run("", settings, ()), client_data_of(settings))
-    return factory.examples(pid, server_round)
 
 
 def trained(**settings: Any) -> dict[str, RunRecord]:

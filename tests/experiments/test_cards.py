@@ -121,21 +121,6 @@ def test_what_is_wrong_in_a_card_is_one_sentence(
     assert not Path("results").exists()
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        (["none.toml"], "there is no card at none.toml"),
-        (["--smoke"], "--smoke goes with a card"),
-        (["card.toml", "--setting", "stand-in"], "no setting 'stand-in', only paper and"),
-        (["card.toml", "fedfor-t1"], "one card at a time"),
-        (["card.toml", "seed=1"], "give --seeds"),
-    ],
-)
-def test_what_no_card_has_is_refused(line: list[str], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        planned(*line)
-
-
 def test_an_experiment_is_the_same_in_its_file() -> None:
     """Text is read once: what is written is read as an equal value, reduced or not."""
     for name in ("card.toml", *SAMPLE):
@@ -402,14 +387,6 @@ def test_every_model_of_every_panel_suits_its_methods(name: str) -> None:
         if key not in checked:
             one.check()
         checked.add(key)
-
-
-def test_shares_of_clients_are_the_cohorts_of_the_field_guide() -> None:
-    for name, cohorts in (("field-guide-f3", [10]), ("field-guide-f7", [10, 40, 80])):
-        card = load(name)
-        panels = [card.tests(panel)[0].settings for panel in card.panels]
-        sizes = [int(s.num_clients * s.fraction_train) for s in panels]
-        assert [*dict.fromkeys(sizes)] == cohorts
 
 
 def test_a_cell_of_a_table_stands_in_its_card() -> None:

@@ -245,8 +245,8 @@ REFUSED = [  # method, kind, why: all that does not train
 
 def app_of(kind: Kind, method: Method, **kwargs: Any) -> Any:
     def client_fn(context: Any) -> Any:
-        mine = kind.data(context.node_config["partition-id"], kind.dtype)
-        return method.client(kind.model(), mine, mine, device="cpu", **kwargs)
+        own_data = kind.data(context.node_config["partition-id"], kind.dtype)
+        return method.client(kind.model(), own_data, own_data, device="cpu", **kwargs)
 
     return client_app(client_fn)
 
@@ -268,8 +268,8 @@ def train(
 
 
 def failures(strategy: Any) -> list[Any]:
-    found = [e["failures"] for e in strategy.history]
-    return [f for f in found + [e["evaluate"]["failures"] for e in strategy.history] if f]
+    of_training = [e["failures"] for e in strategy.history]
+    return [f for f in of_training + [e["evaluate"]["failures"] for e in strategy.history] if f]
 
 
 def refusal(kind: Kind, method: Method) -> str | None:
@@ -310,15 +310,15 @@ def test_every_kind_of_model_trains_under_every_method(kind: Kind, method: Metho
     params = dict(model.named_parameters(remove_duplicate=False))
     frozen_names = strategy.term.frozen(list(start))
     held = {id(params[n]) for n in frozen_names if n in params}  # with tied names
-    mine = {n for n in trained & set(got) if got[n].size and id(params[n]) not in held}
-    moved = {n for n in mine if (got[n] != start[n]).any()}
+    in_play = {n for n in trained & set(got) if got[n].size and id(params[n]) not in held}
+    moved = {n for n in in_play if (got[n] != start[n]).any()}
     if "EFL" in method.name or "ternary" in method.name:  # sparse steps
         assert moved
     elif torch.bfloat16 in (kind.dtype, getattr(torch, kind.wire or "float32")):
         # a client's small steps beside a weight of 1 round to none
-        assert len(moved) > len(mine) / 2
+        assert len(moved) > len(in_play) / 2
     else:
-        assert moved == mine
+        assert moved == in_play
     # 4 and 6 steps of clients with 10 and 15 examples
     a_step = 5.2 if strategy.weighting == "num-examples" else 5
     if kind.name == "counting":
@@ -380,76 +380,6 @@ def test_tied_weights_are_one_weight(method: Method) -> None:
         assert max(up) < 60
     if b.term.coder("release"):
         assert down[2] < 60
-
-
-def by_hand(
-    kind: Kind, rounds: int, rounded: Callable[[torch.Tensor], torch.Tensor] = lambda t: t
-) -> dict[str, np.ndarray]:
-    """FedAvg in plain loops over two clients; floats are `rounded` when they travel."""
-    state = {n: torch.from_numpy(a.numpy()) for n, a in kind.arrays().items()}
-    data = [kind.data(k, kind.dtype) for k in range(2)]
-    shares = [sum(len(y) for _, y in d) for d in data]
-    for _ in range(rounds):
-        given = {n: rounded(w) for n, w in state.items()}
-        ends = []
-        for batches in data:
-            model = kind.model()
-            model.load_state_dict(given)
-            model.train()
-            opt = torch.optim.SGD(model.parameters(), lr=0.1)
-            for _ in range(2):
-                for x, y in batches:
-                    opt.zero_grad()
-                    nn.functional.cross_entropy(model(x), y).backward()
-                    opt.step()
-            ends.append({n: rounded(v) for n, v in model.state_dict().items()})
-        for n, w in state.items():
-            deltas = [
-                share / sum(shares) * (end[n].double() - given[n].double())
-                for share, end in zip(shares, ends, strict=True)
-            ]
-            state[n] = w + sum(deltas).to(w.dtype)  # type: ignore[union-attr]
-    return {n: w.numpy() for n, w in state.items()}
-
-
-@pytest.mark.parametrize(
-    "kind",
-    [
-        TIED,
-        Kind("groups", group_norm, images, torch.float64),
-        Kind("embedding", TiedEmbedding, tokens, torch.float64),
-    ],
-    ids=lambda k: k.name,
-)
-def test_fedavg_equals_plain_loops(kind: Kind) -> None:
-    _, got = train(kind, METHODS[0])
-    close(got, by_hand(kind, 3), 1e-12)
-
-
-class Constant(nn.Module):
-    """What `frozen` computes, its first layer a constant that no state_dict knows."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        layers = seeded(frozen, torch.float64)
-        self.first = [layers[0]]  # type: ignore[index]  # a list hides a module
-        self.add_module("2", layers[2])  # type: ignore[index]
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.get_submodule("2")(self.first[0](x).tanh())  # type: ignore[no-any-return]
-
-
-@pytest.mark.parametrize(
-    "method",
-    [m for m in METHODS if "bn" not in m.name.lower() and m.name not in ("FedPer", "FedBABU")][
-        2::5
-    ],
-    ids=lambda m: m.name,
-)
-def test_frozen_parameters_are_constants(method: Method) -> None:
-    _, got = train(Kind("frozen", frozen, dtype=torch.float64), method)
-    _, want = train(Kind("constant", Constant, dtype=torch.float64), method)
-    close({n: got[n] for n in want}, want, 0.0)
 
 
 # Tied weights: what clients say of them is checked

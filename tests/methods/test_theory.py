@@ -13,7 +13,6 @@ import torch
 
 import flwr_regs as fr
 from flwr_regs.client.local_training import local_round
-from flwr_regs.term import Term
 from flwr_regs.testing.problem import (
     Point,
     half_squared_error,
@@ -24,7 +23,6 @@ from flwr_regs.testing.problem import (
 )
 from tests.conftest import budgeted
 from tests.laws import minimum
-from tests.sampling import sampled
 
 CURVATURES, CENTRES, HALVES = (1.0, 4.0), (-1.0, 2.0), (0.5, 0.5)
 BEST = minimum(CURVATURES, CENTRES, HALVES)
@@ -63,11 +61,11 @@ def path(
 @pytest.mark.parametrize("steps", [1, 2, 10])
 def test_fedavg_is_biased_by_the_number_of_steps(steps: int) -> None:
     """``Σ p_k (1 − (1 − η a_k)^K) (c_k − w) = 0``: the minimum for K = 1, the mean centre for many."""
-    (*_, found) = path("FedAvg", steps, 60)
+    (*_, w) = path("FedAvg", steps, 60)
     pulls = [1 - (1 - 0.1 * a) ** steps for a in CURVATURES]
     expected = sum(p * c for p, c in zip(pulls, CENTRES, strict=True)) / sum(pulls)
-    assert found == pytest.approx(expected, abs=1e-6)
-    assert (abs(found - BEST) < 1e-6) == (steps == 1)
+    assert w == pytest.approx(expected, abs=1e-6)
+    assert (abs(w - BEST) < 1e-6) == (steps == 1)
     assert settled(CURVATURES, CENTRES, HALVES, 0.1, 10**6) == pytest.approx(sum(CENTRES) / 2)
 
 
@@ -80,19 +78,12 @@ EXACT: dict[str, dict[str, Any]] = {
 }
 
 
-@sampled("name,steps", [(name, k) for name in EXACT for k in (1, 4, 12)], 3)
-def test_drift_corrections_are_exact_for_every_number_of_steps(name: str, steps: int) -> None:
-    (*_, found) = path(name, steps, 70, **EXACT[name])
-    assert found == pytest.approx(BEST, abs=1e-5)
-
-
 @pytest.mark.parametrize("name", EXACT)
 def test_under_unequal_steps_gradient_tracking_alone_is_biased(name: str) -> None:
     """``Σ_k K_k d_k`` stays 0, not ``Σ d_k``: VRL-SGD and FedGATE settle where ``Σ K_k ∇f_k = 0``."""
-    done = (2, 8)
-    (*_, found) = path(name, 8, 70, budgets={0: done[0]}, **EXACT[name])
-    weights = [k / sum(done) for k in done] if name in ("VRLSGD", "FedGATE") else HALVES
-    assert found == pytest.approx(minimum(CURVATURES, CENTRES, weights), abs=1e-5)
+    (*_, w) = path(name, 8, 70, budgets={0: 2}, **EXACT[name])
+    weights = (0.2, 0.8) if name in ("VRLSGD", "FedGATE") else HALVES
+    assert w == pytest.approx(minimum(CURVATURES, CENTRES, weights), abs=1e-5)
 
 
 def test_fednova_weighs_unequal_steps_and_fedavg_does_not() -> None:
@@ -112,51 +103,6 @@ def test_fednova_weighs_unequal_steps_and_fedavg_does_not() -> None:
 
 
 # limits of stability, a tenth below and above
-
-
-def moved(term: Term, steps: int, lr: float, curvature: float, **broadcast: float) -> list[float]:
-    """Return ``v − w`` after 1 and after `steps` steps from ``w = 0``, of a client with centre 1."""
-    out = []
-    for k in (1, steps):
-        slot = {key.replace("_", "."): torch.tensor([a]).double() for key, a in broadcast.items()}
-        done = local_round(
-            Point(),
-            term,
-            quadratic_clients([curvature], [1.0])[0],
-            lr=lr,
-            steps=k,
-            loss_fn=half_squared_error,
-            broadcast=slot,
-            device="cpu",
-        )
-        out.append(float(done.delta["v"][0]))
-    return out
-
-
-@pytest.mark.parametrize("times", [0.9, 1.1])
-def test_fedproxs_steps_are_stable_below_two_over_eta(times: float) -> None:
-    """``η (a + μ) < 2``: the distance from the local minimum goes with ``|1 − η (a + μ)|^K``."""
-    lr, a = 0.1, 1.0
-    mu = times * 2 / lr - a
-    for implicit in (False, True):
-        first, last = moved(fr.Proximal(mu, implicit), 41, lr, a)
-        rest = a / (a + mu)
-        factor = 1 - lr * (a + mu) / (1 + lr * mu * implicit)
-        assert last - rest == pytest.approx(factor**40 * (first - rest), rel=1e-6)
-        assert (abs(last - rest) < abs(first - rest)) == (times < 1 or implicit)
-
-
-@pytest.mark.parametrize("times", [0.9, 1.1])
-def test_efls_steps_are_stable_below_two_over_eta_u(times: float) -> None:
-    """``η λ U < 2`` for a loss that is flat beside the pull ``λ (U v − V)``; an implicit step always is."""
-    lr, u = 0.1, 4.0
-    lam = times * 2 / (lr * u)
-    for implicit in (False, True):
-        first, last = moved(fr.Elastic(lam, implicit=implicit), 41, lr, 0.0, U_v=u, V_v=u)
-        factor = 1 - lr * lam * u / (1 + lr * lam * u * implicit)
-        assert last - 1 == pytest.approx(factor**40 * (first - 1), rel=1e-6)
-        assert (abs(last - 1) < abs(first - 1)) == (times < 1 or implicit)
-
 
 BETA = 0.7
 MOMENTUM: dict[str, tuple[str, dict[str, Any], float]] = {
@@ -180,8 +126,8 @@ MOMENTUM: dict[str, tuple[str, dict[str, Any], float]] = {
 def test_momentum_over_rounds_is_stable_below_its_limit(name: str, times: float) -> None:
     """One step a round: heavy ball is stable for ``η a < 2 (1 + β)``, Nesterov's form over ``1 + 2 β``."""
     method, settings, limit = MOMENTUM[name]
-    found = path(method, 1, 60, times * limit, curvatures=[1.0], centres=[1.0], **settings)
-    away = [abs(w - 1) for w in found]
+    models = path(method, 1, 60, times * limit, curvatures=[1.0], centres=[1.0], **settings)
+    away = [abs(w - 1) for w in models]
     assert (max(away[-5:]) < 0.2 * max(away[:5])) == (times < 1)
     assert (max(away[-5:]) > 5 * max(away[:5])) == (times > 1)
 
@@ -195,25 +141,16 @@ def test_fedfors_force_stops_a_reversal_beyond_one_last_step(times: float) -> No
     """
     k, lr, s = 20, 0.1, 0.5
     alpha = times / (k - 1)
-    g = -s / lr  # the last step as a gradient
-
-    class Linear(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.v = torch.nn.Parameter(torch.zeros(1, dtype=torch.float64))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x * self.v
-
-    one = torch.full((1, 1), s / (lr * k), dtype=torch.float64)  # K steps of it move by −s
+    zero = torch.zeros(1, 1, dtype=torch.float64)
+    slope = s / (lr * k)  # K steps of it move by −s
     done = local_round(
-        Linear(),
+        Point(),
         fr.FirstOrder(alpha),
-        [(one, one)],
+        [(zero + slope, zero)],
         lr=lr,
         steps=k,
         loss_fn=lambda output, _: output.mean(),
-        broadcast={"v": torch.tensor([g]).double()},
+        broadcast={"v": torch.tensor([-s / lr]).double()},  # the last step as a gradient
         device="cpu",
     )
     left = float(done.delta["v"][0])

@@ -15,7 +15,7 @@ from flwr_regs.server.refusals import PAIRS, RANGES
 
 WRONG: dict[str, tuple[Any, str]] = {
     "weighting": ("equal", "weighting must be 'num-examples' or 'uniform', not 'equal'"),
-    "seed": (-1, "seed must not be negative, but is -1"),
+    "seed": (-1, "seed must be a whole number of at least 0, not -1"),
     "aggregator": (
         fr.Krum,
         r"aggregator must be an aggregator, such as Mean\(\) or .*, not <class",

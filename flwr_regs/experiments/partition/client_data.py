@@ -206,7 +206,8 @@ def data_of(settings: Any) -> Data:
 
     Raises ImportError, OSError or ValueError as :func:`flwr_regs.experiments.data.datasets.load` does.
     """
-    groups = settings.num_clients + settings.held_out_clients if settings.examples else 0
+    grouped = settings.examples and settings.partition in (*BY_GROUP, "label-swaps-rounds")
+    groups = settings.num_clients + settings.held_out_clients if grouped else 0
     source = settings.dataset, settings.data_dir, settings.code_dir
     return _data(source, settings.synthetic, settings.examples, settings.num_classes, groups)
 

@@ -157,7 +157,7 @@ def _member(member: Member, precision: torch.dtype | None) -> Member:
     return replace(
         member,
         plan=replace(plan, data=data, batches=batches, rows=None),
-        own=_in(precision, member.own),
+        private=_in(precision, member.private),
         broadcast=_in(precision, member.broadcast),
         client=_in(precision, _plain(member.client)),
     )
@@ -178,7 +178,7 @@ def _alone(group: Group, c: Candidate, client: RegClient, precision: torch.dtype
     with _kept(model), seeded(c.seed, shared.device), Quiet(shared.device):
         load(model, shared.term, group.arrays, config)
         entries = model.state_dict()
-        for name, value in c.member.own.items():
+        for name, value in c.member.private.items():
             entries[name].copy_(value)
         model.to(precision)
         if group.recipe.probes:

@@ -115,7 +115,7 @@ class Cohort:
             member.plan.forms[0],
             _form(member.broadcast),
             _form(member.client),
-            tuple(member.own),
+            tuple(member.private),
             _counted(recipe.term, member),
             tuple(n for n in content if n in self._alike),  # the first client's are all clients'
         )

@@ -25,7 +25,7 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import numpy as np
 
-from flwr_regs.term import COUNT, POSITIVE, Range
+from flwr_regs.term import COUNT, POSITIVE, Range, check_ranges
 from flwr_regs.wire.pieces import pieces
 
 READ = 1 << 17
@@ -138,6 +138,9 @@ class Aggregator(Protocol):
 
         The order of the clients must not matter. Raises :class:`TooFewVectors` if n is too small. What
         else it raises, and a result that has not d finite numbers, fails the round, and the model stays.
+
+        One with an absolute bound also has a method `beside` that returns one without: it aggregates
+        buffers and uploads, whose units are not those of the updates.
         """
         ...
 
@@ -147,12 +150,9 @@ class _Checked:
     """Refuses numbers out of range by their names."""
 
     ranges: ClassVar[Mapping[str, Range]] = {}
-    optional: ClassVar[Sequence[str]] = ()
 
     def __post_init__(self) -> None:
-        for name, good in self.ranges.items():
-            value = getattr(self, name)
-            good.check(type(self).__name__, name, value, name in self.optional)
+        check_ranges(self)
 
     def _need(self, least: int, vectors: Vectors) -> None:
         if len(vectors) < least:
@@ -305,7 +305,6 @@ class NormBound(_Checked):
     """
 
     ranges: ClassVar[Mapping[str, Range]] = {"max_norm": POSITIVE}
-    optional: ClassVar[Sequence[str]] = ("max_norm",)
     max_norm: float | None = None
 
     def aggregate(self, vectors: Vectors, weights: np.ndarray) -> Aggregate:
@@ -331,8 +330,7 @@ class CenteredClipping(_Checked):
     """
 
     ranges: ClassVar[Mapping[str, Range]] = {"radius": POSITIVE, "iters": COUNT}
-    optional: ClassVar[Sequence[str]] = ("radius",)
-    radius: float | None
+    radius: float | None = None
     iters: int = 3
 
     def aggregate(self, vectors: Vectors, weights: np.ndarray) -> Aggregate:
@@ -356,11 +354,3 @@ def shrink(norms: np.ndarray, bound: float | None = None) -> np.ndarray:
 
 def _below_one(vectors: Vectors, scale: np.ndarray) -> list[int]:
     return [pid for pid, s in zip(vectors.pids, scale, strict=True) if s < 1]
-
-
-def beside(aggregator: Any) -> Any:
-    """Return what aggregates buffers and uploads, whose units are not those of the updates.
-
-    An aggregator with an absolute bound has a method `beside` that returns one without.
-    """
-    return aggregator.beside() if hasattr(aggregator, "beside") else aggregator

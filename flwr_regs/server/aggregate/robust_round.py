@@ -28,7 +28,6 @@ from flwr_regs.server.aggregate.aggregators import (
     Aggregator,
     TooFewVectors,
     Vectors,
-    beside,
     shrink,
 )
 from flwr_regs.server.aggregate.updates import Moves, summed_dtype
@@ -135,7 +134,13 @@ class RobustMeans:
                 continue
             folded = {pid: slots[t.name] for pid, slots in each.items()}
             added = {p: {k: a for k, a in s.items() if t.adds(k)} for p, s in folded.items()}
-            _check_alike(t.name, added)
+            kinds = {p: sorted((k, np.shape(a)) for k, a in v.items()) for p, v in added.items()}
+            usual = Counter(map(repr, kinds.values())).most_common(1)[0][0]
+            if wrong := [p for p, kind in kinds.items() if repr(kind) != usual]:
+                why = (
+                    f"what '{t.name}' adds up has other arrays than most clients': expected {usual}"
+                )
+                raise UnusableReplies(dict.fromkeys(wrong, why))
             total = {key: len(added) * a for key, a in self.aggregated(added).items()}
             counted = self.members(list(folded))
             out[t.name] = total | {
@@ -148,7 +153,8 @@ class RobustMeans:
         if not vectors.size:
             return Aggregate(np.zeros(0))
         if self.selected is None:
-            return self._aggregate(beside(self._aggregator), vectors, weights)
+            beside = getattr(self._aggregator, "beside", lambda: self._aggregator)()
+            return self._aggregate(beside, vectors, weights)
         scale = shrink(vectors.norms())
         chosen = np.isin(vectors.pids, self.selected)
         if not chosen.any():
@@ -202,12 +208,3 @@ def _split(vector: np.ndarray, sizes: Mapping[str, int]) -> dict[str, np.ndarray
     """Return the parts of a vector by name."""
     ends = np.cumsum(list(sizes.values()))[:-1]
     return dict(zip(sizes, np.split(vector, ends), strict=True)) if sizes else {}
-
-
-def _check_alike(name: str, values: Mapping[int, Slot]) -> None:
-    """Raise UnusableReplies for clients whose arrays differ from most clients' by key or shape."""
-    kinds = {p: tuple(sorted((k, np.shape(a)) for k, a in v.items())) for p, v in values.items()}
-    usual = Counter(kinds[p] for p in sorted(kinds)).most_common(1)[0][0]
-    if wrong := [p for p, kind in kinds.items() if kind != usual]:
-        why = f"what '{name}' adds up has other arrays than most clients': expected {dict(usual)}"
-        raise UnusableReplies(dict.fromkeys(wrong, why))

@@ -432,6 +432,40 @@ def test_uploads_that_the_aggregator_does_not_reach_are_refused() -> None:
     assert why[2].isprintable()
 
 
+@dataclass(frozen=True)
+class Picky(Asks):
+    """Cannot work with an upload that is not positive; only its update sees that."""
+
+    def update(self, server: Slot, delta: Any, uploads: Mapping[int, Slot], ctx: Any) -> Any:
+        if any((upload["u"] < 0).any() for upload in uploads.values()):
+            raise ValueError("a root of it is not real")
+        return super().update(server, delta, uploads, ctx)
+
+
+@pytest.mark.parametrize(
+    ("term", "odd", "why"),
+    [
+        (Picky(), -np.ones((2, 2)), "a root of it is not real"),
+        (Sums(), np.ones(3), "could not be broadcast together"),
+    ],
+    ids=["update", "fold"],
+)
+def test_an_upload_that_the_mean_cannot_use_costs_its_client(term: Any, odd: Any, why: str) -> None:
+    train = training([term])
+    net = network(4, uploads=lambda k: {term.name: {"u": odd if k == 2 else sent(k)}})
+    moved(train, net)
+    assert train.history[0]["replies"] == [0, 1, 3]
+    assert "its upload cannot be used" in train.history[0]["failures"][2]
+    assert why in train.history[0]["failures"][2]
+
+
+def test_other_arrays_than_most_clients_add_cost_that_client_its_reply() -> None:
+    train = training([Sums()], aggregator=fr.CoordinateMedian())
+    net = network(4, uploads=lambda k: {"sums": {"u": np.ones(3) if k == 2 else sent(k)}})
+    moved(train, net)
+    assert train.history[0]["replies"] == [0, 1, 3]
+
+
 def test_clients_that_krum_leaves_out_keep_their_state() -> None:
     """They are not told that their reply was used; those that it kept are."""
     seen: dict[int, list[Any]] = {}

@@ -125,16 +125,6 @@ def test_more_clients_than_are_read_at_a_time() -> None:
     np.testing.assert_allclose(found, expected, rtol=1e-12, atol=1e-12)
 
 
-def test_sums_equal_where_an_update_is_decoded_again() -> None:
-    base = model()
-    came = replies(base)
-    coded = {**came, 6: replace(came[6], delta={}, coded=lambda: came[6].delta)}
-    same(
-        mean_delta(base, coded, WEIGHTS, SCALED, ["mask"]),
-        whole(base, came, WEIGHTS, SCALED, ["mask"]),
-    )
-
-
 @pytest.mark.parametrize("half", ["bfloat16", "float16"])
 def test_half_precision_is_widened_piece_by_piece(half: str) -> None:
     base = model()

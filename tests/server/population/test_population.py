@@ -159,19 +159,6 @@ def test_too_few_that_can_take_part_end_the_run_at_once_with_the_reasons() -> No
     assert time.monotonic() - began < 5
 
 
-def test_one_node_s_word_is_not_the_size_of_the_population() -> None:
-    """The others report no num-partitions: they are not waited for, and N is how many came."""
-    network = NumpyNetwork(
-        3,
-        lambda k, request, parcel: Parcel(
-            config={"partition-id": k} | ({"num-partitions": 2**31} if k == 1 else {})
-        ),
-    )
-    who = Population(2, None, 60.0)
-    assert who.refresh(network) == [0, 1, 2]
-    assert (who.size, who.missing) == (3, "")
-
-
 def test_a_node_that_comes_back_as_another_partition_has_no_second_voice() -> None:
     claims: dict[int, int] = {}
     network = network_of(3, claims)
