@@ -121,7 +121,7 @@ def shakespeare_leaf(folder: Path) -> None:
 def sentiment140(folder: Path) -> None:
     """Two accounts of ten tweets, one of one; sad ones first, as the source has them."""
     rows = [
-        (polarity, DATES[day], user, f"day {day} is {'good' if polarity else 'bad'}, @{user}")
+        (polarity, DATES[day], user, f"day {9 - day} is {'good' if polarity else 'bad'}, @{user}")
         for polarity in (0, 4)
         for user in ("ann", "bob")
         for day in range(0 if polarity else 1, 10, 2)
