@@ -194,7 +194,7 @@ def network(
             {
                 keys.METHOD_KEY: method,
                 keys.BUFFERS_KEY: mask(STATISTICS, arrays),
-                keys.KEEPS_KEY: True,
+                keys.KEEPS_KEY: "state",
             },
             {"num-examples": k + 1, "local-steps": min(k + 1, 4), "planned-steps": 4},
         )
