@@ -211,9 +211,7 @@ class Chain(
         self, probes: Mapping[int, Slot], ctx: ServerContext | None = None
     ) -> dict[int, Slot]:
         out: dict[int, Slot] = {pid: {} for pid in probes}
-        for t in self.terms:
-            if not isinstance(t, Probes):
-                continue
+        for t in (t for t in self.terms if isinstance(t, Probes)):
             sent = _uploads_of(t, probes)
             robust = ctx if ctx is not None and ctx.robust else None
             answers = t.answer(sent) if robust is None else t.robust_answer(sent, robust)
@@ -359,19 +357,18 @@ def gradient_after(left: tuple[Term, ...], ctx: ClientContext) -> Callable[[Arra
 
 def _unlike_most(uploads: Mapping[int, Slot]) -> dict[int, str]:
     """Return why, for uploads with an array of another shape or dtype than most have under its key."""
-    kinds: dict[str, Counter[Any]] = {}
-    sent = {
+    kinds = {
         pid: {key: (tuple(a.shape), str(a.dtype)) for key, a in upload.items()}
         for pid, upload in sorted(uploads.items())
     }
-    for kinds_by_key in sent.values():
-        for key, kind in kinds_by_key.items():
-            kinds.setdefault(key, Counter())[kind] += 1
-    usual = {key: count.most_common(1)[0][0] for key, count in kinds.items()}
+    counts: dict[str, Counter[Any]] = {}
+    for key, kind in (pair for of_one in kinds.values() for pair in of_one.items()):
+        counts.setdefault(key, Counter())[kind] += 1
+    usual = {key: count.most_common(1)[0][0] for key, count in counts.items()}
     return {
         pid: f"'{key}' is {kind}, but most clients' {usual[key]}"
-        for pid, kinds_by_key in sent.items()
-        for key, kind in kinds_by_key.items()
+        for pid, of_one in kinds.items()
+        for key, kind in of_one.items()
         if kind != usual[key]
     }
 

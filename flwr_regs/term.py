@@ -84,6 +84,17 @@ COUNT = Range("a whole number of at least 1", lambda v: v >= 1, Integral)
 SWITCH = Range("True or False", kind=bool)
 
 
+def check_ranges(owner: Any) -> None:
+    """Raise ParameterError for a field of a dataclass that is out of its class's `ranges`.
+
+    None passes if it is the field's default.
+    """
+    for f in fields(owner):
+        if f.name in owner.ranges:
+            value, optional = getattr(owner, f.name), f.default is None
+            owner.ranges[f.name].check(type(owner).__name__, f.name, value, optional)
+
+
 CLIENT_HOOKS = ("start", "loss", "correct", "finish")
 
 
@@ -147,10 +158,7 @@ class Term:
             cls.server_only = not (acts or any(ability in cls.__mro__ for ability in ON_CLIENTS))
 
     def __post_init__(self) -> None:
-        for f in fields(self):
-            if f.name in self.ranges:
-                value = getattr(self, f.name)
-                self.ranges[f.name].check(type(self).__name__, f.name, value, f.default is None)
+        check_ranges(self)
         object.__setattr__(self, "_checked", True)  # `chain` asks for it
 
     @property

@@ -42,35 +42,38 @@ from tests.oracles.server_step.fedopt import fedopt
 from tests.oracles.server_step.qfedavg import qfedavg
 from tests.oracles.server_step.slowmo import slowmo
 
+Numbers = Sequence[float]
+
 
 def case(
     name: str,
-    strategy: Any,
-    client: Any,
-    settings: dict[str, Any],
-    neutral: dict[str, Any],
     terms: Sequence[Term],
     oracle: Any,
-    oracle_settings: dict[str, Any],
-    *,
-    neutral_is_exact: bool = True,
+    settings: dict[str, Any],
+    neutral: dict[str, Any],
+    oracle_settings: dict[str, Any] | None = None,
     **more: Any,
 ) -> Method:
-    """A method with non-neutral hyper-parameters, its neutral ones, terms and oracle.
+    """A method, named by its class, and by a variant behind a hyphen.
 
-    It settles at FedAvg's fixed point, unless it is exempt.
+    With hyper-parameters that are not neutral, the neutral ones, terms and oracle, which has the same
+    settings by default. It settles at FedAvg's fixed point, unless it is exempt.
     """
+    method = name.partition("-")[0]
     return Method(
-        strategy,
-        client,
+        getattr(fr, method),
+        getattr(fr, f"{method}Client"),
         terms,
         oracle,
         name=name,
         settings=settings,
         neutral=neutral,
-        neutral_is_exact=neutral_is_exact,
-        oracle_settings=oracle_settings,
-        **{"fixed_point": partial(settled, pull=partial(pulled, **pull_of(settings))), **more},
+        oracle_settings=settings if oracle_settings is None else oracle_settings,
+        **{
+            "neutral_is_exact": True,
+            "fixed_point": partial(settled, pull=partial(pulled, **pull_of(settings))),
+            **more,
+        },
     )
 
 
@@ -102,6 +105,7 @@ def pulled(
     return moved
 
 
+NEARLY = {"neutral_is_exact": False}
 NO_CLASSES = Exempt(
     "Its loss is one of class probabilities.", "label counts need integer class labels"
 )
@@ -116,46 +120,36 @@ NEVER_AT_REST = Exempt(
 )
 
 
+def never(why: str) -> dict[str, Exempt]:
+    """Why no settings of a method are FedAvg's."""
+    return {"neutral": Exempt(why)}
+
+
 def adc(name: str, **settings: Any) -> Method:
     """A FedADC case."""
     full = {"beta_local": 0.7, "beta_global": 0.7, "variant": "nesterov", "alpha": 1.0, **settings}
-    betas = {k: full.pop(k) for k in ("beta_local", "beta_global")}
-    downlink = full.pop("downlink", "model")
-    return case(
-        name,
-        fr.FedADC,
-        fr.FedADCClient,
-        {**betas, **full, "downlink": downlink},
-        {"beta": 0.0, "downlink": downlink},
-        [fr.EmbeddedMomentum(**betas, **full)],
-        fedadc,
-        {**betas, **full},
-        neutral_is_exact=False,
-    )
+    wire = {"downlink": full.pop("downlink", "model")}
+    momentum = fr.EmbeddedMomentum(**full)
+    return case(name, [momentum], fedadc, full | wire, {"beta": 0.0, **wire}, full, **NEARLY)
 
 
-def adaptive(name: str, strategy: Any, client: Any, **settings: Any) -> Method:
+def adaptive(name: str) -> Method:
     """A case of Reddi et al.'s Alg. 2."""
+    settings = {"server_lr": 0.02, "beta_1": 0.8, "tau": 0.01}
+    if name != "FedAdagrad":
+        settings["beta_2"] = 0.95
     rule = name.removeprefix("Fed").lower()
-    full = {"server_lr": 0.02, "beta_1": 0.8, "beta_2": 0.95, "tau": 0.01, **settings}
-    if rule == "adagrad":
-        del full["beta_2"]
-    term = fr.AdaptiveServer(
-        rule, full["server_lr"], full["beta_1"], full.get("beta_2", 0.0), full["tau"]
-    )
-    oracle = {k.replace("_1", "1").replace("_2", "2"): v for k, v in full.items()}
+    oracle = {key.replace("_1", "1").replace("_2", "2"): v for key, v in settings.items()}
     return case(
         name,
-        strategy,
-        client,
-        full,
+        [fr.AdaptiveServer(rule, 0.02, 0.8, settings.get("beta_2", 0.0), 0.01)],
+        fedopt,
+        settings,
         # the adaptivity gone: Δ · η/(√v + τ) with η = τ, both beyond any √v
         {"server_lr": 1e9, "tau": 1e9, "beta_1": 0.0, "initial_v": 0.0},
-        [term],
-        fedopt,
         {**oracle, "server": rule},
-        neutral_is_exact=False,
         settling={"server_lr": 1.0, "tau": 1.0, "beta_1": 0.5},
+        **NEARLY,
     )
 
 
@@ -164,72 +158,47 @@ def elastic(name: str, lam: float, densities: Sequence[float | None], **more: An
     densities = dict(zip(("density_up", "density_down"), densities, strict=True))
     return case(
         name,
-        fr.EFL,
-        fr.EFLClient,
-        {"lam": lam, **densities, **more},
-        {"lam": 0.0},
         [fr.Elastic(lam, **more), fr.SparseTernary(**densities)],
         efl,
         {"lam": lam, **densities, **more},
+        {"lam": 0.0},
         exempt={"fixed-point": OTHER_CLIENTS} if lam else {},
     )
 
 
-def curvature(name: str, lam: float, implicit: bool = False) -> Method:
+def curvature(name: str, **settings: Any) -> Method:
     """A case of FedCurv."""
-    settings = {"lam": lam, "implicit": implicit}
-    return case(
-        name,
-        fr.FedCurv,
-        fr.FedCurvClient,
-        settings,
-        {"lam": 0.0},
-        [fr.Curvature(**settings)],
-        fedcurv,
-        settings,
-        exempt={"fixed-point": OTHER_CLIENTS},
-    )
+    exempt = {"fixed-point": OTHER_CLIENTS}
+    return case(name, [fr.Curvature(**settings)], fedcurv, settings, {"lam": 0.0}, exempt=exempt)
 
 
-def minimum(
-    curvatures: Sequence[float], centres: Sequence[float], weights: Sequence[float], *_: Any
-) -> float:
+def minimum(curvatures: Numbers, centres: Numbers, weights: Numbers, *_: Any) -> float:
     """Where ``Σ p_k a_k (v − c_k) = 0``: the minimum of the clients' common loss, whatever their steps."""
     parts = [(p * a, c) for a, c, p in zip(curvatures, centres, weights, strict=True)]
     return sum(part * c for part, c in parts) / sum(part for part, _ in parts)
 
 
+def driftless(name: str, term: Term, oracle: Any, settings: dict[str, Any], **more: Any) -> Method:
+    """A case of a method that settles where no client drifts, whatever its settings."""
+    exempt = never(f"No setting of {name.partition('-')[0]} makes it FedAvg.")
+    return case(
+        name, [term], oracle, settings, settings, fixed_point=minimum, exempt=exempt, **more
+    )
+
+
 def control(name: str, **settings: Any) -> Method:
-    """A case of SCAFFOLD, which settles where no client drifts."""
+    """A case of SCAFFOLD."""
     own = {n: v for n, v in settings.items() if n != "server_lr"}
     sgd = [t for t in fr.SCAFFOLD(**settings).term.terms if isinstance(t, Steps)]
     return case(
         name,
-        fr.SCAFFOLD,
-        fr.SCAFFOLDClient,
-        settings,
-        {},
         [fr.ControlVariates(**own), *sgd],
         scaffold,
+        settings,
+        {},
         {n: v for n, v in settings.items() if n != "state"},
         fixed_point=minimum,
-        exempt={"neutral": Exempt("No setting of SCAFFOLD makes it FedAvg.")},
-    )
-
-
-def dynamic(name: str, alpha: float) -> Method:
-    """A case of FedDyn, which settles where no client drifts."""
-    return case(
-        name,
-        fr.FedDyn,
-        fr.FedDynClient,
-        {"alpha": alpha},
-        {"alpha": alpha},
-        [fr.DynamicRegulariser(alpha)],
-        feddyn,
-        {"alpha": alpha},
-        fixed_point=minimum,
-        exempt={"neutral": Exempt("No setting of FedDyn makes it FedAvg.")},
+        exempt=never("No setting of SCAFFOLD makes it FedAvg."),
     )
 
 
@@ -245,59 +214,27 @@ def heavy_ball(a: float, lr: float, steps: int, momentum: float) -> float:
 def nova(name: str, **settings: Any) -> Method:
     """A case of FedNova, which settles where FedAvg does if all clients take equally many steps."""
     ball = partial(settled, pull=partial(heavy_ball, momentum=settings.get("momentum", 0.0)))
-    exempt = {"neutral": Exempt("It weighs clients by their steps, which no setting switches off.")}
-    return case(
-        name,
-        fr.FedNova,
-        fr.FedNovaClient,
-        settings,
-        {},
-        [fr.NormalizedAveraging(**settings)],
-        fednova,
-        settings,
-        exempt=exempt,
-        **({} if "mu" in settings else {"fixed_point": ball}),
-    )
+    exempt = never("It weighs clients by their steps, which no setting switches off.")
+    point = {} if "mu" in settings else {"fixed_point": ball}
+    term = fr.NormalizedAveraging(**settings)
+    return case(name, [term], fednova, settings, {}, exempt=exempt, **point)
 
 
-def tracking(name: str, strategy: Any, client: Any, oracle: Any, **settings: Any) -> Method:
-    """A case of VRL-SGD or FedGATE, which settles where no client drifts."""
-    return case(
-        name,
-        strategy,
-        client,
-        settings,
-        settings,
-        [fr.GradientTracking(**settings)],
-        oracle,
-        settings,
-        fixed_point=minimum,
-        exempt={"neutral": Exempt("No setting of gradient tracking makes it FedAvg.")},
-    )
-
-
-def blended(name: str, alpha: float, **settings: Any) -> Method:
+def blended(name: str, alpha: float, **wire: Any) -> Method:
     """A case of FedCM, which settles where FedAvg with a learning rate of αη does: Δ_t is gone there."""
     return case(
         name,
-        fr.FedCM,
-        fr.FedCMClient,
-        {"alpha": alpha, **settings},
-        {"alpha": 1.0, **settings},
         [fr.ClientMomentum(alpha)],
         fedcm,
+        {"alpha": alpha, **wire},
+        {"alpha": 1.0, **wire},
         {"alpha": alpha},
         fixed_point=partial(settled, pull=lambda a, lr, steps: sgd_pull(a, alpha * lr, steps)),
     )
 
 
 def sharper(
-    curvatures: Sequence[float],
-    centres: Sequence[float],
-    weights: Sequence[float],
-    lr: float,
-    steps: int,
-    rho: float,
+    curvatures: Numbers, centres: Numbers, weights: Numbers, lr: float, steps: int, rho: float
 ) -> float:
     """FedSAM's fixed point, between the centres: each gradient is as of a centre that is ρ further out."""
     middle = sum(centres) / len(centres)
@@ -306,12 +243,7 @@ def sharper(
 
 
 def fairer(
-    curvatures: Sequence[float],
-    centres: Sequence[float],
-    weights: Sequence[float],
-    lr: float,
-    steps: int,
-    q: float,
+    curvatures: Numbers, centres: Numbers, weights: Numbers, lr: float, steps: int, q: float
 ) -> float:
     """q-FedAvg's fixed point: F_1^q D_1 (w − c_1) = F_2^q D_2 (c_2 − w), with F_k = a_k/2 (w − c_k)²."""
     one, two = (a**q * sgd_pull(a, lr, steps) for a in curvatures)
@@ -321,67 +253,42 @@ def fairer(
 
 def fair(name: str, q: float) -> Method:
     """A case of q-FedAvg."""
-    return case(
-        name,
-        fr.QFedAvg,
-        fr.QFedAvgClient,
-        {"q": q},
-        {"q": 0.0},
-        [fr.FairWeights(q)],
-        qfedavg,
-        {"q": q},
-        fixed_point=partial(fairer, q=q),
-    )
+    point = partial(fairer, q=q)
+    return case(name, [fr.FairWeights(q)], qfedavg, {"q": q}, {"q": 0.0}, fixed_point=point)
+
+
+def features(name: str, term: Term, oracle: Any, settings: dict[str, Any], **more: Any) -> Method:
+    """A case of a method whose loss is of features; 0 for its strength is neutral."""
+    neutral = {key: 0.0 if key in ("lam", "mu") else v for key, v in settings.items()}
+    exempt = {"fixed-point": more.pop("exempt", NO_FEATURES)}
+    return case(name, [term], oracle, settings, neutral, exempt=exempt, **more)
 
 
 def contrast(name: str, **settings: Any) -> Method:
     """A case of MOON."""
     full = {"mu": 5.0, "temperature": 0.5, **settings}
     why = "'0' is not a layer of Point" if settings else NO_FEATURES.refusal
-    return case(
-        name,
-        fr.MOON,
-        fr.MOONClient,
-        full,
-        {"mu": 0.0},
-        [fr.ModelContrast(**full)],
-        moon,
-        {"mu": 5.0, "tau": 0.5, **settings},
-        exempt={"fixed-point": Exempt(NO_FEATURES.why, why)},
-    )
+    told = {"mu": 5.0, "tau": 0.5, **settings}
+    exempt = Exempt(NO_FEATURES.why, why)
+    return features(name, fr.ModelContrast(**full), moon, full, exempt=exempt, oracle_settings=told)
 
 
 def distilled(
-    name: str,
-    term: Any,
-    oracle: Any,
-    settings: dict[str, Any],
-    neutral: dict[str, Any],
-    oracle_settings: dict[str, Any] | None = None,
+    name: str, term: Any, oracle: Any, settings: Any, neutral: Any, *oracle_settings: Any
 ) -> Method:
     """A case of a method whose loss is one of class logits."""
-    method = name.partition("-")[0]
     counts = term.needs is not Term.needs and "label_counts" in term.needs
-    refused = (
-        NO_CLASSES if counts else Exempt(NO_CLASSES.why, f"{method} needs logits .batch, class")
-    )
-    return case(
-        name,
-        getattr(fr, method),
-        getattr(fr, f"{method}Client"),
-        settings,
-        neutral,
-        [term(**settings)],
-        oracle,
-        oracle_settings or settings,
-        exempt={"fixed-point": refused},
-    )
+    why = f"{name.partition('-')[0]} needs logits .batch, class"
+    refused = NO_CLASSES if counts else Exempt(NO_CLASSES.why, why)
+    exempt = {"fixed-point": refused}
+    terms = [term(**settings)]
+    return case(name, terms, oracle, settings, neutral, *oracle_settings, exempt=exempt)
 
 
 def clouds(
-    curvatures: Sequence[float],
-    centres: Sequence[float],
-    weights: Sequence[float],
+    curvatures: Numbers,
+    centres: Numbers,
+    weights: Numbers,
     lr: float,
     steps: int,
     *,
@@ -403,12 +310,7 @@ def clouds(
 
 
 def lite_point(
-    curvatures: Sequence[float],
-    centres: Sequence[float],
-    weights: Sequence[float],
-    lr: float,
-    steps: int,
-    beta: float,
+    curvatures: Numbers, centres: Numbers, weights: Numbers, lr: float, steps: int, beta: float
 ) -> float:
     """Where MimeLite settles: ``Σ p_k D_k = 0`` with ``m = mean a_j (w − c_j)``, which stands still.
 
@@ -426,127 +328,70 @@ def lite_point(
     return moved(0.0) / (moved(0.0) - moved(1.0))
 
 
-def mimicking(name: str, strategy: Any, client: Any, term: Any, beta: float, **more: Any) -> Method:
-    """A case of Mime or MimeLite."""
-    lite = strategy is fr.MimeLite
-    return case(
-        name,
-        strategy,
-        client,
-        {"beta": beta},
-        {"beta": 0.0},
-        [term(beta)],
-        mimelite if lite else mime,
-        {"beta": beta},
-        fixed_point=partial(lite_point, beta=beta) if lite else minimum,
-        exempt={} if lite else {"neutral": Exempt("No setting of Mime makes it FedAvg.")},
-        **more,
-    )
-
-
 def server_sgd(params: list[torch.Tensor]) -> torch.optim.Optimizer:
     """Heavy-ball SGD as ServerOpt."""
     return torch.optim.SGD(params, lr=0.7, momentum=0.6)
 
 
-ITS_OWN = Exempt("The global model is FedAvg's; each client's own is in test_personal.py.")
 AMP = {"lam": 0.3, "alpha": 0.2, "sigma": 0.7}
+BALL = {"server_lr": 0.7, "momentum": 0.6}
+GKD = {"gamma": 1.2, "models": 3, "temperature": 2.0}
 PLUS = {"lam": 0.4, "temperature": 2.0}
+SLOW = {"beta": 0.6, "alpha": 0.9}
+ITS_OWN = {
+    "moves": Exempt("The global model is FedAvg's; each client's own is in test_personal.py.")
+}
 CASES = [
     case(
         "FedAvg",
-        fr.FedAvg,
-        fr.FedAvgClient,
-        {},
-        {},
         [],
         fedavg,
         {},
+        {},
         exempt={"moves": Exempt("It is FedAvg, and so moves as FedAvg does.")},
     ),
-    case(
-        "FedProx",
-        fr.FedProx,
-        fr.FedProxClient,
-        {"mu": 0.7},
-        {"mu": 0.0},
-        [fr.Proximal(0.7)],
-        fedprox,
-        {"mu": 0.7},
-    ),
+    case("FedProx", [fr.Proximal(0.7)], fedprox, {"mu": 0.7}, {"mu": 0.0}),
     case(
         "FedProx-implicit",
-        fr.FedProx,
-        fr.FedProxClient,
-        {"mu": 20.0, "implicit": True},
-        {"mu": 0.0},
         [fr.Proximal(20.0, implicit=True)],
         fedprox,
         {"mu": 20.0, "implicit": True},
+        {"mu": 0.0},
     ),
-    case(
-        "FedFOR-model",
-        fr.FedFOR,
-        fr.FedFORClient,
-        {"alpha": 0.6},
-        {"alpha": 0.0},
-        [fr.FirstOrder(0.6)],
-        fedfor,
-        {"alpha": 0.6},
-    ),
-    case(
-        "FedFOR-default",
-        fr.FedFOR,
-        fr.FedFORClient,
-        {},
-        {"alpha": 0.0},
-        [fr.FirstOrder()],
-        fedfor,
-        {"alpha": None},
-    ),
+    case("FedFOR-model", [fr.FirstOrder(0.6)], fedfor, {"alpha": 0.6}, {"alpha": 0.0}),
+    case("FedFOR-default", [fr.FirstOrder()], fedfor, {}, {"alpha": 0.0}, {"alpha": None}),
     case(
         "FedFOR-delta",
-        fr.FedFOR,
-        fr.FedFORClient,
-        {"alpha": 0.6, "downlink": "delta"},
-        {"alpha": 0.0, "downlink": "delta"},
         [fr.FirstOrder(0.6)],
         fedfor,
+        {"alpha": 0.6, "downlink": "delta"},
+        {"alpha": 0.0, "downlink": "delta"},
         {"alpha": 0.6},
     ),
     blended("FedCM", 0.4),
     blended("FedCM-delta", 0.4, downlink="delta"),
     case(
         "FedSAM",
-        fr.FedSAM,
-        fr.FedSAMClient,
-        {"rho": 0.05},
-        {"rho": 0.0},
         [fr.LocalPerturbation(0.05)],
         fedsam,
         {"rho": 0.05},
+        {"rho": 0.0},
         fixed_point=partial(sharper, rho=0.05),
     ),
     case(
         "FedLESAM",
-        fr.FedLESAM,
-        fr.FedLESAMClient,
-        {"rho": 0.1},
-        {"rho": 0.0},
         [fr.GlobalPerturbation(0.1)],
         fedlesam,
         {"rho": 0.1},
+        {"rho": 0.0},
         exempt={"fixed-point": NEVER_AT_REST},
     ),
     case(
         "FedExP",
-        fr.FedExP,
-        fr.FedExPClient,
-        {"eps": 1e-3},
-        {"eps": 1e9},
         [fr.Extrapolation(1e-3)],
         fedexp,
         {"eps": 1e-3},
+        {"eps": 1e9},
         settling={"eps": 0.2},
     ),
     fair("QFedAvg", 1.0),
@@ -555,12 +400,12 @@ CASES = [
     control("SCAFFOLD-option-1", option=1),
     control("SCAFFOLD-server", state="server"),
     control("SCAFFOLD-server-1", state="server", option=1),
-    dynamic("FedDyn", alpha=0.4),
+    driftless("FedDyn", fr.DynamicRegulariser(0.4), feddyn, {"alpha": 0.4}),
     nova("FedNova"),
     nova("FedNova-momentum", momentum=0.6),
     nova("FedNova-proximal", mu=0.7),
-    tracking("VRLSGD", fr.VRLSGD, fr.VRLSGDClient, vrlsgd),
-    tracking("FedGATE", fr.FedGATE, fr.FedGATEClient, fedgate, server_lr=0.8),
+    driftless("VRLSGD", fr.GradientTracking(), vrlsgd, {}),
+    driftless("FedGATE", fr.GradientTracking(0.8), fedgate, {"server_lr": 0.8}),
     adc("FedADC-nesterov"),
     adc("FedADC-heavy-ball", variant="heavy-ball", alpha=0.8),
     adc("FedADC-unequal-betas", beta_local=0.4, beta_global=0.8),
@@ -569,81 +414,41 @@ CASES = [
     adc("FedADC-double-momentum", local_momentum=0.6),
     case(
         "FedADCPlus",
-        fr.FedADCPlus,
-        fr.FedADCPlusClient,
-        {"beta": 0.7, **PLUS},
-        {"beta": 0.0, "lam": 0.0},
         [fr.SelfDistillation(**PLUS), fr.EmbeddedMomentum(0.7, 0.7)],
         fedadc_plus,
+        {"beta": 0.7, **PLUS},
+        {"beta": 0.0, "lam": 0.0},
         {"beta_local": 0.7, "beta_global": 0.7, **PLUS},
-        neutral_is_exact=False,
         exempt={"fixed-point": NO_CLASSES},
+        **NEARLY,
     ),
-    case(
-        "SlowMo",
-        fr.SlowMo,
-        fr.SlowMoClient,
-        {"beta": 0.6, "alpha": 0.9},
-        {"beta": 0.0},
-        [fr.SlowMomentum(0.6, 0.9)],
-        slowmo,
-        {"beta": 0.6, "alpha": 0.9},
-        neutral_is_exact=False,
-    ),
+    case("SlowMo", [fr.SlowMomentum(**SLOW)], slowmo, SLOW, {"beta": 0.0}, **NEARLY),
     case(
         "FedOpt",
-        fr.FedOpt,
-        fr.FedOptClient,
-        {"server_optimizer": server_sgd},
-        {"server_optimizer": lambda p: torch.optim.SGD(p, lr=1.0)},
         [fr.TorchServerOptimizer(server_sgd)],
         fedopt,
-        {"server": "momentum", "server_lr": 0.7, "momentum": 0.6},
-        neutral_is_exact=False,
+        {"server_optimizer": server_sgd},
+        {"server_optimizer": lambda p: torch.optim.SGD(p, lr=1.0)},
+        {"server": "momentum", **BALL},
+        **NEARLY,
     ),
     case(
         "FedAvgM",
-        fr.FedAvgM,
-        fr.FedAvgMClient,
-        {"server_lr": 0.7, "momentum": 0.6},
-        {"momentum": 0.0},
         [fr.TorchServerOptimizer(server_sgd)],
         fedopt,
-        {"server": "momentum", "server_lr": 0.7, "momentum": 0.6},
-        neutral_is_exact=False,
+        BALL,
+        {"momentum": 0.0},
+        {"server": "momentum", **BALL},
+        **NEARLY,
     ),
-    case(
-        "RFedAvg",
-        fr.RFedAvg,
-        fr.RFedAvgClient,
-        {"lam": 0.5},
-        {"lam": 0.0},
-        [fr.FeatureTable(0.5)],
-        rfedavg,
-        {"lam": 0.5},
-        exempt={"fixed-point": NO_FEATURES},
-    ),
-    case(
-        "RFedAvgPlus",
-        fr.RFedAvgPlus,
-        fr.RFedAvgPlusClient,
-        {"lam": 0.5},
-        {"lam": 0.0},
-        [fr.LeaveOneOutMean(0.5)],
-        rfedavg_plus,
-        {"lam": 0.5},
-        exempt={"fixed-point": NO_FEATURES},
-    ),
-    case(
+    features("RFedAvg", fr.FeatureTable(0.5), rfedavg, {"lam": 0.5}),
+    features("RFedAvgPlus", fr.LeaveOneOutMean(0.5), rfedavg_plus, {"lam": 0.5}),
+    features(
         "RFedAvgPlus-sum",
-        fr.RFedAvgPlus,
-        fr.RFedAvgPlusClient,
-        {"lam": 0.5, "sum_only": True},
-        {"lam": 0.0, "sum_only": True},
-        [fr.LeaveOneOutMean(0.5, sum_only=True)],
+        fr.LeaveOneOutMean(0.5, sum_only=True),
         rfedavg_plus,
-        {"lam": 0.5},
-        exempt={"fixed-point": NO_FEATURES},
+        {"lam": 0.5, "sum_only": True},
+        oracle_settings={"lam": 0.5},
     ),
     contrast("MOON"),
     contrast("MOON-projection", projection="0"),
@@ -664,7 +469,7 @@ CASES = [
         "FedGKD",
         fr.PastModels,
         fedgkd,
-        {"gamma": 1.2, "models": 3, "temperature": 2.0},
+        GKD,
         {"gamma": 0.0},
         {"gamma": 1.2, "buffer": 3, "temperature": 2.0},
     ),
@@ -677,42 +482,33 @@ CASES = [
     elastic("EFL-signs", 0.0, (1.0, 1.0)),
     elastic("EFL-sums", 0.5, (0.3, 0.4), sums_bits=16, sums_every=2, sums_density=0.3),
     elastic("EFL-sums-16", 0.5, (None, None), sums_bits=16),
-    adaptive("FedAdagrad", fr.FedAdagrad, fr.FedAdagradClient),
-    adaptive("FedAdam", fr.FedAdam, fr.FedAdamClient),
-    adaptive("FedYogi", fr.FedYogi, fr.FedYogiClient),
+    adaptive("FedAdagrad"),
+    adaptive("FedAdam"),
+    adaptive("FedYogi"),
     case(
         "Ditto",
-        fr.Ditto,
-        fr.DittoClient,
-        {"lam": 0.4, "personal_lr": 0.3},
-        {"lam": 0.0},
         [fr.PersonalModel(0.4, 0.3)],
         ditto,
         {"lam": 0.4, "personal_lr": 0.3},
-        exempt={"moves": ITS_OWN},
+        {"lam": 0.0},
+        exempt=ITS_OWN,
     ),
     case(
         "APFL",
-        fr.APFL,
-        fr.APFLClient,
-        {"alpha": 0.3},
-        {"alpha": 0.0, "adaptive": False},
         [fr.MixedModel(0.3)],
         apfl,
         {"alpha": 0.3},
-        exempt={"moves": ITS_OWN},
+        {"alpha": 0.0, "adaptive": False},
+        exempt=ITS_OWN,
     ),
     case(
         "FedBABU",
-        fr.FedBABU,
-        fr.FedBABUClient,
-        {},
-        {},
         [fr.FixedHead()],
         fedbabu,
         {},
+        {},
         exempt={
-            "neutral": Exempt("No setting of FedBABU trains the output layer."),
+            **never("No setting of FedBABU trains the output layer."),
             "fixed-point": Exempt(
                 "The one parameter there is in no layer.", "found no layer with a weight"
             ),
@@ -720,17 +516,21 @@ CASES = [
     ),
     case(
         "FedAMP",
-        fr.FedAMP,
-        fr.FedAMPClient,
-        AMP,
-        {},
         [fr.CloudModel(**AMP)],
         fedamp,
         AMP,
+        {},
         fixed_point=partial(clouds, **AMP),
-        exempt={"neutral": Exempt("No setting makes each client start at the global model.")},
+        exempt=never("No setting makes each client start at the global model."),
     ),
-    mimicking("Mime", fr.Mime, fr.MimeClient, fr.CorrectedMomentum, 0.6),
-    mimicking("Mime-without-momentum", fr.Mime, fr.MimeClient, fr.CorrectedMomentum, 0.0),
-    mimicking("MimeLite", fr.MimeLite, fr.MimeLiteClient, fr.FixedMomentum, 0.6),
+    driftless("Mime", fr.CorrectedMomentum(0.6), mime, {"beta": 0.6}),
+    driftless("Mime-without-momentum", fr.CorrectedMomentum(0.0), mime, {"beta": 0.0}),
+    case(
+        "MimeLite",
+        [fr.FixedMomentum(0.6)],
+        mimelite,
+        {"beta": 0.6},
+        {"beta": 0.0},
+        fixed_point=partial(lite_point, beta=0.6),
+    ),
 ]

@@ -74,7 +74,7 @@ SMALL: dict[str, Any] = {"rounds": 3, "local_epochs": 1}
 
 def in_process(folder: Path, method: str = "FedFOR", **settings: Any) -> dict[str, np.ndarray]:
     """The final model of a method of the job, in this process."""
-    runs = runs_of(**settings, methods=method)
+    runs = runs_of(**{**settings, "methods": method})
     (record,) = execute(runs, folder, Progress())
     path = record_path(folder, record.label, record.seed)
     return dict(load_file(folder / f"{path.stem}.safetensors"))

@@ -14,8 +14,6 @@ import pytest
 import torch
 from flwr.app import ArrayRecord, ConfigRecord
 from flwr.clientapp import ClientApp
-from flwr_regs.experiments.settings.build import build
-from flwr_regs.experiments.settings.calls import parse_methods
 from torch.utils.data import DataLoader, TensorDataset
 
 import flwr_regs as fr
@@ -234,8 +232,8 @@ WRONG: tuple[Any, ...] = ("0.1", [0.1], math.nan, math.inf, True, object())
 
 @pytest.mark.parametrize("method", METHODS)
 def test_a_wrong_hyper_parameter_is_named_with_its_term(method: str) -> None:
-    (calls,) = parse_methods(METHODS[method].example).values()
-    for term in build(calls).term.terms:
+    strategy = eval(METHODS[method].example, {method: getattr(fr, method)})
+    for term in strategy.term.terms:
         numbers = [f for f in fields(term) if isinstance(getattr(term, f.name), int | float)]
         for f, wrong in product(numbers, WRONG):
             if wrong is True and isinstance(getattr(term, f.name), bool):

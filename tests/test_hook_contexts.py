@@ -15,17 +15,8 @@ from flwr.clientapp import ClientApp
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from flwr_regs import (
-    ClientContext,
-    ClientRound,
-    RegClient,
-    RegClientApp,
-    RegStrategy,
-    RoundFailed,
-    ServerContext,
-    Term,
-)
-from flwr_regs.abilities import Agrees, Checks, Freezes, Weighs
+import flwr_regs as fr
+from flwr_regs.abilities import Agrees, Checks, Weighs
 from flwr_regs.testing import problem
 from flwr_regs.testing.problem import SerialisingGrid
 from tests.conftest import Batch, close, make_model, to_numpy
@@ -84,20 +75,20 @@ START = problem.start_weights()
 
 
 def numpy_app(
-    terms: Sequence[type[Term]], data: Any = DATA, model: Any = make_model, **more: Any
+    terms: Sequence[type[fr.Term]], data: Any = DATA, model: Any = make_model, **more: Any
 ) -> Any:
     """An app of the package's clients; `more` holds their settings, `budget` the steps of client 2."""
     budget = more.pop("budget", None)
 
     def client(net: nn.Module, train: Any, test: Any, **settings: Any) -> Any:
         steps = budget if train is data[2] else None
-        return RegClient(net, train, test, terms=terms, step_budget=steps, **settings)
+        return fr.RegClient(net, train, test, terms=terms, step_budget=steps, **settings)
 
     return problem.app_of(client, data, model, **more)
 
 
 def own_app(
-    terms: list[type[Term]],
+    terms: list[type[fr.Term]],
     data: Any = DATA,
     model: Any = make_model,
     optimizer: Any = None,
@@ -105,13 +96,13 @@ def own_app(
     **more: Any,
 ) -> Any:
     """An app with a loop of its own, seeded as the package's client is; the `budget` is every client's."""
-    app = RegClientApp()
+    app = fr.RegClientApp()
 
     @app.train()
     def one_round(message: Message, context: Context) -> Message:
         net = model()
         batches = data[int(context.node_config["partition-id"])]
-        loop = ClientRound(message, terms, net, batches, device="cpu", max_steps=budget, **more)
+        loop = fr.ClientRound(message, terms, net, batches, device="cpu", max_steps=budget, **more)
         with loop.seeded():
             steps = loop.optimizer(optimizer or torch.optim.SGD)
             for inputs, targets in loop.batches():
@@ -131,7 +122,7 @@ places = pytest.mark.parametrize("place", PLACES)
 
 
 def train(
-    strategy: RegStrategy,
+    strategy: fr.RegStrategy,
     app: ClientApp,
     rounds: int = 1,
     kind: Any = SerialisingGrid,
@@ -142,7 +133,7 @@ def train(
     grid = kind(app, len(DATA))
     return problem.train(
         strategy,
-        RegClient,
+        fr.RegClient,
         clients=DATA,
         grid=grid,
         rounds=rounds,
@@ -158,82 +149,6 @@ def averaged(ends: Mapping[int, Arrays]) -> Arrays:
     return {m: sum(n[k] * end[m] for k, end in ends.items()) / sum(n.values()) for m in START}
 
 
-# parameters that stand still
-
-
-@dataclass(frozen=True)
-class Still(Term, Freezes):
-    """Holds the parameters of a layer still, and notes which ones its hooks see."""
-
-    name: ClassVar[str] = "still"
-    layer: str
-
-    def frozen(self, names: Collection[str]) -> set[str]:
-        return {n for n in names if n.startswith(self.layer)}
-
-    def start(self, params: Arrays, ctx: ClientContext) -> Arrays:
-        note("names", set(params) | set(ctx.start))
-        return params
-
-    def correct(self, grads: Arrays, params: Arrays, ctx: ClientContext) -> Arrays:
-        note("names", set(grads) | set(params))
-        return grads
-
-    def finish(self, delta: Arrays, ctx: ClientContext) -> tuple[Arrays, Slot, Slot]:
-        note("names", set(delta))
-        return delta, {}, {}
-
-    def init(self, params: Arrays) -> Slot:
-        note("names", set(params))
-        return {n: 0 * a for n, a in params.items()}
-
-    def update(
-        self, server: Slot, delta: Arrays, uploads: Mapping[Any, Any], ctx: ServerContext
-    ) -> tuple[Slot, Arrays]:
-        note("names", set(delta) | set(ctx.params) | set(server))
-        return server, delta
-
-    def release(self, server: Slot, step: Arrays, ctx: ServerContext) -> tuple[Slot, Arrays]:
-        note("names", set(step))
-        return server, step
-
-
-MOMENTUM = partial(torch.optim.SGD, momentum=0.9, weight_decay=0.1)
-DECAYED = partial(torch.optim.AdamW, weight_decay=0.1)
-
-
-@pytest.mark.parametrize(
-    ("place", "make", "layer"),
-    [("client", DECAYED, "0."), ("client", MOMENTUM, "2.bias"), ("own loop", MOMENTUM, "0.")],
-)
-def test_a_frozen_parameter_stands_still_and_no_hook_sees_it(
-    place: str, make: Any, layer: str
-) -> None:
-    """Against a plain loop in torch that does not train it."""
-    app = PLACES[place]([Still], optimizer=make)
-    got = train(RegStrategy([Still(layer)], **ALL), app, rounds=2)
-    want: Any = START
-    for _ in range(2):
-        ends = {}
-        for k, batches in enumerate(DATA):
-            model = make_model()
-            model.load_state_dict({n: torch.from_numpy(a) for n, a in want.items()})
-            trained = [p for n, p in model.named_parameters() if not n.startswith(layer)]
-            optimizer = make(trained, lr=LR)
-            for x, y in batches * 2:
-                optimizer.zero_grad()
-                cross_entropy(model(x), y).backward()
-                optimizer.step()
-            ends[k] = numbers(model.state_dict())
-        want = averaged(ends)
-    close(got[-1], want, 1e-5)
-    for name in START:
-        same = np.array_equal(got[-1][name], START[name])
-        assert same == name.startswith(layer), name
-    assert NOTES["names"]
-    assert all(names == {k for k in START if not k.startswith(layer)} for names in NOTES["names"])
-
-
 # uploads that cannot be used
 
 
@@ -242,12 +157,12 @@ class OfOnesOwn(Exception):
 
 
 @dataclass(frozen=True)
-class Judging(Term, Checks, Agrees):
+class Judging(fr.Term, Checks, Agrees):
     """Uploads the client's number; refuses number 2 by itself, and number 3 beside the others."""
 
     name: ClassVar[str] = "judging"
 
-    def finish(self, delta: Arrays, ctx: ClientContext) -> tuple[Arrays, Slot, Slot]:
+    def finish(self, delta: Arrays, ctx: fr.ClientContext) -> tuple[Arrays, Slot, Slot]:
         return delta, {"id": torch.tensor([float(ctx.client_id)])}, {}
 
     def init(self, params: Arrays) -> Slot:
@@ -264,7 +179,7 @@ class Judging(Term, Checks, Agrees):
         return {k: "it is number 3" for k, u in uploads.items() if u["id"][0] == 3}
 
     def update(
-        self, server: Slot, delta: Arrays, uploads: Mapping[Any, Any], ctx: ServerContext
+        self, server: Slot, delta: Arrays, uploads: Mapping[Any, Any], ctx: fr.ServerContext
     ) -> tuple[Slot, Arrays]:
         assert sum(ctx.weights.values()) == pytest.approx(1)
         assert sorted(ctx.weights) == sorted(ctx.replies) == sorted(uploads) == [0, 1, 4]
@@ -272,7 +187,7 @@ class Judging(Term, Checks, Agrees):
 
 
 def test_an_upload_that_is_refused_costs_its_client_alone() -> None:
-    strategy = RegStrategy([Judging()], **ALL)
+    strategy = fr.RegStrategy([Judging()], **ALL)
     got = train(strategy, numpy_app([Judging]), rounds=2, **{"local-steps": 4})
     for entry in strategy.history:
         assert entry["replies"] == [0, 1, 4]
@@ -295,24 +210,24 @@ def test_an_upload_that_is_refused_costs_its_client_alone() -> None:
 
 
 @dataclass(frozen=True)
-class Ridge(Term):
+class Ridge(fr.Term):
     """A part of the loss."""
 
     name: ClassVar[str] = "ridge"
     rate: float
 
-    def loss(self, base: Any, params: Arrays, ctx: ClientContext) -> Any:
+    def loss(self, base: Any, params: Arrays, ctx: fr.ClientContext) -> Any:
         return base + self.rate * sum((p**2).sum() for p in params.values())
 
 
 @dataclass(frozen=True)
-class Push(Term):
+class Push(fr.Term):
     """A correction."""
 
     name: ClassVar[str] = "push"
     rate: float
 
-    def correct(self, grads: Arrays, params: Arrays, ctx: ClientContext) -> Arrays:
+    def correct(self, grads: Arrays, params: Arrays, ctx: fr.ClientContext) -> Arrays:
         return {n: g + self.rate * params[n] for n, g in grads.items()}
 
 
@@ -324,13 +239,13 @@ class LaterPush(Push):
 
 
 @dataclass(frozen=True)
-class Look(Term):
+class Look(fr.Term):
     """Looks at gradients here and elsewhere, and changes nothing."""
 
     name: ClassVar[str] = "look"
     look: bool
 
-    def correct(self, grads: Arrays, params: Arrays, ctx: ClientContext) -> Arrays:
+    def correct(self, grads: Arrays, params: Arrays, ctx: fr.ClientContext) -> Arrays:
         if not self.look:
             return grads
         moved = {n: p + 0.3 * torch.cos(3 * p) for n, p in params.items()}
@@ -357,7 +272,9 @@ NO_SINGLE = [[batch for batch in client if len(batch[1]) > 1] for client in DATA
 def test_the_gradient_elsewhere_is_that_of_the_whole_loss(place: str) -> None:
     """With the losses of all terms, and the corrections on the left."""
     terms = [Push(0.3), Look(True), LaterPush(0.7), Ridge(0.05)]
-    train(RegStrategy(terms, **ALL), PLACES[place]([type(t) for t in terms]), **{"local-epochs": 2})
+    train(
+        fr.RegStrategy(terms, **ALL), PLACES[place]([type(t) for t in terms]), **{"local-epochs": 2}
+    )
     assert len(NOTES["there"]) == 2 * sum(map(len, DATA))
     for at, got, x, y in NOTES["there"]:
         g = oracle.plain(at, (x, y))
@@ -372,21 +289,21 @@ def smoothed(output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 
 @dataclass(frozen=True)
-class Reads(Term):
+class Reads(fr.Term):
     """Reads all that a client's context offers."""
 
     name: ClassVar[str] = "reads"
     needs: ClassVar[Collection[str]] = frozenset({"features", "start_output", "label_counts"})
 
-    def _steps(self, hook: str, ctx: ClientContext) -> None:
+    def _steps(self, hook: str, ctx: fr.ClientContext) -> None:
         steps = ctx.planned_steps, ctx.budget_steps, ctx.num_steps
         note("always", (hook, ctx.client_id, *steps, ctx.batch_size, ctx.lr, dict(ctx.config)))
 
-    def start(self, params: Arrays, ctx: ClientContext) -> Arrays:
+    def start(self, params: Arrays, ctx: fr.ClientContext) -> Arrays:
         self._steps("start", ctx)
         return params
 
-    def loss(self, base: Any, params: Arrays, ctx: ClientContext) -> Any:
+    def loss(self, base: Any, params: Arrays, ctx: fr.ClientContext) -> Any:
         self._steps("loss", ctx)
         seen = {
             "params": params,
@@ -408,11 +325,11 @@ class Reads(Term):
         note("batch", {**numbers(seen), **models})
         return base
 
-    def correct(self, grads: Arrays, params: Arrays, ctx: ClientContext) -> Arrays:
+    def correct(self, grads: Arrays, params: Arrays, ctx: fr.ClientContext) -> Arrays:
         self._steps("correct", ctx)
         return grads
 
-    def finish(self, delta: Arrays, ctx: ClientContext) -> tuple[Arrays, Slot, Slot]:
+    def finish(self, delta: Arrays, ctx: fr.ClientContext) -> tuple[Arrays, Slot, Slot]:
         self._steps("finish", ctx)
         end = {n: ctx.start[n] + d for n, d in delta.items()}
         means = {
@@ -432,7 +349,7 @@ def test_what_a_term_reads_on_a_client(place: str) -> None:
     """Against the oracle's functions; with a step budget, and a key of the user's own."""
     app = PLACES[place]([Reads], budget=3)
     length = {"local-epochs": 2, "user.key": 7}
-    train(RegStrategy([Reads()], **ALL), app, **length)
+    train(fr.RegStrategy([Reads()], **ALL), app, **length)
     for seen in NOTES["batch"]:
         w, x, y, start = seen["params"], seen["x"], seen["y"], seen["start"]
         near(seen["base"], oracle.loss(w, x, y))
@@ -468,7 +385,7 @@ def test_functions_leave_no_trace_and_the_loss_is_the_clients_own(place: str) ->
     models = []
     for terms in ([Reads(), Look(True)], [Look(False)]):
         app = PLACES[place]([type(t) for t in terms], NO_SINGLE, model=noisy, loss_fn=smoothed)
-        models.append(train(RegStrategy(terms, **ALL), app, rounds=2, model=noisy))
+        models.append(train(fr.RegStrategy(terms, **ALL), app, rounds=2, model=noisy))
     for read, unread in zip(*models, strict=True):
         close(read, unread, 0.0)
     for seen in NOTES["batch"]:
@@ -480,16 +397,16 @@ def test_functions_leave_no_trace_and_the_loss_is_the_clients_own(place: str) ->
 
 
 @dataclass(frozen=True)
-class Second(Term):
+class Second(fr.Term):
     """Trains a second model for more steps than the round's own, and a number of its own."""
 
     name: ClassVar[str] = "second"
 
-    def finish(self, delta: Arrays, ctx: ClientContext) -> tuple[Arrays, Slot, Slot]:
-        def loss(v: Arrays, at: ClientContext) -> Any:
+    def finish(self, delta: Arrays, ctx: fr.ClientContext) -> tuple[Arrays, Slot, Slot]:
+        def loss(v: Arrays, at: fr.ClientContext) -> Any:
             return at.loss_fn(at.output_at(v), at.targets)
 
-        def parabola(v: Arrays, at: ClientContext) -> Any:
+        def parabola(v: Arrays, at: fr.ClientContext) -> Any:
             return 0.5 * (v["a"] - 3) ** 2
 
         before, zero = numbers(ctx.start), torch.zeros((), dtype=torch.float64)
@@ -503,7 +420,7 @@ class Second(Term):
 
 @places
 def test_more_steps_of_a_second_model_go_on_through_the_data(place: str) -> None:
-    train(RegStrategy([Second()], **ALL), PLACES[place]([Second]), **{"local-steps": 4})
+    train(fr.RegStrategy([Second()], **ALL), PLACES[place]([Second]), **{"local-steps": 4})
     assert len(NOTES["second"]) == 5
     for k, end in NOTES["second"]:
         close(end, oracle.steps_of(START, CLIENTS[k], 7, LR, oracle.plain), 1e-10)
@@ -511,41 +428,41 @@ def test_more_steps_of_a_second_model_go_on_through_the_data(place: str) -> None
 
 
 @dataclass(frozen=True)
-class TooEarly(Term):
+class TooEarly(fr.Term):
     """Asks for the gradient of the loss in the loss."""
 
     name: ClassVar[str] = "too-early"
 
-    def loss(self, base: Any, params: Arrays, ctx: ClientContext) -> Any:
+    def loss(self, base: Any, params: Arrays, ctx: fr.ClientContext) -> Any:
         return base + ctx.gradient_at(params)["2.bias"].sum()
 
 
 def test_a_function_that_is_not_there_says_so() -> None:
-    with pytest.raises(RoundFailed, match=r"gradient_at is there in `correct`"):
-        train(RegStrategy([TooEarly()], **ALL), numpy_app([TooEarly]))
+    with pytest.raises(fr.RoundFailed, match=r"gradient_at is there in `correct`"):
+        train(fr.RegStrategy([TooEarly()], **ALL), numpy_app([TooEarly]))
 
 
 # what the server is told
 
 
 @dataclass(frozen=True)
-class Server(Term, Weighs):
+class Server(fr.Term, Weighs):
     """Notes the server's contexts."""
 
     name: ClassVar[str] = "server-notes"
 
-    def broadcast(self, server: Slot, ctx: ServerContext) -> Slot:
+    def broadcast(self, server: Slot, ctx: fr.ServerContext) -> Slot:
         assert (ctx.weights, ctx.replies, ctx.population) == ({}, {}, 5)
         return {}
 
     def weigh(
-        self, weights: Mapping[int, float], uploads: Mapping[int, Slot], ctx: ServerContext
+        self, weights: Mapping[int, float], uploads: Mapping[int, Slot], ctx: fr.ServerContext
     ) -> Mapping[int, float]:
         note("weights", (dict(weights), dict(ctx.weights), sorted(uploads)))
         return {k: 0.5 * p for k, p in weights.items()}
 
     def update(
-        self, server: Slot, delta: Arrays, uploads: Mapping[Any, Any], ctx: ServerContext
+        self, server: Slot, delta: Arrays, uploads: Mapping[Any, Any], ctx: fr.ServerContext
     ) -> tuple[Slot, Arrays]:
         note("ctx", ctx)
         note("params", numbers(ctx.params))
@@ -554,7 +471,7 @@ class Server(Term, Weighs):
 
 
 def test_what_a_term_reads_on_the_server() -> None:
-    strategy = RegStrategy([Server()], fraction_train=0.6, lr_schedule=lambda t: 1 / t, **ALL)
+    strategy = fr.RegStrategy([Server()], fraction_train=0.6, lr_schedule=lambda t: 1 / t, **ALL)
     got = train(strategy, numpy_app([Server], budget=3), rounds=4)
     models = [START, *got]
     n = [examples(c) for c in CLIENTS]

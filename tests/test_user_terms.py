@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -12,41 +11,28 @@ import pytest
 import torch
 from flwr.app import Array, Message, RecordDict
 
-from flwr_regs import (
-    CentralDP,
-    ClientContext,
-    FedAvgClient,
-    InProcessGrid,
-    LeaveOneOutMean,
-    RegClient,
-    RegStrategy,
-    SparseTernary,
-    Term,
-)
+import flwr_regs as fr
 from flwr_regs.abilities import (
-    Addresses,
-    Compresses,
     Folds,
     Freezes,
     Personalises,
     Probes,
-    Recovers,
     TakesBack,
     Weighs,
 )
 from flwr_regs.client.local_training import local_round
 from flwr_regs.testing.problem import app_of
-from tests.conftest import budgeted, close, make_clients, make_model, run
+from tests.conftest import budgeted, make_clients, make_model, run
 
 Arrays = dict[str, Any]
 QUIET: dict[str, Any] = {"seed": 3, "fraction_evaluate": 0.0}
 
 
-class Spoiled(InProcessGrid):
+class Spoiled(fr.InProcessGrid):
     """Four clients; `how` changes the replies of the last."""
 
     def __init__(self, how: Callable[[Message], None], terms: list[Any]) -> None:
-        super().__init__(app_of(RegClient, make_clients(), terms=terms), 4)
+        super().__init__(app_of(fr.RegClient, make_clients(), terms=terms), 4)
         self.how = how
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
@@ -57,9 +43,9 @@ class Spoiled(InProcessGrid):
         return replies
 
 
-def costs_client_3(strategy: RegStrategy, why: str, grid: Any = None) -> None:
+def costs_client_3(strategy: fr.RegStrategy, why: str, grid: Any = None) -> None:
     """Train; client 3 alone fails in each round, with that reason."""
-    run(strategy, RegClient, rounds=2, grid=grid, terms=[])
+    run(strategy, fr.RegClient, rounds=2, grid=grid, terms=[])
     for entry in strategy.history:
         assert entry["replies"] == [0, 1, 2]
         assert why in entry["failures"][3]
@@ -69,7 +55,7 @@ def costs_client_3(strategy: RegStrategy, why: str, grid: Any = None) -> None:
 
 
 @dataclass(frozen=True)
-class ReadsNorms(Term):
+class ReadsNorms(fr.Term):
     name: ClassVar[str] = "reads-norms"
 
     def update(self, server: Any, delta: Any, uploads: Any, ctx: Any) -> Any:
@@ -77,16 +63,16 @@ class ReadsNorms(Term):
 
 
 def test_noise_covers_all_that_a_term_gets_of_a_client() -> None:
-    private: dict[str, Any] = {"privacy": CentralDP(0.1, 1.0), "weighting": "uniform", **QUIET}
+    private: dict[str, Any] = {"privacy": fr.CentralDP(0.1, 1.0), "weighting": "uniform", **QUIET}
     with pytest.raises(ValueError, match=r"reads ctx\.replies, what was measured of single"):
-        run(RegStrategy([ReadsNorms()], **private), FedAvgClient, rounds=1)
+        run(fr.RegStrategy([ReadsNorms()], **private), fr.FedAvgClient, rounds=1)
 
 
 # weights, and uploads of a term without a check of its own
 
 
 @dataclass(frozen=True)
-class LossWeights(Term, Weighs):
+class LossWeights(fr.Term, Weighs):
     name: ClassVar[str] = "loss-weights"
 
     def weigh(self, weights: Any, uploads: Any, ctx: Any) -> Any:
@@ -102,7 +88,7 @@ def test_a_loss_that_is_no_number_costs_its_client_alone(loss: float | None) -> 
         if loss is not None:
             metrics["train-loss"] = loss
 
-    costs_client_3(RegStrategy([LossWeights()], **QUIET), "its train-loss is", Spoiled(how, []))
+    costs_client_3(fr.RegStrategy([LossWeights()], **QUIET), "its train-loss is", Spoiled(how, []))
 
 
 def dividing(weights: Any) -> Any:
@@ -110,7 +96,7 @@ def dividing(weights: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class Odd(Term, Weighs):
+class Odd(fr.Term, Weighs):
     """Weighs in a wrong way, for client 3 or for every client."""
 
     name: ClassVar[str] = "odd"
@@ -129,16 +115,16 @@ class Odd(Term, Weighs):
 
 @pytest.mark.parametrize("how", Odd.wrong)
 def test_weights_that_fail_for_one_client_cost_it_alone(how: str) -> None:
-    costs_client_3(RegStrategy([Odd(how)], **QUIET), "weigh of 'odd'")
+    costs_client_3(fr.RegStrategy([Odd(how)], **QUIET), "weigh of 'odd'")
     with pytest.raises((ValueError, RuntimeError), match="weigh of 'odd'"):
-        run(RegStrategy([Odd(how, True)], **QUIET), FedAvgClient, rounds=1)
+        run(fr.RegStrategy([Odd(how, True)], **QUIET), fr.FedAvgClient, rounds=1)
 
 
 @dataclass(frozen=True)
-class Sums(Term, Folds):
+class Sums(fr.Term, Folds):
     name: ClassVar[str] = "sums"
 
-    def finish(self, delta: Arrays, ctx: ClientContext) -> Any:
+    def finish(self, delta: Arrays, ctx: fr.ClientContext) -> Any:
         return delta, {n: d.clone() for n, d in delta.items()}, {}
 
     def fold(self, acc: Any, pid: int, delta: Any, upload: Any, weight: Any, ctx: Any) -> Any:
@@ -155,45 +141,14 @@ def test_an_upload_unlike_the_others_costs_its_client_without_a_check(value: np.
     def how(reply: Message) -> None:
         reply.content.array_records["sums.upload"]["0.bias"] = Array(value)
 
-    costs_client_3(RegStrategy([Sums()], **QUIET), "'0.bias' is", Spoiled(how, [Sums]))
-
-
-# abilities that meet
-
-
-@dataclass(frozen=True)
-class Both(Term, Recovers, Addresses):
-    """Broadcasts the last step, which a client recovers, and a number of the client's own."""
-
-    name: ClassVar[str] = "both"
-
-    def broadcast(self, server: Any, ctx: Any) -> Any:
-        return {} if ctx.previous_step is None else self.recover(ctx.previous_step, ctx.previous_lr)
-
-    def recover(self, step: Any, lr: float) -> Any:
-        return {n: s / lr for n, s in step.items()}
-
-    def broadcast_to(self, pid: int, server: Any, ctx: Any) -> Any:
-        return {"mine": np.asarray(0.1 * pid)}
-
-    def correct(self, grads: Arrays, params: Arrays, ctx: ClientContext) -> Arrays:
-        b = ctx.broadcast
-        return {n: g + b["mine"] * b[n] if n in b else g for n, g in grads.items()}
-
-
-def test_what_is_recovered_stands_beside_what_came_for_this_client() -> None:
-    ends = [
-        run(RegStrategy([Both()], downlink=kind, **QUIET), RegClient, terms=[Both])
-        for kind in ("model", "delta")
-    ]
-    close(ends[0], ends[1], 0.0)
+    costs_client_3(fr.RegStrategy([Sums()], **QUIET), "'0.bias' is", Spoiled(how, [Sums]))
 
 
 # errors in the middle
 
 
 @dataclass(frozen=True)
-class Held(Term, Freezes):
+class Held(fr.Term, Freezes):
     name: ClassVar[str] = "held"
     needs: ClassVar[tuple[str, ...]] = ("features",)
 
@@ -225,16 +180,16 @@ def test_a_round_that_raises_leaves_the_model_as_it_found_it(loss: Any, match: s
 
 
 @dataclass(frozen=True)
-class Once(Term, Personalises):
+class Once(fr.Term, Personalises):
     """Keeps something in its first round alone."""
 
     name: ClassVar[str] = "once"
 
-    def finish(self, delta: Arrays, ctx: ClientContext) -> Any:
+    def finish(self, delta: Arrays, ctx: fr.ClientContext) -> Any:
         first = ctx.config["server-round"] == 1
         return delta, {}, {"n": torch.ones(())} if first else {}
 
-    def personal(self, params: Arrays, ctx: ClientContext) -> Arrays:
+    def personal(self, params: Arrays, ctx: fr.ClientContext) -> Arrays:
         return {n: p + ctx.client.get("n", 0) for n, p in params.items()}
 
 
@@ -242,11 +197,11 @@ class Once(Term, Personalises):
 class Always(Once):
     keeps: ClassVar[str] = "always"
 
-    def finish(self, delta: Arrays, ctx: ClientContext) -> Any:
+    def finish(self, delta: Arrays, ctx: fr.ClientContext) -> Any:
         return delta, {}, {"n": torch.ones(())}
 
 
-class Forgetful(InProcessGrid):
+class Forgetful(fr.InProcessGrid):
     """Every client loses its state before the first messages of round 3."""
 
     lost = False
@@ -267,41 +222,41 @@ class Forgetful(InProcessGrid):
     [
         ([Once()], []),  # a slot that ends is not lost
         ([Always()], [0, 1, 2, 3]),
-        ([LeaveOneOutMean(0.1, sum_only=True), SparseTernary(0.5)], [0, 1, 2, 3]),
+        ([fr.LeaveOneOutMean(0.1, sum_only=True), fr.SparseTernary(0.5)], [0, 1, 2, 3]),
     ],
     ids=["ends", "always", "probe"],
 )
 def test_who_lost_state_is_named_and_nobody_else(terms: Any, named: list[int]) -> None:
-    app = app_of(RegClient, make_clients(), terms=[type(t) for t in terms])
-    grid: type[InProcessGrid] = Forgetful if named else InProcessGrid
-    strategy = RegStrategy(terms, **QUIET)
-    run(strategy, RegClient, rounds=4, grid=grid(app, 4))
+    app = app_of(fr.RegClient, make_clients(), terms=[type(t) for t in terms])
+    grid: type[fr.InProcessGrid] = Forgetful if named else fr.InProcessGrid
+    strategy = fr.RegStrategy(terms, **QUIET)
+    run(strategy, fr.RegClient, rounds=4, grid=grid(app, 4))
     assert [e["lost_state"] for e in strategy.history] == [[], [], named, []]
     assert not any(e["failures"] for e in strategy.history)
 
 
 def test_evaluation_sees_that_a_slot_has_ended() -> None:
-    strategy = RegStrategy([Once()], seed=3)
-    run(strategy, RegClient, rounds=2, terms=[Once])
+    strategy = fr.RegStrategy([Once()], seed=3)
+    run(strategy, fr.RegClient, rounds=2, terms=[Once])
     for entry, same in zip(strategy.history, (False, True), strict=True):
         for metrics in entry["evaluate"]["clients"].values():
             assert (metrics["loss"] == metrics["personal-loss"]) == same
 
 
 @dataclass(frozen=True)
-class ProbesAlways(Term, Probes):
+class ProbesAlways(fr.Term, Probes):
     """Its probe returns no slot, which must leave the kept one alone."""
 
     name: ClassVar[str] = "probes-always"
     keeps: ClassVar[str] = "always"
 
-    def probe(self, ctx: ClientContext) -> Any:
+    def probe(self, ctx: fr.ClientContext) -> Any:
         return {"x": torch.ones(())}, {}
 
     def answer(self, probes: Any) -> Any:
         return {pid: {} for pid in probes}
 
-    def finish(self, delta: Arrays, ctx: ClientContext) -> Any:
+    def finish(self, delta: Arrays, ctx: fr.ClientContext) -> Any:
         n = ctx.client.get("n", torch.zeros(()))
         return delta, {"n": n}, {"n": n + 1}
 
@@ -310,19 +265,19 @@ class ProbesAlways(Term, Probes):
 
 
 def test_an_empty_slot_of_a_probe_leaves_the_kept_one() -> None:
-    strategy = RegStrategy([ProbesAlways()], **QUIET)
-    run(strategy, RegClient, rounds=3, terms=[ProbesAlways])
+    strategy = fr.RegStrategy([ProbesAlways()], **QUIET)
+    run(strategy, fr.RegClient, rounds=3, terms=[ProbesAlways])
     server = strategy.training.model.server["probes-always"]
     assert {float(n) for n in server.values()} == {2.0}
 
 
 @dataclass(frozen=True)
-class Stumbles(Term, TakesBack):
+class Stumbles(fr.Term, TakesBack):
     """Cannot take back what was not used."""
 
     name: ClassVar[str] = "stumbles"
 
-    def finish(self, delta: Arrays, ctx: ClientContext) -> Any:
+    def finish(self, delta: Arrays, ctx: fr.ClientContext) -> Any:
         return delta, {}, {"n": torch.ones(())}
 
     def unused(self, before: Any, after: Any) -> Any:
@@ -330,82 +285,7 @@ class Stumbles(Term, TakesBack):
 
 
 def test_a_state_that_cannot_be_read_is_lost_and_the_client_goes_on() -> None:
-    strategy = RegStrategy([Stumbles()], incomplete="drop", **QUIET)
-    run(strategy, budgeted(RegClient, [{}, {1: 1}, {}, {}]), rounds=4, terms=[Stumbles])
+    strategy = fr.RegStrategy([Stumbles()], incomplete="drop", **QUIET)
+    run(strategy, budgeted(fr.RegClient, [{}, {1: 1}, {}, {}]), rounds=4, terms=[Stumbles])
     assert [e["replies"] for e in strategy.history][2:] == [[0, 1, 2, 3]] * 2
     assert [e["lost_state"] for e in strategy.history] == [[], [], [1], []]
-
-
-@dataclass(frozen=True)
-class Picky(Term, Folds):
-    """Cannot fold what client 2 sends in round 2."""
-
-    name: ClassVar[str] = "picky"
-
-    def finish(self, delta: Arrays, ctx: ClientContext) -> Any:
-        return delta, {"id": torch.tensor(ctx.client_id)}, {}
-
-    def fold(self, acc: Any, pid: int, delta: Any, upload: Any, weight: Any, ctx: Any) -> Any:
-        if upload["id"] == 2 and ctx.round == 2:
-            raise KeyError("two")
-        return {**acc, str(pid): weight}
-
-    def update(self, server: Any, delta: Arrays, uploads: Any, ctx: Any) -> Any:
-        return uploads, delta
-
-
-def test_an_upload_that_cannot_be_folded_costs_its_client_alone() -> None:
-    ends = []
-    for done, terms in (([{}, {}, {}], [Picky]), ([{}, {2: 0}, {}], [])):
-        strategy = RegStrategy([t() for t in terms], seed=3, fraction_evaluate=0.0)
-        ends.append(run(strategy, budgeted(RegClient, done), rounds=3, terms=terms))
-        assert strategy.history[1]["replies"] == [0, 1, 3]
-        if terms:
-            assert "its upload cannot be used: 'two'" in strategy.history[1]["failures"][2]
-            weights = strategy.training.model.server["picky"]
-            assert list(weights) == ["0", "1", "2", "3"]
-            assert sum(weights.values()) == pytest.approx(1)
-    close(ends[0], ends[1], 0.0)
-
-
-@dataclass(frozen=True)
-class Coarse(Term, Compresses):
-    """Codes updates and steps as half precision: a code that loses something."""
-
-    name: ClassVar[str] = "coarse"
-
-    def finish(self, delta: Arrays, ctx: ClientContext) -> Any:
-        return dict(delta), {}, {}
-
-    def release(self, server: Any, step: Arrays, ctx: Any) -> Any:
-        return server, dict(step)
-
-    def encode(self, update: Any) -> bytes:
-        return b"".join(np.asarray(a, "<f2").tobytes() for a in update.values())
-
-    def decode(self, data: bytes, like: Any) -> Any:
-        flat, out = np.frombuffer(data, "<f2"), {}
-        for n, a in like.items():
-            out[n], flat = flat[: a.size].reshape(a.shape).astype(a.dtype), flat[a.size :]
-        return out
-
-
-def test_the_server_moves_by_what_its_code_says() -> None:
-    """So a client that adds the decoded step has the server's model, to the bit."""
-    strategy = RegStrategy([Coarse()], seed=3, fraction_evaluate=0.0)
-    models = [{n: p.detach().numpy() for n, p in make_model().named_parameters()}]
-    train = strategy.aggregate_train
-
-    def watched(number: int, replies: Any) -> Any:
-        result = train(number, replies)
-        models.append({n: a.numpy() for n, a in strategy.arrays.items()})
-        return result
-
-    strategy.aggregate_train = watched  # type: ignore[method-assign]
-    run(strategy, RegClient, rounds=4, terms=[Coarse])
-    for was, now in itertools.pairwise(models):
-        for n in was:
-            step = now[n] - was[n]
-            np.testing.assert_allclose(step, step.astype(np.float16), rtol=0, atol=1e-15)
-    for entry in strategy.history[1:]:
-        assert entry["bytes_down"][0] < 0.8 * strategy.history[0]["bytes_down"][0]

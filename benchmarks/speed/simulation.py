@@ -42,7 +42,7 @@ def _run(side: str, clients: int, rounds: int) -> Row:
         keeper = [
             sys.executable,
             "-m",
-            "flwr_regs.experiments.run.keeper",
+            "benchmarks.speed.keeper",
             str(Path(folder, "kept")),
         ]
         command = [*keeper, sys.executable, "-m", "benchmarks.speed.simulation", side]
@@ -95,7 +95,7 @@ def run(side: str, clients: int, rounds: int, out: Path) -> None:
     from flwr.simulation import run_simulation
 
     from benchmarks.speed import jobs
-    from flwr_regs.experiments.run.keeper import descendants
+    from benchmarks.speed.keeper import descendants
 
     seconds: list[float] = []
     memory: list[int] = []

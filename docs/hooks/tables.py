@@ -11,7 +11,6 @@ import json
 import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +20,14 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 
 from flwr_regs.experiments import cards_table, methods_table  # noqa: E402
-from flwr_regs.experiments.cards import protocols  # noqa: E402
+from flwr_regs.experiments.cards import card_files  # noqa: E402
+from flwr_regs.experiments.cards.choices import levels  # noqa: E402
 from flwr_regs.experiments.data.augment import AUGMENTATIONS  # noqa: E402
 from flwr_regs.experiments.data.catalogue import SOURCES  # noqa: E402
 from flwr_regs.experiments.models import body  # noqa: E402
 from flwr_regs.experiments.models.architectures import NETS  # noqa: E402
 from flwr_regs.experiments.report.metrics import METRICS  # noqa: E402
-from flwr_regs.experiments.settings import Settings, key, legal  # noqa: E402
+from flwr_regs.experiments.settings import SETTINGS, legal  # noqa: E402
 from flwr_regs.methods.registry import FAMILIES, METHODS, Method  # noqa: E402
 
 
@@ -118,19 +118,21 @@ def models() -> str:
 def settings() -> str:
     """Return the settings: default, meaning and legal values."""
     rows = []
-    for f in fields(Settings):
-        default = f"`{json.dumps(f.default)}`" if f.default != "" else "–"
-        rows.append((f"`{key(f.name)}`", default, f.metadata["meaning"], legal(f)))
+    for name, of in SETTINGS.items():
+        default = f"`{json.dumps(of.default)}`" if of.default != "" else "–"
+        rows.append((f"`{name}`", default, of.meaning, legal(of)))
     return table(("setting", "default", "meaning", "values"), rows)
 
 
 def cards() -> str:
     """Return the protocol cards, and what each needs."""
     rows = []
-    for name in protocols.names():
-        card = protocols.load(name)
-        where, levels = f"{card.source}, {card.where}", ", ".join(card.levels)
-        rows.append((f"`{name}`", card.title, where, levels, cards_table.needed(card)))
+    for name in card_files.names():
+        card = card_files.load(name)
+        where = f"{card.source}, {card.where}"
+        rows.append(
+            (f"`{name}`", card.title, where, ", ".join(levels(card)), cards_table.needed(card))
+        )
     return table(("card", "what", "source", "setting", "needs"), rows)
 
 

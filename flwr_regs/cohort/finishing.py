@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -64,16 +64,16 @@ class Held:
 def finish(view: View, held: Held, members: Sequence[Member], delta: Arrays) -> Ended:
     """Run the terms' `finish` for all members; the updates are `delta` itself if no term changes it."""
     # most hooks need no data; some fail under vmap, or have an error of their own
-    for together in (_together, _over_data):
+    for with_data in (False, True):
         with suppress(Exception):
-            return together(view, held, members, delta)
+            return _under_vmap(view, held, members, delta, with_data)
     return _each(view, held, members, delta)
 
 
 def _under_vmap(
-    view: View, delta: Arrays, call: Callable[[Callable[..., Any]], tuple[Arrays, Slot, Slot]]
+    view: View, held: Held, members: Sequence[Member], delta: Arrays, with_data: bool
 ) -> Ended:
-    """Let `call` run one member's `finish` for all members, and return what comes of it."""
+    """Run the terms' `finish` under vmap, or also with the functions over the members' data."""
     changed = False
 
     def end(delta: Arrays, told: dict[str, Any], functions: Mapping[str, Any] | None = None) -> Any:
@@ -82,22 +82,15 @@ def _under_vmap(
         changed = sent is not delta
         return sent, upload, kept
 
-    with torch.no_grad():
-        sent, upload, kept = call(end)
-    return sent if changed else delta, upload, kept
-
-
-def _together(view: View, held: Held, _: Sequence[Member], delta: Arrays) -> Ended:
-    return _under_vmap(view, delta, lambda end: view.vmapped(end)(delta, held.told))
-
-
-def _over_data(view: View, held: Held, members: Sequence[Member], delta: Arrays) -> Ended:
-    """Run the terms' `finish` under vmap, with the functions over the members' data."""
-    passes = [m.plan.one_pass() for m in members]
     given = delta, held.told
-    return _under_vmap(
-        view, delta, lambda end: over_data(view, passes, held.entries, held.at_start, given, end)
-    )
+    with torch.no_grad():
+        if with_data:
+            passes = [m.plan.one_pass() for m in members]
+            ended = over_data(view, passes, held.entries, held.at_start, given, end)
+        else:
+            ended = view.vmapped(end)(*given)
+    sent, upload, kept = ended
+    return sent if changed else delta, upload, kept
 
 
 def _each(view: View, held: Held, members: Sequence[Member], delta: Arrays) -> Ended:

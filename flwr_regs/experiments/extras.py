@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 from importlib.metadata import Distribution, PackageNotFoundError, distribution
+from typing import Any
 from urllib.parse import urlparse
 from urllib.request import url2pathname
 
@@ -45,3 +47,11 @@ def packages_of(extra: str, installed: Distribution) -> list[str]:
 def missing_extra(package: str, purpose: str, extra: str = "simulation") -> ImportError:
     """Return the error for a package of an extra that is not installed."""
     return ImportError(f"{purpose} needs {package}: {install_command(extra)}")
+
+
+def needed(module: str, package: str, purpose: str, extra: str = "simulation") -> Any:
+    """Return a module of a package of an extra; ImportError, with the command, if it is not installed."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise missing_extra(package, purpose, extra) from error

@@ -13,7 +13,7 @@ import numpy as np
 from flwr_regs.experiments.commands import save
 from flwr_regs.experiments.experiment import Experiment
 from flwr_regs.experiments.report.results import Results, provenance
-from flwr_regs.experiments.run import engine, flower_run
+from flwr_regs.experiments.run import engine
 from flwr_regs.experiments.run.progress import Progress, progress
 from flwr_regs.experiments.settings import key
 from flwr_regs.experiments.user_code import offer
@@ -104,8 +104,7 @@ def simulate(
         )
     experiment = Experiment.of_methods(given, seeds).checked()
     experiment.check_data()
-    (panel,) = experiment.panels
-    runs = experiment.tests(panel)
+    runs = experiment.tests(experiment.panel)
     bars = (progress if show else Progress)(
         [(run.label, run.seed, run.settings.rounds) for run in runs]
     )
@@ -113,11 +112,8 @@ def simulate(
         folder = Path(out if out is not None else temporary).expanduser().resolve()
         if out is not None:
             save(experiment, out_folder(str(folder)), provenance(["flwr_regs.simulate"]))
-        if runner == "ray":
-            records = flower_run.execute(runs, folder, bars)
-        else:
-            kept = folder if out is not None else None
-            records = engine.execute(runs, kept, bars, workers, runner == "stacked")
+        kept = folder if out is not None or runner == "ray" else None
+        records = engine.execute(runs, kept, bars, workers, runner)
         if failed := [record for record in records if not record.ended]:
             raise RuntimeError(f"{failed[0].label}, seed {failed[0].seed}: {failed[0].error}")
         results = Results(records)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -25,7 +25,6 @@ from flwr_regs.wire.config import nearest
 
 if TYPE_CHECKING:
     from flwr_regs import RegClient
-    from flwr_regs.experiments.experiment import Run
 
 VALUES = (
     *("CenteredClipping", "CoordinateMedian", "GeometricMedian", "Krum", "Mean", "NormBound"),
@@ -89,24 +88,22 @@ def build(calls: Sequence[Call], folder: str = "", **common: Any) -> RegStrategy
         return RegStrategy(sorted(terms, key=_place), **{**shared, **settings, **given})
 
 
-def check_apart(runs: Iterable[Run]) -> list[RegStrategy]:
-    """Return each run's strategy without its settings, after a check that clients can tell them apart.
+def check_apart(methods: Mapping[str, Sequence[Call]], folder: str) -> list[RegStrategy]:
+    """Return each method's strategy without settings, after a check that clients can tell them apart.
 
     Raises ValueError as :func:`build` does, and if two strategies have one name and different terms.
     """
-    strategies = []
+    made = {label: build(calls, folder) for label, calls in methods.items()}
     clients: dict[str, tuple[str, Any]] = {}
-    for run in runs:
-        strategy = build(run.calls, run.settings.code_dir)
+    for label, strategy in made.items():
         terms = client_class(strategy).terms
-        other, others = clients.setdefault(strategy.method_name, (run.method, terms))
+        other, others = clients.setdefault(strategy.method_name, (label, terms))
         if terms != others:
             raise ValueError(
-                f"'{other}' and '{run.method}' are both named '{strategy.method_name}', but their terms "
+                f"'{other}' and '{label}' are both named '{strategy.method_name}', but their terms "
                 "differ: give one strategy's class a 'method' of its own"
             )
-        strategies.append(strategy)
-    return strategies
+    return list(made.values())
 
 
 def is_private(strategy: RegStrategy) -> bool:

@@ -8,18 +8,12 @@ from typing import Any
 
 import pytest
 
-import flwr_regs as fr
 from flwr_regs.experiments.calls import parse_methods
 from flwr_regs.experiments.strategies import build
 from tests.conftest import ROOT
 
 FOLDER = ROOT / "docs" / "methods"
 PAGES = {path.name: path.read_text() for path in sorted(FOLDER.glob("*.md"))}
-ROWS = list(fr.METHODS.values())
-
-
-def of(row: fr.Method) -> str:
-    return PAGES[f"{row.name.lower()}.md"]
 
 
 @pytest.mark.parametrize("name", PAGES)

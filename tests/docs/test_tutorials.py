@@ -14,8 +14,7 @@ import torch
 from flwr_regs.experiments import cli, commands
 from flwr_regs.experiments.cards import choices
 from flwr_regs.experiments.experiment import Experiment
-from flwr_regs.experiments.partition import client_data
-from flwr_regs.experiments.run import resources, tuning
+from flwr_regs.experiments.run import resources
 from tests.conftest import ROOT
 
 TUTORIALS = [
@@ -83,14 +82,6 @@ class Decay(Term):
 """
 
 
-class Nothing:
-    """Results of runs that were not trained."""
-
-    @staticmethod
-    def rows() -> list[dict[str, int]]:
-        return []
-
-
 @pytest.mark.parametrize("command", COMMANDS)
 def test_each_command_of_the_documents_is_accepted(
     command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -106,16 +97,11 @@ def test_each_command_of_the_documents_is_accepted(
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "my_module", raising=False)
-    monkeypatch.setattr(commands, "_train", lambda *_: None)
-    monkeypatch.setattr(commands, "results_of", lambda *_: Nothing)
+    monkeypatch.setattr(commands, "_train_panel", lambda *_: 0)
     monkeypatch.setattr(commands, "_report_card", lambda *_: None)
-    monkeypatch.setattr(commands, "missing", lambda *_: [])
-    monkeypatch.setattr(Experiment, "check_data", lambda _: None)  # it loads the data
-    monkeypatch.setattr(client_data, "client_data_of", lambda _: Nothing)  # so does this
+    monkeypatch.setattr(commands, "save", lambda *_: None)  # it loads the data
+    monkeypatch.setattr(Experiment, "check_data", lambda _: None)
     monkeypatch.setattr(choices, "with_notes", lambda experiment: experiment)
-    monkeypatch.setattr(
-        tuning, "chosen", lambda e, p, _: {k: e.points_of(r)[0] for k, r in e.rows_of(p).items()}
-    )
     monkeypatch.setattr(resources, "measure", lambda _: resources.Taken(1.0, 1))
     for folder in ("DIR", "/data"):
         command = command.replace(f"data-dir={folder}", f"data-dir={tmp_path}")

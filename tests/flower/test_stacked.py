@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
@@ -16,7 +16,6 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import flwr_regs as fr
-from flwr_regs.abilities import Addresses
 from flwr_regs.cohort import finishing
 from flwr_regs.cohort.gradients_of_stack import Gradient
 from flwr_regs.flower.grids.stacked_grid import ALONE, STACKED
@@ -28,7 +27,6 @@ from tests.flower.stacks import (
     compare,
     data_of,
     perceptron,
-    same,
     values_of,
 )
 
@@ -213,19 +211,6 @@ class Odd(fr.Term):
 
 
 @dataclass(frozen=True)
-class Only(fr.Term, Addresses):
-    """Broadcasts to client 1 alone."""
-
-    name: ClassVar[str] = "only"
-
-    def broadcast_to(self, pid: int, server: Any, ctx: Any) -> Mapping[str, Any]:
-        return {n: np.full_like(a, 0.05) for n, a in ctx.params.items()} if pid == 1 else {}
-
-    def correct(self, grads: Any, params: Any, ctx: Any) -> Any:
-        return {n: g + ctx.broadcast.get(n, 0.0) for n, g in grads.items()}
-
-
-@dataclass(frozen=True)
 class Noise(fr.Term):
     """Draws numbers in an elementwise correction."""
 
@@ -286,12 +271,14 @@ SAME: dict[str, Cohort] = {
         "MimeLite", loader=lambda k, **_: DataLoader(data_of(k).dataset, 8, True, drop_last=True)
     ),
     "numbers of steps": Cohort("FedCM", {"alpha": 0.3}, config=TWO_EPOCHS),
+    "a model of the client's own": Cohort("Ditto", {"lam": 0.2, **SOME}),
+    "the client's last model": Cohort("MOON", {"mu": 1.0, **SOME}, rounds=3),
+    "the global model's output": Cohort("FedNTD"),
     "tied and frozen": Cohort(model=Tied),
     "dicts": Cohort(model=Named, loader=in_dicts, settings={"loss_fn": None}),
     "padding": Cohort(model=Words),
     "a layer with two names": Cohort(model=Twice),
     "ignored targets": Cohort(loader=some_ignored),
-    "a broadcast for one client": Cohort(terms=[Only()]),
     **{
         what: Cohort(terms=[Reading(what)], model=five_classes, loader=few_classes)
         for what in ("counts at the start", "counts at the end", "loss at the end", "id in a set")
@@ -478,21 +465,6 @@ def test_a_client_that_fails_fails_as_by_itself() -> None:
     assert results[0] == results[1]
     assert sorted(results[0][0]) == [1, 2]
     assert results[0][1] == dict.fromkeys((1000, 1003, 1004), 2)
-
-
-def test_a_checkpoint_of_one_grid_goes_on_on_the_other(tmp_path: Any) -> None:
-    cohort = Cohort("FedDyn", {"alpha": 0.2})
-
-    def trained(first: Any, second: Any, folder: Any) -> dict[str, np.ndarray]:
-        cohort.train(first(cohort.app(), len(SIZES)), 2, checkpoint_dir=folder)
-        grid = second(cohort.app(), len(SIZES))
-        _, result = cohort.train(grid, 4, folder, checkpoint_dir=folder)
-        return {n: a.numpy() for n, a in result.arrays.items()}
-
-    one, stack = fr.InProcessGrid, fr.StackedGrid
-    expected = trained(one, one, tmp_path / "a")
-    for i, pair in enumerate([(stack, one), (one, stack)]):
-        same(trained(*pair, tmp_path / str(i)), expected, str(pair))
 
 
 # random numbers

@@ -272,13 +272,13 @@ class OneStep(Term, Personalises):
 
 
 def test_a_personal_model_is_loaded_with_the_same_arguments() -> None:
-    app, found = fr.RegClientApp(), dict[tuple[int, str], Any]()
+    app, loaded = fr.RegClientApp(), dict[tuple[int, str], Any]()
 
     @app.train()
     def one(message: Any, context: Any) -> Any:
-        mine = make_clients()[context.node_config["partition-id"]]
+        own_data = make_clients()[context.node_config["partition-id"]]
         model = make_model()
-        loop = fr.ClientRound(message, [OneStep], model, mine, device="cpu")
+        loop = fr.ClientRound(message, [OneStep], model, own_data, device="cpu")
         optimizer = loop.optimizer(torch.optim.SGD)
         for inputs, targets in loop.batches():
             optimizer.zero_grad()
@@ -306,7 +306,7 @@ def test_a_personal_model_is_loaded_with_the_same_arguments() -> None:
         for kind, (model, batches, settings) in kinds.items():
             own = {"personal": True, "train_data": batches, "device": "cpu", **settings}
             fr.load_model(message, [OneStep], model, **own)
-            found[pid, kind] = {n: v.numpy().copy() for n, v in model.state_dict().items()}
+            loaded[pid, kind] = {n: v.numpy().copy() for n, v in model.state_dict().items()}
         own["target_key"] = None
         with pytest.raises(ValueError, match="digit"):
             fr.load_model(message, [OneStep], model, **own)
@@ -319,8 +319,8 @@ def test_a_personal_model_is_loaded_with_the_same_arguments() -> None:
         num_rounds=1,
         train_config=ConfigRecord({"lr": 0.2, "local-epochs": 1}),
     )
-    assert len(found) == 12
+    assert len(loaded) == 12
     for pid in range(4):
-        for name, array in found[pid, "pairs"].items():
-            np.testing.assert_array_equal(found[pid, "other"][name], array, err_msg=name)
-            assert not np.array_equal(found[pid, "global"][name], array)
+        for name, array in loaded[pid, "pairs"].items():
+            np.testing.assert_array_equal(loaded[pid, "other"][name], array, err_msg=name)
+            assert not np.array_equal(loaded[pid, "global"][name], array)

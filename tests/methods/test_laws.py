@@ -181,8 +181,8 @@ def test_client_state_and_uploads_go_all_the_way(kind: Any) -> None:
     data = make_clients(5)
 
     def client_fn(context: Any) -> Any:
-        mine = data[context.node_config["partition-id"]]
-        return RegClient(make_model(), mine, device="cpu", terms=[Tally])
+        own_data = data[context.node_config["partition-id"]]
+        return RegClient(make_model(), own_data, device="cpu", terms=[Tally])
 
     grid = kind(client_app(client_fn), 5)
     settings = {"seed": 4, "fraction_train": 0.6, "min_train_nodes": 1, "fraction_evaluate": 0.0}

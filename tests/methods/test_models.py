@@ -245,8 +245,8 @@ REFUSED = [  # method, kind, why: all that does not train
 
 def app_of(kind: Kind, method: Method, **kwargs: Any) -> Any:
     def client_fn(context: Any) -> Any:
-        mine = kind.data(context.node_config["partition-id"], kind.dtype)
-        return method.client(kind.model(), mine, mine, device="cpu", **kwargs)
+        own_data = kind.data(context.node_config["partition-id"], kind.dtype)
+        return method.client(kind.model(), own_data, own_data, device="cpu", **kwargs)
 
     return client_app(client_fn)
 
@@ -268,8 +268,8 @@ def train(
 
 
 def failures(strategy: Any) -> list[Any]:
-    found = [e["failures"] for e in strategy.history]
-    return [f for f in found + [e["evaluate"]["failures"] for e in strategy.history] if f]
+    of_training = [e["failures"] for e in strategy.history]
+    return [f for f in of_training + [e["evaluate"]["failures"] for e in strategy.history] if f]
 
 
 def refusal(kind: Kind, method: Method) -> str | None:
@@ -310,15 +310,15 @@ def test_every_kind_of_model_trains_under_every_method(kind: Kind, method: Metho
     params = dict(model.named_parameters(remove_duplicate=False))
     frozen_names = strategy.term.frozen(list(start))
     held = {id(params[n]) for n in frozen_names if n in params}  # with tied names
-    mine = {n for n in trained & set(got) if got[n].size and id(params[n]) not in held}
-    moved = {n for n in mine if (got[n] != start[n]).any()}
+    in_play = {n for n in trained & set(got) if got[n].size and id(params[n]) not in held}
+    moved = {n for n in in_play if (got[n] != start[n]).any()}
     if "EFL" in method.name or "ternary" in method.name:  # sparse steps
         assert moved
     elif torch.bfloat16 in (kind.dtype, getattr(torch, kind.wire or "float32")):
         # a client's small steps beside a weight of 1 round to none
-        assert len(moved) > len(mine) / 2
+        assert len(moved) > len(in_play) / 2
     else:
-        assert moved == mine
+        assert moved == in_play
     # 4 and 6 steps of clients with 10 and 15 examples
     a_step = 5.2 if strategy.weighting == "num-examples" else 5
     if kind.name == "counting":

@@ -1,4 +1,4 @@
-"""Every ordered pair of the package's terms: it composes, alone and stacked, or is refused.
+"""Every ordered pair of the package's terms: it composes, or is refused.
 
 A pair that composes runs through Flower's messages and must give the model of plain loops written from
 the papers' formulas (oracles/pairs.py).
@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, ClassVar
 
 import numpy as np
@@ -68,40 +67,8 @@ def refusal(pair: Pair) -> str | None:
     return next((why for left, right, why in REFUSED if a in left and b in right), None)
 
 
-# Which pairs commute follows from the hooks that both have: two that add to the same thing do, to rounding,
-# and so do two that only look at it. One that hands it on unseen always does.
-ADDS = {
-    "loss": FEATURES,  # not SelfDistillation, which weighs all the loss before it by 1 − λ
-    "correct": {fr.Proximal, fr.FirstOrder, fr.EmbeddedMomentum, *FISHER},
-    "private": {fr.LocalBatchNorm, fr.Private},  # a union
-}
-LOOKS = {"finish": {*FISHER, fr.FeatureTable}}
-PASSES = {"update": {*FISHER, fr.FeatureTable}}  # they collect uploads
-THREADED = [
-    "loss",
-    "correct",
-    "private",
-    "finish",
-    "update",
-    "start",
-    "client_optimizer",
-    "release",
-]
-
-
 def has(kind: type[Term], hook: str) -> bool:
     return getattr(kind, hook, None) is not getattr(Term, hook, None)
-
-
-def commute(pair: Pair) -> bool:
-    both = {type(t) for t in pair}
-    return all(
-        both <= ADDS.get(hook, set())
-        or both <= LOOKS.get(hook, set())
-        or both & PASSES.get(hook, set())
-        for hook in THREADED
-        if all(has(kind, hook) for kind in both)
-    )
 
 
 def of_pairs(pairs: Sequence[Pair]) -> pytest.MarkDecorator:
@@ -110,14 +77,8 @@ def of_pairs(pairs: Sequence[Pair]) -> pytest.MarkDecorator:
 
 
 COMPOSING = [p for p in PAIRS if not refusal(p)]
-BOTH_WAYS = [
-    p
-    for p in COMPOSING
-    if p[::-1] in COMPOSING and KINDS.index(type(p[0])) < KINDS.index(type(p[1]))
-]
 
 
-@cache
 def trained(terms: tuple[Term, ...], batch_norm: bool = False) -> dict[str, np.ndarray]:
     """Three rounds of three unequal clients, a learning rate that falls; the model at the end."""
     strategy = RegStrategy(
@@ -152,10 +113,6 @@ def by_formula(terms: Sequence[Term]) -> dict[str, np.ndarray]:
     )
 
 
-def difference(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> float:
-    return max(np.abs(a[n] - b[n]).max() for n in a.keys() & b.keys())
-
-
 @pytest.mark.parametrize("left", TERMS, ids=lambda t: t.name)
 def test_a_pair_composes_or_is_refused_with_a_sentence(left: Term) -> None:
     """Every pair: this costs next to nothing."""
@@ -165,32 +122,6 @@ def test_a_pair_composes_or_is_refused_with_a_sentence(left: Term) -> None:
                 RegStrategy(pair)
         else:
             assert RegStrategy(pair).term.terms == pair
-
-
-@of_pairs(COMPOSING)
-def test_a_pair_is_neither_of_its_terms_alone(pair: Pair) -> None:
-    batch_norm = any(isinstance(t, fr.LocalBatchNorm) for t in pair)
-    got = trained(pair, batch_norm)
-    for term in pair:
-        assert difference(got, trained((term,), batch_norm)) > 1e-4, term.name
-
-
-@of_pairs([p for p in BOTH_WAYS if commute(p)])
-def test_pairs_commute_where_their_hooks_do(pair: Pair) -> None:
-    batch_norm = any(isinstance(t, fr.LocalBatchNorm) for t in pair)
-    close(trained(pair, batch_norm), trained(pair[::-1], batch_norm), 1e-10)
-
-
-@of_pairs([p for p in BOTH_WAYS if not commute(p)])
-def test_others_do_not(pair: Pair) -> None:
-    batch_norm = any(isinstance(t, fr.LocalBatchNorm) for t in pair)
-    assert difference(trained(pair, batch_norm), trained(pair[::-1], batch_norm)) > 1e-4
-
-
-def test_a_pair_of_one_order_does_not_commute() -> None:
-    for pair in COMPOSING:
-        if pair[::-1] not in COMPOSING and not isinstance(pair[1], fr.SparseTernary):
-            assert not commute(pair)  # else one order is refused without need
 
 
 @of_pairs([p for p in COMPOSING if not any(isinstance(t, fr.LocalBatchNorm) for t in p)])
@@ -206,11 +137,6 @@ def test_local_batch_norm_is_private_entries_by_another_name(pair: Pair) -> None
     else:
         named = tuple(fr.Private("1.*") if isinstance(t, fr.LocalBatchNorm) else t for t in pair)
     close(trained(pair, True), trained(named, True), 0.0)
-
-
-# Not stacked: terms without a client hook, and private entries, which are the training loop's own business
-# (no hook sees them). Nor are BatchNorm's running statistics, written in place, and double momentum, which
-# is torch's optimiser: neither can run under vmap.
 
 
 # What chain() goes by

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import importlib
+import inspect
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -43,8 +45,8 @@ def example(row: fr.Method, **common: Any) -> RegStrategy:
 def stars(path: Path) -> set[str]:
     """The modules that a file imports all names of, for type checkers."""
     nodes = ast.walk(ast.parse(path.read_text()))
-    found = [n for n in nodes if isinstance(n, ast.ImportFrom) and n.names[0].name == "*"]
-    return {str(n.module) for n in found}
+    all_names = [n for n in nodes if isinstance(n, ast.ImportFrom) and n.names[0].name == "*"]
+    return {str(n.module) for n in all_names}
 
 
 def test_type_checkers_see_the_names_that_are_there() -> None:
@@ -81,6 +83,16 @@ def test_a_row_names_the_classes_of_its_example(row: fr.Method) -> None:
     assert type(strategy).__name__ == strategy.method_name == row.name
     assert client_class(strategy) is getattr(fr, row.client)
     assert tuple(type(t).__name__ for t in strategy.term.terms) == row.terms
+
+
+@rows
+def test_a_methods_defaults_are_its_terms(row: fr.Method) -> None:
+    parameters = inspect.signature(getattr(fr, row.name)).parameters
+    for name in row.terms:
+        for field in dataclasses.fields(getattr(fr, name)):
+            default = getattr(parameters.get(field.name), "default", inspect.Parameter.empty)
+            if inspect.Parameter.empty is not default and field.default is not dataclasses.MISSING:
+                assert default == field.default, field.name
 
 
 def test_importing_the_package_loads_neither_torch_nor_flower() -> None:
@@ -219,8 +231,8 @@ def unequal(name: str, grid: type[fr.InProcessGrid]) -> tuple[Mapping[str, Any],
     client = client_class(strategy)
 
     def client_fn(context: Any) -> Any:
-        mine = data[context.node_config["partition-id"]]
-        return client(Net().double(), mine, mine, device="cpu")
+        own_data = data[context.node_config["partition-id"]]
+        return client(Net().double(), own_data, own_data, device="cpu")
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Chain, "check", check)

@@ -44,7 +44,7 @@ AGGREGATORS = (
 class HostileGrid(InProcessGrid):
     """One client's replies are a million times too large: its model, its uploads, or both."""
 
-    what = "both"
+    part = "both"
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         messages = list(messages)
@@ -54,7 +54,7 @@ class HostileGrid(InProcessGrid):
             if message.metadata.dst_node_id != 1000 + LIAR or reply.has_error():
                 continue
             for name, record in list(reply.content.array_records.items()):
-                if self.what in ("both", "update" if name == "arrays" else "uploads"):
+                if self.part in ("both", "update" if name == "arrays" else "uploads"):
                     reply.content[name] = ArrayRecord(
                         {
                             key: Array(np.asarray(a.numpy() * a.numpy().dtype.type(1e6)))
@@ -69,17 +69,17 @@ class HostileGrid(InProcessGrid):
 def trained(
     name: str,
     aggregator: Any,
-    what: str = "",
+    part: str = "",
     grid: Any = InProcessGrid,
     dtype: torch.dtype = torch.float64,
     **settings: Any,
 ) -> tuple[NDArrays, Any]:
-    """The last model of two rounds, and the strategy; `what` of one client is hostile."""
+    """The last model of two rounds, and the strategy; `part` of one client is hostile."""
     method = METHODS[name]
     data, model = make_clients(N, dtype), partial(make_model, dtype)
     app = problem.app_of(method.make_client, data, model)
-    if what:
-        grid = type("Grid", (HostileGrid,), {"what": what})
+    if part:
+        grid = type("Grid", (HostileGrid,), {"part": part})
     strategy = method.build(aggregator=aggregator, seed=3, fraction_evaluate=0.0, **settings)
     models = problem.train(
         strategy,
@@ -104,21 +104,21 @@ def apart(a: NDArrays, b: NDArrays) -> float:
 
 
 @sampled(
-    "name,aggregator,what",
+    "name,aggregator,part",
     [
-        (name, aggregator, what)
+        (name, aggregator, part)
         for name in METHODS
         if name != "EFL-coded"
         for aggregator in AGGREGATORS
-        for what in (("both", "uploads") if name in UPLOADING else ("both",))
+        for part in (("both", "uploads") if name in UPLOADING else ("both",))
     ],
     seed=1,
     ids=str,
 )
 def test_one_hostile_client_moves_the_model_boundedly(
-    name: str, aggregator: Any, what: str
+    name: str, aggregator: Any, part: str
 ) -> None:
-    attacked, strategy = trained(name, aggregator, what)
+    attacked, strategy = trained(name, aggregator, part)
     assert all(LIAR in entry["replies"] for entry in strategy.history)
     assert apart(attacked, clean(name, aggregator)) < 2.0
 
@@ -176,6 +176,9 @@ def test_each_client_gets_the_aggregate_of_the_others_features() -> None:
         assert pid not in slot["ids"]
     assert all(len(call) == 4 for call in calls)
     assert plus.robust_answer({1: {"delta": deltas[1]}}, ctx) == {1: {}}
+    two = plus.robust_answer({p: {"delta": deltas[p]} for p in (1, 3)}, ctx)
+    np.testing.assert_array_equal(two[1]["mean"], deltas[3])
+    assert len(calls.pop()) == len(calls.pop()) == 1
     assert table.broadcast_to(1, {"1": deltas[1]}, ctx) == {}
 
 

@@ -63,7 +63,9 @@ HANDS = {
     "FedProx": Hand(fedprox, ONE, 2, [1.0], {"mu": 1.0}),
     "FedProx-implicit": Hand(fedprox, ONE, 2, [8 / 9], {"mu": 1.0, "implicit": True}),
     # 1.5, g = -3. Then 0.75, where g (v - w) > 0: v -= (3 (0.75 - 1) - 1.5)/2.
-    "FedFOR": Hand(fedfor, [(3.0, 1.0)], 2, [1.5, 1.875], {"alpha": 0.5, "steps_done": [{0: 1}, {}]}),
+    "FedFOR": Hand(
+        fedfor, [(3.0, 1.0)], 2, [1.5, 1.875], {"alpha": 0.5, "steps_done": [{0: 1}, {}]}
+    ),
     # Round 1 is FedAvg's: 0.75; the step as a gradient: -1.5. Round 2: v_0 -= (0.375 - 0.75)/2;
     # v_1 -= (0.5 (v - 2) - 0.375)/2 twice: 1.25, 1.625.
     "FedCM": Hand(fedcm, TWO, 2, [0.75, (0.9375 + 1.625) / 2], {"alpha": 0.5, **SHORT}),
@@ -88,12 +90,17 @@ HANDS = {
     # From w = 0.75: v_0 -= (0.75 - 0.75)/2; v_1 -= (v - 2 + 1.5 - 0.75)/2 twice: 1, 1.125.
     "SCAFFOLD-steps": Hand(scaffold, TWO, 2, [0.75, (0.75 + 1.125) / 2], SHORT),
     # v_0 -= (0.75 - 1)/2; v_1 -= (v - 2 + 2 - 1)/2 twice: 0.875, 0.9375.
-    "SCAFFOLD-1-steps": Hand(scaffold, TWO, 2, [0.75, (0.875 + 0.9375) / 2], {"option": 1, **SHORT}),
+    "SCAFFOLD-1-steps": Hand(
+        scaffold, TWO, 2, [0.75, (0.875 + 0.9375) / 2], {"option": 1, **SHORT}
+    ),
     # alpha = 1/2. Round 1, one step: v = 0.5, 1.5; h_k = -0.25, -0.75; h = -0.5; w = 1 + 0.5/0.5.
     # Round 2, client 1: gradient 2 - 3 + 0.75; v = 2.125; then 2.125 - 3 + 0.75 + 0.125/2;
     # v = 2.15625; h = -0.5 - 0.25 0.15625 = -0.5390625.
     "FedDyn": Hand(
-        feddyn, [(1.0, 1.0), (1.0, 3.0)], 2, [2.0, 2.15625 + 0.5390625 / 0.5],
+        feddyn,
+        [(1.0, 1.0), (1.0, 3.0)],
+        2,
+        [2.0, 2.15625 + 0.5390625 / 0.5],
         {"alpha": 0.5, "cohorts": [[0, 1], [1]], "steps_done": [{0: 1, 1: 1}, {}]},
     ),
     # a = 1, 2; changes 0 and 1.5 over these, their mean times (1 + 2)/2.
@@ -101,14 +108,20 @@ HANDS = {
     # gamma = 1/2. Round 1: v = 0 and 1.5; mean 0.75, w = 0.375. d_0 = 0.75/0.5, d_1 = -0.75/(2 0.5).
     # Round 2: v_0 = 0.375 - (0.375 - 1.5)/2; v_1 -= (v - 2 + 0.75)/2 twice: 0.8125, 1.03125.
     "FedGATE": Hand(
-        fedgate, TWO, 2, [0.375, 0.375 + ((0.9375 + 1.03125) / 2 - 0.375) / 2],
+        fedgate,
+        TWO,
+        2,
+        [0.375, 0.375 + ((0.9375 + 1.03125) / 2 - 0.375) / 2],
         {"server_lr": 0.5, **SHORT},
     ),
     # Round 1: c = (0 - 6)/2 = -3. v -= (a v + c)/4, from 0: 0.75, then
     # client 0: 0.75 + 2.25/4 = 1.3125; client 1: 0.75 + (3 - 1.5)/4 = 1.125. m = -1.5.
     # Round 2: c = (1.21875 + 2 (1.21875 - 3))/2 = -1.171875; v -= (a (v - w) + c)/4 - 1.5/4.
     "Mime": Hand(
-        mime, [(1.0, 0.0), (2.0, 3.0)], 2, [1.21875, 1.21875 + 0.66796875 * (1.75 + 1.5) / 2],
+        mime,
+        [(1.0, 0.0), (2.0, 3.0)],
+        2,
+        [1.21875, 1.21875 + 0.66796875 * (1.75 + 1.5) / 2],
         {"beta": 0.5},
     ),
     # Client 1: v -= 2 (v - 3)/4: 1.5, then 2.25; client 0 stays. c = -3, m = -1.5. From 1.125,
@@ -123,7 +136,10 @@ HANDS = {
     ),
     # Blue, beta_global = 1, alpha = 1/2: w = 0.5, m = -2; v -= (0.5 - 2 - 1)/2; m = -2.5 - 0.5 2.
     "FedADC-betas": Hand(
-        fedadc, ONE, 1, [0.5, 0.5 + 3.5 / 4],
+        fedadc,
+        ONE,
+        1,
+        [0.5, 0.5 + 3.5 / 4],
         {"beta_local": 0.5, "beta_global": 1.0, "variant": "heavy-ball", "alpha": 0.5},
     ),
     # u = -2, then -1.5: v = 1.75.
@@ -134,10 +150,12 @@ HANDS = {
     "SlowMo": Hand(slowmo, ONE, 1, [1.0, 2.0], {"beta": 0.5}),
     "FedAvgM": Hand(fedopt, ONE, 1, [1.0, 2.0], {"server": "momentum", "momentum": 0.5}),
     # Change 1: m = 0.5; v from 0.25 to 1.25, 0.25/2 + 1/2, 0.25 + 1/2.
-    "FedAdagrad": Hand(fedopt, ONE, 1, [0.5 / (1.25**0.5 + 0.5)], {"server": "adagrad", **ADAPTIVE}),
+    "FedAdagrad": Hand(
+        fedopt, ONE, 1, [0.5 / (1.25**0.5 + 0.5)], {"server": "adagrad", **ADAPTIVE}
+    ),
     "FedAdam": Hand(fedopt, ONE, 1, [0.5 / (0.625**0.5 + 0.5)], {"server": "adam", **ADAPTIVE}),
     "FedYogi": Hand(fedopt, ONE, 1, [0.5 / (0.75**0.5 + 0.5)], {"server": "yogi", **ADAPTIVE}),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", HANDS)

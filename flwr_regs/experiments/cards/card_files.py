@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from importlib.resources import files
 from math import isfinite
 from pathlib import Path
@@ -17,46 +18,13 @@ from typing import Any
 from flwr_regs.experiments.calls import check_name, parse_methods, text_of
 from flwr_regs.experiments.experiment import Experiment, Panel, Row
 from flwr_regs.experiments.report import metrics
-from flwr_regs.experiments.settings import DEFAULTS, FIELDS, Settings
+from flwr_regs.experiments.settings import DEFAULTS, SETTINGS, Settings
 from flwr_regs.experiments.space import Space
 from flwr_regs.wire.config import nearest
 
 FOLDER = files("flwr_regs.experiments") / "cards"
 FILE = "experiment.toml"
 """The card in a results' folder."""
-LEVELS = ("paper", "reduced", "stand-in")
-"""What a card's settings are: the source's, as far as its text says them; smaller ones; or ones with other
-data or another model."""
-KEYS = {
-    "title": "what is compared, in a line",
-    "source": "who published it",
-    "where": "the table or figure there",
-    "setting": "paper, reduced or stand-in: what [settings] are",
-    "hashes": "data set = its hash; a run on other data says so",
-    "departures": "sentences: what the source reports, how the card differs from it, what it leaves open",
-    "extends": "the name of a card whose keys this one has too, but for those that it has itself",
-    "pick": "with extends: the names of the panels that it takes",
-    "metrics": "what the source reports: `flwr-regs list metrics`",
-    "trials": "how many settings are tried for each method, at most",
-    "seeds": "of the test",
-    "tuning-seeds": "of tuning",
-    "tune": "what is tried, as bench --tune takes it",
-    "settings": "as on the command line",
-    "reduced": "settings for two processor cores, in place of those above",
-    "methods": "name = a call, or {call, settings, panels}: its own settings, the panels that have it",
-    "panels": "columns of a table, curves of a figure: {name, settings, reduced, reports, notes}",
-    "heading": "what the rows are: method; case, or a setting, where their names are the labels",
-    "baseline": "whether rows are compared with the first one, after tuning",
-    "smoke": "whether this is a trial of a few seconds, whose figures say nothing",
-    "made": "in a results' folder: the command, the versions and the partitions that made it",
-}
-"""A card's keys -> what they hold."""
-NEEDED = ("title", "source", "where", "setting", "metrics", "settings", "methods")
-"""The keys that a card has, unless a command has made it."""
-METHOD_KEYS = ("call", "settings", "panels")
-PANEL_KEYS = ("name", "settings", "reduced", "reports", "notes")
-OPEN = ("dataset", "model", "partition")
-"""Settings whose value may be the name of something that this version does not have."""
 
 
 def names() -> list[str]:
@@ -109,144 +77,93 @@ def read(text: str, name: str) -> Experiment:
     """Return the experiment of a TOML text; ValueError that says which key is wrong."""
     given = tomllib.loads(text)
     _known(given, KEYS)
-    if base := given.get("extends"):
-        given = _extended(given, _text(base, "extends"))
-    elif "pick" in given:
+    values = {key.replace("-", "_"): KEYS[key][0](value, key) for key, value in given.items()}
+    base, picked, made = (values.pop(key, None) for key in ("extends", "pick", "made"))
+    if picked and not base:
         raise ValueError("'pick' goes with 'extends' alone: it takes panels of another card")
-    by_hand = "made" not in given
-    for key in NEEDED if by_hand else ("settings", "methods"):
+    for key in () if base else NEEDED if made is None else ("settings", "methods"):
         if key not in given:
-            raise ValueError(f"it lacks '{key}': {KEYS[key]}")
-    if by_hand and given["setting"] not in LEVELS:
-        raise ValueError(f"'setting' must be one of {', '.join(LEVELS)}, not {given['setting']!r}")
-    trials = given.get("trials", 8)
-    if type(trials) is not int or trials < 1:
-        raise ValueError(f"'trials' must be a whole number of at least 1, not {trials!r}")
-    for key in ("baseline", "smoke"):
-        if type(given.get(key, True)) is not bool:
-            raise ValueError(f"'{key}' must be true or false, not {given[key]!r}")
-    hashes = _table(given.get("hashes", {}), "hashes")
-    said = {k: _text(given[k], k) for k in ("title", "source", "where", "setting") if k in given}
-    card = Experiment(
-        name=name,
-        **said,
-        metrics=_texts(given.get("metrics", []), "metrics"),
-        settings=_settings(given["settings"], "settings"),
-        rows=tuple(_row(n, m) for n, m in _table(given["methods"], "methods").items()),
-        panels=tuple(_panel(p, i) for i, p in enumerate(given.get("panels", [{}]), 1)),
-        reduced=_settings(given.get("reduced", {}), "reduced"),
-        tune=tuple(map(Space.read, _texts(given.get("tune", []), "tune"))),
-        trials=trials,
-        seeds=_numbers(given.get("seeds", [1, 2, 3]), "seeds"),
-        tuning_seeds=_numbers(given.get("tuning-seeds", [101]), "tuning-seeds"),
-        departures=_texts(given.get("departures", []), "departures"),
-        hashes={dataset: _text(value, dataset) for dataset, value in hashes.items()},
-        heading=_text(given.get("heading", "method"), "heading"),
-        baseline=given.get("baseline", True),
-        smoke=given.get("smoke", False),
-    )
-    if by_hand and not card.metrics:
+            raise ValueError(f"it lacks '{key}': {KEYS[key][1]}")
+    if methods := values.pop("methods", None):
+        values["rows"] = tuple(_row(title, method) for title, method in methods.items())
+    if base:
+        under = _base(base, picked)
+        for key in ("settings", "reduced"):
+            values[key] = {**getattr(under, key), **values.get(key, {})}
+        card = replace(under, name=name, **values)
+    else:
+        card = Experiment(**{"name": name, "baseline": True, **values})
+    if made is None and not card.metrics:
         raise ValueError("'metrics' is empty: name what is measured (`flwr-regs list metrics`)")
     _check(card)
     return card
 
 
-def text(experiment: Experiment, made: Mapping[str, Any]) -> str:
+def _base(name: str, picked: tuple[str, ...] | None) -> Experiment:
+    """Return the card that another one extends, with the panels that it picks, or all."""
+    if name not in names():
+        raise ValueError(f"'extends': there is no card '{name}'{nearest(name, names())}")
+    text = (FOLDER / f"{name}.toml").read_text(encoding="utf-8")
+    if "extends" in tomllib.loads(text):
+        raise ValueError(f"'extends': card '{name}' extends another one itself")
+    card = read(text, name)
+    try:
+        return card.only(*(panel_of(card, title) for title in picked)) if picked else card
+    except ValueError as error:
+        raise ValueError(f"'pick': {error}") from error
+
+
+def text(experiment: Experiment, made: Mapping[str, Any] | None = None) -> str:
     """Return an experiment as a TOML text, which :func:`read` takes; `made` is what has made it."""
     import tomli_w
 
-    def row(of: Row) -> Any:
-        more = {"settings": dict(of.settings), "panels": [*of.panels]}
-        more = {key: value for key, value in more.items() if value}
-        return {"call": text_of(of.calls), **more} if more else text_of(of.calls)
+    plain = not any(of.settings or of.panels for of in experiment.rows)  # TOML has tables last
 
-    titles = [one.name for one in experiment.rows]
+    def row(of: Row) -> Any:
+        call = text_of(of.calls)
+        return call if plain else _filled({**vars(of), "name": None, "calls": None, "call": call})
 
     def panel(of: Panel) -> dict[str, Any]:
-        fields = {key: getattr(of, key) for key in PANEL_KEYS}
-        fields["reports"] = {
-            metric: {name: value for name, value in values.items() if name in titles}
+        reports = {
+            metric: {row.name: values[row.name] for row in experiment.rows if row.name in values}
             for metric, values in of.reports.items()
         }
-        return {key: value for key, value in fields.items() if value}
+        return _filled({**{key: getattr(of, key) for key in PANEL_KEYS}, "reports": reports})
 
-    of = experiment
-    given = {
-        **{key: getattr(of, key) for key in ("title", "source", "where", "setting", "heading")},
-        **{key: [*getattr(of, key)] for key in ("metrics", "departures", "seeds")},
-        "tune": [space.text for space in of.tune],
-        **({"trials": of.trials, "tuning-seeds": [*of.tuning_seeds]} if of.tune else {}),
-        **{key: dict(getattr(of, key)) for key in ("hashes", "reduced")},
-    }
-    whole = {key: value for key, value in given.items() if value}
-    whole |= {"baseline": of.baseline, "smoke": of.smoke, "settings": dict(of.settings)}
-    whole["methods"] = {one.name: row(one) for one in of.rows}
-    whole["panels"] = [*map(panel, of.panels)]
-    whole["made"] = {key: value for key, value in made.items() if value is not None}
-    return tomli_w.dumps(whole)
+    fields = {key: getattr(experiment, key.replace("-", "_"), None) for key in KEYS}
+    untuned = {} if experiment.tune else {"trials": None, "tuning-seeds": None}
+    return tomli_w.dumps(
+        _filled(
+            {
+                **fields,
+                **untuned,
+                "tune": [space.text for space in experiment.tune],
+                "methods": {one.name: row(one) for one in experiment.rows},
+                "panels": [*map(panel, experiment.panels)],
+                "made": _filled(made or {}),
+            }
+        )
+    )
 
 
-def _extended(given: Mapping[str, Any], base: str) -> dict[str, Any]:
-    """Return a card's keys with those of the card that it extends."""
-    if base not in names():
-        raise ValueError(f"'extends': there is no card '{base}'{nearest(base, names())}")
-    under = tomllib.loads((FOLDER / f"{base}.toml").read_text(encoding="utf-8"))
-    if "extends" in under:
-        raise ValueError(f"'extends': card '{base}' extends another one itself")
-    if "pick" in given:
-        panels = {panel["name"]: panel for panel in under["panels"]}
-        picked = _texts(given["pick"], "pick")
-        for name in picked:
-            if name not in panels:
-                raise ValueError(
-                    f"'pick': card '{base}' has no panel '{name}'{nearest(name, panels)}"
-                )
-        under["panels"] = [panels[name] for name in picked]
-        for name, method in [*under["methods"].items()]:
-            if not isinstance(method, str) and "panels" in method:
-                method["panels"] = [panel for panel in method["panels"] if panel in picked]
-                if not method["panels"]:
-                    del under["methods"][name]
-    merged = {**under, **given}
-    for key in ("settings", "reduced"):
-        merged[key] = {**under.get(key, {}), **given.get(key, {})}
-    return merged
+def _filled(table: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a table says: no None, and nothing empty."""
+    return {key: value for key, value in table.items() if value not in (None, "", (), [], {})}
 
 
 def _check(card: Experiment) -> None:
     """Raise ValueError for what does not fit together in a card."""
-    for key in card.metrics:
-        if key not in metrics.METRICS:
-            raise ValueError(f"'metrics': there is no '{key}'{nearest(key, metrics.METRICS)}")
     titles = [panel.name for panel in card.panels]
     if len({*titles}) < len(titles):
         raise ValueError(f"'panels': two have one name: {', '.join(titles)}")
-    for row in card.rows:
-        for name in row.panels:
-            panel_of(card, name)
+    for name in [name for row in card.rows for name in row.panels]:
+        panel_of(card, name)
     for panel in card.panels:
-        where = f"panel '{panel.name}'"
         if not (rows := card.rows_of(panel)):
-            raise ValueError(f"{where} has no method")
+            raise ValueError(f"panel '{panel.name}' has no method")
         known = [row.name for row in rows.values()]
-        for metric, values in panel.reports.items():
-            if metric not in metrics.METRICS:
-                raise ValueError(
-                    f"{where}, 'reports': no metric '{metric}'{nearest(metric, metrics.METRICS)}"
-                )
-            for name, value in values.items():
-                if name not in known:
-                    raise ValueError(
-                        f"{where}, 'reports': no method '{name}'{nearest(name, known)}"
-                    )
-                numbers = value if isinstance(value, list) else [value]
-                if len(numbers) not in (1, 2) or not all(
-                    type(v) in (int, float) and isfinite(v) for v in numbers
-                ):
-                    raise ValueError(
-                        f"{where}, 'reports', {metric}, {name}: expected a number, or [mean, deviation], "
-                        f"not {value!r}"
-                    )
+        for values in panel.reports.values():
+            _known(values, known, f"panel '{panel.name}', 'reports'", "no method")
     for space in card.tune:
         if not any(space.applies(row.calls) for row in card.rows):
             raise ValueError(f"'tune': no method of the card has {space.key}")
@@ -263,19 +180,116 @@ def panel_of(card: Experiment, name: str) -> Panel:
     return panels[name]
 
 
-def _panel(given: Any, number: int) -> Panel:
-    if not isinstance(given, Mapping):
-        raise ValueError(f"'panels' must be tables [[panels]], not {given!r}")
-    _known(given, PANEL_KEYS, f"panel {number}: ")
-    name = _text(given.get("name", "all"), f"name of panel {number}")
-    settings, reduced = (
-        _settings(given.get(key, {}), f"panel '{name}', {key}") for key in ("settings", "reduced")
-    )
-    where = f"panel '{name}', reports"
-    reports = _table(given.get("reports", {}), where)
+def _known(
+    given: Iterable[str], known: Iterable[str], where: str = "", no: str = "unknown key"
+) -> None:
+    for key in given:
+        if key not in known:
+            raise ValueError(f"{where}{': ' * bool(where)}{no} '{key}'{nearest(key, known)}")
+
+
+def _kind(
+    is_good: Callable[[Any], bool], words: str, make: Callable[[Any], Any] = lambda value: value
+) -> Callable[[Any, str], Any]:
+    """Return a function that checks a key's value, and says what it must be."""
+
+    def checked(value: Any, where: str) -> Any:
+        if not is_good(value):
+            raise ValueError(f"'{where}' must be {words}, not {value!r}")
+        return make(value)
+
+    return checked
+
+
+def _are(value: Any, good: Callable[[Any], bool]) -> bool:
+    return isinstance(value, list) and all(map(good, value))
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and bool(value.strip())
+
+
+def _is_seed(value: Any) -> bool:
+    return type(value) is int and value >= 0
+
+
+LEVELS = ("paper", "reduced", "stand-in")
+"""What a card's settings are: the source's, as far as its text says them; smaller ones; or ones with other
+data or another model."""
+_text = _kind(_is_text, "text")
+_flag = _kind(lambda value: isinstance(value, bool), "true or false")
+_level = _kind(lambda value: value in LEVELS, f"one of {', '.join(LEVELS)}")
+_count = _kind(lambda n: type(n) is int and n >= 1, "a whole number of at least 1")
+_texts = _kind(lambda value: _are(value, _is_text), "a list of texts", tuple)
+_seeds = _kind(
+    lambda value: _are(value, _is_seed) and 0 < len(value) == len({*value}),
+    "different whole numbers",
+    tuple,
+)
+
+
+def _metrics(value: Any, where: str) -> tuple[str, ...]:
+    texts: tuple[str, ...] = _texts(value, where)
+    _known(texts, metrics.METRICS, f"'{where}'", "there is no")
+    return texts
+
+
+def _spaces(value: Any, where: str) -> tuple[Space, ...]:
+    return tuple(map(Space.read, _texts(value, where)))
+
+
+def _table(value: Any, where: str) -> dict[str, Any]:
+    if not isinstance(value, Mapping):
+        raise ValueError(f"{where}: expected a table, not {value!r}")
+    return dict(value)
+
+
+def _hashes(value: Any, where: str) -> dict[str, str]:
+    return {dataset: _text(one, dataset) for dataset, one in _table(value, where).items()}
+
+
+def _settings(given: Any, where: str) -> dict[str, Any]:
+    """Return settings, checked; names that this version does not have stand in :data:`OPEN`'s alone."""
+    table = _table(given, where)
+    if wrong := [key for key in table if key in ("methods", "seed", "out")]:
+        raise ValueError(f"{where}: '{wrong[0]}' is no setting of a card")
+    named = {
+        key
+        for key in OPEN
+        if isinstance(table.get(key), str) and re.fullmatch(r"[\w().,=-]+", table[key])
+    }
+    try:
+        Settings.of({key: value for key, value in table.items() if key not in named})
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
+    return table
+
+
+def _reports(given: Any, where: str) -> dict[str, Any]:
+    reports = _table(given, where)
+    _known(reports, metrics.METRICS, where, "no metric")
     for metric, values in reports.items():
-        _table(values, f"{where}, {metric}")
-    return Panel(name, settings, reduced, reports, _texts(given.get("notes", []), "notes"))
+        for name, value in _table(values, f"{where}, {metric}").items():
+            numbers = value if isinstance(value, list) else [value]
+            if len(numbers) not in (1, 2) or not all(
+                type(v) in (int, float) and isfinite(v) for v in numbers
+            ):
+                raise ValueError(
+                    f"{where}, {metric}, {name}: expected a number, or [mean, deviation], not {value!r}"
+                )
+    return reports
+
+
+def _panels(given: Any, where: str) -> tuple[Panel, ...]:
+    if not isinstance(given, list):
+        raise ValueError(f"'{where}' must be tables [[panels]], not {given!r}")
+    panels = []
+    for number, panel in enumerate(given, 1):
+        _known(_table(panel, f"panel {number}"), PANEL_KEYS, f"panel {number}")
+        name = _text(panel.get("name", "all"), f"name of panel {number}")
+        fields = {k: PANEL_KEYS[k](v, f"panel '{name}', {k}") for k, v in panel.items()}
+        panels.append(Panel(**{"name": name, **fields}))
+    return tuple(panels)
 
 
 def _row(name: str, given: Any) -> Row:
@@ -283,7 +297,7 @@ def _row(name: str, given: Any) -> Row:
     table = {"call": given} if isinstance(given, str) else given
     if not isinstance(table, Mapping) or not isinstance(table.get("call"), str):
         raise ValueError(f"{where} must be a call, or a table with a call, not {given!r}")
-    _known(table, METHOD_KEYS, f"{where}: ")
+    _known(table, ("call", "settings", "panels"), where)
     methods = [*parse_methods(table["call"]).values()]
     if len(methods) != 1:
         raise ValueError(f"{where} must be one call, not {table['call']!r}")
@@ -293,21 +307,41 @@ def _row(name: str, given: Any) -> Row:
     return Row(name, methods[0], settings, _texts(table.get("panels", []), f"{where}, panels"))
 
 
-def _settings(given: Any, where: str) -> dict[str, Any]:
-    """Return settings, checked; names that this version does not have stand in :data:`OPEN`'s alone."""
-    table = _table(given, where)
-    if wrong := [key for key in table if key in ("methods", "seed", "out")]:
-        raise ValueError(f"{where}: '{wrong[0]}' is no setting of a card")
-    plain = {
-        key: value
-        for key, value in table.items()
-        if not (key in OPEN and isinstance(value, str) and re.fullmatch(r"[\w().,=-]+", value))
-    }
-    try:
-        Settings.of(plain)
-    except ValueError as error:
-        raise ValueError(f"{where}: {error}") from error
-    return table
+KEYS: dict[str, tuple[Callable[[Any, str], Any], str]] = {
+    "title": (_text, "what is compared, in a line"),
+    "source": (_text, "who published it"),
+    "where": (_text, "the table or figure there"),
+    "setting": (_level, "paper, reduced or stand-in: what [settings] are"),
+    "hashes": (_hashes, "data set = its hash; a run on other data says so"),
+    "departures": (_texts, "what the source reports, how the card differs, what it leaves open"),
+    "extends": (_text, "a card whose keys this one has too, but for those that it has itself"),
+    "pick": (_texts, "with extends: the names of the panels that it takes"),
+    "metrics": (_metrics, "what the source reports: `flwr-regs list metrics`"),
+    "trials": (_count, "how many settings are tried for each method, at most"),
+    "seeds": (_seeds, "of the test"),
+    "tuning-seeds": (_seeds, "of tuning"),
+    "tune": (_spaces, "what is tried, as bench --tune takes it"),
+    "settings": (_settings, "as on the command line"),
+    "reduced": (_settings, "settings for two processor cores, in place of those above"),
+    "methods": (_table, "name = a call, or {call, settings, panels}: its settings and panels"),
+    "panels": (_panels, "columns of a table: {name, settings, reduced, reports, notes}"),
+    "heading": (_text, "what the rows are: method; or case, a setting: their names are labels"),
+    "baseline": (_flag, "whether rows are compared with the first one, after tuning"),
+    "smoke": (_flag, "whether this is a trial of a few seconds, whose figures say nothing"),
+    "made": (_table, "in a results' folder: the command, the versions, what tuning chose"),
+}
+"""A card's keys -> what checks them, and what they hold."""
+NEEDED = ("title", "source", "where", "setting", "metrics", "settings", "methods")
+"""The keys that a card has, unless a command has made it."""
+PANEL_KEYS: dict[str, Callable[[Any, str], Any]] = {
+    "name": _text,
+    "settings": _settings,
+    "reduced": _settings,
+    "reports": _reports,
+    "notes": _texts,
+}
+OPEN = ("dataset", "model", "partition")
+"""Settings whose value may be the name of something that this version does not have."""
 
 
 def lacks(card: Experiment) -> list[str]:
@@ -317,39 +351,8 @@ def lacks(card: Experiment) -> list[str]:
         whole = {**DEFAULTS, **card.settings, **panel.settings}
         for settings in (whole, {**whole, **card.reduced, **panel.reduced}):
             for key in OPEN:
-                value, known = settings[key], FIELDS[key].metadata["choices"]
+                value, known = settings[key], SETTINGS[key].choices
                 name = value.partition("(")[0]
                 if name not in known and ":" not in name:
                     absent[f"{key} '{value}'{nearest(name, known)}"] = None
     return list(absent)
-
-
-def _known(given: Iterable[str], known: Iterable[str], where: str = "") -> None:
-    for key in given:
-        if key not in known:
-            raise ValueError(f"{where}unknown key '{key}'{nearest(key, known)}")
-
-
-def _table(value: Any, where: str) -> dict[str, Any]:
-    if not isinstance(value, Mapping):
-        raise ValueError(f"{where}: expected a table, not {value!r}")
-    return dict(value)
-
-
-def _text(value: Any, where: str) -> str:
-    if not isinstance(value, str) or not value.strip():
-        raise ValueError(f"'{where}' must be text, not {value!r}")
-    return value
-
-
-def _texts(value: Any, where: str) -> tuple[str, ...]:
-    if not isinstance(value, list) or not all(isinstance(text, str) for text in value):
-        raise ValueError(f"'{where}' must be a list of texts, not {value!r}")
-    return tuple(value)
-
-
-def _numbers(value: Any, where: str) -> tuple[int, ...]:
-    good = isinstance(value, list) and all(type(n) is int and n >= 0 for n in value)
-    if not good or not value or len({*value}) < len(value):
-        raise ValueError(f"'{where}' must be different whole numbers, not {value!r}")
-    return tuple(value)

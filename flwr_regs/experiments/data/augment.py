@@ -7,7 +7,7 @@ pictures. Constants have their source beside them.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,15 +15,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
-PADDING = (
-    4  # He et al. (2016), Sec. 4.2: 4 pixels of zeros around CIFAR's images, then a crop, and flips
-)
+PADDING = 4  # He et al. (2016), Sec. 4.2: zeros around CIFAR's images, then a crop, and flips
 CROP = 24  # McMahan et al. (2017), Sec. 3, as in TensorFlow's tutorial; the Field Guide's code too
 DEGREES = 30.0  # Li et al. (2021), FedBN's code for Office-Caltech10 and DomainNet
-AREA, RATIO = (
-    (0.05, 1.0),
-    (3 / 4, 4 / 3),
-)  # Inception's preprocessing, in the Field Guide's code for GLD
+# Inception's preprocessing, in the Field Guide's code for GLD
+AREA, RATIO = (0.05, 1.0), (3 / 4, 4 / 3)
 
 
 @dataclass(frozen=True)
@@ -83,11 +79,9 @@ def rotated(x: Tensor) -> Tensor:
     """Return each picture rotated by up to 30 degrees; corners are zero."""
     angle = (2 * torch.rand(len(x)) - 1) * math.radians(DEGREES)
     cos, sin, ratio = angle.cos(), angle.sin(), x.shape[2] / x.shape[3]
-    zero = torch.zeros_like(angle)
-    first = torch.stack([cos, -sin * ratio, zero], dim=1)  # in pixels, not in halves of the sides
-    second = torch.stack([sin / ratio, cos, zero], dim=1)
-    grid = F.affine_grid(torch.stack([first, second], dim=1), list(x.shape), align_corners=False)
-    return F.grid_sample(x, grid.to(x), mode="nearest", align_corners=False)
+    zero = torch.zeros_like(angle)  # the rows are in pixels, not in halves of the sides
+    rows = (cos, -sin * ratio, zero), (sin / ratio, cos, zero)
+    return _warped(x, *rows, mode="nearest")
 
 
 def cut(x: Tensor) -> Tensor:
@@ -98,12 +92,14 @@ def cut(x: Tensor) -> Tensor:
     width, height = ((area * r).sqrt().clamp_max(1) for r in (ratio, 1 / ratio))
     across, down = ((2 * torch.rand(n) - 1) * (1 - part) for part in (width, height))
     zero = torch.zeros(n)
-    first, second = (
-        torch.stack([width, zero, across], dim=1),
-        torch.stack([zero, height, down], dim=1),
-    )
-    grid = F.affine_grid(torch.stack([first, second], dim=1), list(x.shape), align_corners=False)
-    return F.grid_sample(x, grid.to(x), padding_mode="border", align_corners=False)
+    return _warped(x, (width, zero, across), (zero, height, down), padding_mode="border")
+
+
+def _warped(x: Tensor, first: Sequence[Tensor], second: Sequence[Tensor], **how: str) -> Tensor:
+    """Return each picture under its affine map, of these two rows."""
+    maps = torch.stack([torch.stack([*row], dim=1) for row in (first, second)], dim=1)
+    grid = F.affine_grid(maps, list(x.shape), align_corners=False)
+    return F.grid_sample(x, grid.to(x), align_corners=False, **how)
 
 
 AUGMENTATIONS = {

@@ -39,6 +39,7 @@ class Kind:
 class Source:
     """One data set; catalogue.toml says what each field is."""
 
+    name: str
     meaning: str
     files: str
     reader: str
@@ -47,19 +48,34 @@ class Source:
     tokens: int = 0
     groups: str = ""
     hash: str = ""
+    how: str = ""
     fixed: Mapping[str, Any] = field(default_factory=dict)
     arguments: Mapping[str, Any] = field(default_factory=dict)
     choices: Mapping[str, Iterable[Any]] = field(default_factory=dict)
 
     def read(self, data_dir: str, **arguments: Any) -> dict[str, Any]:
-        """Return the fields of `flwr_regs.experiments.data.datasets.Data`."""
+        """Return the fields of `flwr_regs.experiments.data.datasets.Data`.
+
+        Raises FileNotFoundError if the files are not there: which, where they are expected, and how to
+        get them.
+        """
+        from flwr_regs.experiments.data.sources.data_files import Missing, root
+
         module, _, name = self.reader.partition(":")
         reader = getattr(importlib.import_module(f"{__package__}.sources.{module}"), name)
-        return reader(data_dir, **self.fixed, **arguments)  # type: ignore[no-any-return]
+        try:
+            return reader(data_dir, **self.fixed, **arguments)  # type: ignore[no-any-return]
+        except Missing as error:
+            what = str(error) or self.files.replace("`", "")
+            where = f"data-dir, {root(data_dir)}" if data_dir else "data-dir, which is not set"
+            raise FileNotFoundError(
+                f"dataset '{self.name}' needs {what} in {where}; {self.how}, and set data-dir to their "
+                "folder"
+            ) from error
 
 
 _CATALOGUE = Path(__file__).with_name("catalogue.toml").read_text(encoding="utf-8")
-SOURCES = {name: Source(**row) for name, row in tomllib.loads(_CATALOGUE).items()}
+SOURCES = {name: Source(name, **row) for name, row in tomllib.loads(_CATALOGUE).items()}
 """Name -> data set. A name can have arguments, as in ``synthetic(alpha=0.5, beta=0.5)``."""
 DATASETS = {name: source.meaning for name, source in SOURCES.items()}
 """Name -> its meaning in one line. Any other data set is a reference, such as ``mine.py:load``."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from flwr_regs.experiments.extras import missing_extra
+from flwr_regs.experiments.extras import needed
 
 Array = np.ndarray
 
@@ -30,11 +30,8 @@ def shifted(x: Array, domain: int, seed: int) -> Array:
 
 
 def _patches(n: int, side: int, seed: int) -> Array:
-    try:
-        from sklearn.datasets import load_sample_images
-    except ImportError as error:
-        raise missing_extra("scikit-learn", "the natural patches") from error
-    photos = [photo.mean(axis=2, dtype=np.float32) / 255 for photo in load_sample_images().images]
+    samples = needed("sklearn.datasets", "scikit-learn", "the natural patches").load_sample_images()
+    photos = [photo.mean(axis=2, dtype=np.float32) / 255 for photo in samples.images]
     rng = np.random.default_rng(seed)
     out = np.empty((n, 1, side, side), np.float32)
     for i in range(n):

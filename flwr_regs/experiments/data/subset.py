@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import fields, replace
 from hashlib import blake2b
 from typing import Any
 
 import numpy as np
 
-from flwr_regs.experiments.data.datasets import Array, Data, two_examples
+from flwr_regs.experiments.data.datasets import Data, two_examples
 
 TEST_SHARE = 0.2
 """Test examples for each training example that is kept."""
@@ -23,12 +24,12 @@ def reduced(data: Data, examples: int, num_classes: int, num_groups: int) -> Dat
     ----------
     data : Data
     examples : int
-        Training examples at most, and a fifth as many for testing; 0: all. Where the examples have groups,
-        each of the first `num_groups` has an equal share of them, as far as it reaches.
+        Training examples at most, and a fifth as many for testing; 0: all.
     num_classes : int
         Only the classes below; 0: all.
     num_groups : int
-        Counts where `examples` is not 0.
+        If not 0, where groups decide who has what: each of the first `num_groups` has an equal share of the
+        examples, as far as it reaches. A warning says what is left out with the others.
     """
     test = max(round(examples * TEST_SHARE), 1) if examples else 0
     kept: dict[str, Any] = {}
@@ -36,23 +37,22 @@ def reduced(data: Data, examples: int, num_classes: int, num_groups: int) -> Dat
         (("train_x", "train_y", "groups", "coarse"), data.train_y, data.groups, examples),
         (("test_x", "test_y", "test_groups"), data.test_y, data.test_groups, test),
     ):
-        rows = _rows(labels, groups, count, num_classes, num_groups)
+        rows = np.random.default_rng(0).permutation(len(labels))
+        if num_classes:
+            rows = rows[labels[rows] < num_classes]
+        if count and num_groups and groups is not None:
+            most = max(-(-count // num_groups), 1)
+            rows = np.concatenate([rows[groups[rows] == g][:most] for g in range(num_groups)])
+        rows = rows[:count] if count else rows
         whole = {name: getattr(data, name) for name in names}
         kept |= {name: part[rows] for name, part in whole.items() if part is not None}
+    if examples and num_groups and data.groups is not None and num_groups <= data.groups.max():
+        warnings.warn(
+            f"examples={examples} keeps {len(kept['train_y'])} of {len(data.train_y)} training examples: "
+            f"those of the first {num_groups} of {data.groups.max() + 1} groups, one for each client",
+            stacklevel=2,
+        )
     return replace(data, **kept)
-
-
-def _rows(
-    labels: Array, groups: Array | None, examples: int, num_classes: int, num_groups: int
-) -> Array:
-    order = np.random.default_rng(0).permutation(len(labels))
-    if num_classes:
-        order = order[labels[order] < num_classes]
-    if examples and groups is not None:
-        most = max(-(-examples // num_groups), 1)
-        of_groups = [order[groups[order] == g][:most] for g in range(num_groups)]
-        order = np.concatenate(of_groups)
-    return order[:examples] if examples else order
 
 
 def records(dataset: str, data_dir: str = "", code_dir: str = "") -> Data:
@@ -64,19 +64,13 @@ def records(dataset: str, data_dir: str = "", code_dir: str = "") -> Data:
     inputs, classes = two_examples(dataset, data_dir, code_dir)
     rng = np.random.default_rng(0)
     parts: dict[str, Any] = {}
-    for part, groups, n in (
-        ("train", "groups", RECORDS),
-        ("test", "test_groups", RECORDS // 4),
-    ):
-        y = np.arange(n) % min(classes, CLASSES)
-        shape = (n, *inputs.shape[1:])
-        if inputs.dtype.kind == "f":
-            x = rng.normal(size=shape).astype(inputs.dtype)
-        else:
-            x = rng.integers(0, 5, size=shape).astype(inputs.dtype)
+    for part, groups, n in (("train", "groups", RECORDS), ("test", "test_groups", RECORDS // 4)):
+        y, shape = np.arange(n) % min(classes, CLASSES), (n, *inputs.shape[1:])
+        floats = inputs.dtype.kind == "f"
+        x = rng.normal(size=shape) if floats else rng.integers(0, 5, size=shape)
         x.reshape(n, -1)[:, 0] = y
-        parts |= {f"{part}_x": x, f"{part}_y": y.astype(np.int64)}
-        parts[groups] = (np.arange(n) // CLASSES % GROUPS).astype(np.int64)
+        parts |= {f"{part}_x": x.astype(inputs.dtype), f"{part}_y": y}
+        parts[groups] = np.arange(n) // CLASSES % GROUPS
     return Data(**parts)
 
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 
+import torch
 from torch import nn
 
 from flwr_regs.experiments.models.body import Body
 
 POOL = "pool"
+Plan = Sequence[int | str | tuple[int, int, int, int] | nn.Module]
+"""Layers in order: the width of a convolution, or its width, kernel, stride and padding; `POOL`, a 2 x 2
+max pooling; or a module."""
 
 
 def cnn(shape: Sequence[int]) -> Body:
@@ -17,24 +20,14 @@ def cnn(shape: Sequence[int]) -> Body:
 
     1,663,370 parameters on MNIST, as the paper counts. Below 16 x 16 a smaller one: 3 x 3, 16 and 32, 128.
     """
-    first, second, kernel, hidden = (32, 64, 5, 512) if min(shape[1:]) >= 16 else (16, 32, 3, 128)
-    layers = _convolutions(shape[0], [first, POOL, second, POOL], kernel)
-    features = second * _area(shape, 4)
-    return Body([*layers, nn.Flatten(), nn.Linear(features, hidden), nn.ReLU()], hidden)
+    if min(shape[1:]) < 16:
+        return _stacked(shape, [16, POOL, 32, POOL], [128])
+    return _stacked(shape, [32, POOL, 64, POOL], [512], kernel=5)
 
 
 def cnn_bn(shape: Sequence[int]) -> Body:
     """Two 3 x 3 convolutions (16, 32) with pooling, and a hidden layer of 128, all with BatchNorm."""
-    layers: list[nn.Module] = []
-    for before, after in ((shape[0], 16), (16, 32)):
-        layers += [
-            nn.Conv2d(before, after, 3, padding=1, bias=False),
-            nn.BatchNorm2d(after),
-            nn.ReLU(),
-            nn.MaxPool2d(2),
-        ]
-    layers += [nn.Flatten(), nn.Linear(32 * _area(shape, 4), 128, bias=False)]
-    return Body([*layers, nn.BatchNorm1d(128), nn.ReLU()], 128)
+    return _stacked(shape, [16, POOL, 32, POOL], [128], norm=True, bias=False)
 
 
 def lenet(shape: Sequence[int]) -> Body:
@@ -42,9 +35,7 @@ def lenet(shape: Sequence[int]) -> Body:
 
     LeNet-5 (LeCun et al. 1998) with ReLU and max pooling; the convolutions are not padded.
     """
-    layers = _convolutions(shape[0], [6, POOL, 16, POOL], 5, padding=0)
-    sides = [((side - 4) // 2 - 4) // 2 for side in shape[1:]]
-    return Body([*layers, nn.Flatten(), *_hidden(16 * math.prod(sides), [120, 84])], 84)
+    return _stacked(shape, [(6, 5, 1, 0), POOL, (16, 5, 1, 0), POOL], [120, 84])
 
 
 def cnn_4_4(shape: Sequence[int]) -> Body:
@@ -53,9 +44,7 @@ def cnn_4_4(shape: Sequence[int]) -> Body:
     No normalisation. The paper does not give the widths; these are 32, 32, 64 and 64 (3 x 3), then 512, 256
     and 128.
     """
-    layers = _convolutions(shape[0], [32, 32, POOL, 64, 64, POOL], 3)
-    hidden = _hidden(64 * _area(shape, 4), [512, 256, 128])
-    return Body([*layers, nn.Flatten(), *hidden], 128)
+    return _stacked(shape, [32, 32, POOL, 64, 64, POOL], [512, 256, 128])
 
 
 def vgg9(shape: Sequence[int]) -> Body:
@@ -64,10 +53,8 @@ def vgg9(shape: Sequence[int]) -> Body:
     3 x 3 convolutions of 32, 64, 128, 128, 256 and 256, pooling after every second, hidden layers of 512.
     Dropout of 0.05 on channels after the second pooling, of 0.1 before the first and the last linear layer.
     """
-    layers = _convolutions(shape[0], [32, 64, POOL, 128, 128, POOL], 3)
-    layers += [nn.Dropout2d(0.05), *_convolutions(128, [256, 256, POOL], 3)]
-    hidden = _hidden(256 * _area(shape, 8), [512, 512])
-    return Body([*layers, nn.Flatten(), nn.Dropout(0.1), *hidden, nn.Dropout(0.1)], 512)
+    plan: Plan = [32, 64, POOL, 128, 128, POOL, nn.Dropout2d(0.05), 256, 256, POOL]
+    return _stacked(shape, plan, [nn.Dropout(0.1), 512, 512, nn.Dropout(0.1)])
 
 
 def vgg11(shape: Sequence[int]) -> Body:
@@ -78,22 +65,16 @@ def vgg11(shape: Sequence[int]) -> Body:
     convolutions of 32, 64, and 128 six times, hidden layers of 128 and 128. Larger images than 32 x 32 are
     averaged to one pixel at the end.
     """
-    plan: list[int | str] = [32, POOL, 64, POOL, 128, 128, POOL, 128, 128, POOL, 128, 128, POOL]
-    layers = [*_convolutions(shape[0], plan, 3), nn.AdaptiveAvgPool2d(1)]
-    return Body([*layers, nn.Flatten(), *_hidden(128, [128, 128])], 128)
+    twice: Plan = [128, 128, POOL]
+    plan: Plan = [32, POOL, 64, POOL, *twice, *twice, *twice, nn.AdaptiveAvgPool2d(1)]
+    return _stacked(shape, plan, [128, 128])
 
 
 def alexnet(shape: Sequence[int]) -> Body:
     """FedBN's AlexNet (Li et al. 2021): torchvision's layers with BatchNorm after each, no dropout."""
-    layers: list[nn.Module] = []
-    sizes = ((64, 11, 4, 2), (192, 5, 1, 2), (384, 3, 1, 1), (256, 3, 1, 1), (256, 3, 1, 1))
-    before = shape[0]
-    for i, (width, kernel, stride, padding) in enumerate(sizes):
-        layers += [nn.Conv2d(before, width, kernel, stride, padding), nn.BatchNorm2d(width)]
-        layers += [nn.ReLU(), *([nn.MaxPool2d(3, 2)] if i in (0, 1, 4) else [])]
-        before = width
-    layers += [nn.AdaptiveAvgPool2d(6), nn.Flatten()]
-    return Body([*layers, *_normalised(256 * 36, [4096, 4096])], 4096)
+    first: Plan = [(64, 11, 4, 2), nn.MaxPool2d(3, 2), (192, 5, 1, 2), nn.MaxPool2d(3, 2)]
+    last: Plan = [384, 256, 256, nn.MaxPool2d(3, 2), nn.AdaptiveAvgPool2d(6)]
+    return _stacked(shape, [*first, *last], [4096, 4096], norm=True)
 
 
 def digits_convnet(shape: Sequence[int]) -> Body:
@@ -101,50 +82,46 @@ def digits_convnet(shape: Sequence[int]) -> Body:
 
     5 x 5 convolutions of 64, 64 and 128, pooling after the first two, hidden layers of 2048 and 512.
     """
-    layers: list[nn.Module] = []
-    before = shape[0]
-    for i, width in enumerate((64, 64, 128)):
-        layers += [nn.Conv2d(before, width, 5, padding=2), nn.BatchNorm2d(width), nn.ReLU()]
-        layers += [nn.MaxPool2d(2)] if i < 2 else []
-        before = width
-    hidden = _normalised(128 * _area(shape, 4), [2048, 512])
-    return Body([*layers, nn.Flatten(), *hidden], 512)
+    return _stacked(shape, [64, POOL, 64, POOL, 128], [2048, 512], kernel=5, norm=True)
 
 
-def _convolutions(
-    channels: int, plan: Iterable[int | str], kernel: int, padding: int | None = None
-) -> list[nn.Module]:
-    """Return convolutions of these widths, each with a ReLU; `POOL` stands for a 2 x 2 max pooling.
+def _stacked(
+    shape: Sequence[int],
+    plan: Plan,
+    hidden: Iterable[int | nn.Module],
+    kernel: int = 3,
+    norm: bool = False,
+    bias: bool = True,
+) -> Body:
+    """Return convolutions and hidden layers of these widths, each with a ReLU, with BatchNorm if `norm`.
 
-    They are padded so that they keep the sides, unless `padding` says otherwise.
+    Convolutions whose width alone is given are padded so that they keep the sides.
     """
     layers: list[nn.Module] = []
+    features = shape[0]
+
+    def add(layer: nn.Module, normalised: nn.Module) -> None:
+        layers.extend([layer, normalised, nn.ReLU()] if norm else [layer, nn.ReLU()])
+
     for step in plan:
-        if isinstance(step, int):
-            padded = kernel // 2 if padding is None else padding
-            layers += [nn.Conv2d(channels, step, kernel, padding=padded), nn.ReLU()]
-            channels = step
-        else:
+        if isinstance(step, nn.Module):
+            layers.append(step)
+        elif isinstance(step, str):
             layers.append(nn.MaxPool2d(2))
-    return layers
-
-
-def _hidden(inputs: int, widths: Iterable[int]) -> list[nn.Module]:
-    layers: list[nn.Module] = []
-    for width in widths:
-        layers += [nn.Linear(inputs, width), nn.ReLU()]
-        inputs = width
-    return layers
-
-
-def _normalised(inputs: int, widths: Iterable[int]) -> list[nn.Module]:
-    layers: list[nn.Module] = []
-    for width in widths:
-        layers += [nn.Linear(inputs, width), nn.BatchNorm1d(width), nn.ReLU()]
-        inputs = width
-    return layers
-
-
-def _area(shape: Sequence[int], shrunk: int) -> int:
-    """Return the pixels that are left when poolings have divided both sides by `shrunk`."""
-    return math.prod(side // shrunk for side in shape[1:])
+        else:
+            whole = step if isinstance(step, tuple) else (step, kernel, 1, kernel // 2)
+            width, size, stride, padding = whole
+            convolution = nn.Conv2d(features, width, size, stride, padding, bias=bias)
+            add(convolution, nn.BatchNorm2d(width))
+            features = width
+    layers.append(nn.Flatten())
+    with torch.no_grad():  # how many features are left; in eval mode nothing is drawn or counted
+        features = nn.Sequential(*layers).eval()(torch.zeros(1, *shape)).shape[1]
+    nn.Sequential(*layers).train()
+    for layer in hidden:
+        if isinstance(layer, nn.Module):
+            layers.append(layer)
+        else:
+            add(nn.Linear(features, layer, bias=bias), nn.BatchNorm1d(layer))
+            features = layer
+    return Body(layers, features)

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from flwr_regs.experiments.extras import missing_extra
+from flwr_regs.experiments.extras import needed
 from flwr_regs.experiments.models.body import Body
 
 SMALL = 64  # below this side, the first layers keep the image's size
@@ -81,7 +81,9 @@ def resnet50(shape: Sequence[int]) -> Body:
 
 
 def _resnet(name: str, shape: Sequence[int], norm: Any) -> Body:
-    net = getattr(_torchvision(), name)(num_classes=1, norm_layer=norm)
+    net = getattr(needed("torchvision.models", "torchvision", "this model"), name)(
+        num_classes=1, norm_layer=norm
+    )
     features = net.fc.in_features
     net.fc = nn.Identity()
     if min(shape[1:]) < SMALL:
@@ -96,18 +98,12 @@ def _resnet(name: str, shape: Sequence[int], norm: Any) -> Body:
 def mobilenetv2_gn(shape: Sequence[int]) -> Body:
     """torchvision's MobileNetV2 with GroupNorm of 8 groups and no dropout, as in the Field Guide's code."""
     groups = partial(nn.GroupNorm, 8)
-    net = _torchvision().mobilenet_v2(num_classes=1, norm_layer=groups, dropout=0.0)
+    net = needed("torchvision.models", "torchvision", "this model").mobilenet_v2(
+        num_classes=1, norm_layer=groups, dropout=0.0
+    )
     first = net.features[0][0]
     if shape[0] != 3 or min(shape[1:]) < SMALL:
         stride = 1 if min(shape[1:]) < SMALL else 2
         net.features[0][0] = nn.Conv2d(shape[0], first.out_channels, 3, stride, 1, bias=False)
         nn.init.kaiming_normal_(net.features[0][0].weight, mode="fan_out")
     return Body([net.features, nn.AdaptiveAvgPool2d(1), nn.Flatten()], net.last_channel)
-
-
-def _torchvision() -> Any:
-    try:
-        from torchvision import models
-    except ImportError as error:
-        raise missing_extra("torchvision", "this model") from error
-    return models

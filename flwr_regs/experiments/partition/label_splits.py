@@ -159,6 +159,20 @@ def by_class(labels: Array, n: int, alpha: float, rng: np.random.Generator) -> l
     )
 
 
+def quantity(total: int, n: int, alpha: float, rng: np.random.Generator) -> list[Array]:
+    """Return a random split in sizes from Dir(α), each at least `FEWEST`."""
+    order = rng.permutation(total)
+    for _ in range(TRIES):
+        cuts = (np.cumsum(rng.dirichlet(np.full(n, alpha)))[:-1] * total).astype(int)
+        parts = np.split(order, cuts)
+        if min(map(len, parts)) >= FEWEST:
+            return parts
+    raise ValueError(
+        f"no draw of {TRIES} gave each client {FEWEST} examples: use fewer "
+        "clients, or a larger quantity-alpha"
+    )
+
+
 def sorted_but(labels: Array, n: int, percent: float, rng: np.random.Generator) -> list[Array]:
     """Return rFedAvg's split: `percent` of the examples at random, the rest sorted by label."""
     order = rng.permutation(len(labels))

@@ -124,36 +124,29 @@ def partition(
     """
     if kind not in PARTITIONS:
         raise ValueError(f"partition must be one of {', '.join(PARTITIONS)}, not {kind!r}")
-    for name, value, top in (("similarity", similarity, 100), ("interpolation", interpolation, 1)):
-        if not 0 <= value <= top:
-            unit = " per cent" if top == 100 else ""
-            raise ValueError(f"{name} must be from 0 to {top}{unit}, not {value}")
-    for name, value in (
-        ("dirichlet_alpha", dirichlet_alpha),
-        ("pachinko_alpha", pachinko_alpha),
-        ("pachinko_beta", pachinko_beta),
-        ("quantity_alpha", quantity_alpha),
-    ):
-        if not value > 0:
-            raise ValueError(f"{name} must be above 0, not {value}")
     labels = np.asarray(labels)
     rng = np.random.default_rng(seed)
     n, s = num_clients, shards_per_client
 
-    def per_example(name: str, values: Array | None) -> Array:
-        if values is None:
-            what = "group (writer, speaker, user or domain)" if name == "groups" else "fine label"
-            raise ValueError(f"the data does not say the {what} of each example ({name})")
-        values = np.asarray(values)
-        if values.shape != labels.shape:
-            raise ValueError(f"{name} has the shape {values.shape}, expected {labels.shape}")
-        return values
+    def grouped() -> Array:
+        return _per_example(labels, groups, "groups", "group (writer, speaker, user or domain)")
 
     def random() -> list[Array]:
         return np.array_split(rng.permutation(len(labels)), n)
 
+    def by_class() -> list[Array]:
+        return label_splits.by_class(labels, n, dirichlet_alpha, rng)
+
     def by_domain() -> list[Array]:
-        return group_splits.domains(per_example("groups", groups), n, rng)
+        return group_splits.domains(grouped(), n, rng)
+
+    def by_tree() -> list[Array]:
+        fine = _per_example(labels, fine_labels, "fine_labels", "fine label")
+        return label_splits.pachinko(labels, fine, n, pachinko_alpha, pachinko_beta, rng)
+
+    def first_round() -> list[Array]:
+        drawn = {"share": sample_share, "ratio": long_tail}
+        return [shifts.long_tail(labels, client, 1, seed, **drawn) for client in range(n)]
 
     split: dict[str, Callable[[], list[Array]]] = {
         "iid": random,
@@ -162,22 +155,15 @@ def partition(
         "shards-mcmahan": lambda: label_splits.mcmahan(labels, n, s, rng),
         "classes": lambda: label_splits.exact_classes(labels, n, classes_per_client, rng),
         "dirichlet-hsu": lambda: label_splits.by_client(labels, n, dirichlet_alpha, rng),
-        "dirichlet-niid-bench": lambda: label_splits.by_class(labels, n, dirichlet_alpha, rng),
-        "dirichlet": lambda: label_splits.by_class(labels, n, dirichlet_alpha, rng),
+        "dirichlet-niid-bench": by_class,
+        "dirichlet": by_class,
         "similarity": lambda: label_splits.sorted_but(labels, n, similarity, rng),
-        "pachinko": lambda: label_splits.pachinko(
-            labels, per_example("fine_labels", fine_labels), n, pachinko_alpha, pachinko_beta, rng
-        ),
-        "quantity": lambda: _quantity(len(labels), n, quantity_alpha, rng),
+        "pachinko": by_tree,
+        "quantity": lambda: label_splits.quantity(len(labels), n, quantity_alpha, rng),
         "domains": by_domain,
-        "natural": lambda: group_splits.natural(per_example("groups", groups), n, rng),
-        "interpolated": lambda: group_splits.interpolated(
-            per_example("groups", groups), n, interpolation, rng
-        ),
-        "long-tail-rounds": lambda: [
-            shifts.long_tail(labels, k, 1, seed, share=sample_share, ratio=long_tail)
-            for k in range(n)
-        ],
+        "natural": lambda: group_splits.natural(grouped(), n, rng),
+        "interpolated": lambda: group_splits.interpolated(grouped(), n, interpolation, rng),
+        "long-tail-rounds": first_round,
         "label-swaps-rounds": random if groups is None else by_domain,
     }
     try:
@@ -206,15 +192,11 @@ def partition_hash(parts: Sequence[Array]) -> str:
     return digest.hexdigest()[:16]
 
 
-def _quantity(total: int, n: int, alpha: float, rng: np.random.Generator) -> list[Array]:
-    """Return a random split in sizes from Dir(α), each at least `label_splits.FEWEST`."""
-    order = rng.permutation(total)
-    for _ in range(label_splits.TRIES):
-        cuts = (np.cumsum(rng.dirichlet(np.full(n, alpha)))[:-1] * total).astype(int)
-        parts = np.split(order, cuts)
-        if min(map(len, parts)) >= label_splits.FEWEST:
-            return parts
-    raise ValueError(
-        f"no draw of {label_splits.TRIES} gave each client {label_splits.FEWEST} examples: use fewer "
-        "clients, or a larger quantity-alpha"
-    )
+def _per_example(labels: Array, values: Array | None, name: str, what: str) -> Array:
+    """Return the values of the examples, one for each."""
+    if values is None:
+        raise ValueError(f"the data does not say the {what} of each example ({name})")
+    values = np.asarray(values)
+    if values.shape != labels.shape:
+        raise ValueError(f"{name} has the shape {values.shape}, expected {labels.shape}")
+    return values

@@ -7,6 +7,7 @@ import os
 import platform
 import subprocess
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,7 @@ import flwr_regs
 from flwr_regs.experiments.report import rows
 from flwr_regs.experiments.report.folders import write
 from flwr_regs.experiments.report.run_records import RunRecord
+from flwr_regs.server.checkpoint.checkpoint import versions
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -307,15 +309,12 @@ def number(value: float | None) -> str:
 
 def provenance(command: Sequence[str]) -> dict[str, Any]:
     """Return what produced some results: the command, the versions, and the commit of a checkout."""
-    versions = {"python": platform.python_version(), "flwr-regs": flwr_regs.__version__}
-    for package in ("flwr", "torch", "numpy", "ray"):
-        try:
-            versions[package] = version(package)
-        except PackageNotFoundError:
-            continue
+    installed = {"python": platform.python_version(), **versions()}
+    with suppress(PackageNotFoundError):
+        installed["ray"] = version("ray")
     return {
         "command": [*command],
-        "versions": versions,
+        "versions": installed,
         "commit": _commit(),
         "platform": f"{platform.system()} {platform.machine()}, {os.cpu_count()} processors",
     }

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from copy import deepcopy
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -173,32 +174,46 @@ def with_message(message: Message, context: Context) -> Context:
     )
 
 
-def runs_of_config(config: Mapping[str, Any]) -> list[Run]:
-    """Return the runs of a Flower app's run config, unchecked."""
-    experiment = Experiment.of_methods(config).fair()
-    (panel,) = experiment.panels
-    return experiment.tests(panel)
+@dataclass(frozen=True)
+class SimulatedClients:
+    """The clients of runs that share their data, for a process that gets messages of any of them.
+
+    Every message brings its method; what the clients need is made once in a process.
+    """
+
+    runs: tuple[Run, ...]
+
+    def app(self) -> ClientApp:
+        """Return the app of these clients."""
+        return client_app(self, mods=[ContextMod(with_message)])
+
+    def __call__(self, context: Context) -> NumPyClient:
+        """Return the client of ``node_config["partition-id"]``, of the message's method."""
+        factories = _factories(self, int(context.node_config["num-partitions"]))
+        method = str(context.run_config["method"])
+        if method and method not in factories:
+            raise ValueError(f"the server runs '{method}', which is none of {[*factories]}")
+        return factories[method or next(iter(factories))](context)
 
 
 @lru_cache(maxsize=2)
-def _factories(settings: tuple[tuple[str, Any], ...], num_clients: int) -> dict[str, ClientFactory]:
-    """Return method -> the factory of its clients, of a run config; one process serves many clients."""
-    runs = runs_of_config(dict(settings))
-    clients = client_data_of(runs[0].settings, num_clients)
-    return {run.strategy().method_name: ClientFactory(run, clients) for run in runs}
+def _factories(clients: SimulatedClients, num_clients: int) -> dict[str, ClientFactory]:
+    """Return method -> the factory of its clients."""
+    shared = client_data_of(clients.runs[0].settings, num_clients)
+    return {run.strategy().method_name: ClientFactory(run, shared) for run in clients.runs}
+
+
+@lru_cache(maxsize=2)
+def _of_config(config: tuple[tuple[str, Any], ...]) -> SimulatedClients:
+    experiment = Experiment.of_methods(dict(config)).fair()
+    (panel,) = experiment.panels
+    return SimulatedClients(tuple(experiment.tests(panel)))
 
 
 def client_fn(context: Context) -> NumPyClient:
-    """Return a client of Flower's own runtimes, which hand over the run config and a message's method."""
-    settings = dict(context.run_config)
-    method, _ = str(settings.pop("method")), settings.pop("round")
-    total = int(context.node_config["num-partitions"])
-    factories = _factories(tuple(settings.items()), total)
-    if method and method not in factories:
-        raise ValueError(
-            f"the server runs '{method}', which is none of the run config's {[*factories]}"
-        )
-    return factories[method or next(iter(factories))](context)
+    """Return a client of ``flwr run``, whose run config says what is compared."""
+    config = {k: v for k, v in context.run_config.items() if k not in ("method", "round")}
+    return _of_config(tuple(config.items()))(context)
 
 
 app = client_app(client_fn, mods=[ContextMod(with_message)])

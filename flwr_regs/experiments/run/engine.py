@@ -1,4 +1,4 @@
-"""Runs: one after the other in this process, several at a time, or on a grid that is there.
+"""Runs: one after the other in this process, several at a time, in Ray, or on a grid that is there.
 
 A run is written while it trains, and does not train again when it is asked for in the same folder.
 """
@@ -14,21 +14,33 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from flwr.serverapp import Grid
 
 from flwr_regs.experiments.experiment import Run
+from flwr_regs.experiments.extras import missing_extra
 from flwr_regs.experiments.partition.client_data import client_data_of
 from flwr_regs.experiments.report import run_records as records
 from flwr_regs.experiments.report.folders import CannotWrite
 from flwr_regs.experiments.report.run_records import RunRecord
+from flwr_regs.experiments.run import ray_run
 from flwr_regs.experiments.run.clients import ClientFactory
 from flwr_regs.experiments.run.estimate import announcement
 from flwr_regs.experiments.run.process_state import quiet, threads, warm_up
 from flwr_regs.experiments.run.progress import Heartbeat, Progress
 from flwr_regs.experiments.run.trainer import Trainer
+
+Tables = Callable[[Sequence[RunRecord]], None]
+"""Called with the records so far after each run."""
+Job = Callable[[], list[RunRecord]]
+"""What one process of a pool does."""
+
+
+def no_tables(records: Sequence[RunRecord]) -> None:
+    """Write nothing."""
 
 
 def execute(
@@ -36,9 +48,10 @@ def execute(
     folder: Path | None,
     progress: Progress,
     workers: int = 1,
-    stacked: bool = False,
-    tables: Callable[[list[RunRecord]], None] = lambda _: None,
+    runner: str = "process",
+    tables: Tables = no_tables,
     grid: Grid | None = None,
+    gpus: float = 0.0,
 ) -> list[RunRecord]:
     """Train what is missing of some runs in `folder`, and return the records of all.
 
@@ -54,12 +67,22 @@ def execute(
         Told the cost before the first round, unless it is quiet.
     workers : int
         Processes that train at a time; with 1 it is this one.
-    stacked : bool
-        Whether a cohort's clients train in one set of kernels.
+    runner : str
+        ``"process"``; ``"stacked"``: a cohort's clients train in one set of kernels; or ``"ray"``: in
+        Flower's simulation, where a seed's labels must be its methods. It needs a folder.
     tables : callable
         Called with the records so far after each run.
     grid : Grid, optional
         Where the clients are, if they are not in this process.
+    gpus : float
+        Each client's share of a GPU, in Ray.
+
+    Raises
+    ------
+    ImportError
+        Ray is not installed.
+    RuntimeError
+        A process that trains was killed.
     """
     known = records.recorded(runs, folder) if folder else []
     ended = {(record.label, record.seed): record for record in known if record.ended}
@@ -67,10 +90,19 @@ def execute(
     if lacking and not progress.quiet and grid is None:
         announcement(lacking, workers, progress)
     trained: Iterator[RunRecord]
-    if workers > 1:
-        trained = _in_workers(lacking, folder, progress, workers, stacked)
+    if runner == "ray":
+        assert folder is not None  # for its log
+        if find_spec("ray") is None:
+            raise missing_extra("ray", "Flower's simulation")
+        seeds = dict.fromkeys(run.seed for run in lacking)
+        of_seeds = [[run for run in lacking if run.seed == seed] for seed in seeds]
+        jobs = [partial(_in_ray, several, folder, tables, gpus) for several in of_seeds]
+        trained = _in_processes(jobs, folder, progress, 1)
+    elif workers > 1:
+        jobs = [partial(_in_worker, run, folder, runner, workers) for run in lacking]
+        trained = _in_processes(jobs, folder, progress, workers)
     else:
-        trained = (train(run, folder, progress, stacked, grid=grid) for run in lacking)
+        trained = (train(run, folder, progress, runner, grid=grid) for run in lacking)
     keys = [(run.label, run.seed) for run in runs]
     with progress:
         for record in trained:
@@ -84,7 +116,7 @@ def train(
     run: Run,
     folder: Path | None,
     progress: Progress,
-    stacked: bool = False,
+    runner: str = "process",
     workers: int = 1,
     grid: Grid | None = None,
 ) -> RunRecord:
@@ -103,7 +135,7 @@ def train(
         trainer = Trainer(run, factory, heartbeat, max(allowed // workers, 1), warned)
         clock = None
         if grid is None:
-            kind = StackedGrid if stacked else InProcessGrid
+            kind = StackedGrid if runner == "stacked" else InProcessGrid
             grid, clock = kind(factory.app(), clients.num_clients), time.process_time
         try:
             return trainer.train(grid, folder, on_round, clock)
@@ -113,23 +145,21 @@ def train(
             return trainer.record
 
 
-def _in_workers(
-    runs: Sequence[Run], folder: Path | None, progress: Progress, workers: int, stacked: bool
+def _in_processes(
+    jobs: Sequence[Job], folder: Path | None, progress: Progress, workers: int
 ) -> Iterator[RunRecord]:
     context = multiprocessing.get_context("spawn")
     queue = context.SimpleQueue()
     pool = ProcessPoolExecutor(workers, context, initializer=_begin_worker, initargs=(queue,))
     try:
-        waiting: set[Future[RunRecord]] = {
-            pool.submit(_work, run, folder, stacked, workers) for run in runs
-        }
+        waiting: set[Future[list[RunRecord]]] = {pool.submit(job) for job in jobs}
         while waiting:
             done, waiting = wait(waiting, timeout=0.2)
             while not queue.empty():
                 news, told = queue.get()
                 getattr(progress, news)(*told)
             for future in sorted(done, key=lambda f: f.exception() is not None):  # results first
-                yield future.result()
+                yield from future.result()
     except BrokenProcessPool as error:
         again = f"; go on with --resume {folder} and fewer --workers" if folder else ""
         raise RuntimeError(
@@ -173,5 +203,16 @@ class _ToParent(Progress):
         _QUEUE.put(("within", told))
 
 
-def _work(run: Run, folder: Path | None, stacked: bool, workers: int) -> RunRecord:
-    return train(run, folder, _ToParent(), stacked, workers)
+def _in_worker(run: Run, folder: Path | None, runner: str, workers: int) -> list[RunRecord]:
+    return [train(run, folder, _ToParent(), runner, workers)]
+
+
+def _in_ray(runs: Sequence[Run], folder: Path, tables: Tables, gpus: float) -> list[RunRecord]:
+    """Train the runs of one seed in one simulation."""
+    records: list[RunRecord] = []
+
+    def on_grid(grid: Grid) -> None:
+        records.extend(execute(runs, folder, _ToParent(), tables=tables, grid=grid))
+
+    ray_run.on_grid(runs, on_grid, folder / "flower.log", gpus)
+    return records

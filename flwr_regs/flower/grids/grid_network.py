@@ -110,17 +110,12 @@ class GridNetwork:
                     why = f"its reply cannot be read: {described(its_own)}"
                     unread = Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, why)
                     replies.append(Message(unread, reply_to=message))
-            if raised == len(waiting) and not self._connected():
-                raise error
+            if raised == len(waiting):
+                try:
+                    self.nodes()
+                except Exception:
+                    raise error from None
             return replies
-
-    def _connected(self) -> bool:
-        """Whether the grid still reaches what is behind it."""
-        try:
-            self.nodes()
-        except Exception:
-            return False
-        return True
 
 
 class Paused(Generic[T]):
@@ -152,14 +147,6 @@ def messages_of(requests: Iterable[Request]) -> list[Message]:
     return messages
 
 
-def reason_of(reply: Message) -> str:
-    """Return why a reply is an error: what the client's code raised, or Flower's code and text."""
-    code, reason = reply.error.code, one_line(str(reply.error.reason))
-    return (
-        reason if code == ErrorCode.CLIENT_APP_RAISED_EXCEPTION else f"error code {code}: {reason}"
-    )
-
-
 def replies_to(request: Request, replies: Iterable[Message]) -> Replies:
     """Return, by partition id, those of the `replies` that belong to one request.
 
@@ -175,7 +162,9 @@ def replies_to(request: Request, replies: Iterable[Message]) -> Replies:
             continue
         pid = client_of.get(reply.metadata.src_node_id)
         if reply.has_error():
-            why = reason_of(reply)
+            code, why = reply.error.code, one_line(str(reply.error.reason))
+            if code != ErrorCode.CLIENT_APP_RAISED_EXCEPTION:
+                why = f"error code {code}: {why}"
             if pid is None:
                 stray.append(why)
             else:

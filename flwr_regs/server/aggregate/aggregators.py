@@ -25,7 +25,7 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import numpy as np
 
-from flwr_regs.term import COUNT, POSITIVE, Range
+from flwr_regs.term import COUNT, POSITIVE, Range, check_ranges
 from flwr_regs.wire.pieces import pieces
 
 READ = 1 << 17
@@ -150,12 +150,9 @@ class _Checked:
     """Refuses numbers out of range by their names."""
 
     ranges: ClassVar[Mapping[str, Range]] = {}
-    optional: ClassVar[Sequence[str]] = ()
 
     def __post_init__(self) -> None:
-        for name, good in self.ranges.items():
-            value = getattr(self, name)
-            good.check(type(self).__name__, name, value, name in self.optional)
+        check_ranges(self)
 
     def _need(self, least: int, vectors: Vectors) -> None:
         if len(vectors) < least:
@@ -308,7 +305,6 @@ class NormBound(_Checked):
     """
 
     ranges: ClassVar[Mapping[str, Range]] = {"max_norm": POSITIVE}
-    optional: ClassVar[Sequence[str]] = ("max_norm",)
     max_norm: float | None = None
 
     def aggregate(self, vectors: Vectors, weights: np.ndarray) -> Aggregate:
@@ -334,8 +330,7 @@ class CenteredClipping(_Checked):
     """
 
     ranges: ClassVar[Mapping[str, Range]] = {"radius": POSITIVE, "iters": COUNT}
-    optional: ClassVar[Sequence[str]] = ("radius",)
-    radius: float | None
+    radius: float | None = None
     iters: int = 3
 
     def aggregate(self, vectors: Vectors, weights: np.ndarray) -> Aggregate:

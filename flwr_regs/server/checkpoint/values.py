@@ -81,8 +81,6 @@ def to_json(value: Any, store: Store, where: str = "the value") -> Any:
 def from_json(value: Any, arrays: dict[str, Any]) -> Any:
     """Return the value that :func:`to_json` returned as `value`; mappings come back as dicts.
 
-    In `arrays`, what holds bytes becomes bytes, so that these come back as one object, too.
-
     Raises ValueError for what it never returns.
     """
     if isinstance(value, list):
@@ -104,7 +102,7 @@ def _array(value: Any, store: Store, where: str) -> dict[str, Any]:
     if value.dtype not in NATIVE:
         _refuse(value, where)
     if isinstance(value, np.generic):
-        return {"$scalar": [value.dtype.str, value.tobytes().hex()]}
+        return {"$scalar": store.name(value, lambda: np.asarray(value))}
     turned = value.flags.f_contiguous and not value.flags.c_contiguous  # sums depend on the order
     rows, how = (value.T, ["T"]) if turned else (value, [])
     return {"$array": [store.name(value, lambda: np.asarray(rows, order="C")), *how]}
@@ -116,28 +114,15 @@ def _read_array(parts: Any, arrays: dict[str, Any]) -> np.ndarray:
     return array.T if turned else array
 
 
-def _read_bytes(name: Any, arrays: dict[str, Any]) -> bytes:
-    if not isinstance(arrays[name], bytes):
-        arrays[name] = arrays[name].tobytes()
-    data: bytes = arrays[name]
-    return data
-
-
-def _read_scalar(parts: Any, _: Any) -> np.generic:
-    dtype, data = parts
-    scalar: np.generic = np.frombuffer(bytes.fromhex(data), np.dtype(dtype))[0]
-    return scalar
-
-
 _TAGS: dict[str, Callable[[Any, dict[str, Any]], Any]] = {
     "$float": lambda v, _: float(v),
-    "$bytes": _read_bytes,
+    "$bytes": lambda v, arrays: arrays[v].tobytes(),
     "$tuple": lambda v, arrays: tuple(from_json(v, arrays)),
     "$set": lambda v, arrays: set(from_json(v, arrays)),
     "$frozenset": lambda v, arrays: frozenset(from_json(v, arrays)),
     "$dict": lambda v, arrays: {from_json(k, arrays): from_json(x, arrays) for k, x in v},
     "$array": _read_array,
-    "$scalar": _read_scalar,
+    "$scalar": lambda v, arrays: arrays[v][()],
 }
 
 

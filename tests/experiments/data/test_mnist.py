@@ -3,68 +3,58 @@
 from __future__ import annotations
 
 import gzip
-import struct
+import shutil
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from torchvision.datasets import mnist as torchvisions
 
 from flwr_regs.experiments.data import datasets as data
+from tests.experiments.data.sources import made
 
 
-def contents() -> dict[str, bytes]:
-    """The four files in MNIST's format, with 30 and 10 images."""
-    rng, files = np.random.default_rng(0), {}
-    for part, count in (("train", 30), ("t10k", 10)):
-        images = rng.integers(0, 256, (count, 28, 28), dtype=np.uint8)
-        head = struct.pack(">HBB3I", 0, 8, 3, count, 28, 28)
-        files[f"{part}-images-idx3-ubyte"] = head + images.tobytes()
-        labels = np.arange(count, dtype=np.uint8) % 10
-        files[f"{part}-labels-idx1-ubyte"] = struct.pack(">HBBI", 0, 8, 1, count) + labels.tobytes()
-    return files
+@pytest.fixture
+def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The four files in MNIST's format."""
+    folder = tmp_path_factory.mktemp("web")
+    made.mnist(folder)
+    return folder / "MNIST" / "raw"
 
 
 class Web:
     """What torchvision downloads with: the files of a server, or the error of a failed connection."""
 
-    def __init__(self, error: BaseException | None = None, stop_after: int = 0) -> None:
-        self.error, self.stop_after = error, stop_after
+    def __init__(self, original: Path) -> None:
+        self.original = original
+        self.error: BaseException | None = None
         self.asked: list[str] = []
 
     def __call__(self, url: str, download_root: str, filename: str, md5: str) -> None:
-        name, packed = filename.removesuffix(".gz"), Path(download_root, filename)
+        packed, target = Path(download_root, filename), Path(download_root, filename[:-3])
         if packed.is_file():  # as torchvision: it unpacks it
-            Path(download_root, name).write_bytes(gzip.decompress(packed.read_bytes()))
+            target.write_bytes(gzip.decompress(packed.read_bytes()))
             return
-        self.asked.append(name)
-        if self.error and len(self.asked) > self.stop_after:
-            Path(download_root, name).write_bytes(b"half of it")
+        self.asked.append(target.name)
+        if self.error and len(self.asked) > 2:
+            target.write_bytes(b"half of it")
             raise self.error
-        Path(download_root, name).write_bytes(contents()[name])
+        shutil.copy(self.original / target.name, target)
 
 
 @pytest.fixture(autouse=True)
-def web(monkeypatch: pytest.MonkeyPatch) -> Web:
+def web(monkeypatch: pytest.MonkeyPatch, original: Path) -> Web:
     data.load.cache_clear()
-    return connect(monkeypatch, Web())
+    made_web = Web(original)
+    monkeypatch.setattr(torchvisions, "download_and_extract_archive", made_web)
+    return made_web
 
 
-def connect(monkeypatch: pytest.MonkeyPatch, web: Web) -> Web:
-    monkeypatch.setattr(torchvisions, "download_and_extract_archive", web)
-    return web
-
-
-def raw(root: Path) -> Path:
-    folder = root / "MNIST" / "raw"
-    folder.mkdir(parents=True, exist_ok=True)
+@pytest.fixture
+def raw(tmp_path: Path) -> Path:
+    folder = tmp_path / "MNIST" / "raw"
+    folder.mkdir(parents=True)
     return folder
-
-
-def fill(folder: Path, **changed: bytes) -> None:
-    for name, content in contents().items():
-        (folder / name).write_bytes(changed.get(name[:5], content))
 
 
 def assert_read(root: Path) -> None:
@@ -74,56 +64,52 @@ def assert_read(root: Path) -> None:
     assert {p.name for p in root.iterdir()} == {"MNIST"}  # no temporary folder is left
 
 
-def test_files_that_are_there_are_not_downloaded(tmp_path: Path, web: Web) -> None:
-    fill(raw(tmp_path))
+def test_files_that_are_there_are_not_downloaded_and_packed_ones_unpacked(
+    tmp_path: Path, web: Web, raw: Path
+) -> None:
+    for file in web.original.iterdir():
+        (raw / f"{file.name}.gz").write_bytes(gzip.compress(file.read_bytes()))
+    assert_read(tmp_path)
+    data.load.cache_clear()
     assert_read(tmp_path)
     assert not web.asked
+
+
+IMAGES = "train-images-idx3-ubyte"
 
 
 @pytest.mark.parametrize(
     "broken",
     [
-        lambda folder: None,
-        lambda folder: fill(folder, train=b""),
-        lambda folder: fill(folder, train=contents()["train-images-idx3-ubyte"][:-1]),
-        lambda folder: fill(folder, train=b"<html>not found</html>"),
-        lambda folder: (fill(folder), (folder / "t10k-labels-idx1-ubyte").unlink()),
+        lambda raw: shutil.rmtree(raw),
+        lambda raw: (raw / IMAGES).write_bytes((raw / IMAGES).read_bytes()[:-1]),
+        lambda raw: (raw / IMAGES).write_bytes(b"<html>not found</html>"),
+        lambda raw: (raw / "t10k-labels-idx1-ubyte").unlink(),
     ],
-    ids=["empty", "a file of length 0", "cut", "a page", "one is missing"],
+    ids=["empty", "cut", "a page", "one is missing"],
 )
-def test_what_is_missing_or_incomplete_is_downloaded(broken: Any, tmp_path: Path, web: Web) -> None:
-    broken(raw(tmp_path))
-    assert_read(tmp_path)
-    assert set(web.asked) == {*contents()}
-    data.load.cache_clear()
-    assert_read(tmp_path)
-    assert len(web.asked) == 4
-
-
-def test_packed_files_are_unpacked_without_a_download(tmp_path: Path, web: Web) -> None:
-    for name, content in contents().items():
-        (raw(tmp_path) / f"{name}.gz").write_bytes(gzip.compress(content))
-    assert_read(tmp_path)
-    assert not web.asked
-
-
-@pytest.mark.parametrize(
-    "error", [RuntimeError("no route\nto host"), EOFError(), KeyboardInterrupt()]
-)
-def test_a_failed_download_leaves_nothing_behind_and_the_next_run_tries_again(
-    error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_what_is_missing_or_incomplete_is_downloaded(
+    broken: Any, tmp_path: Path, web: Web, raw: Path
 ) -> None:
-    fill(raw(tmp_path), train=b"kept")
-    connect(monkeypatch, Web(error, stop_after=2))
-    expected = KeyboardInterrupt if isinstance(error, KeyboardInterrupt) else OSError
-    with pytest.raises(expected) as caught:
+    shutil.copytree(web.original, raw, dirs_exist_ok=True)
+    broken(raw)
+    assert_read(tmp_path)
+    assert {*web.asked} == {file.name for file in web.original.iterdir()}
+
+
+@pytest.mark.parametrize("error", [RuntimeError("no route\nto host"), KeyboardInterrupt()])
+def test_a_failed_download_leaves_nothing_behind_and_the_next_run_tries_again(
+    error: BaseException, tmp_path: Path, web: Web, raw: Path
+) -> None:
+    (raw / IMAGES).write_bytes(b"kept")
+    web.error = error
+    with pytest.raises((OSError, KeyboardInterrupt)) as caught:
         data.load("mnist", str(tmp_path))
-    if expected is OSError:
+    if isinstance(caught.value, OSError):
         said = str(caught.value)
-        assert "set data-dir to a folder that has them" in said
-        assert str(tmp_path) in said
+        assert f"not in {tmp_path}, and the download failed (Error downloading " in said
         assert "\n" not in said
-    assert (raw(tmp_path) / "train-images-idx3-ubyte").read_bytes() == b"kept"
+    assert (raw / IMAGES).read_bytes() == b"kept"
     assert {p.name for p in tmp_path.iterdir()} == {"MNIST"}
-    connect(monkeypatch, Web())
+    web.error = None
     assert_read(tmp_path)

@@ -13,6 +13,7 @@ import time
 import uuid
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -137,43 +138,39 @@ def _silent(federation: Federation, folder: Path, **limit: float) -> Outcome:
 
 def serverapp_killed(federation: Federation, folder: Path) -> Outcome:
     """The ServerApp is killed in round 2; a new run goes on from the checkpoint of round 1."""
-    checkpoints = str(folder / "checkpoints")
-    play = Play(federation, folder, "hold", 2, rounds=3, checkpoint_dir=checkpoints)
-    play.accident()
-    began = time.time()
-    federation.kill_serverapp()
-    play.release()
-    play.end("finished:failed")
-    failed = time.time() - began
-    sees = federation.status(play.runs[-1])[1]
-    return _resumed(play, sees, failed)
+    return _server_killed(federation, folder, federation.kill_serverapp)
 
 
 def superlink_killed(federation: Federation, folder: Path) -> Outcome:
     """The SuperLink is killed in round 2, and started again with its database."""
-    checkpoints = str(folder / "checkpoints")
-    play = Play(federation, folder, "hold", 2, rounds=3, checkpoint_dir=checkpoints)
+    end = partial(federation.end, "superlink")
+    return _server_killed(federation, folder, end, federation.start_superlink)
+
+
+def _server_killed(
+    federation: Federation,
+    folder: Path,
+    kill: Callable[[], object],
+    restart: Callable[[], object] = lambda: None,
+) -> Outcome:
+    """Kill something of the server in round 2; then go on in a new run."""
+    play = Play(federation, folder, "hold", 2, rounds=3, checkpoint_dir=str(folder / "checkpoints"))
     play.accident()
     began = time.time()
-    federation.end("superlink")
+    kill()
     play.release()
-    federation.start_superlink()
+    restart()
     play.end("finished:failed")
     failed = time.time() - began
     sees = federation.status(play.runs[-1])[1]
-    return _resumed(play, sees, failed)
-
-
-def _resumed(play: Play, sees: str, seconds: float) -> Outcome:
-    """Go on with a run that failed in round 2, in a new one."""
-    play.federation.restart_nodes()
+    federation.restart_nodes()
     play.start(resume=True)
     play.end()
     history = play.history()
     assert [entry["round"] for entry in history] == [1, 2, 3]
     again = len(list(play.marks.glob(f"2-{OTHERS[0]}-*"))) > 1
     words = "the work of round 2, which is trained again" if again else "nothing"
-    return Outcome(sees, seconds, words, history, play.model())
+    return Outcome(sees, failed, words, history, play.model())
 
 
 def unknown_key(federation: Federation, folder: Path) -> Outcome:

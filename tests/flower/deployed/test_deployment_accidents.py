@@ -123,7 +123,7 @@ def test_who_is_not_trusted_is_turned_away(
 ) -> None:
     """The others stay connected."""
     assert TURNED_AWAY[name] in played(getattr(accidents, name)).sees
-    assert all(shared.processes[f"node{i}"].poll() is None for i in range(shared.nodes))
+    assert all(shared.processes[f"node{i}"].poll() is None for i in OTHERS)
 
 
 @full

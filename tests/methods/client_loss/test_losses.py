@@ -62,8 +62,8 @@ def contrasted(features: Tensor, near: Tensor, far: Tensor, tau: float) -> Tenso
 
 
 def moon_by_hand(last: Arrays) -> Extra:
-    now, before = teacher({})[:3], teacher(last)[:3]
-    return lambda features, z, x: 5 * contrasted(features, now(x), before(x), 0.5)
+    current, before = teacher({})[:3], teacher(last)[:3]
+    return lambda features, z, x: 5 * contrasted(features, current(x), before(x), 0.5)
 
 
 def distilled_by_hand(others: Arrays) -> Extra:
@@ -136,11 +136,11 @@ def test_a_head_beside_the_path_to_the_logits() -> None:
     term, last = fr.ModelContrast(2.0, 0.7, "head"), Sided().state_dict()
     last = {n: p + 0.2 for n, p in last.items()}
     done = local_round(Sided(), term, DATA, lr=0.2, steps=5, device="cpu", client=last)
-    model, now, before = Sided(), Sided().requires_grad_(False), Sided().requires_grad_(False)
+    model, current, before = Sided(), Sided().requires_grad_(False), Sided().requires_grad_(False)
     before.load_state_dict(last)
 
     def loss(x: Tensor, y: Tensor) -> Tensor:
-        contrast = contrasted(*(m.projected(x) for m in (model, now, before)), 0.7)
+        contrast = contrasted(*(m.projected(x) for m in (model, current, before)), 0.7)
         return F.cross_entropy(model(x), y) + 2.0 * contrast
 
     expected = trained(model, loss, steps=5)

@@ -90,6 +90,6 @@ def test_which_entries_are_private() -> None:
     kept = fr.Private("0.*, 3.bias").private(["0.weight", "3.bias", "3.weight"])
     assert kept == {"0.weight", "3.bias"}
     names = ["conv.weight", "block.bn.weight", "block.bn.running_mean", "block.bn2.weight"]
-    found = fr.LocalBatchNorm().private(names)
-    assert found == {"block.bn.weight", "block.bn.running_mean"}
+    kept = fr.LocalBatchNorm().private(names)
+    assert kept == {"block.bn.weight", "block.bn.running_mean"}
     assert "running_mean" in fr.LocalBatchNorm().private([*names, "running_mean"])

@@ -86,10 +86,10 @@ def test_one_large_update_does_not_make_the_step_size_large() -> None:
     term = fr.Extrapolation(1e-3)
 
     def step_size(robust: bool, liar: float) -> float:
-        found = {k: {"w": d["w"] * (liar if k == 4 else 1)} for k, d in updates.items()}
-        vectors = np.array([d["w"] for d in found.values()])
+        sent = {k: {"w": d["w"] * (liar if k == 4 else 1)} for k, d in updates.items()}
+        vectors = np.array([d["w"] for d in sent.values()])
         own = ServerContext(2, 0.1, {"w": np.zeros(6)}, weights=weights, robust=robust)
-        each = [term.fold({}, k, d, {}, weights[k], own)["square"] for k, d in found.items()]
+        each = [term.fold({}, k, d, {}, weights[k], own)["square"] for k, d in sent.items()]
         total = 5 * np.median(each) if robust else sum(each)
         mean = np.median(vectors, axis=0) if robust else vectors.mean(axis=0)
         server, _ = term.update({}, {"w": mean}, {"square": total}, ctx)

@@ -34,8 +34,8 @@ def weights(
     replies = {k: Measured(n) for k, n in enumerate(norms)}
     ctx = ServerContext(2, lr, weights=share, replies=replies, robust=robust)
     uploads = {k: {"loss": np.asarray(f)} for k, f in enumerate(losses)}
-    found = fr.FairWeights(q).weigh(share, uploads, ctx)
-    return np.array([found[k] for k in share])
+    by_client = fr.FairWeights(q).weigh(share, uploads, ctx)
+    return np.array([by_client[k] for k in share])
 
 
 def by_formula(q: float, losses: list[float], norms: list[float], lr: float = 0.1) -> np.ndarray:
@@ -49,10 +49,10 @@ def by_formula(q: float, losses: list[float], norms: list[float], lr: float = 0.
 @pytest.mark.parametrize("q", [0.0, 0.3, 1.0, 2.5, 15.0])
 def test_the_weights_are_the_formulas(q: float) -> None:
     losses, norms = [0.5, 2.0, 0.01, 1.0], [0.1, 0.5, 0.02, 0.0]
-    found = weights(q, losses, norms)
-    np.testing.assert_allclose(found, by_formula(q, losses, norms), rtol=1e-12)
+    omega = weights(q, losses, norms)
+    np.testing.assert_allclose(omega, by_formula(q, losses, norms), rtol=1e-12)
     if not q:
-        assert found.tolist() == [0.25] * 4
+        assert omega.tolist() == [0.25] * 4
     if q < 1:
         zero = [0.0, *losses[1:]]
         np.testing.assert_allclose(weights(q, zero, norms), by_formula(q, zero, norms), rtol=1e-12)
@@ -64,19 +64,19 @@ def test_the_weights_are_the_formulas(q: float) -> None:
 @pytest.mark.parametrize("norm", [0.0, 1e15])
 def test_no_claim_makes_a_weight_large(q: float, robust: bool, claim: float, norm: float) -> None:
     """Together at most 1, or with a robust aggregator each; and none is NaN."""
-    found = weights(q, [claim, 0.5, 2.0, 1.0, 0.8], [norm, 0.1, 0.5, 0.2, 0.1], robust)
-    assert (found >= 0).all()
-    assert (found <= 1).all()
-    assert robust or found.sum() <= 1 + 1e-12
+    omega = weights(q, [claim, 0.5, 2.0, 1.0, 0.8], [norm, 0.1, 0.5, 0.2, 0.1], robust)
+    assert (omega >= 0).all()
+    assert (omega <= 1).all()
+    assert robust or omega.sum() <= 1 + 1e-12
     if claim == 1e15 and not norm:
-        assert found[0] > 0.999
+        assert omega[0] > 0.999
     if robust:  # one claim changes the others' weights by what one client changes a median
         honest = weights(q, [0.7, 0.5, 2.0, 1.0, 0.8], [0.1, 0.1, 0.5, 0.2, 0.1], True)
         bounds = [weights(q, [f, 0.5, 2.0, 1.0, 0.8], [n, 0.1, 0.5, 0.2, 0.1], True)
                   for f in (0.5, 2.0) for n in (0.1, 0.5)]  # fmt: skip
         low, high = np.min([honest, *bounds], axis=0), np.max([honest, *bounds], axis=0)
-        assert (found[1:] > 0.2 * low[1:]).all()
-        assert (found[1:] < 5 * high[1:] + 1e-12).all()
+        assert (omega[1:] > 0.2 * low[1:]).all()
+        assert (omega[1:] < 5 * high[1:] + 1e-12).all()
 
 
 def run(claim: float | None = None, **settings: Any) -> tuple[Any, Any]:

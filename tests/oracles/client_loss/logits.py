@@ -45,8 +45,8 @@ def calibrated(counts: list[int], tau: float, absent: float | None) -> Loss:
         value, g = 0.0, np.zeros_like(z)
         for b in range(len(y)):
             changed = [float(z[b, c]) - margins[c] for c in range(z.shape[1])]
-            found, q = entropy(changed, int(y[b]))
-            value += found / len(y)
+            each, q = entropy(changed, int(y[b]))
+            value += each / len(y)
             for c in range(z.shape[1]):
                 g[b, c] = (q[c] - (1.0 if c == y[b] else 0.0)) / len(y)
         return value, g
@@ -62,8 +62,8 @@ def restricted(counts: list[int], alpha: float) -> Loss:
         value, g = 0.0, np.zeros_like(z)
         for b in range(len(y)):
             changed = [float(z[b, c]) * scales[c] for c in range(z.shape[1])]
-            found, q = entropy(changed, int(y[b]))
-            value += found / len(y)
+            each, q = entropy(changed, int(y[b]))
+            value += each / len(y)
             for c in range(z.shape[1]):
                 g[b, c] = scales[c] * (q[c] - (1.0 if c == y[b] else 0.0)) / len(y)
         return value, g

@@ -122,13 +122,6 @@ def test_krum_tells_vectors_apart_that_are_near_each_other_and_far_from_zero(off
     assert found[4, 7] == 0
 
 
-def test_the_mean_weighs_and_names_nobody() -> None:
-    x, p = matrix(5), np.array([0.1, 0.2, 0.3, 0.15, 0.25])
-    found = fr.Mean().aggregate(vectors(x), p)
-    np.testing.assert_allclose(found.vector, oracle.mean(x.tolist(), p.tolist()), rtol=1e-12)
-    assert (found.selected, list(found.bounded)) == (None, [])
-
-
 @pytest.mark.parametrize(
     ("aggregator", "n"), [(fr.Krum(1), 3), (fr.Krum(2, 4), 5), (fr.Krum(0), 2)], ids=repr
 )
@@ -430,6 +423,33 @@ def test_uploads_that_the_aggregator_does_not_reach_are_refused() -> None:
     assert "uploads of ['quiet'] beside its update" in why[1]
     assert len(why[2]) <= 600
     assert why[2].isprintable()
+
+
+@dataclass(frozen=True)
+class Picky(Asks):
+    """Cannot work with an upload that is not positive; only its update sees that."""
+
+    def update(self, server: Slot, delta: Any, uploads: Mapping[int, Slot], ctx: Any) -> Any:
+        if any((upload["u"] < 0).any() for upload in uploads.values()):
+            raise ValueError("a root of it is not real")
+        return super().update(server, delta, uploads, ctx)
+
+
+@pytest.mark.parametrize(
+    ("term", "odd", "why"),
+    [
+        (Picky(), -np.ones((2, 2)), "a root of it is not real"),
+        (Sums(), np.ones(3), "could not be broadcast together"),
+    ],
+    ids=["update", "fold"],
+)
+def test_an_upload_that_the_mean_cannot_use_costs_its_client(term: Any, odd: Any, why: str) -> None:
+    train = training([term])
+    net = network(4, uploads=lambda k: {term.name: {"u": odd if k == 2 else sent(k)}})
+    moved(train, net)
+    assert train.history[0]["replies"] == [0, 1, 3]
+    assert "its upload cannot be used" in train.history[0]["failures"][2]
+    assert why in train.history[0]["failures"][2]
 
 
 def test_other_arrays_than_most_clients_add_cost_that_client_its_reply() -> None:

@@ -161,7 +161,11 @@ REPLIES: dict[str, tuple[Change, str]] = {
     "a mask beyond": (with_config("regs.not-trainable", b"\x01"), "has more of them set"),
     "more steps": (with_metric("local-steps", 10**6), "1000000 local steps of"),
     "nan steps": (with_metric("planned-steps", float("nan")), "local steps of nan"),
-    "another method": (with_config("regs.method", "FedAvg"), "does not come from a FedFOR client"),
+    "another method": (
+        with_config("regs.method", "FedAvg"),
+        "not come from a FedFOR client but from FedAvg; use flwr_regs.FedFORClient, or RegClient",
+    ),
+    "a code": (with_config("regs.update", b"STC"), "the method has no code for updates"),
     **{
         f"n = {n}": (
             with_metric("num-examples", n),

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from flwr_regs.experiments.extras import missing_extra
+from flwr_regs.experiments.extras import needed
 
 Array = np.ndarray[Any, Any]
 Parts = dict[str, Any]
@@ -18,12 +18,16 @@ Parts = dict[str, Any]
 DOWNLOADS = "~/.cache/flwr_regs"
 
 
+class Missing(Exception):
+    """A data set's files are not there; its text says which, if the catalogue does not."""
+
+
 def root(data_dir: str) -> Path:
     """Return the folder of a data-dir; empty: the one that downloads go to."""
     return Path(data_dir or DOWNLOADS).expanduser()
 
 
-def found(data_dir: str, folders: Iterable[str], *patterns: str) -> list[list[Path]] | None:
+def matching(data_dir: str, folders: Iterable[str], *patterns: str) -> list[list[Path]] | None:
     """Return the files of each pattern, sorted, from the first folder that has some of each; else None.
 
     `folders` are relative to the data-dir; "" is the data-dir itself.
@@ -33,14 +37,6 @@ def found(data_dir: str, folders: Iterable[str], *patterns: str) -> list[list[Pa
         if all(files):
             return files
     return None
-
-
-def absent(dataset: str, data_dir: str, what: str, how: str) -> FileNotFoundError:
-    """Return the error for files that are not there: which, where they are expected, how to get them."""
-    where = f"data-dir, {root(data_dir)}" if data_dir else "data-dir, which is not set"
-    return FileNotFoundError(
-        f"dataset '{dataset}' needs {what} in {where}; {how}, and set data-dir to their folder"
-    )
 
 
 def inside(folder: Path, name: str) -> Path:
@@ -66,16 +62,13 @@ def pictures(
     centre : float
         The part of height and width that is kept, in the middle.
     """
-    try:
-        from PIL import Image
-    except ImportError as error:
-        raise missing_extra("pillow, which comes with torchvision", "reading pictures") from error
+    Image = needed("PIL.Image", "pillow, which comes with torchvision", "reading pictures")
     if size < 1:
         raise ValueError(f"size must be at least 1, not {size}")
     out = np.empty((len(sources), 1 if mode == "L" else 3, size, size), np.float32)
     for i, source in enumerate(sources):
         if isinstance(source, np.ndarray):
-            image: Image.Image = Image.fromarray(source)
+            image = Image.fromarray(source)
         else:
             image = Image.open(io.BytesIO(source) if isinstance(source, bytes) else source)
         with image:

@@ -33,7 +33,6 @@ LISTED = {
 }
 """Data set -> its folder, domains and classes."""
 PARTS_OF_DIGITS = 10
-HOW = "get them by the links in the README of github.com/med-air/FedBN"
 
 
 def digits_five(data_dir: str, share: float) -> Parts:
@@ -51,7 +50,7 @@ def digits_five(data_dir: str, share: float) -> Parts:
     }
     test = {str(i): [f"{domain}/test.pkl"] for i, domain in enumerate(DIGITS)}
     needed = [path for paths in (*train.values(), *test.values()) for path in paths]
-    folder = _folder("digits-five", data_dir, ("", "digit_dataset", "data"), needed)
+    folder = _folder(data_dir, ("", "digit_dataset", "data"), needed)
 
     def read(paths: list[str]) -> tuple[Array, Array]:
         images, labels = zip(*(_digits(folder / path) for path in paths), strict=True)
@@ -83,7 +82,7 @@ def listed(data_dir: str, dataset: str, share: float, size: int) -> Parts:
         raise ValueError(f"share must be above 0 and at most 1, not {share}")
     name, domains, classes = LISTED[dataset]
     needed = [f"{name}/{domain}_{part}.pkl" for domain in domains for part in ("train", "test")]
-    folder = _folder(dataset, data_dir, ("", "data", ".."), needed)
+    folder = _folder(data_dir, ("", "data", ".."), needed)
     train, test = (
         {str(i): _pair(folder / name / f"{d}_{part}.pkl") for i, d in enumerate(domains)}
         for part in ("train", "test")
@@ -100,9 +99,8 @@ def listed(data_dir: str, dataset: str, share: float, size: int) -> Parts:
             )
         where = [files.inside(folder, str(path)) for path in pair[0]]
         if missing := [path for path in where if not path.is_file()]:
-            raise FileNotFoundError(
-                f"dataset '{dataset}': {len(missing)} of {len(where)} pictures of a domain are missing, "
-                f"such as {missing[0]}; {HOW}"
+            raise files.Missing(
+                f"{len(where)} pictures, of which {len(missing)} are missing, such as {missing[0]},"
             )
         labels = np.array([classes.index(str(label)) for label in pair[1]])
         return files.pictures(where, "RGB", size), labels
@@ -110,14 +108,14 @@ def listed(data_dir: str, dataset: str, share: float, size: int) -> Parts:
     return {**files.by_group(train, test, read), "augment": "flip-rotate"}
 
 
-def _folder(dataset: str, data_dir: str, below: Sequence[str], needed: Sequence[str]) -> Path:
+def _folder(data_dir: str, below: Sequence[str], needed: Sequence[str]) -> Path:
     """Return the first of these folders that has all the files that are needed."""
     for name in below:
         folder = files.root(data_dir) / name
         if all((folder / path).is_file() for path in needed):
             return folder
     gone = [path for path in needed if not (files.root(data_dir) / path).is_file()]
-    raise files.absent(dataset, data_dir, f"{len(needed)} files such as {gone[0]}", HOW)
+    raise files.Missing(f"{len(needed)} files such as {gone[0]}")
 
 
 def _pair(path: Path) -> tuple[Any, Any]:

@@ -12,7 +12,7 @@ import numpy as np
 from flwr_regs.experiments.data.sources import data_files as files
 from flwr_regs.experiments.data.sources import tables
 from flwr_regs.experiments.data.sources.data_files import Array, Parts
-from flwr_regs.experiments.extras import missing_extra
+from flwr_regs.experiments.extras import needed
 
 Users = dict[str, tuple[Any, Any]]
 """User -> (inputs, labels), as a file has them."""
@@ -30,9 +30,9 @@ def femnist(data_dir: str, writers: int, hub: bool) -> Parts:
     for testing.
     """
     folders = ("", "femnist", "femnist/data")
-    h5 = files.found(data_dir, folders, "fed_emnist_train.h5", "fed_emnist_test.h5")
-    leaf = files.found(data_dir, folders, "train/*.json", "test/*.json")
-    parquet = files.found(data_dir, folders, "*.parquet")
+    h5 = files.matching(data_dir, folders, "fed_emnist_train.h5", "fed_emnist_test.h5")
+    leaf = files.matching(data_dir, folders, "train/*.json", "test/*.json")
+    parquet = files.matching(data_dir, folders, "*.parquet")
     if hub:
         train, test = _of_table(tables.downloaded("flwrlabs/femnist", "train"), writers)
     elif h5:
@@ -48,12 +48,7 @@ def femnist(data_dir: str, writers: int, hub: bool) -> Parts:
     elif parquet:
         train, test = _of_table(tables.read(parquet[0]), writers)
     else:
-        raise files.absent(
-            "femnist",
-            data_dir,
-            "fed_emnist_train.h5 and fed_emnist_test.h5, train/*.json and test/*.json, or *.parquet",
-            "get them from TFF, LEAF or the hub's flwrlabs/femnist, or say femnist(hub=True)",
-        )
+        raise files.Missing
     if writers:  # without, test writers may be others: LEAF can also split by writer
         test = {user: of for user, of in test.items() if user in train}
 
@@ -99,10 +94,7 @@ def hdf5(path: Path, users: Iterable[str] | None = None) -> dict[str, dict[str, 
     Users that the file does not have are left out. Raises ImportError without h5py, ValueError for another
     layout.
     """
-    try:
-        import h5py
-    except ImportError as error:
-        raise missing_extra("h5py", f"reading {path.name}", "hdf5") from error
+    h5py = needed("h5py", "h5py", f"reading {path.name}", "hdf5")
     with h5py.File(path, "r") as file:
         if "examples" not in file:
             raise ValueError(f"{path} has no group 'examples'; expected TFF's examples/USER/COLUMN")

@@ -31,14 +31,9 @@ def landmarks(data_dir: str, dataset: str, size: int, most: int) -> Parts:
     The tables are TFF's, with the columns user_id, image_id and class. The pictures are ``images/ID.jpg``,
     or ``train/a/b/c/ID.jpg`` with the first three characters of the ID as folders, as Google ships them.
     """
-    paths = files.found(data_dir, FOLDERS, *TABLES[dataset])
+    paths = files.matching(data_dir, FOLDERS, *TABLES[dataset])
     if paths is None:
-        raise files.absent(
-            dataset,
-            data_dir,
-            f"{' and '.join(TABLES[dataset])}, and the pictures in images/",
-            "get the tables from TFF (storage.googleapis.com) and the pictures from Google Landmarks v2",
-        )
+        raise files.Missing
     (train_table,), (test_table,) = paths
     train = _rows(train_table, "user_id", "image_id", "class")
     test = _rows(test_table, "image_id", "class")

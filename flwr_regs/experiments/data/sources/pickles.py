@@ -43,25 +43,13 @@ def _bytes(text: str, encoding: str = "latin1") -> bytes:
     return text.encode("latin1")
 
 
-def _array(data: Any, dtype: Any, shape: Any, order: str) -> Any:
-    """Return an array of protocol 5."""
-    return np.frombuffer(data, dtype=dtype).reshape(shape, order=order)  # type: ignore[call-overload]
-
-
-def _empty(kind: Any, shape: Any, code: Any) -> Any:
-    """Return the array that a pickle fills."""
-    return np.ndarray.__new__(np.ndarray, (0,), np.uint8)
-
-
-def _scalar(dtype: Any, data: bytes) -> Any:
-    """Return a number of numpy's."""
-    return np.frombuffer(data, dtype=dtype)[0]
-
-
 _LEGAL: dict[tuple[str, str], Any] = {
-    ("numpy.core.multiarray", "_reconstruct"): _empty,
-    ("numpy.core.multiarray", "scalar"): _scalar,
-    ("numpy.core.numeric", "_frombuffer"): _array,
+    # an array of protocol 5; one that the pickle fills; a number
+    ("numpy.core.numeric", "_frombuffer"): lambda data, dtype, shape, order: np.frombuffer(
+        data, dtype
+    ).reshape(shape, order=order),
+    ("numpy.core.multiarray", "_reconstruct"): lambda kind, shape, code: np.empty(0, np.uint8),
+    ("numpy.core.multiarray", "scalar"): lambda dtype, data: np.frombuffer(data, dtype)[0],
     ("numpy", "ndarray"): np.ndarray,
     ("numpy", "dtype"): np.dtype,
     ("_codecs", "encode"): _bytes,

@@ -13,7 +13,7 @@ import numpy as np
 from flwr_regs.experiments.data.sources import data_files as files
 from flwr_regs.experiments.data.sources import tables
 from flwr_regs.experiments.data.sources.data_files import Array, Parts
-from flwr_regs.experiments.extras import missing_extra
+from flwr_regs.experiments.extras import needed
 
 CIFAR = {
     10: ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
@@ -25,11 +25,9 @@ ENDINGS = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff"}
 
 def digits(data_dir: str) -> Parts:
     """Return scikit-learn's 1,797 digits in [0, 1], one fifth of them for testing."""
-    try:
-        from sklearn.datasets import load_digits
-    except ImportError as error:
-        raise missing_extra("scikit-learn", "the digits data") from error
-    x, y = load_digits(return_X_y=True)
+    x, y = needed("sklearn.datasets", "scikit-learn", "the digits data").load_digits(
+        return_X_y=True
+    )
     x = (x / 16).astype(np.float32).reshape(-1, 1, 8, 8)
     order = np.random.default_rng(0).permutation(len(x))  # the split is part of the data set
     test, train = order[:360], order[360:]
@@ -69,7 +67,7 @@ def cifar(data_dir: str, classes: int, augment: str, hub: bool) -> Parts:
     """
     name = f"cifar{classes}"
     folders = ("", name, f"{name}/plain_text", "plain_text", f"{name}/{name}")
-    parquets = files.found(data_dir, folders, "train*.parquet", "test*.parquet")
+    parquets = files.matching(data_dir, folders, "train*.parquet", "test*.parquet")
     if hub or parquets:
         if hub:
             both = [tables.downloaded(f"uoft-cs/{name}", part) for part in ("train", "test")]
@@ -118,9 +116,7 @@ def image_folder(data_dir: str, size: int, grey: bool, groups: bool) -> Parts:
         for part in ("train", "test")
     }
     if not all(listed.values()):
-        where = "train/GROUP/CLASS" if groups else "train/CLASS"
-        what = f"pictures in {where}/ and in {where.replace('train', 'test')}/"
-        raise files.absent("image-folder", data_dir, what, "put them there")
+        raise files.Missing
 
     def numbers(paths: list[Path], level: int) -> Array:
         """Return the places of the paths' folders among the names of all folders of this level."""
@@ -144,10 +140,7 @@ def _torchvision(kind: str, data_dir: str, **settings: Any) -> list[Any]:
     file of MNIST (``.gz``) that is there already is not downloaded again. torchvision checks the files' MD5
     sums before it reads CIFAR's pickles.
     """
-    try:
-        from torchvision import datasets
-    except ImportError as error:
-        raise missing_extra("torchvision", kind) from error
+    datasets = needed("torchvision.datasets", "torchvision", kind)
     root, make = files.root(data_dir), getattr(datasets, kind)
     with suppress(Exception):  # of torchvision, for files that are missing or incomplete
         return [make(root, train=t, **settings) for t in (True, False)]

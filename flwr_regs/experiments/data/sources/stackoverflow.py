@@ -12,7 +12,6 @@ from flwr_regs.experiments.data.sources import handwriting as writers
 from flwr_regs.experiments.data.sources.data_files import Array, Parts
 
 FOLDERS = ("", "stackoverflow")
-HOW = "get them from TFF (storage.googleapis.com/tff-datasets-public)"
 COUNTS = "stackoverflow.word_count"
 """TFF's file of ``word count`` lines, the most frequent word first."""
 PADDING = 0
@@ -35,10 +34,9 @@ def stackoverflow(data_dir: str, users: int, words: int, length: int, most: int)
     Tests are on what the same users wrote later, ``stackoverflow_test.h5``.
     """
     names = "stackoverflow_train.h5", "stackoverflow_test.h5", COUNTS
-    paths = files.found(data_dir, FOLDERS, *names)
+    paths = files.matching(data_dir, FOLDERS, *names)
     if paths is None:
-        what = f"stackoverflow_train.h5, stackoverflow_test.h5 and {COUNTS}"
-        raise files.absent("stackoverflow", data_dir, what, HOW)
+        raise files.Missing
     (train,), (test,), (counts,) = paths
     vocabulary = _vocabulary(counts, words)
     chosen = files.drawn(writers.hdf5(train), users)

@@ -4,22 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from flwr_regs.experiments.extras import missing_extra
+import pandas as pd
 
-if TYPE_CHECKING:
-    import pandas as pd
+from flwr_regs.experiments.extras import needed
 
 
 def read(files: Sequence[Path]) -> pd.DataFrame:
     """Return parquet files as one table; ImportError without pandas or pyarrow."""
-    try:
-        import pandas as pd
-
-        return pd.concat([pd.read_parquet(file) for file in files], ignore_index=True)
-    except ImportError as error:
-        raise missing_extra("pyarrow", "reading parquet files") from error
+    needed("pyarrow", "pyarrow", "reading parquet files")
+    return pd.concat([pd.read_parquet(file) for file in files], ignore_index=True)
 
 
 def downloaded(name: str, split: str) -> pd.DataFrame:

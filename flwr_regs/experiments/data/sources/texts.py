@@ -41,19 +41,14 @@ def shakespeare(data_dir: str, least: int) -> Parts:
     empty one begins a speech: ``input.txt``, ``shakespeare.txt`` or the only ``*.txt``.
     """
     folders = ("", "shakespeare", "shakespeare/data")
-    if leaf := files.found(data_dir, folders, "train/*.json", "test/*.json"):
+    if leaf := files.matching(data_dir, folders, "train/*.json", "test/*.json"):
         train, test = map(writers.users_of, leaf)
         return files.by_group(train, test, _windows_of)
-    ((*every,),) = files.found(data_dir, folders, "*.txt") or [[]]
+    ((*every,),) = files.matching(data_dir, folders, "*.txt") or [[]]
     texts = [p for p in every if p.name in ("input.txt", "shakespeare.txt")]
     texts = texts or (every if len(every) == 1 else [])
     if not texts:
-        raise files.absent(
-            "shakespeare",
-            data_dir,
-            "input.txt, a text with lines NAME:, or LEAF's train/*.json and test/*.json",
-            "get one from Project Gutenberg or run LEAF's preprocess.sh",
-        )
+        raise files.Missing
     spoken = speeches(texts[0])
     enough = {name: lines for name, lines in spoken.items() if len(lines) >= max(least, 2)}
     if not enough:
@@ -161,9 +156,9 @@ def _split(text: str) -> list[str]:
 
 def _tweets(data_dir: str, hub: bool) -> list[pd.DataFrame]:
     """Return the training and the test tweets: user, text and label, a user's in order of time."""
-    leaf = files.found(data_dir, SENT_FOLDERS, "train/*.json", "test/*.json")
-    raw = files.found(data_dir, SENT_FOLDERS, "training*.csv")
-    parquet = files.found(data_dir, SENT_FOLDERS, "train*.parquet")
+    leaf = files.matching(data_dir, SENT_FOLDERS, "train/*.json", "test/*.json")
+    raw = files.matching(data_dir, SENT_FOLDERS, "training*.csv")
+    parquet = files.matching(data_dir, SENT_FOLDERS, "train*.parquet")
     if leaf and not hub:
         return [
             pd.DataFrame(
@@ -183,14 +178,7 @@ def _tweets(data_dir: str, hub: bool) -> list[pd.DataFrame]:
     elif parquet:
         tweets = tables.read(parquet[0])
     else:
-        raise files.absent(
-            "sentiment140",
-            data_dir,
-            "training.1600000.processed.noemoticon.csv, train*.parquet, or LEAF's train/*.json and "
-            "test/*.json",
-            "get one from Go et al., the hub's stanfordnlp/sentiment140 or LEAF, or say "
-            "sentiment140(hub=True)",
-        )
+        raise files.Missing
     columns = {name: tables.column(tweets, name) for name in ("user", "date", "text", "sentiment")}
     tweets = pd.DataFrame(columns).assign(
         time=_times(columns["date"]),

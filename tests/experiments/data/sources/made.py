@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import io
 import json
 import pickle
@@ -12,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 from PIL import Image
 
 from flwr_regs.experiments.data.sources import digit_domains as fedbn
-from flwr_regs.experiments.data.sources.texts import WINDOW
+from flwr_regs.experiments.data.sources.texts import CSV_FIELDS, WINDOW
 
 RNG = np.random.default_rng(0)
 PLAY = """First Citizen:
@@ -51,6 +51,14 @@ def idx(folder: Path, kind: str, prefix: Sequence[str], classes: int = 10, first
         (raw / f"{part}-labels-idx1-ubyte").write_bytes(head + labels.tobytes())
 
 
+def mnist(folder: Path, kind: str = "MNIST") -> None:
+    idx(folder, kind, ("train", "t10k"))
+
+
+def emnist(folder: Path, split: str, classes: int, first: int = 0) -> None:
+    idx(folder, "EMNIST", [f"emnist-{split}-{part}" for part in ("train", "test")], classes, first)
+
+
 def png(height: int, width: int, channels: int = 3) -> bytes:
     out = io.BytesIO()
     shape = (height, width, 3) if channels == 3 else (height, width)
@@ -59,22 +67,15 @@ def png(height: int, width: int, channels: int = 3) -> bytes:
 
 
 def parquet(path: Path, **columns: list[Any]) -> None:
-    import pyarrow
-    from pyarrow import parquet as files
-
     path.parent.mkdir(parents=True, exist_ok=True)
-    files.write_table(pyarrow.table(columns), path)
+    pd.DataFrame(columns).to_parquet(path)
 
 
 def cifar(folder: Path, classes: int) -> None:
+    label = "fine_label" if classes == 100 else "label"
     for part, count in (("train", 20), ("test", 10)):
         pictures = [{"bytes": png(32, 32), "path": f"{i}.png"} for i in range(count)]
-        labels = [i % classes for i in range(count)]
-        columns: dict[str, list[Any]] = {"img": pictures}
-        if classes == 100:
-            columns |= {"fine_label": labels, "coarse_label": [7] * count}
-        else:
-            columns["label"] = labels
+        columns: dict[str, Any] = {"img": pictures, label: np.arange(count) % classes}
         parquet(folder / f"cifar{classes}" / f"{part}-00000-of-00001.parquet", **columns)
 
 
@@ -119,23 +120,22 @@ def shakespeare_leaf(folder: Path) -> None:
 
 def sentiment140(folder: Path) -> None:
     """Two accounts of ten tweets, one of one; sad ones first, as the source has them."""
-    rows = []
-    for polarity in (0, 4):
-        for user in ("ann", "bob"):
-            for day in range(0 if polarity else 1, 10, 2):
-                text = f"day {day} is {'good' if polarity else 'bad'}, @{user}"
-                rows.append([polarity, len(rows), DATES[day], "NO_QUERY", user, text])
-    rows.append([4, len(rows), DATES[0], "NO_QUERY", "cid", "once"])
-    with (folder / "training.csv").open("w", encoding="latin-1", newline="") as file:
-        csv.writer(file, quoting=csv.QUOTE_ALL).writerows(rows)
+    rows = [
+        (polarity, DATES[day], user, f"day {9 - day} is {'good' if polarity else 'bad'}, @{user}")
+        for polarity in (0, 4)
+        for user in ("ann", "bob")
+        for day in range(0 if polarity else 1, 10, 2)
+    ]
+    rows.append((4, DATES[0], "cid", "once"))
+    tweets = pd.DataFrame(rows, columns=["sentiment", "date", "user", "text"])
+    tweets = tweets.assign(id=range(len(rows)), query="NO_QUERY")[CSV_FIELDS]
+    tweets.to_csv(folder / "training.csv", header=False, index=False, quoting=1)
 
 
 def stackoverflow(folder: Path) -> None:
     (folder / "stackoverflow.word_count").write_text("the 9\nhow 5\nto 4\nrun 2\n")
-    hdf5(
-        folder / "stackoverflow_train.h5",
-        {user: {"tokens": [b"how to run", b"the unknown"]} for user in ("00000001", "00000002")},
-    )
+    sentences = {"tokens": [b"how to run", b"the unknown"]}
+    hdf5(folder / "stackoverflow_train.h5", dict.fromkeys(("00000001", "00000002"), sentences))
     hdf5(folder / "stackoverflow_test.h5", {"00000001": {"tokens": [b"to the"]}})
 
 
@@ -145,47 +145,38 @@ def pickled(path: Path, thing: Any, protocol: int = pickle.HIGHEST_PROTOCOL) -> 
 
 
 def digits_five(folder: Path) -> None:
-    for domain, shape in zip(
-        fedbn.DIGITS, [(28, 28), (32, 32, 3), (16, 16), (32, 32, 3), (28, 28, 3)], strict=True
-    ):
-        for name, count in (
-            ("partitions/train_part0", 12),
-            ("partitions/train_part1", 12),
-            ("test", 10),
-        ):
+    shapes = [(28, 28), (32, 32, 3), (16, 16), (32, 32, 3), (28, 28, 3)]
+    names = {"partitions/train_part0": 12, "partitions/train_part1": 12, "test": 10}
+    for domain, shape in zip(fedbn.DIGITS, shapes, strict=True):
+        for name, count in names.items():
             images = RNG.integers(0, 256, (count, *shape), dtype=np.uint8)
             pickled(folder / domain / f"{name}.pkl", (images, np.arange(count) % 10))
 
 
-def listed(folder: Path, name: str, domains: Sequence[str], classes: Sequence[str]) -> None:
+def listed(folder: Path, dataset: str) -> None:
     """Each domain has 20 training pictures, the first one 24, and 10 test pictures."""
+    name, domains, classes = fedbn.LISTED[dataset]
     for domain in domains:
         for part, count in (("train", 24 if domain == domains[0] else 20), ("test", 10)):
-            paths, labels = [], []
-            for i in range(count):
-                label = classes[i % len(classes)]
-                path = f"{name}/{domain}/{label}/{part}_{i}.png"
+            labels = [classes[i % len(classes)] for i in range(count)]
+            paths = [f"{name}/{domain}/{labels[i]}/{part}_{i}.png" for i in range(count)]
+            for i, path in enumerate(paths):
                 (folder / path).parent.mkdir(parents=True, exist_ok=True)
                 (folder / path).write_bytes(png(40, 30, 1 if i == 0 else 3))
-                paths.append(path)
-                labels.append(label)
             pickled(folder / name / f"{domain}_{part}.pkl", (np.array(paths), np.array(labels)))
 
 
 def landmarks(folder: Path, train: str, test: str) -> None:
-    (folder / "images").mkdir()
     nested = folder / "train/a/b/c"
-    nested.mkdir(parents=True)
-    with (folder / train).open("w", newline="") as file:
-        rows = csv.writer(file)
-        rows.writerow(["user_id", "image_id", "class"])
-        for i in range(8):
-            rows.writerow([7 if i < 5 else 3, f"abc{i}", i % 3])
-            (nested if i == 0 else folder / "images").joinpath(f"abc{i}.jpg").write_bytes(
-                png(50, 60)
-            )
-    with (folder / test).open("w", newline="") as file:
-        csv.writer(file).writerows([["image_id", "class"], ["abc1", 0], ["abc2", 2]])
+    for place in (folder / "images", nested):
+        place.mkdir(parents=True)
+    for i in range(8):
+        place = nested if i == 0 else folder / "images"
+        (place / f"abc{i}.jpg").write_bytes(png(50, 60))
+    rows = [(7 if i < 5 else 3, f"abc{i}", i % 3) for i in range(8)]
+    table = pd.DataFrame(rows, columns=["user_id", "image_id", "class"])
+    table.to_csv(folder / train, index=False)
+    pd.DataFrame({"image_id": ["abc1", "abc2"], "class": [0, 2]}).to_csv(folder / test, index=False)
 
 
 def image_folder(folder: Path, groups: bool = False) -> None:
@@ -205,14 +196,10 @@ def nothing(folder: Path) -> None:
 
 MADE: dict[str, Callable[[Path], None]] = {
     "digits": nothing,
-    "mnist": lambda folder: idx(folder, "MNIST", ("train", "t10k")),
-    "fashion-mnist": lambda folder: idx(folder, "FashionMNIST", ("train", "t10k")),
-    "emnist": lambda folder: idx(
-        folder, "EMNIST", ("emnist-balanced-train", "emnist-balanced-test"), 47
-    ),
-    "emnist(split='letters')": lambda folder: idx(
-        folder, "EMNIST", ("emnist-letters-train", "emnist-letters-test"), 26, first=1
-    ),
+    "mnist": mnist,
+    "fashion-mnist": lambda folder: mnist(folder, "FashionMNIST"),
+    "emnist": lambda folder: emnist(folder, "balanced", 47),
+    "emnist(split='letters')": lambda folder: emnist(folder, "letters", 26, first=1),
     "femnist": femnist,
     "cifar10": lambda folder: cifar(folder, 10),
     "cifar10(augment='crop-24')": lambda folder: cifar(folder, 10),
@@ -222,18 +209,12 @@ MADE: dict[str, Callable[[Path], None]] = {
     "synthetic(0.5, 0.5, clients=4)": nothing,
     "quadratics": nothing,
     "digits-domains": nothing,
-    "mnist-domains": lambda folder: idx(folder, "MNIST", ("train", "t10k")),
+    "mnist-domains": mnist,
     "digits-five": digits_five,
-    "office-caltech(size=32)": lambda folder: listed(
-        folder, "office_caltech_10", fedbn.OFFICE, fedbn.OFFICE_CLASSES
-    ),
-    "domainnet(share=0.5, size=32)": lambda folder: listed(
-        folder, "DomainNet", fedbn.DOMAINNET, fedbn.DOMAINNET_CLASSES
-    ),
-    "gld-23k(size=32)": lambda folder: landmarks(
-        folder, "mini_gld_train_split.csv", "mini_gld_test.csv"
-    ),
-    "gld-160k(size=32)": lambda folder: landmarks(folder, "federated_train.csv", "test.csv"),
+    "office-caltech(size=32)": lambda folder: listed(folder, "office-caltech"),
+    "domainnet(share=0.5, size=32)": lambda folder: listed(folder, "domainnet"),
+    "gld-23k(size=32)": lambda f: landmarks(f, "mini_gld_train_split.csv", "mini_gld_test.csv"),
+    "gld-160k(size=32)": lambda f: landmarks(f, "federated_train.csv", "test.csv"),
     "stackoverflow(users=2, words=4)": stackoverflow,
     "image-folder(size=16)": image_folder,
 }

@@ -65,9 +65,6 @@ def test_a_reader_returns_what_the_catalogue_promises(dataset: str, tmp_path: Pa
 def test_missing_files_are_named_with_their_place(
     dataset: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for need in filter(None, [NEEDS.get(dataset)]):
-        pytest.importorskip(need)
-
     def broken(*args: object, **kwargs: object) -> None:
         raise OSError("no network")
 
@@ -85,19 +82,28 @@ def test_missing_files_are_named_with_their_place(
     [
         ("synthetik", "no data set 'synthetik'; did you mean 'synthetic'"),
         ("synthetic(1, gamma=2)", r"synthetic\(...\) with literals .*alpha=1.0, beta=1.0"),
+        ("synthetic(1, alpha=2)", r"synthetic\(...\) with literals"),
+        ("synthetic(1, 2, 3, 4, True, 6)", r"synthetic\(...\) with literals"),
+        ("synthetic(alpha=beta)", r"synthetic\(...\) with literals"),
+        ("synthetic(1)(2)", r"synthetic\(...\) with literals"),
+        ("synthetic(", r"synthetic\(...\) with literals"),
         ("synthetic(alpha='much')", "alpha must be like its default 1.0, not 'much'"),
         ("synthetic(clients=True)", "clients must be like its default 30, not True"),
-        ("synthetic(clients=0)", "needs clients >= 1"),
         ("femnist(writers=-1)", "writers must be at least 0, not -1"),
         ("digits(3)", "digits takes no arguments"),
         ("emnist(split='all')", "split must be one of 'byclass', .*, not 'all'"),
     ],
 )
 def test_a_wrong_name_or_argument_is_refused(dataset: str, message: str) -> None:
-    for look in (data.load, data.two_examples):
-        if look is data.load or "must be" in message:  # the second knows no readers
-            with pytest.raises(ValueError, match=message):
-                look(dataset)
+    with pytest.raises(ValueError, match=message):
+        catalogue.parsed(dataset)
+
+
+def test_arguments_are_given_by_place_or_name() -> None:
+    name, given = catalogue.parsed("synthetic(2, beta=0.5)")
+    assert (name, given["alpha"], given["beta"], given["clients"]) == ("synthetic", 2.0, 0.5, 30)
+    with pytest.raises(ValueError, match="needs clients >= 1"):
+        data.load("synthetic(clients=0)")
 
 
 def test_the_pages_own_data_and_model_go_together(tmp_path: Path) -> None:

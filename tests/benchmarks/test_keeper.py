@@ -19,7 +19,7 @@ def test_a_keeper_ends_all_that_a_command_started_when_its_asker_is_killed(tmp_p
     pids, folder = tmp_path / "pids", tmp_path / "folder"
     folder.mkdir()
     orphan = f"sh -c 'setsid sleep 600 & echo $! >> {pids}' & sleep 600 & echo $! >> {pids}; wait"
-    keeper = ["-m", "flwr_regs.experiments.run.keeper", str(folder), "sh", "-c", orphan]
+    keeper = ["-m", "benchmarks.speed.keeper", str(folder), "sh", "-c", orphan]
     asks = (
         "import subprocess, sys, time\n"
         "subprocess.Popen(sys.argv[1:], stdin=subprocess.PIPE, start_new_session=True)\n"

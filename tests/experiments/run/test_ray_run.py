@@ -1,4 +1,4 @@
-"""``flwr-regs run``: Flower's runtime and Ray under the command, and what is left when it ends."""
+"""``flwr-regs run --runner ray``: Flower's simulation under the command, and what is left when it ends."""
 
 from __future__ import annotations
 
@@ -90,7 +90,6 @@ def test_a_users_own_method_runs_in_ray(tmp_path: Path) -> None:
 
 
 def test_flwr_regs_run_fails_when_the_run_failed(tmp_path: Path) -> None:
-    """``flwr run`` itself exits 0 here."""
     (tmp_path / "own_method.py").write_text(
         OWN.replace("def correct", "def update(self, *_):\n        1 / 0\n\n    def correct")
     )

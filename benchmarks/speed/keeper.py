@@ -1,6 +1,6 @@
 """Ends a command, and all that it started, when the process that asked for it is gone: however it died.
 
-``python -m flwr_regs.experiments.run.keeper FOLDER COMMAND …`` runs the command until it ends, or until
+``python -m benchmarks.speed.keeper FOLDER COMMAND …`` runs the command until it ends, or until
 its own standard input is closed, as it is when the process at its other end dies. Then it removes FOLDER.
 Ray's processes leave the session and the parent that started them; on Linux the keeper adopts them.
 """

@@ -1,0 +1,109 @@
+"""What is said of a run before and while it trains: its cost, and what it is at."""
+
+from __future__ import annotations
+
+import re
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+
+from flwr_regs.experiments.partition.client_data import client_data_of
+from flwr_regs.experiments.run import engine, estimate, progress
+from flwr_regs.experiments.run.clients import ClientFactory
+from flwr_regs.experiments.run.progress import Heartbeat, Lines, duration
+from flwr_regs.experiments.run.server_test import ServerTest
+from tests.experiments.runs import runs_of
+
+QUICK: dict[str, Any] = {"rounds": 2, "local_epochs": 1, "num_clients": 4}
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.012, "0.012 s"), (40.2, "40 s"), (720, "12 min"), (3 * 3600 + 1200, "3 h 20 min")],
+)
+def test_a_time_is_said_as_people_say_it(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
+
+
+def test_a_heartbeat_tells_of_what_takes_long_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "SILENCE", 0.5)
+    told: list[str] = []
+    with Heartbeat(told.append) as heartbeat:
+        for done in range(4):  # each part is quick, the whole is not
+            heartbeat.at("testing examples", 1000 * done, 8000)
+            time.sleep(0.3)
+        heartbeat.at("a moment")
+        time.sleep(0.3)
+        heartbeat.at("")
+        time.sleep(0.8)
+    assert re.fullmatch(r"testing examples, [12],000 of 8,000, [\d.]+ s left", told[0])
+    assert not any("moment" in text for text in told)
+    assert len(told) <= 2  # seldom, as it goes on
+
+
+def test_a_training_says_its_cost_and_what_it_is_at(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(progress, "SILENCE", 0.1)
+    examples, outputs = ClientFactory.examples, ServerTest.outputs
+
+    def slowly(self: ClientFactory, *args: Any) -> Any:
+        time.sleep(0.3)
+        return examples(self, *args)
+
+    def late(self: ServerTest, *args: Any) -> Any:
+        self._told(100, 360)
+        time.sleep(0.5)
+        return outputs(self, *args)
+
+    monkeypatch.setattr(ClientFactory, "examples", slowly)
+    monkeypatch.setattr(ServerTest, "outputs", late)
+    runs = runs_of(methods="FedAvg", **QUICK)
+    engine.execute(runs, None, Lines([("FedAvg", 7, 2)]))
+    said = capsys.readouterr().out
+    before, _, after = said.partition("1 run of 2 rounds, in each 4 clients with 12 steps of ")
+    assert before.splitlines()[-1].startswith("about ")
+    assert "FedAvg testing examples, 100 of 360, " in after
+    assert re.search(r"^FedAvg round    1/2   clients train, \d of 4", after, re.M)
+    assert "FedAvg round    2/2   accuracy" in after
+
+
+def test_a_cost_is_arithmetic_over_one_clients_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    (run,) = runs_of(methods="FedAvg", rounds=10, fraction_train=0.5, local_epochs=2)
+    tried: list[int] = []
+
+    def tried_out(_: Any, local_steps: int) -> Any:
+        tried.append(local_steps)
+        return {"seconds": {"clients": 1 + 0.1 * (local_steps - 1), "aggregate": 0.5}}
+
+    monkeypatch.setattr(estimate, "try_out", tried_out)
+    monkeypatch.setattr(estimate, "_server_test", lambda _: 2.0)
+    cost = estimate.cost_of(run)
+    parts = client_data_of(run.settings).parts
+    steps = np.mean([2 * np.ceil(len(rows) / 32) for rows in parts])
+    assert (tried, cost.steps) == ([1, 6], steps)
+    assert cost.run == pytest.approx(10 * (5 * (1 + 0.1 * (steps - 1)) + 0.5) + 11 * 2)
+    (line, each, whole) = estimate.estimate([run, run], 1)
+    assert "partition shards over 10 clients, 10 rounds" in line
+    assert each == f"{'FedAvg':<50}  2 x {duration(cost.run)}, {steps:.0f} local steps a round"
+    assert whole == f"in all 2 runs, about {duration(2 * cost.run)} with 1 at a time"
+
+
+@pytest.mark.parametrize(
+    "method", ["SCAFFOLD", "FedAvg(aggregator=Krum(1))", "FedBN", "RFedAvgPlus(0.1)"]
+)
+def test_one_client_is_tried_out_of_any_method(method: str) -> None:
+    given = {"dataset": "digits-domains", "partition": "iid"} if method == "FedBN" else {}
+    (run,) = runs_of(methods=method, num_clients=5, straggler_share=1.0, **given)
+    entry = estimate.try_out(run, local_steps=2)
+    assert len(entry["cohort"]) == 1
+    assert entry["steps"] == {entry["cohort"][0]: 2}
+    assert estimate.cost_of(run).run > 0
+
+
+def test_a_run_that_would_fail_is_no_estimate() -> None:
+    (run,) = runs_of(methods="FedAvg", lr=1e30)
+    with pytest.raises(RuntimeError, match=r"^FedAvg: TooFewReplies"):
+        estimate.try_out(run)
