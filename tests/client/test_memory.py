@@ -194,6 +194,24 @@ def test_resumed_from_any_checkpoint_a_client_is_right_or_says_that_it_is_not() 
     assert losses > 20
 
 
+def test_a_disk_that_fails_leaves_no_snapshot_of_another_attempt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A round is repeated, and what it leaves is not on the disk: then that is lost, and not stale."""
+    config = {keys.ROUND_KEY: 1, keys.START_KEY: "a", keys.CLIENT_KEY: 0, keys.METHOD_KEY: "m"}
+    folder, one = Folder(tmp_path, config), {"if-used": {"n": torch.ones(1)}}
+    assert folder.write(end({}, config, one, None, "m"), config)
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("flwr_regs.client.memory.write_atomically", full)
+        assert not folder.write(end({}, config, one, None, "m"), config)
+    later = {**config, keys.ROUND_KEY: 2, keys.USED_KEY: 1, keys.CAME_KEY: 1}
+    assert begin(folder.completed({}, later), METHOD, later).lost == ["state"]
+
+
 def test_what_a_first_exchange_keeps_belongs_to_its_round() -> None:
     one = {"if-used": {"n": torch.ones(1)}}
     probe = {keys.ROUND_KEY: 2, keys.PROBE_KEY: True, keys.USED_KEY: 1, keys.CAME_KEY: 1}
