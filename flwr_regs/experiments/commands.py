@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import flwr_regs
 from flwr_regs.experiments.cards import card_files, choices
@@ -29,6 +29,9 @@ from flwr_regs.experiments.report.run_records import (
 )
 from flwr_regs.experiments.space import Point
 from flwr_regs.experiments.words import experiment_of, first_run, given_folders, numbers, out_folder
+
+if TYPE_CHECKING:
+    from flwr_regs.experiments.report.drawing import Look
 
 BESIDE_RESUME = ("--resume", "--workers", "--runner", "--gpus-per-client", "--dry-run")
 """The options that count beside ``--resume``."""
@@ -289,14 +292,11 @@ def _report_card(experiment: Experiment, folder: Path) -> None:
 
 def plot(args: argparse.Namespace) -> int:
     """Do ``plot``: draw results again, or a partition."""
-    from flwr_regs.experiments.report.drawing import Look
-
-    look = Look(args.title, args.size, args.font_size)
     if args.what == "partition":
         from flwr_regs.experiments.report import partition_plot
 
         run, out = first_run(args)
-        print(partition_plot.draw(run.settings, Path(out).absolute(), look))
+        print(partition_plot.draw(run.settings, Path(out).absolute(), _look(args)))
         return 0
     if args.settings:
         raise ValueError(f"results are drawn as they are: leave out {args.settings[0]}")
@@ -306,9 +306,15 @@ def plot(args: argparse.Namespace) -> int:
     begun = [(panel, place) for panel, place in every if recorded(experiment.tests(panel), place)]
     for panel, place in begun or every[:1]:
         results = results_of(experiment, panel, place)
-        results.save(place, look=look)
+        results.save(place, look=_look(args))
         print(results.text() + f"results: {place}")
     return 0
+
+
+def _look(args: argparse.Namespace) -> Look:
+    from flwr_regs.experiments.report.drawing import Look
+
+    return Look(args.title, args.size, args.font_size)
 
 
 def resources(args: argparse.Namespace) -> int:
