@@ -32,7 +32,7 @@ FLAT = "methods=FedAvg"
 def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A folder of its own; one picture is drawn, the clients', since they take longer than the runs."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(results, "PICTURES", {})
+    monkeypatch.setattr(results, "PICTURES", {"clients": ("clients", "accuracy")})
 
 
 def run(*args: str) -> int:
