@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
 import signal
 import sys
@@ -10,7 +11,6 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,15 +28,23 @@ from flwr_regs.experiments.report.run_records import (
     recorded,
 )
 from flwr_regs.experiments.space import Point
-from flwr_regs.experiments.words import experiment_of, first_run, given_folders, numbers, out_folder
+from flwr_regs.experiments.words import (
+    PLACES,
+    experiment_of,
+    first_run,
+    numbers,
+    out_folder,
+    read_words,
+)
+
+if TYPE_CHECKING:
+    from flwr_regs.experiments.report.drawing import Look
 
 if TYPE_CHECKING:
     from flwr_regs.experiments.report.drawing import Look
 
 BESIDE_RESUME = ("--resume", "--workers", "--runner", "--gpus-per-client", "--dry-run")
 """The options that count beside ``--resume``."""
-PLACES = ("out", "code-dir", "data-dir")
-"""Settings that are folders of a machine."""
 
 
 def train(args: argparse.Namespace) -> int:
@@ -69,22 +77,21 @@ def train(args: argparse.Namespace) -> int:
 
 def _check_runner(args: argparse.Namespace, experiment: Experiment) -> None:
     """Raise ValueError for options of a runner that cannot be, or do nothing."""
-    args.runner = getattr(args, "runner", "process")
-    args.gpus = getattr(args, "gpus_per_client", 0.0)
+    gpus = args.gpus_per_client
     if args.runner != "ray":
-        if args.gpus:
+        if gpus:
             raise ValueError("--gpus-per-client goes with --runner ray")
         return
     if args.workers > 1:
         raise ValueError("--workers does not go with --runner ray, where Ray decides")
     if experiment.heading != "method":
         raise ValueError("--runner ray trains methods, and these rows are others")
-    if args.gpus:
+    if gpus:
         import torch
 
         if not torch.cuda.is_available():
             raise ValueError(
-                f"--gpus-per-client {args.gpus:g}: torch finds no CUDA GPU here; leave it out"
+                f"--gpus-per-client {gpus:g}: torch finds no CUDA GPU here; leave it out"
             )
 
 
@@ -235,12 +242,12 @@ def _train(
         flush=True,
     )
     bars = progress([(run.label, run.seed, run.settings.rounds) for run in lacking])
-    tables = partial(_save_tables, folder, heading, ordered)
-    engine.execute(runs, folder, bars, args.workers, args.runner, tables, gpus=args.gpus)
 
+    def tables(records: Sequence[RunRecord]) -> None:
+        Results(records, (), heading, ordered).save_tables(folder)
 
-def _save_tables(folder: Path, heading: str, ordered: bool, records: Sequence[RunRecord]) -> None:
-    Results(records, (), heading, ordered).save_tables(folder)
+    gpus = args.gpus_per_client
+    engine.execute(runs, folder, bars, args.workers, args.runner, tables, gpus=gpus)
 
 
 @contextmanager
@@ -328,7 +335,9 @@ def resources(args: argparse.Namespace) -> int:
 
 def reproduce(args: argparse.Namespace) -> int:
     """Train runs of a folder again, in a temporary one; return 1 if one of them comes out otherwise."""
-    here = given_folders(args.settings)
+    here = {"code-dir": os.getcwd(), **read_words(args.settings)}
+    if wrong := [name for name in here if name not in ("data-dir", "code-dir")]:
+        raise ValueError(f"only data-dir and code-dir may change, not {', '.join(wrong)}")
     kept, _ = card_files.of_folder(args.folder)
     seeds = numbers(args.seeds, "--seeds") if args.seeds else kept.seeds
     if not (trained := tuple(seed for seed in kept.seeds if seed in seeds)):

@@ -29,8 +29,7 @@ def _meanings(what: str) -> Mapping[str, str]:
         return {name: metric.meaning for name, metric in METRICS.items()}
     if what == "settings":
         return settings.meanings()
-    meanings: Mapping[str, str] = settings.SETTINGS[what[:-1]].choices
-    return meanings
+    return dict(settings.SETTINGS[what[:-1]].choices)  # type: ignore[arg-type]  # name -> meaning
 
 
 def protocols(args: argparse.Namespace) -> str:

@@ -104,8 +104,7 @@ def simulate(
         )
     experiment = Experiment.of_methods(given, seeds).checked()
     experiment.check_data()
-    (panel,) = experiment.panels
-    runs = experiment.tests(panel)
+    runs = experiment.tests(experiment.panel)
     bars = (progress if show else Progress)(
         [(run.label, run.seed, run.settings.rounds) for run in runs]
     )

@@ -20,6 +20,8 @@ from flwr_regs.wire.config import nearest
 
 SEEDS, SWEEP_SEEDS, TUNING_SEEDS, TRIALS = "1,2,3,4,5", "1,2,3", "101", 8
 """Of `bench`, of `sweep`, and of tuning, where neither the words nor a card say otherwise."""
+PLACES = ("out", "code-dir", "data-dir")
+"""Settings that are folders of a machine."""
 OF_CARDS = ("setting", "methods", "panels", "smoke")
 """Options of `bench`, with a card alone."""
 
@@ -154,7 +156,7 @@ def first_run(args: argparse.Namespace) -> tuple[Run, str]:
     given = settings_of(args)
     out = str(given.pop("out", ""))
     experiment = Experiment.of_methods(given).checked()
-    return experiment.tests(*experiment.panels)[0], out
+    return experiment.tests(experiment.panel)[0], out
 
 
 def settings_of(args: argparse.Namespace) -> dict[str, Any]:
@@ -170,7 +172,7 @@ def settings_of(args: argparse.Namespace) -> dict[str, Any]:
             raise ValueError(f"{args.app.resolve()} holds no pyproject.toml (see --app)")
         tool = tomllib.loads(pyproject.read_text()).get("tool", {})
         given |= tool.get("flwr", {}).get("app", {}).get("config", {})
-    given |= read_words(args.settings)
+    given = _absolute(given) | read_words(args.settings)
     return {"code-dir": os.getcwd(), **{k: v for k, v in given.items() if k != "code-dir" or v}}
 
 
@@ -183,10 +185,13 @@ def read_words(settings: Sequence[str]) -> dict[str, Any]:
             raise ValueError(f"'{text}' is not of the form key=value")
         given[name] = read(name, value)
     Settings.of(given)
-    for name in ("out", "code-dir", "data-dir"):  # whatever folder the results are taken up in
-        if given.get(name):
-            given[name] = str(Path(given[name]).expanduser().resolve())
-    return given
+    return _absolute(given)
+
+
+def _absolute(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings with whole paths, whatever folder the results are taken up in."""
+    paths = {name: given[name] for name in PLACES if given.get(name)}
+    return {**given, **{name: str(Path(p).expanduser().resolve()) for name, p in paths.items()}}
 
 
 def _case(text: str) -> tuple[str, list[str]]:
@@ -222,11 +227,3 @@ def out_folder(out: str) -> Path:
             f"{folder} holds results: go on with --resume {folder}, or give another out="
         )
     return folder
-
-
-def given_folders(settings: Sequence[str]) -> Mapping[str, Any]:
-    """Return the folders that ``reproduce`` may be given."""
-    here = read_words(settings)
-    if wrong := [name for name in here if name not in ("data-dir", "code-dir")]:
-        raise ValueError(f"only data-dir and code-dir may change, not {', '.join(wrong)}")
-    return {"code-dir": os.getcwd(), **here}

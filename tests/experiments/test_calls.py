@@ -53,35 +53,6 @@ def test_a_label_has_one_form_and_stands_once() -> None:
         parse_methods("FedAvg, FedAvg()")
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        (" , ;", "there is no method in ' , ;'"),
-        ("FedADC+", "'', at character 8 of 'FedADC+': expected a method such as FedFOR"),
-        ("FedAvg FedFOR", "'FedAvg FedFOR': expected a method such as FedFOR"),
-        ("FedAvg, A(1, B(2)", "the bracket ( at character 10 of 'FedAvg, A(1, B(2)' is not closed"),
-        ("A(1))", "')' at character 5 of 'A(1))': expected no closing bracket"),
-        ("A((1])", "']' at character 5 of 'A((1])': expected ')'"),
-        ("A('x)", "the quote ' at character 3 of \"A('x)\" is not closed"),
-        (
-            "B, A(x=y)",
-            "'A(x=y)', at character 4 of 'B, A(x=y)': the argument 'x' must be a literal",
-        ),
-        ("A(x=heavy-ball)", "not heavy - ball; text needs quotes: 'heavy-ball'"),
-        ("A(open.x('f'))", "argument 1 must be a literal: a number, quoted text, True"),
-        ("A(x=B(y=z))", "the argument 'x': the argument 'y' must be a literal"),
-        ("A(**{'x': 1})", "expected each argument by its name once, not '**'"),
-        ("A(x=1, x=2)", "expected each argument by its name once, not 'x' twice"),
-        ("A(1 2)", "'A(1 2)': the arguments are not Python (invalid syntax"),
-        ("A(1)(2)", "expected one pair of parentheses after 'A'"),
-        ("mine:", "'mine:': expected a method such as"),
-    ],
-)
-def test_a_wrong_text_is_refused_with_its_part_and_place(text: str, message: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(message)):
-        parse_methods(text)
-
-
 def built(text: str, **common: Any) -> fr.RegStrategy:
     (parts,) = parse_methods(text).values()
     return build(parts, **common)
@@ -137,30 +108,6 @@ def test_a_schedule_reaches_the_server_optimisers_alone() -> None:
     built("FedADC", **half)
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("FedFOO(a=1)", "'FedFOO(a=1)': the package has no strategy or term 'FedFOO'; did you"),
-        ("FedFOR(alfa=1)", "takes no argument 'alfa'; did you mean 'alpha'?"),
-        ("FedFOR(alpha=-1)", "'FedFOR(alpha=-1)': FedFOR: alpha must be a number of"),
-        ("FedProx", "'FedProx': missing a required argument: 'mu'; for example FedProx(mu=0.1)"),
-        ("FedAvg+FedPer", "'FedPer': missing a required argument: 'patterns'; for example"),
-        ("FedFOR(1, alpha=2)", "multiple values for argument 'alpha'"),
-        ("FedFOR(1, 'delta', 3)", "too many positional arguments; for example FedFOR"),
-        ("Proximal(m=1)", "there is no argument 'm'; did you mean 'mu'? (it takes mu, imp"),
-        ("FedBN(seed=1)+FedFOR(seed=2)", "'FedFOR(seed=2)': another part says seed=1"),
-        ("FedOpt('SGDD')", "torch.optim has no class 'SGDD'; did you mean 'SGD'?"),
-        ("nowhere:X", "'nowhere:X': there is no module 'nowhere' on Python's path"),
-        ("flwr_regs:FedAvgg", "there is no 'FedAvgg' in flwr_regs; did you mean 'FedAvg'?"),
-        ("math:floor(2.5)", "expected a strategy that derives from RegStrategy, a term, or"),
-        ("math:pi()", "3.14159"),
-    ],
-)  # fmt: skip
-def test_a_wrong_call_is_refused_with_its_part(text: str, message: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(message)):
-        built(text)
-
-
 def test_every_method_of_the_registry_builds_and_has_its_client() -> None:
     for row in fr.METHODS.values():
         strategy = built(row.example)
@@ -202,12 +149,6 @@ def test_fedopt_takes_torchs_names_and_arguments() -> None:
     assert (group["lr"], group["momentum"], group["nesterov"]) == (0.7, 0.5, True)
     assert strategy.seed == 3
     assert isinstance(built("FedOpt(server_optimizer='Adam')"), fr.FedOpt)
-
-
-def test_nesterov_without_a_momentum_takes_fedavgms() -> None:
-    (term,) = built('FedOpt(server_optimizer="SGD", lr=0.7, nesterov=True)').term.terms
-    (group,) = term.make([torch.zeros(1, requires_grad=True)]).param_groups
-    assert (group["lr"], group["momentum"], group["nesterov"]) == (0.7, 0.9, True)
 
 
 @pytest.mark.parametrize(

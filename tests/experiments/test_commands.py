@@ -21,6 +21,7 @@ from flwr_regs.experiments import cli
 from flwr_regs.experiments.report import drawing
 
 KEPT = Path(__file__).with_name("commands.txt")
+PROGRESS = r" round +\d+/\d+ "
 CARD = """
 title = "Mine"
 source = "Me"
@@ -87,8 +88,9 @@ def outcome(line: str, folder: Path) -> str:
     text = re.sub(r"results/[\d-]+", "results/TIME", text.replace(str(folder), "FOLDER"))
     text = re.sub(rf"{tempfile.gettempdir()}/flwr-regs-\w+", "TEMPORARY", text)
     text = re.sub(r"\b[\d.]+(e-\d+)? (ms|s|min)\b", "TIME", text)
-    lines = [re.sub(r" [\d.]+$", " #", re.sub(r"  +", "  ", t)) for t in text.splitlines()]
-    lines = [t for t in lines if not re.search(r" round +\d+/\d+ ", t)]  # progress
+    lines = [re.sub(r"  +", "  ", t) for t in text.splitlines()]
+    if status != 2:
+        lines = [re.sub(r" [\d.]+$", " #", t) for t in lines if not re.search(PROGRESS, t)]
     lines = [re.sub(r"^( ?[-─━]+)+$", "─", t).rstrip() for t in lines]
     return "\n".join([f"$ flwr-regs {line}", *lines, f"exit {status}", ""])
 
@@ -110,11 +112,13 @@ def outcomes() -> Iterator[str]:
 
 
 def test_commands_print_and_exit_as_they_did(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(drawing, "save", lambda *_: [])  # pictures take longer than runs
+    """And what is refused is one sentence."""
+    monkeypatch.setattr(drawing, "save", lambda *_, **__: [])  # pictures take longer than runs
     kept = KEPT.read_text(encoding="utf-8").split("\n$ flwr-regs ")
     assert [*"\n".join(outcomes()).split("\n$ flwr-regs ")] == kept
+    assert {outcome.rstrip().count("\n") for outcome in kept if "exit 2" in outcome} == {2}
 
 
 if __name__ == "__main__":
-    drawing.save = lambda *_: []  # type: ignore[assignment]
+    drawing.save = lambda *_, **__: []  # type: ignore[assignment]
     KEPT.write_text("\n".join([*outcomes()]), encoding="utf-8")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tomllib
-from typing import Any
 
 import pytest
 
@@ -41,43 +40,11 @@ def test_the_clients_optimiser_is_a_matter_of_settings() -> None:
     assert (strategy.on_divergence, strategy.wire_dtype, strategy.seed) == ("stop", "float16", 3)
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"loacl_epochs": 1}, "unknown setting 'loacl-epochs'.*did you mean 'local-epochs'"),
-        (
-            {"fedfor_alpha": 1},
-            r"'fedfor-alpha'.*stand in its call, such as methods='FedFOR\(alpha=",
-        ),
-        ({"methods": "FedAvg,FedFoo"}, "the package has no strategy or term 'FedFoo'"),
-        ({"methods": ""}, "there is no method in ''"),
-        ({"methods": "FedAvg, FedAvg()"}, "'FedAvg' stands twice in .*: name each method once"),
-        ({"optimizer": "adamw"}, "'optimizer' must be one of SGD, Adam, .*not 'adamw'"),
-        ({"momentum": 1.0}, "'momentum' must be a number of at least 0 below 1, not 1.0"),
-        ({"optimizer": "Adam", "momentum": 0.9}, "has the key 'momentum'.*Adam takes none"),
-        ({"dataset": "mnits"}, r"must be one of .*mine.py:load, not 'mnits'; did you mean 'mn"),
-        ({"model": "CNN"}, r"must be one of auto.*mine.py:Net, not 'CNN'; did you mean 'cnn'"),
-        ({"xyz": 1}, r"^unknown setting 'xyz' \(`flwr-regs list settings` shows all\)$"),
-        ({"methods": "mine.py:Clip", "code_dir": "/tmp"}, "'mine.py:Clip': there is no file '/t"),
-        ({"methods": "FedADC+FedAdam"}, "only one term can own the server's step"),
-        ({"methods": "FedBN", "held_out_clients": 2}, "do not go with domains or private entries"),
-        ({"methods": "FedADC", "momentum": 0.9}, "'FedADC': FedADC's clients run SGD without mom"),
-        ({"methods": "FedAvg,FedBN", "model": "mlp"}, "FedBN found no BatchNorm layer"),
-        ({"methods": "FedAvg", "dp_clip_norm": 0.5}, "use weighting='uniform'"),
-        ({"lr": "0.1"}, "'lr' must be a number above 0, not '0.1'"),
-        ({"lr": True}, "'lr' must be a number"),
-        ({"lr": float("inf")}, "'lr' must be a number above 0, not inf"),
-        ({"seed": 10**20}, "'seed' must be a whole number of at least 0, not 1000"),
-        ({"overlap": 1}, "'overlap' must be true or false, not 1"),
-        ({"rounds": 2.5}, "'rounds' must be a whole number of at least 1, not 2.5"),
-        ({"fraction_train": 1.5}, "'fraction-train' must be a number above 0 up to 1"),
-        ({"data_dir": "/does/not/exist"}, "'data-dir': there is no folder"),
-        ({"partition": "long-tail-rounds", "held_out_clients": 1}, "use held-out-share"),
-    ],
-)
-def test_a_wrong_setting_is_refused_with_a_sentence(given: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        runs_of(**given)
+def test_values_of_the_wrong_kind_are_refused() -> None:
+    """Those that words cannot be; commands.txt has the others."""
+    for value in ("0.1", None, [0.1]):
+        with pytest.raises(ValueError, match="setting 'lr' must be a number above 0, not "):
+            Settings.of({"lr": value})
 
 
 ON = {"test-on-clients": True, "personalise": "plain", "straggler-share": 0.5, "dp-clip-norm": 0.5}

@@ -38,8 +38,12 @@ def test_it_is_quiet_and_gives_the_numbers_of_the_command(
     assert result.plot("megabytes").axes
     words = ["methods=FedAvg, FedFOR(alpha=0.1)", "rounds=2", "local-epochs=1", "out=here"]
     assert cli.main(["run", *words, "--seeds", "1,2"]) == 0
-    experiment, _ = card_files.of_folder(Path("here"))
-    again = results_of(experiment, *experiment.panels, Path("here")).table()
+    simulate("FedAvg, FedFOR(alpha=0.1)", seeds=(1, 2), out="kept", **QUICK)
+    (experiment, _), (same, made) = (card_files.of_folder(Path(f)) for f in ("here", "kept"))
+    assert experiment == same
+    assert made["command"] == ["flwr_regs.simulate"]
+    assert Path("kept/accuracy.pdf").is_file()
+    again = results_of(experiment, experiment.panel, Path("here")).table()
     columns = ["final", "last5", "mb", "worst_client"]
     np.testing.assert_array_equal(again[columns], table[columns])
 
@@ -72,15 +76,6 @@ def test_a_notebooks_own_data_model_and_method_go_in_as_they_are() -> None:
         ValueError, match="other processes find methods, data set and model by name"
     ):
         simulate("FedAvg", load, Net, workers=2, **QUICK)
-
-
-def test_out_keeps_everything(tmp_path: Path) -> None:
-    simulate("FedAvg", seeds=[1], out=tmp_path / "kept", **QUICK)
-    assert (tmp_path / "kept" / "accuracy.pdf").is_file()
-    experiment, made = card_files.of_folder(tmp_path / "kept")
-    assert (experiment.seeds, made["command"]) == ((1,), ["flwr_regs.simulate"])
-    with pytest.raises(ValueError, match="holds results"):
-        simulate("FedAvg", seeds=[1], out=tmp_path / "kept", **QUICK)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from flwr_regs import FedFOR
-from flwr_regs.experiments import cli, user_code
+from flwr_regs.experiments import user_code
 from flwr_regs.experiments.calls import parse_methods
 from flwr_regs.experiments.cards import card_files
 from flwr_regs.experiments.models import models
@@ -278,24 +278,6 @@ def test_the_example_runs_with_its_command_and_learns() -> None:
     assert not plain.rejected + clipped.rejected
 
 
-def test_each_experiment_has_its_own_data() -> None:
-    """Two data sets of one name in one process, as in a notebook whose cell has changed."""
-
-    def made(level: float) -> Any:
-        def mine() -> Any:
-            x, y = np.full((40, 2), level), np.arange(40) % 2
-            return x, y, x, y
-
-        return mine
-
-    losses = [
-        trained(dataset=offer(made(level)), model="mlp", num_clients=2, rounds=1, methods="FedAvg")
-        for level in (1.0, 2.0)
-    ]
-    first, second = (record.test[0]["loss"] for (record,) in (one.values() for one in losses))
-    assert first != second
-
-
 def test_classes_terms_lists_and_functions_are_one_method(folder: Path) -> None:
     (folder / "own").mkdir()
     (folder / "own" / "__init__.py").write_text(OWN)
@@ -332,28 +314,3 @@ def test_a_sweep_runs_a_users_term_in_worker_processes(folder: Path) -> None:
     assert curves["0.0", 1] != curves["0.5", 1]
     plain = trained(methods="FedFOR", rounds=2, local_epochs=1, seed=1)["FedFOR"]
     assert np.allclose(plain.accuracy, curves["0.0", 1], atol=5e-3)
-
-
-def test_a_wrong_argument_is_said_before_any_work(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(folder)
-    assert cli.main(["sweep", "mine.py:Decay.rat", "--values", "1"]) == 2
-    assert "'mine.py:Decay(rat=1)': there is no argument 'rat'; did you mean 'rate'?" in (
-        capsys.readouterr().err
-    )
-    assert not (folder / "results").exists()
-
-
-def test_the_pages_strategy_has_its_own_clients_and_equals_its_terms(tmp_path: Path) -> None:
-    page = (ROOT / "docs/own-method.md").read_text()
-    code = [block.split("```")[0] for block in page.split("```python\n")[1:]]
-    (strategy,) = (block for block in code if "class MyMethod(" in block)
-    imports = "from flwr_regs import RegClient, RegStrategy\n"
-    (tmp_path / "decay.py").write_text(code[0] + imports + strategy)
-    methods = "decay.py:Decay(rate=0.1)+decay.py:LossWeights, decay.py:MyMethod(rate=0.1)"
-    given = {"rounds": 2, "local_epochs": 1, "code_dir": str(tmp_path)}
-    one, other = trained(methods=methods, **given).values()
-    assert one.accuracy == other.accuracy
-    made = client_class(runs_of(methods=methods, **given)[1].strategy())
-    assert made is load("decay.py:MyMethodClient", str(tmp_path))  # not one made of terms

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from importlib.resources import files
 from math import isfinite
 from pathlib import Path
@@ -76,84 +77,78 @@ def read(text: str, name: str) -> Experiment:
     """Return the experiment of a TOML text; ValueError that says which key is wrong."""
     given = tomllib.loads(text)
     _known(given, KEYS)
-    if base := given.get("extends"):
-        given = _extended(given, _text(base, "extends"))
-    elif "pick" in given:
+    values = {key.replace("-", "_"): KEYS[key][0](value, key) for key, value in given.items()}
+    base, picked, made = (values.pop(key, None) for key in ("extends", "pick", "made"))
+    if picked and not base:
         raise ValueError("'pick' goes with 'extends' alone: it takes panels of another card")
-    for key in NEEDED if "made" not in given else ("settings", "methods"):
+    for key in () if base else NEEDED if made is None else ("settings", "methods"):
         if key not in given:
             raise ValueError(f"it lacks '{key}': {KEYS[key][1]}")
-    values = {key.replace("-", "_"): KEYS[key][0](value, key) for key, value in given.items()}
-    rows = tuple(_row(n, method) for n, method in values.pop("methods").items())
-    for key in ("extends", "pick", "made"):
-        values.pop(key, None)
-    card = Experiment(**{"name": name, "baseline": True, **values, "rows": rows})
-    if "made" not in given and not card.metrics:
+    if methods := values.pop("methods", None):
+        values["rows"] = tuple(_row(title, method) for title, method in methods.items())
+    if base:
+        under = _base(base, picked)
+        for key in ("settings", "reduced"):
+            values[key] = {**getattr(under, key), **values.get(key, {})}
+        card = replace(under, name=name, **values)
+    else:
+        card = Experiment(**{"name": name, "baseline": True, **values})
+    if made is None and not card.metrics:
         raise ValueError("'metrics' is empty: name what is measured (`flwr-regs list metrics`)")
     _check(card)
     return card
 
 
-def text(experiment: Experiment, made: Mapping[str, Any]) -> str:
+def _base(name: str, picked: tuple[str, ...] | None) -> Experiment:
+    """Return the card that another one extends, with the panels that it picks, or all."""
+    if name not in names():
+        raise ValueError(f"'extends': there is no card '{name}'{nearest(name, names())}")
+    text = (FOLDER / f"{name}.toml").read_text(encoding="utf-8")
+    if "extends" in tomllib.loads(text):
+        raise ValueError(f"'extends': card '{name}' extends another one itself")
+    card = read(text, name)
+    try:
+        return card.only(*(panel_of(card, title) for title in picked)) if picked else card
+    except ValueError as error:
+        raise ValueError(f"'pick': {error}") from error
+
+
+def text(experiment: Experiment, made: Mapping[str, Any] | None = None) -> str:
     """Return an experiment as a TOML text, which :func:`read` takes; `made` is what has made it."""
     import tomli_w
 
-    def row(of: Row) -> Any:
-        more = {"settings": dict(of.settings), "panels": [*of.panels]}
-        more = {key: value for key, value in more.items() if value}
-        return {"call": text_of(of.calls), **more} if more else text_of(of.calls)
+    plain = not any(of.settings or of.panels for of in experiment.rows)  # TOML has tables last
 
-    titles = [one.name for one in experiment.rows]
+    def row(of: Row) -> Any:
+        call = text_of(of.calls)
+        return call if plain else _filled({**vars(of), "name": None, "calls": None, "call": call})
 
     def panel(of: Panel) -> dict[str, Any]:
-        fields = {key: getattr(of, key) for key in PANEL_KEYS}
-        fields["reports"] = {
-            metric: {name: value for name, value in values.items() if name in titles}
+        reports = {
+            metric: {row.name: values[row.name] for row in experiment.rows if row.name in values}
             for metric, values in of.reports.items()
         }
-        return {key: value for key, value in fields.items() if value}
+        return _filled({**{key: getattr(of, key) for key in PANEL_KEYS}, "reports": reports})
 
-    of = experiment
-    given = {
-        **{key: getattr(of, key) for key in ("title", "source", "where", "setting", "heading")},
-        **{key: [*getattr(of, key)] for key in ("metrics", "departures", "seeds")},
-        "tune": [space.text for space in of.tune],
-        **({"trials": of.trials, "tuning-seeds": [*of.tuning_seeds]} if of.tune else {}),
-        **{key: dict(getattr(of, key)) for key in ("hashes", "reduced")},
-    }
-    whole = {key: value for key, value in given.items() if value}
-    whole |= {"baseline": of.baseline, "smoke": of.smoke, "settings": dict(of.settings)}
-    whole["methods"] = {one.name: row(one) for one in of.rows}
-    whole["panels"] = [*map(panel, of.panels)]
-    whole["made"] = {key: value for key, value in made.items() if value is not None}
-    return tomli_w.dumps(whole)
+    fields = {key: getattr(experiment, key.replace("-", "_"), None) for key in KEYS}
+    untuned = {} if experiment.tune else {"trials": None, "tuning-seeds": None}
+    return tomli_w.dumps(
+        _filled(
+            {
+                **fields,
+                **untuned,
+                "tune": [space.text for space in experiment.tune],
+                "methods": {one.name: row(one) for one in experiment.rows},
+                "panels": [*map(panel, experiment.panels)],
+                "made": _filled(made or {}),
+            }
+        )
+    )
 
 
-def _extended(given: Mapping[str, Any], base: str) -> dict[str, Any]:
-    """Return a card's keys with those of the card that it extends."""
-    if base not in names():
-        raise ValueError(f"'extends': there is no card '{base}'{nearest(base, names())}")
-    under = tomllib.loads((FOLDER / f"{base}.toml").read_text(encoding="utf-8"))
-    if "extends" in under:
-        raise ValueError(f"'extends': card '{base}' extends another one itself")
-    if "pick" in given:
-        panels = {panel["name"]: panel for panel in under["panels"]}
-        picked = _texts(given["pick"], "pick")
-        for name in picked:
-            if name not in panels:
-                raise ValueError(
-                    f"'pick': card '{base}' has no panel '{name}'{nearest(name, panels)}"
-                )
-        under["panels"] = [panels[name] for name in picked]
-        for name, method in [*under["methods"].items()]:
-            if not isinstance(method, str) and "panels" in method:
-                method["panels"] = [panel for panel in method["panels"] if panel in picked]
-                if not method["panels"]:
-                    del under["methods"][name]
-    merged = {**under, **given}
-    for key in ("settings", "reduced"):
-        merged[key] = {**under.get(key, {}), **given.get(key, {})}
-    return merged
+def _filled(table: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a table says: no None, and nothing empty."""
+    return {key: value for key, value in table.items() if value not in (None, "", (), [], {})}
 
 
 def _check(card: Experiment) -> None:
@@ -193,46 +188,50 @@ def _known(
             raise ValueError(f"{where}{': ' * bool(where)}{no} '{key}'{nearest(key, known)}")
 
 
-def _text(value: Any, where: str) -> str:
-    if not isinstance(value, str) or not value.strip():
-        raise ValueError(f"'{where}' must be text, not {value!r}")
-    return value
+def _kind(
+    is_good: Callable[[Any], bool], words: str, make: Callable[[Any], Any] = lambda value: value
+) -> Callable[[Any, str], Any]:
+    """Return a function that checks a key's value, and says what it must be."""
+
+    def checked(value: Any, where: str) -> Any:
+        if not is_good(value):
+            raise ValueError(f"'{where}' must be {words}, not {value!r}")
+        return make(value)
+
+    return checked
 
 
-def _flag(value: Any, where: str) -> bool:
-    if not isinstance(value, bool):
-        raise ValueError(f"'{where}' must be true or false, not {value!r}")
-    return value
+def _are(value: Any, good: Callable[[Any], bool]) -> bool:
+    return isinstance(value, list) and all(map(good, value))
 
 
-def _level(value: Any, where: str) -> str:
-    if value not in LEVELS:
-        raise ValueError(f"'{where}' must be one of {', '.join(LEVELS)}, not {value!r}")
-    return str(value)
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and bool(value.strip())
 
 
-def _count(value: Any, where: str) -> int:
-    if type(value) is not int or value < 1:
-        raise ValueError(f"'{where}' must be a whole number of at least 1, not {value!r}")
-    return value
+def _is_seed(value: Any) -> bool:
+    return type(value) is int and value >= 0
 
 
-def _seeds(value: Any, where: str) -> tuple[int, ...]:
-    good = isinstance(value, list) and all(type(n) is int and n >= 0 for n in value)
-    if not good or not value or len({*value}) < len(value):
-        raise ValueError(f"'{where}' must be different whole numbers, not {value!r}")
-    return tuple(value)
-
-
-def _texts(value: Any, where: str) -> tuple[str, ...]:
-    if not isinstance(value, list) or not all(isinstance(text, str) for text in value):
-        raise ValueError(f"'{where}' must be a list of texts, not {value!r}")
-    return tuple(value)
+LEVELS = ("paper", "reduced", "stand-in")
+"""What a card's settings are: the source's, as far as its text says them; smaller ones; or ones with other
+data or another model."""
+_text = _kind(_is_text, "text")
+_flag = _kind(lambda value: isinstance(value, bool), "true or false")
+_level = _kind(lambda value: value in LEVELS, f"one of {', '.join(LEVELS)}")
+_count = _kind(lambda n: type(n) is int and n >= 1, "a whole number of at least 1")
+_texts = _kind(lambda value: _are(value, _is_text), "a list of texts", tuple)
+_seeds = _kind(
+    lambda value: _are(value, _is_seed) and 0 < len(value) == len({*value}),
+    "different whole numbers",
+    tuple,
+)
 
 
 def _metrics(value: Any, where: str) -> tuple[str, ...]:
-    _known(names := _texts(value, where), metrics.METRICS, f"'{where}'", "there is no")
-    return names
+    texts: tuple[str, ...] = _texts(value, where)
+    _known(texts, metrics.METRICS, f"'{where}'", "there is no")
+    return texts
 
 
 def _spaces(value: Any, where: str) -> tuple[Space, ...]:
@@ -308,9 +307,6 @@ def _row(name: str, given: Any) -> Row:
     return Row(name, methods[0], settings, _texts(table.get("panels", []), f"{where}, panels"))
 
 
-LEVELS = ("paper", "reduced", "stand-in")
-"""What a card's settings are: the source's, as far as its text says them; smaller ones; or ones with other
-data or another model."""
 KEYS: dict[str, tuple[Callable[[Any, str], Any], str]] = {
     "title": (_text, "what is compared, in a line"),
     "source": (_text, "who published it"),

@@ -209,20 +209,10 @@ def data_of(settings: Any) -> Data:
     grouped = settings.examples and settings.partition in (*BY_GROUP, "label-swaps-rounds")
     groups = settings.num_clients + settings.held_out_clients if grouped else 0
     source = settings.dataset, settings.data_dir, settings.code_dir
-    return _data(*source, settings.synthetic, settings.examples, settings.num_classes, groups)
+    return _data(source, settings.synthetic, settings.examples, settings.num_classes, groups)
 
 
 @lru_cache(maxsize=2)
-def _data(
-    dataset: str,
-    data_dir: str,
-    code_dir: str,
-    synthetic: bool,
-    examples: int,
-    num_classes: int,
-    num_groups: int,
-) -> Data:
-    data = (subset.records if synthetic else load)(dataset, data_dir, code_dir)
-    if examples or num_classes:
-        return subset.reduced(data, examples, num_classes, num_groups)
-    return data
+def _data(source: tuple[str, str, str], synthetic: bool, *kept: int) -> Data:
+    data = (subset.records if synthetic else load)(*source)
+    return subset.reduced(data, *kept) if any(kept) else data

@@ -53,27 +53,24 @@ def rows(runs: Sequence[RunRecord], target: float, baseline: str = "") -> list[d
     """
     import pandas as pd
 
-    numbers = pd.DataFrame([_figures(run, target) for run in runs], dtype=float)
-    groups = numbers.groupby([run.label for run in runs], sort=False)
+    labels, seeds = [run.label for run in runs], [run.seed for run in runs]
+    figures = [_figures(run, target) for run in runs]
+    numbers = pd.DataFrame(figures, columns=[*COUNTED, *SPREAD, *MEANS, *SOME], dtype=float)
+    groups = numbers.groupby(labels, sort=False)
     means, deviations, sums = groups.mean(), groups.std(), groups.sum()
-    ends = {
-        label: {r.seed: last(r) for r in of_label if r.whole}
-        for label, of_label in by_label(runs).items()
-    }
+    ends = pd.Series(numbers["last5"].to_numpy(), [labels, seeds]).unstack()
     table = []
-    for label, sizes in groups.size().items():
-        row: dict[str, Any] = {"method": label, "n": int(sizes)}
+    for label in dict.fromkeys(labels):
+        row: dict[str, Any] = {"method": label, "n": labels.count(label)}
         row |= {name: int(sums[name][label]) for name in COUNTED}
-        for name in (*SPREAD, *MEANS, *(n for n in SOME if not np.isnan(means[n][label]))):
-            row[name] = _or_none(means[name][label])
-            if name in SPREAD:
-                row[f"{name}_std"] = _or_none(deviations[name][label])
+        some = [name for name in SOME if not np.isnan(means[name][label])]
+        row |= {name: _or_none(means[name][label]) for name in (*SPREAD, *MEANS, *some)}
+        row |= {f"{name}_std": _or_none(deviations[name][label]) for name in SPREAD}
         if baseline:
-            mine, first = ends[str(label)], ends[baseline]
-            paired = [v - first[s] for s, v in mine.items() if s in first and label != baseline]
-            row["last5_interval"] = interval([*mine.values()])
-            row["difference"] = float(np.mean(paired)) if paired else None
-            row["difference_interval"] = interval(paired)
+            paired = (ends.loc[label] - ends.loc[baseline]).dropna().tolist()
+            paired = [] if label == baseline else paired
+            row["last5_interval"] = interval(ends.loc[label].dropna().tolist())
+            row["difference"], row["difference_interval"] = mean(paired), interval(paired)
         table.append(row)
     return table
 
@@ -89,8 +86,7 @@ def by_label(runs: Sequence[RunRecord]) -> dict[str, list[RunRecord]]:
 def _figures(run: RunRecord, target: float) -> dict[str, float | None]:
     """Return one run's figures; None, or nothing, where it has none."""
     reached = first_at(run.trained, target)
-    figures: dict[str, float | None] = dict.fromkeys((*COUNTED, *SPREAD, *MEANS, *SOME))
-    figures |= {
+    figures: dict[str, float | None] = {
         "diverged": run.diverged,
         "failed": bool(run.error) and not run.diverged,
         "unfinished": not run.ended and not run.error,

@@ -91,6 +91,7 @@ def execute(
         announcement(lacking, workers, progress)
     trained: Iterator[RunRecord]
     if runner == "ray":
+        assert folder is not None  # for its log
         if find_spec("ray") is None:
             raise missing_extra("ray", "Flower's simulation")
         seeds = dict.fromkeys(run.seed for run in lacking)

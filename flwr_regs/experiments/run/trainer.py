@@ -79,16 +79,18 @@ class Trainer:
 
     def _client_begins(self, kind: str, server_round: int) -> None:
         """Tell that one more client of this exchange begins."""
-        share = (
-            self.strategy.fraction_evaluate
-            if kind == "evaluate"
-            else self.run.settings.fraction_train
+        phase = "evaluate" if kind == "evaluate" else "train"
+        what = self._at(server_round, phase)
+        done = (
+            self.heartbeat.done + 1 if self.heartbeat.what == what and self.heartbeat.total else 0
         )
-        total = max(int(share * self.record.clients), 1)
-        doing = "clients test" if kind == "evaluate" else "clients train"
-        what = f"round {server_round:>4}/{self.run.settings.rounds}   {doing}"
-        done = self.heartbeat.done + 1 if self.heartbeat.what == what else 0
-        self.heartbeat.at(what, done, total)
+        share = getattr(self.strategy, f"fraction_{phase}")
+        self.heartbeat.at(what, done, max(int(share * self.record.clients), 1))
+
+    def _at(self, server_round: int, phase: str = "train") -> str:
+        """Say what the clients do in a round; nothing behind the last one."""
+        rounds = self.run.settings.rounds
+        return f"round {server_round:>4}/{rounds}   clients {phase}" * (server_round <= rounds)
 
     def train(
         self,
@@ -203,8 +205,8 @@ class Trainer:
             point = {"round": server_round, **figures}
         record.test.append(point)
         recorder.round(record)
-        self.heartbeat.at("")
         on_round(record)
+        self.heartbeat.at(self._at(server_round + 1))
         return MetricRecord({**figures})
 
     def _per_client(self) -> dict[str, Any]:

@@ -180,7 +180,7 @@ def test_a_pool_that_is_stopped_ends_its_own_workers_alone() -> None:
 
 
 def test_ctrl_c_while_it_starts_is_one_line() -> None:
-    with started("list", "methods") as process:
+    with started("run", "rounds=3000", "out=here") as process:
         assert until(lambda: "/torch/" in Path(f"/proc/{process.pid}/maps").read_text())
         os.killpg(process.pid, signal.SIGINT)
         status = process.wait(30)
