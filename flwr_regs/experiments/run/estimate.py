@@ -102,12 +102,15 @@ def cost_of(run: Run) -> Cost:
     epochs = float(np.mean(np.ceil(sizes / settings.batch_size)) * settings.local_epochs)
     planned = float(settings.local_steps or epochs)
     few, more = 1, max(2, min(STEPS, round(planned)))
+    own_tests = settings.test_on_clients and not settings.held_out_share
+    tested = len(clients.test_rows(0)) if own_tests else 1
+    sample = {"test_examples": min(tested, SAMPLE)} if own_tests else {}
     spent: dict[int, float] = {}
     for steps in (few, more):
-        phases = dict(try_out(run, local_steps=steps)["seconds"])
+        phases = dict(try_out(run, local_steps=steps, **sample)["seconds"])
         spent[steps] = phases.pop("clients", 0.0) + phases.pop("probe", 0.0)
         on_clients = phases.pop("evaluate", 0.0)
-    test = on_clients * settings.num_clients
+    test = on_clients * settings.num_clients * max(tested / SAMPLE, 1.0)
     if not settings.test_on_clients:
         test += _server_test(run)
     return Cost(
