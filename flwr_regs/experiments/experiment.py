@@ -12,7 +12,7 @@ from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
 
 from flwr_regs.experiments.calls import Call, check_name, parse_methods, text_of
-from flwr_regs.experiments.settings import DEFAULTS, Settings, dead
+from flwr_regs.experiments.settings import Settings, dead
 from flwr_regs.experiments.space import Point, Space, points, shown
 
 if TYPE_CHECKING:
@@ -171,11 +171,10 @@ class Experiment:
         cls, settings: Mapping[str, Any], seeds: Sequence[int] = (), **more: Any
     ) -> Experiment:
         """Return the comparison of the methods in settings, by default with the seed in them."""
-        methods = parse_methods(str(settings.get("methods", DEFAULTS["methods"])))
-        common = {k: v for k, v in settings.items() if k not in ("methods", "seed")}
-        rows = tuple(Row(text, calls) for text, calls in methods.items())
-        seeds = tuple(seeds) or (settings.get("seed", DEFAULTS["seed"]),)
-        return cls(common, rows, seeds, **more)
+        whole = Settings.of(settings)
+        rows = tuple(Row(text, calls) for text, calls in parse_methods(whole.methods).items())
+        common = {k: v for k, v in whole.changed.items() if k not in ("methods", "seed")}
+        return cls(common, rows, tuple(seeds) or (whole.seed,), **more)
 
     @property
     def ordered(self) -> bool:
@@ -192,15 +191,12 @@ class Experiment:
         if self.heading != "method":
             return {row.name: row for row in rows}
         tuned = {space.key for space in self.tune}
-        untuned = [
-            text_of(
-                replace(
-                    c, kwargs={k: v for k, v in c.kwargs.items() if f"{c.target}.{k}" not in tuned}
-                )
-                for c in row.calls
-            )
-            for row in rows
-        ]
+
+        def untuned_part(call: Call) -> Call:
+            kept = {k: v for k, v in call.kwargs.items() if f"{call.target}.{k}" not in tuned}
+            return replace(call, kwargs=kept)
+
+        untuned = [text_of(map(untuned_part, row.calls)) for row in rows]
         labels = [
             label if untuned.count(label) == 1 else text_of(row.calls)
             for label, row in zip(untuned, rows, strict=True)
@@ -242,6 +238,7 @@ class Experiment:
         ]
 
     def run_of(self, panel: Panel, label: str, point: Point, seed: int, trial: bool = False) -> Run:
+        """Return the run of a row at a point of its space; a trial holds data out, a test does not."""
         row = self.rows_of(panel)[label]
         settings = {**self.settings, **panel.settings, **row.settings}
         if self.baseline:  # the test is on other data than tuning
@@ -316,14 +313,12 @@ class Experiment:
         tests = self.tests(panel)
         methods = {run.method: run.calls for run in tests}
         strategies = check_apart(methods, tests[0].settings.code_dir)
-        if not (
-            any(
-                r.settings.test_on_clients or r.settings.dataset.endswith("-domains") for r in tests
-            )
-            or any(map(is_private, strategies))
-        ):
-            return panel
-        return replace(panel, settings={**panel.settings, "test-on-clients": True})
+        asked = [
+            r.settings.test_on_clients or r.settings.dataset.endswith("-domains") for r in tests
+        ]
+        if any(asked) or any(map(is_private, strategies)):
+            return replace(panel, settings={**panel.settings, "test-on-clients": True})
+        return panel
 
     def check_data(self) -> None:
         """Load the data sets; raise ValueError if one cannot be split over the clients as asked.
@@ -370,9 +365,10 @@ def trial_label(label: str, point: Point) -> str:
 
 def _is_number(text: str) -> bool:
     try:
-        return bool(float(text)) or True
+        float(text)
     except ValueError:
         return False
+    return True
 
 
 def _privacy(settings: Settings) -> CentralDP:

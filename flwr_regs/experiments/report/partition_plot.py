@@ -40,9 +40,8 @@ def draw(settings: Settings, folder: Path, look: Look | None = None) -> str:
     title = f"{split}, {settings.num_clients} clients, seed {settings.seed}"
     clients = client_data_of(settings)
     written = []
-    with drawing.style(look or Look()):
-        for name, picture in _pictures(settings, clients, title, look or Look()):
-            written += drawing.save(picture, folder / name)
+    for name, picture in _pictures(settings, clients, title, look or Look()):
+        written += drawing.save(picture, folder / name)
     counts = clients.label_counts
     sizes, kinds = counts.sum(1), (counts > 0).sum(1)
     lines = [
