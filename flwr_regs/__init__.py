@@ -13,7 +13,7 @@ from flwr_regs.methods.registry import METHODS as _METHODS
 from flwr_regs.methods.registry import TERMS as _TERMS
 
 if TYPE_CHECKING:
-    from flwr_regs.client.memory.saved import load_private as load_private
+    from flwr_regs.client.memory import load_private as load_private
     from flwr_regs.client.train.trainable import trainable as trainable
     from flwr_regs.experiments.simulation import simulate as simulate
     from flwr_regs.flower.app import RegClientApp as RegClientApp
@@ -50,7 +50,7 @@ _MODULES = {
     "flower.app": ("RegClientApp", "client_app"),
     "flower.client": ("RegClient",),
     "flower.client_round": ("ClientRound", "load_model"),
-    "client.memory.saved": ("load_private",),
+    "client.memory": ("load_private",),
     "client.train.trainable": ("trainable",),
     "flower.grids.in_process": ("InProcessGrid",),
     "flower.grids.stacked_grid": ("StackedGrid",),

@@ -105,10 +105,12 @@ class TakesBack(ABC):
     """Corrects its client slot if the server did not use the client's reply."""
 
     @abstractmethod
-    def unused(self, before: Slot, after: Slot, sent: Arrays) -> Slot:
-        """Return the client slot, given those before and after the round, and the update that was sent.
+    def unused(self, before: Slot, after: Slot) -> Slot:
+        """Return the client slot after a round whose reply came, but was not used.
 
-        A term without this ability goes back to `before`.
+        `after` is what `finish` returned, `before` the slot of the last round that was used. What the round
+        has sent is known only if `finish` has put it into its slot. Without this ability, the client goes
+        back to `before`; so does every client whose reply did not come.
         """
 
 
@@ -198,6 +200,36 @@ class Steers(ABC):
         """
 
 
+class Carries(ABC):
+    """Says with which state the client's optimiser begins, and reads its state at the end.
+
+    In `finish`, ``ctx.optimizer_state`` has that state: arrays under ``"<entry>.<parameter>"``, by torch's
+    names, such as ``"exp_avg_sq.0.weight"``; ``"step"``, which all parameters share, stands alone.
+    """
+
+    @abstractmethod
+    def optimizer_start(self, ctx: ClientContext) -> Arrays:
+        """Return the state before the first step, in the same keys; ``{}`` for a fresh optimiser.
+
+        What is given for a parameter is all of its state.
+        """
+
+
+class Perturbs(ABC):
+    """Takes the batch's loss and gradient elsewhere, in one forward and backward pass.
+
+    Where the perturbation depends on the gradient at `params`, use ``ctx.gradient_at`` in `correct`.
+    """
+
+    @abstractmethod
+    def point(self, params: Arrays, ctx: ClientContext) -> Arrays:
+        """Return the parameters at which a step takes its loss and gradient, in place of `params`.
+
+        `loss` hooks see these; `correct` and the optimiser go on from `params`. Several such terms of a chain
+        follow each other from left to right. `ctx` has no batch yet.
+        """
+
+
 class Restricts(ABC):
     """Does not go with every train config."""
 
@@ -213,7 +245,10 @@ class Restricts(ABC):
 
 ABILITIES: tuple[type[ABC], ...] = (
     *(Weighs, Folds, Probes, Compresses, TakesBack, Recovers, Addresses, Withholds, Freezes),
-    *(Personalises, FineTunes, Checks, Agrees, Steers, Restricts),
+    *(Personalises, FineTunes, Checks, Agrees, Steers, Carries, Perturbs, Restricts),
 )
-ON_CLIENTS = (Probes, Compresses, TakesBack, Recovers, Withholds, Freezes, Personalises, Steers)
+ON_CLIENTS = (
+    *(Probes, Compresses, TakesBack, Recovers, Withholds, Freezes, Personalises, Steers),
+    *(Carries, Perturbs),
+)
 """The abilities that a client runs."""

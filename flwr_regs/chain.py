@@ -13,12 +13,14 @@ from flwr_regs.abilities import (
     ABILITIES,
     Addresses,
     Agrees,
+    Carries,
     Checks,
     Compresses,
     FineTunes,
     Folds,
     Freezes,
     Personalises,
+    Perturbs,
     Probes,
     Recovers,
     Restricts,
@@ -56,6 +58,8 @@ class Chain(
     Checks,
     Agrees,
     Steers,
+    Carries,
+    Perturbs,
     Restricts,
 ):
     """Several terms as one; each slot maps a term's name to that term's slot.
@@ -129,6 +133,19 @@ class Chain(
         for look in checked:  # a term that changed nothing sees what those on its right made
             look.client_optimizer(make)
         return make
+
+    def optimizer_start(self, ctx: ClientContext) -> Arrays:
+        state: Arrays = {}
+        for t in self.terms:
+            if isinstance(t, Carries):
+                state |= t.optimizer_start(own_context(ctx, t))
+        return state
+
+    def point(self, params: Arrays, ctx: ClientContext) -> Arrays:
+        for t in self.terms:
+            if isinstance(t, Perturbs):
+                params = t.point(params, own_context(ctx, t))
+        return params
 
     def restrict(self, config: Mapping[str, Any]) -> None:
         for t in self.terms:

@@ -76,6 +76,8 @@ class ClientContext:
         `start`, which runs before).
     config : Mapping
         The message's config, plain values; the user's own keys begin with ``"user."``.
+    optimizer_state : Arrays
+        In `finish`, if a term `Carries`: the state of the client's optimiser.
     delta_is_sent : bool
         In `finish`: no term on the right changes the delta there, so that this one's is what is sent.
     """
@@ -107,6 +109,7 @@ class ClientContext:
     client_id: Any = -1
     batch_size: int = 0
     config: Mapping[str, Any] = field(default_factory=dict)
+    optimizer_state: Arrays = field(default_factory=dict)
     delta_is_sent: bool = False
 
     def __post_init__(self) -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+from flwr_regs.client.memory import decode
 from flwr_regs.testing import problem
 from flwr_regs.testing.problem import Batch as Batch
 from flwr_regs.testing.problem import make_clients as make_clients
@@ -64,3 +65,10 @@ def close(a: dict[str, Any], b: dict[str, Any], tol: float) -> None:
 @pytest.fixture(autouse=True)
 def _one_thread() -> None:
     torch.set_num_threads(1)
+
+
+def remembered(grid: Any, pid: int) -> dict[str, Any]:
+    """What a client of a grid remembers of its last round: slots by term; "regs": private entries."""
+    records = grid._contexts[1000 + pid].state.config_records
+    (memory,) = (dict(r) for key, r in records.items() if key.endswith(".memory"))
+    return decode(memory[max(key for key in memory if key.startswith("round"))])

@@ -280,7 +280,7 @@ class Stumbles(fr.Term, TakesBack):
     def finish(self, delta: Arrays, ctx: fr.ClientContext) -> Any:
         return delta, {}, {"n": torch.ones(())}
 
-    def unused(self, before: Any, after: Any, sent: Any) -> Any:
+    def unused(self, before: Any, after: Any) -> Any:
         raise KeyError("boo")
 
 

@@ -48,7 +48,7 @@ def page_of(path: str) -> str:
     """Return the page on which a name stands."""
     if path.startswith("flwr_regs.methods.") and ".registry." not in path:
         return "api-methods"
-    if path.startswith("flwr_regs.client.memory.saved."):  # what a client's `save_private` left
+    if path.startswith("flwr_regs.client.memory."):  # what a client's `save_private` left
         return "api-flower"
     terms = ("term", "abilities", "chain", "testing", "client", "methods")
     return "api-terms" if path.split(".")[1] in terms else "api-flower"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ import torch
 from torch import nn
 
 from flwr_regs.chain import Chain
-from flwr_regs.client.memory.state import to_numpy
+from flwr_regs.client.memory import to_numpy
 from flwr_regs.client.train.trainable import (
     Every,
     every_parameter,
@@ -18,7 +19,57 @@ from flwr_regs.client.train.trainable import (
     trained_parameters,
 )
 from flwr_regs.wire import keys
-from flwr_regs.wire.arrays import OTHER_FROZEN, ProtocolError, check_arrays, digest, unpack
+from flwr_regs.wire.arrays import OTHER_FROZEN, ProtocolError, check_arrays, digest
+from flwr_regs.wire.patterns import matching, split
+
+Pins = str | Sequence[str]
+"""Shell patterns on ``state_dict`` names: one text with commas, or several."""
+
+
+def pinned(pins: Pins, model: nn.Module) -> set[str]:
+    """Return the names of the model's entries that `pins` match, and of those in the same memory.
+
+    Raises ValueError for a pattern that matches nothing.
+    """
+    if not pins:
+        return set()
+    entries = model.state_dict()
+    chosen = matching(split(pins, "private"), list(entries))
+    places = {entries[n].data_ptr() for n in chosen if entries[n].numel()}
+    return chosen | {n for n, v in entries.items() if v.numel() and v.data_ptr() in places}
+
+
+def check_custody(pins: Pins, model: nn.Module, term: Chain) -> None:
+    """Raise ProtocolError if the strategy's method does not withhold every pinned entry."""
+    entries = pinned(pins, model)
+    if not entries:
+        return
+    if asked := sorted(entries - term.private(list(model.state_dict()))):
+        raise ProtocolError(
+            f"this client keeps {asked} to itself (private={pins!r}), but the strategy's method would "
+            f"send and overwrite them: withhold them on the server too, such as with "
+            f"Private({','.join(asked)!r}) among its terms"
+        )
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What a method makes of a model's entries.
+
+    Attributes
+    ----------
+    private, trained : list of str, dict of str to Parameter
+        The entries that stay with the client; the parameters that it trains, by their first names.
+    tied : dict of str to str
+        The other names of trained parameters -> the first.
+    frozen_digest : str
+        Of the parameters that do not travel, as this client does not train them; "" if there are none.
+    """
+
+    private: list[str]
+    trained: dict[str, nn.Parameter]
+    tied: dict[str, str]
+    frozen_digest: str
 
 
 def load(
@@ -26,49 +77,40 @@ def load(
     term: Chain,
     arrays: Mapping[str, np.ndarray],
     config: Mapping[str, Any],
-    every: Every | None = None,
-) -> tuple[list[str], str]:
-    """Load the global model by name, and this client's private entries.
+    own: Mapping[str, torch.Tensor] | None = None,
+) -> Layout:
+    """Load the global model by name, and this client's `own` private entries (None: the model's).
 
     Parameters that this client does not train may be missing from the `arrays`: it holds them itself.
-    Returns the private names, and the digest of what it so holds ("" if nothing).
     Raises ProtocolError naming an array that does not fit, and for another digest than the other clients'.
     """
-    every = every_parameter(model) if every is None else every
-    entries = model.state_dict()
+    every, entries = every_parameter(model), model.state_dict()
     chosen = term.private(list(entries))
     private = [n for n in entries if n in chosen]
-    frozen = frozen_rest(model, term, [*arrays, *private], every)
-    frozen_digest = digest({n: to_numpy(entries[n]) for n in frozen}) if frozen else ""
-    shared = {n: v for n, v in entries.items() if n not in chosen and n not in frozen}
+    trained = trained_parameters(model, term, every)
+    ids = {id(p) for p in trained.values()}
+    held = {n for n, p in every if n not in arrays and n not in chosen and id(p) not in ids}
+    frozen_digest = digest({n: to_numpy(entries[n]) for n in held}) if held else ""
+    shared = {n: v for n, v in entries.items() if n not in chosen and n not in held}
     tensors = {n: torch.from_numpy(np.asarray(a)) for n, a in arrays.items()}
     given = _as_held(tensors, shared, config.get(keys.HALF_KEY))
     check_arrays(given, shared, "the global model")
     if config.get(keys.FROZEN_DIGEST_KEY, frozen_digest) != frozen_digest:
         raise ProtocolError(OTHER_FROZEN)
-    for name, first in tied_names(model, private, every).items():
+    tied = tied_names(model, private, every)
+    for name, first in tied.items():
         if name in given and not torch.equal(given[name], given[first]):
             raise ProtocolError(
                 f"the global model: '{name}' and '{first}' are one parameter here, but differ"
             )
-    own_values = {n: entries[n] for n in private}
-    if keys.PRIVATE_KEY in config:
-        kept = unpack(config[keys.PRIVATE_KEY])
-        tensors = {n: torch.from_numpy(a) for n, a in kept.items()}
-        own_values = _as_held(tensors, own_values, "bfloat16")
-        check_arrays(own_values, {n: entries[n] for n in private}, "this client's private entries")
-    model.load_state_dict({**entries, **given, **own_values})
-    return private, frozen_digest
-
-
-def frozen_rest(model: nn.Module, term: Chain, known: Collection[str], every: Every) -> list[str]:
-    """Return the parameters that this client does not train, but those whose names are `known`."""
-    known = set(known)
-    others = [(n, p) for n, p in every if n not in known]
-    if not others:
-        return []
-    trained = {id(p) for p in trained_parameters(model, term, every).values()}
-    return [n for n, p in others if id(p) not in trained]
+    values = {n: entries[n] for n in private}
+    if own is not None:
+        kept = _as_held({**own}, values, "bfloat16")
+        check_arrays(kept, values, "this client's private entries")
+        values = kept
+    model.load_state_dict({**entries, **given, **values})
+    tied = {n: first for n, first in tied.items() if first in trained}
+    return Layout(private, trained, tied, frozen_digest)
 
 
 def tied_names(

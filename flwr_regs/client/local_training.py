@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import flwr_regs.client.train.batches as data
+from flwr_regs.abilities import Perturbs
 from flwr_regs.chain import Chain, layers_of
 from flwr_regs.client.measure.context_functions import Measures, gradients
 from flwr_regs.client.measure.features import FeatureTap, OutputTap, Tap
@@ -168,8 +169,10 @@ class LocalTraining:
         self._step_ctx, self._losses = self._ctx, LossSum()
         self._taken = self._processed = 0
         self._clip_norm: float | None = self._ctx.config.get("clip-norm")
-        self._optimizer = ClientOptimizer(whole, self._trained, self._ctx.config, self._kept)
+        self._optimizer = ClientOptimizer(whole, self._trained, self._ctx)
         self._went_back = False
+        self._perturbs = any(isinstance(t, Perturbs) for t in terms)
+        self._before: Arrays | None = None  # the parameters, while the model is perturbed
         begin = term.start(self._ctx.start, self._ctx) if self.num_steps else self._ctx.start
         if begin is not self._ctx.start:
             _write(self._values, begin)
@@ -195,7 +198,7 @@ class LocalTraining:
         Raises ValueError if there is `make`, and the config sets an optimiser, momentum or weight decay;
         and if the state is to be kept of an optimiser that the method makes.
         """
-        made = self._optimizer.made(make, self.lr)
+        made = self._optimizer.made(make)
         self._ctx = changed(self._ctx, momentum=momentum_of(made))
         if not self._in_step:
             self._step_ctx = self._ctx
@@ -210,7 +213,26 @@ class LocalTraining:
         for _ in range(self.num_steps):
             if time.monotonic() >= self._deadline:
                 return
-            yield next(drawn)
+            batch = next(drawn)
+            self._perturb()
+            yield batch
+
+    def _perturb(self) -> None:
+        """Move the model to where the terms take the step's loss and gradient."""
+        if not self._perturbs or self._before is not None:
+            return
+        values = self._values
+        with torch.no_grad():
+            there = cast(Perturbs, self._term).point(values, self._ctx)
+        self._before = {n: v.clone() for n, v in values.items()}
+        if there is not values:
+            _write(values, there)
+
+    def _go_back(self) -> None:
+        """Put the parameters back from where the gradient was taken."""
+        if self._before is not None:
+            _write(self._values, self._before)
+            self._before = None
 
     def loss(self, base: Tensor, inputs: Any, targets: Any, output: Any) -> Tensor:
         """Return the local objective from a batch's plain loss; call it right after the forward pass.
@@ -223,6 +245,10 @@ class LocalTraining:
                 "the method reads features, which a compiled model does not show: give and call the model "
                 "without torch.compile"
             )
+        if self._perturbs and self._before is None:
+            raise RuntimeError(
+                "the method perturbs the model before the forward pass: use batches()"
+            )
         loss = self._objective(base, inputs, targets, self._task.logits(output))
         return self._watched(loss)
 
@@ -232,6 +258,7 @@ class LocalTraining:
 
     def unwatched_objective(self, inputs: Any, targets: Any) -> Tensor:
         """Return `objective`, for a loop that is sure to run backward on it: `correct` does not check."""
+        self._perturb()  # again, if an optimiser calls its closure more than once
         model = self.model if self._taps else self._called  # compiled, it does not run hooks
         output = self._task.output(model, inputs, targets)
         return self._objective(self._task.loss(output, targets), inputs, targets, output)
@@ -295,6 +322,7 @@ class LocalTraining:
             raise RuntimeError("backward() did not go through what loss() returned")
         if why := self._optimizer.missing:
             raise RuntimeError(f"{why}: use optimizer()")
+        self._go_back()
         for p in self._params.values():
             if p.grad is None:
                 p.grad = torch.zeros_like(p)
@@ -344,6 +372,7 @@ class LocalTraining:
 
     def finish(self, steps: int | None = None) -> LocalResult:
         """Return the round's result. Give `steps` if `correct` was not called once per step."""
+        self._go_back()
         taken = self._taken if steps is None else steps
         if taken > self.num_steps:
             raise ValueError(f"{taken} local steps, but the round asked for {self.num_steps}")
@@ -355,10 +384,9 @@ class LocalTraining:
                 raise RuntimeError("the model has moved, but correct() was never called")
             _write(self._values, start)
         delta = {name: v - start[name] for name, v in self._values.items()}
-        ctx = changed(self._ctx, num_steps=taken)
+        state = self._optimizer.state() if taken else {}
+        ctx = changed(self._ctx, num_steps=taken, optimizer_state=state)
         sent, upload, kept = self._term.finish(delta, ctx) if taken else (delta, {}, self._kept)
-        if taken:
-            kept = {**kept, **self._optimizer.kept()}
         if sent is not delta:  # else the model already is w_t + delta, unrounded
             _write(self._values, {name: start[name] + sent[name] for name in start})
         for p in self._trained.values():

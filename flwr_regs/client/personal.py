@@ -22,13 +22,11 @@ from flwr_regs.client.calibration import calibrate
 from flwr_regs.client.measure.accuracy import score
 from flwr_regs.client.measure.classifier import find_classifier
 from flwr_regs.client.measure.context_functions import Measures
-from flwr_regs.client.memory.saved import Folder, Saved
-from flwr_regs.client.memory.state import ClientState, to_numpy
-from flwr_regs.client.round_message import plain, seeded
+from flwr_regs.client.member import plain, seeded
+from flwr_regs.client.memory import Folder, Root, to_numpy
 from flwr_regs.client.train.batches import Batches, to_device
 from flwr_regs.client.train.client_result import LocalResult
 from flwr_regs.client.train.optimizer import OptimizerFn
-from flwr_regs.client.train.task import Task
 from flwr_regs.client.train.trainable import trained_parameters
 from flwr_regs.term import Slot
 from flwr_regs.wire import keys
@@ -36,22 +34,20 @@ from flwr_regs.wire.arrays import NDArrays
 
 
 def own_model(
-    model: nn.Module,
+    measures: Measures,
     term: Chain,
-    train_data: Batches,
     config: Mapping[str, Any],
-    *,
-    task: Task,
-    device: torch.device,
-    classifier: str | None = None,
+    slots: Slot,
     optimizer: OptimizerFn | None = None,
-    folder: Folder = None,
+    folder: Root = None,
 ) -> nn.Module | None:
     """Return this client's own model, in an evaluation; None if nothing makes one.
 
-    `model` holds the global model and this client's private entries. It may change. `config` is the
-    evaluate config, with this client's slots. With a `folder` the model is also saved.
+    The model of `measures` holds the global model and this client's private entries. It may change.
+    `config` is the evaluate config, `slots` what the terms remember. With a `folder` the model is also
+    saved.
     """
+    model, device = measures.model, measures.device
     made: nn.Module | None = None
     with seeded(config.get(keys.SEED_KEY, 0), device):
         if (how := _fine_tuning(term, config)) is not None:
@@ -59,19 +55,20 @@ def own_model(
             if term.tuner is not None and "personalise" not in config:
                 head = term.tuner.head(list(model.state_dict()))
             if how["personal-lr"]:
-                own: dict[str, Any] = {
-                    "task": task,
-                    "optimizer": optimizer,
-                    "device": device,
-                    "head": head,
-                }
-                made = calibrate(model, train_data, how, classifier=classifier, **own)
+                made = calibrate(
+                    model,
+                    measures.data,
+                    how,
+                    classifier=measures.classifier,
+                    task=measures.task,
+                    optimizer=optimizer,
+                    device=device,
+                    head=head,
+                )
         elif any(isinstance(t, Personalises) for t in term.terms):
-            slots = ClientState.read(term, config).latest(term)
-            measures = Measures(model, train_data, task, device, classifier)
-            made = personalised(term, measures, slots, config[keys.LR_KEY], config)
+            made = personalised(term, measures, slots, config[keys.PREVIOUS_LR_KEY], config)
     if made is not None and folder is not None and keys.START_KEY in config:
-        Saved(folder, config).keep_personal(entries_of(made, model))
+        Folder(folder, config).write_personal(entries_of(made, model))
     return made
 
 
@@ -84,7 +81,7 @@ def _fine_tuning(term: Chain, config: Mapping[str, Any]) -> Mapping[str, Any] | 
         return config
     if term.tuner is None:
         return None
-    return {"personal-lr": config[keys.LR_KEY], **term.tuner.fine_tuning()}
+    return {"personal-lr": config[keys.PREVIOUS_LR_KEY], **term.tuner.fine_tuning()}
 
 
 def personalised(
@@ -137,27 +134,23 @@ def entries_of(own: nn.Module, model: nn.Module) -> NDArrays:
 
 
 def evaluate(
-    model: nn.Module,
+    measures: Measures,
     term: Chain,
     eval_data: Batches,
-    train_data: Batches,
     config: Mapping[str, Any],
-    *,
-    task: Task,
-    device: torch.device,
-    classifier: str | None = None,
+    slots: Slot,
     **how: Any,
 ) -> tuple[float, int, dict[str, Any]]:
-    """Return (mean loss, examples, metrics) of `model` on `eval_data`: see :func:`.evaluation.score`.
+    """Return (mean loss, examples, metrics) of a model on `eval_data`: see :func:`.evaluation.score`.
 
     Where this client has a model of its own, the metrics also hold that one's loss and accuracy, as
     ``"personal-loss"`` and ``"personal-accuracy"``, and the name of the output layer that was calibrated.
-    `how` are `optimizer` and `folder` of :func:`own_model`.
+    `how` are `optimizer` and `folder` of :func:`own_model`, to which the others are given too.
     """
+    model, task, device = measures.model, measures.task, measures.device
     loss, count, scores = score(model, eval_data, task, device)
     names = list(model.state_dict())
-    own = {"task": task, "device": device, "classifier": classifier, **how}
-    made = own_model(model, term, train_data, config, **own)
+    made = own_model(measures, term, config, slots, **how)
     metrics: dict[str, Any] = {**scores}
     if made is not None:
         own_loss, _, own_scores = score(made, eval_data, task, device)
@@ -168,5 +161,5 @@ def evaluate(
     metrics["personal-loss"] = own_loss
     metrics |= {f"personal-{k}": v for k, v in own_scores.items()}
     if "personalise" in config and config.get("personal-part") != "all":
-        metrics[keys.LAYER_KEY] = find_classifier(model, classifier)
+        metrics[keys.LAYER_KEY] = find_classifier(model, measures.classifier)
     return loss, count, metrics

@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from flwr_regs.abilities import Perturbs
 from flwr_regs.client.train.batches import mapped
 from flwr_regs.cohort.batch_plan import Batch, CannotStack
 from flwr_regs.cohort.member_view import View, owner, random_state
@@ -47,14 +48,16 @@ class Gradient:
         self._acting = [t for t in terms if t.acts("correct")]
         watching = any(t.needs for t in terms)
         self._elementwise = not watching and all(t.elementwise for t in self._acting)
+        self._perturbs = any(isinstance(t, Perturbs) for t in terms)
         self._context: tuple[Any, ClientContext] | None = None  # of all members at once
 
     def of(self, part: Part) -> tuple[dict[str, Tensor | None], Tensor, Arrays]:
         """Return (the corrected gradients, the members' losses without those of terms, new buffers)."""
         view, values, acting = self._view, part.values, bool(self._acting)
         before = random_state(view.shared.device) if acting and not self._elementwise else None
-        losses, base, buffers, shown = self._losses(part)
-        raw = torch.autograd.grad(losses.sum(), list(values.values()), allow_unused=True)
+        there = replace(part, values=self._perturbed(part)) if self._perturbs else part
+        losses, base, buffers, shown = self._losses(there)
+        raw = torch.autograd.grad(losses.sum(), list(there.values.values()), allow_unused=True)
         grads: dict[str, Any] = dict(zip(values, raw, strict=True))
         for n in view.start:
             grads[n] = torch.zeros_like(values[n]) if grads[n] is None else grads[n]
@@ -62,6 +65,18 @@ class Gradient:
             with torch.no_grad():
                 grads |= self._corrected({n: grads[n] for n in view.start}, part, shown, before)
         return grads, base, buffers
+
+    def _perturbed(self, part: Part) -> Arrays:
+        """Return the parameters at which the terms take the step's loss and gradient."""
+        view, values = self._view, {n: p.detach() for n, p in part.values.items()}
+
+        def point(values: Arrays, row: dict[str, Any]) -> Arrays:
+            return view.shared.term.point(values, view.context(row["told"]))
+
+        with torch.no_grad():
+            moved = view.vmapped(point)({n: values[n] for n in view.start}, part.rows)
+        # clones: leaves of their own, also where a term moves nothing
+        return {n: v.clone().requires_grad_() for n, v in {**values, **moved}.items()}
 
     def _losses(self, part: Part) -> tuple[Tensor, Tensor, Arrays, dict[str, Any]]:
         """Return (whole losses, losses, new buffers, what the forward pass has shown the terms)."""

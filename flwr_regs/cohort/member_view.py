@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NoReturn
@@ -68,20 +67,6 @@ class Shared:
     randomness: str = "different"
 
 
-class Packed(Mapping[str, Tensor], ABC):
-    """A member's slot in a form in which those of all members become tensors at once."""
-
-    @property
-    @abstractmethod
-    def form(self) -> Hashable:
-        """What slots share that :meth:`stacked` takes together."""
-
-    @staticmethod
-    @abstractmethod
-    def stacked(slots: Sequence[Any]) -> dict[str, Tensor]:
-        """Return slots of one form as one, with a first axis over them."""
-
-
 @dataclass(frozen=True)
 class Member:
     """One client of a stack.
@@ -95,7 +80,7 @@ class Member:
     private : Arrays
         The entries of its model that are not those of the others.
     broadcast, client : Slot
-        The terms' slots that are its own: tensors, or `Packed` ones.
+        The terms' slots that are its own.
     client_id : int
     label_counts : Tensor or None
     """

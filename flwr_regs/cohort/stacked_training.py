@@ -17,14 +17,14 @@ from torch import Tensor, nn
 
 from flwr_regs.chain import layers_of
 from flwr_regs.client.measure.features import FeatureTap, OutputTap, evaluating
-from flwr_regs.client.round_message import seeded
+from flwr_regs.client.member import seeded
 from flwr_regs.client.train.batches import mapped, to_device
 from flwr_regs.client.train.optimizer import momentum_of
 from flwr_regs.cohort.batch_plan import CannotStack, stacked
 from flwr_regs.cohort.data_functions import over_data
 from flwr_regs.cohort.finishing import Held, Slots, finish
 from flwr_regs.cohort.gradients_of_stack import Gradient, Part
-from flwr_regs.cohort.member_view import Member, Packed, Shared, View, random_state
+from flwr_regs.cohort.member_view import Member, Shared, View, random_state
 from flwr_regs.term import Arrays, Slot
 
 ELEMENTWISE = (
@@ -370,9 +370,5 @@ def _stacked(slots: Sequence[Slot], device: torch.device) -> Slot:
     out: Slot = {}
     for t, first in slots[0].items():
         each = [slot[t] for slot in slots]
-        out[t] = (
-            first.stacked(each)
-            if isinstance(first, Packed)
-            else {k: torch.stack([s[k] for s in each]) for k in first}
-        )
+        out[t] = {k: torch.stack([s[k] for s in each]) for k in first}
     return to_device(out, device)  # type: ignore[no-any-return]

@@ -18,7 +18,7 @@ from flwr.clientapp import ClientApp
 from flwr.clientapp.typing import ClientAppCallable, Mod
 
 from flwr_regs.flower.mods import guarded
-from flwr_regs.flower.node import node_mod
+from flwr_regs.flower.node import closed, node_mod, opened
 from flwr_regs.flower.translation import numpyclient_mod
 from flwr_regs.wire import keys
 
@@ -107,7 +107,13 @@ class RegClientApp(ClientApp):
         self, action: str = "default", *, mods: list[Mod] | None = None
     ) -> Callable[[ClientAppCallable], ClientAppCallable]:
         """Register a train function, as Flower does, with guards around Flower's privacy mods."""
-        return super().train(action, mods=guarded(mods or ()))
+        return _registering(super().train(action, mods=guarded(mods or ())))
+
+    def evaluate(
+        self, action: str = "default", *, mods: list[Mod] | None = None
+    ) -> Callable[[ClientAppCallable], ClientAppCallable]:
+        """Register an evaluate function, as Flower does."""
+        return _registering(super().evaluate(action, mods=mods))
 
     def __call__(self, message: Message, context: Context) -> Message:
         """Return the reply to a message."""
@@ -125,3 +131,27 @@ class RegClientApp(ClientApp):
             )
         reply.metadata.message_type = message_type
         return reply
+
+
+def _registering(
+    register: Callable[[ClientAppCallable], ClientAppCallable],
+) -> Callable[[ClientAppCallable], ClientAppCallable]:
+    """Return a decorator that registers a function behind the mods, where it gets all records."""
+
+    def decorator(function: ClientAppCallable) -> ClientAppCallable:
+        register(partial(_inside_mods, function))
+        return function
+
+    return decorator
+
+
+def _inside_mods(function: ClientAppCallable, message: Message, context: Context) -> Message:
+    """Call a user's function with what came beside the model; keep what its reply leaves to the node."""
+    beside = opened(message, context)
+    for name, record in {**beside, keys.MEMORY: ConfigRecord(beside[keys.MEMORY])}.items():
+        message.content[name] = record
+    reply = function(message, context)
+    if isinstance(reply, Message) and not reply.has_error():
+        left = {n: reply.content.pop(n) for n in (keys.MEMORY, keys.MODEL) if n in reply.content}
+        closed(message, context, left)
+    return reply

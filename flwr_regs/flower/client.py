@@ -7,30 +7,28 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
-import numpy as np
 import torch
 from flwr.client import Client, NumPyClient
 from flwr.common import Code, FitIns, FitRes, Parameters, Status
 from torch import nn
 
-from flwr_regs.chain import Chain, name_of
-from flwr_regs.client.loading import load
+from flwr_regs.chain import name_of
+from flwr_regs.client.loading import Pins, pinned
 from flwr_regs.client.local_training import local_round
 from flwr_regs.client.measure.classifier import find_classifier
 from flwr_regs.client.measure.context_functions import Measures
-from flwr_regs.client.memory.pinned import Pins, check_custody, pinned
-from flwr_regs.client.memory.saved import Folder, evaluated_state
-from flwr_regs.client.memory.state import to_numpy
+from flwr_regs.client.member import Identity, begin, end, evaluated, probe, seeded
+from flwr_regs.client.memory import Root, to_numpy
 from flwr_regs.client.personal import evaluate, trained_model
-from flwr_regs.client.round_message import Received, evaluated_term, seeded
 from flwr_regs.client.train.batches import Batches, check_batches, label_counts, resolve_device
-from flwr_regs.client.train.client_result import LocalResult
-from flwr_regs.client.train.optimizer import KeptOptimizer, OptimizerFn
+from flwr_regs.client.train.optimizer import OptimizerFn
 from flwr_regs.client.train.task import LossFn, OutputFn, Task, uncompiled
 from flwr_regs.flower.refusal import unreadable
 from flwr_regs.term import NOT_NEGATIVE, SWITCH, Range, Term
 from flwr_regs.wire import keys
-from flwr_regs.wire.arrays import ForeignStrategy, NDArrays, ProtocolError
+from flwr_regs.wire.arrays import ForeignStrategy, ProtocolError, unpack
+from flwr_regs.wire.parcel import Parcel
+from flwr_regs.wire.records import from_record, to_record
 from flwr_regs.wire.terms import check_classes
 from flwr_regs.wire.text import names_in
 
@@ -100,6 +98,8 @@ class RegClient(NumPyClient):
 
     method: ClassVar[str | None] = None
     terms: Sequence[type[Term]] = ()
+    takes_records: ClassVar[bool] = True
+    """Whether its config may hold Flower's records beside plain values."""
 
     def __init__(
         self,
@@ -118,7 +118,7 @@ class RegClient(NumPyClient):
         step_budget: int | None = None,
         time_budget: float | None = None,
         private: Pins = (),
-        save_private: Folder = None,
+        save_private: Root = None,
         terms: Sequence[type[Term]] | None = None,
     ) -> None:
         if not isinstance(model, nn.Module):
@@ -194,32 +194,35 @@ class RegClient(NumPyClient):
         ValueError
             The config lacks a key, holds an unknown one, or there is no training data.
         """
-        arrays = self._named(parameters, config) if keys.METHOD_KEY in config else {}
-        method, name, device = self._method_name(), type(self).__name__, resolve_device(self.device)
-        terms: list[type[Term]] = [KeptOptimizer] if self.keep_optimizer else []
-        message = ([*terms, *self.terms], name, arrays, config, self.private, self.save_private)
-        received = Received(uncompiled(self.model), method, *message)
-        if config.get(keys.PROBE_KEY):
-            with seeded(config[keys.SEED_KEY], device):
-                reply = received.probe(self.train_data, device, self.classifier, self._task)
-                return [], *reply
-        with seeded(config[keys.SEED_KEY], device):
-            result = local_round(
-                self.model,
-                received.term,
-                self.train_data,
-                optimizer=self.optimizer,
-                device=device,
-                classifier=self.classifier,
-                max_steps=self.step_budget,
-                max_seconds=self.time_budget,
-                **vars(self._task),
-                **received.duration,
-            )
-            sent, metrics = received.reply(result, partial(self._own_model, received.term, result))
-        if received.term.coder("finish") is not None:
-            metrics[keys.SENT_KEY] = json.dumps(list(sent))
-        return list(sent.values()), result.num_examples, metrics
+        device, data, task = resolve_device(self.device), self.train_data, self._task
+        parcel, held = self._message(parameters, config)
+        model = uncompiled(self.model)
+        member = begin(parcel, held, model, self._identity)
+        with seeded(member.config[keys.SEED_KEY], device):
+            if member.probing:
+                reply, held = probe(member, model, data, device, self.classifier, task)
+            else:
+                result = local_round(
+                    self.model,
+                    member.term,
+                    data,
+                    optimizer=self.optimizer,
+                    device=device,
+                    classifier=self.classifier,
+                    max_steps=self.step_budget,
+                    max_seconds=self.time_budget,
+                    **vars(task),
+                    **member.duration,
+                )
+                own_model = partial(trained_model, member.term, self._measures, result)
+                reply, held = end(member, result, own_model)
+        arrays = dict(reply.records.pop(keys.ARRAYS, {}))  # type: ignore[attr-defined]
+        metrics = {**(reply.metrics or {}), **reply.config, **reply.records, keys.MEMORY: held}
+        if member.rebuilt is not None:
+            metrics[keys.MODEL] = to_record(member.rebuilt)
+        if member.term.coder("finish") is not None:
+            metrics[keys.SENT_KEY] = json.dumps(list(arrays))
+        return list(arrays.values()), metrics.pop("num-examples"), metrics
 
     def evaluate(
         self, parameters: NDArrayList, config: Mapping[str, Any]
@@ -234,24 +237,13 @@ class RegClient(NumPyClient):
                 f"{type(self).__name__} was built without eval_data; "
                 "pass it, or set fraction_evaluate=0 on the strategy"
             )
-        term = evaluated_term(self._method_name(), self.terms, config)
-        model = uncompiled(self.model)
-        check_custody(self.private, model, term)
-        config, missing = evaluated_state(term, model.state_dict(), self.save_private, config)
-        load(model, term, self._named(parameters, config), config)
+        parcel, held = self._message(parameters, config, evaluating=True)
+        term, slots, lost = evaluated(parcel, held, uncompiled(self.model), self._identity)
+        how = {"optimizer": self.optimizer, "folder": self.save_private}
         loss, count, metrics = evaluate(
-            model,
-            term,
-            self.eval_data,
-            self.train_data,
-            config,
-            classifier=self.classifier,
-            task=self._task,
-            optimizer=self.optimizer,
-            device=resolve_device(self.device),
-            folder=self.save_private,
+            self._measures, term, self.eval_data, parcel.config, slots, **how
         )
-        return loss, count, metrics | missing
+        return loss, count, metrics | lost
 
     def get_properties(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """Return the label counts if `config` requests them; PermissionError if they are not shared."""
@@ -266,23 +258,41 @@ class RegClient(NumPyClient):
             keys.LABELS_KEY: json.dumps(label_counts(self._task.pairs(self.train_data)).tolist())
         }
 
-    def _own_model(self, term: Chain, result: LocalResult, **how: Any) -> NDArrays:
-        """Return this client's own model after a round."""
-        model, device = uncompiled(self.model), resolve_device(self.device)
-        measures = Measures(model, self.train_data, self._task, device, self.classifier)
-        return trained_model(term, measures, result, **how)
-
     @property
     def _task(self) -> Task:
         return Task(self.loss_fn, self.target_key, self.output_fn)
 
-    def _method_name(self) -> str:
-        return self.method or name_of(self.terms)
+    @property
+    def _measures(self) -> Measures:
+        model, device = uncompiled(self.model), resolve_device(self.device)
+        return Measures(model, self.train_data, self._task, device, self.classifier)
 
-    def _named(self, parameters: NDArrayList, config: Mapping[str, Any]) -> dict[str, np.ndarray]:
-        if keys.NAMES_KEY not in config:
+    @property
+    def _identity(self) -> Identity:
+        name, terms = self.method or name_of(self.terms), self.terms
+        kept = (self.private, self.save_private, self.keep_optimizer)
+        return Identity(name, terms, type(self).__name__, *kept)
+
+    def _message(
+        self, parameters: NDArrayList, config: Mapping[str, Any], evaluating: bool = False
+    ) -> tuple[Parcel, Mapping[str, bytes]]:
+        """Return (a message's plain values, what the node remembers).
+
+        Records are in the config: as Flower's, or packed by whoever calls this client by hand.
+        """
+        values = dict(config)
+        held = values.pop(keys.MEMORY, {})
+        names = [n for n in values if n.endswith(".broadcast") or n == keys.STEP]
+        records = {n: values.pop(n) for n in names}
+        records = {
+            n: unpack(r) if isinstance(r, bytes) else from_record(r) for n, r in records.items()
+        }
+        if keys.NAMES_KEY in values:
+            arrays = zip(names_in(values.pop(keys.NAMES_KEY)), parameters, strict=True)
+            records[keys.ARRAYS] = dict(arrays)
+        elif evaluating or keys.METHOD_KEY in values:  # else `begin` says what is wrong
             raise ProtocolError(
                 "the config does not name the arrays: build the ClientApp with "
                 "flwr_regs.client_app(client_fn), not with flwr's ClientApp(client_fn)"
             )
-        return dict(zip(names_in(config[keys.NAMES_KEY]), parameters, strict=True))
+        return Parcel(records, values), held

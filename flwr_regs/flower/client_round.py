@@ -4,28 +4,30 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
-from flwr.app import ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.app import ConfigRecord, Message
 from torch import nn
 
 from flwr_regs.chain import name_of
-from flwr_regs.client.loading import load
+from flwr_regs.client.loading import Pins
 from flwr_regs.client.local_training import LocalTraining
-from flwr_regs.client.memory.pinned import Pins, check_custody
-from flwr_regs.client.memory.saved import Folder, evaluated_state
+from flwr_regs.client.measure.context_functions import Measures
+from flwr_regs.client.member import Identity, begin, end, evaluated, probe, seeded
+from flwr_regs.client.memory import Memory, Root
 from flwr_regs.client.personal import own_model, trained_model
-from flwr_regs.client.round_message import Received, evaluated_term, seeded
 from flwr_regs.client.train.batches import Batches, resolve_device
-from flwr_regs.client.train.optimizer import KeptOptimizer, OptimizerFn
+from flwr_regs.client.train.optimizer import OptimizerFn
 from flwr_regs.client.train.task import LossFn, OutputFn, Task, uncompiled
 from flwr_regs.flower.client import RegClient
 from flwr_regs.term import Term
 from flwr_regs.wire import keys
 from flwr_regs.wire.arrays import ForeignStrategy, ProtocolError
-from flwr_regs.wire.records import from_record, sorted_entries, to_record
+from flwr_regs.wire.parcel import Parcel
+from flwr_regs.wire.records import arrays_in, from_record, reply_of, to_record
 
 Method = type[RegClient] | Sequence[type[Term]]
 """A named client such as ``FedFORClient``, or the term classes of a composition."""
@@ -93,23 +95,20 @@ class ClientRound(LocalTraining):
         max_steps: int | None = None,
         max_seconds: float | None = None,
         private: Pins = (),
-        save_private: Folder = None,
+        save_private: Root = None,
         keep_optimizer: bool = False,
     ) -> None:
         name, terms, who = _described(method)
+        self._message, self._classifier = message, classifier
         if (kind := message.metadata.message_type).split(".")[0] != "train":
             raise ProtocolError(
                 f"ClientRound is for train messages, not '{kind}'; to evaluate, use load_model"
             )
-        arrays, self._config = _content(message)
-        self._message, self._classifier = message, classifier
-        terms = [KeptOptimizer, *terms] if keep_optimizer else terms
-        given = (terms, who, arrays, self._config, private, save_private)
-        self._received = Received(uncompiled(model), name, *given)
-        self._probing = bool(self._config.get(keys.PROBE_KEY))
+        identity = Identity(name, terms, who, private, save_private, keep_optimizer)
+        self._member = member = begin(*_content(message), uncompiled(model), identity)
         super().__init__(
             model,
-            self._received.term,
+            member.term,
             train_data,
             loss_fn=loss_fn,
             target_key=target_key,
@@ -117,9 +116,9 @@ class ClientRound(LocalTraining):
             device=device,
             train_mode=train_mode,
             classifier=classifier,
-            max_steps=0 if self._probing else max_steps,
+            max_steps=0 if member.probing else max_steps,
             max_seconds=max_seconds,
-            **self._received.duration,
+            **member.duration,
         )
 
     @property
@@ -132,7 +131,7 @@ class ClientRound(LocalTraining):
 
         Put the loop and `reply` inside: `reply` also draws if a method reads part of the shuffled data.
         """
-        return seeded(self._config[keys.SEED_KEY], self.device)
+        return seeded(self._member.config[keys.SEED_KEY], self.device)
 
     def reply(
         self, metrics: Mapping[str, int | float] | None = None, steps: int | None = None
@@ -146,20 +145,18 @@ class ClientRound(LocalTraining):
         steps : int, optional
             The optimiser's steps, if it did not take one for each `correct`.
         """
-        result = self.finish(steps)
-        if self._probing:  # finish has put the model back to w_t
-            count, entries = self._received.probe(
-                self._data, self.device, self._classifier, self._task
-            )
-            arrays = {}
+        result, member = self.finish(steps), self._member
+        if member.probing:  # finish has put the model back to w_t
+            given = (self._data, self.device, self._classifier, self._task)
+            reply, held = probe(member, self.model, *given)
         else:
-            personal_model = partial(trained_model, self._received.term, self._measures, result)
-            sent, entries = self._received.reply(result, personal_model)
-            arrays, count = {keys.ARRAYS: to_record(sent)}, result.num_examples
-        records, numbers, texts = sorted_entries({**(metrics or {}), **entries})
-        numbers["num-examples"] = count  # n_k, even if `metrics` holds another
-        records |= {**arrays, keys.METRICS: MetricRecord(numbers), keys.CONFIG: ConfigRecord(texts)}
-        return Message(RecordDict(records), reply_to=self._message)
+            own_model = partial(trained_model, member.term, self._measures, result)
+            reply, held = end(member, result, own_model)
+        content = reply_of(replace(reply, metrics={**(metrics or {}), **(reply.metrics or {})}))
+        content[keys.MEMORY] = ConfigRecord({**held})
+        if member.rebuilt is not None:
+            content[keys.MODEL] = to_record(member.rebuilt)
+        return Message(content, reply_to=self._message)
 
 
 def load_model(
@@ -176,7 +173,7 @@ def load_model(
     classifier: str | None = None,
     optimizer: OptimizerFn | None = None,
     private: Pins = (),
-    save_private: Folder = None,
+    save_private: Root = None,
 ) -> None:
     """Load an evaluate message's global model, and this client's private entries, into `model`.
 
@@ -201,25 +198,20 @@ def load_model(
     ValueError
         The config holds an unknown key; `personal` of a method without models of the clients' own.
     """
-    name, terms, _ = _described(method)
-    arrays, config = _content(message)
-    term, model = evaluated_term(name, terms, config), uncompiled(model)
-    check_custody(private, model, term)
-    config, _ = evaluated_state(term, model.state_dict(), save_private, config)
-    load(model, term, arrays, config)
+    identity, model = Identity(*_described(method), private, save_private), uncompiled(model)
+    parcel, held = _content(message)
+    term, slots, _ = evaluated(parcel, held, model, identity)
     if not personal:
         return
-    where, task = resolve_device(device), Task(loss_fn, target_key, output_fn)
-    further: dict[str, Any] = {
-        "classifier": classifier,
-        "optimizer": optimizer,
-        "folder": save_private,
-    }
-    made = own_model(model, term, train_data, config, task=task, device=where, **further)
+    task = Task(loss_fn, target_key, output_fn)
+    measures = Measures(model, train_data, task, resolve_device(device), classifier)
+    made = own_model(measures, term, parcel.config, slots, optimizer, save_private)
     if made is not None:
         model.load_state_dict(made.state_dict())
     elif not term.private(list(model.state_dict())):
-        raise ValueError(f"personal=True, but {name} gives the clients no models of their own")
+        raise ValueError(
+            f"personal=True, but {identity.method} gives the clients no models of their own"
+        )
 
 
 def _described(method: Method) -> tuple[str, Sequence[type[Term]], str]:
@@ -236,14 +228,18 @@ def _described(method: Method) -> tuple[str, Sequence[type[Term]], str]:
     return name_of(method), method, "a loop of terms"
 
 
-def _content(message: Message) -> tuple[dict[str, Any], Mapping[str, Any]]:
+def _content(message: Message) -> tuple[Parcel, Memory]:
+    """Return (a message's plain values, what the node remembers)."""
     content = message.content
-    if keys.ARRAYS not in content.array_records or keys.CONFIG not in content.config_records:
+    if keys.ARRAYS not in content or keys.CONFIG not in content:
         raise ForeignStrategy(
             f"the message holds {sorted(content)}, expected '{keys.ARRAYS}' and '{keys.CONFIG}' of a "
             "strategy of flwr_regs"
         )
-    if left := [n for n in content.array_records if n.endswith(".broadcast")]:
-        raise ProtocolError(f"{left} were not unpacked: build the app with RegClientApp")
-    config = dict(content.config_records[keys.CONFIG])
-    return from_record(content.array_records[keys.ARRAYS]), config
+    if keys.MEMORY not in content:
+        raise ProtocolError(
+            "the message does not come through a RegClientApp: build the app with it"
+        )
+    records = {name: from_record(record) for name, record in arrays_in(content).items()}
+    config, memory = content.config_records[keys.CONFIG], content.config_records[keys.MEMORY]
+    return Parcel(records, dict(config)), dict(memory)  # type: ignore[arg-type]

@@ -15,9 +15,10 @@ from flwr.clientapp import ClientApp
 from flwr.clientapp.typing import ClientAppCallable
 from flwr.common.constant import MessageTypeLegacy
 
+from flwr_regs.flower.node import closed, opened
 from flwr_regs.wire import keys
-from flwr_regs.wire.arrays import ForeignStrategy, NDArrays, ProtocolError
-from flwr_regs.wire.records import labelled, read_entry, record_of, sorted_entries
+from flwr_regs.wire.arrays import ForeignStrategy, NDArrays, ProtocolError, pack
+from flwr_regs.wire.records import from_record, labelled, read_entry, record_of, sorted_entries
 from flwr_regs.wire.text import names_text, read_json
 
 _OLDER = "it comes from Flower's older server: use ServerApp with @app.main and strategy.start"
@@ -44,12 +45,26 @@ def numpyclient_mod(
         older = message_type in (MessageTypeLegacy.GET_PARAMETERS, MessageTypeLegacy.GET_PROPERTIES)
         hint = f"; {_OLDER}" if older else ""
         raise ProtocolError(f"a NumPyClient can train and evaluate, not '{message_type}'{hint}")
+    beside = opened(message, context)
     arrays, config = _checked(message.content, kind)
     client = make(context)
+    if getattr(client, "takes_records", False):
+        config |= beside
+    else:  # Flower's configs hold no records
+        del beside[keys.MEMORY]
+        config |= {name: pack(from_record(record)) for name, record in beside.items()}
+    if lists := sorted(
+        key for key, v in config.items() if isinstance(v, list) and key != keys.STEPS_KEY
+    ):
+        raise ProtocolError(
+            f"the config holds lists in {lists}, which Flower gives no NumPyClient: send text, such as "
+            "json.dumps(...)"
+        )
     if _is_plain(client, kind):
         fitted, measured, given = _called(client, kind, arrays, config)
     else:
         fitted, measured, given = _called_by_flower(client, kind, message, context, config)
+    closed(message, context, given)
     records, numbers, texts = sorted_entries(given)
     if message_type != keys.PROBE and kind == "train":  # after a probe, no model goes back
         sent = read_json(texts.pop(keys.SENT_KEY)) if keys.SENT_KEY in texts else list(arrays)
@@ -77,17 +92,17 @@ def _checked(content: RecordDict, kind: str) -> tuple[NDArrays, dict[str, Any]]:
     # Flower's own reader would take a zip file, too
     arrays = {n: read_entry(n, a) for n, a in record.items()}
     config: dict[str, Any] = dict(entries.items()) if isinstance(entries, ConfigRecord) else {}
-    if lists := sorted(key for key, value in config.items() if isinstance(value, list)):
-        raise ProtocolError(
-            f"the config holds lists in {lists}, which Flower gives no NumPyClient: send text, such as "
-            "json.dumps(...)"
-        )
     config[keys.NAMES_KEY] = names_text(tuple(arrays))
     return arrays, config
 
 
 def _is_plain(client: NumPyClient | Client, kind: str) -> bool:
-    """Whether Flower would call this client's `fit` or `evaluate` and nothing else."""
+    """Whether Flower would call this client's `fit` or `evaluate` and nothing else.
+
+    A client of this package is always called so: Flower's own way carries no records.
+    """
+    if getattr(client, "takes_records", False):
+        return True
     method, home = _METHODS[kind], type(client).to_client.__module__
     return (
         isinstance(client, NumPyClient)

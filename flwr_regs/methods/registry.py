@@ -200,7 +200,6 @@ def _rows() -> Iterator[Method]:
         use_when="you want the flat minimum of all clients' loss, and the same clients come back",
         setting="silo",
         state="the global model that it last received",
-        gradients="a second gradient a step",
     )
     yield Method(
         name="FedExP",

@@ -13,8 +13,7 @@ from flwr_regs.server.exchange.outbox import client_seed
 from flwr_regs.server.exchange.replies import output_layer
 from flwr_regs.server.failures import name_failures, read_each
 from flwr_regs.server.population.cohorts import EVALUATION, uniform_cohort
-from flwr_regs.server.population.lost_state import lost_before
-from flwr_regs.server.round import RoundFailed
+from flwr_regs.server.round import RoundFailed, losses
 from flwr_regs.server.training import Training
 from flwr_regs.wire import keys
 from flwr_regs.wire.arrays import NDArrays, tie
@@ -52,17 +51,15 @@ def evaluation(
     if global_model.frozen:
         entries = {**entries, keys.FROZEN_DIGEST_KEY: global_model.frozen}
     common = {**config, **entries, **training.identity, keys.ROUND_KEY: number}
-    personal = options.term.personalising
 
     def parcel(pid: int) -> Parcel:
-        own_entries: dict[str, Any] = {keys.SEED_KEY: client_seed(options.seed, number, pid)}
-        if personal:
-            lr = global_model.previous_lr or 0.0
-            own_entries |= {
-                keys.PERSONAL_KEY: ",".join(personal),
-                keys.CLIENT_KEY: pid,
-                keys.LR_KEY: lr,
-            }
+        own_entries: dict[str, Any] = {
+            keys.SEED_KEY: client_seed(options.seed, number, pid),
+            keys.CLIENT_KEY: pid,
+            **training.remembered.entries(pid),
+        }
+        if options.term.personalising:
+            own_entries[keys.PREVIOUS_LR_KEY] = global_model.previous_lr or 0.0
         return Parcel(arrays, {**common, **own_entries})
 
     parcels = {pid: parcel(pid) for pid in cohort}
@@ -86,7 +83,10 @@ def evaluation(
         "failures": failures,
         "clients": metrics,
     }
-    history[-1]["evaluate"] |= lost_before(came, training.trained, training.used)
+    for what, clients in losses(came).items():
+        if clients:
+            history[-1]["evaluate"][f"lost_{what}"] = clients
+            LOG.warning("clients %s evaluate without what they kept (lost_%s)", clients, what)
     if (layer := output_layer(came)) is not None:
         history[-1]["output_layer"] = layer
     if metrics:

@@ -225,17 +225,11 @@ class GlobalModel(Snapshots):
         finite or beyond the range of the wire's precision; also what `watch` and `robust` raise. Nothing
         has changed then.
         """
-        given, fixed = self.given, self.fixed
         if robust is not None:
             check_reached(self._term, replies)
             mean = robust.delta
-        server, code = self.server, None
-        step = (mean or mean_delta)(given, replies, ctx.weights, scaled, fixed)
-        counted = list(replies)
-        if robust is not None:  # it has chosen the clients now
-            ctx = replace(ctx, aggregated=robust.aggregated)
-            counted = robust.members(counted)
-        server, step, code = self._released(replies, counted, ctx, given, step, robust)
+        step = (mean or mean_delta)(self.given, replies, ctx.weights, scaled, self.fixed)
+        server, step, code = self._released(replies, ctx, step, robust)
         new = {}
         for name, w in self.model.items():
             step[name] = as_step(w, step[name])
@@ -260,18 +254,20 @@ class GlobalModel(Snapshots):
     def _released(
         self,
         replies: Mapping[int, Reply],
-        counted: Collection[int],
         ctx: ServerContext,
-        given: NDArrays,
         delta: NDArrays,
         robust: RobustMeans | None,
     ) -> tuple[Slot, NDArrays, bytes | None]:
         """Return (the terms' server slots, the step that they make, its code if it has one)."""
-        folded = self._fold(replies, ctx, given, robust)
+        counted = list(replies)
+        if robust is not None:  # it has chosen the clients now
+            ctx = replace(ctx, aggregated=robust.aggregated)
+            counted = robust.members(counted)
+        folded = self._fold(replies, ctx, robust)
         if self._half:
-            delta |= self._means(delta, given)
+            delta |= self._means(delta)
         updates = {pid: replies[pid] for pid in counted}
-        server, step = self._updated(updates, ctx, given, self._trainable(delta), folded)
+        server, step = self._updated(updates, ctx, self._trainable(delta), folded)
         server, step = self._term.release(server, step, ctx)
         code = None
         if (coder := self._term.coder("release")) is not None:  # the clients get the decoded step
@@ -286,7 +282,6 @@ class GlobalModel(Snapshots):
         self,
         replies: Mapping[int, Reply],
         ctx: ServerContext,
-        given: NDArrays,
         delta: NDArrays,
         folded: dict[str, Slot],
     ) -> tuple[Slot, Any]:
@@ -307,7 +302,7 @@ class GlobalModel(Snapshots):
         def update(pids: Collection[int]) -> None:
             some = {p: replies[p] for p in pids}
             fewer = replace(restricted(ctx, pids), aggregated=mean_of_slots)
-            folded = self._fold(some, fewer, given, None)
+            folded = self._fold(some, fewer, None)
             self._term.update(self.server, delta, {p: uploads[p] for p in pids}, fewer, folded)
 
         if wrong := culprits(replies, update, "its upload cannot be used"):
@@ -315,11 +310,7 @@ class GlobalModel(Snapshots):
         raise raised
 
     def _fold(
-        self,
-        replies: Mapping[int, Reply],
-        ctx: ServerContext,
-        given: NDArrays,
-        robust: RobustMeans | None,
+        self, replies: Mapping[int, Reply], ctx: ServerContext, robust: RobustMeans | None
     ) -> dict[str, Slot]:
         """Return what the terms that fold made of the uploads, one client's at a time.
 
@@ -331,7 +322,7 @@ class GlobalModel(Snapshots):
         if not any(isinstance(t, Folds) for t in self._term.terms):
             return folded
         for pid, reply in replies.items():
-            delta = dict(update_of(reply, given, self.fixed))
+            delta = dict(update_of(reply, self.given, self.fixed))
             acc = folded if robust is None else {}
             try:
                 folded = self._term.fold(acc, pid, delta, reply.uploads, ctx.weights[pid], ctx)
@@ -350,7 +341,7 @@ class GlobalModel(Snapshots):
         while len(steps) > MOST_STEPS or sum(map(len, steps.values())) > size:
             del steps[min(steps)]
 
-    def _means(self, delta: NDArrays, given: NDArrays) -> NDArrays:
+    def _means(self, delta: NDArrays) -> NDArrays:
         """Return the steps of the float32 arrays that are not trained: directly to the clients' mean.
 
         A step counted from the rounded ``w_t`` would add its rounding error: a variance near zero could
@@ -358,7 +349,7 @@ class GlobalModel(Snapshots):
         """
         with np.errstate(invalid="ignore"):  # an infinite constant
             return {
-                n: np.where(delta[n] == 0, 0, delta[n] + (given[n] - self.model[n]))
+                n: np.where(delta[n] == 0, 0, delta[n] + (self.given[n] - self.model[n]))
                 for n in self.buffers or ()
                 if self.model[n].dtype == np.float32
             }

@@ -10,6 +10,7 @@ from typing import Any
 from flwr_regs.server.failures import name_failures
 from flwr_regs.server.reply import Reply
 from flwr_regs.term import ServerContext, Slot
+from flwr_regs.wire import keys
 from flwr_regs.wire.parcel import Parcel
 
 ATTEMPT = ("failed", "cohort", "failures", "late", "replies", "bytes_down", "bytes_up", "seconds")
@@ -22,6 +23,12 @@ class RoundFailed(RuntimeError):
 
 class TooFewReplies(RoundFailed):
     """A round had too few usable replies; another attempt may have enough (`retries`)."""
+
+
+def losses(replies: Mapping[int, Parcel]) -> dict[str, list[int]]:
+    """Return the clients that have lost private entries, and those that have lost slots of terms."""
+    said = {pid: str(reply.config.get(keys.LOST_KEY, "")) for pid, reply in replies.items()}
+    return {what: sorted(p for p in said if what in said[p]) for what in ("private", "state")}
 
 
 @dataclass
@@ -100,10 +107,15 @@ class Round:
         self.late += sorted(silent)
         self.failures |= dict.fromkeys(silent, f"no reply within the deadline of {deadline:g} s")
 
+    def lose(self, replies: Mapping[int, Parcel]) -> None:
+        """Note which clients say that they have lost what they kept; losses of earlier attempts stay."""
+        lost = losses(replies)
+        self.lost_private = sorted({*self.lost_private, *lost["private"]})
+        self.lost_state = sorted({*self.lost_state, *lost["state"]})
+
     def continue_from(self, failed: dict[str, Any]) -> None:
         """Note the earlier attempts at this round; `failed` is the last one's entry of the history."""
-        self.lost_private = list(failed["lost_private"])
-        self.lost_state = list(failed["lost_state"])
+        self.lost_private, self.lost_state = failed["lost_private"], failed["lost_state"]
         self.events["attempts"] = [
             *failed.get("attempts", []),
             {k: failed[k] for k in ATTEMPT if k in failed},

@@ -25,11 +25,11 @@ from flwr_regs.server.client_metrics import common_metrics, usable
 from flwr_regs.server.divergence import DivergenceGuard
 from flwr_regs.server.exchange.first_exchange import Exchange
 from flwr_regs.server.exchange.network import Course, Network
+from flwr_regs.server.exchange.remembered import Remembered, name_losses
 from flwr_regs.server.exchange.replies import Reader, Usable
 from flwr_regs.server.failures import name_failures
 from flwr_regs.server.global_model import GlobalModel
 from flwr_regs.server.options import Options
-from flwr_regs.server.population.lost_state import name_losses
 from flwr_regs.server.population.participation import Participation
 from flwr_regs.server.population.population import Population
 from flwr_regs.server.privacy import Budget, PrivateRounds, refuse_statistics
@@ -71,10 +71,8 @@ class Training:
         Entries of every message's config: method, training and hyper-parameters.
     evaluated : bool
         Whether any client could ever evaluate.
-    trained : set of int
-        The clients of which a reply was used.
-    used : dict of int to int
-        Client that keeps state -> the last round whose reply was used.
+    remembered : Remembered
+        With which of its earlier rounds a client's next one begins.
     options, method, num_rounds, mean_of_metrics
         As given.
 
@@ -119,8 +117,7 @@ class Training:
         self._warned_of_weights = False
         self._held: dict[int, int] = {}  # client -> round whose model it last kept
         self.evaluated = False
-        self.trained: set[int] = set()
-        self.used: dict[int, int] = {}
+        self.remembered = Remembered()
 
     @staticmethod
     def begin(options: Options, model: NDArrays) -> GlobalModel:
@@ -191,15 +188,15 @@ class Training:
             "participation": self._participation.snapshot(),
             "guard": self._guard.snapshot(),
             "held": dict(self._held),
-            "used": dict(self.used),
-            "trained": set(self.trained),
+            **self.remembered.snapshot(),
         }
 
     def _bind(self, state: Mapping[str, Any]) -> None:
         self.model.restore(state["model"])
         self._participation.restore(state["participation"])
         self._guard.restore(state["guard"])
-        self._held, self.used, self.trained = state["held"], state["used"], state["trained"]
+        self._held = state["held"]
+        self.remembered.restore(state)
 
     def _round(self, number: int, config: Mapping[str, Any], network: Network) -> Course[Round]:
         """Run one round; an error may leave the training half changed."""
@@ -221,10 +218,8 @@ class Training:
         this_round.context = self._context(this_round)
         this_round.config = self._config(this_round, config)
         term.restrict(this_round.config)  # with this round's learning rate
-        memory = (self._held, self.used)
-        exchange = Exchange(
-            this_round, options, self.model, self.population.request, network, memory
-        )
+        request, memory = self.population.request, (self._held, self.remembered)
+        exchange = Exchange(this_round, options, self.model, request, network, *memory)
         this_round.lap("configure")
 
         here = self.population.here
@@ -248,7 +243,8 @@ class Training:
 
         usable = self._read(this_round)
         self._participation.select(this_round)
-        name_losses(this_round, self.trained)
+        this_round.lose(this_round.came)
+        name_losses(this_round)
         if failed is not None:  # its entry is among the attempts of the new one
             self.history.pop()
         self.history.append(entry := this_round.entry())
@@ -257,13 +253,9 @@ class Training:
             self._participation.note(this_round)
             self._held |= dict.fromkeys(this_round.came, number)
             self._held |= {p: number for replies in acknowledged for p in replies.came}
-            self.trained |= set(this_round.used)
-            keeping = {p for p in this_round.used if this_round.came[p].says(keys.KEEPS_KEY)}
-            for p in set(this_round.used) - keeping:
-                self.used.pop(p, None)
             # Krum leaves out the uploads of clients that it did not select
-            counted = set(this_round.events.get("selected", this_round.used))
-            self.used |= dict.fromkeys(keeping & counted, number)
+            counted = this_round.events.get("selected", this_round.used)
+            self.remembered.note(number, this_round.came, counted)
             self._measure(this_round)
         except Exception as error:
             this_round.events["failed"] = str(error)

@@ -201,7 +201,7 @@ def slots_after_unused(method: Method, calls: Sequence[spies.LocalCall]) -> None
         if t.keeps == "always":
             expected = after
         elif isinstance(t, TakesBack) and after:
-            expected = t.unused(before, after, second.result.delta)
+            expected = t.unused(before, after)
         agree(third.settings["client"].get(t.name, {}), expected, 0.0, f"client slot of '{t.name}'")
 
 

@@ -15,10 +15,8 @@ from flwr_regs.wire.arrays import (
     check_arrays,
     digest,
     in_code_order,
-    pack,
     tie,
     unmask,
-    unpack,
 )
 from flwr_regs.wire.text import one_line, read_json
 
@@ -66,8 +64,8 @@ def decoded_model(
         raise OutOfSync from error
     trained = in_code_order(model, set(model) - fixed)
     step: NDArrays = {}
-    for _, coded in sorted(unpack(config[keys.STEPS_KEY]).items()):
-        step = decoded(decode, coded.tobytes(), trained, "the coded global step")
+    for coded in config[keys.STEPS_KEY]:
+        step = decoded(decode, coded, trained, "the coded global step")
         model = model | {n: add(model[n], s) for n, s in step.items()}
     return _confirmed(tie(model, read_json(config.get(keys.TIED_KEY, "{}"))), config), step
 
@@ -83,11 +81,6 @@ def decoded(
         raise ProtocolError(why) from error
     check_arrays(update, like, what)
     return update
-
-
-def packed_steps(steps: list[bytes]) -> bytes:
-    """Return coded steps as one value of a config; :func:`decoded_model` reads it."""
-    return pack({f"{i:06d}": np.frombuffer(s, np.uint8) for i, s in enumerate(steps)})
 
 
 def _confirmed(model: NDArrays, config: Mapping[str, Any]) -> NDArrays:

@@ -10,7 +10,7 @@ import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 
 from flwr_regs.wire.arrays import NDArrays, ProtocolError, plain_name, unpack
-from flwr_regs.wire.keys import ARRAYS, CONFIG, METRICS, PROTOCOL, PROTOCOL_KEY
+from flwr_regs.wire.keys import ARRAYS, CONFIG, MEMORY, METRICS, MODEL, PROTOCOL, PROTOCOL_KEY
 from flwr_regs.wire.npy import Unreadable, is_plain, read_array, read_header, write_array
 from flwr_regs.wire.parcel import Parcel, scalar_bytes
 from flwr_regs.wire.text import LONGEST_NAME, quoted, shown
@@ -133,6 +133,14 @@ class Writer:
         return record
 
 
+def reply_of(parcel: Parcel) -> RecordDict:
+    """Return a client's reply as a message's content."""
+    records: dict[str, Any] = {name: to_record(arrays) for name, arrays in parcel.records.items()}
+    records[METRICS] = MetricRecord({**(parcel.metrics or {})})
+    records[CONFIG] = ConfigRecord({**parcel.config})
+    return RecordDict(records)
+
+
 def parcel_of(content: RecordDict) -> Parcel:
     """Return a message's content; its arrays are decoded when they are read."""
     records: dict[str, _Unread] = {}
@@ -182,13 +190,18 @@ class _Unread(Mapping[str, np.ndarray]):
 def sorted_entries(
     reply: Mapping[str, Any],
 ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """Split a client's reply into (uploads as records, numbers, entries of a config)."""
+    """Split a client's reply into (uploads as records, numbers, entries of a config).
+
+    Uploads are mappings, or packed. What the client leaves to its own node is left out.
+    """
     records: dict[str, Any] = {}
     numbers: dict[str, Any] = {}
     texts: dict[str, Any] = {}
     for key, value in reply.items():
-        if isinstance(value, bytes) and key.endswith(".upload"):
-            records[key] = to_record(unpack(value))
+        if isinstance(value, bytes | Mapping) and key.endswith(".upload"):
+            records[key] = to_record(unpack(value) if isinstance(value, bytes) else value)
+        elif key in (MEMORY, MODEL):
+            continue
         elif isinstance(value, int | float) and not isinstance(value, bool):
             numbers[key] = value
         else:

@@ -10,8 +10,8 @@ from benchmarks import attacks
 
 def test_a_flipped_update_is_turned_round_and_longer() -> None:
     rng, base = np.random.default_rng(1), np.array([1.0, 2.0])
-    found = attacks.changed("flip", "w", np.array([1.5, 1.75]), base, rng)
-    np.testing.assert_allclose(found - base, [-5.0, 2.5])
+    changed = attacks.changed("flip", "w", np.array([1.5, 1.75]), base, rng)
+    np.testing.assert_allclose(changed - base, [-5.0, 2.5])
     noise = attacks.changed("noise", "U.w", np.full(1000, 0.1), 0.0, rng)
     assert (noise >= 0).all()
     assert np.sqrt(np.mean(noise**2)) == pytest.approx(1.0, rel=0.1)

@@ -22,9 +22,9 @@ def test_a_case_is_kept_and_one_that_fails_does_not_stop_the_others(
     out = tmp_path / "faults.json"
     assert faults.measure(["client_dies", "node_killed"], out) == ["client_dies"]
     assert faults.measure(["client_raises"], out) == []
-    found = json.loads(out.read_text())
-    assert list(found) == ["client_raises", "node_killed"]  # in the order of the cases
+    cases = json.loads(out.read_text())
+    assert list(cases) == ["client_raises", "node_killed"]  # in the order of the cases
     page = "| a node <!-- fault: node_killed --> | old | 9 | old |\n"
-    assert faults.filled(page, found) == (
+    assert faults.filled(page, cases) == (
         "| a node <!-- fault: node_killed --> | node_killed a\\|b | 2 | nothing |\n"
     )

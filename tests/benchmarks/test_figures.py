@@ -53,25 +53,25 @@ def test_rfedavgs_bytes() -> None:
 def test_the_codes_bits() -> None:
     """All columns but the two of times."""
     shown = cells(after("efl.md", "benchmarks/codec.py"))
-    found = cells(printed("benchmarks/codec.py", "--repeats", "1"))
-    assert [row[:4] + row[6:] for row in found] == [row[:4] + row[6:] for row in shown]
+    measured = cells(printed("benchmarks/codec.py", "--repeats", "1"))
+    assert [row[:4] + row[6:] for row in measured] == [row[:4] + row[6:] for row in shown]
 
 
 def test_readmes_first_table(tmp_path: Path) -> None:
     words = "import sys; from flwr_regs.experiments.cli import main; sys.exit(main(['run']))"
-    found = printed(
+    table = printed(
         "-c",
         f"sys_path = {str(ROOT)!r}; import sys; sys.path.insert(0, sys_path); {words}",
         folder=tmp_path,
     )
     for method in ("FedAvg", "FedFOR"):
-        shown, now = (
+        shown, trained = (
             re.findall(rf"^ {method} +(\d.*)$", text, re.M)[0].split()
-            for text in ((ROOT / "README.md").read_text(), found)
+            for text in ((ROOT / "README.md").read_text(), table)
         )
-        assert now[5] == shown[5]  # megabytes
-        for a, b in zip(shown[:3], now[:3], strict=True):
-            assert abs(float(a) - float(b)) < POINTS, (method, shown, now)
+        assert trained[5] == shown[5]  # megabytes
+        for a, b in zip(shown[:3], trained[:3], strict=True):
+            assert abs(float(a) - float(b)) < POINTS, (method, shown, trained)
 
 
 @pytest.mark.parametrize("study", ["fedfor-alpha", "implicit-step"])
@@ -80,14 +80,14 @@ def test_a_study_of_steps_and_strengths(study: str) -> None:
     data_dir = os.environ.get("DATA_DIR", "")
     there = ("digits", "mnist") if data_dir else ("digits",)
     lines = common.read_lines(ROOT / f"docs/studies/{study}.jsonl.gz")
-    found: dict[str, dict[str, object]] = {}
+    cheapest: dict[str, dict[str, object]] = {}
     for line in sorted(lines, key=lambda x: x["seconds"]):
         if line["setting"]["data"] in there and not line["diverged"]:
-            found.setdefault(f"{line['method']} {line['arguments']}", line)
-    if not found:
+            cheapest.setdefault(f"{line['method']} {line['arguments']}", line)
+    if not cheapest:
         pytest.skip("all of its runs need MNIST: set DATA_DIR to the folder that has MNIST/raw")
-    for line in list(found.values())[:2]:
+    for line in list(cheapest.values())[:2]:
         given = {k: line[k] for k in ("method", "arguments", "seed", "lr", "tuning")}
         run = common.Run(common.Setting(**line["setting"]), **given)  # type: ignore[arg-type]
-        now = common.train(run, data_dir)["accuracy"]
-        assert abs(now - line["accuracy"]) * 100 < POINTS, run.key
+        accuracy = common.train(run, data_dir)["accuracy"]
+        assert abs(accuracy - line["accuracy"]) * 100 < POINTS, run.key

@@ -31,9 +31,9 @@ def numbers(value: Any) -> list[float]:
 def finished(names: list[str], out: Path) -> dict[str, Any]:
     """Measure quickly through the command; return the results by part."""
     assert command.main(["measure", *names, "--quick", "--json", str(out)]) == 0
-    found: dict[str, Any] = json.loads(out.read_text())["now"]
-    assert set(found) >= set(names)
-    return found
+    parts: dict[str, Any] = json.loads(out.read_text())["now"]
+    assert set(parts) >= set(names)
+    return parts
 
 
 def checked(rows: list[dict[str, Any]]) -> None:
@@ -43,9 +43,9 @@ def checked(rows: list[dict[str, Any]]) -> None:
         if "skipped" in row:
             assert row["skipped"]
             continue
-        found = numbers(row)
-        assert found
-        assert all(map(math.isfinite, found)), row
+        figures = numbers(row)
+        assert figures
+        assert all(map(math.isfinite, figures)), row
         assert row.get("seconds", {"median": 1})["median"] > 0
 
 
@@ -107,9 +107,8 @@ def test_all_sides_of_a_client_take_the_same_steps() -> None:
         model = jobs.copied(start)
         x, y = jobs.loader(pid, 1).dataset.tensors  # type: ignore[attr-defined]
         jobs.bare_steps(model, [(x, y)])
-        own = torch.func.functional_call  # the copy moved, not `model`
         loss = torch.nn.functional.cross_entropy(
-            own(model, dict(model.named_parameters()), (x,)), y
+            torch.func.functional_call(model, dict(model.named_parameters()), (x,)), y
         )
         grads = torch.autograd.grad(loss, list(model.parameters()))
         for (n, p), g in zip(model.named_parameters(), grads, strict=True):

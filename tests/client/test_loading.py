@@ -12,7 +12,6 @@ from torch import nn
 from flwr_regs import FedBN, FedPer
 from flwr_regs.chain import Chain, chain
 from flwr_regs.client.loading import load
-from flwr_regs.wire.arrays import pack
 
 
 class Doubled(nn.Linear):
@@ -78,7 +77,8 @@ def test_private_entries_come_from_the_node(term: Chain) -> None:
     arrays = values_of(model)
     mine = {n: a + 1 for n, a in arrays.items() if n in term.private(list(arrays))}
     shared = {n: a for n, a in arrays.items() if n not in mine}
-    private, _ = load(model, term, shared, {"regs.private.client": pack(mine)})
+    own = {n: torch.as_tensor(a) for n, a in mine.items()}
+    private = load(model, term, shared, {}, own).private
     assert private == list(mine) != []
     for n, v in model.state_dict().items():
         np.testing.assert_array_equal(v.numpy(), {**shared, **mine}[n])

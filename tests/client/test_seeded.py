@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from flwr_regs.client import round_message as received
-from flwr_regs.client.round_message import seeded
+from flwr_regs.client import member as received
+from flwr_regs.client.member import seeded
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 

@@ -271,6 +271,9 @@ SAME: dict[str, Cohort] = {
         "MimeLite", loader=lambda k, **_: DataLoader(data_of(k).dataset, 8, True, drop_last=True)
     ),
     "numbers of steps": Cohort("FedCM", {"alpha": 0.3}, config=TWO_EPOCHS),
+    "a model of the client's own": Cohort("Ditto", {"lam": 0.2, **SOME}),
+    "the client's last model": Cohort("MOON", {"mu": 1.0, **SOME}, rounds=3),
+    "the global model's output": Cohort("FedNTD"),
     "tied and frozen": Cohort(model=Tied),
     "dicts": Cohort(model=Named, loader=in_dicts, settings={"loss_fn": None}),
     "padding": Cohort(model=Words),

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import importlib
+import inspect
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -81,6 +83,16 @@ def test_a_row_names_the_classes_of_its_example(row: fr.Method) -> None:
     assert type(strategy).__name__ == strategy.method_name == row.name
     assert client_class(strategy) is getattr(fr, row.client)
     assert tuple(type(t).__name__ for t in strategy.term.terms) == row.terms
+
+
+@rows
+def test_a_methods_defaults_are_its_terms(row: fr.Method) -> None:
+    parameters = inspect.signature(getattr(fr, row.name)).parameters
+    for name in row.terms:
+        for field in dataclasses.fields(getattr(fr, name)):
+            default = getattr(parameters.get(field.name), "default", inspect.Parameter.empty)
+            if inspect.Parameter.empty is not default and field.default is not dataclasses.MISSING:
+                assert default == field.default, field.name
 
 
 def test_importing_the_package_loads_neither_torch_nor_flower() -> None:

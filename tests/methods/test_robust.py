@@ -176,6 +176,9 @@ def test_each_client_gets_the_aggregate_of_the_others_features() -> None:
         assert pid not in slot["ids"]
     assert all(len(call) == 4 for call in calls)
     assert plus.robust_answer({1: {"delta": deltas[1]}}, ctx) == {1: {}}
+    two = plus.robust_answer({p: {"delta": deltas[p]} for p in (1, 3)}, ctx)
+    np.testing.assert_array_equal(two[1]["mean"], deltas[3])
+    assert len(calls.pop()) == len(calls.pop()) == 1
     assert table.broadcast_to(1, {"1": deltas[1]}, ctx) == {}
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -16,6 +16,7 @@ from flwr_regs.server.options import Options
 from flwr_regs.server.round import RoundFailed
 from flwr_regs.server.training import Training
 from flwr_regs.term import Arrays, ServerContext, Slot, Term
+from flwr_regs.wire import keys
 from flwr_regs.wire.arrays import NDArrays
 from flwr_regs.wire.parcel import Parcel
 from tests.server.network import NumpyNetwork, quadratic, run
@@ -83,6 +84,42 @@ def test_a_failed_client_is_named_and_a_failed_round_changes_nothing() -> None:
     np.testing.assert_array_equal(train.model.model["w"], before["w"])
 
 
+@pytest.mark.parametrize(
+    ("settings", "odd", "why"),
+    [
+        ({}, {keys.METHOD_KEY: "FedFOR"}, "not come from a FedAvg client but from FedFOR"),
+        ({"incomplete": "scale"}, {}, "reports no steps, which incomplete='scale' needs"),
+    ],
+    ids=["another method", "no steps"],
+)
+def test_a_plain_client_is_taken_unless_it_names_a_method_or_owes_steps(
+    settings: Any, odd: Any, why: str
+) -> None:
+    """Plain FedAvg takes any client of Flower's, which names no method and counts no steps."""
+    inner = quadratic(CURVATURE, CENTRE)
+
+    def client(k: int, request: Request, parcel: Parcel) -> Any:
+        reply = inner(k, request, parcel)
+        if request.kind != "train" or k == 0 or not isinstance(reply, Parcel):
+            return reply
+        config = odd if k == 1 else {}
+        return replace(reply, config=config, metrics={"num-examples": k + 1})
+
+    network, train = NumpyNetwork(3, client), training(**settings)
+    run(train.round(1, CONFIG, network), network)
+    refused = train.history[0]["failures"]
+    assert why in refused[1]
+    assert train.history[0]["replies"] == ([0] if settings else [0, 2])
+
+
+@pytest.mark.parametrize(
+    ("bad", "why"), [(1j, "complex arrays cannot be averaged"), (np.nan, r"\['w'\] hold NaN")]
+)
+def test_a_model_that_cannot_be_averaged_is_refused(bad: complex, why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        training(model={"w": np.array([1.0, bad]), "empty": np.zeros(0)})
+
+
 def test_a_course_that_is_left_in_the_middle_changes_nothing() -> None:
     network = NumpyNetwork(3, quadratic(CURVATURE, CENTRE))
     train = training()
@@ -144,12 +181,6 @@ def test_terms_see_trainable_parameters_only_from_init_on() -> None:
         hook: {frozenset(TRAINED)} for hook in ("init", "broadcast", "update", "delta")
     }
     assert len(witness.seen["init"]) == 1
-
-
-# Cohorts of evaluation
-
-
-# Bytes
 
 
 @dataclass(frozen=True)

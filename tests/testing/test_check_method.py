@@ -12,7 +12,7 @@ import pytest
 
 from flwr_regs import FedFOR, FedFORClient, FirstOrder, RegStrategy
 from flwr_regs.abilities import Recovers
-from flwr_regs.client.memory.state import ClientState
+from flwr_regs.client import memory
 from flwr_regs.term import Arrays, ClientContext, ServerContext, Slot, Term
 from flwr_regs.testing import LAWS, Exempt, LawBroken, Method, check_method
 from flwr_regs.testing.problem import settled
@@ -241,10 +241,7 @@ class Keeps(Anchor):
 def test_a_slot_that_outlives_an_unused_reply_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     assert LAWS["unused"].judge(method(Keeps), "slots") == "passed"
 
-    def forward(self: ClientState, term: Any, config: Any, like: Any) -> tuple[ClientState, bool]:
-        return ClientState(self.latest(term), round=config["server-round"]), False
-
-    monkeypatch.setattr(ClientState, "entering", forward)
+    monkeypatch.setattr(memory, "begin", lambda held, term, config, _: memory.latest(held, config))
     with pytest.raises(LawBroken, match=r"^law 'unused/slots' .*client slot of 'anchor'"):
         LAWS["unused"].judge(method(Keeps), "slots")
 

@@ -6,15 +6,7 @@ import pytest
 
 from flwr_regs.wire.config import nearest
 
-SETTINGS = [
-    "lr",
-    "batch-size",
-    "local-epochs",
-    "dirichlet-alpha",
-    "num-clients",
-    "seed",
-    "lr-decay",
-]
+SETTINGS = ["lr", "batch-size", "local-epochs", "dirichlet-alpha", "num-clients", "seed"]
 NAMES = ["FedAvg", "FedAvgM", "FedFOR", "FedADC", "FedADCPlus", "SparseTernary"]
 
 
@@ -22,13 +14,10 @@ NAMES = ["FedAvg", "FedAvgM", "FedFOR", "FedADC", "FedADCPlus", "SparseTernary"]
     ("name", "known", "meant"),
     [
         ("fedavg", NAMES, "FedAvg"),
-        ("FEDFOR", NAMES, "FedFOR"),
         ("fed_adc_plus", NAMES, "FedADCPlus"),
         ("ternary", NAMES, "SparseTernary"),
         ("learning-rate", SETTINGS, "lr"),
-        ("learning_rate", SETTINGS, "lr"),
         ("bs", SETTINGS, "batch-size"),
-        ("LR_decay", SETTINGS, "lr-decay"),
         ("Local_Epohcs", SETTINGS, "local-epochs"),
         ("alpha", SETTINGS, "dirichlet-alpha"),
         ("sede", SETTINGS, "seed"),

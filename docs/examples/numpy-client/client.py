@@ -31,7 +31,7 @@ def loss_and_gradient(model, x, y):
 def identify(message, context):
     """Say which partition this node serves."""
     mine = {key: int(context.node_config[key]) for key in ("partition-id", "num-partitions")}
-    config = ConfigRecord({**mine, "regs.protocol": 3})
+    config = ConfigRecord({**mine, "regs.protocol": 4})
     return Message(RecordDict({"config": config}), reply_to=message)
 
 
@@ -39,8 +39,8 @@ def identify(message, context):
 def train(message, context):
     """Train from the global model; reply with the local one."""
     config = dict(message.content["config"])
-    if config.get("regs.protocol") != 3 or config["regs.method"] not in ("FedAvg", "FedFOR"):
-        raise ValueError("this client speaks protocol 3 of flwr-regs, and FedAvg and FedFOR")
+    if config.get("regs.protocol") != 4 or config["regs.method"] not in ("FedAvg", "FedFOR"):
+        raise ValueError("this client speaks protocol 4 of flwr-regs, and FedAvg and FedFOR")
     if own := {"optimizer", "momentum", "weight-decay", "clip-norm", "regs.wire-dtype"} & {*config}:
         raise ValueError(f"this client runs plain SGD in float32, but the config has {sorted(own)}")
     if "regs.frozen-digest" in config:

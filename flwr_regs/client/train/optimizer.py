@@ -11,28 +11,34 @@ import torch
 from torch import nn
 from torch.optim import optimizer as of_torch
 
+from flwr_regs.abilities import Carries
 from flwr_regs.chain import Chain
-from flwr_regs.term import Slot, Term
+from flwr_regs.term import Arrays, ClientContext, Slot, Term
 from flwr_regs.wire.config import OPTIMIZER_KEYS
 
 OptimizerFn = Callable[..., torch.optim.Optimizer]
 
 
 @dataclass(frozen=True)
-class KeptOptimizer(Term):
+class KeptOptimizer(Term, Carries):
     """Keeps the state of a client's optimiser between rounds, as the client slot of this term.
 
     It stands in the client's chain alone, and is kept there as all client state is: what a round has made
-    of it counts if the server used the round's reply. `LocalTraining` fills the slot and reads it.
+    of it counts if the server used the round's reply.
     """
 
     name: ClassVar[str] = "optimizer"
-    server_only: ClassVar[bool] = False
-    keeps: ClassVar[str] = "if-used"
+    keeps_update: ClassVar[bool] = True
+
+    def optimizer_start(self, ctx: ClientContext) -> Arrays:
+        return ctx.client
+
+    def finish(self, delta: Arrays, ctx: ClientContext) -> tuple[Arrays, Slot, Slot]:
+        return delta, {}, dict(ctx.optimizer_state)
 
 
 class ClientOptimizer:
-    """The optimiser of a client's round: who has a say in it, and the state that it keeps.
+    """The optimiser of a client's round: who has a say in it, and its state.
 
     Parameters
     ----------
@@ -40,8 +46,8 @@ class ClientOptimizer:
         The method.
     trained : dict[str, nn.Parameter]
         What it holds.
-    config, client : mapping
-        The round's config, and the client slot.
+    ctx : ClientContext
+        Of the round, before its first step.
 
     Attributes
     ----------
@@ -50,82 +56,90 @@ class ClientOptimizer:
     """
 
     def __init__(
-        self,
-        term: Chain,
-        trained: Mapping[str, nn.Parameter],
-        config: Mapping[str, Any],
-        client: Slot,
+        self, term: Chain, trained: Mapping[str, nn.Parameter], ctx: ClientContext
     ) -> None:
-        self._term, self._trained, self._config, self._client = term, trained, config, client
-        self._keeps = any(isinstance(t, KeptOptimizer) for t in term.terms)
+        self._term, self._trained, self._ctx = term, trained, ctx
+        self._carrying = [t.name for t in term.terms if isinstance(t, Carries)]
         self._made: torch.optim.Optimizer | None = None
         self.missing: str | None = None
-        if asked := [key for key in OPTIMIZER_KEYS if key in config]:
+        if asked := [key for key in OPTIMIZER_KEYS if key in ctx.config]:
             self.missing = f"the config sets {asked}"
-        elif self._keeps:
-            self.missing = "the client keeps its optimiser's state"
+        elif self._carrying:
+            self.missing = f"{self._carrying} keep or send its state"
         elif any(t.acts("client_optimizer") for t in term.terms):
             self.missing = "the method has a say in the client's optimiser"
 
-    def made(self, make: OptimizerFn | None, lr: float) -> torch.optim.Optimizer:
+    def made(self, make: OptimizerFn | None) -> torch.optim.Optimizer:
         """Return the optimiser: see :meth:`flwr_regs.client.LocalTraining.optimizer`."""
         self.missing = None
-        own = optimizer_of(self._config, make)
-        make = self._term.client_optimizer(own)
-        made: torch.optim.Optimizer = make(list(self._trained.values()), lr=lr)
-        if self._keeps:
-            if make is not own:
+        given = optimizer_of(self._ctx.config, make)
+        make = self._term.client_optimizer(given)
+        made: torch.optim.Optimizer = make(list(self._trained.values()), lr=self._ctx.lr)
+        if self._carrying:
+            if make is not given:
                 raise ValueError(
-                    "keep_optimizer: the method makes the client's optimiser anew for each round: leave "
-                    "keep_optimizer out"
+                    f"{self._carrying}: the method makes the client's optimiser anew for each round: leave "
+                    "out what keeps its state (keep_optimizer)"
                 )
-            load_state(made, self._trained, self._client.get(KeptOptimizer.name, {}))
+            load_state(made, self._trained, self._term.optimizer_start(self._ctx))
             self._made = made
         return made
 
-    def kept(self) -> Slot:
-        """Return the entry of the client slot, if the state is kept."""
-        if self._made is None:
-            return {}
-        return {KeptOptimizer.name: state_of(self._made, self._trained)}
+    def state(self) -> Arrays:
+        """Return the state at the end, if a term carries it."""
+        return {} if self._made is None else state_of(self._made, self._trained)
 
 
-def state_of(optimizer: torch.optim.Optimizer, params: Mapping[str, nn.Parameter]) -> Slot:
-    """Return an optimiser's state as arrays: ``"<parameter>|<key>"``, with ``#`` behind a plain number.
+def state_of(optimizer: torch.optim.Optimizer, params: Mapping[str, nn.Parameter]) -> Arrays:
+    """Return an optimiser's state as arrays, by the keys of :class:`flwr_regs.abilities.Carries`.
 
-    Raises ValueError for other state than arrays and numbers, such as LBFGS's lists.
+    An entry that is a plain number has ``#`` behind its name. Raises ValueError for other state than arrays
+    and numbers, such as LBFGS's lists.
     """
-    out: Slot = {}
+    state: Arrays = {}
     for name, p in params.items():
-        for key, value in optimizer.state.get(p, {}).items():
+        for entry, value in optimizer.state.get(p, {}).items():
             if value is None:  # none yet, as SGD's momentum before its first step
                 continue
             if not isinstance(value, torch.Tensor | int | float):
                 raise ValueError(
-                    f"keep_optimizer: {type(optimizer).__name__} has a {type(value).__name__} as '{key}', "
-                    "expected arrays and numbers: leave keep_optimizer out"
+                    f"keep_optimizer: {type(optimizer).__name__} has a {type(value).__name__} as "
+                    f"'{entry}', expected arrays and numbers: leave keep_optimizer out"
                 )
-            mark = "" if isinstance(value, torch.Tensor) else "#"
-            out[f"{name}|{key}{mark}"] = torch.as_tensor(value).detach().clone()
-    return out
+            key = entry if isinstance(value, torch.Tensor) else f"{entry}#"
+            state[f"{key}.{name}"] = torch.as_tensor(value).detach().clone()
+    steps = [value for key, value in state.items() if key.startswith("step.")]
+    if steps and all(torch.equal(value, steps[0]) for value in steps):
+        state = {key: value for key, value in state.items() if not key.startswith("step.")}
+        state["step"] = steps[0]
+    return state
 
 
 def load_state(
-    optimizer: torch.optim.Optimizer, params: Mapping[str, nn.Parameter], slot: Slot
+    optimizer: torch.optim.Optimizer, params: Mapping[str, nn.Parameter], state: Arrays
 ) -> None:
-    """Give a fresh optimiser the state of :func:`state_of`, copied; its own settings stay."""
-    for entry, value in slot.items():
-        name, _, key = entry.rpartition("|")
-        if (p := params.get(name)) is None:
+    """Give a fresh optimiser the state of :func:`state_of`, copied; its own settings stay.
+
+    Raises ValueError for a key that names no parameter.
+    """
+    for key, value in state.items():
+        entry, _, name = key.partition(".")
+        if key == "step":
             continue
-        if key.endswith("#"):
-            optimizer.state[p][key.removesuffix("#")] = value.item()
-        elif value.ndim == 0 and key == "step":  # torch counts on the CPU
-            optimizer.state[p][key] = value.clone()
+        if name not in params:
+            raise ValueError(f"the optimiser's state: '{key}' names no trained parameter")
+        p = params[name]
+        if entry.endswith("#"):
+            optimizer.state[p][entry.removesuffix("#")] = value.item()
+        elif value.ndim == 0 and entry == "step":  # torch counts on the CPU
+            optimizer.state[p][entry] = value.clone()
         else:
             half = p.dtype == torch.bfloat16 and value.shape == p.shape  # it was kept as float32
             kind = p.dtype if half else value.dtype
-            optimizer.state[p][key] = value.to(p.device, kind, copy=True)
+            optimizer.state[p][entry] = value.to(p.device, kind, copy=True)
+    if "step" in state:
+        for p in [p for p in params.values() if p in optimizer.state]:
+            optimizer.state[p]["step"] = state["step"].detach().cpu().clone()
 
 
 def optimizer_of(config: Mapping[str, Any], own: OptimizerFn | None = None) -> OptimizerFn:

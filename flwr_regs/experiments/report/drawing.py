@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import os
 import re
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from flwr_regs.experiments.extras import missing_extra
+from flwr_regs.experiments.report.folders import write
 
 try:
     from matplotlib import colormaps, rc_context, rcParams
@@ -59,11 +59,16 @@ class Picture(Figure):
         FigureCanvasAgg(self)
         self.look = look
 
-    def _repr_png_(self) -> bytes:
+    def rendered(self, kind: str, dpi: float) -> bytes:
+        """Return it as ``png`` or ``pdf``, without a date: equal pictures give equal bytes."""
         out = io.BytesIO()
+        undated = {"png": "Software", "pdf": "CreationDate"}[kind]
         with style(self.look):
-            self.savefig(out, format="png", dpi=self.dpi)
+            self.savefig(out, format=kind, dpi=dpi, metadata={undated: None})
         return out.getvalue()
+
+    def _repr_png_(self) -> bytes:
+        return self.rendered("png", self.dpi)
 
 
 def line(index: int, count: int, ordered: bool) -> dict[str, Any]:
@@ -106,21 +111,9 @@ def finish(picture: Picture, axes: Axes, height: float, title: str, caption: str
 
 
 def save(picture: Picture, path: Path) -> list[Path]:
-    """Write ``path.png`` (200 dots per inch) and ``path.pdf``, and return the two paths.
-
-    A file is replaced as a whole or not at all. Nothing in it depends on the date, so equal pictures give
-    equal bytes.
-    """
+    """Write ``path.png`` (200 dots per inch) and ``path.pdf``, and return the two paths."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    written = []
-    for kind, undated in (("png", "Software"), ("pdf", "CreationDate")):
-        final = path.with_name(f"{path.name}.{kind}")
-        part = path.with_name(f".{path.name}.{os.getpid()}.{kind}")
-        try:
-            with style(picture.look):
-                picture.savefig(part, format=kind, dpi=200, metadata={undated: None})
-            part.replace(final)
-        finally:
-            part.unlink(missing_ok=True)
-        written.append(final)
-    return written
+    paths = [path.with_name(f"{path.name}.{kind}") for kind in ("png", "pdf")]
+    for file in paths:
+        write(file, picture.rendered(file.suffix[1:], 200))
+    return paths

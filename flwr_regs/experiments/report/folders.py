@@ -64,12 +64,12 @@ def writing(path: Path) -> Iterator[None]:
         ) from error
 
 
-def write(path: Path, text: str) -> None:
-    """Write a file whole or not at all."""
+def write(path: Path, content: str | bytes) -> None:
+    """Write a file whole or not at all; a text in UTF-8."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with writing(path):
-            temporary.write_text(text, encoding="utf-8")
+            temporary.write_bytes(content.encode() if isinstance(content, str) else content)
             temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)  # after Ctrl-C, or on a full disk

@@ -80,12 +80,9 @@ def over_rounds(
             line = drawing.line(index, len(labels), ordered)
             of_label = points[points["label"] == label]
             of_label = of_label[of_label[x] > 0] if log else of_label
-            end = max(
-                _draw_mean(
-                    axes, of_label[~of_label["stopped"]], (x, y), seeds[label], interval, line
-                ),
-                _draw_broken(axes, of_label[of_label["stopped"]], (x, y), line),
-            )
+            broken = of_label["stopped"]
+            end = _draw_mean(axes, of_label[~broken], (x, y), interval, line)
+            end = max(end, _draw_broken(axes, of_label[broken], (x, y), line))
             lines.append((end, _counted(label, points), line))
         if target is not None:
             line = {"color": "0.35", "linestyle": (0, (1, 2)), "linewidth": 0.9, "zorder": 2.5}
@@ -156,15 +153,10 @@ def _counted(label: str, points: pd.DataFrame) -> str:
 
 
 def _draw_mean(
-    axes: Axes,
-    points: pd.DataFrame,
-    xy: tuple[str, str],
-    seeds: int,
-    interval: bool,
-    line: dict[str, Any],
+    axes: Axes, points: pd.DataFrame, xy: tuple[str, str], interval: bool, line: dict[str, Any]
 ) -> float:
     """Draw the mean of a method's whole runs and its band; return the height at which its line ends."""
-    x, y = xy
+    (x, y), seeds = xy, points["seed"].nunique()
     rounds = points.groupby("round")
     rounds = rounds.filter(lambda of: len(of) == seeds).groupby("round")
     across, mean, spread = rounds[x].mean(), rounds[y].mean(), rounds[y].std()

@@ -15,13 +15,13 @@ from torch.overrides import TorchFunctionMode
 
 from flwr_regs.client.loading import load
 from flwr_regs.client.local_training import local_round
-from flwr_regs.client.round_message import first_exchange, seeded
+from flwr_regs.client.member import first_exchange, seeded
 from flwr_regs.client.train.batches import Batches, mapped
 from flwr_regs.cohort.batch_plan import CannotStack
 from flwr_regs.cohort.member_view import Member, joined
 from flwr_regs.cohort.stacked_training import Stack, StackedResult
 from flwr_regs.flower.client import RegClient
-from flwr_regs.flower.grids.stacked_group import Candidate, Group
+from flwr_regs.flower.grids.stacked_group import Candidate, Group, row_of, slots_of
 from flwr_regs.term import Slot
 
 TOLERANCES = {torch.float64: 1e-4, None: 5e-2}
@@ -210,15 +210,8 @@ def _plain(slots: Slot) -> Slot:
 
 def _of(result: StackedResult, row: int) -> Outcome:
     """Return one member's outcome."""
-    upload, kept = (
-        slots[row] if isinstance(slots, list) else {t: _row(own, row) for t, own in slots.items()}
-        for slots in (result.upload, result.client)
-    )
-    return Outcome(_row(result.state, row), _row(result.delta, row), _flat(upload, kept))
-
-
-def _row(stacked: Mapping[str, Tensor], row: int) -> Entries:
-    return {n: t[row] for n, t in stacked.items()}
+    upload, kept = slots_of(result.upload, row), slots_of(result.client, row)
+    return Outcome(row_of(result.state, row), row_of(result.delta, row), _flat(upload, kept))
 
 
 def _flat(upload: Slot, client: Slot) -> Entries:

@@ -1,6 +1,6 @@
 """Clients that train in one stack: what each brings, and which go together.
 
-It does for many clients at once what node.py, translation.py, client/round_message.py and the
+It does for many clients at once what node.py, translation.py, client/member.py and the
 NumPyClient do for one. What they share (the config, the model, the method) is read once. Whoever needs
 more than that trains by itself: CannotStack says why.
 """
@@ -15,10 +15,11 @@ import torch
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from torch import Tensor, nn
 
+from flwr_regs.abilities import Carries
 from flwr_regs.chain import Chain
-from flwr_regs.client.memory.pinned import check_custody
-from flwr_regs.client.memory.state import ClientState
-from flwr_regs.client.round_message import method_of
+from flwr_regs.client.loading import check_custody
+from flwr_regs.client.member import method_of
+from flwr_regs.client.memory import Begun, begin
 from flwr_regs.client.train.batches import (
     Pairs,
     count_examples,
@@ -27,10 +28,9 @@ from flwr_regs.client.train.batches import (
 from flwr_regs.client.train.trainable import trained_parameters
 from flwr_regs.cohort.alike import alike, build_of
 from flwr_regs.cohort.batch_plan import CannotStack, draw
-from flwr_regs.cohort.member_view import Member, Packed
+from flwr_regs.cohort.member_view import Member
 from flwr_regs.flower.client import RegClient
 from flwr_regs.flower.grids.stacked_group import Candidate, Group, Kind, Recipe
-from flwr_regs.flower.grids.stacked_records import Kept
 from flwr_regs.flower.node import NodeState, check_incoming
 from flwr_regs.term import Slot
 from flwr_regs.wire import keys
@@ -38,10 +38,10 @@ from flwr_regs.wire.arrays import NDArrays
 from flwr_regs.wire.delta import model_from
 from flwr_regs.wire.records import from_record, to_record
 
-OWN_KEYS = (keys.SEED_KEY, keys.CLIENT_KEY, keys.USED_KEY)
+OWN_KEYS = (keys.SEED_KEY, keys.CLIENT_KEY, keys.USED_KEY, keys.CAME_KEY)
 """Entries of a message's config that are one client's."""
 _Record = TypeVar("_Record", ArrayRecord, ConfigRecord)
-_OVERRIDES = ("fit", "to_client", "_task", "_method_name", "_named")
+_OVERRIDES = ("fit", "to_client", "_task", "_identity", "_message")
 
 
 class Cohort:
@@ -135,17 +135,18 @@ class Cohort:
 
     def _recipe(self, client: RegClient, config: Mapping[str, Any]) -> Recipe:
         """Return the method of a message, read and checked once for all clients of a kind."""
-        kind = (type(client).__name__, client.method, tuple(client.terms))
+        who = client._identity
+        kind = (who.who, who.method, tuple(who.terms), who.keeps_optimizer)
         for found in self._recipes:
             if found.kind == kind and found.config == config:
                 return found
-        method = client._method_name()
-        who = f"this client is {type(client).__name__} ({method})"
-        term = method_of(method, client.terms, who, config)
+        term = method_of(who, config)
         term.restrict(config)
         if config.get(keys.PROBE_KEY) and any("label_counts" in t.needs for t in term.terms):
             raise CannotStack("a first exchange with label counts goes one by one")
-        self._recipes.append(Recipe(kind, config, method, term))
+        if carrying := [t.name for t in term.terms if isinstance(t, Carries)]:
+            raise CannotStack(f"{carrying} carry the optimiser's state")
+        self._recipes.append(Recipe(kind, config, term))
         return self._recipes[-1]
 
     def _candidate(
@@ -154,56 +155,38 @@ class Cohort:
     ) -> Candidate:  # fmt: skip
         term, model, pairs = recipe.term, client.model, client._task.pairs(client.train_data)
         check_custody(client.private, model, term)
-        slots = node.entering()
-        held = {n: self._held(n, r, recipe) for n, r in slots.items() if n != keys.PRIVATE_KEY}
-        config = {**recipe.config, **own, **held}
-        kept = ClientState.read(term, config)
-        update: NDArrays = {}
-        if held and recipe.takes_back:
-            trained = trained_parameters(model, term)
-            update = {n: a for n, a in sent.arrays.items() if n in trained}
-        entering, lost = kept.entering(term, config, update)
-        lost |= keys.USED_KEY in config and kept == ClientState()
+        held, config = node.memory, {**recipe.config, **own}
+        begun = begin(held, term, config, recipe.withholds)
         planned = recipe.steps(pairs)
         budget = None if recipe.probes else client.step_budget
         most = planned if budget is None else min(planned, budget)
         if not most:
             raise CannotStack("it takes no step")
-        private = self._private(model, term, slots) if recipe.withholds else {}
+        private = self._private(model, term, begun) if recipe.withholds else {}
         member = Member(
             draw(pairs, own[keys.SEED_KEY], most),
             planned,
             private,
             self._broadcast(term, message.content, False),
-            {n: slot for n, slot in {**entering.settled, **entering.pending}.items() if slot},
+            begun.slots,
             own.get(keys.CLIENT_KEY, -1),
             _label_counts(pairs, own[keys.SEED_KEY]) if "label_counts" in recipe.needs else None,
         )
-        fresh = bool(private) and keys.PRIVATE_KEY not in slots
         return Candidate(
-            message, before, drawn, context, client, recipe, node, slots, entering, lost, fresh,
+            message, before, drawn, context, client, recipe, node, config, held, begun,
             member, count_examples(pairs), own[keys.SEED_KEY],
         )  # fmt: skip
 
-    def _held(self, name: str, record: ArrayRecord, recipe: Recipe) -> Mapping[str, Any]:
-        """Return a slot that the node kept; the note on the last round in numpy."""
-        if name == keys.PENDING_KEY:
-            return self._read(record)
-        return dict(Kept(record)) if recipe.takes_back else Kept(record)  # a term may change it
-
-    def _private(
-        self, model: nn.Module, term: Chain, slots: Mapping[str, ArrayRecord]
-    ) -> dict[str, Tensor]:
+    def _private(self, model: nn.Module, term: Chain, begun: Begun) -> dict[str, Tensor]:
         """Return a client's private entries: those that its node kept, or its model's own."""
         entries = model.state_dict()
         chosen = term.private(list(entries))
         mine = {n: v.detach().clone() for n, v in entries.items() if n in chosen}
-        if not mine or keys.PRIVATE_KEY not in slots:
+        if not mine or begun.private is None:
             return mine
-        kept = self._read(slots[keys.PRIVATE_KEY])
-        if {n: a.shape for n, a in kept.items()} != {n: tuple(v.shape) for n, v in mine.items()}:
+        if {n: a.shape for n, a in begun.private.items()} != {n: v.shape for n, v in mine.items()}:
             raise CannotStack("the private entries that it kept are not its model's")
-        return {n: torch.from_numpy(kept[n]).to(v.dtype) for n, v in mine.items()}
+        return {n: begun.private[n].to(v.dtype) for n, v in mine.items()}
 
     def _read(self, record: ArrayRecord) -> NDArrays:
         """Return the arrays of a record; decoded once, however many clients have it."""
@@ -226,7 +209,7 @@ class Cohort:
         record = _record(content, keys.ARRAYS, ArrayRecord)
         base = None
         if keys.DOWNLINK_KEY in config:
-            base = node.kept_model(config[keys.BASE_ROUND_KEY])
+            base = node.model(config[keys.BASE_ROUND_KEY])
             if base is None:
                 raise CannotStack("it lacks the model that the message builds on")
         for found in self._models:
@@ -267,8 +250,6 @@ def check_client(client: Any, plain: set[type]) -> None:
     settings = ("time_budget", "save_private")
     if given := [s for s in settings if getattr(client, s) is not None]:
         raise CannotStack(f"{name} has a {given[0]}")
-    if client.keep_optimizer:
-        raise CannotStack(f"{name} keeps its optimiser")
 
 
 def check_message(config: Mapping[str, Any]) -> None:
@@ -299,8 +280,6 @@ def _form(slots: Slot) -> Hashable:
 
 
 def _form_of(slot: Mapping[str, Tensor]) -> Hashable:
-    if isinstance(slot, Packed):
-        return slot.form
     return tuple((k, tuple(a.shape), a.dtype) for k, a in sorted(slot.items()))
 
 

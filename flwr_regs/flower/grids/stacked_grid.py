@@ -204,11 +204,11 @@ class StackedGrid(InProcessGrid):
 
     def _made_anew(self, candidate: Candidate, context: Context | None = None) -> Any:
         """Return a candidate's client as `client_fn` makes it; `context` is a copy if it is not given."""
-        own = candidate.context
+        held = candidate.context
         if context is None:
             state = RecordDict({key: record.copy() for key, record in candidate.before.items()})
-            ids = own.run_id, own.node_id, own.node_config
-            context = Context(*ids, state, own.run_config)
+            ids = held.run_id, held.node_id, held.node_config
+            context = Context(*ids, state, held.run_config)
         with torch.random.fork_rng(devices=[]):
             torch.set_rng_state(candidate.drawn)
             return self._made(candidate.message, context)

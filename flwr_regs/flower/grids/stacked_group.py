@@ -2,40 +2,39 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-import numpy as np
 import torch
-from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, Context, Message
 from torch import Tensor, nn
 
-from flwr_regs.abilities import TakesBack, Withholds
+from flwr_regs.abilities import Withholds
 from flwr_regs.chain import Chain
 from flwr_regs.client.loading import load, tied_names
-from flwr_regs.client.memory import state
-from flwr_regs.client.memory.state import ClientState, to_numpy
-from flwr_regs.client.round_message import plain
+from flwr_regs.client.member import Member as ClientMember
+from flwr_regs.client.member import end, end_probe, plain
+from flwr_regs.client.memory import Begun, Memory
 from flwr_regs.client.train.batches import (
     Pairs,
     count_batches,
     resolve_device,
 )
+from flwr_regs.client.train.client_result import LocalResult
 from flwr_regs.client.train.optimizer import optimizer_of
 from flwr_regs.client.train.trainable import trained_parameters
 from flwr_regs.cohort.batch_plan import CannotStack
+from flwr_regs.cohort.finishing import Slots
 from flwr_regs.cohort.member_view import Member, Shared
 from flwr_regs.cohort.stacked_training import Stack, StackedResult
 from flwr_regs.flower.client import RegClient
-from flwr_regs.flower.grids.stacked_records import Writer, filled, written
-from flwr_regs.flower.node import AT_ONCE, NodeState
+from flwr_regs.flower.node import NodeState
 from flwr_regs.term import Slot
 from flwr_regs.wire import keys
-from flwr_regs.wire.arrays import NDArrays, in_code_order, mask
-from flwr_regs.wire.records import to_array
+from flwr_regs.wire.arrays import NDArrays
+from flwr_regs.wire.records import reply_of
 
 COPIES = 6
 """Of the parameters: values, update, gradients, two states of an optimiser, and a buffer."""
@@ -47,7 +46,6 @@ class Recipe:
 
     kind: tuple[Any, ...]
     config: Mapping[str, Any]
-    method: str
     term: Chain
 
     @cached_property
@@ -59,11 +57,6 @@ class Recipe:
     def withholds(self) -> bool:
         """Whether clients have private entries."""
         return any(isinstance(t, Withholds) for t in self.term.terms)
-
-    @cached_property
-    def takes_back(self) -> bool:
-        """Whether clients keep the update that they sent."""
-        return any(isinstance(t, TakesBack) for t in self.term.terms)
 
     @property
     def probes(self) -> bool:
@@ -99,10 +92,9 @@ class Candidate:
     client: RegClient
     recipe: Recipe
     node: NodeState
-    slots: Mapping[str, ArrayRecord]
-    kept: ClientState
-    lost: bool
-    fresh: bool
+    config: Mapping[str, Any]
+    memory: Memory
+    begun: Begun
     member: Member
     examples: int
     seed: int
@@ -156,24 +148,12 @@ class Group:
         self.candidates: list[Candidate] = []
         self.kind = kind
         self._fixed = self._fixed_of(model)
-        private, frozen_digest = load(model, term, arrays, config)
-        trained = list(trained_parameters(model, term))
-        tied = {n: f for n, f in tied_names(model, private).items() if f in trained}
-        names, shared = list(arrays), [n for n in trained if n not in private]
+        self.layout = load(model, term, arrays, config)
+        private, trained = self.layout.private, list(self.layout.trained)
+        shared = [n for n in trained if n not in private]
         if not shared:
             raise CannotStack("it trains no parameter that is shared")
-        buffers = [n for n in names if n not in shared]
-        self.texts: dict[str, Any] = {
-            keys.METHOD_KEY: self.recipe.method,
-            keys.BUFFERS_KEY: mask(buffers, names),
-        }
-        if keys.FROZEN_DIGEST_KEY not in config and frozen_digest:
-            self.texts[keys.FROZEN_DIGEST_KEY] = frozen_digest
-        if tied:
-            self.texts[keys.TIED_KEY] = json.dumps(tied)
-        self._tied, self.private = tied_names(model, ()), private
-        self.own_buffers = {n for n in buffers if n not in self._tied}
-        self.first = self._tied | _other_names(model)
+        self.first = tied_names(model, ()) | _other_names(model)
         entries = model.state_dict()
         self._one: int = sum(entries[n].nbytes for n in shared) * COPIES
         self._drawn = 0  # bytes of batches
@@ -242,116 +222,52 @@ class Group:
 
     def replies(self, result: StackedResult) -> list[Message]:
         """Return the clients' replies, in their order; their nodes keep what belongs to them."""
-        make = (ProbeReplies if self.recipe.probes else Replies)(self, result)
-        made = [make.content(k, c) for k, c in enumerate(self.candidates)]
-        for c, (_, kept) in zip(self.candidates, made, strict=True):
-            c.node.keep_slots(kept)
+        ended = []
+        for k, c in enumerate(self.candidates):
+            member = ClientMember(
+                c.client._identity, self.recipe.term, c.config, self.arrays, self.layout, {},
+                c.memory, c.begun,
+            )  # fmt: skip
+            one = self._row(result, k, c)
+            ended.append(
+                end_probe(member, one.upload, one.client, c.examples)
+                if self.recipe.probes
+                else end(member, one)
+            )
+        for c, (_, memory) in zip(self.candidates, ended, strict=True):
+            c.node.remember(memory)
             if self.recipe.config.get(keys.KEEP_KEY):
-                c.node.keep_model(make.record)
-        pairs = zip(self.candidates, made, strict=True)
-        return [Message(content, reply_to=c.message) for c, (content, _) in pairs]
+                c.node.keep_model(self.record)
+        pairs = zip(self.candidates, ended, strict=True)
+        return [Message(reply_of(reply), reply_to=c.message) for c, (reply, _) in pairs]
 
-
-class ProbeReplies:
-    """The contents of the replies to a first exchange."""
-
-    def __init__(self, group: Group, result: StackedResult) -> None:
-        self._term, self._writer = group.recipe.term, Writer()
-        self._texts: dict[str, Any] = {keys.METHOD_KEY: group.recipe.method}
-        self._upload = self._writer.slots(result.upload, len(group.candidates))
-        self._client = self._writer.slots(result.client, len(group.candidates))
-        self.record = group.record
-
-    def content(self, k: int, c: Candidate) -> tuple[RecordDict, dict[str, ArrayRecord]]:
-        """Return a client's reply, and the records that its node keeps."""
-        entries = state.entries(self._term, c.kept, self._client[k], form=self._writer.record)
-        if keys.PRIVATE_KEY in c.slots:
-            entries[keys.PRIVATE_KEY] = c.slots[keys.PRIVATE_KEY]
-        return self._filled(k, c, {}, {"num-examples": c.examples}, dict(self._texts), entries)
-
-    def _filled(
-        self, k: int, c: Candidate, records: dict[str, Any], numbers: Mapping[str, Any],
-        texts: dict[str, Any], entries: Mapping[str, Any],
-    ) -> tuple[RecordDict, dict[str, ArrayRecord]]:  # fmt: skip
-        """Return a reply with all that it holds, and what of `entries` the node keeps."""
-        if c.lost:
-            texts[keys.LOST_KEY] = True
-        kept = {n: v for n, v in entries.items() if isinstance(v, ArrayRecord)}
-        texts |= {n: v for n, v in entries.items() if n not in kept}
-        if c.node.ahead and any(name.endswith(AT_ONCE) for name in c.slots):
-            texts[keys.AHEAD_KEY] = True
-        uploads = self._upload[k].items()
-        found: dict[str, Any] = {f"{t}.upload": self._writer.record(own) for t, own in uploads}
-        found |= records
-        found[keys.METRICS] = MetricRecord(dict(numbers))
-        found[keys.CONFIG] = ConfigRecord(texts)
-        return RecordDict(found), kept
-
-
-class Replies(ProbeReplies):
-    """The contents of a stack's replies."""
-
-    def __init__(self, group: Group, result: StackedResult) -> None:
-        super().__init__(group, result)
-        self._group, self._result = group, result
-        given, first, held = group.arrays, group.first, group.shared.start
-        self._coder = self._term.coder("finish")
-        coded = self._coder is not None
-        # by client; as arrays, if only those travel that changed
-        self._new: dict[str, Sequence[Any]] = {}
-        members = len(group.candidates)
-        for n, a in given.items():
-            name = first.get(n, n)
-            if coded and n not in group.own_buffers:
-                continue
-            if name in result.state:
-                stacked: Any = _numpy(result.state[name], a.dtype)
-                self._new[n] = stacked if coded else written(stacked)
-            else:
-                still = _numpy(held[n].cpu(), a.dtype)
-                self._new[n] = [still if coded else to_array(still)] * members
-        texts = dict(group.texts)
-        if result.output_layer is not None:
-            texts[keys.LAYER_KEY] = result.output_layer
-        self._texts = texts
-        self.record = group.record
-        sends = group.recipe.takes_back or coded
-        self._sent = {n: _numpy(d, given[n].dtype) for n, d in result.delta.items() if sends}
-        own = {n: result.state[first.get(n, n)] for n in group.private}
-        private = {keys.PRIVATE_KEY: own}
-        self._private = self._writer.slots(private, members)
-
-    def content(self, k: int, c: Candidate) -> tuple[RecordDict, dict[str, ArrayRecord]]:
-        """Return a client's reply, and the records that its node keeps."""
-        result = self._result
-        sent = {n: d[k] for n, d in self._sent.items()}
-        texts, code = dict(self._texts), None
-        if self._coder is not None:
-            code = texts[keys.UPDATE_KEY] = self._coder.encode(in_code_order(sent, sent))
-        entries = state.entries(
-            self._term, c.kept, self._client[k], sent=sent, code=code, form=self._writer.record
-        )
-        if (private := self._private[k].get(keys.PRIVATE_KEY)) is not None:
-            entries[keys.PRIVATE_KEY] = self._writer.record(private)
-            if c.fresh:
-                texts[keys.FRESH_KEY] = True
-        numbers = {
-            "train-loss": result.losses[k],
-            "local-steps": len(c.member.plan),
-            "planned-steps": c.member.planned_steps,
-            "examples-processed": result.examples[k],
-            "num-examples": c.examples,
+    def _row(self, result: StackedResult, k: int, c: Candidate) -> LocalResult:
+        """Return one client's result; the entries of its model that are not trained are the first's."""
+        names = {n: self.first.get(n, n) for n in [*self.arrays, *self.layout.private]}
+        state = {
+            n: result.state[name][k] if name in result.state else self.shared.start[n]
+            for n, name in names.items()
+            if not self.recipe.probes
         }
-        records = {keys.ARRAYS: filled(self._arrays(k))}
-        return self._filled(k, c, records, numbers, texts, entries)
+        return LocalResult(
+            state, row_of(result.delta, k), slots_of(result.upload, k), slots_of(result.client, k),
+            c.examples, len(c.member.plan), c.member.planned_steps,
+            result.examples[k] if result.examples else 0,
+            result.losses[k] if result.losses else 0.0,
+            result.output_layer,
+        )  # fmt: skip
 
-    def _arrays(self, k: int) -> dict[str, Array]:
-        """Return a client's model; beside a coded update, only buffers that changed."""
-        mine = {n: each[k] for n, each in self._new.items()}
-        if self._coder is None:
-            return mine
-        given = self._group.arrays
-        return {n: to_array(a) for n, a in mine.items() if not np.array_equal(a, given[n])}
+
+def row_of(stacked: Mapping[str, Tensor], row: int) -> dict[str, Tensor]:
+    """Return one member's of some stacked tensors."""
+    return {n: t[row] for n, t in stacked.items()}
+
+
+def slots_of(slots: Slots, row: int) -> Slot:
+    """Return one member's slots."""
+    if isinstance(slots, list):
+        return slots[row]
+    return {t: row_of(own, row) for t, own in slots.items()}
 
 
 def _other_names(model: nn.Module) -> dict[str, str]:
@@ -360,7 +276,3 @@ def _other_names(model: nn.Module) -> dict[str, str]:
     named = model.named_buffers(remove_duplicate=False)
     pairs = {n: first.setdefault(id(b), n) for n, b in named}
     return {n: f for n, f in pairs.items() if n != f}
-
-
-def _numpy(tensor: Tensor, dtype: np.dtype[Any]) -> np.ndarray:
-    return to_numpy(tensor).astype(dtype, copy=False)

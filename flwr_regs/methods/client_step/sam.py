@@ -11,13 +11,14 @@
 ‖·‖ is over all trained parameters as one vector. Where d = 0 there is no perturbation; nor is there one in
 the first round of a client of FedLESAM, or after it lost its state: these are FedAvg's.
 
-The second gradient is that of the whole local loss, with the losses of all terms and the corrections of
-those on the left. It has the batch and the dropout mask of the first, and leaves BatchNorm's statistics as
-they are. Corrections on the right are added unperturbed, so this term comes last among those that pull.
+FedSAM's second gradient is that of the whole local loss, with the losses of all terms and the corrections
+of those on the left. It has the batch and the dropout mask of the first, and leaves BatchNorm's statistics
+as they are. Corrections on the right are added unperturbed, so this term comes last among those that pull.
 Parameters that stay private (FedBN) are not perturbed, and do not count in ‖d‖.
 
-FedLESAM's paper takes one gradient a step, as d is known before. Here the first is taken too, for the
-training loss and BatchNorm's statistics at v. A round without a step leaves w_old as it was.
+FedLESAM takes one gradient a step, as d is known before: forward and backward pass are at the perturbed
+point, and so are the training loss, BatchNorm's statistics and the losses of other terms. Corrections of
+other terms are at v. A round without a step leaves w_old as it was.
 
 Sources: Qu, Li, Duan, Liu, Tang, Lu, "Generalized federated learning via sharpness aware minimization"
 (2022), Alg. 1; Fan, Hu, Yao, Niu, Zhang, Sugiyama, Wang, "Locally estimated global perturbations are
@@ -33,6 +34,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from flwr_regs.abilities import Perturbs
 from flwr_regs.flower.client import RegClient
 from flwr_regs.flower.strategy import RegStrategy
 from flwr_regs.term import NOT_NEGATIVE, Arrays, ClientContext, Range, Slot, Term
@@ -77,7 +79,7 @@ class LocalPerturbation(Term):
 
 
 @dataclass(frozen=True)
-class GlobalPerturbation(Term):
+class GlobalPerturbation(Term, Perturbs):
     """FedLESAM's gradient, at ``v + ρ (w_old − w_t) / ‖w_old − w_t‖``.
 
     Parameters
@@ -92,11 +94,11 @@ class GlobalPerturbation(Term):
     ranges: ClassVar[Mapping[str, Range]] = {"rho": NOT_NEGATIVE}
     rho: float
 
-    def correct(self, grads: Arrays, params: Arrays, ctx: ClientContext) -> Arrays:
+    def point(self, params: Arrays, ctx: ClientContext) -> Arrays:
         if not self.rho or not ctx.client:
-            return grads
+            return params
         direction = {n: ctx.client[n] - w for n, w in ctx.start.items()}
-        return ctx.gradient_at(_moved(params, direction, self.rho))
+        return _moved(params, direction, self.rho)
 
     def finish(self, delta: Arrays, ctx: ClientContext) -> tuple[Arrays, Slot, Slot]:
         return delta, {}, {n: w.clone() for n, w in ctx.start.items()}

@@ -59,6 +59,8 @@ NDArrays = dict[str, np.ndarray]
 
 DILUTED = "|diluted"
 """Entry of the server's slot once the warning was given; no parameter's name."""
+SENT = "sent"
+"""Prefix of the update in the client's slot, beside the residual: it is added again if it was not used."""
 MAGIC = b"STC"
 VERSION = 1
 HEADER = struct.Struct("<3sBQQQdQ")
@@ -104,7 +106,8 @@ class SparseTernary(Term, Compresses, TakesBack):
         r = ctx.client
         total = {n: r[n] + d if n in r else d for n, d in delta.items()}
         sent = sparse_ternary(total, self.density_up)
-        return sent, {}, {n: total[n] - sent[n] for n in total}
+        residual = {n: total[n] - sent[n] for n in total}
+        return sent, {}, residual | {f"{SENT}.{n}": s for n, s in sent.items()}
 
     def release(self, server: Slot, step: Arrays, ctx: ServerContext) -> tuple[Slot, Arrays]:
         if self.density_down is None:
@@ -130,8 +133,9 @@ class SparseTernary(Term, Compresses, TakesBack):
         filled = sum(int(t.count_nonzero()) for t in total.values())
         return 0 < filled < entries_kept(size, self.density_down or 0.0)
 
-    def unused(self, before: Slot, after: Slot, sent: Arrays) -> Slot:
-        return {n: r + sent[n] for n, r in after.items()}  # R_k + ST(Δ_k): nothing is lost
+    def unused(self, before: Slot, after: Slot) -> Slot:
+        sent = {n: s for n in after if (s := after.get(f"{SENT}.{n}")) is not None}
+        return {n: after[n] + s for n, s in sent.items()}  # R_k + ST(Δ_k): nothing is lost
 
     def encode(self, update: Mapping[str, Any]) -> bytes:
         return encode(update)

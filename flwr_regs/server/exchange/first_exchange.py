@@ -10,6 +10,7 @@ from flwr_regs.server.aggregate.aggregators import TooFewVectors
 from flwr_regs.server.exchange.downlink import Downlink
 from flwr_regs.server.exchange.network import Network, Replies, Request
 from flwr_regs.server.exchange.outbox import Outbox
+from flwr_regs.server.exchange.remembered import Remembered
 from flwr_regs.server.exchange.replies import disagreeing, output_layer, read_uploads
 from flwr_regs.server.failures import culprits, name_failures, read_each
 from flwr_regs.server.global_model import GlobalModel
@@ -34,8 +35,9 @@ class Exchange:
     options, model, network : Options, GlobalModel, Network
     request : callable
         Makes a request of messages by partition id: :meth:`Population.request`.
-    memory : tuple of mapping
-        (client -> the round whose model it last kept, client -> the last round that used its reply).
+    held : mapping
+        Client -> the round whose model it last kept.
+    remembered : Remembered
     """
 
     def __init__(
@@ -45,7 +47,8 @@ class Exchange:
         model: GlobalModel,
         request: Callable[[str, dict[int, Parcel]], Request],
         network: Network,
-        memory: tuple[Mapping[int, int], Mapping[int, int]],
+        held: Mapping[int, int],
+        remembered: Remembered,
     ) -> None:
         self._round = this_round
         self._options = options
@@ -57,7 +60,7 @@ class Exchange:
         downlink = Downlink(
             options.downlink, options.term, model, this_round.context, options.wire_dtype
         )
-        self._outbox = Outbox(this_round.number, seed, config, downlink, *memory)
+        self._outbox = Outbox(this_round.number, seed, config, downlink, held, remembered)
 
     def train(self, clients: Iterable[int], lost: bool = False) -> Request:
         """Return the train messages, and count their bytes; `lost` clients get everything."""
@@ -100,7 +103,7 @@ class Exchange:
             this_round.failures |= failures
             uploads |= probes
             this_round.probe_up |= {pid: came[pid].nbytes for pid in probes}
-            this_round.lost_state += [pid for pid in probes if came[pid].says(keys.LOST_KEY)]
+            this_round.lose({pid: came[pid] for pid in probes})
             tries += 1
         unlike = disagreeing(term, uploads, probing=True)
         uploads = {pid: uploads[pid] for pid in sorted(uploads) if pid not in unlike}

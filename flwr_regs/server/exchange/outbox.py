@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from flwr_regs.server.exchange.downlink import Downlink
+from flwr_regs.server.exchange.remembered import Remembered
 from flwr_regs.term import Slot
 from flwr_regs.wire import keys
 from flwr_regs.wire.parcel import Parcel, Record
@@ -33,8 +34,8 @@ class Outbox:
     downlink : Downlink
     held : mapping
         Partition id -> the round whose model that client last kept.
-    used : mapping
-        Partition id -> the last round in which its reply was used, for clients that keep state.
+    remembered : Remembered
+        What the clients' rounds begin with.
     """
 
     def __init__(
@@ -44,14 +45,14 @@ class Outbox:
         config: Mapping[str, Any],
         downlink: Downlink,
         held: Mapping[int, int],
-        used: Mapping[int, int],
+        remembered: Remembered,
     ) -> None:
         self._number = number
         self._seed = seed
         self._config = config
         self.downlink = downlink
         self._held = held
-        self._used = used
+        self._remembered = remembered
         self.broadcasts: Mapping[int, Slot] = {}
         """Client -> its own broadcasts, after a first exchange."""
 
@@ -87,9 +88,8 @@ class Outbox:
         own: dict[str, Any] = {
             keys.SEED_KEY: client_seed(self._seed, self._number, pid),
             keys.CLIENT_KEY: pid,
+            **self._remembered.entries(pid),
         }
-        if pid in self._used:
-            own[keys.USED_KEY] = self._used[pid]
         if probe:
             own |= {keys.PROBE_KEY: True, keys.KEEP_KEY: True}
         return Parcel(records, {**self._config, **entries, **own})

@@ -74,4 +74,4 @@ def test_it_says_what_it_cannot_do() -> None:
     assert "plain SGD in float32, but the config has ['momentum']" in history[0]["failures"][2]
     strategy = fr.FedProx(0.1, seed=3, fraction_evaluate=0.0)
     _, history = run(strategy, fr.FedProxClient, {2}, {"local-steps": 1})
-    assert "speaks protocol 3 of flwr-regs, and FedAvg and FedFOR" in history[0]["failures"][2]
+    assert "speaks protocol 4 of flwr-regs, and FedAvg and FedFOR" in history[0]["failures"][2]

@@ -7,15 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
 from flwr.client import Client, NumPyClient
-from flwr.clientapp.typing import ClientAppCallable
 
-import flwr_regs as fr
 from flwr_regs import InProcessGrid, client_app
 from flwr_regs.flower import translation
-from flwr_regs.testing.problem import train
-from tests.conftest import make_clients, make_model
 
 MODEL: dict[str, np.ndarray] = {
     "w": np.arange(6, dtype=np.float32).reshape(2, 3),
@@ -135,43 +131,6 @@ def test_any_client_of_flowers_is_called(name: str) -> None:
     metrics = reply_of(CLIENTS[name]())[0].content["metrics"]
     assert metrics["num-examples"] == 3
     assert ("mine" in metrics) == (name == "one with a to_client of its own")
-
-
-@pytest.mark.parametrize("name", ["RFedAvgPlus"])
-def test_a_training_has_the_same_bits_on_both_ways(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With slots, a first exchange and evaluation; mods see the Message API's records on both."""
-    seen: list[list[str]] = []
-
-    def mod(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
-        reply = call_next(message, context)
-        seen.append(
-            [message.metadata.message_type, *sorted(message.content), *sorted(reply.content)]
-        )
-        return reply
-
-    settings = {"lam": 0.1} if name == "RFedAvgPlus" else {}
-
-    def run() -> tuple[Any, Any]:
-        seen.clear()
-        strategy = getattr(fr, name)(seed=3, **settings)
-        client, data = getattr(fr, f"{name}Client"), make_clients()
-
-        def client_fn(context: Context) -> Any:
-            mine = data[int(context.node_config["partition-id"])]
-            return client(make_model(), mine, mine, device="cpu")
-
-        grid = InProcessGrid(client_app(client_fn, mods=[mod]), len(data))
-        models = train(strategy, client, model=make_model, clients=data, grid=grid)
-        return models, [list(s) for s in seen]
-
-    direct, mods = run()
-    monkeypatch.setattr(translation, "_is_plain", lambda client, kind: False)
-    flowers, theirs = run()
-    assert mods == theirs
-    for one, two in zip(direct, flowers, strict=True):
-        assert all(np.array_equal(one[n], two[n]) for n in two)
 
 
 def test_a_message_keeps_what_was_sent() -> None:

@@ -13,6 +13,7 @@ import time
 import uuid
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -142,21 +143,23 @@ def serverapp_killed(federation: Federation, folder: Path) -> Outcome:
 
 def superlink_killed(federation: Federation, folder: Path) -> Outcome:
     """The SuperLink is killed in round 2, and started again with its database."""
-
-    def kill() -> None:
-        federation.end("superlink")
-        federation.start_superlink()
-
-    return _server_killed(federation, folder, kill)
+    end = partial(federation.end, "superlink")
+    return _server_killed(federation, folder, end, federation.start_superlink)
 
 
-def _server_killed(federation: Federation, folder: Path, kill: Callable[[], object]) -> Outcome:
+def _server_killed(
+    federation: Federation,
+    folder: Path,
+    kill: Callable[[], object],
+    restart: Callable[[], object] = lambda: None,
+) -> Outcome:
     """Kill something of the server in round 2; then go on in a new run."""
     play = Play(federation, folder, "hold", 2, rounds=3, checkpoint_dir=str(folder / "checkpoints"))
     play.accident()
     began = time.time()
     kill()
     play.release()
+    restart()
     play.end("finished:failed")
     failed = time.time() - began
     sees = federation.status(play.runs[-1])[1]

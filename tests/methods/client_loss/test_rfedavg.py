@@ -69,19 +69,21 @@ def test_a_model_without_a_linear_layer_is_refused_with_a_way_out(client: Any) -
 
 def test_the_losses_are_the_papers() -> None:
     """Gradients alone cannot tell the mean of squared distances from the distance to the mean."""
-    features, table = (
-        torch.tensor([[1.0, 2.0], [3.0, 4.0]]),
-        torch.tensor([[0.0, 0], [1, 1], [5, 5]]),
-    )
-    ctx = ClientContext(start={}, lr=0.1, num_steps=1, features=features, client_id=2)
-    ids = torch.tensor([0, 1, 2])
-    table_ctx = ClientContext(**{**vars(ctx), "broadcast": {"ids": ids, "table": table}})
+    features = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    table = torch.tensor([[0.0, 0.0], [1.0, 1.0], [5.0, 5.0]])
+
+    def loss(term: Any, **broadcast: torch.Tensor) -> float:
+        ctx = ClientContext({}, 0.1, 1, features=features, client_id=2, broadcast=broadcast)
+        return float(term.loss(1.0, {}, ctx))
+
     # φ̄ = (2, 3): to (0, 0) 13, to (1, 1) 5; its own row is left out
-    assert FeatureTable(0.5).loss(1.0, {}, table_ctx) == pytest.approx(1 + 0.5 * (13 + 5) / 2)
-    mean_ctx = ClientContext(**{**vars(ctx), "broadcast": {"mean": torch.tensor([0.5, 0.5])}})
-    assert LeaveOneOutMean(0.5).loss(1.0, {}, mean_ctx) == pytest.approx(
-        1 + 0.5 * (1.5**2 + 2.5**2)
-    )
+    ids = torch.tensor([0, 1, 2])
+    for first, expected in ((0, (13 + 5) / 2), (1, 5.0), (2, 0.0)):
+        value = loss(FeatureTable(0.5), ids=ids[first:], table=table[first:])
+        assert value == pytest.approx(1 + 0.5 * expected)
+    assert loss(FeatureTable(0.5)) == loss(LeaveOneOutMean(0.5)) == 1.0  # nobody else is known
+    value = loss(LeaveOneOutMean(0.5), mean=torch.tensor([0.5, 0.5]))
+    assert value == pytest.approx(1 + 0.5 * (1.5**2 + 2.5**2))
 
 
 # The second exchange

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from torch import nn
 
 import flwr_regs as fr
 from flwr_regs.chain import chain
-from flwr_regs.client.local_training import local_round
+from flwr_regs.client.local_training import LocalTraining, local_round
 from flwr_regs.term import Term
 from flwr_regs.testing.problem import (
     Point,
@@ -30,14 +31,8 @@ def one_step(term: Term, model: nn.Module, **settings: Any) -> Any:
     return local_round(model, term, make_clients()[0], lr=0.1, steps=1, device="cpu", **settings)
 
 
-@pytest.mark.parametrize("term", [fr.LocalPerturbation(1.0), fr.GlobalPerturbation(1.0)])
-def test_batch_norms_statistics_are_those_of_the_first_gradient(term: Term) -> None:
-    start = make_model(batch_norm=True)
-    beside = {
-        n: p.detach() + 0.1 for n, p in start.named_parameters()
-    }  # what FedLESAM's client kept
-    kept = {"fedlesam": beside} if term.name == "fedlesam" else {}
-    moved = one_step(chain([term]), start, client=kept).state
+def test_batch_norms_statistics_are_those_of_the_first_gradient() -> None:
+    moved = one_step(fr.LocalPerturbation(1.0), make_model(batch_norm=True)).state
     plain = one_step(fr.Proximal(0.0), make_model(batch_norm=True)).state
     for n in ("1.running_mean", "1.running_var", "1.num_batches_tracked"):
         torch.testing.assert_close(moved[n], plain[n], rtol=0, atol=0)
@@ -63,6 +58,51 @@ def test_without_a_direction_there_is_no_perturbation() -> None:
     still = one_step(fr.GlobalPerturbation(0.3), make_model(), client=same).state
     plain = one_step(fr.GlobalPerturbation(0.0), make_model()).state
     close(still, plain, 1e-15)
+
+
+@dataclass(frozen=True)
+class Watching(Term):
+    """Sees where a step's loss is taken, and where corrections are."""
+
+    name: ClassVar[str] = "watching"
+    seen: ClassVar[list[Any]] = []
+
+    def loss(self, base: Any, params: Any, ctx: Any) -> Any:
+        self.seen.append({n: p.detach().clone() for n, p in params.items()})
+        return base
+
+    def correct(self, grads: Any, params: Any, ctx: Any) -> Any:
+        self.seen.append({n: p.clone() for n, p in params.items()})
+        return grads
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.LBFGS])
+def test_fedlesam_takes_one_gradient_a_step_at_the_perturbed_point(optimizer: Any) -> None:
+    """Also where the optimiser asks for it several times, as LBFGS; corrections are at v."""
+    model, passes, rho = make_model(), [0], 0.3
+    model.register_forward_hook(lambda *_: passes.__setitem__(0, passes[0] + 1))
+    kept = {n: p.detach() + 0.1 for n, p in model.named_parameters()}
+    slots = {"fedlesam": kept}
+    Watching.seen.clear()
+    term = chain([fr.GlobalPerturbation(rho), Watching()])
+    one_step(term, model, client=slots, optimizer=optimizer)
+    there, here = Watching.seen[::2], Watching.seen[1::2]
+    assert passes[0] == len(there) == len(here)
+    assert (len(there) == 1) == (optimizer is torch.optim.SGD)
+    norm = sum(0.01 * v.numel() for v in kept.values()) ** 0.5
+    for at, v in zip(there, here, strict=True):
+        for n in v:
+            torch.testing.assert_close(at[n], v[n] + rho * 0.1 / norm, rtol=0, atol=1e-12)
+
+
+def test_a_loop_that_moves_on_without_the_perturbation_is_refused() -> None:
+    model, (x, y) = make_model(), make_clients()[0][0]
+    kept = {n: p.detach() + 0.1 for n, p in model.named_parameters()}
+    how: dict[str, Any] = {"lr": 0.1, "steps": 1, "device": "cpu", "client": kept}
+    loop = LocalTraining(model, fr.GlobalPerturbation(0.3), make_clients()[0], **how)
+    output = model(x)
+    with pytest.raises(RuntimeError, match=r"perturbs the model .* use batches"):
+        loop.loss(nn.functional.cross_entropy(output, y), x, y, output)
 
 
 def test_half_precision_keeps_the_direction() -> None:

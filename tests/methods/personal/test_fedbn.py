@@ -14,9 +14,7 @@ from torch import nn
 
 import flwr_regs as fr
 from flwr_regs.testing.problem import SerialisingGrid, app_of, train
-from flwr_regs.wire import keys
-from flwr_regs.wire.records import from_record
-from tests.conftest import close, make_clients, make_model
+from tests.conftest import close, make_clients, make_model, remembered
 
 BN = {f"1.{n}" for n in ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")}
 MODEL, DATA = partial(make_model, batch_norm=True), make_clients(3)
@@ -62,10 +60,8 @@ def test_fedbn_equals_the_plain_loops_and_batch_norm_never_travels() -> None:
     close(models[-1], shared, 1e-12)
     assert grid.names == set(shared)  # in train and evaluate messages and replies alike
     for pid, model in enumerate(local):
-        records = grid._contexts[1000 + pid].state.array_records
-        (key,) = (k for k in records if k.endswith(keys.PRIVATE_KEY))
         own = {k: v for k, v in model.state_dict().items() if k in BN}
-        close(from_record(records[key]), own, 1e-12)
+        close(remembered(grid, pid)["regs"], own, 1e-12)
         model.load_state_dict(shared, strict=False)
         model.eval()
         with torch.no_grad():

@@ -17,6 +17,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 from torch import nn
 
 import flwr_regs as fr
+from flwr_regs.client import memory
 from flwr_regs.client.calibration import calibrate
 from flwr_regs.client.measure.classifier import find_classifier
 from flwr_regs.client.train.task import Task
@@ -315,21 +316,19 @@ def test_the_evaluated_own_model_can_be_loaded(name: str, tmp_path: Path) -> Non
 
 
 def test_a_disk_that_fails_costs_no_round(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from flwr_regs.client.memory import saved
+    write = memory.write_atomically
 
-    write = saved.Generation.write
-
-    def fails(self: Any, path: Path) -> None:
+    def fails(path: Path, chunks: Any) -> None:
         if path.name == "personal.safetensors":
             raise OSError(28, "No space left on device")
-        write(self, path)
+        write(path, chunks)
 
-    monkeypatch.setattr(saved.Generation, "write", fails)
+    monkeypatch.setattr(memory, "write_atomically", fails)
     strategy, client = fr.Ditto(seed=2), partial(fr.DittoClient, save_private=tmp_path)
     train(strategy, client, rounds=2, clients=make_clients(3))
     assert [e["not_saved"] for e in strategy.history] == [[0, 1, 2]] * 2
     assert len(strategy.history[-1]["evaluate"]["clients"]) == 3
-    with pytest.raises(ValueError, match="clients of Ditto keep no entries of the model"):
+    with pytest.raises(ValueError, match="clients of this method keep no entries of the model"):
         fr.load_private(tmp_path, 0)
 
 

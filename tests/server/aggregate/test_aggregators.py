@@ -122,13 +122,6 @@ def test_krum_tells_vectors_apart_that_are_near_each_other_and_far_from_zero(off
     assert found[4, 7] == 0
 
 
-def test_the_mean_weighs_and_names_nobody() -> None:
-    x, p = matrix(5), np.array([0.1, 0.2, 0.3, 0.15, 0.25])
-    found = fr.Mean().aggregate(vectors(x), p)
-    np.testing.assert_allclose(found.vector, oracle.mean(x.tolist(), p.tolist()), rtol=1e-12)
-    assert (found.selected, list(found.bounded)) == (None, [])
-
-
 @pytest.mark.parametrize(
     ("aggregator", "n"), [(fr.Krum(1), 3), (fr.Krum(2, 4), 5), (fr.Krum(0), 2)], ids=repr
 )
@@ -201,7 +194,7 @@ def network(
             {
                 keys.METHOD_KEY: method,
                 keys.BUFFERS_KEY: mask(STATISTICS, arrays),
-                keys.KEEPS_KEY: True,
+                keys.KEEPS_KEY: "state",
             },
             {"num-examples": k + 1, "local-steps": min(k + 1, 4), "planned-steps": 4},
         )

@@ -306,6 +306,8 @@ def test_the_last_entry_of_the_history_may_still_change(tmp_path: Path) -> None:
     history[-1]["stopped"] = "so be it"  # type: ignore[assignment]
     mine.save(1, STATE, history)
     assert latest(tmp_path).history == [{"round": 1, "stopped": "so be it"}]
+    with pytest.raises(TypeError, match="history of entry 1 holds arrays"):
+        mine.save(2, STATE, [*history, {"round": 2, "loss": np.ones(2)}])
 
 
 def test_a_resumed_training_goes_on_and_a_snapshot_stays_as_it_was() -> None:

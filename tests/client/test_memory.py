@@ -1,13 +1,14 @@
-"""Client state is a transaction: a slot counts if the server used the round's reply."""
+"""What a client remembers: the rule, against a plain statement of it; and through Flower's messages."""
 
 from __future__ import annotations
 
-import itertools
+import os
+import random
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
-import numpy as np
 import pytest
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
@@ -23,14 +24,189 @@ from flwr_regs import (
     Term,
     client_app,
 )
-from flwr_regs.abilities import Compresses, Folds, Personalises, Probes, TakesBack
+from flwr_regs.abilities import Personalises, Probes, TakesBack
 from flwr_regs.chain import chain
-from flwr_regs.client.memory.state import ClientState
+from flwr_regs.client.memory import Folder, begin, end, label, latest
 from flwr_regs.testing.problem import RepeatingGrid
 from flwr_regs.wire import keys
-from tests.conftest import budgeted, close, make_clients, make_model, run
+from tests.conftest import budgeted, close, make_clients, make_model, remembered, run
 
 Arrays = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class IfUsed(Term):
+    name: ClassVar[str] = "if-used"
+
+
+@dataclass(frozen=True)
+class Always(Term):
+    name: ClassVar[str] = "always"
+    keeps: ClassVar[str] = "always"
+
+
+@dataclass(frozen=True)
+class Back(Term, TakesBack):
+    """Notes which rounds were not used."""
+
+    name: ClassVar[str] = "back"
+
+    def unused(self, before: Any, after: Any) -> Any:
+        return {"n": torch.cat([after["n"], -after["n"][-1:]])}
+
+
+METHOD = chain([IfUsed(), Always(), Back()])
+NAMES = ("if-used", "always", "back", "regs")
+Course = list[tuple[int, float, bool]]
+"""The rounds of a client whose replies came: (round, the id of its training, whether it was used)."""
+
+
+def stated(course: Course) -> dict[str, list[float]]:
+    """The state of round t is what the course of used rounds says."""
+    came = [i for _, i, _ in course]
+    back = [x for _, i, used in course for x in ([i] if used else [i, -i])]
+    return {
+        "if-used": [x for k, (_, x, used) in enumerate(course) if used],
+        "always": came,
+        "regs": came,
+        "back": back,
+    }
+
+
+class Crash(BaseException):
+    """The client's process dies."""
+
+
+class Client:
+    """One client of one training: a node's memory, and a folder if it has one."""
+
+    def __init__(self, root: Path | None, start: str) -> None:
+        self.root, self.start = root, start
+        self.node: dict[str, bytes] = {}
+
+    def train(self, number: int, course: Course, ident: float, crash: int = 0) -> Any:
+        """Train a round; return what it began with. The process may die before its disk is written."""
+        config: dict[str, Any] = {keys.ROUND_KEY: number, keys.START_KEY: self.start}
+        config |= {keys.CLIENT_KEY: 0, keys.METHOD_KEY: "m"}
+        if course:
+            used = max([n for n, _, u in course if u], default=0)
+            config |= {keys.CAME_KEY: course[-1][0], keys.USED_KEY: used}
+        folder = None if self.root is None else Folder(self.root, config)
+        held = self.node if folder is None else folder.completed(self.node, config)
+        begun = begin(held, METHOD, config, withholds=True)
+        slots = {**begun.slots, "regs": begun.private or {}}
+        grown = {t: _grown(slots.get(t, {}), ident) for t in NAMES}
+        private = grown.pop("regs")
+        new = end(held, config, grown, private, "m")
+        assert len(new) <= 3
+        if folder is not None:
+            with dying(crash):
+                assert folder.write(new, config)
+        self.node = new
+        kept = latest(new, config, withholds=True)
+        assert kept.lost == []
+        assert kept.slots["always"]["n"][-1] == kept.private["n"][-1] == ident
+        return begun
+
+
+def _grown(slot: dict[str, Any], ident: float) -> dict[str, Any]:
+    return {"n": torch.cat([slot.get("n", torch.zeros(0)), torch.tensor([ident])])}
+
+
+class dying:
+    """Raises Crash before the k-th change of the disk; 0: never."""
+
+    def __init__(self, k: int) -> None:
+        self.left, self.real = k, (os.replace, os.unlink)
+
+    def __enter__(self) -> None:
+        def counting(real: Any) -> Any:
+            def change(*args: Any, **how: Any) -> Any:
+                self.left -= 1
+                if self.left == 0:
+                    raise Crash
+                return real(*args, **how)
+
+            return change
+
+        os.replace, os.unlink = map(counting, self.real)  # type: ignore[assignment]
+
+    def __exit__(self, *_: Any) -> None:
+        os.replace, os.unlink = self.real
+
+
+def found(begun: Any) -> dict[str, list[float]]:
+    slots = {**begun.slots, "regs": begun.private or {}}
+    return {t: [float(x) for x in slots.get(t, {}).get("n", ())] for t in NAMES}
+
+
+FATES = ["used", "used", "unused", "lost", "failed", "absent", "crash", "other"]
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_a_round_begins_with_what_the_course_of_used_rounds_says(seed: int, tmp_path: Path) -> None:
+    """Lost and unused replies, repeated rounds, crashes, restarts, two trainings in turn: never a loss."""
+    rng, disk = random.Random(seed), seed % 2 == 1
+    root = tmp_path if disk else None
+    clients = [Client(root, start) for start in ("a", "b")]
+    courses: list[Course] = [[], []]
+    numbers, at, ident = [1, 1], 0, 0.0
+    for _ in range(40):
+        fate, course, client = rng.choice(FATES), courses[at], clients[at]
+        if fate == "other":  # each training has a memory of its own
+            at = 1 - at
+        elif fate == "absent":
+            numbers[at] += 1
+        else:
+            ident += 1
+            crash = rng.randint(1, 4) if fate == "crash" and disk else 0
+            try:
+                begun = client.train(numbers[at], course, ident, crash)
+            except Crash:
+                begun, client.node = None, {}
+            if begun is not None:
+                assert begun.lost == []
+                assert found(begun) == stated(course)
+            if disk and rng.random() < 0.3:
+                client.node = {}  # the node restarts
+            if fate in ("used", "unused"):
+                course.append((numbers[at], ident, fate == "used"))
+            if fate in ("used", "unused", "lost"):
+                numbers[at] += 1  # else the server tries the round again
+
+
+def test_resumed_from_any_checkpoint_a_client_is_right_or_says_that_it_is_not() -> None:
+    losses = 0
+    for seed in range(40):
+        rng, client = random.Random(seed), Client(None, "a")
+        checkpoints: list[Course] = [[]]
+        for ident in range(1, 40):
+            if rng.random() < 0.2:  # the client may be ahead by many rounds
+                checkpoints = checkpoints[: rng.randint(1, len(checkpoints))]
+            course, number = checkpoints[-1], len(checkpoints)
+            begun = client.train(number, course, ident)
+            if begun.lost:
+                losses += 1
+                client.node, checkpoints = {}, [[]]
+                continue
+            assert found(begun) == stated(course)
+            checkpoints.append([*course, (number, ident, rng.random() < 0.7)])
+    assert losses > 20
+
+
+def test_what_a_first_exchange_keeps_belongs_to_its_round() -> None:
+    one = {"if-used": {"n": torch.ones(1)}}
+    probe = {keys.ROUND_KEY: 2, keys.PROBE_KEY: True, keys.USED_KEY: 1, keys.CAME_KEY: 1}
+    train = {k: v for k, v in probe.items() if k != keys.PROBE_KEY}
+    held = end({}, {keys.ROUND_KEY: 1}, {"if-used": {"n": torch.zeros(1)}})
+    asked = end(held, probe, one)
+    assert begin(asked, METHOD, probe).slots["if-used"]["n"] == 0
+    for _ in range(2):  # a repeated message, too
+        assert begin(asked, METHOD, train).slots["if-used"]["n"] == 1
+        asked = end(asked, train, {})
+    later = {**train, keys.ROUND_KEY: 3}
+    assert begin(asked, METHOD, later).slots["if-used"]["n"] == 0
+    assert set(end(asked, later, {})) == {label(1), label(3)}
 
 
 @dataclass(frozen=True)
@@ -50,39 +226,6 @@ class Count(Term):
 @dataclass(frozen=True)
 class CountAlways(Count):
     keeps: ClassVar[str] = "always"
-
-
-@dataclass(frozen=True)
-class Return(Count, TakesBack):
-    """Adds what was sent and not used to its slot."""
-
-    name: ClassVar[str] = "return"
-
-    def finish(self, delta: Arrays, ctx: ClientContext) -> Any:
-        before = ctx.client.get("n", torch.zeros((), dtype=torch.float64))
-        return delta, {"n": before}, {"n": before + 100}
-
-    def unused(self, before: Any, after: Any, sent: Arrays) -> Any:
-        return {"n": after["n"] - 100 + sum(s.sum() for s in sent.values())}
-
-
-@dataclass(frozen=True)
-class Code(Term, Compresses):
-    """Sends updates as plain doubles, in a code of its own."""
-
-    name: ClassVar[str] = "code"
-
-    def finish(self, delta: Arrays, ctx: ClientContext) -> Any:
-        return {n: 2 * d for n, d in delta.items()}, {}, {}
-
-    def encode(self, update: Any) -> bytes:
-        return b"".join(a.astype("<f8").tobytes() for a in update.values())
-
-    def decode(self, data: bytes, like: Any) -> Any:
-        flat, out = torch.frombuffer(bytearray(data), dtype=torch.float64), {}
-        for n, a in like.items():
-            out[n], flat = flat[: a.size].reshape(a.shape).numpy(), flat[a.size :]
-        return out
 
 
 DROPPED = [{}, {1: 1}, {1: 2}, {}]  # client 1 is incomplete, and dropped, in rounds 2 and 3
@@ -120,37 +263,6 @@ def test_a_round_that_was_not_used_has_not_been(kind: Any, last: int) -> None:
     assert [float(s["0"]) for s in seen] == [0, 1, 2, 3]
     assert float(seen[0]["1"]) == 0
     assert float(seen[3]["1"]) == last  # one used round before, of three
-
-
-@pytest.mark.parametrize("coded", [False, True])
-def test_an_update_that_was_not_used_is_taken_back(coded: bool) -> None:
-    """What `unused` gets is what was sent: the update of the last term, whatever its code."""
-    data = make_clients()
-    terms: list[Term] = [Return(), *([Code()] if coded else [])]
-    strategy = RegStrategy(terms, seed=3, incomplete="drop", fraction_evaluate=0.0)
-    client = budgeted(RegClient, [{}, {1: 1}, {}])
-    models = []
-
-    class Watching(InProcessGrid):
-        def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-            messages = list(messages)
-            if messages and messages[0].metadata.message_type == "train":
-                arrays = messages[0].content.array_records["arrays"]
-                models.append({n: torch.from_numpy(a.numpy().copy()) for n, a in arrays.items()})
-            return super().push_messages(messages)
-
-    def client_fn(context: Any) -> Any:
-        mine = data[context.node_config["partition-id"]]
-        return client(make_model(), mine, device="cpu", terms=[type(t) for t in terms])
-
-    run(strategy, RegClient, rounds=3, grid=Watching(client_app(client_fn), 4))
-    model = make_model()
-    model.load_state_dict(models[1])  # what client 1 trained from, for one step, in round 2
-    x, y = data[1][0]
-    torch.nn.functional.cross_entropy(model(x), y).backward()
-    moved = sum(-0.2 * p.grad.sum() for p in model.parameters()) * (2 if coded else 1)
-    got = float(strategy.training.model.server["return"]["1"])
-    assert got == pytest.approx(100 + float(moved), abs=1e-10)
 
 
 def test_a_client_that_lost_its_state_is_named() -> None:
@@ -282,81 +394,6 @@ def test_a_probes_slot_is_there_in_its_round_and_pending_with_it() -> None:
 
 
 @dataclass(frozen=True)
-class Picky(Term, Folds):
-    """Cannot fold what client 2 sends in round 2."""
-
-    name: ClassVar[str] = "picky"
-
-    def finish(self, delta: Arrays, ctx: ClientContext) -> Any:
-        return delta, {"id": torch.tensor(ctx.client_id)}, {}
-
-    def fold(self, acc: Any, pid: int, delta: Any, upload: Any, weight: Any, ctx: Any) -> Any:
-        if upload["id"] == 2 and ctx.round == 2:
-            raise KeyError("two")
-        return {**acc, str(pid): weight}
-
-    def update(self, server: Any, delta: Arrays, uploads: Any, ctx: Any) -> Any:
-        return uploads, delta
-
-
-def test_an_upload_that_cannot_be_folded_costs_its_client_alone() -> None:
-    ends = []
-    for done, terms in (([{}, {}, {}], [Picky]), ([{}, {2: 0}, {}], [])):
-        strategy = RegStrategy([t() for t in terms], seed=3, fraction_evaluate=0.0)
-        ends.append(run(strategy, budgeted(RegClient, done), rounds=3, terms=terms))
-        assert strategy.history[1]["replies"] == [0, 1, 3]
-        if terms:
-            assert "its upload cannot be used: 'two'" in strategy.history[1]["failures"][2]
-            weights = strategy.training.model.server["picky"]
-            assert list(weights) == ["0", "1", "2", "3"]
-            assert sum(weights.values()) == pytest.approx(1)
-    close(ends[0], ends[1], 0.0)
-
-
-@dataclass(frozen=True)
-class Coarse(Term, Compresses):
-    """Codes updates and steps as half precision: a code that loses something."""
-
-    name: ClassVar[str] = "coarse"
-
-    def finish(self, delta: Arrays, ctx: ClientContext) -> Any:
-        return dict(delta), {}, {}
-
-    def release(self, server: Any, step: Arrays, ctx: Any) -> Any:
-        return server, dict(step)
-
-    def encode(self, update: Any) -> bytes:
-        return b"".join(np.asarray(a, "<f2").tobytes() for a in update.values())
-
-    def decode(self, data: bytes, like: Any) -> Any:
-        flat, out = np.frombuffer(data, "<f2"), {}
-        for n, a in like.items():
-            out[n], flat = flat[: a.size].reshape(a.shape).astype(a.dtype), flat[a.size :]
-        return out
-
-
-def test_the_server_moves_by_what_its_code_says() -> None:
-    """So a client that adds the decoded step has the server's model, to the bit."""
-    strategy = RegStrategy([Coarse()], seed=3, fraction_evaluate=0.0)
-    models = [{n: p.detach().numpy() for n, p in make_model().named_parameters()}]
-    train = strategy.aggregate_train
-
-    def watched(number: int, replies: Any) -> Any:
-        result = train(number, replies)
-        models.append({n: a.numpy() for n, a in strategy.arrays.items()})
-        return result
-
-    strategy.aggregate_train = watched  # type: ignore[method-assign]
-    run(strategy, RegClient, rounds=4, terms=[Coarse])
-    for was, now in itertools.pairwise(models):
-        for n in was:
-            step = now[n] - was[n]
-            np.testing.assert_allclose(step, step.astype(np.float16), rtol=0, atol=1e-15)
-    for entry in strategy.history[1:]:
-        assert entry["bytes_down"][0] < 0.8 * strategy.history[0]["bytes_down"][0]
-
-
-@dataclass(frozen=True)
 class AskedAlways(Asked):
     """Its probe's slot counts at once."""
 
@@ -364,7 +401,7 @@ class AskedAlways(Asked):
 
 
 @dataclass(frozen=True)
-class ReturnAll(Return):
+class ReturnAll(Count, TakesBack):
     """Sends its slot with the update, and keeps what it does not send: half of both."""
 
     def finish(self, delta: Arrays, ctx: ClientContext) -> Any:
@@ -372,8 +409,8 @@ class ReturnAll(Return):
         sent = {n: w / 2 for n, w in whole.items()}
         return sent, {"n": sum(w.sum() for w in whole.values())}, sent
 
-    def unused(self, before: Any, after: Any, sent: Arrays) -> Any:
-        return {n: r + sent[n] for n, r in after.items()}
+    def unused(self, before: Any, after: Any) -> Any:
+        return {n: 2 * half for n, half in after.items()}
 
 
 KINDS = [Count, CountAlways, ReturnAll, Mine, Asked, AskedAlways]
@@ -398,35 +435,16 @@ def test_a_repeated_round_has_been_once(kind: Any) -> None:
         strategy = RegStrategy(terms, seed=3, incomplete="drop", fraction_evaluate=0.0)
         start = ArrayRecord(make_model(batch_norm=True).state_dict())
         strategy.start(grid, start, 4, train_config=ConfigRecord({"lr": 0.2, "local-epochs": 2}))
-        states = [c.state.array_records for c in grid._contexts.values()]
         mine = [
-            {(key.split(".", 4)[4], n): a.numpy() for key in s for n, a in s[key].items()}
-            for s in states
+            {(t, n): a.numpy() for t, slot in remembered(grid, k).items() for n, a in slot.items()}
+            for k in range(4)
         ]
         ends.append((strategy.training.model.model, *mine))
         assert strategy.history[2]["replies"] == [0, 2, 3]
         assert not any(e["lost_state"] + e["lost_private"] for e in strategy.history)
-    assert any(key.endswith("private.client") for key, _ in ends[0][1])
+    assert any(t == "regs" for t, _ in ends[0][1])
     for once, often in zip(*ends, strict=True):
         close(once, often, 0.0)
-
-
-def entered(state: ClientState, number: int, used: int | None) -> tuple[Any, bool]:
-    config = {keys.ROUND_KEY: number, **({} if used is None else {keys.USED_KEY: used})}
-    after, lost = state.entering(chain([Count()]), config, {})
-    return float(after.settled.get("count", {}).get("n", torch.tensor(-1.0))), lost
-
-
-def test_slots_of_another_course_of_the_training_are_lost() -> None:
-    """Settled up to round 5, pending of round 8: the server resumes at one of its checkpoints."""
-    slot = {"count": {"n": torch.tensor(5.0)}}
-    state = ClientState(slot, {"count": {"n": torch.tensor(8.0)}}, 8, reaches=5)
-    assert entered(state, 9, 8) == (8.0, False)
-    assert entered(state, 9, 5) == (5.0, False)
-    assert entered(state, 8, 5) == (5.0, False)
-    assert entered(state, 6, 5) == (5.0, False)
-    assert entered(state, 5, 4) == (-1.0, True)  # it depends on round 5, which is repeated
-    assert entered(state, 12, 11) == (-1.0, True)  # it has lost round 11
 
 
 def test_a_client_that_cannot_go_back_far_enough_is_named() -> None:
@@ -438,7 +456,7 @@ def test_a_client_that_cannot_go_back_far_enough_is_named() -> None:
             for m in messages:
                 config = m.content.config_records.get("config")
                 if config and config[keys.ROUND_KEY] == 4:
-                    config[keys.ROUND_KEY] = 2
+                    config.update({keys.ROUND_KEY: 2, keys.USED_KEY: 1, keys.CAME_KEY: 1})
             return super().push_messages(messages)
 
     data = make_clients()
@@ -450,5 +468,6 @@ def test_a_client_that_cannot_go_back_far_enough_is_named() -> None:
     terms = [CountAlways(), Private("0.bias")]
     strategy = RegStrategy(terms, seed=3, fraction_evaluate=0.0)
     run(strategy, RegClient, rounds=5, grid=Late(client_app(client_fn), 4))
-    named = [e.get("state_ahead", []) for e in strategy.history]
-    assert named == [[], [], [], [0, 1, 2, 3], []]
+    for kind in ("lost_state", "lost_private"):
+        named = [e[kind] for e in strategy.history]
+        assert named[:4] == [[], [], [], [0, 1, 2, 3]]

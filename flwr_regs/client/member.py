@@ -1,0 +1,410 @@
+"""A client in a round: `begin` makes it of a message, `end` makes its reply. Plain torch and numpy.
+
+The NumPyClient (flower/client.py), a user's own training loop (flower/client_round.py) and the stack
+(flower/grids/stacked_clients.py) share the pair. In between, whoever trains reads the :class:`Member`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from flwr_regs.abilities import Compresses
+from flwr_regs.chain import Chain, chain
+from flwr_regs.client import memory
+from flwr_regs.client.loading import Layout, Pins, check_custody, load
+from flwr_regs.client.measure.context_functions import Measures
+from flwr_regs.client.memory import Begun, Folder, Memory, Root, to_numpy
+from flwr_regs.client.train.batches import (
+    Batches,
+    batch_size,
+    count_batches,
+    count_examples,
+    to_device,
+)
+from flwr_regs.client.train.batches import label_counts as count_labels
+from flwr_regs.client.train.client_result import LocalResult
+from flwr_regs.client.train.optimizer import KeptOptimizer
+from flwr_regs.client.train.task import Task
+from flwr_regs.client.train.trainable import private_entries, trained_parameters
+from flwr_regs.term import Slot, Term
+from flwr_regs.wire import keys
+from flwr_regs.wire.arrays import ForeignStrategy, NDArrays, ProtocolError, in_code_order, mask
+from flwr_regs.wire.config import check_evaluate_config, check_train_config
+from flwr_regs.wire.delta import decoded_model
+from flwr_regs.wire.parcel import Parcel
+
+Terms = Sequence[type[Term]]
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Who a client is, whatever round it takes part in.
+
+    Attributes
+    ----------
+    method, terms : str, sequence of Term classes
+        Its method.
+    who : str
+        The name of its class, for errors.
+    private : str or sequence of str
+        Patterns of the entries that it keeps to itself.
+    folder : str or path, optional
+        Where it saves what it remembers.
+    keeps_optimizer : bool
+        Whether its optimiser goes on with its state.
+    """
+
+    method: str
+    terms: Terms
+    who: str
+    private: Pins = ()
+    folder: Root = None
+    keeps_optimizer: bool = False
+
+
+@dataclass(frozen=True)
+class Member:
+    """A client in a round: its message, checked, and what it remembers.
+
+    Attributes
+    ----------
+    who, term : Identity, Chain
+        The client; its method with this round's hyper-parameters.
+    config, arrays : mapping, NDArrays
+        The round's config and the global model.
+    layout : Layout
+    broadcast : Slot
+        By term name.
+    memory, begun : Memory, Begun
+        What the client remembers, and what of it the round begins with.
+    """
+
+    who: Identity
+    term: Chain
+    config: Mapping[str, Any]
+    arrays: NDArrays
+    layout: Layout
+    broadcast: Slot
+    memory: Memory
+    begun: Begun
+
+    @property
+    def probing(self) -> bool:
+        """Whether this is a round's first exchange."""
+        return bool(self.config.get(keys.PROBE_KEY))
+
+    @property
+    def rebuilt(self) -> NDArrays | None:
+        """The model, if it came in the method's code: the node keeps it for the next round."""
+        return self.arrays if self.config.get(keys.DOWNLINK_KEY) == "coded" else None
+
+    @property
+    def duration(self) -> dict[str, Any]:
+        """The round's parameters for :class:`flwr_regs.client.local_training.LocalTraining`."""
+        return {
+            "lr": self.config["lr"],
+            "epochs": self.config.get("local-epochs"),
+            "steps": self.config.get("local-steps"),
+            "broadcast": self.broadcast,
+            "client": self.begun.slots,
+            "client_id": self.config.get(keys.CLIENT_KEY, -1),
+            "config": plain(self.config),
+        }
+
+
+def begin(message: Parcel, held: Memory, model: nn.Module, who: Identity) -> Member:
+    """Return a client in the round of a message; `model` then holds ``w_t`` and its private entries.
+
+    `held` is what the node remembers.
+
+    Raises
+    ------
+    ForeignStrategy
+        The strategy is not of this package.
+    ProtocolError
+        The strategy is for another method or protocol version, does not withhold a pinned entry, or its
+        arrays do not fit the model.
+    ValueError
+        The config lacks a key, or holds an unknown one.
+    """
+    config = message.config
+    term = method_of(who, config)
+    check_custody(who.private, model, term)
+    arrays = {**message.records[keys.ARRAYS]}
+    if who.folder is not None:
+        held = Folder(who.folder, config).completed(held, config)
+    step = message.records.get(keys.STEP)
+    if config.get(keys.DOWNLINK_KEY) == "coded":
+        coder = term.coder("release")
+        if coder is None:
+            raise ProtocolError(
+                "the strategy sends coded steps, but this method has no code for them"
+            )
+        arrays, step = decoded_model(config, arrays, coder.decode)
+    begun = memory.begin(held, term, config, bool(private_entries(model, term)))
+    layout = load(model, term, arrays, config, begun.private)
+    broadcast = broadcast_of(term, message.records, step, layout.trained, config)
+    return Member(who, term, config, arrays, layout, broadcast, held, begun)
+
+
+def broadcast_of(
+    term: Chain,
+    records: Mapping[str, Mapping[str, np.ndarray]],
+    step: Mapping[str, np.ndarray] | None,
+    trained: Collection[str],
+    config: Mapping[str, Any],
+) -> Slot:
+    """Return the terms' broadcasts: those that came, and those that follow from the last global step."""
+    steps = {n: torch.from_numpy(np.array(a)) for n, a in (step or {}).items() if n in trained}
+    slots = {} if step is None else term.recover(steps, config[keys.PREVIOUS_LR_KEY])
+    for t in term.terms:
+        record = records.get(f"{t.name}.broadcast", {})
+        came = {k: torch.from_numpy(np.array(a)) for k, a in record.items()}
+        if came:  # beside what is recovered, such as what came for this client alone
+            slots[t.name] = {**slots.get(t.name, {}), **came}
+    return slots
+
+
+def end(
+    member: Member,
+    result: LocalResult,
+    own_model: Callable[..., NDArrays] = lambda **_: {},
+) -> tuple[Parcel, Memory]:
+    """Return (the reply, what the client remembers from now on).
+
+    A coded update travels in the config; then the arrays are only buffers that changed. `own_model` makes
+    this client's own model of the round's `lr` and `config`, where the client saves it.
+    """
+    given, layout, term = member.arrays, member.layout, member.term
+    buffers = [n for n in given if n not in layout.trained]
+    config: dict[str, Any] = {
+        keys.METHOD_KEY: member.who.method,
+        keys.BUFFERS_KEY: mask(buffers, given),
+    }
+    if layout.frozen_digest and keys.FROZEN_DIGEST_KEY not in member.config:
+        config[keys.FROZEN_DIGEST_KEY] = layout.frozen_digest  # the server has yet to know
+    if result.output_layer is not None:
+        config[keys.LAYER_KEY] = result.output_layer
+    if layout.tied:
+        config[keys.TIED_KEY] = json.dumps(layout.tied)
+    metrics = {
+        "train-loss": result.loss,
+        "local-steps": result.num_steps,
+        "planned-steps": result.planned_steps,
+        "examples-processed": result.examples_processed,
+        "num-examples": result.num_examples,
+    }
+    new = {n: to_numpy(result.state[n]).astype(a.dtype, copy=False) for n, a in given.items()}
+    if (coder := term.coder("finish")) is not None:
+        sent = {n: to_numpy(d).astype(given[n].dtype) for n, d in result.delta.items()}
+        config[keys.UPDATE_KEY] = coder.encode(in_code_order(sent, sent))
+        own = [n for n in buffers if n not in layout.tied]
+        new = {n: new[n] for n in own if not np.array_equal(new[n], given[n])}
+    held = member.memory
+    if result.num_steps:  # a client that took none is as it was
+        private = {n: result.state[n] for n in layout.private}
+        held = memory.end(held, member.config, result.client, private, member.who.method)
+        if kept := memory.kinds(member.config, result.client, private):
+            config[keys.KEEPS_KEY] = ",".join(kept)
+    config |= _said(member, held)
+    if member.who.folder is not None:
+        own_arrays = own_model(lr=member.config["lr"], config=plain(member.config))
+        folder = Folder(member.who.folder, member.config)
+        if own_arrays and not folder.write_personal(own_arrays):
+            config[keys.UNSAVED_KEY] = True
+    return Parcel({keys.ARRAYS: new, **_uploads(result.upload)}, config, metrics), held
+
+
+def probe(
+    member: Member,
+    model: nn.Module,
+    data: Batches,
+    device: torch.device,
+    classifier: str | None,
+    task: Task,
+) -> tuple[Parcel, Memory]:
+    """Return (the reply to the first exchange, the terms' probes at ``w_t``; what is remembered)."""
+    upload, slots = first_exchange(
+        model,
+        member.term,
+        data,
+        task,
+        lr=member.config["lr"],
+        device=device,
+        classifier=classifier,
+        client=member.begun.slots,
+        client_id=member.config.get(keys.CLIENT_KEY, -1),
+        config=plain(member.config),
+    )
+    return end_probe(member, upload, slots, count_examples(task.pairs(data)))
+
+
+def end_probe(
+    member: Member, upload: Slot, slots: Slot, num_examples: int
+) -> tuple[Parcel, Memory]:
+    """Return (the reply to the first exchange, what the client remembers from now on)."""
+    held = memory.end(member.memory, member.config, slots, None, member.who.method)
+    config = {keys.METHOD_KEY: member.who.method, **_said(member, held)}
+    return Parcel(_uploads(upload), config, {"num-examples": num_examples}), held
+
+
+def _said(member: Member, held: Memory) -> dict[str, Any]:
+    """Write what the client remembers from now on; return what the reply says of losses."""
+    said: dict[str, Any] = {}
+    if member.begun.lost:
+        said[keys.LOST_KEY] = ",".join(member.begun.lost)
+    if member.who.folder is not None:
+        folder = Folder(member.who.folder, member.config)
+        if held is not member.memory and not folder.write(held, member.config):
+            said[keys.UNSAVED_KEY] = True
+    return said
+
+
+def _uploads(slots: Slot) -> dict[str, NDArrays]:
+    return {
+        f"{name}.upload": {k: to_numpy(a) for k, a in slot.items()}
+        for name, slot in slots.items()
+        if slot
+    }
+
+
+def evaluated(
+    message: Parcel, held: Memory, model: nn.Module, who: Identity
+) -> tuple[Chain, Slot, dict[str, Any]]:
+    """Load the model of an evaluation; return (the method, its slots, what the reply says of losses).
+
+    The method is a chain without terms if it is not this client's. Raises ProtocolError as `begin` does.
+    """
+    config = message.config
+    term = evaluated_term(who, config)
+    check_custody(who.private, model, term)
+    if who.folder is not None and keys.START_KEY in config and not held:
+        held = Folder(who.folder, config).newest()
+    withholds = bool(term.private(list(model.state_dict())))
+    begun = memory.latest(held, config, withholds)
+    load(model, term, {**message.records[keys.ARRAYS]}, config, begun.private)
+    return term, begun.slots, {keys.LOST_KEY: ",".join(begun.lost)} if begun.lost else {}
+
+
+def first_exchange(
+    model: nn.Module,
+    term: Chain,
+    data: Batches,
+    task: Task,
+    *,
+    lr: float,
+    device: torch.device,
+    classifier: str | None,
+    client: Slot,
+    client_id: int,
+    config: Mapping[str, Any],
+) -> tuple[Slot, Slot]:
+    """Return the terms' (uploads, client slots) of a first exchange, on the CPU; `model` holds ``w_t``."""
+    pairs = task.pairs(data)
+    count_batches(pairs)  # raises if there is no data
+    model.to(device)
+    private = private_entries(model, term)
+    trained = trained_parameters(model, term)
+    with torch.random.fork_rng(devices=[]):
+        _, targets = next(iter(pairs))
+    needs = {need for t in term.terms for need in t.needs}
+    ctx = Measures(model, pairs, task, device, classifier).context(
+        {n: p.detach() for n, p in trained.items() if n not in private},
+        lr,
+        num_steps=0,
+        client=to_device(client, device),
+        label_counts=count_labels(pairs).to(device) if "label_counts" in needs else None,
+        client_id=client_id,
+        batch_size=batch_size(targets),
+        config=config,
+    )
+    upload, kept = term.probe(ctx)
+    return to_device(upload, "cpu"), to_device(kept, "cpu")
+
+
+def evaluated_term(who: Identity, config: Mapping[str, Any]) -> Chain:
+    """Return the method of an evaluate config; a chain without terms if it is not this client's method.
+
+    Raises ValueError naming an unknown or wrong key.
+    """
+    own = {k: v for k, v in config.items() if not k.startswith("regs.")}
+    ours = config.get(keys.METHOD_KEY) == who.method
+    term = chain(_built(who, config) if ours else [])
+    check_evaluate_config(own, also=list(term.config()))
+    return term
+
+
+@contextlib.contextmanager
+def seeded(seed: Any, device: torch.device) -> Iterator[None]:
+    """Seed torch for one client and round; leave the process's own random state as it was.
+
+    All that draws from torch, such as shuffling and dropout, then depends on (seed, round, partition)
+    alone. Data that draws from numpy or `random` must seed these itself. An accelerator is seeded if the
+    client is on it, or if this process has used it before.
+    """
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        if device.type != "cpu" or _accelerated():
+            torch.manual_seed(seed)
+        else:  # the same, without a traceback that torch formats for each kind of accelerator
+            torch.default_generator.manual_seed(int(seed))
+        yield
+
+
+def _accelerated() -> bool:
+    """Whether this process has an accelerator in use, which may draw from generators of its own."""
+    if (found := _accelerator()) is None:
+        return False
+    started = getattr(torch.get_device_module(found), "is_initialized", None)
+    return started is None or bool(started())
+
+
+@functools.cache
+def _accelerator() -> torch.device | None:
+    return torch.accelerator.current_accelerator(check_available=True)
+
+
+def method_of(who: Identity, config: Mapping[str, Any]) -> Chain:
+    """Check that the config is for this client's method; return the method with its parameters."""
+    me = f"this client is {who.who} ({who.method})"
+    if keys.METHOD_KEY not in config:
+        raise ForeignStrategy(
+            f"{me}, but the strategy named no method; use flwr_regs.{who.method.partition('+')[0]} or "
+            "RegStrategy"
+        )
+    if config[keys.METHOD_KEY] != who.method:
+        raise ProtocolError(
+            f"{me}, but the strategy runs '{config[keys.METHOD_KEY]}'; "
+            "the strategy and the client must be of the same method"
+        )
+    if config.get(keys.PROTOCOL_KEY) != keys.PROTOCOL:
+        raise ProtocolError(
+            f"{me} and speaks protocol {keys.PROTOCOL}, but the strategy speaks "
+            f"{config.get(keys.PROTOCOL_KEY)}; install the same flwr-regs version on both sides"
+        )
+    term = chain(_built(who, config))
+    own = {k: v for k, v in config.items() if not k.startswith("regs.")}
+    check_train_config(own, also=list(term.config()))
+    return term
+
+
+def _built(who: Identity, config: Mapping[str, Any]) -> list[Term]:
+    """Return the terms with a message's hyper-parameters; the server's own terms have none in it."""
+    terms = [t.from_config(config) for t in who.terms if not t.server_only]
+    if who.keeps_optimizer:  # a term that compresses stays last
+        compresses = bool(terms) and isinstance(terms[-1], Compresses)
+        terms.insert(len(terms) - compresses, KeptOptimizer())
+    return terms
+
+
+def plain(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config without what the protocol sends as bytes; the user's own bytes stay."""
+    return {k: v for k, v in config.items() if not isinstance(v, bytes) or k.startswith("user.")}

@@ -1,1 +1,0 @@
-"""What a client keeps between rounds, and where. Plain torch."""
