@@ -34,19 +34,11 @@ def try_out(run: Run, **changes: Any) -> dict[str, Any]:
     The first round tells less: some methods take it easy there. `changes` are of the settings. Raises
     RuntimeError if the run would fail.
     """
-    few = {
-        "rounds": 2,
-        "cohorts": "uniform",
-        "straggler_share": 0.0,
-        "drop_out": 0.0,
-        "overlap": False,
-    }
-    settings = replace(run.settings, **{**few, **changes})
-    one = 1 / settings.num_clients
-    short = replace(run, settings=settings)
-    factory = ClientFactory(short, client_data_of(settings))
-    strategy = short.strategy()
-    strategy.fraction_train, strategy.aggregator = one, Mean()
+    short = {"rounds": 2, "cohorts": "uniform", "straggler_share": 0.0, "drop_out": 0.0}
+    settings = replace(run.settings, **{**short, **changes})
+    factory = ClientFactory(replace(run, settings=settings), client_data_of(settings))
+    strategy, one = factory.run.strategy(), 1 / settings.num_clients
+    strategy.fraction_train, strategy.min_replies, strategy.aggregator = one, 1, Mean()
     strategy.fraction_evaluate = min(strategy.fraction_evaluate, one)
     with quiet(), threads(1), torch.random.fork_rng(devices=[]):
         warm_up()
