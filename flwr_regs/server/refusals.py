@@ -21,12 +21,7 @@ def check(options: Any) -> None:
             raise ValueError(f"{name} must {sentence.format(value)}")
     for broken, sentence in PAIRS:
         if broken(options):
-            names = {
-                "beside": options.term.uploading,
-                "unaggregated": options.term.unaggregated,
-                "weigher": _weigher(options),
-            }
-            raise ValueError(sentence.format(**names, **vars(options)))
+            raise ValueError(sentence.format(**vars(options)))
 
 
 def _fits(good: Callable[[Any], bool], value: Any) -> bool:
@@ -110,11 +105,45 @@ RANGES: list[tuple[str, Callable[[Any], bool], str]] = [
 ]
 
 
-def _weigher(o: Any) -> str:
-    return getattr(o.term.weigher, "name", "")
-
-
-_DP = "privacy=CentralDP(...): "
+_UNCOVERED: list[tuple[Callable[[Any], Any], str]] = [
+    # what does not go with privacy, as in PAIRS
+    (
+        lambda o: o.term.uploading,
+        "the clients of {term.uploading} send more than their update, without noise; leave it out (an "
+        "Elastic or Curvature with lam=0 sends nothing)",
+    ),
+    (
+        lambda o: not isinstance(o.aggregator, Mean),
+        "its noise is for the mean, not for aggregator={aggregator}; leave one of the two out",
+    ),
+    (
+        lambda o: o.max_weight is not None,
+        "all clients weigh alike; leave max_weight={max_weight} out",
+    ),
+    (
+        lambda o: o.cohorts == "class-covering",
+        "for class-covering cohorts the clients tell their label counts without noise, and such "
+        "cohorts are no uniform sample; use cohorts='uniform'",
+    ),
+    (
+        lambda o: o.weighting != "uniform",
+        "weighting='{weighting}' weighs clients unequally; the noise is for equal weights; use "
+        "weighting='uniform'",
+    ),
+    (
+        lambda o: o.term.weigher,
+        "'{term.weigher.name}' weighs clients unequally; the noise is for equal weights; leave it out",
+    ),
+    (
+        lambda o: o.incomplete == "scale",
+        "incomplete='scale' weighs clients unequally; use incomplete='average' or 'drop'",
+    ),
+    (
+        lambda o: o.drop_inactive is not None,
+        "drop_inactive draws the cohorts, and changes their size, by who failed or took no step, "
+        "which gets no noise; leave it out",
+    ),
+]
 
 PAIRS: list[tuple[Callable[[Any], Any], str]] = [
     # whether the settings exclude each other, and the sentence for it, which can name their values
@@ -141,54 +170,18 @@ PAIRS: list[tuple[Callable[[Any], Any], str]] = [
         "overlap=True sends whole models ahead, which a compressed downlink is there to avoid",
     ),
     (
-        lambda o: o.privacy and o.term.uploading,
-        _DP
-        + "the clients of {beside} send more than their update, without noise; leave it out (an "
-        "Elastic or Curvature with lam=0 sends nothing)",
-    ),
-    (
-        lambda o: o.privacy and not isinstance(o.aggregator, Mean),
-        _DP
-        + "its noise is for the mean, not for aggregator={aggregator}; leave one of the two out",
-    ),
-    (
-        lambda o: o.privacy and o.max_weight is not None,
-        _DP + "all clients weigh alike; leave max_weight={max_weight} out",
-    ),
-    (
         lambda o: not isinstance(o.aggregator, Mean) and o.term.unaggregated,
-        "aggregator={aggregator} does not reach what the clients of {unaggregated} upload beside their "
-        "updates, so one client could still move all; use aggregator=Mean() (LeaveOneOutMean: or "
+        "aggregator={aggregator} does not reach what the clients of {term.unaggregated} upload beside "
+        "their updates, so one client could still move all; use aggregator=Mean() (LeaveOneOutMean: or "
         "sum_only=False; a term of your own: or `adds`, or ctx.aggregated and robust=True)",
     ),
     (
-        lambda o: o.privacy and o.cohorts == "class-covering",
-        _DP
-        + "for class-covering cohorts the clients tell their label counts without noise, and such "
-        "cohorts are no uniform sample; use cohorts='uniform'",
+        lambda o: o.term.weigher and o.incomplete == "scale",
+        "incomplete='scale' weighs the clients' updates, and so does '{term.weigher.name}': leave one of "
+        "the two out",
     ),
-    (
-        lambda o: o.privacy and o.weighting != "uniform",
-        _DP
-        + "weighting='{weighting}' weighs clients unequally; the noise is for equal weights; use "
-        "weighting='uniform'",
-    ),
-    (
-        lambda o: _weigher(o) and o.incomplete == "scale",
-        "incomplete='scale' weighs the clients' updates, and so does '{weigher}': leave one of the two out",
-    ),
-    (
-        lambda o: o.privacy and _weigher(o),
-        _DP + "'{weigher}' weighs clients unequally; the noise is for equal weights; leave it out",
-    ),
-    (
-        lambda o: o.privacy and o.incomplete == "scale",
-        _DP + "incomplete='scale' weighs clients unequally; use incomplete='average' or 'drop'",
-    ),
-    (
-        lambda o: o.privacy and o.drop_inactive is not None,
-        _DP
-        + "drop_inactive draws the cohorts, and changes their size, by who failed or took no step, "
-        "which gets no noise; leave it out",
+    *(
+        (lambda o, broken=broken: o.privacy and broken(o), f"privacy=CentralDP(...): {sentence}")
+        for broken, sentence in _UNCOVERED
     ),
 ]

@@ -9,7 +9,7 @@ from typing import Any
 
 from flwr_regs.server.failures import name_failures
 from flwr_regs.server.reply import Reply
-from flwr_regs.term import ServerContext, Slot
+from flwr_regs.term import Slot
 from flwr_regs.wire import keys
 from flwr_regs.wire.parcel import Parcel
 
@@ -41,9 +41,8 @@ class Round:
         The round t, from 1; how many clients its cohort was drawn from.
     cohort, asked : list of int
         The clients that were drawn, by partition id; those of them that were asked to train.
-    lr, context, config : float or None, ServerContext, dict
-        The clients' learning rate η if the server knows it, the context of the terms' server hooks, and
-        every client's config.
+    lr, config : float or None, dict
+        The clients' learning rate η if the server knows it, and every client's config.
     bytes_down, bytes_up, probe_down, probe_up, bytes_ahead : dict of int to int
         Client -> bytes of the whole round, of its first exchange, and of a model sent ahead; None if the
         round has no such exchange.
@@ -71,7 +70,6 @@ class Round:
     cohort: list[int] = field(default_factory=list)
     asked: list[int] = field(default_factory=list)
     lr: float | None = None
-    context: ServerContext | None = None
     config: dict[str, Any] = field(default_factory=dict)
     bytes_down: dict[int, int] = field(default_factory=dict)
     bytes_up: dict[int, int] = field(default_factory=dict)

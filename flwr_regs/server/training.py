@@ -115,7 +115,6 @@ class Training:
         )
         self._guard = DivergenceGuard()
         self._warned_of_weights = False
-        self._held: dict[int, int] = {}  # client -> round whose model it last kept
         self.evaluated = False
         self.remembered = Remembered()
 
@@ -131,7 +130,7 @@ class Training:
         """Continue from `model`, which the caller may have changed between rounds; return if it has."""
         changed = self.model.adopt(_shared(self.options, model))
         if changed:
-            self._held = {}
+            self.remembered.held = {}
         return changed
 
     @property
@@ -187,7 +186,6 @@ class Training:
             "model": self.model.snapshot(),
             "participation": self._participation.snapshot(),
             "guard": self._guard.snapshot(),
-            "held": dict(self._held),
             **self.remembered.snapshot(),
         }
 
@@ -195,7 +193,6 @@ class Training:
         self.model.restore(state["model"])
         self._participation.restore(state["participation"])
         self._guard.restore(state["guard"])
-        self._held = state["held"]
         self.remembered.restore(state)
 
     def _round(self, number: int, config: Mapping[str, Any], network: Network) -> Course[Round]:
@@ -215,11 +212,13 @@ class Training:
             this_round.events["refused"] = left_out
         self._privacy.check_budget(this_round)
         this_round.lr = self._learning_rate(number, config.get("lr"))
-        this_round.context = self._context(this_round)
+        context = self._context(this_round)
         this_round.config = self._config(this_round, config)
         term.restrict(this_round.config)  # with this round's learning rate
-        request, memory = self.population.request, (self._held, self.remembered)
-        exchange = Exchange(this_round, options, self.model, request, network, *memory)
+        exchange = Exchange(
+            *(this_round, options, self.model, network, context),
+            *(self.population.request, self.remembered),
+        )
         this_round.lap("configure")
 
         here = self.population.here
@@ -229,12 +228,12 @@ class Training:
         )
         if any(isinstance(t, Probes) for t in term.terms):
             this_round.asked = exchange.probe()
-            self._held |= dict.fromkeys(this_round.asked, number)
+            self.remembered.held |= dict.fromkeys(this_round.asked, number)
             this_round.lap("probe")
         requests = [exchange.train(this_round.asked)]
         if options.overlap and number != self.num_rounds:
             later = self._draw(number + 1, members, network)
-            requests += exchange.ahead(p for p in later if p in here)
+            requests.append(exchange.ahead(p for p in later if p in here))
         LOG.info("configure_train: cohort of %d (out of %d)", len(this_round.cohort), len(members))
 
         came, *acknowledged = yield requests
@@ -251,8 +250,8 @@ class Training:
         try:
             self._advance(this_round, usable)
             self._participation.note(this_round)
-            self._held |= dict.fromkeys(this_round.came, number)
-            self._held |= {p: number for replies in acknowledged for p in replies.came}
+            for replies in acknowledged:
+                self.remembered.held |= dict.fromkeys(replies.came, number)
             # Krum leaves out the uploads of clients that it did not select
             counted = this_round.events.get("selected", this_round.used)
             self.remembered.note(number, this_round.came, counted)
@@ -335,10 +334,10 @@ class Training:
         watch = partial(self._guard.watch, this_round, self.options, self.method)
         while True:
             this_round.check_enough(self.options.min_replies, self.method)
-            this_round.context = self._context(this_round)  # the trained arrays are known now
+            context = self._context(this_round)  # the trained arrays are known now
             try:
-                scaled = update_weights(*self._weigher, this_round.used, this_round.context)
-                self.model.advance(this_round.used, this_round.context, scaled, mean, watch, robust)
+                scaled = update_weights(self._weigher, this_round.used, context)
+                self.model.advance(this_round.used, context, scaled, mean, watch, robust)
                 self._note_bounds(this_round, robust)
                 return
             except UnusableReplies as error:  # go on without these clients
@@ -403,13 +402,9 @@ class Training:
             this_round.events["selected"] = robust.selected
 
     @property
-    def _weigher(self) -> tuple[Weighs | None, str]:
-        """What sets the weights of the updates (a term, ``incomplete="scale"``, or nothing); its name."""
-        if self.options.incomplete == "scale":
-            return StepScaling(), StepScaling.name
-        chain = self.options.term
-        name = next((t.name for t in chain.terms if isinstance(t, Weighs)), "")
-        return (chain if name else None), name  # the chain hands each term its own uploads
+    def _weigher(self) -> Weighs | None:
+        """What sets the weights of the updates: a term, ``incomplete="scale"``, or nothing."""
+        return StepScaling() if self.options.incomplete == "scale" else self.options.term.weigher
 
     def _measure(self, this_round: Round) -> None:
         """Note the mean of the clients' metrics, and what the round took."""

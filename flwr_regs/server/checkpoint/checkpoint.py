@@ -27,7 +27,8 @@ from typing import Any
 
 import safetensors.numpy
 
-from flwr_regs.server.checkpoint.values import Store, from_json, safetensors_of, to_json
+from flwr_regs.server.checkpoint.values import Store, from_json, to_json
+from flwr_regs.wire.arrays import pack
 from flwr_regs.wire.files import claim, sync_folder, write_synced
 
 LOG = logging.getLogger("flwr")
@@ -257,7 +258,7 @@ class Folder:
             files = {
                 STATE: write_synced(part / STATE, [text]),
                 HISTORY: write_synced(part / HISTORY, [f"{line}\n".encode() for line in lines]),
-                ARRAYS: write_synced(part / ARRAYS, safetensors_of(store.arrays)),
+                ARRAYS: write_synced(part / ARRAYS, [pack(store.arrays)]),
             }
             manifest = {"kind": KIND, "format": FORMAT, "round": number, "versions": versions()}
             write_synced(part / MANIFEST, [_sealed({**manifest, "files": files})])
@@ -293,8 +294,7 @@ class Folder:
         with contextlib.suppress(OSError):
             checkpoints = rounds_in(self.path)
             for number in sorted(checkpoints)[:-KEPT]:
-                path = checkpoints[number]
-                os.rename(path, self.path / f"{OLD}{path.name}.{os.getpid()}")
+                shutil.rmtree(checkpoints[number], ignore_errors=True)
             for old in self.path.glob(f"{OLD}*"):
                 shutil.rmtree(old, ignore_errors=True)
 

@@ -9,19 +9,14 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 
-NATIVE = {
-    np.dtype(kind): code
-    for kind, code in zip(
-        ("<f8", "<f4", "<f2", "?", "<i8", "<i4", "<i2", "i1", "<u8", "<u4", "<u2", "u1"),
-        ("F64", "F32", "F16", "BOOL", "I64", "I32", "I16", "I8", "U64", "U32", "U16", "U8"),
-        strict=True,
-    )
-}
+NATIVE = frozenset(
+    map(np.dtype, ("<f8", "<f4", "<f2", "?", "<i8", "<i4", "<i2", "i1", "<u8", "<u4", "<u2", "u1"))
+)
 """The dtypes that safetensors has; arrays of others are refused."""
 
 
@@ -131,21 +126,3 @@ def _refuse(value: Any, where: str) -> Any:
         f"{where} is {value!r:.80} of type {type(value).__name__}; only numbers, texts, bytes, arrays, and "
         "lists and dicts of these can be saved"
     )
-
-
-def safetensors_of(arrays: Mapping[str, np.ndarray]) -> Iterator[bytes | memoryview]:
-    """Return a safetensors file in pieces, each array in its own memory; the library copies all of them."""
-    ordered = sorted(
-        arrays.items(), key=lambda item: -item[1].itemsize
-    )  # keeps every start aligned
-    head, offset = dict[str, Any](), 0
-    for name, a in ordered:
-        span = [offset, offset := offset + a.nbytes]
-        head[name] = {"dtype": NATIVE[a.dtype], "shape": list(a.shape), "data_offsets": span}
-    text = json.dumps(head).encode()
-    text += b" " * (-len(text) % 8)
-    yield len(text).to_bytes(8, "little")
-    yield text
-    for _, a in ordered:
-        if a.size:
-            yield np.asarray(a, order="C").reshape(-1).view(np.uint8).data

@@ -30,7 +30,8 @@ from flwr_regs.server.checkpoint.checkpoint import (
     rounds_in,
 )
 from flwr_regs.server.checkpoint.fingerprint import differences
-from flwr_regs.server.checkpoint.values import Store, from_json, safetensors_of, to_json
+from flwr_regs.server.checkpoint.values import Store, from_json, to_json
+from flwr_regs.wire.arrays import pack
 from tests.conftest import ROOT
 from tests.server.network import NumpyNetwork, quadratic, run
 from tests.server.test_training import CENTRE, CONFIG, CURVATURE, training
@@ -83,7 +84,7 @@ VALUES = st.recursive(
 def test_a_value_comes_back_to_the_bit(value: Any) -> None:
     store = Store()
     text = json.dumps(to_json(value, store))
-    found = from_json(json.loads(text), load(b"".join(map(bytes, safetensors_of(store.arrays)))))
+    found = from_json(json.loads(text), load(pack(store.arrays)))
     assert same(found, value), (found, value)
 
 
