@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from os import fspath
-from typing import Any
+from typing import Any, TypeVar
 
 from flwr_regs.server.aggregate.aggregators import Aggregator, Mean
 from flwr_regs.server.privacy import CentralDP
 from flwr_regs.wire import keys
 from flwr_regs.wire.precision import DTYPES
+
+T = TypeVar("T")
 
 
 def check(options: Any) -> None:
@@ -31,10 +33,15 @@ def _fits(good: Callable[[Any], bool], value: Any) -> bool:
         return False
 
 
+def as_many(given: T | Sequence[T] | None) -> Sequence[T]:
+    """Return one callable, several, or none as a sequence."""
+    if given is None:
+        return ()
+    return given if isinstance(given, list | tuple) else (given,)
+
+
 def _callables(value: Any) -> bool:
-    return value is None or all(
-        map(callable, value if isinstance(value, list | tuple) else [value])
-    )
+    return all(map(callable, as_many(value)))
 
 
 def _one_of(*values: Any) -> Callable[[Any], bool]:

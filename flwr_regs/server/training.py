@@ -35,6 +35,7 @@ from flwr_regs.server.population.population import Population
 from flwr_regs.server.privacy import Budget, PrivateRounds, refuse_statistics
 from flwr_regs.server.reply import Reply
 from flwr_regs.server.round import Round, RoundFailed, TooFewReplies
+from flwr_regs.server.snapshots import Snapshots
 from flwr_regs.term import ServerContext
 from flwr_regs.wire import keys
 from flwr_regs.wire.arrays import NDArrays, ProtocolError
@@ -117,6 +118,13 @@ class Training:
         self._warned_of_weights = False
         self.evaluated = False
         self.remembered = Remembered()
+        self._bound: dict[str, Snapshots] = {  # a round changes them, and a failed one does not
+            "model": self.model,
+            "participation": self._participation,
+            "guard": self._guard,
+            "remembered": self.remembered,
+        }
+        self._known: dict[str, Any] = {"population": self.population, "privacy": self._privacy}
 
     @staticmethod
     def begin(options: Options, model: NDArrays) -> GlobalModel:
@@ -144,20 +152,15 @@ class Training:
 
     def snapshot(self) -> dict[str, Any]:
         """Return what a checkpoint holds of it, beside the history; later rounds do not change it."""
-        return {
-            **self._bound(),
-            "start": self.start_id,
-            "population": self.population.snapshot(),
-            "privacy": self._privacy.snapshot(),
-            "evaluated": self.evaluated,
-        }
+        kept = {**self._bound, **self._known}
+        states = {name: part.snapshot() for name, part in kept.items()}
+        return {**states, "start": self.start_id, "evaluated": self.evaluated}
 
     def restore(self, state: Mapping[str, Any], history: Sequence[dict[str, Any]]) -> None:
         """Continue from a snapshot and its history."""
         self.identity[keys.START_KEY] = state["start"]
-        self._bind(state)
-        self.population.restore(state["population"])
-        self._privacy.restore(state["privacy"])
+        for name, part in {**self._bound, **self._known}.items():
+            part.restore(state[name])
         self.evaluated = state["evaluated"]
         self.history[:] = history
 
@@ -173,27 +176,13 @@ class Training:
             Fewer than `min_replies` usable replies, or a diverged model; at signs of divergence too if the
             strategy says so. The model stays as it was.
         """
-        before = self._bound()
+        before = {name: part.snapshot() for name, part in self._bound.items()}
         try:
             return (yield from self._round(number, config, network))
         except BaseException:  # a failed round binds nobody
-            self._bind(before)
+            for name, part in self._bound.items():
+                part.restore(before[name])
             raise
-
-    def _bound(self) -> dict[str, Any]:
-        """Return what a round changes, and a failed one leaves as it was: see :meth:`snapshot`."""
-        return {
-            "model": self.model.snapshot(),
-            "participation": self._participation.snapshot(),
-            "guard": self._guard.snapshot(),
-            **self.remembered.snapshot(),
-        }
-
-    def _bind(self, state: Mapping[str, Any]) -> None:
-        self.model.restore(state["model"])
-        self._participation.restore(state["participation"])
-        self._guard.restore(state["guard"])
-        self.remembered.restore(state)
 
     def _round(self, number: int, config: Mapping[str, Any], network: Network) -> Course[Round]:
         """Run one round; an error may leave the training half changed."""
@@ -212,7 +201,7 @@ class Training:
             this_round.events["refused"] = left_out
         self._privacy.check_budget(this_round)
         this_round.lr = self._learning_rate(number, config.get("lr"))
-        context = self._context(this_round)
+        context = self._context(this_round, self._robust())
         this_round.config = self._config(this_round, config)
         term.restrict(this_round.config)  # with this round's learning rate
         exchange = Exchange(
@@ -221,7 +210,7 @@ class Training:
         )
         this_round.lap("configure")
 
-        here = self.population.here
+        here = set(connected)
         this_round.asked = [p for p in this_round.cohort if p in here]
         this_round.failures = dict.fromkeys(
             set(this_round.cohort) - set(this_round.asked), "it has left"
@@ -330,11 +319,12 @@ class Training:
     def _advance(self, this_round: Round, usable: Usable) -> None:
         """Average the used replies and move the model; RoundFailed if they are too few or it diverges."""
         self.model.agree(usable.buffers, usable.tied, usable.frozen)
-        mean, robust = self._privacy.mean(this_round), self._robust()
+        mean = self._privacy.mean(this_round)
         watch = partial(self._guard.watch, this_round, self.options, self.method)
         while True:
             this_round.check_enough(self.options.min_replies, self.method)
-            context = self._context(this_round)  # the trained arrays are known now
+            robust = self._robust()
+            context = self._context(this_round, robust)  # the trained arrays are known now
             try:
                 scaled = update_weights(self._weigher, this_round.used, context)
                 self.model.advance(this_round.used, context, scaled, mean, watch, robust)
@@ -358,11 +348,11 @@ class Training:
                     "the model before it; try a smaller learning rate"
                 ) from error
 
-    def _context(self, this_round: Round) -> ServerContext:
+    def _context(self, this_round: Round, robust: RobustMeans | None) -> ServerContext:
         """Return the context of the terms' server hooks; with weights and replies, once there are any."""
         lr = math.nan if this_round.lr is None else this_round.lr
         context = self.model.context(this_round.number, lr, self.population.size)
-        if (robust := self._robust()) is not None:
+        if robust is not None:
             context = replace(context, aggregated=robust.aggregated, robust=True)
         if not this_round.used:
             return context

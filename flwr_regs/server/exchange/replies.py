@@ -13,7 +13,7 @@ import numpy as np
 from flwr_regs.abilities import Folds
 from flwr_regs.chain import Chain
 from flwr_regs.server.aggregate.weights import STEPS
-from flwr_regs.server.client_metrics import read_metrics, usable
+from flwr_regs.server.client_metrics import read_metrics
 from flwr_regs.server.failures import culprits, read_each
 from flwr_regs.server.global_model import GlobalModel
 from flwr_regs.server.options import Options
