@@ -321,6 +321,7 @@ class Training:
         self.model.agree(usable.buffers, usable.tied, usable.frozen)
         mean = self._privacy.mean(this_round)
         watch = partial(self._guard.watch, this_round, self.options, self.method)
+        where = f"round {this_round.number} of {self.method}"
         while True:
             this_round.check_enough(self.options.min_replies, self.method)
             robust = self._robust()
@@ -336,16 +337,14 @@ class Training:
                 this_round.used = {p: r for p, r in this_round.used.items() if p not in why}
                 LOG.warning("\t> %s", name_failures(why))
             except TooFewVectors as error:
-                raise TooFewReplies(
-                    f"round {this_round.number} of {self.method}: {error}"
-                ) from error
+                raise TooFewReplies(f"{where}: {error}") from error
             except AggregatorFailed as error:
-                text = f"round {this_round.number} of {self.method}: {error}; the model is as it was before"
+                text = f"{where}: {error}; the model is as it was before"
                 raise AggregatorFailed(text) from error
             except ProtocolError as error:
                 raise RoundFailed(
-                    f"round {this_round.number} of {self.method} diverged: {error}; `strategy.arrays` is "
-                    "the model before it; try a smaller learning rate"
+                    f"{where} diverged: {error}; `strategy.arrays` is the model before it; try a smaller "
+                    "learning rate"
                 ) from error
 
     def _context(self, this_round: Round, robust: RobustMeans | None) -> ServerContext:

@@ -218,6 +218,7 @@ class Folder:
             self._bring_back()
             for left in [*self.path.glob(f"{PART}*"), *self.path.glob(f"{OLD}*")]:  # of a crash
                 shutil.rmtree(left)
+            self._set_aside(resumed)
         except BlockingIOError as error:
             raise CheckpointError(
                 f"checkpoint_dir: another run ({error}) writes its checkpoints into {self.path}; give each "
@@ -228,8 +229,6 @@ class Folder:
             raise CheckpointError(
                 f"checkpoint_dir: {self.path} cannot be written ({error.strerror or error})"
             ) from error
-        try:
-            self._set_aside(resumed)
         except CheckpointError:
             self.close()
             raise
@@ -242,13 +241,13 @@ class Folder:
         Raises OSError if it cannot be written, and TypeError for a value that cannot be kept. The
         checkpoints that were there are then still there.
         """
-        store = Store()
+        store: Store = {}
         text = json.dumps(to_json(state, store, "the state")).encode()
         lines = self._lines[: len(history)]
         for i in range(len(lines), len(history)):
-            none = Store()
+            none: Store = {}
             lines.append(json.dumps(to_json(history[i], none, f"the history of entry {i}")))
-            if none.arrays:
+            if none:
                 raise TypeError(f"the history of entry {i} holds arrays or bytes")
         name = f"round-{number:06d}"
         part, old, place = (self.path / (begin + name) for begin in (PART, OLD, ""))
@@ -258,7 +257,7 @@ class Folder:
             files = {
                 STATE: write_synced(part / STATE, [text]),
                 HISTORY: write_synced(part / HISTORY, [f"{line}\n".encode() for line in lines]),
-                ARRAYS: write_synced(part / ARRAYS, [pack(store.arrays)]),
+                ARRAYS: write_synced(part / ARRAYS, [pack(store)]),
             }
             manifest = {"kind": KIND, "format": FORMAT, "round": number, "versions": versions()}
             write_synced(part / MANIFEST, [_sealed({**manifest, "files": files})])

@@ -161,11 +161,8 @@ class Reader:
         if not plain and parcel.config.get(keys.METHOD_KEY) != self.method:
             sender = parcel.config.get(keys.METHOD_KEY, "one that names no method")
             sender = shown(sender if isinstance(sender, str) else quoted(sender), LONGEST_NAME)
-            named = (
-                ""
-                if "+" in self.method or "-" in self.method
-                else f"flwr_regs.{self.method}Client, or "
-            )
+            composed = {"+", "-"} & set(self.method)
+            named = "" if composed else f"flwr_regs.{self.method}Client, or "
             raise ProtocolError(
                 f"{what} does not come from a {self.method} client but from {sender}; use {named}"
                 "RegClient or ClientRound with the strategy's terms"
@@ -198,7 +195,8 @@ def _steps(
 
     None if the round asks for no duration, or for a client that is not `ours` and reports none.
     """
-    taken, planned = metrics.get("local-steps"), metrics.get("planned-steps")
+    taken: Any = metrics.get("local-steps")
+    planned: Any = metrics.get("planned-steps")
     asked, epochs = config.get("local-steps"), config.get("local-epochs", 0)
     if not (asked or epochs) or (not ours and (taken is None or planned is None)):
         return None
