@@ -58,8 +58,9 @@ class Round:
         Those of them that had not replied at the deadline.
     steps, inactive, incomplete : dict of int to int, list of int, list of int
         Client -> local steps taken; clients that took none; clients that took some but not all.
-    lost_private, lost_state : list of int
-        Clients that trained before, but began anew with their private entries, or without their slots.
+    lost : dict of str to list of int
+        Clients that trained before, but began anew with their private entries (``"private"``), or without
+        their slots (``"state"``).
     seconds, events, metrics, examples_processed : dict, dict, dict, int
         Seconds by phase; entries that few rounds have (a shift of the population, epsilon, …); the clients'
         mean metrics, None until the round has succeeded; their examples, repeats counted.
@@ -85,8 +86,7 @@ class Round:
     steps: dict[int, int] = field(default_factory=dict)
     inactive: list[int] = field(default_factory=list)
     incomplete: list[int] = field(default_factory=list)
-    lost_private: list[int] = field(default_factory=list)
-    lost_state: list[int] = field(default_factory=list)
+    lost: dict[str, list[int]] = field(default_factory=lambda: losses({}))
     seconds: dict[str, float] = field(default_factory=dict)
     events: dict[str, Any] = field(default_factory=dict)
     metrics: dict[str, Any] | None = None
@@ -108,12 +108,11 @@ class Round:
     def lose(self, replies: Mapping[int, Parcel]) -> None:
         """Note which clients say that they have lost what they kept; losses of earlier attempts stay."""
         lost = losses(replies)
-        self.lost_private = sorted({*self.lost_private, *lost["private"]})
-        self.lost_state = sorted({*self.lost_state, *lost["state"]})
+        self.lost = {what: sorted({*self.lost[what], *lost[what]}) for what in lost}
 
     def continue_from(self, failed: dict[str, Any]) -> None:
         """Note the earlier attempts at this round; `failed` is the last one's entry of the history."""
-        self.lost_private, self.lost_state = failed["lost_private"], failed["lost_state"]
+        self.lost = {what: failed[f"lost_{what}"] for what in self.lost}
         self.events["attempts"] = [
             *failed.get("attempts", []),
             {k: failed[k] for k in ATTEMPT if k in failed},
@@ -150,8 +149,7 @@ class Round:
             "steps": self.steps,
             "inactive": self.inactive,
             "incomplete": self.incomplete,
-            "lost_private": self.lost_private,
-            "lost_state": self.lost_state,
+            **{f"lost_{what}": clients for what, clients in self.lost.items()},
             "seconds": self.seconds,
             "train_metrics": self.metrics,
             "examples_processed": None if self.metrics is None else self.examples_processed,

@@ -26,7 +26,7 @@ from flwr_regs.server.divergence import DivergenceGuard
 from flwr_regs.server.exchange.first_exchange import Exchange
 from flwr_regs.server.exchange.network import Course, Network
 from flwr_regs.server.exchange.remembered import Remembered, name_losses
-from flwr_regs.server.exchange.replies import Reader, Usable
+from flwr_regs.server.exchange.replies import Reader
 from flwr_regs.server.failures import name_failures
 from flwr_regs.server.global_model import GlobalModel
 from flwr_regs.server.options import Options
@@ -229,7 +229,7 @@ class Training:
         exchange.collect(came)
         this_round.lap("clients")
 
-        usable = self._read(this_round)
+        self._read(this_round)
         self._participation.select(this_round)
         this_round.lose(this_round.came)
         name_losses(this_round)
@@ -237,7 +237,7 @@ class Training:
             self.history.pop()
         self.history.append(entry := this_round.entry())
         try:
-            self._advance(this_round, usable)
+            self._advance(this_round)
             self._participation.note(this_round)
             for replies in acknowledged:
                 self.remembered.held |= dict.fromkeys(replies.came, number)
@@ -302,24 +302,20 @@ class Training:
             **({keys.HALF_KEY: options.wire_dtype} if options.wire_dtype else {}),
         }
 
-    def _read(self, this_round: Round) -> Usable:
+    def _read(self, this_round: Round) -> None:
         """Check the replies; note the usable ones, and why the others are not."""
-        reader = Reader(self.method, self.options, self.model)
-        usable = reader.read_all(this_round.came, this_round.config)
-        fixed = (usable.buffers or frozenset()) - set(usable.tied or ())
-        uncovered = self._privacy.uncovered(usable.replies, self.model.given, fixed)
-        this_round.failures = {**this_round.failures, **usable.failures, **uncovered}
-        this_round.received = {
-            p: reply for p, reply in usable.replies.items() if p not in uncovered
-        }
+        reader, model = Reader(self.method, self.options, self.model), self.model
+        replies, failures = reader.read_all(this_round.came, this_round.config)
+        fixed = (model.buffers or frozenset()) - set(model.tied or ())
+        failures |= self._privacy.uncovered(replies, model.given, fixed)
+        this_round.failures |= failures
+        this_round.received = {p: reply for p, reply in replies.items() if p not in failures}
         if failed := {p: why for p, why in this_round.failures.items() if p in this_round.asked}:
             LOG.warning("\t> %s", name_failures(failed))  # the others were named before
-        return usable
 
-    def _advance(self, this_round: Round, usable: Usable) -> None:
+    def _advance(self, this_round: Round) -> None:
         """Average the used replies and move the model; RoundFailed if they are too few or it diverges."""
-        self.model.agree(usable.buffers, usable.tied, usable.frozen)
-        mean = self._privacy.mean(this_round)
+        mean = None if self.options.privacy is None else partial(self._privacy.mean, this_round)
         watch = partial(self._guard.watch, this_round, self.options, self.method)
         where = f"round {this_round.number} of {self.method}"
         while True:

@@ -93,7 +93,7 @@ def test_settings_that_exclude_each_other_are_refused(row: int) -> None:
     method, settings, sentence = TOGETHER[row]
     with pytest.raises(ValueError, match=sentence) as refused:
         method(**settings)
-    text = PAIRS[row][1]
+    text = list(PAIRS)[row]
     start = text[: text.index("{")] if "{" in text else text
     assert str(refused.value).startswith(start)  # by this very row
 

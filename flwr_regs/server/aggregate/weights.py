@@ -179,16 +179,7 @@ def restricted(ctx: ServerContext, pids: Collection[int]) -> ServerContext:
     return replace(ctx, weights=weights, replies=measured)
 
 
-MeanOfUpdates = Callable[
-    [
-        Mapping[str, np.ndarray],
-        Mapping[int, Reply],
-        Mapping[int, float],
-        Mapping[int, float],
-        Collection[str],
-    ],
-    dict[str, Any],
-]
+MeanOfUpdates = Callable[..., dict[str, Any]]
 """A mean of the replies: (model, replies, ``p_k``, ``ω_k``, names that are not trained) -> ``Δ``.
 
 ``Σ ω_k (v_k − w_t)`` for trained arrays, ``Σ p_k (v_k − w_t)`` for the others.

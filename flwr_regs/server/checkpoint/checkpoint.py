@@ -292,10 +292,9 @@ class Folder:
         """Remove all checkpoints but the last; what cannot be removed now is removed later."""
         with contextlib.suppress(OSError):
             checkpoints = rounds_in(self.path)
-            for number in sorted(checkpoints)[:-KEPT]:
-                shutil.rmtree(checkpoints[number], ignore_errors=True)
-            for old in self.path.glob(f"{OLD}*"):
-                shutil.rmtree(old, ignore_errors=True)
+            older = [checkpoints[number] for number in sorted(checkpoints)[:-KEPT]]
+            for path in [*older, *self.path.glob(f"{OLD}*")]:
+                shutil.rmtree(path, ignore_errors=True)
 
     def _set_aside(self, resumed: Checkpoint | None) -> None:
         """Raise CheckpointError for checkpoints that this run does not go on from; rename damaged ones."""

@@ -62,15 +62,12 @@ class Remembered(Snapshots):
 
 def name_losses(this_round: Round) -> None:
     """Warn of the clients of a round that lost what they kept, or could not save it."""
-    if this_round.lost_state:
-        LOG.warning(
-            "clients %s have lost their state and began anew without", this_round.lost_state
-        )
+    if lost := this_round.lost["state"]:
+        LOG.warning("clients %s have lost their state and began anew without", lost)
     if unsaved := sorted(p for p, r in this_round.came.items() if r.says(keys.UNSAVED_KEY)):
         this_round.events["not_saved"] = unsaved
         LOG.warning("clients %s could not save what they keep", unsaved)
-    if this_round.lost_private:
+    if lost := this_round.lost["private"]:
         LOG.warning(
-            "clients %s have lost their private entries and began anew with their model's own",
-            this_round.lost_private,
+            "clients %s have lost their private entries and began anew with their model's own", lost
         )

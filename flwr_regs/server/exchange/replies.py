@@ -40,22 +40,6 @@ from flwr_regs.wire.text import LONGEST_NAME, quoted, shown
 
 
 @dataclass(frozen=True)
-class Usable:
-    """The usable replies of a round, by partition id, and why the others are not usable.
-
-    The clients agree on `buffers`, the arrays that they do not train, and on `tied`, the other names of
-    tied weights (other name -> trained name), and on the `frozen` digest of what only they hold. All are
-    None if no reply is usable.
-    """
-
-    replies: dict[int, Reply]
-    failures: dict[int, str]
-    buffers: frozenset[str] | None
-    tied: Mapping[str, str] | None
-    frozen: str | None = None
-
-
-@dataclass(frozen=True)
 class Reader:
     """Reads the replies to a round's train messages.
 
@@ -72,9 +56,13 @@ class Reader:
     options: Options
     model: GlobalModel
 
-    def read_all(self, came: Mapping[int, Parcel], config: Mapping[str, Any]) -> Usable:
+    def read_all(
+        self, came: Mapping[int, Parcel], config: Mapping[str, Any]
+    ) -> tuple[dict[int, Reply], dict[int, str]]:
         """Check replies one by one and against each other; `config` is the round's.
 
+        Returns (the usable ones, client -> why its reply is not), and notes in the model what the clients
+        agree on.
         Replies are read in the order of partition ids, so the order of arrival does not change the result.
         """
         replies, failures = read_each(came, lambda pid, parcel: self.read(pid, parcel, config))
@@ -92,7 +80,8 @@ class Reader:
         leave_out(wrong)
         active = {p: r.uploads for p, r in replies.items() if r.steps is None or r.steps[0]}
         leave_out(disagreeing(self.options.term, active))
-        return Usable(replies, failures, buffers, tied, frozen)
+        self.model.agree(buffers, tied, frozen)
+        return replies, failures
 
     def read(self, pid: int, parcel: Parcel, config: Mapping[str, Any]) -> Reply:
         """Return a client's checked reply.
