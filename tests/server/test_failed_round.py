@@ -93,9 +93,9 @@ def test_what_a_round_would_change_is_as_before_it() -> None:
         strategy.aggregate_train(2, grid.send_and_receive(messages))
     after = strategy.training.snapshot()
     close(after["model"]["model"], before["model"]["model"], 0.0)
-    for name in ("held", "used", "came", "participation", "guard"):
+    for name in ("remembered", "participation", "guard"):
         assert after[name] == before[name], name
     for name in ("coded_steps", "changed", "server", "step"):
         assert repr(after["model"][name]) == repr(before["model"][name]), name
     assert before["model"]["coded_steps"]
-    assert before["used"]
+    assert before["remembered"]["used"]

@@ -30,7 +30,8 @@ from flwr_regs.server.checkpoint.checkpoint import (
     rounds_in,
 )
 from flwr_regs.server.checkpoint.fingerprint import differences
-from flwr_regs.server.checkpoint.values import Store, from_json, safetensors_of, to_json
+from flwr_regs.server.checkpoint.values import from_json, to_json
+from flwr_regs.wire.arrays import pack
 from tests.conftest import ROOT
 from tests.server.network import NumpyNetwork, quadratic, run
 from tests.server.test_training import CENTRE, CONFIG, CURVATURE, training
@@ -81,17 +82,18 @@ VALUES = st.recursive(
 @settings(max_examples=30, derandomize=True, deadline=None)
 @given(VALUES)
 def test_a_value_comes_back_to_the_bit(value: Any) -> None:
-    store = Store()
+    store: dict[str, np.ndarray] = {}
     text = json.dumps(to_json(value, store))
-    found = from_json(json.loads(text), load(b"".join(map(bytes, safetensors_of(store.arrays)))))
+    found = from_json(json.loads(text), load(pack(store)))
     assert same(found, value), (found, value)
 
 
 def test_one_object_is_kept_once() -> None:
-    store, model, data = Store(), np.ones(3), b"bytes"
+    store: dict[str, np.ndarray] = {}
+    model, data = np.ones(3), b"bytes"
     written = to_json([model, {"a": model}, data, bytes(bytearray(data))], store)
-    assert len(store.arrays) == 2
-    found = from_json(written, dict(store.arrays))
+    assert len(store) == 2
+    found = from_json(written, dict(store))
     assert found[0] is not found[1]["a"]
     assert found[2] == found[3] == data
 
@@ -104,7 +106,7 @@ def test_what_cannot_be_kept_is_named_with_its_place(value: Any) -> None:
     with pytest.raises(
         TypeError, match=r"^the state\['terms'\]\[1\] is .* of type .*; only numbers"
     ):
-        to_json({"terms": [0, value]}, Store(), "the state")
+        to_json({"terms": [0, value]}, {}, "the state")
 
 
 def written(folder: Path, *numbers: int) -> None:
@@ -317,14 +319,14 @@ def test_a_resumed_training_goes_on_and_a_snapshot_stays_as_it_was() -> None:
         run(whole.round(t, CONFIG, network), network)
     network.here -= {101}  # a shift
     run(whole.round(3, CONFIG, network), network)
-    store = Store()
+    store: dict[str, np.ndarray] = {}
     kept, history = whole.snapshot(), json.dumps(whole.history)
     before = json.dumps(to_json(kept, store))
     for t in (4, 5):
         run(whole.round(t, CONFIG, network), network)
-    assert json.dumps(to_json(kept, Store())) == before
+    assert json.dumps(to_json(kept, {})) == before
     again = training(**settings)
-    again.restore(from_json(json.loads(before), dict(store.arrays)), json.loads(history))
+    again.restore(from_json(json.loads(before), dict(store)), json.loads(history))
     for t in (4, 5):
         run(again.round(t, CONFIG, network), network)
     assert same(again.model.model, whole.model.model)
