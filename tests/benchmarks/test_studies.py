@@ -9,23 +9,9 @@ from typing import Any
 
 import pytest
 
-from benchmarks import common, fedfor_alpha
+from benchmarks import common
 
 TINY = common.Setting("tiny", "digits", 2, 0.1, cohort=2, dirichlet=0, rounds=common.LAST)
-
-
-def test_the_default_is_run_as_the_default_and_other_strengths_are_multiples() -> None:
-    setting = replace(TINY, steps=5, momentum=0.9)
-    runs = {m: fedfor_alpha.run(setting, m, 1, 0.1) for m in fedfor_alpha.MULTIPLES}
-    assert (runs[0].method, runs[0].arguments) == ("FedAvg", {})
-    assert (runs[2].method, runs[2].arguments) == ("FedFOR", {})
-    assert runs[8].arguments["alpha"] * 5 / (1 - 0.9) == pytest.approx(8)
-
-
-def test_a_bound_is_student_s() -> None:
-    mean, low, high = common.bounds([1, 2, 3])
-    assert (mean, high - mean) == pytest.approx((2, 2.919986 / 3**0.5), rel=1e-6)
-    assert low == pytest.approx(2 * mean - high)
 
 
 def test_a_finished_run_is_not_done_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ from flwr_regs.term import Arrays, ClientContext, ServerContext, Slot, Term
 from flwr_regs.testing import LAWS, Exempt, LawBroken, Method, check_method
 from flwr_regs.testing.problem import settled
 from tests.oracles.client_step.fedfor import fedfor
+from tests.oracles.rounds import minus, plus, rounds_of
 
 
 @dataclass(frozen=True)
@@ -39,31 +40,19 @@ class Anchor(Term):
 
 
 def anchored(
-    weights: Arrays,
-    clients: Any,
-    rounds: int,
-    lr: Callable[[int], float],
-    *,
-    epochs: int,
-    local_steps: int | None,
-    weighting: str,
-    cohorts: list[list[int]] | None,
-    gradient: Callable[..., Arrays],
-    rate: float,
+    weights: Arrays, clients: Any, rounds: int, lr: Any, *, rate: float, **options: Any
 ) -> list[Arrays]:
     """The oracle of Anchor."""
     w, models = weights, []
-    for t in range(1, rounds + 1):
-        cohort = range(len(clients)) if cohorts is None else cohorts[t - 1]
-        ends, sizes = [], []
-        for k in cohort:
-            v = w
-            for s in range(local_steps or epochs * len(clients[k])):
-                g = gradient(v, *clients[k][s % len(clients[k])])
-                v = {n: v[n] - lr(t) * (g[n] + rate * (v[n] - weights[n])) for n in v}
-            ends.append(v)
-            sizes.append(sum(len(y) for _, y in clients[k]) if weighting == "num-examples" else 1)
-        w = {n: sum(s * v[n] for s, v in zip(sizes, ends, strict=True)) / sum(sizes) for n in w}
+    slope = options["gradient"]
+    for now in rounds_of(clients, rounds, lr, **options):
+        ends = {}
+        for k in now.trained:
+            ends[k] = w
+            for x, y in now.batches(k):
+                pull = minus(ends[k], weights)
+                ends[k] = plus(ends[k], -now.eta, plus(slope(ends[k], x, y), rate, pull))
+        w = now.mean(ends)
         models.append(w)
     return models
 
