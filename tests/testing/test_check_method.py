@@ -270,19 +270,14 @@ def test_an_exemption_is_checked() -> None:
 
 
 def test_what_cannot_be_checked_is_refused() -> None:
-    for reason in ("", "no", "does not"):
-        with pytest.raises(ValueError, match="needs a sentence that says why"):
-            check_method(of(Anchor), None, Anchor(0.3), None, exempt={"moves": reason})
+    with pytest.raises(ValueError, match="needs a sentence that says why"):
+        check_method(of(Anchor), None, Anchor(0.3), None, exempt={"moves": "no"})
     with pytest.raises(ValueError, match=r"exempt from \['elsewhere'\], but the laws are"):
         check_method(
             of(Anchor), None, Anchor(0.3), None, exempt={"elsewhere": "It settles somewhere there."}
         )
-    with pytest.raises(
-        TypeError, match=r"terms are instances, such as Anchor\(...\), not the class"
-    ):
+    with pytest.raises(TypeError, match=r"terms are instances.*, not the class"):
         check_method(of(Anchor), None, Anchor, None)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"for a term: RegStrategy\(\[term\]\)"):
-        check_method(Anchor(0.3), None, Anchor(0.3), None)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="a strategy's instance has its settings"):
         check_method(RegStrategy([Anchor(0.3)]), None, Anchor(0.3), None, neutral={"rate": 0.0})
     with pytest.raises(ValueError, match=r"the strategy runs .*0\.3.*, not terms=.*0\.4"):
@@ -295,6 +290,4 @@ def test_an_oracle_that_knows_less_is_asked_less() -> None:
 
     case = Method(FedFOR, FedFORClient, [FirstOrder(0.6)], short, settings={"alpha": 0.6})
     assert LAWS["oracle"].judge(case, "num-examples, epochs") == "passed"
-    said = "skipped: the oracle takes no local_steps"
-    assert LAWS["oracle"].judge(case, "uniform, steps") == said
     assert LAWS["oracle"].judge(case, "some clients") == "skipped: the oracle takes no cohorts"
