@@ -181,26 +181,3 @@ def test_terms_see_trainable_parameters_only_from_init_on() -> None:
         hook: {frozenset(TRAINED)} for hook in ("init", "broadcast", "update", "delta")
     }
     assert len(witness.seen["init"]) == 1
-
-
-@dataclass(frozen=True)
-class Counting(Term):
-    """Notes N and the clients of a round."""
-
-    name: ClassVar[str] = "counting"
-    seen: list[tuple[int, list[int]]] = field(default_factory=list)
-
-    def update(self, server: Slot, delta: Arrays, uploads: Any, ctx: ServerContext) -> Any:
-        self.seen.append((ctx.population, list(ctx.weights)))
-        return server, delta
-
-
-def test_a_client_that_leaves_still_counts_in_the_population() -> None:
-    """Else a mean over all clients' state would change when one goes."""
-    term = Counting()
-    train = training([term], min_available_nodes=1)
-    network = NumpyNetwork(3, quadratic(CURVATURE, CENTRE))
-    run(train.round(1, CONFIG, network), network)
-    network.here.discard(101)
-    run(train.round(2, CONFIG, network), network)
-    assert term.seen == [(3, [0, 1, 2]), (3, [0, 2])]
