@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from flwr.app import ConfigRecord
 from torch import nn
 
 import flwr_regs as fr
-from flwr_regs import InProcessGrid, RoundFailed, client_app
+from flwr_regs import RoundFailed
 from flwr_regs.chain import chain
 from flwr_regs.server.global_model import GlobalModel
 from flwr_regs.server.reply import Reply
@@ -99,51 +97,6 @@ def test_the_master_equals_plain_loops_that_round_where_we_do(dtype: str) -> Non
     _, got = train(replace(PLAIN, wire=dtype), METHODS[0], rounds=4)
     close(got, by_hand(4, rounded), 0.0)
     assert any((in_torch(a, dtype).float().numpy() != a).any() for a in got.values())
-
-
-class OneWeight(nn.Module):
-    """A weight of 1 with gradient 1 whatever the data."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.v = nn.Parameter(torch.ones(2, 2))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.v.sum() + 0 * x.sum()
-
-
-def test_steps_below_the_wires_resolution_add_up_on_the_server() -> None:
-    """Each round's step is 1/32 of what bfloat16 can tell from 1; clients see it once it counts."""
-    step, rounds = 2.0**-13, 24
-    clients = [[(torch.zeros(1, 1), torch.zeros(1))]] * 2
-
-    def client_fn(context: Any) -> Any:
-        mean = lambda output, target: output  # noqa: E731
-        return fr.FedOptClient(OneWeight(), clients[0], device="cpu", loss_fn=mean)
-
-    strategy = fr.FedOpt(
-        lambda p: torch.optim.SGD(p, lr=2.0**-9), wire_dtype="bfloat16", fraction_evaluate=0.0
-    )
-    sent: list[float] = []
-
-    class Watching(InProcessGrid):
-        def push_messages(self, messages: Any) -> Any:
-            messages = list(messages)
-            if messages[0].metadata.message_type == "train":
-                v = messages[0].content["arrays"]["v"].numpy()
-                sent.append(float(half.widen({"v": v}, {"v"}, "bfloat16")["v"][0, 0]))
-            return super().push_messages(messages)
-
-    grid = Watching(client_app(client_fn), 2)
-    result = strategy.start(
-        grid,
-        fr.float32_arrays(OneWeight()),
-        num_rounds=rounds,
-        train_config=ConfigRecord({"lr": 2.0**-4, "local-steps": 1}),
-    )
-    assert (result.arrays["v"].numpy() == 1 - rounds * step).all()
-    assert sent[:16] == [1.0] * 16
-    assert sent[-1] == 1 - 2.0**-8  # the next below 1
 
 
 def test_a_variance_becomes_the_clients_mean_and_stays_positive() -> None:

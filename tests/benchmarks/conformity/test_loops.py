@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -114,6 +115,16 @@ def test_without_a_penalty_it_is_fedavg_and_twice_mu_is_twice_mu() -> None:
     assert apart(found.models, federate(TASK, "FedAvg").models) == 0
     twice = federate(replace(TASK, mu=2 * TASK.mu), "FedProx")
     assert apart(federate(TASK, "FedProx", ["twice-mu"]).models, twice.models) < 1e-13
+
+
+def test_own_buffers_are_the_first_clients_and_the_parameters_fedavgs() -> None:
+    task = replace(TASK, parameters=kit.initial(4, 5, 3, 1, batch_norm=True), cohorts=((2, 0, 4),))
+    paper, other = (federate(task, "FedAvg", b).models[0] for b in ([], ["own-buffers"]))
+    trained = [name for name in paper if name not in kit.BUFFERS]
+    assert apart([paper], [other], trained) == 0
+    first = federate(replace(task, cohorts=((2,),)), "FedAvg").models[0]
+    assert all(np.array_equal(other[name], first[name]) for name in kit.BUFFERS)
+    assert all(abs(other[name] - paper[name]).max() > 0.01 for name in kit.BUFFERS)
 
 
 def test_a_behaviour_that_a_method_cannot_have_is_refused() -> None:
