@@ -114,31 +114,35 @@ def test_batches_that_run_out_are_named() -> None:
 
 # Terms
 
-CASES: list[tuple[Any, str]] = [
-    (fr.Proximal(0.1), r"takes a list of terms, such as .*, not the term Prox"),
-    ([fr.Proximal], r"terms are instances, .*, not the class Proximal \(a client's are classes\)"),
-    ([fr.FedProx(0.1)], r"terms are instances, .*, not the strategy FedProx; give its terms, \[Pr"),
-    ([fr.Proximal(0.1), "x"], r"terms are instances, .*, not 'x'"),
+TERMS: list[tuple[Any, Any, str]] = [
+    (fr.RegStrategy, fr.Proximal(0.1), "takes a list of terms, such as .*, not the term Prox"),
+    (
+        fr.RegStrategy,
+        [fr.Proximal],
+        "terms are instances.*, not the class Proximal .a client's are",
+    ),
+    (
+        fr.RegStrategy,
+        [fr.FedProx(0.1)],
+        "terms are instances.*, not the strategy FedProx; give its",
+    ),
+    (fr.RegStrategy, [fr.Proximal(0.1), "x"], "terms are instances.*, not 'x'"),
+    (fr.RegClient, fr.Proximal, "takes a list of classes of terms, .*, not the class Proximal"),
+    (fr.RegClient, [fr.Proximal(0.1)], "terms are classes, .*hyper-parameters come from the strat"),
 ]
+
+
+@pytest.mark.parametrize(("taker", "wrong", "match"), TERMS, ids=kind_of)
+def test_terms_are_a_list_of_instances_or_a_clients_of_classes(
+    taker: Any, wrong: Any, match: str
+) -> None:
+    data = () if taker is fr.RegStrategy else (make_model(), [(X, Y)])
+    with pytest.raises(TypeError, match=f"^{taker.__name__}('s)? {match}"):
+        taker(*data, terms=wrong)
 
 
 def test_no_term_is_fedavg() -> None:  # a list that a program makes may be empty
     assert fr.RegStrategy([]).method_name == "FedAvg"
-
-
-@pytest.mark.parametrize(("wrong", "match"), CASES, ids=kind_of)
-def test_a_strategys_terms_are_a_list_of_instances(wrong: Any, match: str) -> None:
-    with pytest.raises(TypeError, match=f"^RegStrategy('s)? {match}"):
-        fr.RegStrategy(wrong)
-
-
-def test_a_clients_terms_are_a_list_of_classes() -> None:
-    for wrong, match in (
-        (fr.Proximal, "takes a list of classes of terms, such as .*, not the class Proximal"),
-        ([fr.Proximal(0.1)], "terms are classes, .*hyper-parameters come from the strategy"),
-    ):
-        with pytest.raises(TypeError, match=f"^RegClient('s)? {match}"):
-            fr.RegClient(make_model(), [(X, Y)], terms=wrong)
 
 
 # Names

@@ -8,66 +8,24 @@ from typing import Any, ClassVar
 
 import pytest
 
-from flwr_regs import FirstOrder, Proximal, RegStrategy
-from flwr_regs.abilities import Compresses, Probes, Steps, Weighs
+from flwr_regs import FirstOrder, Proximal, RegStrategy, SparseTernary
+from flwr_regs.abilities import Probes
 from flwr_regs.chain import chain
 from flwr_regs.term import ClientContext, ServerContext, Term
 
 
-@dataclass(frozen=True)
-class Owner(Term, Steps):
-    name: ClassVar[str] = "owner"
-
-
-@dataclass(frozen=True)
-class OtherOwner(Owner):
-    name: ClassVar[str] = "other-owner"
-
-
-@dataclass(frozen=True)
-class Squeeze(Term, Compresses):
-    name: ClassVar[str] = "squeeze"
-
-    def encode(self, update: Any) -> bytes:
-        return b""
-
-    def decode(self, data: Any, like: Any) -> Any:
-        return dict(like)
-
-
-@dataclass(frozen=True)
-class Weigh(Term, Weighs):
-    name: ClassVar[str] = "weigh"
-
-    def weigh(self, weights: Any, uploads: Any, ctx: Any) -> Any:
-        return weights
-
-
-@dataclass(frozen=True)
-class WeighToo(Weigh):
-    name: ClassVar[str] = "weigh-too"
-
-
-def with_name(name: str) -> Term:
-    return type("Named", (Term,), {"name": name})()  # type: ignore[no-any-return]
+def made(name: str, **attributes: Any) -> Term:
+    return type("Made", (Term,), {"name": name, **attributes})()  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize(
     ("terms", "message"),
     [
         ([Proximal(1.0), Proximal(2.0)], "each term may appear once.*proximal"),
-        ([Owner(), Proximal(1.0), OtherOwner()], "only one term can own.*owner.*other-owner"),
-        ([Squeeze(), Proximal(1.0)], "comes last.*squeeze"),
-        ([Weigh(), WeighToo()], "only one term can weigh.*weigh.*weigh-too"),
-        (
-            [type("Needy", (Term,), {"name": "needy", "needs": ("labels",)})()],
-            "'needy' needs .'labels'., but a term can need",
-        ),
-        (
-            [type("Keeper", (Term,), {"name": "keeper", "keeps": "never"})()],
-            "'keeper' keeps 'never', expected one of",
-        ),
-        *(([with_name(n)], "a term's name is part of keys") for n in ("", "regs", "a,b", "a.b")),
+        ([SparseTernary(0.1), Proximal(1.0)], "comes last.*ternary"),
+        ([made("needy", needs=("labels",))], "'needy' needs .'labels'., but a term can need"),
+        ([made("keeper", keeps="never")], "'keeper' keeps 'never', expected one of"),
+        *(([made(name)], "a term's name is part of keys") for name in ("", "regs", "a,b", "a.b")),
     ],
 )
 def test_terms_that_do_not_go_together_are_refused(terms: list[Term], message: str) -> None:
