@@ -14,11 +14,8 @@ NAMES = ["FedAvg", "FedAvgM", "FedFOR", "FedADC", "FedADCPlus", "SparseTernary"]
     ("name", "known", "meant"),
     [
         ("fedavg", NAMES, "FedAvg"),
-        ("fed_adc_plus", NAMES, "FedADCPlus"),
         ("ternary", NAMES, "SparseTernary"),
-        ("learning-rate", SETTINGS, "lr"),
         ("bs", SETTINGS, "batch-size"),
-        ("Local_Epohcs", SETTINGS, "local-epochs"),
         ("alpha", SETTINGS, "dirichlet-alpha"),
         ("sede", SETTINGS, "seed"),
     ],
