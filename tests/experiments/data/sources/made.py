@@ -99,8 +99,7 @@ class Files:
     def emnist(self, split: str, first: int = 0) -> None:
         self.idx("EMNIST", [f"emnist-{split}-{part}" for part in ("train", "test")], first)
 
-    def cifar(self, classes: int) -> None:
-        label = "fine_label" if classes == 100 else "label"
+    def cifar(self, classes: int, label: str = "label") -> None:
         for part, count in (("train", 20), ("test", 10)):
             pictures = [{"bytes": self.png(32, 32, 3), "path": f"{i}.png"} for i in range(count)]
             columns: dict[str, Any] = {"img": pictures, label: np.arange(count) % classes}
@@ -183,16 +182,17 @@ class Files:
                     self.path(path).write_bytes(self.png(40, 30, *((3,) if i else ())))
                 self.pickled(f"{name}/{domain}_{part}.pkl", (np.array(paths), np.array(labels)))
 
-    def landmarks(self, train: str, test: str) -> None:
+    def landmarks(self, train: str, test: str, listed: int = 8, field: str = "image_id") -> None:
+        """Eight pictures, of which the tables may list more."""
         for i in range(8):
             folder = "images" if i else "train/a/b/c"
             self.path(f"{folder}/abc{i}.jpg").write_bytes(self.png(50, 60, 3))
-        rows = [f"{7 if i < 5 else 3},abc{i},{i % 3}" for i in range(8)]
+        rows = [f"{7 if i < 5 else 3},abc{i},{i % 3}" for i in range(listed)]
         self.text(train, "\n".join(["user_id,image_id,class", *rows]))
-        self.text(test, "image_id,class\nabc1,0\nabc2,2")
+        self.text(test, f"{field},class\nabc1,0\nabc2,2")
 
-    def gld_23k(self) -> None:
-        self.landmarks("mini_gld_train_split.csv", "mini_gld_test.csv")
+    def gld_23k(self, *listed: int, **field: str) -> None:
+        self.landmarks("mini_gld_train_split.csv", "mini_gld_test.csv", *listed, **field)
 
     def image_folder(self, *groups: str) -> None:
         for part, count in (("train", 3), ("test", 1)):
