@@ -318,11 +318,8 @@ def _counts_of(pid: int, reply: Parcel) -> list[int]:
         counts = read_json(said)
     except ValueError as error:
         raise ProtocolError(f"its label counts cannot be read: {error}") from error
-    if (
-        not isinstance(counts, list)
-        or not 0 < len(counts) <= MOST_CLASSES
-        or not all(type(n) is int and usable(n) and n >= 0 for n in counts)
-    ):
+    some = isinstance(counts, list) and 0 < len(counts) <= MOST_CLASSES
+    if not (some and all(type(n) is int and usable(n) and n >= 0 for n in counts)):
         raise ProtocolError(
             f"its label counts are {quoted(counts, 80)}, expected at most {MOST_CLASSES} whole numbers "
             "that are not negative"
