@@ -14,8 +14,6 @@ import pytest
 import torch
 from flwr.app import ArrayRecord, ConfigRecord
 from flwr.clientapp import ClientApp
-from flwr_regs.experiments.settings.build import build
-from flwr_regs.experiments.settings.calls import parse_methods
 from torch.utils.data import DataLoader, TensorDataset
 
 import flwr_regs as fr
