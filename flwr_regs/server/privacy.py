@@ -238,13 +238,7 @@ class PrivateRounds:
         return reasons
 
     def mean(
-        self,
-        this_round: Round,
-        base: Mapping[str, np.ndarray],
-        replies: Mapping[int, Reply],
-        weights: Mapping[int, float],
-        scaled: Mapping[int, float],
-        fixed: Collection[str],
+        self, this_round: Round, base: Any, replies: Any, weights: Any, scaled: Any, fixed: Any
     ) -> dict[str, Any]:
         """Return the private mean of replies, a `MeanOfUpdates` of a round; note its cost in the round."""
         assert self._dp is not None

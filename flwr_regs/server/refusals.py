@@ -121,6 +121,11 @@ _UNCOVERED: dict[str, Callable[[Any], Any]] = {
     "gets no noise; leave it out": lambda o: o.drop_inactive is not None,
 }
 
+
+def _under_privacy(broken: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    return lambda o: o.privacy and broken(o)
+
+
 PAIRS: dict[str, Callable[[Any], Any]] = {
     # a sentence, which can name the settings' values, and whether they exclude each other
     "the record keys are part of the protocol: leave them 'arrays', 'config'": lambda o: (
@@ -142,7 +147,7 @@ PAIRS: dict[str, Callable[[Any], Any]] = {
     "incomplete='scale' weighs the clients' updates, and so does '{term.weigher.name}': leave one of "
     "the two out": lambda o: o.term.weigher and o.incomplete == "scale",
     **{
-        f"privacy=CentralDP(...): {sentence}": lambda o, broken=broken: o.privacy and broken(o)
+        f"privacy=CentralDP(...): {sentence}": _under_privacy(broken)
         for sentence, broken in _UNCOVERED.items()
     },
 }

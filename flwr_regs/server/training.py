@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 from uuid import uuid4
 
-from flwr_regs.abilities import Compresses, Probes, Weighs
+from flwr_regs.abilities import Compresses, Probes
 from flwr_regs.server.aggregate.aggregators import Mean, TooFewVectors
 from flwr_regs.server.aggregate.robust_round import AggregatorFailed, RobustMeans
 from flwr_regs.server.aggregate.weights import (
@@ -33,7 +33,6 @@ from flwr_regs.server.options import Options
 from flwr_regs.server.population.participation import Participation
 from flwr_regs.server.population.population import Population
 from flwr_regs.server.privacy import Budget, PrivateRounds, refuse_statistics
-from flwr_regs.server.reply import Reply
 from flwr_regs.server.round import Round, RoundFailed, TooFewReplies
 from flwr_regs.server.snapshots import Snapshots
 from flwr_regs.term import ServerContext
@@ -317,15 +316,16 @@ class Training:
         """Average the used replies and move the model; RoundFailed if they are too few or it diverges."""
         mean = None if self.options.privacy is None else partial(self._privacy.mean, this_round)
         watch = partial(self._guard.watch, this_round, self.options, self.method)
+        weigher = StepScaling() if self.options.incomplete == "scale" else self.options.term.weigher
         where = f"round {this_round.number} of {self.method}"
         while True:
             this_round.check_enough(self.options.min_replies, self.method)
             robust = self._robust()
             context = self._context(this_round, robust)  # the trained arrays are known now
             try:
-                scaled = update_weights(self._weigher, this_round.used, context)
+                scaled = update_weights(weigher, this_round.used, context)
                 self.model.advance(this_round.used, context, scaled, mean, watch, robust)
-                self._note_bounds(this_round, robust)
+                self._note_bounds(this_round, robust, context.weights)
                 return
             except UnusableReplies as error:  # go on without these clients
                 why = {p: shown(f"the reply of client {p}: {y}") for p, y in error.why.items()}
@@ -351,30 +351,28 @@ class Training:
             context = replace(context, aggregated=robust.aggregated, robust=True)
         if not this_round.used:
             return context
-        given, fixed = self.model.given, self.model.fixed
+        options, given, fixed = self.options, self.model.given, self.model.fixed
         measured = {p: Stats(p, r, given, fixed) for p, r in this_round.used.items()}
         return replace(
             context,
-            weights=self._weights(this_round.used),
-            replies=measured if self.options.privacy is None else WithheldStats(),
+            weights=aggregation_weights(this_round.used, options.weighting, options.max_weight),
+            replies=measured if options.privacy is None else WithheldStats(),
             answers=this_round.answers,
         )
-
-    def _weights(self, used: Mapping[int, Reply]) -> dict[int, float]:
-        """Return ``p_k`` by partition id, none above `max_weight`."""
-        return aggregation_weights(used, self.options.weighting, self.options.max_weight)
 
     def _robust(self) -> RobustMeans | None:
         """Return a robust aggregator's means, for one round; None for `Mean`."""
         aggregator = self.options.aggregator
         return None if isinstance(aggregator, Mean) else RobustMeans(aggregator)
 
-    def _note_bounds(self, this_round: Round, robust: RobustMeans | None) -> None:
+    def _note_bounds(
+        self, this_round: Round, robust: RobustMeans | None, weights: Mapping[int, float]
+    ) -> None:
         """Note in a round whom the aggregator selected, and whose updates or weights were bounded."""
         bounded = set() if robust is None else set(robust.bounded)
         if (most := self.options.max_weight) is not None:
             given = aggregation_weights(this_round.used, self.options.weighting)
-            weights, n = self._weights(this_round.used), len(this_round.used)
+            n = len(given)
             bounded |= {p for p in given if weights[p] < given[p]}
             if most * n < 1 and not self._warned_of_weights:
                 self._warned_of_weights = True
@@ -385,11 +383,6 @@ class Training:
             this_round.events["bounded"] = sorted(bounded)
         if robust is not None and robust.selected is not None:
             this_round.events["selected"] = robust.selected
-
-    @property
-    def _weigher(self) -> Weighs | None:
-        """What sets the weights of the updates: a term, ``incomplete="scale"``, or nothing."""
-        return StepScaling() if self.options.incomplete == "scale" else self.options.term.weigher
 
     def _measure(self, this_round: Round) -> None:
         """Note the mean of the clients' metrics, and what the round took."""

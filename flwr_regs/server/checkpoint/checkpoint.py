@@ -169,14 +169,13 @@ def _manifest(path: Path) -> dict[str, Any]:
         ) from error
     try:
         manifest = json.loads(text)
-        kind = manifest["kind"]
-        whole = text == _sealed(manifest)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        kind, whole = None, False
-    if not whole:
-        raise DamagedCheckpoint(f"{path} is damaged: {MANIFEST} is not as it was written")
-    if kind != KIND:
-        raise CheckpointError(f"{path} is a {kind!r}, not a {KIND!r}")
+        if text != _sealed(manifest):
+            raise ValueError
+    except (ValueError, TypeError, AttributeError, RecursionError):
+        why = f"{path} is damaged: {MANIFEST} is not as it was written"
+        raise DamagedCheckpoint(why) from None
+    if manifest["kind"] != KIND:
+        raise CheckpointError(f"{path} is a {manifest['kind']!r}, not a {KIND!r}")
     if manifest["format"] > FORMAT:
         raise CheckpointError(
             f"{path} has format {manifest['format']}, written by flwr_regs "

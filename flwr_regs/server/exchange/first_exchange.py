@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
 
 from flwr_regs.server.aggregate.aggregators import TooFewVectors
 from flwr_regs.server.exchange.downlink import Downlink
@@ -23,10 +25,11 @@ from flwr_regs.wire.parcel import Parcel, Record
 LOG = logging.getLogger("flwr")
 
 
+@dataclass(frozen=True)
 class Exchange:
     """One round's messages to the clients, and their replies.
 
-    Parameters
+    Attributes
     ----------
     this_round : Round
         Begun: its cohort and config are known. What is sent and what comes is noted in it.
@@ -38,56 +41,51 @@ class Exchange:
     remembered : Remembered
     """
 
-    def __init__(
-        self,
-        this_round: Round,
-        options: Options,
-        model: GlobalModel,
-        network: Network,
-        context: ServerContext,
-        request: Callable[[str, dict[int, Parcel]], Request],
-        remembered: Remembered,
-    ) -> None:
-        self._round = this_round
-        self._options = options
-        self._model = model
-        self._network = network
-        self._context = context
-        self._request = request
-        self._remembered = remembered
-        self._downlink = Downlink(options, model, context)
+    this_round: Round
+    options: Options
+    model: GlobalModel
+    network: Network
+    context: ServerContext
+    request: Callable[[str, dict[int, Parcel]], Request]
+    remembered: Remembered
+
+    @cached_property
+    def _downlink(self) -> Downlink:
+        return Downlink(self.options, self.model, self.context)
 
     def train(self, clients: Iterable[int], lost: bool = False) -> Request:
         """Return the train messages, and count their bytes; `lost` clients get everything."""
-        this_round = self._round
+        this_round = self.this_round
         parcels = {pid: self._parcel(pid, lost) for pid in clients}
         for pid, parcel in parcels.items():
             before = this_round.bytes_down.get(pid, (this_round.probe_down or {}).get(pid, 0))
             this_round.bytes_down[pid] = before + parcel.nbytes
-        return self._request("train", parcels)
+        return self.request("train", parcels)
 
     def ahead(self, clients: Iterable[int]) -> Request:
         """Return the messages that send ``w_t`` to the next cohort, except to clients of this one."""
         names = (keys.METHOD_KEY, keys.START_KEY, keys.ROUND_KEY)
-        config = {name: self._round.config[name] for name in names}
-        parcel = Parcel({keys.ARRAYS: Record(self._model.model)}, config)
-        parcels = dict.fromkeys(sorted(set(clients) - set(self._round.cohort)), parcel)
-        self._round.bytes_ahead = dict.fromkeys(parcels, parcel.nbytes)
-        return self._request(keys.PREFETCH, parcels)
+        config = {name: self.this_round.config[name] for name in names}
+        parcel = Parcel({keys.ARRAYS: Record(self.model.model)}, config)
+        parcels = dict.fromkeys(sorted(set(clients) - set(self.this_round.cohort)), parcel)
+        self.this_round.bytes_ahead = dict.fromkeys(parcels, parcel.nbytes)
+        return self.request(keys.PREFETCH, parcels)
 
     def _parcel(self, pid: int, lost: bool, probe: bool = False) -> Parcel:
         """Return a client's message, of the first exchange if it is a `probe`."""
-        held_round = None if lost else self._remembered.held.get(pid)
+        held_round = None if lost else self.remembered.held.get(pid)
         records, entries = self._downlink.content(held_round, probe)
-        for slots in ({} if probe else self._downlink.own(pid), self._round.answers.get(pid, {})):
+        term, server = self.options.term, self.model.server
+        own = {} if probe else term.broadcast_to(pid, server, self.context)
+        for slots in (own, self.this_round.answers.get(pid, {})):
             for name, slot in slots.items():
                 if slot:
                     key = f"{name}.broadcast"
                     records = {**records, key: Record({**records.get(key, {}), **slot})}
         entries = {
-            **self._round.config,
+            **self.this_round.config,
             **entries,
-            **self._remembered.entries(pid, self._options.seed, self._round.number),
+            **self.remembered.entries(pid, self.options.seed, self.this_round.number),
         }
         if probe:
             entries |= {keys.PROBE_KEY: True, keys.KEEP_KEY: True}
@@ -99,21 +97,21 @@ class Exchange:
         A client without a reply is left out of the round and named among its failures. A client that lost
         its model is asked once more, with the model.
         """
-        this_round, uploads = self._round, dict[int, Slot]()
+        this_round, uploads = self.this_round, dict[int, Slot]()
         this_round.probe_down, this_round.probe_up = dict.fromkeys(this_round.asked, 0), {}
         waiting, lost = this_round.asked, False
         while waiting:
             parcels = {pid: self._parcel(pid, lost, probe=True) for pid in waiting}
             for pid, parcel in parcels.items():
                 this_round.probe_down[pid] += parcel.nbytes
-            came, waiting = self._lacking(self._ask(self._request(keys.PROBE, parcels)), lost)
+            came, waiting = self._lacking(self._ask(self.request(keys.PROBE, parcels)), lost)
             probes, failures = read_each(came, self._read_probe)
             this_round.failures |= failures
             uploads |= probes
             this_round.probe_up |= {pid: came[pid].nbytes for pid in probes}
             this_round.lose({pid: came[pid] for pid in probes})
             lost = True
-        unlike = disagreeing(self._options.term, uploads, probing=True)
+        unlike = disagreeing(self.options.term, uploads, probing=True)
         uploads = {pid: uploads[pid] for pid in sorted(uploads) if pid not in unlike}
         this_round.answers, wrong = self._answer(uploads)
         this_round.failures |= unlike | wrong
@@ -124,18 +122,18 @@ class Exchange:
     def _read_probe(self, pid: int, reply: Parcel) -> Slot:
         """Return a client's checked probe."""
         probe = read_uploads(f"the probe of client {pid}", reply)
-        params, server = self._context.params, self._model.server
+        params, server = self.context.params, self.model.server
         try:
-            self._options.term.check(probe, params, server, probing=True)
+            self.options.term.check(probe, params, server, probing=True)
         except ValueError as error:
             raise ProtocolError(str(error)) from error
         return probe
 
     def _answer(self, probes: Mapping[int, Slot]) -> tuple[Mapping[int, Slot], dict[int, str]]:
         """Return (each client's own broadcasts, client -> why its probe cannot be used)."""
-        term = self._options.term
+        term = self.options.term
         try:
-            return term.answer(probes, self._context), {}
+            return term.answer(probes, self.context), {}
         except TooFewVectors as error:
             return {}, dict.fromkeys(probes, f"in the first exchange, {error}")
         except Exception as error:  # whatever a probe makes a term raise
@@ -151,7 +149,7 @@ class Exchange:
 
     def collect(self, replies: Replies) -> None:
         """Note the replies; send a client what it lacks (a restarted node its model), and wait."""
-        this_round = self._round
+        this_round = self.this_round
         came, lost = self._lacking(self._noted(replies))
         if lost:
             came |= self._lacking(self._ask(self.train(lost, lost=True)), again=True)[0]
@@ -162,12 +160,12 @@ class Exchange:
             this_round.events["output_layer"] = layer
 
     def _ask(self, request: Request) -> Mapping[int, Parcel]:
-        return self._noted(self._network.ask(request, self._options.deadline))
+        return self._noted(self.network.ask(request, self.options.deadline))
 
     def _noted(self, replies: Replies) -> Mapping[int, Parcel]:
         """Note the clients without a reply; return the replies."""
-        self._round.failures |= replies.failures
-        self._round.miss(replies.silent, self._options.deadline)
+        self.this_round.failures |= replies.failures
+        self.this_round.miss(replies.silent, self.options.deadline)
         return replies.came
 
     def _lacking(
@@ -181,8 +179,8 @@ class Exchange:
         others = {p: reply for p, reply in came.items() if p not in lost}
         if again:
             why = "it says that it lacks the model that it was just sent"
-            self._round.failures |= dict.fromkeys(lost, why)
+            self.this_round.failures |= dict.fromkeys(lost, why)
             return others, []
-        if had := [p for p in lost if p in self._remembered.held]:
+        if had := [p for p in lost if p in self.remembered.held]:
             LOG.warning("clients %s have lost their model; sending the full pair", had)
         return others, lost

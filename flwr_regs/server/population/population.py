@@ -315,14 +315,11 @@ def _counts_of(pid: int, reply: Parcel) -> list[int]:
     if said is None:
         raise ProtocolError("it does not send its label counts (a client of another library?)")
     try:
-        counts = read_json(said)
+        counts: list[int] = read_json(said)
     except ValueError as error:
         raise ProtocolError(f"its label counts cannot be read: {error}") from error
-    if (
-        not isinstance(counts, list)
-        or not 0 < len(counts) <= MOST_CLASSES
-        or not all(type(n) is int and usable(n) and n >= 0 for n in counts)
-    ):
+    fits = isinstance(counts, list) and 0 < len(counts) <= MOST_CLASSES
+    if not (fits and all(type(n) is int and usable(n) and n >= 0 for n in counts)):
         raise ProtocolError(
             f"its label counts are {quoted(counts, 80)}, expected at most {MOST_CLASSES} whole numbers "
             "that are not negative"
