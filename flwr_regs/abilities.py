@@ -225,8 +225,8 @@ class Perturbs(ABC):
     def point(self, params: Arrays, ctx: ClientContext) -> Arrays:
         """Return the parameters at which a step takes its loss and gradient, in place of `params`.
 
-        `loss` hooks see these; `correct` and the optimiser go on from `params`. Several such terms of a chain
-        follow each other from left to right. `ctx` has no batch yet.
+        `loss` hooks see these; `correct` and the optimiser go on from `params`. Several such terms follow
+        each other from left to right. `ctx` has no batch yet.
         """
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -13,6 +14,7 @@ from flwr.app import Array, Message, RecordDict
 
 import flwr_regs as fr
 from flwr_regs.abilities import (
+    Compresses,
     Folds,
     Freezes,
     Personalises,
@@ -281,3 +283,46 @@ def test_a_state_that_cannot_be_read_is_lost_and_the_client_goes_on() -> None:
     run(strategy, budgeted(fr.RegClient, [{}, {1: 1}, {}, {}]), rounds=4, terms=[Stumbles])
     assert [e["replies"] for e in strategy.history][2:] == [[0, 1, 2, 3]] * 2
     assert [e["lost_state"] for e in strategy.history] == [[], [], [1], []]
+
+
+@dataclass(frozen=True)
+class Coarse(fr.Term, Compresses):
+    """Codes updates and steps as half precision: a code that loses something."""
+
+    name: ClassVar[str] = "coarse"
+
+    def finish(self, delta: Arrays, ctx: fr.ClientContext) -> Any:
+        return dict(delta), {}, {}
+
+    def release(self, server: Any, step: Arrays, ctx: Any) -> Any:
+        return server, dict(step)
+
+    def encode(self, update: Any) -> bytes:
+        return b"".join(np.asarray(a, "<f2").tobytes() for a in update.values())
+
+    def decode(self, data: bytes, like: Any) -> Any:
+        flat, out = np.frombuffer(data, "<f2"), {}
+        for n, a in like.items():
+            out[n], flat = flat[: a.size].reshape(a.shape).astype(a.dtype), flat[a.size :]
+        return out
+
+
+def test_the_server_moves_by_what_its_code_says() -> None:
+    """So a client that adds the decoded step has the server's model, to the bit."""
+    strategy = fr.RegStrategy([Coarse()], seed=3, fraction_evaluate=0.0)
+    models = [{n: p.detach().numpy() for n, p in make_model().named_parameters()}]
+    train = strategy.aggregate_train
+
+    def watched(number: int, replies: Any) -> Any:
+        result = train(number, replies)
+        models.append({n: a.numpy() for n, a in strategy.arrays.items()})
+        return result
+
+    strategy.aggregate_train = watched  # type: ignore[method-assign]
+    run(strategy, fr.RegClient, rounds=4, terms=[Coarse])
+    for was, now in itertools.pairwise(models):
+        for n in was:
+            step = now[n] - was[n]
+            np.testing.assert_allclose(step, step.astype(np.float16), rtol=0, atol=1e-15)
+    for entry in strategy.history[1:]:
+        assert entry["bytes_down"][0] < 0.8 * strategy.history[0]["bytes_down"][0]

@@ -40,6 +40,9 @@ from flwr_regs.experiments.words import (
 if TYPE_CHECKING:
     from flwr_regs.experiments.report.drawing import Look
 
+if TYPE_CHECKING:
+    from flwr_regs.experiments.report.drawing import Look
+
 BESIDE_RESUME = ("--resume", "--workers", "--runner", "--gpus-per-client", "--dry-run")
 """The options that count beside ``--resume``."""
 

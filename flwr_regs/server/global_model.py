@@ -259,10 +259,7 @@ class GlobalModel(Snapshots):
         robust: RobustMeans | None,
     ) -> tuple[Slot, NDArrays, bytes | None]:
         """Return (the terms' server slots, the step that they make, its code if it has one)."""
-        counted = list(replies)
-        if robust is not None:  # it has chosen the clients now
-            ctx = replace(ctx, aggregated=robust.aggregated)
-            counted = robust.members(counted)
+        counted = list(replies) if robust is None else robust.members(replies)
         folded = self._fold(replies, ctx, robust)
         if self._half:
             delta |= self._means(delta)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
-from flwr.app import Context, Message, RecordDict
+from flwr.app import Context, Message
 from torch import nn
 from torch.nn.functional import cross_entropy
 
@@ -102,43 +102,6 @@ def test_the_state_is_client_state(grid: Any) -> None:
         assert all(not e["lost_state"] for e in strategy.history)
     for a, b in zip(*found, strict=True):
         close(a, b, 0.0)
-
-
-def test_a_reply_that_is_not_used_takes_the_optimiser_back() -> None:
-    """A client that is dropped after one step goes on as one that took none."""
-    found = []
-    for budget in (1, 0):
-
-        class Short(fr.FedAvgClient):
-            steps = budget
-
-            def fit(self, parameters: Any, config: Any) -> Any:
-                late = config["server-round"] == 2 and config["regs.partition"] == 2
-                self.step_budget = self.steps if late else None
-                return super().fit(parameters, config)
-
-        strategy = fr.FedAvg(incomplete="drop", **QUIET)
-        own = {"optimizer": MAKERS["AdamW"], "keep_optimizer": True, "lr": 0.02}
-        found.append(train(strategy, Short, **own))
-        assert [e["replies"] for e in strategy.history][1] == [0, 1, 3]
-    for a, b in zip(*found, strict=True):
-        close(a, b, 0.0)
-
-
-def test_a_client_that_lost_it_is_named() -> None:
-    class Forgetful(fr.InProcessGrid):
-        def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-            messages = list(messages)
-            for m in messages:
-                if m.content.config_records.get("config", {}).get("server-round") == 3:
-                    self._contexts[1002].state = RecordDict()
-            return super().push_messages(messages)
-
-    for keep, lost in ((True, [[], [], [2], []]), (False, [[]] * 4)):
-        app = app_of(fr.FedAvgClient, make_clients(), optimizer=MAKERS["SGD"], keep_optimizer=keep)
-        strategy = fr.FedAvg(**QUIET)
-        train(strategy, fr.FedAvgClient, grid=Forgetful(app, 4))
-        assert [e["lost_state"] for e in strategy.history] == lost
 
 
 @pytest.mark.parametrize("name", ["Adam", "Rprop", "ASGD"])

@@ -194,6 +194,24 @@ def test_resumed_from_any_checkpoint_a_client_is_right_or_says_that_it_is_not() 
     assert losses > 20
 
 
+def test_a_disk_that_fails_leaves_no_snapshot_of_another_attempt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A round is repeated, and what it leaves is not on the disk: then that is lost, and not stale."""
+    config = {keys.ROUND_KEY: 1, keys.START_KEY: "a", keys.CLIENT_KEY: 0, keys.METHOD_KEY: "m"}
+    folder, one = Folder(tmp_path, config), {"if-used": {"n": torch.ones(1)}}
+    assert folder.write(end({}, config, one, None, "m"), config)
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("flwr_regs.client.memory.write_atomically", full)
+        assert not folder.write(end({}, config, one, None, "m"), config)
+    later = {**config, keys.ROUND_KEY: 2, keys.USED_KEY: 1, keys.CAME_KEY: 1}
+    assert begin(folder.completed({}, later), METHOD, later).lost == ["state"]
+
+
 def test_what_a_first_exchange_keeps_belongs_to_its_round() -> None:
     one = {"if-used": {"n": torch.ones(1)}}
     probe = {keys.ROUND_KEY: 2, keys.PROBE_KEY: True, keys.USED_KEY: 1, keys.CAME_KEY: 1}
@@ -263,31 +281,6 @@ def test_a_round_that_was_not_used_has_not_been(kind: Any, last: int) -> None:
     assert [float(s["0"]) for s in seen] == [0, 1, 2, 3]
     assert float(seen[0]["1"]) == 0
     assert float(seen[3]["1"]) == last  # one used round before, of three
-
-
-def test_a_client_that_lost_its_state_is_named() -> None:
-    class Forgetting(InProcessGrid):
-        rounds = 0
-
-        def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-            messages = list(messages)
-            if messages and messages[0].metadata.message_type == "train":
-                self.rounds += 1
-                if self.rounds == 3:
-                    self._contexts[1002].state = RecordDict()
-            return super().push_messages(messages)
-
-    data = make_clients()
-
-    def client_fn(context: Any) -> Any:
-        mine = data[context.node_config["partition-id"]]
-        return RegClient(make_model(), mine, device="cpu", terms=[Count])
-
-    strategy = RegStrategy([Count()], seed=3, fraction_evaluate=0.0)
-    run(strategy, RegClient, rounds=4, grid=Forgetting(client_app(client_fn), 4))
-    assert [e["lost_state"] for e in strategy.history] == [[], [], [2], []]
-    server = strategy.training.model.server["count"]
-    assert {k: float(v) for k, v in server.items()} == {"0": 3, "1": 3, "2": 1, "3": 3}
 
 
 @dataclass(frozen=True)
@@ -386,13 +379,6 @@ class Asked(Term, Probes):
         return {str(pid): u["seen"] for pid, u in uploads.items()}, delta
 
 
-def test_a_probes_slot_is_there_in_its_round_and_pending_with_it() -> None:
-    seen: list[dict[str, Any]] = []
-    counts(Asked(), seen)
-    assert [float(s["0"]) for s in seen] == [1, 2, 3, 4]
-    assert (float(seen[0]["1"]), float(seen[3]["1"])) == (1, 2)
-
-
 @dataclass(frozen=True)
 class AskedAlways(Asked):
     """Its probe's slot counts at once."""
@@ -445,29 +431,3 @@ def test_a_repeated_round_has_been_once(kind: Any) -> None:
     assert any(t == "regs" for t, _ in ends[0][1])
     for once, often in zip(*ends, strict=True):
         close(once, often, 0.0)
-
-
-def test_a_client_that_cannot_go_back_far_enough_is_named() -> None:
-    """The server goes back two rounds, but a node keeps one state before its last."""
-
-    class Late(InProcessGrid):
-        def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-            messages = list(messages)
-            for m in messages:
-                config = m.content.config_records.get("config")
-                if config and config[keys.ROUND_KEY] == 4:
-                    config.update({keys.ROUND_KEY: 2, keys.USED_KEY: 1, keys.CAME_KEY: 1})
-            return super().push_messages(messages)
-
-    data = make_clients()
-
-    def client_fn(context: Any) -> Any:
-        mine = data[context.node_config["partition-id"]]
-        return RegClient(make_model(), mine, device="cpu", terms=[CountAlways, Private])
-
-    terms = [CountAlways(), Private("0.bias")]
-    strategy = RegStrategy(terms, seed=3, fraction_evaluate=0.0)
-    run(strategy, RegClient, rounds=5, grid=Late(client_app(client_fn), 4))
-    for kind in ("lost_state", "lost_private"):
-        named = [e[kind] for e in strategy.history]
-        assert named[:4] == [[], [], [], [0, 1, 2, 3]]

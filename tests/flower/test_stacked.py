@@ -397,7 +397,7 @@ REASONS: dict[str, Cohort] = {
     "the app has mods": Once(mods=[passing]),
     "its loader has a random generator of its own": Once(loader=with_generator),
     "LBFGS is not known to treat each number alone": Once(config={"optimizer": "LBFGS"}),
-    "FedAvgClient keeps its optimiser": Once(settings={"keep_optimizer": True}),
+    "['optimizer'] carry the optimiser's state": Once(settings={"keep_optimizer": True}),
     "FedAvgClient has a time_budget": Once(settings={"time_budget": 1e9}),
     "the model travels in half precision": Once(given={"wire_dtype": "bfloat16"}),
     "the downlink is coded": Cohort("EFL", {"lam": 0.1, "density_up": 0.3, "density_down": 0.3}),

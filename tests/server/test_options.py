@@ -64,6 +64,12 @@ TOGETHER: list[tuple[Any, dict[str, Any], str]] = [
     (fr.FedFOR, {"downlink": "delta", "wire_dtype": "float16"}, "needs downlink='model'"),
     (fr.FedFOR, {"overlap": True}, "overlap=True needs downlink='delta'"),
     (fr.EFL, {"lam": 0.0, "density_down": 0.1, "overlap": True}, "sends whole models ahead"),
+    (
+        partial(fr.RFedAvgPlus, 0.1, sum_only=True),
+        {"aggregator": fr.CoordinateMedian()},
+        r"CoordinateMedian\(\) does not reach .* \['rfedavg-plus'\] upload.* sum_only=False",
+    ),
+    (partial(fr.RegStrategy, [Even()]), {"incomplete": "scale"}, "so does 'even': leave one"),
     (fr.EFL, {"lam": 0.1, **DP}, r"CentralDP.*\['elastic'\] send more than their update"),
     (
         fr.FedAvg,
@@ -71,14 +77,8 @@ TOGETHER: list[tuple[Any, dict[str, Any], str]] = [
         "noise is for the mean, not for aggregator=No",
     ),
     (fr.FedAvg, {"max_weight": 0.5, **DP}, "leave max_weight=0.5 out"),
-    (
-        partial(fr.RFedAvgPlus, 0.1, sum_only=True),
-        {"aggregator": fr.CoordinateMedian()},
-        r"CoordinateMedian\(\) does not reach .* \['rfedavg-plus'\] upload.* sum_only=False",
-    ),
     (fr.FedAvg, {"cohorts": "class-covering", **DP}, "label counts without noise"),
     (fr.FedAvg, {**DP, "weighting": "num-examples"}, "use weighting='uniform'"),
-    (partial(fr.RegStrategy, [Even()]), {"incomplete": "scale"}, "so does 'even': leave one"),
     (partial(fr.RegStrategy, [Even()]), DP, "'even' weighs clients unequally"),
     (fr.FedAvg, {"incomplete": "scale", **DP}, "use incomplete='average' or 'drop'"),
     (fr.FedAvg, {"drop_inactive": 1.0, **DP}, "drop_inactive draws the cohorts"),
@@ -90,7 +90,7 @@ def test_settings_that_exclude_each_other_are_refused(row: int) -> None:
     method, settings, sentence = TOGETHER[row]
     with pytest.raises(ValueError, match=sentence) as refused:
         method(**settings)
-    text = PAIRS[row][1]
+    text = list(PAIRS)[row]
     start = text[: text.index("{")] if "{" in text else text
     assert str(refused.value).startswith(start)  # by this very row
 

@@ -152,15 +152,17 @@ class ClientData:
             return rows
         return np.random.default_rng(seed).permutation(rows)[: self.settings.test_examples]
 
-    def server_rows(self) -> tuple[bool, Array]:
+    def server_rows(self) -> tuple[bool, Any]:
         """Return (whether they are training examples, the rows that the server tests on)."""
         settings = self.settings
         if settings.held_out_clients:
             rows = np.concatenate(self._all_parts[self.num_clients :])
         elif settings.held_out_share:
             rows = np.concatenate([self.split(rows)[0] for rows in self.parts])
-        else:
+        elif settings.test_examples:
             return False, self._bounded(np.arange(len(self.data.test_y)), settings.seed)
+        else:
+            return False, slice(None)  # no copy
         return True, self._bounded(rows, settings.seed)
 
     def labels(self, y: Array, server_round: int) -> Array:

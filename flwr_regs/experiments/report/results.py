@@ -8,6 +8,7 @@ import platform
 import subprocess
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -323,14 +324,10 @@ def provenance(command: Sequence[str]) -> dict[str, Any]:
 def _commit() -> str | None:
     """Return the commit of the checkout that the package is imported from, if it is one."""
     home = Path(flwr_regs.__file__).parent
-
-    def git(*words: str) -> str:
-        asked = ["git", "-C", str(home), *words]
-        return subprocess.run(asked, capture_output=True, text=True, timeout=10, check=True).stdout
-
+    git = partial(subprocess.run, capture_output=True, text=True, timeout=10, check=True, cwd=home)
     try:
-        git("ls-files", "--error-unmatch", "__init__.py")
-        dirty = "-dirty" if git("status", "--porcelain").strip() else ""
-        return git("rev-parse", "HEAD").strip() + dirty
+        git(["git", "ls-files", "--error-unmatch", "__init__.py"])
+        commit = git(["git", "describe", "--always", "--abbrev=40", "--dirty", "--exclude=*"])
     except (OSError, subprocess.SubprocessError):
         return None
+    return commit.stdout.strip()

@@ -71,7 +71,7 @@ def execute(
         ``"process"``; ``"stacked"``: a cohort's clients train in one set of kernels; or ``"ray"``: in
         Flower's simulation, where a seed's labels must be its methods. It needs a folder.
     tables : callable
-        Called with the records so far after each run.
+        Called with the records so far after each run; in Ray, after each seed.
     grid : Grid, optional
         Where the clients are, if they are not in this process.
     gpus : float
@@ -96,7 +96,7 @@ def execute(
             raise missing_extra("ray", "Flower's simulation")
         seeds = dict.fromkeys(run.seed for run in lacking)
         of_seeds = [[run for run in lacking if run.seed == seed] for seed in seeds]
-        jobs = [partial(_in_ray, several, folder, tables, gpus) for several in of_seeds]
+        jobs = [partial(_in_ray, several, folder, gpus) for several in of_seeds]
         trained = _in_processes(jobs, folder, progress, 1)
     elif workers > 1:
         jobs = [partial(_in_worker, run, folder, runner, workers) for run in lacking]
@@ -207,12 +207,12 @@ def _in_worker(run: Run, folder: Path | None, runner: str, workers: int) -> list
     return [train(run, folder, _ToParent(), runner, workers)]
 
 
-def _in_ray(runs: Sequence[Run], folder: Path, tables: Tables, gpus: float) -> list[RunRecord]:
+def _in_ray(runs: Sequence[Run], folder: Path, gpus: float) -> list[RunRecord]:
     """Train the runs of one seed in one simulation."""
     records: list[RunRecord] = []
 
     def on_grid(grid: Grid) -> None:
-        records.extend(execute(runs, folder, _ToParent(), tables=tables, grid=grid))
+        records.extend(execute(runs, folder, _ToParent(), grid=grid))
 
     ray_run.on_grid(runs, on_grid, folder / "flower.log", gpus)
     return records

@@ -34,19 +34,11 @@ def try_out(run: Run, **changes: Any) -> dict[str, Any]:
     The first round tells less: some methods take it easy there. `changes` are of the settings. Raises
     RuntimeError if the run would fail.
     """
-    few = {
-        "rounds": 2,
-        "cohorts": "uniform",
-        "straggler_share": 0.0,
-        "drop_out": 0.0,
-        "overlap": False,
-    }
-    settings = replace(run.settings, **{**few, **changes})
-    one = 1 / settings.num_clients
-    short = replace(run, settings=settings)
-    factory = ClientFactory(short, client_data_of(settings))
-    strategy = short.strategy()
-    strategy.fraction_train, strategy.aggregator = one, Mean()
+    short = {"rounds": 2, "cohorts": "uniform", "straggler_share": 0.0, "drop_out": 0.0}
+    settings = replace(run.settings, **{**short, **changes})
+    factory = ClientFactory(replace(run, settings=settings), client_data_of(settings))
+    strategy, one = factory.run.strategy(), 1 / settings.num_clients
+    strategy.fraction_train, strategy.min_replies, strategy.aggregator = one, 1, Mean()
     strategy.fraction_evaluate = min(strategy.fraction_evaluate, one)
     with quiet(), threads(1), torch.random.fork_rng(devices=[]):
         warm_up()
@@ -102,12 +94,15 @@ def cost_of(run: Run) -> Cost:
     epochs = float(np.mean(np.ceil(sizes / settings.batch_size)) * settings.local_epochs)
     planned = float(settings.local_steps or epochs)
     few, more = 1, max(2, min(STEPS, round(planned)))
+    own_tests = settings.test_on_clients and not settings.held_out_share
+    tested = len(clients.test_rows(0)) if own_tests else 1
+    sample = {"test_examples": min(tested, SAMPLE)} if own_tests else {}
     spent: dict[int, float] = {}
     for steps in (few, more):
-        phases = dict(try_out(run, local_steps=steps)["seconds"])
+        phases = dict(try_out(run, local_steps=steps, **sample)["seconds"])
         spent[steps] = phases.pop("clients", 0.0) + phases.pop("probe", 0.0)
         on_clients = phases.pop("evaluate", 0.0)
-    test = on_clients * settings.num_clients
+    test = on_clients * settings.num_clients * max(tested / SAMPLE, 1.0)
     if not settings.test_on_clients:
         test += _server_test(run)
     return Cost(

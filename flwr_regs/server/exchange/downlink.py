@@ -14,9 +14,9 @@ import json
 from functools import cached_property
 from typing import Any
 
-from flwr_regs.abilities import Addresses, Recovers
-from flwr_regs.chain import Chain
+from flwr_regs.abilities import Recovers
 from flwr_regs.server.global_model import GlobalModel
+from flwr_regs.server.options import Options
 from flwr_regs.term import ServerContext, Slot
 from flwr_regs.wire import keys
 from flwr_regs.wire.arrays import digest, mask
@@ -32,25 +32,20 @@ class Downlink:
 
     Parameters
     ----------
-    mode : {"model", "delta"}
-    term : Chain
+    options : Options
     model : GlobalModel
         Holds ``w_t`` and the last steps.
     ctx : ServerContext
         Of the round.
-    half : {"bfloat16", "float16"}, optional
-        What whole models are rounded to.
     """
 
-    def __init__(
-        self, mode: str, term: Chain, model: GlobalModel, ctx: ServerContext, half: str | None
-    ) -> None:
-        self._mode = mode
+    def __init__(self, options: Options, model: GlobalModel, ctx: ServerContext) -> None:
+        self._options = options
+        self._keeps = options.downlink == "delta"
+        self._term = options.term
         self._round = ctx.round
-        self._term = term
         self._model = model
         self._ctx = ctx
-        self._half = half
         self._since: dict[tuple[int, bool], Content] = {}
 
     def content(self, held_round: int | None, probe: bool = False) -> Content:
@@ -61,27 +56,19 @@ class Downlink:
         """
         if held_round == self._round:
             return {keys.ARRAYS: Record(), **self._broadcasts}, {
-                keys.KEEP_KEY: self._mode == "delta",
+                keys.KEEP_KEY: self._keeps,
                 keys.DOWNLINK_KEY: "kept",
                 keys.BASE_ROUND_KEY: self._round,
             }
         arrays, entries = self._whole
         whole: Content = (
             {keys.ARRAYS: arrays} | ({} if probe else self._broadcasts),
-            {keys.KEEP_KEY: self._mode == "delta", **entries},
+            {keys.KEEP_KEY: self._keeps, **entries},
         )
-        if self._mode == "model" or held_round is None or self._model.step is None:
+        if not self._keeps or held_round is None or self._model.step is None:
             return whole
         if self._term.coder("release") is not None:
-            steps = self._model.coded_steps
-            if any(r not in steps for r in range(held_round, self._round)):
-                return whole
-            key = (held_round, probe)
-            if key not in self._since:
-                update = self._coded_since(held_round, probe)
-                smaller = Parcel(*update).nbytes < Parcel(*whole).nbytes
-                self._since[key] = update if smaller else whole
-            return self._since[key]
+            return self._coded_since(held_round, probe, whole)
         if held_round != self._round - 1:
             return whole
         return {keys.ARRAYS: self._step} | ({} if probe else self._explicit), self._base(
@@ -90,17 +77,11 @@ class Downlink:
 
     def own(self, pid: int) -> dict[str, Slot]:
         """Return the broadcasts for one client alone, by term name."""
-        if not self._addresses:
-            return {}
         return self._term.broadcast_to(pid, self._model.server, self._ctx)
 
     @cached_property
-    def _addresses(self) -> bool:
-        return any(isinstance(t, Addresses) for t in self._term.terms)
-
-    @cached_property
     def _whole(self) -> tuple[Record, dict[str, Any]]:
-        arrays, entries = to_half(self._model.model, self._half)
+        arrays, entries = to_half(self._model.model, self._options.wire_dtype)
         return Record(arrays), entries
 
     @cached_property
@@ -118,6 +99,10 @@ class Downlink:
     def _step(self) -> Record:
         return Record(self._model.step or {})
 
+    @cached_property
+    def _digest(self) -> str:
+        return digest(self._model.model)
+
     def _base(self, held_round: int, kind: str) -> dict[str, Any]:
         return {
             keys.KEEP_KEY: True,
@@ -127,17 +112,23 @@ class Downlink:
             keys.DIGEST_KEY: self._digest,
         }
 
-    @cached_property
-    def _digest(self) -> str:
-        return digest(self._model.model)
-
-    def _coded_since(self, held_round: int, probe: bool) -> Content:
-        m = self._model
-        buffers, tied = m.buffers or frozenset(), m.tied or {}
-        moved = {n: m.model[n] for n in buffers if m.changed[n] >= held_round and n not in tied}
-        return {keys.ARRAYS: Record(moved)} | ({} if probe else self._explicit), {
-            **self._base(held_round, "coded"),
-            keys.STEPS_KEY: [m.coded_steps[r] for r in range(held_round, self._round)],
-            keys.BUFFERS_KEY: mask(buffers, m.model),
-            **({keys.TIED_KEY: json.dumps(dict(tied))} if tied else {}),
-        }
+    def _coded_since(self, held_round: int, probe: bool, whole: Content) -> Content:
+        """Return the coded steps since a round, or what is `whole` if that is smaller or one is gone."""
+        m, rounds, key = self._model, range(held_round, self._round), (held_round, probe)
+        if not m.coded_steps.keys() >= set(rounds):
+            return whole
+        if key not in self._since:
+            buffers, tied = m.buffers or frozenset(), m.tied or {}
+            moved = {n: m.model[n] for n in buffers if m.changed[n] >= held_round and n not in tied}
+            update: Content = (
+                {keys.ARRAYS: Record(moved)} | ({} if probe else self._explicit),
+                {
+                    **self._base(held_round, "coded"),
+                    keys.STEPS_KEY: [m.coded_steps[r] for r in rounds],
+                    keys.BUFFERS_KEY: mask(buffers, m.model),
+                    **({keys.TIED_KEY: json.dumps(dict(tied))} if tied else {}),
+                },
+            )
+            smaller = Parcel(*update).nbytes < Parcel(*whole).nbytes
+            self._since[key] = update if smaller else whole
+        return self._since[key]

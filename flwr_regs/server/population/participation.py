@@ -94,15 +94,12 @@ class Participation(Snapshots):
         """Choose the replies that are used; note in the round who was incomplete or inactive."""
         received = this_round.received
         steps = {pid: reply.steps for pid, reply in received.items() if reply.steps is not None}
-        inactive = {pid for pid, (taken, _) in steps.items() if taken == 0}
-        active = set(received) - inactive
         this_round.steps = {pid: taken for pid, (taken, _) in steps.items()}
-        this_round.inactive = sorted(inactive)
-        this_round.incomplete = sorted(
-            p for p, (taken, planned) in steps.items() if 0 < taken < planned
-        )
-        unused = set(this_round.incomplete) if self._incomplete == "drop" else set()
-        this_round.used = {pid: r for pid, r in received.items() if pid in active - unused}
+        this_round.inactive = [p for p, (taken, _) in steps.items() if taken == 0]
+        this_round.incomplete = [p for p, (taken, planned) in steps.items() if 0 < taken < planned]
+        incomplete = this_round.incomplete if self._incomplete == "drop" else []
+        unused = {*this_round.inactive, *incomplete}
+        this_round.used = {pid: r for pid, r in received.items() if pid not in unused}
 
     def note(self, this_round: Round) -> None:
         """Count the turns of a round that moved the model.

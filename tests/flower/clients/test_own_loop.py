@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, ClassVar
 
 import pytest
@@ -18,24 +17,16 @@ from torch.nn.functional import cross_entropy
 from flwr_regs import (
     ClientContext,
     ClientRound,
-    EmbeddedMomentum,
     FedADC,
     FedADCClient,
-    FedBN,
-    FedBNClient,
     FedFOR,
     FedFORClient,
     FirstOrder,
     InProcessGrid,
-    LeaveOneOutMean,
-    LocalBatchNorm,
-    Proximal,
     RegClient,
     RegClientApp,
     RegStrategy,
     RoundFailed,
-    SelfDistillation,
-    SparseTernary,
     Term,
     load_model,
 )
@@ -126,43 +117,6 @@ def test_a_loop_of_ones_own_equals_the_client(case: Method, loop: Loop) -> None:
             assert a["train_metrics"] == b["train_metrics"]
         for pid, told in a["evaluate"]["clients"].items():
             assert told["loss"] == pytest.approx(b["evaluate"]["clients"][pid]["loss"], abs=1e-9)
-
-
-COMPOSITIONS = [
-    [SelfDistillation(0.3), EmbeddedMomentum(0.5, 0.5), SparseTernary(0.3, 0.3)],
-    [FirstOrder(0.5), Proximal(0.2)],
-    [EmbeddedMomentum(0.5, 0.5), LeaveOneOutMean(0.3, sum_only=True)],
-]
-
-
-@pytest.mark.parametrize(
-    ("terms", "downlink"), list(zip(COMPOSITIONS, ["model", "delta", "model"], strict=True))
-)
-def test_compositions_too(terms: list[Any], downlink: str) -> None:
-    kinds = [type(t) for t in terms]
-    want = run(RegStrategy(terms, seed=3, downlink=downlink), RegClient, terms=kinds)
-    strategy = RegStrategy(terms, seed=3, downlink=downlink)
-    got = run(strategy, RegClient, grid=InProcessGrid(own_app(kinds), 4))
-    assert not any(e["failures"] for e in strategy.history)
-    close(got, want, 0.0)
-
-
-def test_private_entries_in_a_loop_of_ones_own() -> None:
-    model = partial(make_model, torch.float64, True)
-    theirs, mine = FedBN(seed=1), FedBN(seed=1)
-    want = run(theirs, FedBNClient, model=model)
-    app = own_app(FedBNClient, model=model)
-    got = run(mine, FedBNClient, model=model, grid=InProcessGrid(app, 4))
-    close(got, want, 0.0)
-    a, b = (s.history[-1]["evaluate"]["clients"] for s in (mine, theirs))
-    assert {p: m["loss"] for p, m in a.items()} != {}
-    for pid in a:  # with BatchNorm of its own
-        assert a[pid]["loss"] == pytest.approx(b[pid]["loss"], abs=1e-9)
-    own = [LocalBatchNorm, FirstOrder]
-    app = own_app(own, model=model)
-    both = RegStrategy([LocalBatchNorm(), FirstOrder(0.5)], seed=1)
-    got = run(both, RegClient, model=model, grid=InProcessGrid(app, 4))
-    assert not any(n.startswith("1.") for n in got)
 
 
 OWN = {"user.number": 3, "user.text": "a", "user.bytes": b"b"}

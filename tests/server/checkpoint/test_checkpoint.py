@@ -29,7 +29,8 @@ from flwr_regs.server.checkpoint.checkpoint import (
     read,
     rounds_in,
 )
-from flwr_regs.server.checkpoint.values import Store, from_json, safetensors_of, to_json
+from flwr_regs.server.checkpoint.values import from_json, to_json
+from flwr_regs.wire.arrays import pack
 from tests.conftest import ROOT
 
 STATE: dict[str, Any] = {
@@ -78,16 +79,16 @@ VALUES = st.recursive(
 @settings(max_examples=30, derandomize=True, deadline=None)
 @given(VALUES)
 def test_a_value_comes_back_to_the_bit(value: Any) -> None:
-    store = Store()
+    store: dict[str, np.ndarray] = {}
     text = json.dumps(to_json(value, store))
-    found = from_json(json.loads(text), load(b"".join(map(bytes, safetensors_of(store.arrays)))))
+    found = from_json(json.loads(text), load(pack(store)))
     assert same(found, value), (found, value)
 
 
 @pytest.mark.parametrize("value", [lambda: 0, np.array([{}], dtype=object), 1j, np.ones(2, "c8")])
 def test_what_cannot_be_kept_is_named_with_its_place(value: Any) -> None:
     with pytest.raises(TypeError, match=r"^the state\['terms'\]\[1\] is .*; only numbers"):
-        to_json({"terms": [0, value]}, Store(), "the state")
+        to_json({"terms": [0, value]}, {}, "the state")
 
 
 def written(folder: Path, *numbers: int) -> None:
