@@ -193,18 +193,15 @@ def npy(array: Any) -> bytes:
     return file.getvalue()
 
 
-def headed(text: str, version: int = 1, body: bytes = b"") -> bytes:
+def headed(text: str, body: bytes = b"") -> bytes:
     """Return a ``.npy`` with a header of one's own."""
     head = text.encode()
-    size = struct.pack("<H" if version == 1 else "<I", len(head))
-    return b"\x93NUMPY" + bytes([version, 0]) + size + head + body
+    return b"\x93NUMPY\x01\x00" + struct.pack("<H", len(head)) + head + body
 
 
-def shaped(shape: str, dtype: str = "<f8", order: str = "False", body: bytes = b"") -> bytes:
+def shaped(shape: str, body: bytes = b"") -> bytes:
     """Return a ``.npy`` that claims a shape."""
-    return headed(
-        f"{{'descr': '{dtype}', 'fortran_order': {order}, 'shape': {shape}, }}\n", 1, body
-    )
+    return headed(f"{{'descr': '<f8', 'fortran_order': False, 'shape': {shape}, }}\n", body)
 
 
 def bomb() -> bytes:
@@ -241,7 +238,7 @@ NOT_ARRAYS: dict[str, bytes] = {
     "complex": npy(np.zeros(3, complex)),
     "record": npy(np.zeros(2, [("a", "<f8")])),
     "long-double": npy(np.zeros(2, np.longdouble)),
-    "long-header": headed(" " * 60_000, 1),
+    "long-header": headed(" " * 60_000),
     "header-beyond": b"\x93NUMPY\x02\x00\xff\xff\xff\xff",
 }
 """What a strict reader refuses, by name."""

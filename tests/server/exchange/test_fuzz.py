@@ -124,12 +124,8 @@ def change_array(content: RecordDict, rng: np.random.Generator) -> None:
         new = whole.get(how) or (bytes(data) if how == "flip" else pick(rng, NOT_ARRAYS.values()))
         record[name] = Array(value.dtype, value.shape, value.stype, new)
     if what == "labels":
-        dtype, shape = (
-            pick(rng, ["", "float16", "object", LONG]),
-            pick(rng, [(), (1,), (2**62,) * 3]),
-        )
-        stype = pick(rng, [value.stype, "pickle", "numpy.ndarray"])
-        record[name] = Array(dtype, shape, stype, value.data)
+        dtype, shape = pick(rng, ["", "float16", "object", LONG]), pick(rng, [(), (2**62,) * 3])
+        record[name] = Array(dtype, shape, pick(rng, [value.stype, "pickle"]), value.data)
     if what == "other":
         record[name] = pick(rng, arrays_like(readable(value)))
 
