@@ -126,20 +126,19 @@ def test_cifar_is_the_same_from_torchvision_and_the_hub(
         data.load("cifar10(hub=True)")
 
 
-def letters(row: np.ndarray) -> str:
-    return "".join((*texts.LETTERS, "#")[i] for i in row)
-
-
 def test_shakespeare_predicts_each_character_of_a_speaker_in_order_of_time(tmp_path: Path) -> None:
     Files(tmp_path).shakespeare()
     got = data.load("shakespeare", str(tmp_path))
+    said, tested, before = (
+        "".join((*texts.LETTERS, "#")[i] for i in row)
+        for row in (got.train_y, got.test_y, got.train_x[19])
+    )
     # ALL has three lines of one speech; First Citizen five of two; Ghost has too few
-    every = "Speak, speak:\nsay it"
     citizen = "Before we proceed any further,\nhear me speak. It is #3.\nYou are all resolved\n"
-    said = [letters(got.train_y[got.groups == g]) for g in (0, 1)]
-    assert said == [every, citizen + "rather to die"]
-    assert letters(got.test_y) == "again.than to famish?"  # the last fifth, at least one line
-    assert letters(got.train_x[len(every) - 1]) == (" " * 80 + every)[-81:-1]
+    assert said == f"Speak, speak:\nsay it{citizen}rather to die"
+    assert np.bincount(got.groups).tolist() == [20, 90]
+    assert tested == "again.than to famish?"  # the last fifth, at least one line
+    assert before == (" " * 80 + "Speak, speak:\nsay i")[-80:]
 
 
 def test_words_and_tweets_are_in_order_with_unknown_ones_and_ends(tmp_path: Path) -> None:
@@ -178,22 +177,14 @@ class Evil:
         return os.mkdir, (str(Path(__file__).parent / "made-by-a-pickle"),)
 
 
-@pytest.mark.parametrize(
-    ("packed", "why"),
-    [
-        (pickle.dumps(Evil()), r" \(it names posix.mkdir"),
-        (pickle.dumps(np.array([Evil()], dtype=object)), r" \(it names posix.mkdir"),
-        (pickle.dumps(np.arange(100))[:-40], ""),
-    ],
-    ids=["alone", "inside", "broken"],
-)
-def test_a_pickle_that_calls_something_or_is_broken_is_refused(
-    packed: bytes, why: str, tmp_path: Path
-) -> None:
-    (tmp_path / "x.pkl").write_bytes(packed)
-    with pytest.raises(ValueError, match=f"x.pkl is not a pickle of plain arrays{why}"):
-        pickles.read(tmp_path / "x.pkl")
-    assert not (Path(__file__).parent / "made-by-a-pickle").exists()
+def test_a_pickle_that_calls_something_or_is_broken_is_refused(tmp_path: Path) -> None:
+    inside = np.array([Evil()], dtype=object)
+    named = r" \(it names posix.mkdir"
+    for thing, end, why in ((Evil(), None, named), (inside, None, named), (np.arange(99), -40, "")):
+        (tmp_path / "x.pkl").write_bytes(pickle.dumps(thing)[:end])
+        with pytest.raises(ValueError, match=f"x.pkl is not a pickle of plain arrays{why}"):
+            pickles.read(tmp_path / "x.pkl")
+        assert not (Path(__file__).parent / "made-by-a-pickle").exists()
 
 
 def relisted(first: str = "", label: str = "", drop: int = 0) -> Any:
