@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from flwr_regs.experiments.report import metrics
+from flwr_regs.experiments.report.rows import figures
 from flwr_regs.experiments.report.run_records import RunRecord
 from flwr_regs.experiments.settings import DEFAULTS
 
@@ -67,7 +68,7 @@ RUN = made([0.2, 0.6, 0.4, 0.8])
     ],
 )
 def test_each_metric_is_what_its_meaning_says(name: str, value: float | None) -> None:
-    got = metrics.METRICS[name].of(RUN)
+    got = figures(RUN)[name]
     assert got == (None if value is None else pytest.approx(value))
 
 
@@ -75,38 +76,39 @@ def test_participants_count_with_their_own_models() -> None:
     one = {0: {"accuracy": 0.2, "personal-accuracy": 0.6}, 1: {"accuracy": 0.8}}
     run = made([0.2, 0.3], evaluate={"clients": one})
     run.rounds[1]["evaluate"] = {"clients": {0: {"accuracy": 0.5}, 1: {"accuracy": 0.5}}}
-    assert metrics.METRICS["best-participants"].of(run) == pytest.approx(0.7)
-    assert metrics.METRICS["clients"].of(run) == pytest.approx(0.5)
+    assert figures(run)["best-participants"] == pytest.approx(0.7)
+    assert figures(run)["clients"] == pytest.approx(0.5)
 
 
 def test_metrics_are_of_the_rounds_clients_and_messages_that_they_name() -> None:
-    values = {name: metric.of for name, metric in metrics.METRICS.items()}
     run = made([0.9, 0.1, 0.5, 0.3, 0.4, 1.0], bytes_down={0: 300, 1: 100}, bytes_up={0: 5, 1: 50})
     run.job["rounds"] = 3  # planned: the first is its half
     run.test[-1]["ensemble"] = 0.7
     run.per_client = {"clients": [0.01 * i for i in reversed(range(39))]}
-    assert values["best-half"](run) == 0.9
-    assert values["last5"](run) == pytest.approx(0.46)
-    assert values["mean"](run) == pytest.approx(3.2 / 6)
-    assert values["ensemble"](run) == 0.7
-    assert values["worst"](run) == 0
-    assert values["worst-tenth"](run) == pytest.approx(0.01)  # three of 39
+    assert figures(run)["best-half"] == 0.9
+    assert figures(run)["last5"] == pytest.approx(0.46)
+    assert figures(run)["mean"] == pytest.approx(3.2 / 6)
+    assert figures(run)["ensemble"] == 0.7
+    assert figures(run)["worst"] == 0
+    assert figures(run)["worst-tenth"] == pytest.approx(0.01)  # three of 39
     phones = 3e-4 / 0.75 + 5e-5 / 0.25 + 7 * 0.75 + 10 + 0.5  # they wait for the largest messages
-    assert values["deployed-seconds"](run) == pytest.approx(phones, abs=1e-6)
+    assert figures(run)["deployed-seconds"] == pytest.approx(phones, abs=1e-6)
     run.job["target-accuracy"] = 0.5
-    assert values["rounds-to"](made([0.4, 0.5, 0.6])) == 2  # where it is met
+    assert figures(made([0.4, 0.5, 0.6]))["rounds-to"] == 2  # where it is met
     for name in ("rounds-to", "seconds-to", "megabytes-to", "gradients-to"):
-        assert values[name](made([0.2, 0.3])) is None
-    assert {of(RunRecord("A", "A", 1, {**DEFAULTS}, 4, {})) for of in values.values()} == {None}
+        assert figures(made([0.2, 0.3]))[name] is None
+    nothing = figures(RunRecord("A", "A", 1, {**DEFAULTS}, 4, {}))
+    assert {*nothing.values()} == {None}
+    assert {*metrics.METRICS} < {*nothing}
 
 
 def test_what_is_sent_before_a_round_or_in_a_first_exchange_counts() -> None:
     run = made([0.5], bytes_ahead={0: 30, 1: 10}, bytes_probe_down={0: 7, 1: 7})
     run.rounds[0]["seconds"]["probe"] = 0.5
-    assert metrics.METRICS["bytes-down"].of(run) == 120
-    assert metrics.METRICS["exchanges"].of(run) == 2
+    assert figures(run)["bytes-down"] == 120
+    assert figures(run)["exchanges"] == 2
     assert metrics.mean_and_spread("bytes-beside", [run], [made([0.5])])[0] == 20
-    plain, probed = (metrics.METRICS["deployed-seconds"].of(r) for r in (made([0.5]), run))
+    plain, probed = (figures(r)["deployed-seconds"] for r in (made([0.5]), run))
     assert plain is not None
     assert probed == pytest.approx(plain + 7 * 0.25)
 

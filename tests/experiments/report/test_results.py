@@ -32,7 +32,15 @@ def run(label: str, accuracy: list[float], seed: int = 1, **more: Any) -> RunRec
     ]
     test = [{"round": t, "loss": 1.0, "accuracy": a} for t, a in enumerate([0.1, *accuracy])]
     made = RunRecord(
-        label, label, seed, {**DEFAULTS, "seed": seed}, 4, {}, test, rounds, ended=True
+        label,
+        label,
+        seed,
+        {**DEFAULTS, "target-accuracy": 0.85, "seed": seed},
+        4,
+        {},
+        test,
+        rounds,
+        ended=True,
     )
     vars(made).update(seconds=3.0, processor_seconds=2.0)
     vars(made).update(more)
@@ -45,7 +53,7 @@ GOOD = [0.5, 0.8, 0.9, 0.86, 0.88, 0.92, 0.94]
 def test_a_row_has_means_and_sample_deviations_over_seeds() -> None:
     other = [0.4, 0.6, 0.7, 0.7, 0.7, 0.7, 0.8]
     clients = {"clients": [0.7, 0.9], "mean": 0.8, "std": 0.1, "worst": 0.7}
-    (row,) = rows.rows([run("A", GOOD, 1, per_client=clients), run("A", other, 2)], 0.85)
+    (row,) = rows.rows([run("A", GOOD, 1, per_client=clients), run("A", other, 2)])
     assert (row["n"], row["diverged"], row["collapsed"], row["failures"]) == (2, 0, 0, 0)
     fives = [sum(GOOD[2:]) / 5, sum(other[2:]) / 5]
     assert row["last5"] == pytest.approx(sum(fives) / 2)
@@ -63,7 +71,7 @@ def test_a_row_has_means_and_sample_deviations_over_seeds() -> None:
 def test_the_interval_is_students_and_the_difference_is_paired() -> None:
     a = [run("A", [v], seed) for seed, v in enumerate((0.5, 0.6, 0.7))]
     b = [run("B", [v], seed) for seed, v in enumerate((0.52, 0.63, 0.71))]
-    first, second = rows.rows([*a, *b], 0.85, "A")
+    first, second = rows.rows([*a, *b], "A")
     # t(0.975, 2) = 4.302653; the deviation of 0.5, 0.6, 0.7 is 0.1
     assert first["last5_interval"] == pytest.approx(4.302653 * 0.1 / math.sqrt(3), rel=1e-6)
     assert first["difference"] is None
@@ -73,12 +81,12 @@ def test_the_interval_is_students_and_the_difference_is_paired() -> None:
     assert second["difference_interval"] == pytest.approx(expected, rel=1e-6)
     # a seed that one of the two lost is left out of the difference
     b[2].error = "RoundFailed: diverged"
-    assert rows.rows([*a, *b], 0.85, "A")[1]["difference"] == pytest.approx(0.025)
+    assert rows.rows([*a, *b], "A")[1]["difference"] == pytest.approx(0.025)
 
 
 def test_a_diverged_seed_is_counted_and_voids_nothing() -> None:
     bad = run("A", [0.9, 0.9], 2, error=NAN, diverged=True)
-    (row,) = rows.rows([run("A", GOOD, 1), bad], 0.85)
+    (row,) = rows.rows([run("A", GOOD, 1), bad])
     assert (row["n"], row["diverged"], row["last5_std"]) == (2, 1, None)
     assert row["last5"] == pytest.approx(0.9)
     assert row["reached"] == 2  # it was there before it diverged
@@ -140,13 +148,13 @@ def test_numbers_have_three_digits(value: float | None, text: str) -> None:
 def test_an_unfinished_run_is_in_no_mean_and_is_said() -> None:
     """As `plot` finds it after a kill: no end in its record."""
     half = run("A", [0.2, 0.3], 2, ended=False)
-    (row,) = rows.rows([run("A", GOOD, 1), half], 0.85, "A")
+    (row,) = rows.rows([run("A", GOOD, 1), half], "A")
     assert (row["n"], row["unfinished"], row["last5_std"]) == (2, 1, None)
     assert (row["last5"], row["mb"]) == (pytest.approx(0.9), pytest.approx(5.25))
     (said,) = rows.warnings([run("A", GOOD, 1), half])
     assert said == ("A: 1 of 2 seeds unfinished, in no mean; seed 2: it has 2 of 30 rounds")
     nothing = run("A", [], ended=False)
-    assert rows.rows([nothing], 0.85, "A")[0]["last5"] is None
+    assert rows.rows([nothing], "A")[0]["last5"] is None
 
 
 def test_a_label_is_shown_as_it_is_written(tmp_path: Path) -> None:
@@ -170,5 +178,5 @@ def test_a_round_without_a_test_moves_no_point() -> None:
     points = Results([gap])._points()
     assert points["megabytes"].tolist() == [0.0, 0.75, 2.25]
     assert points["seconds"].tolist() == [0.0, 2.5, 7.5]
-    (row,) = rows.rows([gap], 0.85)
+    (row,) = rows.rows([gap])
     assert (row["rounds_to_target"], row["mb_to_target"]) == (3, 2.25)
