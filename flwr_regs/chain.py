@@ -47,7 +47,6 @@ HOOKS = ("start", "loss", "correct", "finish", "init", "broadcast", "update", "r
 @dataclass(frozen=True)
 class Chain(
     Term,
-    Weighs,
     Folds,
     Probes,
     Recovers,
@@ -259,14 +258,6 @@ class Chain(
     def weigher(self) -> Weighs | None:
         """The term that sets the weights, if any."""
         return next((t for t in self.terms if isinstance(t, Weighs)), None)
-
-    def weigh(
-        self, weights: Mapping[int, float], uploads: Mapping[int, Slot], ctx: ServerContext
-    ) -> Mapping[int, float]:
-        for t in self.terms:
-            if isinstance(t, Weighs):
-                weights = t.weigh(weights, _uploads_of(t, uploads), ctx)
-        return weights
 
     def fold(
         self,

@@ -9,10 +9,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from urllib.request import urlopen
 
 import numpy as np
 from safetensors.numpy import load_file
@@ -95,53 +93,3 @@ def pids_of(name: str, argument: str) -> list[int]:
             if any(w.endswith(name) for w in words) and argument in words:
                 found.append(int(proc.name))
     return found
-
-
-@contextlib.contextmanager
-def deployment(tmp_path: Path, nodes: int) -> Iterator[tuple[dict[str, str], Any]]:
-    """A SuperLink and `nodes` SuperNodes on loopback; the connection is called ``dep``.
-
-    Yields (environment, function from a partition id to a new SuperNode's process).
-    """
-    env = environment(tmp_path / "home")
-    (tmp_path / "home").mkdir()
-    port = free_port()
-    processes = []
-
-    def launch(name: str, *args: Any, **extra: str) -> subprocess.Popen[bytes]:
-        log = (tmp_path / f"{len(processes)}.log").open("w")
-        processes.append(
-            subprocess.Popen(
-                [str(a) for a in (BIN / name, "--insecure", *args)],
-                env={**env, **extra},
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                cwd=tmp_path,
-            )
-        )
-        return processes[-1]
-
-    def supernode(partition: int) -> subprocess.Popen[bytes]:
-        return launch(
-            "flower-supernode",
-            *("--superlink", f"127.0.0.1:{port}", "--host", "127.0.0.1"),
-            *("--port", free_port()),
-            *("--node-config", f"partition-id={partition} num-partitions={nodes}"),
-            FLWR_HOME=str(tmp_path / f"node{len(processes)}"),
-        )
-
-    try:
-        launch("flower-superlink", "--host", "127.0.0.1", "--port", port)
-        (tmp_path / "home" / "config.toml").write_text(
-            f'[superlink]\ndefault = "dep"\n[superlink.dep]\n'
-            f'address = "127.0.0.1:{port}"\ninsecure = true\n'
-        )
-        for _ in range(200):
-            with contextlib.suppress(OSError):
-                urlopen(f"http://127.0.0.1:{port}/health", timeout=2).close()
-                break
-            time.sleep(0.2)
-        yield env, supernode
-    finally:
-        for process in reversed(processes):
-            stop(process.pid)

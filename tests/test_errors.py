@@ -4,24 +4,21 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable
 from dataclasses import fields, replace
 from itertools import product
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from flwr.app import ArrayRecord, ConfigRecord
 from flwr.clientapp import ClientApp
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import TensorDataset
 
 import flwr_regs as fr
 from flwr_regs.client.local_training import local_round
 from flwr_regs.methods.registry import METHODS
 from flwr_regs.server.failures import name_failures
 from flwr_regs.term import ParameterError
-from flwr_regs.wire.errors import described
 from tests.conftest import make_clients, make_model
 
 
@@ -52,15 +49,10 @@ def failed_round(app: ClientApp, clients: int = 3) -> tuple[str, fr.FedAvg]:
     return str(failed.value), strategy
 
 
-def app_of(make: Callable[[], Any]) -> ClientApp:
-    return fr.client_app(lambda context: make())
-
-
 def test_an_error_below_torch_names_the_users_line() -> None:
     data = make_clients()[0]
-    text, strategy = failed_round(
-        app_of(lambda: fr.FedAvgClient(make_model(), data, loss_fn=users_loss))
-    )
+    app = fr.client_app(lambda _: fr.FedAvgClient(make_model(), data, loss_fn=users_loss))
+    text, strategy = failed_round(app)
     line = inspect.getsourcelines(users_loss)[1] + 1
     expected = f"test_errors.py, line {line}: return torch.nn.functional.cross_entropy(output, "
     assert expected in text
@@ -68,34 +60,6 @@ def test_an_error_below_torch_names_the_users_line() -> None:
     assert "clients [0, 1, 2] failed: RuntimeError: " in text
     assert len(text.splitlines()) == 1
     assert set(strategy.history[-1]["failures"]) == {0, 1, 2}
-
-
-def test_a_term_that_raises_names_its_line() -> None:
-    class Wrong(fr.Term):
-        name = "wrong"
-
-        def correct(self, grads: Any, params: Any, ctx: Any) -> Any:
-            return {n: g + missing for n, g in grads.items()}  # type: ignore[name-defined]  # noqa: F821
-
-    data = make_clients()[0]
-    strategy = fr.RegStrategy([Wrong()], seed=1, fraction_evaluate=0.0)
-    app = app_of(lambda: fr.RegClient(make_model(), data, terms=[Wrong]))
-    with pytest.raises(
-        fr.RoundFailed, match=r"name 'missing' .*test_errors.py, line \d+: return {n"
-    ):
-        strategy.start(
-            grid=fr.InProcessGrid(app, 3),
-            initial_arrays=ArrayRecord(make_model().state_dict()),
-            train_config=ConfigRecord({"lr": 0.1, "local-epochs": 1}),
-        )
-
-
-def test_a_long_text_of_many_lines_becomes_a_short_one() -> None:
-    text = described(RuntimeError("a\n  b " * 1000))
-    assert text.startswith("RuntimeError: a b a b ")
-    assert len(text) < 600
-    assert "\n" not in text
-    assert described(ValueError()) == "ValueError"
 
 
 def test_many_failures_are_named_in_a_few_lines() -> None:
@@ -113,20 +77,11 @@ def test_many_failures_are_named_in_a_few_lines() -> None:
 X, Y = torch.zeros(6, 4, dtype=torch.float64), torch.arange(6) % 3
 DATASET = TensorDataset(X, Y)
 NO_BATCHES: list[tuple[Any, str]] = [
-    (
-        DATASET,
-        r"^{name} is a TensorDataset: expected batches, such as DataLoader\({name}, batch_size=32",
-    ),
+    (DATASET, r"^{name} is a TensorDataset: expected batches, such as DataLoader\({name}, batch"),
     ([X, Y], r"^{name} is a list of arrays: expected .*DataLoader\(TensorDataset\(\*{name}\)"),
     ((X.numpy(), Y.numpy()), r"^{name} is a tuple of arrays: .*such as \[\(inputs, targets\)\]"),
-    (np.zeros(3), r"^{name} is a ndarray: expected batches"),
     ({"x": X, "y": Y}, r"^{name} is a dict, which is one batch: .*such as \[{name}\]"),
-    (
-        iter([(X, Y)]),
-        r"^{name} is a list_iterator, which can be iterated only once: expected .*again",
-    ),
-    (7, r"^{name} is 7: expected batches"),
-    (DataLoader, r"^{name} is <class '.*DataLoader'>: expected batches"),
+    (iter([(X, Y)]), r"^{name} is a list_iterator, which can be iterated only once: .*again"),
 ]
 
 
@@ -145,19 +100,13 @@ def test_what_is_no_batches_is_refused_at_construction(wrong: Any, match: str) -
             fr.FedAvgClient(make_model(), good, wrong)
 
 
-class Reiterable:
-    def __iter__(self) -> Any:
-        return iter([(X, Y)])
-
-
 def test_batches_that_run_out_are_named() -> None:
-    class Once(Reiterable):
-        def __init__(self) -> None:
-            self.batches = [(X, Y)]
+    class Once:
+        passes = 0
 
         def __iter__(self) -> Any:
-            batches, self.batches = self.batches, []
-            return iter(batches)
+            self.passes += 1
+            return iter([(X, Y)] if self.passes == 1 else [])
 
     with pytest.raises(ValueError, match=r"pass 2 over train_data, a Once, yields no batch"):
         local_round(make_model(), fr.Proximal(0.1), Once(), lr=0.1, steps=3, device="cpu")
@@ -165,48 +114,35 @@ def test_batches_that_run_out_are_named() -> None:
 
 # Terms
 
-CASES: list[tuple[Any, str]] = [
+TERMS: list[tuple[Any, Any, str]] = [
+    (fr.RegStrategy, fr.Proximal(0.1), "takes a list of terms, such as .*, not the term Prox"),
     (
-        fr.Proximal(0.1),
-        r"takes a list of terms, such as RegStrategy\(\[Proximal\(0.1\)\]\), not the term Prox",
+        fr.RegStrategy,
+        [fr.Proximal],
+        "terms are instances.*, not the class Proximal .a client's are",
     ),
-    (fr.Proximal, r"takes a list of terms, such as .*, not the class Proximal"),
-    ([fr.Proximal], r"terms are instances, .*, not the class Proximal \(a client's are classes\)"),
     (
+        fr.RegStrategy,
         [fr.FedProx(0.1)],
-        r"terms are instances, .*, not the strategy FedProx; give its terms, \[Prox",
+        "terms are instances.*, not the strategy FedProx; give its",
     ),
-    ([fr.Proximal(0.1), "x"], r"terms are instances, .*, not 'x'"),
+    (fr.RegStrategy, [fr.Proximal(0.1), "x"], "terms are instances.*, not 'x'"),
+    (fr.RegClient, fr.Proximal, "takes a list of classes of terms, .*, not the class Proximal"),
+    (fr.RegClient, [fr.Proximal(0.1)], "terms are classes, .*hyper-parameters come from the strat"),
 ]
+
+
+@pytest.mark.parametrize(("taker", "wrong", "match"), TERMS, ids=kind_of)
+def test_terms_are_a_list_of_instances_or_a_clients_of_classes(
+    taker: Any, wrong: Any, match: str
+) -> None:
+    data = () if taker is fr.RegStrategy else (make_model(), [(X, Y)])
+    with pytest.raises(TypeError, match=f"^{taker.__name__}('s)? {match}"):
+        taker(*data, terms=wrong)
 
 
 def test_no_term_is_fedavg() -> None:  # a list that a program makes may be empty
     assert fr.RegStrategy([]).method_name == "FedAvg"
-
-
-@pytest.mark.parametrize(("wrong", "match"), CASES, ids=kind_of)
-def test_a_strategys_terms_are_a_list_of_instances(wrong: Any, match: str) -> None:
-    with pytest.raises(TypeError, match=f"^RegStrategy('s)? {match}"):
-        fr.RegStrategy(wrong)
-
-
-CLASSES: list[tuple[Any, str]] = [
-    (fr.Proximal(0.1), r"takes a list of classes of terms, such as .*, not the term Proximal\(mu"),
-    (
-        fr.Proximal,
-        r"takes a list of classes of terms, such as terms=\[Proximal\], not the class Prox",
-    ),
-    (
-        [fr.Proximal(0.1)],
-        r"terms are classes, .* term Proximal.*hyper-parameters come from the strategy",
-    ),
-]
-
-
-@pytest.mark.parametrize(("wrong", "match"), CLASSES, ids=kind_of)
-def test_a_clients_terms_are_a_list_of_classes(wrong: Any, match: str) -> None:
-    with pytest.raises(TypeError, match=f"^RegClient('s)? {match}"):
-        fr.RegClient(make_model(), [(X, Y)], terms=wrong)
 
 
 # Names
@@ -252,11 +188,5 @@ def test_a_term_and_a_users_own_method_are_named_too() -> None:
 
     with pytest.raises(ValueError, match=r"^Mine: mu must be a number of at least 0, not '1'$"):
         Mine("1")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"^Proximal: mu must be a number of at least 0, not -1$"):
-        fr.Proximal(-1)
-    with pytest.raises(
-        ValueError, match=r"^CentralDP: clip_norm must be a positive number, not '1'$"
-    ):
-        fr.CentralDP("1", 1.0)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="Invalid learning rate"):  # torch's own words
         fr.FedOpt("SGD", lr=-1.0)

@@ -10,7 +10,6 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
-from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 from torch import nn
 from torch.nn.functional import cross_entropy
@@ -85,40 +84,6 @@ def numpy_app(
         return fr.RegClient(net, train, test, terms=terms, step_budget=steps, **settings)
 
     return problem.app_of(client, data, model, **more)
-
-
-def own_app(
-    terms: list[type[fr.Term]],
-    data: Any = DATA,
-    model: Any = make_model,
-    optimizer: Any = None,
-    budget: int | None = None,
-    **more: Any,
-) -> Any:
-    """An app with a loop of its own, seeded as the package's client is; the `budget` is every client's."""
-    app = fr.RegClientApp()
-
-    @app.train()
-    def one_round(message: Message, context: Context) -> Message:
-        net = model()
-        batches = data[int(context.node_config["partition-id"])]
-        loop = fr.ClientRound(message, terms, net, batches, device="cpu", max_steps=budget, **more)
-        with loop.seeded():
-            steps = loop.optimizer(optimizer or torch.optim.SGD)
-            for inputs, targets in loop.batches():
-                steps.zero_grad()
-                output = net(inputs)
-                loss = more.get("loss_fn", cross_entropy)(output, targets)
-                loop.loss(loss, inputs, targets, output).backward()
-                loop.correct()
-                steps.step()
-            return loop.reply()
-
-    return app
-
-
-PLACES = {"client": numpy_app, "own loop": own_app}
-places = pytest.mark.parametrize("place", PLACES)
 
 
 def train(
@@ -232,13 +197,6 @@ class Push(fr.Term):
 
 
 @dataclass(frozen=True)
-class LaterPush(Push):
-    """A correction on the right."""
-
-    name: ClassVar[str] = "later-push"
-
-
-@dataclass(frozen=True)
 class Look(fr.Term):
     """Looks at gradients here and elsewhere, and changes nothing."""
 
@@ -268,13 +226,11 @@ NO_SINGLE = [[batch for batch in client if len(batch[1]) > 1] for client in DATA
 """The data without batches of one example, which BatchNorm refuses."""
 
 
-@places
-def test_the_gradient_elsewhere_is_that_of_the_whole_loss(place: str) -> None:
-    """With the losses of all terms, and the corrections on the left."""
-    terms = [Push(0.3), Look(True), LaterPush(0.7), Ridge(0.05)]
-    train(
-        fr.RegStrategy(terms, **ALL), PLACES[place]([type(t) for t in terms]), **{"local-epochs": 2}
-    )
+def test_the_gradient_elsewhere_is_that_of_the_whole_loss() -> None:
+    """With the losses of all terms, and the corrections to the left of the one that asks."""
+    terms = [Push(0.3), Look(True), Ridge(0.05)]
+    app = numpy_app([type(t) for t in terms])
+    train(fr.RegStrategy(terms, **ALL), app, **{"local-epochs": 2})
     assert len(NOTES["there"]) == 2 * sum(map(len, DATA))
     for at, got, x, y in NOTES["there"]:
         g = oracle.plain(at, (x, y))
@@ -331,6 +287,8 @@ class Reads(fr.Term):
 
     def finish(self, delta: Arrays, ctx: fr.ClientContext) -> tuple[Arrays, Slot, Slot]:
         self._steps("finish", ctx)
+        with pytest.raises(RuntimeError, match="gradient_at is there in `correct`"):
+            ctx.gradient_at(ctx.start)
         end = {n: ctx.start[n] + d for n, d in delta.items()}
         means = {
             "loss": ctx.mean_loss(end),
@@ -344,10 +302,9 @@ class Reads(fr.Term):
 near = partial(np.testing.assert_allclose, rtol=0, atol=1e-10)
 
 
-@places
-def test_what_a_term_reads_on_a_client(place: str) -> None:
+def test_what_a_term_reads_on_a_client() -> None:
     """Against the oracle's functions; with a step budget, and a key of the user's own."""
-    app = PLACES[place]([Reads], budget=3)
+    app = numpy_app([Reads], budget=3)
     length = {"local-epochs": 2, "user.key": 7}
     train(fr.RegStrategy([Reads()], **ALL), app, **length)
     for seen in NOTES["batch"]:
@@ -372,74 +329,24 @@ def test_what_a_term_reads_on_a_client(place: str) -> None:
     assert {hook for hook, *_ in NOTES["always"]} == {"start", "loss", "correct", "finish"}
     for hook, k, planned, most, steps, batch_size, lr, config in NOTES["always"]:
         want = 2 * len(DATA[k])
-        cut = min(3, want) if place == "own loop" or k == 2 else want
+        cut = min(3, want) if k == 2 else want
         assert (planned, most, steps) == (want, cut, cut), hook
         assert batch_size == (0 if hook == "start" else len(DATA[k][0][1]))
         assert lr == config["lr"] == LR
         assert (config["local-epochs"], config["user.key"]) == (2, 7)
 
 
-@places
-def test_functions_leave_no_trace_and_the_loss_is_the_clients_own(place: str) -> None:
+def test_functions_leave_no_trace_and_the_loss_is_the_clients_own() -> None:
     """With dropout masks and BatchNorm's statistics, the model is to the bit what it is without them."""
     models = []
     for terms in ([Reads(), Look(True)], [Look(False)]):
-        app = PLACES[place]([type(t) for t in terms], NO_SINGLE, model=noisy, loss_fn=smoothed)
+        app = numpy_app([type(t) for t in terms], NO_SINGLE, model=noisy, loss_fn=smoothed)
         models.append(train(fr.RegStrategy(terms, **ALL), app, rounds=2, model=noisy))
     for read, unread in zip(*models, strict=True):
         close(read, unread, 0.0)
     for seen in NOTES["batch"]:
         x, y = torch.from_numpy(seen["output"]), torch.from_numpy(seen["y"])
         assert seen["loss_fn"] == seen["base"] == pytest.approx(smoothed(x, y).item(), abs=1e-12)
-
-
-# a second model
-
-
-@dataclass(frozen=True)
-class Second(fr.Term):
-    """Trains a second model for more steps than the round's own, and a number of its own."""
-
-    name: ClassVar[str] = "second"
-
-    def finish(self, delta: Arrays, ctx: fr.ClientContext) -> tuple[Arrays, Slot, Slot]:
-        def loss(v: Arrays, at: fr.ClientContext) -> Any:
-            return at.loss_fn(at.output_at(v), at.targets)
-
-        def parabola(v: Arrays, at: fr.ClientContext) -> Any:
-            return 0.5 * (v["a"] - 3) ** 2
-
-        before, zero = numbers(ctx.start), torch.zeros((), dtype=torch.float64)
-        note("second", (ctx.client_id, numbers(ctx.train(ctx.start, loss, ctx.num_steps + 3))))
-        note("a", float(ctx.train({"a": zero}, parabola, 5)["a"]))
-        close(numbers(ctx.train(ctx.start, loss, 0)), before, 0.0)
-        close(numbers(ctx.start), before, 0.0)  # what was given is not changed
-        assert zero == 0
-        return delta, {}, {}
-
-
-@places
-def test_more_steps_of_a_second_model_go_on_through_the_data(place: str) -> None:
-    train(fr.RegStrategy([Second()], **ALL), PLACES[place]([Second]), **{"local-steps": 4})
-    assert len(NOTES["second"]) == 5
-    for k, end in NOTES["second"]:
-        close(end, oracle.steps_of(START, CLIENTS[k], 7, LR, oracle.plain), 1e-10)
-    assert NOTES["a"] == pytest.approx([3 - 3 * (1 - LR) ** 5] * 5)
-
-
-@dataclass(frozen=True)
-class TooEarly(fr.Term):
-    """Asks for the gradient of the loss in the loss."""
-
-    name: ClassVar[str] = "too-early"
-
-    def loss(self, base: Any, params: Arrays, ctx: fr.ClientContext) -> Any:
-        return base + ctx.gradient_at(params)["2.bias"].sum()
-
-
-def test_a_function_that_is_not_there_says_so() -> None:
-    with pytest.raises(fr.RoundFailed, match=r"gradient_at is there in `correct`"):
-        train(fr.RegStrategy([TooEarly()], **ALL), numpy_app([TooEarly]))
 
 
 # what the server is told

@@ -237,14 +237,6 @@ def test_who_lost_state_is_named_and_nobody_else(terms: Any, named: list[int]) -
     assert not any(e["failures"] for e in strategy.history)
 
 
-def test_evaluation_sees_that_a_slot_has_ended() -> None:
-    strategy = fr.RegStrategy([Once()], seed=3)
-    run(strategy, fr.RegClient, rounds=2, terms=[Once])
-    for entry, same in zip(strategy.history, (False, True), strict=True):
-        for metrics in entry["evaluate"]["clients"].values():
-            assert (metrics["loss"] == metrics["personal-loss"]) == same
-
-
 @dataclass(frozen=True)
 class ProbesAlways(fr.Term, Probes):
     """Its probe returns no slot, which must leave the kept one alone."""

@@ -18,7 +18,8 @@ from flwr.serverapp.strategy import Result, Strategy
 
 from flwr_regs.flower.checkpoints import Checkpoints
 from flwr_regs.flower.grids.grid_network import GridNetwork
-from flwr_regs.server.options import Options, as_many
+from flwr_regs.server.options import Options
+from flwr_regs.server.refusals import as_many
 from flwr_regs.server.round import TooFewReplies
 
 EvaluateFn = Callable[[int, ArrayRecord], MetricRecord | None]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -69,14 +70,10 @@ def common_metrics(
         pid: {k: v for k, v in m.items() if isinstance(v, int | float) and not isinstance(v, bool)}
         for pid, m in metrics.items()
     }
-    counts: dict[str, list[int]] = {}  # name -> clients with a number, and with a usable one
-    for m in single.values():
-        for name, value in m.items():
-            count = counts.setdefault(name, [0, 0])
-            count[0] += 1
-            count[1] += usable(value)
-    kept = sorted(name for name, (n, _) in counts.items() if 2 * n > len(single))
-    strict = {name for name in kept if 2 * counts[name][1] > len(single)}
+    numbers = Counter(name for m in single.values() for name in m)
+    usable_ones = Counter(name for m in single.values() for name, v in m.items() if usable(v))
+    kept = sorted(name for name, n in numbers.items() if 2 * n > len(single))
+    strict = {name for name in kept if 2 * usable_ones[name] > len(single)}
     left_out: dict[int, list[str]] = {}
     averaged = []
     for pid, m in single.items():

@@ -9,7 +9,6 @@ from typing import Any
 
 from flwr_regs.server.client_metrics import common_metrics, read_metrics
 from flwr_regs.server.exchange.network import Course, Network
-from flwr_regs.server.exchange.outbox import client_seed
 from flwr_regs.server.exchange.replies import output_layer
 from flwr_regs.server.failures import name_failures, read_each
 from flwr_regs.server.population.cohorts import EVALUATION, uniform_cohort
@@ -53,11 +52,7 @@ def evaluation(
     common = {**config, **entries, **training.identity, keys.ROUND_KEY: number}
 
     def parcel(pid: int) -> Parcel:
-        own_entries: dict[str, Any] = {
-            keys.SEED_KEY: client_seed(options.seed, number, pid),
-            keys.CLIENT_KEY: pid,
-            **training.remembered.entries(pid),
-        }
+        own_entries = training.remembered.entries(pid, options.seed, number)
         if options.term.personalising:
             own_entries[keys.PREVIOUS_LR_KEY] = global_model.previous_lr or 0.0
         return Parcel(arrays, {**common, **own_entries})

@@ -103,10 +103,9 @@ class GlobalModel(Snapshots):
     ) -> None:
         if not model:
             raise ValueError("initial_arrays is empty: pass ArrayRecord(model.state_dict())")
-        floats = {n: a for n, a in model.items() if a.dtype.kind == "f"}
         if unusual := [n for n, a in model.items() if np.iscomplexobj(a)]:
             raise ValueError(f"complex arrays cannot be averaged here, but {unusual} are")
-        if unusual := [n for n, a in floats.items() if np.isnan(a.max(initial=-np.inf))]:
+        if unusual := [n for n, a in model.items() if a.dtype.kind == "f" and np.isnan(a).any()]:
             raise ValueError(f"initial_arrays: {unusual} hold NaN")
         if half and not any(a.dtype == np.float32 for a in model.values()):
             raise ValueError(
@@ -259,10 +258,7 @@ class GlobalModel(Snapshots):
         robust: RobustMeans | None,
     ) -> tuple[Slot, NDArrays, bytes | None]:
         """Return (the terms' server slots, the step that they make, its code if it has one)."""
-        counted = list(replies)
-        if robust is not None:  # it has chosen the clients now
-            ctx = replace(ctx, aggregated=robust.aggregated)
-            counted = robust.members(counted)
+        counted = list(replies) if robust is None else robust.members(replies)
         folded = self._fold(replies, ctx, robust)
         if self._half:
             delta |= self._means(delta)

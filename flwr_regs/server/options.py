@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from datetime import timedelta
 from os import PathLike
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 import numpy as np
 
@@ -20,14 +20,6 @@ from flwr_regs.wire.config import NEEDS, TRAIN_KEYS, check_train_config
 MEAN = Mean()
 StopWhen = Callable[[list[dict[str, Any]]], Any]
 OnRound = Callable[[dict[str, Any]], Any]
-T = TypeVar("T")
-
-
-def as_many(given: T | Sequence[T] | None) -> Sequence[T]:
-    """Return one callable, several, or none as a sequence."""
-    if given is None:
-        return ()
-    return given if isinstance(given, list | tuple) else (given,)
 
 
 def _constant(_: int) -> float:
@@ -177,11 +169,9 @@ class Options:
             settings["seed"] = int(np.random.SeedSequence().generate_state(1)[0])
         if settings.get("lr_schedule") is None:
             settings["lr_schedule"] = _constant
-        compressed = term.coder("release") is not None and settings.get("downlink") in (
-            None,
-            "model",
-        )
-        return cls(term, **settings | ({"downlink": "delta"} if compressed else {}))
+        if term.coder("release") is not None and settings.get("downlink") in (None, "model"):
+            settings["downlink"] = "delta"
+        return cls(term, **settings)
 
     @classmethod
     def names(cls) -> set[str]:

@@ -33,7 +33,6 @@ from typing import Any, Protocol
 import numpy as np
 
 from flwr_regs.server.aggregate.updates import summed_dtype, update_of
-from flwr_regs.server.aggregate.weights import MeanOfUpdates
 from flwr_regs.server.reply import Reply
 from flwr_regs.server.round import Round
 from flwr_regs.term import NOT_NEGATIVE, POSITIVE
@@ -238,24 +237,19 @@ class PrivateRounds:
                 reasons[pid] = f"it changed {changed}, which are not trained and would get no noise"
         return reasons
 
-    def mean(self, this_round: Round) -> MeanOfUpdates | None:
-        """Return the private mean of replies, which notes its cost in the round; None without privacy."""
-        dp, cohort = self._dp, len(this_round.cohort)
-        if dp is None:
-            return None
-
-        def noisy(base: Any, replies: Any, weights: Any, scaled: Any, fixed: Any) -> dict[str, Any]:
-            trained = [n for n in base if n not in fixed]
-            delta, this_round.events["clipped"] = private_mean(base, replies, trained, dp, cohort)
-            if self._budget is not None:
-                this_round.events["epsilon"], this_round.events["delta"] = self._budget.spend(
-                    cohort
-                )
-                if self.ledger is not None:
-                    self.ledger(self._budget.snapshot())
-            return delta
-
-        return noisy
+    def mean(
+        self, this_round: Round, base: Any, replies: Any, weights: Any, scaled: Any, fixed: Any
+    ) -> dict[str, Any]:
+        """Return the private mean of replies, a `MeanOfUpdates` of a round; note its cost in the round."""
+        assert self._dp is not None
+        trained, cohort = base.keys() - fixed, len(this_round.cohort)
+        delta, this_round.events["clipped"] = private_mean(base, replies, trained, self._dp, cohort)
+        if self._budget is not None:
+            spent = self._budget.spend(cohort)
+            this_round.events["epsilon"], this_round.events["delta"] = spent
+            if self.ledger is not None:
+                self.ledger(self._budget.snapshot())
+        return delta
 
 
 def refuse_statistics(names: Iterable[str]) -> None:

@@ -3,30 +3,27 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from os import fspath
-from typing import Any
+from typing import Any, TypeVar
 
 from flwr_regs.server.aggregate.aggregators import Aggregator, Mean
 from flwr_regs.server.privacy import CentralDP
 from flwr_regs.wire import keys
 from flwr_regs.wire.precision import DTYPES
 
+T = TypeVar("T")
+
 
 def check(options: Any) -> None:
     """Raise ValueError if :class:`flwr_regs.server.options.Options` break a row of a table below."""
     for name, good, sentence in RANGES:
         if not _fits(good, value := getattr(options, name)):
-            raise ValueError(f"{name} must {sentence.format(value)}")
-    for broken, sentence in PAIRS:
+            raise ValueError(f"{name} must {sentence}, not {value!r}")
+    for sentence, broken in PAIRS.items():
         if broken(options):
-            names = {
-                "beside": options.term.uploading,
-                "unaggregated": options.term.unaggregated,
-                "weigher": _weigher(options),
-            }
-            raise ValueError(sentence.format(**names, **vars(options)))
+            raise ValueError(sentence.format(**vars(options)))
 
 
 def _fits(good: Callable[[Any], bool], value: Any) -> bool:
@@ -36,10 +33,15 @@ def _fits(good: Callable[[Any], bool], value: Any) -> bool:
         return False
 
 
+def as_many(given: T | Sequence[T] | None) -> Sequence[T]:
+    """Return one callable, several, or none as a sequence."""
+    if given is None:
+        return ()
+    return given if isinstance(given, list | tuple) else (given,)
+
+
 def _callables(value: Any) -> bool:
-    return value is None or all(
-        map(callable, value if isinstance(value, list | tuple) else [value])
-    )
+    return all(map(callable, as_many(value)))
 
 
 def _one_of(*values: Any) -> Callable[[Any], bool]:
@@ -56,139 +58,96 @@ def _count(value: Any) -> bool:
 
 RANGES: list[tuple[str, Callable[[Any], bool], str]] = [
     # setting, what it must satisfy, and the sentence if it does not
-    ("weighting", _one_of("num-examples", "uniform"), "be 'num-examples' or 'uniform', not {!r}"),
-    ("seed", _count, "be a whole number of at least 0, not {!r}"),
-    ("downlink", _one_of("model", "delta"), "be 'model' or 'delta', not {!r}"),
-    ("wire_dtype", _one_of(None, *DTYPES), f"be one of {DTYPES} or None, not {{!r}}"),
-    ("lr_schedule", callable, "be a function of the round, not {!r}"),
-    ("cohorts", _one_of("uniform", "class-covering"), "be 'uniform' or 'class-covering', not {!r}"),
-    (
-        "incomplete",
-        _one_of("average", "scale", "drop"),
-        "be 'average', 'scale' or 'drop', not {!r}",
-    ),
-    ("drop_inactive", lambda v: v is None or v > 0, "be positive or None, not {!r}"),
-    ("privacy", lambda v: v is None or isinstance(v, CentralDP), "be a CentralDP, not {!r}"),
+    ("weighting", _one_of("num-examples", "uniform"), "be 'num-examples' or 'uniform'"),
+    ("seed", _count, "be a whole number of at least 0"),
+    ("downlink", _one_of("model", "delta"), "be 'model' or 'delta'"),
+    ("wire_dtype", _one_of(None, *DTYPES), f"be one of {DTYPES} or None"),
+    ("lr_schedule", callable, "be a function of the round"),
+    ("cohorts", _one_of("uniform", "class-covering"), "be 'uniform' or 'class-covering'"),
+    ("incomplete", _one_of("average", "scale", "drop"), "be 'average', 'scale' or 'drop'"),
+    ("drop_inactive", lambda v: v is None or v > 0, "be positive or None"),
+    ("privacy", lambda v: v is None or isinstance(v, CentralDP), "be a CentralDP"),
     (
         "aggregator",
         lambda v: isinstance(v, Aggregator) and not isinstance(v, type),
-        "be an aggregator, such as Mean() or Krum(byzantine=1), not {!r}",
+        "be an aggregator, such as Mean() or Krum(byzantine=1)",
     ),
-    (
-        "max_weight",
-        lambda v: v is None or 0 < v <= 1,
-        "lie above 0 and up to 1, or be None, not {!r}",
-    ),
-    ("on_divergence", _one_of("warn", "stop"), "be 'warn' or 'stop', not {!r}"),
-    ("min_replies", lambda v: _whole(v) and v >= 1, "be at least 1, not {!r}"),
-    ("retries", _count, "be a whole number of at least 0, not {!r}"),
-    ("retry_cohort", _one_of("new", "same"), "be 'new' or 'same', not {!r}"),
-    ("retry_pause", lambda v: 0 <= v < math.inf, "be a number of seconds from 0, not {!r}"),
-    ("deadline", lambda v: v is None or 0 < v < math.inf, "be positive or None, not {!r}"),
-    ("stop_when", _callables, "be a function of the history, or a list of them, not {!r}"),
-    ("on_round", _callables, "be a function of a round's entry, or a list of them, not {!r}"),
-    ("population", lambda v: v is None or (_whole(v) and v >= 1), "be at least 1, not {!r}"),
-    (
-        "checkpoint_dir",
-        lambda v: v is None or bool(fspath(v)),
-        "be the path of a folder or None, not {!r}",
-    ),
+    ("max_weight", lambda v: v is None or 0 < v <= 1, "lie above 0 and up to 1, or be None"),
+    ("on_divergence", _one_of("warn", "stop"), "be 'warn' or 'stop'"),
+    ("min_replies", lambda v: _whole(v) and v >= 1, "be at least 1"),
+    ("retries", _count, "be a whole number of at least 0"),
+    ("retry_cohort", _one_of("new", "same"), "be 'new' or 'same'"),
+    ("retry_pause", lambda v: 0 <= v < math.inf, "be a number of seconds from 0"),
+    ("deadline", lambda v: v is None or 0 < v < math.inf, "be positive or None"),
+    ("stop_when", _callables, "be a function of the history, or a list of them"),
+    ("on_round", _callables, "be a function of a round's entry, or a list of them"),
+    ("population", lambda v: v is None or (_whole(v) and v >= 1), "be at least 1"),
+    ("checkpoint_dir", lambda v: v is None or bool(fspath(v)), "be the path of a folder or None"),
     (
         "checkpoint_every",
         lambda v: v > timedelta(0) if isinstance(v, timedelta) else _whole(v) and v >= 1,
-        "be at least 1 round, or a positive timedelta, not {!r}",
+        "be at least 1 round, or a positive timedelta",
     ),
-    ("wait_timeout", lambda v: v >= 0, "not be negative, but is {!r}"),
+    ("wait_timeout", lambda v: v >= 0, "be a number of seconds from 0"),
     *(
-        (name, lambda v: 0.0 <= v <= 1.0, "lie in [0, 1], not {!r}")
+        (name, lambda v: 0.0 <= v <= 1.0, "lie in [0, 1]")
         for name in ("fraction_train", "fraction_evaluate")
     ),
     *(
-        (name, _count, "be a whole number of at least 0, not {!r}")
+        (name, _count, "be a whole number of at least 0")
         for name in ("min_train_nodes", "min_evaluate_nodes", "min_available_nodes")
     ),
 ]
 
+_UNCOVERED: dict[str, Callable[[Any], Any]] = {
+    # what does not go with privacy, as in PAIRS
+    "the clients of {term.uploading} send more than their update, without noise; leave it out (an "
+    "Elastic or Curvature with lam=0 sends nothing)": lambda o: o.term.uploading,
+    "its noise is for the mean, not for aggregator={aggregator}; leave one of the two "
+    "out": lambda o: not isinstance(o.aggregator, Mean),
+    "all clients weigh alike; leave max_weight={max_weight} out": lambda o: (
+        o.max_weight is not None
+    ),
+    "for class-covering cohorts the clients tell their label counts without noise, and such cohorts "
+    "are no uniform sample; use cohorts='uniform'": lambda o: o.cohorts == "class-covering",
+    "weighting='{weighting}' weighs clients unequally; the noise is for equal weights; use "
+    "weighting='uniform'": lambda o: o.weighting != "uniform",
+    "'{term.weigher.name}' weighs clients unequally; the noise is for equal weights; leave it "
+    "out": lambda o: o.term.weigher,
+    "incomplete='scale' weighs clients unequally; use incomplete='average' or 'drop'": lambda o: (
+        o.incomplete == "scale"
+    ),
+    "drop_inactive draws the cohorts, and changes their size, by who failed or took no step, which "
+    "gets no noise; leave it out": lambda o: o.drop_inactive is not None,
+}
 
-def _weigher(o: Any) -> str:
-    return getattr(o.term.weigher, "name", "")
+
+def _under_privacy(broken: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    return lambda o: o.privacy and broken(o)
 
 
-_DP = "privacy=CentralDP(...): "
-
-PAIRS: list[tuple[Callable[[Any], Any], str]] = [
-    # whether the settings exclude each other, and the sentence for it, which can name their values
-    (
-        lambda o: (o.arrayrecord_key, o.configrecord_key) != (keys.ARRAYS, keys.CONFIG),
-        "the record keys are part of the protocol: leave them 'arrays', 'config'",
+PAIRS: dict[str, Callable[[Any], Any]] = {
+    # a sentence, which can name the settings' values, and whether they exclude each other
+    "the record keys are part of the protocol: leave them 'arrays', 'config'": lambda o: (
+        (o.arrayrecord_key, o.configrecord_key) != (keys.ARRAYS, keys.CONFIG)
     ),
-    (
-        lambda o: o.wire_dtype and (o.term.coder("finish") or o.term.coder("release")),
-        "wire_dtype='{wire_dtype}' does not go with compression, whose updates have a code of their own; "
-        "leave one of the two out",
+    "wire_dtype='{wire_dtype}' does not go with compression, whose updates have a code of their own; "
+    "leave one of the two out": lambda o: (
+        o.wire_dtype and (o.term.coder("finish") or o.term.coder("release"))
     ),
-    (
-        lambda o: o.wire_dtype and o.downlink == "delta",
-        "wire_dtype='{wire_dtype}' needs downlink='model': a client's rounded model does not follow from "
-        "the rounded step",
-    ),
-    (
-        lambda o: o.overlap and o.downlink != "delta",
-        "overlap=True needs downlink='delta'",
-    ),
-    (
-        lambda o: o.overlap and o.term.coder("release"),
-        "overlap=True sends whole models ahead, which a compressed downlink is there to avoid",
-    ),
-    (
-        lambda o: o.privacy and o.term.uploading,
-        _DP
-        + "the clients of {beside} send more than their update, without noise; leave it out (an "
-        "Elastic or Curvature with lam=0 sends nothing)",
-    ),
-    (
-        lambda o: o.privacy and not isinstance(o.aggregator, Mean),
-        _DP
-        + "its noise is for the mean, not for aggregator={aggregator}; leave one of the two out",
-    ),
-    (
-        lambda o: o.privacy and o.max_weight is not None,
-        _DP + "all clients weigh alike; leave max_weight={max_weight} out",
-    ),
-    (
-        lambda o: not isinstance(o.aggregator, Mean) and o.term.unaggregated,
-        "aggregator={aggregator} does not reach what the clients of {unaggregated} upload beside their "
-        "updates, so one client could still move all; use aggregator=Mean() (LeaveOneOutMean: or "
-        "sum_only=False; a term of your own: or `adds`, or ctx.aggregated and robust=True)",
-    ),
-    (
-        lambda o: o.privacy and o.cohorts == "class-covering",
-        _DP
-        + "for class-covering cohorts the clients tell their label counts without noise, and such "
-        "cohorts are no uniform sample; use cohorts='uniform'",
-    ),
-    (
-        lambda o: o.privacy and o.weighting != "uniform",
-        _DP
-        + "weighting='{weighting}' weighs clients unequally; the noise is for equal weights; use "
-        "weighting='uniform'",
-    ),
-    (
-        lambda o: _weigher(o) and o.incomplete == "scale",
-        "incomplete='scale' weighs the clients' updates, and so does '{weigher}': leave one of the two out",
-    ),
-    (
-        lambda o: o.privacy and _weigher(o),
-        _DP + "'{weigher}' weighs clients unequally; the noise is for equal weights; leave it out",
-    ),
-    (
-        lambda o: o.privacy and o.incomplete == "scale",
-        _DP + "incomplete='scale' weighs clients unequally; use incomplete='average' or 'drop'",
-    ),
-    (
-        lambda o: o.privacy and o.drop_inactive is not None,
-        _DP
-        + "drop_inactive draws the cohorts, and changes their size, by who failed or took no step, "
-        "which gets no noise; leave it out",
-    ),
-]
+    "wire_dtype='{wire_dtype}' needs downlink='model': a client's rounded model does not follow from "
+    "the rounded step": lambda o: o.wire_dtype and o.downlink == "delta",
+    "overlap=True needs downlink='delta'": lambda o: o.overlap and o.downlink != "delta",
+    "overlap=True sends whole models ahead, which a compressed downlink is there to "
+    "avoid": lambda o: o.overlap and o.term.coder("release"),
+    "aggregator={aggregator} does not reach what the clients of {term.unaggregated} upload beside "
+    "their updates, so one client could still move all; use aggregator=Mean() (LeaveOneOutMean: or "
+    "sum_only=False; a term of your own: or `adds`, or ctx.aggregated and "
+    "robust=True)": lambda o: not isinstance(o.aggregator, Mean) and o.term.unaggregated,
+    "incomplete='scale' weighs the clients' updates, and so does '{term.weigher.name}': leave one of "
+    "the two out": lambda o: o.term.weigher and o.incomplete == "scale",
+    **{
+        f"privacy=CentralDP(...): {sentence}": _under_privacy(broken)
+        for sentence, broken in _UNCOVERED.items()
+    },
+}

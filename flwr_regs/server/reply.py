@@ -28,8 +28,12 @@ class Reply:
         ``v_k − w_t`` of the arrays that were sent as differences.
     steps : tuple or None
         ``s_k`` and E, the local steps taken and planned; None if the client does not report them.
+    buffers : frozenset of str
+        The arrays that it does not train.
     tied : mapping
         Tied weights, other name -> trained name.
+    frozen : str
+        The digest of the frozen parameters that only the clients hold; "" if it says none.
     coded : callable, optional
         Decodes `delta`, which is then empty: :attr:`open` returns the reply with it.
     """
@@ -40,7 +44,9 @@ class Reply:
     num_examples: float
     delta: Mapping[str, np.ndarray] = field(default_factory=dict)
     steps: tuple[int, int] | None = None
+    buffers: frozenset[str] = frozenset()
     tied: Mapping[str, str] = field(default_factory=dict)
+    frozen: str = ""
     coded: Callable[[], Mapping[str, np.ndarray]] | None = None
 
     @property

@@ -9,7 +9,7 @@ from typing import Any
 
 from flwr_regs.server.failures import name_failures
 from flwr_regs.server.reply import Reply
-from flwr_regs.term import ServerContext, Slot
+from flwr_regs.term import Slot
 from flwr_regs.wire import keys
 from flwr_regs.wire.parcel import Parcel
 
@@ -41,9 +41,8 @@ class Round:
         The round t, from 1; how many clients its cohort was drawn from.
     cohort, asked : list of int
         The clients that were drawn, by partition id; those of them that were asked to train.
-    lr, context, config : float or None, ServerContext, dict
-        The clients' learning rate η if the server knows it, the context of the terms' server hooks, and
-        every client's config.
+    lr, config : float or None, dict
+        The clients' learning rate η if the server knows it, and every client's config.
     bytes_down, bytes_up, probe_down, probe_up, bytes_ahead : dict of int to int
         Client -> bytes of the whole round, of its first exchange, and of a model sent ahead; None if the
         round has no such exchange.
@@ -59,8 +58,9 @@ class Round:
         Those of them that had not replied at the deadline.
     steps, inactive, incomplete : dict of int to int, list of int, list of int
         Client -> local steps taken; clients that took none; clients that took some but not all.
-    lost_private, lost_state : list of int
-        Clients that trained before, but began anew with their private entries, or without their slots.
+    lost : dict of str to list of int
+        Clients that trained before, but began anew with their private entries (``"private"``), or without
+        their slots (``"state"``).
     seconds, events, metrics, examples_processed : dict, dict, dict, int
         Seconds by phase; entries that few rounds have (a shift of the population, epsilon, …); the clients'
         mean metrics, None until the round has succeeded; their examples, repeats counted.
@@ -71,7 +71,6 @@ class Round:
     cohort: list[int] = field(default_factory=list)
     asked: list[int] = field(default_factory=list)
     lr: float | None = None
-    context: ServerContext | None = None
     config: dict[str, Any] = field(default_factory=dict)
     bytes_down: dict[int, int] = field(default_factory=dict)
     bytes_up: dict[int, int] = field(default_factory=dict)
@@ -87,8 +86,7 @@ class Round:
     steps: dict[int, int] = field(default_factory=dict)
     inactive: list[int] = field(default_factory=list)
     incomplete: list[int] = field(default_factory=list)
-    lost_private: list[int] = field(default_factory=list)
-    lost_state: list[int] = field(default_factory=list)
+    lost: dict[str, list[int]] = field(default_factory=lambda: losses({}))
     seconds: dict[str, float] = field(default_factory=dict)
     events: dict[str, Any] = field(default_factory=dict)
     metrics: dict[str, Any] | None = None
@@ -110,12 +108,11 @@ class Round:
     def lose(self, replies: Mapping[int, Parcel]) -> None:
         """Note which clients say that they have lost what they kept; losses of earlier attempts stay."""
         lost = losses(replies)
-        self.lost_private = sorted({*self.lost_private, *lost["private"]})
-        self.lost_state = sorted({*self.lost_state, *lost["state"]})
+        self.lost = {what: sorted({*self.lost[what], *lost[what]}) for what in lost}
 
     def continue_from(self, failed: dict[str, Any]) -> None:
         """Note the earlier attempts at this round; `failed` is the last one's entry of the history."""
-        self.lost_private, self.lost_state = failed["lost_private"], failed["lost_state"]
+        self.lost = {what: failed[f"lost_{what}"] for what in self.lost}
         self.events["attempts"] = [
             *failed.get("attempts", []),
             {k: failed[k] for k in ATTEMPT if k in failed},
@@ -152,8 +149,7 @@ class Round:
             "steps": self.steps,
             "inactive": self.inactive,
             "incomplete": self.incomplete,
-            "lost_private": self.lost_private,
-            "lost_state": self.lost_state,
+            **{f"lost_{what}": clients for what, clients in self.lost.items()},
             "seconds": self.seconds,
             "train_metrics": self.metrics,
             "examples_processed": None if self.metrics is None else self.examples_processed,

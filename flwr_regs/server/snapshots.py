@@ -18,4 +18,4 @@ class Snapshots:
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue from a snapshot."""
-        vars(self).update(state)
+        vars(self).update({name: state[name] for name in self.kept})

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 from uuid import uuid4
 
-from flwr_regs.abilities import Compresses, Probes, Weighs
+from flwr_regs.abilities import Compresses, Probes
 from flwr_regs.server.aggregate.aggregators import Mean, TooFewVectors
 from flwr_regs.server.aggregate.robust_round import AggregatorFailed, RobustMeans
 from flwr_regs.server.aggregate.weights import (
@@ -26,15 +26,15 @@ from flwr_regs.server.divergence import DivergenceGuard
 from flwr_regs.server.exchange.first_exchange import Exchange
 from flwr_regs.server.exchange.network import Course, Network
 from flwr_regs.server.exchange.remembered import Remembered, name_losses
-from flwr_regs.server.exchange.replies import Reader, Usable
+from flwr_regs.server.exchange.replies import Reader
 from flwr_regs.server.failures import name_failures
 from flwr_regs.server.global_model import GlobalModel
 from flwr_regs.server.options import Options
 from flwr_regs.server.population.participation import Participation
 from flwr_regs.server.population.population import Population
 from flwr_regs.server.privacy import Budget, PrivateRounds, refuse_statistics
-from flwr_regs.server.reply import Reply
 from flwr_regs.server.round import Round, RoundFailed, TooFewReplies
+from flwr_regs.server.snapshots import Snapshots
 from flwr_regs.term import ServerContext
 from flwr_regs.wire import keys
 from flwr_regs.wire.arrays import NDArrays, ProtocolError
@@ -115,9 +115,15 @@ class Training:
         )
         self._guard = DivergenceGuard()
         self._warned_of_weights = False
-        self._held: dict[int, int] = {}  # client -> round whose model it last kept
         self.evaluated = False
         self.remembered = Remembered()
+        self._bound: dict[str, Snapshots] = {  # a round changes them, and a failed one does not
+            "model": self.model,
+            "participation": self._participation,
+            "guard": self._guard,
+            "remembered": self.remembered,
+        }
+        self._known: dict[str, Any] = {"population": self.population, "privacy": self._privacy}
 
     @staticmethod
     def begin(options: Options, model: NDArrays) -> GlobalModel:
@@ -131,7 +137,7 @@ class Training:
         """Continue from `model`, which the caller may have changed between rounds; return if it has."""
         changed = self.model.adopt(_shared(self.options, model))
         if changed:
-            self._held = {}
+            self.remembered.held = {}
         return changed
 
     @property
@@ -145,20 +151,15 @@ class Training:
 
     def snapshot(self) -> dict[str, Any]:
         """Return what a checkpoint holds of it, beside the history; later rounds do not change it."""
-        return {
-            **self._bound(),
-            "start": self.start_id,
-            "population": self.population.snapshot(),
-            "privacy": self._privacy.snapshot(),
-            "evaluated": self.evaluated,
-        }
+        kept = {**self._bound, **self._known}
+        states = {name: part.snapshot() for name, part in kept.items()}
+        return {**states, "start": self.start_id, "evaluated": self.evaluated}
 
     def restore(self, state: Mapping[str, Any], history: Sequence[dict[str, Any]]) -> None:
         """Continue from a snapshot and its history."""
         self.identity[keys.START_KEY] = state["start"]
-        self._bind(state)
-        self.population.restore(state["population"])
-        self._privacy.restore(state["privacy"])
+        for name, part in {**self._bound, **self._known}.items():
+            part.restore(state[name])
         self.evaluated = state["evaluated"]
         self.history[:] = history
 
@@ -174,29 +175,13 @@ class Training:
             Fewer than `min_replies` usable replies, or a diverged model; at signs of divergence too if the
             strategy says so. The model stays as it was.
         """
-        before = self._bound()
+        before = {name: part.snapshot() for name, part in self._bound.items()}
         try:
             return (yield from self._round(number, config, network))
         except BaseException:  # a failed round binds nobody
-            self._bind(before)
+            for name, part in self._bound.items():
+                part.restore(before[name])
             raise
-
-    def _bound(self) -> dict[str, Any]:
-        """Return what a round changes, and a failed one leaves as it was: see :meth:`snapshot`."""
-        return {
-            "model": self.model.snapshot(),
-            "participation": self._participation.snapshot(),
-            "guard": self._guard.snapshot(),
-            "held": dict(self._held),
-            **self.remembered.snapshot(),
-        }
-
-    def _bind(self, state: Mapping[str, Any]) -> None:
-        self.model.restore(state["model"])
-        self._participation.restore(state["participation"])
-        self._guard.restore(state["guard"])
-        self._held = state["held"]
-        self.remembered.restore(state)
 
     def _round(self, number: int, config: Mapping[str, Any], network: Network) -> Course[Round]:
         """Run one round; an error may leave the training half changed."""
@@ -215,33 +200,35 @@ class Training:
             this_round.events["refused"] = left_out
         self._privacy.check_budget(this_round)
         this_round.lr = self._learning_rate(number, config.get("lr"))
-        this_round.context = self._context(this_round)
+        context = self._context(this_round, self._robust())
         this_round.config = self._config(this_round, config)
         term.restrict(this_round.config)  # with this round's learning rate
-        request, memory = self.population.request, (self._held, self.remembered)
-        exchange = Exchange(this_round, options, self.model, request, network, *memory)
+        exchange = Exchange(
+            *(this_round, options, self.model, network, context),
+            *(self.population.request, self.remembered),
+        )
         this_round.lap("configure")
 
-        here = self.population.here
+        here = set(connected)
         this_round.asked = [p for p in this_round.cohort if p in here]
         this_round.failures = dict.fromkeys(
             set(this_round.cohort) - set(this_round.asked), "it has left"
         )
         if any(isinstance(t, Probes) for t in term.terms):
             this_round.asked = exchange.probe()
-            self._held |= dict.fromkeys(this_round.asked, number)
+            self.remembered.held |= dict.fromkeys(this_round.asked, number)
             this_round.lap("probe")
         requests = [exchange.train(this_round.asked)]
         if options.overlap and number != self.num_rounds:
             later = self._draw(number + 1, members, network)
-            requests += exchange.ahead(p for p in later if p in here)
+            requests.append(exchange.ahead(p for p in later if p in here))
         LOG.info("configure_train: cohort of %d (out of %d)", len(this_round.cohort), len(members))
 
         came, *acknowledged = yield requests
         exchange.collect(came)
         this_round.lap("clients")
 
-        usable = self._read(this_round)
+        self._read(this_round)
         self._participation.select(this_round)
         this_round.lose(this_round.came)
         name_losses(this_round)
@@ -249,10 +236,10 @@ class Training:
             self.history.pop()
         self.history.append(entry := this_round.entry())
         try:
-            self._advance(this_round, usable)
+            self._advance(this_round)
             self._participation.note(this_round)
-            self._held |= dict.fromkeys(this_round.came, number)
-            self._held |= {p: number for replies in acknowledged for p in replies.came}
+            for replies in acknowledged:
+                self.remembered.held |= dict.fromkeys(replies.came, number)
             # Krum leaves out the uploads of clients that it did not select
             counted = this_round.events.get("selected", this_round.used)
             self.remembered.note(number, this_round.came, counted)
@@ -314,32 +301,31 @@ class Training:
             **({keys.HALF_KEY: options.wire_dtype} if options.wire_dtype else {}),
         }
 
-    def _read(self, this_round: Round) -> Usable:
+    def _read(self, this_round: Round) -> None:
         """Check the replies; note the usable ones, and why the others are not."""
-        reader = Reader(self.method, self.options, self.model)
-        usable = reader.read_all(this_round.came, this_round.config)
-        fixed = (usable.buffers or frozenset()) - set(usable.tied or ())
-        uncovered = self._privacy.uncovered(usable.replies, self.model.given, fixed)
-        this_round.failures = {**this_round.failures, **usable.failures, **uncovered}
-        this_round.received = {
-            p: reply for p, reply in usable.replies.items() if p not in uncovered
-        }
+        reader, model = Reader(self.method, self.options, self.model), self.model
+        replies, failures = reader.read_all(this_round.came, this_round.config)
+        fixed = (model.buffers or frozenset()) - set(model.tied or ())
+        failures |= self._privacy.uncovered(replies, model.given, fixed)
+        this_round.failures |= failures
+        this_round.received = {p: reply for p, reply in replies.items() if p not in failures}
         if failed := {p: why for p, why in this_round.failures.items() if p in this_round.asked}:
             LOG.warning("\t> %s", name_failures(failed))  # the others were named before
-        return usable
 
-    def _advance(self, this_round: Round, usable: Usable) -> None:
+    def _advance(self, this_round: Round) -> None:
         """Average the used replies and move the model; RoundFailed if they are too few or it diverges."""
-        self.model.agree(usable.buffers, usable.tied, usable.frozen)
-        mean, robust = self._privacy.mean(this_round), self._robust()
+        mean = None if self.options.privacy is None else partial(self._privacy.mean, this_round)
         watch = partial(self._guard.watch, this_round, self.options, self.method)
+        weigher = StepScaling() if self.options.incomplete == "scale" else self.options.term.weigher
+        where = f"round {this_round.number} of {self.method}"
         while True:
             this_round.check_enough(self.options.min_replies, self.method)
-            this_round.context = self._context(this_round)  # the trained arrays are known now
+            robust = self._robust()
+            context = self._context(this_round, robust)  # the trained arrays are known now
             try:
-                scaled = update_weights(*self._weigher, this_round.used, this_round.context)
-                self.model.advance(this_round.used, this_round.context, scaled, mean, watch, robust)
-                self._note_bounds(this_round, robust)
+                scaled = update_weights(weigher, this_round.used, context)
+                self.model.advance(this_round.used, context, scaled, mean, watch, robust)
+                self._note_bounds(this_round, robust, context.weights)
                 return
             except UnusableReplies as error:  # go on without these clients
                 why = {p: shown(f"the reply of client {p}: {y}") for p, y in error.why.items()}
@@ -347,50 +333,46 @@ class Training:
                 this_round.used = {p: r for p, r in this_round.used.items() if p not in why}
                 LOG.warning("\t> %s", name_failures(why))
             except TooFewVectors as error:
-                raise TooFewReplies(
-                    f"round {this_round.number} of {self.method}: {error}"
-                ) from error
+                raise TooFewReplies(f"{where}: {error}") from error
             except AggregatorFailed as error:
-                text = f"round {this_round.number} of {self.method}: {error}; the model is as it was before"
+                text = f"{where}: {error}; the model is as it was before"
                 raise AggregatorFailed(text) from error
             except ProtocolError as error:
                 raise RoundFailed(
-                    f"round {this_round.number} of {self.method} diverged: {error}; `strategy.arrays` is "
-                    "the model before it; try a smaller learning rate"
+                    f"{where} diverged: {error}; `strategy.arrays` is the model before it; try a smaller "
+                    "learning rate"
                 ) from error
 
-    def _context(self, this_round: Round) -> ServerContext:
+    def _context(self, this_round: Round, robust: RobustMeans | None) -> ServerContext:
         """Return the context of the terms' server hooks; with weights and replies, once there are any."""
         lr = math.nan if this_round.lr is None else this_round.lr
         context = self.model.context(this_round.number, lr, self.population.size)
-        if (robust := self._robust()) is not None:
+        if robust is not None:
             context = replace(context, aggregated=robust.aggregated, robust=True)
         if not this_round.used:
             return context
-        given, fixed = self.model.given, self.model.fixed
+        options, given, fixed = self.options, self.model.given, self.model.fixed
         measured = {p: Stats(p, r, given, fixed) for p, r in this_round.used.items()}
         return replace(
             context,
-            weights=self._weights(this_round.used),
-            replies=measured if self.options.privacy is None else WithheldStats(),
+            weights=aggregation_weights(this_round.used, options.weighting, options.max_weight),
+            replies=measured if options.privacy is None else WithheldStats(),
             answers=this_round.answers,
         )
-
-    def _weights(self, used: Mapping[int, Reply]) -> dict[int, float]:
-        """Return ``p_k`` by partition id, none above `max_weight`."""
-        return aggregation_weights(used, self.options.weighting, self.options.max_weight)
 
     def _robust(self) -> RobustMeans | None:
         """Return a robust aggregator's means, for one round; None for `Mean`."""
         aggregator = self.options.aggregator
         return None if isinstance(aggregator, Mean) else RobustMeans(aggregator)
 
-    def _note_bounds(self, this_round: Round, robust: RobustMeans | None) -> None:
+    def _note_bounds(
+        self, this_round: Round, robust: RobustMeans | None, weights: Mapping[int, float]
+    ) -> None:
         """Note in a round whom the aggregator selected, and whose updates or weights were bounded."""
         bounded = set() if robust is None else set(robust.bounded)
         if (most := self.options.max_weight) is not None:
             given = aggregation_weights(this_round.used, self.options.weighting)
-            weights, n = self._weights(this_round.used), len(this_round.used)
+            n = len(given)
             bounded |= {p for p in given if weights[p] < given[p]}
             if most * n < 1 and not self._warned_of_weights:
                 self._warned_of_weights = True
@@ -401,15 +383,6 @@ class Training:
             this_round.events["bounded"] = sorted(bounded)
         if robust is not None and robust.selected is not None:
             this_round.events["selected"] = robust.selected
-
-    @property
-    def _weigher(self) -> tuple[Weighs | None, str]:
-        """What sets the weights of the updates (a term, ``incomplete="scale"``, or nothing); its name."""
-        if self.options.incomplete == "scale":
-            return StepScaling(), StepScaling.name
-        chain = self.options.term
-        name = next((t.name for t in chain.terms if isinstance(t, Weighs)), "")
-        return (chain if name else None), name  # the chain hands each term its own uploads
 
     def _measure(self, this_round: Round) -> None:
         """Note the mean of the clients' metrics, and what the round took."""

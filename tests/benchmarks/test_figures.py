@@ -1,4 +1,4 @@
-"""Figures of the documents come out again: `.ci/full` runs the commands that made them.
+"""What made the documents' figures still runs, and two studies come out again.
 
 The comparisons have a check of their own: ``python -m benchmarks.comparisons check``.
 """
@@ -6,10 +6,9 @@ The comparisons have a check of their own: ``python -m benchmarks.comparisons ch
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import sys
-from pathlib import Path
+from collections.abc import Sequence
 
 import pytest
 
@@ -17,61 +16,21 @@ from benchmarks import common
 from tests.conftest import ROOT
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(900)]
+COMMANDS = (
+    ("rfedavg_bytes.py", "--clients", "20"),
+    ("codec.py", "--repeats", "1"),
+)
 POINTS = 3.0
 """Accuracies differ by so much between kinds of processors, in per cent."""
 
 
-def printed(*words: str, folder: Path = ROOT) -> str:
-    run = subprocess.run(
-        [sys.executable, *words], cwd=folder, capture_output=True, text=True, check=False
-    )
+@pytest.mark.parametrize("words", COMMANDS, ids=lambda words: words[0])
+def test_a_benchmark_runs_at_its_smallest(words: Sequence[str]) -> None:
+    script, *options = words
+    command = [sys.executable, f"benchmarks/{script}", *options]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr[-2000:]
-    return run.stdout
-
-
-def cells(text: str) -> list[list[str]]:
-    """The cells of a Markdown table's body."""
-    lines = [line for line in text.splitlines() if line.startswith("| ")]
-    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[1:]]
-
-
-def after(page: str, command: str) -> str:
-    """The first table of a page after a command."""
-    text = (ROOT / "docs" / page).read_text().split(f"python {command}")[1]
-    return text[text.index("\n| ") :].split("\n\n")[0]
-
-
-def test_rfedavgs_bytes() -> None:
-    """To the byte, at 20 clients; 500 take minutes."""
-    shown = [
-        row for row in cells(after("rfedavg.md", "benchmarks/rfedavg_bytes.py")) if row[1] == "20"
-    ]
-    assert len(shown) == 2
-    assert cells(printed("benchmarks/rfedavg_bytes.py", "--clients", "20")) == shown
-
-
-def test_the_codes_bits() -> None:
-    """All columns but the two of times."""
-    shown = cells(after("efl.md", "benchmarks/codec.py"))
-    measured = cells(printed("benchmarks/codec.py", "--repeats", "1"))
-    assert [row[:4] + row[6:] for row in measured] == [row[:4] + row[6:] for row in shown]
-
-
-def test_readmes_first_table(tmp_path: Path) -> None:
-    words = "import sys; from flwr_regs.experiments.cli import main; sys.exit(main(['run']))"
-    table = printed(
-        "-c",
-        f"sys_path = {str(ROOT)!r}; import sys; sys.path.insert(0, sys_path); {words}",
-        folder=tmp_path,
-    )
-    for method in ("FedAvg", "FedFOR"):
-        shown, trained = (
-            re.findall(rf"^ {method} +(\d.*)$", text, re.M)[0].split()
-            for text in ((ROOT / "README.md").read_text(), table)
-        )
-        assert trained[5] == shown[5]  # megabytes
-        for a, b in zip(shown[:3], trained[:3], strict=True):
-            assert abs(float(a) - float(b)) < POINTS, (method, shown, trained)
+    assert run.stdout.count("\n| ") > 2
 
 
 @pytest.mark.parametrize("study", ["fedfor-alpha", "implicit-step"])

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import sys
+import tempfile
 from collections.abc import Iterator
 
 import pytest
+
+from tests.conftest import ROOT
 
 
 @pytest.fixture(autouse=True)
 def _forget_users_files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     before, path = {*sys.modules}, [*sys.path]
     yield
-    folder = str(tmp_path_factory.getbasetemp())
+    folders = tempfile.gettempdir(), str(tmp_path_factory.getbasetemp()), str(ROOT / "docs")
     for name in {*sys.modules} - before:
-        if str(getattr(sys.modules[name], "__file__", "")).startswith(folder):
+        if str(getattr(sys.modules[name], "__file__", "")).startswith(folders):
             del sys.modules[name]
     sys.path[:] = path

@@ -1,4 +1,4 @@
-"""What some fifty commands print and exit with, as commands.txt keeps it.
+"""What commands print and exit with, as commands.txt keeps it; between them, the shell changes files.
 
 ``python -m tests.experiments.test_commands`` runs the commands that stand there, and writes the file anew:
 read the difference before you commit it.
@@ -11,6 +11,7 @@ import io
 import os
 import re
 import shlex
+import subprocess
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,39 +23,7 @@ from flwr_regs.experiments.report import drawing
 
 KEPT = Path(__file__).with_name("commands.txt")
 PROGRESS = r" round +\d+/\d+ "
-CARD = """
-title = "Mine"
-source = "Me"
-where = "Table 1"
-setting = "paper"
-metrics = ["final", "bytes-beside"]
-seeds = [1, 2]
-tune = ["lr=0.1,0.3"]
-trials = 2
-
-[settings]
-model = "logistic"
-partition = "iid"
-num-clients = 2
-examples = 60
-rounds = 2
-local-steps = 2
-
-[reduced]
-rounds = 1
-
-[methods]
-FedAvg = "FedAvg"
-Mine = {call = "mine.py:Slow", settings = {lr = 0.2}, panels = ["two"]}
-
-[[panels]]
-name = "two"
-reports.final = {FedAvg = 50, Mine = [60.5, 1.5]}
-
-[[panels]]
-name = "one"
-settings = {num-clients = 3}
-"""
+CARD = Path(__file__).with_name("card.toml").read_text(encoding="utf-8")
 MINE = """
 from dataclasses import dataclass
 from typing import ClassVar
@@ -76,6 +45,10 @@ class Bad(Term):
 
 def outcome(line: str, folder: Path) -> str:
     """Return what a command prints and its status, without times, bits of layout and the folder's name."""
+    line, is_ours = line.removeprefix("flwr-regs "), line.startswith("flwr-regs ")
+    if not is_ours:
+        done = subprocess.run(line, shell=True, check=True, capture_output=True, text=True)
+        return f"$ {line}\n{done.stdout}"
     with (
         contextlib.redirect_stdout(io.StringIO()) as out,
         contextlib.redirect_stderr(io.StringIO()) as error,
@@ -97,7 +70,7 @@ def outcome(line: str, folder: Path) -> str:
 
 def outcomes() -> Iterator[str]:
     """Yield the outcome of each command of the file, one after the other in one folder."""
-    lines = re.findall(r"^\$ flwr-regs (.*)$", KEPT.read_text(encoding="utf-8"), re.M)
+    lines = re.findall(r"^\$ (.*)$", KEPT.read_text(encoding="utf-8"), re.M)
     before = Path.cwd()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name).resolve()
@@ -114,8 +87,8 @@ def outcomes() -> Iterator[str]:
 def test_commands_print_and_exit_as_they_did(monkeypatch: pytest.MonkeyPatch) -> None:
     """And what is refused is one sentence."""
     monkeypatch.setattr(drawing, "save", lambda *_, **__: [])  # pictures take longer than runs
-    kept = KEPT.read_text(encoding="utf-8").split("\n$ flwr-regs ")
-    assert [*"\n".join(outcomes()).split("\n$ flwr-regs ")] == kept
+    kept = KEPT.read_text(encoding="utf-8").split("\n$ ")
+    assert [*"\n".join(outcomes()).split("\n$ ")] == kept
     assert {outcome.rstrip().count("\n") for outcome in kept if "exit 2" in outcome} == {2}
 
 

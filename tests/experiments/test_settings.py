@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tomllib
+from typing import Any
 
 import pytest
 
@@ -17,9 +18,8 @@ def test_the_app_has_the_packages_settings() -> None:
     written = (ROOT / "pyproject.toml").read_text()
     assert settings.toml() in written
     app = tomllib.loads(written)["tool"]["flwr"]["app"]["config"]
-    assert {k: (v, type(v)) for k, v in app.items()} == {
-        k: (v, type(v)) for k, v in DEFAULTS.items()
-    }
+    assert app == DEFAULTS
+    assert [*map(type, app.values())] == [type(DEFAULTS[name]) for name in app]
 
 
 def test_words_are_values() -> None:
@@ -40,11 +40,11 @@ def test_the_clients_optimiser_is_a_matter_of_settings() -> None:
     assert (strategy.on_divergence, strategy.wire_dtype, strategy.seed) == ("stop", "float16", 3)
 
 
-def test_values_of_the_wrong_kind_are_refused() -> None:
+@pytest.mark.parametrize("value", ["0.1", None, [0.1]])
+def test_values_of_the_wrong_kind_are_refused(value: Any) -> None:
     """Those that words cannot be; commands.txt has the others."""
-    for value in ("0.1", None, [0.1]):
-        with pytest.raises(ValueError, match="setting 'lr' must be a number above 0, not "):
-            Settings.of({"lr": value})
+    with pytest.raises(ValueError, match="setting 'lr' must be a number above 0, not "):
+        Settings.of({"lr": value})
 
 
 ON = {"test-on-clients": True, "personalise": "plain", "straggler-share": 0.5, "dp-clip-norm": 0.5}
@@ -78,7 +78,6 @@ def test_privacy_without_its_extra_is_a_sentence(monkeypatch: pytest.MonkeyPatch
 def test_clients_test_all_methods_if_they_must_test_one() -> None:
     given = {"model": "cnn-bn", "partition": "iid"}
     assert all(run.settings.test_on_clients for run in runs_of(methods="FedAvg, FedBN", **given))
-    assert not any(
-        run.settings.test_on_clients for run in runs_of(methods="FedAvg, FedFOR", **given)
-    )
+    alone = runs_of(methods="FedAvg, FedFOR", **given)
+    assert not any(run.settings.test_on_clients for run in alone)
     assert runs_of(methods="FedAvg", dataset="digits-domains")[0].settings.test_on_clients

@@ -307,7 +307,7 @@ def test_a_checkpoint_that_lacks_something_is_refused(tmp_path: Path) -> None:
     case = OF["FedAvg"]
     train(case.build(checkpoint_dir=tmp_path / "a"), case.grid(), num_rounds=1)
     found = latest(tmp_path / "a")
-    del found.state["training"]["held"]
+    del found.state["training"]["remembered"]["held"]
     other = Folder(tmp_path / "b")
     other.save(1, found.state, found.history)
     other.close()

@@ -78,24 +78,3 @@ def test_control_variates_keep_their_mean_after_a_round_that_failed_late(terms: 
         mean = sum(own[name] for _, own in Watched.seen.values()) / CLIENTS
         assert float(abs(c).max()) > 1e-3
         close({name: c}, {name: mean}, 1e-6)
-
-
-def test_what_a_round_would_change_is_as_before_it() -> None:
-    """Model, slots, coded steps and what is known of the clients."""
-    terms = [Watched(), fr.SparseTernary(density_down=0.5)]
-    strategy = fr.RegStrategy(terms, seed=1, train_metrics_aggr_fn=fails_in(2))
-    strategy.prepare(5, None, CONFIG, ConfigRecord({}))
-    grid = grid_of(Watched, fr.SparseTernary)
-    arrays = rounds_of(strategy, grid, [1])
-    before = deepcopy(strategy.training.snapshot())
-    messages = list(strategy.configure_train(2, arrays, CONFIG, grid))
-    with pytest.raises(ZeroDivisionError):
-        strategy.aggregate_train(2, grid.send_and_receive(messages))
-    after = strategy.training.snapshot()
-    close(after["model"]["model"], before["model"]["model"], 0.0)
-    for name in ("held", "used", "came", "participation", "guard"):
-        assert after[name] == before[name], name
-    for name in ("coded_steps", "changed", "server", "step"):
-        assert repr(after["model"][name]) == repr(before["model"][name]), name
-    assert before["model"]["coded_steps"]
-    assert before["used"]

@@ -21,26 +21,20 @@ def test_what_decodes_has_the_names_shapes_and_dtypes_that_were_asked_for() -> N
         np.testing.assert_array_equal(update[name], array + 1)
 
 
-def raises(error: Exception) -> Callable[..., Any]:
-    def decode(data: bytes, like: Any) -> Any:
-        raise error
-
-    return decode
+def raises(data: bytes, like: Any) -> Any:
+    raise MemoryError
 
 
 @pytest.mark.parametrize(
     "decode",
     [
-        raises(KeyError("w")),
-        raises(MemoryError()),
-        raises(RecursionError("too deep")),
+        raises,
         lambda data, like: None,
         lambda data, like: {"w": like["w"]},
-        lambda data, like: {**like, "more": like["b"]},
         lambda data, like: {**like, "b": like["b"][:2]},
         lambda data, like: {**like, "b": like["b"].astype(np.complex128)},
     ],
-    ids=["KeyError", "MemoryError", "RecursionError", "none", "missing", "more", "shape", "dtype"],
+    ids=["raises", "none", "missing", "shape", "dtype"],
 )
 def test_whatever_a_decoder_does_is_named_and_costs_one_reply(decode: Callable[..., Any]) -> None:
     with pytest.raises(ProtocolError, match="the update"):

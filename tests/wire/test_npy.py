@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays_of
 
-from flwr_regs.wire.arrays import ProtocolError, pack, unpack
+from flwr_regs.wire.arrays import ProtocolError, unpack
 from flwr_regs.wire.npy import Blank, Unreadable, npy_bytes, read_array, write_array
 from flwr_regs.wire.records import (
     from_record,
@@ -84,36 +84,25 @@ def test_a_reply_s_model_is_a_view_and_its_uploads_are_copies() -> None:
     assert from_record(record)["w"].flags.writeable
 
 
-@pytest.mark.parametrize("data", [b"", b"\xff" * 8, b"\x02" + b"\0" * 7 + b"{}x", "text", None, 3])
+@pytest.mark.parametrize("data", [b"", b"\xff" * 8, b"\x02" + b"\0" * 7 + b"{}xxx", "text", None])
 def test_packed_arrays_that_are_none_are_a_protocol_error(data: Any) -> None:
-    if data == b"\x02" + b"\0" * 7 + b"{}x":
-        data = data[:10] + b"xxx"
     with pytest.raises(ProtocolError):
         unpack(data)
-    assert unpack(pack({"a": np.ones(2)}))["a"].tolist() == [1, 1]
 
 
 GOOD = [
-    *(np.array(2.5), np.zeros((0, 3), "i2"), np.ones((2, 3), "?"), np.arange(6.0).reshape(2, 3).T),
-    *(np.arange(12, dtype="f4").reshape(3, 4)[:, ::2], np.array([1, 2], "f2")),
-]
-
-
-@pytest.mark.parametrize("array", GOOD, ids=repr)
-def test_an_array_is_labelled_as_its_bytes_are(array: np.ndarray) -> None:
-    ours, read = labelled("w", array), labelled("w", written(array))
-    assert vars(ours) == vars(read)
-    np.testing.assert_array_equal(read_entry("w", ours), array)
-
-
-WRITTEN = [
     np.asarray(1.5), np.zeros((0, 3)), np.ones((7, 5), "f2"), np.arange(24).reshape(2, 3, 4),
     np.asfortranarray(np.arange(12.0).reshape(3, 4)),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("array", WRITTEN, ids=lambda a: str(a.shape))
-def test_a_sealed_array_is_written_without_a_copy(array: np.ndarray) -> None:
+@pytest.mark.parametrize("array", GOOD, ids=lambda a: str(a.shape))
+def test_an_array_is_labelled_as_its_bytes_are_and_a_sealed_one_is_not_copied(
+    array: np.ndarray,
+) -> None:
+    ours, read = labelled("w", array), labelled("w", written(array))
+    assert vars(ours) == vars(read)
+    np.testing.assert_array_equal(read_entry("w", ours), array)
     data = write_array(array)
     view = read_array(data)
     assert len(data) == npy_bytes(array)

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from flwr.app import ConfigRecord
 from torch import nn
 
 import flwr_regs as fr
-from flwr_regs import InProcessGrid, RoundFailed, client_app
+from flwr_regs import RoundFailed
 from flwr_regs.chain import chain
 from flwr_regs.server.global_model import GlobalModel
 from flwr_regs.server.reply import Reply
-from flwr_regs.wire import keys
 from flwr_regs.wire import precision as half
 from flwr_regs.wire.arrays import ProtocolError
 from tests.conftest import Batch, close
@@ -45,10 +42,8 @@ def test_rounding_is_torchs_to_the_bit(dtype: str) -> None:
     bits = rng.integers(0, 2**32, 200_000, dtype=np.uint32)
     ties = np.arange(0, 2**16, dtype=np.uint32) << 16 | 0x8000  # halfway between two bfloat16
     every = np.concatenate([bits, ties]).view(np.float32)
-    # what rounds to infinity is refused; these become infinite in torch as well
-    every = every[
-        ~(torch.tensor(every).to(getattr(torch, dtype)).isinf().numpy() & np.isfinite(every))
-    ]
+    # what rounds to infinity is refused
+    every = every[~(in_torch(every, dtype).isinf().numpy() & np.isfinite(every))]
     halfway = (np.arange(2048, 4096) * 2 + 1).astype(np.float32) / 4096  # between two float16
     for a in (every, halfway, np.zeros((0, 3), np.float32), np.asarray(1.1, np.float32)):
         coded = half.narrow({"a": a}, dtype)["a"]
@@ -68,12 +63,8 @@ def test_what_a_half_cannot_hold_is_refused() -> None:
     half.narrow(big, "bfloat16")
     with pytest.raises(ProtocolError, match=r"'x' holds values beyond ±3.39e38"):
         half.narrow({"x": np.finfo(np.float32).min.reshape(1)}, "bfloat16")
-    constants = {"x": np.array([np.inf, -np.inf, np.nan], np.float32)}
-    assert np.array_equal(
-        half.widen(half.narrow(constants, "bfloat16"), {"x"}, "bfloat16")["x"],
-        constants["x"],
-        equal_nan=True,
-    )
+    with pytest.raises(ProtocolError, match="'x' has dtype float32, expected uint16"):
+        half.widen({"x": np.zeros(2, np.float32)}, {"x"}, "bfloat16")
 
 
 def by_hand(rounds: int, rounded: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, np.ndarray]:
@@ -105,55 +96,7 @@ def test_the_master_equals_plain_loops_that_round_where_we_do(dtype: str) -> Non
 
     _, got = train(replace(PLAIN, wire=dtype), METHODS[0], rounds=4)
     close(got, by_hand(4, rounded), 0.0)
-    _, whole = train(PLAIN, METHODS[0], rounds=4)
-    apart = max(np.abs(got[n] - whole[n]).max() for n in got)
-    assert 1e-6 < apart < 2e-2
     assert any((in_torch(a, dtype).float().numpy() != a).any() for a in got.values())
-
-
-class OneWeight(nn.Module):
-    """A weight of 1 with gradient 1 whatever the data."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.v = nn.Parameter(torch.ones(2, 2))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.v.sum() + 0 * x.sum()
-
-
-def test_steps_below_the_wires_resolution_add_up_on_the_server() -> None:
-    """Each round's step is 1/32 of what bfloat16 can tell from 1; clients see it once it counts."""
-    step, rounds = 2.0**-13, 24
-    clients = [[(torch.zeros(1, 1), torch.zeros(1))]] * 2
-
-    def client_fn(context: Any) -> Any:
-        mean = lambda output, target: output  # noqa: E731
-        return fr.FedOptClient(OneWeight(), clients[0], device="cpu", loss_fn=mean)
-
-    strategy = fr.FedOpt(
-        lambda p: torch.optim.SGD(p, lr=2.0**-9), wire_dtype="bfloat16", fraction_evaluate=0.0
-    )
-    sent: list[float] = []
-
-    class Watching(InProcessGrid):
-        def push_messages(self, messages: Any) -> Any:
-            messages = list(messages)
-            if messages[0].metadata.message_type == "train":
-                v = messages[0].content["arrays"]["v"].numpy()
-                sent.append(float(half.widen({"v": v}, {"v"}, "bfloat16")["v"][0, 0]))
-            return super().push_messages(messages)
-
-    grid = Watching(client_app(client_fn), 2)
-    result = strategy.start(
-        grid,
-        fr.float32_arrays(OneWeight()),
-        num_rounds=rounds,
-        train_config=ConfigRecord({"lr": 2.0**-4, "local-steps": 1}),
-    )
-    assert (result.arrays["v"].numpy() == 1 - rounds * step).all()
-    assert sent[:16] == [1.0] * 16
-    assert sent[-1] == 1 - 2.0**-8  # the next below 1
 
 
 def test_a_variance_becomes_the_clients_mean_and_stays_positive() -> None:
@@ -201,21 +144,10 @@ def test_a_model_that_leaves_the_range_ends_the_run_before_it_is_taken() -> None
         train(replace(PLAIN, wire="float16"), method)
 
 
-def test_a_reply_that_is_not_in_the_rounds_precision_is_named() -> None:
-    config = {keys.HALF_KEY: "bfloat16"}
-    with pytest.raises(ProtocolError, match="expected a mask of 1 bits"):
-        half.from_half({"x": np.zeros(2, np.uint16)}, config)
-    with pytest.raises(ProtocolError, match="'x' has dtype float32, expected uint16"):
-        half.widen({"x": np.zeros(2, np.float32)}, {"x"}, "bfloat16")
-
-
 def test_float32_arrays_leaves_the_model_as_it_is() -> None:
     model = Counting().to(torch.bfloat16)
     arrays = fr.float32_arrays(model)
     assert model.body.get_submodule("0").weight.dtype == torch.bfloat16
-    assert arrays["body.0.weight"].dtype == "float32"
-    assert arrays["steps"].dtype == "int64"
-    again = Counting().to(torch.bfloat16)
-    again.load_state_dict(arrays.to_torch_state_dict())
-    for n, v in model.state_dict().items():
-        assert torch.equal(again.state_dict()[n], v)
+    assert (arrays["body.0.weight"].dtype, arrays["steps"].dtype) == ("float32", "int64")
+    for name, value in model.state_dict().items():
+        assert torch.equal(arrays.to_torch_state_dict()[name].to(value.dtype), value)

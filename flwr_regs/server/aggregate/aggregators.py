@@ -31,8 +31,6 @@ from flwr_regs.wire.pieces import pieces
 READ = 1 << 17
 """How many numbers of all vectors together are read at a time: 1 MiB in float64, as a core's cache has."""
 WEISZFELD_STEPS, SMOOTHING = 100, 1e-6
-CANCELS = 1e-6
-"""A squared distance that is a smaller part of the squared norms than this has lost too many digits."""
 
 
 class TooFewVectors(Exception):
@@ -249,31 +247,15 @@ class Krum(_Checked):
 def _squared_distances(vectors: Vectors) -> np.ndarray:
     """Return ``‖x_i − x_j‖²``, ``(n, n)``.
 
-    ``‖x_i‖² + ‖x_j‖² − 2 x_i·x_j`` is one product of matrices; but of two vectors that are near each other,
-    as far from 0 as they are, it keeps too few digits. Their difference is then taken coordinate by
-    coordinate.
+    Not from products: of two vectors that are near each other, as far from 0 as they are, these keep too
+    few digits.
     """
-    n = len(vectors)
-    products = np.zeros((n, n))
+    apart = np.zeros((len(vectors), len(vectors)))
     for _, x in vectors.blocks():
-        products += x @ x.T
-    squares = np.diag(products)
-    both = squares[:, None] + squares
-    apart = np.maximum(both - 2 * products, 0.0)
-    close = [(i, j) for i, j in np.argwhere(apart <= CANCELS * both).tolist() if i < j]
-    if not close:
-        return apart
-    for i, j in close:
-        apart[i, j] = apart[j, i] = 0.0
-    for _, x in vectors.blocks():
-        for i, j in close:
-            gap = x[i] - x[j]
-            apart[i, j] = apart[j, i] = apart[i, j] + np.dot(gap, gap)
-    for i, j in close:
-        if not apart[i, j]:  # equal vectors have equal distances, to the bit
-            apart[j] = apart[:, j] = apart[i]
-            apart[j, j] = 0.0
-    return apart
+        for i, row in enumerate(x):
+            gaps = x[i + 1 :] - row
+            apart[i, i + 1 :] += np.einsum("ij,ij->i", gaps, gaps)
+    return apart + apart.T
 
 
 @dataclass(frozen=True)

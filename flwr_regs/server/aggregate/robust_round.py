@@ -16,7 +16,7 @@ clients' first.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -69,7 +69,6 @@ class RobustMeans:
         fixed: Collection[str],
     ) -> dict[str, Any]:
         """Return the aggregate of the updates by name, as :func:`mean_delta` does; choose the clients."""
-        self.selected = None
         ratio = np.array([[scaled[p] / weights[p]] for p in replies])
         # all updates are read together, and more than once
         opened = {p: r.open for p, r in replies.items()}
@@ -96,7 +95,7 @@ class RobustMeans:
             for n, w in base.items()
         }
 
-    def members(self, pids: Sequence[int]) -> list[int]:
+    def members(self, pids: Iterable[int]) -> list[int]:
         """Return the clients whose values count; all of them if the aggregator does not choose."""
         return [p for p in pids if self.selected is None or p in self.selected]
 
@@ -142,7 +141,7 @@ class RobustMeans:
                 )
                 raise UnusableReplies(dict.fromkeys(wrong, why))
             total = {key: len(added) * a for key, a in self.aggregated(added).items()}
-            counted = self.members(list(folded))
+            counted = self.members(folded)
             out[t.name] = total | {
                 key: a for pid in counted for key, a in folded[pid].items() if not t.adds(key)
             }

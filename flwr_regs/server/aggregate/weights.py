@@ -138,9 +138,9 @@ class WithheldStats(Mapping[int, Stats]):
 
 
 def update_weights(
-    weigher: Weighs | None, name: str, replies: Mapping[int, Reply], ctx: ServerContext
+    weigher: Any, replies: Mapping[int, Reply], ctx: ServerContext
 ) -> Mapping[int, float]:
-    """Return ``ω_k`` by partition id; ``p_k`` without a weigher. `name` is the weigher's, for errors.
+    """Return ``ω_k`` by partition id; ``p_k`` without a weigher, which is a term that `Weighs`.
 
     Raises UnusableReplies for replies without which `weigh` works, and ValueError if it never does.
     """
@@ -149,7 +149,8 @@ def update_weights(
 
     def weigh(pids: Collection[int]) -> dict[int, float]:
         some = ctx if len(pids) == len(replies) else restricted(ctx, pids)
-        scaled = weigher.weigh(some.weights, {p: replies[p].uploads for p in pids}, some)
+        uploads = {p: replies[p].uploads.get(weigher.name, {}) for p in pids}
+        scaled = weigher.weigh(some.weights, uploads, some)
         if not isinstance(scaled, Mapping) or set(scaled) != set(pids):
             raise TypeError(
                 f"expected a weight for each of the clients {sorted(pids)}, not {scaled!r:.200}"
@@ -164,9 +165,10 @@ def update_weights(
     except UnusableReplies:
         raise
     except Exception as error:
-        if wrong := culprits(replies, weigh, f"weigh of '{name}' fails", (UnusableReplies,)):
+        why = f"weigh of '{weigher.name}' fails"
+        if wrong := culprits(replies, weigh, why, (UnusableReplies,)):
             raise UnusableReplies(wrong) from error
-        raise ValueError(f"weigh of '{name}' fails: {described(error)}") from error
+        raise ValueError(f"{why}: {described(error)}") from error
 
 
 def restricted(ctx: ServerContext, pids: Collection[int]) -> ServerContext:
@@ -177,16 +179,7 @@ def restricted(ctx: ServerContext, pids: Collection[int]) -> ServerContext:
     return replace(ctx, weights=weights, replies=measured)
 
 
-MeanOfUpdates = Callable[
-    [
-        Mapping[str, np.ndarray],
-        Mapping[int, Reply],
-        Mapping[int, float],
-        Mapping[int, float],
-        Collection[str],
-    ],
-    dict[str, Any],
-]
+MeanOfUpdates = Callable[..., dict[str, Any]]
 """A mean of the replies: (model, replies, ``p_k``, ``ω_k``, names that are not trained) -> ``Δ``.
 
 ``Σ ω_k (v_k − w_t)`` for trained arrays, ``Σ p_k (v_k − w_t)`` for the others.

@@ -27,7 +27,8 @@ from typing import Any
 
 import safetensors.numpy
 
-from flwr_regs.server.checkpoint.values import Store, from_json, safetensors_of, to_json
+from flwr_regs.server.checkpoint.values import Store, from_json, to_json
+from flwr_regs.wire.arrays import pack
 from flwr_regs.wire.files import claim, sync_folder, write_synced
 
 LOG = logging.getLogger("flwr")
@@ -168,14 +169,13 @@ def _manifest(path: Path) -> dict[str, Any]:
         ) from error
     try:
         manifest = json.loads(text)
-        kind = manifest["kind"]
-        whole = text == _sealed(manifest)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        kind, whole = None, False
-    if not whole:
-        raise DamagedCheckpoint(f"{path} is damaged: {MANIFEST} is not as it was written")
-    if kind != KIND:
-        raise CheckpointError(f"{path} is a {kind!r}, not a {KIND!r}")
+        if text != _sealed(manifest):
+            raise ValueError
+    except (ValueError, TypeError, AttributeError, RecursionError):
+        why = f"{path} is damaged: {MANIFEST} is not as it was written"
+        raise DamagedCheckpoint(why) from None
+    if manifest["kind"] != KIND:
+        raise CheckpointError(f"{path} is a {manifest['kind']!r}, not a {KIND!r}")
     if manifest["format"] > FORMAT:
         raise CheckpointError(
             f"{path} has format {manifest['format']}, written by flwr_regs "
@@ -217,6 +217,7 @@ class Folder:
             self._bring_back()
             for left in [*self.path.glob(f"{PART}*"), *self.path.glob(f"{OLD}*")]:  # of a crash
                 shutil.rmtree(left)
+            self._set_aside(resumed)
         except BlockingIOError as error:
             raise CheckpointError(
                 f"checkpoint_dir: another run ({error}) writes its checkpoints into {self.path}; give each "
@@ -227,8 +228,6 @@ class Folder:
             raise CheckpointError(
                 f"checkpoint_dir: {self.path} cannot be written ({error.strerror or error})"
             ) from error
-        try:
-            self._set_aside(resumed)
         except CheckpointError:
             self.close()
             raise
@@ -241,13 +240,13 @@ class Folder:
         Raises OSError if it cannot be written, and TypeError for a value that cannot be kept. The
         checkpoints that were there are then still there.
         """
-        store = Store()
+        store: Store = {}
         text = json.dumps(to_json(state, store, "the state")).encode()
         lines = self._lines[: len(history)]
         for i in range(len(lines), len(history)):
-            none = Store()
+            none: Store = {}
             lines.append(json.dumps(to_json(history[i], none, f"the history of entry {i}")))
-            if none.arrays:
+            if none:
                 raise TypeError(f"the history of entry {i} holds arrays or bytes")
         name = f"round-{number:06d}"
         part, old, place = (self.path / (begin + name) for begin in (PART, OLD, ""))
@@ -257,7 +256,7 @@ class Folder:
             files = {
                 STATE: write_synced(part / STATE, [text]),
                 HISTORY: write_synced(part / HISTORY, [f"{line}\n".encode() for line in lines]),
-                ARRAYS: write_synced(part / ARRAYS, safetensors_of(store.arrays)),
+                ARRAYS: write_synced(part / ARRAYS, [pack(store)]),
             }
             manifest = {"kind": KIND, "format": FORMAT, "round": number, "versions": versions()}
             write_synced(part / MANIFEST, [_sealed({**manifest, "files": files})])
@@ -292,11 +291,9 @@ class Folder:
         """Remove all checkpoints but the last; what cannot be removed now is removed later."""
         with contextlib.suppress(OSError):
             checkpoints = rounds_in(self.path)
-            for number in sorted(checkpoints)[:-KEPT]:
-                path = checkpoints[number]
-                os.rename(path, self.path / f"{OLD}{path.name}.{os.getpid()}")
-            for old in self.path.glob(f"{OLD}*"):
-                shutil.rmtree(old, ignore_errors=True)
+            older = [checkpoints[number] for number in sorted(checkpoints)[:-KEPT]]
+            for path in [*older, *self.path.glob(f"{OLD}*")]:
+                shutil.rmtree(path, ignore_errors=True)
 
     def _set_aside(self, resumed: Checkpoint | None) -> None:
         """Raise CheckpointError for checkpoints that this run does not go on from; rename damaged ones."""

@@ -2,51 +2,27 @@
 
 JSON holds None, booleans, integers, finite floats, texts, lists, and dicts with texts as keys. Everything
 else is an object with one key, its tag: ``{"$tuple": [...]}``. Arrays and bytes are in a safetensors file
-beside, under the numbers that their tags hold.
+beside, under the names that their tags hold.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 
-NATIVE = {
-    np.dtype(kind): code
-    for kind, code in zip(
-        ("<f8", "<f4", "<f2", "?", "<i8", "<i4", "<i2", "i1", "<u8", "<u4", "<u2", "u1"),
-        ("F64", "F32", "F16", "BOOL", "I64", "I32", "I16", "I8", "U64", "U32", "U16", "U8"),
-        strict=True,
-    )
-}
+NATIVE = frozenset(
+    map(np.dtype, ("<f8", "<f4", "<f2", "?", "<i8", "<i4", "<i2", "i1", "<u8", "<u4", "<u2", "u1"))
+)
 """The dtypes that safetensors has; arrays of others are refused."""
 
 
-class Store:
-    """Collects the arrays and bytes of values: each array object once, and equal bytes once.
-
-    Attributes
-    ----------
-    arrays : dict of str to array
-        Number, as a text -> array.
-    """
-
-    def __init__(self) -> None:
-        self.arrays: dict[str, np.ndarray] = {}
-        self._seen: dict[
-            int | bytes, tuple[Any, str]
-        ] = {}  # holds the objects: no id is used again
-
-    def name(self, value: Any, make: Callable[[], np.ndarray]) -> str:
-        """Return the name of `value`, which is kept as the array that `make` returns."""
-        key = value if isinstance(value, bytes) else id(value)
-        if key not in self._seen:
-            self._seen[key] = value, (name := str(len(self.arrays)))
-            self.arrays[name] = make()
-        return self._seen[key][1]
+Store = dict[str, np.ndarray]
+"""The arrays and bytes of values, equal ones once: digest -> array."""
 
 
 def to_json(value: Any, store: Store, where: str = "the value") -> Any:
@@ -61,15 +37,14 @@ def to_json(value: Any, store: Store, where: str = "the value") -> Any:
     if isinstance(value, float):
         return value if math.isfinite(value) else {"$float": repr(value)}
     if isinstance(value, bytes):
-        return {"$bytes": store.name(value, lambda: np.frombuffer(value, np.uint8))}
+        return {"$bytes": _stored(np.frombuffer(value, np.uint8), store)}
     if isinstance(value, list | tuple):
         items = [to_json(v, store, f"{where}[{i}]") for i, v in enumerate(value)]
         return items if isinstance(value, list) else {"$tuple": items}
     if isinstance(value, set | frozenset):
         items = [to_json(v, store, where) for v in value]
-        return {
-            f"${type(value).__name__}": sorted(items, key=json.dumps)
-        }  # one order for equal sets
+        items.sort(key=json.dumps)  # one order for equal sets
+        return {f"${type(value).__name__}": items}
     if isinstance(value, Mapping):
         pairs = [(k, to_json(v, store, f"{where}[{k!r}]")) for k, v in value.items()]
         if all(type(k) is str and not k.startswith("$") for k, _ in pairs):
@@ -102,10 +77,18 @@ def _array(value: Any, store: Store, where: str) -> dict[str, Any]:
     if value.dtype not in NATIVE:
         _refuse(value, where)
     if isinstance(value, np.generic):
-        return {"$scalar": store.name(value, lambda: np.asarray(value))}
+        return {"$scalar": _stored(value, store)}
     turned = value.flags.f_contiguous and not value.flags.c_contiguous  # sums depend on the order
-    rows, how = (value.T, ["T"]) if turned else (value, [])
-    return {"$array": [store.name(value, lambda: np.asarray(rows, order="C")), *how]}
+    return {"$array": [_stored(value.T, store), "T"] if turned else [_stored(value, store)]}
+
+
+def _stored(value: Any, store: Store) -> str:
+    """Put an array into the store; return its name there."""
+    array = np.asarray(value, order="C")
+    digest = hashlib.blake2b(f"{array.dtype}{array.shape}".encode(), digest_size=16)
+    digest.update(array.reshape(-1).view(np.uint8).data)
+    store[name := digest.hexdigest()] = array
+    return name
 
 
 def _read_array(parts: Any, arrays: dict[str, Any]) -> np.ndarray:
@@ -131,21 +114,3 @@ def _refuse(value: Any, where: str) -> Any:
         f"{where} is {value!r:.80} of type {type(value).__name__}; only numbers, texts, bytes, arrays, and "
         "lists and dicts of these can be saved"
     )
-
-
-def safetensors_of(arrays: Mapping[str, np.ndarray]) -> Iterator[bytes | memoryview]:
-    """Return a safetensors file in pieces, each array in its own memory; the library copies all of them."""
-    ordered = sorted(
-        arrays.items(), key=lambda item: -item[1].itemsize
-    )  # keeps every start aligned
-    head, offset = dict[str, Any](), 0
-    for name, a in ordered:
-        span = [offset, offset := offset + a.nbytes]
-        head[name] = {"dtype": NATIVE[a.dtype], "shape": list(a.shape), "data_offsets": span}
-    text = json.dumps(head).encode()
-    text += b" " * (-len(text) % 8)
-    yield len(text).to_bytes(8, "little")
-    yield text
-    for _, a in ordered:
-        if a.size:
-            yield np.asarray(a, order="C").reshape(-1).view(np.uint8).data

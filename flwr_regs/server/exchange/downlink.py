@@ -11,13 +11,14 @@ is smaller. A client that finds that it lost its model gets the full pair in the
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from flwr_regs.abilities import Addresses, Recovers
-from flwr_regs.chain import Chain
+from flwr_regs.abilities import Recovers
 from flwr_regs.server.global_model import GlobalModel
-from flwr_regs.term import ServerContext, Slot
+from flwr_regs.server.options import Options
+from flwr_regs.term import ServerContext
 from flwr_regs.wire import keys
 from flwr_regs.wire.arrays import digest, mask
 from flwr_regs.wire.parcel import Parcel, Record
@@ -27,31 +28,23 @@ Content = tuple[dict[str, Record], dict[str, Any]]
 """(records, entries of the config)"""
 
 
+@dataclass(frozen=True)
 class Downlink:
     """The records that one round sends down; each is made once for the whole cohort.
 
-    Parameters
+    Attributes
     ----------
-    mode : {"model", "delta"}
-    term : Chain
+    options : Options
     model : GlobalModel
         Holds ``w_t`` and the last steps.
     ctx : ServerContext
         Of the round.
-    half : {"bfloat16", "float16"}, optional
-        What whole models are rounded to.
     """
 
-    def __init__(
-        self, mode: str, term: Chain, model: GlobalModel, ctx: ServerContext, half: str | None
-    ) -> None:
-        self._mode = mode
-        self._round = ctx.round
-        self._term = term
-        self._model = model
-        self._ctx = ctx
-        self._half = half
-        self._since: dict[tuple[int, bool], Content] = {}
+    options: Options
+    model: GlobalModel
+    ctx: ServerContext
+    _since: dict[tuple[int, bool], Content] = field(default_factory=dict)
 
     def content(self, held_round: int | None, probe: bool = False) -> Content:
         """Return (records, config entries) for a client that last kept the model of `held_round`.
@@ -59,85 +52,78 @@ class Downlink:
         A `probe` is the first exchange of a round with two: it sends no broadcasts. The second sends only
         the broadcasts to a client that got ``w_t`` in the first.
         """
-        if held_round == self._round:
+        keeps = self.options.downlink == "delta"
+        if held_round == self.ctx.round:
             return {keys.ARRAYS: Record(), **self._broadcasts}, {
-                keys.KEEP_KEY: self._mode == "delta",
+                keys.KEEP_KEY: keeps,
                 keys.DOWNLINK_KEY: "kept",
-                keys.BASE_ROUND_KEY: self._round,
+                keys.BASE_ROUND_KEY: self.ctx.round,
             }
         arrays, entries = self._whole
         whole: Content = (
             {keys.ARRAYS: arrays} | ({} if probe else self._broadcasts),
-            {keys.KEEP_KEY: self._mode == "delta", **entries},
+            {keys.KEEP_KEY: keeps, **entries},
         )
-        if self._mode == "model" or held_round is None or self._model.step is None:
+        if not keeps or held_round is None or self.model.step is None:
             return whole
-        if self._term.coder("release") is not None:
-            steps = self._model.coded_steps
-            if any(r not in steps for r in range(held_round, self._round)):
-                return whole
-            key = (held_round, probe)
-            if key not in self._since:
-                update = self._coded_since(held_round, probe)
-                smaller = Parcel(*update).nbytes < Parcel(*whole).nbytes
-                self._since[key] = update if smaller else whole
-            return self._since[key]
-        if held_round != self._round - 1:
+        if self.options.term.coder("release") is not None:
+            return self._coded_since(held_round, probe, whole)
+        if held_round != self.ctx.round - 1:
             return whole
         return {keys.ARRAYS: self._step} | ({} if probe else self._explicit), self._base(
             held_round, "delta"
         )
 
-    def own(self, pid: int) -> dict[str, Slot]:
-        """Return the broadcasts for one client alone, by term name."""
-        if not self._addresses:
-            return {}
-        return self._term.broadcast_to(pid, self._model.server, self._ctx)
-
-    @cached_property
-    def _addresses(self) -> bool:
-        return any(isinstance(t, Addresses) for t in self._term.terms)
-
     @cached_property
     def _whole(self) -> tuple[Record, dict[str, Any]]:
-        arrays, entries = to_half(self._model.model, self._half)
+        arrays, entries = to_half(self.model.model, self.options.wire_dtype)
         return Record(arrays), entries
 
     @cached_property
     def _broadcasts(self) -> dict[str, Record]:
-        slots = self._term.broadcast(self._model.server, self._ctx)
+        slots = self.options.term.broadcast(self.model.server, self.ctx)
         return {f"{name}.broadcast": Record(slot) for name, slot in slots.items() if slot}
 
     @cached_property
     def _explicit(self) -> dict[str, Record]:
         """The broadcasts that do not follow from the last step."""
-        known = {f"{t.name}.broadcast" for t in self._term.terms if isinstance(t, Recovers)}
+        known = {f"{t.name}.broadcast" for t in self.options.term.terms if isinstance(t, Recovers)}
         return {key: record for key, record in self._broadcasts.items() if key not in known}
 
     @cached_property
     def _step(self) -> Record:
-        return Record(self._model.step or {})
+        return Record(self.model.step or {})
+
+    @cached_property
+    def _digest(self) -> str:
+        return digest(self.model.model)
 
     def _base(self, held_round: int, kind: str) -> dict[str, Any]:
         return {
             keys.KEEP_KEY: True,
             keys.DOWNLINK_KEY: kind,
             keys.BASE_ROUND_KEY: held_round,
-            keys.PREVIOUS_LR_KEY: self._model.previous_lr,
+            keys.PREVIOUS_LR_KEY: self.model.previous_lr,
             keys.DIGEST_KEY: self._digest,
         }
 
-    @cached_property
-    def _digest(self) -> str:
-        return digest(self._model.model)
-
-    def _coded_since(self, held_round: int, probe: bool) -> Content:
-        m = self._model
-        buffers, tied = m.buffers or frozenset(), m.tied or {}
-        moved = {n: m.model[n] for n in buffers if m.changed[n] >= held_round and n not in tied}
-        return {keys.ARRAYS: Record(moved)} | ({} if probe else self._explicit), {
-            **self._base(held_round, "coded"),
-            keys.STEPS_KEY: [m.coded_steps[r] for r in range(held_round, self._round)],
-            keys.BUFFERS_KEY: mask(buffers, m.model),
-            **({keys.TIED_KEY: json.dumps(dict(tied))} if tied else {}),
-        }
+    def _coded_since(self, held_round: int, probe: bool, whole: Content) -> Content:
+        """Return the coded steps since a round, or what is `whole` if that is smaller or one is gone."""
+        m, rounds, key = self.model, range(held_round, self.ctx.round), (held_round, probe)
+        if not m.coded_steps.keys() >= set(rounds):
+            return whole
+        if key not in self._since:
+            buffers, tied = m.buffers or frozenset(), m.tied or {}
+            moved = {n: m.model[n] for n in buffers if m.changed[n] >= held_round and n not in tied}
+            update: Content = (
+                {keys.ARRAYS: Record(moved)} | ({} if probe else self._explicit),
+                {
+                    **self._base(held_round, "coded"),
+                    keys.STEPS_KEY: [m.coded_steps[r] for r in rounds],
+                    keys.BUFFERS_KEY: mask(buffers, m.model),
+                    **({keys.TIED_KEY: json.dumps(dict(tied))} if tied else {}),
+                },
+            )
+            smaller = Parcel(*update).nbytes < Parcel(*whole).nbytes
+            self._since[key] = update if smaller else whole
+        return self._since[key]

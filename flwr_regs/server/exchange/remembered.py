@@ -9,58 +9,65 @@ import logging
 from collections.abc import Collection, Mapping
 from typing import Any
 
+import numpy as np
+
 from flwr_regs.server.round import Round
+from flwr_regs.server.snapshots import Snapshots
 from flwr_regs.wire import keys
 from flwr_regs.wire.parcel import Parcel
 
 LOG = logging.getLogger("flwr")
 
 
-class Remembered:
-    """By partition id, for clients that keep something, in this course of the training: two rounds.
+class Remembered(Snapshots):
+    """By partition id, rounds of this course of the training.
 
-    `came` is the last one whose reply arrived. `used` is the last one whose reply was used; 0: none of a
-    client that keeps slots of terms. Both are set once a round has ended well.
+    Attributes
+    ----------
+    held : dict of int to int
+        The round whose model a client last kept.
+    came : dict of int to int
+        Of a client that keeps something: the last round whose reply arrived.
+    used : dict of int to int
+        Of a client that keeps slots of terms: the last round whose reply was used; 0: none. Like `came`, it
+        is set once a round has ended well.
     """
 
+    kept = ("held", "came", "used")
+
     def __init__(self) -> None:
-        self._used: dict[int, int] = {}
-        self._came: dict[int, int] = {}
-
-    def snapshot(self) -> dict[str, Any]:
-        """Return what a checkpoint holds of it."""
-        return {"used": dict(self._used), "came": dict(self._came)}
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue from a snapshot."""
-        self._used, self._came = dict(state["used"]), dict(state["came"])
+        self.held: dict[int, int] = {}
+        self.came: dict[int, int] = {}
+        self.used: dict[int, int] = {}
 
     def note(self, number: int, came: Mapping[int, Parcel], used: Collection[int]) -> None:
         """Note a round's replies, and whose were used; one that keeps nothing of the round says nothing."""
+        self.held |= dict.fromkeys(came, number)
         for pid, reply in came.items():
             kept = str(reply.config.get(keys.KEEPS_KEY, ""))
             if kept:
-                self._came[pid] = number
+                self.came[pid] = number
             if "state" in kept:
-                self._used[pid] = number if pid in used else self._used.get(pid, 0)
+                self.used[pid] = number if pid in used else self.used.get(pid, 0)
 
-    def entries(self, pid: int) -> dict[str, int]:
-        """Return what a message says of it to one client."""
-        known = {keys.USED_KEY: self._used, keys.CAME_KEY: self._came}
-        return {key: rounds[pid] for key, rounds in known.items() if pid in rounds}
+    def entries(self, pid: int, seed: int, number: int) -> dict[str, Any]:
+        """Return the entries of a client's own in a message of a round; `seed` is the run's."""
+        known = {keys.USED_KEY: self.used, keys.CAME_KEY: self.came}
+        return {
+            keys.SEED_KEY: int(np.random.SeedSequence((seed, number, pid)).generate_state(1)[0]),
+            keys.CLIENT_KEY: pid,
+            **{key: rounds[pid] for key, rounds in known.items() if pid in rounds},
+        }
 
 
 def name_losses(this_round: Round) -> None:
     """Warn of the clients of a round that lost what they kept, or could not save it."""
-    if this_round.lost_state:
-        LOG.warning(
-            "clients %s have lost their state and began anew without", this_round.lost_state
-        )
+    if lost := this_round.lost["state"]:
+        LOG.warning("clients %s have lost their state and began anew without", lost)
     if unsaved := sorted(p for p, r in this_round.came.items() if r.says(keys.UNSAVED_KEY)):
         this_round.events["not_saved"] = unsaved
         LOG.warning("clients %s could not save what they keep", unsaved)
-    if this_round.lost_private:
+    if lost := this_round.lost["private"]:
         LOG.warning(
-            "clients %s have lost their private entries and began anew with their model's own",
-            this_round.lost_private,
+            "clients %s have lost their private entries and began anew with their model's own", lost
         )

@@ -13,7 +13,7 @@ import numpy as np
 from flwr_regs.abilities import Folds
 from flwr_regs.chain import Chain
 from flwr_regs.server.aggregate.weights import STEPS
-from flwr_regs.server.client_metrics import read_metrics, usable
+from flwr_regs.server.client_metrics import read_metrics
 from flwr_regs.server.failures import culprits, read_each
 from flwr_regs.server.global_model import GlobalModel
 from flwr_regs.server.options import Options
@@ -40,22 +40,6 @@ from flwr_regs.wire.text import LONGEST_NAME, quoted, shown
 
 
 @dataclass(frozen=True)
-class Usable:
-    """The usable replies of a round, by partition id, and why the others are not usable.
-
-    The clients agree on `buffers`, the arrays that they do not train, and on `tied`, the other names of
-    tied weights (other name -> trained name), and on the `frozen` digest of what only they hold. All are
-    None if no reply is usable.
-    """
-
-    replies: dict[int, Reply]
-    failures: dict[int, str]
-    buffers: frozenset[str] | None
-    tied: Mapping[str, str] | None
-    frozen: str | None = None
-
-
-@dataclass(frozen=True)
 class Reader:
     """Reads the replies to a round's train messages.
 
@@ -72,34 +56,35 @@ class Reader:
     options: Options
     model: GlobalModel
 
-    def read_all(self, came: Mapping[int, Parcel], config: Mapping[str, Any]) -> Usable:
+    def read_all(
+        self, came: Mapping[int, Parcel], config: Mapping[str, Any]
+    ) -> tuple[dict[int, Reply], dict[int, str]]:
         """Check replies one by one and against each other; `config` is the round's.
 
+        Returns (the usable ones, client -> why its reply is not), and notes in the model what the clients
+        agree on.
         Replies are read in the order of partition ids, so the order of arrival does not change the result.
         """
-        read, failures = read_each(came, lambda pid, parcel: self.read(pid, parcel, config))
-        buffers, wrong = agree_on_buffers({p: b for p, (_, b) in read.items()}, self.model.buffers)
-        replies = {pid: reply for pid, (reply, _) in read.items() if pid not in wrong}
+        replies, failures = read_each(came, lambda pid, parcel: self.read(pid, parcel, config))
 
-        def leave_out(unlike: Mapping[int, str]) -> None:
-            for pid, why in unlike.items():
+        def leave_out(wrong: Mapping[int, str]) -> None:
+            for pid, why in wrong.items():
                 del replies[pid]
-                wrong[pid] = why
+                failures[pid] = shown(why)
 
-        tied, unlike = agree_on_ties(replies, self.model.tied)
-        leave_out(unlike)
-        digests = {pid: came[pid].config.get(keys.FROZEN_DIGEST_KEY, "") for pid in replies}
-        frozen, unlike = agree_on_frozen(digests, self.model.frozen)
-        leave_out(unlike)
+        buffers, wrong = agree_on_buffers(replies, self.model.buffers)
+        leave_out(wrong)
+        tied, wrong = agree_on_ties(replies, self.model.tied)
+        leave_out(wrong)
+        frozen, wrong = agree_on_frozen(replies, self.model.frozen)
+        leave_out(wrong)
         active = {p: r.uploads for p, r in replies.items() if r.steps is None or r.steps[0]}
         leave_out(disagreeing(self.options.term, active))
-        failures |= {pid: shown(why) for pid, why in wrong.items()}
-        return Usable(replies, failures, buffers, tied, frozen)
+        self.model.agree(buffers, tied, frozen)
+        return replies, failures
 
-    def read(
-        self, pid: int, parcel: Parcel, config: Mapping[str, Any]
-    ) -> tuple[Reply, frozenset[str]]:
-        """Return a client's checked reply, and the names of the arrays that it does not train.
+    def read(self, pid: int, parcel: Parcel, config: Mapping[str, Any]) -> Reply:
+        """Return a client's checked reply.
 
         Raises
         ------
@@ -149,7 +134,7 @@ class Reader:
             if isinstance(t, Folds) and t.name in uploads:  # decoded again when it is folded
                 uploads[t.name] = parcel.records[f"{t.name}.upload"]
         # a coded update is decoded again when it is summed: all of them together are many models
-        return Reply(arrays, uploads, metrics, count, {}, steps, tied, coded), buffers
+        return Reply(arrays, uploads, metrics, count, {}, steps, buffers, tied, digest, coded)
 
     def _decoder(self, code: Any, names: Iterable[str]) -> Callable[[], NDArrays]:
         """Return what makes an update from its code."""
@@ -165,11 +150,8 @@ class Reader:
         if not plain and parcel.config.get(keys.METHOD_KEY) != self.method:
             sender = parcel.config.get(keys.METHOD_KEY, "one that names no method")
             sender = shown(sender if isinstance(sender, str) else quoted(sender), LONGEST_NAME)
-            named = (
-                ""
-                if "+" in self.method or "-" in self.method
-                else f"flwr_regs.{self.method}Client, or "
-            )
+            composed = {"+", "-"} & set(self.method)
+            named = "" if composed else f"flwr_regs.{self.method}Client, or "
             raise ProtocolError(
                 f"{what} does not come from a {self.method} client but from {sender}; use {named}"
                 "RegClient or ClientRound with the strategy's terms"
@@ -202,20 +184,14 @@ def _steps(
 
     None if the round asks for no duration, or for a client that is not `ours` and reports none.
     """
-    taken, planned = metrics.get("local-steps"), metrics.get("planned-steps")
+    taken: Any = metrics.get("local-steps")
+    planned: Any = metrics.get("planned-steps")
     asked, epochs = config.get("local-steps"), config.get("local-epochs", 0)
     if not (asked or epochs) or (not ours and (taken is None or planned is None)):
         return None
     most = asked or epochs * count  # a step is at least one example
-    if (
-        not usable(taken)
-        or not usable(planned)
-        or not isinstance(taken, int)
-        or not isinstance(planned, int)
-        or not 0 <= taken <= planned <= most
-        or (asked and planned != asked)
-        or planned == 0
-    ):
+    whole = type(taken) is int and type(planned) is int
+    if not (whole and 0 <= taken <= planned <= most and planned >= max(asked or 0, 1)):
         raise ValueError(
             f"{quoted(taken, 40)} local steps of {quoted(planned, 40)}, where the round asked for "
             + (f"{asked}" if asked else f"at most {most:.0f}")
@@ -243,7 +219,7 @@ def disagreeing(term: Chain, uploads: Mapping[int, Slot], probing: bool = False)
 
 
 def agree_on_buffers(
-    buffers: Mapping[int, frozenset[str]], known: frozenset[str] | None
+    replies: Mapping[int, Reply], known: frozenset[str] | None
 ) -> tuple[frozenset[str] | None, dict[int, str]]:
     """Return (the arrays that are not trained, client -> why for clients that disagree).
 
@@ -251,19 +227,17 @@ def agree_on_buffers(
     clients fail, since averaging models that train different parameters would hide a mistake.
     """
     if known is None:
-        ranking = Counter(buffers.values()).most_common(2)
-        if len(ranking) == 1 or (len(ranking) == 2 and ranking[0][1] > ranking[1][1]):
-            known = ranking[0][0]
-    wrong = {}
-    for pid, fixed in buffers.items():
-        if known is None:
-            wrong[pid] = "the clients disagree, half against half, on which parameters they train"
-        elif fixed != known:
-            wrong[pid] = (
-                f"client {pid} trains other parameters than the others; they differ in "
-                f"{sorted(fixed ^ known)}"
-            )
-    return known, wrong
+        ranking = Counter(reply.buffers for reply in replies.values()).most_common(2)
+        if len(ranking) == 2 and ranking[0][1] == ranking[1][1]:
+            why = "the clients disagree, half against half, on which parameters they train"
+            return None, dict.fromkeys(replies, why)
+        known = next((fixed for fixed, _ in ranking), None)
+    return known, {
+        pid: f"client {pid} trains other parameters than the others; they differ in "
+        f"{sorted(reply.buffers ^ (known or frozenset()))}"
+        for pid, reply in replies.items()
+        if reply.buffers != known
+    }
 
 
 def agree_on_ties(
@@ -285,7 +259,7 @@ def agree_on_ties(
 
 
 def agree_on_frozen(
-    said: Mapping[int, Any], known: str | None
+    replies: Mapping[int, Reply], known: str | None
 ) -> tuple[str | None, dict[int, str]]:
     """Return (the digest of the frozen parameters that only clients hold, client -> why for others).
 
@@ -293,9 +267,11 @@ def agree_on_frozen(
     Without it the majority decides, or the lowest partition id.
     """
     agreed = known
-    if agreed is None and said:
-        agreed = Counter(said[pid] for pid in sorted(said)).most_common(1)[0][0]
-    wrong = [p for p, digest in said.items() if digest != agreed and (digest or known is None)]
+    if known is None and replies:
+        agreed = Counter(r.frozen for r in replies.values()).most_common(1)[0][0]
+    wrong = [
+        pid for pid, r in replies.items() if r.frozen != agreed and (r.frozen or known is None)
+    ]
     return agreed, dict.fromkeys(wrong, OTHER_FROZEN)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass, field
 from statistics import median_low
 
 from flwr_regs.server.round import Round
@@ -11,6 +12,7 @@ from flwr_regs.server.snapshots import Snapshots
 LOG = logging.getLogger("flwr")
 
 
+@dataclass
 class Participation(Snapshots):
     """The clients of a training, and how often each was inactive so far.
 
@@ -29,21 +31,18 @@ class Participation(Snapshots):
 
     kept = ("turns", "inactive", "planned", "dropped", "members", "seen", "departed", "origin")
 
-    def __init__(
-        self, incomplete: str, drop_inactive: float | None, restart_lr: bool, num_rounds: int
-    ) -> None:
-        self._incomplete = incomplete
-        self._bound = drop_inactive
-        self._restart = restart_lr
-        self._num_rounds = num_rounds
-        self.turns: dict[int, int] = {}
-        self.inactive: dict[int, int] = {}
-        self.planned: dict[int, int] = {}  # client -> the steps that it planned last
-        self.dropped: set[int] = set()
-        self.members: list[int] | None = None
-        self.seen: set[int] = set()  # clients that took part in a draw
-        self.departed: set[int] = set()  # clients that departed at least once
-        self.origin = 1
+    incomplete: str
+    drop_inactive: float | None
+    restart_lr: bool
+    num_rounds: int
+    turns: dict[int, int] = field(default_factory=dict)
+    inactive: dict[int, int] = field(default_factory=dict)
+    planned: dict[int, int] = field(default_factory=dict)  # client -> steps that it planned last
+    dropped: set[int] = field(default_factory=set)
+    members: list[int] | None = None
+    seen: set[int] = field(default_factory=set)  # clients that took part in a draw
+    departed: set[int] = field(default_factory=set)  # clients that departed at least once
+    origin: int = 1
 
     def remaining(self, members: list[int], this_round: Round) -> list[int]:
         """Return the clients that the cohort is drawn from; note drops and shifts in the round.
@@ -52,9 +51,9 @@ class Participation(Snapshots):
         connected. The schedule restarts at a client's first arrival, first departure or drop, not each
         time that it comes and goes.
         """
-        if self._bound is not None:
+        if self.drop_inactive is not None:
             steps = median_low(self.planned.values()) if self.planned else 1
-            self._drop(members, self._bound / (self._num_rounds * steps), this_round)
+            self._drop(members, self.drop_inactive / (self.num_rounds * steps), this_round)
         left = [p for p in members if p not in self.dropped] if self.dropped else members
         if not left:
             LOG.warning("only dropped clients are connected: taking %s back", members)
@@ -63,7 +62,7 @@ class Participation(Snapshots):
             arrived = sorted(set(left) - set(self.members))
             departed = sorted(set(self.members) - set(left))
             this_round.events["shift"] = {"arrived": arrived, "departed": departed}
-            if self._restart and (set(arrived) - self.seen or set(departed) - self.departed):
+            if self.restart_lr and (set(arrived) - self.seen or set(departed) - self.departed):
                 self.origin = this_round.number
             self.departed |= set(departed)
         if left != self.members:
@@ -94,15 +93,12 @@ class Participation(Snapshots):
         """Choose the replies that are used; note in the round who was incomplete or inactive."""
         received = this_round.received
         steps = {pid: reply.steps for pid, reply in received.items() if reply.steps is not None}
-        inactive = {pid for pid, (taken, _) in steps.items() if taken == 0}
-        active = set(received) - inactive
         this_round.steps = {pid: taken for pid, (taken, _) in steps.items()}
-        this_round.inactive = sorted(inactive)
-        this_round.incomplete = sorted(
-            p for p, (taken, planned) in steps.items() if 0 < taken < planned
-        )
-        unused = set(this_round.incomplete) if self._incomplete == "drop" else set()
-        this_round.used = {pid: r for pid, r in received.items() if pid in active - unused}
+        this_round.inactive = [p for p, (taken, _) in steps.items() if taken == 0]
+        this_round.incomplete = [p for p, (taken, planned) in steps.items() if 0 < taken < planned]
+        incomplete = this_round.incomplete if self.incomplete == "drop" else []
+        unused = {*this_round.inactive, *incomplete}
+        this_round.used = {pid: r for pid, r in received.items() if pid not in unused}
 
     def note(self, this_round: Round) -> None:
         """Count the turns of a round that moved the model.

@@ -56,10 +56,8 @@ class Population(Snapshots):
     ----------
     refused : dict of int to str
         Node -> why it does not take part, of those connected at the last :meth:`refresh`.
-    here : frozenset of int
-        The partition ids that were connected then.
     connected : list of int
-        The same, sorted.
+        The partition ids that were connected then, sorted.
     """
 
     kept = ("nodes", "totals", "expected", "connected", "labels", "uncounted", "classes")
@@ -74,8 +72,6 @@ class Population(Snapshots):
         self.refused: dict[int, str] = {}
         self._retry: dict[int, tuple[float, float]] = {}  # node -> (time to ask again, pause)
         self.connected: list[int] = []
-        self._present: set[int] = set()  # the nodes then
-        self.here: frozenset[int] = frozenset()
         self.expected = expected
         self._complete = False
         self.labels: dict[int, list[int]] = {}
@@ -111,14 +107,10 @@ class Population(Snapshots):
         logged = time.monotonic()
         while True:
             present = set(network.nodes())
-            same = present == self._present == self._known and self._complete
-            if same and not self._awaited and len(self.connected) >= max(self._minimum, 1):
-                return self.connected  # nobody came or left, and nobody is to be asked again
             self._known &= present  # a node that comes back is asked again
             self.refused = {n: why for n, why in self.refused.items() if n in present}
             self._identify(network, sorted(present - self._known), present)
             self.connected = came = sorted(p for p, n in self.nodes.items() if n in present)
-            self._present, self.here = present, frozenset(came)
             expected, least = self.expected or 1, max(self._minimum, 1)
             wanted = max(least, 1 if self._complete else expected - len(self.refused))
             if self._awaited:
@@ -167,7 +159,7 @@ class Population(Snapshots):
     @property
     def left_out(self) -> dict[int, str]:
         """Node -> why it does not take part: refused, or without label counts that cohorts need."""
-        uncounted = {p: why for p, why in self.uncounted.items() if p in self.here}
+        uncounted = {p: self.uncounted[p] for p in self.connected if p in self.uncounted}
         return {**self.refused, **{self.nodes[p]: why for p, why in uncounted.items()}}
 
     def request(self, kind: str, parcels: dict[int, Parcel]) -> Request:
@@ -305,8 +297,7 @@ def _identity(node: int, reply: Parcel) -> tuple[int, int | None]:
     """
     config = reply.config
     pid, total = config.get("partition-id", node), config.get("num-partitions")
-    whole = "partition-id" not in config or (type(pid) is int and 0 <= pid < MOST_PARTITIONS)
-    if not whole:
+    if "partition-id" in config and not (type(pid) is int and 0 <= pid < MOST_PARTITIONS):
         raise ProtocolError(
             f"node {node} reports the partition-id {quoted(pid, 40)}, expected a whole number from 0 to "
             f"{MOST_PARTITIONS - 1}"
@@ -324,14 +315,11 @@ def _counts_of(pid: int, reply: Parcel) -> list[int]:
     if said is None:
         raise ProtocolError("it does not send its label counts (a client of another library?)")
     try:
-        counts = read_json(said)
+        counts: list[int] = read_json(said)
     except ValueError as error:
         raise ProtocolError(f"its label counts cannot be read: {error}") from error
-    if (
-        not isinstance(counts, list)
-        or not 0 < len(counts) <= MOST_CLASSES
-        or not all(type(n) is int and usable(n) and n >= 0 for n in counts)
-    ):
+    fits = isinstance(counts, list) and 0 < len(counts) <= MOST_CLASSES
+    if not (fits and all(type(n) is int and usable(n) and n >= 0 for n in counts)):
         raise ProtocolError(
             f"its label counts are {quoted(counts, 80)}, expected at most {MOST_CLASSES} whole numbers "
             "that are not negative"

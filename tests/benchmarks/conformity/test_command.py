@@ -6,15 +6,11 @@ import json
 import re
 import sys
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 
-from benchmarks.conformity import cli, environments, host
+from benchmarks.conformity import cli
 from benchmarks.conformity.libraries import LIBRARIES
-from benchmarks.conformity.loops import federate
-from benchmarks.conformity.task import small_task
 from tests.conftest import ROOT
 
 EXAMPLE = re.findall(
@@ -52,79 +48,6 @@ def test_a_driver_that_fails_is_skipped_with_its_error(
     assert cli.main(["--module", f"{mine}:drive", "--methods", "FedProx"]) == 2
     assert "FedProx: skipped: " in (found := capsys.readouterr().out)
     assert "failed: KeyError: 'no such client'" in found
-
-
-def test_a_library_that_does_not_install_is_skipped_with_a_sentence(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    called: list[list[str]] = []
-
-    def call(command: list[str], what: str, *_: Any) -> None:
-        called.append(command)
-        if "pip" in command:
-            raise environments.CannotRun(f"{what} failed: no network")
-
-    monkeypatch.setattr(environments, "_call", call)
-    assert cli.main(["--library", "fedjax", "--folder", str(tmp_path)]) == 2
-    found = capsys.readouterr().out
-    assert "skipped: the installation of fedjax==" in found
-    assert found.strip().endswith("failed: no network")
-    assert [c[1:3] for c in called] == [["-m", "venv"], ["-m", "pip"]]
-
-
-def test_an_environment_is_made_once_and_anew_if_it_was_cut_off(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made = []
-
-    def call(command: list[str], *_: Any) -> None:
-        made.append(command[2])
-        if command[2] == "venv":
-            Path(command[3]).mkdir(parents=True)
-
-    monkeypatch.setattr(environments, "_call", call)
-    python = environments.prepare("pfl", ("pfl==1",), tmp_path)
-    assert environments.prepare("pfl", ("pfl==1",), tmp_path) == python
-    assert made == ["venv", "pip"]
-    assert environments.prepare("pfl", ("pfl==2",), tmp_path) != python
-    (Path(python).parents[1] / "complete").unlink()
-    assert environments.prepare("pfl", ("pfl==1",), tmp_path) == python
-    assert made == ["venv", "pip"] * 3
-
-
-def test_what_was_asked_wrongly_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="--library nobody: unknown; there are"):
-        cli.main(["--library", "nobody"])
-    with pytest.raises(SystemExit):
-        cli.main(["--library", "pfl", "--methods", "FedSGD"])
-    assert "unknown methods ['FedSGD']" in capsys.readouterr().err
-    with pytest.raises(ImportError, match=r"a driver is path\.py:callable, got 'mine'"):
-        host.load("mine")
-
-
-def test_the_list_names_libraries_and_behaviours(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["--list"]) == 0
-    found = capsys.readouterr().out
-    for word in (*LIBRARIES, "SCAFFOLD-1", "from-weights: it starts control variates"):
-        assert word in found
-
-
-def test_tasks_and_results_come_back_as_they_were(tmp_path: Path) -> None:
-    task, path = small_task(), tmp_path / "file.npz"
-    host.write_task(path, environments.as_dict(task, "SCAFFOLD"))
-    found = host.read_task(path)
-    assert found["weights"] == "uniform"
-    assert found["cohorts"] == [list(c) for c in task.cohorts]
-    for k, (x, y) in enumerate(task.clients):
-        assert np.array_equal(found["clients"][k]["x"], x)
-        assert np.array_equal(found["clients"][k]["y"], y)
-    trace = federate(task, "FedAvg")
-    host.write_result(path, {"models": trace.models, "points": trace.points})
-    back = host.read_result(path)
-    assert back["points"].keys() == trace.points.keys()
-    for name, array in trace.models[-1].items():
-        assert np.array_equal(back["models"][-1][name], array)
-        assert np.array_equal(back["points"][4, 3][-1][name], trace.points[4, 3][-1][name])
 
 
 @pytest.mark.full

@@ -77,14 +77,10 @@ def test_an_unknown_one_is_said_to_be_unknown() -> None:
 @pytest.mark.parametrize(
     ("behaviour", "where", "words"),
     [
-        (
-            "wrong-sign",
-            (1, 2, 1, None),
-            "in round 2, client 3, step 2",
-        ),  # its first c_k, first moved
+        # its first c_k, first moved
+        ("wrong-sign", (1, 2, 1, None), "in round 2, client 3, step 2"),
         ("one-batch", (0, 0, None, (2, 4)), "client 1 takes 2 steps and the paper 4"),
         ("by-examples", (0, None, None, None), "in round 1, in the server's step"),
-        ("run-on", (0, 0, 2, None), "in round 1, client 1, step 3"),
     ],
 )
 def test_where_it_leaves_the_paper_is_found(behaviour: str, where: Any, words: str) -> None:
@@ -105,10 +101,6 @@ def test_a_result_that_lacks_something_is_refused() -> None:
     result = driven("FedAvg")
     with pytest.raises(ValueError, match="the driver returned 4 rounds, not 5"):
         judge(TASK, "FedAvg", {"models": result["models"][:4]})
-    result["models"][1].pop("0.bias")
-    with pytest.raises(ValueError, match="the driver returned parameters"):
-        judge(TASK, "FedAvg", result)
-    result = driven("FedAvg")
     result["points"][0, 0][1]["0.bias"] = np.zeros(4)
     with pytest.raises(ValueError, match="the driver returned parameters"):
         judge(TASK, "FedAvg", result)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -111,73 +110,11 @@ def test_a_behaviour_shows_only_where_it_can(law: str) -> None:
     assert apart(federate(other, method, [name]).models, federate(other, method).models) > 0.01
 
 
-def test_control_variates_from_the_weights_cancel_if_all_take_part_at_first() -> None:
-    """They are right to rounding then, and wrong as soon as a client begins later."""
-    paper, other = federate(ALL, "SCAFFOLD"), federate(ALL, "SCAFFOLD", ["from-weights"])
-    assert apart(paper.models, other.models) < 1e-12
-    paper, other = federate(TASK, "SCAFFOLD"), federate(TASK, "SCAFFOLD", ["from-weights"])
-    assert apart(paper.models[:1], other.models[:1]) < 1e-12
-    assert apart(paper.models, other.models) > 0.06
-
-
 def test_without_a_penalty_it_is_fedavg_and_twice_mu_is_twice_mu() -> None:
     found = federate(TASK, "FedProx", ["no-penalty"])
     assert apart(found.models, federate(TASK, "FedAvg").models) == 0
     twice = federate(replace(TASK, mu=2 * TASK.mu), "FedProx")
     assert apart(federate(TASK, "FedProx", ["twice-mu"]).models, twice.models) < 1e-13
-
-
-def test_the_norms_pull_is_its_gradient() -> None:
-    """By torch, for one client and two steps: the first has no pull, because the norm is 0 there."""
-    task = replace(TASK, clients=TASK.clients[:1], cohorts=((0,),), batch_size=7)
-    w = {n: torch.as_tensor(a).clone().requires_grad_() for n, a in task.parameters.items()}
-    start = {n: a.detach().clone() for n, a in w.items()}
-    x, y = (torch.as_tensor(a) for a in task.clients[0])
-    for step in range(2):
-        hidden = torch.tanh(x @ w["0.weight"].T + w["0.bias"])
-        loss = torch.nn.functional.cross_entropy(hidden @ w["2.weight"].T + w["2.bias"], y)
-        if step:
-            loss = loss + task.mu / 2 * sum((w[n] - start[n]).norm() for n in w)  # type: ignore[arg-type]
-        grads = torch.autograd.grad(loss, list(w.values()))
-        w = {
-            n: (a - task.lr * g).detach().requires_grad_()
-            for (n, a), g in zip(w.items(), grads, strict=True)
-        }
-    found = federate(task, "FedProx", ["norm"]).models[0]
-    assert apart([found], [{n: a.detach().numpy() for n, a in w.items()}]) < 1e-12
-
-
-def test_a_wrong_sign_doubles_what_should_be_gone() -> None:
-    """A client's first step in round 2 moves by g + c - c_k; with the wrong sign by g - (c - c_k)."""
-    task = replace(
-        ALL, epochs=1, batch_size=17
-    )  # one step: c_k is the gradient at the model of round 1
-    models = federate(task, "SCAFFOLD", ["wrong-sign"]).models
-    grads = [[gradient(w, x, y) for x, y in task.clients] for w in (task.parameters, models[0])]
-    mean = {n: np.mean([g[n] for g in grads[1]], axis=0) for n in models[0]}
-    want = {n: models[0][n] - task.lr * mean[n] for n in mean}  # corrections cancel in the mean
-    assert apart([models[1]], [want]) < 1e-12
-    two = replace(task, cohorts=(tuple(range(5)), (0,)))
-    for sign, behaviours in ((1, []), (-1, ["wrong-sign"])):
-        found = federate(two, "SCAFFOLD", behaviours).models[1]
-        c = {n: np.mean([g[n] for g in grads[0]], axis=0) for n in mean}
-        want = {
-            n: models[0][n] - task.lr * (grads[1][0][n] + sign * (c[n] - grads[0][0][n]))
-            for n in mean
-        }
-        assert apart([found], [want]) < 1e-12
-
-
-def test_new_at_once_leaves_c_and_corrects_by_the_new_gradient() -> None:
-    task = replace(ALL, epochs=1, batch_size=17, cohorts=(*ALL.cohorts[:1], (0,), (0,)))
-    models = federate(task, "SCAFFOLD-1", ["new-at-once"]).models
-    c = {
-        n: np.mean([gradient(task.parameters, x, y)[n] for x, y in task.clients], axis=0)
-        for n in models[0]
-    }
-    for before, after in pairwise(models):
-        want = {n: before[n] - task.lr * c[n] for n in c}  # g - c_k = 0
-        assert apart([after], [want]) < 1e-12
 
 
 def test_own_buffers_are_the_first_clients_and_the_parameters_fedavgs() -> None:

@@ -24,16 +24,12 @@ NAN = float("nan")
 WORDS = ["FedAvg", "FedFOR(alpha=0.5)", "a b", "x" * 40, "$_^{", "FedBN+FedFOR(alpha=0.1, lr=0.05)"]
 
 
-def run(
-    label: str, seed: int, accuracy: Any, start: int = 0, stopped: bool = False, **more: Any
-) -> pd.DataFrame:
+def run(label: str, seed: int, accuracy: Any, start: int = 0, **more: Any) -> pd.DataFrame:
     """A run whose rounds take 0.2 MB and 1.5 s, and whose loss is a hundredth of the accuracy."""
     rounds = np.arange(start, start + len(accuracy), dtype=float)
-    columns = {"accuracy": accuracy, "loss": np.asarray(accuracy, float) / 100, **more}
-    columns = {"megabytes": 0.2 * rounds, "seconds": 1.5 * rounds, **columns}
-    return pd.DataFrame(
-        {"label": label, "seed": seed, "stopped": stopped, "round": rounds, **columns}
-    )
+    columns = {"accuracy": accuracy, "loss": np.asarray(accuracy, float) / 100, "stopped": False}
+    columns |= {"megabytes": 0.2 * rounds, "seconds": 1.5 * rounds, **more}
+    return pd.DataFrame({"label": label, "seed": seed, "round": rounds, **columns})
 
 
 def drawn(curves: list[pd.DataFrame], *axes: str, **settings: Any) -> drawing.Picture:
@@ -55,97 +51,81 @@ def text_of(figure: Figure, gid: str) -> str:
 
 def assert_legible(figure: Figure) -> None:
     """No text covers another or is cut off, at the resolutions of the files and of a screen."""
-    with drawing.style(Look()):
-        for resolution in (72, 200):
-            figure.set_dpi(resolution)
-            assert_texts_apart(figure)
-
-
-def assert_texts_apart(figure: Figure) -> None:
-    written = []
-    draw = Text.draw
+    draw, written = Text.draw, list[Text]()
 
     def noted(text: Text, *args: Any, **kwargs: Any) -> None:  # there are more texts than are drawn
         if text.get_visible() and text.get_text().strip():
             written.append(text)
         draw(text, *args, **kwargs)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Text, "draw", noted)
-        figure.draw_without_rendering()
-    boxes = [(text.get_text(), text.get_window_extent()) for text in written]
-    assert len(boxes) > 3
-    for name, box in boxes:
-        assert min(box.x0, box.y0) >= 0, name
-        assert box.x1 <= figure.bbox.x1, name
-        assert box.y1 <= figure.bbox.y1, name
-    for (one, a), (other, b) in itertools.combinations(boxes, 2):
-        apart = a.x1 <= b.x0 or b.x1 <= a.x0 or a.y1 <= b.y0 or b.y1 <= a.y0
-        assert apart, (one, other)
+    for resolution in (72, 200):
+        written.clear()
+        figure.set_dpi(resolution)
+        with drawing.style(Look()), pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Text, "draw", noted)
+            figure.draw_without_rendering()
+        boxes = [(text.get_text(), text.get_window_extent()) for text in written]
+        assert len(boxes) > 3
+        for name, box in boxes:
+            assert min(box.x0, box.y0) >= 0, name
+            assert box.x1 <= figure.bbox.x1, name
+            assert box.y1 <= figure.bbox.y1, name
+        for (one, a), (other, b) in itertools.combinations(boxes, 2):
+            apart = a.x1 <= b.x0 or b.x1 <= a.x0 or a.y1 <= b.y0 or b.y1 <= a.y0
+            assert apart, (one, other)
 
 
 @pytest.mark.parametrize(
     ("x", "y", "interval"),
     [("round", "accuracy", True), ("megabytes", "loss", False), ("seconds", "accuracy", False)],
 )
-def test_line_and_band_are_the_mean_and_its_spread(x: str, y: str, interval: bool) -> None:
+def test_line_and_band_are_the_mean_and_its_spread_and_stopped_runs_are_beside(
+    x: str, y: str, interval: bool
+) -> None:
     values = sampled(4)
     spent = 1 + np.arange(6) + sampled(4, seed=1)
     pairs = enumerate(zip(values, spent, strict=True))
     curves = [run("A", k, v, megabytes=s, seconds=2 * s) for k, (v, s) in pairs]
+    curves += [run("A", 8, [10, 20, 15], stopped=True), run("A", 9, [10, 30, 40, NAN, 50, 60])]
+    curves += [run("B", k, v, megabytes=spent[0]) for k, v in enumerate(sampled(3))]
     figure = drawn(curves, x, y, interval=interval)
-    values = values / 100 if y == "loss" else values
-    (line,) = artists(figure, "mean A")
+    unit = 100 if y == "loss" else 1
+    values = values / unit
+    (line,), (band,) = artists(figure, "mean A"), artists(figure, "band A")
     expected = {"round": np.arange(6), "megabytes": spent.mean(0), "seconds": 2 * spent.mean(0)}[x]
     np.testing.assert_allclose(line.get_xdata(), expected)
     np.testing.assert_allclose(line.get_ydata(), values.mean(0))
     spread = values.std(0, ddof=1) * (3.182446 / 2 if interval else 1)  # t(0.975, 3), 4 seeds
-    (band,) = artists(figure, "band A")
     edges = band.get_paths()[0].vertices
     for edge in (values.mean(0) - spread, values.mean(0) + spread):
         for point in zip(expected, edge, strict=True):
             assert np.isclose(edges, point, rtol=1e-6).all(axis=1).any()
+    ends = zip(artists(figure, "stopped A"), artists(figure, "cross A"), strict=True)
+    for wanted, (thin, cross) in zip(([10, 20, 15], [10, 30, 40]), ends, strict=True):
+        np.testing.assert_allclose(thin.get_ydata(), np.array(wanted) / unit)
+        np.testing.assert_allclose(cross.get_ydata(), [wanted[-1] / unit])
+    assert "A (2 of 6 stopped)" in text_of(figure, "label")
     words = "95 % interval" if interval else "standard deviation"
-    assert text_of(figure, "caption") == f"Mean and {words} over n = 4 seeds."
+    assert text_of(figure, "caption") == (
+        f"Mean and {words} over n = 4 seeds (B: n = 3). "
+        "Thin line with a cross: a run that stopped there; it is in no mean."
+    )
+    assert "none finished" in text_of(drawn(curves[4:6]), "caption")
 
 
 def test_seeds_are_averaged_over_the_rounds_that_all_of_them_have() -> None:
     few, many = run("A", 2, [40, 50], start=1), run("A", 1, [10, 20, 30, 40])
     (line,) = artists(drawn([many, few]), "mean A")
-    assert list(line.get_xdata()) == [1, 2]
-    np.testing.assert_allclose(line.get_ydata(), [30, 40])
+    assert line.get_xydata().tolist() == [[1, 30], [2, 40]]
     assert not artists(drawn([few, run("A", 1, [10], start=3)]), "mean A")  # none in common
     with pytest.raises(ValueError, match="'time': expected one of round, megabytes"):
         drawn([few], "time")
 
 
-def test_stopped_runs_are_drawn_to_where_they_stop_and_counted() -> None:
-    whole = sampled(2)
-    broken = [
-        run("A", 3, [10, 20, 15], stopped=True),
-        run("A", 4, [10, 30, 40, NAN, 50, 60]),
-    ]
-    others = [run("B", k, v) for k, v in enumerate(sampled(3))]
-    curves = [*broken, *(run("A", k, v) for k, v in enumerate(whole)), *others]
-    figure = drawn(curves)
-    np.testing.assert_allclose(artists(figure, "mean A")[0].get_ydata(), whole.mean(0))
-    lines = artists(figure, "stopped A")
-    assert [list(line.get_xdata()) for line in lines] == [[0, 1, 2], [0, 1, 2]]
-    assert list(lines[1].get_ydata()) == [10, 30, 40]
-    assert [list(c.get_ydata()) for c in artists(figure, "cross A")] == [[15], [40]]
-    assert "A (2 of 4 stopped)" in text_of(figure, "label")
-    assert text_of(figure, "caption") == (
-        "Mean and standard deviation over n = 3 seeds (A: n = 2). "
-        "Thin line with a cross: a run that stopped there; it is in no mean."
-    )
-    assert "none finished" in text_of(drawn(broken), "caption")
-
-
-@pytest.mark.parametrize("total", [29, 31])
-def test_axes_are_logarithmic_only_where_values_differ_much(total: int) -> None:
+@pytest.mark.parametrize(("total", "scale"), [(29, "linear"), (31, "log")])
+def test_axes_are_logarithmic_only_where_values_differ_much(total: int, scale: str) -> None:
     spent = np.array([0, 0.5, 1])
     two = [run(f"{m}", 1, [10, 50, 60], megabytes=m * spent) for m in (1, total)]
-    scale = "log" if total > 30 else "linear"
     assert drawn(two, "megabytes").axes[0].get_xscale() == scale
     assert drawn([run("A", 1, [1, total])], y="loss").axes[0].get_yscale() == scale
     axes = drawn(two).axes[0]
@@ -173,19 +153,17 @@ def test_clients_quartiles_are_over_the_whole_runs() -> None:
         plots.over_clients(pd.concat(points), {("A", 1): []})
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(3))
 def test_labels_stand_in_the_order_of_the_lines_and_no_text_covers_another(seed: int) -> None:
     rng = np.random.default_rng(seed)
-    count = int(rng.integers(1, 9)) if seed % 3 else int(rng.integers(9, 25))
     curves, ends = [], {}
-    for i in range(count):
+    for i in range(int(rng.integers(1, 9)) if seed else 24):
         label = f"{rng.choice(WORDS)} {i} {rng.choice(WORDS)}"[: rng.integers(3, 60)] + str(i)
         ends[label] = rng.choice([50, rng.uniform(0, 100)])  # many lines end at one height
         known = {"megabytes": [0, *(np.array([1, 2]) * 10 ** rng.uniform(-3, 3))]}
         curves += [run(label, k, [10, 40, ends[label]], **known) for k in range(2)]
-    title = " ".join(rng.choice(WORDS, rng.integers(0, 14)))
-    ordered, x = bool(seed % 2), str(rng.choice([*plots.X]))
-    figure = drawn(curves, x, title=title, target=92.5, ordered=ordered)
+    title, ordered = " ".join(rng.choice(WORDS, 9)), bool(seed % 2)
+    figure = drawn(curves, [*plots.X][seed], title=title, target=92.5, ordered=ordered)
     assert_legible(figure)
     assert all(t.get_window_extent().x0 > figure.axes[0].bbox.x1 for t in artists(figure, "label"))
     wanted = [*ends, "target 92.5 %"]
@@ -195,7 +173,7 @@ def test_labels_stand_in_the_order_of_the_lines_and_no_text_covers_another(seed:
 
 
 @pytest.mark.parametrize(
-    ("clients", "classes", "most"), [(20, 10, 9), (10, 10, 300_000), (200, 2, 9), (1, 1, 9)]
+    ("clients", "classes", "most"), [(10, 10, 300_000), (200, 2, 9), (1, 1, 9)]
 )
 def test_label_counts_are_all_shown(clients: int, classes: int, most: int) -> None:
     counts = np.random.default_rng(0).integers(0, most, (clients, classes), endpoint=True)
@@ -216,7 +194,7 @@ def test_inputs_and_swaps_are_drawn_as_they_are() -> None:
     assert_legible(figure)
     sheet = figure.axes[0].images[0].get_array()
     scaled = (images - images.min()) / np.ptp(images)
-    for (client, example), _ in np.ndenumerate(np.zeros((3, 2))):
+    for client, example in itertools.product(range(3), range(2)):
         tile = sheet[5 * example :, 6 * client :][:4, :5]
         np.testing.assert_allclose(tile, scaled[client, example, 0][..., None].repeat(3, axis=2))
     table = np.array([[0, 1, 2], [1, 0, 2], [1, 0, 2]])
@@ -226,32 +204,17 @@ def test_inputs_and_swaps_are_drawn_as_they_are() -> None:
     assert text_of(figure, "count") == "0|1|2|1|0|2|1|0|2"
 
 
-def test_files_are_whole_and_equal_whatever_the_users_style(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def picture() -> drawing.Picture:
-        curves = [run(label, k, v) for label in "AB" for k, v in enumerate(sampled(3))]
-        return drawn(curves, target=85, title="one")
-
-    paths = drawing.save(picture(), tmp_path / "new/alpha=0.1")
+def test_files_are_whole_and_equal_whatever_the_users_style(tmp_path: Path) -> None:
+    curves = [run(label, k, v) for label in "AB" for k, v in enumerate(sampled(3))]
+    paths = drawing.save(drawn(curves, title="one"), tmp_path / "new/alpha=0.1")
     assert [p.name for p in paths] == ["alpha=0.1.png", "alpha=0.1.pdf"]
     first = [p.read_bytes() for p in paths]
     assert int.from_bytes(first[0][16:20], "big") == round(6.3 * 200)
     assert b"/Type3" not in first[1]  # the text is text
     with matplotlib.rc_context({"font.size": 20, "lines.linewidth": 9, "pdf.fonttype": 3}):
-        figure = picture()
+        figure = drawn(curves, title="one")
         assert [p.read_bytes() for p in drawing.save(figure, tmp_path / "b")] == first
     assert figure._repr_png_().startswith(b"\x89PNG")
-
-    def half(out: Any, **_: Any) -> None:
-        out.write(b"half")
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(figure, "savefig", half)
-    with pytest.raises(KeyboardInterrupt):
-        drawing.save(figure, tmp_path / "new/alpha=0.1")
-    assert paths[0].read_bytes() == first[0]
-    assert len(list(paths[0].parent.iterdir())) == 2
 
 
 def test_results_have_a_loss_curve_and_the_users_look(tmp_path: Path) -> None:

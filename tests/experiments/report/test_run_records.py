@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import time
 from pathlib import Path
 
 import pytest
 
+from flwr_regs.experiments.cli import main
 from flwr_regs.experiments.report import run_records as records
-from flwr_regs.experiments.report.folders import CannotWrite, writing
+from flwr_regs.experiments.report.folders import CannotWrite, locked, new_folder, write, writing
 from flwr_regs.experiments.report.run_records import Recorder
 from tests.experiments.report.test_results import GOOD, run
 from tests.experiments.runs import runs_of
+
+SMALL = ["rounds=1", "num-clients=2", "methods=FedAvg"]
 
 
 def test_a_record_is_there_after_each_round_and_when_a_line_is_torn(tmp_path: Path) -> None:
@@ -25,19 +30,15 @@ def test_a_record_is_there_after_each_round_and_when_a_line_is_torn(tmp_path: Pa
         record.test.append(whole.test[t])
         recorder.round(record)
         kept = records.read(path)
-        assert kept.accuracy == whole.accuracy[:t]
-        assert (len(kept.rounds), kept.ended) == (t, False)
+        assert (kept.accuracy, len(kept.rounds), kept.ended) == (whole.accuracy[:t], t, False)
     text = path.read_text()
     path.write_text(text[:-7])  # killed while it wrote
     assert records.read(path).accuracy == whole.accuracy[:-1]
     path.write_text(text)
     record.ended, record.seconds, record.per_client = True, math.inf, {"clients": [math.nan]}
     recorder.end(record)
-    strict = [
-        json.loads(line, parse_constant=pytest.fail) for line in path.read_text().splitlines()
-    ]
-    assert strict[-1]["end"]["ended"] is True
-    assert strict[-1]["end"]["seconds"] is None
+    last = json.loads(path.read_text().splitlines()[-1], parse_constant=pytest.fail)["end"]
+    assert (last["ended"], last["seconds"], last["per_client"]) == (True, None, {"clients": [None]})
     # a bookkeeping that depends on the keys being numbers would fail here
     assert records.read(path).megabytes == whole.megabytes
     again = Recorder(tmp_path, records.read(path))  # a run that goes on
@@ -45,38 +46,61 @@ def test_a_record_is_there_after_each_round_and_when_a_line_is_torn(tmp_path: Pa
     assert records.read(path).rounds == json.loads(json.dumps(whole.rounds))
 
 
-@pytest.mark.parametrize(
-    "damage", ["", "{", "{}\n", "[1]\n", '{"run": {"label": "A"}}\n', "middle"]
-)
-def test_a_damaged_record_is_named(tmp_path: Path, damage: str) -> None:
+def test_a_damaged_record_is_named(tmp_path: Path) -> None:
     (one,) = runs_of(methods="FedAvg")
     record = run("FedAvg", GOOD, 7)
     Recorder(tmp_path, record).end(record)
     path = records.record_path(tmp_path, "FedAvg", 7)
     assert records.missing([one], tmp_path) == []
-    path.write_text(
-        path.read_text().replace('"round"', '"round', 1) if damage == "middle" else damage
-    )
-    with pytest.raises(
-        ValueError, match=r"FedAvg-seed7.jsonl is damaged .*--resume trains the run again"
-    ):
-        records.recorded([one], tmp_path)
+    torn = path.read_text().replace('"round"', '"round', 1)
+    for damaged in ("", "{", "{}\n", "[1]\n", '{"run": {"label": "A"}}\n', torn):
+        path.write_text(damaged)
+        said = r"FedAvg-seed7.jsonl is damaged .*--resume trains the run again"
+        with pytest.raises(ValueError, match=said):
+            records.recorded([one], tmp_path)
     path.unlink()
     assert records.missing([one], tmp_path) == [one]
 
 
-def test_a_full_disk_names_the_file_and_how_to_go_on(tmp_path: Path) -> None:
+def test_labels_have_files_of_their_own_that_systems_take(tmp_path: Path) -> None:
+    labels = ["A b", "A_b", "A/b", "..", "字" * 120, "字" * 121, "x" * 300, "FedFOR(alpha=0.5)"]
+    for label in labels:
+        Recorder(tmp_path, run(label, []))
+        assert records.record_path(tmp_path, label, 1).is_file()
+    assert len([*(tmp_path / "runs").iterdir()]) == len(labels)
+
+
+def test_a_file_is_written_whole_or_said_to_be_not(tmp_path: Path) -> None:
     path = tmp_path / "file"
+    write(path, "first")
+    with pytest.raises(UnicodeEncodeError):
+        write(path, "half \ud800")
+    assert path.read_text() == "first"
     said = f"{path} cannot be written .No space left.*--resume"
     with pytest.raises(CannotWrite, match=said), writing(path):
         raise OSError(28, "No space left on device")
 
 
-def test_labels_have_files_of_their_own_that_systems_take(tmp_path: Path) -> None:
-    labels = ["A b", "A_b", "A/b", "..", "字" * 120, "字" * 121, "x" * 300, "FedFOR(alpha=0.5)"]
-    paths = [records.record_path(tmp_path, label, 1) for label in labels]
-    assert len({*paths}) == len(labels)
-    for label, path in zip(labels, paths, strict=True):
-        Recorder(tmp_path, run(label, []))
-        assert path.parent == tmp_path / "runs"
-        assert path.is_file()
+def test_runs_of_one_second_get_folders_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(time, "strftime", lambda _: "now")
+    made = [new_folder(tmp_path / "results").name for _ in range(3)]
+    assert made == ["now", "now.2", "now.3"]
+
+
+def test_a_folder_that_cannot_be_written_or_is_in_use_gets_a_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for out in ("/proc/here", "/sys"):
+        assert main(["run", *SMALL, f"out={out}"]) == 2
+        said = capsys.readouterr().err
+        assert said.startswith(f"flwr-regs: results cannot be written into {out} (")
+        assert said.count("\n") == 1
+    out = tmp_path / "out"
+    assert main(["run", *SMALL, f"out={out}"]) == 0
+    with locked(out):
+        assert main(["run", "--resume", str(out)]) == 2
+    said = capsys.readouterr().err
+    assert f"{out} is being written by another run (process {os.getpid()})" in said
+    assert main(["run", "--resume", str(out)]) == 0

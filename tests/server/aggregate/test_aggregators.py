@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -100,26 +101,18 @@ def test_each_aggregator_is_its_papers(
     np.testing.assert_allclose(result(aggregator, x[::-1]), found, rtol=0, atol=scale)
 
 
-@pytest.mark.parametrize(("byzantine", "keep"), [(0, 1), (1, 2), (2, 4)])
-def test_krum_keeps_the_clients_with_the_least_scores(byzantine: int, keep: int) -> None:
-    """Of equal scores the first: rows 0 and 1 are equal."""
-    x = matrix(8)
-    found = fr.Krum(byzantine, keep).aggregate(vectors(x), np.ones(8))
+@pytest.mark.parametrize("offset", [0.0, 1e9])
+@pytest.mark.parametrize(("byzantine", "keep"), [(0, 1), (2, 4)])
+def test_krum_keeps_the_clients_with_the_least_scores(
+    byzantine: int, keep: int, offset: float
+) -> None:
+    """Of equal scores the first. ``‖x‖² + ‖y‖² − 2 x·y`` alone would lose distances far from zero."""
+    x = np.random.default_rng(5).integers(-9, 9, (9, 7)) / 8 + offset
+    x[7] = x[4]
+    found = fr.Krum(byzantine, keep).aggregate(vectors(x), np.ones(9))
     assert list(found.selected or ()) == oracle.krum(x.tolist(), byzantine, keep)[1]
     ties = fr.Krum(0).aggregate(vectors(np.ones((4, 7))), np.ones(4))
     assert ties.selected == [0]
-
-
-@pytest.mark.parametrize("offset", [0.0, 1.0, 1e6, 1e9])
-def test_krum_tells_vectors_apart_that_are_near_each_other_and_far_from_zero(offset: float) -> None:
-    """``‖x‖² + ‖y‖² − 2 x·y`` alone would lose their distance. Equal ones have equal distances."""
-    x = np.random.default_rng(5).integers(-9, 9, (9, 7)) / 8 + offset
-    x[7] = x[4]
-    found = aggregators._squared_distances(vectors(x))
-    gaps = x[:, None] - x
-    np.testing.assert_allclose(found, (gaps**2).sum(axis=-1), rtol=1e-9)
-    np.testing.assert_array_equal(np.delete(found[4], [4, 7]), np.delete(found[7], [4, 7]))
-    assert found[4, 7] == 0
 
 
 @pytest.mark.parametrize(
@@ -132,17 +125,11 @@ def test_too_few_vectors_are_refused_with_both_numbers(aggregator: Any, n: int) 
     result(aggregator, np.ones((n + 1, 7)))
 
 
-@pytest.mark.parametrize(
-    ("make", "sentence"),
-    [
-        (lambda: fr.TrimmedMean(0.5), "TrimmedMean: share must be a number from 0 to below 0.5"),
-        (lambda: fr.Krum(1.5), "byzantine must be"),  # type: ignore[arg-type]
-        (lambda: fr.NormBound(0.0), "NormBound: max_norm must be a positive number, or None"),
-    ],
-)
-def test_wrong_arguments_are_refused_by_name(make: Any, sentence: str) -> None:
-    with pytest.raises(ParameterError, match=sentence):
-        make()
+def test_wrong_arguments_are_refused_by_name() -> None:
+    with pytest.raises(ParameterError, match="TrimmedMean: share must be a number from 0 to below"):
+        fr.TrimmedMean(0.5)
+    with pytest.raises(ParameterError, match="NormBound: max_norm must be a positive number, or"):
+        fr.NormBound(0.0)
 
 
 # Weights
@@ -161,7 +148,6 @@ def test_weights_are_cut_and_spread_in_proportion(counts: Any, most: float) -> N
 
 
 # A round
-
 
 STATISTICS = ("norm.running_mean", "norm.num_batches_tracked")
 MODEL: NDArrays = {
@@ -297,11 +283,7 @@ def broken(vectors: Vectors) -> Any:
         (lambda v: np.zeros(v.size + 1), r"returned an array of shape \(10,\), expected \(9,\)"),
         (lambda v: np.full(v.size, np.nan), "returned NaN or infinity"),
         (lambda v: ["a"] * v.size, "returned a list, expected an array of numbers"),
-        (lambda v: None, "returned a NoneType"),
-        (
-            lambda v: Aggregate(np.zeros(v.size), [77]),
-            r"selected \[77\], expected some of \[0, 1, 2\]",
-        ),
+        (lambda v: Aggregate(np.zeros(v.size), [77]), r"selected \[77\], expected some of \[0, "),
         (lambda v: Aggregate(np.zeros(v.size), []), r"selected \[\]"),
     ],
 )
@@ -319,18 +301,24 @@ def test_a_broken_aggregator_fails_the_round_by_its_name(back: Any, sentence: st
 
 
 @dataclass(frozen=True)
-class Sums(Term, Folds, Checks):
-    """Adds up what clients send; notes who came."""
+class Uploads(Term, Checks):
+    """Its upload is one array."""
 
-    name: ClassVar[str] = "sums"
+    name: ClassVar[str] = "uploads"
     keeps_delta: ClassVar[bool] = True
 
     def finish(self, delta: Any, ctx: Any) -> Any:
         return delta, {"u": delta["w"]}, {}
 
     def check(self, upload: Slot, params: Any, server: Slot) -> None:
-        if set(upload) != {"u"}:
-            raise ValueError("expected 'u'")
+        assert set(upload) == {"u"}
+
+
+@dataclass(frozen=True)
+class Sums(Uploads, Folds):
+    """Adds up what clients send; notes who came."""
+
+    name: ClassVar[str] = "sums"
 
     def adds(self, key: str) -> bool:
         return key == "u"
@@ -343,19 +331,11 @@ class Sums(Term, Folds, Checks):
 
 
 @dataclass(frozen=True)
-class Asks(Term, Checks):
+class Asks(Uploads):
     """Takes the mean of what clients send from its context."""
 
     name: ClassVar[str] = "asks"
     robust: ClassVar[bool] = True
-    keeps_delta: ClassVar[bool] = True
-
-    def finish(self, delta: Any, ctx: Any) -> Any:
-        return delta, {"u": delta["w"]}, {}
-
-    def check(self, upload: Slot, params: Any, server: Slot) -> None:
-        if set(upload) != {"u"}:
-            raise ValueError("expected 'u'")
 
     def update(self, server: Slot, delta: Any, uploads: Mapping[int, Slot], ctx: Any) -> Any:
         return {**ctx.aggregated(uploads), "came": np.array(sorted(uploads))}, delta
@@ -363,10 +343,6 @@ class Asks(Term, Checks):
 
 def sent(k: int, hostile: int | None = None) -> np.ndarray:
     return np.random.default_rng([7, k]).normal(1.0, 0.3, (2, 2)) * (1e9 if k == hostile else 1.0)
-
-
-def uploads_of(name: str, hostile: int | None = None) -> Any:
-    return lambda k: {name: {"u": sent(k, hostile)}}
 
 
 @pytest.mark.parametrize("aggregator", ROBUST, ids=repr)
@@ -377,9 +353,7 @@ def test_uploads_go_through_the_aggregator(term: Any, aggregator: Any) -> None:
     slots = []
     for hostile in (None, 0, 5, 8):
         train = training([term], aggregator=aggregator)
-        train.method = "FedAvg"
-        net = network(n, uploads=uploads_of(term.name, hostile))
-        moved(train, net)
+        moved(train, network(n, uploads=lambda k: {term.name: {"u": sent(k, hostile)}}))  # noqa: B023
         slots.append(train.model.server[term.name])
     kept = train.history[0].get("selected", list(range(n)))
     rows = [sent(k).ravel().tolist() for k in range(n)]
@@ -408,12 +382,9 @@ class Quiet(Term):
 
 
 def test_uploads_that_the_aggregator_does_not_reach_are_refused() -> None:
-    class Checked(Quiet, Checks):
-        def check(self, upload: Slot, params: Any, server: Slot) -> None: ...
-
-    with pytest.raises(ValueError, match=r"Krum.* does not reach .*\['quiet'\].*ctx.aggregated"):
-        training([Checked()], aggregator=fr.Krum(1))
-    training([Checked()])
+    with pytest.raises(ValueError, match=r"Krum.* does not reach .*\['uploads'\].*ctx.aggregated"):
+        training([Uploads()], aggregator=fr.Krum(1))
+    training([Uploads()])
     train = training([Quiet()], aggregator=fr.CoordinateMedian())  # seen only when they come
     names = {1: "quiet", 2: "\x1b" * 10**6}
     net = network(6, uploads=lambda k: {names[k]: {"u": sent(k)}} if k in names else {})
@@ -436,27 +407,22 @@ class Picky(Asks):
 
 
 @pytest.mark.parametrize(
-    ("term", "odd", "why"),
+    ("term", "odd", "aggregator", "why"),
     [
-        (Picky(), -np.ones((2, 2)), "a root of it is not real"),
-        (Sums(), np.ones(3), "could not be broadcast together"),
+        (Picky(), -np.ones((2, 2)), None, "its upload cannot be used.*a root of it is not real"),
+        (Sums(), np.ones(3), None, "its upload cannot be used.*could not be broadcast together"),
+        (Sums(), np.ones(3), fr.CoordinateMedian(), ""),
     ],
-    ids=["update", "fold"],
+    ids=["update", "fold", "robust"],
 )
-def test_an_upload_that_the_mean_cannot_use_costs_its_client(term: Any, odd: Any, why: str) -> None:
-    train = training([term])
+def test_an_upload_that_the_mean_cannot_use_costs_its_client(
+    term: Any, odd: Any, aggregator: Any, why: str
+) -> None:
+    train = training([term], **({"aggregator": aggregator} if aggregator else {}))
     net = network(4, uploads=lambda k: {term.name: {"u": odd if k == 2 else sent(k)}})
     moved(train, net)
     assert train.history[0]["replies"] == [0, 1, 3]
-    assert "its upload cannot be used" in train.history[0]["failures"][2]
-    assert why in train.history[0]["failures"][2]
-
-
-def test_other_arrays_than_most_clients_add_cost_that_client_its_reply() -> None:
-    train = training([Sums()], aggregator=fr.CoordinateMedian())
-    net = network(4, uploads=lambda k: {"sums": {"u": np.ones(3) if k == 2 else sent(k)}})
-    moved(train, net)
-    assert train.history[0]["replies"] == [0, 1, 3]
+    assert re.search(why, train.history[0]["failures"][2])
 
 
 def test_clients_that_krum_leaves_out_keep_their_state() -> None:

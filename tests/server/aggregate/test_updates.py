@@ -21,7 +21,6 @@ from flwr_regs.server.reply import Reply
 from flwr_regs.term import ServerContext, Slot, Term
 from flwr_regs.wire.arrays import LARGEST, ProtocolError, add, check_finite
 from flwr_regs.wire.pieces import PIECE
-from flwr_regs.wire.precision import Widened, narrow
 
 Arrays = dict[str, np.ndarray]
 DTYPES = ("f2", "f4", "f8", "i1", "u1", "i4", "i8", "?")
@@ -125,29 +124,18 @@ def test_more_clients_than_are_read_at_a_time() -> None:
     np.testing.assert_allclose(found, expected, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("half", ["bfloat16", "float16"])
-def test_half_precision_is_widened_piece_by_piece(half: str) -> None:
-    base = model()
-    floats = [n for n, a in base.items() if a.dtype == np.float32]
-    all_sent = {k: dict(r.arrays) for k, r in replies(base).items() if not r.delta}
-    sent = {k: Widened(narrow(arrays, half), floats, half) for k, arrays in all_sent.items()}
-    came = {k: Reply(arrays, {}, {}, 1.0) for k, arrays in sent.items()}
-    widened = {k: replace(r, arrays=dict(r.arrays)) for k, r in came.items()}
-    same(mean_delta(base, came, WEIGHTS, SCALED, []), whole(base, widened, WEIGHTS, SCALED, []))
-
-
 def spoilt(name: str, value: float) -> Arrays:
     arrays = model()
     arrays[name].reshape(-1)[-1] = value
     return arrays
 
 
-@pytest.mark.parametrize("name", ["f2 long", "f4 long", "f8 long", "f4 0-d", "f8 one", "mask"])
+@pytest.mark.parametrize("name", ["f2 long", "f4 0-d", "f8 long", "mask"])
 def test_a_value_that_is_not_usable_is_found(name: str) -> None:
     base = model()
     check_finite(base, "it", base, LARGEST)
-    for value, why in ((np.nan, "NaN or infinity"), (np.inf, "NaN or infinity")):
-        with pytest.raises(ProtocolError, match=f"it: array '{name}' holds {why}"):
+    for value in (np.nan, np.inf):
+        with pytest.raises(ProtocolError, match=f"it: array '{name}' holds NaN or infinity"):
             check_finite(spoilt(name, value), "it", base, LARGEST)
     if name[:2] != "f2":
         check_finite(spoilt(name, -1e15 if name[:2] == "f8" else -9.9e14), "it", base, LARGEST)
@@ -206,11 +194,8 @@ def peak(work: Callable[[], object]) -> int:
     """The most memory that `work` took at a time beyond what was there, in bytes."""
     tracemalloc.start()
     try:
-        before = tracemalloc.get_traced_memory()[0]
-        tracemalloc.reset_peak()
-        result = work()
-        del result
-        return tracemalloc.get_traced_memory()[1] - before
+        work()
+        return tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
 
@@ -226,14 +211,3 @@ def test_a_round_takes_the_memory_of_its_step_and_of_the_new_model() -> None:
     for robust in (None, RobustMeans(fr.CoordinateMedian()), RobustMeans(fr.Krum(0))):
         advance = partial(GlobalModel(chain([]), base).advance, came, ctx, weights, robust=robust)
         assert peak(advance) < 2.3 * size
-
-    def coded() -> Arrays:
-        return {n: np.full_like(w, 0.5) for n, w in base.items()}
-
-    codes = {k: Reply({}, {}, {}, 1.0, coded=coded) for k in came}
-    assert peak(lambda: mean_delta(base, codes, weights, weights, [])) < 3.2 * size
-
-
-def test_a_check_takes_no_memory_of_an_arrays_size() -> None:
-    base = {"w": np.full(40 * PIECE, 2e15, np.float32)}
-    assert peak(lambda: check_finite(base, "it", base, LARGEST)) < base["w"].nbytes / 10

