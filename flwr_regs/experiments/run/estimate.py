@@ -19,7 +19,7 @@ from flwr_regs.experiments.partition.client_data import client_data_of
 from flwr_regs.experiments.run.clients import ClientFactory
 from flwr_regs.experiments.run.process_state import quiet, threads, warm_up
 from flwr_regs.experiments.run.progress import Heartbeat, Progress, duration
-from flwr_regs.experiments.run.server_test import ServerTest
+from flwr_regs.experiments.run.server_accuracy import ServerTest
 
 STEPS = 6
 """Local steps of the longer one of two trainings; the other has one. Their difference is a step's cost."""

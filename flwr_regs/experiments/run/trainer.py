@@ -28,7 +28,7 @@ from flwr_regs.experiments.report.run_records import (
 )
 from flwr_regs.experiments.run.clients import ClientFactory
 from flwr_regs.experiments.run.progress import Heartbeat
-from flwr_regs.experiments.run.server_test import ServerTest
+from flwr_regs.experiments.run.server_accuracy import ServerTest
 from flwr_regs.server.checkpoint.checkpoint import CheckpointError, latest
 from flwr_regs.server.round import RoundFailed
 

@@ -88,7 +88,7 @@ def test_every_example_goes_to_one_client_and_the_seed_decides(kind: str) -> Non
     assert min(seen["split"] - 4, seen["moved"]) > 4
 
 
-def test_shards_hold_one_label_wherever_that_is_possible_and_are_as_equal_as_can_be() -> None:
+def test_a_client_gets_at_most_its_number_of_labels_wherever_that_is_possible() -> None:
     seen = Counter[bool]()
     for labels, n, s, seed in sampled(80):
         if n <= len(labels):
@@ -99,8 +99,22 @@ def test_shards_hold_one_label_wherever_that_is_possible_and_are_as_equal_as_can
     assert min(seen.values()) > 5
     few = labels_of([3, 1, 4])  # more shards than examples
     assert ((held(few, partition(few, "shards", 5, 0, shards_per_client=3)) > 0).sum(1) <= 3).all()
-    parts = partition(labels_of([24, 35, 61]), "shards", 5, 0, shards_per_client=1)
-    assert sorted(map(len, parts)) == [20, 20, 21, 24, 35]  # of all cuts, the least sum of squares
+
+
+def squares(size: int, cuts: int) -> int:
+    return sum(len(part) ** 2 for part in np.array_split(np.zeros(size), cuts))
+
+
+def test_shards_are_as_equal_in_size_as_shards_of_one_label_can_be() -> None:
+    """One shard a client: the least sum of squared sizes over every way to cut the classes."""
+    rng = np.random.default_rng(1)
+    for seed in range(20):
+        sizes = rng.integers(1, 13, 3).tolist()
+        n = int(rng.integers(3, min(sum(sizes), 12) + 1))
+        parts = partition(labels_of(sizes), "shards", n, seed, shards_per_client=1)
+        every = itertools.product(*(range(1, size + 1) for size in sizes))
+        least = min(sum(map(squares, sizes, cuts)) for cuts in every if sum(cuts) == n)
+        assert sum(len(p) ** 2 for p in parts) == least
 
 
 def test_mcmahans_shards_are_equal_in_size_and_dealt_at_random() -> None:

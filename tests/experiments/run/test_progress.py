@@ -13,7 +13,7 @@ from flwr_regs.experiments.partition.client_data import client_data_of
 from flwr_regs.experiments.run import engine, estimate, progress
 from flwr_regs.experiments.run.clients import ClientFactory
 from flwr_regs.experiments.run.progress import Heartbeat, Lines, duration
-from flwr_regs.experiments.run.server_test import ServerTest
+from flwr_regs.experiments.run.server_accuracy import ServerTest
 from tests.experiments.runs import runs_of
 
 QUICK: dict[str, Any] = {"rounds": 2, "local_epochs": 1, "num_clients": 4}

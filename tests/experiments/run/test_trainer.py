@@ -17,7 +17,7 @@ from flwr_regs.experiments.partition.client_data import client_data_of
 from flwr_regs.experiments.report.run_records import RunRecord, read, record_path
 from flwr_regs.experiments.run import clients, engine, server_app
 from flwr_regs.experiments.run.progress import Progress
-from flwr_regs.experiments.run.server_test import ServerTest
+from flwr_regs.experiments.run.server_accuracy import ServerTest
 from tests.experiments.runs import runs_of, trained
 
 QUICK: dict[str, Any] = {"rounds": 2, "local_epochs": 1, "num_clients": 4}
