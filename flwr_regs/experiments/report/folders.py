@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
 
@@ -19,19 +19,13 @@ def new_folder(parent: Path) -> Path:
 
     Raises ValueError if it cannot be written.
     """
+    check_writable(parent)
     stamp = time.strftime("%Y%m%d-%H%M%S")
     for number in count(1):
         folder = parent / (stamp if number == 1 else f"{stamp}.{number}")
-        try:
-            folder.mkdir(parents=True)
-        except FileExistsError:
-            if not folder.exists():  # a file stands in the way, further up
-                check_writable(folder)
-            continue
-        except OSError:
-            pass
-        check_writable(folder)
-        return folder
+        with suppress(FileExistsError):
+            folder.mkdir()
+            return folder
     raise AssertionError("there is always a next number")
 
 

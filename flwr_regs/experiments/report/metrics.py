@@ -1,29 +1,22 @@
-"""What papers report of a run, computed from its recorded history: see :data:`METRICS`."""
+"""What papers report of a run: see :data:`METRICS`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
-from flwr_regs.experiments.report import rows
+from flwr_regs.experiments.report.rows import figures, mean
 from flwr_regs.experiments.report.run_records import RunRecord
 
-DOWN_MB, UP_MB, SLOWER, FIXED_SECONDS = 0.75, 0.25, 7.0, 10.0
-"""The Field Guide's model of a round on phones (Wang et al. 2021, Sec. 5.4, Eqs. 9 and 10): MB a second
-down and up, how much slower a phone is than the simulation, and seconds that a client takes beside."""
 
-
-@dataclass(frozen=True)
-class Metric:
-    """A number of a run.
+class Metric(NamedTuple):
+    """A figure of a run.
 
     Attributes
     ----------
     meaning : str
-    of : callable
-        The run's number; None if its history does not have it.
     unit : str
         ``%`` (the number is a fraction, shown in per cent), or what is counted.
     beside : bool
@@ -31,149 +24,40 @@ class Metric:
     """
 
     meaning: str
-    of: Callable[[RunRecord], float | None]
     unit: str = "%"
     beside: bool = False
 
 
-def best(run: RunRecord, share: float = 1.0) -> float | None:
-    """Return the best accuracy in this share of the planned rounds, from the first on."""
-    last = run.job["rounds"] * share
-    return max((t["accuracy"] for t in run.trained if t["round"] <= last), default=None)
-
-
-def training_loss(run: RunRecord) -> float | None:
-    """Return the mean training loss for one example over the last round."""
-    metrics = [e["train_metrics"] for e in run.rounds if "train_metrics" in e]
-    return metrics[-1].get("train-loss") if metrics else None
-
-
-def rounds_to(run: RunRecord) -> float | None:
-    """Return the first round at or above ``target-accuracy``; None if there is none."""
-    return rows.first_at(run.trained, run.job["target-accuracy"])
-
-
-def worst_share(run: RunRecord, share: float) -> float | None:
-    """Return the mean accuracy of the worst share of the clients, at least one, with the final model."""
-    each = sorted(run.per_client.get("clients", ()))
-    return rows.mean(each[: max(int(len(each) * share), 1)])
-
-
-def deployed_seconds(run: RunRecord) -> float | None:
-    """Return the estimated seconds of a mean round on phones, by the Field Guide's Eqs. 9 and 10.
-
-    The simulation's time of a client is the round's ``clients`` phase divided by its cohort.
-    """
-    each = []
-    for entry in run.rounds:
-        seconds, cohort = entry.get("seconds", {}), entry.get("cohort", ())
-        if "clients" not in seconds or not cohort:
-            continue
-        down, up = (
-            max(entry.get(way, {0: 0}).values(), default=0) / 1e6
-            for way in ("bytes_down", "bytes_up")
-        )
-        trained = (seconds["clients"] + seconds.get("probe", 0.0)) / len(cohort)
-        computed = SLOWER * trained + FIXED_SECONDS + seconds.get("aggregate", 0.0)
-        each.append(down / DOWN_MB + up / UP_MB + computed)
-    return rows.mean(each)
-
-
-def _tested(run: RunRecord) -> list[float]:
-    """Return each tested round's mean over its clients: of a client's own model where it has one."""
-    entries = [e.get("evaluate", {}).get("clients", {}).values() for e in run.rounds]
-    return [
-        float(np.mean([c.get("personal-accuracy", c["accuracy"]) for c in clients]))
-        for clients in entries
-        if clients
-    ]
-
-
-def _at_target(of: Callable[[RunRecord], list[float]]) -> Callable[[RunRecord], float | None]:
-    def value(run: RunRecord) -> float | None:
-        reached = rounds_to(run)
-        return None if reached is None else of(run)[int(reached) - 1]
-
-    return value
-
-
-def _processed(run: RunRecord) -> list[float]:
-    return [float(n) for n in np.cumsum([e.get("examples_processed", 0) for e in run.rounds])]
-
-
-def _tests(name: str) -> Callable[[RunRecord], float | None]:
-    return lambda run: run.trained[-1].get(name) if run.trained else None
-
-
-def _received(run: RunRecord) -> float | None:
-    return rows.bytes_of_a_turn(run, "bytes_down", "bytes_ahead")
-
-
-def _exchanges(run: RunRecord) -> float | None:
-    return rows.mean([2.0 if entry.get("bytes_probe_down") else 1.0 for entry in run.rounds])
-
-
 METRICS: dict[str, Metric] = {
-    "final": Metric("accuracy after the last round", _tests("accuracy")),
-    "last5": Metric(
-        "mean accuracy of the last five rounds", lambda r: rows.last(r) if r.trained else None
-    ),
-    "best": Metric("best accuracy", best),
-    "best-half": Metric("best accuracy in the first half of the rounds", lambda r: best(r, 0.5)),
-    "mean": Metric("mean accuracy over the rounds", lambda r: rows.mean(r.accuracy)),
-    "best-participants": Metric(
-        "best mean over the clients' own test accuracies (BMTA)",
-        lambda r: max(_tested(r), default=None),
-    ),
-    "clients": Metric(
-        "mean over the clients' own test accuracies after the last round",
-        lambda r: next(reversed(_tested(r)), None),
-    ),
-    "ensemble": Metric("accuracy of the last models' mean prediction", _tests("ensemble")),
-    "worst": Metric("accuracy of the worst client", lambda r: worst_share(r, 0.0)),
-    "worst-tenth": Metric(
-        "mean accuracy of the worst tenth of the clients", lambda r: worst_share(r, 0.1)
-    ),
-    "training-loss": Metric("mean training loss in the last round", training_loss, "loss"),
-    "rounds-to": Metric("rounds to the target accuracy", rounds_to, "rounds"),
-    "seconds-to": Metric("seconds to the target accuracy", _at_target(lambda r: r.clock), "s"),
-    "megabytes-to": Metric(
-        "10^6 bytes a client to the target accuracy", _at_target(lambda r: r.megabytes), "MB"
-    ),
-    "gradients-to": Metric(
-        "gradient evaluations to the target accuracy", _at_target(_processed), "gradients"
-    ),
-    "seconds-round": Metric(
-        "mean seconds of a round", lambda r: r.clock[-1] / len(r.rounds) if r.rounds else None, "s"
-    ),
+    "final": Metric("accuracy after the last round"),
+    "last5": Metric("mean accuracy of the last five rounds"),
+    "best": Metric("best accuracy"),
+    "best-half": Metric("best accuracy in the first half of the rounds"),
+    "mean": Metric("mean accuracy over the rounds"),
+    "best-participants": Metric("best mean over the clients' own test accuracies (BMTA)"),
+    "clients": Metric("mean over the clients' own test accuracies after the last round"),
+    "ensemble": Metric("accuracy of the last models' mean prediction"),
+    "worst": Metric("accuracy of the worst client"),
+    "worst-tenth": Metric("mean accuracy of the worst tenth of the clients"),
+    "training-loss": Metric("mean training loss in the last round", "loss"),
+    "rounds-to": Metric("rounds to the target accuracy", "rounds"),
+    "seconds-to": Metric("seconds to the target accuracy", "s"),
+    "megabytes-to": Metric("10^6 bytes a client to the target accuracy", "MB"),
+    "gradients-to": Metric("gradient evaluations to the target accuracy", "gradients"),
+    "seconds-round": Metric("mean seconds of a round", "s"),
     "deployed-seconds": Metric(
-        "estimated seconds of a round on phones (Field Guide, Eqs. 9, 10)", deployed_seconds, "s"
+        "estimated seconds of a round on phones (Field Guide, Eqs. 9, 10)", "s"
     ),
-    "gradients": Metric(
-        "gradient evaluations of the whole run, all clients",
-        lambda r: next(reversed(_processed(r)), None),
-        "gradients",
-    ),
-    "bits": Metric(
-        "bits communicated, both ways, all clients, the whole run",
-        lambda r: 8e6 * r.megabytes[-1] * r.clients if r.rounds else None,
-        "bits",
-    ),
-    "bytes-down": Metric("bytes that a client receives in a turn", _received, "bytes"),
-    "bytes-up": Metric(
-        "bytes that a client sends in a turn",
-        lambda r: rows.bytes_of_a_turn(r, "bytes_up"),
-        "bytes",
-    ),
+    "gradients": Metric("gradient evaluations of the whole run, all clients", "gradients"),
+    "bits": Metric("bits communicated, both ways, all clients, the whole run", "bits"),
+    "bytes-down": Metric("bytes that a client receives in a turn", "bytes"),
+    "bytes-up": Metric("bytes that a client sends in a turn", "bytes"),
     "bytes-beside": Metric(
-        "bytes that a client receives in a turn beyond the first method's",
-        _received,
-        "bytes",
-        beside=True,
+        "bytes that a client receives in a turn beyond the first method's", "bytes", beside=True
     ),
-    "exchanges": Metric("exchanges of a round", _exchanges, "exchanges"),
+    "exchanges": Metric("exchanges of a round", "exchanges"),
 }
-"""Name -> metric, as a card names it."""
+"""Name -> metric, as a card names it; :func:`flwr_regs.experiments.report.rows.figures` has a run's."""
 
 
 def mean_and_spread(
@@ -184,14 +68,15 @@ def mean_and_spread(
     `first` are the first method's runs, for a metric beside it. The standard deviation of fewer than two is
     None.
     """
-    metric = METRICS[name]
-    base = {run.seed: metric.of(run) if metric.beside else 0.0 for run in first or runs}
+    beside = METRICS[name].beside
+    base = {run.seed: figures(run)[name] if beside else 0.0 for run in first or runs}
     values = []
     for run in runs:
-        value, less = metric.of(run) if run.whole else None, base.get(run.seed)
+        value, less = figures(run)[name] if run.whole else None, base.get(run.seed)
         if value is not None and less is not None:
-            values.append(float(value) - less)
-    return rows.mean(values), rows.deviation(values), len(values)
+            values.append(value - less)
+    deviation = float(np.std(values, ddof=1)) if len(values) > 1 else None
+    return mean(values), deviation, len(values)
 
 
 def shown(name: str, value: float | None, spread: float | None = None) -> str:

@@ -132,14 +132,10 @@ def label_counts(
         drawing.finish(picture, axes, tall, title, caption)
         digit = 0.53 * look.font_size / 72  # a small digit's width
         room = (axes.bbox.width / picture.dpi / many - 0.02) / digit
-        if counts.size <= MOST and len(f"{counts.max():,}") < room:
+        if counts.size <= MOST and len(f"{most:,}") < room:
             for (x, y), count in np.ndenumerate(counts):
                 if count:  # white says that a cell is empty
                     _write(axes, x, y, count, "white" if count > 0.6 * most else "black")
-        if len(f"{totals.max():,}") < room:
-            above.set_yticks([])
-            for x, total in enumerate(totals):
-                _write(above, x, total, total, "black", gid="total", va="bottom")
     return picture
 
 
@@ -236,7 +232,7 @@ def _cells(axes: Axes, cells: Any, **shades: Any) -> Any:
     return axes.imshow(cells, aspect="auto", interpolation="nearest", **shades)
 
 
-def _write(axes: Axes, x: int, y: int, number: int, colour: str, **more: Any) -> None:
+def _write(axes: Axes, x: int, y: int, number: int, colour: str) -> None:
     """Write a number into a cell."""
-    how: dict[str, Any] = {"ha": "center", "va": "center_baseline", "gid": "count", **more}
+    how: dict[str, Any] = {"ha": "center", "va": "center_baseline", "gid": "count"}
     axes.text(x, y, f"{number:,}", color=colour, fontsize="small", **how)

@@ -9,8 +9,8 @@ diverged or failed after its last round.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
+from statistics import multimode
 from typing import Any
 
 import numpy as np
@@ -68,7 +68,7 @@ def over_rounds(
             raise ValueError(f"a picture of {word!r}: expected one of {', '.join(legal)}")
     look = look or Look()
     finite = np.isfinite(points[y]).groupby([points["label"], points["seed"]]).transform("all")
-    points = points.assign(stopped=points["stopped"] | ~finite)
+    points = points.assign(stopped=points["stopped"] | ~finite, x=points[x], y=points[y])
     labels, whole = points["label"].unique(), points[~points["stopped"]]
     seeds = whole.groupby("label")["seed"].nunique().reindex(labels, fill_value=0)
     log = x == "megabytes" and _wide(points.groupby("label")[x].max())
@@ -81,8 +81,8 @@ def over_rounds(
             of_label = points[points["label"] == label]
             of_label = of_label[of_label[x] > 0] if log else of_label
             broken = of_label["stopped"]
-            end = _draw_mean(axes, of_label[~broken], (x, y), interval, line)
-            end = max(end, _draw_broken(axes, of_label[broken], (x, y), line))
+            end = _draw_mean(axes, of_label[~broken], interval, line)
+            end = max(end, _draw_broken(axes, of_label[broken], line))
             lines.append((end, _counted(label, points), line))
         if target is not None:
             line = {"color": "0.35", "linestyle": (0, (1, 2)), "linewidth": 0.9, "zorder": 2.5}
@@ -139,7 +139,7 @@ def seeds_in_words(seeds: Mapping[str, int]) -> str:
     seeds = {label: n for label, n in seeds.items() if n}
     if not seeds:
         return ""
-    usual = max(Counter(seeds.values()).items(), key=lambda item: (item[1], item[0]))[0]
+    usual = max(multimode(seeds.values()))
     others = [f"{label}: n = {n}" for label, n in seeds.items() if n != usual]
     return f"n = {usual} seed{'s' * (usual > 1)}" + (f" ({'; '.join(others)})" if others else "")
 
@@ -152,14 +152,12 @@ def _counted(label: str, points: pd.DataFrame) -> str:
     return f"{label} ({stopped.sum()}\u00a0of\u00a0{len(stopped)}\u00a0stopped)"
 
 
-def _draw_mean(
-    axes: Axes, points: pd.DataFrame, xy: tuple[str, str], interval: bool, line: dict[str, Any]
-) -> float:
+def _draw_mean(axes: Axes, points: pd.DataFrame, interval: bool, line: dict[str, Any]) -> float:
     """Draw the mean of a method's whole runs and its band; return the height at which its line ends."""
-    (x, y), seeds = xy, points["seed"].nunique()
+    seeds = points["seed"].nunique()
     rounds = points.groupby("round")
     rounds = rounds.filter(lambda of: len(of) == seeds).groupby("round")
-    across, mean, spread = rounds[x].mean(), rounds[y].mean(), rounds[y].std()
+    across, mean, spread = rounds["x"].mean(), rounds["y"].mean(), rounds["y"].std()
     if mean.empty:
         return -np.inf
     label = points["label"].iloc[0]
@@ -173,19 +171,17 @@ def _draw_mean(
     return float(mean.iloc[-1])
 
 
-def _draw_broken(
-    axes: Axes, points: pd.DataFrame, xy: tuple[str, str], line: dict[str, Any]
-) -> float:
+def _draw_broken(axes: Axes, points: pd.DataFrame, line: dict[str, Any]) -> float:
     """Draw a method's broken runs; return the height at which the highest one ends."""
-    x, y = xy
     end = -np.inf
     thin = {**line, "linestyle": "-", "linewidth": 0.6}
     cross: dict[str, Any] = {"marker": "x", "markersize": 4.5, "markeredgewidth": 1}
     for (label, _), run in points.groupby(["label", "seed"]):
-        run = run[np.isfinite(run[y]).cummin()]
-        axes.plot(run[x], run[y], gid=f"stopped {label}", **thin)
-        axes.plot(run[x][-1:], run[y][-1:], gid=f"cross {label}", clip_on=False, **thin, **cross)
-        end = max([end, *run[y][-1:]])
+        run = run[np.isfinite(run["y"]).cummin()]
+        axes.plot(run["x"], run["y"], gid=f"stopped {label}", **thin)
+        last = run[-1:]
+        axes.plot(last["x"], last["y"], gid=f"cross {label}", clip_on=False, **thin, **cross)
+        end = max([end, *last["y"]])
     return end
 
 
@@ -196,62 +192,54 @@ def over_clients(
     title: str = "",
     look: Look | None = None,
 ) -> Picture:
-    """Draw the spread over clients: a row for each label, a point for each client of each seed.
+    """Draw the spread over clients: a row for each label, a tick for each client of each seed.
 
-    Points at nearly the same accuracy are stacked, which moves a point by at most 1 / 150 of the spread.
     Below them stand the median and the quartiles over all clients of all seeds. Runs that stopped have no
     final model; the label counts them.
 
     Parameters
     ----------
     points : the runs' points
-    accuracies : (label, seed) -> each client's accuracy with the final model, in per cent. A NaN is a
-        client that was not measured, and left out
+    accuracies : (label, seed) -> each client's accuracy with the final model, in per cent; NaN: not
+        measured
 
     Raises ValueError if no run holds clients' accuracies.
     """
     look = look or Look()
-    pooled: dict[str, list[float]] = {label: [] for label, _ in accuracies}
-    for (label, _), values in accuracies.items():
-        pooled[label] += [value for value in values if np.isfinite(value)]
-    every = np.concatenate([*pooled.values()])
-    if not len(every):
+    each = [
+        pd.DataFrame({"accuracy": values, "label": label, "seed": seed})
+        for (label, seed), values in accuracies.items()
+    ]
+    clients = pd.concat(each).dropna()
+    if clients.empty:
         raise ValueError("no whole run holds the clients' accuracies")
-    width = max(np.ptp(every) / 75, 1e-9)  # about a point's
-    columns = [np.round((np.sort(v) - every.min()) / width).astype(int) for v in pooled.values()]
-    levels = [np.arange(len(c)) - np.searchsorted(c, c) for c in columns]
-    step = min(0.09, 0.6 / (1 + np.concatenate(levels).max()))
-    dot: dict[str, Any] = {"linestyle": "", "marker": "o", "markersize": 3, "markeredgewidth": 0}
+    pooled = clients.groupby("label", sort=False)["accuracy"]
+    dot: dict[str, Any] = {"linestyle": "", "marker": "|", "markersize": 9, "alpha": 0.55}
+    bar: dict[str, Any] = {"linestyle": "-", "linewidth": 3.5, "alpha": 0.45}
     with drawing.style(look):
         picture = Picture(look)
         axes = picture.add_subplot()
-        for row, (label, values) in enumerate(pooled.items()):
+        for row, (label, values) in enumerate(pooled):
             colour = drawing.line(row, len(pooled), False)["color"]
-            x, y = every.min() + width * columns[row], row - step * levels[row]
-            axes.plot(x, y, color=colour, alpha=0.55, gid=f"points {label}", **dot)
-            if values:
-                low, middle, high = np.quantile(values, [0.25, 0.5, 0.75])
-                bar: dict[str, Any] = {"color": colour, "linestyle": "-", "linewidth": 3.5}
-                axes.plot(
-                    (low, high), (row + 0.16,) * 2, alpha=0.45, gid=f"quartiles {label}", **bar
-                )
-                bar["linewidth"] = 1.8
-                axes.plot((middle,) * 2, (row + 0.09, row + 0.23), gid=f"median {label}", **bar)
-        names = [drawing.wrap(_counted(label, points), 1.6) for label in pooled]
+            low, middle, high = values.quantile([0.25, 0.5, 0.75])
+            axes.plot(values, np.full(len(values), row), color=colour, gid=f"points {label}", **dot)
+            axes.plot((low, high), (row + 0.25,) * 2, color=colour, gid=f"quartiles {label}", **bar)
+            axes.plot([middle], [row + 0.25], "o", color=colour, gid=f"median {label}")
+        names = [drawing.wrap(_counted(label, points), 1.6) for label, _ in pooled]
         axes.set_yticks(range(len(names)), names, parse_math=False)
         axes.margins(x=0.03)
-        axes.set_ylim(len(names) - 0.62, -0.75)
+        axes.set_ylim(len(names) - 0.4, -0.5)
         label = "test accuracy of a client with the final model (%)"
         axes.set_xlabel(drawing.wrap(label, 0.6 * picture.get_figwidth()))
         axes.grid(visible=False, axis="y")
         axes.tick_params(axis="y", length=0)
-        sizes = sorted({len(values) for values in accuracies.values() if len(values)})
-        number = " to ".join(str(n) for n in dict.fromkeys((sizes[0], sizes[-1])))
-        seeds = seeds_in_words(Counter(label for (label, _), of in accuracies.items() if len(of)))
+        sizes = clients.groupby(["label", "seed"]).size()
+        number = " to ".join(dict.fromkeys((str(sizes.min()), str(sizes.max()))))
+        seeds = seeds_in_words(sizes.groupby("label", sort=False).size().to_dict())
         caption = (
-            f"Points: {number} clients of each seed. Bars: median and quartiles over them, {seeds}."
+            f"Ticks: {number} clients of each seed. Bars: median and quartiles over them, {seeds}."
         )
         lines = 1 + max(name.count("\n") for name in names)
-        row_height = max(0.5 if len(names) <= 8 else 0.34, 0.05 + 0.14 * lines)
-        drawing.finish(picture, axes, row_height * len(names), title, caption)
+        height = len(names) * max(0.4, 0.05 + 0.14 * lines)
+        drawing.finish(picture, axes, height, title, caption)
     return picture

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import io
 import os
 import platform
 import subprocess
+import textwrap
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from functools import partial
@@ -19,6 +19,7 @@ import flwr_regs
 from flwr_regs.experiments.report import rows
 from flwr_regs.experiments.report.folders import write
 from flwr_regs.experiments.report.run_records import RunRecord
+from flwr_regs.experiments.report.terminal import columns
 from flwr_regs.server.checkpoint.checkpoint import versions
 
 if TYPE_CHECKING:
@@ -92,7 +93,7 @@ class Results:
 
     def rows(self) -> list[dict[str, Any]]:
         """Return a row for each label: see :func:`flwr_regs.experiments.report.rows.rows`."""
-        return rows.rows(self.runs, self.target, self.baseline)
+        return rows.rows(self.runs, self.baseline)
 
     def table(self) -> pd.DataFrame:
         """Return a DataFrame with a row for each method; accuracies are fractions.
@@ -160,7 +161,7 @@ class Results:
                 points = pd.DataFrame(run.test)[["round", "accuracy", "loss"]].astype(float)
                 points = points.join(spent, on="round").fillna({"megabytes": 0.0, "seconds": 0.0})
                 points["accuracy"] *= 100
-                stopped = not run.ended or bool(run.error)
+                stopped = run.status != "ended"
                 tables.append(points.assign(label=run.label, seed=run.seed, stopped=stopped))
         if not tables:
             raise ValueError("there is nothing to draw: no run was tested")
@@ -168,24 +169,12 @@ class Results:
 
     def text(self) -> str:
         """Return the table for a terminal of 80 columns, and what it needs to be read."""
-        from rich import box
-        from rich.console import Console
-        from rich.table import Table
-
-        out = io.StringIO()
-        console = Console(file=out, width=80, highlight=False, markup=False, emoji=False)
-        grid = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
         cells = [self._cells(row) for row in self.rows()]
-        grid.add_column(self.heading, overflow="fold")
-        for column in [*cells[0]][1:]:
-            grid.add_column(column, justify="right", no_wrap=True, overflow="fold")
-        for line in cells:
-            grid.add_row(*line.values())
-        console.print(grid)
+        lines = columns([[*cells[0]], *([*row.values()] for row in cells)], right=True, width=80)
         notes = [f"NOTE: {note}" for note in self.notes]
         for text in [*self._legend(), *self.warnings(), *self._beside(), *notes]:
-            console.print(text)
-        return "\n".join(line.rstrip() for line in out.getvalue().splitlines()) + "\n"
+            lines += textwrap.wrap(text, 80, break_on_hyphens=False)
+        return "\n".join(lines) + "\n"
 
     def _cells(self, row: dict[str, Any]) -> dict[str, str]:
         """Return a row's cells by heading."""
@@ -265,10 +254,9 @@ class Results:
         import pandas as pd
 
         cells = pd.DataFrame([self._cells(row) for row in self.rows()])
-        columns = "l" + "r" * (len(cells.columns) - 1)
-        body = cells.to_latex(index=False, escape=True, column_format=columns)
-        legend = " ".join(self._legend())
-        return f"% {legend}\n{body}"
+        kinds = "l" + "r" * (len(cells.columns) - 1)
+        body = cells.to_latex(index=False, escape=True, column_format=kinds)
+        return f"% {' '.join(self._legend())}\n{body}"
 
     def save_tables(self, folder: Path) -> None:
         """Write the tables into a folder: as text, LaTeX, and every column as CSV."""

@@ -1,8 +1,8 @@
-"""Rows of a table from runs: means over seeds, bytes, compute, and what went wrong."""
+"""Figures of a run, and rows of a table: means over seeds, bytes, compute, and what went wrong."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,8 @@ LAST = 5
 """Accuracies are means over this many last rounds, so that one lucky round counts less."""
 COLLAPSE = 0.1
 """A run has collapsed if its last rounds' mean is this far below its best mean of as many rounds."""
-COUNTED = ("diverged", "failed", "unfinished", "collapsed", "reached", "failures")
+ENDS = ("diverged", "failed", "unfinished")
+COUNTED = (*ENDS, "collapsed", "reached", "failures")
 SPREAD = ("last5", "final", "best", "worst_client", "spread")
 MEANS = (
     *("rounds_to_target", "mb_to_target", "mb", "mb_down", "mb_up", "seconds"),
@@ -21,9 +22,12 @@ MEANS = (
 )
 SOME = ("epsilon", "delta", "clipped", "own", "personal")
 """Figures that a row has only where its runs have them."""
+DOWN_MB, UP_MB, SLOWER, FIXED_SECONDS = 0.75, 0.25, 7.0, 10.0
+"""The Field Guide's model of a round on phones (Wang et al. 2021, Sec. 5.4, Eqs. 9 and 10): MB a second
+down and up, how much slower a phone is than the simulation, and seconds that a client takes beside."""
 
 
-def rows(runs: Sequence[RunRecord], target: float, baseline: str = "") -> list[dict[str, Any]]:
+def rows(runs: Sequence[RunRecord], baseline: str = "") -> list[dict[str, Any]]:
     """Return a row for each label, in order.
 
     Accuracies are fractions, means over the seeds that ran to their end, ``..._std`` their sample standard
@@ -52,27 +56,125 @@ def rows(runs: Sequence[RunRecord], target: float, baseline: str = "") -> list[d
         personalised: the mean accuracy on the clients' own data, of the global model and of theirs.
     """
     import pandas as pd
+    from scipy import stats
 
     labels, seeds = [run.label for run in runs], [run.seed for run in runs]
-    figures = [_figures(run, target) for run in runs]
-    numbers = pd.DataFrame(figures, columns=[*COUNTED, *SPREAD, *MEANS, *SOME], dtype=float)
-    groups = numbers.groupby(labels, sort=False)
-    means, deviations, sums = groups.mean(), groups.std(), groups.sum()
-    ends = pd.Series(numbers["last5"].to_numpy(), [labels, seeds]).unstack()
-    table = []
-    for label in dict.fromkeys(labels):
-        row: dict[str, Any] = {"method": label, "n": labels.count(label)}
-        row |= {name: int(sums[name][label]) for name in COUNTED}
-        some = [name for name in SOME if not np.isnan(means[name][label])]
-        row |= {name: _or_none(means[name][label]) for name in (*SPREAD, *MEANS, *some)}
-        row |= {f"{name}_std": _or_none(deviations[name][label]) for name in SPREAD}
-        if baseline:
-            paired = (ends.loc[label] - ends.loc[baseline]).dropna().tolist()
-            paired = [] if label == baseline else paired
-            row["last5_interval"] = interval(ends.loc[label].dropna().tolist())
-            row["difference"], row["difference_interval"] = mean(paired), interval(paired)
-        table.append(row)
-    return table
+    names = [*COUNTED, *SPREAD, *MEANS, *SOME]
+    numbers = pd.DataFrame([_in_row(run) for run in runs], [labels, seeds], names, dtype=float)
+    groups = numbers.groupby(level=0, sort=False)
+    means, sums = groups.mean(), groups[[*COUNTED]].sum().astype(int)
+    deviations = groups[[*SPREAD]].std().add_suffix("_std")
+    parts = [groups.size().rename("n"), sums, means[[*SPREAD, *MEANS, *SOME]], deviations]
+    table = pd.concat(parts, axis=1)
+    if baseline:
+        ends = numbers["last5"].unstack()
+        gaps = ends[ends.index != baseline] - ends.loc[baseline]
+
+        def interval(values: pd.DataFrame) -> Any:  # NaN for one seed
+            return stats.t.ppf(0.975, values.count(axis=1) - 1) * values.sem(axis=1)
+
+        table["last5_interval"] = interval(ends)
+        table["difference"], table["difference_interval"] = gaps.mean(axis=1), interval(gaps)
+    table = table.rename_axis("method").reset_index().astype(object)
+    return [
+        {name: None if pd.isna(v) else v for name, v in row.items() if name not in SOME or v == v}
+        for row in table.to_dict("records")
+    ]
+
+
+def _in_row(run: RunRecord) -> dict[str, Any]:
+    """Return what a run adds to its row."""
+    of_run = figures(run)
+    row = {
+        **{status: run.status == status for status in ENDS},
+        "failures": run.rejected,
+        "reached": of_run["rounds-to"] is not None,
+        "rounds_to_target": of_run["rounds-to"],
+        "mb_to_target": of_run["megabytes-to"],
+    }
+    if run.rounds:
+        row |= {f"mb_{way}": (of_run[f"bytes-{way}"] or 0.0) / 1e6 for way in ("down", "up")}
+        if "clipped" in run.rounds[-1]:
+            row |= {name: run.rounds[-1].get(name) for name in ("epsilon", "delta")}
+            row["clipped"] = mean([entry["clipped"] for entry in run.rounds])
+    if run.whole:
+        row |= {name: of_run[name] for name in ("last5", "final", "best", "own", "personal")}
+        row |= {
+            "collapsed": collapsed(run),
+            "worst_client": of_run["worst"],
+            "spread": run.per_client.get("std"),
+            "mb": run.megabytes[-1] if run.rounds else None,
+            "seconds": run.seconds,
+            "processor_seconds": run.processor_seconds,
+        }
+    return row
+
+
+def figures(run: RunRecord) -> dict[str, float | None]:
+    """Return the figures of a run that :data:`metrics.METRICS` names; None where its history has none.
+
+    Also ``own`` and ``personal``: the mean accuracy on the clients' data after the last round, of the
+    global model and of theirs, where models were personalised.
+    """
+    trained, accuracy, entries = run.trained, run.accuracy, run.rounds
+    target, planned = run.job["target-accuracy"], run.job["rounds"]
+    half = [test["accuracy"] for test in trained if test["round"] <= planned / 2]
+    reached = next((test["round"] for test in trained if test["accuracy"] >= target), None)
+    gradients = np.cumsum([entry.get("examples_processed", 0) for entry in entries]).tolist()
+    losses = [e["train_metrics"].get("train-loss") for e in entries if "train_metrics" in e]
+    of_clients = [float(np.mean(tests)) for entry in entries if (tests := on_clients(entry))]
+    last_tests = tests_of_clients(run) if run.job["personalise"] else []
+    each = sorted(run.per_client.get("clients", ()))
+    received = bytes_of_a_turn(run, "bytes_down", "bytes_ahead")
+    return {
+        "final": _at(accuracy),
+        "last5": mean(accuracy[-LAST:]),
+        "best": max(accuracy, default=None),
+        "best-half": max(half, default=None),
+        "mean": mean(accuracy),
+        "best-participants": max(of_clients, default=None),
+        "clients": _at(of_clients),
+        "ensemble": trained[-1].get("ensemble") if trained else None,
+        "worst": min(each, default=None),
+        "worst-tenth": mean(each[: max(len(each) // 10, 1)]),
+        "training-loss": _at(losses),
+        "rounds-to": reached,
+        "seconds-to": _at(run.clock, reached),
+        "megabytes-to": _at(run.megabytes, reached),
+        "gradients-to": _at(gradients, reached),
+        "seconds-round": run.clock[-1] / len(entries) if entries else None,
+        "deployed-seconds": deployed_seconds(run),
+        "gradients": _at(gradients),
+        "bits": 8e6 * run.megabytes[-1] * run.clients if entries else None,
+        "bytes-down": received,
+        "bytes-up": bytes_of_a_turn(run, "bytes_up"),
+        "bytes-beside": received,
+        "exchanges": mean([2.0 if entry.get("bytes_probe_down") else 1.0 for entry in entries]),
+        "own": mean([client["accuracy"] for client in last_tests]),
+        "personal": mean([client["personal-accuracy"] for client in last_tests]),
+    }
+
+
+def _at(values: Sequence[float | None], number: int | None = 0) -> float | None:
+    """Return the value of round `number`, or the last one; None if there is none."""
+    return values[number - 1] if values and number is not None else None
+
+
+def deployed_seconds(run: RunRecord) -> float | None:
+    """Return the estimated seconds of a mean round on phones, by the Field Guide's Eqs. 9 and 10.
+
+    The simulation's time of a client is the round's ``clients`` phase divided by its cohort.
+    """
+    each = []
+    for entry in run.rounds:
+        seconds, cohort = entry.get("seconds", {}), entry.get("cohort")
+        if "clients" in seconds and cohort:
+            sent = (entry.get(way, {}).values() for way in ("bytes_down", "bytes_up"))
+            down, up = (max(each_sent, default=0) / 1e6 for each_sent in sent)
+            trained = (seconds["clients"] + seconds.get("probe", 0.0)) / len(cohort)
+            computed = SLOWER * trained + FIXED_SECONDS + seconds.get("aggregate", 0.0)
+            each.append(down / DOWN_MB + up / UP_MB + computed)
+    return mean(each)
 
 
 def by_label(runs: Sequence[RunRecord]) -> dict[str, list[RunRecord]]:
@@ -83,55 +185,19 @@ def by_label(runs: Sequence[RunRecord]) -> dict[str, list[RunRecord]]:
     }
 
 
-def _figures(run: RunRecord, target: float) -> dict[str, float | None]:
-    """Return one run's figures; None, or nothing, where it has none."""
-    reached = first_at(run.trained, target)
-    figures: dict[str, float | None] = {
-        "diverged": run.diverged,
-        "failed": bool(run.error) and not run.diverged,
-        "unfinished": not run.ended and not run.error,
-        "failures": run.rejected,
-        "reached": reached is not None,
-        "rounds_to_target": reached,
-        "mb_to_target": run.megabytes[reached - 1] if reached else None,
-    }
-    if run.rounds:
-        for name, ways in (("mb_down", ("bytes_down", "bytes_ahead")), ("mb_up", ("bytes_up",))):
-            figures[name] = (bytes_of_a_turn(run, *ways) or 0.0) / 1e6
-        if "clipped" in run.rounds[-1]:
-            figures |= {name: run.rounds[-1].get(name) for name in ("epsilon", "delta")}
-            figures["clipped"] = float(np.mean([entry["clipped"] for entry in run.rounds]))
-    if run.whole:
-        figures |= {
-            "collapsed": collapsed(run),
-            "last5": last(run),
-            "final": run.accuracy[-1],
-            "best": max(run.accuracy),
-            "worst_client": run.per_client.get("worst"),
-            "spread": run.per_client.get("std"),
-            "mb": run.megabytes[-1] if run.rounds else None,
-            "seconds": run.seconds,
-            "processor_seconds": run.processor_seconds,
-        }
-        if run.job["personalise"] and (tested := [*tests_of_clients(run)]):
-            for name, metric in (("own", "accuracy"), ("personal", "personal-accuracy")):
-                figures[name] = float(np.mean([client[metric] for client in tested]))
-    return figures
+def on_clients(entry: Mapping[str, Any], metric: str = "accuracy") -> list[float]:
+    """Return each client's metric on its own test data in a round, by client; [] where none tested.
+
+    It is that of the client's own model, where the method gives it one.
+    """
+    tests = entry.get("evaluate", {}).get("clients", {})
+    each = (tests[client] for client in sorted(tests))
+    return [test.get(f"personal-{metric}", test[metric]) for test in each]
 
 
-def _or_none(value: float) -> float | None:
-    return None if np.isnan(value) else float(value)
-
-
-def tests_of_clients(run: RunRecord) -> Iterator[dict[str, Any]]:
-    """Yield what each client tested after the last round."""
-    if run.rounds:
-        yield from run.rounds[-1].get("evaluate", {}).get("clients", {}).values()
-
-
-def first_at(tests: Sequence[dict[str, Any]], target: float) -> int | None:
-    """Return the first round whose test is at or above the target; None if there is none."""
-    return next((test["round"] for test in tests if test["accuracy"] >= target), None)
+def tests_of_clients(run: RunRecord) -> list[dict[str, Any]]:
+    """Return what each client tested after the last round."""
+    return [*run.rounds[-1].get("evaluate", {}).get("clients", {}).values()] if run.rounds else []
 
 
 def last(run: RunRecord) -> float:
@@ -151,16 +217,11 @@ def warnings(runs: Sequence[RunRecord]) -> list[str]:
     sentences = []
     for label, of_label in by_label(runs).items():
         seeds = f"{len(of_label)} seed{'s' * (len(of_label) > 1)}"
-        for what, bad in (
-            ("diverged", [r for r in of_label if r.diverged]),
-            ("failed", [r for r in of_label if r.error and not r.diverged]),
-            ("unfinished, in no mean", [r for r in of_label if not r.ended and not r.error]),
-        ):
-            if bad:
-                sentences.append(
-                    f"{label}: {len(bad)} of {seeds} {what}; seed {bad[0].seed}: "
-                    f"{bad[0].stopped[:160]}"
-                )
+        for status in ENDS:
+            if bad := [r for r in of_label if r.status == status]:
+                text = status + ", in no mean" * (status == "unfinished")
+                why = f"seed {bad[0].seed}: {bad[0].stopped[:160]}"
+                sentences.append(f"{label}: {len(bad)} of {seeds} {text}; {why}")
         whole = [r for r in of_label if r.whole]
         if fallen := [r for r in whole if collapsed(r)]:
             run = fallen[0]
@@ -187,20 +248,6 @@ def warnings(runs: Sequence[RunRecord]) -> list[str]:
 def mean(values: Sequence[float]) -> float | None:
     """Return the mean; None of nothing."""
     return float(np.mean(values)) if values else None
-
-
-def deviation(values: Sequence[float]) -> float | None:
-    """Return the sample standard deviation; None of fewer than two values."""
-    return float(np.std(values, ddof=1)) if len(values) > 1 else None
-
-
-def interval(values: Sequence[float]) -> float | None:
-    """Return half the width of the mean's 95 % interval (Student's t); None of fewer than two values."""
-    from scipy import stats
-
-    if len(values) < 2:
-        return None
-    return float(stats.t.ppf(0.975, len(values) - 1) * stats.sem(values))
 
 
 def bytes_of_a_turn(run: RunRecord, *ways: str) -> float | None:

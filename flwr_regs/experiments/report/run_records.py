@@ -89,7 +89,7 @@ class RunRecord:
     @property
     def whole(self) -> bool:
         """Whether it ran to its end, and was tested: it counts in means."""
-        return self.ended and not self.error and bool(self.trained)
+        return self.status == "ended" and bool(self.trained)
 
     @property
     def megabytes(self) -> list[float]:
@@ -105,11 +105,18 @@ class RunRecord:
         return [float(s) for s in np.cumsum(spent)]
 
     @property
+    def status(self) -> str:
+        """``diverged``, ``failed``, ``unfinished`` or ``ended``."""
+        if self.error:
+            return "diverged" if self.diverged else "failed"
+        return "ended" if self.ended else "unfinished"
+
+    @property
     def stopped(self) -> str:
         """Why it ended early, in a line; empty if it did not."""
-        if self.diverged:
+        if self.status == "diverged":
             return f"diverged in round {len(self.trained) + 1}"
-        if not self.ended and not self.error:
+        if self.status == "unfinished":
             return f"it has {len(self.rounds)} of {self.job['rounds']} rounds"
         return " ".join(self.error.split())[:300]
 
@@ -144,18 +151,15 @@ class Recorder:
 
     def round(self, run: RunRecord) -> None:
         """Write what is new since the last call: rounds, and the last test."""
-        self._append(*self._new(run), {"test": run.test[-1]})
+        self._append(run, {"test": run.test[-1]})
 
     def end(self, run: RunRecord) -> None:
         """Write what is left, and the end."""
-        self._append(*self._new(run), {"end": {name: getattr(run, name) for name in END}})
+        self._append(run, {"end": {name: getattr(run, name) for name in END}})
 
-    def _new(self, run: RunRecord) -> list[dict[str, Any]]:
-        new = [{"round": entry} for entry in run.rounds[self._rounds :]]
+    def _append(self, run: RunRecord, last: dict[str, Any]) -> None:
+        lines = [*({"round": entry} for entry in run.rounds[self._rounds :]), last]
         self._rounds = len(run.rounds)
-        return new
-
-    def _append(self, *lines: dict[str, Any]) -> None:
         if self._path is not None:
             with writing(self._path), self._path.open("a", encoding="utf-8") as file:
                 file.write("".join(map(_line, lines)))

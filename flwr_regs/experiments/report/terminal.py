@@ -4,23 +4,33 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from flwr_regs.experiments.extras import missing_extra
 
 
-def columns(lines: Iterable[Sequence[str]], right: bool = False) -> list[str]:
-    """Return lines of cells in columns, all but the first one to the right if asked."""
+def columns(lines: Iterable[Sequence[str]], right: bool = False, width: int = 0) -> list[str]:
+    """Return lines of cells in columns, all but the first one to the right if asked.
+
+    With a `width`, the first line is a heading, and what is too long for the width is folded.
+    """
     try:
+        from rich import box
         from rich.console import Console
         from rich.table import Table
     except ImportError as error:
         raise missing_extra("rich", "the table") from error
-    rows = [*lines]
-    out = io.StringIO()
-    grid = Table.grid(padding=(0, 2, 0, 0))
-    for number in range(len(rows[0])):
-        grid.add_column(justify="right" if right and number else "left", no_wrap=True)
+    head, *rows = lines
+    if width:
+        grid = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    else:
+        grid, rows = Table.grid(padding=(0, 2, 0, 0)), [head, *rows]
+    for number, name in enumerate(head):
+        folds = bool(width and not number)
+        side: Any = "right" if right and number else "left"
+        grid.add_column(name, justify=side, no_wrap=not folds, overflow="fold")
     for row in rows:
         grid.add_row(*row)
-    Console(file=out, width=10_000, highlight=False, markup=False, emoji=False).print(grid)
+    out = io.StringIO()
+    Console(file=out, width=width or 10_000, highlight=False, markup=False, emoji=False).print(grid)
     return [line.rstrip() for line in out.getvalue().splitlines()]

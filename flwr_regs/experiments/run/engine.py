@@ -18,7 +18,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from flwr.serverapp import Grid
+from flwr.app import Context
+from flwr.serverapp import Grid, ServerApp
 
 from flwr_regs.experiments.experiment import Run
 from flwr_regs.experiments.extras import missing_extra
@@ -26,8 +27,7 @@ from flwr_regs.experiments.partition.client_data import client_data_of
 from flwr_regs.experiments.report import run_records as records
 from flwr_regs.experiments.report.folders import CannotWrite
 from flwr_regs.experiments.report.run_records import RunRecord
-from flwr_regs.experiments.run import ray_run
-from flwr_regs.experiments.run.clients import ClientFactory
+from flwr_regs.experiments.run.clients import ClientFactory, SimulatedClients
 from flwr_regs.experiments.run.estimate import announcement
 from flwr_regs.experiments.run.process_state import quiet, threads, warm_up
 from flwr_regs.experiments.run.progress import Heartbeat, Progress
@@ -39,17 +39,13 @@ Job = Callable[[], list[RunRecord]]
 """What one process of a pool does."""
 
 
-def no_tables(records: Sequence[RunRecord]) -> None:
-    """Write nothing."""
-
-
 def execute(
     runs: Sequence[Run],
     folder: Path | None,
     progress: Progress,
     workers: int = 1,
     runner: str = "process",
-    tables: Tables = no_tables,
+    tables: Tables = lambda records: None,
     grid: Grid | None = None,
     gpus: float = 0.0,
 ) -> list[RunRecord]:
@@ -89,7 +85,6 @@ def execute(
     lacking = [run for run in runs if (run.label, run.seed) not in ended]
     if lacking and not progress.quiet and grid is None:
         announcement(lacking, workers, progress)
-    trained: Iterator[RunRecord]
     if runner == "ray":
         assert folder is not None  # for its log
         if find_spec("ray") is None:
@@ -132,13 +127,14 @@ def train(
         warm_up()
         clients = client_data_of(run.settings, 0 if grid is None else len([*grid.get_node_ids()]))
         factory = ClientFactory(run, clients)
-        trainer = Trainer(run, factory, heartbeat, max(allowed // workers, 1), warned)
+        test_threads = max(allowed // workers, 1)
+        trainer = Trainer(run, folder, factory, heartbeat, test_threads, warned)
         clock = None
         if grid is None:
             kind = StackedGrid if runner == "stacked" else InProcessGrid
             grid, clock = kind(factory.app(), clients.num_clients), time.process_time
         try:
-            return trainer.train(grid, folder, on_round, clock)
+            return trainer.train(grid, on_round, clock)
         except CannotWrite:
             raise
         except Exception:
@@ -208,11 +204,24 @@ def _in_worker(run: Run, folder: Path | None, runner: str, workers: int) -> list
 
 
 def _in_ray(runs: Sequence[Run], folder: Path, gpus: float) -> list[RunRecord]:
-    """Train the runs of one seed in one simulation."""
-    records: list[RunRecord] = []
+    """Train the runs of one seed in one simulation, in this process: whatever ends it, Ray ends too.
 
-    def on_grid(grid: Grid) -> None:
-        records.extend(execute(runs, folder, _ToParent(), grid=grid))
+    What Flower and Ray print, and this process, goes to a file; `gpus` is each client's share.
+    """
+    from flwr.simulation import run_simulation
 
-    ray_run.on_grid(runs, on_grid, folder / "flower.log", gpus)
-    return records
+    with (folder / "flower.log").open("a") as sink:
+        os.dup2(sink.fileno(), 1)
+        os.dup2(sink.fileno(), 2)
+    clients, app = runs[0].settings.num_clients, SimulatedClients(tuple(runs)).app()
+    trained, server = list[RunRecord](), ServerApp()
+
+    @server.main()
+    def main(grid: Grid, _: Context) -> None:
+        while len([*grid.get_node_ids()]) < clients:  # they register while the server starts
+            time.sleep(0.05)
+        trained.extend(execute(runs, folder, _ToParent(), grid=grid))
+
+    resources: Any = {"num_cpus": 1, "num_gpus": gpus}
+    run_simulation(server, app, clients, backend_config={"client_resources": resources})
+    return trained

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -61,30 +62,20 @@ class Cost:
 
     Attributes
     ----------
-    rounds, cohort, steps : int, int, float
-        Rounds; clients that train in a round; a client's mean number of local steps.
-    client, step, server, test : float
-        A client's round of one step; each further step; the server's part of a round; the tests of a model.
+    cohort, steps : int, float
+        Clients that train in a round; a client's mean number of local steps.
+    step, test : float
+        A client's step; the tests of a model.
+    tests, run : float
+        All tests, the initial model's too; the run.
     """
 
-    rounds: int
     cohort: int
     steps: float
-    client: float
     step: float
-    server: float
     test: float
-
-    @property
-    def tests(self) -> float:
-        """Of all tests; the initial model is tested too."""
-        return (self.rounds + 1) * self.test
-
-    @property
-    def run(self) -> float:
-        """Of the run."""
-        clients = self.cohort * (self.client + (self.steps - 1) * self.step)
-        return self.rounds * (clients + self.server) + self.tests
+    tests: float
+    run: float
 
 
 def cost_of(run: Run) -> Cost:
@@ -93,27 +84,23 @@ def cost_of(run: Run) -> Cost:
     sizes = clients.label_counts.sum(1)
     epochs = float(np.mean(np.ceil(sizes / settings.batch_size)) * settings.local_epochs)
     planned = float(settings.local_steps or epochs)
-    few, more = 1, max(2, min(STEPS, round(planned)))
+    more = max(2, min(STEPS, round(planned)))
     own_tests = settings.test_on_clients and not settings.held_out_share
     tested = len(clients.test_rows(0)) if own_tests else 1
     sample = {"test_examples": min(tested, SAMPLE)} if own_tests else {}
-    spent: dict[int, float] = {}
-    for steps in (few, more):
+    trained = []
+    for steps in (1, more):
         phases = dict(try_out(run, local_steps=steps, **sample)["seconds"])
-        spent[steps] = phases.pop("clients", 0.0) + phases.pop("probe", 0.0)
+        trained.append(phases.pop("clients", 0.0) + phases.pop("probe", 0.0))
         on_clients = phases.pop("evaluate", 0.0)
     test = on_clients * settings.num_clients * max(tested / SAMPLE, 1.0)
     if not settings.test_on_clients:
         test += _server_test(run)
-    return Cost(
-        rounds=settings.rounds,
-        cohort=max(int(settings.num_clients * settings.fraction_train), 1),
-        steps=planned,
-        client=spent[few],
-        step=max(spent[more] - spent[few], 0.0) / (more - few),
-        server=sum(phases.values()),
-        test=test,
-    )
+    cohort = max(int(settings.num_clients * settings.fraction_train), 1)
+    step = max(trained[1] - trained[0], 0.0) / (more - 1)
+    a_round = cohort * (trained[0] + (planned - 1) * step) + sum(phases.values())
+    tests = (settings.rounds + 1) * test
+    return Cost(cohort, planned, step, test, tests, settings.rounds * a_round + tests)
 
 
 def _server_test(run: Run) -> float:
@@ -137,13 +124,13 @@ def announcement(runs: Sequence[Run], workers: int, progress: Progress) -> None:
             cost = cost_of(runs[0])
         except RuntimeError:  # the run says it better
             return
+    settings = runs[0].settings
     whole = cost.run * len(runs) / _at_a_time(runs, workers)
     text = (
-        f"about {duration(whole)}: {len(runs)} run{'s' * (len(runs) > 1)} of {cost.rounds} rounds, in each "
-        f"{cost.cohort} clients with {cost.steps:.0f} steps of {1000 * cost.step:.2g} ms, and a test of "
-        f"{duration(cost.test)}"
+        f"about {duration(whole)}: {len(runs)} run{'s' * (len(runs) > 1)} of {settings.rounds} rounds, "
+        f"in each {cost.cohort} clients with {cost.steps:.0f} steps of {1000 * cost.step:.2g} ms, and "
+        f"a test of {duration(cost.test)}"
     )
-    settings = runs[0].settings
     if cost.tests > DOMINANT * cost.run and cost.tests > 60 and not settings.test_examples:
         text += " (test-examples=2000 would test on so many examples)"
     progress.say(text)
@@ -157,19 +144,17 @@ def estimate(runs: Sequence[Run], workers: int) -> Iterator[str]:
         f"{first.rounds} rounds; now timing one client's round and a part of a test of each method:"
     )
     known: dict[Any, Cost] = {}
-    seconds = dict[str, list[float]]()
+    numbers, whole = Counter(run.label for run in runs), 0.0
     for run in runs:
         targets = tuple(call.target for call in run.calls)
         alike = targets, replace(run.settings, methods="", seed=0, lr=1.0, held_out_share=0.0)
         if alike not in known:
             known[alike] = cost_of(run)
-        seconds.setdefault(run.label, []).append(known[alike].run)
-        if len(seconds[run.label]) == 1:
-            number = sum(other.label == run.label for other in runs)
-            steps = known[alike].steps
-            each = f"{number} x {duration(known[alike].run)}, {steps:.0f} local steps a round"
+        cost = known[alike]
+        whole += cost.run / _at_a_time(runs, workers)
+        if number := numbers.pop(run.label, 0):
+            each = f"{number} x {duration(cost.run)}, {cost.steps:.0f} local steps a round"
             yield f"{run.label[:50]:<50}  {each}"
-    whole = sum(map(sum, seconds.values())) / _at_a_time(runs, workers)
     yield f"in all {len(runs)} runs, about {duration(whole)} with {workers} at a time"
 
 

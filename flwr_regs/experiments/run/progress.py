@@ -168,6 +168,10 @@ class Heartbeat:
             self.what, self.began, self.next = what, time.monotonic(), SILENCE
         self.done, self.total = done, total
 
+    def one_more(self, what: str, total: int) -> None:
+        """Note that one more of what the run is at has begun."""
+        self.at(what, self.done + 1 if what == self.what and self.total else 0, total)
+
     def _beat(self) -> None:
         while not self._stop.wait(0.2):
             spent = time.monotonic() - self.began

@@ -45,23 +45,20 @@ class Taken:
 
     def text(self, clients: int) -> str:
         """Return what was measured, and the option of ``flwr run`` for so many clients."""
-        lines = [
-            f"one client: {self.seconds:.2g} s a round, {self.resident / 2**20:,.0f} MiB of memory "
-            "for its process"
-        ]
         option = "client-resources-num-cpus=1"
+        memory = "there is no CUDA GPU here, so none is asked for; memory bounds the clients"
         if self.gpu_total:
             used, total = self.gpu_used / 2**20, self.gpu_total / 2**20
-            lines.append(
+            memory = (
                 f"{used:,.0f} of the GPU's {total:,.0f} MiB, and a fifth more to be safe: "
                 f"{int(1 / self.gpus)} clients at a time on a GPU"
             )
             option += f" client-resources-num-gpus={self.gpus:g}"
-        else:
-            lines.append(
-                "there is no CUDA GPU here, so none is asked for; memory bounds the clients"
-            )
-        return "\n".join([*lines, f'--federation-config "num-supernodes={clients} {option}"'])
+        return (
+            f"one client: {self.seconds:.2g} s a round, {self.resident / 2**20:,.0f} MiB of memory "
+            f"for its process\n{memory}\n"
+            f'--federation-config "num-supernodes={clients} {option}"'
+        )
 
 
 def measure(run: Run) -> Taken:

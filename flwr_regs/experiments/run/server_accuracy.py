@@ -38,7 +38,7 @@ class ServerTest:
         self,
         model: nn.Module,
         clients: ClientData,
-        many_threads: int = 1,
+        many_threads: int,
         told: Callable[[int, int], None] = lambda done, total: None,
     ) -> None:
         data, (of_training, rows) = clients.data, clients.server_rows()

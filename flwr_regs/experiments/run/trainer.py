@@ -18,12 +18,13 @@ from safetensors.torch import save_file
 
 from flwr_regs.experiments.experiment import Run
 from flwr_regs.experiments.report.folders import CannotWrite, writing
+from flwr_regs.experiments.report.rows import on_clients
 from flwr_regs.experiments.report.run_records import (
     Recorder,
     RunRecord,
     diverged,
-    read,
     record_path,
+    recorded,
 )
 from flwr_regs.experiments.run.clients import ClientFactory
 from flwr_regs.experiments.run.progress import Heartbeat
@@ -41,6 +42,9 @@ class Trainer:
     Parameters
     ----------
     run : Run
+    folder : Path or None
+        It gets the record, round by round, checkpoints as the settings say, and at the end the model. A run
+        that it holds checkpoints of goes on from there.
     factory : ClientFactory
         Of the run's clients; it also makes the model.
     heartbeat : Heartbeat
@@ -59,12 +63,13 @@ class Trainer:
     def __init__(
         self,
         run: Run,
+        folder: Path | None,
         factory: ClientFactory,
         heartbeat: Heartbeat,
-        threads: int = 1,
-        warnings: Collection[str] = (),
+        threads: int,
+        warnings: Collection[str],
     ) -> None:
-        self.run, self.heartbeat, self._warnings = run, heartbeat, warnings
+        self.run, self.folder, self.heartbeat, self._warnings = run, folder, heartbeat, warnings
         self.strategy, clients = run.strategy(), factory.clients
         self.start = ArrayRecord(factory.new_model().state_dict())
         factory.told = self._client_begins
@@ -80,35 +85,23 @@ class Trainer:
     def _client_begins(self, kind: str, server_round: int) -> None:
         """Tell that one more client of this exchange begins."""
         phase = "evaluate" if kind == "evaluate" else "train"
-        what = self._at(server_round, phase)
-        done = (
-            self.heartbeat.done + 1 if self.heartbeat.what == what and self.heartbeat.total else 0
-        )
         share = getattr(self.strategy, f"fraction_{phase}")
-        self.heartbeat.at(what, done, max(int(share * self.record.clients), 1))
+        total = max(int(share * self.record.clients), 1)
+        self.heartbeat.one_more(self._at(server_round, phase), total)
 
     def _at(self, server_round: int, phase: str = "train") -> str:
         """Say what the clients do in a round; nothing behind the last one."""
         rounds = self.run.settings.rounds
         return f"round {server_round:>4}/{rounds}   clients {phase}" * (server_round <= rounds)
 
-    def train(
-        self,
-        grid: Grid,
-        folder: Path | None = None,
-        on_round: OnRound = lambda record: None,
-        clock: Callable[[], float] | None = None,
-    ) -> RunRecord:
+    def train(self, grid: Grid, on_round: OnRound, clock: Callable[[], float] | None) -> RunRecord:
         """Train on a grid, and return the record; a run that diverged says so.
 
         Parameters
         ----------
         grid : Grid
-        folder : Path, optional
-            It gets the record, round by round, checkpoints as the settings say, and at the end the model.
-            A run that it holds checkpoints of goes on from there.
         on_round : callable
-        clock : callable, optional
+        clock : callable or None
             Counts the processor's seconds of all that trains. Without it, there are no checkpoints: the
             clients' memory is elsewhere.
 
@@ -118,13 +111,14 @@ class Trainer:
             Whatever ended the run early, but divergence. `record` is the run as far as it got.
         """
         record, strategy, settings = self.record, self.strategy, self.run.settings
+        folder = self.folder
         name = record_path(Path(), record.label, record.seed).stem
         checkpoints = None
         if folder is not None and settings.checkpoint_every and clock is not None:
             checkpoints = folder / "checkpoints" / name
             strategy.checkpoint_dir = checkpoints
             strategy.checkpoint_every = timedelta(seconds=settings.checkpoint_every)
-        resumed = self._resumed(folder, checkpoints)
+        resumed = self._resumed(checkpoints)
         recorder = Recorder(folder, record)
         before = sum(record.clock[-1:])
         began, ticks = time.monotonic(), clock() if clock else 0.0
@@ -144,12 +138,9 @@ class Trainer:
         except Exception as error:
             record.error = f"{type(error).__name__}: {error}"
             record.rounds = strategy.history
-            record.diverged = isinstance(error, RoundFailed) and diverged(
-                record.error, record.rounds
-            )
-            record.ended = record.diverged
-            if not record.diverged:
+            if not isinstance(error, RoundFailed) or not diverged(record.error, record.rounds):
                 raise
+            record.diverged = record.ended = True
         finally:  # also after Ctrl-C: nothing here takes long
             self.heartbeat.at("")
             record.seconds = before + time.monotonic() - began
@@ -166,17 +157,16 @@ class Trainer:
                 shutil.rmtree(checkpoints, ignore_errors=True)
         return record
 
-    def _resumed(self, folder: Path | None, checkpoints: Path | None) -> Path | None:
+    def _resumed(self, checkpoints: Path | None) -> Path | None:
         """Take up the run where its last checkpoint was; return the checkpoint, None to begin anew.
 
         A checkpoint without the record of its rounds is of no use, and is removed.
         """
-        if checkpoints is None or folder is None or not checkpoints.is_dir():
+        if self.folder is None or checkpoints is None:
             return None
-        path = record_path(folder, self.record.label, self.record.seed)
         with suppress(CheckpointError):
             checkpoint = latest(checkpoints)
-            test = read(path).test if path.is_file() else []
+            test = [point for record in recorded([self.run], self.folder) for point in record.test]
             points = [point for point in test if point["round"] <= checkpoint.round]
             if points and points[-1]["round"] == checkpoint.round:
                 self.record.test, self.record.rounds = points, list(checkpoint.history)
@@ -198,10 +188,11 @@ class Trainer:
             point = {"round": server_round, **figures}
             if (most := self.run.settings.ensemble) and server_round:
                 point |= self._test.together(most)
-        elif server_round == 0 or again or not history[-1]["evaluate"]["clients"]:
+        elif server_round == 0 or again or not on_clients(history[-1]):
             return None  # no client has tested it
         else:
-            figures = {m: float(_on_clients(history[-1], m).mean()) for m in ("loss", "accuracy")}
+            metrics = ("loss", "accuracy")
+            figures = {name: float(np.mean(on_clients(history[-1], name))) for name in metrics}
             point = {"round": server_round, **figures}
         record.test.append(point)
         recorder.round(record)
@@ -219,18 +210,8 @@ class Trainer:
                 self._test.measured(self.strategy.arrays, last_round)
             each = self._test.expected_accuracies()
         elif tested := [entry for entry in self.strategy.history if "evaluate" in entry]:
-            each = _on_clients(tested[-1])
+            each = np.array(on_clients(tested[-1]))
         else:
             return {}
         spread = {"mean": each.mean(), "std": each.std(), "worst": each.min()}
         return {"clients": each.tolist(), **{name: float(v) for name, v in spread.items()}}
-
-
-def _on_clients(entry: dict[str, Any], metric: str = "accuracy") -> Any:
-    """Return each client's metric on its own test data, where the clients test the model.
-
-    It is that of the client's own model, where the method gives it one.
-    """
-    by_client = entry["evaluate"]["clients"]
-    each = (by_client[pid] for pid in sorted(by_client))
-    return np.array([told.get(f"personal-{metric}", told[metric]) for told in each])

@@ -21,7 +21,8 @@ GOOD = [0.5, 0.8, 0.9, 0.86, 0.88, 0.92, 0.94]
 
 def run(label: str, accuracy: list[float], seed: int = 1, **more: Any) -> RunRecord:
     """A run with an untrained accuracy of 10 % and 1 MB down, 0.5 MB up for each of two clients a round."""
-    record = RunRecord(label, label, seed, {**DEFAULTS, "seed": seed}, 4, {}, ended=True)
+    job = {**DEFAULTS, "target-accuracy": 0.85, "seed": seed}
+    record = RunRecord(label, label, seed, job, 4, {}, ended=True)
     for t, a in enumerate([0.1, *accuracy]):
         record.test.append({"round": t, "loss": 1.0, "accuracy": a})
         sent = {"bytes_down": dict.fromkeys((0, 1), 10**6), "bytes_up": {0: 500_000, 1: 500_000}}
@@ -36,7 +37,7 @@ def run(label: str, accuracy: list[float], seed: int = 1, **more: Any) -> RunRec
 def test_a_row_has_means_and_sample_deviations_over_seeds() -> None:
     other = [0.4, 0.6, 0.7, 0.7, 0.7, 0.7, 0.8]
     clients = {"clients": [0.7, 0.9], "mean": 0.8, "std": 0.1, "worst": 0.7}
-    (row,) = rows.rows([run("A", GOOD, 1, per_client=clients), run("A", other, 2)], 0.85)
+    (row,) = rows.rows([run("A", GOOD, 1, per_client=clients), run("A", other, 2)])
     fives = [sum(GOOD[2:]) / 5, sum(other[2:]) / 5]
     counts = [row[name] for name in ("n", "diverged", "collapsed", "failures", "reached")]
     assert counts == [2, 0, 0, 0, 1]
@@ -53,7 +54,7 @@ def test_a_row_has_means_and_sample_deviations_over_seeds() -> None:
 def test_the_interval_is_students_and_the_difference_is_paired() -> None:
     a = [run("A", [v], seed) for seed, v in enumerate((0.5, 0.6, 0.7))]
     b = [run("B", [v], seed) for seed, v in enumerate((0.52, 0.63, 0.71))]
-    first, second = rows.rows([*a, *b], 0.85, "A")
+    first, second = rows.rows([*a, *b], "A")
     # t(0.975, 2) = 4.302653; the deviation of 0.5, 0.6, 0.7 is 0.1
     assert first["last5_interval"] == pytest.approx(4.302653 * 0.1 / math.sqrt(3), rel=1e-6)
     assert first["difference"] is None
@@ -62,7 +63,7 @@ def test_the_interval_is_students_and_the_difference_is_paired() -> None:
     assert second["difference_interval"] == pytest.approx(expected, rel=1e-6)
     # a seed that one of the two lost is left out of the difference
     b[2].error = "RoundFailed: diverged"
-    assert rows.rows([*a, *b], 0.85, "A")[1]["difference"] == pytest.approx(0.025)
+    assert rows.rows([*a, *b], "A")[1]["difference"] == pytest.approx(0.025)
 
 
 @pytest.mark.parametrize(
@@ -86,7 +87,7 @@ def test_a_stopped_seed_is_counted_and_voids_nothing(
     bad: RunRecord, counted: str, reached: int, warning: str
 ) -> None:
     both = [run("A", GOOD, 1), bad]
-    (row,) = rows.rows(both, 0.85)
+    (row,) = rows.rows(both)
     assert (row["n"], row[counted], row["reached"], row["last5_std"]) == (2, 1, reached, None)
     assert (row["last5"], row["mb"]) == (pytest.approx(0.9), pytest.approx(5.25))
     (said,) = rows.warnings(both)
@@ -94,7 +95,7 @@ def test_a_stopped_seed_is_counted_and_voids_nothing(
     assert f"1 of 2 seeds {counted}" in Results(both).text()
     stopped = Results(both)._points().groupby("seed")["stopped"].agg(["sum", "size"])
     assert stopped.to_numpy().tolist() == [[0, 8], [3, 3]]
-    assert rows.rows([run("A", [], ended=False)], 0.85)[0]["last5"] is None
+    assert rows.rows([run("A", [], ended=False)])[0]["last5"] is None
 
 
 def test_a_collapse_and_rejected_replies_are_said() -> None:
@@ -152,5 +153,5 @@ def test_a_round_without_a_test_moves_no_point() -> None:
     points = Results([gap])._points()
     assert points["megabytes"].tolist() == [0.0, 0.75, 2.25]
     assert points["seconds"].tolist() == [0.0, 2.5, 7.5]
-    (row,) = rows.rows([gap], 0.85)
+    (row,) = rows.rows([gap])
     assert (row["rounds_to_target"], row["mb_to_target"]) == (3, 2.25)
