@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flwr_regs.experiments import cards_table, cli, words
+from flwr_regs.experiments import cli, words
 from flwr_regs.experiments.cards import card_files, choices
 from flwr_regs.experiments.cards.card_files import load
 from flwr_regs.experiments.data import needs
@@ -124,7 +124,7 @@ def test_a_smoke_test_is_small_and_checks_all_methods() -> None:
     card = planned("card.toml", "--smoke", "num-clients=4")
     assert (card.seeds, card.tune, card.smoke, len(card.panels)) == ((1,), (), True, 1)
     first, last = card.tests(*card.panels)
-    assert (first.label, last.label) == ("FedAvg", "mine.py:Slow")
+    assert (first.label, last.label) == ("FedAvg", "mine.py:Decay")
     small = last.settings
     assert (small.rounds, small.examples, small.num_clients, small.lr) == (2, 200, 4, 0.2)
     assert small.batch_size <= 4
@@ -157,9 +157,9 @@ def test_a_card_is_run_beside_its_source_and_other_data_are_said(
     Path("card.toml").write_text(CARD.replace("seeds = [1, 2]", hashes))
     assert run("bench", "card.toml", "out=here") in (0, 1)  # 1: a method may collapse
     cells = {(r["panel"], r["method"], r["metric"]): r for r in rows("here")}
-    slow = cells["two", "Mine", "final"]
+    decayed = cells["two", "Mine", "final"]
     assert {key[:2] for key in cells} == {("two", "FedAvg"), ("two", "Mine"), ("one", "FedAvg")}
-    assert [float(slow[key]) for key in ("source_value", "source_std", "n")] == [0.605, 0.015, 1]
+    assert [float(decayed[key]) for key in ("source_value", "source_std", "n")] == [0.605, 0.015, 1]
     assert cells["one", "FedAvg", "final"]["source_value"] == ""
     known = needs.expected("digits", {})
     said = f"the hash of digits is {known}, not 00 as the card says: these are other data"
@@ -270,6 +270,3 @@ def test_the_cards_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("protocols") == 0
     out = capsys.readouterr().out
     assert all(f"\n{name} " in out for name in card_files.names())
-    said = cards_table.one(load("rfedavg-t1"), "", "my cards/card.toml")
-    assert "cifar10 not known" in said
-    assert "flwr-regs bench 'my cards/card.toml' --setting reduced" in said

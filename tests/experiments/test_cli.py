@@ -22,12 +22,14 @@ from flwr_regs.experiments.cards import card_files
 from flwr_regs.experiments.commands import chosen_of
 from flwr_regs.experiments.experiment import Experiment, Run
 from flwr_regs.experiments.report import results
-from flwr_regs.experiments.report.run_records import RunRecord, missing, recorded
+from flwr_regs.experiments.report.run_records import RunRecord, missing, record_path, recorded
 from flwr_regs.experiments.space import Space, points
 from tests.conftest import ROOT
+from tests.experiments.test_user_code import OWN
 
 QUICK = ["rounds=2", "local-epochs=1", "num-clients=4"]
 FLAT = "methods=FedAvg"
+OURS = "methods=FedAvg, FedFOR+mine.py:Decay"
 
 
 @pytest.fixture(autouse=True)
@@ -64,11 +66,13 @@ def kept(folder: str) -> tuple[list[Run], list[RunRecord]]:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """The results of two methods over two seeds, and what the command said."""
-    folder = tmp_path_factory.mktemp("trained") / "here"
-    status, out = printed("run", *QUICK, f"out={folder}", "--seeds", "1,2")
+    """The results of two methods over two seeds, one of them a user's own, and what the command said."""
+    folder = tmp_path_factory.mktemp("trained")
+    (folder / "mine.py").write_text(OWN)
+    line = ["run", OURS, *QUICK, f"code-dir={folder}", f"out={folder / 'here'}", "--seeds", "1,2"]
+    status, out = printed(*line)
     assert status == 0
-    return folder, out
+    return folder / "here", out
 
 
 @pytest.fixture
@@ -109,15 +113,14 @@ def test_what_lists_and_what_refuses_loads_neither_torch_nor_flower() -> None:
 
 def test_run_says_little_writes_all_and_is_traceable(trained: tuple[Path, str]) -> None:
     folder, out = trained
-    assert len(out[: out.index("round ")].splitlines()) <= 6
-    assert re.search(r"FedFOR seed 2 round +2/2 +accuracy +\d", out)
+    assert re.search(r"Decay seed 2 round +2/2 +accuracy +\d", out)
     assert (folder / "table.txt").read_text() in out
     written = {p.name for p in folder.iterdir()}
     for picture in ("accuracy", "megabytes", "seconds", "clients"):
         assert {f"{picture}.png", f"{picture}.pdf"} <= written
     saved = tomllib.loads((folder / "experiment.toml").read_text())
     made = saved["made"]
-    assert made["command"] == ["flwr-regs", "run", *QUICK, f"out={folder}", "--seeds", "1,2"]
+    assert made["command"][:3] == ["flwr-regs", "run", OURS]
     assert {"flwr", "torch", "numpy", "flwr-regs", "python"} <= made["versions"].keys()
     assert made["partitions"].keys() == {"1", "2"}
     assert (saved["seeds"], saved["settings"]["local-epochs"]) == ([1, 2], 1)
@@ -141,11 +144,11 @@ def test_workers_train_what_is_missing_to_the_same_bits(
     here: Path, trained: tuple[Path, str]
 ) -> None:
     tests, before = kept(str(trained[0]))
-    model = "FedFOR-seed2.safetensors"
-    for path in (here / model, *(here / "runs").glob("FedFOR*")):
+    label = tests[-1].label
+    model = f"{record_path(here, label, 2).stem}.safetensors"
+    for path in (here / model, *(record_path(here, label, seed) for seed in (1, 2))):
         path.unlink()
-    lacking = [(one.label, one.seed) for one in missing(tests, here)]
-    assert lacking == [("FedFOR", 1), ("FedFOR", 2)]
+    assert [(one.label, one.seed) for one in missing(tests, here)] == [(label, 1), (label, 2)]
     assert run("run", "--resume", "here", "--workers", "2") == 0
     assert [record.test for record in kept("here")[1]] == [record.test for record in before]
     assert (here / model).read_bytes() == (trained[0] / model).read_bytes()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import io
-import os
+import math
 import re
 import shlex
 import subprocess
@@ -20,24 +20,17 @@ import pytest
 
 from flwr_regs.experiments import cli
 from flwr_regs.experiments.report import drawing
+from flwr_regs.experiments.run import progress
+from tests.experiments.test_user_code import OWN
 
 KEPT = Path(__file__).with_name("commands.txt")
 PROGRESS = r" round +\d+/\d+ "
 CARD = Path(__file__).with_name("card.toml").read_text(encoding="utf-8")
-MINE = """
-from dataclasses import dataclass
-from typing import ClassVar
-from flwr_regs import Term
-
-@dataclass(frozen=True)
-class Slow(Term):
-    name: ClassVar[str] = "slow"
-    rate: float = 0.5
-    def correct(self, grads, params, ctx):
-        return {n: self.rate * g for n, g in grads.items()}
+MINE = f"""{OWN}
 
 class Bad(Term):
     name = "bad"
+
     def correct(self, grads, params, ctx):
         raise KeyError("x")
 """
@@ -69,29 +62,30 @@ def outcome(line: str, folder: Path) -> str:
 
 
 def outcomes() -> Iterator[str]:
-    """Yield the outcome of each command of the file, one after the other in one folder."""
+    """Yield the outcome of each command of the file, one after the other in one folder.
+
+    Its path has the same length each time, since lines are wrapped with it.
+    """
     lines = re.findall(r"^\$ (.*)$", KEPT.read_text(encoding="utf-8"), re.M)
-    before = Path.cwd()
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name).resolve()
-        os.chdir(folder)
-        try:
-            (folder / "card.toml").write_text(CARD)
-            (folder / "mine.py").write_text(MINE)
-            for line in lines:
-                yield outcome(line, folder)
-        finally:
-            os.chdir(before)
+    with (
+        tempfile.TemporaryDirectory() as name,
+        contextlib.chdir(name),
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        Path("card.toml").write_text(CARD)
+        Path("mine.py").write_text(MINE)
+        patch.setattr(drawing, "save", lambda *_, **__: [])  # pictures take longer than runs
+        patch.setattr(progress, "SILENCE", math.inf)  # nothing is told of what takes long
+        for line in lines:
+            yield outcome(line, Path.cwd())
 
 
-def test_commands_print_and_exit_as_they_did(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commands_print_and_exit_as_they_did() -> None:
     """And what is refused is one sentence."""
-    monkeypatch.setattr(drawing, "save", lambda *_, **__: [])  # pictures take longer than runs
     kept = KEPT.read_text(encoding="utf-8").split("\n$ ")
     assert [*"\n".join(outcomes()).split("\n$ ")] == kept
     assert {outcome.rstrip().count("\n") for outcome in kept if "exit 2" in outcome} == {2}
 
 
 if __name__ == "__main__":
-    drawing.save = lambda *_, **__: []  # type: ignore[assignment]
     KEPT.write_text("\n".join([*outcomes()]), encoding="utf-8")

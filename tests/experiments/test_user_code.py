@@ -17,11 +17,9 @@ import torch
 from torch import nn
 
 from flwr_regs import FedFOR
-from flwr_regs.experiments import cli, user_code
+from flwr_regs.experiments import user_code
 from flwr_regs.experiments.calls import parse_methods
-from flwr_regs.experiments.cards import card_files
 from flwr_regs.experiments.models import models
-from flwr_regs.experiments.report.run_records import recorded
 from flwr_regs.experiments.strategies import build, client_class
 from flwr_regs.experiments.user_code import call, load, offer
 from tests.conftest import ROOT
@@ -144,25 +142,13 @@ def test_an_offered_thing_has_a_reference_of_its_own(monkeypatch: pytest.MonkeyP
 # models
 
 
-class Net(nn.Sequential):
-    columns = 10
-
-    def __init__(self) -> None:
-        super().__init__(nn.Flatten(), nn.Linear(64, self.columns))
-
-
-class Wider(Net):
-    """It has more outputs than there are classes."""
-
-    columns = 12
-
-
 def test_a_users_model_has_weights_of_the_seed() -> None:
-    reference = offer(Net)
+    reference = offer(lambda: nn.Sequential(nn.Flatten(), nn.Linear(64, 10)))
     a, b, c = (models.check("digits", reference, s).state_dict()["1.weight"] for s in (1, 1, 2))
     assert torch.equal(a, b)
     assert not torch.equal(a, c)
-    models.check("digits", offer(Wider), 0)
+    wider = offer(lambda: nn.Sequential(nn.Flatten(), nn.Linear(64, 12)))
+    models.check("digits", wider, 0)  # it has more outputs than there are classes
 
 
 # runs
@@ -200,15 +186,3 @@ def test_a_strategys_own_client_is_the_class_beside_it(folder: Path) -> None:
     assert client_class(special) is own
     made = client_class(decayed)
     assert (made.__name__, made.method, made.terms) == ("DecayedClient", "Decayed", own.terms)
-
-
-@pytest.mark.full
-def test_a_sweep_runs_a_users_term_in_worker_processes(folder: Path) -> None:
-    line = "sweep mine:Decay.rate --values 0.0;0.5 methods=FedFOR+mine:Decay rounds=2 --seeds 1"
-    words = [f"code-dir={folder}", f"out={folder / 'out'}", "--workers", "2"]
-    assert cli.main([*line.split(), *words]) == 0
-    experiment, _ = card_files.of_folder(folder / "out")
-    without, with_decay = recorded(experiment.runs, folder / "out")
-    assert without.accuracy != with_decay.accuracy
-    plain = trained(methods="FedFOR", rounds=2, seed=1)["FedFOR"]
-    assert np.allclose(plain.accuracy, without.accuracy, atol=5e-3)
