@@ -95,7 +95,7 @@ def run(side: str, clients: int, rounds: int, out: Path) -> None:
     from flwr.simulation import run_simulation
 
     from benchmarks.speed import jobs
-    from benchmarks.speed.keeper import descendants
+    from flwr_regs.experiments.run.process_family import descendants
 
     seconds: list[float] = []
     memory: list[int] = []

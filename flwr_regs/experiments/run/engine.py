@@ -10,6 +10,7 @@ import os
 import signal
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
@@ -29,6 +30,7 @@ from flwr_regs.experiments.report.folders import CannotWrite
 from flwr_regs.experiments.report.run_records import RunRecord
 from flwr_regs.experiments.run.clients import ClientFactory, SimulatedClients
 from flwr_regs.experiments.run.estimate import announcement
+from flwr_regs.experiments.run.process_family import adopt, end_descendants
 from flwr_regs.experiments.run.process_state import quiet, threads, warm_up
 from flwr_regs.experiments.run.progress import Heartbeat, Progress
 from flwr_regs.experiments.run.trainer import Trainer
@@ -138,6 +140,8 @@ def train(
         except CannotWrite:
             raise
         except Exception:
+            if clock is None:  # on Flower's grid: into its log
+                traceback.print_exc()
             return trainer.record
 
 
@@ -163,6 +167,8 @@ def _in_processes(
         ) from error
     except BaseException:
         for process in [*(pool._processes or {}).values()]:  # its own, and no other child of ours
+            if process.pid is not None:
+                end_descendants(process.pid)
             process.kill()
         raise
     finally:
@@ -186,6 +192,7 @@ def _end_with_parent() -> None:
     parent = multiprocessing.parent_process()
     if parent is not None:
         parent.join()
+        end_descendants(os.getpid())
         os._exit(1)
 
 
@@ -210,6 +217,7 @@ def _in_ray(runs: Sequence[Run], folder: Path, gpus: float) -> list[RunRecord]:
     """
     from flwr.simulation import run_simulation
 
+    adopt()
     with (folder / "flower.log").open("a") as sink:
         os.dup2(sink.fileno(), 1)
         os.dup2(sink.fileno(), 2)
