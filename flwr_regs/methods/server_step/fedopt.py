@@ -271,11 +271,13 @@ def _named_optimizer(
     optimizers = {
         n: kind
         for n, kind in vars(torch.optim).items()
-        if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)
+        if isinstance(kind, type)
+        and issubclass(kind, torch.optim.Optimizer)
+        and kind is not torch.optim.Optimizer
     }
-    if name not in optimizers or optimizers[name] is torch.optim.Optimizer:
+    if name not in optimizers:
         raise ValueError(
-            f"server_optimizer: torch.optim has no class '{name}'{nearest(name, optimizers)}"
+            f"server_optimizer: torch.optim has no optimiser '{name}'{nearest(name, optimizers)}"
         )
     parameters = inspect.signature(optimizers[name]).parameters
     taken = set(parameters) - {"params"}
