@@ -145,7 +145,7 @@ class Settings:
         return {name: value for name, value in self.config.items() if value != DEFAULTS[name]}
 
     def meets(self, needs: str) -> bool:
-        """Return whether a setting's `needs` are met: see :func:`setting`."""
+        """Return whether a setting's `needs` are met: see settings.toml."""
         owner, equals, values = needs.partition("=")
         value = self.config[owner]
         if not equals:
