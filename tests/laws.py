@@ -412,6 +412,7 @@ CASES = [
     adc("FedADC-unequal-heavy-ball", beta_local=0.8, beta_global=0.5, variant="heavy-ball"),
     adc("FedADC-delta", downlink="delta", beta_local=0.4),
     adc("FedADC-double-momentum", local_momentum=0.6),
+    adc("FedADC-double-momentum-1", beta_local=1.0, beta_global=1.0, local_momentum=0.6),
     case(
         "FedADCPlus",
         [fr.SelfDistillation(**PLUS), fr.EmbeddedMomentum(0.7, 0.7)],

@@ -42,7 +42,7 @@ import numpy as np
 from flwr_regs.abilities import Agrees, Checks, Folds, Probes, Steers
 from flwr_regs.flower.client import RegClient
 from flwr_regs.flower.strategy import RegStrategy
-from flwr_regs.methods.parts.sgd import check_plain
+from flwr_regs.methods.parts.sgd import PLAIN, check_plain
 from flwr_regs.methods.parts.uploads import check_like
 from flwr_regs.term import DECAY, Arrays, ClientContext, Range, ServerContext, Slot, Term
 
@@ -64,7 +64,7 @@ class _ServerMomentum(Term, Checks, Steers):
     beta: float
 
     def client_optimizer(self, optimizer: Callable[..., Any]) -> Callable[..., Any]:
-        check_plain(optimizer, _REFUSED)
+        check_plain(optimizer, _REFUSED, (*PLAIN, "weight_decay"))
         return optimizer
 
     def broadcast(self, server: Slot, ctx: ServerContext) -> Slot:
