@@ -74,10 +74,11 @@ class Probes(ABC):
     def answer(self, probes: Mapping[int, Slot]) -> Mapping[int, Slot]:
         """Return each client's own broadcast, given the uploads of `probe` by partition id."""
 
-    def robust_answer(self, probes: Mapping[int, Slot], ctx: ServerContext) -> Mapping[int, Slot]:
-        """Return the answer under a robust aggregator.
+    def answer_in(self, probes: Mapping[int, Slot], ctx: ServerContext) -> Mapping[int, Slot]:
+        """Return the answer in a round: by default `answer`.
 
-        A term that is `robust` has ``ctx.aggregated`` here in place of every mean over clients.
+        ``ctx.weights`` has ``p_k`` over the clients whose probes came. Where ``ctx.robust``, a term that is
+        `robust` has ``ctx.aggregated`` in place of every mean over clients.
         """
         return self.answer(probes)
 

@@ -41,7 +41,7 @@ MOST_STEPS = 50
 
 SERVER_HOOKS = (
     *("broadcast", "broadcast_to", "weigh", "fold", "update", "release"),
-    *("robust_answer", "recover"),
+    *("answer_in", "recover"),
 )
 """The hooks and abilities that get a `ServerContext`, or the last step: they may read that step."""
 T = TypeVar("T")
