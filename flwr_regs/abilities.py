@@ -18,7 +18,15 @@ class Steps:
 
 
 class Averages:
-    """Is judged by the mean of its last two global models: the history has that model's metrics too."""
+    """Is judged by another model than the global one: the history has that model's metrics too."""
+
+    def averaged(self, model: Arrays, step: Arrays, server: Slot) -> Arrays:
+        """Return that model: by default the mean of the last two.
+
+        `model` and `step` are ``w_{t+1}`` and ``w_{t+1} − w_t``, buffers of floats among them; `server` is
+        the term's slot after the round.
+        """
+        return {n: a - step[n] / 2 for n, a in model.items()}
 
 
 class Weighs(ABC):

@@ -27,7 +27,7 @@ EvaluateFn = Callable[[int, ArrayRecord], MetricRecord | None]
 
 
 class Driven(Strategy):
-    """Flower's strategy as this loop drives it: with settings, a history, and the last two models' mean."""
+    """Flower's strategy as this loop drives it: with settings, a history, and an averaged model."""
 
     options: Options
     history: list[dict[str, Any]]
@@ -40,7 +40,7 @@ class Driven(Strategy):
     @property
     @abstractmethod
     def averaged_arrays(self) -> ArrayRecord | None:
-        """The mean of the last two global models, for a method that is judged by it."""
+        """The model by which a method is judged, where it is another than the global one."""
 
 
 @dataclass
@@ -131,9 +131,9 @@ class Loop:
         if (metrics := self._test(number, arrays)) is not None:
             history[-1]["server_metrics"] = dict(metrics)
             self.result.evaluate_metrics_serverapp[number] = metrics
-            mean = self.strategy.averaged_arrays
-            if mean is not None and (
-                metrics := self._test(number, mean, ", mean of the last two models")
+            averaged = self.strategy.averaged_arrays
+            if averaged is not None and (
+                metrics := self._test(number, averaged, ", averaged model")
             ):
                 history[-1]["averaged_metrics"] = dict(metrics)
         return history[-1]

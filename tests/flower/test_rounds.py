@@ -167,7 +167,9 @@ def test_training_ends_early_by_its_history(stop: Any, after: int) -> None:
     assert strategy.history[-1]["server_metrics"]["accuracy"] == after / 10
 
 
-@pytest.mark.parametrize("schedule", [lambda t: 1 - t / 4, lambda t: 1 - t / 3.5], ids=["0", "below"])
+@pytest.mark.parametrize(
+    "schedule", [lambda t: 1 - t / 4, lambda t: 1 - t / 3.5], ids=["0", "below"]
+)
 def test_training_ends_before_the_learning_rate_is_0(schedule: Any, tmp_path: Path) -> None:
     """Callbacks see why; a training that is resumed there ends there, too."""
     seen: list[str | None] = []

@@ -160,6 +160,13 @@ _REFUSED = (
 )
 
 
+def scaled(server_lr: float) -> list[Term]:
+    """Return the term that multiplies the server's step by η_g (line 16); none for 1."""
+    POSITIVE.check("SCAFFOLD", "server_lr", server_lr)
+    step = TorchServerOptimizer(partial(torch.optim.SGD, lr=server_lr))
+    return [] if server_lr == 1 else [step]
+
+
 class SCAFFOLD(RegStrategy):
     """Stochastic controlled averaging: control variates against client drift (Alg. 1).
 
@@ -186,10 +193,7 @@ class SCAFFOLD(RegStrategy):
         weighting: str = "uniform",
         **kwargs: Any,
     ) -> None:
-        POSITIVE.check("SCAFFOLD", "server_lr", server_lr)
-        terms: list[Term] = [ControlVariates(option, state)]
-        if server_lr != 1:
-            terms.append(TorchServerOptimizer(partial(torch.optim.SGD, lr=server_lr)))
+        terms = [ControlVariates(option, state), *scaled(server_lr)]
         super().__init__(terms, weighting=weighting, **kwargs)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 PLAIN = ("momentum", "maximize", "lr")
-"""What plain SGD leaves alone. Its weight decay is part of the gradient, that of the L2-regularised loss."""
+"""What plain SGD leaves alone. Its weight decay is part of the gradient: of the L2-regularised loss."""
 
 
 def unlike_sgd(optimizer: Callable[..., Any], settings: Collection[str] = PLAIN) -> str:

@@ -24,7 +24,8 @@ def mime(
 
     A reply that is dropped counts in Mime's c: its full gradient has come before, in the first exchange; a
     client that falls out before that is not in ``cohorts``. ``lite`` is MimeLite: the full gradient comes
-    with the reply. ``weighting`` weighs it in c, too. ``controls`` is a list that takes c and m after each round.
+    with the reply. ``weighting`` weighs it in c, too. ``controls`` is a list that takes c and m after each
+    round.
     """
     m = zeros(w)
     models = []
