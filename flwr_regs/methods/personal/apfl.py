@@ -83,7 +83,7 @@ class MixedModel(Term, Personalises):
             again = p[LEARNS] * (self.alpha_every == "step")
             return {**p, WEIGHT: p[WEIGHT].clamp(0, 1), LEARNS: again}
 
-        kept = {f"u.{n}": ctx.client.get(f"u.{n}", w) for n, w in ctx.start.items()}
+        kept: Slot = {f"u.{n}": ctx.client.get(f"u.{n}", w) for n, w in ctx.start.items()}
         kept[WEIGHT] = self._share(ctx)
         both = {**kept, **{f"v.{n}": w for n, w in ctx.start.items()}}
         both[LEARNS] = torch.full_like(kept[WEIGHT], float(self.adaptive))
