@@ -47,13 +47,7 @@ class Folds(ABC):
 
     @abstractmethod
     def fold(
-        self,
-        acc: Slot,
-        pid: int,
-        delta: Arrays,
-        upload: Slot,
-        weight: float,
-        ctx: ServerContext,
+        self, acc: Slot, pid: int, delta: Arrays, upload: Slot, weight: float, ctx: ServerContext
     ) -> Slot:
         """Return `acc` with one client's upload; called in the order of partition ids, first with ``{}``.
 
