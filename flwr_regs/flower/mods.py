@@ -72,7 +72,7 @@ def _guard(mod: Mod) -> Mod:
             )
         if running := statistics(content.array_records.get(keys.ARRAYS) or ()):
             return refuse(
-                f"BatchNorm's statistics {running}, which do not bear noise: use GroupNorm, or FedBN, "
+                f"BatchNorm's statistics {running}, which noise would ruin: use GroupNorm, or FedBN, "
                 "which keeps them here"
             )
 
