@@ -83,7 +83,8 @@ class ClientOptimizer:
                     f"{others}: the method makes the client's optimiser anew for each round: leave "
                     "out what keeps its state (keep_optimizer)"
                 )
-            load_state(made, self._trained, self._term.optimizer_start(self._ctx))
+            if self._ctx.num_steps:
+                load_state(made, self._trained, self._term.optimizer_start(self._ctx))
             self._made = made
         return made
 

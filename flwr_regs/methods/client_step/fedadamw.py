@@ -9,14 +9,14 @@
 | *Update*     ``w ← mean v_k``; v̄ and T are the means of what was uploaded
 
 Both bias corrections use the run's step count, as torch's AdamW has one. In round 1, T and all moments are
-0, and there is no Δ̄. ``K_k`` are the client's own planned steps, or its step budget if that is smaller; under
-``incomplete="scale"`` they are the planned ones. If all clients take K steps, T is ``(t − 1) K``; where they
-take unequally many, it is a mean, as v̄ is one of moments that have seen so many steps. In v̄ and T all clients
-count alike, whatever the `weighting` of their models.
+0, and there is no Δ̄. ``K_k`` are the client's own planned steps, or its step budget if that is smaller;
+under ``incomplete="scale"`` they are the planned ones. If all clients take K steps, T is ``(t − 1) K``.
+Where they take unequally many, it is their mean, as v̄ is the mean of what so many steps have made. In both
+all clients count alike, whatever the `weighting` of their models.
 
-Clients that run SGD by default run ``torch.optim.AdamW``, with torch's settings: weight decay 0.01, β
-0.9 and 0.999, ε 1e-8. An AdamW of their own, or of the train config, keeps its settings. Another optimiser
-is refused. Parameters that stay private (FedBN) begin each round with moments of 0 and no shift.
+Clients that have no optimiser of their own run ``torch.optim.AdamW`` with torch's settings: weight decay
+0.01, β 0.9 and 0.999, ε 1e-8. An AdamW of their own, or of the train config, keeps its settings. Another
+optimiser is refused. Parameters that stay private (FedBN) begin each round with moments of 0 and no shift.
 
 Departures: the paper sends one number of v̄ for each block of parameters, here all of v̄ travels; its first
 moments are corrected by the round's own step count. The authors' code has both as here. Its shift has the
@@ -81,7 +81,7 @@ class SharedMoments(Term, Carries, Steers, Folds, Checks):
 
     def broadcast(self, server: Slot, ctx: ServerContext) -> Slot:
         last = ctx.previous_step or {}
-        return server | {f"last.{n}": step for n, step in last.items()} if server else {}
+        return server | {f"last.{n}": step.copy() for n, step in last.items()} if server else {}
 
     def optimizer_start(self, ctx: ClientContext) -> Arrays:
         if not ctx.broadcast:  # round 1

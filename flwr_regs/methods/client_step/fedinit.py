@@ -6,10 +6,9 @@
 | *Upload*     ``v_k``, with which the round ended. The client keeps it, whether or not its reply is used
 | *Update*     ``w ← mean v_k``
 
-A client that never trained, or lost its model, starts at ``w_t``. What it sends is ``v_k − w_t``, as always:
-the relaxed start is part of its update.
-
-So methods that read a client's gradients off its update are refused beside it (SCAFFOLD, VRL-SGD, FedNova).
+A client that never trained, or lost its model, starts at ``w_t``. What it sends is ``v_k − w_t``, as
+always: the relaxed start is part of its update. So methods that read a client's gradients off its update
+are refused beside it (SCAFFOLD, VRL-SGD, FedNova).
 
 Source: Sun, Shen, Tao, "Understanding how consistency works in federated learning via stage-wise relaxed
 initialization" (2023), Alg. 1. Its server averages the clients alike, so ``weighting`` is "uniform".

@@ -8,12 +8,11 @@
 | *Update*     ``h̄ ← h̄ + (1/N) Σ_{k∈S} (v_k − w_t)``, ``w ← mean v_k + h̄``; ``s ← ρ μ̄/‖μ̄‖``, μ̄ the mean
 |              of the used μ_k
 
-So it is :class:`flwr_regs.FedSpeed` with another perturbation: each client's ŝ is held to the common s, which
-is the direction that the clients' perturbations have in common. ``μ_k`` moves in each step and goes on where
-it stood in the client's last round whose reply was used. d = 0: no perturbation; μ̄ = 0: s = 0. ‖·‖ is over
-all trained parameters as one vector. Both gradients are of the plain loss, on the same batch with the same
-dropout mask; so the perturbation stands on the left of all that pulls. In s all clients count alike,
-whatever the `weighting` of their models.
+So it is :class:`flwr_regs.FedSpeed` with another perturbation: each client's ŝ is held to the common s.
+``μ_k`` moves in each step, and goes on where it stood in the client's last round whose reply was used.
+d = 0: no perturbation; μ̄ = 0: s = 0. ‖·‖ is over all trained parameters as one vector. Both gradients are
+of the plain loss, on the same batch with the same dropout mask; so the perturbation stands on the left of
+all that pulls. In s all clients count alike, whatever the `weighting` of their models.
 
 Departure: the paper's ``μ̃`` has a further term, the mean of ``ŝ_{k,K}``; it is left out here, as in the
 authors' code.

@@ -7,9 +7,9 @@
 | *Upload*     ``v_k``. The client keeps ``h_k ← h_k + (v_k − w_t)``
 | *Update*     ``h̄ ← h̄ + (1/N) Σ_{k∈S} (v_k − w_t)``, ``w ← mean v_k + h̄``
 
-N is the population, S the replies that are used. The paper's prox-correction term ``ĝ_k`` is ``−λ h_k`` here,
-and its λ is 1/λ here. Both gradients are of the plain loss, on the same batch with the same dropout mask; so
-the perturbation stands on the left of all that pulls. ∇f_k(v) = 0: no perturbation.
+N is the population, S the replies that are used. The paper's prox-correction term ``ĝ_k`` is ``−λ h_k``
+here, and its λ is 1/λ here. Both gradients are of the plain loss, on the same batch with the same dropout
+mask; so the perturbation stands on the left of all that pulls. ∇f_k(v) = 0: no perturbation.
 
 All but the gradient is :class:`flwr_regs.FedDyn` with strength λ, whose ``h_k`` and h are ``−λ h_k`` and
 ``−λ h̄``: where ρ or α is 0 it is FedDyn. So everything that file says of lost state, half precision and

@@ -13,10 +13,10 @@ gone but for how far updates move between a client's turns. If all take part, it
 **Memory**: the server holds N models beside the global one, and so do checkpoints. They are in float32 at
 least. Clients keep nothing, and any client of FedAvg's will do.
 
-The y_k of departed clients stay in the sum. With other weights than uniform ones ``mean_S`` has p_k; the sum
-over all clients counts them alike. Refused: whatever gives updates weights of its own, as y_k would then not
-be what the mean is made of (FedNova, q-FedAvg, ``incomplete="scale"``); and a robust aggregator, as it does
-not reach the y_k.
+The y_k of departed clients stay in the sum. With other weights than uniform ones ``mean_S`` has p_k; the
+sum over all clients counts them alike. Refused: whatever gives updates weights of its own, as y_k would
+then not be what the mean is made of (FedNova, q-FedAvg, ``incomplete="scale"``); and a robust aggregator,
+as it does not reach the y_k.
 
 Source: Jhunjhunwala, Sharma, Nagarkatti, Joshi, "FedVARP: Tackling the variance due to partial client
 participation in federated learning" (2022), Alg. 1. Its server averages the clients alike, so ``weighting``
