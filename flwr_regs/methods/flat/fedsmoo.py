@@ -134,7 +134,7 @@ class FedSMOO(RegStrategy):
         self, lam: float = 0.1, rho: float = 0.1, *, weighting: str = "uniform", **kwargs: Any
     ) -> None:
         POSITIVE.check("FedSMOO", "lam", lam)
-        terms = [CommonPerturbation(rho), DynamicRegulariser(lam)]
+        terms: list[Term] = [CommonPerturbation(rho), DynamicRegulariser(lam)]
         super().__init__(terms, weighting=weighting, **kwargs)
 
 

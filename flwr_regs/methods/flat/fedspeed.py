@@ -91,7 +91,7 @@ class FedSpeed(RegStrategy):
         **kwargs: Any,
     ) -> None:
         POSITIVE.check("FedSpeed", "lam", lam)
-        terms = [MixedPerturbation(rho, alpha), DynamicRegulariser(lam)]
+        terms: list[Term] = [MixedPerturbation(rho, alpha), DynamicRegulariser(lam)]
         super().__init__(terms, weighting=weighting, **kwargs)
 
 
