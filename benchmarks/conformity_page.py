@@ -203,7 +203,8 @@ def oracles() -> list[list[str]]:
     found: dict[str, list[str]] = {}
     for case in CASES:
         oracle = getattr(case.oracle, "func", case.oracle)  # a partial's function
-        found.setdefault(case.strategy.__name__, []).append(oracle.__module__.split(".")[-1])
+        path = oracle.__module__.removeprefix("tests.oracles.").replace(".", "/")
+        found.setdefault(case.strategy.__name__, []).append(path)
     return [
         [name, METHODS[name].paper, f"`tests/oracles/{files[0]}.py`", f"{len(files)}"]
         for name, files in found.items()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,18 +15,22 @@ from flwr_regs.term import Term
 from flwr_regs.testing import Exempt, Method
 from flwr_regs.testing.problem import settled, sgd_pull
 from tests.oracles.client_loss.distillation import fedadc_plus
+from tests.oracles.client_loss.feddecorr import feddecorr
 from tests.oracles.client_loss.fedgkd import fedgkd
 from tests.oracles.client_loss.fedntd import fedntd
 from tests.oracles.client_loss.logits import fedlc, fedrs
 from tests.oracles.client_loss.moon import moon
 from tests.oracles.client_loss.rfedavg import rfedavg, rfedavg_plus
 from tests.oracles.client_step.efl import efl
+from tests.oracles.client_step.fedadamw import fedadamw
 from tests.oracles.client_step.fedadc import fedadc
 from tests.oracles.client_step.fedcm import fedcm
 from tests.oracles.client_step.fedcurv import fedcurv
 from tests.oracles.client_step.feddyn import feddyn
 from tests.oracles.client_step.fedfor import fedfor
+from tests.oracles.client_step.fedinit import fedinit
 from tests.oracles.client_step.fedprox import fedprox
+from tests.oracles.client_step.fedspeed import fedsmoo, fedspeed
 from tests.oracles.client_step.gate import fedgate, vrlsgd
 from tests.oracles.client_step.mime import mime, mimelite
 from tests.oracles.client_step.sam import (
@@ -47,6 +51,7 @@ from tests.oracles.server_step.fedavg import fedavg
 from tests.oracles.server_step.fedexp import fedexp
 from tests.oracles.server_step.fednova import fednova
 from tests.oracles.server_step.fedopt import fedopt
+from tests.oracles.server_step.fedvarp import fedvarp
 from tests.oracles.server_step.qfedavg import qfedavg
 from tests.oracles.server_step.slowmo import slowmo
 
@@ -242,16 +247,16 @@ def blended(name: str, alpha: float, **wire: Any) -> Method:
 
 
 def sharper(
-    curvatures: Numbers, centres: Numbers, weights: Numbers, lr: float, steps: int, rho: float
+    curvatures: Numbers,
+    centres: Numbers,
+    *rest: Any,
+    rho: float,
+    point: Callable[..., float] = settled,
 ) -> float:
-    """FedSAM's fixed point, between the centres: each gradient is as of a centre that is ρ further out."""
-    return settled(curvatures, further(centres, rho), weights, lr, steps)
-
-
-def further(centres: Numbers, rho: float) -> list[float]:
-    """The centres, ρ further out: as if there, FedSAM's gradients are between them."""
+    """Where a method settles with FedSAM's gradients: as if each centre were ρ further out."""
     middle = sum(centres) / len(centres)
-    return [c + (rho if c > middle else -rho) for c in centres]
+    further = [c + (rho if c > middle else -rho) for c in centres]
+    return point(curvatures, further, *rest)
 
 
 def fairer(
@@ -271,7 +276,7 @@ def fair(name: str, q: float) -> Method:
 
 def features(name: str, term: Term, oracle: Any, settings: dict[str, Any], **more: Any) -> Method:
     """A case of a method whose loss is of features; 0 for its strength is neutral."""
-    neutral = {key: 0.0 if key in ("lam", "mu") else v for key, v in settings.items()}
+    neutral = {key: 0.0 if key in ("lam", "mu", "beta") else v for key, v in settings.items()}
     exempt = {"fixed-point": more.pop("exempt", NO_FEATURES)}
     return case(name, [term], oracle, settings, neutral, exempt=exempt, **more)
 
@@ -404,7 +409,7 @@ CASES = [
         mofedsam,
         {"rho": 0.05, "alpha": 0.4},
         {"rho": 0.0, "alpha": 1.0},
-        fixed_point=lambda a, c, p, lr, k: sharper(a, c, p, 0.4 * lr, k, 0.05),
+        fixed_point=lambda a, c, p, lr, k: sharper(a, c, p, 0.4 * lr, k, rho=0.05),
     ),
     case(
         "FedGAMMA",
@@ -412,7 +417,7 @@ CASES = [
         fedgamma,
         {"rho": 0.05, "server_lr": 0.8},
         {"rho": 0.05, "server_lr": 0.8},
-        fixed_point=lambda a, c, p, *_: minimum(a, further(c, 0.05), p),
+        fixed_point=partial(sharper, rho=0.05, point=minimum),
         exempt=never("No setting of FedGAMMA makes it FedAvg."),
     ),
     case(
@@ -437,6 +442,58 @@ CASES = [
         fedacg,
         {"lam": 0.6, "mu": 0.7},
         {"lam": 0.0, "mu": 0.0},
+        **NEARLY,
+    ),
+    case(
+        "FedSpeed",
+        [fr.MixedPerturbation(0.1, 0.7), fr.DynamicRegulariser(0.4)],
+        fedspeed,
+        {"lam": 0.4, "rho": 0.1, "alpha": 0.7},
+        {},
+        fixed_point=partial(sharper, rho=0.07, point=minimum),
+        exempt=never("FedDyn is in it, which no setting makes FedAvg."),
+    ),
+    case(
+        "FedSMOO",
+        [fr.CommonPerturbation(0.1), fr.DynamicRegulariser(0.4)],
+        fedsmoo,
+        {"lam": 0.4, "rho": 0.1},
+        {},
+        exempt={
+            **never("FedDyn is in it, which no setting makes FedAvg."),
+            "fixed-point": Exempt(
+                "Its perturbations stay ρ long, and move the minimum by some of it."
+            ),
+        },
+    ),
+    case(
+        "FedInit",
+        [fr.RelaxedStart(0.3)],
+        fedinit,
+        {"beta": 0.3},
+        {"beta": 0.0},
+        # the end of a round solves v = (1 − s)(w + β(w − v)) + s c, with s = FedAvg's pull
+        fixed_point=partial(settled, pull=lambda *at: (s := pulled(*at)) / (1 + 0.3 * (1 - s))),
+    ),
+    case(
+        "FedAdamW",
+        [fr.SharedMoments(0.5)],
+        fedadamw,
+        {"gamma": 0.5},
+        {},
+        exempt={
+            **never("Its clients run AdamW, which no setting makes SGD."),
+            "stacked": Exempt("A stack carries no optimiser's state."),
+            "fixed-point": Exempt("AdamW's steps do not get shorter near the minimum."),
+        },
+    ),
+    case(
+        "FedVARP",
+        [fr.LastUpdates()],
+        fedvarp,
+        {},
+        {},
+        exempt={"moves": Exempt("It is FedAvg where all clients take part in every round.")},
         **NEARLY,
     ),
     case(
@@ -506,6 +563,7 @@ CASES = [
     ),
     contrast("MOON"),
     contrast("MOON-projection", projection="0"),
+    features("FedDecorr", fr.Decorrelation(0.7), feddecorr, {"beta": 0.7}),
     distilled(
         "FedNTD",
         fr.NotTrueDistillation,

@@ -13,17 +13,20 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:  # what type checkers see; a test compares it with the rows
+    from flwr_regs.methods.client_loss.feddecorr import *
     from flwr_regs.methods.client_loss.fedgkd import *
     from flwr_regs.methods.client_loss.fedntd import *
     from flwr_regs.methods.client_loss.logits import *
     from flwr_regs.methods.client_loss.moon import *
     from flwr_regs.methods.client_loss.rfedavg import *
     from flwr_regs.methods.client_step.efl import *
+    from flwr_regs.methods.client_step.fedadamw import *
     from flwr_regs.methods.client_step.fedadc import *
     from flwr_regs.methods.client_step.fedcm import *
     from flwr_regs.methods.client_step.fedcurv import *
     from flwr_regs.methods.client_step.feddyn import *
     from flwr_regs.methods.client_step.fedfor import *
+    from flwr_regs.methods.client_step.fedinit import *
     from flwr_regs.methods.client_step.fedprox import *
     from flwr_regs.methods.client_step.gate import *
     from flwr_regs.methods.client_step.mime import *
@@ -34,6 +37,8 @@ if TYPE_CHECKING:  # what type checkers see; a test compares it with the rows
     from flwr_regs.methods.compositions.fedgamma import *
     from flwr_regs.methods.compositions.fedlesam_sd import *
     from flwr_regs.methods.compositions.mofedsam import *
+    from flwr_regs.methods.flat.fedsmoo import *
+    from flwr_regs.methods.flat.fedspeed import *
     from flwr_regs.methods.personal.apfl import *
     from flwr_regs.methods.personal.ditto import *
     from flwr_regs.methods.personal.fedamp import *
@@ -43,6 +48,7 @@ if TYPE_CHECKING:  # what type checkers see; a test compares it with the rows
     from flwr_regs.methods.server_step.fedexp import *
     from flwr_regs.methods.server_step.fednova import *
     from flwr_regs.methods.server_step.fedopt import *
+    from flwr_regs.methods.server_step.fedvarp import *
     from flwr_regs.methods.server_step.qfedavg import *
 
 
@@ -229,6 +235,18 @@ def _rows() -> Iterator[Method]:
         central_dp=False,
     )
     yield Method(
+        name="FedVARP",
+        module="server_step.fedvarp",
+        terms=("LastUpdates",),
+        example="FedVARP()",
+        paper="Jhunjhunwala, Sharma et al. 2022, Alg. 1",
+        family="server",
+        use_when="few of some hundred clients take part, and the server can hold a model for each",
+        secure_aggregation=False,
+        central_dp=False,
+        robust=False,
+    )
+    yield Method(
         name="QFedAvg",
         module="server_step.qfedavg",
         terms=("FairWeights",),
@@ -351,6 +369,34 @@ def _rows() -> Iterator[Method]:
         central_dp=False,
     )
     yield Method(
+        name="FedSpeed",
+        module="flat.fedspeed",
+        terms=("MixedPerturbation", "DynamicRegulariser"),
+        example="FedSpeed(lam=0.1, rho=0.1)",
+        paper="Sun, Shen, Huang et al. 2023, Alg. 1",
+        family="flat",
+        use_when="FedDyn fits, and the global model should lie in a flat minimum",
+        setting="silo",
+        state="its linear term",
+        gradients="a second gradient a step",
+        central_dp=False,
+    )
+    yield Method(
+        name="FedSMOO",
+        module="flat.fedsmoo",
+        terms=("CommonPerturbation", "DynamicRegulariser"),
+        example="FedSMOO(lam=0.1, rho=0.1)",
+        paper="Sun, Shen, Chen et al. 2023, Alg. 1",
+        family="flat",
+        use_when="FedSpeed fits, and the flat minimum should be that of all clients' loss",
+        setting="silo",
+        state="its linear term, and its dual variable",
+        down=2,
+        up=2,
+        gradients="a second gradient a step",
+        central_dp=False,
+    )
+    yield Method(
         name="FedNova",
         module="server_step.fednova",
         terms=("NormalizedAveraging",),
@@ -360,6 +406,17 @@ def _rows() -> Iterator[Method]:
         use_when="clients take unequally many local steps, and none should count more for that",
         secure_aggregation=False,
         central_dp=False,
+    )
+    yield Method(
+        name="FedInit",
+        module="client_step.fedinit",
+        terms=("RelaxedStart",),
+        example="FedInit(beta=0.1)",
+        paper="Sun, Shen, Tao 2023, Alg. 1",
+        family="memory",
+        use_when="the same clients come back, and nothing more may travel or be computed",
+        setting="silo",
+        state="its last local model",
     )
     yield Method(
         name="VRLSGD",
@@ -429,6 +486,19 @@ def _rows() -> Iterator[Method]:
         paper="Reddi et al. 2021, Alg. 2",
         family="server",
         use_when="FedAdam fits, but updates are sparse and its second moment forgets too fast",
+    )
+    yield Method(
+        name="FedAdamW",
+        module="client_step.fedadamw",
+        terms=("SharedMoments",),
+        example="FedAdamW(gamma=0.5)",
+        paper="Liu et al. 2026, Alg. 2",
+        family="drift",
+        use_when="clients need AdamW, as transformers do, and keep nothing",
+        down=3,
+        up=2,
+        beside="a step count down, one up",
+        central_dp=False,
     )
     yield Method(
         name="Mime",
@@ -509,6 +579,15 @@ def _rows() -> Iterator[Method]:
         family="loss",
         use_when="clients forget the classes that they lack, and may take part only once",
         gradients="a forward pass of the global model a step",
+    )
+    yield Method(
+        name="FedDecorr",
+        module="client_loss.feddecorr",
+        terms=("Decorrelation",),
+        example="FedDecorr(beta=0.1)",
+        paper="Shi et al. 2023, Sec. 4",
+        family="loss",
+        use_when="labels are skewed, so that features collapse into few dimensions",
     )
     yield Method(
         name="FedLC",

@@ -221,7 +221,8 @@ def unequal(name: str, grid: type[fr.InProcessGrid]) -> tuple[Mapping[str, Any],
         held.extend(term for term, slot in upload.items() if slot and term not in folding)
         original(self, upload, *more, **kwargs)
 
-    strategy, original = example(fr.METHODS[name], fraction_evaluate=0.0), Chain.check
+    some = {"fraction_train": 0.75, "min_train_nodes": 1, "fraction_evaluate": 0.0}
+    strategy, original = example(fr.METHODS[name], seed=1, **some), Chain.check
     g = torch.Generator().manual_seed(1)
     data = [
         [(torch.randn(12 // n, 400, generator=g, dtype=torch.float64), torch.arange(12 // n) % 2)]

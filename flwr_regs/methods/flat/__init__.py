@@ -1,0 +1,1 @@
+"""Methods that look for flat minima: gradients at a perturbed point."""
