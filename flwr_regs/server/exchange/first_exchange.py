@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from flwr_regs.server.aggregate.aggregators import TooFewVectors
+from flwr_regs.server.aggregate.weights import UnusableReplies
 from flwr_regs.server.exchange.downlink import Downlink
 from flwr_regs.server.exchange.network import Network, Replies, Request
 from flwr_regs.server.exchange.remembered import Remembered
@@ -39,6 +40,8 @@ class Exchange:
     request : callable
         Makes a request of messages by partition id: :meth:`Population.request`.
     remembered : Remembered
+    judge : callable
+        Raises UnusableReplies for clients whose uploads do not belong to their cohort's.
     """
 
     this_round: Round
@@ -48,6 +51,7 @@ class Exchange:
     context: ServerContext
     request: Callable[[str, dict[int, Parcel]], Request]
     remembered: Remembered
+    judge: Callable[[Mapping[int, Slot]], None]
 
     @cached_property
     def _downlink(self) -> Downlink:
@@ -113,6 +117,11 @@ class Exchange:
             lost = True
         unlike = disagreeing(self.options.term, uploads, probing=True)
         uploads = {pid: uploads[pid] for pid in sorted(uploads) if pid not in unlike}
+        try:
+            self.judge(uploads)
+        except UnusableReplies as error:
+            unlike |= error.why
+            uploads = {pid: u for pid, u in uploads.items() if pid not in unlike}
         this_round.answers, wrong = self._answer(uploads)
         this_round.failures |= unlike | wrong
         if this_round.failures:
