@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from flwr_regs.server.aggregate.aggregators import TooFewVectors
-from flwr_regs.server.aggregate.weights import aggregation_weights
+from flwr_regs.server.aggregate.weights import UnusableReplies, aggregation_weights
 from flwr_regs.server.client_metrics import read_metrics
 from flwr_regs.server.exchange.downlink import Downlink
 from flwr_regs.server.exchange.network import Network, Replies, Request
@@ -42,6 +42,8 @@ class Exchange:
     request : callable
         Makes a request of messages by partition id: :meth:`Population.request`.
     remembered : Remembered
+    judge : callable
+        Raises UnusableReplies for clients whose uploads do not belong to their cohort's.
     """
 
     this_round: Round
@@ -51,6 +53,7 @@ class Exchange:
     context: ServerContext
     request: Callable[[str, dict[int, Parcel]], Request]
     remembered: Remembered
+    judge: Callable[[Mapping[int, Slot]], None]
 
     @cached_property
     def _downlink(self) -> Downlink:
@@ -117,6 +120,11 @@ class Exchange:
         uploads = {pid: reply.uploads for pid, reply in replies.items()}
         unlike = disagreeing(self.options.term, uploads, probing=True)
         replies = {pid: replies[pid] for pid in sorted(replies) if pid not in unlike}
+        try:
+            self.judge({pid: reply.uploads for pid, reply in replies.items()})
+        except UnusableReplies as error:
+            unlike |= error.why
+            replies = {pid: reply for pid, reply in replies.items() if pid not in unlike}
         this_round.answers, wrong = self._answer(replies)
         this_round.failures |= unlike | wrong
         if this_round.failures:
