@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
@@ -18,21 +18,23 @@ from flwr_regs.client.local_training import local_round
 from flwr_regs.client.measure.classifier import find_classifier
 from flwr_regs.client.measure.context_functions import Measures
 from flwr_regs.client.member import Identity, begin, end, evaluated, probe, seeded
-from flwr_regs.client.memory import Root, to_numpy
+from flwr_regs.client.memory import Memory, Root, to_numpy
 from flwr_regs.client.personal import evaluate, trained_model
 from flwr_regs.client.train.batches import Batches, check_batches, label_counts, resolve_device
 from flwr_regs.client.train.optimizer import OptimizerFn
 from flwr_regs.client.train.task import LossFn, OutputFn, Task, uncompiled
-from flwr_regs.flower.refusal import unreadable
+from flwr_regs.flower.node import unreadable
 from flwr_regs.term import NOT_NEGATIVE, SWITCH, Range, Term
 from flwr_regs.wire import keys
-from flwr_regs.wire.arrays import ForeignStrategy, ProtocolError, unpack
+from flwr_regs.wire.arrays import ForeignStrategy, NDArrays, ProtocolError, unpack
 from flwr_regs.wire.parcel import Parcel
-from flwr_regs.wire.records import from_record, to_record
+from flwr_regs.wire.records import to_record
 from flwr_regs.wire.terms import check_classes
 from flwr_regs.wire.text import names_in
 
 NDArrayList = list[Any]
+Answer = tuple[Parcel, Memory, NDArrays | None]
+"""A reply, what the client remembers from now on, and the model if it came in the method's code."""
 _WHOLE = Range("a whole number of at least 0", lambda v: v >= 0, int)
 
 
@@ -98,8 +100,6 @@ class RegClient(NumPyClient):
 
     method: ClassVar[str | None] = None
     terms: Sequence[type[Term]] = ()
-    takes_records: ClassVar[bool] = True
-    """Whether its config may hold Flower's records beside plain values."""
 
     def __init__(
         self,
@@ -165,7 +165,7 @@ class RegClient(NumPyClient):
                 return fit(ins)
             except ForeignStrategy as error:
                 unread = Parameters([unreadable(str(error))], "numpy.ndarray")
-                return FitRes(Status(Code.OK, ""), unread, 1, {keys.REFUSED_KEY: str(error)})
+                return FitRes(Status(Code.OK, ""), unread, 1, {})
 
         client.fit = refusing  # type: ignore[method-assign]
         return client
@@ -179,12 +179,13 @@ class RegClient(NumPyClient):
     def fit(
         self, parameters: NDArrayList, config: Mapping[str, Any]
     ) -> tuple[NDArrayList, int, dict[str, Any]]:
-        """Train for one round from the global model.
+        """Train for one round from the global model: for whoever calls a NumPyClient by hand.
 
-        Returns (the local model in the order of `parameters`, ``n_k``, metrics). The metrics are the mean
-        training loss, steps taken and planned, examples processed, and the terms' packed uploads and
-        client slots. An update in the method's code travels in the metrics, and beside it only buffers that
-        changed are returned.
+        The `config` names the arrays (``"regs.names"``, as JSON), and holds terms' records as safetensors
+        bytes and, under ``"memory"``, what this client remembers. Returns (the local model in the order of
+        `parameters`, ``n_k``, metrics). The metrics hold the reply's numbers and entries, the terms'
+        uploads by name, and the new memory. An update in the method's code travels in the metrics; beside
+        it only buffers that changed differ from `parameters`.
 
         Raises
         ------
@@ -194,12 +195,46 @@ class RegClient(NumPyClient):
         ValueError
             The config lacks a key, holds an unknown one, or there is no training data.
         """
+        message, held = _message(parameters, config)
+        reply, held, model = self._trained(message, held)
+        records, numbers = dict(reply.records), dict(reply.metrics or {})
+        arrays = records.pop(keys.ARRAYS, {})
+        metrics = {**numbers, **reply.config, **records, keys.MEMORY: held}
+        if model is not None:
+            metrics[keys.MODEL] = to_record(model)
+        given = zip(message.records[keys.ARRAYS], parameters, strict=True)
+        return [arrays.get(n, a) for n, a in given], metrics.pop("num-examples"), metrics
+
+    def evaluate(
+        self, parameters: NDArrayList, config: Mapping[str, Any]
+    ) -> tuple[float, int, dict[str, Any]]:
+        """Return (mean loss, examples, metrics) on `eval_data`; the `config` is as for :meth:`fit`.
+
+        For classification the metrics hold ``"accuracy"``, the share of correct arg-max. If this client has
+        a model of its own, they also hold that one's: see :mod:`flwr_regs.client.personal`.
+        """
+        reply, _, _ = self._evaluated(*_message(parameters, config))
+        metrics = {**(reply.metrics or {}), **reply.config}
+        return metrics.pop("loss"), metrics.pop("num-examples"), metrics
+
+    def responder(self, kind: str) -> Callable[[Parcel, Memory], Answer] | None:
+        """Return what makes the reply to a message of a kind, "train" or "evaluate".
+
+        None if a subclass has a `fit` or `evaluate` of its own, which must then be called.
+        """
+        method, ours, respond = {
+            "train": (self.fit, RegClient.fit, self._trained),
+            "evaluate": (self.evaluate, RegClient.evaluate, self._evaluated),
+        }[kind]
+        return respond if getattr(method, "__func__", None) is ours else None
+
+    def _trained(self, message: Parcel, held: Memory) -> Answer:
+        """Train, or reply to a first exchange."""
         device, data, task = resolve_device(self.device), self.train_data, self._task
-        parcel, held = self._message(parameters, config)
-        model = uncompiled(self.model)
-        member = begin(parcel, held, model, self._identity)
+        member = begin(message, held, uncompiled(self.model), self._identity)
         with seeded(member.config[keys.SEED_KEY], device):
             if member.probing:
+                model = uncompiled(self.model)
                 reply, held = probe(member, model, data, device, self.classifier, task)
             else:
                 result = local_round(
@@ -216,34 +251,23 @@ class RegClient(NumPyClient):
                 )
                 own_model = partial(trained_model, member.term, self._measures, result)
                 reply, held = end(member, result, own_model)
-        arrays = dict(reply.records.pop(keys.ARRAYS, {}))  # type: ignore[attr-defined]
-        metrics = {**(reply.metrics or {}), **reply.config, **reply.records, keys.MEMORY: held}
-        if member.rebuilt is not None:
-            metrics[keys.MODEL] = to_record(member.rebuilt)
-        if member.term.coder("finish") is not None:
-            metrics[keys.SENT_KEY] = json.dumps(list(arrays))
-        return list(arrays.values()), metrics.pop("num-examples"), metrics
+        return reply, held, member.rebuilt
 
-    def evaluate(
-        self, parameters: NDArrayList, config: Mapping[str, Any]
-    ) -> tuple[float, int, dict[str, Any]]:
-        """Return (mean loss, examples, metrics) on `eval_data`.
-
-        For classification the metrics hold ``"accuracy"``, the share of correct arg-max. If this client has
-        a model of its own, they also hold that one's: see :mod:`flwr_regs.client.personal`.
-        """
+    def _evaluated(self, message: Parcel, held: Memory) -> Answer:
+        """Evaluate; the memory stays as it is."""
         if self.eval_data is None:
             raise ValueError(
                 f"{type(self).__name__} was built without eval_data; "
                 "pass it, or set fraction_evaluate=0 on the strategy"
             )
-        parcel, held = self._message(parameters, config, evaluating=True)
-        term, slots, lost = evaluated(parcel, held, uncompiled(self.model), self._identity)
+        term, slots, config = evaluated(message, held, uncompiled(self.model), self._identity)
         how = {"optimizer": self.optimizer, "folder": self.save_private}
         loss, count, metrics = evaluate(
-            self._measures, term, self.eval_data, parcel.config, slots, **how
+            self._measures, term, self.eval_data, message.config, slots, **how
         )
-        return loss, count, metrics | lost
+        layer = {n: metrics.pop(n) for n in (keys.LAYER_KEY,) if n in metrics}
+        numbers = {"num-examples": count, "loss": loss, **metrics}
+        return Parcel({}, {**config, **layer}, numbers), held, None
 
     def get_properties(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """Return the label counts if `config` requests them; PermissionError if they are not shared."""
@@ -273,26 +297,20 @@ class RegClient(NumPyClient):
         kept = (self.private, self.save_private, self.keep_optimizer)
         return Identity(name, terms, type(self).__name__, *kept)
 
-    def _message(
-        self, parameters: NDArrayList, config: Mapping[str, Any], evaluating: bool = False
-    ) -> tuple[Parcel, Mapping[str, bytes]]:
-        """Return (a message's plain values, what the node remembers).
 
-        Records are in the config: as Flower's, or packed by whoever calls this client by hand.
-        """
-        values = dict(config)
-        held = values.pop(keys.MEMORY, {})
-        names = [n for n in values if n.endswith(".broadcast") or n == keys.STEP]
-        records = {n: values.pop(n) for n in names}
-        records = {
-            n: unpack(r) if isinstance(r, bytes) else from_record(r) for n, r in records.items()
-        }
-        if keys.NAMES_KEY in values:
-            arrays = zip(names_in(values.pop(keys.NAMES_KEY)), parameters, strict=True)
-            records[keys.ARRAYS] = dict(arrays)
-        elif evaluating or keys.METHOD_KEY in values:  # else `begin` says what is wrong
+def _message(parameters: NDArrayList, config: Mapping[str, Any]) -> tuple[Parcel, Memory]:
+    """Return (a message's plain values, what the client remembers), as whoever calls by hand gives them."""
+    values = dict(config)
+    held = values.pop(keys.MEMORY, {})
+    if keys.NAMES_KEY not in values:
+        if keys.METHOD_KEY in values:
             raise ProtocolError(
                 "the config does not name the arrays: build the ClientApp with "
                 "flwr_regs.client_app(client_fn), not with flwr's ClientApp(client_fn)"
             )
-        return Parcel(records, values), held
+        return Parcel({}, values), held
+    names = names_in(values.pop(keys.NAMES_KEY))
+    packed = [n for n in values if n.endswith(".broadcast") or n == keys.STEP]
+    records = {n: unpack(values.pop(n)) for n in packed}
+    records[keys.ARRAYS] = dict(zip(names, parameters, strict=True))
+    return Parcel(records, values), held

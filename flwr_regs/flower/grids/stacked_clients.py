@@ -1,6 +1,6 @@
 """Clients that train in one stack: what each brings, and which go together.
 
-It does for many clients at once what node.py, translation.py, client/member.py and the
+It does for many clients at once what node.py, app.py, client/member.py and the
 NumPyClient do for one. What they share (the config, the model, the method) is read once. Whoever needs
 more than that trains by itself: CannotStack says why.
 """
@@ -35,13 +35,13 @@ from flwr_regs.flower.node import NodeState, check_incoming
 from flwr_regs.term import Slot
 from flwr_regs.wire import keys
 from flwr_regs.wire.arrays import NDArrays
-from flwr_regs.wire.delta import model_from
+from flwr_regs.wire.delta import WHOLE, model_from
 from flwr_regs.wire.records import from_record, to_record
 
-OWN_KEYS = (keys.SEED_KEY, keys.CLIENT_KEY, keys.USED_KEY, keys.CAME_KEY)
+OWN_KEYS = (keys.SEED_KEY, keys.CLIENT_KEY, keys.SNAPSHOTS_KEY)
 """Entries of a message's config that are one client's."""
 _Record = TypeVar("_Record", ArrayRecord, ConfigRecord)
-_OVERRIDES = ("fit", "to_client", "_task", "_identity", "_message")
+_OVERRIDES = ("fit", "to_client", "_task", "_identity", "_trained")
 
 
 class Cohort:
@@ -208,8 +208,8 @@ class Cohort:
         """Return the global model of a message; rebuilt once for all that kept the same one."""
         record = _record(content, keys.ARRAYS, ArrayRecord)
         base = None
-        if keys.DOWNLINK_KEY in config:
-            base = node.model(config[keys.BASE_ROUND_KEY])
+        if config.get(keys.DOWNLINK_KEY, WHOLE) != WHOLE:
+            base = node.model
             if base is None:
                 raise CannotStack("it lacks the model that the message builds on")
         for found in self._models:
@@ -256,7 +256,7 @@ def check_message(config: Mapping[str, Any]) -> None:
     """Raise CannotStack for a message that needs more than a stack does."""
     if config.get(keys.HALF_KEY):
         raise CannotStack("the model travels in half precision")
-    if config.get(keys.DOWNLINK_KEY) == "coded":
+    if keys.STEPS_KEY in config:
         raise CannotStack("the downlink is coded")
 
 

@@ -236,7 +236,7 @@ class Group:
             )
         for c, (_, memory) in zip(self.candidates, ended, strict=True):
             c.node.remember(memory)
-            if self.recipe.config.get(keys.KEEP_KEY):
+            if keys.DOWNLINK_KEY in self.recipe.config:
                 c.node.keep_model(self.record)
         pairs = zip(self.candidates, ended, strict=True)
         return [Message(reply_of(reply), reply_to=c.message) for c, (reply, _) in pairs]
