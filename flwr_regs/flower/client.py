@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -14,13 +13,11 @@ from torch import nn
 
 from flwr_regs.chain import name_of
 from flwr_regs.client.loading import Pins, pinned
-from flwr_regs.client.local_training import local_round
 from flwr_regs.client.measure.classifier import find_classifier
-from flwr_regs.client.measure.context_functions import Measures
-from flwr_regs.client.member import Identity, begin, end, evaluated, probe, seeded
-from flwr_regs.client.memory import Root, to_numpy
-from flwr_regs.client.personal import evaluate, trained_model
-from flwr_regs.client.train.batches import Batches, check_batches, label_counts, resolve_device
+from flwr_regs.client.member import Identity
+from flwr_regs.client.memory import Root, to_numpy, written
+from flwr_regs.client.serving import score, train
+from flwr_regs.client.train.batches import Batches, check_batches, label_counts
 from flwr_regs.client.train.optimizer import OptimizerFn
 from flwr_regs.client.train.task import LossFn, OutputFn, Task, uncompiled
 from flwr_regs.flower.refusal import unreadable
@@ -194,33 +191,13 @@ class RegClient(NumPyClient):
         ValueError
             The config lacks a key, holds an unknown one, or there is no training data.
         """
-        device, data, task = resolve_device(self.device), self.train_data, self._task
-        parcel, held = self._message(parameters, config)
-        model = uncompiled(self.model)
-        member = begin(parcel, held, model, self._identity)
-        with seeded(member.config[keys.SEED_KEY], device):
-            if member.probing:
-                reply, held = probe(member, model, data, device, self.classifier, task)
-            else:
-                result = local_round(
-                    self.model,
-                    member.term,
-                    data,
-                    optimizer=self.optimizer,
-                    device=device,
-                    classifier=self.classifier,
-                    max_steps=self.step_budget,
-                    max_seconds=self.time_budget,
-                    **vars(task),
-                    **member.duration,
-                )
-                own_model = partial(trained_model, member.term, self._measures, result)
-                reply, held = end(member, result, own_model)
+        reply, held, rebuilt = train(self, *self._message(parameters, config))
         arrays = dict(reply.records.pop(keys.ARRAYS, {}))  # type: ignore[attr-defined]
-        metrics = {**(reply.metrics or {}), **reply.config, **reply.records, keys.MEMORY: held}
-        if member.rebuilt is not None:
-            metrics[keys.MODEL] = to_record(member.rebuilt)
-        if member.term.coder("finish") is not None:
+        remembered = {keys.MEMORY: written(held)}
+        metrics = {**(reply.metrics or {}), **reply.config, **reply.records, **remembered}
+        if rebuilt is not None:
+            metrics[keys.MODEL] = to_record(rebuilt)
+        if keys.UPDATE_KEY in reply.config:
             metrics[keys.SENT_KEY] = json.dumps(list(arrays))
         return list(arrays.values()), metrics.pop("num-examples"), metrics
 
@@ -232,18 +209,7 @@ class RegClient(NumPyClient):
         For classification the metrics hold ``"accuracy"``, the share of correct arg-max. If this client has
         a model of its own, they also hold that one's: see :mod:`flwr_regs.client.personal`.
         """
-        if self.eval_data is None:
-            raise ValueError(
-                f"{type(self).__name__} was built without eval_data; "
-                "pass it, or set fraction_evaluate=0 on the strategy"
-            )
-        parcel, held = self._message(parameters, config, evaluating=True)
-        term, slots, lost = evaluated(parcel, held, uncompiled(self.model), self._identity)
-        how = {"optimizer": self.optimizer, "folder": self.save_private}
-        loss, count, metrics = evaluate(
-            self._measures, term, self.eval_data, parcel.config, slots, **how
-        )
-        return loss, count, metrics | lost
+        return score(self, *self._message(parameters, config, evaluating=True))
 
     def get_properties(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """Return the label counts if `config` requests them; PermissionError if they are not shared."""
@@ -255,20 +221,17 @@ class RegClient(NumPyClient):
                 "share_label_counts=True, or the strategy with cohorts='uniform'"
             )
         return {
-            keys.LABELS_KEY: json.dumps(label_counts(self._task.pairs(self.train_data)).tolist())
+            keys.LABELS_KEY: json.dumps(label_counts(self.task.pairs(self.train_data)).tolist())
         }
 
     @property
-    def _task(self) -> Task:
+    def task(self) -> Task:
+        """Its loss, and how its batches are read."""
         return Task(self.loss_fn, self.target_key, self.output_fn)
 
     @property
-    def _measures(self) -> Measures:
-        model, device = uncompiled(self.model), resolve_device(self.device)
-        return Measures(model, self.train_data, self._task, device, self.classifier)
-
-    @property
-    def _identity(self) -> Identity:
+    def identity(self) -> Identity:
+        """Who it is, whatever round it takes part in."""
         name, terms = self.method or name_of(self.terms), self.terms
         kept = (self.private, self.save_private, self.keep_optimizer)
         return Identity(name, terms, type(self).__name__, *kept)

@@ -1,0 +1,214 @@
+"""Clients of this process as the server's network: requests in, replies out, no messages. Plain torch."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+
+from flwr_regs.client import serving
+from flwr_regs.client.memory import Memory
+from flwr_regs.client.train.batches import label_counts
+from flwr_regs.cohort.stack_groups import Asked, Served
+from flwr_regs.cohort.stacks import Stacks
+from flwr_regs.server.exchange.network import Replies, Request
+from flwr_regs.wire import keys
+from flwr_regs.wire.arrays import NDArrays
+from flwr_regs.wire.delta import KINDS, OutOfSync, model_from
+from flwr_regs.wire.errors import described
+from flwr_regs.wire.parcel import Parcel
+from flwr_regs.wire.precision import from_half, to_half
+
+LOG = logging.getLogger("flwr")
+TRAINING = ("train", keys.PROBE)
+
+
+@dataclass
+class Node:
+    """What is kept for a client between messages, in one training.
+
+    Attributes
+    ----------
+    training : tuple
+        The method and the training's start id.
+    memory : Memory
+    model : tuple or None
+        The round of a global model that the next message may build on, and that model.
+    """
+
+    training: tuple[Any, Any]
+    memory: Memory = field(default_factory=dict)
+    model: tuple[int, NDArrays] | None = None
+
+    def kept(self, server_round: Any) -> NDArrays | None:
+        """Return the global model of a round, if it was kept."""
+        return self.model[1] if self.model is not None and self.model[0] == server_round else None
+
+
+class Host(Protocol):
+    """Whose clients these are."""
+
+    def node_ids(self) -> Collection[int]:
+        """Return the nodes' ids."""
+        ...
+
+    def identities(self, nodes: Collection[int]) -> dict[int, dict[str, Any]]:
+        """Return what these nodes say of themselves."""
+        ...
+
+    def client(self, pid: int, kind: str, config: Mapping[str, Any]) -> serving.Client | None:
+        """Return the client of a partition; None if messages alone reach it. Raises what it raises."""
+        ...
+
+    def node(self, pid: int, config: Mapping[str, Any]) -> Node:
+        """Return what was kept for a client before."""
+        ...
+
+    def by_messages(self, request: Request) -> Replies:
+        """Return the replies of clients that messages alone reach."""
+        ...
+
+
+class CohortNetwork:
+    """A :class:`flwr_regs.server.exchange.network.Network` of clients in this process.
+
+    Parameters
+    ----------
+    host : Host
+    stacks : Stacks, optional
+        Trains the clients of a round together that can. None: one by one.
+    apart : bool
+        Clients that train one by one do so by messages: in other processes.
+    """
+
+    def __init__(self, host: Host, stacks: Stacks | None = None, apart: bool = False) -> None:
+        self._host, self._stacks, self._apart = host, stacks, apart
+
+    def nodes(self) -> Collection[int]:
+        """Return the ids of the nodes."""
+        return self._host.node_ids()
+
+    def ask(self, request: Request, timeout: float | None = None) -> Replies:
+        """Return the replies to a request; no client is late."""
+        if request.kind == keys.IDENTIFY:
+            said = self._host.identities(request.nodes.values())
+            return Replies({p: Parcel(config=said[node]) for p, node in request.nodes.items()})
+        came: dict[int, Parcel] = {}
+        failures: dict[int, str] = {}
+        asked: dict[int, Asked] = {}
+        others: dict[int, Parcel] = {}
+        seen: dict[Any, Any] = {}
+        stacked = request.kind in TRAINING and len(request.parcels) > 1 and self._stacks
+        for pid, parcel in request.parcels.items():
+            try:
+                if request.kind == keys.PREFETCH:
+                    self._prefetch(pid, parcel)
+                    came[pid] = Parcel()
+                    continue
+                client = self._host.client(pid, request.kind, parcel.config)
+                if client is None or (self._apart and not stacked):
+                    others[pid] = parcel
+                    continue
+                if request.kind == keys.LABELS:
+                    counts = label_counts(client.task.pairs(client.train_data)).tolist()
+                    came[pid] = Parcel(config={keys.LABELS_KEY: json.dumps(counts)})
+                    continue
+                node = self._host.node(pid, parcel.config)
+                asked[pid] = Asked(pid, client, _received(parcel, node, seen), node.memory)
+                if not stacked:
+                    came[pid] = self._alone(request.kind, asked.pop(pid))
+            except OutOfSync:  # the server then sends the model
+                came[pid] = Parcel(config={keys.OUT_OF_SYNC_KEY: True})
+            except Exception as error:  # whatever the user's code raises
+                failures[pid] = _failure(error)
+        if stacked and self._stacks is not None:
+            for pid, served in self._stacks.train(list(asked.values())).items():
+                came[pid] = self._ended(asked.pop(pid), served)
+        for pid, one in asked.items():
+            if self._apart:
+                others[pid] = request.parcels[pid]
+                continue
+            try:
+                came[pid] = self._alone(request.kind, one)
+            except Exception as error:
+                failures[pid] = _failure(error)
+        silent: Collection[int] = ()
+        if others:
+            more = self._host.by_messages(Request(request.kind, others, request.nodes))
+            came, failures, silent = (
+                {**came, **more.came},
+                {**failures, **more.failures},
+                more.silent,
+            )
+        return Replies(
+            {p: came[p] for p in request.parcels if p in came},
+            {p: failures[p] for p in request.parcels if p in failures},
+            silent,
+        )
+
+    def _prefetch(self, pid: int, parcel: Parcel) -> None:
+        node = self._host.node(pid, parcel.config)
+        node.model = parcel.config[keys.ROUND_KEY], dict(parcel.records[keys.ARRAYS])
+
+    def _alone(self, kind: str, asked: Asked) -> Parcel:
+        """Return the reply of a client by itself."""
+        if kind not in TRAINING:
+            loss, count, metrics = serving.score(asked.client, asked.message, asked.memory)
+            numbers = {k: v for k, v in metrics.items() if isinstance(v, int | float)}
+            texts = {k: v for k, v in metrics.items() if k not in numbers}
+            return Parcel({}, texts, {**numbers, "num-examples": count, "loss": loss})
+        reply, memory, rebuilt = serving.train(asked.client, asked.message, asked.memory)
+        config = asked.message.config
+        if keys.HALF_KEY in config and keys.ARRAYS in reply.records:
+            halved, marks = to_half(dict(reply.records[keys.ARRAYS]), str(config[keys.HALF_KEY]))
+            reply = Parcel(
+                {**reply.records, keys.ARRAYS: halved},
+                {**reply.config, keys.HALVES_KEY: marks[keys.HALVES_KEY]},
+                reply.metrics,
+            )
+        given: Any = asked.message.records[keys.ARRAYS]
+        model = given if rebuilt is None else rebuilt
+        return self._ended(asked, Served(reply, memory, model))
+
+    def _ended(self, asked: Asked, served: Served) -> Parcel:
+        """Keep what a client leaves for the next round; return its reply."""
+        config = asked.message.config
+        node = self._host.node(asked.pid, config)
+        node.memory = served.memory
+        if config.get(keys.KEEP_KEY):
+            node.model = config[keys.ROUND_KEY], served.model
+        return served.reply
+
+
+def _received(parcel: Parcel, node: Node, seen: dict[Any, Any]) -> Parcel:
+    """Return a message with the global model in full in place of what travels; raise OutOfSync without.
+
+    Of coded steps, which only the method can decode, it is the model that the client kept. What many
+    clients get is made once: `seen` holds it.
+    """
+    config, records = parcel.config, parcel.records
+    base_round = config.get(keys.BASE_ROUND_KEY)
+    base = None if base_round is None else node.kept(base_round)
+    if base_round is not None and base is None:
+        raise OutOfSync
+    kept = config.get(keys.DOWNLINK_KEY) == "kept"  # then the record holds nothing
+    key = None if kept else id(records[keys.ARRAYS]), base_round
+    if key not in seen:
+        arrays = {n: np.array(a) for n, a in records[keys.ARRAYS].items()}  # torch may write
+        if keys.HALVES_KEY in config:
+            arrays = dict(from_half(arrays, config))
+        step = None
+        if config.get(keys.DOWNLINK_KEY) in KINDS:
+            arrays, step = model_from(config, arrays, base)
+        seen[key] = {keys.ARRAYS: arrays, **({} if step is None else {keys.STEP: step})}
+    return Parcel({**records, **seen[key]}, config)
+
+
+def _failure(error: Exception) -> str:
+    """Return why a client failed, and log its traceback."""
+    LOG.debug("the traceback of a client that failed", exc_info=error)
+    return described(error)
