@@ -150,18 +150,25 @@ def begin(message: Parcel, held: Memory, model: nn.Module, who: Identity) -> Mem
         held = Folder(who.folder, config).completed(held, config)
     step = message.records.get(keys.STEP)
     if keys.STEPS_KEY in config:
-        coder = term.coder("release")
-        if coder is None:
-            raise ProtocolError(
-                "the strategy sends coded steps, but this method has no code for them"
-            )
-        trained = [n for n in trained_parameters(model, term) if n in arrays]
-        tied = {n: first for n, first in tied_names(model, ()).items() if first in trained}
-        arrays, step = decoded_model(config, arrays, trained, tied, coder.decode)
+        arrays, step = with_steps(model, term, config, arrays)
     begun = memory.begin(held, term, config, bool(private_entries(model, term)))
     layout = load(model, term, arrays, config, begun.private)
     broadcast = broadcast_of(term, message.records, step, layout.trained, config)
     return Member(who, term, config, arrays, layout, broadcast, held, begun)
+
+
+def with_steps(
+    model: nn.Module, term: Chain, config: Mapping[str, Any], arrays: NDArrays
+) -> tuple[NDArrays, NDArrays]:
+    """Return (the global model, its last step) of a message with coded steps upon `arrays`.
+
+    Raises OutOfSync, and ProtocolError for steps that the method cannot decode.
+    """
+    if (coder := term.coder("release")) is None:
+        raise ProtocolError("the strategy sends coded steps, but this method has no code for them")
+    trained = [n for n in trained_parameters(model, term) if n in arrays]
+    tied = {n: first for n, first in tied_names(model, ()).items() if first in trained}
+    return decoded_model(config, arrays, trained, tied, coder.decode)
 
 
 def broadcast_of(
@@ -193,14 +200,7 @@ def end(
     this client's own model of the round's `lr` and `config`, where the client saves it.
     """
     given, layout, term = member.arrays, member.layout, member.term
-    buffers = frozenset(n for n in given if n not in layout.trained)
-    config: dict[str, Any] = {}
-    if layout.tied or buffers != untrainable(given):
-        config[keys.NOT_TRAINED_KEY] = listed(buffers, layout.tied)
-    if layout.frozen_digest and keys.FROZEN_DIGEST_KEY not in member.config:
-        config[keys.FROZEN_DIGEST_KEY] = layout.frozen_digest  # the server has yet to know
-    if result.output_layer is not None:
-        config[keys.LAYER_KEY] = result.output_layer
+    config = model_entries(member.config, given, layout, result.output_layer)
     metrics = {
         "train-loss": result.loss,
         "local-steps": result.num_steps,
@@ -212,7 +212,7 @@ def end(
     if (coder := term.coder("finish")) is not None:
         sent = {n: to_numpy(d).astype(given[n].dtype) for n, d in result.delta.items()}
         config[keys.STEPS_KEY] = [coder.encode(in_code_order(sent, sent))]
-        own = [n for n in given if n in buffers and n not in layout.tied]
+        own = [n for n in given if n not in layout.trained and n not in layout.tied]
         new = {n: new[n] for n in own if not np.array_equal(new[n], given[n])}
     held, words = member.memory, list[str]()
     if result.num_steps:  # a client that took none is as it was
@@ -270,6 +270,21 @@ def _ended(member: Member, held: Memory, words: Iterable[str] = ()) -> dict[str,
     if folder and held is not member.memory and not folder.write(held, member.config):
         said.append(keys.NOT_SAVED)
     return {keys.METHOD_KEY: member.who.method, **reply_entries(member.config, said)}
+
+
+def model_entries(
+    config: Mapping[str, Any], arrays: NDArrays, layout: Layout, output_layer: str | None
+) -> dict[str, Any]:
+    """Return a reply's entries about the model; `config` and `arrays` are those of its message."""
+    buffers = frozenset(n for n in arrays if n not in layout.trained)
+    entries: dict[str, Any] = {}
+    if layout.tied or buffers != untrainable(arrays):
+        entries[keys.NOT_TRAINED_KEY] = listed(buffers, layout.tied)
+    if layout.frozen_digest and keys.FROZEN_DIGEST_KEY not in config:
+        entries[keys.FROZEN_DIGEST_KEY] = layout.frozen_digest  # the server has yet to know
+    if output_layer is not None:
+        entries[keys.LAYER_KEY] = output_layer
+    return entries
 
 
 def reply_entries(config: Mapping[str, Any], said: Sequence[str]) -> dict[str, Any]:

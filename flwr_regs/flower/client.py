@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -13,28 +12,24 @@ from flwr.common import Code, FitIns, FitRes, Parameters, Status
 from torch import nn
 
 from flwr_regs.chain import name_of
+from flwr_regs.client import serving
 from flwr_regs.client.loading import Pins, pinned
-from flwr_regs.client.local_training import local_round
 from flwr_regs.client.measure.classifier import find_classifier
-from flwr_regs.client.measure.context_functions import Measures
-from flwr_regs.client.member import Identity, begin, end, evaluated, probe, seeded
-from flwr_regs.client.memory import Memory, Root, to_numpy
-from flwr_regs.client.personal import evaluate, trained_model
-from flwr_regs.client.train.batches import Batches, check_batches, label_counts, resolve_device
+from flwr_regs.client.member import Identity
+from flwr_regs.client.memory import Memory, Root, to_numpy, written
+from flwr_regs.client.train.batches import Batches, check_batches, label_counts
 from flwr_regs.client.train.optimizer import OptimizerFn
 from flwr_regs.client.train.task import LossFn, OutputFn, Task, uncompiled
 from flwr_regs.flower.node import unreadable
 from flwr_regs.term import NOT_NEGATIVE, SWITCH, Range, Term
 from flwr_regs.wire import keys
-from flwr_regs.wire.arrays import ForeignStrategy, NDArrays, ProtocolError, unpack
+from flwr_regs.wire.arrays import ForeignStrategy, ProtocolError, unpack
 from flwr_regs.wire.parcel import Parcel
 from flwr_regs.wire.records import to_record
 from flwr_regs.wire.terms import check_classes
 from flwr_regs.wire.text import names_in
 
 NDArrayList = list[Any]
-Answer = tuple[Parcel, Memory, NDArrays | None]
-"""A reply, what the client remembers from now on, and the model if it came in the method's code."""
 _WHOLE = Range("a whole number of at least 0", lambda v: v >= 0, int)
 
 
@@ -196,10 +191,10 @@ class RegClient(NumPyClient):
             The config lacks a key, holds an unknown one, or there is no training data.
         """
         message, held = _message(parameters, config)
-        reply, held, model = self._trained(message, held)
+        reply, held, model = serving.train(self, message, held)
         records, numbers = dict(reply.records), dict(reply.metrics or {})
         arrays = records.pop(keys.ARRAYS, {})
-        metrics = {**numbers, **reply.config, **records, keys.MEMORY: held}
+        metrics = {**numbers, **reply.config, **records, keys.MEMORY: written(held)}
         if model is not None:
             metrics[keys.MODEL] = to_record(model)
         given = zip(message.records[keys.ARRAYS], parameters, strict=True)
@@ -213,61 +208,27 @@ class RegClient(NumPyClient):
         For classification the metrics hold ``"accuracy"``, the share of correct arg-max. If this client has
         a model of its own, they also hold that one's: see :mod:`flwr_regs.client.personal`.
         """
-        reply, _, _ = self._evaluated(*_message(parameters, config))
+        reply, _, _ = serving.evaluate(self, *_message(parameters, config))
         metrics = {**(reply.metrics or {}), **reply.config}
         return metrics.pop("loss"), metrics.pop("num-examples"), metrics
 
-    def responder(self, kind: str) -> Callable[[Parcel, Memory], Answer] | None:
+    def responder(self, kind: str) -> Callable[[Parcel, Memory], serving.Answer] | None:
         """Return what makes the reply to a message of a kind, "train" or "evaluate".
 
         None if a subclass has a `fit` or `evaluate` of its own, which must then be called.
         """
         method, ours, respond = {
-            "train": (self.fit, RegClient.fit, self._trained),
-            "evaluate": (self.evaluate, RegClient.evaluate, self._evaluated),
+            "train": (self.fit, RegClient.fit, serving.train),
+            "evaluate": (self.evaluate, RegClient.evaluate, serving.evaluate),
         }[kind]
-        return respond if getattr(method, "__func__", None) is ours else None
+        if getattr(method, "__func__", None) is not ours:
+            return None
 
-    def _trained(self, message: Parcel, held: Memory) -> Answer:
-        """Train, or reply to a first exchange."""
-        device, data, task = resolve_device(self.device), self.train_data, self._task
-        member = begin(message, held, uncompiled(self.model), self._identity)
-        with seeded(member.config[keys.SEED_KEY], device):
-            if member.probing:
-                model = uncompiled(self.model)
-                reply, held = probe(member, model, data, device, self.classifier, task)
-            else:
-                result = local_round(
-                    self.model,
-                    member.term,
-                    data,
-                    optimizer=self.optimizer,
-                    device=device,
-                    classifier=self.classifier,
-                    max_steps=self.step_budget,
-                    max_seconds=self.time_budget,
-                    **vars(task),
-                    **member.duration,
-                )
-                own_model = partial(trained_model, member.term, self._measures, result)
-                reply, held = end(member, result, own_model)
-        return reply, held, member.rebuilt
+        def answer(message: Parcel, held: Memory) -> serving.Answer:
+            reply, held, model = respond(self, message, held)
+            return reply, written(held), model
 
-    def _evaluated(self, message: Parcel, held: Memory) -> Answer:
-        """Evaluate; the memory stays as it is."""
-        if self.eval_data is None:
-            raise ValueError(
-                f"{type(self).__name__} was built without eval_data; "
-                "pass it, or set fraction_evaluate=0 on the strategy"
-            )
-        term, slots, config = evaluated(message, held, uncompiled(self.model), self._identity)
-        how = {"optimizer": self.optimizer, "folder": self.save_private}
-        loss, count, metrics = evaluate(
-            self._measures, term, self.eval_data, message.config, slots, **how
-        )
-        layer = {n: metrics.pop(n) for n in (keys.LAYER_KEY,) if n in metrics}
-        numbers = {"num-examples": count, "loss": loss, **metrics}
-        return Parcel({}, {**config, **layer}, numbers), held, None
+        return answer
 
     def get_properties(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """Return the label counts if `config` requests them; PermissionError if they are not shared."""
@@ -279,20 +240,17 @@ class RegClient(NumPyClient):
                 "share_label_counts=True, or the strategy with cohorts='uniform'"
             )
         return {
-            keys.LABELS_KEY: json.dumps(label_counts(self._task.pairs(self.train_data)).tolist())
+            keys.LABELS_KEY: json.dumps(label_counts(self.task.pairs(self.train_data)).tolist())
         }
 
     @property
-    def _task(self) -> Task:
+    def task(self) -> Task:
+        """Its loss, and how its batches are read."""
         return Task(self.loss_fn, self.target_key, self.output_fn)
 
     @property
-    def _measures(self) -> Measures:
-        model, device = uncompiled(self.model), resolve_device(self.device)
-        return Measures(model, self.train_data, self._task, device, self.classifier)
-
-    @property
-    def _identity(self) -> Identity:
+    def identity(self) -> Identity:
+        """Who it is, whatever round it takes part in."""
         name, terms = self.method or name_of(self.terms), self.terms
         kept = (self.private, self.save_private, self.keep_optimizer)
         return Identity(name, terms, type(self).__name__, *kept)

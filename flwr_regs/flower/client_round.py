@@ -17,7 +17,7 @@ from flwr_regs.client.loading import Pins
 from flwr_regs.client.local_training import LocalTraining
 from flwr_regs.client.measure.context_functions import Measures
 from flwr_regs.client.member import Identity, begin, end, evaluated, probe, seeded
-from flwr_regs.client.memory import Memory, Root
+from flwr_regs.client.memory import Memory, Root, written
 from flwr_regs.client.personal import own_model, trained_model
 from flwr_regs.client.train.batches import Batches, resolve_device
 from flwr_regs.client.train.optimizer import OptimizerFn
@@ -153,7 +153,7 @@ class ClientRound(LocalTraining):
             own_model = partial(trained_model, member.term, self._measures, result)
             reply, held = end(member, result, own_model)
         content = reply_of(replace(reply, metrics={**(metrics or {}), **(reply.metrics or {})}))
-        content[keys.MEMORY] = ConfigRecord({**held})
+        content[keys.MEMORY] = ConfigRecord({**written(held)})
         if member.rebuilt is not None:
             content[keys.MODEL] = to_record(member.rebuilt)
         return Message(content, reply_to=self._message)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from typing import Generic, TypeVar
 
 from flwr.app import Error, Message
 from flwr.common.constant import ErrorCode
 from flwr.serverapp import Grid
 
-from flwr_regs.server.exchange.network import Course, Replies, Request
+from flwr_regs.server.exchange.network import Course, Network, Replies, Request
 from flwr_regs.server.failures import read_each
 from flwr_regs.wire import keys
 from flwr_regs.wire.errors import described
@@ -125,13 +126,24 @@ class Paused(Generic[T]):
     def __init__(self, course: Course[T]) -> None:
         self._course = course
         self._requests = next(course)
-        self.messages = messages_of(self._requests)
+
+    @cached_property
+    def messages(self) -> list[Message]:
+        """The requests as messages."""
+        return messages_of(self._requests)
+
+    def over(self, network: Network, timeout: float | None) -> T:
+        """Run the course to its end on a network."""
+        return self._end([network.ask(request, timeout) for request in self._requests])
 
     def resume(self, replies: Iterable[Message]) -> T:
         """Run the course to its end with these replies to its messages."""
         replies = list(replies)
+        return self._end([replies_to(r, self.messages, replies) for r in self._requests])
+
+    def _end(self, replies: Sequence[Replies]) -> T:
         try:
-            self._course.send([replies_to(r, self.messages, replies) for r in self._requests])
+            self._course.send(replies)
         except StopIteration as done:
             return done.value  # type: ignore[no-any-return]
         raise RuntimeError("a course pauses only once")
