@@ -17,10 +17,16 @@ import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.client import Client, NumPyClient
 from flwr.clientapp import ClientApp
-from flwr.clientapp.typing import ClientAppCallable, Mod
-from flwr.common import Code, EvaluateIns, FitIns, GetPropertiesIns, Parameters
-from flwr.common.constant import MessageTypeLegacy
+from flwr.common import (
+    Code,
+    EvaluateIns,
+    FitIns,
+    GetPropertiesIns,
+    MessageTypeLegacy,
+    Parameters,
+)
 
+from flwr_regs.flower.compat import ClientAppCallable, Mod
 from flwr_regs.flower.mods import guarded
 from flwr_regs.flower.node import closed, node_mod, opened
 from flwr_regs.wire import keys

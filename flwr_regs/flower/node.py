@@ -30,10 +30,9 @@ from flwr.app import (
     MetricRecord,
     RecordDict,
 )
-from flwr.clientapp.typing import ClientAppCallable
-from flwr.common.constant import ErrorCode
-from flwr.common.logger import log
+from flwr.common import log
 
+from flwr_regs.flower.compat import ClientAppCallable, ErrorCode
 from flwr_regs.wire import keys
 from flwr_regs.wire.arrays import ForeignStrategy, ProtocolError
 from flwr_regs.wire.delta import WHOLE, OutOfSync, model_from

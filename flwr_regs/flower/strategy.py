@@ -10,15 +10,15 @@ from os import PathLike
 from typing import Any, ClassVar
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
-from flwr.common.logger import log
+from flwr.common import log
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result
-from flwr.serverapp.strategy.strategy_utils import aggregate_metricrecords
 
 from flwr_regs.abilities import Averages, Steers
 from flwr_regs.chain import chain, name_of
 from flwr_regs.flower.accounting import AccountedBudget
 from flwr_regs.flower.checkpoints import Checkpoints, guarded
+from flwr_regs.flower.compat import aggregate_metricrecords
 from flwr_regs.flower.grids.grid_network import GridNetwork, Paused
 from flwr_regs.flower.grids.in_process import InProcessGrid
 from flwr_regs.flower.loop import Driven, EvaluateFn, Loop
