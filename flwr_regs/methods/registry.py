@@ -637,7 +637,6 @@ def _rows() -> Iterator[Method]:
         gradients="a gradient of each of its samples once a round",
         secure_aggregation=False,
         central_dp=False,
-        stacks=False,
     )
     yield Method(
         name="FedCurv",

@@ -34,8 +34,11 @@ UNDECIDED = "the clients disagree, half against half, on which parameters they t
 
 def losses(replies: Mapping[int, Parcel]) -> dict[str, list[int]]:
     """Return the clients that have lost private entries, and those that have lost slots of terms."""
-    said = {pid: str(reply.config.get(keys.LOST_KEY, "")) for pid, reply in replies.items()}
-    return {what: sorted(p for p in said if what in said[p]) for what in ("private", "state")}
+    words = {"private": keys.LOST_PRIVATE, "state": keys.LOST_STATE}
+    return {
+        what: sorted(pid for pid, reply in replies.items() if reply.says(word))
+        for what, word in words.items()
+    }
 
 
 @dataclass
@@ -111,6 +114,11 @@ class Round:
             return
         self.late += sorted(silent)
         self.failures |= dict.fromkeys(silent, f"no reply within the deadline of {deadline:g} s")
+
+    def leave_out(self, why: Mapping[int, str]) -> None:
+        """Note clients whose replies cannot be used after all."""
+        self.failures |= why
+        self.received = {p: reply for p, reply in self.received.items() if p not in why}
 
     def lose(self, replies: Mapping[int, Parcel]) -> None:
         """Note which clients say that they have lost what they kept; losses of earlier attempts stay."""

@@ -70,8 +70,8 @@ class Training:
     population : Population
     history : list of dict
         One entry a round.
-    identity : dict
-        Entries of every message's config: method, training and hyper-parameters.
+    start_id : str
+        What identifies this training to the clients, also after it was resumed.
     evaluated : bool
         Whether any client could ever evaluate.
     remembered : Remembered
@@ -105,11 +105,7 @@ class Training:
             options.min_available_nodes, options.population, options.wait_timeout
         )
         self.history: list[dict[str, Any]] = []
-        self.identity: dict[str, Any] = {
-            keys.METHOD_KEY: method,
-            keys.START_KEY: uuid4().hex[:8],
-            **options.term.config(),
-        }
+        self.start_id = uuid4().hex[:8]
         self.num_rounds = num_rounds
         self.mean_of_metrics = mean_of_metrics
         self._privacy = PrivateRounds(options.privacy, options.seed, budget)
@@ -145,9 +141,16 @@ class Training:
         return changed
 
     @property
-    def start_id(self) -> str:
-        """What identifies this training to the clients, also after it was resumed."""
-        return str(self.identity[keys.START_KEY])
+    def identity(self) -> dict[str, Any]:
+        """Entries of every message's config: method, training, hyper-parameters, how the model travels."""
+        half, frozen = self.options.wire_dtype, self.model.frozen
+        return {
+            keys.METHOD_KEY: self.method,
+            keys.START_KEY: self.start_id,
+            **self.options.term.config(),
+            **({keys.HALF_KEY: half} if half else {}),
+            **({keys.FROZEN_DIGEST_KEY: frozen} if frozen else {}),
+        }
 
     def keep_ledger(self, write: Callable[[Mapping[str, Any]], None] | None) -> None:
         """Let `write` have what the privacy accountant has counted, before a noisy mean is used."""
@@ -161,7 +164,7 @@ class Training:
 
     def restore(self, state: Mapping[str, Any], history: Sequence[dict[str, Any]]) -> None:
         """Continue from a snapshot and its history."""
-        self.identity[keys.START_KEY] = state["start"]
+        self.start_id = state["start"]
         for name, part in {**self._bound, **self._known}.items():
             part.restore(state[name])
         self.evaluated = state["evaluated"]
@@ -233,7 +236,12 @@ class Training:
         exchange.collect(came)
         this_round.lap("clients")
 
-        self._read(this_round)
+        Reader(self.method, options, self.model).read_all(this_round)
+        fixed = (self.model.buffers or frozenset()) - set(self.model.tied or ())
+        uncovered = self._privacy.uncovered(this_round.received, self.model.given, fixed)
+        this_round.leave_out(uncovered)
+        if wrong := {p: why for p, why in this_round.failures.items() if p in this_round.asked}:
+            LOG.warning("\t> %s", name_failures(wrong))  # the others were named before
         self._participation.select(this_round)
         this_round.lose(this_round.came)
         name_losses(this_round)
@@ -301,20 +309,7 @@ class Training:
             **({} if this_round.lr is None else {"lr": this_round.lr}),
             keys.ROUND_KEY: this_round.number,
             keys.PROTOCOL_KEY: keys.PROTOCOL,
-            **({keys.FROZEN_DIGEST_KEY: self.model.frozen} if self.model.frozen else {}),
-            **({keys.HALF_KEY: options.wire_dtype} if options.wire_dtype else {}),
         }
-
-    def _read(self, this_round: Round) -> None:
-        """Check the replies; note the usable ones, and why the others are not."""
-        reader, model = Reader(self.method, self.options, self.model), self.model
-        replies, failures = reader.read_all(this_round.came, this_round.config)
-        fixed = (model.buffers or frozenset()) - set(model.tied or ())
-        failures |= self._privacy.uncovered(replies, model.given, fixed)
-        this_round.failures |= failures
-        this_round.received = {p: reply for p, reply in replies.items() if p not in failures}
-        if failed := {p: why for p, why in this_round.failures.items() if p in this_round.asked}:
-            LOG.warning("\t> %s", name_failures(failed))  # the others were named before
 
     def _advance(self, this_round: Round) -> None:
         """Average the used replies and move the model; RoundFailed if they are too few or it diverges."""
