@@ -25,6 +25,13 @@ class TooFewReplies(RoundFailed):
     """A round had too few usable replies; another attempt may have enough (`retries`)."""
 
 
+class NoMajority(TooFewReplies):
+    """The clients disagree, half against half: nobody knows which of them are right. The run goes on."""
+
+
+UNDECIDED = "the clients disagree, half against half, on which parameters they train"
+
+
 def losses(replies: Mapping[int, Parcel]) -> dict[str, list[int]]:
     """Return the clients that have lost private entries, and those that have lost slots of terms."""
     words = {"private": keys.LOST_PRIVATE, "state": keys.LOST_STATE}
@@ -127,12 +134,16 @@ class Round:
         ]
 
     def check_enough(self, least: int, method: str) -> None:
-        """Raise TooFewReplies if fewer than `least` replies are used; say why the others are not."""
+        """Raise TooFewReplies if fewer than `least` replies are used; say why the others are not.
+
+        It is NoMajority if the clients disagree so that none of them could be used.
+        """
         if len(self.used) >= least:
             return
         named = {"inactive": self.inactive, "incomplete": self.incomplete}
         why = [name_failures(self.failures)] if self.failures else []
-        raise TooFewReplies(
+        kind = NoMajority if UNDECIDED in self.failures.values() else TooFewReplies
+        raise kind(
             f"round {self.number} of {method}: {len(self.used)} usable replies from a cohort of "
             f"{len(self.cohort)}, needed {least}: "
             + "; ".join(why + [f"{name}: {pids}" for name, pids in named.items() if pids])

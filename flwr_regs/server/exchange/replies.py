@@ -18,7 +18,7 @@ from flwr_regs.server.failures import culprits, read_each
 from flwr_regs.server.global_model import GlobalModel
 from flwr_regs.server.options import Options
 from flwr_regs.server.reply import Reply
-from flwr_regs.server.round import Round
+from flwr_regs.server.round import UNDECIDED, Round
 from flwr_regs.term import Slot
 from flwr_regs.wire import keys
 from flwr_regs.wire.arrays import (
@@ -237,8 +237,7 @@ def agree_on_buffers(
     if known is None:
         ranking = Counter(reply.buffers for reply in replies.values()).most_common(2)
         if len(ranking) == 2 and ranking[0][1] == ranking[1][1]:
-            why = "the clients disagree, half against half, on which parameters they train"
-            return None, dict.fromkeys(replies, why)
+            return None, dict.fromkeys(replies, UNDECIDED)
         known = next((fixed for fixed, _ in ranking), None)
     return known, {
         pid: f"client {pid} trains other parameters than the others; they differ in "

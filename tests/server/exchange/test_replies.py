@@ -182,11 +182,8 @@ def test_accident_in_a_reply(what: str, capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_accident_a_million_times_the_update() -> None:
-    """It cannot be told from an honest reply alone: the mean takes it, and the run goes on."""
-    strategy = played(with_arrays(lambda a: a * 1e6))
-    assert [e["replies"] for e in strategy.history] == [[0, 1, 2, 3]] * 2
-    largest = max(np.abs(a.numpy()).max() for a in strategy.arrays.values())
-    assert 1e4 < largest < 1e15
+    """It cannot be told from an honest reply alone, but from the cohort's."""
+    costs_only_its_client(with_arrays(lambda a: a * 1e6), "over 1000 times its cohort's median")
 
 
 def test_accident_20_megabytes_of_text(caplog: pytest.LogCaptureFixture) -> None:
