@@ -41,7 +41,7 @@ def methods() -> str:
     """Return every column of the registry, and what a method goes with."""
     head = (
         *("method", "paper", "for", "client keeps", "down", "up", "and, small", "exchanges"),
-        "beside a gradient a step",
+        "extra computation per step",
         *("secure aggregation", "central DP", "robust", "streams", "stacks"),
     )
     rows = []

@@ -12,9 +12,8 @@ from typing import Any
 
 from flwr.app import ConfigRecord, Context, Error, Message
 from flwr.clientapp.mod import LocalDpMod, adaptiveclipping_mod, fixedclipping_mod
-from flwr.clientapp.typing import ClientAppCallable, Mod
-from flwr.common.constant import ErrorCode
 
+from flwr_regs.flower.compat import ClientAppCallable, ErrorCode, Mod
 from flwr_regs.wire import keys
 from flwr_regs.wire.arrays import statistics
 
@@ -72,7 +71,7 @@ def _guard(mod: Mod) -> Mod:
             )
         if running := statistics(content.array_records.get(keys.ARRAYS) or ()):
             return refuse(
-                f"BatchNorm's statistics {running}, which do not bear noise: use GroupNorm, or FedBN, "
+                f"BatchNorm's statistics {running}, which noise would ruin: use GroupNorm, or FedBN, "
                 "which keeps them here"
             )
 
