@@ -27,12 +27,12 @@ TRAINERS = {
 def drive(task: dict[str, Any]) -> dict[str, Any]:
     """Train as the task says, and return the models."""
     torch.set_default_dtype(torch.float64)
-    models = importlib.import_module("src.models")
+    models: Any = importlib.import_module("src.models")
     trainer = importlib.import_module(f"src.trainers.{TRAINERS[task['method']]}")
     start, settings = task["parameters"], task["settings"]
     (hidden, inputs), (classes, _) = start["0.weight"].shape, start["2.weight"].shape
 
-    class Perceptron(models.BaseModule):  # type: ignore[name-defined,misc]
+    class Perceptron(models.BaseModule):  # type: ignore[misc]
         """The task's perceptron, in the order of its parameters."""
 
         def __init__(self, _: Any) -> None:
