@@ -1,22 +1,18 @@
-"""A Grid without Ray and without servers: the ClientApp is called here, or in worker processes.
-
-Only this file and workers.py use flwr's private names.
-"""
+"""A Grid without Ray and without servers: the ClientApp is called here, or in worker processes."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from typing import Any
-from uuid import uuid4
 
 from flwr.app import Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid
-from flwr.supercore.run import Run
 
 from flwr_regs.flower.app import NumPyClientApp, RegClientApp
+from flwr_regs.flower.compat import Run, identify, numbered
 from flwr_regs.flower.grids.contexts import Contexts
-from flwr_regs.flower.grids.workers import Workers, identify, served
+from flwr_regs.flower.grids.workers import Workers, served
 from flwr_regs.wire.records import identity
 
 FIRST = 1000
@@ -165,9 +161,3 @@ class InProcessGrid(Grid):
     ) -> Iterable[Message]:
         """Run the clients and return their replies, in the order of `messages`."""
         return self.pull_messages(self.push_messages(messages))
-
-
-def numbered(message: Message) -> Message:
-    """Give a message its id, and return it."""
-    message.metadata.__dict__["_message_id"] = str(uuid4())
-    return message

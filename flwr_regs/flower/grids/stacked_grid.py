@@ -11,11 +11,12 @@ from typing import Any, Literal
 import torch
 from flwr.app import Context, Message, RecordDict
 from flwr.clientapp import ClientApp
-from flwr.common.logger import log
+from flwr.common import log
 
 from flwr_regs.cohort.batch_plan import CannotStack
 from flwr_regs.flower.app import ClientFn, NumPyClientApp, client_app
-from flwr_regs.flower.grids.in_process import InProcessGrid, numbered
+from flwr_regs.flower.compat import numbered
+from flwr_regs.flower.grids.in_process import InProcessGrid
 from flwr_regs.flower.grids.stacked_check import difference
 from flwr_regs.flower.grids.stacked_clients import Cohort
 from flwr_regs.flower.grids.stacked_group import Candidate, Group, Kind
