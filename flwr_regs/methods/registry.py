@@ -36,9 +36,9 @@ if TYPE_CHECKING:  # what type checkers see; a test compares it with the rows
     from flwr_regs.methods.compositions.fedacg import *
     from flwr_regs.methods.compositions.fedgamma import *
     from flwr_regs.methods.compositions.fedlesam_sd import *
+    from flwr_regs.methods.compositions.fedsmoo import *
+    from flwr_regs.methods.compositions.fedspeed import *
     from flwr_regs.methods.compositions.mofedsam import *
-    from flwr_regs.methods.flat.fedsmoo import *
-    from flwr_regs.methods.flat.fedspeed import *
     from flwr_regs.methods.personal.apfl import *
     from flwr_regs.methods.personal.ditto import *
     from flwr_regs.methods.personal.fedamp import *
@@ -353,7 +353,7 @@ def _rows() -> Iterator[Method]:
     )
     yield Method(
         example="FedSpeed(lam=0.1, rho=0.1)",
-        module="flat.fedspeed",
+        module="compositions.fedspeed",
         terms=("MixedPerturbation", "DynamicRegulariser"),
         paper="Sun, Shen, Huang et al. 2023, Alg. 1",
         family="flat",
@@ -364,7 +364,7 @@ def _rows() -> Iterator[Method]:
     )
     yield Method(
         example="FedSMOO(lam=0.1, rho=0.1)",
-        module="flat.fedsmoo",
+        module="compositions.fedsmoo",
         terms=("CommonPerturbation", "DynamicRegulariser"),
         paper="Sun, Shen, Chen et al. 2023, Alg. 1",
         family="flat",
