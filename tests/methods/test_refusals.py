@@ -207,7 +207,12 @@ OPTIMIZERS: list[tuple[Any, Any, Any, str]] = [
     (fr.FedNova, fr.FedNovaClient, partial(SGD, dampening=0.5), WEIGHS),
     (fr.VRLSGD, fr.VRLSGDClient, partial(SGD, momentum=0.5), r"drift.*SGD with momentum takes"),
     (fr.FedAdamW, fr.FedAdamWClient, torch.optim.Adam, "run AdamW without amsgrad, but Adam steps"),
-    (fr.FedAdamW, fr.FedAdamWClient, partial(torch.optim.AdamW, amsgrad=True), "but AdamW with"),
+    (
+        fr.FedAdamW,
+        fr.FedAdamWClient,
+        partial(torch.optim.AdamW, amsgrad=True),
+        "AdamW with weight_decay and amsgrad",
+    ),
 ]
 
 

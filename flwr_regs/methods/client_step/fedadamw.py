@@ -40,7 +40,7 @@ from flwr_regs.abilities import Carries, Checks, Folds, Steers
 from flwr_regs.flower.client import RegClient
 from flwr_regs.flower.strategy import RegStrategy
 from flwr_regs.methods.parts.last_step import steps_to_spread
-from flwr_regs.methods.parts.sgd import unlike_sgd
+from flwr_regs.methods.parts.sgd import PLAIN, unlike_sgd
 from flwr_regs.methods.parts.uploads import check_arrays
 from flwr_regs.term import NOT_NEGATIVE, Arrays, ClientContext, Range, ServerContext, Slot, Term
 
@@ -68,7 +68,7 @@ class SharedMoments(Term, Carries, Steers, Folds, Checks):
     gamma: float = 0.5
 
     def client_optimizer(self, optimizer: Callable[..., Any]) -> Callable[..., Any]:
-        what = unlike_sgd(optimizer)
+        what = unlike_sgd(optimizer, (*PLAIN, "weight_decay", "amsgrad"))
         own = optimizer([torch.zeros(1)], lr=1.0)
         if what and (not isinstance(own, torch.optim.AdamW) or own.defaults["amsgrad"]):
             raise ValueError(

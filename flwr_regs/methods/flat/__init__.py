@@ -1,1 +1,0 @@
-"""Methods that look for flat minima: gradients at a perturbed point."""
