@@ -33,13 +33,13 @@ if TYPE_CHECKING:  # what type checkers see; a test compares it with the rows
     from flwr_regs.methods.client_step.mime import *
     from flwr_regs.methods.client_step.sam import *
     from flwr_regs.methods.client_step.scaffold import *
-    from flwr_regs.methods.client_step.ternary import *
     from flwr_regs.methods.compositions.fedacg import *
     from flwr_regs.methods.compositions.fedgamma import *
     from flwr_regs.methods.compositions.fedlesam_sd import *
     from flwr_regs.methods.compositions.fedsmoo import *
     from flwr_regs.methods.compositions.fedspeed import *
     from flwr_regs.methods.compositions.mofedsam import *
+    from flwr_regs.methods.parts.ternary import *
     from flwr_regs.methods.personal.apfl import *
     from flwr_regs.methods.personal.ditto import *
     from flwr_regs.methods.personal.fedamp import *
@@ -162,7 +162,7 @@ class Method:
 
 COMPOSITIONS = Path(__file__).with_name("compositions.toml")
 """Method -> what it does not compose with -> why; ``python docs/hooks/compositions.py`` writes it."""
-TERMS: dict[str, str] = {"SparseTernary": "client_step.ternary"}
+TERMS: dict[str, str] = {"SparseTernary": "parts.ternary"}
 """Terms that are no method's own, but compose with any: name -> file in ``flwr_regs/methods/``."""
 
 
