@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -163,6 +164,30 @@ def test_training_ends_early_by_its_history(stop: Any, after: int) -> None:
     assert ("stopped" in strategy.history[-1]) == (after < 7)
     assert max(result.evaluate_metrics_serverapp) == after
     assert strategy.history[-1]["server_metrics"]["accuracy"] == after / 10
+
+
+@pytest.mark.parametrize(
+    "schedule", [lambda t: 1 - t / 4, lambda t: 1 - t / 3.5], ids=["0", "below"]
+)
+def test_training_ends_before_the_learning_rate_is_0(schedule: Any, tmp_path: Path) -> None:
+    """Callbacks see why; a training that is resumed there ends there, too."""
+    seen: list[str | None] = []
+    settings: dict[str, Any] = {
+        "seed": 1,
+        "lr_schedule": schedule,
+        "on_round": lambda entry: seen.append(entry.get("stopped")),
+        "checkpoint_dir": tmp_path,
+    }
+    why = r"lr_schedule\(4\) makes the learning rate -?0.*, with which clients cannot train"
+    for more in ({}, {"resume_from": tmp_path}):
+        strategy = fr.FedAvg(**settings)
+        trained(strategy, fr.InProcessGrid(app_of(), 2), 7, **more)
+        assert len(strategy.history) == 3
+        assert re.fullmatch(why, strategy.history[-1]["stopped"])
+    assert seen == [None, None, strategy.history[-1]["stopped"]]
+    exact = fr.FedAvg(**settings | {"checkpoint_dir": None})
+    trained(exact, fr.InProcessGrid(app_of(), 2), 3)
+    assert "stopped" not in exact.history[-1]
 
 
 def test_callbacks_get_their_own_copy_may_fail_and_may_end_the_training(caplog: Any) -> None:
