@@ -6,8 +6,8 @@ Before the model moves, the guard looks for a client whose reply does not belong
   over 1,000 times as long as the cohort's median (squares, such as Fisher information: 1,000² times). Zeros
   do not count for the median, and there must be three others than zero;
 - a variance of BatchNorm is negative;
-- the global step is over 1,000 times the median of the last five, and one client's share ``ω_k Δ_k`` of it
-  is longer than those of all others together.
+- the mean ``Σ ω_k Δ_k``, of which the terms make the step, is over 1,000 times as long as the median of the
+  last five, and the client's share ``ω_k Δ_k`` is longer than those of all others together.
 
 ``on_divergence="exclude"`` leaves it out, names it, and makes the step again: nothing of it reaches the
 model or a server slot. Two signs have no single client behind them, and are warned of:
@@ -17,9 +17,9 @@ model or a server slot. Two signs have no single client behind them, and are war
 - the training loss is over 3 times that of the first round: the median over the clients, so that no single
   client's word counts.
 
-Steps are measured over the trained parameters as one vector. A long step counts only if it is long in units
-of the learning rate too (a schedule may start again), and longer than the first step: near convergence,
-where the steps are next to nothing, ten times as much is no harm. Steps of zero are passed over.
+Steps and means are measured over the trained parameters as one vector. A long one counts only if it is long
+in units of the learning rate too (a schedule may start again), and longer than the first: near convergence,
+where the steps are next to nothing, ten times as much is no harm. Zeros are passed over.
 
 Under `privacy`, and with another aggregator than `Mean`, single clients are not compared: clipping and
 noise, or the aggregator, bound what each can do.
@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields
 from statistics import median, median_low
 from typing import Any
@@ -52,6 +52,8 @@ from flwr_regs.wire.pieces import square_sum
 
 LOG = logging.getLogger("flwr")
 LAST = 5
+Length = tuple[float, float]
+"""Of a step or a mean, and of the same in units of the learning rate."""
 FAR, STEPS, LOSS = 1000.0, 10.0, 3.0
 """How many times the median of the cohort or of the last steps, of the last steps twice, and the first
 round's loss, are too much."""
@@ -67,14 +69,18 @@ class DivergenceGuard(Snapshots):
         The training's name in warnings.
     """
 
-    kept = ("lengths", "long", "first_loss", "warned")
+    kept = ("steps", "means", "count", "long", "first_loss", "warned")
 
     def __init__(self, options: Options, method: str) -> None:
         self._options, self._method = options, method
         self._compares = options.privacy is None and isinstance(options.aggregator, Mean)
-        self._shares: dict[int, float] = {}  # client -> ‖ω_k Δ_k‖ in the step that is being made
-        self.lengths: list[tuple[float, float]] = []  # of each step, and of it in units of η
-        self.long: list[int] = []  # the numbers of the long steps, among those that are not zero
+        self.steps: list[Length] = []  # of the first step that is not zero, and of the last five
+        self.means: list[
+            Length
+        ] = []  # the same of ``Σ ω_k Δ_k``, before the terms make a step of it
+        self._mean: Length = (0.0, 0.0)  # of the step that is being made
+        self.count = 0  # steps that were not zero
+        self.long: list[int] = []  # the numbers of the last two long ones among them
         self.first_loss: float | None = None
         self.warned = False
 
@@ -119,7 +125,20 @@ class DivergenceGuard(Snapshots):
             negative = [pid for pid, row in zip(pids, variances, strict=True) if (row < 0).any()]
             wrong |= dict.fromkeys(negative, f"its '{name}' holds a negative variance")
         self._leave_out(this_round, wrong)
-        self._shares = {p: abs(scaled[p]) * norm for p, norm in norms.items()}
+        length = math.sqrt(sum(square_sum(means[n]) for n in base.keys() - fixed))
+        self._mean = length, length / (this_round.lr or 1.0)
+        first, *others = sorted((abs(scaled[p]) * norm, p) for p, norm in norms.items())[::-1]
+        if (
+            is_long([*self.means, self._mean], FAR)
+            and others
+            and first[0] > sum(a for a, _ in others)
+        ):
+            usual = median(a for a, _ in self.means[-LAST:])
+            text = (
+                f"with its update, the clients' mean is {self._mean[0]:.3g} long, over {FAR:g} times the "
+                f"median of the last {LAST} ({usual:.3g})"
+            )
+            self._leave_out(this_round, {first[1]: text})
         return means
 
     def watch(self, this_round: Round, square: float) -> None:
@@ -128,27 +147,14 @@ class DivergenceGuard(Snapshots):
         The first sign is logged, and is the history's ``"divergence"`` of that round. Under ``privacy=``
         the clients' losses are not read: they get no noise, and the end of a training would tell of them.
 
-        Raises RoundFailed at every sign if ``on_divergence="stop"``, and UnusableReplies for a client that
-        is left out.
+        Raises RoundFailed at every sign if ``on_divergence="stop"``.
         """
-        length, lr, options = math.sqrt(square), this_round.lr, self._options
-        shares, self._shares = self._shares, {}
-        steps = [*self.lengths, (length, length / (lr or 1.0))]
-        far = length > 0 and all(is_long(of_unit, FAR, 1) for of_unit in zip(*steps, strict=True))
-        if far and len(shares) > 1:
-            first, *others = sorted(shares, key=shares.__getitem__, reverse=True)
-            if shares[first] > sum(shares[p] for p in others):
-                usual = median(a for a, _ in self.lengths[-LAST:])
-                text = (
-                    f"with its update, the global step is {length:.3g} long, over {FAR:g} times the "
-                    f"median of the last {LAST} ({usual:.3g})"
-                )
-                self._leave_out(this_round, {first: text})
-        loss = None if options.privacy is not None else _usual_loss(this_round)
-        if not (sign := self.look(length, lr, loss)):
-            return
-        likely = ", or ".join(suspects(options.term, this_round.config, lr))
-        self._tell(this_round, f" looks like divergence: {sign}; try a smaller {likely}")
+        loss = None if self._options.privacy is not None else _usual_loss(this_round)
+        sign = self.look(math.sqrt(square), this_round.lr, loss)
+        note(self.means, self._mean)
+        if sign:
+            likely = ", or ".join(suspects(self._options.term, this_round.config, this_round.lr))
+            self._tell(this_round, f" looks like divergence: {sign}; try a smaller {likely}")
 
     def look(self, length: float, lr: float | None, loss: float | None) -> str:
         """Note a step; return the sign that it shows, or "".
@@ -162,19 +168,21 @@ class DivergenceGuard(Snapshots):
         loss : float, optional
             The training loss; None if it is not known. It is compared with the first positive one.
         """
+        steps = [*self.steps, (length, length / (lr or 1.0))]
+        note(self.steps, steps[-1])
         if length > 0:
-            self.lengths.append((length, length / (lr or 1.0)))
-            units = list(zip(*self.lengths, strict=True))
-            far = all(is_long(of_unit, FAR, 1) for of_unit in units)
-            if all(is_long(of_unit, STEPS, LAST) for of_unit in units):
-                self.long.append(len(self.lengths))
-            twice = self.long[-2:-1] and self.long[-1] - self.long[-2] <= LAST
-            if far or (twice and self.long[-1] == len(self.lengths)):
-                again, times = ("", FAR) if far else ("for the second time ", STEPS)
-                usual = median(a for a, _ in self.lengths[-LAST - 1 : -1])
+            self.count += 1
+            far, again = is_long(steps, FAR), ""
+            if len(steps) > LAST and is_long(steps, STEPS):
+                self.long = [*self.long[-1:], self.count]
+                again = "for the second time " * (
+                    self.long[-1] - self.long[0] in range(1, LAST + 1)
+                )
+            if far or again:
+                usual = median(a for a, _ in steps[-LAST - 1 : -1])
                 return (
-                    f"{again}the global step is over {times:g} times the median of the last {LAST} "
-                    f"({length:.3g} against {usual:.3g})"
+                    f"{'' if far else again}the global step is over {FAR if far else STEPS:g} times the "
+                    f"median of the last {LAST} ({length:.3g} against {usual:.3g})"
                 )
         if loss is None:
             return ""
@@ -230,10 +238,20 @@ def beyond(norms: Mapping[int, float], what: str, times: float = FAR) -> dict[in
     }
 
 
-def is_long(lengths: tuple[float, ...], times: float, least: int) -> bool:
-    """Whether the last step is over `times` the median of the five before, of `least` or more."""
-    *before, last = lengths
-    return len(before) >= least and last > max(times * median(before[-LAST:]), before[0])
+def is_long(lengths: Sequence[Length], times: float) -> bool:
+    """Whether the last is over `times` the median of the five before, and longer than the first."""
+    before, last = lengths[:-1], lengths[-1]
+    return bool(before) and all(
+        last[unit] > max(times * median(a[unit] for a in before[-LAST:]), before[0][unit])
+        for unit in (0, 1)
+    )
+
+
+def note(lengths: list[Length], last: Length) -> None:
+    """Append a length that is not zero; keep the first and the last five."""
+    if last[0] > 0:
+        lengths.append(last)
+        del lengths[1:-LAST]
 
 
 def suspects(term: Chain, config: Mapping[str, Any], lr: float | None) -> list[str]:

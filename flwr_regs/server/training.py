@@ -286,7 +286,7 @@ class Training:
         attempt = 0 if failed is None else 1 + len(failed.get("attempts", []))
         return self.population.cohort(members, key, size, options.cohorts, network, attempt)
 
-    def learning_rate(self, number: int, given: float | None) -> float | None:
+    def learning_rate(self, number: int, given: Any) -> float | None:
         """Return the clients' η in a round; None if plain clients have their own.
 
         Raises what :meth:`Options.learning_rate` raises.

@@ -103,13 +103,7 @@ class FisherSums(Term, Folds, Checks):
             raise ValueError(f"'{negative[0]}' holds negative squares")
 
     def fold(
-        self,
-        acc: Slot,
-        pid: int,
-        delta: Arrays,
-        upload: Slot,
-        weight: float,
-        ctx: ServerContext,
+        self, acc: Slot, pid: int, delta: Arrays, upload: Slot, weight: float, ctx: ServerContext
     ) -> Slot:
         for n in delta if upload else ():
             u = np.asarray(upload[f"U.{n}"], dtype=np.float64)
