@@ -32,13 +32,13 @@ if TYPE_CHECKING:  # what type checkers see; a test compares it with the rows
     from flwr_regs.methods.client_step.mime import *
     from flwr_regs.methods.client_step.sam import *
     from flwr_regs.methods.client_step.scaffold import *
-    from flwr_regs.methods.client_step.ternary import *
     from flwr_regs.methods.compositions.fedacg import *
     from flwr_regs.methods.compositions.fedgamma import *
     from flwr_regs.methods.compositions.fedlesam_sd import *
     from flwr_regs.methods.compositions.fedsmoo import *
     from flwr_regs.methods.compositions.fedspeed import *
     from flwr_regs.methods.compositions.mofedsam import *
+    from flwr_regs.methods.parts.ternary import *
     from flwr_regs.methods.personal.apfl import *
     from flwr_regs.methods.personal.ditto import *
     from flwr_regs.methods.personal.fedamp import *
@@ -159,7 +159,7 @@ class Method:
         return (self.name, self.client, *(t for t in self.terms if HOMES[t] == self.module))
 
 
-TERMS: dict[str, str] = {"SparseTernary": "client_step.ternary"}
+TERMS: dict[str, str] = {"SparseTernary": "parts.ternary"}
 """Terms that are no method's own, but compose with any: name -> file in ``flwr_regs/methods/``."""
 
 

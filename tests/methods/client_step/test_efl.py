@@ -13,7 +13,7 @@ from flwr.app import ConfigRecord, Message, RecordDict
 from torch import nn
 
 import flwr_regs as fr
-from flwr_regs.methods.client_step.ternary import sparse_ternary
+from flwr_regs.methods.parts.ternary import sparse_ternary
 from flwr_regs.testing.problem import SerialisingGrid, app_of, train
 from flwr_regs.wire import keys
 from flwr_regs.wire.records import from_record
