@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from flwr_regs.hook_contexts import Arrays, ClientContext, ServerContext, Slot
 
@@ -176,7 +176,16 @@ class FineTunes(ABC):
 
 
 class Checks(ABC):
-    """Checks each upload; all terms with uploads should."""
+    """Checks each upload; all terms with uploads should.
+
+    Attributes
+    ----------
+    squares : bool
+        Whether the uploads are squares, such as Fisher information: between honest clients they may differ
+        by the square of what other uploads may, before the server takes them for signs of divergence.
+    """
+
+    squares: ClassVar[bool] = False
 
     @abstractmethod
     def check(self, upload: Slot, params: Arrays, server: Slot) -> None:

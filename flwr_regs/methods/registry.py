@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:  # what type checkers see; a test compares it with the rows
@@ -159,6 +160,8 @@ class Method:
         return (self.name, self.client, *(t for t in self.terms if HOMES[t] == self.module))
 
 
+COMPOSITIONS = Path(__file__).with_name("compositions.toml")
+"""Method -> what it does not compose with -> why; ``python docs/hooks/compositions.py`` writes it."""
 TERMS: dict[str, str] = {"SparseTernary": "parts.ternary"}
 """Terms that are no method's own, but compose with any: name -> file in ``flwr_regs/methods/``."""
 
@@ -583,7 +586,6 @@ def _rows() -> Iterator[Method]:
         beside="the coded step down, the coded update up",
         gradients="a gradient of each of its samples once a round",
         reads="clients",
-        stacks=False,
     )
     yield Method(
         example="FedCurv(lam=1.0)",

@@ -39,6 +39,7 @@ class FisherSums(Term, Folds, Checks):
     """
 
     keeps_delta: ClassVar[bool] = True
+    squares: ClassVar[bool] = True
     times: ClassVar[float] = 1.0
     """The pull is this many times ``λ (U ⊙ v − V)``."""
     ranges: ClassVar[Mapping[str, Range]] = {
