@@ -141,7 +141,9 @@ def tried(version: str, folder: Path) -> dict[str, Any]:
     python, lacks = environment(version, folder / "venv")
     env = {
         **os.environ,
-        "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "FLWR_TELEMETRY_ENABLED": "0",
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "FLWR_TELEMETRY_ENABLED": "0",
     }
     row: dict[str, Any] = {
         "flwr": version,
