@@ -143,16 +143,15 @@ def end(
 
     Of what it leaves, copies; not `copied` are tensors into which nothing will write.
 
-    Also a client that leaves nothing, but held something, has a snapshot: that says that it is empty.
+    Also a client that leaves nothing, but held something, or lost it, has a snapshot: that says that it is
+    empty. What is lost stays lost, and is named again, until the server counts on a later round.
     """
     number, used, came = _course(config)
     probe = bool(config.get(keys.PROBE_KEY))
     held = [label(used), label(came), *([] if probe else [label(number, True)])]
     held += [key for key in memory if probe and key.startswith("round")]
     kept = {key: memory[key] for key in sorted({*held}) if key in memory}
-    for key in {label(n) for n in (used, came) if n and not probe} - kept.keys():
-        kept[key] = encode({}, method, key)  # it is lost, and the reply says so: once
-    if private or any(slots.values()) or (memory and not probe):
+    if private or any(slots.values()) or ((memory or came) and not probe):
         snapshot = {n: s for n, s in {**slots, PRIVATE: private or {}}.items() if s}
         if copied:
             snapshot = {
