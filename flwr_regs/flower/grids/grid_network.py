@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import math
 import time
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
+from logging import WARNING
 from typing import Generic, TypeVar
 
 from flwr.app import Error, Message
+from flwr.common import log
 from flwr.serverapp import Grid
 
-from flwr_regs.flower.compat import ErrorCode
+from flwr_regs.flower.compat import FLOWER, ErrorCode
 from flwr_regs.server.exchange.network import Course, Replies, Request
 from flwr_regs.server.failures import read_each
 from flwr_regs.wire import keys
@@ -48,7 +51,10 @@ class GridNetwork:
         if request.kind == keys.IDENTIFY and (known := self._known(request)) is not None:
             return known
         messages = messages_of([request])
-        return replies_to([request], messages, self.exchange(messages, timeout))[0]
+        (replies,) = replies_to([request], messages, self.exchange(messages, timeout))
+        if request.kind == keys.IDENTIFY:
+            _name_other_versions(replies)
+        return replies
 
     def exchange(self, messages: Sequence[Message], timeout: float | None = None) -> list[Message]:
         """Push messages; pull their replies until all have come, or the time is over.
@@ -150,6 +156,21 @@ def messages_of(requests: Iterable[Request]) -> list[Message]:
             content = writer.content_of(parcel)
             messages.append(Message(content, request.nodes[pid], request.kind))
     return messages
+
+
+def _name_other_versions(replies: Replies) -> None:
+    """Warn of nodes that run another minor version of Flower than this server."""
+    others: defaultdict[str, list[int]] = defaultdict(list)
+    for node, parcel in replies.came.items():
+        version = str(parcel.config.get(keys.FLOWER_KEY, FLOWER))[:20]
+        if version.split(".")[:2] != FLOWER.split(".")[:2]:
+            others[version].append(node)
+    for version, nodes in others.items():
+        log(
+            WARNING,
+            "nodes %s run Flower %s, and this server Flower %s: install one version on all machines",
+            *(nodes, one_line(version), FLOWER),
+        )
 
 
 def replies_to(
