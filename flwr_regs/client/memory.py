@@ -112,6 +112,8 @@ def begin(memory: Memory, term: Chain, config: Mapping[str, Any], withholds: boo
     `withholds` is whether the client has private entries.
     """
     number, used, came = _course(config)
+    if not memory and not came and not withholds and keys.USED_KEY not in config:
+        return Begun()
     settled, latest = (_snapshot(memory, at) for at in (used, came))
     lost_state, slots = settled is None or latest is None, Slot()
     settled, held = settled or {}, latest or {}
@@ -146,6 +148,8 @@ def end(
     Also a client that leaves nothing, but held something, has a snapshot: that says that it is empty.
     """
     number, used, came = _course(config)
+    if not memory and not came and not private and not any(slots.values()):
+        return {}
     probe = bool(config.get(keys.PROBE_KEY))
     held = [label(used), label(came), *([] if probe else [label(number, True)])]
     held += [key for key in memory if probe and key.startswith("round")]

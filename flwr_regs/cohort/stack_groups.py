@@ -6,7 +6,7 @@ import json
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -70,14 +70,39 @@ class Kind:
 
     Attributes
     ----------
+    like : hashable
+        What they share.
     refused : str
         Why they train one by one; "" if they do not.
     due : float
         The round from which on their next stack is checked.
     """
 
+    like: Hashable
     refused: str = ""
     due: float = 0
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How stacks train.
+
+    Attributes
+    ----------
+    memory : int
+        Bytes that a stack may take, roughly; more clients train in several.
+    precision : torch.dtype, optional
+        Of the forward pass, by torch's autocast.
+    check : "first", int or False
+        When two clients of a kind also train alone, to compare the results.
+    compile : bool
+        Whether steps run under ``torch.compile``.
+    """
+
+    memory: int = 2**30
+    precision: torch.dtype | None = None
+    check: Literal["first", False] | int = "first"
+    compile: bool = False
 
 
 @dataclass(frozen=True)
@@ -152,7 +177,7 @@ class Group:
     recipe : Recipe
     common : mapping
         The broadcasts' entries that are the same for all.
-    precision : torch.dtype or None
+    settings : Settings
     kind : Kind
     """
 
@@ -161,7 +186,7 @@ class Group:
         first: Candidate,
         recipe: Recipe,
         common: Mapping[str, Mapping[str, np.ndarray]],
-        precision: torch.dtype | None,
+        settings: Settings,
         kind: Kind,
     ) -> None:
         client, term, config = first.client, recipe.term, recipe.config
@@ -191,7 +216,8 @@ class Group:
             broadcast_of(term, common, recipe.step, self.layout.trained, config),
             plain(config),
             client.classifier,
-            precision,
+            settings.precision,
+            compiled=(kind.like, settings.precision) if settings.compile else None,
         )
 
     def _fixed_of(self, model: nn.Module) -> dict[str, Tensor]:

@@ -5,10 +5,8 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Literal
 
 import numpy as np
-import torch
 
 from flwr_regs.client.serving import Client
 from flwr_regs.cohort.alike import alike, build_of
@@ -21,6 +19,7 @@ from flwr_regs.cohort.stack_groups import (
     Kind,
     Recipe,
     Served,
+    Settings,
     candidate_of,
     common_of,
     counted,
@@ -45,12 +44,7 @@ class Stacks:
 
     Parameters
     ----------
-    memory : int
-        Bytes that a stack may take, roughly; more clients train in several.
-    precision : torch.dtype, optional
-        Of the forward pass, by torch's autocast.
-    check : "first", int or False
-        When two clients of a kind also train alone, to compare the results.
+    settings : Settings
 
     Attributes
     ----------
@@ -58,13 +52,8 @@ class Stacks:
         Why clients train by themselves -> how often, over all rounds.
     """
 
-    def __init__(
-        self,
-        memory: int = 2**30,
-        precision: torch.dtype | None = None,
-        check: Literal["first", False] | int = "first",
-    ) -> None:
-        self._memory, self._precision, self._check = memory, precision, check
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
         self._kinds: dict[Hashable, Kind] = {}
         self._builds: dict[int, tuple[Client, Hashable]] = {}
         self.fallbacks: dict[str, int] = {}
@@ -81,7 +70,7 @@ class Stacks:
             except Exception as error:  # by itself it says what is wrong, if anything is
                 self.note(error)
                 continue
-            if group.is_full(self._memory):
+            if group.is_full(self._settings.memory):
                 served |= self._train(groups.pop(key))
         for group in groups.values():
             served |= self._train(group)
@@ -110,7 +99,7 @@ class Stacks:
         shared = {k: v for k, v in entries.items() if k not in OWN_KEYS}
         recipe = recipe_of(recipes, client.identity, shared, message)
         like = self._build(client), recipe.who.method, recipe.probes
-        kind = self._kinds.setdefault(like, Kind())
+        kind = self._kinds.setdefault(like, Kind(like))
         if len(self._kinds) > KINDS:
             del self._kinds[next(iter(self._kinds))]
         if kind.refused:
@@ -128,7 +117,7 @@ class Stacks:
             counted(recipe.term, member),
         )
         if (group := groups.get(key)) is None:
-            group = groups[key] = Group(candidate, recipe, common, self._precision, kind)
+            group = groups[key] = Group(candidate, recipe, common, self._settings, kind)
         group.add(candidate)
         return key, group
 
@@ -172,9 +161,11 @@ class Stacks:
         kind, this_round = group.kind, int(group.recipe.config[keys.ROUND_KEY])
         if kind.refused:
             raise CannotStack(kind.refused)
-        if self._check is False or this_round < kind.due:
+        if self._settings.check is False or this_round < kind.due:
             return
         if where := difference(group):
             kind.refused = f"{where} between a stack and a client alone: see docs/stacked.md"
             raise OtherResults(kind.refused)
-        kind.due = math.inf if self._check == "first" else this_round + self._check
+        kind.due = (
+            math.inf if self._settings.check == "first" else this_round + self._settings.check
+        )

@@ -11,6 +11,7 @@ from flwr.clientapp import ClientApp
 
 from flwr_regs.cohort.batch_plan import CannotStack
 from flwr_regs.cohort.network import TRAINING, CohortNetwork
+from flwr_regs.cohort.stack_groups import Settings
 from flwr_regs.cohort.stacks import Stacks
 from flwr_regs.flower.app import NumPyClientApp
 from flwr_regs.flower.grids.in_process import InProcessGrid
@@ -45,6 +46,10 @@ class StackedGrid(InProcessGrid):
         round, every so many rounds, or never. If they differ beyond rounding, the whole kind trains one by
         one from then on, in this round too, and a warning says which entry differs.
 
+    compile : bool
+        Run the steps of a stack under ``torch.compile``. Compiling takes seconds, once for each shape of a
+        stack; without a C++ compiler the log says so, and training goes on as without it.
+
     Attributes
     ----------
     fallbacks : dict of str to int
@@ -70,6 +75,7 @@ class StackedGrid(InProcessGrid):
         memory: int = 2**30,
         precision: str = "float32",
         check: Literal["first", False] | int = "first",
+        compile: bool = False,
     ) -> None:
         super().__init__(client_app, num_clients, run_config, workers=workers)
         if memory < 1:
@@ -80,7 +86,7 @@ class StackedGrid(InProcessGrid):
         rounds = isinstance(check, int) and not isinstance(check, bool) and check > 0
         if check != "first" and check is not False and not rounds:
             raise ValueError(f"check must be 'first', a number of rounds or False, not {check!r}")
-        self._stacks = Stacks(memory, PRECISIONS[precision], check)
+        self._stacks = Stacks(Settings(memory, PRECISIONS[precision], check, compile))
         if isinstance(client_app, Clients):
             client_app.join()
 

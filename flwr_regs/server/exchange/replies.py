@@ -103,9 +103,8 @@ class Reader:
                 arrays = from_half(arrays, {**entries, keys.HALF_KEY: half})
             uploads = read_uploads(what, parcel)
             ours = keys.METHOD_KEY in entries
-            buffers = untrainable(model)
-            if keys.BUFFERS_KEY in entries:
-                buffers = unmask(entries[keys.BUFFERS_KEY], model)
+            marks = entries.get(keys.BUFFERS_KEY)
+            buffers = untrainable(model) if marks is None else unmask(marks, model)
             trained = {n: a for n, a in model.items() if n not in buffers}
             digest = entries.get(keys.FROZEN_DIGEST_KEY, "")
             if not isinstance(digest, str) or len(digest) > LONGEST_NAME:
