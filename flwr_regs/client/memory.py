@@ -76,10 +76,19 @@ class Unwritten:
     method: str
     label: str
 
+    def __reduce__(self) -> tuple[Any, ...]:  # between processes, as arrays
+        slots = {t: {n: a.numpy() for n, a in slot.items()} for t, slot in self.slots.items()}
+        return _from_arrays, (slots, self.method, self.label)
+
     @cached_property
     def data(self) -> bytes:
         """The snapshot as bytes."""
         return encode(self.slots, self.method, self.label)
+
+
+def _from_arrays(slots: Slot, method: str, key: str) -> Unwritten:
+    tensors = {t: {n: torch.from_numpy(a) for n, a in slot.items()} for t, slot in slots.items()}
+    return Unwritten(tensors, method, key)
 
 
 def written(memory: Memory) -> dict[str, bytes]:

@@ -172,7 +172,8 @@ class Batches:
                 [t.index_select(0, r) for t in p.source] for p, r in zip(plans, rows, strict=True)
             ]
             self._base = [torch.cat(leaf) for leaf in zip(*parts, strict=True)]
-            rows = list(torch.arange(sum(map(len, rows))).split([len(r) for r in rows]))
+            sizes = [len(r) for r in rows]
+            rows = list(torch.split(torch.arange(sum(sizes)), sizes))
         else:
             return
         self._table = nn.utils.rnn.pad_sequence(rows, batch_first=True).to(self._base[0].device)

@@ -54,6 +54,7 @@ class Gradient:
         self._elementwise = not watching and all(t.elementwise for t in self._acting)
         self._reads = watching or any(t.acts("loss") for t in terms) or not self._elementwise
         self._perturbs = any(isinstance(t, Perturbs) for t in terms)
+        self._tried = not self._acting or not self._elementwise
         self._step: Step | None = None
         self._context: tuple[Any, ClientContext] | None = None  # of all members at once
 
@@ -61,6 +62,7 @@ class Gradient:
         """Return (the corrected gradients, the members' losses without those of terms, new buffers)."""
         view, values, acting = self._view, part.values, bool(self._acting)
         before = random_state(view.shared.device) if acting else []
+        inner = {} if self._tried else {n: b.clone() for n, b in part.rows["buffers"].items()}
         shown: dict[str, Any] = {}
         grads: dict[str, Any]
         if (quick := self._compiled(part)) is not None:
@@ -79,11 +81,13 @@ class Gradient:
             if not self._elementwise:
                 return grads | self._corrected(given, part, shown, before), base, buffers
             try:
-                return grads | self._at_once(given, part), base, buffers
+                corrected = self._at_once(given, part)
+                self._tried = True
+                return grads | corrected, base, buffers
             except Exception:  # a term asks for what differs between the members
-                self._elementwise, self._reads = False, True
-        set_random_state(view.shared.device, before)
-        return self.of(part)
+                self._elementwise, self._reads, self._tried = False, True, True
+        set_random_state(view.shared.device, before)  # the step once more, as it began
+        return self.of(replace(part, rows={**part.rows, "buffers": inner}))
 
     def _compiled(self, part: Part) -> tuple[Arrays, Tensor, Arrays] | None:
         """Return what the compiled step makes of it; None if it runs without."""

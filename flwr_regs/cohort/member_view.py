@@ -322,8 +322,9 @@ def _cross_entropy(logits: Tensor, targets: Tensor, **how: Any) -> Tensor:
     counts = targets != how.get("ignore_index", -100)
     chosen = torch.where(counts, targets, 0).unsqueeze(0)
     # torch's softmax is many times as fast over an axis that is not the last
-    picked = logits.T.log_softmax(0).gather(0, chosen).squeeze(0)
-    return -(picked * counts).sum() / counts.sum()
+    picked: Tensor = logits.T.log_softmax(0).gather(0, chosen).squeeze(0)
+    total: Tensor = (picked * counts).sum()
+    return -total / counts.sum()
 
 
 def _embedded(
@@ -356,8 +357,16 @@ def set_random_state(device: torch.device, states: Sequence[Tensor]) -> None:
         torch.cuda.set_rng_state(state, device)
 
 
+class AsksFor(CannotStack):
+    """A term asks for a function over a client's data."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"a term asks for {name} within a step")
+        self.name = name
+
+
 def _not_in_a_stack(name: str, *_: Any, **__: Any) -> Any:
-    raise CannotStack(f"a term asks for {name} within a step")
+    raise AsksFor(name)
 
 
 def owner(key: str, array: Any, params: Mapping[str, Any]) -> str | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -13,6 +13,8 @@ import numpy as np
 from flwr_regs.client import serving
 from flwr_regs.client.memory import Memory
 from flwr_regs.client.train.batches import label_counts
+from flwr_regs.cohort.batch_plan import CannotStack
+from flwr_regs.cohort.processes import StackProcesses
 from flwr_regs.cohort.stack_groups import Asked, Served
 from flwr_regs.cohort.stacks import Stacks
 from flwr_regs.server.exchange.network import Replies, Request
@@ -25,6 +27,8 @@ from flwr_regs.wire.precision import from_half, to_half
 
 LOG = logging.getLogger("flwr")
 TRAINING = ("train", keys.PROBE)
+FEW = 4
+"""Fewer clients train in one stack, however many processes there are."""
 
 
 @dataclass
@@ -83,10 +87,19 @@ class CohortNetwork:
         Trains the clients of a round together that can. None: one by one.
     apart : bool
         Clients that train one by one do so by messages: in other processes.
+    processes : StackProcesses, optional
+        Train the stacks.
     """
 
-    def __init__(self, host: Host, stacks: Stacks | None = None, apart: bool = False) -> None:
+    def __init__(
+        self,
+        host: Host,
+        stacks: Stacks | None = None,
+        apart: bool = False,
+        processes: StackProcesses | None = None,
+    ) -> None:
         self._host, self._stacks, self._apart = host, stacks, apart
+        self._processes = processes
 
     def nodes(self) -> Collection[int]:
         """Return the ids of the nodes."""
@@ -126,7 +139,7 @@ class CohortNetwork:
             except Exception as error:  # whatever the user's code raises
                 failures[pid] = _failure(error)
         if stacked and self._stacks is not None:
-            for pid, served in self._stacks.train(list(asked.values())).items():
+            for pid, served in self._stacked(self._stacks, list(asked.values())).items():
                 came[pid] = self._ended(asked.pop(pid), served)
         for pid, one in asked.items():
             if self._apart:
@@ -149,6 +162,17 @@ class CohortNetwork:
             {p: failures[p] for p in request.parcels if p in failures},
             silent,
         )
+
+    def _stacked(self, stacks: Stacks, asked: Sequence[Asked]) -> dict[int, Served]:
+        """Return what came of the clients that train in stacks, in this process or in others."""
+        if self._processes is None or len(asked) < FEW:
+            return stacks.train(asked)
+        served: dict[int, Served] = {}
+        for part in self._processes.train(asked):
+            served |= part.served
+            for why, clients in part.fallbacks.items():
+                stacks.note(CannotStack(why), clients)
+        return served
 
     def _prefetch(self, pid: int, parcel: Parcel) -> None:
         node = self._host.node(pid, parcel.config)

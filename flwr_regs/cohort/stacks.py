@@ -31,12 +31,9 @@ from flwr_regs.wire.errors import described
 
 LOG = logging.getLogger("flwr")
 ALONE = "no other client of the cohort is like it"
+DIFFERS = "between a stack and a client alone"
 KINDS = 100
 """Kinds of clients that are remembered; a model whose attributes change is of a new kind in each round."""
-
-
-class OtherResults(CannotStack):
-    """A stack's result is not that of its clients alone."""
 
 
 class Stacks:
@@ -80,7 +77,7 @@ class Stacks:
         """Count clients that train by themselves, and log the reason once."""
         why = str(error) if isinstance(error, CannotStack) else described(error)
         if why not in self.fallbacks and why != ALONE:
-            level = logging.WARNING if isinstance(error, OtherResults) else logging.INFO
+            level = logging.WARNING if DIFFERS in why else logging.INFO
             LOG.log(level, "StackedGrid: clients train one by one: %s", why)
         self.fallbacks[why] = self.fallbacks.get(why, 0) + clients
 
@@ -157,15 +154,15 @@ class Stacks:
             return {}
 
     def _check_result(self, group: Group) -> None:
-        """Compare a stack's result with that of clients alone, if it is due; raise OtherResults."""
+        """Compare a stack's result with that of clients alone, if it is due; raise CannotStack."""
         kind, this_round = group.kind, int(group.recipe.config[keys.ROUND_KEY])
         if kind.refused:
             raise CannotStack(kind.refused)
         if self._settings.check is False or this_round < kind.due:
             return
         if where := difference(group):
-            kind.refused = f"{where} between a stack and a client alone: see docs/stacked.md"
-            raise OtherResults(kind.refused)
+            kind.refused = f"{where} {DIFFERS}: see docs/stacked.md"
+            raise CannotStack(kind.refused)
         kind.due = (
             math.inf if self._settings.check == "first" else this_round + self._settings.check
         )

@@ -415,4 +415,5 @@ class RegStrategy(Driven):
         if mean is None:
             return weighted_mean(metrics, self.options.weighted_by_key)
         records = [RecordDict({keys.METRICS: MetricRecord({**m})}) for m in metrics]
-        return mean(records, self.options.weighted_by_key)
+        averaged: Mapping[str, Any] = mean(records, self.options.weighted_by_key)
+        return averaged
