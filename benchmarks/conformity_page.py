@@ -21,7 +21,8 @@ from scipy.stats import t as student
 
 from benchmarks.common import figure, filled, read_lines, save, table, write_lines
 from benchmarks.conformity.behaviours import BEHAVIOURS
-from benchmarks.conformity.loops import Task, rounds
+from benchmarks.conformity.loops import rounds
+from benchmarks.conformity.loops.run import Task
 from benchmarks.conformity.model import accuracy, initial
 from flwr_regs.experiments.data import datasets as data
 from flwr_regs.experiments.partition.partitions import partition

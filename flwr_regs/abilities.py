@@ -18,7 +18,15 @@ class Steps:
 
 
 class Averages:
-    """Is judged by the mean of its last two global models: the history has that model's metrics too."""
+    """Is judged by another model than the global one: the history has that model's metrics too."""
+
+    def averaged(self, model: Arrays, step: Arrays, server: Slot) -> Arrays:
+        """Return that model: by default the mean of the last two.
+
+        `model` and `step` are ``w_{t+1}`` and ``w_{t+1} − w_t``, buffers of floats among them; `server` is
+        the term's slot after the round.
+        """
+        return {n: a - step[n] / 2 for n, a in model.items()}
 
 
 class Weighs(ABC):
@@ -74,10 +82,11 @@ class Probes(ABC):
     def answer(self, probes: Mapping[int, Slot]) -> Mapping[int, Slot]:
         """Return each client's own broadcast, given the uploads of `probe` by partition id."""
 
-    def robust_answer(self, probes: Mapping[int, Slot], ctx: ServerContext) -> Mapping[int, Slot]:
-        """Return the answer under a robust aggregator.
+    def answer_in(self, probes: Mapping[int, Slot], ctx: ServerContext) -> Mapping[int, Slot]:
+        """Return the answer in a round: by default `answer`.
 
-        A term that is `robust` has ``ctx.aggregated`` here in place of every mean over clients.
+        ``ctx.weights`` has ``p_k`` over the clients whose probes came. Where ``ctx.robust``, a term that is
+        `robust` has ``ctx.aggregated`` in place of every mean over clients.
         """
         return self.answer(probes)
 

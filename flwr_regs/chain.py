@@ -212,8 +212,7 @@ class Chain(
         out: dict[int, Slot] = {pid: {} for pid in probes}
         for t in (t for t in self.terms if isinstance(t, Probes)):
             sent = _uploads_of(t, probes)
-            robust = ctx if ctx is not None and ctx.robust else None
-            answers = t.answer(sent) if robust is None else t.robust_answer(sent, robust)
+            answers = t.answer(sent) if ctx is None else t.answer_in(sent, ctx)
             for pid, slot in answers.items():
                 out[pid][t.name] = slot
         return out

@@ -29,12 +29,20 @@ from tests.oracles.client_step.fedfor import fedfor
 from tests.oracles.client_step.fedprox import fedprox
 from tests.oracles.client_step.gate import fedgate, vrlsgd
 from tests.oracles.client_step.mime import mime, mimelite
-from tests.oracles.client_step.sam import fedlesam, fedsam
+from tests.oracles.client_step.sam import (
+    fedgamma,
+    fedlesam,
+    fedlesam_d,
+    fedlesam_s,
+    fedsam,
+    mofedsam,
+)
 from tests.oracles.client_step.scaffold import scaffold
 from tests.oracles.personal.apfl import apfl
 from tests.oracles.personal.ditto import ditto
 from tests.oracles.personal.fedamp import fedamp
 from tests.oracles.personal.fedbabu import fedbabu
+from tests.oracles.server_step.fedacg import fedacg
 from tests.oracles.server_step.fedavg import fedavg
 from tests.oracles.server_step.fedexp import fedexp
 from tests.oracles.server_step.fednova import fednova
@@ -237,9 +245,13 @@ def sharper(
     curvatures: Numbers, centres: Numbers, weights: Numbers, lr: float, steps: int, rho: float
 ) -> float:
     """FedSAM's fixed point, between the centres: each gradient is as of a centre that is ρ further out."""
+    return settled(curvatures, further(centres, rho), weights, lr, steps)
+
+
+def further(centres: Numbers, rho: float) -> list[float]:
+    """The centres, ρ further out: as if there, FedSAM's gradients are between them."""
     middle = sum(centres) / len(centres)
-    further = [c + (rho if c > middle else -rho) for c in centres]
-    return settled(curvatures, further, weights, lr, steps)
+    return [c + (rho if c > middle else -rho) for c in centres]
 
 
 def fairer(
@@ -387,6 +399,47 @@ CASES = [
         exempt={"fixed-point": NEVER_AT_REST},
     ),
     case(
+        "MoFedSAM",
+        [fr.LocalPerturbation(0.05), fr.ClientMomentum(0.4)],
+        mofedsam,
+        {"rho": 0.05, "alpha": 0.4},
+        {"rho": 0.0, "alpha": 1.0},
+        fixed_point=lambda a, c, p, lr, k: sharper(a, c, p, 0.4 * lr, k, 0.05),
+    ),
+    case(
+        "FedGAMMA",
+        [fr.LocalPerturbation(0.05), *control("SCAFFOLD", server_lr=0.8).terms],
+        fedgamma,
+        {"rho": 0.05, "server_lr": 0.8},
+        {"rho": 0.05, "server_lr": 0.8},
+        fixed_point=lambda a, c, p, *_: minimum(a, further(c, 0.05), p),
+        exempt=never("No setting of FedGAMMA makes it FedAvg."),
+    ),
+    case(
+        "FedLESAMS",
+        [fr.GlobalPerturbation(0.1), fr.ControlVariates()],
+        fedlesam_s,
+        {"rho": 0.1},
+        {"rho": 0.1},
+        exempt={**never("No setting of SCAFFOLD makes it FedAvg."), "fixed-point": NEVER_AT_REST},
+    ),
+    case(
+        "FedLESAMD",
+        [fr.GlobalPerturbation(0.1), fr.DynamicRegulariser(0.4)],
+        fedlesam_d,
+        {"rho": 0.1, "alpha": 0.4},
+        {"rho": 0.1, "alpha": 0.4},
+        exempt={**never("No setting of FedDyn makes it FedAvg."), "fixed-point": NEVER_AT_REST},
+    ),
+    case(
+        "FedACG",
+        [fr.Proximal(0.7), fr.LookaheadMomentum(0.6)],
+        fedacg,
+        {"lam": 0.6, "mu": 0.7},
+        {"lam": 0.0, "mu": 0.0},
+        **NEARLY,
+    ),
+    case(
         "FedExP",
         [fr.Extrapolation(1e-3)],
         fedexp,
@@ -412,6 +465,7 @@ CASES = [
     adc("FedADC-unequal-heavy-ball", beta_local=0.8, beta_global=0.5, variant="heavy-ball"),
     adc("FedADC-delta", downlink="delta", beta_local=0.4),
     adc("FedADC-double-momentum", local_momentum=0.6),
+    adc("FedADC-double-momentum-1", beta_local=1.0, beta_global=1.0, local_momentum=0.6),
     case(
         "FedADCPlus",
         [fr.SelfDistillation(**PLUS), fr.EmbeddedMomentum(0.7, 0.7)],

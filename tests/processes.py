@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -12,8 +13,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from urllib.request import urlopen
 
+import flwr
 import numpy as np
 from safetensors.numpy import load_file
 
@@ -24,6 +25,7 @@ from tests.conftest import ROOT
 from tests.experiments.runs import runs_of
 
 BIN = Path(sys.executable).parent
+FLOWER = tuple(map(int, flwr.__version__.split(".")[:2]))
 
 
 def free_port() -> int:
@@ -97,15 +99,29 @@ def pids_of(name: str, argument: str) -> list[int]:
     return found
 
 
+def app_for(env: dict[str, str], app: Path, copy: Path) -> Path:
+    """The app's folder; for Flower before 1.26 a copy, which names the connection ``dep``."""
+    if FLOWER >= (1, 26):
+        return app
+    shutil.copytree(app, copy)
+    connection = f'address = "127.0.0.1:{env["CONTROL_PORT"]}"\ninsecure = true\n'
+    with (copy / "pyproject.toml").open("a") as file:
+        file.write(f"\n[tool.flwr.federations.dep]\n{connection}")
+    return copy
+
+
 @contextlib.contextmanager
 def deployment(tmp_path: Path, nodes: int) -> Iterator[tuple[dict[str, str], Any]]:
     """A SuperLink and `nodes` SuperNodes on loopback; the connection is called ``dep``.
 
-    Yields (environment, function from a partition id to a new SuperNode's process).
+    Yields (environment, function from a partition id to a new SuperNode's process). Before Flower 1.38 each
+    of a SuperLink's interfaces has a port of its own, and speaks gRPC. Before 1.26 the connection stands
+    in the app's pyproject.toml: see `app_for`.
     """
     env = environment(tmp_path / "home")
     (tmp_path / "home").mkdir()
-    port = free_port()
+    port, http = free_port(), FLOWER >= (1, 38)
+    env["CONTROL_PORT"] = str(control := port if http else free_port())
     processes = []
 
     def launch(name: str, *args: Any, **extra: str) -> subprocess.Popen[bytes]:
@@ -124,21 +140,31 @@ def deployment(tmp_path: Path, nodes: int) -> Iterator[tuple[dict[str, str], Any
     def supernode(partition: int) -> subprocess.Popen[bytes]:
         return launch(
             "flower-supernode",
-            *("--superlink", f"127.0.0.1:{port}", "--host", "127.0.0.1"),
-            *("--port", free_port()),
+            *("--superlink", f"127.0.0.1:{port}"),
+            *(
+                ("--host", "127.0.0.1", "--port", free_port())
+                if http
+                else ("--clientappio-api-address", f"127.0.0.1:{free_port()}")
+            ),
             *("--node-config", f"partition-id={partition} num-partitions={nodes}"),
             FLWR_HOME=str(tmp_path / f"node{len(processes)}"),
         )
 
     try:
-        launch("flower-superlink", "--host", "127.0.0.1", "--port", port)
+        if http:
+            launch("flower-superlink", "--host", "127.0.0.1", "--port", port)
+        else:
+            ports = {"fleet": port, "control": control, "serverappio": free_port()}
+            launch(
+                "flower-superlink",
+                *(w for n, p in ports.items() for w in (f"--{n}-api-address", f"127.0.0.1:{p}")),
+            )
         (tmp_path / "home" / "config.toml").write_text(
             f'[superlink]\ndefault = "dep"\n[superlink.dep]\n'
-            f'address = "127.0.0.1:{port}"\ninsecure = true\n'
+            f'address = "127.0.0.1:{control}"\ninsecure = true\n'
         )
         for _ in range(200):
-            with contextlib.suppress(OSError):
-                urlopen(f"http://127.0.0.1:{port}/health", timeout=2).close()
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", control), 2):
                 break
             time.sleep(0.2)
         yield env, supernode

@@ -61,7 +61,7 @@ def listing() -> str:
 def _parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
         prog="python -m benchmarks.conformity",
-        description="Drive FedAvg, FedProx and SCAFFOLD of others; say where they leave the paper.",
+        description="Drive other implementations of federated methods; say where they leave the paper.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from . import host
-from .loops import Task
+from .loops import LOOPS
+from .loops.run import Task
 
 INSTALL_SECONDS, DRIVE_SECONDS = 1800, 900
 """How long an installation, and one method's run, may take."""
@@ -91,7 +92,9 @@ def as_dict(task: Task, method: str) -> dict[str, Any]:
         "batch_size": task.batch_size,
         "mu": task.mu,
         "momentum": task.momentum,
-        "weights": "uniform" if method.startswith("SCAFFOLD") else "examples",
+        "lr_decay": task.lr_decay,
+        "settings": dict(task.settings.get(method, {})),
+        "weights": LOOPS[method].weighting,
     }
 
 

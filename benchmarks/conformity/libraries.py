@@ -31,7 +31,7 @@ LIBRARIES = {
         Library(
             "pfl",
             ("pfl==0.6.0", "torch==2.13.0", "numpy==2.4.6"),
-            METHODS,
+            METHODS[:4],
             "with torch; client states in memory",
             {"PFL_PYTORCH_DEVICE": "cpu"},
         ),

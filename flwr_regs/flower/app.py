@@ -15,8 +15,8 @@ from typing import Any
 from flwr.app import ConfigRecord, Context, Message, RecordDict
 from flwr.client import Client, NumPyClient
 from flwr.clientapp import ClientApp
-from flwr.clientapp.typing import ClientAppCallable, Mod
 
+from flwr_regs.flower.compat import ClientAppCallable, Mod
 from flwr_regs.flower.mods import guarded
 from flwr_regs.flower.node import closed, node_mod, opened
 from flwr_regs.flower.translation import numpyclient_mod

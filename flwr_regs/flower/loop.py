@@ -12,30 +12,36 @@ from logging import INFO, WARNING
 from typing import Any
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
-from flwr.common.logger import log
+from flwr.common import log
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
 from flwr_regs.flower.checkpoints import Checkpoints
 from flwr_regs.flower.grids.grid_network import GridNetwork
 from flwr_regs.server.exchange.network import Network
-from flwr_regs.server.options import Options
+from flwr_regs.server.options import NoLearningRate, Options
 from flwr_regs.server.refusals import as_many
 from flwr_regs.server.round import TooFewReplies
+from flwr_regs.server.training import Training
 
 EvaluateFn = Callable[[int, ArrayRecord], MetricRecord | None]
 
 
 class Driven(Strategy):
-    """Flower's strategy as this loop drives it: with settings, a history, and the last two models' mean."""
+    """Flower's strategy as this loop drives it: with settings, a history, and an averaged model."""
 
     options: Options
     history: list[dict[str, Any]]
 
     @property
     @abstractmethod
+    def training(self) -> Training:
+        """The current training."""
+
+    @property
+    @abstractmethod
     def averaged_arrays(self) -> ArrayRecord | None:
-        """The mean of the last two global models, for a method that is judged by it."""
+        """The model by which a method is judged, where it is another than the global one."""
 
     @abstractmethod
     def network_of(self, grid: Grid) -> Network | None:
@@ -154,9 +160,9 @@ class Loop:
         if (metrics := self._test(number, arrays)) is not None:
             history[-1]["server_metrics"] = dict(metrics)
             self.result.evaluate_metrics_serverapp[number] = metrics
-            mean = self.strategy.averaged_arrays
-            if mean is not None and (
-                metrics := self._test(number, mean, ", mean of the last two models")
+            averaged = self.strategy.averaged_arrays
+            if averaged is not None and (
+                metrics := self._test(number, averaged, ", averaged model")
             ):
                 history[-1]["averaged_metrics"] = dict(metrics)
         return history[-1]
@@ -188,7 +194,10 @@ class Loop:
         return "stopped" in entry
 
     def _stopped(self, entry: dict[str, Any]) -> bool:
-        """Return whether a `stop_when` ends the training after this entry; note why."""
+        """Return whether a `stop_when`, or the end of `lr_schedule`, ends the training after this entry.
+
+        Note why.
+        """
         stopped = False
         for condition in as_many(self.strategy.options.stop_when):
             why = _called("stop_when", condition, self.strategy.history, entry["round"])
@@ -197,6 +206,12 @@ class Loop:
                 entry["stopped"] = (
                     why if isinstance(why, str) else f"{condition!r} returned {why!r}"
                 )
+        if entry["round"] < self.num_rounds:
+            try:
+                self.strategy.training.learning_rate(entry["round"] + 1, self.train.get("lr"))
+            except NoLearningRate as error:
+                stopped = True
+                entry.setdefault("stopped", str(error))
         return stopped
 
 

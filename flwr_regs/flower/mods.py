@@ -12,9 +12,8 @@ from typing import Any
 
 from flwr.app import ConfigRecord, Context, Error, Message
 from flwr.clientapp.mod import LocalDpMod, adaptiveclipping_mod, fixedclipping_mod
-from flwr.clientapp.typing import ClientAppCallable, Mod
-from flwr.common.constant import ErrorCode
 
+from flwr_regs.flower.compat import ClientAppCallable, ErrorCode, Mod
 from flwr_regs.wire import keys
 from flwr_regs.wire.arrays import statistics
 

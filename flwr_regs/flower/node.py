@@ -14,10 +14,9 @@ from logging import DEBUG, INFO
 from typing import Any
 
 from flwr.app import ArrayRecord, ConfigRecord, Context, Error, Message, RecordDict
-from flwr.clientapp.typing import ClientAppCallable
-from flwr.common.constant import ErrorCode
-from flwr.common.logger import log
+from flwr.common import log
 
+from flwr_regs.flower.compat import ClientAppCallable, ErrorCode
 from flwr_regs.flower.refusal import refusal
 from flwr_regs.wire import keys
 from flwr_regs.wire.arrays import ForeignStrategy, ProtocolError

@@ -13,7 +13,7 @@ import struct
 from logging import ERROR
 
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
-from flwr.common.logger import log
+from flwr.common import log
 
 from flwr_regs.wire import keys
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from flwr.app import ConfigRecord, Context, Message
 from flwr.clientapp import ClientApp
-from flwr.clientapp.typing import Mod
+from flwr_regs.flower.compat import Mod
 
 from flwr_regs.client.member import Identity
 from flwr_regs.cohort.client_sets import ClientSets

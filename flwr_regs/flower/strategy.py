@@ -10,11 +10,11 @@ from os import PathLike
 from typing import Any, ClassVar
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
-from flwr.common.logger import log
+from flwr.common import log
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result
 
-from flwr_regs.abilities import Averages, Steers
+from flwr_regs.abilities import Steers
 from flwr_regs.chain import chain, name_of
 from flwr_regs.flower.accounting import AccountedBudget
 from flwr_regs.flower.checkpoints import Checkpoints, guarded
@@ -128,11 +128,9 @@ class RegStrategy(Driven):
 
     @property
     def averaged_arrays(self) -> ArrayRecord | None:
-        """The mean of the last two global models, if a term is judged by it; None before the first step."""
-        if self._training is None or not any(isinstance(t, Averages) for t in self.term.terms):
-            return None
-        mean = self.training.model.mean_of_two
-        return None if mean is None else to_record(mean)
+        """The model of a term that is judged by another than the global one; None before the first step."""
+        averaged = None if self._training is None else self._training.model.averaged
+        return None if averaged is None else to_record(averaged)
 
     @property
     def training(self) -> Training:

@@ -12,9 +12,9 @@ import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.client import Client, NumPyClient
 from flwr.clientapp import ClientApp
-from flwr.clientapp.typing import ClientAppCallable
-from flwr.common.constant import MessageTypeLegacy
+from flwr.common import MessageTypeLegacy
 
+from flwr_regs.flower.compat import ClientAppCallable
 from flwr_regs.flower.node import closed, opened
 from flwr_regs.wire import keys
 from flwr_regs.wire.arrays import ForeignStrategy, NDArrays, ProtocolError, pack

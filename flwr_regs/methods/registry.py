@@ -30,6 +30,10 @@ if TYPE_CHECKING:  # what type checkers see; a test compares it with the rows
     from flwr_regs.methods.client_step.sam import *
     from flwr_regs.methods.client_step.scaffold import *
     from flwr_regs.methods.client_step.ternary import *
+    from flwr_regs.methods.compositions.fedacg import *
+    from flwr_regs.methods.compositions.fedgamma import *
+    from flwr_regs.methods.compositions.fedlesam_sd import *
+    from flwr_regs.methods.compositions.mofedsam import *
     from flwr_regs.methods.personal.apfl import *
     from flwr_regs.methods.personal.ditto import *
     from flwr_regs.methods.personal.fedamp import *
@@ -131,8 +135,8 @@ class Method:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The public classes of its file: Strategy, Client, terms. The file's ``__all__`` has them too."""
-        return (self.name, self.client, *(t for t in self.terms if t not in TERMS))
+        """The public classes of its file, which are in its ``__all__`` too: Strategy, Client, terms."""
+        return (self.name, self.client, *(t for t in self.terms if HOMES[t] == self.module))
 
 
 TERMS: dict[str, str] = {"SparseTernary": "client_step.ternary"}
@@ -202,6 +206,18 @@ def _rows() -> Iterator[Method]:
         state="the global model that it last received",
     )
     yield Method(
+        name="MoFedSAM",
+        module="compositions.mofedsam",
+        terms=("LocalPerturbation", "ClientMomentum"),
+        example="MoFedSAM(rho=0.1, alpha=0.1)",
+        paper="Qu et al. 2022",
+        family="flat",
+        use_when="FedSAM fits, few of many clients take part, and they run SGD without momentum",
+        down=2,
+        down_delta=1,
+        gradients="a second gradient a step",
+    )
+    yield Method(
         name="FedExP",
         module="server_step.fedexp",
         terms=("Extrapolation",),
@@ -259,6 +275,15 @@ def _rows() -> Iterator[Method]:
         use_when="you want momentum, but can change nothing on the clients",
     )
     yield Method(
+        name="FedACG",
+        module="compositions.fedacg",
+        terms=("Proximal", "LookaheadMomentum"),
+        example="FedACG(lam=0.85, mu=0.01)",
+        paper="Kim, Kim, Han 2024, Alg. 1",
+        family="drift",
+        use_when="you want momentum that clients start from, and to keep no state and send nothing more",
+    )
+    yield Method(
         name="SCAFFOLD",
         module="client_step.scaffold",
         terms=("ControlVariates",),
@@ -282,6 +307,47 @@ def _rows() -> Iterator[Method]:
         use_when="labels are skewed, the same clients come back again and again, and 1 model down must do",
         setting="silo",
         state="its linear term",
+        central_dp=False,
+    )
+    yield Method(
+        name="FedGAMMA",
+        module="compositions.fedgamma",
+        terms=("LocalPerturbation", "ControlVariates"),
+        example="FedGAMMA(rho=0.05)",
+        paper="Dai et al. 2023",
+        family="flat",
+        use_when="SCAFFOLD fits, and clients can compute twice as much for a flat minimum",
+        setting="silo",
+        state="its control variate",
+        down=2,
+        gradients="a second gradient a step",
+        secure_aggregation=False,
+        central_dp=False,
+    )
+    yield Method(
+        name="FedLESAMS",
+        module="compositions.fedlesam_sd",
+        terms=("GlobalPerturbation", "ControlVariates"),
+        example="FedLESAMS(rho=0.05)",
+        paper="Fan et al. 2024, Alg. 1",
+        family="flat",
+        use_when="SCAFFOLD fits, and the minimum should be flat without a second gradient",
+        setting="silo",
+        state="the global model that it last received, and its control variate",
+        down=2,
+        secure_aggregation=False,
+        central_dp=False,
+    )
+    yield Method(
+        name="FedLESAMD",
+        module="compositions.fedlesam_sd",
+        terms=("GlobalPerturbation", "DynamicRegulariser"),
+        example="FedLESAMD(rho=0.05, alpha=0.1)",
+        paper="Fan et al. 2024, Alg. 1",
+        family="flat",
+        use_when="FedDyn fits, and the minimum should be flat without a second gradient",
+        setting="silo",
+        state="the global model that it last received, and its linear term",
         central_dp=False,
     )
     yield Method(
@@ -580,3 +646,7 @@ def _rows() -> Iterator[Method]:
 
 METHODS: dict[str, Method] = {row.name: row for row in _rows()}
 """Name of the strategy -> row, in the order of the tables."""
+HOMES: dict[str, str] = {
+    t: row.module for row in [*METHODS.values()][::-1] for t in row.terms
+} | TERMS
+"""Term -> file in ``flwr_regs/methods/``: that of the first row that has the term."""

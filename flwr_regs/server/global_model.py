@@ -41,7 +41,7 @@ MOST_STEPS = 50
 
 SERVER_HOOKS = (
     *("broadcast", "broadcast_to", "weigh", "fold", "update", "release"),
-    *("robust_answer", "recover"),
+    *("answer_in", "recover"),
 )
 """The hooks and abilities that get a `ServerContext`, or the last step: they may read that step."""
 T = TypeVar("T")
@@ -155,15 +155,14 @@ class GlobalModel(Snapshots):
         self.buffers, self.tied, self.frozen = buffers, tied, frozen
 
     @property
-    def mean_of_two(self) -> NDArrays | None:
-        """``(w_{t−1} + w_t) / 2``, integers as in ``w_t``; None before the first step."""
-        if self.step is None:
+    def averaged(self) -> NDArrays | None:
+        """The model of a term that `Averages`, integers as in ``w_t``; None without one, or a step."""
+        term = next((t for t in self._term.terms if isinstance(t, Averages)), None)
+        if term is None or self.step is None:
             return None
-        half = {n: s / 2 for n, s in self.step.items() if s.dtype.kind == "f" and n in self.model}
-        return {
-            n: np.asarray(a - half[n], dtype=a.dtype) if n in half else a
-            for n, a in self.model.items()
-        }
+        floats = {n: a for n, a in self.model.items() if a.dtype.kind == "f"}
+        made = term.averaged(floats, self.step, self.server[term.name])
+        return self.model | {n: np.asarray(a, self.model[n].dtype) for n, a in made.items()}
 
     @property
     def fixed(self) -> frozenset[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from datetime import timedelta
@@ -26,6 +27,10 @@ def _constant(_: int) -> float:
     return 1.0
 
 
+class NoLearningRate(ValueError):
+    """The learning rate's schedule has come to its end: it is not above 0."""
+
+
 @dataclass(frozen=True)
 class Options:
     """The settings that every strategy of the package takes.
@@ -48,7 +53,8 @@ class Options:
         Every float32 array of the model travels rounded to 16 bits, down and up; the server keeps
         float32. The terms' own records, and arrays of other dtypes, travel unchanged.
     lr_schedule : callable, optional
-        ``lr_schedule(round) -> factor`` on train_config's ``"lr"``; rounds count from 1.
+        ``lr_schedule(round) -> factor`` on train_config's ``"lr"``; rounds count from 1. Before a round in
+        which it is 0 or less, training ends (the history's ``"stopped"``); so it must not be in round 1.
     cohorts : {"uniform", "class-covering"}
         ``"class-covering"`` draws cohorts whose clients together hold every class (FedADC, Sec. IV-E).
         **Privacy cost**: each client sends the server, once, how many examples of each class it holds.
@@ -209,6 +215,21 @@ class Options:
             needs = {key: why or NEEDS[key] for key, why in needs.items()}
         noise = self.privacy is not None
         check_train_config(config, noise=noise, needs=needs)
+        if "lr" in config:
+            self.learning_rate(config["lr"], 1)
+
+    def learning_rate(self, given: float, number: int) -> float:
+        """Return the clients' η in a round of the schedule.
+
+        Raises NoLearningRate if it is not above 0, and ValueError if it is not finite.
+        """
+        lr = float(given) * float(self.lr_schedule(number))
+        what = f"lr_schedule({number}) makes the learning rate {lr:g}"
+        if not math.isfinite(lr):
+            raise ValueError(f"{what}: expected a positive number")
+        if lr <= 0:
+            raise NoLearningRate(f"{what}, with which clients cannot train")
+        return lr
 
     def __post_init__(self) -> None:
         check(self)

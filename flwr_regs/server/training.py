@@ -199,7 +199,7 @@ class Training:
         if left_out := self.population.left_out:
             this_round.events["refused"] = left_out
         self._privacy.check_budget(this_round)
-        this_round.lr = self._learning_rate(number, config.get("lr"))
+        this_round.lr = self.learning_rate(number, config.get("lr"))
         context = self._context(this_round, self._robust())
         this_round.config = self._config(this_round, config)
         term.restrict(this_round.config)  # with this round's learning rate
@@ -273,15 +273,14 @@ class Training:
         attempt = 0 if failed is None else 1 + len(failed.get("attempts", []))
         return self.population.cohort(members, key, size, options.cohorts, network, attempt)
 
-    def _learning_rate(self, number: int, given: Any) -> float | None:
-        if given is None:  # plain clients have their own
+    def learning_rate(self, number: int, given: float | None) -> float | None:
+        """Return the clients' η in a round; None if plain clients have their own.
+
+        Raises what :meth:`Options.learning_rate` raises.
+        """
+        if given is None:
             return None
-        lr = float(given)
-        on_schedule = self._participation.schedule_round(number)
-        lr *= float(self.options.lr_schedule(on_schedule))
-        if not 0 < lr < float("inf"):
-            raise ValueError(f"lr_schedule({on_schedule}) makes the learning rate {lr}")
-        return lr
+        return self.options.learning_rate(given, self._participation.schedule_round(number))
 
     def _config(self, this_round: Round, config: Mapping[str, Any]) -> dict[str, Any]:
         """Return the round's config, the same for every client."""

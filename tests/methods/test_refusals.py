@@ -28,7 +28,8 @@ SETTINGS: list[tuple[Callable[[], Any], str]] = [
     (lambda: fr.FedADC(beta=1.0), "FedADC: beta must be a number from 0 to below 1, not 1.0"),
     (lambda: fr.FedADC(alpha=0.0), "FedADC: alpha must be a positive number, not 0.0"),
     (lambda: fr.FedADC(variant="red"), "variant must be 'nesterov' or 'heavy-ball', not 'red'"),
-    (lambda: fr.FedADC(local_momentum=0.5, beta_local=0.1), "has one beta"),
+    (lambda: fr.FedADC(beta_local=1.0, beta_global=0.5), "FedADC: beta_local must be .* below 1"),
+    (lambda: fr.FedADC(local_momentum=0.5, beta_local=0.1, beta_global=0.2), "has one beta"),
     (lambda: fr.FedADCPlus(lam=1.5), "FedADCPlus: lam must be a number from 0 to 1, not 1.5"),
     (lambda: fr.FedADCPlus(temperature=0.0), "temperature must be a positive number, not 0.0"),
     (lambda: fr.FedAMP(alpha=0), "alpha must be a positive number"),
@@ -123,10 +124,10 @@ NOVA_BALL = partial(fr.FedNova, 0.5)
 MIME, LITE = partial(fr.Mime, 0.5), partial(fr.MimeLite, 0.5)
 CONFIGS: list[tuple[Any, Any, dict[str, Any], str]] = [
     (fr.SCAFFOLD, fr.SCAFFOLDClient, {"momentum": 0.9}, f"option 2.*SGD with momentum {OTHER}"),
-    (fr.SCAFFOLD, fr.SCAFFOLDClient, {"weight-decay": 0.1}, f"SGD with weight_decay {OTHER}"),
     (fr.SCAFFOLD, fr.SCAFFOLDClient, {"optimizer": "Adam"}, f"Adam {OTHER}: leave that out"),
     (fr.SCAFFOLD, fr.SCAFFOLDClient, {"clip-norm": 1.0}, "'clip-norm' .* clips their gradients"),
     (MIME, fr.MimeClient, {"momentum": 0.9}, f"by plain SGD, but SGD with momentum {OTHER}"),
+    (MIME, fr.MimeClient, {"weight-decay": 0.1}, f"SGD with weight_decay {OTHER}"),
     (LITE, fr.MimeLiteClient, {"optimizer": "Adam"}, f"by plain SGD, but Adam {OTHER}"),
     (NOVA_BALL, fr.FedNovaClient, {"momentum": 0.9}, "SGD with momentum weighs"),
     (fr.FedNova, fr.FedNovaClient, {"optimizer": "Adam"}, "Adam weighs their"),
@@ -178,8 +179,8 @@ OPTIMIZERS: list[tuple[Any, Any, Any, str]] = [
     (
         fr.SCAFFOLD,
         fr.SCAFFOLDClient,
-        partial(SGD, weight_decay=0.5, maximize=True),
-        "weight_decay and maximize",
+        partial(SGD, weight_decay=0.5, momentum=0.5, maximize=True),
+        "SGD with momentum and maximize takes",
     ),
     (fr.SCAFFOLD, fr.SCAFFOLDClient, slower, "SGD with a learning rate of its own"),
     (MIME, fr.MimeClient, torch.optim.AdamW, f"AdamW with weight_decay {OTHER}"),

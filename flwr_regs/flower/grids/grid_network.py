@@ -8,9 +8,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Generic, TypeVar
 
 from flwr.app import Error, Message
-from flwr.common.constant import ErrorCode
 from flwr.serverapp import Grid
 
+from flwr_regs.flower.compat import ErrorCode
 from flwr_regs.server.exchange.network import Course, Network, Replies, Request
 from flwr_regs.server.failures import read_each
 from flwr_regs.wire import keys

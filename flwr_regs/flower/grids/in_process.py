@@ -1,27 +1,23 @@
-"""A Grid without Ray and without servers: the ClientApp is called here, or in worker processes.
-
-Only this file and workers.py use flwr's private names.
-"""
+"""A Grid without Ray and without servers: the ClientApp is called here, or in worker processes."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
-from uuid import uuid4
 
 from flwr.app import Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid
-from flwr.supercore.run import Run
 
 from flwr_regs.client.member import Identity
 from flwr_regs.cohort.network import CohortNetwork
 from flwr_regs.flower.app import NumPyClientApp, RegClientApp
+from flwr_regs.flower.compat import Run, identify, numbered
 from flwr_regs.flower.grids.contexts import Contexts
 from flwr_regs.flower.grids.grid_network import OURS, GridNetwork
 from flwr_regs.flower.grids.local_clients import LocalClients
-from flwr_regs.flower.grids.workers import Workers, identify, served
+from flwr_regs.flower.grids.workers import Workers, served
 from flwr_regs.flower.simulated_clients import Clients
 from flwr_regs.server.exchange.network import Network
 from flwr_regs.term import Term
@@ -234,9 +230,3 @@ class InProcessGrid(Grid):
     ) -> Iterable[Message]:
         """Run the clients and return their replies, in the order of `messages`."""
         return self.pull_messages(self.push_messages(messages))
-
-
-def numbered(message: Message) -> Message:
-    """Give a message its id, and return it."""
-    message.metadata.__dict__["_message_id"] = str(uuid4())
-    return message

@@ -356,7 +356,7 @@ def _library() -> Any:
         import constriction  # type: ignore[import-untyped]
     except ImportError as error:
         raise ImportError(
-            "coding ternary updates needs the package 'constriction', which is not installed; "
-            "it has no wheels for Linux on ARM"
+            "coding ternary updates needs the package 'constriction', which is not installed: "
+            "pip install constriction; it has no wheels for Linux on ARM"
         ) from error
     return constriction.stream
