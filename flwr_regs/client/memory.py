@@ -121,7 +121,7 @@ def begin(memory: Memory, term: Chain, config: Mapping[str, Any], withholds: boo
     `withholds` is whether the client has private entries.
     """
     number, used, came = _course(config)
-    if not memory and not came and not withholds and keys.USED_KEY not in config:
+    if not memory and not came and not withholds and not _keeps_state(config):
         return Begun()
     settled, latest = (_snapshot(memory, at) for at in (used, came))
     lost_state, slots = settled is None or latest is None, Slot()
@@ -137,7 +137,7 @@ def begin(memory: Memory, term: Chain, config: Mapping[str, Any], withholds: boo
                 slots[t.name], lost_state = {}, True
     if not config.get(keys.PROBE_KEY) and label(number, True) in memory:
         slots |= _snapshot(memory, number, True) or {}
-    lost = [STATE] if lost_state and keys.USED_KEY in config else []
+    lost = [STATE] if lost_state and _keeps_state(config) else []
     lost += [ENTRIES] if latest is None and withholds else []
     return Begun({n: s for n, s in slots.items() if s}, held.get(PRIVATE), lost)
 
@@ -178,7 +178,7 @@ def end(
 
 def kinds(config: Mapping[str, Any], slots: Slot, private: Any) -> list[str]:
     """Return what a client that ends a round so keeps, for the server; a client that did goes on to."""
-    state = keys.USED_KEY in config or any(slots.values())
+    state = _keeps_state(config) or any(slots.values())
     return [STATE] * bool(state) + [ENTRIES] * bool(private)
 
 
@@ -187,9 +187,8 @@ def latest(memory: Memory, config: Mapping[str, Any], withholds: bool = False) -
     rounds = [key for key in memory if key.startswith("round")]
     newest = max(rounds, default=label(0))
     snapshot = _read(memory, newest) if rounds else {}
-    came = config.get(keys.CAME_KEY, 0)
-    missing = snapshot is None or newest < label(came)
-    lost = [STATE] if missing and keys.USED_KEY in config else []
+    missing = snapshot is None or newest < label(_course(config)[2])
+    lost = [STATE] if missing and _keeps_state(config) else []
     lost += [ENTRIES] if missing and withholds else []
     snapshot = snapshot or {}
     return Begun({n: s for n, s in snapshot.items() if n != PRIVATE}, snapshot.get(PRIVATE), lost)
@@ -197,8 +196,13 @@ def latest(memory: Memory, config: Mapping[str, Any], withholds: bool = False) -
 
 def _course(config: Mapping[str, Any]) -> tuple[int, int, int]:
     """Return (the round, `used`, `came`) of a message."""
-    used, came = config.get(keys.USED_KEY, 0), config.get(keys.CAME_KEY, 0)
-    return config[keys.ROUND_KEY], used, came
+    *used, came = config.get(keys.SNAPSHOTS_KEY) or [0]
+    return config.get(keys.ROUND_KEY, 0), used[0] if used else 0, came
+
+
+def _keeps_state(config: Mapping[str, Any]) -> bool:
+    """Whether the server knows that this client keeps slots of terms: it then names `used`, too."""
+    return len(config.get(keys.SNAPSHOTS_KEY, ())) == 2
 
 
 def _snapshot(memory: Memory, number: int, probe: bool = False) -> Slot | None:

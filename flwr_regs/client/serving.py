@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
+from flwr_regs.client import personal
 from flwr_regs.client.local_training import local_round
 from flwr_regs.client.measure.context_functions import Measures
 from flwr_regs.client.member import Identity, begin, end, evaluated, probe, seeded
 from flwr_regs.client.memory import Memory, Root
-from flwr_regs.client.personal import evaluate, trained_model
 from flwr_regs.client.train.batches import Batches, resolve_device
 from flwr_regs.client.train.optimizer import OptimizerFn
 from flwr_regs.client.train.task import Task, uncompiled
@@ -44,8 +44,12 @@ class Client(Protocol):
         ...
 
 
-def train(client: Client, message: Parcel, held: Memory) -> tuple[Parcel, Memory, NDArrays | None]:
-    """Return (the reply to a train message, what is remembered, the model if it came in a code).
+Answer = tuple[Parcel, Memory, NDArrays | None]
+"""A reply, what the client remembers from now on, and the model if it came in the method's code."""
+
+
+def train(client: Client, message: Parcel, held: Memory) -> Answer:
+    """Return the answer to a train message, or to a first exchange.
 
     `held` is what the client remembers. Raises what :func:`.member.begin` and the training raise.
     """
@@ -68,13 +72,13 @@ def train(client: Client, message: Parcel, held: Memory) -> tuple[Parcel, Memory
                 **vars(task),
                 **member.duration,
             )
-            own_model = partial(trained_model, member.term, measures(client), result)
+            own_model = partial(personal.trained_model, member.term, measures(client), result)
             reply, held = end(member, result, own_model)
     return reply, held, member.rebuilt
 
 
-def score(client: Client, message: Parcel, held: Memory) -> tuple[float, int, dict[str, Any]]:
-    """Return (mean loss, examples, metrics) of an evaluate message: see :func:`.personal.evaluate`.
+def evaluate(client: Client, message: Parcel, held: Memory) -> Answer:
+    """Return the answer to an evaluate message; the metrics are those of :func:`.personal.evaluate`.
 
     Raises ValueError for a client without `eval_data`.
     """
@@ -83,12 +87,14 @@ def score(client: Client, message: Parcel, held: Memory) -> tuple[float, int, di
             f"{client.identity.who} was built without eval_data; "
             "pass it, or set fraction_evaluate=0 on the strategy"
         )
-    term, slots, lost = evaluated(message, held, uncompiled(client.model), client.identity)
+    term, slots, config = evaluated(message, held, uncompiled(client.model), client.identity)
     how = {"optimizer": client.optimizer, "folder": client.save_private}
-    loss, count, metrics = evaluate(
+    loss, count, metrics = personal.evaluate(
         measures(client), term, client.eval_data, message.config, slots, **how
     )
-    return loss, count, metrics | lost
+    if keys.LAYER_KEY in metrics:
+        config[keys.LAYER_KEY] = metrics.pop(keys.LAYER_KEY)
+    return Parcel({}, config, {"num-examples": count, "loss": loss, **metrics}), held, None
 
 
 def measures(client: Client) -> Measures:

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from flwr_regs.abilities import Perturbs
+from flwr_regs.abilities import Evolves, Perturbs
 from flwr_regs.client.train.batches import mapped
 from flwr_regs.cohort.batch_plan import Batch, CannotStack
 from flwr_regs.cohort.compiled import CannotCompile, Step, compiled
@@ -49,17 +49,22 @@ class Gradient:
     def __init__(self, view: View) -> None:
         self._view = view
         terms = view.shared.term.terms
-        self._acting = [t for t in terms if t.acts("correct")]
+        self._acting = [t for t in terms if t.acts("correct") or isinstance(t, Evolves)]
+        self._evolves = any(isinstance(t, Evolves) for t in terms)
         watching = any(t.needs for t in terms)
-        self._elementwise = not watching and all(t.elementwise for t in self._acting)
+        alike = all(t.elementwise for t in self._acting)
+        self._elementwise = alike and not watching and not self._evolves
         self._reads = watching or any(t.acts("loss") for t in terms) or not self._elementwise
         self._perturbs = any(isinstance(t, Perturbs) for t in terms)
         self._tried = not self._acting or not self._elementwise
         self._step: Step | None = None
         self._context: tuple[Any, ClientContext] | None = None  # of all members at once
 
-    def of(self, part: Part) -> tuple[dict[str, Tensor | None], Tensor, Arrays]:
-        """Return (the corrected gradients, the members' losses without those of terms, new buffers)."""
+    def of(self, part: Part) -> tuple[dict[str, Tensor | None], Tensor, Arrays, Slot]:
+        """Return (the corrected gradients, the members' losses without those of terms, new buffers, slots).
+
+        The slots are the clients' after the step; ``{}`` if no term `Evolves`.
+        """
         view, values, acting = self._view, part.values, bool(self._acting)
         before = random_state(view.shared.device) if acting else []
         inner = {} if self._tried else {n: b.clone() for n, b in part.rows["buffers"].items()}
@@ -75,15 +80,16 @@ class Gradient:
         for n in view.start:
             grads[n] = torch.zeros_like(values[n]) if grads[n] is None else grads[n]
         if not acting:
-            return grads, base, buffers
+            return grads, base, buffers, {}
         given = {n: grads[n] for n in view.start}
         with torch.no_grad():
             if not self._elementwise:
-                return grads | self._corrected(given, part, shown, before), base, buffers
+                corrected, slots = self._corrected(given, part, shown, before)
+                return grads | corrected, base, buffers, slots
             try:
                 corrected = self._at_once(given, part)
                 self._tried = True
-                return grads | corrected, base, buffers
+                return grads | corrected, base, buffers, {}
             except Exception:  # a term asks for what differs between the members
                 self._elementwise, self._reads, self._tried = False, True, True
         set_random_state(view.shared.device, before)  # the step once more, as it began
@@ -146,20 +152,22 @@ class Gradient:
 
     def _corrected(
         self, given: Arrays, part: Part, shown: dict[str, Any], before: Sequence[Tensor]
-    ) -> Arrays:
-        """Return what the terms make of the gradients, member by member."""
+    ) -> tuple[Arrays, Slot]:
+        """Return what the terms make of the gradients, and the clients' slots after the step."""
         values = {n: p.detach() for n, p in part.values.items()}
         view = self._view
 
         def corrected(
             grads: Arrays, values: Arrays, leaves: list[Tensor], row: dict[str, Any], shown: Any
-        ) -> Arrays:
+        ) -> tuple[Arrays, Slot]:
             inputs, targets = part.batch.rebuilt(leaves)
             private = {n: v for n, v in values.items() if n not in view.start}
             rest = row | {"private": row["private"] | private}
             again = partial(view.gradient_at, rest, inputs, targets, before)
             ctx = replace(view.at(row, inputs, targets, shown), gradient_at=again)
-            return view.shared.term.correct(grads, {n: values[n] for n in view.start}, ctx)
+            term, params = view.shared.term, {n: values[n] for n in view.start}
+            slots = term.evolve(grads, params, ctx) if self._evolves else {}
+            return term.correct(grads, params, ctx), slots
 
         args = part.batch.leaves, part.rows, shown
         return view.vmapped(corrected)(given, values, *args)  # type: ignore[no-any-return]

@@ -324,7 +324,8 @@ def _cross_entropy(logits: Tensor, targets: Tensor, **how: Any) -> Tensor:
     # torch's softmax is many times as fast over an axis that is not the last
     picked: Tensor = logits.T.log_softmax(0).gather(0, chosen).squeeze(0)
     total: Tensor = (picked * counts).sum()
-    return -total / counts.sum()
+    mean: Tensor = -total / counts.sum()
+    return mean
 
 
 def _embedded(

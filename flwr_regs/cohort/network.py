@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -19,16 +19,18 @@ from flwr_regs.cohort.stack_groups import Asked, Served
 from flwr_regs.cohort.stacks import Stacks
 from flwr_regs.server.exchange.network import Replies, Request
 from flwr_regs.wire import keys
-from flwr_regs.wire.arrays import NDArrays
-from flwr_regs.wire.delta import KINDS, OutOfSync, model_from
+from flwr_regs.wire.arrays import NDArrays, digest
+from flwr_regs.wire.delta import WHOLE, OutOfSync, model_from
 from flwr_regs.wire.errors import described
 from flwr_regs.wire.parcel import Parcel
-from flwr_regs.wire.precision import from_half, to_half
+from flwr_regs.wire.precision import narrow, widen
 
 LOG = logging.getLogger("flwr")
 TRAINING = ("train", keys.PROBE)
 FEW = 4
 """Fewer clients train in one stack, however many processes there are."""
+LACKING = Parcel(config={keys.MEMORY_KEY: [keys.LOST_MODEL]})
+"""The reply of a client that lacks the model which its message builds on."""
 
 
 @dataclass
@@ -40,17 +42,13 @@ class Node:
     training : tuple
         The method and the training's start id.
     memory : Memory
-    model : tuple or None
-        The round of a global model that the next message may build on, and that model.
+    model : NDArrays or None
+        A global model that the next message may build on.
     """
 
     training: tuple[Any, Any]
     memory: Memory = field(default_factory=dict)
-    model: tuple[int, NDArrays] | None = None
-
-    def kept(self, server_round: Any) -> NDArrays | None:
-        """Return the global model of a round, if it was kept."""
-        return self.model[1] if self.model is not None and self.model[0] == server_round else None
+    model: NDArrays | None = None
 
 
 class Host(Protocol):
@@ -135,7 +133,7 @@ class CohortNetwork:
                 if not stacked:
                     came[pid] = self._alone(request.kind, asked.pop(pid))
             except OutOfSync:  # the server then sends the model
-                came[pid] = Parcel(config={keys.OUT_OF_SYNC_KEY: True})
+                came[pid] = LACKING
             except Exception as error:  # whatever the user's code raises
                 failures[pid] = _failure(error)
         if stacked and self._stacks is not None:
@@ -147,6 +145,8 @@ class CohortNetwork:
                 continue
             try:
                 came[pid] = self._alone(request.kind, one)
+            except OutOfSync:
+                came[pid] = LACKING
             except Exception as error:
                 failures[pid] = _failure(error)
         silent: Collection[int] = ()
@@ -176,24 +176,17 @@ class CohortNetwork:
 
     def _prefetch(self, pid: int, parcel: Parcel) -> None:
         node = self._host.node(pid, parcel.config)
-        node.model = parcel.config[keys.ROUND_KEY], dict(parcel.records[keys.ARRAYS])
+        node.model = dict(parcel.records[keys.ARRAYS])
 
     def _alone(self, kind: str, asked: Asked) -> Parcel:
         """Return the reply of a client by itself."""
         if kind not in TRAINING:
-            loss, count, metrics = serving.score(asked.client, asked.message, asked.memory)
-            numbers = {k: v for k, v in metrics.items() if isinstance(v, int | float)}
-            texts = {k: v for k, v in metrics.items() if k not in numbers}
-            return Parcel({}, texts, {**numbers, "num-examples": count, "loss": loss})
+            return serving.evaluate(asked.client, asked.message, asked.memory)[0]
         reply, memory, rebuilt = serving.train(asked.client, asked.message, asked.memory)
-        config = asked.message.config
-        if keys.HALF_KEY in config and keys.ARRAYS in reply.records:
-            halved, marks = to_half(dict(reply.records[keys.ARRAYS]), str(config[keys.HALF_KEY]))
-            reply = Parcel(
-                {**reply.records, keys.ARRAYS: halved},
-                {**reply.config, keys.HALVES_KEY: marks[keys.HALVES_KEY]},
-                reply.metrics,
-            )
+        half = asked.message.config.get(keys.HALF_KEY)
+        if half and keys.ARRAYS in reply.records:
+            halved = narrow(dict(reply.records[keys.ARRAYS]), half)
+            reply = replace(reply, records={**reply.records, keys.ARRAYS: halved})
         given: Any = asked.message.records[keys.ARRAYS]
         model = given if rebuilt is None else rebuilt
         return self._ended(asked, Served(reply, memory, model))
@@ -203,8 +196,8 @@ class CohortNetwork:
         config = asked.message.config
         node = self._host.node(asked.pid, config)
         node.memory = served.memory
-        if config.get(keys.KEEP_KEY):
-            node.model = config[keys.ROUND_KEY], served.model
+        if keys.DOWNLINK_KEY in config:
+            node.model = served.model
         return served.reply
 
 
@@ -215,21 +208,26 @@ def _received(parcel: Parcel, node: Node, seen: dict[Any, Any]) -> Parcel:
     clients get is made once: `seen` holds it.
     """
     config, records = parcel.config, parcel.records
-    base_round = config.get(keys.BASE_ROUND_KEY)
-    base = None if base_round is None else node.kept(base_round)
-    if base_round is not None and base is None:
-        raise OutOfSync
-    kept = config.get(keys.DOWNLINK_KEY) == "kept"  # then the record holds nothing
-    key = None if kept else id(records[keys.ARRAYS]), base_round
+    whole = config.get(keys.DOWNLINK_KEY, WHOLE) == WHOLE
+    base = None if whole or node.model is None else _same(node.model, seen)
+    sent = records[keys.ARRAYS] if records[keys.ARRAYS] else None  # one that is empty is none
+    key = id(sent), id(base), config.get(keys.DOWNLINK_KEY)
     if key not in seen:
         arrays = {n: np.array(a) for n, a in records[keys.ARRAYS].items()}  # torch may write
-        if keys.HALVES_KEY in config:
-            arrays = dict(from_half(arrays, config))
+        if keys.HALF_KEY in config:
+            arrays = widen(arrays, config[keys.HALF_KEY])
         step = None
-        if config.get(keys.DOWNLINK_KEY) in KINDS:
+        if not whole:
             arrays, step = model_from(config, arrays, base)
         seen[key] = {keys.ARRAYS: arrays, **({} if step is None else {keys.STEP: step})}
     return Parcel({**records, **seen[key]}, config)
+
+
+def _same(model: NDArrays, seen: dict[Any, Any]) -> NDArrays:
+    """Return an equal model that is one object for all clients, as when each read its own from a file."""
+    if id(model) not in seen:
+        seen[id(model)] = model, seen.setdefault(digest(model), model)  # so that it keeps its id
+    return seen[id(model)][1]  # type: ignore[no-any-return]
 
 
 def _failure(error: Exception) -> str:

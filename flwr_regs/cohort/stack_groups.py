@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,7 +15,15 @@ from flwr_regs.abilities import Carries, Withholds
 from flwr_regs.chain import Chain
 from flwr_regs.client import memory as memories
 from flwr_regs.client.loading import Layout, check_custody, load, tied_names
-from flwr_regs.client.member import Identity, broadcast_of, method_of, plain
+from flwr_regs.client.member import (
+    Identity,
+    broadcast_of,
+    method_of,
+    model_entries,
+    plain,
+    reply_entries,
+    with_steps,
+)
 from flwr_regs.client.memory import Begun, Memory, to_numpy
 from flwr_regs.client.serving import Client
 from flwr_regs.client.train.batches import (
@@ -34,12 +41,11 @@ from flwr_regs.cohort.member_view import Member, Shared
 from flwr_regs.cohort.stacked_training import Stack, StackedResult
 from flwr_regs.term import Slot
 from flwr_regs.wire import keys
-from flwr_regs.wire.arrays import NDArrays, in_code_order, mask
-from flwr_regs.wire.delta import decoded_model
+from flwr_regs.wire.arrays import NDArrays, in_code_order
 from flwr_regs.wire.parcel import Parcel
-from flwr_regs.wire.precision import to_half
+from flwr_regs.wire.precision import narrow
 
-OWN_KEYS = (keys.SEED_KEY, keys.CLIENT_KEY, keys.USED_KEY, keys.CAME_KEY)
+OWN_KEYS = (keys.SEED_KEY, keys.CLIENT_KEY, keys.SNAPSHOTS_KEY)
 """Entries of a message's config that are one client's."""
 COPIES = 6
 """Of the parameters: values, update, gradients, two states of an optimiser, and a buffer."""
@@ -284,9 +290,8 @@ class Group:
             arrays = self.recipe.arrays
             code = {n: to_numpy(d).astype(arrays[n].dtype) for n, d in result.delta.items()}
             given = {n: v for n, v in sent.items() if n not in code and n not in self.layout.tied}
-        elif half := self.recipe.config.get(keys.HALF_KEY):
-            given, marks = to_half(sent, half)
-            base |= {keys.HALVES_KEY: marks[keys.HALVES_KEY]} if not self.recipe.probes else {}
+        else:
+            given = narrow(sent, self.recipe.config.get(keys.HALF_KEY))
         served: dict[int, Served] = {}
         for row, c in enumerate(self.candidates):
             records: dict[str, Any] = {
@@ -300,7 +305,7 @@ class Group:
                 arrays = {n: a[row, ...] for n, a in given.items()}
                 if coder is not None and code is not None:
                     update = {n: d[row, ...] for n, d in code.items()}
-                    config[keys.UPDATE_KEY] = coder.encode(in_code_order(update, update))
+                    config[keys.STEPS_KEY] = [coder.encode(in_code_order(update, update))]
                     was = self.recipe.arrays
                     arrays = {n: a for n, a in arrays.items() if not np.array_equal(a, was[n])}
                 records[keys.ARRAYS] = arrays
@@ -312,28 +317,19 @@ class Group:
                 }
             own = {n: v[row] for n, v in private.items()}
             held = memories.end(c.memory, c.config, slots[row], own, self.recipe.who.method, False)
-            kept = memories.kinds(c.config, slots[row], own)
-            if kept and not self.recipe.probes:
-                config[keys.KEEPS_KEY] = ",".join(kept)
-            if c.begun.lost:
-                config[keys.LOST_KEY] = ",".join(c.begun.lost)
+            kept = memories.kinds(c.config, slots[row], own) if not self.recipe.probes else []
+            said = [*(f"lost {w}" for w in c.begun.lost), *(f"keeps {w}" for w in kept)]
+            config |= reply_entries(c.config, said)
             served[c.pid] = Served(Parcel(records, config, metrics), held, self.recipe.arrays)
         return served
 
     def _common_config(self, result: StackedResult) -> dict[str, Any]:
         """Return the entries of the replies' configs that are the same for all."""
-        layout, arrays = self.layout, self.recipe.arrays
         config: dict[str, Any] = {keys.METHOD_KEY: self.recipe.who.method}
         if self.recipe.probes:
             return config
-        config[keys.BUFFERS_KEY] = mask([n for n in arrays if n not in layout.trained], arrays)
-        if layout.frozen_digest and keys.FROZEN_DIGEST_KEY not in self.recipe.config:
-            config[keys.FROZEN_DIGEST_KEY] = layout.frozen_digest  # the server has yet to know
-        if result.output_layer is not None:
-            config[keys.LAYER_KEY] = result.output_layer
-        if layout.tied:
-            config[keys.TIED_KEY] = json.dumps(layout.tied)
-        return config
+        arrays, layer = self.recipe.arrays, result.output_layer
+        return config | model_entries(self.recipe.config, arrays, self.layout, layer)
 
     def _state(self, result: StackedResult) -> dict[str, Tensor]:
         """Return the clients' models at the end, stacked; what is not trained is the first's."""
@@ -365,6 +361,7 @@ def recipe_of(
     who: Identity,
     config: Mapping[str, Any],
     message: Parcel,
+    model: nn.Module,
 ) -> Recipe:
     """Return what a message says to all clients of a kind, read and checked once."""
     came: Any = message.records[keys.ARRAYS]
@@ -379,11 +376,8 @@ def recipe_of(
         raise CannotStack(f"{carrying} carry the optimiser's state")
     arrays: NDArrays = came
     step: Any = message.records.get(keys.STEP)
-    if config.get(keys.DOWNLINK_KEY) == "coded":
-        coder = term.coder("release")
-        if coder is None:
-            raise CannotStack("the strategy sends coded steps, but the method has no code for them")
-        arrays, step = decoded_model(config, arrays, coder.decode)
+    if keys.STEPS_KEY in config:
+        arrays, step = with_steps(model, term, config, came)
     recipes.append(Recipe(who, config, term, came, arrays, step))
     return recipes[-1]
 

@@ -94,7 +94,7 @@ class Stacks:
         client, message = asked.client, asked.message
         entries = message.config
         shared = {k: v for k, v in entries.items() if k not in OWN_KEYS}
-        recipe = recipe_of(recipes, client.identity, shared, message)
+        recipe = recipe_of(recipes, client.identity, shared, message, client.model)
         like = self._build(client), recipe.who.method, recipe.probes
         kind = self._kinds.setdefault(like, Kind(like))
         if len(self._kinds) > KINDS:

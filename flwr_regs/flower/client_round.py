@@ -27,7 +27,7 @@ from flwr_regs.term import Term
 from flwr_regs.wire import keys
 from flwr_regs.wire.arrays import ForeignStrategy, ProtocolError
 from flwr_regs.wire.parcel import Parcel
-from flwr_regs.wire.records import arrays_in, from_record, reply_of, to_record
+from flwr_regs.wire.records import parcel_of, reply_of, to_record
 
 Method = type[RegClient] | Sequence[type[Term]]
 """A named client such as ``FedFORClient``, or the term classes of a composition."""
@@ -240,6 +240,4 @@ def _content(message: Message) -> tuple[Parcel, Memory]:
         raise ProtocolError(
             "the message does not come through a RegClientApp: build the app with it"
         )
-    records = {name: from_record(record) for name, record in arrays_in(content).items()}
-    config, memory = content.config_records[keys.CONFIG], content.config_records[keys.MEMORY]
-    return Parcel(records, dict(config)), dict(memory)  # type: ignore[arg-type]
+    return parcel_of(content), dict(content.config_records[keys.MEMORY])  # type: ignore[arg-type]

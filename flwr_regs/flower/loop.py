@@ -21,7 +21,7 @@ from flwr_regs.flower.grids.grid_network import GridNetwork
 from flwr_regs.server.exchange.network import Network
 from flwr_regs.server.options import NoLearningRate, Options
 from flwr_regs.server.refusals import as_many
-from flwr_regs.server.round import TooFewReplies
+from flwr_regs.server.round import NoMajority, TooFewReplies
 from flwr_regs.server.training import Training
 
 EvaluateFn = Callable[[int, ArrayRecord], MetricRecord | None]
@@ -121,6 +121,10 @@ class Loop:
                 new, metrics = self._one_round(number, arrays)
                 break
             except TooFewReplies as error:
+                if attempt > options.retries and isinstance(error, NoMajority):
+                    log(WARNING, "%s; the model stays as it is, and the run goes on", error)
+                    new, metrics = arrays, None
+                    break
                 if attempt > options.retries:
                     raise
                 pause = options.retry_pause

@@ -8,12 +8,12 @@ from typing import Any
 
 from flwr.app import ConfigRecord, Context, Message
 from flwr.clientapp import ClientApp
-from flwr_regs.flower.compat import Mod
 
 from flwr_regs.client.member import Identity
 from flwr_regs.cohort.client_sets import ClientSets
 from flwr_regs.flower.app import client_app
 from flwr_regs.flower.client import RegClient
+from flwr_regs.flower.compat import Mod
 from flwr_regs.flower.mods import ContextMod
 from flwr_regs.term import Term
 from flwr_regs.wire import keys

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import wraps
+from inspect import signature
 from logging import INFO, WARNING
 from os import PathLike
 from typing import Any, ClassVar
@@ -74,7 +75,9 @@ class RegStrategy(Driven):
     method: ClassVar[str | None] = None
 
     def __init__(self, terms: Sequence[Term], **settings: Any) -> None:
-        check_arguments(type(self), Options.names(), settings)
+        makers = [vars(c)["__init__"] for c in type(self).__mro__[:-1] if "__init__" in vars(c)]
+        own = {name for make in makers for name in signature(make).parameters}
+        check_arguments(type(self).__name__, settings, Options.names(), own)
         self.term = chain(check_instances(terms, type(self).__name__))
         self.options = Options.of(self.term, **settings)
         self._seeded = settings.get("seed") is not None

@@ -260,6 +260,7 @@ SAME: dict[str, Cohort] = {
     "an optimiser of one's own": Cohort("FedProx", {"mu": 0.3}, settings={"optimizer": grouped}),
     "budgets": Cohort("FedADCPlus", SOME, settings=BUDGETS, config=TWO_EPOCHS),
     "budgets and slots": Cohort("SCAFFOLD", SOME, settings=BUDGETS, config=TWO_EPOCHS),
+    "slots that change in each step": Cohort("FedSMOO", SOME, settings=BUDGETS, config=TWO_EPOCHS),
     "BatchNorm": Cohort("FedBN", SOME, model=normed, loader=in_double, rounds=3),
     "private entries": Cohort(
         terms=[fr.Private("1.*")], given=SOME, settings={"private": "1.*"}, rounds=4

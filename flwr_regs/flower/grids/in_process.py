@@ -89,7 +89,7 @@ class InProcessGrid(Grid):
         *,
         workers: int = 1,
     ) -> None:
-        if not isinstance(client_app, ClientApp | Clients):
+        if not isinstance(client_app, Clients) and not callable(client_app):
             raise TypeError(
                 f"expected Clients or a ClientApp, such as client_app(client_fn), not {client_app!r:.80}"
             )

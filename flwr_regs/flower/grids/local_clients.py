@@ -22,7 +22,7 @@ from flwr_regs.server.exchange.network import Replies, Request
 from flwr_regs.wire import keys
 from flwr_regs.wire.records import from_record, identity, to_record
 
-OVERRIDES = ("fit", "evaluate", "get_properties", "to_client", "task", "identity", "_message")
+OVERRIDES = ("fit", "evaluate", "get_properties", "to_client", "task", "identity")
 """What a client that trains as every RegClient does has from RegClient."""
 
 
@@ -129,9 +129,7 @@ class LocalClients:
         node = self._nodes.get(pid)
         if node is None or node.training != training:
             state = NodeState(self._contexts.of_partition(pid), config)
-            base: Any = config.get(keys.BASE_ROUND_KEY)
-            record = None if base is None else state.model(base)
-            kept = None if record is None else (int(base), from_record(record))
+            kept = None if state.model is None else from_record(state.model)
             node = self._nodes[pid] = Node(training, state.memory, kept)
         return node
 
@@ -148,11 +146,10 @@ class LocalClients:
         records: dict[int, ArrayRecord] = {}
         for pid, node in self._nodes.items():
             method, start = node.training
-            server_round, model = node.model or (0, None)
-            entries = {keys.METHOD_KEY: method, keys.START_KEY: start, keys.ROUND_KEY: server_round}
+            entries = {keys.METHOD_KEY: method, keys.START_KEY: start}
             state = NodeState(self._contexts.of_partition(pid), entries)
             state.remember(written(node.memory))
-            if model is not None:
+            if (model := node.model) is not None:
                 if id(model) not in records:
                     records[id(model)] = to_record(model)
                 state.keep_model(records[id(model)])
