@@ -9,7 +9,7 @@ import zlib
 import numpy as np
 import pytest
 
-from flwr_regs.methods.client_step import ternary as codec
+from flwr_regs.methods.parts import ternary as codec
 from flwr_regs.methods.parts.ternary import CodecError, decode, encode
 
 FLOATS = (np.float16, np.float32, np.float64)
