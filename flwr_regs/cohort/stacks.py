@@ -7,8 +7,10 @@ import math
 from collections.abc import Hashable, Mapping, Sequence
 
 import numpy as np
+from torch import nn
 
 from flwr_regs.client.serving import Client
+from flwr_regs.client.train.batches import resolve_device
 from flwr_regs.cohort.alike import alike, build_of
 from flwr_regs.cohort.batch_plan import CannotStack
 from flwr_regs.cohort.result_check import difference
@@ -129,6 +131,8 @@ class Stacks:
         if given := [s for s in settings if getattr(client, s) is not None]:
             raise CannotStack(f"{client.identity.who} has a {given[0]}")
         model = client.model
+        if resolve_device(client.device).type == "cpu" and any(map(_convolves, model.modules())):
+            raise CannotStack("its convolutions are slower in a stack on a CPU")
         others = (c for c, _ in self._builds.values() if c.model is model)
         if (other := next(others, None)) is not None and other.task is client.task:
             build = self._builds[id(other)][1]
@@ -166,3 +170,8 @@ class Stacks:
         kind.due = (
             math.inf if self._settings.check == "first" else this_round + self._settings.check
         )
+
+
+def _convolves(layer: nn.Module) -> bool:
+    """Whether a layer is a convolution; of a stack it is a grouped one, which a CPU runs slowly."""
+    return isinstance(layer, nn.Conv1d | nn.Conv2d | nn.Conv3d | nn.ConvTranspose2d)
