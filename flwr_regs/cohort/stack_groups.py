@@ -76,15 +76,15 @@ class Kind:
 
     Attributes
     ----------
-    like : hashable
-        What they share.
+    step : hashable
+        What a plain step of theirs depends on beside the values: model, loss, device.
     refused : str
         Why they train one by one; "" if they do not.
     due : float
         The round from which on their next stack is checked.
     """
 
-    like: Hashable
+    step: Hashable
     refused: str = ""
     due: float = 0
 
@@ -223,7 +223,7 @@ class Group:
             plain(config),
             client.classifier,
             settings.precision,
-            compiled=(kind.like, settings.precision) if settings.compile else None,
+            compiled=(kind.step, settings.precision) if settings.compile else None,
         )
 
     def _fixed_of(self, model: nn.Module) -> dict[str, Tensor]:

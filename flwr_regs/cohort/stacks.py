@@ -54,7 +54,7 @@ class Stacks:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._kinds: dict[Hashable, Kind] = {}
-        self._builds: dict[int, tuple[Client, Hashable]] = {}
+        self._builds: dict[int, tuple[Client, tuple[Hashable, ...]]] = {}
         self.fallbacks: dict[str, int] = {}
 
     def train(self, asked: Sequence[Asked]) -> dict[int, Served]:
@@ -97,8 +97,9 @@ class Stacks:
         entries = message.config
         shared = {k: v for k, v in entries.items() if k not in OWN_KEYS}
         recipe = recipe_of(recipes, client.identity, shared, message, client.model)
-        like = self._build(client), recipe.who.method, recipe.probes
-        kind = self._kinds.setdefault(like, Kind(like))
+        build = self._build(client)
+        like = *build, recipe.who.method, recipe.probes
+        kind = self._kinds.setdefault(like, Kind(build[1:]))
         if len(self._kinds) > KINDS:
             del self._kinds[next(iter(self._kinds))]
         if kind.refused:
@@ -120,7 +121,7 @@ class Stacks:
         group.add(candidate)
         return key, group
 
-    def _build(self, client: Client) -> Hashable:
+    def _build(self, client: Client) -> tuple[Hashable, ...]:
         """Return what clients share that go together: model, loss, optimiser, device."""
         known = self._builds.get(id(client))
         if known is not None and known[0] is client:
