@@ -19,12 +19,12 @@ from flwr_regs.abilities import Steers
 from flwr_regs.chain import chain, name_of
 from flwr_regs.flower.accounting import AccountedBudget
 from flwr_regs.flower.checkpoints import Checkpoints, guarded
-from flwr_regs.flower.compat import aggregate_metricrecords
 from flwr_regs.flower.grids.grid_network import GridNetwork, Paused, replies_to
 from flwr_regs.flower.grids.in_process import InProcessGrid
 from flwr_regs.flower.loop import Driven, EvaluateFn, Loop
 from flwr_regs.server.arguments import check_arguments
 from flwr_regs.server.checkpoint.fingerprint import fingerprint
+from flwr_regs.server.client_metrics import weighted_mean
 from flwr_regs.server.evaluation import evaluation
 from flwr_regs.server.exchange.network import Network
 from flwr_regs.server.options import Options
@@ -417,6 +417,9 @@ class RegStrategy(Driven):
     def _mean_of_metrics(
         self, kind: str, metrics: Sequence[Mapping[str, Any]]
     ) -> Mapping[str, Any]:
-        mean = getattr(self.options, f"{kind}_metrics_aggr_fn") or aggregate_metricrecords
+        mean = getattr(self.options, f"{kind}_metrics_aggr_fn")
+        if mean is None:
+            return weighted_mean(metrics, self.options.weighted_by_key)
         records = [RecordDict({keys.METRICS: MetricRecord({**m})}) for m in metrics]
-        return mean(records, self.options.weighted_by_key)
+        averaged: Mapping[str, Any] = mean(records, self.options.weighted_by_key)
+        return averaged
