@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -76,14 +76,39 @@ class Kind:
 
     Attributes
     ----------
+    step : hashable
+        What a plain step of theirs depends on beside the values: model, loss, device.
     refused : str
         Why they train one by one; "" if they do not.
     due : float
         The round from which on their next stack is checked.
     """
 
+    step: Hashable
     refused: str = ""
     due: float = 0
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How stacks train.
+
+    Attributes
+    ----------
+    memory : int
+        Bytes that a stack may take, roughly; more clients train in several.
+    precision : torch.dtype, optional
+        Of the forward pass, by torch's autocast.
+    check : "first", int or False
+        When two clients of a kind also train alone, to compare the results.
+    compile : bool
+        Whether steps run under ``torch.compile``.
+    """
+
+    memory: int = 2**30
+    precision: torch.dtype | None = None
+    check: Literal["first", False] | int = "first"
+    compile: bool = False
 
 
 @dataclass(frozen=True)
@@ -158,7 +183,7 @@ class Group:
     recipe : Recipe
     common : mapping
         The broadcasts' entries that are the same for all.
-    precision : torch.dtype or None
+    settings : Settings
     kind : Kind
     """
 
@@ -167,7 +192,7 @@ class Group:
         first: Candidate,
         recipe: Recipe,
         common: Mapping[str, Mapping[str, np.ndarray]],
-        precision: torch.dtype | None,
+        settings: Settings,
         kind: Kind,
     ) -> None:
         client, term, config = first.client, recipe.term, recipe.config
@@ -197,7 +222,8 @@ class Group:
             broadcast_of(term, common, recipe.step, self.layout.trained, config),
             plain(config),
             client.classifier,
-            precision,
+            settings.precision,
+            compiled=(kind.step, settings.precision) if settings.compile else None,
         )
 
     def _fixed_of(self, model: nn.Module) -> dict[str, Tensor]:
