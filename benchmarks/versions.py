@@ -35,7 +35,7 @@ APP = ROOT / "docs" / "examples" / "deployment" / "app"
 STUDY = ROOT / "docs" / "studies" / "versions.json"
 PAGE = ROOT / "docs" / "versions.md"
 NODES = 2
-CONFIG: dict[str, Any] = {"method": "FedFOR(alpha=0.1)", "rounds": 3}
+CONFIG: dict[str, Any] = {"method": "FedFOR(alpha=0.1)", "rounds": 3, "wait-timeout": 120.0}
 TESTS = ("tests/flower", "tests/golden")
 
 

@@ -15,18 +15,22 @@ from flwr_regs.term import Term
 from flwr_regs.testing import Exempt, Method
 from flwr_regs.testing.problem import settled, sgd_pull
 from tests.oracles.client_loss.distillation import fedadc_plus
+from tests.oracles.client_loss.feddecorr import feddecorr
 from tests.oracles.client_loss.fedgkd import fedgkd
 from tests.oracles.client_loss.fedntd import fedntd
 from tests.oracles.client_loss.logits import fedlc, fedrs
 from tests.oracles.client_loss.moon import moon
 from tests.oracles.client_loss.rfedavg import rfedavg, rfedavg_plus
 from tests.oracles.client_step.efl import efl
+from tests.oracles.client_step.fedadamw import fedadamw
 from tests.oracles.client_step.fedadc import fedadc
 from tests.oracles.client_step.fedcm import fedcm
 from tests.oracles.client_step.fedcurv import fedcurv
 from tests.oracles.client_step.feddyn import feddyn
 from tests.oracles.client_step.fedfor import fedfor
+from tests.oracles.client_step.fedinit import fedinit
 from tests.oracles.client_step.fedprox import fedprox
+from tests.oracles.client_step.fedspeed import fedsmoo, fedspeed
 from tests.oracles.client_step.gate import fedgate, vrlsgd
 from tests.oracles.client_step.mime import mime, mimelite
 from tests.oracles.client_step.sam import (
@@ -47,6 +51,7 @@ from tests.oracles.server_step.fedavg import fedavg
 from tests.oracles.server_step.fedexp import fedexp
 from tests.oracles.server_step.fednova import fednova
 from tests.oracles.server_step.fedopt import fedopt
+from tests.oracles.server_step.fedvarp import fedvarp
 from tests.oracles.server_step.qfedavg import qfedavg
 from tests.oracles.server_step.slowmo import slowmo
 
@@ -271,7 +276,7 @@ def fair(name: str, q: float) -> Method:
 
 def features(name: str, term: Term, oracle: Any, settings: dict[str, Any], **more: Any) -> Method:
     """A case of a method whose loss is of features; 0 for its strength is neutral."""
-    neutral = {key: 0.0 if key in ("lam", "mu") else v for key, v in settings.items()}
+    neutral = {key: 0.0 if key in ("lam", "mu", "beta") else v for key, v in settings.items()}
     exempt = {"fixed-point": more.pop("exempt", NO_FEATURES)}
     return case(name, [term], oracle, settings, neutral, exempt=exempt, **more)
 
@@ -399,6 +404,58 @@ CASES = [
         exempt={"fixed-point": NEVER_AT_REST},
     ),
     case(
+        "FedSpeed",
+        [fr.MixedPerturbation(0.1, 0.7), fr.DynamicRegulariser(0.4)],
+        fedspeed,
+        {"lam": 0.4, "rho": 0.1, "alpha": 0.7},
+        {},
+        fixed_point=lambda a, c, p, *_: minimum(a, further(c, 0.07), p),
+        exempt=never("FedDyn is in it, which no setting makes FedAvg."),
+    ),
+    case(
+        "FedSMOO",
+        [fr.CommonPerturbation(0.1), fr.DynamicRegulariser(0.4)],
+        fedsmoo,
+        {"lam": 0.4, "rho": 0.1},
+        {},
+        exempt={
+            **never("FedDyn is in it, which no setting makes FedAvg."),
+            "fixed-point": Exempt(
+                "Its perturbations stay ρ long, and move the minimum by some of it."
+            ),
+        },
+    ),
+    case(
+        "FedInit",
+        [fr.RelaxedStart(0.3)],
+        fedinit,
+        {"beta": 0.3},
+        {"beta": 0.0},
+        # the end of a round solves v = (1 − s)(w + β(w − v)) + s c, with s = FedAvg's pull
+        fixed_point=partial(settled, pull=lambda *at: (s := pulled(*at)) / (1 + 0.3 * (1 - s))),
+    ),
+    case(
+        "FedAdamW",
+        [fr.SharedMoments(0.5)],
+        fedadamw,
+        {"gamma": 0.5},
+        {},
+        exempt={
+            **never("Its clients run AdamW, which no setting makes SGD."),
+            "stacked": Exempt("A stack carries no optimiser's state."),
+            "fixed-point": Exempt("AdamW's steps do not get shorter near the minimum."),
+        },
+    ),
+    case(
+        "FedVARP",
+        [fr.LastUpdates()],
+        fedvarp,
+        {},
+        {},
+        exempt={"moves": Exempt("It is FedAvg where all clients take part in every round.")},
+        **NEARLY,
+    ),
+    case(
         "MoFedSAM",
         [fr.LocalPerturbation(0.05), fr.ClientMomentum(0.4)],
         mofedsam,
@@ -506,6 +563,7 @@ CASES = [
     ),
     contrast("MOON"),
     contrast("MOON-projection", projection="0"),
+    features("FedDecorr", fr.Decorrelation(0.7), feddecorr, {"beta": 0.7}),
     distilled(
         "FedNTD",
         fr.NotTrueDistillation,

@@ -23,13 +23,17 @@ from tests.sampling import sampled
 N, LIAR = 7, 3
 NAMED = {c.name: c for c in CASES}
 METHODS = {c.strategy.__name__: c for c in reversed(CASES)}  # the first case of each
+METHODS = {name: c for name, c in METHODS.items() if fr.METHODS[name].robust}
 METHODS |= {name: NAMED[name] for name in ("SCAFFOLD-option-1", "SCAFFOLD-server")}
 METHODS |= {
     "EFL": Method(fr.EFL, fr.EFLClient, [], settings={"lam": 0.3}),
     "EFL-coded": NAMED["EFL"],
     "FedPer": Method(fr.FedPer, fr.FedPerClient, [], settings={"patterns": "2.*"}),
 }
-UPLOADING = ("RFedAvg", "RFedAvgPlus", "EFL", "FedCurv", "Mime", "MimeLite", "SCAFFOLD-option-1")
+UPLOADING = (
+    *("RFedAvg", "RFedAvgPlus", "EFL", "FedCurv", "Mime", "MimeLite", "SCAFFOLD-option-1"),
+    *("FedSMOO", "FedAdamW"),
+)
 AGGREGATORS = (
     fr.CoordinateMedian(),
     fr.TrimmedMean(0.2),

@@ -10,6 +10,7 @@ from flwr_regs.experiments.calls import parse_methods, pieces, text_of
 from flwr_regs.experiments.cards.card_files import panel_of
 from flwr_regs.experiments.data import needs, subset
 from flwr_regs.experiments.experiment import Experiment, Panel, Row
+from flwr_regs.experiments.partition.partitions import BY_GROUP
 from flwr_regs.experiments.settings import DEFAULTS
 
 SMOKE = {
@@ -71,7 +72,9 @@ def with_methods(card: Experiment, text: str) -> Experiment:
         methods = {piece: ()} if piece in titles else parse_methods(piece)
         for label, calls in methods.items():
             meant = [r for r in card.rows if label in (r.name, text_of(r.calls))]
-            rows += [r for r in meant or [Row(label, calls)] if r not in rows]
+            if any(r in rows for r in meant or [Row(label, calls)]):
+                raise ValueError(f"'{label}' stands twice in {text!r}: name each method once")
+            rows += meant or [Row(label, calls)]
     spaces = [space for space in card.tune if any(space.applies(r.calls) for r in rows)]
     return replace(card, rows=tuple(rows), tune=tuple(spaces))
 
@@ -101,6 +104,8 @@ def smoke(card: Experiment, given: Mapping[str, Any]) -> Experiment:
     first = card.panels[0]
     whole = {**DEFAULTS, **card.settings, **first.settings, **given}
     small = {key: min(whole[key], most) for key, most in SMOKE_MOST.items()}
+    if whole["partition"] in BY_GROUP:
+        small["examples"] = 0  # few examples of all groups are none of a client's
     if whole["fraction-train"] < 1:
         small["fraction-train"] = 0.5
     if not needs.present(str(whole["dataset"]), str(whole["data-dir"])):

@@ -1,8 +1,8 @@
 """FedAdamW. Liu et al. 2026.
 
 Clients take AdamW's steps (torch's, decoupled weight decay). First moments start at 0 in each round, second
-moments at the mean of those that came with the last round's used replies, and the step count goes on:
-client k begins round t with a count of (t - 1) K_k, K_k its planned steps. Both bias corrections use it.
+moments and the step count at the plain means of those with which the last round's used replies ended. Where
+all take K steps, the count is (t - 1) K. Both bias corrections use it.
 """
 
 from typing import Any
@@ -26,15 +26,17 @@ def fedadamw(
 ) -> list[Params]:
     """Return the global model after each round.
 
-    After each AdamW step, ``v += gamma (w_t - w_{t-1}) / K_k``; in round 1 there is no such step.
+    After each AdamW step, ``v += gamma (w_t - w_{t-1}) / K_k``, K_k the steps that client k has time for;
+    in round 1 there is no such step.
     """
     second, change = zeros(w), zeros(w)  # the mean second moments; w_t - w_{t-1}
+    begun = 0.0  # the run's step count
     models = []
     for r in rounds_of(*run, weighting=weighting, **how):
         ends, seconds = {}, {}
         for k in r.used:
             v, m, s = w, zeros(w), second
-            count = (r.t - 1) * r.planned[k]
+            count = begun
             for x, y in r.batches(k):
                 count += 1
                 g = r.slope(v, x, y)
@@ -44,9 +46,12 @@ def fedadamw(
                 for n in v:
                     m_hat, s_hat = m[n] / (1 - beta1**count), s[n] / (1 - beta2**count)
                     v[n] = v[n] - r.eta * m_hat / (np.sqrt(s_hat) + eps)
-                v = plus(v, gamma / r.planned[k], change)
+                v = plus(v, gamma / r.steps[k], change)
             ends[k], seconds[k] = v, s
-        mean, second = r.mean(ends), r.mean(seconds)
+        mean, second = r.mean(ends), zeros(w)
+        for s in seconds.values():
+            second = plus(second, 1.0 / len(seconds), s)
+        begun += sum(r.steps[k] for k in seconds) / len(seconds)
         w, change = mean, minus(mean, w)
         models.append(w)
     return models

@@ -61,7 +61,8 @@ def fedsmoo(
     """Return the global model after each round: FedSpeed's (alpha 1) with a common perturbation s.
 
     In a step, ``s_hat = rho d/|d|`` with ``d = grad f(v) - mu_k - s``, then ``mu_k += s_hat - s``. mu_k is
-    kept, like h_k, if the reply was used. The server takes ``s = rho m/|m|``, m the mean of the used mu_k.
+    kept, like h_k, if the reply was used. The server takes ``s = rho m/|m|``, m the plain sum of the used
+    mu_k, which gives the same s as their plain mean.
     """
     h, s = zeros(w), zeros(w)
     own: dict[int, tuple[Params, Params]] = {}  # h_k, mu_k
@@ -82,6 +83,9 @@ def fedsmoo(
             own[k] = plus(h_k, 1.0, minus(v, w)), mu
             h = plus(h, 1.0 / len(r.clients), minus(v, w))
         w = plus(r.mean(ends), 1.0, h)
-        s = scaled(r.mean(duals), rho)
+        total = zeros(w)
+        for mu in duals.values():
+            total = plus(total, 1.0, mu)
+        s = scaled(total, rho)
         models.append(w)
     return models

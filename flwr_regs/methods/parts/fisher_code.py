@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from flwr_regs.methods.client_step.ternary import entries_kept
+from flwr_regs.methods.parts.ternary import entries_kept
 from flwr_regs.methods.parts.uploads import check_arrays
 from flwr_regs.term import Arrays, Slot
 from flwr_regs.wire.arrays import LARGEST, check_finite
