@@ -31,7 +31,6 @@ from flwr_regs.client.train.batches import (
     count_batches,
     count_examples,
     label_counts,
-    mapped,
     resolve_device,
 )
 from flwr_regs.client.train.optimizer import optimizer_of
@@ -278,9 +277,9 @@ class Group:
     def replies(self, result: StackedResult) -> dict[int, Served]:
         """Return what came of the clients: their replies are rows of the result."""
         uploads = _rows(result.upload, len(self.candidates))
-        slots = _rows(_as_kept(result.client), len(self.candidates))
+        slots = _rows(result.client, len(self.candidates))
         state = {} if self.recipe.probes else self._state(result)
-        private = {n: _as_kept(state.pop(n)) for n in self.layout.private if state}
+        private = {n: state.pop(n) for n in self.layout.private if state}
         sent = {
             n: to_numpy(v).astype(self.recipe.arrays[n].dtype, copy=False) for n, v in state.items()
         }
@@ -316,7 +315,7 @@ class Group:
                     "examples-processed": result.examples[row],
                 }
             own = {n: v[row] for n, v in private.items()}
-            held = memories.end(c.memory, c.config, slots[row], own, self.recipe.who.method, False)
+            held = memories.end(c.memory, c.config, slots[row], own, self.recipe.who.method)
             kept = memories.kinds(c.config, slots[row], own) if not self.recipe.probes else []
             said = [*(f"lost {w}" for w in c.begun.lost), *(f"keeps {w}" for w in kept)]
             config |= reply_entries(c.config, said)
@@ -461,12 +460,6 @@ def _rows(slots: Slot | list[Slot], number: int) -> list[Slot]:
         {t: {k: a[row] for k, a in slot.items()} for t, slot in slots.items()}
         for row in range(number)
     ]
-
-
-def _as_kept(tree: Any) -> Any:
-    """Return nested tensors in the dtypes in which clients keep them: those of numpy."""
-    half = torch.bfloat16
-    return mapped(tree, lambda t: t.float() if t.dtype == half else t)
 
 
 def _other_names(model: nn.Module) -> dict[str, str]:
