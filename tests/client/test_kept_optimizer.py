@@ -215,8 +215,7 @@ def test_moments_that_are_averaged_equal_the_loop_by_hand(runner: str) -> None:
     how: dict[str, Any] = {"rounds": 3, "lr": 0.02, "length": {"local-epochs": 1}}
     found = train(fr.RegStrategy([MeanMoments()], **QUIET), fr.RegClient, grid=grid, **how)
     close(found[-1], adamw_by_hand(3), 1e-9)
-    if isinstance(grid, fr.StackedGrid):
-        assert list(grid.fallbacks) == ["['mean-moments'] carry the optimiser's state"]
+    assert not getattr(grid, "fallbacks", None)
 
 
 # what is refused

@@ -15,7 +15,7 @@ import torch
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from torch import Tensor, nn
 
-from flwr_regs.abilities import Carries
+from flwr_regs.abilities import Carries, Steers
 from flwr_regs.chain import Chain
 from flwr_regs.client.loading import check_custody
 from flwr_regs.client.member import method_of
@@ -144,8 +144,13 @@ class Cohort:
         term.restrict(config)
         if config.get(keys.PROBE_KEY) and any("label_counts" in t.needs for t in term.terms):
             raise CannotStack("a first exchange with label counts goes one by one")
-        if carrying := [t.name for t in term.terms if isinstance(t, Carries)]:
-            raise CannotStack(f"{carrying} carry the optimiser's state")
+        keeping = [
+            t.name for t in term.terms if isinstance(t, Carries) and not isinstance(t, Steers)
+        ]
+        if keeping and any(t.acts("client_optimizer") for t in term.terms):
+            raise CannotStack(
+                f"{keeping} carry the state of an optimiser in which others have a say"
+            )
         self._recipes.append(Recipe(kind, config, term))
         return self._recipes[-1]
 
