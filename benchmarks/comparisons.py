@@ -40,7 +40,7 @@ from flwr_regs.experiments.settings import DEFAULTS
 ROOT = Path(__file__).parents[1]
 STUDIES = ROOT / "docs" / "studies"
 ARCHIVE = ".tar.gz"
-PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md")))
 MARK = re.compile(r"(<!-- (study|command): ([\w-]+)(?:: (.*?))? -->\n).*?(?=<!-- end -->)", re.S)
 MANY = 8
 """With more methods than this, a picture shows the best ones; the table has all."""

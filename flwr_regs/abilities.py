@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from flwr_regs.hook_contexts import Arrays, ClientContext, ServerContext, Slot
 
@@ -47,13 +47,7 @@ class Folds(ABC):
 
     @abstractmethod
     def fold(
-        self,
-        acc: Slot,
-        pid: int,
-        delta: Arrays,
-        upload: Slot,
-        weight: float,
-        ctx: ServerContext,
+        self, acc: Slot, pid: int, delta: Arrays, upload: Slot, weight: float, ctx: ServerContext
     ) -> Slot:
         """Return `acc` with one client's upload; called in the order of partition ids, first with ``{}``.
 
@@ -182,7 +176,16 @@ class FineTunes(ABC):
 
 
 class Checks(ABC):
-    """Checks each upload; all terms with uploads should."""
+    """Checks each upload; all terms with uploads should.
+
+    Attributes
+    ----------
+    squares : bool
+        Whether the uploads are squares, such as Fisher information: between honest clients they may differ
+        by the square of what other uploads may, before the server takes them for signs of divergence.
+    """
+
+    squares: ClassVar[bool] = False
 
     @abstractmethod
     def check(self, upload: Slot, params: Arrays, server: Slot) -> None:

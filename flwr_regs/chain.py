@@ -269,13 +269,7 @@ class Chain(
         return next((t for t in self.terms if isinstance(t, Weighs)), None)
 
     def fold(
-        self,
-        acc: Slot,
-        pid: int,
-        delta: Arrays,
-        upload: Slot,
-        weight: float,
-        ctx: ServerContext,
+        self, acc: Slot, pid: int, delta: Arrays, upload: Slot, weight: float, ctx: ServerContext
     ) -> Slot:
         for t in self.terms:
             if isinstance(t, Folds):

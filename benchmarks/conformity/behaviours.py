@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 BY_EXAMPLES = (
     *("FedAvg", "FedProx", "FedNova-proximal", "FedCurv", "RFedAvg", "RFedAvgPlus", "MOON"),
-    *("FedGKD", "FedLC", "FedRS", "FedAdam", "Ditto"),
+    *("FedGKD", "FedLC", "FedRS", "FedAvgM", "FedAdagrad", "FedAdam", "FedYogi", "Ditto"),
 )
 SCAFFOLD = ("SCAFFOLD", "SCAFFOLD-1")
 """The paper's options II and I."""
@@ -18,7 +18,8 @@ UNIFORM = (*SCAFFOLD, "FedDyn", "FedADC-double", "FedLESAM", "FedExP")
 METHODS = (
     *("FedAvg", "FedProx", *SCAFFOLD, "FedDyn", "FedNova-proximal", "FedADC-double", "FedLESAM"),
     *("FedCurv", "RFedAvg", "RFedAvgPlus", "MOON", "FedGKD", "FedLC", "FedRS"),
-    *("FedExP", "QFedAvg", "FedAdam", "Ditto", "APFL", "FedAMP"),
+    *("FedExP", "QFedAvg", "FedAvgM", "FedAdagrad", "FedAdam", "FedYogi"),
+    *("Ditto", "APFL", "FedAMP"),
 )
 
 
@@ -100,6 +101,7 @@ BEHAVIOURS = {
         "compares a client with the mean of all delta, its own included", ("RFedAvg", "RFedAvgPlus")
     ),
     "delta-of-batch": Behaviour("takes delta from one batch", ("RFedAvg", "RFedAvgPlus")),
+    "of-cohort": Behaviour("compares with this round's cohort alone", ("RFedAvg",)),
     "term-at-once": Behaviour("has the term before a table exists", ("RFedAvg",)),
     "untrained-last": Behaviour(
         "takes the first model for a last one that is not there", ("MOON",)
@@ -116,7 +118,9 @@ BEHAVIOURS = {
     "eps-decays": Behaviour("multiplies eps by 0.998^2 in each round", ("FedExP",)),
     "twice-the-power": Behaviour("has F^(2q) |Dw|^2 where the paper has |Dw|^2", ("QFedAvg",)),
     "bias-corrected": Behaviour("corrects the bias, with the exponent t + 1", ("FedAdam",)),
-    "second-from-zero": Behaviour("starts the second moment at 0, not at tau^2", ("FedAdam",)),
+    "second-from-zero": Behaviour(
+        "starts the second moment at 0, not at tau^2", ("FedAdagrad", "FedAdam", "FedYogi")
+    ),
     "from-first-model": Behaviour(
         "starts a personal model at the first global model, not at the client's first", ("Ditto",)
     ),

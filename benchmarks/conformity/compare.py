@@ -16,7 +16,7 @@ from .model import Params
 
 TOLERANCE = 1e-4
 """Runs agree if no parameter differs by more; it changes by about 1, and 32 bits cost some 1e-6."""
-TOGETHER = 3
+TOGETHER = 5
 """At most so many behaviours are tried together."""
 
 

@@ -51,6 +51,27 @@ def prepare(name: str, packages: Sequence[str], folder: Path) -> str:
     return str(python)
 
 
+def fetch(repository: str, commit: str, folder: Path) -> Path:
+    """Return a folder with the repository's files at `commit`, fetched with git if it is not there.
+
+    Raises CannotRun if git fails, for example without a network.
+    """
+    home = folder / f"{repository.rpartition('/')[2]}-{commit[:12]}"
+    done = home / ".git" / "complete"
+    if not done.exists():
+        shutil.rmtree(home, ignore_errors=True)
+        home.mkdir(parents=True)
+        git, what = ["git", "-C", str(home)], f"the fetch of {repository} at {commit}"
+        for command in (
+            ["init", "--quiet"],
+            ["fetch", "--quiet", "--depth=1", repository, commit],
+            ["checkout", "--quiet", commit],
+        ):
+            _call([*git, *command], what, INSTALL_SECONDS)
+        done.touch()
+    return home
+
+
 def drive(
     python: str,
     driver: str,

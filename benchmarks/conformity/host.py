@@ -31,9 +31,10 @@ def read_task(path: Path) -> dict[str, Any]:
     ``method``: one of `behaviours.METHODS`; "SCAFFOLD" is option II, "SCAFFOLD-1" option I. ``settings``:
     the method's own, numbers by name. ``parameters``: arrays by name, float64. ``clients``: for each client
     a dict with ``x`` (n, d) float64 and ``y`` (n,) int64. ``cohorts``: for each round the indices of its
-    clients. ``lr``, ``epochs``, ``batch_size``, ``momentum``: of a client's SGD, over its data in order; after
-    each round, ``lr`` is multiplied by ``lr_decay``. ``mu``: FedProx's and FedNova's. ``weights``: "examples"
-    or "uniform", those of the mean over a cohort. The server's learning rate is 1, but for FedAdam.
+    clients. ``lr``, ``epochs``, ``batch_size``, ``momentum``: of a client's SGD, over its data in order;
+    after each round, ``lr`` is multiplied by ``lr_decay``. ``mu``: FedProx's and FedNova's. ``weights``:
+    "examples" or "uniform", those of the mean over a cohort. The server's learning rate is 1, if it is not
+    one of the settings.
     """
     with np.load(path, allow_pickle=False) as file:
         task: dict[str, Any] = json.loads(str(file["settings"]))

@@ -10,6 +10,7 @@ from .model import initial
 SIZES = (7, 12, 9, 17, 10)
 COHORTS = ((0, 1, 2), (2, 3, 4), (0, 1, 3), (1, 2, 4), (0, 3, 4))
 """Nobody takes part in all rounds, and two begin in round 2: an error in what clients keep shows."""
+ADAPTIVE = {"server_lr": 0.1, "beta_1": 0.8, "beta_2": 0.95, "tau": 0.1}
 SETTINGS = {
     "FedDyn": {"alpha": 0.5},
     "FedADC-double": {"beta": 0.6, "phi": 0.5},
@@ -23,7 +24,10 @@ SETTINGS = {
     "FedRS": {"alpha": 0.5},
     "FedExP": {"eps": 0.02},
     "QFedAvg": {"q": 1.0},
-    "FedAdam": {"server_lr": 0.1, "beta_1": 0.8, "beta_2": 0.95, "tau": 0.1},
+    "FedAvgM": {"server_lr": 0.7, "momentum": 0.6},
+    "FedAdagrad": {**ADAPTIVE, "beta_1": 0.0},  # Flower's has no beta_1
+    "FedAdam": ADAPTIVE,
+    "FedYogi": ADAPTIVE,
     "Ditto": {"lam": 0.5},
     "APFL": {"alpha": 0.5},
     "FedAMP": {"lam": 0.3, "alpha": 0.5, "sigma": 2.0},

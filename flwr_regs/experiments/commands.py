@@ -40,9 +40,6 @@ from flwr_regs.experiments.words import (
 if TYPE_CHECKING:
     from flwr_regs.experiments.report.drawing import Look
 
-if TYPE_CHECKING:
-    from flwr_regs.experiments.report.drawing import Look
-
 BESIDE_RESUME = ("--resume", "--workers", "--runner", "--gpus-per-client", "--dry-run")
 """The options that count beside ``--resume``."""
 
@@ -53,8 +50,8 @@ def train(args: argparse.Namespace) -> int:
         experiment, folder, out = _resumed(args), args.resume, ""
     else:
         experiment, out = experiment_of(args)
-    experiment = experiment.checked()
     _check_runner(args, experiment)
+    experiment = experiment.checked()
     experiment.check_data()
     if args.dry_run:
         for panel, place in places(experiment, args.resume or Path("nowhere")):
@@ -326,9 +323,9 @@ def _look(args: argparse.Namespace) -> Look:
 
 def resources(args: argparse.Namespace) -> int:
     """Train one client, and print what it takes."""
+    run, _ = first_run(args)
     from flwr_regs.experiments.run.resources import measure
 
-    run, _ = first_run(args)
     print(measure(run).text(run.settings.num_clients))
     return 0
 

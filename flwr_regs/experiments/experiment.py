@@ -11,8 +11,10 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
 
+from flwr_regs.experiments import signatures
 from flwr_regs.experiments.calls import Call, check_name, parse_methods, text_of
-from flwr_regs.experiments.settings import Settings, dead
+from flwr_regs.experiments.settings import SETTINGS, Settings
+from flwr_regs.experiments.settings import shown as as_word
 from flwr_regs.experiments.space import Point, Space, points, shown
 
 if TYPE_CHECKING:
@@ -52,6 +54,20 @@ class Run:
         """The seed of all that is drawn."""
         return self.settings.seed
 
+    def meets(self, needs: str) -> bool:
+        """Return whether a setting's `needs` are met: see settings.toml."""
+        for owner, equals, values in (need.partition("=") for need in needs.split(" or ")):
+            if owner == "methods":
+                takes = [signatures.of_call(c, self.settings.code_dir) for c in self.calls]
+                met = any(values in one.parameters for one in takes)
+            elif equals:
+                met = as_word(self.settings.config[owner]) in values.split(",")
+            else:
+                met = owner in self.settings.changed
+            if met:
+                return True
+        return False
+
     def strategy(self) -> RegStrategy:
         """Return a new strategy of the method, with the settings; what the method's calls say wins.
 
@@ -84,12 +100,10 @@ class Run:
 
     def check(self) -> None:
         """Raise ValueError if the method refuses its settings, the model or the optimiser."""
-        from flwr_regs.experiments.strategies import named
-
         settings = self.settings
         settings.check()
         strategy = self.strategy()
-        with named(self.method):
+        with signatures.named(self.method):
             strategy.check_model(_start(*settings.model_arguments))
             strategy.prepare(settings.rounds, None, settings.train_config, settings.evaluate_config)
 
@@ -250,9 +264,9 @@ class Experiment:
         for key, value in point.items():
             target, dot, name = key.rpartition(".")
             if dot:
-                from flwr_regs.experiments.strategies import with_argument
-
-                calls = with_argument(calls, target, name, value, settings.get("code-dir", ""))
+                calls = signatures.with_argument(
+                    calls, target, name, value, settings.get("code-dir", "")
+                )
             else:
                 settings[key] = value
         settings |= {"methods": text_of(calls), "seed": seed}
@@ -296,27 +310,37 @@ class Experiment:
                 raise ValueError(f"--tune {space.key}: none of {texts} has this")
         for run in self.runs:
             run.settings.check()
-        self._refuse_dead(self.runs, but="test-on-clients")  # before anything is loaded
+        if not self.smoke:
+            refuse_dead(self.runs, but="test-on-clients")  # before anything is loaded
+        calls = {(str(c), r.settings.code_dir): c for r in self.runs for c in r.calls}
+        for (_, folder), call in calls.items():
+            signatures.check(call, folder)
         whole = self.fair()
-        self._refuse_dead(whole.runs)
+        if not self.smoke:
+            refuse_dead(whole.runs)
         for run in {(run.label, run.method): run for run in whole.runs}.values():
             run.check()
         return whole
 
-    def _refuse_dead(self, runs: Sequence[Run], but: str = "") -> None:
-        if not self.smoke and (said := dead([run.settings for run in runs], but)):
-            raise ValueError(said)
-
     def _on_clients(self, panel: Panel) -> Panel:
         from flwr_regs.experiments.strategies import check_apart, is_private
 
-        tests = self.tests(panel)
+        tests = [run for run in self.tests(panel) if run.seed == self.seeds[0]]
         methods = {run.method: run.calls for run in tests}
         strategies = check_apart(methods, tests[0].settings.code_dir)
+        made = [
+            (s.method_name, replace(s.options, seed=0), replace(run.settings, methods=""))
+            for run in tests
+            for s in [strategies[run.method]]
+        ]
+        for i, one in enumerate(made):
+            if (first := made.index(one)) < i:
+                labels = f"'{tests[first].label}' and '{tests[i].label}'"
+                raise ValueError(f"{labels} are the same: leave one out")
         asked = [
             r.settings.test_on_clients or r.settings.dataset.endswith("-domains") for r in tests
         ]
-        if any(asked) or any(map(is_private, strategies)):
+        if any(asked) or any(map(is_private, strategies.values())):
             return replace(panel, settings={**panel.settings, "test-on-clients": True})
         return panel
 
@@ -356,6 +380,23 @@ class Experiment:
             panels=tuple(replace(p, settings=without(p.settings)) for p in self.panels),
             tune=tuple(space for space in self.tune if space.key not in settings),
         )
+
+
+def refuse_dead(runs: Sequence[Run], but: str = "") -> None:
+    """Raise ValueError for a setting that does nothing in any of the runs that have it.
+
+    Those that need the setting `but` are left out.
+    """
+    for name, of in SETTINGS.items():
+        having = [run for run in runs if of.needs and name in run.settings.changed]
+        owners = [need.partition("=")[0] for need in of.needs.split(" or ")]
+        if having and but not in owners and not any(run.meets(of.needs) for run in having):
+            config = having[0].settings.config
+            values = " and ".join(f"{owner}={as_word(config[owner])}" for owner in owners)
+            raise ValueError(
+                f"setting '{name}' needs {of.needs.replace(',', ' or ')}; it does nothing with {values}: "
+                "leave it out"
+            )
 
 
 def trial_label(label: str, point: Point) -> str:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
 import textwrap
-from collections.abc import Iterator, Mapping
-from typing import Any
+import tomllib
 
-from flwr_regs.experiments.calls import catalogue, parse_methods
+from flwr_regs.experiments import signatures
+from flwr_regs.experiments.calls import catalogue
 from flwr_regs.experiments.report.terminal import columns
-from flwr_regs.methods.registry import METHODS, TERMS, Method
+from flwr_regs.methods.registry import COMPOSITIONS, METHODS, TERMS, Method
 from flwr_regs.wire.config import nearest
 
 LEGEND = """\
@@ -54,10 +53,7 @@ def one(name: str) -> str:
         return f"{costs(METHODS[name])}\n\n{composes(METHODS[name])}"
     if name not in catalogue():
         raise ValueError(f"there is no method '{name}'{nearest(name, catalogue())}")
-    import flwr_regs
-
-    term = getattr(flwr_regs, name)
-    return f"{name}{inspect.signature(term)}\n\n{inspect.getdoc(term)}"
+    return f"{name}{signatures.signature(name)}\n\n{signatures.document(name)}"
 
 
 def costs(row: Method) -> str:
@@ -88,7 +84,7 @@ def costs(row: Method) -> str:
 
 def composes(row: Method) -> str:
     """Return what of the package a method does not go with, and the reason that the package gives."""
-    refused = dict(_refusals(row))
+    refused = tomllib.loads(COMPOSITIONS.read_text(encoding="utf-8"))[row.name]
     text = textwrap.fill(
         f"Joined by `+`, {row.name} goes with every other method and term of the package, and it takes the "
         "settings `privacy=CentralDP(...)`, `wire_dtype` and `overlap=True`"
@@ -97,55 +93,9 @@ def composes(row: Method) -> str:
     )
     if not refused:
         return text
-    table = {"refused": "the package's reason", "---": "---", **refused}
-    return "\n".join([text, "", *(f"| {left} | {right} |" for left, right in table.items())])
-
-
-def others(row: Method) -> dict[str, str]:
-    """Return name -> call of all that a method can be composed with: the other methods, and terms."""
-    from flwr_regs.experiments.strategies import build
-
-    calls = {r.name: r.example for r in METHODS.values() if r.name != row.name}
-    for r in METHODS.values():
-        if len(r.terms) > 1:  # else its term is what its method adds
-            (parts,) = parse_methods(r.example).values()
-            calls |= {type(t).__name__: repr(t) for t in build(parts).term.terms}
-    taken = {r.terms for r in METHODS.values() if len(r.terms) == 1}
-    single = {names[0] for names in taken} | set(row.terms)
-    return {name: call for name, call in calls.items() if name not in single}
-
-
-SETTINGS: Mapping[str, Mapping[str, Any]] = {
-    "privacy=CentralDP(...)": {"weighting": "uniform", "incomplete": "average"},
-    'wire_dtype="bfloat16"': {"wire_dtype": "bfloat16"},
-    "overlap=True": {"downlink": "delta", "overlap": True},
-}
-"""Settings that some methods refuse -> what a strategy gets."""
-
-
-def _refusals(row: Method) -> Iterator[tuple[str, str]]:
-    """Yield (what a method refuses, why)."""
-    from flwr_regs import CentralDP
-
-    for name, call in others(row).items():
-        if why := _refusal(f"{row.example}+{call}", {}):
-            yield f"`{name}`", why
-    for name, given in SETTINGS.items():
-        noise = {"privacy": CentralDP(1.0, 1.0)} if "privacy" in name else {}
-        if why := _refusal(row.example, {**given, **noise}):
-            yield f"`{name}`", why
-
-
-def _refusal(methods: str, settings: Mapping[str, Any]) -> str:
-    """Return why a composition is refused, without its own text in front; "" if it is built."""
-    from flwr_regs.experiments.strategies import build
-
-    ((label, parts),) = parse_methods(methods).items()
-    try:
-        build(parts, **settings)
-    except (ValueError, TypeError) as error:
-        return str(error).removeprefix(f"'{label}': ")
-    return ""
+    lines = ["| refused | the package's reason |", "| --- | --- |"]
+    lines += [f"| `{what}` | {why} |" for what, why in refused.items()]
+    return "\n".join([text, "", *lines])
 
 
 def _short(row: Method) -> tuple[str, ...]:

@@ -9,16 +9,16 @@ import json
 import math
 import operator
 import tomllib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from flwr_regs.experiments.calls import catalogue
-from flwr_regs.experiments.data.catalogue import DATASETS
+from flwr_regs.experiments.data.catalogue import DATASETS, parsed
 from flwr_regs.experiments.models.architectures import MODELS
-from flwr_regs.experiments.partition.partitions import PARTITIONS
+from flwr_regs.experiments.partition.partitions import PARTITIONS, PERSONAL_SHARE
 from flwr_regs.wire.config import OPTIMIZERS, check_train_config, nearest
 
 
@@ -127,8 +127,8 @@ class Settings:
     def of(cls, given: Mapping[str, Any]) -> Settings:
         """Return the settings that are `given` by name, checked one by one; the rest have their defaults.
 
-        Two settings have a second name, see `FIELD_KEYS`. Raises ValueError for a setting that does not exist or has a value of the wrong kind or range; the
-        message names it, the value and what was expected.
+        Two settings have a second name, see `FIELD_KEYS`. Raises ValueError for a setting that does not exist
+        or has a value of the wrong kind or range; the message names it, the value and what was expected.
         """
         given = dict(given)
         for theirs, ours in FIELD_KEYS.items():
@@ -151,14 +151,6 @@ class Settings:
     def changed(self) -> dict[str, Any]:
         """Those that differ from their defaults, by name."""
         return {name: value for name, value in self.config.items() if value != DEFAULTS[name]}
-
-    def meets(self, needs: str) -> bool:
-        """Return whether a setting's `needs` are met: see settings.toml."""
-        owner, equals, values = needs.partition("=")
-        value = self.config[owner]
-        if not equals:
-            return bool(value != DEFAULTS[owner])
-        return json.dumps(value).strip('"') in values.split(",")
 
     @property
     def train_config(self) -> dict[str, Any]:
@@ -190,10 +182,17 @@ class Settings:
     def check(self) -> None:
         """Raise ValueError for settings that do not go together, or a folder that is not there."""
         check_train_config(self.train_config, "the run config")
+        if ":" not in self.dataset:
+            parsed(self.dataset)
         if (self.held_out_clients or self.personalise) and self.test_on_clients:
             raise ValueError(
                 "held-out-clients and personalise do not go with domains or private entries, nor "
                 "with test-on-clients: there, the clients test the model"
+            )
+        if self.personalise and self.held_out_share not in (0, PERSONAL_SHARE):
+            raise ValueError(
+                f"personalise holds {PERSONAL_SHARE:.0%} of each client's examples out: leave "
+                "held-out-share out"
             )
         if self.partition == "long-tail-rounds" and self.held_out_clients:
             raise ValueError(
@@ -228,19 +227,9 @@ def read(name: str, text: str) -> Any:
         return text
 
 
-def dead(runs: Sequence[Settings], but: str = "") -> str:
-    """Say which setting does nothing in any of the runs that have it; "" if there is none.
-
-    Settings that need the setting `but` are left out.
-    """
-    for name, of in SETTINGS.items():
-        owner, equals, values = of.needs.partition("=")
-        having = [run for run in runs if owner and name in run.changed]
-        if having and owner != but and not any(run.meets(of.needs) for run in having):
-            value = json.dumps(having[0].config[owner]).strip('"')
-            wanted = f"{owner}={values.replace(',', ' or ')}" if equals else f"a value for {owner}"
-            return f"setting '{name}' does nothing with {owner}={value}: leave it out, or give {wanted}"
-    return ""
+def shown(value: Any) -> str:
+    """Return a value as it is written on the command line."""
+    return json.dumps(value).strip('"')
 
 
 def legal(of: Setting) -> str:
@@ -256,8 +245,7 @@ def legal(of: Setting) -> str:
 def meanings() -> dict[str, str]:
     """Return setting -> its meaning and default, for a terminal."""
     return {
-        name: of.meaning
-        + ("" if of.default == "" else f" [{json.dumps(of.default).strip(chr(34))}]")
+        name: of.meaning + ("" if of.default == "" else f" [{shown(of.default)}]")
         for name, of in SETTINGS.items()
     }
 

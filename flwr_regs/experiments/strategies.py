@@ -9,28 +9,19 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import flwr_regs
 from flwr_regs.abilities import Compresses, FineTunes, Personalises, Steps, Withholds
-from flwr_regs.experiments.calls import Call, check_name, text_of
-from flwr_regs.experiments.user_code import load
+from flwr_regs.experiments.calls import Call, text_of
+from flwr_regs.experiments.signatures import bound, find, named, with_values
 from flwr_regs.flower.strategy import RegStrategy
 from flwr_regs.server.options import Options
 from flwr_regs.term import Term
-from flwr_regs.wire.config import nearest
 
 if TYPE_CHECKING:
     from flwr_regs import RegClient
 
-VALUES = (
-    *("CenteredClipping", "CoordinateMedian", "GeometricMedian", "Krum", "Mean", "NormBound"),
-    *("TrimmedMean", "CentralDP", "Patience", "Target"),
-)
-"""The calls that an argument of a method may be."""
 SHARED = ("weighting", "incomplete", "downlink")
 """The settings that a composition takes from its strategies, if nobody gives them."""
 
@@ -64,7 +55,7 @@ def build(calls: Sequence[Call], folder: str = "", **common: Any) -> RegStrategy
     extra = {k: v for k, v in common.items() if k not in Options.names()}
     for call in calls:
         with named(str(call)):
-            call = _with_values(call)
+            call = with_values(call)
             kind = find(call, folder)
             if len(calls) == 1 and _is_strategy(kind):
                 return _strategy(kind, call, common)
@@ -88,8 +79,8 @@ def build(calls: Sequence[Call], folder: str = "", **common: Any) -> RegStrategy
         return RegStrategy(sorted(terms, key=_place), **{**shared, **settings, **given})
 
 
-def check_apart(methods: Mapping[str, Sequence[Call]], folder: str) -> list[RegStrategy]:
-    """Return each method's strategy without settings, after a check that clients can tell them apart.
+def check_apart(methods: Mapping[str, Sequence[Call]], folder: str) -> dict[str, RegStrategy]:
+    """Return label -> strategy without settings, after a check that clients can tell them apart.
 
     Raises ValueError as :func:`build` does, and if two strategies have one name and different terms.
     """
@@ -103,7 +94,7 @@ def check_apart(methods: Mapping[str, Sequence[Call]], folder: str) -> list[RegS
                 f"'{other}' and '{label}' are both named '{strategy.method_name}', but their terms "
                 "differ: give one strategy's class a 'method' of its own"
             )
-    return list(made.values())
+    return made
 
 
 def is_private(strategy: RegStrategy) -> bool:
@@ -128,65 +119,13 @@ def client_class(strategy: RegStrategy) -> type[RegClient]:
     return type(f"{kind.__name__}Client", (RegClient,), made)
 
 
-@contextmanager
-def named(text: str) -> Iterator[None]:
-    """Put the text of a part or method in front of the error that it raises, which becomes a ValueError."""
-    try:
-        yield
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"'{text}': {error}") from error
-
-
-def find(call: Call, folder: str = "") -> Any:
-    """Return the class, term, list or function that a call names; ValueError if there is none."""
-    check_name(call)
-    return load(call.target, folder) if ":" in call.target else getattr(flwr_regs, call.target)
-
-
-def with_argument(
-    calls: Sequence[Call], target: str, name: str, value: Any, folder: str = ""
-) -> tuple[Call, ...]:
-    """Return a method with one argument of each call of `target` replaced or added."""
-    return tuple(_with(c, name, value, folder) if c.target == target else c for c in calls)
-
-
-def _with(call: Call, name: str, value: Any, folder: str) -> Call:
-    with named(str(call)):
-        kind = find(call, folder)
-    names = [*inspect.signature(kind).parameters] if call.args else []
-    if name in names[: len(call.args)]:
-        args = list(call.args)
-        args[names.index(name)] = value
-        return replace(call, args=tuple(args))
-    return replace(call, kwargs={**call.kwargs, name: value}, called=True)
-
-
-def _with_values(call: Call) -> Call:
-    """Return a call with what its arguments' own calls make: aggregators, privacy, stopping conditions."""
-
-    def made(value: Any) -> Any:
-        if not isinstance(value, Call):
-            return value
-        if value.target not in VALUES:
-            raise ValueError(
-                f"an argument may be a call of {', '.join(VALUES)}; not of {value.target}"
-            )
-        kind = getattr(flwr_regs, value.target)
-        with named(str(value)):
-            _checked(kind, value, value.kwargs)
-            return kind(*map(made, value.args), **{k: made(v) for k, v in value.kwargs.items()})
-
-    return replace(
-        call, args=tuple(map(made, call.args)), kwargs={k: made(v) for k, v in call.kwargs.items()}
-    )
-
-
 def _is_strategy(kind: Any) -> bool:
     return isinstance(kind, type) and issubclass(kind, RegStrategy)
 
 
 def _strategy(kind: type[RegStrategy], call: Call, common: Mapping[str, Any]) -> RegStrategy:
-    signature = _checked(kind, call, call.kwargs)
+    signature = inspect.signature(kind)
+    bound(signature, call, call.kwargs)
     # a server optimiser's schedule is a parameter of its own, and no setting of every strategy
     known = Options.names() | set(signature.parameters)
     positional = [*signature.parameters][: len(call.args)]
@@ -201,7 +140,7 @@ def _terms(kind: Any, call: Call) -> list[Term]:
         if not callable(kind):
             raise TypeError(f"{kind!r} cannot be called: leave out the parentheses")
         kwargs = {k: v for k, v in call.kwargs.items() if k not in Options.names()}
-        _checked(kind, call, kwargs)
+        bound(inspect.signature(kind), call, kwargs)
         made = kind(*call.args, **kwargs)
     terms = list(made) if isinstance(made, list | tuple) else [made]
     if not terms or not all(isinstance(t, Term) for t in terms):
@@ -210,25 +149,6 @@ def _terms(kind: Any, call: Call) -> list[Term]:
             f"type {type(made).__name__}"
         )
     return terms
-
-
-def _checked(kind: Any, call: Call, kwargs: Mapping[str, Any]) -> inspect.Signature:
-    """Return the signature; raise TypeError for an argument that is missing, unknown or too many."""
-    signature = inspect.signature(kind)
-    named = [n for n, p in signature.parameters.items() if p.kind is not p.VAR_KEYWORD]
-    if not any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values()):
-        for name in kwargs.keys() - set(named):
-            takes = f"it takes {', '.join(named)}" if named else "it takes none"
-            raise TypeError(f"there is no argument '{name}'{nearest(name, named)} ({takes})")
-    try:
-        signature.bind(*call.args, **kwargs)
-    except TypeError as error:
-        row = flwr_regs.METHODS.get(call.target)
-        example = row.example if row else f"{call.target}({', '.join(n + '=...' for n in named)})"
-        known = {*named, *Options.names()}
-        odd = [f"; there is no argument '{n}'{nearest(n, known)}" for n in kwargs if n not in known]
-        raise TypeError(f"{error}{''.join(odd)}; for example {example}") from None
-    return signature
 
 
 def _place(term: Term) -> tuple[bool, bool, bool]:

@@ -15,6 +15,7 @@ from flwr_regs.experiments.cards import card_files, choices
 from flwr_regs.experiments.experiment import Experiment, Row, Run
 from flwr_regs.experiments.report.folders import check_writable, new_folder
 from flwr_regs.experiments.settings import Settings, read
+from flwr_regs.experiments.signatures import with_argument
 from flwr_regs.experiments.space import Space
 from flwr_regs.wire.config import nearest
 
@@ -125,8 +126,6 @@ def _rows(
         methods = [*parse_methods(str(own.pop("methods"))).values()]
     target, dot, name = ("", "", "") if args.case else args.key.rpartition(".")
     if dot:
-        from flwr_regs.experiments.strategies import with_argument
-
         every = [call.target for calls in methods for call in calls]
         if target not in every:
             raise ValueError(f"'{target}' is none of the methods {every}{nearest(target, every)}")

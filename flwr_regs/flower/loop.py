@@ -18,9 +18,10 @@ from flwr.serverapp.strategy import Result, Strategy
 
 from flwr_regs.flower.checkpoints import Checkpoints
 from flwr_regs.flower.grids.grid_network import GridNetwork
+from flwr_regs.server.exchange.network import Network
 from flwr_regs.server.options import NoLearningRate, Options
 from flwr_regs.server.refusals import as_many
-from flwr_regs.server.round import TooFewReplies
+from flwr_regs.server.round import NoMajority, TooFewReplies
 from flwr_regs.server.training import Training
 
 EvaluateFn = Callable[[int, ArrayRecord], MetricRecord | None]
@@ -41,6 +42,22 @@ class Driven(Strategy):
     @abstractmethod
     def averaged_arrays(self) -> ArrayRecord | None:
         """The model by which a method is judged, where it is another than the global one."""
+
+    @abstractmethod
+    def network_of(self, grid: Grid) -> Network | None:
+        """Return a network without messages; None where messages are needed."""
+
+    @abstractmethod
+    def train_over(
+        self, network: Network, server_round: int, arrays: ArrayRecord, config: ConfigRecord
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        """Run a round without messages."""
+
+    @abstractmethod
+    def evaluate_over(
+        self, network: Network, server_round: int, arrays: ArrayRecord, config: ConfigRecord
+    ) -> MetricRecord | None:
+        """Evaluate on clients without messages."""
 
 
 @dataclass
@@ -77,6 +94,7 @@ class Loop:
     def run(self, arrays: ArrayRecord) -> Result:
         """Train from `arrays` on; return the result."""
         began = time.monotonic()
+        self._network = self.strategy.network_of(self.grid)
         if self.saved.resumed is None:
             if (metrics := self._test(0, arrays)) is not None:
                 self.result.evaluate_metrics_serverapp[0] = metrics
@@ -99,12 +117,14 @@ class Loop:
         """Run one round, with further attempts if it has too few usable replies; return the new model."""
         for attempt in count(1):
             options = self.strategy.options
-            messages = self.strategy.configure_train(number, arrays, self.train, self.grid)
-            replies = self._exchange(messages)
             try:
-                new, metrics = self.strategy.aggregate_train(number, replies)
+                new, metrics = self._one_round(number, arrays)
                 break
             except TooFewReplies as error:
+                if attempt > options.retries and isinstance(error, NoMajority):
+                    log(WARNING, "%s; the model stays as it is, and the run goes on", error)
+                    new, metrics = arrays, None
+                    break
                 if attempt > options.retries:
                     raise
                 pause = options.retry_pause
@@ -118,10 +138,23 @@ class Loop:
             self.result.train_metrics_clientapp[number] = metrics
         return arrays
 
+    def _one_round(
+        self, number: int, arrays: ArrayRecord
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        if self._network is not None:
+            return self.strategy.train_over(self._network, number, arrays, self.train)
+        messages = self.strategy.configure_train(number, arrays, self.train, self.grid)
+        return self.strategy.aggregate_train(number, self._exchange(messages))
+
+    def _evaluated(self, number: int, arrays: ArrayRecord) -> MetricRecord | None:
+        if self._network is not None:
+            return self.strategy.evaluate_over(self._network, number, arrays, self.evaluate)
+        messages = self.strategy.configure_evaluate(number, arrays, self.evaluate, self.grid)
+        return self.strategy.aggregate_evaluate(number, self._exchange(messages))
+
     def _measured(self, number: int, arrays: ArrayRecord) -> dict[str, Any]:
         """Evaluate on the clients and on the server; return the round's entry of the history."""
-        messages = self.strategy.configure_evaluate(number, arrays, self.evaluate, self.grid)
-        metrics = self.strategy.aggregate_evaluate(number, self._exchange(messages))
+        metrics = self._evaluated(number, arrays)
         history = self.strategy.history
         if not history or history[-1]["round"] != number:  # nobody trained, nobody evaluated
             history.append({"round": number, "seconds": {}})

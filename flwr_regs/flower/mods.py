@@ -81,7 +81,7 @@ def _guard(mod: Mod) -> Mod:
                 return reply
             entries: Any = reply.content.config_records.get(keys.CONFIG, ConfigRecord())
             more = sorted(set(reply.content.array_records) - {keys.ARRAYS})
-            more += [keys.UPDATE_KEY] * (keys.UPDATE_KEY in entries)
+            more += [keys.STEPS_KEY] * (keys.STEPS_KEY in entries)
             sends = f"a client that sends {more} beside its model: that stays unprotected"
             return refuse(sends) if more else reply
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 
 from flwr_regs.wire.config import nearest
 
@@ -22,12 +21,13 @@ MOVED = {
 """Names in Flower's older strategies -> their names now."""
 
 
-def check_arguments(strategy: type, settings: set[str], given: Iterable[str]) -> None:
-    """Raise TypeError naming an argument that is neither one of `settings` nor a class's own."""
-    makers = [vars(c)["__init__"] for c in strategy.__mro__[:-1] if "__init__" in vars(c)]
-    known = settings | {name for make in makers for name in inspect.signature(make).parameters}
-    for name in set(given) - settings:
-        hint = nearest(name, known)
+def check_arguments(strategy: str, given: Iterable[str], known: Set[str], own: Set[str]) -> None:
+    """Raise TypeError naming an argument of a strategy that is none of the `known`.
+
+    The name that was probably meant is one of these, or of the strategy's `own` parameters.
+    """
+    for name in set(given) - known:
+        hint = nearest(name, known | own)
         if name in MOVED:
             hint = f", an older name: now it is {MOVED[name]}"
-        raise TypeError(f"{strategy.__name__} takes no argument '{name}'{hint}")
+        raise TypeError(f"{strategy} takes no argument '{name}'{hint}")

@@ -83,12 +83,19 @@ class Options:
         docs/robustness.md.
     max_weight : float, optional
         No p_k is above this share, from above 0 to 1. What is cut off goes to the other clients in
-        proportion to their weights. With fewer than ``1 / max_weight`` replies all weigh alike.
-    on_divergence : {"warn", "stop"}
-        What happens when a global step is over 10 times the median of the last five, twice, or the
-        training loss (the clients' median) over 3 times the first round's. ``"warn"``: one warning,
-        which is also the history's ``"divergence"`` of that round. ``"stop"``: :class:`RoundFailed` too,
-        before the model moves.
+        proportion to their weights. With fewer than ``1 / max_weight`` replies all weigh alike. No ω_k of
+        `incomplete="scale"` or of a method that weighs is above this share of their sum either.
+    max_scale : float
+        How many times as much a client may count for the steps that it says it took: ``E / s_k`` is at
+        most this, and FedNova's normaliser within this factor of the cohort's median.
+    on_divergence : {"exclude", "warn", "stop"}
+        What happens at a sign of divergence (:mod:`flwr_regs.server.divergence`). ``"exclude"``: a client
+        whose update, upload, buffer or first exchange is over 1,000 times as long as its cohort's median,
+        or makes the global step over 1,000 times the median of the last five, or that sends a negative
+        variance, is left out and named, and the step is made again. Signs without such a client (a step
+        over 10 times the median of the last five, twice; the clients' median loss over 3 times the first
+        round's) give one warning. ``"warn"``: one warning of the first sign of either kind. ``"stop"``:
+        :class:`RoundFailed` at each, before the model moves. The history's ``"divergence"`` has the text.
     min_replies : int
         A round with fewer usable replies raises :class:`TooFewReplies`, a :class:`RoundFailed`.
     retries : int
@@ -144,7 +151,8 @@ class Options:
     privacy: CentralDP | None = None
     aggregator: Aggregator = MEAN
     max_weight: float | None = None
-    on_divergence: str = "warn"
+    max_scale: float = 10.0
+    on_divergence: str = "exclude"
     min_replies: int = 1
     retries: int = 0
     retry_cohort: str = "new"

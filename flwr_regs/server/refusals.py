@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from os import fspath
 from typing import Any, TypeVar
@@ -18,12 +18,17 @@ T = TypeVar("T")
 
 def check(options: Any) -> None:
     """Raise ValueError if :class:`flwr_regs.server.options.Options` break a row of a table below."""
-    for name, good, sentence in RANGES:
-        if not _fits(good, value := getattr(options, name)):
-            raise ValueError(f"{name} must {sentence}, not {value!r}")
+    check_ranges(vars(options))
     for sentence, broken in PAIRS.items():
         if broken(options):
             raise ValueError(sentence.format(**vars(options)))
+
+
+def check_ranges(given: Mapping[str, Any]) -> None:
+    """Raise ValueError for a setting of those `given` that is out of its range."""
+    for name, good, sentence in RANGES:
+        if name in given and not _fits(good, value := given[name]):
+            raise ValueError(f"{name} must {sentence}, not {value!r}")
 
 
 def _fits(good: Callable[[Any], bool], value: Any) -> bool:
@@ -73,7 +78,12 @@ RANGES: list[tuple[str, Callable[[Any], bool], str]] = [
         "be an aggregator, such as Mean() or Krum(byzantine=1)",
     ),
     ("max_weight", lambda v: v is None or 0 < v <= 1, "lie above 0 and up to 1, or be None"),
-    ("on_divergence", _one_of("warn", "stop"), "be 'warn' or 'stop'"),
+    ("max_scale", lambda v: 1 <= v < math.inf, "be a number of at least 1"),
+    (
+        "on_divergence",
+        _one_of("exclude", "warn", "stop"),
+        "be 'exclude', 'warn' or 'stop'",
+    ),
     ("min_replies", lambda v: _whole(v) and v >= 1, "be at least 1"),
     ("retries", _count, "be a whole number of at least 0"),
     ("retry_cohort", _one_of("new", "same"), "be 'new' or 'same'"),

@@ -12,9 +12,9 @@ from unittest import mock
 import numpy as np
 import torch
 
+from flwr_regs.client import serving
 from flwr_regs.client.local_training import local_round
 from flwr_regs.client.train.client_result import LocalResult
-from flwr_regs.flower import client as client_module
 from flwr_regs.term import Term
 
 ARGUMENTS = {  # hook -> its arguments, as Term and the abilities have them
@@ -188,5 +188,5 @@ def recorded(calls: list[LocalCall]) -> Iterator[None]:
         calls.append(LocalCall(term, weights, data, {**settings, **kept}, result))
         return result
 
-    with mock.patch.object(client_module, "local_round", spy):
+    with mock.patch.object(serving, "local_round", spy):
         yield

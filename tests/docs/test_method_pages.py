@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import doctest
 import re
+import runpy
 from typing import Any
 
 import pytest
 
 from flwr_regs.experiments.calls import parse_methods
 from flwr_regs.experiments.strategies import build
+from flwr_regs.methods.registry import COMPOSITIONS
 from tests.conftest import ROOT
 
 FOLDER = ROOT / "docs" / "methods"
+HOOK = ROOT / "docs" / "hooks" / "compositions.py"
 PAGES = {path.name: path.read_text() for path in sorted(FOLDER.glob("*.md"))}
 
 
@@ -27,6 +30,11 @@ def test_the_examples_of_a_page_run(name: str) -> None:
         doctest.DocTestRunner().run(test, out=report.append, clear_globs=False)
         assert not report, "".join(report)
         names = test.globs
+
+
+def test_what_a_method_refuses_is_what_the_package_refuses() -> None:
+    """``python docs/hooks/compositions.py`` writes it anew."""
+    assert COMPOSITIONS.read_text(encoding="utf-8") == runpy.run_path(str(HOOK))["text"]()
 
 
 @pytest.mark.parametrize("name", PAGES)

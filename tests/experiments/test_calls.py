@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import flwr_regs as fr
-from flwr_regs.experiments import calls
+from flwr_regs.experiments import calls, signatures
 from flwr_regs.experiments.calls import Call, parse_methods, text_of
-from flwr_regs.experiments.strategies import build, client_class, with_argument
+from flwr_regs.experiments.strategies import build, client_class
 from tests.experiments.runs import runs_of
 
 B = Call("B", (), {}, called=True)
@@ -138,7 +138,7 @@ def test_an_argument_is_replaced_or_added(
     method: str, target: str, name: str, expected: str
 ) -> None:
     (parts,) = parse_methods(method).values()
-    assert text_of(with_argument(parts, target, name, 9)) == expected
+    assert text_of(signatures.with_argument(parts, target, name, 9)) == expected
 
 
 def test_values_and_words_are_split_outside_brackets_and_quotes() -> None:

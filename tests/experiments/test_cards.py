@@ -22,9 +22,8 @@ from flwr_regs.experiments.cards.card_files import load
 from flwr_regs.experiments.data import needs
 from flwr_regs.experiments.data.catalogue import parsed
 from flwr_regs.experiments.data.datasets import Data
-from flwr_regs.experiments.experiment import Experiment, Run
+from flwr_regs.experiments.experiment import Experiment, Run, refuse_dead
 from flwr_regs.experiments.partition.client_data import ClientData
-from flwr_regs.experiments.settings import dead
 from tests.experiments.test_commands import CARD, MINE
 
 CARDS = card_files.names()
@@ -189,7 +188,7 @@ def test_every_card_is_whole(name: str) -> None:
     assert not card_files.lacks(card)
     assert choices.levels(card) == [card.setting] + ["reduced"] * (name not in NO_FILES)
     for level in choices.levels(card):
-        assert not dead([run.settings for run in choices.at(card, level).runs], "test-on-clients")
+        refuse_dead(choices.at(card, level).runs, "test-on-clients")
     for panel in card.panels:
         assert not {*panel.reports} - {*card.metrics}
 

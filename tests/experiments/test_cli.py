@@ -81,17 +81,44 @@ def here(trained: tuple[Path, str]) -> Path:
     return Path(shutil.copytree(trained[0], "here"))
 
 
-ANSWERS = """
+ANSWERS = r"""
 --version
+--help
 list models
+list settings
 methods
+methods FedADC
+methods SparseTernary
 protocols
-run methods=fedavg dp-noise=2
+protocols fedadc-t1
 walk
-bench fedadc-t2
+run rate=0.1
+run methods=fedavg
+run methods=FedFOR(alfa=1)
+run methods=FedFOR(alpha=-1)
+run methods=FedFOR(1,2,3)
+run methods=FedProx()
+run methods=Proximal(nu=1)
+run methods=FedAvg(downlink='x')
+run methods=FedAvg(aggregator=Krum(x=1))
+run methods=FedFOR,FedFOR
+run methods=absent.py:Net
+run dirichlet-alpha=0.3
+run dp-noise=2
+run server-lr-decay=0.9
 run optimizer=Adam momentum=0.9
-plot nowhere
+run dataset=digits(x=1)
+run data-dir=/nowhere
+run --gpus-per-client 1
+run --resume nowhere
+sweep FedFOR.alfa --values 1,2
+bench fedadc-t2
+bench fedadc-t1 --methods FedAvg,FedAvg
 bench --tune lr=2..1
+bench --tune FedFOR.alfa=1,2
+resources rate=0.1
+plot nowhere
+reproduce nowhere
 """
 
 

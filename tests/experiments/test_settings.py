@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import tomli_w
 
-from flwr_regs.experiments import settings
-from flwr_regs.experiments.settings import DEFAULTS, FIELD_KEYS, Settings, dead, read
+from flwr_regs import simulate
+from flwr_regs.experiments import cli, settings
+from flwr_regs.experiments.commands import train
+from flwr_regs.experiments.experiment import Experiment, refuse_dead
+from flwr_regs.experiments.run import server_app
+from flwr_regs.experiments.settings import DEFAULTS, FIELD_KEYS, Settings, field, read, shown
 from tests.conftest import ROOT
 from tests.experiments.runs import runs_of
+
+CARD = Path(__file__).with_name("card.toml")
 
 
 def test_the_app_has_the_packages_settings() -> None:
@@ -28,7 +38,7 @@ def test_the_names_of_other_flower_apps_are_understood() -> None:
     given = {**DEFAULTS, "num-server-rounds": 3, "learning-rate": 0.2, "local-epochs": 1}
     assert Settings.of(given) == Settings.of({"rounds": 3, "lr": 0.2, "local-epochs": 1})
     assert Settings.of({**given, "num-server-rounds": 0}).rounds == DEFAULTS["rounds"]
-    with pytest.raises(ValueError, match="learning-rate=0.2 contradicts lr=0.1"):
+    with pytest.raises(ValueError, match=r"learning-rate=0\.2 contradicts lr=0\.1"):
         Settings.of({"lr": 0.1, "learning-rate": 0.2})
 
 
@@ -57,26 +67,80 @@ def test_values_of_the_wrong_kind_are_refused(value: Any) -> None:
         Settings.of({"lr": value})
 
 
-ON = {"test-on-clients": True, "personalise": "plain", "straggler-share": 0.5, "dp-clip-norm": 0.5}
-OFF = {"local-steps=0": 1, "test-on-clients=false": True}
-"""Values of owners that a setting goes with, and those that it does not go with."""
-OWNED = [name for name, of in settings.SETTINGS.items() if of.needs]
+OWNED = {name: of.needs for name, of in settings.SETTINGS.items() if of.needs}
+ON = {
+    "test-on-clients": True,
+    "personalise": "plain",
+    "straggler-share": 0.5,
+    "lr-decay": 0.9,
+    "fraction-train": 0.5,
+    "dp-clip-norm": 0.5,
+    "methods": "FedAdam",
+}
+"""Values of owners that a setting goes with."""
+OFF = {"partition": "iid", "local-steps": 1}
+OFF_IF = {"test-on-clients=false": {"test-on-clients": True}}
+"""Values of owners that a setting does not go with."""
+ODD = {"test-split": "matched", "long-tail": 1.5, "cohorts": "class-covering", "incomplete": "drop"}
+
+
+def owners(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Settings that turn the owner of a setting on, and off."""
+    owner, equals, values = OWNED[name].partition(" or ")[0].partition("=")
+    on = read(owner, values.split(",")[0]) if equals and owner != "methods" else ON[owner]
+    off = {**DEFAULTS, "methods": "FedAvg", **OFF, **OFF_IF.get(OWNED[name], {})}[owner]
+    return {owner: on}, {owner: off}
+
+
+def odd(name: str) -> Any:
+    """A legal value of a setting that is not its default."""
+    return ODD.get(name, {bool: True, int: 3, float: 0.3}.get(type(DEFAULTS[name])))
+
+
+def edges(given: dict[str, Any], folder: Path) -> dict[str, Callable[[], object]]:
+    """The ways in, each with these settings: every one checks them before anything trains."""
+    words = [f"{name}={shown(value)}" for name, value in given.items()]
+    card = tomllib.loads(CARD.read_text()) | {"panels": [{}], "tune": []}
+    card["methods"] = {"one": given.get("methods", "FedAvg")}
+    card["settings"] = {name: value for name, value in given.items() if name != "methods"}
+    (folder / "card.toml").write_text(tomli_w.dumps(card))
+    context: Any = SimpleNamespace(run_config={**DEFAULTS, **given})
+    return {
+        "command": lambda: train(cli.parsed(["run", *words])),
+        "card": lambda: train(cli.parsed(["bench", f"{folder / 'card.toml'}"])),
+        "simulate": lambda: simulate(seeds=(1,), **{field(n): v for n, v in given.items()}),
+        "run config": lambda: server_app.main(None, context),
+    }
 
 
 @pytest.mark.parametrize("name", OWNED)
-def test_a_setting_without_its_owner_is_refused(name: str) -> None:
+def test_a_setting_without_its_owner_is_refused_at_every_edge(name: str, tmp_path: Path) -> None:
     """Unless another run has both."""
-    of = settings.SETTINGS[name]
-    owner, equals, values = of.needs.partition("=")
-    on = read(owner, values.split(",")[0]) if equals else ON[owner]
-    off = "iid" if owner == "partition" else OFF.get(of.needs, DEFAULTS[owner])
-    value = {str: "matched", int: 3, float: 0.3}[type(of.default)]
-    value = 1.5 if name == "long-tail" else value
-    idle = Settings.of({name: value, owner: off})
-    assert f"setting '{name}' does nothing with {owner}=" in dead([idle])
-    useful = Settings.of({name: value, owner: on})
-    assert not dead([idle, useful])
-    assert not dead([Settings.of({owner: off})])
+    on, off = owners(name)
+    for edge, begin in edges({name: odd(name), **off}, tmp_path).items():
+        with pytest.raises(ValueError, match=f"setting '{name}' needs {next(iter(on))}"):
+            pytest.fail(f"{edge}: {begin()}")
+    idle, useful = (Experiment.of_methods({name: odd(name), **one}).runs for one in (off, on))
+    refuse_dead([*idle, *useful])
+    refuse_dead(Experiment.of_methods(off).runs)
+
+
+SAME = [
+    # methods that are one, in two spellings
+    ("FedFOR, FedFOR()", "stands (here )?twice"),
+    ("FedFOR(0.5), FedFOR(alpha=0.5)", "are the same: leave one out"),
+]
+
+
+@pytest.mark.parametrize(("methods", "message"), SAME)
+def test_a_method_is_named_once_at_every_edge(methods: str, message: str, tmp_path: Path) -> None:
+    begin = edges({"methods": methods}, tmp_path)
+    card = tomllib.loads((tmp_path / "card.toml").read_text())
+    card["methods"] = {f"{i}": call for i, call in enumerate(methods.split(", "))}
+    (tmp_path / "card.toml").write_text(tomli_w.dumps(card))
+    for edge in begin.values():
+        with pytest.raises(ValueError, match=message):
+            edge()
 
 
 def test_privacy_without_its_extra_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from .client_losses import MOON, FedGKD, FedLC, FedRS, RFedAvg, RFedAvgPlus
 from .client_steps import SCAFFOLD, FedADC, FedCurv, FedDyn, FedLESAM, FedNova, FedProx
 from .personal_models import APFL, Ditto, FedAMP
 from .run import Run, Task, Trace
-from .server_steps import FedAdam, FedAvg, FedExP, QFedAvg
+from .server_steps import AdaptiveServer, FedAvg, FedAvgM, FedExP, QFedAvg
 
 LOOPS: dict[str, type[Run]] = {
     "FedAvg": FedAvg,
@@ -34,7 +34,10 @@ LOOPS: dict[str, type[Run]] = {
     "FedRS": FedRS,
     "FedExP": FedExP,
     "QFedAvg": QFedAvg,
-    "FedAdam": FedAdam,
+    "FedAvgM": FedAvgM,
+    "FedAdagrad": AdaptiveServer,
+    "FedAdam": AdaptiveServer,
+    "FedYogi": AdaptiveServer,
     "Ditto": Ditto,
     "APFL": APFL,
     "FedAMP": FedAMP,

@@ -20,6 +20,7 @@ class RFedAvg(Run):
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
         self.table: dict[int, Array] = {}
+        self.cohort: tuple[int, ...] = ()
 
     def delta(self, k: int, w: Params) -> Array:
         """Return the mean of phi over the client's examples; or, as a behaviour, over a batch."""
@@ -31,13 +32,16 @@ class RFedAvg(Run):
 
     def next_round(self, cohort: tuple[int, ...]) -> tuple[Params, dict[int, list[Params]]]:
         """Train a round; one behaviour has a table before it."""
+        self.cohort = cohort
         if "term-at-once" in self.has:
             self.table = {k: self.delta(k, self.first) for k in cohort} | self.table
         return super().next_round(cohort)
 
     def targets(self, k: int) -> list[Array]:
         """Return what phi_bar is compared with."""
-        return [delta for j, delta in self.table.items() if j != k or "own-too" in self.has]
+        compared = self.cohort if "of-cohort" in self.has else tuple(self.table)
+        others = [j for j in compared if j in self.table and (j != k or "own-too" in self.has)]
+        return [self.table[j] for j in others]
 
     def gradient(self, k: int, v: Params, batch: Batch) -> tuple[Params, Params]:
         """Return the gradient with the term."""

@@ -1,7 +1,7 @@
 """Methods that change the server's step alone.
 
 Sources: McMahan et al. 2017, Alg. 1 (FedAvg); Jhunjhunwala et al. 2023, Alg. 1 (FedExP); Li et al. 2020,
-Alg. 2 (q-FedAvg); Reddi et al. 2021, Alg. 2 (FedAdam).
+Alg. 2 (q-FedAvg); Hsu et al. 2019 (FedAvgM); Reddi et al. 2021, Alg. 2 (FedAdagrad, FedAdam, FedYogi).
 """
 
 from __future__ import annotations
@@ -48,7 +48,9 @@ class QFedAvg(Run):
         """Take the fair step; the mean's weights play no part."""
         above, below, q = dict(self.zero), 0.0, self.settings["q"]
         for k in cohort:
-            height = loss(self.w, self.task.clients[k])
+            x, y = self.task.clients[k]
+            n = len(y) - (len(y) % self.task.batch_size if "drop-last" in self.has else 0)
+            height = loss(self.w, (x[:n], y[:n]))
             step = {n: a / self.lr for n, a in minus(self.w, ends[k]).items()}
             above = plus(above, height**q, step)
             long = square(step) * (height ** (2 * q) if "twice-the-power" in self.has else 1.0)
@@ -56,21 +58,41 @@ class QFedAvg(Run):
         self.w = plus(self.w, -1 / below, above)
 
 
-class FedAdam(Run):
-    """Adam on the mean update, without bias correction; v starts at tau^2."""
+class FedAvgM(Run):
+    """Heavy-ball SGD on the mean update."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.m = dict(self.zero)
+
+    def server(self, cohort: tuple[int, ...], ends: dict[int, Params]) -> None:
+        """Take the momentum's step."""
+        delta = minus(self.mean(cohort, ends), self.w)
+        self.m = plus(delta, self.settings["momentum"], self.m)
+        self.w = plus(self.w, self.settings["server_lr"], self.m)
+
+
+class AdaptiveServer(FedAvgM):
+    """FedAdagrad, FedAdam, FedYogi: on the mean update, without bias correction; v starts at tau^2."""
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
         start = 0.0 if "second-from-zero" in self.has else self.settings["tau"] ** 2
-        self.m, self.second = dict(self.zero), {n: a + start for n, a in self.zero.items()}
+        self.second = {n: a + start for n, a in self.zero.items()}
 
     def server(self, cohort: tuple[int, ...], ends: dict[int, Params]) -> None:
-        """Take Adam's step."""
+        """Take the adaptive step."""
         s, delta = self.settings, minus(self.mean(cohort, ends), self.w)
         b1, b2, lr = s["beta_1"], s["beta_2"], s["server_lr"]
         if "bias-corrected" in self.has:  # with the exponent t + 1, t from 1
             lr *= np.sqrt(1 - b2 ** (self.round + 2)) / (1 - b1 ** (self.round + 2))
         self.m = {n: b1 * self.m[n] + (1 - b1) * d for n, d in delta.items()}
-        self.second = {n: b2 * self.second[n] + (1 - b2) * d**2 for n, d in delta.items()}
+        for n, d in delta.items():
+            v = self.second[n]
+            self.second[n] = {
+                "FedAdagrad": v + d**2,
+                "FedAdam": b2 * v + (1 - b2) * d**2,
+                "FedYogi": v - (1 - b2) * d**2 * np.sign(v - d**2),
+            }[self.method]
         step = {n: self.m[n] / (np.sqrt(self.second[n]) + s["tau"]) for n in delta}
         self.w = plus(self.w, lr, step)

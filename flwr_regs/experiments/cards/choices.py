@@ -71,7 +71,9 @@ def with_methods(card: Experiment, text: str) -> Experiment:
         methods = {piece: ()} if piece in titles else parse_methods(piece)
         for label, calls in methods.items():
             meant = [r for r in card.rows if label in (r.name, text_of(r.calls))]
-            rows += [r for r in meant or [Row(label, calls)] if r not in rows]
+            if any(r in rows for r in meant or [Row(label, calls)]):
+                raise ValueError(f"'{label}' stands twice in {text!r}: name each method once")
+            rows += meant or [Row(label, calls)]
     spaces = [space for space in card.tune if any(space.applies(r.calls) for r in rows)]
     return replace(card, rows=tuple(rows), tune=tuple(spaces))
 

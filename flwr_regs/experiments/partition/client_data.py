@@ -13,7 +13,13 @@ from flwr_regs.experiments.data import subset
 from flwr_regs.experiments.data.datasets import Data, load
 from flwr_regs.experiments.partition import shifts
 from flwr_regs.experiments.partition.group_splits import test_split
-from flwr_regs.experiments.partition.partitions import BY_GROUP, BY_ROUND, partition, partition_hash
+from flwr_regs.experiments.partition.partitions import (
+    BY_GROUP,
+    BY_ROUND,
+    PERSONAL_SHARE,
+    partition,
+    partition_hash,
+)
 
 Array = np.ndarray[Any, Any]
 
@@ -115,7 +121,7 @@ class ClientData:
 
     def split(self, rows: Array) -> tuple[Array, Array]:
         """Return a client's examples as (held out, trained on)."""
-        share = 0.2 if self.settings.personalise else self.settings.held_out_share
+        share = PERSONAL_SHARE if self.settings.personalise else self.settings.held_out_share
         if share == 0:
             return rows[:0], rows
         if self.settings.partition == "long-tail-rounds":

@@ -35,6 +35,8 @@ BY_GROUP = ("domains", "natural", "interpolated")
 """The partitions that need the group (writer, speaker, user or domain) of each example."""
 BY_ROUND = ("long-tail-rounds", "label-swaps-rounds")
 """The partitions whose data changes from round to round: see `flwr_regs.experiments.partition.shifts`."""
+PERSONAL_SHARE = 0.2
+"""The share of each client's data that personalise holds out."""
 
 
 def partition(

@@ -167,13 +167,7 @@ class Elastic(FisherSums, Addresses):
         super().check(self._code.checked(upload, params) if self.lam else upload, params, server)
 
     def fold(
-        self,
-        acc: Slot,
-        pid: int,
-        delta: Arrays,
-        upload: Slot,
-        weight: float,
-        ctx: ServerContext,
+        self, acc: Slot, pid: int, delta: Arrays, upload: Slot, weight: float, ctx: ServerContext
     ) -> Slot:
         sums = {key: a for key, a in upload.items() if key != "holds"}
         if sums:

@@ -350,4 +350,3 @@ class SlowMoClient(RegClient):
     """The client of :class:`SlowMo`: plain local training."""
 
     method = "SlowMo"
-    terms = ()

@@ -8,8 +8,10 @@
 | *Update*     as FedAvg, to the bit
 
 The gradient with respect to u of the loss at v̄ has the factor a (Alg. 1; the paper's analysis has it too).
-The paper learns a ("adaptive α") by the gradient of the same loss; here it takes a step with every batch,
-and is clipped to [0, 1]. In an evaluation the client's own model is ``a_k u_k + (1 − a_k) w_{t+1}``.
+The paper learns a ("adaptive α") by the gradient of the same loss. Here it takes a step with every batch,
+or, as in the authors' code, with the first batch of a round alone (``alpha_every="round"``);
+docs/methods/apfl.md compares them. It is clipped to [0, 1]. In an evaluation the client's own model is
+``a_k u_k + (1 − a_k) w_{t+1}``.
 
 The v beside which u and a are trained is FedAvg's: plain SGD on the client's own loss from ``w_t``. With
 another optimiser, or beside another method, the v that is sent differs from it. So each step costs two
@@ -81,7 +83,7 @@ class MixedModel(Term, Personalises):
             again = p[LEARNS] * (self.alpha_every == "step")
             return {**p, WEIGHT: p[WEIGHT].clamp(0, 1), LEARNS: again}
 
-        kept = {f"u.{n}": ctx.client.get(f"u.{n}", w) for n, w in ctx.start.items()}
+        kept: Slot = {f"u.{n}": ctx.client.get(f"u.{n}", w) for n, w in ctx.start.items()}
         kept[WEIGHT] = self._share(ctx)
         both = {**kept, **{f"v.{n}": w for n, w in ctx.start.items()}}
         both[LEARNS] = torch.full_like(kept[WEIGHT], float(self.adaptive))

@@ -8,12 +8,17 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from flwr_regs.server.aggregate.aggregators import TooFewVectors
-from flwr_regs.server.aggregate.weights import aggregation_weights
+from flwr_regs.server.aggregate.weights import UnusableReplies, aggregation_weights
 from flwr_regs.server.client_metrics import read_metrics
 from flwr_regs.server.exchange.downlink import Downlink
 from flwr_regs.server.exchange.network import Network, Replies, Request
 from flwr_regs.server.exchange.remembered import Remembered
-from flwr_regs.server.exchange.replies import disagreeing, output_layer, read_uploads
+from flwr_regs.server.exchange.replies import (
+    check_round,
+    disagreeing,
+    output_layer,
+    read_uploads,
+)
 from flwr_regs.server.failures import culprits, name_failures, read_each
 from flwr_regs.server.global_model import GlobalModel
 from flwr_regs.server.options import Options
@@ -42,6 +47,8 @@ class Exchange:
     request : callable
         Makes a request of messages by partition id: :meth:`Population.request`.
     remembered : Remembered
+    judge : callable
+        Raises UnusableReplies for clients whose uploads do not belong to their cohort's.
     """
 
     this_round: Round
@@ -51,6 +58,7 @@ class Exchange:
     context: ServerContext
     request: Callable[[str, dict[int, Parcel]], Request]
     remembered: Remembered
+    judge: Callable[[Mapping[int, Slot]], None]
 
     @cached_property
     def _downlink(self) -> Downlink:
@@ -91,7 +99,7 @@ class Exchange:
             **self.remembered.entries(pid, self.options.seed, self.this_round.number),
         }
         if probe:
-            entries |= {keys.PROBE_KEY: True, keys.KEEP_KEY: True}
+            entries[keys.PROBE_KEY] = True
         return Parcel(records, entries)
 
     def probe(self) -> list[int]:
@@ -117,6 +125,11 @@ class Exchange:
         uploads = {pid: reply.uploads for pid, reply in replies.items()}
         unlike = disagreeing(self.options.term, uploads, probing=True)
         replies = {pid: replies[pid] for pid in sorted(replies) if pid not in unlike}
+        try:
+            self.judge({pid: reply.uploads for pid, reply in replies.items()})
+        except UnusableReplies as error:
+            unlike |= error.why
+            replies = {pid: reply for pid, reply in replies.items() if pid not in unlike}
         this_round.answers, wrong = self._answer(replies)
         this_round.failures |= unlike | wrong
         if this_round.failures:
@@ -125,7 +138,8 @@ class Exchange:
 
     def _read_probe(self, pid: int, reply: Parcel) -> Reply:
         """Return a client's checked probe, and its examples."""
-        probe = read_uploads(f"the probe of client {pid}", reply)
+        check_round(what := f"the probe of client {pid}", reply, self.this_round.config)
+        probe = read_uploads(what, reply)
         params, server = self.context.params, self.model.server
         try:
             self.options.term.check(probe, params, server, probing=True)
@@ -182,7 +196,7 @@ class Exchange:
 
         A client that says so `again` is named among the failures.
         """
-        lost = [p for p, reply in came.items() if reply.says(keys.OUT_OF_SYNC_KEY)]
+        lost = [p for p, reply in came.items() if reply.says(keys.LOST_MODEL)]
         others = {p: reply for p, reply in came.items() if p not in lost}
         if again:
             why = "it says that it lacks the model that it was just sent"

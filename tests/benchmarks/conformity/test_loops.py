@@ -49,6 +49,7 @@ def apart(a: Any, b: Any, names: Any = None) -> float:
     return max(float(abs(x[n] - y[n]).max()) for x, y in zip(a, b, strict=True) for n in names or x)
 
 
+ADAPTIVE = {"server_lr": 0.1, "beta1": 0.8, "beta2": 0.95, "tau": 0.1}
 ORACLES: dict[str, tuple[Any, dict[str, Any]]] = {
     "FedAvg": (fedavg, {}),
     "FedProx": (fedprox, {"mu": TASK.mu}),
@@ -70,10 +71,10 @@ ORACLES: dict[str, tuple[Any, dict[str, Any]]] = {
     "FedRS": (fedrs, {}),
     "FedExP": (fedexp, {}),
     "QFedAvg": (qfedavg, {}),
-    "FedAdam": (
-        fedopt,
-        {"server": "adam", "server_lr": 0.1, "beta1": 0.8, "beta2": 0.95, "tau": 0.1},
-    ),
+    "FedAvgM": (fedopt, {"server": "momentum", "server_lr": 0.7, "momentum": 0.6}),
+    "FedAdagrad": (fedopt, {"server": "adagrad", **ADAPTIVE, "beta1": 0.0}),
+    "FedAdam": (fedopt, {"server": "adam", **ADAPTIVE}),
+    "FedYogi": (fedopt, {"server": "yogi", **ADAPTIVE}),
     "Ditto": (ditto, {"personal": []}),
     "APFL": (apfl, {"personal": []}),
     "FedAMP": (fedamp, {"personal": []}),

@@ -11,7 +11,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
 from flwr.client import Client, NumPyClient
 
 from flwr_regs import InProcessGrid, client_app
-from flwr_regs.flower import translation
+from flwr_regs.flower import app as called
 
 MODEL: dict[str, np.ndarray] = {
     "w": np.arange(6, dtype=np.float32).reshape(2, 3),
@@ -71,7 +71,7 @@ def test_a_direct_call_replies_as_flowers_way_does(
     assert not direct.has_error()
     for name, a in MODEL.items():  # a client that writes into its arrays writes into its own
         np.testing.assert_array_equal(sent[name].numpy(), a)
-    monkeypatch.setattr(translation, "_is_plain", lambda client, kind: False)
+    monkeypatch.setattr(called, "_is_plain", lambda client, kind: False)
     flowers, _ = reply_of(Users(), kind)
     assert as_values(direct) == as_values(flowers)
     assert direct.metadata.message_type == flowers.metadata.message_type == kind
@@ -99,7 +99,7 @@ def test_a_wrong_result_is_an_error_on_both_ways(
     if what == "a float for n_k":
         why = "NumPyClient.fit must return (list, int, dict), not (list, float, dict)"
         assert why in str(direct.error.reason)
-    monkeypatch.setattr(translation, "_is_plain", lambda client, kind: False)
+    monkeypatch.setattr(called, "_is_plain", lambda client, kind: False)
     assert reply_of(Users(WRONG[what]))[0].has_error()
 
 

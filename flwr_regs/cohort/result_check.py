@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,9 +19,8 @@ from flwr_regs.client.member import first_exchange, seeded
 from flwr_regs.client.train.batches import Batches, mapped
 from flwr_regs.cohort.batch_plan import CannotStack
 from flwr_regs.cohort.member_view import Member, joined
+from flwr_regs.cohort.stack_groups import Candidate, Group
 from flwr_regs.cohort.stacked_training import Stack, StackedResult
-from flwr_regs.flower.client import RegClient
-from flwr_regs.flower.grids.stacked_group import Candidate, Group, row_of, slots_of
 from flwr_regs.term import Slot
 
 TOLERANCES = {torch.float64: 1e-4, None: 5e-2}
@@ -96,18 +95,12 @@ class Drawn:
             yield _in(self.precision, batch)
 
 
-def difference(group: Group, make: Callable[[Candidate], RegClient]) -> str:
+def difference(group: Group) -> str:
     """Return where a stack's result is not that of its clients alone, and by how much; "" if nowhere.
 
     Two clients train in a stack of their own, and each of them alone, from the same seed and state, in
     float64 if the model can. Random numbers beside those of the data are the same for both, and dropout is
     off. torch's, numpy's and Python's random states, the models and the clients' states stay as they are.
-
-    Parameters
-    ----------
-    group : Group
-    make : callable
-        Makes a candidate's client anew.
     """
     pair = _two(group.candidates)
     for precision, tolerance in TOLERANCES.items():
@@ -115,7 +108,7 @@ def difference(group: Group, make: Callable[[Candidate], RegClient]) -> str:
             try:
                 result = _stacked(group, pair, precision)
                 for row, candidate in enumerate(pair):
-                    alone = _alone(group, candidate, make(candidate), precision)
+                    alone = _alone(group, candidate, precision)
                     if where := _compared(_of(result, row), alone, tolerance):
                         return where
                 return ""
@@ -163,9 +156,10 @@ def _member(member: Member, precision: torch.dtype | None) -> Member:
     )
 
 
-def _alone(group: Group, c: Candidate, client: RegClient, precision: torch.dtype | None) -> Outcome:
+def _alone(group: Group, c: Candidate, precision: torch.dtype | None) -> Outcome:
     """Train a client alone, from the round's start; its model stays as it is."""
-    shared, config, model, task = group.shared, group.recipe.config, client.model, client._task
+    client, shared, config = c.client, group.shared, group.recipe.config
+    model, task = client.model, client.task
     data = replace(task.pairs(client.train_data), source=Drawn(client.train_data, precision))
     given: dict[str, Any] = {
         "lr": shared.lr,
@@ -176,7 +170,7 @@ def _alone(group: Group, c: Candidate, client: RegClient, precision: torch.dtype
         "config": shared.config,
     }
     with _kept(model), seeded(c.seed, shared.device), Quiet(shared.device):
-        load(model, shared.term, group.arrays, config)
+        load(model, shared.term, group.recipe.arrays, config)
         entries = model.state_dict()
         for name, value in c.member.private.items():
             entries[name].copy_(value)
@@ -210,8 +204,14 @@ def _plain(slots: Slot) -> Slot:
 
 def _of(result: StackedResult, row: int) -> Outcome:
     """Return one member's outcome."""
-    upload, kept = slots_of(result.upload, row), slots_of(result.client, row)
-    return Outcome(row_of(result.state, row), row_of(result.delta, row), _flat(upload, kept))
+    upload, kept = (
+        s[row]
+        if isinstance(s, list)
+        else {t: {k: a[row] for k, a in o.items()} for t, o in s.items()}
+        for s in (result.upload, result.client)
+    )
+    state, delta = ({n: t[row] for n, t in of.items()} for of in (result.state, result.delta))
+    return Outcome(state, delta, _flat(upload, kept))
 
 
 def _flat(upload: Slot, client: Slot) -> Entries:
