@@ -127,7 +127,7 @@ def command(experiment: Experiment) -> list[str]:
         if key == "data-dir":
             words.append("data-dir=DIR")
         elif key not in ELSEWHERE:
-            words.append(f"{key}={value}")
+            words.append(f"{key}={str(value).lower() if isinstance(value, bool) else value}")
     words += [word for space in experiment.tune for word in ("--tune", space.text)]
     words += ["--trials", str(experiment.trials), "--seeds", ",".join(map(str, experiment.seeds))]
     return [*words, "--tuning-seeds", ",".join(map(str, experiment.tuning_seeds))]

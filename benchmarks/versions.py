@@ -35,7 +35,7 @@ APP = ROOT / "docs" / "examples" / "deployment" / "app"
 STUDY = ROOT / "docs" / "studies" / "versions.json"
 PAGE = ROOT / "docs" / "versions.md"
 NODES = 2
-CONFIG: dict[str, Any] = {"method": "FedFOR(alpha=0.1)", "rounds": 3}
+CONFIG: dict[str, Any] = {"method": "FedFOR(alpha=0.1)", "rounds": 3, "wait-timeout": 120.0}
 TESTS = ("tests/flower", "tests/golden")
 
 
@@ -141,7 +141,9 @@ def tried(version: str, folder: Path) -> dict[str, Any]:
     python, lacks = environment(version, folder / "venv")
     env = {
         **os.environ,
-        "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "FLWR_TELEMETRY_ENABLED": "0",
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "FLWR_TELEMETRY_ENABLED": "0",
     }
     row: dict[str, Any] = {
         "flwr": version,

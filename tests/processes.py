@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -110,18 +110,37 @@ def app_for(env: dict[str, str], app: Path, copy: Path) -> Path:
     return copy
 
 
+def ports_of(control: int, fleet: int) -> tuple[list[Any], Callable[[], list[Any]]]:
+    """The options of a SuperLink, and those of each SuperNode, for this Flower's interfaces.
+
+    All speak HTTP on one port from 1.40 on. Messages go over gRPC up to 1.39, and all else up to 1.34.
+    """
+    http = ["--host", "127.0.0.1", "--port"]
+    messages = ["--fleet-api-address", f"127.0.0.1:{fleet}"]
+    if FLOWER >= (1, 40):
+        return [*http, control], lambda: [*http, free_port()]
+    if FLOWER >= (1, 35):
+        return [*http, control, *messages], lambda: [*http, free_port()]
+    others = {"--control-api-address": control, "--serverappio-api-address": free_port()}
+    addresses = [word for key, port in others.items() for word in (key, f"127.0.0.1:{port}")]
+    return [*messages, *addresses], lambda: [
+        "--clientappio-api-address",
+        f"127.0.0.1:{free_port()}",
+    ]
+
+
 @contextlib.contextmanager
 def deployment(tmp_path: Path, nodes: int) -> Iterator[tuple[dict[str, str], Any]]:
     """A SuperLink and `nodes` SuperNodes on loopback; the connection is called ``dep``.
 
-    Yields (environment, function from a partition id to a new SuperNode's process). Before Flower 1.38 each
-    of a SuperLink's interfaces has a port of its own, and speaks gRPC. Before 1.26 the connection stands
-    in the app's pyproject.toml: see `app_for`.
+    Yields (environment, function from a partition id to a new SuperNode's process). Before Flower 1.26 the
+    connection stands in the app's pyproject.toml: see `app_for`.
     """
     env = environment(tmp_path / "home")
     (tmp_path / "home").mkdir()
-    port, http = free_port(), FLOWER >= (1, 38)
-    env["CONTROL_PORT"] = str(control := port if http else free_port())
+    control, fleet = free_port(), free_port()
+    of_superlink, of_supernode = ports_of(control, fleet)
+    env["CONTROL_PORT"] = str(control)
     processes = []
 
     def launch(name: str, *args: Any, **extra: str) -> subprocess.Popen[bytes]:
@@ -140,25 +159,14 @@ def deployment(tmp_path: Path, nodes: int) -> Iterator[tuple[dict[str, str], Any
     def supernode(partition: int) -> subprocess.Popen[bytes]:
         return launch(
             "flower-supernode",
-            *("--superlink", f"127.0.0.1:{port}"),
-            *(
-                ("--host", "127.0.0.1", "--port", free_port())
-                if http
-                else ("--clientappio-api-address", f"127.0.0.1:{free_port()}")
-            ),
+            *("--superlink", f"127.0.0.1:{control if FLOWER >= (1, 40) else fleet}"),
+            *of_supernode(),
             *("--node-config", f"partition-id={partition} num-partitions={nodes}"),
             FLWR_HOME=str(tmp_path / f"node{len(processes)}"),
         )
 
     try:
-        if http:
-            launch("flower-superlink", "--host", "127.0.0.1", "--port", port)
-        else:
-            ports = {"fleet": port, "control": control, "serverappio": free_port()}
-            launch(
-                "flower-superlink",
-                *(w for n, p in ports.items() for w in (f"--{n}-api-address", f"127.0.0.1:{p}")),
-            )
+        launch("flower-superlink", *of_superlink)
         (tmp_path / "home" / "config.toml").write_text(
             f'[superlink]\ndefault = "dep"\n[superlink.dep]\n'
             f'address = "127.0.0.1:{control}"\ninsecure = true\n'

@@ -14,9 +14,13 @@ BY_EXAMPLES = (
 )
 SCAFFOLD = ("SCAFFOLD", "SCAFFOLD-1")
 """The paper's options II and I."""
-UNIFORM = (*SCAFFOLD, "FedDyn", "FedADC-double", "FedLESAM", "FedExP")
+UNIFORM = (
+    *(*SCAFFOLD, "FedDyn", "FedADC-double", "FedLESAM", "FedExP"),
+    *("FedSAM", "FedGAMMA", "FedSpeed", "FedSMOO", "FedInit"),
+)
 METHODS = (
     *("FedAvg", "FedProx", *SCAFFOLD, "FedDyn", "FedNova-proximal", "FedADC-double", "FedLESAM"),
+    *("FedSAM", "FedGAMMA", "FedSpeed", "FedSMOO", "FedInit"),
     *("FedCurv", "RFedAvg", "RFedAvgPlus", "MOON", "FedGKD", "FedLC", "FedRS"),
     *("FedExP", "QFedAvg", "FedAvgM", "FedAdagrad", "FedAdam", "FedYogi"),
     *("Ditto", "APFL", "FedAMP"),
@@ -54,7 +58,7 @@ BEHAVIOURS = {
         "divides by one epoch's steps, whatever the epochs", ("SCAFFOLD",)
     ),
     "first-clients-steps": Behaviour(
-        "divides by the first client's number of steps, for all clients", ("SCAFFOLD",)
+        "divides by the first client's number of steps, for all clients", ("SCAFFOLD", "FedGAMMA")
     ),
     "nova-steps": Behaviour(
         "divides by FedNova's a_k, not by the steps", ("SCAFFOLD",), "momentum"
@@ -92,6 +96,12 @@ BEHAVIOURS = {
     ),
     "one-entry": Behaviour(
         "shifts all of tensor i by entry i of the flattened direction", ("FedLESAM",)
+    ),
+    "relaxed-from-first": Behaviour(
+        "takes the first model for a last one that is not there", ("FedInit",)
+    ),
+    "from-start": Behaviour(
+        "adds the mean of what clients moved from their starts, not of their models", ("FedInit",)
     ),
     "old-fisher": Behaviour("keeps u_k of clients that did not reply last round", ("FedCurv",)),
     "batch-squares": Behaviour(

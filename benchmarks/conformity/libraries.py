@@ -35,7 +35,7 @@ class Library:
     @property
     def driver(self) -> str:
         """The driver, as `host.load` takes it."""
-        return f"{Path(__file__).with_name(f'drive_{self.name}.py')}:drive"
+        return f"{Path(__file__).with_name('drivers') / f'drive_{self.name}.py'}:drive"
 
 
 LIBRARIES = {
@@ -79,6 +79,17 @@ LIBRARIES = {
             source=Source(
                 "https://github.com/BUAA-BDA/rfedavg",
                 "5c54c77b16c2fdb2f37cefd132993d22bc035167",
+                "none stated",
+            ),
+        ),
+        Library(
+            "flsimulator",
+            ("torch==2.13.0", "numpy==2.4.6"),
+            ("FedSAM", "FedGAMMA", "FedSpeed", "FedSMOO", "FedInit"),
+            "the authors' code of FedSpeed, FedSMOO and FedInit; loaders do not shuffle",
+            source=Source(
+                "https://github.com/woodenchild95/FL-Simulator",
+                "502bec65570165d1ff1a6ce76375297145c734e3",
                 "none stated",
             ),
         ),

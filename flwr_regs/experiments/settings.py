@@ -127,8 +127,9 @@ class Settings:
     def of(cls, given: Mapping[str, Any]) -> Settings:
         """Return the settings that are `given` by name, checked one by one; the rest have their defaults.
 
-        Two settings have a second name, see `FIELD_KEYS`. Raises ValueError for a setting that does not exist
-        or has a value of the wrong kind or range; the message names it, the value and what was expected.
+        Two settings have a second name, see `FIELD_KEYS`. Raises ValueError for a setting that does not
+        exist, or has a value of the wrong kind or range; the message names it, the value and what was
+        expected.
         """
         given = dict(given)
         for theirs, ours in FIELD_KEYS.items():

@@ -211,7 +211,7 @@ def _line(name: str) -> list[ast.ClassDef]:
 
 @lru_cache
 def _classes(module: str) -> Mapping[str, ast.ClassDef]:
-    """Return name -> source of the classes of a file in methods/, and of those that it imports from there."""
+    """Return name -> source of the classes of a file in methods/, with those that it imports from there."""
     path = FOLDER / f"{module.replace('.', '/')}.py"
     tree = ast.parse(path.read_text(encoding="utf-8"))
     classes: dict[str, ast.ClassDef] = {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import count
 from logging import INFO, WARNING
@@ -60,6 +60,17 @@ class Driven(Strategy):
         """Evaluate on clients without messages."""
 
 
+SHOWN = {
+    "train_metrics": "",
+    "evaluate_metrics": "clients: ",
+    "server_metrics": "server: ",
+    "averaged_metrics": "averaged model: ",
+}
+"""Metrics in a round's line of the log -> what stands before them."""
+COUNTS = ("examples-processed", "local-steps", "planned-steps", "num-examples")
+"""Metrics that the history alone has."""
+
+
 @dataclass
 class Loop:
     """A training from its first round to its last.
@@ -103,14 +114,12 @@ class Loop:
             if self._stopped(self.strategy.history[-1]):
                 return self.result
         for number in range(self.saved.first, self.num_rounds + 1):
-            log(INFO, "")
-            log(INFO, "[ROUND %d/%d]", number, self.num_rounds)
             arrays = self._trained(number, arrays)
             entry = self._measured(number, arrays)
+            log(INFO, "%s", line_of(entry, self.num_rounds))
             if self._ends(entry):
                 break
-        log(INFO, "")
-        log(INFO, "Finished in %.2f s", time.monotonic() - began)
+        log(INFO, "finished in %.2f s", time.monotonic() - began)
         return self.result
 
     def _trained(self, number: int, arrays: ArrayRecord) -> ArrayRecord:
@@ -134,7 +143,6 @@ class Loop:
         if new is not None:
             self.result.arrays = arrays = new
         if metrics is not None:
-            log(INFO, "\t└──> train metrics: %s", metrics)
             self.result.train_metrics_clientapp[number] = metrics
         return arrays
 
@@ -159,24 +167,18 @@ class Loop:
         if not history or history[-1]["round"] != number:  # nobody trained, nobody evaluated
             history.append({"round": number, "seconds": {}})
         if metrics is not None:
-            log(INFO, "\t└──> evaluate metrics: %s", metrics)
             self.result.evaluate_metrics_clientapp[number] = metrics
         if (metrics := self._test(number, arrays)) is not None:
             history[-1]["server_metrics"] = dict(metrics)
             self.result.evaluate_metrics_serverapp[number] = metrics
             averaged = self.strategy.averaged_arrays
-            if averaged is not None and (
-                metrics := self._test(number, averaged, ", averaged model")
-            ):
+            if averaged is not None and (metrics := self._test(number, averaged)):
                 history[-1]["averaged_metrics"] = dict(metrics)
         return history[-1]
 
-    def _test(self, number: int, arrays: ArrayRecord, what: str = "") -> MetricRecord | None:
+    def _test(self, number: int, arrays: ArrayRecord) -> MetricRecord | None:
         """Evaluate on the server."""
-        metrics = self.evaluate_fn(number, arrays) if self.evaluate_fn else None
-        if metrics is not None:
-            log(INFO, "\t└──> evaluate_fn%s: %s", what, metrics)
-        return metrics
+        return self.evaluate_fn(number, arrays) if self.evaluate_fn else None
 
     def _exchange(self, messages: Iterable[Message]) -> list[Message]:
         network = GridNetwork(self.grid, self.timeout)
@@ -217,6 +219,22 @@ class Loop:
                 stopped = True
                 entry.setdefault("stopped", str(error))
         return stopped
+
+
+def line_of(entry: Mapping[str, Any], num_rounds: int) -> str:
+    """Return a round as a line of the log: who replied, the metrics, the seconds."""
+    parts = [f"round {entry['round']:>{len(str(num_rounds))}}/{num_rounds}"]
+    if "cohort" in entry:
+        parts.append(f"{len(entry.get('replies', ()))} of {len(entry['cohort'])} clients")
+    for key, where in SHOWN.items():
+        single = {
+            name: value
+            for name, value in entry.get(key, {}).items()
+            if isinstance(value, int | float) and name not in COUNTS
+        }
+        parts.append(where + ", ".join(f"{name} {value:.4g}" for name, value in single.items()))
+    parts.append(f"{sum(entry['seconds'].values()):.2g} s")
+    return "   ".join(part for part in parts if part not in SHOWN.values())
 
 
 def _called(setting: str, function: Callable[[Any], Any], argument: Any, number: int) -> Any:

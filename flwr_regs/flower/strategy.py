@@ -148,11 +148,12 @@ class RegStrategy(Driven):
         o = self.options
         settings = {**self.term.config(), "weighting": o.weighting, "downlink": o.downlink}
         settings |= {"wire_dtype": o.wire_dtype} if o.wire_dtype else {}
-        log(INFO, "\t├──> Method: %s %s (seed %d)", self.method_name, settings, o.seed)
-        for what in ("train", "evaluate"):
-            share, least = getattr(o, f"fraction_{what}"), getattr(o, f"min_{what}_nodes")
-            log(INFO, "\t├──> Clients that %s: a share of %.2f, at least %d", what, share, least)
-        log(INFO, "\t└──> Clients to wait for: at least %d", o.min_available_nodes)
+        shares = " and ".join(
+            f"{getattr(o, f'fraction_{what}'):.0%} {what} (at least {getattr(o, f'min_{what}_nodes')})"
+            for what in ("train", "evaluate")
+        )
+        log(INFO, "%s %s, seed %d", self.method_name, settings, o.seed)
+        log(INFO, "of at least %d clients, %s", o.min_available_nodes, shares)
 
     def start(
         self,
@@ -187,7 +188,6 @@ class RegStrategy(Driven):
             A round had fewer than `min_replies` usable replies.
         """
         self.check_model(initial_arrays)
-        log(INFO, "Starting %s strategy: %d rounds", type(self).__name__, num_rounds)
         result = Result()
         with guarded(self.options, grid, result, resume_from) as saved:
             if saved.resumed is not None and not self._seeded:

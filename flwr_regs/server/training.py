@@ -230,7 +230,7 @@ class Training:
         if options.overlap and number != self.num_rounds:
             later = self._draw(number + 1, members, network)
             requests.append(exchange.ahead(p for p in later if p in here))
-        LOG.info("configure_train: cohort of %d (out of %d)", len(this_round.cohort), len(members))
+        LOG.debug("round %d: %d of %d clients", number, len(this_round.cohort), len(members))
 
         came, *acknowledged = yield requests
         exchange.collect(came)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -149,6 +150,7 @@ def play(
     clients: int = CLIENTS,
     rounds: int = ROUNDS,
     length: Mapping[str, Any] = LENGTH,
+    resume: Path | None = None,
     **settings: Any,
 ) -> Outcome:
     """Train a method of the registry, or a call of one; the liar's labels may be flipped."""
@@ -164,6 +166,7 @@ def play(
         initial_arrays=ArrayRecord(model.state_dict()),
         num_rounds=rounds,
         train_config=ConfigRecord(dict(length)),
+        resume_from=resume,
     )
     model.load_state_dict(strategy.arrays.to_torch_state_dict())
     model.eval()

@@ -239,3 +239,22 @@ def test_rounds_are_written_as_the_run_goes_and_an_old_file_is_kept(tmp_path: Pa
         assert event.value == pytest.approx(value, rel=1e-6)
     curves = {"evaluate_metrics/accuracy", "bytes_up", "seconds/clients"}
     assert curves <= set(read.Tags()["scalars"])
+
+
+def test_the_log_has_a_line_a_round(caplog: Any) -> None:
+    """A round's line says who replied, and the metrics of all who measured."""
+    caplog.set_level(logging.INFO, logger="flwr")
+    grid = Lossy(app_of(fr.FedAvgClient), 4, lambda push, node: push == 2 and node % 2 == 0)
+    tests = iter([None, MetricRecord({"accuracy": 0.5}), MetricRecord({"accuracy": 0.625})])
+    trained(
+        fr.FedAvg(seed=7, min_replies=1),
+        grid,
+        2,
+        evaluate_fn=lambda number, arrays: next(tests),
+        timeout=1.0,
+    )
+    lines = [r.getMessage() for r in caplog.records if r.getMessage().startswith("round")]
+    expected = [(r"4 of 4", "0.5"), (r"2 of 4", "0.625")]
+    for number, (line, (clients, server)) in enumerate(zip(lines, expected, strict=True), start=1):
+        words = rf"round {number}/2   {clients} clients   train-loss \S+   clients: .*loss.*"
+        assert re.fullmatch(rf"{words}   server: accuracy {server}   \S+ s", line), line

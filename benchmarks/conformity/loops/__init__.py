@@ -13,6 +13,7 @@ from ..model import Params
 from .client_losses import MOON, FedGKD, FedLC, FedRS, RFedAvg, RFedAvgPlus
 from .client_steps import SCAFFOLD, FedADC, FedCurv, FedDyn, FedLESAM, FedNova, FedProx
 from .personal_models import APFL, Ditto, FedAMP
+from .perturbed_steps import FedGAMMA, FedInit, FedSAM, FedSMOO, FedSpeed
 from .run import Run, Task, Trace
 from .server_steps import AdaptiveServer, FedAvg, FedAvgM, FedExP, QFedAvg
 
@@ -26,6 +27,11 @@ LOOPS: dict[str, type[Run]] = {
     "FedADC-double": FedADC,
     "FedLESAM": FedLESAM,
     "FedCurv": FedCurv,
+    "FedSAM": FedSAM,
+    "FedGAMMA": FedGAMMA,
+    "FedSpeed": FedSpeed,
+    "FedSMOO": FedSMOO,
+    "FedInit": FedInit,
     "RFedAvg": RFedAvg,
     "RFedAvgPlus": RFedAvgPlus,
     "MOON": MOON,

@@ -57,7 +57,7 @@ class SCAFFOLD(Run):
 
     def gradient(self, k: int, v: Params, batch: Batch) -> tuple[Params, Params]:
         """Return the corrected gradient, Algorithm 1, line 10."""
-        grad, buffers = gradient(v, batch)
+        grad, buffers = self.slope(v, batch)
         change = minus(self.c, self.own[k])
         if "no-correction" in self.has:
             return grad, buffers

@@ -75,7 +75,7 @@ class Run:
 
     def client(self, k: int, visited: list[Params]) -> Params:
         """Train client k, and return its model."""
-        v, velocity = dict(self.w), dict(self.zero)
+        v, velocity = self.start(k), dict(self.zero)
         for batch in self.batches(k):
             visited.append({name: v[name] for name in self.trained})
             grad, buffers = self.gradient(k, v, batch)
@@ -85,9 +85,17 @@ class Run:
             v |= buffers
         return v
 
+    def start(self, k: int) -> Params:
+        """Return where client k begins a round."""
+        return dict(self.w)
+
+    def slope(self, v: Params, batch: Batch) -> tuple[Params, Params]:
+        """Return the batch's gradient at v, and BatchNorm's buffers after it."""
+        return gradient(v, batch)
+
     def gradient(self, k: int, v: Params, batch: Batch) -> tuple[Params, Params]:
         """Return the direction of a step from v, and BatchNorm's buffers after it."""
-        return gradient(v, batch)
+        return self.slope(v, batch)
 
     def batches(self, k: int) -> Iterator[Batch]:
         """Yield the batch of each of client k's steps."""

@@ -10,6 +10,7 @@ from flwr_regs.experiments.calls import parse_methods, pieces, text_of
 from flwr_regs.experiments.cards.card_files import panel_of
 from flwr_regs.experiments.data import needs, subset
 from flwr_regs.experiments.experiment import Experiment, Panel, Row
+from flwr_regs.experiments.partition.partitions import BY_GROUP
 from flwr_regs.experiments.settings import DEFAULTS
 
 SMOKE = {
@@ -103,6 +104,8 @@ def smoke(card: Experiment, given: Mapping[str, Any]) -> Experiment:
     first = card.panels[0]
     whole = {**DEFAULTS, **card.settings, **first.settings, **given}
     small = {key: min(whole[key], most) for key, most in SMOKE_MOST.items()}
+    if whole["partition"] in BY_GROUP:
+        small["examples"] = 0  # few examples of all groups are none of a client's
     if whole["fraction-train"] < 1:
         small["fraction-train"] = 0.5
     if not needs.present(str(whole["dataset"]), str(whole["data-dir"])):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import fields, replace
 from hashlib import blake2b
 from typing import Any
@@ -17,8 +16,8 @@ RECORDS, CLASSES, GROUPS = 200, 5, 5
 """Of records that stand in: the training examples, their classes and their groups."""
 
 
-def reduced(data: Data, examples: int, num_classes: int, num_groups: int) -> Data:
-    """Return a part of a data set, drawn from seed 0.
+def reduced(data: Data, examples: int, num_classes: int) -> Data:
+    """Return a part of a data set, drawn from seed 0, whatever group an example is of.
 
     Parameters
     ----------
@@ -27,31 +26,19 @@ def reduced(data: Data, examples: int, num_classes: int, num_groups: int) -> Dat
         Training examples at most, and a fifth as many for testing; 0: all.
     num_classes : int
         Only the classes below; 0: all.
-    num_groups : int
-        If not 0, where groups decide who has what: each of the first `num_groups` has an equal share of the
-        examples, as far as it reaches. A warning says what is left out with the others.
     """
     test = max(round(examples * TEST_SHARE), 1) if examples else 0
     kept: dict[str, Any] = {}
-    for names, labels, groups, count in (
-        (("train_x", "train_y", "groups", "coarse"), data.train_y, data.groups, examples),
-        (("test_x", "test_y", "test_groups"), data.test_y, data.test_groups, test),
+    for names, labels, count in (
+        (("train_x", "train_y", "groups", "coarse"), data.train_y, examples),
+        (("test_x", "test_y", "test_groups"), data.test_y, test),
     ):
         rows = np.random.default_rng(0).permutation(len(labels))
         if num_classes:
             rows = rows[labels[rows] < num_classes]
-        if count and num_groups and groups is not None:
-            most = max(-(-count // num_groups), 1)
-            rows = np.concatenate([rows[groups[rows] == g][:most] for g in range(num_groups)])
         rows = rows[:count] if count else rows
         whole = {name: getattr(data, name) for name in names}
         kept |= {name: part[rows] for name, part in whole.items() if part is not None}
-    if examples and num_groups and data.groups is not None and num_groups <= data.groups.max():
-        warnings.warn(
-            f"examples={examples} keeps {len(kept['train_y'])} of {len(data.train_y)} training examples: "
-            f"those of the first {num_groups} of {data.groups.max() + 1} groups, one for each client",
-            stacklevel=2,
-        )
     return replace(data, **kept)
 
 

@@ -57,7 +57,8 @@ class ClientData:
     num_clients: int
 
     @cached_property
-    def _all_parts(self) -> list[Array]:
+    def every_part(self) -> list[Array]:
+        """The examples of each client, then of each client that is held out."""
         settings, data = self.settings, self.data
         given: dict[str, Any] = {name: getattr(settings, name) for name in PARTITION_SETTINGS}
         labels, fine_labels = data.train_y, None
@@ -90,7 +91,7 @@ class ClientData:
 
         Raises ValueError for a partition that is impossible.
         """
-        return self._all_parts[: self.num_clients]
+        return self.every_part[: self.num_clients]
 
     @property
     def hash(self) -> str:
@@ -162,7 +163,7 @@ class ClientData:
         """Return (whether they are training examples, the rows that the server tests on)."""
         settings = self.settings
         if settings.held_out_clients:
-            rows = np.concatenate(self._all_parts[self.num_clients :])
+            rows = np.concatenate(self.every_part[self.num_clients :])
         elif settings.held_out_share:
             rows = np.concatenate([self.split(rows)[0] for rows in self.parts])
         elif settings.test_examples:
@@ -214,10 +215,33 @@ def data_of(settings: Any) -> Data:
 
     Raises ImportError, OSError or ValueError as :func:`flwr_regs.experiments.data.datasets.load` does.
     """
-    grouped = settings.examples and settings.partition in (*BY_GROUP, "label-swaps-rounds")
-    groups = settings.num_clients + settings.held_out_clients if grouped else 0
-    source = settings.dataset, settings.data_dir, settings.code_dir
-    return _data(source, settings.synthetic, settings.examples, settings.num_classes, groups)
+    return _data(_source(settings), settings.synthetic, settings.examples, settings.num_classes)
+
+
+def left(settings: Any, clients: ClientData) -> str:
+    """Say what the clients, and the server's test, have of the data set; "" if that is all of it."""
+    data, whole = clients.data, _data(_source(settings), settings.synthetic)
+    rows = np.arange(len(data.train_y))
+    if settings.partition != "long-tail-rounds":  # where clients draw from all
+        rows = np.unique(np.concatenate(clients.every_part))
+    counts = [(len(rows), len(whole.train_y), "training examples")]
+    if data.groups is not None:
+        counts.append((_kinds(data.groups[rows]), _kinds(whole.groups), "groups"))
+    of_training, tested = clients.server_rows()
+    if settings.test_on_clients:
+        counts.append((len(data.test_y), len(whole.test_y), "test examples"))
+    elif not of_training:
+        counts.append((len(data.test_y[tested]), len(whole.test_y), "test examples"))
+    parts = [f"{kept:,} of {total:,} {what}" for kept, total, what in counts if kept < total]
+    return ", ".join(parts)
+
+
+def _kinds(groups: Array) -> int:
+    return len(np.unique(groups))
+
+
+def _source(settings: Any) -> tuple[str, str, str]:
+    return settings.dataset, settings.data_dir, settings.code_dir
 
 
 @lru_cache(maxsize=2)

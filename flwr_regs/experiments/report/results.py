@@ -87,6 +87,12 @@ class Results:
         clients = _either(run.clients for run in self.runs)
         return f"{self._of('dataset')}, partition {self._of('partition')}, {clients} clients"
 
+    @property
+    def _left(self) -> str:
+        """What is left of the data set, in brackets, where that is not all."""
+        parts = [run.left for run in self.runs if run.left]
+        return f" ({_either(parts)})" if parts else ""
+
     def _of(self, setting: str) -> str:
         """Return a setting's value, or its values where the runs differ."""
         return _either(run.job[setting] for run in self.runs)
@@ -224,7 +230,7 @@ class Results:
         what = "95 % interval" if self.baseline else "sample standard deviation"
         spread = f"mean ± {what}, n = {n} (seeds {seeds})" if n > 1 else f"n = 1 (seed {seeds})"
         return [
-            f"{self.title}, {self._of('rounds')} rounds; accuracy in % on {data}; {spread}.",
+            f"{self.title}{self._left}, {self._of('rounds')} rounds; accuracy in % on {data}; {spread}.",
             f"last 5: mean of the last five rounds; to {goal}: rounds to it; {worst}; MB: "
             "per client, both ways, the whole training.",
         ]

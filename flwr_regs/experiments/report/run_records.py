@@ -20,7 +20,7 @@ import numpy as np
 from flwr_regs.experiments.experiment import Run
 from flwr_regs.experiments.report.folders import write, writing
 
-HEAD = ("label", "method", "seed", "job", "clients", "settings")
+HEAD = ("label", "method", "seed", "job", "clients", "settings", "left")
 """What a record's first line holds."""
 END = ("per_client", "seconds", "processor_seconds", "error", "warnings", "diverged", "ended")
 """What a record's last line holds."""
@@ -42,6 +42,8 @@ class RunRecord:
         The clients that the data was split over.
     settings : dict
         The terms' hyper-parameters.
+    left : str
+        What was left of the data set; empty: all.
     test : list of dict
         ``round``, ``loss`` and ``accuracy`` of the global model; round 0 is the initial one.
     rounds : list of dict
@@ -66,6 +68,7 @@ class RunRecord:
     job: dict[str, Any]
     clients: int
     settings: dict[str, Any]
+    left: str = ""
     test: list[dict[str, Any]] = field(default_factory=list)
     rounds: list[dict[str, Any]] = field(default_factory=list)
     per_client: dict[str, Any] = field(default_factory=dict)

@@ -24,7 +24,7 @@ from flwr.serverapp import Grid, ServerApp
 
 from flwr_regs.experiments.experiment import Run
 from flwr_regs.experiments.extras import missing_extra
-from flwr_regs.experiments.partition.client_data import client_data_of
+from flwr_regs.experiments.partition.client_data import client_data_of, left
 from flwr_regs.experiments.report import run_records as records
 from flwr_regs.experiments.report.folders import CannotWrite
 from flwr_regs.experiments.report.run_records import RunRecord
@@ -85,8 +85,13 @@ def execute(
     known = records.recorded(runs, folder) if folder else []
     ended = {(record.label, record.seed): record for record in known if record.ended}
     lacking = [run for run in runs if (run.label, run.seed) not in ended]
-    if lacking and not progress.quiet and grid is None:
-        announcement(lacking, workers, progress)
+    if lacking and not progress.quiet:
+        nodes = 0 if grid is None else len([*grid.get_node_ids()])
+        settings = lacking[0].settings
+        if said := left(settings, client_data_of(settings, nodes)):
+            progress.say(f"data: {said}")
+        if grid is None:
+            announcement(lacking, workers, progress)
     if runner == "ray":
         assert folder is not None  # for its log
         if find_spec("ray") is None:

@@ -17,6 +17,7 @@ from flwr.serverapp import Grid
 from safetensors.torch import save_file
 
 from flwr_regs.experiments.experiment import Run
+from flwr_regs.experiments.partition.client_data import left
 from flwr_regs.experiments.report.folders import CannotWrite, writing
 from flwr_regs.experiments.report.rows import on_clients
 from flwr_regs.experiments.report.run_records import (
@@ -80,6 +81,7 @@ class Trainer:
         self.record = RunRecord(
             *(run.label, run.method, run.seed, run.settings.config, clients.num_clients),
             self.strategy.term.config(),
+            left(run.settings, clients),
         )
 
     def _client_begins(self, kind: str, server_round: int) -> None:

@@ -21,8 +21,10 @@ from tests.oracles.client_loss.rfedavg import rfedavg, rfedavg_plus
 from tests.oracles.client_step.fedadc import fedadc
 from tests.oracles.client_step.fedcurv import fedcurv
 from tests.oracles.client_step.feddyn import feddyn
+from tests.oracles.client_step.fedinit import fedinit
 from tests.oracles.client_step.fedprox import fedprox
-from tests.oracles.client_step.sam import fedlesam
+from tests.oracles.client_step.fedspeed import fedsmoo, fedspeed
+from tests.oracles.client_step.sam import fedgamma, fedlesam, fedsam
 from tests.oracles.client_step.scaffold import scaffold
 from tests.oracles.local_sgd import local_sgd
 from tests.oracles.model import Client, gradient
@@ -63,6 +65,11 @@ ORACLES: dict[str, tuple[Any, dict[str, Any]]] = {
     ),
     "FedLESAM": (fedlesam, {}),
     "FedCurv": (fedcurv, {}),
+    "FedSAM": (fedsam, {}),
+    "FedGAMMA": (fedgamma, {}),
+    "FedSpeed": (fedspeed, {}),
+    "FedSMOO": (fedsmoo, {}),
+    "FedInit": (fedinit, {}),
     "RFedAvg": (rfedavg, {}),
     "RFedAvgPlus": (rfedavg_plus, {}),
     "MOON": (moon, {}),

@@ -122,16 +122,30 @@ def test_a_pachinko_partition_needs_coarse_labels() -> None:
     assert min(len(set(DIGITS.train_y[rows] // 2)) for rows in parts) < 4  # Dir(0.1) over five
 
 
-def test_groups_bound_what_examples_leaves_only_where_they_decide(
-    monkeypatch: pytest.MonkeyPatch,
+LEFT = [
+    # settings, and what is left of 1,437 training examples of ten groups and 360 for testing
+    ({}, ""),
+    ({"examples": 300}, "300 of 1,437 training examples, 60 of 360 test examples"),
+    ({"examples_per_client": 20}, "80 of 1,437 training examples"),
+    ({"test_examples": 50}, "50 of 360 test examples"),
+    ({"held_out_clients": 1, "examples": 300}, "300 of 1,437 training examples"),
+    ({"partition": "natural"}, "574 of 1,437 training examples, 4 of 10 groups"),
+    (
+        {"partition": "natural", "examples": 300},
+        "114 of 1,437 training examples, 4 of 10 groups, 60 of 360 test examples",
+    ),
+    ({"partition": "long-tail-rounds"}, ""),
+]
+
+
+@pytest.mark.parametrize(("given", "words"), LEFT)
+def test_what_is_left_of_the_data_is_said(
+    given: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(client_data, "load", lambda *_: GROUPED)
     client_data._data.cache_clear()
-    shards = data_of(settings_of(examples=300, num_clients=4))
-    assert (np.bincount(shards.groups) > 20).all()  # of all ten groups
-    with pytest.warns(UserWarning, match="keeps 300 of 1437 .* the first 4 of 10 groups"):
-        natural = data_of(settings_of(examples=300, num_clients=4, partition="natural"))
-    assert np.bincount(natural.groups).tolist() == [75] * 4
+    settings = settings_of(num_clients=4, **given)
+    assert client_data.left(settings, client_data_of(settings)) == words
     client_data._data.cache_clear()
 
 

@@ -15,7 +15,9 @@ from typing import Any
 import numpy as np
 import pytest
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.client import NumPyClient
 
+import flwr_regs as fr
 from tests.server.exchange.damage import ANSI, BAD, CASES, DEEP, NOT_ARRAYS, Playback, npy
 from tests.server.exchange.test_fuzz import recorded
 
@@ -179,6 +181,49 @@ REPLIES: dict[str, tuple[Change, str]] = {
 def test_accident_in_a_reply(what: str, capsys: pytest.CaptureFixture[str]) -> None:
     costs_only_its_client(*REPLIES[what])
     assert "unpickled" not in capsys.readouterr().out
+
+
+def test_accident_the_first_reply_again() -> None:
+    """Of any kind: what was said in round 1 does not count in round 2."""
+    first: dict[str, RecordDict] = {}
+
+    def how(kind: str, number: int, content: RecordDict) -> RecordDict:
+        return first.setdefault(kind, content)
+
+    for method, probed in (("FedFOR", False), ("RFedAvgPlus", True)):
+        first.clear()
+        strategy = CASES[method].start(Playback(recorded(method)[0], how))
+        assert strategy.history[1]["replies"] == OTHERS
+        assert (BAD in strategy.history[0]["replies"]) != probed  # its recorded probe is all it has
+        failures = strategy.history[1]["failures"], strategy.history[1]["evaluate"]["failures"]
+        for why, what in zip(failures, ("probe" if probed else "reply", "evaluation"), strict=True):
+            assert why == {
+                BAD: f"the {what} of client {BAD} belongs to round 1, not to 2 ('server-round')"
+            }
+
+
+class Plain(NumPyClient):
+    """A client of Flower's, as it is."""
+
+    def fit(self, parameters: Any, config: Any) -> Any:
+        return [a + 1 for a in parameters], 1, {}
+
+
+def test_a_message_that_is_given_to_another_round_is_none_of_its_replies() -> None:
+    """Also where the client names no round, as Flower's own do not."""
+    app = fr.client_app(lambda context: Plain())
+    grid, arrays = fr.InProcessGrid(app, 2), ArrayRecord({"w": Array(np.zeros(2))})
+    strategy, config = fr.FedAvg(min_available_nodes=2, min_replies=1), ConfigRecord()
+    strategy.prepare(2)
+    first: list[Message] = []
+    for number in (1, 2):
+        sent = list(strategy.configure_train(number, arrays, config, grid))
+        replies = list(grid.send_and_receive(sent))
+        first = first or replies
+        arrays = strategy.aggregate_train(number, [first[0], replies[1]])[0] or arrays
+    assert [len(e["replies"]) for e in strategy.history] == [2, 1]
+    (why,) = strategy.history[1]["failures"].values()
+    assert why == "no reply (a reply to another message came)"
 
 
 def test_accident_a_million_times_the_update() -> None:

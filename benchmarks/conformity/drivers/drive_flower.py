@@ -5,11 +5,15 @@ Runs in an environment of its own, under `host.py`. The strategies take models i
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
 from typing import Any
 
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.serverapp import strategy as strategies
 from flwr.supercore.task_identity import TaskIdentity
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
 from model import gradient  # type: ignore[import-not-found]
 
 
