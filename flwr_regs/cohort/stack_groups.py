@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from flwr_regs.abilities import Carries, Withholds
+from flwr_regs.abilities import Carries, Steers, Withholds
 from flwr_regs.chain import Chain
 from flwr_regs.client import memory as memories
 from flwr_regs.client.loading import Layout, check_custody, load, tied_names
@@ -371,8 +371,9 @@ def recipe_of(
     term.restrict(config)
     if config.get(keys.PROBE_KEY) and any("label_counts" in t.needs for t in term.terms):
         raise CannotStack("a first exchange with label counts goes one by one")
-    if carrying := [t.name for t in term.terms if isinstance(t, Carries)]:
-        raise CannotStack(f"{carrying} carry the optimiser's state")
+    keeping = [t.name for t in term.terms if isinstance(t, Carries) and not isinstance(t, Steers)]
+    if keeping and any(t.acts("client_optimizer") for t in term.terms):
+        raise CannotStack(f"{keeping} carry the state of an optimiser in which others have a say")
     arrays: NDArrays = came
     step: Any = message.records.get(keys.STEP)
     if keys.STEPS_KEY in config:
