@@ -56,7 +56,11 @@ def check(sdist: str, wheel: str, tree_wheel: str) -> None:
         ("Name", metadata["Name"], "flwr-regs"),
         ("Version", metadata["Version"], said and said[1]),
         ("CITATION.cff's version", cited and cited[1], metadata["Version"]),
-        ("License-Expression", metadata["License-Expression"], "Apache-2.0"),
+        (
+            "License",
+            metadata["License"].split(),  # a header's lines are indented
+            (ROOT / "LICENSE").read_text().split(),
+        ),
         ("License-File", metadata["License-File"], "LICENSE"),
         ("Requires-Python", metadata["Requires-Python"], PROJECT["requires-python"]),
         (

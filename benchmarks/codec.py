@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from flwr_regs.methods.client_step.ternary import decode, encode
+from flwr_regs.methods.parts.ternary import decode, encode
 
 
 def ternary(n: int, density: float) -> np.ndarray:

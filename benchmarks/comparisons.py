@@ -40,7 +40,7 @@ from flwr_regs.experiments.settings import DEFAULTS
 ROOT = Path(__file__).parents[1]
 STUDIES = ROOT / "docs" / "studies"
 ARCHIVE = ".tar.gz"
-PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md")))
 MARK = re.compile(r"(<!-- (study|command): ([\w-]+)(?:: (.*?))? -->\n).*?(?=<!-- end -->)", re.S)
 MANY = 8
 """With more methods than this, a picture shows the best ones; the table has all."""
@@ -127,7 +127,7 @@ def command(experiment: Experiment) -> list[str]:
         if key == "data-dir":
             words.append("data-dir=DIR")
         elif key not in ELSEWHERE:
-            words.append(f"{key}={value}")
+            words.append(f"{key}={str(value).lower() if isinstance(value, bool) else value}")
     words += [word for space in experiment.tune for word in ("--tune", space.text)]
     words += ["--trials", str(experiment.trials), "--seeds", ",".join(map(str, experiment.seeds))]
     return [*words, "--tuning-seeds", ",".join(map(str, experiment.tuning_seeds))]

@@ -20,8 +20,9 @@ import numpy as np
 from scipy.stats import t as student
 
 from benchmarks.common import figure, filled, read_lines, save, table, write_lines
-from benchmarks.conformity.behaviours import BEHAVIOURS
-from benchmarks.conformity.loops import Task, rounds
+from benchmarks.conformity.behaviours import BEHAVIOURS, METHODS
+from benchmarks.conformity.loops import rounds
+from benchmarks.conformity.loops.run import Task
 from benchmarks.conformity.model import accuracy, initial
 from flwr_regs.experiments.data import datasets as data
 from flwr_regs.experiments.partition.partitions import partition
@@ -183,8 +184,11 @@ def tables(found: Mapping[tuple[str, int], float | None]) -> dict[str, str]:
             rows.append([group, row.words, level, "" if apart is None else interval(*apart)])
     made = {"accuracy": table(["method", "implementation", "accuracy", "difference"], rows)}
     made["behaviours"] = table(
-        ["name", "what the implementation does"],
-        [[f"`{name}`", b.says] for name, b in BEHAVIOURS.items()],
+        ["name", "what the implementation does", "methods"],
+        [
+            [f"`{name}`", b.says, "all" if b.methods == METHODS else ", ".join(b.methods)]
+            for name, b in BEHAVIOURS.items()
+        ],
     )
     verdicts = json.loads(LIBRARIES.read_text())
     made["libraries"] = table(
@@ -196,15 +200,15 @@ def tables(found: Mapping[tuple[str, int], float | None]) -> dict[str, str]:
 
 def oracles() -> list[list[str]]:
     """Return each method that has an oracle of its own, its paper, the oracle's file and its cases."""
-    from flwr_regs.methods.registry import METHODS
+    from flwr_regs.methods.registry import METHODS as ROWS
     from tests.laws import CASES  # the repository's tests, not the package
 
     found: dict[str, list[str]] = {}
     for case in CASES:
         oracle = getattr(case.oracle, "func", case.oracle)  # a partial's function
-        found.setdefault(case.strategy.__name__, []).append(oracle.__module__.split(".")[-1])
+        found.setdefault(case.strategy.__name__, []).append(oracle.__module__.replace(".", "/"))
     return [
-        [name, METHODS[name].paper, f"`tests/oracles/{files[0]}.py`", f"{len(files)}"]
+        [name, ROWS[name].paper, f"`{files[0]}.py`", f"{len(files)}"]
         for name, files in found.items()
     ]
 

@@ -32,13 +32,9 @@ def code_lines(source: str) -> int:
         if token.type not in NO_CODE:
             lines.update(range(token.start[0], token.end[0] + 1))
     for node in ast.walk(ast.parse(source)):
-        match node:
-            case (
-                ast.Module(body=[ast.Expr(value=ast.Constant(value=str())) as docstring, *_])
-                | ast.ClassDef(body=[ast.Expr(value=ast.Constant(value=str())) as docstring, *_])
-                | ast.FunctionDef(body=[ast.Expr(value=ast.Constant(value=str())) as docstring, *_])
-            ):
-                lines.difference_update(range(docstring.lineno, (docstring.end_lineno or 0) + 1))
+        match node:  # also one below an attribute that it explains
+            case ast.Expr(value=ast.Constant(value=str())):
+                lines.difference_update(range(node.lineno, (node.end_lineno or 0) + 1))
     return len(lines)
 
 

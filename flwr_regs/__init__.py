@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from flwr_regs.flower.client_round import load_model as load_model
     from flwr_regs.flower.grids.in_process import InProcessGrid as InProcessGrid
     from flwr_regs.flower.grids.stacked_grid import StackedGrid as StackedGrid
+    from flwr_regs.flower.simulated_clients import Clients as Clients
     from flwr_regs.flower.strategy import RegStrategy as RegStrategy
     from flwr_regs.flower.writers import JsonLines as JsonLines
     from flwr_regs.flower.writers import TensorBoard as TensorBoard
@@ -55,6 +56,7 @@ _MODULES = {
     "flower.grids.in_process": ("InProcessGrid",),
     "flower.grids.stacked_grid": ("StackedGrid",),
     "wire.records": ("float32_arrays",),
+    "flower.simulated_clients": ("Clients",),
     "flower.strategy": ("RegStrategy",),
     "flower.writers": ("JsonLines", "TensorBoard"),
     "server.stopping": ("Patience", "Target"),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from flwr_regs.hook_contexts import Arrays, ClientContext, ServerContext, Slot
 
@@ -18,7 +18,15 @@ class Steps:
 
 
 class Averages:
-    """Is judged by the mean of its last two global models: the history has that model's metrics too."""
+    """Is judged by another model than the global one: the history has that model's metrics too."""
+
+    def averaged(self, model: Arrays, step: Arrays, server: Slot) -> Arrays:
+        """Return that model: by default the mean of the last two.
+
+        `model` and `step` are ``w_{t+1}`` and ``w_{t+1} − w_t``, buffers of floats among them; `server` is
+        the term's slot after the round.
+        """
+        return {n: a - step[n] / 2 for n, a in model.items()}
 
 
 class Weighs(ABC):
@@ -39,13 +47,7 @@ class Folds(ABC):
 
     @abstractmethod
     def fold(
-        self,
-        acc: Slot,
-        pid: int,
-        delta: Arrays,
-        upload: Slot,
-        weight: float,
-        ctx: ServerContext,
+        self, acc: Slot, pid: int, delta: Arrays, upload: Slot, weight: float, ctx: ServerContext
     ) -> Slot:
         """Return `acc` with one client's upload; called in the order of partition ids, first with ``{}``.
 
@@ -74,10 +76,11 @@ class Probes(ABC):
     def answer(self, probes: Mapping[int, Slot]) -> Mapping[int, Slot]:
         """Return each client's own broadcast, given the uploads of `probe` by partition id."""
 
-    def robust_answer(self, probes: Mapping[int, Slot], ctx: ServerContext) -> Mapping[int, Slot]:
-        """Return the answer under a robust aggregator.
+    def answer_in(self, probes: Mapping[int, Slot], ctx: ServerContext) -> Mapping[int, Slot]:
+        """Return the answer in a round: by default `answer`.
 
-        A term that is `robust` has ``ctx.aggregated`` here in place of every mean over clients.
+        ``ctx.weights`` has ``p_k`` over the clients whose probes came. Where ``ctx.robust``, a term that is
+        `robust` has ``ctx.aggregated`` in place of every mean over clients.
         """
         return self.answer(probes)
 
@@ -173,7 +176,16 @@ class FineTunes(ABC):
 
 
 class Checks(ABC):
-    """Checks each upload; all terms with uploads should."""
+    """Checks each upload; all terms with uploads should.
+
+    Attributes
+    ----------
+    squares : bool
+        Whether the uploads are squares, such as Fisher information: between honest clients they may differ
+        by the square of what other uploads may, before the server takes them for signs of divergence.
+    """
+
+    squares: ClassVar[bool] = False
 
     @abstractmethod
     def check(self, upload: Slot, params: Arrays, server: Slot) -> None:
@@ -215,6 +227,18 @@ class Carries(ABC):
         """
 
 
+class Evolves(ABC):
+    """Has a client slot that changes in each step of a round, and not at its end alone."""
+
+    @abstractmethod
+    def evolve(self, grads: Arrays, params: Arrays, ctx: ClientContext) -> Slot:
+        """Return the client slot after a step, given what `correct` was given in it.
+
+        It is ``ctx.client`` in the next step, and in `finish` after the last. Its keys and shapes are the
+        same after each step. It counts after the round only as far as `finish` returns it.
+        """
+
+
 class Perturbs(ABC):
     """Takes the batch's loss and gradient elsewhere, in one forward and backward pass.
 
@@ -245,10 +269,10 @@ class Restricts(ABC):
 
 ABILITIES: tuple[type[ABC], ...] = (
     *(Weighs, Folds, Probes, Compresses, TakesBack, Recovers, Addresses, Withholds, Freezes),
-    *(Personalises, FineTunes, Checks, Agrees, Steers, Carries, Perturbs, Restricts),
+    *(Personalises, FineTunes, Checks, Agrees, Steers, Carries, Evolves, Perturbs, Restricts),
 )
 ON_CLIENTS = (
     *(Probes, Compresses, TakesBack, Recovers, Withholds, Freezes, Personalises, Steers),
-    *(Carries, Perturbs),
+    *(Carries, Evolves, Perturbs),
 )
 """The abilities that a client runs."""

@@ -16,6 +16,7 @@ from flwr_regs.abilities import (
     Carries,
     Checks,
     Compresses,
+    Evolves,
     FineTunes,
     Folds,
     Freezes,
@@ -58,6 +59,7 @@ class Chain(
     Agrees,
     Steers,
     Carries,
+    Evolves,
     Perturbs,
     Restricts,
 ):
@@ -92,6 +94,14 @@ class Chain(
             grads = t.correct(grads, params, own_context(ctx, t, **more))
             left = (*left, t)
         return grads
+
+    def evolve(self, grads: Arrays, params: Arrays, ctx: ClientContext) -> Slot:
+        slots = dict(ctx.client)
+        for i, t in enumerate(self.terms):
+            if isinstance(t, Evolves):
+                given = Chain(self.terms[:i]).correct(grads, params, ctx)
+                slots[t.name] = t.evolve(given, params, own_context(ctx, t))
+        return slots
 
     def finish(self, delta: Arrays, ctx: ClientContext) -> tuple[Arrays, Slot, Slot]:
         upload: Slot = {}
@@ -212,8 +222,7 @@ class Chain(
         out: dict[int, Slot] = {pid: {} for pid in probes}
         for t in (t for t in self.terms if isinstance(t, Probes)):
             sent = _uploads_of(t, probes)
-            robust = ctx if ctx is not None and ctx.robust else None
-            answers = t.answer(sent) if robust is None else t.robust_answer(sent, robust)
+            answers = t.answer(sent) if ctx is None else t.answer_in(sent, ctx)
             for pid, slot in answers.items():
                 out[pid][t.name] = slot
         return out
@@ -260,13 +269,7 @@ class Chain(
         return next((t for t in self.terms if isinstance(t, Weighs)), None)
 
     def fold(
-        self,
-        acc: Slot,
-        pid: int,
-        delta: Arrays,
-        upload: Slot,
-        weight: float,
-        ctx: ServerContext,
+        self, acc: Slot, pid: int, delta: Arrays, upload: Slot, weight: float, ctx: ServerContext
     ) -> Slot:
         for t in self.terms:
             if isinstance(t, Folds):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from statistics import median_low
 from typing import Any, Protocol
 
 Arrays = dict[str, Any]  # parameter name -> array; trainable parameters only, never buffers
@@ -151,6 +152,15 @@ def mean_of_slots(values: Mapping[int, Slot]) -> Slot:
     return {key: sum(v[key] for v in values.values()) / len(values) for key in keys}
 
 
+def bounded(claims: Mapping[int, float], most: float) -> dict[int, float]:
+    """Return what clients say of themselves, each within `most` times their median, up or down.
+
+    Of an even number it is the lower median, so that of two clients the larger claim is bounded.
+    """
+    usual = median_low(claims.values())
+    return {pid: min(max(v, usual / most), usual * most) for pid, v in claims.items()}
+
+
 @dataclass(frozen=True)
 class ServerContext:
     """What a term may read on the server. Read-only.
@@ -178,6 +188,9 @@ class ServerContext:
         that it selected by their updates; elsewhere it selects by `values`.
     robust : bool
         Whether the strategy's `aggregator` is another than `Mean`.
+    max_scale : float
+        How many times as much as others a client may count for what it says of itself: the strategy's
+        setting. See :func:`flwr_regs.hook_contexts.bounded`.
     """
 
     round: int
@@ -191,3 +204,4 @@ class ServerContext:
     answers: Mapping[int, Slot] = field(default_factory=dict)
     aggregated: Callable[[Mapping[int, Slot]], Slot] = mean_of_slots
     robust: bool = False
+    max_scale: float = 10.0

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from flwr import serverapp
 from torch import nn
 
 from flwr_regs.client.memory import decode
@@ -41,6 +42,13 @@ def run(
 ) -> dict[str, np.ndarray]:
     """Train in one process and return the final model by name; `settings` as for `problem.train`."""
     return problem.train(strategy, client_class, length=train, **settings)[-1]
+
+
+def accounting() -> Any:
+    """``flwr.serverapp`` with its privacy accountants; skips the test where this Flower has none."""
+    if not hasattr(serverapp, "PrivacyConfig"):
+        pytest.skip("this Flower has no privacy accountant")
+    return serverapp
 
 
 def budgeted(base: Any, done: Sequence[dict[int, int]]) -> Any:

@@ -15,30 +15,43 @@ from flwr_regs.term import Term
 from flwr_regs.testing import Exempt, Method
 from flwr_regs.testing.problem import settled, sgd_pull
 from tests.oracles.client_loss.distillation import fedadc_plus
+from tests.oracles.client_loss.feddecorr import feddecorr
 from tests.oracles.client_loss.fedgkd import fedgkd
 from tests.oracles.client_loss.fedntd import fedntd
 from tests.oracles.client_loss.logits import fedlc, fedrs
 from tests.oracles.client_loss.moon import moon
 from tests.oracles.client_loss.rfedavg import rfedavg, rfedavg_plus
 from tests.oracles.client_step.efl import efl
+from tests.oracles.client_step.fedadamw import fedadamw
 from tests.oracles.client_step.fedadc import fedadc
 from tests.oracles.client_step.fedcm import fedcm
 from tests.oracles.client_step.fedcurv import fedcurv
 from tests.oracles.client_step.feddyn import feddyn
 from tests.oracles.client_step.fedfor import fedfor
+from tests.oracles.client_step.fedinit import fedinit
 from tests.oracles.client_step.fedprox import fedprox
+from tests.oracles.client_step.fedspeed import fedsmoo, fedspeed
 from tests.oracles.client_step.gate import fedgate, vrlsgd
 from tests.oracles.client_step.mime import mime, mimelite
-from tests.oracles.client_step.sam import fedlesam, fedsam
+from tests.oracles.client_step.sam import (
+    fedgamma,
+    fedlesam,
+    fedlesam_d,
+    fedlesam_s,
+    fedsam,
+    mofedsam,
+)
 from tests.oracles.client_step.scaffold import scaffold
 from tests.oracles.personal.apfl import apfl
 from tests.oracles.personal.ditto import ditto
 from tests.oracles.personal.fedamp import fedamp
 from tests.oracles.personal.fedbabu import fedbabu
+from tests.oracles.server_step.fedacg import fedacg
 from tests.oracles.server_step.fedavg import fedavg
 from tests.oracles.server_step.fedexp import fedexp
 from tests.oracles.server_step.fednova import fednova
 from tests.oracles.server_step.fedopt import fedopt
+from tests.oracles.server_step.fedvarp import fedvarp
 from tests.oracles.server_step.qfedavg import qfedavg
 from tests.oracles.server_step.slowmo import slowmo
 
@@ -237,9 +250,13 @@ def sharper(
     curvatures: Numbers, centres: Numbers, weights: Numbers, lr: float, steps: int, rho: float
 ) -> float:
     """FedSAM's fixed point, between the centres: each gradient is as of a centre that is ρ further out."""
+    return settled(curvatures, further(centres, rho), weights, lr, steps)
+
+
+def further(centres: Numbers, rho: float) -> list[float]:
+    """The centres, ρ further out: as if there, FedSAM's gradients are between them."""
     middle = sum(centres) / len(centres)
-    further = [c + (rho if c > middle else -rho) for c in centres]
-    return settled(curvatures, further, weights, lr, steps)
+    return [c + (rho if c > middle else -rho) for c in centres]
 
 
 def fairer(
@@ -259,7 +276,7 @@ def fair(name: str, q: float) -> Method:
 
 def features(name: str, term: Term, oracle: Any, settings: dict[str, Any], **more: Any) -> Method:
     """A case of a method whose loss is of features; 0 for its strength is neutral."""
-    neutral = {key: 0.0 if key in ("lam", "mu") else v for key, v in settings.items()}
+    neutral = {key: 0.0 if key in ("lam", "mu", "beta") else v for key, v in settings.items()}
     exempt = {"fixed-point": more.pop("exempt", NO_FEATURES)}
     return case(name, [term], oracle, settings, neutral, exempt=exempt, **more)
 
@@ -387,6 +404,99 @@ CASES = [
         exempt={"fixed-point": NEVER_AT_REST},
     ),
     case(
+        "FedSpeed",
+        [fr.MixedPerturbation(0.1, 0.7), fr.DynamicRegulariser(0.4)],
+        fedspeed,
+        {"lam": 0.4, "rho": 0.1, "alpha": 0.7},
+        {},
+        fixed_point=lambda a, c, p, *_: minimum(a, further(c, 0.07), p),
+        exempt=never("FedDyn is in it, which no setting makes FedAvg."),
+    ),
+    case(
+        "FedSMOO",
+        [fr.CommonPerturbation(0.1), fr.DynamicRegulariser(0.4)],
+        fedsmoo,
+        {"lam": 0.4, "rho": 0.1},
+        {},
+        exempt={
+            **never("FedDyn is in it, which no setting makes FedAvg."),
+            "fixed-point": Exempt(
+                "Its perturbations stay ρ long, and move the minimum by some of it."
+            ),
+        },
+    ),
+    case(
+        "FedInit",
+        [fr.RelaxedStart(0.3)],
+        fedinit,
+        {"beta": 0.3},
+        {"beta": 0.0},
+        # the end of a round solves v = (1 − s)(w + β(w − v)) + s c, with s = FedAvg's pull
+        fixed_point=partial(settled, pull=lambda *at: (s := pulled(*at)) / (1 + 0.3 * (1 - s))),
+    ),
+    case(
+        "FedAdamW",
+        [fr.SharedMoments(0.5)],
+        fedadamw,
+        {"gamma": 0.5},
+        {},
+        exempt={
+            **never("Its clients run AdamW, which no setting makes SGD."),
+            "stacked": Exempt("A stack carries no optimiser's state."),
+            "fixed-point": Exempt("AdamW's steps do not get shorter near the minimum."),
+        },
+    ),
+    case(
+        "FedVARP",
+        [fr.LastUpdates()],
+        fedvarp,
+        {},
+        {},
+        exempt={"moves": Exempt("It is FedAvg where all clients take part in every round.")},
+        **NEARLY,
+    ),
+    case(
+        "MoFedSAM",
+        [fr.LocalPerturbation(0.05), fr.ClientMomentum(0.4)],
+        mofedsam,
+        {"rho": 0.05, "alpha": 0.4},
+        {"rho": 0.0, "alpha": 1.0},
+        fixed_point=lambda a, c, p, lr, k: sharper(a, c, p, 0.4 * lr, k, 0.05),
+    ),
+    case(
+        "FedGAMMA",
+        [fr.LocalPerturbation(0.05), *control("SCAFFOLD", server_lr=0.8).terms],
+        fedgamma,
+        {"rho": 0.05, "server_lr": 0.8},
+        {"rho": 0.05, "server_lr": 0.8},
+        fixed_point=lambda a, c, p, *_: minimum(a, further(c, 0.05), p),
+        exempt=never("No setting of FedGAMMA makes it FedAvg."),
+    ),
+    case(
+        "FedLESAMS",
+        [fr.GlobalPerturbation(0.1), fr.ControlVariates()],
+        fedlesam_s,
+        {"rho": 0.1},
+        {"rho": 0.1},
+        exempt={**never("No setting of SCAFFOLD makes it FedAvg."), "fixed-point": NEVER_AT_REST},
+    ),
+    case(
+        "FedLESAMD",
+        [fr.GlobalPerturbation(0.1), fr.DynamicRegulariser(0.4)],
+        fedlesam_d,
+        {"rho": 0.1, "alpha": 0.4},
+        {"rho": 0.1, "alpha": 0.4},
+        exempt={**never("No setting of FedDyn makes it FedAvg."), "fixed-point": NEVER_AT_REST},
+    ),
+    case(
+        "FedACG",
+        [fr.Proximal(0.7), fr.LookaheadMomentum(0.6)],
+        fedacg,
+        {"lam": 0.6, "mu": 0.7},
+        {"lam": 0.0, "mu": 0.0},
+        **NEARLY,
+    ),
+    case(
         "FedExP",
         [fr.Extrapolation(1e-3)],
         fedexp,
@@ -412,6 +522,7 @@ CASES = [
     adc("FedADC-unequal-heavy-ball", beta_local=0.8, beta_global=0.5, variant="heavy-ball"),
     adc("FedADC-delta", downlink="delta", beta_local=0.4),
     adc("FedADC-double-momentum", local_momentum=0.6),
+    adc("FedADC-double-momentum-1", beta_local=1.0, beta_global=1.0, local_momentum=0.6),
     case(
         "FedADCPlus",
         [fr.SelfDistillation(**PLUS), fr.EmbeddedMomentum(0.7, 0.7)],
@@ -452,6 +563,7 @@ CASES = [
     ),
     contrast("MOON"),
     contrast("MOON-projection", projection="0"),
+    features("FedDecorr", fr.Decorrelation(0.7), feddecorr, {"beta": 0.7}),
     distilled(
         "FedNTD",
         fr.NotTrueDistillation,

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
-from urllib.request import urlopen
 
+import flwr
 import numpy as np
 from safetensors.numpy import load_file
 
@@ -24,6 +25,7 @@ from tests.conftest import ROOT
 from tests.experiments.runs import runs_of
 
 BIN = Path(sys.executable).parent
+FLOWER = tuple(map(int, flwr.__version__.split(".")[:2]))
 
 
 def free_port() -> int:
@@ -97,15 +99,48 @@ def pids_of(name: str, argument: str) -> list[int]:
     return found
 
 
+def app_for(env: dict[str, str], app: Path, copy: Path) -> Path:
+    """The app's folder; for Flower before 1.26 a copy, which names the connection ``dep``."""
+    if FLOWER >= (1, 26):
+        return app
+    shutil.copytree(app, copy)
+    connection = f'address = "127.0.0.1:{env["CONTROL_PORT"]}"\ninsecure = true\n'
+    with (copy / "pyproject.toml").open("a") as file:
+        file.write(f"\n[tool.flwr.federations.dep]\n{connection}")
+    return copy
+
+
+def ports_of(control: int, fleet: int) -> tuple[list[Any], Callable[[], list[Any]]]:
+    """The options of a SuperLink, and those of each SuperNode, for this Flower's interfaces.
+
+    All speak HTTP on one port from 1.40 on. Messages go over gRPC up to 1.39, and all else up to 1.34.
+    """
+    http = ["--host", "127.0.0.1", "--port"]
+    messages = ["--fleet-api-address", f"127.0.0.1:{fleet}"]
+    if FLOWER >= (1, 40):
+        return [*http, control], lambda: [*http, free_port()]
+    if FLOWER >= (1, 35):
+        return [*http, control, *messages], lambda: [*http, free_port()]
+    others = {"--control-api-address": control, "--serverappio-api-address": free_port()}
+    addresses = [word for key, port in others.items() for word in (key, f"127.0.0.1:{port}")]
+    return [*messages, *addresses], lambda: [
+        "--clientappio-api-address",
+        f"127.0.0.1:{free_port()}",
+    ]
+
+
 @contextlib.contextmanager
 def deployment(tmp_path: Path, nodes: int) -> Iterator[tuple[dict[str, str], Any]]:
     """A SuperLink and `nodes` SuperNodes on loopback; the connection is called ``dep``.
 
-    Yields (environment, function from a partition id to a new SuperNode's process).
+    Yields (environment, function from a partition id to a new SuperNode's process). Before Flower 1.26 the
+    connection stands in the app's pyproject.toml: see `app_for`.
     """
     env = environment(tmp_path / "home")
     (tmp_path / "home").mkdir()
-    port = free_port()
+    control, fleet = free_port(), free_port()
+    of_superlink, of_supernode = ports_of(control, fleet)
+    env["CONTROL_PORT"] = str(control)
     processes = []
 
     def launch(name: str, *args: Any, **extra: str) -> subprocess.Popen[bytes]:
@@ -124,21 +159,20 @@ def deployment(tmp_path: Path, nodes: int) -> Iterator[tuple[dict[str, str], Any
     def supernode(partition: int) -> subprocess.Popen[bytes]:
         return launch(
             "flower-supernode",
-            *("--superlink", f"127.0.0.1:{port}", "--host", "127.0.0.1"),
-            *("--port", free_port()),
+            *("--superlink", f"127.0.0.1:{control if FLOWER >= (1, 40) else fleet}"),
+            *of_supernode(),
             *("--node-config", f"partition-id={partition} num-partitions={nodes}"),
             FLWR_HOME=str(tmp_path / f"node{len(processes)}"),
         )
 
     try:
-        launch("flower-superlink", "--host", "127.0.0.1", "--port", port)
+        launch("flower-superlink", *of_superlink)
         (tmp_path / "home" / "config.toml").write_text(
             f'[superlink]\ndefault = "dep"\n[superlink.dep]\n'
-            f'address = "127.0.0.1:{port}"\ninsecure = true\n'
+            f'address = "127.0.0.1:{control}"\ninsecure = true\n'
         )
         for _ in range(200):
-            with contextlib.suppress(OSError):
-                urlopen(f"http://127.0.0.1:{port}/health", timeout=2).close()
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", control), 2):
                 break
             time.sleep(0.2)
         yield env, supernode

@@ -1,4 +1,4 @@
-"""Whether another library's FedAvg, FedProx and SCAFFOLD do what their papers say.
+"""Whether another library's methods do what their papers say.
 
 Knows a small task, plain loops in float64, and how known implementations differ from their papers.
 Runs other libraries in environments of their own. Loads numpy alone.

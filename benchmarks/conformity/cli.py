@@ -11,12 +11,13 @@ from typing import Any
 
 from .behaviours import BEHAVIOURS, METHODS
 from .compare import TOLERANCE, judge
-from .environments import CannotRun, default_folder, drive, prepare
+from .environments import CannotRun, default_folder, drive, fetch, prepare
 from .libraries import LIBRARIES
 from .task import small_task
 
 EPILOG = """
---library makes an environment of the library's own, with pinned packages, and keeps it in --folder.
+--library makes an environment of the library's own, with pinned packages, and keeps it in --folder. Where a
+library is no package, git fetches its repository into the same folder, at a pinned commit; --list has them.
 --module tests your own implementation: callable(task) gets a dict and returns one, for example:
 
   task["method"], task["parameters"], task["clients"][k]["x"], task["cohorts"], task["lr"], ...
@@ -52,16 +53,20 @@ def listing() -> str:
     for library in LIBRARIES.values():
         lines.append(f"  {library.name}: {', '.join(library.methods)} ({library.note})")
         lines.append(f"    {' '.join(library.packages)}")
+        if source := library.source:
+            what = f"{source.repository} at {source.commit}, licence: {source.licence}"
+            lines.append(f"    fetched when you name it: {what}")
     lines.append("behaviours:")
     for name, behaviour in BEHAVIOURS.items():
-        lines.append(f"  {name}: it {behaviour.says} ({', '.join(behaviour.methods)})")
+        methods = "all" if behaviour.methods == METHODS else ", ".join(behaviour.methods)
+        lines.append(f"  {name}: it {behaviour.says} ({methods})")
     return "\n".join(lines)
 
 
 def _parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
         prog="python -m benchmarks.conformity",
-        description="Drive FedAvg, FedProx and SCAFFOLD of others; say where they leave the paper.",
+        description="Drive other implementations of federated methods; say where they leave the paper.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -90,13 +95,17 @@ def _library(name: str, options: argparse.Namespace) -> list[dict[str, Any]]:
     library = LIBRARIES[name]
     print(f"{name} ({' '.join(library.packages)})", flush=True)
     methods = [m for m in options.methods or METHODS if m in library.methods]
+    variables = dict(library.environment)
     try:
         python = prepare(name, library.packages, options.folder)
+        if source := library.source:
+            print(f"  {source.repository} at {source.commit}, licence: {source.licence}")
+            home = fetch(source.repository, source.commit, options.folder)
+            variables["CONFORMITY_SOURCE"] = str(home)
     except CannotRun as error:
         print(f"  skipped: {error}")
         return [{"library": name, "method": m, "skipped": str(error)} for m in methods]
-    driver, variables = library.driver, dict(library.environment)
-    return _methods(name, python, driver, methods, options, variables, True)
+    return _methods(name, python, library.driver, methods, options, variables, True)
 
 
 def _methods(

@@ -10,12 +10,13 @@ from typing import Any
 import numpy as np
 
 from .behaviours import BEHAVIOURS, apply_to
-from .loops import Task, Trace, federate, rounds
+from .loops import federate, rounds
+from .loops.run import Task, Trace
 from .model import Params
 
 TOLERANCE = 1e-4
 """Runs agree if no parameter differs by more; it changes by about 1, and 32 bits cost some 1e-6."""
-TOGETHER = 3
+TOGETHER = 5
 """At most so many behaviours are tried together."""
 
 
@@ -74,12 +75,12 @@ def judge(
     """
     found = Trace(list(result["models"]), dict(result.get("points") or {}))
     paper = federate(task, method)
-    _check(paper, found)
+    _check(task, paper, found)
     largest = _largest(paper, found)
     where = _first(rounds(task, method), found, tolerance)
     if where is None:
         return Verdict(method, largest, behaviours=((),))
-    names = apply_to(method, momentum=task.momentum, batch_norm=False)
+    names = apply_to(method, momentum=task.momentum, lr_decay=task.lr_decay)
     for size in range(1, TOGETHER + 1):
         same = tuple(
             chosen
@@ -91,14 +92,15 @@ def judge(
     return Verdict(method, largest, *where)
 
 
-def _check(paper: Trace, found: Trace) -> None:
+def _check(task: Task, paper: Trace, found: Trace) -> None:
     if len(found.models) != len(paper.models):
         raise ValueError(f"the driver returned {len(found.models)} rounds, not {len(paper.models)}")
-    want = {name: a.shape for name, a in paper.models[0].items()}
     points = [point for visited in found.points.values() for point in visited]
-    for model in (*found.models, *points):
-        if (got := {name: np.shape(a) for name, a in model.items()}) != want:
-            raise ValueError(f"the driver returned parameters {got}, not {want}")
+    for models, like in ((found.models, paper.models[0]), (points, task.parameters)):
+        want = {name: np.shape(a) for name, a in like.items()}
+        for model in models:
+            if (got := {name: np.shape(a) for name, a in model.items()}) != want:
+                raise ValueError(f"the driver returned parameters {got}, not {want}")
 
 
 def _apart(a: Params, b: Params) -> float:

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from . import host
-from .loops import Task
+from .loops import LOOPS
+from .loops.run import Task
 
 INSTALL_SECONDS, DRIVE_SECONDS = 1800, 900
 """How long an installation, and one method's run, may take."""
@@ -48,6 +49,27 @@ def prepare(name: str, packages: Sequence[str], folder: Path) -> str:
         _call([*pip, *packages], f"the installation of {', '.join(packages)}", INSTALL_SECONDS)
         done.touch()
     return str(python)
+
+
+def fetch(repository: str, commit: str, folder: Path) -> Path:
+    """Return a folder with the repository's files at `commit`, fetched with git if it is not there.
+
+    Raises CannotRun if git fails, for example without a network.
+    """
+    home = folder / f"{repository.rpartition('/')[2]}-{commit[:12]}"
+    done = home / ".git" / "complete"
+    if not done.exists():
+        shutil.rmtree(home, ignore_errors=True)
+        home.mkdir(parents=True)
+        git, what = ["git", "-C", str(home)], f"the fetch of {repository} at {commit}"
+        for command in (
+            ["init", "--quiet"],
+            ["fetch", "--quiet", "--depth=1", repository, commit],
+            ["checkout", "--quiet", commit],
+        ):
+            _call([*git, *command], what, INSTALL_SECONDS)
+        done.touch()
+    return home
 
 
 def drive(
@@ -91,7 +113,9 @@ def as_dict(task: Task, method: str) -> dict[str, Any]:
         "batch_size": task.batch_size,
         "mu": task.mu,
         "momentum": task.momentum,
-        "weights": "uniform" if method.startswith("SCAFFOLD") else "examples",
+        "lr_decay": task.lr_decay,
+        "settings": dict(task.settings.get(method, {})),
+        "weights": LOOPS[method].weighting,
     }
 
 

@@ -28,11 +28,13 @@ def write_task(path: Path, task: dict[str, Any]) -> None:
 def read_task(path: Path) -> dict[str, Any]:
     """Return a task: what a driver gets.
 
-    ``method``: "FedAvg", "FedProx", "SCAFFOLD" (option II) or "SCAFFOLD-1" (option I). ``parameters``:
-    arrays by name, float64. ``clients``: for each client a dict with ``x`` (n, d) float64 and ``y`` (n,)
-    int64. ``cohorts``: for each round the indices of its clients. ``lr``, ``epochs``, ``batch_size``,
-    ``momentum``: of a client's SGD, over its data in order. ``mu``: FedProx's. ``weights``: "examples" or
-    "uniform", those of the mean over a cohort. The server's learning rate is 1.
+    ``method``: one of `behaviours.METHODS`; "SCAFFOLD" is option II, "SCAFFOLD-1" option I. ``settings``:
+    the method's own, numbers by name. ``parameters``: arrays by name, float64. ``clients``: for each client
+    a dict with ``x`` (n, d) float64 and ``y`` (n,) int64. ``cohorts``: for each round the indices of its
+    clients. ``lr``, ``epochs``, ``batch_size``, ``momentum``: of a client's SGD, over its data in order;
+    after each round, ``lr`` is multiplied by ``lr_decay``. ``mu``: FedProx's and FedNova's. ``weights``:
+    "examples" or "uniform", those of the mean over a cohort. The server's learning rate is 1, if it is not
+    one of the settings.
     """
     with np.load(path, allow_pickle=False) as file:
         task: dict[str, Any] = json.loads(str(file["settings"]))
@@ -45,8 +47,10 @@ def read_task(path: Path) -> dict[str, Any]:
 def write_result(path: Path, result: dict[str, Any]) -> None:
     """Write what a driver returned.
 
-    ``models``: for each round the global parameters, arrays by name. ``points``, which it may leave out:
-    the parameters at which each client took its gradients, a list by (round, client), both from 0.
+    ``models``: for each round the global parameters, arrays by name. Of Ditto, APFL and FedAMP it is those
+    of all clients, named ``k.name`` (the first model's for who has not trained), and APFL's ``k.alpha``.
+    ``points``, which it may leave out: the global model's parameters before each of a client's steps, a
+    list by (round, client), both from 0.
     """
     arrays: dict[str, Any] = {}
     for t, model in enumerate(result["models"]):

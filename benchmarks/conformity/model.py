@@ -86,3 +86,47 @@ def _buffers(a: Array, w: Params) -> Params:
     n = len(a)
     now = {BUFFERS[0]: a.mean(axis=0), BUFFERS[1]: a.var(axis=0) * n / max(n - 1, 1)}
     return {name: (1 - MOMENTUM) * w[name] + MOMENTUM * now[name] for name in BUFFERS}
+
+
+def plus(a: Params, factor: float, b: Params) -> Params:
+    """Return a + factor b, where b has an entry; a elsewhere."""
+    return {name: a[name] + factor * b[name] if name in b else a[name] for name in a}
+
+
+def minus(a: Params, b: Params) -> Params:
+    """Return a - b, over the entries of b."""
+    return {name: a[name] - b[name] for name in b}
+
+
+def square(a: Params) -> float:
+    """Return the squared norm, all arrays as one vector."""
+    return float(sum((value**2).sum() for value in a.values()))
+
+
+def softmax(z: Array) -> Array:
+    """Return the softmax of each row."""
+    powers = np.exp(z - z.max(axis=1, keepdims=True))
+    return np.asarray(powers / powers.sum(axis=1, keepdims=True))
+
+
+def outputs(w: Params, x: Array) -> tuple[Array, Array]:
+    """Return the hidden layer (B, h) and the logits (B, c), without BatchNorm."""
+    hidden = np.tanh(x @ w["0.weight"].T + w["0.bias"])
+    return hidden, hidden @ w["2.weight"].T + w["2.bias"]
+
+
+def backward(w: Params, x: Array, g: Array, *, features: bool = False) -> Params:
+    """Return the parameters' gradient, given the loss's for the logits, or for the hidden layer."""
+    hidden, _ = outputs(w, x)
+    last = {"2.weight": np.zeros_like(w["2.weight"]), "2.bias": np.zeros_like(w["2.bias"])}
+    if not features:
+        last = {"2.weight": g.T @ hidden, "2.bias": g.sum(axis=0)}
+        g = g @ w["2.weight"]
+    d = g * (1.0 - hidden**2)
+    return {"0.weight": d.T @ x, "0.bias": d.sum(axis=0), **last}
+
+
+def loss(w: Params, batch: Batch) -> float:
+    """Return the batch's mean cross-entropy, without BatchNorm."""
+    x, y = batch
+    return float(-np.log(softmax(outputs(w, x)[1])[np.arange(len(y)), y]).mean())

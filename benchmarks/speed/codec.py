@@ -11,7 +11,7 @@ from flwr.app import Array
 
 from benchmarks.codec import ternary
 from benchmarks.speed.timing import Effort, Row, interleaved, say, spread, timed
-from flwr_regs.methods.client_step.ternary import decode, encode
+from flwr_regs.methods.parts.ternary import decode, encode
 from flwr_regs.wire import precision
 
 PARAMETERS = 1_000_000

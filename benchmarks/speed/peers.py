@@ -9,7 +9,7 @@ from pathlib import Path
 import flwr_regs as fr
 from benchmarks.conformity.environments import CannotRun, default_folder, drive, prepare
 from benchmarks.conformity.libraries import LIBRARIES, Library
-from benchmarks.conformity.loops import Task
+from benchmarks.conformity.loops.run import Task
 from benchmarks.conformity.model import initial
 from benchmarks.speed import jobs
 from benchmarks.speed.timing import Effort, Row, say, spread, threads

@@ -29,7 +29,7 @@ LIMIT = 420
 def measure(effort: Effort) -> list[Row]:
     """Return a row for each side, or one that says why there is none."""
     if importlib.util.find_spec("ray") is None:
-        return [{"skipped": "Ray is not installed: install flwr-regs[simulation]"}]
+        return [{"skipped": "Ray is not installed: install flwr-regs[ray]"}]
     clients, rounds = (2, 3) if effort.quick else (CLIENTS, ROUNDS)
     sides = SIDES[:1] if effort.quick else SIDES
     return [_run(side, clients, rounds) for side in sides]

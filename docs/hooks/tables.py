@@ -41,7 +41,7 @@ def methods() -> str:
     """Return every column of the registry, and what a method goes with."""
     head = (
         *("method", "paper", "for", "client keeps", "down", "up", "and, small", "exchanges"),
-        "beside a gradient a step",
+        "extra computation per step",
         *("secure aggregation", "central DP", "robust", "streams", "stacks"),
     )
     rows = []
@@ -142,6 +142,54 @@ def metrics() -> str:
     return table(("metric", "meaning", "unit"), rows)
 
 
+def study(name: str) -> Any:
+    """Return a study's figures."""
+    return json.loads((ROOT / "docs" / "studies" / f"{name}.json").read_text())
+
+
+def source(row: dict[str, str], name: str) -> str:
+    """Return who wrote the code, with a link."""
+    return f"[{name}]({row['repository']})" if row["repository"] else name
+
+
+def equal() -> str:
+    """Return the methods that equal published code."""
+    rows = []
+    for row in study("fidelity")["equal"]:
+        commit = row["commit"] or (f"({row['copy']})" if row["copy"] else "–")
+        cells = (row["edited"] or "–", row["verdict"])
+        error = row["error"] or "–"
+        rows.append(
+            [row["method"], source(row, row["code"]), commit, row["rounds"] or "–", error, *cells]
+        )
+    head = ("method", "whose code", "commit", "rounds", "error", "edited", "verdict")
+    return table(head, rows)
+
+
+def divergences() -> str:
+    """Return where published code leaves its paper, or its name."""
+    rows = []
+    for row in study("fidelity")["divergences"]:
+        at = " ".join(f"`{text}`" for text in (row["file"], row["commit"]) if text)
+        where = ", ".join(text for text in (source(row, row["code"]), at) if text)
+        names = ", ".join(f"`{name}`" for name in row["behaviours"])
+        apart = "; ".join(text for text in (row["outside"], row["note"]) if text) or "–"
+        rows.append(
+            [row["method"], where, row["paper"], row["does"], names, row["difference"], apart]
+        )
+    head = ("method", "whose code", "the paper's line", "what the code has", "name")
+    return table((*head, "difference, here", "outside"), rows)
+
+
+def driven() -> str:
+    """Return what the conformity kit found where it drove others' code."""
+    rows = []
+    for row in study("conformity-libraries"):
+        names = ", ".join(f"`{name}`" for name in row["behaviours"][0]) or "as in the paper"
+        rows.append([row["library"], row["method"], f"{row['largest']:.1e}", names])
+    return table(("library", "method", "largest difference", "equals"), rows)
+
+
 PARTS: dict[str, Callable[[], str]] = {
     "uses": uses,
     "guide": guide,
@@ -152,6 +200,9 @@ PARTS: dict[str, Callable[[], str]] = {
     "settings": settings,
     "cards": cards,
     "metrics": metrics,
+    "fidelity equal": equal,
+    "fidelity divergences": divergences,
+    "fidelity driven": driven,
 }
 """What a mark names -> its table."""
 OF_A_METHOD = {"costs": methods_table.costs, "composes": methods_table.composes}

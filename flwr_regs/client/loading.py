@@ -92,7 +92,7 @@ def load(
     held = {n for n, p in every if n not in arrays and n not in chosen and id(p) not in ids}
     frozen_digest = digest({n: to_numpy(entries[n]) for n in held}) if held else ""
     shared = {n: v for n, v in entries.items() if n not in chosen and n not in held}
-    tensors = {n: torch.from_numpy(np.asarray(a)) for n, a in arrays.items()}
+    tensors = {n: torch.tensor(a) for n, a in arrays.items()}  # arrays that came are read-only
     given = _as_held(tensors, shared, config.get(keys.HALF_KEY))
     check_arrays(given, shared, "the global model")
     if config.get(keys.FROZEN_DIGEST_KEY, frozen_digest) != frozen_digest:

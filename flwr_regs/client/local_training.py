@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import flwr_regs.client.train.batches as data
-from flwr_regs.abilities import Perturbs
+from flwr_regs.abilities import Evolves, Perturbs
 from flwr_regs.chain import Chain, layers_of
 from flwr_regs.client.measure.context_functions import Measures, gradients
 from flwr_regs.client.measure.features import FeatureTap, OutputTap, Tap
@@ -162,7 +162,8 @@ class LocalTraining:
             client_id=client_id,
             config=config or {},
         )
-        self._corrects = bool(whole.overriding("correct"))
+        self._evolves = any(isinstance(t, Evolves) for t in terms)
+        self._corrects = self._evolves or bool(whole.overriding("correct"))
         self._adds_loss = bool(whole.overriding("loss"))
         self._reads_steps = self._adds_loss or self._corrects
         self._in_step = self._in_loss = False
@@ -328,6 +329,9 @@ class LocalTraining:
                 p.grad = torch.zeros_like(p)
         if self._corrects:
             grads: Arrays = {n: p.grad for n, p in self._params.items()}
+            if self._evolves:
+                slots = cast(Evolves, self._term).evolve(grads, self._values, self._step_ctx)
+                self._ctx = changed(self._ctx, client=slots)
             corrected = self._term.correct(grads, self._values, self._step_ctx)
             for n, p in self._params.items():
                 if corrected[n] is not p.grad:  # a float32 term widens a half-precision gradient

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +19,7 @@ from torch import nn
 from flwr_regs.abilities import Compresses
 from flwr_regs.chain import Chain, chain
 from flwr_regs.client import memory
-from flwr_regs.client.loading import Layout, Pins, check_custody, load
+from flwr_regs.client.loading import Layout, Pins, check_custody, load, tied_names
 from flwr_regs.client.measure.context_functions import Measures
 from flwr_regs.client.memory import Begun, Folder, Memory, Root, to_numpy
 from flwr_regs.client.train.batches import (
@@ -37,7 +36,14 @@ from flwr_regs.client.train.task import Task
 from flwr_regs.client.train.trainable import private_entries, trained_parameters
 from flwr_regs.term import Slot, Term
 from flwr_regs.wire import keys
-from flwr_regs.wire.arrays import ForeignStrategy, NDArrays, ProtocolError, in_code_order, mask
+from flwr_regs.wire.arrays import (
+    ForeignStrategy,
+    NDArrays,
+    ProtocolError,
+    in_code_order,
+    listed,
+    untrainable,
+)
 from flwr_regs.wire.config import check_evaluate_config, check_train_config
 from flwr_regs.wire.delta import decoded_model
 from flwr_regs.wire.parcel import Parcel
@@ -105,7 +111,7 @@ class Member:
     @property
     def rebuilt(self) -> NDArrays | None:
         """The model, if it came in the method's code: the node keeps it for the next round."""
-        return self.arrays if self.config.get(keys.DOWNLINK_KEY) == "coded" else None
+        return self.arrays if keys.STEPS_KEY in self.config else None
 
     @property
     def duration(self) -> dict[str, Any]:
@@ -143,17 +149,26 @@ def begin(message: Parcel, held: Memory, model: nn.Module, who: Identity) -> Mem
     if who.folder is not None:
         held = Folder(who.folder, config).completed(held, config)
     step = message.records.get(keys.STEP)
-    if config.get(keys.DOWNLINK_KEY) == "coded":
-        coder = term.coder("release")
-        if coder is None:
-            raise ProtocolError(
-                "the strategy sends coded steps, but this method has no code for them"
-            )
-        arrays, step = decoded_model(config, arrays, coder.decode)
+    if keys.STEPS_KEY in config:
+        arrays, step = with_steps(model, term, config, arrays)
     begun = memory.begin(held, term, config, bool(private_entries(model, term)))
     layout = load(model, term, arrays, config, begun.private)
     broadcast = broadcast_of(term, message.records, step, layout.trained, config)
     return Member(who, term, config, arrays, layout, broadcast, held, begun)
+
+
+def with_steps(
+    model: nn.Module, term: Chain, config: Mapping[str, Any], arrays: NDArrays
+) -> tuple[NDArrays, NDArrays]:
+    """Return (the global model, its last step) of a message with coded steps upon `arrays`.
+
+    Raises OutOfSync, and ProtocolError for steps that the method cannot decode.
+    """
+    if (coder := term.coder("release")) is None:
+        raise ProtocolError("the strategy sends coded steps, but this method has no code for them")
+    trained = [n for n in trained_parameters(model, term) if n in arrays]
+    tied = {n: first for n, first in tied_names(model, ()).items() if first in trained}
+    return decoded_model(config, arrays, trained, tied, coder.decode)
 
 
 def broadcast_of(
@@ -185,17 +200,7 @@ def end(
     this client's own model of the round's `lr` and `config`, where the client saves it.
     """
     given, layout, term = member.arrays, member.layout, member.term
-    buffers = [n for n in given if n not in layout.trained]
-    config: dict[str, Any] = {
-        keys.METHOD_KEY: member.who.method,
-        keys.BUFFERS_KEY: mask(buffers, given),
-    }
-    if layout.frozen_digest and keys.FROZEN_DIGEST_KEY not in member.config:
-        config[keys.FROZEN_DIGEST_KEY] = layout.frozen_digest  # the server has yet to know
-    if result.output_layer is not None:
-        config[keys.LAYER_KEY] = result.output_layer
-    if layout.tied:
-        config[keys.TIED_KEY] = json.dumps(layout.tied)
+    config = model_entries(member.config, given, layout, result.output_layer)
     metrics = {
         "train-loss": result.loss,
         "local-steps": result.num_steps,
@@ -206,21 +211,20 @@ def end(
     new = {n: to_numpy(result.state[n]).astype(a.dtype, copy=False) for n, a in given.items()}
     if (coder := term.coder("finish")) is not None:
         sent = {n: to_numpy(d).astype(given[n].dtype) for n, d in result.delta.items()}
-        config[keys.UPDATE_KEY] = coder.encode(in_code_order(sent, sent))
-        own = [n for n in buffers if n not in layout.tied]
+        config[keys.STEPS_KEY] = [coder.encode(in_code_order(sent, sent))]
+        own = [n for n in given if n not in layout.trained and n not in layout.tied]
         new = {n: new[n] for n in own if not np.array_equal(new[n], given[n])}
-    held = member.memory
+    held, words = member.memory, list[str]()
     if result.num_steps:  # a client that took none is as it was
         private = {n: result.state[n] for n in layout.private}
         held = memory.end(held, member.config, result.client, private, member.who.method)
-        if kept := memory.kinds(member.config, result.client, private):
-            config[keys.KEEPS_KEY] = ",".join(kept)
-    config |= _said(member, held)
+        words = [f"keeps {w}" for w in memory.kinds(member.config, result.client, private)]
     if member.who.folder is not None:
         own_arrays = own_model(lr=member.config["lr"], config=plain(member.config))
         folder = Folder(member.who.folder, member.config)
         if own_arrays and not folder.write_personal(own_arrays):
-            config[keys.UNSAVED_KEY] = True
+            words.append(keys.NOT_SAVED)
+    config |= _ended(member, held, words)
     return Parcel({keys.ARRAYS: new, **_uploads(result.upload)}, config, metrics), held
 
 
@@ -253,20 +257,40 @@ def end_probe(
 ) -> tuple[Parcel, Memory]:
     """Return (the reply to the first exchange, what the client remembers from now on)."""
     held = memory.end(member.memory, member.config, slots, None, member.who.method)
-    config = {keys.METHOD_KEY: member.who.method, **_said(member, held)}
-    return Parcel(_uploads(upload), config, {"num-examples": num_examples}), held
+    return Parcel(_uploads(upload), _ended(member, held), {"num-examples": num_examples}), held
 
 
-def _said(member: Member, held: Memory) -> dict[str, Any]:
-    """Write what the client remembers from now on; return what the reply says of losses."""
-    said: dict[str, Any] = {}
-    if member.begun.lost:
-        said[keys.LOST_KEY] = ",".join(member.begun.lost)
-    if member.who.folder is not None:
-        folder = Folder(member.who.folder, member.config)
-        if held is not member.memory and not folder.write(held, member.config):
-            said[keys.UNSAVED_KEY] = True
-    return said
+def _ended(member: Member, held: Memory, words: Iterable[str] = ()) -> dict[str, Any]:
+    """Write what the client remembers from now on; return the entries that each reply has.
+
+    `words` are what it says of its memory, beside losses.
+    """
+    said = [*(f"lost {what}" for what in member.begun.lost), *words]
+    folder = None if member.who.folder is None else Folder(member.who.folder, member.config)
+    if folder and held is not member.memory and not folder.write(held, member.config):
+        said.append(keys.NOT_SAVED)
+    return {keys.METHOD_KEY: member.who.method, **reply_entries(member.config, said)}
+
+
+def model_entries(
+    config: Mapping[str, Any], arrays: NDArrays, layout: Layout, output_layer: str | None
+) -> dict[str, Any]:
+    """Return a reply's entries about the model; `config` and `arrays` are those of its message."""
+    buffers = frozenset(n for n in arrays if n not in layout.trained)
+    entries: dict[str, Any] = {}
+    if layout.tied or buffers != untrainable(arrays):
+        entries[keys.NOT_TRAINED_KEY] = listed(buffers, layout.tied)
+    if layout.frozen_digest and keys.FROZEN_DIGEST_KEY not in config:
+        entries[keys.FROZEN_DIGEST_KEY] = layout.frozen_digest  # the server has yet to know
+    if output_layer is not None:
+        entries[keys.LAYER_KEY] = output_layer
+    return entries
+
+
+def reply_entries(config: Mapping[str, Any], said: Sequence[str]) -> dict[str, Any]:
+    """Return the entries of any reply: the training and round of its message, what is `said` of memory."""
+    entries = {n: config[n] for n in (keys.START_KEY, keys.ROUND_KEY) if n in config}
+    return {**entries, **({keys.MEMORY_KEY: list(said)} if said else {})}
 
 
 def _uploads(slots: Slot) -> dict[str, NDArrays]:
@@ -280,7 +304,7 @@ def _uploads(slots: Slot) -> dict[str, NDArrays]:
 def evaluated(
     message: Parcel, held: Memory, model: nn.Module, who: Identity
 ) -> tuple[Chain, Slot, dict[str, Any]]:
-    """Load the model of an evaluation; return (the method, its slots, what the reply says of losses).
+    """Load the model of an evaluation; return (the method, its slots, the reply's entries about itself).
 
     The method is a chain without terms if it is not this client's. Raises ProtocolError as `begin` does.
     """
@@ -292,7 +316,7 @@ def evaluated(
     withholds = bool(term.private(list(model.state_dict())))
     begun = memory.latest(held, config, withholds)
     load(model, term, {**message.records[keys.ARRAYS]}, config, begun.private)
-    return term, begun.slots, {keys.LOST_KEY: ",".join(begun.lost)} if begun.lost else {}
+    return term, begun.slots, reply_entries(config, [f"lost {what}" for what in begun.lost])
 
 
 def first_exchange(

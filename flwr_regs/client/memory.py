@@ -15,7 +15,7 @@ term that corrects a reply which came and was not used (error feedback) says how
 
 What a first exchange keeps belongs to its round alone, and has a label of its own.
 
-A memory is a plain mapping of labels to bytes. It lives in the node's ``Context.state``. With
+A memory is a plain mapping of labels to snapshots. As bytes it lives in the node's ``Context.state``. With
 ``save_private=`` it is also in a :class:`Folder`: the same bytes, a file for each snapshot.
 """
 
@@ -26,6 +26,7 @@ import logging
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -43,8 +44,8 @@ from flwr_regs.wire.errors import described
 from flwr_regs.wire.files import write_atomically
 
 LOG = logging.getLogger("flwr")
-Memory = Mapping[str, bytes]
-"""Label -> snapshot, as bytes."""
+Memory = Mapping[str, "bytes | Unwritten"]
+"""Label -> snapshot: as bytes, or not written yet, as long as it stays in one process."""
 Root = str | os.PathLike[str] | None
 PRIVATE = "regs"
 """In a snapshot, the name of the private entries beside those of terms; no term has it."""
@@ -58,6 +59,32 @@ PERSONAL = "personal"
 def label(number: int, probe: bool = False) -> str:
     """Return a snapshot's label; labels sort by rounds."""
     return f"{'probe' if probe else 'round'}-{number:06d}"
+
+
+@dataclass(frozen=True)
+class Unwritten:
+    """A snapshot in this process, which becomes bytes when something needs them.
+
+    Attributes
+    ----------
+    slots : Slot
+        On the CPU, in dtypes that numpy has; nothing writes into them.
+    method, label : str
+    """
+
+    slots: Slot
+    method: str
+    label: str
+
+    @cached_property
+    def data(self) -> bytes:
+        """The snapshot as bytes."""
+        return encode(self.slots, self.method, self.label)
+
+
+def written(memory: Memory) -> dict[str, bytes]:
+    """Return a memory with all its snapshots as bytes."""
+    return {key: s.data if isinstance(s, Unwritten) else s for key, s in memory.items()}
 
 
 @dataclass(frozen=True)
@@ -99,7 +126,7 @@ def begin(memory: Memory, term: Chain, config: Mapping[str, Any], withholds: boo
                 slots[t.name], lost_state = {}, True
     if not config.get(keys.PROBE_KEY) and label(number, True) in memory:
         slots |= _snapshot(memory, number, True) or {}
-    lost = [STATE] if lost_state and keys.USED_KEY in config else []
+    lost = [STATE] if lost_state and _keeps_state(config) else []
     lost += [ENTRIES] if latest is None and withholds else []
     return Begun({n: s for n, s in slots.items() if s}, held.get(PRIVATE), lost)
 
@@ -110,8 +137,11 @@ def end(
     slots: Slot,
     private: Mapping[str, Any] | None = None,
     method: str = "",
-) -> dict[str, bytes]:
+    copied: bool = True,
+) -> dict[str, bytes | Unwritten]:
     """Return what the client remembers from now on: what its round began from, and what it leaves.
+
+    Of what it leaves, copies; not `copied` are tensors into which nothing will write.
 
     Also a client that leaves nothing, but held something, has a snapshot: that says that it is empty.
     """
@@ -122,16 +152,20 @@ def end(
     kept = {key: memory[key] for key in sorted({*held}) if key in memory}
     for key in {label(n) for n in (used, came) if n and not probe} - kept.keys():
         kept[key] = encode({}, method, key)  # it is lost, and the reply says so: once
-    snapshot = {n: s for n, s in slots.items() if s}
-    snapshot |= {PRIVATE: {**private}} if private else {}
-    if snapshot or (memory and not probe):
-        kept[label(number, probe)] = encode(snapshot, method, label(number, probe))
+    if private or any(slots.values()) or (memory and not probe):
+        snapshot = {n: s for n, s in {**slots, PRIVATE: private or {}}.items() if s}
+        if copied:
+            snapshot = {
+                t: {n: torch.from_numpy(np.array(to_numpy(a))) for n, a in slot.items()}
+                for t, slot in snapshot.items()
+            }
+        kept[label(number, probe)] = Unwritten(snapshot, method, label(number, probe))
     return kept
 
 
 def kinds(config: Mapping[str, Any], slots: Slot, private: Any) -> list[str]:
     """Return what a client that ends a round so keeps, for the server; a client that did goes on to."""
-    state = keys.USED_KEY in config or any(slots.values())
+    state = _keeps_state(config) or any(slots.values())
     return [STATE] * bool(state) + [ENTRIES] * bool(private)
 
 
@@ -140,9 +174,8 @@ def latest(memory: Memory, config: Mapping[str, Any], withholds: bool = False) -
     rounds = [key for key in memory if key.startswith("round")]
     newest = max(rounds, default=label(0))
     snapshot = _read(memory, newest) if rounds else {}
-    came = config.get(keys.CAME_KEY, 0)
-    missing = snapshot is None or newest < label(came)
-    lost = [STATE] if missing and keys.USED_KEY in config else []
+    missing = snapshot is None or newest < label(_course(config)[2])
+    lost = [STATE] if missing and _keeps_state(config) else []
     lost += [ENTRIES] if missing and withholds else []
     snapshot = snapshot or {}
     return Begun({n: s for n, s in snapshot.items() if n != PRIVATE}, snapshot.get(PRIVATE), lost)
@@ -150,8 +183,13 @@ def latest(memory: Memory, config: Mapping[str, Any], withholds: bool = False) -
 
 def _course(config: Mapping[str, Any]) -> tuple[int, int, int]:
     """Return (the round, `used`, `came`) of a message."""
-    used, came = config.get(keys.USED_KEY, 0), config.get(keys.CAME_KEY, 0)
-    return config[keys.ROUND_KEY], used, came
+    *used, came = config.get(keys.SNAPSHOTS_KEY) or [0]
+    return config.get(keys.ROUND_KEY, 0), used[0] if used else 0, came
+
+
+def _keeps_state(config: Mapping[str, Any]) -> bool:
+    """Whether the server knows that this client keeps slots of terms: it then names `used`, too."""
+    return len(config.get(keys.SNAPSHOTS_KEY, ())) == 2
 
 
 def _snapshot(memory: Memory, number: int, probe: bool = False) -> Slot | None:
@@ -160,10 +198,12 @@ def _snapshot(memory: Memory, number: int, probe: bool = False) -> Slot | None:
 
 
 def _read(memory: Memory, key: str) -> Slot | None:
-    try:
-        return decode(memory[key])
-    except KeyError:
+    if (kept := memory.get(key)) is None:
         return None
+    if isinstance(kept, Unwritten):
+        return {t: dict(slot) for t, slot in kept.slots.items()}
+    try:
+        return decode(kept)
     except ValueError as error:
         LOG.warning("this client's state is lost: %s", error)
         return None
@@ -250,7 +290,7 @@ class Folder:
             for key, path in present.items():
                 if key == new or key[5:] > new[5:]:
                     path.unlink()
-            for key, data in memory.items():
+            for key, data in written(memory).items():
                 if key == new or key not in present:
                     self._write(key, data)
             for key, path in present.items():

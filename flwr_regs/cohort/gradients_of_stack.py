@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from flwr_regs.abilities import Perturbs
+from flwr_regs.abilities import Evolves, Perturbs
 from flwr_regs.client.train.batches import mapped
 from flwr_regs.cohort.batch_plan import Batch, CannotStack
 from flwr_regs.cohort.member_view import View, owner, random_state
@@ -45,14 +45,19 @@ class Gradient:
     def __init__(self, view: View) -> None:
         self._view = view
         terms = view.shared.term.terms
-        self._acting = [t for t in terms if t.acts("correct")]
+        self._acting = [t for t in terms if t.acts("correct") or isinstance(t, Evolves)]
+        self._evolves = any(isinstance(t, Evolves) for t in terms)
         watching = any(t.needs for t in terms)
-        self._elementwise = not watching and all(t.elementwise for t in self._acting)
+        alike = all(t.elementwise for t in self._acting)
+        self._elementwise = alike and not watching and not self._evolves
         self._perturbs = any(isinstance(t, Perturbs) for t in terms)
         self._context: tuple[Any, ClientContext] | None = None  # of all members at once
 
-    def of(self, part: Part) -> tuple[dict[str, Tensor | None], Tensor, Arrays]:
-        """Return (the corrected gradients, the members' losses without those of terms, new buffers)."""
+    def of(self, part: Part) -> tuple[dict[str, Tensor | None], Tensor, Arrays, Slot]:
+        """Return (the corrected gradients, the members' losses without those of terms, new buffers, slots).
+
+        The slots are the clients' after the step; ``{}`` if no term `Evolves`.
+        """
         view, values, acting = self._view, part.values, bool(self._acting)
         before = random_state(view.shared.device) if acting and not self._elementwise else None
         there = replace(part, values=self._perturbed(part)) if self._perturbs else part
@@ -61,10 +66,13 @@ class Gradient:
         grads: dict[str, Any] = dict(zip(values, raw, strict=True))
         for n in view.start:
             grads[n] = torch.zeros_like(values[n]) if grads[n] is None else grads[n]
+        slots: Slot = {}
         if acting:
             with torch.no_grad():
-                grads |= self._corrected({n: grads[n] for n in view.start}, part, shown, before)
-        return grads, base, buffers
+                given = {n: grads[n] for n in view.start}
+                corrected, slots = self._corrected(given, part, shown, before)
+                grads |= corrected
+        return grads, base, buffers, slots
 
     def _perturbed(self, part: Part) -> Arrays:
         """Return the parameters at which the terms take the step's loss and gradient."""
@@ -99,19 +107,19 @@ class Gradient:
 
     def _corrected(
         self, given: Arrays, part: Part, shown: dict[str, Any], before: Sequence[Tensor] | None
-    ) -> Arrays:
-        """Return what the terms make of the gradients."""
+    ) -> tuple[Arrays, Slot]:
+        """Return what the terms make of the gradients, and the clients' slots after the step."""
         values = {n: p.detach() for n, p in part.values.items()}
         if self._elementwise:
             try:
-                return self._at_once(given, values, part.rows["told"])
+                return self._at_once(given, values, part.rows["told"]), {}
             except Exception:  # a term asks for what differs between the members
                 self._elementwise = False
         view = self._view
 
         def corrected(
             grads: Arrays, values: Arrays, leaves: list[Tensor], row: dict[str, Any], shown: Any
-        ) -> Arrays:
+        ) -> tuple[Arrays, Slot]:
             inputs, targets = part.batch.rebuilt(leaves)
             again: Any = partial(_not_alike, "gradient_at")
             if before is not None:
@@ -119,7 +127,9 @@ class Gradient:
                 rest = row | {"private": row["private"] | private}
                 again = partial(view.gradient_at, rest, inputs, targets, before)
             ctx = replace(view.at(row, inputs, targets, shown), gradient_at=again)
-            return view.shared.term.correct(grads, {n: values[n] for n in view.start}, ctx)
+            term, params = view.shared.term, {n: values[n] for n in view.start}
+            slots = term.evolve(grads, params, ctx) if self._evolves else {}
+            return term.correct(grads, params, ctx), slots
 
         args = part.batch.leaves, part.rows, shown
         return view.vmapped(corrected)(given, values, *args)  # type: ignore[no-any-return]

@@ -292,14 +292,26 @@ class Stack:
         plans = [self._members[row].plan for row in chosen]
         batch = stacked(plans, step, self._shared.device)
         part = Part({n: v.requires_grad_() for n, v in values.items()}, batch, of_each)
-        grads, losses, new = self._gradient.of(part)
+        grads, losses, new, slots = self._gradient.of(part)
         where = slice(0, self._rows) if rows is None else rows
         self._losses[where] += losses * plans[0].size(step)
+        self._evolve(slots, where)
         for n, b in new.items():
             if b.shape[1:] != held.buffers[n].shape[1:] or b.dtype != held.buffers[n].dtype:
                 raise CannotStack(f"its model changes the shape or dtype of its buffer {n}")
             held.buffers[n][where] = b
         return grads
+
+    def _evolve(self, slots: Slot, where: slice | Tensor) -> None:
+        """Put the slots of some members after a step in place of those before it."""
+        kept = self._held.told["client"]
+        for t, slot in slots.items():
+            for key, value in slot.items():
+                if key not in kept.setdefault(t, {}):  # the first step: all members take it
+                    kept[t][key] = value.new_zeros(len(self._members), *value.shape[1:])
+                kept[t][key][where] = value
+        if slots:
+            self._of_each = self._held.rows(slice(0, self._rows))
 
     def _clip(self) -> None:
         """Scale each member's gradients down to the config's norm: see :func:`.optimizer.clip`."""

@@ -418,20 +418,20 @@ def _privacy(settings: Settings) -> CentralDP:
 
     if settings.dp_noise == 0:
         return CentralDP(settings.dp_clip_norm, 0.0)
-    from flwr.serverapp import NeighboringRelation, PrivacyConfig, RdpAccountant, SamplingMethod
-
     from flwr_regs.experiments.extras import install_command
+    from flwr_regs.flower.compat import privacy_accounting
 
-    config = PrivacyConfig(
+    flower = privacy_accounting()
+    config = flower.PrivacyConfig(
         target_delta=settings.dp_delta,
         population_size=settings.num_clients,
-        neighboring_relation=NeighboringRelation.REPLACE_ONE,
-        sampling_method=SamplingMethod.WITHOUT_REPLACEMENT,
+        neighboring_relation=flower.NeighboringRelation.REPLACE_ONE,
+        sampling_method=flower.SamplingMethod.WITHOUT_REPLACEMENT,
     )
     # Every order gives a bound; the smallest counts. The default's large ones take half a second each.
     orders = (*(1 + x / 10 for x in range(1, 20)), *range(3, 33), 40, 48, 64, 128)
     try:
-        accountant = RdpAccountant(config, tuple(map(float, orders)))
+        accountant = flower.RdpAccountant(config, tuple(map(float, orders)))
     except ImportError as error:
         raise ValueError(
             f"setting 'dp-clip-norm' needs dp-accounting: {install_command('privacy')}, or "

@@ -14,9 +14,9 @@ NAME = "flwr-regs"
 
 
 def install_command(extra: str) -> str:
-    """Return the command that installs an extra of this package, such as ``"simulation"``.
+    """Return the command that installs an extra of this package, such as ``"bench"``.
 
-    In a clone that was installed as editable, ``pip install -e "<the clone>[simulation]"``; from a wheel,
+    In a clone that was installed as editable, ``pip install -e "<the clone>[bench]"``; from a wheel,
     the packages of the extra by name, because the package itself need not be on an index. Where it was not
     installed at all (the sources are on Python's path), what to call in the clone.
     """
@@ -35,21 +35,24 @@ def packages_of(extra: str, installed: Distribution) -> list[str]:
     """Return the packages of an extra, as `pip install` takes them; ValueError without such an extra."""
     names = []
     for requirement in installed.requires or ():
-        what, _, marker = requirement.partition(";")
-        if re.search(rf"extra == ['\"]{re.escape(extra)}['\"]", marker):
-            needed = what.strip()
+        name, _, marker = requirement.partition(";")
+        others, of_extra = re.subn(
+            rf"(\s*and\s*)?extra == ['\"]{re.escape(extra)}['\"]", "", marker
+        )
+        if of_extra:
+            needed = ";".join(part for part in (name.strip(), others.rstrip()) if part)
             names.append(f'"{needed}"' if re.search(r"[^\w.-]", needed) else needed)
     if not names:
         raise ValueError(f"{NAME} has no extra '{extra}'")
     return sorted(names, key=lambda name: name.strip('"').lower())
 
 
-def missing_extra(package: str, purpose: str, extra: str = "simulation") -> ImportError:
+def missing_extra(package: str, purpose: str, extra: str = "bench") -> ImportError:
     """Return the error for a package of an extra that is not installed."""
     return ImportError(f"{purpose} needs {package}: {install_command(extra)}")
 
 
-def needed(module: str, package: str, purpose: str, extra: str = "simulation") -> Any:
+def needed(module: str, package: str, purpose: str, extra: str = "bench") -> Any:
     """Return a module of a package of an extra; ImportError, with the command, if it is not installed."""
     try:
         return importlib.import_module(module)

@@ -52,6 +52,8 @@ SETTINGS = {
 """Setting -> its declaration."""
 DEFAULTS: dict[str, Any] = {name: setting.default for name, setting in SETTINGS.items()}
 """Setting -> its default."""
+FIELD_KEYS = {"num-server-rounds": "rounds", "learning-rate": "lr"}
+"""The usual names of other Flower apps -> ours; with the value 0, ours counts."""
 
 
 @dataclass(frozen=True)
@@ -125,9 +127,16 @@ class Settings:
     def of(cls, given: Mapping[str, Any]) -> Settings:
         """Return the settings that are `given` by name, checked one by one; the rest have their defaults.
 
-        Raises ValueError for a setting that does not exist or has a value of the wrong kind or range; the
-        message names it, the value and what was expected.
+        Two settings have a second name, see `FIELD_KEYS`. Raises ValueError for a setting that does not
+        exist, or has a value of the wrong kind or range; the message names it, the value and what was
+        expected.
         """
+        given = dict(given)
+        for theirs, ours in FIELD_KEYS.items():
+            if value := given.pop(theirs, 0):
+                if given.get(ours, DEFAULTS[ours]) not in (value, DEFAULTS[ours]):
+                    raise ValueError(f"{theirs}={value} contradicts {ours}={given[ours]}: give one")
+                given[ours] = value
         for name in given:
             if name not in DEFAULTS:
                 raise ValueError(nearest_setting(name))

@@ -169,7 +169,7 @@ def settings_of(args: argparse.Namespace) -> dict[str, Any]:
         pyproject = args.app.resolve() / "pyproject.toml"
         if not pyproject.is_file():
             raise ValueError(f"{args.app.resolve()} holds no pyproject.toml (see --app)")
-        tool = tomllib.loads(pyproject.read_text()).get("tool", {})
+        tool = tomllib.loads(pyproject.read_text(encoding="utf-8")).get("tool", {})
         given |= tool.get("flwr", {}).get("app", {}).get("config", {})
     given = _absolute(given) | read_words(args.settings)
     return {"code-dir": os.getcwd(), **{k: v for k, v in given.items() if k != "code-dir" or v}}

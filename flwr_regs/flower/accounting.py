@@ -5,19 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from flwr.serverapp import GaussianPrivacyEvent, RdpAccountant
-from flwr.serverapp.exception import PrivacyBudgetExhausted
-
+from flwr_regs.flower.compat import privacy_accounting
 from flwr_regs.server.privacy import CentralDP
 
 
 class AccountedBudget:
-    """The budget of a `CentralDP` with an accountant."""
+    """The budget of a `CentralDP` with an accountant; ImportError if this Flower has none."""
 
     def __init__(self, dp: CentralDP) -> None:
+        self._flower = privacy_accounting()
         self._dp = dp
         self._accountant: Any = dp.accountant
-        self._ahead: RdpAccountant | None = None  # a copy, one round ahead
+        self._ahead: Any = None  # a copy, one round ahead
 
     def check(self, number: int, cohort: int) -> None:
         """Raise PrivacyBudgetExhausted if a round would pass the accountant's `max_epsilon`."""
@@ -26,18 +25,20 @@ class AccountedBudget:
         if limit is None:
             return
         event = self._event(cohort)
-        if not isinstance(accountant, RdpAccountant):
+        if not isinstance(accountant, self._flower.RdpAccountant):
             over = accountant.would_exceed(event)
         else:  # RdpAccountant.would_exceed recounts all rounds: half a second a call
             done = accountant.num_releases
             if self._ahead is None or self._ahead.num_releases not in (done, done + 1):
                 state: Any = accountant.state_dict()
-                self._ahead = RdpAccountant(accountant.config, tuple(state["orders"]))
+                self._ahead = self._flower.RdpAccountant(accountant.config, tuple(state["orders"]))
                 self._ahead.load_state_dict(state)
             if self._ahead.num_releases == done:
                 self._ahead.compose(event)
             over = self._ahead.get_epsilon(accountant.config.target_delta) > limit
         if over:
+            from flwr.serverapp.exception import PrivacyBudgetExhausted
+
             spent = accountant.get_privacy_spent()
             raise PrivacyBudgetExhausted(
                 f"round {number} would pass max_epsilon={limit:g}: {spent.num_releases} rounds have "
@@ -71,7 +72,7 @@ class AccountedBudget:
             )
         self._accountant.load_state_dict(dict(spent))
 
-    def _event(self, cohort: int) -> GaussianPrivacyEvent:
+    def _event(self, cohort: int) -> Any:
         multiplier = self._dp.accounted_multiplier
         population = self._accountant.config.population_size
-        return GaussianPrivacyEvent(multiplier, min(cohort, population), population)
+        return self._flower.GaussianPrivacyEvent(multiplier, min(cohort, population), population)

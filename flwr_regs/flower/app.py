@@ -1,28 +1,54 @@
-"""`client_app`: a Flower ClientApp around a NumPyClient, for Message-API strategies.
+"""`client_app`: a Flower ClientApp around a NumPyClient, for Message-API strategies; and `RegClientApp`.
 
-Flower's ``ClientApp(client_fn)`` understands only the older message layout, so two mods run around it:
-node.py does the work that needs no model, and inside it translation.py translates messages. Nothing
-heavy is imported here: on a SuperNode every message starts a new process.
+Flower's ``ClientApp(client_fn)`` understands only the older message layout. Here node.py does the work that
+needs no model, the user's mods follow, and innermost the client is called: one of this package with the
+message as plain values, any other of Flower's as Flower calls it. Nothing heavy is imported here: on a
+SuperNode every message starts a new process.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from flwr.app import ConfigRecord, Context, Message, RecordDict
+import numpy as np
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.client import Client, NumPyClient
 from flwr.clientapp import ClientApp
-from flwr.clientapp.typing import ClientAppCallable, Mod
+from flwr.common import (
+    Code,
+    EvaluateIns,
+    FitIns,
+    GetPropertiesIns,
+    MessageTypeLegacy,
+    Parameters,
+)
 
+from flwr_regs.flower.compat import ClientAppCallable, Mod
 from flwr_regs.flower.mods import guarded
 from flwr_regs.flower.node import closed, node_mod, opened
-from flwr_regs.flower.translation import numpyclient_mod
 from flwr_regs.wire import keys
+from flwr_regs.wire.arrays import ForeignStrategy, ProtocolError, pack
+from flwr_regs.wire.parcel import Parcel
+from flwr_regs.wire.records import (
+    arrays_in,
+    labelled,
+    parcel_of,
+    record_of,
+    reply_of,
+    sorted_entries,
+    to_record,
+)
+from flwr_regs.wire.text import names_text
 
 ClientFn = Callable[[Context], NumPyClient | Client]
+Called = tuple[list[Any], dict[str, Any], Mapping[str, Any]]
+"""The arrays that a client returned (or their ``.npy``), what it measured, and its metrics."""
+METHODS = {"train": "fit", "evaluate": "evaluate"}
+"""Kind of message -> the method of a NumPyClient."""
+_OLDER = "it comes from Flower's older server: use ServerApp with @app.main and strategy.start"
 
 
 def client_app(client_fn: ClientFn, mods: Sequence[Mod] = ()) -> ClientApp:
@@ -55,24 +81,157 @@ class NumPyClientApp(ClientApp):
     """The app of :func:`client_app`, which says what it was made of; it can be pickled if that can."""
 
     def __init__(self, client_fn: ClientFn, mods: Sequence[Mod]) -> None:
-        def made(context: Context) -> NumPyClient | Client:
-            client = client_fn(context)
-            if not isinstance(client, NumPyClient | Client):
-                raise TypeError(
-                    f"client_fn must return a NumPyClient or Client, not {type(client).__name__}"
-                )
-            return client
-
-        def older(context: Context) -> Client:
-            client = made(context)
-            return client.to_client() if isinstance(client, NumPyClient) else client
-
         self.client_fn, self.own_mods = client_fn, tuple(mods)
-        translated = partial(numpyclient_mod, made)
-        super().__init__(older, mods=[node_mod, *guarded(mods), translated])
+        made: Any = self._made
+        super().__init__(made, mods=[node_mod, *guarded(mods), self._serve])
 
     def __reduce__(self) -> tuple[Any, ...]:
         return NumPyClientApp, (self.client_fn, self.own_mods)
+
+    def _made(self, context: Context) -> NumPyClient | Client:
+        client = self.client_fn(context)
+        if not isinstance(client, NumPyClient | Client):
+            raise TypeError(
+                f"client_fn must return a NumPyClient or Client, not {type(client).__name__}"
+            )
+        inner: Any = getattr(client, "numpy_client", None)  # that a Client was made of
+        return client if getattr(inner, "responder", None) is None else inner
+
+    def _serve(self, message: Message, context: Context, _: ClientAppCallable) -> Message:
+        """Call the client, innermost; Flower's own way to it would write and read every array once more."""
+        message_type = message.metadata.message_type
+        if message_type == keys.LABELS:
+            return _label_counts(message, self._made(context))
+        kind = "train" if message_type == keys.PROBE else message_type.split(".")[0]
+        if kind not in METHODS:
+            older = message_type in (
+                MessageTypeLegacy.GET_PARAMETERS,
+                MessageTypeLegacy.GET_PROPERTIES,
+            )
+            hint = f"; {_OLDER}" if older else ""
+            raise ProtocolError(f"a NumPyClient can train and evaluate, not '{message_type}'{hint}")
+        if not isinstance(message.content.get(keys.ARRAYS), ArrayRecord):
+            why = f"the {kind} message holds no ArrayRecord '{keys.ARRAYS}', only {sorted(message.content)}"
+            older = any(key.startswith(("fitins.", "evaluateins.")) for key in message.content)
+            raise ForeignStrategy(f"{why}; {_OLDER}" if older else why)
+        content, memory = opened(message, context)
+        parcel = parcel_of(content)
+        entries = parcel.config.items()
+        if lists := [k for k, v in entries if isinstance(v, list) and not k.startswith("regs.")]:
+            raise ProtocolError(
+                f"the config holds lists in {lists}, which Flower gives no NumPyClient: send text, such as "
+                "json.dumps(...)"
+            )
+        client = self._made(context)
+        respond = client.responder(kind) if hasattr(client, "responder") else None
+        if respond is None:
+            return _called(client, kind, message, context, parcel, memory)
+        reply, memory, model = respond(parcel, memory)
+        closed(message, context, memory, None if model is None else to_record(model))
+        return Message(reply_of(reply), reply_to=message)
+
+
+def _called(
+    client: NumPyClient | Client,
+    kind: str,
+    message: Message,
+    context: Context,
+    parcel: Parcel,
+    memory: Mapping[str, bytes],
+) -> Message:
+    """Call a user's own client; return its reply."""
+    names = list(arrays_in(message.content)[keys.ARRAYS])
+    given = dict(zip(names, parcel.records[keys.ARRAYS].values(), strict=True))
+    beside = {name: pack(r) for name, r in parcel.records.items() if name != keys.ARRAYS}
+    config = {**parcel.config, **beside, keys.NAMES_KEY: names_text(tuple(names))}
+    ours = hasattr(client, "responder")  # with a `fit` or `evaluate` of its own
+    if ours:
+        config[keys.MEMORY] = memory
+    if ours or _is_plain(client, kind):
+        copies = [a.copy(order="K") for a in given.values()]
+        fitted, measured, metrics = _call(client, kind, copies, config)
+    else:
+        data = [array.data for array in arrays_in(message.content)[keys.ARRAYS].values()]
+        fitted, measured, metrics = _call_as_flower(client, kind, data, config)
+    left = dict(metrics)
+    closed(message, context, left.pop(keys.MEMORY, None), left.pop(keys.MODEL, None))
+    records, numbers, texts = sorted_entries(left)
+    if kind == "train" and not parcel.config.get(
+        keys.PROBE_KEY
+    ):  # after a probe, no model goes back
+        if len(fitted) != len(names):
+            raise ProtocolError(
+                f"fit returned {len(fitted)} arrays, but {len(names)} names for them: {names}"
+            )
+        sent = {name: labelled(name, data) for name, data in zip(names, fitted, strict=True)}
+        if ours and keys.STEPS_KEY in texts:  # only buffers that changed go beside a coded update
+            changed = {
+                n: a for n, a in zip(names, fitted, strict=True) if not np.array_equal(a, given[n])
+            }
+            sent = {name: sent[name] for name in changed}
+        records[keys.ARRAYS] = record_of(sent)
+    # n_k is fit's second value, even if its metrics hold another
+    records[keys.METRICS] = MetricRecord({**numbers, **measured})
+    if texts:
+        records[keys.CONFIG] = ConfigRecord(texts)
+    return Message(RecordDict(records), reply_to=message)
+
+
+def _is_plain(client: NumPyClient | Client, kind: str) -> bool:
+    """Whether Flower would call this client's `fit` or `evaluate` and nothing else."""
+    method, home = METHODS[kind], type(client).to_client.__module__
+    return (
+        isinstance(client, NumPyClient)
+        and getattr(type(client), method) is not getattr(NumPyClient, method)
+        and home.startswith("flwr.")
+    )
+
+
+def _call(client: Any, kind: str, arrays: list[np.ndarray], config: dict[str, Any]) -> Called:
+    """Call a NumPyClient; raise TypeError as Flower does if it returns something else."""
+    method, first = METHODS[kind], list if kind == "train" else float
+    result = getattr(client, method)(arrays, config)
+    kinds = (first, int, dict)
+    if len(result) != 3 or not all(map(isinstance, result, kinds)):
+        raise TypeError(
+            f"NumPyClient.{method} must return ({', '.join(k.__name__ for k in kinds)}), not "
+            f"({', '.join(type(value).__name__ for value in result)})"
+        )
+    value, examples, metrics = result
+    if kind == "train":
+        return [np.asarray(a) for a in value], {"num-examples": examples}, metrics
+    return [], {"num-examples": examples, "loss": value}, metrics
+
+
+def _call_as_flower(
+    client: NumPyClient | Client, kind: str, data: list[bytes], config: dict[str, Any]
+) -> Called:
+    """Call a Client, or a NumPyClient that says itself how it is called (`to_client`), as Flower does.
+
+    Raises RuntimeError if it says that it failed.
+    """
+    client = client.to_client() if isinstance(client, NumPyClient) else client
+    parameters = Parameters(data, "numpy.ndarray")
+    if kind == "train":
+        res: Any = client.fit(FitIns(parameters, config))
+    else:
+        res = client.evaluate(EvaluateIns(parameters, config))
+    if res.status.code != Code.OK:
+        raise RuntimeError(f"the client's {METHODS[kind]} failed: {res.status.message!r}")
+    measured = {"num-examples": res.num_examples}
+    if kind == "train":
+        return res.parameters.tensors, measured, res.metrics
+    return [], measured | {"loss": res.loss}, res.metrics
+
+
+def _label_counts(message: Message, client: NumPyClient | Client) -> Message:
+    """Request the label counts from the client's ``get_properties``."""
+    asked: Any = {keys.LABELS_KEY: True}
+    if isinstance(client, NumPyClient):
+        counts = client.get_properties(asked)
+    else:
+        counts = client.get_properties(GetPropertiesIns(asked)).properties
+    return Message(RecordDict({keys.CONFIG: ConfigRecord({**counts})}), reply_to=message)
 
 
 class RegClientApp(ClientApp):
@@ -123,7 +282,10 @@ class RegClientApp(ClientApp):
         message_type = message.metadata.message_type
         if message_type == keys.PROBE:  # a train message that asks for no training
             message.metadata.message_type = "train"
-        reply: Any = super().__call__(message, context)
+        try:
+            reply: Any = super().__call__(message, context)
+        finally:
+            message.metadata.message_type = message_type
         if not isinstance(reply, Message):
             raise TypeError(
                 f"the app's {message_type} function returned {reply!r}, expected a Message such as "
@@ -147,11 +309,10 @@ def _registering(
 
 def _inside_mods(function: ClientAppCallable, message: Message, context: Context) -> Message:
     """Call a user's function with what came beside the model; keep what its reply leaves to the node."""
-    beside = opened(message, context)
-    for name, record in {**beside, keys.MEMORY: ConfigRecord(beside[keys.MEMORY])}.items():
-        message.content[name] = record
+    content, memory = opened(message, context)
+    message.content = RecordDict({**content, keys.MEMORY: ConfigRecord({**memory})})
     reply = function(message, context)
     if isinstance(reply, Message) and not reply.has_error():
-        left = {n: reply.content.pop(n) for n in (keys.MEMORY, keys.MODEL) if n in reply.content}
-        closed(message, context, left)
+        held = reply.content.pop(keys.MEMORY, None)
+        closed(message, context, held, reply.content.pop(keys.MODEL, None))  # type: ignore[arg-type]
     return reply

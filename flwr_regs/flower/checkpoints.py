@@ -14,7 +14,7 @@ from os import PathLike
 from typing import Any, Protocol, runtime_checkable
 
 from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
-from flwr.common.logger import log
+from flwr.common import log
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -13,22 +12,20 @@ from flwr.common import Code, FitIns, FitRes, Parameters, Status
 from torch import nn
 
 from flwr_regs.chain import name_of
+from flwr_regs.client import serving
 from flwr_regs.client.loading import Pins, pinned
-from flwr_regs.client.local_training import local_round
 from flwr_regs.client.measure.classifier import find_classifier
-from flwr_regs.client.measure.context_functions import Measures
-from flwr_regs.client.member import Identity, begin, end, evaluated, probe, seeded
-from flwr_regs.client.memory import Root, to_numpy
-from flwr_regs.client.personal import evaluate, trained_model
-from flwr_regs.client.train.batches import Batches, check_batches, label_counts, resolve_device
+from flwr_regs.client.member import Identity
+from flwr_regs.client.memory import Memory, Root, to_numpy, written
+from flwr_regs.client.train.batches import Batches, check_batches, label_counts
 from flwr_regs.client.train.optimizer import OptimizerFn
 from flwr_regs.client.train.task import LossFn, OutputFn, Task, uncompiled
-from flwr_regs.flower.refusal import unreadable
+from flwr_regs.flower.node import unreadable
 from flwr_regs.term import NOT_NEGATIVE, SWITCH, Range, Term
 from flwr_regs.wire import keys
 from flwr_regs.wire.arrays import ForeignStrategy, ProtocolError, unpack
 from flwr_regs.wire.parcel import Parcel
-from flwr_regs.wire.records import from_record, to_record
+from flwr_regs.wire.records import to_record
 from flwr_regs.wire.terms import check_classes
 from flwr_regs.wire.text import names_in
 
@@ -98,8 +95,6 @@ class RegClient(NumPyClient):
 
     method: ClassVar[str | None] = None
     terms: Sequence[type[Term]] = ()
-    takes_records: ClassVar[bool] = True
-    """Whether its config may hold Flower's records beside plain values."""
 
     def __init__(
         self,
@@ -165,7 +160,7 @@ class RegClient(NumPyClient):
                 return fit(ins)
             except ForeignStrategy as error:
                 unread = Parameters([unreadable(str(error))], "numpy.ndarray")
-                return FitRes(Status(Code.OK, ""), unread, 1, {keys.REFUSED_KEY: str(error)})
+                return FitRes(Status(Code.OK, ""), unread, 1, {})
 
         client.fit = refusing  # type: ignore[method-assign]
         return client
@@ -179,12 +174,13 @@ class RegClient(NumPyClient):
     def fit(
         self, parameters: NDArrayList, config: Mapping[str, Any]
     ) -> tuple[NDArrayList, int, dict[str, Any]]:
-        """Train for one round from the global model.
+        """Train for one round from the global model: for whoever calls a NumPyClient by hand.
 
-        Returns (the local model in the order of `parameters`, ``n_k``, metrics). The metrics are the mean
-        training loss, steps taken and planned, examples processed, and the terms' packed uploads and
-        client slots. An update in the method's code travels in the metrics, and beside it only buffers that
-        changed are returned.
+        The `config` names the arrays (``"regs.names"``, as JSON), and holds terms' records as safetensors
+        bytes and, under ``"memory"``, what this client remembers. Returns (the local model in the order of
+        `parameters`, ``n_k``, metrics). The metrics hold the reply's numbers and entries, the terms'
+        uploads by name, and the new memory. An update in the method's code travels in the metrics; beside
+        it only buffers that changed differ from `parameters`.
 
         Raises
         ------
@@ -194,56 +190,45 @@ class RegClient(NumPyClient):
         ValueError
             The config lacks a key, holds an unknown one, or there is no training data.
         """
-        device, data, task = resolve_device(self.device), self.train_data, self._task
-        parcel, held = self._message(parameters, config)
-        model = uncompiled(self.model)
-        member = begin(parcel, held, model, self._identity)
-        with seeded(member.config[keys.SEED_KEY], device):
-            if member.probing:
-                reply, held = probe(member, model, data, device, self.classifier, task)
-            else:
-                result = local_round(
-                    self.model,
-                    member.term,
-                    data,
-                    optimizer=self.optimizer,
-                    device=device,
-                    classifier=self.classifier,
-                    max_steps=self.step_budget,
-                    max_seconds=self.time_budget,
-                    **vars(task),
-                    **member.duration,
-                )
-                own_model = partial(trained_model, member.term, self._measures, result)
-                reply, held = end(member, result, own_model)
-        arrays = dict(reply.records.pop(keys.ARRAYS, {}))  # type: ignore[attr-defined]
-        metrics = {**(reply.metrics or {}), **reply.config, **reply.records, keys.MEMORY: held}
-        if member.rebuilt is not None:
-            metrics[keys.MODEL] = to_record(member.rebuilt)
-        if member.term.coder("finish") is not None:
-            metrics[keys.SENT_KEY] = json.dumps(list(arrays))
-        return list(arrays.values()), metrics.pop("num-examples"), metrics
+        message, held = _message(parameters, config)
+        reply, held, model = serving.train(self, message, held)
+        records, numbers = dict(reply.records), dict(reply.metrics or {})
+        arrays = records.pop(keys.ARRAYS, {})
+        metrics = {**numbers, **reply.config, **records, keys.MEMORY: written(held)}
+        if model is not None:
+            metrics[keys.MODEL] = to_record(model)
+        given = zip(message.records[keys.ARRAYS], parameters, strict=True)
+        return [arrays.get(n, a) for n, a in given], metrics.pop("num-examples"), metrics
 
     def evaluate(
         self, parameters: NDArrayList, config: Mapping[str, Any]
     ) -> tuple[float, int, dict[str, Any]]:
-        """Return (mean loss, examples, metrics) on `eval_data`.
+        """Return (mean loss, examples, metrics) on `eval_data`; the `config` is as for :meth:`fit`.
 
         For classification the metrics hold ``"accuracy"``, the share of correct arg-max. If this client has
         a model of its own, they also hold that one's: see :mod:`flwr_regs.client.personal`.
         """
-        if self.eval_data is None:
-            raise ValueError(
-                f"{type(self).__name__} was built without eval_data; "
-                "pass it, or set fraction_evaluate=0 on the strategy"
-            )
-        parcel, held = self._message(parameters, config, evaluating=True)
-        term, slots, lost = evaluated(parcel, held, uncompiled(self.model), self._identity)
-        how = {"optimizer": self.optimizer, "folder": self.save_private}
-        loss, count, metrics = evaluate(
-            self._measures, term, self.eval_data, parcel.config, slots, **how
-        )
-        return loss, count, metrics | lost
+        reply, _, _ = serving.evaluate(self, *_message(parameters, config))
+        metrics = {**(reply.metrics or {}), **reply.config}
+        return metrics.pop("loss"), metrics.pop("num-examples"), metrics
+
+    def responder(self, kind: str) -> Callable[[Parcel, Memory], serving.Answer] | None:
+        """Return what makes the reply to a message of a kind, "train" or "evaluate".
+
+        None if a subclass has a `fit` or `evaluate` of its own, which must then be called.
+        """
+        method, ours, respond = {
+            "train": (self.fit, RegClient.fit, serving.train),
+            "evaluate": (self.evaluate, RegClient.evaluate, serving.evaluate),
+        }[kind]
+        if getattr(method, "__func__", None) is not ours:
+            return None
+
+        def answer(message: Parcel, held: Memory) -> serving.Answer:
+            reply, held, model = respond(self, message, held)
+            return reply, written(held), model
+
+        return answer
 
     def get_properties(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """Return the label counts if `config` requests them; PermissionError if they are not shared."""
@@ -255,44 +240,35 @@ class RegClient(NumPyClient):
                 "share_label_counts=True, or the strategy with cohorts='uniform'"
             )
         return {
-            keys.LABELS_KEY: json.dumps(label_counts(self._task.pairs(self.train_data)).tolist())
+            keys.LABELS_KEY: json.dumps(label_counts(self.task.pairs(self.train_data)).tolist())
         }
 
     @property
-    def _task(self) -> Task:
+    def task(self) -> Task:
+        """Its loss, and how its batches are read."""
         return Task(self.loss_fn, self.target_key, self.output_fn)
 
     @property
-    def _measures(self) -> Measures:
-        model, device = uncompiled(self.model), resolve_device(self.device)
-        return Measures(model, self.train_data, self._task, device, self.classifier)
-
-    @property
-    def _identity(self) -> Identity:
+    def identity(self) -> Identity:
+        """Who it is, whatever round it takes part in."""
         name, terms = self.method or name_of(self.terms), self.terms
         kept = (self.private, self.save_private, self.keep_optimizer)
         return Identity(name, terms, type(self).__name__, *kept)
 
-    def _message(
-        self, parameters: NDArrayList, config: Mapping[str, Any], evaluating: bool = False
-    ) -> tuple[Parcel, Mapping[str, bytes]]:
-        """Return (a message's plain values, what the node remembers).
 
-        Records are in the config: as Flower's, or packed by whoever calls this client by hand.
-        """
-        values = dict(config)
-        held = values.pop(keys.MEMORY, {})
-        names = [n for n in values if n.endswith(".broadcast") or n == keys.STEP]
-        records = {n: values.pop(n) for n in names}
-        records = {
-            n: unpack(r) if isinstance(r, bytes) else from_record(r) for n, r in records.items()
-        }
-        if keys.NAMES_KEY in values:
-            arrays = zip(names_in(values.pop(keys.NAMES_KEY)), parameters, strict=True)
-            records[keys.ARRAYS] = dict(arrays)
-        elif evaluating or keys.METHOD_KEY in values:  # else `begin` says what is wrong
+def _message(parameters: NDArrayList, config: Mapping[str, Any]) -> tuple[Parcel, Memory]:
+    """Return (a message's plain values, what the client remembers), as whoever calls by hand gives them."""
+    values = dict(config)
+    held = values.pop(keys.MEMORY, {})
+    if keys.NAMES_KEY not in values:
+        if keys.METHOD_KEY in values:
             raise ProtocolError(
                 "the config does not name the arrays: build the ClientApp with "
                 "flwr_regs.client_app(client_fn), not with flwr's ClientApp(client_fn)"
             )
-        return Parcel(records, values), held
+        return Parcel({}, values), held
+    names = names_in(values.pop(keys.NAMES_KEY))
+    packed = [n for n in values if n.endswith(".broadcast") or n == keys.STEP]
+    records = {n: unpack(values.pop(n)) for n in packed}
+    records[keys.ARRAYS] = dict(zip(names, parameters, strict=True))
+    return Parcel(records, values), held

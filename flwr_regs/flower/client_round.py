@@ -17,7 +17,7 @@ from flwr_regs.client.loading import Pins
 from flwr_regs.client.local_training import LocalTraining
 from flwr_regs.client.measure.context_functions import Measures
 from flwr_regs.client.member import Identity, begin, end, evaluated, probe, seeded
-from flwr_regs.client.memory import Memory, Root
+from flwr_regs.client.memory import Memory, Root, written
 from flwr_regs.client.personal import own_model, trained_model
 from flwr_regs.client.train.batches import Batches, resolve_device
 from flwr_regs.client.train.optimizer import OptimizerFn
@@ -27,7 +27,7 @@ from flwr_regs.term import Term
 from flwr_regs.wire import keys
 from flwr_regs.wire.arrays import ForeignStrategy, ProtocolError
 from flwr_regs.wire.parcel import Parcel
-from flwr_regs.wire.records import arrays_in, from_record, reply_of, to_record
+from flwr_regs.wire.records import parcel_of, reply_of, to_record
 
 Method = type[RegClient] | Sequence[type[Term]]
 """A named client such as ``FedFORClient``, or the term classes of a composition."""
@@ -153,7 +153,7 @@ class ClientRound(LocalTraining):
             own_model = partial(trained_model, member.term, self._measures, result)
             reply, held = end(member, result, own_model)
         content = reply_of(replace(reply, metrics={**(metrics or {}), **(reply.metrics or {})}))
-        content[keys.MEMORY] = ConfigRecord({**held})
+        content[keys.MEMORY] = ConfigRecord({**written(held)})
         if member.rebuilt is not None:
             content[keys.MODEL] = to_record(member.rebuilt)
         return Message(content, reply_to=self._message)
@@ -240,6 +240,4 @@ def _content(message: Message) -> tuple[Parcel, Memory]:
         raise ProtocolError(
             "the message does not come through a RegClientApp: build the app with it"
         )
-    records = {name: from_record(record) for name, record in arrays_in(content).items()}
-    config, memory = content.config_records[keys.CONFIG], content.config_records[keys.MEMORY]
-    return Parcel(records, dict(config)), dict(memory)  # type: ignore[arg-type]
+    return parcel_of(content), dict(content.config_records[keys.MEMORY])  # type: ignore[arg-type]

@@ -5,36 +5,70 @@ from __future__ import annotations
 import copy
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import count
 from logging import INFO, WARNING
 from typing import Any
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
-from flwr.common.logger import log
+from flwr.common import log
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
 from flwr_regs.flower.checkpoints import Checkpoints
 from flwr_regs.flower.grids.grid_network import GridNetwork
-from flwr_regs.server.options import Options
+from flwr_regs.server.exchange.network import Network
+from flwr_regs.server.options import NoLearningRate, Options
 from flwr_regs.server.refusals import as_many
-from flwr_regs.server.round import TooFewReplies
+from flwr_regs.server.round import NoMajority, TooFewReplies
+from flwr_regs.server.training import Training
 
 EvaluateFn = Callable[[int, ArrayRecord], MetricRecord | None]
 
 
 class Driven(Strategy):
-    """Flower's strategy as this loop drives it: with settings, a history, and the last two models' mean."""
+    """Flower's strategy as this loop drives it: with settings, a history, and an averaged model."""
 
     options: Options
     history: list[dict[str, Any]]
 
     @property
     @abstractmethod
+    def training(self) -> Training:
+        """The current training."""
+
+    @property
+    @abstractmethod
     def averaged_arrays(self) -> ArrayRecord | None:
-        """The mean of the last two global models, for a method that is judged by it."""
+        """The model by which a method is judged, where it is another than the global one."""
+
+    @abstractmethod
+    def network_of(self, grid: Grid) -> Network | None:
+        """Return a network without messages; None where messages are needed."""
+
+    @abstractmethod
+    def train_over(
+        self, network: Network, server_round: int, arrays: ArrayRecord, config: ConfigRecord
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        """Run a round without messages."""
+
+    @abstractmethod
+    def evaluate_over(
+        self, network: Network, server_round: int, arrays: ArrayRecord, config: ConfigRecord
+    ) -> MetricRecord | None:
+        """Evaluate on clients without messages."""
+
+
+SHOWN = {
+    "train_metrics": "",
+    "evaluate_metrics": "clients: ",
+    "server_metrics": "server: ",
+    "averaged_metrics": "averaged model: ",
+}
+"""Metrics in a round's line of the log -> what stands before them."""
+COUNTS = ("examples-processed", "local-steps", "planned-steps", "num-examples")
+"""Metrics that the history alone has."""
 
 
 @dataclass
@@ -71,6 +105,7 @@ class Loop:
     def run(self, arrays: ArrayRecord) -> Result:
         """Train from `arrays` on; return the result."""
         began = time.monotonic()
+        self._network = self.strategy.network_of(self.grid)
         if self.saved.resumed is None:
             if (metrics := self._test(0, arrays)) is not None:
                 self.result.evaluate_metrics_serverapp[0] = metrics
@@ -79,26 +114,26 @@ class Loop:
             if self._stopped(self.strategy.history[-1]):
                 return self.result
         for number in range(self.saved.first, self.num_rounds + 1):
-            log(INFO, "")
-            log(INFO, "[ROUND %d/%d]", number, self.num_rounds)
             arrays = self._trained(number, arrays)
             entry = self._measured(number, arrays)
+            log(INFO, "%s", line_of(entry, self.num_rounds))
             if self._ends(entry):
                 break
-        log(INFO, "")
-        log(INFO, "Finished in %.2f s", time.monotonic() - began)
+        log(INFO, "finished in %.2f s", time.monotonic() - began)
         return self.result
 
     def _trained(self, number: int, arrays: ArrayRecord) -> ArrayRecord:
         """Run one round, with further attempts if it has too few usable replies; return the new model."""
         for attempt in count(1):
             options = self.strategy.options
-            messages = self.strategy.configure_train(number, arrays, self.train, self.grid)
-            replies = self._exchange(messages)
             try:
-                new, metrics = self.strategy.aggregate_train(number, replies)
+                new, metrics = self._one_round(number, arrays)
                 break
             except TooFewReplies as error:
+                if attempt > options.retries and isinstance(error, NoMajority):
+                    log(WARNING, "%s; the model stays as it is, and the run goes on", error)
+                    new, metrics = arrays, None
+                    break
                 if attempt > options.retries:
                     raise
                 pause = options.retry_pause
@@ -108,36 +143,42 @@ class Loop:
         if new is not None:
             self.result.arrays = arrays = new
         if metrics is not None:
-            log(INFO, "\t└──> train metrics: %s", metrics)
             self.result.train_metrics_clientapp[number] = metrics
         return arrays
 
+    def _one_round(
+        self, number: int, arrays: ArrayRecord
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        if self._network is not None:
+            return self.strategy.train_over(self._network, number, arrays, self.train)
+        messages = self.strategy.configure_train(number, arrays, self.train, self.grid)
+        return self.strategy.aggregate_train(number, self._exchange(messages))
+
+    def _evaluated(self, number: int, arrays: ArrayRecord) -> MetricRecord | None:
+        if self._network is not None:
+            return self.strategy.evaluate_over(self._network, number, arrays, self.evaluate)
+        messages = self.strategy.configure_evaluate(number, arrays, self.evaluate, self.grid)
+        return self.strategy.aggregate_evaluate(number, self._exchange(messages))
+
     def _measured(self, number: int, arrays: ArrayRecord) -> dict[str, Any]:
         """Evaluate on the clients and on the server; return the round's entry of the history."""
-        messages = self.strategy.configure_evaluate(number, arrays, self.evaluate, self.grid)
-        metrics = self.strategy.aggregate_evaluate(number, self._exchange(messages))
+        metrics = self._evaluated(number, arrays)
         history = self.strategy.history
         if not history or history[-1]["round"] != number:  # nobody trained, nobody evaluated
             history.append({"round": number, "seconds": {}})
         if metrics is not None:
-            log(INFO, "\t└──> evaluate metrics: %s", metrics)
             self.result.evaluate_metrics_clientapp[number] = metrics
         if (metrics := self._test(number, arrays)) is not None:
             history[-1]["server_metrics"] = dict(metrics)
             self.result.evaluate_metrics_serverapp[number] = metrics
-            mean = self.strategy.averaged_arrays
-            if mean is not None and (
-                metrics := self._test(number, mean, ", mean of the last two models")
-            ):
+            averaged = self.strategy.averaged_arrays
+            if averaged is not None and (metrics := self._test(number, averaged)):
                 history[-1]["averaged_metrics"] = dict(metrics)
         return history[-1]
 
-    def _test(self, number: int, arrays: ArrayRecord, what: str = "") -> MetricRecord | None:
+    def _test(self, number: int, arrays: ArrayRecord) -> MetricRecord | None:
         """Evaluate on the server."""
-        metrics = self.evaluate_fn(number, arrays) if self.evaluate_fn else None
-        if metrics is not None:
-            log(INFO, "\t└──> evaluate_fn%s: %s", what, metrics)
-        return metrics
+        return self.evaluate_fn(number, arrays) if self.evaluate_fn else None
 
     def _exchange(self, messages: Iterable[Message]) -> list[Message]:
         network = GridNetwork(self.grid, self.timeout)
@@ -159,7 +200,10 @@ class Loop:
         return "stopped" in entry
 
     def _stopped(self, entry: dict[str, Any]) -> bool:
-        """Return whether a `stop_when` ends the training after this entry; note why."""
+        """Return whether a `stop_when`, or the end of `lr_schedule`, ends the training after this entry.
+
+        Note why.
+        """
         stopped = False
         for condition in as_many(self.strategy.options.stop_when):
             why = _called("stop_when", condition, self.strategy.history, entry["round"])
@@ -168,7 +212,29 @@ class Loop:
                 entry["stopped"] = (
                     why if isinstance(why, str) else f"{condition!r} returned {why!r}"
                 )
+        if entry["round"] < self.num_rounds:
+            try:
+                self.strategy.training.learning_rate(entry["round"] + 1, self.train.get("lr"))
+            except NoLearningRate as error:
+                stopped = True
+                entry.setdefault("stopped", str(error))
         return stopped
+
+
+def line_of(entry: Mapping[str, Any], num_rounds: int) -> str:
+    """Return a round as a line of the log: who replied, the metrics, the seconds."""
+    parts = [f"round {entry['round']:>{len(str(num_rounds))}}/{num_rounds}"]
+    if "cohort" in entry:
+        parts.append(f"{len(entry.get('replies', ()))} of {len(entry['cohort'])} clients")
+    for key, where in SHOWN.items():
+        single = {
+            name: value
+            for name, value in entry.get(key, {}).items()
+            if isinstance(value, int | float) and name not in COUNTS
+        }
+        parts.append(where + ", ".join(f"{name} {value:.4g}" for name, value in single.items()))
+    parts.append(f"{sum(entry['seconds'].values()):.2g} s")
+    return "   ".join(part for part in parts if part not in SHOWN.values())
 
 
 def _called(setting: str, function: Callable[[Any], Any], argument: Any, number: int) -> Any:

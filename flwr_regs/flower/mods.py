@@ -12,9 +12,8 @@ from typing import Any
 
 from flwr.app import ConfigRecord, Context, Error, Message
 from flwr.clientapp.mod import LocalDpMod, adaptiveclipping_mod, fixedclipping_mod
-from flwr.clientapp.typing import ClientAppCallable, Mod
-from flwr.common.constant import ErrorCode
 
+from flwr_regs.flower.compat import ClientAppCallable, ErrorCode, Mod
 from flwr_regs.wire import keys
 from flwr_regs.wire.arrays import statistics
 
@@ -72,7 +71,7 @@ def _guard(mod: Mod) -> Mod:
             )
         if running := statistics(content.array_records.get(keys.ARRAYS) or ()):
             return refuse(
-                f"BatchNorm's statistics {running}, which do not bear noise: use GroupNorm, or FedBN, "
+                f"BatchNorm's statistics {running}, which noise would ruin: use GroupNorm, or FedBN, "
                 "which keeps them here"
             )
 
@@ -82,7 +81,7 @@ def _guard(mod: Mod) -> Mod:
                 return reply
             entries: Any = reply.content.config_records.get(keys.CONFIG, ConfigRecord())
             more = sorted(set(reply.content.array_records) - {keys.ARRAYS})
-            more += [keys.UPDATE_KEY] * (keys.UPDATE_KEY in entries)
+            more += [keys.STEPS_KEY] * (keys.STEPS_KEY in entries)
             sends = f"a client that sends {more} beside its model: that stays unprotected"
             return refuse(sends) if more else reply
 

@@ -4,30 +4,46 @@
 float32 and nothing beside it. What else came waits in ``Context.state`` under `BESIDE`. :func:`opened`
 gives it to the code inside, with what the client remembers; :func:`closed` takes what it leaves.
 
+Another strategy's message is refused by a reply that ends the server's run. Flower's own strategies leave
+out clients that reply with an error; if all do, the run "completes" with the initial model. So the reply
+holds an array that nobody can read, whose header is the reason. Flower then raises ``ValueError: Cannot
+parse header: 'refused by the client: ...'`` where it averages. An evaluation's refusal holds no metrics,
+which Flower's strategies of the Message API also take for an error.
+
 Loaded in every ClientApp process, before the user's `client_fn` runs: no torch here.
 """
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Mapping
-from logging import DEBUG, INFO
+from logging import DEBUG, ERROR, INFO
 from typing import Any
 
-from flwr.app import ArrayRecord, ConfigRecord, Context, Error, Message, RecordDict
-from flwr.clientapp.typing import ClientAppCallable
-from flwr.common.constant import ErrorCode
-from flwr.common.logger import log
+from flwr.app import (
+    Array,
+    ArrayRecord,
+    ConfigRecord,
+    Context,
+    Error,
+    Message,
+    MetricRecord,
+    RecordDict,
+)
+from flwr.common import log
 
-from flwr_regs.flower.refusal import refusal
+from flwr_regs.flower.compat import ClientAppCallable, ErrorCode
 from flwr_regs.wire import keys
 from flwr_regs.wire.arrays import ForeignStrategy, ProtocolError
-from flwr_regs.wire.delta import KINDS, OutOfSync, model_from
+from flwr_regs.wire.delta import WHOLE, OutOfSync, model_from
 from flwr_regs.wire.errors import described
-from flwr_regs.wire.precision import from_half, to_half
-from flwr_regs.wire.records import arrays_in, from_record, identity_reply, to_record
+from flwr_regs.wire.precision import narrow, widen
+from flwr_regs.wire.records import arrays_in, from_record, identity_reply, to_record, views_of
 
 BESIDE = "flwr_regs.beside."
 """Begins the names under which records wait in ``Context.state`` while a message is served."""
+LONGEST = 2000
+"""Characters of the reason of a refusal: numpy prints no longer header."""
 _LOGGED: set[str] = set()
 
 
@@ -56,36 +72,38 @@ def node_mod(message: Message, context: Context, call_next: ClientAppCallable) -
         return call_next(message, context)
     older = any(key.startswith(("fitins.", "evaluateins.")) for key in content)
     before = {key: record.copy() for key, record in context.state.items()}
+    half: Any = config.get(keys.HALF_KEY)
     try:
-        _make_plain(content, config, state)
+        if half:
+            content[keys.ARRAYS] = to_record(widen(views_of(_arrays(content)), half))
+        if config.get(keys.DOWNLINK_KEY, WHOLE) != WHOLE:
+            kept = state.model
+            base = None if kept is None else from_record(kept)
+            rebuilt, step = model_from(config, from_record(_arrays(content)), base)
+            content[keys.ARRAYS] = to_record(rebuilt)  # without coded steps: a method decodes them
+            if step is not None:
+                content[keys.STEP] = to_record(step)
         given = content.get(keys.ARRAYS)
         for name in arrays_in(content):
             if name.endswith(".broadcast") or name == keys.STEP:
                 context.state[BESIDE + name] = content.pop(name)
         reply = call_next(message, context)
-        beside = _taken(context)
+        model = _taken(context).get(keys.MODEL, given)
         if reply.has_error() or message_type.startswith("evaluate"):
             return reply
-        if keys.HALF_KEY in config and keys.ARRAYS in reply.content:
+        if half and keys.ARRAYS in reply.content:
             fitted = from_record(_arrays(reply.content))
-            halved, marks = to_half(fitted, str(config[keys.HALF_KEY]))
-            reply.content[keys.ARRAYS] = to_record(halved)
-            reply.content[keys.CONFIG] = ConfigRecord(
-                {**_config(reply.content), keys.HALVES_KEY: marks[keys.HALVES_KEY]}
-            )
-        model = beside.get(keys.MODEL, given)
-        if config.get(keys.KEEP_KEY) and isinstance(model, ArrayRecord):
+            reply.content[keys.ARRAYS] = to_record(narrow(fitted, half))
+        if keys.DOWNLINK_KEY in config and isinstance(model, ArrayRecord):
             state.keep_model(model)
         return reply
     except OutOfSync:  # the server then sends the model
-        message.metadata.message_type = message_type
-        out_of_sync = ConfigRecord({keys.OUT_OF_SYNC_KEY: True})
-        return Message(RecordDict({keys.CONFIG: out_of_sync}), reply_to=message)
+        lacking = ConfigRecord({keys.MEMORY_KEY: [keys.LOST_MODEL]})
+        return Message(RecordDict({keys.CONFIG: lacking}), reply_to=message)
     except ForeignStrategy as error:
-        message.metadata.message_type = message_type
-        return refusal(message, str(error), older)
+        log(ERROR, "%s", error)
+        return Message(_refusal(str(error), message_type, older), reply_to=message)
     except Exception as error:  # whatever the user's code raises
-        message.metadata.message_type = message_type
         context.state = RecordDict(before)
         return failure(message, error)
 
@@ -114,36 +132,46 @@ def failure(message: Message, error: Exception) -> Message:
     return Message(Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, why), reply_to=message)
 
 
-def _make_plain(content: RecordDict, config: ConfigRecord, state: NodeState) -> None:
-    """Put the global model in float32 in place of what travels; raise OutOfSync if it cannot be rebuilt.
-
-    Of coded steps, which only the method can decode, it is the model that this client kept.
-    """
-    if keys.HALVES_KEY in config:
-        in_full = from_half(from_record(_arrays(content)), config)
-        content[keys.ARRAYS] = to_record(in_full)
-        del config[keys.HALVES_KEY]
-    if config.get(keys.DOWNLINK_KEY) in KINDS:
-        kept = state.model(config[keys.BASE_ROUND_KEY])
-        base = None if kept is None else from_record(kept)
-        rebuilt, step = model_from(config, from_record(_arrays(content)), base)
-        content[keys.ARRAYS] = to_record(rebuilt)
-        if step is not None:
-            content[keys.STEP] = to_record(step)
+def unreadable(why: str) -> bytes:
+    """Return an array's bytes with `why` in place of shape and dtype; numpy's error then shows it."""
+    header = f"refused by the client: {why[:LONGEST]}".encode()
+    return b"\x93NUMPY\x03\x00" + struct.pack("<I", len(header)) + header
 
 
-def opened(message: Message, context: Context) -> dict[str, Any]:
-    """Return what came beside the arrays: broadcasts, the last step, what the client remembers."""
+def _refusal(why: str, message_type: str, older: bool) -> RecordDict:
+    """Return a reply that ends the server's run with `why`; an `older` server of Flower's, too."""
+    if not message_type.startswith("train"):
+        return RecordDict()
+    array = ArrayRecord({"refused": Array("float32", (0,), "numpy.ndarray", unreadable(why))})
+    if not older:
+        return RecordDict({keys.ARRAYS: array, keys.METRICS: MetricRecord({"num-examples": 1})})
+    return RecordDict(
+        {
+            "fitres.parameters": array,
+            "fitres.num_examples": MetricRecord({"num_examples": 1}),
+            "fitres.metrics": ConfigRecord(),
+            "fitres.status": ConfigRecord({"code": 0, "message": ""}),
+        }
+    )
+
+
+def opened(message: Message, context: Context) -> tuple[RecordDict, dict[str, bytes]]:
+    """Return (a message with what came beside the model, what the client remembers)."""
     state = NodeState(context, _config(message.content))
-    return {**_taken(context), keys.MEMORY: state.memory}
+    return RecordDict({**message.content, **_taken(context)}), state.memory
 
 
-def closed(message: Message, context: Context, left: Mapping[str, Any]) -> None:
-    """Keep what the code inside has `left` for the next round: its memory, and a model that came coded."""
-    if keys.MEMORY in left:
-        NodeState(context, _config(message.content)).remember(left[keys.MEMORY])
-    if keys.MODEL in left:
-        context.state[BESIDE + keys.MODEL] = left[keys.MODEL]
+def closed(
+    message: Message,
+    context: Context,
+    memory: Mapping[str, bytes] | None,
+    model: ArrayRecord | None = None,
+) -> None:
+    """Keep what the code inside leaves for the next round: its memory, and a model that came coded."""
+    if memory is not None:
+        NodeState(context, _config(message.content)).remember(memory)
+    if model is not None:
+        context.state[BESIDE + keys.MODEL] = model
 
 
 def _taken(context: Context) -> dict[str, Any]:
@@ -170,7 +198,6 @@ class NodeState:
 
     def __init__(self, context: Context, config: Mapping[str, Any]) -> None:
         self._records = context.state
-        self._round = config.get(keys.ROUND_KEY, 0)
         method, start = config.get(keys.METHOD_KEY), config.get(keys.START_KEY)
         self._prefix = f"flwr_regs.{method}.{context.run_id}.{start}."
 
@@ -180,30 +207,26 @@ class NodeState:
         record = self._records.get(self._prefix + keys.MEMORY)
         return dict(record) if isinstance(record, ConfigRecord) else {}  # type: ignore[arg-type]
 
-    def remember(self, memory: Mapping[str, bytes]) -> None:
-        """Keep what the client remembers from now on, in place of all that it did."""
-        self._forget()
-        self._records.pop(self._prefix + keys.MEMORY, None)
-        if memory:
-            self._records[self._prefix + keys.MEMORY] = ConfigRecord({**memory})
-
-    def model(self, server_round: Any) -> ArrayRecord | None:
-        """Return the record of the global model of `server_round`, if this client kept it."""
-        kept = self._records.get(self._prefix + "round")
-        if not isinstance(kept, ConfigRecord) or kept["round"] != server_round:
-            return None
-        record = self._records[self._prefix + keys.MODEL]
+    @property
+    def model(self) -> ArrayRecord | None:
+        """The global model that this client kept last."""
+        record = self._records.get(self._prefix + keys.MODEL)
         return record if isinstance(record, ArrayRecord) else None
 
-    def keep_model(self, model: ArrayRecord) -> None:
-        """Keep the global model of this round."""
-        self._forget()
-        self._records[self._prefix + keys.MODEL] = model
-        self._records[self._prefix + "round"] = ConfigRecord({"round": self._round})
+    def remember(self, memory: Mapping[str, bytes]) -> None:
+        """Keep what the client remembers from now on, in place of all that it did."""
+        self._keep(keys.MEMORY, ConfigRecord({**memory}) if memory else None)
 
-    def _forget(self) -> None:
-        """Drop what earlier trainings left; never the user's."""
+    def keep_model(self, model: ArrayRecord) -> None:
+        """Keep a global model, in place of an earlier one."""
+        self._keep(keys.MODEL, model)
+
+    def _keep(self, what: str, record: ArrayRecord | ConfigRecord | None) -> None:
+        """Keep a record, and drop what earlier trainings left; never the user's."""
         ours = (self._prefix, BESIDE)
         for key in [k for k in self._records if k.startswith("flwr_regs.")]:
             if not key.startswith(ours):
                 del self._records[key]
+        self._records.pop(self._prefix + what, None)
+        if record is not None:
+            self._records[self._prefix + what] = record

@@ -11,20 +11,22 @@ from os import PathLike
 from typing import Any, ClassVar
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
-from flwr.common.logger import log
+from flwr.common import log
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result
-from flwr.serverapp.strategy.strategy_utils import aggregate_metricrecords
 
-from flwr_regs.abilities import Averages, Steers
+from flwr_regs.abilities import Steers
 from flwr_regs.chain import chain, name_of
 from flwr_regs.flower.accounting import AccountedBudget
 from flwr_regs.flower.checkpoints import Checkpoints, guarded
+from flwr_regs.flower.compat import aggregate_metricrecords
 from flwr_regs.flower.grids.grid_network import GridNetwork, Paused
+from flwr_regs.flower.grids.in_process import InProcessGrid
 from flwr_regs.flower.loop import Driven, EvaluateFn, Loop
 from flwr_regs.server.arguments import check_arguments
 from flwr_regs.server.checkpoint.fingerprint import fingerprint
 from flwr_regs.server.evaluation import evaluation
+from flwr_regs.server.exchange.network import Network
 from flwr_regs.server.options import Options
 from flwr_regs.server.round import Round
 from flwr_regs.server.training import Training
@@ -129,11 +131,9 @@ class RegStrategy(Driven):
 
     @property
     def averaged_arrays(self) -> ArrayRecord | None:
-        """The mean of the last two global models, if a term is judged by it; None before the first step."""
-        if self._training is None or not any(isinstance(t, Averages) for t in self.term.terms):
-            return None
-        mean = self.training.model.mean_of_two
-        return None if mean is None else to_record(mean)
+        """The model of a term that is judged by another than the global one; None before the first step."""
+        averaged = None if self._training is None else self._training.model.averaged
+        return None if averaged is None else to_record(averaged)
 
     @property
     def training(self) -> Training:
@@ -148,11 +148,12 @@ class RegStrategy(Driven):
         o = self.options
         settings = {**self.term.config(), "weighting": o.weighting, "downlink": o.downlink}
         settings |= {"wire_dtype": o.wire_dtype} if o.wire_dtype else {}
-        log(INFO, "\t├──> Method: %s %s (seed %d)", self.method_name, settings, o.seed)
-        for what in ("train", "evaluate"):
-            share, least = getattr(o, f"fraction_{what}"), getattr(o, f"min_{what}_nodes")
-            log(INFO, "\t├──> Clients that %s: a share of %.2f, at least %d", what, share, least)
-        log(INFO, "\t└──> Clients to wait for: at least %d", o.min_available_nodes)
+        shares = " and ".join(
+            f"{getattr(o, f'fraction_{what}'):.0%} {what} (at least {getattr(o, f'min_{what}_nodes')})"
+            for what in ("train", "evaluate")
+        )
+        log(INFO, "%s %s, seed %d", self.method_name, settings, o.seed)
+        log(INFO, "of at least %d clients, %s", o.min_available_nodes, shares)
 
     def start(
         self,
@@ -187,7 +188,6 @@ class RegStrategy(Driven):
             A round had fewer than `min_replies` usable replies.
         """
         self.check_model(initial_arrays)
-        log(INFO, "Starting %s strategy: %d rounds", type(self).__name__, num_rounds)
         result = Result()
         with guarded(self.options, grid, result, resume_from) as saved:
             if saved.resumed is not None and not self._seeded:
@@ -264,6 +264,14 @@ class RegStrategy(Driven):
 
         `arrays` is the last round's model, or another one to continue from.
         """
+        self._serve(grid)
+        self._trained = self._round(server_round, arrays, config, GridNetwork(grid, self._timeout))
+        return [] if self._trained is None else self._trained.messages
+
+    def _round(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, network: Network
+    ) -> Paused[Round] | None:
+        """Begin a round on a network; None if nobody trains."""
         again = self._saved is not None and self._num_rounds is None  # `start` has begun already
         if self._training is None or (server_round == 1 and not again):
             self._begin(arrays, config)
@@ -272,13 +280,11 @@ class RegStrategy(Driven):
             if changed and self.training.num_rounds is None:  # nobody called `prepare`
                 raise ValueError(WRAPPED)
         if self.options.fraction_train == 0.0:
-            return []
+            return None
         if self._trained is not None:
             log(WARNING, "the round before round %d was never aggregated", server_round)
             self._trained = None  # it leaves the training as it was, before the next one begins
-        network = GridNetwork(grid, self._timeout)
-        self._trained = Paused(self.training.round(server_round, config, network))
-        return self._trained.messages
+        return Paused(self.training.round(server_round, config, network))
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
@@ -295,20 +301,63 @@ class RegStrategy(Driven):
             raise RuntimeError(UNASKED)
         if paused is None:
             return None, None
-        metrics = paused.resume(replies).metrics
+        return self._ended(paused.resume(replies))
+
+    def _ended(self, this_round: Round) -> tuple[ArrayRecord, MetricRecord]:
+        """Return (the new global model, the clients' mean metrics)."""
         self._released = self.arrays
-        return self._released, MetricRecord({**(metrics or {})})
+        return self._released, MetricRecord({**(this_round.metrics or {})})
+
+    def train_over(
+        self, network: Network, server_round: int, arrays: ArrayRecord, config: ConfigRecord
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        """Run a round without messages; return what `aggregate_train` returns, and raise what it raises."""
+        paused = self._round(server_round, arrays, config, network)
+        if paused is None:
+            return None, None
+        return self._ended(paused.over(network, self.options.deadline))
+
+    def network_of(self, grid: Grid) -> Network | None:
+        """Return a network without messages; None where a grid or this strategy needs messages."""
+        hooks = ("configure_train", "aggregate_train", "configure_evaluate", "aggregate_evaluate")
+        ours = all(
+            getattr(type(self), hook) is getattr(RegStrategy, hook) and hook not in vars(self)
+            for hook in hooks
+        )
+        if not ours or not isinstance(grid, InProcessGrid):
+            return None
+        return grid.network(self.method_name, [type(t) for t in self.term.terms])
+
+    def _serve(self, grid: Grid) -> None:
+        """Let a grid whose clients are data have clients of this method."""
+        if isinstance(grid, InProcessGrid):
+            grid.serve(self.method_name, [type(t) for t in self.term.terms])
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         """Draw the clients that evaluate `arrays` and return their messages."""
+        self._serve(grid)
+        network = GridNetwork(grid, self._timeout)
+        self._evaluated = self._evaluation(server_round, arrays, config, network)
+        return [] if self._evaluated is None else self._evaluated.messages
+
+    def _evaluation(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, network: Network
+    ) -> Paused[Mapping[str, Any] | None] | None:
+        """Begin an evaluation on a network; None if nobody evaluates."""
         if self.options.fraction_evaluate == 0.0:
-            return []
-        network, ours = GridNetwork(grid, self._timeout), arrays is self._released
-        model = self.training.model.model if ours else views_of(arrays)
-        self._evaluated = Paused(evaluation(self.training, server_round, model, config, network))
-        return self._evaluated.messages
+            return None
+        model = self.training.model.model if arrays is self._released else views_of(arrays)
+        return Paused(evaluation(self.training, server_round, model, config, network))
+
+    def evaluate_over(
+        self, network: Network, server_round: int, arrays: ArrayRecord, config: ConfigRecord
+    ) -> MetricRecord | None:
+        """Evaluate without messages; return what `aggregate_evaluate` returns, and raise what it raises."""
+        paused = self._evaluation(server_round, arrays, config, network)
+        metrics = None if paused is None else paused.over(network, self.options.deadline)
+        return None if metrics is None else MetricRecord({**metrics})
 
     def aggregate_evaluate(
         self, server_round: int, replies: Iterable[Message]

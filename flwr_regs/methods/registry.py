@@ -14,23 +14,32 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:  # what type checkers see; a test compares it with the rows
+    from flwr_regs.methods.client_loss.feddecorr import *
     from flwr_regs.methods.client_loss.fedgkd import *
     from flwr_regs.methods.client_loss.fedntd import *
     from flwr_regs.methods.client_loss.logits import *
     from flwr_regs.methods.client_loss.moon import *
     from flwr_regs.methods.client_loss.rfedavg import *
     from flwr_regs.methods.client_step.efl import *
+    from flwr_regs.methods.client_step.fedadamw import *
     from flwr_regs.methods.client_step.fedadc import *
     from flwr_regs.methods.client_step.fedcm import *
     from flwr_regs.methods.client_step.fedcurv import *
     from flwr_regs.methods.client_step.feddyn import *
     from flwr_regs.methods.client_step.fedfor import *
+    from flwr_regs.methods.client_step.fedinit import *
     from flwr_regs.methods.client_step.fedprox import *
     from flwr_regs.methods.client_step.gate import *
     from flwr_regs.methods.client_step.mime import *
     from flwr_regs.methods.client_step.sam import *
     from flwr_regs.methods.client_step.scaffold import *
-    from flwr_regs.methods.client_step.ternary import *
+    from flwr_regs.methods.compositions.fedacg import *
+    from flwr_regs.methods.compositions.fedgamma import *
+    from flwr_regs.methods.compositions.fedlesam_sd import *
+    from flwr_regs.methods.compositions.fedsmoo import *
+    from flwr_regs.methods.compositions.fedspeed import *
+    from flwr_regs.methods.compositions.mofedsam import *
+    from flwr_regs.methods.parts.ternary import *
     from flwr_regs.methods.personal.apfl import *
     from flwr_regs.methods.personal.ditto import *
     from flwr_regs.methods.personal.fedamp import *
@@ -40,6 +49,7 @@ if TYPE_CHECKING:  # what type checkers see; a test compares it with the rows
     from flwr_regs.methods.server_step.fedexp import *
     from flwr_regs.methods.server_step.fednova import *
     from flwr_regs.methods.server_step.fedopt import *
+    from flwr_regs.methods.server_step.fedvarp import *
     from flwr_regs.methods.server_step.qfedavg import *
 
 
@@ -61,25 +71,22 @@ class Method:
 
     Attributes
     ----------
-    name : str
-        The Strategy's class; the Client's is ``<name>Client``.
+    example : str
+        A call of the strategy with hyper-parameters that are not neutral; the columns below are its own.
     module : str
         The file in ``flwr_regs/methods/``, without ``.py``.
     terms : tuple of str
         The classes of its terms.
-    example : str
-        A call of the strategy with hyper-parameters that are not neutral; the columns below are its own.
     paper : str
         Authors, year, and the part of the paper that the file implements.
     family : str
         A key of `FAMILIES`.
     use_when : str
         When to choose it: how the sentence "Use it when ..." goes on.
-    setting : str
-        ``"device"``: cross-device, a client may take part only once; ``"silo"``: cross-silo, clients take
-        part again and again and keep state; ``"both"``.
     state : str
         What a client keeps between rounds, in words; empty if nothing.
+    silo : bool
+        The same clients must take part again and again, even if they keep nothing.
     down, up : float
         Bytes that a client receives and sends in a round, in models, without what `beside` names.
     down_delta : float, optional
@@ -90,10 +97,9 @@ class Method:
         What a client computes beside one gradient a step.
     exchanges : int
         Requests to a client and replies in one round.
-    secure_aggregation : bool
-        The server needs only sums over the clients: it reads no client's own update, upload or steps.
-    central_dp : bool
-        Clients send their update alone, and all weigh alike: clipping and noise cover it.
+    reads : {"mean", "sums", "clients"}
+        What of the clients the server needs: the mean of their updates, all weighing alike, which clipping
+        and noise cover; sums over them of more than that; or a single client's update, upload or steps.
     robust : bool
         All that the server makes of the clients' uploads goes through the strategy's aggregator, so that a
         robust one covers it.
@@ -104,26 +110,44 @@ class Method:
         optimiser that treats each number alone, and the model does not come in a code.
     """
 
-    name: str
+    example: str
     module: str
     terms: tuple[str, ...]
-    example: str
     paper: str
     family: str
     use_when: str = ""
-    setting: Literal["device", "silo", "both"] = "both"
     state: str = ""
+    silo: bool = False
     down: float = 1.0
     up: float = 1.0
     down_delta: float | None = None
     beside: str = ""
     gradients: str = ""
     exchanges: int = 1
-    secure_aggregation: bool = True
-    central_dp: bool = True
+    reads: Literal["mean", "sums", "clients"] = "mean"
     robust: bool = True
     streams: bool = True
     stacks: bool = True
+
+    @property
+    def name(self) -> str:
+        """The Strategy's class."""
+        return self.example.partition("(")[0]
+
+    @property
+    def setting(self) -> Literal["silo", "both"]:
+        """Cross-silo, where clients take part again and again; or cross-device too, even only once."""
+        return "silo" if self.silo or self.state else "both"
+
+    @property
+    def secure_aggregation(self) -> bool:
+        """The server needs only sums over the clients."""
+        return self.reads != "clients"
+
+    @property
+    def central_dp(self) -> bool:
+        """Clipping and noise cover all that the server needs."""
+        return self.reads == "mean"
 
     @property
     def client(self) -> str:
@@ -132,40 +156,37 @@ class Method:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The public classes of its file: Strategy, Client, terms. The file's ``__all__`` has them too."""
-        return (self.name, self.client, *(t for t in self.terms if t not in TERMS))
+        """The public classes of its file, which are in its ``__all__`` too: Strategy, Client, terms."""
+        return (self.name, self.client, *(t for t in self.terms if HOMES[t] == self.module))
 
 
 COMPOSITIONS = Path(__file__).with_name("compositions.toml")
 """Method -> what it does not compose with -> why; ``python docs/hooks/compositions.py`` writes it."""
-TERMS: dict[str, str] = {"SparseTernary": "client_step.ternary"}
+TERMS: dict[str, str] = {"SparseTernary": "parts.ternary"}
 """Terms that are no method's own, but compose with any: name -> file in ``flwr_regs/methods/``."""
 
 
 def _rows() -> Iterator[Method]:
     yield Method(
-        name="FedAvg",
+        example="FedAvg()",
         module="server_step.fedavg",
         terms=(),
-        example="FedAvg()",
         paper="McMahan et al. 2017; Wang et al. 2021, Alg. 1",
         family="server",
         use_when="you need a baseline, or clients whose data are alike",
     )
     yield Method(
-        name="FedProx",
+        example="FedProx(mu=0.1)",
         module="client_step.fedprox",
         terms=("Proximal",),
-        example="FedProx(mu=0.1)",
         paper="Li et al. 2020, Alg. 2",
         family="drift",
         use_when="local training is long and drifts, and you want one easily understood parameter",
     )
     yield Method(
-        name="FedFOR",
+        example="FedFOR()",
         module="client_step.fedfor",
         terms=("FirstOrder",),
-        example="FedFOR()",
         paper="Tian, Smith, Kira 2022, Alg. 1",
         family="drift",
         use_when="labels are skewed and clients run SGD, even if each takes part only once",
@@ -173,10 +194,9 @@ def _rows() -> Iterator[Method]:
         down_delta=1,
     )
     yield Method(
-        name="FedCM",
+        example="FedCM(alpha=0.1)",
         module="client_step.fedcm",
         terms=("ClientMomentum",),
-        example="FedCM(alpha=0.1)",
         paper="Xu, Wang et al. 2021, Alg. 2",
         family="drift",
         use_when="few of many clients take part, keep no state, and run SGD without momentum",
@@ -184,56 +204,69 @@ def _rows() -> Iterator[Method]:
         down_delta=1,
     )
     yield Method(
-        name="FedSAM",
+        example="FedSAM(rho=0.05)",
         module="client_step.sam",
         terms=("LocalPerturbation",),
-        example="FedSAM(rho=0.05)",
         paper="Qu et al. 2022, Alg. 1",
         family="flat",
         use_when="the global model should lie in a flat minimum, and clients can compute twice as much",
         gradients="a second gradient a step",
     )
     yield Method(
-        name="FedLESAM",
+        example="FedLESAM(rho=0.05)",
         module="client_step.sam",
         terms=("GlobalPerturbation",),
-        example="FedLESAM(rho=0.05)",
         paper="Fan et al. 2024",
         family="flat",
         use_when="you want the flat minimum of all clients' loss, and the same clients come back",
-        setting="silo",
         state="the global model that it last received",
     )
     yield Method(
-        name="FedExP",
+        example="MoFedSAM(rho=0.1, alpha=0.1)",
+        module="compositions.mofedsam",
+        terms=("LocalPerturbation", "ClientMomentum"),
+        paper="Qu et al. 2022",
+        family="flat",
+        use_when="FedSAM fits, few of many clients take part, and they run SGD without momentum",
+        down=2,
+        down_delta=1,
+        gradients="a second gradient a step",
+    )
+    yield Method(
+        example="FedExP(eps=0.001)",
         module="server_step.fedexp",
         terms=("Extrapolation",),
-        example="FedExP(eps=0.001)",
         paper="Jhunjhunwala et al. 2023, Alg. 1",
         family="server",
         use_when="clients differ, so that their mean is a short step, and you can change nothing on them",
-        secure_aggregation=False,
-        central_dp=False,
+        reads="clients",
     )
     yield Method(
-        name="QFedAvg",
+        example="FedVARP()",
+        module="server_step.fedvarp",
+        terms=("LastUpdates",),
+        paper="Jhunjhunwala, Sharma et al. 2022, Alg. 1",
+        family="server",
+        use_when="few of some hundred clients take part, and the server can hold a model for each",
+        reads="clients",
+        robust=False,
+    )
+    yield Method(
+        example="QFedAvg(q=1.0)",
         module="server_step.qfedavg",
         terms=("FairWeights",),
-        example="QFedAvg(q=1.0)",
         paper="Li, Sanjabi et al. 2020, Alg. 2",
         family="fair",
         use_when="the loss should be spread evenly over the clients, at some cost to the mean",
         beside="its loss at the global model, up",
         gradients="the loss of all its data once a round",
-        secure_aggregation=False,
-        central_dp=False,
+        reads="clients",
         streams=False,
     )
     yield Method(
-        name="FedADC",
+        example="FedADC(beta=0.9)",
         module="client_step.fedadc",
         terms=("EmbeddedMomentum",),
-        example="FedADC(beta=0.9)",
         paper="Ozfatura et al. 2021, Alg. 3, 4",
         family="drift",
         use_when="labels are skewed, and clients can run SGD without momentum of their own",
@@ -241,10 +274,9 @@ def _rows() -> Iterator[Method]:
         down_delta=1,
     )
     yield Method(
-        name="FedADCPlus",
+        example="FedADCPlus(beta=0.9, lam=0.35)",
         module="client_step.fedadc",
         terms=("SelfDistillation", "EmbeddedMomentum"),
-        example="FedADCPlus(beta=0.9, lam=0.35)",
         paper="Ozfatura et al. 2021, Sec. III, Eq. 7",
         family="drift",
         use_when="labels are skewed, and clients lack whole classes that the global model knows",
@@ -253,125 +285,193 @@ def _rows() -> Iterator[Method]:
         gradients="a forward pass of the global model a step",
     )
     yield Method(
-        name="SlowMo",
+        example="SlowMo(beta=0.9)",
         module="client_step.fedadc",
         terms=("SlowMomentum",),
-        example="SlowMo(beta=0.9)",
         paper="Wang et al. 2019; Ozfatura et al. 2021, Alg. 2",
         family="server",
         use_when="you want momentum, but can change nothing on the clients",
     )
     yield Method(
-        name="SCAFFOLD",
+        example="FedACG(lam=0.85, mu=0.01)",
+        module="compositions.fedacg",
+        terms=("Proximal", "LookaheadMomentum"),
+        paper="Kim, Kim, Han 2024, Alg. 1",
+        family="drift",
+        use_when="you want momentum that clients start from, and to keep no state and send nothing more",
+    )
+    yield Method(
+        example="SCAFFOLD()",
         module="client_step.scaffold",
         terms=("ControlVariates",),
-        example="SCAFFOLD()",
         paper="Karimireddy et al. 2020, Alg. 1",
         family="memory",
         use_when="labels are skewed, and the same clients come back again and again and run plain SGD",
-        setting="silo",
         state="its control variate",
         down=2,
-        secure_aggregation=False,
-        central_dp=False,
+        reads="clients",
     )
     yield Method(
-        name="FedDyn",
+        example="FedDyn(alpha=0.1)",
         module="client_step.feddyn",
         terms=("DynamicRegulariser",),
-        example="FedDyn(alpha=0.1)",
         paper="Acar et al. 2021, Alg. 1",
         family="memory",
         use_when="labels are skewed, the same clients come back again and again, and 1 model down must do",
-        setting="silo",
         state="its linear term",
-        central_dp=False,
+        reads="sums",
     )
     yield Method(
-        name="FedNova",
+        example="FedGAMMA(rho=0.05)",
+        module="compositions.fedgamma",
+        terms=("LocalPerturbation", "ControlVariates"),
+        paper="Dai et al. 2023",
+        family="flat",
+        use_when="SCAFFOLD fits, and clients can compute twice as much for a flat minimum",
+        state="its control variate",
+        down=2,
+        gradients="a second gradient a step",
+        reads="clients",
+    )
+    yield Method(
+        example="FedLESAMS(rho=0.05)",
+        module="compositions.fedlesam_sd",
+        terms=("GlobalPerturbation", "ControlVariates"),
+        paper="Fan et al. 2024, Alg. 1",
+        family="flat",
+        use_when="SCAFFOLD fits, and the minimum should be flat without a second gradient",
+        state="the global model that it last received, and its control variate",
+        down=2,
+        reads="clients",
+    )
+    yield Method(
+        example="FedLESAMD(rho=0.05, alpha=0.1)",
+        module="compositions.fedlesam_sd",
+        terms=("GlobalPerturbation", "DynamicRegulariser"),
+        paper="Fan et al. 2024, Alg. 1",
+        family="flat",
+        use_when="FedDyn fits, and the minimum should be flat without a second gradient",
+        state="the global model that it last received, and its linear term",
+        reads="sums",
+    )
+    yield Method(
+        example="FedSpeed(lam=0.1, rho=0.1)",
+        module="compositions.fedspeed",
+        terms=("MixedPerturbation", "DynamicRegulariser"),
+        paper="Sun, Shen, Huang et al. 2023, Alg. 1",
+        family="flat",
+        use_when="FedDyn fits, and the global model should lie in a flat minimum",
+        state="its linear term",
+        gradients="a second gradient a step",
+        reads="sums",
+    )
+    yield Method(
+        example="FedSMOO(lam=0.1, rho=0.1)",
+        module="compositions.fedsmoo",
+        terms=("CommonPerturbation", "DynamicRegulariser"),
+        paper="Sun, Shen, Chen et al. 2023, Alg. 1",
+        family="flat",
+        use_when="FedSpeed fits, and the flat minimum should be that of all clients' loss",
+        state="its linear term, and its dual variable",
+        down=2,
+        up=2,
+        gradients="a second gradient a step",
+        reads="sums",
+    )
+    yield Method(
+        example="FedNova()",
         module="server_step.fednova",
         terms=("NormalizedAveraging",),
-        example="FedNova()",
         paper="Wang et al. 2020, Sec. 4",
         family="drift",
         use_when="clients take unequally many local steps, and none should count more for that",
-        secure_aggregation=False,
-        central_dp=False,
+        reads="clients",
     )
     yield Method(
-        name="VRLSGD",
+        example="FedInit(beta=0.1)",
+        module="client_step.fedinit",
+        terms=("RelaxedStart",),
+        paper="Sun, Shen, Tao 2023, Alg. 1",
+        family="memory",
+        use_when="the same clients come back, and nothing more may travel or be computed",
+        state="its last local model",
+    )
+    yield Method(
+        example="VRLSGD()",
         module="client_step.gate",
         terms=("GradientTracking",),
-        example="VRLSGD()",
         paper="Liang et al. 2019, Alg. 1",
         family="memory",
         use_when="labels are skewed, and all clients take part in every round with equally many steps",
-        setting="silo",
         state="its correction",
         down=2,
     )
     yield Method(
-        name="FedGATE",
+        example="FedGATE(server_lr=1.5)",
         module="client_step.gate",
         terms=("GradientTracking",),
-        example="FedGATE(server_lr=1.5)",
         paper="Haddadpour et al. 2021, Alg. 2",
         family="memory",
         use_when="VRL-SGD fits, and the server should make longer or shorter steps",
-        setting="silo",
         state="its correction",
         down=2,
     )
     yield Method(
-        name="FedOpt",
+        example="FedOpt(server_optimizer='SGD', lr=0.7, momentum=0.9, nesterov=True)",
         module="server_step.fedopt",
         terms=("TorchServerOptimizer",),
-        example="FedOpt(server_optimizer='SGD', lr=0.7, momentum=0.9, nesterov=True)",
         paper="Wang et al. 2021, Alg. 1",
         family="server",
         use_when="you want an optimiser of torch on the server, or learning-rate schedules on both sides",
     )
     yield Method(
-        name="FedAvgM",
+        example="FedAvgM(server_lr=1.0, momentum=0.9)",
         module="server_step.fedopt",
         terms=("TorchServerOptimizer",),
-        example="FedAvgM(server_lr=1.0, momentum=0.9)",
         paper="Hsu et al. 2019",
         family="server",
         use_when="you want server momentum in torch's form, and nothing else on the clients or the wire",
     )
     yield Method(
-        name="FedAdagrad",
+        example="FedAdagrad(server_lr=0.1)",
         module="server_step.fedopt",
         terms=("AdaptiveServer",),
-        example="FedAdagrad(server_lr=0.1)",
         paper="Reddi et al. 2021, Alg. 2",
         family="server",
         use_when="some parameters get rare, sparse updates, and training is short",
     )
     yield Method(
-        name="FedAdam",
+        example="FedAdam(server_lr=0.1)",
         module="server_step.fedopt",
         terms=("AdaptiveServer",),
-        example="FedAdam(server_lr=0.1)",
         paper="Reddi et al. 2021, Alg. 2",
         family="server",
         use_when="parameters need steps of different sizes, as embeddings and language models do",
     )
     yield Method(
-        name="FedYogi",
+        example="FedYogi(server_lr=0.1)",
         module="server_step.fedopt",
         terms=("AdaptiveServer",),
-        example="FedYogi(server_lr=0.1)",
         paper="Reddi et al. 2021, Alg. 2",
         family="server",
         use_when="FedAdam fits, but updates are sparse and its second moment forgets too fast",
     )
     yield Method(
-        name="Mime",
+        example="FedAdamW(gamma=0.5)",
+        module="client_step.fedadamw",
+        terms=("SharedMoments",),
+        paper="Liu et al. 2026, Alg. 2",
+        family="drift",
+        use_when="clients need AdamW, as transformers do, and keep nothing",
+        down=3,
+        up=2,
+        beside="a step count down, one up",
+        reads="sums",
+    )
+    yield Method(
+        example="Mime(beta=0.9)",
         module="client_step.mime",
         terms=("CorrectedMomentum",),
-        example="Mime(beta=0.9)",
         paper="Karimireddy, Jaggi et al. 2021, Alg. 1",
         family="drift",
         use_when="clients take part rarely, local training is long, and a round may have two exchanges",
@@ -379,97 +479,94 @@ def _rows() -> Iterator[Method]:
         up=2,
         gradients="a second gradient a step, and the gradient over all its data once a round",
         exchanges=2,
-        central_dp=False,
+        reads="sums",
         streams=False,
     )
     yield Method(
-        name="MimeLite",
+        example="MimeLite(beta=0.9)",
         module="client_step.mime",
         terms=("FixedMomentum",),
-        example="MimeLite(beta=0.9)",
         paper="Karimireddy, Jaggi et al. 2021, Alg. 1",
         family="drift",
         use_when="clients take part rarely, and momentum should act within their steps, too",
         down=2,
         up=2,
         gradients="the gradient over all its data once a round",
-        central_dp=False,
+        reads="sums",
     )
     yield Method(
-        name="RFedAvg",
+        example="RFedAvg(lam=0.001)",
         module="client_loss.rfedavg",
         terms=("FeatureTable",),
-        example="RFedAvg(lam=0.001)",
         paper="Wang, Tong et al. 2023, Alg. 1",
         family="loss",
         use_when="a few clients have differing features, and all of them take part again and again",
-        setting="silo",
+        silo=True,
         beside="a feature mean of each client of the federation down, one up",
         gradients="the features of all its data once a round",
-        secure_aggregation=False,
-        central_dp=False,
+        reads="clients",
         streams=False,
     )
     yield Method(
-        name="RFedAvgPlus",
+        example="RFedAvgPlus(lam=0.1)",
         module="client_loss.rfedavg",
         terms=("LeaveOneOutMean",),
-        example="RFedAvgPlus(lam=0.1)",
         paper="Wang, Tong et al. 2023, Alg. 2",
         family="loss",
         use_when="clients have differing features, and a second, small exchange per round is no problem",
         beside="a feature mean down, one up",
         gradients="the features of all its data once a round",
         exchanges=2,
-        secure_aggregation=False,
-        central_dp=False,
+        reads="clients",
         streams=False,
     )
     yield Method(
-        name="MOON",
+        example="MOON(mu=5.0)",
         module="client_loss.moon",
         terms=("ModelContrast",),
-        example="MOON(mu=5.0)",
         paper="Li, He, Song 2021, Sec. 3, Alg. 1",
         family="loss",
         use_when="the same clients come back, and the model learns features, as image models do",
-        setting="silo",
         state="its last local model",
         gradients="the features of two other models a step",
     )
     yield Method(
-        name="FedNTD",
+        example="FedNTD(beta=1.0)",
         module="client_loss.fedntd",
         terms=("NotTrueDistillation",),
-        example="FedNTD(beta=1.0)",
         paper="Lee et al. 2022, Sec. 3, Alg. 1",
         family="loss",
         use_when="clients forget the classes that they lack, and may take part only once",
         gradients="a forward pass of the global model a step",
     )
     yield Method(
-        name="FedLC",
+        example="FedDecorr(beta=0.1)",
+        module="client_loss.feddecorr",
+        terms=("Decorrelation",),
+        paper="Shi et al. 2023, Sec. 4",
+        family="loss",
+        use_when="labels are skewed, so that features collapse into few dimensions",
+    )
+    yield Method(
+        example="FedLC(tau=1.0)",
         module="client_loss.logits",
         terms=("LogitCalibration",),
-        example="FedLC(tau=1.0)",
         paper="Zhang et al. 2022, Sec. 4",
         family="loss",
         use_when="clients have few examples of some classes, and nothing more may travel or be computed",
     )
     yield Method(
-        name="FedRS",
+        example="FedRS(alpha=0.5)",
         module="client_loss.logits",
         terms=("RestrictedSoftmax",),
-        example="FedRS(alpha=0.5)",
         paper="Li, Zhan 2021, Sec. 4",
         family="loss",
         use_when="clients lack whole classes, and nothing more may travel or be computed",
     )
     yield Method(
-        name="FedGKD",
+        example="FedGKD(gamma=0.2)",
         module="client_loss.fedgkd",
         terms=("PastModels",),
-        example="FedGKD(gamma=0.2)",
         paper="Yao et al. 2021",
         family="loss",
         use_when="the global model swings from round to round, and clients should remember the last ones",
@@ -477,110 +574,95 @@ def _rows() -> Iterator[Method]:
         gradients="a forward pass of the teacher a step",
     )
     yield Method(
-        name="EFL",
+        example="EFL(lam=1.0, density_up=0.01, density_down=0.01)",
         module="client_step.efl",
         terms=("Elastic", "SparseTernary"),
-        example="EFL(lam=1.0, density_up=0.01, density_down=0.01)",
         paper="Ma et al. 2021, Alg. 1-2, Eqs. 2-6",
         family="memory",
         use_when="the same clients come back, may stop early, and send compressed updates",
-        setting="silo",
         state="the model, and the rest of its update",
         down=2,
         up=2,
         beside="the coded step down, the coded update up",
         gradients="a gradient of each of its samples once a round",
-        secure_aggregation=False,
-        central_dp=False,
-        stacks=False,
+        reads="clients",
     )
     yield Method(
-        name="FedCurv",
+        example="FedCurv(lam=1.0)",
         module="client_step.fedcurv",
         terms=("Curvature",),
-        example="FedCurv(lam=1.0)",
         paper="Shoham et al. 2019, Eqs. 4-6",
         family="memory",
         use_when="a few clients come back again and again, and overwrite what the others learnt",
-        setting="silo",
         state="its Fisher information, and that times its model",
         down=3,
         up=2,
         beside="whether its last reply was used, down",
         gradients="a gradient of each of its samples once a round",
-        secure_aggregation=False,
-        central_dp=False,
+        reads="clients",
     )
     yield Method(
-        name="FedBN",
+        example="FedBN()",
         module="personal.fedbn",
         terms=("LocalBatchNorm",),
-        example="FedBN()",
         paper="Li, Jiang et al. 2021, Alg. 1",
         family="personal",
         use_when="the model has BatchNorm, and clients differ in their inputs rather than in their labels",
-        setting="silo",
         state="BatchNorm's parameters and statistics",
     )
     yield Method(
-        name="FedPer",
+        example="FedPer(patterns='head.*')",
         module="personal.fedbn",
         terms=("Private",),
-        example="FedPer(patterns='head.*')",
         paper="Arivazhagan et al. 2019",
         family="personal",
         use_when="each client should have a model of its own, because clients differ in their labels",
-        setting="silo",
         state="the entries that it names",
     )
     yield Method(
-        name="Ditto",
+        example="Ditto(lam=0.1)",
         module="personal.ditto",
         terms=("PersonalModel",),
-        example="Ditto(lam=0.1)",
         paper="Li, Hu et al. 2021, Alg. 1",
         family="personal",
         use_when="each client should have a whole model of its own, beside any method for the global one",
-        setting="silo",
         state="its own model",
         gradients="a gradient of its own model a step",
     )
     yield Method(
-        name="APFL",
+        example="APFL(alpha=0.5)",
         module="personal.apfl",
         terms=("MixedModel",),
-        example="APFL(alpha=0.5)",
         paper="Deng et al. 2020, Alg. 1",
         family="personal",
         use_when="each client should learn by itself how much of its model is its own",
-        setting="silo",
         state="its own model, and that one's share",
         gradients="two gradients a step, of the global model and of the mixture",
     )
     yield Method(
-        name="FedBABU",
+        example="FedBABU()",
         module="personal.fedbabu",
         terms=("FixedHead",),
-        example="FedBABU()",
         paper="Oh et al. 2022, Alg. 1",
         family="personal",
         use_when="each client fits the final model to its own data, and keeps nothing in training",
     )
     yield Method(
-        name="FedAMP",
+        example="FedAMP(lam=0.1, alpha=0.1, sigma=1.0)",
         module="personal.fedamp",
         terms=("CloudModel",),
-        example="FedAMP(lam=0.1, alpha=0.1, sigma=1.0)",
         paper="Huang et al. 2021, Alg. 1",
         family="personal",
         use_when="a few clients fall into groups with similar data, and nobody knows the groups",
-        setting="silo",
         state="its own model",
         down=2,
-        secure_aggregation=False,
-        central_dp=False,
+        reads="clients",
     )
 
 
 METHODS: dict[str, Method] = {row.name: row for row in _rows()}
 """Name of the strategy -> row, in the order of the tables."""
+HOMES: dict[str, str] = {
+    t: row.module for row in [*METHODS.values()][::-1] for t in row.terms
+} | TERMS
+"""Term -> file in ``flwr_regs/methods/``: that of the first row that has the term."""

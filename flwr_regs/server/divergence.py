@@ -1,51 +1,163 @@
-"""Signs that a training diverges, long before the model is not finite: a warning, or the training's end.
+"""Signs that a training diverges: the client behind it is left out, or a warning, or the training's end.
 
-A sign is one of these:
+Before the model moves, the guard looks for a client whose reply does not belong to its cohort's:
 
-- a global step is over 10 times the median of the last five, for the second time among six steps;
+- its update, an array of its upload, or of its reply in the first exchange, or its change of a buffer is
+  over 1,000 times as long as the cohort's median (squares, such as Fisher information: 1,000² times). Zeros
+  do not count for the median, and there must be three others than zero;
+- a variance of BatchNorm is negative;
+- the mean ``Σ ω_k Δ_k``, of which the terms make the step, is over 1,000 times as long as the median of the
+  last five, and the client's share ``ω_k Δ_k`` is longer than those of all others together.
+
+``on_divergence="exclude"`` leaves it out, names it, and makes the step again: nothing of it reaches the
+model or a server slot. Two signs have no single client behind them, and are warned of:
+
+- the global step is over 1,000 times the median of the last five, or, for the second time among six steps,
+  over 10 times;
 - the training loss is over 3 times that of the first round: the median over the clients, so that no single
   client's word counts.
 
-Steps are measured over the trained parameters as one vector. A long step counts only if it is long in units
-of the learning rate too (a schedule may start again), and longer than the first step: near convergence,
-where the steps are next to nothing, ten times as much is no harm. Steps of zero are passed over.
+Steps and means are measured over the trained parameters as one vector. A long one counts only if it is long
+in units of the learning rate too (a schedule may start again), and longer than the first: near convergence,
+where the steps are next to nothing, ten times as much is no harm. Zeros are passed over.
+
+Under `privacy`, and with another aggregator than `Mean`, single clients are not compared: clipping and
+noise, or the aggregator, bound what each can do.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields
-from statistics import median
+from statistics import median, median_low
 from typing import Any
 
-from flwr_regs.abilities import Compresses, Steps
+import numpy as np
+
+from flwr_regs.abilities import Checks, Compresses, Steps
 from flwr_regs.chain import Chain
+from flwr_regs.server.aggregate.aggregators import Mean
+from flwr_regs.server.aggregate.updates import Moves, mean_delta
+from flwr_regs.server.aggregate.weights import UnusableReplies
 from flwr_regs.server.client_metrics import usable
 from flwr_regs.server.options import Options
+from flwr_regs.server.reply import Reply
 from flwr_regs.server.round import Round, RoundFailed
 from flwr_regs.server.snapshots import Snapshots
+from flwr_regs.term import Slot
+from flwr_regs.wire.arrays import statistics
+from flwr_regs.wire.pieces import square_sum
 
 LOG = logging.getLogger("flwr")
 LAST = 5
-STEPS, LOSS = 10.0, 3.0
-"""How many times the median of the last steps, and the first round's loss, are too much."""
+Length = tuple[float, float]
+"""Of a step or a mean, and of the same in units of the learning rate."""
+FAR, STEPS, LOSS = 1000.0, 10.0, 3.0
+"""How many times the median of the cohort or of the last steps, of the last steps twice, and the first
+round's loss, are too much."""
 
 
 class DivergenceGuard(Snapshots):
-    """Applies ``on_divergence`` to one training: see the top of this file."""
+    """Applies ``on_divergence`` to one training: see the top of this file.
 
-    kept = ("lengths", "long", "first_loss", "warned")
+    Parameters
+    ----------
+    options : Options
+    method : str
+        The training's name in warnings.
+    """
 
-    def __init__(self) -> None:
-        self.lengths: list[tuple[float, float]] = []  # of each step, and of it in units of η
-        self.long: list[int] = []  # the numbers of the long steps, among those that are not zero
+    kept = ("steps", "means", "count", "long", "first_loss", "warned")
+
+    def __init__(self, options: Options, method: str) -> None:
+        self._options, self._method = options, method
+        self._compares = options.privacy is None and isinstance(options.aggregator, Mean)
+        self.steps: list[Length] = []  # of the first step that is not zero, and of the last five
+        self.means: list[
+            Length
+        ] = []  # the same of ``Σ ω_k Δ_k``, before the terms make a step of it
+        self._mean: Length = (0.0, 0.0)  # of the step that is being made
+        self.count = 0  # steps that were not zero
+        self.long: list[int] = []  # the numbers of the last two long ones among them
         self.first_loss: float | None = None
         self.warned = False
 
+    def check_uploads(
+        self, this_round: Round, uploads: Mapping[int, Slot], what: str = "upload"
+    ) -> None:
+        """Raise UnusableReplies for clients whose uploads, by partition id and term, are too long."""
+        squares = {t.name for t in self._options.term.terms if isinstance(t, Checks) and t.squares}
+        norms: dict[tuple[str, str], dict[int, float]] = {}
+        for pid, upload in uploads.items() if self._compares else ():
+            for name, slot in upload.items():
+                for key, a in slot.items():
+                    if np.asarray(a).dtype.kind == "f":
+                        norms.setdefault((name, key), {})[pid] = math.sqrt(square_sum(a))
+        wrong: dict[int, str] = {}
+        for (name, key), lengths in norms.items():
+            wrong |= beyond(lengths, f"{what} '{key}' of '{name}'", FAR ** (1 + (name in squares)))
+        self._leave_out(this_round, wrong)
+
+    def mean(
+        self,
+        this_round: Round,
+        base: Mapping[str, np.ndarray],
+        replies: Mapping[int, Reply],
+        weights: Mapping[int, float],
+        scaled: Mapping[int, float],
+        fixed: Collection[str],
+    ) -> dict[str, np.ndarray]:
+        """Return the weighted sums of the updates, a `MeanOfUpdates`; raise UnusableReplies as above."""
+        squares: dict[str, dict[int, float]] = {}
+        means = mean_delta(base, replies, weights, scaled, fixed, squares)
+        trained = [of_client for n, of_client in squares.items() if n not in fixed]
+        norms = {p: math.sqrt(sum(of_client[p] for of_client in trained)) for p in replies}
+        wrong = beyond(norms, "update")
+        for name in base.keys() & fixed:
+            if base[name].dtype.kind == "f":
+                changes = {p: math.sqrt(square) for p, square in squares[name].items()}
+                wrong |= beyond(changes, f"change of '{name}'")
+        pids = list(replies)
+        for name in [n for n in statistics(base) if n.endswith("running_var")]:
+            variances = Moves(name, base[name], replies).read(pids) + base[name].reshape(-1)
+            negative = [pid for pid, row in zip(pids, variances, strict=True) if (row < 0).any()]
+            wrong |= dict.fromkeys(negative, f"its '{name}' holds a negative variance")
+        self._leave_out(this_round, wrong)
+        length = math.sqrt(sum(square_sum(means[n]) for n in base.keys() - fixed))
+        self._mean = length, length / (this_round.lr or 1.0)
+        first, *others = sorted((abs(scaled[p]) * norm, p) for p, norm in norms.items())[::-1]
+        if (
+            is_long([*self.means, self._mean], FAR)
+            and others
+            and first[0] > sum(a for a, _ in others)
+        ):
+            usual = median(a for a, _ in self.means[-LAST:])
+            text = (
+                f"with its update, the clients' mean is {self._mean[0]:.3g} long, over {FAR:g} times the "
+                f"median of the last {LAST} ({usual:.3g})"
+            )
+            self._leave_out(this_round, {first[1]: text})
+        return means
+
+    def watch(self, this_round: Round, square: float) -> None:
+        """Judge a round by the squared length of its step (of the trained arrays), before the model moves.
+
+        The first sign is logged, and is the history's ``"divergence"`` of that round. Under ``privacy=``
+        the clients' losses are not read: they get no noise, and the end of a training would tell of them.
+
+        Raises RoundFailed at every sign if ``on_divergence="stop"``.
+        """
+        loss = None if self._options.privacy is not None else _usual_loss(this_round)
+        sign = self.look(math.sqrt(square), this_round.lr, loss)
+        note(self.means, self._mean)
+        if sign:
+            likely = ", or ".join(suspects(self._options.term, this_round.config, this_round.lr))
+            self._tell(this_round, f" looks like divergence: {sign}; try a smaller {likely}")
+
     def look(self, length: float, lr: float | None, loss: float | None) -> str:
-        """Return the sign that the next round shows, or "".
+        """Note a step; return the sign that it shows, or "".
 
         Parameters
         ----------
@@ -56,16 +168,22 @@ class DivergenceGuard(Snapshots):
         loss : float, optional
             The training loss; None if it is not known. It is compared with the first positive one.
         """
+        steps = [*self.steps, (length, length / (lr or 1.0))]
+        note(self.steps, steps[-1])
         if length > 0:
-            self.lengths.append((length, length / (lr or 1.0)))
-            if all(map(self._is_long, zip(*self.lengths, strict=True))):
-                self.long.append(len(self.lengths))
-                if len(self.long) > 1 and self.long[-1] - self.long[-2] <= LAST:
-                    usual = median(a for a, _ in self.lengths[-LAST - 1 : -1])
-                    return (
-                        f"for the second time the global step is over {STEPS:g} times the median of the "
-                        f"last {LAST} ({length:.3g} against {usual:.3g})"
-                    )
+            self.count += 1
+            far, again = is_long(steps, FAR), ""
+            if len(steps) > LAST and is_long(steps, STEPS):
+                self.long = [*self.long[-1:], self.count]
+                again = "for the second time " * (
+                    self.long[-1] - self.long[0] in range(1, LAST + 1)
+                )
+            if far or again:
+                usual = median(a for a, _ in steps[-LAST - 1 : -1])
+                return (
+                    f"{'' if far else again}the global step is over {FAR if far else STEPS:g} times the "
+                    f"median of the last {LAST} ({length:.3g} against {usual:.3g})"
+                )
         if loss is None:
             return ""
         if self.first_loss is None and 0 < loss < math.inf:
@@ -77,36 +195,63 @@ class DivergenceGuard(Snapshots):
             )
         return ""
 
-    @staticmethod
-    def _is_long(lengths: tuple[float, ...]) -> bool:
-        *before, last = lengths
-        return len(before) >= LAST and last > max(STEPS * median(before[-LAST:]), before[0])
+    def _leave_out(self, this_round: Round, wrong: Mapping[int, str]) -> None:
+        """Raise UnusableReplies for these clients, with the reasons; only warn, or stop, if told so."""
+        if not wrong:
+            return
+        text = "; ".join(f"client {pid}: {why}" for pid, why in sorted(wrong.items()))
+        if self._options.on_divergence != "exclude":
+            self._tell(this_round, f": {text}")
+            return
+        earlier = this_round.events.get("divergence")
+        this_round.events["divergence"] = f"{earlier}; {text}" if earlier else text
+        raise UnusableReplies(wrong)
 
-    def watch(self, this_round: Round, options: Options, method: str, square: float) -> None:
-        """Judge a round by the squared length of its step (of the trained arrays), before the model moves.
-
-        The first sign is logged, and is the history's ``"divergence"`` of that round. Under ``privacy=``
-        the clients' losses are not read: they get no noise, and the end of a training would tell of them.
-
-        Raises RoundFailed at every sign if ``on_divergence="stop"``.
-        """
-        loss = None if options.privacy is not None else _usual_loss(this_round)
-        sign = self.look(math.sqrt(square), this_round.lr, loss)
-        stop = options.on_divergence == "stop"
-        if not sign or (self.warned and not stop):
+    def _tell(self, this_round: Round, text: str) -> None:
+        """Warn of a training's first sign, in log and history; raise RoundFailed at each if told so."""
+        stop = self._options.on_divergence == "stop"
+        if self.warned and not stop:
             return
         self.warned = True
-        likely = ", or ".join(suspects(options.term, this_round.config, this_round.lr))
-        text = (
-            f"round {this_round.number} of {method} looks like divergence: {sign}; "
-            f"try a smaller {likely}"
-        )
+        text = f"round {this_round.number} of {self._method}{text}"
         this_round.events["divergence"] = text
         if stop:
             raise RoundFailed(
                 f"{text} (on_divergence='stop': `strategy.arrays` is the model before this round)"
             )
         LOG.warning("%s", text)
+
+
+def beyond(norms: Mapping[int, float], what: str, times: float = FAR) -> dict[int, str]:
+    """Return why, by partition id, for norms over `times` their median, the lower one of an even number.
+
+    Zeros do not count: where most clients send none, those that do are not compared with them.
+    """
+    others = [norm for norm in norms.values() if norm > 0]
+    if len(others) < 3:
+        return {}
+    usual = median_low(others)
+    return {
+        pid: f"its {what} is {norm:.3g} long, over {times:g} times its cohort's median ({usual:.3g})"
+        for pid, norm in norms.items()
+        if norm > times * usual
+    }
+
+
+def is_long(lengths: Sequence[Length], times: float) -> bool:
+    """Whether the last is over `times` the median of the five before, and longer than the first."""
+    before, last = lengths[:-1], lengths[-1]
+    return bool(before) and all(
+        last[unit] > max(times * median(a[unit] for a in before[-LAST:]), before[0][unit])
+        for unit in (0, 1)
+    )
+
+
+def note(lengths: list[Length], last: Length) -> None:
+    """Append a length that is not zero; keep the first and the last five."""
+    if last[0] > 0:
+        lengths.append(last)
+        del lengths[1:-LAST]
 
 
 def suspects(term: Chain, config: Mapping[str, Any], lr: float | None) -> list[str]:

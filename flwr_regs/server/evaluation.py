@@ -9,7 +9,7 @@ from typing import Any
 
 from flwr_regs.server.client_metrics import common_metrics, read_metrics
 from flwr_regs.server.exchange.network import Course, Network
-from flwr_regs.server.exchange.replies import output_layer
+from flwr_regs.server.exchange.replies import check_round, output_layer
 from flwr_regs.server.failures import name_failures, read_each
 from flwr_regs.server.population.cohorts import EVALUATION, uniform_cohort
 from flwr_regs.server.round import RoundFailed, losses
@@ -17,7 +17,7 @@ from flwr_regs.server.training import Training
 from flwr_regs.wire import keys
 from flwr_regs.wire.arrays import NDArrays, tie
 from flwr_regs.wire.parcel import Parcel, Record
-from flwr_regs.wire.precision import to_half
+from flwr_regs.wire.precision import narrow
 
 LOG = logging.getLogger("flwr")
 
@@ -45,11 +45,9 @@ def evaluation(
     cohort = uniform_cohort(connected, (options.seed, number), size, EVALUATION)
     global_model = training.model
     shared = {name: a for name, a in model.items() if name in global_model.model}
-    halved, entries = to_half(tie(shared, global_model.tied or {}), options.wire_dtype)
-    arrays = {keys.ARRAYS: Record(halved)}
-    if global_model.frozen:
-        entries = {**entries, keys.FROZEN_DIGEST_KEY: global_model.frozen}
-    common = {**config, **entries, **training.identity, keys.ROUND_KEY: number}
+    tied = tie(shared, global_model.tied or {})
+    arrays = {keys.ARRAYS: Record(narrow(tied, options.wire_dtype))}
+    common = {**config, **training.identity, keys.ROUND_KEY: number}
 
     def parcel(pid: int) -> Parcel:
         own_entries = training.remembered.entries(pid, options.seed, number)
@@ -64,7 +62,12 @@ def evaluation(
     (replies,) = yield [training.population.request("evaluate", parcels)]
 
     failures, came = dict(replies.failures), dict(replies.came)
-    read, unread = read_each(came, lambda p, reply: read_metrics(p, reply, options.weighted_by_key))
+
+    def measured(pid: int, reply: Parcel) -> tuple[Mapping[str, Any], float]:
+        check_round(f"the evaluation of client {pid}", reply, common)
+        return read_metrics(pid, reply, options.weighted_by_key)
+
+    read, unread = read_each(came, measured)
     metrics = {pid: dict(reported) for pid, (reported, _) in read.items()}
     failures |= unread
     if failures:

@@ -32,7 +32,7 @@ from flwr_regs.wire.arrays import (
 from flwr_regs.wire.delta import decoded
 from flwr_regs.wire.npy import Blank
 from flwr_regs.wire.pieces import square_sum
-from flwr_regs.wire.precision import narrow, widen
+from flwr_regs.wire.precision import BITS, narrow, widen
 from flwr_regs.wire.text import one_line
 
 MOST_STEPS = 50
@@ -41,7 +41,7 @@ MOST_STEPS = 50
 
 SERVER_HOOKS = (
     *("broadcast", "broadcast_to", "weigh", "fold", "update", "release"),
-    *("robust_answer", "recover"),
+    *("answer_in", "recover"),
 )
 """The hooks and abilities that get a `ServerContext`, or the last step: they may read that step."""
 T = TypeVar("T")
@@ -113,6 +113,11 @@ class GlobalModel(Snapshots):
                 f"{sorted({str(a.dtype) for a in model.values()})}; pass "
                 "ArrayRecord(model.float().state_dict()) or flwr_regs.float32_arrays(model)"
             )
+        if half and (taken := [n for n, a in model.items() if a.dtype == BITS[half]]):
+            raise ValueError(
+                f"wire_dtype='{half}' sends float32 arrays as {BITS[half]}, but {taken} are {BITS[half]} "
+                "themselves; pass flwr_regs.float32_arrays(model)"
+            )
         self._term = term
         self._half = half
         self._keeps_step = keeps_step or any(
@@ -140,8 +145,7 @@ class GlobalModel(Snapshots):
     def _as_given(self, model: NDArrays) -> NDArrays:
         if self._half is None:
             return model
-        coded = [n for n, a in model.items() if a.dtype == np.float32]
-        return widen(narrow(model, self._half), coded, self._half)
+        return widen(narrow(model, self._half), self._half)
 
     def agree(
         self,
@@ -155,15 +159,14 @@ class GlobalModel(Snapshots):
         self.buffers, self.tied, self.frozen = buffers, tied, frozen
 
     @property
-    def mean_of_two(self) -> NDArrays | None:
-        """``(w_{t−1} + w_t) / 2``, integers as in ``w_t``; None before the first step."""
-        if self.step is None:
+    def averaged(self) -> NDArrays | None:
+        """The model of a term that `Averages`, integers as in ``w_t``; None without one, or a step."""
+        term = next((t for t in self._term.terms if isinstance(t, Averages)), None)
+        if term is None or self.step is None:
             return None
-        half = {n: s / 2 for n, s in self.step.items() if s.dtype.kind == "f" and n in self.model}
-        return {
-            n: np.asarray(a - half[n], dtype=a.dtype) if n in half else a
-            for n, a in self.model.items()
-        }
+        floats = {n: a for n, a in self.model.items() if a.dtype.kind == "f"}
+        made = term.averaged(floats, self.step, self.server[term.name])
+        return self.model | {n: np.asarray(a, self.model[n].dtype) for n, a in made.items()}
 
     @property
     def fixed(self) -> frozenset[str]:
@@ -320,8 +323,11 @@ class GlobalModel(Snapshots):
         for pid, reply in replies.items():
             delta = dict(update_of(reply, self.given, self.fixed))
             acc = folded if robust is None else {}
-            try:
-                folded = self._term.fold(acc, pid, delta, reply.uploads, ctx.weights[pid], ctx)
+            try:  # with copies: a term may change what it gets
+                uploads = {
+                    t: {k: np.array(a) for k, a in u.items()} for t, u in reply.uploads.items()
+                }
+                folded = self._term.fold(acc, pid, delta, uploads, ctx.weights[pid], ctx)
                 each[pid] = folded
             except Exception as error:  # whatever an upload makes a term raise
                 why = one_line(str(error)) or type(error).__name__

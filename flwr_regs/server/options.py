@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from datetime import timedelta
@@ -26,6 +27,10 @@ def _constant(_: int) -> float:
     return 1.0
 
 
+class NoLearningRate(ValueError):
+    """The learning rate's schedule has come to its end: it is not above 0."""
+
+
 @dataclass(frozen=True)
 class Options:
     """The settings that every strategy of the package takes.
@@ -48,7 +53,8 @@ class Options:
         Every float32 array of the model travels rounded to 16 bits, down and up; the server keeps
         float32. The terms' own records, and arrays of other dtypes, travel unchanged.
     lr_schedule : callable, optional
-        ``lr_schedule(round) -> factor`` on train_config's ``"lr"``; rounds count from 1.
+        ``lr_schedule(round) -> factor`` on train_config's ``"lr"``; rounds count from 1. Before a round in
+        which it is 0 or less, training ends (the history's ``"stopped"``); so it must not be in round 1.
     cohorts : {"uniform", "class-covering"}
         ``"class-covering"`` draws cohorts whose clients together hold every class (FedADC, Sec. IV-E).
         **Privacy cost**: each client sends the server, once, how many examples of each class it holds.
@@ -77,12 +83,19 @@ class Options:
         docs/robustness.md.
     max_weight : float, optional
         No p_k is above this share, from above 0 to 1. What is cut off goes to the other clients in
-        proportion to their weights. With fewer than ``1 / max_weight`` replies all weigh alike.
-    on_divergence : {"warn", "stop"}
-        What happens when a global step is over 10 times the median of the last five, twice, or the
-        training loss (the clients' median) over 3 times the first round's. ``"warn"``: one warning,
-        which is also the history's ``"divergence"`` of that round. ``"stop"``: :class:`RoundFailed` too,
-        before the model moves.
+        proportion to their weights. With fewer than ``1 / max_weight`` replies all weigh alike. No ω_k of
+        `incomplete="scale"` or of a method that weighs is above this share of their sum either.
+    max_scale : float
+        How many times as much a client may count for the steps that it says it took: ``E / s_k`` is at
+        most this, and FedNova's normaliser within this factor of the cohort's median.
+    on_divergence : {"exclude", "warn", "stop"}
+        What happens at a sign of divergence (:mod:`flwr_regs.server.divergence`). ``"exclude"``: a client
+        whose update, upload, buffer or first exchange is over 1,000 times as long as its cohort's median,
+        or makes the global step over 1,000 times the median of the last five, or that sends a negative
+        variance, is left out and named, and the step is made again. Signs without such a client (a step
+        over 10 times the median of the last five, twice; the clients' median loss over 3 times the first
+        round's) give one warning. ``"warn"``: one warning of the first sign of either kind. ``"stop"``:
+        :class:`RoundFailed` at each, before the model moves. The history's ``"divergence"`` has the text.
     min_replies : int
         A round with fewer usable replies raises :class:`TooFewReplies`, a :class:`RoundFailed`.
     retries : int
@@ -138,7 +151,8 @@ class Options:
     privacy: CentralDP | None = None
     aggregator: Aggregator = MEAN
     max_weight: float | None = None
-    on_divergence: str = "warn"
+    max_scale: float = 10.0
+    on_divergence: str = "exclude"
     min_replies: int = 1
     retries: int = 0
     retry_cohort: str = "new"
@@ -209,6 +223,21 @@ class Options:
             needs = {key: why or NEEDS[key] for key, why in needs.items()}
         noise = self.privacy is not None
         check_train_config(config, noise=noise, needs=needs)
+        if "lr" in config:
+            self.learning_rate(config["lr"], 1)
+
+    def learning_rate(self, given: float, number: int) -> float:
+        """Return the clients' η in a round of the schedule.
+
+        Raises NoLearningRate if it is not above 0, and ValueError if it is not finite.
+        """
+        lr = float(given) * float(self.lr_schedule(number))
+        what = f"lr_schedule({number}) makes the learning rate {lr:g}"
+        if not math.isfinite(lr):
+            raise ValueError(f"{what}: expected a positive number")
+        if lr <= 0:
+            raise NoLearningRate(f"{what}, with which clients cannot train")
+        return lr
 
     def __post_init__(self) -> None:
         check(self)

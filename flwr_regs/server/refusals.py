@@ -78,7 +78,12 @@ RANGES: list[tuple[str, Callable[[Any], bool], str]] = [
         "be an aggregator, such as Mean() or Krum(byzantine=1)",
     ),
     ("max_weight", lambda v: v is None or 0 < v <= 1, "lie above 0 and up to 1, or be None"),
-    ("on_divergence", _one_of("warn", "stop"), "be 'warn' or 'stop'"),
+    ("max_scale", lambda v: 1 <= v < math.inf, "be a number of at least 1"),
+    (
+        "on_divergence",
+        _one_of("exclude", "warn", "stop"),
+        "be 'exclude', 'warn' or 'stop'",
+    ),
     ("min_replies", lambda v: _whole(v) and v >= 1, "be at least 1"),
     ("retries", _count, "be a whole number of at least 0"),
     ("retry_cohort", _one_of("new", "same"), "be 'new' or 'same'"),

@@ -25,10 +25,20 @@ class TooFewReplies(RoundFailed):
     """A round had too few usable replies; another attempt may have enough (`retries`)."""
 
 
+class NoMajority(TooFewReplies):
+    """The clients disagree, half against half: nobody knows which of them are right. The run goes on."""
+
+
+UNDECIDED = "the clients disagree, half against half, on which parameters they train"
+
+
 def losses(replies: Mapping[int, Parcel]) -> dict[str, list[int]]:
     """Return the clients that have lost private entries, and those that have lost slots of terms."""
-    said = {pid: str(reply.config.get(keys.LOST_KEY, "")) for pid, reply in replies.items()}
-    return {what: sorted(p for p in said if what in said[p]) for what in ("private", "state")}
+    words = {"private": keys.LOST_PRIVATE, "state": keys.LOST_STATE}
+    return {
+        what: sorted(pid for pid, reply in replies.items() if reply.says(word))
+        for what, word in words.items()
+    }
 
 
 @dataclass
@@ -105,6 +115,11 @@ class Round:
         self.late += sorted(silent)
         self.failures |= dict.fromkeys(silent, f"no reply within the deadline of {deadline:g} s")
 
+    def leave_out(self, why: Mapping[int, str]) -> None:
+        """Note clients whose replies cannot be used after all."""
+        self.failures |= why
+        self.received = {p: reply for p, reply in self.received.items() if p not in why}
+
     def lose(self, replies: Mapping[int, Parcel]) -> None:
         """Note which clients say that they have lost what they kept; losses of earlier attempts stay."""
         lost = losses(replies)
@@ -119,12 +134,16 @@ class Round:
         ]
 
     def check_enough(self, least: int, method: str) -> None:
-        """Raise TooFewReplies if fewer than `least` replies are used; say why the others are not."""
+        """Raise TooFewReplies if fewer than `least` replies are used; say why the others are not.
+
+        It is NoMajority if the clients disagree so that none of them could be used.
+        """
         if len(self.used) >= least:
             return
         named = {"inactive": self.inactive, "incomplete": self.incomplete}
         why = [name_failures(self.failures)] if self.failures else []
-        raise TooFewReplies(
+        kind = NoMajority if UNDECIDED in self.failures.values() else TooFewReplies
+        raise kind(
             f"round {self.number} of {method}: {len(self.used)} usable replies from a cohort of "
             f"{len(self.cohort)}, needed {least}: "
             + "; ".join(why + [f"{name}: {pids}" for name, pids in named.items() if pids])

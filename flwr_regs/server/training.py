@@ -19,6 +19,7 @@ from flwr_regs.server.aggregate.weights import (
     UnusableReplies,
     WithheldStats,
     aggregation_weights,
+    bounded_shares,
     update_weights,
 )
 from flwr_regs.server.client_metrics import common_metrics, usable
@@ -41,6 +42,8 @@ from flwr_regs.wire.arrays import NDArrays, ProtocolError
 from flwr_regs.wire.text import shown
 
 LOG = logging.getLogger("flwr")
+MANY = 5
+"""Replies of which one client should not have over half of the weight."""
 MeanOfMetrics = Callable[[str, Sequence[Mapping[str, Any]]], Mapping[str, Any]]
 """Averages the clients' metrics: ("train" or "evaluate", the metrics that all report) -> their mean."""
 
@@ -67,8 +70,8 @@ class Training:
     population : Population
     history : list of dict
         One entry a round.
-    identity : dict
-        Entries of every message's config: method, training and hyper-parameters.
+    start_id : str
+        What identifies this training to the clients, also after it was resumed.
     evaluated : bool
         Whether any client could ever evaluate.
     remembered : Remembered
@@ -102,19 +105,16 @@ class Training:
             options.min_available_nodes, options.population, options.wait_timeout
         )
         self.history: list[dict[str, Any]] = []
-        self.identity: dict[str, Any] = {
-            keys.METHOD_KEY: method,
-            keys.START_KEY: uuid4().hex[:8],
-            **options.term.config(),
-        }
+        self.start_id = uuid4().hex[:8]
         self.num_rounds = num_rounds
         self.mean_of_metrics = mean_of_metrics
         self._privacy = PrivateRounds(options.privacy, options.seed, budget)
         self._participation = Participation(
             options.incomplete, options.drop_inactive, options.restart_lr, num_rounds or 1
         )
-        self._guard = DivergenceGuard()
+        self._guard = DivergenceGuard(options, method)
         self._warned_of_weights = False
+        self._heavy = set[int]()  # clients that were named for their weight
         self.evaluated = False
         self.remembered = Remembered()
         self._bound: dict[str, Snapshots] = {  # a round changes them, and a failed one does not
@@ -141,9 +141,16 @@ class Training:
         return changed
 
     @property
-    def start_id(self) -> str:
-        """What identifies this training to the clients, also after it was resumed."""
-        return str(self.identity[keys.START_KEY])
+    def identity(self) -> dict[str, Any]:
+        """Entries of every message's config: method, training, hyper-parameters, how the model travels."""
+        half, frozen = self.options.wire_dtype, self.model.frozen
+        return {
+            keys.METHOD_KEY: self.method,
+            keys.START_KEY: self.start_id,
+            **self.options.term.config(),
+            **({keys.HALF_KEY: half} if half else {}),
+            **({keys.FROZEN_DIGEST_KEY: frozen} if frozen else {}),
+        }
 
     def keep_ledger(self, write: Callable[[Mapping[str, Any]], None] | None) -> None:
         """Let `write` have what the privacy accountant has counted, before a noisy mean is used."""
@@ -157,7 +164,7 @@ class Training:
 
     def restore(self, state: Mapping[str, Any], history: Sequence[dict[str, Any]]) -> None:
         """Continue from a snapshot and its history."""
-        self.identity[keys.START_KEY] = state["start"]
+        self.start_id = state["start"]
         for name, part in {**self._bound, **self._known}.items():
             part.restore(state[name])
         self.evaluated = state["evaluated"]
@@ -199,13 +206,14 @@ class Training:
         if left_out := self.population.left_out:
             this_round.events["refused"] = left_out
         self._privacy.check_budget(this_round)
-        this_round.lr = self._learning_rate(number, config.get("lr"))
+        this_round.lr = self.learning_rate(number, config.get("lr"))
         context = self._context(this_round, self._robust())
         this_round.config = self._config(this_round, config)
         term.restrict(this_round.config)  # with this round's learning rate
         exchange = Exchange(
             *(this_round, options, self.model, network, context),
             *(self.population.request, self.remembered),
+            partial(self._guard.check_uploads, this_round, what="reply in the first exchange,"),
         )
         this_round.lap("configure")
 
@@ -222,13 +230,18 @@ class Training:
         if options.overlap and number != self.num_rounds:
             later = self._draw(number + 1, members, network)
             requests.append(exchange.ahead(p for p in later if p in here))
-        LOG.info("configure_train: cohort of %d (out of %d)", len(this_round.cohort), len(members))
+        LOG.debug("round %d: %d of %d clients", number, len(this_round.cohort), len(members))
 
         came, *acknowledged = yield requests
         exchange.collect(came)
         this_round.lap("clients")
 
-        self._read(this_round)
+        Reader(self.method, options, self.model).read_all(this_round)
+        fixed = (self.model.buffers or frozenset()) - set(self.model.tied or ())
+        uncovered = self._privacy.uncovered(this_round.received, self.model.given, fixed)
+        this_round.leave_out(uncovered)
+        if wrong := {p: why for p, why in this_round.failures.items() if p in this_round.asked}:
+            LOG.warning("\t> %s", name_failures(wrong))  # the others were named before
         self._participation.select(this_round)
         this_round.lose(this_round.came)
         name_losses(this_round)
@@ -273,15 +286,14 @@ class Training:
         attempt = 0 if failed is None else 1 + len(failed.get("attempts", []))
         return self.population.cohort(members, key, size, options.cohorts, network, attempt)
 
-    def _learning_rate(self, number: int, given: Any) -> float | None:
-        if given is None:  # plain clients have their own
+    def learning_rate(self, number: int, given: Any) -> float | None:
+        """Return the clients' η in a round; None if plain clients have their own.
+
+        Raises what :meth:`Options.learning_rate` raises.
+        """
+        if given is None:
             return None
-        lr = float(given)
-        on_schedule = self._participation.schedule_round(number)
-        lr *= float(self.options.lr_schedule(on_schedule))
-        if not 0 < lr < float("inf"):
-            raise ValueError(f"lr_schedule({on_schedule}) makes the learning rate {lr}")
-        return lr
+        return self.options.learning_rate(given, self._participation.schedule_round(number))
 
     def _config(self, this_round: Round, config: Mapping[str, Any]) -> dict[str, Any]:
         """Return the round's config, the same for every client."""
@@ -297,25 +309,12 @@ class Training:
             **({} if this_round.lr is None else {"lr": this_round.lr}),
             keys.ROUND_KEY: this_round.number,
             keys.PROTOCOL_KEY: keys.PROTOCOL,
-            **({keys.FROZEN_DIGEST_KEY: self.model.frozen} if self.model.frozen else {}),
-            **({keys.HALF_KEY: options.wire_dtype} if options.wire_dtype else {}),
         }
-
-    def _read(self, this_round: Round) -> None:
-        """Check the replies; note the usable ones, and why the others are not."""
-        reader, model = Reader(self.method, self.options, self.model), self.model
-        replies, failures = reader.read_all(this_round.came, this_round.config)
-        fixed = (model.buffers or frozenset()) - set(model.tied or ())
-        failures |= self._privacy.uncovered(replies, model.given, fixed)
-        this_round.failures |= failures
-        this_round.received = {p: reply for p, reply in replies.items() if p not in failures}
-        if failed := {p: why for p, why in this_round.failures.items() if p in this_round.asked}:
-            LOG.warning("\t> %s", name_failures(failed))  # the others were named before
 
     def _advance(self, this_round: Round) -> None:
         """Average the used replies and move the model; RoundFailed if they are too few or it diverges."""
-        mean = None if self.options.privacy is None else partial(self._privacy.mean, this_round)
-        watch = partial(self._guard.watch, this_round, self.options, self.method)
+        means = self._guard if self.options.privacy is None else self._privacy
+        mean, watch = partial(means.mean, this_round), partial(self._guard.watch, this_round)
         weigher = StepScaling() if self.options.incomplete == "scale" else self.options.term.weigher
         where = f"round {this_round.number} of {self.method}"
         while True:
@@ -323,9 +322,13 @@ class Training:
             robust = self._robust()
             context = self._context(this_round, robust)  # the trained arrays are known now
             try:
-                scaled = update_weights(weigher, this_round.used, context)
+                self._guard.check_uploads(
+                    this_round, {p: r.uploads for p, r in this_round.used.items()}
+                )
+                given = update_weights(weigher, this_round.used, context)
+                scaled = bounded_shares(given, self.options.max_weight)
                 self.model.advance(this_round.used, context, scaled, mean, watch, robust)
-                self._note_bounds(this_round, robust, context.weights)
+                self._note_bounds(this_round, robust, context.weights, given, scaled)
                 return
             except UnusableReplies as error:  # go on without these clients
                 why = {p: shown(f"the reply of client {p}: {y}") for p, y in error.why.items()}
@@ -347,6 +350,7 @@ class Training:
         """Return the context of the terms' server hooks; with weights and replies, once there are any."""
         lr = math.nan if this_round.lr is None else this_round.lr
         context = self.model.context(this_round.number, lr, self.population.size)
+        context = replace(context, max_scale=self.options.max_scale)
         if robust is not None:
             context = replace(context, aggregated=robust.aggregated, robust=True)
         if not this_round.used:
@@ -366,10 +370,30 @@ class Training:
         return None if isinstance(aggregator, Mean) else RobustMeans(aggregator)
 
     def _note_bounds(
-        self, this_round: Round, robust: RobustMeans | None, weights: Mapping[int, float]
+        self,
+        this_round: Round,
+        robust: RobustMeans | None,
+        weights: Mapping[int, float],
+        given: Mapping[int, float],
+        scaled: Mapping[int, float],
     ) -> None:
-        """Note in a round whom the aggregator selected, and whose updates or weights were bounded."""
+        """Note in a round whom the aggregator selected, and whose updates or weights were bounded.
+
+        `weights` are ``p_k``; `given` and `scaled` are ``ω_k`` before and after they were bounded. With the
+        mean, the first time that a client has over half of the weight of five or more, it is named.
+        """
         bounded = set() if robust is None else set(robust.bounded)
+        bounded |= {p for p in given if scaled[p] < given[p]}
+        heavy = max(scaled, key=scaled.__getitem__)
+        share = scaled[heavy] / (sum(scaled.values()) or 1.0)
+        if robust is None and len(scaled) >= MANY and share > 0.5 and heavy not in self._heavy:
+            self._heavy.add(heavy)
+            this_round.events["heavy"] = {heavy: share}
+            LOG.warning(
+                "client %d has %.3g of the weight of %d clients, by what it says of itself: max_weight=0.2 "
+                "would bound it",
+                *(heavy, share, len(scaled)),
+            )
         if (most := self.options.max_weight) is not None:
             given = aggregation_weights(this_round.used, self.options.weighting)
             n = len(given)

@@ -9,11 +9,11 @@ import numpy as np
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 from flwr.clientapp import ClientApp
-from flwr.common.serde import recorddict_from_proto, recorddict_to_proto
 from torch import nn
 from torch.func import functional_call
 
 from flwr_regs.flower.app import client_app
+from flwr_regs.flower.compat import recorddict_from_proto, recorddict_to_proto
 from flwr_regs.flower.grids.in_process import InProcessGrid
 from flwr_regs.wire import keys
 

@@ -12,15 +12,16 @@ from unittest import mock
 import numpy as np
 import torch
 
+from flwr_regs.client import serving
 from flwr_regs.client.local_training import local_round
 from flwr_regs.client.train.client_result import LocalResult
-from flwr_regs.flower import client as client_module
 from flwr_regs.term import Term
 
 ARGUMENTS = {  # hook -> its arguments, as Term and the abilities have them
     "start": ("params", "ctx"),
     "loss": ("base", "params", "ctx"),
     "correct": ("grads", "params", "ctx"),
+    "evolve": ("grads", "params", "ctx"),
     "finish": ("delta", "ctx"),
     "init": ("params",),
     "broadcast": ("server", "ctx"),
@@ -30,6 +31,7 @@ ARGUMENTS = {  # hook -> its arguments, as Term and the abilities have them
     "fold": ("acc", "pid", "delta", "upload", "weight", "ctx"),
     "probe": ("ctx",),
     "answer": ("probes",),
+    "answer_in": ("probes", "ctx"),
     "recover": ("step", "lr"),
     "broadcast_to": ("pid", "server", "ctx"),
     "personal": ("params", "ctx"),
@@ -40,13 +42,14 @@ HANDED_ON = {  # the arguments that a hook may return, or return parts of, witho
     "start": ("params", "ctx.start"),
     "loss": ("base",),
     "correct": ("grads",),
-    "finish": ("delta", "ctx.client", "ctx.broadcast"),
+    "finish": ("delta", "ctx.client", "ctx.broadcast", "ctx.optimizer_state"),
     "broadcast": ("server",),
     "update": ("server", "delta", "uploads"),
     "release": ("server", "step"),
     "fold": ("acc", "upload"),
     "probe": ("ctx.client",),
     "answer": ("probes",),
+    "answer_in": ("probes",),
     "broadcast_to": ("server",),
     "personal": ("params", "ctx.start", "ctx.client"),
     "unused": ("before", "after"),
@@ -185,5 +188,5 @@ def recorded(calls: list[LocalCall]) -> Iterator[None]:
         calls.append(LocalCall(term, weights, data, {**settings, **kept}, result))
         return result
 
-    with mock.patch.object(client_module, "local_round", spy):
+    with mock.patch.object(serving, "local_round", spy):
         yield

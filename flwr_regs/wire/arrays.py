@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import safetensors.numpy
 
-from flwr_regs.wire.keys import TIED_KEY
+from flwr_regs.wire.keys import NOT_TRAINED_KEY
 from flwr_regs.wire.pieces import pieces
-from flwr_regs.wire.text import named, quoted, read_json
+from flwr_regs.wire.text import named, quoted
 
 NDArrays = dict[str, np.ndarray]
 
@@ -97,23 +97,6 @@ def untrainable(model: Mapping[str, np.ndarray]) -> frozenset[str]:
     return frozenset([*(n for n, a in model.items() if a.dtype.kind != "f"), *statistics(model)])
 
 
-def mask(chosen: Iterable[str], names: Iterable[str]) -> bytes:
-    """Return a mask of the `chosen` names: one bit for each of `names`, in sorted order."""
-    chosen = set(chosen)
-    return np.packbits(np.array([name in chosen for name in sorted(names)], bool)).tobytes()
-
-
-def unmask(data: Any, names: Iterable[str]) -> frozenset[str]:
-    """Return the chosen names of a :func:`mask`; raise ProtocolError for more or fewer bits."""
-    names = sorted(names)
-    if not isinstance(data, bytes) or len(data) != (len(names) + 7) // 8:
-        raise ProtocolError(f"expected a mask of {len(names)} bits, not {quoted(data, 40)}")
-    bits = np.unpackbits(np.frombuffer(data, np.uint8))
-    if bits[len(names) :].any():
-        raise ProtocolError(f"a mask of {len(names)} bits has more of them set")
-    return frozenset(name for name, bit in zip(names, bits, strict=False) if bit)
-
-
 def tie(arrays: NDArrays, tied: Mapping[str, str]) -> NDArrays:
     """Return `arrays`, with tied weights also under their other names.
 
@@ -122,37 +105,54 @@ def tie(arrays: NDArrays, tied: Mapping[str, str]) -> NDArrays:
     return {**arrays, **{n: arrays[first] for n, first in tied.items() if first in arrays}}
 
 
-def check_tied(
-    value: Any, model: Mapping[str, np.ndarray], buffers: Collection[str]
-) -> dict[str, str]:
-    """Return a message's tied weights (JSON) as other name -> trained name.
+def listed(buffers: Collection[str], tied: Mapping[str, str]) -> list[str]:
+    """Return the arrays that a client does not train as they travel, for :func:`not_trained`."""
+    return [f"{name}={tied[name]}" if name in tied else name for name in sorted(buffers)]
 
-    Raises ProtocolError unless each other name is in `buffers`, its trained name is not, and both have the
-    same shape and dtype.
+
+def not_trained(
+    value: Any, model: Mapping[str, np.ndarray]
+) -> tuple[frozenset[str], dict[str, str]]:
+    """Return (the arrays that a client does not train, its tied weights: other name -> trained name).
+
+    `value` lists names, and ``"<other name>=<trained name>"`` for a tied weight; None: what names and
+    dtypes show. Raises ProtocolError for anything else, and unless both names have one shape and dtype.
     """
-    try:
-        tied: dict[str, str] = dict(read_json(value))
-        good = all(
-            other in buffers
-            and first in model
-            and first not in buffers
-            and (model[other].shape, model[other].dtype) == (model[first].shape, model[first].dtype)
-            for other, first in tied.items()
-        )
-    except (TypeError, ValueError, KeyError):
-        good = False
+    if value is None:
+        return untrainable(model), {}
+    entries: list[Any] = [None]
+    if isinstance(value, list) and len(value) <= len(model):
+        entries = value
+    tied: dict[str, str] = {}
+    for entry in entries:
+        if isinstance(entry, str) and entry not in model:
+            other, _, tied[other] = entry.partition("=")
+    buffers = frozenset(tied) | {e for e in entries if e in model}
+    good = len(buffers) == len(entries) and all(
+        other in model
+        and first in model
+        and first not in buffers
+        and (model[other].shape, model[other].dtype) == (model[first].shape, model[first].dtype)
+        for other, first in tied.items()
+    )
     if not good:
         raise ProtocolError(
-            f"'{TIED_KEY}' must map names of the model's arrays to trained ones of the same shape, but is "
-            f"{quoted(value)}"
+            f"'{NOT_TRAINED_KEY}' must list arrays of the model, tied ones as 'other=trained' of the same "
+            f"shape, but is {quoted(value)}"
         )
-    return tied
+    return buffers, tied
 
 
-def check_arrays(arrays: Mapping[str, Any], expected: Mapping[str, Any], what: str) -> None:
+def check_arrays(
+    arrays: Mapping[str, Any],
+    expected: Mapping[str, Any],
+    what: str,
+    largest: float | None = None,
+) -> None:
     """Raise ProtocolError naming the first array whose name, shape or dtype is not as expected.
 
-    Arrays are numpy or torch; `arrays` and `expected` must be of the same kind.
+    Arrays are numpy or torch; `arrays` and `expected` must be of the same kind. With `largest`, numpy
+    arrays are checked as by :func:`check_finite`, too; constants of `expected` may stay.
     """
     if arrays.keys() != expected.keys():
         raise ProtocolError(
@@ -169,6 +169,8 @@ def check_arrays(arrays: Mapping[str, Any], expected: Mapping[str, Any], what: s
             raise ProtocolError(
                 f"{what}: array '{name}' has dtype {got.dtype}, expected {want.dtype}"
             )
+        if largest is not None:
+            check_finite({name: got}, what, {name: want}, largest)
 
 
 def check_finite(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -16,12 +16,11 @@ from flwr_regs.wire.arrays import (
     digest,
     in_code_order,
     tie,
-    unmask,
 )
-from flwr_regs.wire.text import one_line, read_json
+from flwr_regs.wire.text import one_line
 
-KINDS = ("delta", "coded", "kept")
-"""Values of ``regs.downlink``: what a message holds instead of the model."""
+WHOLE = "model"
+"""``regs.downlink`` of a message that holds the whole model; the others build on an earlier one."""
 
 
 class OutOfSync(Exception):
@@ -31,19 +30,19 @@ class OutOfSync(Exception):
 def model_from(
     config: Mapping[str, Any], arrays: NDArrays, base: NDArrays | None
 ) -> tuple[NDArrays, NDArrays | None]:
-    """Return (the server's model, the last step) from a message of one of the `KINDS`.
+    """Return (the server's model, the last step) from a message that does not hold the whole.
 
     `base` is the model that this client kept, or None. Of a ``"coded"`` message, the model still lacks the
     coded steps, which only the method can decode: :func:`decoded_model`. The step is None if the message
     has none. Raises OutOfSync.
     """
+    kind = config[keys.DOWNLINK_KEY]
     if base is None:
         raise OutOfSync
-    kind = config[keys.DOWNLINK_KEY]
-    if kind == "kept":
-        return base, None
     if kind == "coded":
         return {**base, **arrays}, None
+    if kind == "kept":
+        return _confirmed(base, config), None
     if base.keys() != arrays.keys():
         raise OutOfSync
     model = {name: add(base[name], arrays[name]) for name in arrays}
@@ -51,23 +50,23 @@ def model_from(
 
 
 def decoded_model(
-    config: Mapping[str, Any], model: NDArrays, decode: Callable[..., Mapping[str, np.ndarray]]
+    config: Mapping[str, Any],
+    model: NDArrays,
+    trained: Iterable[str],
+    tied: Mapping[str, str],
+    decode: Callable[..., Mapping[str, np.ndarray]],
 ) -> tuple[NDArrays, NDArrays]:
     """Return (the server's model, its last step): `model` and the coded steps of a ``"coded"`` message.
 
-    The config has the mask of the arrays that are not trained, and tied weights as JSON: other name -> the
-    name under which it is coded. Raises OutOfSync, and ProtocolError for a step that does not decode.
+    The steps hold the `trained` arrays; `tied` weights, other name -> trained name, follow. Raises
+    OutOfSync, and ProtocolError for a step that does not decode.
     """
-    try:
-        fixed = unmask(config[keys.BUFFERS_KEY], model)
-    except ProtocolError as error:  # the kept model has other names
-        raise OutOfSync from error
-    trained = in_code_order(model, set(model) - fixed)
+    like = in_code_order(model, trained)
     step: NDArrays = {}
     for coded in config[keys.STEPS_KEY]:
-        step = decoded(decode, coded, trained, "the coded global step")
+        step = decoded(decode, coded, like, "the coded global step")
         model = model | {n: add(model[n], s) for n, s in step.items()}
-    return _confirmed(tie(model, read_json(config.get(keys.TIED_KEY, "{}"))), config), step
+    return _confirmed(tie(model, tied), config), step
 
 
 def decoded(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import sys
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
@@ -54,19 +55,26 @@ def claim(path: Path) -> Callable[[], None]:
     """Lock a file that stands for a folder; return what gives it up, as the end of the process also does.
 
     Raises BlockingIOError, which names the process that holds it, and OSError if it cannot be written.
-    Windows has no such locks: nothing is kept out there.
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     try:
-        import fcntl
+        if sys.platform == "win32":
+            import msvcrt
 
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except ImportError:
-        pass
-    except BlockingIOError:
+            os.lseek(
+                descriptor, 2**30, os.SEEK_SET
+            )  # beyond the text: nobody can read what is locked
+            msvcrt.locking(descriptor, msvcrt.LK_NBLCK, 1)
+        else:
+            import fcntl
+
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        os.lseek(descriptor, 0, os.SEEK_SET)
         holder = os.read(descriptor, 20).decode(errors="replace").strip()
         os.close(descriptor)
         raise BlockingIOError(f"process {holder or 'unknown'}") from None
+    os.lseek(descriptor, 0, os.SEEK_SET)
     os.ftruncate(descriptor, 0)
     os.write(descriptor, f"{os.getpid()}\n".encode())
     return partial(os.close, descriptor)

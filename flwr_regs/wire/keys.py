@@ -1,25 +1,16 @@
-"""The protocol: names of records, message types and config keys.
+"""The protocol: names of records, message types and config keys. docs/protocol.md is its specification.
 
 A train message holds the ArrayRecord ``"arrays"``, one ArrayRecord ``"<term>.broadcast"`` for each term
-that has one, and the ConfigRecord ``"config"``. What ``"arrays"`` holds depends on ``regs.downlink``:
+that has one, and the ConfigRecord ``"config"``. A reply holds ``"arrays"``, ``"<term>.upload"``,
+``"metrics"`` (numbers) and ``"config"``. ``"arrays"`` is a model, if no key says otherwise:
 
-- no entry: the global model;
-- ``"delta"``: the last global step;
-- ``"coded"``: the buffers that changed; ``regs.steps`` holds the steps in the method's code;
-- ``"kept"``: nothing, because the client got the model with the round's probe.
+- ``regs.downlink`` says what a message holds of the model; a client that gets it keeps the model;
+- ``regs.steps`` holds steps in the method's code; ``"arrays"`` then holds the buffers that changed. Down,
+  these are the last global steps; up, it is the client's update;
+- with ``regs.wire-dtype``, float32 arrays have 16 bits (precision.py).
 
-Parameters that no client trains may be missing from the global model: clients hold them. A client sends
-their digest, ``regs.frozen-digest``, with its reply. Once clients have agreed on one, messages hold it, and
-a client with another digest refuses them.
-
-With ``regs.wire-dtype``, the float32 arrays that ``regs.halves`` marks have 16 bits, in both directions
-(precision.py). A reply holds ``"arrays"``, ``"<term>.upload"``, ``"metrics"`` (numbers) and ``"config"``
-(``regs.method`` and other text). With a coded update in ``regs.update``, its ``"arrays"`` are only the
-buffers that changed.
-
-A ``NumPyClient`` gets the same values in its `config` and returns them in fit's metrics, with arrays
-packed as safetensors bytes. Nothing is pickled. This file imports no torch: it is loaded in every
-ClientApp process, before the user's `client_fn` runs.
+Nothing is pickled. This file imports no torch: it is loaded in every ClientApp process, before the user's
+`client_fn` runs.
 """
 
 from __future__ import annotations
@@ -38,38 +29,32 @@ LABELS = "query.flwr_regs_labels"
 PREFETCH = "query.flwr_regs_prefetch"
 PROBE = "query.flwr_regs_probe"
 
-METHOD_KEY = "regs.method"
 PROTOCOL_KEY = "regs.protocol"
+METHOD_KEY = "regs.method"
 START_KEY = "regs.start"
+ROUND_KEY = "server-round"
+CLIENT_KEY = "regs.partition"
 SEED_KEY = "regs.seed"
-NAMES_KEY = "regs.names"
-BUFFERS_KEY = "regs.not-trainable"
-TIED_KEY = "regs.tied"
-HALF_KEY = "regs.wire-dtype"
-HALVES_KEY = "regs.halves"
-SENT_KEY = "regs.sent"
-REFUSED_KEY = "regs.refused"
-UNSAVED_KEY = "regs.not-saved"
-USED_KEY = "regs.used"
-CAME_KEY = "regs.came"
-KEEPS_KEY = "regs.keeps"
-FROZEN_DIGEST_KEY = "regs.frozen-digest"
-LAYER_KEY = "regs.output-layer"
-LOST_KEY = "regs.lost"
+PROBE_KEY = "regs.probe"
+PREVIOUS_LR_KEY = "regs.previous-lr"
 INCOMPLETE_KEY = "regs.incomplete"
 BESIDE_KEY = "regs.beside"
-UPDATE_KEY = "regs.update"
-STEPS_KEY = "regs.steps"
 DOWNLINK_KEY = "regs.downlink"
-KEEP_KEY = "regs.keep-model"
-BASE_ROUND_KEY = "regs.base-round"
 DIGEST_KEY = "regs.digest"
-PREVIOUS_LR_KEY = "regs.previous-lr"
-PROBE_KEY = "regs.probe"
-CLIENT_KEY = "regs.partition"
-OUT_OF_SYNC_KEY = "regs.out-of-sync"
-ROUND_KEY = "server-round"
+STEPS_KEY = "regs.steps"
+HALF_KEY = "regs.wire-dtype"
+NOT_TRAINED_KEY = "regs.not-trained"
+FROZEN_DIGEST_KEY = "regs.frozen-digest"
+SNAPSHOTS_KEY = "regs.snapshots"
+MEMORY_KEY = "regs.memory"
+LAYER_KEY = "regs.output-layer"
 LABELS_KEY = "regs.label-counts"
+NAMES_KEY = "regs.names"
+
+KEEPS_STATE, KEEPS_PRIVATE = "keeps state", "keeps private"
+LOST_STATE, LOST_PRIVATE, LOST_MODEL = "lost state", "lost private", "lost model"
+NOT_SAVED = "not saved"
+"""What a client says of its memory, in ``regs.memory``."""
 
 
 def is_start(value: object) -> bool:

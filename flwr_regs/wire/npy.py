@@ -55,15 +55,16 @@ class Header(NamedTuple):
     fortran: bool
     start: int
 
+    def view(self, data: bytes) -> np.ndarray:
+        """Return the numbers of the ``.npy`` that it heads, as a read-only view of its bytes."""
+        flat = np.frombuffer(data, self.dtype, offset=self.start)
+        flat.flags.writeable = False
+        return flat.reshape(self.shape[::-1]).T if self.fortran else flat.reshape(self.shape)
+
 
 def read_array(data: Any) -> np.ndarray:
     """Return the array of a ``.npy``, as a read-only view of its bytes; raise Unreadable."""
-    head = read_header(data)
-    flat = np.frombuffer(data, head.dtype, offset=head.start)
-    flat.flags.writeable = False
-    if head.fortran:
-        return flat.reshape(head.shape[::-1]).T
-    return flat.reshape(head.shape)
+    return read_header(data).view(data)
 
 
 def read_header(data: Any) -> Header:

@@ -63,9 +63,10 @@ class Parcel:
         scalars = {keys.CONFIG: self.config, keys.METRICS: self.metrics}
         return named([*self.records, *(name for name, values in scalars.items() if values)])
 
-    def says(self, key: str) -> bool:
-        """Return whether the config holds a true value under `key`."""
-        return bool(self.config.get(key, False))
+    def says(self, what: str) -> bool:
+        """Whether a client says this of its memory, in ``regs.memory``."""
+        said = self.config.get(keys.MEMORY_KEY)
+        return isinstance(said, list) and what in said
 
 
 def scalar_bytes(scalars: Mapping[str, Any]) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +10,7 @@ import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 
 from flwr_regs.wire.arrays import NDArrays, ProtocolError, plain_name, unpack
-from flwr_regs.wire.keys import ARRAYS, CONFIG, MEMORY, METRICS, MODEL, PROTOCOL, PROTOCOL_KEY
+from flwr_regs.wire.keys import CONFIG, METRICS, PROTOCOL, PROTOCOL_KEY, ROUND_KEY
 from flwr_regs.wire.npy import Unreadable, is_plain, read_array, read_header, write_array
 from flwr_regs.wire.parcel import Parcel, scalar_bytes
 from flwr_regs.wire.text import LONGEST_NAME, quoted, shown
@@ -62,32 +62,35 @@ def from_record(record: ArrayRecord) -> NDArrays:
     return {k: a.copy(order="K") for k, a in views_of(record).items()}
 
 
-def views_of(record: ArrayRecord) -> NDArrays:
-    """Return the arrays of :func:`from_record` as read-only views of their bytes."""
-    return {plain_name(k): read_entry(k, a) for k, a in record.items()}
+def views_of(record: Mapping[str, Array]) -> NDArrays:
+    """Return the arrays of :func:`from_record` as read-only views of their bytes.
 
-
-def read_entry(name: str, array: Array) -> np.ndarray:
-    """Return one array of a record, as a read-only view of its bytes.
-
-    Raises ProtocolError unless its bytes are a ``.npy`` and its labels say the same. A label may be missing
-    (dtype "", shape ()): Flower's older layout has none.
+    Raises ProtocolError unless the bytes of each are a ``.npy``, its labels say the same, and no name came
+    twice. A label may be missing (dtype "", shape ()): Flower's older layout has none.
     """
-    try:
-        if array.stype != "numpy.ndarray":
-            raise Unreadable(f"it is labelled {quoted(array.stype, 40)}, expected 'numpy.ndarray'")
-        read = read_array(array.data)
-        if array.dtype not in ("", _label(read.dtype)):
-            raise Unreadable(f"it is {read.dtype}, but is labelled {quoted(array.dtype, 40)}")
-        if tuple(array.shape) not in ((), read.shape):
-            raise Unreadable(
-                f"it has shape {read.shape}, but is labelled {quoted(array.shape, 80)}"
-            )
-        return read
-    except (Unreadable, TypeError) as error:
-        raise ProtocolError(
-            f"array '{shown(name, LONGEST_NAME)}' cannot be read: {error}"
-        ) from error
+    arrays: NDArrays = {}
+    for key, array in record.items():
+        name = plain_name(key)
+        try:
+            if name in arrays:
+                raise Unreadable("it came twice, with and without what torch.compile adds to names")
+            if array.stype != "numpy.ndarray":
+                raise Unreadable(
+                    f"it is labelled {quoted(array.stype, 40)}, expected 'numpy.ndarray'"
+                )
+            head = read_header(array.data)  # before memory is spent
+            if array.dtype not in ("", _label(head.dtype)):
+                raise Unreadable(f"it is {head.dtype}, but is labelled {quoted(array.dtype, 40)}")
+            if tuple(array.shape) not in ((), head.shape):
+                raise Unreadable(
+                    f"it has shape {head.shape}, but is labelled {quoted(array.shape, 80)}"
+                )
+            arrays[name] = head.view(array.data)
+        except (Unreadable, TypeError) as error:
+            raise ProtocolError(
+                f"array '{shown(name, LONGEST_NAME)}' cannot be read: {error}"
+            ) from error
+    return arrays
 
 
 @cache
@@ -142,15 +145,15 @@ def reply_of(parcel: Parcel) -> RecordDict:
 
 
 def parcel_of(content: RecordDict) -> Parcel:
-    """Return a message's content; its arrays are decoded when they are read."""
-    records: dict[str, _Unread] = {}
+    """Return a message's content, its arrays as views of their bytes; raise as :func:`views_of`."""
+    records: dict[str, NDArrays] = {}
     config: dict[str, Any] = {}
     metrics: dict[str, Any] | None = None
     size = 0
     for name, record in content.items():
         if isinstance(record, ArrayRecord):
-            records[name] = unread = _Unread(plainly_named(record), name == ARRAYS)
-            size += unread.nbytes
+            records[name] = views_of(record)
+            size += sum(len(key) + len(array.data) for key, array in record.items())
             continue
         scalars: dict[str, Any] = dict(record.items())
         size += scalar_bytes(scalars)
@@ -161,38 +164,12 @@ def parcel_of(content: RecordDict) -> Parcel:
     return Parcel(records, config, metrics, size)
 
 
-class _Unread(Mapping[str, np.ndarray]):
-    """The arrays of a record, each decoded when it is read: as views of their bytes, or as copies.
-
-    A whole model is not copied; a term may change what it gets, or hand it to torch.
-    """
-
-    def __init__(self, record: Mapping[str, Array], views: bool) -> None:
-        self._record = record
-        self._views = views
-
-    @property
-    def nbytes(self) -> int:
-        """Names and arrays in bytes, as received."""
-        return sum(len(name) + len(array.data) for name, array in self._record.items())
-
-    def __getitem__(self, name: str) -> np.ndarray:
-        array = read_entry(name, self._record[name])
-        return array if self._views else array.copy(order="K")
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._record)
-
-    def __len__(self) -> int:
-        return len(self._record)
-
-
 def sorted_entries(
     reply: Mapping[str, Any],
 ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
     """Split a client's reply into (uploads as records, numbers, entries of a config).
 
-    Uploads are mappings, or packed. What the client leaves to its own node is left out.
+    Uploads are mappings, or packed. The number of the round is an entry.
     """
     records: dict[str, Any] = {}
     numbers: dict[str, Any] = {}
@@ -200,9 +177,7 @@ def sorted_entries(
     for key, value in reply.items():
         if isinstance(value, bytes | Mapping) and key.endswith(".upload"):
             records[key] = to_record(unpack(value) if isinstance(value, bytes) else value)
-        elif key in (MEMORY, MODEL):
-            continue
-        elif isinstance(value, int | float) and not isinstance(value, bool):
+        elif isinstance(value, int | float) and not isinstance(value, bool) and key != ROUND_KEY:
             numbers[key] = value
         else:
             texts[key] = value

@@ -90,7 +90,7 @@ class Client:
         config |= {keys.CLIENT_KEY: 0, keys.METHOD_KEY: "m"}
         if course:
             used = max([n for n, _, u in course if u], default=0)
-            config |= {keys.CAME_KEY: course[-1][0], keys.USED_KEY: used}
+            config[keys.SNAPSHOTS_KEY] = [used, course[-1][0]]
         folder = None if self.root is None else Folder(self.root, config)
         held = self.node if folder is None else folder.completed(self.node, config)
         begun = begin(held, METHOD, config, withholds=True)
@@ -208,13 +208,13 @@ def test_a_disk_that_fails_leaves_no_snapshot_of_another_attempt(
     with monkeypatch.context() as patch:
         patch.setattr("flwr_regs.client.memory.write_atomically", full)
         assert not folder.write(end({}, config, one, None, "m"), config)
-    later = {**config, keys.ROUND_KEY: 2, keys.USED_KEY: 1, keys.CAME_KEY: 1}
+    later = {**config, keys.ROUND_KEY: 2, keys.SNAPSHOTS_KEY: [1, 1]}
     assert begin(folder.completed({}, later), METHOD, later).lost == ["state"]
 
 
 def test_what_a_first_exchange_keeps_belongs_to_its_round() -> None:
     one = {"if-used": {"n": torch.ones(1)}}
-    probe = {keys.ROUND_KEY: 2, keys.PROBE_KEY: True, keys.USED_KEY: 1, keys.CAME_KEY: 1}
+    probe = {keys.ROUND_KEY: 2, keys.PROBE_KEY: True, keys.SNAPSHOTS_KEY: [1, 1]}
     train = {k: v for k, v in probe.items() if k != keys.PROBE_KEY}
     held = end({}, {keys.ROUND_KEY: 1}, {"if-used": {"n": torch.zeros(1)}})
     asked = end(held, probe, one)
@@ -341,7 +341,7 @@ def test_a_client_whose_model_is_of_a_repeated_round_asks_for_the_whole() -> Non
         def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
             replies = list(super().pull_messages(message_ids))
             configs = [m.content.config_records.get("config", {}) for m in replies]
-            asked.append(sum(bool(c.get(keys.OUT_OF_SYNC_KEY)) for c in configs))
+            asked.append(sum(keys.LOST_MODEL in c.get(keys.MEMORY_KEY, []) for c in configs))
             return replies
 
     data = make_clients()

@@ -11,7 +11,7 @@ import pytest
 
 from tests.conftest import ROOT
 
-PATCH = ROOT / "docs" / "examples" / "new-method" / "fedinit.patch"
+PATCH = ROOT / "docs" / "examples" / "new-method" / "perfedavg.patch"
 
 
 def test_the_patch_applies() -> None:
@@ -36,7 +36,7 @@ def test_the_example_meets_the_laws(tmp_path: Path) -> None:
     git("apply", str(PATCH))
     git("add", "--all")
     files = ("tests/methods/test_laws.py", "tests/methods/test_registry.py")
-    laws = ("-m", "pytest", *files, "-k", "FedInit or registry", "-n", "0", "-q")
+    laws = ("-m", "pytest", *files, "-k", "PerFedAvg or registry", "-n", "0", "-q")
     done = subprocess.run(
         [sys.executable, *laws, "-m", "not flower"], cwd=tmp_path, capture_output=True, text=True
     )

@@ -16,7 +16,7 @@ from flwr_regs.experiments import cli, settings
 from flwr_regs.experiments.commands import train
 from flwr_regs.experiments.experiment import Experiment, refuse_dead
 from flwr_regs.experiments.run import server_app
-from flwr_regs.experiments.settings import DEFAULTS, Settings, field, read, shown
+from flwr_regs.experiments.settings import DEFAULTS, FIELD_KEYS, Settings, field, read, shown
 from tests.conftest import ROOT
 from tests.experiments.runs import runs_of
 
@@ -28,8 +28,18 @@ def test_the_app_has_the_packages_settings() -> None:
     written = (ROOT / "pyproject.toml").read_text()
     assert settings.toml() in written
     app = tomllib.loads(written)["tool"]["flwr"]["app"]["config"]
+    assert {name: app.pop(name) for name in FIELD_KEYS} == dict.fromkeys(FIELD_KEYS, 0)
     assert app == DEFAULTS
     assert [*map(type, app.values())] == [type(DEFAULTS[name]) for name in app]
+
+
+def test_the_names_of_other_flower_apps_are_understood() -> None:
+    """Beside the defaults of ours, which ``flwr run .`` hands over too."""
+    given = {**DEFAULTS, "num-server-rounds": 3, "learning-rate": 0.2, "local-epochs": 1}
+    assert Settings.of(given) == Settings.of({"rounds": 3, "lr": 0.2, "local-epochs": 1})
+    assert Settings.of({**given, "num-server-rounds": 0}).rounds == DEFAULTS["rounds"]
+    with pytest.raises(ValueError, match=r"learning-rate=0\.2 contradicts lr=0\.1"):
+        Settings.of({"lr": 0.1, "learning-rate": 0.2})
 
 
 def test_words_are_values() -> None:

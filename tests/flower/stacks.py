@@ -14,34 +14,66 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import flwr_regs as fr
-from flwr_regs.flower.grids.stacked_grid import STACKED
+from flwr_regs.client.memory import decode
+from flwr_regs.cohort.network import TRAINING
+from flwr_regs.wire.parcel import Parcel
+from flwr_regs.wire.records import parcel_of
 
 SIZES = (20, 23, 37, 20, 10)  # batches of 8: unequal steps, and last ones of 4, 7, 5, 4 and 2
 TOLERANCE = 1e-5
 
 
+class Recorded:
+    """A network that notes the replies of each exchange with training clients."""
+
+    def __init__(self, network: Any, replies: list[dict[int, Parcel]]) -> None:
+        self._network, self._replies = network, replies
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._network, name)
+
+    def ask(self, request: Any, timeout: float | None = None) -> Any:
+        """Ask, and note the replies."""
+        answers = self._network.ask(request, timeout)
+        if request.kind in TRAINING:
+            self._replies.append(dict(answers.came))
+        return answers
+
+
 class Watched:
-    """What a grid's clients reply to probes and train messages, and why they train one by one."""
+    """A grid that notes what its clients reply to probes and train messages, one dict an exchange."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.replies: list[dict[int, Message]] = []
-        self.alone: list[Message] = []
+        self.replies: list[dict[int, Parcel]] = []
 
-    def _serve(self, message: Message, app: Any) -> str:
-        self.alone.append(message)
-        return super()._serve(message, app)  # type: ignore[misc, no-any-return]
+    def network(self, method: str, terms: Any) -> Any:
+        """Note the replies of its exchanges."""
+        network = super().network(method, terms)  # type: ignore[misc]
+        return None if network is None else Recorded(network, self.replies)
 
-    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        """Note the replies, and pass them on."""
-        pulled = list(super().pull_messages(message_ids))  # type: ignore[misc]
-        if pulled and pulled[0].metadata.message_type in STACKED:
-            self.replies.append({m.metadata.src_node_id: m for m in pulled})
-        return pulled
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        """Note the replies to messages, but to those that a network has sent."""
+        sent = list(messages)
+        ids = super().push_messages(sent)  # type: ignore[misc]
+        inside = self._local is not None and self._local.asking  # type: ignore[attr-defined]
+        if sent[0].metadata.message_type in TRAINING and not inside:
+            replies = [self._replies[m.metadata.message_id] for m in sent]  # type: ignore[attr-defined]
+            self.replies.append(
+                {
+                    m.metadata.src_node_id - 1000: parcel_of(m.content)
+                    for m in replies
+                    if not m.has_error()
+                }
+            )
+        return ids  # type: ignore[no-any-return]
+
+    def _wrapped(self) -> bool:
+        return False
 
 
 class OneByOne(Watched, fr.InProcessGrid):
-    """The grid that is right."""
+    """The grid that is right: its clients get messages, one after the other."""
 
 
 class Stacked(Watched, fr.StackedGrid):
@@ -138,8 +170,8 @@ def compare(cohort: Cohort, app: Callable[[], Any] | None = None, clients: int =
     assert len(actual.replies) == len(expected.replies)
     for number, (a, b) in enumerate(zip(actual.replies, expected.replies, strict=True), 1):
         assert list(a) == list(b)
-        for node in b:
-            same(values_of(a[node]), values_of(b[node]), f"round {number}, node {node}")
+        for pid in b:
+            same(values_of(a[pid]), values_of(b[pid]), f"exchange {number}, client {pid}")
     same(kept_by(actual), kept_by(expected), "what the clients keep")
     for a, b in zip(*histories, strict=True):
         for key in ("cohort", "bytes_down", "bytes_up", "failures", "steps"):
@@ -147,13 +179,14 @@ def compare(cohort: Cohort, app: Callable[[], Any] | None = None, clients: int =
     return actual
 
 
-def values_of(message: Message) -> dict[str, Any]:
-    """Return all that a reply holds, by record and key."""
-    assert not message.has_error(), message.error.reason
+def values_of(reply: Parcel) -> dict[str, Any]:
+    """Return all that a reply holds, by record and key; but for the training's id, which is random."""
+    scalars = {"config": reply.config, "metrics": reply.metrics or {}}
     return {
-        f"{name}/{key}": value.numpy() if isinstance(record, ArrayRecord) else value
-        for name, record in message.content.items()
+        f"{name}/{key}": value
+        for name, record in {**reply.records, **scalars}.items()
         for key, value in record.items()
+        if key != "regs.start"
     }
 
 
@@ -163,7 +196,7 @@ def same(actual: dict[str, Any], expected: dict[str, Any], where: str) -> None:
     for key, want in expected.items():
         got = actual[key]
         assert type(got) is type(want), (where, key)
-        if key.endswith(("|code", "/regs.update")):  # codes of numbers that are equal to 1e-5
+        if key.endswith(("|code", "/regs.steps")):  # codes of numbers that are equal to 1e-5
             assert len(got) == len(want), (where, key)
         elif isinstance(want, np.ndarray):
             assert (got.dtype, got.shape) == (want.dtype, want.shape), (where, key)
@@ -176,9 +209,16 @@ def same(actual: dict[str, Any], expected: dict[str, Any], where: str) -> None:
 
 def kept_by(grid: fr.InProcessGrid) -> dict[str, Any]:
     """Return what the clients keep; without the training's start id, which is random."""
-    return {
-        f"{node}/{name.split('.', 4)[-1]}/{key}": a.numpy()
-        for node, state in grid.snapshot().items()
-        for name, record in state.array_records.items()
-        for key, a in record.items()
-    }
+    kept: dict[str, Any] = {}
+    for node, state in grid.snapshot().items():
+        for name, record in state.items():
+            where = f"{node}/{name.split('.', 4)[-1]}"
+            for key, value in record.items():
+                if isinstance(record, ArrayRecord):
+                    kept[f"{where}/{key}"] = value.numpy()
+                elif isinstance(value, bytes):
+                    slots = decode(value).items()
+                    kept |= {
+                        f"{where}/{key}/{t}.{n}": a.numpy() for t, s in slots for n, a in s.items()
+                    }
+    return kept

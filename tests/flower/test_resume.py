@@ -14,14 +14,13 @@ from typing import Any
 import numpy as np
 import pytest
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
-from flwr.serverapp import NeighboringRelation, PrivacyConfig, RdpAccountant, SamplingMethod
 
 import flwr_regs as fr
 from flwr_regs import CheckpointError, InProcessGrid
 from flwr_regs.flower.checkpoints import LEDGER
 from flwr_regs.server.checkpoint.checkpoint import Folder, latest
 from flwr_regs.testing import problem
-from tests.conftest import budgeted, make_clients, make_model
+from tests.conftest import accounting, budgeted, make_clients, make_model
 from tests.laws import CASES
 
 ROUNDS = 4
@@ -371,10 +370,11 @@ def test_ctrl_c_and_sigterm_save_the_last_finished_round_first(
     assert timeless(again.history) == timeless(unbroken(case)[0].history)
 
 
-def private(limit: float | None = None, sampling: Any = None, **more: Any) -> fr.RegStrategy:
-    kinds = (SamplingMethod.WITHOUT_REPLACEMENT, NeighboringRelation.REPLACE_ONE)
-    sampling, relation = sampling or kinds
-    accountant = RdpAccountant(PrivacyConfig(1e-5, 3, relation, sampling, limit), (2.0, 8.0))
+def private(limit: float | None = None, **more: Any) -> fr.RegStrategy:
+    flower = accounting()
+    kinds = (flower.NeighboringRelation.REPLACE_ONE, flower.SamplingMethod.WITHOUT_REPLACEMENT)
+    config = flower.PrivacyConfig(1e-5, 3, *kinds, limit)
+    accountant = flower.RdpAccountant(config, (2.0, 8.0))
     dp = fr.CentralDP(0.5, 1.0, accountant)
     return fr.FedAvg(privacy=dp, weighting="uniform", seed=3, fraction_train=0.7, **more)
 

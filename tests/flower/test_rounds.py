@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -11,7 +12,6 @@ from typing import Any
 
 import pytest
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import flwr_regs as fr
 from flwr_regs.flower.writers import numbers
@@ -166,6 +166,30 @@ def test_training_ends_early_by_its_history(stop: Any, after: int) -> None:
     assert strategy.history[-1]["server_metrics"]["accuracy"] == after / 10
 
 
+@pytest.mark.parametrize(
+    "schedule", [lambda t: 1 - t / 4, lambda t: 1 - t / 3.5], ids=["0", "below"]
+)
+def test_training_ends_before_the_learning_rate_is_0(schedule: Any, tmp_path: Path) -> None:
+    """Callbacks see why; a training that is resumed there ends there, too."""
+    seen: list[str | None] = []
+    settings: dict[str, Any] = {
+        "seed": 1,
+        "lr_schedule": schedule,
+        "on_round": lambda entry: seen.append(entry.get("stopped")),
+        "checkpoint_dir": tmp_path,
+    }
+    why = r"lr_schedule\(4\) makes the learning rate -?0.*, with which clients cannot train"
+    for more in ({}, {"resume_from": tmp_path}):
+        strategy = fr.FedAvg(**settings)
+        trained(strategy, fr.InProcessGrid(app_of(), 2), 7, **more)
+        assert len(strategy.history) == 3
+        assert re.fullmatch(why, strategy.history[-1]["stopped"])
+    assert seen == [None, None, strategy.history[-1]["stopped"]]
+    exact = fr.FedAvg(**settings | {"checkpoint_dir": None})
+    trained(exact, fr.InProcessGrid(app_of(), 2), 3)
+    assert "stopped" not in exact.history[-1]
+
+
 def test_callbacks_get_their_own_copy_may_fail_and_may_end_the_training(caplog: Any) -> None:
     seen: list[int] = []
 
@@ -204,7 +228,10 @@ def test_rounds_are_written_as_the_run_goes_and_an_old_file_is_kept(tmp_path: Pa
     fr.JsonLines(path)({"round": 1})
     assert rounds() == [1]
     assert rounds(of=tmp_path / "runs" / "history.jsonl.1") == [1, 2, 3]
-    read = EventAccumulator(str(tmp_path))
+    events = pytest.importorskip(  # it may need another protobuf than Flower
+        "tensorboard.backend.event_processing.event_accumulator", exc_type=ImportError
+    )
+    read = events.EventAccumulator(str(tmp_path))
     read.Reload()
     for tag, value in numbers(strategy.history[2]).items():
         event = read.Scalars(tag)[-1]
@@ -212,3 +239,22 @@ def test_rounds_are_written_as_the_run_goes_and_an_old_file_is_kept(tmp_path: Pa
         assert event.value == pytest.approx(value, rel=1e-6)
     curves = {"evaluate_metrics/accuracy", "bytes_up", "seconds/clients"}
     assert curves <= set(read.Tags()["scalars"])
+
+
+def test_the_log_has_a_line_a_round(caplog: Any) -> None:
+    """A round's line says who replied, and the metrics of all who measured."""
+    caplog.set_level(logging.INFO, logger="flwr")
+    grid = Lossy(app_of(fr.FedAvgClient), 4, lambda push, node: push == 2 and node % 2 == 0)
+    tests = iter([None, MetricRecord({"accuracy": 0.5}), MetricRecord({"accuracy": 0.625})])
+    trained(
+        fr.FedAvg(seed=7, min_replies=1),
+        grid,
+        2,
+        evaluate_fn=lambda number, arrays: next(tests),
+        timeout=1.0,
+    )
+    lines = [r.getMessage() for r in caplog.records if r.getMessage().startswith("round")]
+    expected = [(r"4 of 4", "0.5"), (r"2 of 4", "0.625")]
+    for number, (line, (clients, server)) in enumerate(zip(lines, expected, strict=True), start=1):
+        words = rf"round {number}/2   {clients} clients   train-loss \S+   clients: .*loss.*"
+        assert re.fullmatch(rf"{words}   server: accuracy {server}   \S+ s", line), line

@@ -304,9 +304,9 @@ MISTAKES: list[tuple[Callable[[], Any], type[Exception], str]] = [
     ),
     (lambda: fr.client_app(3), TypeError, "needs a function"),  # type: ignore[arg-type]
     (
-        lambda: start(fr.FedAvg(lr_schedule=lambda t: 0.0), fr.InProcessGrid(app_of(), 3)),
+        lambda: start(fr.FedAvg(lr_schedule=lambda t: 0.0), fr.InProcessGrid(ClientApp(None), 3)),
         ValueError,
-        r"lr_schedule\(1\) makes the learning rate 0",
+        r"lr_schedule\(1\) makes the learning rate 0, with which clients cannot train",
     ),
     (
         lambda: start(

@@ -117,7 +117,11 @@ def bits(result: Any, grid: InProcessGrid) -> Any:
     metrics = [dict(r) for r in result.train_metrics_clientapp.values()]
     metrics += [dict(r) for r in result.evaluate_metrics_clientapp.values()]
     kept = [
-        {key.split(".")[-1]: dict(record) for key, record in state.items()}
+        {
+            key.split(".")[-1]: dict(record)
+            for key, record in state.items()
+            if key != "calls"  # a stacked grid makes a client once
+        }
         for state in grid.snapshot().values()
     ]
     return {n: a.data for n, a in result.arrays.items()}, metrics, kept

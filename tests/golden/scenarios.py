@@ -113,6 +113,7 @@ SCENARIOS = {
     "rfedavgplus": Scenario(partial(fr.RFedAvgPlus, 0.1), fr.RFedAvgPlusClient),
     "efl": Scenario(partial(fr.EFL, 0.5, density_up=0.3, density_down=0.3), fr.EFLClient),
     "fedcurv": Scenario(partial(fr.FedCurv, 0.5), fr.FedCurvClient),
+    "fedbabu": Scenario(fr.FedBABU, fr.FedBABUClient),
     "fedbn": Scenario(fr.FedBN, fr.FedBNClient, evaluate={}),
     "fedamp": Scenario(fr.FedAMP, fr.FedAMPClient, evaluate={}),
     "fedfor-ternary": Scenario(

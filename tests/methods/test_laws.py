@@ -96,7 +96,12 @@ class Forgetful(InProcessGrid):
 def test_some_clients_stop_early_and_one_forgets(case: Method, how: str) -> None:
     """3 of 5 clients a round; who stops early is used as the method has it, or dropped. As the oracle."""
     options = {"incomplete": how, "downlink": "delta"} if how == "drop" else {}
-    some = {"fraction_train": 0.6, "min_train_nodes": 1, "fraction_evaluate": 0.0}
+    some = {
+        "fraction_train": 0.6,
+        "min_train_nodes": 1,
+        "fraction_evaluate": 0.0,
+        "max_scale": 99.0,
+    }
     strategy = case.build(seed=8, **some, **options)
     data, client = make_clients(5), budgeted(case.client, SHORT)
     grid = Forgetful(problem.app_of(client, data), 5)

@@ -28,9 +28,13 @@ SETTINGS: list[tuple[Callable[[], Any], str]] = [
     (lambda: fr.FedADC(beta=1.0), "FedADC: beta must be a number from 0 to below 1, not 1.0"),
     (lambda: fr.FedADC(alpha=0.0), "FedADC: alpha must be a positive number, not 0.0"),
     (lambda: fr.FedADC(variant="red"), "variant must be 'nesterov' or 'heavy-ball', not 'red'"),
-    (lambda: fr.FedADC(local_momentum=0.5, beta_local=0.1), "has one beta"),
+    (lambda: fr.FedADC(beta_local=1.0, beta_global=0.5), "FedADC: beta_local must be .* below 1"),
+    (lambda: fr.FedADC(local_momentum=0.5, beta_local=0.1, beta_global=0.2), "has one beta"),
     (lambda: fr.FedADCPlus(lam=1.5), "FedADCPlus: lam must be a number from 0 to 1, not 1.5"),
     (lambda: fr.FedADCPlus(temperature=0.0), "temperature must be a positive number, not 0.0"),
+    (lambda: fr.APFL(alpha_every="epoch"), "must be 'round' or 'step', not 'epoch'"),
+    (lambda: fr.FedACG(lam=1.0), "FedACG: lam must be a number from 0 to below 1, not 1.0"),
+    (lambda: fr.FedGAMMA(0.1, server_lr=0), "FedGAMMA: server_lr must be a positive number, not 0"),
     (lambda: fr.FedAMP(alpha=0), "alpha must be a positive number"),
     (lambda: fr.FedAMP(sigma=0), "sigma must be a positive number"),
     (lambda: fr.FedAdagrad(server_lr=0.0), "FedAdagrad: server_lr must be a positive number"),
@@ -39,6 +43,7 @@ SETTINGS: list[tuple[Callable[[], Any], str]] = [
     (lambda: fr.FedAdam(tau=0.0), "FedAdam: tau must be a positive number, not 0.0"),
     (lambda: fr.FedAdam(beta_1=1.0), "beta_1 must be a number from 0 to below 1, not 1.0"),
     (lambda: fr.AdaptiveServer("Adam", 0.1, 0.9, 0.99, 0.001), "rule must be"),
+    (lambda: fr.FedAdamW(-0.1), "FedAdamW: gamma must be a number of at least 0, not -0.1"),
     (lambda: fr.FedAvgM(server_lr=0.0), "FedAvgM: server_lr must be a positive number, not 0.0"),
     (lambda: fr.FedBABU("tail"), "personal_part must be one of .*, not 'tail'"),
     (lambda: fr.FedBABU(personal_epochs=0), "personal_epochs must be a whole number"),
@@ -46,11 +51,17 @@ SETTINGS: list[tuple[Callable[[], Any], str]] = [
     (lambda: fr.Private("a,,b"), "patterns must be a string of names"),
     (lambda: fr.FedCM(0.0), "FedCM: alpha must be a number above 0, up to 1, not 0.0"),
     (lambda: fr.FedCM(1.5), "FedCM: alpha must be"),
+    (lambda: fr.FedDecorr(-1), "FedDecorr: beta must be a number of at least 0, not -1"),
     (lambda: fr.FedDyn(0), "alpha must be a positive number"),
     (lambda: fr.FedExP(0), "FedExP: eps must be a positive number, not 0"),
     (lambda: fr.FedGATE(0), "server_lr must be a positive number, not 0"),
+    (lambda: fr.FedInit(-0.1), "FedInit: beta must be a number of at least 0, not -0.1"),
     (lambda: fr.FedNova(momentum=1), "momentum must be a number from 0 to below 1, not 1"),
     (lambda: fr.FedNova(momentum=0.5, mu=0.1), r"but got momentum=0.5 and mu=0.1: leave"),
+    (lambda: fr.FedSMOO(lam=0), "FedSMOO: lam must be a positive number, not 0"),
+    (lambda: fr.FedSMOO(rho=-1), "FedSMOO: rho must be a number of at least 0, not -1"),
+    (lambda: fr.FedSpeed(lam=0), "FedSpeed: lam must be a positive number, not 0"),
+    (lambda: fr.FedSpeed(alpha=1.1), "FedSpeed: alpha must be a number from 0 to 1, not 1.1"),
     (lambda: fr.Mime(1.0), "beta must be a number from 0 to below 1, not"),
     (lambda: fr.MimeLite(1.0), "beta must be a number from 0 to below 1, not"),
     (lambda: fr.RFedAvg(1.0, delta_batches=0), "delta_batches must be a whole number"),
@@ -79,7 +90,8 @@ def test_a_setting_at_its_bound_is_refused(row: int) -> None:
 
 
 def test_whom_a_method_weighs_alike_unless_it_is_told() -> None:
-    for make in (fr.SCAFFOLD, partial(fr.FedDyn, 0.1), fr.VRLSGD, partial(fr.FedGATE, 0.5)):
+    newer = (fr.FedSpeed, fr.FedSMOO, fr.FedInit, fr.FedDecorr, fr.FedVARP, fr.FedAdamW)
+    for make in (fr.SCAFFOLD, partial(fr.FedDyn, 0.1), fr.VRLSGD, fr.FedGATE, *newer):
         assert make().weighting == "uniform"
     for make in (fr.FedNova, fr.MOON, fr.FedGKD, fr.FedNTD):
         assert make().weighting == "num-examples"
@@ -98,6 +110,11 @@ BESIDE: list[tuple[list[Term], str]] = [  # in either order
     ([NOVA, fr.Proximal(0.1)], r"'fednova' excludes 'proximal': .*give FedNova mu="),
     ([NOVA, ADC], "'fednova' excludes 'fedadc': .*would multiply FedADC's momentum"),
     ([NOVA, fr.FairWeights(1.0)], "only one term can weigh"),
+    ([NOVA, fr.LastUpdates()], "'fedvarp' excludes 'fednova': .*weighs them anew: leave it out"),
+    ([GATE, fr.LastUpdates()], "'fedvarp' excludes 'gradient-tracking': .*mean.*keep one"),
+    ([GATE, fr.RelaxedStart(0.1)], f"'fedinit' excludes 'gradient-tracking': .*{ELSEWHERE}"),
+    ([fr.MixedPerturbation(), fr.LocalPerturbation(0.1)], "would count twice: keep one"),
+    ([fr.MixedPerturbation(), fr.CommonPerturbation()], "would count twice: keep one"),
     ([fr.LocalPerturbation(0.1), fr.GlobalPerturbation(0.1)], "would count twice: keep one"),
     ([fr.Extrapolation(), fr.SlowMomentum(0.5)], "only one term can own the server's step"),
     ([fr.LogitCalibration(0.8), fr.RestrictedSoftmax(0.3)], "together would count twice"),
@@ -123,15 +140,17 @@ NOVA_BALL = partial(fr.FedNova, 0.5)
 MIME, LITE = partial(fr.Mime, 0.5), partial(fr.MimeLite, 0.5)
 CONFIGS: list[tuple[Any, Any, dict[str, Any], str]] = [
     (fr.SCAFFOLD, fr.SCAFFOLDClient, {"momentum": 0.9}, f"option 2.*SGD with momentum {OTHER}"),
-    (fr.SCAFFOLD, fr.SCAFFOLDClient, {"weight-decay": 0.1}, f"SGD with weight_decay {OTHER}"),
     (fr.SCAFFOLD, fr.SCAFFOLDClient, {"optimizer": "Adam"}, f"Adam {OTHER}: leave that out"),
     (fr.SCAFFOLD, fr.SCAFFOLDClient, {"clip-norm": 1.0}, "'clip-norm' .* clips their gradients"),
     (MIME, fr.MimeClient, {"momentum": 0.9}, f"by plain SGD, but SGD with momentum {OTHER}"),
+    (MIME, fr.MimeClient, {"weight-decay": 0.1}, f"SGD with weight_decay {OTHER}"),
     (LITE, fr.MimeLiteClient, {"optimizer": "Adam"}, f"by plain SGD, but Adam {OTHER}"),
     (NOVA_BALL, fr.FedNovaClient, {"momentum": 0.9}, "SGD with momentum weighs"),
     (fr.FedNova, fr.FedNovaClient, {"optimizer": "Adam"}, "Adam weighs their"),
     (partial(fr.FedNova, mu=6.0), fr.FedNovaClient, {}, r"lr · mu < 1.*1\.2"),
     (partial(fr.VRLSGD, incomplete="scale"), fr.VRLSGDClient, {}, "'scale' does"),
+    (partial(fr.FedVARP, incomplete="scale"), fr.FedVARPClient, {}, "use incomplete='average'"),
+    (fr.FedAdamW, fr.FedAdamWClient, {"weight-decay": 0.1}, "but SGD with weight_decay steps in"),
 ]
 
 
@@ -178,8 +197,8 @@ OPTIMIZERS: list[tuple[Any, Any, Any, str]] = [
     (
         fr.SCAFFOLD,
         fr.SCAFFOLDClient,
-        partial(SGD, weight_decay=0.5, maximize=True),
-        "weight_decay and maximize",
+        partial(SGD, weight_decay=0.5, momentum=0.5, maximize=True),
+        "SGD with momentum and maximize takes",
     ),
     (fr.SCAFFOLD, fr.SCAFFOLDClient, slower, "SGD with a learning rate of its own"),
     (MIME, fr.MimeClient, torch.optim.AdamW, f"AdamW with weight_decay {OTHER}"),
@@ -187,6 +206,13 @@ OPTIMIZERS: list[tuple[Any, Any, Any, str]] = [
     (fr.FedNova, fr.FedNovaClient, partial(SGD, momentum=0.5), WEIGHS),
     (fr.FedNova, fr.FedNovaClient, partial(SGD, dampening=0.5), WEIGHS),
     (fr.VRLSGD, fr.VRLSGDClient, partial(SGD, momentum=0.5), r"drift.*SGD with momentum takes"),
+    (fr.FedAdamW, fr.FedAdamWClient, torch.optim.Adam, "run AdamW without amsgrad, but Adam steps"),
+    (
+        fr.FedAdamW,
+        fr.FedAdamWClient,
+        partial(torch.optim.AdamW, amsgrad=True),
+        "AdamW with weight_decay and amsgrad",
+    ),
 ]
 
 

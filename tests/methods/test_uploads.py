@@ -15,6 +15,7 @@ from flwr_regs.wire import keys
 PARAMS = {n: a.astype(np.float32) for n, a in start_weights().items()}
 SQUARES = {f"{kind}.{n}": a**2 for n, a in PARAMS.items() for kind in "UV"}
 LOSS = {"loss": np.asarray(0.5)}
+MOMENTS = {f"exp_avg_sq.{n}": a**2 for n, a in PARAMS.items()} | {"step": np.asarray(3.0)}
 RIGHT: dict[str, tuple[Term, dict[str, Any], str]] = {
     # a term, an upload that it takes, and one of the upload's arrays
     "SCAFFOLD": (fr.ControlVariates(1), PARAMS, "0.bias"),
@@ -24,6 +25,8 @@ RIGHT: dict[str, tuple[Term, dict[str, Any], str]] = {
     "EFL": (fr.Elastic(0.1), SQUARES, "V.0.bias"),
     "RFedAvg": (fr.FeatureTable(0.1), {"delta": np.ones(3, np.float32)}, "delta"),
     "QFedAvg": (fr.FairWeights(1.0), LOSS, "loss"),
+    "FedSMOO": (fr.CommonPerturbation(), PARAMS, "0.bias"),
+    "FedAdamW": (fr.SharedMoments(), MOMENTS, "exp_avg_sq.0.bias"),
 }
 
 
@@ -49,6 +52,9 @@ def test_uploads_out_of_bounds_are_refused() -> None:
         fr.Curvature(0.1).check({k: SQUARES[k] for k in [*SQUARES][1:]}, PARAMS, {})
     with pytest.raises(ValueError, match=r"a mean loss of -0.5, but its power needs at least 0"):
         fr.FairWeights(1.0).check({"loss": np.asarray(-0.5)}, PARAMS, {})
+    for key in ("exp_avg_sq.0.bias", "step"):
+        with pytest.raises(ValueError, match=f"'{key}' is negative, expected squares and"):
+            fr.SharedMoments().check({**MOMENTS, key: -1 - MOMENTS[key]}, PARAMS, {})
     with pytest.raises(ValueError, match="expected none"):
         fr.CloudModel().check(PARAMS, PARAMS, {})
     server = ServerContext(1, 0.1, {"w": np.full(2, 10.0, np.float32)})

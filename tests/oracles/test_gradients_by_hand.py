@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.oracles.client_loss import distillation, fedgkd, fedntd, moon
+from tests.oracles.client_loss import distillation, feddecorr, fedgkd, fedntd, moon
 from tests.oracles.client_loss.logits import Loss, calibrated, counted, restricted
 from tests.oracles.client_loss.rfedavg import distance_gradient
 from tests.oracles.client_step.efl import compress, efl, fisher, half, only_largest
@@ -78,6 +78,7 @@ LOSSES: dict[str, Callable[[Params], tuple[float, Params]]] = {
     "FedNTD": lambda w: fedntd.distillation(w, model(1), X, Y, 3.0),
     "FedGKD": lambda w: fedgkd.distillation(w, model(1), X, 3.0),
     "FedADC+": lambda w: distillation.loss_and_gradient(w, model(1), X, Y, CLASSES, 0.4, 2.0),
+    "FedDecorr": lambda w: feddecorr.decorrelation(w, X),
     "rFedAvg": lambda w: (
         float(((features(w, X).mean(axis=0) - TARGET) ** 2).sum()),
         distance_gradient(w, X, TARGET),
@@ -133,6 +134,10 @@ def test_distillations_and_contrast_by_hand() -> None:
     assert value == pytest.approx(0.75 * math.log(1.5) + 0.25 * math.log(0.5))
     value, _ = fedgkd.distillation(student, teacher, X[:2], 1.0)
     assert value == pytest.approx(0.5 * math.log(1.5) + math.log(0.5) / 6)
+
+    # of two examples, every feature is 1/sqrt(2) or -1/sqrt(2): C_ij^2 = 1
+    assert feddecorr.decorrelation(model(), X[:2])[0] == pytest.approx(1 / 2, 1e-3)
+    assert feddecorr.decorrelation(model(), X[:1])[0] == 0.0
 
     z, z_g, z_p = (
         {"0.weight": np.array([[a], [b]]), "0.bias": np.zeros(2)}

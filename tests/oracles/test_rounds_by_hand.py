@@ -9,20 +9,33 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.oracles.client_step.fedadamw import fedadamw
 from tests.oracles.client_step.fedadc import fedadc
 from tests.oracles.client_step.fedcm import fedcm
 from tests.oracles.client_step.feddyn import feddyn
 from tests.oracles.client_step.fedfor import fedfor
+from tests.oracles.client_step.fedinit import fedinit
 from tests.oracles.client_step.fedprox import fedprox
+from tests.oracles.client_step.fedspeed import fedsmoo, fedspeed
 from tests.oracles.client_step.gate import fedgate
 from tests.oracles.client_step.mime import mime, mimelite
-from tests.oracles.client_step.sam import fedlesam, fedsam
+from tests.oracles.client_step.sam import (
+    fedgamma,
+    fedlesam,
+    fedlesam_d,
+    fedlesam_s,
+    fedsam,
+    mofedsam,
+)
 from tests.oracles.client_step.scaffold import scaffold
 from tests.oracles.model import Params
+from tests.oracles.server_step.fedacg import fedacg
 from tests.oracles.server_step.fedavg import fedavg
+from tests.oracles.server_step.fedbuff import fedbuff
 from tests.oracles.server_step.fedexp import fedexp
 from tests.oracles.server_step.fednova import counts, fednova
 from tests.oracles.server_step.fedopt import fedopt
+from tests.oracles.server_step.fedvarp import fedvarp
 from tests.oracles.server_step.qfedavg import qfedavg
 from tests.oracles.server_step.slowmo import slowmo
 
@@ -75,6 +88,51 @@ HANDS = {
     "FedSAM-still": Hand(fedsam, [(1.0, 0.0)], 1, [0.0], {"rho": 0.25}),
     # Round 1, plain: 2, 3. Round 2: d = 0 - 3, gradients at v - 0.5: v -= (v - 4.5)/2.
     "FedLESAM": Hand(fedlesam, [(1.0, 4.0)], 2, [3.0, 4.5 - 1.5 / 4], {"rho": 0.5}),
+    # Gradient at -0.5: v = 4.5/2. At 2.25 - 0.5: -2.25; v -= (-2.25 - 4.5)/2/2.
+    "MoFedSAM": Hand(mofedsam, [(1.0, 4.0)], 1, [2.25, 3.9375], {"alpha": 0.5, "rho": 0.5}),
+    # Gradients 0 and -2.25 at -0.25: v = 0, 1.125; c_k = 0, -2.25. From 0.5625 at 0.8125 and 0.3125:
+    # v_0 -= (0.8125 - 1.125)/2; v_1 -= (-1.6875 + 2.25 - 1.125)/2.
+    "FedGAMMA": Hand(fedgamma, TWO, 1, [0.5625, 0.78125], {"rho": 0.25}),
+    # Round 1: SCAFFOLD's. Round 2 at 0.5 - 0.25: v_0 -= (0.25 - 1)/2; v_1 -= (-1.75 + 2 - 1)/2.
+    "FedLESAMS": Hand(fedlesam_s, TWO, 1, [0.5, 0.875], {"rho": 0.25}),
+    # Round 1: FedDyn's, h_k = -0.25, -0.75, h = -0.5. Round 2 at 2 - 0.25: v_0 -= (0.75 + 0.25)/2;
+    # v_1 -= (-1.25 + 0.75)/2; h = -0.5 + 0.25 0.25; w = (1.5 + 2.25)/2 + 0.4375/0.5.
+    "FedLESAMD": Hand(
+        fedlesam_d, [(1.0, 1.0), (1.0, 3.0)], 1, [2.0, 2.75], {"rho": 0.25, "alpha": 0.5}
+    ),
+    # v = 1, then 1.25, m = 1.25, z = 1.25 + 0.625; v = 1.9375, then += 0.03125/2; m = 0.625 + 0.078125.
+    "FedACG": Hand(fedacg, ONE, 2, [1.875, 1.953125 + 0.703125 / 2], {"lam": 0.5, "mu": 0.5}),
+    # Mixed gradients -1.125, -3.125; h_k = 0.5625, 1.5625; w = 1.0625 + 1.0625. Round 2, client 1: -1 and
+    # 0.5 1.5625: v = 2.125 + 0.21875/2; h = 1.0625 + 0.109375/2.
+    "FedSpeed": Hand(
+        fedspeed,
+        [(1.0, 1.0), (1.0, 3.0)],
+        1,
+        [2.125, 2.234375 + 1.1171875],
+        {"lam": 0.5, "rho": 0.25, "alpha": 0.5, "cohorts": [[0, 1], [1]]},
+    ),
+    # s^ = -0.5, v = 2.25 = h, w = 4.5; mu = s = -0.5. d = 0.5 + 1: s^ = 0.5, v -= (1 + 0.5 2.25)/2.
+    "FedSMOO": Hand(fedsmoo, [(1.0, 4.0)], 1, [4.5, 3.4375 + 1.1875], {"lam": 0.5, "rho": 0.5}),
+    # v = 0, 1. From 0.5 + 0.25 and 0.5 - 0.25: 0.375, 1.125.
+    "FedInit": Hand(fedinit, TWO, 1, [0.5, 0.75], {"beta": 0.5}),
+    # Changes 0 and 1; then client 1's, 0.75: v += (0.75 - 1) + 0.5.
+    "FedVARP": Hand(fedvarp, TWO, 1, [0.5, 0.75], {"cohorts": [[0, 1], [1]]}),
+    # m^ = -2, s^ = 4: v = 0.5. Then m^ = -1, s^ = (1 + 1.125)/0.75; v = 0.5 0.75 + 0.5/sqrt(s^) + 0.5 0.5.
+    "FedAdamW": Hand(
+        fedadamw,
+        ONE,
+        1,
+        [0.5, 0.625 + 0.5 / (2.125 / 0.75) ** 0.5],
+        {"decay": 0.5, "beta1": 0.5, "beta2": 0.5, "eps": 0.0},
+    ),
+    # Client 1's two changes of 1, at 1 s and 2 s. At 3 s, client 0's 0.5 with tau = 1, client 1's 0.5.
+    "FedBuff": Hand(
+        fedbuff,
+        [(1.0, 1.0), (1.0, 2.0)],
+        1,
+        [1.0, 1.25 + 0.25 / 2**0.5],
+        {"buffer": 2, "working": 2, "seconds": lambda k, turn: 1.0 if k else 3.0},
+    ),
     # Changes 2.5 and -1.5, mean 0.5, eta_g = (6.25 + 2.25)/(2 2 (0.25 + 0.1)).
     "FedExP": Hand(fedexp, [(1.0, 5.0), (1.0, -3.0)], 1, [8.5 / 1.4 / 2], {"eps": 0.1}),
     # F = 1, 3; v = 0, 1; Dw = 0, -2. h = 0 + 2 and 2 3 4 + 2 9 = 42; D = 0 and 9 (-2) = -18.

@@ -9,10 +9,12 @@ import numpy as np
 
 from flwr_regs.server.exchange.network import Course, Network, Replies, Request
 from flwr_regs.wire import keys
-from flwr_regs.wire.arrays import NDArrays, mask
+from flwr_regs.wire.arrays import NDArrays
 from flwr_regs.wire.parcel import Parcel, Record
 
 T = TypeVar("T")
+ECHOED = (keys.METHOD_KEY, keys.START_KEY, keys.ROUND_KEY)
+"""The entries of a message that its reply repeats."""
 Client = Callable[[int, Request, Parcel], Parcel | str | None]
 
 
@@ -74,7 +76,7 @@ def quadratic(curvature: Any, centre: Any, fixed: Collection[str] = ()) -> Clien
         steps = {"local-steps": config["local-steps"], "planned-steps": config["local-steps"]}
         return Parcel(
             {keys.ARRAYS: Record(v)},
-            {keys.METHOD_KEY: config[keys.METHOD_KEY], keys.BUFFERS_KEY: mask(fixed, v)},
+            {key: config[key] for key in ECHOED} | {keys.NOT_TRAINED_KEY: sorted(fixed)},
             {"num-examples": k + 1, **steps},
         )
 

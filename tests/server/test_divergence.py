@@ -11,8 +11,10 @@ import numpy as np
 import pytest
 
 import flwr_regs as fr
+from flwr_regs.chain import chain
 from flwr_regs.server.divergence import DivergenceGuard, suspects
 from flwr_regs.server.exchange.network import Request
+from flwr_regs.server.options import Options
 from flwr_regs.server.round import RoundFailed
 from flwr_regs.wire.parcel import Parcel
 from tests.server.network import NumpyNetwork, quadratic, run
@@ -23,7 +25,7 @@ UNSTABLE = {"lr": 0.8, "local-steps": 3}  # client 1: (1 - 0.8 * 4)^3 = -10.6, a
 
 def rounds_with_a_sign(steps: Any, losses: Any = None, lr: Any = None) -> list[int]:
     """The rounds, from 1, that show a sign."""
-    guard = DivergenceGuard()
+    guard = DivergenceGuard(Options.of(chain([])), "FedAvg")
     lr, losses = lr or [1.0] * len(steps), losses or [None] * len(steps)
     looks = [guard.look(*each) for each in zip(steps, lr, losses, strict=True)]
     return [t for t, sign in enumerate(looks, start=1) if sign]
@@ -42,7 +44,9 @@ CALM = [1.0, 0.9, 1.1, 1.0, 0.8]
         ([3.0**t for t in range(9)], [7, 8, 9]),  # the median is that of three rounds before
         ([10 * (1 - 0.9**t) for t in range(1, 20)], []),  # a momentum that fills up
         ([1.0, *[1e-9] * 9, 1e-3, 1e-3, 1e-3], []),  # near convergence, far below the first step
-        ([1.0, *[1e-9] * 9, 2.0, 2.0, 2.0], [12, 13]),
+        ([1.0, *[1e-9] * 9, 2.0, 2.0, 2.0], [11, 12, 13]),
+        ([1.0, 999.0], []),
+        ([1.0, 1001.0], [2]),  # at once
         ([0.0] * 9 + [1.0, 1.0, 1.0], []),  # no five steps yet
         ([*CALM, 0.0, 11.0, 0.0, 11.0], [9]),
     ],

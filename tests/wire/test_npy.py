@@ -13,13 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays_of
 
+from flwr_regs.server.exchange.replies import read_uploads
 from flwr_regs.wire.arrays import ProtocolError, unpack
 from flwr_regs.wire.npy import Blank, Unreadable, npy_bytes, read_array, write_array
 from flwr_regs.wire.records import (
     from_record,
     labelled,
     parcel_of,
-    read_entry,
+    views_of,
     written,
 )
 from tests.server.exchange.damage import NOT_ARRAYS, npy
@@ -73,14 +74,15 @@ def test_a_changed_byte_is_refused_or_is_another_array_of_the_same_bytes(
     assert longer == 0 or found.nbytes + 64 <= len(data)
 
 
-def test_a_reply_s_model_is_a_view_and_its_uploads_are_copies() -> None:
+def test_a_reply_s_arrays_are_views_and_a_term_gets_its_upload_as_copies() -> None:
     """A view costs nothing; a term may write to its upload, or hand it to torch."""
     from flwr.app import RecordDict
 
     record = ArrayRecord({"w": Array(np.ones(3))})
     parcel = parcel_of(RecordDict({"arrays": record, "t.upload": record}))
     assert not parcel.records["arrays"]["w"].flags.writeable
-    assert parcel.records["t.upload"]["w"].flags.writeable
+    assert not parcel.records["t.upload"]["w"].flags.writeable
+    assert read_uploads("a reply", parcel)["t"]["w"].flags.writeable
     assert from_record(record)["w"].flags.writeable
 
 
@@ -102,7 +104,7 @@ def test_an_array_is_labelled_as_its_bytes_are_and_a_sealed_one_is_not_copied(
 ) -> None:
     ours, read = labelled("w", array), labelled("w", written(array))
     assert vars(ours) == vars(read)
-    np.testing.assert_array_equal(read_entry("w", ours), array)
+    np.testing.assert_array_equal(views_of({"w": ours})["w"], array)
     data = write_array(array)
     view = read_array(data)
     assert len(data) == npy_bytes(array)

@@ -4,6 +4,7 @@
 built here, with random weights; yours may be ``from_pretrained``.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -30,9 +31,24 @@ def build() -> BertForSequenceClassification:
     return BertForSequenceClassification(config)
 
 
-def load_data(partition_id: int, num_partitions: int) -> tuple[Any, Any]:
+def load_data(node_config: Mapping[str, Any]) -> tuple[Any, Any]:
+    """A partition's made-up reviews; without one, those in the .npz file of the node's ``data-path``."""
+    if "partition-id" in node_config:
+        rows = made_up(int(node_config["partition-id"]))
+    else:
+        local = np.load(str(node_config["data-path"]))
+        rows = [
+            {name: torch.tensor(local[name][i]) for name in local.files}
+            for i in range(len(local["labels"]))
+        ]
+    split = len(rows) * 4 // 5
+    trainloader = DataLoader(rows[:split], batch_size=32, shuffle=True)
+    return trainloader, DataLoader(rows[split:], batch_size=32)
+
+
+def made_up(seed: int) -> list[dict[str, torch.Tensor]]:
     """Reviews of up to 12 words; the words 1 to 20 are good, those from 21 to 40 bad, 0 is padding."""
-    rng = np.random.default_rng(partition_id)
+    rng = np.random.default_rng(seed)
     rows = []
     for _ in range(200):
         length = int(rng.integers(5, 13))
@@ -47,14 +63,11 @@ def load_data(partition_id: int, num_partitions: int) -> tuple[Any, Any]:
                 "labels": torch.tensor(int(good > bad)),
             }
         )
-    trainloader = DataLoader(rows[:160], batch_size=32, shuffle=True)
-    return trainloader, DataLoader(rows[160:], batch_size=32)
+    return rows
 
 
 def client_fn(context: Context) -> FedProxClient:
-    partition_id = int(context.node_config["partition-id"])
-    num_partitions = int(context.node_config["num-partitions"])
-    trainloader, testloader = load_data(partition_id, num_partitions)
+    trainloader, testloader = load_data(context.node_config)
     return FedProxClient(
         build(), trainloader, testloader, loss_fn=None, optimizer=torch.optim.AdamW
     )

@@ -56,14 +56,20 @@ def trainer_for(loop: ClientRound) -> lightning.Trainer:
 
 
 def data_of(context: Context) -> TensorDataset:
-    from sklearn.datasets import load_digits
+    """Two label-sorted shards; on a SuperNode without a ``partition-id``, its ``data-path``."""
+    if "partition-id" not in context.node_config:
+        local = np.load(str(context.node_config["data-path"]))  # an .npz file of the same arrays
+        x, y = local["x"], local["y"]
+    else:
+        from sklearn.datasets import load_digits
 
-    x, y = load_digits(return_X_y=True)
-    pid = int(context.node_config["partition-id"])
-    n = int(context.node_config["num-partitions"])
-    shards = np.array_split(np.argsort(y, kind="stable"), 2 * n)
-    mine = np.concatenate([shards[pid], shards[pid + n]])
-    return TensorDataset(torch.tensor(x[mine] / 16, dtype=torch.float32), torch.tensor(y[mine]))
+        x, y = load_digits(return_X_y=True)
+        pid = int(context.node_config["partition-id"])
+        n = int(context.node_config["num-partitions"])
+        shards = np.array_split(np.argsort(y, kind="stable"), 2 * n)
+        mine = np.concatenate([shards[pid], shards[pid + n]])
+        x, y = x[mine], y[mine]
+    return TensorDataset(torch.tensor(x / 16, dtype=torch.float32), torch.tensor(y))
 
 
 app = RegClientApp()  # Flower's ClientApp, and the method's bookkeeping

@@ -45,8 +45,8 @@ def train(message, context):
         raise ValueError(f"this client runs plain SGD in float32, but the config has {sorted(own)}")
     if "regs.frozen-digest" in config:
         raise ValueError("this client holds no frozen parameters")
-    if "regs.downlink" in config:  # it keeps no model
-        lacks = ConfigRecord({"regs.out-of-sync": True})
+    if config.get("regs.downlink", "model") != "model":  # it keeps no model
+        lacks = ConfigRecord({"regs.memory": ["lost model"]})
         return Message(RecordDict({"config": lacks}), reply_to=message)
     start = {name: array.numpy() for name, array in message.content["arrays"].items()}
     batches = load(context.node_config["partition-id"])
@@ -64,6 +64,6 @@ def train(message, context):
     arrays = {name: Array(v[name].astype(start[name].dtype)) for name in v}
     counts = {"num-examples": 8 * len(batches), "local-steps": steps, "planned-steps": steps}
     metrics = MetricRecord({**counts, "train-loss": float(total / steps)})
-    method = ConfigRecord({"regs.method": config["regs.method"]})
-    content = {"arrays": ArrayRecord(arrays), "metrics": metrics, "config": method}
+    whose = {key: config[key] for key in ("regs.method", "regs.start", "server-round")}
+    content = {"arrays": ArrayRecord(arrays), "metrics": metrics, "config": ConfigRecord(whose)}
     return Message(RecordDict(content), reply_to=message)

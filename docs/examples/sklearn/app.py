@@ -4,6 +4,7 @@
 """
 
 import warnings
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -32,11 +33,16 @@ def set_model_params(model: LogisticRegression, params: list[np.ndarray]) -> Non
     model.coef_, model.intercept_ = params
 
 
-def load_data(partition_id: int, num_partitions: int) -> tuple[np.ndarray, ...]:
-    x, y = load_digits(return_X_y=True)
-    x, y = x[partition_id::num_partitions] / 16, y[partition_id::num_partitions]
+def load_data(node_config: Mapping[str, Any]) -> tuple[np.ndarray, ...]:
+    """Every n-th image; on a SuperNode without a ``partition-id``, the .npz file of its ``data-path``."""
+    if "partition-id" in node_config:
+        part = slice(int(node_config["partition-id"]), None, int(node_config["num-partitions"]))
+        x, y = (array[part] for array in load_digits(return_X_y=True))
+    else:
+        local = np.load(str(node_config["data-path"]))
+        x, y = local["x"], local["y"]
     split = len(y) * 4 // 5
-    return x[:split], y[:split], x[split:], y[split:]
+    return x[:split] / 16, y[:split], x[split:] / 16, y[split:]
 
 
 class FlowerClient(NumPyClient):
@@ -59,9 +65,7 @@ class FlowerClient(NumPyClient):
 
 
 def client_fn(context: Context) -> FlowerClient:
-    partition_id = int(context.node_config["partition-id"])
-    num_partitions = int(context.node_config["num-partitions"])
-    return FlowerClient(create_model(), load_data(partition_id, num_partitions))
+    return FlowerClient(create_model(), load_data(context.node_config))
 
 
 app = client_app(client_fn)

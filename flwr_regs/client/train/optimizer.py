@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.optim import optimizer as of_torch
 
-from flwr_regs.abilities import Carries
+from flwr_regs.abilities import Carries, Steers
 from flwr_regs.chain import Chain
 from flwr_regs.term import Arrays, ClientContext, Slot, Term
 from flwr_regs.wire.config import OPTIMIZER_KEYS
@@ -76,12 +76,15 @@ class ClientOptimizer:
         make = self._term.client_optimizer(given)
         made: torch.optim.Optimizer = make(list(self._trained.values()), lr=self._ctx.lr)
         if self._carrying:
-            if make is not given:
+            carrying = [t for t in self._term.terms if isinstance(t, Carries)]
+            others = [t.name for t in carrying if not isinstance(t, Steers)]
+            if make is not given and others:
                 raise ValueError(
-                    f"{self._carrying}: the method makes the client's optimiser anew for each round: leave "
+                    f"{others}: the method makes the client's optimiser anew for each round: leave "
                     "out what keeps its state (keep_optimizer)"
                 )
-            load_state(made, self._trained, self._term.optimizer_start(self._ctx))
+            if self._ctx.num_steps:
+                load_state(made, self._trained, self._term.optimizer_start(self._ctx))
             self._made = made
         return made
 

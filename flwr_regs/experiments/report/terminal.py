@@ -32,5 +32,17 @@ def columns(lines: Iterable[Sequence[str]], right: bool = False, width: int = 0)
     for row in rows:
         grid.add_row(*row)
     out = io.StringIO()
-    Console(file=out, width=width or 10_000, highlight=False, markup=False, emoji=False).print(grid)
+    plain = (
+        Console(  # whatever the terminal: notebooks set FORCE_COLOR, which would colour files too
+            file=out,
+            width=width or 10_000,
+            color_system=None,
+            force_terminal=False,
+            force_jupyter=False,
+            highlight=False,
+            markup=False,
+            emoji=False,
+        )
+    )
+    plain.print(grid)
     return [line.rstrip() for line in out.getvalue().splitlines()]

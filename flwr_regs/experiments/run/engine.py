@@ -95,7 +95,7 @@ def execute(
     if runner == "ray":
         assert folder is not None  # for its log
         if find_spec("ray") is None:
-            raise missing_extra("ray", "Flower's simulation")
+            raise missing_extra("ray", "Flower's simulation", "ray")
         seeds = dict.fromkeys(run.seed for run in lacking)
         of_seeds = [[run for run in lacking if run.seed == seed] for seed in seeds]
         jobs = [partial(_in_ray, several, folder, gpus) for several in of_seeds]

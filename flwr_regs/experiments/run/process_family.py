@@ -10,7 +10,8 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
+
+from flwr_regs.experiments.extras import needed
 
 PR_SET_CHILD_SUBREAPER = 36
 PATIENCE = 5.0
@@ -47,7 +48,8 @@ def _end_after_a_signal(reader: int, done: threading.Event) -> None:
     while signals := os.read(reader, 1):  # nothing: the pipe is closed, and the command is done
         if signals[0] in (signal.SIGINT, signal.SIGTERM) and not done.wait(GRACE):
             say_farewell()
-            end_descendants(os.getpid())
+            with contextlib.suppress(ImportError):
+                end_descendants(os.getpid())
             os._exit(128 + signals[0])
     os.close(reader)
 
@@ -68,30 +70,19 @@ def say_farewell() -> None:
 
 def adopt() -> None:
     """Make this process the parent of what its children leave behind (Linux; elsewhere nothing happens)."""
-    with contextlib.suppress(OSError, AttributeError):
+    with contextlib.suppress(OSError, AttributeError, TypeError):
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-
-
-def descendants(pid: int) -> list[int]:
-    """Return the processes that `pid` started, and those that they started (Linux; else none)."""
-    parents: dict[int, int] = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError, ValueError):
-            # "pid (name) state ppid …", and the name may hold spaces and brackets
-            state, parent = stat.read_text().rpartition(")")[2].split()[:2]
-            if state != "Z":  # a zombie has ended
-                parents[int(stat.parent.name)] = int(parent)
-    family = [pid]
-    for one in family:
-        family += [child for child, parent in parents.items() if parent == one]
-    return family[1:]
 
 
 def end_descendants(pid: int) -> None:
     """Kill the processes that `pid` started, and those that they started."""
-    deadline = time.monotonic() + PATIENCE
-    while (family := descendants(pid)) and time.monotonic() < deadline:
-        for one in family:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(one, signal.SIGKILL)
+    psutil = needed("psutil", "psutil", "ending a run's processes")
+    deadline, living = time.monotonic() + PATIENCE, True
+    while living and time.monotonic() < deadline:
+        living = False
+        with contextlib.suppress(psutil.NoSuchProcess):  # gone in the meantime
+            for process in psutil.Process(pid).children(recursive=True):
+                if process.status() != psutil.STATUS_ZOMBIE:  # a zombie has ended
+                    living = True
+                    process.kill()
         time.sleep(0.02)

@@ -47,6 +47,10 @@ class Contexts(Mapping[int, Context]):
     def __len__(self) -> int:
         return len(self._nodes)
 
+    def of_partition(self, pid: int) -> Context:
+        """Return the context of a client by its partition id."""
+        return self[self._nodes[pid]]
+
     def node_config(self, node: int) -> dict[str, Any]:
         """Return a client's ``context.node_config``; KeyError if there is no such node."""
         if (made := self._made.get(node)) is not None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from typing import Generic, TypeVar
 
 from flwr.app import Error, Message
-from flwr.common.constant import ErrorCode
 from flwr.serverapp import Grid
 
-from flwr_regs.server.exchange.network import Course, Replies, Request
+from flwr_regs.flower.compat import ErrorCode
+from flwr_regs.server.exchange.network import Course, Network, Replies, Request
 from flwr_regs.server.failures import read_each
 from flwr_regs.wire import keys
 from flwr_regs.wire.errors import described
@@ -46,7 +47,8 @@ class GridNetwork:
         """Send a request and wait for its replies, at most `timeout` seconds."""
         if request.kind == keys.IDENTIFY and (known := self._known(request)) is not None:
             return known
-        return replies_to(request, self.exchange(messages_of([request]), timeout))
+        messages = messages_of([request])
+        return replies_to(request, messages, self.exchange(messages, timeout))
 
     def exchange(self, messages: Sequence[Message], timeout: float | None = None) -> list[Message]:
         """Push messages; pull their replies until all have come, or the time is over.
@@ -124,13 +126,24 @@ class Paused(Generic[T]):
     def __init__(self, course: Course[T]) -> None:
         self._course = course
         self._requests = next(course)
-        self.messages = messages_of(self._requests)
+
+    @cached_property
+    def messages(self) -> list[Message]:
+        """The requests as messages."""
+        return messages_of(self._requests)
+
+    def over(self, network: Network, timeout: float | None) -> T:
+        """Run the course to its end on a network."""
+        return self._end([network.ask(request, timeout) for request in self._requests])
 
     def resume(self, replies: Iterable[Message]) -> T:
         """Run the course to its end with these replies to its messages."""
         replies = list(replies)
+        return self._end([replies_to(r, self.messages, replies) for r in self._requests])
+
+    def _end(self, replies: Sequence[Replies]) -> T:
         try:
-            self._course.send([replies_to(r, replies) for r in self._requests])
+            self._course.send(replies)
         except StopIteration as done:
             return done.value  # type: ignore[no-any-return]
         raise RuntimeError("a course pauses only once")
@@ -147,13 +160,17 @@ def messages_of(requests: Iterable[Request]) -> list[Message]:
     return messages
 
 
-def replies_to(request: Request, replies: Iterable[Message]) -> Replies:
-    """Return, by partition id, those of the `replies` that belong to one request.
+def replies_to(
+    request: Request, messages: Iterable[Message], replies: Iterable[Message]
+) -> Replies:
+    """Return, by partition id, those of the `replies` that belong to one request of the `messages`.
 
-    Flower reports a lost node as an error from node 1, and says nothing of a node that missed the timeout.
-    So a client without a reply counts as failed.
+    A reply to another message, such as one of an earlier round, is none; messages have ids once a grid has
+    sent them. Flower reports a lost node as an error from node 1, and says nothing of a node that missed
+    the timeout. So a client without a reply counts as failed.
     """
     client_of = {node: pid for pid, node in request.nodes.items()}
+    ids = {message.metadata.message_id for message in messages} - {""}
     contents: dict[int, Message] = {}
     failures: dict[int, str] = {}
     stray: list[str] = []
@@ -169,6 +186,8 @@ def replies_to(request: Request, replies: Iterable[Message]) -> Replies:
                 stray.append(why)
             else:
                 failures[pid] = why
+        elif ids and reply.metadata.reply_to_message_id not in ids:
+            stray.append("a reply to another message came")
         elif pid is not None:
             contents[pid] = reply
     came, unread = read_each(contents, lambda _, reply: parcel_of(reply.content))

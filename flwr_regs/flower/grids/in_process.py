@@ -1,22 +1,26 @@
-"""A Grid without Ray and without servers: the ClientApp is called here, or in worker processes.
-
-Only this file and workers.py use flwr's private names.
-"""
+"""A Grid without Ray and without servers: the ClientApp is called here, or in worker processes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
-from uuid import uuid4
 
 from flwr.app import Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid
-from flwr.supercore.run import Run
 
+from flwr_regs.client.member import Identity
+from flwr_regs.cohort.network import CohortNetwork
 from flwr_regs.flower.app import NumPyClientApp, RegClientApp
+from flwr_regs.flower.compat import Run, identify, numbered
 from flwr_regs.flower.grids.contexts import Contexts
-from flwr_regs.flower.grids.workers import Workers, identify, served
+from flwr_regs.flower.grids.grid_network import OURS, GridNetwork
+from flwr_regs.flower.grids.local_clients import LocalClients
+from flwr_regs.flower.grids.workers import Workers, served
+from flwr_regs.flower.simulated_clients import Clients
+from flwr_regs.server.exchange.network import Network
+from flwr_regs.term import Term
 from flwr_regs.wire.records import identity
 
 FIRST = 1000
@@ -24,14 +28,16 @@ FIRST = 1000
 
 
 class InProcessGrid(Grid):
-    """Serve `num_clients` clients from one ClientApp, in this process or by some worker processes.
+    """Serve clients in this process, or by some worker processes.
 
     Parameters
     ----------
-    client_app : ClientApp
-        For example ``flwr_regs.client_app(client_fn)``.
-    num_clients : int
-        Clients get ``node_config`` ``partition-id`` 0 … num_clients − 1 and ``num-partitions``.
+    client_app : Clients or ClientApp
+        Clients as data, :class:`flwr_regs.Clients`, whose method is the strategy's. Or an app, for example
+        ``flwr_regs.client_app(client_fn)``.
+    num_clients : int, optional
+        How many clients an app has; `Clients` know their number. Each gets ``node_config``
+        ``partition-id`` 0 … num_clients − 1 and ``num-partitions``.
     run_config : mapping, optional
         ``context.run_config`` of every client.
     workers : int
@@ -40,9 +46,9 @@ class InProcessGrid(Grid):
     Raises
     ------
     ValueError
-        `num_clients` or `workers` is less than 1.
+        `num_clients` or `workers` is less than 1, or is not the number of the `Clients`.
     TypeError
-        The app cannot be sent to a worker.
+        The app cannot be sent to a worker; neither an app nor `Clients`.
 
     Notes
     -----
@@ -65,29 +71,43 @@ class InProcessGrid(Grid):
     training under ``if __name__ == "__main__":``. The workers end with the grid, with `close`, or with this
     process.
 
+    `Clients` are served without messages, where the grid and the strategy are used as they are: with
+    `workers`, or if one of their methods is overridden, messages go back and forth.
+
     Examples
     --------
-    ``FedAvg(seed=7).start(grid=InProcessGrid(app, 10), initial_arrays=arrays, ...)``
+    ``FedAvg(seed=7).start(grid=InProcessGrid(clients), initial_arrays=arrays, ...)``
     """
 
     replies_at_once = True  # no reply comes after the push
 
     def __init__(
         self,
-        client_app: ClientApp,
-        num_clients: int,
+        client_app: ClientApp | Clients,
+        num_clients: int | None = None,
         run_config: Mapping[str, Any] | None = None,
         *,
         workers: int = 1,
     ) -> None:
-        if num_clients < 1:
+        if not isinstance(client_app, Clients) and not callable(client_app):
+            raise TypeError(
+                f"expected Clients or a ClientApp, such as client_app(client_fn), not {client_app!r:.80}"
+            )
+        if isinstance(client_app, Clients):
+            if num_clients not in (None, len(client_app)):
+                raise ValueError(f"there are {len(client_app)} clients, not {num_clients}")
+            num_clients = len(client_app)
+        if num_clients is None or num_clients < 1:
             raise ValueError(f"num_clients must be at least 1, not {num_clients}")
         if not isinstance(workers, int) or isinstance(workers, bool) or workers < 1:
             raise ValueError(f"workers must be a whole number of at least 1, not {workers!r}")
         identify()
-        self._workers = Workers(client_app, workers) if workers > 1 else None
+        self._source, self._number = client_app, workers
+        self._local: LocalClients | None = None
+        self._who = Identity("FedAvg", (), "a client of Clients")
+        self._app = client_app.app_of(self._who) if isinstance(client_app, Clients) else client_app
+        self._workers = Workers(self._app, workers) if workers > 1 else None
         self._run = Run.create_empty(1)
-        self._app = client_app
         self._replies: dict[str, Message] = {}
         self._contexts = Contexts(range(FIRST, FIRST + num_clients), run_config or {})
 
@@ -100,15 +120,59 @@ class InProcessGrid(Grid):
         """The run; Grid's interface."""
         return self._run
 
+    def serve(self, method: str, terms: Sequence[type[Term]]) -> None:
+        """Let `Clients` be of a method from now on; a strategy calls it with its own."""
+        who = Identity(method, tuple(t for t in terms if not t.server_only), f"a {method} client")
+        if who == self._who:
+            return
+        self._settle()
+        self._who, self._local = who, None
+        if isinstance(self._source, Clients):
+            self._app = self._source.app_of(who)
+            if self._workers is not None:
+                self._workers.close()
+                self._workers = Workers(self._app, self._number)
+
+    def network(self, method: str, terms: Sequence[type[Term]]) -> Network | None:
+        """Return a network without messages for a method's training; None where messages are needed."""
+        self.serve(method, terms)
+        if self._workers is not None or not isinstance(self._source, Clients) or self._wrapped():
+            return None
+        return CohortNetwork(self._clients(self._source))
+
+    def _wrapped(self) -> bool:
+        """Whether messages pass through anything that is not of this package, such as a subclass."""
+        ways = self.push_messages, self.pull_messages, self.send_and_receive
+        return not all(str(getattr(way, "__module__", "")).startswith(OURS) for way in ways)
+
+    def _clients(self, source: Clients | NumPyClientApp) -> LocalClients:
+        if self._local is None:
+            ask = partial(GridNetwork.ask, GridNetwork(self))
+            self._local = LocalClients(self._contexts, source, self._who, ask, self._refused)
+        return self._local
+
+    def _refused(self, why: str) -> None:
+        """Note why a client needs messages."""
+
+    def _settle(self) -> None:
+        """Put what clients keep that were served without messages into their contexts."""
+        if self._local is not None:
+            self._local.settle()
+            self._local.forget()
+
     def snapshot(self) -> dict[int, RecordDict]:
         """Return the clients' ``Context.state`` by node id; later rounds do not change it.
 
         A client that is not in it, but between others, holds nothing.
         """
+        if self._local is not None:
+            self._local.settle()
         return self._contexts.snapshot()
 
     def restore(self, states: Mapping[int, RecordDict]) -> None:
         """Continue from a snapshot; raise ValueError if it is of other clients."""
+        if self._local is not None:
+            self._local.forget()
         self._contexts.restore(states)
 
     def create_message(
@@ -132,6 +196,7 @@ class InProcessGrid(Grid):
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         """Run the clients; their replies wait for `pull_messages`."""
+        self._settle()
         if self._workers is None:
             return [self._serve(m, self._app) for m in map(numbered, messages)]
         sent = [numbered(message) for message in messages]
@@ -165,9 +230,3 @@ class InProcessGrid(Grid):
     ) -> Iterable[Message]:
         """Run the clients and return their replies, in the order of `messages`."""
         return self.pull_messages(self.push_messages(messages))
-
-
-def numbered(message: Message) -> Message:
-    """Give a message its id, and return it."""
-    message.metadata.__dict__["_message_id"] = str(uuid4())
-    return message

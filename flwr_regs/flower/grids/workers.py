@@ -25,8 +25,8 @@ from typing import Any
 import numpy as np
 from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
-from flwr.supercore.task_identity import TaskIdentity
 
+from flwr_regs.flower.compat import identify
 from flwr_regs.flower.node import failure
 from flwr_regs.wire.errors import described
 
@@ -36,12 +36,6 @@ except ImportError:
     pickler = pickle
 
 _READY = "ready"
-
-
-def identify() -> None:
-    """Give this process the identity that a Message needs, which flwr sets only in its own processes."""
-    if TaskIdentity._run_id is None:
-        TaskIdentity.run_id = TaskIdentity.node_id = TaskIdentity.task_id = 1
 
 
 def served(app: ClientApp, message: Message, context: Context) -> Message:

@@ -228,8 +228,8 @@ class LeaveOneOutMean(_Means, Probes):
             return dict.fromkeys(probes, shared)
         return {pid: {"mean": (total - p["delta"]) / others} for pid, p in probes.items()}
 
-    def robust_answer(self, probes: Mapping[int, Slot], ctx: ServerContext) -> dict[int, Slot]:
-        if len(probes) < 2:
+    def answer_in(self, probes: Mapping[int, Slot], ctx: ServerContext) -> dict[int, Slot]:
+        if len(probes) < 2 or not ctx.robust:
             return self.answer(probes)
         others = {pid: {p: slot for p, slot in probes.items() if p != pid} for pid in probes}
         return {pid: {"mean": ctx.aggregated(rest)["delta"]} for pid, rest in others.items()}

@@ -41,9 +41,9 @@ import torch
 from flwr_regs.abilities import Addresses
 from flwr_regs.flower.client import RegClient
 from flwr_regs.flower.strategy import RegStrategy
-from flwr_regs.methods.client_step.fisher_code import SumsCode
-from flwr_regs.methods.client_step.ternary import SparseTernary
+from flwr_regs.methods.parts.fisher_code import SumsCode
 from flwr_regs.methods.parts.fisher_sums import FisherSums
+from flwr_regs.methods.parts.ternary import SparseTernary
 from flwr_regs.term import COUNT, FRACTION, Arrays, ClientContext, Range, ServerContext, Slot
 
 __all__ = ["EFL", "EFLClient", "Elastic"]
@@ -167,13 +167,7 @@ class Elastic(FisherSums, Addresses):
         super().check(self._code.checked(upload, params) if self.lam else upload, params, server)
 
     def fold(
-        self,
-        acc: Slot,
-        pid: int,
-        delta: Arrays,
-        upload: Slot,
-        weight: float,
-        ctx: ServerContext,
+        self, acc: Slot, pid: int, delta: Arrays, upload: Slot, weight: float, ctx: ServerContext
     ) -> Slot:
         sums = {key: a for key, a in upload.items() if key != "holds"}
         if sums:

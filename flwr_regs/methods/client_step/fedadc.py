@@ -81,7 +81,8 @@ class EmbeddedMomentum(Term, Steps, Recovers, Steers):
     ----------
     beta_local, beta_global : float
         β_l and β_g, in [0, 1): the share of the momentum that the clients' steps embed, and the total
-        decay of the momentum.
+        decay of the momentum. With `local_momentum` they are the same, and may be 1, as in the co-author's
+        code: then each round repeats the whole last step.
     alpha : float
         Server step size α > 0.
     variant : {"nesterov", "heavy-ball"}
@@ -93,8 +94,8 @@ class EmbeddedMomentum(Term, Steps, Recovers, Steers):
     name: ClassVar[str] = "fedadc"
     elementwise: ClassVar[bool] = True
     ranges: ClassVar[Mapping[str, Range]] = {
-        "beta_local": DECAY,
-        "beta_global": DECAY,
+        "beta_local": SHARE,
+        "beta_global": SHARE,
         "alpha": POSITIVE,
         "local_momentum": DECAY,
     }
@@ -110,6 +111,9 @@ class EmbeddedMomentum(Term, Steps, Recovers, Steers):
             raise ValueError(f"variant must be 'nesterov' or 'heavy-ball', not {self.variant!r}")
         if self.local_momentum is not None and self.beta_local != self.beta_global:
             raise ValueError("Alg. 4 (local_momentum) has one beta for clients and server")
+        if self.local_momentum is None:
+            for name in ("beta_local", "beta_global"):
+                DECAY.check(type(self).__name__, name, getattr(self, name))
 
     @property
     def _shifted(self) -> bool:
@@ -222,7 +226,10 @@ def _momentum(
     variant: str,
     local_momentum: float | None,
 ) -> EmbeddedMomentum:
-    DECAY.check("FedADC", "beta", beta)  # the term has other names for it
+    # the term has other names for it
+    (DECAY if local_momentum is None else SHARE).check("FedADC", "beta", beta)
+    if local_momentum is not None and beta_global is None:  # Alg. 4 has one beta
+        beta_global = beta_local
     return EmbeddedMomentum(
         beta if beta_local is None else beta_local,
         beta if beta_global is None else beta_global,
@@ -238,9 +245,9 @@ class FedADC(RegStrategy):
     Parameters
     ----------
     beta : float
-        β_l = β_g, as in the paper's experiments.
+        β_l = β_g, as in the paper's experiments; in [0, 1), or up to 1 with `local_momentum`.
     beta_local, beta_global : float, optional
-        Override `beta` on the clients or on the server.
+        Override `beta` on the clients or on the server. With `local_momentum`, `beta_local` sets both.
     alpha : float
         Server step size α.
     variant : {"nesterov", "heavy-ball"}
@@ -343,4 +350,3 @@ class SlowMoClient(RegClient):
     """The client of :class:`SlowMo`: plain local training."""
 
     method = "SlowMo"
-    terms = ()

@@ -21,9 +21,9 @@ clients' loss. With unequal K_k only ``Σ p_k K_k d_k`` is 0, and clients with m
 This is so in the papers' formulas, which have one K. A client that lost its d_k begins at 0, and the sum
 is no longer 0: the history names that client.
 
-The clients need plain SGD: what ``(w̄ − v_k)/(K_k η)`` is changes with momentum, Adam, weight decay or
-clipping. Refused too: whatever makes w̄ another thing than the clients' mean (``incomplete="scale"``,
-FedNova).
+The clients need plain SGD: what ``(w̄ − v_k)/(K_k η)`` is changes with momentum, Adam or clipping. SGD's
+weight decay is part of the gradient: with it, these are the methods on the L2-regularised loss. Refused
+too: whatever makes w̄ another thing than the clients' mean (``incomplete="scale"``, FedNova).
 
 Sources: Liang, Shen, Liu, Pan, Chen, Cheng, "Variance reduced local SGD with lower communication
 complexity" (2019), Alg. 1; Haddadpour, Kamani, Mokhtari, Mahdavi, "Federated learning with compression:

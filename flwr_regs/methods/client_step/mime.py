@@ -14,7 +14,8 @@ This is Alg. 1 with SGD with momentum as the base algorithm: ``U(g, m) = V(g, m)
 β = 0, MimeLite is FedAvg and sends nothing beside the model; Mime keeps its correction.
 
 Mime's c is this round's, and m moves by the c that the clients were sent. A client that drops out between
-the two exchanges stays in it. All clients count alike in c, whatever the `weighting` of their models.
+the two exchanges stays in it. `weighting` weighs the full gradients in c as it weighs the models: with
+"num-examples", c is ``Σ p_k ∇F_k(w_t)``, the gradient of the loss over all their data.
 
 Clients run plain SGD: with momentum, Adam or weight decay a step would not be the base algorithm's, and is
 refused. Clipping is not: it bounds the whole step. Full gradients are in eval mode, with the buffers of
@@ -42,7 +43,7 @@ import numpy as np
 from flwr_regs.abilities import Agrees, Checks, Folds, Probes, Steers
 from flwr_regs.flower.client import RegClient
 from flwr_regs.flower.strategy import RegStrategy
-from flwr_regs.methods.parts.sgd import check_plain
+from flwr_regs.methods.parts.sgd import PLAIN, check_plain
 from flwr_regs.methods.parts.uploads import check_like
 from flwr_regs.term import DECAY, Arrays, ClientContext, Range, ServerContext, Slot, Term
 
@@ -64,7 +65,7 @@ class _ServerMomentum(Term, Checks, Steers):
     beta: float
 
     def client_optimizer(self, optimizer: Callable[..., Any]) -> Callable[..., Any]:
-        check_plain(optimizer, _REFUSED)
+        check_plain(optimizer, _REFUSED, (*PLAIN, "weight_decay"))
         return optimizer
 
     def broadcast(self, server: Slot, ctx: ServerContext) -> Slot:
@@ -118,8 +119,9 @@ class FixedMomentum(_ServerMomentum, Folds):
     def fold(
         self, acc: Slot, pid: int, delta: Arrays, upload: Slot, weight: float, ctx: ServerContext
     ) -> Slot:
+        share = 1.0 if ctx.robust else weight  # what is robust counts clients alike
         for n, g in upload.items():
-            acc[n] = acc.get(n, 0.0) + np.asarray(g, dtype=np.float64)
+            acc[n] = acc.get(n, 0.0) + share * np.asarray(g, dtype=np.float64)
         return acc
 
     def adds(self, key: str) -> bool:
@@ -128,7 +130,8 @@ class FixedMomentum(_ServerMomentum, Folds):
     def update(
         self, server: Slot, delta: Arrays, uploads: Slot, ctx: ServerContext
     ) -> tuple[Slot, Arrays]:
-        c = {n: total / len(ctx.weights) for n, total in uploads.items()}
+        clients = len(ctx.weights) if ctx.robust else 1
+        c = {n: total / clients for n, total in uploads.items()}
         return self._moved(server, c, ctx), delta
 
 
@@ -169,16 +172,11 @@ class CorrectedMomentum(_ServerMomentum, Probes, Agrees):
         }
 
     def answer(self, probes: Mapping[int, Slot]) -> dict[int, Slot]:
-        total: Slot = {}
-        for probe in probes.values():
-            for n, g in probe.items():
-                total[n] = total.get(n, 0.0) + np.asarray(g, dtype=np.float64)
-        kinds = {n: g.dtype for probe in probes.values() for n, g in probe.items()}
-        mean = {n: (a / len(probes)).astype(kinds[n]) for n, a in total.items()}
-        return self._to_all(probes, mean)
+        return self._to_all(probes, _mean(probes, dict.fromkeys(probes, 1 / max(len(probes), 1))))
 
-    def robust_answer(self, probes: Mapping[int, Slot], ctx: ServerContext) -> dict[int, Slot]:
-        return self._to_all(probes, ctx.aggregated(probes))
+    def answer_in(self, probes: Mapping[int, Slot], ctx: ServerContext) -> dict[int, Slot]:
+        c = ctx.aggregated(probes) if ctx.robust else _mean(probes, ctx.weights)
+        return self._to_all(probes, c)
 
     @staticmethod
     def _to_all(probes: Mapping[int, Slot], mean: Arrays) -> dict[int, Slot]:
@@ -203,6 +201,16 @@ class CorrectedMomentum(_ServerMomentum, Probes, Agrees):
         return self._moved(server, c, ctx), delta
 
 
+def _mean(probes: Mapping[int, Slot], weights: Mapping[int, float]) -> Arrays:
+    """Return ``c = Σ p_k ∇F_k(w_t)``, summed in float64, in the gradients' dtypes."""
+    total: Slot = {}
+    for pid, probe in probes.items():
+        for n, g in probe.items():
+            total[n] = total.get(n, 0.0) + weights[pid] * np.asarray(g, dtype=np.float64)
+    kinds = {n: g.dtype for probe in probes.values() for n, g in probe.items()}
+    return {n: a.astype(kinds[n]) for n, a in total.items()}
+
+
 _REFUSED = "Mime's clients take the server's steps, by plain SGD, but {}: leave that out"
 
 
@@ -214,7 +222,7 @@ class Mime(RegStrategy):
     beta : float
         See :class:`CorrectedMomentum`.
     weighting : {"uniform", "num-examples"}
-        The paper uses uniform weights. The full gradients always count alike.
+        Of the models, and of the full gradients in c. The paper uses uniform weights.
     **kwargs
         The arguments of every strategy: see :class:`flwr_regs.RegStrategy`.
     """
@@ -240,7 +248,7 @@ class MimeLite(RegStrategy):
     beta : float
         See :class:`FixedMomentum`.
     weighting : {"uniform", "num-examples"}
-        The paper uses uniform weights. The full gradients always count alike.
+        Of the models, and of the full gradients in c. The paper uses uniform weights.
     **kwargs
         The arguments of every strategy: see :class:`flwr_regs.RegStrategy`.
     """

@@ -32,11 +32,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import torch
-
 from flwr_regs.abilities import Perturbs
 from flwr_regs.flower.client import RegClient
 from flwr_regs.flower.strategy import RegStrategy
+from flwr_regs.methods.parts.perturbation import moved, of_length
 from flwr_regs.term import NOT_NEGATIVE, Arrays, ClientContext, Range, Slot, Term
 
 __all__ = [
@@ -47,14 +46,6 @@ __all__ = [
     "GlobalPerturbation",
     "LocalPerturbation",
 ]
-
-
-def _moved(params: Arrays, direction: Arrays, rho: float) -> Arrays:
-    """Return ``params + ρ d / ‖d‖``; `params` themselves where d = 0."""
-    wide = {n: d.to(torch.promote_types(d.dtype, torch.float32)) for n, d in direction.items()}
-    norm = sum((d * d).sum() for d in wide.values()) ** 0.5
-    scale = (norm > 0) * (rho / (norm + (norm == 0)))
-    return {n: p + (scale * wide[n]).to(p.dtype) for n, p in params.items()}
 
 
 @dataclass(frozen=True)
@@ -75,7 +66,7 @@ class LocalPerturbation(Term):
     def correct(self, grads: Arrays, params: Arrays, ctx: ClientContext) -> Arrays:
         if not self.rho:
             return grads
-        return ctx.gradient_at(_moved(params, grads, self.rho))
+        return ctx.gradient_at(moved(params, of_length(grads, self.rho)))
 
 
 @dataclass(frozen=True)
@@ -98,7 +89,7 @@ class GlobalPerturbation(Term, Perturbs):
         if not self.rho or not ctx.client:
             return params
         direction = {n: ctx.client[n] - w for n, w in ctx.start.items()}
-        return _moved(params, direction, self.rho)
+        return moved(params, of_length(direction, self.rho))
 
     def finish(self, delta: Arrays, ctx: ClientContext) -> tuple[Arrays, Slot, Slot]:
         return delta, {}, {n: w.clone() for n, w in ctx.start.items()}

@@ -17,9 +17,9 @@ A client's c_k⁺ counts only if the server used its reply. So ``c = Σ_k c_k / 
 if a client loses its c_k: it begins at 0, and its old share stays in c. The history names that client.
 ``state="server"`` is ours: the server keeps the table of all c_k (N models), and clients keep nothing.
 
-Option 2 needs clients with plain SGD. Momentum, Adam or weight decay change what ``(w_t − v_k)/(K_k η)``
-is, and so does clipping. All are refused with option 2, but not a training loop of your own that clips.
-Option 1 goes with any optimiser.
+Option 2 needs clients with plain SGD. Momentum, Adam and clipping change what ``(w_t − v_k)/(K_k η)`` is.
+All are refused with option 2, but not a training loop of your own that clips. SGD's weight decay is part of
+the gradient: with it, this is SCAFFOLD on the L2-regularised loss. Option 1 goes with any optimiser.
 
 Source: Karimireddy, Kale, Mohri, Reddi, Stich, Suresh, "SCAFFOLD: Stochastic controlled averaging for
 federated learning" (2020), Alg. 1. Its server averages the clients alike, so ``weighting`` is "uniform".
@@ -160,6 +160,13 @@ _REFUSED = (
 )
 
 
+def scaled(server_lr: float) -> list[Term]:
+    """Return the term that multiplies the server's step by η_g (line 16); none for 1."""
+    POSITIVE.check("SCAFFOLD", "server_lr", server_lr)
+    step = TorchServerOptimizer(partial(torch.optim.SGD, lr=server_lr))
+    return [] if server_lr == 1 else [step]
+
+
 class SCAFFOLD(RegStrategy):
     """Stochastic controlled averaging: control variates against client drift (Alg. 1).
 
@@ -186,10 +193,7 @@ class SCAFFOLD(RegStrategy):
         weighting: str = "uniform",
         **kwargs: Any,
     ) -> None:
-        POSITIVE.check("SCAFFOLD", "server_lr", server_lr)
-        terms: list[Term] = [ControlVariates(option, state)]
-        if server_lr != 1:
-            terms.append(TorchServerOptimizer(partial(torch.optim.SGD, lr=server_lr)))
+        terms = [ControlVariates(option, state), *scaled(server_lr)]
         super().__init__(terms, weighting=weighting, **kwargs)
 
 

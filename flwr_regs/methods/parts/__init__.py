@@ -1,1 +1,1 @@
-"""What several methods share. No method is here."""
+"""What methods consist of that is no method: what several share, and codes."""

@@ -39,6 +39,7 @@ class FisherSums(Term, Folds, Checks):
     """
 
     keeps_delta: ClassVar[bool] = True
+    squares: ClassVar[bool] = True
     times: ClassVar[float] = 1.0
     """The pull is this many times ``λ (U ⊙ v − V)``."""
     ranges: ClassVar[Mapping[str, Range]] = {
@@ -102,13 +103,7 @@ class FisherSums(Term, Folds, Checks):
             raise ValueError(f"'{negative[0]}' holds negative squares")
 
     def fold(
-        self,
-        acc: Slot,
-        pid: int,
-        delta: Arrays,
-        upload: Slot,
-        weight: float,
-        ctx: ServerContext,
+        self, acc: Slot, pid: int, delta: Arrays, upload: Slot, weight: float, ctx: ServerContext
     ) -> Slot:
         for n in delta if upload else ():
             u = np.asarray(upload[f"U.{n}"], dtype=np.float64)

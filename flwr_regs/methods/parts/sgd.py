@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-PLAIN = ("momentum", "weight_decay", "maximize", "lr")
+PLAIN = ("momentum", "maximize", "lr")
+"""What plain SGD leaves alone. Its weight decay is part of the gradient: of the L2-regularised loss."""
 
 
 def unlike_sgd(optimizer: Callable[..., Any], settings: Collection[str] = PLAIN) -> str:
@@ -24,9 +25,11 @@ def unlike_sgd(optimizer: Callable[..., Any], settings: Collection[str] = PLAIN)
     return type(made).__name__ + (f" with {' and '.join(odd)}" if odd else "")
 
 
-def check_plain(optimizer: Callable[..., Any], refused: str) -> None:
+def check_plain(
+    optimizer: Callable[..., Any], refused: str, settings: Collection[str] = PLAIN
+) -> None:
     """Raise ValueError, the sentence `refused` about a factory, unless it makes plain SGD."""
-    if what := unlike_sgd(optimizer):
+    if what := unlike_sgd(optimizer, settings):
         raise ValueError(refused.format(f"{what} takes other ones"))
 
 

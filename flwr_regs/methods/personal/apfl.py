@@ -8,8 +8,10 @@
 | *Update*     as FedAvg, to the bit
 
 The gradient with respect to u of the loss at v̄ has the factor a (Alg. 1; the paper's analysis has it too).
-The paper learns a ("adaptive α") by the gradient of the same loss; here it takes a step with every batch,
-and is clipped to [0, 1]. In an evaluation the client's own model is ``a_k u_k + (1 − a_k) w_{t+1}``.
+The paper learns a ("adaptive α") by the gradient of the same loss. Here it takes a step with every batch,
+or, as in the authors' code, with the first batch of a round alone (``alpha_every="round"``);
+docs/methods/apfl.md compares them. It is clipped to [0, 1]. In an evaluation the client's own model is
+``a_k u_k + (1 − a_k) w_{t+1}``.
 
 The v beside which u and a are trained is FedAvg's: plain SGD on the client's own loss from ``w_t``. With
 another optimiser, or beside another method, the v that is sent differs from it. So each step costs two
@@ -37,6 +39,7 @@ from flwr_regs.term import SHARE, SWITCH, Arrays, ClientContext, Range, Slot, Te
 __all__ = ["APFL", "APFLClient", "MixedModel"]
 
 WEIGHT = "a"  # beside the entries "u.<name>"
+LEARNS = "learns"  # 1 at steps that learn a, else 0
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,8 @@ class MixedModel(Term, Personalises):
         The own model's share a of the mixture at first, from 0 to 1.
     adaptive : bool
         Whether each client learns its share.
+    alpha_every : {"round", "step"}
+        When it does: at a round's first step alone, as in the authors' code, or at each step.
     """
 
     name: ClassVar[str] = "apfl"
@@ -57,23 +62,32 @@ class MixedModel(Term, Personalises):
     ranges: ClassVar[Mapping[str, Range]] = {"alpha": SHARE, "adaptive": SWITCH}
     alpha: float = 0.5
     adaptive: bool = True
+    alpha_every: str = "step"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.alpha_every not in ("round", "step"):
+            raise ValueError(f"alpha_every must be 'round' or 'step', not {self.alpha_every!r}")
 
     def finish(self, delta: Arrays, ctx: ClientContext) -> tuple[Arrays, Slot, Slot]:
         names = list(ctx.start)
 
         def loss(p: Arrays, at: ClientContext) -> Any:
             v = {n: p[f"v.{n}"] for n in names}
-            a = p[WEIGHT] if self.adaptive else p[WEIGHT].detach()
+            learns, a = p[LEARNS].detach(), p[WEIGHT]
+            a = learns * a + (1 - learns) * a.detach()
             mixed = {n: a * p[f"u.{n}"] + (1 - a) * v[n].detach() for n in names}
             return sum(at.loss_fn(at.output_at(model), at.targets) for model in (v, mixed))
 
-        def clipped(p: Arrays) -> Arrays:
-            return {**p, WEIGHT: p[WEIGHT].clamp(0, 1)}
+        def stepped(p: Arrays) -> Arrays:
+            again = p[LEARNS] * (self.alpha_every == "step")
+            return {**p, WEIGHT: p[WEIGHT].clamp(0, 1), LEARNS: again}
 
-        kept = {f"u.{n}": ctx.client.get(f"u.{n}", w) for n, w in ctx.start.items()}
+        kept: Slot = {f"u.{n}": ctx.client.get(f"u.{n}", w) for n, w in ctx.start.items()}
         kept[WEIGHT] = self._share(ctx)
         both = {**kept, **{f"v.{n}": w for n, w in ctx.start.items()}}
-        end = ctx.train(both, loss, ctx.num_steps, after=clipped)
+        both[LEARNS] = torch.full_like(kept[WEIGHT], float(self.adaptive))
+        end = ctx.train(both, loss, ctx.num_steps, after=stepped)
         return delta, {}, {key: end[key] for key in kept}
 
     def _share(self, ctx: ClientContext) -> Any:
@@ -93,7 +107,7 @@ class APFL(RegStrategy):
 
     Parameters
     ----------
-    alpha, adaptive : float, bool
+    alpha, adaptive, alpha_every : float, bool, str
         See :class:`MixedModel`.
     **kwargs
         The arguments of every strategy: see :class:`flwr_regs.RegStrategy`.
@@ -101,8 +115,10 @@ class APFL(RegStrategy):
 
     method = "APFL"
 
-    def __init__(self, alpha: float = 0.5, adaptive: bool = True, **kwargs: Any) -> None:
-        super().__init__([MixedModel(alpha, adaptive)], **kwargs)
+    def __init__(
+        self, alpha: float = 0.5, adaptive: bool = True, alpha_every: str = "step", **kwargs: Any
+    ) -> None:
+        super().__init__([MixedModel(alpha, adaptive, alpha_every)], **kwargs)
 
 
 class APFLClient(RegClient):

@@ -42,4 +42,3 @@ class FedAvgClient(RegClient):
     """The client of :class:`FedAvg`: plain local training."""
 
     method = "FedAvg"
-    terms = ()

@@ -101,4 +101,3 @@ class FedExPClient(RegClient):
     """The client of :class:`FedExP`."""
 
     method = "FedExP"
-    terms = ()

@@ -15,7 +15,8 @@
 
 So ``w`` moves by ``ω_k (v_k − w_t)`` with ``ω_k = p_k τ_eff / a_k``, which is ``p_k`` if all clients take
 equally many steps. Buffers keep ``p_k``. A server optimiser beside it gets this weighted sum. ``s_k`` is
-what the client reports, at most what the round asked it for.
+what the client reports, at most what the round asked it for; an ``a_k`` counts as at most `max_scale`
+times the cohort's median, and at least as 1/`max_scale` of it.
 
 Under a robust aggregator ``τ_eff`` is the median of the a_k, which no single client's word moves far. The
 paper leaves τ_eff to the server: it sets the length of the step alone.
@@ -37,6 +38,7 @@ from typing import Any, ClassVar
 from flwr_regs.abilities import Restricts, Steers, Weighs
 from flwr_regs.flower.client import RegClient
 from flwr_regs.flower.strategy import RegStrategy
+from flwr_regs.hook_contexts import bounded
 from flwr_regs.methods.parts.sgd import unlike_sgd
 from flwr_regs.term import (
     DECAY,
@@ -118,6 +120,7 @@ class NormalizedAveraging(Term, Weighs, Steers, Restricts):
         self, weights: Mapping[int, float], uploads: Mapping[int, Slot], ctx: ServerContext
     ) -> dict[int, float]:
         a = {k: self.normaliser(ctx.replies[k].num_steps, ctx.lr) for k in weights}
+        a = bounded(a, ctx.max_scale)
         mean = sum(p * a[k] for k, p in weights.items())
         effective = median(a.values()) if ctx.robust else mean  # τ_eff
         return {k: p * effective / a[k] for k, p in weights.items()}

@@ -303,7 +303,6 @@ class FedOptClient(RegClient):
     """The client of :class:`FedOpt`: local training with the optimiser that it is given."""
 
     method = "FedOpt"
-    terms = ()
 
 
 class FedAvgM(RegStrategy):
@@ -328,7 +327,6 @@ class FedAvgMClient(RegClient):
     """The client of :class:`FedAvgM`."""
 
     method = "FedAvgM"
-    terms = ()
 
 
 class FedAdagrad(RegStrategy):
@@ -354,7 +352,6 @@ class FedAdagradClient(RegClient):
     """The client of :class:`FedAdagrad`."""
 
     method = "FedAdagrad"
-    terms = ()
 
 
 class FedAdam(RegStrategy):
@@ -384,7 +381,6 @@ class FedAdamClient(RegClient):
     """The client of :class:`FedAdam`."""
 
     method = "FedAdam"
-    terms = ()
 
 
 class FedYogi(FedAdam):
@@ -398,4 +394,3 @@ class FedYogiClient(RegClient):
     """The client of :class:`FedYogi`."""
 
     method = "FedYogi"
-    terms = ()

@@ -8,16 +8,16 @@
 |              ``h_j = q F_j^{q−1} ‖L (v_j − w_t)‖² + L F_j^q``,  ``L = 1/η``
 
 It minimises ``Σ_k F_k^{q+1} / (q + 1)``. q = 0 is FedAvg with uniform weights; p_k plays no part, but for
-buffers. ‖·‖ is over all trained parameters as one vector. For q < 1, where ``F^{q−1}`` is unbounded, F_k
-counts as at least 1e-12. F_k is taken in eval mode. If no client has a loss, the model stays as it is.
+buffers. ‖·‖ is over all trained parameters as one vector. F_k is taken in eval mode. If no client has a
+loss, the model stays as it is.
 
-What a client may claim: ``0 ≤ ω_k`` and ``Σ ω_k ≤ 1``, whatever the losses and updates. So a false loss of
-1e15 gives its client at most the whole weight: the step is then its update, as that of an honest client
-with such a loss. A false loss of almost 0 (for q < 1), or a large update, makes the step shorter. So one
-client can steer or stop the training, as it can with any mean. With a robust aggregator, M times the
-median of the h_j stands for their sum, and no ω_k is above 1: the others' weights hardly depend on one
-client's claim, and its own update is the aggregator's to judge. A negative loss has no power, and costs
-its client the reply.
+What a client may claim: F_k counts as at most 100 times the cohort's median, and for q < 1, where
+``F^{q−1}`` is unbounded, as at least 1/100 of it, and 1e-12. So ``ω_k`` is at most ``100^q`` times the
+median client's, and ``0 ≤ ω_k``, ``Σ ω_k ≤ 1`` whatever the losses and updates. A client that claims that
+much steers the training, as an honest one with such a loss does; a large update makes the step shorter.
+With a robust aggregator, M times the median of the h_j stands for their sum, and no ω_k is above 1: the
+others' weights hardly depend on one client's claim, and its own update is the aggregator's to judge. A
+negative loss has no power, and costs its client the reply.
 
 Source: Li, Sanjabi, Beirami, Smith, "Fair resource allocation in federated learning" (2020), Alg. 2
 (q-FedAvg), with the Lipschitz constant L of q = 0 as 1/η. Weights are uniform at q = 0, so ``weighting`` is
@@ -41,6 +41,8 @@ __all__ = ["FairWeights", "QFedAvg", "QFedAvgClient"]
 
 LEAST = 1e-12
 """What a loss counts at least, where q < 1."""
+FAR = 100.0
+"""How many times the median a loss counts at most; where q < 1, this part of it is the least."""
 HIGHEST = 1e100
 """What ``(F_k / median F)^q`` counts at most; beside it the other weights are 0 to rounding."""
 NO_LOSS = 1e-100
@@ -83,8 +85,9 @@ class FairWeights(Term, Weighs, Checks):
             losses = {k: max(f, LEAST) for k, f in losses.items()}
         unit = float(np.median([*losses.values()]))  # ω_k is the same in any unit of the loss
         unit = unit if unit > NO_LOSS else 1.0
-        most = HIGHEST ** (1 / max(q, 1))
-        ratio = {k: min(f / unit, most) for k, f in losses.items()}
+        most = min(FAR, HIGHEST ** (1 / max(q, 1)))
+        least = 1 / FAR if q < 1 else 0.0
+        ratio = {k: min(max(f / unit, least), most) for k, f in losses.items()}
         h = [  # h_j / (L unit^q)
             q * r ** (q - 1) * ctx.replies[k].norm ** 2 / ctx.lr / unit + r**q
             for k, r in ratio.items()

@@ -193,7 +193,7 @@ class TrimmedMean(_Checked):
     Parameters
     ----------
     share : float
-        From 0 to below 0.5. ``int(share · n)`` values are cut at *each* end: it bears at most so many
+        From 0 to below 0.5. ``int(share · n)`` values are cut at *each* end: it tolerates at most so many
         hostile clients.
     """
 

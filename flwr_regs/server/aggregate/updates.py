@@ -65,13 +65,21 @@ class Moves:
             rows[:, self._constant[part]] = 0.0
         return rows
 
-    def weighted(self, weights: Mapping[int, float], part: slice = WHOLE) -> np.ndarray:
-        """Return ``Σ ω_k (v_k − w_t)``, added up in the order of the weights."""
+    def weighted(
+        self, weights: Mapping[int, float], part: slice, squares: dict[int, float]
+    ) -> np.ndarray:
+        """Return some coordinates of ``Σ ω_k (v_k − w_t)``, added up in the order of the weights.
+
+        The squared length of each ``v_k − w_t`` there is added to the client's entry of `squares`.
+        """
         total = np.zeros(self._w[part].size)
         senders = [p for p in weights if p in self._sent or p in self._delta]
         for first in range(0, len(senders), TOGETHER):
             pids = senders[first : first + TOGETHER]
-            total += np.einsum("k,kj->j", [weights[p] for p in pids], self.read(pids, part))
+            rows = self.read(pids, part)
+            total += np.einsum("k,kj->j", [weights[p] for p in pids], rows)
+            for pid, row in zip(pids, rows, strict=True):
+                squares[pid] += float(np.dot(row, row))
         return total
 
 
@@ -89,41 +97,38 @@ def mean_delta(
     weights: Mapping[int, float],
     scaled: Mapping[int, float],
     fixed: Collection[str],
+    squares: dict[str, dict[int, float]] | None = None,
 ) -> dict[str, np.ndarray]:
     """Return the weighted sums of the updates: `scaled` weighs trained arrays, `weights` the `fixed` ones.
 
     Sums in float64 and in the order of `replies`, so that the order of arrival does not matter and a small
     update is not lost beside a large weight. Floats come back in their own dtype, integers and booleans in
     float64, since their mean need not be whole. This is a `MeanOfUpdates`.
+
+    `squares`, if given, is filled in: array -> client -> the squared length of its ``v_k − w_t``.
     """
 
     by = {n: {p: (weights if n in fixed else scaled)[p] for p in replies} for n in base}
+    lengths = {n: dict.fromkeys(replies, 0.0) for n in base}
+    if squares is not None:
+        squares |= lengths
     if any(r.coded is not None for r in replies.values()):
         totals = {n: np.zeros(w.size) for n, w in base.items()}
-        for pid in replies:
-            _add_update(totals, base, replies[pid], {n: by[n][pid] for n in base})
+        for pid, reply in replies.items():  # decoded here, and forgotten before the next
+            alone = {pid: reply.open}
+            for name, w in base.items():
+                moves = Moves(name, w, alone)
+                for part in pieces(w.size):
+                    share = {pid: by[name][pid]}
+                    totals[name][part] += moves.weighted(share, part, lengths[name])
         return {n: totals.pop(n).astype(summed_dtype(w)).reshape(w.shape) for n, w in base.items()}
     means = {}
     for name, w in base.items():
         moves, mean = Moves(name, w, replies), np.empty(w.size, summed_dtype(w))
         for part in pieces(w.size):
-            mean[part] = moves.weighted(by[name], part)
+            mean[part] = moves.weighted(by[name], part, lengths[name])
         means[name] = mean.reshape(w.shape)
     return means
-
-
-def _add_update(
-    totals: Mapping[str, np.ndarray],
-    base: Mapping[str, np.ndarray],
-    reply: Reply,
-    weights: Mapping[str, float],
-) -> None:
-    """Add one client's weighted update, which is decoded here and forgotten at the end."""
-    alone = {0: reply.open}
-    for name, w in base.items():
-        moves = Moves(name, w, alone)
-        for part in pieces(w.size):
-            totals[name][part] += moves.weighted({0: weights[name]}, part)
 
 
 def summed_dtype(w: np.ndarray) -> np.dtype[Any]:

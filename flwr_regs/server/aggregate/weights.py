@@ -53,6 +53,17 @@ def cut_weights(weights: Mapping[int, float], most: float) -> dict[int, float]:
     return new
 
 
+def bounded_shares(weights: Mapping[int, float], most: float | None) -> Mapping[int, float]:
+    """Return ``ω_k`` of which none is above the share `most` of their sum; those below stay as they are."""
+    positive = {k: w for k, w in weights.items() if w > 0}
+    if most is None or not positive:
+        return weights
+    total = sum(positive.values())
+    shares = cut_weights({k: w / total for k, w in positive.items()}, most)
+    unit = min(positive[k] / share for k, share in shares.items())  # of one that was not cut
+    return {**weights, **{k: min(positive[k], unit * share) for k, share in shares.items()}}
+
+
 class UnusableReplies(Exception):
     """Replies that a term cannot work with: partition id -> why."""
 
@@ -108,7 +119,7 @@ class Stats:
 class StepScaling(Term, Weighs):
     """``incomplete="scale"``: a client that took ``s_k`` of its E steps weighs ``E / s_k`` times as much.
 
-    Source: EFL (2021), Sec. 4.2.
+    At most `max_scale` times. Source: EFL (2021), Sec. 4.2.
     """
 
     name: ClassVar[str] = "step-scaling"
@@ -116,8 +127,8 @@ class StepScaling(Term, Weighs):
     def weigh(
         self, weights: Mapping[int, float], uploads: Mapping[int, Slot], ctx: ServerContext
     ) -> dict[int, float]:
-        r = ctx.replies
-        return {k: p * r[k].planned_steps / r[k].num_steps for k, p in weights.items()}  # p_k^τ
+        scale = {k: r.planned_steps / r.num_steps for k, r in ctx.replies.items()}
+        return {k: p * min(scale[k], ctx.max_scale) for k, p in weights.items()}  # p_k^τ
 
 
 class WithheldStats(Mapping[int, Stats]):

@@ -10,7 +10,6 @@ is smaller. A client that finds that it lost its model gets the full pair in the
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -20,9 +19,10 @@ from flwr_regs.server.global_model import GlobalModel
 from flwr_regs.server.options import Options
 from flwr_regs.term import ServerContext
 from flwr_regs.wire import keys
-from flwr_regs.wire.arrays import digest, mask
+from flwr_regs.wire.arrays import digest
+from flwr_regs.wire.delta import WHOLE
 from flwr_regs.wire.parcel import Parcel, Record
-from flwr_regs.wire.precision import to_half
+from flwr_regs.wire.precision import narrow
 
 Content = tuple[dict[str, Record], dict[str, Any]]
 """(records, entries of the config)"""
@@ -54,15 +54,11 @@ class Downlink:
         """
         keeps = self.options.downlink == "delta"
         if held_round == self.ctx.round:
-            return {keys.ARRAYS: Record(), **self._broadcasts}, {
-                keys.KEEP_KEY: keeps,
-                keys.DOWNLINK_KEY: "kept",
-                keys.BASE_ROUND_KEY: self.ctx.round,
-            }
-        arrays, entries = self._whole
+            kept = {keys.DOWNLINK_KEY: "kept", keys.DIGEST_KEY: self._digest}
+            return {keys.ARRAYS: Record(), **self._broadcasts}, kept
         whole: Content = (
-            {keys.ARRAYS: arrays} | ({} if probe else self._broadcasts),
-            {keys.KEEP_KEY: keeps, **entries},
+            {keys.ARRAYS: self._whole} | ({} if probe else self._broadcasts),
+            {keys.DOWNLINK_KEY: WHOLE} if keeps or probe else {},
         )
         if not keeps or held_round is None or self.model.step is None:
             return whole
@@ -70,14 +66,12 @@ class Downlink:
             return self._coded_since(held_round, probe, whole)
         if held_round != self.ctx.round - 1:
             return whole
-        return {keys.ARRAYS: self._step} | ({} if probe else self._explicit), self._base(
-            held_round, "delta"
-        )
+        broadcasts = {} if probe else self._explicit
+        return {keys.ARRAYS: self._step} | broadcasts, self._base("delta")
 
     @cached_property
-    def _whole(self) -> tuple[Record, dict[str, Any]]:
-        arrays, entries = to_half(self.model.model, self.options.wire_dtype)
-        return Record(arrays), entries
+    def _whole(self) -> Record:
+        return Record(narrow(self.model.model, self.options.wire_dtype))
 
     @cached_property
     def _broadcasts(self) -> dict[str, Record]:
@@ -96,15 +90,13 @@ class Downlink:
 
     @cached_property
     def _digest(self) -> str:
-        return digest(self.model.model)
+        return digest(self.model.given)
 
-    def _base(self, held_round: int, kind: str) -> dict[str, Any]:
+    def _base(self, kind: str) -> dict[str, Any]:
         return {
-            keys.KEEP_KEY: True,
             keys.DOWNLINK_KEY: kind,
-            keys.BASE_ROUND_KEY: held_round,
-            keys.PREVIOUS_LR_KEY: self.model.previous_lr,
             keys.DIGEST_KEY: self._digest,
+            keys.PREVIOUS_LR_KEY: self.model.previous_lr,
         }
 
     def _coded_since(self, held_round: int, probe: bool, whole: Content) -> Content:
@@ -117,12 +109,7 @@ class Downlink:
             moved = {n: m.model[n] for n in buffers if m.changed[n] >= held_round and n not in tied}
             update: Content = (
                 {keys.ARRAYS: Record(moved)} | ({} if probe else self._explicit),
-                {
-                    **self._base(held_round, "coded"),
-                    keys.STEPS_KEY: [m.coded_steps[r] for r in rounds],
-                    keys.BUFFERS_KEY: mask(buffers, m.model),
-                    **({keys.TIED_KEY: json.dumps(dict(tied))} if tied else {}),
-                },
+                {**self._base("coded"), keys.STEPS_KEY: [m.coded_steps[r] for r in rounds]},
             )
             smaller = Parcel(*update).nbytes < Parcel(*whole).nbytes
             self._since[key] = update if smaller else whole

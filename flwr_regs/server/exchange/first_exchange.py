@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from flwr_regs.server.aggregate.aggregators import TooFewVectors
+from flwr_regs.server.aggregate.weights import UnusableReplies, aggregation_weights
+from flwr_regs.server.client_metrics import read_metrics
 from flwr_regs.server.exchange.downlink import Downlink
 from flwr_regs.server.exchange.network import Network, Replies, Request
 from flwr_regs.server.exchange.remembered import Remembered
-from flwr_regs.server.exchange.replies import disagreeing, output_layer, read_uploads
+from flwr_regs.server.exchange.replies import (
+    check_round,
+    disagreeing,
+    output_layer,
+    read_uploads,
+)
 from flwr_regs.server.failures import culprits, name_failures, read_each
 from flwr_regs.server.global_model import GlobalModel
 from flwr_regs.server.options import Options
+from flwr_regs.server.reply import Reply
 from flwr_regs.server.round import Round
 from flwr_regs.term import ServerContext, Slot
 from flwr_regs.wire import keys
@@ -39,6 +47,8 @@ class Exchange:
     request : callable
         Makes a request of messages by partition id: :meth:`Population.request`.
     remembered : Remembered
+    judge : callable
+        Raises UnusableReplies for clients whose uploads do not belong to their cohort's.
     """
 
     this_round: Round
@@ -48,6 +58,7 @@ class Exchange:
     context: ServerContext
     request: Callable[[str, dict[int, Parcel]], Request]
     remembered: Remembered
+    judge: Callable[[Mapping[int, Slot]], None]
 
     @cached_property
     def _downlink(self) -> Downlink:
@@ -88,7 +99,7 @@ class Exchange:
             **self.remembered.entries(pid, self.options.seed, self.this_round.number),
         }
         if probe:
-            entries |= {keys.PROBE_KEY: True, keys.KEEP_KEY: True}
+            entries[keys.PROBE_KEY] = True
         return Parcel(records, entries)
 
     def probe(self) -> list[int]:
@@ -97,7 +108,7 @@ class Exchange:
         A client without a reply is left out of the round and named among its failures. A client that lost
         its model is asked once more, with the model.
         """
-        this_round, uploads = self.this_round, dict[int, Slot]()
+        this_round, replies = self.this_round, dict[int, Reply]()
         this_round.probe_down, this_round.probe_up = dict.fromkeys(this_round.asked, 0), {}
         waiting, lost = this_round.asked, False
         while waiting:
@@ -107,33 +118,43 @@ class Exchange:
             came, waiting = self._lacking(self._ask(self.request(keys.PROBE, parcels)), lost)
             probes, failures = read_each(came, self._read_probe)
             this_round.failures |= failures
-            uploads |= probes
+            replies |= probes
             this_round.probe_up |= {pid: came[pid].nbytes for pid in probes}
             this_round.lose({pid: came[pid] for pid in probes})
             lost = True
+        uploads = {pid: reply.uploads for pid, reply in replies.items()}
         unlike = disagreeing(self.options.term, uploads, probing=True)
-        uploads = {pid: uploads[pid] for pid in sorted(uploads) if pid not in unlike}
-        this_round.answers, wrong = self._answer(uploads)
+        replies = {pid: replies[pid] for pid in sorted(replies) if pid not in unlike}
+        try:
+            self.judge({pid: reply.uploads for pid, reply in replies.items()})
+        except UnusableReplies as error:
+            unlike |= error.why
+            replies = {pid: reply for pid, reply in replies.items() if pid not in unlike}
+        this_round.answers, wrong = self._answer(replies)
         this_round.failures |= unlike | wrong
         if this_round.failures:
             LOG.warning("\t> in the first exchange: %s", name_failures(this_round.failures))
-        return [pid for pid in uploads if pid not in wrong]
+        return [pid for pid in replies if pid not in wrong]
 
-    def _read_probe(self, pid: int, reply: Parcel) -> Slot:
-        """Return a client's checked probe."""
-        probe = read_uploads(f"the probe of client {pid}", reply)
+    def _read_probe(self, pid: int, reply: Parcel) -> Reply:
+        """Return a client's checked probe, and its examples."""
+        check_round(what := f"the probe of client {pid}", reply, self.this_round.config)
+        probe = read_uploads(what, reply)
         params, server = self.context.params, self.model.server
         try:
             self.options.term.check(probe, params, server, probing=True)
         except ValueError as error:
             raise ProtocolError(str(error)) from error
-        return probe
+        metrics, count = read_metrics(pid, reply, "num-examples")
+        return Reply({}, probe, metrics, count)
 
-    def _answer(self, probes: Mapping[int, Slot]) -> tuple[Mapping[int, Slot], dict[int, str]]:
+    def _answer(self, replies: Mapping[int, Reply]) -> tuple[Mapping[int, Slot], dict[int, str]]:
         """Return (each client's own broadcasts, client -> why its probe cannot be used)."""
-        term = self.options.term
+        term, options = self.options.term, self.options
+        probes = {pid: reply.uploads for pid, reply in replies.items()}
         try:
-            return term.answer(probes, self.context), {}
+            weights = aggregation_weights(replies, options.weighting, options.max_weight)
+            return term.answer(probes, replace(self.context, weights=weights)), {}
         except TooFewVectors as error:
             return {}, dict.fromkeys(probes, f"in the first exchange, {error}")
         except Exception as error:  # whatever a probe makes a term raise
@@ -144,7 +165,7 @@ class Exchange:
             )
             if not wrong:
                 raise ValueError(f"the probes cannot be used: {described(error)}") from error
-            rest, more = self._answer({p: u for p, u in probes.items() if p not in wrong})
+            rest, more = self._answer({p: r for p, r in replies.items() if p not in wrong})
             return rest, {**wrong, **more}
 
     def collect(self, replies: Replies) -> None:
@@ -175,7 +196,7 @@ class Exchange:
 
         A client that says so `again` is named among the failures.
         """
-        lost = [p for p, reply in came.items() if reply.says(keys.OUT_OF_SYNC_KEY)]
+        lost = [p for p, reply in came.items() if reply.says(keys.LOST_MODEL)]
         others = {p: reply for p, reply in came.items() if p not in lost}
         if again:
             why = "it says that it lacks the model that it was just sent"

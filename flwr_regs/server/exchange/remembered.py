@@ -44,19 +44,18 @@ class Remembered(Snapshots):
         """Note a round's replies, and whose were used; one that keeps nothing of the round says nothing."""
         self.held |= dict.fromkeys(came, number)
         for pid, reply in came.items():
-            kept = str(reply.config.get(keys.KEEPS_KEY, ""))
-            if kept:
-                self.came[pid] = number
-            if "state" in kept:
+            if keeps_state := reply.says(keys.KEEPS_STATE):
                 self.used[pid] = number if pid in used else self.used.get(pid, 0)
+            if keeps_state or reply.says(keys.KEEPS_PRIVATE):
+                self.came[pid] = number
 
     def entries(self, pid: int, seed: int, number: int) -> dict[str, Any]:
         """Return the entries of a client's own in a message of a round; `seed` is the run's."""
-        known = {keys.USED_KEY: self.used, keys.CAME_KEY: self.came}
+        labels = [rounds[pid] for rounds in (self.used, self.came) if pid in rounds]
         return {
             keys.SEED_KEY: int(np.random.SeedSequence((seed, number, pid)).generate_state(1)[0]),
             keys.CLIENT_KEY: pid,
-            **{key: rounds[pid] for key, rounds in known.items() if pid in rounds},
+            **({keys.SNAPSHOTS_KEY: labels} if labels else {}),
         }
 
 
@@ -64,7 +63,7 @@ def name_losses(this_round: Round) -> None:
     """Warn of the clients of a round that lost what they kept, or could not save it."""
     if lost := this_round.lost["state"]:
         LOG.warning("clients %s have lost their state and began anew without", lost)
-    if unsaved := sorted(p for p, r in this_round.came.items() if r.says(keys.UNSAVED_KEY)):
+    if unsaved := sorted(p for p, r in this_round.came.items() if r.says(keys.NOT_SAVED)):
         this_round.events["not_saved"] = unsaved
         LOG.warning("clients %s could not save what they keep", unsaved)
     if lost := this_round.lost["private"]:

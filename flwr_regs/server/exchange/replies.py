@@ -18,6 +18,7 @@ from flwr_regs.server.failures import culprits, read_each
 from flwr_regs.server.global_model import GlobalModel
 from flwr_regs.server.options import Options
 from flwr_regs.server.reply import Reply
+from flwr_regs.server.round import UNDECIDED, Round
 from flwr_regs.term import Slot
 from flwr_regs.wire import keys
 from flwr_regs.wire.arrays import (
@@ -27,15 +28,13 @@ from flwr_regs.wire.arrays import (
     ProtocolError,
     check_arrays,
     check_finite,
-    check_tied,
     in_code_order,
-    unmask,
-    untrainable,
+    not_trained,
 )
 from flwr_regs.wire.delta import decoded
 from flwr_regs.wire.errors import described
 from flwr_regs.wire.parcel import Parcel
-from flwr_regs.wire.precision import Widened, from_half
+from flwr_regs.wire.precision import Widened
 from flwr_regs.wire.text import LONGEST_NAME, quoted, shown
 
 
@@ -56,15 +55,14 @@ class Reader:
     options: Options
     model: GlobalModel
 
-    def read_all(
-        self, came: Mapping[int, Parcel], config: Mapping[str, Any]
-    ) -> tuple[dict[int, Reply], dict[int, str]]:
-        """Check replies one by one and against each other; `config` is the round's.
+    def read_all(self, this_round: Round) -> None:
+        """Check a round's replies one by one and against each other; note who failed, and why.
 
-        Returns (the usable ones, client -> why its reply is not), and notes in the model what the clients
-        agree on.
-        Replies are read in the order of partition ids, so the order of arrival does not change the result.
+        What the clients agree on is noted in the model. Replies are read in the order of partition ids, so
+        the order of arrival does not change the result.
         """
+        config, model, term = this_round.config, self.model, self.options.term
+        came = this_round.came
         replies, failures = read_each(came, lambda pid, parcel: self.read(pid, parcel, config))
 
         def leave_out(wrong: Mapping[int, str]) -> None:
@@ -72,19 +70,20 @@ class Reader:
                 del replies[pid]
                 failures[pid] = shown(why)
 
-        buffers, wrong = agree_on_buffers(replies, self.model.buffers)
+        buffers, wrong = agree_on_buffers(replies, model.buffers)
         leave_out(wrong)
-        tied, wrong = agree_on_ties(replies, self.model.tied)
+        tied, wrong = agree_on_ties(replies, model.tied)
         leave_out(wrong)
-        frozen, wrong = agree_on_frozen(replies, self.model.frozen)
+        frozen, wrong = agree_on_frozen(replies, model.frozen)
         leave_out(wrong)
         active = {p: r.uploads for p, r in replies.items() if r.steps is None or r.steps[0]}
-        leave_out(disagreeing(self.options.term, active))
-        self.model.agree(buffers, tied, frozen)
-        return replies, failures
+        leave_out(disagreeing(term, active))
+        model.agree(buffers, tied, frozen)
+        this_round.received = replies
+        this_round.failures |= failures
 
     def read(self, pid: int, parcel: Parcel, config: Mapping[str, Any]) -> Reply:
-        """Return a client's checked reply.
+        """Return a client's checked reply; `config` is the round's.
 
         Raises
         ------
@@ -94,30 +93,25 @@ class Reader:
             use, or steps that the round did not ask for.
         """
         what = f"the reply of client {pid}"
-        self._check_sender(what, parcel)
+        self._check_sender(what, parcel, config)
         metrics, count = read_metrics(pid, parcel, self.options.weighted_by_key)
         model, entries, half = self.model.model, parcel.config, self.options.wire_dtype
+        arrays: Mapping[str, np.ndarray] = parcel.records[keys.ARRAYS]
+        if half:
+            arrays = Widened(arrays, half)
         try:
-            arrays: Mapping[str, np.ndarray] = dict(parcel.records[keys.ARRAYS])
-            if half:
-                arrays = from_half(arrays, {**entries, keys.HALF_KEY: half})
             uploads = read_uploads(what, parcel)
             ours = keys.METHOD_KEY in entries
-            buffers = untrainable(model)
-            if keys.BUFFERS_KEY in entries:
-                buffers = unmask(entries[keys.BUFFERS_KEY], model)
+            buffers, tied = not_trained(entries.get(keys.NOT_TRAINED_KEY), model)
             trained = {n: a for n, a in model.items() if n not in buffers}
             digest = entries.get(keys.FROZEN_DIGEST_KEY, "")
             if not isinstance(digest, str) or len(digest) > LONGEST_NAME:
                 raise ProtocolError(
                     f"'{keys.FROZEN_DIGEST_KEY}' must be a digest, not {quoted(digest)}"
                 )
-            tied: dict[str, str] = {}
-            if keys.TIED_KEY in entries:
-                tied = check_tied(entries[keys.TIED_KEY], model, buffers)
             update, coded, expected = NDArrays(), None, model
-            if keys.UPDATE_KEY in entries:
-                coded = self._decoder(entries[keys.UPDATE_KEY], trained)
+            if keys.STEPS_KEY in entries:
+                coded = self._decoder(entries[keys.STEPS_KEY], trained)
                 update = coded()
                 expected = {n: model[n] for n in arrays if n in buffers}
             steps = _steps(metrics, config, count, ours)
@@ -127,25 +121,27 @@ class Reader:
                 self.options.term.check(uploads, trained, self.model.server)
         except (ValueError, TypeError, EOFError) as error:
             raise ProtocolError(f"{what} cannot be used: {error}") from error
-        check_arrays(arrays.outline() if isinstance(arrays, Widened) else arrays, expected, what)
-        check_finite(arrays, what, model, 65504.0 if half == "float16" else LARGEST)
+        check_arrays(arrays, expected, what, 65504.0 if half == "float16" else LARGEST)
         check_finite(update, what, largest=LARGEST)
         for t in self.options.term.terms:
-            if isinstance(t, Folds) and t.name in uploads:  # decoded again when it is folded
-                uploads[t.name] = parcel.records[f"{t.name}.upload"]
+            if isinstance(t, Folds) and t.name in uploads:  # copied again when it is folded
+                uploads[t.name] = dict(parcel.records[f"{t.name}.upload"])
         # a coded update is decoded again when it is summed: all of them together are many models
         return Reply(arrays, uploads, metrics, count, {}, steps, buffers, tied, digest, coded)
 
     def _decoder(self, code: Any, names: Iterable[str]) -> Callable[[], NDArrays]:
         """Return what makes an update from its code."""
         coder = self.options.term.coder("finish")
-        if coder is None or not isinstance(code, bytes):
-            raise ProtocolError("it holds a coded update, but the method has no code for updates")
+        if coder is None or not isinstance(code, list) or len(code) != 1:
+            raise ProtocolError(
+                f"'{keys.STEPS_KEY}' holds {quoted(code, 40)}, but the method has "
+                + ("no code for updates" if coder is None else "one update in its code")
+            )
         like = in_code_order(self.model.model, names)
-        return partial(decoded, coder.decode, code, like, "its update")
+        return partial(decoded, coder.decode, code[0], like, "its update")
 
-    def _check_sender(self, what: str, parcel: Parcel) -> None:
-        """Raise ProtocolError for another method's client, or a reply without arrays."""
+    def _check_sender(self, what: str, parcel: Parcel, config: Mapping[str, Any]) -> None:
+        """Raise ProtocolError for another method's client, another round's reply, or one without arrays."""
         plain = self.options.term.plain and keys.METHOD_KEY not in parcel.config
         if not plain and parcel.config.get(keys.METHOD_KEY) != self.method:
             sender = parcel.config.get(keys.METHOD_KEY, "one that names no method")
@@ -156,23 +152,35 @@ class Reader:
                 f"{what} does not come from a {self.method} client but from {sender}; use {named}"
                 "RegClient or ClientRound with the strategy's terms"
             )
+        check_round(what, parcel, config)
         if keys.ARRAYS not in parcel.records:
             raise ProtocolError(
                 f"{what} must hold an ArrayRecord '{keys.ARRAYS}', but holds {parcel.names}"
             )
 
 
+def check_round(what: str, parcel: Parcel, config: Mapping[str, Any]) -> None:
+    """Raise ProtocolError unless a reply names the training and the round of `config`, its message's.
+
+    A client that names no method, such as Flower's own, need not name these either.
+    """
+    ours = keys.METHOD_KEY in parcel.config
+    for key, whose in ((keys.START_KEY, "training"), (keys.ROUND_KEY, "round")):
+        said, asked = parcel.config.get(key), config[key]
+        if (said is not None or ours) and said != asked:
+            raise ProtocolError(
+                f"{what} belongs to {whose} {quoted(said, 40)}, not to {asked!r} ('{key}')"
+            )
+
+
 def read_uploads(what: str, parcel: Parcel) -> Slot:
-    """Return the terms' uploads by term name; raise ProtocolError unless all are finite numbers."""
+    """Return the terms' uploads by term name, as copies; raise ProtocolError unless all are finite."""
     uploads: Slot = {}
     for key, record in parcel.records.items():
         if key.endswith(".upload"):
             name = key.removesuffix(".upload")
+            uploads[name] = {k: np.array(a) for k, a in record.items()}
             where = f"{what}, upload of '{shown(name, LONGEST_NAME)}'"
-            try:
-                uploads[name] = dict(record)
-            except ProtocolError as error:
-                raise ProtocolError(f"{where}: {error}") from error
             check_finite(uploads[name], where, largest=LARGEST)
     return uploads
 
@@ -229,8 +237,7 @@ def agree_on_buffers(
     if known is None:
         ranking = Counter(reply.buffers for reply in replies.values()).most_common(2)
         if len(ranking) == 2 and ranking[0][1] == ranking[1][1]:
-            why = "the clients disagree, half against half, on which parameters they train"
-            return None, dict.fromkeys(replies, why)
+            return None, dict.fromkeys(replies, UNDECIDED)
         known = next((fixed for fixed, _ in ranking), None)
     return known, {
         pid: f"client {pid} trains other parameters than the others; they differ in "

@@ -112,7 +112,10 @@ def test_a_collapse_and_rejected_replies_are_said() -> None:
 
 
 @pytest.mark.parametrize(("seeds", "baseline"), [(1, "FedAvg"), (3, ""), (3, "FedAvg")])
-def test_the_table_fits_80_columns(seeds: int, baseline: str) -> None:
+def test_the_table_fits_80_columns(
+    seeds: int, baseline: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as in a notebook: colours would be in the files
     long = "FedADC(beta=0.7, downlink='delta')+SparseTernary(density_up=0.01, density_down=0.01)"
     every = [run(label, GOOD, s) for label in ("FedAvg", long) for s in range(seeds)]
     every[-1].rounds[0]["bytes_down"][0] = 10**14
@@ -120,6 +123,7 @@ def test_the_table_fits_80_columns(seeds: int, baseline: str) -> None:
     results = Results(every, [note], baseline=baseline)
     text, tex = results.text(), results.latex()
     assert max(map(len, text.splitlines())) <= 80
+    assert "\x1b" not in text
     assert text == "\n".join(line.rstrip() for line in text.splitlines()) + "\n"
     assert ("n = 3 (seeds 0, 1, 2)" if seeds == 3 else "n = 1 (seed 0)") in text
     assert ("95 % interval" in text) == (baseline != "" and seeds > 1)

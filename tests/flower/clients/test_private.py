@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 import torch
 from flwr.app import Message, MetricRecord, RecordDict
-from flwr.common.serde import recorddict_to_proto
 from torch import nn
 
 import flwr_regs as fr
 from flwr_regs import client_app, load_private
+from flwr_regs.flower.compat import recorddict_to_proto
 from flwr_regs.testing.problem import SerialisingGrid
 from flwr_regs.wire import files, keys
 from tests.conftest import close, make_clients, make_model, remembered, run

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 from flwr.app import Context, Message
 from flwr.client import NumPyClient
-from flwr.clientapp.typing import ClientAppCallable
 
 import flwr_regs
+from flwr_regs.flower.compat import ClientAppCallable
 
 
 class Plain(NumPyClient):

@@ -5,10 +5,13 @@ from __future__ import annotations
 import importlib.util
 import logging
 import tomllib
+from pathlib import Path
 from types import ModuleType
 
+import numpy as np
 import pytest
 from flwr.app import Context, RecordDict
+from sklearn.datasets import load_digits
 
 from flwr_regs import InProcessGrid
 from tests.conftest import ROOT
@@ -32,9 +35,10 @@ def _quiet() -> None:
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 
 
-@pytest.mark.parametrize(
-    "name", ["huggingface", "lightning", "mixed-precision", "pytorch", "sklearn"]
-)
+NAMES = ["huggingface", "lightning", "mixed-precision", "pytorch", "sklearn"]
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_the_server_app_runs_as_written_and_learns(
     name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -48,6 +52,26 @@ def test_the_server_app_runs_as_written_and_learns(
     told = [float(line.split()[-1].rstrip("%")) for line in capsys.readouterr().out.splitlines()]
     assert len(told) == settings["config"]["rounds"]
     assert told[-1] > max(60, told[0])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_node_without_a_partition_trains_on_its_data_path(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As a SuperNode started with ``--node-config 'data-path="…"'``."""
+    module = load(name)
+    if name == "huggingface":
+        rows = module.made_up(0)
+        np.savez(tmp_path / "local.npz", **{k: np.stack([r[k] for r in rows]) for k in rows[0]})
+    else:
+        x, y = load_digits(return_X_y=True)
+        np.savez(tmp_path / "local.npz", x=x[:300], y=y[:300])
+    grid = InProcessGrid(module.app, 2)
+    for node in grid.get_node_ids():
+        grid._contexts[node].node_config.clear()
+        grid._contexts[node].node_config["data-path"] = str(tmp_path / "local.npz")
+    module.server(grid, Context(1, 1, {}, RecordDict(), {"rounds": 1}))
+    assert "round 1" in capsys.readouterr().out
 
 
 def test_with_lora_only_the_trained_part_travels(capsys: pytest.CaptureFixture[str]) -> None:

@@ -316,3 +316,24 @@ def test_changed_logits_stand_left_of_what_weighs_the_loss() -> None:
     calibrated = term.loss(plain, {}, ctx)
     kl = fr.SelfDistillation(1.0, 2.0).loss(plain, {}, ctx)
     assert both.item() == pytest.approx((0.6 * calibrated + 0.4 * kl).item())
+
+
+@pytest.mark.parametrize(("examples", "width"), [(1, 6), (5, 1)])
+def test_one_example_or_one_feature_has_no_correlations(examples: int, width: int) -> None:
+    data = [(x[:examples], y[:examples]) for x, y in make_clients()[0]]
+    ends = []
+    for beta in (0.0, 5.0):
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Linear(4, width), nn.Tanh(), nn.Linear(width, 3)).double()
+        term = fr.Decorrelation(beta)
+        ends.append(local_round(model, term, data, lr=0.1, epochs=1, device="cpu").state)
+    close(*ends, 0.0)
+
+
+def test_features_that_do_not_vary_give_no_nan() -> None:
+    """A dead unit: its centred values are 0, and only the 1e-8 keeps them from 0/0."""
+    ctx = ClientContext(start={}, lr=0.1, num_steps=1, features=torch.zeros(4, 3).requires_grad_())
+    loss = fr.Decorrelation(1.0).loss(torch.zeros(()), {}, ctx)
+    (g,) = torch.autograd.grad(loss, ctx.features)
+    assert loss == 0
+    assert not g.any()

@@ -13,7 +13,7 @@ from flwr.app import ConfigRecord, Message, RecordDict
 from torch import nn
 
 import flwr_regs as fr
-from flwr_regs.methods.client_step.ternary import sparse_ternary
+from flwr_regs.methods.parts.ternary import sparse_ternary
 from flwr_regs.testing.problem import SerialisingGrid, app_of, train
 from flwr_regs.wire import keys
 from flwr_regs.wire.records import from_record
@@ -135,7 +135,7 @@ def test_a_client_that_never_finds_its_model_is_given_up() -> None:
             ids = list(super().push_messages(messages))
             for reply in (self._replies[i] for i in ids):
                 if reply.metadata.message_type == keys.PROBE and reply.metadata.src_node_id == 1001:
-                    lacks = ConfigRecord({keys.OUT_OF_SYNC_KEY: True})
+                    lacks = ConfigRecord({keys.MEMORY_KEY: [keys.LOST_MODEL]})
                     reply.content = RecordDict({keys.CONFIG: lacks})
             return ids
 

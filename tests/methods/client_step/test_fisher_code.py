@@ -13,7 +13,7 @@ from torch import nn
 
 import flwr_regs.client.measure.fisher
 from flwr_regs import EFL, EFLClient, Elastic, InProcessGrid
-from flwr_regs.methods.client_step.fisher_code import SumsCode
+from flwr_regs.methods.parts.fisher_code import SumsCode
 from flwr_regs.testing.problem import app_of
 from tests.conftest import close, make_clients, run
 

@@ -93,6 +93,6 @@ def test_a_robust_c_is_the_aggregators() -> None:
         return {"w": np.median([v["w"] for v in values.values()], axis=0)}
 
     ctx = ServerContext(2, 0.1, {"w": np.zeros(2)}, aggregated=aggregated, robust=True)
-    robust = fr.CorrectedMomentum(0.5).robust_answer(probes, ctx)
+    robust = fr.CorrectedMomentum(0.5).answer_in(probes, ctx)
     for slot in robust.values():
         np.testing.assert_array_equal(slot["c.w"], [1, -1])

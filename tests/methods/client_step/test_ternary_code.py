@@ -9,8 +9,8 @@ import zlib
 import numpy as np
 import pytest
 
-from flwr_regs.methods.client_step import ternary as codec
-from flwr_regs.methods.client_step.ternary import CodecError, decode, encode
+from flwr_regs.methods.parts import ternary as codec
+from flwr_regs.methods.parts.ternary import CodecError, decode, encode
 
 FLOATS = (np.float16, np.float32, np.float64)
 FUZZ = int(os.environ.get("FUZZ", "1"))  # random messages, in multiples of what a usual run tries

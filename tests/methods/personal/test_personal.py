@@ -53,6 +53,7 @@ def mixture(kept: Any, w: Params) -> Params:
 
 
 FIXED = {"alpha": 0.7, "learn": False}
+EVERY = {"alpha": 0.4, "every": "round"}
 HEAD = {"personal_part": "head", "personal_epochs": 2, "personal_lr": 0.4}
 AMP = {"lam": 0.3, "alpha": 0.2, "sigma": 0.7}
 METHODS = {
@@ -61,6 +62,9 @@ METHODS = {
     "APFL": Method(fr.APFL, fr.APFLClient, apfl, {"alpha": 0.4}, mixture),
     "APFL-fixed": Method(
         lambda learn, **s: fr.APFL(adaptive=learn, **s), fr.APFLClient, apfl, FIXED, mixture
+    ),
+    "APFL-every": Method(
+        lambda every, **s: fr.APFL(alpha_every=every, **s), fr.APFLClient, apfl, EVERY, mixture
     ),
     "APFL-clipped": Method(fr.APFL, fr.APFLClient, apfl, {"alpha": 1.0}, mixture),
     "FedBABU": Method(fr.FedBABU, fr.FedBABUClient, fedbabu, {"personal_part": "all"}),

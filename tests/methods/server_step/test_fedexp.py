@@ -66,10 +66,10 @@ def test_the_history_has_the_metrics_of_the_mean_of_the_last_two_models() -> Non
 
 def test_the_mean_of_two_models_keeps_dtypes_and_whole_numbers() -> None:
     first = {"w": np.array([1.0, 3.0], np.float32), "n": np.array(4), "mask": np.array([np.inf])}
-    model = GlobalModel(chain([]), first)
-    assert model.mean_of_two is None
+    model = GlobalModel(chain([fr.Extrapolation()]), first)
+    assert model.averaged is None
     model.step = {"w": np.array([0.5, -1.0], np.float32), "n": np.array(3), "mask": np.zeros(1)}
-    mean = model.mean_of_two
+    mean = model.averaged
     assert mean is not None
     np.testing.assert_array_equal(mean["w"], np.array([0.75, 3.5], np.float32))
     assert mean["w"].dtype == np.float32

@@ -46,9 +46,5 @@ def test_one_clients_claims_do_not_lengthen_the_others_steps(aggregator: Any) ->
             return sent, n, metrics
 
     strategy = fr.FedNova(seed=1, fraction_evaluate=0.0, aggregator=aggregator, weighting="uniform")
-    try:
-        model = train(strategy, Liar, rounds=1, clients=make_clients(5))[0]
-    except fr.RoundFailed:  # it diverged
-        model = {n: np.array(np.inf) for n in start_weights()}
-    moved = max(abs(a - start_weights()[n]).max() for n, a in model.items())
-    assert moved > 100 if aggregator == fr.Mean() else moved < 2
+    model = train(strategy, Liar, rounds=1, clients=make_clients(5))[0]
+    assert max(abs(a - start_weights()[n]).max() for n, a in model.items()) < 2

@@ -24,14 +24,15 @@ def mime(
 
     A reply that is dropped counts in Mime's c: its full gradient has come before, in the first exchange; a
     client that falls out before that is not in ``cohorts``. ``lite`` is MimeLite: the full gradient comes
-    with the reply. c is the plain mean. ``controls`` is a list that takes c and m after each round.
+    with the reply. ``weighting`` weighs it in c, too. ``controls`` is a list that takes c and m after each
+    round.
     """
     m = zeros(w)
     models = []
     for r in rounds_of(*run, weighting=weighting, **how):
         asked = r.used if lite else r.cohort
-        c = zeros(w)  # (1/|S|) sum of the full gradients at the server's model
-        for k, share in weights_of(r.clients, asked, "uniform").items():
+        c = zeros(w)  # sum_k p_k of the full gradients at the server's model
+        for k, share in weights_of(r.clients, asked, weighting).items():
             c = plus(c, share, mean_gradient(w, r.clients[k], r.slope))
         ends = {}
         for k in r.used:

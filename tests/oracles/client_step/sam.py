@@ -1,13 +1,16 @@
-"""FedSAM and FedLESAM. Qu et al. 2022, Alg. 1; Fan et al. 2024, Alg. 1.
+"""FedSAM and FedLESAM, alone and with FedCM, SCAFFOLD and FedDyn.
 
-Both take each gradient at ``v + rho d/|d|`` on the same batch: d is that batch's gradient at v in FedSAM,
-and ``w_old - w_t`` in FedLESAM. Where d is 0 or missing the gradient is taken at v.
+Qu et al. 2022, Alg. 1 (FedSAM, MoFedSAM); Dai et al. 2023 (FedGAMMA); Fan et al. 2024, Alg. 1 (FedLESAM,
+-S, -D). All take each gradient at ``v + rho d/|d|`` on the same batch: d is that batch's gradient at v in
+FedSAM, and ``w_old - w_t`` in FedLESAM. Where d is 0 or missing the gradient is taken at v.
 """
 
 from typing import Any
 
-from tests.oracles.model import Params
-from tests.oracles.rounds import minus, plus, rounds_of, square
+from tests.oracles.client_step.fedcm import fedcm
+from tests.oracles.client_step.scaffold import scaffold
+from tests.oracles.model import Params, gradient
+from tests.oracles.rounds import Slope, minus, plus, rounds_of, square, zeros
 
 
 def ahead(v: Params, rho: float, d: Params) -> Params:
@@ -54,5 +57,85 @@ def fedlesam(
             ends[k] = v
         last |= dict.fromkeys(r.trained, w)
         w = r.mean(ends)
+        models.append(w)
+    return models
+
+
+def sharp(slope: Slope, rho: float) -> Slope:
+    """Return the gradient at ``v + rho grad f/|grad f|``, with grad f at v."""
+    return lambda v, x, y: slope(ahead(v, rho, slope(v, x, y)), x, y)
+
+
+def mofedsam(
+    w: Params, *run: Any, alpha: float, rho: float, slope: Slope = gradient, **how: Any
+) -> list[Params]:
+    """Return the global model after each round: FedCM's, whose gradients are FedSAM's."""
+    return fedcm(w, *run, alpha=alpha, slope=sharp(slope, rho), **how)
+
+
+def fedgamma(w: Params, *run: Any, rho: float, slope: Slope = gradient, **how: Any) -> list[Params]:
+    """Return the global model after each round: SCAFFOLD's of option 2, whose gradients are FedSAM's."""
+    return scaffold(w, *run, slope=sharp(slope, rho), **how)
+
+
+def fedlesam_s(
+    w: Params,
+    *run: Any,
+    rho: float,
+    server_lr: float = 1.0,
+    weighting: str = "uniform",
+    **how: Any,
+) -> list[Params]:
+    """Return the global model after each round: SCAFFOLD (option 2) at FedLESAM's points.
+
+    w_old is kept in any case, c_k if the reply was used. A client that has lost both starts from nothing.
+    """
+    c, last = zeros(w), dict[int, Params]()
+    own: dict[int, Params] = {}  # c_k
+    models = []
+    for r in rounds_of(*run, weighting=weighting, **how):
+        for k in r.lost:
+            last.pop(k, None)
+            own.pop(k, None)
+        ends, risen = {}, c
+        for k in r.used:
+            v, d, c_k = w, minus(last.get(k, w), w), own.get(k, zeros(w))
+            for x, y in r.batches(k):
+                g = r.slope(ahead(v, rho, d), x, y)
+                v = plus(v, -r.eta, plus(minus(g, c_k), 1.0, c))
+            ends[k] = v
+            own[k] = plus(minus(c_k, c), 1.0 / (r.steps[k] * r.eta), minus(w, v))
+            risen = plus(risen, 1.0 / len(r.clients), minus(own[k], c_k))
+        last |= dict.fromkeys(r.trained, w)
+        w, c = plus(w, server_lr, minus(r.mean(ends), w)), risen
+        models.append(w)
+    return models
+
+
+def fedlesam_d(
+    w: Params, *run: Any, rho: float, alpha: float, weighting: str = "uniform", **how: Any
+) -> list[Params]:
+    """Return the global model after each round: FedDyn at FedLESAM's points.
+
+    The pull ``alpha (v - w_t)`` is taken at v. w_old is kept in any case, h_k if the reply was used.
+    """
+    h, last = zeros(w), dict[int, Params]()
+    own: dict[int, Params] = {}  # h_k
+    models = []
+    for r in rounds_of(*run, weighting=weighting, **how):
+        for k in r.lost:
+            last.pop(k, None)
+            own.pop(k, None)
+        ends = {}
+        for k in r.used:
+            v, d, h_k = w, minus(last.get(k, w), w), own.get(k, zeros(w))
+            for x, y in r.batches(k):
+                g = r.slope(ahead(v, rho, d), x, y)
+                v = plus(v, -r.eta, plus(minus(g, h_k), alpha, minus(v, w)))
+            ends[k] = v
+            own[k] = plus(h_k, -alpha, minus(v, w))
+            h = plus(h, -alpha / len(r.clients), minus(v, w))
+        last |= dict.fromkeys(r.trained, w)
+        w = plus(r.mean(ends), -1.0 / alpha, h)
         models.append(w)
     return models

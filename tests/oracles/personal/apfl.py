@@ -16,7 +16,8 @@ next step. It is clipped to [0, 1], where the paper seeks it.
 to u: by the chain rule ``a grad f(mixed)``. The paper's analysis has it so: there the mixed model moves by
 ``- a^2 eta grad f(mixed) - (1 - a) eta grad f(v)``.
 
-**How often a is learnt.** With every batch; the paper's text speaks of every communication round.
+**How often a is learnt.** With every batch, or with the first one of a round alone, as in the authors'
+code; the paper's text speaks of every communication round.
 """
 
 from typing import Any
@@ -35,6 +36,7 @@ def apfl(
     *run: Any,
     alpha: float,
     learn: bool = True,
+    every: str = "step",
     personal: list[dict[int, tuple[Params, float]]] | None = None,
     **how: Any,
 ) -> list[Params]:
@@ -54,12 +56,12 @@ def apfl(
         for k in r.trained:
             v = w
             u, a = own.get(k, (w, alpha))
-            for x, y in r.batches(k):
+            for step, (x, y) in enumerate(r.batches(k)):
                 at_v, at_mixed = r.slope(v, x, y), r.slope(mixed(u, v, a), x, y)
                 rise = sum(float((d * at_mixed[n]).sum()) for n, d in minus(u, v).items())
                 v = plus(v, -r.eta, at_v)
                 u = plus(u, -r.eta * a, at_mixed)
-                if learn:  # <u - v, grad f(mixed)>
+                if learn and (every == "step" or step == 0):  # <u - v, grad f(mixed)>
                     a = min(max(a - r.eta * rise, 0.0), 1.0)
             own[k], ends[k] = (u, a), v
         w = r.mean(ends)

@@ -23,7 +23,7 @@ from flwr_regs.server.round import RoundFailed
 from flwr_regs.server.training import Training
 from flwr_regs.term import ParameterError, Slot, Term
 from flwr_regs.wire import keys
-from flwr_regs.wire.arrays import NDArrays, mask
+from flwr_regs.wire.arrays import NDArrays
 from flwr_regs.wire.parcel import Parcel, Record
 from tests.oracles import aggregators as oracle
 from tests.server.network import NumpyNetwork, run
@@ -179,8 +179,10 @@ def network(
             {keys.ARRAYS: Record(arrays), **extra},
             {
                 keys.METHOD_KEY: method,
-                keys.BUFFERS_KEY: mask(STATISTICS, arrays),
-                keys.KEEPS_KEY: "state",
+                keys.START_KEY: parcel.config[keys.START_KEY],
+                keys.ROUND_KEY: parcel.config[keys.ROUND_KEY],
+                keys.NOT_TRAINED_KEY: sorted(STATISTICS),
+                keys.MEMORY_KEY: [keys.KEEPS_STATE],
             },
             {"num-examples": k + 1, "local-steps": min(k + 1, 4), "planned-steps": 4},
         )
@@ -433,11 +435,13 @@ def test_clients_that_krum_leaves_out_keep_their_state() -> None:
 
     def spy(k: int, request: Request, parcel: Parcel) -> Any:
         if request.kind == "train":
-            seen.setdefault(k, []).append(parcel.config.get(keys.USED_KEY))
+            seen.setdefault(k, []).append(parcel.config.get(keys.SNAPSHOTS_KEY))
         return inner(k, request, parcel)
 
     net._client = spy
     train = training(aggregator=fr.Krum(1, 2))
     moved(train, net, rounds=2)
     kept = train.history[0]["selected"]
-    assert {k for k, said in seen.items() if said[1] == 1} == set(kept)
+    assert {k: said[1] for k, said in seen.items()} == {
+        k: [1 if k in kept else 0, 1] for k in range(6)
+    }

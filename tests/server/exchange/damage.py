@@ -81,8 +81,14 @@ class Playback(InProcessGrid):
             ids.append(i)
             last = max((n for a, b, n in self._kept if (a, b) == (node, kind)), default=-1)
             found: Any = self._kept[node, kind, min(number, last)] if last >= 0 else LOST
+            if isinstance(found, RecordDict):
+                found = copied(found)
+                if "regs.start" in found.config_records.get(
+                    "config", {}
+                ):  # of the recorded training
+                    found["config"]["regs.start"] = m.content["config"]["regs.start"]
             if node == 1000 + BAD and isinstance(found, RecordDict):
-                found = self._how(kind, number + 1, copied(found))
+                found = self._how(kind, number + 1, found)
             if isinstance(found, RecordDict):
                 self._replies[i] = Message(found, reply_to=m)
             elif found is not None:

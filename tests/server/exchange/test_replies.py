@@ -15,7 +15,9 @@ from typing import Any
 import numpy as np
 import pytest
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.client import NumPyClient
 
+import flwr_regs as fr
 from tests.server.exchange.damage import ANSI, BAD, CASES, DEEP, NOT_ARRAYS, Playback, npy
 from tests.server.exchange.test_fuzz import recorded
 
@@ -111,6 +113,12 @@ def renamed(content: RecordDict) -> RecordDict:
     return content
 
 
+def twice(content: RecordDict) -> RecordDict:
+    record = content.array_records["arrays"]
+    record["_orig_mod.0.weight"] = Array(100.0 * record["0.weight"].numpy())
+    return content
+
+
 NOT_NPY = "it is not numpy's .npy format"
 REPLIES: dict[str, tuple[Change, str]] = {
     "raises": (lambda _: "ValueError: disk on fire", "disk on fire"),
@@ -138,17 +146,27 @@ REPLIES: dict[str, tuple[Change, str]] = {
     "objects": (with_bytes("objects"), "its dtype is '|O0', expected"),
     "terabyte header": (with_bytes("terabyte"), "needs 1099511627776 bytes, but 0 came"),
     "empty array": (with_arrays(lambda _: np.zeros(0)), "has shape (0,), expected (6, 4)"),
-    "deep JSON": (with_config("regs.tied", DEEP), "'regs.tied' must map names"),
-    "no mask": (with_config("regs.not-trainable", "text"), "expected a mask of 4 bits"),
-    "a long mask": (with_config("regs.not-trainable", b"\0\0"), "expected a mask of 4 bits"),
-    "a mask beyond": (with_config("regs.not-trainable", b"\x01"), "has more of them set"),
+    **{
+        f"not trained: {value!r:.40}": (
+            with_config("regs.not-trained", value),
+            "'regs.not-trained' must list arrays of the model",
+        )
+        for value in (
+            *(DEEP, b"\0", [1], ["other"], ["0.bias"] * 2, ["0.bias"] * 9),
+            *(["0.bias=2.bias"], ["0.bias=other"], ["0.bias=0.bias"], ["0.bias=2.bias", "2.bias"]),
+        )
+    },
+    "another round": (with_config("server-round", 7), "belongs to round 7, not to "),
+    "no round": (with_config("server-round"), "belongs to round None, not to "),
+    "another training": (with_config("regs.start", "00ff"), "belongs to training '00ff', not to "),
+    "a name twice": (twice, "'0.weight' cannot be read: it came twice"),
     "more steps": (with_metric("local-steps", 10**6), "1000000 local steps of"),
     "nan steps": (with_metric("planned-steps", float("nan")), "local steps of nan"),
     "another method": (
         with_config("regs.method", "FedAvg"),
         "from FedAvg; use flwr_regs.FedFORClient",
     ),
-    "a code": (with_config("regs.update", b"STC"), "the method has no code for updates"),
+    "a code": (with_config("regs.steps", [b"STC"]), "the method has no code for updates"),
     **{
         f"n = {n}": (
             with_metric("num-examples", n),
@@ -165,19 +183,59 @@ def test_accident_in_a_reply(what: str, capsys: pytest.CaptureFixture[str]) -> N
     assert "unpickled" not in capsys.readouterr().out
 
 
+def test_accident_the_first_reply_again() -> None:
+    """Of any kind: what was said in round 1 does not count in round 2."""
+    first: dict[str, RecordDict] = {}
+
+    def how(kind: str, number: int, content: RecordDict) -> RecordDict:
+        return first.setdefault(kind, content)
+
+    for method, probed in (("FedFOR", False), ("RFedAvgPlus", True)):
+        first.clear()
+        strategy = CASES[method].start(Playback(recorded(method)[0], how))
+        assert strategy.history[1]["replies"] == OTHERS
+        assert (BAD in strategy.history[0]["replies"]) != probed  # its recorded probe is all it has
+        failures = strategy.history[1]["failures"], strategy.history[1]["evaluate"]["failures"]
+        for why, what in zip(failures, ("probe" if probed else "reply", "evaluation"), strict=True):
+            assert why == {
+                BAD: f"the {what} of client {BAD} belongs to round 1, not to 2 ('server-round')"
+            }
+
+
+class Plain(NumPyClient):
+    """A client of Flower's, as it is."""
+
+    def fit(self, parameters: Any, config: Any) -> Any:
+        return [a + 1 for a in parameters], 1, {}
+
+
+def test_a_message_that_is_given_to_another_round_is_none_of_its_replies() -> None:
+    """Also where the client names no round, as Flower's own do not."""
+    app = fr.client_app(lambda context: Plain())
+    grid, arrays = fr.InProcessGrid(app, 2), ArrayRecord({"w": Array(np.zeros(2))})
+    strategy, config = fr.FedAvg(min_available_nodes=2, min_replies=1), ConfigRecord()
+    strategy.prepare(2)
+    first: list[Message] = []
+    for number in (1, 2):
+        sent = list(strategy.configure_train(number, arrays, config, grid))
+        replies = list(grid.send_and_receive(sent))
+        first = first or replies
+        arrays = strategy.aggregate_train(number, [first[0], replies[1]])[0] or arrays
+    assert [len(e["replies"]) for e in strategy.history] == [2, 1]
+    (why,) = strategy.history[1]["failures"].values()
+    assert why == "no reply (a reply to another message came)"
+
+
 def test_accident_a_million_times_the_update() -> None:
-    """It cannot be told from an honest reply alone: the mean takes it, and the run goes on."""
-    strategy = played(with_arrays(lambda a: a * 1e6))
-    assert [e["replies"] for e in strategy.history] == [[0, 1, 2, 3]] * 2
-    largest = max(np.abs(a.numpy()).max() for a in strategy.arrays.values())
-    assert 1e4 < largest < 1e15
+    """It cannot be told from an honest reply alone, but from the cohort's."""
+    costs_only_its_client(with_arrays(lambda a: a * 1e6), "over 1000 times its cohort's median")
 
 
 def test_accident_20_megabytes_of_text(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "flwr"):
         costs_only_its_client(lambda _: MEGABYTES, "AAAA … AAAA")
         costs_only_its_client(with_config("regs.method", MEGABYTES), "does not come from a FedFOR")
-        costs_only_its_client(with_config("regs.not-trainable", MEGABYTES), "expected a mask of")
+        costs_only_its_client(with_config("regs.not-trained", [MEGABYTES]), "must list arrays of")
         strategy = played(with_config("regs.output-layer", MEGABYTES))
         assert len(json.dumps(strategy.history)) < 20_000
     assert max(len(record.getMessage()) for record in caplog.records) < 2000

@@ -11,10 +11,8 @@ def client_fn(context: Context) -> Any:
     """Return the client of one partition: the method's own, with this node's data."""
     from task import build, load
 
-    node, config = context.node_config, context.run_config
-    name = str(config["method"]).partition("(")[0]
-    data = load(int(node["partition-id"]), int(node["num-partitions"]))
-    return getattr(flwr_regs, f"{name}Client")(build(), *data)
+    name = str(context.run_config["method"]).partition("(")[0]
+    return getattr(flwr_regs, f"{name}Client")(build(), *load(context.node_config))
 
 
 app = flwr_regs.client_app(client_fn)

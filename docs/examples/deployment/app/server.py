@@ -23,6 +23,7 @@ def main(grid: Grid, context: Context) -> None:
         str(config["method"]),
         seed=7,
         min_replies=int(config["min-replies"]),
+        max_weight=float(config["max-weight"]),
         fraction_evaluate=float(config["fraction-evaluate"]),
         wait_timeout=float(config["wait-timeout"]),
         deadline=float(config["deadline"]) or None,

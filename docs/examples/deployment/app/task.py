@@ -1,6 +1,7 @@
 """The model, the data and the method of the app: server and clients need both."""
 
 import ast
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -17,16 +18,26 @@ def build() -> nn.Module:
     return nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
 
 
-def load(partition: int, partitions: int) -> tuple[DataLoader[Any], DataLoader[Any]]:
-    """Return a client's training and test batches: two label-sorted shards of scikit-learn's digits."""
-    from sklearn.datasets import load_digits
+def load(node_config: Mapping[str, Any]) -> tuple[DataLoader[Any], DataLoader[Any]]:
+    """Return a client's training and test batches: two label-sorted shards of scikit-learn's digits.
 
-    x, y = load_digits(return_X_y=True)
-    shards = np.array_split(np.argsort(y, kind="stable"), 2 * partitions)
-    mine = np.concatenate([shards[partition], shards[partition + partitions]])
-    test = np.arange(len(mine)) % 5 == 0
-    inputs = torch.tensor(x[mine] / 8 - 1, dtype=torch.float32)
-    sets = [TensorDataset(inputs[part], torch.tensor(y[mine][part])) for part in (~test, test)]
+    Without a ``partition-id``, the .npz file of the node's ``data-path``: images `x`, (n, 64) from 0 to 16,
+    and labels `y`.
+    """
+    if "partition-id" in node_config:
+        from sklearn.datasets import load_digits
+
+        x, y = load_digits(return_X_y=True)
+        pid, n = int(node_config["partition-id"]), int(node_config["num-partitions"])
+        shards = np.array_split(np.argsort(y, kind="stable"), 2 * n)
+        mine = np.concatenate([shards[pid], shards[pid + n]])
+        x, y = x[mine], y[mine]
+    else:
+        local = np.load(str(node_config["data-path"]))
+        x, y = local["x"], local["y"]
+    test = np.arange(len(y)) % 5 == 0
+    inputs = torch.tensor(x / 8 - 1, dtype=torch.float32)
+    sets = [TensorDataset(inputs[part], torch.tensor(y[part])) for part in (~test, test)]
     return DataLoader(sets[0], batch_size=32, shuffle=True), DataLoader(sets[1], batch_size=32)
 
 

@@ -77,7 +77,7 @@ def users_of(paths: Iterable[Path]) -> Users:
     users: Users = {}
     for path in paths:
         try:
-            data = json.loads(path.read_text())
+            data = json.loads(path.read_text(encoding="utf-8"))
             for user in data["users"]:
                 users[user] = (data["user_data"][user]["x"], data["user_data"][user]["y"])
         except (ValueError, KeyError, TypeError) as error:

@@ -1,0 +1,103 @@
+"""A client's answer to one message: it trains, answers a first exchange, or evaluates. Plain torch."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Protocol
+
+import torch
+
+from flwr_regs.client import personal
+from flwr_regs.client.local_training import local_round
+from flwr_regs.client.measure.context_functions import Measures
+from flwr_regs.client.member import Identity, begin, end, evaluated, probe, seeded
+from flwr_regs.client.memory import Memory, Root
+from flwr_regs.client.train.batches import Batches, resolve_device
+from flwr_regs.client.train.optimizer import OptimizerFn
+from flwr_regs.client.train.task import Task, uncompiled
+from flwr_regs.wire import keys
+from flwr_regs.wire.arrays import NDArrays
+from flwr_regs.wire.parcel import Parcel
+
+
+class Client(Protocol):
+    """What a client trains with; the attributes are those of :class:`flwr_regs.RegClient`."""
+
+    model: torch.nn.Module
+    train_data: Batches
+    eval_data: Batches | None
+    optimizer: OptimizerFn | None
+    device: str | torch.device
+    classifier: str | None
+    step_budget: int | None
+    time_budget: float | None
+    save_private: Root
+
+    @property
+    def task(self) -> Task:
+        """Its loss, and how its batches are read."""
+        ...
+
+    @property
+    def identity(self) -> Identity:
+        """Who it is, whatever round it takes part in."""
+        ...
+
+
+Answer = tuple[Parcel, Memory, NDArrays | None]
+"""A reply, what the client remembers from now on, and the model if it came in the method's code."""
+
+
+def train(client: Client, message: Parcel, held: Memory) -> Answer:
+    """Return the answer to a train message, or to a first exchange.
+
+    `held` is what the client remembers. Raises what :func:`.member.begin` and the training raise.
+    """
+    device, data, task = resolve_device(client.device), client.train_data, client.task
+    model = uncompiled(client.model)
+    member = begin(message, held, model, client.identity)
+    with seeded(member.config[keys.SEED_KEY], device):
+        if member.probing:
+            reply, held = probe(member, model, data, device, client.classifier, task)
+        else:
+            result = local_round(
+                client.model,
+                member.term,
+                data,
+                optimizer=client.optimizer,
+                device=device,
+                classifier=client.classifier,
+                max_steps=client.step_budget,
+                max_seconds=client.time_budget,
+                **vars(task),
+                **member.duration,
+            )
+            own_model = partial(personal.trained_model, member.term, measures(client), result)
+            reply, held = end(member, result, own_model)
+    return reply, held, member.rebuilt
+
+
+def evaluate(client: Client, message: Parcel, held: Memory) -> Answer:
+    """Return the answer to an evaluate message; the metrics are those of :func:`.personal.evaluate`.
+
+    Raises ValueError for a client without `eval_data`.
+    """
+    if client.eval_data is None:
+        raise ValueError(
+            f"{client.identity.who} was built without eval_data; "
+            "pass it, or set fraction_evaluate=0 on the strategy"
+        )
+    term, slots, config = evaluated(message, held, uncompiled(client.model), client.identity)
+    how = {"optimizer": client.optimizer, "folder": client.save_private}
+    loss, count, metrics = personal.evaluate(
+        measures(client), term, client.eval_data, message.config, slots, **how
+    )
+    if keys.LAYER_KEY in metrics:
+        config[keys.LAYER_KEY] = metrics.pop(keys.LAYER_KEY)
+    return Parcel({}, config, {"num-examples": count, "loss": loss, **metrics}), held, None
+
+
+def measures(client: Client) -> Measures:
+    """Return the functions over a client's data."""
+    model, device = uncompiled(client.model), resolve_device(client.device)
+    return Measures(model, client.train_data, client.task, device, client.classifier)

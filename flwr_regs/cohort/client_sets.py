@@ -1,0 +1,291 @@
+"""Clients as data: one model, and for each client its data sets. Plain torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence, Sized
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from flwr_regs.client.measure.classifier import find_classifier
+from flwr_regs.client.member import Identity
+from flwr_regs.client.memory import Root
+from flwr_regs.client.train.batches import Batches, check_batches
+from flwr_regs.client.train.optimizer import OptimizerFn
+from flwr_regs.client.train.task import LossFn, OutputFn, Task, uncompiled
+from flwr_regs.term import COUNT
+
+JOINED = 2**28
+"""Bytes of all clients' examples up to which they are put into one tensor, for stacks."""
+TEST_BATCH = 256
+"""The least number of examples in a batch of a test set."""
+Budgets = Sequence[int | None] | Mapping[int, int] | Callable[[int, int], int | None] | None
+
+
+@dataclass(eq=False)
+class OneClient:
+    """One of the clients, as :class:`flwr_regs.client.serving.Client` describes it."""
+
+    model: nn.Module
+    train_data: Batches
+    eval_data: Batches | None
+    task: Task
+    identity: Identity
+    optimizer: OptimizerFn | None
+    device: str | torch.device
+    classifier: str | None
+    step_budget: int | None = None
+    time_budget: float | None = None
+    save_private: Root = None
+
+
+class ClientSets:
+    """The clients of a simulation as data: they share a model and differ in their data sets.
+
+    Parameters
+    ----------
+    model : nn.Module or callable
+        The model, or what returns one without arguments. All clients of a process train in one model, one
+        after the other; entries that stay with a client begin as they are here.
+    train_sets, test_sets : sequence, mapping, callable, or a partitioner of flwr-datasets
+        Client ``k`` has entry ``k``, from 0 on: a Dataset, a pair of tensors ``(inputs, targets)`` with
+        equal first dimensions, a DataLoader or other batches, or a function of k that returns one of these
+        and is called when the client first takes part. One function for all needs `num_clients`. A
+        partitioner's partitions, or a FederatedDataset's, are Hugging Face data sets, whose batches are
+        mappings. Without `test_sets` the strategy must not evaluate on clients
+        (``fraction_evaluate=0``).
+    batch_size : int
+        Examples in a batch. Training data are shuffled in each pass, by the round's seed; batches that are
+        given stay as they are.
+    loss_fn, optimizer, target_key, output_fn, device, classifier
+        As for :class:`flwr_regs.RegClient`, the same for all clients.
+    step_budgets : sequence, mapping or callable, optional
+        The most local steps of client ``k`` in a round; or ``budget(k, round)``. None: no limit.
+    num_clients : int, optional
+        Their number, where `train_sets` does not tell.
+
+    Raises
+    ------
+    TypeError
+        No model; data sets of another kind.
+    ValueError
+        No clients; an empty data set, or inputs and targets of unequal lengths: the error names the client.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | Callable[[], nn.Module],
+        train_sets: Any,
+        test_sets: Any = None,
+        *,
+        batch_size: int = 32,
+        loss_fn: LossFn | None = nn.functional.cross_entropy,
+        optimizer: OptimizerFn | None = None,
+        target_key: str | None = None,
+        output_fn: OutputFn | None = None,
+        device: str | torch.device = "auto",
+        classifier: str | None = None,
+        step_budgets: Budgets = None,
+        num_clients: int | None = None,
+    ) -> None:
+        if not callable(model):
+            raise TypeError(f"model must be an nn.Module or return one, not {type(model).__name__}")
+        COUNT.check("Clients", "batch_size", batch_size)
+        self._given_model = model
+        self._model: nn.Module | None = None
+        self._initial: dict[str, Tensor] = {}
+        self.batch_size, self.optimizer, self.device = batch_size, optimizer, device
+        self.task, self.classifier = Task(loss_fn, target_key, output_fn), classifier
+        self.step_budgets = step_budgets
+        self._train, number = _as_sets(train_sets, "train_sets", num_clients)
+        self._test, tests = (
+            ([], number) if test_sets is None else _as_sets(test_sets, "test_sets", number)
+        )
+        if number != tests:
+            raise ValueError(f"test_sets has {tests} entries, but train_sets has {number}")
+        if isinstance(step_budgets, Sequence) and len(step_budgets) != number:
+            raise ValueError(f"step_budgets has {len(step_budgets)} entries for {number} clients")
+        for name, sets in (("train_sets", self._train), ("test_sets", self._test)):
+            for pid, given in enumerate(sets):
+                if not _is_function(given):
+                    sets[pid] = _checked(given, name, pid)
+        self._number = number
+        if classifier is not None:
+            find_classifier(uncompiled(self.model), classifier)  # raises here, before any round
+
+    def __len__(self) -> int:
+        return self._number
+
+    def __repr__(self) -> str:
+        given = self._given_model
+        name = type(given).__name__ if isinstance(given, nn.Module) else _name(given)
+        kinds = sorted({_name(given) for given in self._train})
+        tested = ", with test sets" if self._test else ""
+        return (
+            f"{type(self).__name__}({self._number} clients of {name} on {', '.join(kinds)}, "
+            f"batch_size={self.batch_size}{tested})"
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        factory = not isinstance(self._given_model, nn.Module)
+        return {**vars(self), **({"_model": None} if factory else {})}
+
+    @property
+    def model(self) -> nn.Module:
+        """The model in which the clients of this process train."""
+        if self._model is None:
+            given = self._given_model
+            made = given if isinstance(given, nn.Module) else given()
+            if not isinstance(made, nn.Module):
+                raise TypeError(f"model must return an nn.Module, not {type(made).__name__}")
+            self._model = made
+            entries = uncompiled(made).state_dict()
+            self._initial = {n: v.detach().clone() for n, v in entries.items()}
+        return self._model
+
+    def fresh_model(self) -> nn.Module:
+        """Return a model for a client that is made for one message: a new one, where it can be made."""
+        given = self._given_model
+        return self.model if isinstance(given, nn.Module) else given()
+
+    def initial(self) -> dict[str, Tensor]:
+        """Return the entries of the model as it was given."""
+        return self._initial if self.model is not None else {}
+
+    def sets_of(self, pid: int) -> tuple[Batches, Batches | None]:
+        """Return a client's (training data, test data) as batches."""
+        train = self._set(self._train, "train_sets", pid)
+        test = self._set(self._test, "test_sets", pid) if self._test else None
+        size = max(self.batch_size, TEST_BATCH)
+        return (
+            _batches(train, self.batch_size, shuffle=True),
+            None if test is None else _batches(test, size, shuffle=False),
+        )
+
+    def _set(self, sets: Sequence[Any], name: str, pid: int) -> Any:
+        given = sets[pid]
+        return _checked(given(pid), name, pid) if _is_function(given) else given
+
+    def client(self, pid: int, identity: Identity) -> OneClient:
+        """Return a client of a method."""
+        return OneClient(
+            self.model,
+            *self.sets_of(pid),
+            self.task,
+            identity,
+            self.optimizer,
+            self.device,
+            self.classifier,
+        )
+
+    def step_budget(self, pid: int, server_round: int) -> int | None:
+        """Return the most local steps of a client in a round; None if there is no limit."""
+        budgets = self.step_budgets
+        if callable(budgets):
+            return budgets(pid, server_round)
+        if isinstance(budgets, Mapping):
+            return budgets.get(pid)
+        return None if budgets is None else budgets[pid]
+
+    def join(self) -> None:
+        """Put the clients' pairs of tensors into one tensor each, of which they then are parts.
+
+        A stack's batches are then gathered at once. Not if they are of different shapes, or many.
+        """
+        pairs = [given.tensors for given in self._train if type(given) is TensorDataset]
+        alike = {tuple((t.shape[1:], t.dtype, t.device) for t in pair) for pair in pairs}
+        size = sum(t.nbytes for pair in pairs for t in pair)
+        if len(pairs) < len(self._train) or len(alike) != 1 or size > JOINED:
+            return
+        parts: Any = [
+            torch.split(t, [len(pair[0]) for pair in pairs])
+            for t in map(torch.cat, zip(*pairs, strict=True))
+        ]
+        self._train = [TensorDataset(*pair) for pair in zip(*parts, strict=True)]
+
+
+def _as_sets(given: Any, name: str, number: int | None) -> tuple[list[Any], int]:
+    """Return (what was given for each client, their number)."""
+    if hasattr(given, "load_partition"):  # flwr-datasets
+        parts = getattr(given, "partitioners", None)
+        if parts is None:
+            load, number = given.load_partition, int(given.num_partitions)
+        else:
+            if len(parts) != 1:
+                raise ValueError(
+                    f"{name}: a FederatedDataset must have one partitioner, not {len(parts)}"
+                )
+            load, number = given.load_partition, int(next(iter(parts.values())).num_partitions)
+        return [load] * number, number
+    if _is_function(given):
+        if number is None:
+            raise ValueError(f"{name} is one function for all clients: say num_clients=")
+        COUNT.check("Clients", "num_clients", number)
+        return [given] * number, number
+    if isinstance(given, Mapping):
+        if sorted(given) != list(range(len(given))):
+            raise ValueError(
+                f"{name}: its keys must be 0 to {len(given) - 1}, not {list(given)!r:.80}"
+            )
+        given = [given[pid] for pid in range(len(given))]
+    if not isinstance(given, list | tuple) or (given and isinstance(given[0], Tensor | np.ndarray)):
+        raise TypeError(
+            f"{name} must hold a data set for each client, in a list, not {type(given).__name__}"
+        )
+    if not given:
+        raise ValueError(f"{name} is empty: there must be a data set for each client")
+    return list(given), len(given)
+
+
+def _is_function(given: Any) -> bool:
+    """Whether this is a function of a client's number, and no data set."""
+    return callable(given) and not hasattr(given, "__getitem__") and not hasattr(given, "__iter__")
+
+
+def _checked(given: Any, name: str, pid: int) -> Any:
+    """Return a client's data set: a pair as a TensorDataset; raise for one that is empty or no data."""
+    where = f"{name}: client {pid}"
+    if isinstance(given, list | tuple) and given and isinstance(given[0], Tensor | np.ndarray):
+        if len(given) != 2:
+            raise TypeError(f"{where} has {len(given)} tensors, expected a pair (inputs, targets)")
+        inputs, targets = (torch.as_tensor(a) for a in given)
+        if not inputs.ndim or not targets.ndim or len(inputs) != len(targets):
+            raise ValueError(
+                f"{where} has inputs of shape {tuple(inputs.shape)} and targets of shape "
+                f"{tuple(targets.shape)}, expected equal first dimensions"
+            )
+        given = TensorDataset(inputs, targets)
+    if isinstance(given, Sized) and not len(given) and not isinstance(given, IterableDataset):
+        raise ValueError(f"{where} has an empty data set")
+    if not _is_dataset(given):
+        try:
+            check_batches(given, "train_data" if name == "train_sets" else "eval_data")
+        except TypeError as error:
+            raise TypeError(f"{where}: {error}") from None
+    return given
+
+
+def _is_dataset(given: Any) -> bool:
+    """Whether this holds examples: torch's Dataset, or that of Hugging Face."""
+    return isinstance(given, torch.utils.data.Dataset) or _is_hugging_face(given)
+
+
+def _is_hugging_face(given: Any) -> bool:
+    return type(given).__module__ == "datasets.arrow_dataset"
+
+
+def _batches(given: Any, size: int, shuffle: bool) -> Batches:
+    """Return a data set as batches; batches as they are."""
+    if not _is_dataset(given):
+        return given  # type: ignore[no-any-return]
+    if _is_hugging_face(given) and given.format["type"] is None:
+        given = given.with_format("torch")
+    return DataLoader(given, size, shuffle=shuffle and not isinstance(given, IterableDataset))
+
+
+def _name(given: Any) -> str:
+    return str(getattr(given, "__name__", type(given).__name__))

@@ -1,0 +1,205 @@
+"""Clients of this process as the server's network: requests in, replies out, no messages. Plain torch."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import numpy as np
+
+from flwr_regs.client import serving
+from flwr_regs.client.memory import Memory
+from flwr_regs.client.train.batches import label_counts
+from flwr_regs.cohort.stack_groups import Asked, Served
+from flwr_regs.cohort.stacks import Stacks
+from flwr_regs.server.exchange.network import Replies, Request
+from flwr_regs.wire import keys
+from flwr_regs.wire.arrays import NDArrays
+from flwr_regs.wire.delta import WHOLE, OutOfSync, model_from
+from flwr_regs.wire.errors import described
+from flwr_regs.wire.parcel import Parcel
+from flwr_regs.wire.precision import narrow, widen
+
+LOG = logging.getLogger("flwr")
+TRAINING = ("train", keys.PROBE)
+LACKING = Parcel(config={keys.MEMORY_KEY: [keys.LOST_MODEL]})
+"""The reply of a client that lacks the model which its message builds on."""
+
+
+@dataclass
+class Node:
+    """What is kept for a client between messages, in one training.
+
+    Attributes
+    ----------
+    training : tuple
+        The method and the training's start id.
+    memory : Memory
+    model : NDArrays or None
+        A global model that the next message may build on.
+    """
+
+    training: tuple[Any, Any]
+    memory: Memory = field(default_factory=dict)
+    model: NDArrays | None = None
+
+
+class Host(Protocol):
+    """Whose clients these are."""
+
+    def node_ids(self) -> Collection[int]:
+        """Return the nodes' ids."""
+        ...
+
+    def identities(self, nodes: Collection[int]) -> dict[int, dict[str, Any]]:
+        """Return what these nodes say of themselves."""
+        ...
+
+    def client(self, pid: int, kind: str, config: Mapping[str, Any]) -> serving.Client | None:
+        """Return the client of a partition; None if messages alone reach it. Raises what it raises."""
+        ...
+
+    def node(self, pid: int, config: Mapping[str, Any]) -> Node:
+        """Return what was kept for a client before."""
+        ...
+
+    def by_messages(self, request: Request) -> Replies:
+        """Return the replies of clients that messages alone reach."""
+        ...
+
+
+class CohortNetwork:
+    """A :class:`flwr_regs.server.exchange.network.Network` of clients in this process.
+
+    Parameters
+    ----------
+    host : Host
+    stacks : Stacks, optional
+        Trains the clients of a round together that can. None: one by one.
+    apart : bool
+        Clients that train one by one do so by messages: in other processes.
+    """
+
+    def __init__(self, host: Host, stacks: Stacks | None = None, apart: bool = False) -> None:
+        self._host, self._stacks, self._apart = host, stacks, apart
+
+    def nodes(self) -> Collection[int]:
+        """Return the ids of the nodes."""
+        return self._host.node_ids()
+
+    def ask(self, request: Request, timeout: float | None = None) -> Replies:
+        """Return the replies to a request; no client is late."""
+        if request.kind == keys.IDENTIFY:
+            said = self._host.identities(request.nodes.values())
+            return Replies({p: Parcel(config=said[node]) for p, node in request.nodes.items()})
+        came: dict[int, Parcel] = {}
+        failures: dict[int, str] = {}
+        asked: dict[int, Asked] = {}
+        others: dict[int, Parcel] = {}
+        seen: dict[Any, Any] = {}
+        stacked = request.kind in TRAINING and len(request.parcels) > 1 and self._stacks
+        for pid, parcel in request.parcels.items():
+            try:
+                if request.kind == keys.PREFETCH:
+                    self._prefetch(pid, parcel)
+                    came[pid] = Parcel()
+                    continue
+                client = self._host.client(pid, request.kind, parcel.config)
+                if client is None or (self._apart and not stacked):
+                    others[pid] = parcel
+                    continue
+                if request.kind == keys.LABELS:
+                    counts = label_counts(client.task.pairs(client.train_data)).tolist()
+                    came[pid] = Parcel(config={keys.LABELS_KEY: json.dumps(counts)})
+                    continue
+                node = self._host.node(pid, parcel.config)
+                asked[pid] = Asked(pid, client, _received(parcel, node, seen), node.memory)
+                if not stacked:
+                    came[pid] = self._alone(request.kind, asked.pop(pid))
+            except OutOfSync:  # the server then sends the model
+                came[pid] = LACKING
+            except Exception as error:  # whatever the user's code raises
+                failures[pid] = _failure(error)
+        if stacked and self._stacks is not None:
+            for pid, served in self._stacks.train(list(asked.values())).items():
+                came[pid] = self._ended(asked.pop(pid), served)
+        for pid, one in asked.items():
+            if self._apart:
+                others[pid] = request.parcels[pid]
+                continue
+            try:
+                came[pid] = self._alone(request.kind, one)
+            except OutOfSync:
+                came[pid] = LACKING
+            except Exception as error:
+                failures[pid] = _failure(error)
+        silent: Collection[int] = ()
+        if others:
+            more = self._host.by_messages(Request(request.kind, others, request.nodes))
+            came, failures, silent = (
+                {**came, **more.came},
+                {**failures, **more.failures},
+                more.silent,
+            )
+        return Replies(
+            {p: came[p] for p in request.parcels if p in came},
+            {p: failures[p] for p in request.parcels if p in failures},
+            silent,
+        )
+
+    def _prefetch(self, pid: int, parcel: Parcel) -> None:
+        node = self._host.node(pid, parcel.config)
+        node.model = dict(parcel.records[keys.ARRAYS])
+
+    def _alone(self, kind: str, asked: Asked) -> Parcel:
+        """Return the reply of a client by itself."""
+        if kind not in TRAINING:
+            return serving.evaluate(asked.client, asked.message, asked.memory)[0]
+        reply, memory, rebuilt = serving.train(asked.client, asked.message, asked.memory)
+        half = asked.message.config.get(keys.HALF_KEY)
+        if half and keys.ARRAYS in reply.records:
+            halved = narrow(dict(reply.records[keys.ARRAYS]), half)
+            reply = replace(reply, records={**reply.records, keys.ARRAYS: halved})
+        given: Any = asked.message.records[keys.ARRAYS]
+        model = given if rebuilt is None else rebuilt
+        return self._ended(asked, Served(reply, memory, model))
+
+    def _ended(self, asked: Asked, served: Served) -> Parcel:
+        """Keep what a client leaves for the next round; return its reply."""
+        config = asked.message.config
+        node = self._host.node(asked.pid, config)
+        node.memory = served.memory
+        if keys.DOWNLINK_KEY in config:
+            node.model = served.model
+        return served.reply
+
+
+def _received(parcel: Parcel, node: Node, seen: dict[Any, Any]) -> Parcel:
+    """Return a message with the global model in full in place of what travels; raise OutOfSync without.
+
+    Of coded steps, which only the method can decode, it is the model that the client kept. What many
+    clients get is made once: `seen` holds it.
+    """
+    config, records = parcel.config, parcel.records
+    whole = config.get(keys.DOWNLINK_KEY, WHOLE) == WHOLE
+    base = None if whole else node.model
+    key = id(records[keys.ARRAYS]), id(base), config.get(keys.DOWNLINK_KEY)
+    if key not in seen:
+        arrays = {n: np.array(a) for n, a in records[keys.ARRAYS].items()}  # torch may write
+        if keys.HALF_KEY in config:
+            arrays = widen(arrays, config[keys.HALF_KEY])
+        step = None
+        if not whole:
+            arrays, step = model_from(config, arrays, base)
+        received = {keys.ARRAYS: arrays, **({} if step is None else {keys.STEP: step})}
+        seen[key] = received, base  # whose id no other then has
+    return Parcel({**records, **seen[key][0]}, config)
+
+
+def _failure(error: Exception) -> str:
+    """Return why a client failed, and log its traceback."""
+    LOG.debug("the traceback of a client that failed", exc_info=error)
+    return described(error)

@@ -1,0 +1,274 @@
+"""The check of a stack by its result: two of its clients train alone as well, and must end the same."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from flwr_regs.client.loading import load
+from flwr_regs.client.local_training import local_round
+from flwr_regs.client.member import first_exchange, seeded
+from flwr_regs.client.train.batches import Batches, mapped
+from flwr_regs.cohort.batch_plan import CannotStack
+from flwr_regs.cohort.member_view import Member, joined
+from flwr_regs.cohort.stack_groups import Candidate, Group
+from flwr_regs.cohort.stacked_training import Stack, StackedResult
+from flwr_regs.term import Slot
+
+TOLERANCES = {torch.float64: 1e-4, None: 5e-2}
+"""The precision of the check -> what rounding may change, of the norm of the update. Where the model does
+not run in float64, its own precision is taken, in which a small gradient may have any sign."""
+DRAWS = (
+    *("rand", "normal", "uniform", "bernoulli", "multinomial", "poisson", "binomial"),
+    *("exponential", "geometric", "cauchy", "gamma", "dirichlet", "gumbel", "rrelu"),
+)
+"""Parts of the names of torch's functions that draw random numbers, beside dropout."""
+
+Entries = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a client's round: entries of its model, its update, and slots by ``<term>.<key>``."""
+
+    state: Mapping[str, Tensor]
+    delta: Mapping[str, Tensor]
+    slots: Mapping[str, Tensor]
+
+
+class Quiet(TorchFunctionMode):
+    """In its block dropout is off, and any other draw gives the same numbers each time.
+
+    So a stack whose members draw the same numbers can be compared with a client alone.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._device = device
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Return what the function returns."""
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if "dropout" in name:
+            return args[0]
+        if "attention" in name:
+            args = tuple(0.0 if type(a) is float else a for a in args)  # their dropout
+            kwargs = {k: 0.0 if k == "dropout_p" else v for k, v in kwargs.items()}
+        if name == "bernoulli" and len(args) == 1:  # under vmap not the same for all
+            return (args[0] > 0.5).to(args[0].dtype)
+        if not any(part in name for part in DRAWS):
+            return func(*args, **kwargs)
+        with seeded(0, self._device):
+            return func(*args, **kwargs)
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A client's data in another precision; what they draw is not `Quiet`."""
+
+    source: Batches
+    precision: torch.dtype | None
+
+    def __len__(self) -> int:
+        return len(self.source)  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[Any]:
+        with torch._C.DisableTorchFunction():
+            batches = iter(self.source)
+        while True:
+            with torch._C.DisableTorchFunction():
+                try:
+                    batch = next(batches)
+                except StopIteration:
+                    return
+            yield _in(self.precision, batch)
+
+
+def difference(group: Group) -> str:
+    """Return where a stack's result is not that of its clients alone, and by how much; "" if nowhere.
+
+    Two clients train in a stack of their own, and each of them alone, from the same seed and state, in
+    float64 if the model can. Random numbers beside those of the data are the same for both, and dropout is
+    off. torch's, numpy's and Python's random states, the models and the clients' states stay as they are.
+    """
+    pair = _two(group.candidates)
+    for precision, tolerance in TOLERANCES.items():
+        with _undisturbed(group.shared.device):
+            try:
+                result = _stacked(group, pair, precision)
+                for row, candidate in enumerate(pair):
+                    alone = _alone(group, candidate, precision)
+                    if where := _compared(_of(result, row), alone, tolerance):
+                        return where
+                return ""
+            except Exception:  # whatever torch or the user's code raises in another precision
+                if precision is None:
+                    raise
+    raise CannotStack("its result cannot be checked")
+
+
+def _two(candidates: Sequence[Candidate]) -> tuple[Candidate, Candidate]:
+    """Return the first client, and the next whose batches are of other sizes, or else the second."""
+    first, *others = candidates
+    forms = first.member.plan.forms
+    return first, next((c for c in others if c.member.plan.forms != forms), others[0])
+
+
+def _stacked(
+    group: Group, pair: Sequence[Candidate], precision: torch.dtype | None
+) -> StackedResult:
+    """Train two clients in a stack."""
+    shared = replace(
+        group.shared,
+        start=_in(precision, group.shared.start),
+        broadcast=_in(precision, group.shared.broadcast),
+        precision=None,
+        randomness="same",
+    )
+    members = [_member(c.member, precision) for c in pair]
+    with _kept(shared.model), Quiet(shared.device):
+        shared.model.to(precision)
+        return group.run(Stack(shared, members, pair[0].seed))
+
+
+def _member(member: Member, precision: torch.dtype | None) -> Member:
+    """Return a member in another precision."""
+    plan = member.plan
+    batches = tuple(_in(precision, plan.batch(step)) for step in range(len(plan)))
+    data = replace(plan.data, source=Drawn(plan.data.source, precision))
+    return replace(
+        member,
+        plan=replace(plan, data=data, batches=batches, rows=None),
+        private=_in(precision, member.private),
+        broadcast=_in(precision, member.broadcast),
+        client=_in(precision, _plain(member.client)),
+    )
+
+
+def _alone(group: Group, c: Candidate, precision: torch.dtype | None) -> Outcome:
+    """Train a client alone, from the round's start; its model stays as it is."""
+    client, shared, config = c.client, group.shared, group.recipe.config
+    model, task = client.model, client.task
+    data = replace(task.pairs(client.train_data), source=Drawn(client.train_data, precision))
+    given: dict[str, Any] = {
+        "lr": shared.lr,
+        "device": shared.device,
+        "classifier": shared.classifier,
+        "client": _in(precision, _plain(c.member.client)),
+        "client_id": c.member.client_id,
+        "config": shared.config,
+    }
+    with _kept(model), seeded(c.seed, shared.device), Quiet(shared.device):
+        load(model, shared.term, group.recipe.arrays, config)
+        entries = model.state_dict()
+        for name, value in c.member.private.items():
+            entries[name].copy_(value)
+        model.to(precision)
+        if group.recipe.probes:
+            upload, kept = first_exchange(model, shared.term, data, task, **given)
+            return Outcome({}, {}, _flat(upload, kept))
+        result = local_round(
+            model,
+            shared.term,
+            data,
+            optimizer=client.optimizer,
+            epochs=config.get("local-epochs"),
+            steps=config.get("local-steps"),
+            max_steps=client.step_budget,
+            broadcast=_in(precision, joined(shared.broadcast, c.member.broadcast)),
+            **vars(task),
+            **given,
+        )
+    return Outcome(result.state, result.delta, _flat(result.upload, result.client))
+
+
+def _in(precision: torch.dtype | None, tree: Any) -> Any:
+    """Return nested values with all floating tensors in a precision; None: as they are."""
+    return mapped(tree, lambda t: t.to(precision) if precision and t.is_floating_point() else t)
+
+
+def _plain(slots: Slot) -> Slot:
+    return {t: dict(own) for t, own in slots.items()}
+
+
+def _of(result: StackedResult, row: int) -> Outcome:
+    """Return one member's outcome."""
+    upload, kept = (
+        s[row]
+        if isinstance(s, list)
+        else {t: {k: a[row] for k, a in o.items()} for t, o in s.items()}
+        for s in (result.upload, result.client)
+    )
+    state, delta = ({n: t[row] for n, t in of.items()} for of in (result.state, result.delta))
+    return Outcome(state, delta, _flat(upload, kept))
+
+
+def _flat(upload: Slot, client: Slot) -> Entries:
+    return {
+        f"{t}.{k}": a
+        for slots in (upload, client)
+        for t, own in slots.items()
+        for k, a in own.items()
+    }
+
+
+def _compared(stacked: Outcome, alone: Outcome, tolerance: float) -> str:
+    """Return the first entry that differs, and by how much; "" if all are equal up to rounding.
+
+    Of an entry that is rounding alone, as the gradient of a bias before BatchNorm, nothing is asked: it is
+    measured against the whole update.
+    """
+    update = sum(float(d.double().square().sum()) for d in alone.delta.values()) ** 0.5
+    for name, expected in {**alone.state, **alone.slots}.items():
+        if (value := {**stacked.state, **stacked.slots}.get(name)) is None:
+            continue
+        if not expected.is_floating_point():
+            if not torch.equal(value, expected):
+                return f"'{name}' differs"
+            continue
+        off = (value.double() - expected.double()).nan_to_num().norm().item()
+        size = expected.double().nan_to_num().norm().item()
+        scale = update if name in alone.delta else size
+        noise = 8 * torch.finfo(expected.dtype).eps * size + 1e-12
+        if off > tolerance * (scale + 1e-3 * update) + noise:
+            part = "update" if name in alone.delta else "entry"
+            return f"'{name}' differs by {off / max(scale, 1e-300):.2g} of the {part}'s norm"
+    return ""
+
+
+@contextmanager
+def _undisturbed(device: torch.device) -> Iterator[None]:
+    """Leave the process's random states as they were."""
+    python, numpys = random.getstate(), np.random.get_state()  # noqa: NPY002
+    try:
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpys)  # noqa: NPY002
+
+
+@contextmanager
+def _kept(model: nn.Module) -> Iterator[None]:
+    """Leave a model's parameters and buffers as they were, those too that its ``state_dict`` lacks."""
+    buffers = [(module, dict(module._buffers)) for module in model.modules()]
+    held = [*model.parameters(), *model.buffers()]
+    before = [(t.data, t.detach().clone()) for t in held]
+    try:
+        yield
+    finally:
+        for module, own in buffers:
+            module._buffers.update(own)
+        for tensor, (data, value) in zip(held, before, strict=True):
+            tensor.data = data.copy_(value)

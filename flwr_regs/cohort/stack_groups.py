@@ -1,0 +1,451 @@
+"""Clients that train in one stack: what each brings, what they share, and their replies. Plain torch."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from flwr_regs.abilities import Carries, Withholds
+from flwr_regs.chain import Chain
+from flwr_regs.client import memory as memories
+from flwr_regs.client.loading import Layout, check_custody, load, tied_names
+from flwr_regs.client.member import (
+    Identity,
+    broadcast_of,
+    method_of,
+    model_entries,
+    plain,
+    reply_entries,
+    with_steps,
+)
+from flwr_regs.client.memory import Begun, Memory, to_numpy
+from flwr_regs.client.serving import Client
+from flwr_regs.client.train.batches import (
+    Pairs,
+    count_batches,
+    count_examples,
+    label_counts,
+    mapped,
+    resolve_device,
+)
+from flwr_regs.client.train.optimizer import optimizer_of
+from flwr_regs.client.train.trainable import trained_parameters
+from flwr_regs.cohort.batch_plan import CannotStack, draw
+from flwr_regs.cohort.member_view import Member, Shared
+from flwr_regs.cohort.stacked_training import Stack, StackedResult
+from flwr_regs.term import Slot
+from flwr_regs.wire import keys
+from flwr_regs.wire.arrays import NDArrays, in_code_order
+from flwr_regs.wire.parcel import Parcel
+from flwr_regs.wire.precision import narrow
+
+OWN_KEYS = (keys.SEED_KEY, keys.CLIENT_KEY, keys.SNAPSHOTS_KEY)
+"""Entries of a message's config that are one client's."""
+COPIES = 6
+"""Of the parameters: values, update, gradients, two states of an optimiser, and a buffer."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A client that is asked to train: its message with the model in full, and what it remembers."""
+
+    pid: int
+    client: Client
+    message: Parcel
+    memory: Memory
+
+
+@dataclass(frozen=True)
+class Served:
+    """What came of it: the reply, what the client remembers from now on, the global model as it got it."""
+
+    reply: Parcel
+    memory: Memory
+    model: NDArrays
+
+
+@dataclass(eq=False)
+class Kind:
+    """What is known of the clients that could train in one stack, in this round and in later ones.
+
+    Attributes
+    ----------
+    refused : str
+        Why they train one by one; "" if they do not.
+    due : float
+        The round from which on their next stack is checked.
+    """
+
+    refused: str = ""
+    due: float = 0
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What a round says to all clients of one kind: the method, the model, how long they train.
+
+    Attributes
+    ----------
+    who, config, term : Identity, mapping, Chain
+    came, arrays, step : NDArrays, NDArrays, NDArrays or None
+        The model as it came, and without the method's code; the last global step, where it came.
+    """
+
+    who: Identity
+    config: Mapping[str, Any]
+    term: Chain
+    came: NDArrays
+    arrays: NDArrays
+    step: NDArrays | None
+
+    @cached_property
+    def needs(self) -> frozenset[str]:
+        """What the terms read in every step."""
+        return frozenset(need for t in self.term.terms for need in t.needs)
+
+    @cached_property
+    def withholds(self) -> bool:
+        """Whether clients have private entries."""
+        return any(isinstance(t, Withholds) for t in self.term.terms)
+
+    @property
+    def probes(self) -> bool:
+        """Whether this is a round's first exchange, without training."""
+        return bool(self.config.get(keys.PROBE_KEY))
+
+    def steps(self, data: Pairs) -> int:
+        """Return E; for a first exchange, the batches of one pass.
+
+        Raises CannotStack for data that have to be counted: that may draw random numbers.
+        """
+        if (steps := self.config.get("local-steps")) and not self.probes:
+            return int(steps)
+        try:
+            len(data)
+        except TypeError:
+            raise CannotStack("its data have no length") from None
+        epochs = 1 if self.probes else self.config.get("local-epochs", 0)
+        return int(epochs * count_batches(data))
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A client that can train in a stack, with what it brings."""
+
+    pid: int
+    client: Client
+    config: Mapping[str, Any]
+    memory: Memory
+    begun: Begun
+    member: Member
+    examples: int
+    seed: int
+
+
+class Group:
+    """Clients that train in one stack.
+
+    Parameters
+    ----------
+    first : Candidate
+        Its model becomes the stack's, and is loaded.
+    recipe : Recipe
+    common : mapping
+        The broadcasts' entries that are the same for all.
+    precision : torch.dtype or None
+    kind : Kind
+    """
+
+    def __init__(
+        self,
+        first: Candidate,
+        recipe: Recipe,
+        common: Mapping[str, Mapping[str, np.ndarray]],
+        precision: torch.dtype | None,
+        kind: Kind,
+    ) -> None:
+        client, term, config = first.client, recipe.term, recipe.config
+        model = client.model
+        self.recipe, self.kind = recipe, kind
+        self.candidates: list[Candidate] = []
+        self._fixed = self._fixed_of(model)
+        self.layout: Layout = load(model, term, recipe.arrays, config)
+        private, trained = self.layout.private, list(self.layout.trained)
+        shared = [n for n in trained if n not in private]
+        if not shared:
+            raise CannotStack("it trains no parameter that is shared")
+        self._first_names = tied_names(model, ()) | _other_names(model)
+        entries = model.state_dict()
+        self._one: int = sum(entries[n].nbytes for n in shared) * COPIES
+        self._drawn = 0  # bytes of batches
+        self.shared = Shared(
+            model,
+            term,
+            client.task,
+            resolve_device(client.device),
+            {n: v.detach().clone() for n, v in entries.items() if n not in private},
+            trained,
+            shared,
+            config["lr"],
+            term.client_optimizer(optimizer_of(config, client.optimizer)),
+            broadcast_of(term, common, recipe.step, self.layout.trained, config),
+            plain(config),
+            client.classifier,
+            precision,
+        )
+
+    def _fixed_of(self, model: nn.Module) -> dict[str, Tensor]:
+        """Return what neither travels nor is private nor trained: it must be the same on all clients."""
+        term = self.recipe.term
+        entries = model.state_dict()
+        private = term.private(list(entries))
+        trained = trained_parameters(model, term)
+        parameters = {n: p for n, p in model.named_parameters() if n not in trained}
+        inner = {n: b for n, b in model.named_buffers() if n not in entries}
+        return {
+            n: v.detach().clone() for n, v in {**parameters, **inner}.items() if n not in private
+        }
+
+    def add(self, candidate: Candidate) -> None:
+        """Take a client of the same kind; raise CannotStack if it holds other fixed values."""
+        model = candidate.client.model
+        if model is not self.shared.model and (self.candidates or self._fixed):
+            own = self._fixed_of(model) if self._fixed else {}
+            if odd := [n for n, v in self._fixed.items() if not torch.equal(v, own[n])]:
+                raise CannotStack(f"it holds other values than the others in {odd}")
+        self.candidates.append(candidate)
+        self._drawn += candidate.member.plan.nbytes
+
+    def is_full(self, memory: int) -> bool:
+        """Whether another client would take more than `memory` bytes."""
+        return (len(self.candidates) + 1) * self._one + self._drawn > memory
+
+    def run(self, stack: Stack | None = None) -> StackedResult:
+        """Train the clients in a stack; default: all of them. No client's state has changed by then.
+
+        What does not travel is then as before; raise CannotStack if the round changes it. A client may keep
+        its model for the next round, and with it such a buffer.
+        """
+        model = self.shared.model
+        held = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        if stack is None:
+            stack = Stack(self.shared, [c.member for c in self.candidates], self.candidates[0].seed)
+        try:
+            result = stack.probe() if self.recipe.probes else stack.run()
+        finally:
+            with torch.no_grad():
+                for n, v in self._fixed.items():
+                    held[n].copy_(v)
+        fixed = {n: result.state[n] for n in self._fixed if n in result.state}
+        if odd := [n for n, v in fixed.items() if any(one.ne(self._fixed[n]).any() for one in v)]:
+            raise CannotStack(f"the round changes {odd}, which the model's state_dict lacks")
+        return result
+
+    # replies
+
+    def replies(self, result: StackedResult) -> dict[int, Served]:
+        """Return what came of the clients: their replies are rows of the result."""
+        uploads = _rows(result.upload, len(self.candidates))
+        slots = _rows(_as_kept(result.client), len(self.candidates))
+        state = {} if self.recipe.probes else self._state(result)
+        private = {n: _as_kept(state.pop(n)) for n in self.layout.private if state}
+        sent = {
+            n: to_numpy(v).astype(self.recipe.arrays[n].dtype, copy=False) for n, v in state.items()
+        }
+        base, given, code = self._common_config(result), sent, None
+        coder = self.recipe.term.coder("finish")
+        if coder is not None and not self.recipe.probes:
+            arrays = self.recipe.arrays
+            code = {n: to_numpy(d).astype(arrays[n].dtype) for n, d in result.delta.items()}
+            given = {n: v for n, v in sent.items() if n not in code and n not in self.layout.tied}
+        else:
+            given = narrow(sent, self.recipe.config.get(keys.HALF_KEY))
+        served: dict[int, Served] = {}
+        for row, c in enumerate(self.candidates):
+            records: dict[str, Any] = {
+                f"{t}.upload": {k: to_numpy(a) for k, a in slot.items()}
+                for t, slot in uploads[row].items()
+                if slot
+            }
+            config: dict[str, Any] = dict(base)
+            metrics: dict[str, Any] = {"num-examples": c.examples}
+            if not self.recipe.probes:
+                arrays = {n: a[row, ...] for n, a in given.items()}
+                if coder is not None and code is not None:
+                    update = {n: d[row, ...] for n, d in code.items()}
+                    config[keys.STEPS_KEY] = [coder.encode(in_code_order(update, update))]
+                    was = self.recipe.arrays
+                    arrays = {n: a for n, a in arrays.items() if not np.array_equal(a, was[n])}
+                records[keys.ARRAYS] = arrays
+                metrics |= {
+                    "train-loss": result.losses[row],
+                    "local-steps": len(c.member.plan),
+                    "planned-steps": c.member.planned_steps,
+                    "examples-processed": result.examples[row],
+                }
+            own = {n: v[row] for n, v in private.items()}
+            held = memories.end(c.memory, c.config, slots[row], own, self.recipe.who.method, False)
+            kept = memories.kinds(c.config, slots[row], own) if not self.recipe.probes else []
+            said = [*(f"lost {w}" for w in c.begun.lost), *(f"keeps {w}" for w in kept)]
+            config |= reply_entries(c.config, said)
+            served[c.pid] = Served(Parcel(records, config, metrics), held, self.recipe.arrays)
+        return served
+
+    def _common_config(self, result: StackedResult) -> dict[str, Any]:
+        """Return the entries of the replies' configs that are the same for all."""
+        config: dict[str, Any] = {keys.METHOD_KEY: self.recipe.who.method}
+        if self.recipe.probes:
+            return config
+        arrays, layer = self.recipe.arrays, result.output_layer
+        return config | model_entries(self.recipe.config, arrays, self.layout, layer)
+
+    def _state(self, result: StackedResult) -> dict[str, Tensor]:
+        """Return the clients' models at the end, stacked; what is not trained is the first's."""
+        names = {
+            n: self._first_names.get(n, n) for n in [*self.recipe.arrays, *self.layout.private]
+        }
+        number, start = len(self.candidates), self.shared.start
+        return {
+            n: result.state[name]
+            if name in result.state
+            else start[n].expand(number, *start[n].shape)
+            for n, name in names.items()
+        }
+
+
+def common_of(records: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, np.ndarray]]:
+    """Return the broadcasts' entries that are the same for all clients, by record and key."""
+    first, *others = records or [{}]
+    common = {n: dict(r) for n, r in first.items() if n.endswith(".broadcast")}
+    for one in others:
+        for name, entries in common.items():
+            if (record := one.get(name, {})) is not first[name]:
+                common[name] = {k: a for k, a in entries.items() if record.get(k) is a}
+    return common
+
+
+def recipe_of(
+    recipes: list[Recipe],
+    who: Identity,
+    config: Mapping[str, Any],
+    message: Parcel,
+    model: nn.Module,
+) -> Recipe:
+    """Return what a message says to all clients of a kind, read and checked once."""
+    came: Any = message.records[keys.ARRAYS]
+    for known in recipes:
+        if known.came is came and known.who == who and known.config == config:
+            return known
+    term = method_of(who, config)
+    term.restrict(config)
+    if config.get(keys.PROBE_KEY) and any("label_counts" in t.needs for t in term.terms):
+        raise CannotStack("a first exchange with label counts goes one by one")
+    if carrying := [t.name for t in term.terms if isinstance(t, Carries)]:
+        raise CannotStack(f"{carrying} carry the optimiser's state")
+    arrays: NDArrays = came
+    step: Any = message.records.get(keys.STEP)
+    if keys.STEPS_KEY in config:
+        arrays, step = with_steps(model, term, config, came)
+    recipes.append(Recipe(who, config, term, came, arrays, step))
+    return recipes[-1]
+
+
+def candidate_of(
+    asked: Asked, recipe: Recipe, common: Mapping[str, Mapping[str, np.ndarray]]
+) -> Candidate:
+    """Return a client with its data, its slots, and its batches of the round."""
+    client, term, config = asked.client, recipe.term, asked.message.config
+    pairs, seed = client.task.pairs(client.train_data), config[keys.SEED_KEY]
+    if client.identity.private:
+        check_custody(client.identity.private, client.model, term)
+    begun = memories.begin(asked.memory, term, config, recipe.withholds)
+    planned = recipe.steps(pairs)
+    budget = None if recipe.probes else client.step_budget
+    most = planned if budget is None else min(planned, budget)
+    if not most:
+        raise CannotStack("it takes no step")
+    own: Slot = {}
+    for t in term.terms:
+        name = f"{t.name}.broadcast"
+        record, shared = asked.message.records.get(name, {}), common.get(name, {})
+        if len(record) > len(shared):
+            own[t.name] = {
+                k: torch.from_numpy(np.array(a)) for k, a in record.items() if k not in shared
+            }
+    member = Member(
+        draw(pairs, seed, most),
+        planned,
+        _private(client.model, term, begun) if recipe.withholds else {},
+        own,
+        begun.slots,
+        config.get(keys.CLIENT_KEY, -1),
+        _label_counts(pairs, seed) if "label_counts" in recipe.needs else None,
+    )
+    examples = count_examples(pairs)
+    return Candidate(asked.pid, client, config, asked.memory, begun, member, examples, seed)
+
+
+def _private(model: nn.Module, term: Chain, begun: Begun) -> dict[str, Tensor]:
+    """Return a client's private entries: those that it kept, or its model's own."""
+    entries = model.state_dict()
+    chosen = term.private(list(entries))
+    own = {n: v.detach().clone() for n, v in entries.items() if n in chosen}
+    if not own or begun.private is None:
+        return own
+    if {n: a.shape for n, a in begun.private.items()} != {n: v.shape for n, v in own.items()}:
+        raise CannotStack("the private entries that it kept are not its model's")
+    return {n: begun.private[n].to(v.dtype) for n, v in own.items()}
+
+
+def _label_counts(pairs: Pairs, seed: int) -> Tensor:
+    """Return the client's label counts, as :class:`.local_training.LocalTraining` counts them."""
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        return label_counts(pairs)
+
+
+def counted(term: Chain, member: Member) -> Hashable:
+    """Return whether there are label counts; if `start` may read them, how many: it sees no more."""
+    counts = member.label_counts
+    reads = any(t.acts("start") for t in term.terms)
+    return counts is not None and (not reads or len(counts))
+
+
+def form_of(slots: Slot) -> Hashable:
+    """Return which arrays there are in slots, and of which shape."""
+    return tuple(
+        (t, tuple((k, tuple(a.shape), a.dtype) for k, a in sorted(slot.items())))
+        for t, slot in sorted(slots.items())
+    )
+
+
+def _rows(slots: Slot | list[Slot], number: int) -> list[Slot]:
+    """Return each member's slots."""
+    if isinstance(slots, list):
+        return slots
+    if not any(slots.values()):
+        return [slots] * number
+    return [
+        {t: {k: a[row] for k, a in slot.items()} for t, slot in slots.items()}
+        for row in range(number)
+    ]
+
+
+def _as_kept(tree: Any) -> Any:
+    """Return nested tensors in the dtypes in which clients keep them: those of numpy."""
+    half = torch.bfloat16
+    return mapped(tree, lambda t: t.float() if t.dtype == half else t)
+
+
+def _other_names(model: nn.Module) -> dict[str, str]:
+    """Return the further names of a model's buffers -> the first, as for a layer that is there twice."""
+    first: dict[int, str] = {}
+    named = model.named_buffers(remove_duplicate=False)
+    pairs = {n: first.setdefault(id(b), n) for n, b in named}
+    return {n: f for n, f in pairs.items() if n != f}

@@ -1,0 +1,180 @@
+"""The clients of a round in stacks: who goes with whom, and what trains one by one instead. Plain torch."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Literal
+
+import numpy as np
+import torch
+
+from flwr_regs.client.serving import Client
+from flwr_regs.cohort.alike import alike, build_of
+from flwr_regs.cohort.batch_plan import CannotStack
+from flwr_regs.cohort.result_check import difference
+from flwr_regs.cohort.stack_groups import (
+    OWN_KEYS,
+    Asked,
+    Group,
+    Kind,
+    Recipe,
+    Served,
+    candidate_of,
+    common_of,
+    counted,
+    form_of,
+    recipe_of,
+)
+from flwr_regs.wire import keys
+from flwr_regs.wire.errors import described
+
+LOG = logging.getLogger("flwr")
+ALONE = "no other client of the cohort is like it"
+KINDS = 100
+"""Kinds of clients that are remembered; a model whose attributes change is of a new kind in each round."""
+
+
+class OtherResults(CannotStack):
+    """A stack's result is not that of its clients alone."""
+
+
+class Stacks:
+    """Trains the clients of a round in stacks, as far as they can.
+
+    Parameters
+    ----------
+    memory : int
+        Bytes that a stack may take, roughly; more clients train in several.
+    precision : torch.dtype, optional
+        Of the forward pass, by torch's autocast.
+    check : "first", int or False
+        When two clients of a kind also train alone, to compare the results.
+
+    Attributes
+    ----------
+    fallbacks : dict of str to int
+        Why clients train by themselves -> how often, over all rounds.
+    """
+
+    def __init__(
+        self,
+        memory: int = 2**30,
+        precision: torch.dtype | None = None,
+        check: Literal["first", False] | int = "first",
+    ) -> None:
+        self._memory, self._precision, self._check = memory, precision, check
+        self._kinds: dict[Hashable, Kind] = {}
+        self._builds: dict[int, tuple[Client, Hashable]] = {}
+        self.fallbacks: dict[str, int] = {}
+
+    def train(self, asked: Sequence[Asked]) -> dict[int, Served]:
+        """Return, by partition id, what came of those clients that train in a stack; the others wait."""
+        common = common_of([one.message.records for one in asked])
+        recipes: list[Recipe] = []
+        groups: dict[Hashable, Group] = {}
+        served: dict[int, Served] = {}
+        for one in asked:
+            try:
+                key, group = self._admit(one, recipes, groups, common)
+            except Exception as error:  # by itself it says what is wrong, if anything is
+                self.note(error)
+                continue
+            if group.is_full(self._memory):
+                served |= self._train(groups.pop(key))
+        for group in groups.values():
+            served |= self._train(group)
+        return served
+
+    def note(self, error: Exception, clients: int = 1) -> None:
+        """Count clients that train by themselves, and log the reason once."""
+        why = str(error) if isinstance(error, CannotStack) else described(error)
+        if why not in self.fallbacks and why != ALONE:
+            level = logging.WARNING if isinstance(error, OtherResults) else logging.INFO
+            LOG.log(level, "StackedGrid: clients train one by one: %s", why)
+        self.fallbacks[why] = self.fallbacks.get(why, 0) + clients
+
+    # who goes with whom
+
+    def _admit(
+        self,
+        asked: Asked,
+        recipes: list[Recipe],
+        groups: dict[Hashable, Group],
+        common: Mapping[str, Mapping[str, np.ndarray]],
+    ) -> tuple[Hashable, Group]:
+        """Put a client into its group; return that. Raises CannotStack if it has none."""
+        client, message = asked.client, asked.message
+        entries = message.config
+        shared = {k: v for k, v in entries.items() if k not in OWN_KEYS}
+        recipe = recipe_of(recipes, client.identity, shared, message, client.model)
+        like = self._build(client), recipe.who.method, recipe.probes
+        kind = self._kinds.setdefault(like, Kind())
+        if len(self._kinds) > KINDS:
+            del self._kinds[next(iter(self._kinds))]
+        if kind.refused:
+            raise CannotStack(kind.refused)
+        candidate = candidate_of(asked, recipe, common)
+        member = candidate.member
+        key = (
+            id(recipe),
+            kind,
+            member.plan.kind,
+            member.plan.forms[0],
+            form_of(member.broadcast),
+            form_of(member.client),
+            tuple(member.private),
+            counted(recipe.term, member),
+        )
+        if (group := groups.get(key)) is None:
+            group = groups[key] = Group(candidate, recipe, common, self._precision, kind)
+        group.add(candidate)
+        return key, group
+
+    def _build(self, client: Client) -> Hashable:
+        """Return what clients share that go together: model, loss, optimiser, device."""
+        known = self._builds.get(id(client))
+        if known is not None and known[0] is client:
+            return known[1]
+        if any(name.endswith("_orig_mod") for name, _ in client.model.named_modules()):
+            raise CannotStack(f"{client.identity.who} has a compiled model")
+        settings = ("time_budget", "save_private")
+        if given := [s for s in settings if getattr(client, s) is not None]:
+            raise CannotStack(f"{client.identity.who} has a {given[0]}")
+        model = client.model
+        others = (c for c, _ in self._builds.values() if c.model is model)
+        if (other := next(others, None)) is not None and other.task is client.task:
+            build = self._builds[id(other)][1]
+        else:
+            called = alike((*vars(client.task).values(), client.optimizer))
+            who = client.identity
+            kinds = who.who, who.method, tuple(who.terms), who.keeps_optimizer
+            build = (kinds, build_of(model), called, str(client.device), client.classifier)
+        self._builds[id(client)] = client, build
+        return build
+
+    # training
+
+    def _train(self, group: Group) -> dict[int, Served]:
+        """Train a group; if that fails, or its result is not that of clients alone, none of it."""
+        try:
+            if len(group.candidates) == 1:
+                raise CannotStack(ALONE)
+            self._check_result(group)
+            return group.replies(group.run())
+        except Exception as error:  # whatever torch or a hook raises under vmap
+            self.note(error, len(group.candidates))
+            return {}
+
+    def _check_result(self, group: Group) -> None:
+        """Compare a stack's result with that of clients alone, if it is due; raise OtherResults."""
+        kind, this_round = group.kind, int(group.recipe.config[keys.ROUND_KEY])
+        if kind.refused:
+            raise CannotStack(kind.refused)
+        if self._check is False or this_round < kind.due:
+            return
+        if where := difference(group):
+            kind.refused = f"{where} between a stack and a client alone: see docs/stacked.md"
+            raise OtherResults(kind.refused)
+        kind.due = math.inf if self._check == "first" else this_round + self._check

@@ -1,0 +1,159 @@
+"""The clients of a grid in this process, for a network without messages; what they keep is the grid's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
+
+from flwr_regs.abilities import Withholds
+from flwr_regs.client.member import Identity
+from flwr_regs.client.memory import written
+from flwr_regs.client.serving import Client
+from flwr_regs.cohort.client_sets import OneClient
+from flwr_regs.cohort.network import Node
+from flwr_regs.flower.app import NumPyClientApp
+from flwr_regs.flower.client import RegClient
+from flwr_regs.flower.grids.contexts import Contexts
+from flwr_regs.flower.node import NodeState
+from flwr_regs.flower.simulated_clients import Clients
+from flwr_regs.server.exchange.network import Replies, Request
+from flwr_regs.wire import keys
+from flwr_regs.wire.records import from_record, identity, to_record
+
+OVERRIDES = ("fit", "evaluate", "get_properties", "to_client", "task", "identity")
+"""What a client that trains as every RegClient does has from RegClient."""
+
+
+class LocalClients:
+    """A :class:`flwr_regs.cohort.network.Host`.
+
+    Parameters
+    ----------
+    contexts : Contexts
+    source : Clients or NumPyClientApp
+        Whose `client_fn` makes each client once; with mods, for each message.
+    who : Identity
+        The strategy's method, for `Clients`.
+    ask : callable
+        Asks clients by messages.
+    refused : callable
+        Told why a client is not served without messages.
+    """
+
+    def __init__(
+        self,
+        contexts: Contexts,
+        source: Clients | NumPyClientApp,
+        who: Identity,
+        ask: Callable[[Request], Replies],
+        refused: Callable[[str], None],
+    ) -> None:
+        self._contexts, self._source, self.who = contexts, source, who
+        self._ask, self._refused = ask, refused
+        self.asking = False  # while messages are on their way
+        self._nodes: dict[int, Node] = {}
+        self._clients: dict[int, Any] = {}
+        self._plain: dict[type, str] = {}  # why clients of a class need messages; "": they do not
+        self._withholds = any(issubclass(t, Withholds) for t in who.terms)
+
+    def node_ids(self) -> Collection[int]:
+        """Return the nodes' ids."""
+        return list(self._contexts)
+
+    def identities(self, nodes: Collection[int]) -> dict[int, dict[str, Any]]:
+        """Return what these nodes say of themselves."""
+        return {node: identity(self._contexts.node_config(node)) for node in nodes}
+
+    def client(self, pid: int, kind: str, config: Mapping[str, Any]) -> Client | None:
+        """Return a client; None if messages alone reach it."""
+        if isinstance(self._source, Clients):
+            return self._simulated(self._source, pid, config)
+        made = self._made(self._source, pid, kind, config)
+        if why := self._needs_messages(made):
+            if kind in ("train", keys.PROBE):
+                self._refused(why)
+            return None
+        return made  # type: ignore[no-any-return]
+
+    def _simulated(self, source: Clients, pid: int, config: Mapping[str, Any]) -> OneClient:
+        if (client := self._clients.get(pid)) is None:
+            client = self._clients[pid] = source.client(pid, self.who)
+        if source.step_budgets is not None:
+            client.step_budget = source.step_budget(pid, config.get(keys.ROUND_KEY, 0))
+        if self._withholds and not self.node(pid, config).memory:
+            client.model.load_state_dict(source.initial())  # it begins with the entries as given
+        return client
+
+    def _made(self, app: NumPyClientApp, pid: int, kind: str, config: Mapping[str, Any]) -> Any:
+        """Return what `client_fn` makes; once, if no mod changes its context with each message."""
+        if pid in self._clients:
+            return self._clients[pid]
+        context = self._contexts.of_partition(pid)
+        before = {key: record.copy() for key, record in context.state.items()}
+        try:
+            if not app.own_mods:
+                made = self._clients[pid] = app.client_fn(context)
+                return made
+            return self._made_for(app, context, kind, config)
+        except Exception:  # whatever the user's code raises
+            context.state = RecordDict(before)
+            raise
+
+    @staticmethod
+    def _made_for(
+        app: NumPyClientApp, context: Context, kind: str, config: Mapping[str, Any]
+    ) -> Any:
+        """Return what `client_fn` makes of the context that the mods change."""
+        content = RecordDict({keys.CONFIG: ConfigRecord({**config})})
+        message = Message(content, context.node_id, kind)
+        for mod in app.own_mods:
+            context = mod.change(message, context)  # type: ignore[attr-defined]
+        return app.client_fn(context)
+
+    def _needs_messages(self, client: Any) -> str:
+        """Return why a client does not train as every RegClient does; "" if it does."""
+        if not isinstance(client, RegClient):
+            return f"{type(client).__name__} is no client of this package"
+        kind, name = type(client), type(client).__name__
+        if kind not in self._plain:
+            changed = [m for m in OVERRIDES if getattr(kind, m) is not getattr(RegClient, m)]
+            self._plain[kind] = f"{name} has a {changed[0]} of its own" if changed else ""
+        own = [m for m in OVERRIDES if m in vars(client)]
+        return self._plain[kind] or (f"{name} has a {own[0]} of its own" if own else "")
+
+    def node(self, pid: int, config: Mapping[str, Any]) -> Node:
+        """Return what was kept for a client before."""
+        training = config.get(keys.METHOD_KEY), config.get(keys.START_KEY)
+        node = self._nodes.get(pid)
+        if node is None or node.training != training:
+            state = NodeState(self._contexts.of_partition(pid), config)
+            kept = None if state.model is None else from_record(state.model)
+            node = self._nodes[pid] = Node(training, state.memory, kept)
+        return node
+
+    def by_messages(self, request: Request) -> Replies:
+        """Return the replies of clients that messages alone reach."""
+        self.asking = True
+        try:
+            return self._ask(request)  # the grid settles before
+        finally:
+            self.asking = False
+
+    def settle(self) -> None:
+        """Put what the clients keep into their contexts."""
+        records: dict[int, ArrayRecord] = {}
+        for pid, node in self._nodes.items():
+            method, start = node.training
+            entries = {keys.METHOD_KEY: method, keys.START_KEY: start}
+            state = NodeState(self._contexts.of_partition(pid), entries)
+            state.remember(written(node.memory))
+            if (model := node.model) is not None:
+                if id(model) not in records:
+                    records[id(model)] = to_record(model)
+                state.keep_model(records[id(model)])
+
+    def forget(self) -> None:
+        """Read what the clients keep from their contexts again."""
+        self._nodes.clear()

@@ -1,0 +1,164 @@
+"""FedAdamW: clients run AdamW, whose second moments the server averages and hands on.
+
+| *Init*       nothing
+| *Broadcast*  ``w_t`` and, from round 2, the second moments ``v̄``, their step count T and
+|              ``Δ̄ = w_t − w_{t−1}``
+| *Step*       AdamW, begun with first moments 0, second moments v̄ and step count T; after each step
+|              ``v ← v + γ Δ̄ / K_k``
+| *Upload*     ``v_k``, its second moments, and its step count
+| *Update*     ``w ← mean v_k``; v̄ and T are the means of what was uploaded
+
+Both bias corrections use the run's step count, as torch's AdamW has one. In round 1, T and all moments are
+0, and there is no Δ̄. ``K_k`` are the client's own planned steps, or its step budget if that is smaller;
+under ``incomplete="scale"`` they are the planned ones. If all clients take K steps, T is ``(t − 1) K``.
+Where they take unequally many, it is their mean, as v̄ is the mean of what so many steps have made. In both
+all clients count alike, whatever the `weighting` of their models.
+
+Clients that have no optimiser of their own run ``torch.optim.AdamW`` with torch's settings: weight decay
+0.01, β 0.9 and 0.999, ε 1e-8. An AdamW of their own, or of the train config, keeps its settings. Another
+optimiser is refused. Parameters that stay private (FedBN) begin each round with moments of 0 and no shift.
+
+Departures: the paper sends one number of v̄ for each block of parameters, here all of v̄ travels; its first
+moments are corrected by the round's own step count. The authors' code has both as here. Its shift has the
+factor ``η_t/η_{t−1}``, which is 1 without a schedule.
+
+Source: Liu et al., "FedAdamW: A communication-efficient optimizer with convergence and generalization
+guarantees for federated large models" (2026), Alg. 2. Its server averages the clients alike, so
+``weighting`` is "uniform".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+
+from flwr_regs.abilities import Carries, Checks, Folds, Steers
+from flwr_regs.flower.client import RegClient
+from flwr_regs.flower.strategy import RegStrategy
+from flwr_regs.methods.parts.last_step import steps_to_spread
+from flwr_regs.methods.parts.sgd import PLAIN, unlike_sgd
+from flwr_regs.methods.parts.uploads import check_arrays
+from flwr_regs.term import NOT_NEGATIVE, Arrays, ClientContext, Range, ServerContext, Slot, Term
+
+__all__ = ["FedAdamW", "FedAdamWClient", "SharedMoments"]
+
+
+@dataclass(frozen=True)
+class SharedMoments(Term, Carries, Steers, Folds, Checks):
+    """AdamW on the clients, begun with the mean of their second moments; and a share of the last step.
+
+    Parameters
+    ----------
+    gamma : float
+        γ ≥ 0: over a round, a client repeats γ times the last global step.
+    """
+
+    name: ClassVar[str] = "fedadamw"
+    keeps_delta: ClassVar[bool] = True
+    keeps_update: ClassVar[bool] = True
+    excludes: ClassVar[Mapping[str, str]] = dict.fromkeys(
+        ("scaffold", "gradient-tracking", "fedadc", "fednova", "mime", "mime-lite"),
+        "FedAdamW's clients run AdamW, but the other counts on steps of SGD: keep one",
+    )
+    ranges: ClassVar[Mapping[str, Range]] = {"gamma": NOT_NEGATIVE}
+    gamma: float = 0.5
+
+    def client_optimizer(self, optimizer: Callable[..., Any]) -> Callable[..., Any]:
+        what = unlike_sgd(optimizer, (*PLAIN, "weight_decay", "amsgrad"))
+        own = optimizer([torch.zeros(1)], lr=1.0)
+        if what and (not isinstance(own, torch.optim.AdamW) or own.defaults["amsgrad"]):
+            raise ValueError(
+                f"FedAdamW's clients run AdamW without amsgrad, but {what} steps in another way: leave "
+                "that out, or choose torch.optim.AdamW"
+            )
+
+        def make(params: Any, lr: float) -> torch.optim.Optimizer:
+            made: torch.optim.Optimizer = (optimizer if what else torch.optim.AdamW)(params, lr=lr)
+            made.register_step_post_hook(_shift)
+            return made
+
+        return make
+
+    def broadcast(self, server: Slot, ctx: ServerContext) -> Slot:
+        last = ctx.previous_step or {}
+        return server | {f"last.{n}": step.copy() for n, step in last.items()} if server else {}
+
+    def optimizer_start(self, ctx: ClientContext) -> Arrays:
+        if not ctx.broadcast:  # round 1
+            return {}
+        share = self.gamma / steps_to_spread(ctx)
+        state: Arrays = {"step": ctx.broadcast["step"]}
+        for n, w in ctx.start.items():
+            state[f"exp_avg.{n}"] = torch.zeros_like(w)
+            state[f"exp_avg_sq.{n}"] = ctx.broadcast[f"exp_avg_sq.{n}"].to(w.dtype)
+            state[f"shift.{n}"] = (share * ctx.broadcast[f"last.{n}"]).to(w.dtype)
+        return state
+
+    def finish(self, delta: Arrays, ctx: ClientContext) -> tuple[Arrays, Slot, Slot]:
+        upload: Slot = {}
+        for n, d in delta.items():
+            wide = torch.promote_types(d.dtype, torch.float32)
+            upload[f"exp_avg_sq.{n}"] = ctx.optimizer_state[f"exp_avg_sq.{n}"].to(wide)
+        zero = torch.zeros((), dtype=wide)
+        return delta, {**upload, "step": zero + ctx.broadcast.get("step", 0) + ctx.num_steps}, {}
+
+    def check(self, upload: Slot, params: Arrays, server: Slot) -> None:
+        shapes: dict[str, Any] = {f"exp_avg_sq.{n}": ("floats", p.shape) for n, p in params.items()}
+        check_arrays(upload, {**shapes, "step": ("floats", ())})
+        if negative := [key for key, a in upload.items() if (a < 0).any()]:
+            raise ValueError(f"'{negative[0]}' is negative, expected squares and a step count")
+
+    def fold(
+        self, acc: Slot, pid: int, delta: Arrays, upload: Slot, weight: float, ctx: ServerContext
+    ) -> Slot:
+        for key, a in upload.items():
+            acc[key] = acc.get(key, 0.0) + np.asarray(a, dtype=np.float64)
+        return acc
+
+    def adds(self, key: str) -> bool:
+        return True
+
+    def update(
+        self, server: Slot, delta: Arrays, uploads: Slot, ctx: ServerContext
+    ) -> tuple[Slot, Arrays]:
+        wide = np.result_type(np.float32, *(w.dtype for w in ctx.params.values()))
+        mean = {key: np.asarray(a / len(ctx.weights), wide) for key, a in uploads.items()}
+        return mean, delta
+
+
+@torch.no_grad()
+def _shift(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Add ``γ Δ̄ / K_k`` after a step."""
+    for p, state in optimizer.state.items():
+        if "shift" in state:
+            p.add_(state["shift"])
+
+
+class FedAdamW(RegStrategy):
+    """AdamW on the clients, with second moments that travel.
+
+    Parameters
+    ----------
+    gamma : float
+        See :class:`SharedMoments`. The authors' code has 0.5.
+    weighting : {"uniform", "num-examples"}
+        The paper uses uniform weights.
+    **kwargs
+        The arguments of every strategy: see :class:`flwr_regs.RegStrategy`.
+    """
+
+    method = "FedAdamW"
+
+    def __init__(self, gamma: float = 0.5, *, weighting: str = "uniform", **kwargs: Any) -> None:
+        super().__init__([SharedMoments(gamma)], weighting=weighting, **kwargs)
+
+
+class FedAdamWClient(RegClient):
+    """The client of :class:`FedAdamW`."""
+
+    method = "FedAdamW"
+    terms = (SharedMoments,)

@@ -1,0 +1,362 @@
+"""Sparse ternary compression, of a client's update and of the global step, with residuals; and its code.
+
+``ST`` takes the whole update as one vector. It keeps the fraction q of largest magnitude and replaces each
+kept entry by its sign times their mean magnitude μ. A residual holds the rest, which is sent later:
+
+| *Upload*     ``Δ_k = R_k + v_k − w_t``; sends ``ST(Δ_k)``, keeps ``R_k = Δ_k − ST(Δ_k)``
+| *Update*     ``Δ = R + Σ p_k ST(Δ_k)``; moves by ``ST(Δ)``, sends it, and keeps ``R = Δ − ST(Δ)``
+
+Departures from the paper: the box of Alg. 2 thresholds T, which would lose the negative entries; we
+threshold ``|T|``. It also keeps all entries that tie with the threshold; we keep exactly k, of equal ones
+the first. The box of Alg. 1 moves the server's model by Δ and also keeps R, which would apply the residual
+twice and let server and clients drift apart; our server moves by what it sends.
+
+**The code** is a vector in {−μ, 0, +μ}ⁿ, entropy coded. A message of a million entries takes at most 64
+bytes more than the entropy of its counts. For random signs and density q this entropy is ``n (H(q) + q)``
+bits, where H is the binary entropy.
+
+Wire format, little-endian, version 1. Names, shapes and dtypes do not travel, because both ends know them:
+
+| bytes  | type   | what                                                                     |
+|--------|--------|--------------------------------------------------------------------------|
+| 0-2    | 3 s    | the magic ``b"STC"``                                                     |
+| 3      | u8     | version                                                                  |
+| 4-11   | u64    | n, the number of entries                                                 |
+| 12-19  | u64    | n₊, how many are +μ                                                      |
+| 20-27  | u64    | n₋, how many are −μ                                                      |
+| 28-35  | f64    | μ: finite and positive, or 0 where n₊ = n₋ = 0                           |
+| 36-43  | u64    | w, the number of words in the body                                       |
+| 44-47  | u32    | CRC-32 of bytes 0-43 and the body                                        |
+| 48-    | u32[w] | body: the entries in order, empty where n₊ = n₋ = 0                      |
+
+constriction's ``AnsCoder`` makes the body from the symbols 0 (−μ), 1 (zero) and 2 (+μ) under
+``Categorical([n₋, n − n₊ − n₋, n₊], perfect=False)``, the counts as float64. Each vector has exactly one
+message, and bytes that decode are the message of a vector.
+
+Source: Ma, Lu, Lu, Li, Yi, Cui, "Towards heterogeneous clients with elastic federated learning" (2021),
+Alg. 1-2.
+"""
+
+from __future__ import annotations
+
+import logging
+import struct
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+
+from flwr_regs.abilities import Compresses, TakesBack
+from flwr_regs.term import FRACTION, Arrays, ClientContext, Range, ServerContext, Slot, Term
+
+__all__ = ["SparseTernary"]
+
+LOG = logging.getLogger("flwr")
+NDArrays = dict[str, np.ndarray]
+
+DILUTED = "|diluted"
+"""Entry of the server's slot once the warning was given; no parameter's name."""
+SENT = "sent"
+"""Prefix of the update in the client's slot, beside the residual: it is added again if it was not used."""
+MAGIC = b"STC"
+VERSION = 1
+HEADER = struct.Struct("<3sBQQQdQ")
+CRC = struct.Struct("<I")
+MOSTLY_ZERO = 8
+"""One entry in so many is not zero, at most."""
+CHUNK = 1 << 18
+"""Entries coded at a time. It bounds the working memory and does not change the message."""
+
+
+@dataclass(frozen=True)
+class SparseTernary(Term, Compresses, TakesBack):
+    """Sparse ternary compression ST with residuals (Alg. 2); composes with any method, as the last term.
+
+    With `density_down`, clients must hold the model that the step changes: the strategy then uses the
+    ``"delta"`` downlink. A client that missed rounds gets the missed steps, or the model if that is
+    smaller.
+
+    FedADC's momentum follows the step as it was sent: FedADC derives ``m_t`` from the last global step,
+    which is ``ST(Δ)`` with `density_down`. What waits in the server's residual is not in it.
+
+    Parameters
+    ----------
+    density_up, density_down : float, optional
+        Fraction of entries kept, in (0, 1], of a client's update and of the global step. None: dense,
+        uncompressed. 1 keeps all entries, but still only their signs. Exactly ``k = max(⌊n q⌋, 1)``
+        entries are kept; of equal ones, the first. If fewer are not zero, μ averages zeros too and becomes
+        smaller: for the global step this is logged once.
+    """
+
+    name: ClassVar[str] = "ternary"
+    ranges: ClassVar[Mapping[str, Range]] = {"density_up": FRACTION, "density_down": FRACTION}
+    density_up: float | None = None
+    density_down: float | None = None
+
+    def acts(self, hook: str) -> bool:
+        densities = {"finish": self.density_up, "release": self.density_down}
+        return super().acts(hook) and densities.get(hook, 1.0) is not None
+
+    def finish(self, delta: Arrays, ctx: ClientContext) -> tuple[Arrays, Slot, Slot]:
+        if self.density_up is None:
+            return delta, {}, {}
+        r = ctx.client
+        total = {n: r[n] + d if n in r else d for n, d in delta.items()}
+        sent = sparse_ternary(total, self.density_up)
+        residual = {n: total[n] - sent[n] for n in total}
+        return sent, {}, residual | {f"{SENT}.{n}": s for n, s in sent.items()}
+
+    def release(self, server: Slot, step: Arrays, ctx: ServerContext) -> tuple[Slot, Arrays]:
+        if self.density_down is None:
+            return server, step
+        total = {n: torch.as_tensor(server[n] + s if server else s) for n, s in step.items()}
+        sent = sparse_ternary(total, self.density_down)
+        rounded = {n: s.numpy().astype(ctx.params[n].dtype) for n, s in sent.items()}
+        residual = {n: total[n].numpy() - rounded[n] for n in total}
+        dilutes = DILUTED not in server and self._dilutes(total)
+        if DILUTED in server or dilutes:
+            residual[DILUTED] = np.asarray(True)  # once in a training
+        if dilutes:
+            LOG.warning(
+                "density_down=%g keeps more entries of the global step than are not zero: μ, the mean "
+                "magnitude of all that are kept, is diluted; use a smaller density_down",
+                self.density_down,
+            )
+        return residual, rounded
+
+    def _dilutes(self, total: Arrays) -> bool:
+        """Whether ST keeps entries that are zero beside others that are not."""
+        size = sum(t.numel() for t in total.values())
+        filled = sum(int(t.count_nonzero()) for t in total.values())
+        return 0 < filled < entries_kept(size, self.density_down or 0.0)
+
+    def unused(self, before: Slot, after: Slot) -> Slot:
+        sent = {n: s for n in after if (s := after.get(f"{SENT}.{n}")) is not None}
+        return {n: after[n] + s for n, s in sent.items()}  # R_k + ST(Δ_k): nothing is lost
+
+    def encode(self, update: Mapping[str, Any]) -> bytes:
+        return encode(update)
+
+    def decode(self, data: bytes, like: Mapping[str, Any]) -> NDArrays:
+        return decode(data, like)
+
+
+def sparse_ternary(update: Arrays, density: float) -> Arrays:
+    """Return ST of `update`, torch tensors by name, taken as one vector in their order (Alg. 2).
+
+    Exactly ``k = max(⌊n q⌋, 1)`` entries of largest magnitude are kept; among equal ones, the first.
+    """
+    flat = torch.cat([t.reshape(-1) for t in update.values()])
+    k = entries_kept(flat.numel(), density)
+    size = flat.abs()
+    least = size.topk(k, sorted=False).values.min()
+    tied = size == least
+    keep = (size > least) | (tied & (tied.cumsum(0) <= k - (size > least).sum()))
+    mu = (size * keep).sum(dtype=torch.float64) / k
+    mu = mu.to(flat.dtype)
+    # + 0 turns negative zero, which the codec cannot carry, into positive zero; one NaN makes all NaN
+    sent = torch.where(keep, mu * flat.sign(), 0.0) + 0.0 * mu
+    parts = torch.split(sent, [t.numel() for t in update.values()])
+    shaped = zip(update.items(), parts, strict=True)
+    return {n: part.reshape(t.shape).to(t.dtype) for (n, t), part in shaped}
+
+
+def entries_kept(size: int, density: float) -> int:
+    """Return k of `size` entries."""
+    return max(int(size * density + 1e-9), 1)  # 1e-9: 0.29 * 100 is 28.999999999999996
+
+
+class CodecError(ValueError):
+    """Arrays that are not a ternary vector, or bytes that are not the message of one."""
+
+
+def encode(arrays: Mapping[str, np.ndarray]) -> bytes:
+    """Return the message of a ternary vector: the arrays, concatenated in their order.
+
+    Arrays are float16, float32 or float64; −0.0 counts as 0. With mixed dtypes, μ is taken from the widest
+    array that has a non-zero entry; narrower arrays must hold it rounded to their dtype. Raises a
+    CodecError that names the first array that cannot be coded.
+    """
+    flats: NDArrays = {}
+    sizes: dict[str, np.floating[Any]] = {}
+    plus = minus = 0
+    for name, array in arrays.items():
+        a = np.asarray(array)
+        _check_dtype(name, a.dtype)
+        flats[name] = a.reshape(-1)
+        size, p, m = _survey(name, flats[name])
+        plus, minus = plus + p, minus + m
+        if p + m:
+            sizes[name] = size
+    widest = max(sizes, key=lambda name: sizes[name].itemsize, default=None)
+    mu = 0.0 if widest is None else float(sizes[widest])
+    for name, size in sizes.items():
+        if size != _cast(mu, size.dtype):
+            raise CodecError(
+                f"array '{name}' is not ternary with the others: its entries have magnitude "
+                f"{size!s} ({size.dtype}), those of '{widest}' {mu!r}"
+            )
+    n = sum(flat.size for flat in flats.values())
+    body = b""
+    if plus + minus:
+        coder, model = _library().stack.AnsCoder(), _model(n, plus, minus)
+        for flat in reversed(flats.values()):  # the coder is a stack: last in, first out
+            for part in reversed(list(_slices(flat.size))):
+                sign = (flat[part] > 0).view(np.int8) - (flat[part] < 0).view(np.int8)
+                coder.encode_reverse(sign.astype(np.int32) + 1, model)
+        body = coder.get_compressed().astype("<u4").tobytes()
+    header = HEADER.pack(MAGIC, VERSION, n, plus, minus, mu, len(body) // 4)
+    return header + CRC.pack(_crc(header, body)) + body
+
+
+def decode(payload: bytes, like: Mapping[str, np.ndarray]) -> NDArrays:
+    """Return the arrays that :func:`encode` took; names, order, shapes and dtypes are those of `like`.
+
+    Raises CodecError if the message is damaged, has another number of entries, or has a μ that `like`'s
+    dtypes cannot represent.
+    """
+    if not isinstance(payload, bytes):
+        raise CodecError(f"a message must be bytes, not {type(payload).__name__}")
+    specs = {name: (np.shape(a), np.asarray(a).dtype) for name, a in like.items()}
+    for name, (_, dtype) in specs.items():
+        _check_dtype(name, dtype)
+    plus, minus, mu, body = _parse(payload, sum(np.asarray(a).size for a in like.values()))
+
+    out: NDArrays = {name: np.zeros(shape, dtype) for name, (shape, dtype) in specs.items()}
+    if plus + minus == 0:
+        return out
+    words = np.frombuffer(body, dtype="<u4").astype(np.uint32)
+    if words.size and words[-1] == 0:
+        raise CodecError("the body ends in a zero word, which the coder never writes")
+    n = sum(a.size for a in out.values())
+    coder, model = _library().stack.AnsCoder(words), _model(n, plus, minus)
+    seen_plus = seen_minus = 0
+    holders = []
+    for name, a in out.items():
+        flat, values = a.reshape(-1), _cast(np.array([-mu, 0.0, mu]), a.dtype)
+        before = seen_plus + seen_minus
+        for part in _slices(flat.size):
+            symbols = coder.decode(model, part.stop - part.start)
+            kept = np.flatnonzero(symbols != 1)  # most are zero, as `flat` is
+            signs = symbols[kept]
+            flat[part][kept] = values[signs]
+            seen_plus += int(np.count_nonzero(signs))
+            seen_minus += signs.size - int(np.count_nonzero(signs))
+        if seen_plus + seen_minus > before:
+            holders.append(name)
+            if not 0 < values[2] < np.inf:
+                raise CodecError(f"mu {mu!r} becomes {values[2]!s} in {a.dtype} of array '{name}'")
+    if (seen_plus, seen_minus) != (plus, minus):
+        raise CodecError(
+            f"the body holds {seen_plus} positive and {seen_minus} negative entries, "
+            f"but the header says {plus} and {minus}"
+        )
+    if not coder.is_empty():  # with correct counts, only encode's own output passes this check
+        raise CodecError("the body holds more than the header's number of entries")
+    widest = max(holders, key=lambda name: out[name].itemsize)
+    if float(_cast(mu, out[widest].dtype)) != mu:
+        raise CodecError(
+            f"mu {mu!r} is not a number of {out[widest].dtype}, the dtype of array '{widest}': "
+            "the sender's arrays had a wider one"
+        )
+    return out
+
+
+def _parse(payload: bytes, n: int) -> tuple[int, int, float, bytes]:
+    """Return (n₊, n₋, μ, body) of a message of `n` entries; checks all but the body's content."""
+    start = HEADER.size + CRC.size
+    if len(payload) < start:
+        raise CodecError(
+            f"truncated: a message has at least {start} bytes, but this has {len(payload)}"
+        )
+    magic, version, count, plus, minus, mu, words = HEADER.unpack_from(payload)
+    if magic != MAGIC:
+        raise CodecError(f"not a sparse ternary message: it starts with {magic!r}, not {MAGIC!r}")
+    if version != VERSION:
+        raise CodecError(f"version {version} of the format, expected {VERSION}")
+    expected = start + 4 * words
+    if len(payload) != expected:
+        what = "truncated" if len(payload) < expected else "trailing bytes"
+        raise CodecError(f"{what}: the message has {len(payload)} bytes, expected {expected}")
+    body = payload[start:]
+    (crc,) = CRC.unpack_from(payload, HEADER.size)
+    if crc != (actual := _crc(payload[: HEADER.size], body)):
+        raise CodecError(f"damaged: the CRC-32 is {actual:08x}, expected {crc:08x}")
+    if count != n:
+        raise CodecError(f"the message has {count} entries, expected {n}")
+    if plus + minus > n:
+        raise CodecError(f"{plus} positive and {minus} negative entries are more than all {n}")
+    if plus + minus == 0:
+        if repr(mu) != "0.0" or words:
+            raise CodecError(
+                f"without non-zero entries mu is 0 and the body empty, not {mu!r} and {words} words"
+            )
+    elif not 0 < mu < float("inf"):
+        raise CodecError(f"mu must be finite and positive, but is {mu!r}")
+    return plus, minus, mu, body
+
+
+def _survey(name: str, flat: np.ndarray) -> tuple[np.floating[Any], int, int]:
+    """Return (μ, n₊, n₋) of one array; μ has its dtype, and is 0 if all entries are zero."""
+    mu = flat.dtype.type(0)
+    plus = minus = 0
+    for part in _slices(flat.size):
+        a = flat[part]
+        if mu == 0:
+            mu = abs(a[(a != 0).argmax()])
+            if mu == 0:
+                continue
+        p, m = int(np.count_nonzero(a == mu)), int(np.count_nonzero(a == -mu))
+        plus, minus = plus + p, minus + m
+        if np.isfinite(mu) and p + m + np.count_nonzero(a == 0) == a.size:
+            continue
+        if not np.isfinite(a).all():
+            raise CodecError(f"array '{name}' holds NaN or infinity")
+        other = abs(a[(a != 0) & (abs(a) != mu)][0])
+        raise CodecError(f"array '{name}' is not ternary: it has magnitudes {mu!s} and {other!s}")
+    return mu, plus, minus
+
+
+def _slices(size: int) -> Iterator[slice]:
+    for start in range(0, size, CHUNK):
+        yield slice(start, min(start + CHUNK, size))
+
+
+def _check_dtype(name: str, dtype: np.dtype[Any]) -> None:
+    if dtype.kind != "f" or dtype.itemsize > 8:
+        raise CodecError(
+            f"array '{name}' has dtype {dtype}, expected one of float16, float32 and float64"
+        )
+
+
+def _cast(value: Any, dtype: np.dtype[Any]) -> Any:
+    """Return `value` rounded to a dtype; the caller checks for infinity and 0."""
+    with np.errstate(over="ignore", under="ignore"):
+        return np.asarray(value, dtype=np.float64).astype(dtype)
+
+
+def _model(n: int, plus: int, minus: int) -> Any:
+    # perfect=False: plain float64 arithmetic, the same on every machine; perfect=True uses logarithms.
+    # lazy changes the time alone: where most are zero, it is twice as fast as a search in a table
+    counts = np.array([minus, n - plus - minus, plus], dtype=np.float64)
+    lazy = MOSTLY_ZERO * (plus + minus) < n
+    return _library().model.Categorical(counts, perfect=False, lazy=lazy)
+
+
+def _crc(header: bytes, body: bytes) -> int:
+    return zlib.crc32(body, zlib.crc32(header))
+
+
+def _library() -> Any:
+    # imported on first use: only ternary updates need this package
+    try:
+        import constriction  # type: ignore[import-untyped]
+    except ImportError as error:
+        raise ImportError(
+            "coding ternary updates needs the package 'constriction', which is not installed: "
+            "pip install constriction; it has no wheels for Linux on ARM"
+        ) from error
+    return constriction.stream

@@ -1,0 +1,323 @@
+"""Sixty attacks: who lies how, with which methods, and what must hold.
+
+A row is a lie, the methods that it is told to, and the settings under which it costs the training next to
+nothing. ``-m full`` plays every row with every method that it concerns, and invents more.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+from flwr.app import ConfigRecord
+from hypothesis import HealthCheck, given, note, seed, settings
+from hypothesis import strategies as st
+
+import flwr_regs as fr
+from flwr_regs.methods.registry import METHODS
+from flwr_regs.wire import keys
+from tests.attacks.harness import CLIENTS, HUGE, LIAR, Lie, Reply, honest, make_model, play
+
+LEAST = 0.05
+"""The accuracy that a lie may cost."""
+NORMED = ("FedBN", "FedPer")
+EVERY = tuple(name for name in METHODS if name not in NORMED)  # they need another model
+UPLOADING = ("EFL", "FedCurv", "SCAFFOLD(option=1)", "MimeLite", "RFedAvg")
+PROBING = ("Mime", "RFedAvgPlus")
+EPOCHS = {"lr": 0.3, "local-epochs": 2}
+MANY = 10**12
+
+
+def values(change: Callable[[np.ndarray], Any], at: int = 0, record: str = "arrays") -> Lie:
+    """A lie about the arrays of records whose name ends so, in one round, or in all."""
+
+    def lie(reply: Reply) -> None:
+        for name in list(reply.content.array_records) if at in (0, reply.number) else []:
+            if name.endswith(record):
+                reply.change(name, "", change)
+
+    return lie
+
+
+def buffer(name: str, value: float) -> Lie:
+    return lambda reply: reply.change("arrays", name, lambda a: np.full_like(a, value))
+
+
+def claims(**metrics: Any) -> Lie:
+    return lambda reply: reply.say(**metrics)
+
+
+def entry(key: str, value: Any) -> Lie:
+    """A lie in the config of a reply."""
+
+    def lie(reply: Reply) -> None:
+        if "config" in reply.content:
+            reply.content["config"] = ConfigRecord({**reply.content["config"], key: value})
+
+    return lie
+
+
+@dataclass(frozen=True)
+class Attack:
+    """A row.
+
+    Attributes
+    ----------
+    lie : callable
+    methods : tuple of str
+        The first is always played, the others with ``-m full``.
+    named : int
+        In how many rounds the liar has no usable reply; −1: it does not matter.
+    cost : float
+        The accuracy that it may cost.
+    event : str
+        What the history's ``"divergence"`` says of the liar.
+    settings : dict
+        Of the training.
+    """
+
+    lie: Lie
+    methods: tuple[str, ...] = ("FedAvg",)
+    named: int = -1
+    cost: float = LEAST
+    event: str = ""
+    settings: dict[str, Any] = field(default_factory=dict)
+
+
+FLIPPED = {"flipped": True}
+BOUNDED = {**FLIPPED, "max_weight": 0.2}
+SCALE = {"incomplete": "scale"}
+BY_EPOCHS = {"length": EPOCHS, "weighting": "uniform"}
+FAR = "over 1000 times its cohort's median"
+NORM = {"batch_norm": True}
+
+ATTACKS: dict[str, Attack] = {
+    # what a client says of itself
+    "many examples, bounded": Attack(
+        claims(num_examples=10**15),
+        tuple(m for m in EVERY if m != "FedBABU"),
+        0,
+        0.1,
+        settings=BOUNDED,
+    ),
+    "1 step of 9, bounded": Attack(
+        claims(local_steps=1), ("FedAvg", "EFL"), 0, settings=BOUNDED | SCALE
+    ),
+    "1 step of 9, FedNova, bounded": Attack(
+        claims(local_steps=1),
+        ("FedNova()", "FedNova(momentum=0.5)", "FedNova(mu=0.5)"),
+        0,
+        settings=BOUNDED,
+    ),
+    "1 step of many, bounded": Attack(
+        claims(local_steps=1, planned_steps=MANY, num_examples=MANY),
+        ("FedAvg", "EFL"),
+        0,
+        settings=BOUNDED | SCALE | BY_EPOCHS,
+    ),
+    "many steps of many": Attack(
+        claims(local_steps=MANY, planned_steps=MANY, num_examples=MANY),
+        ("FedNova()", "FedNova(momentum=0.5)", "SCAFFOLD"),
+        0,
+        settings=FLIPPED | BY_EPOCHS,
+    ),
+    "more steps than were asked for": Attack(
+        claims(local_steps=99, planned_steps=99), ("FedNova", "SCAFFOLD"), 6
+    ),
+    "a loss of 1e15": Attack(
+        values(lambda a: 0 * a + 1e15, record="qfedavg.upload"),
+        ("QFedAvg(q=0.5)", "QFedAvg(q=1.0)", "QFedAvg(q=2.0)"),
+        6,
+        event=FAR,
+        settings=FLIPPED,
+    ),
+    "a loss of 1e-12": Attack(
+        values(lambda a: 0 * a + 1e-12, record="qfedavg.upload"),
+        ("QFedAvg(q=0.5)", "QFedAvg(q=0.2)"),
+        0,
+        settings={"rounds": 20},
+    ),
+    "a training loss of 1e15": Attack(claims(train_loss=1e15), ("FedAvg", "EFL"), 0, 0.0),
+    "no training loss": Attack(claims(train_loss=float("nan")), ("FedAvg",), 0, 0.0),
+    "many examples processed": Attack(claims(examples_processed=10**15), ("FedAvg",), 0, 0.0),
+    # what it sends
+    "one huge update in round 1": Attack(values(lambda a: a + HUGE, 1), EVERY, 1, event=FAR),
+    "one huge update in round 2": Attack(
+        values(lambda a: a + HUGE, 2), ("SCAFFOLD", *EVERY), 1, event=FAR
+    ),
+    "one huge update in the last round": Attack(
+        values(lambda a: a - HUGE, 6), ("FedDyn", *EVERY), 1, event=FAR
+    ),
+    "huge updates": Attack(values(lambda a: -HUGE * a), ("FedAMP", *EVERY), 6, event=FAR),
+    "a long update": Attack(values(lambda a: a + 3000.0, 3), ("EFL", *EVERY), 1, event=FAR),
+    "a huge update in half precision": Attack(
+        values(lambda a: a + 2e4 if a.dtype == np.float16 else a, 2),
+        ("FedAvg", "FedADC"),
+        1,
+        event=FAR,
+        settings={"wire_dtype": "float16"},
+    ),
+    "infinite updates": Attack(values(lambda a: a * np.inf), ("FedCurv", *EVERY), 6),
+    "a huge upload": Attack(
+        values(lambda a: 0 * a + HUGE, 2, ".upload"), UPLOADING, 1, event="upload"
+    ),
+    "a huge upload in round 1": Attack(
+        values(lambda a: 0 * a + HUGE, 1, ".upload"), UPLOADING[1:], 1, event="upload"
+    ),
+    "a huge probe": Attack(
+        values(lambda a: 0 * a + HUGE, 2, ".upload"), PROBING, 1, event="first exchange"
+    ),
+    "a negative huge probe in round 1": Attack(
+        values(lambda a: 0 * a - HUGE, 1, ".upload"), PROBING[::-1], 1, event="first exchange"
+    ),
+    "a negative variance": Attack(
+        buffer("running_var", -100.0), ("FedAvg", "FedADC"), 6, event="negative", settings=NORM
+    ),
+    "a huge mean in BatchNorm": Attack(
+        buffer("running_mean", -HUGE), ("FedAvg", "SCAFFOLD"), 6, event=FAR, settings=NORM
+    ),
+    "a huge variance": Attack(
+        buffer("running_var", HUGE), ("FedAvg", "EFL"), 6, event=FAR, settings=NORM
+    ),
+    "a huge update in a cohort of two": Attack(
+        values(lambda a: a + HUGE, 2),
+        ("FedAvg", "EFL", "SCAFFOLD", "FedAdam"),
+        1,
+        event="with its update, the global step",
+        settings={"clients": 2},
+    ),
+    # what it says about its arrays
+    "other buffers than the others'": Attack(
+        entry(keys.NOT_TRAINED_KEY, ["0.bias"]), ("FedAvg", "EFL"), 6
+    ),
+    "another method": Attack(entry(keys.METHOD_KEY, "FedProx"), ("FedAvg", "EFL"), 6),
+    "other frozen parameters": Attack(entry(keys.FROZEN_DIGEST_KEY, "x"), ("FedAvg",), 6),
+}
+CELLS = [(name, m, i > 0) for name, a in ATTACKS.items() for i, m in enumerate(a.methods)]
+
+
+@pytest.mark.parametrize(
+    ("name", "method"),
+    [
+        pytest.param(name, m, marks=[pytest.mark.full] * rest, id=f"{name}-{m}")
+        for name, m, rest in CELLS
+    ],
+)
+def test_a_lie_costs_next_to_nothing(name: str, method: str) -> None:
+    attack = ATTACKS[name]
+    got = play(method, attack.lie, **attack.settings)
+    plain = {k: v for k, v in attack.settings.items() if k != "flipped"}
+    liar = LIAR % plain.get("clients", CLIENTS)
+    assert got.accuracy >= honest(method, **plain) - attack.cost - 1e-9
+    if attack.named >= 0:
+        assert len(got.named(liar)) == attack.named
+    assert all(set(e["failures"]) <= {liar} for e in got.history)
+    told = got.events()
+    assert all(f"client {liar}: " in text and attack.event in text for text in told.values())
+    assert len(told) == (attack.named if attack.event else 0)
+
+
+def test_who_has_most_of_the_weight_is_named_once() -> None:
+    lie = claims(num_examples=10**15)
+    got = play("FedAvg", lie, rounds=3)
+    assert got.events("heavy") == {1: {LIAR: pytest.approx(1.0)}}
+    few = play("FedAvg", lie, clients=4, rounds=1)
+    bounded = play("FedAvg", lie, rounds=1, max_weight=0.2)
+    robust = play("FedAvg", lie, rounds=1, aggregator=fr.CoordinateMedian())
+    assert not any(run.events("heavy") for run in (few, bounded, robust))
+
+
+def test_a_warning_lets_the_lie_in_and_stop_keeps_the_model_before_it() -> None:
+    lie = ATTACKS["one huge update in round 2"].lie
+    got = play("FedAvg", lie, rounds=2, on_divergence="warn")
+    assert got.history[1]["replies"] == list(range(CLIENTS))
+    assert f"client {LIAR}: its update is" in got.events()[2]
+    assert max(abs(a.numpy()).max() for a in got.strategy.arrays.values()) > 1e12
+    with pytest.raises(fr.RoundFailed, match=rf"client {LIAR}: its update.*on_divergence='stop'"):
+        play("FedAvg", lie, rounds=2, on_divergence="stop")
+    with pytest.raises(fr.RoundFailed, match="its reply in the first exchange"):
+        play("Mime", ATTACKS["a huge probe"].lie, rounds=2, on_divergence="stop")
+
+
+def test_two_clients_that_disagree_leave_the_model_and_the_run_as_they_are() -> None:
+    """Half against half, nobody knows who lies; and a lie in round 1 alone costs that round."""
+    lie = ATTACKS["other buffers than the others'"].lie
+    for rounds in ([1], [1, 2, 3]):
+        got = play(
+            "FedADC",
+            lambda r, rounds=rounds: lie(r) if r.number in rounds else None,
+            clients=2,
+            rounds=3,
+            downlink="delta",
+        )
+        failed = [e["round"] for e in got.history if "half against half" in e.get("failed", "")]
+        assert failed == rounds
+        start = make_model().state_dict()
+        kept = [(a.numpy() == start[n].numpy()).all() for n, a in got.strategy.arrays.items()]
+        assert all(kept) == (rounds == [1, 2, 3])
+
+
+HOW: dict[str, Callable[[float, np.ndarray], Any]] = {
+    "times": lambda size, a: a * size,
+    "plus": lambda size, a: a + size,
+    "is": lambda size, a: 0 * a + size,
+}
+
+
+class Guesses:
+    """A lie that nobody thought of: some changes to arrays and metrics, drawn one by one."""
+
+    def __init__(self, drawn: Any) -> None:
+        self.drawn = drawn
+
+    def __repr__(self) -> str:
+        return f"Guesses({self.drawn!r})"
+
+    def __call__(self, reply: Reply) -> None:
+        for number, record, which, size, how, metric in self.drawn:
+            if number not in (0, reply.number):
+                continue
+            sent = sorted(reply.content.array_records.get(record, {}))
+            if sent:
+                name = sent[which % len(sent)] if which else ""
+                reply.change(record, name, partial(HOW[how], size))
+            reply.say(**{metric: int(abs(size))})
+
+
+GUESSES = st.lists(
+    st.tuples(
+        st.integers(0, 3),
+        st.sampled_from(["arrays", *(f"{t}.upload" for t in ("elastic", "mime", "qfedavg"))]),
+        st.integers(0, 6),
+        st.floats(-14, 14).map(lambda e: float(np.sign(e) * 10 ** abs(e))),
+        st.sampled_from([*HOW]),
+        st.sampled_from(["num_examples", "local_steps", "train_loss", "planned_steps"]),
+    ),
+    min_size=1,
+    max_size=3,
+)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("method", ["FedAvg", "EFL", "Mime", "QFedAvg(q=0.5)", "FedNova", "FedDyn"])
+def test_no_lie_ends_the_run_or_costs_another_client_its_reply(method: str) -> None:
+    """Another seed each time; it is printed with the lie if one is found."""
+    number = random.SystemRandom().randrange(2**32)
+
+    @seed(number)
+    @settings(max_examples=150, deadline=None, database=None, suppress_health_check=[*HealthCheck])
+    @given(GUESSES)
+    def invent(drawn: Any) -> None:
+        note(f"seed {number}")
+        got = play(method, Guesses(drawn), rounds=3, max_weight=0.2)
+        assert all(set(e["failures"]) <= {LIAR} for e in got.history)
+        assert all(np.isfinite(a.numpy()).all() for a in got.strategy.arrays.values())
+        norms = [np.linalg.norm(a.numpy()) for a in got.strategy.arrays.values()]
+        assert max(norms) < 1e5  # no step is beyond 1,000 times an honest one
+
+    invent()

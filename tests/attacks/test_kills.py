@@ -1,0 +1,274 @@
+"""Processes that are killed at random moments, and files that are damaged: equal bits, or one sentence.
+
+A killed process is a fork of this one, so that a hundred of them need not import torch. By default a few
+kills and damages are played; ``-m full`` plays them in bulk.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import random
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flwr_regs import CheckpointError
+from flwr_regs.experiments.cli import main
+from flwr_regs.experiments.report import run_records as records
+from flwr_regs.server.checkpoint.checkpoint import latest, read, rounds_in
+from tests.attacks.harness import play
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks and kills")
+BULK = [pytest.mark.full, pytest.mark.timeout(3000)]
+WORDS = ["methods=EFL(0.1, density_up=0.1)", "num-clients=3", "examples-per-client=20", "rounds=5"]
+WORDS += ["local-epochs=1", "seed=7"]
+
+
+def killed(work: Callable[[], object], moment: float) -> bool:
+    """Run `work` in a process of its own; whether it was killed after `moment` seconds."""
+    pid = os.fork()
+    if not pid:
+        status = 1
+        with contextlib.suppress(BaseException), Path(os.devnull).open("w") as nowhere:
+            with contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
+                work()
+            status = 0
+        os._exit(status)
+    end = time.monotonic() + moment
+    while time.monotonic() < end:
+        if os.waitpid(pid, os.WNOHANG)[0]:
+            return False
+        time.sleep(0.001)
+    os.kill(pid, signal.SIGKILL)
+    return os.WIFSIGNALED(os.waitpid(pid, 0)[1])
+
+
+def kill_until_done(work: Callable[[], object], rng: random.Random, seconds: float) -> int:
+    """Kill `work` at random moments, up to five times, then let it end; return the kills."""
+    kills = 0
+    while kills < 5 and killed(work, rng.uniform(0, seconds)):
+        kills += 1
+    work()
+    return kills
+
+
+def took(work: Callable[[], object]) -> float:
+    began = time.monotonic()
+    work()
+    return time.monotonic() - began
+
+
+@pytest.fixture(autouse=True)
+def _no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Most of the time of a short run would go into them."""
+    monkeypatch.setattr("flwr_regs.experiments.report.drawing.save", lambda *_: [])
+    monkeypatch.setattr("flwr_regs.experiments.report.results.Results._picture", lambda *_: None)
+
+
+@pytest.mark.parametrize("times", [4, pytest.param(100, marks=BULK)])
+@pytest.mark.parametrize("method", ["EFL(0.01, density_up=0.3)", "SCAFFOLD"])
+def test_a_training_that_is_killed_and_resumed_gives_equal_bits(
+    method: str, times: int, tmp_path: Path
+) -> None:
+    rng, kills, number = random.Random(11), 0, 0
+    whole = play(method, checkpoint_dir=tmp_path / "whole").strategy
+    while kills < times:
+        number += 1
+        folder = tmp_path / f"{number}"
+
+        def train(folder: Path = folder) -> Any:
+            begun = folder.exists() and rounds_in(folder)
+            return play(method, resume=folder if begun else None, checkpoint_dir=folder).strategy
+
+        again: list[Any] = []
+        kills += kill_until_done(lambda: again.append(train()), rng, 0.7)  # noqa: B023
+        strategy = again[-1]
+        assert [a.numpy().tobytes() for a in strategy.arrays.values()] == [
+            a.numpy().tobytes() for a in whole.arrays.values()
+        ]
+        for ours, theirs in zip(strategy.history, whole.history, strict=True):
+            assert {**ours, "seconds": 0} == {**theirs, "seconds": 0}
+        shutil.rmtree(folder)
+
+
+CARD = """
+title = "A small card"
+source = "Us"
+where = "here"
+setting = "paper"
+metrics = ["final"]
+seeds = [1]
+tune = ["lr=0.05,0.2"]
+trials = 2
+
+[settings]
+num-clients = 3
+examples-per-client = 20
+rounds = 3
+local-epochs = 1
+
+[methods]
+FedAvg = "FedAvg"
+FedADC = "FedADC(beta=0.6)"
+
+[[panels]]
+name = "all of 3 clients"
+settings = {num-clients = 3}
+"""
+
+
+def models(folder: Path) -> dict[str, bytes]:
+    """The final models of a results folder, and the accuracies of its runs."""
+    out = {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*.safetensors")}
+    lines = {p: records.read(p) for p in folder.rglob("*.jsonl")}
+    return out | {str(p.relative_to(folder)): repr(r.accuracy).encode() for p, r in lines.items()}
+
+
+@pytest.mark.parametrize(
+    ("command", "times"),
+    [("run", 2), *(pytest.param(c, 100, marks=BULK) for c in ("run", "bench"))],
+)
+def test_a_command_that_is_killed_and_resumed_gives_equal_bits(
+    command: str, times: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("card.toml").write_text(CARD)
+    line = ["run", *WORDS, "checkpoint-every=0.001"] if command == "run" else ["bench", "card.toml"]
+    rng, kills, number = random.Random(12), 0, 0
+    seconds = took(lambda: main([*line, "out=whole"]))
+    want = models(Path("whole"))
+    assert want
+    while kills < times:
+        number += 1
+        folder = Path(f"{number}")
+
+        def work(folder: Path = folder) -> None:
+            begun = (folder / "experiment.toml").exists()
+            main([command, "--resume", str(folder)] if begun else [*line, f"out={folder}"])
+
+        kills += kill_until_done(work, rng, 1.5 * seconds)
+        assert models(folder) == want
+        shutil.rmtree(folder)
+
+
+def damaged(path: Path, others: list[Path], rng: random.Random) -> str:
+    """Damage a file in one of four ways; return the way."""
+    way = rng.choice(["truncated", "flipped", "swapped", "missing"])
+    data = path.read_bytes()
+    if way == "missing":
+        path.unlink()
+    elif way == "swapped":
+        other = rng.choice(others)
+        mine, its = data, other.read_bytes()
+        other.write_bytes(mine)
+        path.write_bytes(its)
+    elif way == "truncated":
+        path.write_bytes(data[: rng.randrange(len(data))] if data else b"")
+    else:
+        spoilt = bytearray(data or b"\0")
+        spoilt[rng.randrange(len(spoilt))] ^= 1 << rng.randrange(8)
+        path.write_bytes(bytes(spoilt))
+    return f"{path.name} {way}"
+
+
+@pytest.mark.parametrize("times", [20, pytest.param(500, marks=BULK)])
+def test_a_damaged_checkpoint_gives_way_to_the_older_one_or_is_refused(
+    times: int, tmp_path: Path
+) -> None:
+    play("SCAFFOLD", rounds=3, checkpoint_dir=tmp_path / "good")
+    rng, folder = random.Random(13), tmp_path / "bad"
+    states = {n: repr(read(tmp_path / "good" / f"round-00000{n}").state) for n in (2, 3)}
+    for _ in range(times):
+        shutil.copytree(tmp_path / "good", folder)
+        files = [p for p in folder.rglob("*") if p.is_file() and p.name != ".lock"]
+        before = {p: p.read_bytes() for p in files}
+        how = damaged(rng.choice(files), files, rng)
+        untouched = all(p.exists() and p.read_bytes() == data for p, data in before.items())
+        try:
+            checkpoint = latest(folder)
+        except CheckpointError as error:
+            assert "\n" not in str(error), how
+        else:
+            assert repr(checkpoint.state) == states[checkpoint.round], how
+            newest = all(
+                p.exists() and p.read_bytes() == data
+                for p, data in before.items()
+                if p.parent.name == "round-000003"
+            )
+            assert checkpoint.round == (3 if newest or untouched else 2), how
+        shutil.rmtree(folder)
+
+
+@pytest.mark.parametrize("times", [3, pytest.param(500, marks=BULK)])
+def test_a_damaged_results_folder_is_trained_again_or_refused_in_a_sentence(
+    times: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And what is shown of it is of the runs that it holds."""
+    monkeypatch.chdir(tmp_path)
+    main(["run", *WORDS, "methods=FedAvg,FedFOR", "rounds=2", "out=good"])
+    want, rng = models(Path("good")), random.Random(14)
+    for _ in range(times):
+        shutil.copytree("good", "bad")
+        files = [
+            p for p in Path("bad").rglob("*") if p.is_file() and p.suffix in (".jsonl", ".toml")
+        ]
+        how = damaged(rng.choice(files), files, rng)
+        text = io.StringIO()
+        with contextlib.redirect_stdout(text), contextlib.redirect_stderr(text):
+            try:
+                status = main(["run", "--resume", "bad"])
+            except SystemExit as error:
+                status = int(error.code or 0)
+        assert "Traceback" not in text.getvalue(), (how, text.getvalue())
+        if status == 0:
+            got = models(Path("bad"))
+            assert {n: got[n] for n in want if n in got} == {
+                n: want[n] for n in want if n in got
+            }, how
+            assert got.keys() >= want.keys() or "experiment.toml" in how, how
+        else:
+            assert len(text.getvalue().strip()) < 2000, how
+        shutil.rmtree("bad")
+
+
+def test_a_disk_that_is_full_at_any_write_leaves_the_run_and_the_last_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each write fails once; the model is the same, and what is there can be read."""
+    whole = play("FedADC", rounds=2).strategy
+    real = os.open
+    number = 0
+    while True:
+        number += 1
+        calls = 0
+        folder = tmp_path / f"{number}"
+
+        def full(path: Any, flags: int, *more: Any, **named: Any) -> int:
+            nonlocal calls
+            if flags & os.O_CREAT and str(folder) in str(path) and ".lock" not in str(path):  # noqa: B023
+                calls += 1
+                if calls == number + 1:  # noqa: B023  # the first is the folder's own test
+                    raise OSError(28, "No space left on device")
+            return real(path, flags, *more, **named)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "open", full)
+            strategy = play("FedADC", rounds=2, checkpoint_dir=folder).strategy
+        assert strategy.arrays.keys() == whole.arrays.keys()
+        assert all(
+            a.numpy().tobytes() == whole.arrays[n].numpy().tobytes()
+            for n, a in strategy.arrays.items()
+        )
+        if rounds_in(folder):
+            assert latest(folder).round in (1, 2)
+        if calls <= number:
+            break
+    assert number > 4

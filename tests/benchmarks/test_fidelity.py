@@ -1,0 +1,28 @@
+"""The page of fidelity: each method has a row, and each figure that can be measured here is as measured."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from benchmarks import fidelity
+from benchmarks.conformity.behaviours import BEHAVIOURS
+from flwr_regs.methods.registry import METHODS
+
+DATA = json.loads(fidelity.DATA.read_text())
+
+
+def test_each_method_has_one_row() -> None:
+    rows = [row["method"] for row in DATA["equal"]]
+    assert len(rows) == len(set(rows))
+    assert set(METHODS) <= set(rows)
+
+
+@pytest.mark.parametrize("row", DATA["divergences"], ids=lambda row: row["behaviours"][0])
+def test_a_divergences_figure_is_measured(row: dict[str, str]) -> None:
+    (behaviour,) = row["behaviours"]
+    assert row["method"] in BEHAVIOURS[behaviour].methods
+    difference = fidelity.difference(row["method"], [behaviour])
+    assert difference == pytest.approx(float(row["difference"]), rel=0.06)
+    assert difference > 1e-3

@@ -1,0 +1,221 @@
+"""Clients as data: what each kind of data set gives, on each grid and in Flower's app; what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from flwr.app import ArrayRecord, ConfigRecord
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+import flwr_regs as fr
+from tests.flower.stacks import SIZES, data_of, perceptron
+
+
+class Plain(Dataset[Any]):
+    """A data set that is no TensorDataset."""
+
+    def __init__(self, pair: Any) -> None:
+        self.pair = pair
+
+    def __len__(self) -> int:
+        return len(self.pair[1])
+
+    def __getitem__(self, i: int) -> Any:
+        """Return an example."""
+        return self.pair[0][i], self.pair[1][i]
+
+
+class Named(Plain):
+    """Examples as mappings."""
+
+    def __getitem__(self, i: int) -> Any:
+        """Return an example."""
+        x, y = super().__getitem__(i)
+        return {"x": x, "kind": y}
+
+
+class Partitioner:
+    """As those of flwr-datasets."""
+
+    num_partitions = len(SIZES)
+
+    def load_partition(self, pid: int) -> Any:
+        """Return a client's examples."""
+        return Plain(pair(pid))
+
+
+def pair(k: int) -> Any:
+    return data_of(k).dataset.tensors  # type: ignore[attr-defined]
+
+
+def loader(k: int) -> Any:
+    return DataLoader(TensorDataset(*pair(k)), 8, shuffle=True)
+
+
+KINDS: dict[str, Any] = {
+    "pairs of arrays": [[a.numpy() for a in pair(k)] for k in range(5)],
+    "data sets": [Plain(pair(k)) for k in range(5)],
+    "loaders": {k: loader(k) for k in range(5)},
+    "functions": [pair] * 5,
+    "a partitioner": Partitioner(),
+}
+
+
+def trained(grid: Any, method: str = "SCAFFOLD", **settings: Any) -> dict[str, np.ndarray]:
+    """Return the model after two rounds."""
+    strategy = getattr(fr, method)(seed=3, **settings)
+    result = strategy.start(
+        grid=grid,
+        initial_arrays=ArrayRecord(perceptron().state_dict()),
+        num_rounds=2,
+        train_config=ConfigRecord({"lr": 0.1, "local-epochs": 1}),
+    )
+    assert not strategy.history[-1]["failures"]
+    return {n: a.numpy() for n, a in result.arrays.items()}
+
+
+def clients_of(train: Any, **more: Any) -> fr.Clients:
+    """Return clients on the CPU, with test sets."""
+    settings = {"batch_size": 8, "device": "cpu", **more}
+    return fr.Clients(perceptron, train, [pair(k) for k in range(5)], **settings)
+
+
+@pytest.fixture(scope="module")
+def expected() -> dict[str, np.ndarray]:
+    """The model of the same clients, made by `client_fn`."""
+
+    def client_fn(context: Any) -> Any:
+        k = int(context.node_config["partition-id"])
+        return fr.SCAFFOLDClient(perceptron(), loader(k), loader(k), device="cpu")
+
+    return trained(fr.InProcessGrid(fr.client_app(client_fn), 5))
+
+
+def close(actual: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
+    for name, want in expected.items():
+        np.testing.assert_allclose(actual[name], want, 1e-5, 1e-6)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_data_sets_of_any_kind_train_as_the_clients_that_hold_them(
+    kind: str, expected: dict[str, np.ndarray]
+) -> None:
+    stacked = fr.StackedGrid(clients_of(KINDS[kind]))
+    close(trained(stacked), expected)
+    assert not stacked.fallbacks
+    alone = trained(fr.InProcessGrid(clients_of(KINDS[kind])))
+    for name, want in expected.items():
+        assert np.array_equal(alone[name], want)
+
+
+def test_mappings_functions_for_all_and_flowers_app_give_the_same(
+    expected: dict[str, np.ndarray],
+) -> None:
+    named = clients_of([Named(pair(k)) for k in range(5)], target_key="kind")
+    close(trained(fr.StackedGrid(named)), expected)
+    lazy = clients_of(pair, num_clients=5)
+    grid = fr.InProcessGrid(lazy.app(fr.SCAFFOLDClient), len(lazy))
+    close(trained(grid), expected)
+
+
+def test_step_budgets_are_kept_on_every_way() -> None:
+    """Client 2 takes one step in round 2."""
+    clients = clients_of(
+        [pair(k) for k in range(5)], step_budgets=lambda k, r: 1 if (k, r) == (2, 2) else None
+    )
+    models = [
+        trained(grid, "FedProx", mu=0.1)
+        for grid in (
+            fr.InProcessGrid(clients.app(fr.FedProxClient), 5),
+            fr.InProcessGrid(clients),
+            fr.StackedGrid(clients),
+        )
+    ]
+    close(models[1], models[0])
+    close(models[2], models[0])
+    assert not np.allclose(
+        models[0]["0.weight"],
+        trained(fr.StackedGrid(clients_of(KINDS["functions"])), "FedProx", mu=0.1)["0.weight"],
+    )
+
+
+@pytest.mark.parametrize("grid", [fr.InProcessGrid, fr.StackedGrid])
+def test_a_client_that_comes_later_begins_with_the_private_entries_as_given(grid: Any) -> None:
+    """Whoever trained in the model before."""
+
+    def model() -> nn.Module:
+        return perceptron(nn.BatchNorm1d(8))
+
+    clients = fr.Clients(model, [pair(k) for k in range(5)], batch_size=8, device="cpu")
+
+    def client_fn(context: Any) -> Any:
+        return fr.FedBNClient(
+            model(), loader(int(context.node_config["partition-id"])), device="cpu"
+        )
+
+    def run(grid: Any) -> Any:
+        strategy = fr.FedBN(seed=3, fraction_evaluate=0.0, fraction_train=0.4)
+        config = ConfigRecord({"lr": 0.1, "local-epochs": 1})
+        start = ArrayRecord(model().state_dict())
+        result = strategy.start(grid, start, 4, train_config=config)
+        return {n: a.numpy() for n, a in result.arrays.items()}
+
+    close(run(grid(clients)), run(fr.InProcessGrid(fr.client_app(client_fn), 5)))
+
+
+def test_a_strategy_with_messages_of_its_own_reaches_them() -> None:
+    class Mine(fr.FedAvg):
+        method = "FedAvg"
+
+        def configure_train(self, *args: Any) -> Any:
+            """Count the messages."""
+            sent = list(super().configure_train(*args))
+            counts.append(len(sent))
+            return sent
+
+    counts: list[int] = []
+    grid = fr.StackedGrid(clients_of(KINDS["functions"]))
+    strategy = Mine(seed=3)
+    config = ConfigRecord({"lr": 0.1, "local-epochs": 1})
+    strategy.start(grid, ArrayRecord(perceptron().state_dict()), 1, train_config=config)
+    assert counts == [5]
+    assert sum(grid.fallbacks.values()) == 5
+
+
+X, Y = pair(0)
+WRONG: dict[str, tuple[Any, dict[str, Any], str]] = {
+    "an empty set": ([(X, Y), (X[:0], Y[:0])], {}, "train_sets: client 1 has an empty data set"),
+    "unequal lengths": ([(X, Y), (X, Y[1:])], {}, r"client 1 has inputs of shape \(20, 6\)"),
+    "three tensors": ([(X, Y, Y)], {}, "client 0 has 3 tensors"),
+    "no data": ([(X, Y), 7], {}, "train_sets: client 1"),
+    "no clients": ([], {}, "train_sets is empty"),
+    "one pair": ((X, Y), {}, "a data set for each client"),
+    "a function alone": (pair, {}, "say num_clients="),
+    "fewer test sets": ([(X, Y)] * 2, {"test_sets": [(X, Y)]}, "test_sets has 1 entries"),
+    "fewer budgets": ([(X, Y)] * 2, {"step_budgets": [1]}, "step_budgets has 1 entries"),
+    "no model": ([(X, Y)], {"model": 3}, "model must be an nn.Module"),
+    "no batch": ([(X, Y)], {"batch_size": 0}, "batch_size"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_is_wrong_is_refused_by_name(case: str) -> None:
+    train, more, message = WRONG[case]
+    settings = {"model": perceptron, **more}
+    with pytest.raises((ValueError, TypeError), match=message):
+        fr.Clients(train_sets=train, **settings)
+
+
+def test_a_function_that_gives_no_data_fails_its_client_by_name() -> None:
+    clients = fr.Clients(perceptron, [pair, lambda k: (X[:0], Y[:0])], device="cpu")
+    strategy = fr.FedAvg(seed=3, fraction_evaluate=0.0, min_replies=1)
+    config = ConfigRecord({"lr": 0.1, "local-epochs": 1})
+    strategy.start(
+        fr.StackedGrid(clients), ArrayRecord(perceptron().state_dict()), 1, train_config=config
+    )
+    assert "client 1 has an empty data set" in strategy.history[0]["failures"][1]
+    assert len(clients) == 2
+    assert "2 clients of perceptron" in repr(clients)

@@ -1,0 +1,152 @@
+"""A NumPyClient that is called directly, beside Flower's own way to it: the same replies, to the bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
+from flwr.client import Client, NumPyClient
+
+from flwr_regs import InProcessGrid, client_app
+from flwr_regs.flower import app as called
+
+MODEL: dict[str, np.ndarray] = {
+    "w": np.arange(6, dtype=np.float32).reshape(2, 3),
+    "turned": np.asfortranarray(np.arange(6.0).reshape(3, 2)),
+    "scalar": np.array(2, np.int64),
+    "none": np.zeros((0, 4), np.float32),
+    "half": np.array([1, 2], np.float16),
+    "flags": np.array([True, False]),
+}
+
+
+class Users(NumPyClient):
+    """Returns what the test gives it, or its own arrays changed in place."""
+
+    def __init__(self, result: Any = None) -> None:
+        self.result = result
+
+    def fit(self, parameters: Any, config: Any) -> Any:
+        for a in parameters:
+            a += a.astype(a.dtype)
+        metrics = {
+            "names": config["regs.names"],
+            "raw": b"\0x",
+            "yes": True,
+            "wide": np.float64(2.5),
+        }
+        return self.result or (parameters, 3, {"loss": 0.5, "steps": 2, **metrics})
+
+    def evaluate(self, parameters: Any, config: Any) -> Any:
+        return self.result or (float(parameters[0].sum()), 4, {"accuracy": 0.25, "who": "me"})
+
+
+def reply_of(client: Any, kind: str = "train", mods: Any = ()) -> tuple[Message, ArrayRecord]:
+    """Send a client one message; return the reply, and the arrays that were sent."""
+    grid = InProcessGrid(client_app(lambda context: client, mods=mods), 1)
+    arrays = ArrayRecord({n: Array(a) for n, a in MODEL.items()})
+    content = RecordDict({"arrays": arrays, "config": ConfigRecord({"lr": 0.1, "server-round": 1})})
+    sent = grid.create_message(content, kind, next(iter(grid.get_node_ids())), "1")
+    return next(iter(grid.send_and_receive([sent]))), arrays
+
+
+def as_values(message: Message) -> Any:
+    """All that a reply holds, comparable; the bytes of the arrays too."""
+    if message.has_error():
+        return message.error.code
+    return {
+        name: (type(record), {k: getattr(v, "__dict__", v) for k, v in record.items()})
+        for name, record in message.content.items()
+    }
+
+
+@pytest.mark.parametrize("kind", ["train", "evaluate"])
+def test_a_direct_call_replies_as_flowers_way_does(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    direct, sent = reply_of(Users(), kind)
+    assert not direct.has_error()
+    for name, a in MODEL.items():  # a client that writes into its arrays writes into its own
+        np.testing.assert_array_equal(sent[name].numpy(), a)
+    monkeypatch.setattr(called, "_is_plain", lambda client, kind: False)
+    flowers, _ = reply_of(Users(), kind)
+    assert as_values(direct) == as_values(flowers)
+    assert direct.metadata.message_type == flowers.metadata.message_type == kind
+
+
+WRONG: dict[str, Any] = {
+    "no tuple of three": ([], 1),
+    "arrays in a tuple": ((np.zeros(2),), 1, {}),
+    "a float for n_k": ([np.zeros(2)], 1.0, {}),
+    "metrics that are no dict": ([np.zeros(2)], 1, []),
+    "a nested metric": ([np.zeros(2)] * len(MODEL), 1, {"x": {"y": 1}}),
+    "objects": ([np.array([None])] * len(MODEL), 1, {}),
+    "texts": ([np.array(["a"])] * len(MODEL), 1, {}),
+    "too few arrays": ([np.zeros(2)], 1, {}),
+    "nothing": ([], 1, {}),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_a_wrong_result_is_an_error_on_both_ways(
+    what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    direct = reply_of(Users(WRONG[what]))[0]
+    assert direct.has_error()
+    if what == "a float for n_k":
+        why = "NumPyClient.fit must return (list, int, dict), not (list, float, dict)"
+        assert why in str(direct.error.reason)
+    monkeypatch.setattr(called, "_is_plain", lambda client, kind: False)
+    assert reply_of(Users(WRONG[what]))[0].has_error()
+
+
+class Own(Users):
+    """Says itself how Flower calls it."""
+
+    def to_client(self) -> Client:
+        client = super().to_client()
+        fit = client.fit
+
+        def longer(ins: Any) -> Any:
+            res = fit(ins)
+            res.metrics["mine"] = 1
+            return res
+
+        client.fit = longer  # type: ignore[method-assign]
+        return client
+
+
+CLIENTS: dict[str, Callable[[], Any]] = {
+    "NumPyClient": Users,
+    "its Client": lambda: Users().to_client(),
+    "one with a to_client of its own": Own,
+}
+
+
+@pytest.mark.parametrize("name", CLIENTS)
+def test_any_client_of_flowers_is_called(name: str) -> None:
+    metrics = reply_of(CLIENTS[name]())[0].content["metrics"]
+    assert metrics["num-examples"] == 3
+    assert ("mine" in metrics) == (name == "one with a to_client of its own")
+
+
+def test_a_message_keeps_what_was_sent() -> None:
+    """The client gets a copy, so whoever sent a message may look at it, or send it again."""
+    grid = InProcessGrid(client_app(lambda context: Users()), 1)
+    arrays = ArrayRecord({n: Array(a) for n, a in MODEL.items()})
+    config = ConfigRecord({"lr": 0.1, "server-round": 1})
+    sent = grid.create_message(
+        RecordDict({"arrays": arrays, "config": config}),
+        "train",
+        next(iter(grid.get_node_ids())),
+        "1",
+    )
+    content = sent.content
+    first, second = (next(iter(grid.send_and_receive([sent]))) for _ in range(2))
+    assert sent.content is content
+    assert dict(content) == {"arrays": arrays, "config": config}
+    assert dict(config) == {"lr": 0.1, "server-round": 1}
+    assert as_values(first) == as_values(second)
