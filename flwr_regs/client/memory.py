@@ -148,11 +148,8 @@ def end(
     slots: Slot,
     private: Mapping[str, Any] | None = None,
     method: str = "",
-    copied: bool = True,
 ) -> dict[str, bytes | Unwritten]:
     """Return what the client remembers from now on: what its round began from, and what it leaves.
-
-    Of what it leaves, copies; not `copied` are tensors into which nothing will write.
 
     Also a client that leaves nothing, but held something, or lost it, has a snapshot: that says that it is
     empty. What is lost stays lost, and is named again, until the server counts on a later round.
@@ -166,12 +163,11 @@ def end(
     kept = {key: memory[key] for key in sorted({*held}) if key in memory}
     if private or any(slots.values()) or ((memory or came) and not probe):
         snapshot = {n: s for n, s in {**slots, PRIVATE: private or {}}.items() if s}
-        if copied:
-            snapshot = {
-                t: {n: torch.from_numpy(np.array(to_numpy(a))) for n, a in slot.items()}
-                for t, slot in snapshot.items()
-            }
-        kept[label(number, probe)] = Unwritten(snapshot, method, label(number, probe))
+        copies = {
+            t: {n: torch.from_numpy(np.array(to_numpy(a))) for n, a in slot.items()}
+            for t, slot in snapshot.items()
+        }
+        kept[label(number, probe)] = Unwritten(copies, method, label(number, probe))
     return kept
 
 

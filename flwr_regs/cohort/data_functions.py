@@ -24,7 +24,7 @@ from flwr_regs.client.measure.fisher_layers import (
     with_inputs,
 )
 from flwr_regs.client.train.batches import batch_size, mapped, tensors
-from flwr_regs.cohort.batch_plan import Batch, CannotStack, Plan, stacked
+from flwr_regs.cohort.batch_plan import Batch, Batches, CannotStack, Plan
 from flwr_regs.cohort.member_view import View
 from flwr_regs.term import Arrays, ClientContext
 
@@ -235,7 +235,8 @@ def over_data(
         most = max(DATA // max(size, 1), 1)
         for some in (rows[i : i + most] for i in range(0, len(rows), most)):
             chosen = [passes[row] for row in some]
-            batches = [stacked(chosen, i, view.shared.device) for i in range(len(first))]
+            gathered = Batches(chosen, view.shared.device)
+            batches = [gathered.of(i, range(len(chosen))) for i in range(len(first))]
             taken = mapped((end, at_start, given), itemgetter(some))
             first_end = {n: t[0] for n, t in taken[0].items()}
             layers = {} if training else layers_of_stack(view, batches[0], first_end)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from flwr_regs.abilities import Carries, Withholds
+from flwr_regs.abilities import Carries, Steers, Withholds
 from flwr_regs.chain import Chain
 from flwr_regs.client import memory as memories
 from flwr_regs.client.loading import Layout, check_custody, load, tied_names
@@ -31,7 +31,6 @@ from flwr_regs.client.train.batches import (
     count_batches,
     count_examples,
     label_counts,
-    mapped,
     resolve_device,
 )
 from flwr_regs.client.train.optimizer import optimizer_of
@@ -278,9 +277,9 @@ class Group:
     def replies(self, result: StackedResult) -> dict[int, Served]:
         """Return what came of the clients: their replies are rows of the result."""
         uploads = _rows(result.upload, len(self.candidates))
-        slots = _rows(_as_kept(result.client), len(self.candidates))
+        slots = _rows(result.client, len(self.candidates))
         state = {} if self.recipe.probes else self._state(result)
-        private = {n: _as_kept(state.pop(n)) for n in self.layout.private if state}
+        private = {n: state.pop(n) for n in self.layout.private if state}
         sent = {
             n: to_numpy(v).astype(self.recipe.arrays[n].dtype, copy=False) for n, v in state.items()
         }
@@ -316,7 +315,7 @@ class Group:
                     "examples-processed": result.examples[row],
                 }
             own = {n: v[row] for n, v in private.items()}
-            held = memories.end(c.memory, c.config, slots[row], own, self.recipe.who.method, False)
+            held = memories.end(c.memory, c.config, slots[row], own, self.recipe.who.method)
             kept = memories.kinds(c.config, slots[row], own) if not self.recipe.probes else []
             said = [*(f"lost {w}" for w in c.begun.lost), *(f"keeps {w}" for w in kept)]
             config |= reply_entries(c.config, said)
@@ -372,8 +371,9 @@ def recipe_of(
     term.restrict(config)
     if config.get(keys.PROBE_KEY) and any("label_counts" in t.needs for t in term.terms):
         raise CannotStack("a first exchange with label counts goes one by one")
-    if carrying := [t.name for t in term.terms if isinstance(t, Carries)]:
-        raise CannotStack(f"{carrying} carry the optimiser's state")
+    keeping = [t.name for t in term.terms if isinstance(t, Carries) and not isinstance(t, Steers)]
+    if keeping and any(t.acts("client_optimizer") for t in term.terms):
+        raise CannotStack(f"{keeping} carry the state of an optimiser in which others have a say")
     arrays: NDArrays = came
     step: Any = message.records.get(keys.STEP)
     if keys.STEPS_KEY in config:
@@ -461,12 +461,6 @@ def _rows(slots: Slot | list[Slot], number: int) -> list[Slot]:
         {t: {k: a[row] for k, a in slot.items()} for t, slot in slots.items()}
         for row in range(number)
     ]
-
-
-def _as_kept(tree: Any) -> Any:
-    """Return nested tensors in the dtypes in which clients keep them: those of numpy."""
-    half = torch.bfloat16
-    return mapped(tree, lambda t: t.float() if t.dtype == half else t)
 
 
 def _other_names(model: nn.Module) -> dict[str, str]:

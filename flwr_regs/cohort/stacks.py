@@ -73,6 +73,8 @@ class Stacks:
                 served |= self._train(groups.pop(key))
         for group in groups.values():
             served |= self._train(group)
+        present = {id(one.client) for one in asked}  # an app may make its clients anew
+        self._builds = {key: known for key, known in self._builds.items() if key in present}
         return served
 
     def note(self, error: Exception, clients: int = 1) -> None:

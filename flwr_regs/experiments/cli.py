@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from flwr_regs.experiments.run.process_family import ending_in_time, on_farewell, say_farewell
+
 # What loads torch is imported by the functions: `main` also ends an early Ctrl-C in order.
 
 
@@ -39,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes at exit
         return 141
     except KeyboardInterrupt:
-        print("flwr-regs: interrupted", file=sys.stderr)
+        say_farewell()
         return 130
 
 
@@ -62,8 +64,10 @@ def parsed(argv: Sequence[str]) -> argparse.Namespace:
 def _main(argv: Sequence[str]) -> int:
     args = parsed(argv)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    on_farewell("flwr-regs: interrupted")
     try:
-        return _do(args)
+        with ending_in_time():
+            return _do(args)
     except BrokenPipeError:
         raise
     except (ValueError, OSError, ImportError) as error:

@@ -13,7 +13,6 @@ from typing import Any, ClassVar
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.common import log
 from flwr.serverapp import Grid
-from flwr.serverapp.strategy import Result
 
 from flwr_regs.abilities import Steers
 from flwr_regs.chain import chain, name_of
@@ -22,6 +21,7 @@ from flwr_regs.flower.checkpoints import Checkpoints, guarded
 from flwr_regs.flower.grids.grid_network import GridNetwork, Paused, replies_to
 from flwr_regs.flower.grids.in_process import InProcessGrid
 from flwr_regs.flower.loop import Driven, EvaluateFn, Loop
+from flwr_regs.flower.result import TrainingResult
 from flwr_regs.server.arguments import check_arguments
 from flwr_regs.server.checkpoint.fingerprint import fingerprint
 from flwr_regs.server.client_metrics import weighted_mean
@@ -165,7 +165,7 @@ class RegStrategy(Driven):
         evaluate_config: ConfigRecord | None = None,
         evaluate_fn: EvaluateFn | None = None,
         resume_from: str | PathLike[str] | None = None,
-    ) -> Result:
+    ) -> TrainingResult:
         """Run `num_rounds` rounds; see Flower's ``Strategy.start`` for the parameters.
 
         With `resume_from`, a folder of checkpoints or one of them, training goes on from there.
@@ -188,7 +188,7 @@ class RegStrategy(Driven):
             A round had fewer than `min_replies` usable replies.
         """
         self.check_model(initial_arrays)
-        result = Result()
+        result = TrainingResult()
         with guarded(self.options, grid, result, resume_from) as saved:
             if saved.resumed is not None and not self._seeded:
                 self.seed = saved.seed
