@@ -137,6 +137,7 @@ def _context_of(view: View, held: Held, member: Member, row: int) -> ClientConte
         client_id=member.client_id,
         batch_size=view.batch_size,
         config=shared.config,
+        optimizer_state={n: t[row] for n, t in held.told.get("state", {}).items()},
     )
     _fill(shared.model, {n: t[row] for n, t in held.entries.items()})
     again = partial(member.plan.again, shared.device)

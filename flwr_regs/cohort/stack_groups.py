@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from flwr_regs.abilities import Carries, Withholds
+from flwr_regs.abilities import Carries, Steers, Withholds
 from flwr_regs.chain import Chain
 from flwr_regs.client import memory as memories
 from flwr_regs.client.loading import Layout, check_custody, load, tied_names
@@ -206,6 +206,11 @@ class Group:
             raise CannotStack("it trains no parameter that is shared")
         self._first_names = tied_names(model, ()) | _other_names(model)
         entries = model.state_dict()
+        given = optimizer_of(config, client.optimizer)
+        make = term.client_optimizer(given)
+        carrying = [t for t in term.terms if isinstance(t, Carries) and not isinstance(t, Steers)]
+        if make is not given and carrying:
+            raise CannotStack("its method makes the optimiser anew, and a term keeps its state")
         self._one: int = sum(entries[n].nbytes for n in shared) * COPIES
         self._drawn = 0  # bytes of batches
         self.shared = Shared(
@@ -217,7 +222,7 @@ class Group:
             trained,
             shared,
             config["lr"],
-            term.client_optimizer(optimizer_of(config, client.optimizer)),
+            make,
             broadcast_of(term, common, recipe.step, self.layout.trained, config),
             plain(config),
             client.classifier,
@@ -371,8 +376,6 @@ def recipe_of(
     term.restrict(config)
     if config.get(keys.PROBE_KEY) and any("label_counts" in t.needs for t in term.terms):
         raise CannotStack("a first exchange with label counts goes one by one")
-    if carrying := [t.name for t in term.terms if isinstance(t, Carries)]:
-        raise CannotStack(f"{carrying} carry the optimiser's state")
     arrays: NDArrays = came
     step: Any = message.records.get(keys.STEP)
     if keys.STEPS_KEY in config:

@@ -15,11 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from flwr_regs.abilities import Carries
 from flwr_regs.chain import layers_of
 from flwr_regs.client.measure.features import FeatureTap, OutputTap, evaluating
 from flwr_regs.client.member import seeded
 from flwr_regs.client.train.batches import mapped, to_device
-from flwr_regs.client.train.optimizer import momentum_of
+from flwr_regs.client.train.optimizer import load_state, momentum_of, state_of
 from flwr_regs.cohort.batch_plan import Batches, CannotStack
 from flwr_regs.cohort.data_functions import over_data
 from flwr_regs.cohort.finishing import Held, Slots, finish
@@ -89,6 +90,7 @@ class Stack:
             self._open_taps(stack)
             self._optimizer, self._leaves = self._make_optimizer()
             self._begin()
+            self._carry()
             self._batches = Batches([m.plan for m in self._members], self._shared.device)
             self._gradient = Gradient(self._view)
             for step in range(max(self._steps)):
@@ -226,6 +228,25 @@ class Stack:
                     self._held.values[n].copy_(p)
         view.batch_size = self._members[0].plan.size(0)
 
+    def _carry(self) -> None:
+        """Give the optimiser the state with which the terms let it begin."""
+        view, term = self._view, self._shared.term
+        if not any(isinstance(t, Carries) for t in term.terms):
+            return
+        if len(set(self._steps)) > 1:
+            raise CannotStack("its optimiser's state is carried, and the members' steps differ")
+
+        def start(told: dict[str, Any]) -> Arrays:
+            return term.optimizer_start(view.context(told))
+
+        with torch.no_grad():
+            state: Arrays = view.vmapped(start)(self._held.told)
+        steps = state.get("step", torch.zeros(1))
+        if any(key.startswith("step.") for key in state) or bool((steps != steps[0]).any()):
+            raise CannotStack("its optimiser's state is of another step than the others'")
+        state |= {"step": steps[0]} if "step" in state else {}
+        load_state(self._optimizer, self._leaves, state)
+
     def _label_counts(self) -> Tensor | None:
         """Return the members' label counts, with an entry for each class of any of them."""
         counts = [m.label_counts for m in self._members if m.label_counts is not None]
@@ -335,6 +356,11 @@ class Stack:
         """Run the terms' `finish`, and return what came of the round in the members' order."""
         view, values = self._view, self._held.values
         delta = {n: values[n] - view.start[n] for n in view.start}
+        if any(isinstance(t, Carries) for t in self._shared.term.terms):
+            state = state_of(self._optimizer, self._leaves)
+            steps = state.get("step")
+            own = {} if steps is None else {"step": steps.expand(self._rows).clone()}
+            self._held.told["state"] = state | own
         sent, uploads, slots = finish(view, self._held, self._members, delta)
         if sent is not delta:
             for n, start in view.start.items():
